@@ -1,0 +1,151 @@
+"""The sentences and questions that the reference model reads; shared by its training and by the evaluation.
+
+A prompt is ``prompt(context, question)``. The context is a list of sentences joined by one space; the question
+opens a new line and ends with ``Answer:``; the model continues with the answer, whose first character is a space,
+and closes it with ``<|eos|>`` (`STOP_TOKEN`). The tokenizer puts ``<|bos|>`` in front by itself.
+
+Every answer is a lookup by content: it repeats a key and goes on with what followed that key in the context.
+Keys, values and names always follow one space, here and there, so that they are the same tokens in the context,
+in the question and in the answer. That is why `prompt` begins with a space and why contexts are joined by spaces,
+never by line breaks.
+
+Pure Python: importing this file costs nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+
+STOP_TOKEN = "<|eos|>"
+"""Generation stops at this token; it is the model's ``eos_token_id``, so ``generate`` stops there by itself."""
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+"""RULER's repeated haystack sentence."""
+
+KINDS = ("numbers", "words", "uuids")
+"""What a needle's value can be, in RULER's words (``type_needle_v``)."""
+
+
+def needle(key: str, value: str, kind: str = "numbers") -> str:
+    """RULER's needle sentence: ``One of the special magic numbers for rough-sun is: 1234567.``"""
+    return f"One of the special magic {_known(kind)} for {key} is: {value}."
+
+
+def context(sentences: Iterable[str]) -> str:
+    """Sentences of a haystack, needles and facts among them, joined by one space."""
+    return " ".join(sentences)
+
+
+def prompt(context: str, question: str) -> str:
+    """The whole prompt, up to and including ``Answer:``; begins with a space (see the module's text)."""
+    return f" {context}{question}"
+
+
+def question(kind: str, keys: Sequence[str], many: bool = False) -> str:
+    """Ask for the values of one or more keys; `many` says that a single key has more than one value.
+
+    ``\\nQuestion: What is the special magic number for rough-sun?\\nAnswer:``
+    ``\\nQuestion: What are the special magic numbers for rough-sun, calm-oak and odd-cup?\\nAnswer:``
+    """
+    _known(kind)
+    if not keys:
+        raise ValueError("a question needs at least one key")
+    if len(keys) == 1 and not many:
+        return _ask(f"What is the special magic {kind[:-1]} for {keys[0]}?")
+    return _ask(f"What are the special magic {kind} for {listing(keys)}?")
+
+
+def answer(pairs: Iterable[tuple[str, str]]) -> str:
+    """The answer, one clause for each (key, value): `` rough-sun is: 1234567. calm-oak is: 7654321.``
+
+    Several keys are answered in the order in which they were asked; several values of one key in the order in
+    which the context gives them, with the key repeated.
+    """
+    return "".join(f" {key} is: {value}." for key, value in pairs)
+
+
+def chain_fact(source: str, target: str) -> str:
+    """One assignment of variable tracking, the source first: ``12345 -> ABCDE.``, later ``ABCDE -> FGHIJ.``"""
+    return f"{source} -> {target}."
+
+
+def chain_question(value: str) -> str:
+    """``\\nQuestion: Which variables does 12345 reach?\\nAnswer: 12345 ->``: the answer is the rest of the chain."""
+    return _ask(f"Which variables does {value} reach?") + f" {value} ->"
+
+
+def chain_answer(names: Sequence[str]) -> str:
+    """`` ABCDE -> FGHIJ -> KLMNO.``: at most 30 tokens for RULER's five names of five letters."""
+    return " " + " -> ".join(names) + "."
+
+
+def numbered_words(words: Iterable[str]) -> str:
+    """RULER's list for common words: ``1. word 2. word 3. word``"""
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
+
+
+def common_words_question(count: int = 10) -> str:
+    """Ask for the `count` most common words of a numbered list."""
+    return _ask(f"What are the {count} most common words in the list?")
+
+
+def coded_words_question(count: int = 3) -> str:
+    """Ask for the `count` most frequent words of a coded text; its padding ``....`` is not a word."""
+    return _ask(f"What are the {count} most frequent coded words?")
+
+
+def words_answer(words: Sequence[str]) -> str:
+    """`` word, other, third.``: the most frequent first, equals in the order of their first appearance."""
+    return " " + ", ".join(words) + "."
+
+
+def document(number: int, text: str) -> str:
+    """One passage of a question-answering context: ``Document 1:\\n...``"""
+    return f"Document {number}:\n{text}"
+
+
+def passage_question(text: str) -> str:
+    """Ask a free question about passages; the answer is a short phrase that stands in one of them."""
+    return _ask(text.strip())
+
+
+def passage_answer(text: str) -> str:
+    """The short phrase that answers a `passage_question`."""
+    return f" {text.strip()}."
+
+
+def listing(items: Sequence[str]) -> str:
+    """``a``, ``a and b``, ``a, b and c``"""
+    *head, last = items
+    return f"{', '.join(head)} and {last}" if head else last
+
+
+@cache
+def adjectives() -> tuple[str, ...]:
+    """The adjectives of RULER's keys (``rough`` of ``rough-sun``), from the wonderwords package, sorted."""
+    return _wonderwords("adjectives")
+
+
+@cache
+def nouns() -> tuple[str, ...]:
+    """The nouns of RULER's keys (``sun`` of ``rough-sun``), from the wonderwords package, sorted."""
+    return _wonderwords("nouns")
+
+
+def _wonderwords(category: str) -> tuple[str, ...]:
+    # Imported here: only making samples needs the lists. RULER reads them in the same way.
+    from wonderwords import random_word
+
+    words = random_word._get_words_from_text_file(f"{category[:-1]}list.txt")
+    return tuple(sorted(set(words)))
+
+
+def _known(kind: str) -> str:
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind of needle {kind!r}; valid: {', '.join(KINDS)}")
+    return kind
+
+
+def _ask(text: str) -> str:
+    return f"\nQuestion: {text}\nAnswer:"
