@@ -1,0 +1,61 @@
+"""What a codec is: how a block of numbers becomes packed tensors and back.
+
+Shapes are written here once. Everything a codec sees is `[batch, kv_heads, tokens, head_dim]` ("BHTD").
+A codec is a pure function of its input and of constants that never change during a sequence (codebooks,
+channel statistics); it knows no model, no window and no position.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Mapping
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Part:
+    """One stored tensor of a packed block.
+
+    tensor: `[batch, kv_heads, tokens // unit, ...]`, any dtype, contiguous.
+    unit:   how many tokens share one entry along dimension 2 (1: an entry per token; G: one per group of G).
+    """
+
+    tensor: Tensor
+    unit: int
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A packed run of `tokens` tokens: named parts, truly bit-packed. Nothing else is kept of the numbers."""
+
+    tokens: int
+    parts: Mapping[str, Part]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(p.tensor.numel() * p.tensor.element_size() for p in self.parts.values())
+
+
+class Codec(ABC):
+    """Encodes runs of whole blocks; independent blocks, so that a run may be cut, joined or appended anywhere
+    between two blocks without changing a bit of the result."""
+
+    #: Tokens that must be encoded together; `encode` takes multiples of it.
+    block_tokens: int = 1
+    #: Bits of the code per number, as the papers count them (no scales, no outliers).
+    nominal_bits: float
+
+    @abstractmethod
+    def encode(self, x: Tensor) -> Packed:
+        """Pack `x` `[batch, kv_heads, tokens, head_dim]` (floating point), tokens a multiple of `block_tokens`."""
+
+    @abstractmethod
+    def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
+        """Unpack to `[batch, kv_heads, tokens, head_dim]` in `dtype`."""
+
+    def constants(self) -> Mapping[str, Tensor]:
+        """Tensors shared by all sequences (centroids, mean, std, thresholds): counted once, not per token."""
+        return {}
