@@ -1,0 +1,117 @@
+"""What a subcommand prints: results on stdout, the rest on stderr; with --json one document and no more on stdout."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import Progress
+
+
+class Output:
+    """One per command run: `out = Output(as_json=as_json, quiet=quiet)` as its first line.
+
+    With `as_json` everything that is printed from now on goes to stderr, also what a library prints, and only `result`
+    reaches stdout.
+    """
+
+    def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
+        self.as_json = as_json
+        self.quiet = quiet
+        self._stdout = sys.stdout
+        if as_json:
+            sys.stdout = sys.stderr  # put back by the command line's `main`
+        silence_libraries()
+
+    def note(self, text: str) -> None:
+        """A remark for a person: stderr, unless --quiet."""
+        if not self.quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    def warn(self, text: str) -> None:
+        """A warning: stderr, always."""
+        print(f"kvq: warning: {' '.join(text.split())}", file=sys.stderr, flush=True)
+
+    def text(self, text: str) -> None:
+        """A line of the result for a person: stdout, or stderr with --json."""
+        print(text, file=sys.stderr if self.as_json else self._stdout, flush=True)
+
+    def table(self, columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> None:
+        """A table of the result: stdout, or stderr with --json. Columns in which all cells are numbers stand right."""
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        rows = [list(row) for row in rows]
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for index, column in enumerate(columns):
+            numeric = all(_is_number(row[index]) for row in rows)
+            table.add_column(column, justify="right" if numeric else "left", overflow="fold")
+        for row in rows:
+            table.add_row(*(Text(_cell(value)) for value in row))
+        console = self.console(stderr=self.as_json)
+        if not console.is_terminal:
+            console.width = max(console.measure(table).maximum, 80)  # a file or a pipe has no edge to wrap at
+        console.print(table)
+
+    def result(self, document: Any) -> None:
+        """With --json: `document` as the one JSON document on stdout. Without: nothing."""
+        if self.as_json:
+            print(json.dumps(document, indent=2, default=str), file=self._stdout, flush=True)
+
+    def console(self, *, stderr: bool = True) -> Console:
+        from rich.console import Console
+
+        return Console(file=sys.stderr if stderr else self._stdout, highlight=False)
+
+    def progress(self) -> Progress:
+        """A progress bar on stderr with time left, hidden by --quiet: `with out.progress() as p: p.add_task(...)`."""
+        from rich import progress
+
+        columns = (
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("left"),
+            progress.TimeRemainingColumn(),
+        )
+        return progress.Progress(*columns, console=self.console(), disable=self.quiet, redirect_stdout=False)
+
+
+def human_bytes(count: float) -> str:
+    """`1536` as `1.5 KiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def silence_libraries() -> None:
+    """Keep libraries' own progress bars and chatter off the terminal; set before they are imported."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if "transformers" in sys.modules:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.1f}"
+    return str(value)
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
