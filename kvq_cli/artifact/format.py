@@ -1,0 +1,183 @@
+"""The artifact on disk: `config.json`, `tensors.safetensors` and a card, `README.md`, in one folder.
+
+`config.json` holds what made the artifact (method, model, calibration), what was measured, and the sizes and hashes
+of the files, its own included; a file that was cut or altered is refused with its name. The same inputs give the same
+bytes: there is no time and no path of the machine in any file.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import safetensors.torch
+from torch import Tensor
+
+from kvq_cli.artifact.fingerprint import Fingerprint, fingerprint
+from kvq_cli.errors import KvqError, UsageError
+
+FORMAT = 1
+CONFIG_FILE, TENSOR_FILE, CARD_FILE = "config.json", "tensors.safetensors", "README.md"
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A calibrated method.
+
+    config:  the contents of `config.json`: `format`, `kvq`, `method`, `model`, `calibration`, `errors`, `sizes`,
+             `files`, `checksum`.
+    tensors: `layers.<i>.<k|v|x>.<what>` -> tensor, on the CPU.
+    path:    where it was loaded from, for messages.
+    """
+
+    config: Mapping
+    tensors: Mapping[str, Tensor] = field(repr=False)
+    path: Path
+
+    @property
+    def method_config(self) -> dict:
+        """What `methods.registry.from_config` takes."""
+        return dict(self.config["method"])
+
+    @property
+    def model_name(self) -> str:
+        """What to pass as `--model`."""
+        return self.config["model"]["name"]
+
+    @property
+    def digest(self) -> str:
+        """Hash of everything that the artifact says: equal digests, equal results."""
+        return self.config["checksum"]
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        return Fingerprint(**self.config["model"]["fingerprint"])
+
+    def layer(self, index: int) -> dict[str, Tensor]:
+        """The tensors of one layer without their prefix: `k.centroids.temporal`, `v.mean`, ..."""
+        prefix = f"layers.{index}."
+        return {name[len(prefix) :]: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
+
+    def check_model(self, model, name: str | None = None) -> None:
+        """Raise UsageError, naming both models, unless `model` is the one that the artifact was calibrated for."""
+        found = fingerprint(model)
+        if found != self.fingerprint:
+            name = name or getattr(model.config, "_name_or_path", "") or "this model"
+            raise UsageError(
+                f"artifact {self.path} belongs to the model {self.model_name!r} ({self.fingerprint}), "
+                f"not to {name!r} ({found}): pass --model {self.model_name} or calibrate for {name!r}"
+            )
+
+
+def load_artifact(path: str | os.PathLike) -> Artifact:
+    """Read and verify an artifact. Raises KvqError naming the file that is missing, newer, cut or altered."""
+    folder = Path(path)
+    if not folder.is_dir():
+        raise KvqError(f"no artifact at {folder}: not a folder (make one with `kvq calibrate --out {folder}`)")
+    config = _read_config(folder / CONFIG_FILE)
+    data = _read(folder / TENSOR_FILE)
+    expected = config["files"][TENSOR_FILE]
+    if len(data) != expected["bytes"]:
+        raise KvqError(
+            f"{folder / TENSOR_FILE} has {len(data):,} bytes instead of {expected['bytes']:,}: calibrate again"
+        )
+    if hashlib.sha256(data).hexdigest() != expected["sha256"]:
+        raise KvqError(
+            f"{folder / TENSOR_FILE} was altered (its hash is not the one in {CONFIG_FILE}): calibrate again"
+        )
+    return Artifact(config, safetensors.torch.load(data), folder)
+
+
+def save_artifact(
+    path: str | os.PathLike, config: Mapping, tensors: Mapping[str, Tensor], card: str, *, overwrite: bool = False
+) -> Artifact:
+    """Write an artifact atomically: the folder appears complete, or not at all.
+
+    config: without `format`, `files` and `checksum`, which are added here. Raises KvqError when the folder cannot be
+    written, UsageError when it exists and `overwrite` is off.
+    """
+    folder = Path(path)
+    if folder.exists() and not overwrite:
+        raise UsageError(f"{folder} exists already: choose another --out, or pass --force to replace it")
+    tensors = {name: tensors[name].detach().to("cpu").contiguous() for name in sorted(tensors)}
+    data = safetensors.torch.save(tensors)
+    config = {"format": FORMAT, **config}
+    config["files"] = {TENSOR_FILE: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
+    config["checksum"] = _checksum(config)
+    with _folder_to_replace(folder) as partial:
+        write_synced(partial / TENSOR_FILE, data)
+        write_synced(partial / CARD_FILE, card.encode())
+        write_synced(partial / CONFIG_FILE, (json.dumps(config, indent=1) + "\n").encode())
+    return Artifact(config, tensors, folder)
+
+
+def write_synced(path: Path, data: bytes) -> None:
+    """Write a file and wait until the disk has it."""
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def cannot_write(path: Path, error: OSError) -> KvqError:
+    """The one line for a full disk, a read-only folder and the like."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return KvqError(f"no space left to write {path} ({error.strerror}): free some, or choose another --out")
+    return KvqError(f"cannot write {path}: {error.strerror or error}; choose another --out")
+
+
+@contextmanager
+def _folder_to_replace(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder` that takes its place when the block succeeds and vanishes when it fails."""
+    partial = folder.with_name(f".{folder.name}.partial")
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        yield partial
+        if folder.exists():
+            replaced = folder.with_name(f".{folder.name}.replaced")
+            shutil.rmtree(replaced, ignore_errors=True)
+            folder.rename(replaced)
+            partial.rename(folder)
+            shutil.rmtree(replaced)
+        else:
+            partial.rename(folder)
+    except OSError as error:
+        raise cannot_write(folder, error) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _read_config(path: Path) -> dict:
+    try:
+        config = json.loads(_read(path))
+    except ValueError as error:
+        raise KvqError(f"{path} is not valid JSON (cut or altered): calibrate again") from error
+    if not isinstance(config, dict) or not isinstance(config.get("format"), int):
+        raise KvqError(f"{path} is not the config of a kvq artifact: it has no format number")
+    if config["format"] > FORMAT:
+        raise KvqError(f"{path} has format {config['format']}, this kvq reads up to {FORMAT}: install a newer kvq")
+    if config.get("checksum") != _checksum(config):
+        raise KvqError(f"{path} was altered (its checksum does not match): calibrate again")
+    return config
+
+
+def _checksum(config: Mapping) -> str:
+    rest = {key: value for key, value in config.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise KvqError(f"cannot read {path}: {error.strerror or error}") from error
