@@ -8,8 +8,8 @@ channel statistics); it knows no model, no window and no position.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Mapping
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from torch import Tensor
 class Part:
     """One stored tensor of a packed block.
 
-    tensor: `[batch, kv_heads, tokens // unit, ...]`, any dtype, contiguous.
+    tensor: `[batch, kv_heads, tokens // unit, ...]`, any dtype. Dimension 1 holds fewer heads where a codec keeps
+            different parts for different heads. Views (a slice of a store) are welcome in `decode`.
     unit:   how many tokens share one entry along dimension 2 (1: an entry per token; G: one per group of G).
     """
 
@@ -37,6 +38,14 @@ class Packed:
     @property
     def nbytes(self) -> int:
         return sum(p.tensor.numel() * p.tensor.element_size() for p in self.parts.values())
+
+
+def side_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The 16-bit type in which scales, zeros and outliers are kept beside the codes of a `dtype` model.
+
+    The model's own, or float16 for a model that computes in 32 bits: a 32-bit scale and zero cost too much.
+    """
+    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
 
 
 class Codec(ABC):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from kvq_cli.methods.window import Window
 from kvq_cli.codecs.base import Codec
+from kvq_cli.errors import UsageError
+from kvq_cli.methods.window import Window
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,67 @@ class LayerPlan:
 
 
 @dataclass(frozen=True)
+class BlockShape:
+    """A codebook's block: `tokens` adjacent tokens of `channels` adjacent channels. `name` labels its tensors."""
+
+    name: str
+    tokens: int
+    channels: int
+
+    @property
+    def size(self) -> int:
+        return self.tokens * self.channels
+
+
+@dataclass(frozen=True)
+class CodebookSpec:
+    """What one stream (keys or values) of a codebook method needs calibrated.
+
+    shapes:    the candidates, best by held-out Fisher-weighted error; `choice` (int8) holds indices into them.
+    entries:   centroids per codebook.
+    share:     adjacent channels that use one codebook: `head_dim / share` codebooks per kv head.
+    normalize: cluster (x - mean) / std, per channel; else as it is.
+    outliers:  fraction of the numbers that is kept exact; half of it lies beyond each of `lower`, `upper`. 0: none.
+    """
+
+    shapes: tuple[BlockShape, ...]
+    entries: int
+    share: int
+    normalize: bool
+    outliers: float = 0.0
+
+
+@dataclass(frozen=True)
+class CalibrationSpec:
+    """What a method needs calibrated, per layer.
+
+    skip:   first tokens of each sample that take no part (the sinks).
+    fisher: weight k-means by squared gradients.
+    hybrid: choose among a stream's shapes per "layer", per "head", or not at all ("off": the first shape).
+    """
+
+    keys: CodebookSpec
+    values: CodebookSpec
+    skip: int
+    fisher: bool
+    hybrid: str
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    choices: tuple | None = None,
+    why: str = "",
+    at_least: float | None = None,
+    at_most: float | None = None,
+) -> Any:
+    """A method's option: a dataclass field with what the command line says about it and what values it takes."""
+    meta = {"help": help, "choices": choices, "why": why, "at_least": at_least, "at_most": at_most}
+    return dataclasses.field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True)
 class Method(ABC):
     """Base of all methods: a frozen dataclass of hyper-parameters, registered by class in `methods/registry.py`."""
 
@@ -52,10 +116,32 @@ class Method(ABC):
     summary: ClassVar[str]  # one line for `kvq methods`
     calibrates: ClassVar[bool] = False  # True: needs an artifact
 
+    def __post_init__(self) -> None:
+        """Refuses values that an option does not take, naming those it takes and why."""
+        for field in dataclasses.fields(self):
+            value, meta = getattr(self, field.name), field.metadata
+            said = f"{self.name}: {field.name}={value}"
+            if meta["choices"] is not None and value not in meta["choices"]:
+                because = f" ({meta['why']})" if meta["why"] else ""
+                raise UsageError(f"{said} is not one of {', '.join(map(str, meta['choices']))}{because}")
+            if value is not None and meta["at_least"] is not None and value < meta["at_least"]:
+                raise UsageError(f"{said} must be at least {meta['at_least']}")
+            if value is not None and meta["at_most"] is not None and value > meta["at_most"]:
+                raise UsageError(f"{said} must be at most {meta['at_most']}")
+
+    @property
+    @abstractmethod
+    def nominal_bits(self) -> float:
+        """Bits of the codes per cached number, as the papers count them (no scales, outliers or windows)."""
+
     @abstractmethod
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
         """The plan of one layer.
 
-        tensors: the artifact's tensors of this layer without the `layers.<i>.` prefix ("k.centroids", "v.mean");
-        empty for methods that do not calibrate. Raises UsageError where the shape does not allow the options.
+        tensors: the artifact's tensors of this layer without the `layers.<i>.` prefix ("k.centroids.temporal",
+        "v.mean"); empty for methods that do not calibrate. Raises UsageError where the shape does not allow them.
         """
+
+    def calibration(self, shape: ModelShape) -> CalibrationSpec:
+        """What `kvq calibrate` must find out for a model of this shape; UsageError if the method needs nothing."""
+        raise UsageError(f"method {self.name} needs no calibration: use it directly with --method {self.name}")

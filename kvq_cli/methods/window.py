@@ -26,7 +26,7 @@ class Window:
 
     def __post_init__(self) -> None:
         if self.sinks < 0 or self.recent < 0 or self.flush < 1:
-            raise UsageError(f"window sizes must not be negative (sinks={self.sinks}, recent={self.recent}, flush={self.flush})")
+            raise UsageError(f"impossible window: sinks={self.sinks}, recent={self.recent}, flush={self.flush}")
 
     def packed(self, tokens: int) -> int:
         """How many tokens of a sequence of `tokens` are packed: those at [sinks, sinks + packed)."""

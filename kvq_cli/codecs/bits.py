@@ -1,0 +1,60 @@
+"""Planar bit packing: small integers into 32-bit words along the last dimension.
+
+With `W` words per row, number `c` of the row sits in word `c % W` at bit `bits * (c // W)`. So one shift of all
+words gives `W` neighbouring numbers at once (a *plane*), and unpacking is shift and mask without any reordering.
+3-bit numbers are a 2-bit part (low bits) followed by a 1-bit part (high bit), each packed like this.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+WORD = 32
+#: How the bits of one number are split over separately packed parts, low bits first.
+SPLIT = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
+
+
+def words_per_row(bits: int, count: int) -> int:
+    """32-bit words that hold `count` numbers of `bits` bits (the last word may be padded)."""
+    return sum(-(-count * part // WORD) for part in SPLIT[bits])
+
+
+def pack(codes: Tensor, bits: int) -> Tensor:
+    """`codes` `[..., count]` (integers in `[0, 2^bits)`, any integer dtype) -> int32 words `[..., words_per_row]`."""
+    codes = codes.to(torch.int32)
+    words, taken = [], 0
+    for part in SPLIT[bits]:
+        words.append(_pack_part((codes >> taken) & (2**part - 1), part))
+        taken += part
+    return words[0] if len(words) == 1 else torch.cat(words, dim=-1)
+
+
+def unpack(words: Tensor, bits: int, count: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+    """int32 `words` `[..., words_per_row(bits, count)]` -> the `[..., count]` numbers given to `pack`, in `dtype`."""
+    if bits != 3:
+        return _unpack_part(words, bits, count).to(dtype)
+    low, high = words.split([words_per_row(2, count), words_per_row(1, count)], dim=-1)
+    return (_unpack_part(low, 2, count) | (_unpack_part(high, 1, count) << 2)).to(dtype)
+
+
+def _pack_part(codes: Tensor, bits: int) -> Tensor:
+    count, per_word = codes.shape[-1], WORD // bits
+    words = words_per_row(bits, count)
+    planes = F.pad(codes, (0, words * per_word - count)).unflatten(-1, (per_word, words))
+    # The planes' bits are disjoint, so that their sum is their union and cannot overflow.
+    return (planes << _shifts(bits, codes.device)).sum(dim=-2, dtype=torch.int32)
+
+
+def _unpack_part(words: Tensor, bits: int, count: int) -> Tensor:
+    # The mask also removes the sign bits that the arithmetic shift of int32 drags in.
+    planes = (words.unsqueeze(-2) >> _shifts(bits, words.device)).bitwise_and_(2**bits - 1)
+    return planes.flatten(-2)[..., :count]
+
+
+@cache
+def _shifts(bits: int, device: torch.device) -> Tensor:
+    return torch.arange(0, WORD, bits, dtype=torch.int32, device=device).unsqueeze(-1)

@@ -1,0 +1,31 @@
+"""No compression: the same cache machinery with the numbers as they are. The baseline of every comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvq_cli.codecs.identity import IdentityCodec
+from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan
+from kvq_cli.methods.registry import register
+from kvq_cli.methods.window import Window
+
+
+@register
+@dataclass(frozen=True)
+class Fp16(Method):
+    name = "fp16"
+    paper = ""
+    summary = "uncompressed: keys after RoPE and values in the model's dtype"
+
+    @property
+    def nominal_bits(self) -> float:
+        return 16.0
+
+    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+        return LayerPlan(
+            keys=StreamPlan("post_rope", IdentityCodec(), Window()),
+            values=StreamPlan("value", IdentityCodec(), Window()),
+        )

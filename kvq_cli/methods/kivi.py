@@ -1,0 +1,63 @@
+"""KIVI (https://arxiv.org/abs/2402.02750): asymmetric uniform quantization, keys per channel, values per token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvq_cli.codecs.uniform import UniformCodec
+from kvq_cli.errors import UsageError
+from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, option
+from kvq_cli.methods.registry import register
+from kvq_cli.methods.window import Window
+
+
+@register
+@dataclass(frozen=True)
+class Kivi(Method):
+    """Keys: groups of `group` tokens of a channel. Values: groups of `group` channels of a token.
+
+    KIVI's own windows: keys wait until `residual` of them can be packed at once; the newest `residual` values stay
+    exact. With `recent` set (KIVI+sink) the newest `recent` tokens of both stay exact and keys are packed by groups.
+    """
+
+    name = "kivi"
+    paper = "https://arxiv.org/abs/2402.02750"
+    summary = "uniform quantization: keys in groups of tokens per channel, values in groups of channels per token"
+
+    bits: int = option(2, "bits per number", choices=(1, 2, 3, 4, 8), why="there is no packing for others")
+    group: int = option(32, "numbers that share a scale and a zero-point", at_least=1)
+    residual: int = option(128, "recent tokens of KIVI's own windows; a multiple of the group", at_least=1)
+    sinks: int = option(0, "first tokens that stay exact", at_least=0)
+    recent: int | None = option(None, "newest tokens that always stay exact, instead of `residual`", at_least=0)
+    pre_rope: bool = option(False, "cache keys before RoPE (KIVI*)")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        cost = self.bits + 32 / self.group
+        if cost >= 16:
+            raise UsageError(
+                f"kivi: group={self.group} takes {cost:g} bits per number with its 16-bit scale and zero-point, "
+                "which is no compression; choose a larger group"
+            )
+        if self.recent is None and self.residual % self.group:
+            raise UsageError(f"kivi: residual={self.residual} is not a multiple of group={self.group}")
+
+    @property
+    def nominal_bits(self) -> float:
+        return float(self.bits)
+
+    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+        def codec(axis: str) -> UniformCodec:
+            return UniformCodec(self.bits, axis, self.group, shape.head_dim, shape.dtype)
+
+        if self.recent is None:
+            key_window, value_window = Window(self.sinks, 0, self.residual), Window(self.sinks, self.residual, 1)
+        else:
+            key_window, value_window = Window(self.sinks, self.recent, self.group), Window(self.sinks, self.recent, 1)
+        return LayerPlan(
+            keys=StreamPlan("pre_rope" if self.pre_rope else "post_rope", codec("channel"), key_window),
+            values=StreamPlan("value", codec("token"), value_window),
+        )
