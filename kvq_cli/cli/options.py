@@ -114,17 +114,14 @@ Prefill = Annotated[
 ]
 
 
-def method_options(pairs: list[str] | None) -> dict[str, Any]:
-    """`--set sinks=8 --set hybrid=off` as keyword arguments; values are read as YAML scalars."""
-    import yaml
-
-    found: dict[str, Any] = {}
+def method_options(pairs: list[str] | None) -> dict[str, str]:
+    """`--set sinks=8 --set hybrid=off` as keyword arguments of `methods.registry.build`, which reads the values."""
+    found = {}
     for pair in pairs or []:
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
             raise UsageError(f"--set {pair}: must be OPTION=VALUE, like --set sinks=8")
-        # YAML reads a bare `off` as False, but it is also the name of a choice (hybrid=off).
-        found[key.strip().replace("-", "_")] = value if value in ("on", "off", "yes", "no") else yaml.safe_load(value)
+        found[key.strip().replace("-", "_")] = value.strip()
     return found
 
 

@@ -54,10 +54,7 @@ class Output:
             table.add_column(column, justify="right" if numeric else "left", overflow="fold")
         for row in rows:
             table.add_row(*(Text(_cell(value)) for value in row))
-        console = self.console(stderr=self.as_json)
-        if not console.is_terminal:
-            console.width = max(console.measure(table).maximum, 80)  # a file or a pipe has no edge to wrap at
-        console.print(table)
+        self.console(stderr=self.as_json).print(table)
 
     def result(self, document: Any) -> None:
         """With --json: `document` as the one JSON document on stdout. Without: nothing."""
@@ -67,7 +64,9 @@ class Output:
     def console(self, *, stderr: bool = True) -> Console:
         from rich.console import Console
 
-        return Console(file=sys.stderr if stderr else self._stdout, highlight=False)
+        file = sys.stderr if stderr else self._stdout
+        # A file or a pipe has no edge to wrap at; rich would take 80 columns.
+        return Console(file=file, highlight=False, width=None if file.isatty() else 240)
 
     def progress(self) -> Progress:
         """A progress bar on stderr with time left, hidden by --quiet: `with out.progress() as p: p.add_task(...)`."""
