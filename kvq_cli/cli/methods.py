@@ -13,7 +13,7 @@ from kvq_cli.cli.output import Output
 if TYPE_CHECKING:
     from kvq_cli.methods.base import Method
 
-Name = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Show the options of this method.")]
+Name = Annotated[str | None, typer.Argument(metavar="NAME", help="Show the options of this method.")]
 
 
 def methods(name: Name = None, as_json: Json = False) -> None:

@@ -19,7 +19,7 @@ DEFAULT_METHOD = "kivi"  # needs no calibration, so that a command without flags
 
 
 def artifact_folder(model: str, method: str, bits: int | None) -> Path:
-    """Where `kvq calibrate` writes by default and where the other commands look: artifacts/reference/temporalkv-2bit."""
+    """Where `kvq calibrate` writes by default and others look: artifacts/reference/temporalkv-2bit."""
     short = re.sub(r"[^\w.-]+", "-", model.rstrip("/").rsplit("/", 1)[-1]) or "model"
     return Path("artifacts") / short / (method if bits is None else f"{method}-{bits}bit")
 

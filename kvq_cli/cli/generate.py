@@ -1,0 +1,91 @@
+"""`kvq generate`: continue a prompt with a compressed cache."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvq_cli.cli import options as opt
+from kvq_cli.cli.answer import Decoding, answering, to_stdout
+from kvq_cli.cli.output import Output
+from kvq_cli.errors import KvqError, UsageError
+
+_decoding = partial(typer.Option, rich_help_panel="Decoding")
+
+Prompt = Annotated[str | None, typer.Argument(metavar="PROMPT", help="The prompt; without it --file or stdin is read.")]
+File = Annotated[Path | None, typer.Option("--file", "-f", metavar="FILE", help="Read the prompt from a text file.")]
+MaxNewTokens = Annotated[int, _decoding("--max-new-tokens", "-n", min=1, help="Stop after so many tokens.")]
+Temperature = Annotated[float, _decoding("--temperature", min=0.0, help="Above 0: sample; 0: take the likeliest.")]
+TopP = Annotated[float, _decoding("--top-p", min=0.0, max=1.0, help="Sample from this share of the probability.")]
+TopK = Annotated[int, _decoding("--top-k", min=0, help="Sample from so many likeliest tokens; 0: all.")]
+Beams = Annotated[int, _decoding("--num-beams", min=1, help="Beam search with so many beams.")]
+Chunk = Annotated[
+    int | None, _decoding("--prefill-chunk", min=1, help="Take the prompt in chunks of so many tokens, to save memory.")
+]
+
+
+def generate(
+    prompt: Prompt = None,
+    file: File = None,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = 0.0,
+    top_p: TopP = 1.0,
+    top_k: TopK = 0,
+    num_beams: Beams = 1,
+    prefill_chunk: Chunk = None,
+    method: opt.MethodName = None,
+    bits: opt.Bits = None,
+    artifact: opt.ArtifactDir = None,
+    set_: opt.Set = None,
+    prefill: opt.Prefill = "exact",
+    model: opt.Model = "reference",
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    seed: opt.Seed = 0,
+    config: opt.Config = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Continue a prompt; the text streams to stdout, speed and cache size go to stderr."""
+    out = Output(as_json=as_json, quiet=quiet)
+    decoding = Decoding(max_new_tokens, temperature, top_p, top_k, num_beams, prefill_chunk, seed)
+    text = _read(prompt, file)
+    with answering(
+        model, device, dtype, method, bits, artifact, opt.method_options(set_), prefill, decoding
+    ) as answerer:
+        ids = answerer.loaded.tokenizer(text)["input_ids"]
+        room = answerer.room(len(ids))
+        if room < max_new_tokens:
+            out.note(f"the context of {answerer.loaded.name} leaves room for {room} new tokens")
+        answer = answerer.answer(ids, answerer.attached.new_cache(), (lambda piece: None) if as_json else to_stdout)
+    if not as_json:
+        to_stdout("\n")
+    out.note(answer.summary())
+    out.result({"model": answerer.loaded.name, "method": answerer.method, "prefill": prefill, **answer.to_dict()})
+
+
+def _read(prompt: str | None, file: Path | None) -> str:
+    """The prompt from the argument, the file or stdin, without the line break at its end."""
+    if prompt is not None and file is not None:
+        raise UsageError("give PROMPT or --file, not both")
+    if file is not None:
+        try:
+            text = file.read_text(encoding="utf-8")
+        except OSError as error:
+            raise KvqError(f"--file {file}: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise KvqError(f"--file {file}: not UTF-8 text") from None
+    elif prompt is not None:
+        text = prompt
+    elif sys.stdin.isatty():
+        raise UsageError("no prompt: give PROMPT, --file FILE, or text on stdin")
+    else:
+        text = sys.stdin.read()
+    text = text.removesuffix("\n")
+    if not text.strip():
+        raise UsageError("the prompt is empty: give PROMPT, --file FILE, or text on stdin")
+    return text
