@@ -1,0 +1,1 @@
+"""Timing, memory and peers side by side."""

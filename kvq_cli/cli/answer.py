@@ -103,21 +103,14 @@ class Answerer:
     method: dict
     decoding: Decoding
 
-    @property
-    def context(self) -> int | None:
-        """The most tokens that the model was made for, prompt and answer together."""
-        return getattr(self.loaded.model.config.get_text_config(), "max_position_embeddings", None)
-
     def room(self, prompt_tokens: int) -> int:
         """New tokens that fit; UsageError where the prompt alone fills the context."""
-        wanted, context = self.decoding.max_new_tokens, self.context
-        if context is None:
-            return wanted
+        context = self.loaded.context
         if prompt_tokens >= context:
             raise UsageError(
                 f"the prompt has {prompt_tokens} tokens, the context of {self.loaded.name} {context}: shorten it"
             )
-        return min(wanted, context - prompt_tokens)
+        return min(self.decoding.max_new_tokens, context - prompt_tokens)
 
     def answer(self, ids: list[int], cache: CompressedCache, write: Callable[[str], None]) -> Answer:
         """Continue `ids`, the beginning of which `cache` may hold already; text goes to `write` as it comes."""

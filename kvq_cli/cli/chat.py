@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,8 +92,8 @@ class Chat:
 
     def status(self) -> None:
         talk = self.conversation
-        turns, context = len(talk.messages) // 2, talk.answerer.context
-        self.out.text(f"{turns} turns, {len(talk.ids)} of {context or 'unlimited'} tokens")
+        turns, tokens, context = len(talk.messages) // 2, len(talk.ids), talk.answerer.loaded.context
+        self.out.text(f"{turns} turns, {tokens} tokens of a context of {context}")
         if talk.cache is not None:
             self.out.text(cache_line(talk.answerer.attached.report(talk.cache).to_dict()))
 
@@ -117,10 +118,8 @@ def _lines() -> Iterator[str]:
     if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in sys.stdin)
         return
-    try:
+    with suppress(ImportError):
         import readline  # noqa: F401  (line editing and history for input())
-    except ImportError:
-        pass
     while True:
         try:
             yield input("> ")

@@ -1,0 +1,51 @@
+# Results are files: a target runs when its file is missing, and running again resumes.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.ONESHELL:
+.DELETE_ON_ERROR:
+
+PYTHON ?= python3
+BIN := .venv/bin
+KVQ := $(BIN)/kvq
+# Two test processes of one thread each finish sooner on two cores than one process of two.
+PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest -n 2
+
+DEMO := results/demo
+DEMO_ARTIFACT := $(DEMO)/temporalkv-2bit
+
+.PHONY: help demo test test-fast lint artifacts bench clean
+
+help:  ## Show this list.
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "kvq needs Python 3.11 or newer: make PYTHON=python3.12" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+test: .venv/.installed  ## Run all tests.
+	@$(PYTEST) tests
+
+test-fast: .venv/.installed  ## Run the tests that take no longer than a few seconds each.
+	@$(PYTEST) -m "not slow" tests
+
+lint: .venv/.installed  ## Check the code with ruff.
+	@$(BIN)/ruff check kvq_cli tests
+
+artifacts: $(foreach bits,1 2 4,artifacts/reference/temporalkv-$(bits)bit/config.json)  ## Calibrate the artifacts of the built-in model.
+
+artifacts/reference/temporalkv-%bit/config.json: | .venv/.installed
+	$(KVQ) calibrate --method temporalkv --bits $* --out $(@D)
+
+$(DEMO_ARTIFACT)/config.json: | .venv/.installed
+	@echo "== calibrating temporalkv at 2 bits"
+	$(KVQ) calibrate --method temporalkv --bits 2 --out $(@D)
+
+bench: results/bench/generate.json  ## Measure decoding beside transformers' own caches.
+
+results/bench/generate.json: | .venv/.installed
+	$(KVQ) bench generate --compare kivi,temporalkv --bits 2 --out $(@D)
+
+clean:  ## Remove the environment and all results (not the artifacts).
+	rm -rf .venv results build dist .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -1,0 +1,54 @@
+"""The picture of a `kvq bench generate` result."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+
+def plot(rows: list[dict], title: str, path: Path) -> None:
+    """Time per token (p20 to p80 shaded) over cache size, contexts along x, a column per batch size."""
+    batches = sorted({row["batch"] for row in rows})
+    figure, axes = plt.subplots(2, len(batches), figsize=(1.5 + 4.2 * len(batches), 7), squeeze=False, sharex=True)
+    for column, batch in enumerate(batches):
+        upper, lower = axes[0][column], axes[1][column]
+        upper.set_title(f"batch {batch}", fontsize=10)
+        for peer in dict.fromkeys(row["peer"] for row in rows):
+            found = sorted((r for r in rows if r["batch"] == batch and r["peer"] == peer), key=lambda r: r["context"])
+            contexts = [row["context"] for row in found]
+            upper.plot(contexts, [row["token_ms"]["p50"] for row in found], marker="o", label=peer)
+            spread = [[row["token_ms"][p] for row in found] for p in ("p20", "p80")]
+            upper.fill_between(contexts, *spread, alpha=0.2)
+            lower.plot(contexts, [row["cache_bytes"] / 2**20 for row in found], marker="o")
+        _dress(upper, contexts)
+        _dress(lower, contexts)
+        lower.set_xlabel("context (tokens)")
+    axes[0][0].set_ylabel("ms per decoded token (lower is better)")
+    axes[1][0].set_ylabel("cache, MiB (lower is better)")
+    figure.suptitle(title, fontsize=10)
+    figure.legend(loc="lower center", ncols=min(2, len(axes[0][0].lines)), fontsize=9, frameon=False)
+    figure.tight_layout(rect=(0, 0.09, 1, 1))
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _dress(axis: Axes, contexts: list[int]) -> None:
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xticks(contexts, [str(context) for context in contexts])
+    plain = FuncFormatter(lambda value, _: f"{value:g}")
+    axis.yaxis.set_major_formatter(plain)
+    axis.yaxis.set_minor_formatter(plain if _narrow(axis) else NullFormatter())
+    axis.grid(alpha=0.3, which="both" if _narrow(axis) else "major")
+
+
+def _narrow(axis: Axes) -> bool:
+    """Whether the range is below a decade, where a logarithmic axis would show no label."""
+    low, high = axis.get_ylim()
+    return high / low < 12
