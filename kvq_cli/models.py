@@ -1,0 +1,159 @@
+"""Load a model with its tokenizer, and read the numbers of its architecture.
+
+torch and transformers are imported inside the functions, so that importing this module is cheap.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvq_cli.errors import KvqError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from kvq_cli.methods.base import ModelShape
+
+REFERENCE = "reference"
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A causal language model in eval mode, its tokenizer, and where both came from.
+
+    name: what the user asked for ("reference", a Hub id, a folder). revision: the Hub commit, None for local files.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str
+    revision: str | None
+    shape: ModelShape
+
+    @property
+    def context(self) -> int:
+        """The longest sequence the model was made for."""
+        return model_context(self.model.config)
+
+
+def load_model(name: str = REFERENCE, device: str = "auto", dtype: str = "auto") -> LoadedModel:
+    """Load `name`: "reference", a folder in the Hugging Face format, or a Hub id.
+
+    device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1". dtype: one of `DTYPES`; "auto" is the dtype the
+    weights are stored in. Raises KvqError when there is no such model, UsageError for a bad device or dtype.
+    """
+    import transformers
+
+    target = torch_device(device)
+    kind = _torch_dtype(dtype)
+    source = _source(name)
+    local = Path(source).is_dir() or not _on_the_hub(source)
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=local)
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=kind, local_files_only=local)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise KvqError(f"cannot load the model {name!r}: {_first_line(error)}") from error
+    model = model.eval().to(target)
+    model.requires_grad_(False)
+    return LoadedModel(model, tokenizer, name, getattr(model.config, "_commit_hash", None), model_shape(model))
+
+
+def model_shape(model: PreTrainedModel) -> ModelShape:
+    """The architecture numbers of a decoder; UsageError where layers differ in a way that kvq does not handle."""
+    from kvq_cli.methods.base import ModelShape
+
+    config = text_config(model.config)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return ModelShape(
+        layers=config.num_hidden_layers,
+        query_heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        hidden_size=config.hidden_size,
+        dtype=model.dtype,
+    )
+
+
+def model_context(config: PretrainedConfig) -> int:
+    """How many positions the model was made for; a very large number where its config does not say."""
+    return getattr(text_config(config), "max_position_embeddings", None) or 2**31
+
+
+def text_config(config: PretrainedConfig) -> PretrainedConfig:
+    """The config of the text decoder (the config itself for a text model)."""
+    return config.get_text_config(decoder=True)
+
+
+def torch_device(name: str) -> torch.device:
+    """`name` as a device that exists here; UsageError otherwise."""
+    import torch
+
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"--device {name}: no such device; valid: auto, cpu, cuda, cuda:<number>") from None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use cpu or auto")
+    return device
+
+
+def _torch_dtype(name: str) -> torch.dtype | str:
+    import torch
+
+    if name not in DTYPES:
+        raise UsageError(f"--dtype {name}: unknown; valid: {', '.join(DTYPES)}")
+    return name if name == "auto" else getattr(torch, name)
+
+
+def _source(name: str) -> str:
+    """Where `name` is loaded from: a folder if it is one, else a Hub id."""
+    from kvq_cli.reference import model_path
+
+    if name == REFERENCE:
+        folder = model_path()
+        if not (folder / "config.json").is_file():
+            raise KvqError(f"the reference model is not installed: {folder} has no config.json")
+        return str(folder)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise KvqError(f"--model {name}: the folder has no config.json, so it is no model")
+        return str(path)
+    looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip()
+    if looks_like_a_path or path.exists():
+        raise KvqError(f"--model {name}: no such folder")
+    return name
+
+
+def _on_the_hub(name: str) -> bool:
+    """True where the Hub has `name`; False where the Hub is out of reach but `name` was downloaded before.
+
+    Asked once here, because transformers itself retries for almost a minute before it says that there is no network.
+    """
+    import huggingface_hub
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        huggingface_hub.HfApi().model_info(name, timeout=10)
+        return True
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise KvqError(f"--model {name}: neither a folder here nor a model on the Hugging Face Hub") from error
+    except Exception as error:  # every HTTP backend has its own class for "no network"
+        if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
+            return False
+        raise KvqError(
+            f"--model {name}: no such folder, never downloaded, and the Hugging Face Hub is out of reach; "
+            f"use a local folder or {REFERENCE!r} ({_first_line(error)})"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
