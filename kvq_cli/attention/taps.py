@@ -1,0 +1,196 @@
+"""Where a model's attention can be reached: its attention modules and, in each, the pre-RoPE key, value and input.
+
+The only place that knows how transformers lays out attention. It copies no model's code: the key before RoPE is the
+output of the module that last shapes it (`k_norm`, else `k_proj`, else the key slice of `qkv_proj`), which holds for
+Llama, Mistral, Qwen2, Qwen3, Phi3, Gemma3, OLMo2, GLM, Cohere and others alike, and is checked, not believed: a short
+forward pass compares what the taps see with what the model hands to its cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from kvq_cli.attention.rotary import Rotation, find_rotation
+from kvq_cli.errors import UsageError
+from kvq_cli.models import model_shape, text_config
+
+#: Modules that shape a key before RoPE, last one first.
+_KEY_NAMES = ("k_norm", "k_layernorm", "k_proj", "qkv_proj")
+_VALUE_NAMES = ("v_norm", "v_proj", "qkv_proj")
+
+
+@dataclass(frozen=True)
+class Tap:
+    """The output of `module`, or the slice `start:stop` of its last dimension, as `[batch, kv_heads, tokens, head_dim]`.
+
+    heads_first: the module's output already is `[batch, kv_heads, tokens, head_dim]`.
+    """
+
+    module: nn.Module
+    heads: int
+    head_dim: int
+    start: int = 0
+    stop: int | None = None
+    heads_first: bool = False
+
+    def view(self, output: Tensor) -> Tensor:
+        """`output` of the module, `[batch, tokens, channels]`, `[batch, tokens, kv_heads, head_dim]` or
+        `[batch, kv_heads, tokens, head_dim]`, as a view of shape `[batch, kv_heads, tokens, head_dim]`."""
+        if self.heads_first:
+            return output
+        if self.stop is not None:
+            output = output[..., self.start : self.stop]
+        return output.reshape(*output.shape[:2], self.heads, self.head_dim).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """One attention module of a model, and its taps.
+
+    rotation: how the model turns the tapped key into the cached one (style "none" for a layer without RoPE).
+    sliding_window: how many tokens back a query sees, itself included; None: all.
+    """
+
+    index: int
+    name: str
+    module: nn.Module
+    key: Tap
+    value: Tap
+    rotation: Rotation
+    sliding_window: int | None
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The submodule that owns the decoder layers and makes their masks (`model.model` of a `...ForCausalLM`)."""
+    found = [m for m in model.modules() if isinstance(m, PreTrainedModel) and isinstance(_layers(m), nn.ModuleList)]
+    if len(found) != 1:
+        raise UsageError(f"{type(model).__name__}: kvq needs a decoder-only model with one stack of `layers`")
+    return found[0]
+
+
+def attention_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
+    """(name, module) of each layer's `self_attn`, in layer order."""
+    decoder = decoder_of(model)
+    names = {id(module): name for name, module in model.named_modules()}
+    found = []
+    for layer in _layers(decoder):
+        module = getattr(layer, "self_attn", None)
+        if module is None or not isinstance(getattr(module, "layer_idx", None), int):
+            raise UsageError(f"{type(model).__name__}: layer {len(found)} has no self_attn with a layer_idx")
+        found.append((names[id(module)], module))
+    return found
+
+
+def iter_attention(model: PreTrainedModel) -> list[AttentionSite]:
+    """All attention sites of `model` in layer order. Runs the decoder once on a few random embeddings.
+
+    Raises UsageError naming the module where the taps would not give what the model caches.
+    """
+    shape, config = model_shape(model), text_config(model.config)
+    windows, decoder = sliding_windows(config), decoder_of(model)
+    kinds = getattr(config, "layer_types", None) or [""] * shape.layers
+    # The number of tokens differs from the number of heads, so that the two dimensions cannot be mixed up.
+    seen = _probe(model, tokens=shape.kv_heads + 3)
+    sites = []
+    for index, (name, module) in enumerate(attention_modules(model)):
+        probe = seen[index]
+        key = _tap(module, name, _KEY_NAMES, config, shape, probe, part=1)
+        value = _tap(module, name, _VALUE_NAMES, config, shape, probe, part=2)
+        if not torch.equal(value.view(probe["outputs"][id(value.module)]), probe["value"]):
+            raise UsageError(f"{name}: the cached value is not the output of {type(value.module).__name__}")
+        before = key.view(probe["outputs"][id(key.module)])
+        rotation = find_rotation(getattr(decoder, "rotary_emb", None), kinds[index], before, probe["key"])
+        if rotation is None:
+            raise UsageError(f"{name}: the cached key is no rotation (half or interleaved) of the key before RoPE")
+        sites.append(AttentionSite(index, name, module, key, value, rotation, windows[index]))
+    return sites
+
+
+def sliding_windows(config: Any) -> list[int | None]:
+    """Per layer, the sliding window (None: all tokens are seen). UsageError for attention of another kind."""
+    layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        if getattr(config, "attention_chunk_size", None) is not None:
+            kinds = ["chunked_attention"] * layers
+        else:
+            kinds = ["full_attention" if window is None else "sliding_attention"] * layers
+    other = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if other:
+        raise UsageError(f"{config.model_type}: layers of kind {', '.join(other)} are not supported")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def _layers(module: nn.Module) -> nn.ModuleList | None:
+    return getattr(module, "layers", None)
+
+
+def _tap(module, name, candidates, config, shape, probe, part: int) -> Tap:
+    """The tap on the last module that shapes a key (part 1) or value (part 2); see `Tap` for its layouts."""
+    for candidate in candidates:
+        child = getattr(module, candidate, None)
+        if child is None or id(child) not in probe["outputs"]:
+            continue
+        output, size = probe["outputs"][id(child)], shape.kv_heads * shape.head_dim
+        if candidate == "qkv_proj":
+            start = shape.query_heads * shape.head_dim + (part - 1) * size
+            return Tap(child, shape.kv_heads, shape.head_dim, start, start + size)
+        if output[0].numel() == probe["tokens"] * size:
+            heads_first = output.ndim == 4 and output.shape[1] == shape.kv_heads
+            return Tap(child, shape.kv_heads, shape.head_dim, heads_first=heads_first)
+    raise UsageError(f"{name}: none of {', '.join(candidates)} gives {shape.kv_heads} kv heads of {shape.head_dim}")
+
+
+class _ProbeCache(DynamicCache):
+    """Remembers what the model hands to its cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        self.seen[layer_idx] = (key_states, value_states)
+        return key_states, value_states
+
+
+@torch.no_grad()
+def _probe(model: PreTrainedModel, tokens: int) -> list[dict]:
+    """Per layer: raw outputs of the candidate modules, the key and value given to the cache."""
+    decoder, cache = decoder_of(model), _ProbeCache()
+    modules = [module for _, module in attention_modules(model)]
+    outputs: list[dict[int, Tensor]] = [{} for _ in modules]
+    handles = []
+    for index, module in enumerate(modules):
+        for name in {*_KEY_NAMES, *_VALUE_NAMES}:
+            if isinstance(child := getattr(module, name, None), nn.Module):
+
+                def after(child, _args, output, index=index):
+                    outputs[index][id(child)] = output
+
+                handles.append(child.register_forward_hook(after))
+    weight = model.get_input_embeddings().weight
+    noise = torch.Generator().manual_seed(0)
+    embeds = torch.randn(1, tokens, weight.shape[1], generator=noise).to(weight)
+    try:
+        decoder(inputs_embeds=embeds, past_key_values=cache, use_cache=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+    missing = [index for index in range(len(modules)) if index not in cache.seen]
+    if missing:
+        raise UsageError(f"{type(model).__name__}: layer {missing[0]} does not use a key-value cache of its own")
+    return [
+        {
+            "tokens": tokens,
+            "outputs": outputs[index],
+            "key": cache.seen[index][0],
+            "value": cache.seen[index][1],
+        }
+        for index in range(len(modules))
+    ]
