@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from kvq_cli.codecs.base import Codec, Packed
+from kvq_cli.codecs import bits as bitpack
+from kvq_cli.codecs.base import Codec, Packed, Part
+from kvq_cli.codecs.nearest import GRID_MAX, MAX_ENTRIES, grid_scale, nearest
+from kvq_cli.errors import UsageError
+
+#: Numbers that are assigned in one go; bounds the scratch memory of `encode` (about 12 bytes per number).
+TILE = 1 << 22
 
 
 class CodebookCodec(Codec):
@@ -13,9 +22,11 @@ class CodebookCodec(Codec):
 
     centroids: `[kv_heads, head_dim / share, entries, l * c]`, 16 or 32 bits; `share` adjacent channels use one.
                An entry lists a block token by token: number `j * c + i` is token j, channel i.
+    block:     (l, c).
     mean, std: `[kv_heads, head_dim]` or None; blocks are assigned as (x - mean) / std and decoded as c std + mean.
 
-    Parts: `codes` `[B, H, T / l, head_dim / c]` uint8 (256 entries), unit l; fewer entries: int32 words, planar.
+    Part: `codes` `[B, H, T / l, head_dim / c]` uint8, unit l; with fewer than 256 entries int32 words, planar.
+    Raises UsageError where the block does not fit the codebooks.
     """
 
     def __init__(
@@ -26,10 +37,87 @@ class CodebookCodec(Codec):
         mean: Tensor | None = None,
         std: Tensor | None = None,
     ) -> None:
-        raise NotImplementedError
+        heads, groups, entries, size = centroids.shape
+        tokens, channels = block
+        if size != tokens * channels or head_dim % groups or head_dim // groups % channels:
+            raise UsageError(
+                f"codebooks of shape {tuple(centroids.shape)} do not fit blocks of {tokens} tokens by {channels} "
+                f"channels at head_dim={head_dim}"
+            )
+        self._code_bits = int(math.log2(entries))
+        if 2**self._code_bits != entries or entries > MAX_ENTRIES or self._code_bits not in (*bitpack.SPLIT, 8):
+            raise UsageError(f"codebooks of {entries} entries: use 2, 4, 8, 16 or 256")
+        self.block, self.head_dim = block, head_dim
+        self.block_tokens, self.nominal_bits = tokens, self._code_bits / size
+        self.centroids, self.mean, self.std = centroids.contiguous(), mean, std
+        self._mean = None if mean is None else mean.float().unsqueeze(1)  # [H, 1, D]
+        self._std = None if std is None else std.float().unsqueeze(1)
+        self._scale = grid_scale(self.centroids.flatten(0, 1)).view(heads, groups)
+        self._gain = self._grid_gain()
+        # Entry number of each code column's codebook in the flat table of all entries.
+        column = torch.arange(head_dim // channels, device=centroids.device) // (head_dim // groups // channels)
+        book = torch.arange(heads, device=centroids.device).unsqueeze(1) * groups + column
+        self._offset = (book * entries).to(torch.int32).unsqueeze(1)  # [H, 1, D / c]
+
+    def constants(self) -> Mapping[str, Tensor]:
+        named = {"centroids": self.centroids, "mean": self.mean, "std": self.std}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    # -- encode --------------------------------------------------------------------------------------------------
 
     def encode(self, x: Tensor) -> Packed:
-        raise NotImplementedError
+        batch, heads, tokens, dim = x.shape
+        step = max(1, TILE // (batch * heads * dim * self.block_tokens)) * self.block_tokens
+        tiles = [self._assign(x[:, :, start : start + step]) for start in range(0, tokens, step)]
+        codes = tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=2)
+        if self._code_bits < 8:
+            codes = bitpack.pack(codes, self._code_bits)
+        return Packed(tokens, {"codes": Part(codes, self.block_tokens)})
+
+    def _assign(self, x: Tensor) -> Tensor:
+        """`[B, H, T, D]` -> indices uint8 `[B, H, T / l, D / c]`."""
+        tokens, channels = self.block
+        heads, groups, _, size = self.centroids.shape
+        x = x.float()
+        if self._mean is not None:
+            x = x - self._mean
+        grid = (x * self._gain).round_().clamp_(-GRID_MAX, GRID_MAX)
+        grid = grid.unflatten(3, (groups, -1, channels)).unflatten(2, (-1, tokens))  # [B, H, N, l, G, K, c]
+        blocks = grid.permute(1, 4, 0, 2, 5, 3, 6)  # [H, G, B, N, K, l, c]
+        shape = blocks.shape[:5]
+        codes = nearest(blocks.reshape(heads * groups, -1, size), self.centroids.flatten(0, 1), self._scale.flatten())
+        return codes.view(shape).permute(2, 0, 3, 1, 4).flatten(3).contiguous()
+
+    def _grid_gain(self) -> Tensor:
+        """`[H, 1, D]`: what takes a channel (less its mean) to the integer grid of its codebook: grid scale / std."""
+        gain = self._scale.repeat_interleave(self.head_dim // self._scale.shape[1], dim=1).unsqueeze(1)
+        return gain if self._std is None else gain / self._std.masked_fill(self._std == 0, 1)
+
+    # -- decode --------------------------------------------------------------------------------------------------
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
-        raise NotImplementedError
+        codes = packed.parts["codes"].tensor
+        if self._code_bits < 8:
+            codes = bitpack.unpack(codes, self._code_bits, self.head_dim // self.block[1])
+        x = self._lookup(codes)
+        if self._std is not None:
+            x = x.float().mul_(self._std)
+        if self._mean is not None:
+            x = x.float().add_(self._mean)
+        return x.to(dtype)
+
+    def _lookup(self, codes: Tensor) -> Tensor:
+        """uint8 `[B, H, N, D / c]` -> centroids in place, `[B, H, N * l, D]` in the centroids' dtype.
+
+        An entry is fetched as one wide integer, then the channels of one token (a *unit*) move together.
+        """
+        tokens, channels = self.block
+        bytes_of_entry = self.centroids.shape[3] * self.centroids.element_size()
+        unit = bitpack.WIDE[channels * self.centroids.element_size()]
+        index = (codes + self._offset).reshape(-1)
+        if bytes_of_entry in bitpack.WIDE:
+            found = self.centroids.view(-1).view(bitpack.WIDE[bytes_of_entry]).index_select(0, index).view(unit)
+        else:  # wider than any number there is: 8 numbers of 32 bits
+            found = self.centroids.view(-1, tokens * channels).index_select(0, index).view(unit)
+        found = found.view(*codes.shape, tokens)
+        return found.transpose(3, 4).contiguous().view(self.centroids.dtype).flatten(2, 3)

@@ -71,7 +71,7 @@ class UniformCodec(Codec):
     def levels(self, packed: Packed, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """(codes `[B, H, T, D]` as numbers of `dtype`, scale, zero): for products that fold the scale into the query
         (axis "channel": q s . codes + q . z per group of tokens) or into the attention weights (axis "token")."""
-        codes = bitpack.unpack(packed.parts["codes"].tensor, self.bits, self.head_dim, dtype)
+        codes = bitpack.unpack(packed.parts["codes"].tensor, self.bits, self.head_dim).to(dtype)
         return codes, packed.parts["scale"].tensor, packed.parts["zero"].tensor
 
     def _grouped(self, x: Tensor) -> Tensor:

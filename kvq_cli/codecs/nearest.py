@@ -1,0 +1,61 @@
+"""Nearest centroid, exactly: the same index however many blocks are asked about at once, and on every device.
+
+A floating-point matrix product may round differently for other shapes, so that a block could get another code when it
+is compressed alone than when it is compressed among others. Here all numbers are integers of double precision whose
+products and sums stay below 2^53: nothing is ever rounded, so the order of additions cannot matter.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MAX_ENTRIES = 256
+#: Centroids are rounded to multiples of 2^-17 of the (power of two above the) largest number of their codebook, ...
+_CENTROID_BITS = 17
+#: ... and blocks likewise; these may be up to 2^6 times as large as that number, what is beyond is moved there.
+GRID_MAX = float(2 ** (_CENTROID_BITS + 6))
+#: Distances that are held at once: on a CPU as much as stays in a core's cache.
+_TILE_CPU, _TILE = 1 << 16, 1 << 25
+
+
+def grid_scale(centroids: Tensor) -> Tensor:
+    """The power of two that takes a codebook `[books, entries, size]` to the integer grid; float32 `[books]`."""
+    largest = centroids.float().abs().amax(dim=(1, 2))
+    exponent = torch.frexp(largest).exponent  # largest < 2^exponent
+    return torch.ldexp(torch.ones_like(largest), _CENTROID_BITS - exponent)
+
+
+def nearest(blocks: Tensor, centroids: Tensor, scale: Tensor) -> Tensor:
+    """Index of the centroid with the least ||c||^2 - 2 u.c (Eq. 4-5), the first of equally near ones.
+
+    blocks:    `[books, n, size]`, already on the grid: whole numbers of at most GRID_MAX, size at most 8.
+    centroids: `[books, entries, size]`, entries at most 256; `scale`: their `grid_scale`.
+    Returns uint8 `[books, n]`.
+    """
+    books, count, size = blocks.shape
+    points = blocks.new_ones(books, count, size + 1, dtype=torch.float64)
+    points[:, :, :size] = blocks
+    table = _ranked(centroids, scale)
+    ranks = points.new_empty(books, count)
+    tile = _TILE_CPU if blocks.device.type == "cpu" else _TILE
+    rows = max(1, min(count, tile // MAX_ENTRIES))
+    together = max(1, tile // (MAX_ENTRIES * rows))
+    for b in range(0, books, together):
+        for r in range(0, count, rows):
+            found = torch.bmm(points[b : b + together, r : r + rows], table[b : b + together])
+            torch.amin(found, dim=2, out=ranks[b : b + together, r : r + rows])
+    return ranks.to(torch.int64).to(torch.uint8)  # the lowest byte: the index
+
+
+def _ranked(centroids: Tensor, scale: Tensor) -> Tensor:
+    """`[books, size + 1, entries]`, by which (u, 1) gives 256 (||c||^2 - 2 u.c) + index: the least of these numbers is
+    the nearest centroid's and carries its index, so that a plain minimum (much faster than an argmin) finds it."""
+    books, entries, size = centroids.shape
+    table = torch.empty(books, size + 1, entries, dtype=torch.float64, device=centroids.device)
+    grid, constant = table[:, :size], table[:, size]
+    grid.copy_(centroids.transpose(1, 2)).mul_(scale.view(-1, 1, 1)).round_()
+    torch.sum(grid * grid, dim=1, out=constant)
+    constant.mul_(MAX_ENTRIES).add_(torch.arange(entries, device=centroids.device))
+    grid.mul_(-2 * MAX_ENTRIES)
+    return table

@@ -1,0 +1,80 @@
+"""Dense and sparse: the most extreme numbers of a block are kept exact beside any codec's codes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvq_cli.codecs.base import Codec, Packed, Part, side_dtype
+from kvq_cli.errors import UsageError
+
+#: Tokens of an outlier block. Longer blocks let outliers gather unevenly; these tokens wait exact until all are there.
+BLOCK_TOKENS = 32
+
+
+class OutlierCodec(Codec):
+    """Keeps a fixed number of outliers per block (all tokens of the block times all channels of a head) in 16 bits.
+
+    lower, upper: `[kv_heads, head_dim]`, the thresholds. A number's rank is how far it lies outside them relative to
+                  their distance; numbers inside rank below all that are outside.
+    fraction:     of the block's numbers that are kept, rounded down: `capacity` of them. A block with fewer outliers
+                  keeps its next most extreme numbers too, since the places are there and counted anyway.
+
+    The base codec sees kept outliers moved to their threshold, so that they do not spoil their block's code.
+    Parts: the base codec's, and `outlier_index` int16 (token * head_dim + channel within the block) and
+    `outlier_value`, both `[B, H, T / block_tokens, capacity]` with unit block_tokens: 32 bits per outlier.
+    """
+
+    def __init__(self, base: Codec, lower: Tensor, upper: Tensor, fraction: float, dtype: torch.dtype) -> None:
+        self.base, self.dtype = base, side_dtype(dtype)
+        self.block_tokens = math.lcm(BLOCK_TOKENS, base.block_tokens)
+        self.nominal_bits = base.nominal_bits
+        self._lower, self._upper = lower.float().unsqueeze(1), upper.float().unsqueeze(1)  # [H, 1, D]
+        self._numbers = self.block_tokens * lower.shape[1]
+        self.capacity = int(fraction * self._numbers)
+        if self.capacity < 1 or self._numbers > 2**15:
+            raise UsageError(
+                f"outliers={fraction} cannot be kept in blocks of {self.block_tokens} tokens x {lower.shape[1]} channels:"
+                f" use at least {1 / self._numbers:.2g}, and at most {2**15} numbers per block"
+            )
+
+    def constants(self) -> Mapping[str, Tensor]:
+        return {**self.base.constants(), "lower": self._lower, "upper": self._upper}
+
+    def encode(self, x: Tensor) -> Packed:
+        blocks = self._blocks(x)
+        index = self._most_extreme(x.float())
+        clipped = self._blocks(torch.minimum(torch.maximum(x.float(), self._lower), self._upper))
+        dense = blocks.float().scatter(3, index, clipped.gather(3, index)).view(x.shape)
+        packed = self.base.encode(dense)
+        unit = self.block_tokens
+        sparse = {
+            "outlier_index": Part(index.to(torch.int16), unit),
+            "outlier_value": Part(blocks.gather(3, index).to(self.dtype), unit),
+        }
+        return Packed(x.shape[2], {**packed.parts, **sparse})
+
+    def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
+        x = self.base.decode(packed, dtype)
+        index, value = packed.parts["outlier_index"].tensor, packed.parts["outlier_value"].tensor
+        self._blocks(x).scatter_(3, index.to(torch.int64), value.to(dtype))
+        return x
+
+    def _most_extreme(self, x: Tensor) -> Tensor:
+        """int64 `[B, H, T / block_tokens, capacity]`: where the block's highest ranks are.
+
+        Ranks are made unique (a float's bits as an ordered integer, then the place), so that which of two equal
+        numbers is kept depends on no sorting algorithm.
+        """
+        width = (self._upper - self._lower).clamp_min(torch.finfo(torch.float32).tiny)
+        excess = torch.maximum(x - self._upper, self._lower - x).div_(width)
+        bits = excess.view(torch.int32)
+        rank = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
+        place = torch.arange(self._numbers, device=x.device)
+        return (self._blocks(rank) * self._numbers - place).topk(self.capacity, dim=3).indices
+
+    def _blocks(self, x: Tensor) -> Tensor:
+        return x.reshape(x.shape[0], x.shape[1], -1, self._numbers)

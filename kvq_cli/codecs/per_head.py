@@ -1,0 +1,47 @@
+"""Different codecs for different kv heads of one stream."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from kvq_cli.codecs.base import Codec, Packed, Part
+
+
+class PerHeadCodec(Codec):
+    """members: name -> (codec, the kv heads it serves); together they serve every head once.
+
+    Parts and constants are the members', under `<name>.<part>`; dimension 1 holds the member's heads only.
+    """
+
+    def __init__(self, members: Mapping[str, tuple[Codec, Sequence[int]]], device: torch.device) -> None:
+        served = [head for _, heads in members.values() for head in heads]
+        if sorted(served) != list(range(len(served))):
+            raise ValueError(f"each kv head needs one codec, got heads {sorted(served)}")
+        self._heads = len(served)
+        self._members = {name: (codec, torch.tensor(heads, device=device)) for name, (codec, heads) in members.items()}
+        self.block_tokens = math.lcm(*(codec.block_tokens for codec, _ in members.values()))
+        self.nominal_bits = sum(c.nominal_bits * len(heads) for c, heads in members.values()) / self._heads
+
+    def constants(self) -> Mapping[str, Tensor]:
+        return {f"{name}.{k}": t for name, (codec, _) in self._members.items() for k, t in codec.constants().items()}
+
+    def encode(self, x: Tensor) -> Packed:
+        parts: dict[str, Part] = {}
+        for name, (codec, heads) in self._members.items():
+            packed = codec.encode(x.index_select(1, heads))
+            parts |= {f"{name}.{key}": part for key, part in packed.parts.items()}
+        return Packed(x.shape[2], parts)
+
+    def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
+        out: Tensor | None = None
+        for name, (codec, heads) in self._members.items():
+            own = {k.removeprefix(f"{name}."): p for k, p in packed.parts.items() if k.startswith(f"{name}.")}
+            x = codec.decode(Packed(packed.tokens, own), dtype)
+            if out is None:
+                out = x.new_empty(x.shape[0], self._heads, *x.shape[2:])
+            out.index_copy_(1, heads, x)
+        return out
