@@ -40,6 +40,11 @@ class Packed:
         return sum(p.tensor.numel() * p.tensor.element_size() for p in self.parts.values())
 
 
+#: Numbers that are encoded in one go: bounds the scratch memory of a long prompt. Blocks are independent, so that
+#: cutting changes nothing.
+TILE = 1 << 22
+
+
 def side_dtype(dtype: torch.dtype) -> torch.dtype:
     """The 16-bit type in which scales, zeros and outliers are kept beside the codes of a `dtype` model.
 
@@ -57,9 +62,24 @@ class Codec(ABC):
     #: Bits of the code per number, as the papers count them (no scales, no outliers).
     nominal_bits: float
 
-    @abstractmethod
     def encode(self, x: Tensor) -> Packed:
         """Pack `x` `[batch, kv_heads, tokens, head_dim]` (floating point), tokens a multiple of `block_tokens`."""
+        batch, heads, tokens, dim = x.shape
+        if tokens % self.block_tokens:
+            raise ValueError(f"{tokens} tokens are no whole blocks of {self.block_tokens}")
+        step = max(1, TILE // (batch * heads * dim * self.block_tokens)) * self.block_tokens
+        if tokens <= step:
+            return self._encode(x)
+        runs = [self._encode(x[:, :, start : start + step]) for start in range(0, tokens, step)]
+        parts = {
+            name: Part(torch.cat([run.parts[name].tensor for run in runs], dim=2), part.unit)
+            for name, part in runs[0].parts.items()
+        }
+        return Packed(tokens, parts)
+
+    @abstractmethod
+    def _encode(self, x: Tensor) -> Packed:
+        """`encode` for a run of at most about `TILE` numbers."""
 
     @abstractmethod
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:

@@ -13,9 +13,6 @@ from kvq_cli.codecs.base import Codec, Packed, Part
 from kvq_cli.codecs.nearest import GRID_MAX, MAX_ENTRIES, grid_scale, nearest
 from kvq_cli.errors import UsageError
 
-#: Numbers that are assigned in one go; bounds the scratch memory of `encode` (about 12 bytes per number).
-TILE = 1 << 22
-
 
 class CodebookCodec(Codec):
     """A block of `l` adjacent tokens by `c` adjacent channels is kept as the index of its nearest centroid.
@@ -49,7 +46,7 @@ class CodebookCodec(Codec):
             raise UsageError(f"codebooks of {entries} entries: use 2, 4, 8, 16 or 256")
         self.block, self.head_dim = block, head_dim
         self.block_tokens, self.nominal_bits = tokens, self._code_bits / size
-        self.centroids, self.mean, self.std = centroids.contiguous(), mean, std
+        self.centroids = centroids.contiguous()
         self._mean = None if mean is None else mean.float().unsqueeze(1)  # [H, 1, D]
         self._std = None if std is None else std.float().unsqueeze(1)
         self._scale = grid_scale(self.centroids.flatten(0, 1)).view(heads, groups)
@@ -60,19 +57,15 @@ class CodebookCodec(Codec):
         self._offset = (book * entries).to(torch.int32).unsqueeze(1)  # [H, 1, D / c]
 
     def constants(self) -> Mapping[str, Tensor]:
-        named = {"centroids": self.centroids, "mean": self.mean, "std": self.std}
+        derived = {"scale": self._scale, "gain": self._gain, "offset": self._offset}
+        named = {"centroids": self.centroids, "mean": self._mean, "std": self._std, **derived}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
-    # -- encode --------------------------------------------------------------------------------------------------
-
-    def encode(self, x: Tensor) -> Packed:
-        batch, heads, tokens, dim = x.shape
-        step = max(1, TILE // (batch * heads * dim * self.block_tokens)) * self.block_tokens
-        tiles = [self._assign(x[:, :, start : start + step]) for start in range(0, tokens, step)]
-        codes = tiles[0] if len(tiles) == 1 else torch.cat(tiles, dim=2)
+    def _encode(self, x: Tensor) -> Packed:
+        codes = self._assign(x)
         if self._code_bits < 8:
             codes = bitpack.pack(codes, self._code_bits)
-        return Packed(tokens, {"codes": Part(codes, self.block_tokens)})
+        return Packed(x.shape[2], {"codes": Part(codes, self.block_tokens)})
 
     def _assign(self, x: Tensor) -> Tensor:
         """`[B, H, T, D]` -> indices uint8 `[B, H, T / l, D / c]`."""
@@ -92,8 +85,6 @@ class CodebookCodec(Codec):
         """`[H, 1, D]`: what takes a channel (less its mean) to the integer grid of its codebook: grid scale / std."""
         gain = self._scale.repeat_interleave(self.head_dim // self._scale.shape[1], dim=1).unsqueeze(1)
         return gain if self._std is None else gain / self._std.masked_fill(self._std == 0, 1)
-
-    # -- decode --------------------------------------------------------------------------------------------------
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         codes = packed.parts["codes"].tensor

@@ -14,7 +14,7 @@ class IdentityCodec(Codec):
     block_tokens = 1
     nominal_bits = 16.0
 
-    def encode(self, x: Tensor) -> Packed:
+    def _encode(self, x: Tensor) -> Packed:
         return Packed(x.shape[2], {"raw": Part(x.contiguous(), 1)})
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:

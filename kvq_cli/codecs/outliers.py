@@ -37,14 +37,14 @@ class OutlierCodec(Codec):
         self.capacity = int(fraction * self._numbers)
         if self.capacity < 1 or self._numbers > 2**15:
             raise UsageError(
-                f"outliers={fraction} cannot be kept in blocks of {self.block_tokens} tokens x {lower.shape[1]} channels:"
-                f" use at least {1 / self._numbers:.2g}, and at most {2**15} numbers per block"
+                f"outliers={fraction}: a block of {self.block_tokens} tokens by {lower.shape[1]} channels needs "
+                f"a fraction of at least {1 / self._numbers:.2g} and at most {2**15} numbers"
             )
 
     def constants(self) -> Mapping[str, Tensor]:
         return {**self.base.constants(), "lower": self._lower, "upper": self._upper}
 
-    def encode(self, x: Tensor) -> Packed:
+    def _encode(self, x: Tensor) -> Packed:
         blocks = self._blocks(x)
         index = self._most_extreme(x.float())
         clipped = self._blocks(torch.minimum(torch.maximum(x.float(), self._lower), self._upper))

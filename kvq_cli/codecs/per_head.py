@@ -29,7 +29,7 @@ class PerHeadCodec(Codec):
     def constants(self) -> Mapping[str, Tensor]:
         return {f"{name}.{k}": t for name, (codec, _) in self._members.items() for k, t in codec.constants().items()}
 
-    def encode(self, x: Tensor) -> Packed:
+    def _encode(self, x: Tensor) -> Packed:
         parts: dict[str, Part] = {}
         for name, (codec, heads) in self._members.items():
             packed = codec.encode(x.index_select(1, heads))

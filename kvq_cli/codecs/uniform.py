@@ -45,7 +45,7 @@ class UniformCodec(Codec):
         self._unit = self.block_tokens
         self._group_dim = 3 if axis == "channel" else 4
 
-    def encode(self, x: Tensor) -> Packed:
+    def _encode(self, x: Tensor) -> Packed:
         tokens, levels = x.shape[2], 2**self.bits - 1
         groups = self._grouped(x).float()
         low, high = groups.aminmax(dim=self._group_dim, keepdim=True)
