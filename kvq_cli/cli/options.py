@@ -14,8 +14,9 @@ import typer
 
 from kvq_cli.errors import UsageError
 
-_shared = partial(typer.Option, rich_help_panel="Shared options")
-_method = partial(typer.Option, rich_help_panel="Compression")
+SHARED, METHOD = "Shared options", "Compression"  # panels of the help text
+_shared = partial(typer.Option, rich_help_panel=SHARED)
+_method = partial(typer.Option, rich_help_panel=METHOD)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
