@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,10 +18,14 @@ if TYPE_CHECKING:
 DEFAULT_METHOD = "kivi"  # needs no calibration, so that a command without flags works anywhere
 
 
+def short_name(model: str) -> str:
+    """A model's name as the name of a folder: the last part of a Hub id or path."""
+    return re.sub(r"[^\w.-]+", "-", model.rstrip("/").rsplit("/", 1)[-1]) or "model"
+
+
 def artifact_folder(model: str, method: str, bits: int | None) -> Path:
     """Where `kvq calibrate` writes by default and others look: artifacts/reference/temporalkv-2bit."""
-    short = re.sub(r"[^\w.-]+", "-", model.rstrip("/").rsplit("/", 1)[-1]) or "model"
-    return Path("artifacts") / short / (method if bits is None else f"{method}-{bits}bit")
+    return Path("artifacts") / short_name(model) / (method if bits is None else f"{method}-{bits}bit")
 
 
 def resolve(
@@ -50,14 +54,31 @@ def resolve(
     return _load(folder, built.name, given)
 
 
-def resolve_compared(model: str, names: list[str], bits: int | None = None) -> list[Method | Artifact]:
-    """What `--compare fp16,kivi,temporalkv --bits 2` compares; `bits` goes to the methods that have bits to choose."""
+def resolve_compared(
+    model: str, names: list[str], bits: int | None = None, artifacts: Sequence[Path] = ()
+) -> list[Method | Artifact]:
+    """What `--compare fp16,kivi,temporalkv --bits 2` compares; `bits` goes to the methods that have bits to choose.
+
+    A name may carry its own bits (`kivi-4bit`) or be the folder of an artifact. artifacts: folders to use for the
+    methods that they hold, in the place of the default ones; those of methods that are not named come last.
+    """
     from kvq_cli.methods.registry import method_class
 
     if len(set(names)) < len(names):
         raise UsageError(f"--compare {','.join(names)}: names a method twice")
-    with_bits = {name: any(f.name == "bits" for f in dataclasses.fields(method_class(name))) for name in names}
-    return [resolve(model, name, bits if with_bits[name] else None) for name in names]
+    given = [_load(folder, None, {}) for folder in artifacts]
+    chosen: list[Method | Artifact] = []
+    for name in names:
+        if (Path(name) / "config.json").is_file() or "/" in name:
+            chosen.append(_load(Path(name), None, {}))
+            continue
+        found = re.fullmatch(r"(.+)-(\d+)bit", name)
+        name, own = (found[1], int(found[2])) if found else (name, bits)
+        own = own if any(f.name == "bits" for f in dataclasses.fields(method_class(name))) else None
+        mine = [one for one in given if one.method_config["name"] == name and own in (None, one.method_config["bits"])]
+        given = [one for one in given if not any(one is taken for taken in mine)]
+        chosen += mine or [resolve(model, name, own)]
+    return chosen + given
 
 
 def describe(chosen: Method | Artifact) -> dict:

@@ -1,0 +1,182 @@
+"""`kvq eval` (also `kvq evaluate`): scores, perplexity and divergence of compressed caches, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from kvq_cli.cli import options as opt
+from kvq_cli.cli.output import Output
+from kvq_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from kvq_cli.artifact import Artifact
+    from kvq_cli.methods.base import Method
+
+MOST_COLUMNS = 10
+"""A table with more of them is printed with one column per method."""
+
+_what = partial(typer.Option, rich_help_panel="What to evaluate")
+_samples = partial(typer.Option, rich_help_panel="Samples")
+
+Tasks = Annotated[
+    str, _what("--task", "--tasks", metavar="NAME,...", help="perplexity, ruler, or any of RULER's 13 tasks.")
+]
+Compare = Annotated[
+    str | None,
+    _what(
+        "--compare",
+        metavar="NAME,...",
+        help="Several methods on the same samples: fp16,kivi,kivi-4bit or artifact folders.",
+    ),
+]
+Artifacts = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--artifact",
+        metavar="DIR",
+        help="A calibrated artifact; may be repeated (default: ./artifacts/MODEL/METHOD-BITSbit).",
+        rich_help_panel=opt.METHOD,
+    ),
+]
+Contexts = Annotated[
+    str | None,
+    _samples(
+        "--context", metavar="N,...", help="RULER: tokens of prompt and answer (default 4096, or the model's length)."
+    ),
+]
+Limit = Annotated[
+    int | None, _samples("--limit", min=1, help="Samples of each task (default: RULER 500, perplexity all).")
+]
+Dataset = Annotated[
+    str, _samples("--dataset", metavar="NAME", help="Perplexity: prose, pydoc, self, wikitext2, c4, ptb or a file.")
+]
+Seqlen = Annotated[
+    int | None,
+    _samples("--seqlen", min=2, help="Perplexity: tokens of a window (default 2048, or the model's length)."),
+]
+HaystackFile = Annotated[str, _samples("--haystack", metavar="FILE", help="RULER: running text to hide needles in.")]
+QaFile = Annotated[
+    list[Path] | None,
+    _samples(
+        "--qa-file",
+        metavar="FILE",
+        help="RULER: questions in SQuAD's (qa_1) or HotpotQA's (qa_2) format; may be repeated.",
+    ),
+]
+Templates = Annotated[
+    Literal["auto", "standard", "reference"],
+    _samples("--templates", help="RULER: its own prompts, or the built-in model's; auto goes by the model."),
+]
+ChatTemplate = Annotated[
+    bool, _samples("--chat-template", help="RULER: put prompts into the tokenizer's chat template.")
+]
+SavePrompts = Annotated[
+    bool, _samples("--save-prompts", help="RULER: keep whole prompts in the sample files, not only hashes.")
+]
+Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where results go (default: results/MODEL).")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Evaluate again what the folder already holds.")]
+Batch = Annotated[
+    int | None, typer.Option("--batch-size", min=1, help="Prompts answered at once (default: 8192 tokens' worth).")
+]
+
+
+def evaluate(
+    task: Tasks = "perplexity",
+    compare: Compare = None,
+    method: opt.MethodName = None,
+    bits: opt.Bits = None,
+    artifact: Artifacts = None,
+    set_: opt.Set = None,
+    prefill: opt.Prefill = "compressed",
+    context: Contexts = None,
+    limit: Limit = None,
+    dataset: Dataset = "prose",
+    seqlen: Seqlen = None,
+    haystack: HaystackFile = "prose",
+    qa_file: QaFile = None,
+    templates: Templates = "auto",
+    chat_template: ChatTemplate = False,
+    save_prompts: SavePrompts = False,
+    out: Out = None,
+    fresh: Fresh = False,
+    batch_size: Batch = None,
+    model: opt.Model = "reference",
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    seed: opt.Seed = 0,
+    config: opt.Config = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Score methods on RULER and perplexity with a compressed cache; run again to go on where it stopped.
+
+    Results are written as they come. --json prints lm-eval's result document; for several methods, one of them for each
+    under `methods`.
+    """
+    output = Output(as_json=as_json, quiet=quiet)
+    from kvq_cli.cli.resolve import short_name
+    from kvq_cli.evaluation.compare import subjects
+    from kvq_cli.evaluation.runner import evaluate as run
+    from kvq_cli.evaluation.settings import Settings
+    from kvq_cli.models import load_model
+
+    settings = Settings(
+        tasks=opt.names(task, "--task"),
+        contexts=None if context is None else opt.numbers(context, "--context"),
+        limit=limit,
+        seed=seed,
+        prefill=prefill,
+        dataset=dataset,
+        seqlen=seqlen,
+        templates=templates,
+        chat_template=chat_template,
+        haystack=haystack,
+        qa_files=tuple(qa_file or ()),
+        batch_size=batch_size,
+        save_prompts=save_prompts,
+    )
+    compared = subjects(_chosen(model, compare, method, bits, artifact or [], set_))
+    folder = out or Path("results") / short_name(model)
+    loaded = load_model(model, device, dtype)
+    with output.progress() as progress:
+        document = run(loaded, compared, settings, folder, fresh=fresh, track=_tracker(progress))
+    _print_table(output, **document["table"])
+    output.note(f"results: {folder / 'comparison.json'}, one folder per method beside it")
+    single = next(iter(document["methods"].values()))
+    output.result(single if len(compared) == 1 else document)
+
+
+def _chosen(
+    model: str, compare: str | None, method: str | None, bits: int | None, artifacts: list[Path], set_: list[str] | None
+) -> list[Method | Artifact]:
+    from kvq_cli.cli.resolve import resolve, resolve_compared
+
+    options = opt.method_options(set_)
+    if compare is None and len(artifacts) < 2:
+        return [resolve(model, method, bits, artifacts[0] if artifacts else None, options)]
+    flag = "--compare" if compare is not None else "several --artifact"
+    for other, given in (("--method", method), ("--set", set_)):
+        if given:
+            raise UsageError(f"{flag} with {other}: {other} is for a single method; drop one of the two")
+    return resolve_compared(model, opt.names(compare, "--compare") if compare else [], bits, artifacts)
+
+
+def _tracker(progress: Progress) -> Callable[[str, int, int], Callable[[int], None]]:
+    def track(what: str, total: int, done: int) -> Callable[[int], None]:
+        bar = progress.add_task(what, total=total, completed=done)
+        return lambda count: progress.advance(bar, count)
+
+    return track
+
+
+def _print_table(output: Output, columns: list[str], rows: list[list]) -> None:
+    if len(columns) > MOST_COLUMNS:
+        columns, *rows = [list(line) for line in zip(columns, *rows, strict=True)]
+    output.table(columns, rows)

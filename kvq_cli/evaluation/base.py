@@ -1,0 +1,105 @@
+"""What an evaluation is: samples that several subjects are run on, a record of each, and numbers made of these."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from math import sqrt
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvq_cli.artifact import Artifact
+    from kvq_cli.attention.attach import Attached
+    from kvq_cli.cache.report import CacheReport
+    from kvq_cli.methods.base import Method
+    from kvq_cli.models import LoadedModel
+
+Record = dict[str, Any]
+"""The result of one sample: `index`, what was measured, and `cache` as `cache_record` makes it."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One method under test. chosen: what `attach` takes; identity: what its results depend on, as plain values."""
+
+    label: str
+    method: Method
+    chosen: Method | Artifact
+    identity: Mapping[str, Any]
+
+    @property
+    def compresses(self) -> bool:
+        return self.method.name != "fp16"
+
+    def attach(self, loaded: LoadedModel, prefill: str) -> AbstractContextManager[Attached]:
+        from kvq_cli.attention.attach import attach
+
+        return attach(loaded.model, self.chosen, prefill=prefill)
+
+
+class Evaluation(ABC):
+    """One task at one length. Samples are numbered from 0; `count` of them are evaluated.
+
+    task:   the task's name; length: its context length or window, in tokens.
+    config: parameters of the task, for the result file and (with the subject's identity) for the resume key.
+    """
+
+    task: str
+    length: int
+    count: int
+    available: int | None
+    config: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}-{self.length}"
+
+    @abstractmethod
+    def run(
+        self, loaded: LoadedModel, pending: Mapping[str, Sequence[int]], subjects: Sequence[Subject]
+    ) -> Iterator[tuple[Subject, list[Record]]]:
+        """Evaluate the pending samples (by the subject's label) and yield records as they come."""
+
+    @abstractmethod
+    def metrics(self, records: Sequence[Record]) -> dict[str, float | None]:
+        """`{"metric,none": value, "metric_stderr,none": error}` of all records."""
+
+
+def cache_record(report: CacheReport, rows: int) -> dict[str, Any]:
+    """What a record keeps of a cache's report: means per sequence of a batch of `rows`."""
+    found = report.to_dict()
+    return {
+        "tokens": found["tokens"] / rows,
+        "compressed": found["compressed"] / rows,
+        "bytes": found["bytes"] / rows,
+        "fp16_bytes": found["fp16_bytes"] / rows,
+        "constants": found["constants_bytes"],
+        "nominal_bits": found["nominal_bits"],
+    }
+
+
+def cache_summary(records: Sequence[Record]) -> dict[str, float]:
+    """Nominal and measured bits per cached number; bytes of a sequence (mean), with those of 16 bit beside them."""
+    kept = [record["cache"] for record in records]
+    held, plain = sum(one["bytes"] for one in kept), sum(one["fp16_bytes"] for one in kept)
+    return {
+        "nominal_bits": kept[0]["nominal_bits"],
+        "measured_bits": 16 * held / plain,
+        "bytes": held / len(kept),
+        "fp16_bytes": plain / len(kept),
+        "ratio": plain / held,
+        "constants_bytes": kept[0]["constants"],
+        "tokens": sum(one["tokens"] for one in kept) / len(kept),
+        "compressed_tokens": sum(one["compressed"] for one in kept) / len(kept),
+    }
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean, and its standard error (None for a single value)."""
+    mean = sum(values) / len(values)
+    if len(values) < 2:
+        return mean, None
+    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return mean, sqrt(variance / len(values))

@@ -1,0 +1,43 @@
+"""Methods and artifacts side by side: each gets a label, and an identity that its results depend on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kvq_cli.artifact import Artifact
+from kvq_cli.errors import UsageError
+from kvq_cli.evaluation.base import Subject
+from kvq_cli.evaluation.results import digest
+from kvq_cli.methods.registry import from_config, to_config
+
+if TYPE_CHECKING:
+    from kvq_cli.methods.base import Method
+
+
+def subjects(chosen: Sequence[Method | Artifact]) -> list[Subject]:
+    """Subjects with labels like `fp16`, `kivi-2bit`, told apart by folder or options where needed."""
+    found = [_subject(one) for one in chosen]
+    if len({digest(one.identity) for one in found}) < len(found):
+        raise UsageError("the comparison names the same method with the same options twice")
+    found = _told_apart(found, lambda one: one.chosen.path.name if isinstance(one.chosen, Artifact) else one.label)
+    return _told_apart(found, lambda one: f"{one.label}-{digest(one.identity)[:4]}")
+
+
+def _told_apart(found: list[Subject], label: Callable[[Subject], str]) -> list[Subject]:
+    """Give a new label to those that share theirs."""
+    taken = Counter(one.label for one in found)
+    return [one if taken[one.label] == 1 else replace(one, label=label(one)) for one in found]
+
+
+def _subject(chosen: Method | Artifact) -> Subject:
+    if isinstance(chosen, Artifact):
+        method = from_config(chosen.method_config)
+        identity = {"method": to_config(method), "artifact": chosen.digest}
+    else:
+        method = chosen
+        identity = {"method": to_config(method)}
+    bits = getattr(method, "bits", None)
+    return Subject(method.name if bits is None else f"{method.name}-{bits}bit", method, chosen, identity)

@@ -1,0 +1,87 @@
+"""Results on disk: one line per sample as it comes, the summary when all is done; a rerun takes up where it stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from kvq_cli.artifact.format import cannot_write
+from kvq_cli.errors import KvqError
+
+
+def digest(key: Mapping[str, Any]) -> str:
+    """A short name for everything that a sample's result depends on."""
+    return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:10]
+
+
+class SampleLog:
+    """A JSONL file: the key in its first line, then one record for each finished sample.
+
+    The file's name holds the digest of the key, so that a run with other settings never mixes with it. A last line
+    that was cut short by a kill is dropped, and its sample is evaluated again.
+    """
+
+    def __init__(self, folder: Path, name: str, key: Mapping[str, Any], fresh: bool = False) -> None:
+        self.path = folder / f"{name}-{digest(key)}.jsonl"
+        self.records: dict[int, dict] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            if self.path.exists() and not fresh:
+                self._read()
+            else:
+                self.path.write_text(json.dumps({"key": key}, default=str) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    def append(self, records: Iterable[Mapping[str, Any]]) -> None:
+        """Keep finished samples; they are on disk when this returns."""
+        lines = ""
+        for record in records:
+            self.records[record["index"]] = dict(record)
+            lines += json.dumps(record, ensure_ascii=False) + "\n"
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(lines)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+
+    def _read(self) -> None:
+        data = self.path.read_bytes()
+        whole, newline, rest = data.rpartition(b"\n")
+        if rest:
+            with open(self.path, "r+b") as file:
+                file.truncate(len(whole) + len(newline))
+        for number, line in enumerate(whole.splitlines(), start=1):
+            try:
+                record = json.loads(line)
+                if number > 1:
+                    self.records[record["index"]] = record
+            except (ValueError, KeyError, TypeError):
+                raise KvqError(f"{self.path}, line {number} is damaged: delete the file to evaluate again") from None
+
+
+def write_json(path: Path, document: Any) -> None:
+    """Write a JSON file whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_text(json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise cannot_write(path, error) from error
+
+
+def check_writable(folder: Path) -> None:
+    """Raise KvqError now, not after an hour, when nothing can be written to `folder`."""
+    probe = folder / ".kvq-write-test"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise cannot_write(folder, error) from error

@@ -1,0 +1,112 @@
+"""RULER as an evaluation: prompts in, greedy answers out, scored by string match."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from kvq_cli.evaluation.base import Evaluation, Record, Subject, cache_record, mean_and_error
+from kvq_cli.evaluation.generation import answer
+from kvq_cli.evaluation.ruler.families import Sources
+from kvq_cli.evaluation.ruler.samples import Samples
+from kvq_cli.evaluation.ruler.scoring import score
+from kvq_cli.evaluation.ruler.tasks import RulerTask
+from kvq_cli.evaluation.ruler.templates import Templates
+
+if TYPE_CHECKING:
+    from kvq_cli.models import LoadedModel
+
+SAMPLES = 500
+"""Samples per task and length in RULER."""
+BATCH_TOKENS = 8192
+"""Tokens of prompts that are answered together where no batch size is given."""
+
+
+class RulerEvaluation(Evaluation):
+    """One of the 13 tasks at one context length; the metric's name is the length, as in lm-eval."""
+
+    def __init__(
+        self,
+        task: RulerTask,
+        context: int,
+        loaded: LoadedModel,
+        templates: Templates,
+        sources: Sources,
+        *,
+        seed: int,
+        limit: int | None,
+        prefill: str,
+        chat: bool = False,
+        batch_size: int | None = None,
+        save_prompts: bool = False,
+    ) -> None:
+        self.task, self.length = task.name, context
+        self._task = task
+        self._samples = Samples(task, context, loaded.tokenizer, templates, sources, seed, chat)
+        self._prefill = prefill
+        self._save_prompts = save_prompts
+        self.available = self._samples.count
+        self.count = min(limit or SAMPLES, self.available or limit or SAMPLES)
+        self.batch_size = batch_size or max(1, min(16, BATCH_TOKENS // context))
+        self._samples.check()
+        self.config = {
+            "task": task.name,
+            "context": context,
+            "family": task.family,
+            **task.args,
+            "tokens_to_generate": task.budget,
+            "metric": task.metric,
+            "templates": templates.name,
+            "num_fewshot": int(templates.examples and task.family in ("vt", "cwe")),
+            "chat_template": chat,
+            "prefill": prefill,
+            "seed": seed,
+            **_source(task, sources),
+        }
+
+    def run(
+        self, loaded: LoadedModel, pending: Mapping[str, Sequence[int]], subjects: Sequence[Subject]
+    ) -> Iterator[tuple[Subject, list[Record]]]:
+        for subject in subjects:
+            indices = list(pending[subject.label])
+            if not indices:
+                continue
+            with subject.attach(loaded, self._prefill) as attached:
+                for start in range(0, len(indices), self.batch_size):
+                    yield subject, self._batch(loaded, attached, indices[start : start + self.batch_size])
+
+    def _batch(self, loaded: LoadedModel, attached, indices: Sequence[int]) -> list[Record]:
+        samples = [self._samples[index] for index in indices]
+        answers, report = answer(loaded, attached, [sample.ids for sample in samples], self._task.budget)
+        cache = cache_record(report, len(samples))
+        records = []
+        for sample, given in zip(samples, answers, strict=True):
+            record = {
+                "index": sample.index,
+                "score": score(self._task.metric, given.text, sample.references),
+                "answer": given.text,
+                "references": sample.references,
+                "prompt_tokens": len(sample.ids),
+                "answer_tokens": given.tokens,
+                "prompt_sha256": hashlib.sha256(sample.prompt.encode()).hexdigest(),
+                "cache": cache,
+            }
+            if self._save_prompts:
+                record["prompt"] = sample.prompt
+            records.append(record)
+        return records
+
+    def metrics(self, records: Sequence[Record]) -> dict[str, float | None]:
+        mean, error = mean_and_error([record["score"] for record in records])
+        return {f"{self.length},none": mean, f"{self.length}_stderr,none": error}
+
+
+def _source(task: RulerTask, sources: Sources) -> dict[str, str]:
+    """Where the task's text came from, with its hash."""
+    if task.family == "qa":
+        questions = sources.questions(task.args["dataset"])
+        return {"questions": questions.name, "questions_sha256": questions.digest}
+    if task.args.get("haystack") == "essay":
+        return {"haystack_text": sources.essay.name, "haystack_sha256": sources.essay.digest}
+    return {}

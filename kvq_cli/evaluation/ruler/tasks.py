@@ -1,0 +1,62 @@
+"""RULER's 13 tasks with their parameters (Hsieh et al. 2024, https://arxiv.org/abs/2404.06654; `synthetic.yaml`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from kvq_cli.errors import UsageError
+
+BUDGETS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
+"""Tokens that an answer may take, by family; they count towards the context length."""
+METRICS = {"niah": "string_match_all", "vt": "string_match_all", "cwe": "string_match_all", "fwe": "string_match_all"}
+
+
+@dataclass(frozen=True)
+class RulerTask:
+    """One task: a family of samples and what its samples look like."""
+
+    name: str
+    family: str
+    args: Mapping = field(default_factory=dict)
+
+    @property
+    def budget(self) -> int:
+        return BUDGETS[self.family]
+
+    @property
+    def metric(self) -> str:
+        return METRICS.get(self.family, "string_match_part")
+
+
+def _niah(name: str, haystack: str, *, key="words", value="numbers", keys=1, values=1, queries=1) -> RulerTask:
+    # RULER: as many keys as queries at least.
+    keys = max(keys, queries)
+    args = {"haystack": haystack, "key": key, "value": value, "keys": keys, "values": values, "queries": queries}
+    return RulerTask(name, "niah", MappingProxyType(args))
+
+
+_ALL = (
+    _niah("niah_single_1", "noise"),
+    _niah("niah_single_2", "essay"),
+    _niah("niah_single_3", "essay", value="uuids"),
+    _niah("niah_multikey_1", "essay", keys=4),
+    _niah("niah_multikey_2", "needle"),
+    _niah("niah_multikey_3", "needle", key="uuids", value="uuids"),
+    _niah("niah_multivalue", "essay", values=4),
+    _niah("niah_multiquery", "essay", queries=4),
+    RulerTask("vt", "vt", MappingProxyType({"haystack": "noise", "hops": 4})),
+    RulerTask("cwe", "cwe", MappingProxyType({"common": 10, "often": 30, "seldom": 3})),
+    RulerTask("fwe", "fwe", MappingProxyType({"alpha": 2.0, "letters": 6})),
+    RulerTask("qa_1", "qa", MappingProxyType({"dataset": "squad"})),
+    RulerTask("qa_2", "qa", MappingProxyType({"dataset": "hotpotqa"})),
+)
+TASKS: Mapping[str, RulerTask] = MappingProxyType({task.name: task for task in _ALL})
+
+
+def ruler_task(name: str) -> RulerTask:
+    """The task of that name; UsageError naming the valid ones."""
+    if name not in TASKS:
+        raise UsageError(f"unknown RULER task {name!r}; valid: {', '.join(TASKS)}")
+    return TASKS[name]

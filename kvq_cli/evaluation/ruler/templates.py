@@ -1,0 +1,146 @@
+"""The wording of prompts: RULER's own for any model, and the built-in reference model's.
+
+Both are given the same content (the same haystacks, depths, values and questions); only the sentences around differ.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from kvq_cli.errors import UsageError
+from kvq_cli.evaluation.ruler.content import Chain, CodedWords, CommonWords, Needles, Passages, Prompt
+from kvq_cli.reference import prompts
+
+
+class Templates(Protocol):
+    """How contents become prompts. examples: whether a solved sample goes in front of `vt` and `cwe`, as in RULER."""
+
+    name: str
+    examples: bool
+
+    def assignment(self, target: str, source: str, first: bool) -> str: ...
+    def needles(self, content: Needles) -> Prompt: ...
+    def chain(self, content: Chain) -> Prompt: ...
+    def common_words(self, content: CommonWords) -> Prompt: ...
+    def coded_words(self, content: CodedWords) -> Prompt: ...
+    def passages(self, content: Passages) -> Prompt: ...
+
+
+class Standard:
+    """RULER's base templates, word for word, with its answer prefixes and its one solved example for `vt` and `cwe`."""
+
+    name = "standard"
+    examples = True
+
+    def assignment(self, target: str, source: str, first: bool) -> str:
+        # The blank at the end of all but the first assignment is RULER's.
+        return f"VAR {target} = {source}" if first else f"VAR {target} = VAR {source} "
+
+    def needles(self, content: Needles) -> Prompt:
+        kind = content.kind[:-1] if content.single else content.kind
+        some, hidden, are_all, are = ("A", "is", "is", "is") if content.single else ("Some", "are", "are all", "are")
+        asked = _series(content.queries)
+        context = (" " if content.prose else "\n").join(content.lines)
+        return Prompt(
+            f"{some} special magic {kind} {hidden} hidden within the following text. Make sure to memorize it. "
+            f"I will quiz you about the {kind} afterwards.\n{context}\n"
+            f"What {are_all} the special magic {kind} for {asked} mentioned in the provided text?",
+            f" The special magic {kind} for {asked} mentioned in the provided text {are}",
+        )
+
+    def chain(self, content: Chain) -> Prompt:
+        text = (
+            "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
+            + "\n".join(content.lines)
+            + f"\nQuestion: Find all variables that are assigned the value {content.value} in the text above."
+        )
+        prefix = (
+            " Answer: According to the chain(s) of variable assignment in the text above, "
+            f"{len(content.names)} variables are assigned the value {content.value}, they are: "
+        )
+        if content.example:
+            text = f"{self.chain(content.example)} {' '.join(content.example.names)}\n\n{text}"
+        return Prompt(text, prefix)
+
+    def common_words(self, content: CommonWords) -> Prompt:
+        text = (
+            "Below is a numbered list of words. In these words, some appear more often than others. "
+            "Memorize the ones that appear most often.\n"
+            + _numbered(content.words)
+            + f"\nQuestion: What are the {len(content.common)} most common words in the above list?"
+        )
+        prefix = f" Answer: The top {len(content.common)} words that appear most often in the list are:"
+        if content.example:
+            text = f"{self.common_words(content.example)} {_numbered(content.example.common)}\n{text}"
+        return Prompt(text, prefix)
+
+    def coded_words(self, content: CodedWords) -> Prompt:
+        return Prompt(
+            "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
+            f"appeared coded words. {' '.join(content.words)}\n"
+            "Question: Do not provide any explanation. Please ignore the dots '....'. "
+            "What are the three most frequently appeared words in the above coded text?",
+            " Answer: According to the coded text above, the three most frequently appeared words are:",
+        )
+
+    def passages(self, content: Passages) -> Prompt:
+        order = (
+            "Answer the question based on the given documents. "
+            "Only give me the answer and do not output any other words."
+        )
+        documents = "\n\n".join(f"Document {i}:\n{text}" for i, text in enumerate(content.documents, 1))
+        return Prompt(
+            f"{order}\n\nThe following are given documents.\n\n{documents}\n\n{order}\n\nQuestion: {content.question}",
+            " Answer:",
+        )
+
+
+class Reference:
+    """The prompts that the built-in model was trained on; no solved examples."""
+
+    name = "reference"
+    examples = False
+
+    def assignment(self, target: str, source: str, first: bool) -> str:
+        return prompts.chain_fact(source, target)
+
+    def needles(self, content: Needles) -> Prompt:
+        return _reference(content.lines, prompts.question(content.kind, content.queries, many=content.values > 1))
+
+    def chain(self, content: Chain) -> Prompt:
+        return _reference(content.lines, prompts.chain_question(content.value))
+
+    def common_words(self, content: CommonWords) -> Prompt:
+        question = prompts.common_words_question(len(content.common))
+        return Prompt(prompts.prompt(prompts.numbered_words(content.words), question))
+
+    def coded_words(self, content: CodedWords) -> Prompt:
+        return _reference(content.words, prompts.coded_words_question(len(content.frequent)))
+
+    def passages(self, content: Passages) -> Prompt:
+        documents = (prompts.document(number, text) for number, text in enumerate(content.documents, 1))
+        return Prompt(prompts.prompt("\n\n".join(documents), prompts.passage_question(content.question)))
+
+
+def templates(name: str, model: str) -> Templates:
+    """`standard`, `reference`, or `auto`: the built-in model's own prompts for it, RULER's for every other."""
+    if name == "auto":
+        return Reference() if model == "reference" else Standard()
+    for known in (Standard, Reference):
+        if name == known.name:
+            return known()
+    raise UsageError(f"unknown templates {name!r}; valid: auto, {Standard.name}, {Reference.name}")
+
+
+def _reference(lines: list[str], question: str) -> Prompt:
+    return Prompt(prompts.prompt(prompts.context(line for line in lines if line), question))
+
+
+def _numbered(words: list[str]) -> str:
+    return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
+
+
+def _series(names: list[str]) -> str:
+    """`a`; `a, and b`; `a, b, and c`, with RULER's comma."""
+    *head, last = names
+    return f"{', '.join(head)}, and {last}" if head else last

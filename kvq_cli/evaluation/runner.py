@@ -1,0 +1,91 @@
+"""Runs evaluations for several subjects on the same samples, keeps each result as it comes, and sums up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvq_cli import __version__
+from kvq_cli.artifact.fingerprint import fingerprint
+from kvq_cli.errors import KvqError
+from kvq_cli.evaluation.base import Evaluation, Record, Subject
+from kvq_cli.evaluation.results import SampleLog, check_writable, write_json
+from kvq_cli.evaluation.settings import Settings, evaluations
+from kvq_cli.evaluation.summary import comparison
+
+if TYPE_CHECKING:
+    from kvq_cli.models import LoadedModel
+
+Tracker = Callable[[str, int, int], Callable[[int], None]]
+"""(what, samples in all, samples already there) -> a function that is told how many more are done."""
+
+
+def evaluate(
+    loaded: LoadedModel,
+    subjects: Sequence[Subject],
+    settings: Settings,
+    out: Path,
+    *,
+    fresh: bool = False,
+    track: Tracker = lambda what, total, done: lambda count: None,
+) -> dict[str, Any]:
+    """Evaluate all subjects on the same samples; returns what `OUT/comparison.json` holds.
+
+    Finished samples are in `OUT/<subject>/<task>-<length>-<key>.jsonl` at any time and are not evaluated again, unless
+    `fresh`; `OUT/<subject>/results.json` follows lm-eval's schema. Raises UsageError for settings that cannot work,
+    KvqError when nothing was compressed or the folder cannot be written.
+    """
+    check_writable(out)
+    model = {"name": loaded.name, "revision": loaded.revision, "fingerprint": fingerprint(loaded.model).to_dict()}
+    model["dtype"] = str(loaded.model.dtype).removeprefix("torch.")
+    todo = evaluations(settings, loaded)
+    logs: dict[tuple[str, str], SampleLog] = {}
+    for evaluation in todo:
+        for subject in subjects:
+            key = {"kvq": __version__, "model": model, **subject.identity, **evaluation.config}
+            logs[subject.label, evaluation.name] = SampleLog(out / subject.label, evaluation.name, key, fresh)
+    for evaluation in todo:
+        _run(loaded, evaluation, subjects, {one.label: logs[one.label, evaluation.name] for one in subjects}, track)
+    found = {
+        subject.label: {one.name: _records(one, logs[subject.label, one.name]) for one in todo} for subject in subjects
+    }
+    document = comparison(loaded, model, subjects, todo, found, settings)
+    for label, results in document["methods"].items():
+        write_json(out / label / "results.json", results)
+    write_json(out / "comparison.json", document)
+    return document
+
+
+def _run(
+    loaded: LoadedModel,
+    evaluation: Evaluation,
+    subjects: Sequence[Subject],
+    logs: Mapping[str, SampleLog],
+    track: Tracker,
+) -> None:
+    """Evaluate what the logs lack."""
+    pending = {label: [i for i in range(evaluation.count) if i not in log.records] for label, log in logs.items()}
+    total, left = evaluation.count * len(subjects), sum(map(len, pending.values()))
+    advance = track(evaluation.name, total, total - left)
+    # Closed at once when interrupted, so that the model is detached before anybody else sees it.
+    with closing(evaluation.run(loaded, pending, subjects)) as results:
+        for subject, records in results:
+            _check_compressed(evaluation, subject, records)
+            logs[subject.label].append(records)
+            advance(len(records))
+
+
+def _check_compressed(evaluation: Evaluation, subject: Subject, records: Sequence[Record]) -> None:
+    """An evaluation in which nothing was compressed says nothing about compression."""
+    if subject.compresses and not any(record["cache"]["compressed"] for record in records):
+        raise KvqError(
+            f"{evaluation.name}: {subject.label} compressed none of {records[0]['cache']['tokens']:.0f} tokens: all lie"
+            f" within the windows that it keeps in full precision; use a longer --context or --seqlen, or --set"
+        )
+
+
+def _records(evaluation: Evaluation, log: SampleLog) -> list[Record]:
+    """The records in order; of a log that an earlier run made longer, those that this run asks for."""
+    return [log.records[index] for index in range(evaluation.count)]

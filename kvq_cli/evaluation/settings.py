@@ -1,0 +1,111 @@
+"""What to evaluate: the settings of a run, checked, and the evaluations that they name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvq_cli.data.texts import SELF, load_text, self_windows, token_windows
+from kvq_cli.errors import UsageError
+from kvq_cli.evaluation.base import Evaluation
+from kvq_cli.evaluation.perplexity import PerplexityEvaluation
+from kvq_cli.evaluation.ruler.evaluation import RulerEvaluation
+from kvq_cli.evaluation.ruler.families import Sources
+from kvq_cli.evaluation.ruler.haystack import Haystack
+from kvq_cli.evaluation.ruler.questions import question_source
+from kvq_cli.evaluation.ruler.tasks import TASKS
+from kvq_cli.evaluation.ruler.templates import templates
+
+if TYPE_CHECKING:
+    from kvq_cli.models import LoadedModel
+
+RULER, PERPLEXITY = "ruler", "perplexity"
+CONTEXT, SEQLEN = 4096, 2048
+"""Lengths where none is given, or the model's own where that is shorter."""
+SELF_WINDOWS = 16
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Options of an evaluation; None stands for the default that its comment names.
+
+    tasks: `perplexity`, `ruler`, or any of RULER's tasks; limit: samples (windows) of each task; prefill: how a prompt
+    of RULER attends to itself (perplexity has nothing to measure unless it is compressed).
+    """
+
+    tasks: Sequence[str]
+    contexts: Sequence[int] | None = None  # 4096, or the model's own length
+    limit: int | None = None  # RULER: 500; perplexity: all windows
+    seed: int = 0
+    prefill: str = "compressed"
+    dataset: str = "prose"
+    seqlen: int | None = None  # 2048, or the model's own length
+    templates: str = "auto"
+    chat_template: bool = False
+    haystack: str = "prose"
+    qa_files: Sequence[Path] = ()
+    batch_size: int | None = None  # as many prompts as make 8192 tokens
+    save_prompts: bool = False
+
+    def __post_init__(self) -> None:
+        for name in self.tasks:
+            if name not in (RULER, PERPLEXITY, *TASKS):
+                raise UsageError(f"unknown task {name!r}; valid: {RULER}, {PERPLEXITY}, {', '.join(TASKS)}")
+        if PERPLEXITY in self.tasks and self.prefill != "compressed":
+            raise UsageError(
+                f"--prefill {self.prefill} with --task perplexity measures nothing: its one forward pass would attend "
+                "to uncompressed keys and values; drop the flag or the task"
+            )
+
+    @property
+    def ruler_tasks(self) -> list[str]:
+        return list(TASKS) if RULER in self.tasks else [name for name in TASKS if name in self.tasks]
+
+
+def evaluations(settings: Settings, loaded: LoadedModel) -> list[Evaluation]:
+    """All evaluations that the settings name, ready to run; every mistake in the settings shows here."""
+    found: list[Evaluation] = [*_ruler(settings, loaded)] if settings.ruler_tasks else []
+    return found + ([_perplexity(settings, loaded)] if PERPLEXITY in settings.tasks else [])
+
+
+def _ruler(settings: Settings, loaded: LoadedModel) -> Iterator[Evaluation]:
+    if settings.chat_template and not loaded.tokenizer.chat_template:
+        raise UsageError(f"--chat-template: the tokenizer of {loaded.name} has none; drop the flag")
+    wording = templates(settings.templates, loaded.name)
+    essay = Haystack(load_text(settings.haystack, "evaluation"), settings.haystack)
+    sources = Sources(essay, question_source(settings.qa_files, settings.seed))
+    for context in settings.contexts or [min(CONTEXT, loaded.context)]:
+        _check_length("--context", context, loaded)
+        for name in settings.ruler_tasks:
+            yield RulerEvaluation(
+                TASKS[name],
+                context,
+                loaded,
+                wording,
+                sources,
+                seed=settings.seed,
+                limit=settings.limit,
+                prefill=settings.prefill,
+                chat=settings.chat_template,
+                batch_size=settings.batch_size,
+                save_prompts=settings.save_prompts,
+            )
+
+
+def _perplexity(settings: Settings, loaded: LoadedModel) -> Evaluation:
+    seqlen = settings.seqlen or min(SEQLEN, loaded.context)
+    _check_length("--seqlen", seqlen, loaded)
+    if seqlen < 2:
+        raise UsageError(f"--seqlen {seqlen}: a window needs 2 tokens at least")
+    if settings.dataset == SELF:
+        windows = self_windows(loaded.model, loaded.tokenizer, seqlen, settings.limit or SELF_WINDOWS, settings.seed)
+    else:
+        windows = token_windows(loaded.tokenizer, load_text(settings.dataset, "evaluation"), seqlen)
+    return PerplexityEvaluation(windows, settings.dataset, settings.limit)
+
+
+def _check_length(flag: str, length: int, loaded: LoadedModel) -> None:
+    if length > loaded.context:
+        raise UsageError(f"{flag} {length}: {loaded.name} was made for {loaded.context} tokens at most")
