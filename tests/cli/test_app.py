@@ -1,0 +1,124 @@
+"""The command itself: help without torch, one line per error, exit codes, Ctrl-C."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import typer
+
+from kvq_cli.cli import app as module
+from kvq_cli.errors import KvqError, UsageError
+
+COMMANDS = [[], *[[name] for name, *_ in module.COMMANDS], ["evaluate"], ["bench", "generate"]]
+
+
+def test_every_help_answers_without_heavy_imports():
+    code = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from kvq_cli.cli.app import app\n"
+        f"for command in {COMMANDS!r}:\n"
+        "    result = CliRunner().invoke(app, [*command, '--help'])\n"
+        "    assert result.exit_code == 0, (command, result.output)\n"
+        "    assert 'Usage:' in result.stdout, command\n"
+        "heavy = {'torch', 'transformers', 'numpy', 'datasets', 'faiss', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_takes_a_fraction_of_a_second():
+    """The processor's time, best of five: what a machine that is busy with other tests cannot spoil."""
+
+    def seconds() -> float:
+        before = os.times()
+        subprocess.run([sys.executable, "-m", "kvq_cli", "--help"], check=True, stdout=subprocess.DEVNULL)
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
+
+    assert min(seconds() for _ in range(5)) < 0.5  # 0.2 s on an idle core; importing torch takes 1 s or more
+
+
+def test_version_and_no_arguments(kvq):
+    assert kvq("--version").stdout.startswith("kvq 0.")
+    bare = kvq()
+    assert bare.exit_code == 2 and "Usage:" in bare.stdout and bare.stderr == ""
+
+
+def test_evaluate_is_eval(kvq):
+    alias, name = (kvq(command, "--help").stdout.split() for command in ("evaluate", "eval"))
+    assert [w.replace("evaluate", "eval") for w in alias] == [w.replace("evaluate", "eval") for w in name]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nonsense"], "No such command 'nonsense'"),
+        (["generate", "--nonsense"], "--nonsense"),
+        (["generate", "x", "--dtype", "int8"], "float32"),
+        (["generate", "x", "--max-new-tokens", "0"], "--max-new-tokens"),
+    ],
+)
+def test_wrong_usage_is_one_line(fails, arguments, says):
+    fails(*arguments, code=2, says=says)
+
+
+class Raises:
+    """An app with the error handling of kvq and a single command that raises."""
+
+    def __init__(self, error: BaseException):
+        self.app = typer.Typer(cls=module.KvqGroup)
+
+        def command() -> None:
+            raise error
+
+        self.app.command("run")(command)
+        self.app.callback()(lambda: None)
+
+    def __call__(self):
+        from typer.testing import CliRunner
+
+        return CliRunner().invoke(self.app, ["run"])
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (KvqError("two\n  lines"), 1, "kvq: error: two lines"),
+        (UsageError("--bits 9"), 2, "kvq: error: --bits 9"),
+        (OSError(28, "No space left on device", "out/x"), 1, "kvq: error: out/x: No space left on device"),
+        (PermissionError(13, "Permission denied", "/x"), 1, "kvq: error: /x: Permission denied"),
+        (ZeroDivisionError("oops"), 1, "kvq: error: ZeroDivisionError: oops (KVQ_DEBUG=1 shows where)"),
+        (KeyboardInterrupt(), 130, "kvq: interrupted"),
+    ],
+)
+def test_what_a_command_raises_ends_in_one_line(error, code, line):
+    result = Raises(error)()
+    assert (result.exit_code, result.stderr.strip(), result.stdout) == (code, line, "")
+
+
+def test_out_of_memory_names_what_helps():
+    assert "shorter context" in Raises(MemoryError())().stderr
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    monkeypatch.setenv("KVQ_DEBUG", "1")
+    stderr = Raises(KvqError("why"))().stderr
+    assert "Traceback" in stderr and stderr.strip().endswith("kvq: error: why")
+
+
+@pytest.mark.parametrize("wait", [0.05, 0.3, 1.0, 2.0])
+def test_interrupt_ends_with_130_at_any_time(kvq_process, wait):
+    """Before, while and after torch is imported; chat waits for its input, so that it never ends by itself."""
+    process = kvq_process("chat", "--method", "fp16")
+    time.sleep(wait)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    if wait == 0.05 and process.returncode == -signal.SIGINT:
+        return  # before kvq's first line, Python itself ends; a shell reports 130 for that, too
+    assert process.returncode == 130, stderr
+    assert "Traceback" not in stderr

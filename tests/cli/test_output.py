@@ -1,0 +1,66 @@
+"""stdout carries the result, stderr the rest; --json is one document."""
+
+import json
+import sys
+
+import pytest
+
+from kvq_cli.cli.output import Output, human_bytes, write_whole
+from kvq_cli.errors import KvqError
+
+
+@pytest.fixture(autouse=True)
+def stdout_back(monkeypatch):
+    """`--json` redirects sys.stdout, which the command line's `main` puts back: here this does."""
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+
+
+def everything(out: Output) -> None:
+    print("a library prints")
+    out.note("note")
+    out.warn("warning")
+    out.text("text")
+    out.table(["a", "b"], [["x", 1.23456], ["y", None]], title="table")
+    out.result({"answer": 42})
+
+
+def test_for_a_person(capsys):
+    everything(Output())
+    stdout, stderr = capsys.readouterr()
+    assert [word in stdout for word in ("library", "text", "table", "1.235", "answer")] == [True] * 4 + [False]
+    assert stderr == "note\nkvq: warning: warning\n"
+
+
+def test_json_is_the_only_thing_on_stdout(capsys):
+    everything(Output(as_json=True))
+    stdout, stderr = capsys.readouterr()
+    assert json.loads(stdout) == {"answer": 42}
+    assert all(word in stderr for word in ("library", "note", "warning", "text", "table"))
+
+
+def test_quiet_keeps_results_and_warnings(capsys):
+    everything(Output(quiet=True))
+    stdout, stderr = capsys.readouterr()
+    assert "text" in stdout and stderr == "kvq: warning: warning\n"
+
+
+def test_wide_tables_are_not_cut_in_a_pipe(capsys):
+    Output().table(["name", "what"], [["x" * 60, "y" * 100]])
+    assert "y" * 100 in capsys.readouterr().out
+
+
+def test_human_bytes():
+    assert [human_bytes(n) for n in (0, 1023, 1536, 5 * 2**20, 3 * 2**30, 2**42)] == [
+        *("0 B", "1023 B", "1.5 KiB", "5.0 MiB", "3.0 GiB", "4.0 TiB")
+    ]
+
+
+def test_write_whole_leaves_nothing_half_written(tmp_path):
+    write_whole(tmp_path / "x.json", "new")
+    assert (tmp_path / "x.json").read_text() == "new"
+    with pytest.raises(KvqError, match="cannot write"):
+        write_whole(tmp_path / "no" / "x.json", "new")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(KvqError, match="cannot write"):
+        write_whole(tmp_path / "folder", "new")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "x.json"]

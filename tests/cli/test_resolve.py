@@ -1,0 +1,67 @@
+"""From flags to a method or its artifact, and what is said when that fails."""
+
+from pathlib import Path
+
+import pytest
+
+from kvq_cli.cli.resolve import artifact_folder, describe, resolve, resolve_compared
+from kvq_cli.errors import KvqError, UsageError
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model", "folder"),
+    [
+        ("reference", "artifacts/reference/temporalkv-2bit"),
+        ("meta-llama/Llama-3.1-8B", "artifacts/Llama-3.1-8B/temporalkv-2bit"),
+        ("./some where/model/", "artifacts/model/temporalkv-2bit"),
+        ("/", "artifacts/model/temporalkv-2bit"),
+    ],
+)
+def test_artifact_folder(model, folder):
+    assert artifact_folder(model, "temporalkv", 2) == Path(folder)
+
+
+def test_methods_without_calibration_are_built():
+    assert describe(resolve("reference", "kivi", 4, None, {"sinks": "32", "pre_rope": "on"})) == {
+        **describe(resolve("reference", "kivi", 4)),
+        "sinks": 32,
+        "pre_rope": True,
+    }
+    assert describe(resolve("reference"))["name"] == "kivi"
+    assert describe(resolve("reference", "fp16")) == {"name": "fp16"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["nonsense"], "unknown method 'nonsense'; there are: fp16, kivi"),
+        (["kivi", 5], "bits=5 is not one of 1, 2, 3, 4, 8"),
+        (["fp16", 2], "fp16 has no option 'bits'"),
+        (["kivi", 2, None, {"chunk": "2"}], "kivi has no option 'chunk'; its options are: bits"),
+        (["kivi", 2, None, {"sinks": "many"}], "sinks='many' is not a whole number"),
+    ],
+)
+def test_wrong_requests(arguments, says):
+    with pytest.raises(UsageError, match=says):
+        resolve("reference", *arguments)
+
+
+def test_a_missing_artifact_names_the_command_that_makes_it():
+    with pytest.raises(KvqError, match=r"run `kvq calibrate --method temporalkv --bits 2`$"):
+        resolve("reference", "temporalkv")
+    with pytest.raises(KvqError, match=r"`kvq calibrate --method temporalkv --model 'a b' --bits 4 --set sinks=0`"):
+        resolve("a b", "temporalkv", 4, None, {"sinks": "0"})
+    with pytest.raises(KvqError, match="no artifact at gone"):
+        resolve("reference", None, None, Path("gone"))
+
+
+def test_compared_methods_get_the_bits_they_can_use():
+    fp16, kivi = resolve_compared("reference", ["fp16", "kivi"], 4)
+    assert (fp16.name, kivi.name, kivi.bits) == ("fp16", "kivi", 4)
+    with pytest.raises(UsageError, match="twice"):
+        resolve_compared("reference", ["kivi", "kivi"])

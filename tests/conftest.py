@@ -1,0 +1,65 @@
+"""What all tests share: no network, one deterministic hypothesis profile, and `kvq` as a function."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+# Set before any library reads them: a test that would go to the network must fail here as it would there.
+os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
+
+import hypothesis
+import pytest
+
+# So that processes that tests start find this checkout, also where it is not installed.
+ROOT = Path(__file__).parents[1]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+hypothesis.settings.register_profile("kvq", deadline=None, derandomize=True, max_examples=50)
+hypothesis.settings.load_profile("kvq")
+
+
+@pytest.fixture
+def kvq(tmp_path, monkeypatch) -> Callable:
+    """`kvq("eval", "--help")` runs the command in this process, in an empty folder; gives exit_code, stdout, stderr."""
+    from typer.testing import CliRunner
+
+    from kvq_cli.cli.app import app
+
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: object, input: str = ""):
+        return CliRunner().invoke(app, [str(a) for a in arguments], input=input, prog_name="kvq")
+
+    return run
+
+
+@pytest.fixture
+def kvq_process(tmp_path) -> Callable:
+    """`kvq_process("chat")` starts the command as a process of its own, in an empty folder."""
+
+    def start(*arguments: object, **options) -> subprocess.Popen:
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        words = [sys.executable, "-m", "kvq_cli", *map(str, arguments)]
+        return subprocess.Popen(words, cwd=tmp_path, text=True, **{**pipes, **options})
+
+    return start
+
+
+@pytest.fixture
+def fails(kvq) -> Callable:
+    """`fails("eval", "--bits", 9, code=2, says="bits")`: that exit code and one line on stderr that says it."""
+
+    def check(*arguments: object, code: int, says: str, input: str = "") -> None:
+        result = kvq(*arguments, input=input)
+        assert result.exit_code == code, result.output
+        lines = [line for line in result.stderr.splitlines() if line.strip()]
+        assert len(lines) == 1, result.stderr
+        assert lines[0].startswith("kvq: error: ")
+        assert says in lines[0], lines[0]
+        assert result.stdout == ""
+
+    return check
