@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Annotated, Any
 
@@ -35,17 +38,38 @@ class KvqGroup(TyperGroup):
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         stdout = sys.stdout  # --json points it at stderr for the length of a command
-        try:
-            code = super().main(*args, standalone_mode=False, **extra)
-        except Exception as error:
-            code = _report(error)
-        finally:
-            sys.stdout = stdout
+        with _interrupt() as interrupted:
+            try:
+                code = super().main(*args, standalone_mode=False, **extra)
+            except Exception as error:
+                # Ctrl-C inside an import or a C extension can come out as another error.
+                code = 130 if interrupted else _report(error)
+            finally:
+                sys.stdout = stdout
         if code == 130:
             print("kvq: interrupted", file=sys.stderr)
         if standalone_mode:
             sys.exit(code)
         return code
+
+
+@contextmanager
+def _interrupt() -> Iterator[list[int]]:
+    """A list that is no longer empty once Ctrl-C was pressed; KeyboardInterrupt is raised as always."""
+    seen: list[int] = []
+
+    def handler(signum: int, frame: Any) -> None:
+        seen.append(signum)
+        signal.default_int_handler(signum, frame)
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or somebody else's
+        yield seen
+        return
+    signal.signal(signal.SIGINT, handler)
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _report(error: Exception) -> int:
