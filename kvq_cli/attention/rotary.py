@@ -49,6 +49,19 @@ class Rotation:
         """`x` `[batch, heads, tokens, head_dim]` rotated to `positions` `[tokens]`, float32."""
         return self.rotate(x, *self.tables(positions))
 
+    def same(self, other: Rotation) -> bool:
+        """Do both turn every key alike?"""
+        alike = self.style == other.style and self.scale == other.scale
+        return alike and torch.equal(self.frequencies, other.frequencies)
+
+    def agrees(self, cos: Tensor, sin: Tensor, position: int) -> bool:
+        """Are (cos, sin) `[width]` the model's tables of `position`? Whether pairs lie apart or beside each other."""
+        half = self.width // 2
+        own = torch.cat(self.tables(torch.tensor(position)))
+        tolerance = 4 * torch.finfo(cos.dtype).eps * max(1.0, self.scale) + 1e-4
+        layouts = (slice(0, half), slice(0, self.width, 2))
+        return any(_near(own, torch.cat([cos[cut], sin[cut]]).to(own), tolerance) for cut in layouts)
+
     def _pairs(self) -> tuple[slice, slice]:
         half, width = self.width // 2, self.width
         if self.style == "half":

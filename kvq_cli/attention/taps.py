@@ -8,7 +8,7 @@ forward pass compares what the taps see with what the model hands to its cache.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ _VALUE_NAMES = ("v_norm", "v_proj", "qkv_proj")
 
 @dataclass(frozen=True)
 class Tap:
-    """The output of `module`, or the slice `start:stop` of its last dimension, as `[batch, kv_heads, tokens, head_dim]`.
+    """The output of `module`, or its channels `start:stop`, as `[batch, kv_heads, tokens, head_dim]`.
 
     heads_first: the module's output already is `[batch, kv_heads, tokens, head_dim]`.
     """
@@ -64,6 +64,9 @@ class AttentionSite:
     value: Tap
     rotation: Rotation
     sliding_window: int | None
+
+    def with_rotation(self, rotation: Rotation) -> AttentionSite:
+        return replace(self, rotation=rotation)
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:

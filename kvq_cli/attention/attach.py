@@ -1,0 +1,254 @@
+"""Put a compression method under a model, for the time of a `with` block.
+
+What is used of transformers: forward hooks on the model's own modules, `past_key_values`, and the registries of
+attention and mask functions. No model code is copied or patched, and everything is undone when the block ends.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from kvq_cli.artifact import Artifact
+from kvq_cli.attention.backend import Backend, choose_backend
+from kvq_cli.attention.rotary import Rotation
+from kvq_cli.attention.taps import AttentionSite, attention_modules, decoder_of, iter_attention
+from kvq_cli.cache.cache import CompressedCache
+from kvq_cli.cache.layer import CompressedLayer
+from kvq_cli.cache.report import CacheReport
+from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.methods.base import LayerPlan, Method
+from kvq_cli.methods.registry import from_config
+from kvq_cli.models import model_context, model_shape
+
+NAME = "kvq"
+PREFILLS = ("exact", "compressed")
+#: Attention arguments that do not change the result.
+_HARMLESS = {"use_cache", "position_ids", "cache_position", "output_hidden_states", "return_dict", "sliding_window"}
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """What an attention module computes with during one forward pass."""
+
+    layer: CompressedLayer
+    attached: Attached
+
+
+#: The pass that each attention module is about to compute; taken out when it does.
+_AHEAD: WeakKeyDictionary[nn.Module, _Pass] = WeakKeyDictionary()
+
+
+class Attached:
+    """A model with a method under it; made by `attach`."""
+
+    def __init__(
+        self, model: PreTrainedModel, method: Method, plans: list[LayerPlan], sites: list[AttentionSite], prefill: str
+    ) -> None:
+        self.model, self.method, self.prefill = model, method, prefill
+        self.backend: Backend
+        self._plans, self._sites = plans, sites
+        self._context = model_context(model.config)
+        self._latest: CompressedCache | None = None
+
+    def new_cache(self) -> CompressedCache:
+        """An empty cache for one batch of sequences, to pass to the model as `past_key_values`."""
+        layers = [
+            CompressedLayer(site.index, plan, site.rotation, site.sliding_window)
+            for site, plan in zip(self._sites, self._plans, strict=True)
+        ]
+        self._latest = CompressedCache(layers, self.prefill, self.method.nominal_bits)
+        return self._latest
+
+    def report(self, cache: CompressedCache | None = None) -> CacheReport:
+        """Bytes and bits of `cache`, or of the newest one."""
+        cache = cache or self._latest
+        if cache is None:
+            raise UsageError("there is no cache to report on: make one with new_cache()")
+        return cache.report()
+
+    # -- hooks ---------------------------------------------------------------------------------------------------
+
+    def _hook(self, undo: ExitStack) -> None:
+        """Put the hooks on the model; `undo` removes them."""
+        decoder = decoder_of(self.model)
+        handles = [
+            decoder.register_forward_pre_hook(self._before_pass, with_kwargs=True),
+            decoder.register_forward_hook(self._after_pass),
+        ]
+        checked: list[Rotation] = []
+        for site, plan in zip(self._sites, self._plans, strict=True):
+            if plan.keys.source == "pre_rope":
+                handles.append(site.key.module.register_forward_hook(self._key_hook(site)))
+                if not any(site.rotation is rotation for rotation in checked):
+                    checked.append(site.rotation)
+                    handles.append(site.module.register_forward_pre_hook(_rotation_hook(site), with_kwargs=True))
+        for handle in handles:
+            undo.callback(handle.remove)
+
+    def _before_pass(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Before the decoder runs: describe the pass, and tell every layer and attention module of it."""
+        for site in self._sites:
+            if site.module in _AHEAD and _AHEAD[site.module].attached is self:
+                del _AHEAD[site.module]  # left by a pass that was interrupted
+        if args:
+            kwargs = {**inspect.signature(decoder.forward).bind_partial(*args).arguments, **kwargs}
+        cache = kwargs.get("past_key_values")
+        if not (isinstance(cache, CompressedCache) and cache.layers[0].plan is self._plans[0]):
+            return
+        inputs = kwargs.get("input_ids")
+        batch, columns = (kwargs["inputs_embeds"] if inputs is None else inputs).shape[:2]
+        mask = kwargs.get("attention_mask")
+        if mask is not None and not isinstance(mask, Tensor):
+            raise UsageError("a compressed cache needs a 2-D attention_mask of zeros and ones, not prepared masks")
+        forward = cache.begin(columns, batch, mask, kwargs.get("position_ids"))
+        longest = max(run.tokens for run in forward.runs)
+        if columns > 1 and longest > self._context:
+            raise UsageError(f"the prompt has {longest} tokens, the model's context is {self._context}: shorten it")
+        for site, layer in zip(self._sites, cache.layers, strict=True):
+            layer.begin(forward)
+            _AHEAD[site.module] = _Pass(layer, self)
+
+    def _after_pass(self, _decoder: nn.Module, _args: tuple, _output: object) -> None:
+        for site in self._sites:
+            if site.module in _AHEAD and _AHEAD[site.module].attached is self:
+                raise KvqError(f"{site.name} did not compute its attention with kvq: was its implementation changed?")
+
+    def _key_hook(self, site: AttentionSite) -> Callable:
+        def after(_module: nn.Module, _args: tuple, output: Tensor) -> None:
+            ahead = _AHEAD.get(site.module)
+            if ahead is not None and ahead.attached is self:
+                ahead.layer.tap(site.key.view(output))
+
+        return after
+
+
+@contextmanager
+def attach(
+    model: PreTrainedModel, method: Method | Artifact, *, prefill: str = "exact", backend: str = "auto"
+) -> Iterator[Attached]:
+    """Run `model` with caches compressed by `method`, a method or a calibrated artifact, inside the block.
+
+    prefill: "exact": a pass over several tokens sees these in full precision; "compressed": it sees what one-by-one
+    decoding would see (for perplexity and other scores of one pass). backend: "auto" or "torch".
+    A forward pass uses the compressed cache only where one from `new_cache()` is passed as `past_key_values`.
+
+    Raises UsageError where the model, the method's options or the artifact do not go together.
+    """
+    if prefill not in PREFILLS:
+        raise UsageError(f"unknown prefill {prefill!r}; valid: {', '.join(PREFILLS)}")
+    engine = choose_backend(backend, model.device)
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    decoder = decoder_of(model)
+    before = decoder.config._attn_implementation
+    with ExitStack() as undo:
+        undo.callback(decoder.set_attn_implementation, before)
+        decoder.set_attn_implementation(NAME)
+        if any(module.config._attn_implementation != NAME for _, module in attention_modules(model)):
+            raise UsageError(f"{type(model).__name__} does not let transformers choose its attention function")
+        sites = _with_shared_rotations(iter_attention(model))
+        method, plans = _plans(model, method)
+        attached = Attached(model, method, plans, sites, prefill)
+        attached.backend = engine
+        attached._hook(undo)
+        yield attached
+
+
+def _plans(model: PreTrainedModel, method: Method | Artifact) -> tuple[Method, list[LayerPlan]]:
+    """The method and its plan for each layer; an artifact is checked against the model first."""
+    shape = model_shape(model)
+    tensors: list[dict[str, Tensor]] = [{}] * shape.layers
+    if not isinstance(method, Method):
+        artifact = method
+        artifact.check_model(model)
+        method = from_config(artifact.method_config)
+        tensors = [
+            {name: tensor.to(model.device) for name, tensor in artifact.layer(i).items()} for i in range(shape.layers)
+        ]
+    elif method.calibrates:
+        raise UsageError(f"method {method.name} needs an artifact: make one with kvq calibrate --method {method.name}")
+    return method, [method.plan(index, shape, tensors[index]) for index in range(shape.layers)]
+
+
+def _with_shared_rotations(sites: list[AttentionSite]) -> list[AttentionSite]:
+    """The sites, with one Rotation object for all layers that rotate alike."""
+    shared: list[Rotation] = []
+    result = []
+    for site in sites:
+        rotation = next((known for known in shared if known.same(site.rotation)), site.rotation)
+        if rotation is site.rotation:
+            shared.append(rotation)
+        result.append(site.with_rotation(rotation))
+    return result
+
+
+def _rotation_hook(site: AttentionSite) -> Callable:
+    """Before an attention module that rotates keys: is the model's (cos, sin) the one that the cache will use?"""
+
+    def before(module: nn.Module, _args: tuple, kwargs: dict) -> None:
+        embeddings, ahead = kwargs.get("position_embeddings"), _AHEAD.get(module)
+        if embeddings is None or ahead is None or site.rotation.style == "none":
+            return
+        run = ahead.layer.expected.runs[0]
+        if run.tokens > run.past and not site.rotation.agrees(*(x[0, -1] for x in embeddings), run.last_position):
+            raise UsageError(
+                f"{site.name}: this model's RoPE changes with the length of the text, so that keys cached before RoPE "
+                "cannot be turned later: use a method that caches keys after RoPE"
+            )
+
+    return before
+
+
+# -- the attention function ----------------------------------------------------------------------------------------
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: `[batch, heads, tokens, head_dim]` -> `[batch, tokens, heads, head_dim]`."""
+    _refuse_unknown(module, dropout, kwargs)
+    ahead = _AHEAD.pop(module, None)
+    if ahead is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    layer, attached = ahead.layer, ahead.attached
+    forward = layer.forward
+    if kwargs.get("sliding_window") != layer.sliding_window:
+        raise UsageError(f"layer {layer.index}: its sliding window is not the one that the model's config announces")
+    forward.check_mask(attention_mask, layer.sliding_window)
+    compressed = attached.prefill == "compressed"
+    if forward.is_first and not compressed:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if forward.columns == 1:
+        out = attached.backend.decode_attention(query, layer, scaling)
+    else:
+        out = attached.backend.prefill_attention(query, key, value, layer, scaling, compressed)
+    layer.tails = []
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse_unknown(module: nn.Module, dropout: float, kwargs: dict) -> None:
+    """UsageError for attention that is more than softmax(scaling q K^T + mask) V."""
+    if dropout:
+        raise UsageError("kvq computes no attention dropout: call model.eval() first")
+    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
+        raise UsageError(f"{type(module).__name__}: attention that is not causal is not supported")
+    for name, value in kwargs.items():
+        if value is not None and value is not False and name not in _HARMLESS and name != "is_causal":
+            raise UsageError(f"{type(module).__name__} passes {name} to its attention, which kvq does not compute")

@@ -1,0 +1,252 @@
+"""Attention over a compressed layer in plain PyTorch, a tile of tokens at a time, softmax in float32.
+
+Rows in the same situation (a `Run`) are computed together; every function below the two public ones sees one run, whose
+rows all hold the same number of tokens. Token i of a run has index i in its keys and in its values alike, although the
+two streams may split differently into sinks, packed and recent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvq_cli.attention.rotary import Rotation
+from kvq_cli.cache.layer import CompressedLayer
+from kvq_cli.cache.rows import Run
+from kvq_cli.cache.stream import Stream
+
+#: Tokens that are decoded at a time for one query per row.
+DECODE_TILE = 2048
+#: Tokens and queries of a tile of scores when there are many queries.
+PREFILL_TILE = 512
+
+
+def decode_attention(query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
+    """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; see `Backend`."""
+    out = torch.zeros_like(query)
+    for run in layer.forward.runs:
+        if run.pads == 0:
+            out[run.rows] = _decode(query[run.rows], layer, run, scaling)
+    return out
+
+
+def prefill_attention(
+    query: Tensor, key: Tensor, value: Tensor, layer: CompressedLayer, scaling: float, compressed: bool
+) -> Tensor:
+    """Causal attention of several queries per row; see `Backend`."""
+    out = torch.zeros_like(query)
+    for number, run in enumerate(layer.forward.runs):
+        if run.tokens > run.past:
+            own = [x[run.rows, :, run.pads :].float() for x in (query, key, value)]
+            tails = layer.tails[number] if layer.tails else (None, None)
+            out[run.rows, :, run.pads :] = _prefill(*own, layer, run, tails, scaling, compressed).to(out.dtype)
+    return out
+
+
+# -- one query per row -------------------------------------------------------------------------------------------
+
+
+def _decode(query: Tensor, layer: CompressedLayer, run: Run, scaling: float) -> Tensor:
+    keys, values = layer.key_stream, layer.value_stream
+    heads, start = keys.ring.shape[1], _first_seen(layer, run.tokens - 1)
+    q = query.float().mul_(scaling).unflatten(1, (heads, -1)).squeeze(3)  # [rows, kv_heads, group, head_dim]
+    scores = q.new_empty(*q.shape[:3], run.tokens - start)
+    turn = layer.rotation if layer.plan.keys.source == "pre_rope" else None
+    for first, last, k in _numbers(keys, run, start):
+        if turn is not None:
+            k = turn.at(k, torch.arange(first + run.offset, last + run.offset, device=k.device))
+        torch.matmul(q, k.transpose(2, 3), out=scores[..., first - start : last - start])
+    weights = scores.softmax(dim=-1)
+    out = torch.zeros_like(q)
+    for first, last, v in _numbers(values, run, start):
+        out += weights[..., first - start : last - start] @ v
+    return out.to(query.dtype).view(query.shape)
+
+
+def _numbers(stream: Stream, run: Run, start: int) -> Iterator[tuple[int, int, Tensor]]:
+    """(first, last, `[rows, kv_heads, last - first, head_dim]` float32) of all tokens from `start` on."""
+    for first, last, x in stream.exact(run.rows, run.tokens, start, run.tokens):
+        yield first, last, x.float()
+    for first, last, packed in stream.packed(run.rows, run.tokens, start, run.tokens, DECODE_TILE):
+        cut = max(0, start - first)
+        yield first + cut, last, stream.codec.decode(packed, torch.float32)[:, :, cut:]
+
+
+def _first_seen(layer: CompressedLayer, query: int) -> int:
+    """The first token that the query of token `query` sees."""
+    return 0 if layer.sliding_window is None else max(0, query + 1 - layer.sliding_window)
+
+
+# -- several queries per row -------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Side:
+    """Keys or values during a prefill: which token is seen packed by which query, and both forms of the numbers.
+
+    boundary(n): the first token that is seen in full precision by the last of n tokens, sinks aside.
+    strip: full precision of tokens [strip_start, end): those that were not packed before this pass.
+    """
+
+    stream: Stream
+    run: Run
+    boundary: Callable[[int], int]
+    strip: Tensor
+    strip_start: int
+    turn: Rotation | None
+
+    def cuts(self) -> list[int]:
+        """Tokens where the way to read changes; no tile goes across one."""
+        return [*self.stream.split(self.run.past), *self.stream.split(self.run.tokens)]
+
+    def exact(self, first: int, last: int) -> Tensor | None:
+        """Tokens of a tile in full precision, if they are."""
+        if first >= self.strip_start:
+            return self.strip[:, :, first - self.strip_start : last - self.strip_start]
+        if first < self.stream.window.sinks:
+            return self._turned(self.stream.sinks[self.run.rows, :, first:last].float(), first)
+        return None
+
+    def packed(self, first: int, last: int) -> Tensor | None:
+        """Tokens of a tile as decoded, if any query sees them so."""
+        start, stop = self.stream.split(self.run.tokens)
+        if first < start or first >= min(stop, self.boundary(self.run.tokens)):
+            return None
+        begin, _, packed = next(self.stream.packed(self.run.rows, self.run.tokens, first, last, stop))
+        x = self.stream.codec.decode(packed, torch.float32)[:, :, first - begin : last - begin]
+        return self._turned(x, first)
+
+    def _turned(self, x: Tensor, first: int) -> Tensor:
+        if self.turn is None:
+            return x
+        start = first + self.run.offset
+        return self.turn.at(x, torch.arange(start, start + x.shape[2], device=x.device))
+
+
+def _side(stream: Stream, own: Tensor, tail: Tensor | None, run: Run, turn: Rotation | None, compressed: bool) -> _Side:
+    window, start = stream.window, stream.split(run.past)[1]
+    if tail is not None:
+        tail = tail.float()
+        if turn is not None:
+            positions = torch.arange(start + run.offset, run.past + run.offset, device=tail.device)
+            tail = turn.at(tail, positions)
+        own = torch.cat([tail, own], dim=2)
+
+    def boundary(tokens: int) -> int:
+        return window.sinks + window.packed(tokens if compressed else run.past)
+
+    return _Side(stream, run, boundary, own, start, turn)
+
+
+def _prefill(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: CompressedLayer,
+    run: Run,
+    tails: tuple[Tensor | None, Tensor | None],
+    scaling: float,
+    compressed: bool,
+) -> Tensor:
+    """One run's queries (pads cut off), float32: online softmax over tiles of tokens, tiles of queries inside."""
+    turn = layer.rotation if layer.plan.keys.source == "pre_rope" else None
+    keys = _side(layer.key_stream, key, tails[0], run, turn, compressed)
+    values = _side(layer.value_stream, value, tails[1], run, None, compressed)
+    rows, heads, columns, dim = key.shape
+    q = (query * scaling).unflatten(1, (heads, -1))  # [rows, kv_heads, group, columns, head_dim]
+    shape = q.shape[:-1]
+    out, total = torch.zeros_like(q), q.new_zeros(*shape, 1)
+    top = q.new_full((*shape, 1), -torch.inf)
+    for first, last in _tiles(run.tokens, [*keys.cuts(), *values.cuts()], _first_seen(layer, run.past)):
+        forms = [(side, side.exact(first, last), side.packed(first, last)) for side in (keys, values)]
+        for begin in range(max(0, first - run.past) // PREFILL_TILE * PREFILL_TILE, columns, PREFILL_TILE):
+            part = slice(begin, min(begin + PREFILL_TILE, columns))
+            tile = _Tile(first, last, run.past + begin, run.past + part.stop, layer.sliding_window, q.device)
+            _accumulate(q[:, :, :, part], *(x[:, :, :, part] for x in (out, total, top)), tile, *forms)
+    return (out / total).flatten(1, 2)
+
+
+def _tiles(tokens: int, cuts: list[int], start: int) -> Iterator[tuple[int, int]]:
+    """Tiles of [start, tokens), none longer than `PREFILL_TILE` or across one of `cuts`."""
+    stops = sorted({min(max(cut, start), tokens) for cut in [*cuts, tokens]})
+    for stop in stops:
+        while start < stop:
+            last = min(start + PREFILL_TILE, stop)
+            yield start, last
+            start = last
+
+
+@dataclass
+class _Tile:
+    """Scores of tokens [first, last) for the queries of tokens [begin, end)."""
+
+    first: int
+    last: int
+    begin: int
+    end: int
+    window: int | None
+    device: torch.device
+
+    def __post_init__(self) -> None:
+        self.tokens = torch.arange(self.first, self.last, device=self.device)
+        self.queries = torch.arange(self.begin, self.end, device=self.device).unsqueeze(1)
+
+    def hidden(self) -> Tensor | None:
+        """True where a query does not see a token; None where all see all."""
+        causal = self.last - 1 <= self.begin
+        if causal and (self.window is None or self.first > self.end - 1 - self.window):
+            return None
+        hidden = self.tokens > self.queries
+        return hidden if self.window is None else hidden | (self.tokens <= self.queries - self.window)
+
+    def seen_packed(self, side: _Side) -> Tensor | bool:
+        """True where a query sees a token packed; one bool where it is the same for the whole tile."""
+        if self.last <= side.boundary(self.begin + 1):
+            return True
+        if self.first >= side.boundary(self.end):
+            return False
+        edges = torch.tensor([side.boundary(n + 1) for n in range(self.begin, self.end)], device=self.device)
+        return self.tokens < edges.unsqueeze(1)
+
+
+def _accumulate(q: Tensor, out: Tensor, total: Tensor, top: Tensor, tile: _Tile, keys: tuple, values: tuple) -> None:
+    """One step of the online softmax, in place: out, total and top of a tile's queries take in its tokens."""
+    scores = _mixed_scores(q, tile, *keys)
+    hidden = tile.hidden()
+    if hidden is not None:
+        scores.masked_fill_(hidden, -torch.inf)
+    peak = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
+    base = peak.masked_fill(peak == -torch.inf, 0)  # a query that has seen nothing yet
+    weights = scores.sub_(base).exp_()
+    shrink = (top - base).exp_()
+    total.mul_(shrink).add_(weights.sum(dim=-1, keepdim=True))
+    out.mul_(shrink).add_(_mixed_sum(weights, tile, *values))
+    top.copy_(peak)
+
+
+def _mixed_scores(q: Tensor, tile: _Tile, side: _Side, exact: Tensor | None, packed: Tensor | None) -> Tensor:
+    which = _form(tile, side, exact, packed)
+    if which is None:
+        return q @ exact.unsqueeze(2).transpose(3, 4)
+    scores = q @ packed.unsqueeze(2).transpose(3, 4)
+    return scores if which is True else torch.where(which, scores, q @ exact.unsqueeze(2).transpose(3, 4))
+
+
+def _mixed_sum(weights: Tensor, tile: _Tile, side: _Side, exact: Tensor | None, packed: Tensor | None) -> Tensor:
+    which = _form(tile, side, exact, packed)
+    if which is None:
+        return weights @ exact.unsqueeze(2)
+    if which is True:
+        return weights @ packed.unsqueeze(2)
+    return (weights * which) @ packed.unsqueeze(2) + weights.masked_fill(which, 0) @ exact.unsqueeze(2)
+
+
+def _form(tile: _Tile, side: _Side, exact: Tensor | None, packed: Tensor | None) -> Tensor | bool | None:
+    """None: all queries see the tile in full precision; True: all packed; a mask: each as it says."""
+    if packed is None:
+        return None
+    which = True if exact is None else tile.seen_packed(side)
+    return None if which is False else which

@@ -1,0 +1,84 @@
+"""The compressed cache of a model: one `CompressedLayer` per layer, usable as `past_key_values`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from kvq_cli.cache.layer import CompressedLayer
+from kvq_cli.cache.report import CacheReport, report
+from kvq_cli.cache.rows import Forward, Rows
+from kvq_cli.errors import KvqError, UsageError
+
+
+class CompressedCache(Cache):
+    """Made by `Attached.new_cache()`; pass it to the model's `generate` or forward as `past_key_values`.
+
+    prefill: "exact" (a forward pass over several tokens attends to its own tokens in full precision and to earlier ones
+    as they are stored) or "compressed" (every token attends to what it would see had it been decoded one by one).
+    nominal_bits: the method's bits per number, for the report.
+    """
+
+    def __init__(self, layers: list[CompressedLayer], prefill: str, nominal_bits: float) -> None:
+        super().__init__(layers=layers)
+        self.prefill, self.nominal_bits = prefill, nominal_bits
+        self.rows = Rows()
+
+    def begin(self, columns: int, batch: int, mask: Tensor | None, positions: Tensor | None) -> Forward:
+        """Describe the forward pass that starts; see `Rows.begin`."""
+        lengths = {layer.columns for layer in self.layers}
+        if len(lengths) > 1:
+            raise KvqError("an interrupted forward pass left the cache half updated: start with a new cache")
+        return self.rows.begin(lengths.pop(), columns, batch, mask, positions)
+
+    def report(self) -> CacheReport:
+        """Bytes by part and bits per number, from the tensors that exist."""
+        return report(self.layers, self.nominal_bits)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows held, -1 before the first forward pass."""
+        return len(self.rows.pads) or -1
+
+    def reset(self) -> None:
+        super().reset()
+        self.rows = Rows()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row beam_idx[i] was (beam search)."""
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep only these rows."""
+        self._select(torch.as_tensor(indices))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Every row `repeats` times."""
+        self._select(torch.arange(len(self.rows.pads)).repeat_interleave(repeats))
+
+    def _select(self, index: Tensor) -> None:
+        if index.dtype == torch.bool:
+            index = index.nonzero().flatten()
+        wanted = index.tolist()
+        if wanted == list(range(len(self.rows.pads))):
+            return  # beams that stay where they are cost nothing
+        for layer in self.layers:
+            layer.select(index)
+        self.rows.select(wanted)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last `-tokens_to_remove` tokens of all rows (a negative number, as in transformers).
+
+        UsageError where one of them is packed already: its neighbours in full precision are gone.
+        """
+        if tokens_to_remove > 0:
+            raise UsageError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
+        count = min(-tokens_to_remove, self.get_seq_length())
+        if count == 0:
+            return
+        if not all(layer.croppable(count) for layer in self.layers):
+            raise UsageError(f"crop({-count}): some of these tokens are compressed already and cannot be taken back")
+        for layer in self.layers:
+            layer.crop(count)
+        self.rows.pads = [min(pads, self.get_seq_length()) for pads in self.rows.pads]

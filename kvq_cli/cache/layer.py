@@ -1,0 +1,139 @@
+"""One layer of a compressed cache: its keys, its values, and the forward pass that is under way."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from kvq_cli.cache.rows import Forward
+from kvq_cli.cache.stream import Stream
+from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.methods.base import LayerPlan
+
+
+class CompressedLayer(CacheLayerMixin):
+    """Keys and values of one layer, compressed as `plan` says.
+
+    A forward pass over the layer is: `begin` (from the attention module's pre-hook), `tap` (the key before RoPE, where
+    the plan caches that), `update` (transformers, with the key after RoPE), then attention, which reads the streams.
+
+    rotation: how keys before RoPE are turned when they are read (opaque here). sliding_window: tokens a query sees.
+    """
+
+    is_sliding = False  # tokens outside a sliding window are kept, and masked by the attention
+    is_compileable = False
+    is_croppable = False  # only as far as `crop` says
+    supports_early_init = False
+
+    def __init__(self, index: int, plan: LayerPlan, rotation: Any = None, sliding_window: int | None = None) -> None:
+        super().__init__()
+        self.index, self.plan, self.rotation, self.sliding_window = index, plan, rotation, sliding_window
+        self.key_stream, self.value_stream = Stream(plan.keys), Stream(plan.values)
+        self.columns = 0
+        self.forward: Forward | None = None
+        #: Full-precision keys and values that were not yet packed when the forward pass began, per run of rows.
+        self.tails: list[tuple[Tensor | None, Tensor | None]] = []
+        #: The pass that was announced and whose keys and values have not come yet.
+        self.expected: Forward | None = None
+        self._tapped: Tensor | None = None
+
+    # -- a forward pass ------------------------------------------------------------------------------------------
+
+    def begin(self, forward: Forward) -> None:
+        """Announce the pass whose keys and values the next `update` brings."""
+        self.expected, self._tapped = forward, None
+
+    def tap(self, key: Tensor) -> None:
+        """The pass's keys before RoPE, `[batch, kv_heads, columns, head_dim]`."""
+        self._tapped = key
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        """Append the keys (after RoPE) and values `[batch, kv_heads, columns, head_dim]` of the announced pass.
+
+        Returns them as they are: the layer never gives out a decompressed cache. KvqError for numbers that are not
+        finite, and outside `attach`.
+        """
+        forward, self.expected = self.expected, None
+        if forward is None:
+            raise KvqError("this compressed cache works only with the model and inside the attach() that it is from")
+        keys = key_states if self.plan.keys.source == "post_rope" else self._tapped
+        if keys is None:
+            raise KvqError(f"layer {self.index}: the key before RoPE was not seen")
+        self._tapped = None
+        keys, values = keys.detach(), value_states.detach()
+        self._check_finite(keys, values, forward)
+        self._keep_tails(forward)
+        self.key_stream.append(keys, forward.runs)
+        self.value_stream.append(values, forward.runs)
+        self.columns += forward.columns
+        self.forward, self.is_initialized = forward, True
+        return key_states, value_states
+
+    def _keep_tails(self, forward: Forward) -> None:
+        """Before they may get packed: what several new queries still have to see in full precision."""
+        self.tails = []
+        if forward.columns > 1 and not forward.is_first:
+            for run in forward.runs:
+                self.tails.append(tuple(_recent(s, run.rows, run.past) for s in (self.key_stream, self.value_stream)))
+
+    def _check_finite(self, keys: Tensor, values: Tensor, forward: Forward) -> None:
+        if keys.device.type != "cpu" and forward.columns == 1:
+            return  # reading one number back would stall the device at every token
+        for run in forward.runs:
+            for name, x in (("keys", keys), ("values", values)):
+                # One sum is finite only if all numbers are; 32 bits cannot overflow on numbers of 16.
+                if not math.isfinite(x[run.rows, :, run.pads :].sum(dtype=torch.float32).item()):
+                    raise KvqError(f"layer {self.index}: the {name} contain NaN or infinity (try --dtype float32)")
+
+    # -- what transformers asks ----------------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: the streams allocate when the first tokens come."""
+
+    def get_seq_length(self) -> int:
+        """Columns seen, pads included."""
+        return self.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def offload(self) -> None:
+        raise UsageError("a compressed cache cannot be offloaded")
+
+    prefetch = offload
+
+    def reset(self) -> None:
+        self.key_stream.reset()
+        self.value_stream.reset()
+        self.columns, self.is_initialized, self.forward, self.tails = 0, False, None, []
+
+    # -- rows ----------------------------------------------------------------------------------------------------
+
+    def select(self, index: Tensor) -> None:
+        """Keep the rows `index` (int64), in that order."""
+        self.key_stream.select(index)
+        self.value_stream.select(index)
+
+    def croppable(self, tokens: int) -> bool:
+        """Are the last `tokens` tokens of all rows still in full precision?"""
+        return self.key_stream.croppable(tokens) and self.value_stream.croppable(tokens)
+
+    def crop(self, tokens: int) -> None:
+        """Remove the last `tokens` tokens (a count, checked by the cache)."""
+        self.key_stream.crop(tokens)
+        self.value_stream.crop(tokens)
+        self.columns -= tokens
+
+
+def _recent(stream: Stream, rows: slice, tokens: int) -> Tensor | None:
+    """A copy of the full-precision tokens after the packed ones; None where there are none."""
+    _, last = stream.split(tokens)
+    pieces = [x for _, _, x in stream.exact(rows, tokens, last, tokens)]
+    return torch.cat(pieces, dim=2) if pieces else None

@@ -1,0 +1,109 @@
+"""What a cache really takes: bytes by part, and bits per cached number, counted from the tensors held."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvq_cli.cache.layer import CompressedLayer
+
+FULL_PRECISION_BITS = 16
+
+
+@dataclass(frozen=True)
+class CacheReport:
+    """nominal_bits:  bits of the codes per number, as the papers count them.
+    parts:           bytes by part, keys and values of all layers together: packed parts ("codes", "scale", ...),
+                     "sinks" and "recent" (full precision), "unused" (allocated, not yet filled).
+    constants:       bytes by name of what all sequences share (codebooks, channel statistics); counted apart.
+    numbers:         cached numbers (tokens x kv heads x head_dim, keys and values of all layers).
+    tokens:          tokens cached, all rows together.
+    compressed:      how many of them are packed, averaged over layers, keys and values.
+    """
+
+    nominal_bits: float
+    parts: Mapping[str, int]
+    constants: Mapping[str, int]
+    numbers: int
+    tokens: int
+    compressed: float
+
+    @property
+    def bytes(self) -> int:
+        """All bytes that the sequences hold, shared constants not included."""
+        return sum(self.parts.values())
+
+    @property
+    def constant_bytes(self) -> int:
+        return sum(self.constants.values())
+
+    @property
+    def fp16_bytes(self) -> int:
+        """Bytes of the same numbers in 16 bits."""
+        return self.numbers * FULL_PRECISION_BITS // 8
+
+    @property
+    def measured_bits(self) -> float:
+        """Bits per cached number, everything held counted except shared constants; 0 for an empty cache."""
+        return 8 * self.bytes / self.numbers if self.numbers else 0.0
+
+    @property
+    def measured_bits_with_constants(self) -> float:
+        """The same with the shared constants: what a single sequence of this length really takes."""
+        return 8 * (self.bytes + self.constant_bytes) / self.numbers if self.numbers else 0.0
+
+    @property
+    def packed_bits(self) -> float:
+        """Bits per packed number: codes with their scales, zero-points and outliers, no windows, no unused room."""
+        windows = ("sinks", "recent", "unused")
+        size = sum(count for name, count in self.parts.items() if name not in windows)
+        packed = self.numbers * self.compressed / self.tokens if self.tokens else 0.0
+        return 8 * size / packed if packed else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return {
+            "nominal_bits": self.nominal_bits,
+            "measured_bits": self.measured_bits,
+            "measured_bits_with_constants": self.measured_bits_with_constants,
+            "packed_bits": self.packed_bits,
+            "bytes": self.bytes,
+            "fp16_bytes": self.fp16_bytes,
+            "constant_bytes": self.constant_bytes,
+            "parts": dict(self.parts),
+            "constants": dict(self.constants),
+            "tokens": self.tokens,
+            "compressed_tokens": self.compressed,
+        }
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {size:,}" for name, size in self.parts.items() if size)
+        return (
+            f"{self.tokens:,} tokens, {self.compressed:,.0f} compressed; {self.bytes:,} bytes ({parts}) "
+            f"against {self.fp16_bytes:,} in 16 bits; {self.measured_bits:.2f} bits per number "
+            f"(nominal {self.nominal_bits:g}); shared constants {self.constant_bytes:,} bytes"
+        )
+
+
+def report(layers: Sequence[CompressedLayer], nominal_bits: float) -> CacheReport:
+    """The report of a cache's layers."""
+    parts: Counter[str] = Counter()
+    constants: dict[int, tuple[str, int]] = {}
+    numbers, packed, tokens, streams = 0, 0, 0, 0
+    for layer in layers:
+        for stream in (layer.key_stream, layer.value_stream):
+            parts.update(stream.bytes_by_part())
+            for name, tensor in stream.codec.constants().items():
+                constants[tensor.data_ptr()] = (name, tensor.numel() * tensor.element_size())
+            if stream.lengths:
+                tokens = sum(stream.lengths)
+                numbers += tokens * stream.ring.shape[1] * stream.ring.shape[3]
+                packed += stream.packed_tokens
+            streams += 1
+    named: Counter[str] = Counter()
+    for name, size in constants.values():
+        named[name] += size
+    return CacheReport(nominal_bits, dict(parts), dict(named), numbers, tokens, packed / max(1, streams))

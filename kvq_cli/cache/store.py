@@ -1,0 +1,133 @@
+"""Packed tokens that grow without moving: a list of segments, each allocated once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvq_cli.codecs.base import Packed, Part
+
+#: The least a store grows by, in tokens; beyond it, by an eighth of what it holds.
+LEAST_GROWTH = 128
+
+
+@dataclass
+class Segment:
+    """Room for tokens [start, start + tokens) of all rows: parts as in `Packed`, for the whole batch."""
+
+    start: int
+    tokens: int
+    parts: dict[str, Part]
+
+    def view(self, rows: slice, start: int, stop: int) -> Packed:
+        """Tokens [start, stop) of `rows`, without a copy. Both are multiples of the block and lie in the segment."""
+        cut = {}
+        for name, part in self.parts.items():
+            first, last = (start - self.start) // part.unit, (stop - self.start) // part.unit
+            tensor = part.tensor[:, :, first:last]
+            cut[name] = Part(tensor if rows.stop - rows.start == tensor.shape[0] else tensor[rows], part.unit)
+        return Packed(stop - start, cut)
+
+
+class PackedStore:
+    """Packed runs of all rows of a batch, token 0 first. Rows may be filled to different lengths.
+
+    A first segment is as large as what is first written, later ones are at least `LEAST_GROWTH` tokens and an eighth
+    of the store, so that long generations make few segments and little of the store is ever unused.
+    """
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.segments: list[Segment] = []
+
+    @property
+    def capacity(self) -> int:
+        """Tokens per row for which there is room."""
+        return self.segments[-1].start + self.segments[-1].tokens if self.segments else 0
+
+    def write(self, rows: slice, batch: int, start: int, packed: Packed, reserve: int = 0) -> None:
+        """Put `packed` of `rows` at tokens [start, start + packed.tokens); `start` is a multiple of the block.
+
+        batch: rows of the whole batch. reserve: tokens that the longest row will need at once.
+        """
+        stop = start + packed.tokens
+        if not self.segments and packed.tokens >= max(reserve, LEAST_GROWTH) and rows == slice(0, batch):
+            self._adopt(packed)
+            return
+        if stop > self.capacity:
+            self._grow(max(stop, reserve) - self.capacity, batch, packed)
+        for segment in self.segments:
+            first, last = max(start, segment.start), min(stop, segment.start + segment.tokens)
+            if first < last:
+                target = segment.view(rows, first, last)
+                for name, part in packed.parts.items():
+                    cut = part.tensor[:, :, (first - start) // part.unit : (last - start) // part.unit]
+                    target.parts[name].tensor.copy_(cut)
+
+    def read(self, rows: slice, start: int, stop: int) -> Packed:
+        """Tokens [start, stop) of `rows`: a view inside one segment, a copy of the packed parts across several."""
+        views = [
+            segment.view(rows, max(start, segment.start), min(stop, segment.start + segment.tokens))
+            for segment in self.segments
+            if segment.start < stop and start < segment.start + segment.tokens
+        ]
+        return views[0] if len(views) == 1 else concatenate(views)
+
+    def tiles(self, rows: slice, start: int, stop: int, size: int) -> Iterator[tuple[int, int, Packed]]:
+        """(first, last, packed) of at most `size` tokens each, covering [start, stop)."""
+        for first in range(start, stop, size):
+            last = min(first + size, stop)
+            yield first, last, self.read(rows, first, last)
+
+    def select(self, index: torch.Tensor) -> None:
+        """Keep the rows `index` (int64, on the parts' device), in that order."""
+        for segment in self.segments:
+            segment.parts = {n: Part(p.tensor.index_select(0, index), p.unit) for n, p in segment.parts.items()}
+
+    def bytes_used(self, tokens: int) -> Mapping[str, int]:
+        """Bytes by part of the `tokens` tokens (all rows together) that are really there."""
+        if not self.segments:
+            return {}
+        return {name: tokens * size // unit for name, (unit, size) in self._entry_sizes().items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors held."""
+        return sum(p.tensor.numel() * p.tensor.element_size() for s in self.segments for p in s.parts.values())
+
+    def _entry_sizes(self) -> dict[str, tuple[int, int]]:
+        """Per part: (unit, bytes of one row's entry for one unit)."""
+        sizes = {}
+        for name, part in self.segments[0].parts.items():
+            shape = part.tensor.shape
+            sizes[name] = (part.unit, part.tensor.element_size() * part.tensor.numel() // (shape[0] * shape[2]))
+        return sizes
+
+    def _adopt(self, packed: Packed) -> None:
+        parts = {name: Part(_owned(part.tensor), part.unit) for name, part in packed.parts.items()}
+        self.segments.append(Segment(0, packed.tokens, parts))
+
+    def _grow(self, need: int, batch: int, like: Packed) -> None:
+        tokens = max(need, LEAST_GROWTH, self.capacity // 8)
+        tokens = -(-tokens // self.block_tokens) * self.block_tokens
+        parts = {}
+        for name, part in like.parts.items():
+            shape = (batch, part.tensor.shape[1], tokens // part.unit, *part.tensor.shape[3:])
+            parts[name] = Part(part.tensor.new_zeros(shape), part.unit)
+        self.segments.append(Segment(self.capacity, tokens, parts))
+
+
+def _owned(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, contiguous and alone in its memory."""
+    tensor = tensor.contiguous()
+    alone = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+    return tensor if alone else tensor.clone()
+
+
+def concatenate(runs: list[Packed]) -> Packed:
+    """Packed runs one after another, as one."""
+    names = runs[0].parts
+    parts = {n: Part(torch.cat([run.parts[n].tensor for run in runs], dim=2), names[n].unit) for n in names}
+    return Packed(sum(run.tokens for run in runs), parts)

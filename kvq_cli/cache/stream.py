@@ -1,0 +1,152 @@
+"""One stream of a layer, its keys or its values: `sinks | packed | recent` of every row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from kvq_cli.cache.rows import Run
+from kvq_cli.cache.store import PackedStore
+from kvq_cli.codecs.base import Packed
+from kvq_cli.errors import UsageError
+from kvq_cli.methods.base import StreamPlan
+
+
+class Stream:
+    """Numbers `[batch, kv_heads, tokens, head_dim]` of a growing batch, kept as the plan says.
+
+    What is stored of a row depends on its tokens alone: not on how many came at once, not on the other rows.
+    Row by row, tokens [0, sinks) lie in `sinks`, the next `window.packed(tokens)` in `store`, the newest in `ring`,
+    where token i has slot (i - sinks) % slots.
+    """
+
+    def __init__(self, plan: StreamPlan) -> None:
+        self.plan, self.codec, self.window = plan, plan.codec, plan.window
+        if self.window.flush % self.codec.block_tokens:
+            raise UsageError(
+                f"packing {self.window.flush} tokens at a time cuts the codec's blocks of {self.codec.block_tokens}"
+            )
+        # A whole number of flushes, so that a run to be packed is one slice of the ring.
+        self.slots = (-(-self.window.recent // self.window.flush) + 1) * self.window.flush
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all rows and free their memory."""
+        self.lengths: list[int] = []
+        self.sinks: Tensor | None = None
+        self.ring: Tensor | None = None
+        self.store = PackedStore(self.codec.block_tokens)
+
+    def split(self, tokens: int) -> tuple[int, int]:
+        """(first, last): tokens [first, last) of a row of `tokens` tokens are packed."""
+        first = min(tokens, self.window.sinks)
+        return first, first + self.window.packed(tokens)
+
+    def append(self, x: Tensor, runs: tuple[Run, ...]) -> None:
+        """Add `x` `[batch, kv_heads, columns, head_dim]` to the rows as `runs` say; pads are dropped."""
+        if not self.lengths:
+            self._allocate(x)
+        reserve = max(self.window.packed(run.tokens) for run in runs)
+        for run in runs:
+            if run.tokens > run.past:
+                self._append(run, x[run.rows, :, run.pads :], reserve)
+            self.lengths[run.rows] = [run.tokens] * (run.rows.stop - run.rows.start)
+
+    def _allocate(self, x: Tensor) -> None:
+        batch, heads, _, dim = x.shape
+        self.lengths = [0] * batch
+        self.sinks = x.new_zeros(batch, heads, self.window.sinks, dim)
+        self.ring = x.new_zeros(batch, heads, self.slots, dim)
+
+    def _append(self, run: Run, x: Tensor, reserve: int) -> None:
+        rows, past, tokens, sinks = run.rows, run.past, run.tokens, self.window.sinks
+        if past < sinks:
+            count = min(tokens, sinks) - past
+            self.sinks[rows, :, past : past + count] = x[:, :, :count]
+        first, last = (sinks + self.window.packed(n) for n in (past, tokens))
+        if last > first:  # tokens [first, last) are to be packed: the oldest of the ring, then of x
+            pieces = self._recent(rows, first, min(past, last))
+            if last > past:
+                pieces.append(x[:, :, max(first - past, 0) : last - past])
+            block = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+            self.store.write(rows, len(self.lengths), first - sinks, self.codec.encode(block), reserve)
+        start = max(last, past)
+        for begin, end in self._slot_runs(start, tokens):
+            self.ring[rows, :, begin:end] = x[:, :, start - past : start - past + end - begin]
+            start += end - begin
+
+    def _slot_runs(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Tokens [start, stop) as at most two slices of the ring."""
+        if start >= stop:
+            return []
+        begin = (start - self.window.sinks) % self.slots
+        end = begin + stop - start
+        return [(begin, end)] if end <= self.slots else [(begin, self.slots), (0, end - self.slots)]
+
+    def _recent(self, rows: slice, start: int, stop: int) -> list[Tensor]:
+        return [self.ring[rows, :, begin:end] for begin, end in self._slot_runs(start, stop)]
+
+    def exact(self, rows: slice, tokens: int, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
+        """(first, last, numbers `[rows, kv_heads, last - first, head_dim]`) of what rows of `tokens` tokens hold in
+        full precision within [start, stop), in order; views."""
+        first, last = self.split(tokens)
+        if start < min(first, stop):
+            yield start, min(first, stop), self.sinks[rows, :, start : min(first, stop)]
+        at = max(start, last)
+        for begin, end in self._slot_runs(at, min(tokens, stop)):
+            yield at, at + end - begin, self.ring[rows, :, begin:end]
+            at += end - begin
+
+    def packed(self, rows: slice, tokens: int, start: int, stop: int, size: int) -> Iterator[tuple[int, int, Packed]]:
+        """(first, last, packed) of what rows of `tokens` tokens hold packed within [start, stop), at most `size` tokens
+        at a time (rounded to whole blocks; a cut block is given whole, so `first` may lie before `start`)."""
+        sinks, end = self.split(tokens)
+        block = self.codec.block_tokens
+        first = (max(start, sinks) - sinks) // block * block
+        last = min(-(-(min(stop, end) - sinks) // block) * block, end - sinks)
+        for a, b, run in self.store.tiles(rows, first, last, -(-size // block) * block):
+            yield a + sinks, b + sinks, run
+
+    def read(self, row: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """All tokens of one row, `[1, kv_heads, tokens, head_dim]`: packed ones decoded, the others as they are."""
+        rows, tokens = slice(row, row + 1), self.lengths[row]
+        pieces = [(a, x.to(dtype)) for a, _, x in self.exact(rows, tokens, 0, tokens)]
+        pieces += [(a, self.codec.decode(p, dtype)) for a, _, p in self.packed(rows, tokens, 0, tokens, tokens or 1)]
+        return torch.cat([x for _, x in sorted(pieces, key=lambda piece: piece[0])], dim=2)
+
+    def crop(self, tokens: int) -> None:
+        """Remove each row's last `tokens` tokens; see `croppable`."""
+        self.lengths = [max(0, length - tokens) for length in self.lengths]
+
+    def croppable(self, tokens: int) -> bool:
+        """Can the last `tokens` tokens be removed so that the rest is as if they had never come?"""
+        return all(self.window.packed(max(0, length - tokens)) == self.window.packed(length) for length in self.lengths)
+
+    def select(self, index: Tensor) -> None:
+        """Keep the rows `index` (int64), in that order."""
+        if not self.lengths:
+            return
+        self.lengths = [self.lengths[i] for i in index.tolist()]
+        index = index.to(self.ring.device)
+        self.sinks, self.ring = self.sinks.index_select(0, index), self.ring.index_select(0, index)
+        self.store.select(index)
+
+    @property
+    def packed_tokens(self) -> int:
+        """Packed tokens of all rows together."""
+        return sum(self.window.packed(length) for length in self.lengths)
+
+    def bytes_by_part(self) -> dict[str, int]:
+        """Bytes of the tensors held: the packed parts, "sinks", "recent", and "unused" (room for tokens to come)."""
+        if not self.lengths:
+            return {}
+        held = sum(t.numel() * t.element_size() for t in (self.sinks, self.ring)) + self.store.nbytes
+        token = self.ring.shape[1] * self.ring.shape[3] * self.ring.element_size()
+        sinks = sum(min(length, self.window.sinks) for length in self.lengths)
+        parts = dict(self.store.bytes_used(self.packed_tokens))
+        parts["sinks"] = token * sinks
+        parts["recent"] = token * (sum(self.lengths) - sinks - self.packed_tokens)
+        parts["unused"] = held - sum(parts.values())
+        return parts
