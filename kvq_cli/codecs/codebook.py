@@ -98,17 +98,16 @@ class CodebookCodec(Codec):
         return x.to(dtype)
 
     def _lookup(self, codes: Tensor) -> Tensor:
-        """uint8 `[B, H, N, D / c]` -> centroids in place, `[B, H, N * l, D]` in the centroids' dtype.
-
-        An entry is fetched as one wide integer, then the channels of one token (a *unit*) move together.
-        """
+        """uint8 `[B, H, N, D / c]` -> centroids in place, `[B, H, N * l, D]` in the centroids' dtype."""
         tokens, channels = self.block
-        bytes_of_entry = self.centroids.shape[3] * self.centroids.element_size()
-        unit = bitpack.WIDE[channels * self.centroids.element_size()]
-        index = (codes + self._offset).reshape(-1)
-        if bytes_of_entry in bitpack.WIDE:
-            found = self.centroids.view(-1).view(bitpack.WIDE[bytes_of_entry]).index_select(0, index).view(unit)
-        else:  # wider than any number there is: 8 numbers of 32 bits
-            found = self.centroids.view(-1, tokens * channels).index_select(0, index).view(unit)
-        found = found.view(*codes.shape, tokens)
+        number = self.centroids.element_size()
+        # An entry is fetched as one wide number (8 numbers of 32 bits: as two) ...
+        widest = bitpack.WIDE[min(16, tokens * channels * number)]
+        table = self.centroids.view(-1, tokens * channels).view(widest)
+        table = table.view(-1) if table.shape[1] == 1 else table
+        found = table.index_select(0, (codes + self._offset).reshape(-1))
+        if tokens == 1:
+            return found.view(self.centroids.dtype).view(*codes.shape[:3], self.head_dim)
+        # ... and those of its numbers that stay together, the channels of one token, move as one.
+        found = found.view(bitpack.WIDE[channels * number]).view(*codes.shape, tokens)
         return found.transpose(3, 4).contiguous().view(self.centroids.dtype).flatten(2, 3)

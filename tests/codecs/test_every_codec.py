@@ -1,0 +1,157 @@
+"""What every codec must do: blocks are independent bit for bit, and bytes are those of its tensors."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvq_cli.codecs import base
+from kvq_cli.codecs.base import Packed, Part
+from kvq_cli.codecs.codebook import CodebookCodec
+from kvq_cli.codecs.identity import IdentityCodec
+from kvq_cli.codecs.outliers import OutlierCodec
+from kvq_cli.codecs.per_head import PerHeadCodec
+from kvq_cli.codecs.uniform import UniformCodec
+
+BATCH, HEADS, HEAD_DIM = 2, 3, 80
+
+
+def draw(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def codebook(block, heads=HEADS, share=8, entries=256):
+    centroids = draw(heads, HEAD_DIM // share, entries, block[0] * block[1]).half()
+    return CodebookCodec(centroids, block, HEAD_DIM, draw(heads, HEAD_DIM), draw(heads, HEAD_DIM).abs() + 0.5)
+
+
+def per_head():
+    return PerHeadCodec(
+        {"temporal": (codebook((4, 1), heads=2), [2, 0]), "channel": (codebook((1, 4), heads=1), [1])},
+        torch.device("cpu"),
+    )
+
+
+def outliers(inner):
+    return OutlierCodec(inner, -draw(HEADS, HEAD_DIM).abs(), draw(HEADS, HEAD_DIM).abs(), 0.01, torch.float32)
+
+
+CODECS = {
+    "identity": IdentityCodec(),
+    **{f"uniform {b} {axis}": UniformCodec(b, axis, 16, HEAD_DIM) for b in (2, 3, 8) for axis in ("channel", "token")},
+    **{f"codebook {block}": codebook(block) for block in ((1, 1), (4, 1), (8, 1), (1, 4), (2, 2))},
+    "codebook of 16": codebook((1, 1), entries=16),
+    "per head": per_head(),
+    "outliers on uniform": outliers(UniformCodec(2, "channel", 16, HEAD_DIM)),
+    "outliers per head": outliers(per_head()),
+}
+each_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
+
+
+def joined(runs: list[Packed]) -> Packed:
+    parts = {
+        key: Part(torch.cat([run.parts[key].tensor for run in runs], 2), part.unit)
+        for key, part in runs[0].parts.items()
+    }
+    return Packed(sum(run.tokens for run in runs), parts)
+
+
+def assert_same(a: Packed, b: Packed) -> None:
+    assert a.tokens == b.tokens
+    assert a.parts.keys() == b.parts.keys()
+    for key, part in a.parts.items():
+        assert part.unit == b.parts[key].unit
+        assert part.tensor.dtype == b.parts[key].tensor.dtype
+        assert torch.equal(part.tensor, b.parts[key].tensor), key
+
+
+@each_codec
+@settings(max_examples=12, deadline=None)
+@given(data=st.data())
+def test_cutting_a_run_changes_no_bit(codec, data):
+    blocks = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+    seed, batch = data.draw(st.integers(0, 99)), data.draw(st.integers(1, 3))
+    tokens = sum(blocks) * codec.block_tokens
+    x = torch.randn(batch, HEADS, tokens, HEAD_DIM, generator=torch.Generator().manual_seed(seed)) * 2
+    whole = codec.encode(x)
+    runs = x.split([n * codec.block_tokens for n in blocks], dim=2)
+    assert_same(whole, joined([codec.encode(run) for run in runs]))
+    decoded = torch.cat([codec.decode(codec.encode(run), torch.float32) for run in runs], 2)
+    assert torch.equal(codec.decode(whole, torch.float32), decoded)
+    one_row = codec.encode(x[-1:])
+    for key, part in one_row.parts.items():
+        assert torch.equal(part.tensor, whole.parts[key].tensor[-1:])
+
+
+@each_codec
+def test_tiles_change_no_bit(codec, monkeypatch):
+    x = draw(BATCH, HEADS, 12 * codec.block_tokens, HEAD_DIM)
+    whole = codec.encode(x)
+    monkeypatch.setattr(base, "TILE", 5 * codec.block_tokens * x[:, :, 0].numel())
+    assert_same(whole, codec.encode(x))
+
+
+@each_codec
+def test_number_of_threads_changes_no_bit(codec):
+    x = draw(BATCH, HEADS, 4 * codec.block_tokens, HEAD_DIM)
+    threads, runs = torch.get_num_threads(), []
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            runs.append(codec.encode(x))
+    finally:
+        torch.set_num_threads(threads)
+    assert_same(*runs)
+
+
+@each_codec
+def test_parts_count_their_tokens_and_decode_from_views(codec):
+    """A store holds longer buffers; what it hands out are slices of them."""
+    x = draw(BATCH, HEADS, 6 * codec.block_tokens, HEAD_DIM)
+    packed = codec.encode(x)
+    for part in packed.parts.values():
+        assert part.tensor.shape[2] * part.unit == packed.tokens
+        assert codec.block_tokens % part.unit == 0
+        assert part.tensor.shape[0] == BATCH
+    assert packed.nbytes == sum(p.tensor.untyped_storage().nbytes() for p in packed.parts.values())
+
+    start, end = 2 * codec.block_tokens, 5 * codec.block_tokens
+    view = Packed(
+        end - start,
+        {k: Part(p.tensor[:, :, start // p.unit : end // p.unit], p.unit) for k, p in packed.parts.items()},
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        decoded = codec.decode(view, dtype)
+        assert decoded.dtype == dtype
+        assert torch.equal(decoded, codec.decode(packed, dtype)[:, :, start:end])
+
+
+@each_codec
+def test_decoding_leaves_the_stored_bits_alone(codec):
+    x = draw(BATCH, HEADS, 2 * codec.block_tokens, HEAD_DIM)
+    packed = codec.encode(x)
+    first = codec.decode(packed, torch.float32).clone()
+    codec.decode(packed, torch.bfloat16)
+    assert torch.equal(codec.decode(packed, torch.float32), first)
+
+
+@each_codec
+def test_part_of_a_block_is_refused(codec):
+    if codec.block_tokens > 1:
+        with pytest.raises(ValueError, match="whole blocks"):
+            codec.encode(draw(1, HEADS, codec.block_tokens + 1, HEAD_DIM))
+
+
+def test_per_head_is_its_members_side_by_side():
+    x, codec = draw(BATCH, HEADS, 8, HEAD_DIM), per_head()
+    packed, decoded = codec.encode(x), codec.decode(codec.encode(x), torch.float32)
+    temporal, channel = codebook((4, 1), heads=2), codebook((1, 4), heads=1)
+    assert torch.equal(decoded[:, [2, 0]], temporal.decode(temporal.encode(x[:, [2, 0]]), torch.float32))
+    assert torch.equal(decoded[:, [1]], channel.decode(channel.encode(x[:, [1]]), torch.float32))
+    assert packed.nbytes * 4 == x.numel()
+    assert set(codec.constants()) >= {"temporal.centroids", "channel.centroids", "channel.mean"}
+
+
+def test_per_head_needs_every_head_once():
+    with pytest.raises(ValueError, match="each kv head"):
+        PerHeadCodec({"a": (codebook((4, 1), heads=2), [0, 2])}, torch.device("cpu"))

@@ -1,0 +1,57 @@
+"""The search on the integer grid against exact integer arithmetic and against distances in float64."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvq_cli.codecs.nearest import GRID_MAX, grid_scale, nearest
+
+
+def grid_case(seed: int, books: int, count: int, entries: int, size: int, reach: float):
+    generator = torch.Generator().manual_seed(seed)
+    centroids = torch.randn(books, entries, size, generator=generator) * 10 ** float(
+        torch.randn(1, generator=generator)
+    )
+    scale = grid_scale(centroids)
+    blocks = (torch.rand(books, count, size, generator=generator) * 2 - 1) * reach
+    return centroids, scale, blocks.round()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 999),
+    st.integers(1, 5),
+    st.sampled_from([1, 3, 255, 256, 257, 700]),
+    st.sampled_from([2, 16, 256]),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sampled_from([2.0**17, GRID_MAX]),
+)
+def test_equals_integer_arithmetic(seed, books, count, entries, size, reach):
+    centroids, scale, blocks = grid_case(seed, books, count, entries, size, reach)
+    c = (centroids.double() * scale.view(-1, 1, 1)).round().long()
+    assert c.abs().max() <= 2**17
+    u = blocks.long()
+    distance = (u.unsqueeze(2) - c.unsqueeze(1)).square().sum(-1)  # int64, exact
+    found = nearest(blocks, centroids, scale)
+    assert torch.equal(found.long(), distance.argmin(-1))
+
+
+def test_first_of_equal_centroids_wins():
+    centroids = torch.zeros(1, 256, 4)
+    centroids[0, 7:] = 1.0
+    found = nearest(torch.full((1, 3, 4), 2.0**17), centroids, grid_scale(centroids))
+    assert found.tolist() == [[7, 7, 7]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_grid_loses_nothing_that_matters(size):
+    """Distances of the chosen centroids equal the least distances in float64."""
+    generator = torch.Generator().manual_seed(size)
+    centroids = torch.randn(3, 256, size, generator=generator)
+    points = torch.randn(3, 500, size, generator=generator)
+    scale = grid_scale(centroids)
+    found = nearest((points * scale.view(-1, 1, 1)).round(), centroids, scale).long()
+    distance = torch.cdist(points.double(), centroids.double())
+    chosen = distance.gather(2, found.unsqueeze(2)).squeeze(2)
+    assert (chosen - distance.amin(2)).max() < 1e-4
