@@ -46,7 +46,7 @@ class CodebookCodec(Codec):
             raise UsageError(f"codebooks of {entries} entries: use 2, 4, 8, 16 or 256")
         self.block, self.head_dim = block, head_dim
         self.block_tokens, self.nominal_bits = tokens, self._code_bits / size
-        self.centroids = centroids.contiguous()
+        self.centroids = _aligned(centroids)
         self._mean = None if mean is None else mean.float().unsqueeze(1)  # [H, 1, D]
         self._std = None if std is None else std.float().unsqueeze(1)
         self._scale = grid_scale(self.centroids.flatten(0, 1)).view(heads, groups)
@@ -111,3 +111,10 @@ class CodebookCodec(Codec):
         # ... and those of its numbers that stay together, the channels of one token, move as one.
         found = found.view(bitpack.WIDE[channels * number]).view(*codes.shape, tokens)
         return found.transpose(3, 4).contiguous().view(self.centroids.dtype).flatten(2, 3)
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Contiguous and at a 16-byte boundary, as entries fetched as wide numbers need; a file's tensors may be neither."""
+    tensor = tensor.contiguous()
+    offset = tensor.storage_offset() * tensor.element_size()
+    return tensor.clone() if tensor.data_ptr() % 16 or offset % 16 else tensor

@@ -96,6 +96,17 @@ def test_centroids_reproduce_themselves():
     assert torch.equal(packed.parts["codes"].tensor[0, 0, :, 0].long(), torch.arange(256))
 
 
+@pytest.mark.parametrize("block", [(2, 1), (4, 1), (8, 1), (1, 4)], ids=str)
+def test_codebooks_anywhere_in_a_file(block):
+    """Tensors read from a file are slices of one storage, at whatever place they come to lie."""
+    centroids, x = codebooks(block, dtype=torch.float16), numbers(8)
+    for place in (1, 3, 8):
+        storage = torch.cat([torch.zeros(place, dtype=torch.float16), centroids.flatten()])
+        codec = CodebookCodec(storage[place:].view(centroids.shape), block, 32)
+        expected = CodebookCodec(centroids, block, 32)
+        assert torch.equal(codec.decode(codec.encode(x), x.dtype), expected.decode(expected.encode(x), x.dtype))
+
+
 def test_numbers_far_outside_the_codebook():
     centroids = torch.linspace(-1, 1, 256).view(1, 1, 256, 1).expand(2, 1, 256, 1)
     codec = CodebookCodec(centroids, (1, 1), 32)
