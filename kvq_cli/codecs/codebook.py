@@ -114,7 +114,7 @@ class CodebookCodec(Codec):
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """Contiguous and at a 16-byte boundary, as entries fetched as wide numbers need; a file's tensors may be neither."""
+    """Contiguous, at a 16-byte boundary: what fetching wide numbers needs and a tensor from a file may not be."""
     tensor = tensor.contiguous()
     offset = tensor.storage_offset() * tensor.element_size()
     return tensor.clone() if tensor.data_ptr() % 16 or offset % 16 else tensor
