@@ -107,6 +107,10 @@ def option(
     return dataclasses.field(default=default, metadata=meta)
 
 
+#: What a field that is not made by `option` takes.
+_ANYTHING = {"choices": None, "at_least": None, "at_most": None}
+
+
 @dataclass(frozen=True)
 class Method(ABC):
     """Base of all methods: a frozen dataclass of hyper-parameters, registered by class in `methods/registry.py`."""
@@ -119,7 +123,7 @@ class Method(ABC):
     def __post_init__(self) -> None:
         """Refuses values that an option does not take, naming those it takes and why."""
         for field in dataclasses.fields(self):
-            value, meta = getattr(self, field.name), field.metadata
+            value, meta = getattr(self, field.name), {**_ANYTHING, **field.metadata}
             said = f"{self.name}: {field.name}={value}"
             if meta["choices"] is not None and value not in meta["choices"]:
                 because = f" ({meta['why']})" if meta["why"] else ""
