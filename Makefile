@@ -12,6 +12,7 @@ PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest -n 2
 
 DEMO := results/demo
 DEMO_ARTIFACT := $(DEMO)/temporalkv-2bit
+DEMO_EVAL := --task ruler,perplexity --compare fp16,kivi,temporalkv --bits 2 --context 512 --limit 4
 
 .PHONY: help demo test test-fast lint artifacts bench clean
 
@@ -38,8 +39,15 @@ artifacts: $(foreach bits,1 2 4,artifacts/reference/temporalkv-$(bits)bit/config
 artifacts/reference/temporalkv-%bit/config.json: | .venv/.installed
 	$(KVQ) calibrate --method temporalkv --bits $* --out $(@D)
 
+demo: $(DEMO_ARTIFACT)/config.json  ## Calibrate, generate and evaluate at 2 bits on the built-in model.
+	@echo; echo "== generate: a number hidden in 600 tokens, read back from the compressed cache"
+	$(KVQ) generate --file examples/needle.txt --artifact $(DEMO_ARTIFACT) --max-new-tokens 24
+	echo; echo "== evaluate: uncompressed, kivi and temporalkv at 2 bits on the same samples"
+	$(KVQ) eval $(DEMO_EVAL) --artifact $(DEMO_ARTIFACT) --out $(DEMO)
+	echo "All results are in $(DEMO)/."
+
 $(DEMO_ARTIFACT)/config.json: | .venv/.installed
-	@echo "== calibrating temporalkv at 2 bits"
+	@echo "== calibrate temporalkv at 2 bits"
 	$(KVQ) calibrate --method temporalkv --bits 2 --out $(@D)
 
 bench: results/bench/generate.json  ## Measure decoding beside transformers' own caches.

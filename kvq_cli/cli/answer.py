@@ -88,9 +88,11 @@ def cache_line(report: dict) -> str:
     held, plain = report["bytes"], report["fp16_bytes"]
     if not held:
         return "cache: empty"
+    shared = report["constant_bytes"]
     return (
         f"cache: {human_bytes(held)} instead of {human_bytes(plain)} in 16 bit ({plain / held:.1f}x smaller), "
         f"{report['measured_bits']:.2f} bits per number (nominal {report['nominal_bits']:g})"
+        + (f"; codebooks shared by all sequences: {human_bytes(shared)}" if shared else "")
     )
 
 

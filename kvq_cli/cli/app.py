@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -58,7 +59,10 @@ def _interrupt() -> Iterator[list[int]]:
     """A list that is no longer empty once Ctrl-C was pressed; KeyboardInterrupt is raised as always."""
     seen: list[int] = []
 
-    def handler(signum: int, frame: Any) -> None:
+    def handler(signum: int, frame: FrameType | None) -> None:
+        if _inside_import(frame):  # some libraries swallow KeyboardInterrupt there, and nothing is half-done yet
+            os.write(sys.__stderr__.fileno(), b"kvq: interrupted\n")
+            os._exit(130)
         seen.append(signum)
         signal.default_int_handler(signum, frame)
 
@@ -70,6 +74,14 @@ def _interrupt() -> Iterator[list[int]]:
         yield seen
     finally:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _inside_import(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _report(error: Exception) -> int:

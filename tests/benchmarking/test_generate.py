@@ -1,0 +1,140 @@
+"""`kvq bench generate`: what is measured, what it says of the machine, what is refused."""
+
+import json
+from importlib.util import find_spec
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvq_cli.benchmarking.generate import Run, Settings, _row, measure
+from kvq_cli.benchmarking.machine import PeakMemory, machine
+from kvq_cli.benchmarking.peers import Plain, Quanto, quanto
+from kvq_cli.benchmarking.plot import plot
+from kvq_cli.benchmarking.shapes import random_model
+from kvq_cli.errors import UsageError
+
+QUANTO = find_spec("optimum") is not None and find_spec("optimum.quanto") is not None
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return random_model("tiny", CPU, torch.float32, 0)
+
+
+def test_the_command(kvq, tmp_path):
+    arguments = ["--random", "tiny", "--context", "64,160", "--batch", "1,2", "--tokens", 3, "--rounds", 2, "--bits", 4]
+    result = kvq("bench", "generate", *arguments, "--json", "--out", "out")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert json.loads((tmp_path / "out/generate.json").read_text()) == found
+    assert (tmp_path / "out/generate.png").read_bytes()[:4] == b"\x89PNG"
+    assert found["machine"]["versions"]["torch"] and found["machine"]["threads"] == torch.get_num_threads()
+    peers = [row["peer"] for row in found["rows"][: 2 + QUANTO]]
+    assert [name.split()[-1] for name in peers if "kvq" not in name][0] == "DynamicCache"
+    assert len(found["rows"]) == 4 * len(peers) and bool(found["skipped"]) != QUANTO
+    for row in found["rows"]:
+        assert 0 < row["token_ms"]["p20"] <= row["token_ms"]["p50"] <= row["token_ms"]["p80"]
+        assert (row["token_ms"]["n"], row["prefill_ms"]["n"]) == (2 * 3, 2)
+    assert "kvq kivi (4 bit)" in result.stderr  # the table
+
+
+def test_bytes_of_the_plain_cache_are_those_of_its_numbers(tiny):
+    cache = DynamicCache(config=tiny.config)
+    tiny(input_ids=torch.zeros(3, 7, dtype=torch.long), past_key_values=cache)
+    assert Plain().nbytes(cache) == 2 * tiny.config.num_hidden_layers * 3 * 7 * 2 * 32 * 4
+
+
+@pytest.mark.skipif(not QUANTO, reason="optimum-quanto is not installed")
+def test_bytes_of_the_quantized_cache_count_codes_scales_and_rest(tiny):
+    """2 bits per number, a scale and a zero-point per group of 64; then the residual in full precision."""
+    peer = Quanto(2)
+    cache = peer.new_cache(tiny)
+    tiny(input_ids=torch.zeros(1, 128, dtype=torch.long), past_key_values=cache)
+    numbers = 2 * tiny.config.num_hidden_layers * 128 * 2 * 32
+    codes, groups = numbers // 4, numbers // 64
+    at_128 = peer.nbytes(cache)
+    assert codes + groups * (4 + 1) <= at_128 <= codes + groups * (4 + 4)
+    tiny(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
+    assert peer.nbytes(cache) - at_128 == 2 * tiny.config.num_hidden_layers * 2 * 32 * 4
+
+
+def test_peers_that_cannot_be_measured_say_why(monkeypatch):
+    assert "2 and 4 bits, not 3" in quanto(3)
+    monkeypatch.setattr("kvq_cli.benchmarking.peers.find_spec", lambda name: None)
+    assert "pip install" in quanto(2)
+
+
+def test_rounds_take_turns_and_the_first_is_not_counted(tiny):
+    """Peers run in turn within a round: A B A B ..., once more than the counted rounds, then once each for memory."""
+    seen = []
+
+    class Seen(Plain):
+        def __init__(self, name):
+            self.name = name
+
+        def new_cache(self, model):
+            seen.append(self.name)
+            return super().new_cache(model)
+
+    settings = Settings((8,), (1,), tokens=2, rounds=2, seed=0)
+    steps = []
+    rows = list(measure(tiny, [Seen("a"), Seen("b")], settings, lambda: steps.append(1)))
+    assert "".join(seen) == "ab" * 3 + "ab"
+    assert len(steps) == 2 * settings.runs
+    assert [row["token_ms"]["n"] for row in rows] == [4, 4]
+
+
+def test_percentiles():
+    row = _row(Plain(), 8, 1, [Run(1.0, [0.001 * n for n in range(11)], 5)], None)
+    assert row["token_ms"] == {"p20": 2.0, "p50": 5.0, "p80": 8.0, "n": 11}
+    assert row["prefill_ms"]["p50"] == 1000.0 and row["peak_bytes"] is None
+
+
+def test_peak_memory_sees_what_was_needed_for_a_moment():
+    with PeakMemory(CPU) as peak:
+        torch.ones(64 * 2**20, dtype=torch.uint8)
+    if peak.bytes is None:
+        pytest.skip("this system has no high-water mark")
+    assert 60 * 2**20 < peak.bytes < 90 * 2**20
+
+
+def test_machine_names_the_processor_and_versions():
+    found = machine(CPU)
+    assert found["device"] and found["versions"]["transformers"] and found["date"].endswith("+00:00")
+
+
+def test_plot_is_a_picture(tmp_path):
+    spread = {"p20": 1.0, "p50": 2.0, "p80": 3.0, "n": 3}
+    rows = [
+        {"peer": peer, "context": context, "batch": 1, "token_ms": spread, "cache_bytes": 1000}
+        for peer in "ab"
+        for context in (512, 1024)
+    ]
+    plot(rows, "title", tmp_path / "x.png")
+    assert (tmp_path / "x.png").stat().st_size > 5000
+
+
+def test_shapes_are_checked():
+    with pytest.raises(UsageError, match="valid: tiny, llama"):
+        random_model("nonsense", CPU, torch.float32, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--context", "0"], 2, "--context 0: must be whole numbers"),
+        (["--batch", "x"], 2, "--batch x"),
+        (["--compare", ""], 2, "--compare"),
+        (["--compare", "nonsense"], 2, "unknown method"),
+        (["--compare", "temporalkv"], 1, "kvq calibrate"),
+        (["--random", "nonsense", "--bits", "2"], 2, "--random nonsense"),
+        (["--context", "999999"], 2, "exceed the context"),
+        (["--random", "tiny", "--out", "/proc/nonsense"], 1, "--out /proc/nonsense"),
+    ],
+)
+def test_bad_input_is_one_line(kvq, arguments, code, says):
+    result = kvq("bench", "generate", *arguments)
+    lines = [line for line in result.stderr.splitlines() if "warning" not in line]
+    assert result.exit_code == code and len(lines) == 1 and says in lines[0], result.output

@@ -1,0 +1,113 @@
+"""`kvq chat` with piped input: commands, history over the compressed cache, prompt forms."""
+
+import json
+
+import pytest
+
+from kvq_cli.cli.answer import Decoding, answering
+from kvq_cli.cli.conversation import Conversation, plain_form
+
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+STORY = " The river flows through the old town. " * 30
+
+
+@pytest.fixture
+def chat(kvq):
+    def run(*lines: str, arguments=("-n", 6)):
+        return kvq("chat", *arguments, input="".join(line + "\n" for line in lines))
+
+    return run
+
+
+def test_commands(chat, tmp_path):
+    result = chat(
+        "/help", "/status", "The town", "/status", "/save talk.json", "/clear", "/status", "/exit", "never read"
+    )
+    assert result.exit_code == 0, result.stderr
+    assert "/save FILE" in result.stdout and "1 turns" in result.stdout and result.stdout.count("0 turns") == 2
+    assert "tokens/s" in result.stderr and "in 16 bit" in result.stderr
+    saved = json.loads((tmp_path / "talk.json").read_text())
+    assert [m["role"] for m in saved["messages"]] == ["user", "assistant"]
+    assert saved["messages"][0]["content"] == "The town" and saved["method"]["name"] == "kivi"
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("/nonsense", "unknown command '/nonsense'; there are /help"),
+        ("/status now", "unknown command '/status now'"),
+        ("/save", "/save needs a file name"),
+        ("/save no/such/folder/x", "cannot write no/such/folder/x"),
+        ("word " * 5000, "the prompt has"),
+    ],
+)
+def test_mistakes_are_told_and_the_talk_goes_on(chat, line, says):
+    result = chat(line, "/status")
+    assert result.exit_code == 0
+    assert says in result.stderr and "0 turns" in result.stdout
+
+
+def test_end_of_input_ends_the_chat(chat):
+    assert chat().exit_code == 0
+    assert chat("", "  ").stdout == ""
+
+
+@pytest.mark.parametrize("method", ["fp16", "kivi"])
+def test_the_second_turn_reads_the_cache_of_the_first(method):
+    """With an uncompressed cache both turns say what one pass over all tokens says; only new tokens are computed."""
+    with answering("reference", "auto", "auto", method, None, None, {}, "exact", Decoding(8)) as answerer:
+        talk = Conversation(answerer)
+        talk.ask(STORY, lambda piece: None)
+        held, cache = list(talk.ids), talk.cache
+        second = talk.ask("Where does the river flow?", lambda piece: None)
+        assert talk.cache is cache and talk.ids[: len(held)] == held
+        assert second.cache["tokens"] == len(talk.ids) - 1
+        if method == "fp16":
+            prompt = talk.ids[: len(talk.ids) - len(second.ids)]
+            again = answerer.answer(prompt, answerer.attached.new_cache(), lambda piece: None)
+            assert again.ids == second.ids
+
+
+def test_a_failed_turn_leaves_the_talk_as_it_was():
+    with answering("reference", "auto", "auto", "kivi", None, None, {}, "exact", Decoding(4)) as answerer:
+        talk = Conversation(answerer)
+        talk.ask("The town", lambda piece: None)
+        before = (list(talk.messages), list(talk.ids))
+
+        def broken(piece: str) -> None:
+            raise OSError("pipe closed")
+
+        with pytest.raises(OSError, match="pipe closed"):
+            talk.ask("and then", broken)
+        assert (talk.messages, talk.ids) == before
+        assert talk.ask("and then", lambda piece: None).cache["tokens"] == len(talk.ids) - 1
+
+
+def test_chat_template_is_used_and_the_cache_kept():
+    """A template that shows history unchanged lets the second turn go on with the first one's cache."""
+    with answering("reference", "auto", "auto", "fp16", None, None, {}, "exact", Decoding(5)) as answerer:
+        answerer.loaded.tokenizer.chat_template = TEMPLATE
+        talk = Conversation(answerer)
+        talk.ask("hello", lambda piece: None)
+        decode = answerer.loaded.tokenizer.decode
+        assert decode(talk.ids).startswith("[user]hello[assistant]")
+        cache = talk.cache
+        talk.ask("more", lambda piece: None)
+        assert "[user]more[assistant]" in decode(talk.ids)
+        assert talk.cache is cache
+
+
+@pytest.mark.parametrize(
+    ("message", "form"),
+    [
+        ("The town", " The town"),
+        ("What is it?", "\nQuestion: What is it?\nAnswer:"),
+        ("A is 5. B is 6. What is A?", " A is 5. B is 6.\nQuestion: What is A?\nAnswer:"),
+        ("A is 5\nWhat is A? ", " A is 5\nQuestion: What is A?\nAnswer:"),
+    ],
+)
+def test_plain_form(message, form):
+    assert plain_form(message) == form

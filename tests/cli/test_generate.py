@@ -1,0 +1,141 @@
+"""`kvq generate` on the built-in model: where the prompt comes from, decoding, what is reported, what is refused."""
+
+import json
+import re
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from kvq_cli.cli.answer import Decoding, Stream, cache_line
+from kvq_cli.errors import UsageError
+from kvq_cli.models import load_model
+from kvq_cli.reference import model_path
+
+PROMPT = " The history of the town begins in the year"
+
+
+@pytest.fixture
+def generate(kvq):
+    """Generate 12 tokens and return the JSON document."""
+
+    def run(*arguments, input=""):
+        result = kvq("generate", "--json", "-n", 12, *arguments, input=input)
+        assert result.exit_code == 0, result.stderr
+        return json.loads(result.stdout)
+
+    return run
+
+
+def test_fp16_says_what_transformers_says(generate):
+    loaded = load_model("reference")
+    ids = loaded.tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    out = loaded.model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+    found = generate(PROMPT, "--method", "fp16")
+    assert found["text"] == loaded.tokenizer.decode(out, skip_special_tokens=True)
+    assert (found["prompt_tokens"], found["new_tokens"]) == (ids.shape[1], len(out))
+    assert found["cache"]["tokens"] == ids.shape[1] + len(out) - 1  # the last token is never fed back
+
+
+def test_argument_file_and_stdin_are_the_same_prompt(generate, tmp_path):
+    (tmp_path / "prompt.txt").write_text(PROMPT + "\n")
+    texts = [generate(PROMPT), generate("--file", "prompt.txt"), generate(input=PROMPT + "\n")]
+    assert len({found["text"] for found in texts}) == 1
+
+
+def test_text_streams_to_stdout_and_figures_to_stderr(kvq, generate):
+    result = kvq("generate", PROMPT, "-n", 12)
+    assert result.stdout == generate(PROMPT)["text"] + "\n"
+    speed, cache = result.stderr.strip().splitlines()
+    assert re.fullmatch(
+        r"\d+ tokens in [\d.]+ s, [\d.]+ tokens/s after [\d.]+ s for the prompt; prompt \d+ tokens", speed
+    )
+    assert "in 16 bit" in cache and "bits per number (nominal 2)" in cache
+    assert kvq("generate", PROMPT, "-n", 2, "--quiet").stderr == ""
+
+
+def test_sampling_is_repeatable_and_not_greedy(generate):
+    hot = ["--temperature", 1.5, "--top-k", 50, "--top-p", 0.95]
+    first, again = generate(PROMPT, *hot), generate(PROMPT, *hot)
+    assert first["text"] == again["text"] != generate(PROMPT)["text"]
+    assert generate(PROMPT, *hot, "--seed", 1)["text"] != first["text"]
+
+
+def test_beam_search_and_chunked_prefill(generate):
+    plain = generate(PROMPT, "--method", "fp16")
+    assert generate(PROMPT, "--method", "fp16", "--prefill-chunk", 3)["text"] == plain["text"]
+    beams = generate(PROMPT, "--method", "fp16", "--num-beams", 2)
+    assert beams["new_tokens"] > 0 and beams["tokens_per_second"] is None
+
+
+def test_a_long_prompt_is_held_in_fewer_bytes(generate):
+    found = generate(PROMPT * 40, "--method", "kivi", "--bits", 2, "--prefill", "compressed")
+    cache = found["cache"]
+    assert cache["bytes"] == sum(cache["parts"].values()) < 0.6 * cache["fp16_bytes"]
+    assert cache["measured_bits"] == pytest.approx(16 * cache["bytes"] / cache["fp16_bytes"])
+    assert found["prefill"] == "compressed" and found["method"]["bits"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        ([""], 2, "the prompt is empty"),
+        (["  \n"], 2, "the prompt is empty"),
+        ([], 2, "the prompt is empty"),  # stdin holds nothing
+        (["x", "--file", "y"], 2, "not both"),
+        (["--file", "gone.txt"], 1, "--file gone.txt: No such file"),
+        (["--file", "."], 1, "--file .: Is a directory"),
+        (["x", "--top-p", "0.5"], 2, "add --temperature"),
+        (["x", "--num-beams", "2", "--temperature", "1"], 2, "use one of them"),
+        (["x", "--method", "nonsense"], 2, "unknown method 'nonsense'"),
+        (["x", "--method", "kivi", "--bits", "7"], 2, "bits=7 is not one of 1, 2, 3, 4, 8"),
+        (["x", "--set", "nonsense=1"], 2, "has no option 'nonsense'"),
+        (["x", "--method", "temporalkv"], 1, "run `kvq calibrate --method temporalkv --bits 2`"),
+        (["x", "--artifact", "gone"], 1, "no artifact at gone"),
+        (["x", "--model", "./gone"], 1, "--model ./gone: no such folder"),
+        (["x", "--model", "nobody/nothing"], 1, "--model nobody/nothing: no such folder"),
+        (["x", "--device", "cuda:77"], 2, "--device cuda:77"),
+        (["x", "--set", "group=48"], 2, "group=48"),  # head_dim is 64
+        ([" word" * 5000], 2, "the prompt has"),
+    ],
+)
+def test_bad_input_is_one_line(fails, arguments, code, says):
+    fails("generate", *arguments, code=code, says=says)
+
+
+def test_a_file_that_is_no_text(fails, tmp_path):
+    (tmp_path / "prompt.bin").write_bytes(b"\xff\xfe\x00")
+    fails("generate", "--file", "prompt.bin", code=1, says="not UTF-8")
+
+
+def test_decoding_arguments():
+    assert Decoding().arguments(5) == {"max_new_tokens": 5, "do_sample": False}
+    sampled = Decoding(temperature=0.5, top_p=0.9, top_k=3).arguments(5)
+    assert sampled["do_sample"] and (sampled["temperature"], sampled["top_p"], sampled["top_k"]) == (0.5, 0.9, 3)
+    with pytest.raises(UsageError, match="--top-k"):
+        Decoding(top_k=3)
+
+
+def test_stream_never_shows_half_of_a_character():
+    """A byte-level tokenizer cuts characters into tokens; the pieces join to the text and none holds a broken one."""
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    text = " naïve café 日本語\n second line 🙂 end"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    pieces: list[str] = []
+    stream = Stream(tokenizer, pieces.append)
+    stream.put(torch.tensor([[1, 2, 3]]))  # the prompt
+    for token in ids:
+        stream.put(torch.tensor([token]))
+    stream.end()
+    assert "".join(pieces) == text and "\ufffd" not in "".join(pieces)
+    assert len(pieces) > 5
+
+
+def test_cache_line():
+    report = {"bytes": 2**20, "fp16_bytes": 2**23, "measured_bits": 2.0, "nominal_bits": 2.0, "constant_bytes": 0}
+    assert (
+        cache_line(report)
+        == "cache: 1.0 MiB instead of 8.0 MiB in 16 bit (8.0x smaller), 2.00 bits per number (nominal 2)"
+    )
+    assert cache_line({**report, "constant_bytes": 512}).endswith("; codebooks shared by all sequences: 512 B")
+    assert cache_line({**report, "bytes": 0}) == "cache: empty"
