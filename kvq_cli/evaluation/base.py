@@ -69,28 +69,32 @@ class Evaluation(ABC):
 
 def cache_record(report: CacheReport, rows: int) -> dict[str, Any]:
     """What a record keeps of a cache's report: means per sequence of a batch of `rows`."""
-    found = report.to_dict()
     return {
-        "tokens": found["tokens"] / rows,
-        "compressed": found["compressed"] / rows,
-        "bytes": found["bytes"] / rows,
-        "fp16_bytes": found["fp16_bytes"] / rows,
-        "constants": found["constants_bytes"],
-        "nominal_bits": found["nominal_bits"],
+        "tokens": report.tokens / rows,
+        "compressed": report.compressed / rows,
+        "bytes": report.bytes / rows,
+        "fp16_bytes": report.fp16_bytes / rows,
+        "constant_bytes": report.constant_bytes,
+        "nominal_bits": report.nominal_bits,
+        "packed_bits": report.packed_bits,
     }
 
 
 def cache_summary(records: Sequence[Record]) -> dict[str, float]:
-    """Nominal and measured bits per cached number; bytes of a sequence (mean), with those of 16 bit beside them."""
+    """Nominal bits, bits of packed numbers, bits of all cached numbers, windows included; bytes of a sequence (mean).
+
+    Constants (codebooks) are shared by all sequences: they are counted apart.
+    """
     kept = [record["cache"] for record in records]
     held, plain = sum(one["bytes"] for one in kept), sum(one["fp16_bytes"] for one in kept)
     return {
         "nominal_bits": kept[0]["nominal_bits"],
+        "packed_bits": sum(one["packed_bits"] for one in kept) / len(kept),
         "measured_bits": 16 * held / plain,
         "bytes": held / len(kept),
         "fp16_bytes": plain / len(kept),
         "ratio": plain / held,
-        "constants_bytes": kept[0]["constants"],
+        "constant_bytes": kept[0]["constant_bytes"],
         "tokens": sum(one["tokens"] for one in kept) / len(kept),
         "compressed_tokens": sum(one["compressed"] for one in kept) / len(kept),
     }

@@ -9,6 +9,7 @@ by token would see (`prefill="compressed"`): an exact pass would measure nothing
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from hashlib import sha256
 from math import exp
@@ -22,9 +23,6 @@ from kvq_cli.evaluation.divergence import divergence
 
 if TYPE_CHECKING:
     from kvq_cli.models import LoadedModel
-
-REFERENCE_BYTES = 256 << 20
-"""Logits of the uncompressed model that are kept while the methods run on the same windows (one window at least)."""
 
 
 class PerplexityEvaluation(Evaluation):
@@ -48,20 +46,15 @@ class PerplexityEvaluation(Evaluation):
     def run(
         self, loaded: LoadedModel, pending: Mapping[str, Sequence[int]], subjects: Sequence[Subject]
     ) -> Iterator[tuple[Subject, list[Record]]]:
-        wanted = sorted(set().union(*pending.values()))
-        bytes_each = self.length * loaded.model.config.get_text_config().vocab_size * loaded.model.dtype.itemsize
-        together = max(1, REFERENCE_BYTES // bytes_each)
-        for start in range(0, len(wanted), together):
-            group = wanted[start : start + together]
-            # Kept for all subjects, so that the uncompressed model runs once per window however many are compared.
-            references = {index: self._logits(loaded, index) for index in group}
-            for subject in subjects:
-                left = [index for index in group if index in set(pending[subject.label])]
-                if not left:
-                    continue
-                with subject.attach(loaded, "compressed") as attached:
-                    for index in left:
-                        yield subject, [self._window(loaded, attached, index, references[index])]
+        with ExitStack() as attachments:
+            # All at once, and window by window, so that the uncompressed model runs once per window for all of them and
+            # one window's logits are all that is kept.
+            attached = {one.label: attachments.enter_context(one.attach(loaded, "compressed")) for one in subjects}
+            for index in sorted(set().union(*pending.values())):
+                reference = self._logits(loaded, index)
+                for subject in subjects:
+                    if index in pending[subject.label]:
+                        yield subject, [self._window(loaded, attached[subject.label], index, reference)]
 
     def metrics(self, records: Sequence[Record]) -> dict[str, float | None]:
         tokens = sum(record["tokens"] for record in records)

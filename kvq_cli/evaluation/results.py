@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,7 @@ class SampleLog:
         self.records: dict[int, dict] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if self.path.exists() and not fresh:
-                self._read()
-            else:
+            if fresh or not self._read():
                 self.path.write_text(json.dumps({"key": key}, default=str) + "\n", encoding="utf-8")
         except OSError as error:
             raise cannot_write(self.path, error) from error
@@ -49,8 +48,9 @@ class SampleLog:
         except OSError as error:
             raise cannot_write(self.path, error) from error
 
-    def _read(self) -> None:
-        data = self.path.read_bytes()
+    def _read(self) -> bool:
+        """Take up the records of an earlier run; whether the file holds its key at least."""
+        data = self.path.read_bytes() if self.path.exists() else b""
         whole, newline, rest = data.rpartition(b"\n")
         if rest:
             with open(self.path, "r+b") as file:
@@ -62,6 +62,7 @@ class SampleLog:
                     self.records[record["index"]] = record
             except (ValueError, KeyError, TypeError):
                 raise KvqError(f"{self.path}, line {number} is damaged: delete the file to evaluate again") from None
+        return bool(whole)
 
 
 def write_json(path: Path, document: Any) -> None:
@@ -72,7 +73,8 @@ def write_json(path: Path, document: Any) -> None:
         partial.write_text(json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
         raise cannot_write(path, error) from error
 
 

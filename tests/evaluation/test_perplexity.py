@@ -1,0 +1,81 @@
+"""Perplexity and divergence of a cache, against transformers' own forward pass and against decoding token by token."""
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from kvq_cli.data.texts import token_windows
+from kvq_cli.evaluation.compare import subjects
+from kvq_cli.evaluation.perplexity import PerplexityEvaluation
+from kvq_cli.methods.registry import build
+from kvq_cli.reference import prose
+
+SEQLEN = 160
+
+
+@pytest.fixture(scope="module")
+def windows(tokenizer):
+    return token_windows(tokenizer, prose("evaluation")[:8000], SEQLEN)
+
+
+@pytest.fixture(scope="module")
+def records(loaded, windows):
+    """Records of three windows, by the method's label."""
+    compared = subjects([build("fp16"), *(build("kivi", bits=bits, residual=32) for bits in (2, 4))])
+    evaluation = PerplexityEvaluation(windows, "test", limit=3)
+    found = {one.label: [] for one in compared}
+    for subject, some in evaluation.run(loaded, {label: [0, 1, 2] for label in found}, compared):
+        found[subject.label] += some
+    return found
+
+
+def test_windows_are_cut_as_gptq_cuts_them(windows, tokenizer):
+    ids = tokenizer(prose("evaluation")[:8000]).input_ids
+    assert windows.shape == (len(ids) // SEQLEN, SEQLEN)
+    assert windows.flatten().tolist() == ids[: windows.numel()]
+
+
+def test_perplexity_of_fp16_is_that_of_a_plain_forward_pass(loaded, windows, records):
+    losses = []
+    for window in windows[:3]:
+        logits = loaded.model(window[None]).logits[0]
+        losses.append(cross_entropy(logits[:-1].double(), window[1:]).item())
+    expected = math.exp(sum(losses) / 3)
+    metrics = PerplexityEvaluation(windows, "test", 3).metrics(records["fp16"])
+    assert metrics["perplexity_uncompressed,none"] == pytest.approx(expected, rel=1e-6)
+    assert metrics["perplexity,none"] == pytest.approx(expected, rel=1e-5)
+    assert metrics["kl,none"] == pytest.approx(0, abs=1e-6)
+    assert metrics["top1,none"] == 1.0
+    spread = torch.tensor(losses, dtype=torch.float64).std().item() / math.sqrt(3)
+    assert metrics["perplexity_stderr,none"] == pytest.approx(expected * spread, rel=1e-3)
+
+
+def test_fewer_bits_diverge_more(records):
+    kl = {label: sum(one["kl"] for one in some) for label, some in records.items()}
+    assert kl["kivi-2bit"] > 2 * kl["kivi-4bit"] > 0.002
+    assert all(one["agreeing"] <= one["tokens"] == SEQLEN - 1 for some in records.values() for one in some)
+
+
+def test_the_pass_sees_what_decoding_token_by_token_sees(loaded, windows, records):
+    """The score of one forward pass is that of a cache that grows, and is compressed, one token at a time."""
+    subject = subjects([build("kivi", bits=2, residual=32)])[0]
+    with subject.attach(loaded, "exact") as attached, torch.inference_mode():
+        cache = attached.new_cache()
+        steps = [loaded.model(token[None, None], past_key_values=cache).logits[0, -1] for token in windows[0]]
+    logits = torch.stack(steps)
+    nll = cross_entropy(logits[:-1], windows[0][1:], reduction="sum").item()
+    record = records["kivi-2bit"][0]
+    assert record["nll"] == pytest.approx(nll, rel=1e-4)
+    assert abs(nll - record["nll_reference"]) > 0.01 * nll / 100  # and it is not the uncompressed score
+
+
+def test_cache_bytes_are_recorded(records, loaded):
+    shape = loaded.shape
+    plain = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim * SEQLEN
+    for label, some in records.items():
+        cache = some[0]["cache"]
+        assert (cache["tokens"], cache["fp16_bytes"]) == (SEQLEN, plain)
+        assert (cache["bytes"] < plain) == (label != "fp16")
+        assert cache["nominal_bits"] == {"fp16": 16, "kivi-2bit": 2, "kivi-4bit": 4}[label]

@@ -1,0 +1,77 @@
+"""Sample logs: kept as they come, resumed after a cut, never mixed; JSON whole or not at all."""
+
+import json
+import os
+
+import pytest
+
+from kvq_cli.errors import KvqError
+from kvq_cli.evaluation.base import mean_and_error
+from kvq_cli.evaluation.results import SampleLog, check_writable, write_json
+
+KEY = {"task": "vt", "seed": 0}
+
+
+def test_a_log_is_taken_up_where_it_stopped(tmp_path):
+    SampleLog(tmp_path, "vt-512", KEY).append([{"index": 0, "score": 1.0}, {"index": 1, "score": 0.5}])
+    log = SampleLog(tmp_path, "vt-512", KEY)
+    assert log.records == {0: {"index": 0, "score": 1.0}, 1: {"index": 1, "score": 0.5}}
+    log.append([{"index": 2, "score": 0.0}])
+    lines = [json.loads(line) for line in log.path.read_text().splitlines()]
+    assert lines[0] == {"key": KEY} and [line["index"] for line in lines[1:]] == [0, 1, 2]
+    assert SampleLog(tmp_path, "vt-512", KEY, fresh=True).records == {}
+
+
+@pytest.mark.parametrize("cut", range(1, 26, 4))
+def test_a_line_cut_short_is_evaluated_again(tmp_path, cut):
+    log = SampleLog(tmp_path, "vt-512", KEY)
+    log.append([{"index": 0, "score": 1.0}, {"index": 1, "score": 0.5}])
+    os.truncate(log.path, log.path.stat().st_size - cut)
+    again = SampleLog(tmp_path, "vt-512", KEY)
+    assert list(again.records) == [0]
+    again.append([{"index": 1, "score": 0.25}])
+    assert SampleLog(tmp_path, "vt-512", KEY).records[1]["score"] == 0.25
+
+
+def test_a_key_cut_short_starts_anew(tmp_path):
+    log = SampleLog(tmp_path, "vt-512", KEY)
+    os.truncate(log.path, 5)
+    again = SampleLog(tmp_path, "vt-512", KEY)
+    again.append([{"index": 0, "score": 1.0}])
+    assert json.loads(again.path.read_text().splitlines()[0]) == {"key": KEY}
+    assert list(SampleLog(tmp_path, "vt-512", KEY).records) == [0]
+
+
+def test_other_settings_have_another_file(tmp_path):
+    SampleLog(tmp_path, "vt-512", KEY).append([{"index": 0, "score": 1.0}])
+    assert SampleLog(tmp_path, "vt-512", {**KEY, "seed": 1}).records == {}
+
+
+def test_damage_in_the_middle_is_named(tmp_path):
+    log = SampleLog(tmp_path, "vt-512", KEY)
+    log.append([{"index": 0}, {"index": 1}])
+    log.path.write_text(log.path.read_text().replace('{"index": 0}', '{"in'))
+    with pytest.raises(KvqError, match=r"line 2 is damaged"):
+        SampleLog(tmp_path, "vt-512", KEY)
+
+
+def test_folders_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KvqError, match="choose another --out"):
+        check_writable(tmp_path / "file")
+    with pytest.raises(KvqError, match="choose another --out"):
+        write_json(tmp_path / "file" / "results.json", {})
+
+
+def test_json_is_whole_or_not_there(tmp_path):
+    write_json(tmp_path / "a" / "results.json", {"x": 1})
+    with pytest.raises(TypeError):
+        write_json(tmp_path / "a" / "results.json", {("tuple", "key"): 1})
+    assert json.loads((tmp_path / "a" / "results.json").read_text()) == {"x": 1}
+    assert os.listdir(tmp_path / "a") == ["results.json"]
+
+
+def test_mean_and_standard_error():
+    assert mean_and_error([1.0]) == (1.0, None)
+    mean, error = mean_and_error([0.0, 1.0, 1.0, 0.0])
+    assert (mean, error) == (0.5, pytest.approx((1 / 3) ** 0.5 / 2))

@@ -1,0 +1,107 @@
+"""Haystacks and question files."""
+
+import json
+
+import pytest
+
+from kvq_cli.errors import KvqError
+from kvq_cli.evaluation.ruler.haystack import Haystack
+from kvq_cli.evaluation.ruler.questions import question_source, read_questions
+
+
+def test_haystack_is_the_first_words_over_and_over():
+    text = "= Head =\nOne two. Three\n\nfour   five! Six seven."
+    hay = Haystack(text, "test")
+    words = ["One", "two.", "Three", "four", "five!", "Six", "seven."]
+    for size in (1, 2, 4, 7, 16):
+        assert " ".join(hay.sentences(size)).split(" ") == (words * 3)[:size]
+
+
+def test_sentences_end_where_they_should():
+    hay = Haystack(
+        'J. R. Hartley met Mr. Smith at 3.5 a.m. there. "Why?" Nobody knew. (He left.) Then it rained.', "test"
+    )
+    assert hay.sentences(18) == [
+        "J. R. Hartley met Mr. Smith at 3.5 a.m. there.",
+        '"Why?"',
+        "Nobody knew.",
+        "(He left.)",
+        "Then it rained.",
+    ]
+
+
+def test_haystack_without_words():
+    with pytest.raises(KvqError, match="--haystack empty.txt"):
+        Haystack(" \n", "empty.txt")
+
+
+def _squad(tmp_path, **changes):
+    paragraphs = [
+        {
+            "context": f"Fact {i} is here.",
+            "qas": [{"question": f"Q{i}?", "answers": [{"text": f"Fact {i}", "answer_start": 0}]}],
+        }
+        for i in range(4)
+    ]
+    paragraphs[3]["qas"].append({"question": "No answer?", "answers": [], "is_impossible": True})
+    path = tmp_path / "squad.json"
+    path.write_text(
+        json.dumps(
+            {
+                "data": [
+                    {"title": "A", "paragraphs": paragraphs},
+                    {"title": "B", "paragraphs": [{"context": "Other.", "qas": []}]},
+                ],
+                **changes,
+            }
+        )
+    )
+    return path
+
+
+def test_squad_file(tmp_path):
+    from random import Random
+
+    kind, questions = read_questions(_squad(tmp_path))
+    assert (kind, len(questions)) == ("squad", 4)
+    passages = questions.draw(Random(0), 3, 1)
+    assert passages.question == "Q1?" and len(passages.documents) == 3
+    assert "Fact 1 is here." in passages.documents and "Other." not in passages.documents  # its article comes first
+    assert sorted(questions.draw(Random(0), 5, 1).documents) == questions.documents
+    assert questions.answers(1) == ["Fact 1"]
+
+
+def test_hotpotqa_file(tmp_path):
+    from random import Random
+
+    path = tmp_path / "hotpot.json"
+    path.write_text(
+        json.dumps([{"question": "Who?", "answer": "She", "context": [["T", ["One.", " Two."]], ["U", ["3."]]]}])
+    )
+    kind, questions = read_questions(path)
+    assert (kind, questions.smallest(0)) == ("hotpotqa", 2)
+    assert sorted(questions.draw(Random(0), 2, 0).documents) == ["T\nOne. Two.", "U\n3."]
+
+
+def test_a_file_serves_its_own_task_only(tmp_path):
+    source = question_source([_squad(tmp_path)], seed=0)
+    assert source("squad").name.endswith("squad.json")
+    assert source("hotpotqa").name == "generated"
+
+
+@pytest.mark.parametrize(
+    "content", ['{"data": [{"paragraphs": 3}]}', '{"rows": []}', '[{"question": "a"}]', "[1]", '{"data": []}', "[]"]
+)
+def test_malformed_question_files_are_named(tmp_path, content):
+    path = tmp_path / "bad.json"
+    path.write_text(content)
+    with pytest.raises(KvqError, match=r"--qa-file .*bad\.json"):
+        read_questions(path)
+
+
+def test_missing_and_broken_question_files(tmp_path):
+    with pytest.raises(KvqError, match="No such file"):
+        read_questions(tmp_path / "none.json")
+    (tmp_path / "cut.json").write_text('{"data": [')
+    with pytest.raises(KvqError, match="not JSON"):
+        read_questions(tmp_path / "cut.json")

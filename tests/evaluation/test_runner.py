@@ -1,0 +1,196 @@
+"""Whole runs on a tiny random model: several methods, resume, errors, documents."""
+
+import json
+
+import pytest
+import torch
+
+from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.evaluation.compare import subjects
+from kvq_cli.evaluation.generation import answer
+from kvq_cli.evaluation.runner import evaluate
+from kvq_cli.evaluation.settings import Settings
+from kvq_cli.methods.registry import build
+
+COMPARED = (build("fp16"), build("kivi", bits=2, residual=32))
+SETTINGS = {"tasks": ["vt", "perplexity"], "contexts": [512], "seqlen": 96, "limit": 3, "templates": "reference"}
+
+
+def _run(loaded, out, chosen=COMPARED, **changes):
+    extra = {key: changes.pop(key) for key in ("track", "fresh") if key in changes}
+    return evaluate(loaded, subjects(chosen), Settings(**{**SETTINGS, **changes}), out, **extra)
+
+
+@pytest.fixture(scope="module")
+def whole(loaded, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole")
+    return out, _run(loaded, out, batch_size=1)
+
+
+def _lines(out):
+    return {path.relative_to(out): sorted(path.read_text().splitlines()) for path in out.glob("*/*.jsonl")}
+
+
+def test_documents_follow_lm_eval(whole):
+    out, document = whole
+    assert json.loads((out / "comparison.json").read_text()) == json.loads(json.dumps(document))
+    one = json.loads((out / "kivi-2bit" / "results.json").read_text())
+    assert one == json.loads(json.dumps(document["methods"]["kivi-2bit"]))
+    assert set(one["results"]) == {"vt", "perplexity"}
+    assert set(one["results"]["vt"]) == {"alias", "512,none", "512_stderr,none"}
+    assert {"perplexity,none", "kl,none", "top1,none", "kl_stderr,none"} <= set(one["results"]["perplexity"])
+    assert one["n-samples"]["vt"]["effective"] == 3
+    assert one["versions"] == {"vt": 1, "perplexity": 1}
+    assert one["higher_is_better"]["perplexity"]["kl"] is False and one["higher_is_better"]["vt"]["512"] is True
+    assert one["config"]["method"]["bits"] == 2 and one["config"]["random_seed"] == 0
+    assert one["configs"]["vt-512"]["prefill"] == "compressed" and one["configs"]["vt-512"]["templates"] == "reference"
+    assert document["methods"]["fp16"]["results"]["perplexity"]["kl,none"] == pytest.approx(0, abs=1e-6)
+    assert one["cache"]["vt-512"]["compressed_tokens"] > 300
+
+
+def test_the_table_has_a_row_per_method(whole):
+    table = whole[1]["table"]
+    names = ["method", "vt", "perplexity", "KL to fp16", "top-1", "bits", "bits measured", "cache KiB", "x smaller"]
+    assert table["columns"] == names
+    assert [row[0] for row in table["rows"]] == ["fp16", "kivi-2bit"]
+    assert all(len(row) == len(names) for row in table["rows"])
+    assert table["rows"][1][names.index("bits")] == 2
+
+
+def test_methods_are_given_the_same_samples(whole):
+    out, _ = whole
+    prompts = {}
+    for path in out.glob("*/vt-512-*.jsonl"):
+        records = [json.loads(line) for line in path.read_text().splitlines()[1:]]
+        prompts[path.parent.name] = [(r["index"], r["prompt_sha256"], r["references"]) for r in records]
+    assert prompts["fp16"] == prompts["kivi-2bit"] and len(prompts["fp16"]) == 3
+
+
+@pytest.mark.parametrize("after", [1, 4, 8])
+def test_an_interrupted_run_goes_on_to_the_same_results(loaded, whole, tmp_path, after):
+    done = 0
+
+    def interrupt(what, total, found):
+        def advance(count):
+            nonlocal done
+            done += count
+            if done >= after:
+                raise KeyboardInterrupt
+
+        return advance
+
+    before = loaded.model.config._attn_implementation
+    with pytest.raises(KeyboardInterrupt):
+        _run(loaded, tmp_path, batch_size=1, track=interrupt)
+    assert loaded.model.config._attn_implementation == before
+    kept = sum(len(path.read_text().splitlines()) - 1 for path in tmp_path.glob("*/*.jsonl"))
+    assert kept == after
+    assert not list(tmp_path.glob("**/results.json"))
+    last = max(tmp_path.glob("*/*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
+    last.write_bytes(last.read_bytes()[:-7])  # as if the kill had come in the middle of a line
+    left = []
+    document = _run(
+        loaded, tmp_path, batch_size=1, track=lambda what, total, found: left.append(total - found) or print
+    )
+    assert sum(left) == 12 - after + 1
+    assert document == whole[1]
+    assert _lines(tmp_path) == _lines(whole[0])
+
+
+def test_a_finished_run_is_not_run_again(loaded, whole, monkeypatch):
+    out, document = whole
+    monkeypatch.setattr(loaded.model, "generate", None)
+    monkeypatch.setattr(loaded.model, "forward", None)
+    with pytest.raises(TypeError):
+        _run(loaded, out, batch_size=1, limit=4)
+    assert _run(loaded, out, batch_size=1, limit=3) == document
+
+
+def test_samples_do_not_depend_on_the_limit(loaded, whole, tmp_path):
+    document = _run(loaded, tmp_path, chosen=COMPARED[1:], limit=1, tasks=["vt"])
+    path = next(tmp_path.glob("*/vt-512-*.jsonl"))
+    longer = next(whole[0].glob("kivi-2bit/vt-512-*.jsonl"))
+    assert path.name == longer.name
+    assert path.read_text().splitlines() == longer.read_text().splitlines()[:2]
+    assert document["methods"]["kivi-2bit"]["results"]["vt"]["512_stderr,none"] is None
+
+
+def test_a_batch_answers_as_each_prompt_alone(loaded):
+    prompts = [torch.arange(5, 5 + length).tolist() for length in (70, 40, 55)]
+    with subjects(COMPARED)[1].attach(loaded, "compressed") as attached:
+        together, _ = answer(loaded, attached, prompts, 12)
+        alone = [answer(loaded, attached, [prompt], 12)[0][0] for prompt in prompts]
+    assert together == alone
+    assert [one.tokens for one in together] == [12] * 3
+
+
+def test_answers_stop_at_the_models_stop_token(loaded, monkeypatch):
+    prompt = list(range(20, 90))
+    with subjects(COMPARED)[0].attach(loaded, "exact") as attached:
+        free = answer(loaded, attached, [prompt], 8)[0][0]
+        ids = loaded.model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, 70:].tolist()
+        stop = next(place for place in range(1, 8) if ids[place] not in ids[:place])
+        monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", ids[stop])
+        stopped = answer(loaded, attached, [prompt], 8)[0][0]
+    assert free.text == loaded.tokenizer.decode(ids, skip_special_tokens=True)
+    assert stopped.tokens == stop + 1
+    assert stopped.text == loaded.tokenizer.decode(ids[: stop + 1], skip_special_tokens=True)
+
+
+def test_nothing_compressed_is_an_error(loaded, tmp_path):
+    with pytest.raises(KvqError, match=r"perplexity-96: kivi-2bit compressed none of 96 tokens.*--seqlen"):
+        _run(loaded, tmp_path, chosen=[build("kivi", bits=2, residual=128)], tasks=["perplexity"])
+    assert not list(tmp_path.glob("**/results.json"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tasks": ["niah"]}, r"unknown task 'niah'.*ruler, perplexity, niah_single_1"),
+        ({"prefill": "exact"}, r"--prefill exact with --task perplexity measures nothing"),
+        ({"contexts": [4096]}, r"--context 4096: tiny was made for 2048 tokens"),
+        ({"seqlen": 4096}, r"--seqlen 4096: tiny was made for 2048 tokens"),
+        ({"contexts": [128]}, r"--context 128 is too short for vt"),
+        ({"dataset": "nothing"}, r"nothing"),
+        ({"haystack": "nowhere.txt"}, r"nowhere.txt"),
+        ({"templates": "mine"}, r"unknown templates 'mine'"),
+        ({"chat_template": True}, r"--chat-template: the tokenizer of tiny has none"),
+    ],
+)
+def test_wrong_settings_end_before_anything_is_written(loaded, tmp_path, changes, message):
+    with pytest.raises(UsageError, match=message):
+        _run(loaded, tmp_path, **changes)
+    assert not list(tmp_path.glob("*/*"))
+
+
+def test_a_folder_that_cannot_be_written(loaded, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KvqError, match="choose another --out"):
+        _run(loaded, tmp_path / "file")
+
+
+def test_labels_tell_subjects_apart():
+    same = [build("kivi", bits=2), build("kivi", bits=2, residual=64), build("kivi", bits=4)]
+    labels = [one.label for one in subjects(same)]
+    assert labels[2] == "kivi-4bit" and len(set(labels)) == 3 and labels[0].startswith("kivi-2bit-")
+    with pytest.raises(UsageError, match="twice"):
+        subjects([build("fp16"), build("fp16")])
+
+
+def test_several_lengths_and_the_mean_over_tasks(loaded, tmp_path):
+    document = _run(loaded, tmp_path, chosen=COMPARED[1:], tasks=["vt", "qa_1"], contexts=[512, 640], limit=1)
+    one = document["methods"]["kivi-2bit"]
+    results = one["results"]
+    for length in (512, 640):
+        scores = [results[task][f"{length},none"] for task in ("vt", "qa_1")]
+        assert results["ruler"][f"{length},none"] == sum(scores) / 2
+    assert one["group_subtasks"] == {"ruler": ["vt", "qa_1"]}
+    assert document["table"]["columns"][1:7] == [
+        "vt 512",
+        "qa_1 512",
+        "vt 640",
+        "qa_1 640",
+        "ruler mean 512",
+        "ruler mean 640",
+    ]
+    assert one["n-samples"]["qa_1"]["original"] == 500
