@@ -9,7 +9,6 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, NullFormatter
 
 
 def plot(rows: list[dict], title: str, path: Path) -> None:
@@ -32,7 +31,7 @@ def plot(rows: list[dict], title: str, path: Path) -> None:
     axes[0][0].set_ylabel("ms per decoded token (lower is better)")
     axes[1][0].set_ylabel("cache, MiB (lower is better)")
     figure.suptitle(title, fontsize=10)
-    figure.legend(loc="lower center", ncols=min(2, len(axes[0][0].lines)), fontsize=9, frameon=False)
+    figure.legend(handles=axes[0][0].lines, loc="lower center", ncols=2, fontsize=9, frameon=False)
     figure.tight_layout(rect=(0, 0.09, 1, 1))
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -40,15 +39,6 @@ def plot(rows: list[dict], title: str, path: Path) -> None:
 
 def _dress(axis: Axes, contexts: list[int]) -> None:
     axis.set_xscale("log", base=2)
-    axis.set_yscale("log")
     axis.set_xticks(contexts, [str(context) for context in contexts])
-    plain = FuncFormatter(lambda value, _: f"{value:g}")
-    axis.yaxis.set_major_formatter(plain)
-    axis.yaxis.set_minor_formatter(plain if _narrow(axis) else NullFormatter())
-    axis.grid(alpha=0.3, which="both" if _narrow(axis) else "major")
-
-
-def _narrow(axis: Axes) -> bool:
-    """Whether the range is below a decade, where a logarithmic axis would show no label."""
-    low, high = axis.get_ylim()
-    return high / low < 12
+    axis.set_ylim(bottom=0)  # so that twice as high is twice as much
+    axis.grid(alpha=0.3)
