@@ -7,12 +7,15 @@ on are left alone (Phi3, GLM). Style "none" is a layer without RoPE.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
 
 STYLES = ("half", "interleaved")
+#: Tokens that `Rotation.ahead` turns at once.
+TILE = 1024
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +24,9 @@ class Rotation:
 
     style: str
     frequencies: Tensor
+    head_dim: int
     scale: float = 1.0
+    _latest: dict = field(default_factory=dict, repr=False)
 
     @property
     def width(self) -> int:
@@ -29,25 +34,57 @@ class Rotation:
         return 2 * self.frequencies.numel()
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """(cos, sin) float32, each `[*positions.shape, width / 2]`, times the scale."""
+        """cos `[*positions.shape, head_dim]` (1 for channels that are left alone) and sin `[*positions.shape, width / 2]`,
+        float32, both times the scale."""
         angles = positions.to(self.frequencies.device).float().unsqueeze(-1) * self.frequencies
-        return angles.cos().mul_(self.scale), angles.sin().mul_(self.scale)
+        cos = angles.new_ones(*positions.shape, self.head_dim)
+        for channels in self._pair:
+            cos[..., channels] = angles.cos() * self.scale
+        return cos, angles.sin().mul_(self.scale)
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """R x of `x` `[..., tokens, head_dim]`, float32, with (cos, sin) `[tokens, width / 2]` or broadcastable."""
-        x = x.float()
+        """R x of `x` `[..., tokens, head_dim]` float32 with the `tables` of its positions."""
         if self.style == "none":
             return x
-        first, second = self._pairs()
-        out = x.clone()
-        one, two = x[..., first], x[..., second]
-        out[..., first] = one * cos - two * sin
-        out[..., second] = two * cos + one * sin
+        first, second = self._pair
+        out = x * cos
+        out[..., first].addcmul_(x[..., second], sin, value=-1)
+        out[..., second].addcmul_(x[..., first], sin)
         return out
 
-    def at(self, x: Tensor, positions: Tensor) -> Tensor:
-        """`x` `[batch, heads, tokens, head_dim]` rotated to `positions` `[tokens]`, float32."""
-        return self.rotate(x, *self.tables(positions))
+    def at(self, x: Tensor, start: int) -> Tensor:
+        """`x` `[..., tokens, head_dim]` float32 rotated to positions start, start + 1, ...."""
+        return self.rotate(x, *self.tables(torch.arange(start, start + x.shape[-2])))
+
+    # Keys of a long text are turned without a table as long as the text: R(s + i) = R(s) R(i), and q . R(s) R(i) k is
+    # the product of R(-s) q, turned `back` once, with R(i) k, turned `ahead` by the same table for every s.
+
+    def back(self, query: Tensor, starts: tuple[int, ...]) -> list[Tensor]:
+        """R(-s) query for each position s of `starts`; `query` `[..., head_dim]` float32."""
+        if self.style == "none":
+            return [query] * len(starts)
+        cos, sin = self._start_tables(starts, query.ndim)
+        return list(self.rotate(query.expand(len(starts), *query.shape), cos, sin).unbind())
+
+    def ahead(self, keys: Tensor) -> Tensor:
+        """R(i) of key i; `keys` `[..., tokens, head_dim]` float32, at most `TILE` tokens."""
+        if self.style == "none":
+            return keys
+        cos, sin = self._tile_tables
+        return self.rotate(keys, cos[: keys.shape[-2]], sin[: keys.shape[-2]])
+
+    @cached_property
+    def _tile_tables(self) -> tuple[Tensor, Tensor]:
+        return self.tables(torch.arange(TILE))
+
+    def _start_tables(self, starts: tuple[int, ...], ndim: int) -> tuple[Tensor, Tensor]:
+        """Tables of the positions -s, without the scale; kept for the other layers, which ask for the same ones."""
+        if self._latest.get("starts") != (starts, ndim):
+            cos, sin = (x.view(-1, *[1] * (ndim - 1), x.shape[-1]) for x in self.tables(-torch.tensor(starts)))
+            for channels in self._pair:
+                cos[..., channels] /= self.scale
+            self._latest.update(starts=(starts, ndim), tables=(cos, sin / self.scale))
+        return self._latest["tables"]
 
     def same(self, other: Rotation) -> bool:
         """Do both turn every key alike?"""
@@ -57,12 +94,15 @@ class Rotation:
     def agrees(self, cos: Tensor, sin: Tensor, position: int) -> bool:
         """Are (cos, sin) `[width]` the model's tables of `position`? Whether pairs lie apart or beside each other."""
         half = self.width // 2
-        own = torch.cat(self.tables(torch.tensor(position)))
+        whole, own_sin = self.tables(torch.tensor(position))
+        own = torch.cat([whole[self._pair[0]], own_sin])
         tolerance = 4 * torch.finfo(cos.dtype).eps * max(1.0, self.scale) + 1e-4
         layouts = (slice(0, half), slice(0, self.width, 2))
         return any(_near(own, torch.cat([cos[cut], sin[cut]]).to(own), tolerance) for cut in layouts)
 
-    def _pairs(self) -> tuple[slice, slice]:
+    @cached_property
+    def _pair(self) -> tuple[slice, slice]:
+        """The channels of the first and of the second number of all pairs."""
         half, width = self.width // 2, self.width
         if self.style == "half":
             return slice(0, half), slice(half, width)
@@ -77,15 +117,14 @@ def find_rotation(rotary: nn.Module | None, kind: str, before: Tensor, after: Te
     """
     tolerance = 8 * torch.finfo(after.dtype).eps * after.float().abs().max().item()
     if _near(before.float(), after, tolerance):
-        return Rotation("none", torch.zeros(0, device=after.device))
+        return Rotation("none", torch.zeros(0, device=after.device), after.shape[-1])
     found = _frequencies(rotary, kind)
     if found is None:
         return None
     frequencies, scale = found
-    positions = torch.arange(before.shape[2], device=before.device)
     for style in STYLES:
-        rotation = Rotation(style, frequencies.to(before.device), scale)
-        if rotation.width <= before.shape[-1] and _near(rotation.at(before, positions), after, tolerance):
+        rotation = Rotation(style, frequencies.to(before.device), before.shape[-1], scale)
+        if rotation.width <= rotation.head_dim and _near(rotation.at(before.float(), 0), after, tolerance):
             return rotation
     return None
 

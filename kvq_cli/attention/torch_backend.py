@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvq_cli.attention.rotary import TILE as ROTATION_TILE
 from kvq_cli.attention.rotary import Rotation
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.rows import Run
 from kvq_cli.cache.stream import Stream
+from kvq_cli.codecs.base import Codec, Packed
 
 #: Tokens that are decoded at a time for one query per row.
-DECODE_TILE = 2048
+DECODE_TILE = ROTATION_TILE
 #: Tokens and queries of a tile of scores when there are many queries.
 PREFILL_TILE = 512
 
@@ -50,29 +54,46 @@ def prefill_attention(
 
 
 def _decode(query: Tensor, layer: CompressedLayer, run: Run, scaling: float) -> Tensor:
-    keys, values = layer.key_stream, layer.value_stream
-    heads, start = keys.ring.shape[1], _first_seen(layer, run.tokens - 1)
-    q = query.float().mul_(scaling).unflatten(1, (heads, -1)).squeeze(3)  # [rows, kv_heads, group, head_dim]
-    scores = q.new_empty(*q.shape[:3], run.tokens - start)
-    turn = layer.rotation if layer.plan.keys.source == "pre_rope" else None
-    for first, last, k in _numbers(keys, run, start):
-        if turn is not None:
-            k = turn.at(k, torch.arange(first + run.offset, last + run.offset, device=k.device))
-        torch.matmul(q, k.transpose(2, 3), out=scores[..., first - start : last - start])
-    weights = scores.softmax(dim=-1)
+    heads, start = layer.key_stream.ring.shape[1], _first_seen(layer, run.tokens - 1)
+    q = (query.float() * scaling).unflatten(1, (heads, -1)).squeeze(3)  # [rows, kv_heads, group, head_dim]
+    keys = _pieces(layer.key_stream, run, start)
+    if layer.plan.keys.source == "pre_rope":
+        turn = layer.rotation
+        queries = turn.back(q, tuple(piece.first + run.offset for piece in keys))
+        scores = [one @ turn.ahead(piece.numbers()).transpose(2, 3) for one, piece in zip(queries, keys, strict=True)]
+    else:
+        scores = [q @ piece.numbers().transpose(2, 3) for piece in keys]
+    weights = torch.cat(scores, dim=-1).softmax(dim=-1)
     out = torch.zeros_like(q)
-    for first, last, v in _numbers(values, run, start):
-        out += weights[..., first - start : last - start] @ v
+    for piece in _pieces(layer.value_stream, run, start):
+        out += weights[..., piece.first - start : piece.last - start] @ piece.numbers()
     return out.to(query.dtype).view(query.shape)
 
 
-def _numbers(stream: Stream, run: Run, start: int) -> Iterator[tuple[int, int, Tensor]]:
-    """(first, last, `[rows, kv_heads, last - first, head_dim]` float32) of all tokens from `start` on."""
-    for first, last, x in stream.exact(run.rows, run.tokens, start, run.tokens):
-        yield first, last, x.float()
+class _Piece(NamedTuple):
+    """Tokens [first, last) of a run: a view in full precision, or packed ones after `cut` others."""
+
+    first: int
+    last: int
+    held: Tensor | Packed
+    codec: Codec
+    cut: int = 0
+
+    def numbers(self) -> Tensor:
+        """`[rows, kv_heads, last - first, head_dim]` float32."""
+        if isinstance(self.held, Tensor):
+            return self.held.float()
+        return self.codec.decode(self.held, torch.float32)[:, :, self.cut :]
+
+
+def _pieces(stream: Stream, run: Run, start: int) -> list[_Piece]:
+    """All tokens from `start` on, in order, none longer than `DECODE_TILE`; nothing is decoded yet."""
+    pieces = [_Piece(*piece, stream.codec) for piece in stream.exact(run.rows, run.tokens, start, run.tokens)]
     for first, last, packed in stream.packed(run.rows, run.tokens, start, run.tokens, DECODE_TILE):
         cut = max(0, start - first)
-        yield first + cut, last, stream.codec.decode(packed, torch.float32)[:, :, cut:]
+        pieces.append(_Piece(first + cut, last, packed, stream.codec, cut))
+    pieces.sort(key=attrgetter("first"))
+    return pieces
 
 
 def _first_seen(layer: CompressedLayer, query: int) -> int:
@@ -122,8 +143,7 @@ class _Side:
     def _turned(self, x: Tensor, first: int) -> Tensor:
         if self.turn is None:
             return x
-        start = first + self.run.offset
-        return self.turn.at(x, torch.arange(start, start + x.shape[2], device=x.device))
+        return self.turn.at(x, first + self.run.offset)
 
 
 def _side(stream: Stream, own: Tensor, tail: Tensor | None, run: Run, turn: Rotation | None, compressed: bool) -> _Side:
@@ -131,8 +151,7 @@ def _side(stream: Stream, own: Tensor, tail: Tensor | None, run: Run, turn: Rota
     if tail is not None:
         tail = tail.float()
         if turn is not None:
-            positions = torch.arange(start + run.offset, run.past + run.offset, device=tail.device)
-            tail = turn.at(tail, positions)
+            tail = turn.at(tail, start + run.offset)
         own = torch.cat([tail, own], dim=2)
 
     def boundary(tokens: int) -> int:
