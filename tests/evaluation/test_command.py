@@ -1,0 +1,109 @@
+"""`kvq eval` as a command: one document on stdout, one table, one line per error."""
+
+import json
+
+import pytest
+
+
+@pytest.fixture(scope="module")
+def folder(loaded, tmp_path_factory):
+    path = tmp_path_factory.mktemp("tiny")
+    loaded.model.save_pretrained(path)
+    loaded.tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def evaluate(kvq, folder):
+    def run(*arguments):
+        return kvq("eval", "--model", folder, "--templates", "reference", "--seqlen", 160, "--limit", 1, *arguments)
+
+    return run
+
+
+def test_one_method_prints_lm_evals_document(evaluate, folder, tmp_path):
+    result = evaluate("--task", "vt,perplexity", "--context", 512, "--method", "kivi", "--bits", 2, "--json")
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert set(document["results"]) == {"vt", "perplexity"}
+    assert document["config"]["method"]["bits"] == 2
+    kept = tmp_path / "results" / folder.name
+    assert json.loads((kept / "kivi-2bit" / "results.json").read_text()) == document
+    assert (kept / "comparison.json").is_file()
+    assert "kivi-2bit" in result.stderr  # the table
+
+
+def test_several_methods_print_one_table_and_a_document_each(evaluate):
+    arguments = ("--compare", "fp16,kivi-2bit,kivi", "--bits", 4, "--out", "here")
+    shown = evaluate(*arguments)
+    assert shown.exit_code == 0, shown.stderr
+    rows = [line.split()[0] for line in shown.stdout.splitlines() if line.startswith((" fp16", " kivi"))]
+    assert rows == ["fp16", "kivi-2bit", "kivi-4bit"]
+    document = json.loads(evaluate(*arguments, "--json").stdout)
+    assert list(document["methods"]) == rows
+    kl = [document["methods"][label]["results"]["perplexity"]["kl,none"] for label in rows]
+    assert kl[1] > kl[2] > kl[0]
+
+
+def test_many_columns_stand_upright(evaluate):
+    result = evaluate("--task", "vt,fwe,qa_1,qa_2,niah_single_1,perplexity", "--context", 640, "--method", "fp16")
+    assert result.exit_code == 0, result.stderr
+    words = [line.split()[0] for line in result.stdout.splitlines() if line.strip()]
+    assert words[0] == "method" and {"vt", "qa_2", "perplexity"} <= set(words[1:])
+
+
+def test_quiet_says_nothing_beside_the_table(evaluate):
+    assert evaluate("--method", "fp16", "--quiet").stderr == ""
+
+
+def test_options_from_yaml(evaluate, tmp_path):
+    (tmp_path / "run.yaml").write_text("task: [vt]\ncontext: [512]\nmethod: kivi\nset: {residual: 32}\n")
+    result = evaluate("--config", "run.yaml", "--json")
+    assert result.exit_code == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert list(document["results"]) == ["vt"] and document["config"]["method"]["residual"] == 32
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--task", "niah"], 2, "unknown task 'niah'; valid: ruler, perplexity, niah_single_1"),
+        (["--compare", "fp16,zip"], 2, "unknown method 'zip'"),
+        (["--compare", "fp16,fp16"], 2, "twice"),
+        (["--compare", "fp16,kivi", "--method", "kivi"], 2, "drop one of the two"),
+        (["--method", "kivi", "--bits", "7"], 2, "7"),
+        (["--method", "kivi", "--prefill", "exact"], 2, "--prefill exact"),
+        (["--method", "temporalkv", "--bits", "2"], 1, "kvq calibrate --method temporalkv --model"),
+        (["--method", "fp16", "--dataset", "no-such-data"], 2, "no-such-data"),
+        (["--method", "fp16", "--seqlen", "4096"], 2, "--seqlen 4096"),
+        (["--method", "fp16", "--task", "vt", "--context", "12,x"], 2, "--context 12,x"),
+        (["--method", "fp16", "--task", "qa_1", "--context", "512", "--qa-file", "none.json"], 1, "none.json"),
+        (["--method", "fp16", "--out", "taken"], 1, "choose another --out"),
+    ],
+)
+def test_bad_input_is_one_line(fails, folder, tmp_path, arguments, code, says):
+    (tmp_path / "taken").write_text("")
+    fails("eval", "--model", folder, *arguments, code=code, says=says)
+    assert not (tmp_path / "results").exists() or not list((tmp_path / "results").rglob("*.json*"))
+
+
+def test_ctrl_c_keeps_what_is_done(kvq, folder, tmp_path, monkeypatch):
+    """Interrupted while the second sample is answered: 130, and the first one is not evaluated again."""
+    from kvq_cli.evaluation.ruler import evaluation
+
+    real, calls = evaluation.answer, []
+
+    def answer(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setattr(evaluation, "answer", answer)
+    arguments = ["eval", "--model", folder, "--task", "vt", "--context", 512, "--limit", 2, "--batch-size", 1]
+    arguments += ["--templates", "reference", "--method", "kivi", "--out", "out"]
+    result = kvq(*arguments)
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert not list((tmp_path / "out").rglob("*.json"))
+    assert kvq(*arguments).exit_code == 0
+    assert len(calls) == 3
