@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from math import sqrt
 from typing import TYPE_CHECKING, Any
@@ -29,15 +28,6 @@ class Subject:
     chosen: Method | Artifact
     identity: Mapping[str, Any]
 
-    @property
-    def compresses(self) -> bool:
-        return self.method.name != "fp16"
-
-    def attach(self, loaded: LoadedModel, prefill: str) -> AbstractContextManager[Attached]:
-        from kvq_cli.attention.attach import attach
-
-        return attach(loaded.model, self.chosen, prefill=prefill)
-
 
 class Evaluation(ABC):
     """One task at one length. Samples are numbered from 0; `count` of them are evaluated.
@@ -58,9 +48,9 @@ class Evaluation(ABC):
 
     @abstractmethod
     def run(
-        self, loaded: LoadedModel, pending: Mapping[str, Sequence[int]], subjects: Sequence[Subject]
-    ) -> Iterator[tuple[Subject, list[Record]]]:
-        """Evaluate the pending samples (by the subject's label) and yield records as they come."""
+        self, loaded: LoadedModel, attached: Mapping[str, Attached], pending: Mapping[str, Sequence[int]]
+    ) -> Iterator[tuple[str, list[Record]]]:
+        """Evaluate the pending samples (by label) under the methods attached (by label); yield records as they come."""
 
     @abstractmethod
     def metrics(self, records: Sequence[Record]) -> dict[str, float | None]:

@@ -9,7 +9,6 @@ by token would see (`prefill="compressed"`): an exact pass would measure nothing
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from hashlib import sha256
 from math import exp
@@ -18,10 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import LongTensor, Tensor
 
-from kvq_cli.evaluation.base import Evaluation, Record, Subject, cache_record, mean_and_error
+from kvq_cli.evaluation.base import Evaluation, Record, cache_record, mean_and_error
 from kvq_cli.evaluation.divergence import divergence
 
 if TYPE_CHECKING:
+    from kvq_cli.attention.attach import Attached
     from kvq_cli.models import LoadedModel
 
 
@@ -44,17 +44,14 @@ class PerplexityEvaluation(Evaluation):
         }
 
     def run(
-        self, loaded: LoadedModel, pending: Mapping[str, Sequence[int]], subjects: Sequence[Subject]
-    ) -> Iterator[tuple[Subject, list[Record]]]:
-        with ExitStack() as attachments:
-            # All at once, and window by window, so that the uncompressed model runs once per window for all of them and
-            # one window's logits are all that is kept.
-            attached = {one.label: attachments.enter_context(one.attach(loaded, "compressed")) for one in subjects}
-            for index in sorted(set().union(*pending.values())):
-                reference = self._logits(loaded, index)
-                for subject in subjects:
-                    if index in pending[subject.label]:
-                        yield subject, [self._window(loaded, attached[subject.label], index, reference)]
+        self, loaded: LoadedModel, attached: Mapping[str, Attached], pending: Mapping[str, Sequence[int]]
+    ) -> Iterator[tuple[str, list[Record]]]:
+        # Window by window, so that the uncompressed model runs once for all methods and one window's logits are kept.
+        for index in sorted(set().union(*pending.values())):
+            reference = self._logits(loaded, index)
+            for label, indices in pending.items():
+                if index in indices:
+                    yield label, [self._window(loaded, attached[label], index, reference)]
 
     def metrics(self, records: Sequence[Record]) -> dict[str, float | None]:
         tokens = sum(record["tokens"] for record in records)
@@ -79,7 +76,7 @@ class PerplexityEvaluation(Evaluation):
         return loaded.model(ids, use_cache=False).logits[0]
 
     @torch.inference_mode()
-    def _window(self, loaded: LoadedModel, attached, index: int, reference: Tensor) -> Record:
+    def _window(self, loaded: LoadedModel, attached: Attached, index: int, reference: Tensor) -> Record:
         ids = self._windows[index : index + 1].to(loaded.model.device)
         cache = attached.new_cache()
         logits = loaded.model(ids, past_key_values=cache, use_cache=True).logits[0]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq_cli import __version__
 from kvq_cli.artifact.fingerprint import fingerprint
+from kvq_cli.attention.attach import Attached, attach
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.base import Evaluation, Record, Subject
 from kvq_cli.evaluation.results import SampleLog, check_writable, write_json
@@ -41,13 +42,20 @@ def evaluate(
     model = {"name": loaded.name, "revision": loaded.revision, "fingerprint": fingerprint(loaded.model).to_dict()}
     model["dtype"] = str(loaded.model.dtype).removeprefix("torch.")
     todo = evaluations(settings, loaded)
-    logs: dict[tuple[str, str], SampleLog] = {}
-    for evaluation in todo:
-        for subject in subjects:
-            key = {"kvq": __version__, "model": model, **subject.identity, **evaluation.config}
-            logs[subject.label, evaluation.name] = SampleLog(out / subject.label, evaluation.name, key, fresh)
-    for evaluation in todo:
-        _run(loaded, evaluation, subjects, {one.label: logs[one.label, evaluation.name] for one in subjects}, track)
+    with ExitStack() as attachments:
+        # All at once: a forward pass is compressed by the method whose cache it is given. What does not go with the
+        # model shows here, before anything is written.
+        attached = {
+            one.label: attachments.enter_context(attach(loaded.model, one.chosen, prefill=settings.prefill))
+            for one in subjects
+        }
+        logs = {}
+        for evaluation in todo:
+            for subject in subjects:
+                key = {"kvq": __version__, "model": model, **subject.identity, **evaluation.config}
+                logs[subject.label, evaluation.name] = SampleLog(out / subject.label, evaluation.name, key, fresh)
+        for evaluation in todo:
+            _run(loaded, evaluation, attached, {label: logs[label, evaluation.name] for label in attached}, track)
     found = {
         subject.label: {one.name: _records(one, logs[subject.label, one.name]) for one in todo} for subject in subjects
     }
@@ -61,27 +69,26 @@ def evaluate(
 def _run(
     loaded: LoadedModel,
     evaluation: Evaluation,
-    subjects: Sequence[Subject],
+    attached: Mapping[str, Attached],
     logs: Mapping[str, SampleLog],
     track: Tracker,
 ) -> None:
     """Evaluate what the logs lack."""
     pending = {label: [i for i in range(evaluation.count) if i not in log.records] for label, log in logs.items()}
-    total, left = evaluation.count * len(subjects), sum(map(len, pending.values()))
+    total, left = evaluation.count * len(attached), sum(map(len, pending.values()))
     advance = track(evaluation.name, total, total - left)
-    # Closed at once when interrupted, so that the model is detached before anybody else sees it.
-    with closing(evaluation.run(loaded, pending, subjects)) as results:
-        for subject, records in results:
-            _check_compressed(evaluation, subject, records)
-            logs[subject.label].append(records)
-            advance(len(records))
+    for label, records in evaluation.run(loaded, attached, pending):
+        if attached[label].method.name != "fp16":
+            _check_compressed(evaluation, label, records)
+        logs[label].append(records)
+        advance(len(records))
 
 
-def _check_compressed(evaluation: Evaluation, subject: Subject, records: Sequence[Record]) -> None:
+def _check_compressed(evaluation: Evaluation, label: str, records: Sequence[Record]) -> None:
     """An evaluation in which nothing was compressed says nothing about compression."""
-    if subject.compresses and not any(record["cache"]["compressed"] for record in records):
+    if not any(record["cache"]["compressed"] for record in records):
         raise KvqError(
-            f"{evaluation.name}: {subject.label} compressed none of {records[0]['cache']['tokens']:.0f} tokens: all lie"
+            f"{evaluation.name}: {label} compressed none of {records[0]['cache']['tokens']:.0f} tokens: all lie"
             f" within the windows that it keeps in full precision; use a longer --context or --seqlen, or --set"
         )
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from kvq_cli.attention.attach import attach
 from kvq_cli.data.texts import token_windows
 from kvq_cli.evaluation.compare import subjects
 from kvq_cli.evaluation.perplexity import PerplexityEvaluation
@@ -23,11 +24,12 @@ def windows(tokenizer):
 @pytest.fixture(scope="module")
 def records(loaded, windows):
     """Records of three windows, by the method's label."""
-    compared = subjects([build("fp16"), *(build("kivi", bits=bits, residual=32) for bits in (2, 4))])
     evaluation = PerplexityEvaluation(windows, "test", limit=3)
-    found = {one.label: [] for one in compared}
-    for subject, some in evaluation.run(loaded, {label: [0, 1, 2] for label in found}, compared):
-        found[subject.label] += some
+    found = {}
+    for method in (build("fp16"), build("kivi", bits=2, residual=32), build("kivi", bits=4, residual=32)):
+        label = subjects([method])[0].label
+        with attach(loaded.model, method, prefill="compressed") as attached:
+            found[label] = [one for _, some in evaluation.run(loaded, {"": attached}, {"": [0, 1, 2]}) for one in some]
     return found
 
 
@@ -60,8 +62,7 @@ def test_fewer_bits_diverge_more(records):
 
 def test_the_pass_sees_what_decoding_token_by_token_sees(loaded, windows, records):
     """The score of one forward pass is that of a cache that grows, and is compressed, one token at a time."""
-    subject = subjects([build("kivi", bits=2, residual=32)])[0]
-    with subject.attach(loaded, "exact") as attached, torch.inference_mode():
+    with attach(loaded.model, build("kivi", bits=2, residual=32)) as attached, torch.inference_mode():
         cache = attached.new_cache()
         steps = [loaded.model(token[None, None], past_key_values=cache).logits[0, -1] for token in windows[0]]
     logits = torch.stack(steps)

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from kvq_cli.attention.attach import attach
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.evaluation.compare import subjects
 from kvq_cli.evaluation.generation import answer
@@ -120,7 +121,7 @@ def test_samples_do_not_depend_on_the_limit(loaded, whole, tmp_path):
 
 def test_a_batch_answers_as_each_prompt_alone(loaded):
     prompts = [torch.arange(5, 5 + length).tolist() for length in (70, 40, 55)]
-    with subjects(COMPARED)[1].attach(loaded, "compressed") as attached:
+    with attach(loaded.model, COMPARED[1], prefill="compressed") as attached:
         together, _ = answer(loaded, attached, prompts, 12)
         alone = [answer(loaded, attached, [prompt], 12)[0][0] for prompt in prompts]
     assert together == alone
@@ -129,7 +130,7 @@ def test_a_batch_answers_as_each_prompt_alone(loaded):
 
 def test_answers_stop_at_the_models_stop_token(loaded, monkeypatch):
     prompt = list(range(20, 90))
-    with subjects(COMPARED)[0].attach(loaded, "exact") as attached:
+    with attach(loaded.model, COMPARED[0]) as attached:
         free = answer(loaded, attached, [prompt], 8)[0][0]
         ids = loaded.model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, 70:].tolist()
         stop = next(place for place in range(1, 8) if ids[place] not in ids[:place])

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvq_cli.evaluation.base import Evaluation, Record, Subject, cache_record, mean_and_error
+from kvq_cli.evaluation.base import Evaluation, Record, cache_record, mean_and_error
 from kvq_cli.evaluation.generation import answer
 from kvq_cli.evaluation.ruler.families import Sources
 from kvq_cli.evaluation.ruler.samples import Samples
@@ -15,6 +15,7 @@ from kvq_cli.evaluation.ruler.tasks import RulerTask
 from kvq_cli.evaluation.ruler.templates import Templates
 
 if TYPE_CHECKING:
+    from kvq_cli.attention.attach import Attached
     from kvq_cli.models import LoadedModel
 
 SAMPLES = 500
@@ -44,7 +45,6 @@ class RulerEvaluation(Evaluation):
         self.task, self.length = task.name, context
         self._task = task
         self._samples = Samples(task, context, loaded.tokenizer, templates, sources, seed, chat)
-        self._prefill = prefill
         self._save_prompts = save_prompts
         self.available = self._samples.count
         self.count = min(limit or SAMPLES, self.available or limit or SAMPLES)
@@ -66,17 +66,13 @@ class RulerEvaluation(Evaluation):
         }
 
     def run(
-        self, loaded: LoadedModel, pending: Mapping[str, Sequence[int]], subjects: Sequence[Subject]
-    ) -> Iterator[tuple[Subject, list[Record]]]:
-        for subject in subjects:
-            indices = list(pending[subject.label])
-            if not indices:
-                continue
-            with subject.attach(loaded, self._prefill) as attached:
-                for start in range(0, len(indices), self.batch_size):
-                    yield subject, self._batch(loaded, attached, indices[start : start + self.batch_size])
+        self, loaded: LoadedModel, attached: Mapping[str, Attached], pending: Mapping[str, Sequence[int]]
+    ) -> Iterator[tuple[str, list[Record]]]:
+        for label, indices in pending.items():
+            for start in range(0, len(indices), self.batch_size):
+                yield label, self._batch(loaded, attached[label], indices[start : start + self.batch_size])
 
-    def _batch(self, loaded: LoadedModel, attached, indices: Sequence[int]) -> list[Record]:
+    def _batch(self, loaded: LoadedModel, attached: Attached, indices: Sequence[int]) -> list[Record]:
         samples = [self._samples[index] for index in indices]
         answers, report = answer(loaded, attached, [sample.ids for sample in samples], self._task.budget)
         cache = cache_record(report, len(samples))
