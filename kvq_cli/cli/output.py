@@ -72,7 +72,7 @@ class Output:
         return Console(file=file, highlight=False, width=None if file.isatty() else 240)
 
     def progress(self) -> Progress:
-        """A progress bar on stderr with time left, hidden by --quiet: `with out.progress() as p: p.add_task(...)`."""
+        """Progress bars with time left: `with out.progress() as p: p.add_task(...)`. Only on a terminal, not with --quiet."""
         from rich import progress
 
         columns = (
@@ -83,7 +83,8 @@ class Output:
             progress.TextColumn("left"),
             progress.TimeRemainingColumn(),
         )
-        return progress.Progress(*columns, console=self.console(), disable=self.quiet, redirect_stdout=False)
+        hidden = self.quiet or not sys.stderr.isatty()
+        return progress.Progress(*columns, console=self.console(), disable=hidden, redirect_stdout=False)
 
 
 def human_bytes(count: float) -> str:

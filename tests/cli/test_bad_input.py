@@ -1,0 +1,177 @@
+"""Bad input of every kind ends in exit code 1 or 2 and one line that says what to change; nothing is half-written."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from kvq_cli.artifact import fingerprint, save_artifact
+from kvq_cli.methods.registry import build, to_config
+from kvq_cli.reference import model_path
+
+COMMANDS = {
+    "generate": ["generate", "what the prompt says", "-n", 2],
+    "eval": ["eval", "--task", "perplexity", "--seqlen", 128, "--limit", 1],
+    "chat": ["chat"],
+    "bench": ["bench", "generate", "--context", 16, "--batch", 1, "--tokens", 1, "--rounds", 1],
+}
+
+
+def save_model(folder, head_dim=32, broken=False):
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=head_dim,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    model = LlamaForCausalLM(config)
+    if broken:  # only where a text has this word
+        model.model.embed_tokens.weight[tokenizer(" the", add_special_tokens=False)["input_ids"][0]] = float("nan")
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="module")
+@torch.no_grad()
+def made(tmp_path_factory):
+    """Folders: a tiny model, one with a NaN for one word, one with an odd head_dim, and an artifact of the first."""
+    root = tmp_path_factory.mktemp("made")
+    model = save_model(root / "tiny")
+    save_model(root / "broken", broken=True)
+    save_model(root / "odd", head_dim=24)
+    about = {"name": str(root / "tiny"), "fingerprint": fingerprint(model).to_dict()}
+    save_artifact(
+        root / "artifact", {"method": to_config(build("kivi")), "model": about}, {"x": torch.ones(99)}, "card"
+    )
+    return root
+
+
+@pytest.fixture
+def artifact(made, tmp_path):
+    """A copy of the artifact that a test may damage."""
+    return shutil.copytree(made / "artifact", tmp_path / "artifact")
+
+
+def test_the_artifact_works_before_it_is_damaged(kvq, made, artifact):
+    result = kvq("generate", "a prompt", "-n", 2, "--model", made / "tiny", "--artifact", artifact, "--json")
+    assert json.loads(result.stdout)["method"]["artifact"] == str(artifact)
+
+
+@pytest.mark.parametrize("command", ["generate", "eval", "chat"])
+def test_artifact_of_another_model_names_both(fails, artifact, made, command):
+    fails(*COMMANDS[command], "--artifact", artifact, code=2, says=f"belongs to the model '{made / 'tiny'}'")
+
+
+@pytest.mark.parametrize("command", ["generate", "eval", "chat"])
+@pytest.mark.parametrize("damage", ["cut", "flipped", "newer", "edited", "no tensors", "no config"])
+def test_damaged_artifacts_are_refused_with_the_file(fails, made, artifact, command, damage):
+    tensors, config = artifact / "tensors.safetensors", artifact / "config.json"
+    document = json.loads(config.read_text())
+    if damage == "cut":
+        tensors.write_bytes(tensors.read_bytes()[:-5])
+    elif damage == "flipped":
+        data = bytearray(tensors.read_bytes())
+        data[-1] ^= 1
+        tensors.write_bytes(data)
+    elif damage == "newer":
+        config.write_text(json.dumps({**document, "format": document["format"] + 1}))
+    elif damage == "edited":
+        config.write_text(json.dumps({**document, "method": {**document["method"], "sinks": 7}}))
+    else:
+        (tensors if damage == "no tensors" else config).unlink()
+    name = tensors.name if damage in ("cut", "flipped", "no tensors") else config.name
+    flags = ["--model", made / "tiny", "--artifact", artifact]
+    fails(*COMMANDS[command], *flags, code=1, says=f"{artifact / name}")
+
+
+@pytest.mark.parametrize(("flags", "says"), [(["--method", "fp16"], "holds kivi"), (["--bits", 4], "with bits=2")])
+def test_flags_that_contradict_the_artifact(fails, artifact, flags, says):
+    fails(*COMMANDS["generate"], "--artifact", artifact, *flags, code=2, says=says)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_models_that_do_not_load(fails, tmp_path, command):
+    (tmp_path / "empty").mkdir()
+    fails(*COMMANDS[command], "--model", "empty", code=1, says="--model empty: the folder has no config.json")
+
+
+@pytest.mark.parametrize("command", ["generate", "eval"])
+def test_head_dim_that_the_method_cannot_divide(fails, made, command):
+    fails(*COMMANDS[command], "--method", "kivi", "--model", made / "odd", code=2, says="head_dim=24")
+
+
+@pytest.mark.parametrize("command", ["generate", "eval"])
+def test_nan_activations_name_the_layer(fails, made, command):
+    fails(
+        *COMMANDS[command], "--method", "kivi", "--model", made / "broken", code=1, says="layer 0: the keys contain NaN"
+    )
+
+
+def test_data_that_is_not_there(fails):
+    perplexity = ["eval", "--task", "perplexity", "--limit", 1]
+    fails(*perplexity, "--dataset", "gone.txt", code=2, says="gone.txt")
+    fails(*perplexity, "--dataset", "wikitext2", code=1, says="wikitext2")
+
+
+@pytest.mark.parametrize("command", ["eval", "bench"])
+def test_output_folders_that_cannot_be_written(fails, made, tmp_path, command):
+    (tmp_path / "file").write_text("in the way")
+    flags = ["--model", made / "tiny", "--out", "file/out", "--quiet"]
+    fails(*COMMANDS[command], *flags, code=1, says="file/out")
+    assert (tmp_path / "file").read_text() == "in the way"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
+@pytest.mark.parametrize("command", ["eval", "bench"])
+def test_output_folders_without_permission(fails, made, tmp_path, command):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    flags = ["--model", made / "tiny", "--out", "locked/out", "--quiet"]
+    fails(*COMMANDS[command], *flags, code=1, says="Permission denied")
+
+
+@pytest.mark.parametrize("command", ["eval", "bench"])
+def test_no_space_leaves_nothing_half_written(made, tmp_path, command):
+    """A limit on the size of files stands in for a full disk: writing beyond it fails in the same way."""
+    words = [str(word) for word in [*COMMANDS[command], "--model", made / "tiny", "--out", tmp_path / "out", "--quiet"]]
+    limited = (
+        "import resource, sys\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))\n"
+        "from kvq_cli.cli import main\n"
+        f"sys.argv = ['kvq', *{words!r}]\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-B", "-c", limited], capture_output=True, text=True, cwd=tmp_path)
+    errors = [line for line in done.stderr.splitlines() if "warning" not in line]
+    assert done.returncode == 1 and len(errors) == 1 and "File too large" in errors[0], done.stderr
+    left = [path for path in (tmp_path / "out").rglob("*") if path.is_file() and path.stat().st_size]
+    assert all(path.suffix == ".jsonl" for path in left), left
+
+
+@pytest.mark.parametrize("command", ["generate", "eval"])
+def test_interrupt_in_the_middle_of_the_work(kvq_process, tmp_path, command):
+    long = {"generate": ["generate", "a", "-n", 3000], "eval": ["eval", "--task", "perplexity", "--out", "out"]}
+    process = kvq_process(*long[command])
+    seen = process.stdout.read(1) if command == "generate" else None
+    if command == "eval":
+        while not (tmp_path / "out").exists() and process.poll() is None:
+            time.sleep(0.05)
+        time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, (seen, stderr)
+    assert "kvq: interrupted" in stderr and "Traceback" not in stderr
