@@ -72,7 +72,7 @@ class Output:
         return Console(file=file, highlight=False, width=None if file.isatty() else 240)
 
     def progress(self) -> Progress:
-        """Progress bars with time left: `with out.progress() as p: p.add_task(...)`. Only on a terminal, not with --quiet."""
+        """Bars with time left, on a terminal and without --quiet: `with out.progress() as p: p.add_task(...)`."""
         from rich import progress
 
         columns = (
