@@ -48,7 +48,9 @@ Artifacts = Annotated[
 Contexts = Annotated[
     str | None,
     _samples(
-        "--context", metavar="N,...", help="RULER: tokens of prompt and answer (default 4096, or the model's length)."
+        "--context",
+        metavar="N,...",
+        help="RULER: tokens of prompt and answer (default 4096; the built-in model: 1024).",
     ),
 ]
 Limit = Annotated[
@@ -59,7 +61,7 @@ Dataset = Annotated[
 ]
 Seqlen = Annotated[
     int | None,
-    _samples("--seqlen", min=2, help="Perplexity: tokens of a window (default 2048, or the model's length)."),
+    _samples("--seqlen", min=2, help="Perplexity: tokens of a window (default 2048; the built-in model: 1024)."),
 ]
 HaystackFile = Annotated[str, _samples("--haystack", metavar="FILE", help="RULER: running text to hide needles in.")]
 QaFile = Annotated[
@@ -117,8 +119,7 @@ def evaluate(
 ) -> None:
     """Score methods on RULER and perplexity with a compressed cache; run again to go on where it stopped.
 
-    Results are written as they come. --json prints lm-eval's result document; for several methods, one of them for each
-    under `methods`.
+    With --json: lm-eval's result document; of several methods, one for each under `methods`.
     """
     output = Output(as_json=as_json, quiet=quiet)
     from kvq_cli.cli.resolve import short_name
@@ -145,8 +146,12 @@ def evaluate(
     compared = subjects(_chosen(model, compare, method, bits, artifact or [], set_))
     folder = out or Path("results") / short_name(model)
     loaded = load_model(model, device, dtype)
-    with output.progress() as progress:
-        document = run(loaded, compared, settings, folder, fresh=fresh, track=_tracker(progress))
+    try:
+        with output.progress() as progress:
+            document = run(loaded, compared, settings, folder, fresh=fresh, track=_tracker(progress))
+    except KeyboardInterrupt:
+        output.note(f"finished samples are kept in {folder}: the same command goes on from there")
+        raise
     _print_table(output, **document["table"])
     output.note(f"results: {folder / 'comparison.json'}, one folder per method beside it")
     single = next(iter(document["methods"].values()))

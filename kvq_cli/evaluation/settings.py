@@ -17,13 +17,16 @@ from kvq_cli.evaluation.ruler.haystack import Haystack
 from kvq_cli.evaluation.ruler.questions import question_source
 from kvq_cli.evaluation.ruler.tasks import TASKS
 from kvq_cli.evaluation.ruler.templates import templates
+from kvq_cli.models import REFERENCE
 
 if TYPE_CHECKING:
     from kvq_cli.models import LoadedModel
 
 RULER, PERPLEXITY = "ruler", "perplexity"
 CONTEXT, SEQLEN = 4096, 2048
-"""Lengths where none is given, or the model's own where that is shorter."""
+"""Lengths of RULER and of perplexity where none is given, or the model's own where that is shorter."""
+REFERENCE_LENGTH = 1024
+"""Both lengths for the built-in model: what it was trained at."""
 SELF_WINDOWS = 16
 
 
@@ -36,12 +39,12 @@ class Settings:
     """
 
     tasks: Sequence[str]
-    contexts: Sequence[int] | None = None  # 4096, or the model's own length
+    contexts: Sequence[int] | None = None  # 4096, or the model's own length; the built-in model: 1024
     limit: int | None = None  # RULER: 500; perplexity: all windows
     seed: int = 0
     prefill: str = "compressed"
     dataset: str = "prose"
-    seqlen: int | None = None  # 2048, or the model's own length
+    seqlen: int | None = None  # 2048, or the model's own length; the built-in model: 1024
     templates: str = "auto"
     chat_template: bool = False
     haystack: str = "prose"
@@ -76,7 +79,7 @@ def _ruler(settings: Settings, loaded: LoadedModel) -> Iterator[Evaluation]:
     wording = templates(settings.templates, loaded.name)
     essay = Haystack(load_text(settings.haystack, "evaluation"), settings.haystack)
     sources = Sources(essay, question_source(settings.qa_files, settings.seed))
-    for context in settings.contexts or [min(CONTEXT, loaded.context)]:
+    for context in settings.contexts or [_default(CONTEXT, loaded)]:
         _check_length("--context", context, loaded)
         for name in settings.ruler_tasks:
             yield RulerEvaluation(
@@ -95,7 +98,7 @@ def _ruler(settings: Settings, loaded: LoadedModel) -> Iterator[Evaluation]:
 
 
 def _perplexity(settings: Settings, loaded: LoadedModel) -> Evaluation:
-    seqlen = settings.seqlen or min(SEQLEN, loaded.context)
+    seqlen = settings.seqlen or _default(SEQLEN, loaded)
     _check_length("--seqlen", seqlen, loaded)
     if seqlen < 2:
         raise UsageError(f"--seqlen {seqlen}: a window needs 2 tokens at least")
@@ -104,6 +107,10 @@ def _perplexity(settings: Settings, loaded: LoadedModel) -> Evaluation:
     else:
         windows = token_windows(loaded.tokenizer, load_text(settings.dataset, "evaluation"), seqlen)
     return PerplexityEvaluation(windows, settings.dataset, settings.limit)
+
+
+def _default(length: int, loaded: LoadedModel) -> int:
+    return min(REFERENCE_LENGTH if loaded.name == REFERENCE else length, loaded.context)
 
 
 def _check_length(flag: str, length: int, loaded: LoadedModel) -> None:

@@ -104,6 +104,7 @@ def test_ctrl_c_keeps_what_is_done(kvq, folder, tmp_path, monkeypatch):
     arguments += ["--templates", "reference", "--method", "kivi", "--out", "out"]
     result = kvq(*arguments)
     assert (result.exit_code, result.stdout) == (130, "")
+    assert "finished samples are kept in out" in result.stderr
     assert not list((tmp_path / "out").rglob("*.json"))
     assert kvq(*arguments).exit_code == 0
     assert len(calls) == 3

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from kvq_cli.errors import UsageError
 from kvq_cli.evaluation.ruler.content import Chain, CodedWords, CommonWords, Needles, Passages, Prompt
+from kvq_cli.models import REFERENCE
 from kvq_cli.reference import prompts
 
 
@@ -125,7 +126,7 @@ class Reference:
 def templates(name: str, model: str) -> Templates:
     """`standard`, `reference`, or `auto`: the built-in model's own prompts for it, RULER's for every other."""
     if name == "auto":
-        return Reference() if model == "reference" else Standard()
+        return Reference() if model == REFERENCE else Standard()
     for known in (Standard, Reference):
         if name == known.name:
             return known()
