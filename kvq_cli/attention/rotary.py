@@ -34,7 +34,7 @@ class Rotation:
         return 2 * self.frequencies.numel()
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos `[*positions.shape, head_dim]` (1 for channels that are left alone) and sin `[*positions.shape, width / 2]`,
+        """cos `[*positions.shape, head_dim]`, 1 for channels that are left alone, sin `[*positions.shape, width / 2]`,
         float32, both times the scale."""
         angles = positions.to(self.frequencies.device).float().unsqueeze(-1) * self.frequencies
         cos = angles.new_ones(*positions.shape, self.head_dim)

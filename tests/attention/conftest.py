@@ -1,0 +1,89 @@
+"""Tiny random models of many families, and methods that need no artifact."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+import transformers
+
+from kvq_cli.codecs.codebook import CodebookCodec
+from kvq_cli.codecs.identity import IdentityCodec
+from kvq_cli.methods.base import LayerPlan, Method, StreamPlan
+from kvq_cli.methods.window import Window
+
+_NAMES = {"gemma3": "Gemma3", "gemma2": "Gemma2", "gptoss": "GptOss", "smollm3": "SmolLM3", "llama4": "Llama4"}
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Callable[..., transformers.PreTrainedModel]:
+    """`tiny("qwen3", sliding_window=9)`: a random model of 3 layers, 4 query heads, 2 kv heads, 97 words."""
+
+    def make(family: str, **options) -> transformers.PreTrainedModel:
+        torch.manual_seed(0)
+        name = _NAMES.get(family, family.capitalize())
+        text = f"{name}Text" if family in ("gemma3", "llama4") else name
+        sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
+        special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
+        dim = {} if family in ("qwen2", "phi3", "olmo2") else {"head_dim": 16}
+        config = getattr(transformers, f"{text}Config")(**{**sizes, **heads, **special, **dim, **options})
+        model = getattr(transformers, f"{name}ForCausalLM")(config).eval().requires_grad_(False)
+        for parameter in model.parameters():  # the library's own start is so flat that all attention is alike
+            if parameter.ndim > 1:
+                parameter.normal_(std=1.5 * parameter.shape[1] ** -0.5)
+        return model
+
+    return make
+
+
+@dataclass(frozen=True)
+class Probe(Method):
+    """Any codec and window, for any source of keys: what a test wants to see in the cache."""
+
+    name = "probe"
+    paper = summary = ""
+    source: str = "pre_rope"
+    codec: str = "codebook"
+    window: Window = Window(4, 0, 4)
+    value_window: Window | None = None
+
+    def __post_init__(self) -> None:
+        pass
+
+    @property
+    def nominal_bits(self) -> float:
+        return 2.0
+
+    def plan(self, layer, shape, tensors) -> LayerPlan:
+        codec = IdentityCodec() if self.codec == "identity" else self._codebook(shape, layer)
+        values = self.value_window or self.window
+        return LayerPlan(StreamPlan(self.source, codec, self.window), StreamPlan("value", codec, values))
+
+    def _codebook(self, shape, layer: int) -> CodebookCodec:
+        noise = torch.Generator().manual_seed(layer)
+        size = 4
+        centroids = torch.randn(shape.kv_heads, shape.head_dim // size, 256, size, generator=noise)
+        return CodebookCodec(centroids, (4, 1), shape.head_dim)
+
+
+@pytest.fixture(scope="session")
+def probe() -> type[Probe]:
+    return Probe
+
+
+@pytest.fixture(scope="session")
+def prompt() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
+    """`prompt(40, pads=(7, 0))` -> random token ids and the left-padded attention mask."""
+
+    def make(columns: int, pads: tuple[int, ...] = (0,)) -> tuple[torch.Tensor, torch.Tensor]:
+        noise = torch.Generator().manual_seed(1)
+        ids = torch.randint(3, 97, (len(pads), columns), generator=noise)
+        mask = torch.ones_like(ids)
+        for row, count in enumerate(pads):
+            mask[row, :count] = 0
+        return ids * mask, mask
+
+    return make

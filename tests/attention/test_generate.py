@@ -1,0 +1,93 @@
+"""transformers' `generate` over a compressed cache: its ways to decode, and what is done to a cache between them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvq_cli.attention.attach import attach
+from kvq_cli.errors import UsageError
+from kvq_cli.methods.window import Window
+
+WAYS = {
+    "greedy": {},
+    "sampling": {"do_sample": True, "top_p": 0.9},
+    "beams": {"num_beams": 3},
+    "sampled beams": {"num_beams": 2, "do_sample": True},
+    "several": {"do_sample": True, "num_return_sequences": 3},
+    "chunked": {"prefill_chunk_size": 7},
+}
+
+
+def generate(model, ids, mask, cache=None, **options) -> torch.Tensor:
+    torch.manual_seed(5)
+    options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None, **options}
+    return model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
+
+
+@pytest.mark.parametrize("prefill", ["exact", "compressed"])
+@pytest.mark.parametrize("way", WAYS)
+def test_identity_codec_generates_as_the_model(tiny, probe, prompt, way, prefill):
+    model, (ids, mask) = tiny("llama"), prompt(20, pads=(3, 0))
+    options = {k: v for k, v in WAYS[way].items() if k != "prefill_chunk_size"}
+    own = generate(model, ids, mask, **options)
+    assert len(set(own[0, 20:].tolist())) > 4  # a text, not one word for ever
+    with attach(model, probe(codec="identity"), prefill=prefill) as kv:
+        assert torch.equal(generate(model, ids, mask, kv.new_cache(), **WAYS[way]), own)
+
+
+def test_compressed_beams_are_single_sequences(tiny, probe, prompt):
+    """After beam search reordered the cache, each beam's scores are those of its own text fed alone."""
+    model, (ids, mask) = tiny("llama"), prompt(20, pads=(0, 5))
+    with attach(model, probe(), prefill="compressed") as kv:
+        out = generate(model, ids, mask, kv.new_cache(), num_beams=3, output_scores=True, return_dict_in_generate=True)
+        for row, pads in enumerate((0, 5)):
+            text = out.sequences[row : row + 1, pads:]
+            scores = model(text, past_key_values=kv.new_cache()).logits.log_softmax(-1)[0, :-1]
+            chosen = scores.gather(1, text[0, 1:, None])[19 - pads :].sum()
+            new = text.shape[1] - (20 - pads)
+            torch.testing.assert_close(out.sequences_scores[row], chosen / new, atol=1e-4, rtol=1e-4)
+
+
+def test_generation_continues_in_the_cache(tiny, probe, prompt):
+    model, (ids, mask) = tiny("llama"), prompt(20)
+    with attach(model, probe(), prefill="compressed") as kv:
+        whole = generate(model, ids, mask, kv.new_cache(), max_new_tokens=24)
+        cache = kv.new_cache()
+        part = generate(model, ids, mask, cache, max_new_tokens=10)
+        both = generate(model, part, torch.ones_like(part), cache, max_new_tokens=14)
+    assert torch.equal(both, whole)
+
+
+def test_crop_takes_back_what_is_not_packed(tiny, probe, prompt):
+    model, (ids, _) = tiny("llama"), prompt(25)
+    with attach(model, probe(window=Window(4, 6, 4)), prefill="compressed") as kv:
+        cache, fresh = kv.new_cache(), kv.new_cache()
+        model(ids, past_key_values=cache)
+        with pytest.raises(UsageError, match="compressed already"):
+            cache.crop(-4)  # 4 sinks, 12 packed, 9 recent; of 21 tokens, 8 would be packed
+        cache.crop(-3)
+        assert cache.get_seq_length() == 22
+        again = model(ids[:, 22:], past_key_values=cache).logits
+        model(ids[:, :22], past_key_values=fresh)
+        torch.testing.assert_close(again, model(ids[:, 22:], past_key_values=fresh).logits)
+        with pytest.raises(UsageError, match="negative"):
+            cache.crop(5)
+        assert cache.get_seq_length() == 25  # a refused crop changes nothing
+        cache.crop(0)
+
+
+def test_rows_can_be_repeated_and_selected(tiny, probe, prompt):
+    model, (ids, mask) = tiny("llama"), prompt(20, pads=(0, 6))
+    word, more = torch.tensor([[5], [9]]), torch.ones(2, 1, dtype=mask.dtype)
+    with attach(model, probe(), prefill="compressed") as kv:
+        cache = kv.new_cache()
+        model(ids, attention_mask=mask, past_key_values=cache)
+        cache.batch_repeat_interleave(3)
+        assert cache.batch_size == 6
+        cache.batch_select_indices(torch.tensor([4, 0]))
+        swapped = model(word.flip(0), attention_mask=torch.cat([mask, more], 1).flip(0), past_key_values=cache).logits
+        cache.reset()
+        model(ids, attention_mask=mask, past_key_values=cache)
+        straight = model(word, attention_mask=torch.cat([mask, more], 1), past_key_values=cache).logits
+    torch.testing.assert_close(swapped.flip(0), straight)

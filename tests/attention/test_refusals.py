@@ -1,0 +1,123 @@
+"""What is not computed exactly is refused in one clear line, never computed wrongly."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AttentionInterface, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from kvq_cli.attention.attach import attach
+from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.methods.registry import build
+
+
+def refused(model, method, says: str, **options) -> None:
+    before = model.config._attn_implementation
+    with pytest.raises(UsageError, match=says), attach(model, method, **options):
+        pass
+    assert model.config._attn_implementation == before
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize(
+    "family, options, says",
+    [
+        ("gptoss", {}, "s_aux"),
+        ("gemma2", {}, "softcap"),
+        ("gemma3", {"use_bidirectional_attention": True}, "not causal"),
+        ("llama4", {"attention_chunk_size": 8}, "chunked_attention"),
+    ],
+)
+def test_attention_of_another_kind(tiny, probe, family, options, says):
+    refused(tiny(family, **options), probe(), says)
+
+
+def test_training_mode_with_dropout(tiny, probe):
+    refused(tiny("llama", attention_dropout=0.1).train(), probe(), "eval")
+
+
+def test_wrong_arguments(tiny, probe):
+    model = tiny("llama")
+    refused(model, probe(), "prefill 'fast'; valid: exact, compressed", prefill="fast")
+    refused(model, probe(), "backend 'cuda'; valid: auto, torch", backend="cuda")
+    refused(model, build("temporalkv"), "calibrate")
+    refused(model, build("kivi", group=5, residual=5), "head_dim")
+
+
+def test_rotation_that_changes_with_the_length(tiny, probe, prompt):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+    model, (ids, _) = tiny("llama", rope_parameters=rope, max_position_embeddings=16), prompt(15)
+    with attach(model, probe()) as kv:
+        model(ids, past_key_values=kv.new_cache())
+        cache = kv.new_cache()
+        with pytest.raises(UsageError, match="RoPE changes"):
+            for token in range(15 * 3):
+                model(ids[:, token % 15 : token % 15 + 1], past_key_values=cache)
+    with attach(model, probe(source="post_rope")) as kv:
+        cache = kv.new_cache()
+        for token in range(15 * 3):
+            model(ids[:, token % 15 : token % 15 + 1], past_key_values=cache)
+
+
+def test_prompts(tiny, probe, prompt):
+    model, (ids, mask) = tiny("llama", max_position_embeddings=32), prompt(33)
+    with attach(model, probe()) as kv:
+        with pytest.raises(UsageError, match="33 tokens, the model's context is 32"):
+            model(ids, past_key_values=kv.new_cache())
+        with pytest.raises(UsageError, match="empty"):
+            model(ids[:, :0], past_key_values=kv.new_cache())
+        with pytest.raises(UsageError, match="left"):
+            model(ids[:, :20], attention_mask=mask[:, :20].flip(1) * (ids[:, :20] > 30), past_key_values=kv.new_cache())
+        with pytest.raises(UsageError, match="2-D|shape"):
+            square = torch.ones(1, 1, 20, 20, dtype=torch.bool).tril()
+            model(ids[:, :20], attention_mask=square, past_key_values=kv.new_cache())
+
+
+@pytest.mark.parametrize("columns", [20, 1])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("which", ["k_proj", "v_proj"])
+def test_numbers_that_are_not_finite(tiny, probe, prompt, columns, value, which):
+    model, (ids, _) = tiny("llama"), prompt(20)
+    with attach(model, probe()) as kv:
+        cache = kv.new_cache()
+        model(ids, past_key_values=cache)
+        getattr(model.model.layers[1].self_attn, which).weight[5, 3] = value
+        with pytest.raises(KvqError, match="layer 1: the (keys|values) contain NaN or infinity"):
+            model(ids[:, :columns], past_key_values=cache)
+        with pytest.raises(KvqError, match="half updated"):
+            model(ids[:, :1], past_key_values=cache)
+
+
+def test_cache_outside_of_its_attach(tiny, probe, prompt):
+    model, (ids, _) = tiny("llama"), prompt(10)
+    with attach(model, probe()) as kv:
+        cache = kv.new_cache()
+        model(ids, past_key_values=cache)
+    with pytest.raises(KvqError, match="inside the attach"):
+        model(ids[:, :1], past_key_values=cache)
+    with attach(model, probe()), pytest.raises(KvqError, match="inside the attach"):
+        model(ids[:, :1], past_key_values=cache)
+
+
+def test_attention_taken_over_by_another(tiny, probe, prompt):
+    """Another attention function set inside the block would see the new tokens alone."""
+    AttentionInterface.register("other", sdpa_attention_forward)
+    model, (ids, _) = tiny("llama"), prompt(10)
+    with attach(model, probe()) as kv:
+        cache = kv.new_cache()
+        model(ids, past_key_values=cache)
+        model.set_attn_implementation("other")
+        with pytest.raises(KvqError, match="did not compute its attention with kvq"):
+            model(ids[:, :1], past_key_values=cache)
+        model.set_attn_implementation("kvq")
+        assert model(ids, past_key_values=DynamicCache(config=model.config)).logits.isfinite().all()
+
+
+def test_offloading(tiny, probe, prompt):
+    model, (ids, _) = tiny("llama"), prompt(10)
+    with attach(model, probe()) as kv:
+        cache = kv.new_cache()
+        model(ids, past_key_values=cache)
+        with pytest.raises(UsageError, match="offloaded"):
+            cache.offload(0)

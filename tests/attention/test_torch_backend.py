@@ -1,0 +1,177 @@
+"""Attention over a compressed layer against a loop over queries and tokens that knows nothing of tiles and runs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvq_cli.attention import torch_backend
+from kvq_cli.attention.rotary import Rotation
+from kvq_cli.cache.layer import CompressedLayer
+from kvq_cli.cache.rows import Rows
+from kvq_cli.codecs.identity import IdentityCodec
+from kvq_cli.codecs.uniform import UniformCodec
+from kvq_cli.methods.base import LayerPlan, StreamPlan
+from kvq_cli.methods.window import Window
+
+HEADS, GROUP, DIM = 2, 3, 16
+SCALING = 0.3
+
+
+def rotation(style: str, width: int = 8, scale: float = 1.25) -> Rotation:
+    return Rotation(style, 0.7 ** torch.arange(width // 2), DIM, scale)
+
+
+def turned(turn: Rotation, x: torch.Tensor, position: int) -> torch.Tensor:
+    """R(position) x of `[..., dim]`, pair by pair, from the definition."""
+    out = x.clone().double()
+    for pair, frequency in enumerate(turn.frequencies.tolist()):
+        i, j = (pair, pair + turn.width // 2) if turn.style == "half" else (2 * pair, 2 * pair + 1)
+        if turn.style == "none":
+            break
+        angle = torch.tensor(position * frequency, dtype=torch.float64)
+        a, b = x[..., i].double(), x[..., j].double()
+        out[..., i] = turn.scale * (a * angle.cos() - b * angle.sin())
+        out[..., j] = turn.scale * (b * angle.cos() + a * angle.sin())
+    return out
+
+
+def seen(stream, x: torch.Tensor, known: int) -> torch.Tensor:
+    """Numbers of tokens [0, known) of `x` `[heads, tokens, dim]` as they look when a row holds `known` tokens."""
+    window, out = stream.window, x[:, :known].clone()
+    count = window.packed(known)
+    if count:
+        part = slice(window.sinks, window.sinks + count)
+        packed = stream.codec.encode(x[None, :, part])
+        out[:, part] = stream.codec.decode(packed, x.dtype)[0]
+    return out
+
+
+def simulate(layer, turn, q, k, v, starts: list[int], exact: bool) -> torch.Tensor:
+    """The outputs `[query_heads, tokens, dim]` of one row fed in passes that begin at `starts`, float64."""
+    tokens, out = k.shape[1], torch.zeros_like(q, dtype=torch.float64)
+    for t in range(tokens):
+        begin = max(s for s in starts if s <= t)
+        single = t + 1 in [*starts, tokens] and begin == t
+        known = begin if exact and not (single and begin) else t + 1
+        first = 0 if layer.sliding_window is None else max(0, t + 1 - layer.sliding_window)
+        keys, values = (
+            torch.cat([seen(s, x, known), x[:, known : t + 1]], dim=1)
+            for s, x in ((layer.key_stream, k), (layer.value_stream, v))
+        )
+        rotated = torch.stack([turned(turn, keys[:, i], i) for i in range(t + 1)], dim=1)
+        query = turned(turn, q[:, t], t)
+        for head in range(q.shape[0]):
+            scores = SCALING * rotated[head // GROUP, first:] @ query[head]
+            out[head, t] = scores.softmax(-1) @ values[head // GROUP, first:].double()
+    return out
+
+
+def run(layer, turn, q, k, v, starts, exact, mask=None) -> torch.Tensor:
+    """The same by the backend, for a batch `[batch, heads, columns, dim]`."""
+    rows, outs, columns = Rows(), [], k.shape[2]
+    pre = layer.plan.keys.source == "pre_rope"
+    pads = [0] * k.shape[0] if mask is None else (mask == 0).sum(1).tolist()
+
+    def rotate(x: torch.Tensor, begin: int) -> torch.Tensor:
+        rows = [turn.at(x[b : b + 1], begin - n) if turn.style != "none" else x[b : b + 1] for b, n in enumerate(pads)]
+        return torch.cat(rows)
+
+    for begin, end in zip(starts, [*starts[1:], columns], strict=True):
+        positions = None if mask is None else mask[:, :end].cumsum(1)[:, begin:] - 1
+        if positions is not None:
+            positions = positions.clamp(min=0)
+        forward = rows.begin(begin, end - begin, k.shape[0], None if mask is None else mask[:, :end], positions)
+        key, value, query = (x[:, :, begin:end] for x in (k, v, q))
+        layer.begin(forward)
+        layer.tap(key)
+        post = rotate(key, begin)
+        layer.update(post if pre else key, value)
+        query = rotate(query, begin)
+        if forward.columns == 1 and not (exact and begin == 0):
+            outs.append(torch_backend.decode_attention(query, layer, SCALING))
+        else:
+            own = post if pre else key
+            outs.append(torch_backend.prefill_attention(query, own, value, layer, SCALING, not exact))
+    return torch.cat(outs, dim=2)
+
+
+def make(source, key_window, value_window, sliding=None, style="half", codec="uniform") -> tuple:
+    turn = rotation(style if source == "pre_rope" else "none")
+    keys, values = (
+        (IdentityCodec(), IdentityCodec())
+        if codec == "identity"
+        else (UniformCodec(2, "channel", 4, DIM), UniformCodec(2, "token", 4, DIM))
+    )
+    plan = LayerPlan(StreamPlan(source, keys, key_window), StreamPlan("value", values, value_window))
+    return CompressedLayer(0, plan, turn, sliding), turn
+
+
+def numbers(*shape: int, seed: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+windows = st.builds(lambda s, r, f: (s, r, f), st.integers(0, 7), st.integers(0, 12), st.integers(1, 3))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("source", ["post_rope", "pre_rope"])
+@settings(max_examples=15)
+@given(
+    keys=windows,
+    values=windows,
+    chunks=st.lists(st.integers(1, 25), min_size=1, max_size=4),
+    sliding=st.sampled_from([None, 1, 6]),
+    style=st.sampled_from(["half", "interleaved", "none"]),
+)
+def test_backend_is_the_definition(exact, source, keys, values, chunks, sliding, style):
+    windows = Window(keys[0], keys[1], 4 * keys[2]), Window(*values)
+    layer, turn = make(source, *windows, sliding, style)
+    tokens, starts = sum(chunks), [sum(chunks[:i]) for i in range(len(chunks))]
+    q, k, v = (numbers(1, h, tokens, DIM, seed=i) for i, h in enumerate((HEADS * GROUP, HEADS, HEADS)))
+    expected = simulate(layer, turn, q[0], k[0], v[0], starts, exact)
+    actual = run(layer, turn, q, k, v, starts, exact)
+    torch.testing.assert_close(actual[0].double(), expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("chunk", [1, 7, 31])
+def test_left_padded_batch_is_single_rows(exact, chunk):
+    pads, columns = [9, 0, 0, 17], 31
+    mask = torch.tensor([[0] * n + [1] * (columns - n) for n in pads])
+    q, k, v = (numbers(4, h, columns, DIM, seed=i) for i, h in enumerate((HEADS * GROUP, HEADS, HEADS)))
+    starts = list(range(0, columns, chunk))
+    layer, turn = make("pre_rope", Window(3, 0, 4), Window(2, 5, 1))
+    batch = run(layer, turn, q, k, v, starts, exact, mask)
+    for row, count in enumerate(pads):
+        alone, turn = make("pre_rope", Window(3, 0, 4), Window(2, 5, 1))
+        own = [s - count for s in starts if s > count]
+        single = run(alone, turn, *(x[row : row + 1, :, count:] for x in (q, k, v)), [0, *own], exact)
+        torch.testing.assert_close(batch[row : row + 1, :, count:], single, atol=1e-5, rtol=1e-4)
+        assert not batch[row, :, :count].any()
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_many_tiles(exact, monkeypatch):
+    """A context of several tiles, cut anywhere, is the context in one tile."""
+    q, k, v = (numbers(1, h, 150, DIM, seed=i) for i, h in enumerate((HEADS * GROUP, HEADS, HEADS)))
+    outs = []
+    for size in (7, 1000):
+        monkeypatch.setattr(torch_backend, "PREFILL_TILE", size)
+        monkeypatch.setattr(torch_backend, "DECODE_TILE", size)
+        layer, turn = make("pre_rope", Window(3, 10, 8), Window(5, 21, 1))
+        outs.append(run(layer, turn, q, k, v, [0, 60, 130, *range(140, 150)], exact))
+    torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-4)
+
+
+def test_identity_codec_is_plain_attention():
+    layer, turn = make("pre_rope", Window(2, 3, 4), Window(1, 0, 2), codec="identity")
+    q, k, v = (numbers(2, h, 40, DIM, seed=i) for i, h in enumerate((HEADS * GROUP, HEADS, HEADS)))
+    actual = run(layer, turn, q, k, v, [0, 20, *range(30, 40)], False)
+    queries, keys = turn.at(q, 0), turn.at(k, 0)
+    expected = torch.nn.functional.scaled_dot_product_attention(
+        queries, keys, v, is_causal=True, scale=SCALING, enable_gqa=True
+    )
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-4)
