@@ -105,8 +105,7 @@ def save_artifact(
     written, UsageError when it exists and `overwrite` is off.
     """
     folder = Path(path)
-    if folder.exists() and not overwrite:
-        raise UsageError(f"{folder} exists already: choose another --out, or pass --force to replace it")
+    check_free(folder, overwrite=overwrite)
     tensors = {name: tensors[name].detach().to("cpu").contiguous() for name in sorted(tensors)}
     data = safetensors.torch.save(tensors)
     config = {"format": FORMAT, **config}
@@ -117,6 +116,16 @@ def save_artifact(
         write_synced(partial / CARD_FILE, card.encode())
         write_synced(partial / CONFIG_FILE, (json.dumps(config, indent=1) + "\n").encode())
     return Artifact(config, tensors, folder)
+
+
+def check_free(folder: Path, *, overwrite: bool) -> None:
+    """Raise UsageError unless an artifact may be written at `folder`: nothing is there, or one that may be replaced."""
+    if not folder.exists():
+        return
+    if not overwrite:
+        raise UsageError(f"{folder} exists already: choose another --out, or pass --force to replace it")
+    if not folder.is_dir() or (any(folder.iterdir()) and not (folder / CONFIG_FILE).is_file()):
+        raise UsageError(f"{folder} is no artifact and will not be replaced: choose another --out")
 
 
 def write_synced(path: Path, data: bytes) -> None:

@@ -1,0 +1,164 @@
+"""The codebooks of one stream of one layer: cluster each candidate shape, measure it on held-out data, choose."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvq_cli.calibration.blocks import draw, to_blocks
+from kvq_cli.calibration.kmeans import nearest, weighted_kmeans
+from kvq_cli.calibration.statistics import correlation, mean_std, thresholds
+from kvq_cli.methods.base import BlockShape, CodebookSpec
+
+ERROR_MEASURE = (
+    "on held-out samples, relative to the spread around each channel's mean; fisher: squared errors weighted with "
+    "squared gradients; plain: without weights"
+)
+
+
+@dataclass(frozen=True)
+class Captured:
+    """One stream of one layer, `[samples, tokens, kv_heads, head_dim]` bfloat16.
+
+    x: activations of all samples, those with gradients first.
+    g: gradients of the first `len(g)` samples, of which the last `held_out` are held out.
+    """
+
+    x: Tensor
+    g: Tensor
+    held_out: int
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to cluster. hybrid: "layer", "head" or "off"; dtype: what centroids are stored in."""
+
+    fisher: bool
+    hybrid: str
+    points: int
+    iterations: int
+    seed: int
+    dtype: torch.dtype
+
+
+def calibrate_stream(captured: Captured, spec: CodebookSpec, recipe: Recipe) -> tuple[dict[str, Tensor], dict]:
+    """Tensors of the stream (`centroids.<shape>`, `choice`, `mean`, `std`, `lower`, `upper`) and what was measured.
+
+    Errors are measured on the held-out samples, with centroids as stored, number by number: "fisher" is
+    sum g^2 (x - x')^2 / sum g^2 (x - mean)^2, which is comparable between shapes and is what raises the loss; "plain"
+    is the same without g^2. The shape with the least "fisher" is chosen.
+    """
+    stream = _prepare(captured, spec)
+    books = [_cluster(stream, shape, spec, recipe) for shape in spec.shapes]
+    lost = [_lost(stream, shape, spec.share, book) for shape, book in zip(spec.shapes, books, strict=True)]
+    lost = torch.stack(lost)  # [shapes, 2, kv_heads]
+    choice = choose(lost[:, 0], recipe.hybrid)
+    tensors = {"choice": choice.to(torch.int8), **stream.constants}
+    for i, (shape, book) in enumerate(zip(spec.shapes, books, strict=True)):
+        if (heads := choice == i).any():
+            tensors[f"centroids.{shape.name}"] = book[heads]
+    return tensors, _measured(stream, spec.shapes, lost, choice)
+
+
+def choose(lost: Tensor, hybrid: str) -> Tensor:
+    """The index of the shape that loses least, for all heads together or for each: lost `[shapes, kv_heads]`."""
+    heads = lost.shape[1]
+    if hybrid == "head":
+        return lost.argmin(0)
+    return torch.full((heads,), int(lost.sum(1).argmin()) if hybrid == "layer" else 0)
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """One stream ready to be clustered, `[samples, tokens, kv_heads, head_dim]` float32.
+
+    u, e:     training numbers, normalized and without outliers, and the Fisher weight of each.
+    held_u:   the same of the held-out samples. held_weights: "fisher" and "plain" `[2, samples, ...]`.
+    center:   the mean, in units of u, `[kv_heads, head_dim]`.
+    """
+
+    u: Tensor
+    e: Tensor
+    held_u: Tensor
+    held_weights: Tensor
+    center: Tensor
+    constants: dict[str, Tensor]
+    correlation: float
+
+
+def _prepare(captured: Captured, spec: CodebookSpec) -> _Stream:
+    gradients = len(captured.g)
+    training = gradients - captured.held_out
+    seen = torch.cat([captured.x[:training], captured.x[gradients:]])  # statistics do not see what is held out either
+    mean, std = mean_std(seen)
+    shift, scale = torch.zeros_like(mean), torch.ones_like(std)
+    constants = {}
+    if spec.normalize:
+        shift, scale = mean, torch.where(std > 0, std, 1.0)
+        constants |= {"mean": mean, "std": std}
+    x = captured.x[:gradients].float()
+    # A squared error of u is worth scale^2 of x; outliers, which are stored exactly, are worth nothing.
+    weights = torch.stack([captured.g.float(), torch.ones_like(x)]).mul_(scale).square_()
+    if spec.outliers:
+        lower, upper = thresholds(seen, spec.outliers)
+        constants |= {"lower": lower, "upper": upper}
+        weights *= (x >= lower) & (x <= upper)
+        x = x.clamp(lower, upper)
+    u = (x - shift) / scale
+    return _Stream(
+        u=u[:training],
+        e=weights[0, :training],
+        held_u=u[training:],
+        held_weights=weights[:, training:],
+        center=(mean - shift) / scale,
+        constants=constants,
+        correlation=correlation(seen, mean, std),
+    )
+
+
+def _cluster(stream: _Stream, shape: BlockShape, spec: CodebookSpec, recipe: Recipe) -> Tensor:
+    """Codebooks `[kv_heads, head_dim / share, entries, l * c]` in the dtype that they are stored in."""
+    points = to_blocks(stream.u, shape, spec.share)
+    weights = to_blocks(stream.e, shape, spec.share).sum(-1)  # Eq. 3: a block weighs the sum of its squared gradients
+    if not recipe.fisher:
+        weights = torch.ones_like(weights)
+    points, weights = draw(points, weights, recipe.points, recipe.seed)
+    books = weighted_kmeans(points, weights, spec.entries, iterations=recipe.iterations, seed=recipe.seed)
+    return books.to(recipe.dtype).unflatten(0, (stream.u.shape[2], -1))
+
+
+def _lost(stream: _Stream, shape: BlockShape, share: int, books: Tensor) -> Tensor:
+    """Weighted squared errors of the held-out numbers, `[2 (fisher, plain), kv_heads]` float64."""
+    blocks = to_blocks(stream.held_u, shape, share)
+    centroids = books.flatten(0, 1).float()
+    _, codes = nearest(blocks, centroids)
+    squares = (blocks - centroids.gather(1, codes[..., None].expand_as(blocks))).square()
+    return torch.stack([_per_head(squares * to_blocks(w, shape, share), books.shape[0]) for w in stream.held_weights])
+
+
+def _per_head(blocks: Tensor, heads: int) -> Tensor:
+    return blocks.double().unflatten(0, (heads, -1)).sum((1, 2, 3))
+
+
+def _measured(stream: _Stream, shapes: tuple[BlockShape, ...], lost: Tensor, choice: Tensor) -> dict:
+    """The stream's entry of the artifact's `errors`, in plain numbers of six digits."""
+    spread = (stream.held_weights * (stream.held_u - stream.center).square()).double().sum((1, 2, 4))  # [2, kv_heads]
+
+    def entry(lost: Tensor) -> dict:
+        fisher, plain = (lost.sum(1) / spread.sum(1).clamp_min(1e-300)).tolist()
+        heads = (lost[0] / spread[0].clamp_min(1e-300)).tolist()
+        return {"fisher": _short(fisher), "plain": _short(plain), "fisher_per_head": [_short(h) for h in heads]}
+
+    chosen = lost[choice, :, torch.arange(len(choice))].T  # [2, kv_heads]
+    return {
+        "choice": [shapes[i].name for i in choice.tolist()],
+        "chosen": entry(chosen),
+        "shapes": {shape.name: entry(lost[i]) for i, shape in enumerate(shapes)},
+        "adjacent_token_correlation": _short(stream.correlation),
+    }
+
+
+def _short(number: float) -> float:
+    return float(f"{number:.6g}")

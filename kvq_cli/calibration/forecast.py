@@ -1,0 +1,89 @@
+"""What a calibration will take and give, before it runs: memory, disk, tensors."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from kvq_cli.calibration.settings import Settings
+from kvq_cli.methods.base import CodebookSpec, ModelShape
+from kvq_cli.models import LoadedModel, text_config
+
+
+def needs_checkpointing(loaded: LoadedModel, settings: Settings) -> bool:
+    """Whether the activations of a backward pass would take more than half of the memory that is free."""
+    return activation_bytes(loaded, settings, checkpointed=False) > _free_bytes(loaded.model.device) / 2
+
+
+def activation_bytes(loaded: LoadedModel, settings: Settings, *, checkpointed: bool) -> int:
+    """What a forward and backward pass over one sample holds beside the weights, roughly.
+
+    A layer keeps about 14 tensors of the hidden size and 4 of the MLP's size per token; checkpointed, one of them,
+    while one layer is computed again. The logits are held in the model's dtype and in float32, the gradients likewise.
+    """
+    config, number = text_config(loaded.model.config), loaded.shape.dtype.itemsize
+    mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    hidden, layer = config.hidden_size * number, (14 * config.hidden_size + 4 * mlp) * number
+    kept = loaded.shape.layers * hidden + layer if checkpointed else loaded.shape.layers * layer
+    return settings.seqlen * (kept + config.vocab_size * 2 * (number + 4))
+
+
+def clustering_bytes(settings: Settings, tokens: int, shape: ModelShape) -> int:
+    """What the clustering of one stream of one layer holds: all activations twice, and ten float32 copies of those
+    that have gradients."""
+    per_sample = tokens * shape.kv_heads * shape.head_dim
+    return per_sample * (settings.samples * 2 * 2 + settings.gradients * 4 * 10)
+
+
+def stream_tensors(spec: CodebookSpec, shape: ModelShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name to shape and dtype of one stream's tensors. All candidate shapes have codebooks of one size: the first
+    stands for whatever is chosen."""
+    heads, channels = shape.kv_heads, (shape.kv_heads, shape.head_dim)
+    first = spec.shapes[0]
+    books = (heads, shape.head_dim // spec.share, spec.entries, first.size)
+    tensors = {f"centroids.{first.name if len(spec.shapes) == 1 else '<shape>'}": (books, shape.dtype)}
+    tensors["choice"] = ((heads,), torch.int8)
+    for name in ("mean", "std") if spec.normalize else ():
+        tensors[name] = (channels, torch.float32)
+    for name in ("lower", "upper") if spec.outliers else ():
+        tensors[name] = (channels, torch.float32)
+    return tensors
+
+
+def forecast(planned) -> dict:
+    """The document of `kvq calibrate --dry-run`, for a `pipeline.Plan`."""
+    loaded, settings, shape = planned.loaded, planned.settings, planned.loaded.shape
+    streams = {"k": planned.spec.keys, "v": planned.spec.values}
+    tensors = [
+        {
+            "name": f"layers.*.{kind}.{name}",
+            "shape": list(size),
+            "dtype": str(dtype).removeprefix("torch."),
+            "bytes": shape.layers * torch.Size(size).numel() * dtype.itemsize,
+        }
+        for kind, spec in streams.items()
+        for name, (size, dtype) in stream_tensors(spec, shape).items()
+    ]
+    checkpointing = needs_checkpointing(loaded, settings)
+    weights = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
+    activations = activation_bytes(loaded, settings, checkpointed=checkpointing)
+    clustering = clustering_bytes(settings, planned.extent.tokens, shape)
+    return {
+        "request": planned.request(),
+        "tensors": tensors,
+        "artifact_bytes": sum(tensor["bytes"] for tensor in tensors),
+        "captured_bytes": planned.extent.nbytes,
+        "captured_share": planned.extent.units / planned.extent.possible,
+        "memory_bytes": weights + max(activations, clustering),
+        "gradient_checkpointing": checkpointing,
+    }
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):  # not known on this system
+        return 8 << 30

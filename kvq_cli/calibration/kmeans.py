@@ -1,0 +1,145 @@
+"""Weighted k-means for many small codebooks at once.
+
+One algorithm for every device, in batched torch: on a CPU the codebooks are dealt out to threads one by one, so that
+all work on one of them stays in a core's cache; on a GPU many go through each step together. faiss was measured
+beside it: for 8192 points of 1 to 8 dimensions and 256 centroids it needs three to six times as long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+_SEEDING_POINTS = 8  # per centroid: as many points as k-means++ looks at
+_TILE_BYTES = {"cpu": 1 << 19, "cuda": 1 << 28}  # scores held at once: a part of a core's cache, or of the memory
+
+
+def weighted_kmeans(
+    points: Tensor, weights: Tensor, entries: int, *, iterations: int = 50, tolerance: float = 1e-3, seed: int = 0
+) -> Tensor:
+    """Minimize sum_i w_i ||u_i - c_assign(i)||^2 (Eq. 3) for each codebook: k-means++ start, then Lloyd iterations.
+
+    points:  `[codebooks, points, size]` float32, at least `entries` points. weights: `[codebooks, points]`, >= 0.
+    A codebook is done after `iterations`, or when one of them lowers its error by less than the share `tolerance`.
+    Returns the centroids `[codebooks, entries, size]` float32: the same ones for the same arguments and machine.
+    """
+    if points.shape[1] < entries:
+        raise ValueError(f"{entries} centroids need as many points, not {points.shape[1]}")
+    nothing = weights.sum(-1, keepdim=True) == 0  # a codebook that nothing depends on is clustered without weights
+    weights = torch.where(nothing, torch.ones_like(weights), weights)
+    draws = torch.rand(points.shape[0], entries, generator=torch.Generator().manual_seed(seed)).to(points.device)
+
+    books = points.shape[0]
+    if points.device.type == "cpu":
+        # Seeding is many short steps: several codebooks share each. Results do not depend on how they are dealt out.
+        several = max(1, min(16, -(-books // torch.get_num_threads())))
+        starts = _on_threads(lambda a, b: plus_plus(points[a:b], weights[a:b], draws[a:b]), books, several)
+        return _on_threads(lambda a, b: lloyd(points[a:b], weights[a:b], starts[a:b], iterations, tolerance), books, 1)
+    centroids = []
+    step = max(1, _TILE_BYTES["cuda"] // (points.shape[1] * entries * 4))
+    for a in range(0, books, step):
+        part, part_weights = points[a : a + step], weights[a : a + step]
+        start = plus_plus(part, part_weights, draws[a : a + step])
+        centroids.append(lloyd(part, part_weights, start, iterations, tolerance))
+    return torch.cat(centroids)
+
+
+def plus_plus(points: Tensor, weights: Tensor, draws: Tensor) -> Tensor:
+    """k-means++: each next centroid is a point, drawn with a probability in proportion to w_i D_i^2.
+
+    Shapes as in `weighted_kmeans`; draws: `[codebooks, entries]` uniform in [0, 1), one for each centroid.
+    Looks at the first few points only: they come in random order.
+    """
+    entries = draws.shape[1]
+    points, weights = (x[:, : entries * _SEEDING_POINTS] for x in (points, weights))
+    coordinates = points.permute(2, 0, 1).contiguous()  # [size, codebooks, points]: a distance is a few plain sums
+    books = torch.arange(points.shape[0], device=points.device)
+    distance = torch.ones_like(weights)
+    chosen = []
+    for draw in draws.T:
+        mass = (distance * weights).cumsum(-1)
+        # At most the last point: also where all mass is 0, since every point is a centroid already.
+        index = torch.searchsorted(mass, draw[:, None] * mass[:, -1:], right=True).squeeze(-1)
+        index = index.clamp_(max=points.shape[1] - 1)
+        chosen.append(points[books, index])
+        new = torch.zeros_like(distance)
+        for coordinate in coordinates:
+            new += (coordinate - coordinate[books, index][:, None]).square_()
+        distance = new if len(chosen) == 1 else torch.minimum(distance, new)
+    return torch.stack(chosen, dim=1)
+
+
+def lloyd(points: Tensor, weights: Tensor, centroids: Tensor, iterations: int, tolerance: float) -> Tensor:
+    """Lloyd's iterations from given centroids. Shapes as in `weighted_kmeans`; a finished codebook stands still."""
+    weighted = torch.cat([points * weights[..., None], weights[..., None]], dim=-1)
+    norms = points.square().sum(-1)
+    before = torch.full(points.shape[:1], torch.inf, dtype=torch.float64, device=points.device)
+    active = torch.ones_like(before, dtype=torch.bool)
+    for _ in range(iterations):
+        scores, codes = nearest(points, centroids)
+        moved, error = _update(weighted, norms, scores, codes, centroids)
+        centroids = torch.where(active[:, None, None], moved, centroids)
+        active &= before - error > tolerance * error
+        before = error
+        if not active.any():
+            break
+    return centroids
+
+
+def nearest(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest centroid of each point by ||c||^2 / 2 - u.c (Eq. 4-5): scores and codes, `[codebooks, points]`.
+
+    The minimum and where it is are found in one pass: a centroid's number stands in the score's lowest bits. So two
+    centroids whose scores differ by less than 2^-15 of their size count as equally near, which clustering can afford.
+    """
+    books, count, _ = points.shape
+    entries = centroids.shape[1]
+    mask = (1 << max(1, (entries - 1).bit_length())) - 1
+    numbers = torch.arange(entries, dtype=torch.int32, device=points.device)[:, None]
+    half_norms = centroids.square().sum(-1, keepdim=True) / 2
+    best = torch.empty(books, count, device=points.device)
+    tile = max(64, _TILE_BYTES[points.device.type] // (books * entries * 4))
+    for start in range(0, count, tile):
+        part = points[:, start : start + tile].transpose(1, 2)
+        scores = torch.baddbmm(half_norms, centroids, part, alpha=-1)  # [books, entries, tile]
+        scores.view(torch.int32).bitwise_and_(~mask).bitwise_or_(numbers)
+        best[:, start : start + tile] = scores.amin(1)
+    return best, (best.view(torch.int32) & mask).long()
+
+
+def _update(weighted: Tensor, norms: Tensor, scores: Tensor, codes: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
+    """Weighted means of the clusters, and the error that is left: sum w ||u||^2 - sum_j W_j ||c_j||^2.
+
+    A centroid without weight moves to one of the points that add most to the error.
+    """
+    sums = torch.zeros(*centroids.shape[:2], weighted.shape[2], dtype=torch.float64, device=weighted.device)
+    sums.scatter_add_(1, codes[..., None].expand_as(weighted), weighted.double())
+    mass = sums[..., -1:]
+    means = sums[..., :-1] / mass.clamp_min(1e-300)
+    weights = weighted[..., -1]
+    error = (weights * norms).sum(-1, dtype=torch.float64) - (mass * means.square()).sum((1, 2))
+    moved = torch.where(mass > 0, means.float(), centroids)
+    empty = mass.squeeze(-1) <= 0
+    if most := int(empty.sum(-1).max()):
+        worst = (weights * (norms + 2 * scores)).topk(most).indices  # [books, most]
+        rank = (empty.cumsum(-1) - 1).clamp_min(0)  # the how-manieth empty one of its codebook
+        points = weighted[..., :-1] / weights[..., None].clamp_min(1e-38)
+        source = worst.gather(1, rank.clamp_max(most - 1))
+        taken = points.gather(1, source[..., None].expand_as(centroids))
+        moved = torch.where(empty[..., None], taken, moved)
+    return moved, error
+
+
+def _on_threads(task: Callable[[int, int], Tensor], count: int, step: int) -> Tensor:
+    """task(0, step), task(step, 2 step), ... joined; on as many threads as torch has, each operation on one of them."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    pool = ThreadPoolExecutor(threads)
+    try:
+        return torch.cat(list(pool.map(lambda a: task(a, min(a + step, count)), range(0, count, step))))
+    finally:
+        pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)

@@ -1,0 +1,221 @@
+"""Calibrate a method for a model: text -> captured numbers -> codebooks -> artifact, each step resumable."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor
+
+import kvq_cli
+from kvq_cli.artifact import Artifact, check_free, fingerprint, load_artifact, save_artifact
+from kvq_cli.attention.taps import iter_attention
+from kvq_cli.calibration import capture, forecast
+from kvq_cli.calibration.card import card
+from kvq_cli.calibration.codebooks import ERROR_MEASURE, Captured, Recipe, calibrate_stream
+from kvq_cli.calibration.settings import Extent, Settings, extent
+from kvq_cli.calibration.work import Work
+from kvq_cli.data.texts import SELF, load_text, self_windows, token_windows
+from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.methods.base import CalibrationSpec, Method
+from kvq_cli.methods.registry import to_config
+from kvq_cli.models import LoadedModel
+
+#: Called as progress(phase, done, total) when a phase begins and after each of its units.
+Progress = Callable[[str, int, int], None]
+_STREAMS = ("k", "v")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that is settled before the model runs."""
+
+    loaded: LoadedModel
+    method: Method
+    settings: Settings
+    spec: CalibrationSpec
+    extent: Extent
+
+    def request(self) -> dict:
+        """What makes two calibrations the same one; stands in `config.json` too."""
+        loaded = self.loaded
+        return {
+            "kvq": kvq_cli.__version__,
+            "method": to_config(self.method),
+            "model": {
+                "name": loaded.name,
+                "revision": loaded.revision,
+                "dtype": str(loaded.shape.dtype).removeprefix("torch."),
+                "fingerprint": fingerprint(loaded.model).to_dict(),
+            },
+            "calibration": self.settings.to_dict(),
+        }
+
+
+def plan(loaded: LoadedModel, method: Method, settings: Settings) -> Plan:
+    """Check what is asked for; UsageError for bits, head_dim, budgets and sizes that cannot work."""
+    spec = method.calibration(loaded.shape)
+    settings = settings.resolved(loaded)
+    unit = math.lcm(2, *(shape.tokens for stream in (spec.keys, spec.values) for shape in stream.shapes))
+    return Plan(loaded, method, settings, spec, extent(settings, spec, unit, loaded))
+
+
+def calibrate(
+    planned: Plan, out: Path, *, resume: bool = False, force: bool = False, progress: Progress = lambda *_: None
+) -> Artifact:
+    """Make the artifact `out`. What is done lies in `<out>.work` until the end.
+
+    An interruption (also a kill) leaves that folder, and `resume` goes on from it to the same bytes; a failure removes
+    it. Raises UsageError where `out` or the folder exists and neither `resume` nor `force` is given.
+    """
+    work, request = Work(out), planned.request()
+    if force:
+        work.remove()
+    elif out.exists() and resume and not work.path.exists():
+        return _finished(out, request)
+    check_free(out, overwrite=force or resume)
+    work.open(request, resume=resume, room=planned.extent.nbytes)
+    try:
+        _capture_all(planned, work, progress)
+        errors = _cluster_all(planned, work, progress)
+        artifact = _write(planned, work, out, errors, progress)
+    except (KvqError, OSError):
+        work.remove()
+        raise
+    work.remove()
+    return artifact
+
+
+def _finished(out: Path, request: dict) -> Artifact:
+    artifact = load_artifact(out)
+    different = [key for key in request if artifact.config.get(key) != request[key]]
+    if different:
+        raise UsageError(
+            f"{out} was made with another {', '.join(different)}: choose another --out, or replace it with --force"
+        )
+    return artifact
+
+
+def _capture_all(planned: Plan, work: Work, progress: Progress) -> None:
+    """Run every sample through the model; its kept numbers go to disk before the next one runs."""
+    settings, loaded, kept = planned.settings, planned.loaded, planned.extent
+    windows = _windows(planned, work, progress)
+    done = (work.read_json("captured") or {"samples": 0})["samples"]
+    progress("capture", done, settings.samples)
+    if done == settings.samples:
+        return
+    sites = iter_attention(loaded.model)
+    with capture.checkpointing(loaded.model, forecast.needs_checkpointing(loaded, settings)):
+        for sample in range(done, settings.samples):
+            tokens = _kept_tokens(kept, settings.seed, sample)
+
+            def sink(layer: int, kind: str, what: str, numbers: Tensor, sample=sample, tokens=tokens) -> None:
+                numbers = numbers[tokens.to(numbers.device)].to("cpu", torch.bfloat16).contiguous()
+                work.write_numbers(_name(layer, kind, what), sample, numbers)
+
+            gradients = sample < settings.gradients
+            capture.capture(loaded.model, sites, windows[sample], sink, gradients=gradients)
+            work.write_json("captured", {"samples": sample + 1})
+            progress("capture", sample + 1, settings.samples)
+
+
+def _windows(planned: Plan, work: Work, progress: Progress) -> Tensor:
+    """The samples, `[samples, seqlen]`; kept, since sampling from the model takes its time."""
+    progress("read text", 0, 1)
+    stored = work.read_tensors("windows")
+    if stored is None:
+        settings, loaded = planned.settings, planned.loaded
+        size, samples, seed = settings.seqlen, settings.samples, settings.seed
+        if settings.dataset == SELF:
+            windows = self_windows(loaded.model, loaded.tokenizer, size, samples, seed)
+        else:
+            text = load_text(settings.dataset, "calibration")
+            windows = token_windows(loaded.tokenizer, text, size, samples, seed)
+        stored = {"windows": windows}
+        work.write_tensors("windows", stored)
+    progress("read text", 1, 1)
+    return stored["windows"]
+
+
+def _kept_tokens(kept: Extent, seed: int, sample: int) -> Tensor:
+    """Which tokens of a sample are kept: all after the sinks, or as many whole units as the budget allows."""
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + sample)
+    units = torch.randperm(kept.possible, generator=generator)[: kept.units].sort().values
+    return (kept.skip + units[:, None] * kept.unit + torch.arange(kept.unit)).flatten()
+
+
+def _cluster_all(planned: Plan, work: Work, progress: Progress) -> list[dict]:
+    """Codebooks of every layer's keys and values; gives the measured errors, by layer."""
+    layers = planned.loaded.shape.layers
+    errors = []
+    for unit, (layer, kind) in enumerate((layer, kind) for layer in range(layers) for kind in _STREAMS):
+        progress("cluster", unit, 2 * layers)
+        name = _name(layer, kind)
+        if (measured := work.read_json(name)) is None:
+            spec = planned.spec.keys if kind == "k" else planned.spec.values
+            captured = _read_captured(planned, work, layer, kind)
+            tensors, measured = calibrate_stream(captured, spec, _recipe(planned, seed=unit))
+            work.write_tensors(name, {key: tensor.cpu() for key, tensor in tensors.items()})
+            work.write_json(name, measured)  # last: it says that both are there
+        errors.append(measured)
+    progress("cluster", 2 * layers, 2 * layers)
+    return [dict(zip(_STREAMS, errors[2 * i : 2 * i + 2], strict=True)) for i in range(layers)]
+
+
+def _read_captured(planned: Plan, work: Work, layer: int, kind: str) -> Captured:
+    settings, shape, device = planned.settings, planned.loaded.shape, planned.loaded.model.device
+    numbers = (planned.extent.tokens, shape.kv_heads, shape.head_dim)
+    x = work.read_numbers(_name(layer, kind, "x"), (settings.samples, *numbers)).to(device)
+    g = work.read_numbers(_name(layer, kind, "g"), (settings.gradients, *numbers)).to(device)
+    return Captured(x, g, settings.held_out)
+
+
+def _recipe(planned: Plan, seed: int) -> Recipe:
+    settings, spec = planned.settings, planned.spec
+    seed += settings.seed * 1_000_003
+    dtype = planned.loaded.shape.dtype
+    return Recipe(spec.fisher, spec.hybrid, settings.points, settings.iterations, seed, dtype)
+
+
+def _write(planned: Plan, work: Work, out: Path, errors: list[dict], progress: Progress) -> Artifact:
+    progress("write", 0, 1)
+    tensors = {
+        f"layers.{_name(layer, kind)}.{key}": tensor
+        for layer in range(planned.loaded.shape.layers)
+        for kind in _STREAMS
+        for key, tensor in work.read_tensors(_name(layer, kind)).items()
+    }
+    kept, settings = planned.extent, planned.settings
+    config = {
+        **planned.request(),
+        "captured": {
+            "tokens": kept.tokens * settings.samples,
+            "tokens_with_gradients": kept.tokens * settings.gradients,
+            "tokens_held_out": kept.tokens * settings.held_out,
+        },
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "sizes": sizes(tensors),
+        "errors": {"measure": ERROR_MEASURE, "layers": errors},
+    }
+    command = settings.command(planned.method, planned.loaded.name)
+    artifact = save_artifact(out, config, tensors, card(config, command), overwrite=True)
+    progress("write", 1, 1)
+    return artifact
+
+
+def sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Bytes per kind of tensor ("k.centroids", "v.mean", ...) and in total."""
+    found: dict[str, int] = {}
+    for name in sorted(tensors):
+        _, _, stream, what = name.split(".")[:4]
+        kind = f"{stream}.{what}"
+        found[kind] = found.get(kind, 0) + tensors[name].numel() * tensors[name].element_size()
+    return found | {"total": sum(found.values())}
+
+
+def _name(layer: int, kind: str, what: str | None = None) -> str:
+    return f"{layer}.{kind}" if what is None else f"{layer}.{kind}.{what}"

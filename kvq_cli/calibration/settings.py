@@ -1,0 +1,124 @@
+"""What a calibration run does: on which data, how much of it, with how much room."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import asdict, dataclass, fields, replace
+
+from kvq_cli.errors import UsageError
+from kvq_cli.methods.base import CalibrationSpec, Method
+from kvq_cli.methods.registry import to_config
+from kvq_cli.models import LoadedModel
+
+GIB = 1 << 30
+_SEQLEN = 2048
+_HELD_OUT = 5  # one in so many of the samples with gradients is held out
+_CPU_GRADIENTS = 20  # a backward pass takes a CPU a second even for a small model
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of a calibration; None stands for a default that depends on the model.
+
+    dataset:    name or file, see `data.texts`.
+    samples:    windows of text. seqlen: tokens of each; None: 2048, or the model's context if that is shorter.
+    gradients:  how many of the samples have gradients taken; codebooks are made from these, statistics from all.
+                None: all of them on a GPU, 20 on a CPU.
+    points:     blocks that a codebook is clustered from, drawn by their importance. iterations: Lloyd's, at most.
+    budget:     GiB of captured numbers on disk; where all do not fit, runs of tokens are drawn at random.
+    """
+
+    dataset: str = "prose"
+    samples: int = 64
+    seqlen: int | None = None
+    gradients: int | None = None
+    points: int = 8192
+    iterations: int = 50
+    budget: float = 4.0
+    seed: int = 0
+
+    def resolved(self, loaded: LoadedModel) -> Settings:
+        """The same with every default filled in for this model; UsageError for values that cannot work."""
+        seqlen = self.seqlen or min(_SEQLEN, loaded.context)
+        gradients = self.gradients
+        if gradients is None:
+            gradients = self.samples if loaded.model.device.type != "cpu" else min(_CPU_GRADIENTS, self.samples)
+        if seqlen > loaded.context:
+            raise UsageError(f"--seqlen {seqlen} is more than the {loaded.context} tokens of {loaded.name}'s context")
+        if not 2 <= gradients <= self.samples:
+            raise UsageError(
+                f"--gradients {gradients} must be at least 2 (some samples are held out) and at most {self.samples}, "
+                f"the number of --samples"
+            )
+        if self.points < 1 or self.iterations < 1 or self.budget <= 0:
+            raise UsageError("--points, --iterations and --budget must be above 0")
+        return replace(self, seqlen=seqlen, gradients=gradients)
+
+    @property
+    def held_out(self) -> int:
+        """Samples, the last of those with gradients, that only the errors are measured on."""
+        return max(1, self.gradients // _HELD_OUT)
+
+    def to_dict(self) -> dict:
+        return asdict(self)
+
+    def command(self, method: Method, model: str) -> str:
+        """The command that makes this artifact, as a line for the card."""
+        config = to_config(method)
+        words = ["kvq", "calibrate", "--method", config.pop("name")]
+        defaults = to_config(type(method)())
+        if "bits" in config:
+            words += ["--bits", str(config.pop("bits"))]
+        for key, value in config.items():
+            if value != defaults[key]:
+                words += ["--set", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
+        words += ["--model", model]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            words += [f"--{field.name}", f"{value:g}" if isinstance(value, float) else str(value)]
+        return shlex.join(words)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How many tokens of each sample are kept, and what that takes on disk.
+
+    skip:  first tokens of a sample that take no part. unit: adjacent tokens that are kept or left out together.
+    units: how many units of a sample are kept, of `possible`.
+    """
+
+    skip: int
+    unit: int
+    units: int
+    possible: int
+    samples: int
+    gradients: int
+    bytes_per_token: int  # keys and values of all layers, of one token, without gradients
+
+    @property
+    def tokens(self) -> int:
+        """Kept tokens of one sample."""
+        return self.units * self.unit
+
+    @property
+    def nbytes(self) -> int:
+        return (self.samples + self.gradients) * self.tokens * self.bytes_per_token
+
+
+def extent(settings: Settings, spec: CalibrationSpec, unit: int, loaded: LoadedModel) -> Extent:
+    """What is kept of each sample within `settings.budget`; UsageError where that is not enough for the codebooks."""
+    shape = loaded.shape
+    possible = max(0, settings.seqlen - spec.skip) // unit
+    per_token = shape.layers * 2 * shape.kv_heads * shape.head_dim * 2  # 16 bits each
+    affordable = int(settings.budget * GIB) // ((settings.samples + settings.gradients) * unit * per_token)
+    units = min(possible, affordable)
+    kept = Extent(spec.skip, unit, units, possible, settings.samples, settings.gradients, per_token)
+    needed = max(stream.entries for stream in (spec.keys, spec.values))
+    blocks = (settings.gradients - settings.held_out) * kept.tokens
+    if units == 0 or blocks < needed:
+        mend = "--budget" if affordable < possible else "--seqlen or --gradients"
+        raise UsageError(
+            f"{blocks} tokens with gradients are too few for codebooks of {needed} entries: raise {mend} "
+            f"(now --seqlen {settings.seqlen}, --gradients {settings.gradients}, --budget {settings.budget:g})"
+        )
+    return kept

@@ -1,0 +1,121 @@
+"""The folder in which a calibration keeps what it has done, so that it can be interrupted and resumed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from kvq_cli.artifact.format import cannot_write, write_synced
+from kvq_cli.errors import KvqError, UsageError
+
+
+class Work:
+    """`<out>.work` beside the output: what is asked for, the captured numbers, and the finished parts.
+
+    Every file is either complete or not there, except the captured numbers: of these, `progress` says how far they go.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.path = out.with_name(out.name + ".work")
+
+    def open(self, request: Mapping, *, resume: bool, room: int) -> None:
+        """Start anew, or go on where an earlier run with the same `request` stopped.
+
+        room: bytes that the run will write. Raises UsageError when unfinished work is there and `resume` is off, or
+        when it was another request's; KvqError when the folder cannot be written or the disk has no room.
+        """
+        if not self.path.exists():
+            self._create(request, room)
+        elif not resume:
+            raise UsageError(
+                f"{self.path} holds an unfinished calibration: go on with --resume, or start over with --force"
+            )
+        elif (before := self.read_json("request")) is None:
+            self.write_json("request", request)
+        elif different := [key for key in request if before.get(key) != request[key]]:
+            raise UsageError(
+                f"{self.path} was begun with another {', '.join(different)}: "
+                f"repeat those options, or start over with --force"
+            )
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def write_json(self, name: str, value: Mapping) -> None:
+        self._replace(f"{name}.json", json.dumps(value).encode())
+
+    def read_json(self, name: str) -> dict | None:
+        """What `write_json` wrote, or None."""
+        try:
+            return json.loads((self.path / f"{name}.json").read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise KvqError(f"cannot read {self.path / name}.json ({error}): start over with --force") from error
+
+    def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        self._replace(f"{name}.safetensors", safetensors.torch.save({k: v.contiguous() for k, v in tensors.items()}))
+
+    def read_tensors(self, name: str) -> dict[str, Tensor] | None:
+        """What `write_tensors` wrote, or None."""
+        try:
+            return safetensors.torch.load((self.path / f"{name}.safetensors").read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def write_numbers(self, name: str, index: int, numbers: Tensor) -> None:
+        """Put one sample's captured numbers (bfloat16, contiguous, the same count each time) at place `index`."""
+        data = numbers.view(torch.uint8).numpy()
+        with _writing(self.path), open(self.path / f"{name}.bf16", "r+b" if index else "wb") as file:
+            file.seek(index * data.nbytes)
+            file.write(data)
+
+    def read_numbers(self, name: str, shape: tuple[int, ...], start: int = 0) -> Tensor:
+        """Captured numbers of the samples `start`, ..., `start + shape[0] - 1`: bfloat16 of `shape`."""
+        size = torch.Size(shape).numel()
+        numbers = torch.empty(shape, dtype=torch.bfloat16)
+        with open(self.path / f"{name}.bf16", "rb") as file:
+            file.seek(2 * start * (size // shape[0]))
+            if file.readinto(numbers.view(torch.uint8).numpy()) != 2 * size:
+                raise KvqError(f"{self.path / name}.bf16 is shorter than it was written: start over with --force")
+        return numbers
+
+    def _create(self, request: Mapping, room: int) -> None:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.path.parent).free
+            if free < room:
+                raise KvqError(
+                    f"no space left in {self.path.parent}: {room / 1e9:.1f} GB are needed while calibrating and "
+                    f"{free / 1e9:.1f} GB are free: lower --budget, or choose another --out"
+                )
+            self.path.mkdir()
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+        self.write_json("request", request)
+
+    def _replace(self, name: str, data: bytes) -> None:
+        with _writing(self.path):
+            write_synced(self.path / f"{name}.new", data)
+            os.replace(self.path / f"{name}.new", self.path / name)
+
+
+class _writing:
+    """Turn a failed write into its one line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind, error, trace) -> None:
+        if isinstance(error, OSError):
+            raise cannot_write(self.path, error) from error

@@ -1,0 +1,132 @@
+"""`kvq calibrate`: make the artifact of a method for a model."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvq_cli.cli import options as opt
+from kvq_cli.cli.output import Output, human_bytes
+from kvq_cli.cli.resolve import artifact_folder
+
+_data = partial(typer.Option, rich_help_panel="Calibration")
+
+Out = Annotated[
+    Path | None, _data("--out", metavar="DIR", help="Where to write (default: artifacts/MODEL/METHOD-BITSbit).")
+]
+Dataset = Annotated[
+    str,
+    _data("--dataset", metavar="NAME", help="prose, pydoc, self (all offline), wikitext2, c4, ptb, or a text file."),
+]
+Samples = Annotated[int, _data("--samples", min=2, help="Windows of text.")]
+Seqlen = Annotated[int | None, _data("--seqlen", min=1, help="Tokens of each (default: 2048 or the model's context).")]
+Gradients = Annotated[
+    int | None, _data("--gradients", min=2, help="Samples with gradients (default: all; on a CPU 20).")
+]
+Points = Annotated[int, _data("--points", min=256, help="Blocks that each codebook is clustered from.")]
+Iterations = Annotated[int, _data("--iterations", min=1, help="Iterations of k-means, at most.")]
+Budget = Annotated[
+    float, _data("--budget", metavar="GIB", help="Disk for captured numbers; beyond it, a sample is kept.")
+]
+Fisher = Annotated[bool, _data("--fisher/--no-fisher", help="Weight k-means by squared gradients.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted calibration.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print tensors, bytes and expected memory, and stop.")]
+
+
+def calibrate(
+    method: opt.MethodName = "temporalkv",
+    bits: opt.Bits = None,
+    set_: opt.Set = None,
+    out: Out = None,
+    dataset: Dataset = "prose",
+    samples: Samples = 64,
+    seqlen: Seqlen = None,
+    gradients: Gradients = None,
+    points: Points = 8192,
+    iterations: Iterations = 50,
+    budget: Budget = 4.0,
+    fisher: Fisher = True,
+    resume: Resume = False,
+    force: Force = False,
+    dry_run: DryRun = False,
+    model: opt.Model = "reference",
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    seed: opt.Seed = 0,
+    config: opt.Config = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Capture keys, values and gradients of a model, cluster them, and write a method's artifact.
+
+    Ctrl-C keeps what is done: the same command with --resume goes on from there.
+    """
+    output = Output(as_json=as_json, quiet=quiet)
+    from kvq_cli.methods.registry import build
+
+    given = opt.method_options(set_) | ({} if bits is None else {"bits": bits}) | ({} if fisher else {"fisher": False})
+    built = build(method or "temporalkv", **given)
+
+    from kvq_cli.calibration import pipeline
+    from kvq_cli.calibration.forecast import forecast
+    from kvq_cli.calibration.settings import Settings
+    from kvq_cli.models import load_model
+
+    settings = Settings(dataset, samples, seqlen, gradients, points, iterations, budget, seed)
+    planned = pipeline.plan(load_model(model, device, dtype), built, settings)
+    if dry_run:
+        return _print_forecast(output, forecast(planned))
+    folder = out or artifact_folder(model, built.name, getattr(built, "bits", None))
+    try:
+        with _bars(output) as progress:
+            artifact = pipeline.calibrate(planned, folder, resume=resume, force=force, progress=progress)
+    except KeyboardInterrupt:
+        output.note("interrupted; the same command with --resume goes on from here")
+        raise
+    _print_artifact(output, artifact)
+
+
+@contextmanager
+def _bars(output: Output):
+    """One progress bar for each phase."""
+    with output.progress() as progress:
+        tasks: dict = {}
+
+        def show(phase: str, done: int, total: int) -> None:
+            if phase not in tasks:
+                tasks[phase] = progress.add_task(phase, total=total)
+            progress.update(tasks[phase], completed=done)
+
+        yield show
+
+
+def _print_forecast(output: Output, found: dict) -> None:
+    rows = [[t["name"], "x".join(map(str, t["shape"])), t["dtype"], human_bytes(t["bytes"])] for t in found["tensors"]]
+    output.table(["tensor (per layer)", "shape", "dtype", "bytes, all layers"], rows)
+    settings = found["request"]["calibration"]
+    output.text(f"artifact   {human_bytes(found['artifact_bytes'])}")
+    output.text(f"disk       {human_bytes(found['captured_bytes'])} while calibrating")
+    output.text(f"memory     about {human_bytes(found['memory_bytes'])}, the model included")
+    output.text(
+        f"data       {settings['samples']} samples of {settings['seqlen']} tokens, "
+        f"{settings['gradients']} of them with gradients; {found['captured_share']:.0%} of the tokens kept"
+    )
+    if found["gradient_checkpointing"]:
+        output.text("gradients  with checkpointing: layers run twice, to save memory")
+    output.result(found)
+
+
+def _print_artifact(output: Output, artifact) -> None:
+    config = artifact.config
+    layers = config["errors"]["layers"]
+    mean = {kind: sum(layer[kind]["chosen"]["fisher"] for layer in layers) / len(layers) for kind in ("k", "v")}
+    output.text(
+        f"{artifact.path}: {human_bytes(config['sizes']['total'])}; "
+        f"error on held-out text, Fisher-weighted: keys {mean['k']:.4f}, values {mean['v']:.4f}"
+    )
+    output.result({"artifact": str(artifact.path), "digest": artifact.digest, **config})
