@@ -15,7 +15,7 @@ class IdentityCodec(Codec):
     nominal_bits = 16.0
 
     def _encode(self, x: Tensor) -> Packed:
-        return Packed(x.shape[2], {"raw": Part(x.contiguous(), 1)})
+        return Packed(x.shape[2], {"raw": Part(x.clone(memory_format=torch.contiguous_format), 1)})
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         return packed.parts["raw"].tensor.to(dtype)
