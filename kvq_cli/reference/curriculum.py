@@ -1,0 +1,234 @@
+"""What the reference model sees at each step: a pure function of the seed and the step, so that runs can resume."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from . import tasks
+
+GOLDEN = (math.sqrt(5) - 1) / 2
+PROSE_SHARE, REPEAT_SHARE = 0.55, 0.05
+"""Shares of the rows of a mixed batch; the rest are tasks, half of them with prose as haystack."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A stretch of training. `alphabet` is set while there is nothing but random repeats."""
+
+    name: str
+    tokens: int
+    lengths: tuple[tuple[int, float], ...]
+    step_tokens: int
+    alphabet: int | None = None
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps in this phase."""
+        return max(1, self.tokens // self.step_tokens)
+
+
+def phases(tokens: int, step_tokens: int = 8192, vocabulary: int = 4096) -> list[Phase]:
+    """The whole curriculum for a budget of tokens.
+
+    Lookup by content first, on repeats alone: it forms over a small alphabet of token ids and then widens with it;
+    started at once on the whole vocabulary, or on prose and needles, it does not form at all. Then everything mixed,
+    contexts growing.
+    """
+    small = step_tokens // 2
+    found = [Phase("repeats of 64", 400 * small, ((64, 1.0),), small, 64)]
+    alphabet = 128
+    while alphabet <= vocabulary:
+        found.append(Phase(f"repeats of {alphabet}", 50 * small, ((64, 0.7), (128, 0.3)), small, alphabet))
+        alphabet *= 2
+    left = max(0, tokens - sum(phase.tokens for phase in found))
+    mixed = {
+        "mixed 256": (0.30, ((256, 1.0),)),
+        "mixed 512": (0.30, ((256, 0.3), (512, 0.7))),
+        "mixed 1024": (0.40, ((256, 0.2), (512, 0.25), (1024, 0.5), (2048, 0.05))),
+    }
+    found += [Phase(name, int(left * share), lengths, step_tokens) for name, (share, lengths) in mixed.items()]
+    return found
+
+
+@dataclass
+class Curriculum:
+    """Batches for each step. `tokens` is the prose as token ids, `encode` turns a text into ids without ``<|bos|>``."""
+
+    plan: list[Phase]
+    tokens: np.ndarray
+    encode: object
+    decode: object
+    vocabulary: int
+    seed: int = 0
+    specials: int = 3
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps of the whole plan."""
+        return sum(phase.steps for phase in self.plan)
+
+    def phase(self, step: int) -> Phase:
+        """The phase that a step belongs to."""
+        for phase in self.plan:
+            if step < phase.steps:
+                return phase
+            step -= phase.steps
+        return self.plan[-1]
+
+    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
+        """Token ids ``[rows, length + 1]``, the loss weight of each predicted token ``[rows, length]``, row names."""
+        phase = self.phase(step)
+        rng = random.Random(f"{self.seed}-{step}")
+        (length,) = rng.choices([size for size, _ in phase.lengths], [share for _, share in phase.lengths])
+        count = max(1, phase.step_tokens // length)
+        rows = [self._row(rng, phase, length, step + index / count) for index in range(count)]
+        ids, weights, names = zip(*rows, strict=True)
+        return np.stack(ids).astype(np.int64), np.stack(weights)[:, 1:], list(names)
+
+    def _row(self, rng: random.Random, phase: Phase, length: int, place: float):
+        size = length + 1
+        if phase.alphabet:
+            return *repeats(rng, size, phase.alphabet, self.vocabulary, self.specials), "repeats"
+        kind = rng.random()
+        if kind < PROSE_SHARE:
+            return *self._prose(rng, size, place), "prose"
+        if kind < PROSE_SHARE + REPEAT_SHARE:
+            if rng.random() < 0.5:
+                drawn = int(2 ** rng.uniform(6, math.log2(self.vocabulary)))
+                return *repeats(rng, size, drawn, self.vocabulary, self.specials, anew=True), "repeats"
+            return *self._repeated_prose(rng, size, place), "repeated prose"
+        return self.task_row(rng, size, place)
+
+    def _window(self, place: float, size: int) -> np.ndarray:
+        # Multiples of the golden ratio fall evenly: an epoch's windows cover the text with few overlaps and gaps.
+        start = int((place * 1000 * GOLDEN) % 1.0 * max(1, len(self.tokens) - size))
+        return np.asarray(self.tokens[start : start + size], dtype=np.int64)
+
+    def _prose(self, rng: random.Random, size: int, place: float):
+        ids = self._window(place, size).copy()
+        if rng.random() < 0.8:
+            ids[1:] = ids[:-1]
+            ids[0] = 0
+        return ids, np.ones(size, dtype=np.float32)
+
+    def _repeated_prose(self, rng: random.Random, size: int, place: float):
+        ids, weights = self._prose(rng, size, place)
+        for _ in range(rng.randint(1, 3)):
+            long = rng.randint(8, max(9, size // 6))
+            source = rng.randint(1, size // 2 - long)
+            target = rng.randint(source + long, size - long)
+            ids[target : target + long] = ids[source : source + long]
+        return ids, weights
+
+    def sentences(self, rng: random.Random, characters: int) -> list[str]:
+        """Sentences of training prose, about so many characters of them."""
+        if characters < 40:
+            return []
+        text = self.decode(self._window(rng.random(), characters // 2).tolist()).replace("\n", " ")
+        found, size = [], 0
+        for sentence in text.split(". ")[1:-1]:
+            found.append(sentence.strip() + ".")
+            size += len(sentence) + 2
+            if size > characters:
+                break
+        return found
+
+    def task_row(self, rng: random.Random, size: int, place: float, fill: bool = True):
+        """One row of tasks; what they leave free is filled with prose."""
+        ids, weights, name = [0], [0.0], ""
+        for _ in range(4):
+            room = size - len(ids)
+            if room < 150 and name:
+                break
+            one = name_and_draw(rng)
+            encoded = self.fit(rng, one[1], room if rng.random() < 0.6 else int(room * rng.uniform(0.5, 1.0)))
+            if encoded:
+                ids += encoded[0]
+                weights += encoded[1]
+                name = name or one[0]
+        row, weight = self._prose(rng, size, place)
+        row[: len(ids)], weight[: len(ids)] = ids, weights
+        return row, weight, name or "prose"
+
+    def fit(self, rng: random.Random, draw, room: int) -> tuple[list[int], list[float]] | None:
+        """A drawn task as (ids, weights) of at most `room` tokens, or None where it does not fit."""
+        characters = int(room * 3.2)
+        for _ in range(4):
+            task = draw(rng, characters, partial(self.sentences, rng))
+            pieces = task.pieces()
+            ids, weights = [], []
+            for text, weight in pieces:
+                part = self.encode(text)
+                ids += part
+                weights += [weight] * len(part)
+            if len(ids) <= room:
+                return ids, weights
+            characters = int(characters * min(0.95, room / len(ids)) * 0.96)
+        return None
+
+
+def repeats(rng: random.Random, size: int, alphabet: int, vocabulary: int, specials: int, anew: bool = False):
+    """Random token ids in which stretches come again at random distances; only those weigh in the loss.
+
+    The ids are the first ones after the special tokens, or, with `anew`, a fresh draw from the whole vocabulary.
+    """
+    draw = np.random.default_rng(rng.getrandbits(64))
+    alphabet = min(alphabet, vocabulary - specials)
+    letters = specials + (draw.permutation(vocabulary - specials)[:alphabet] if anew else np.arange(alphabet))
+    ids = letters[draw.integers(0, len(letters), size)].astype(np.int64)
+    weights = np.full(size, 0.02, dtype=np.float32)
+    place = rng.randint(min(8, size // 4), max(9, size // 3))
+    while place < size:
+        long = min(rng.randint(8, max(9, min(size // 2, 64))), place, size - place)
+        source = rng.randint(0, place - long)
+        ids[place : place + long] = ids[source : source + long]
+        # The first token of a copy tells which stretch it is; it cannot be known before.
+        weights[place + 1 : place + long] = 1.0
+        place += long + rng.randint(0, max(1, size // 16))
+    return ids, weights
+
+
+def name_and_draw(rng: random.Random):
+    """A RULER-like task, its parameters at random: (name, generator)."""
+    kind = rng.random()
+    hay = "prose" if rng.random() < 0.55 else "noise"
+    if kind < 0.22:
+        options = {"hay": hay, "questions": 1, "keys": 1}
+        return "single", _needles(rng, options)
+    if kind < 0.42:
+        return "multikey", _needles(rng, {"hay": hay, "keys": rng.randint(2, 6), "questions": 6})
+    if kind < 0.50:
+        return "multikey needles", _needles(rng, {"hay": "needles", "keys": rng.randint(1, 5), "questions": 5})
+    if kind < 0.64:
+        queries = rng.randint(2, 4)
+        keys = queries * rng.randint(1, 2)
+        return "multiquery", _needles(rng, {"hay": hay, "keys": keys, "queries": queries, "questions": 2})
+    if kind < 0.78:
+        keys = rng.choice([1, 1, 2])
+        return "multivalue", _needles(rng, {"hay": hay, "keys": keys, "values": rng.randint(2, 4), "questions": keys})
+    if kind < 0.94:
+        hay = "prose" if rng.random() < 0.2 else "noise"
+        return "chains", partial(tasks.chains, count=rng.choice([1, 1, 2, 3]), hops=rng.randint(2, 4), hay=hay)
+    if kind < 0.97:
+        return "common words", partial(tasks.common_words, count=rng.randint(2, 10))
+    return "coded words", tasks.coded_words
+
+
+def _needles(rng: random.Random, options: dict):
+    key_kind = rng.choices(["words", "uuids"], [0.92, 0.08])[0]
+    value_kind = rng.choices(["numbers", "words", "uuids"], [0.74, 0.18, 0.08])[0]
+    return partial(tasks.needles, **options, key_kind=key_kind, value_kind=value_kind)
+
+
+def forms(seed: int = 0) -> Iterator[str]:
+    """Texts of all tasks without haystacks, for the tokenizer's training."""
+    rng = random.Random(f"{seed}-forms")
+    for _ in range(1000):
+        task = name_and_draw(rng)[1](rng, 500, lambda characters: [])
+        yield "".join(text for text, weight in task.pieces() if text != tasks.prompts.STOP_TOKEN)

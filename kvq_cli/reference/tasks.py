@@ -1,0 +1,167 @@
+"""Synthetic in-context tasks in the form of RULER's, for training and for watching the training.
+
+A generator draws one `Task`: a haystack and several questions about it. Pieces are encoded one by one; each begins
+with a space or a line break, where the tokenizer cuts anyway, so that this equals encoding the whole text.
+"""
+
+from __future__ import annotations
+
+import random
+import string
+import uuid
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from . import prompts
+
+ANSWER, PROSE, FORM = 4.0, 1.0, 0.1
+"""Weights in the loss: answers are few and all that the task is about; noise and needles cannot be predicted."""
+
+Sentences = Callable[[int], list[str]]
+"""Gives sentences of running prose, at least so many characters of them."""
+
+
+@dataclass
+class Task:
+    """A context with questions about it; `references` are the strings that an answer must contain."""
+
+    context: str
+    prose: bool
+    questions: list[tuple[str, str]] = field(default_factory=list)
+    references: list[list[str]] = field(default_factory=list)
+
+    def ask(self, question: str, answer: str, references: list[str]) -> None:
+        """Add a question, its answer and what RULER's scoring looks for in it."""
+        self.questions.append((question, answer))
+        self.references.append(references)
+
+    def pieces(self) -> list[tuple[str, float]]:
+        """Text and loss weight of each piece, in order; answers end with the stop token."""
+        out = [(" " + self.context, PROSE if self.prose else FORM)]
+        for question, answer in self.questions:
+            out += [(question, FORM), (answer, ANSWER), (prompts.STOP_TOKEN, ANSWER)]
+        return out
+
+
+def word(rng: random.Random) -> str:
+    """RULER's word key: an adjective and a noun."""
+    return f"{rng.choice(prompts.adjectives())}-{rng.choice(prompts.nouns())}"
+
+
+def value(rng: random.Random, kind: str) -> str:
+    """A needle's value of one kind: a 7-digit number, a word or a uuid."""
+    if kind == "numbers":
+        return str(rng.randint(1_000_000, 9_999_999))
+    return word(rng) if kind == "words" else str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+def _distinct(rng: random.Random, kind: str, count: int) -> list[str]:
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found[value(rng, kind)] = None
+    return list(found)
+
+
+def _hide(rng: random.Random, sentences: list[str], facts: list[str]) -> str:
+    """Facts at random depths of a haystack, in the order given."""
+    places = sorted(rng.randint(0, len(sentences)) for _ in facts)
+    for shift, (place, fact) in enumerate(zip(places, facts, strict=True)):
+        sentences.insert(place + shift, fact)
+    return prompts.context(sentences)
+
+
+def needles(
+    rng: random.Random,
+    characters: int,
+    sentences: Sentences,
+    *,
+    hay: str = "noise",
+    keys: int = 1,
+    values: int = 1,
+    queries: int = 1,
+    questions: int = 1,
+    key_kind: str = "words",
+    value_kind: str = "numbers",
+) -> Task:
+    """Needles in noise, in prose or among other needles: RULER's niah tasks."""
+    names = _distinct(rng, key_kind, keys)
+    held = {name: _distinct(rng, value_kind, values) for name in names}
+    facts = [prompts.needle(name, one, value_kind) for name in names for one in held[name]]
+    room = max(0, characters - sum(map(len, facts)) - questions * queries * values * 60)
+    if hay == "needles":
+        size = len(prompts.needle(value(rng, key_kind), value(rng, value_kind), value_kind)) + 1
+        others = _distinct(rng, key_kind, room // size)
+        hay_sentences = [prompts.needle(name, value(rng, value_kind), value_kind) for name in others if name not in held]
+    else:
+        hay_sentences = sentences(room) if hay == "prose" else [prompts.NOISE] * (room // (len(prompts.NOISE) + 1))
+    rng.shuffle(facts)
+    # The order of several values is that of the context, which is the order of the shuffled facts.
+    held = {name: [one for fact in facts for one in held[name] if f" {name} is: {one}." in fact] for name in names}
+    task = Task(_hide(rng, hay_sentences, facts), prose=hay == "prose")
+    asked = 0
+    while asked < questions:
+        # Every key once before any key twice.
+        for start in range(0, max(1, len(names) - queries + 1), queries):
+            chosen = names[start : start + queries]
+            pairs = [(name, one) for name in chosen for one in held[name]]
+            task.ask(prompts.question(value_kind, chosen, values > 1), prompts.answer(pairs), [one for _, one in pairs])
+            asked += 1
+            if asked == questions:
+                break
+        if asked >= len(names):
+            break
+    return task
+
+
+def chains(
+    rng: random.Random, characters: int, sentences: Sentences, *, count: int = 1, hops: int = 4, hay: str = "noise"
+) -> Task:
+    """Chains of variables in noise or prose: RULER's variable tracking."""
+    starts = rng.sample(range(10_000, 100_000), count)
+    names = set()
+    while len(names) < count * (hops + 1):
+        names.add("".join(rng.choices(string.ascii_uppercase, k=5)))
+    drawn = rng.sample(sorted(names), len(names))
+    lines = [[str(start), *drawn[i * (hops + 1) : (i + 1) * (hops + 1)]] for i, start in enumerate(starts)]
+    facts = [[prompts.chain_fact(a, b) for a, b in zip(line, line[1:], strict=False)] for line in lines]
+    order = [i for i, chain in enumerate(facts) for _ in chain]
+    rng.shuffle(order)
+    left = [iter(chain) for chain in facts]
+    merged = [next(left[i]) for i in order]
+    room = max(0, characters - sum(map(len, merged)) - count * 120)
+    hay_sentences = sentences(room) if hay == "prose" else [prompts.NOISE] * (room // (len(prompts.NOISE) + 1))
+    task = Task(_hide(rng, hay_sentences, merged), prose=hay == "prose")
+    for line in rng.sample(lines, min(count, 4)):
+        task.ask(prompts.chain_question(line[0]), prompts.chain_answer(line[1:]), line[1:])
+    return task
+
+
+def common_words(rng: random.Random, characters: int, sentences: Sentences, *, count: int = 10) -> Task:
+    """A numbered list in which some words are frequent: RULER's common words, also with fewer of them."""
+    words = rng.sample(prompts.nouns(), count + max(4, characters // 45))
+    often, rare = words[:count], words[count:]
+    seldom = rng.randint(1, 3)
+    times = max(seldom + 2, (characters // 11 - len(rare) * seldom) // count)
+    drawn = often * times + rare * seldom
+    rng.shuffle(drawn)
+    drawn = drawn[: characters // 11]
+    return _most_frequent(drawn, prompts.numbered_words(drawn), count, prompts.common_words_question(count))
+
+
+def coded_words(rng: random.Random, characters: int, sentences: Sentences, *, count: int = 3) -> Task:
+    """Words of random letters with falling frequencies (Zipf) between dots: RULER's frequent words."""
+    coded = ["".join(rng.choices(string.ascii_lowercase, k=6)) for _ in range(max(count + 1, characters // 40))]
+    total = characters // 9
+    drawn = rng.choices(coded, weights=[rank**-2.0 for rank in range(1, len(coded) + 1)], k=total)
+    padded = ["...." if rng.random() < 0.1 else one for one in drawn]
+    kept = [one for one in padded if one != "...."]
+    return _most_frequent(kept, prompts.context(padded), count, prompts.coded_words_question(count))
+
+
+def _most_frequent(drawn: list[str], context: str, count: int, question: str) -> Task:
+    # Counter.most_common keeps the order of first appearance among equals.
+    best = [one for one, _ in Counter(drawn).most_common(count)]
+    task = Task(context, prose=False)
+    task.ask(question, prompts.words_answer(best), best)
+    return task

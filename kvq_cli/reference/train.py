@@ -1,0 +1,313 @@
+"""Train the reference model: ``python -m kvq_cli.reference.train --text FILE... --out DIR``.
+
+The same script runs on a CPU and on a GPU, shows its progress, and continues where it was killed when it is started
+again with the same arguments: a step's data depends on the seed and the step alone, checkpoints are atomic.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+import time
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from . import corpus, curriculum, tasks
+from .export import export
+from .loss import ChunkedCrossEntropy
+from .muon import Muon
+
+PRESETS = {"cpu": (24_000_000, 8192, 4096), "gpu": (600_000_000, 65536, 65536), "tiny": (400_000, 2048, 2048)}
+"""Tokens of the whole training, of an optimizer step, and of a micro-batch (what fits the CPU's caches is fastest)."""
+
+MATRIX_RATE, VECTOR_RATE = 5e-3, 2e-3
+WARM_UP, DECAY = 50, 0.4
+"""Steps of warm-up; the last share of the steps in which the learning rate falls to zero."""
+SAMPLES = 10
+"""Samples of each watched task and length."""
+
+
+@dataclass
+class Watch:
+    """Samples that training never asks for, drawn once."""
+
+    name: str
+    ids: torch.Tensor
+    answers: torch.Tensor
+
+
+def config(vocabulary: int = 4096, **changes):
+    """The reference model's architecture."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(
+        **{
+            "vocab_size": vocabulary,
+            "hidden_size": 256,
+            "intermediate_size": 448,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 64,
+            "max_position_embeddings": 4096,
+            "rope_theta": 10000.0,
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": True,
+            "bos_token_id": 0,
+            "eos_token_id": 1,
+            "pad_token_id": 2,
+            **changes,
+        }
+    )
+
+
+def build(settings, seed: int = 0):
+    """A fresh model. With the library's own initialization (std 0.02) lookup by content does not form."""
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(settings)
+    for name, weight in model.named_parameters():
+        if "embed_tokens" in name:
+            torch.nn.init.normal_(weight, std=0.06)
+        elif weight.ndim == 2:
+            into_residual = "o_proj" in name or "down_proj" in name
+            depth = (2 * settings.num_hidden_layers) ** -0.5 if into_residual else 1.0
+            torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5 * depth)
+    return model
+
+
+def optimizers(model):
+    """Muon for the hidden matrices, AdamW for the embeddings and norms."""
+    matrices = [w for n, w in model.named_parameters() if w.ndim == 2 and "embed" not in n]
+    others = [w for n, w in model.named_parameters() if w.ndim != 2 or "embed" in n]
+    return [
+        Muon(matrices, lr=MATRIX_RATE, momentum=0.95, weight_decay=0.02),
+        torch.optim.AdamW(others, lr=VECTOR_RATE, betas=(0.9, 0.98), weight_decay=0.0),
+    ]
+
+
+def rate(step: int, steps: int) -> float:
+    """Share of the full learning rate at a step: warm-up, constant, linear decay."""
+    return min(1.0, (step + 1) / WARM_UP, (steps - step) / (steps * DECAY))
+
+
+def loss_of(model, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Weighted sum of the cross entropies of ``ids[:, 1:]``."""
+    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state
+    return ChunkedCrossEntropy.apply(
+        hidden.flatten(0, 1), model.lm_head.weight, ids[:, 1:].flatten(), weights.flatten(), 512
+    )
+
+
+class Trainer:
+    """The model, its optimizers and the step it stands at."""
+
+    def __init__(self, lessons: curriculum.Curriculum, settings, device: str, micro: int, seed: int = 0):
+        self.lessons, self.device, self.micro, self.step = lessons, device, micro, 0
+        self.model = build(settings, seed).to(device)
+        self.optimizers = optimizers(self.model)
+        self.full = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
+        # float32 is faster than bfloat16 on CPUs without matrix units for it.
+        self.half = device == "cuda" or getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+
+    def advance(self) -> float:
+        """One optimizer step; returns the weighted mean loss."""
+        ids, weights, _ = self.lessons.batch(self.step)
+        rows = max(1, self.micro // (ids.shape[1] - 1))
+        total, loss_sum = float(weights.sum()), 0.0
+        for start in range(0, len(ids), rows):
+            part = torch.from_numpy(ids[start : start + rows]).to(self.device)
+            weight = torch.from_numpy(weights[start : start + rows]).to(self.device)
+            with torch.autocast(self.device, torch.bfloat16, enabled=self.half):
+                loss = loss_of(self.model, part, weight) / total
+            loss.backward()
+            loss_sum += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        share = rate(self.step, self.lessons.steps)
+        for optimizer, full in zip(self.optimizers, self.full, strict=True):
+            for group, highest in zip(optimizer.param_groups, full, strict=True):
+                group["lr"] = highest * share
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        return loss_sum
+
+    def save(self, file: Path) -> None:
+        """Write a checkpoint; the old one stands until the new one is whole."""
+        state = {
+            "step": self.step,
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+        }
+        torch.save(state, file.with_suffix(".tmp"))
+        file.with_suffix(".tmp").replace(file)
+
+    def load(self, file: Path) -> None:
+        """Continue from a checkpoint."""
+        state = torch.load(file, map_location=self.device, weights_only=True)
+        self.step = state["step"]
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+
+
+WATCHED = {
+    "single_noise": partial(tasks.needles),
+    "single_prose": partial(tasks.needles, hay="prose"),
+    "multikey_prose": partial(tasks.needles, hay="prose", keys=4),
+    "multiquery": partial(tasks.needles, hay="prose", keys=4, queries=4),
+    "multivalue": partial(tasks.needles, hay="prose", values=4),
+    "chains": partial(tasks.chains),
+}
+
+
+def watch_list(lessons: curriculum.Curriculum, lengths, samples: int) -> list[Watch]:
+    """The same few samples of each task at each length, for the whole run."""
+    found = []
+    for length in lengths:
+        for name, draw in WATCHED.items():
+            for index in range(samples):
+                rng = random.Random(f"watch-{name}-{length}-{index}")
+                ids, weights = lessons.fit(rng, draw, length - 1) or ([], [])
+                # The last weighted token is the stop token; RULER does not look at it.
+                answers = torch.tensor([weight == tasks.ANSWER for weight in weights[:-1]])
+                found.append(Watch(f"{name}@{length}", torch.tensor([0, *ids[:-1]]), answers))
+    return found
+
+
+@torch.no_grad()
+def evaluate(model, watched: list[Watch], held_out: np.ndarray, device: str, window: int = 512) -> dict:
+    """Share of whole answers and of answer tokens that greedy decoding gives right, and perplexity of unseen prose."""
+    out: dict[str, list] = {}
+    for sample in watched:
+        hidden = model.model(input_ids=sample.ids[None].to(device), use_cache=False).last_hidden_state[0, :-1]
+        places = sample.answers.nonzero().flatten().to(device)
+        guesses = F.linear(hidden[places], model.lm_head.weight).argmax(-1).cpu()
+        right = guesses == sample.ids[1:][sample.answers]
+        out.setdefault(sample.name, []).append((float(right.all()), float(right.float().mean())))
+    scores = {name: [round(float(x), 3) for x in np.mean(pairs, axis=0)] for name, pairs in out.items()}
+    count = min(48, len(held_out) // window)
+    ids = torch.from_numpy(held_out[: count * window].astype(np.int64).reshape(count, window)).to(device)
+    ids = torch.cat([torch.zeros_like(ids[:, :1]), ids], dim=1)
+    # The first token is not scored: nothing but <|bos|> stands before it.
+    weights = torch.ones_like(ids[:, 1:], dtype=torch.float32)
+    weights[:, 0] = 0
+    losses = [float(loss_of(model, ids[i : i + 8], weights[i : i + 8])) for i in range(0, count, 8)]
+    return {"tasks": scores, "perplexity": round(math.exp(sum(losses) / float(weights.sum())), 2)}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m kvq_cli.reference.train", description=__doc__.splitlines()[0])
+    parser.add_argument("--text", type=Path, nargs="+", required=True, help="plain or .xz text, <|doc|> between documents")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the corpus, checkpoints, log and model")
+    parser.add_argument("--preset", choices=PRESETS, default="cpu")
+    parser.add_argument("--tokens", type=int, help="tokens of the whole training (default: the preset's)")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=5.0, help="between checkpoints")
+    chosen = parser.parse_args(arguments)
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if chosen.device == "auto" else chosen.device
+    tokens, step_tokens, micro = PRESETS[chosen.preset]
+    corpus.prepare(chosen.text, chosen.out / "corpus", curriculum.forms(chosen.seed), say=_say)
+    lessons, held_out = lessons_from(chosen.out / "corpus", chosen.tokens or tokens, step_tokens, chosen.seed)
+    trainer = Trainer(lessons, config(lessons.vocabulary), device, micro, chosen.seed)
+    command = f"python -m kvq_cli.reference.train --text wikipedia_prose.txt.xz --preset {chosen.preset}"
+    command += f" --tokens {chosen.tokens or tokens} --seed {chosen.seed}"
+    run(trainer, chosen.out, held_out, chosen.minutes * 60, {"command": command})
+
+
+def lessons_from(folder: Path, tokens: int, step_tokens: int, seed: int):
+    """The curriculum over a prepared corpus, and the held-out prose as token ids."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    size = tokenizer.get_vocab_size()
+
+    def encode(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special_tokens=False).ids
+
+    lessons = curriculum.Curriculum(
+        plan=curriculum.phases(tokens, step_tokens, size),
+        tokens=np.load(folder / "tokens.npy", mmap_mode="r"),
+        encode=encode,
+        decode=tokenizer.decode,
+        vocabulary=size,
+        seed=seed,
+    )
+    held_out = (folder / "held_out.txt").read_text(encoding="utf-8").replace(f"\n{corpus.MARK}\n", "\n\n")
+    return lessons, np.asarray(encode(held_out[len(held_out) // 2 :]))
+
+
+def described(lessons: curriculum.Curriculum) -> dict:
+    """What the card says about a plan."""
+    plan = ", ".join(f"{p.name}: {p.tokens / 1e6:.1f}M" for p in lessons.plan)
+    return {"plan": plan, "step_tokens": lessons.plan[-1].step_tokens, "decay": DECAY, "samples": SAMPLES}
+
+
+def run(trainer: Trainer, out: Path, held_out: np.ndarray, seconds: float, recipe: dict) -> None:
+    """Train to the end of the plan: log, checkpoint and export on the way."""
+    checkpoint, lessons = out / "checkpoint.pt", trainer.lessons
+    if checkpoint.exists():
+        trainer.load(checkpoint)
+        _say(f"continuing at step {trainer.step}")
+    watched = watch_list(lessons, (256, 512, 1024), SAMPLES)
+    kept = time.monotonic()
+    began, first = kept, trainer.step
+    seen = tokens_before(lessons, trainer.step)
+    start = seen
+    while trainer.step < lessons.steps:
+        phase = lessons.phase(trainer.step)
+        loss = trainer.advance()
+        seen += phase.step_tokens
+        now = time.monotonic()
+        if trainer.step % 10 == 0 or trainer.step - first < 5:
+            speed = (seen - start) / (now - began)
+            total = tokens_before(lessons, lessons.steps)
+            left = (total - seen) / speed / 60
+            _say(
+                f"step {trainer.step}/{lessons.steps} {phase.name}: loss {loss:.3f}, {seen / 1e6:.2f}M of "
+                f"{total / 1e6:.1f}M tokens, {speed:.0f} tokens/s, {left:.0f} min left"
+            )
+        last = trainer.step == lessons.steps
+        if now - kept > seconds or last:
+            trainer.save(checkpoint)
+            scores = {"step": trainer.step, "tokens": seen, "phase": phase.name, "loss": round(loss, 4)}
+            if phase.alphabet is None:
+                short = [w for w in watched if last or int(w.name.split("@")[1]) <= 2 * _longest(phase)]
+                scores |= evaluate(trainer.model, short, held_out, trainer.device)
+                export(trainer.model, out / "corpus" / "tokenizer.json", out / "export", scores, recipe | described(lessons))
+            with open(out / "log.jsonl", "a", encoding="utf-8") as log:
+                log.write(json.dumps(scores) + "\n")
+            _say(json.dumps(scores))
+            kept = time.monotonic()
+
+
+def tokens_before(lessons: curriculum.Curriculum, step: int) -> int:
+    """Tokens that were seen when `step` steps were done."""
+    seen = 0
+    for phase in lessons.plan:
+        done = min(step, phase.steps)
+        seen, step = seen + done * phase.step_tokens, step - done
+    return seen
+
+
+def _longest(phase: curriculum.Phase) -> int:
+    return max(length for length, _ in phase.lengths)
+
+
+def _say(text: str, end: str = "\n") -> None:
+    print(text, end=end, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
