@@ -1,0 +1,55 @@
+"""The errors of an artifact as a picture: keys and values, by layer and block shape."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from kvq_cli.artifact.format import cannot_write
+from kvq_cli.errors import UsageError
+
+
+def plot_errors(config: Mapping, path: Path) -> None:
+    """Draw the `errors` of an artifact's config into a file; its ending (.png, .pdf, .svg) says which kind.
+
+    Above: the Fisher-weighted error of each shape, a ring around what was chosen. Below: the correlation of adjacent
+    tokens. Raises UsageError for an ending that cannot be drawn, KvqError where the file cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    layers = config["errors"]["layers"]
+    figure = Figure(figsize=(10, 6), layout="constrained")
+    kinds = figure.canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".") not in kinds:
+        raise UsageError(f"--plot {path}: unknown ending; use .png, .pdf or .svg")
+    axes = figure.subplots(2, 2, sharex=True, sharey="row", height_ratios=(3, 1))
+    for column, (kind, title) in enumerate((("k", "keys"), ("v", "values"))):
+        _draw_errors(axes[0][column], [layer[kind] for layer in layers])
+        axes[0][column].set_title(title)
+        correlations = [layer[kind]["adjacent_token_correlation"] for layer in layers]
+        axes[1][column].bar(range(len(layers)), correlations, color="0.6")
+        axes[1][column].set_xlabel("layer")
+    axes[0][0].set_ylabel("relative error, Fisher-weighted")
+    axes[0][0].set_ylim(bottom=0)
+    axes[0][1].legend(loc="best")
+    axes[1][0].set_ylabel("correlation of\nadjacent tokens")
+    axes[1][0].xaxis.get_major_locator().set_params(integer=True)
+    method = config["method"]
+    bits = f", {method['bits']} bits" if "bits" in method else ""
+    figure.suptitle(f"{method['name']}{bits}, {config['model']['name']}: error on held-out calibration text")
+    try:
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def _draw_errors(axis, streams: list[Mapping]) -> None:
+    shapes = list(streams[0]["shapes"])
+    for index, shape in enumerate(shapes):
+        errors = [stream["shapes"][shape]["fisher"] for stream in streams]
+        axis.plot(range(len(streams)), errors, marker="o", markersize=4, color=f"C{index}", label=shape)
+    # By head, the chosen error lies between or below those of the shapes.
+    chosen = [stream["chosen"]["fisher"] for stream in streams]
+    ring = {"marker": "o", "markersize": 10, "markerfacecolor": "none", "linestyle": "none", "color": "black"}
+    axis.plot(range(len(streams)), chosen, label="chosen", **ring)
+    axis.grid(alpha=0.3)

@@ -1,0 +1,69 @@
+"""`kvq inspect`: what an artifact is, how large, and how well it did on held-out text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvq_cli.cli.options import Json
+from kvq_cli.cli.output import Output, human_bytes
+
+ArtifactFolder = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Folder of an artifact.")]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Draw the errors by layer into a .png, .pdf or .svg file.")
+]
+
+
+def inspect(artifact: ArtifactFolder, plot: Plot = None, as_json: Json = False) -> None:
+    """Show an artifact: its options, model, data, sizes, and the error and choice of each layer. Verifies its files."""
+    out = Output(as_json=as_json)
+    from kvq_cli.artifact import load_artifact
+
+    config = load_artifact(artifact).config
+    if plot is not None:
+        from kvq_cli.calibration.plot import plot_errors
+
+        plot_errors(config, plot)
+        out.note(f"wrote {plot}")
+    _print_origin(out, config)
+    out.table(["tensors", "bytes", "size"], [[kind, size, human_bytes(size)] for kind, size in config["sizes"].items()])
+    out.table(*_errors(config), title=f"error {config['errors']['measure'].replace(';', chr(10))}")
+    out.result({"artifact": str(artifact), **config})
+
+
+def _print_origin(out: Output, config: dict) -> None:
+    method, model, data = dict(config["method"]), config["model"], config["calibration"]
+    captured, print_ = config["captured"], model["fingerprint"]
+    out.text(f"method     {method.pop('name')}")
+    out.text(f"options    {', '.join(f'{key}={value}' for key, value in method.items())}")
+    revision = f" at {model['revision']}" if model["revision"] else ""
+    out.text(
+        f"model      {model['name']}{revision}: {print_['model_type']}, {print_['layers']} layers, "
+        f"{print_['kv_heads']} kv heads of {print_['head_dim']}, {model['dtype']}"
+    )
+    out.text(
+        f"data       {data['dataset']}, {data['samples']} samples of {data['seqlen']} tokens, seed {data['seed']}; "
+        f"{captured['tokens_with_gradients']:,} tokens with gradients, {captured['tokens_held_out']:,} of them held out"
+    )
+
+
+def _errors(config: dict) -> tuple[list[str], list[list]]:
+    """Columns and rows: one row for each layer's keys and values."""
+    layers = config["errors"]["layers"]
+    shapes = list(layers[0]["k"]["shapes"])
+    columns = ["layer", "of", "chosen", "fisher", "plain", *(f"fisher, {shape}" for shape in shapes), "correlation"]
+    rows = []
+    for index, layer in enumerate(layers):
+        for kind, name in (("k", "keys"), ("v", "values")):
+            measured = layer[kind]
+            of_shapes = [measured["shapes"][shape]["fisher"] for shape in shapes]
+            own = [_chosen(measured["choice"]), measured["chosen"]["fisher"], measured["chosen"]["plain"]]
+            rows.append([index, name, *own, *of_shapes, measured["adjacent_token_correlation"]])
+    return columns, rows
+
+
+def _chosen(choice: list[str]) -> str:
+    """One word where all heads agree, else one for each head."""
+    return choice[0] if len(set(choice)) == 1 else " ".join(choice)
