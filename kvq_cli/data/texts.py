@@ -116,10 +116,16 @@ def _excerpt(text: str, characters: int, seed: int | None) -> str:
 
 
 def _pydoc(split: str) -> str:
-    """The documentation of the language, which every CPython carries: every other topic for each split."""
+    """The documentation of the language, which every CPython carries: every other topic for each split.
+
+    Topics quote each other: the evaluation leaves out the paragraphs that calibration has.
+    """
     from pydoc_data.topics import topics
 
-    return "\n\n".join(topics[name] for name in sorted(topics)[SPLITS.index(split) :: 2])
+    halves = ([topics[name] for name in sorted(topics)[half::2]] for half in (0, 1))
+    calibration, evaluation = ("\n\n".join(half).split("\n\n") for half in halves)
+    seen = set(calibration)
+    return "\n\n".join(calibration if split == "calibration" else (p for p in evaluation if p not in seen))
 
 
 _BUILT_IN: dict[str, Callable[[str], str]] = {"prose": reference.prose, "pydoc": _pydoc}

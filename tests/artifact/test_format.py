@@ -1,0 +1,162 @@
+"""Artifacts on disk: what is written is read back, and nothing that was cut or altered is believed."""
+
+import errno
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvq_cli.artifact import FORMAT, fingerprint, format, load_artifact, save_artifact
+from kvq_cli.errors import KvqError, UsageError
+
+TENSORS = {
+    "layers.0.k.centroids.temporal": torch.arange(24).view(2, 3, 4).bfloat16(),
+    "layers.0.v.choice": torch.tensor([0, 1], dtype=torch.int8),
+    "layers.10.k.mean": torch.tensor([0.5, -1.0]),
+}
+
+
+def tiny(seed=0, **options):
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, **options}))
+
+
+def config_of(model):
+    return {"method": {"name": "m", "bits": 2}, "model": {"name": "mine", "fingerprint": fingerprint(model).to_dict()}}
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return save_artifact(tmp_path / "some" / "place", config_of(tiny()), TENSORS, "# card\n")
+
+
+def test_what_is_saved_is_loaded(saved):
+    loaded = load_artifact(saved.path)
+    assert loaded.config == saved.config
+    assert loaded.config["format"] == FORMAT
+    assert loaded.method_config == {"name": "m", "bits": 2}
+    assert loaded.model_name == "mine"
+    assert loaded.digest == saved.digest
+    assert loaded.tensors.keys() == TENSORS.keys()
+    assert all(torch.equal(loaded.tensors[k], v) and loaded.tensors[k].dtype == v.dtype for k, v in TENSORS.items())
+    assert (saved.path / "README.md").read_text() == "# card\n"
+    assert sorted(p.name for p in saved.path.parent.iterdir()) == ["place"]
+
+
+def test_a_layer_has_its_own_tensors_without_prefix(saved):
+    assert set(saved.layer(0)) == {"k.centroids.temporal", "v.choice"}
+    assert set(saved.layer(10)) == {"k.mean"}  # layer 1 is no prefix of layer 10
+    assert saved.layer(1) == {}
+
+
+def test_same_contents_same_bytes_in_any_order(saved, tmp_path):
+    again = save_artifact(tmp_path / "b", config_of(tiny()), dict(reversed(TENSORS.items())), "# card\n")
+    for name in ("config.json", "tensors.safetensors", "README.md"):
+        assert (again.path / name).read_bytes() == (saved.path / name).read_bytes()
+
+
+@pytest.mark.parametrize("name", ["config.json", "tensors.safetensors"])
+def test_any_flipped_bit_is_refused_with_the_name_of_the_file(saved, name):
+    path = saved.path / name
+    data = path.read_bytes()
+    for position in range(0, len(data), max(1, len(data) // 150)):
+        for bit in (0, 4):
+            path.write_bytes(data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :])
+            with pytest.raises(KvqError, match=name):
+                load_artifact(saved.path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tensors.safetensors"])
+@pytest.mark.parametrize("share", [0, 0.5, 0.99])
+def test_a_cut_file_is_refused_with_its_name(saved, name, share):
+    path = saved.path / name
+    data = path.read_bytes()
+    path.write_bytes(data[: int(share * len(data))])
+    with pytest.raises(KvqError, match=name):
+        load_artifact(saved.path)
+
+
+def test_a_missing_file_or_folder_is_named(saved, tmp_path):
+    (saved.path / "tensors.safetensors").unlink()
+    with pytest.raises(KvqError, match="tensors.safetensors"):
+        load_artifact(saved.path)
+    with pytest.raises(KvqError, match="no artifact at .*gone"):
+        load_artifact(tmp_path / "gone")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(KvqError, match="config.json"):
+        load_artifact(tmp_path / "empty")
+
+
+def test_a_newer_format_is_refused(saved):
+    path = saved.path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": FORMAT + 1, "news": 1}))
+    with pytest.raises(KvqError, match=f"config.json has format {FORMAT + 1}.*install a newer kvq"):
+        load_artifact(saved.path)
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", '{"format": "1"}', "nonsense"])
+def test_a_config_that_is_none_is_refused(saved, text):
+    (saved.path / "config.json").write_text(text)
+    with pytest.raises(KvqError, match="config.json"):
+        load_artifact(saved.path)
+
+
+def test_an_existing_artifact_is_replaced_only_on_request(saved):
+    with pytest.raises(UsageError, match="exists already.*--force"):
+        save_artifact(saved.path, config_of(tiny()), {}, "")
+    replaced = save_artifact(saved.path, config_of(tiny()), {}, "", overwrite=True)
+    assert load_artifact(saved.path).tensors == {} and replaced.tensors == {}
+
+
+def test_a_folder_that_is_no_artifact_is_never_replaced(tmp_path):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(UsageError, match="no artifact and will not be replaced"):
+        save_artifact(tmp_path, config_of(tiny()), TENSORS, "", overwrite=True)
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+@pytest.mark.parametrize("failing", ["tensors.safetensors", "README.md", "config.json"])
+@pytest.mark.parametrize("before", [False, True])
+def test_a_full_disk_leaves_what_was_there(saved, tmp_path, monkeypatch, failing, before):
+    target = saved.path if before else tmp_path / "new"
+    write = format.write_synced
+
+    def full(path: Path, data: bytes):
+        if path.name == failing:
+            path.write_bytes(data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(path, data)
+
+    monkeypatch.setattr(format, "write_synced", full)
+    with pytest.raises(KvqError, match="no space left to write"):
+        save_artifact(target, config_of(tiny(1)), {}, "", overwrite=True)
+    assert load_artifact(saved.path).digest == saved.digest
+    assert target.exists() == before
+    assert {p.name for p in target.parent.iterdir()} <= {"place", "some"}
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KvqError, match=r"cannot write .*file/below"):
+        save_artifact(tmp_path / "file" / "below", config_of(tiny()), {}, "")
+
+
+def test_a_fingerprint_does_not_depend_on_the_dtype_but_on_architecture_and_weights():
+    model = tiny().bfloat16()
+    assert fingerprint(model) == fingerprint(model.float())
+    assert fingerprint(tiny()) == fingerprint(tiny())
+    assert fingerprint(tiny()) != fingerprint(tiny(seed=1))
+    assert fingerprint(tiny()) != fingerprint(tiny(num_attention_heads=8))
+    changed = tiny()
+    with torch.no_grad():
+        changed.model.layers[1].self_attn.v_proj.weight[3, 5] *= 1.5
+    assert fingerprint(changed) != fingerprint(tiny())
+
+
+def test_an_artifact_of_another_model_is_refused_naming_both(saved):
+    saved.check_model(tiny())
+    with pytest.raises(UsageError, match=r"belongs to the model 'mine' .*, not to 'other' .*--model mine"):
+        saved.check_model(tiny(seed=1), "other")

@@ -1,0 +1,146 @@
+"""Text by name and file, and windows of tokens."""
+
+import gzip
+import json
+import lzma
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from kvq_cli.data.texts import dataset_names, load_text, self_windows, token_windows
+from kvq_cli.errors import KvqError, UsageError
+
+
+class Letters:
+    """A tokenizer whose tokens are characters; it puts a first token in front."""
+
+    bos_token_id = 1
+
+    def __call__(self, text, return_tensors, verbose):
+        class Encoded:
+            input_ids = torch.tensor([[1, *map(ord, text)]])
+
+        return Encoded
+
+    def __len__(self):
+        return 128
+
+
+@pytest.mark.parametrize("name", ["prose", "pydoc"])
+def test_built_in_texts_are_long_and_their_splits_share_nothing(name):
+    calibration, evaluation = (load_text(name, split) for split in ("calibration", "evaluation"))
+    assert min(len(calibration), len(evaluation)) > 100_000
+    paragraphs = {p for p in evaluation.split("\n\n") if len(p) > 200}
+    assert len(paragraphs) > 100
+    assert not paragraphs & set(calibration.split("\n\n"))
+
+
+def test_windows_are_the_tokens_in_order_without_overlap_and_without_tail():
+    windows = token_windows(Letters(), "abcdefghij", 4)
+    assert windows.tolist() == [[1, *b"abc"], [*b"defg"]]
+    assert token_windows(Letters(), "abcdefghij", 4, samples=1).tolist() == [[1, *b"abc"]]
+
+
+def test_seeded_windows_are_some_of_them_and_the_same_each_time():
+    text = "".join(chr(33 + i // 50) + chr(33 + i % 50) for i in range(250))
+    every = {tuple(w) for w in token_windows(Letters(), text, 10).tolist()}
+    drawn = token_windows(Letters(), text, 10, samples=20, seed=7)
+    assert drawn.shape == (20, 10)
+    assert drawn.equal(token_windows(Letters(), text, 10, samples=20, seed=7))
+    assert not drawn.equal(token_windows(Letters(), text, 10, samples=20, seed=8))
+    chosen = {tuple(w) for w in drawn.tolist()}
+    assert len(chosen) == 20 and chosen <= every
+
+
+def test_of_a_long_text_a_part_is_read():
+    text = "x" * 100_000 + "y" * 100_000
+    drawn = [token_windows(Letters(), text, 8, samples=2, seed=seed)[:, 1:] for seed in range(20)]
+    assert any((w == ord("x")).all() for w in drawn) and any((w == ord("y")).all() for w in drawn)
+
+
+def test_a_short_text_says_how_many_tokens_there_are_and_how_many_are_needed():
+    with pytest.raises(KvqError, match="too short: 11 tokens found, 40 needed for 4 windows of 10"):
+        token_windows(Letters(), "abcdefghij", 10, samples=4, seed=0)
+    with pytest.raises(KvqError, match="11 tokens found, 12 needed for one window of 12"):
+        token_windows(Letters(), "abcdefghij", 12)
+
+
+def test_files(tmp_path):
+    plain, packed = tmp_path / "a.txt", tmp_path / "a.txt.xz"
+    plain.write_text("one\ntwo")
+    packed.write_bytes(lzma.compress(b"one\ntwo"))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": "one"}) + "\n\n" + json.dumps({"text": "two", "n": 1}))
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress((tmp_path / "rows.jsonl").read_bytes()))
+    assert load_text(str(plain), "calibration") == load_text(str(packed), "evaluation") == "one\ntwo"
+    for name in ("rows.jsonl", "rows.jsonl.gz"):
+        assert load_text(str(tmp_path / name), "calibration") == "one\n\ntwo"
+
+
+def test_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.table({"text": ["one", "two"]}), path)
+    assert load_text(str(path), "calibration") == "one\n\ntwo"
+    parquet.write_table(pyarrow.table({"words": ["one"]}), path)
+    with pytest.raises(KvqError, match='column "text"'):
+        load_text(str(path), "calibration")
+    path.write_bytes(b"no parquet")
+    with pytest.raises(KvqError, match="rows.parquet is not a Parquet file"):
+        load_text(str(path), "calibration")
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "says"),
+    [
+        ("a.jsonl", b'{"text": "one"}\n{"text": ', "a.jsonl, line 2: not a JSON object"),
+        ("a.jsonl", b'{"words": "one"}', 'line 1: not a JSON object with the field "text"'),
+        ("a.txt", b"\xff\xfe\x00", "cannot read the text of .*a.txt"),
+        ("a.txt.xz", b"no archive", "cannot read the text of .*a.txt.xz"),
+        ("a.txt.gz", b"no archive", "cannot read the text of .*a.txt.gz"),
+        ("a.txt", b" \n ", "a.txt holds no text"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, name, data, says):
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(KvqError, match=says):
+        load_text(str(tmp_path / name), "calibration")
+
+
+def test_an_unknown_dataset_names_the_known_ones():
+    with pytest.raises(UsageError, match=r"no dataset 'nonsense'.*prose, pydoc, self, wikitext2, c4, ptb"):
+        load_text("nonsense", "calibration")
+    assert "self" in dataset_names()
+    with pytest.raises(UsageError, match="unknown split 'test'"):
+        load_text("prose", "test")
+
+
+@pytest.mark.parametrize("name", ["wikitext2", "c4", "ptb"])
+def test_offline_a_hub_dataset_is_one_line_that_names_what_works_offline(name, capfd):
+    pytest.importorskip("datasets")
+    with pytest.raises(KvqError) as caught:
+        load_text(name, "calibration")
+    said = str(caught.value)
+    assert f"dataset '{name}' cannot be loaded" in said and "\n" not in said
+    assert "prose, pydoc, self, or a .txt, .jsonl or .parquet file" in said
+    assert capfd.readouterr().err == ""
+
+
+def test_self_windows_are_sampled_from_the_model():
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 128, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, eos_token_id=5))
+    with torch.no_grad():  # so that token 9 follows nearly always, and the end of the text nearly as often
+        model.model.norm.weight.zero_()
+        model.lm_head.bias = torch.nn.Parameter(torch.full((128,), -20.0))
+        model.lm_head.bias[9], model.lm_head.bias[5] = 3.0, 2.9
+    windows = self_windows(model, Letters(), seqlen=12, samples=3, seed=1, batch=2)
+    assert windows.tolist() == [[1] + [9] * 11] * 3
+    with torch.no_grad():
+        model.lm_head.bias.zero_()
+    first = self_windows(model, Letters(), 12, 3, seed=1)
+    assert first.equal(self_windows(model, Letters(), 12, 3, seed=1))
+    assert not first.equal(self_windows(model, Letters(), 12, 3, seed=2))
+    assert first.unique().numel() > 10
