@@ -124,6 +124,7 @@ def evaluate(
     output = Output(as_json=as_json, quiet=quiet)
     from kvq_cli.cli.resolve import short_name
     from kvq_cli.evaluation.compare import subjects
+    from kvq_cli.evaluation.results import check_writable
     from kvq_cli.evaluation.runner import evaluate as run
     from kvq_cli.evaluation.settings import Settings
     from kvq_cli.models import load_model
@@ -145,6 +146,7 @@ def evaluate(
     )
     compared = subjects(_chosen(model, compare, method, bits, artifact or [], set_))
     folder = out or Path("results") / short_name(model)
+    check_writable(folder)
     loaded = load_model(model, device, dtype)
     try:
         with output.progress() as progress:

@@ -79,11 +79,7 @@ def write_json(path: Path, document: Any) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise KvqError now, not after an hour, when nothing can be written to `folder`."""
-    probe = folder / ".kvq-write-test"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        raise cannot_write(folder, error) from error
+    """Raise KvqError now, not after an hour, when `folder` is no place to write to; makes nothing."""
+    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise KvqError(f"cannot write {folder}: {nearest} is not a folder that may be written to; choose another --out")

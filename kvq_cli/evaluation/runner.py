@@ -12,7 +12,7 @@ from kvq_cli.artifact.fingerprint import fingerprint
 from kvq_cli.attention.attach import Attached, attach
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.base import Evaluation, Record, Subject
-from kvq_cli.evaluation.results import SampleLog, check_writable, write_json
+from kvq_cli.evaluation.results import SampleLog, write_json
 from kvq_cli.evaluation.settings import Settings, evaluations
 from kvq_cli.evaluation.summary import comparison
 
@@ -38,7 +38,6 @@ def evaluate(
     `fresh`; `OUT/<subject>/results.json` follows lm-eval's schema. Raises UsageError for settings that cannot work,
     KvqError when nothing was compressed or the folder cannot be written.
     """
-    check_writable(out)
     model = {"name": loaded.name, "revision": loaded.revision, "fingerprint": fingerprint(loaded.model).to_dict()}
     model["dtype"] = str(loaded.model.dtype).removeprefix("torch.")
     todo = evaluations(settings, loaded)

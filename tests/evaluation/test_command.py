@@ -84,7 +84,7 @@ def test_options_from_yaml(evaluate, tmp_path):
 def test_bad_input_is_one_line(fails, folder, tmp_path, arguments, code, says):
     (tmp_path / "taken").write_text("")
     fails("eval", "--model", folder, *arguments, code=code, says=says)
-    assert not (tmp_path / "results").exists() or not list((tmp_path / "results").rglob("*.json*"))
+    assert not (tmp_path / "results").exists()
 
 
 def test_ctrl_c_keeps_what_is_done(kvq, folder, tmp_path, monkeypatch):

@@ -57,8 +57,11 @@ def test_damage_in_the_middle_is_named(tmp_path):
 
 def test_folders_that_cannot_be_written(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(KvqError, match="choose another --out"):
-        check_writable(tmp_path / "file")
+    for taken in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(KvqError, match="choose another --out"):
+            check_writable(taken)
+    check_writable(tmp_path / "new" / "below")
+    assert not (tmp_path / "new").exists()
     with pytest.raises(KvqError, match="choose another --out"):
         write_json(tmp_path / "file" / "results.json", {})
 

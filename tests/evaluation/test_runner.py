@@ -164,7 +164,7 @@ def test_nothing_compressed_is_an_error(loaded, tmp_path):
 def test_wrong_settings_end_before_anything_is_written(loaded, tmp_path, changes, message):
     with pytest.raises(UsageError, match=message):
         _run(loaded, tmp_path, **changes)
-    assert not list(tmp_path.glob("*/*"))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_that_cannot_be_written(loaded, tmp_path):
