@@ -1,0 +1,154 @@
+"""Captured keys, values and gradients against finite differences and against the model's own cache."""
+
+import pytest
+import torch
+import transformers
+
+from kvq_cli.attention.taps import iter_attention
+from kvq_cli.calibration.capture import capture, checkpointing
+from kvq_cli.errors import KvqError
+
+FAMILIES = {
+    "Llama": {"head_dim": 8},
+    "Qwen2": {},  # biases
+    "Qwen3": {"head_dim": 8},  # k_norm
+    "Phi3": {"pad_token_id": 0},  # qkv_proj
+    "Cohere": {},  # interleaved rotation, scaled logits
+}
+
+
+def model_of(family):
+    """A random float64 model and its attention sites."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3}
+    config = getattr(transformers, f"{family}Config")(
+        **sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, **FAMILIES[family]
+    )
+    model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(std=1.5 * parameter.shape[1] ** -0.5)
+    sites = iter_attention(model)
+    return model.double(), sites
+
+
+def captured(model, sites, gradients=True):
+    found = {}
+    capture(model, sites, TOKENS, lambda *a: found.__setitem__(a[:3], a[3].clone()), gradients=gradients)
+    return found
+
+
+def loss(model):
+    logits = model(input_ids=TOKENS[None], use_cache=False).logits[0]
+    return -logits.log_softmax(-1)[:-1].gather(1, TOKENS[1:, None]).sum()
+
+
+TOKENS = torch.randint(0, 50, (13,), generator=torch.Generator().manual_seed(1))
+
+
+def behind(tap, change):
+    """While open, the tapped keys or values are changed where their module puts them out."""
+
+    def changed(_module, _args, output):
+        output = output.clone()
+        change(tap.view(output))
+        return output
+
+    return tap.module.register_forward_hook(changed)
+
+
+def taps_of(sites):
+    return [((site.index, kind), tap) for site in sites for kind, tap in (("k", site.key), ("v", site.value))]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_the_loss_slopes(family):
+    """Finite differences: one key or value number of one token is moved. The models' norms compute in float32."""
+    model, sites = model_of(family)
+    found = captured(model, sites)
+    noise = torch.Generator().manual_seed(2)
+    for where, tap in taps_of(sites):
+        for _ in range(4):
+            token, head, channel = (int(torch.randint(n, (1,), generator=noise)) for n in (12, 2, 8))
+            losses = []
+            for step in (4e-3, -4e-3, 8e-3, -8e-3):
+                handle = behind(tap, lambda x, step=step, at=(0, head, token, channel): x[at].add_(step))
+                losses.append(loss(model).item())
+                handle.remove()
+            slope = (8 * (losses[0] - losses[1]) - (losses[2] - losses[3])) / (12 * 4e-3)  # to the fourth order
+            assert found[*where, "g"][token, head, channel].item() == pytest.approx(slope, rel=2e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_are_those_to_numbers_added_to_keys_and_values(family):
+    model, sites = model_of(family)
+    found = captured(model, sites)
+    added = {where: torch.zeros(1, 2, 13, 8, dtype=torch.float64, requires_grad=True) for where, _ in taps_of(sites)}
+    handles = [behind(tap, lambda x, more=added[where]: x.add_(more)) for where, tap in taps_of(sites)]
+    loss(model).backward()
+    for handle in handles:
+        handle.remove()
+    for where, more in added.items():
+        expected = more.grad[0].transpose(0, 1)
+        assert expected.abs().max() > 1e-3
+        assert torch.allclose(found[*where, "g"], expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_are_what_the_model_caches_before_rotation(family):
+    model, sites = model_of(family)
+    cache = transformers.DynamicCache()
+    model(input_ids=TOKENS[None], past_key_values=cache)
+    found = captured(model, sites, gradients=False)
+    assert not any(what == "g" for _, _, what in found)
+    for layer in range(3):
+        assert torch.allclose(found[layer, "v", "x"], cache.layers[layer].values[0].transpose(0, 1))
+        keys, before = cache.layers[layer].keys[0].transpose(0, 1), found[layer, "k", "x"]
+        assert torch.allclose(keys[0], before[0])  # position 0 is not rotated
+        assert torch.allclose(keys.norm(dim=-1), before.norm(dim=-1))
+        assert not torch.allclose(keys[1:], before[1:])
+
+
+def test_the_same_with_and_without_gradients_and_checkpoints():
+    model, sites = model_of("Qwen3")
+    plain, forward = captured(model, sites), captured(model, sites, gradients=False)
+    with checkpointing(model, True):
+        assert model.is_gradient_checkpointing
+        saved = captured(model, sites)
+    assert not model.is_gradient_checkpointing and not any(module.training for module in model.modules())
+    assert plain.keys() == saved.keys() and len(plain) == 3 * 2 * 2
+    assert all(torch.equal(plain[key], saved[key]) for key in plain)
+    assert all(torch.equal(plain[key], forward[key]) for key in forward)
+
+
+def test_checkpointing_runs_layers_again():
+    (model, sites), runs = model_of("Llama"), []
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    captured(model, sites)
+    assert len(runs) == 1
+    with checkpointing(model, True):
+        captured(model, sites)
+    assert len(runs) == 1 + 2
+
+
+def test_the_model_is_left_as_it_was():
+    model, sites = model_of("Llama")
+    captured(model, sites)
+    assert all(not module._forward_hooks for module in model.modules())
+    assert all(not p.requires_grad and p.grad is None for p in model.parameters())
+    with pytest.raises(IndexError):
+        capture(model, sites, TOKENS, lambda *_: 1 / torch.zeros(0)[5], gradients=True)
+    assert all(not module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_refused_naming_the_layer(bad):
+    model, sites = model_of("Llama")
+    handle = sites[1].value.module.register_forward_hook(lambda m, a, out: out.index_fill(1, torch.tensor([5]), bad))
+    with pytest.raises(KvqError, match=r"the values of layer 1 are not all finite"):
+        capture(model, sites, TOKENS, lambda *_: None, gradients=False)
+    handle.remove()
+    # An activation may be finite where its gradient is not.
+    model.lm_head.register_full_backward_pre_hook(lambda module, gradient: (gradient[0] * bad,))
+    with pytest.raises(KvqError, match=r"the gradients of the (keys|values) of layer 2 are not all finite"):
+        capture(model, sites, TOKENS, lambda *_: None, gradients=True)

@@ -1,0 +1,157 @@
+"""Weighted k-means against definitions, exhaustive search and another library."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvq_cli.calibration.kmeans import lloyd, nearest, plus_plus, weighted_kmeans
+
+
+def data(books, points, size, seed=0, spread=4.0):
+    noise = torch.Generator().manual_seed(seed)
+    u = torch.randn(books, points, size, generator=noise)
+    return u, torch.rand(books, points, generator=noise) ** spread
+
+
+def error(points, weights, centroids):
+    """sum_i w_i min_j ||u_i - c_j||^2 in float64, per codebook."""
+    distances = torch.cdist(points.double(), centroids.double(), compute_mode="donot_use_mm_for_euclid_dist") ** 2
+    return (weights.double() * distances.min(-1).values).sum(-1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+@pytest.mark.parametrize("entries", [2, 16, 256])
+def test_nearest_is_nearest(size, entries):
+    points, _ = data(3, 700, size)
+    centroids, _ = data(3, entries, size, seed=1)
+    scores, codes = nearest(points, centroids)
+    distances = torch.cdist(points.double(), centroids.double()) ** 2
+    best = distances.min(-1).values
+    mine = distances.gather(2, codes[..., None])[..., 0]
+    # Scores are compared to 2^-15 of their size: where another centroid was nearer, it was by no more than that.
+    slack = 2.0**-14 * (points.square().sum(-1) + centroids.square().sum(-1).max())
+    assert (mine - best <= slack).all()
+    assert (codes == distances.argmin(-1)).float().mean() > 0.95
+    assert torch.allclose(points.square().sum(-1) + 2 * scores, mine.float(), atol=1e-2)
+
+
+def test_one_dimension_reaches_the_optimum_of_all_splits():
+    points, weights = data(20, 12, 1)
+    order = points[..., 0].argsort(-1)
+    best = torch.full((20,), torch.inf, dtype=torch.float64)
+    for cuts in itertools.combinations(range(1, 12), 2):  # clusters of an optimum are neighbours on the line
+        total = torch.zeros(20, dtype=torch.float64)
+        for a, b in itertools.pairwise((0, *cuts, 12)):
+            x = points[..., 0].double().gather(1, order[:, a:b])
+            w = weights.double().gather(1, order[:, a:b])
+            mean = (w * x).sum(-1) / w.sum(-1)
+            total += (w * (x - mean[:, None]) ** 2).sum(-1)
+        best = torch.minimum(best, total)
+    runs = [error(points, weights, weighted_kmeans(points, weights, 3, tolerance=0.0, seed=s)) for s in range(12)]
+    assert torch.allclose(torch.stack(runs).min(0).values, best, rtol=1e-4)
+
+
+def test_in_the_end_each_centroid_is_the_weighted_mean_of_its_points():
+    points, weights = data(4, 400, 2)
+    centroids = weighted_kmeans(points, weights, 16, iterations=200, tolerance=0.0)
+    codes = (torch.cdist(points.double(), centroids.double())).argmin(-1)
+    for book, entry in itertools.product(range(4), range(16)):
+        mine = codes[book] == entry
+        assert mine.any()
+        mean = np.average(points[book][mine].numpy(), axis=0, weights=weights[book][mine].numpy())
+        np.testing.assert_allclose(centroids[book, entry].numpy(), mean, atol=2e-3)
+
+
+def test_a_weight_of_three_is_three_points():
+    points, _ = data(2, 60, 2)
+    weights = torch.randint(1, 4, (2, 60), generator=torch.Generator().manual_seed(0)).float()
+    start = points[:, :8].clone()
+    once = lloyd(points, weights, start, 30, 0.0)
+    for book in range(2):
+        repeated = points[book].repeat_interleave(weights[book].long(), dim=0)[None]
+        many = lloyd(repeated, torch.ones(1, repeated.shape[1]), start[book : book + 1], 30, 0.0)
+        assert torch.allclose(once[book], many[0], atol=1e-5)
+
+
+def test_as_good_as_faiss_from_the_same_start():
+    faiss = pytest.importorskip("faiss")
+    points, weights = data(1, 3000, 4)
+    start = points[:, :64].clone()
+    theirs = faiss.Kmeans(4, 64, niter=25, min_points_per_centroid=1, max_points_per_centroid=10**6)
+    theirs.train(points[0].numpy(), weights=weights[0].numpy(), init_centroids=start[0].numpy())
+    mine = error(points, weights, lloyd(points, weights, start, 25, 0.0))
+    assert mine.item() <= 1.02 * error(points, weights, torch.from_numpy(theirs.centroids)[None]).item()
+
+
+def test_more_iterations_never_raise_the_error():
+    points, weights = data(3, 900, 4)
+    start = plus_plus(points, weights, torch.rand(3, 32, generator=torch.Generator().manual_seed(0)))
+    errors = torch.stack([error(points, weights, lloyd(points, weights, start, n, 0.0)) for n in (0, 1, 2, 5, 20)])
+    assert (errors[1:] <= errors[:-1] * (1 + 1e-5)).all()
+    assert (errors[-1] < 0.9 * errors[0]).all()
+
+
+def test_early_stop_costs_little():
+    points, weights = data(3, 4000, 4)
+    early, late = (error(points, weights, weighted_kmeans(points, weights, 64, tolerance=t)) for t in (1e-3, 0.0))
+    assert (early <= 1.03 * late).all()
+
+
+def test_seeding_draws_in_proportion_to_weight_times_squared_distance():
+    points = torch.tensor([[[0.0], [1.0], [3.0], [7.0]]])
+    weights = torch.tensor([[1.0, 2.0, 0.0, 0.5]])
+    draws = torch.rand(20_000, 2, generator=torch.Generator().manual_seed(0))
+    chosen = plus_plus(points.expand(20_000, -1, -1), weights.expand(20_000, -1), draws)[..., 0]
+    counts = torch.zeros(4, 4, dtype=torch.float64)
+    where = {0.0: 0, 1.0: 1, 3.0: 2, 7.0: 3}
+    for first, second in chosen.tolist():
+        counts[where[first], where[second]] += 1 / 20_000
+    w, x = weights[0].double(), points[0, :, 0].double()
+    expected = torch.zeros(4, 4, dtype=torch.float64)
+    for i in range(4):
+        mass = w * (x - x[i]) ** 2
+        expected[i] = w[i] / w.sum() * mass / mass.sum()
+    assert (counts - expected).abs().max() < 0.015
+
+
+def test_centroids_without_points_move_to_where_the_error_is():
+    points = torch.tensor([[[0.0], [0.1], [10.0], [10.1], [20.0], [90.0]]])
+    far = torch.tensor([[[0.0], [500.0], [600.0], [10.05]]])
+    found = lloyd(points, torch.ones(1, 6), far, 10, 0.0).flatten().sort().values
+    assert torch.allclose(found, torch.tensor([0.05, 10.05, 20.0, 90.0]), atol=1e-5)
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(0, 30), st.sampled_from(["equal", "zero", "few"]))
+def test_points_without_spread_or_weight_give_finite_centroids(books, size, extra, kind):
+    points = torch.full((books, 8 + extra, size), 2.5)
+    weights = torch.zeros(books, 8 + extra) if kind == "zero" else torch.ones(books, 8 + extra)
+    if kind == "few":
+        points[:, 0], weights[:, 1:] = -1.0, 0.0
+        weights[:, 1] = 1.0
+    found = weighted_kmeans(points, weights, 8)
+    assert found.isfinite().all()
+    assert (error(points, weights, found) < 1e-6).all()
+
+
+def test_the_same_whatever_the_number_of_threads_and_of_neighbours():
+    points, weights = data(7, 1500, 4)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = weighted_kmeans(points, weights, 64, seed=5)
+        torch.set_num_threads(3)
+        together = weighted_kmeans(points, weights, 64, seed=5)
+    finally:
+        torch.set_num_threads(threads)
+    assert alone.equal(together)
+    assert torch.get_num_threads() == threads
+    assert not alone.equal(weighted_kmeans(points, weights, 64, seed=6))
+
+
+def test_too_few_points_are_refused():
+    with pytest.raises(ValueError, match="16 centroids need as many points, not 15"):
+        weighted_kmeans(torch.zeros(1, 15, 2), torch.ones(1, 15), 16)
