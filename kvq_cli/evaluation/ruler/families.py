@@ -12,7 +12,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from itertools import pairwise
 from random import Random
 
@@ -123,16 +123,14 @@ class VariableTracking(Family):
             lines.insert(place + shift, facts[shift])
         return Chain(lines, value, list(names), example)
 
-    @property
+    @cached_property
     def _example_lines(self) -> int:
         """As many lines as the solved example may have: RULER's 500 tokens, or a quarter of a short context."""
-        if not hasattr(self, "_lines"):
-            limit = min(EXAMPLE_TOKENS, self.context // 4)
-            lines = self.smallest(0)
-            while self._example_tokens(lines + 1) <= limit:
-                lines += 1
-            self._lines = lines
-        return self._lines
+        limit = min(EXAMPLE_TOKENS, self.context // 4)
+        lines = self.smallest(0)
+        while self._example_tokens(lines + 1) <= limit:
+            lines += 1
+        return lines
 
     def _example_tokens(self, lines: int) -> int:
         return self.tokens(str(self.templates.chain(self._chain(Random(0), lines, letters=3))))
