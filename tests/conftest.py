@@ -39,12 +39,15 @@ def kvq(tmp_path, monkeypatch) -> Callable:
 
 @pytest.fixture
 def kvq_process(tmp_path) -> Callable:
-    """`kvq_process("chat")` starts the command as a process of its own, in an empty folder."""
+    """`kvq_process("chat")` starts the command as a process of its own, in an empty folder, when Python is up."""
 
-    def start(*arguments: object, **options) -> subprocess.Popen:
+    def start(*arguments: object) -> subprocess.Popen:
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-        words = [sys.executable, "-m", "kvq_cli", *map(str, arguments)]
-        return subprocess.Popen(words, cwd=tmp_path, text=True, **{**pipes, **options})
+        code = f"import sys; sys.argv = {['kvq', *map(str, arguments)]!r}; print('up', flush=True)"
+        words = [sys.executable, "-c", f"{code}; from kvq_cli.cli import main; main()"]
+        process = subprocess.Popen(words, cwd=tmp_path, text=True, **pipes)
+        assert process.stdout.readline() == "up\n"
+        return process
 
     return start
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel, QuantizedCache
 
@@ -88,14 +89,25 @@ class Kvq(Peer):
 
 
 def quanto(bits: float | None) -> Quanto | str:
-    """transformers' quantized cache at these bits, or the reason why it cannot be measured."""
+    """transformers' quantized cache at these bits, or the reason why it cannot be measured.
+
+    quanto compiles its CPU code when it is first used: that happens here, before anything is measured.
+    """
     if bits not in QUANTO_BITS:
         return f"transformers' quanto cache has {' and '.join(map(str, QUANTO_BITS))} bits, not {bits}"
     if find_spec("optimum") is None or find_spec("optimum.quanto") is None:
-        return (
-            "transformers' quanto cache is not measured: optimum-quanto is not installed (pip install 'kvq-cli[bench]')"
-        )
+        return "transformers' quanto cache is not measured: pip install 'kvq-cli[bench]' brings optimum-quanto"
+    try:
+        _first_use()
+    except Exception as error:  # a compiler that is missing or fails, in whatever way
+        return f"transformers' quanto cache is not measured: its code does not compile here ({type(error).__name__})"
     return Quanto(int(bits))
+
+
+def _first_use() -> None:
+    import optimum.quanto  # noqa: F401  (defines the operator)
+
+    torch.ops.quanto.unpack(torch.zeros(4, dtype=torch.uint8), 2)
 
 
 def _nbytes(tensor: Tensor) -> int:

@@ -63,15 +63,20 @@ def generate(
     )
     from kvq_cli.benchmarking.generate import Settings, measure
     from kvq_cli.benchmarking.machine import machine
+    from kvq_cli.benchmarking.peers import Plain, quanto
     from kvq_cli.benchmarking.plot import plot
+    from kvq_cli.models import model_context
 
     settings = Settings(tuple(contexts), tuple(batches), tokens, rounds, seed)
-    peers, skipped = _peers(random or model, names, bits, prefill)
+    methods = _methods(random or model, names, bits, prefill)
+    loaded, name = _model(model, random, device, dtype, seed)
+    settings.check(model_context(loaded.config))
+    _make(out_dir)
+    baseline = quanto(bits)
+    skipped = [baseline] if isinstance(baseline, str) else []
     for why in skipped:
         out.warn(why)
-    loaded, name = _model(model, random, device, dtype, seed)
-    settings.check(loaded.config.get_text_config().max_position_embeddings)
-    _make(out_dir)
+    peers = [Plain(), *([] if skipped else [baseline]), *methods]
     with out.progress() as progress:
         task = progress.add_task("measuring", total=settings.runs * len(peers))
         rows = list(measure(loaded, peers, settings, lambda: progress.advance(task)))
@@ -94,21 +99,17 @@ def generate(
     out.result(document)
 
 
-def _peers(model: str, names: list[str], bits: int | None, prefill: str) -> tuple[list[Peer], list[str]]:
-    """All that is measured, and why something is not."""
-    from kvq_cli.benchmarking.peers import Kvq, Plain, quanto
+def _methods(model: str, names: list[str], bits: int | None, prefill: str) -> list[Peer]:
+    from kvq_cli.benchmarking.peers import Kvq
     from kvq_cli.cli.resolve import describe, resolve_compared
     from kvq_cli.methods.registry import from_config
 
-    peers: list[Peer] = [Plain()]
-    found = quanto(bits)
-    skipped = [found] if isinstance(found, str) else []
-    peers += [] if skipped else [found]
+    peers: list[Peer] = []
     for chosen in resolve_compared(model, names, bits):
         options = describe(chosen)
         options.pop("artifact", None)
         peers.append(Kvq(chosen, options["name"], from_config(options).nominal_bits, prefill))
-    return peers, skipped
+    return peers
 
 
 def _model(model: str, shape: str | None, device: str, dtype: str, seed: int) -> tuple[Any, str]:

@@ -20,7 +20,7 @@ COMMANDS = {
     "generate": ["generate", "what the prompt says", "-n", 2],
     "eval": ["eval", "--task", "perplexity", "--seqlen", 128, "--limit", 1],
     "chat": ["chat"],
-    "bench": ["bench", "generate", "--context", 16, "--batch", 1, "--tokens", 1, "--rounds", 1],
+    "bench": ["bench", "generate", "--context", 16, "--batch", 1, "--tokens", 1, "--rounds", 1, "--bits", 3],
 }
 
 
@@ -144,6 +144,7 @@ def test_output_folders_without_permission(fails, made, tmp_path, command):
     fails(*COMMANDS[command], *flags, code=1, says="Permission denied")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["eval", "bench"])
 def test_no_space_leaves_nothing_half_written(made, tmp_path, command):
     """A limit on the size of files stands in for a full disk: writing beyond it fails in the same way."""
@@ -162,6 +163,7 @@ def test_no_space_leaves_nothing_half_written(made, tmp_path, command):
     assert all(path.suffix == ".jsonl" for path in left), left
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["generate", "eval"])
 def test_interrupt_in_the_middle_of_the_work(kvq_process, tmp_path, command):
     long = {"generate": ["generate", "a", "-n", 3000], "eval": ["eval", "--task", "perplexity", "--out", "out"]}
