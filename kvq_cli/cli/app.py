@@ -131,10 +131,7 @@ def _build() -> typer.Typer:
     root.callback()(_root)
     for name, place, panel in COMMANDS:
         module, attribute = place.split(":")
-        try:
-            found = getattr(import_module(f"kvq_cli.cli.{module}"), attribute)
-        except ModuleNotFoundError:
-            continue
+        found = getattr(import_module(f"kvq_cli.cli.{module}"), attribute)
         if isinstance(found, typer.Typer):
             root.add_typer(found, name=name, rich_help_panel=panel)
         else:
