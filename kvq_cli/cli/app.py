@@ -121,8 +121,9 @@ Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=
 def _root(version: Version = False) -> None:
     """Compress the key-value cache of a transformer language model to 1-4 bits, and measure what that costs.
 
-    Every command works on a small built-in model, offline, on a CPU. Exit codes: 0 done, 1 the run failed,
-    2 wrong usage, 130 interrupted. KVQ_DEBUG=1 shows the traceback of an error.
+    Every command works on a small built-in model, offline, on a CPU.
+
+    Exit codes: 0 done, 1 the run failed, 2 wrong usage, 130 interrupted. KVQ_DEBUG=1 shows where an error arose.
     """
 
 
