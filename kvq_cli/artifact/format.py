@@ -146,24 +146,21 @@ def cannot_write(path: Path, error: OSError) -> KvqError:
 @contextmanager
 def _folder_to_replace(folder: Path) -> Iterator[Path]:
     """A new folder beside `folder` that takes its place when the block succeeds and vanishes when it fails."""
-    partial = folder.with_name(f".{folder.name}.partial")
+    partial, replaced = (folder.with_name(f".{folder.name}.{what}") for what in ("partial", "replaced"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in (partial, replaced):  # by a run that was killed
+            shutil.rmtree(left, ignore_errors=True)
         partial.mkdir()
         yield partial
         if folder.exists():
-            replaced = folder.with_name(f".{folder.name}.replaced")
-            shutil.rmtree(replaced, ignore_errors=True)
             folder.rename(replaced)
-            partial.rename(folder)
-            shutil.rmtree(replaced)
-        else:
-            partial.rename(folder)
+        partial.rename(folder)
     except OSError as error:
         raise cannot_write(folder, error) from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        for left in (partial, replaced):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _read_config(path: Path) -> dict:

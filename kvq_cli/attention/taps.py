@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from kvq_cli.attention.rotary import Rotation, find_rotation
-from kvq_cli.errors import UsageError
+from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.models import model_shape, text_config
 
 #: Modules that shape a key before RoPE, last one first.
@@ -93,7 +93,7 @@ def attention_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
 def iter_attention(model: PreTrainedModel) -> list[AttentionSite]:
     """All attention sites of `model` in layer order. Runs the decoder once on a few random embeddings.
 
-    Raises UsageError naming the module where the taps would not give what the model caches.
+    Raises UsageError naming the module where the taps would not give what the model caches, KvqError where that is NaN.
     """
     shape, config = model_shape(model), text_config(model.config)
     windows, decoder = sliding_windows(config), decoder_of(model)
@@ -103,6 +103,10 @@ def iter_attention(model: PreTrainedModel) -> list[AttentionSite]:
     sites = []
     for index, (name, module) in enumerate(attention_modules(model)):
         probe = seen[index]
+        if not (probe["key"].isfinite().all() and probe["value"].isfinite().all()):
+            raise KvqError(
+                f"{name}: its keys or values hold NaN or infinity: check the weights, or try --dtype float32"
+            )
         key = _tap(module, name, _KEY_NAMES, config, shape, probe, part=1)
         value = _tap(module, name, _VALUE_NAMES, config, shape, probe, part=2)
         if not torch.equal(value.view(probe["outputs"][id(value.module)]), probe["value"]):

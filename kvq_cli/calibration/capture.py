@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
 
@@ -49,15 +50,17 @@ def checkpointing(model: PreTrainedModel, on: bool):
         yield
         return
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    try:
-        for layer in layers:  # transformers checkpoints in training only; dropout below stays off
-            layer.training = True
-        yield
-    finally:
-        for layer in layers:
-            layer.training = False
-        model.gradient_checkpointing_disable()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # transformers 5.23 has a new name for it, 5.17 has not
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        try:
+            for layer in layers:  # transformers checkpoints in training only; dropout below stays off
+                layer.training = True
+            yield
+        finally:
+            for layer in layers:
+                layer.training = False
+            model.gradient_checkpointing_disable()
 
 
 class _Recorder:

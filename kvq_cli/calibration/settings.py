@@ -113,12 +113,14 @@ def extent(settings: Settings, spec: CalibrationSpec, unit: int, loaded: LoadedM
     affordable = int(settings.budget * GIB) // ((settings.samples + settings.gradients) * unit * per_token)
     units = min(possible, affordable)
     kept = Extent(spec.skip, unit, units, possible, settings.samples, settings.gradients, per_token)
-    needed = max(stream.entries for stream in (spec.keys, spec.values))
-    blocks = (settings.gradients - settings.held_out) * kept.tokens
-    if units == 0 or blocks < needed:
-        mend = "--budget" if affordable < possible else "--seqlen or --gradients"
-        raise UsageError(
-            f"{blocks} tokens with gradients are too few for codebooks of {needed} entries: raise {mend} "
-            f"(now --seqlen {settings.seqlen}, --gradients {settings.gradients}, --budget {settings.budget:g})"
-        )
+    training = (settings.gradients - settings.held_out) * kept.tokens
+    for stream in (spec.keys, spec.values):
+        size = max(shape.size for shape in stream.shapes)
+        if units == 0 or training * stream.share < stream.entries * size:
+            mend = "--budget" if affordable < possible else "--seqlen or --gradients"
+            raise UsageError(
+                f"{training} tokens are too few for codebooks of {stream.entries} entries, which need "
+                f"{stream.entries * size // stream.share}: raise {mend} (--seqlen {settings.seqlen}, --gradients "
+                f"{settings.gradients} with {settings.held_out} of them held out, --budget {settings.budget:g})"
+            )
     return kept

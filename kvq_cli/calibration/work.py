@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import safetensors.torch
@@ -24,6 +25,7 @@ class Work:
 
     def __init__(self, out: Path) -> None:
         self.path = out.with_name(out.name + ".work")
+        self._made: list[Path] = []  # folders above it that were not there
 
     def open(self, request: Mapping, *, resume: bool, room: int) -> None:
         """Start anew, or go on where an earlier run with the same `request` stopped.
@@ -46,7 +48,11 @@ class Work:
             )
 
     def remove(self) -> None:
+        """Leave nothing, unless something else has come to lie in the folders that were made for it."""
         shutil.rmtree(self.path, ignore_errors=True)
+        for folder in self._made:
+            with suppress(OSError):
+                folder.rmdir()
 
     def write_json(self, name: str, value: Mapping) -> None:
         self._replace(f"{name}.json", json.dumps(value).encode())
@@ -88,10 +94,12 @@ class Work:
         return numbers
 
     def _create(self, request: Mapping, room: int) -> None:
+        self._made = [folder for folder in self.path.parents if not folder.exists()]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(self.path.parent).free
             if free < room:
+                self.remove()
                 raise KvqError(
                     f"no space left in {self.path.parent}: {room / 1e9:.1f} GB are needed while calibrating and "
                     f"{free / 1e9:.1f} GB are free: lower --budget, or choose another --out"

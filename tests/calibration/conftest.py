@@ -39,4 +39,4 @@ def tiny(tiny_folder) -> LoadedModel:
 @pytest.fixture(scope="session")
 def quick() -> Settings:
     """Settings that take a second on the tiny model."""
-    return Settings(samples=6, seqlen=96, gradients=4, points=300, iterations=5)
+    return Settings(samples=6, seqlen=100, gradients=4, points=300, iterations=5)

@@ -1,0 +1,133 @@
+"""One stream's codebooks: errors against the codec that will be used, the choice among shapes, Fisher weights."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from kvq_cli.calibration.codebooks import Captured, Recipe, calibrate_stream, choose
+from kvq_cli.methods.base import BlockShape, CodebookSpec, ModelShape
+from kvq_cli.methods.temporalkv import TemporalKV
+
+SHAPE = ModelShape(layers=1, query_heads=4, kv_heads=2, head_dim=8, hidden_size=32, dtype=torch.float32)
+BOTH = (BlockShape("temporal", 4, 1), BlockShape("channel", 1, 4))
+RECIPE = Recipe(fisher=True, hybrid="layer", points=4096, iterations=20, seed=0, dtype=torch.float32)
+SPEC = CodebookSpec(BOTH, entries=256, share=4, normalize=True)
+
+
+@pytest.fixture(scope="module")
+def captured():
+    """Head 0 resembles its last tokens, head 1 its neighbouring channels; gradients grow with a hidden cause of x."""
+    noise = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=noise)
+
+    x = normal(10, 480, 2, 8)
+    x[:, :, 0] = normal(10, 120, 8).repeat_interleave(4, dim=1) + 0.2 * x[:, :, 0]
+    x[:, :, 1] = normal(10, 480, 2).repeat_interleave(4, dim=2) + 0.2 * x[:, :, 1]
+    matters = (x > 1.2).float()  # few numbers carry most of the weight
+    x = x * torch.linspace(0.5, 3, 8) + torch.linspace(-4, 4, 8)
+    g = normal(8, 480, 2, 8) * (0.05 + 3 * matters[:8])
+    return Captured(x.bfloat16(), g.bfloat16(), held_out=2)
+
+
+def errors_by_codec(tensors, captured, method, kind="k"):
+    """Relative held-out errors (fisher, plain) of the method's own codec, in float64."""
+    codec = method.plan(0, SHAPE, {f"{k}.{n}": t for k in "kv" for n, t in tensors.items()})
+    codec = (codec.keys if kind == "k" else codec.values).codec
+    x, g = captured.x[6:8].transpose(1, 2).float(), captured.g[6:8].transpose(1, 2).double()
+    seen = torch.cat([captured.x[:6], captured.x[8:]]).double()
+    lost = (codec.decode(codec.encode(x), torch.float32) - x).double() ** 2
+    spread = (x.double() - seen.mean((0, 1))[:, None]) ** 2
+    return [((w * lost).sum() / (w * spread).sum()).item() for w in (g**2, torch.ones_like(g))]
+
+
+@pytest.mark.parametrize(("hybrid", "normalize"), [("off", True), ("layer", True), ("head", True), ("head", False)])
+def test_measured_errors_are_those_of_the_codec(captured, hybrid, normalize):
+    method = TemporalKV(hybrid=hybrid, normalize_keys=normalize)
+    spec = method.calibration(SHAPE).keys
+    tensors, measured = calibrate_stream(captured, spec, dataclasses.replace(RECIPE, hybrid=hybrid))
+    fisher, plain = errors_by_codec(tensors, captured, method)
+    assert measured["chosen"]["fisher"] == pytest.approx(fisher, rel=0.01)
+    assert measured["chosen"]["plain"] == pytest.approx(plain, rel=0.01)
+    assert ("mean" in tensors) == ("std" in tensors) == normalize
+
+
+def test_errors_of_outliers_do_not_count_since_they_are_stored(captured):
+    spec = dataclasses.replace(SPEC, outliers=0.02)
+    tensors, measured = calibrate_stream(captured, spec, RECIPE)
+    _, without = calibrate_stream(captured, SPEC, RECIPE)
+    seen = torch.cat([captured.x[:6], captured.x[8:]]).float()
+    inside = (seen >= tensors["lower"]) & (seen <= tensors["upper"])
+    assert inside.float().mean() == pytest.approx(0.98, abs=0.005)
+    assert measured["chosen"]["fisher"] < 0.95 * without["chosen"]["fisher"]
+
+
+def test_hybrid_takes_the_shape_that_fits_and_is_never_worse(captured):
+    """Head 0 is made for temporal blocks, head 1 for channel blocks: by head both are had."""
+    found = {}
+    for hybrid in ("off", "layer", "head"):
+        tensors, found[hybrid] = calibrate_stream(captured, SPEC, dataclasses.replace(RECIPE, hybrid=hybrid))
+        for shape in BOTH:
+            heads = [i for i, name in enumerate(found[hybrid]["choice"]) if name == shape.name]
+            assert (f"centroids.{shape.name}" in tensors) == bool(heads)
+            if heads:
+                assert tensors[f"centroids.{shape.name}"].shape == (len(heads), 2, 256, 4)
+    assert found["off"]["choice"] == ["temporal", "temporal"]
+    assert found["head"]["choice"] == ["temporal", "channel"]
+    assert len(set(found["layer"]["choice"])) == 1
+    shapes = found["off"]["shapes"]
+    assert shapes == found["layer"]["shapes"] == found["head"]["shapes"]
+    best = min(shape["fisher"] for shape in shapes.values())
+    assert found["layer"]["chosen"]["fisher"] == best
+    assert found["head"]["chosen"]["fisher"] < best
+
+
+def test_choose_never_takes_what_loses_more():
+    lost = torch.rand(4, 3, generator=torch.Generator().manual_seed(0)).double()
+    by_head = choose(lost, "head")
+    assert all(lost[by_head[h], h] == lost[:, h].min() for h in range(3))
+    by_layer = choose(lost, "layer")
+    assert len(set(by_layer.tolist())) == 1 and lost[by_layer[0]].sum() == lost.sum(1).min()
+    assert choose(lost, "off").tolist() == [0, 0, 0]
+
+
+def test_fisher_weights_lower_the_weighted_error_and_raise_the_plain_one(captured):
+    for shape, normalize in itertools.product(BOTH, (True, False)):
+        spec = dataclasses.replace(SPEC, shapes=(shape,), normalize=normalize)
+        with_, without = (
+            calibrate_stream(captured, spec, dataclasses.replace(RECIPE, fisher=fisher))[1]["chosen"]
+            for fisher in (True, False)
+        )
+        assert with_["fisher"] < 0.9 * without["fisher"]
+        assert with_["plain"] > without["plain"]
+
+
+def test_what_is_held_out_is_not_looked_at(captured):
+    changed = Captured(captured.x.clone(), captured.g.clone(), captured.held_out)
+    changed.x[6:8] = 5 * changed.x[6:8] + 1
+    changed.g[6:8] = changed.g[6:8].flip(0)
+    first, second = (calibrate_stream(c, SPEC, dataclasses.replace(RECIPE, hybrid="off")) for c in (captured, changed))
+    assert first[0].keys() == second[0].keys()
+    assert all(torch.equal(first[0][name], second[0][name]) for name in first[0])
+    assert first[1]["chosen"] != second[1]["chosen"]
+
+
+def test_more_bits_lower_the_error(captured):
+    errors = []
+    for bits in (1, 2, 4):
+        spec = TemporalKV(bits=bits).calibration(SHAPE).keys
+        errors.append(calibrate_stream(captured, spec, RECIPE)[1]["chosen"]["plain"])
+    assert errors[0] > 1.5 * errors[1] > 3 * errors[2]
+
+
+def test_centroids_are_measured_as_stored(captured):
+    tensors, measured = calibrate_stream(captured, SPEC, dataclasses.replace(RECIPE, dtype=torch.bfloat16))
+    assert (
+        tensors["centroids.temporal" if "centroids.temporal" in tensors else "centroids.channel"].dtype
+        is torch.bfloat16
+    )
+    fisher, _ = errors_by_codec(tensors, captured, TemporalKV())
+    assert measured["chosen"]["fisher"] == pytest.approx(fisher, rel=0.01)

@@ -1,0 +1,241 @@
+"""From text to artifact: the same bytes each time, also when killed and resumed; refusals leave nothing behind."""
+
+import dataclasses
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvq_cli import attach
+from kvq_cli.artifact import load_artifact
+from kvq_cli.calibration import pipeline, work
+from kvq_cli.calibration.forecast import forecast
+from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.methods.registry import build
+
+
+def run(loaded, settings, out, method=None, **options):
+    return pipeline.calibrate(pipeline.plan(loaded, method or build("temporalkv"), settings), out, **options)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tiny, quick, tmp_path):
+    first = run(tiny, quick, tmp_path / "a")
+    run(tiny, quick, tmp_path / "b")
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+    other = run(tiny, dataclasses.replace(quick, seed=1), tmp_path / "c")
+    assert other.digest != first.digest
+    assert not all(torch.equal(other.tensors[name], first.tensors[name]) for name in first.tensors)
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("temporalkv", {"bits": 1}),
+        ("temporalkv", {"bits": 4, "hybrid": "head"}),
+        ("temporalkv", {"hybrid": "off", "normalize_values": True, "fisher": False}),
+        ("temporalkv", {"shapes": "all", "outliers": 0.02, "sinks": 4}),
+    ],
+)
+def test_an_artifact_runs_and_its_tensors_are_those_foretold(tiny, quick, tmp_path, method, options):
+    built = build(method, **options)
+    settings = dataclasses.replace(quick, seqlen=192)
+    planned = pipeline.plan(tiny, built, settings)
+    foretold = forecast(planned)
+    artifact = pipeline.calibrate(planned, tmp_path / "a")
+    assert artifact.config["sizes"]["total"] == foretold["artifact_bytes"]
+    kinds = {name.split(".", 2)[2].replace(f".{shape}", ".<shape>") for name in artifact.tensors for shape in ("x",)}
+    assert {kind.split(".")[1] for kind in kinds} == {t["name"].split(".")[3] for t in foretold["tensors"]}
+    ids = torch.randint(0, 300, (1, 90), generator=torch.Generator().manual_seed(0))
+    exact = tiny.model(ids).logits
+    with attach(tiny.model, artifact, prefill="compressed") as attached:
+        lossy = tiny.model(ids, past_key_values=attached.new_cache()).logits
+    assert lossy.isfinite().all()
+    assert torch.equal(lossy[:, 0], exact[:, 0]) or torch.allclose(lossy[:, 0], exact[:, 0], atol=1e-4)
+    assert not torch.allclose(lossy[:, -1], exact[:, -1], atol=1e-3)
+
+
+def test_an_artifact_says_how_it_was_made(tiny, quick, tmp_path):
+    built = build("temporalkv", bits=4, sinks=12)
+    artifact = run(tiny, quick, tmp_path / "a", built)
+    config = artifact.config
+    assert config["method"] == {"name": "temporalkv"} | dataclasses.asdict(built)
+    assert config["calibration"] == dataclasses.asdict(dataclasses.replace(quick))
+    assert config["captured"] == {"tokens": 6 * 88, "tokens_with_gradients": 4 * 88, "tokens_held_out": 88}
+    assert len(config["errors"]["layers"]) == 2 and set(config["errors"]["layers"][0]) == {"k", "v"}
+    card = (tmp_path / "a" / "README.md").read_text()
+    assert f"kvq calibrate --method temporalkv --bits 4 --set sinks=12 --model {tiny.name} --dataset prose" in card
+    assert str(tmp_path / "a") not in card
+    artifact.check_model(tiny.model)
+
+
+def test_killed_at_any_step_and_resumed_it_is_the_same(tiny_folder, tmp_path):
+    script = Path(__file__).with_name("interrupted.py")
+    command = [sys.executable, str(script), str(tiny_folder), str(tmp_path), "8"]
+    ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert ran.returncode == 0, ran.stderr
+    kills = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert all(kill["status"] == 0 and kill["equal"] for kill in kills), kills
+    killed_in = " ".join(kill["before"] for kill in kills)
+    for phase in ("read text", "capture", "numbers", "cluster", "safetensors", "write", "rename"):
+        assert phase in killed_in
+
+
+class Interrupted(Exception):
+    """Stands for anything that stops a run from outside."""
+
+
+def stop_at(phase, done):
+    def progress(*now):
+        if now[:2] == (phase, done):
+            raise Interrupted
+
+    return progress
+
+
+def test_unfinished_work_is_neither_lost_nor_mixed_up(tiny, quick, tmp_path):
+    out = tmp_path / "a"
+    with pytest.raises(Interrupted):
+        run(tiny, quick, out, progress=stop_at("capture", 3))
+    assert os.listdir(tmp_path) == ["a.work"]
+    with pytest.raises(UsageError, match=r"a\.work holds an unfinished calibration: go on with --resume, or .*--force"):
+        run(tiny, quick, out)
+    with pytest.raises(UsageError, match="begun with another calibration"):
+        run(tiny, dataclasses.replace(quick, seed=1), out, resume=True)
+    with pytest.raises(UsageError, match="begun with another method"):
+        run(tiny, quick, out, build("temporalkv", bits=1), resume=True)
+    assert os.listdir(tmp_path) == ["a.work"]
+    steps = []
+    resumed = run(tiny, quick, out, resume=True, progress=lambda *now: steps.append(now))
+    assert [now for now in steps if now[0] == "capture"] == [("capture", done, 6) for done in (3, 4, 5, 6)]
+    assert run(tiny, quick, tmp_path / "b").digest == resumed.digest
+
+
+def test_force_starts_over(tiny, quick, tmp_path):
+    out = tmp_path / "a"
+    with pytest.raises(Interrupted):
+        run(tiny, quick, out, progress=stop_at("capture", 3))
+    other = run(tiny, dataclasses.replace(quick, seed=1), out, force=True)
+    assert other.config["calibration"]["seed"] == 1
+    with pytest.raises(UsageError, match="exists already.*--force"):
+        run(tiny, quick, out)
+    assert run(tiny, quick, out, force=True).digest == run(tiny, quick, tmp_path / "b").digest
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+def test_resuming_what_is_finished_or_never_began(tiny, quick, tmp_path):
+    first = run(tiny, quick, tmp_path / "a", resume=True)
+    steps = []
+    again = run(tiny, quick, tmp_path / "a", resume=True, progress=lambda *now: steps.append(now))
+    assert again.digest == first.digest and steps == []
+    with pytest.raises(UsageError, match=r"a was made with another calibration: .*--force"):
+        run(tiny, dataclasses.replace(quick, seed=1), tmp_path / "a", resume=True)
+
+
+def test_a_budget_keeps_random_runs_of_tokens(tiny, quick, tmp_path, monkeypatch):
+    per_token = 2 * 2 * 2 * 8 * 2  # layers, keys and values, heads, channels, bytes
+    settings = dataclasses.replace(quick, seqlen=200, budget=10 * 120 * per_token / 2**30)
+    planned = pipeline.plan(tiny, build("temporalkv"), settings)
+    assert planned.extent.tokens == 120 and planned.extent.nbytes == 10 * 120 * per_token
+    monkeypatch.setattr(work.Work, "remove", lambda self: None)
+    artifact = pipeline.calibrate(planned, tmp_path / "a")
+    assert artifact.config["captured"]["tokens"] == 6 * 120
+    captured = sum(path.stat().st_size for path in (tmp_path / "a.work").glob("*.bf16"))
+    assert captured == planned.extent.nbytes
+    kept = [pipeline._kept_tokens(planned.extent, 0, sample) for sample in range(6)]
+    for tokens in kept:
+        runs = tokens.view(-1, 4)
+        assert (runs[:, 0] % 4 == 0).all() and (runs.diff(dim=1) == 1).all()  # 8 + 4 i, and then in order
+        assert (runs[:, 0].diff() > 0).all() and tokens.min() >= 8 and tokens.max() < 200
+    assert len({tuple(tokens.tolist()) for tokens in kept}) == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"seqlen": 300}, "--seqlen 300 is more than the 256 tokens of .*tiny's context"),
+        ({"gradients": 7}, "--gradients 7 must be .*at most 6"),
+        ({"gradients": 1}, "--gradients 1 must be at least 2"),
+        ({"seqlen": 40}, "tokens are too few for codebooks of 256 entries.* raise --seqlen or --gradients"),
+        ({"seqlen": 6}, "too few"),
+        ({"budget": 1e-6}, "raise --budget"),
+        ({"budget": 0.0}, "--budget must be above 0"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_before_anything_runs(tiny, quick, change, says):
+    with pytest.raises(UsageError, match=says):
+        pipeline.plan(tiny, build("temporalkv"), dataclasses.replace(quick, **change))
+
+
+def test_methods_and_shapes_that_cannot_be_calibrated(tiny, quick):
+    with pytest.raises(UsageError, match="fp16 needs no calibration"):
+        pipeline.plan(tiny, build("fp16"), quick)
+    with pytest.raises(UsageError, match="share=3 does not divide head_dim=8"):
+        pipeline.plan(tiny, build("temporalkv", share=3), quick)
+
+
+def test_a_failure_leaves_nothing(tiny, quick, tmp_path, monkeypatch):
+    with pytest.raises(KvqError, match="too short: .* tokens found, 600 needed"):
+        (tmp_path / "short.txt").write_text("Too short.")
+        run(tiny, dataclasses.replace(quick, dataset=str(tmp_path / "short.txt")), tmp_path / "a")
+    tiny.model.model.layers[1].self_attn.k_proj.weight.data[0, 0] = torch.nan
+    with pytest.raises(KvqError, match="layers.1.self_attn: its keys or values hold NaN or infinity"):
+        run(tiny, quick, tmp_path / "a")
+    assert os.listdir(tmp_path) == ["short.txt"]
+
+
+@pytest.mark.parametrize("file", ["1.v.g.bf16", "windows.safetensors.new", "1.k.safetensors.new", "config.json"])
+def test_a_disk_that_fills_up_leaves_nothing(tiny, quick, tmp_path, monkeypatch, file):
+    real = open
+
+    def full(path, mode="r", *rest, **options):
+        if Path(path).name == file and "r" not in mode.replace("r+", "w"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(path, mode, *rest, **options)
+
+    monkeypatch.setattr(work, "open", full, raising=False)
+    monkeypatch.setattr("kvq_cli.artifact.format.open", full, raising=False)
+    with pytest.raises(KvqError, match="no space left to write .*: free some, or choose another --out"):
+        run(tiny, quick, tmp_path / "a")
+    assert os.listdir(tmp_path) == []
+
+
+def test_no_room_is_seen_before_the_model_runs(tiny, quick, tmp_path, monkeypatch):
+    monkeypatch.setattr(work.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+    with pytest.raises(KvqError, match="no space left in .*: .* GB are needed while calibrating"):
+        run(tiny, quick, tmp_path / "new" / "folders" / "a")
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_place_that_cannot_be_written(tiny, quick, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KvqError, match=r"cannot write .*file/a"):
+        run(tiny, quick, tmp_path / "file" / "a")
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "thesis.tex").write_text("")
+    with pytest.raises(UsageError, match="no artifact and will not be replaced"):
+        run(tiny, quick, tmp_path / "thesis", force=True)
+
+
+def test_captured_numbers_that_were_cut_are_noticed(tiny, quick, tmp_path):
+    with pytest.raises(Interrupted):
+        run(tiny, quick, tmp_path / "a", progress=stop_at("cluster", 1))
+    path = tmp_path / "a.work" / "1.k.x.bf16"
+    path.write_bytes(path.read_bytes()[:-2])
+    with pytest.raises(KvqError, match=r"1\.k\.x\.bf16 is shorter than it was written"):
+        run(tiny, quick, tmp_path / "a", resume=True)
+
+
+def test_text_can_come_from_the_model_itself(tiny, quick, tmp_path):
+    artifact = run(tiny, dataclasses.replace(quick, dataset="self"), tmp_path / "a")
+    assert artifact.config["calibration"]["dataset"] == "self"
+    assert load_artifact(tmp_path / "a").digest == artifact.digest
