@@ -37,10 +37,10 @@ lint: .venv/.installed  ## Check the code with ruff.
 artifacts: $(foreach bits,1 2 4,artifacts/reference/temporalkv-$(bits)bit/config.json)  ## Calibrate the artifacts of the built-in model.
 
 artifacts/reference/temporalkv-%bit/config.json: | .venv/.installed
-	$(KVQ) calibrate --method temporalkv --bits $* --out $(@D)
+	$(KVQ) calibrate --method temporalkv --bits $* --out $(@D) --resume
 
 demo: $(DEMO_ARTIFACT)/config.json  ## Calibrate, generate and evaluate at 2 bits on the built-in model.
-	@echo; echo "== generate: a number hidden in 600 tokens, read back from the compressed cache"
+	@echo; echo "== generate: a number that a long prompt hides, read back from the compressed cache"
 	$(KVQ) generate --file examples/needle.txt --artifact $(DEMO_ARTIFACT) --max-new-tokens 24
 	echo; echo "== evaluate: uncompressed, kivi and temporalkv at 2 bits on the same samples"
 	$(KVQ) eval $(DEMO_EVAL) --artifact $(DEMO_ARTIFACT) --out $(DEMO)
@@ -48,7 +48,7 @@ demo: $(DEMO_ARTIFACT)/config.json  ## Calibrate, generate and evaluate at 2 bit
 
 $(DEMO_ARTIFACT)/config.json: | .venv/.installed
 	@echo "== calibrate temporalkv at 2 bits"
-	$(KVQ) calibrate --method temporalkv --bits 2 --out $(@D)
+	$(KVQ) calibrate --method temporalkv --bits 2 --out $(@D) --resume
 
 bench: results/bench/generate.json  ## Measure decoding beside transformers' own caches.
 
