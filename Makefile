@@ -10,6 +10,12 @@ KVQ := $(BIN)/kvq
 # Two test processes of one thread each finish sooner on two cores than one process of two.
 PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest -n 2
 
+# Show a command as one would type it, then run it.
+define kvq
+echo; echo "$$ kvq $(1)"
+$(KVQ) $(1)
+endef
+
 DEMO := results/demo
 DEMO_ARTIFACT := $(DEMO)/temporalkv-2bit
 DEMO_EVAL := --task ruler,perplexity --compare fp16,kivi,temporalkv --bits 2 --context 512 --limit 4
@@ -21,6 +27,7 @@ help:  ## Show this list.
 
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "kvq needs Python 3.11 or newer: make PYTHON=python3.12" >&2; exit 1; }
+	echo "setting up .venv, once: some minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
@@ -37,23 +44,20 @@ lint: .venv/.installed  ## Check the code with ruff.
 artifacts: $(foreach bits,1 2 4,artifacts/reference/temporalkv-$(bits)bit/config.json)  ## Calibrate the artifacts of the built-in model.
 
 artifacts/reference/temporalkv-%bit/config.json: | .venv/.installed
-	$(KVQ) calibrate --method temporalkv --bits $* --out $(@D) --resume
+	@$(call kvq,calibrate --method temporalkv --bits $* --out $(@D) --resume)
 
 demo: $(DEMO_ARTIFACT)/config.json  ## Calibrate, generate and evaluate at 2 bits on the built-in model.
-	@echo; echo "== generate: a number that a long prompt hides, read back from the compressed cache"
-	$(KVQ) generate --file examples/needle.txt --artifact $(DEMO_ARTIFACT) --max-new-tokens 24
-	echo; echo "== evaluate: uncompressed, kivi and temporalkv at 2 bits on the same samples"
-	$(KVQ) eval $(DEMO_EVAL) --artifact $(DEMO_ARTIFACT) --out $(DEMO)
+	@$(call kvq,generate --file examples/needle.txt --artifact $(DEMO_ARTIFACT) --max-new-tokens 24)
+	$(call kvq,eval $(DEMO_EVAL) --artifact $(DEMO_ARTIFACT) --out $(DEMO))
 	echo "All results are in $(DEMO)/."
 
 $(DEMO_ARTIFACT)/config.json: | .venv/.installed
-	@echo "== calibrate temporalkv at 2 bits"
-	$(KVQ) calibrate --method temporalkv --bits 2 --out $(@D) --resume
+	@$(call kvq,calibrate --method temporalkv --bits 2 --out $(@D) --resume)
 
 bench: results/bench/generate.json  ## Measure decoding beside transformers' own caches.
 
 results/bench/generate.json: | .venv/.installed
-	$(KVQ) bench generate --compare kivi,temporalkv --bits 2 --out $(@D)
+	@$(call kvq,bench generate --compare kivi,temporalkv --bits 2 --out $(@D))
 
 clean:  ## Remove the environment and all results (not the artifacts).
 	rm -rf .venv results build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
