@@ -18,7 +18,8 @@ endef
 
 DEMO := results/demo
 DEMO_ARTIFACT := $(DEMO)/temporalkv-2bit
-DEMO_EVAL := --task ruler,perplexity --compare fp16,kivi,temporalkv --bits 2 --context 512 --limit 4
+DEMO_EVAL := --task ruler,perplexity --compare fp16,kivi,temporalkv --bits 2 --context 512 --limit 2
+BENCH := --compare kivi,temporalkv --bits 2
 
 .PHONY: help demo test test-fast lint artifacts bench clean
 
@@ -57,7 +58,7 @@ $(DEMO_ARTIFACT)/config.json: | .venv/.installed
 bench: results/bench/generate.json  ## Measure decoding beside transformers' own caches.
 
 results/bench/generate.json: | .venv/.installed
-	@$(call kvq,bench generate --compare kivi,temporalkv --bits 2 --out $(@D))
+	@$(call kvq,bench generate $(BENCH) --out $(@D))
 
 clean:  ## Remove the environment and all results (not the artifacts).
 	rm -rf .venv results build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
