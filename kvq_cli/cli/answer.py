@@ -89,8 +89,9 @@ def cache_line(report: dict) -> str:
     if not held:
         return "cache: empty"
     shared = report["constant_bytes"]
+    ratio = f"{plain / held:.1f}x smaller" if held <= plain else f"{held / plain:.1f}x larger: windows are not full yet"
     return (
-        f"cache: {human_bytes(held)} instead of {human_bytes(plain)} in 16 bit ({plain / held:.1f}x smaller), "
+        f"cache: {human_bytes(held)} instead of {human_bytes(plain)} in 16 bit ({ratio}), "
         f"{report['measured_bits']:.2f} bits per number (nominal {report['nominal_bits']:g})"
         + (f"; codebooks shared by all sequences: {human_bytes(shared)}" if shared else "")
     )

@@ -14,6 +14,8 @@ from kvq_cli.cli.output import Output, human_bytes, write_whole
 from kvq_cli.errors import KvqError
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from kvq_cli.benchmarking.peers import Peer
 
 app = typer.Typer(no_args_is_help=True, help="Measure time and memory.")
@@ -27,7 +29,11 @@ Rounds = Annotated[int, _measured("--rounds", min=1, help="Counted rounds, after
 Random = Annotated[
     str | None, _measured("--random", metavar="SHAPE", help="Random weights in a known shape, instead of --model.")
 ]
-OutDir = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for generate.json and generate.png.")]
+OutDir = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the results: JSON and a plot.")]
+
+
+Dataset = Annotated[str, _measured("--dataset", metavar="NAME", help="Text to calibrate on; see `kvq calibrate`.")]
+Samples = Annotated[int, _measured("--samples", min=2, help="Windows of text.")]
 
 
 @app.callback()
@@ -62,7 +68,6 @@ def generate(
         opt.numbers(batch, "--batch"),
     )
     from kvq_cli.benchmarking.generate import Settings, measure
-    from kvq_cli.benchmarking.machine import machine
     from kvq_cli.benchmarking.peers import Plain, quanto
     from kvq_cli.benchmarking.plot import plot
     from kvq_cli.models import model_context
@@ -81,10 +86,7 @@ def generate(
         task = progress.add_task("measuring", total=settings.runs * len(peers))
         rows = list(measure(loaded, peers, settings, lambda: progress.advance(task)))
     document = {
-        "bench": "generate",
-        "machine": machine(loaded.device),
-        "model": name,
-        "dtype": str(loaded.dtype).removeprefix("torch."),
+        **_about("generate", loaded, name),
         "prefill": prefill,
         "tokens": tokens,
         "rounds": rounds,
@@ -97,6 +99,54 @@ def generate(
     _print(out, rows)
     out.note(f"written: {out_dir / 'generate.json'} and {out_dir / 'generate.png'}")
     out.result(document)
+
+
+@app.command()
+def calibrate(
+    method: opt.MethodName = "temporalkv",
+    bits: opt.Bits = 2,
+    set_: opt.Set = None,
+    dataset: Dataset = "prose",
+    samples: Samples = 64,
+    out_dir: OutDir = Path("results/bench"),
+    model: opt.Model = "reference",
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    seed: opt.Seed = 0,
+    config: opt.Config = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """A calibration's time by phase, and its peak memory; the artifact is thrown away."""
+    out = Output(as_json=as_json, quiet=quiet)
+    from kvq_cli.benchmarking.calibrate import measure
+    from kvq_cli.calibration.pipeline import plan
+    from kvq_cli.calibration.settings import Settings
+    from kvq_cli.methods.registry import build, to_config
+    from kvq_cli.models import load_model
+
+    given = opt.method_options(set_) | ({} if bits is None else {"bits": bits})
+    built = build(method or "temporalkv", **given)
+    planned = plan(load_model(model, device, dtype), built, Settings(dataset, samples, seed=seed))
+    _make(out_dir)
+    with out.phases() as show:
+        found = measure(planned, show)
+    document = {**_about("calibrate", planned.loaded.model, model), "method": to_config(built), **found}
+    write_whole(out_dir / "calibrate.json", json.dumps(document, indent=2) + "\n")
+    rows = [[phase, round(seconds, 2)] for phase, seconds in found["phases_s"].items()]
+    out.table(["phase", "seconds"], [*rows, ["all", round(found["total_s"], 2)]])
+    if found["peak_bytes"] is not None:
+        out.text(f"peak memory {human_bytes(found['peak_bytes'])}, artifact {human_bytes(found['artifact_bytes'])}")
+    out.note(f"written: {out_dir / 'calibrate.json'}")
+    out.result(document)
+
+
+def _about(what: str, model: PreTrainedModel, name: str) -> dict:
+    """What stands at the head of every result."""
+    from kvq_cli.benchmarking.machine import machine
+
+    dtype = str(model.dtype).removeprefix("torch.")
+    return {"bench": what, "machine": machine(model.device), "model": name, "dtype": dtype}
 
 
 def _methods(model: str, names: list[str], bits: int | None, prefill: str) -> list[Peer]:

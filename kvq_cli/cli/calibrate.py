@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +24,7 @@ Dataset = Annotated[
 Samples = Annotated[int, _data("--samples", min=2, help="Windows of text.")]
 Seqlen = Annotated[int | None, _data("--seqlen", min=1, help="Tokens of each (default: 2048 or the model's context).")]
 Gradients = Annotated[
-    int | None, _data("--gradients", min=2, help="Samples with gradients (default: all; on a CPU 20).")
+    int | None, _data("--gradients", min=2, help="Samples with gradients (default: all; on a CPU 16).")
 ]
 Points = Annotated[int, _data("--points", min=256, help="Blocks that each codebook is clustered from.")]
 Iterations = Annotated[int, _data("--iterations", min=1, help="Iterations of k-means, at most.")]
@@ -83,26 +82,12 @@ def calibrate(
         return _print_forecast(output, forecast(planned))
     folder = out or artifact_folder(model, built.name, getattr(built, "bits", None))
     try:
-        with _bars(output) as progress:
+        with output.phases() as progress:
             artifact = pipeline.calibrate(planned, folder, resume=resume, force=force, progress=progress)
     except KeyboardInterrupt:
         output.note("interrupted; the same command with --resume goes on from here")
         raise
     _print_artifact(output, artifact)
-
-
-@contextmanager
-def _bars(output: Output):
-    """One progress bar for each phase."""
-    with output.progress() as progress:
-        tasks: dict = {}
-
-        def show(phase: str, done: int, total: int) -> None:
-            if phase not in tasks:
-                tasks[phase] = progress.add_task(phase, total=total)
-            progress.update(tasks[phase], completed=done)
-
-        yield show
 
 
 def _print_forecast(output: Output, found: dict) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ from kvq_cli.errors import KvqError
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
 
 
 class Output:
@@ -85,6 +86,19 @@ class Output:
         )
         hidden = self.quiet or not sys.stderr.isatty()
         return progress.Progress(*columns, console=self.console(), disable=hidden, redirect_stdout=False)
+
+    @contextmanager
+    def phases(self) -> Iterator[Callable[[str, int, int], None]]:
+        """A progress bar for each phase: gives `show(phase, done, total)`."""
+        with self.progress() as progress:
+            tasks: dict[str, TaskID] = {}
+
+            def show(phase: str, done: int, total: int) -> None:
+                if phase not in tasks:
+                    tasks[phase] = progress.add_task(phase, total=total)
+                progress.update(tasks[phase], completed=done)
+
+            yield show
 
 
 def human_bytes(count: float) -> str:
