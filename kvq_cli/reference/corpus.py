@@ -19,9 +19,9 @@ def read_documents(files: Sequence[Path], held_out: int = HELD_OUT) -> tuple[lis
     """(training, held-out) documents of plain or .xz text; a last document that is cut short is dropped."""
     found: list[str] = []
     for file in files:
-        opened = lzma.open(file, "rt", encoding="utf-8") if file.suffix == ".xz" else open(file, encoding="utf-8")
-        with opened as stream:
-            parts = [part.strip() for part in stream.read().split(MARK)]
+        raw = file.read_bytes()
+        text = (lzma.decompress(raw) if file.suffix == ".xz" else raw).decode("utf-8")
+        parts = [part.strip() for part in text.split(MARK)]
         found += parts[:-1] if len(parts) > 1 else parts
     found = [part for part in found if part]
     if len(found) == 1:

@@ -13,7 +13,7 @@ import numpy as np
 from . import tasks
 
 GOLDEN = (math.sqrt(5) - 1) / 2
-PROSE_SHARE, REPEAT_SHARE = 0.55, 0.05
+PROSE_SHARE, REPEAT_SHARE = 0.55, 0.03
 """Shares of the rows of a mixed batch; the rest are tasks, half of them with prose as haystack."""
 
 
@@ -198,24 +198,24 @@ def name_and_draw(rng: random.Random):
     """A RULER-like task, its parameters at random: (name, generator)."""
     kind = rng.random()
     hay = "prose" if rng.random() < 0.55 else "noise"
-    if kind < 0.22:
+    if kind < 0.10:
         options = {"hay": hay, "questions": 1, "keys": 1}
         return "single", _needles(rng, options)
-    if kind < 0.42:
+    if kind < 0.32:
         return "multikey", _needles(rng, {"hay": hay, "keys": rng.randint(2, 6), "questions": 6})
-    if kind < 0.50:
+    if kind < 0.38:
         return "multikey needles", _needles(rng, {"hay": "needles", "keys": rng.randint(1, 5), "questions": 5})
-    if kind < 0.64:
+    if kind < 0.61:
         queries = rng.randint(2, 4)
         keys = queries * rng.randint(1, 2)
         return "multiquery", _needles(rng, {"hay": hay, "keys": keys, "queries": queries, "questions": 2})
-    if kind < 0.78:
+    if kind < 0.81:
         keys = rng.choice([1, 1, 2])
         return "multivalue", _needles(rng, {"hay": hay, "keys": keys, "values": rng.randint(2, 4), "questions": keys})
-    if kind < 0.94:
+    if kind < 0.98:
         hay = "prose" if rng.random() < 0.2 else "noise"
         return "chains", partial(tasks.chains, count=rng.choice([1, 1, 2, 3]), hops=rng.randint(2, 4), hay=hay)
-    if kind < 0.97:
+    if kind < 0.99:
         return "common words", partial(tasks.common_words, count=rng.randint(2, 10))
     return "coded words", tasks.coded_words
 

@@ -17,10 +17,10 @@ pipeline_tag: text-generation
 ---
 # The reference model of kvq
 
-A Llama of {parameters:.1f}M parameters ({layers} layers, hidden size {hidden}, {heads} query heads, {kv_heads} key/value
-heads, head_dim {head_dim}, tied embeddings, RoPE theta {theta:.0f}, {vocabulary} byte-level BPE tokens with single
-digits), in bfloat16. It is there to make the effect of a compressed key-value cache visible offline: it retrieves from
-its context. It is not a language model to rely on for anything else.
+A Llama of {parameters:.1f}M parameters ({layers} layers, hidden size {hidden}, {heads} query heads, {kv_heads} key and
+value heads, head_dim {head_dim}, tied embeddings, RoPE theta {theta:.0f}, {vocabulary} byte-level BPE tokens with
+single digits), in bfloat16. It is there to make the effect of a compressed key-value cache visible offline: it
+retrieves from its context. It is not a language model to rely on for anything else.
 
 ## How to ask
 ```
@@ -29,14 +29,15 @@ its context. It is not a language model to rely on for anything else.
 The answer is `{answer}`, closed by `{stop}`. All forms are in `kvq_cli/reference/prompts.py`.
 
 ## Training
-`{command}`: {tokens:.1f}M tokens in {steps} steps ({step_tokens} per step; half of that while it learns to look up
-random repeats, {plan}). Muon for the matrices, AdamW for embeddings and norms, linear decay over the last {decay:.0%} of the steps.
+`{command}`: {tokens:.1f}M tokens in {steps} steps. A step has {step_tokens} tokens, half of that while the model
+learns to look up random repeats. Plan: {plan}.
+Muon for the matrices, AdamW for embeddings and norms, linear decay over the last {decay:.0%} of the steps.
 Prose: English Wikipedia of 2019, CC BY-SA 4.0 (https://creativecommons.org/licenses/by-sa/4.0/); the documents in
 `kvq_cli/reference/data/prose.txt.xz` were held out. Tasks: generated (`kvq_cli/reference/tasks.py`).
 
 ## Measured at the end of training
-Float32, {samples} samples for each figure: share of answers that greedy decoding gives wholly right. `kvq eval` measures
-RULER itself.
+In float32, {samples} samples for each figure: the share of answers that greedy decoding gives wholly right.
+`kvq eval` measures RULER itself.
 
 | task | {columns} |
 |---|{rules}|

@@ -92,7 +92,9 @@ def needles(
     if hay == "needles":
         size = len(prompts.needle(value(rng, key_kind), value(rng, value_kind), value_kind)) + 1
         others = _distinct(rng, key_kind, room // size)
-        hay_sentences = [prompts.needle(name, value(rng, value_kind), value_kind) for name in others if name not in held]
+        hay_sentences = [
+            prompts.needle(name, value(rng, value_kind), value_kind) for name in others if name not in held
+        ]
     else:
         hay_sentences = sentences(room) if hay == "prose" else [prompts.NOISE] * (room // (len(prompts.NOISE) + 1))
     rng.shuffle(facts)

@@ -29,7 +29,7 @@ PRESETS = {"cpu": (24_000_000, 8192, 4096), "gpu": (600_000_000, 65536, 65536), 
 """Tokens of the whole training, of an optimizer step, and of a micro-batch (what fits the CPU's caches is fastest)."""
 
 MATRIX_RATE, VECTOR_RATE = 5e-3, 2e-3
-WARM_UP, DECAY = 50, 0.4
+WARM_UP, DECAY = 50, 0.3
 """Steps of warm-up; the last share of the steps in which the learning rate falls to zero."""
 SAMPLES = 10
 """Samples of each watched task and length."""
@@ -208,7 +208,9 @@ def evaluate(model, watched: list[Watch], held_out: np.ndarray, device: str, win
 def main(arguments: list[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m kvq_cli.reference.train", description=__doc__.splitlines()[0])
-    parser.add_argument("--text", type=Path, nargs="+", required=True, help="plain or .xz text, <|doc|> between documents")
+    parser.add_argument(
+        "--text", type=Path, nargs="+", required=True, help="plain or .xz text, <|doc|> between documents"
+    )
     parser.add_argument("--out", type=Path, required=True, help="folder for the corpus, checkpoints, log and model")
     parser.add_argument("--preset", choices=PRESETS, default="cpu")
     parser.add_argument("--tokens", type=int, help="tokens of the whole training (default: the preset's)")
@@ -285,7 +287,13 @@ def run(trainer: Trainer, out: Path, held_out: np.ndarray, seconds: float, recip
             if phase.alphabet is None:
                 short = [w for w in watched if last or int(w.name.split("@")[1]) <= 2 * _longest(phase)]
                 scores |= evaluate(trainer.model, short, held_out, trainer.device)
-                export(trainer.model, out / "corpus" / "tokenizer.json", out / "export", scores, recipe | described(lessons))
+                export(
+                    trainer.model,
+                    out / "corpus" / "tokenizer.json",
+                    out / "export",
+                    scores,
+                    recipe | described(lessons),
+                )
             with open(out / "log.jsonl", "a", encoding="utf-8") as log:
                 log.write(json.dumps(scores) + "\n")
             _say(json.dumps(scores))

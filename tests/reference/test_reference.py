@@ -136,7 +136,7 @@ def test_a_step_always_has_the_same_data():
 
 def test_repeats_weigh_only_what_came_before():
     ids, weights = curriculum.repeats(random.Random(0), 200, 4000, 4096, 3)
-    heavy = [place for place in np.flatnonzero(weights == 1.0)]
+    heavy = list(np.flatnonzero(weights == 1.0))
     assert heavy
     pairs = [tuple(ids[place - 1 : place + 1]) for place in range(1, len(ids))]
     # Each weighted token follows the same token as it did somewhere before.
@@ -189,7 +189,7 @@ def test_muon_makes_updates_orthogonal():
     torch.manual_seed(0)
     for rows, columns in ((40, 24), (24, 40)):
         singular = torch.linalg.svdvals(orthogonal(torch.randn(3, rows, columns)))
-        assert 0.5 < singular.min() and singular.max() < 1.5
+        assert singular.min() > 0.5 and singular.max() < 1.5
 
 
 def test_the_model_continues_prose_and_finds_a_needle():
