@@ -133,7 +133,7 @@ def _lost(stream: _Stream, shape: BlockShape, share: int, books: Tensor) -> Tens
     """Weighted squared errors of the held-out numbers, `[2 (fisher, plain), kv_heads]` float64."""
     blocks = to_blocks(stream.held_u, shape, share)
     centroids = books.flatten(0, 1).float()
-    _, codes = nearest(blocks, centroids)
+    codes = nearest(blocks, centroids)
     squares = (blocks - centroids.gather(1, codes[..., None].expand_as(blocks))).square()
     return torch.stack([_per_head(squares * to_blocks(w, shape, share), books.shape[0]) for w in stream.held_weights])
 

@@ -36,6 +36,15 @@ def clustering_bytes(settings: Settings, tokens: int, shape: ModelShape) -> int:
     return per_sample * (settings.samples * 2 * 2 + settings.gradients * 4 * 10)
 
 
+def workers(planned) -> int:
+    """How many streams are clustered side by side: one for each of torch's threads, as far as memory allows."""
+    device = planned.loaded.model.device
+    if device.type != "cpu":
+        return 1
+    one = clustering_bytes(planned.settings, planned.extent.tokens, planned.loaded.shape)
+    return max(1, min(torch.get_num_threads(), _free_bytes(device) // (2 * one)))
+
+
 def stream_tensors(spec: CodebookSpec, shape: ModelShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Name to shape and dtype of one stream's tensors. All candidate shapes have codebooks of one size: the first
     stands for whatever is chosen."""
@@ -68,7 +77,7 @@ def forecast(planned) -> dict:
     checkpointing = needs_checkpointing(loaded, settings)
     weights = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
     activations = activation_bytes(loaded, settings, checkpointed=checkpointing)
-    clustering = clustering_bytes(settings, planned.extent.tokens, shape)
+    clustering = workers(planned) * clustering_bytes(settings, planned.extent.tokens, shape)
     return {
         "request": planned.request(),
         "tensors": tensors,

@@ -17,6 +17,7 @@ from kvq_cli.attention.taps import iter_attention
 from kvq_cli.calibration import capture, forecast
 from kvq_cli.calibration.card import card
 from kvq_cli.calibration.codebooks import ERROR_MEASURE, Captured, Recipe, calibrate_stream
+from kvq_cli.calibration.parallel import side_by_side
 from kvq_cli.calibration.settings import Extent, Settings, extent
 from kvq_cli.calibration.work import Work
 from kvq_cli.data.texts import SELF, load_text, self_windows, token_windows
@@ -150,20 +151,23 @@ def _kept_tokens(kept: Extent, seed: int, sample: int) -> Tensor:
 
 def _cluster_all(planned: Plan, work: Work, progress: Progress) -> list[dict]:
     """Codebooks of every layer's keys and values; gives the measured errors, by layer."""
-    layers = planned.loaded.shape.layers
-    errors = []
-    for unit, (layer, kind) in enumerate((layer, kind) for layer in range(layers) for kind in _STREAMS):
-        progress("cluster", unit, 2 * layers)
-        name = _name(layer, kind)
-        if (measured := work.read_json(name)) is None:
-            spec = planned.spec.keys if kind == "k" else planned.spec.values
-            captured = _read_captured(planned, work, layer, kind)
-            tensors, measured = calibrate_stream(captured, spec, _recipe(planned, seed=unit))
-            work.write_tensors(name, {key: tensor.cpu() for key, tensor in tensors.items()})
-            work.write_json(name, measured)  # last: it says that both are there
-        errors.append(measured)
-    progress("cluster", 2 * layers, 2 * layers)
-    return [dict(zip(_STREAMS, errors[2 * i : 2 * i + 2], strict=True)) for i in range(layers)]
+    streams = [(layer, kind) for layer in range(planned.loaded.shape.layers) for kind in _STREAMS]
+    missing = [stream for stream in streams if work.read_json(_name(*stream)) is None]
+
+    def cluster(stream: tuple[int, str]) -> None:
+        layer, kind = stream
+        spec = planned.spec.keys if kind == "k" else planned.spec.values
+        captured = _read_captured(planned, work, layer, kind)
+        tensors, measured = calibrate_stream(captured, spec, _recipe(planned, seed=streams.index(stream)))
+        work.write_tensors(_name(layer, kind), {key: tensor.cpu() for key, tensor in tensors.items()})
+        work.write_json(_name(layer, kind), measured)  # last: it says that both are there
+
+    done = len(streams) - len(missing)
+    progress("cluster", done, len(streams))
+    for _ in side_by_side(cluster, missing, forecast.workers(planned)):
+        done += 1
+        progress("cluster", done, len(streams))
+    return [{kind: work.read_json(_name(layer, kind)) for kind in _STREAMS} for layer in range(len(streams) // 2)]
 
 
 def _read_captured(planned: Plan, work: Work, layer: int, kind: str) -> Captured:

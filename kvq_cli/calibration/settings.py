@@ -13,7 +13,7 @@ from kvq_cli.models import LoadedModel
 GIB = 1 << 30
 _SEQLEN = 2048
 _HELD_OUT = 5  # one in so many of the samples with gradients is held out
-_CPU_GRADIENTS = 20  # a backward pass takes a CPU a second even for a small model
+_CPU_GRADIENTS = 16  # a backward pass takes a CPU a second even for a small model
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Settings:
     dataset:    name or file, see `data.texts`.
     samples:    windows of text. seqlen: tokens of each; None: 2048, or the model's context if that is shorter.
     gradients:  how many of the samples have gradients taken; codebooks are made from these, statistics from all.
-                None: all of them on a GPU, 20 on a CPU.
+                None: all of them on a GPU, 16 on a CPU.
     points:     blocks that a codebook is clustered from, drawn by their importance. iterations: Lloyd's, at most.
     budget:     GiB of captured numbers on disk; where all do not fit, runs of tokens are drawn at random.
     """

@@ -17,7 +17,7 @@ def mean_std(x: Tensor) -> tuple[Tensor, Tensor]:
     for sample in x:
         shifted = sample.float() - center
         total += shifted.sum(0)
-        squares += shifted.square().sum(0)
+        squares += shifted.square_().sum(0)
     count = x.shape[0] * x.shape[1]
     variance = (squares - total.square() / count) / count
     return (center + total / count).float(), variance.clamp_min(0).sqrt().float()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -66,6 +67,8 @@ def calibrate(
     Ctrl-C keeps what is done: the same command with --resume goes on from there.
     """
     output = Output(as_json=as_json, quiet=quiet)
+    # Threads that wait for each other sleep: where other programs run, too, spinning doubles the time. Read by torch.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from kvq_cli.methods.registry import build
 
     given = opt.method_options(set_) | ({} if bits is None else {"bits": bits}) | ({} if fisher else {"fisher": False})

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvq_cli.calibration.kmeans import lloyd, nearest, plus_plus, weighted_kmeans
+from kvq_cli.calibration.kmeans import _nearest, lloyd, nearest, plus_plus, weighted_kmeans
 
 
 def data(books, points, size, seed=0, spread=4.0):
@@ -28,15 +28,16 @@ def error(points, weights, centroids):
 def test_nearest_is_nearest(size, entries):
     points, _ = data(3, 700, size)
     centroids, _ = data(3, entries, size, seed=1)
-    scores, codes = nearest(points, centroids)
+    scores, codes = _nearest(points, centroids)
     distances = torch.cdist(points.double(), centroids.double()) ** 2
     best = distances.min(-1).values
     mine = distances.gather(2, codes[..., None])[..., 0]
     # Scores are compared to 2^-15 of their size: where another centroid was nearer, it was by no more than that.
     slack = 2.0**-14 * (points.square().sum(-1) + centroids.square().sum(-1).max())
     assert (mine - best <= slack).all()
-    assert (codes == distances.argmin(-1)).float().mean() > 0.95
+    assert (codes == distances.argmin(-1)).float().mean() > 0.9
     assert torch.allclose(points.square().sum(-1) + 2 * scores, mine.float(), atol=1e-2)
+    assert (nearest(points, centroids) == codes).float().mean() > 0.9
 
 
 def test_one_dimension_reaches_the_optimum_of_all_splits():
@@ -137,19 +138,13 @@ def test_points_without_spread_or_weight_give_finite_centroids(books, size, extr
     assert (error(points, weights, found) < 1e-6).all()
 
 
-def test_the_same_whatever_the_number_of_threads_and_of_neighbours():
-    points, weights = data(7, 1500, 4)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        alone = weighted_kmeans(points, weights, 64, seed=5)
-        torch.set_num_threads(3)
-        together = weighted_kmeans(points, weights, 64, seed=5)
-    finally:
-        torch.set_num_threads(threads)
-    assert alone.equal(together)
-    assert torch.get_num_threads() == threads
-    assert not alone.equal(weighted_kmeans(points, weights, 64, seed=6))
+def test_the_same_whatever_its_neighbours():
+    points, weights = data(40, 600, 4)
+    together = weighted_kmeans(points, weights, 64, seed=5)
+    assert together.equal(weighted_kmeans(points, weights, 64, seed=5))
+    assert not together.equal(weighted_kmeans(points, weights, 64, seed=6))
+    assert together[:5].equal(weighted_kmeans(points[:5], weights[:5], 64, seed=5))
+    assert nearest(points, together)[7:8].equal(nearest(points[7:8], together[7:8]))
 
 
 def test_too_few_points_are_refused():
