@@ -7,8 +7,10 @@ on are left alone (Phi3, GLM). Style "none" is a layer without RoPE.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ class Rotation:
     frequencies: Tensor
     head_dim: int
     scale: float = 1.0
-    _latest: dict = field(default_factory=dict, repr=False)
+    _kept: dict = field(default_factory=dict, repr=False)
 
     @property
     def width(self) -> int:
@@ -59,12 +61,12 @@ class Rotation:
     # Keys of a long text are turned without a table as long as the text: R(s + i) = R(s) R(i), and q . R(s) R(i) k is
     # the product of R(-s) q, turned `back` once, with R(i) k, turned `ahead` by the same table for every s.
 
-    def back(self, query: Tensor, starts: tuple[int, ...]) -> list[Tensor]:
-        """R(-s) query for each position s of `starts`; `query` `[..., head_dim]` float32."""
+    def back(self, query: Tensor, starts: tuple[int, ...]) -> Tensor:
+        """R(-s) query for each position s of `starts`: float32 `[..., head_dim]` -> `[starts, ..., head_dim]`."""
+        expanded = query.expand(len(starts), *query.shape)
         if self.style == "none":
-            return [query] * len(starts)
-        cos, sin = self._start_tables(starts, query.ndim)
-        return list(self.rotate(query.expand(len(starts), *query.shape), cos, sin).unbind())
+            return expanded
+        return self.rotate(expanded, *self._start_tables(starts, query.ndim))
 
     def ahead(self, keys: Tensor) -> Tensor:
         """R(i) of key i; `keys` `[..., tokens, head_dim]` float32, at most `TILE` tokens."""
@@ -79,12 +81,18 @@ class Rotation:
 
     def _start_tables(self, starts: tuple[int, ...], ndim: int) -> tuple[Tensor, Tensor]:
         """Tables of the positions -s, without the scale; kept for the other layers, which ask for the same ones."""
-        if self._latest.get("starts") != (starts, ndim):
+        if self._kept.get("starts") != (starts, ndim):
             cos, sin = (x.view(-1, *[1] * (ndim - 1), x.shape[-1]) for x in self.tables(-torch.tensor(starts)))
             for channels in self._pair:
                 cos[..., channels] /= self.scale
-            self._latest.update(starts=(starts, ndim), tables=(cos, sin / self.scale))
-        return self._latest["tables"]
+            self._kept.update(starts=(starts, ndim), start_tables=(cos, sin / self.scale))
+        return self._kept["start_tables"]
+
+    def keep(self, name: object, make: Callable[[], Any]) -> Any:
+        """What `make()` gave when it was first asked for under this name: constants that belong to the rotation."""
+        if name not in self._kept:
+            self._kept[name] = make()
+        return self._kept[name]
 
     def same(self, other: Rotation) -> bool:
         """Do both turn every key alike?"""

@@ -1,6 +1,6 @@
 """Attention over a compressed layer in plain PyTorch, a tile of tokens at a time, softmax in float32.
 
-Rows in the same situation (a `Run`) are computed together; every function below the two public ones sees one run, whose
+Rows in the same situation (a `Run`) are computed together; every function below the public ones sees one run, whose
 rows all hold the same number of tokens. Token i of a run has index i in its keys and in its values alike, although the
 two streams may split differently into sinks, packed and recent.
 """
@@ -30,10 +30,18 @@ PREFILL_TILE = 512
 
 def decode_attention(query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
     """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; see `Backend`."""
+    return decode_runs(_decode, query, layer, scaling)
+
+
+def decode_runs(decode: Callable, query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
+    """`decode(query, layer, run, scaling)` for each run of rows; zeros for rows that are still all padding."""
+    runs = layer.forward.runs
+    if len(runs) == 1 and runs[0].pads == 0:
+        return decode(query, layer, runs[0], scaling)
     out = torch.zeros_like(query)
-    for run in layer.forward.runs:
+    for run in runs:
         if run.pads == 0:
-            out[run.rows] = _decode(query[run.rows], layer, run, scaling)
+            out[run.rows] = decode(query[run.rows], layer, run, scaling)
     return out
 
 
@@ -54,20 +62,30 @@ def prefill_attention(
 
 
 def _decode(query: Tensor, layer: CompressedLayer, run: Run, scaling: float) -> Tensor:
-    heads, start = layer.key_stream.ring.shape[1], _first_seen(layer, run.tokens - 1)
-    q = (query.float() * scaling).unflatten(1, (heads, -1)).squeeze(3)  # [rows, kv_heads, group, head_dim]
+    heads, start = layer.key_stream.ring.shape[1], first_seen(layer, run.tokens - 1)
+    q = (query.float() * scaling).reshape(query.shape[0], heads, -1, query.shape[3])  # [rows, kv_heads, group, dim]
+    weights = key_scores(q, layer, run, start).softmax(dim=-1)
+    return value_sum(weights, layer, run, start).to(query.dtype).view(query.shape)
+
+
+def key_scores(q: Tensor, layer: CompressedLayer, run: Run, start: int) -> Tensor:
+    """q . k of all tokens from `start` on: `[rows, kv_heads, group, head_dim]` -> `[..., tokens - start]`, float32."""
     keys = _pieces(layer.key_stream, run, start)
-    if layer.plan.keys.source == "pre_rope":
-        turn = layer.rotation
-        queries = turn.back(q, tuple(piece.first + run.offset for piece in keys))
-        scores = [one @ turn.ahead(piece.numbers()).transpose(2, 3) for one, piece in zip(queries, keys, strict=True)]
-    else:
-        scores = [q @ piece.numbers().transpose(2, 3) for piece in keys]
-    weights = torch.cat(scores, dim=-1).softmax(dim=-1)
-    out = torch.zeros_like(q)
-    for piece in _pieces(layer.value_stream, run, start):
+    if layer.plan.keys.source != "pre_rope":
+        return torch.cat([q @ piece.numbers().transpose(2, 3) for piece in keys], dim=-1)
+    turn = layer.rotation
+    queries = turn.back(q, tuple(piece.first + run.offset for piece in keys))
+    products = [one @ turn.ahead(piece.numbers()).transpose(2, 3) for one, piece in zip(queries, keys, strict=True)]
+    return torch.cat(products, dim=-1)
+
+
+def value_sum(weights: Tensor, layer: CompressedLayer, run: Run, start: int) -> Tensor:
+    """Sum of weight times value over the tokens from `start` on, `[rows, kv_heads, group, head_dim]` float32."""
+    values = _pieces(layer.value_stream, run, start)
+    out = weights[..., : values[0].last - start] @ values[0].numbers()
+    for piece in values[1:]:
         out += weights[..., piece.first - start : piece.last - start] @ piece.numbers()
-    return out.to(query.dtype).view(query.shape)
+    return out
 
 
 class _Piece(NamedTuple):
@@ -88,15 +106,16 @@ class _Piece(NamedTuple):
 
 def _pieces(stream: Stream, run: Run, start: int) -> list[_Piece]:
     """All tokens from `start` on, in order, none longer than `DECODE_TILE`; nothing is decoded yet."""
-    pieces = [_Piece(*piece, stream.codec) for piece in stream.exact(run.rows, run.tokens, start, run.tokens)]
-    for first, last, packed in stream.packed(run.rows, run.tokens, start, run.tokens, DECODE_TILE):
+    where = (run.rows, run.tokens, start, run.tokens, DECODE_TILE)
+    pieces = [_Piece(*piece, stream.codec) for piece in stream.exact(*where)]
+    for first, last, packed in stream.packed(*where):
         cut = max(0, start - first)
         pieces.append(_Piece(first + cut, last, packed, stream.codec, cut))
     pieces.sort(key=attrgetter("first"))
     return pieces
 
 
-def _first_seen(layer: CompressedLayer, query: int) -> int:
+def first_seen(layer: CompressedLayer, query: int) -> int:
     """The first token that the query of token `query` sees."""
     return 0 if layer.sliding_window is None else max(0, query + 1 - layer.sliding_window)
 
@@ -179,7 +198,7 @@ def _prefill(
     shape = q.shape[:-1]
     out, total = torch.zeros_like(q), q.new_zeros(*shape, 1)
     top = q.new_full((*shape, 1), -torch.inf)
-    for first, last in _tiles(run.tokens, [*keys.cuts(), *values.cuts()], _first_seen(layer, run.past)):
+    for first, last in _tiles(run.tokens, [*keys.cuts(), *values.cuts()], first_seen(layer, run.past)):
         forms = [(side, side.exact(first, last), side.packed(first, last)) for side in (keys, values)]
         for begin in range(max(0, first - run.past) // PREFILL_TILE * PREFILL_TILE, columns, PREFILL_TILE):
             part = slice(begin, min(begin + PREFILL_TILE, columns))

@@ -88,16 +88,21 @@ class Stream:
     def _recent(self, rows: slice, start: int, stop: int) -> list[Tensor]:
         return [self.ring[rows, :, begin:end] for begin, end in self._slot_runs(start, stop)]
 
-    def exact(self, rows: slice, tokens: int, start: int, stop: int) -> Iterator[tuple[int, int, Tensor]]:
+    def exact(
+        self, rows: slice, tokens: int, start: int, stop: int, size: int = 1 << 30
+    ) -> Iterator[tuple[int, int, Tensor]]:
         """(first, last, numbers `[rows, kv_heads, last - first, head_dim]`) of what rows of `tokens` tokens hold in
-        full precision within [start, stop), in order; views."""
+        full precision within [start, stop), in order, at most `size` tokens at a time; views."""
         first, last = self.split(tokens)
-        if start < min(first, stop):
-            yield start, min(first, stop), self.sinks[rows, :, start : min(first, stop)]
+        pieces = [(start, self.sinks, start, min(first, stop))]
         at = max(start, last)
         for begin, end in self._slot_runs(at, min(tokens, stop)):
-            yield at, at + end - begin, self.ring[rows, :, begin:end]
+            pieces.append((at, self.ring, begin, end))
             at += end - begin
+        for at, held, begin, end in pieces:
+            for cut in range(begin, end, size):
+                upto = min(cut + size, end)
+                yield at + cut - begin, at + upto - begin, held[rows, :, cut:upto]
 
     def packed(self, rows: slice, tokens: int, start: int, stop: int, size: int) -> Iterator[tuple[int, int, Packed]]:
         """(first, last, packed) of what rows of `tokens` tokens hold packed within [start, stop), at most `size` tokens
@@ -108,6 +113,14 @@ class Stream:
         last = min(-(-(min(stop, end) - sinks) // block) * block, end - sinks)
         for a, b, run in self.store.tiles(rows, first, last, -(-size // block) * block):
             yield a + sinks, b + sinks, run
+
+    def segments(self, rows: slice, tokens: int) -> Iterator[tuple[int, int, Packed]]:
+        """(first, last, packed) of all that rows of `tokens` tokens hold packed, segment by segment; views."""
+        sinks, end = self.split(tokens)
+        for segment in self.store.segments:
+            last = min(segment.start + segment.tokens, end - sinks)
+            if segment.start < last:
+                yield segment.start + sinks, last + sinks, segment.view(rows, segment.start, last)
 
     def read(self, row: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """All tokens of one row, `[1, kv_heads, tokens, head_dim]`: packed ones decoded, the others as they are."""
