@@ -6,7 +6,6 @@ Importing this package does not import torch.
 from __future__ import annotations
 
 import lzma
-import os
 from functools import cache
 from pathlib import Path
 
@@ -18,10 +17,7 @@ SPLITS = ("calibration", "evaluation")
 
 def model_path() -> Path:
     """Folder of the reference model in the Hugging Face format."""
-    folder = _HERE / "model"
-    if not (folder / "model.safetensors").is_file() and os.environ.get("KVQ_REFERENCE_MODEL"):
-        return Path(os.environ["KVQ_REFERENCE_MODEL"])
-    return folder
+    return _HERE / "model"
 
 
 @cache
