@@ -1,36 +1,148 @@
-/* DECISION OF THE LEAD (09:22): no C code in kvq; see library.py. Remove this room, keep the plain-PyTorch path, commit by 09:35, report. */
-/* What is slow on a CPU as a series of whole-tensor operations: products with packed numbers for one decoding step
+/* What is slow on a CPU as a series of whole-tensor operations: products with a compressed layer for one decoding step
  * (unpack into registers, multiply, forget), and the nearest entry of a codebook.
  *
- * B batch, H kv heads, G query heads per kv head, D channels, T tokens. Arrays are contiguous except packed ones, whose
- * strides over batch, head and block are given in entries, and rows of out and weights, `stride` apart.
- * A number's place in a packed block is its lane; queries and sums are kept in the order of lanes, so that nothing is
- * reordered per token. Written with the vector types of gcc and clang.
+ * A layer's stream is a list of pieces: exact numbers, codebook codes or uniform codes, each of some tokens in order.
+ * Strides are in entries. A number's place in a packed block is its lane; queries and sums are kept in the order of
+ * lanes, so that nothing is reordered per token. Written with the vector types of gcc and clang.
  */
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 enum { TURNS = 64, LANES = 2048, CHANNELS = 256, HEADS = 8, TOKENS = 16 };
+enum { EXACT, CODEBOOK, UNIFORM };
+enum { FLOAT32, BFLOAT16, FLOAT16 };
 
-/* -- codebooks: an entry has SIZE = tokens x channels numbers; lanes [column][number of the entry] ----------------- */
+typedef struct {
+    int32_t kind, dtype;                   /* dtype: of exact numbers, or of scale and zero */
+    int64_t first, tokens;                 /* tokens [first, first + tokens) */
+    const void *data;                      /* numbers [B][H][T][D], codes [B][H][blocks][columns], [B][H][T][words] */
+    int64_t stride_b, stride_h, stride_t;  /* over batch, head, and token or block */
+    const void *scale, *zero;              /* uniform: [B][H][T / group][D] for keys, [B][H][T][D / group] for values */
+    int64_t side_b, side_h, side_t;
+} Piece;
 
-/* out = R q: lane k turns with lane k + pairs. */
-static void turn(int lanes, int pairs, const float *restrict q, const float *restrict cos, const float *restrict sin,
-                 float *restrict out) {
-    for (int k = 0; k < pairs; k++) out[k] = q[k] * cos[k] + q[k + pairs] * sin[k];
-    for (int k = 0; k < pairs; k++) out[k + pairs] = q[k + pairs] * cos[k] - q[k] * sin[k];
-    for (int k = 2 * pairs; k < lanes; k++) out[k] = q[k];
+typedef struct {
+    int32_t tokens, channels, columns; /* codebook: an entry covers tokens x channels, a block has `columns` codes */
+    int32_t bits, words, group;        /* uniform */
+    const float *table;                /* [all entries][tokens x channels] */
+    const int32_t *book;               /* [H][columns]: first entry of the column's codebook */
+    const float *std, *mean;           /* [H][D] */
+    const int32_t *lane_channel;       /* [lanes] */
+} Codec;
+
+typedef struct {
+    int32_t pairs, interleaved; /* channels turned together: k and k + pairs, or 2 k and 2 k + 1; no RoPE: pairs 0 */
+    int64_t offset;             /* position of token 0 */
+    const float *frequency;     /* [pairs] */
+    const float *cos, *sin;     /* [TURNS][pairs], by token, times the scale */
+    const float *lane_cos, *lane_sin; /* [TURNS][lane pairs], by block: lane k turns with lane k + lane_pairs */
+    int32_t lane_pairs;
+} Turn;
+
+typedef struct {
+    int32_t rows, first_row, heads, group, dim; /* rows of the batch from first_row on; group: query heads per head */
+} Shape;
+
+/* -- numbers in 16 bits ------------------------------------------------------------------------ */
+
+static inline float from_bfloat16(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float y;
+    memcpy(&y, &bits, sizeof y);
+    return y;
 }
 
-#define CODEBOOK(SIZE)                                                                                                \
+static void widen(int n, int dtype, const void *from, int64_t at, float *restrict x) {
+    if (dtype == FLOAT32) {
+        memcpy(x, (const float *)from + at, n * sizeof(float));
+    } else if (dtype == BFLOAT16) {
+        for (int i = 0; i < n; i++) x[i] = from_bfloat16(((const uint16_t *)from)[at + i]);
+    } else {
+        for (int i = 0; i < n; i++) x[i] = (float)((const _Float16 *)from)[at + i];
+    }
+}
+
+/* -- sums -------------------------------------------------------------------------------------- */
+
+static float dot(int n, const float *restrict x, const float *restrict y) {
+    float sum = 0;
+    for (int i = 0; i < n; i++) sum += x[i] * y[i];
+    return sum;
+}
+
+static void add(int n, float w, const float *restrict x, float *restrict sum) {
+    for (int i = 0; i < n; i++) sum[i] += w * x[i];
+}
+
+/* -- RoPE: R(-s - i) q = R(-i) R(-s) q; the start s is exact, i counts on from it in a table --- */
+
+/* out = R(-p) q by the cos and sin of p: pairs k and k + pairs, or 2 k and 2 k + 1. */
+static void turn(int n, int pairs, int interleaved, const float *restrict q, const float *restrict cos,
+                 const float *restrict sin, float *restrict out) {
+    for (int k = 2 * pairs; k < n; k++) out[k] = q[k];
+    if (interleaved) {
+        for (int k = 0; k < pairs; k++) out[2 * k] = q[2 * k] * cos[k] + q[2 * k + 1] * sin[k];
+        for (int k = 0; k < pairs; k++) out[2 * k + 1] = q[2 * k + 1] * cos[k] - q[2 * k] * sin[k];
+    } else {
+        for (int k = 0; k < pairs; k++) out[k] = q[k] * cos[k] + q[k + pairs] * sin[k];
+        for (int k = 0; k < pairs; k++) out[k + pairs] = q[k + pairs] * cos[k] - q[k] * sin[k];
+    }
+}
+
+/* base[g] = R(-start) q[g] for the query heads of one kv head. */
+static void turn_back(const Shape *shape, const Turn *to, int64_t start, const float *q, float base[][CHANNELS]) {
+    float cos[CHANNELS / 2], sin[CHANNELS / 2];
+    for (int k = 0; k < to->pairs; k++) {
+        float angle = (float)(start + to->offset) * to->frequency[k];
+        cos[k] = cosf(angle), sin[k] = sinf(angle);
+    }
+    for (int g = 0; g < shape->group; g++)
+        turn(shape->dim, to->pairs, to->interleaved, q + g * shape->dim, cos, sin, base[g]);
+}
+
+/* -- exact numbers ----------------------------------------------------------------------------- */
+
+static void exact_scores(const Shape *shape, const Piece *piece, const Turn *to, int64_t at, const float *q, float *out,
+                         int64_t stride) {
+    int D = shape->dim;
+    float x[CHANNELS], base[HEADS][CHANNELS], turned[CHANNELS];
+    for (int t = 0; t < piece->tokens; t++) {
+        if (to->pairs && t % TURNS == 0) turn_back(shape, to, piece->first + t, q, base);
+        widen(D, piece->dtype, piece->data, at + t * piece->stride_t, x);
+        for (int g = 0; g < shape->group; g++) {
+            const float *own = q + g * D;
+            if (to->pairs) {
+                int64_t row = (int64_t)(t % TURNS) * to->pairs;
+                turn(D, to->pairs, to->interleaved, base[g], to->cos + row, to->sin + row, turned);
+                own = turned;
+            }
+            out[g * stride + piece->first + t] = dot(D, own, x);
+        }
+    }
+}
+
+static void exact_sum(const Shape *shape, const Piece *piece, int64_t at, const float *weights, int64_t stride,
+                      float *out) {
+    float x[CHANNELS];
+    for (int t = 0; t < piece->tokens; t++) {
+        widen(shape->dim, piece->dtype, piece->data, at + t * piece->stride_t, x);
+        for (int g = 0; g < shape->group; g++)
+            add(shape->dim, weights[g * stride + piece->first + t], x, out + g * shape->dim);
+    }
+}
+
+/* -- codebooks: an entry has SIZE = tokens x channels numbers; lanes [column][number of the entry] -- */
+
+#define CODEBOOK_OF(SIZE)                                                                                             \
     typedef float vec_##SIZE __attribute__((vector_size(4 * SIZE)));                                                  \
     static inline vec_##SIZE load_##SIZE(const float *from) {                                                         \
         vec_##SIZE x;                                                                                                 \
         memcpy(&x, from, sizeof x);                                                                                   \
         return x;                                                                                                     \
     }                                                                                                                 \
-    /* sums[h][s] = sum over columns m of x[h][m][s] (std entry_m[s] + mean), for two queries, x and y. */            \
+    /* sums[h][s] = sum over columns m of x[h][m][s] (std[m][s] entry_m[s] + mean[m][s]), for two queries, x and y. */\
     static void dot_##SIZE(int columns, const uint8_t *restrict codes, const int32_t *restrict book,                  \
                            const float *restrict table, const float *restrict std, const float *restrict mean,        \
                            const float *restrict x, const float *restrict y, float *restrict sums) {                  \
@@ -63,9 +175,9 @@ static void turn(int lanes, int pairs, const float *restrict q, const float *res
             memcpy(y + m * SIZE, &ys, sizeof ys);                                                                     \
         }                                                                                                             \
     }
-CODEBOOK(2)
-CODEBOOK(4)
-CODEBOOK(8)
+CODEBOOK_OF(2)
+CODEBOOK_OF(4)
+CODEBOOK_OF(8)
 
 #define BY_SIZE(size, name, ...)                                                                                      \
     do {                                                                                                              \
@@ -74,148 +186,201 @@ CODEBOOK(8)
         if (size == 8) name##_8(__VA_ARGS__);                                                                         \
     } while (0)
 
-/* out[b][h][g][n tokens + j] = R q . (std entry + mean) of token j of block n.
- * codes [B][H][N][columns], table [entries][size], book [H][columns]: first entry of a column's codebook, std and mean
- * [H][lanes]. q [ceil(N / TURNS)][B][H][G][lanes]: R(-s) q of the position s of every TURNS-th block; cos, sin
- * [TURNS][pairs] turn it on from there. Without RoPE pairs is 0 and q has one start. columns and G even, or G 1. */
-void codebook_scores(int B, int H, int from_head, int to_head, int G, int N, int columns, int tokens, int channels, const uint8_t *codes,
-                     int64_t stride_b, int64_t stride_h, int64_t stride_n, const float *table, const int32_t *book,
-                     const float *std, const float *mean, const float *q, int pairs, const float *cos, const float *sin,
-                     float *out, int64_t stride) {
-    int size = tokens * channels, lanes = columns * size;
-    float turned[2][LANES], sums[2 * 8];
-    for (int b = 0; b < B; b++)
-        for (int h = from_head; h < to_head; h++)
-            for (int n = 0; n < N; n++)
-                for (int g = 0; g < G; g += 2) {
-                    int both = g + 1 < G ? 2 : 1, step = n % TURNS;
-                    const float *own = q + ((((int64_t)(pairs ? n / TURNS : 0) * B + b) * H + h) * G + g) * lanes;
-                    const float *x = own, *y = own + (both - 1) * lanes;
-                    if (pairs) {
-                        for (int i = 0; i < both; i++)
-                            turn(lanes, pairs, own + i * lanes, cos + step * pairs, sin + step * pairs, turned[i]);
-                        x = turned[0], y = turned[both - 1];
-                    }
-                    const uint8_t *block = codes + b * stride_b + h * stride_h + n * stride_n;
-                    BY_SIZE(size, dot, columns, block, book + h * columns, table, std + h * lanes, mean + h * lanes, x, y,
-                            sums);
-                    for (int i = 0; i < both; i++) {
-                        float *to = out + ((b * H + h) * (int64_t)G + g + i) * stride + (int64_t)n * tokens;
-                        for (int j = 0; j < tokens; j++) {
-                            to[j] = 0;
-                            for (int c = 0; c < channels; c++) to[j] += sums[i * size + j * channels + c];
-                        }
-                    }
-                }
+static void to_lanes(int lanes, const int32_t *restrict channel, const float *restrict x, float *restrict out) {
+    for (int i = 0; i < lanes; i++) out[i] = x[channel[i]];
 }
 
-/* sums[b][h][g][lane] += weights[b][h][g][n tokens + the lane's token] entry of the lane in block n. */
-void codebook_sums(int B, int H, int from_head, int to_head, int G, int N, int columns, int tokens, int channels, const uint8_t *codes,
-                   int64_t stride_b, int64_t stride_h, int64_t stride_n, const float *table, const int32_t *book,
-                   const float *weights, int64_t stride, float *sums) {
-    int size = tokens * channels, lanes = columns * size;
-    float wide[2][8], spare[LANES];
-    for (int b = 0; b < B; b++)
-        for (int h = from_head; h < to_head; h++)
-            for (int n = 0; n < N; n++)
-                for (int g = 0; g < G; g += 2) {
-                    int64_t row = (b * H + h) * (int64_t)G + g;
-                    int both = g + 1 < G ? 2 : 1;
-                    for (int i = 0; i < both; i++)
-                        for (int s = 0; s < size; s++)
-                            wide[i][s] = weights[(row + i) * stride + (int64_t)n * tokens + s / channels];
-                    float *x = sums + row * lanes, *y = both == 2 ? x + lanes : spare;
-                    const uint8_t *block = codes + b * stride_b + h * stride_h + n * stride_n;
-                    BY_SIZE(size, add, columns, block, book + h * columns, table, wide[0], wide[both - 1], x, y);
+static void codebook_scores(const Shape *shape, const Piece *piece, const Codec *codec, const Turn *to, int head,
+                            int64_t at, const float *q, float *out, int64_t stride) {
+    int size = codec->tokens * codec->channels, lanes = codec->columns * size;
+    float base[HEADS][CHANNELS], sums[2 * 8];
+    static _Thread_local float own[HEADS][LANES], turned[2][LANES], std[LANES], mean[LANES];
+    to_lanes(lanes, codec->lane_channel, codec->std + head * shape->dim, std);
+    to_lanes(lanes, codec->lane_channel, codec->mean + head * shape->dim, mean);
+    for (int g = 0; g < shape->group; g++) to_lanes(lanes, codec->lane_channel, q + g * shape->dim, own[g]);
+    for (int n = 0; n < piece->tokens / codec->tokens; n++) {
+        if (to->pairs && n % TURNS == 0) {
+            turn_back(shape, to, piece->first + (int64_t)n * codec->tokens, q, base);
+            for (int g = 0; g < shape->group; g++) to_lanes(lanes, codec->lane_channel, base[g], own[g]);
+        }
+        const uint8_t *codes = (const uint8_t *)piece->data + at + n * piece->stride_t;
+        for (int g = 0; g < shape->group; g += 2) {
+            int both = g + 1 < shape->group ? 2 : 1;
+            const float *x = own[g], *y = own[g + both - 1];
+            if (to->pairs) {
+                int64_t row = (int64_t)(n % TURNS) * to->lane_pairs;
+                for (int i = 0; i < both; i++)
+                    turn(lanes, to->lane_pairs, 0, own[g + i], to->lane_cos + row, to->lane_sin + row, turned[i]);
+                x = turned[0], y = turned[both - 1];
+            }
+            const int32_t *book = codec->book + head * codec->columns;
+            BY_SIZE(size, dot, codec->columns, codes, book, codec->table, std, mean, x, y, sums);
+            for (int i = 0; i < both; i++) {
+                float *score = out + (g + i) * stride + piece->first + (int64_t)n * codec->tokens;
+                for (int j = 0; j < codec->tokens; j++) {
+                    score[j] = 0;
+                    for (int c = 0; c < codec->channels; c++) score[j] += sums[i * size + j * codec->channels + c];
                 }
+            }
+        }
+    }
 }
 
-/* -- uniform codes in planar 32-bit words: channel c is in word c % words, plane c / words -------------------------- */
+static void codebook_sum(const Shape *shape, const Piece *piece, const Codec *codec, int head, int64_t at,
+                         const float *weights, int64_t stride, float *out) {
+    int size = codec->tokens * codec->channels, lanes = codec->columns * size, D = shape->dim;
+    float wide[2][8], total[HEADS] = {0};
+    static _Thread_local float sums[HEADS + 1][LANES];
+    memset(sums, 0, sizeof sums);
+    for (int n = 0; n < piece->tokens / codec->tokens; n++) {
+        const uint8_t *codes = (const uint8_t *)piece->data + at + n * piece->stride_t;
+        for (int g = 0; g < shape->group; g += 2) {
+            int both = g + 1 < shape->group ? 2 : 1;
+            for (int i = 0; i < both; i++) {
+                const float *w = weights + (g + i) * stride + piece->first + (int64_t)n * codec->tokens;
+                for (int s = 0; s < size; s++) wide[i][s] = w[s / codec->channels];
+                for (int j = 0; j < codec->tokens; j++) total[g + i] += w[j];
+            }
+            float *x = sums[g], *y = both == 2 ? sums[g + 1] : sums[HEADS];
+            const int32_t *book = codec->book + head * codec->columns;
+            BY_SIZE(size, add, codec->columns, codes, book, codec->table, wide[0], wide[both - 1], x, y);
+        }
+    }
+    for (int g = 0; g < shape->group; g++) {
+        for (int i = 0; i < lanes; i++) {
+            int d = codec->lane_channel[i];
+            out[g * D + d] += codec->std[head * D + d] * sums[g][i];
+        }
+        add(D, total[g], codec->mean + head * D, out + g * D);
+    }
+}
+
+/* -- uniform codes in planar 32-bit words: channel c is in word c % words, plane c / words ----- */
 
 typedef float tokens_f __attribute__((vector_size(4 * TOKENS)));
 typedef uint32_t tokens_u __attribute__((vector_size(4 * TOKENS)));
 typedef int32_t tokens_i __attribute__((vector_size(4 * TOKENS)));
 
-/* out[b][h][g][t] = q . (scale code + zero): groups of `group` tokens of a channel; TOKENS tokens at a time.
- * codes [B][H][T][words], scale and zero [B][H][T / group][D], q [B][H][G][D].
- * G at most HEADS, D at most CHANNELS. */
-void uniform_scores(int B, int H, int from_head, int to_head, int G, int T, int D, int bits, int words, int group, const int32_t *codes,
-                    int64_t stride_b, int64_t stride_h, int64_t stride_t, const float *scale, const float *zero,
-                    const float *q, float *out, int64_t stride) {
-    int groups = T / group;
-    float folded[CHANNELS][HEADS];
-    for (int b = 0; b < B; b++)
-        for (int h = from_head; h < to_head; h++)
-            for (int n = 0; n < groups; n++) {
-                const float *s = scale + ((int64_t)(b * H + h) * groups + n) * D, *z = s - scale + zero;
-                float offset[HEADS] = {0};
-                for (int g = 0; g < G; g++)
-                    for (int d = 0; d < D; d++) {
-                        float x = q[((b * H + h) * G + g) * D + d];
-                        folded[d][g] = x * s[d];
-                        offset[g] += x * z[d];
-                    }
-                for (int t = n * group; t < (n + 1) * group; t += TOKENS) {
-                    int count = (n + 1) * group - t < TOKENS ? (n + 1) * group - t : TOKENS;
-                    const int32_t *from = codes + b * stride_b + h * stride_h + t * stride_t;
-                    tokens_f sums[HEADS] = {0};
-                    for (int w = 0; w < words; w++) {
-                        tokens_u word = {0};
-                        for (int i = 0; i < count; i++) word[i] = (uint32_t)from[i * stride_t + w];
-                        for (int d = w; d < D; d += words, word >>= bits) {
-                            tokens_f x = __builtin_convertvector((tokens_i)(word & ((1u << bits) - 1)), tokens_f);
-                            for (int g = 0; g < G; g++) sums[g] += x * folded[d][g];
-                        }
-                    }
-                    for (int g = 0; g < G; g++)
-                        for (int i = 0; i < count; i++)
-                            out[((b * H + h) * (int64_t)G + g) * stride + t + i] = sums[g][i] + offset[g];
-                }
-            }
+static inline tokens_u words_of(const int32_t *from, int64_t stride, int count) {
+    tokens_u x = {0};
+    for (int i = 0; i < count; i++) x[i] = (uint32_t)from[i * stride];
+    return x;
 }
 
-/* sums[b][h][g][c] += sum over t of weights[b][h][g][t] (scale code + zero): groups of `group` channels of a token.
- * codes [B][H][T][words], scale and zero [B][H][T][D / group]. G at most HEADS, D at most CHANNELS. */
-void uniform_sums(int B, int H, int from_head, int to_head, int G, int T, int D, int bits, int words, int group, const int32_t *codes,
-                  int64_t stride_b, int64_t stride_h, int64_t stride_t, const float *scale, const float *zero,
-                  const float *weights, int64_t stride, float *sums) {
-    int groups = D / group;
-    tokens_f parts[CHANNELS][HEADS], scales[CHANNELS], zeros[CHANNELS];
-    for (int b = 0; b < B; b++)
-        for (int h = from_head; h < to_head; h++) {
-            for (int d = 0; d < D; d++)
-                for (int g = 0; g < G; g++) parts[d][g] = (tokens_f){0};
-            for (int t = 0; t < T; t += TOKENS) {
-                int count = T - t < TOKENS ? T - t : TOKENS;
-                int64_t row = ((int64_t)(b * H + h) * T + t) * groups;
-                tokens_f w[HEADS] = {0};
-                for (int g = 0; g < G; g++)
-                    memcpy(&w[g], weights + ((b * H + h) * (int64_t)G + g) * stride + t, count * sizeof(float));
-                for (int k = 0; k < groups; k++) {
-                    scales[k] = zeros[k] = (tokens_f){0};
-                    for (int i = 0; i < count; i++) {
-                        scales[k][i] = scale[row + i * groups + k];
-                        zeros[k][i] = zero[row + i * groups + k];
-                    }
-                }
-                const int32_t *from = codes + b * stride_b + h * stride_h + t * stride_t;
-                for (int word = 0; word < words; word++) {
-                    tokens_u planes = {0};
-                    for (int i = 0; i < count; i++) planes[i] = (uint32_t)from[i * stride_t + word];
-                    for (int d = word; d < D; d += words, planes >>= bits) {
-                        tokens_f x = __builtin_convertvector((tokens_i)(planes & ((1u << bits) - 1)), tokens_f);
-                        x = x * scales[d / group] + zeros[d / group];
-                        for (int g = 0; g < G; g++) parts[d][g] += w[g] * x;
-                    }
+static inline tokens_f codes_of(tokens_u planes, int bits) {
+    return __builtin_convertvector((tokens_i)(planes & ((1u << bits) - 1)), tokens_f);
+}
+
+/* Keys in groups of tokens of a channel: q . (scale code + zero) = (q scale) . code + q . zero, TOKENS at a time. */
+static void uniform_scores(const Shape *shape, const Piece *piece, const Codec *codec, int64_t at, int64_t side,
+                           const float *q, float *out, int64_t stride) {
+    int D = shape->dim, G = shape->group, group = codec->group;
+    float scale[CHANNELS], zero[CHANNELS], folded[CHANNELS][HEADS], offset[HEADS];
+    for (int n = 0; n < piece->tokens / group; n++) {
+        widen(D, piece->dtype, piece->scale, side + n * piece->side_t, scale);
+        widen(D, piece->dtype, piece->zero, side + n * piece->side_t, zero);
+        for (int g = 0; g < G; g++) {
+            offset[g] = dot(D, q + g * D, zero);
+            for (int d = 0; d < D; d++) folded[d][g] = q[g * D + d] * scale[d];
+        }
+        for (int t = n * group; t < (n + 1) * group; t += TOKENS) {
+            int count = (n + 1) * group - t < TOKENS ? (n + 1) * group - t : TOKENS;
+            const int32_t *from = (const int32_t *)piece->data + at + t * piece->stride_t;
+            tokens_f sums[HEADS] = {0};
+            for (int w = 0; w < codec->words; w++) {
+                tokens_u planes = words_of(from + w, piece->stride_t, count);
+                for (int d = w; d < D; d += codec->words, planes >>= codec->bits) {
+                    tokens_f x = codes_of(planes, codec->bits);
+                    for (int g = 0; g < G; g++) sums[g] += x * folded[d][g];
                 }
             }
             for (int g = 0; g < G; g++)
-                for (int d = 0; d < D; d++)
-                    for (int i = 0; i < TOKENS; i++) sums[((b * H + h) * G + g) * D + d] += parts[d][g][i];
+                for (int i = 0; i < count; i++) out[g * stride + piece->first + t + i] = sums[g][i] + offset[g];
+        }
+    }
+}
+
+/* Values in groups of channels of a token. */
+static void uniform_sum(const Shape *shape, const Piece *piece, const Codec *codec, int64_t at, int64_t side,
+                        const float *weights, int64_t stride, float *out) {
+    int D = shape->dim, G = shape->group, groups = D / codec->group;
+    float scale[CHANNELS], zero[CHANNELS];
+    tokens_f parts[CHANNELS][HEADS], scales[CHANNELS], zeros[CHANNELS];
+    for (int d = 0; d < D; d++)
+        for (int g = 0; g < G; g++) parts[d][g] = (tokens_f){0};
+    for (int t = 0; t < piece->tokens; t += TOKENS) {
+        int count = piece->tokens - t < TOKENS ? piece->tokens - t : TOKENS;
+        tokens_f w[HEADS] = {0};
+        for (int g = 0; g < G; g++) memcpy(&w[g], weights + g * stride + piece->first + t, count * sizeof(float));
+        for (int i = 0; i < TOKENS; i++) {
+            int own = i < count ? t + i : t; /* lanes without a token have weight 0 */
+            widen(groups, piece->dtype, piece->scale, side + own * piece->side_t, scale);
+            widen(groups, piece->dtype, piece->zero, side + own * piece->side_t, zero);
+            for (int k = 0; k < groups; k++) scales[k][i] = scale[k], zeros[k][i] = zero[k];
+        }
+        const int32_t *from = (const int32_t *)piece->data + at + t * piece->stride_t;
+        for (int word = 0; word < codec->words; word++) {
+            tokens_u planes = words_of(from + word, piece->stride_t, count);
+            for (int d = word; d < D; d += codec->words, planes >>= codec->bits) {
+                tokens_f x = codes_of(planes, codec->bits) * scales[d / codec->group] + zeros[d / codec->group];
+                for (int g = 0; g < G; g++) parts[d][g] += w[g] * x;
+            }
+        }
+    }
+    for (int g = 0; g < G; g++)
+        for (int d = 0; d < D; d++)
+            for (int i = 0; i < TOKENS; i++) out[g * D + d] += parts[d][g][i];
+}
+
+/* -- a stream ---------------------------------------------------------------------------------- */
+
+/* Where a row's head begins in a piece's data, and in its scales. */
+static int64_t at_data(const Shape *shape, const Piece *piece, int row, int head) {
+    return (shape->first_row + row) * piece->stride_b + head * piece->stride_h;
+}
+
+static int64_t at_side(const Shape *shape, const Piece *piece, int row, int head) {
+    return (shape->first_row + row) * piece->side_b + head * piece->side_h;
+}
+
+/* out[row][head][g][token] = q[row][head][g] . key, for heads [from, to) and all tokens of all pieces; out has `stride`
+ * numbers per query head. At most HEADS query heads per kv head and CHANNELS channels; uniform codes without RoPE. */
+void key_scores(const Shape *shape, int from, int to, int count, const Piece *pieces, const Codec *codec,
+                const Turn *turn, const float *q, float *out, int64_t stride) {
+    for (int row = 0; row < shape->rows; row++)
+        for (int head = from; head < to; head++) {
+            int64_t block = ((int64_t)row * shape->heads + head) * shape->group;
+            const float *own = q + block * shape->dim;
+            float *scores = out + block * stride;
+            for (const Piece *piece = pieces; piece < pieces + count; piece++) {
+                int64_t at = at_data(shape, piece, row, head), side = at_side(shape, piece, row, head);
+                if (piece->kind == EXACT) exact_scores(shape, piece, turn, at, own, scores, stride);
+                if (piece->kind == CODEBOOK)
+                    codebook_scores(shape, piece, codec, turn, head, at, own, scores, stride);
+                if (piece->kind == UNIFORM) uniform_scores(shape, piece, codec, at, side, own, scores, stride);
+            }
         }
 }
 
-/* -- the nearest entry of a codebook -------------------------------------------------------------------------------- */
+/* out[row][head][g] = sum over tokens of weights[row][head][g][token] value; `stride` weights per query head. */
+void value_sums(const Shape *shape, int from, int to, int count, const Piece *pieces, const Codec *codec,
+                const float *weights, int64_t stride, float *out) {
+    for (int row = 0; row < shape->rows; row++)
+        for (int head = from; head < to; head++) {
+            int64_t block = ((int64_t)row * shape->heads + head) * shape->group;
+            const float *w = weights + block * stride;
+            float *sums = out + block * shape->dim;
+            memset(sums, 0, shape->group * shape->dim * sizeof(float));
+            for (const Piece *piece = pieces; piece < pieces + count; piece++) {
+                int64_t at = at_data(shape, piece, row, head), side = at_side(shape, piece, row, head);
+                if (piece->kind == EXACT) exact_sum(shape, piece, at, w, stride, sums);
+                if (piece->kind == CODEBOOK) codebook_sum(shape, piece, codec, head, at, w, stride, sums);
+                if (piece->kind == UNIFORM) uniform_sum(shape, piece, codec, at, side, w, stride, sums);
+            }
+        }
+}
+
+/* -- the nearest entry of a codebook ----------------------------------------------------------- */
 
 /* codes[book][i] = index of the entry with the least ||c||^2 - 2 u.c, the first of equally near ones: u = blocks
  * [books][count][size], whole numbers; c = the entries [books][entries][size] times the book's scale, rounded. All sums

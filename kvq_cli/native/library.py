@@ -1,5 +1,3 @@
-# DECISION OF THE LEAD (09:22): no C code in kvq. DESIGN says Triton on GPU, PyTorch on CPU, one way each. Remove kvq_cli/native and
-# cpu_backend.py and every use (nearest.py, backend.py, pyproject.toml); keep the best plain-PyTorch path; commit by 09:35 and report.
 """Builds `kernels.c` with the machine's own C compiler, once, and opens it.
 
 Nothing depends on it: where there is no compiler, the same results come, more slowly, from PyTorch's operations.
@@ -16,7 +14,7 @@ import subprocess
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -28,12 +26,50 @@ FLAGS = [
     *("-O3", "-march=native", "-shared", "-fPIC", "-ffp-contract=fast", "-fno-math-errno"),
     *("-fassociative-math", "-fno-signed-zeros", "-fno-trapping-math"),
 ]
-_SHAPE, _PACKED = [c_int] * 7, [c_void_p, c_int64, c_int64, c_int64]  # shape: batch, heads, ..., see the C file
+#: The constants of the C file.
+TURNS, LANES, CHANNELS, HEADS = 64, 2048, 256, 8
+EXACT, CODEBOOK, UNIFORM = range(3)
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+class Piece(ctypes.Structure):
+    """`Piece` of the C file: some tokens of a stream, exact or packed."""
+
+    _fields_ = (
+        *(("kind", c_int32), ("dtype", c_int32), ("first", c_int64), ("tokens", c_int64)),
+        *(("data", c_void_p), ("stride_b", c_int64), ("stride_h", c_int64), ("stride_t", c_int64)),
+        *(("scale", c_void_p), ("zero", c_void_p), ("side_b", c_int64), ("side_h", c_int64), ("side_t", c_int64)),
+    )
+
+
+class Codec(ctypes.Structure):
+    """`Codec` of the C file: how packed pieces are read."""
+
+    _fields_ = (
+        *((name, c_int32) for name in ("tokens", "channels", "columns", "bits", "words", "group")),
+        *((name, c_void_p) for name in ("table", "book", "std", "mean", "lane_channel")),
+    )
+
+
+class Turn(ctypes.Structure):
+    """`Turn` of the C file: RoPE."""
+
+    _fields_ = (
+        *(("pairs", c_int32), ("interleaved", c_int32), ("offset", c_int64)),
+        *((name, c_void_p) for name in ("frequency", "cos", "sin", "lane_cos", "lane_sin")),
+        ("lane_pairs", c_int32),
+    )
+
+
+class Shape(ctypes.Structure):
+    """`Shape` of the C file."""
+
+    _fields_ = tuple((name, c_int32) for name in ("rows", "first_row", "heads", "group", "dim"))
+
+
 _ARGUMENTS = {
-    "codebook_scores": [c_int, c_int, *_SHAPE, *_PACKED, *[c_void_p] * 5, c_int, *[c_void_p] * 3, c_int64],
-    "codebook_sums": [c_int, c_int, *_SHAPE, *_PACKED, *[c_void_p] * 3, c_int64, c_void_p],
-    "uniform_scores": [c_int, c_int, *_SHAPE, c_int, *_PACKED, *[c_void_p] * 4, c_int64],
-    "uniform_sums": [c_int, c_int, *_SHAPE, c_int, *_PACKED, *[c_void_p] * 3, c_int64, c_void_p],
+    "key_scores": [c_void_p, *[c_int] * 3, *[c_void_p] * 5, c_int64],
+    "value_sums": [c_void_p, *[c_int] * 3, *[c_void_p] * 3, c_int64, c_void_p],
     "nearest_entries": [c_int] * 5 + [c_void_p] * 4,
 }
 #: Numbers in a call below which a second thread costs more than it saves.
