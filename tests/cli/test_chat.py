@@ -58,7 +58,7 @@ def test_end_of_input_ends_the_chat(chat):
 @pytest.mark.parametrize("method", ["fp16", "kivi"])
 def test_the_second_turn_reads_the_cache_of_the_first(method):
     """With an uncompressed cache both turns say what one pass over all tokens says; only new tokens are computed."""
-    with answering("reference", "auto", "auto", method, None, None, {}, "exact", Decoding(8)) as answerer:
+    with answering("reference", "auto", "float32", method, None, None, {}, "exact", Decoding(8)) as answerer:
         talk = Conversation(answerer)
         talk.ask(STORY, lambda piece: None)
         held, cache = list(talk.ids), talk.cache
