@@ -138,7 +138,7 @@ def attach(
     """Run `model` with caches compressed by `method`, a method or a calibrated artifact, inside the block.
 
     prefill: "exact": a pass over several tokens sees these in full precision; "compressed": it sees what one-by-one
-    decoding would see (for perplexity and other scores of one pass). backend: "auto", "cpu" or "torch".
+    decoding would see (for perplexity and other scores of one pass). backend: "auto" or "torch".
     A forward pass uses the compressed cache only where one from `new_cache()` is passed as `past_key_values`.
 
     Raises UsageError where the model, the method's options or the artifact do not go together.

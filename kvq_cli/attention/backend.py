@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvq_cli.attention import cpu_backend, torch_backend
+from kvq_cli.attention import torch_backend
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.errors import UsageError
 
@@ -29,20 +29,13 @@ class Backend(Protocol):
         """
 
 
-_BACKENDS: dict[str, Backend] = {"torch": torch_backend, "cpu": cpu_backend}
+_BACKENDS: dict[str, Backend] = {"torch": torch_backend}
 
 
 def choose_backend(name: str, device: torch.device) -> Backend:
-    """The backend `name`; "auto" is the best one for `device` that works here.
-
-    UsageError lists what there is, or says what "cpu" lacks: a C compiler, or a CPU as the model's device.
-    """
+    """The backend `name`; "auto" is the best one for `device`. UsageError lists what there is."""
     if name == "auto":
-        return cpu_backend if device.type == "cpu" and cpu_backend.available() else torch_backend
+        return torch_backend
     if name not in _BACKENDS:
         raise UsageError(f"unknown backend {name!r}; valid: auto, {', '.join(_BACKENDS)}")
-    if name == "cpu" and device.type != "cpu":
-        raise UsageError(f"backend 'cpu': the model is on {device}; use auto or torch")
-    if name == "cpu" and not cpu_backend.available():
-        raise UsageError("backend 'cpu' needs a C compiler (cc, gcc or clang); use auto or torch")
     return _BACKENDS[name]

@@ -7,10 +7,8 @@ on are left alone (Phi3, GLM). Style "none" is a layer without RoPE.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,12 +85,6 @@ class Rotation:
                 cos[..., channels] /= self.scale
             self._kept.update(starts=(starts, ndim), start_tables=(cos, sin / self.scale))
         return self._kept["start_tables"]
-
-    def keep(self, name: object, make: Callable[[], Any]) -> Any:
-        """What `make()` gave when it was first asked for under this name: constants that belong to the rotation."""
-        if name not in self._kept:
-            self._kept[name] = make()
-        return self._kept[name]
 
     def same(self, other: Rotation) -> bool:
         """Do both turn every key alike?"""

@@ -30,18 +30,13 @@ PREFILL_TILE = 512
 
 def decode_attention(query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
     """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; see `Backend`."""
-    return decode_runs(_decode, query, layer, scaling)
-
-
-def decode_runs(decode: Callable, query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
-    """`decode(query, layer, run, scaling)` for each run of rows; zeros for rows that are still all padding."""
     runs = layer.forward.runs
     if len(runs) == 1 and runs[0].pads == 0:
-        return decode(query, layer, runs[0], scaling)
+        return _decode(query, layer, runs[0], scaling)
     out = torch.zeros_like(query)
     for run in runs:
         if run.pads == 0:
-            out[run.rows] = decode(query[run.rows], layer, run, scaling)
+            out[run.rows] = _decode(query[run.rows], layer, run, scaling)
     return out
 
 
@@ -62,13 +57,13 @@ def prefill_attention(
 
 
 def _decode(query: Tensor, layer: CompressedLayer, run: Run, scaling: float) -> Tensor:
-    heads, start = layer.key_stream.ring.shape[1], first_seen(layer, run.tokens - 1)
+    heads, start = layer.key_stream.ring.shape[1], _first_seen(layer, run.tokens - 1)
     q = (query.float() * scaling).reshape(query.shape[0], heads, -1, query.shape[3])  # [rows, kv_heads, group, dim]
-    weights = key_scores(q, layer, run, start).softmax(dim=-1)
-    return value_sum(weights, layer, run, start).to(query.dtype).view(query.shape)
+    weights = _key_scores(q, layer, run, start).softmax(dim=-1)
+    return _value_sum(weights, layer, run, start).to(query.dtype).view(query.shape)
 
 
-def key_scores(q: Tensor, layer: CompressedLayer, run: Run, start: int) -> Tensor:
+def _key_scores(q: Tensor, layer: CompressedLayer, run: Run, start: int) -> Tensor:
     """q . k of all tokens from `start` on: `[rows, kv_heads, group, head_dim]` -> `[..., tokens - start]`, float32."""
     keys = _pieces(layer.key_stream, run, start)
     if layer.plan.keys.source != "pre_rope":
@@ -79,7 +74,7 @@ def key_scores(q: Tensor, layer: CompressedLayer, run: Run, start: int) -> Tenso
     return torch.cat(products, dim=-1)
 
 
-def value_sum(weights: Tensor, layer: CompressedLayer, run: Run, start: int) -> Tensor:
+def _value_sum(weights: Tensor, layer: CompressedLayer, run: Run, start: int) -> Tensor:
     """Sum of weight times value over the tokens from `start` on, `[rows, kv_heads, group, head_dim]` float32."""
     values = _pieces(layer.value_stream, run, start)
     out = weights[..., : values[0].last - start] @ values[0].numbers()
@@ -115,7 +110,7 @@ def _pieces(stream: Stream, run: Run, start: int) -> list[_Piece]:
     return pieces
 
 
-def first_seen(layer: CompressedLayer, query: int) -> int:
+def _first_seen(layer: CompressedLayer, query: int) -> int:
     """The first token that the query of token `query` sees."""
     return 0 if layer.sliding_window is None else max(0, query + 1 - layer.sliding_window)
 
@@ -198,7 +193,7 @@ def _prefill(
     shape = q.shape[:-1]
     out, total = torch.zeros_like(q), q.new_zeros(*shape, 1)
     top = q.new_full((*shape, 1), -torch.inf)
-    for first, last in _tiles(run.tokens, [*keys.cuts(), *values.cuts()], first_seen(layer, run.past)):
+    for first, last in _tiles(run.tokens, [*keys.cuts(), *values.cuts()], _first_seen(layer, run.past)):
         forms = [(side, side.exact(first, last), side.packed(first, last)) for side in (keys, values)]
         for begin in range(max(0, first - run.past) // PREFILL_TILE * PREFILL_TILE, columns, PREFILL_TILE):
             part = slice(begin, min(begin + PREFILL_TILE, columns))

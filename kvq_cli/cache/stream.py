@@ -114,14 +114,6 @@ class Stream:
         for a, b, run in self.store.tiles(rows, first, last, -(-size // block) * block):
             yield a + sinks, b + sinks, run
 
-    def segments(self, rows: slice, tokens: int) -> Iterator[tuple[int, int, Packed]]:
-        """(first, last, packed) of all that rows of `tokens` tokens hold packed, segment by segment; views."""
-        sinks, end = self.split(tokens)
-        for segment in self.store.segments:
-            last = min(segment.start + segment.tokens, end - sinks)
-            if segment.start < last:
-                yield segment.start + sinks, last + sinks, segment.view(rows, segment.start, last)
-
     def read(self, row: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """All tokens of one row, `[1, kv_heads, tokens, head_dim]`: packed ones decoded, the others as they are."""
         rows, tokens = slice(row, row + 1), self.lengths[row]

@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvq_cli.native.library import library, share
-
 MAX_ENTRIES = 256
 #: Centroids are rounded to multiples of 2^-17 of the (power of two above the) largest number of their codebook, ...
 _CENTROID_BITS = 17
@@ -36,8 +34,6 @@ def nearest(blocks: Tensor, centroids: Tensor, scale: Tensor) -> Tensor:
     Returns uint8 `[books, n]`.
     """
     books, count, size = blocks.shape
-    if blocks.device.type == "cpu" and library() is not None:
-        return _compiled(blocks.contiguous(), centroids.float().contiguous(), scale.contiguous())
     points = blocks.new_ones(books, count, size + 1, dtype=torch.float64)
     points[:, :, :size] = blocks
     table = _ranked(centroids, scale)
@@ -50,20 +46,6 @@ def nearest(blocks: Tensor, centroids: Tensor, scale: Tensor) -> Tensor:
             found = torch.bmm(points[b : b + together, r : r + rows], table[b : b + together])
             torch.amin(found, dim=2, out=ranks[b : b + together, r : r + rows])
     return ranks.to(torch.int64).to(torch.uint8)  # the lowest byte: the index
-
-
-def _compiled(blocks: Tensor, centroids: Tensor, scale: Tensor) -> Tensor:
-    """`nearest` by the compiled kernel, all float32: the same numbers, hence the same indices."""
-    books, count, size = blocks.shape
-    codes = torch.empty(books, count, dtype=torch.uint8)
-    shape = (count, centroids.shape[1], size)
-    pointers = [tensor.data_ptr() for tensor in (blocks, centroids, scale, codes)]
-
-    def call(begin: int, end: int) -> None:
-        library().nearest_entries(begin, end, *shape, *pointers)
-
-    share(call, books, blocks.numel() * 16)
-    return codes
 
 
 def _ranked(centroids: Tensor, scale: Tensor) -> Tensor:
