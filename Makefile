@@ -57,7 +57,7 @@ $(DEMO_ARTIFACT)/config.json: | .venv/.installed
 
 bench: results/bench/generate.json  ## Measure decoding beside transformers' own caches.
 
-results/bench/generate.json: | .venv/.installed
+results/bench/generate.json: artifacts/reference/temporalkv-2bit/config.json | .venv/.installed
 	@$(call kvq,bench generate $(BENCH) --out $(@D))
 
 clean:  ## Remove the environment and all results (not the artifacts).
