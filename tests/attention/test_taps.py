@@ -1,0 +1,101 @@
+"""The taps give what the model caches, and the rotation is the model's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.cache_utils import DynamicCache
+
+from kvq_cli.attention.rotary import TILE, Rotation
+from kvq_cli.attention.taps import attention_modules, decoder_of, iter_attention
+from kvq_cli.errors import UsageError
+
+FAMILIES = {
+    "llama": {"attention_bias": True},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+    "phi3": {"partial_rotary_factor": 0.5},
+    "gemma3": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 7},
+    "olmo2": {},
+    "glm": {},
+    "cohere": {"use_qk_norm": True},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+}
+
+
+@pytest.mark.parametrize("family, options", FAMILIES.items())
+def test_tapped_keys_rotated_are_the_cached_ones(tiny, prompt, family, options):
+    model = tiny(family, **options)
+    sites, (ids, _), seen = iter_attention(model), prompt(21), {}
+    handles = []
+    for site in sites:
+        for name, tap in (("key", site.key), ("value", site.value)):
+
+            def keep(_module, _args, output, where=(site.index, name), tap=tap):
+                seen[where] = tap.view(output)
+
+            handles.append(tap.module.register_forward_hook(keep))
+    cache = DynamicCache()
+    model(ids, past_key_values=cache)
+    for handle in handles:
+        handle.remove()
+    assert [site.index for site in sites] == [0, 1, 2]
+    for site in sites:
+        held = cache.layers[site.index]
+        assert torch.equal(seen[site.index, "value"], held.values)
+        torch.testing.assert_close(site.rotation.at(seen[site.index, "key"], 0), held.keys, atol=1e-5, rtol=1e-5)
+
+
+def test_what_is_known_of_a_site(tiny):
+    sites = iter_attention(tiny("gemma3", **FAMILIES["gemma3"]))
+    assert [site.sliding_window for site in sites] == [7, None, 7]
+    assert not sites[0].rotation.same(sites[1].rotation)  # local and global layers have their own frequencies
+    assert [site.rotation.style for site in iter_attention(tiny("smollm3", no_rope_layers=[1, 0, 1]))] == [
+        "half",
+        "none",
+        "half",
+    ]
+    assert iter_attention(tiny("glm"))[0].rotation.style == "interleaved"
+    assert iter_attention(tiny("phi3", partial_rotary_factor=0.5))[0].rotation.width == 8
+
+
+def test_nothing_is_left_on_the_model(tiny):
+    model = tiny("llama")
+    iter_attention(model)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert decoder_of(model) is model.model
+    assert [name for name, _ in attention_modules(model)] == [f"model.layers.{i}.self_attn" for i in range(3)]
+
+
+def test_a_model_of_another_build_is_refused():
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
+    model = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=20, **sizes))
+    with pytest.raises(UsageError, match="self_attn"):
+        iter_attention(model)
+
+
+@pytest.mark.parametrize("style", ["half", "interleaved", "none"])
+@pytest.mark.parametrize("start", [0, 5, 3000])
+def test_turning_the_query_back_is_turning_the_key_ahead(style, start):
+    """q . R(s + i) k = (R(-s) q) . (R(i) k)."""
+    noise = torch.Generator().manual_seed(0)
+    turn = Rotation(style, 0.5 ** torch.arange(6), 16, 1.5)
+    keys, query = torch.randn(2, 40, 16, generator=noise), torch.randn(2, 3, 16, generator=noise)
+    expected = query @ turn.at(keys, start).transpose(1, 2)
+    actual = turn.back(query, (start,))[0] @ turn.ahead(keys).transpose(1, 2)
+    torch.testing.assert_close(actual, expected, atol=2e-3 if start > 100 else 1e-5, rtol=1e-4)
+    assert TILE >= 40
+
+
+@pytest.mark.parametrize("style", ["half", "interleaved"])
+def test_rotation_keeps_lengths_and_depends_on_distance(style):
+    noise = torch.Generator().manual_seed(0)
+    turn = Rotation(style, 0.5 ** torch.arange(4), 16)
+    x, y = torch.randn(1, 16, generator=noise), torch.randn(1, 16, generator=noise)
+    torch.testing.assert_close(turn.at(x, 77).norm(), x.norm())
+    assert torch.equal(turn.at(x, 77)[..., 8:], x[..., 8:])
+    near, far = ((turn.at(x, s + 3) @ turn.at(y, s).T).item() for s in (0, 40))
+    assert near == pytest.approx(far, abs=1e-4)
