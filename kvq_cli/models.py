@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from kvq_cli.methods.base import ModelShape
 
 REFERENCE = "reference"
+REFERENCE_LENGTH = 1024
+"""The longest sequences that the built-in model was trained on; its context is longer."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -38,6 +40,10 @@ class LoadedModel:
     def context(self) -> int:
         """The longest sequence the model was made for."""
         return model_context(self.model.config)
+
+    def usual_length(self, wanted: int) -> int:
+        """At most `wanted` tokens: as many as the model's context allows, or as the built-in model was trained on."""
+        return min(wanted, self.context, REFERENCE_LENGTH if self.name == REFERENCE else wanted)
 
 
 def load_model(name: str = REFERENCE, device: str = "auto", dtype: str = "auto") -> LoadedModel:

@@ -12,8 +12,9 @@ from kvq_cli.models import LoadedModel
 
 GIB = 1 << 30
 _SEQLEN = 2048
+_TOKENS = 64 * _SEQLEN
+_CPU_GRADIENTS = 16 * _SEQLEN  # tokens: backward passes take a CPU half a minute for these even for a small model
 _HELD_OUT = 5  # one in so many of the samples with gradients is held out
-_CPU_GRADIENTS = 16  # a backward pass takes a CPU a second even for a small model
 
 
 @dataclass(frozen=True)
@@ -21,15 +22,16 @@ class Settings:
     """The options of a calibration; None stands for a default that depends on the model.
 
     dataset:    name or file, see `data.texts`.
-    samples:    windows of text. seqlen: tokens of each; None: 2048, or the model's context if that is shorter.
+    seqlen:     tokens of a window of text; None: 2048, or the model's usual length if that is shorter.
+    samples:    windows; None: so many that they have 64 x 2048 tokens together.
     gradients:  how many of the samples have gradients taken; codebooks are made from these, statistics from all.
-                None: all of them on a GPU, 16 on a CPU.
+                None: all of them on a GPU, a quarter of the tokens above on a CPU.
     points:     blocks that a codebook is clustered from, drawn by their importance. iterations: Lloyd's, at most.
     budget:     GiB of captured numbers on disk; where all do not fit, runs of tokens are drawn at random.
     """
 
     dataset: str = "prose"
-    samples: int = 64
+    samples: int | None = None
     seqlen: int | None = None
     gradients: int | None = None
     points: int = 8192
@@ -39,20 +41,21 @@ class Settings:
 
     def resolved(self, loaded: LoadedModel) -> Settings:
         """The same with every default filled in for this model; UsageError for values that cannot work."""
-        seqlen = self.seqlen or min(_SEQLEN, loaded.context)
+        seqlen = self.seqlen or loaded.usual_length(_SEQLEN)
+        samples = self.samples or max(2, _TOKENS // seqlen)
         gradients = self.gradients
         if gradients is None:
-            gradients = self.samples if loaded.model.device.type != "cpu" else min(_CPU_GRADIENTS, self.samples)
+            gradients = samples if loaded.model.device.type != "cpu" else min(max(2, _CPU_GRADIENTS // seqlen), samples)
         if seqlen > loaded.context:
             raise UsageError(f"--seqlen {seqlen} is more than the {loaded.context} tokens of {loaded.name}'s context")
-        if not 2 <= gradients <= self.samples:
+        if not 2 <= gradients <= samples:
             raise UsageError(
-                f"--gradients {gradients} must be at least 2 (some samples are held out) and at most {self.samples}, "
+                f"--gradients {gradients} must be at least 2 (some samples are held out) and at most {samples}, "
                 f"the number of --samples"
             )
         if self.points < 1 or self.iterations < 1 or self.budget <= 0:
             raise UsageError("--points, --iterations and --budget must be above 0")
-        return replace(self, seqlen=seqlen, gradients=gradients)
+        return replace(self, seqlen=seqlen, samples=samples, gradients=gradients)
 
     @property
     def held_out(self) -> int:

@@ -22,10 +22,12 @@ Dataset = Annotated[
     str,
     _data("--dataset", metavar="NAME", help="prose, pydoc, self (all offline), wikitext2, c4, ptb, or a text file."),
 ]
-Samples = Annotated[int, _data("--samples", min=2, help="Windows of text.")]
-Seqlen = Annotated[int | None, _data("--seqlen", min=1, help="Tokens of each (default: 2048 or the model's context).")]
+Samples = Annotated[int | None, _data("--samples", min=2, help="Windows of text (default: 64 x 2048 tokens of them).")]
+Seqlen = Annotated[
+    int | None, _data("--seqlen", min=1, help="Tokens of each (default: 2048, or the model's own length).")
+]
 Gradients = Annotated[
-    int | None, _data("--gradients", min=2, help="Samples with gradients (default: all; on a CPU 16).")
+    int | None, _data("--gradients", min=2, help="Samples with gradients (default: all; on a CPU a quarter).")
 ]
 Points = Annotated[int, _data("--points", min=256, help="Blocks that each codebook is clustered from.")]
 Iterations = Annotated[int, _data("--iterations", min=1, help="Iterations of k-means, at most.")]
@@ -44,7 +46,7 @@ def calibrate(
     set_: opt.Set = None,
     out: Out = None,
     dataset: Dataset = "prose",
-    samples: Samples = 64,
+    samples: Samples = None,
     seqlen: Seqlen = None,
     gradients: Gradients = None,
     points: Points = 8192,

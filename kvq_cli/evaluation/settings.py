@@ -17,7 +17,6 @@ from kvq_cli.evaluation.ruler.haystack import Haystack
 from kvq_cli.evaluation.ruler.questions import question_source
 from kvq_cli.evaluation.ruler.tasks import TASKS
 from kvq_cli.evaluation.ruler.templates import templates
-from kvq_cli.models import REFERENCE
 
 if TYPE_CHECKING:
     from kvq_cli.models import LoadedModel
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
 RULER, PERPLEXITY = "ruler", "perplexity"
 CONTEXT, SEQLEN = 4096, 2048
 """Lengths of RULER and of perplexity where none is given, or the model's own where that is shorter."""
-REFERENCE_LENGTH = 1024
-"""Both lengths for the built-in model: what it was trained at."""
 SELF_WINDOWS = 16
 
 
@@ -79,7 +76,7 @@ def _ruler(settings: Settings, loaded: LoadedModel) -> Iterator[Evaluation]:
     wording = templates(settings.templates, loaded.name)
     essay = Haystack(load_text(settings.haystack, "evaluation"), settings.haystack)
     sources = Sources(essay, question_source(settings.qa_files, settings.seed))
-    for context in settings.contexts or [_default(CONTEXT, loaded)]:
+    for context in settings.contexts or [loaded.usual_length(CONTEXT)]:
         _check_length("--context", context, loaded)
         for name in settings.ruler_tasks:
             yield RulerEvaluation(
@@ -98,7 +95,7 @@ def _ruler(settings: Settings, loaded: LoadedModel) -> Iterator[Evaluation]:
 
 
 def _perplexity(settings: Settings, loaded: LoadedModel) -> Evaluation:
-    seqlen = settings.seqlen or _default(SEQLEN, loaded)
+    seqlen = settings.seqlen or loaded.usual_length(SEQLEN)
     _check_length("--seqlen", seqlen, loaded)
     if seqlen < 2:
         raise UsageError(f"--seqlen {seqlen}: a window needs 2 tokens at least")
@@ -107,10 +104,6 @@ def _perplexity(settings: Settings, loaded: LoadedModel) -> Evaluation:
     else:
         windows = token_windows(loaded.tokenizer, load_text(settings.dataset, "evaluation"), seqlen)
     return PerplexityEvaluation(windows, settings.dataset, settings.limit)
-
-
-def _default(length: int, loaded: LoadedModel) -> int:
-    return min(REFERENCE_LENGTH if loaded.name == REFERENCE else length, loaded.context)
 
 
 def _check_length(flag: str, length: int, loaded: LoadedModel) -> None:

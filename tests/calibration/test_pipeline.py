@@ -15,6 +15,7 @@ from kvq_cli import attach
 from kvq_cli.artifact import load_artifact
 from kvq_cli.calibration import pipeline, work
 from kvq_cli.calibration.forecast import forecast
+from kvq_cli.calibration.settings import Settings
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.registry import build
 
@@ -157,6 +158,21 @@ def test_a_budget_keeps_random_runs_of_tokens(tiny, quick, tmp_path, monkeypatch
         assert (runs[:, 0] % 4 == 0).all() and (runs.diff(dim=1) == 1).all()  # 8 + 4 i, and then in order
         assert (runs[:, 0].diff() > 0).all() and tokens.min() >= 8 and tokens.max() < 200
     assert len({tuple(tokens.tolist()) for tokens in kept}) == 6
+
+
+def test_defaults_are_so_many_tokens(tiny):
+    def sizes(loaded, **given):
+        resolved = Settings(**given).resolved(loaded)
+        return resolved.samples, resolved.seqlen, resolved.gradients, resolved.held_out
+
+    assert sizes(tiny) == (512, 256, 128, 25)  # the tiny model's context
+    assert sizes(tiny, seqlen=64) == (2048, 64, 512, 102)
+    assert sizes(tiny, samples=3) == (3, 256, 3, 1)
+    assert sizes(dataclasses.replace(tiny, name="reference")) == (512, 256, 128, 25)
+    tiny.model.config.max_position_embeddings = 1 << 20
+    assert sizes(tiny) == (64, 2048, 16, 3)
+    assert sizes(dataclasses.replace(tiny, name="reference")) == (128, 1024, 32, 6)
+    assert sizes(tiny, seqlen=1 << 20, samples=4) == (4, 1 << 20, 2, 1)
 
 
 @pytest.mark.parametrize(
