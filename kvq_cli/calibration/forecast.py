@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import torch
 
@@ -30,10 +31,10 @@ def activation_bytes(loaded: LoadedModel, settings: Settings, *, checkpointed: b
 
 
 def clustering_bytes(settings: Settings, tokens: int, shape: ModelShape) -> int:
-    """What the clustering of one stream of one layer holds: all activations twice, and ten float32 copies of those
-    that have gradients."""
+    """What the clustering of one stream of one layer holds, roughly: all activations twice in 16 bits, and those that
+    have gradients as 14 tensors of 32 bits."""
     per_sample = tokens * shape.kv_heads * shape.head_dim
-    return per_sample * (settings.samples * 2 * 2 + settings.gradients * 4 * 10)
+    return per_sample * (settings.samples * 2 * 2 + settings.gradients * 14 * 4)
 
 
 def workers(planned) -> int:
@@ -75,7 +76,6 @@ def forecast(planned) -> dict:
         for name, (size, dtype) in stream_tensors(spec, shape).items()
     ]
     checkpointing = needs_checkpointing(loaded, settings)
-    weights = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
     activations = activation_bytes(loaded, settings, checkpointed=checkpointing)
     clustering = workers(planned) * clustering_bytes(settings, planned.extent.tokens, shape)
     return {
@@ -84,9 +84,20 @@ def forecast(planned) -> dict:
         "artifact_bytes": sum(tensor["bytes"] for tensor in tensors),
         "captured_bytes": planned.extent.nbytes,
         "captured_share": planned.extent.units / planned.extent.possible,
-        "memory_bytes": weights + max(activations, clustering),
+        "memory_bytes": _held_bytes(loaded) + activations + clustering,
         "gradient_checkpointing": checkpointing,
     }
+
+
+def _held_bytes(loaded: LoadedModel) -> int:
+    """What is held already: of a GPU's memory the weights, of the machine's the whole process, libraries included."""
+    weights = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        resident = pages * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):  # not known on this system
+        resident = weights
+    return resident if loaded.model.device.type == "cpu" else weights
 
 
 def _free_bytes(device: torch.device) -> int:

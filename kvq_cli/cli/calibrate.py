@@ -101,7 +101,7 @@ def _print_forecast(output: Output, found: dict) -> None:
     settings = found["request"]["calibration"]
     output.text(f"artifact   {human_bytes(found['artifact_bytes'])}")
     output.text(f"disk       {human_bytes(found['captured_bytes'])} while calibrating")
-    output.text(f"memory     about {human_bytes(found['memory_bytes'])}, the model included")
+    output.text(f"memory     about {human_bytes(found['memory_bytes'])}, model and libraries included")
     output.text(
         f"data       {settings['samples']} samples of {settings['seqlen']} tokens, "
         f"{settings['gradients']} of them with gradients; {found['captured_share']:.0%} of the tokens kept"
