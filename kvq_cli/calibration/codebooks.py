@@ -53,7 +53,7 @@ def calibrate_stream(captured: Captured, spec: CodebookSpec, recipe: Recipe) -> 
     stream = _prepare(captured, spec)
     books = [_cluster(stream, shape, spec, recipe) for shape in spec.shapes]
     lost = [_lost(stream, shape, spec.share, book) for shape, book in zip(spec.shapes, books, strict=True)]
-    lost = torch.stack(lost)  # [shapes, 2, kv_heads]
+    lost = torch.stack(lost).cpu()  # [shapes, 2, kv_heads]
     choice = choose(lost[:, 0], recipe.hybrid)
     tensors = {"choice": choice.to(torch.int8), **stream.constants}
     for i, (shape, book) in enumerate(zip(spec.shapes, books, strict=True)):
@@ -144,7 +144,9 @@ def _per_head(blocks: Tensor, heads: int) -> Tensor:
 
 def _measured(stream: _Stream, shapes: tuple[BlockShape, ...], lost: Tensor, choice: Tensor) -> dict:
     """The stream's entry of the artifact's `errors`, in plain numbers of six digits."""
-    spread = (stream.held_weights * (stream.held_u - stream.center).square()).double().sum((1, 2, 4))  # [2, kv_heads]
+    spread = (
+        (stream.held_weights * (stream.held_u - stream.center).square()).double().sum((1, 2, 4)).cpu()
+    )  # [2, kv_heads]
 
     def entry(lost: Tensor) -> dict:
         fisher, plain = (lost.sum(1) / spread.sum(1).clamp_min(1e-300)).tolist()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 _SEEDING_POINTS = 8  # per centroid: as many points as k-means++ looks at
-_TILE_BYTES = {"cpu": 1 << 19, "cuda": 1 << 28}  # scores held at once: a part of a core's cache, or of the memory
+_TILE_CPU, _TILE = 1 << 17, 1 << 26  # scores held at once: a part of a core's cache, or of a GPU's memory
 
 
 def weighted_kmeans(
@@ -42,7 +42,7 @@ def _together(books: int, scores: int, device: str) -> tuple[int, int]:
     """How many codebooks are seeded and then moved at a time: seeding is many short steps, which several share."""
     if device == "cpu":
         return 16, 1
-    several = max(1, min(books, _TILE_BYTES[device] // (scores * 4)))
+    several = max(1, min(books, _TILE // scores))
     return several, several
 
 
@@ -110,7 +110,7 @@ def _nearest(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     numbers = torch.arange(entries, dtype=torch.int32, device=points.device)[:, None]
     half_norms = centroids.square().sum(-1, keepdim=True) / 2
     best = torch.empty(books, count, device=points.device)
-    tile = max(64, _TILE_BYTES[points.device.type] // (books * entries * 4))
+    tile = max(64, (_TILE_CPU if points.device.type == "cpu" else _TILE) // (books * entries))
     for start in range(0, count, tile):
         part = points[:, start : start + tile].transpose(1, 2)
         scores = torch.baddbmm(half_norms, centroids, part, alpha=-1)  # [books, entries, tile]
@@ -124,8 +124,7 @@ def _update(weighted: Tensor, norms: Tensor, scores: Tensor, codes: Tensor, cent
 
     A centroid without weight moves to one of the points that add most to the error.
     """
-    sums = torch.zeros(*centroids.shape[:2], weighted.shape[2], dtype=torch.float64, device=weighted.device)
-    sums.scatter_add_(1, codes[..., None].expand_as(weighted), weighted.double())
+    sums = _sums(weighted, codes, centroids.shape[1])
     mass = sums[..., -1:]
     means = sums[..., :-1] / mass.clamp_min(1e-300)
     weights = weighted[..., -1]
@@ -140,3 +139,15 @@ def _update(weighted: Tensor, norms: Tensor, scores: Tensor, codes: Tensor, cent
         taken = points.gather(1, source[..., None].expand_as(centroids))
         moved = torch.where(empty[..., None], taken, moved)
     return moved, error
+
+
+def _sums(weighted: Tensor, codes: Tensor, entries: int) -> Tensor:
+    """Sums of `weighted` `[codebooks, points, columns]` by code: float64 `[codebooks, entries, columns]`.
+
+    One flat scatter: the form that torch can do in a fixed order on a GPU.
+    """
+    books, _, columns = weighted.shape
+    place = codes + torch.arange(books, device=codes.device)[:, None] * entries
+    flat = (place[..., None] * columns + torch.arange(columns, device=codes.device)).flatten()
+    sums = torch.zeros(books * entries * columns, dtype=torch.float64, device=weighted.device)
+    return sums.scatter_add_(0, flat, weighted.double().flatten()).view(books, entries, columns)

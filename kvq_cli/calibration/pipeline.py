@@ -17,7 +17,7 @@ from kvq_cli.attention.taps import iter_attention
 from kvq_cli.calibration import capture, forecast
 from kvq_cli.calibration.card import card
 from kvq_cli.calibration.codebooks import ERROR_MEASURE, Captured, Recipe, calibrate_stream
-from kvq_cli.calibration.parallel import side_by_side
+from kvq_cli.calibration.parallel import repeatable, side_by_side
 from kvq_cli.calibration.settings import Extent, Settings, extent
 from kvq_cli.calibration.work import Work
 from kvq_cli.data.texts import SELF, load_text, self_windows, token_windows
@@ -81,8 +81,9 @@ def calibrate(
     check_free(out, overwrite=force or resume)
     work.open(request, resume=resume, room=planned.extent.nbytes)
     try:
-        _capture_all(planned, work, progress)
-        errors = _cluster_all(planned, work, progress)
+        with repeatable(planned.loaded.model.device):
+            _capture_all(planned, work, progress)
+            errors = _cluster_all(planned, work, progress)
         artifact = _write(planned, work, out, errors, progress)
     except (KvqError, OSError):
         work.remove()

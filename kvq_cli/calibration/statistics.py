@@ -28,9 +28,9 @@ def thresholds(x: Tensor, outliers: float) -> tuple[Tensor, Tensor]:
 
     0.01 gives the 0.005 and 0.995 quantiles. x: `[samples, tokens, kv_heads, head_dim]`.
     """
-    channels = x.flatten(0, 1).float().flatten(1).T.contiguous().numpy()
+    channels = x.flatten(0, 1).float().flatten(1).T.contiguous().cpu().numpy()
     low, high = np.quantile(channels, [outliers / 2, 1 - outliers / 2], axis=1)
-    return tuple(torch.from_numpy(q).float().view(x.shape[2:]) for q in (low, high))
+    return tuple(torch.from_numpy(q).to(x.device, torch.float32).view(x.shape[2:]) for q in (low, high))
 
 
 def correlation(x: Tensor, mean: Tensor, std: Tensor) -> float:
