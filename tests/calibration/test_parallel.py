@@ -1,6 +1,7 @@
 """Tasks side by side, and a GPU's fixed order."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ def test_an_error_ends_it_and_what_has_not_begun_does_not():
 
     def task(item):
         begun.append(item)
+        time.sleep(0.001)
         if item == 1:
             raise RuntimeError("the second one")
 
