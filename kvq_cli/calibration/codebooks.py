@@ -93,16 +93,18 @@ def _prepare(captured: Captured, spec: CodebookSpec) -> _Stream:
     training = gradients - captured.held_out
     seen = torch.cat([captured.x[:training], captured.x[gradients:]])  # statistics do not see what is held out either
     mean, std = mean_std(seen)
+    lower, upper = thresholds(seen, spec.outliers) if spec.outliers or spec.by_range else (None, None)
     shift, scale = torch.zeros_like(mean), torch.ones_like(std)
     constants = {}
     if spec.normalize:
-        shift, scale = mean, torch.where(std > 0, std, 1.0)
-        constants |= {"mean": mean, "std": std}
+        constants |= (
+            {"mean": (lower + upper) / 2, "std": (upper - lower) / 2} if spec.by_range else {"mean": mean, "std": std}
+        )
+        shift, scale = constants["mean"], torch.where(constants["std"] > 0, constants["std"], 1.0)
     x = captured.x[:gradients].float()
     # A squared error of u is worth scale^2 of x; outliers, which are stored exactly, are worth nothing.
     weights = torch.stack([captured.g.float(), torch.ones_like(x)]).mul_(scale).square_()
     if spec.outliers:
-        lower, upper = thresholds(seen, spec.outliers)
         constants |= {"lower": lower, "upper": upper}
         weights *= (x >= lower) & (x <= upper)
         x = x.clamp(lower, upper)
@@ -124,9 +126,13 @@ def _cluster(stream: _Stream, shape: BlockShape, spec: CodebookSpec, recipe: Rec
     weights = to_blocks(stream.e, shape, spec.share).sum(-1)  # Eq. 3: a block weighs the sum of its squared gradients
     if not recipe.fisher:
         weights = torch.ones_like(weights)
+    heads = stream.u.shape[2]
+    if spec.across_heads:
+        points, weights = (x.unflatten(0, (heads, -1)).transpose(0, 1).flatten(1, 2) for x in (points, weights))
     points, weights = draw(points, weights, recipe.points, recipe.seed)
     books = weighted_kmeans(points, weights, spec.entries, iterations=recipe.iterations, seed=recipe.seed)
-    return books.to(recipe.dtype).unflatten(0, (stream.u.shape[2], -1))
+    books = books.to(recipe.dtype)
+    return books.expand(heads, *books.shape).clone() if spec.across_heads else books.unflatten(0, (heads, -1))
 
 
 def _lost(stream: _Stream, shape: BlockShape, share: int, books: Tensor) -> Tensor:

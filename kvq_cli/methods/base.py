@@ -68,6 +68,8 @@ class CodebookSpec:
     share:     adjacent channels that use one codebook: `head_dim / share` codebooks per kv head.
     normalize: cluster (x - mean) / std, per channel; else as it is.
     outliers:  fraction of the numbers that is kept exact; half of it lies beyond each of `lower`, `upper`. 0: none.
+    by_range:  for "mean" and "std" take the middle and half the distance of the outlier thresholds (KVQuant).
+    across_heads: one codebook for a group of all kv heads; stored once for each head, as the codec takes it (KVQuant).
     """
 
     shapes: tuple[BlockShape, ...]
@@ -75,6 +77,8 @@ class CodebookSpec:
     share: int
     normalize: bool
     outliers: float = 0.0
+    by_range: bool = False
+    across_heads: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvq_cli.calibration.codebooks import Captured, Recipe, calibrate_stream, choose
+from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.methods.base import BlockShape, CodebookSpec, ModelShape
 from kvq_cli.methods.temporalkv import TemporalKV
 
@@ -103,6 +104,31 @@ def test_fisher_weights_lower_the_weighted_error_and_raise_the_plain_one(capture
         )
         assert with_["fisher"] < 0.9 * without["fisher"]
         assert with_["plain"] > without["plain"]
+
+
+def test_another_method_is_calibrated_by_declaring_it(captured):
+    """KVQuant's keys: one number at a time, channels scaled to [-1, 1] by their thresholds, one codebook for all."""
+    spec = CodebookSpec(
+        (BlockShape("scalar", 1, 1),),
+        entries=4,
+        share=8,
+        normalize=True,
+        by_range=True,
+        across_heads=True,
+        outliers=0.02,
+    )
+    tensors, measured = calibrate_stream(captured, spec, dataclasses.replace(RECIPE, hybrid="off"))
+    books, lower, upper = tensors["centroids.scalar"], tensors["lower"], tensors["upper"]
+    assert books.shape == (2, 1, 4, 1) and books[0].equal(books[1]) and books.abs().max() <= 1
+    assert torch.allclose(tensors["mean"] - tensors["std"], lower, atol=1e-5)
+    assert torch.allclose(tensors["mean"] + tensors["std"], upper, atol=1e-5)
+    codec = CodebookCodec(books, (1, 1), 8, tensors["mean"], tensors["std"])
+    x, g = captured.x[6:8].transpose(1, 2).float(), captured.g[6:8].transpose(1, 2).float()
+    lost = (g * (codec.decode(codec.encode(x), torch.float32) - x)).square()
+    inside = (x >= lower[:, None]) & (x <= upper[:, None])
+    mean = torch.cat([captured.x[:6], captured.x[8:]]).float().mean((0, 1))[:, None]
+    spread = (g * (x.clamp(lower[:, None], upper[:, None]) - mean)).square()
+    assert measured["chosen"]["fisher"] == pytest.approx((lost[inside].sum() / spread[inside].sum()).item(), rel=0.02)
 
 
 def test_what_is_held_out_is_not_looked_at(captured):
