@@ -25,6 +25,7 @@ COMMANDS = (
     ("chat", "chat:chat", "Compress"),
     ("eval", "eval:evaluate", "Measure"),
     ("bench", "bench:app", "Measure"),
+    ("analyze", "analyze:analyze", "Measure"),
     ("inspect", "inspect:inspect", "Look up"),
     ("methods", "methods:methods", "Look up"),
     ("bits", "bits:bits", "Look up"),

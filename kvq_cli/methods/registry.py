@@ -9,17 +9,15 @@ import dataclasses
 import importlib
 import pkgutil
 import re
-import types
-import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import Method
+from kvq_cli.options import typed
 
 _CLASSES: dict[str, type[Method]] = {}
 _NO_METHODS = {"base", "codebooks", "registry", "window"}
-_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
 def register(cls: type[Method]) -> type[Method]:
@@ -47,13 +45,7 @@ def method_class(name: str) -> type[Method]:
 def build(name: str, **options: Any) -> Method:
     """The method `name` with `options`; strings are read as the option's type. UsageError names what was valid."""
     cls = method_class(name)
-    kinds = typing.get_type_hints(cls)
-    valid = [f.name for f in dataclasses.fields(cls)]
-    for key in options:
-        if key not in valid:
-            listed = f"its options are: {', '.join(valid)}" if valid else "it has no options"
-            raise UsageError(f"method {name} has no option {key!r}; {listed}")
-    return cls(**{key: _typed(name, key, value, kinds[key]) for key, value in options.items()})
+    return cls(**typed(cls, f"method {name}", options))
 
 
 def has_option(name: str, option: str) -> bool:
@@ -109,26 +101,3 @@ def _load_all() -> None:
     for module in pkgutil.iter_modules(package.__path__):
         if module.name not in _NO_METHODS:
             importlib.import_module(f"kvq_cli.methods.{module.name}")
-
-
-def _typed(method: str, key: str, value: Any, kind: Any) -> Any:
-    """`value` as the option's type `kind` (int, float, bool, str, or one of these or None)."""
-    optional = isinstance(kind, types.UnionType) and type(None) in kind.__args__
-    if optional:
-        if value is None or (isinstance(value, str) and value.lower() == "none"):
-            return None
-        kind = next(k for k in kind.__args__ if k is not type(None))
-    if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
-        return value
-    try:
-        if isinstance(value, str):
-            return _WORDS[value.lower()] if kind is bool else kind(value)
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
-    except (KeyError, ValueError):
-        pass
-    raise UsageError(f"{method}: {key}={value!r} is not {_spoken(kind)}{' or none' if optional else ''}")
-
-
-def _spoken(kind: type) -> str:
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}[kind]
