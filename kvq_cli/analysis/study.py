@@ -39,8 +39,8 @@ class Subject:
 
     @cached_property
     def windows(self) -> LongTensor:
-        """`[samples, seqlen]` token ids of the dataset's test split."""
-        return self.tokens(self.dataset, "test")
+        """`[samples, seqlen]` token ids of the dataset's evaluation split."""
+        return self.tokens(self.dataset, "evaluation")
 
     def tokens(self, dataset: str, split: str) -> LongTensor:
         """`[samples, seqlen]` token ids, drawn with the subject's seed."""
