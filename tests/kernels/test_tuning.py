@@ -1,0 +1,66 @@
+"""The tables of configurations: what serves which GPU and shape, and what is added to them."""
+
+import json
+
+import pytest
+import torch
+from kvq_kernels import tuning
+
+TABLE = {
+    "*": {"*": {"warps": 1}, "uniform": {"warps": 2}, "uniform/2bit": {"warps": 3}},
+    "sm_90": {"uniform/2bit": {"warps": 4}, "dense": {"warps": 8}},
+}
+
+
+@pytest.fixture
+def operation(tmp_path, monkeypatch):
+    path = tmp_path / tuning.FILE
+    path.write_text(json.dumps(TABLE))
+    monkeypatch.setattr(tuning, "_path", lambda name: path)
+    tuning._find.cache_clear()
+    yield path
+    tuning._find.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("key", "gpu", "warps"),
+    [
+        ("uniform/2bit", "sm_90", 4),
+        ("uniform/2bit/rows8", "sm_90", 4),
+        ("uniform/4bit", "sm_90", 2),
+        ("uniform/2bit/rows8", "sm_80", 3),
+        ("uniform/4bit", "gfx942", 2),
+        ("dense", "sm_90", 8),
+        ("dense", "sm_80", 1),
+        ("codebook", "never seen", 1),
+    ],
+)
+def test_the_most_special_class_of_the_gpu_then_of_any(operation, key, gpu, warps):
+    assert tuning.configuration("any", key, gpu) == {"warps": warps}
+
+
+def test_a_device_is_named_by_its_family(operation):
+    assert tuning.configuration("any", "uniform", torch.device("cpu")) == {"warps": 2}
+    assert tuning.family(torch.device("cpu")) == "cpu"
+
+
+def test_what_is_given_out_does_not_change_the_table(operation):
+    tuning.configuration("any", "dense", "sm_90")["warps"] = 0
+    assert tuning.configuration("any", "dense", "sm_90") == {"warps": 8}
+
+
+def test_extending_keeps_what_was_not_measured(operation):
+    assert tuning.configuration("any", "dense", "sm_90") == {"warps": 8}
+    tuning.extend("any", "sm_90", {"dense": {"warps": 16, "stages": 2}})
+    tuning.extend("any", "sm_120", {"uniform": {"warps": 5}})
+    assert tuning.configuration("any", "dense", "sm_90") == {"warps": 16, "stages": 2}
+    assert tuning.configuration("any", "uniform/2bit", "sm_90") == {"warps": 4}
+    assert tuning.configuration("any", "uniform/8bit", "sm_120") == {"warps": 5}
+    assert json.loads(operation.read_text())["*"] == TABLE["*"]
+    assert '"dense": {"warps": 16, "stages": 2}' in operation.read_text()  # one line per class
+
+
+def test_a_class_without_any_default_names_the_table(operation):
+    operation.write_text("{}")
+    with pytest.raises(KeyError, match="tuning.json has no configuration 'dense' for sm_90"):
+        tuning.configuration("any", "dense", "sm_90")
