@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import LongTensor
 
-from kvq_cli.data.texts import load_text, token_windows
+from kvq_cli.data.texts import SELF, load_text, self_windows, token_windows
 from kvq_cli.errors import UsageError
 from kvq_cli.models import LoadedModel
 from kvq_cli.options import typed
@@ -44,6 +44,10 @@ class Subject:
 
     def tokens(self, dataset: str, split: str) -> LongTensor:
         """`[samples, seqlen]` token ids, drawn with the subject's seed."""
+        if self.seqlen > self.loaded.context:
+            raise UsageError(f"--seqlen {self.seqlen} is more than {self.loaded.name}'s context, {self.loaded.context}")
+        if dataset == SELF:
+            return self_windows(self.loaded.model, self.loaded.tokenizer, self.seqlen, self.samples, self.seed)
         text = load_text(dataset, split)
         return token_windows(self.loaded.tokenizer, text, self.seqlen, self.samples, self.seed)
 
@@ -69,12 +73,13 @@ class Study(ABC):
     """One study. Its fields are its options; its docstring's first line is its help.
 
     name:    as in `kvq analyze NAME`. source: papers and their figures or tables.
-    subject: whether it looks at a model and text; else `run` gets None.
+    subject: whether it looks at a model and text; else `run` gets None. samples: windows of text, unless told.
     """
 
     name: ClassVar[str]
     source: ClassVar[str]
     subject: ClassVar[bool] = True
+    samples: ClassVar[int] = 8
 
     @abstractmethod
     def run(self, subject: Subject | None, show: Show) -> Findings:

@@ -13,7 +13,7 @@ from kvq_cli.cli.output import Output
 
 Name = Annotated[str | None, typer.Argument(metavar="NAME", help="The study; without it, all are listed.")]
 Dataset = Annotated[str, typer.Option("--dataset", metavar="NAME", help="Text to study; see `kvq calibrate`.")]
-Samples = Annotated[int, typer.Option("--samples", min=1, help="Windows of text.")]
+Samples = Annotated[int | None, typer.Option("--samples", min=1, help="Windows of text (default: the study's own).")]
 Seqlen = Annotated[int | None, typer.Option("--seqlen", min=2, help="Tokens of a window (default: the model's usual).")]
 OutDir = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for NAME.json and NAME.png.")]
 Set = Annotated[
@@ -26,7 +26,7 @@ def analyze(
     name: Name = None,
     set_: Set = None,
     dataset: Dataset = "prose",
-    samples: Samples = 8,
+    samples: Samples = None,
     seqlen: Seqlen = None,
     out_dir: OutDir = Path("results/analyze"),
     model: opt.Model = "reference",
@@ -50,7 +50,8 @@ def analyze(
         from kvq_cli.models import load_model
 
         loaded = load_model(model, device, dtype)
-        subject = Subject(loaded, dataset, samples, seqlen or loaded.usual_length(_USUAL), seed)
+        length = seqlen or loaded.usual_length(_USUAL)
+        subject = Subject(loaded, dataset, samples or study.samples, length, seed)
     check_writable(out_dir)
     with out.phases() as show:
         found = study.run(subject, show)
