@@ -28,12 +28,16 @@ class Shape:
         return self.hidden_size // self.heads
 
     @property
+    def layer_parameters(self) -> int:
+        """Numbers in the weights of a layer."""
+        attention = 2 * self.hidden_size * (self.heads + self.kv_heads) * self.head_dim
+        return attention + 3 * self.hidden_size * self.feed_forward + 2 * self.hidden_size
+
+    @property
     def parameters(self) -> int:
         """Numbers in all weights."""
-        attention = 2 * self.hidden_size * (self.heads + self.kv_heads) * self.head_dim
-        layer = attention + 3 * self.hidden_size * self.feed_forward + 2 * self.hidden_size
         embeddings = self.vocabulary * self.hidden_size * (1 if self.tied else 2)
-        return self.layers * layer + embeddings + self.hidden_size
+        return self.layers * self.layer_parameters + embeddings + self.hidden_size
 
     def model_shape(self, dtype: torch.dtype = torch.float16) -> ModelShape:
         """What a method's plan needs."""
