@@ -64,13 +64,20 @@ class Attached:
         self._context = model_context(model.config)
         self._latest: CompressedCache | None = None
 
-    def new_cache(self) -> CompressedCache:
-        """An empty cache for one batch of sequences, to pass to the model as `past_key_values`."""
+    def new_cache(self, tokens: int = 0) -> CompressedCache:
+        """An empty cache for one batch of sequences, to pass to the model as `past_key_values`.
+
+        tokens: how many each row will hold in the end, where that is known: layers that kernels read then make room
+        for them at once, and no later step allocates or moves anything.
+        """
         across = CrossLayerSum()
         layers = [
             CompressedLayer(site.index, plan, site.rotation, site.sliding_window, remakes, across)
             for site, plan, remakes in zip(self._sites, self._plans, self._remakes, strict=True)
         ]
+        for layer in layers:
+            if tokens and self.backend.by_kernels(layer.index):
+                layer.reserve(tokens)
         self._latest = CompressedCache(layers, self.prefill, self.method.nominal_bits, self.backend.summary)
         return self._latest
 

@@ -40,6 +40,10 @@ class ChosenBackend:
     def __init__(self, by_layer: Mapping[int, Backend], summary: str) -> None:
         self._by_layer, self.summary = by_layer, summary
 
+    def by_kernels(self, layer: int) -> bool:
+        """Does not PyTorch compute this layer's attention?"""
+        return self._by_layer[layer] is not torch_backend
+
     def decode_attention(self, query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
         return self._by_layer[layer.index].decode_attention(query, layer, scaling)
 

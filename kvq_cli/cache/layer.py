@@ -70,6 +70,11 @@ class CompressedLayer(CacheLayerMixin):
         #: What came for each stream and is not yet in it.
         self._arrived: tuple[Tensor, ...] = ()
 
+    def reserve(self, tokens: int) -> None:
+        """Make room for rows of `tokens` tokens at once, when the first of them come."""
+        for stream in self.streams:
+            stream.reserve(tokens)
+
     # -- a forward pass ------------------------------------------------------------------------------------------
 
     def begin(self, forward: Forward) -> None:

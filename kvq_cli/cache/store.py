@@ -34,12 +34,13 @@ class Segment:
 class PackedStore:
     """Packed runs of all rows of a batch, token 0 first. Rows may be filled to different lengths.
 
-    A first segment is as large as what is first written, later ones are at least `LEAST_GROWTH` tokens and an eighth
-    of the store, so that long generations make few segments and little of the store is ever unused.
+    A first segment is as large as what is first written, or as `room`, the tokens per row that are known to come; later
+    ones are at least `LEAST_GROWTH` tokens and an eighth of the store, so that long generations make few segments and
+    little of the store is ever unused.
     """
 
-    def __init__(self, block_tokens: int) -> None:
-        self.block_tokens = block_tokens
+    def __init__(self, block_tokens: int, room: int = 0) -> None:
+        self.block_tokens, self.room = block_tokens, room
         self.segments: list[Segment] = []
         #: Bytes of the largest copy that `whole` made.
         self.joined = 0
@@ -55,7 +56,7 @@ class PackedStore:
         batch: rows of the whole batch. reserve: tokens that the longest row will need at once.
         """
         stop = start + packed.tokens
-        if not self.segments and packed.tokens >= max(reserve, LEAST_GROWTH) and rows == slice(0, batch):
+        if not self.segments and packed.tokens >= max(reserve, LEAST_GROWTH, self.room) and rows == slice(0, batch):
             self._adopt(packed)
             return
         if stop > self.capacity:
@@ -79,7 +80,7 @@ class PackedStore:
 
     def whole(self) -> Packed | None:
         """All there is room for, of all rows, as one run of memory, for readers that take nothing else; None while
-        there is nothing. A store that grew is copied into one segment for that, once after each growth."""
+        there is nothing. A store that grew beyond its `room` is copied into one segment for that, once after each growth."""
         if not self.segments:
             return None
         if len(self.segments) > 1:
@@ -123,7 +124,7 @@ class PackedStore:
         self.segments.append(Segment(0, packed.tokens, parts))
 
     def _grow(self, need: int, batch: int, like: Packed) -> None:
-        tokens = max(need, LEAST_GROWTH, self.capacity // 8)
+        tokens = max(need, LEAST_GROWTH, self.capacity // 8, self.room - self.capacity)
         tokens = -(-tokens // self.block_tokens) * self.block_tokens
         parts = {}
         for name, part in like.parts.items():

@@ -31,7 +31,12 @@ class Stream:
             )
         # A whole number of flushes, so that a run to be packed is one slice of the ring.
         self.slots = (-(-self.window.recent // self.window.flush) + 1) * self.window.flush
+        self._room = 0
         self.reset()
+
+    def reserve(self, tokens: int) -> None:
+        """Room for rows of `tokens` tokens is to be made at once, when the first of them are packed."""
+        self._room = self.store.room = self.window.packed(tokens)
 
     def reset(self) -> None:
         """Forget all rows and free their memory."""
@@ -40,7 +45,8 @@ class Stream:
         self.ring: Tensor | None = None
         #: Of each row, the packed tokens that its first pass brought, where the codec takes them as one whole.
         self.opened: list[int] = []
-        self.opening, self.store = PackedStore(self.codec.block_tokens), PackedStore(self.codec.block_tokens)
+        self.opening = PackedStore(self.codec.block_tokens)
+        self.store = PackedStore(self.codec.block_tokens, self._room)
         self.state: dict[str, Tensor] = {}
 
     def freeze(self, rows: slice, batch: int, prompt: Prompt) -> None:

@@ -62,7 +62,8 @@ def generate(
         room = answerer.room(len(ids))
         if room < max_new_tokens:
             out.note(f"the context of {answerer.loaded.name} leaves room for {room} new tokens")
-        answer = answerer.answer(ids, answerer.attached.new_cache(), (lambda piece: None) if as_json else to_stdout)
+        cache = answerer.attached.new_cache(len(ids) + room)
+        answer = answerer.answer(ids, cache, (lambda piece: None) if as_json else to_stdout)
     if not as_json:
         to_stdout("\n")
     out.note(answer.summary())

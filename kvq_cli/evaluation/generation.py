@@ -37,7 +37,7 @@ def answer(
     longest = max(map(len, prompts))
     ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
-    cache = attached.new_cache()
+    cache = attached.new_cache(longest + budget)
     config = GenerationConfig(max_new_tokens=budget, do_sample=False, pad_token_id=pad, eos_token_id=stops or None)
     out = model.generate(ids, attention_mask=mask, past_key_values=cache, generation_config=config)
     answers = [_answer(tokenizer, row, stops) for row in out[:, longest:].tolist()]
