@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-from importlib.resources import files
 from typing import Any
 
 from kvq_cli.benchmarking.accounting import account, artifact_bytes
@@ -11,32 +9,32 @@ from kvq_cli.benchmarking.shapes import known_shape
 from kvq_cli.cache.report import CacheReport
 from kvq_cli.methods.base import Method, ModelShape
 from kvq_cli.methods.registry import build_parsed
+from kvq_cli.published import rows, value
 
-FILE = "published_sizes.csv"
+FILE = "sizes.csv"
 
 
 def compare_sizes() -> list[dict[str, Any]]:
-    """The rows of the file with `counted`, our figure in the same unit, and our `report`.
+    """The rows of the file with the `published` number, `counted`, our figure in the same unit, and our `report`.
 
-    Figures: "packed bits" and "packed ratio" leave out windows (the papers' long-context limit); "ratio" and "MB" (10^6
-    bytes) are of the whole cache; "constants MB" of the centroids alone; "outlier bits" of what outliers add.
+    Figures: "packed ratio" leaves out windows (the papers' long-context limit); "ratio %" and "MB" (10^6 bytes) are of
+    the whole cache; "constants MB" of the centroids alone; "outlier bits" of what outliers add.
     """
-    rows = []
-    for row in csv.DictReader(files(__package__).joinpath(FILE).read_text(encoding="utf-8").splitlines()):
+    found = []
+    for row in rows(FILE):
         shape, method = known_shape(row["shape"], "--shapes").model_shape(), build_parsed(row["method"])
         report = account(method, shape, int(row["context"]))
+        printed = value(row["paper"], row["table"], row["model"], row["row"], row["column"])
         counted = _figure(row["figure"], report, method, shape)
-        rows.append({**row, "published": float(row["published"]), "counted": counted, "report": report})
-    return rows
+        found.append({**row, "published": printed, "counted": counted, "report": report})
+    return found
 
 
 def _figure(figure: str, report: CacheReport, method: Method, shape: ModelShape) -> float:
-    if figure == "packed bits":
-        return report.packed_bits
     if figure == "packed ratio":
         return report.packed_bits / 16
-    if figure == "ratio":
-        return report.bytes / report.fp16_bytes
+    if figure == "ratio %":
+        return 100 * report.bytes / report.fp16_bytes
     if figure == "MB":
         return report.bytes / 1e6
     if figure == "constants MB":

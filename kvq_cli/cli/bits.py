@@ -123,9 +123,11 @@ def _papers(out: Output) -> None:
     from kvq_cli.benchmarking.published import compare_sizes
 
     found = compare_sizes()
-    columns = ["paper", "where", "what", "figure", "published", "kvq", "difference", "kvq's bits by part"]
+    columns = ["paper", "table", "row", "method", "shape", "figure", "published", "kvq", "difference"]
+    columns.append("kvq's bits by part")
     rows = [
-        [one["paper"], one["where"], one["what"], one["figure"], one["published"], round(one["counted"], 3)]
+        [one[key] for key in (*columns[:6], "published")]
+        + [round(one["counted"], 3)]
         + [f"{100 * (one['counted'] / one['published'] - 1):+.1f} %", _by_part(one["report"])]
         for one in found
     ]
