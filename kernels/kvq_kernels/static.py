@@ -1,19 +1,24 @@
-"""What the compiler makes of a kernel, without a GPU: `python -m kvq_kernels.static --targets sm_90 [NAME ...]`.
+"""What the compiler makes of the kernels, without a GPU: `python -m kvq_kernels.static --targets sm_90 [NAME ...]`.
 
-Compiles the shipped configurations ahead of time and reads the machine code: registers, spills, shared memory, and of
-the main loop (the one that multiplies 16-bit numbers) the instructions per cached number and the integer-to-float
-conversions. Prints a table, or one JSON document with --json. Must run without TRITON_INTERPRET.
+Compiles the launches that the operations ship (see `shipped`) ahead of time and reads the machine code: registers,
+spills, shared memory, and of the main loop the instructions per cached number and the integer-to-float conversions.
+Prints a table, or one JSON document with --json. What was read is kept under ~/.cache/kvq/static, by the source, so
+that only what has changed is compiled again.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
-import re
-import subprocess
-import tempfile
-from collections import Counter
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -21,9 +26,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kvq_kernels.decode_attention import launch, shipped
-from kvq_kernels.decode_attention.kernel import split_kernel
-from kvq_kernels.decode_attention.spec import Tile
+from kvq_kernels import machine_code
+from kvq_kernels.shipped import Launch, launches, operations
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -34,127 +38,204 @@ TARGETS = {
 }
 #: Bytes of shared memory that one program may have.
 SHARED = {"sm_80": 166912, "sm_89": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
-TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.int32: "i32", torch.uint8: "u8"}
-NAMES |= {torch.int16: "i16", torch.int64: "i64"}
+#: Instructions per cached number of the main loop that sm_90 must not go beyond, by kind of launch.
+LIMITS = {"dense": 3.0, "uniform": 4.5, "codebook": 6.0}
+LIMITED = "sm_90"
+NAMES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.bool: "i1",
+    torch.uint8: "u8",
+    torch.int8: "i8",
+    torch.int16: "i16",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
 
 
 @dataclass(frozen=True)
 class Report:
-    """per_number: instructions of the main loop per cached number (0 where the code cannot be read); i2f: conversions
-    from integers in that loop. registers per thread, spilled bytes per thread, shared bytes per program."""
+    """One launch on one target. registers per thread, spilled bytes per thread, shared bytes per program.
 
+    per_number: instructions of the main loop per cached number and thread; 0 where the launch reads none. i2f:
+    conversions from integers in that loop. bits: read per number. error: the compiler's, and nothing else is known.
+    """
+
+    operation: str
     name: str
     target: str
-    registers: int
-    spills: int
-    shared: int
-    per_number: float
-    i2f: int
-    opcodes: dict[str, int]
+    kind: str
+    registers: int = 0
+    spills: int = 0
+    shared: int = 0
+    per_number: float = 0.0
+    i2f: int = 0
+    bits: float = 0.0
+    opcodes: dict[str, int] | None = None
+    error: str | None = None
+
+    def faults(self) -> list[str]:
+        """What must not be, in words."""
+        if self.error is not None:
+            return [f"does not compile: {self.error}"]
+        found = []
+        if self.spills:
+            found.append(f"{self.spills} bytes per thread spill")
+        if self.shared > SHARED[self.target]:
+            found.append(f"{self.shared} bytes of shared memory, {SHARED[self.target]} at most")
+        if self.i2f and self.kind in ("uniform", "codebook"):
+            found.append(f"{self.i2f} integer-to-float conversions in the loop")
+        limit = LIMITS.get(self.kind)
+        if self.target == LIMITED and limit is not None:
+            if self.per_number == 0:
+                found.append("its main loop was not found")
+            elif self.per_number > limit:
+                found.append(f"{self.per_number} instructions per number, {limit} at most")
+        return found
 
 
-def compile_split(name: str, target: str, tile: Tile | None = None):
-    """The compiled split kernel of a shipped configuration; the numbers that a thread reads per turn of the loop."""
-    keys, values, rope = shipped.shipped()[name]
-    tile = tile or shipped.tile_of(name, target)
-    fixed = launch.constants(torch.float16, keys, values, rope, shipped.GROUP, shipped.DIM, tile)
-    query = torch.empty(shipped.ROWS, shipped.HEADS * shipped.GROUP, shipped.DIM, dtype=torch.float16, device="meta")
-    given = launch.arguments(query, keys, values, keys.count, rope, 1.0, launch.Workspace.like(query, 8))
-    source = _source(split_kernel, given, fixed)
-    options = {"num_warps": tile.warps, "num_stages": max(1, tile.stages)}
-    compiled = triton.compile(source, target=TARGETS[target], options=options)
-    lanes = TARGETS[target].warp_size * tile.warps
-    return compiled, 2 * fixed["N"] * shipped.DIM / lanes
+def reports(chosen: Sequence[tuple[str, str, str]], workers: int | None = None) -> Iterator[Report]:
+    """A report of each (operation, name, target), in the order in which they are ready.
+
+    Compiles in `workers` processes (as many as there are cores), none of which interprets kernels.
+    """
+    machine_code.check_tools()
+    with _compiled(), ProcessPoolExecutor(workers or os.cpu_count(), get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(report, *one) for one in chosen]):
+            yield future.result()
 
 
-def _source(kernel, given: tuple, fixed: dict) -> ASTSource:
+def everything(targets: Sequence[str] = tuple(TARGETS)) -> list[tuple[str, str, str]]:
+    """(operation, name, target) of all that is shipped."""
+    return [(operation, name, target) for operation in operations() for target in targets
+            for name in launches(operation, target)]  # fmt: skip
+
+
+@contextmanager
+def _compiled() -> Iterator[None]:
+    """Processes started inside compile kernels, whatever this one does."""
+    before = os.environ.pop("TRITON_INTERPRET", None)
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.environ["TRITON_INTERPRET"] = before
+
+
+def report(operation: str, name: str, target: str) -> Report:
+    """What was read before of the same source by the same compiler, or is now."""
+    launch = launches(operation, target)[name]
+    source = describe(launch)
+    options = {"num_warps": launch.warps, "num_stages": launch.stages}
+    path = _kept(source, options, target, launch)
+    if path.exists():
+        return replace(Report(**json.loads(path.read_text())), operation=operation, name=name)
+    found = read(operation, name, target, launch, source, options)
+    if found.error is None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(json.dumps(asdict(found)))
+        part.replace(path)
+    return found
+
+
+def read(operation: str, name: str, target: str, launch: Launch, source: ASTSource, options: dict) -> Report:
+    """Compile and read one launch."""
+    one = Report(operation, name, target, launch.kind, bits=round(launch.bits, 3))
+    try:
+        compiled = triton.compile(source, target=TARGETS[target], options=options)
+    except Exception as error:  # of whichever pass of the compiler
+        return replace(one, error=f"{type(error).__name__}: {error}".splitlines()[0])
+    found = machine_code.read(compiled.asm)
+    lanes = TARGETS[target].warp_size * launch.warps
+    loop = machine_code.main_loop(found.code) if launch.numbers else None
+    if loop is None:
+        opcodes, per_number = {}, 0.0
+    else:
+        opcodes, per_number = loop, round(sum(loop.values()) * lanes / launch.numbers, 2)
+    return replace(
+        one,
+        registers=found.registers,
+        spills=found.spills,
+        shared=compiled.metadata.shared,
+        per_number=per_number,
+        i2f=sum(count for op, count in opcodes.items() if machine_code.converts(op)),
+        opcodes=opcodes,
+    )
+
+
+def describe(launch: Launch) -> ASTSource:
+    """The launch as the compiler takes it: types of arguments, and of which a multiple of 16 is known."""
+    kernel = launch.kernel
     signature, constants, aligned = {}, {}, {}
 
-    def describe(value, path):
+    def type_of(value, path):
         if isinstance(value, tuple):
-            return tuple(describe(one, (*path, i)) for i, one in enumerate(value))
+            return tuple(type_of(one, (*path, i)) for i, one in enumerate(value))
         if value is None:
             constants[path] = None
             return "constexpr"
-        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+        if isinstance(value, torch.Tensor):
             aligned[path] = [["tt.divisibility", 16]]
-        return (
-            f"*{NAMES[value.dtype]}" if isinstance(value, torch.Tensor) else "i32" if isinstance(value, int) else "fp32"
-        )
+            return f"*{NAMES[value.dtype]}"
+        if isinstance(value, float):
+            return "fp32"
+        if value == 1:  # as a launch on a device does
+            constants[path] = 1
+            return "constexpr"
+        if value % 16 == 0:
+            aligned[path] = [["tt.divisibility", 16]]
+        return "i64" if abs(value) > 2**31 - 1 else "i32"
 
-    for number, (name, value) in enumerate(zip(kernel.arg_names, given, strict=False)):
-        signature[name] = describe(value, (number,))
-    for name, value in fixed.items():
+    for number, (name, value) in enumerate(zip(kernel.arg_names, launch.arguments, strict=False)):
+        signature[name] = type_of(value, (number,))
+    for name, value in launch.constants.items():
         signature[name] = "constexpr"
         constants[(kernel.arg_names.index(name),)] = value
     return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
 
 
-def report(name: str, target: str, tile: Tile | None = None) -> Report:
-    compiled, numbers = compile_split(name, target, tile)
-    shared = compiled.metadata.shared
-    if target.startswith("gfx"):
-        text = compiled.asm["amdgcn"]
-        registers, spills = (
-            int(re.search(rf"\.{key}:\s+(\d+)", text)[1]) for key in ("vgpr_count", "vgpr_spill_count")
-        )
-        return Report(name, target, registers, 4 * spills, shared, 0.0, 0, {})
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = _tool("cuobjdump", "-res-usage", file.name)
-        code = _tool("nvdisasm", "-c", file.name)
-    registers, stack = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK"))
-    loop = Counter(main_loop(code))
-    i2f = sum(count for op, count in loop.items() if op.startswith(("I2F", "I2HF")))
-    opcodes = dict(loop.most_common())
-    return Report(name, target, registers, stack, shared, round(sum(loop.values()) / numbers, 2), i2f, opcodes)
+def _kept(source: ASTSource, options: dict, target: str, launch: Launch) -> Path:
+    """Where the report of a source is kept."""
+    asked = (source.hash(), _reader(), triton.__version__, target, options, launch.kind, launch.numbers, launch.bits)
+    state = hashlib.sha256(repr(asked).encode()).hexdigest()[:32]
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "kvq" / "static" / f"{state}.json"
 
 
-def _tool(name: str, *arguments: str) -> str:
-    return subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout
+@cache
+def _reader() -> str:
+    """Of the code that reads: another reading is another report."""
+    return hashlib.sha256(b"".join(Path(p).read_bytes() for p in (__file__, machine_code.__file__))).hexdigest()
 
 
-def main_loop(code: str) -> list[str]:
-    """Opcodes of the smallest loop of a disassembly that multiplies 16-bit matrices; those that do nothing left out."""
-    lines, labels, loops = [], {}, []
-    for line in code.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = len(lines)
-        elif op := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)(.*)", line):
-            lines.append(op[1])
-            jump = re.search(r"\.L_x_\d+", op[2])
-            if op[1].startswith("BRA") and jump and jump[0] in labels:
-                loops.append((labels[jump[0]], len(lines)))
-    found = [lines[a:b] for a, b in loops if any(re.match(r"(H|HG|Q)MMA(?!.*TF32)", op) for op in lines[a:b])]
-    smallest = min(found, key=len, default=[])
-    return [op.split(".")[0] for op in smallest if not op.startswith("NOP")]
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="configurations; none: all that are shipped")
-    parser.add_argument("--targets", default="sm_90", help=f"of {', '.join(TARGETS)}")
+    parser.add_argument("names", nargs="*", help="OPERATION or OPERATION/NAME; none: all that are shipped")
+    parser.add_argument("--targets", default=",".join(TARGETS), help="joined by commas (default: all)")
+    parser.add_argument("--jobs", type=int, default=None, help="processes (default: one per core)")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--opcodes", action="store_true", help="what the main loop is made of")
-    parser.add_argument("--tile", default="", help="instead of the table's, as tokens=64,warps=2,...")
     options = parser.parse_args()
-    changes = {key: int(value) for key, value in (pair.split("=") for pair in options.tile.split(",") if pair)}
-    reports = []
-    for target in options.targets.split(","):
-        for name in options.names or shipped.shipped():
-            tile = replace(shipped.tile_of(name, target), **changes)
-            reports.append(report(name, target, tile))
-            if not options.json:
-                one = reports[-1]
-                print(f"{one.name:22} {one.target:7} {one.registers:4} registers {one.spills:5} spilled bytes", end=" ")
-                print(f"{one.shared:6} shared {one.per_number:6.2f} per number {one.i2f:3} I2F", flush=True)
-                if options.opcodes:
-                    print("   ", " ".join(f"{op}:{count}" for op, count in one.opcodes.items()))
+    chosen = [
+        one
+        for one in everything(options.targets.split(","))
+        if not options.names or {one[0], f"{one[0]}/{one[1]}"} & set(options.names)
+    ]
+    found = []
+    for one in reports(chosen, options.jobs):
+        found.append(one)
+        if not options.json:
+            print(f"{one.operation}/{one.name} {one.target}: {one.registers} registers, {one.spills} spilled,", end=" ")
+            print(f"{one.shared} shared, {one.per_number} per number, {one.i2f} I2F", *one.faults(), flush=True)
+            if options.opcodes and one.opcodes:
+                print("   ", " ".join(f"{op}:{count}" for op, count in one.opcodes.items()))
     if options.json:
-        print(json.dumps([asdict(one) for one in reports], indent=1))
+        print(json.dumps([asdict(one) for one in found], indent=1))
+    return 1 if any(one.faults() for one in found) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

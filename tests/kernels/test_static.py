@@ -1,67 +1,144 @@
-"""What the compiler makes of the shipped configurations, read from the machine code without a GPU."""
+"""What the compiler makes of everything that is shipped, read from the machine code without a GPU."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import triton
+from kvq_kernels import machine_code, static
+from kvq_kernels.shipped import KINDS, Launch, launches, operations
 
-ROOT = Path(__file__).parents[2] / "kernels"
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(platform.machine() != "x86_64", reason="Triton's disassembler is part of its wheel for x86_64"),
-]
+compiles = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="Triton's disassembler is part of its wheel for x86_64"
+)
+#: Test processes that run beside this one share the cores.
+WORKERS = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
 
-#: Instructions per cached number on sm_90. The goal is 4.5 of uniform codes and 6 of codebooks.
-MOST = {"fp16": 3.0, "kivi-2bit-g32": 4.5, "kivi-4bit-g128": 4.5, "channel-2bit": 6.0}
-#: Not yet at their goal: no worse than this.
-OPEN = {"temporal-2bit": 6.5}
-#: Codebooks with turned keys do not yet fit in the registers: at most so many bytes per thread lie in memory.
-SPILLS = {"channel-2bit": 600, "temporal-2bit": 400}
-
-
-@pytest.fixture(scope="module")
-def reports(request):
-    """`reports(target, *names)`: read once for each state of the sources, in a process that compiles for real."""
-    sources = b"".join(path.read_bytes() for path in sorted(ROOT.rglob("*.py")))
-    state = hashlib.sha256(sources + triton.__version__.encode()).hexdigest()[:16]
-
-    def read(target: str, *names: str) -> dict[str, dict]:
-        found = {}
-        for name in names:
-            key = f"kvq_kernels/{state}-{target}-{name}"
-            one = request.config.cache.get(key, None)
-            if one is None:
-                env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-                words = [sys.executable, "-m", "kvq_kernels.static", "--json", "--targets", target, name]
-                ran = subprocess.run(words, env=env, capture_output=True, text=True)
-                assert ran.returncode == 0, ran.stderr[-2000:]
-                [one] = json.loads(ran.stdout)
-                request.config.cache.set(key, one)
-            found[name] = one
-        return found
-
-    return read
+SASS = """
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   LDG.E R2, desc[UR4][R2.64] ;
+        /*0020*/                   I2F.F16 R4, R2 ;
+.L_x_0:
+        /*0030*/              @!P0 HMMA.16816.F32 R4, R4, R2, R4 ;
+        /*0040*/                   NOP ;
+        /*0050*/                   LOP3.LUT R2, R2, 0x3, RZ, 0xc0, !PT ;
+        /*0060*/               @P0 BRA `(.L_x_0) ;
+        /*0070*/                   FADD R1, R1, R1 ;
+        /*0080*/              @!P1 BRA `(.L_x_1) ;
+        /*0090*/                   EXIT ;
+""".splitlines()
 
 
-def test_main_loops(reports):
-    limits = MOST | OPEN
-    for name, one in reports("sm_90", *limits).items():
-        assert 0 < one["per_number"] <= limits[name], one
-        assert one["i2f"] == 0, one
-        assert one["spills"] <= SPILLS.get(name, 0), one
-        assert one["shared"] <= 232448, one
+@pytest.fixture
+def code():
+    return machine_code.read_nvidia(SASS)
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_89", "sm_100", "gfx942"])
-def test_other_targets(reports, target):
-    one = reports(target, "kivi-2bit-g32")["kivi-2bit-g32"]
-    assert one["spills"] == 0 and one["i2f"] == 0, one
-    assert one["shared"] <= 65536, one
+def test_the_main_loop_is_the_smallest_with_matrix_products(code):
+    assert machine_code.main_loop(code) == {"HMMA": 1, "LOP3": 1, "BRA": 1}
+
+
+def test_without_matrix_products_it_is_the_innermost_loop_that_reads(code):
+    scalar = [line for line in code if not line.startswith("HMMA")]
+    assert machine_code.main_loop(scalar) == {"BRA": 2, "LDG": 1, "I2F": 1, "LOP3": 1, "FADD": 1}
+
+
+def test_without_loops_it_is_all_there_is():
+    assert machine_code.main_loop(["LDG.E R2", "FADD R1, R2", "EXIT ;"]) == {"LDG": 1, "FADD": 1, "EXIT": 1}
+    assert machine_code.main_loop([]) is None
+
+
+def test_amd_loops():
+    text = """
+\t.vgpr_count:     40
+\t.vgpr_spill_count: 2
+.LBB0_1:                                ; loop
+\tglobal_load_dword v1, v2, off
+\ts_waitcnt vmcnt(0)
+\tv_cvt_f32_ubyte0_e32 v1, v1
+\tv_mfma_f32_16x16x16_f16 v[0:3], v[4:5], v[6:7], v[0:3]
+\ts_cbranch_scc1 .LBB0_1
+\ts_endpgm
+"""
+    found = machine_code.read({"amdgcn": text})
+    loop = machine_code.main_loop(found.code)
+    assert (found.registers, found.spills) == (40, 8)
+    assert loop == {"global_load_dword": 1, "v_cvt_f32_ubyte0_e32": 1, "v_mfma_f32_16x16x16_f16": 1}
+    assert [op for op in loop if machine_code.converts(op)] == ["v_cvt_f32_ubyte0_e32"]
+
+
+@pytest.mark.parametrize("opcode", ["I2F", "I2FP", "UI2F", "I2HFMA2", "v_cvt_f16_u16_e32"])
+def test_conversions(opcode):
+    assert machine_code.converts(opcode)
+
+
+@pytest.mark.parametrize("opcode", ["F2I", "F2FP", "IMAD", "v_cvt_f16_f32_e32", "v_cvt_i32_f32_e32"])
+def test_other_conversions_are_none(opcode):
+    assert not machine_code.converts(opcode)
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, None),
+        ({"error": "Error: x"}, "does not compile"),
+        ({"spills": 8}, "8 bytes per thread spill"),
+        ({"shared": 232449}, "232448 at most"),
+        ({"i2f": 1}, "integer-to-float"),
+        ({"per_number": 4.6}, "4.5 at most"),
+        ({"per_number": 0.0}, "not found"),
+        ({"kind": "codebook", "per_number": 6.1}, "6.0 at most"),
+        ({"kind": "codebook", "per_number": 5.9}, None),
+        ({"kind": "none", "per_number": 0.0, "i2f": 3}, None),
+        ({"target": "sm_80", "per_number": 9.0}, None),
+        ({"target": "sm_80", "shared": 166913}, "166912 at most"),
+    ],
+)
+def test_faults(changes, says):
+    one = static.Report(
+        **{"operation": "a", "name": "b", "target": "sm_90", "kind": "uniform", "per_number": 4.5} | changes
+    )
+    assert one.faults() == [] if says is None else says in " ".join(one.faults())
+
+
+def test_every_folder_of_kernels_ships_something():
+    root = Path(static.__file__).parent
+    folders = sorted(path.parent.name for path in root.glob("*/__init__.py"))
+    assert operations() == folders
+    for operation in operations():
+        found = launches(operation, "sm_90")
+        assert found
+        for name, launch in found.items():
+            assert isinstance(launch, Launch) and launch.kind in KINDS, (operation, name)
+            assert (launch.numbers > 0 and launch.bits > 0) or launch.kind == "none", (operation, name)
+
+
+@compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("target", static.TARGETS)
+def test_what_is_shipped_compiles_to_good_code(target):
+    chosen = static.everything([target])
+    found = list(static.reports(chosen, WORKERS))
+    assert {(one.operation, one.name) for one in found} == {one[:2] for one in chosen}
+    faults = {f"{one.operation}/{one.name}": one.faults() for one in found if one.faults()}
+    assert not faults
+
+
+@compiles
+def test_a_report_is_kept_until_the_source_changes(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    compiled = []
+    real = static.triton.compile
+    monkeypatch.setattr(static.triton, "compile", lambda *a, **k: compiled.append(1) or real(*a, **k))
+    if static.triton.knobs.runtime.interpret:
+        pytest.skip("kernels are interpreted in this process")
+    one = static.report("decode_attention", "combine", "sm_90")
+    assert static.report("decode_attention", "combine", "sm_90") == one and len(compiled) == 1
+    assert one.registers > 0 and one.faults() == []
+    [path] = tmp_path.rglob("*.json")
+    monkeypatch.setattr(static, "_reader", lambda: "another")
+    static.report("decode_attention", "combine", "sm_90")
+    assert len(compiled) == 2 and path.exists()

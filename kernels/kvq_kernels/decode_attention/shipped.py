@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import torch
+import triton
 
 from kvq_kernels.decode_attention.configs import choose_tile
+from kvq_kernels.decode_attention.kernel import combine_kernel, split_kernel
+from kvq_kernels.decode_attention.launch import Workspace, arguments, constants
 from kvq_kernels.decode_attention.parts import Codebook, Dense, Rope, Side, Uniform
 from kvq_kernels.decode_attention.spec import SideSpec, first_words
+from kvq_kernels.shipped import Launch
 
 ROWS, HEADS, GROUP, DIM, TOKENS = 8, 8, 4, 128, 4096
-#: Beyond which a configuration must not go on sm_90, in machine instructions per cached number of the main loop.
-LIMITS = {"uniform": 4.5, "codebook": 6.0}
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
@@ -71,3 +73,29 @@ def family(name: str) -> str:
 def tile_of(name: str, gpu: str):
     keys, values, _ = shipped()[name]
     return choose_tile(gpu, SideSpec.of(keys, DIM), SideSpec.of(values, DIM))
+
+
+def launches(gpu: str) -> dict[str, Launch]:
+    """The split pass of every family, and the combination."""
+    query = _empty(ROWS, HEADS * GROUP, DIM)
+    workspace = Workspace.like(query, 8)
+    found = {}
+    for name, (keys, values, rotation) in shipped().items():
+        tile = tile_of(name, gpu)
+        fixed = constants(query.dtype, keys, values, rotation, GROUP, DIM, tile)
+        given = arguments(query, keys, values, keys.count, rotation, DIM**-0.5, workspace)
+        stages, numbers = max(1, tile.stages), 2 * fixed["N"] * DIM
+        bits = (_bits(keys) + _bits(values)) / 2
+        found[name] = Launch(split_kernel, given, fixed, tile.warps, stages, family(name), numbers, bits)
+    given = (workspace.partial, workspace.logsum, query, workspace.splits + 1)
+    found["combine"] = Launch(combine_kernel, given, {"D": DIM, "WIDE": DIM, "S": triton.next_power_of_2(9)}, stages=1)
+    return found
+
+
+def _bits(side: Side) -> float:
+    """Read per packed number: codes, scales and zero-points; codebooks stay in the caches."""
+    packed = side.packed
+    parts = [packed.numbers] if isinstance(packed, Dense) else [packed.codes]
+    if isinstance(packed, Uniform):
+        parts += [part for part in (packed.scale, packed.zero, packed.sign) if part is not None]
+    return 8 * sum(part.numel() * part.element_size() for part in parts) / (ROWS * HEADS * TOKENS * DIM)
