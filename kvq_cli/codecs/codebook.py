@@ -53,13 +53,15 @@ class CodebookCodec(Codec):
         self._scale = grid_scale(self.centroids.flatten(0, 1)).view(heads, groups)
         self._gain = self._grid_gain()
         self._ranked: Tensor | None = None
+        self._decoded: Tensor | None = None
         # Entry number of each code column's codebook in the flat table of all entries.
         column = torch.arange(head_dim // channels, device=centroids.device) // (head_dim // groups // channels)
         book = torch.arange(heads, device=centroids.device).unsqueeze(1) * groups + column
         self._offset = (book * entries).to(torch.int32).unsqueeze(1)  # [H, 1, D / c]
 
     def constants(self) -> Mapping[str, Tensor]:
-        derived = {"scale": self._scale, "gain": self._gain, "offset": self._offset, "ranked": self._ranked}
+        derived = {"scale": self._scale, "gain": self._gain, "offset": self._offset}
+        derived |= {"ranked": self._ranked, "decoded": self._decoded}
         named = {"centroids": self.centroids, "mean": self._mean, "std": self._std, **derived}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
@@ -103,27 +105,63 @@ class CodebookCodec(Codec):
         codes = packed.parts["codes"].tensor
         if self._code_bits < 8:
             codes = bitpack.unpack(codes, self._code_bits, self.head_dim // self.block[1])
-        x = self._lookup(codes)
+        if (decoded := self._decoded_entries()) is not None:
+            return self._lookup(codes, decoded).to(dtype)
+        if self.block[1] == 1 and self.block_tokens > 1 and self.centroids.dtype == torch.bfloat16:
+            x = self._lookup_pairs(codes)
+        else:
+            x = self._lookup(codes, self.centroids)
         if self._std is not None:
             x = x.float().mul_(self._std)
         if self._mean is not None:
             x = x.float().add_(self._mean)
         return x.to(dtype)
 
-    def _lookup(self, codes: Tensor) -> Tensor:
-        """uint8 `[B, H, N, D / c]` -> centroids in place, `[B, H, N * l, D]` in the centroids' dtype."""
+    def _decoded_entries(self) -> Tensor | None:
+        """c std + mean of all centroids, float32, where all blocks of a codebook stand on the same channels of one
+        token. A CPU keeps them: an entry is then fetched as the numbers that it stands for."""
+        heads, groups, _, size = self.centroids.shape
+        if self.centroids.device.type != "cpu" or self.block_tokens > 1 or groups * size != self.head_dim:
+            return None
+        if self._decoded is None and (self._std is None or len(self._std) == heads):
+            entries = self.centroids.float()
+            if self._std is not None:
+                entries = entries * self._std.view(heads, groups, 1, size)
+            if self._mean is not None:
+                entries = entries + self._mean.view(heads, groups, 1, size)
+            self._decoded = _aligned(entries)
+        return self._decoded
+
+    def _lookup(self, codes: Tensor, entries: Tensor) -> Tensor:
+        """uint8 `[B, H, N, D / c]` -> `entries` `[.., l * c]` in place, `[B, H, N * l, D]` in their dtype."""
         tokens, channels = self.block
-        number = self.centroids.element_size()
+        number = entries.element_size()
         # An entry is fetched as one wide number (8 numbers of 32 bits: as two) ...
         widest = bitpack.WIDE[min(16, tokens * channels * number)]
-        table = self.centroids.view(-1, tokens * channels).view(widest)
+        table = entries.view(-1, tokens * channels).view(widest)
         table = table.view(-1) if table.shape[1] == 1 else table
         found = table.index_select(0, (codes + self._offset).reshape(-1))
         if tokens == 1:
-            return found.view(self.centroids.dtype).view(*codes.shape[:3], self.head_dim)
+            return found.view(entries.dtype).view(*codes.shape[:3], self.head_dim)
         # ... and those of its numbers that stay together, the channels of one token, move as one.
         found = found.view(bitpack.WIDE[channels * number]).view(*codes.shape, tokens)
-        return found.transpose(3, 4).contiguous().view(self.centroids.dtype).flatten(2, 3)
+        return found.transpose(3, 4).contiguous().view(entries.dtype).flatten(2, 3)
+
+    def _lookup_pairs(self, codes: Tensor) -> Tensor:
+        """`_lookup` of centroids of one channel, bfloat16, to float32: two numbers are fetched as one word and parted.
+
+        A bfloat16 is the upper half of a float32, so that parting is widening, too, and each half is written where
+        its token stands: nothing is transposed afterwards.
+        """
+        tokens = self.block[0]
+        words = self.centroids.view(-1, tokens).view(torch.int32)  # [entries of all books, l / 2]
+        index, shape = (codes + self._offset).reshape(-1), codes.shape
+        out = torch.empty(*shape[:3], tokens, shape[3], dtype=torch.int32, device=codes.device)
+        for pair in range(tokens // 2):
+            word = words[:, pair].index_select(0, index).view(shape)
+            torch.bitwise_left_shift(word, 16, out=out[:, :, :, 2 * pair])
+            torch.bitwise_and(word, -1 << 16, out=out[:, :, :, 2 * pair + 1])
+        return out.view(torch.float32).flatten(2, 3)
 
 
 def _aligned(tensor: Tensor) -> Tensor:
