@@ -28,6 +28,7 @@ from triton.compiler import ASTSource
 
 from kvq_kernels import machine_code
 from kvq_kernels.shipped import Launch, launches, operations
+from kvq_kernels.tuning import trying
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -96,14 +97,17 @@ class Report:
         return found
 
 
-def reports(chosen: Sequence[tuple[str, str, str]], workers: int | None = None) -> Iterator[Report]:
+def reports(
+    chosen: Sequence[tuple[str, str, str]], workers: int | None = None, trial: dict[str, int] | None = None
+) -> Iterator[Report]:
     """A report of each (operation, name, target), in the order in which they are ready.
 
-    Compiles in `workers` processes (as many as there are cores), none of which interprets kernels.
+    Compiles in `workers` processes (as many as there are cores), none of which interprets kernels. trial: numbers that
+    stand instead of the tables'. OSError where there is no disassembler.
     """
     machine_code.check_tools()
     with _compiled(), ProcessPoolExecutor(workers or os.cpu_count(), get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(report, *one) for one in chosen]):
+        for future in as_completed([pool.submit(report, *one, trial) for one in chosen]):
             yield future.result()
 
 
@@ -124,9 +128,10 @@ def _compiled() -> Iterator[None]:
             os.environ["TRITON_INTERPRET"] = before
 
 
-def report(operation: str, name: str, target: str) -> Report:
+def report(operation: str, name: str, target: str, trial: dict[str, int] | None = None) -> Report:
     """What was read before of the same source by the same compiler, or is now."""
-    launch = launches(operation, target)[name]
+    with trying(operation, trial or {}):
+        launch = launches(operation, target)[name]
     source = describe(launch)
     options = {"num_warps": launch.warps, "num_stages": launch.stages}
     path = _kept(source, options, target, launch)
@@ -213,19 +218,19 @@ def _reader() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="OPERATION or OPERATION/NAME; none: all that are shipped")
+    parser.add_argument("names", nargs="*", help="of operations or launches; none: all that are shipped")
     parser.add_argument("--targets", default=",".join(TARGETS), help="joined by commas (default: all)")
     parser.add_argument("--jobs", type=int, default=None, help="processes (default: one per core)")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--opcodes", action="store_true", help="what the main loop is made of")
+    parser.add_argument("--try", dest="trial", default="", help="instead of the tables', as tokens=64,warps=2")
     options = parser.parse_args()
     chosen = [
-        one
-        for one in everything(options.targets.split(","))
-        if not options.names or {one[0], f"{one[0]}/{one[1]}"} & set(options.names)
+        one for one in everything(options.targets.split(",")) if not options.names or set(one[:2]) & set(options.names)
     ]
+    trial = {key: int(value) for key, value in (pair.split("=") for pair in options.trial.split(",") if pair)}
     found = []
-    for one in reports(chosen, options.jobs):
+    for one in reports(chosen, options.jobs, trial):
         found.append(one)
         if not options.json:
             print(f"{one.operation}/{one.name} {one.target}: {one.registers} registers, {one.spills} spilled,", end=" ")

@@ -10,6 +10,9 @@ A class is written from the general to the special, parts joined by "/": where "
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from pathlib import Path
 
@@ -27,7 +30,36 @@ def configuration(operation: str, key: str, device: torch.device | str) -> dict[
     KeyError if the operation's table has neither the class nor a default.
     """
     gpu = device if isinstance(device, str) else family(device)
-    return dict(_find(operation, key, gpu))
+    found = dict(_find(operation, key, gpu))
+    if operation in _TRIALS:
+        found |= _TRIALS[operation].numbers
+        _TRIALS[operation].asked[key] = dict(found)
+    return found
+
+
+@dataclass
+class Trial:
+    """numbers: that stand instead of the table's. asked: the classes that were asked for, with what was given."""
+
+    numbers: dict[str, int]
+    asked: dict[str, dict[str, int]] = field(default_factory=dict)
+
+
+@contextmanager
+def trying(operation: str, numbers: dict[str, int]) -> Iterator[Trial]:
+    """Inside the block `configuration` gives these numbers of an operation instead of the table's."""
+    trial = Trial(numbers)
+    before = _TRIALS.get(operation)
+    _TRIALS[operation] = trial
+    try:
+        yield trial
+    finally:
+        del _TRIALS[operation]
+        if before is not None:
+            _TRIALS[operation] = before
+
+
+_TRIALS: dict[str, Trial] = {}
 
 
 def family(device: torch.device) -> str:

@@ -60,6 +60,17 @@ def test_extending_keeps_what_was_not_measured(operation):
     assert '"dense": {"warps": 16, "stages": 2}' in operation.read_text()  # one line per class
 
 
+def test_what_is_tried_stands_instead_and_is_seen(operation):
+    with tuning.trying("any", {"warps": 7}) as trial:
+        assert tuning.configuration("any", "uniform/2bit", "sm_90") == {"warps": 7}
+        assert tuning.configuration("another", "uniform/2bit", "sm_90") == {"warps": 4}
+        with tuning.trying("any", {"stages": 2}):
+            assert tuning.configuration("any", "dense", "sm_90") == {"warps": 8, "stages": 2}
+        assert tuning.configuration("any", "dense", "sm_80") == {"warps": 7}
+    assert trial.asked == {"uniform/2bit": {"warps": 7}, "dense": {"warps": 7}}
+    assert tuning.configuration("any", "uniform/2bit", "sm_90") == {"warps": 4}
+
+
 def test_a_class_without_any_default_names_the_table(operation):
     operation.write_text("{}")
     with pytest.raises(KeyError, match="tuning.json has no configuration 'dense' for sm_90"):
