@@ -1,0 +1,62 @@
+"""The two products of attention over packed numbers, apart: scores q K^T and outputs p V (InnerQ, Eq. 3 and 5).
+
+Groups along the dimension that is summed over are *inner*: `axis="token"` of keys, `axis="channel"` of values; the
+others are *outer*. `decode_attention` is both products and the softmax between them in one pass; these are what
+InnerQ's Tables 3 and 4 time.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+from triton import knobs
+
+from kvq_kernels.decode_attention.parts import Uniform
+from kvq_kernels.quantized_matvec.launch import partial_sums, run_kernels
+from kvq_kernels.quantized_matvec.reference import quantized_matvec_reference
+
+__all__ = ["Uniform", "partial_sums", "quantized_matvec"]
+
+
+def quantized_matvec(
+    vectors: Tensor,
+    packed: Uniform,
+    side: Literal["keys", "values"],
+    *,
+    out: Tensor | None = None,
+    partial: Tensor | None = None,
+    backend: Literal["auto", "triton", "torch"] = "auto",
+    tile: dict[str, int] | None = None,
+) -> Tensor:
+    """side "keys": S = Q K^T (Eq. 3), `[B, Q, D]` -> `[B, Q, T]`. "values": O = P V (Eq. 5), `[B, Q, T]` -> `[B, Q, D]`.
+
+    vectors: float16, bfloat16 or float32, contiguous; query heads of one kv head lie side by side. P: in [0, 1].
+    packed:  K or V of `[B, H]` rows and kv heads, T tokens; see `Uniform`.
+    out:     of the vectors' type, made if not given. partial: of `partial_sums`, for "values"; made if not given.
+    backend: "auto" is "triton" on a GPU and under TRITON_INTERPRET=1, else "torch".
+    tile:    instead of the table's for this GPU: tokens, columns, warps, stages, waves.
+
+    ValueError for shapes that do not fit. Products take float16 operands and float32 sums (float32 of float32 vectors):
+    |q s| of a channel must be below 65504, |p s| below 255.
+    """
+    _check(vectors, packed, side)
+    if backend == "auto":
+        backend = "triton" if vectors.device.type == "cuda" or knobs.runtime.interpret else "torch"
+    if backend == "torch":
+        result = quantized_matvec_reference(vectors, packed, side, vectors.dtype)
+        return result if out is None else out.copy_(result)
+    return run_kernels(vectors, packed, side, out, partial, tile)
+
+
+def _check(vectors: Tensor, packed: Uniform, side: str) -> None:
+    rows, heads, width = vectors.shape
+    if side not in ("keys", "values"):
+        raise ValueError(f"side={side!r}: use keys or values")
+    own_rows, own_heads, tokens, _ = packed.codes.shape
+    if rows != own_rows or heads % own_heads:
+        raise ValueError(f"{rows} rows of {heads} query heads over {own_rows} rows of {own_heads} kv heads")
+    dim = packed.scale.shape[3] * (packed.group if packed.axis == "token" else 1)
+    expected = dim if side == "keys" else tokens
+    if width != expected:
+        raise ValueError(f"vectors of {width} numbers for {side} of {tokens} tokens and head_dim={dim}")
