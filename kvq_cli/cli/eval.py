@@ -87,6 +87,10 @@ SavePrompts = Annotated[
     bool, _samples("--save-prompts", help="RULER: keep whole prompts in the sample files, not only hashes.")
 ]
 Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where results go (default: results/MODEL).")]
+Store = Annotated[
+    Path | None,
+    typer.Option("--store", metavar="DIR", help="Finished samples, shared by runs with this folder (default: --out)."),
+]
 Plot = Annotated[
     Path | None,
     typer.Option("--plot", metavar="FILE", help="Draw scores over measured bits: .png, .pdf or .svg."),
@@ -116,6 +120,7 @@ def evaluate(
     chat_template: ChatTemplate = False,
     save_prompts: SavePrompts = False,
     out: Out = None,
+    store: Store = None,
     plot: Plot = None,
     fresh: Fresh = False,
     batch_size: Batch = None,
@@ -160,6 +165,7 @@ def evaluate(
     compared = subjects(_chosen(model, compare, method, bits, artifact or [], set_))
     folder = out or Path("results") / short_name(model)
     check_writable(folder)
+    check_writable(store or folder)
     if plot is not None:
         from kvq_cli.pictures import check_ending
 
@@ -167,9 +173,9 @@ def evaluate(
     loaded = load_model(model, device, dtype)
     try:
         with output.progress() as progress:
-            document = run(loaded, compared, settings, folder, fresh=fresh, track=_tracker(progress))
+            document = run(loaded, compared, settings, folder, store=store, fresh=fresh, track=_tracker(progress))
     except KeyboardInterrupt:
-        output.note(f"finished samples are kept in {folder}: the same command goes on from there")
+        output.note(f"finished samples are kept in {store or folder}: the same command goes on from there")
         raise
     _print_table(output, **document["table"])
     if plot is not None:

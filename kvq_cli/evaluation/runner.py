@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from os.path import relpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +30,16 @@ def evaluate(
     settings: Settings,
     out: Path,
     *,
+    store: Path | None = None,
     fresh: bool = False,
     track: Tracker = lambda what, total, done: lambda count: None,
 ) -> dict[str, Any]:
     """Evaluate all subjects on the same samples; returns what `OUT/comparison.json` holds.
 
     Finished samples are in `OUT/<subject>/<task>-<length>-<key>.jsonl` at any time and are not evaluated again, unless
-    `fresh`; `OUT/<subject>/results.json` follows lm-eval's schema. Raises UsageError for settings that cannot work,
-    KvqError when nothing was compressed or the folder cannot be written.
+    `fresh`. Runs with the same `store` share them, there in `STORE/<method>/`, and only the documents in `out`,
+    each with the places of its samples under `samples`. `OUT/<subject>/results.json` follows lm-eval's schema. Raises
+    UsageError for settings that cannot work, KvqError when nothing was compressed or the folder cannot be written.
     """
     model = {"name": loaded.name, "revision": loaded.revision, "fingerprint": fingerprint(loaded.model).to_dict()}
     model["dtype"] = str(loaded.model.dtype).removeprefix("torch.")
@@ -57,7 +60,8 @@ def evaluate(
                 backend = attached[subject.label].backend.summary
                 if backend != "torch":  # whose answers have no such entry, so that older runs are taken up
                     key["backend"] = backend
-                logs[subject.label, evaluation.name] = SampleLog(out / subject.label, evaluation.name, key, fresh)
+                folder = out / subject.label if store is None else store / subject.method.name
+                logs[subject.label, evaluation.name] = SampleLog(folder, evaluation.name, key, fresh)
         for evaluation in todo:
             _run(loaded, evaluation, attached, {label: logs[label, evaluation.name] for label in attached}, track)
     found = {
@@ -66,6 +70,7 @@ def evaluate(
     document = comparison(loaded, model, subjects, todo, found, settings)
     for label, results in document["methods"].items():
         results["config"]["backend"] = attached[label].backend.summary
+        results["samples"] = {one.name: relpath(logs[label, one.name].path, out) for one in todo}
         write_json(out / label / "results.json", results)
     write_json(out / "comparison.json", document)
     return document

@@ -1,4 +1,4 @@
-"""From records to documents in lm-eval's result schema, and to the rows of the table."""
+"""From records to documents in lm-eval's result schema."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from kvq_cli import __version__
 from kvq_cli.evaluation.base import Evaluation, Record, Subject, cache_summary
 from kvq_cli.evaluation.settings import PERPLEXITY, RULER, Settings
+from kvq_cli.evaluation.tabulate import tabulate
 
 if TYPE_CHECKING:
     from kvq_cli.models import LoadedModel
@@ -34,7 +35,8 @@ def comparison(
         subject.label: _document(loaded, model, subject, evaluations, records[subject.label], settings)
         for subject in subjects
     }
-    return {"methods": methods, "table": table(evaluations, methods)}
+    table = tabulate(methods)
+    return {"methods": methods, "table": {"columns": table.titles, "rows": table.cells()}}
 
 
 def _document(
@@ -97,33 +99,3 @@ def _ruler_average(results: Mapping[str, Mapping], evaluations: Sequence[Evaluat
 def _better(metrics: Mapping[str, Any]) -> dict[str, bool]:
     names = [key.removesuffix(",none") for key in metrics if key.endswith(",none") and "_stderr" not in key]
     return {name: name not in LOWER_IS_BETTER for name in names}
-
-
-def table(evaluations: Sequence[Evaluation], methods: Mapping[str, Mapping]) -> dict[str, list]:
-    """One row per method. Bits and bytes are those of the evaluation with the longest sequences."""
-    ruler = [one for one in evaluations if one.task != PERPLEXITY]
-    several = len({one.length for one in ruler}) > 1
-    longest = max(evaluations, key=lambda one: one.length).name
-    columns = ["method", *(f"{one.task} {one.length}" if several else one.task for one in ruler)]
-    averages = [key for key in next(iter(methods.values()))["groups"].get(RULER, {}) if key.endswith(",none")]
-    columns += [f"ruler mean {key.removesuffix(',none')}" if several else "ruler mean" for key in averages]
-    columns += ["perplexity", "KL to fp16", "top-1"] if len(ruler) < len(evaluations) else []
-    columns += ["bits", "bits measured", "cache KiB", "x smaller"]
-    rows = []
-    for label, document in methods.items():
-        results, cache = document["results"], document["cache"][longest]
-        row: list[Any] = [label]
-        row += [_score(results[one.task], one.length) for one in ruler]
-        row += [round(100 * results[RULER][key], 1) for key in averages]
-        if len(ruler) < len(evaluations):
-            found = results[PERPLEXITY]
-            row += [round(found["perplexity,none"], 3), round(found["kl,none"], 5), round(100 * found["top1,none"], 1)]
-        row += [cache["nominal_bits"], round(cache["measured_bits"], 3), round(cache["bytes"] / 1024, 1)]
-        rows.append([*row, round(cache["ratio"], 2)])
-    return {"columns": columns, "rows": rows}
-
-
-def _score(metrics: Mapping[str, Any], length: int) -> str:
-    """`95.0 ±2.3`, in percent as RULER prints it."""
-    error = metrics[f"{length}_stderr,none"]
-    return f"{100 * metrics[f'{length},none']:.1f}" + ("" if error is None else f" ±{100 * error:.1f}")

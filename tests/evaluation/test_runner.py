@@ -192,8 +192,8 @@ def test_several_lengths_and_the_mean_over_tasks(loaded, tmp_path):
     assert one["group_subtasks"] == {"ruler": ["vt", "qa_1"]}
     assert document["table"]["columns"][1:7] == [
         "vt 512",
-        "qa_1 512",
         "vt 640",
+        "qa_1 512",
         "qa_1 640",
         "ruler mean 512",
         "ruler mean 640",
