@@ -1,0 +1,72 @@
+"""What one layer's cache hands to `rematerialize`: what is kept of the layer input, and what keys or values are of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvq_kernels.decode_attention.parts import Side
+
+
+@dataclass(frozen=True)
+class Norm:
+    """Each head's key is (k - mean) / sqrt(mean((k - mean)^2) + epsilon) * weight; kind "rms": with a mean of 0.
+
+    weight: float32 `[H, D]`.
+    """
+
+    kind: Literal["rms", "layer"]
+    weight: Tensor
+    epsilon: float
+
+
+@dataclass(frozen=True)
+class Latents:
+    """The layer input or its latents x, `[B, 1, T, R]`, of which a key (before RoPE) or a value is norm(x W + b).
+
+    held:   where the tokens are, as `Side` says with one head of R channels; packed as `Uniform` or `Dense`.
+    weight: W `[R, H * D]`, any strides: S B^T, or a view of the model's own projection. bias: b `[H * D]` or None.
+    norm:   of keys, or None.
+    first:  `[B, 1, T, 1]`: channel 0 of packed tokens is kept here, and `held.packed` has the R - 1 others; or None.
+    """
+
+    held: Side
+    weight: Tensor
+    bias: Tensor | None = None
+    norm: Norm | None = None
+    first: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.weight.shape[0]
+
+
+@dataclass
+class Workspace:
+    """What the kernels leave for each other: its size does not depend on the context.
+
+    scores float32 `[B, Q, span]`: of `span` tokens at a time. partial float32 `[B, Q, splits, R]`, logsum float32
+    `[2, B, Q, splits]`, in turns read and written: sum of p x of each split's tokens, and their log-sum-exp, base 2.
+    """
+
+    scores: Tensor
+    partial: Tensor
+    logsum: Tensor
+
+    @classmethod
+    def like(cls, query: Tensor, rank: int, span: int, splits: int) -> Workspace:
+        """For `query` `[B, Q, D]` over values made of R = `rank` channels."""
+        rows, heads, _ = query.shape
+        sizes = (rows, heads, span), (rows, heads, splits, rank), (2, rows, heads, splits)
+        return cls(*(torch.empty(size, dtype=torch.float32, device=query.device) for size in sizes))
+
+    @property
+    def span(self) -> int:
+        return self.scores.shape[2]
+
+    @property
+    def splits(self) -> int:
+        return self.logsum.shape[3]

@@ -1,0 +1,96 @@
+"""Reading latents: the lines of a tile's tokens, and the numbers of one field of some of their words."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvq_kernels.decode_attention.spec import get, row_width
+from kvq_kernels.rematerialize.spec import groups, in_one_group
+
+#: What codes are too small by as subnormal float16 numbers.
+UNIT = tl.constexpr(16777216.0)
+
+
+@triton.jit
+def row_start(pointer, row, stride):
+    return pointer + row.to(tl.int64) * stride
+
+
+@triton.jit
+def token_count(length, count, S: tl.constexpr):
+    """How many tokens of a row there are to read."""
+    return length - count if get(S, "kind") == "exact" else count
+
+
+@triton.jit
+def token_number(index, length, count, S: tl.constexpr):
+    """Which of the row's tokens number `index` of the source is."""
+    SINKS: tl.constexpr = get(S, "sinks")
+    if get(S, "kind") == "exact":
+        return tl.where(index < tl.minimum(length, SINKS), index, index + count)
+    else:
+        return index + SINKS
+
+
+@triton.jit
+def token_lines(held, strides, row, index, count, slots, S: tl.constexpr):
+    """Pointers [N] to the lines of tokens `index` [N] of the source. held: (codes, scale, zero, first, sinks, ring)."""
+    SINKS: tl.constexpr = get(S, "sinks")
+    if get(S, "kind") == "exact":
+        recent = row_start(held[5], row, strides[4]) + ((index - SINKS + count) % slots) * row_width(S)
+        if SINKS == 0:
+            return recent
+        else:
+            return tl.where(index < SINKS, row_start(held[4], row, strides[3]) + index * row_width(S), recent)
+    else:
+        return row_start(held[0], row, strides[0]) + index.to(tl.int64) * row_width(S)
+
+
+@triton.jit
+def load_words(lines, word, S: tl.constexpr):
+    """Elements `word` [R] of lines [N]: words of codes or, where nothing is packed, numbers; 0 beyond the last."""
+    return tl.load(lines[:, None] + word[None, :], mask=(word < get(S, "words"))[None, :], other=0)
+
+
+@triton.jit
+def field_numbers(
+    words, lines, held, strides, row, begin, index, start, field, S: tl.constexpr, N: tl.constexpr, R: tl.constexpr
+):
+    """float32 [N, R]: number `field` of the elements start ... start + R - 1 (`words` [N, R]) of tokens `index` [N],
+    which are begin, begin + 1, ... as far as there are any. Channels from `width` on are finite, no more."""
+    if get(S, "kind") != "uniform":
+        return words.to(tl.float32)
+    else:
+        W: tl.constexpr = get(S, "words")
+        LOW: tl.constexpr = 2 if get(S, "bits") == 3 else get(S, "bits")
+        channel = field * W + start + tl.arange(0, R)
+        code = (words >> (LOW * field)) & ((1 << LOW) - 1)
+        if get(S, "bits") == 3:
+            H: tl.constexpr = get(S, "high")
+            high = tl.load(lines[:, None] + W + (channel % H)[None, :])
+            code |= ((high >> (channel // H)[None, :]) & 1) << 2
+        x = code.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        place = group_place(begin, index, channel, field * W + start, S, N, R)
+        s = tl.load(row_start(held[1], row, strides[1]) + place).to(tl.float32)
+        z = tl.load(row_start(held[2], row, strides[1]) + place).to(tl.float32)
+        return x * (s * UNIT) + z
+
+
+@triton.jit
+def group_place(begin, index, channel, first_channel, S: tl.constexpr, N: tl.constexpr, R: tl.constexpr):
+    """Where scale and zero-point are: [N, R], or one for a whole column [1, R] or line [N, 1] of the tile."""
+    G: tl.constexpr = get(S, "group")
+    D: tl.constexpr = get(S, "width")
+    if get(S, "axis") == "channel":
+        column = tl.minimum(channel, D - 1)[None, :]
+        if G % N == 0:
+            return (begin // G).to(tl.int64) * D + column
+        else:
+            return (index // G).to(tl.int64)[:, None] * D + column
+    else:
+        line = index.to(tl.int64)[:, None] * groups(S)
+        if in_one_group(S, R):
+            return line + tl.minimum(first_channel // G, groups(S) - 1)
+        else:
+            return line + tl.minimum(channel // G, groups(S) - 1)[None, :]
