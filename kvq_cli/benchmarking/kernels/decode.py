@@ -1,0 +1,162 @@
+"""Decode attention of every storage family at Llama-3.1-8B's shape, beside 16 bits: KERNELS.md's grid of targets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any
+
+import torch
+from kvq_kernels.decode_attention import Rope, Side, Workspace, decode_attention, shipped
+from kvq_kernels.decode_attention.reference import decode_attention_reference
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from kvq_cli.benchmarking.kernels.experiment import Case, Sizes, generator, relative_error
+
+SHAPES = [(1, 4096), (1, 32768), (8, 4096), (1, 131072), (8, 32768), (8, 131072)]
+DRY_SHAPES = [(1, 256)]
+DRY_STORES = ("fp16", "kivi-2bit-g32", "temporal-2bit")
+#: Newest tokens that are not packed; the rest is, but for the sinks.
+RECENT = 96
+#: Tensors of a store with one line per row of the batch and token (or group of tokens); others are constants.
+PER_TOKEN = {"numbers", "codes", "scale", "zero", "sign", "token_scale", "token_zero"}
+BACKENDS = {
+    "sdpa flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa math": SDPBackend.MATH,
+}
+
+
+class DecodeAttention:
+    """softmax(q K^T) V of one query per row; what is compared with: PyTorch's attention in all its ways, and kvq's own
+    kernel over 16-bit numbers."""
+
+    operation = "decode_attention"
+
+    def groups(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
+        stores = [name for name in shipped.shipped() if not sizes.dry or name in DRY_STORES]
+        heads = sizes.pick(shipped.HEADS, 1)
+        for batch, context in sizes.pick(SHAPES, DRY_SHAPES):
+            shape = Shape(batch, heads, context, device)
+            yield {"batch": batch, "context": context}, _plain_cases(shape) + [_case(name, shape) for name in stores]
+
+
+@dataclass(frozen=True)
+class Shape:
+    batch: int
+    heads: int
+    context: int
+    device: torch.device
+
+    def of(self, name: str, x: Tensor) -> tuple[int, ...]:
+        """A shipped store's tensor as it is at this shape."""
+        size = list(x.shape)
+        if name in PER_TOKEN:
+            size[0], size[2] = self.batch, size[2] * self.context // shipped.TOKENS
+        heads = 1 if name in PER_TOKEN else 0
+        size[heads] = min(size[heads], self.heads)
+        return tuple(size)
+
+
+def _case(name: str, shape: Shape) -> Case:
+    def make(seed: int) -> Callable[[], Tensor]:
+        query, keys, values, lengths, rope = store(name, shape, seed)
+        out, scaling, options = torch.empty_like(query), query.shape[2] ** -0.5, {"rope": rope, "backend": "triton"}
+        return lambda: decode_attention(query, keys, values, lengths, scaling, out=out, **options)
+
+    def error() -> tuple[float, float]:
+        query, *sides, lengths, rope = store(name, shape, 0)
+        scaling = query.shape[2] ** -0.5
+        exact, plain = (
+            decode_attention_reference(query, *sides, lengths, scaling, rope, dtype, held)
+            for dtype, held in ((torch.float64, None), (torch.float32, query.dtype))
+        )
+        floor = torch.finfo(query.dtype).eps / 4
+        allowed = 2 * max(relative_error(plain.to(query.dtype), exact), floor)
+        workspace = Workspace.like(query, 2)
+        found = decode_attention(query, *sides, lengths, scaling, rope=rope, workspace=workspace, backend="triton")
+        return relative_error(found, exact), allowed
+
+    keys, values, rope = shipped.shipped()[name]
+    held = sum(_held(side, shape) for side in (keys, values))
+    baseline = name == "fp16"
+    return Case(f"kvq {name}", make, held, baseline, error, {"store": name})
+
+
+def store(name: str, shape: Shape, seed: int) -> tuple[Tensor, Side, Side, Tensor, Rope | None]:
+    """query, keys, values, lengths, rope: a shipped store filled with random numbers."""
+    random = generator(shape.device, seed)
+    *sides, rope = shipped.shipped()[name]
+    sides = [_filled(side, shape, random) for side in sides]
+    query = _random((shape.batch, shape.heads * shipped.GROUP, shipped.DIM), torch.float16, random)
+    lengths = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=shape.device)
+    if rope is not None:
+        half = rope.frequencies.numel()
+        frequencies = 500000.0 ** (-torch.arange(half, device=shape.device) / half)
+        rope = Rope.tables(rope.style, frequencies, shape.context + Rope.STEP)
+    return query, *sides, lengths, rope
+
+
+def _tensors(side: Side) -> dict[str, Tensor]:
+    found = {one.name: getattr(side.packed, one.name) for one in fields(side.packed)}
+    return {name: x for name, x in found.items() if isinstance(x, Tensor)}
+
+
+def _filled(side: Side, shape: Shape, random: torch.Generator) -> Side:
+    held = {
+        name: _random(shape.of(name, x), x.dtype, random, positive="scale" in name)
+        for name, x in _tensors(side).items()
+    }
+    windows = [_random((shape.batch, shape.heads, *x.shape[2:]), x.dtype, random) for x in (side.sinks, side.ring)]
+    packed = shape.context - side.sinks.shape[2] - RECENT
+    count = torch.full((shape.batch,), packed, dtype=torch.int32, device=shape.device)
+    return Side(replace(side.packed, **held), count, *windows)
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, random: torch.Generator, positive: bool = False) -> Tensor:
+    if not dtype.is_floating_point:
+        info = torch.iinfo(dtype)
+        return torch.randint(info.min, info.max + 1, shape, dtype=dtype, device=random.device, generator=random)
+    x = torch.randn(shape, dtype=dtype, device=random.device, generator=random)
+    return x.abs() if positive else x
+
+
+def _held(side: Side, shape: Shape) -> int:
+    """Bytes of a side that a step reads; codebooks and such once, in whatever cache they stay."""
+    return sum(math.prod(shape.of(name, x)) * x.element_size() for name, x in _tensors(side).items())
+
+
+def _plain_cases(shape: Shape) -> list[Case]:
+    """PyTorch's attention, with query heads beside each other and as several queries of their kv head."""
+    nbytes = 2 * 2 * shape.batch * shape.heads * shape.context * shipped.DIM
+    cases = []
+    for name, backend in BACKENDS.items():
+        if shape.device.type == "cpu" and backend is not SDPBackend.MATH:
+            continue
+        for grouped in (False, True):
+            make = partial(_plain, shape, backend, grouped)
+            cases.append(Case(name + (", heads as queries" if grouped else ""), make, nbytes, True))
+    return cases
+
+
+def _plain(shape: Shape, backend: SDPBackend, grouped: bool, seed: int) -> Callable[[], Tensor]:
+    random = generator(shape.device, seed)
+    size = (
+        (shape.batch, shape.heads, shipped.GROUP, shipped.DIM)
+        if grouped
+        else (shape.batch, shape.heads * shipped.GROUP, 1, shipped.DIM)
+    )
+    query = _random(size, torch.float16, random)
+    held = (shape.batch, shape.heads, shape.context, shipped.DIM)
+    keys, values = (_random(held, torch.float16, random) for _ in range(2))
+
+    def call() -> Tensor:
+        with sdpa_kernel(backend):
+            return scaled_dot_product_attention(query, keys, values, enable_gqa=not grouped)
+
+    return call

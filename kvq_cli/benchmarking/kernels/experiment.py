@@ -1,0 +1,57 @@
+"""What a measurement of kernels consists of: cases that compute the same at one shape, each with its check."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to compute the experiment's product at one shape.
+
+    make:     called with a number, gives a call that computes it over memory of its own, filled from that number.
+    nbytes:   that a call must read or write. baseline: the 16-bit ways, of which the fastest is compared with.
+    error:    largest error, and the largest that is right; None where it is not kvq's to check.
+    """
+
+    name: str
+    make: Callable[[int], Callable[[], Any]]
+    nbytes: int
+    baseline: bool = False
+    error: Callable[[], tuple[float, float]] | None = None
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """dry: so small that Triton's interpreter computes them on a CPU."""
+
+    dry: bool
+
+    def pick(self, full: Any, dry: Any) -> Any:
+        return dry if self.dry else full
+
+
+class Experiment(Protocol):
+    """operation: the folder of kvq_kernels that it measures."""
+
+    operation: str
+
+    def groups(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
+        """(shape, the cases at it), small first; memory is taken when a case is made."""
+
+
+def generator(device: torch.device, seed: int) -> torch.Generator:
+    return torch.Generator(device).manual_seed(seed)
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Of all numbers together, against float64; infinite where one is not finite."""
+    if not bool(found.isfinite().all()):
+        return float("inf")
+    exact = exact.double()
+    return float((found.double() - exact).norm() / exact.norm())
