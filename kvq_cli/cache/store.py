@@ -80,7 +80,8 @@ class PackedStore:
 
     def whole(self) -> Packed | None:
         """All there is room for, of all rows, as one run of memory, for readers that take nothing else; None while
-        there is nothing. A store that grew beyond its `room` is copied into one segment for that, once after each growth."""
+        there is nothing. A store that grew beyond its `room` is copied into one segment for that, once after each
+        growth."""
         if not self.segments:
             return None
         if len(self.segments) > 1:
