@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from kvq_cli.evaluation import divergence as module
-from kvq_cli.evaluation.divergence import divergence
+from kvq_cli.analysis import divergence as module
+from kvq_cli.analysis.divergence import divergence
 
 
 def _direct(reference, logits, ids):
