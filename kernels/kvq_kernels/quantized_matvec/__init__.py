@@ -29,7 +29,7 @@ def quantized_matvec(
     backend: Literal["auto", "triton", "torch"] = "auto",
     tile: dict[str, int] | None = None,
 ) -> Tensor:
-    """side "keys": S = Q K^T (Eq. 3), `[B, Q, D]` -> `[B, Q, T]`. "values": O = P V (Eq. 5), `[B, Q, T]` -> `[B, Q, D]`.
+    """side "keys": S = Q K^T (Eq. 3), `[B, Q, D] -> [B, Q, T]`. "values": O = P V (Eq. 5), `[B, Q, T] -> [B, Q, D]`.
 
     vectors: float16, bfloat16 or float32, contiguous; query heads of one kv head lie side by side. P: in [0, 1].
     packed:  K or V of `[B, H]` rows and kv heads, T tokens; see `Uniform`.

@@ -1,7 +1,7 @@
-"""Uniform codes as in `decode_attention.fold`, of every mode: with a zero-point, a level, a sign bit per number, hybrid.
+"""Uniform codes as in `decode_attention.fold`, of every mode: zero-point, level, a sign bit per number, hybrid.
 
-What a group adds to its numbers is one zero-point whatever its mode: z, -level s or 0, chosen once per group. A number's
-sign bit becomes the float16 sign of its code by shifts and one `or`.
+What a group adds to its numbers is one zero-point whatever its mode: z, -level s or 0, chosen once per group. A
+number's sign bit becomes the float16 sign of its code by shifts and one `or`.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def plane_of_tokens(
 
 @triton.jit
 def plane_of_channels(low, high, word, member, S: tl.constexpr, field: tl.constexpr):
-    """A plane [N, width] whose groups are per channel. word: of sign bits [width]; member [N]: tokens' places in them."""
+    """A plane [N, width] whose groups are per channel. word: of sign bits [width]; member [N]: tokens' bits."""
     x = plane(low, high, S, field)
     if get(S, "sign_bits") > 0:
         x = signed(x, word[None, :] >> member[:, None].to(word.dtype))

@@ -1,0 +1,46 @@
+"""Group statistics, uniform quantization and bit packing in one pass over keys or values (InnerQ, Eq. 10-13)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torch import Tensor
+from triton import knobs
+
+from kvq_kernels.decode_attention.parts import Uniform
+from kvq_kernels.quantize_pack.launch import run_kernel, unsupported
+from kvq_kernels.quantize_pack.layout import Layout
+from kvq_kernels.quantize_pack.reference import quantize_pack_reference
+
+__all__ = ["Layout", "Uniform", "quantize_pack", "unsupported"]
+
+
+def quantize_pack(
+    x: Tensor,
+    layout: Layout,
+    *,
+    backend: Literal["auto", "triton", "torch"] = "auto",
+    tile: dict[str, int] | None = None,
+) -> Uniform:
+    """x `[B, H, T, D]` float16, bfloat16 or float32 -> what `decode_attention` reads, on the same device.
+
+    asymmetric: z = min, s = (max - min) / L, q = clip(round((x - z) / s), 0, L), x' = q s + z, L = 2^b - 1 (Eq. 10-12).
+    symmetric:  s = max|x| / L, q = clip(round(|x| / s), 0, L), x' = sign(x) q s (Eq. 13): L = 2^b - 1 with the signs in
+                words apart, or 2^(b-1) - 1 with codes sign(x) q + L.
+    hybrid:     each group as it has the lower squared error; a negative scale says asymmetric.
+
+    Codes are computed against the scales and zero-points as they are kept. Every step is one IEEE operation in float32,
+    squared errors are added in pairs of neighbours: the same bits on every device.
+
+    backend: "auto" is "triton" on a GPU and under TRITON_INTERPRET=1, else "torch". tile: instead of the table's for
+    this GPU: rows, columns, warps. ValueError where `unsupported` says why.
+    """
+    if x.dim() != 4 or x.shape[3] != layout.dim or x.shape[2] % layout.block_tokens:
+        raise ValueError(f"numbers of shape {tuple(x.shape)} are no whole groups of {layout}")
+    if backend == "auto":
+        backend = "triton" if x.device.type == "cuda" or knobs.runtime.interpret else "torch"
+    if backend == "torch":
+        return quantize_pack_reference(x, layout)
+    if why := unsupported(layout):
+        raise ValueError(why)
+    return run_kernel(x, layout, tile)

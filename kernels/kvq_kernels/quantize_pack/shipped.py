@@ -1,0 +1,40 @@
+"""What is compiled and read without a GPU: every mode and number of bits, both axes."""
+
+from __future__ import annotations
+
+import torch
+
+from kvq_kernels import tuning
+from kvq_kernels.quantize_pack.kernel import quantize_kernel
+from kvq_kernels.quantize_pack.launch import OPERATION, arguments, constants, outputs, shape_class
+from kvq_kernels.quantize_pack.layout import Layout
+from kvq_kernels.shipped import Launch
+
+ROWS, HEADS, TOKENS, DIM = 8, 8, 4096, 128
+
+
+def layouts() -> dict[str, Layout]:
+    found = {}
+    for axis in ("token", "channel"):
+        chosen = [(bits, group, "asymmetric", "inside") for bits in (1, 2, 3, 4, 8) for group in (32, 128)]
+        modes = (("symmetric", "extra"), ("symmetric", "inside"), ("hybrid", "extra"), ("hybrid", "inside"))
+        chosen += [(bits, 32, *mode) for bits in (2, 4) for mode in modes]
+        for bits, group, mode, sign in chosen:
+            apart = mode != "asymmetric" and sign == "extra"
+            name = f"{axis}-{bits}bit-g{group}-{mode}" + (f"-{sign}" if mode != "asymmetric" else "")
+            zero = torch.float32 if apart else torch.float16
+            found[name] = Layout(bits, axis, group, DIM, mode, sign, zero_dtype=zero)
+    return found
+
+
+def launches(gpu: str) -> dict[str, Launch]:
+    found = {}
+    for name, layout in layouts().items():
+        tile = tuning.configuration(OPERATION, shape_class(layout), gpu)
+        x = torch.empty(ROWS, HEADS, TOKENS, DIM, dtype=torch.float16, device="meta")
+        packed, fixed = outputs(x, layout), constants(layout, tile)
+        parts = [part for part in (packed.codes, packed.scale, packed.zero, packed.sign) if part is not None]
+        bits = 16 + 8 * sum(part.numel() * part.element_size() for part in parts) / x.numel()
+        given = arguments(x, packed)
+        found[name] = Launch(quantize_kernel, given, fixed, tile["warps"], numbers=fixed["R"] * DIM, bits=bits)
+    return found
