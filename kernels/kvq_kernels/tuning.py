@@ -31,24 +31,28 @@ def configuration(operation: str, key: str, device: torch.device | str) -> dict[
     """
     gpu = device if isinstance(device, str) else family(device)
     found = dict(_find(operation, key, gpu))
-    if operation in _TRIALS:
-        found |= _TRIALS[operation].numbers
-        _TRIALS[operation].asked[key] = dict(found)
+    trial = _TRIALS.get(operation)
+    if trial is not None:
+        if trial.key in (None, key):
+            found |= trial.numbers
+        trial.asked[key] = dict(found)
     return found
 
 
 @dataclass
 class Trial:
-    """numbers: that stand instead of the table's. asked: the classes that were asked for, with what was given."""
+    """numbers: that stand instead of the table's, for one class or (key None) for all. asked: what was asked for, by
+    class, with what was given."""
 
     numbers: dict[str, int]
+    key: str | None = None
     asked: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 @contextmanager
-def trying(operation: str, numbers: dict[str, int]) -> Iterator[Trial]:
-    """Inside the block `configuration` gives these numbers of an operation instead of the table's."""
-    trial = Trial(numbers)
+def trying(operation: str, numbers: dict[str, int], key: str | None = None) -> Iterator[Trial]:
+    """Inside the block `configuration` gives these numbers instead of the table's, for one class or for all."""
+    trial = Trial(numbers, key)
     before = _TRIALS.get(operation)
     _TRIALS[operation] = trial
     try:

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import os
 import platform
+import subprocess
 from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -18,6 +19,7 @@ def machine(device: torch.device) -> dict:
     """CPU or GPU, threads, versions and the time: stands at the head of every benchmark's result."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu(),
+        **({"gpu": _gpu(device)} if device.type == "cuda" else {}),
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
         "system": platform.platform(terse=True),
@@ -35,6 +37,28 @@ def _version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+#: What is asked of nvidia-smi: the driver, and megahertz now and at most.
+_ASKED = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem")
+
+
+def _gpu(device: torch.device) -> dict:
+    """Numbers of a GPU; its driver and clocks where nvidia-smi tells them."""
+    properties = torch.cuda.get_device_properties(device)
+    found = {
+        "architecture": getattr(properties, "gcnArchName", "") or f"sm_{properties.major}{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": properties.L2_cache_size,
+        "cuda": torch.version.cuda or torch.version.hip,
+    }
+    words = ["nvidia-smi", f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader,nounits"]
+    words += [f"--id={torch.cuda.current_device() if device.index is None else device.index}"]
+    with suppress(OSError, subprocess.SubprocessError):
+        told = subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout
+        found |= dict(zip(_ASKED, (part.strip() for part in told.split(",")), strict=True))
+    return found
 
 
 def _cpu() -> str:

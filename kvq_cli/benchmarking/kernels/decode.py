@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from kvq_cli.benchmarking.kernels.experiment import Case, Sizes, generator, relative_error
+from kvq_cli.benchmarking.kernels.experiment import Case, Sizes, generator, random_tensor, relative_error
 
 SHAPES = [(1, 4096), (1, 32768), (8, 4096), (1, 131072), (8, 32768), (8, 131072)]
 DRY_SHAPES = [(1, 256)]
@@ -37,6 +37,7 @@ class DecodeAttention:
     kernel over 16-bit numbers."""
 
     operation = "decode_attention"
+    tuned_at = SHAPES.index((1, 131072))
 
     def groups(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
         stores = [name for name in shipped.shipped() if not sizes.dry or name in DRY_STORES]
@@ -93,7 +94,7 @@ def store(name: str, shape: Shape, seed: int) -> tuple[Tensor, Side, Side, Tenso
     random = generator(shape.device, seed)
     *sides, rope = shipped.shipped()[name]
     sides = [_filled(side, shape, random) for side in sides]
-    query = _random((shape.batch, shape.heads * shipped.GROUP, shipped.DIM), torch.float16, random)
+    query = random_tensor((shape.batch, shape.heads * shipped.GROUP, shipped.DIM), torch.float16, random)
     lengths = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=shape.device)
     if rope is not None:
         half = rope.frequencies.numel()
@@ -108,22 +109,13 @@ def _tensors(side: Side) -> dict[str, Tensor]:
 
 
 def _filled(side: Side, shape: Shape, random: torch.Generator) -> Side:
-    held = {
-        name: _random(shape.of(name, x), x.dtype, random, positive="scale" in name)
-        for name, x in _tensors(side).items()
-    }
-    windows = [_random((shape.batch, shape.heads, *x.shape[2:]), x.dtype, random) for x in (side.sinks, side.ring)]
+    held = {name: random_tensor(shape.of(name, x), x.dtype, random) for name, x in _tensors(side).items()}
+    windows = [
+        random_tensor((shape.batch, shape.heads, *x.shape[2:]), x.dtype, random) for x in (side.sinks, side.ring)
+    ]
     packed = shape.context - side.sinks.shape[2] - RECENT
     count = torch.full((shape.batch,), packed, dtype=torch.int32, device=shape.device)
     return Side(replace(side.packed, **held), count, *windows)
-
-
-def _random(shape: tuple[int, ...], dtype: torch.dtype, random: torch.Generator, positive: bool = False) -> Tensor:
-    if not dtype.is_floating_point:
-        info = torch.iinfo(dtype)
-        return torch.randint(info.min, info.max + 1, shape, dtype=dtype, device=random.device, generator=random)
-    x = torch.randn(shape, dtype=dtype, device=random.device, generator=random)
-    return x.abs() if positive else x
 
 
 def _held(side: Side, shape: Shape) -> int:
@@ -151,9 +143,9 @@ def _plain(shape: Shape, backend: SDPBackend, grouped: bool, seed: int) -> Calla
         if grouped
         else (shape.batch, shape.heads * shipped.GROUP, 1, shipped.DIM)
     )
-    query = _random(size, torch.float16, random)
+    query = random_tensor(size, torch.float16, random)
     held = (shape.batch, shape.heads, shape.context, shipped.DIM)
-    keys, values = (_random(held, torch.float16, random) for _ in range(2))
+    keys, values = (random_tensor(held, torch.float16, random) for _ in range(2))
 
     def call() -> Tensor:
         with sdpa_kernel(backend):

@@ -37,9 +37,10 @@ class Sizes:
 
 
 class Experiment(Protocol):
-    """operation: the folder of kvq_kernels that it measures."""
+    """operation: the folder of kvq_kernels that it measures. tuned_at: number of the group that is tuned for."""
 
     operation: str
+    tuned_at: int
 
     def groups(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
         """(shape, the cases at it), small first; memory is taken when a case is made."""
@@ -47,6 +48,14 @@ class Experiment(Protocol):
 
 def generator(device: torch.device, seed: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
+
+
+def random_tensor(size: tuple[int, ...], dtype: torch.dtype, random: torch.Generator) -> torch.Tensor:
+    """Normal numbers, or all bits of an integer type."""
+    if dtype.is_floating_point:
+        return torch.randn(size, dtype=dtype, device=random.device, generator=random)
+    info = torch.iinfo(dtype)
+    return torch.randint(info.min, info.max + 1, size, dtype=dtype, device=random.device, generator=random)
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
