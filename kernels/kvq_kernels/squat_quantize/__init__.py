@@ -1,0 +1,59 @@
+"""SQuat's keys (https://arxiv.org/abs/2503.24358, Algorithm 1): quantized and packed in one pass.
+
+Channels are quantized a block at a time, per channel in groups of tokens; each block's error d moves to the channels
+after it, the rest (Eq. 6 with B_t H_t in the form that has no matrix larger than the rank r of the subspace Q):
+
+    k_rest -= (d Q_block^T) gain Q_rest,  gain = lambda (1 + lambda Q_rest Q_rest^T)^-1
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from triton import knobs
+
+from kvq_kernels.squat_quantize.launch import run_kernel
+from kvq_kernels.squat_quantize.reference import squat_quantize_reference
+
+__all__ = ["squat_quantize"]
+
+
+def squat_quantize(
+    keys: Tensor,
+    subspace: Tensor,
+    gain: Tensor,
+    *,
+    bits: int,
+    group: int,
+    block: int,
+    dtype: torch.dtype,
+    backend: Literal["auto", "triton", "torch"] = "auto",
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and zero-points of keys.
+
+    keys:     `[B, H, T, D]`, any floating type, T a multiple of `group`; channels lie side by side.
+    subspace: Q, float32 `[B or 1, H, r, D]`. gain: float32 `[B or 1, H, ceil(D / block) - 1, r, r]`.
+    bits:     1, 2, 3, 4 or 8. group: tokens that share a scale. block: channels quantized at a time, below D.
+    dtype:    of scales and zero-points, float16 or bfloat16.
+    backend:  "auto" is "triton" on a GPU and under TRITON_INTERPRET=1, else "torch".
+
+    Returns codes int32 `[B, H, T, words]`, planar as `decode_attention.Uniform` says, scale and zero
+    `[B, H, T / group, D]`. With gain = 0 they are plain groups' bit for bit. Errors are moved in float64, so that how
+    sums are ordered shows only where a float32 lies within 1e-16 of the middle between two. ValueError for shapes.
+    """
+    rows, heads, tokens, dim = keys.shape
+    rank, blocks = subspace.shape[2], -(-dim // block)
+    if tokens % group or not 0 < block < dim or bits not in (1, 2, 3, 4, 8):
+        raise ValueError(f"{tokens} tokens in groups of {group}, {dim} channels in blocks of {block}, {bits} bits")
+    states = subspace.shape[0]
+    if states not in (1, rows) or subspace.shape != (states, heads, rank, dim):
+        raise ValueError(f"subspace of shape {tuple(subspace.shape)} for keys of shape {tuple(keys.shape)}")
+    if gain.shape != (states, heads, blocks - 1, rank, rank):
+        raise ValueError(f"gain of shape {tuple(gain.shape)} for {blocks} blocks of a subspace of rank {rank}")
+    if backend == "auto":
+        backend = "triton" if keys.device.type == "cuda" or knobs.runtime.interpret else "torch"
+    if backend == "torch":
+        return squat_quantize_reference(keys, subspace, gain, bits, group, block, dtype)
+    return run_kernel(keys, subspace, gain, bits, group, block, dtype)

@@ -1,0 +1,102 @@
+"""One program quantizes and packs one group of tokens of one kv head, a block of channels after the other."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvq_kernels.planar import (
+    column_channels,
+    columns,
+    high_words,
+    low_words,
+    pack_high,
+    pack_low,
+    padded_words,
+)
+
+#: A float32 of this size has a unit of 1: adding it rounds to the nearest whole number, halves to even.
+WHOLE = tl.constexpr(8388608.0)
+
+
+@triton.jit
+def squat_kernel(
+    keys,  # [B, H, T, D]
+    key_strides,  # of row, head, token
+    subspace,  # float32 [B or 1, H, RANK, D]
+    move,  # float64 [B or 1, H, blocks - 1, RANK, D]: gain times the subspace of the rest, 0 elsewhere
+    codes,  # int32 [B, H, T, words]
+    scale,  # [B, H, T / GROUP, D]
+    zero,
+    rank,
+    shared,  # 1: one subspace for all rows
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    N: tl.constexpr,  # that, as a power of two
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    group, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads = tl.num_programs(1)
+    BLOCKS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    LEVELS: tl.constexpr = (1 << BITS) - 1
+    member = tl.arange(0, N)
+    channel = column_channels(BITS, D)
+    real, there = channel < D, member < GROUP
+    place = row.to(tl.int64) * key_strides[0] + head.to(tl.int64) * key_strides[1]
+    token = group.to(tl.int64) * GROUP + member
+    both = there[:, None] & real[None, :]
+    x = tl.load(keys + place + token[:, None] * key_strides[2] + channel[None, :], mask=both, other=0.0)
+    x = x.to(tl.float32)
+    state = head.to(tl.int64) if shared else row.to(tl.int64) * heads + head
+
+    words = tl.zeros([N, padded_words(BITS, D)], tl.int32)
+    quantized = tl.zeros([N, columns(BITS, D)], tl.int32)
+    scales = tl.zeros([columns(BITS, D)], tl.float32)
+    zeros = tl.zeros([columns(BITS, D)], tl.float32)
+    for block in tl.range(0, BLOCKS):
+        inside = (channel >= block * BLOCK) & (channel < (block + 1) * BLOCK) & real
+        low = tl.min(tl.where(there[:, None], x, float("inf")), axis=0)
+        high = tl.max(tl.where(there[:, None], x, float("-inf")), axis=0)
+        z = rounded(low, zero.dtype.element_ty)
+        s = rounded(tl.div_rn(high - low, LEVELS * 1.0), scale.dtype.element_ty)
+        step = tl.where(s == 0, float("inf"), s)
+        distance = tl.div_rn(x - z[None, :], tl.broadcast_to(step[None, :], x.shape))
+        whole = tl.minimum(tl.maximum(distance, 0.0), LEVELS * 1.0) + WHOLE
+        code = tl.where(inside[None, :], whole.to(tl.int32, bitcast=True) & LEVELS, 0)
+        words += pack_low(code, N, BITS, D)
+        if BITS == 3:
+            quantized += code
+        scales, zeros = tl.where(inside, s, scales), tl.where(inside, z, zeros)
+        if block < BLOCKS - 1:
+            # The block's own columns now hold its errors, and the others their numbers still.
+            x = tl.where(inside[None, :], (whole - WHOLE) * s[None, :] + z[None, :] - x, x)
+            own = move + (state * (BLOCKS - 1) + block) * rank * D
+            moved = tl.zeros([N, columns(BITS, D)], tl.float64)
+            for i in tl.range(0, rank):
+                direction = tl.load(subspace + (state * rank + i) * D + channel, mask=inside, other=0.0)
+                along = tl.sum(x.to(tl.float64) * direction.to(tl.float64)[None, :], axis=1)
+                moved += along[:, None] * tl.load(own + i * D + channel, mask=real, other=0.0)[None, :]
+            x -= moved.to(tl.float32)
+
+    line = (row.to(tl.int64) * heads + head) * tl.num_programs(0)
+    W: tl.constexpr = low_words(BITS, D)
+    ROW: tl.constexpr = W + high_words(BITS, D)
+    first = codes + (line * GROUP + token) * ROW
+    word = tl.arange(0, padded_words(BITS, D))
+    tl.store(first[:, None] + word[None, :], words, mask=there[:, None] & (word < W)[None, :])
+    for number in tl.static_range(ROW - W):
+        tl.store(first + W + number, pack_high(quantized, channel, number, D), mask=there)
+    sides = (line + group) * D + channel
+    tl.store(scale + sides, scales.to(scale.dtype.element_ty), mask=real)
+    tl.store(zero + sides, zeros.to(zero.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def rounded(x, T: tl.constexpr):
+    """float32 numbers that type T has."""
+    if T == tl.bfloat16:  # spelled out: the interpreter cuts bits off where a GPU rounds
+        bits = x.to(tl.int32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
+    else:
+        return x.to(T).to(tl.float32)

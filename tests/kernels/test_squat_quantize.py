@@ -1,0 +1,105 @@
+"""SQuat's quantization in the interpreter against the codec, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import DEVICE
+from kvq_kernels.squat_quantize import squat_quantize
+
+from kvq_cli.codecs.base import Prompt
+from kvq_cli.codecs.subspace import SubspaceCodec
+from kvq_cli.codecs.uniform import UniformCodec
+
+
+def made(codec: SubspaceCodec, rows=2, heads=2, tokens=32, dtype=torch.float16, seed=0):
+    """(keys, what the codec froze of them and of random queries)."""
+    g = torch.Generator().manual_seed(seed)
+    dim = codec.head_dim
+    keys = torch.randn(rows, heads, tokens, dim, generator=g).to(dtype)
+    keys[..., 1] = 0.75  # constant groups
+    queries = torch.randn(rows, 2 * heads, tokens, dim, generator=g) * torch.linspace(3, 0.1, dim)
+    state = codec.freeze(Prompt(keys, keys, queries))
+    if codec.shares_state:
+        state = {name: x[:1] for name, x in state.items()}
+    return keys.to(DEVICE), {name: x.to(DEVICE) for name, x in state.items()}
+
+
+def by_kernel(codec: SubspaceCodec, keys, state, block: int, backend: str = "triton"):
+    own = {"bits": codec.bits, "group": codec.group, "block": block, "dtype": codec.dtype, "backend": backend}
+    return squat_quantize(keys, state["subspace"], state["gain"], **own)
+
+
+def same(codec: SubspaceCodec, keys, state, block: int) -> None:
+    parts = codec.bound(state).encode(keys).parts
+    for backend in ("triton", "torch"):
+        for name, own in zip(("codes", "scale", "zero"), by_kernel(codec, keys, state, block, backend), strict=True):
+            assert own.dtype == parts[name].tensor.dtype
+            assert torch.equal(own, parts[name].tensor), (backend, name)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("dim", [64, 80, 96, 128])
+def test_bits_and_head_dims(bits, dim):
+    block = min(64, dim // 2)
+    codec = SubspaceCodec(bits, 16, dim, rank=3, strength=0.05, block=block)
+    same(codec, *made(codec, rows=1), block)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_types(dtype, seed):
+    codec = SubspaceCodec(2, 32, 64, dtype, rank=5, strength=0.02, block=32)
+    same(codec, *made(codec, dtype=dtype, seed=seed), 32)
+
+
+@pytest.mark.parametrize(("block", "rank"), [(1, 2), (24, 16), (63, 1), (33, 60)])
+def test_blocks_and_ranks(block, rank):
+    codec = SubspaceCodec(2, 16, 64, rank=rank, strength=0.05, block=block)
+    same(codec, *made(codec, rows=1, heads=1), block)
+
+
+@pytest.mark.parametrize(("group", "tokens"), [(1, 3), (7, 14), (48, 48), (128, 256)])
+def test_groups(group, tokens):
+    codec = SubspaceCodec(2, group, 64, rank=4, strength=0.05, block=32)
+    same(codec, *made(codec, rows=1, heads=1, tokens=tokens), 32)
+
+
+def test_a_shared_subspace():
+    codec = SubspaceCodec(2, 16, 64, rank=3, strength=0.05, block=32, shared=True)
+    same(codec, *made(codec, rows=3), 32)
+
+
+def test_views():
+    """Keys are slices of the ring, rows of the state slices of the batch's."""
+    codec = SubspaceCodec(2, 16, 64, rank=3, strength=0.05, block=32)
+    keys, state = made(codec, rows=3, tokens=64)
+    same(codec, keys[1:, :, 16:48], {name: x[1:] for name, x in state.items()}, 32)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_without_strength_it_is_the_plain_quantizer_bit_for_bit(bits, dtype):
+    codec = SubspaceCodec(bits, 32, 80, dtype, rank=5, strength=0.0, block=40)
+    keys, state = made(codec, dtype=dtype)
+    parts = UniformCodec(bits, "channel", 32, 80, dtype).encode(keys).parts
+    for name, own in zip(("codes", "scale", "zero"), by_kernel(codec, keys, state, 40), strict=True):
+        assert torch.equal(own, parts[name].tensor), name
+
+
+def test_errors_do_move():
+    codec = SubspaceCodec(2, 16, 64, rank=3, strength=0.5, block=32)
+    keys, state = made(codec)
+    plain = UniformCodec(2, "channel", 16, 64).encode(keys).parts["codes"].tensor
+    assert not torch.equal(by_kernel(codec, keys, state, 32)[0], plain)
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    codec = SubspaceCodec(2, 16, 64, rank=3, strength=0.5, block=32)
+    keys, state = made(codec)
+    with pytest.raises(ValueError, match="31 tokens in groups of 16"):
+        by_kernel(codec, keys[:, :, :31], state, 32)
+    with pytest.raises(ValueError, match="subspace of shape"):
+        by_kernel(codec, keys[:, :1], state, 32)
+    with pytest.raises(ValueError, match="gain of shape .* for 4 blocks"):
+        by_kernel(codec, keys, state, 16)
