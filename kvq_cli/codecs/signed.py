@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvq_cli.codecs import kernels
 from kvq_cli.codecs.base import side_dtype
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.errors import UsageError
@@ -60,6 +61,17 @@ class SignedCodec(UniformCodec):
         later = copy(self)
         later._chooses = False
         return later
+
+    def _encode_on_gpu(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]] | None:
+        chooses = self.hybrid != "no" and self._chooses
+        mode = "hybrid" if chooses else "symmetric"
+        packed = kernels.quantize_pack(x, mode=mode, sign=self.sign, **self._layout())
+        if packed is None:
+            return None
+        if self.hybrid != "no":
+            zero = packed.zero if chooses else torch.zeros_like(packed.scale)
+            return packed.codes, self._named(packed.scale, packed.sign, zero)
+        return packed.codes, {"scale": packed.scale} | ({"sign": packed.sign} if self.sign == "extra" else {})
 
     def quantize(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         codes, sides = self._symmetric(x)
@@ -123,5 +135,10 @@ class SignedCodec(UniformCodec):
         return x.mul_(signs.view(x.shape).float())
 
     def _error(self, x: Tensor, restored: Tensor) -> Tensor:
-        """Squared error of each group."""
-        return self._grouped(restored - x.float()).square_().sum(dim=self._group_dim)
+        """Squared error of each group, added by neighbours: an order that every device can keep to."""
+        squares, dim = self._grouped(restored - x.float()).square_(), self._group_dim
+        while (count := squares.shape[dim]) > 1:
+            pairs = squares.narrow(dim, 0, count - count % 2).unflatten(dim, (-1, 2))
+            sums = pairs.select(dim + 1, 0) + pairs.select(dim + 1, 1)
+            squares = torch.cat([sums, squares.narrow(dim, count - 1, 1)], dim=dim) if count % 2 else sums
+        return squares.squeeze(dim)

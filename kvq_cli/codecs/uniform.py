@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvq_cli.codecs import bits as bitpack
+from kvq_cli.codecs import kernels
 from kvq_cli.codecs.base import Codec, Packed, Part, side_dtype
 from kvq_cli.errors import UsageError
 
@@ -49,8 +50,12 @@ class UniformCodec(Codec):
         self._group_dim = 3 if axis == "channel" else 4
 
     def _encode(self, x: Tensor) -> Packed:
-        codes, sides = self.quantize(x)
-        parts = {"codes": Part(bitpack.pack(codes, self.bits), 1)}
+        if (packed := self._encode_on_gpu(x)) is not None:
+            words, sides = packed
+        else:
+            codes, sides = self.quantize(x)
+            words = bitpack.pack(codes, self.bits)
+        parts = {"codes": Part(words, 1)}
         return Packed(x.shape[2], parts | {name: Part(side, self._unit) for name, side in sides.items()})
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
@@ -58,10 +63,22 @@ class UniformCodec(Codec):
         sides = {name: part.tensor for name, part in packed.parts.items() if name != "codes"}
         return self.dequantize(codes, sides).to(dtype)
 
+    def _encode_on_gpu(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]] | None:
+        """What `_encode` packs, by the kernel: words and the parts that groups have. None where it does not apply: on a
+        CPU, and to codecs with a `quantize` of their own."""
+        if type(self) is not UniformCodec or (packed := kernels.quantize_pack(x, **self._layout())) is None:
+            return None
+        return packed.codes, {"scale": packed.scale, "zero": packed.zero}
+
+    def _layout(self) -> dict:
+        own = {"bits": self.bits, "axis": self.axis, "group": self.group, "dim": self.head_dim}
+        return own | {"scale_dtype": self.dtype, "zero_dtype": self.zero_dtype}
+
     def quantize(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """`[B, H, T, C]` of whole groups -> (codes uint8 of that shape, the parts that groups have)."""
         groups = self._grouped(x).float()
-        low, high = groups.aminmax(dim=self._group_dim, keepdim=True)
+        # Minus zero becomes zero: which of the two a minimum finds depends on the device.
+        low, high = (side + 0.0 for side in groups.aminmax(dim=self._group_dim, keepdim=True))
         zero = low.to(self.zero_dtype)
         scale = ((high - low) / (2**self.bits - 1)).to(self.dtype)
         codes = self._steps(groups - zero.float(), scale, 0, 2**self.bits - 1).to(torch.uint8).view(x.shape)

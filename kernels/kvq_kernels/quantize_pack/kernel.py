@@ -72,7 +72,7 @@ def _groups(
     tile, A: tl.constexpr, N: tl.constexpr, parts, seen, G: tl.constexpr, BITS: tl.constexpr,
     SIGN: tl.constexpr, HYBRID: tl.constexpr, SCALE: tl.constexpr, ZERO: tl.constexpr,
 ):  # fmt: skip
-    """Write the parts of N groups; their numbers lie along axis A of the tile. parts: scale, zero, word, pointers [N]."""
+    """Write the parts of N groups; their numbers lie along axis A of the tile. parts: their pointers [N]."""
     scale, zero, word = parts
     MOST: tl.constexpr = 2**BITS - 1
     if SIGN == "none" or HYBRID:

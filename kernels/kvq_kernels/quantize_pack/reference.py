@@ -74,7 +74,9 @@ def _steps(distances: Tensor, scale: Tensor, least: int, most: int) -> Tensor:
 def _error(error: Tensor, dim: int) -> Tensor:
     """Squares added by neighbours, these sums by neighbours, ...: the kernel's order, for the same choice."""
     squares = error.square()
-    while squares.shape[dim] > 1:
+    while (count := squares.shape[dim]) > 1:
+        if count % 2:
+            squares = torch.cat([squares, torch.zeros_like(squares.narrow(dim, 0, 1))], dim=dim)
         squares = squares.unflatten(dim, (-1, 2))
         squares = squares.select(dim + 1, 0) + squares.select(dim + 1, 1)
     return squares
