@@ -1,46 +1,45 @@
 """Text by name, and the token windows that calibration and perplexity cut from it.
 
-Names: the hub's `wikitext2`, `c4` and `ptb`; the built-in `prose` and `pydoc`, which are always there offline; or a
-file. Each has two splits, `calibration` and `evaluation`, that share no text (a file is the same text in both).
-The dataset `self` is text sampled from the model: it comes as tokens, from `self_windows`.
+Names: `wikitext2`, `c4` and `ptb`, from the Hub or a local copy; the built-in `prose` and `pydoc`, which are always
+there offline; or a file. Each has two splits, `calibration` and `evaluation`, that share no text (a file is the same
+text in both). The dataset `self` is text sampled from the model: it comes as tokens, from `self_windows`.
 """
 
 from __future__ import annotations
 
-import contextlib
-import gzip
-import json
-import logging
-import lzma
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from torch import LongTensor
 
 from kvq_cli import reference
+from kvq_cli.data.hub import HUB, hub_rows
+from kvq_cli.data.local import kind, read_rows, read_text
 from kvq_cli.errors import KvqError, UsageError
 
 SELF = "self"
 SPLITS = reference.SPLITS
-OFFLINE = "prose, pydoc, self, or a .txt, .jsonl or .parquet file"
+C4_SAMPLES = 256
+"""Windows of C4 that GPTQ and KVQuant measure perplexity on."""
 # A vocabulary seldom spends more tokens than one for two characters or packs more than eight into one: reading this
 # much of a long text is enough to cut the windows from.
 _CHARACTERS_PER_TOKEN = 8
 
 
-def load_text(name: str, split: str) -> str:
-    """The text of one dataset as one string.
+def load_text(name: str, split: str, data_dir: Path | None = None) -> str:
+    """The text of one dataset as one string, its rows joined by blank lines.
 
+    data_dir: where local copies of `wikitext2`, `c4` and `ptb` lie, used in the place of the Hub.
     Raises UsageError for a name that is neither a dataset nor a file, KvqError where it cannot be read or reached.
     """
     if split not in SPLITS:
         raise UsageError(f"unknown split {split!r}: {' or '.join(SPLITS)}")
     if name in _BUILT_IN:
         return _BUILT_IN[name](split)
-    if name in _HUB:
-        return _from_hub(name, split)
+    if name in HUB:
+        return "\n\n".join(hub_rows(name, split, data_dir))
     path = Path(name)
     if not path.is_file():
         raise UsageError(f"no dataset {name!r}: neither a file nor one of {', '.join(dataset_names())}")
@@ -50,9 +49,38 @@ def load_text(name: str, split: str) -> str:
     return text
 
 
+def evaluation_windows(tokenizer, name: str, seqlen: int, seed: int = 0, data_dir: Path | None = None) -> LongTensor:
+    """The windows `[samples, seqlen]` that perplexity on a dataset is measured on, as GPTQ and KVQuant cut them.
+
+    All of the text, in order; of C4, 256 windows from documents drawn by `seed` (theirs is 0).
+    """
+    if name == "c4":
+        return document_windows(tokenizer, hub_rows(name, "evaluation", data_dir), seqlen, C4_SAMPLES, seed)
+    return token_windows(tokenizer, load_text(name, "evaluation", data_dir), seqlen)
+
+
+def document_windows(tokenizer, documents: Sequence[str], seqlen: int, samples: int, seed: int) -> LongTensor:
+    """Windows `[samples, seqlen]`, each from within one document, drawn with replacement: the draws of GPTQ's `get_c4`.
+
+    Raises KvqError where no document is long enough.
+    """
+    draw, short, windows = random.Random(seed), set(), []
+    while len(windows) < samples:
+        index = draw.randint(0, len(documents) - 1)
+        tokens = _tokens(tokenizer, documents[index])
+        if len(tokens) >= seqlen:
+            start = draw.randint(0, len(tokens) - seqlen - 1) if len(tokens) > seqlen else 0
+            windows.append(tokens[start : start + seqlen])
+            continue
+        short.add(index)
+        if len(short) == len(documents):
+            raise KvqError(f"none of {len(documents):,} documents has {seqlen:,} tokens: take a smaller --seqlen")
+    return torch.stack(windows)
+
+
 def dataset_names() -> tuple[str, ...]:
     """The names that `--dataset` takes beside files."""
-    return (*_BUILT_IN, SELF, *_HUB)
+    return (*_BUILT_IN, SELF, *HUB)
 
 
 def token_windows(tokenizer, text: str, seqlen: int, samples: int | None = None, seed: int | None = None) -> LongTensor:
@@ -130,94 +158,9 @@ def _pydoc(split: str) -> str:
 
 _BUILT_IN: dict[str, Callable[[str], str]] = {"prose": reference.prose, "pydoc": _pydoc}
 
-# Where the hub keeps a dataset: arguments of `datasets.load_dataset` per split, the column, and what joins its rows.
-_WIKITEXT = {"path": "Salesforce/wikitext", "name": "wikitext-2-raw-v1"}
-_C4 = {"path": "allenai/c4", "split": "train"}
-_PTB = "hf://datasets/ptb-text-only/ptb_text_only@refs/convert/parquet/penn_treebank/{}/0000.parquet"
-_HUB = {
-    "wikitext2": (
-        {"calibration": _WIKITEXT | {"split": "train"}, "evaluation": _WIKITEXT | {"split": "test"}},
-        "text",
-        "\n\n",
-    ),
-    "c4": (
-        {
-            "calibration": _C4 | {"data_files": "en/c4-train.00000-of-01024.json.gz"},
-            "evaluation": _C4 | {"data_files": "en/c4-validation.00000-of-00008.json.gz"},
-        },
-        "text",
-        "\n\n",
-    ),
-    "ptb": (
-        {
-            "calibration": {"path": "parquet", "data_files": _PTB.format("train"), "split": "train"},
-            "evaluation": {"path": "parquet", "data_files": _PTB.format("test"), "split": "train"},
-        },
-        "sentence",
-        " ",
-    ),
-}
-
-
-def _from_hub(name: str, split: str) -> str:
-    arguments, column, joint = _HUB[name]
-    try:
-        import datasets
-    except ImportError as error:
-        raise KvqError(f"dataset {name!r} needs the package `datasets`: install it, or use {OFFLINE}") from error
-    try:
-        with _quiet("huggingface_hub", "datasets"):
-            rows = datasets.load_dataset(**arguments[split])
-    except Exception as error:  # offline, a proxy's refusal, a moved repository: each library has its own classes
-        reason = str(error).strip().split("\n")[0] or type(error).__name__
-        raise KvqError(f"dataset {name!r} cannot be loaded ({reason}); without a network use {OFFLINE}") from error
-    return joint.join(rows[column])
-
 
 def _from_file(path: Path) -> str:
     """A file's text: JSON lines and Parquet give their field `text`, all else is plain text; .xz and .gz unpack."""
-    openers = {".xz": lzma.open, ".gz": gzip.open}
-    kind = (path.with_suffix("") if path.suffix in openers else path).suffix
-    try:
-        if path.suffix == ".parquet":
-            return "\n\n".join(_parquet_rows(path))
-        with openers.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
-            return "\n\n".join(_json_rows(file, path)) if kind == ".jsonl" else file.read()
-    except (OSError, UnicodeDecodeError, EOFError, lzma.LZMAError) as error:
-        raise KvqError(f"cannot read the text of {path}: {error}") from error
-
-
-def _json_rows(lines: Iterator[str], path: Path) -> Iterator[str]:
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                yield json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError) as error:
-                raise KvqError(f'{path}, line {number}: not a JSON object with the field "text"') from error
-
-
-def _parquet_rows(path: Path) -> list[str]:
-    try:
-        from pyarrow import ArrowException
-        from pyarrow.parquet import read_table
-    except ImportError as error:
-        raise KvqError(
-            f"reading {path} needs the package `pyarrow`: install it, or use a .txt or .jsonl file"
-        ) from error
-    try:
-        return read_table(path, columns=["text"])["text"].to_pylist()
-    except (ArrowException, KeyError) as error:
-        raise KvqError(f'{path} is not a Parquet file with the column "text"') from error
-
-
-@contextlib.contextmanager
-def _quiet(*names: str) -> Iterator[None]:
-    """Keep the libraries' retry messages off the screen: what they end in is reported in one line."""
-    before = {name: logging.getLogger(name).level for name in names}
-    for name in names:
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        for name, level in before.items():
-            logging.getLogger(name).setLevel(level)
+    if kind(path) in (".jsonl", ".parquet"):
+        return "\n\n".join(row["text"] for row in read_rows(path, "text"))
+    return read_text(path)
