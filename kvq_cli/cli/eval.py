@@ -12,6 +12,7 @@ import typer
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.output import Output
 from kvq_cli.errors import UsageError
+from kvq_cli.evaluation.lm_eval.names import GROUPS
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -26,7 +27,15 @@ _what = partial(typer.Option, rich_help_panel="What to evaluate")
 _samples = partial(typer.Option, rich_help_panel="Samples")
 
 Tasks = Annotated[
-    str, _what("--task", "--tasks", metavar="NAME,...", help="perplexity, ruler, or any of RULER's 13 tasks.")
+    str,
+    _what(
+        "--task",
+        "--tasks",
+        metavar="NAME,...",
+        help="perplexity, ruler, any of RULER's 13 tasks, or lm_eval:NAME with a task of lm-eval; of the papers: "
+        + ", ".join(group.name for group in GROUPS)
+        + ".",
+    ),
 ]
 Compare = Annotated[
     str | None,
@@ -54,9 +63,7 @@ Contexts = Annotated[
         help="RULER: tokens of prompt and answer (default 4096; the built-in model: 1024).",
     ),
 ]
-Limit = Annotated[
-    int | None, _samples("--limit", min=1, help="Samples of each task (default: RULER 500, perplexity all).")
-]
+Limit = Annotated[int | None, _samples("--limit", min=1, help="Samples of each task (default: RULER 500, others all).")]
 Dataset = Annotated[
     str, _samples("--dataset", metavar="NAME", help="Perplexity: prose, pydoc, self, wikitext2, c4, ptb or a file.")
 ]
@@ -81,7 +88,7 @@ Templates = Annotated[
     _samples("--templates", help="RULER: its own prompts, or the built-in model's; auto goes by the model."),
 ]
 ChatTemplate = Annotated[
-    bool, _samples("--chat-template", help="RULER: put prompts into the tokenizer's chat template.")
+    bool, _samples("--chat-template", help="RULER, lm_eval: put prompts into the tokenizer's chat template.")
 ]
 SavePrompts = Annotated[
     bool, _samples("--save-prompts", help="RULER: keep whole prompts in the sample files, not only hashes.")
@@ -96,6 +103,29 @@ Plot = Annotated[
     typer.Option("--plot", metavar="FILE", help="Draw scores over measured bits: .png, .pdf or .svg."),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Evaluate again what the folder already holds.")]
+DataDir = Annotated[
+    Path | None,
+    _samples(
+        "--data-dir",
+        metavar="DIR",
+        help="Local copies of data sets, in the place of the Hub: DIR/gsm8k/test.jsonl, DIR/wikitext2/test.txt, ...",
+    ),
+]
+Fewshot = Annotated[
+    int | None,
+    _samples("--num-fewshot", min=0, help="lm_eval: examples in front of each question (default: the task's)."),
+]
+MaxLength = Annotated[
+    int | None,
+    _samples("--max-length", min=2, help="lm_eval: tokens of prompt and answer (default: the model's length)."),
+]
+MaxNewTokens = Annotated[
+    int | None, _samples("--max-new-tokens", min=1, help="lm_eval: tokens of an answer (default: the task's).")
+]
+Truncation = Annotated[
+    Literal["left", "middle"],
+    _samples("--truncation", help="lm_eval: where prompts that are too long lose tokens; LongBench: middle."),
+]
 Batch = Annotated[
     int | None, typer.Option("--batch-size", min=1, help="Prompts answered at once (default: 8192 tokens' worth).")
 ]
@@ -118,6 +148,11 @@ def evaluate(
     qa_file: QaFile = None,
     templates: Templates = "auto",
     chat_template: ChatTemplate = False,
+    data_dir: DataDir = None,
+    num_fewshot: Fewshot = None,
+    max_length: MaxLength = None,
+    max_new_tokens: MaxNewTokens = None,
+    truncation: Truncation = "left",
     save_prompts: SavePrompts = False,
     out: Out = None,
     store: Store = None,
@@ -133,7 +168,7 @@ def evaluate(
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Score methods on RULER and perplexity with a compressed cache; run again to go on where it stopped.
+    """Score methods with a compressed cache: RULER, perplexity, tasks of lm-eval; run again to go on where it stopped.
 
     With --json: lm-eval's result document; of several methods, one for each under `methods`.
     """
@@ -161,6 +196,11 @@ def evaluate(
         qa_files=tuple(qa_file or ()),
         batch_size=batch_size,
         save_prompts=save_prompts,
+        data_dir=None if data_dir is None else str(data_dir),
+        num_fewshot=num_fewshot,
+        max_length=max_length,
+        max_new_tokens=max_new_tokens,
+        truncation=truncation,
     )
     compared = subjects(_chosen(model, compare, method, bits, artifact or [], set_))
     folder = out or Path("results") / short_name(model)
@@ -190,6 +230,8 @@ def evaluate(
         output.note(f"attention while decoding by {backend}" + (f": {', '.join(labels)}" if len(used) > 1 else ""))
     output.note(f"results: {folder / 'comparison.json'}, one folder per method beside it")
     single = next(iter(document["methods"].values()))
+    for note in (one["note"] for one in single["configs"].values() if "note" in one):
+        output.note(note)
     output.result(single if len(compared) == 1 else document)
 
 

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import sqrt
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,6 +35,9 @@ class Evaluation(ABC):
 
     task:   the task's name; length: its context length or window, in tokens.
     config: parameters of the task, for the result file and (with the subject's identity) for the resume key.
+    version: raised when the task's samples or scores change, so that old numbers are not compared with new ones.
+    higher_is_better: by metric, where the task itself says so.
+    alike:  whether all samples are about as long as each other: where one has nothing compressed, none has.
     """
 
     task: str
@@ -41,6 +45,9 @@ class Evaluation(ABC):
     count: int
     available: int | None
     config: Mapping[str, Any]
+    version: Any = 1
+    higher_is_better: Mapping[str, bool] = MappingProxyType({})
+    alike: bool = True
 
     @property
     def name(self) -> str:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvq_cli.data.texts import SELF, load_text, self_windows, token_windows
+from kvq_cli.data.texts import SELF, evaluation_windows, load_text, self_windows
 from kvq_cli.errors import UsageError
 from kvq_cli.evaluation.base import Evaluation
+from kvq_cli.evaluation.lm_eval.names import PREFIX, is_lm_eval, lm_eval_names
 from kvq_cli.evaluation.perplexity import PerplexityEvaluation
 from kvq_cli.evaluation.ruler.evaluation import RulerEvaluation
 from kvq_cli.evaluation.ruler.families import Sources
@@ -31,9 +32,9 @@ SELF_WINDOWS = 16
 class Settings:
     """Options of an evaluation; None stands for the default that its comment names.
 
-    tasks: `perplexity`, `ruler`, or any of RULER's tasks; limit: samples (windows) of each task; prefill: how a prompt
-    of RULER attends to itself (perplexity has nothing to measure unless it is compressed); backend: who computes
-    attention while decoding.
+    tasks: `perplexity`, `ruler`, any of RULER's tasks, or `lm_eval:` and one of lm-eval's; limit: samples (windows) of
+    each task; prefill: how a prompt attends to itself (perplexity and log-likelihoods measure nothing unless it is
+    compressed); backend: who computes attention while decoding; data_dir: where local copies of data sets lie.
     """
 
     tasks: Sequence[str]
@@ -51,11 +52,19 @@ class Settings:
     qa_files: Sequence[Path] = ()
     batch_size: int | None = None  # as many prompts as make 8192 tokens
     save_prompts: bool = False
+    data_dir: str | None = None  # the Hub
+    num_fewshot: int | None = None  # as the task says
+    max_length: int | None = None  # of lm-eval's prompts with their answers: the model's own length
+    max_new_tokens: int | None = None  # of lm-eval's answers: as the task says
+    truncation: str = "left"
 
     def __post_init__(self) -> None:
         for name in self.tasks:
-            if name not in (RULER, PERPLEXITY, *TASKS):
-                raise UsageError(f"unknown task {name!r}; valid: {RULER}, {PERPLEXITY}, {', '.join(TASKS)}")
+            if name not in (RULER, PERPLEXITY, *TASKS) and not is_lm_eval(name):
+                valid = ", ".join((RULER, PERPLEXITY, *TASKS))
+                raise UsageError(f"unknown task {name!r}; valid: {valid}, {PREFIX}NAME with any task of lm-eval")
+        if self.data_dir is not None and not Path(self.data_dir).is_dir():
+            raise UsageError(f"--data-dir {self.data_dir}: no such folder")
         if PERPLEXITY in self.tasks and self.prefill != "compressed":
             raise UsageError(
                 f"--prefill {self.prefill} with --task perplexity measures nothing: its one forward pass would attend "
@@ -70,6 +79,7 @@ class Settings:
 def evaluations(settings: Settings, loaded: LoadedModel) -> list[Evaluation]:
     """All evaluations that the settings name, ready to run; every mistake in the settings shows here."""
     found: list[Evaluation] = [*_ruler(settings, loaded)] if settings.ruler_tasks else []
+    found += _lm_eval(settings, loaded)
     return found + ([_perplexity(settings, loaded)] if PERPLEXITY in settings.tasks else [])
 
 
@@ -97,6 +107,32 @@ def _ruler(settings: Settings, loaded: LoadedModel) -> Iterator[Evaluation]:
             )
 
 
+def _lm_eval(settings: Settings, loaded: LoadedModel) -> list[Evaluation]:
+    names = lm_eval_names(settings.tasks)
+    if not names:
+        return []
+    from kvq_cli.evaluation.lm_eval.tasks import load_tasks
+
+    tasks = load_tasks(names, settings.data_dir and Path(settings.data_dir), settings.num_fewshot)
+    from kvq_cli.evaluation.lm_eval.evaluation import LmEvalEvaluation
+
+    return [
+        LmEvalEvaluation(
+            task,
+            loaded,
+            seed=settings.seed,
+            limit=settings.limit,
+            prefill=settings.prefill,
+            chat=settings.chat_template,
+            batch_size=settings.batch_size,
+            max_length=settings.max_length,
+            new_tokens=settings.max_new_tokens,
+            truncation=settings.truncation,
+        )
+        for task in tasks
+    ]
+
+
 def _perplexity(settings: Settings, loaded: LoadedModel) -> Evaluation:
     seqlen = settings.seqlen or loaded.usual_length(SEQLEN)
     _check_length("--seqlen", seqlen, loaded)
@@ -107,7 +143,8 @@ def _perplexity(settings: Settings, loaded: LoadedModel) -> Evaluation:
             loaded.model, loaded.tokenizer, seqlen, settings.windows or settings.limit or SELF_WINDOWS, settings.seed
         )
     else:
-        windows = token_windows(loaded.tokenizer, load_text(settings.dataset, "evaluation"), seqlen)
+        folder = settings.data_dir and Path(settings.data_dir)
+        windows = evaluation_windows(loaded.tokenizer, settings.dataset, seqlen, settings.seed, folder)
     return PerplexityEvaluation(windows, settings.dataset, settings.windows or settings.limit)
 
 

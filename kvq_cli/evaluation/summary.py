@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from kvq_cli import __version__
 from kvq_cli.evaluation.base import Evaluation, Record, Subject, cache_summary
-from kvq_cli.evaluation.settings import PERPLEXITY, RULER, Settings
+from kvq_cli.evaluation.ruler.tasks import TASKS
+from kvq_cli.evaluation.settings import RULER, Settings
 from kvq_cli.evaluation.tabulate import tabulate
 
 if TYPE_CHECKING:
     from kvq_cli.models import LoadedModel
 
-TASK_VERSION = 1
-"""Raised when a task's samples or scores change, so that old numbers are not compared with new ones."""
 LOWER_IS_BETTER = ("perplexity", "perplexity_uncompressed", "kl")
 
 
@@ -60,11 +59,12 @@ def _document(
     return {
         "results": results,
         "groups": groups,
-        "group_subtasks": {RULER: [task for task in tasks if task != PERPLEXITY]} if groups else {},
+        "group_subtasks": {RULER: [task for task in tasks if task in TASKS]} if groups else {},
         "configs": {one.name: dict(one.config) for one in evaluations},
-        "versions": dict.fromkeys(results, TASK_VERSION),
+        "versions": dict.fromkeys(results, Evaluation.version) | {one.task: one.version for one in evaluations},
         "n-shot": {one.task: one.config.get("num_fewshot", 0) for one in evaluations},
-        "higher_is_better": {task: _better(metrics) for task, metrics in results.items()},
+        "higher_is_better": {task: _better(metrics) for task, metrics in results.items()}
+        | {one.task: dict(one.higher_is_better) for one in evaluations if one.higher_is_better},
         "n-samples": {
             one.task: {"original": one.available or one.count, "effective": one.count} for one in evaluations
         },
@@ -88,9 +88,9 @@ def _document(
 def _ruler_average(results: Mapping[str, Mapping], evaluations: Sequence[Evaluation]) -> dict[str, dict]:
     """RULER's own figure, the mean over the tasks at one length, where there is more than one task."""
     means = {}
-    for length in sorted({one.length for one in evaluations if one.task != PERPLEXITY}):
+    for length in sorted({one.length for one in evaluations if one.task in TASKS}):
         key = f"{length},none"
-        scores = [results[one.task][key] for one in evaluations if one.task != PERPLEXITY and one.length == length]
+        scores = [results[one.task][key] for one in evaluations if one.task in TASKS and one.length == length]
         if len(scores) > 1:
             means[key] = sum(scores) / len(scores)
     return {RULER: {"alias": RULER, **means}} if means else {}

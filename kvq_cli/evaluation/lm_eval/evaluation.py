@@ -1,0 +1,192 @@
+"""One of lm-eval's tasks as an evaluation: its prompts and scores, kvq's caches, records and resume.
+
+Prompts, filters, scores and aggregation are lm-eval's own. lm-eval's caches of requests and of responses take no part:
+a response is looked up nowhere but in the record of the same method's sample.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from hashlib import sha256
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from lm_eval.api.metrics import mean
+
+from kvq_cli.errors import UsageError
+from kvq_cli.evaluation.base import Evaluation, Record, mean_and_error
+from kvq_cli.evaluation.lm_eval.model import AttachedLM, chat_prompt, check_greedy, check_prefill, mean_record
+from kvq_cli.evaluation.lm_eval.names import PREFIX
+from kvq_cli.evaluation.lm_eval.tasks import silence
+
+if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+    from lm_eval.api.task import ConfigurableTask
+
+    from kvq_cli.attention.attach import Attached
+    from kvq_cli.models import LoadedModel
+
+BATCH_TOKENS = 8192
+"""Tokens of prompts that are read together where no batch size is given."""
+CHARACTERS_PER_TOKEN = 4
+"""About: tells how many prompts go together, nothing else."""
+
+
+class LmEvalEvaluation(Evaluation):
+    """One task of lm-eval. A record has `scores`, by `metric,filter`, and `responses`, as the model gave them.
+
+    chat: prompts go into the tokenizer's chat template; batch_size: where none is given, as many prompts are read at
+    once as make 8192 tokens; options: of `AttachedLM`.
+    """
+
+    alike = False
+
+    def __init__(
+        self,
+        task: ConfigurableTask,
+        loaded: LoadedModel,
+        *,
+        seed: int,
+        limit: int | None,
+        prefill: str,
+        chat: bool = False,
+        batch_size: int | None = None,
+        **options: Any,
+    ) -> None:
+        self._task, self._options = task, options
+        self.task, self.version = PREFIX + task.task_name, task.VERSION
+        self._check(prefill)
+        self.available = len(task.eval_docs)
+        self.count = min(limit or self.available, self.available)
+        self.higher_is_better = dict(task.higher_is_better())
+        self._requests = self._build(loaded, seed, chat)
+        self.length = options.get("max_length") or loaded.context
+        longest = max(len(text) for requests in self._requests for text in map(_text, requests)) // CHARACTERS_PER_TOKEN
+        self.batch_size = batch_size or max(1, min(16, BATCH_TOKENS // max(1, longest)))
+        self.config = {
+            "task": self.task,
+            "task_version": task.VERSION,
+            "lm_eval": version("lm_eval"),
+            "num_fewshot": task.config.num_fewshot,
+            "fewshot_split": task.fewshot_cfg.split,
+            "output_type": task.OUTPUT_TYPE,
+            "generation": dict(task.config.generation_kwargs or {}),
+            "chat_template": chat,
+            "prefill": prefill,
+            "seed": seed,
+            **{name: value for name, value in options.items() if value is not None},
+            "docs_sha256": _digest(task.eval_docs),
+            "examples_sha256": _digest(task.sampler.df) if task.config.num_fewshot else None,
+        }
+        if task.config.num_fewshot and getattr(task, "fewshot_instead_of", None):
+            self.config["note"] = (
+                f"{self.task}: --data-dir has no split {task.fewshot_instead_of!r}: the examples in front of a "
+                f"question are other questions of {task.fewshot_cfg.split!r}"
+            )
+
+    def _check(self, prefill: str) -> None:
+        if self._task.OUTPUT_TYPE == "generate_until":
+            check_greedy(self.task, self._task.config.generation_kwargs or {})
+        else:
+            check_prefill(self.task, prefill)
+
+    def _build(self, loaded: LoadedModel, seed: int, chat: bool) -> list[list[Instance]]:
+        """The requests of each sample. Examples are drawn one sample after the other, whatever the limit."""
+        if chat and not loaded.tokenizer.chat_template:
+            raise UsageError(f"--chat-template: the tokenizer of {loaded.name} has none; drop the flag")
+        with silence():
+            self._task.set_fewshot_seed(seed)
+            self._task.build_all_requests(
+                limit=self.count,
+                apply_chat_template=chat,
+                fewshot_as_multiturn=True,
+                chat_template=partial(chat_prompt, loaded.tokenizer) if chat else None,
+                tokenizer_name=loaded.name,
+            )
+        found: list[list[Instance]] = [[] for _ in range(self.count)]
+        for request in self._task.instances:
+            found[request.doc_id].append(request)
+        return found
+
+    def run(
+        self, loaded: LoadedModel, attached: Mapping[str, Attached], pending: Mapping[str, Sequence[int]]
+    ) -> Iterator[tuple[str, list[Record]]]:
+        for label, indices in pending.items():
+            model = AttachedLM(loaded, attached[label], batch_size=self.batch_size, **self._options)
+            for start in range(0, len(indices), self.batch_size):
+                yield label, self._batch(model, indices[start : start + self.batch_size])
+
+    def _batch(self, model: AttachedLM, indices: Sequence[int]) -> list[Record]:
+        requests = [request for index in indices for request in self._requests[index]]
+        model.used.clear()
+        responses: dict[int, Any] = {}
+        for kind in dict.fromkeys(request.request_type for request in requests):
+            same = [request for request in requests if request.request_type == kind]
+            for request, response in zip(same, getattr(model, kind)(same, disable_tqdm=True), strict=True):
+                responses[id(request)] = response
+        cache = mean_record(model.used)
+        return [self._record(model, index, responses, cache) for index in indices]
+
+    def _record(self, model: AttachedLM, index: int, responses: Mapping[int, Any], cache: Record) -> Record:
+        requests = self._requests[index]
+        given = [responses[id(request)] for request in requests]
+        lengths = [model.prompt_tokens(request) for request in requests]
+        scores = self._scores(index, given)
+        first = next((value for value in scores.values() if isinstance(value, (bool, int, float))), None)
+        return {
+            "index": index,
+            "score": first,
+            "scores": scores,
+            "responses": given,
+            "prompt_tokens": max(tokens for tokens, _ in lengths),
+            "truncated_tokens": max(lost for _, lost in lengths),
+            "prompt_sha256": sha256(
+                json.dumps([request.args for request in requests], default=str).encode()
+            ).hexdigest(),
+            "cache": cache,
+        }
+
+    def _scores(self, index: int, given: Sequence[Any]) -> dict[str, Any]:
+        """What the task makes of a sample's responses, by `metric,filter`."""
+        requests = self._requests[index]
+        for request, response in zip(requests, given, strict=True):
+            # Repeats of a greedy answer are the same answer.
+            request.resps, request.filtered_resps = [response] * (request.repeats or 1), {}
+        for one in self._task._filters:
+            one.apply(requests)
+        scores = {}
+        for name in requests[0].filtered_resps:
+            found = self._task.process_results(requests[0].doc, [request.filtered_resps[name] for request in requests])
+            scores |= {f"{metric},{name}": _plain(value) for metric, value in found.items()}
+        return scores
+
+    def metrics(self, records: Sequence[Record]) -> dict[str, float | None]:
+        found: dict[str, float | None] = {}
+        for name in records[0]["scores"]:
+            metric, _, filtered = name.partition(",")
+            values = [record["scores"][name] for record in records if name in record["scores"]]
+            aggregate = self._task.aggregation().get(metric, mean)
+            found[name] = _plain(aggregate(values))
+            # What is no mean over samples has none: lm-eval would draw 100,000 times.
+            found[f"{metric}_stderr,{filtered}"] = mean_and_error(values)[1] if aggregate is mean else None
+        return found
+
+
+def _text(request: Instance) -> str:
+    return "".join(one for one in request.args if isinstance(one, str))
+
+
+def _digest(documents: Any) -> str:
+    digest = sha256()
+    for document in documents:
+        digest.update(json.dumps(document, sort_keys=True, default=str).encode())
+    return digest.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """numpy's numbers and arrays as Python's, also within lists."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return value.tolist() if hasattr(value, "tolist") else value

@@ -1,0 +1,77 @@
+"""What the papers' task tables are called in lm-eval. Plain data: needs no lm-eval.
+
+`lm_eval:NAME` takes a name of this table, or any task, group or tag of lm-eval, or the YAML file of a task.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+PREFIX = "lm_eval:"
+
+
+@dataclass(frozen=True)
+class TaskGroup:
+    """tasks: lm-eval's names; folders: where lm-eval keeps them; papers: whose tables have them; note: what to know."""
+
+    name: str
+    tasks: tuple[str, ...]
+    folders: tuple[str, ...]
+    papers: str
+    note: str = ""
+
+
+_SQUAT = ("qasper", "qmsum", "multi_news", "trec", "triviaqa", "samsum", "lcc", "repobench-p")
+_XQUANT = (
+    *("narrativeqa", "qasper", "multifieldqa_en", "hotpotqa", "2wikimqa", "musique", "gov_report", "qmsum"),
+    *("multi_news", "trec", "triviaqa", "samsum", "lcc", "repobench-p"),
+)
+GROUPS = (
+    TaskGroup(
+        "longbench",
+        tuple(f"longbench_{name}" for name in _XQUANT),
+        ("longbench",),
+        "SQuat Table 2 (8 of them), XQuant Table 2",
+        "the 14 tasks of the papers; lm-eval's own group of this name, with 21, is its tag longbench_tasks; the papers "
+        "cut the middle out of long prompts: --truncation middle",
+    ),
+    TaskGroup(
+        "longbench_squat",
+        tuple(f"longbench_{name}" for name in _SQUAT),
+        ("longbench",),
+        "SQuat Table 2",
+        "--truncation middle --max-length 8192 (4096 for Llama-2)",
+    ),
+    TaskGroup(
+        "gsm8k",
+        ("gsm8k",),
+        ("gsm8k",),
+        "SQuat Table 1, InnerQ Tables 1-2, XQuant Table 3",
+        "5 examples; the answer behind `####` (strict-match) or the last number (flexible-extract)",
+    ),
+    TaskGroup("mmlu_pro_math", ("mmlu_pro_math",), ("mmlu_pro",), "SQuat Table 1"),
+    TaskGroup("mmlu_pro_law", ("mmlu_pro_law",), ("mmlu_pro",), "SQuat Table 1"),
+    TaskGroup("ifeval", ("ifeval",), ("ifeval",), "SQuat Table 1"),
+    TaskGroup(
+        "gpqa",
+        ("gpqa_main_cot_n_shot",),
+        ("gpqa",),
+        "SQuat Table 1",
+        "the paper does not say which of lm-eval's 15; its scores are multiples of 1/448, the size of the main subset, "
+        "and lie below chance, so that answers are generated",
+    ),
+    TaskGroup("bbh", ("bbh",), ("bbh",), "SQuat Table 1", "27 tasks, chain of thought, 3 examples"),
+    TaskGroup("math500", ("minerva_math500",), ("minerva_math",), "SQuat Figure 6", "--max-new-tokens 8192"),
+)
+
+
+def is_lm_eval(task: str) -> bool:
+    """Whether a name of `--task` means one of lm-eval's tasks."""
+    return task.startswith(PREFIX)
+
+
+def lm_eval_names(tasks: tuple[str, ...] | list[str]) -> list[str]:
+    """lm-eval's names of those of `tasks` that are its own, each once, the table's groups taken apart."""
+    groups = {group.name: group.tasks for group in GROUPS}
+    wanted = [task.removeprefix(PREFIX) for task in tasks if is_lm_eval(task)]
+    return list(dict.fromkeys(name for one in wanted for name in groups.get(one, (one,))))
