@@ -30,6 +30,7 @@ COMMANDS = (
     ("methods", "methods:methods", "Look up"),
     ("bits", "bits:bits", "Look up"),
     ("results", "results:results", "Look up"),
+    ("reproduce", "reproduce:reproduce", "Measure"),
 )
 ALIASES = {"evaluate": "eval"}
 

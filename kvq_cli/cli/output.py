@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,8 +45,17 @@ class Output:
         """A line of the result for a person: stdout, or stderr with --json."""
         print(text, file=sys.stderr if self.as_json else self._stdout, flush=True)
 
-    def table(self, columns: Sequence[str], rows: Iterable[Sequence[Any]], title: str | None = None) -> None:
-        """A table of the result: stdout, or stderr with --json. Columns in which all cells are numbers stand right."""
+    def table(
+        self,
+        columns: Sequence[str],
+        rows: Iterable[Sequence[Any]],
+        title: str | None = None,
+        bold: Sequence[Collection[str]] = (),
+    ) -> None:
+        """A table of the result: stdout, or stderr with --json. Columns in which all cells are numbers stand right.
+
+        bold: for each column but the first, the first cells of the rows that are set in bold in it.
+        """
         from rich import box
         from rich.table import Table
         from rich.text import Text
@@ -57,7 +66,10 @@ class Output:
             numeric = all(_is_number(row[index]) for row in rows)
             table.add_column(column, justify="right" if numeric else "left", overflow="fold")
         for row in rows:
-            table.add_row(*(Text(_cell(value)) for value in row))
+            best = [False, *(row[0] in found for found in bold)] if bold else [False] * len(row)
+            table.add_row(
+                *(Text(_cell(value), style="bold" if one else "") for value, one in zip(row, best, strict=True))
+            )
         self.console(stderr=self.as_json).print(table)
 
     def result(self, document: Any) -> None:

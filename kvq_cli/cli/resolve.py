@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.reproduction.targets import short_name
 
 if TYPE_CHECKING:
     from kvq_cli.artifact import Artifact
     from kvq_cli.methods.base import Method
 
 DEFAULT_METHOD = "kivi"  # needs no calibration, so that a command without flags works anywhere
-
-
-def short_name(model: str) -> str:
-    """A model's name as the name of a folder: the last part of a Hub id or path."""
-    return re.sub(r"[^\w.-]+", "-", model.rstrip("/").rsplit("/", 1)[-1]) or "model"
 
 
 def artifact_folder(model: str, method: Method) -> Path:
@@ -63,9 +58,10 @@ def resolve(
         return built
     folder = artifact_folder(model, built)
     if not folder.is_dir():
-        if not _needs_artifact(model, built):
+        if not needs_artifact(model, built):
             return built
-        raise KvqError(f"{built.name} needs calibration and {folder} does not exist: run `{_calibrate(model, built)}`")
+        command = shlex.join(["kvq", *calibration(model, built)])
+        raise KvqError(f"{built.name} needs calibration and {folder} does not exist: run `{command}`")
     return _load(folder, built.name, given)
 
 
@@ -118,7 +114,7 @@ def resolve_compared(
     return chosen
 
 
-def _needs_artifact(model: str, method: Method) -> bool:
+def needs_artifact(model: str, method: Method) -> bool:
     """Some methods that calibrate have nothing to calibrate for some models."""
     from kvq_cli.models import configured_shape
 
@@ -165,14 +161,16 @@ def _overridden(artifact: Artifact, given: Mapping) -> Artifact:
     return dataclasses.replace(artifact, config={**artifact.config, "method": {**config, **changed}})
 
 
-def _calibrate(model: str, method: Method) -> str:
-    """The command that makes the missing artifact."""
-    words = ["kvq", "calibrate", "--method", method.name]
+def calibration(model: str, method: Method) -> list[str]:
+    """The command, after `kvq`, that makes the method's artifact; options that can be others later are left out."""
+    words = ["calibrate", "--method", method.name]
     words += [] if model == "reference" else ["--model", model]
     for field in dataclasses.fields(method):
         value = getattr(method, field.name)
+        if field.metadata.get("runtime"):
+            continue
         if field.name == "bits":
             words += ["--bits", str(value)]
         elif value != field.default:
             words += ["--set", f"{field.name}={value}"]
-    return shlex.join(words)
+    return words

@@ -3,70 +3,134 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from kvq_cli.cli.options import Json
 from kvq_cli.cli.output import Output
-from kvq_cli.errors import KvqError
+from kvq_cli.errors import KvqError, UsageError
+
+if TYPE_CHECKING:
+    from kvq_cli.reproduction.against import Beside
+
+PUBLISHED = "published"
 
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a `kvq eval` (--out).")]
-Format = Annotated[Literal["table", "markdown", "csv"], typer.Option("--format", help="How to print tables.")]
-Claims = Annotated[bool, typer.Option("--claims", help="Show which of the papers' claims hold in this comparison.")]
+Format = Annotated[
+    Literal["table", "csv", "markdown", "json", "latex"],
+    typer.Option("--format", help="How to print tables; json is what --json prints."),
+]
+Baseline = Annotated[
+    str | None,
+    typer.Option(
+        "--baseline",
+        metavar="NAME",
+        help="Differences to this method on the same samples, with 95 % confidence intervals.",
+    ),
+]
+Against = Annotated[
+    str | None,
+    typer.Option(
+        "--against",
+        metavar="NAME",
+        help="`published`: every table of the papers that has two of these methods; or one, like table-temporalkv-6.",
+    ),
+]
 
 
-def results(folder: Folder, format: Format = "table", claims: Claims = False, as_json: Json = False) -> None:
-    """Print what an evaluation found, without running it again."""
-    out = Output(as_json=as_json)
+def results(
+    folder: Folder,
+    format: Format = "table",
+    baseline: Baseline = None,
+    against: Against = None,
+    as_json: Json = False,
+) -> None:
+    """Print what an evaluation found, without running it again: means ± standard errors, the best in bold."""
+    out = Output(as_json=as_json or format == "json")
+    methods = _methods(folder)
+    if baseline is not None and against is not None:
+        raise UsageError("--baseline with --against: print one after the other; drop one of the two")
+    if baseline is not None:
+        _differences(out, format, folder, methods, baseline)
+    elif against is not None:
+        _against(out, format, methods, against)
+    else:
+        _table(out, format, methods)
+
+
+def _methods(folder: Path) -> dict[str, Any]:
     file = folder / "comparison.json"
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-        methods, table = document["methods"], document["table"]
+        methods = json.loads(file.read_text(encoding="utf-8"))["methods"]
+        return {label: one for label, one in methods.items() if one["results"] and one["config"]["method"]}
     except OSError as error:
         raise KvqError(f"{file}: {error.strerror or error}; give the folder that `kvq eval` wrote to") from None
     except ValueError as error:
         raise KvqError(f"{file}: not JSON ({error}); run the evaluation again") from None
-    except (KeyError, TypeError):
+    except (KeyError, TypeError, AttributeError):
         raise KvqError(f"{file}: not the result of an evaluation; run it again") from None
-    if claims:
-        from kvq_cli.evaluation.claims import check
-
-        found = check(methods)
-        columns, rows = _claims(found)
-        _print(out, format, columns, rows)
-        out.result(found)
-        return
-    _print(out, format, table["columns"], table["rows"])
-    out.result(document)
 
 
-def _claims(found: list[dict]) -> tuple[list[str], list[list]]:
-    columns = ["paper", "claim: lower perplexity", "than", "perplexity", "KL", "bits measured", "holds"]
-    rows = []
-    for one in found:
-        pairs = [
-            [round(one[side][key], digits) for side in ("better_measured", "worse_measured")]
-            for key, digits in (("perplexity", 2), ("kl", 4), ("measured_bits", 2))
-        ]
-        numbers = [f"{a} against {b}" for a, b in pairs]
-        rows.append([one["paper"], one["better"], one["worse"], *numbers, "yes" if one["holds"] else "no"])
-    return columns, rows
+def _table(out: Output, format: str, methods: Mapping[str, Mapping]) -> None:
+    from kvq_cli.evaluation.formats import csv_text, latex, markdown, with_best, with_errors
+    from kvq_cli.evaluation.tabulate import tabulate
 
-
-def _print(out: Output, format: str, columns: list[str], rows: list[list[Any]]) -> None:
-    if format == "table":
-        out.table(columns, rows)
-    elif format == "csv":
-        import csv
-        import io
-
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerows([columns, *rows])
-        out.text(text.getvalue().rstrip("\n"))
+    table = tabulate(methods)
+    if format == "csv":
+        out.text(csv_text(*with_errors(table)))
+    elif format == "latex":
+        out.text(latex(table.titles, with_best(table, r"\textbf{{{}}}")))
+    elif format == "markdown":
+        out.text(markdown(table.titles, with_best(table, "**{}**")))
     else:
-        lines = [columns, ["---"] * len(columns), *rows]
-        out.text(
-            "\n".join("| " + " | ".join("" if cell is None else str(cell) for cell in line) + " |" for line in lines)
-        )
+        out.table(table.titles, table.cells(), bold=[table.best(index) for index in range(len(table.columns))])
+    rows = {
+        label: {column.title: asdict(entry) for column, entry in zip(table.columns, row, strict=True)}
+        for label, row in table.rows.items()
+    }
+    out.result({"columns": [asdict(column) for column in table.columns], "rows": rows})
+
+
+def _differences(out: Output, format: str, folder: Path, methods: Mapping[str, Mapping], baseline: str) -> None:
+    from kvq_cli.evaluation.paired import differences, match
+    from kvq_cli.reproduction.report import CAPTION, difference_table
+
+    found = differences(folder, methods, baseline)
+    if not any(found.values()):
+        raise KvqError(f"{folder}: no figure that {baseline} and another method were both measured by")
+    base = match(baseline, methods)
+    out.note(f"differences to {base}: {CAPTION}; * where that leaves out zero")
+    _print(out, format, *difference_table(found))
+    rows = {label: {name: asdict(one) for name, one in row.items()} for label, row in found.items()}
+    out.result({"baseline": base, "methods": rows})
+
+
+def _against(out: Output, format: str, methods: Mapping[str, Mapping], name: str) -> None:
+    from kvq_cli.reproduction.against import beside
+    from kvq_cli.reproduction.report import agreement_table
+    from kvq_cli.reproduction.targets import target, targets
+
+    model = next(iter(methods.values()))["config"]["model_args"]["name"]
+    wanted = targets().values() if name == PUBLISHED else [target(name)]
+    found: list[Beside] = [side for one in wanted if (side := beside(one, methods, model))]
+    if not found:
+        raise KvqError(f"--against {name}: it has no two of these methods in a column that was measured here")
+    for side in found:
+        out.text(f"{side.target.paper}, {side.target.what} ({side.target.id})")
+        _print(out, format, side.columns, side.lines)
+        _print(out, format, *agreement_table(side.agreements))
+    out.result([{**asdict(side), "target": side.target.id} for side in found])
+
+
+def _print(out: Output, format: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    from kvq_cli.evaluation.formats import csv_text, latex, markdown
+
+    printers = {"csv": csv_text, "markdown": markdown, "latex": latex}
+    if format in printers:
+        out.text(printers[format](columns, rows))
+    else:
+        out.table(columns, rows)

@@ -64,8 +64,8 @@ def test_wrong_requests(arguments, says):
 def test_a_missing_artifact_names_the_command_that_makes_it():
     with pytest.raises(KvqError, match=r"run `kvq calibrate --method temporalkv --bits 2`$"):
         resolve("reference", "temporalkv")
-    with pytest.raises(KvqError, match=r"`kvq calibrate --method temporalkv --model 'a b' --bits 4 --set sinks=0`"):
-        resolve("a b", "temporalkv", 4, None, {"sinks": "0"})
+    with pytest.raises(KvqError, match=r"`kvq calibrate --method temporalkv --model 'a b' --bits 4 --set share=8`"):
+        resolve("a b", "temporalkv", 4, None, {"share": "8", "sinks": "0"})
     with pytest.raises(KvqError, match="no artifact at gone"):
         resolve("reference", None, None, Path("gone"))
 

@@ -1,0 +1,64 @@
+"""Tables as CSV, Markdown and LaTeX."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from typing import Any
+
+from kvq_cli.evaluation.tabulate import Table
+
+_SPECIAL = {"_": r"\_", "%": r"\%", "&": r"\&", "#": r"\#", "±": r"$\pm$"}
+
+
+def csv_text(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([columns, *rows])
+    return text.getvalue().rstrip("\n")
+
+
+def markdown(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(map(_plain, line)) + " |" for line in lines)
+
+
+def latex(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """A tabular with booktabs' rules."""
+    head, *body = [" & ".join(_escaped(_plain(cell)) for cell in line) + r" \\" for line in [columns, *rows]]
+    lines = [rf"\begin{{tabular}}{{l{'r' * (len(columns) - 1)}}}", r"\toprule", head, r"\midrule", *body]
+    return "\n".join([*lines, r"\bottomrule", r"\end{tabular}"])
+
+
+def with_best(table: Table, bold: str) -> list[list[Any]]:
+    """The table's cells with the best of each column set in `bold`, like `**{}**`."""
+    best = [table.best(index) for index in range(len(table.columns))]
+    return [
+        [label, *(bold.format(cell) if label in best[index] else cell for index, cell in enumerate(cells))]
+        for label, *cells in table.cells()
+    ]
+
+
+def with_errors(table: Table) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows with each standard error in a column of its own, where a column has any."""
+    kept = [any(row[index].error is not None for row in table.rows.values()) for index in range(len(table.columns))]
+    columns = ["method"]
+    for column, errors in zip(table.columns, kept, strict=True):
+        columns += [column.title, f"{column.title} stderr"] if errors else [column.title]
+    rows = []
+    for label, row in table.rows.items():
+        cells: list[Any] = [label]
+        for entry, errors in zip(row, kept, strict=True):
+            cells += [entry.value, entry.error] if errors else [entry.value]
+        rows.append(cells)
+    return columns, rows
+
+
+def _plain(cell: Any) -> str:
+    if cell is None:
+        return ""
+    return f"{cell:.5g}" if isinstance(cell, float) else str(cell)
+
+
+def _escaped(text: str) -> str:
+    return "".join(_SPECIAL.get(letter, letter) for letter in text)

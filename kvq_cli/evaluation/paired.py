@@ -1,0 +1,123 @@
+"""Differences between methods on the same samples: their mean, and a 95 % confidence interval."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import cos, pi, sin, sqrt, tan
+from pathlib import Path
+from typing import Any
+
+from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.evaluation.base import mean_and_error
+
+CONFIDENCE = 0.95
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A method's mean less the baseline's, over `samples` samples that both answered.
+
+    low, high: the interval that holds the difference with 95 % confidence (Student's t); None for a single sample.
+    """
+
+    mean: float
+    low: float | None
+    high: float | None
+    samples: int
+
+    @property
+    def differs(self) -> bool:
+        """Whether the interval leaves out zero."""
+        return self.low is not None and (self.low > 0 or self.high < 0)
+
+
+def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
+    """Of `first` less `second`, sample by sample."""
+    mean, error = mean_and_error([a - b for a, b in zip(first, second, strict=True)])
+    if error is None:
+        return Difference(mean, None, None, len(first))
+    half = student(len(first) - 1) * error
+    return Difference(mean, mean - half, mean + half, len(first))
+
+
+def student(freedom: int, confidence: float = CONFIDENCE) -> float:
+    """The t that a t-distributed number of `freedom` degrees exceeds in size with probability 1 - `confidence`."""
+    low, high = 0.0, pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _central(middle, freedom) < confidence else (low, middle)
+    return sqrt(freedom) * tan(low)
+
+
+def _central(angle: float, freedom: int) -> float:
+    """P(|t| < sqrt(freedom) tan(angle)), Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    odd = freedom % 2
+    term, total = (cos(angle) if odd else 1.0), 0.0
+    for index in range(1 if odd else 0, freedom - 1, 2):
+        total += term
+        term *= cos(angle) ** 2 * (index + 1) / (index + 2)
+    return 2 / pi * (angle + sin(angle) * total) if odd else sin(angle) * total
+
+
+def differences(folder: Path, methods: Mapping[str, Mapping], baseline: str) -> dict[str, dict[str, Difference]]:
+    """By label and figure (`vt-512`, `perplexity-1024 loss`, `perplexity-1024 KL`): the method less the baseline.
+
+    folder: what `kvq eval` wrote to; baseline: a label, or the start of a single one. Losses and KL divergences are in
+    nats per token, scores in percent. KvqError where the samples are gone.
+    """
+    base = match(baseline, methods)
+    scores = {label: _scores(folder, one) for label, one in methods.items()}
+    return {
+        label: {
+            name: _common(found, scores[base][name])
+            for name, found in scores[label].items()
+            if scores[base].get(name, {}).keys() & found.keys()
+        }
+        for label in methods
+        if label != base
+    }
+
+
+def match(baseline: str, methods: Mapping[str, Any]) -> str:
+    """The label that `baseline` names; UsageError where it is none or several."""
+    found = [label for label in methods if label.startswith(baseline)]
+    if baseline in methods:
+        return baseline
+    if len(found) != 1:
+        raise UsageError(f"--baseline {baseline}: must name one of {', '.join(found or methods)}")
+    return found[0]
+
+
+def _common(first: Mapping[int, float], second: Mapping[int, float]) -> Difference:
+    both = sorted(first.keys() & second.keys())
+    return paired([first[index] for index in both], [second[index] for index in both])
+
+
+def _scores(folder: Path, document: Mapping[str, Any]) -> dict[str, dict[int, float]]:
+    """By figure and sample: what the method reached."""
+    found: dict[str, dict[int, float]] = {}
+    for name, place in document["samples"].items():
+        try:
+            lines = (folder / place).read_text(encoding="utf-8").splitlines()[1:]
+        except OSError as error:
+            raise KvqError(f"{folder / place}: {error.strerror}; run the evaluation again to compare samples") from None
+        records = [json.loads(line) for line in lines]
+        # Of a log that another run made longer, those of this run.
+        records = sorted(records, key=lambda one: one["index"])[: document["n-samples"][_task(name)]["effective"]]
+        for record in records:
+            for figure, value in _figures(name, record).items():
+                found.setdefault(figure, {})[record["index"]] = value
+    return found
+
+
+def _task(evaluation: str) -> str:
+    return evaluation.rpartition("-")[0] or evaluation
+
+
+def _figures(name: str, record: Mapping[str, Any]) -> dict[str, float]:
+    if "nll" in record:
+        tokens = record["tokens"]
+        return {f"{name} loss": record["nll"] / tokens, f"{name} KL": record["kl"] / tokens}
+    return {name: 100 * record["score"]} if isinstance(record.get("score"), (int, float)) else {}

@@ -1,0 +1,110 @@
+"""Tables of finished evaluations: formats, the best in bold, differences on the same samples."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+
+from kvq_cli.evaluation.paired import paired, student
+from kvq_cli.evaluation.tabulate import tabulate
+
+
+def document(bits, perplexity, vt, samples):
+    results = {
+        "vt": {"512,none": vt, "512_stderr,none": 0.1},
+        "perplexity": {"perplexity,none": perplexity, "perplexity_stderr,none": 0.5, "kl,none": 0.01},
+    }
+    return {
+        "results": results,
+        "higher_is_better": {"vt": {"512": True}, "perplexity": {"perplexity": False, "kl": False}},
+        "n-samples": {"vt": {"effective": 3}, "perplexity": {"effective": 3}},
+        "cache": {"vt-512": {"nominal_bits": bits, "measured_bits": bits + 1, "bytes": 2048, "ratio": 4, "tokens": 9}},
+        "config": {"method": {"name": "kivi", "bits": bits}, "model_args": {"name": "reference"}},
+        "samples": samples,
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two methods: the second has a loss that is higher by 0.1, 0.2 and 0.3 on the same windows."""
+    scores, losses = {"a": [1.0, 0.0, 1.0], "b": [1.0, 0.0, 0.0]}, {"a": [2.0, 3.0, 4.0], "b": [2.1, 3.2, 4.3]}
+    methods = {}
+    for label in ("a", "b"):
+        vt = [{"index": i, "score": one} for i, one in enumerate(scores[label])]
+        windows = [{"index": i, "tokens": 10, "nll": 10 * one, "kl": 0.1} for i, one in enumerate(losses[label])]
+        # A longer run left one record more, which is no part of this one.
+        windows.append({"index": 3, "tokens": 10, "nll": 1e9, "kl": 0.1})
+        for name, records in (("vt-512", vt), ("perplexity-1024", windows)):
+            lines = [json.dumps({"key": {}}), *map(json.dumps, records)]
+            (tmp_path / f"{label}-{name}.jsonl").write_text("\n".join(lines) + "\n")
+        samples = {name: f"{label}-{name}.jsonl" for name in ("vt-512", "perplexity-1024")}
+        methods[f"{label}-2bit"] = document(2, math.exp(sum(losses[label]) / 3), sum(scores[label]) / 3, samples)
+    (tmp_path / "comparison.json").write_text(json.dumps({"methods": methods}))
+    return tmp_path
+
+
+def test_student_has_the_quantiles_of_the_tables():
+    for freedom, value in {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 9: 2.2622, 30: 2.0423, 500: 1.9647}.items():
+        assert student(freedom) == pytest.approx(value, abs=6e-5)
+
+
+def test_differences_are_of_pairs():
+    found = paired([1.1, 2.2, 3.3], [1.0, 2.0, 3.0])
+    # mean 0.2, standard deviation 0.1, standard error 0.1 / sqrt(3), t of 2 degrees 4.3027
+    assert found.mean == pytest.approx(0.2)
+    assert (found.high - found.low) / 2 == pytest.approx(4.3027 * 0.1 / math.sqrt(3), rel=1e-4)
+    assert not found.differs and paired([2, 3, 4], [1, 2, 3.1]).differs
+    assert paired([1.0], [2.0]).low is None
+
+
+def test_the_best_of_a_column_leaves_out_the_uncompressed(folder):
+    methods = json.loads((folder / "comparison.json").read_text())["methods"]
+    table = tabulate({"fp16": {**methods["a-2bit"]}, **methods})
+    assert table.titles == [
+        "method",
+        "vt",
+        "perplexity",
+        "KL to fp16",
+        "bits",
+        "bits measured",
+        "cache KiB",
+        "x smaller",
+    ]
+    assert [table.best(index) for index in range(3)] == [{"a-2bit"}, {"a-2bit"}, {"a-2bit", "b-2bit"}]
+    assert table.best(4) == set()
+    assert table.column("vt")["a-2bit"].value == pytest.approx(200 / 3)
+    with pytest.raises(KeyError, match="no column 'gsm8k'"):
+        table.column("gsm8k")
+
+
+def test_formats(kvq, folder):
+    assert "| a-2bit | **66.7 ±10.0** | **20.086 ±0.500** |" in kvq("results", folder, "--format", "markdown").stdout
+    assert r"a-2bit & \textbf{66.7 $\pm$10.0} &" in kvq("results", folder, "--format", "latex").stdout
+    lines = kvq("results", folder, "--format", "csv").stdout.splitlines()
+    assert lines[0].startswith("method,vt,vt stderr,perplexity,perplexity stderr,KL to fp16,bits")
+    assert lines[1].startswith("a-2bit,66.66")
+    assert "66.7 ±10.0" in kvq("results", folder).stdout
+    rows = json.loads(kvq("results", folder, "--format", "json").stdout)["rows"]
+    assert rows["a-2bit"]["perplexity"] == {"value": pytest.approx(math.exp(3)), "error": 0.5}
+
+
+def test_differences_to_a_baseline(kvq, fails, folder):
+    found = json.loads(kvq("results", folder, "--baseline", "a", "--json").stdout)
+    loss = found["methods"]["b-2bit"]["perplexity-1024 loss"]
+    assert found["baseline"] == "a-2bit" and list(found["methods"]) == ["b-2bit"]
+    assert loss["mean"] == pytest.approx(0.2) and loss["samples"] == 3
+    assert found["methods"]["b-2bit"]["vt-512"]["mean"] == pytest.approx(-100 / 3)
+    assert "+0.2 [-0.04841, +0.4484]" in kvq("results", folder, "--baseline", "a").stdout
+    fails("results", folder, "--baseline", "kivi", code=2, says="must name one of a-2bit, b-2bit")
+    (folder / "a-vt-512.jsonl").unlink()
+    fails("results", folder, "--baseline", "a", code=1, says="run the evaluation again")
+
+
+def test_what_is_no_evaluation(kvq, fails, folder):
+    fails("results", folder / "gone", code=1, says="give the folder that `kvq eval` wrote to")
+    (folder / "comparison.json").write_text("[1]")
+    fails("results", folder, code=1, says="not the result of an evaluation")
+    (folder / "comparison.json").write_text("{")
+    fails("results", folder, code=1, says="not JSON")
