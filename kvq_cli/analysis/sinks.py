@@ -23,16 +23,16 @@ def fisher_by_position(gradients: Tensor) -> Tensor:
     return total / len(gradients)
 
 
-def summary(weights: Tensor, first: int) -> dict[str, float]:
+def summary(weights: Tensor, first: int) -> dict[str, float | None]:
     """Of the weights by position `[tokens]`: that of token 0, the mean of tokens 1 ... first - 1, the median of the
-    others, how many times as much as that token 0 has, and the share of all weight that the first tokens have."""
+    others, how many times as much as that token 0 has (None: of nothing), and the first tokens' share of all weight."""
     median = weights[first:].median().item()
     return {
         "token 0": weights[0].item(),
         "other first tokens": weights[1:first].mean().item() if first > 1 else 0.0,
         "median of the rest": median,
-        "ratio": weights[0].item() / median if median else float("inf"),
-        "share": (weights[:first].sum() / weights.sum()).item(),
+        "ratio": weights[0].item() / median if median else None,
+        "share": (weights[:first].sum() / weights.sum().clamp_min(1e-300)).item(),
     }
 
 
