@@ -67,10 +67,15 @@ class SampleLog:
 
 def write_json(path: Path, document: Any) -> None:
     """Write a JSON file whole or not at all."""
+    write_text(path, json.dumps(document, indent=2, default=str) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all, and its folder where there is none."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(json.dumps(document, indent=2, default=str) + "\n", encoding="utf-8")
+        partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
         with suppress(OSError):
