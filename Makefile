@@ -16,8 +16,6 @@ echo; echo "$$ kvq $(1)"
 $(KVQ) $(1)
 endef
 
-COMMA := ,
-
 DEMO := results/demo
 DEMO_ARTIFACT := $(DEMO)/temporalkv-2bit
 # Equal windows for all: without them KIVI keeps 128 recent tokens in 16 bits, TemporalKV none.
@@ -25,20 +23,16 @@ WINDOWS := --set sinks=8 --set recent=32
 DEMO_EVAL := --task ruler,perplexity --compare fp16,kivi,temporalkv --bits 2 $(WINDOWS) --context 512 --limit 2
 ARTIFACTS := $(foreach bits,1 2 4,temporalkv-$(bits)bit channelkv-$(bits)bit) $(foreach bits,1 2 3 4,kvquant-$(bits)bit) \
 	xquant xquant-cl
-VARIANTS := $(foreach bits,1 2,temporalkv-$(bits)bit-outliers-0.01 channelkv-$(bits)bit-outliers-0.01 \
-	kvquant-$(bits)bit-outliers-0.0)
-CLAIMS := results/claims
-CLAIMS_EVAL := --task perplexity --limit 32
-COMPARE := results/compare
-COMPARE_EVAL := --config examples/compare.yaml
-# The same sinks, recent window and groups for all.
-FAIR := --set sinks=8 --set recent=32 --set residual=32 --set group=32
+# Tables and figures of the papers: the files of each are below results/reproduction/MODEL.
+MODEL ?= reference
+OPTIONS ?=
+COMPARED := results/reproduction/reference/compare
 BENCH := --compare kivi,temporalkv --bits 2
 
-.PHONY: help demo test test-fast lint artifacts claims compare bench clean
+.PHONY: help demo test test-fast lint artifacts list repro repro-fast reproduction compare bench clean
 
 help:  ## Show this list.
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "kvq needs Python 3.11 or newer: make PYTHON=python3.12" >&2; exit 1; }
@@ -71,27 +65,29 @@ demo: $(DEMO_ARTIFACT)/config.json  ## Calibrate, generate and evaluate at 2 bit
 $(DEMO_ARTIFACT)/config.json: | .venv/.installed
 	@$(call kvq,calibrate --method temporalkv --bits 2 --out $(@D) --resume)
 
-claims: $(foreach name,temporalkv-2bit temporalkv-2bit-fisher-off,artifacts/reference/$(name)/config.json)  ## Show what TemporalKV's parts are worth, at 2 bits.
-	@echo; echo "TemporalKV against KIVI, equal windows:"
-	$(call kvq,eval $(CLAIMS_EVAL) --compare fp16$(COMMA)kivi$(COMMA)temporalkv --bits 2 $(WINDOWS) --out $(CLAIMS)/kivi)
-	echo; echo "Fisher weights against none:"
-	$(call kvq,eval $(CLAIMS_EVAL) --compare temporalkv$(COMMA)temporalkv:fisher=off --out $(CLAIMS)/fisher)
-	echo; echo "Sinks in full precision against none:"
-	$(call kvq,eval $(CLAIMS_EVAL) --compare temporalkv$(COMMA)temporalkv:sinks=0 --out $(CLAIMS)/sinks)
-	echo; echo "The hybrid's error against that of each of its parts (last two rows):"
-	$(call kvq,inspect artifacts/reference/temporalkv-2bit)
+list: .venv/.installed  ## List the papers' tables and figures: what each needs, and how far it is.
+	@$(KVQ) reproduce --model $(MODEL)
 
-compare: artifacts $(VARIANTS:%=artifacts/reference/%/config.json)  ## Compare all methods at 4, 3, 2 and 1 bits; writes docs/COMPARISON.md.
-	@mkdir -p $(COMPARE) docs
-	$(call kvq,eval $(COMPARE_EVAL) $(FAIR) --out $(COMPARE)/fair --plot docs/comparison-fair.png)
-	$(call kvq,eval $(COMPARE_EVAL) --task perplexity --out $(COMPARE)/paper --plot docs/comparison-paper.png)
-	{ cat docs/comparison-head.md
-	for windows in fair paper; do
-	test $$windows = fair && echo "## Equal windows" || echo "## Each paper's own windows"
-	test $$windows = fair && echo "\`$(FAIR)\`"; echo
-	echo "![scores over measured bits](comparison-$$windows.png)"; echo
-	echo "Which claims hold:"; echo; $(KVQ) results $(COMPARE)/$$windows --claims --format markdown; echo
-	$(KVQ) results $(COMPARE)/$$windows --format markdown; echo
+table-% figure-% figures-% perplexity-% roofline-% sizes-% compare-%: .venv/.installed  # one of them: make table-temporalkv-6 MODEL=...
+	@$(call kvq,reproduce $@ --model $(MODEL) $(if $(OPTIONS),--options '$(OPTIONS)'))
+
+repro: .venv/.installed  ## Make all tables and figures that need no GPU, on the built-in model; then docs/REPRODUCTION.md.
+	@$(call kvq,reproduce --all)
+	$(MAKE) --no-print-directory reproduction
+
+repro-fast: .venv/.installed  ## Make those that take little time.
+	@$(call kvq,reproduce --all --fast)
+
+reproduction: .venv/.installed  ## Write docs/REPRODUCTION.md: the papers' claims, our numbers, what holds.
+	@$(call kvq,reproduce --page docs/REPRODUCTION.md)
+
+compare: compare-windows compare-own  ## Compare all methods at 4, 3, 2 and 1 bits; writes docs/COMPARISON.md.
+	@{ cat docs/comparison-head.md
+	for windows in windows own; do
+	test $$windows = windows && echo "## Equal windows" || echo "## Each paper's own windows"
+	cp $(COMPARED)-$$windows/plot.png docs/comparison-$$windows.png
+	echo; echo "![scores over measured bits](comparison-$$windows.png)"; echo
+	$(KVQ) results $(COMPARED)-$$windows --format markdown; echo
 	done; } > docs/COMPARISON.md
 	echo "written: docs/COMPARISON.md"
 
@@ -100,5 +96,5 @@ bench: results/bench/generate.json  ## Measure decoding beside transformers' own
 results/bench/generate.json: artifacts/reference/temporalkv-2bit/config.json | .venv/.installed
 	@$(call kvq,bench generate $(BENCH) --out $(@D))
 
-clean:  ## Remove the environment and all results (not the artifacts).
-	rm -rf .venv results build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
+clean:  ## Remove the environment and all results that git does not hold (not the artifacts).
+	rm -rf .venv $(filter-out results/reproduction,$(wildcard results/*)) build dist .pytest_cache .ruff_cache .hypothesis *.egg-info
