@@ -28,7 +28,11 @@ def typed(cls: type, owner: str, options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _typed(owner: str, key: str, value: Any, kind: Any) -> Any:
-    """`value` as the option's type `kind` (int, float, bool, str, or one of these or None)."""
+    """`value` as the option's type `kind` (int, float, bool, str, or one of these or None), or as several of these,
+    joined by commas, where that is a tuple."""
+    if typing.get_origin(kind) is tuple:
+        parts = value.replace(" ", "").split(",") if isinstance(value, str) else value
+        return tuple(_typed(owner, key, part, kind.__args__[0]) for part in parts)
     optional = isinstance(kind, types.UnionType) and type(None) in kind.__args__
     if optional:
         if value is None or (isinstance(value, str) and value.lower() == "none"):

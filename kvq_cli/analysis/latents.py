@@ -60,7 +60,7 @@ class _Layer:
 @register
 @dataclass(frozen=True)
 class Latents(Study):
-    """X, X U_k and X U_v by channel: is channel 0 of X U_k the outlier, and does B_k say which key channel is?
+    """X, X U_k and X U_v by channel: whether X U_k has its outliers in channel 0, and B_k says where keys have theirs.
 
     W_k = U_k S B_k^T, W_v likewise. Dominance: a channel's mean magnitude over that of all others, of the largest
     channel of X and of channel 0 of the latents. Cosine: of |X and U_k's first direction|. Place: of the keys' channel

@@ -90,7 +90,7 @@ class Roofline(Study):
     gpu: str = "h100-pcie"
     teraflops: float | None = None
     bandwidth: float | None = None
-    shapes: str = "llama-2-7b,llama-3.1-8b"
+    shapes: tuple[str, ...] = ("llama-2-7b", "llama-3.1-8b")
     bits: float = 2.0
     accumulator_bits: float = 4.0
 
@@ -111,7 +111,7 @@ class Roofline(Study):
 
     def run(self, subject: None, show: Show) -> Findings:
         """See `Study.run`."""
-        gpu, names = self.device, [name.strip() for name in self.shapes.split(",")]
+        gpu, names = self.device, self.shapes
         numbers = {"ridge": gpu.ridge, "flops": gpu.flops, "bandwidth": gpu.bandwidth, "shapes": {}}
         for done, name in enumerate(names):
             show("shapes", done, len(names))

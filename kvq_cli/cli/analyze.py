@@ -83,11 +83,16 @@ def _list(out: Output) -> None:
         for name, cls in studies().items()
     ]
     rows = [
-        [one["name"], one["source"], one["summary"], " ".join(f"{k}={v}" for k, v in one["options"].items())]
+        [one["name"], one["source"], one["summary"], " ".join(f"{k}={_said(v)}" for k, v in one["options"].items())]
         for one in found
     ]
     out.table(["study", "source", "what it shows", "options (--set)"], rows)
     out.result(found)
+
+
+def _said(value: object) -> object:
+    """An option's value in the form in which it would be typed."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else value
 
 
 def _about(study, subject) -> dict:
