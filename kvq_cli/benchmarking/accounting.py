@@ -33,7 +33,7 @@ def account(method: Method, shape: ModelShape, context: int, batch: int = 1) -> 
     layers = []
     turn = Rotation("none", torch.empty(0), shape.head_dim)
     for index in range(shape.layers):
-        plan = method.plan(index, shape, _tensors(method, shape, index))
+        plan = method.plan(index, shape, artifact_tensors(method, shape, index))
         layers.append(CompressedLayer(index, plan, turn, cross_layer=sums))
     forward = Rows().begin(0, context, batch)
     keys, queries = (
@@ -55,15 +55,15 @@ def artifact_bytes(method: Method, shape: ModelShape) -> Mapping[str, int]:
     """Bytes by kind of tensor ("centroids", "mean", "down", ...) of the method's artifact; empty where it has none."""
     found: dict[str, int] = {}
     for index in range(shape.layers):
-        for name, tensor in _tensors(method, shape, index).items():
+        for name, tensor in artifact_tensors(method, shape, index).items():
             kind = name.split(".")[1]
             found[kind] = found.get(kind, 0) + tensor.numel() * tensor.element_size()
     return found
 
 
 @cache
-def _tensors(method: Method, shape: ModelShape, layer: int) -> dict[str, Tensor]:
-    """Tensors like an artifact's, with nothing in them; a hybrid takes its first shape (all have the same size)."""
+def artifact_tensors(method: Method, shape: ModelShape, layer: int) -> dict[str, Tensor]:
+    """A layer's tensors like an artifact's, with nothing in them; of a hybrid the first shape: all have one size."""
     if not method.calibrates:
         return {}
     spec = method.calibration(shape)

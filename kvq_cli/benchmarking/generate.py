@@ -84,10 +84,10 @@ def _run(model: PreTrainedModel, peer: Peer, ids: Tensor, context: int) -> Run:
         cache = new_cache()
 
         def forward(part: Tensor) -> float:
-            _synchronize(model)
+            synchronize(model)
             start = time.perf_counter()
             model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            _synchronize(model)
+            synchronize(model)
             return time.perf_counter() - start
 
         prefill = forward(ids[:, :context])
@@ -115,6 +115,7 @@ def _spread(seconds: list[float]) -> dict:
     return {"p20": p20, "p50": p50, "p80": p80, "n": len(seconds)}
 
 
-def _synchronize(model: PreTrainedModel) -> None:
+def synchronize(model: PreTrainedModel) -> None:
+    """Wait until a GPU has done what it was given."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)

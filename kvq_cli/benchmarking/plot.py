@@ -42,3 +42,22 @@ def _dress(axis: Axes, contexts: list[int]) -> None:
     axis.set_xticks(contexts, [str(context) for context in contexts])
     axis.set_ylim(bottom=0)  # so that twice as high is twice as much
     axis.grid(alpha=0.3)
+
+
+def plot_growth(rows: list[dict], title: str, path: Path) -> None:
+    """Throughput over batch size, one line per cache, which ends where memory does."""
+    figure = new_figure(7, 4.5)
+    axis = figure.subplots()
+    for peer in dict.fromkeys(row["peer"] for row in rows):
+        found = sorted((r for r in rows if r["peer"] == peer and "failed" not in r), key=lambda r: r["batch"])
+        batches = [row["batch"] for row in found]
+        axis.plot(batches, [row["tokens_s"] for row in found], marker="o", label=peer)
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.set_xlabel("batch, up to the largest that fits in memory")
+    axis.set_ylabel("decoded tokens per second (higher is better)")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, frameon=False)
+    axis.set_title(title, fontsize=10)
+    figure.tight_layout()
+    save(figure, path)

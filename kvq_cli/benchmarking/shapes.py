@@ -77,4 +77,6 @@ def random_model(shape: str, device: torch.device, dtype: torch.dtype, seed: int
         tie_word_embeddings=numbers.tied,
     )
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).to(device).eval().requires_grad_(False)
+    with device:  # where billions of numbers are drawn in no time
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    return model.to(device).eval().requires_grad_(False)

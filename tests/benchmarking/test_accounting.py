@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvq_cli.attention.rotary import Rotation
-from kvq_cli.benchmarking.accounting import META, _tensors, account, artifact_bytes
+from kvq_cli.benchmarking.accounting import META, account, artifact_bytes, artifact_tensors
 from kvq_cli.benchmarking.published import compare_sizes
 from kvq_cli.benchmarking.shapes import SHAPES, random_model
 from kvq_cli.cache.cross_layer import CrossLayerSum
@@ -37,7 +37,7 @@ def test_counts_what_a_cache_of_numbers_holds(spec, shape, context):
     for index in range(shape.layers):
         tensors = {
             name: torch.zeros(x.shape, dtype=x.dtype) if x.device == META else x
-            for name, x in _tensors(method, shape, index).items()
+            for name, x in artifact_tensors(method, shape, index).items()
         }
         plan = method.plan(index, shape, tensors)
         layers.append(CompressedLayer(index, plan, Rotation("none", torch.empty(0), 64), cross_layer=sums))

@@ -1,0 +1,149 @@
+"""How fast kernels and models should be (`targets.json`), and what was measured beside it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from kvq_cli.errors import KvqError
+
+#: Result files that a GPU's folder may have; of growth one per model.
+NAMES = ("kernels", "calibrate", "growth-*", "generate-*")
+
+
+@cache
+def targets() -> dict[str, Any]:
+    return json.loads(files(__package__).joinpath("targets.json").read_text(encoding="utf-8"))
+
+
+def results(folder: Path) -> dict[Path, dict[str, dict]]:
+    """Folder -> name of a result -> the document, of `folder` or of those in it; dry runs left out."""
+    found: dict[Path, dict[str, dict]] = {}
+    for place in [folder, *sorted(path for path in folder.glob("*") if path.is_dir())]:
+        for pattern in NAMES:
+            for path in sorted(place.glob(f"{pattern}.json")):
+                try:
+                    document = json.loads(path.read_text(encoding="utf-8"))
+                except (OSError, ValueError) as error:
+                    raise KvqError(f"cannot read {path}: {error}") from None
+                if "gpu" in document.get("machine", {}) and not document.get("dry"):
+                    found.setdefault(place, {})[path.stem] = document
+    return found
+
+
+def verdicts(result: dict[str, dict]) -> list[dict[str, Any]]:
+    """A row per target and place: measured, wanted, stretch, and the verdict "reached", "stretch" or by what factor it
+    is missed; "not measured" where the results do not say."""
+    rows = []
+    kernels = result.get("kernels", {}).get("rows", [])
+    timed = {_place(row): row for row in kernels if "us" in row}
+    rows += _decode(timed)
+    rows += _products(timed)
+    rows += _others(timed)
+    if "calibrate" in result:
+        rows.append(_calibration(result["calibrate"]))
+    for name, document in result.items():
+        if name.startswith("growth"):
+            rows += _growth(document)
+    return rows
+
+
+def _place(row: dict) -> tuple:
+    return row["operation"], row["case"], row.get("model"), row.get("batch"), row.get("context")
+
+
+def _verdict(target: str, where: str, measured: float | None, limit: dict[str, float], bold: bool = True) -> dict:
+    """limit: {"at_least" or "at_most": ..., "stretch": ...}."""
+    least, most, stretch = limit.get("at_least"), limit.get("at_most"), limit.get("stretch")
+    wanted = f"at least {least:g}" if least is not None else f"at most {most:g}"
+    row = {"target": target, "where": where, "measured": measured, "wanted": wanted, "stretch": stretch, "bold": bold}
+    if measured is None:
+        return row | {"verdict": "not measured"}
+    reached = measured >= least if least is not None else measured <= most
+    if reached:
+        return row | {"verdict": "stretch" if stretch is not None and measured >= stretch else "reached"}
+    return row | {"verdict": f"missed: {measured / (least if least is not None else most):.2f} of it"}
+
+
+def _decode(timed: dict[tuple, dict]) -> Iterator[dict]:
+    for target in targets()["decode"]:
+        for size, places in targets()["places"].items():
+            least, stretch = target[size]
+            for store in target["stores"]:
+                for batch, context in places:
+                    row = timed.get(("decode_attention", f"kvq {store}", None, batch, context), {})
+                    where = f"{store}, {batch} x {context}"
+                    bold = target["bold"] and size == "large"
+                    limit = {"at_least": least, "stretch": stretch}
+                    yield _verdict(f"{target['name']}, times 16 bit", where, row.get("ratio"), limit, bold)
+
+
+def _products(timed: dict[tuple, dict]) -> Iterator[dict]:
+    for name, base, title in (
+        ("inner_faster_than_outer", "outer grouping", "inner grouping's time saved, of outer's"),
+        ("inner_below_matmul", "torch.matmul", "inner grouping's time saved, of torch.matmul's"),
+    ):
+        limit = targets()[name]
+        for (operation, case, model, _, context), row in timed.items():
+            other = timed.get((operation, base, model, None, context))
+            if case != "inner grouping" or other is None or context < limit["from_context"]:
+                continue
+            saved = round(1 - row["us"]["p50"] / other["us"]["p50"], 3)
+            yield _verdict(title, f"{model}, {context}", saved, limit)
+
+
+def _others(timed: dict[tuple, dict]) -> Iterator[dict]:
+    limit = targets()["hybrid_over_symmetric"]
+    for (operation, case, model, _, context), row in timed.items():
+        if operation == "quantize_pack" and case == "hybrid" and context >= limit["from_context"]:
+            other = timed[operation, "symmetric", model, None, context]
+            ratio = round(row["us"]["p50"] / other["us"]["p50"], 3)
+            yield _verdict("hybrid's time, times symmetric's", f"{model}, {context}", ratio, limit)
+        if operation == "assign_centroids":
+            took = round(row["us"]["p50"] / 1000, 3)
+            yield _verdict("assignment, ms per layer", f"{case}, {context} tokens", took, targets()["assign_ms"])
+
+
+def _calibration(document: dict) -> dict:
+    settings, limit = document["calibration"], targets()["calibrate_s"]
+    where = f"{document['model']}, {settings['samples']} x {settings['seqlen']} tokens"
+    whole = settings["samples"] == limit["samples"] and settings["seqlen"] == limit["seqlen"]
+    if not whole:
+        where += f" ({document['total_s']:.0f} s)"
+    return _verdict("calibration, s", where, document["total_s"] if whole else None, limit)
+
+
+def _growth(document: dict) -> Iterator[dict]:
+    """Of each method: throughput at the largest batch that fits; peak memory, weights included, at the plain cache's
+    largest batch; throughput at that batch."""
+    weights, by_peer = document["weights_bytes"], {}
+    for row in document["rows"]:
+        if "failed" not in row:
+            by_peer.setdefault(row["peer"], {})[row["batch"]] = row
+    plain = next((rows for peer, rows in by_peer.items() if _is_plain(document, peer)), None)
+    if plain is None:
+        return
+    most = max(plain)
+    best = max(row["tokens_s"] for row in plain.values())
+    for peer, rows in by_peer.items():
+        if rows is plain:
+            continue
+        where = f"{document['model']}, {peer}"
+        gain = round(max(row["tokens_s"] for row in rows.values()) / best, 2)
+        yield _verdict("throughput at the largest batch, times 16 bit", where, gain, targets()["throughput_over_fp16"])
+        if most in rows:
+            peaks = [weights + side[most]["peak_bytes"] for side in (plain, rows)]
+            where += f", batch {most}"
+            ratio = round(peaks[0] / peaks[1], 2)
+            yield _verdict("peak memory with weights, times less", where, ratio, targets()["memory_under_fp16"])
+            if "temporalkv" in peer:
+                speed = round(rows[most]["tokens_s"] / plain[most]["tokens_s"], 2)
+                yield _verdict("TemporalKV's speed, times 16 bit", where, speed, targets()["temporalkv_over_fp16"])
+
+
+def _is_plain(document: dict, peer: str) -> bool:
+    return any(row["peer"] == peer and row["bits"] is None for row in document["rows"])

@@ -1,0 +1,69 @@
+"""`kvq bench calibrate`: a calibration's time by phase, and its memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from kvq_cli.cli import options as opt
+from kvq_cli.cli.bench_shared import OutDir, RandomShape, about, load, make_folder, measured, write_result
+from kvq_cli.cli.output import Output, human_bytes
+
+Dataset = Annotated[str, measured("--dataset", metavar="NAME", help="Text to calibrate on; see `kvq calibrate`.")]
+Samples = Annotated[int, measured("--samples", min=2, help="Windows of text.")]
+Seqlen = Annotated[
+    int | None, measured("--seqlen", min=1, help="Tokens of a window (default: 2048, or what the model allows).")
+]
+
+
+def calibrate(
+    method: opt.MethodName = "temporalkv",
+    bits: opt.Bits = 2,
+    set_: opt.Set = None,
+    dataset: Dataset = "prose",
+    samples: Samples = 64,
+    seqlen: Seqlen = None,
+    random: RandomShape = None,
+    out_dir: OutDir = Path("results/bench"),
+    model: opt.Model = "reference",
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    seed: opt.Seed = 0,
+    config: opt.Config = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """A calibration's time by phase, and its peak memory; the artifact is thrown away."""
+    out = Output(as_json=as_json, quiet=quiet)
+    from kvq_cli.benchmarking.calibrate import measure
+    from kvq_cli.benchmarking.stand_ins import as_loaded
+    from kvq_cli.calibration.pipeline import plan
+    from kvq_cli.calibration.settings import Settings
+    from kvq_cli.methods.registry import build, to_config
+    from kvq_cli.models import load_model
+
+    given = opt.method_options(set_) | ({} if bits is None else {"bits": bits})
+    built = build(method or "temporalkv", **given)
+    if random is None:
+        loaded = load_model(model, device, dtype)
+    else:
+        made, name = load(model, random, device, dtype, seed)
+        loaded = as_loaded(made, name, seed)
+    planned = plan(loaded, built, Settings(dataset, samples, seqlen, seed=seed))
+    make_folder(out_dir)
+    with out.phases() as show:
+        found = measure(planned, show)
+    settings = {} if planned.extent is None else planned.settings.to_dict()
+    document = {
+        **about("calibrate", loaded.model, loaded.name),
+        "method": to_config(built),
+        "calibration": settings,
+        **found,
+    }
+    written = write_result(out_dir, "calibrate", document)
+    rows = [[phase, round(seconds, 2)] for phase, seconds in found["phases_s"].items()]
+    out.table(["phase", "seconds"], [*rows, ["all", round(found["total_s"], 2)]])
+    if found["peak_bytes"] is not None:
+        out.text(f"peak memory {human_bytes(found['peak_bytes'])}, artifact {human_bytes(found['artifact_bytes'])}")
+    out.note(f"written: {written}")
+    out.result(document)

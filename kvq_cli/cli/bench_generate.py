@@ -1,0 +1,199 @@
+"""`kvq bench generate`: prefill, decode and memory of methods beside transformers' own caches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from kvq_cli.cli import options as opt
+from kvq_cli.cli.bench_shared import OutDir, about, load, make_folder, measured, write_result
+from kvq_cli.cli.output import Output, human_bytes
+from kvq_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvq_cli.benchmarking.peers import Peer
+
+Compare = Annotated[str, measured("--compare", metavar="NAMES", help="kvq's methods to measure, joined by commas.")]
+Contexts = Annotated[str, measured("--context", metavar="LENGTHS", help="Prompt lengths in tokens, joined by commas.")]
+Batches = Annotated[str, measured("--batch", metavar="SIZES", help="Batch sizes, joined by commas.")]
+Tokens = Annotated[int, measured("--tokens", min=1, help="Tokens decoded per round.")]
+Rounds = Annotated[int, measured("--rounds", min=1, help="Counted rounds, after one of warm-up.")]
+Grow = Annotated[
+    bool,
+    measured("--grow", help="Double the batch from 1 until memory ends or --batch is reached: throughput, memory."),
+]
+Shapes = Annotated[
+    str | None,
+    measured("--random", metavar="SHAPES", help="Random weights in known shapes, joined by commas; not --model."),
+]
+
+
+def generate(
+    compare: Compare = "kivi",
+    bits: opt.Bits = 2,
+    set_: opt.Set = None,
+    context: Contexts = "512,2048",
+    batch: Batches = "1,4",
+    tokens: Tokens = 32,
+    rounds: Rounds = 4,
+    grow: Grow = False,
+    prefill: opt.Prefill = "exact",
+    random: Shapes = None,
+    out_dir: OutDir = Path("results/bench"),
+    model: opt.Model = "reference",
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    backend: opt.Backend = "auto",
+    seed: opt.Seed = 0,
+    config: opt.Config = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Prefill and decode of kvq's methods beside transformers' plain and quantized (quanto) caches.
+
+    Methods that calibrate have random codebooks with --random: time and memory are those of real ones.
+    """
+    out = Output(as_json=as_json, quiet=quiet)
+    names, contexts = opt.names(compare, "--compare"), opt.numbers(context, "--context")
+    batches = opt.numbers(batch, "--batch")
+    shapes: list[str | None] = [None] if random is None else list(opt.names(random, "--random"))
+    if grow and len(contexts) > 1:
+        raise UsageError(f"--grow measures one prompt length: give --context one number, not {context}")
+    from kvq_cli.benchmarking.generate import Settings
+    from kvq_cli.models import model_context
+
+    settings = Settings(tuple(contexts), tuple(batches), tokens, rounds, seed)
+    options = {"options": opt.method_options(set_), "bits": bits}
+    compared = None if random else _compared(model, names, **options)
+    make_folder(out_dir)
+    documents = []
+    for shape in shapes:
+        loaded, name = load(model, shape, device, dtype, seed)
+        settings.check(model_context(loaded.config))
+        chosen = compared if shape is None else _random_compared(loaded, name, names, seed, **options)
+        peers, skipped = _peers(out, chosen, bits, prefill, backend, quanto_too=not grow)
+        document = {
+            **about("generate", loaded, name),
+            "weights_bytes": sum(p.numel() * p.element_size() for p in loaded.parameters()),
+            "prefill": prefill,
+            "tokens": tokens,
+            "rounds": 1 if grow else rounds,
+            "seed": seed,
+            "skipped": skipped,
+        }
+        document |= _grown(out, loaded, peers, settings) if grow else _measured(out, loaded, peers, settings)
+        for peer in peers:
+            if peer.backend is not None:
+                out.note(f"{peer.name}: attention while decoding by {peer.backend}")
+        stem = "growth" if grow else "generate"
+        documents.append(document)
+        stem = stem if len(shapes) == 1 else f"{stem}-{shape}"
+        _draw(document, out_dir / f"{stem}.png", grow)
+        out.note(f"written: {write_result(out_dir, stem, document)} and {out_dir / stem}.png")
+        del loaded, peers, chosen  # the next one needs the memory
+    out.result(documents[0] if len(documents) == 1 else {"bench": "generate", "models": documents})
+
+
+def _compared(model: str, names: list[str], bits: int | None, options: dict[str, str]) -> list[Any]:
+    from kvq_cli.cli.resolve import resolve_compared
+    from kvq_cli.evaluation.compare import subjects
+
+    return subjects(resolve_compared(model, names, bits, options=options))
+
+
+def _random_compared(
+    model: PreTrainedModel, name: str, names: list[str], seed: int, bits: int | None, options: dict[str, str]
+) -> list[Any]:
+    """As `_compared`, with artifacts of random numbers."""
+    from kvq_cli.benchmarking.stand_ins import random_artifact
+    from kvq_cli.evaluation.compare import subjects
+    from kvq_cli.methods.registry import build, check_shared, has_option, parse
+    from kvq_cli.models import model_shape
+
+    shared = options | ({} if bits is None else {"bits": bits})
+    chosen, methods = [], []
+    for text in names:
+        method, own = parse(text)
+        methods.append(method)
+        built = build(method, **{key: value for key, value in shared.items() if has_option(method, key)} | own)
+        wanted = built.needs_artifact(model_shape(model))
+        chosen.append(random_artifact(built, model, name, seed) if wanted else built)
+    check_shared(methods, shared)
+    return subjects(chosen)
+
+
+def _peers(
+    out: Output, chosen: list[Any], bits: int | None, prefill: str, backend: str, quanto_too: bool
+) -> tuple[list[Peer], list[str]]:
+    """What is measured, and why something is not."""
+    from kvq_cli.benchmarking.peers import Kvq, Plain, quanto
+
+    methods = [Kvq(one.chosen, one.label, one.method.nominal_bits, prefill, backend) for one in chosen]
+    if not quanto_too:
+        return [Plain(), *methods], []
+    baseline = quanto(bits)
+    skipped = [baseline] if isinstance(baseline, str) else []
+    for why in skipped:
+        out.warn(why)
+    return [Plain(), *([] if skipped else [baseline]), *methods], skipped
+
+
+def _measured(out: Output, model: PreTrainedModel, peers: list[Peer], settings: Any) -> dict:
+    from kvq_cli.benchmarking.generate import measure
+
+    with out.progress() as progress:
+        task = progress.add_task("measuring", total=settings.runs * len(peers))
+        rows = list(measure(model, peers, settings, lambda: progress.advance(task)))
+    _print(out, rows)
+    return {"rows": rows}
+
+
+def _grown(out: Output, model: PreTrainedModel, peers: list[Peer], settings: Any) -> dict:
+    from kvq_cli.benchmarking.growth import Growth, grow
+
+    growth = Growth(settings.contexts[0], settings.tokens, max(settings.batches), settings.seed)
+    with out.progress() as progress:
+        task = progress.add_task("measuring", total=None)
+        rows = list(grow(model, peers, growth, lambda: progress.advance(task)))
+    columns = ["cache", "batch", "ms/token", "tokens/s", "cache bytes", "peak memory"]
+    table = []
+    for row in rows:
+        if "failed" in row:
+            table.append([row["peer"], row["batch"], row["failed"], None, None, None])
+            continue
+        sizes = [None if row[key] is None else human_bytes(row[key]) for key in ("cache_bytes", "peak_bytes")]
+        table.append([row["peer"], row["batch"], f"{row['token_ms']:.2f}", f"{row['tokens_s']:.1f}", *sizes])
+    out.table(columns, table)
+    return {"rows": rows}
+
+
+def _draw(document: dict, path: Path, grow: bool) -> None:
+    from kvq_cli.benchmarking.plot import plot, plot_growth
+
+    title = f"{document['model']}, {document['dtype']}, {document['machine']['device']}"
+    (plot_growth if grow else plot)(document["rows"], title, path)
+
+
+def _print(out: Output, rows: list[dict]) -> None:
+    base = {(r["context"], r["batch"]): r for r in rows if r["bits"] is None}
+    table = []
+    for row in rows:
+        plain = base[row["context"], row["batch"]]
+        spread = row["token_ms"]
+        table.append(
+            [
+                row["context"],
+                row["batch"],
+                row["peer"],
+                f"{row['prefill_ms']['p50']:.0f}",
+                f"{spread['p50']:.2f}",
+                f"{spread['p20']:.2f}-{spread['p80']:.2f}",
+                human_bytes(row["cache_bytes"]),
+                f"{plain['cache_bytes'] / row['cache_bytes']:.1f}x",
+                "-" if row["peak_bytes"] is None else human_bytes(row["peak_bytes"]),
+            ]
+        )
+    columns = ["context", "batch", "cache", "prefill ms", "ms/token p50", "p20-p80", "bytes", "smaller", "peak memory"]
+    out.table(columns, table)

@@ -1,0 +1,190 @@
+"""`kvq bench kernels`: what kernels are compiled to, and how fast they are on the GPU that is there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from kvq_cli.cli import options as opt
+from kvq_cli.cli.bench_shared import OutDir, make_folder, measured, write_result
+from kvq_cli.cli.output import Output
+from kvq_cli.errors import KvqError, UsageError
+
+if TYPE_CHECKING:
+    from kvq_kernels.static import Report
+
+Static = Annotated[
+    bool, measured("--static", help="Read the compiled code of everything that is shipped, without a GPU.")
+]
+Targets = Annotated[
+    str | None, measured("--target", metavar="NAMES", help="With --static: sm_80, sm_89, sm_90, sm_100, gfx942.")
+]
+Operations = Annotated[
+    str | None, measured("--operation", metavar="NAMES", help="Only these, joined by commas (default: all).")
+]
+Tune = Annotated[
+    bool, measured("--tune", help="Look for better configurations first, and write them into the committed tables.")
+]
+Seconds = Annotated[int, measured("--tune-seconds", min=1, help="How long to look.")]
+Dry = Annotated[
+    bool,
+    measured("--dry", help="On a CPU, in Triton's interpreter, at tiny sizes: everything runs, times say nothing."),
+]
+
+
+def kernels(
+    operation: Operations = None,
+    static: Static = False,
+    target: Targets = None,
+    tune: Tune = False,
+    tune_seconds: Seconds = 120,
+    dry: Dry = False,
+    out_dir: OutDir = Path("results/bench"),
+    device: opt.Device = "auto",
+    config: opt.Config = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Check the kernels on this GPU, then time them cold, beside the best 16-bit attention of the same run."""
+    out = Output(as_json=as_json, quiet=quiet)
+    names = None if operation is None else opt.names(operation, "--operation")
+    if static:
+        _static(out, names, target, out_dir)
+        return
+    if target is not None:
+        raise UsageError("--target goes with --static: without it, kernels run on the GPU that is there")
+    if dry:
+        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+    import torch
+    from triton import knobs
+
+    from kvq_cli.benchmarking.kernels import run
+    from kvq_cli.benchmarking.kernels.catalog import chosen
+    from kvq_cli.benchmarking.kernels.experiment import Sizes
+    from kvq_cli.benchmarking.kernels.plot import plot
+    from kvq_cli.benchmarking.kernels.timing import Timer
+    from kvq_cli.benchmarking.machine import machine
+    from kvq_cli.models import torch_device
+
+    place = torch.device("cpu") if dry else torch_device(device)
+    if not dry and place.type != "cuda":
+        raise UsageError("kvq bench kernels needs a GPU: use --static or --dry without one")
+    if dry and not knobs.runtime.interpret:
+        raise KvqError("--dry needs Triton's interpreter: set TRITON_INTERPRET=1")
+    experiments, sizes = chosen(names), Sizes(dry)
+    make_folder(out_dir)
+    document: dict[str, Any] = {"bench": "kernels", "dry": dry, "machine": machine(place)}
+    document["checked"] = list(run.check(experiments, sizes, place))
+    out.note(f"{len(document['checked'])} cases are right on {document['machine']['device']}")
+    timer = Timer(place)
+    document["copy_gb_s"] = round(timer.copy_rate() / 1e9, 1)
+    if tune:
+        document["tuned"] = _tune(out, experiments, sizes, timer, tune_seconds)
+    with out.progress() as progress:
+        task = progress.add_task("measuring", total=run.count(experiments, sizes, place))
+        rows = run.measure(
+            experiments, sizes, place, timer, document["copy_gb_s"] * 1e9, lambda: progress.advance(task)
+        )
+        document["rows"] = list(rows)
+    if place.type == "cuda":
+        document["machine_after"] = machine(place)  # clocks under load
+    written = write_result(out_dir, "kernels", document)
+    plot(document, out_dir / "kernels.png")
+    _print(out, document)
+    out.note(f"written: {written} and {out_dir / 'kernels.png'}")
+    out.result(document)
+
+
+def _tune(out: Output, experiments: Sequence, sizes: Any, timer: Any, seconds: int) -> list[dict]:
+    from kvq_cli.benchmarking.kernels.tune import tune
+
+    found = []
+    for row in tune(experiments, sizes, timer.device, timer, seconds, write=not sizes.dry):
+        found.append(row)
+        gain = row["before_us"] / row["us"] if row["us"] else 1.0
+        out.note(f"{row['operation']} {row['class']}: {gain:.2f}x after {row['tried']} configurations: {row['best']}")
+    return found
+
+
+def _print(out: Output, document: dict) -> None:
+    out.text(f"{document['machine']['device']}, copies {document['copy_gb_s']} GB/s")
+    shape_names = ("model", "batch", "context")
+    for operation in dict.fromkeys(row["operation"] for row in document["rows"]):
+        rows = [row for row in document["rows"] if row["operation"] == operation]
+        shown = [name for name in shape_names if name in rows[0]]
+        table = []
+        for row in rows:
+            shape = [row[name] for name in shown]
+            if "failed" in row:
+                table.append([*shape, row["case"], row["failed"], None, None, None, None])
+                continue
+            us = row["us"]
+            spread = f"{us['p20']:g}-{us['p80']:g}"
+            percent = round(100 * row["of_copy"], 1)
+            table.append([*shape, row["case"], us["p50"], spread, row["gb_s"], percent, row.get("ratio")])
+        columns = [*shown, "case", "us p50", "p20-p80", "GB/s", "% of copy", "x best 16 bit"]
+        out.table(columns, table, title=operation)
+
+
+def _static(out: Output, names: list[str] | None, target: str | None, folder: Path) -> None:
+    from kvq_kernels.shipped import operations
+    from kvq_kernels.static import TARGETS, everything, reports
+
+    from kvq_cli.benchmarking.kernels.floors import GRID, floors
+
+    targets = list(TARGETS) if target is None else opt.names(target, "--target")
+    for name in targets:
+        if name not in TARGETS:
+            raise UsageError(f"--target {name}: unknown; valid: {', '.join(TARGETS)}")
+    for name in names or []:
+        if name not in operations():
+            raise UsageError(f"--operation {name}: unknown; valid: {', '.join(operations())}")
+    make_folder(folder)
+    wanted = [one for one in everything(targets) if names is None or one[0] in names]
+    found: dict[tuple[str, str, str], Report] = {}
+    try:
+        with out.progress() as progress:
+            task = progress.add_task("compiling", total=len(wanted))
+            for one in reports(wanted):
+                found[one.operation, one.name, one.target] = one
+                progress.advance(task)
+    except OSError as error:
+        raise KvqError(f"--static: {error}") from None
+    ordered = [found[one] for one in wanted]
+    for name in targets:
+        _print_static(out, name, [one for one in ordered if one.target == name])
+    faults = [f"{one.target} {one.operation} {one.name}: {fault}" for one in ordered for fault in one.faults()]
+    for fault in faults:
+        out.warn(fault)
+    rows = [
+        {**vars(one), "faults": one.faults(), "floors_us": {f"{b} x {c}": floors(one, b, c) for b, c in GRID}}
+        for one in ordered
+    ]
+    document = {"bench": "kernels", "static": True, "rows": rows, "faults": faults}
+    out.note(f"written: {write_result(folder, 'static', document)}")
+    out.result(document)
+    if faults:
+        raise KvqError(f"{len(faults)} faults in compiled code, listed above")
+
+
+def _print_static(out: Output, target: str, found: Sequence[Report]) -> None:
+    from kvq_kernels.static import SHARED
+
+    from kvq_cli.benchmarking.kernels.floors import OF_TARGET, floors
+
+    table = []
+    for one in found:
+        row = [one.operation, one.name, one.registers, one.spills, f"{one.shared / SHARED[target]:.0%}", one.i2f]
+        if one.per_number:
+            least = floors(one, 1, 131072)
+            row += [one.per_number, one.bits, round(least["issue"], 1), round(least["bytes"], 1)]
+            row.append(round(least["limit"], 2))
+        else:
+            row += [None] * 5
+        table.append(row)
+    columns = ["operation", "launch", "registers", "spilled", "shared", "I2F", "instructions", "bits"]
+    columns += ["us by issue", "us by bytes", "x 16 bit at most"]
+    gpu = OF_TARGET[target].gpu
+    out.table(columns, table, title=f"{target}, per cached number; floors of 1 x 131072 tokens on {gpu}")
