@@ -24,3 +24,24 @@ def quantize_pack(x: Tensor, **layout: Any) -> Uniform | None:
 
     asked = Layout(**layout)
     return None if unsupported(asked) else quantize_pack(x, asked, backend="triton")
+
+
+def assign_centroids(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Codes, int64, and least ||c||^2 / 2 - u.c, float32, both `[codebooks, points]`, of points `[codebooks, points,
+    size]` among centroids `[codebooks, entries, size]`, size at most 8, entries at most 256. None: not on a GPU."""
+    if not on_gpu(points):
+        return None
+    from kvq_kernels.assign_centroids import assign_centroids
+
+    codes, scores = assign_centroids(points, centroids, backend="triton")
+    return codes.long(), scores
+
+
+def sums_by_code(numbers: Tensor, codes: Tensor, entries: int) -> Tensor | None:
+    """Sums of rows of float32 numbers `[codebooks, points, columns]` by code, float64 `[codebooks, entries, columns]`,
+    at most 9 columns, in a fixed order. None: not on a GPU."""
+    if not on_gpu(numbers):
+        return None
+    from kvq_kernels.assign_centroids import sums_by_code
+
+    return sums_by_code(numbers, codes, entries, backend="triton")

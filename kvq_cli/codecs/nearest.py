@@ -1,14 +1,18 @@
-"""Nearest centroid, exactly: the same index however many blocks are asked about at once, and on every device.
+"""Nearest centroid: the same index however many blocks are asked about at once.
 
 A floating-point matrix product may round differently for other shapes, so that a block could get another code when it
 is compressed alone than when it is compressed among others. Here all numbers are integers of double precision whose
-products and sums stay below 2^53: nothing is ever rounded, so the order of additions cannot matter.
+products and sums stay below 2^53: nothing is ever rounded, so the order of additions cannot matter. A GPU's kernel
+treats every block alike as well, but compares in float32: of two centroids that are equally near to about 2^-20 of
+their codebook's extent, it may take the other.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from kvq_cli.codecs import kernels
 
 MAX_ENTRIES = 256
 #: Centroids are rounded to multiples of 2^-17 of the (power of two above the) largest number of their codebook, ...
@@ -34,8 +38,13 @@ def nearest(blocks: Tensor, table: Tensor) -> Tensor:
     Returns uint8 `[books, n]`.
     """
     books, count, size = blocks.shape
+    if kernels.on_gpu(blocks):
+        centroids = (table[:, :size] / (-2 * MAX_ENTRIES)).mT.float()
+        return kernels.assign_centroids(blocks, centroids)[0].to(torch.uint8)
     if size == 1:
         return _nearest_scalar(blocks.squeeze(2), table[:, 0] / (-2 * MAX_ENTRIES))
+    if blocks.is_meta:
+        return blocks.new_empty(books, count, dtype=torch.uint8)
     points = blocks.new_ones(books, count, size + 1, dtype=torch.float64)
     points[:, :, :size] = blocks
     ranks = points.new_empty(books, count)

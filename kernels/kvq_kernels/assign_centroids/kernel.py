@@ -44,7 +44,7 @@ def assign_kernel(
         x = tl.minimum(tl.maximum(x, -FARTHEST), FARTHEST)
         high = x.to(tl.float16)
         low = (x - high.to(tl.float32)).to(tl.float16)
-        one = ((column >= 3 * SIZE) & (column < 3 * SIZE + 3)).to(tl.float16)
+        one = tl.where((column >= 3 * SIZE) & (column < 3 * SIZE + 3), 1.0, 0.0).to(tl.float16)
         a = tl.where((column < 2 * SIZE)[None, :], high, tl.where((column < 3 * SIZE)[None, :], low, one[None, :]))
         distances = tl.dot(a, rows)
         if ENTRIES < N:
@@ -86,7 +86,7 @@ def sums_kernel(
         low = x - high - middle
         part = tl.where((column < COLUMNS)[None, :], high, tl.where((column < 2 * COLUMNS)[None, :], middle, low))
         code = tl.load(codes + at, mask=point < count, other=0).to(tl.int32)
-        member = (entry[:, None] == code[None, :]).to(T)
+        member = tl.where(entry[:, None] == code[None, :], 1.0, 0.0).to(T)
         total = tl.dot(member, part.to(T), total, input_precision="ieee")
     place = (book * tl.num_programs(0) + tl.program_id(0)) * ENTRIES + entry
     mine = (entry < ENTRIES)[:, None] & (column < 3 * COLUMNS)[None, :]
