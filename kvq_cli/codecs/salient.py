@@ -183,7 +183,8 @@ def prompt_saliency(prompt: Prompt, seed: int) -> Tensor:
     drawn = torch.randperm(tokens - newest, generator=torch.Generator().manual_seed(seed))[:random]
     probes = torch.cat([drawn.sort().values, torch.arange(tokens - newest, tokens)]).to(keys.device)
     place, received = torch.arange(tokens, device=keys.device), keys.new_zeros(keys.shape[:3])
-    for some in probes.split(max(1, TILE // (len(keys) * queries.shape[1] * tokens))):
+    together = max(1, TILE // (len(keys) * queries.shape[1] * tokens))
+    for some in probes.split(len(probes) if keys.is_meta else together):
         received += attention_received(queries[:, :, some], keys, place > some.unsqueeze(1))
     return received / (probes.unsqueeze(1) >= place).sum(dim=0)
 
