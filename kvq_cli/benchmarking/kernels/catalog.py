@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvq_cli.benchmarking.kernels.assign import AssignCentroids
 from kvq_cli.benchmarking.kernels.decode import DecodeAttention
 from kvq_cli.benchmarking.kernels.experiment import Experiment
 from kvq_cli.benchmarking.kernels.matvec import QuantizedMatvec
@@ -9,7 +10,7 @@ from kvq_cli.benchmarking.kernels.quantize import QuantizePack
 from kvq_cli.errors import UsageError
 
 EXPERIMENTS: dict[str, Experiment] = {
-    one.operation: one for one in (DecodeAttention(), QuantizedMatvec(), QuantizePack())
+    one.operation: one for one in (DecodeAttention(), QuantizedMatvec(), QuantizePack(), AssignCentroids())
 }
 
 
