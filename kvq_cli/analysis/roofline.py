@@ -12,14 +12,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import inf, isfinite, log10
+from pathlib import Path
 
 import numpy as np
 
 from kvq_cli.analysis.study import Findings, Show, Study, register
 from kvq_cli.benchmarking.gpus import Gpu, known_gpu
+from kvq_cli.benchmarking.kernels.targets import results
 from kvq_cli.benchmarking.shapes import Shape, known_shape
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.xquant import keeps_input
+
+#: The shape of kernels' measurements that name no model.
+GRID_SHAPE = "llama-3.1-8b"
 
 
 @dataclass(frozen=True)
@@ -77,10 +82,11 @@ def xquant_cl(shape: Shape, bits: float, accumulator_bits: float) -> Load:
 @register
 @dataclass(frozen=True)
 class Roofline(Study):
-    """Up to how many tokens making keys and values again of layer inputs costs no time: from data sheets alone.
+    """Up to how many tokens making keys and values again of layer inputs costs no time, from data sheets.
 
     gpu: a known one, or any with `teraflops` (dense 16-bit) and `bandwidth` (TB/s). shapes: names as in `kvq bits`,
-    joined by commas. The tokens are those of all sequences of a batch together.
+    joined by commas. The tokens are those of all sequences of a batch together. measured: folder of results of
+    `kvq bench kernels`, whose times of rematerializing attention (without the weights) are drawn beside the estimates.
     """
 
     name = "roofline"
@@ -93,6 +99,7 @@ class Roofline(Study):
     shapes: tuple[str, ...] = ("llama-2-7b", "llama-3.1-8b")
     bits: float = 2.0
     accumulator_bits: float = 4.0
+    measured: str = "benchmarks"
 
     def __post_init__(self) -> None:
         for name in ("teraflops", "bandwidth", "bits", "accumulator_bits"):
@@ -111,11 +118,12 @@ class Roofline(Study):
 
     def run(self, subject: None, show: Show) -> Findings:
         """See `Study.run`."""
-        gpu, names = self.device, self.shapes
+        gpu, names, times = self.device, self.shapes, measured_times(Path(self.measured))
         numbers = {"ridge": gpu.ridge, "flops": gpu.flops, "bandwidth": gpu.bandwidth, "shapes": {}}
         for done, name in enumerate(names):
             show("shapes", done, len(names))
-            numbers["shapes"][name] = self._shape(known_shape(name, "shapes"), gpu)
+            timed = [one for one in times if one["shape"] == name]
+            numbers["shapes"][name] = self._shape(known_shape(name, "shapes"), gpu) | {"measured": timed}
         show("shapes", len(names), len(names))
         rows = [[name, one["group"], *one["limits"].values()] for name, one in numbers["shapes"].items()]
 
@@ -159,9 +167,27 @@ class Roofline(Study):
         }
 
 
+def measured_times(folder: Path) -> list[dict]:
+    """What `kvq bench kernels` timed of rematerialization: shape, device, case, tokens of all sequences, microseconds
+    (the median) per layer; none where nothing was measured."""
+    found = []
+    for documents in results(folder).values():
+        document = documents.get("kernels", {"rows": []})
+        for row in document["rows"]:
+            if row["operation"] == "rematerialize" and "us" in row:
+                tokens, shape = row.get("batch", 1) * row["context"], row.get("model", GRID_SHAPE)
+                own = {"device": document["machine"]["device"], "case": row["case"], "tokens": tokens}
+                found.append({"shape": shape, **own, "microseconds": row["us"]["p50"]})
+    return found
+
+
 def _draw(axis, found: dict) -> None:
     for (label, times), style in zip(found["microseconds"].items(), ("-", "-", "-", "--"), strict=True):
         axis.plot(found["tokens"], times, style, label=label)
+    for number, kind in enumerate(dict.fromkeys((one["device"], one["case"]) for one in found["measured"])):
+        own = [one for one in found["measured"] if (one["device"], one["case"]) == kind]
+        places = ([one["tokens"] for one in own], [one["microseconds"] for one in own])
+        axis.plot(*places, "osD^v"[number % 5], color=f"C{4 + number % 6}", markersize=5, label=", ".join(kind))
     limit = found["limits"]["xquant"]
     if limit is not None:
         axis.axvline(limit, color="0.5", linestyle=":", linewidth=1)

@@ -10,6 +10,7 @@ from kvq_cli.analysis.study import build
 from kvq_cli.benchmarking.gpus import GPUS, Gpu
 from kvq_cli.benchmarking.shapes import SHAPES, Shape
 from kvq_cli.errors import UsageError
+from kvq_cli.pictures import new_figure
 
 H100 = 378  # 756 TFLOP/s over 2 TB/s, section 3.4
 
@@ -76,3 +77,31 @@ def test_the_command_needs_no_model(kvq, tmp_path):
     assert [row[0] for row in document["rows"]] == ["llama-2-7b", "mistral-7b", "reference"]
     assert document["numbers"]["shapes"]["llama-2-7b"]["limits"]["printed"] == document["rows"][0][2]
     assert (tmp_path / "roofline.png").stat().st_size > 5000
+
+
+def test_measured_times_stand_beside_the_estimates(tmp_path):
+    rows = [
+        {"operation": "rematerialize", "case": "xquant-2bit", "batch": 8, "context": 4096, "us": {"p50": 321.0}},
+        {
+            "operation": "rematerialize",
+            "case": "xquant-2bit",
+            "model": "llama-2-7b",
+            "context": 512,
+            "us": {"p50": 9.5},
+        },
+        {"operation": "rematerialize", "case": "xquant-4bit", "batch": 1, "context": 4096, "failed": "out of memory"},
+        {"operation": "decode_attention", "case": "kvq fp16", "batch": 1, "context": 4096, "us": {"p50": 14.0}},
+    ]
+    (tmp_path / "some-gpu").mkdir()
+    document = {"machine": {"gpu": {}, "device": "Some GPU"}, "rows": rows}
+    (tmp_path / "some-gpu" / "kernels.json").write_text(json.dumps(document))
+    found = Roofline(measured=str(tmp_path)).run(None, lambda *_: None)
+    shapes = found.numbers["shapes"]
+    own = {"device": "Some GPU", "case": "xquant-2bit"}
+    assert shapes["llama-3.1-8b"]["measured"] == [
+        {"shape": "llama-3.1-8b", **own, "tokens": 8 * 4096, "microseconds": 321.0}
+    ]
+    assert shapes["llama-2-7b"]["measured"] == [{"shape": "llama-2-7b", **own, "tokens": 512, "microseconds": 9.5}]
+    figure = new_figure(9, 4)
+    found.draw(figure)
+    assert "Some GPU, xquant-2bit" in [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
