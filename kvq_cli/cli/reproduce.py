@@ -57,7 +57,7 @@ def reproduce(
     if names and everything:
         raise UsageError("NAME with --all: drop one of the two")
     if not names and not everything:
-        return _list(output, model, out, store)
+        return _list(output, model, out)
     wanted = [target(name) for name in names or []] or [
         one for one in targets().values() if one.runs and not one.extra and (one.fast or not fast)
     ]
@@ -73,7 +73,7 @@ def _make(output: Output, one: Target, model: str, root: Path, store: Path, stop
 
     if not one.runs:
         raise UsageError(f"{one.id}: " + (f"{one.drawing}: nothing to run" if one.drawing else "run `make gpu`"))
-    if state(one, model, root, store) == DONE:
+    if state(one, model, root) == DONE:
         output.note(f"{one.id}: done, {one.result(model, root)}")
         return True
     try:
@@ -103,7 +103,7 @@ def _calibrations(one: Target, model: str) -> list[list[str]]:
     return list(missing.values())
 
 
-def _list(output: Output, model: str, root: Path, store: Path) -> None:
+def _list(output: Output, model: str, root: Path) -> None:
     from kvq_cli.reproduction.run import state
     from kvq_cli.reproduction.targets import targets
 
@@ -114,7 +114,7 @@ def _list(output: Output, model: str, root: Path, store: Path) -> None:
             "what": one.what,
             "needs": _needs(one),
             "here": f"{one.minutes} min" if one.runs else None,
-            "state": state(one, model, root, store),
+            "state": state(one, model, root),
         }
         for one in targets().values()
     ]

@@ -25,7 +25,7 @@ RECORD = "target.json"
 GPU_RESULTS = Path("results/gpu")
 
 
-def state(target: Target, model: str, root: Path = ROOT, store: Path = STORE) -> str:
+def state(target: Target, model: str, root: Path = ROOT) -> str:
     """How far a target is, by its files: done only if these were made by today's command, model and version."""
     if target.drawing:
         return NOTHING
@@ -34,7 +34,7 @@ def state(target: Target, model: str, root: Path = ROOT, store: Path = STORE) ->
     record = _record(target, model, root)
     if record is None:
         return TO_DO
-    return DONE if record == _today(target, model, root, store) and target.result(model, root).is_file() else PARTLY
+    return DONE if record == _today(target, model) and target.result(model, root).is_file() else PARTLY
 
 
 def run_target(
@@ -50,7 +50,7 @@ def run_target(
     calibrations: commands for artifacts that are missing. `say` is told each command. What was interrupted goes on
     where it stopped. Raises KvqError when a command fails.
     """
-    started, today = time.monotonic(), _today(target, model, root, store)
+    started, today = time.monotonic(), _today(target, model)
     write_json(target.folder(model, root) / RECORD, {**today, "finished": False})
     for words in calibrations:
         _run(words, say)
@@ -78,9 +78,9 @@ def _run(words: Sequence[str], say: Callable[[str], None], keep: bool = False) -
     return done.stdout or ""
 
 
-def _today(target: Target, model: str, root: Path, store: Path) -> dict[str, Any]:
-    command = target.command(model, root, store)
-    return {"kvq": __version__, "command": ["kvq", *command], "model": _stamp(model), "finished": True}
+def _today(target: Target, model: str) -> dict[str, Any]:
+    """What a finished target's record says; where its folder is makes no difference."""
+    return {"kvq": __version__, "command": ["kvq", *target.command(model)], "model": _stamp(model), "finished": True}
 
 
 def _record(target: Target, model: str, root: Path) -> dict[str, Any] | None:
