@@ -29,7 +29,7 @@ OPTIONS ?=
 COMPARED := results/reproduction/reference/compare
 BENCH := --compare kivi,temporalkv --bits 2
 
-.PHONY: help demo test test-fast lint artifacts list repro repro-fast reproduction compare bench clean
+.PHONY: help demo test test-fast lint artifacts list repro repro-fast reproduction compare bench gpu gpu-memory clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -95,6 +95,45 @@ bench: results/bench/generate.json  ## Measure decoding beside transformers' own
 
 results/bench/generate.json: artifacts/reference/temporalkv-2bit/config.json | .venv/.installed
 	@$(call kvq,bench generate $(BENCH) --out $(@D))
+
+# Needs no .venv: the Python it is given, with torch, triton and transformers, on a machine with a GPU.
+GPU_PYTHON = PYTHONPATH=$(CURDIR):$(CURDIR)/kernels MPLBACKEND=Agg HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 $(PYTHON)
+GPU_NAME = $(PYTHON) -c 'import torch; print(torch.cuda.get_device_name().lower().replace(" ", "-"))'
+GPU_METHODS := kivi,squat,innerq,temporalkv,xquant
+ifdef DRY
+GPU_PYTHON := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(GPU_PYTHON)
+GPU_NAME := echo dry
+GPU_TESTS := tests/kernels/test_tuning.py tests/kernels/test_reference.py
+GPU_OUT := results
+GPU_KERNELS := --dry --tune-seconds 5
+GPU_CALIBRATE := --random tiny --samples 3 --seqlen 256 --set hybrid=off --device cpu
+GPU_GROWTH := --random tiny,reference --context 96 --tokens 2 --batch 4 --device cpu
+else
+GPU_TESTS := tests/kernels
+GPU_OUT := benchmarks
+GPU_KERNELS := --tune-seconds 60 --seconds 100
+GPU_CALIBRATE := --random llama-3.1-8b --layers 2
+GPU_GROWTH := --random llama-2-7b,llama-3.1-8b,llama-3.2-1b --context 2048 --tokens 8 --batch 4096 --seconds 45
+endif
+
+gpu:  ## On a GPU: test, tune and measure the kernels, in ten minutes; results in benchmarks/. DRY=1: tiny, on a CPU.
+	@place=$(GPU_OUT)/$$($(GPU_NAME)); mkdir -p $$place
+	beside=$$($(PYTHON) -c 'import xdist, os; print("-n", min(8, os.cpu_count()))' 2>/dev/null || true)
+	echo "kernel tests"
+	$(GPU_PYTHON) -m pytest -m "not slow" -x $$beside $(GPU_TESTS)
+	$(if $(DRY),,$(MAKE) --no-print-directory gpu-memory)
+	$(GPU_PYTHON) -m kvq_cli bench kernels $(GPU_KERNELS) --tune --out $$place
+	$(GPU_PYTHON) -m kvq_cli bench calibrate $(GPU_CALIBRATE) --out $$place
+	$(GPU_PYTHON) -m kvq_cli bench generate $(GPU_GROWTH) --compare $(GPU_METHODS) --bits 2 --grow --out $$place
+	$(if $(DRY),,$(GPU_PYTHON) -m kvq_cli bench report $$place)
+	echo "All results are in $$place/."
+
+gpu-memory:  # under the memory checker, where there is one that knows the GPU: its own errors end with 9
+	@command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer here: memory is not checked"; exit 0; }
+	export PYTHONPATH=$(CURDIR):$(CURDIR)/kernels PYTORCH_NO_CUDA_MEMORY_CACHING=1
+	timeout 60 compute-sanitizer --error-exitcode 9 $(PYTHON) -m kvq_cli bench kernels --check && exit 0 || code=$$?
+	test $$code != 9 || { echo "compute-sanitizer found errors" >&2; exit 9; }
+	echo "compute-sanitizer did not finish here (code $$code): memory is not checked"
 
 clean:  ## Remove the environment and all results that git does not hold (not the artifacts).
 	rm -rf .venv $(filter-out results/reproduction,$(wildcard results/*)) build dist .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -6,6 +6,7 @@ The prompt is read by one row, whose cache is then repeated to the batch: what i
 from __future__ import annotations
 
 import gc
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -19,36 +20,42 @@ from kvq_cli.benchmarking.generate import synchronize
 from kvq_cli.benchmarking.machine import PeakMemory
 from kvq_cli.benchmarking.peers import Peer
 
+#: Batches that are tried between one that fits and one that does not.
+HALVINGS = 3
+
 
 @dataclass(frozen=True)
 class Growth:
-    """context: of the prompt. tokens: decoded at each batch, after one that is not counted. most: the largest batch."""
+    """context: of the prompt. tokens: decoded at each batch, after one that is not counted. most: the largest batch.
+    seconds: for all peers together, shared out among them; what is found when they are over is kept."""
 
     context: int
     tokens: int
     most: int
     seed: int
+    seconds: float = math.inf
 
 
 def grow(model: PreTrainedModel, peers: Sequence[Peer], settings: Growth, step: Callable[[], None]) -> Iterator[dict]:
-    """Rows of each peer at batches 1, 2, 4, ... up to the first that memory refuses, then halfway back once.
+    """Rows of each peer at batches 1, 4, 16, ... up to the first that memory refuses, then `HALVINGS` times halfway
+    between the largest that fits and the smallest that does not.
 
     tokens_s: decoded tokens of all rows per second. peak_bytes: beside the weights, with the cache. A row with "failed"
-    is the batch that was refused.
+    is a batch that was refused.
     """
-    for peer in peers:
-        batch, refused = 1, None
-        while batch <= settings.most:
+    end = time.monotonic() + settings.seconds
+    for number, peer in enumerate(peers):
+        own_end = time.monotonic() + max(0.0, end - time.monotonic()) / (len(peers) - number)
+        fits, refused, halvings, batch = 0, None, HALVINGS, 1
+        while fits < batch <= settings.most and batch != refused:
             row = _at(model, peer, batch, settings)
             step()
             yield row
-            if "failed" in row:
-                refused = batch
+            fits, refused = (fits, batch) if "failed" in row else (batch, refused)
+            if time.monotonic() > own_end or (refused is not None and halvings == 0):
                 break
-            batch *= 2
-        if refused is not None and refused >= 4:
-            yield _at(model, peer, 3 * refused // 4, settings)
-            step()
+            batch = 4 * batch if refused is None else (fits + refused) // 2
+            halvings -= refused is not None
 
 
 def _at(model: PreTrainedModel, peer: Peer, batch: int, settings: Growth) -> dict[str, Any]:

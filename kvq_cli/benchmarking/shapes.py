@@ -63,11 +63,13 @@ def known_shape(name: str, flag: str) -> Shape:
     return SHAPES[name]
 
 
-def random_model(shape: str, device: torch.device, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    """A Llama of a known shape with weights drawn from `seed`. UsageError lists the shapes there are."""
+def random_model(
+    shape: str, device: torch.device, dtype: torch.dtype, seed: int, layers: int | None = None
+) -> PreTrainedModel:
+    """A Llama of a known shape (or some of its layers) with weights drawn from `seed`. UsageError lists the shapes."""
     numbers = known_shape(shape, "--random")
     config = LlamaConfig(
-        num_hidden_layers=numbers.layers,
+        num_hidden_layers=layers or numbers.layers,
         hidden_size=numbers.hidden_size,
         intermediate_size=numbers.feed_forward,
         num_attention_heads=numbers.heads,

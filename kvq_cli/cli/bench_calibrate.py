@@ -15,6 +15,10 @@ Seqlen = Annotated[
     int | None, measured("--seqlen", min=1, help="Tokens of a window (default: 2048, or what the model allows).")
 ]
 
+Layers = Annotated[
+    int | None, measured("--layers", min=1, help="With --random: only so many layers; the others take as long each.")
+]
+
 
 def calibrate(
     method: opt.MethodName = "temporalkv",
@@ -24,6 +28,7 @@ def calibrate(
     samples: Samples = 64,
     seqlen: Seqlen = None,
     random: RandomShape = None,
+    layers: Layers = None,
     out_dir: OutDir = Path("results/bench"),
     model: opt.Model = "reference",
     device: opt.Device = "auto",
@@ -36,6 +41,7 @@ def calibrate(
     """A calibration's time by phase, and its peak memory; the artifact is thrown away."""
     out = Output(as_json=as_json, quiet=quiet)
     from kvq_cli.benchmarking.calibrate import measure
+    from kvq_cli.benchmarking.shapes import SHAPES
     from kvq_cli.benchmarking.stand_ins import as_loaded
     from kvq_cli.calibration.pipeline import plan
     from kvq_cli.calibration.settings import Settings
@@ -47,7 +53,7 @@ def calibrate(
     if random is None:
         loaded = load_model(model, device, dtype)
     else:
-        made, name = load(model, random, device, dtype, seed)
+        made, name = load(model, random, device, dtype, seed, layers)
         loaded = as_loaded(made, name, seed)
     planned = plan(loaded, built, Settings(dataset, samples, seqlen, seed=seed))
     make_folder(out_dir)
@@ -58,6 +64,8 @@ def calibrate(
         **about("calibrate", loaded.model, loaded.name),
         "method": to_config(built),
         "calibration": settings,
+        "layers": loaded.shape.layers,
+        "layers_of_shape": loaded.shape.layers if random is None else SHAPES[random].layers,
         **found,
     }
     written = write_result(out_dir, "calibrate", document)

@@ -24,6 +24,9 @@ Grow = Annotated[
     bool,
     measured("--grow", help="Double the batch from 1 until memory ends or --batch is reached: throughput, memory."),
 ]
+Seconds = Annotated[
+    int | None, measured("--seconds", min=1, help="With --grow: for each model; what is not begun by then is left out.")
+]
 Shapes = Annotated[
     str | None,
     measured("--random", metavar="SHAPES", help="Random weights in known shapes, joined by commas; not --model."),
@@ -39,6 +42,7 @@ def generate(
     tokens: Tokens = 32,
     rounds: Rounds = 4,
     grow: Grow = False,
+    seconds: Seconds = None,
     prefill: opt.Prefill = "exact",
     random: Shapes = None,
     out_dir: OutDir = Path("results/bench"),
@@ -83,7 +87,7 @@ def generate(
             "seed": seed,
             "skipped": skipped,
         }
-        document |= _grown(out, loaded, peers, settings) if grow else _measured(out, loaded, peers, settings)
+        document |= _grown(out, loaded, peers, settings, seconds) if grow else _measured(out, loaded, peers, settings)
         for peer in peers:
             if peer.backend is not None:
                 out.note(f"{peer.name}: attention while decoding by {peer.backend}")
@@ -150,10 +154,12 @@ def _measured(out: Output, model: PreTrainedModel, peers: list[Peer], settings: 
     return {"rows": rows}
 
 
-def _grown(out: Output, model: PreTrainedModel, peers: list[Peer], settings: Any) -> dict:
+def _grown(out: Output, model: PreTrainedModel, peers: list[Peer], settings: Any, seconds: int | None) -> dict:
     from kvq_cli.benchmarking.growth import Growth, grow
 
-    growth = Growth(settings.contexts[0], settings.tokens, max(settings.batches), settings.seed)
+    growth = Growth(
+        settings.contexts[0], settings.tokens, max(settings.batches), settings.seed, seconds or float("inf")
+    )
     with out.progress() as progress:
         task = progress.add_task("measuring", total=None)
         rows = list(grow(model, peers, growth, lambda: progress.advance(task)))

@@ -28,6 +28,10 @@ Tune = Annotated[
     bool, measured("--tune", help="Look for better configurations first, and write them into the committed tables.")
 ]
 Seconds = Annotated[int, measured("--tune-seconds", min=1, help="How long to look.")]
+Measuring = Annotated[
+    int | None, measured("--seconds", min=1, help="How long to measure; what is not begun by then is left out.")
+]
+Check = Annotated[bool, measured("--check", help="Only check that the kernels are right on this GPU, at small sizes.")]
 Dry = Annotated[
     bool,
     measured("--dry", help="On a CPU, in Triton's interpreter, at tiny sizes: everything runs, times say nothing."),
@@ -36,10 +40,12 @@ Dry = Annotated[
 
 def kernels(
     operation: Operations = None,
+    check: Check = False,
     static: Static = False,
     target: Targets = None,
     tune: Tune = False,
     tune_seconds: Seconds = 120,
+    seconds: Measuring = None,
     dry: Dry = False,
     out_dir: OutDir = Path("results/bench"),
     device: opt.Device = "auto",
@@ -74,6 +80,12 @@ def kernels(
     if dry and not knobs.runtime.interpret:
         raise KvqError("--dry needs Triton's interpreter: set TRITON_INTERPRET=1")
     experiments, sizes = chosen(names), Sizes(dry)
+    if check:
+        found = list(run.check(experiments, Sizes(dry=True), place))
+        columns = ["operation", "case", "error", "allowed"]
+        out.table(columns, [[row[column] for column in columns] for row in found])
+        out.result({"bench": "kernels", "machine": machine(place), "checked": found})
+        return
     make_folder(out_dir)
     document: dict[str, Any] = {"bench": "kernels", "dry": dry, "machine": machine(place)}
     document["checked"] = list(run.check(experiments, sizes, place))

@@ -31,8 +31,10 @@ def about(what: str, model: PreTrainedModel, name: str) -> dict:
     return {"bench": what, "machine": machine(model.device), "model": name, "dtype": dtype}
 
 
-def load(model: str, shape: str | None, device: str, dtype: str, seed: int) -> tuple[Any, str]:
-    """The model, or one of random weights in a known shape, and what to call it."""
+def load(
+    model: str, shape: str | None, device: str, dtype: str, seed: int, layers: int | None = None
+) -> tuple[Any, str]:
+    """The model, or one of random weights in a known shape (or of so many of its layers), and what to call it."""
     if shape is None:
         from kvq_cli.models import load_model
 
@@ -43,7 +45,7 @@ def load(model: str, shape: str | None, device: str, dtype: str, seed: int) -> t
     from kvq_cli.models import torch_device
 
     kind = torch.bfloat16 if dtype == "auto" else getattr(torch, dtype)
-    return random_model(shape, torch_device(device), kind, seed), f"{shape} (random weights)"
+    return random_model(shape, torch_device(device), kind, seed, layers), f"{shape} (random weights)"
 
 
 def make_folder(folder: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,21 +37,25 @@ def measure(
     device: torch.device,
     timer: Timer,
     copy_rate: float,
+    seconds: float = math.inf,
     step: Callable[[], None] = lambda: None,
 ) -> Iterator[dict[str, Any]]:
     """One row per case and shape, baselines first. us: see `Timer.spread`; of_copy: bytes per second over those of a
-    copy; ratio: the fastest baseline's median over the case's own. failed: why there is no time."""
+    copy; ratio: the fastest baseline's median over the case's own. failed: why there is no time. Cases that are not
+    begun within `seconds` have none."""
+    end = time.monotonic() + seconds
     for experiment in experiments:
         for shape, cases in experiment.groups(sizes, device):
             rows = []
             for case in sorted(cases, key=lambda case: not case.baseline):
                 about = {"operation": experiment.operation, "case": case.name, "baseline": case.baseline}
-                rows.append(about | shape | case.about | _row(case, timer, copy_rate))
+                timed = _row(case, timer, copy_rate) if time.monotonic() < end else {"failed": "time was over"}
+                rows.append(about | shape | case.about | timed)
                 step()
-            timed = [row["us"]["p50"] for row in rows if row["baseline"] and "us" in row]
+            plain = [row["us"]["p50"] for row in rows if row["baseline"] and "us" in row]
             for row in rows:
-                if timed and "us" in row:
-                    row["ratio"] = float(f"{min(timed) / row['us']['p50']:.3g}")
+                if plain and "us" in row:
+                    row["ratio"] = float(f"{min(plain) / row['us']['p50']:.3g}")
                 yield row
 
 

@@ -109,12 +109,15 @@ def _others(timed: dict[tuple, dict]) -> Iterator[dict]:
 
 
 def _calibration(document: dict) -> dict:
+    """Of some of a model's layers: what all of them take at that rate."""
     settings, limit = document["calibration"], targets()["calibrate_s"]
     where = f"{document['model']}, {settings['samples']} x {settings['seqlen']} tokens"
-    whole = settings["samples"] == limit["samples"] and settings["seqlen"] == limit["seqlen"]
-    if not whole:
-        where += f" ({document['total_s']:.0f} s)"
-    return _verdict("calibration, s", where, document["total_s"] if whole else None, limit)
+    if (settings["samples"], settings["seqlen"]) != (limit["samples"], limit["seqlen"]):
+        return _verdict("calibration, s", where, None, limit)
+    share = document["layers"] / document["layers_of_shape"]
+    if share < 1:
+        where += f", from {document['layers']} of {document['layers_of_shape']} layers"
+    return _verdict("calibration, s", where, round(document["total_s"] / share, 1), limit)
 
 
 def _growth(document: dict) -> Iterator[dict]:
