@@ -110,6 +110,7 @@ def _tensors(side: Side) -> dict[str, Tensor]:
 
 def _filled(side: Side, shape: Shape, random: torch.Generator) -> Side:
     held = {name: random_tensor(shape.of(name, x), x.dtype, random) for name, x in _tensors(side).items()}
+    held |= {name: held[name].abs() for name in held if name == "scale"}  # a negative one says hybrid
     windows = [
         random_tensor((shape.batch, shape.heads, *x.shape[2:]), x.dtype, random) for x in (side.sinks, side.ring)
     ]
