@@ -3,12 +3,21 @@
 import gzip
 import json
 import lzma
+import random
 
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from kvq_cli.data.texts import dataset_names, load_text, self_windows, token_windows
+from kvq_cli.data.texts import (
+    C4_SAMPLES,
+    dataset_names,
+    document_windows,
+    evaluation_windows,
+    load_text,
+    self_windows,
+    token_windows,
+)
 from kvq_cli.errors import KvqError, UsageError
 
 
@@ -64,6 +73,68 @@ def test_a_short_text_says_how_many_tokens_there_are_and_how_many_are_needed():
         token_windows(Letters(), "abcdefghij", 10, samples=4, seed=0)
     with pytest.raises(KvqError, match="11 tokens found, 12 needed for one window of 12"):
         token_windows(Letters(), "abcdefghij", 12)
+
+
+def _documents(count=40):
+    """Documents of 5 to 44 letters."""
+    return ["".join(chr(65 + (i + k) % 26) for k in range(5 + i)) for i in range(count)]
+
+
+def test_document_windows_are_gptqs_draws():
+    """`random.seed(0)`, a document until one is long enough, then a start: in this order, from one generator."""
+    documents, seqlen = _documents(), 20
+    random.seed(0)
+    expected = []
+    while len(expected) < 30:
+        tokens = [1, *map(ord, documents[random.randint(0, len(documents) - 1)])]
+        if len(tokens) >= seqlen:
+            start = random.randint(0, len(tokens) - seqlen - 1) if len(tokens) > seqlen else 0
+            expected.append(tokens[start : start + seqlen])
+    found = document_windows(Letters(), documents, seqlen, 30, seed=0)
+    assert found.tolist() == expected
+    assert not found.equal(document_windows(Letters(), documents, seqlen, 30, seed=1))
+    with pytest.raises(KvqError, match="none of 40 documents has 100 tokens: take a smaller --seqlen"):
+        document_windows(Letters(), documents, 100, 1, seed=0)
+
+
+def test_local_copies_are_cut_as_the_papers_cut_them(tmp_path):
+    raw = " \n = Title = \n \n One line . \n Another . \n \n"
+    (tmp_path / "wikitext2").mkdir()
+    (tmp_path / "wikitext2" / "test.txt").write_text(raw)
+    joined = "\n\n".join(["", " = Title = \n", "", " One line . \n", " Another . \n", ""])  # the Hub's rows
+    assert load_text("wikitext2", "evaluation", tmp_path) == joined
+    assert evaluation_windows(Letters(), "wikitext2", 8, data_dir=tmp_path).flatten().tolist() == [
+        1,
+        *map(ord, joined[: (len(joined) + 1) // 8 * 8 - 1]),
+    ]
+    (tmp_path / "ptb").mkdir()
+    (tmp_path / "ptb" / "validation.txt").write_text(" no it was n't \n but <unk> said N \n")
+    assert load_text("ptb", "evaluation", tmp_path) == "no it was n't\n\nbut <unk> said N"
+
+
+@pytest.mark.parametrize("place", ["c4/validation.jsonl", "allenai/c4/en/c4-validation.00000-of-00008.json.gz"])
+def test_a_local_copy_of_c4_gives_256_windows_from_its_documents(tmp_path, place):
+    path = tmp_path / place
+    path.parent.mkdir(parents=True)
+    lines = "".join(json.dumps({"text": text, "url": "x"}) + "\n" for text in _documents()).encode()
+    path.write_bytes(gzip.compress(lines) if path.suffix == ".gz" else lines)
+    windows = evaluation_windows(Letters(), "c4", 20, data_dir=tmp_path)
+    assert windows.equal(document_windows(Letters(), _documents(), 20, C4_SAMPLES, seed=0))
+    assert windows.shape == (256, 20)
+
+
+def test_a_missing_local_copy_says_where_to_put_it(tmp_path):
+    for name, place in (
+        ("wikitext2", "wikitext2/test.txt"),
+        ("c4", "c4/validation.txt"),
+        ("ptb", "ptb/validation.txt"),
+    ):
+        with pytest.raises(KvqError, match=rf"'{name}': --data-dir .* has no {place}, .jsonl or .parquet"):
+            load_text(name, "evaluation", tmp_path)
+    (tmp_path / "ptb").mkdir()
+    (tmp_path / "ptb" / "validation.jsonl").write_text('{"text": "one"}')
+    with pytest.raises(KvqError, match='validation.jsonl, line 1: not a JSON object with the field "sentence"'):
+        load_text("ptb", "evaluation", tmp_path)
 
 
 def test_files(tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -93,14 +94,14 @@ def _find(names: Sequence[str]) -> tuple[TaskManager, list[str]]:
     manager = TaskManager(include_path=[*known, *extra], include_defaults=False)
     if any(title not in manager.task_index for title in titles):
         manager = TaskManager(include_path=extra)
-    return manager, list(dict.fromkeys(leaf for title in titles for leaf in _leaves(manager, title)))
+    return manager, list(dict.fromkeys(leaf for title in titles for leaf in task_names(manager, title)))
 
 
-def _leaves(manager: TaskManager, name: str) -> Iterator[str]:
-    """The tasks that a task, group or tag stands for."""
+def task_names(manager: TaskManager, name: str) -> Iterator[str]:
+    """The tasks that a task, group or tag of lm-eval stands for."""
     entry = manager.task_index.get(name)
     if entry is None:
-        alike = [known for known in manager.all_tasks if name[:5] in known][:8]
+        alike = get_close_matches(name, manager.all_tasks, n=5)
         hint = f"; alike: {', '.join(alike)}" if alike else ""
         raise UsageError(f"unknown task {PREFIX + name!r}: lm-eval has no task, group or tag of this name{hint}")
     if entry.kind.name == "TAG":
@@ -109,7 +110,7 @@ def _leaves(manager: TaskManager, name: str) -> Iterator[str]:
         for member in entry.cfg["task"]:
             if not isinstance(member, str):
                 raise UsageError(f"{PREFIX}{name}: this group changes its tasks' options: name the tasks one by one")
-            yield from _leaves(manager, member)
+            yield from task_names(manager, member)
     else:
         yield name
 

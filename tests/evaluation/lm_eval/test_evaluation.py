@@ -1,0 +1,193 @@
+"""lm-eval's tasks through `kvq eval`: scores, compressed caches, resume."""
+
+import json
+import re
+
+import pytest
+
+from kvq_cli.attention.attach import attach
+from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.evaluation.compare import subjects
+from kvq_cli.evaluation.lm_eval.evaluation import LmEvalEvaluation
+from kvq_cli.evaluation.lm_eval.model import AttachedLM
+from kvq_cli.evaluation.lm_eval.tasks import load_tasks, silence
+from kvq_cli.evaluation.runner import evaluate
+from kvq_cli.evaluation.settings import Settings
+from kvq_cli.methods.registry import build
+
+COMPARED = [build("fp16"), build("kivi", bits=2, residual=32)]
+FIGURES = {
+    "lm_eval:sums": {"exact_match,strict-match", "exact_match,flexible-extract"},
+    "lm_eval:letters": {"acc,none", "acc_norm,none"},
+}
+
+
+@pytest.fixture(scope="module")
+def run(loaded, tasks, data_dir):
+    def start(out, chosen=COMPARED, **changes):
+        extra = {key: changes.pop(key) for key in ("track", "fresh") if key in changes}
+        settings = {"tasks": [f"lm_eval:{one}" for one in tasks.values()], "data_dir": str(data_dir), "batch_size": 1}
+        return evaluate(loaded, subjects(chosen), Settings(**{**settings, **changes}), out, **extra)
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def whole(run, tmp_path_factory):
+    out = tmp_path_factory.mktemp("whole")
+    return out, run(out)
+
+
+def records(out, label, task):
+    (path,) = out.glob(f"{label}/lm_eval:{task}-*.jsonl")
+    return [json.loads(line) for line in path.read_text().splitlines()[1:]]
+
+
+def test_every_sample_is_kept_with_scores_and_compressed_bytes(whole):
+    out, document = whole
+    for label in ("fp16", "kivi-2bit"):
+        one = document["methods"][label]
+        assert {task: {name for name in found if "," in name and "_stderr" not in name} for task, found in
+                one["results"].items()} == FIGURES  # fmt: skip
+        assert one["versions"] == {"lm_eval:sums": 3.0, "lm_eval:letters": 1.0}
+        assert one["n-shot"] == {"lm_eval:sums": 2, "lm_eval:letters": 0}
+        for task in ("sums", "letters"):
+            kept = records(out, label, task)
+            assert [record["index"] for record in kept] == list(range(6))
+            for name, mean in one["results"][f"lm_eval:{task}"].items():
+                if "," in name and "_stderr" not in name:
+                    assert mean == pytest.approx(sum(record["scores"][name] for record in kept) / 6)
+    for task in ("sums", "letters"):
+        exact, packed = (records(out, label, task) for label in ("fp16", "kivi-2bit"))
+        assert [one["prompt_sha256"] for one in exact] == [one["prompt_sha256"] for one in packed]
+        assert all(a["responses"] != b["responses"] for a, b in zip(exact, packed, strict=True))
+        assert all(a["cache"]["bytes"] > 1.5 * b["cache"]["bytes"] for a, b in zip(exact, packed, strict=True))
+        assert all(one["cache"]["compressed"] > 30 for one in packed)
+
+
+def test_the_table_has_them_beside_the_others(whole):
+    table = whole[1]["table"]
+    assert [row[0] for row in table["rows"]] == ["fp16", "kivi-2bit"]
+    assert {"lm_eval:sums exact_match,strict-match", "lm_eval:letters acc", "bits measured"} <= set(table["columns"])
+
+
+def test_scores_are_those_of_lm_evals_own_evaluator(whole, loaded, tasks, data_dir):
+    from lm_eval.evaluator import evaluate as native
+
+    document = whole[1]["methods"]["kivi-2bit"]["results"]
+    loaded_tasks = load_tasks([tasks["sums"], tasks["letters"]], data_dir)
+    with attach(loaded.model, COMPARED[1], prefill="compressed") as attached, silence():
+        for task in loaded_tasks:
+            task.set_fewshot_seed(0)
+        model = AttachedLM(loaded, attached)
+        found = native(model, {"tasks": {task.task_name: task for task in loaded_tasks}}, bootstrap_iters=1)["results"]
+    for task, names in FIGURES.items():
+        theirs = found[task.removeprefix("lm_eval:")]
+        for name in names:
+            error = name.replace(",", "_stderr,")
+            assert document[task][name] == theirs[name] and document[task][error] == pytest.approx(theirs[error])
+
+
+def test_strict_and_flexible_match_as_gsm8k_has_them(run, loaded, tasks, data_dir, tmp_path, monkeypatch):
+    """A model that writes the right sum, once behind #### and once in words; scored by hand beside it."""
+    answers = [" #### {}", " it is {}", " #### 7", " {}.", " none", " 5 #### {} or 3"]
+
+    def speak(self, requests, disable_tqdm=False):
+        self.used.append(({"tokens": 9, "compressed": 9, "bytes": 1, "fp16_bytes": 9, "constant_bytes": 0,
+                           "nominal_bits": 2, "packed_bits": 2}, 1))  # fmt: skip
+        found = []
+        for request in requests:
+            a, b = map(int, re.findall(r"What is (\d+) and (\d+)", request.args[0])[-1])
+            found.append(answers[request.doc_id].format(a + b))
+        return found
+
+    monkeypatch.setattr(AttachedLM, "generate_until", speak)
+    run(tmp_path, COMPARED[1:], tasks=[f"lm_eval:{tasks['sums']}"])
+    kept = records(tmp_path, "kivi-2bit", "sums")
+    assert [record["scores"]["exact_match,strict-match"] for record in kept] == [1, 0, 0, 0, 0, 1]
+    assert [record["scores"]["exact_match,flexible-extract"] for record in kept] == [1, 1, 0, 1, 0, 0]
+    assert [record["score"] for record in kept] == [1, 0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("after", [2, 15])
+def test_an_interrupted_run_goes_on_to_the_same_results(run, whole, tmp_path, after):
+    done = 0
+
+    def interrupt(what, total, found):
+        def advance(count):
+            nonlocal done
+            done += count
+            if done >= after:
+                raise KeyboardInterrupt
+
+        return advance
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, track=interrupt)
+    assert sum(len(path.read_text().splitlines()) - 1 for path in tmp_path.glob("*/*.jsonl")) == after
+    left = []
+
+    def count(what, total, found):
+        left.append(total - found)
+        return lambda count: None
+
+    assert run(tmp_path, track=count) == whole[1]
+    assert sum(left) == 24 - after
+    for path in whole[0].glob("*/*.jsonl"):
+        assert (tmp_path / path.relative_to(whole[0])).read_text() == path.read_text()
+
+
+def test_samples_do_not_depend_on_the_limit(run, whole, tmp_path):
+    run(tmp_path, COMPARED[1:], limit=2)
+    for task in ("sums", "letters"):
+        assert records(tmp_path, "kivi-2bit", task) == records(whole[0], "kivi-2bit", task)[:2]
+
+
+def test_the_key_holds_all_that_changes_an_answer(loaded, tasks, data_dir, tmp_path):
+    def config(seed=0, folder=data_dir, num_fewshot=None, **options):
+        (task,) = load_tasks([tasks["sums"]], folder, num_fewshot)
+        return LmEvalEvaluation(task, loaded, seed=seed, limit=2, prefill="compressed", **options).config
+
+    (tmp_path / "sums").mkdir()
+    for split in ("train", "test"):
+        text = (data_dir / "sums" / f"{split}.jsonl").read_text()
+        (tmp_path / "sums" / f"{split}.jsonl").write_text(text)
+    plain = config()
+    assert config(folder=tmp_path) == plain  # the same rows in another place
+    examples = tmp_path / "sums" / "train.jsonl"
+    examples.write_text(examples.read_text().replace("castle", "house"))
+    changed = [config(seed=1), config(num_fewshot=1), config(max_length=900), config(new_tokens=5)]
+    changed += [config(truncation="middle"), config(folder=tmp_path)]
+    keys = {json.dumps(one, sort_keys=True, default=str) for one in [plain, *changed]}
+    assert len(keys) == 1 + len(changed)
+
+
+def test_nothing_compressed_is_an_error_only_when_no_sample_is(run, tasks, tmp_path):
+    letters = [f"lm_eval:{tasks['letters']}"]
+    run(tmp_path, [build("kivi", bits=2, residual=256)], tasks=letters)
+    compressed = [record["cache"]["compressed"] for record in records(tmp_path, "kivi-2bit", "letters")]
+    assert compressed[:5] == [0] * 5 and compressed[5] >= 128
+    with pytest.raises(KvqError, match=r"lm_eval:letters-2048: kivi-2bit compressed none"):
+        run(tmp_path / "none", [build("kivi", bits=2, residual=1024)], tasks=letters)
+    assert not list(tmp_path.glob("none/**/results.json"))
+
+
+def test_log_likelihoods_need_a_compressed_prefill(run, tasks, tmp_path):
+    with pytest.raises(UsageError, match="lm_eval:letters with prefill exact measure nothing"):
+        run(tmp_path, prefill="exact")
+    run(tmp_path, COMPARED[1:], tasks=[f"lm_eval:{tasks['sums']}"], prefill="exact", limit=1)
+    with pytest.raises(UsageError, match="--data-dir nowhere: no such folder"):
+        run(tmp_path, data_dir="nowhere")
+    with pytest.raises(UsageError, match="--chat-template: the tokenizer of tiny has none"):
+        run(tmp_path, chat_template=True)
+
+
+def test_the_command_takes_tasks_of_all_kinds(kvq, tasks, data_dir, loaded, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tiny")
+    loaded.model.save_pretrained(folder)
+    loaded.tokenizer.save_pretrained(folder)
+    task = f"lm_eval:{tasks['letters']},perplexity"
+    result = kvq("eval", "--model", folder, "--task", task, "--data-dir", data_dir, "--method", "kivi", "--set",
+                 "residual=32", "--seqlen", 160, "--limit", 2, "--json")  # fmt: skip
+    assert result.exit_code == 0, result.stderr
+    assert set(json.loads(result.stdout)["results"]) == {"lm_eval:letters", "perplexity"}
