@@ -52,7 +52,7 @@ def assign_kernel(
         best = tl.min(distances, axis=1)
         code = tl.min(tl.where(distances == best[:, None], entry[None, :], N - 1), axis=1)
         tl.store(codes + at, code.to(tl.uint8), mask=seen)
-        tl.store(scores + at, best / (gain * gain), mask=seen)
+        tl.store(scores + at, best / gain / gain, mask=seen)
 
 
 @triton.jit

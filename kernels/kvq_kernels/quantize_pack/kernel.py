@@ -167,6 +167,7 @@ def _codes(
             return _whole(_steps(tile, s, -1.0 * LEVEL, 1.0 * LEVEL)) + LEVEL
     else:
         asymmetric = bits < 0
+        z_bits = tl.where(asymmetric, z_bits, 0)  # of a symmetric group: its signs
         distance = tile - from_bits(z_bits, ZERO)
         if SIGN == "extra":
             return _whole(_steps(tl.where(asymmetric, distance, tl.abs(tile)), s, 0.0, 1.0 * MOST))

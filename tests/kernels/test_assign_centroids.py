@@ -1,0 +1,146 @@
+"""The steps of k-means by the kernels: distances of what is found against float64, and calibration with them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kvq_kernels.assign_centroids import assign_centroids, sums_by_code
+from kvq_kernels.assign_centroids.reference import assign_centroids_reference
+
+from kvq_cli.calibration import kmeans
+from kvq_cli.codecs import kernels
+from kvq_cli.codecs.codebook import CodebookCodec
+
+
+def normal(*shape: int) -> torch.Tensor:
+    g = torch.Generator()
+    g.seed()
+    return torch.randn(shape, generator=g)
+
+
+def squared(points, centroids) -> torch.Tensor:
+    """Distances in float64, `[codebooks, points, entries]`."""
+    return (points.double()[:, :, None] - centroids.double()[:, None]).square().sum(-1)
+
+
+def lost(points, centroids, codes) -> torch.Tensor:
+    """By how much the chosen centroids are farther away than the nearest ones."""
+    distances = squared(points, centroids)
+    return distances.gather(2, codes.long()[..., None])[..., 0] - distances.amin(2)
+
+
+def check(points, centroids) -> None:
+    codes, scores = assign_centroids(points, centroids, backend="triton")
+    theirs, _ = assign_centroids_reference(points, centroids)
+    size = points.square().sum(-1).amax(1) + centroids.square().sum(-1).amax(1)  # of distances
+    unit = size.double()[:, None] * torch.finfo(torch.float32).eps
+    assert codes.dtype == torch.uint8 and codes.shape == points.shape[:2]
+    assert (lost(points, centroids, codes) <= 2 * torch.maximum(lost(points, centroids, theirs), unit)).all()
+    distances = points.double().square().sum(-1) + 2 * scores.double()
+    exact = squared(points, centroids).amin(2)
+    assert ((distances - exact).abs() <= 8 * unit).all()
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+@pytest.mark.parametrize("count", [1, 7, 63, 65, 1000])
+def test_nearest_of_256(size, count):
+    check(normal(2, count, size), normal(2, 256, size))
+
+
+@pytest.mark.parametrize("entries", [1, 2, 16, 200])
+def test_fewer_centroids(entries):
+    check(normal(3, 100, 2), normal(3, entries, 2))
+
+
+@pytest.mark.parametrize("magnitude", [1e-15, 1e-3, 1e4, 1e15])
+def test_any_magnitude(magnitude):
+    check(normal(1, 100, 4) * magnitude, normal(1, 64, 4) * magnitude)
+
+
+def test_codebooks_of_different_magnitude():
+    scale = torch.tensor([1e-6, 1.0, 1e6])[:, None, None]
+    check(normal(3, 50, 4) * scale, normal(3, 64, 4) * scale)
+
+
+def test_far_points_go_to_the_outermost_centroid():
+    centroids = torch.tensor([[[-1.0], [0.0], [1.0]]])
+    codes, _ = assign_centroids(torch.tensor([[[-1e9], [1e9], [3e38]]]), centroids, backend="triton")
+    assert codes.tolist() == [[0, 2, 2]]
+
+
+def test_the_first_of_equal_centroids():
+    centroids = torch.zeros(1, 256, 4)
+    centroids[0, 7:] = 1.0
+    codes, _ = assign_centroids(torch.full((1, 3, 4), 2.0), centroids, backend="triton")
+    assert codes.tolist() == [[7, 7, 7]]
+
+
+def test_a_point_alone_goes_where_it_goes_among_others():
+    points, centroids = normal(2, 300, 4), normal(2, 256, 4)
+    codes, scores = assign_centroids(points, centroids, backend="triton")
+    own, own_scores = assign_centroids(points[1:, 201:208], centroids[1:], backend="triton")
+    assert torch.equal(own[0], codes[1, 201:208]) and torch.equal(own_scores[0], scores[1, 201:208])
+
+
+@pytest.mark.parametrize("columns", [2, 3, 5, 9])
+@pytest.mark.parametrize("count, entries", [(1, 256), (7, 16), (1000, 256), (1300, 2)])
+def test_sums(columns, count, entries):
+    numbers = normal(2, count, columns) * torch.logspace(-30, 10, columns)
+    codes = (normal(2, count).abs() * 1000).long() % entries
+    place = codes[..., None].expand(-1, -1, columns)
+    zeros = torch.zeros(2, entries, columns, dtype=torch.float64)
+    exact, mass = (zeros.scatter_add(1, place, x.double()) for x in (numbers, numbers.abs()))
+    found = sums_by_code(numbers, codes, entries, backend="triton")
+    in_torch = zeros.float().scatter_add(1, place, numbers)
+    floor = mass * torch.finfo(torch.float32).eps
+    assert ((found - exact).abs() <= 2 * torch.maximum((in_torch - exact).abs(), floor)).all()
+    assert torch.equal(found, sums_by_code(numbers, codes, entries, backend="triton"))
+    assert torch.allclose(sums_by_code(numbers, codes, entries, backend="torch"), exact, rtol=1e-12, atol=0)
+
+
+def test_nothing_is_left_unwritten(monkeypatch):
+    def poisoned(*shape, dtype=None, device=None, make=torch.empty):
+        return make(*shape, dtype=dtype, device=device).fill_(torch.nan if dtype == torch.float32 else 77)
+
+    points, centroids = normal(2, 70, 4), normal(2, 20, 4)
+    expected = assign_centroids(points, centroids, backend="triton")
+    monkeypatch.setattr(torch, "empty", poisoned)
+    found = assign_centroids(points, centroids, backend="triton")
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_calibration_is_as_good_by_the_kernels(monkeypatch):
+    points, weights = normal(2, 300, 4), normal(2, 300).abs() ** 4
+
+    def error(centroids):
+        return (weights.double() * squared(points, centroids).amin(2)).sum(-1)
+
+    on_cpu = kmeans.weighted_kmeans(points, weights, 16, iterations=4)
+    monkeypatch.setattr(kernels, "on_gpu", lambda _: True)
+    on_gpu = kmeans.weighted_kmeans(points, weights, 16, iterations=4)
+    assert torch.equal(on_gpu, kmeans.weighted_kmeans(points, weights, 16, iterations=4))
+    assert torch.allclose(error(on_gpu), error(on_cpu), rtol=0.1)
+
+
+@pytest.mark.parametrize("block", [(4, 1), (1, 1), (1, 8)])
+def test_codebooks_encode_as_well_on_a_gpu(monkeypatch, block):
+    size = block[0] * block[1]
+    codec = CodebookCodec(normal(1, 16 // size, 256, size), block, 16)
+    x = normal(2, 1, 40, 16)
+    on_cpu = codec.decode(codec.encode(x), torch.float32)
+    monkeypatch.setattr(kernels, "on_gpu", lambda _: True)
+    packed = codec.encode(x)
+    on_gpu = codec.decode(packed, torch.float32)
+    assert torch.allclose((on_gpu - x).square().sum(), (on_cpu - x).square().sum(), rtol=1e-5)
+    part = codec.encode(x[:1, :, 8:16]).parts["codes"].tensor
+    first = 8 // block[0]
+    assert torch.equal(part, packed.parts["codes"].tensor[:1, :, first : first + part.shape[2]])
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="do not fit"):
+        assign_centroids(normal(2, 5, 4), normal(1, 5, 4))
+    with pytest.raises(ValueError, match="at most 256"):
+        assign_centroids(normal(1, 5, 4), normal(1, 257, 4))
+    with pytest.raises(ValueError, match="do not fit"):
+        sums_by_code(normal(1, 5, 10), torch.zeros(1, 5), 4)

@@ -1,0 +1,146 @@
+"""Quantization and packing by the kernel: the same bits as the codecs' and the reference's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kvq_kernels.quantize_pack import Layout, quantize_pack
+
+from kvq_cli.codecs import kernels
+from kvq_cli.codecs.signed import SignedCodec, zero_type
+from kvq_cli.codecs.subspace import SubspaceCodec
+from kvq_cli.codecs.uniform import UniformCodec
+
+MODES = [("asymmetric", ""), ("symmetric", "extra"), ("symmetric", "inside"), ("hybrid", "extra"), ("hybrid", "inside")]
+SIZES = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def numbers(tokens: int, dim: int = 64, dtype=torch.float16, rows: int = 2, heads: int = 1) -> torch.Tensor:
+    """With channels of different spread, groups away from zero, constant groups, groups of zeros of both signs."""
+    g = torch.Generator()
+    g.seed()
+    x = torch.randn(rows, heads, tokens, dim, generator=g) * torch.rand(dim, generator=g) * 3
+    x += torch.randn(rows, heads, tokens, 1, generator=g) * (torch.rand(heads, tokens, 1, generator=g) < 0.3)
+    x[:, :, :, :16] = 0.7
+    x[0, :, :, 16:32] = 0.0
+    x[0, :, ::2, 16:32] = -0.0
+    return x.to(dtype)
+
+
+def codec(bits, axis, group, dim, dtype, mode, sign):
+    if mode == "asymmetric":
+        return UniformCodec(bits, axis, group, dim, dtype)
+    return SignedCodec(bits, axis, group, dim, dtype, sign, "always" if mode == "hybrid" else "no")
+
+
+def layout(bits, axis, group, dim, dtype, mode, sign) -> Layout:
+    side = torch.float16 if dtype == torch.float32 else dtype
+    zero = zero_type(group, dtype) if sign == "extra" else side
+    return Layout(bits, axis, group, dim, mode, sign or "inside", side, zero)
+
+
+def assert_same_bits(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert mine.keys() == theirs.keys()
+    for name, a in mine.items():
+        b = theirs[name]
+        assert a.dtype == b.dtype and a.shape == b.shape, name
+        whole = SIZES[a.element_size()]
+        assert torch.equal(a.contiguous().view(whole), b.contiguous().view(whole)), name
+
+
+def check(bits, axis, group, dim, dtype, mode, sign, tokens, tile=None) -> None:
+    x = numbers(tokens, dim, dtype)
+    own = codec(bits, axis, group, dim, dtype, mode, sign)
+    expected = {name: part.tensor for name, part in own.encode(x).parts.items()}
+    asked = layout(bits, axis, group, dim, dtype, mode, sign)
+    for backend in ("triton", "torch"):
+        packed = quantize_pack(x, asked, backend=backend, tile=tile)
+        found = {"codes": packed.codes, "scale": packed.scale, "zero": packed.zero}
+        found["sign_or_zero" if mode == "hybrid" else "sign"] = packed.sign
+        assert_same_bits({name: side for name, side in found.items() if side is not None}, expected)
+        assert (packed.level, packed.hybrid) == (asked.level, mode == "hybrid")
+
+
+@pytest.mark.parametrize("mode, sign", MODES)
+@pytest.mark.parametrize("axis", ["token", "channel"])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_modes(bits, axis, mode, sign):
+    check(bits, axis, 32, 64, torch.float16, mode, sign, 32)
+
+
+@pytest.mark.parametrize("axis", ["token", "channel"])
+@pytest.mark.parametrize("bits", [1, 8])
+def test_bits(bits, axis):
+    check(bits, axis, 32, 64, torch.float16, "asymmetric", "", 32)
+    check(bits, axis, 32, 64, torch.float16, "symmetric", "extra", 32)
+
+
+@pytest.mark.parametrize("dim, group", [(16, 16), (80, 16), (96, 32), (128, 64), (256, 128)])
+@pytest.mark.parametrize("axis", ["token", "channel"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_head_dims_and_groups(dim, group, axis, dtype):
+    mode, sign = ("asymmetric", "") if group > 64 else ("hybrid", "extra")
+    check(2, axis, group, dim, dtype, mode, sign, group if axis == "channel" else 9)
+
+
+@pytest.mark.parametrize("tokens, rows", [(1, 64), (7, 64), (63, 64), (65, 64), (1000, 512)])
+def test_odd_lengths(tokens, rows):
+    tile = {"rows": rows, "columns": 32, "warps": 4}
+    check(2, "token", 16, 32, torch.float16, "hybrid", "inside", tokens, tile)
+
+
+def test_views_are_read_where_they_lie():
+    whole = numbers(40, heads=3).transpose(1, 2).contiguous().transpose(1, 2)
+    x = whole[:, 1:, 3:35]
+    asked = layout(2, "channel", 32, 64, torch.float16, "asymmetric", "")
+    mine, theirs = (quantize_pack(one, asked, backend="triton") for one in (x, x.contiguous()))
+    assert torch.equal(mine.codes, theirs.codes) and torch.equal(mine.scale, theirs.scale)
+
+
+def test_what_is_written_over(monkeypatch):
+    """Nothing of the outputs is left as it was: they begin as NaN and all ones."""
+    from kvq_kernels.quantize_pack import launch
+
+    def poisoned(x, asked, make=launch.outputs):
+        packed = make(x, asked)
+        for side in (packed.codes, packed.scale, packed.zero, packed.sign):
+            if side is not None:
+                side.view(SIZES[side.element_size()]).fill_(-1)
+        return packed
+
+    monkeypatch.setattr(launch, "outputs", poisoned)
+    check(2, "token", 32, 96, torch.float16, "hybrid", "extra", 7)
+    check(3, "channel", 32, 96, torch.float16, "hybrid", "inside", 64)
+
+
+@pytest.mark.parametrize("mode, sign", [*MODES, ("prompt", "extra"), ("prompt", "inside")])
+@pytest.mark.parametrize("axis", ["token", "channel"])
+def test_codecs_pack_the_same_on_a_gpu(monkeypatch, mode, sign, axis):
+    x = numbers(32)
+    own = codec(2, axis, 32, 64, torch.float16, mode, sign)
+    if mode == "prompt":
+        own = SignedCodec(2, axis, 32, 64, torch.float16, sign, "prompt").after_prompt()
+    on_cpu = own.encode(x)
+    monkeypatch.setattr(kernels, "on_gpu", lambda _: True)
+    monkeypatch.setattr(type(own), "quantize", None)  # by the kernel or not at all
+    on_gpu = own.encode(x)
+    assert_same_bits(*({n: p.tensor for n, p in packed.parts.items()} for packed in (on_gpu, on_cpu)))
+    assert [p.unit for p in on_gpu.parts.values()] == [p.unit for p in on_cpu.parts.values()]
+    assert torch.equal(own.decode(on_gpu, torch.float32), own.decode(on_cpu, torch.float32))
+
+
+def test_codecs_that_quantize_their_own_way_do_so_on_a_gpu(monkeypatch):
+    own = SubspaceCodec(2, 32, 64, rank=2, strength=1.0, block=32)
+    state = {"subspace": torch.randn(2, 1, 2, 64), "gain": torch.randn(2, 1, 1, 2, 2) * 0.01}
+    x = numbers(32)
+    expected = own.bound(state).encode(x)
+    monkeypatch.setattr(kernels, "on_gpu", lambda _: True)
+    found = own.bound(state).encode(x)
+    assert all(torch.equal(part.tensor, found.parts[name].tensor) for name, part in expected.parts.items())
+
+
+def test_layouts_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="power of two"):
+        quantize_pack(numbers(1, 72), Layout(2, "token", 24, 72), backend="triton")
+    with pytest.raises(ValueError, match="whole groups"):
+        quantize_pack(numbers(33), Layout(2, "channel", 32, 64))
