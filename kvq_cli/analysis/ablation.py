@@ -17,7 +17,8 @@ class Ablation(Study):
     """SQuat with other ranks r and strengths lambda: how far predictions drift from the uncompressed model's.
 
     ranks, strengths: the grid, joined by commas. Drift is KL(p_exact || p_method) per token, of the second half of each
-    window: the paper scores GSM8K, which needs a model that can answer it. kivi: SQuat with lambda = 0.
+    window: the paper scores GSM8K, which needs a model that can answer it. kivi: SQuat with lambda = 0. Windows are the
+    paper's: `group` recent tokens (appendix E.2).
     """
 
     name = "ablation"
@@ -27,6 +28,7 @@ class Ablation(Study):
     ranks: tuple[int, ...] = (5, 10, 20, 40, 60)
     strengths: tuple[float, ...] = (0.0001, 0.0005, 0.001, 0.01, 0.1)
     bits: int = 2
+    group: int = 32
     pre_rope: bool = False
 
     def __post_init__(self) -> None:
@@ -34,7 +36,7 @@ class Ablation(Study):
 
     def methods(self) -> dict[tuple[int, float] | str, Squat]:
         """Each point of the grid, and the baseline; UsageError for values that SQuat does not take."""
-        common = {"bits": self.bits, "pre_rope": self.pre_rope}
+        common = {"bits": self.bits, "group": self.group, "residual": self.group, "pre_rope": self.pre_rope}
         grid = {(r, s): Squat(**common, rank=r, strength=s) for r in self.ranks for s in self.strengths}
         return {KIVI: Squat(**common, strength=0.0), **grid}
 
