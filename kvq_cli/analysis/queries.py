@@ -15,7 +15,7 @@ from kvq_cli.codecs.base import Prompt
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.kivi import Kivi
 from kvq_cli.methods.squat import Squat
-from kvq_cli.models import LoadedModel, model_shape
+from kvq_cli.models import LoadedModel
 
 #: Which tokens' deviation from which subspace (Fig. 2, left); the last one is not in the paper.
 CURVES = {
@@ -108,6 +108,8 @@ class Queries(Study):
     def __post_init__(self) -> None:
         if self.response < 1:
             raise UsageError(f"study queries: response={self.response} must be at least 1 token")
+        if self.dimensions is not None and self.dimensions < 1:
+            raise UsageError(f"study queries: dimensions={self.dimensions} must be at least 1")
         self.methods()
 
     def methods(self) -> dict[str, Kivi]:
@@ -165,8 +167,8 @@ class _Layer:
 
     def __init__(self, site: AttentionSite, study: Queries, prompt: int, subject: Subject) -> None:
         self._site, self._prompt, self._pre_rope = site, prompt, study.pre_rope
-        shape = model_shape(subject.loaded.model)
-        self._plans = {name: method.plan(site.index, shape, {}).keys for name, method in study.methods().items()}
+        plans = {name: method.plan(site.index, subject.loaded.shape, {}) for name, method in study.methods().items()}
+        self._plans = {name: plan.keys for name, plan in plans.items()}
         self._vectors: dict[str, Tensor] = {}
         self.curves: dict[str, Tensor | float] = dict.fromkeys(CURVES, 0.0)
         self.errors = {name: [0.0, 0.0] for name in METHODS}

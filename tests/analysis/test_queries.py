@@ -140,5 +140,6 @@ def test_without_strength_both_methods_are_the_same(kvq, tmp_path):
 def test_a_window_without_room_for_a_prompt_is_refused(kvq, tmp_path):
     result = kvq("analyze", "queries", "--seqlen", 128, "--out", tmp_path)
     assert result.exit_code == 2 and "--seqlen 128 leaves 0 tokens" in result.stderr
-    with pytest.raises(UsageError, match="response=0"):
-        Queries(response=0)
+    for option in ("response", "dimensions"):
+        with pytest.raises(UsageError, match=f"{option}=0"):
+            Queries(**{option: 0})
