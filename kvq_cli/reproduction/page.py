@@ -43,9 +43,9 @@ def _introduction(model: str) -> str:
     return (
         f"Made by `make reproduction` from the files below `{ROOT}`, with kvq {__version__} on {where}; no number here "
         "is typed by hand. Each claim is checked by an expression in `kvq_cli/reproduction/claims.yaml`; the papers' "
-        "own numbers are in `kvq_cli/published`. A claim about another model is checked here for its direction, on a model "
-        "a thousand times smaller: that it fails here does not say that it fails there. `make list` shows what each "
-        "target needs at the paper's sizes, and `make TARGET MODEL=...` makes it there."
+        "own numbers are in `kvq_cli/published`. A claim about another model is checked here for its direction, on a "
+        "model a thousand times smaller: that it fails here does not say that it fails there. `make list` shows what "
+        "each target needs at the paper's sizes, and `make TARGET MODEL=...` makes it there."
     )
 
 
