@@ -96,9 +96,8 @@ def kernels(
         document["tuned"] = _tune(out, experiments, sizes, timer, tune_seconds)
     with out.progress() as progress:
         task = progress.add_task("measuring", total=run.count(experiments, sizes, place))
-        rows = run.measure(
-            experiments, sizes, place, timer, document["copy_gb_s"] * 1e9, lambda: progress.advance(task)
-        )
+        rate, limit = document["copy_gb_s"] * 1e9, seconds or float("inf")
+        rows = run.measure(experiments, sizes, place, timer, rate, limit, lambda: progress.advance(task))
         document["rows"] = list(rows)
     if place.type == "cuda":
         document["machine_after"] = machine(place)  # clocks under load
