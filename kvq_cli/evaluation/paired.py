@@ -120,4 +120,9 @@ def _figures(name: str, record: Mapping[str, Any]) -> dict[str, float]:
     if "nll" in record:
         tokens = record["tokens"]
         return {f"{name} loss": record["nll"] / tokens, f"{name} KL": record["kl"] / tokens}
-    return {name: 100 * record["score"]} if isinstance(record.get("score"), (int, float)) else {}
+    scores = {f"{name} {metric}": value for metric, value in record.get("scores", {}).items()}  # lm-eval's
+    return {
+        figure: 100 * value
+        for figure, value in (scores or {name: record.get("score")}).items()
+        if isinstance(value, (int, float))
+    }

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvq_cli.evaluation.lm_eval.names import PREFIX
 from kvq_cli.evaluation.settings import PERPLEXITY, RULER
 
 EXACT = "fp16"
@@ -92,7 +93,7 @@ def _columns(methods: Mapping[str, Mapping]) -> list[Column]:
                     title, digits = _PERPLEXITY[name]
                     found.append(Column(title, task, metric, 1 if higher else -1, digits, name == "top1"))
                 continue
-            title = "ruler mean" if task == RULER else task
+            title = "ruler mean" if task == RULER else task.removeprefix(PREFIX)
             if len(_metrics(results[task])) > 1 if not name.isdigit() else len(lengths) > 1:
                 title += f" {name}"
             found.append(Column(title, task, metric, 1 if higher else -1, 1 if higher else 3, higher))

@@ -22,7 +22,7 @@ from kvq_cli.reproduction.targets import REFERENCE, ROOT, STORE, Target
 DONE, PARTLY, TO_DO, HARDWARE, NOTHING = "done", "partly", "to do", "needs hardware", "nothing to measure"
 RECORD = "target.json"
 #: Where `make gpu` leaves what it measured.
-GPU_RESULTS = Path("results/gpu")
+GPU_RESULTS = Path("benchmarks")
 
 
 def state(target: Target, model: str, root: Path = ROOT) -> str:
