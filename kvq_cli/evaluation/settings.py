@@ -113,7 +113,7 @@ def _lm_eval(settings: Settings, loaded: LoadedModel) -> list[Evaluation]:
         return []
     from kvq_cli.evaluation.lm_eval.tasks import load_tasks
 
-    tasks = load_tasks(names, settings.data_dir and Path(settings.data_dir), settings.num_fewshot)
+    tasks = load_tasks(names, settings.data_dir and Path(settings.data_dir), settings.num_fewshot, settings.seed)
     from kvq_cli.evaluation.lm_eval.evaluation import LmEvalEvaluation
 
     return [

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.metrics import mean
 
-from kvq_cli.errors import UsageError
+from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.evaluation.base import Evaluation, Record, mean_and_error
-from kvq_cli.evaluation.lm_eval.model import AttachedLM, chat_prompt, check_greedy, check_prefill, mean_record
+from kvq_cli.evaluation.lm_eval.model import AttachedLM, chat_prompt, check_greedy, check_prefill, mean_record, room
 from kvq_cli.evaluation.lm_eval.names import PREFIX
-from kvq_cli.evaluation.lm_eval.tasks import silence
+from kvq_cli.evaluation.lm_eval.tasks import first_line, seeded, silence
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -57,12 +57,14 @@ class LmEvalEvaluation(Evaluation):
     ) -> None:
         self._task, self._options = task, options
         self.task, self.version = PREFIX + task.task_name, task.VERSION
+        self.length = options.get("max_length") or loaded.context
         self._check(prefill)
-        self.available = len(task.eval_docs)
+        with silence(), seeded(seed):
+            documents = list(task.eval_docs)
+        self.available = len(documents)
         self.count = min(limit or self.available, self.available)
         self.higher_is_better = dict(task.higher_is_better())
         self._requests = self._build(loaded, seed, chat)
-        self.length = options.get("max_length") or loaded.context
         longest = max(len(text) for requests in self._requests for text in map(_text, requests)) // CHARACTERS_PER_TOKEN
         self.batch_size = batch_size or max(1, min(16, BATCH_TOKENS // max(1, longest)))
         self.config = {
@@ -77,7 +79,7 @@ class LmEvalEvaluation(Evaluation):
             "prefill": prefill,
             "seed": seed,
             **{name: value for name, value in options.items() if value is not None},
-            "docs_sha256": _digest(task.eval_docs),
+            "docs_sha256": _digest(documents),
             "examples_sha256": _digest(task.sampler.df) if task.config.num_fewshot else None,
         }
         if task.config.num_fewshot and getattr(task, "fewshot_instead_of", None):
@@ -88,7 +90,9 @@ class LmEvalEvaluation(Evaluation):
 
     def _check(self, prefill: str) -> None:
         if self._task.OUTPUT_TYPE == "generate_until":
-            check_greedy(self.task, self._task.config.generation_kwargs or {})
+            generation = self._task.config.generation_kwargs or {}
+            check_greedy(self.task, generation)
+            room(generation, self.length, self._options.get("new_tokens"))
         else:
             check_prefill(self.task, prefill)
 
@@ -96,7 +100,7 @@ class LmEvalEvaluation(Evaluation):
         """The requests of each sample. Examples are drawn one sample after the other, whatever the limit."""
         if chat and not loaded.tokenizer.chat_template:
             raise UsageError(f"--chat-template: the tokenizer of {loaded.name} has none; drop the flag")
-        with silence():
+        with silence(), seeded(seed):
             self._task.set_fewshot_seed(seed)
             self._task.build_all_requests(
                 limit=self.count,
@@ -154,12 +158,17 @@ class LmEvalEvaluation(Evaluation):
         for request, response in zip(requests, given, strict=True):
             # Repeats of a greedy answer are the same answer.
             request.resps, request.filtered_resps = [response] * (request.repeats or 1), {}
-        for one in self._task._filters:
-            one.apply(requests)
         scores = {}
-        for name in requests[0].filtered_resps:
-            found = self._task.process_results(requests[0].doc, [request.filtered_resps[name] for request in requests])
-            scores |= {f"{metric},{name}": _plain(value) for metric, value in found.items()}
+        try:
+            with silence():
+                for one in self._task._filters:
+                    one.apply(requests)
+                for name in requests[0].filtered_resps:
+                    filtered = [request.filtered_resps[name] for request in requests]
+                    found = self._task.process_results(requests[0].doc, filtered)
+                    scores |= {f"{metric},{name}": _plain(value) for metric, value in found.items()}
+        except Exception as error:  # a task scores with code of its own, some with data of other packages
+            raise KvqError(f"{self.task}: sample {index} cannot be scored: {first_line(error)}") from error
         return scores
 
     def metrics(self, records: Sequence[Record]) -> dict[str, float | None]:

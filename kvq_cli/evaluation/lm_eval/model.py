@@ -158,10 +158,10 @@ class AttachedLM(TemplateLM):
             options = request.args[1]
             alike.setdefault((self._budget(options), *_stop_strings(options)), []).append(index)
         found: dict[int, str] = {}
-        for (budget, *stops), indices in alike.items():
+        for (longest, *stops), indices in alike.items():
             indices.sort(key=lambda index: -len(prompts[index]))
             for batch in _batches(indices, self.batch_size):
-                given, report = answer(self.loaded, self.attached, [prompts[i] for i in batch], budget, stops)
+                given, report = answer(self.loaded, self.attached, [prompts[i] for i in batch], longest, stops)
                 self._count(report, len(batch))
                 for index, one in zip(batch, given, strict=True):
                     found[index] = one.text
@@ -170,28 +170,36 @@ class AttachedLM(TemplateLM):
 
     def _prompt(self, text: str, options: Mapping[str, Any]) -> list[int]:
         check_greedy("the task", options)
-        tokens, room = self.tok_encode(text), self._room(options)
-        if len(tokens) <= room:
+        tokens, longest = self.tok_encode(text), self._room(options)
+        if len(tokens) <= longest:
             return tokens
-        head = room // 2 if self.truncation == "middle" else 0
-        return tokens[:head] + tokens[head - room :]
+        head = longest // 2 if self.truncation == "middle" else 0
+        return tokens[:head] + tokens[head - longest :]
 
     def _budget(self, options: Mapping[str, Any]) -> int:
-        asked = next((options[name] for name in _BUDGETS if options.get(name) is not None), NEW_TOKENS)
-        return self.new_tokens or int(asked)
+        return budget(options, self.new_tokens)
 
     def _room(self, options: Mapping[str, Any]) -> int:
-        """Tokens that are left for the prompt."""
-        room = self.max_length - self._budget(options)
-        if room < 1:
-            raise UsageError(
-                f"answers of {self._budget(options)} tokens leave no room for a prompt in {self.max_length} tokens: "
-                "pass a smaller --max-new-tokens or a larger --max-length"
-            )
-        return room
+        return room(options, self.max_length, self.new_tokens)
 
     def _count(self, report: CacheReport, rows: int) -> None:
         self.used.append((cache_record(report, rows), rows))
+
+
+def budget(options: Mapping[str, Any], new_tokens: int | None = None) -> int:
+    """Tokens that an answer may have: `new_tokens`, or what a task's generation options say."""
+    return new_tokens or int(next((options[name] for name in _BUDGETS if options.get(name) is not None), NEW_TOKENS))
+
+
+def room(options: Mapping[str, Any], max_length: int, new_tokens: int | None = None) -> int:
+    """Tokens that are left for the prompt; UsageError where there are none."""
+    left = max_length - budget(options, new_tokens)
+    if left < 1:
+        raise UsageError(
+            f"answers of {max_length - left} tokens leave no room for a prompt in {max_length} tokens: pass a smaller "
+            "--max-new-tokens or a larger --max-length"
+        )
+    return left
 
 
 def chat_prompt(tokenizer, turns: list[dict[str, str]], add_generation_prompt: bool = True) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import random
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from importlib.util import find_spec
@@ -33,7 +34,7 @@ def require_lm_eval(wanted: str) -> None:
 
 
 def load_tasks(
-    names: Sequence[str], data_dir: Path | None = None, num_fewshot: int | None = None
+    names: Sequence[str], data_dir: Path | None = None, num_fewshot: int | None = None, seed: int = 0
 ) -> list[ConfigurableTask]:
     """The tasks of these names (of lm-eval's tasks, groups and tags, and YAML files), data loaded.
 
@@ -41,7 +42,7 @@ def load_tasks(
     unknown name, KvqError where a data set or a package is missing.
     """
     require_lm_eval(PREFIX + names[0])
-    with silence():
+    with silence(), seeded(seed):
         manager, found = _find(names)
         own = _task_class(data_dir)
         tasks = []
@@ -58,8 +59,23 @@ def load_tasks(
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
     """No progress bars and messages of lm-eval and of what it loads data with."""
-    with quiet(*LOGGERS), contextlib.redirect_stderr(io.StringIO()):
+    with quiet(*LOGGERS), contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
         yield
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """The same chance each time, for tasks that shuffle their choices with the global generators."""
+    import numpy
+
+    before, numpys = random.getstate(), numpy.random.get_state()
+    random.seed(seed)
+    numpy.random.seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        numpy.random.set_state(numpys)
 
 
 def _load(manager: TaskManager, name: str, own: type[ConfigurableTask]) -> ConfigurableTask:
@@ -71,9 +87,9 @@ def _load(manager: TaskManager, name: str, own: type[ConfigurableTask]) -> Confi
     except KvqError:
         raise
     except (ImportError, ModuleNotFoundError) as error:
-        raise KvqError(f"{PREFIX}{name}: {_line(error)}: pip install 'kvq-cli[eval]'") from error
+        raise KvqError(f"{PREFIX}{name}: {first_line(error)}: pip install 'kvq-cli[eval]'") from error
     except Exception as error:  # a task runs code of its own when it is loaded
-        raise KvqError(f"{PREFIX}{name} cannot be loaded: {_line(error)}") from error
+        raise KvqError(f"{PREFIX}{name} cannot be loaded: {first_line(error)}") from error
 
 
 def _find(names: Sequence[str]) -> tuple[TaskManager, list[str]]:
@@ -115,8 +131,9 @@ def task_names(manager: TaskManager, name: str) -> Iterator[str]:
         yield name
 
 
-def _line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).split("\n")[0]
+def first_line(error: Exception) -> str:
+    """What an error says first, for a message of one line."""
+    return next((line.strip(" *") for line in str(error).splitlines() if line.strip(" *")), type(error).__name__)
 
 
 def _task_class(data_dir: Path | None) -> type[ConfigurableTask]:
@@ -150,7 +167,7 @@ def _task_class(data_dir: Path | None) -> type[ConfigurableTask]:
             except Exception as error:  # offline, gated, moved: each library has its own classes
                 place = f"DIR/{self.config.task}/{self._evaluated}.jsonl"
                 raise KvqError(
-                    f"{PREFIX}{self.config.task}: its data set {self._title} cannot be loaded ({_line(error)}); "
+                    f"{PREFIX}{self.config.task}: its data set {self._title} cannot be loaded ({first_line(error)}); "
                     f"without a network pass --data-dir DIR with a copy as {place}"
                 ) from error
 
