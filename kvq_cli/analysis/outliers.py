@@ -25,7 +25,7 @@ class Outliers(Study):
     """Rate of outliers on other texts than the one (--dataset) whose quantiles are the thresholds.
 
     fraction: outliers by the thresholds on their own text: half of it lies beyond each. others: texts, with commas
-    between them: names as `--dataset` takes them, or files. skip: first tokens of a window to leave out.
+    between: names as `--dataset` takes them, or files. skip: first tokens of a window to leave out.
     """
 
     name = "outliers"
@@ -33,23 +33,19 @@ class Outliers(Study):
     samples = 16
 
     fraction: float = 0.01
-    others: str = "prose,pydoc"
+    others: tuple[str, ...] = ("prose", "pydoc")
     skip: int = 8
 
     def __post_init__(self) -> None:
-        if not 0 < self.fraction < 1 or self.skip < 0 or not self._others:
+        if not 0 < self.fraction < 1 or self.skip < 0 or not all(self.others):
             raise UsageError(
                 "study outliers: fraction must be between 0 and 1, skip at least 0, others a list of texts"
             )
 
-    @property
-    def _others(self) -> list[str]:
-        return [name.strip() for name in self.others.split(",") if name.strip()]
-
     def run(self, subject: Subject, show: Show) -> Findings:
         """See `Study.run`."""
         texts = {f"{subject.dataset} (calibration)": subject.tokens(subject.dataset, "calibration")}
-        texts |= {name: subject.tokens(name, "evaluation") for name in self._others}
+        texts |= {name: subject.tokens(name, "evaluation") for name in self.others}
         limits: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         rates = {}
         for name, windows in texts.items():
