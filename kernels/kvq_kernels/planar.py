@@ -1,6 +1,9 @@
-"""Planar packing inside a kernel: channel c of a token is in word c % W at bit `bits * (c // W)`; of 3-bit codes the low
-two bits are packed so, then the high bits. A tile's columns are ordered field by field, each padded to PADDED words, so
-that the words of a token are sums over fields."""
+"""Planar packing inside a kernel.
+
+Channel c of a token is in word c % W at bit `bits * (c // W)`; of 3-bit codes the low two bits are packed so, then the
+high bits. A tile's columns are ordered field by field, each padded to a power of two of words, so that the words of a
+token are sums over fields.
+"""
 
 from __future__ import annotations
 

@@ -45,3 +45,13 @@ def sums_by_code(numbers: Tensor, codes: Tensor, entries: int) -> Tensor | None:
     from kvq_kernels.assign_centroids import sums_by_code
 
     return sums_by_code(numbers, codes, entries, backend="triton")
+
+
+def squat_quantize(x: Tensor, subspace: Tensor, gain: Tensor, **layout: Any) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Codes, scales and zero-points of `x` `[B, H, T, D]` with errors moved off the subspace, by the kernel; see
+    `kvq_kernels.squat_quantize`. None: not on a GPU."""
+    if not on_gpu(x):
+        return None
+    from kvq_kernels.squat_quantize import squat_quantize
+
+    return squat_quantize(x, subspace, gain, **layout, backend="triton")

@@ -7,6 +7,7 @@ from copy import copy
 import torch
 from torch import Tensor
 
+from kvq_cli.codecs import kernels
 from kvq_cli.codecs.base import Prompt, State
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.errors import UsageError
@@ -47,7 +48,7 @@ class SubspaceCodec(UniformCodec):
                 f"use fewer than {head_dim} channels"
             )
         self.rank, self.strength, self.shares_state = min(rank, head_dim), strength, shared
-        self._cuts = range(block, head_dim, block)
+        self._block, self._cuts = block, range(block, head_dim, block)
         self._subspace: Tensor | None = None
         self._gain: Tensor | None = None
 
@@ -69,6 +70,11 @@ class SubspaceCodec(UniformCodec):
         codec = copy(self)
         codec._subspace, codec._gain = state["subspace"], state["gain"]
         return codec
+
+    def _encode_on_gpu(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]] | None:
+        own = {"bits": self.bits, "group": self.group, "block": self._block, "dtype": self.dtype}
+        packed = kernels.squat_quantize(x, self._subspace, self._gain, **own)
+        return None if packed is None else (packed[0], {"scale": packed[1], "zero": packed[2]})
 
     def quantize(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         # 64 bits, so that rounding does not depend on how many tokens are multiplied at once.

@@ -14,6 +14,7 @@ from kvq_kernels.planar import (
     pack_low,
     padded_words,
 )
+from kvq_kernels.quantize_pack.kernel import to_bits
 
 #: A float32 of this size has a unit of 1: adding it rounds to the nearest whole number, halves to even.
 WHOLE = tl.constexpr(8388608.0)
@@ -58,8 +59,8 @@ def squat_kernel(
         inside = (channel >= block * BLOCK) & (channel < (block + 1) * BLOCK) & real
         low = tl.min(tl.where(there[:, None], x, float("inf")), axis=0)
         high = tl.max(tl.where(there[:, None], x, float("-inf")), axis=0)
-        z = rounded(low, zero.dtype.element_ty)
-        s = rounded(tl.div_rn(high - low, LEVELS * 1.0), scale.dtype.element_ty)
+        _, z = to_bits(low + 0.0, zero.dtype.element_ty)  # minus zero becomes zero, as in the codec
+        _, s = to_bits(tl.div_rn(high - low, LEVELS * 1.0), scale.dtype.element_ty)
         step = tl.where(s == 0, float("inf"), s)
         distance = tl.div_rn(x - z[None, :], tl.broadcast_to(step[None, :], x.shape))
         whole = tl.minimum(tl.maximum(distance, 0.0), LEVELS * 1.0) + WHOLE
@@ -90,13 +91,3 @@ def squat_kernel(
     sides = (line + group) * D + channel
     tl.store(scale + sides, scales.to(scale.dtype.element_ty), mask=real)
     tl.store(zero + sides, zeros.to(zero.dtype.element_ty), mask=real)
-
-
-@triton.jit
-def rounded(x, T: tl.constexpr):
-    """float32 numbers that type T has."""
-    if T == tl.bfloat16:  # spelled out: the interpreter cuts bits off where a GPU rounds
-        bits = x.to(tl.int32, bitcast=True)
-        return ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
-    else:
-        return x.to(T).to(tl.float32)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvq_kernels.quantize_pack.layout import Layout
+from kvq_kernels.quantize_pack.reference import pack
+
 
 def squat_quantize_reference(
     keys: Tensor, subspace: Tensor, gain: Tensor, bits: int, group: int, block: int, dtype: torch.dtype
@@ -16,7 +19,7 @@ def squat_quantize_reference(
         own, rest = rest[..., : cut - start], rest[..., cut - start :]
         groups = own.unflatten(2, (-1, group))
         low, high = groups.amin(dim=3, keepdim=True), groups.amax(dim=3, keepdim=True)
-        zero, scale = low.to(dtype), ((high - low) / (2**bits - 1)).to(dtype)
+        zero, scale = (low + 0.0).to(dtype), ((high - low) / (2**bits - 1)).to(dtype)
         step = scale.float().masked_fill(scale == 0, torch.inf)
         q = ((groups - zero.float()) / step).round().clamp(0, 2**bits - 1)
         error = (q * scale.float() + zero.float() - groups).flatten(2, 3).double()
@@ -26,16 +29,5 @@ def squat_quantize_reference(
         if cut < dim:
             moved = error @ subspace[..., start:cut].mT.double() @ gain[:, :, number].double()
             rest = rest - (moved @ subspace[..., cut:].double()).float()
-    return pack(torch.cat(codes, dim=3), bits), torch.cat(scales, dim=3), torch.cat(zeros, dim=3)
-
-
-def pack(codes: Tensor, bits: int) -> Tensor:
-    """int32 codes `[..., count]` -> planar words: code c in word c % W at bit `bits * (c // W)`; 3 bits: the low two,
-    then the high one."""
-    if bits == 3:
-        return torch.cat([pack(codes & 3, 2), pack(codes >> 2, 1)], dim=-1)
-    count = codes.shape[-1]
-    words = -(-count * bits // 32)
-    place = torch.arange(count, device=codes.device)
-    packed = codes.new_zeros(*codes.shape[:-1], words)
-    return packed.index_add_(-1, place % words, codes << (bits * (place // words)).int())
+    layout = Layout(bits=bits, axis="channel", group=group, dim=dim, scale_dtype=dtype, zero_dtype=dtype)
+    return pack(torch.cat(codes, dim=3), layout), torch.cat(scales, dim=3), torch.cat(zeros, dim=3)
