@@ -20,11 +20,11 @@ from torch import Tensor
 from triton import knobs
 
 from kvq_kernels.decode_attention.parts import Codebook, Rope
-from kvq_kernels.rematerialize.launch import new_workspace, run_kernels
+from kvq_kernels.rematerialize.launch import new_workspace, plan_splits, run_kernels
 from kvq_kernels.rematerialize.parts import Latents, Norm, Workspace
 from kvq_kernels.rematerialize.reference import rematerialize_reference
 
-__all__ = ["Latents", "Norm", "Workspace", "new_workspace", "rematerialize"]
+__all__ = ["Latents", "Norm", "Workspace", "new_workspace", "plan_splits", "rematerialize"]
 
 
 def rematerialize(

@@ -21,8 +21,6 @@ from kvq_kernels.rematerialize.sums import project_kernel, sum_kernel
 from kvq_kernels.tuning import configuration, family
 
 OPERATION = "rematerialize"
-#: float32 numbers of a thread's accumulators of `sum_kernel`.
-ACCUMULATORS = 64
 #: Numbers that a program of `project_kernel` adds up at once; output channels that it makes.
 COMBINED, COLUMNS = 4096, 32
 MOST_SPLITS = 16
@@ -100,6 +98,7 @@ def score_launch(call: Call, source: Source, base: int, workspace: Workspace) ->
         base,
         call.window or 0,
         call.scaling * math.log2(math.e),
+        (source.words, source.fields),
     )
     fixed = {
         "S": source,
@@ -132,8 +131,8 @@ def room(side: Latents, source: Source) -> int:
 
 
 def fields(heads: int, source: Source, own: dict[str, int]) -> int:
-    """Fields of a program of `sum_kernel`: as many as its threads have room for."""
-    most = ACCUMULATORS * 32 * own["warps"] // (triton.next_power_of_2(heads) * own["words"])
+    """Fields of a program of `sum_kernel`: as many as its threads, 32 a warp, have accumulators for."""
+    most = own["accumulators"] * 32 * own["warps"] // (triton.next_power_of_2(heads) * own["words"])
     return max(1, min(source.fields, most))
 
 
@@ -183,15 +182,16 @@ def project_launch(call: Call, workspace: Workspace, turn: int, out: Tensor) -> 
 
 
 def plan_splits(query: Tensor, values: Latents) -> int:
-    """Splits of the tokens that give every multiprocessor two programs of `sum_kernel`, as far as 16 can."""
+    """Splits of the tokens that give every multiprocessor two programs of `sum_kernel`, as far as there are tiles."""
     source = Source.packed(values)
     own = configuration(OPERATION, f"sums/{source.key}", family(query.device))
     parts = triton.cdiv(source.words, own["words"]) * (source.fields // fields(query.shape[1], source, own))
-    return min(MOST_SPLITS, triton.cdiv(2 * processors(query.device), parts * query.shape[0]))
+    wanted = triton.cdiv(2 * processors(query.device), parts * query.shape[0])
+    return max(1, min(MOST_SPLITS, wanted, triton.cdiv(room(values, source), own["tokens"])))
 
 
 def new_workspace(query: Tensor, values: Latents) -> Workspace:
-    """With the table's span."""
+    """With the table's span, and as many splits as suit the room that there is for tokens."""
     own = configuration(OPERATION, f"scores/{Source.packed(values).key}", family(query.device))
     return Workspace.like(query, values.rank, own["span"], plan_splits(query, values))
 

@@ -1,4 +1,4 @@
-"""What one layer's cache hands to `rematerialize`: what is kept of the layer input, and what keys or values are of it."""
+"""What one layer's cache hands to `rematerialize`: kept layer inputs, and what keys or values are of them."""
 
 from __future__ import annotations
 

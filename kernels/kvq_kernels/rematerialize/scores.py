@@ -35,6 +35,7 @@ def score_kernel(
     base,  # first token of the span, as the source counts
     window,  # newest tokens that are seen; 0: all
     scale,  # softmax's, times log2(e)
+    extent,  # words, fields of a line: as numbers of a launch, since loops of constants are unrolled until they spill
     S: tl.constexpr,  # Source
     STYLE: tl.constexpr,  # "none", "half", "interleaved"
     WIDTH: tl.constexpr,  # rotated channels
@@ -65,7 +66,7 @@ def score_kernel(
     real = pair < D // 2
     own = weight + head * D * weight_strides[1]
     k1, k2 = _products(
-        lines, held, strides, row, begin, index, own, weight_strides, c1, c2, real, S, N, R, P, T, PRECISION
+        lines, held, strides, row, begin, index, own, weight_strides, c1, c2, real, extent, S, N, R, P, T, PRECISION
     )
     if bias is not None:
         k1 += tl.load(bias + head * D + c1, mask=real, other=0.0).to(tl.float32)[None, :]
@@ -98,8 +99,8 @@ def score_kernel(
 
 @triton.jit
 def _products(
-    lines, held, strides, row, begin, index, weight, weight_strides, c1, c2, real, S: tl.constexpr, N: tl.constexpr,
-    R: tl.constexpr, P: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
+    lines, held, strides, row, begin, index, weight, weight_strides, c1, c2, real, extent, S: tl.constexpr,
+    N: tl.constexpr, R: tl.constexpr, P: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """x W of the tile's tokens, columns c1 and c2 [P] of W: twice float32 [N, P]."""
     W: tl.constexpr = get(S, "words")
@@ -111,13 +112,13 @@ def _products(
         k2 += x * tl.load(second, mask=real, other=0.0).to(tl.float32)[None, :]
         first += weight_strides[0]
         second += weight_strides[0]
-    for start in tl.range(0, W, R):
+    for start in tl.range(0, extent[0], R):
         word = start + tl.arange(0, R)
         words = load_words(lines, word, S)
-        for field in tl.range(0, get(S, "fields")):
+        for field in tl.range(0, extent[1]):
             channel = field * W + word
             there = ((word < W) & (channel < get(S, "width")))[:, None] & real[None, :]
-            x = field_numbers(words, lines, held, strides, row, begin, index, start, field, S, N, R).to(T)
+            x = field_numbers(words, lines, held, strides, row, begin, index, start, field, S, N, R, T)
             w1 = tl.load(first[None, :] + channel[:, None] * weight_strides[0], mask=there, other=0.0).to(T)
             w2 = tl.load(second[None, :] + channel[:, None] * weight_strides[0], mask=there, other=0.0).to(T)
             k1 = tl.dot(x, w1, k1, input_precision=PRECISION)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvq_kernels.decode_attention.parts import Dense, Rope, Side, Uniform
+from kvq_kernels.decode_attention.parts import Rope, Side, Uniform
 from kvq_kernels.decode_attention.spec import first_words
 from kvq_kernels.rematerialize.launch import Call, project_launch, score_launch, sum_launch
 from kvq_kernels.rematerialize.parts import Latents, Workspace
@@ -13,59 +13,62 @@ from kvq_kernels.rematerialize.spec import Source
 from kvq_kernels.rematerialize.sums import project_kernel, sum_kernel
 from kvq_kernels.shipped import Launch
 
-ROWS, TOKENS, HEADS, DIM, GROUP = 1, 32768, 32, 128, 128
-BITS = (1, 2, 3, 4, 8, 16)
+ROWS, TOKENS, HEADS, DIM, WIDTH, GROUP = 1, 32768, 32, 128, 4096, 128
+SPAN, SPLITS = 8192, 8
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _side(bits: int, axis: str, rank: int, made: int) -> Latents:
-    if bits == 16:
-        packed = Dense(_empty(ROWS, 1, TOKENS, rank))
+def _side(bits: int, axis: str, rank: int, made: int, dtype: torch.dtype) -> Latents:
+    words = first_words(bits, rank) + (first_words(1, rank) if bits == 3 else 0)
+    per_group = (TOKENS // GROUP, rank) if axis == "channel" else (TOKENS, rank // GROUP)
+    scale, zero = (_empty(ROWS, 1, *per_group, dtype=dtype) for _ in range(2))
+    packed = Uniform(_empty(ROWS, 1, TOKENS, words, dtype=torch.int32), scale, bits, axis, GROUP, zero)
+    held = Side(packed, _empty(ROWS, dtype=torch.int32), ring=_empty(ROWS, 1, 2 * GROUP, rank, dtype=dtype))
+    # S B^T, or a model's own projection, which it holds transposed.
+    return Latents(held, _empty(rank, made, dtype=dtype) if rank < WIDTH else _empty(made, rank, dtype=dtype).T)
+
+
+def _call(gpu: str, bits: int, rank: int, dtype: torch.dtype = torch.float16) -> Call:
+    query, lengths = _empty(ROWS, HEADS, DIM, dtype=dtype), _empty(ROWS, dtype=torch.int32)
+    rope = Rope.tables("half", _empty(DIM // 2, dtype=torch.float32), TOKENS)
+    if rank < WIDTH:
+        keys, values = (_side(bits, axis, rank, rank, dtype) for axis in ("channel", "token"))
     else:
-        words = first_words(bits, rank) + (first_words(1, rank) if bits == 3 else 0)
-        per_group = (TOKENS // GROUP, rank) if axis == "channel" else (TOKENS, rank // GROUP)
-        sides = [_empty(ROWS, 1, *per_group) for _ in range(2)]
-        packed = Uniform(_empty(ROWS, 1, TOKENS, words, dtype=torch.int32), sides[0], bits, axis, GROUP, sides[1])
-    held = Side(packed, _empty(ROWS, dtype=torch.int32), ring=_empty(ROWS, 1, 2 * GROUP, rank))
-    return Latents(held, _empty(made, rank).T)
-
-
-def _calls(gpu: str) -> dict[str, Call]:
-    query, lengths = _empty(ROWS, HEADS, DIM), _empty(ROWS, dtype=torch.int32)
-    tables = [_empty(rows, 2, DIM // 2, dtype=torch.float32) for rows in (TOKENS // Rope.STEP, Rope.STEP)]
-    rope = Rope("half", _empty(DIM // 2, dtype=torch.float32), 1.0, *tables)
-    found = {}
-    for bits in BITS:
-        latents = [_side(bits, axis, 1024, 1024) for axis in ("channel", "token")]
-        found[f"latents-{bits}bit"] = Call(query, *latents, lengths, DIM**-0.5, rope, None, gpu)
-        whole = _side(bits, "token", 4096, 4096)
-        found[f"input-{bits}bit"] = Call(query, whole, whole, lengths, DIM**-0.5, rope, None, gpu)
-    return found
+        keys = values = _side(bits, "token", rank, rank, dtype)
+    return Call(query, keys, values, lengths, DIM**-0.5, rope, None, gpu)
 
 
 def launches(gpu: str) -> dict[str, Launch]:
-    """Scores and sums of packed tokens at all bits; those of the other tokens, and the product with W_v, once each."""
+    """Scores and sums of packed tokens; of the others, and the product with W_v, once."""
+    calls = {f"latents-{bits}bit": _call(gpu, bits, 1024) for bits in (2, 3, 4)}
+    calls["latents-2bit-bf16"] = _call(gpu, 2, 1024, torch.bfloat16)
+    calls |= {f"input-{bits}bit": _call(gpu, bits, WIDTH) for bits in (2, 4)}
     found = {}
-    for name, call in _calls(gpu).items():
-        workspace = Workspace.like(call.query, call.values.rank, 8192, 8)
-        keys, values = Source.packed(call.keys), Source.packed(call.values)
-        found[f"scores-{name}"] = _launch(score_kernel, score_launch(call, keys, 0, workspace), call, keys)
-        found[f"sums-{name}"] = _launch(sum_kernel, sum_launch(call, values, 0, workspace, 1), call, values)
-        if name.endswith("-16bit"):
-            keys, values = Source.exact(call.keys), Source.exact(call.values)
-            exact = name.removesuffix("-16bit")
-            found[f"scores-{exact}-exact"] = _launch(score_kernel, score_launch(call, keys, 0, workspace), call, keys)
-            found[f"sums-{exact}-exact"] = _launch(sum_kernel, sum_launch(call, values, 0, workspace, 0), call, values)
-            found[f"project-{exact}"] = _launch(project_kernel, project_launch(call, workspace, 1, call.query), call)
+    for name, call in calls.items():
+        found |= _packed(name, call)
+    call, workspace = calls["latents-2bit"], Workspace.like(calls["latents-2bit"].query, 1024, SPAN, SPLITS)
+    keys, values = Source.exact(call.keys), Source.exact(call.values)
+    found["scores-exact"] = _launch(score_kernel, score_launch(call, keys, 0, workspace))
+    found["sums-exact"] = _launch(sum_kernel, sum_launch(call, values, 0, workspace, 0))
+    found["project"] = _launch(project_kernel, project_launch(call, workspace, 1, call.query))
     return found
 
 
-def _launch(kernel, launch: tuple, call: Call, source: Source | None = None) -> Launch:
+def _packed(name: str, call: Call) -> dict[str, Launch]:
+    workspace = Workspace.like(call.query, call.values.rank, SPAN, SPLITS)
+    keys, values = Source.packed(call.keys), Source.packed(call.values)
+    scores, sums = score_launch(call, keys, 0, workspace), sum_launch(call, values, 0, workspace, 1)
+    return {
+        f"scores-{name}": _launch(score_kernel, scores, keys.bits),
+        f"sums-{name}": _launch(sum_kernel, sums, values.bits),
+    }
+
+
+def _launch(kernel, launch: tuple, bits: int = 0) -> Launch:
     _, given, fixed, options = launch
-    # kind "none": products, not the unpacking of codes, are what these kernels are made of.
-    numbers = 0 if source is None else fixed["N"] * fixed["R"] * fixed.get("F", 1)
-    bits = 0.0 if source is None else float(source.bits)
-    return Launch(kernel, given, fixed, options["num_warps"], options["num_stages"], "none", numbers, bits)
+    # Of kind "none": most of their work are the products, not the unpacking of codes. bits 0: nothing is unpacked.
+    numbers = fixed["N"] * fixed["R"] * fixed.get("F", 1) if bits else 0
+    return Launch(kernel, given, fixed, options["num_warps"], options["num_stages"], "none", numbers, float(bits))

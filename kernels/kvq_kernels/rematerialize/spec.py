@@ -16,8 +16,8 @@ class Source:
     """kind: "exact" (a row's sinks, then its recent tokens), "dense" or "uniform" (its packed tokens).
 
     width: channels that are read so. first: channel 0 is kept apart, before these. words, fields: a token's line holds
-    `words` elements with `fields` numbers each, number f of element w being channel f * words + w; of 3-bit codes, their
-    low two bits, with the high bits in `high` words after these.
+    `words` elements with `fields` numbers each, number f of element w being channel f * words + w; of 3-bit codes these
+    are the low two bits, with the high bits in `high` words after them.
     """
 
     kind: str

@@ -52,9 +52,8 @@ def sum_kernel(
     queries = row.to(tl.int64) * HEADS + query
     place = queries * splits + split
     word = start + tl.arange(0, R)
-    if BEGINS:
-        top = tl.full([Q], float("-inf"), tl.float32)
-    else:
+    top = tl.full([Q], float("-inf"), tl.float32)
+    if not BEGINS:
         top = tl.load(before + place, mask=mine, other=float("-inf"))
     sums = tl.where(top == float("-inf"), 0.0, 1.0)
     acc = ()
@@ -80,8 +79,8 @@ def sum_kernel(
         words = load_words(lines, word, S)
         new = ()
         for i in tl.static_range(F):
-            x = field_numbers(words, lines, held, strides, row, begin, index, start, first_field + i, S, N, R)
-            x = tl.dot(weights.to(T), x.to(T), acc[i] * shrink[:, None], input_precision=PRECISION)
+            x = field_numbers(words, lines, held, strides, row, begin, index, start, first_field + i, S, N, R, T)
+            x = tl.dot(weights.to(T), x, acc[i] * shrink[:, None], input_precision=PRECISION)
             new = new + (x,)
         acc = new
         top = peak
