@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -130,15 +132,19 @@ def test_what_is_shipped_compiles_to_good_code(target):
 @compiles
 def test_a_report_is_kept_until_the_source_changes(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    compiled = []
-    real = static.triton.compile
-    monkeypatch.setattr(static.triton, "compile", lambda *a, **k: compiled.append(1) or real(*a, **k))
-    if static.triton.knobs.runtime.interpret:
-        pytest.skip("kernels are interpreted in this process")
-    one = static.report("decode_attention", "combine", "sm_90")
-    assert static.report("decode_attention", "combine", "sm_90") == one and len(compiled) == 1
-    assert one.registers > 0 and one.faults() == []
+    one = ("decode_attention", "combine", "sm_90")
+    [compiled] = static.reports([one], 1)
+    assert compiled.registers > 0 and compiled.faults() == []
     [path] = tmp_path.rglob("*.json")
-    monkeypatch.setattr(static, "_reader", lambda: "another")
-    static.report("decode_attention", "combine", "sm_90")
-    assert len(compiled) == 2 and path.exists()
+    path.write_text(json.dumps(asdict(compiled) | {"registers": 12345}))
+    assert [read.registers for read in static.reports([one], 1)] == [12345]
+    [tried] = static.reports([one], 1, {"any": 1})
+    assert tried.registers == 12345  # a number that the launch does not depend on
+
+
+@compiles
+def test_what_does_not_compile_is_a_report(monkeypatch):
+    launch = launches("decode_attention", "sm_90")["combine"]
+    monkeypatch.setattr(static.triton, "compile", lambda *a, **k: 1 / 0)
+    found = static.read("decode_attention", "combine", "sm_90", launch, None, {})
+    assert found.faults() == ["does not compile: ZeroDivisionError: division by zero"]

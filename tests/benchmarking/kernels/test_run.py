@@ -1,0 +1,140 @@
+"""Kernels are checked before they are timed; the fastest baseline is what others are compared with."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from kvq_kernels import tuning
+
+from kvq_cli.benchmarking.kernels import run
+from kvq_cli.benchmarking.kernels.experiment import Case, Sizes
+from kvq_cli.benchmarking.kernels.timing import Timer
+from kvq_cli.benchmarking.kernels.tune import neighbours, tune
+from kvq_cli.errors import KvqError
+
+CPU, DRY = torch.device("cpu"), Sizes(dry=True)
+
+
+class Clock(Timer):
+    """A call's own number is its time."""
+
+    def spread(self, calls):
+        p50 = sum(call() for call in calls) / len(calls)
+        return {"p20": p50, "p50": p50, "p80": p50, "n": 1}
+
+
+class Fake:
+    operation, tuned_at = "fake", 0
+
+    def __init__(self, *cases):
+        self.cases = cases
+
+    def groups(self, sizes, device):
+        yield {"context": 64}, list(self.cases)
+
+
+def case(name, us, baseline=False, error=0.0, nbytes=1000):
+    return Case(name, lambda seed: lambda: us, nbytes, baseline, lambda: (error, 0.1))
+
+
+def rows(*cases, seconds=math.inf):
+    return {row["case"]: row for row in run.measure([Fake(*cases)], DRY, CPU, Clock(CPU), 1e9, seconds)}
+
+
+def test_the_ratio_is_to_the_fastest_baseline():
+    found = rows(case("slow", 40.0, True), case("ours", 5.0), case("fast", 20.0, True))
+    assert {name: row["ratio"] for name, row in found.items()} == {"slow": 0.5, "fast": 1.0, "ours": 4.0}
+    assert list(found)[-1] == "ours"
+
+
+def test_bytes_per_second_are_beside_a_copy():
+    row = rows(case("ours", 5.0, nbytes=2000))["ours"]
+    assert row["gb_s"] == 0.4 and row["of_copy"] == 0.4 and "ratio" not in row
+
+
+def test_a_baseline_may_fail_a_kernel_may_not():
+    def fails(seed):
+        raise RuntimeError("no such backend\nmore")
+
+    found = rows(Case("sdpa x", fails, 1, True), case("ours", 5.0), case("plain", 10.0, True))
+    assert found["sdpa x"]["failed"] == "no such backend" and found["ours"]["ratio"] == 2.0
+    with pytest.raises(RuntimeError):
+        rows(Case("ours", fails, 1))
+
+
+def test_what_memory_refuses_is_said():
+    def fails(seed):
+        raise torch.OutOfMemoryError
+
+    assert rows(Case("ours", fails, 1))["ours"]["failed"] == "out of memory"
+
+
+def test_time_ends():
+    assert rows(case("ours", 5.0), seconds=-1)["ours"] == {
+        "operation": "fake", "case": "ours", "baseline": False, "context": 64, "failed": "time was over"
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("error", [0.2, math.nan, math.inf])
+def test_a_wrong_kernel_is_refused(error):
+    with pytest.raises(KvqError, match="fake, bad is wrong on this device.*nothing was timed"):
+        list(run.check([Fake(case("good", 1.0), case("bad", 1.0, error=error))], DRY, CPU))
+
+
+def test_right_kernels_are_listed_with_their_errors():
+    [row] = run.check([Fake(case("good", 1.0, error=0.05))], DRY, CPU)
+    assert row == {"operation": "fake", "case": "good", "context": 64, "error": 0.05, "allowed": 0.1}
+
+
+@pytest.fixture
+def table(tmp_path, monkeypatch):
+    path = tmp_path / tuning.FILE
+    path.write_text('{"*": {"*": {"tokens": 64, "warps": 1, "stages": 2}}}')
+    monkeypatch.setattr(tuning, "_path", lambda operation: path)
+    tuning._find.cache_clear()
+    yield path
+    tuning._find.cache_clear()
+
+
+def best_at(tokens, warps, error=lambda numbers: 0.0):
+    """A case that is fastest with these numbers."""
+
+    def numbers():
+        return tuning.configuration("fake", "class", "cpu")
+
+    def call():
+        own = numbers()
+        return 1 + abs(math.log2(own["tokens"] / tokens)) + abs(math.log2(own["warps"] / warps)) + own["stages"] / 10
+
+    return Case("ours", lambda seed: call, 1, error=lambda: (error(numbers()), 0.1))
+
+
+def test_tuning_finds_the_fastest_and_writes_it(table):
+    [row] = tune([Fake(best_at(16, 4))], DRY, CPU, Clock(CPU), seconds=60)
+    assert row["class"] == "class" and row["best"] == {"tokens": 16, "warps": 4, "stages": 1}
+    assert row["us"] < row["before_us"]
+    assert tuning.configuration("fake", "class", "cpu") == row["best"]
+    assert tuning.configuration("fake", "class", "sm_90") == {"tokens": 64, "warps": 1, "stages": 2}
+
+
+def test_tuning_takes_no_wrong_configuration(table):
+    only_two = best_at(64, 8, error=lambda numbers: 1.0 if numbers["warps"] > 2 else 0.0)
+    [row] = tune([Fake(only_two)], DRY, CPU, Clock(CPU), seconds=60)
+    assert row["best"]["warps"] == 2
+
+
+def test_tuning_without_time_keeps_the_table(table):
+    before = table.read_text()
+    [row] = tune([Fake(best_at(16, 4))], DRY, CPU, Clock(CPU), seconds=0, write=False)
+    assert row["tried"] == 1 and row["best"] == {"tokens": 64, "warps": 1, "stages": 2}
+    assert table.read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "near"),
+    [("tokens", 16, [32]), ("tokens", 128, [64]), ("stages", 1, [2]), ("warps", 2, [1, 4]), ("span", 8, [4, 16])],
+)
+def test_neighbours_stay_within_bounds(name, value, near):
+    assert neighbours(name, value) == near
