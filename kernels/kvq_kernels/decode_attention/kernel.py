@@ -27,7 +27,7 @@ def split_kernel(
     key_strides,
     value_strides,
     slots,  # of the keys' ring, of the values'
-    rope,  # coarse, fine, offset
+    rope,  # coarse, fine, fine_half, offset
     scale,  # softmax's, times log2(e)
     SK: tl.constexpr,  # SideSpec
     SV: tl.constexpr,
@@ -55,7 +55,7 @@ def split_kernel(
     member = tl.arange(0, M)
     first_query = row.to(tl.int64) * heads * GROUP + head * GROUP
     q = query + first_query * D
-    start = 0 if rope[2] is None else tl.load(rope[2] + row)
+    start = 0 if rope[3] is None else tl.load(rope[3] + row)
     tiles = tl.minimum(key_count, value_count) // N
     place = (first_query + member) * (splits + 1) + split
     out = partial + place * D

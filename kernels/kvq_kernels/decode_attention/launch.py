@@ -118,7 +118,7 @@ def arguments(
         key_strides,
         value_strides,
         tuple(1 if side.ring is None else side.ring.shape[2] for side in (keys, values)),
-        (None, None, None) if rope is None else (rope.coarse, rope.fine, rope.offset),
+        (None,) * 4 if rope is None else (rope.coarse, rope.fine, rope.fine_half, rope.offset),
         scaling * math.log2(math.e),
     )
 

@@ -90,6 +90,7 @@ class Rope:
     scale: float
     coarse: Tensor
     fine: Tensor
+    fine_half: Tensor
     offset: Tensor | None = None
 
     @classmethod
@@ -102,7 +103,7 @@ class Rope:
         offset: Tensor | None = None,
     ) -> Rope:
         """coarse `[ceil(positions / STEP), 2, width / 2]`: cos, sin of multiples of STEP, times scale; fine `[STEP, 2,
-        width / 2]`: of 0 ... STEP - 1; float32, from float64 angles."""
+        width / 2]`: of 0 ... STEP - 1; float32, from float64 angles. fine_half: `fine` in float16."""
 
         def table(first: int, last: int, step: int, gain: float) -> Tensor:
             at = torch.arange(first, last, step, device=frequencies.device, dtype=torch.float64)
@@ -110,4 +111,5 @@ class Rope:
             return (torch.stack([angles.cos(), angles.sin()], dim=1) * gain).float().contiguous()
 
         whole = -(-positions // cls.STEP) * cls.STEP
-        return cls(style, frequencies, scale, table(0, whole, cls.STEP, scale), table(0, cls.STEP, 1, 1.0), offset)
+        fine = table(0, cls.STEP, 1, 1.0)
+        return cls(style, frequencies, scale, table(0, whole, cls.STEP, scale), fine, fine.half(), offset)

@@ -45,7 +45,7 @@ def dense() -> Side:
 
 def rope() -> Rope:
     tables = [_empty(32, 2, DIM // 2, dtype=torch.float32), _empty(Rope.STEP, 2, DIM // 2, dtype=torch.float32)]
-    return Rope("half", _empty(DIM // 2, dtype=torch.float32), 1.0, *tables)
+    return Rope("half", _empty(DIM // 2, dtype=torch.float32), 1.0, *tables, _empty(Rope.STEP, 2, DIM // 2))
 
 
 def shipped() -> dict[str, tuple[Side, Side, Rope | None]]:
