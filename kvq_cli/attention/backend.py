@@ -67,6 +67,7 @@ def choose_backend(name: str, device: torch.device, layers: Sequence[tuple[Atten
     if name == "torch" or (name == "auto" and device.type != "cuda"):
         return ChosenBackend(everywhere_torch, "torch")
     try:
+        from kvq_cli.attention import remade_kernel as remade
         from kvq_cli.attention import triton_backend as kernels
     except ModuleNotFoundError as error:
         if name == "auto":
@@ -79,13 +80,19 @@ def choose_backend(name: str, device: torch.device, layers: Sequence[tuple[Atten
         )
     refused: dict[str, list[int]] = {}
     for site, plan in layers:
-        if why := kernels.unsupported(plan, site.rotation, site.sliding_window):
+        if plan.keys.source == "input":
+            why = remade.unsupported(site, plan)
+        else:
+            why = kernels.unsupported(plan, site.rotation, site.sliding_window)
+        if why:
             refused.setdefault(why, []).append(site.index)
     if refused and name == "triton":
         why, where = next(iter(refused.items()))
         raise UsageError(f"--backend triton: {_said(where, len(layers))}: {why}; use --backend auto or torch")
     engine, left_out = kernels.TritonBackend(), {index for where in refused.values() for index in where}
     chosen = {index: torch_backend if index in left_out else engine for index in everywhere_torch}
+    kept_inputs = [site for site, plan in layers if plan.keys.source == "input" and site.index not in left_out]
+    chosen |= dict.fromkeys((site.index for site in kept_inputs), remade.RemadeBackend(engine, kept_inputs))
     summary = "triton, interpreted" if kernels.interpreted() else "triton"
     if refused:
         reasons = "; ".join(f"{_said(where, len(layers))}: {why}" for why, where in refused.items())

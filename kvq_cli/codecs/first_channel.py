@@ -14,16 +14,16 @@ class FirstChannelCodec(Codec):
     """`rest` serves the channels 1, 2, ...; channel 0 is kept in 16 bits as the part `first` `[B, H, T, 1]`."""
 
     def __init__(self, rest: Codec, dtype: torch.dtype) -> None:
-        self._rest, self._dtype = rest, side_dtype(dtype)
+        self.rest, self._dtype = rest, side_dtype(dtype)
         self.block_tokens, self.nominal_bits = rest.block_tokens, rest.nominal_bits
 
     def constants(self) -> Mapping[str, Tensor]:
-        return self._rest.constants()
+        return self.rest.constants()
 
     def _encode(self, x: Tensor) -> Packed:
-        packed = self._rest.encode(x[..., 1:])
+        packed = self.rest.encode(x[..., 1:])
         return Packed(packed.tokens, {**packed.parts, "first": Part(x[..., :1].to(self._dtype, copy=True), 1)})
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         rest = Packed(packed.tokens, {name: part for name, part in packed.parts.items() if name != "first"})
-        return torch.cat([packed.parts["first"].tensor.to(dtype), self._rest.decode(rest, dtype)], dim=-1)
+        return torch.cat([packed.parts["first"].tensor.to(dtype), self.rest.decode(rest, dtype)], dim=-1)
