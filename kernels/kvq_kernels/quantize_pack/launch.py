@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import knobs
 
 from kvq_kernels import tuning
 from kvq_kernels.decode_attention.parts import Uniform
@@ -56,6 +57,7 @@ def constants(layout: Layout, tile: dict[str, int]) -> dict:
         "HYBRID": layout.mode == "hybrid",
         "SCALE": TYPES[layout.scale_dtype],
         "ZERO": TYPES[layout.zero_dtype],
+        "FUSED": not knobs.runtime.interpret,
         "R": layout.group if layout.axis == "channel" else tile["rows"],
         "C": tile["columns"],
     }
