@@ -21,7 +21,7 @@ from kvq_cli.attention.taps import AttentionSite, iter_attention
 from kvq_cli.calibration import forecast
 from kvq_cli.calibration.capture import capture, checkpointing
 from kvq_cli.calibration.settings import Settings
-from kvq_cli.errors import KvqError
+from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.models import LoadedModel
 
 #: The two streams of a layer, and what they are called.
@@ -99,8 +99,10 @@ def captured(
     """Run `windows` `[windows, tokens]` through the model, one at a time, and keep what they give on disk meanwhile.
 
     layers: which ones to keep; all where None. gradients: also of the loss. skip: first tokens of a window to leave
-    out: attention sinks.
+    out: attention sinks. UsageError where that is not less than all.
     """
+    if not 0 <= skip < windows.shape[1]:
+        raise UsageError(f"skip={skip} must be at least 0 and below --seqlen {windows.shape[1]}")
     sites = iter_attention(loaded.model)
     chosen = list(range(len(sites))) if layers is None else list(layers)
     with temporary_store() as store:

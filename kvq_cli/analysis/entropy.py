@@ -105,6 +105,11 @@ class Entropy(Study):
 
     def run(self, subject: Subject, show: Show) -> Findings:
         """See `Study.run`."""
+        if subject.seqlen - self.skip < self.coupled or subject.loaded.shape.head_dim < self.coupled:
+            raise UsageError(
+                f"study entropy: coupled={self.coupled} is more than the {subject.seqlen - self.skip} tokens after the "
+                f"first of a window, or than head_dim={subject.loaded.shape.head_dim}"
+            )
         with captured(subject.loaded, subject.windows, show, skip=self.skip) as activations:
             found = []
             for layer in activations.layers:

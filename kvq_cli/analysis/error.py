@@ -89,7 +89,17 @@ class Error(Study):
                     show("cluster", done, len(jobs))
         numbers = {"errors": found, "temporal_lower": {str(chunk): wins(found, chunk) for chunk in _CHUNKS}}
         size = (12, 2 + 3 * (0.9 + 0.11 * 2 * shape.kv_heads))
-        return Findings(*_table(found), numbers, lambda figure: _draw(figure, found), size, self._notes(numbers))
+        channels = len(some_channels(shape.head_dim, self.channels))
+        lower = [
+            f"{chunk}: in {one['layers']:.0%} of layers and {one['heads']:.0%} of heads"
+            for chunk, one in numbers["temporal_lower"].items()
+        ]
+        notes = [
+            f"Errors {ERROR_MEASURE}. {channels} channels of each head; {subject.samples} windows of {subject.seqlen} "
+            f"tokens, of which {held_out} are held out; codebooks from at most {self.points} chunks.",
+            f"Chunks of adjacent tokens have the lower one, by size of chunk: {'; '.join(lower)}.",
+        ]
+        return Findings(*_table(found), numbers, lambda figure: _draw(figure, found), size, notes)
 
     def _errors(self, activations: Activations, job: tuple[int, str, int], held_out: int, seed: int) -> dict:
         """What the calibration of codebooks measures of both shapes."""
@@ -109,16 +119,6 @@ class Error(Study):
             for name, one in measured["shapes"].items()
         }
         return {**found, "adjacent_token_correlation": measured["adjacent_token_correlation"]}
-
-    def _notes(self, numbers: dict) -> list[str]:
-        lower = [
-            f"{chunk}: in {one['layers']:.0%} of layers and {one['heads']:.0%} of heads"
-            for chunk, one in numbers["temporal_lower"].items()
-        ]
-        return [
-            f"Errors {ERROR_MEASURE}.",
-            f"Chunks of adjacent tokens have the lower one, by size of chunk: {'; '.join(lower)}.",
-        ]
 
 
 def _table(found: list[dict]) -> tuple[list[str], list[list]]:

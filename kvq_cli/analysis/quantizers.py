@@ -109,12 +109,11 @@ class Quantizers(Study):
 
     def run(self, subject: Subject, show: Show) -> Findings:
         """See `Study.run`."""
-        held_out = max(1, subject.samples // 5)
-        vectors = (subject.samples - held_out) * (subject.seqlen - self.skip)
+        held_out, vectors = max(1, subject.samples // 5), self._vectors(subject)
         if vectors < self.entries:
             raise UsageError(
-                f"study quantizers: {subject.samples} windows of {subject.seqlen} tokens, of which {held_out} are held "
-                f"out, are too few for {self.entries} centroids: raise --samples or --seqlen"
+                f"study quantizers: {subject.samples} windows of {subject.seqlen} tokens, {held_out} of them held out, "
+                f"give {max(0, vectors)} vectors, too few for {self.entries} centroids: raise --samples or --seqlen"
             )
         layers = spread(subject.loaded.shape.layers, self.layers)
         jobs = [(dim, layer, kind) for layer in layers for kind in STREAMS for dim in _DIMS]
@@ -139,9 +138,8 @@ class Quantizers(Study):
         x = x[:, : x.shape[1] // dim * dim]
         mean, std = mean_std(x[:-held_out])
         u = (x.float() - mean) / torch.where(std > 0, std, 1.0)
-        # As many channels share a codebook as a vector has numbers: each then has as many vectors as there are tokens.
-        share = math.gcd(dim, x.shape[3])
-        blocks = [to_blocks(part, BlockShape("temporal", dim, 1), share) for part in (u[:-held_out], u[-held_out:])]
+        shape, share = BlockShape("temporal", dim, 1), _share(dim, x.shape[3])
+        blocks = [to_blocks(part, shape, share) for part in (u[:-held_out], u[-held_out:])]
         chosen = spread(len(blocks[0]), self.codebooks)
         training, held = (part[chosen] for part in blocks)
         training, _ = draw(training, torch.ones(training.shape[:2], device=x.device), self.points, seed)
@@ -149,6 +147,12 @@ class Quantizers(Study):
             mean_squared_error(cls.fit(training, _STAGES, self.entries, self.iterations, seed), held)
             for cls in (ProductQuantizer, ResidualQuantizer)
         )
+
+    def _vectors(self, subject: Subject) -> int:
+        """How many a codebook has to be clustered from, of those sizes that have least."""
+        windows = subject.samples - max(1, subject.samples // 5)
+        tokens, head_dim = subject.seqlen - self.skip, subject.loaded.shape.head_dim
+        return min(windows * (tokens // dim) * _share(dim, head_dim) for dim in _DIMS)
 
     def _findings(self, subject: Subject, layers: list[int], errors: dict, held_out: int) -> Findings:
         more = {key: round(residual / product - 1, 5) for key, (product, residual) in errors.items()}
@@ -174,9 +178,15 @@ class Quantizers(Study):
                 f"{held_out} held-out windows; vectors of as many adjacent tokens of a channel as 'size' says, "
                 f"normalized by channel, in {_STAGES} codes of {self.entries} centroids each; "
                 f"{self.codebooks} codebooks of a layer's keys or values, clustered from "
-                f"{min(self.points, (subject.samples - held_out) * (subject.seqlen - self.skip))} vectors each."
+                f"{min(self.points, self._vectors(subject))} vectors each."
             ],
         )
+
+
+def _share(dim: int, head_dim: int) -> int:
+    """As many channels share a codebook as a vector has numbers, if they divide a head: each codebook then has as many
+    vectors as there are tokens."""
+    return math.gcd(dim, head_dim)
 
 
 def _clustered(points: Tensor, entries: int, iterations: int, seed: int) -> Tensor:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kvq_cli.analysis.activations import captured, spread, temporary_store
+from kvq_cli.errors import UsageError
 from kvq_cli.models import load_model
 
 
@@ -50,6 +51,12 @@ def test_gradients_say_how_the_loss_changes(loaded):
     with torch.no_grad():
         slope = (loss(1e-2) - loss(-1e-2)) / 2e-2
     assert slope == pytest.approx(gradient.norm().item(), rel=0.02)
+
+
+@pytest.mark.parametrize("skip", [-1, 12])
+def test_windows_must_have_tokens_after_the_first(loaded, skip):
+    with pytest.raises(UsageError, match=f"skip={skip}"), captured(loaded, torch.zeros(1, 12), print, skip=skip):
+        pass
 
 
 def test_a_store_gives_back_what_was_appended():
