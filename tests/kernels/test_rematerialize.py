@@ -99,7 +99,7 @@ def test_bits(bits, rank):
     Case([150], keys, values, rank=rank, flush=16).check()
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128])
+@pytest.mark.parametrize("dim", [16, 64, 80, 96, 128])
 def test_head_dims(dim):
     Case([70], rank=128, dim=dim).check()
 

@@ -80,14 +80,15 @@ def score_kernel(
     q2 = tl.load(query + queries[:, None] * D + c2[None, :], mask=mine, other=0.0).to(tl.float32)
     if STYLE != "none":
         start = 0 if rope[2] is None else tl.load(rope[2] + row)
+        own_pair = tl.minimum(pair, D // 2 - 1)  # there are 16 pairs of a smaller head, too
         if get(S, "kind") == "exact":
-            cos, sin = position_turn(rope, start + token, pair, WIDTH, D)
+            cos, sin = position_turn(rope, start + token, own_pair, WIDTH, D)
         else:
             # R(begin + i) k = R(begin) R(i) k: the first turn is taken back from the queries.
             position = start + get(S, "sinks") + begin + tl.zeros([1], tl.int32)
-            cos, sin = position_turn(rope, position, pair, WIDTH, D)
+            cos, sin = position_turn(rope, position, own_pair, WIDTH, D)
             q1, q2 = q1 * cos + q2 * sin, q2 * cos - q1 * sin
-            cos, sin = turn(rope[1], within[:, None], pair[None, :], WIDTH, D)
+            cos, sin = turn(rope[1], within[:, None], own_pair[None, :], WIDTH, D)
         k1, k2 = k1 * cos - k2 * sin, k2 * cos + k1 * sin
     found = tl.dot(k1, tl.trans(q1), input_precision=PRECISION)
     found = tl.dot(k2, tl.trans(q2), found, input_precision=PRECISION) * scale
