@@ -13,7 +13,6 @@ from kvq_cli.models import LoadedModel
 GIB = 1 << 30
 _SEQLEN = 2048
 _TOKENS = 64 * _SEQLEN
-_CPU_GRADIENTS = 16 * _SEQLEN  # tokens: backward passes take a CPU half a minute for these even for a small model
 _HELD_OUT = 5  # one in so many of the samples with gradients is held out
 
 
@@ -25,7 +24,8 @@ class Settings:
     seqlen:     tokens of a window of text; None: 2048, or the model's usual length if that is shorter.
     samples:    windows; None: so many that they have 64 x 2048 tokens together.
     gradients:  how many of the samples have gradients taken; codebooks are made from these, statistics from all.
-                None: all of them on a GPU, a quarter of the tokens above on a CPU.
+                None: all of them. A few tokens can hold most of a stream's squared gradients: with a quarter of the
+                samples, codebooks fitted those, and lost more on other text than codebooks without weights.
     points:     blocks that a codebook is clustered from, drawn by their importance. iterations: Lloyd's, at most.
     budget:     GiB of captured numbers on disk; where all do not fit, runs of tokens are drawn at random.
     """
@@ -34,7 +34,7 @@ class Settings:
     samples: int | None = None
     seqlen: int | None = None
     gradients: int | None = None
-    points: int = 8192
+    points: int = 16384
     iterations: int = 50
     budget: float = 4.0
     seed: int = 0
@@ -43,9 +43,7 @@ class Settings:
         """The same with every default filled in for this model; UsageError for values that cannot work."""
         seqlen = self.seqlen or loaded.usual_length(_SEQLEN)
         samples = self.samples or max(2, _TOKENS // seqlen)
-        gradients = self.gradients
-        if gradients is None:
-            gradients = samples if loaded.model.device.type != "cpu" else min(max(2, _CPU_GRADIENTS // seqlen), samples)
+        gradients = self.gradients or samples
         if seqlen > loaded.context:
             raise UsageError(f"--seqlen {seqlen} is more than the {loaded.context} tokens of {loaded.name}'s context")
         if not 2 <= gradients <= samples:

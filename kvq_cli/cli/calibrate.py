@@ -27,7 +27,7 @@ Seqlen = Annotated[
     int | None, _data("--seqlen", min=1, help="Tokens of each (default: 2048, or the model's own length).")
 ]
 Gradients = Annotated[
-    int | None, _data("--gradients", min=2, help="Samples with gradients (default: all; on a CPU a quarter).")
+    int | None, _data("--gradients", min=2, help="Samples with gradients (default: all).")
 ]
 Points = Annotated[int, _data("--points", min=256, help="Blocks that each codebook is clustered from.")]
 Iterations = Annotated[int, _data("--iterations", min=1, help="Iterations of k-means, at most.")]
@@ -49,7 +49,7 @@ def calibrate(
     samples: Samples = None,
     seqlen: Seqlen = None,
     gradients: Gradients = None,
-    points: Points = 8192,
+    points: Points = 16384,
     iterations: Iterations = 50,
     budget: Budget = 4.0,
     fisher: Fisher = True,

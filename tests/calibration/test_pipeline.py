@@ -169,14 +169,14 @@ def test_defaults_are_so_many_tokens(tiny):
         resolved = Settings(**given).resolved(loaded)
         return resolved.samples, resolved.seqlen, resolved.gradients, resolved.held_out
 
-    assert sizes(tiny) == (512, 256, 128, 25)  # the tiny model's context
-    assert sizes(tiny, seqlen=64) == (2048, 64, 512, 102)
+    assert sizes(tiny) == (512, 256, 512, 102)  # the tiny model's context
+    assert sizes(tiny, seqlen=64) == (2048, 64, 2048, 409)
     assert sizes(tiny, samples=3) == (3, 256, 3, 1)
-    assert sizes(dataclasses.replace(tiny, name="reference")) == (512, 256, 128, 25)
+    assert sizes(dataclasses.replace(tiny, name="reference")) == (512, 256, 512, 102)
     tiny.model.config.max_position_embeddings = 1 << 20
-    assert sizes(tiny) == (64, 2048, 16, 3)
-    assert sizes(dataclasses.replace(tiny, name="reference")) == (128, 1024, 32, 6)
-    assert sizes(tiny, seqlen=1 << 20, samples=4) == (4, 1 << 20, 2, 1)
+    assert sizes(tiny) == (64, 2048, 64, 12)
+    assert sizes(dataclasses.replace(tiny, name="reference")) == (128, 1024, 128, 25)
+    assert sizes(tiny, seqlen=1 << 20, samples=4) == (4, 1 << 20, 4, 1)
 
 
 @pytest.mark.parametrize(
