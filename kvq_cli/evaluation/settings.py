@@ -11,6 +11,7 @@ from kvq_cli.data.texts import SELF, evaluation_windows, load_text, self_windows
 from kvq_cli.errors import UsageError
 from kvq_cli.evaluation.base import Evaluation
 from kvq_cli.evaluation.lm_eval.names import PREFIX, is_lm_eval, lm_eval_names
+from kvq_cli.evaluation.lm_eval.tasks import load_tasks, require_lm_eval
 from kvq_cli.evaluation.perplexity import PerplexityEvaluation
 from kvq_cli.evaluation.ruler.evaluation import RulerEvaluation
 from kvq_cli.evaluation.ruler.families import Sources
@@ -63,6 +64,8 @@ class Settings:
             if name not in (RULER, PERPLEXITY, *TASKS) and not is_lm_eval(name):
                 valid = ", ".join((RULER, PERPLEXITY, *TASKS))
                 raise UsageError(f"unknown task {name!r}; valid: {valid}, {PREFIX}NAME with any task of lm-eval")
+            if is_lm_eval(name):
+                require_lm_eval(name)
         if self.data_dir is not None and not Path(self.data_dir).is_dir():
             raise UsageError(f"--data-dir {self.data_dir}: no such folder")
         if PERPLEXITY in self.tasks and self.prefill != "compressed":
@@ -111,10 +114,8 @@ def _lm_eval(settings: Settings, loaded: LoadedModel) -> list[Evaluation]:
     names = lm_eval_names(settings.tasks)
     if not names:
         return []
-    from kvq_cli.evaluation.lm_eval.tasks import load_tasks
-
     tasks = load_tasks(names, settings.data_dir and Path(settings.data_dir), settings.num_fewshot, settings.seed)
-    from kvq_cli.evaluation.lm_eval.evaluation import LmEvalEvaluation
+    from kvq_cli.evaluation.lm_eval.evaluation import LmEvalEvaluation  # imports lm-eval
 
     return [
         LmEvalEvaluation(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvq_cli.errors import UsageError
 from kvq_cli.evaluation.base import Record, cache_record
+from kvq_cli.evaluation.divergence import CHUNK_NUMBERS
 from kvq_cli.evaluation.generation import answer
 
 if TYPE_CHECKING:
@@ -112,16 +113,16 @@ class AttachedLM(TemplateLM):
         found: dict[int, tuple[float, bool]] = {}
         for inputs in _batches(sorted(sharing, key=len, reverse=True), self.batch_size):
             longest = max(len(requests[index][2]) for tokens in inputs for index in sharing[tokens])
-            for tokens, log_p in zip(inputs, self._log_probabilities(inputs, longest), strict=True):
+            for tokens, logits in zip(inputs, self._logits(inputs, longest), strict=True):
                 for index in sharing[tokens]:
-                    found[index] = _score(log_p, requests[index][2])
+                    found[index] = _score(logits, requests[index][2])
                     if requests[index][0] is not None:  # a window of a longer text is no request of its own
                         self.cache_hook.add_partial("loglikelihood", requests[index][0], found[index])
         return [found[index] for index in range(len(requests))]
 
     @torch.inference_mode()
-    def _log_probabilities(self, inputs: Sequence[tuple[int, ...]], last: int) -> Tensor:
-        """ln p of the next token `[rows, last, vocabulary]` at the last positions of each input, in float32."""
+    def _logits(self, inputs: Sequence[tuple[int, ...]], last: int) -> Tensor:
+        """Logits of the next token `[rows, last, vocabulary]` at the last positions of each input."""
         model, longest = self.loaded.model, max(map(len, inputs))
         pads = [longest - len(tokens) for tokens in inputs]
         ids = torch.tensor([[0] * pad + [*tokens] for pad, tokens in zip(pads, inputs, strict=True)])
@@ -136,7 +137,7 @@ class AttachedLM(TemplateLM):
             logits_to_keep=last,
         ).logits
         self._count(self.attached.report(cache), len(inputs))
-        return logits.float().log_softmax(-1)
+        return logits
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """ln p of whole texts, read in windows of the model's length that do not overlap."""
@@ -234,12 +235,16 @@ def mean_record(used: Iterable[tuple[Record, int]]) -> Record:
     return {key: sum(record[key] * count for record, count in used) / rows for key in used[0][0]}
 
 
-def _score(log_p: Tensor, continuation: Sequence[int]) -> tuple[float, bool]:
-    """log_p: `[last, vocabulary]`, its last rows those of the continuation."""
-    wanted = torch.tensor(continuation, device=log_p.device)
-    rows = log_p[len(log_p) - len(wanted) :]
-    greedy = bool((rows.argmax(-1) == wanted).all())
-    return float(rows.gather(1, wanted[:, None]).double().sum()), greedy
+def _score(logits: Tensor, continuation: Sequence[int]) -> tuple[float, bool]:
+    """logits: `[last, vocabulary]`, its last rows those of the continuation."""
+    wanted = torch.tensor(continuation, device=logits.device)[:, None]
+    rows = max(1, CHUNK_NUMBERS // logits.shape[-1])
+    total, greedy = 0.0, True
+    for some, tokens in zip(logits[len(logits) - len(wanted) :].split(rows), wanted.split(rows), strict=True):
+        log_p = some.float().log_softmax(-1)
+        total += float(log_p.gather(1, tokens).double().sum())
+        greedy = greedy and bool((log_p.argmax(-1, keepdim=True) == tokens).all())
+    return total, greedy
 
 
 def _stop_strings(options: Mapping[str, Any]) -> list[str]:

@@ -75,3 +75,13 @@ def lm_eval_names(tasks: tuple[str, ...] | list[str]) -> list[str]:
     groups = {group.name: group.tasks for group in GROUPS}
     wanted = [task.removeprefix(PREFIX) for task in tasks if is_lm_eval(task)]
     return list(dict.fromkeys(name for one in wanted for name in groups.get(one, (one,))))
+
+
+def task_table() -> str:
+    """The table of groups in Markdown, as docs/EVALUATION.md has it."""
+    rows = [f"| `{PREFIX}{one.name}` | {_tasks(one)} | {one.papers} | {one.note} |" for one in GROUPS]
+    return "\n".join(["| name | tasks of lm-eval | tables | to know |", "|---|---|---|---|", *rows])
+
+
+def _tasks(group: TaskGroup) -> str:
+    return ", ".join(f"`{task}`" for task in group.tasks)

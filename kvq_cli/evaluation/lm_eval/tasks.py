@@ -41,7 +41,6 @@ def load_tasks(
     num_fewshot: examples in front of each question, of tasks that are not made for none. Raises UsageError for an
     unknown name, KvqError where a data set or a package is missing.
     """
-    require_lm_eval(PREFIX + names[0])
     with silence(), seeded(seed):
         manager, found = _find(names)
         own = _task_class(data_dir)

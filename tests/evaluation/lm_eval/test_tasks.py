@@ -2,11 +2,12 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.evaluation.lm_eval.names import GROUPS, lm_eval_names
+from kvq_cli.evaluation.lm_eval.names import GROUPS, lm_eval_names, task_table
 from kvq_cli.evaluation.lm_eval.tasks import load_tasks, task_names
 
 
@@ -110,3 +111,8 @@ def test_without_lm_eval_one_line_says_how_to_install_it(fails, tmp_path, monkey
     fails(
         "eval", *arguments, code=1, says="lm_eval:gsm8k needs the package lm-eval, which is not installed: pip install"
     )
+
+
+def test_the_documented_table_is_that_of_the_program():
+    page = Path(__file__).parents[3] / "docs" / "EVALUATION.md"
+    assert task_table() in page.read_text()
