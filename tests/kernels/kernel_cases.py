@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import torch
-from kvq_kernels.decode_attention import Codebook, Dense, Rope, Side, Uniform, Workspace, decode_attention
+from kvq_kernels.decode_attention import (
+    Codebook,
+    Dense,
+    Outliers,
+    PerHead,
+    Rope,
+    Side,
+    Uniform,
+    Workspace,
+    decode_attention,
+)
 from kvq_kernels.decode_attention.reference import decode_attention_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -56,24 +66,46 @@ def dense(g, shape, dtype) -> Dense:
     return Dense(torch.randn(shape, generator=g).to(dtype))
 
 
+def per_head(g, shape, dtype, makers, heads) -> PerHead:
+    """Kv heads heads[i] by makers[i]."""
+    rows, _, tokens, dim = shape
+    made = [make(g, (rows, len(own), tokens, dim), dtype) for make, own in zip(makers, heads, strict=True)]
+    return PerHead(tuple(made), heads)
+
+
+def sparse(g, shape, dtype, tokens=32, slots=5) -> Outliers:
+    """`slots` different places of each block of `tokens` tokens of a head, or (tokens=1) of each token of all heads."""
+    rows, heads, count, dim = shape
+    lists = (rows, heads, count // tokens) if tokens > 1 else (rows, 1, count)
+    places = tokens * dim if tokens > 1 else heads * dim
+    index = torch.rand(*lists, places, generator=g).topk(slots).indices
+    return Outliers(index.to(torch.int16), (3 * torch.randn(index.shape, generator=g)).to(dtype), tokens)
+
+
 class Case:
     """Rows of `lengths` tokens; of what lies beyond the sinks, `waiting` (keys', values') tokens are not packed."""
 
     def __init__(self, make_keys, make_values, lengths, dim=64, heads=1, group=2, dtype=torch.float16, sinks=0,
-                 waiting=(0, 0), rope=None, offset=0, rope_scale=1.0, seed=0):  # fmt: skip
+                 waiting=(0, 0), rope=None, offset=0, rope_scale=1.0, outliers=(None, None), norm=False, window=None,
+                 seed=0):  # fmt: skip
         g = torch.Generator().manual_seed(seed)
         rows, self.dtype = len(lengths), dtype
         self.lengths = torch.tensor(lengths, dtype=torch.int32)
         room = -(-max(lengths) // 128) * 128
         self.query = torch.randn(rows, heads * group, dim, generator=g).to(dtype)
         self.sides = []
-        for make, wait in zip((make_keys, make_values), waiting, strict=True):
-            packed = make(g, (rows, heads, room, dim), dtype if dtype != torch.float32 else torch.float16)
+        self.window = window
+        for make, wait, choose in zip((make_keys, make_values), waiting, outliers, strict=True):
+            side_dtype = dtype if dtype != torch.float32 else torch.float16
+            packed = make(g, (rows, heads, room, dim), side_dtype)
+            beside = None if choose is None else choose(g, (rows, heads, room, dim), side_dtype)
             count = (self.lengths - sinks - wait).clamp_min(0) // 8 * 8
             slots = wait + 19
             held = [torch.randn(rows, heads, n, dim, generator=g).to(dtype) for n in (sinks, slots)]
             count = (self.lengths - sinks).clamp_min(0) if wait == 0 else count
-            self.sides.append(Side(packed, count.int(), held[0] if sinks else None, held[1] if wait else None))
+            windows = held[0] if sinks else None, held[1] if wait else None
+            own = torch.rand(rows, heads, dim, generator=g) + 0.5 if norm and not self.sides else None
+            self.sides.append(Side(packed, count.int(), *windows, beside, own))
         self.rope = None
         if rope is not None:
             style, width = rope
@@ -89,10 +121,13 @@ class Case:
         for poisoned in (workspace.partial, workspace.logsum):
             poisoned.fill_(torch.nan)
         args = (self.query, *self.sides, self.lengths, self.scaling)
-        return decode_attention(*args, rope=self.rope, workspace=workspace, out=out, backend="triton")
+        return decode_attention(
+            *args, rope=self.rope, window=self.window, workspace=workspace, out=out, backend="triton"
+        )
 
     def reference(self, dtype: torch.dtype, held: torch.dtype | None = None) -> torch.Tensor:
-        return decode_attention_reference(self.query, *self.sides, self.lengths, self.scaling, self.rope, dtype, held)
+        args = (self.query, *self.sides, self.lengths, self.scaling, self.rope, dtype, held, self.window)
+        return decode_attention_reference(*args)
 
     def check(self, splits: int = 2) -> None:
         """Against float64, not more than twice the error of PyTorch, which decodes to the model's type and computes in

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from kernel_cases import Case, codebook, dense, uniform
+from kernel_cases import Case, codebook, dense, per_head, sparse, uniform
 from kvq_kernels.decode_attention import decode_attention
 
 KIVI = (partial(uniform, axis="channel"), partial(uniform, axis="token"))
@@ -88,6 +88,53 @@ def test_scalar_codebooks(entries):
     keys = partial(codebook, block=(1, 1), entries=entries, share=64, normalize=True)
     values = partial(codebook, block=(1, 1), entries=entries, share=64, per_token=True)
     Case(keys, values, [140], **HALF, waiting=(8, 8), sinks=1).check()
+
+
+@pytest.mark.parametrize("dim", [16, 80])
+def test_head_dims_of_codes(dim):
+    make = partial(codebook, normalize=True)
+    Case(make, codebook, [150], dim=dim, rope=("half", dim), waiting=(8, 8), sinks=8).check()
+
+
+def test_small_heads():
+    Case(*(partial(make, group=16) for make in KIVI), [140, 9], dim=16, rope=("half", 16), waiting=(12, 20)).check()
+    Case(dense, dense, [140, 9], dim=16).check()
+
+
+@pytest.mark.parametrize("sides", [TEMPORAL, CHANNEL], ids=["temporal", "channel"])
+def test_outliers_of_blocks(sides):
+    lists = (sparse, partial(sparse, slots=7))
+    Case(*sides, [300, 140], **HALF, outliers=lists, waiting=(8, 8), sinks=8).check()
+
+
+@pytest.mark.parametrize("rope", [("half", 32), ("interleaved", 64)])
+def test_outliers_of_turned_keys(rope):
+    keys = partial(codebook, block=(1, 1), entries=16, share=64, normalize=True)
+    Case(keys, dense, [200], rope=rope, rope_scale=1.1, offset=3, outliers=(sparse, None)).check()
+
+
+def test_outliers_of_tokens():
+    keys = partial(codebook, block=(1, 1), entries=4, share=64, normalize=True)
+    values = partial(codebook, block=(1, 1), entries=4, share=64, per_token=True)
+    lists = (sparse, partial(sparse, tokens=1, slots=3))
+    Case(keys, values, [170], heads=2, **HALF, outliers=lists, waiting=(8, 8), sinks=1).check()
+
+
+def test_heads_that_are_stored_differently():
+    keys = partial(per_head, makers=TEMPORAL[:1] + CHANNEL[:1], heads=((0, 2), (1,)))
+    values = partial(per_head, makers=CHANNEL[:1] + TEMPORAL[1:], heads=((1,), (0, 2)))
+    lists = (sparse, sparse)
+    Case(keys, values, [150, 40], heads=3, group=2, **HALF, outliers=lists, waiting=(8, 8), sinks=8).check()
+    Case(keys, dense, [150], heads=3, group=1, **HALF).check()
+
+
+@pytest.mark.parametrize("window", [1, 7, 100, 170, 290, 1000])
+def test_sliding_windows(window):
+    Case(*KIVI, [300, 50], waiting=(12, 20), sinks=4, window=window).check()
+
+
+def test_windows_beside_divided_keys():
+    Case(*INNERQ, [200, 3], heads=2, waiting=(12, 20), sinks=4, norm=True).check()
 
 
 @pytest.mark.parametrize("splits", [1, 3, 40])

@@ -21,11 +21,23 @@ from torch import Tensor
 from triton import knobs
 
 from kvq_kernels.decode_attention.launch import Workspace, kv_heads, plan_splits, run_kernels
-from kvq_kernels.decode_attention.parts import Codebook, Dense, Rope, Side, Uniform
+from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, PerHead, Rope, Side, Uniform
 from kvq_kernels.decode_attention.reference import decode_attention_reference
 from kvq_kernels.decode_attention.spec import Tile
 
-__all__ = ["Codebook", "Dense", "Rope", "Side", "Tile", "Uniform", "Workspace", "decode_attention", "plan_splits"]
+__all__ = [
+    "Codebook",
+    "Dense",
+    "Outliers",
+    "PerHead",
+    "Rope",
+    "Side",
+    "Tile",
+    "Uniform",
+    "Workspace",
+    "decode_attention",
+    "plan_splits",
+]
 
 
 def decode_attention(
@@ -36,6 +48,7 @@ def decode_attention(
     scaling: float,
     *,
     rope: Rope | None = None,
+    window: int | None = None,
     workspace: Workspace | None = None,
     out: Tensor | None = None,
     backend: Literal["auto", "triton", "torch"] = "auto",
@@ -47,6 +60,7 @@ def decode_attention(
     keys, values: see `Side`. Both have the same number of sinks.
     lengths: int32 `[B]`, tokens of each row, its own new one included; a row of 0 tokens gives zeros.
     scaling: times the scores, 1 / sqrt(D) as a rule.
+    window:  how many of a row's newest tokens its query sees; None: all.
     workspace, out `[B, Q, D]`: made if not given.
     backend: "auto" is "triton" on a GPU and under TRITON_INTERPRET=1, else "torch".
     tile:    instead of the table's for this GPU.
@@ -58,9 +72,9 @@ def decode_attention(
     if backend == "auto":
         backend = "triton" if query.device.type == "cuda" or knobs.runtime.interpret else "torch"
     if backend == "torch":
-        result = decode_attention_reference(query, keys, values, lengths, scaling, rope).to(query.dtype)
+        result = decode_attention_reference(query, keys, values, lengths, scaling, rope, window=window).to(query.dtype)
         return result if out is None else out.copy_(result)
-    return run_kernels(query, keys, values, lengths, scaling, rope, workspace, out, tile)
+    return run_kernels(query, keys, values, lengths, scaling, rope, window, workspace, out, tile)
 
 
 def _check(query: Tensor, keys: Side, values: Side, lengths: Tensor) -> None:

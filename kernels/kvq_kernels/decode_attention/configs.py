@@ -1,32 +1,26 @@
-"""Tuned tiles per GPU family; an unknown GPU takes the default. Not yet measured: chosen from the compiled code."""
+"""Which tile of the committed table a call takes, and into how many splits a text is cut."""
 
 from __future__ import annotations
 
 import torch
 
 from kvq_kernels.decode_attention.spec import SideSpec, Tile
+from kvq_kernels.tuning import configuration
 
-#: (family, how keys are read in the main loop) -> tile; family "*": any.
-TILES: dict[tuple[str, str], Tile] = {
-    ("*", "dense"): Tile(tokens=64, columns=64, warps=4, stages=3, waves=2),
-    ("*", "uniform"): Tile(tokens=32, columns=16, warps=1, stages=3, waves=8),
-    ("*", "codebook"): Tile(tokens=128, columns=16, warps=1, stages=1, waves=8),
-}
+OPERATION = "decode_attention"
 
 
-def family(device: torch.device) -> str:
-    """ "sm_90", "gfx942", ...; "cpu" where kernels run in the interpreter."""
-    if device.type != "cuda":
-        return "cpu"
-    properties = torch.cuda.get_device_properties(device)
-    name = getattr(properties, "gcnArchName", "")
-    return name.split(":")[0] if name else f"sm_{properties.major}{properties.minor}"
+def choose_tile(device: torch.device | str, keys: SideSpec, values: SideSpec) -> Tile:
+    """device: where it runs, or the name of a GPU family."""
+    return Tile(**configuration(OPERATION, shape_class(keys, values), device))
 
 
-def choose_tile(gpu: str, keys: SideSpec, values: SideSpec) -> Tile:
+def shape_class(keys: SideSpec, values: SideSpec) -> str:
+    """ "dense", "uniform/2bit", "codebook/4": the kind that takes most work, and the bits or the numbers of a code."""
     kinds = {keys.kind, values.kind}
-    kind = "codebook" if "codebook" in kinds else "uniform" if "uniform" in kinds else "dense"
-    return TILES.get((gpu, kind), TILES["*", kind])
+    if "codebook" in kinds:
+        return f"codebook/{max(side.tokens * side.channels for side in (keys, values))}"
+    return f"uniform/{max(keys.bits, values.bits)}bit" if "uniform" in kinds else "dense"
 
 
 def choose_splits(programs: int, tiles: int, processors: int, waves: int) -> int:

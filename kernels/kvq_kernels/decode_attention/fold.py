@@ -19,7 +19,7 @@ UNIT = tl.constexpr(16777216.0)
 @triton.constexpr_function
 def folds(spec, rope_style, tokens, keys):
     """Whether a side can be read so: plain scales, one per channel of a tile or one per token of a plane."""
-    plain = spec.kind == "uniform" and not spec.sign_bits and not spec.hybrid
+    plain = spec.kind == "uniform" and not spec.sign_bits and not spec.hybrid and not spec.slots
     if not plain or (keys and rope_style != "none") or (spec.bits == 3 and spec.dim % 32):
         return False
     if spec.axis == "channel":

@@ -157,7 +157,7 @@ def gather_scores(
                     pair = (j * E + tl.arange(0, E)) * C + r % C
                     x1 = normalized(entry_number(low1, high1, r).to(T), k, S, first * C + r % C)
                     x2 = normalized(entry_number(low2, high2, r).to(T), k, S, second * C + r % C)
-                    cos, sin = turn(rope[2 if T == tl.float16 else 1], line[:, None] * L, pair[None, :], WIDTH, D)
+                    cos, sin = turn(rope[1 if tl.float32 == T else 2], line[:, None] * L, pair[None, :], WIDTH, D)
                     y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
                     q1, q2 = turned[2 * (r % C)], turned[2 * (r % C) + 1]
                     cos, sin = turn(rope[1], h * TOKENS + r // C, pair[None, :], WIDTH, D)

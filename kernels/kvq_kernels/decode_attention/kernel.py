@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from kvq_kernels.decode_attention.main import attend_main
-from kvq_kernels.decode_attention.number import any_number, at_head
+from kvq_kernels.decode_attention.number import any_number, at_stored_head
 from kvq_kernels.decode_attention.rope import pair_channels, position_turn
 from kvq_kernels.decode_attention.spec import get, plane_count
 
@@ -22,6 +22,8 @@ def split_kernel(
     logsum,  # float32 [B, Q, splits + 1], base 2; -inf: no tokens, `partial` is then not written
     lengths,  # int32 [B]
     counts,  # int32 [B] x 2: packed tokens of the keys, of the values
+    window,  # tokens that the query sees, its own included
+    heads,  # int32 [heads of this launch] x 3: the kv head, its place among those of the keys' and values' storage
     keys,
     values,  # tuples of pointers, see `number.py`
     key_strides,
@@ -33,6 +35,7 @@ def split_kernel(
     SV: tl.constexpr,
     STYLE: tl.constexpr,  # "none", "half", "interleaved"
     WIDTH: tl.constexpr,  # rotated channels
+    HEADS: tl.constexpr,  # kv heads
     GROUP: tl.constexpr,  # query heads of a kv head
     M: tl.constexpr,  # that, as a power of two
     SINKS: tl.constexpr,
@@ -44,24 +47,30 @@ def split_kernel(
     TAIL: tl.constexpr,  # tokens of a tile of the last program
     STAGES: tl.constexpr,
 ):
-    split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    split, place, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(0) - 1
     length = tl.load(lengths + row)
     key_count, value_count = tl.load(counts[0] + row), tl.load(counts[1] + row)
-    k = at_head(keys, key_strides, SK, row, head)
-    v = at_head(values, value_strides, SV, row, head)
+    if heads is None:
+        head, key_place, value_place = place, place, place
+    else:
+        head, key_place = tl.load(heads[0] + place), tl.load(heads[1] + place)
+        value_place = tl.load(heads[2] + place)
+    k = at_stored_head(keys, key_strides, SK, row, head, key_place)
+    v = at_stored_head(values, value_strides, SV, row, head, value_place)
     D: tl.constexpr = get(SK, "dim")
-    heads = tl.num_programs(1)
     member = tl.arange(0, M)
-    first_query = row.to(tl.int64) * heads * GROUP + head * GROUP
+    first_query = row.to(tl.int64) * HEADS * GROUP + head * GROUP
     q = query + first_query * D
     start = 0 if rope[3] is None else tl.load(rope[3] + row)
     tiles = tl.minimum(key_count, value_count) // N
+    low = tl.maximum(length - window, 0)
+    begin = tl.minimum(tl.cdiv(tl.maximum(low - SINKS, 0), N), tiles)
     place = (first_query + member) * (splits + 1) + split
     out = partial + place * D
     if split < splits:
-        each = tl.cdiv(tiles, splits)
-        first = tl.minimum(split * each, tiles)
+        each = tl.cdiv(tiles - begin, splits)
+        first = tl.minimum(begin + split * each, tiles)
         last = tl.minimum(first + each, tiles)
         attend_main(
             q, out, logsum + place, k, v, first, last, rope, start + SINKS, scale,
@@ -69,18 +78,19 @@ def split_kernel(
         )  # fmt: skip
     else:
         _attend_tail(
-            q, out, logsum + place, k, v, tiles * N, length, key_count, value_count, slots, rope, start,
+            q, out, logsum + place, k, v, low, begin * N, tiles * N, length, key_count, value_count, slots, rope, start,
             scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, E, PRECISION, TAIL,
         )  # fmt: skip
 
 
 @triton.jit
 def _attend_tail(
-    q, out, logsum, k, v, done, length, key_count, value_count, slots, rope, start, scale,
+    q, out, logsum, k, v, low, begin, done, length, key_count, value_count, slots, rope, start, scale,
     SK: tl.constexpr, SV: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
     SINKS: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Tokens [0, SINKS) and [SINKS + done, length) in float32, both sides read where they are held."""
+    """Tokens [low, SINKS + begin) and [SINKS + done, length) from `low` on, in float32, both sides read where they are
+    held."""
     D: tl.constexpr = get(SK, "dim")
     P: tl.constexpr = plane_count(SK, E)
     member, column, within = tl.arange(0, M), tl.arange(0, E), tl.arange(0, N)
@@ -89,20 +99,21 @@ def _attend_tail(
     acc = ()
     for _ in tl.static_range(P):
         acc = acc + (tl.zeros([M, E], tl.float32),)
-    held = tl.minimum(length, SINKS)
-    rest = tl.maximum(length - SINKS - done, 0)
-    for begin in tl.range(0, held + rest, N, num_stages=1):
-        index = begin + within
-        token = tl.where(index < held, index, index - held + SINKS + done)
+    held = tl.maximum(tl.minimum(length, SINKS + begin) - low, 0)
+    after = tl.maximum(SINKS + done, low)
+    rest = tl.maximum(length - after, 0)
+    for at in tl.range(0, held + rest, N, num_stages=1):
+        index = at + within
+        token = tl.where(index < held, low + index, index - held + after)
         seen = index < held + rest
-        at, alive = token[:, None], seen[:, None]
+        here, alive = token[:, None], seen[:, None]
         scores = tl.zeros([M, N], tl.float32)
         if STYLE == "none":
             for j in tl.range(0, P, num_stages=1):
                 channel = (j * E + column)[None, :]
                 mine = (member[:, None] < GROUP) & (channel < D)
                 a = tl.load(q + member[:, None] * D + channel, mask=mine, other=0.0).to(tl.float32)
-                x = any_number(k, SK, SINKS, slots[0], key_count, at, channel, alive & (channel < D))
+                x = any_number(k, SK, SINKS, slots[0], key_count, here, channel, alive & (channel < D))
                 scores = tl.dot(a, tl.trans(x), scores, input_precision=PRECISION)
         else:
             for j in tl.range(0, P // 2, num_stages=1):
@@ -110,8 +121,8 @@ def _attend_tail(
                 c1, c2 = pair_channels(pair, STYLE, WIDTH, D)
                 real = (pair < D // 2)[None, :]
                 cos, sin = position_turn(rope, start + token, pair, WIDTH, D)
-                x1 = any_number(k, SK, SINKS, slots[0], key_count, at, c1[None, :], alive & real)
-                x2 = any_number(k, SK, SINKS, slots[0], key_count, at, c2[None, :], alive & real)
+                x1 = any_number(k, SK, SINKS, slots[0], key_count, here, c1[None, :], alive & real)
+                x2 = any_number(k, SK, SINKS, slots[0], key_count, here, c2[None, :], alive & real)
                 mine = (member[:, None] < GROUP) & real
                 a1 = tl.load(q + member[:, None] * D + c1[None, :], mask=mine, other=0.0).to(tl.float32)
                 a2 = tl.load(q + member[:, None] * D + c2[None, :], mask=mine, other=0.0).to(tl.float32)
@@ -125,7 +136,7 @@ def _attend_tail(
         new = ()
         for j in tl.static_range(P):
             channel = (j * E + column)[None, :]
-            x = any_number(v, SV, SINKS, slots[1], value_count, at, channel, alive & (channel < D))
+            x = any_number(v, SV, SINKS, slots[1], value_count, here, channel, alive & (channel < D))
             new = new + (tl.dot(weights, x, acc[j] * shrink[:, None], input_precision=PRECISION),)
         acc = new
         top = peak

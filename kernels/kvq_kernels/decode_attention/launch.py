@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
@@ -11,14 +12,16 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from kvq_kernels.decode_attention.configs import choose_splits, choose_tile, family
+from kvq_kernels.decode_attention.configs import choose_splits, choose_tile
 from kvq_kernels.decode_attention.kernel import combine_kernel, split_kernel
-from kvq_kernels.decode_attention.parts import Codebook, Dense, Rope, Side
-from kvq_kernels.decode_attention.spec import SideSpec, Tile, interleave
+from kvq_kernels.decode_attention.parts import Codebook, Dense, PerHead, Rope, Side, Uniform
+from kvq_kernels.decode_attention.spec import SideSpec, Tile, interleave, padded
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 #: Of multiprocessors, where there is no GPU to ask.
 ASSUMED_PROCESSORS = 132
+#: More tokens than any text has: no sliding window.
+ENDLESS = 1 << 30
 
 
 @dataclass
@@ -44,8 +47,13 @@ class Workspace:
 
 
 def kv_heads(side: Side) -> int:
-    packed = side.packed
-    return (packed.numbers if isinstance(packed, Dense) else packed.codes).shape[1]
+    if isinstance(side.packed, PerHead):
+        return sum(map(len, side.packed.heads))
+    return _codes(side.packed).shape[1]
+
+
+def _codes(packed: Dense | Uniform | Codebook) -> Tensor:
+    return packed.numbers if isinstance(packed, Dense) else packed.codes
 
 
 def pointers(side: Side) -> tuple[tuple, tuple]:
@@ -66,8 +74,13 @@ def pointers(side: Side) -> tuple[tuple, tuple]:
     held = []
     for tensor in (side.sinks, side.ring):
         held += (0, 0) if tensor is None else _strides(tensor)
+    held += (0, 0) if side.norm is None else side.norm.stride()[:2]
+    sparse = (None, None) if side.outliers is None else (side.outliers.index, side.outliers.value)
+    held += (0, 0) if side.outliers is None else _sparse_strides(*sparse)
     # What there is not is never read; a pointer that is None could not be returned by a kernel's function.
-    tensors = tuple(own[0] if tensor is None else tensor for tensor in (*own, side.sinks, side.ring))
+    tensors = tuple(
+        own[0] if tensor is None else tensor for tensor in (*own, side.sinks, side.ring, side.norm, *sparse)
+    )
     return tensors, (*strides[:4], strides[4], 0, *held)
 
 
@@ -77,23 +90,39 @@ def _strides(tensor: Tensor) -> tuple[int, int]:
     return tensor.stride(0), tensor.stride(1)
 
 
-def constants(query_type: torch.dtype, keys: Side, values: Side, rope: Rope | None, group: int, dim: int, tile: Tile):
-    """The compile-time arguments of `split_kernel`."""
+def _sparse_strides(index: Tensor, value: Tensor) -> tuple[int, int]:
+    if _strides(index) != _strides(value):
+        raise ValueError("an outlier's value must be laid out as its index is")
+    return index.stride(0), 0 if index.shape[1] == 1 else index.stride(1)
+
+
+def constants(
+    query_type: torch.dtype,
+    keys: Side,
+    values: Side,
+    rope: Rope | None,
+    group: int,
+    dim: int,
+    tile: Tile,
+    heads: int | None = None,
+):
+    """The compile-time arguments of `split_kernel`. heads: all kv heads, where the sides have but some of them."""
     sk, sv = SideSpec.of(keys, dim), SideSpec.of(values, dim)
     tokens = max(tile.tokens, 16 * interleave(sk, sv) if "codebook" in (sk.kind, sv.kind) else 16)
     if sk.kind == "uniform" and sk.axis == "channel" and math.gcd(sk.group, tokens) >= 16:
         tokens = math.gcd(sk.group, tokens)
-    whole = triton.next_power_of_2(dim)
+    tokens = max([tokens, *(spec.block for spec in (sk, sv) if spec.slots)])
     return {
         "SK": sk,
         "SV": sv,
         "STYLE": "none" if rope is None else rope.style,
         "WIDTH": 0 if rope is None else 2 * rope.frequencies.numel(),
+        "HEADS": kv_heads(keys) if heads is None else heads,
         "GROUP": group,
         "M": triton.next_power_of_2(group),
         "SINKS": 0 if keys.sinks is None else keys.sinks.shape[2],
         "N": tokens,
-        "E": max(16, min(tile.columns, whole // 2)),
+        "E": max(16, min(tile.columns, padded(dim) // 2)),
         "KD": product_type(keys, query_type),
         "VD": product_type(values, query_type),
         "PRECISION": "ieee" if query_type == torch.float32 else "tf32",
@@ -103,7 +132,15 @@ def constants(query_type: torch.dtype, keys: Side, values: Side, rope: Rope | No
 
 
 def arguments(
-    query: Tensor, keys: Side, values: Side, lengths: Tensor, rope: Rope | None, scaling: float, workspace: Workspace
+    query: Tensor,
+    keys: Side,
+    values: Side,
+    lengths: Tensor,
+    rope: Rope | None,
+    scaling: float,
+    workspace: Workspace,
+    window: int | None = None,
+    heads: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple:
     """The other arguments of `split_kernel`."""
     (key_tensors, key_strides), (value_tensors, value_strides) = pointers(keys), pointers(values)
@@ -113,6 +150,8 @@ def arguments(
         workspace.logsum,
         lengths,
         (keys.count, values.count),
+        ENDLESS if window is None else window,
+        heads,
         key_tensors,
         value_tensors,
         key_strides,
@@ -133,10 +172,8 @@ def product_type(side: Side, query_type: torch.dtype) -> tl.dtype:
 
 
 def capacity(side: Side) -> int:
-    packed = side.packed
-    if isinstance(packed, Dense):
-        return packed.numbers.shape[2]
-    return packed.codes.shape[2] * (packed.block[0] if isinstance(packed, Codebook) else 1)
+    packed = side.packed.members[0] if isinstance(side.packed, PerHead) else side.packed
+    return _codes(packed).shape[2] * (packed.block[0] if isinstance(packed, Codebook) else 1)
 
 
 def processors(device: torch.device) -> int:
@@ -151,6 +188,49 @@ def plan_splits(query: Tensor, keys: Side, values: Side, tile: Tile, tokens: int
     return choose_splits(programs, tiles, processors(query.device), tile.waves)
 
 
+@dataclass(frozen=True)
+class Alike:
+    """Kv heads whose keys are stored alike, and whose values are. heads: as in `split_kernel`; None: all, in order."""
+
+    keys: Side
+    values: Side
+    heads: tuple[Tensor, Tensor, Tensor] | None
+    count: int
+
+
+def alike(keys: Side, values: Side, device: torch.device) -> list[Alike]:
+    """The sides by heads that are stored alike."""
+    if not any(isinstance(side.packed, PerHead) for side in (keys, values)):
+        return [Alike(keys, values, None, kv_heads(keys))]
+    members = [_members(side) for side in (keys, values)]
+    found = []
+    for key_packed, key_heads in members[0]:
+        for value_packed, value_heads in members[1]:
+            if heads := _shared(key_heads, value_heads, device):
+                count = heads[0].numel()
+                sides = replace(keys, packed=key_packed), replace(values, packed=value_packed)
+                found.append(Alike(*sides, heads, count))
+    return found
+
+
+def _members(side: Side) -> list[tuple[Dense | Uniform | Codebook, tuple[int, ...]]]:
+    if isinstance(side.packed, PerHead):
+        return list(zip(side.packed.members, side.packed.heads, strict=True))
+    return [(side.packed, tuple(range(kv_heads(side))))]
+
+
+@cache
+def _shared(
+    keys: tuple[int, ...], values: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """The heads of both, and their places in both; sent to the device once."""
+    both = [head for head in keys if head in values]
+    if not both:
+        return None
+    rows = (both, [keys.index(head) for head in both], [values.index(head) for head in both])
+    return tuple(torch.tensor(row, dtype=torch.int32, device=device) for row in rows)
+
+
 def run_kernels(
     query: Tensor,
     keys: Side,
@@ -158,27 +238,28 @@ def run_kernels(
     lengths: Tensor,
     scaling: float,
     rope: Rope | None,
+    window: int | None,
     workspace: Workspace | None,
     out: Tensor | None,
     tile: Tile | None,
 ) -> Tensor:
-    """`decode_attention` by the kernels."""
+    """`decode_attention` by the kernels: one launch for each kind of storage that heads have, and the combination."""
     rows, heads, dim = query.shape
     group = heads // kv_heads(keys)
-    if tile is None:
-        tile = choose_tile(family(query.device), SideSpec.of(keys, dim), SideSpec.of(values, dim))
-    fixed = constants(query.dtype, keys, values, rope, group, dim, tile)
-    if workspace is None:
-        workspace = Workspace.like(query, plan_splits(query, keys, values, tile, fixed["N"]))
-    splits = workspace.splits
     query = query.contiguous()
     out = torch.empty_like(query) if out is None else out
-    split_kernel[(splits + 1, heads // group, rows)](
-        *arguments(query, keys, values, lengths, rope, scaling, workspace),
-        **fixed,
-        num_warps=tile.warps,
-        num_stages=max(1, tile.stages),
-    )
+    for part in alike(keys, values, query.device):
+        own = tile or choose_tile(query.device, SideSpec.of(part.keys, dim), SideSpec.of(part.values, dim))
+        fixed = constants(query.dtype, part.keys, part.values, rope, group, dim, own, heads // group)
+        if workspace is None:
+            workspace = Workspace.like(query, plan_splits(query, keys, values, own, fixed["N"]))
+        split_kernel[(workspace.splits + 1, part.count, rows)](
+            *arguments(query, part.keys, part.values, lengths, rope, scaling, workspace, window, part.heads),
+            **fixed,
+            num_warps=own.warps,
+            num_stages=max(1, own.stages),
+        )
+    splits = workspace.splits
     wide = triton.next_power_of_2(dim)
     padded = triton.next_power_of_2(splits + 1)
     combine_kernel[(rows * heads,)](

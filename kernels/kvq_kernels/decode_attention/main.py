@@ -16,6 +16,7 @@ from kvq_kernels.decode_attention.gather import (
 )
 from kvq_kernels.decode_attention.number import number
 from kvq_kernels.decode_attention.rope import pair_channels, position_turn, turn
+from kvq_kernels.decode_attention.sparse import sparse_scores, sparse_values
 from kvq_kernels.decode_attention.spec import get, interleave, plane_count
 
 
@@ -78,6 +79,8 @@ def attend_main(
                     PRECISION,
                 )
                 found = found + (s,)
+        if get(SK, "slots") > 0:
+            found = sparse_scores(found, q, k, SK, tile * N, rope, start, STYLE, WIDTH, GROUP, M, L, R, PRECISION)
         for i in tl.static_range(L):
             scores = scores + (found[i] * scale,)
         peak = top
@@ -96,6 +99,8 @@ def attend_main(
             acc = gather_values(acc, weights, shrink, v, SV, tile * N, L, R, E, VD, PRECISION)
         else:
             acc = plain_values(acc, weights, shrink, v, SV, tile * N + line * L, L, E, VD, PRECISION)
+        if get(SV, "slots") > 0:
+            acc = sparse_values(acc, weights, v, SV, tile * N, GATHER_VALUES, M, L, R, E, PRECISION)
         top = peak
     if last > first:
         if FOLD_VALUES:

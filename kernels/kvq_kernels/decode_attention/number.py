@@ -2,7 +2,9 @@
 
 The tail (sinks, recent tokens, what is left of a tile) is read so, and the main loop where no faster reading applies.
 A side is the tuple (codes or numbers, scale or centroids, zero or mean, sign or std, token_scale, token_zero, sinks,
-ring), where the codes stand in for what there is not; offsets within one row and head are 32-bit, the bases 64-bit.
+ring, norm, outliers' index, outliers' value), where the codes stand in for what there is not, and, once `at_head` has
+moved it, the number of the head's first number among those of all heads; offsets within one row and head are 32-bit,
+the bases 64-bit.
 """
 
 from __future__ import annotations
@@ -15,8 +17,15 @@ from kvq_kernels.decode_attention.spec import get, row_width
 
 @triton.jit
 def at_head(side, strides, S: tl.constexpr, row, head):
-    """The side's pointers moved to one row and head. strides: of codes, scale, token_scale, sinks, ring x row, head."""
-    r, h = row.to(tl.int64), head.to(tl.int64)
+    """The side's pointers moved to one row and head. strides: of codes, scale, token_scale, sinks, ring, norm, outliers
+    x row, head."""
+    return at_stored_head(side, strides, S, row, head, head)
+
+
+@triton.jit
+def at_stored_head(side, strides, S: tl.constexpr, row, head, stored):
+    """`at_head` for a head that is the `stored`-th of those that are stored as the side is."""
+    r, h = row.to(tl.int64), stored.to(tl.int64)
     group = r * strides[2] + h * strides[3]
     token = r * strides[4]
     codes = side[0] + r * strides[0] + h * strides[1]
@@ -31,9 +40,13 @@ def at_head(side, strides, S: tl.constexpr, row, head):
         book = group
     first, second, third = side[1] + book, side[2] + group, side[3] + group
     scale, zero = side[4] + token, side[5] + token
+    h = head.to(tl.int64)
     sinks = side[6] + r * strides[6] + h * strides[7]
     ring = side[7] + r * strides[8] + h * strides[9]
-    return (codes, first, second, third, scale, zero, sinks, ring)
+    norm = side[8] + r * strides[10] + h * strides[11]
+    sparse = r * strides[12] + h * strides[13]
+    index, value = side[9] + sparse, side[10] + sparse
+    return (codes, first, second, third, scale, zero, sinks, ring, norm, index, value, head * get(S, "dim"))
 
 
 @triton.jit
@@ -130,10 +143,30 @@ def any_number(side, S: tl.constexpr, SINKS: tl.constexpr, slots, count, token, 
     D: tl.constexpr = get(S, "dim")
     index = token - SINKS
     held = seen & (index >= 0) & (index < count)
-    x = tl.where(held, number(side, S, index, channel, held), 0.0)
+    x = number(side, S, index, channel, held)
+    if get(S, "slots") > 0:
+        x = _with_outliers(x, side, S, index, channel, held)
+    x = tl.where(held, x, 0.0)
+    whole = tl.zeros(x.shape, tl.float32)
     if SINKS > 0:
-        x += tl.load(side[6] + token * D + channel, mask=seen & (index < 0), other=0.0).to(tl.float32)
+        whole += tl.load(side[6] + token * D + channel, mask=seen & (index < 0), other=0.0).to(tl.float32)
     if get(S, "ring"):
         recent = seen & (index >= 0) & (index >= count)
-        x += tl.load(side[7] + (index % slots) * D + channel, mask=recent, other=0.0).to(tl.float32)
+        whole += tl.load(side[7] + (index % slots) * D + channel, mask=recent, other=0.0).to(tl.float32)
+    if get(S, "normed"):
+        whole /= tl.load(side[8] + channel, mask=channel < D, other=1.0)
+    return x + whole
+
+
+@triton.jit
+def _with_outliers(x, side, S: tl.constexpr, token, channel, seen):
+    """x with outliers put in: every slot of the tokens' blocks is compared with every number."""
+    BLOCK: tl.constexpr = get(S, "block")
+    own = (token % BLOCK) * get(S, "dim") + channel
+    if get(S, "across"):
+        own += side[11]
+    for slot in tl.range(0, get(S, "slots"), num_stages=1):
+        place = (token // BLOCK) * get(S, "slots") + slot
+        index = tl.load(side[9] + place, mask=seen, other=-1).to(tl.int32)
+        x = tl.where(index == own, tl.load(side[10] + place, mask=seen, other=0.0).to(tl.float32), x)
     return x

@@ -61,18 +61,44 @@ class Codebook:
 
 
 @dataclass(frozen=True)
+class Outliers:
+    """Numbers that stand for what the codes say at their places.
+
+    index: int16 `[B, H, T / tokens, K]`, token * D + channel within a block of `tokens` tokens; or `[B, 1, T, K]`, the
+           place head * D + channel in a token of all kv heads (`tokens` = 1). No place twice.
+    value: floating, of the same shape.
+    """
+
+    index: Tensor
+    value: Tensor
+    tokens: int
+
+
+@dataclass(frozen=True)
+class PerHead:
+    """members[i] is the storage of the kv heads heads[i], in that order; each kv head is one member's."""
+
+    members: tuple[Dense | Uniform | Codebook, ...]
+    heads: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
 class Side:
     """Keys or values of one layer: row b's tokens [0, sinks) lie in `sinks`, the next count[b] in `packed`, later ones
     in `ring`, token t in slot (t - sinks) % slots.
 
     count: int32 `[B]` on the device. sinks: `[B, H, sinks, D]` or None. ring: `[B, H, slots, D]` or None where all
-    tokens are packed. Tensors may be views; rows of all of them are contiguous.
+    tokens are packed. Tensors may be views; rows of all of them are contiguous. outliers: of the packed tokens.
+    norm: float32 `[B, H, D]`; what is packed was divided by it, and the side is to be read as if sinks and ring were,
+    too: of keys, q . k = (q norm) . (k / norm), where the caller multiplies the query. None: 1.
     """
 
-    packed: Dense | Uniform | Codebook
+    packed: Dense | Uniform | Codebook | PerHead
     count: Tensor
     sinks: Tensor | None = None
     ring: Tensor | None = None
+    outliers: Outliers | None = None
+    norm: Tensor | None = None
 
 
 @dataclass(frozen=True)

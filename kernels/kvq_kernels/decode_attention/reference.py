@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvq_kernels.decode_attention.parts import Codebook, Dense, Rope, Side, Uniform
+from kvq_kernels.decode_attention.parts import Codebook, Dense, PerHead, Rope, Side, Uniform
 
 
 def decode_attention_reference(
@@ -19,14 +19,17 @@ def decode_attention_reference(
     rope: Rope | None = None,
     dtype: torch.dtype = torch.float32,
     held: torch.dtype | None = None,
+    window: int | None = None,
 ) -> Tensor:
     """out = softmax(scaling q K^T) V of each row's first lengths[b] tokens, in `dtype`; keys (after RoPE)
     and values are rounded to `held` once they are decoded, if that is given.
 
+    window: how many of the newest tokens are seen; None: all.
+
     query `[B, Q, D]`, lengths int32 `[B]`; returns `[B, Q, D]` in `dtype`; zeros for rows without tokens.
     """
     out = torch.zeros(query.shape, dtype=dtype, device=query.device)
-    packed_keys, packed_values = unpack(keys.packed, dtype), unpack(values.packed, dtype)
+    packed_keys, packed_values = unpack_side(keys, dtype), unpack_side(values, dtype)
     heads = packed_keys.shape[1]
     for row, length in enumerate(lengths.tolist()):
         if length == 0:
@@ -36,6 +39,8 @@ def decode_attention_reference(
             k = rotate(k, rope, 0 if rope.offset is None else int(rope.offset[row]))
         if held is not None:
             k, v = k.to(held).to(dtype), v.to(held).to(dtype)
+        if window is not None:
+            k, v = k[:, -window:], v[:, -window:]
         q = query[row].to(dtype).view(heads, -1, query.shape[2])
         weights = (q @ k.transpose(1, 2) * scaling).softmax(dim=-1)
         out[row] = (weights @ v).flatten(0, 1)
@@ -52,6 +57,9 @@ def gather(side: Side, packed: Tensor, row: int, length: int) -> Tensor:
     if length > sinks + count:
         slots = torch.arange(count, length - sinks, device=packed.device) % side.ring.shape[2]
         pieces.append(side.ring[row, :, slots].to(packed))
+    if side.norm is not None:
+        norm = side.norm[row, :, None].to(packed)
+        pieces = [x if i == (1 if sinks else 0) else x / norm for i, x in enumerate(pieces)]
     return torch.cat(pieces, dim=1)
 
 
@@ -68,6 +76,24 @@ def rotate(x: Tensor, rope: Rope, offset: int) -> Tensor:
     out = x.clone()
     out[..., pairs[0]], out[..., pairs[1]] = first * cos - second * sin, second * cos + first * sin
     return out
+
+
+def unpack_side(side: Side, dtype: torch.dtype) -> Tensor:
+    """All packed tokens with their outliers, `[B, H, T, D]` in `dtype`."""
+    if isinstance(side.packed, PerHead):
+        parts = [unpack(member, dtype) for member in side.packed.members]
+        order = torch.tensor([head for heads in side.packed.heads for head in heads]).argsort().to(parts[0].device)
+        x = torch.cat(parts, dim=1)[:, order]
+    else:
+        x = unpack(side.packed, dtype)
+    if side.outliers is None:
+        return x
+    index, value = side.outliers.index.long(), side.outliers.value.to(dtype)
+    if index.shape[1] == 1 and side.outliers.tokens == 1:  # of all heads of a token
+        tokens = x.transpose(1, 2)
+        return tokens.flatten(2).scatter(2, index[:, 0], value[:, 0]).view(tokens.shape).transpose(1, 2)
+    blocks = x.unflatten(2, (-1, side.outliers.tokens)).flatten(3)
+    return blocks.scatter(3, index, value).view(x.shape)
 
 
 def unpack(packed: Dense | Uniform | Codebook, dtype: torch.dtype) -> Tensor:

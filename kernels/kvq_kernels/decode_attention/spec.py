@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -34,12 +34,25 @@ class SideSpec:
     shifted: bool = False  # a zero-point or a mean
     scaled: bool = False  # a standard deviation
     ring: bool = False
+    normed: bool = False  # windows are divided when they are read
+    slots: int = 0  # of a block of outliers
+    block: int = 1  # its tokens
+    across: bool = False  # outliers of all heads lie together
 
     @classmethod
     def of(cls, side: Side, dim: int) -> SideSpec:
-        packed = side.packed
+        """Of a side that is stored alike for all heads."""
+        found = replace(cls._stored(side.packed, dim), ring=side.ring is not None, normed=side.norm is not None)
+        if side.outliers is None:
+            return found
+        heads, slots = side.outliers.index.shape[1], side.outliers.index.shape[3]
+        across = side.outliers.tokens == 1 and heads == 1
+        return replace(found, slots=slots, block=side.outliers.tokens, across=across)
+
+    @classmethod
+    def _stored(cls, packed: Dense | Uniform | Codebook, dim: int) -> SideSpec:
         if isinstance(packed, Dense):
-            return cls("dense", dim, ring=side.ring is not None)
+            return cls("dense", dim)
         if isinstance(packed, Uniform):
             sign_bits = 0 if packed.sign is None else 8 * packed.sign.element_size()
             return cls(
@@ -53,7 +66,6 @@ class SideSpec:
                 sign_bits,
                 packed.hybrid,
                 shifted=packed.zero is not None,
-                ring=side.ring is not None,
             )
         assert isinstance(packed, Codebook)
         (tokens, channels), (heads, books, entries, _) = packed.block, packed.centroids.shape
@@ -73,7 +85,6 @@ class SideSpec:
             token_scaled=packed.token_scale is not None,
             shifted=packed.mean is not None,
             scaled=packed.std is not None,
-            ring=side.ring is not None,
         )
 
     @property
@@ -122,13 +133,14 @@ def interleave(keys, values):
 
 @triton.constexpr_function
 def padded(dim):
-    return triton.next_power_of_2(dim)
+    """At least 32: RoPE turns 16 pairs at once, the least that a product sums over."""
+    return max(32, triton.next_power_of_2(dim))
 
 
 @triton.constexpr_function
 def plane_count(spec, columns):
     """Pieces of `columns` channels (padded to a power of two)."""
-    return max(1, triton.next_power_of_2(spec.dim) // columns)
+    return padded(spec.dim) // columns
 
 
 @triton.constexpr_function
