@@ -120,7 +120,7 @@ gpu:  ## On a GPU: test, tune and measure the kernels, in ten minutes; results i
 	@place=$(GPU_OUT)/$$($(GPU_NAME)); mkdir -p $$place
 	beside=$$($(PYTHON) -c 'import xdist, os; print("-n", min(8, os.cpu_count()))' 2>/dev/null || true)
 	echo "kernel tests"
-	$(GPU_PYTHON) -m pytest -m "not slow" -x $$beside $(GPU_TESTS)
+	$(GPU_PYTHON) -m pytest -m "gpu and not slow" -x $$beside $(GPU_TESTS)
 	$(if $(DRY),,$(MAKE) --no-print-directory gpu-memory)
 	$(GPU_PYTHON) -m kvq_cli bench kernels $(GPU_KERNELS) --tune --out $$place
 	$(GPU_PYTHON) -m kvq_cli bench calibrate $(GPU_CALIBRATE) --out $$place

@@ -81,7 +81,7 @@ def measure(
 @torch.no_grad()
 def _run(model: PreTrainedModel, peer: Peer, ids: Tensor, context: int) -> Run:
     with peer.on(model) as new_cache:
-        cache = new_cache()
+        cache = new_cache(ids.shape[1])
 
         def forward(part: Tensor) -> float:
             synchronize(model)

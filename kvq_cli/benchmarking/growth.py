@@ -76,7 +76,7 @@ def _decode(model: PreTrainedModel, peer: Peer, batch: int, settings: Growth) ->
     vocabulary = model.config.get_text_config().vocab_size
     ids = torch.randint(vocabulary, (1, settings.context + settings.tokens + 1), generator=generator).to(model.device)
     with peer.on(model) as new_cache, PeakMemory(model.device) as peak:
-        cache = new_cache()
+        cache = new_cache(ids.shape[1])
         _forward(model, ids[:, : settings.context], cache)
         cache.batch_repeat_interleave(batch)
         seconds = [

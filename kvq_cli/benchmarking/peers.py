@@ -31,9 +31,9 @@ class Peer(ABC):
     backend: str | None = None
 
     @contextmanager
-    def on(self, model: PreTrainedModel) -> Iterator[Callable[[], Cache]]:
-        """Prepare the model, give what makes an empty cache, and undo it all."""
-        yield lambda: self.new_cache(model)
+    def on(self, model: PreTrainedModel) -> Iterator[Callable[[int], Cache]]:
+        """Prepare the model, give what makes an empty cache (of rows of so many tokens in the end), and undo it all."""
+        yield lambda _tokens: self.new_cache(model)
 
     def new_cache(self, model: PreTrainedModel) -> Cache:
         raise NotImplementedError
@@ -81,7 +81,7 @@ class Kvq(Peer):
         self.name = f"kvq {name}"
 
     @contextmanager
-    def on(self, model: PreTrainedModel) -> Iterator[Callable[[], Cache]]:
+    def on(self, model: PreTrainedModel) -> Iterator[Callable[[int], Cache]]:
         with attach(model, self.chosen, prefill=self.prefill, backend=self.wanted) as attached:
             self._attached, self.backend = attached, attached.backend.summary
             yield attached.new_cache

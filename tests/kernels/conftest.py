@@ -1,8 +1,29 @@
-"""Lets the tests of kernels import what they share."""
+"""Lets the tests of kernels import what they share, and moves them to the GPU where there is one."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 sys.path.insert(0, str(Path(__file__).parent))  # for kernel_cases
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker("gpu")
+
+
+@pytest.fixture(autouse=True)
+def on_the_gpu():
+    """Kernels run where they are made for; without a GPU in the interpreter."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    from kernel_device import OnDevice
+
+    with OnDevice("cuda"):
+        yield
