@@ -16,6 +16,7 @@ from kvq_kernels.decode_attention.fold import (
     fields,
     fold_queries,
     load_elements,
+    plane,
     plane_channels,
     width,
 )
@@ -23,12 +24,14 @@ from kvq_kernels.decode_attention.main import load_queries
 from kvq_kernels.decode_attention.number import at_head, number
 from kvq_kernels.decode_attention.spec import get, plane_count
 from kvq_kernels.quantized_matvec.signs import (
+    begins_groups,
+    first_bit,
     folds,
     of_group,
-    plane_of_channels,
-    plane_of_tokens,
     scale_zero_sign,
     shifts_zero,
+    signed,
+    signs_of_tokens,
 )
 
 #: P is multiplied by this before it is rounded to float16, which has few digits below 2^-14.
@@ -68,10 +71,7 @@ def scores_kernel(
     member, line = tl.arange(0, M), tl.arange(0, N)
     places = out + (first_query + member)[:, None] * tokens
     FOLD: tl.constexpr = folds(S, N)
-    if FOLD:
-        queries = fold_queries(q, S, GROUP, M, T)
-    else:
-        queries = load_queries(q, S, "none", 0, GROUP, M, E)
+    queries = fold_queries(q, S, GROUP, M, T) if FOLD else load_queries(q, S, "none", 0, GROUP, M, E)
     first, last = _run(tokens, N)
     for tile in tl.range(first, last, num_stages=STAGES):
         here = tile * N + line
@@ -105,21 +105,30 @@ def _scores_of_channels(
 ):
     """q . (s c + z) = (q s) . c + q . z, with one s and z per channel of the tile."""
     low, high = load_elements(k[0], S, True, token)
-    scores = tl.zeros([M, N], tl.float32)
+    scores = tl.zeros([N, M], tl.float32)
     offset = tl.zeros([M, width(S, True)], tl.float32)
     base = (tile * N // get(S, "group")) * get(S, "dim")
-    member = token % get(S, "group")
     for f in tl.static_range(fields(S, True)):
         channel = plane_channels(S, True, f)
         s, z, word = scale_zero_sign(k, S, base + channel, channel < get(S, "dim"))
-        x = plane_of_channels(low, high, word, member, S, f)
-        scores = tl.dot(planes[f] * s.to(T)[None, :], tl.trans(x.to(T)), scores, input_precision=PREC)
+        x = _plane_of_channels(low, high, word, token, S, f)
+        scores = tl.dot(x.to(T), tl.trans(planes[f] * s.to(T)[None, :]), scores, input_precision=PREC)
         if shifts_zero(S):
             offset += planes[f].to(tl.float32) * (z / field_unit(S, f))[None, :]
     scores *= UNIT
     if shifts_zero(S):
-        scores += tl.sum(offset, axis=1)[:, None]
-    return scores
+        scores += tl.sum(offset, axis=1)[None, :]
+    return tl.trans(scores)
+
+
+@triton.jit
+def _plane_of_channels(low, high, word, token, S: tl.constexpr, field: tl.constexpr):
+    """A plane [N, width] whose groups are per channel. word: of their sign bits [width]."""
+    x = plane(low, high, S, field)
+    if get(S, "sign_bits") > 0:
+        member = token % get(S, "group")
+        x = signed(x, word[None, :] >> member[:, None].to(word.dtype), 0)
+    return x
 
 
 @triton.jit
@@ -131,20 +140,31 @@ def _scores_of_tokens(
     planes, sums = queries
     SUBS: tl.constexpr = 32 // element_bits(S, True)
     GROUPS: tl.constexpr = get(S, "dim") // get(S, "group")
-    element_word = (tl.arange(0, width(S, True)) // SUBS)[None, :]
+    scales, words, parts = (), (), ()
     scores = tl.zeros([N, M], tl.float32)
     for g in tl.static_range(GROUPS):
         s, z, word = scale_zero_sign(k, S, token * GROUPS + g, token >= 0)
-        part = tl.zeros([N, M], tl.float32)
-        for i in tl.static_range(SUBS):
-            for f in tl.static_range(fields(S, True)):
-                if of_group(S, f, i, True, g):
-                    x = plane_of_tokens(low, high, word, element_word, S, True, f, i)
-                    a = tl.trans(planes[i * fields(S, True) + f])
-                    part = tl.dot(x.to(T), a, part, input_precision=PREC)
-        scores += part * (s * UNIT)[:, None]
+        scales, words, parts = scales + (s,), words + (word,), parts + (tl.zeros([N, M], tl.float32),)
         if shifts_zero(S):
             scores += sums[g][None, :] * z[:, None]
+    signs = low
+    for f in tl.static_range(fields(S, True)):
+        x = plane(low, high, S, f)
+        if get(S, "sign_bits") > 0:
+            if begins_groups(S, f, True):
+                signs = signs_of_tokens(words, S, True, f)
+            x = signed(x, signs, first_bit(S, f, 0, True))
+        new = ()
+        for g in tl.static_range(GROUPS):
+            part = parts[g]
+            for i in tl.static_range(SUBS):
+                if of_group(S, f, i, True, g):
+                    a = tl.trans(planes[i * fields(S, True) + f])
+                    part = tl.dot(x.to(T), a, part, input_precision=PREC)
+            new = new + (part,)
+        parts = new
+    for g in tl.static_range(GROUPS):
+        scores += parts[g] * (scales[g] * UNIT)[:, None]
     return tl.trans(scores)
 
 
@@ -172,13 +192,15 @@ def outputs_kernel(
     member, line = tl.arange(0, M), tl.arange(0, N)
     places = weights + (first_query + member)[:, None] * tokens
     FOLD: tl.constexpr = folds(S, N)
-    FIELDS: tl.constexpr = fields(S, False) if FOLD else plane_count(S, E)
-    WIDTH: tl.constexpr = width(S, False) if FOLD else E
+    # Elements of 16 bits where groups let them: twice the channels per product, as its rows.
+    WIDE: tl.constexpr = get(S, "axis") == "channel"
+    FIELDS: tl.constexpr = fields(S, WIDE) if FOLD else plane_count(S, E)
+    WIDTH: tl.constexpr = width(S, WIDE) if FOLD else E
     GROUPS: tl.constexpr = get(S, "dim") // get(S, "group") if FOLD and get(S, "axis") == "token" else 0
     acc, offsets = (), ()
     for _ in tl.static_range(FIELDS):
-        acc = acc + (tl.zeros([M, WIDTH], tl.float32),)
-    for _ in tl.static_range(GROUPS):
+        acc = acc + (tl.zeros([WIDTH, M] if FOLD and WIDE else [M, WIDTH], tl.float32),)
+    for _ in tl.static_range(GROUPS if shifts_zero(S) else 0):
         offsets = offsets + (tl.zeros([M], tl.float32),)
     first, last = _run(tokens, N)
     for tile in tl.range(first, last, num_stages=STAGES):
@@ -195,11 +217,11 @@ def outputs_kernel(
     run = tl.program_id(0).to(tl.int64) * tl.num_programs(2) * queries
     sums = partial + (run + first_query + member)[:, None] * get(S, "dim")
     for f in tl.static_range(FIELDS):
-        x = acc[f]
+        x = tl.trans(acc[f]) if FOLD and WIDE else acc[f]
         if FOLD:
-            channel = plane_channels(S, False, f)[None, :]
+            channel = plane_channels(S, WIDE, f)[None, :]
             x *= field_unit(S, f) * UNIT
-            if GROUPS > 0:
+            if GROUPS > 0 and shifts_zero(S):
                 x += offsets[field_group(S, f, 0, False)][:, None]
         else:
             channel = (f * E + tl.arange(0, E))[None, :]
@@ -219,20 +241,20 @@ def _plain_outputs(acc, p, v, S: tl.constexpr, token, E: tl.constexpr, T: tl.con
 
 @triton.jit
 def _outputs_of_channels(acc, p, v, S: tl.constexpr, tile, token, N: tl.constexpr, T: tl.constexpr, PREC: tl.constexpr):
-    """sum_t p (s c + z) = s (sum_t p c) + z sum_t p, with one s and z per channel of the tile; less field_unit UNIT."""
-    low, high = load_elements(v[0], S, False, token)
+    """sum_t p (s c + z) = s (sum_t p c) + z sum_t p, with one s and z per channel of the tile; [width, M], less
+    field_unit UNIT."""
+    low, high = load_elements(v[0], S, True, token)
     base = (tile * N // get(S, "group")) * get(S, "dim")
-    member = token % get(S, "group")
-    p = p.to(T)
-    mass = tl.sum(p.to(tl.float32), axis=1)[:, None]
+    p = tl.trans(p.to(T))
+    mass = tl.sum(p.to(tl.float32), axis=0)[None, :]
     new = ()
-    for f in tl.static_range(fields(S, False)):
-        channel = plane_channels(S, False, f)
+    for f in tl.static_range(fields(S, True)):
+        channel = plane_channels(S, True, f)
         s, z, word = scale_zero_sign(v, S, base + channel, channel < get(S, "dim"))
-        x = plane_of_channels(low, high, word, member, S, f)
-        sums = acc[f] + tl.dot(p, x.to(T), input_precision=PREC) * s[None, :]
+        x = _plane_of_channels(low, high, word, token, S, f)
+        sums = acc[f] + tl.dot(tl.trans(x.to(T)), p, input_precision=PREC) * s[:, None]
         if shifts_zero(S):
-            sums += mass * (z / (field_unit(S, f) * UNIT))[None, :]
+            sums += mass * (z / (field_unit(S, f) * UNIT))[:, None]
         new = new + (sums,)
     return new
 
@@ -242,18 +264,19 @@ def _outputs_of_tokens(acc, offsets, p, v, S: tl.constexpr, token, T: tl.constex
     """sum_t p (s c + z) = sum_t (p s) c + sum_t p z, with one s and z per token and group of channels."""
     low, high = load_elements(v[0], S, False, token)
     GROUPS: tl.constexpr = get(S, "dim") // get(S, "group")
-    element_word = tl.arange(0, width(S, False))[None, :]
     scaled, words, sums, new = (), (), (), ()
     for g in tl.static_range(GROUPS):
         s, z, word = scale_zero_sign(v, S, token * GROUPS + g, token >= 0)
-        scaled = scaled + ((p * s[None, :]).to(T),)
-        words = words + (word,)
+        scaled, words = scaled + ((p * s[None, :]).to(T),), words + (word,)
         if shifts_zero(S):
             sums = sums + (offsets[g] + tl.sum(p * z[None, :], axis=1),)
-        else:
-            sums = sums + (offsets[g],)
+    signs = low
     for f in tl.static_range(fields(S, False)):
-        x = plane_of_tokens(low, high, words[field_group(S, f, 0, False)], element_word, S, False, f, 0)
+        x = plane(low, high, S, f)
+        if get(S, "sign_bits") > 0:
+            if begins_groups(S, f, False):
+                signs = signs_of_tokens(words, S, False, f)
+            x = signed(x, signs, first_bit(S, f, 0, False))
         p_scaled = scaled[field_group(S, f, 0, False)]
         new = new + (tl.dot(p_scaled, x.to(T), acc[f], input_precision=PREC),)
     return new, sums

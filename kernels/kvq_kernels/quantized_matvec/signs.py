@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.fold import field_group, fields, plane
+from kvq_kernels.decode_attention.fold import element_bits, field_group, fields, width
 from kvq_kernels.decode_attention.spec import get
 
 
@@ -38,6 +38,8 @@ def scale_zero_sign(side, S: tl.constexpr, place, seen):
     zero, word = s, raw
     if get(S, "sign_bits") > 0:
         word = tl.load(side[3] + place, mask=seen, other=0)
+        if get(S, "sign_bits") == 16:
+            word = word.to(tl.int32)
     if get(S, "hybrid"):
         asymmetric = raw.to(tl.int16, bitcast=True) < 0
         s = tl.abs(s)
@@ -61,32 +63,44 @@ def first_bit(spec, field, sub, keys):
 
 
 @triton.jit
-def signed(codes, bits):
-    """float16 codes, negative where bit 0 of the integers `bits` is set."""
-    sign = (bits << 15).to(tl.int16)
-    return (codes.to(tl.int16, bitcast=True) | sign).to(tl.float16, bitcast=True)
+def signed(codes, bits, BIT: tl.constexpr):
+    """float16 codes, negative where bit BIT of the integers `bits` is set."""
+    sign = bits << (15 - BIT) if BIT <= 15 else bits >> (BIT - 15)
+    return (codes.to(tl.int16, bitcast=True) | (sign & 32768).to(tl.int16)).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def plane_of_tokens(
-    low, high, word, element_word, S: tl.constexpr, KEYS: tl.constexpr, field: tl.constexpr, sub: tl.constexpr
-):
-    """A plane [N, width] (see `fold.plane`) whose groups are per token. word: of the group's sign bits [N];
-    element_word [1, width]: the number of each element's word."""
-    x = plane(low, high, S, field)
-    if get(S, "sign_bits") > 0:
-        BIT: tl.constexpr = first_bit(S, field, sub, KEYS)
-        x = signed(x, (word[:, None] >> element_word.to(word.dtype)) >> BIT)
-    return x
+def signs_of_tokens(words, S: tl.constexpr, KEYS: tl.constexpr, field: tl.constexpr):
+    """For planes `field`, field + 1, ... while their groups are the same ones: integers [N, width], whose bit
+    `first_bit` is the sign of the element. words: of the sign bits of all groups, [N] each."""
+    SUBS: tl.constexpr = 32 // element_bits(S, KEYS)
+    element = tl.arange(0, width(S, KEYS))[None, :]
+    word = words[field_group(S, field, 0, KEYS)][:, None]
+    if SUBS > 1:
+        for sub in tl.static_range(1, SUBS):
+            # The elements of one word may start at different bits of their groups' words.
+            other = words[field_group(S, field, sub, KEYS)][:, None]
+            word = tl.where(element % SUBS == sub, turned(other, S, KEYS, field, sub), word)
+    return word >> (element // SUBS).to(word.dtype)
 
 
 @triton.jit
-def plane_of_channels(low, high, word, member, S: tl.constexpr, field: tl.constexpr):
-    """A plane [N, width] whose groups are per channel. word: of sign bits [width]; member [N]: tokens' bits."""
-    x = plane(low, high, S, field)
-    if get(S, "sign_bits") > 0:
-        x = signed(x, word[None, :] >> member[:, None].to(word.dtype))
-    return x
+def turned(word, S: tl.constexpr, KEYS: tl.constexpr, field: tl.constexpr, sub: tl.constexpr):
+    """The word with the bits of element `sub` moved to where those of element 0 are."""
+    LEFT: tl.constexpr = first_bit(S, field, 0, KEYS) - first_bit(S, field, sub, KEYS)
+    if LEFT >= 0:
+        return word << LEFT
+    else:
+        return word >> -LEFT
+
+
+@triton.constexpr_function
+def begins_groups(spec, field, keys):
+    """Whether another plane than the one before needs other words of signs."""
+    subs = range(32 // element_bits(spec, keys))
+    return field == 0 or any(
+        field_group(spec, field, sub, keys) != field_group(spec, field - 1, sub, keys) for sub in subs
+    )
 
 
 @triton.constexpr_function
