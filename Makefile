@@ -81,10 +81,10 @@ repro-fast: .venv/.installed  ## Make those that take little time.
 reproduction: .venv/.installed  ## Write docs/REPRODUCTION.md: the papers' claims, our numbers, what holds.
 	@$(call kvq,reproduce --page docs/REPRODUCTION.md)
 
-compare: compare-windows compare-own  ## Compare all methods at 4, 3, 2 and 1 bits; writes docs/COMPARISON.md.
+compare: compare-fair compare-paper  ## Compare all methods at 4, 3, 2 and 1 bits; writes docs/COMPARISON.md.
 	@{ cat docs/comparison-head.md
-	for windows in windows own; do
-	test $$windows = windows && echo "## Equal windows" || echo "## Each paper's own windows"
+	for windows in fair paper; do
+	test $$windows = fair && echo "## Equal windows" || echo "## Each paper's own windows"
 	cp $(COMPARED)-$$windows/plot.png docs/comparison-$$windows.png
 	echo; echo "![scores over measured bits](comparison-$$windows.png)"; echo
 	$(KVQ) results $(COMPARED)-$$windows --format markdown; echo
