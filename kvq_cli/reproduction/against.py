@@ -100,14 +100,14 @@ def _agreement(
     ours = {row: table.column(title)[label].value for row, label in labels.items()}
     better = next(column.better for column in table.columns if column.title == title)
     sign = -1 if source[1] in LOWER else 1
-    rows = [row for row in labels if labels[row] != EXACT and None not in (printed[row], ours[row])]
+    configs = {row: methods[label]["config"]["method"] for row, label in labels.items()}
+    rows = [row for row in labels if configs[row]["name"] != EXACT and None not in (printed[row], ours[row])]
     counts = {True: [0, 0], False: [0, 0]}
     for a, b in combinations(rows, 2):
         if printed[a] == printed[b]:  # the paper ranks neither first
             continue
-        bits = [methods[labels[row]]["config"]["method"].get("bits") for row in (a, b)]
-        same = sign * (printed[a] - printed[b]) * better * (ours[a] - ours[b]) > 0
-        counts[bits[0] == bits[1]][0] += same
-        counts[bits[0] == bits[1]][1] += 1
+        same_bits = configs[a].get("bits") == configs[b].get("bits")
+        counts[same_bits][0] += sign * (printed[a] - printed[b]) * better * (ours[a] - ours[b]) > 0
+        counts[same_bits][1] += 1
     total = [counts[True][index] + counts[False][index] for index in (0, 1)]
     return Agreement(source[0], source[1], title, *total, tuple(counts[True]))
