@@ -10,10 +10,12 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from kvq_cli.benchmarking.kernels.targets import results as gpu_results
+from kvq_cli.benchmarking.kernels.targets import verdicts
 from kvq_cli.evaluation.tabulate import tabulate
 from kvq_cli.methods.registry import build_parsed
 from kvq_cli.published import value as published_value
-from kvq_cli.reproduction.run import DONE, state
+from kvq_cli.reproduction.run import DONE, GPU_RESULTS, state
 from kvq_cli.reproduction.targets import ROOT, Target, target, targets
 
 HOLDS, FAILS, NOT_MEASURED, HARDWARE = "holds", "does not hold", "not measured", "needs hardware"
@@ -57,13 +59,11 @@ def claims() -> tuple[Claim, ...]:
 
 def judge(claim: Claim, model: str, root: Path = ROOT) -> Verdict:
     """Whether a claim holds, by the result files of a model below `root`."""
-    if claim.gpu:
-        return Verdict(claim, HARDWARE)
     results = _Results(model, root)
     try:
         holds = eval(compile(claim.check, claim.claim, "eval"), results.names())  # the package's own file
     except _Missing:
-        return Verdict(claim, NOT_MEASURED, results.read)
+        return Verdict(claim, HARDWARE if claim.gpu else NOT_MEASURED, results.read)
     return Verdict(claim, HOLDS if holds else FAILS, results.read)
 
 
@@ -75,7 +75,7 @@ class _Results:
         self.read: dict[str, Any] = {}
 
     def names(self) -> dict[str, Any]:
-        own = (self.kvq, self.study, self.number, self.counted, self.published, self.calibrates)
+        own = (self.kvq, self.study, self.number, self.counted, self.published, self.gpu, self.calibrates)
         return {one.__name__: one for one in own} | {"mean": _mean, "share": lambda found: _mean(map(bool, found))}
 
     def kvq(self, name: str, row: str, column: str = "perplexity") -> float:
@@ -117,6 +117,17 @@ class _Results:
         return self._keep(
             f"{row} {column} {model} (paper)".replace("  ", " "), published_value(paper, table, model, row, column)
         )
+
+    def gpu(self, wanted: str, where: str = "") -> list[float]:
+        measured = []
+        for place, result in gpu_results(GPU_RESULTS).items():
+            for one in verdicts(result):
+                if one["target"] == wanted and where in one["where"] and one["measured"] is not None:
+                    measured.append(one["measured"])
+                    self._keep(f"{wanted}, {one['where']}, {place.name}", one["measured"])
+        if not measured:
+            raise _Missing
+        return measured
 
     def calibrates(self, text: str) -> bool:
         return self._keep(f"{text} calibrates", build_parsed(text).calibrates)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq_cli import __version__
+from kvq_cli.benchmarking.kernels.targets import results as gpu_results
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.results import write_json
 from kvq_cli.reproduction.report import write_report
@@ -30,7 +31,7 @@ def state(target: Target, model: str, root: Path = ROOT) -> str:
     if target.drawing:
         return NOTHING
     if target.gpu:
-        return DONE if any(GPU_RESULTS.rglob("*.json")) else HARDWARE
+        return DONE if gpu_results(GPU_RESULTS) else HARDWARE
     record = _record(target, model, root)
     if record is None:
         return TO_DO

@@ -68,7 +68,20 @@ def test_results_that_are_missing_unfinished_or_of_other_options_are_none(result
         assert judge(LOWER, REFERENCE, root).state == NOT_MEASURED
         assert state(one, REFERENCE, root) == PARTLY
     assert state(one, REFERENCE, result("table-temporalkv-4", document)) == DONE
-    assert judge(claim("", gpu=True), REFERENCE, tmp_path).state == HARDWARE
+
+
+def test_a_claim_on_what_a_gpu_measured(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one = claim('max(gpu("inner grouping\'s time saved, of outer\'s", "llama")) >= 0.22', gpu=True)
+    assert judge(one, REFERENCE, tmp_path).state == HARDWARE
+    rows = [
+        {"operation": "product", "case": case, "model": "llama", "context": 8192, "us": {"p50": us}}
+        for case, us in (("inner grouping", 75.0), ("outer grouping", 100.0))
+    ]
+    write_json(tmp_path / "benchmarks" / "some-gpu" / "kernels.json", {"machine": {"gpu": "some"}, "rows": rows})
+    found = judge(one, REFERENCE, tmp_path)
+    assert found.state == HOLDS
+    assert found.numbers == {"inner grouping's time saved, of outer's, llama, 8192, some-gpu": 0.25}
 
 
 def test_a_claim_on_a_study(result):
@@ -89,7 +102,7 @@ def test_a_claim_on_a_study(result):
 
 def test_every_claim_names_targets_and_reads():
     for one in claims():
-        assert one.gpu or ast.parse(one.check, mode="eval")
+        assert ast.parse(one.check, mode="eval")
         assert all(name in targets() for name in one.targets), one.claim
         assert one.gpu == any(targets()[name].gpu for name in one.targets), one.claim
 
@@ -97,7 +110,7 @@ def test_every_claim_names_targets_and_reads():
 def test_claims_and_targets_name_studies_that_there_are():
     named = {one.analyze for one in targets().values() if one.analyze}
     for one in claims():
-        for call in ast.walk(ast.parse(one.check or "0", mode="eval")):
+        for call in ast.walk(ast.parse(one.check, mode="eval")):
             if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("study", "number"):
                 named.add(ast.literal_eval(call.args[0]))
     assert named <= set(studies())
