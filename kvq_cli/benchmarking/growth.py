@@ -64,8 +64,8 @@ def _at(model: PreTrainedModel, peer: Peer, batch: int, settings: Growth) -> dic
         found = _decode(model, peer, batch, settings)
     except torch.OutOfMemoryError:
         found = {"failed": "out of memory"}
-    gc.collect()
     if model.device.type == "cuda":
+        gc.collect()  # an error holds the tensors of where it arose
         torch.cuda.empty_cache()
     return about | {"backend": peer.backend} | found
 
