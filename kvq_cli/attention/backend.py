@@ -83,7 +83,7 @@ def choose_backend(name: str, device: torch.device, layers: Sequence[tuple[Atten
         if plan.keys.source == "input":
             why = remade.unsupported(site, plan)
         else:
-            why = kernels.unsupported(plan, site.rotation, site.sliding_window)
+            why = kernels.unsupported(plan, site.rotation)
         if why:
             refused.setdefault(why, []).append(site.index)
     if refused and name == "triton":

@@ -5,12 +5,14 @@ Importing this imports Triton.
 
 from __future__ import annotations
 
-from kvq_kernels.decode_attention import Codebook, Dense, Side, Uniform
+from collections.abc import Mapping
+
+from kvq_kernels.decode_attention import Codebook, Dense, Outliers, PerHead, Side, Uniform
 from torch import Tensor
 
 from kvq_cli.attention.rotary import Rotation
 from kvq_cli.cache.stream import Stream
-from kvq_cli.codecs.base import Codec, Packed
+from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.codecs.gear import GearCodec
 from kvq_cli.codecs.identity import IdentityCodec
@@ -23,25 +25,21 @@ from kvq_cli.codecs.signed import SignedCodec
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.methods.base import LayerPlan
 
-#: Channels that a product of the kernels sums over at once, twice: RoPE turns pairs, one of each half.
-LEAST_HEAD_DIM = 32
+#: Narrower heads are padded to twice of this, which is what kernels are tested for.
+LEAST_HEAD_DIM = 16
 #: Tokens of a codebook's block: a tile is at most as long as the tables of cosines, 16 codes of 8 tokens.
 MOST_BLOCK_TOKENS = 8
 #: What codecs keep for which there is no kernel.
 _BESIDE = {
-    OutlierCodec: "outliers are kept beside the codes",
     GearCodec: "a low-rank approximation and outliers are kept beside the codes",
     SalientCodec: "tokens of the prompt have different numbers of bits",
-    PerHeadCodec: "kv heads have different blocks",
 }
 
 
-def unsupported(plan: LayerPlan, rotation: Rotation, sliding_window: int | None) -> str | None:
+def unsupported(plan: LayerPlan, rotation: Rotation) -> str | None:
     """Why the kernels cannot read a layer kept by `plan`; None: they can."""
     if plan.keys.source == "input":
         return "keys and values are made of the layer input when they are read"
-    if sliding_window is not None:
-        return "sliding windows are not implemented in the kernels"
     if rotation.head_dim < LEAST_HEAD_DIM:
         return f"head_dim={rotation.head_dim} is below {LEAST_HEAD_DIM}"
     sinks = plan.keys.window.sinks, plan.values.window.sinks
@@ -60,8 +58,10 @@ def unsupported(plan: LayerPlan, rotation: Rotation, sliding_window: int | None)
 
 def _unread(codec: Codec) -> str | None:
     """Why the kernels cannot read what `codec` packs."""
-    if isinstance(codec, PerTokenCodec):
-        return _BESIDE[OutlierCodec] if codec.outliers else _unread(codec.base)
+    if isinstance(codec, (PerTokenCodec, OutlierCodec)):
+        return _unread(codec.base)
+    if isinstance(codec, PerHeadCodec):
+        return next(filter(None, (_unread(member) for member, _ in codec.members.values())), None)
     if isinstance(codec, SignedCodec):
         if codec.hybrid != "no" and codec.sign == "extra" and codec.group != 32:
             return f"zero-points lie in words of {codec.group} bits, not 32 (use group=32 or sign=inside)"
@@ -88,29 +88,35 @@ def norm_of(stream: Stream) -> Tensor | None:
 
 
 def side(stream: Stream, count: Tensor) -> Side:
-    """All tokens of a stream of `count` (int32 `[rows]`) packed ones per row. What packed keys are divided by divides
-    the windows too, so that one query fits all: copies in float32, of the windows' size."""
-    norm, codec = norm_of(stream), stream.codec
+    """All tokens of a stream of `count` (int32 `[rows]`) packed ones per row, as they are: nothing is copied unless the
+    store has grown beyond the room that was made for it."""
+    codec = stream.codec
     sinks, ring = stream.sinks if stream.window.sinks else None, stream.ring
     packed = stream.store.whole()
     codec = codec.base if isinstance(codec, NormalizedCodec) else codec
-    # Before the first flush there are no codes; then `count` is 0 and what stands here is not read.
-    tensors = Dense(ring) if packed is None else _packed(codec, packed)
-    if norm is not None:
-        norm = norm.unsqueeze(2)
-        sinks, ring = (None if x is None else x.float() / norm for x in (sinks, ring))
-    return Side(tensors, count, sinks, ring)
-
-
-def _packed(codec: Codec, packed: Packed) -> Dense | Uniform | Codebook:
+    if packed is None:  # Before the first flush there are no codes; then `count` is 0 and what stands here is not read.
+        return Side(Dense(ring), count, sinks, ring, norm=norm_of(stream))
+    outliers = None
+    if "outlier_index" in packed.parts:
+        index, value = (packed.parts[name] for name in ("outlier_index", "outlier_value"))
+        outliers = Outliers(index.tensor, value.tensor, index.unit)
     parts = {name: part.tensor for name, part in packed.parts.items()}
+    return Side(_packed(codec, parts), count, sinks, ring, outliers, norm_of(stream))
+
+
+def _packed(codec: Codec, parts: Mapping[str, Tensor], *per_token: Tensor) -> Dense | Uniform | Codebook | PerHead:
+    """per_token: scales and zero-points that what the codec decodes is still to be taken through."""
     if isinstance(codec, IdentityCodec):
         return Dense(parts["raw"])
+    if isinstance(codec, OutlierCodec):
+        return _packed(codec.base, parts)
     if isinstance(codec, PerTokenCodec):
-        scale, zero = (parts[name].squeeze(3) for name in ("scale", "zero"))
-        return _codebook(codec.base, parts["codes"], scale, zero)
+        return _packed(codec.base, parts, *(parts[name].squeeze(3) for name in ("scale", "zero")))
+    if isinstance(codec, PerHeadCodec):
+        members = [_packed(member, _named(parts, name), *per_token) for name, (member, _) in codec.members.items()]
+        return PerHead(tuple(members), tuple(heads for _, heads in codec.members.values()))
     if isinstance(codec, CodebookCodec):
-        return _codebook(codec, parts["codes"])
+        return _codebook(codec, parts["codes"], *per_token)
     level, sign, hybrid = 0, None, False
     if isinstance(codec, SignedCodec):
         hybrid = codec.hybrid != "no"
@@ -120,6 +126,11 @@ def _packed(codec: Codec, packed: Packed) -> Dense | Uniform | Codebook:
             sign = parts["sign_or_zero" if hybrid else "sign"]
     where = codec.bits, codec.axis, codec.group
     return Uniform(parts["codes"], parts["scale"], *where, parts.get("zero"), level, sign, hybrid)
+
+
+def _named(parts: Mapping[str, Tensor], member: str) -> dict[str, Tensor]:
+    """The parts of one member of a `PerHeadCodec`."""
+    return {name.removeprefix(f"{member}."): x for name, x in parts.items() if name.startswith(f"{member}.")}
 
 
 def _codebook(codec: CodebookCodec, codes: Tensor, *per_token: Tensor) -> Codebook:

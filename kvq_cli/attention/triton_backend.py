@@ -5,11 +5,12 @@ Several queries per row are `torch_backend`'s. Importing this imports Triton: `b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
+from operator import attrgetter
 
 import torch
-from kvq_kernels.decode_attention import Rope
+from kvq_kernels.decode_attention import Rope, Side, Workspace, plan_splits
 from kvq_kernels.decode_attention import decode_attention as attend
 from torch import Tensor
 from triton import knobs
@@ -31,15 +32,15 @@ def interpreted() -> bool:
 
 
 class TritonBackend:
-    """For all layers of an attached model; see `Backend`. It keeps what layers share: a pass's lengths on the device,
-    and tables of cosines that grow with the longest text."""
+    """For all layers of an attached model; see `Backend`. It keeps what layers share, at the same place on the device
+    from step to step: how many tokens rows have, tables of cosines that grow with the longest text, workspaces."""
 
     prefill_attention = staticmethod(torch_backend.prefill_attention)
 
     def __init__(self) -> None:
-        self._forward: Forward | None = None
-        self._numbers: dict[object, Tensor] = {}  # of `_forward`
+        self._counts = _Counts()
         self._ropes: dict[Rotation, tuple[int, Rope]] = {}
+        self._workspaces: dict[tuple, Workspace] = {}
 
     def decode_attention(self, query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
         """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; zeros for pads."""
@@ -54,22 +55,23 @@ class TritonBackend:
         q, norm = query[:, :, 0], norm_of(keys)
         if norm is not None:  # q . (norm k') = (q norm) . k'
             q = (q.unflatten(1, (norm.shape[1], -1)) * norm.unsqueeze(2)).flatten(1, 2).to(query.dtype)
-        out = attend(q, *sides, lengths, scaling, rope=rope, backend="triton")
-        return out.unsqueeze(2)
+        given = {"rope": rope, "window": layer.sliding_window, "workspace": self._workspace(q, *sides, rope)}
+        return attend(q, *sides, lengths, scaling, **given, backend="triton").unsqueeze(2)
+
+    def _workspace(self, query: Tensor, keys: Side, values: Side, rope: Rope | None) -> Workspace:
+        """One for all layers of the same shapes."""
+        splits = plan_splits(query, keys, values, rope)
+        place = (query.shape, splits, query.device)
+        if place not in self._workspaces:
+            self._workspaces[place] = Workspace.like(query, splits)
+        return self._workspaces[place]
 
     def _on_device(self, forward: Forward, window: Window | str | None, device: torch.device) -> Tensor:
-        """int32 `[rows]`: tokens of each row, or how many of them `window` packs, or ("offset") the first's position;
-        sent to the device once per pass."""
-        if self._forward is not forward:
-            self._forward, self._numbers = forward, {}
-        if window not in self._numbers:
-            if window == "offset":
-                found = _per_row(forward, [run.offset for run in forward.runs])
-            else:
-                tokens = [run.tokens for run in forward.runs]
-                found = _per_row(forward, tokens if window is None else map(window.packed, tokens))
-            self._numbers[window] = torch.tensor(found, dtype=torch.int32, device=device)
-        return self._numbers[window]
+        """int32 `[rows]`: tokens of each row, or how many `window` packs, or ("offset") the position of the first."""
+        self._counts.follow(forward, device)
+        if window is None:
+            return self._counts.tokens
+        return self._counts.offsets if window == "offset" else self._counts.packed(window)
 
     def _rope(self, rotation: Rotation, forward: Forward, device: torch.device) -> Rope:
         # The last tile asks for some positions more than there are tokens.
@@ -85,5 +87,48 @@ class TritonBackend:
         return replace(rope, offset=self._on_device(forward, "offset", device))
 
 
-def _per_row(forward: Forward, per_run: Sequence[int]) -> list[int]:
+class _Counts:
+    """Tokens of each row on the device. A step that adds one token to every row is counted there: nothing is sent."""
+
+    def __init__(self) -> None:
+        self._forward: Forward | None = None
+        self._known: tuple[list[int], list[int]] = ([], [])
+        self.tokens = self.offsets = torch.empty(0, dtype=torch.int32)
+        self._packed: dict[Window, Tensor] = {}
+        self._current: set[Window] = set()
+
+    def follow(self, forward: Forward, device: torch.device) -> None:
+        """Count the tokens that a pass has brought."""
+        if forward is self._forward:
+            return
+        tokens, offsets = (_per_row(forward, map(attrgetter(name), forward.runs)) for name in ("tokens", "offset"))
+        if self.tokens.device == device and self._known == ([n - 1 for n in tokens], offsets):
+            self.tokens += 1
+        else:
+            self.tokens, self.offsets = (
+                _sent(now, held, device) for now, held in ((tokens, self.tokens), (offsets, self.offsets))
+            )
+        self._forward, self._known = forward, (tokens, offsets)
+        self._current.clear()
+
+    def packed(self, window: Window) -> Tensor:
+        """`window.packed` of the rows' tokens, int32 `[rows]`."""
+        count = self._packed.get(window)
+        if count is None or count.shape != self.tokens.shape or count.device != self.tokens.device:
+            count = self._packed[window] = torch.empty_like(self.tokens)
+            self._current.discard(window)
+        if window not in self._current:
+            torch.sub(self.tokens, window.sinks + window.recent, out=count).clamp_(min=0)
+            count.div_(window.flush, rounding_mode="floor").mul_(window.flush)
+            self._current.add(window)
+        return count
+
+
+def _sent(numbers: list[int], held: Tensor, device: torch.device) -> Tensor:
+    """The numbers on the device; in the tensor that held others, where they fit in."""
+    found = torch.tensor(numbers, dtype=torch.int32)
+    return held.copy_(found) if held.shape == found.shape and held.device == device else found.to(device)
+
+
+def _per_row(forward: Forward, per_run: Iterable[int]) -> list[int]:
     return [n for run, n in zip(forward.runs, per_run, strict=True) for _ in range(run.rows.start, run.rows.stop)]

@@ -22,6 +22,8 @@ class PerHeadCodec(Codec):
         if sorted(served) != list(range(len(served))):
             raise ValueError(f"each kv head needs one codec, got heads {sorted(served)}")
         self._heads = len(served)
+        #: name -> (codec, kv heads), as numbers of the host.
+        self.members = {name: (codec, tuple(heads)) for name, (codec, heads) in members.items()}
         self._members = {name: (codec, torch.tensor(heads, device=device)) for name, (codec, heads) in members.items()}
         self.block_tokens = math.lcm(*(codec.block_tokens for codec, _ in members.values()))
         self.nominal_bits = sum(c.nominal_bits * len(heads) for c, heads in members.values()) / self._heads

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
 
+from kvq_cli.artifact import load_artifact
+from kvq_cli.attention import triton_backend
 from kvq_cli.attention.attach import attach
 from kvq_cli.attention.backend import choose_backend
 from kvq_cli.codecs.base import Codec
@@ -60,6 +63,18 @@ def codebook(block=(4, 1), entries=256, share=4, normal=True, shared=False) -> C
 def per_token(outliers: float) -> Callable[..., Codec]:
     base = codebook((1, 1), 16, 32, normal=False, shared=True)
     return lambda heads, dim: PerTokenCodec(base(heads, dim), heads, dim, outliers, torch.float32)
+
+
+def outliers(heads: int, dim: int) -> Codec:
+    edge = torch.ones(heads, dim, device=DEVICE)
+    return OutlierCodec(codebook()(heads, dim), -edge, edge, 0.01, torch.float32)
+
+
+def per_head(heads: int, dim: int) -> Codec:
+    members = {
+        name: (codebook(block)(1, dim), [head]) for head, (name, block) in enumerate([("t", (4, 1)), ("c", (1, 4))])
+    }
+    return PerHeadCodec(members, DEVICE)
 
 
 def logits(model, method, prompt, backend: str) -> tuple[torch.Tensor, object]:
@@ -120,8 +135,10 @@ def test_uniform_methods(one_layer, prompt, name, options):
         (codebook((1, 4)), codebook((1, 4), normal=False), {}),
         (codebook((2, 1), share=2), codebook((2, 2)), {"source": "post_rope"}),
         (codebook((1, 1), 16, 32), per_token(0.0), {"window": Window(1, 0, 1)}),
+        (outliers, per_token(0.05), {"window": Window(1, 3, 32)}),
+        (per_head, per_head, {}),
     ],
-    ids=["temporal", "channel", "post_rope", "scalars"],
+    ids=["temporal", "channel", "post_rope", "scalars", "outliers", "per_head"],
 )
 def test_codebooks(one_layer, prompt, keys, values, options):
     same(one_layer(), Kept(keys, values, **options), prompt)
@@ -166,37 +183,39 @@ def test_from_the_first_token_on(one_layer):
     torch.testing.assert_close(found[1], found[0], atol=1e-3, rtol=1e-3)
 
 
+ARTIFACTS = Path(__file__).parents[2] / "artifacts" / "reference"
+
+
 @pytest.mark.slow
-def test_the_built_in_model_says_the_same():
+@pytest.mark.parametrize(
+    "method",
+    [
+        build("kivi", bits=2, group=4, sinks=1, recent=2),
+        build("innerq", bits=2, sinks=1, recent=2),
+        build("squat", bits=2, group=4, sinks=1, recent=2),
+        "temporalkv-2bit",
+        "channelkv-2bit-outliers-0.01",
+        "kvquant-2bit",
+    ],
+    ids=lambda method: method if isinstance(method, str) else method.name,
+)
+def test_the_built_in_model_says_the_same(method):
     loaded, said = load_model("reference", device=DEVICE.type, dtype="float32"), []
-    ids = loaded.tokenizer(" The history of the town begins in the year", return_tensors="pt")["input_ids"].to(DEVICE)
+    method = load_artifact(ARTIFACTS / method) if isinstance(method, str) else method
+    text = " The history of the town begins in the year in which the first of its houses were built beside the river"
+    ids = loaded.tokenizer(text, return_tensors="pt")["input_ids"].to(DEVICE)
     for backend in ("torch", "triton"):
-        with attach(loaded.model, build("kivi", bits=2, group=4, sinks=1, recent=2), backend=backend) as kv:
-            cache = kv.new_cache()
-            out = loaded.model.generate(ids, past_key_values=cache, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+        with attach(loaded.model, method, backend=backend) as kv:
+            cache = kv.new_cache(ids.shape[1] + 4)
+            out = loaded.model.generate(ids, past_key_values=cache, max_new_tokens=4, min_new_tokens=4, do_sample=False)
             assert kv.report(cache).compressed > 0
             said.append(out[0].tolist())
     assert said[0] == said[1]
 
 
-def outliers(heads: int, dim: int) -> Codec:
-    edge = torch.ones(heads, dim, device=DEVICE)
-    return OutlierCodec(codebook()(heads, dim), -edge, edge, 0.01, torch.float32)
-
-
-def per_head(heads: int, dim: int) -> Codec:
-    members = {
-        name: (codebook(block)(1, dim), [head]) for head, (name, block) in enumerate([("t", (4, 1)), ("c", (1, 4))])
-    }
-    return PerHeadCodec(members, DEVICE)
-
-
 @pytest.mark.parametrize(
     ("method", "says"),
     [
-        (Kept(outliers, codebook()), "of the keys outliers are kept"),
-        (Kept(codebook(), per_token(0.01)), "of the values outliers are kept"),
-        (Kept(codebook(), per_head), "of the values kv heads have different blocks"),
         (build("gear"), "a low-rank approximation"),
         (build("zipcache"), "different numbers of bits"),
         (build("innerq", group=16), "use group=32 or sign=inside"),
@@ -215,24 +234,53 @@ def test_what_kernels_do_not_read_is_refused_or_left_to_torch(one_layer, method,
     assert chosen.summary.startswith("torch (all layers: ") and says in chosen.summary
 
 
-def test_layers_that_kernels_do_not_read_are_left_to_torch(tiny, prompt):
+def test_layers_that_kernels_do_not_read_are_left_to_torch(tiny):
+    model = tiny("llama", head_dim=32).to(DEVICE)
+    with attach(model, build("kivi", group=16, **WINDOWS)) as kv, attach(model, build("gear")) as other:
+        plans = [kv._plans[0], other._plans[1], kv._plans[2]]
+        chosen = choose_backend("auto", torch.device("cuda"), list(zip(kv._sites, plans, strict=True)))
+    assert chosen.summary.startswith("triton") and "partly torch (layer 1: of the keys a low-rank" in chosen.summary
+    assert [chosen.by_kernels(layer) for layer in range(3)] == [True, False, True]
+
+
+def test_sliding_windows(tiny, prompt):
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    model = tiny("gemma3", head_dim=32, sliding_window=7, layer_types=kinds).to(DEVICE)
-    method = build("kivi", group=16, **WINDOWS)
-    says = "layers 0, 2: sliding windows are not implemented"
-    with pytest.raises(UsageError, match=f"--backend triton: {says}"), attach(model, method, backend="triton"):
-        pass
-    ids, found = prompt(41)[0].to(DEVICE), []
-    for mixed in (False, True):
-        with attach(model, method, backend="torch") as kv:
-            if mixed:
-                layers = list(zip(kv._sites, kv._plans, strict=True))
-                kv.backend = choose_backend("auto", torch.device("cuda"), layers)
-            cache = kv.new_cache()
-            model(ids[:, :40], past_key_values=cache)
-            found.append(model(ids[:, 40:], past_key_values=cache).logits)
-    assert kv.report().backend.startswith("triton") and f"partly torch ({says}" in kv.report().backend
-    torch.testing.assert_close(found[1], found[0], atol=1e-3, rtol=1e-3)
+    model = tiny("gemma3", sliding_window=17, layer_types=kinds).to(DEVICE)
+    same(model, build("kivi", group=16, **WINDOWS), prompt)
+
+
+def test_a_step_allocates_nothing_that_grows_and_reads_nothing_back(one_layer, prompt, monkeypatch):
+    """After the first step: counts, workspaces and stores stay where they are, and attention asks for no number."""
+    model, (ids, _) = one_layer((2, 1)), prompt(COLUMNS + 8)
+    with attach(model, build("kivi", group=4, residual=4), backend="triton") as kv:
+        cache = kv.new_cache(ids.shape[1])
+        engine, places, asked = kv.backend._by_layer[0], [], []
+        decode = engine.decode_attention
+
+        def watched(*args):
+            with monkeypatch.context() as patch:
+                for name in ("item", "tolist", "__bool__", "__int__", "cpu", "numpy"):
+                    patch.setattr(torch.Tensor, name, lambda *_, name=name: asked.append(name))
+                patch.setattr(torch, "cat", lambda *_, **__: asked.append("cat"))
+                return decode(*args)
+
+        def read_only(query, keys, values, lengths, scaling, **given):
+            tensors = [lengths, given["workspace"].partial, keys.ring, values.ring, keys.count, values.count]
+            tensors += [keys.packed.codes, keys.packed.scale, values.packed.codes, values.packed.zero]
+            places.append([x.data_ptr() for x in tensors])
+            return torch.zeros_like(query)
+
+        monkeypatch.setattr(triton_backend, "attend", read_only)
+        monkeypatch.setattr(engine, "decode_attention", watched)
+        model(ids[:, :COLUMNS].to(DEVICE), past_key_values=cache)
+        for i in range(COLUMNS, ids.shape[1]):
+            model(ids[:, i : i + 1].to(DEVICE), past_key_values=cache)
+            if i == COLUMNS:
+                asked.clear()
+        assert len(places) == 8 and all(one == places[0] for one in places)
+        assert asked == []
+        assert engine._counts.tokens.tolist() == [ids.shape[1]]
+        assert cache.report().working == {}
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="there is a GPU")

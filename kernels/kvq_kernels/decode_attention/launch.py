@@ -182,10 +182,16 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def plan_splits(query: Tensor, keys: Side, values: Side, tile: Tile, tokens: int) -> int:
+def plan_splits(query: Tensor, keys: Side, values: Side, rope: Rope | None = None, tile: Tile | None = None) -> int:
+    """Splits of each row and kv head: what a `Workspace` that is kept between calls is to have room for.
+
+    They depend on how many tokens the stores have room for, not on how many there are.
+    """
+    part, dim = alike(keys, values, query.device)[0], query.shape[2]
+    tile = tile or choose_tile(query.device, SideSpec.of(part.keys, dim), SideSpec.of(part.values, dim))
+    tokens = constants(query.dtype, part.keys, part.values, rope, 1, dim, tile)["N"]
     tiles = max(1, min(capacity(keys), capacity(values)) // tokens)
-    programs = query.shape[0] * kv_heads(keys)
-    return choose_splits(programs, tiles, processors(query.device), tile.waves)
+    return choose_splits(query.shape[0] * kv_heads(keys), tiles, processors(query.device), tile.waves)
 
 
 @dataclass(frozen=True)
@@ -248,11 +254,11 @@ def run_kernels(
     group = heads // kv_heads(keys)
     query = query.contiguous()
     out = torch.empty_like(query) if out is None else out
+    if workspace is None:
+        workspace = Workspace.like(query, plan_splits(query, keys, values, rope, tile))
     for part in alike(keys, values, query.device):
         own = tile or choose_tile(query.device, SideSpec.of(part.keys, dim), SideSpec.of(part.values, dim))
         fixed = constants(query.dtype, part.keys, part.values, rope, group, dim, own, heads // group)
-        if workspace is None:
-            workspace = Workspace.like(query, plan_splits(query, keys, values, own, fixed["N"]))
         split_kernel[(workspace.splits + 1, part.count, rows)](
             *arguments(query, part.keys, part.values, lengths, rope, scaling, workspace, window, part.heads),
             **fixed,
