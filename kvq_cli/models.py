@@ -76,14 +76,29 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
 def configured_shape(name: str) -> ModelShape:
     """The architecture numbers of `name`, as `load_model` takes it, from its configuration: weights are not read."""
     import torch
+
+    config = _config(name)
+    return _shape_of(config, getattr(config, "dtype", None) or torch.float16)
+
+
+def configured_limits(name: str) -> tuple[int, int]:
+    """(numbers in all weights, context) of `name`, from its configuration: the model is built without memory."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = _config(name)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(one.numel() for one in model.parameters()), model_context(config)
+
+
+def _config(name: str) -> PretrainedConfig:
     from transformers import AutoConfig
 
-    source = _source(name)
     try:
-        config = AutoConfig.from_pretrained(source)
+        return AutoConfig.from_pretrained(_source(name))
     except (OSError, ValueError) as error:
         raise KvqError(f"--model {name}: no configuration can be read ({str(error).splitlines()[0]})") from None
-    return _shape_of(config, getattr(config, "dtype", None) or torch.float16)
 
 
 def _shape_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelShape:

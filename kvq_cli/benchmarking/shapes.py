@@ -10,6 +10,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import ModelShape
 
+#: Tokens that instances of all shapes are made for.
+CONTEXT = 131072
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -75,7 +78,7 @@ def random_model(
         num_attention_heads=numbers.heads,
         num_key_value_heads=numbers.kv_heads,
         vocab_size=numbers.vocabulary,
-        max_position_embeddings=131072,
+        max_position_embeddings=CONTEXT,
         tie_word_embeddings=numbers.tied,
     )
     torch.manual_seed(seed)

@@ -29,6 +29,7 @@ COMMANDS = (
     ("inspect", "inspect:inspect", "Look up"),
     ("methods", "methods:methods", "Look up"),
     ("bits", "bits:bits", "Look up"),
+    ("plan", "plan:plan", "Look up"),
     ("results", "results:results", "Look up"),
     ("reproduce", "reproduce:reproduce", "Measure"),
 )

@@ -8,24 +8,12 @@ import typer
 
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.output import Output, human_bytes
+from kvq_cli.cli.sizes import Batch, Compare, Context, ModelName, ShapeName, for_each, size_of
 
 if TYPE_CHECKING:
     from kvq_cli.cache.report import CacheReport
     from kvq_cli.methods.base import Method
 
-Compare = Annotated[
-    str | None,
-    typer.Option("--compare", metavar="NAME,...", help="Methods like kivi-4bit:residual=32 (default: all there are)."),
-]
-ShapeName = Annotated[
-    str | None,
-    typer.Option("--shapes", metavar="NAME", help="A known model: llama-3.1-8b, llama-2-7b, ...; instead of --model."),
-]
-ModelName = Annotated[
-    str, typer.Option("--model", metavar="NAME", help="`reference`, a Hugging Face id or a folder: its config is read.")
-]
-Context = Annotated[int, typer.Option("--context", min=1, help="Tokens of each sequence.")]
-Batch = Annotated[int, typer.Option("--batch", min=1, help="Sequences.")]
 Papers = Annotated[bool, typer.Option("--papers", help="The sizes that the papers print, beside what kvq counts.")]
 
 
@@ -52,65 +40,27 @@ def bits(
         return
     from kvq_cli.benchmarking.accounting import account, artifact_bytes
     from kvq_cli.errors import UsageError
-    from kvq_cli.methods.registry import check_shared, parse
 
     if method is not None and compare is not None:
         raise UsageError("--compare with --method: drop one of the two")
-    shape, weights = _shape(shapes, model)
+    sized = size_of(shapes, model)
     found, rows = [], []
-    options = opt.method_options(set_) | ({} if bits is None else {"bits": bits})
-    names = _names(compare or method)
-    check_shared((parse(text)[0] for text in names), options)
-    for text in names:
-        try:
-            label, one = _method(text, options)
-            report = account(one, shape, context, batch)
-        except UsageError as error:
-            if compare or method:
-                raise
-            out.note(f"not counted: {error}")
-            continue
-        constants = sum(artifact_bytes(one, shape).values())
-        document = {"method": label, **report.to_dict(), "artifact_bytes": constants}
-        if weights:
-            document["artifact_share_of_weights"] = constants / weights
-        found.append(document)
-        share = f" ({100 * constants / weights:.2f} %)" if weights and constants else ""
+
+    def count(one: Method) -> tuple[CacheReport, int]:
+        return account(one, sized.shape, context, batch), sum(artifact_bytes(one, sized.shape).values())
+
+    for label, (report, constants) in for_each(compare or method, bits, set_, count, out):
+        share = constants / sized.weights
+        found.append(
+            {"method": label, **report.to_dict(), "artifact_bytes": constants, "artifact_share_of_weights": share}
+        )
         rows.append([label, report.nominal_bits, round(report.packed_bits, 3), round(report.measured_bits, 3)])
         rows[-1] += [human_bytes(report.bytes), round(report.fp16_bytes / report.bytes, 2)]
-        rows[-1] += [human_bytes(constants) + share if constants else "-", _by_part(report)]
+        rows[-1] += [f"{human_bytes(constants)} ({share:.2%})" if constants else "-", _by_part(report)]
     columns = ["method", "nominal", "packed", "measured", "cache", "x smaller", "constants", "bits by part"]
     title = f"{shapes or model}: {batch} x {context:,} tokens, bits per cached number"
     out.table(columns, rows, title=title)
     out.result({"shape": shapes or model, "context": context, "batch": batch, "methods": found})
-
-
-def _names(text: str | None) -> list[str]:
-    from kvq_cli.methods.registry import method_names
-
-    return opt.names(text, "--compare") if text else method_names()
-
-
-def _method(text: str, options: dict) -> tuple[str, Method]:
-    """The method that `text` names, and a label that says its bits."""
-    from kvq_cli.methods.registry import build_parsed
-
-    built = build_parsed(text, **options)
-    name, *own = text.split(":")
-    has_bits = hasattr(built, "bits") and not name.endswith(f"-{built.bits}bit")
-    return ":".join([f"{name}-{built.bits}bit" if has_bits else name, *own]), built
-
-
-def _shape(name: str | None, model: str) -> tuple:
-    """(ModelShape, bytes of the weights in 16 bits or None)."""
-    if name is not None:
-        from kvq_cli.benchmarking.shapes import known_shape
-
-        shape = known_shape(name, "--shapes")
-        return shape.model_shape(), 2 * shape.parameters
-    from kvq_cli.models import configured_shape
-
-    return configured_shape(model), None
 
 
 def _by_part(report: CacheReport) -> str:

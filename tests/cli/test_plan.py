@@ -1,0 +1,71 @@
+"""`kvq plan` against the sizes that `kvq bits` counts."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kvq_cli.benchmarking.accounting import account
+from kvq_cli.benchmarking.plan import fit, parse_bytes
+from kvq_cli.benchmarking.shapes import CONTEXT, SHAPES
+from kvq_cli.cli.app import app
+from kvq_cli.errors import UsageError
+from kvq_cli.methods.registry import build
+
+SHAPE = SHAPES["llama-3.2-1b"]
+METHODS = [("fp16", {}), ("kivi", {"bits": 2}), ("temporalkv", {"bits": 2}), ("xquant", {"bits": 4})]
+
+
+@pytest.mark.parametrize(("name", "options"), METHODS)
+def test_the_longest_context_fits_and_a_longer_one_does_not(name, options):
+    method, shape = build(name, **options), SHAPE.model_shape()
+    found = fit(method, shape, 1000, CONTEXT, context=3000, batch=2, room=400 * 10**6)
+    left = 400 * 10**6 - 1000 - found.artifact
+    assert found.cache == account(method, shape, 3000, 2).bytes and found.fits == (found.cache <= left)
+    assert account(method, shape, found.context, 2).bytes <= left
+    assert account(method, shape, int(found.context * 1.01) + 200, 2).bytes > left
+    assert account(method, shape, 3000, found.batch).bytes <= left < account(method, shape, 3000, found.batch + 1).bytes
+
+
+def test_nothing_fits_and_all_fits():
+    method, shape = build("kivi", bits=2), SHAPE.model_shape()
+    nothing = fit(method, shape, 1000, CONTEXT, context=512, batch=1, room=2000)
+    assert (nothing.fits, nothing.context, nothing.batch) == (False, 0, 0)
+    assert fit(method, shape, 1000, 700, context=512, batch=1, room=10**12).context == 700
+
+
+def test_the_command(tmp_path):
+    words = [
+        "plan",
+        "--shapes",
+        "llama-3.1-8b",
+        "--memory",
+        "19GB",
+        "--context",
+        "2048",
+        "--compare",
+        "fp16,kivi-2bit",
+    ]
+    result = CliRunner().invoke(app, [*words, "--json"])
+    fp16, kivi = json.loads(result.stdout)["methods"]
+    assert fp16["weights"] == 2 * SHAPES["llama-3.1-8b"].parameters
+    assert kivi["context"] > 4 * fp16["context"] and kivi["batch"] > 4 * fp16["batch"] > 0
+    small = CliRunner().invoke(app, [*words[:3], "--memory", "12GB"])
+    assert small.exit_code == 2
+
+
+def test_a_models_weights_are_counted_from_its_configuration():
+    document = json.loads(CliRunner().invoke(app, ["plan", "--memory", "3GB", "--compare", "fp16", "--json"]).stdout)
+    assert document["methods"][0]["weights"] == 2 * SHAPES["reference"].parameters
+
+
+def test_sizes_as_they_are_typed():
+    assert [parse_bytes(text, "-m") for text in ("80GB", "1.5 GiB", "512MB", "7")] == [
+        80 * 10**9,
+        3 << 29,
+        512 * 10**6,
+        7,
+    ]
+    for text in ("", "GB", "-1GB", "many", "0", "1XB", "nanGB", "infGB"):
+        with pytest.raises(UsageError, match="must be a size"):
+            parse_bytes(text, "--memory")
