@@ -1,0 +1,139 @@
+"""InnerQ's two products by the kernels against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_cases import uniform
+from kvq_kernels.decode_attention import Uniform
+from kvq_kernels.quantized_matvec import quantized_matvec
+from kvq_kernels.quantized_matvec.launch import partial_sums
+from kvq_kernels.quantized_matvec.reference import quantized_matvec_reference
+
+from kvq_cli.codecs.signed import SignedCodec
+
+SIDES = ["keys", "values"]
+AXES = ["token", "channel"]
+
+
+def case(side, axis, tokens, dim=64, heads=1, group=2, dtype=torch.float16, rows=1, packed_group=32, **packing):
+    """Vectors and what they are multiplied by, never the same twice."""
+    g = torch.Generator()
+    g.seed()
+    stored = torch.float16 if dtype == torch.float32 else dtype
+    packed = uniform(g, (rows, heads, tokens, dim), stored, axis=axis, group=packed_group, **packing)
+    vectors = torch.randn(rows, heads * group, dim if side == "keys" else tokens, generator=g)
+    return (vectors if side == "keys" else (3 * vectors).softmax(dim=-1)).to(dtype), packed
+
+
+def check(side, axis, tokens, tile=None, **options) -> None:
+    """Not more than twice the error of PyTorch, which decodes to the model's type and multiplies in it; what is written
+    to holds NaN before."""
+    vectors, packed = case(side, axis, tokens, **options)
+    exact = quantized_matvec_reference(vectors, packed, side, torch.float64)
+    out = torch.full(exact.shape, torch.nan, dtype=vectors.dtype)
+    sums = None if side == "keys" else partial_sums(vectors, packed, tile).fill_(torch.nan)
+    result = quantized_matvec(vectors, packed, side, out=out, partial=sums, backend="triton", tile=tile)
+    in_torch = quantized_matvec_reference(vectors, packed, side, vectors.dtype)
+    error, other = ((x.double() - exact).norm() / exact.norm() for x in (result, in_torch))
+    assert result is out and out.isfinite().all()
+    floor = torch.finfo(vectors.dtype).eps / 4
+    assert error <= 2 * max(other, floor), f"error {error:.3g}, PyTorch's {other:.3g}"
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("tokens", [1, 7, 31, 33, 300])
+def test_lengths(side, axis, tokens):
+    check(side, axis, tokens)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("axis", AXES)
+def test_a_thousand_tokens(side, axis):
+    tile = {"tokens": 256, "columns": 16, "warps": 4, "stages": 2, "waves": 1}
+    check(side, axis, 1000, tile, dim=32, group=1, packed_group=32 if axis == "token" else 256)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("bits", [1, 3, 4, 8])
+def test_bits(side, axis, bits):
+    check(side, axis, 40, bits=bits, dim=128 if bits == 3 else 64)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize(
+    "mode, bits, dim",
+    [
+        *((mode, 2, 128) for mode in ("inside", "extra", "hybrid-inside", "hybrid-extra")),
+        ("extra", 1, 64),
+        ("hybrid-extra", 4, 96),
+    ],
+)
+def test_modes(side, axis, mode, bits, dim):
+    check(side, axis, 40, mode=mode, bits=bits, dim=dim)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("dim", [16, 80, 96, 128])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_head_dims(side, axis, dim, dtype):
+    check(side, axis, 50, dim=dim, dtype=dtype, packed_group=16)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_query_heads(side, group):
+    check(side, "token", 40, heads=2, group=group, rows=2)
+    check(side, "channel", 40, heads=2, group=group, rows=2)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("group", [16, 64])
+@pytest.mark.parametrize("axis", AXES)
+def test_signs_of_other_groups(side, group, axis):
+    """As the codec writes them: words of 16 and 64 bits."""
+    g = torch.Generator()
+    g.seed()
+    codec = SignedCodec(2, axis, group, 64)
+    x = torch.randn(1, 1, 64, 64, generator=g).half()
+    parts = {name: part.tensor for name, part in codec.encode(x).parts.items()}
+    packed = Uniform(parts["codes"], parts["scale"], 2, axis, group, sign=parts["sign"])
+    vectors = torch.rand(1, 2, 64, generator=g).half()
+    decoded = codec.decode(codec.encode(x), torch.float32)[0, 0]
+    expected = vectors[0].float() @ (decoded.T if side == "keys" else decoded)
+    found = quantized_matvec(vectors, packed, side, backend="triton")
+    torch.testing.assert_close(found[0].float(), expected, atol=0.02, rtol=0.01)
+
+
+@pytest.mark.parametrize("runs", [1, 3])
+def test_runs_are_added(runs):
+    vectors, packed = case("values", "channel", 96)
+    exact = quantized_matvec_reference(vectors, packed, "values", torch.float64)
+    sums = torch.full((runs, 1, 2, 64), torch.nan)
+    found = quantized_matvec(vectors, packed, "values", partial=sums, backend="triton")
+    torch.testing.assert_close(found.double(), exact, atol=2e-3, rtol=2e-3)
+
+
+def test_flat_weights_of_a_long_context_keep_their_digits():
+    """Weights of 2^-17 times small scales are too small for float16 as they are."""
+    g = torch.Generator()
+    g.seed()
+    packed = uniform(g, (1, 1, 64, 64), torch.float16, axis="token", bits=8)
+    weights = torch.full((1, 1, 64), 2.0**-17)
+    exact = quantized_matvec_reference(weights, packed, "values", torch.float64)
+    found = quantized_matvec(weights.bfloat16(), packed, "values", backend="triton")
+    assert (found.double() - exact).norm() <= 8e-3 * exact.norm()
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    vectors, packed = case("keys", "token", 40)
+    with pytest.raises(ValueError, match="numbers for values of 40 tokens"):
+        quantized_matvec(vectors, packed, "values")
+    with pytest.raises(ValueError, match="query heads"):
+        quantized_matvec(vectors.expand(2, -1, -1), packed, "keys")
+    with pytest.raises(ValueError, match="keys or values"):
+        quantized_matvec(vectors, packed, "queries")
