@@ -37,6 +37,8 @@ class Evaluation(ABC):
     config: parameters of the task, for the result file and (with the subject's identity) for the resume key.
     version: raised when the task's samples or scores change, so that old numbers are not compared with new ones.
     higher_is_better: by metric, where the task itself says so.
+    group:  the name that several tasks were asked for under: their mean is a figure, too; weighted: whether that mean
+            counts samples, not tasks.
     alike:  whether all samples are about as long as each other: where one has nothing compressed, none has.
     """
 
@@ -47,6 +49,8 @@ class Evaluation(ABC):
     config: Mapping[str, Any]
     version: Any = 1
     higher_is_better: Mapping[str, bool] = MappingProxyType({})
+    group: str | None = None
+    weighted: bool = False
     alike: bool = True
 
     @property

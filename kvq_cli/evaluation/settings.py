@@ -129,8 +129,10 @@ def _lm_eval(settings: Settings, loaded: LoadedModel) -> list[Evaluation]:
             max_length=settings.max_length,
             new_tokens=settings.max_new_tokens,
             truncation=settings.truncation,
+            group=PREFIX + names.get(group.name, group.name),
+            weighted=group.weighted,
         )
-        for task in tasks
+        for task, group in tasks.items()
     ]
 
 

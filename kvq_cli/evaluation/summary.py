@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq_cli import __version__
 from kvq_cli.evaluation.base import Evaluation, Record, Subject, cache_summary
+from kvq_cli.evaluation.means import group_means, members
 from kvq_cli.evaluation.ruler.tasks import TASKS
 from kvq_cli.evaluation.settings import RULER, Settings
 from kvq_cli.evaluation.tabulate import tabulate
@@ -54,17 +55,23 @@ def _document(
     for one in evaluations:
         results.setdefault(one.task, {"alias": one.task}).update(one.metrics(records[one.name]))
     tasks = list(results)
-    groups = _ruler_average(results, evaluations)
+    groups = _ruler_average(results, evaluations) | group_means(results, evaluations)
     results |= groups
     return {
         "results": results,
         "groups": groups,
-        "group_subtasks": {RULER: [task for task in tasks if task in TASKS]} if groups else {},
+        "group_subtasks": ({RULER: [task for task in tasks if task in TASKS]} if RULER in groups else {})
+        | {name: [one.task for one in found] for name, found in members(evaluations).items()},
         "configs": {one.name: dict(one.config) for one in evaluations},
         "versions": dict.fromkeys(results, Evaluation.version) | {one.task: one.version for one in evaluations},
         "n-shot": {one.task: one.config.get("num_fewshot", 0) for one in evaluations},
         "higher_is_better": {task: _better(metrics) for task, metrics in results.items()}
-        | {one.task: dict(one.higher_is_better) for one in evaluations if one.higher_is_better},
+        | {
+            name: dict(one.higher_is_better)
+            for one in evaluations
+            if one.higher_is_better
+            for name in {one.task, one.group} & results.keys()
+        },
         "n-samples": {
             one.task: {"original": one.available or one.count, "effective": one.count} for one in evaluations
         },

@@ -53,9 +53,11 @@ class LmEvalEvaluation(Evaluation):
         prefill: str,
         chat: bool = False,
         batch_size: int | None = None,
+        group: str | None = None,
+        weighted: bool = False,
         **options: Any,
     ) -> None:
-        self._task, self._options = task, options
+        self._task, self._options, self.group, self.weighted = task, options, group, weighted
         self.task, self.version = PREFIX + task.task_name, task.VERSION
         self.length = options.get("max_length") or loaded.context
         self._check(prefill)

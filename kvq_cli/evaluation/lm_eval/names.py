@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 PREFIX = "lm_eval:"
@@ -70,11 +71,14 @@ def is_lm_eval(task: str) -> bool:
     return task.startswith(PREFIX)
 
 
-def lm_eval_names(tasks: tuple[str, ...] | list[str]) -> list[str]:
-    """lm-eval's names of those of `tasks` that are its own, each once, the table's groups taken apart."""
+def lm_eval_names(tasks: Sequence[str]) -> dict[str, str]:
+    """lm-eval's names of those of `tasks` that are its own, each with the name that it was asked for under."""
     groups = {group.name: group.tasks for group in GROUPS}
-    wanted = [task.removeprefix(PREFIX) for task in tasks if is_lm_eval(task)]
-    return list(dict.fromkeys(name for one in wanted for name in groups.get(one, (one,))))
+    found: dict[str, str] = {}
+    for asked in (task.removeprefix(PREFIX) for task in tasks if is_lm_eval(task)):
+        for name in groups.get(asked, (asked,)):
+            found.setdefault(name, asked)
+    return found
 
 
 def task_table() -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import io
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,25 +34,33 @@ def require_lm_eval(wanted: str) -> None:
         raise KvqError(f"{wanted} needs the package lm-eval, which is not installed: pip install 'kvq-cli[eval]'")
 
 
+@dataclass(frozen=True)
+class Group:
+    """What a task belongs to. name: as it was asked for; weighted: whether its mean counts samples, not tasks."""
+
+    name: str
+    weighted: bool = False
+
+
 def load_tasks(
-    names: Sequence[str], data_dir: Path | None = None, num_fewshot: int | None = None, seed: int = 0
-) -> list[ConfigurableTask]:
+    names: Iterable[str], data_dir: Path | None = None, num_fewshot: int | None = None, seed: int = 0
+) -> dict[ConfigurableTask, Group]:
     """The tasks of these names (of lm-eval's tasks, groups and tags, and YAML files), data loaded.
 
     num_fewshot: examples in front of each question, of tasks that are not made for none. Raises UsageError for an
     unknown name, KvqError where a data set or a package is missing.
     """
     with silence(), seeded(seed):
-        manager, found = _find(names)
+        manager, found = _find(list(names))
         own = _task_class(data_dir)
-        tasks = []
-        for name in found:
+        tasks = {}
+        for name, group in found.items():
             task = _load(manager, name, own)
             if num_fewshot is not None and task.config.num_fewshot != 0:
                 task.set_config("num_fewshot", num_fewshot)
             elif task.config.num_fewshot is None:
                 task.set_config("num_fewshot", 0)
-            tasks.append(task)
+            tasks[task] = group
     return tasks
 
 
@@ -91,8 +100,8 @@ def _load(manager: TaskManager, name: str, own: type[ConfigurableTask]) -> Confi
         raise KvqError(f"{PREFIX}{name} cannot be loaded: {first_line(error)}") from error
 
 
-def _find(names: Sequence[str]) -> tuple[TaskManager, list[str]]:
-    """A manager that knows all of `names`, and the tasks that they stand for, each once."""
+def _find(names: Sequence[str]) -> tuple[TaskManager, dict[str, Group]]:
+    """A manager that knows all of `names`, and the tasks that they stand for, each with the name that it was under."""
     import lm_eval.tasks
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._index import TaskIndex
@@ -109,7 +118,17 @@ def _find(names: Sequence[str]) -> tuple[TaskManager, list[str]]:
     manager = TaskManager(include_path=[*known, *extra], include_defaults=False)
     if any(title not in manager.task_index for title in titles):
         manager = TaskManager(include_path=extra)
-    return manager, list(dict.fromkeys(leaf for title in titles for leaf in task_names(manager, title)))
+    found: dict[str, Group] = {}
+    for name, title in zip(names, titles, strict=True):
+        for leaf in task_names(manager, title):
+            found.setdefault(leaf, Group(name, _weighted(manager, title)))
+    return manager, found
+
+
+def _weighted(manager: TaskManager, name: str) -> bool:
+    """Whether lm-eval's mean of a group counts samples."""
+    means = (manager.task_index[name].cfg or {}).get("aggregate_metric_list") or []
+    return any(one.get("weight_by_size", True) for one in ([means] if isinstance(means, dict) else means))
 
 
 def task_names(manager: TaskManager, name: str) -> Iterator[str]:

@@ -5,6 +5,7 @@ import pytest
 from kvq_cli.errors import UsageError
 from kvq_cli.evaluation.compare import subjects
 from kvq_cli.evaluation.lm_eval.model import AttachedLM
+from kvq_cli.evaluation.lm_eval.names import GROUPS
 from kvq_cli.evaluation.runner import evaluate
 from kvq_cli.evaluation.settings import Settings
 from kvq_cli.methods.registry import build
@@ -126,3 +127,25 @@ def test_answers_that_leave_no_room_for_a_prompt_are_refused_before_the_first(lo
     settings = Settings(["lm_eval:mmlu_pro_law"], data_dir=str(tmp_path / "data"))
     with pytest.raises(UsageError, match="answers of 2048 tokens leave no room for a prompt in 2048 tokens"):
         evaluate(loaded, subjects([build("kivi")]), settings, tmp_path / "out")
+
+
+def test_a_groups_mean_is_a_figure_too(loaded, tmp_path, monkeypatch):
+    names = next(group.tasks for group in GROUPS if group.name == "longbench_squat")
+    for name in names:
+        answers = ["Location"] if name == "longbench_trec" else LONG["answers"]
+        write_lines(tmp_path / "data" / name / "test.jsonl", [{**LONG, "answers": answers}])
+
+    def speak(self, requests, disable_tqdm=False):
+        cache = dict.fromkeys(("tokens", "compressed", "bytes", "fp16_bytes", "constant_bytes"), 1)
+        self.used.append((cache | {"nominal_bits": 2, "packed_bits": 2}, 1))
+        return ["Location" for _ in requests]
+
+    monkeypatch.setattr(AttachedLM, "generate_until", speak)
+    settings = Settings(["lm_eval:longbench_squat"], data_dir=str(tmp_path / "data"), max_new_tokens=256)
+    document = evaluate(loaded, subjects([build("kivi", bits=2)]), settings, tmp_path / "out")
+    one = document["methods"]["kivi-2bit"]
+    scores = [one["results"][f"lm_eval:{name}"]["score,none"] for name in names]
+    assert scores[names.index("longbench_trec")] == 1 and sum(scores) < 3
+    assert one["groups"]["lm_eval:longbench_squat"]["score,none"] == pytest.approx(sum(scores) / 8)
+    assert one["group_subtasks"] == {"lm_eval:longbench_squat": [f"lm_eval:{name}" for name in names]}
+    assert "longbench_squat" in document["table"]["columns"]
