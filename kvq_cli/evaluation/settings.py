@@ -114,6 +114,7 @@ def _lm_eval(settings: Settings, loaded: LoadedModel) -> list[Evaluation]:
     names = lm_eval_names(settings.tasks)
     if not names:
         return []
+    _check_length("--max-length", settings.max_length or 0, loaded)
     tasks = load_tasks(names, settings.data_dir and Path(settings.data_dir), settings.num_fewshot, settings.seed)
     from kvq_cli.evaluation.lm_eval.evaluation import LmEvalEvaluation  # imports lm-eval
 

@@ -179,7 +179,10 @@ def test_log_likelihoods_need_a_compressed_prefill(run, tasks, tmp_path):
     with pytest.raises(UsageError, match="--data-dir nowhere: no such folder"):
         run(tmp_path, data_dir="nowhere")
     with pytest.raises(UsageError, match="--chat-template: the tokenizer of tiny has none"):
-        run(tmp_path, chat_template=True)
+        run(tmp_path / "none", chat_template=True)
+    with pytest.raises(UsageError, match="--max-length 4096: tiny was made for 2048 tokens at most"):
+        run(tmp_path / "none", max_length=4096)
+    assert not (tmp_path / "none").exists()
 
 
 def test_the_command_takes_tasks_of_all_kinds(kvq, tasks, data_dir, loaded, tmp_path_factory):
