@@ -149,9 +149,9 @@ def test_spans_and_splits(span, splits):
     Case([300, 140], sinks=2, waiting=4).check(span, splits)
 
 
-@pytest.mark.parametrize("window", [1, 20, 200])
+@pytest.mark.parametrize("window", [1, 20, 100])
 def test_sliding_windows(window):
-    Case([300, 140, 7], sinks=2, waiting=4, window=window).check()
+    Case([140, 7], sinks=2, waiting=4, window=window).check()
 
 
 def test_empty_row_is_zero():
