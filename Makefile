@@ -111,7 +111,7 @@ GPU_GROWTH := --random tiny,reference --context 96 --tokens 2 --batch 4 --device
 else
 GPU_TESTS := tests/kernels
 GPU_OUT := benchmarks
-GPU_KERNELS := --tune-seconds 60 --seconds 100
+GPU_KERNELS := --tune-seconds 100 --seconds 80
 GPU_CALIBRATE := --random llama-3.1-8b --layers 2
 GPU_GROWTH := --random llama-2-7b,llama-3.1-8b,llama-3.2-1b --context 2048 --tokens 8 --batch 4096 --seconds 45
 endif

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -25,86 +31,104 @@ def tune(
     timer: Timer,
     seconds: float,
     write: bool = True,
-    step: Callable[[], None] = lambda: None,
 ) -> Iterator[dict[str, Any]]:
     """One row per shape class whose configuration was looked for; `write` extends the operations' tables by them.
 
     Classes are those that the experiment's cases ask for at the shape that it is tuned at; a configuration is timed
-    with all cases of its class together, after they were right with it. seconds: shared out among the classes; what is
-    found when they are over is kept.
+    with all cases of its class together. Every round tries all neighbours of each class's best and takes the fastest
+    that is right: on a GPU these are compiled and checked by processes side by side before they are timed. Rounds
+    end when `seconds` are over, or when nothing is faster.
     """
-    gpu, end = tuning.family(device), time.monotonic() + seconds
-    for number, experiment in enumerate(experiments):
-        own_end = time.monotonic() + max(0.0, end - time.monotonic()) / (len(experiments) - number)
-        shape, cases = list(experiment.groups(sizes, device))[sizes.pick(experiment.tuned_at, 0)]
-        checks = {case.name: case.error for case in next(iter(experiment.groups(sizes, device)))[1]}
-        classes = _classes(experiment.operation, cases)
-        found = {}
-        for left, (key, own) in zip(range(len(classes), 0, -1), classes.items(), strict=True):
-            search = _Search(experiment.operation, key, own, [checks[case.name] for case in own], timer)
-            row = search.run(time.monotonic() + max(0.0, own_end - time.monotonic()) / left)
-            found[key] = row["best"]
-            yield {"operation": experiment.operation, "gpu": gpu, "class": key, **shape, **row}
-            step()
-        if write and found:
-            tuning.extend(experiment.operation, gpu, found)
+    end = time.monotonic() + seconds
+    searches = [search for one in experiments for search in _searches(one, sizes, device, timer)]
+    with ExitStack() as stack:
+        pool = None
+        if device.type == "cuda":
+            pool = stack.enter_context(ProcessPoolExecutor(min(12, os.cpu_count() or 1), get_context("spawn")))
+        active = searches
+        while active and time.monotonic() < end:
+            waiting = [(search, search.begin(pool)) for search in active]
+            active = [search for search, trials in waiting if search.step(trials, end)]
+        if pool is not None:
+            pool.shutdown(cancel_futures=True)
+    gpu = tuning.family(device)
+    for experiment in experiments:
+        own = [search for search in searches if search.experiment is experiment]
+        for search in own:
+            yield {"operation": experiment.operation, "gpu": gpu, "class": search.key, **search.shape, **search.row()}
+        if write and own:
+            tuning.extend(experiment.operation, gpu, {search.key: search.best for search in own})
 
 
-def _classes(operation: str, cases: Sequence[Case]) -> dict[str, list[Case]]:
-    """Shape class -> the cases that ask for it."""
-    found: dict[str, list[Case]] = {}
+def _searches(experiment: Experiment, sizes: Sizes, device: torch.device, timer: Timer) -> list[Search]:
+    shape, cases = list(experiment.groups(sizes, device))[sizes.pick(experiment.tuned_at, 0)]
+    classes: dict[str, list[Case]] = {}
     for case in cases:
-        if case.error is None:
-            continue
-        with tuning.trying(operation, {}) as trial:
-            case.make(0)()
-        for key in trial.asked:
-            found.setdefault(key, []).append(case)
-    return found
+        if case.error is not None:
+            with tuning.trying(experiment.operation, {}) as trial:
+                case.make(0)()
+            for key in trial.asked:
+                classes.setdefault(key, []).append(case)
+    return [Search(experiment, key, own, shape, timer) for key, own in classes.items()]
 
 
-class _Search:
+def is_right(experiment: Experiment, key: str, names: Sequence[str], numbers: dict[str, int], device: str) -> bool:
+    """Whether cases of these names compute right, at the smallest sizes, with a configuration of their class."""
+    with tuning.trying(experiment.operation, numbers, key):
+        try:
+            _, cases = next(iter(experiment.groups(Sizes(dry=True), torch.device(device))))
+            errors = [case.error() for case in cases if case.name in names]
+        except Exception:  # whichever of Triton's and the driver's errors: it cannot be used
+            return False
+    return all(error <= allowed for error, allowed in errors)
+
+
+class Search:
+    """The best configuration of one class so far, `best`, and its microseconds."""
+
     def __init__(
-        self,
-        operation: str,
-        key: str,
-        cases: Sequence[Case],
-        checks: Sequence[Callable[[], tuple[float, float]]],
-        timer: Timer,
+        self, experiment: Experiment, key: str, cases: Sequence[Case], shape: dict[str, Any], timer: Timer
     ) -> None:
-        self.operation, self.key, self.timer, self.checks = operation, key, timer, checks
-        self.calls = [[case.make(number) for number in range(timer.copies(case.nbytes))] for case in cases]
+        self.experiment, self.key, self.cases, self.shape, self.timer = experiment, key, cases, shape, timer
+        self.best = tuning.configuration(experiment.operation, key, timer.device)
         self.tried = 0
+        self.first = self.fastest = self._timed(self.best)
 
-    def run(self, end: float) -> dict[str, Any]:
-        """`best` numbers, their time and that of the table's, and how many were tried until `end`."""
-        best = tuning.configuration(self.operation, self.key, self.timer.device)
-        first = fastest = self.measured(best)
-        improved = True
-        while improved and time.monotonic() < end:
-            improved = False
-            for name in list(best):
-                for other in neighbours(name, best[name]):
-                    if time.monotonic() >= end:
-                        break
-                    changed = best | {name: other}
-                    took = self.measured(changed)
-                    if took < WORTH * fastest:
-                        best, fastest, improved = changed, took, True
-        return {"before_us": first, "us": fastest, "tried": self.tried, "best": best}
+    def begin(self, pool: ProcessPoolExecutor | None) -> list[tuple[dict[str, int], Callable[[], bool]]]:
+        """All neighbours of the best, and of each what tells whether it is right."""
+        names, trials = [case.name for case in self.cases], []
+        for name, value in self.best.items():
+            for other in neighbours(name, value):
+                numbers = self.best | {name: other}
+                given = self.experiment, self.key, names, numbers, self.timer.device.type
+                trials.append((numbers, pool.submit(is_right, *given).result if pool else partial(is_right, *given)))
+        return trials
 
-    def measured(self, numbers: dict[str, int]) -> float:
-        """Microseconds of all cases; infinity for what this GPU refuses or computes wrong."""
+    def step(self, trials: list[tuple[dict[str, int], Callable[[], bool]]], end: float) -> bool:
+        """Take the fastest of the neighbours; whether one was faster."""
+        times = []
+        for numbers, right in trials:
+            if time.monotonic() < end and right():
+                times.append((self._timed(numbers), numbers))
+        took, numbers = min(times, key=lambda one: one[0], default=(math.inf, {}))
+        if took >= WORTH * self.fastest:
+            return False
+        self.fastest, self.best = took, numbers
+        return True
+
+    def row(self) -> dict[str, Any]:
+        return {"before_us": self.first, "us": self.fastest, "tried": self.tried, "best": self.best}
+
+    def _timed(self, numbers: dict[str, int]) -> float:
         self.tried += 1
-        with tuning.trying(self.operation, numbers, self.key):
+        with tuning.trying(self.experiment.operation, numbers, self.key):
             try:
-                for check in self.checks:
-                    error, allowed = check()
-                    if not error <= allowed:
-                        return float("inf")
-                return sum(self.timer.spread(calls)["p50"] for calls in self.calls)
-            except Exception:  # whichever of Triton's and the driver's errors
-                return float("inf")
+                return sum(
+                    self.timer.spread([case.make(number) for number in range(self.timer.copies(case.nbytes))])["p50"]
+                    for case in self.cases
+                )
+            except Exception:  # as above
+                return math.inf
 
 
 def neighbours(name: str, value: int) -> list[int]:
