@@ -203,11 +203,11 @@ def test_the_built_in_model_says_the_same(method):
     loaded, said = load_model("reference", device=DEVICE.type, dtype="float32"), []
     method = load_artifact(ARTIFACTS / method) if isinstance(method, str) else method
     text = " The history of the town begins in the year in which the first of its houses were built beside the river"
-    ids = loaded.tokenizer(text, return_tensors="pt")["input_ids"].to(DEVICE)
+    ids = loaded.tokenizer(2 * text, return_tensors="pt")["input_ids"].to(DEVICE)
     for backend in ("torch", "triton"):
         with attach(loaded.model, method, backend=backend) as kv:
-            cache = kv.new_cache(ids.shape[1] + 4)
-            out = loaded.model.generate(ids, past_key_values=cache, max_new_tokens=4, min_new_tokens=4, do_sample=False)
+            cache = kv.new_cache(ids.shape[1] + 3)
+            out = loaded.model.generate(ids, past_key_values=cache, max_new_tokens=3, min_new_tokens=3, do_sample=False)
             assert kv.report(cache).compressed > 0
             said.append(out[0].tolist())
     assert said[0] == said[1]
