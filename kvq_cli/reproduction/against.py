@@ -44,14 +44,16 @@ class Beside:
 
 
 def beside(target: Target, methods: Mapping[str, Mapping], model: str) -> Beside | None:
-    """The target's published table beside the methods of a comparison; None where fewer than two rows are in it."""
+    """The target's published table beside the methods of a comparison; None where there are no two compressed methods
+    in it, or no column that was measured."""
     labels = _labels(target, methods)
     wanted = target.columns_of(model)
-    if target.table is None or len(labels) < 2 or not wanted:
+    compressed = [label for label in labels.values() if methods[label]["config"]["method"]["name"] != EXACT]
+    if target.table is None or len(compressed) < 2 or not wanted:
         return None
     table = tabulate(methods)
     published = [cell for cell in cells(target.paper, target.table) if cell.row in labels and cell.column in wanted]
-    if not published:
+    if not published or not any(title in table.titles for titles in wanted.values() for title in titles):
         return None
     sources = list(dict.fromkeys((cell.model, cell.column) for cell in published))
     ours = list(dict.fromkeys(title for _, column in sources for title in wanted[column]))

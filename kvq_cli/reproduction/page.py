@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,8 +11,9 @@ from typing import Any
 
 from kvq_cli import __version__
 from kvq_cli.evaluation.formats import markdown
+from kvq_cli.reproduction.against import beside
 from kvq_cli.reproduction.claims import FAILS, HARDWARE, HOLDS, NOT_MEASURED, Verdict, claims, judge
-from kvq_cli.reproduction.run import state
+from kvq_cli.reproduction.run import DONE, state
 from kvq_cli.reproduction.targets import REFERENCE, ROOT, Target, target, targets
 
 #: Values that a cell shows of a longer list.
@@ -34,8 +36,37 @@ def page_text(model: str, root: Path = ROOT) -> str:
     for paper in PAPERS:
         rows = [_row(one) for one in verdicts if one.claim.paper == paper]
         parts += [f"## {paper}", markdown(["source", "claim", "command", "our numbers", "holds"], rows)]
+    rankings = [row for one in targets().values() if (row := _ranking(one, model, root))]
+    if rankings:
+        columns = ["target", "pairs of methods that the paper ranks", "ranked alike here", "of those of equal bits"]
+        parts += ["## Rankings beside the papers'", RANKINGS, markdown(columns, rankings)]
     parts += ["## Tables and figures", markdown(["target", "what", "state", "results"], _targets(model, root))]
     return "\n\n".join(parts) + "\n"
+
+
+#: What the table of rankings counts.
+RANKINGS = (
+    "All columns of a published table, each beside ours for it; on the built-in model RULER's mean stands for task "
+    "scores, and its text for theirs. Pairs of equal bits are the hard ones: with more bits any method wins."
+)
+
+
+def _ranking(one: Target, model: str, root: Path) -> list[Any] | None:
+    """How many pairs of methods a finished target ranks as the paper does."""
+    if one.table is None or not one.rows or state(one, model, root) != DONE:
+        return None
+    methods = json.loads(one.result(model, root).read_text(encoding="utf-8"))["methods"]
+    side = beside(one, methods, model)
+    if side is None:
+        return None
+    found = side.agreements
+    pairs, same = sum(each.pairs for each in found), sum(each.same for each in found)
+    equal = [sum(each.same_bits[index] for each in found) for index in (0, 1)]
+    return [one.id, pairs, f"{same} ({_percent(same, pairs)})", f"{equal[0]} of {equal[1]} ({_percent(*equal)})"]
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f}%" if whole else "none"
 
 
 def _introduction(model: str) -> str:
@@ -58,7 +89,7 @@ def _counts(verdicts: Sequence[Verdict]) -> list[list[Any]]:
 
 
 def _reason(one: Verdict) -> str:
-    return f"- **{one.claim.paper}, {one.claim.source}**: {one.claim.claim} {one.claim.why or 'No reason found yet'}."
+    return f"- **{one.claim.paper}, {one.claim.source}**: {one.claim.claim} *Why*: {one.claim.why or 'not found yet'}."
 
 
 def _row(one: Verdict) -> list[str]:
