@@ -42,6 +42,12 @@ def cases() -> dict[str, tuple[str, Uniform]]:
     return found
 
 
+def kind(packed: Uniform) -> str:
+    """Codes of one part without signs or modes of their own keep to the limit of uniform codes. The others do not: the
+    shifts that put a sign or a third bit in its place are as many again. They are counted without a limit."""
+    return "none" if packed.bits == 3 or packed.sign is not None or packed.hybrid else "uniform"
+
+
 def launches(gpu: str) -> dict[str, Launch]:
     found = {}
     for name, (side, packed) in cases().items():
@@ -54,7 +60,7 @@ def launches(gpu: str) -> dict[str, Launch]:
         bits = 8 * sum(part.numel() * part.element_size() for part in parts) / (ROWS * HEADS * TOKENS * DIM)
         asked = arguments(vectors, out, packed)
         stages, numbers = max(1, tile["stages"]), fixed["N"] * DIM
-        found[name] = Launch(kernel, asked, fixed, tile["warps"], stages, "uniform", numbers, bits)
+        found[name] = Launch(kernel, asked, fixed, tile["warps"], stages, kind(packed), numbers, bits)
     partial = _empty(8, ROWS, HEADS * GROUP, DIM, dtype=torch.float32)
     count = partial[0].numel()
     found["sum"] = Launch(sum_kernel, (partial, _empty(count), 8, count), {"N": SUMMED}, warps=2)
