@@ -15,6 +15,12 @@ from torch import Tensor
 from kvq_cli.errors import UsageError
 
 
+def stalls(tensor: Tensor, columns: int) -> bool:
+    """Would reading `tensor` in a pass of `columns` columns hold up a device at every new token? What was checked at
+    the prompt is then not checked again."""
+    return columns == 1 and tensor.device.type not in ("cpu", "meta")
+
+
 @dataclass(frozen=True)
 class Run:
     """Neighbouring rows that a forward pass finds in the same situation.
@@ -56,7 +62,7 @@ class Forward:
     def check_mask(self, mask: Tensor | None, window: int | None) -> None:
         """UsageError where the model's own mask `[batch, 1, columns, all columns]` (bool, True: seen) is not the one
         that the cache computes with: causal, left-padded, the last `window` tokens."""
-        if mask is None or id(mask) in self.checked:
+        if mask is None or id(mask) in self.checked or (not self.is_first and stalls(mask, self.columns)):
             return
         if mask.dtype != torch.bool or mask.ndim != 4:
             raise UsageError("a compressed cache needs a 2-D attention_mask of zeros and ones, not a prepared mask")
@@ -124,6 +130,8 @@ class Rows:
                 f"attention_mask has shape {tuple(mask.shape)}, "
                 f"the compressed cache needs (batch, cached + new tokens) = {(len(self.pads), past + columns)}"
             )
+        if self._all_started(past) and stalls(mask, columns):
+            return self.pads
         real = mask.bool()
         counts = real.sum(dim=1).tolist()
         pads = [past + columns - count for count in counts]
@@ -135,6 +143,10 @@ class Rows:
                 raise UsageError(f"row {row}: attention_mask disagrees with the tokens already in the cache")
         return pads
 
+    def _all_started(self, past: int) -> bool:
+        """Has every row a token among the first `past` columns?"""
+        return all(own < past for own in self.pads)
+
     def _first_positions(self, past: int, columns: int, pads: list[int], positions: Tensor | None) -> list[int]:
         """Position of each row's first real token of this pass."""
         skips = [max(0, min(columns - 1, n - past)) for n in pads]
@@ -142,6 +154,8 @@ class Rows:
             return [past + skip for skip in skips]
         if positions.ndim != 2 or positions.shape[1] != columns:
             raise UsageError(f"position_ids of shape {tuple(positions.shape)} are not supported: use (batch, tokens)")
+        if self._all_started(past) and stalls(positions, columns):
+            return [offset + past - own for offset, own in zip(self.offsets, pads, strict=True)]
         rows = positions.tolist()
         rows = rows * len(pads) if len(rows) == 1 else rows
         for row, skip in zip(rows, skips, strict=True):

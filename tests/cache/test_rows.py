@@ -25,6 +25,23 @@ def test_left_padded_rows_count_their_own_tokens():
     assert forward.runs == (Run(slice(0, 1), 0, 2, 3, 0), Run(slice(1, 3), 0, 4, 5, 0))
 
 
+@pytest.mark.parametrize("pads", [(2, 0, 0), (0, 0, 0), (1, 1, 3)])
+def test_a_step_on_a_device_is_described_without_reading_it(pads, monkeypatch):
+    prompt = torch.tensor([[0] * n + [1] * (4 - n) for n in pads])
+    positions = (prompt.cumsum(1) - 1).clamp(min=0) + 3
+    known, blind = Rows(), Rows()
+    for rows in (known, blind):
+        rows.begin(0, 4, 3, prompt, positions)
+    for step in range(3):
+        mask = torch.cat([prompt, torch.ones(3, step + 1, dtype=prompt.dtype)], dim=1)
+        expected = known.begin(4 + step, 1, 3, mask, positions[:, -1:] + step + 1)
+        with monkeypatch.context() as patch:
+            patch.setattr("kvq_cli.cache.rows.stalls", lambda _, columns: columns == 1)
+            forward = blind.begin(4 + step, 1, 3, mask * 0, positions[:, -1:] * 0)
+            assert forward == expected
+            forward.check_mask(torch.zeros(3, 1, 1, 5 + step, dtype=torch.bool), None)
+
+
 def test_positions_counted_by_column_give_an_offset():
     mask = torch.tensor([[0, 0, 1, 1]])
     assert Rows().begin(0, 4, 1, mask).runs[0] == Run(slice(0, 1), 2, 0, 2, offset=2)
