@@ -9,6 +9,7 @@ import pytest
 
 from kvq_cli.analysis.study import studies
 from kvq_cli.evaluation.results import write_json
+from kvq_cli.methods.registry import build_parsed, to_config
 from kvq_cli.reproduction.claims import FAILS, HARDWARE, HOLDS, NOT_MEASURED, Claim, claims, judge
 from kvq_cli.reproduction.page import page_text
 from kvq_cli.reproduction.run import DONE, PARTLY, RECORD, TO_DO, _today, state
@@ -31,13 +32,13 @@ def result(tmp_path):
 def comparison(name, perplexities):
     """What `kvq eval` writes for a target, with these perplexities in the order of its rows."""
     methods = {}
-    for number, value in enumerate(perplexities):
+    for number, (text, value) in enumerate(zip(target(name).rows.values(), perplexities, strict=True)):
         methods[f"m{number}"] = {
             "results": {"perplexity": {"perplexity,none": value, "kl,none": value / 100}},
             "higher_is_better": {"perplexity": {"perplexity": False, "kl": False}},
             "cache": {},
+            "config": {"method": to_config(build_parsed(text))},
         }
-    assert len(methods) == len(target(name).rows)
     return {"methods": methods}
 
 
@@ -114,6 +115,16 @@ def test_claims_and_targets_name_studies_that_there_are():
             if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("study", "number"):
                 named.add(ast.literal_eval(call.args[0]))
     assert named <= set(studies())
+
+
+def test_the_page_counts_pairs_that_are_ranked_alike(result):
+    # The paper's order, but XQuant-2bit above KIVI*-2bit: one pair of equal bits in each of the 4 columns.
+    name = "table-xquant-b1"
+    order = [1.0, 1.2, 1.1, 1.05, 1.5, 1.4, 1.3, 2.0, 2.1, 1.9]
+    page = page_text(REFERENCE, result(name, comparison(name, order)))
+    (line,) = (line for line in page.splitlines() if line.startswith(f"| {name} | 1"))
+    pairs, alike, equal = (cell.strip() for cell in line.strip("|").split("|")[1:])
+    assert pairs == "140" and alike == "136 (97%)" and equal == "28 of 32 (88%)"
 
 
 def test_the_page_has_every_claim_and_none_of_its_numbers_is_typed(result, tmp_path):
