@@ -188,12 +188,12 @@ def _print_static(out: Output, target: str, found: Sequence[Report]) -> None:
     table = []
     for one in found:
         row = [one.operation, one.name, one.registers, one.spills, f"{one.shared / SHARED[target]:.0%}", one.i2f]
-        if one.per_number:
-            least = floors(one, 1, 131072)
-            row += [one.per_number, one.bits, round(least["issue"], 1), round(least["bytes"], 1)]
-            row.append(round(least["limit"], 2))
+        row += [one.per_number or None, one.bits or None]
+        if one.kind == "none" or not one.per_number:  # computes no attention
+            row += [None] * 3
         else:
-            row += [None] * 5
+            least = floors(one, 1, 131072)
+            row += [round(least["issue"], 1), round(least["bytes"], 1), round(least["limit"], 2)]
         table.append(row)
     columns = ["operation", "launch", "registers", "spilled", "shared", "I2F", "instructions", "bits"]
     columns += ["us by issue", "us by bytes", "x 16 bit at most"]
