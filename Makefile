@@ -73,7 +73,7 @@ table-% figure-% figures-% perplexity-% roofline-% sizes-% compare-%: .venv/.ins
 
 repro: .venv/.installed  ## Make all tables and figures that need no GPU, on the built-in model; then docs/REPRODUCTION.md.
 	@$(call kvq,reproduce --all)
-	$(MAKE) --no-print-directory reproduction
+	$(call kvq,reproduce --page docs/REPRODUCTION.md)
 
 repro-fast: .venv/.installed  ## Make those that take little time.
 	@$(call kvq,reproduce --all --fast)
