@@ -14,11 +14,24 @@ def to_blocks(x: Tensor, shape: BlockShape, share: int) -> Tensor:
     One row for each codebook: that of `share` adjacent channels of a head. Within a block number `j * c + i` is token
     j, channel i, as in the codec.
     """
+    return _split(x, shape, share).permute(3, 4, 0, 1, 5, 2, 6).reshape(_books(x, share), -1, shape.size)
+
+
+def block_sums(x: Tensor, shape: BlockShape, share: int) -> Tensor:
+    """The sum of each of `to_blocks`, `[kv_heads * head_dim / share, blocks]`."""
+    return _split(x, shape, share).sum((2, 6)).permute(2, 3, 0, 1, 4).reshape(_books(x, share), -1)
+
+
+def _split(x: Tensor, shape: BlockShape, share: int) -> Tensor:
+    """`[samples, runs of l tokens, l, kv_heads, codebooks of a head, chunks of c channels, c]`."""
     samples, tokens, heads, head_dim = x.shape
-    split = x.reshape(
+    return x.reshape(
         samples, tokens // shape.tokens, shape.tokens, heads, head_dim // share, share // shape.channels, shape.channels
-    )  # samples, runs, l, heads, groups, chunks, c
-    return split.permute(3, 4, 0, 1, 5, 2, 6).reshape(heads * (head_dim // share), -1, shape.size)
+    )
+
+
+def _books(x: Tensor, share: int) -> int:
+    return x.shape[2] * (x.shape[3] // share)
 
 
 def draw(points: Tensor, weights: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -36,7 +49,7 @@ def draw(points: Tensor, weights: Tensor, count: int, seed: int) -> tuple[Tensor
     total = weights.sum(-1, keepdim=True)
     weights = torch.where(total == 0, torch.ones_like(weights), weights)
     share = weights / weights.sum(-1, keepdim=True)
-    center = (share[..., None] * points).sum(1, keepdim=True)
+    center = share.unsqueeze(1) @ points
     spread = share * (points - center).square().sum(-1)
     q = share / 2 + spread / (2 * spread.sum(-1, keepdim=True)).clamp_min(1e-30)
     cumulated = q.double().cumsum(-1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager
@@ -14,20 +15,30 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kvq_cli.attention.taps import AttentionSite, Tap, decoder_of
 from kvq_cli.errors import KvqError
+from kvq_cli.reference import blocked_attention
 
 #: Receives what was captured: layer, "k" or "v", "x" (activations) or "g" (gradients), `[tokens, kv_heads, head_dim]`.
 Sink = Callable[[int, str, str, Tensor], None]
 _WORDS = {"k": "keys", "v": "values", "x": "", "g": "gradients of the "}
 
 
-def capture(model: PreTrainedModel, sites: list[AttentionSite], tokens: Tensor, sink: Sink, *, gradients: bool) -> None:
+def capture(
+    model: PreTrainedModel,
+    sites: list[AttentionSite],
+    tokens: Tensor,
+    sink: Sink,
+    *,
+    gradients: bool,
+    shared: bool = False,
+) -> None:
     """Pass one sample `[tokens]` through the model and give each layer's keys and values to `sink` as they come.
 
     gradients: also run the loss backward, the sum of the next-token cross entropies, and give d loss / d key and
     d loss / d value. The weights are frozen: nothing else gets a gradient. A model's own dtype is kept throughout.
+    shared: other threads pass their samples through the same model on a CPU; of these nothing is taken.
     Raises KvqError naming the layer where numbers are not finite.
     """
-    recorder = _Recorder(sink, gradients)
+    recorder = _Recorder(sink, gradients, threading.get_ident() if shared else None)
     ids = tokens[None].to(model.device)
     with ExitStack() as hooks, torch.set_grad_enabled(gradients):
         for site in sites:
@@ -41,6 +52,23 @@ def capture(model: PreTrainedModel, sites: list[AttentionSite], tokens: Tensor, 
         del logits
         recorder.recording = False  # checkpointed layers run again in the backward pass
         loss.backward()
+
+
+@contextmanager
+def matrix_attention(model: PreTrainedModel, sites: list[AttentionSite]):
+    """On a CPU, let plain causal attention be computed as matrix products, which take two thirds of the time."""
+    decoder = decoder_of(model)
+    before = decoder.config._attn_implementation
+    plain = all(site.sliding_window is None for site in sites) and not getattr(decoder.config, "attention_dropout", 0)
+    if model.device.type != "cpu" or before != "sdpa" or not plain:
+        yield
+        return
+    blocked_attention.register()
+    decoder.set_attn_implementation(blocked_attention.NAME)
+    try:
+        yield
+    finally:
+        decoder.set_attn_implementation(before)
 
 
 @contextmanager
@@ -66,8 +94,8 @@ def checkpointing(model: PreTrainedModel, on: bool):
 class _Recorder:
     """Makes the tapped outputs require gradients, and hands on what passes through them."""
 
-    def __init__(self, sink: Sink, gradients: bool) -> None:
-        self.sink, self.gradients, self.recording = sink, gradients, True
+    def __init__(self, sink: Sink, gradients: bool, thread: int | None) -> None:
+        self.sink, self.gradients, self.thread, self.recording = sink, gradients, thread, True
 
     def hook(self, layer: int, kind: str, tap: Tap) -> Callable:
         """The forward hook of one tap."""
@@ -82,6 +110,8 @@ class _Recorder:
             self.sink(layer, kind, what, numbers)
 
         def after(_module, _args, output: Tensor) -> None:
+            if self.thread not in (None, threading.get_ident()):
+                return
             if self.gradients and not output.requires_grad:
                 output.requires_grad_()  # the first layer's: below it everything is frozen
             if self.recording:

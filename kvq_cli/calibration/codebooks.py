@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvq_cli.calibration.blocks import draw, to_blocks
+from kvq_cli.calibration.blocks import block_sums, draw, to_blocks
 from kvq_cli.calibration.kmeans import nearest, weighted_kmeans
 from kvq_cli.calibration.statistics import correlation, mean_std, thresholds
 from kvq_cli.codecs import per_token
@@ -152,7 +152,7 @@ def _by_token(x: Tensor, spec: CodebookSpec, dtype: torch.dtype) -> _Scaled:
 def _cluster(stream: _Stream, shape: BlockShape, spec: CodebookSpec, recipe: Recipe) -> Tensor:
     """Codebooks `[kv_heads or 1, head_dim / share, entries, l * c]` in the dtype that they are stored in."""
     points = to_blocks(stream.u, shape, spec.share)
-    weights = to_blocks(stream.e, shape, spec.share).sum(-1)  # Eq. 3: a block weighs the sum of its squared gradients
+    weights = block_sums(stream.e, shape, spec.share)  # Eq. 3: a block weighs the sum of its squared gradients
     if not recipe.fisher:
         weights = torch.ones_like(weights)
     heads = stream.u.shape[2]

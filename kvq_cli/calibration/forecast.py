@@ -39,12 +39,23 @@ def clustering_bytes(settings: Settings, tokens: int, shape: ModelShape) -> int:
     return per_sample * (settings.samples * 2 * 2 + settings.gradients * 14 * 4)
 
 
-def workers(planned) -> int:
-    """How many streams are clustered side by side: one for each of torch's threads, as far as memory allows."""
+def capture_workers(planned) -> int:
+    """How many samples pass through the model side by side."""
+    loaded, settings = planned.loaded, planned.settings
+    checkpointed = needs_checkpointing(loaded, settings)
+    return 1 if checkpointed else _side_by_side(planned, activation_bytes(loaded, settings, checkpointed=False))
+
+
+def cluster_workers(planned) -> int:
+    """How many streams are clustered side by side."""
+    return _side_by_side(planned, clustering_bytes(planned.settings, planned.extent.tokens, planned.loaded.shape))
+
+
+def _side_by_side(planned, one: int) -> int:
+    """One task of `one` bytes for each of torch's threads on a CPU, as far as memory allows; one on a GPU."""
     device = planned.loaded.model.device
     if device.type != "cpu":
         return 1
-    one = clustering_bytes(planned.settings, planned.extent.tokens, planned.loaded.shape)
     return max(1, min(torch.get_num_threads(), _free_bytes(device) // (2 * one)))
 
 
@@ -78,8 +89,8 @@ def forecast(planned) -> dict:
         scratch = 5 * 4 * shape.hidden_size * 2 * shape.kv_heads * shape.head_dim
         return {**document, "memory_bytes": _held_bytes(loaded) + scratch}
     checkpointing = needs_checkpointing(loaded, settings)
-    activations = activation_bytes(loaded, settings, checkpointed=checkpointing)
-    clustering = workers(planned) * clustering_bytes(settings, planned.extent.tokens, shape)
+    activations = capture_workers(planned) * activation_bytes(loaded, settings, checkpointed=checkpointing)
+    clustering = cluster_workers(planned) * clustering_bytes(settings, planned.extent.tokens, shape)
     return {
         **document,
         "captured_bytes": planned.extent.nbytes,

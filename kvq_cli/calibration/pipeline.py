@@ -18,7 +18,7 @@ from kvq_cli.attention.taps import iter_attention
 from kvq_cli.calibration import capture, factors, forecast
 from kvq_cli.calibration.card import card
 from kvq_cli.calibration.codebooks import ERROR_MEASURE, Captured, Recipe, calibrate_stream
-from kvq_cli.calibration.parallel import repeatable, side_by_side
+from kvq_cli.calibration.parallel import keep_freed_memory, repeatable, side_by_side
 from kvq_cli.calibration.settings import Extent, Settings, calibrate_command, extent
 from kvq_cli.calibration.work import Work
 from kvq_cli.data.texts import SELF, load_text, self_windows, token_windows
@@ -76,6 +76,7 @@ def calibrate(
     An interruption (also a kill) leaves that folder, and `resume` goes on from it to the same bytes; a failure removes
     it. Raises UsageError where `out` or the folder exists and neither `resume` nor `force` is given.
     """
+    keep_freed_memory()
     work, request = Work(out), planned.request()
     if force:
         work.remove()
@@ -149,18 +150,27 @@ def _capture_all(planned: Plan, work: Work, progress: Progress) -> None:
     if done == settings.samples:
         return
     sites = iter_attention(loaded.model)
-    with capture.checkpointing(loaded.model, forecast.needs_checkpointing(loaded, settings)):
-        for sample in range(done, settings.samples):
-            tokens = _kept_tokens(kept, settings.seed, sample)
+    workers = forecast.capture_workers(planned)
 
-            def sink(layer: int, kind: str, what: str, numbers: Tensor, sample=sample, tokens=tokens) -> None:
-                numbers = numbers[tokens.to(numbers.device)].to("cpu", torch.bfloat16).contiguous()
-                work.write_numbers(_name(layer, kind, what), sample, numbers)
+    def pass_through(sample: int) -> None:
+        tokens = _kept_tokens(kept, settings.seed, sample)
 
-            gradients = sample < settings.gradients
-            capture.capture(loaded.model, sites, windows[sample], sink, gradients=gradients)
-            work.write_json("captured", {"samples": sample + 1})
-            progress("capture", sample + 1, settings.samples)
+        def sink(layer: int, kind: str, what: str, numbers: Tensor) -> None:
+            numbers = numbers[tokens.to(numbers.device)].to("cpu", torch.bfloat16).contiguous()
+            work.write_numbers(_name(layer, kind, what), sample, numbers)
+
+        gradients = sample < settings.gradients
+        capture.capture(loaded.model, sites, windows[sample], sink, gradients=gradients, shared=workers > 1)
+
+    checkpointing = capture.checkpointing(loaded.model, forecast.needs_checkpointing(loaded, settings))
+    with checkpointing, capture.matrix_attention(loaded.model, sites):
+        while done < settings.samples:
+            # All of them before the next ones: what is noted as done has no gaps.
+            together = range(done, min(done + workers, settings.samples))
+            for _ in side_by_side(pass_through, together, workers):
+                done += 1
+                progress("capture", done, settings.samples)
+            work.write_json("captured", {"samples": done})
 
 
 def _windows(planned: Plan, work: Work, progress: Progress) -> Tensor:
@@ -203,7 +213,7 @@ def _cluster_all(planned: Plan, work: Work, progress: Progress) -> list[dict]:
 
     done = len(streams) - len(missing)
     progress("cluster", done, len(streams))
-    for _ in side_by_side(cluster, missing, forecast.workers(planned)):
+    for _ in side_by_side(cluster, missing, forecast.cluster_workers(planned)):
         done += 1
         progress("cluster", done, len(streams))
     return [{kind: work.read_json(_name(layer, kind)) for kind in _STREAMS} for layer in range(len(streams) // 2)]

@@ -13,7 +13,7 @@ from kvq_cli.models import LoadedModel
 GIB = 1 << 30
 _SEQLEN = 2048
 _TOKENS = 64 * _SEQLEN
-_HELD_OUT = 5  # one in so many of the samples with gradients is held out
+_HELD_OUT = 8  # one in so many of the samples with gradients is held out
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Settings:
     samples: int | None = None
     seqlen: int | None = None
     gradients: int | None = None
-    points: int = 16384
+    points: int = 8192
     iterations: int = 50
     budget: float = 4.0
     seed: int = 0

@@ -79,7 +79,10 @@ class Work:
     def write_numbers(self, name: str, index: int, numbers: Tensor) -> None:
         """Put one sample's captured numbers (bfloat16, contiguous, the same count each time) at place `index`."""
         data = numbers.view(torch.uint8).numpy()
-        with _writing(self.path), open(self.path / f"{name}.bf16", "r+b" if index else "wb") as file:
+        path = self.path / f"{name}.bf16"
+        with _writing(self.path):
+            path.touch()  # samples come in any order
+        with _writing(self.path), open(path, "r+b") as file:
             file.seek(index * data.nbytes)
             file.write(data)
 

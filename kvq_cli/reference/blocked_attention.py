@@ -1,4 +1,4 @@
-"""Causal attention for training on a CPU: plain matrix products over blocks of queries.
+"""Causal attention for training and calibration on a CPU: plain matrix products over blocks of queries.
 
 Its products run at the full bfloat16 rate, which PyTorch's flash kernel for CPUs does not reach: forward and backward
 together take half its time at 256 to 1024 tokens. Nothing above a block's diagonal is computed.
@@ -15,8 +15,11 @@ BLOCK = 256
 def attention(module, query, key, value, attention_mask=None, scaling=None, dropout=0.0, **options):
     """`query` ``[rows, heads, tokens, head_dim]``, `key` and `value` with fewer heads; no padding, no dropout.
 
-    Returns ``[rows, tokens, heads, head_dim]`` and None for the weights, as transformers asks.
+    Returns ``[rows, tokens, heads, head_dim]`` and None for the weights, as transformers asks. Raises ValueError for
+    what some models add to attention and this does not compute.
     """
+    if unknown := [name for name in ("softcap", "s_aux") if options.get(name) is not None]:
+        raise ValueError(f"attention by blocks has no {', '.join(unknown)}")
     rows, heads, tokens, width = query.shape
     groups = heads // key.shape[1]
     query = query * scaling

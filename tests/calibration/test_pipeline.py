@@ -121,7 +121,8 @@ def test_unfinished_work_is_neither_lost_nor_mixed_up(tiny, quick, tmp_path):
     assert os.listdir(tmp_path) == ["a.work"]
     steps = []
     resumed = run(tiny, quick, out, resume=True, progress=lambda *now: steps.append(now))
-    assert [now for now in steps if now[0] == "capture"] == [("capture", done, 6) for done in (3, 4, 5, 6)]
+    captured = [done for phase, done, _ in steps if phase == "capture"]
+    assert captured in ([3, 4, 5, 6], [2, 3, 4, 5, 6])  # samples side by side count when all of them are there
     assert run(tiny, quick, tmp_path / "b").digest == resumed.digest
 
 
@@ -169,13 +170,13 @@ def test_defaults_are_so_many_tokens(tiny):
         resolved = Settings(**given).resolved(loaded)
         return resolved.samples, resolved.seqlen, resolved.gradients, resolved.held_out
 
-    assert sizes(tiny) == (512, 256, 512, 102)  # the tiny model's context
-    assert sizes(tiny, seqlen=64) == (2048, 64, 2048, 409)
+    assert sizes(tiny) == (512, 256, 512, 64)  # the tiny model's context
+    assert sizes(tiny, seqlen=64) == (2048, 64, 2048, 256)
     assert sizes(tiny, samples=3) == (3, 256, 3, 1)
-    assert sizes(dataclasses.replace(tiny, name="reference")) == (512, 256, 512, 102)
+    assert sizes(dataclasses.replace(tiny, name="reference")) == (512, 256, 512, 64)
     tiny.model.config.max_position_embeddings = 1 << 20
-    assert sizes(tiny) == (64, 2048, 64, 12)
-    assert sizes(dataclasses.replace(tiny, name="reference")) == (128, 1024, 128, 25)
+    assert sizes(tiny) == (64, 2048, 64, 8)
+    assert sizes(dataclasses.replace(tiny, name="reference")) == (128, 1024, 128, 16)
     assert sizes(tiny, seqlen=1 << 20, samples=4) == (4, 1 << 20, 4, 1)
 
 
