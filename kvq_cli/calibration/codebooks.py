@@ -35,7 +35,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to cluster. hybrid: "layer", "head" or "off"; dtype: what centroids are stored in."""
+    """How to cluster. hybrid: "layer", "head" or "off"; dtype: what centroids are stored in; damping: see Settings."""
 
     fisher: bool
     hybrid: str
@@ -43,6 +43,7 @@ class Recipe:
     iterations: int
     seed: int
     dtype: torch.dtype
+    damping: float = 0.0
 
 
 def calibrate_stream(captured: Captured, spec: CodebookSpec, recipe: Recipe) -> tuple[dict[str, Tensor], dict]:
@@ -153,8 +154,7 @@ def _cluster(stream: _Stream, shape: BlockShape, spec: CodebookSpec, recipe: Rec
     """Codebooks `[kv_heads or 1, head_dim / share, entries, l * c]` in the dtype that they are stored in."""
     points = to_blocks(stream.u, shape, spec.share)
     weights = block_sums(stream.e, shape, spec.share)  # Eq. 3: a block weighs the sum of its squared gradients
-    if not recipe.fisher:
-        weights = torch.ones_like(weights)
+    weights = weights + recipe.damping * weights.mean(-1, keepdim=True) if recipe.fisher else torch.ones_like(weights)
     heads = stream.u.shape[2]
     if spec.across_heads:
         points, weights = (x.unflatten(0, (heads, -1)).transpose(0, 1).flatten(1, 2) for x in (points, weights))

@@ -231,7 +231,7 @@ def _recipe(planned: Plan, seed: int) -> Recipe:
     settings, spec = planned.settings, planned.spec
     seed += settings.seed * 1_000_003
     dtype = planned.loaded.shape.dtype
-    return Recipe(spec.fisher, spec.hybrid, settings.points, settings.iterations, seed, dtype)
+    return Recipe(spec.fisher, spec.hybrid, settings.points, settings.iterations, seed, dtype, settings.damping)
 
 
 def _write(planned: Plan, out: Path, tensors: dict[str, Tensor], measured: dict, progress: Progress) -> Artifact:

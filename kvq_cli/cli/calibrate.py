@@ -26,11 +26,15 @@ Samples = Annotated[int | None, _data("--samples", min=2, help="Windows of text 
 Seqlen = Annotated[
     int | None, _data("--seqlen", min=1, help="Tokens of each (default: 2048, or the model's own length).")
 ]
-Gradients = Annotated[
-    int | None, _data("--gradients", min=2, help="Samples with gradients (default: all).")
-]
+Gradients = Annotated[int | None, _data("--gradients", min=2, help="Samples with gradients (default: all).")]
 Points = Annotated[int, _data("--points", min=256, help="Blocks that each codebook is clustered from.")]
 Iterations = Annotated[int, _data("--iterations", min=1, help="Iterations of k-means, at most.")]
+Damping = Annotated[
+    float,
+    _data(
+        "--damping", min=0.0, help="Share of the mean Fisher weight added to every block's; 0: squared gradients alone."
+    ),
+]
 Budget = Annotated[
     float, _data("--budget", metavar="GIB", help="Disk for captured numbers; beyond it, a sample is kept.")
 ]
@@ -49,8 +53,9 @@ def calibrate(
     samples: Samples = None,
     seqlen: Seqlen = None,
     gradients: Gradients = None,
-    points: Points = 16384,
+    points: Points = 8192,
     iterations: Iterations = 50,
+    damping: Damping = 0.1,
     budget: Budget = 4.0,
     fisher: Fisher = True,
     resume: Resume = False,
@@ -81,7 +86,7 @@ def calibrate(
     from kvq_cli.calibration.settings import Settings
     from kvq_cli.models import load_model
 
-    settings = Settings(dataset, samples, seqlen, gradients, points, iterations, budget, seed)
+    settings = Settings(dataset, samples, seqlen, gradients, points, iterations, damping, budget, seed)
     planned = pipeline.plan(load_model(model, device, dtype), built, settings)
     if dry_run:
         return _print_forecast(output, forecast(planned))

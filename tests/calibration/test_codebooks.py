@@ -107,6 +107,16 @@ def test_fisher_weights_lower_the_weighted_error_and_raise_the_plain_one(capture
         assert with_["plain"] > without["plain"]
 
 
+def test_damping_trades_the_weighted_error_for_the_plain_one(captured):
+    spec = dataclasses.replace(SPEC, shapes=BOTH[:1])
+    recipes = [dataclasses.replace(RECIPE, damping=damping) for damping in (0.0, 1.0, 1e6)]
+    recipes.append(dataclasses.replace(RECIPE, fisher=False))
+    found = [calibrate_stream(captured, spec, recipe)[1]["chosen"] for recipe in recipes]
+    fisher, plain = [one["fisher"] for one in found], [one["plain"] for one in found]
+    assert fisher[0] < fisher[1] < fisher[2] and plain[0] > plain[1] > plain[2]
+    assert fisher[2] == pytest.approx(fisher[3], rel=0.02) and plain[2] == pytest.approx(plain[3], rel=0.02)
+
+
 def test_another_method_is_calibrated_by_declaring_it(captured):
     """KVQuant's keys: one number at a time, channels scaled to [-1, 1] by their thresholds, one codebook for all."""
     spec = CodebookSpec(
