@@ -37,7 +37,8 @@ def check(side, axis, tokens, tile=None, **options) -> None:
     in_torch = quantized_matvec_reference(vectors, packed, side, vectors.dtype)
     error, other = ((x.double() - exact).norm() / exact.norm() for x in (result, in_torch))
     assert result is out and out.isfinite().all()
-    floor = torch.finfo(vectors.dtype).eps / 4
+    # In float32 the last bits are a matter of the order of products and sums, which differs.
+    floor = torch.finfo(vectors.dtype).eps / (1 if vectors.dtype == torch.float32 else 4)
     assert error <= 2 * max(other, floor), f"error {error:.3g}, PyTorch's {other:.3g}"
 
 
