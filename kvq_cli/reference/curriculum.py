@@ -208,10 +208,11 @@ def name_and_draw(rng: random.Random):
         queries = rng.choice([2, 3, 4, 4, 4])
         keys = queries * rng.randint(1, 2)
         return "multiquery", _needles(rng, {"hay": hay, "keys": keys, "queries": queries, "questions": 2})
-    if kind < 0.80:
+    if kind < 0.76:
         keys, values = rng.choice([1, 1, 2]), rng.choice([2, 3, 4, 4, 4])
-        return "multivalue", _needles(rng, {"hay": hay, "keys": keys, "values": values, "questions": keys})
-    if kind < 0.90:
+        options = {"hay": hay, "keys": keys, "values": values, "questions": keys}
+        return "multivalue", _needles(rng, options, kinds=(0.92, 0.05, 0.03))
+    if kind < 0.88:
         hay = "prose" if rng.random() < 0.2 else "noise"
         return "chains", partial(tasks.chains, count=rng.choice([1, 1, 2, 3]), hops=rng.randint(2, 4), hay=hay)
     if kind < 0.92:
@@ -221,9 +222,10 @@ def name_and_draw(rng: random.Random):
     return "passages", tasks.passages
 
 
-def _needles(rng: random.Random, options: dict):
+def _needles(rng: random.Random, options: dict, kinds: tuple[float, float, float] = (0.74, 0.18, 0.08)):
+    """kinds: shares of numbers, words and uuids among the values."""
     key_kind = rng.choices(["words", "uuids"], [0.92, 0.08])[0]
-    value_kind = rng.choices(["numbers", "words", "uuids"], [0.74, 0.18, 0.08])[0]
+    value_kind = rng.choices(["numbers", "words", "uuids"], kinds)[0]
     return partial(tasks.needles, **options, key_kind=key_kind, value_kind=value_kind)
 
 

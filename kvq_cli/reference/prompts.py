@@ -59,8 +59,8 @@ def question(kind: str, keys: Sequence[str], many: bool = False) -> str:
 def answer(pairs: Iterable[tuple[str, str]]) -> str:
     """The answer, one clause for each (key, value): `` rough-sun is: 1234567. calm-oak is: 7654321.``
 
-    Several keys are answered in the order in which they were asked; several values of one key in the order in
-    which the context gives them, with the key repeated.
+    Several keys are answered in the order in which they were asked; several values of one key in ascending order,
+    with the key repeated.
     """
     return "".join(f" {key} is: {value}." for key, value in pairs)
 

@@ -86,7 +86,8 @@ def needles(
 ) -> Task:
     """Needles in noise, in prose or among other needles: RULER's niah tasks."""
     names = _distinct(rng, key_kind, keys)
-    held = {name: _distinct(rng, value_kind, values) for name in names}
+    # Several values in ascending order: the next one follows from the last, which their order in the context does not.
+    held = {name: sorted(_distinct(rng, value_kind, values)) for name in names}
     facts = [prompts.needle(name, one, value_kind) for name in names for one in held[name]]
     room = max(0, characters - sum(map(len, facts)) - questions * queries * values * 60)
     if hay == "needles":
@@ -98,8 +99,6 @@ def needles(
     else:
         hay_sentences = sentences(room) if hay == "prose" else [prompts.NOISE] * (room // (len(prompts.NOISE) + 1))
     rng.shuffle(facts)
-    # The order of several values is that of the context, which is the order of the shuffled facts.
-    held = {name: [one for fact in facts for one in held[name] if f" {name} is: {one}." in fact] for name in names}
     task = Task(_hide(rng, hay_sentences, facts), prose=hay == "prose")
     asked = 0
     while asked < questions:
