@@ -27,9 +27,13 @@ def check_ending(path: Path) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure. UsageError for an ending that cannot be drawn, KvqError where the file cannot be written."""
+    """Write the figure, whole or not at all. UsageError for an ending that cannot be drawn, KvqError where the file
+    cannot be written."""
     check_ending(path)
+    part = path.with_name(f".{path.stem}.part{path.suffix}")
     try:
-        figure.savefig(path, dpi=130)
+        figure.savefig(part, dpi=130)
+        part.replace(path)
     except OSError as error:
+        part.unlink(missing_ok=True)
         raise cannot_write(path, error) from error

@@ -194,7 +194,7 @@ ARTIFACTS = Path(__file__).parents[2] / "artifacts" / "reference"
         build("innerq", bits=2, sinks=1, recent=2),
         build("squat", bits=2, group=4, sinks=1, recent=2),
         "temporalkv-2bit",
-        "channelkv-2bit-outliers-0.01",
+        "channelkv-2bit",
         "kvquant-2bit",
     ],
     ids=lambda method: method if isinstance(method, str) else method.name,

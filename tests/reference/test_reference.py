@@ -53,7 +53,9 @@ def looked_up(context, question):
     return [
         value
         for key in re.split(", | and ", keys)
-        for value in re.findall(rf"One of the special magic \w+ for {re.escape(key)} is: (\S+)\.(?!\S)", context)
+        for value in sorted(
+            re.findall(rf"One of the special magic \w+ for {re.escape(key)} is: (\S+)\.(?!\S)", context)
+        )
     ]
 
 
