@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvq_cli.artifact.format import cannot_write
 from kvq_cli.errors import UsageError
+from kvq_cli.files import cannot_write
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,13 +28,15 @@ def check_ending(path: Path) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure, whole or not at all. UsageError for an ending that cannot be drawn, KvqError where the file
+    """Write the figure, whole or not at all, and its folder where there is none. UsageError for an ending that cannot be drawn, KvqError where the file
     cannot be written."""
     check_ending(path)
     part = path.with_name(f".{path.stem}.part{path.suffix}")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(part, dpi=130)
         part.replace(path)
     except OSError as error:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()
         raise cannot_write(path, error) from error

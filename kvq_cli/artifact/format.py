@@ -7,7 +7,6 @@ bytes: there is no time and no path of the machine in any file.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from kvq_cli.artifact.fingerprint import Fingerprint, fingerprint
 from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.files import cannot_write
 
 FORMAT = 1
 CONFIG_FILE, TENSOR_FILE, CARD_FILE = "config.json", "tensors.safetensors", "README.md"
@@ -134,13 +134,6 @@ def write_synced(path: Path, data: bytes) -> None:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-
-
-def cannot_write(path: Path, error: OSError) -> KvqError:
-    """The one line for a full disk, a read-only folder and the like."""
-    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return KvqError(f"no space left to write {path} ({error.strerror}): free some, or choose another --out")
-    return KvqError(f"cannot write {path}: {error.strerror or error}; choose another --out")
 
 
 @contextmanager

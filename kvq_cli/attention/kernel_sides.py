@@ -37,9 +37,7 @@ _BESIDE = {
 
 
 def unsupported(plan: LayerPlan, rotation: Rotation) -> str | None:
-    """Why the kernels cannot read a layer kept by `plan`; None: they can."""
-    if plan.keys.source == "input":
-        return "keys and values are made of the layer input when they are read"
+    """Why the kernels cannot read a layer whose keys and values are kept by `plan`; None: they can."""
     if rotation.head_dim < LEAST_HEAD_DIM:
         return f"head_dim={rotation.head_dim} is below {LEAST_HEAD_DIM}"
     sinks = plan.keys.window.sinks, plan.values.window.sinks

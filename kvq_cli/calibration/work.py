@@ -13,8 +13,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from kvq_cli.artifact.format import cannot_write, write_synced
+from kvq_cli.artifact.format import write_synced
 from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.files import cannot_write
 
 
 class Work:

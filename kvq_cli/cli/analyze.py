@@ -40,7 +40,7 @@ def analyze(
     """Do one of the papers' studies: prints its table, writes its numbers (JSON) and picture (PNG)."""
     out = Output(as_json=as_json, quiet=quiet)
     from kvq_cli.analysis.study import Subject, build
-    from kvq_cli.evaluation.results import check_writable, write_json
+    from kvq_cli.files import check_writable, write_json
 
     if name is None:
         return _list(out)

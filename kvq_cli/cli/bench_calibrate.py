@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 from kvq_cli.cli import options as opt
-from kvq_cli.cli.bench_shared import OutDir, RandomShape, about, load, make_folder, measured, write_result
+from kvq_cli.cli.bench_shared import OutDir, RandomShape, about, load, measured, write_result
 from kvq_cli.cli.output import Output, human_bytes
+from kvq_cli.files import check_writable
 
 Dataset = Annotated[str, measured("--dataset", metavar="NAME", help="Text to calibrate on; see `kvq calibrate`.")]
 Samples = Annotated[int, measured("--samples", min=2, help="Windows of text.")]
@@ -56,7 +57,7 @@ def calibrate(
         made, name = load(model, random, device, dtype, seed, layers)
         loaded = as_loaded(made, name, seed)
     planned = plan(loaded, built, Settings(dataset, samples, seqlen, seed=seed))
-    make_folder(out_dir)
+    check_writable(out_dir)
     with out.phases() as show:
         found = measure(planned, show)
     settings = {} if planned.extent is None else planned.settings.to_dict()

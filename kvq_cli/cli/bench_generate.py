@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvq_cli.cli import options as opt
-from kvq_cli.cli.bench_shared import OutDir, about, load, make_folder, measured, write_result
+from kvq_cli.cli.bench_shared import OutDir, about, load, measured, write_result
 from kvq_cli.cli.output import Output, human_bytes
 from kvq_cli.errors import UsageError
+from kvq_cli.files import check_writable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,7 +72,7 @@ def generate(
     settings = Settings(tuple(contexts), tuple(batches), tokens, rounds, seed)
     options = {"options": opt.method_options(set_), "bits": bits}
     compared = None if random else _compared(model, names, **options)
-    make_folder(out_dir)
+    check_writable(out_dir)
     documents = []
     for shape in shapes:
         loaded, name = load(model, shape, device, dtype, seed)

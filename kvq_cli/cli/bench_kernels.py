@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvq_cli.cli import options as opt
-from kvq_cli.cli.bench_shared import OutDir, make_folder, measured, write_result
+from kvq_cli.cli.bench_shared import OutDir, measured, write_result
 from kvq_cli.cli.output import Output
 from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.files import check_writable
 
 if TYPE_CHECKING:
     from kvq_kernels.static import Report
@@ -86,7 +87,7 @@ def kernels(
         out.table(columns, [[row[column] for column in columns] for row in found])
         out.result({"bench": "kernels", "machine": machine(place), "checked": found})
         return
-    make_folder(out_dir)
+    check_writable(out_dir)
     document: dict[str, Any] = {"bench": "kernels", "dry": dry, "machine": machine(place)}
     document["checked"] = list(run.check(experiments, sizes, place))
     out.note(f"{len(document['checked'])} cases are right on {document['machine']['device']}")
@@ -152,7 +153,7 @@ def _static(out: Output, names: list[str] | None, target: str | None, folder: Pa
     for name in names or []:
         if name not in operations():
             raise UsageError(f"--operation {name}: unknown; valid: {', '.join(operations())}")
-    make_folder(folder)
+    check_writable(folder)
     wanted = [one for one in everything(targets) if names is None or one[0] in names]
     found: dict[tuple[str, str, str], Report] = {}
     try:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kvq_cli.cli.output import write_whole
-from kvq_cli.errors import KvqError
+from kvq_cli.files import write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,18 +46,8 @@ def load(
     return random_model(shape, torch_device(device), kind, seed, layers), f"{shape} (random weights)"
 
 
-def make_folder(folder: Path) -> None:
-    """Create the folder now: better to fail before the measurement than after it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / ".writable", "")
-        (folder / ".writable").unlink()
-    except OSError as error:
-        raise KvqError(f"--out {folder}: {error.strerror}") from None
-
-
 def write_result(folder: Path, name: str, document: dict) -> Path:
     """Write a result as JSON; where."""
     path = folder / f"{name}.json"
-    write_whole(path, json.dumps(document, indent=2) + "\n")
+    write_json(path, document)
     return path

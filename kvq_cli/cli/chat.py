@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,8 +12,9 @@ from kvq_cli.cli import options as opt
 from kvq_cli.cli.answer import Decoding, answering, cache_line, to_stdout
 from kvq_cli.cli.conversation import Conversation
 from kvq_cli.cli.generate import Chunk, MaxNewTokens, Temperature, TopK, TopP
-from kvq_cli.cli.output import Output, write_whole
+from kvq_cli.cli.output import Output
 from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.files import write_json
 
 HELP = """/help        what can be typed
 /status      tokens and cache bytes so far
@@ -108,7 +108,7 @@ class Chat:
         talk = self.conversation
         document = {"model": talk.answerer.loaded.name, "method": talk.answerer.method, "messages": talk.messages}
         try:
-            write_whole(Path(path), json.dumps(document, indent=2, ensure_ascii=False) + "\n")
+            write_json(Path(path), document)
         except KvqError as error:
             raise UsageError(f"/save: {error}") from error
         self.out.note(f"{len(talk.messages)} messages written to {path}")

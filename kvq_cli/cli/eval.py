@@ -173,12 +173,12 @@ def evaluate(
     With --json: lm-eval's result document; of several methods, one for each under `methods`.
     """
     output = Output(as_json=as_json, quiet=quiet)
-    from kvq_cli.cli.resolve import short_name
     from kvq_cli.evaluation.compare import subjects
-    from kvq_cli.evaluation.results import check_writable
     from kvq_cli.evaluation.runner import evaluate as run
     from kvq_cli.evaluation.settings import Settings
+    from kvq_cli.files import check_writable
     from kvq_cli.models import load_model
+    from kvq_cli.places import short_name
 
     settings = Settings(
         tasks=opt.names(task, "--task"),

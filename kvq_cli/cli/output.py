@@ -7,10 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from kvq_cli.errors import KvqError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -120,17 +117,6 @@ def human_bytes(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that it is whole or not there at all."""
-    part = path.with_name(f".{path.name}.part")
-    try:
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
-    except OSError as error:
-        part.unlink(missing_ok=True)
-        raise KvqError(f"cannot write {path}: {error.strerror}") from error
 
 
 def silence_libraries() -> None:

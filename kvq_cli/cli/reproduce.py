@@ -48,7 +48,7 @@ def reproduce(
     from kvq_cli.reproduction.targets import target, targets
 
     if page is not None:
-        from kvq_cli.evaluation.results import write_text
+        from kvq_cli.files import write_text
         from kvq_cli.reproduction.page import page_text
 
         write_text(page, page_text(model, out))
@@ -89,16 +89,14 @@ def _make(output: Output, one: Target, model: str, root: Path, store: Path, stop
 
 def _calibrations(one: Target, model: str) -> list[list[str]]:
     """The commands for artifacts that the target's methods need and that are not there."""
-    from kvq_cli.cli.resolve import artifact_folder, calibration, needs_artifact
-    from kvq_cli.methods.registry import build_parsed
+    from kvq_cli.cli.resolve import calibration, needs_artifact
+    from kvq_cli.places import artifact_folder
     from kvq_cli.reproduction.targets import calibration_options
 
-    names = list(one.rows.values()) or (opt.read_yaml(Path(one.config))["compare"] if one.config else [])
-    methods = [build_parsed(name) for name in names]
     missing = {
         str(artifact_folder(model, method)): [*calibration(model, method), *calibration_options(model), "--resume"]
-        for method in methods
-        if method.calibrates and not artifact_folder(model, method).is_dir() and needs_artifact(model, method)
+        for method in one.calibrated(model)
+        if not artifact_folder(model, method).is_dir() and needs_artifact(model, method)
     }
     return list(missing.values())
 

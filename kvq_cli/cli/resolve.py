@@ -9,31 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.reproduction.targets import short_name
+from kvq_cli.places import artifact_folder
 
 if TYPE_CHECKING:
     from kvq_cli.artifact import Artifact
     from kvq_cli.methods.base import Method
 
 DEFAULT_METHOD = "kivi"  # needs no calibration, so that a command without flags works anywhere
-
-
-def artifact_folder(model: str, method: Method) -> Path:
-    """Where `kvq calibrate` writes by default and others look: artifacts/reference/temporalkv-2bit.
-
-    Options that the calibration depends on and that are not at their default follow: temporalkv-2bit-fisher-off.
-    """
-    name = method.name
-    for field in dataclasses.fields(method):
-        value = getattr(method, field.name)
-        if field.metadata.get("runtime"):
-            continue
-        if field.name == "bits":
-            name += f"-{value}bit"
-        elif value != field.default:
-            said = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
-            name += f"-{field.name.replace('_', '-')}-{said}"
-    return Path("artifacts") / short_name(model) / name
 
 
 def resolve(

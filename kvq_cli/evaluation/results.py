@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kvq_cli.artifact.format import cannot_write
 from kvq_cli.errors import KvqError
+from kvq_cli.files import cannot_write
 
 
 def digest(key: Mapping[str, Any]) -> str:
@@ -63,28 +61,3 @@ class SampleLog:
             except (ValueError, KeyError, TypeError):
                 raise KvqError(f"{self.path}, line {number} is damaged: delete the file to evaluate again") from None
         return bool(whole)
-
-
-def write_json(path: Path, document: Any) -> None:
-    """Write a JSON file whole or not at all."""
-    write_text(path, json.dumps(document, indent=2, default=str) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, and its folder where there is none."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
-        raise cannot_write(path, error) from error
-
-
-def check_writable(folder: Path) -> None:
-    """Raise KvqError now, not after an hour, when `folder` is no place to write to; makes nothing."""
-    nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise KvqError(f"cannot write {folder}: {nearest} is not a folder that may be written to; choose another --out")

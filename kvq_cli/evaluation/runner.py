@@ -13,9 +13,10 @@ from kvq_cli.artifact.fingerprint import fingerprint
 from kvq_cli.attention.attach import Attached, attach
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.base import Evaluation, Record, Subject
-from kvq_cli.evaluation.results import SampleLog, write_json
+from kvq_cli.evaluation.results import SampleLog
 from kvq_cli.evaluation.settings import Settings, evaluations
 from kvq_cli.evaluation.summary import comparison
+from kvq_cli.files import write_json
 
 if TYPE_CHECKING:
     from kvq_cli.models import LoadedModel

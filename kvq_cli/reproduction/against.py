@@ -46,7 +46,7 @@ class Beside:
 def beside(target: Target, methods: Mapping[str, Mapping], model: str) -> Beside | None:
     """The target's published table beside the methods of a comparison; None where there are no two compressed methods
     in it, or no column that was measured."""
-    labels = _labels(target, methods)
+    labels = _labels(target.rows(model), methods)
     wanted = target.columns_of(model)
     compressed = [label for label in labels.values() if methods[label]["config"]["method"]["name"] != EXACT]
     if target.table is None or len(compressed) < 2 or not wanted:
@@ -74,11 +74,11 @@ def beside(target: Target, methods: Mapping[str, Mapping], model: str) -> Beside
     return Beside(target, [*titles, *(f"{title} (kvq)" for title in ours)], lines, agreements)
 
 
-def _labels(target: Target, methods: Mapping[str, Mapping]) -> dict[str, str]:
+def _labels(rows: Mapping[str, str], methods: Mapping[str, Mapping]) -> dict[str, str]:
     """Published row -> label of the method that it is, windows aside unless several differ by these alone."""
     configs = {label: to_config(from_config(one["config"]["method"])) for label, one in methods.items()}
     found = {}
-    for row, text in target.rows.items():
+    for row, text in rows.items():
         own = to_config(build_parsed(text))
         alike = [label for label, config in configs.items() if config == own]
         alike += [label for label, config in configs.items() if _same(config, own)]

@@ -82,7 +82,7 @@ class _Results:
         one = target(name)
         methods = self._finished(one)["methods"]
         # `kvq eval --compare` keeps the order of its methods.
-        label = dict(zip(one.rows, methods, strict=True))[row]
+        label = dict(zip(one.rows(self._model), methods, strict=True))[row]
         found = tabulate(methods).column(column)[label].value
         if found is None:
             raise _Missing

@@ -53,7 +53,7 @@ RANKINGS = (
 
 def _ranking(one: Target, model: str, root: Path) -> list[Any] | None:
     """How many pairs of methods a finished target ranks as the paper does."""
-    if one.table is None or not one.rows or state(one, model, root) != DONE:
+    if one.table is None or not one.rows(model) or state(one, model, root) != DONE:
         return None
     methods = json.loads(one.result(model, root).read_text(encoding="utf-8"))["methods"]
     side = beside(one, methods, model)

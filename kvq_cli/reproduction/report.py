@@ -10,8 +10,8 @@ from typing import Any
 
 from kvq_cli.evaluation.formats import markdown, with_best
 from kvq_cli.evaluation.paired import Difference, differences
-from kvq_cli.evaluation.results import write_json, write_text
 from kvq_cli.evaluation.tabulate import EXACT, tabulate
+from kvq_cli.files import write_json, write_text
 from kvq_cli.reproduction.against import Agreement, Beside, beside
 from kvq_cli.reproduction.targets import Target
 

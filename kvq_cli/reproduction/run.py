@@ -16,7 +16,8 @@ from typing import Any
 from kvq_cli import __version__
 from kvq_cli.benchmarking.kernels.targets import results as gpu_results
 from kvq_cli.errors import KvqError
-from kvq_cli.evaluation.results import write_json
+from kvq_cli.files import write_json
+from kvq_cli.places import artifact_folder
 from kvq_cli.reproduction.report import write_report
 from kvq_cli.reproduction.targets import REFERENCE, ROOT, STORE, Target
 
@@ -51,10 +52,11 @@ def run_target(
     calibrations: commands for artifacts that are missing. `say` is told each command. What was interrupted goes on
     where it stopped. Raises KvqError when a command fails.
     """
-    started, today = time.monotonic(), _today(target, model)
-    write_json(target.folder(model, root) / RECORD, {**today, "finished": False})
+    started = time.monotonic()
     for words in calibrations:
         _run(words, say)
+    today = _today(target, model)
+    write_json(target.folder(model, root) / RECORD, {**today, "finished": False})
     printed = _run(target.command(model, root, store), say, keep=target.into is not None)
     if target.into:
         write_json(target.result(model, root), json.loads(printed))
@@ -81,7 +83,13 @@ def _run(words: Sequence[str], say: Callable[[str], None], keep: bool = False) -
 
 def _today(target: Target, model: str) -> dict[str, Any]:
     """What a finished target's record says; where its folder is makes no difference."""
-    return {"kvq": __version__, "command": ["kvq", *target.command(model)], "model": _stamp(model), "finished": True}
+    return {
+        "kvq": __version__,
+        "command": ["kvq", *target.command(model)],
+        "model": _stamp(model),
+        "artifacts": _artifacts(target, model),
+        "finished": True,
+    }
 
 
 def _record(target: Target, model: str, root: Path) -> dict[str, Any] | None:
@@ -89,6 +97,17 @@ def _record(target: Target, model: str, root: Path) -> dict[str, Any] | None:
         return json.loads((target.folder(model, root) / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+
+
+def _artifacts(target: Target, model: str) -> dict[str, str]:
+    """The checksums of the artifacts that its methods read by default: with others its results are others."""
+    found = {}
+    for folder in {artifact_folder(model, method) for method in target.calibrated(model)}:
+        try:
+            found[folder.name] = json.loads((folder / "config.json").read_text(encoding="utf-8"))["checksum"]
+        except (OSError, ValueError, KeyError):
+            continue  # the command that reads it says what is wrong
+    return found
 
 
 def _stamp(model: str) -> str:

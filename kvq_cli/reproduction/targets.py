@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import itertools
-import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvq_cli.errors import UsageError
+from kvq_cli.places import short_name
+
+if TYPE_CHECKING:
+    from kvq_cli.methods.base import Method
 
 REFERENCE = "reference"
 ROOT = Path("results/reproduction")
@@ -50,17 +53,25 @@ class Target:
         """Whether there is anything to run without a GPU."""
         return not (self.gpu or self.drawing)
 
-    @property
-    def rows(self) -> dict[str, str]:
-        """Published row -> method, `kivi-2bit:residual=32`."""
+    def rows(self, model: str) -> dict[str, str]:
+        """Published row -> method, `kivi-2bit:residual=32`, at the sizes of this model."""
         if self.grid is None:
-            return dict(self.methods)
+            return {row: text.format(**_words(model)) for row, text in self.methods.items()}
         axes = {key: values for key, values in self.grid.items() if isinstance(values, list)}
         points = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
         return {
             self.grid["name"].format(**point): ":".join([self.grid["method"], *(f"{k}={v}" for k, v in point.items())])
             for point in points
         }
+
+    def calibrated(self, model: str) -> list[Method]:
+        """Those of its methods that read artifacts, where the model needs any."""
+        from kvq_cli.methods.registry import build_parsed
+
+        names = list(self.rows(model).values())
+        if self.config:
+            names = _yaml(Path(self.config).read_text(encoding="utf-8"))["compare"]
+        return [method for method in map(build_parsed, names) if method.calibrates]
 
     def folder(self, model: str, root: Path = ROOT) -> Path:
         """Where results are: studies are shared by the figures that they draw, and so are counted sizes."""
@@ -86,13 +97,8 @@ class Target:
             return ["analyze", self.analyze, *_sizes("analyze", model), *shlex.split(self.options), *to]
         to += ["--store", str(store)] + (["--plot", str(folder / "plot.png")] if self.plot else [])
         what = ["--config", self.config] if self.config else _sizes(self.eval, model)
-        what += [] if self.config else ["--compare", ",".join(self.rows.values())]
+        what += [] if self.config else ["--compare", ",".join(self.rows(model).values())]
         return ["eval", *what, *shlex.split(self.options), *to]
-
-
-def short_name(model: str) -> str:
-    """A model's name as the name of a folder: the last part of a Hub id or path."""
-    return re.sub(r"[^\w.-]+", "-", model.rstrip("/").rsplit("/", 1)[-1]) or "model"
 
 
 def size(model: str) -> str:
@@ -129,13 +135,22 @@ def target(name: str) -> Target:
 
 @cache
 def _document() -> dict[str, Any]:
+    return _yaml(files(__package__).joinpath("targets.yaml").read_text(encoding="utf-8"))
+
+
+def _yaml(text: str) -> dict[str, Any]:
     import yaml
 
-    return yaml.safe_load(files(__package__).joinpath("targets.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_load(text)
 
 
 def _sizes(name: str, model: str) -> list[str]:
     return shlex.split(_document()["sizes"][name][size(model)])
+
+
+def _words(model: str) -> dict[str, Any]:
+    """What stands for the `{names}` in the methods of targets."""
+    return {name: by_size[size(model)] for name, by_size in _document()["words"].items()}
 
 
 def _frozen(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def test_commands(chat, tmp_path):
         ("/nonsense", "unknown command '/nonsense'; there are /help"),
         ("/status now", "unknown command '/status now'"),
         ("/save", "/save needs a file name"),
-        ("/save no/such/folder/x", "cannot write no/such/folder/x"),
+        ("/save /dev/null/x", "cannot write /dev/null/x"),
         ("word " * 5000, "the prompt has"),
     ],
 )

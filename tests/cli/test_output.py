@@ -5,8 +5,7 @@ import sys
 
 import pytest
 
-from kvq_cli.cli.output import Output, human_bytes, write_whole
-from kvq_cli.errors import KvqError
+from kvq_cli.cli.output import Output, human_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -53,14 +52,3 @@ def test_human_bytes():
     assert [human_bytes(n) for n in (0, 1023, 1536, 5 * 2**20, 3 * 2**30, 2**42)] == [
         *("0 B", "1023 B", "1.5 KiB", "5.0 MiB", "3.0 GiB", "4.0 TiB")
     ]
-
-
-def test_write_whole_leaves_nothing_half_written(tmp_path):
-    write_whole(tmp_path / "x.json", "new")
-    assert (tmp_path / "x.json").read_text() == "new"
-    with pytest.raises(KvqError, match="cannot write"):
-        write_whole(tmp_path / "no" / "x.json", "new")
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(KvqError, match="cannot write"):
-        write_whole(tmp_path / "folder", "new")
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["folder", "x.json"]

@@ -7,7 +7,7 @@ import pytest
 
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.base import mean_and_error
-from kvq_cli.evaluation.results import SampleLog, check_writable, write_json
+from kvq_cli.evaluation.results import SampleLog
 
 KEY = {"task": "vt", "seed": 0}
 
@@ -53,25 +53,6 @@ def test_damage_in_the_middle_is_named(tmp_path):
     log.path.write_text(log.path.read_text().replace('{"index": 0}', '{"in'))
     with pytest.raises(KvqError, match=r"line 2 is damaged"):
         SampleLog(tmp_path, "vt-512", KEY)
-
-
-def test_folders_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    for taken in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(KvqError, match="choose another --out"):
-            check_writable(taken)
-    check_writable(tmp_path / "new" / "below")
-    assert not (tmp_path / "new").exists()
-    with pytest.raises(KvqError, match="choose another --out"):
-        write_json(tmp_path / "file" / "results.json", {})
-
-
-def test_json_is_whole_or_not_there(tmp_path):
-    write_json(tmp_path / "a" / "results.json", {"x": 1})
-    with pytest.raises(TypeError):
-        write_json(tmp_path / "a" / "results.json", {("tuple", "key"): 1})
-    assert json.loads((tmp_path / "a" / "results.json").read_text()) == {"x": 1}
-    assert os.listdir(tmp_path / "a") == ["results.json"]
 
 
 def test_mean_and_standard_error():

@@ -46,7 +46,7 @@ def test_rows_and_the_agreement_of_rankings():
 
 def test_lower_is_better_in_tables_of_perplexity():
     methods = compared(
-        {"a": ("xquant-2bit", 0.5), "b": ("kivi-2bit:pre_rope=on:group=128", 0.5), "c": ("xquant-3bit", 0.5)}
+        {"a": ("xquant-2bit", 0.5), "b": ("kivi-2bit:pre_rope=on:group=64", 0.5), "c": ("xquant-3bit", 0.5)}
     )
     for label, value in {"a": 9.0, "b": 9.5, "c": 9.2}.items():
         methods[label]["results"] = {"perplexity": {"perplexity,none": value}}

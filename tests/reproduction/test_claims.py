@@ -8,7 +8,7 @@ import json
 import pytest
 
 from kvq_cli.analysis.study import studies
-from kvq_cli.evaluation.results import write_json
+from kvq_cli.files import write_json
 from kvq_cli.methods.registry import build_parsed, to_config
 from kvq_cli.reproduction.claims import FAILS, HARDWARE, HOLDS, NOT_MEASURED, Claim, claims, judge
 from kvq_cli.reproduction.page import page_text
@@ -32,7 +32,7 @@ def result(tmp_path):
 def comparison(name, perplexities):
     """What `kvq eval` writes for a target, with these perplexities in the order of its rows."""
     methods = {}
-    for number, (text, value) in enumerate(zip(target(name).rows.values(), perplexities, strict=True)):
+    for number, (text, value) in enumerate(zip(target(name).rows(REFERENCE).values(), perplexities, strict=True)):
         methods[f"m{number}"] = {
             "results": {"perplexity": {"perplexity,none": value, "kl,none": value / 100}},
             "higher_is_better": {"perplexity": {"perplexity": False, "kl": False}},

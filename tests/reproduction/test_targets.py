@@ -7,12 +7,13 @@ import shlex
 
 import pytest
 
+from kvq_cli.benchmarking.shapes import known_shape
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.registry import build_parsed
 from kvq_cli.published import PAPERS, cells, rows
 from kvq_cli.reproduction.targets import REFERENCE, target, targets
 
-TABLES = [one for one in targets().values() if one.table and one.rows]
+TABLES = [one for one in targets().values() if one.table and one.rows(REFERENCE)]
 SOME_MODEL = "meta-llama/Llama-3.1-8B"
 
 
@@ -32,9 +33,17 @@ def test_rows_and_columns_are_the_papers(one):
     if one.columns:
         for model in (REFERENCE, SOME_MODEL):
             assert set(one.columns_of(model)) <= {cell.column for cell in printed}
-        assert set(one.rows) <= {cell.row for cell in printed}
-    assert len(set(one.rows.values())) == len(one.rows)
-    assert all(build_parsed(text) for text in one.rows.values())
+        assert set(one.rows(REFERENCE)) <= {cell.row for cell in printed}
+
+
+@pytest.mark.parametrize(("model", "shape"), [(REFERENCE, "reference"), (SOME_MODEL, "llama-3.1-8b")])
+def test_every_method_fits_the_model(model, shape):
+    for one in targets().values():
+        texts = list(one.rows(model).values())
+        assert len(set(texts)) == len(texts), one.id
+        for method in map(build_parsed, texts):
+            if not method.calibrates:
+                method.plan(0, known_shape(shape, "--shapes").model_shape(), {})  # UsageError where it does not
 
 
 def test_commands_are_of_the_size_of_the_model(tmp_path):
@@ -43,7 +52,7 @@ def test_commands_are_of_the_size_of_the_model(tmp_path):
     assert "--dataset" not in here and "--model" not in here
     assert "--dataset c4 --windows 256 --seqlen 2048" in there and f"--model {SOME_MODEL}" in there
     assert "/Llama-3.1-8B/table-temporalkv-6 " in there
-    assert len(target("table-squat-3").rows) == 25
+    assert len(target("table-squat-3").rows(REFERENCE)) == 25
     with pytest.raises(UsageError, match="no target 'table-9'"):
         target("table-9")
 
