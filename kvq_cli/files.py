@@ -7,6 +7,7 @@ import json
 import os
 from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from kvq_cli.errors import KvqError
@@ -31,10 +32,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def check_writable(folder: Path) -> None:
-    """Raise KvqError now, not after an hour, when `folder` is no place to write to; makes nothing."""
+    """Raise KvqError now, not after an hour, when `folder` is no place to write to; leaves nothing there."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise KvqError(f"cannot write {folder}: {nearest} is not a folder that may be written to; choose another --out")
+    try:
+        with TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        raise cannot_write(folder, error) from None
 
 
 def cannot_write(path: Path, error: OSError) -> KvqError:

@@ -28,8 +28,10 @@ def check_ending(path: Path) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure, whole or not at all, and its folder where there is none. UsageError for an ending that cannot be drawn, KvqError where the file
-    cannot be written."""
+    """Write the figure, whole or not at all, and its folder where there is none.
+
+    UsageError for an ending that cannot be drawn, KvqError where the file cannot be written.
+    """
     check_ending(path)
     part = path.with_name(f".{path.stem}.part{path.suffix}")
     try:

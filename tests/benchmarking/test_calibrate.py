@@ -38,7 +38,7 @@ def test_the_command_leaves_a_result_and_no_artifact(kvq, tmp_path):
     [
         (["--method", "kivi"], 2, "method kivi needs no calibration"),
         (["--bits", 3], 2, "bits=3 is not one of 1, 2, 4"),
-        (["--out", "/proc/nonsense"], 1, "--out /proc/nonsense"),
+        (["--out", "/proc/nonsense"], 1, "cannot write /proc/nonsense"),
     ],
 )
 def test_bad_input_is_one_line(fails, flags, code, says):

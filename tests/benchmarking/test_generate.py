@@ -156,7 +156,7 @@ def test_shapes_are_checked():
         (["--compare", "temporalkv", "--bits", "1"], 1, "kvq calibrate"),
         (["--random", "nonsense"], 2, "--random nonsense"),
         (["--context", "999999"], 2, "exceed the context"),
-        (["--random", "tiny", "--out", "/proc/nonsense"], 1, "--out /proc/nonsense"),
+        (["--random", "tiny", "--out", "/proc/nonsense"], 1, "cannot write /proc/nonsense"),
     ],
 )
 def test_bad_input_is_one_line(kvq, arguments, code, says):
