@@ -99,7 +99,7 @@ results/bench/generate.json: artifacts/reference/temporalkv-2bit/config.json | .
 # Needs no .venv: the Python it is given, with torch, triton and transformers, on a machine with a GPU.
 GPU_PYTHON = PYTHONPATH=$(CURDIR):$(CURDIR)/kernels MPLBACKEND=Agg HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 $(PYTHON)
 GPU_NAME = $(PYTHON) -c 'import torch; print(torch.cuda.get_device_name().lower().replace(" ", "-"))'
-GPU_METHODS := kivi,squat,innerq,temporalkv,xquant
+GPU_METHODS := fp16,kivi,squat,innerq,temporalkv,xquant
 ifdef DRY
 GPU_PYTHON := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(GPU_PYTHON)
 GPU_NAME := echo dry

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -20,14 +21,16 @@ from transformers.masking_utils import sdpa_mask
 
 from kvq_cli.artifact import Artifact
 from kvq_cli.attention.backend import ChosenBackend, check_backend, choose_backend
+from kvq_cli.attention.graphs import repeating_steps
 from kvq_cli.attention.projections import projections
-from kvq_cli.attention.rotary import Rotation
+from kvq_cli.attention.rotary import Rotation, has_fixed_rope
 from kvq_cli.attention.taps import AttentionSite, attention_modules, decoder_of, iter_attention, layer_input
 from kvq_cli.cache.cache import CompressedCache
 from kvq_cli.cache.cross_layer import CrossLayerSum
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.remade import Remake
 from kvq_cli.cache.report import CacheReport
+from kvq_cli.cache.rows import stalls
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.base import LayerPlan, Method
 from kvq_cli.methods.registry import from_config
@@ -63,6 +66,10 @@ class Attached:
         self._remakes = [_remakes(site, plan) for site, plan in zip(sites, plans, strict=True)]
         self._context = model_context(model.config)
         self._latest: CompressedCache | None = None
+
+    def owns(self, cache: CompressedCache) -> bool:
+        """Was the cache made here?"""
+        return cache.layers[0].plan is self._plans[0]
 
     def new_cache(self, tokens: int = 0) -> CompressedCache:
         """An empty cache for one batch of sequences, to pass to the model as `past_key_values`.
@@ -106,18 +113,19 @@ class Attached:
             if plan.keys.source == "post_rope" or any(site.rotation is rotation for rotation in checked):
                 continue
             checked.append(site.rotation)
-            handles.append(site.module.register_forward_pre_hook(_rotation_hook(site), with_kwargs=True))
-        undo.callback(self._forget)
+            hook = _rotation_hook(site, has_fixed_rope(decoder))
+            handles.append(site.module.register_forward_pre_hook(hook, with_kwargs=True))
+        undo.callback(self.forget_pass)
         for handle in handles:
             undo.callback(handle.remove)
 
     def _before_pass(self, decoder: nn.Module, args: tuple, kwargs: dict) -> None:
         """Before the decoder runs: describe the pass, and tell every layer and attention module of it."""
-        self._forget()
+        self.forget_pass()
         if args:
             kwargs = {**inspect.signature(decoder.forward).bind_partial(*args).arguments, **kwargs}
         cache = kwargs.get("past_key_values")
-        if not (isinstance(cache, CompressedCache) and cache.layers[0].plan is self._plans[0]):
+        if not (isinstance(cache, CompressedCache) and self.owns(cache)):
             return
         inputs = kwargs.get("input_ids")
         batch, columns = (kwargs["inputs_embeds"] if inputs is None else inputs).shape[:2]
@@ -132,7 +140,7 @@ class Attached:
             layer.begin(forward)
             _AHEAD[site.module] = _Pass(layer, self)
 
-    def _forget(self) -> None:
+    def forget_pass(self) -> None:
         """Drop what a pass that was interrupted left."""
         for site in self._sites:
             if site.module in _AHEAD and _AHEAD[site.module].attached is self:
@@ -162,13 +170,19 @@ class Attached:
 
 @contextmanager
 def attach(
-    model: PreTrainedModel, method: Method | Artifact, *, prefill: str = "exact", backend: str = "auto"
+    model: PreTrainedModel,
+    method: Method | Artifact,
+    *,
+    prefill: str = "exact",
+    backend: str = "auto",
+    graphs: bool = True,
 ) -> Iterator[Attached]:
     """Run `model` with caches compressed by `method`, a method or a calibrated artifact, inside the block.
 
     prefill: "exact": a pass over several tokens sees these in full precision; "compressed": it sees what one-by-one
     decoding would see (for perplexity and other scores of one pass). backend: who computes attention of single
-    queries, "auto", "triton" or "torch"; see `choose_backend`.
+    queries, "auto", "triton" or "torch"; see `choose_backend`. graphs: on a GPU, record decode steps as CUDA graphs
+    where kernels compute the attention of all layers.
     A forward pass uses the compressed cache only where one from `new_cache()` is passed as `past_key_values`.
 
     Raises UsageError where the model, the method's options or the artifact do not go together.
@@ -177,7 +191,7 @@ def attach(
         raise UsageError(f"unknown prefill {prefill!r}; valid: {', '.join(PREFILLS)}")
     check_backend(backend)
     AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, _mask)
     decoder = decoder_of(model)
     before = decoder.config._attn_implementation
     with ExitStack() as undo:
@@ -190,6 +204,8 @@ def attach(
         attached = Attached(model, method, plans, sites, prefill)
         attached.backend = choose_backend(backend, model.device, list(zip(sites, plans, strict=True)))
         attached._hook(undo)
+        if graphs and model.device.type == "cuda" and attached.backend.engine is not None:
+            undo.enter_context(repeating_steps(attached))
         yield attached
 
 
@@ -230,14 +246,20 @@ def _with_shared_rotations(sites: list[AttentionSite]) -> list[AttentionSite]:
     return result
 
 
-def _rotation_hook(site: AttentionSite) -> Callable:
-    """Before an attention module that rotates keys: is the model's (cos, sin) the one that the cache will use?"""
+def _rotation_hook(site: AttentionSite, fixed: bool) -> Callable:
+    """Before an attention module that rotates keys: is the model's (cos, sin) the one that the cache will use?
+
+    fixed: it does not depend on the length of the text, so that what was so at the prompt is so at every step.
+    """
 
     def before(module: nn.Module, _args: tuple, kwargs: dict) -> None:
         embeddings, ahead = kwargs.get("position_embeddings"), _AHEAD.get(module)
         if embeddings is None or ahead is None or site.rotation.style == "none":
             return
-        run = ahead.layer.expected.runs[0]
+        forward = ahead.layer.expected
+        run = forward.runs[0]
+        if fixed and stalls(embeddings[0].device, forward.columns):
+            return
         if run.tokens > run.past and not site.rotation.agrees(*(x[0, -1] for x in embeddings), run.last_position):
             raise UsageError(
                 f"{site.name}: this model's RoPE changes with the length of the text, so that keys cached before RoPE "
@@ -245,6 +267,14 @@ def _rotation_hook(site: AttentionSite) -> Callable:
             )
 
     return before
+
+
+def _mask(*args, q_length: int, device: torch.device | str = "cpu", **kwargs) -> Tensor | None:
+    """transformers' mask interface. A step of the compressed cache needs no mask: on a GPU none is made, since whether
+    there are pads would be read back from it."""
+    if _AHEAD and stalls(torch.device(device), q_length):
+        return None
+    return sdpa_mask(*args, q_length=q_length, device=device, **kwargs)
 
 
 # -- the attention function ----------------------------------------------------------------------------------------

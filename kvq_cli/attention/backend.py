@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from kvq_cli.attention.taps import AttentionSite
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan
+
+if TYPE_CHECKING:
+    from kvq_cli.attention.triton_backend import TritonBackend
 
 BACKENDS = ("auto", "triton", "torch")
 
@@ -35,10 +38,11 @@ class Backend(Protocol):
 
 
 class ChosenBackend:
-    """Each layer's attention by the backend that was chosen for it. summary: which, and why not another, in words."""
+    """Each layer's attention by the backend that was chosen for it. summary: which, and why not another, in words.
+    engine: where kernels compute it in every layer, what keeps their tensors."""
 
-    def __init__(self, by_layer: Mapping[int, Backend], summary: str) -> None:
-        self._by_layer, self.summary = by_layer, summary
+    def __init__(self, by_layer: Mapping[int, Backend], summary: str, engine: TritonBackend | None = None) -> None:
+        self._by_layer, self.summary, self.engine = by_layer, summary, engine
 
     def by_kernels(self, layer: int) -> bool:
         """Does not PyTorch compute this layer's attention?"""
@@ -97,7 +101,7 @@ def choose_backend(name: str, device: torch.device, layers: Sequence[tuple[Atten
     if refused:
         reasons = "; ".join(f"{_said(where, len(layers))}: {why}" for why, where in refused.items())
         summary = f"torch ({reasons})" if len(left_out) == len(layers) else f"{summary}, partly torch ({reasons})"
-    return ChosenBackend(chosen, summary)
+    return ChosenBackend(chosen, summary, None if left_out else engine)
 
 
 def _said(layers: list[int], count: int) -> str:

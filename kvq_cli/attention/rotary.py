@@ -138,6 +138,13 @@ def find_rotation(rotary: nn.Module | None, kind: str, before: Tensor, after: Te
     return None
 
 
+def has_fixed_rope(decoder: nn.Module) -> bool:
+    """Do the model's rotary modules all say that their frequencies do not depend on the length of the text?"""
+    said = [module.rope_type for module in decoder.modules() if hasattr(module, "rope_type")]
+    kinds = [kind for one in said for kind in (one.values() if isinstance(one, dict) else [one])]
+    return bool(kinds) and all("dynamic" not in str(kind) and kind != "longrope" for kind in kinds)
+
+
 def _frequencies(rotary: nn.Module | None, kind: str) -> tuple[Tensor, float] | None:
     """(frequencies float32, scale) of the rotary module for layers of this kind."""
     for prefix in (f"{kind}_", ""):

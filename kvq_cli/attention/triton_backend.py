@@ -58,6 +58,24 @@ class TritonBackend:
         given = {"rope": rope, "window": layer.sliding_window, "workspace": self._workspace(q, *sides, rope)}
         return attend(q, *sides, lengths, scaling, **given, backend="triton").unsqueeze(2)
 
+    def keeps_time(self, tokens: int, last_position: int) -> bool:
+        """Is all that a step needs on the device, where rows have `tokens` tokens before it?"""
+        rooms = (room for room, _ in self._ropes.values())
+        return self._counts.known(tokens) and all(_positions(last_position) <= room for room in rooms)
+
+    def held(self) -> list[Tensor]:
+        """All tensors of its own that a step reads or writes."""
+        tables = [table for _, rope in self._ropes.values() for table in (rope.coarse, rope.fine, rope.fine_half)]
+        return [*self._counts.held(), *tables]
+
+    def advance(self, forward: Forward) -> None:
+        """Count a step that was recorded and has been repeated."""
+        self._counts.advance(forward)
+
+    def forget(self) -> None:
+        """What was counted may not be so on the device: the next step sends it."""
+        self._counts.forget()
+
     def _workspace(self, query: Tensor, keys: Side, values: Side, rope: Rope | None) -> Workspace:
         """One for all layers of the same shapes."""
         splits = plan_splits(query, keys, values, rope)
@@ -74,8 +92,7 @@ class TritonBackend:
         return self._counts.offsets if window == "offset" else self._counts.packed(window)
 
     def _rope(self, rotation: Rotation, forward: Forward, device: torch.device) -> Rope:
-        # The last tile asks for some positions more than there are tokens.
-        need = max(run.last_position for run in forward.runs) + 1 + Rope.STEP
+        need = _positions(max(run.last_position for run in forward.runs))
         room, rope = self._ropes.get(rotation, (0, None))
         if room < need:
             room = max(2 * room, 1 << (need - 1).bit_length())
@@ -111,6 +128,21 @@ class _Counts:
         self._forward, self._known = forward, (tokens, offsets)
         self._current.clear()
 
+    def known(self, tokens: int) -> bool:
+        """Was the last step followed, and did it leave every row with `tokens` tokens?"""
+        return set(self._known[0]) == {tokens}
+
+    def held(self) -> list[Tensor]:
+        return [self.tokens, self.offsets, *self._packed.values()]
+
+    def advance(self, forward: Forward) -> None:
+        """What `follow` does on the host."""
+        self._forward = forward
+        self._known = [tokens + 1 for tokens in self._known[0]], self._known[1]
+
+    def forget(self) -> None:
+        self._forward, self._known = None, ([], [])
+
     def packed(self, window: Window) -> Tensor:
         """`window.packed` of the rows' tokens, int32 `[rows]`."""
         count = self._packed.get(window)
@@ -122,6 +154,11 @@ class _Counts:
             count.div_(window.flush, rounding_mode="floor").mul_(window.flush)
             self._current.add(window)
         return count
+
+
+def _positions(last: int) -> int:
+    """Positions for which there must be cosines: the last tile asks for some more than there are tokens."""
+    return last + 1 + Rope.STEP
 
 
 def _sent(numbers: list[int], held: Tensor, device: torch.device) -> Tensor:

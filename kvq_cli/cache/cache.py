@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -26,13 +28,46 @@ class CompressedCache(Cache):
         super().__init__(layers=layers)
         self.prefill, self.nominal_bits, self.backend = prefill, nominal_bits, backend
         self.rows = Rows()
+        #: While a step is recorded: see `Forward.clock`.
+        self.clock: Tensor | None = None
 
     def begin(self, columns: int, batch: int, mask: Tensor | None, positions: Tensor | None) -> Forward:
         """Describe the forward pass that starts; see `Rows.begin`."""
         lengths = {layer.columns for layer in self.layers}
         if len(lengths) > 1:
             raise KvqError("an interrupted forward pass left the cache half updated: start with a new cache")
-        return self.rows.begin(lengths.pop(), columns, batch, mask, positions)
+        forward = self.rows.begin(lengths.pop(), columns, batch, mask, positions)
+        return forward if self.clock is None else replace(forward, clock=self.clock)
+
+    def keeps_time(self) -> bool:
+        """Can a token be added to every row at a place that the device tells? All rows have as many tokens, no pads."""
+        past = self.get_seq_length()
+        alike = past > 0 and not any(self.rows.pads) and len(set(self.rows.offsets)) == 1
+        return alike and all(stream.keeps_time(past) for layer in self.layers for stream in layer.streams)
+
+    def held(self) -> list[Tensor]:
+        """All tensors of the layers; see `Stream.held`."""
+        return [tensor for layer in self.layers for stream in layer.streams for tensor in stream.held()]
+
+    def packing(self) -> tuple[bool, ...]:
+        """Which of the cache's windows pack something when a token is added to every row."""
+        past = self.get_seq_length()
+        windows = dict.fromkeys(stream.window for layer in self.layers for stream in layer.streams)
+        return tuple(window.packed(past + 1) > window.packed(past) for window in windows)
+
+    def advance(self, positions: Tensor) -> Forward:
+        """Count a step that was recorded and has been repeated: one token more in every row."""
+        forward = self.begin(1, self.batch_size, None, positions)
+        for layer in self.layers:
+            layer.advance(forward)
+        return forward
+
+    def count_back(self, tokens: int) -> None:
+        """Say that every row has `tokens` tokens, after a step that was counted and did nothing."""
+        for layer in self.layers:
+            layer.columns = tokens
+            for stream in layer.streams:
+                stream.lengths = [tokens] * len(stream.lengths)
 
     def report(self) -> CacheReport:
         """Bytes by part and bits per number, from the tensors that exist."""

@@ -12,7 +12,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvq_cli.cache.cross_layer import CrossLayerSum, DifferenceStream
 from kvq_cli.cache.remade import RemadeStream, Remake
-from kvq_cli.cache.rows import Forward, Run
+from kvq_cli.cache.rows import Forward, Run, stalls
 from kvq_cli.cache.stream import Stream
 from kvq_cli.codecs.base import Prompt, side_dtype
 from kvq_cli.errors import KvqError, UsageError
@@ -133,9 +133,16 @@ class CompressedLayer(CacheLayerMixin):
         if self.cross_layer is not None:
             self.cross_layer.enter(self.plan, self.streams[0], arrived[0], self.forward)
         for stream, x in zip(self.streams, arrived, strict=True):
-            stream.append(x, self.forward.runs, weights)
+            stream.append(x, self.forward.runs, weights, self.forward.clock)
         if self.cross_layer is not None:
             self.cross_layer.leave(self.plan, self.streams[0], self.forward)
+
+    def advance(self, forward: Forward) -> None:
+        """Count a pass whose numbers are in their places: one that was recorded and has been repeated."""
+        self.forward = forward
+        self.columns += forward.columns
+        for stream in self.streams:
+            stream.advance(forward.runs)
 
     def release(self) -> None:
         """After the pass's attention: forget what only that needed."""
@@ -166,9 +173,8 @@ class CompressedLayer(CacheLayerMixin):
                 self.tails.append(tuple(_recent(s, run.rows, run.past) for s in (self.key_stream, self.value_stream)))
 
     def _check_finite(self, forward: Forward) -> None:
-        device = self._arrived[0].device.type
-        if device == "meta" or (device != "cpu" and forward.columns == 1):
-            return  # there are no numbers, or reading one back would stall the device at every token
+        if self._arrived[0].is_meta or stalls(self._arrived[0].device, forward.columns):
+            return  # there are no numbers, or it was checked at the prompt
         for run in forward.runs:
             for name, x, stream in zip(("keys", "values"), self._arrived, self.streams, strict=False):
                 x = x[run.rows, :, run.pads :]

@@ -15,10 +15,10 @@ from torch import Tensor
 from kvq_cli.errors import UsageError
 
 
-def stalls(tensor: Tensor, columns: int) -> bool:
-    """Would reading `tensor` in a pass of `columns` columns hold up a device at every new token? What was checked at
-    the prompt is then not checked again."""
-    return columns == 1 and tensor.device.type not in ("cpu", "meta")
+def stalls(device: torch.device, columns: int) -> bool:
+    """Would reading numbers back in a pass of `columns` columns hold up the device at every new token? What was checked
+    at the prompt is then not checked again."""
+    return columns == 1 and device.type not in ("cpu", "meta")
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,9 @@ class Forward:
     runs: tuple[Run, ...]
     #: Leading pads of each row, out of all columns so far.
     row_pads: tuple[int, ...]
+    #: Tokens of every row before the pass, int64 `[1]` on the device, where the pass is to be the same work at every
+    #: place: a step that is recorded once and then repeated.
+    clock: Tensor | None = field(default=None, compare=False)
     #: ids of the masks that were compared with this description: all layers of a kind share one mask.
     checked: set[int] = field(default_factory=set, compare=False)
 
@@ -62,7 +65,7 @@ class Forward:
     def check_mask(self, mask: Tensor | None, window: int | None) -> None:
         """UsageError where the model's own mask `[batch, 1, columns, all columns]` (bool, True: seen) is not the one
         that the cache computes with: causal, left-padded, the last `window` tokens."""
-        if mask is None or id(mask) in self.checked or (not self.is_first and stalls(mask, self.columns)):
+        if mask is None or id(mask) in self.checked or (not self.is_first and stalls(mask.device, self.columns)):
             return
         if mask.dtype != torch.bool or mask.ndim != 4:
             raise UsageError("a compressed cache needs a 2-D attention_mask of zeros and ones, not a prepared mask")
@@ -130,7 +133,7 @@ class Rows:
                 f"attention_mask has shape {tuple(mask.shape)}, "
                 f"the compressed cache needs (batch, cached + new tokens) = {(len(self.pads), past + columns)}"
             )
-        if self._all_started(past) and stalls(mask, columns):
+        if self._all_started(past) and stalls(mask.device, columns):
             return self.pads
         real = mask.bool()
         counts = real.sum(dim=1).tolist()
@@ -154,7 +157,7 @@ class Rows:
             return [past + skip for skip in skips]
         if positions.ndim != 2 or positions.shape[1] != columns:
             raise UsageError(f"position_ids of shape {tuple(positions.shape)} are not supported: use (batch, tokens)")
-        if self._all_started(past) and stalls(positions, columns):
+        if self._all_started(past) and stalls(positions.device, columns):
             return [offset + past - own for offset, own in zip(self.offsets, pads, strict=True)]
         rows = positions.tolist()
         rows = rows * len(pads) if len(rows) == 1 else rows

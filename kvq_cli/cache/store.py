@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from kvq_cli.codecs.base import Packed, Part
 
@@ -68,6 +69,14 @@ class PackedStore:
                 for name, part in packed.parts.items():
                     cut = part.tensor[:, :, (first - start) // part.unit : (last - start) // part.unit]
                     target.parts[name].tensor.copy_(cut)
+
+    def write_at(self, start: Tensor, packed: Packed) -> None:
+        """`write` of all rows at a place that the device knows, int64 `[1]`; the store is one segment with room."""
+        (segment,) = self.segments
+        for name, part in packed.parts.items():
+            count = packed.tokens // part.unit
+            index = start // part.unit + torch.arange(count, device=start.device)
+            segment.parts[name].tensor.index_copy_(2, index, part.tensor)
 
     def read(self, rows: slice, start: int, stop: int) -> Packed:
         """Tokens [start, stop) of `rows`: a view inside one segment, a copy of the packed parts across several."""

@@ -89,11 +89,22 @@ class Stream:
         first = min(tokens, self.window.sinks)
         return first, first + self.window.packed(tokens)
 
-    def append(self, x: Tensor, runs: tuple[Run, ...], weights: Sequence[Tensor | None] = ()) -> None:
+    def append(
+        self,
+        x: Tensor,
+        runs: tuple[Run, ...],
+        weights: Sequence[Tensor | None] = (),
+        clock: Tensor | None = None,
+    ) -> None:
         """Add `x` `[batch, kv_heads, columns, head_dim]` to the rows as `runs` say; pads are dropped.
 
-        weights: for a codec that `weighs`, of each run what counts of the tokens that `ready` gives.
+        weights: for a codec that `weighs`, of each run what counts of the tokens that `ready` gives. clock: see
+        `Forward`; only where the stream `keeps_time`.
         """
+        if clock is not None:
+            self._step(runs[0], x, clock)
+            self.advance(runs)
+            return
         if not self.lengths:
             self._allocate(x)
         reserve = max(self.window.packed(run.tokens) - self.opened[run.rows.start] for run in runs)
@@ -101,7 +112,35 @@ class Stream:
             if run.tokens > run.past:
                 weight = weights[number] if weights else None
                 self._append(run, x[run.rows, :, run.pads :], reserve, weight)
+        self.advance(runs)
+
+    def advance(self, runs: tuple[Run, ...]) -> None:
+        """Count the tokens of a pass, whose numbers are in their places."""
+        for run in runs:
             self.lengths[run.rows] = [run.tokens] * (run.rows.stop - run.rows.start)
+
+    def keeps_time(self, past: int) -> bool:
+        """Can a token be added to rows of `past` tokens each at a place that the device tells?"""
+        if not self.lengths or self.codec.weighs or any(self.opened) or past < self.window.sinks:
+            return False
+        packed = self.window.packed(past + 1)
+        room = len(self.store.segments) == 1 and packed <= self.store.capacity
+        return room or packed == self.window.packed(past)
+
+    def held(self) -> list[Tensor]:
+        """All tensors that a step reads or writes: while these are the same ones, steps are the same work."""
+        parts = [part.tensor for segment in self.store.segments for part in segment.parts.values()]
+        return [self.sinks, self.ring, *parts, *self.state.values()]
+
+    def _step(self, run: Run, x: Tensor, clock: Tensor) -> None:
+        """`_append` of one token to all rows: whether something is packed is settled here, where, on the device."""
+        window = self.window
+        self.ring.index_copy_(2, (clock - window.sinks) % self.slots, x)
+        if window.packed(run.tokens) > window.packed(run.past):
+            first = clock + 1 - window.sinks - window.recent - window.flush
+            index = (first + torch.arange(window.flush, device=clock.device)) % self.slots
+            packed = self.coder(run.rows).after_prompt().encode(self.ring.index_select(2, index))
+            self.store.write_at(first, packed)
 
     def _allocate(self, x: Tensor) -> None:
         batch, heads, _, dim = x.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from kvq_cli.methods.base import LayerPlan, Method, StreamPlan
 from kvq_cli.methods.registry import to_config
 from kvq_cli.methods.window import Window
 from kvq_cli.models import model_shape
+
+sys.path.insert(0, str(Path(__file__).parent))  # for kept_cases, recorded
 
 _NAMES = {"gemma3": "Gemma3", "gemma2": "Gemma2", "gptoss": "GptOss", "smollm3": "SmolLM3", "llama4": "Llama4"}
 

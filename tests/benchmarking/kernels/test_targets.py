@@ -97,6 +97,23 @@ def test_growth_compares_the_largest_batches_and_memory_with_weights():
     assert at(result, "TemporalKV's speed", "m, kvq temporalkv-2bit, batch 4")["measured"] == 1.2
 
 
+def test_growth_is_over_the_best_cache_of_16_bits():
+    def row(peer, bits, batch, tokens_s, peak):
+        return {"peer": peer, "bits": bits, "batch": batch, "tokens_s": tokens_s, "peak_bytes": peak}
+
+    rows = [
+        row("plain", None, 4, 100.0, 80),
+        row("kvq fp16", 16, 4, 150.0, 70),
+        row("kvq temporalkv-2bit", 2, 4, 120.0, 10),
+        row("kvq temporalkv-2bit", 2, 16, 300.0, 40),
+    ]
+    result = found(**{"growth-m": {"model": "m", "weights_bytes": 20, "rows": rows}})
+    assert at(result, "throughput", "m, kvq temporalkv-2bit")["measured"] == 2.0
+    assert at(result, "memory", "m, kvq temporalkv-2bit, batch 4")["measured"] == 3.0
+    assert at(result, "TemporalKV's speed", "m, kvq temporalkv-2bit, batch 4")["measured"] == 0.8
+    assert not [one for one in result if "fp16" in one["where"]]
+
+
 def test_the_command(kvq, fails, tmp_path):
     fails("bench", "report", code=1, says="no results of a GPU in benchmarks")
     folder = tmp_path / "benchmarks" / "x"

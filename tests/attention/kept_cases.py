@@ -1,0 +1,65 @@
+"""Methods whose codecs are made for a test, in all the forms that kernels read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from kvq_cli.codecs.base import Codec
+from kvq_cli.codecs.codebook import CodebookCodec
+from kvq_cli.codecs.outliers import OutlierCodec
+from kvq_cli.codecs.per_head import PerHeadCodec
+from kvq_cli.codecs.per_token import PerTokenCodec
+from kvq_cli.methods.base import LayerPlan, Method, StreamPlan
+from kvq_cli.methods.window import Window
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+WINDOWS = {"sinks": 3, "recent": 5}
+
+
+@dataclass(frozen=True)
+class Kept(Method):
+    """Streams by codecs that are made for the heads and the head_dim of a model."""
+
+    name = "kept"
+    keys: Callable[..., Codec]
+    values: Callable[..., Codec]
+    source: str = "pre_rope"
+    window: Window = Window(3, 5, 4)
+    nominal_bits = 2.0
+
+    def __post_init__(self) -> None:
+        pass
+
+    def plan(self, layer, shape, tensors) -> LayerPlan:
+        keys, values = (make(shape.kv_heads, shape.head_dim) for make in (self.keys, self.values))
+        return LayerPlan(StreamPlan(self.source, keys, self.window), StreamPlan("value", values, self.window))
+
+
+def codebook(block=(4, 1), entries=256, share=4, normal=True, shared=False) -> Callable[..., Codec]:
+    def make(heads: int, dim: int) -> Codec:
+        noise = torch.Generator().manual_seed(0)
+        books = torch.randn(1 if shared else heads, dim // share, entries, block[0] * block[1], generator=noise)
+        stats = torch.randn(2, heads, dim, generator=noise).mul_(0.3).add_(torch.tensor([[[0.0]], [[1.0]]])).to(DEVICE)
+        return CodebookCodec(books.half().to(DEVICE), block, dim, *(stats if normal else ()))
+
+    return make
+
+
+def per_token(outliers: float) -> Callable[..., Codec]:
+    base = codebook((1, 1), 16, 32, normal=False, shared=True)
+    return lambda heads, dim: PerTokenCodec(base(heads, dim), heads, dim, outliers, torch.float32)
+
+
+def outliers(heads: int, dim: int) -> Codec:
+    edge = torch.ones(heads, dim, device=DEVICE)
+    return OutlierCodec(codebook()(heads, dim), -edge, edge, 0.01, torch.float32)
+
+
+def per_head(heads: int, dim: int) -> Codec:
+    members = {
+        name: (codebook(block)(1, dim), [head]) for head, (name, block) in enumerate([("t", (4, 1)), ("c", (1, 4))])
+    }
+    return PerHeadCodec(members, DEVICE)

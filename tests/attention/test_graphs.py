@@ -1,0 +1,159 @@
+"""Steps that are recorded and repeated give what steps give that run as they are, to the last bit."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+from kept_cases import DEVICE, WINDOWS, Kept, codebook, outliers, per_head, per_token
+from recorded import RecordedGraph
+
+from kvq_cli.attention.attach import attach
+from kvq_cli.attention.graphs import repeating_steps
+from kvq_cli.methods.registry import build
+from kvq_cli.methods.window import Window
+
+PROMPT, STEPS = 22, 13
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    """Nothing is read back at a step, which is what a recorded step must not do."""
+    for module in ("cache.rows", "cache.layer", "attention.attach"):
+        monkeypatch.setattr(f"kvq_cli.{module}.stalls", lambda _, columns: columns == 1)
+    monkeypatch.setattr(RecordedGraph, "made", [])
+
+
+@pytest.fixture(scope="module")
+def small(tiny):
+    """`small(kv_heads=1)`: two query heads of 32 channels."""
+
+    def make(layers: int = 1, kv_heads: int = 1, **options):
+        heads = {"num_attention_heads": 2, "num_key_value_heads": kv_heads, "head_dim": 32}
+        return tiny("llama", num_hidden_layers=layers, **heads, **options).to(DEVICE)
+
+    return make
+
+
+def decoded(model, method, ids, repeat: bool, room: int = 0, between=None):
+    """Logits of single tokens after a prompt, what the cache then holds of every row, and who computed."""
+    outs = []
+    with torch.no_grad(), ExitStack() as stack:
+        kv = stack.enter_context(attach(model, method, backend="triton", graphs=False))
+        if repeat:
+            stack.enter_context(repeating_steps(kv, lambda: RecordedGraph))
+        cache = kv.new_cache(room)
+        model(ids[:, :PROMPT], past_key_values=cache)
+        for at in range(PROMPT, ids.shape[1]):
+            outs.append(model(input_ids=ids[:, at : at + 1], past_key_values=cache).logits)
+            if between is not None:
+                between(at, cache)
+        held = [stream.read(row) for layer in cache.layers for stream in layer.streams for row in range(len(ids))]
+        return torch.cat(outs, dim=1), held, kv.report().backend
+
+
+def same(model, method, ids, replays: int, room: int = PROMPT + STEPS, says: str = "", between=None) -> None:
+    """replays: how many steps must have been repeated at least."""
+    expected, held, _ = decoded(model, method, ids, False, room, between)
+    found, now_held, backend = decoded(model, method, ids, True, room, between)
+    assert backend == f"triton, interpreted, steps {says or 'as CUDA graphs'}"
+    assert torch.equal(found, expected)
+    assert all(torch.equal(a, b) for a, b in zip(held, now_held, strict=True))
+    assert sum(one.replays for one in RecordedGraph.made) >= replays
+
+
+def tokens(batch: int = 2) -> torch.Tensor:
+    noise = torch.Generator().manual_seed(0)
+    return torch.randint(3, 97, (batch, PROMPT + STEPS), generator=noise).to(DEVICE)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "replays"),
+    [
+        ("fp16", {}, STEPS - 2),
+        ("kivi", {"bits": 2, "group": 8, "residual": 8}, STEPS - 3),  # keys pack at every eighth token
+        ("kivi", {"bits": 3, "group": 4, "pre_rope": True, **WINDOWS}, STEPS - 4),
+        ("innerq", {"bits": 2, "sinks": 2, "recent": 3}, STEPS - 3),
+        ("squat", {"bits": 2, "group": 4, **WINDOWS}, STEPS - 4),
+        ("xquant", {"bits": 4, "group": 16, "recent": 4}, STEPS - 3),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_methods(small, name, options, replays):
+    same(small(kv_heads=2 if name == "xquant" else 1), build(name, **options), tokens(1), replays)
+
+
+@pytest.mark.slow
+def test_layers_and_rows(small):
+    same(small(layers=2), build("kivi", group=4, **WINDOWS), tokens(2), STEPS - 4)
+
+
+def test_stores_that_grow(small, monkeypatch):
+    """New tensors: what was recorded is thrown away, and recorded again."""
+    monkeypatch.setattr("kvq_cli.cache.store.LEAST_GROWTH", 8)
+    same(small(), build("kivi", group=4, recent=4), tokens(1), 4, room=0)
+    assert len(RecordedGraph.made) == 2
+
+
+@pytest.mark.slow
+def test_beams_that_change_places(small):
+    def swap(at: int, cache) -> None:
+        if at == PROMPT + 5:
+            cache.reorder_cache(torch.tensor([1, 0]))
+
+    same(small(), build("kivi", group=4, **WINDOWS), tokens(2), 4, between=swap)
+
+
+def test_what_cannot_be_recorded_runs_as_it_is_and_is_told(small):
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    method = build("kivi", group=4, pre_rope=True, **WINDOWS)
+    says = "not recorded (_local_scalar_dense reads back from a device that records)"
+    same(small(rope_parameters=rope), method, tokens(1), 0, says=says)
+
+
+def test_padded_batches_and_other_questions_run_as_they_are(small, prompt):
+    model, method = small(), build("kivi", group=4, **WINDOWS)
+    ids, mask = (x.to(DEVICE) for x in prompt(PROMPT + 4, pads=(5, 0)))
+    with torch.no_grad(), attach(model, method, backend="triton") as kv, repeating_steps(kv, lambda: RecordedGraph):
+        cache = kv.new_cache()
+        for begin, end in ((0, PROMPT), *((i, i + 1) for i in range(PROMPT, PROMPT + 4))):
+            model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache)
+        cache = kv.new_cache(PROMPT + 4)
+        model(ids[1:, :PROMPT], past_key_values=cache)
+        for at in range(PROMPT, PROMPT + 4):
+            out = model(ids[1:, at : at + 1], past_key_values=cache, output_hidden_states=True)
+            assert len(out.hidden_states) == 2
+    assert not RecordedGraph.made
+
+
+def test_generate_and_chat_on(small):
+    """`generate` takes the recorded steps; a second prompt to the same cache is read as it is."""
+    model, method, said = small(), build("kivi", group=4, **WINDOWS), []
+    for repeat in (False, True):
+        with ExitStack() as stack:
+            kv = stack.enter_context(attach(model, method, backend="triton", graphs=False))
+            if repeat:
+                stack.enter_context(repeating_steps(kv, lambda: RecordedGraph))
+            cache, ids = kv.new_cache(64), tokens(1)[:, :PROMPT]
+            for _ in range(2):
+                ids = model.generate(ids, past_key_values=cache, max_new_tokens=7, do_sample=False, eos_token_id=None)
+                said.append(ids.tolist())
+                ids = torch.cat([ids, tokens(1)[:, :4]], dim=1)
+    assert said[:2] == said[2:]
+    assert sum(one.replays for one in RecordedGraph.made) >= 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("keys", "values", "options"),
+    [
+        (codebook(), codebook((1, 4), normal=False), {}),
+        (codebook((1, 1), 16, 32), per_token(0.05), {"window": Window(1, 0, 1)}),
+        (outliers, per_token(0.0), {"window": Window(1, 3, 32)}),
+        (per_head, per_head, {}),
+    ],
+    ids=["temporal", "scalars", "outliers", "per_head"],
+)
+def test_codebooks(small, keys, values, options):
+    same(small(kv_heads=2), Kept(keys, values, **options), tokens(1), STEPS - 4)
