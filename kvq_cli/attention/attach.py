@@ -9,19 +9,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
-from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from kvq_cli.artifact import Artifact
 from kvq_cli.attention.backend import ChosenBackend, check_backend, choose_backend
 from kvq_cli.attention.graphs import repeating_steps
+from kvq_cli.attention.passes import AHEAD, Pass, attention, mask
 from kvq_cli.attention.projections import projections
 from kvq_cli.attention.rotary import Rotation, has_fixed_rope
 from kvq_cli.attention.taps import AttentionSite, attention_modules, decoder_of, iter_attention, layer_input
@@ -38,20 +34,6 @@ from kvq_cli.models import model_context, model_shape
 
 NAME = "kvq"
 PREFILLS = ("exact", "compressed")
-#: Attention arguments that do not change the result.
-_HARMLESS = {"use_cache", "position_ids", "cache_position", "output_hidden_states", "return_dict", "sliding_window"}
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """What an attention module computes with during one forward pass."""
-
-    layer: CompressedLayer
-    attached: Attached
-
-
-#: The pass that each attention module is about to compute; taken out when it does.
-_AHEAD: WeakKeyDictionary[nn.Module, _Pass] = WeakKeyDictionary()
 
 
 class Attached:
@@ -138,22 +120,22 @@ class Attached:
             raise UsageError(f"the prompt has {longest} tokens, the model's context is {self._context}: shorten it")
         for site, layer in zip(self._sites, cache.layers, strict=True):
             layer.begin(forward)
-            _AHEAD[site.module] = _Pass(layer, self)
+            AHEAD[site.module] = Pass(layer, self)
 
     def forget_pass(self) -> None:
         """Drop what a pass that was interrupted left."""
         for site in self._sites:
-            if site.module in _AHEAD and _AHEAD[site.module].attached is self:
-                del _AHEAD[site.module]
+            if site.module in AHEAD and AHEAD[site.module].attached is self:
+                del AHEAD[site.module]
 
     def _after_pass(self, _decoder: nn.Module, _args: tuple, _output: object) -> None:
         for site in self._sites:
-            if site.module in _AHEAD and _AHEAD[site.module].attached is self:
+            if site.module in AHEAD and AHEAD[site.module].attached is self:
                 raise KvqError(f"{site.name} did not compute its attention with kvq: was its implementation changed?")
 
     def _key_hook(self, site: AttentionSite) -> Callable:
         def after(_module: nn.Module, _args: tuple, output: Tensor) -> None:
-            ahead = _AHEAD.get(site.module)
+            ahead = AHEAD.get(site.module)
             if ahead is not None and ahead.attached is self:
                 ahead.layer.tap(site.key.view(output))
 
@@ -161,7 +143,7 @@ class Attached:
 
     def _input_hook(self, site: AttentionSite) -> Callable:
         def before(_module: nn.Module, args: tuple, kwargs: dict) -> None:
-            ahead = _AHEAD.get(site.module)
+            ahead = AHEAD.get(site.module)
             if ahead is not None and ahead.attached is self:
                 ahead.layer.tap_input(layer_input(args, kwargs))
 
@@ -190,8 +172,8 @@ def attach(
     if prefill not in PREFILLS:
         raise UsageError(f"unknown prefill {prefill!r}; valid: {', '.join(PREFILLS)}")
     check_backend(backend)
-    AttentionInterface.register(NAME, _attention)
-    AttentionMaskInterface.register(NAME, _mask)
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
     decoder = decoder_of(model)
     before = decoder.config._attn_implementation
     with ExitStack() as undo:
@@ -253,7 +235,7 @@ def _rotation_hook(site: AttentionSite, fixed: bool) -> Callable:
     """
 
     def before(module: nn.Module, _args: tuple, kwargs: dict) -> None:
-        embeddings, ahead = kwargs.get("position_embeddings"), _AHEAD.get(module)
+        embeddings, ahead = kwargs.get("position_embeddings"), AHEAD.get(module)
         if embeddings is None or ahead is None or site.rotation.style == "none":
             return
         forward = ahead.layer.expected
@@ -267,59 +249,3 @@ def _rotation_hook(site: AttentionSite, fixed: bool) -> Callable:
             )
 
     return before
-
-
-def _mask(*args, q_length: int, device: torch.device | str = "cpu", **kwargs) -> Tensor | None:
-    """transformers' mask interface. A step of the compressed cache needs no mask: on a GPU none is made, since whether
-    there are pads would be read back from it."""
-    if _AHEAD and stalls(torch.device(device), q_length):
-        return None
-    return sdpa_mask(*args, q_length=q_length, device=device, **kwargs)
-
-
-# -- the attention function ----------------------------------------------------------------------------------------
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **kwargs,
-) -> tuple[Tensor, None]:
-    """transformers' attention interface: `[batch, heads, tokens, head_dim]` -> `[batch, tokens, heads, head_dim]`."""
-    _refuse_unknown(module, dropout, kwargs)
-    ahead = _AHEAD.pop(module, None)
-    if ahead is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    layer, attached = ahead.layer, ahead.attached
-    forward = layer.forward
-    if kwargs.get("sliding_window") != layer.sliding_window:
-        raise UsageError(f"layer {layer.index}: its sliding window is not the one that the model's config announces")
-    forward.check_mask(attention_mask, layer.sliding_window)
-    layer.absorb(query)
-    compressed = attached.prefill == "compressed"
-    if forward.is_first and not compressed:
-        layer.release()
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if forward.columns == 1:
-        out = attached.backend.decode_attention(query, layer, scaling)
-    else:
-        out = attached.backend.prefill_attention(query, key, value, layer, scaling, compressed)
-    layer.release()
-    return out.transpose(1, 2).contiguous(), None
-
-
-def _refuse_unknown(module: nn.Module, dropout: float, kwargs: dict) -> None:
-    """UsageError for attention that is more than softmax(scaling q K^T + mask) V."""
-    if dropout:
-        raise UsageError("kvq computes no attention dropout: call model.eval() first")
-    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
-        raise UsageError(f"{type(module).__name__}: attention that is not causal is not supported")
-    for name, value in kwargs.items():
-        if value is not None and value is not False and name not in _HARMLESS and name != "is_causal":
-            raise UsageError(f"{type(module).__name__} passes {name} to its attention, which kvq does not compute")

@@ -20,7 +20,7 @@ PROMPT, STEPS = 22, 13
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
     """Nothing is read back at a step, which is what a recorded step must not do."""
-    for module in ("cache.rows", "cache.layer", "attention.attach"):
+    for module in ("cache.rows", "cache.layer", "attention.attach", "attention.passes"):
         monkeypatch.setattr(f"kvq_cli.{module}.stalls", lambda _, columns: columns == 1)
     monkeypatch.setattr(RecordedGraph, "made", [])
 
