@@ -8,10 +8,11 @@ with captured(subject.loaded, subject.windows, show) as activations:
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,9 +21,12 @@ from kvq_cli.analysis.study import Show
 from kvq_cli.attention.taps import AttentionSite, iter_attention
 from kvq_cli.calibration import forecast
 from kvq_cli.calibration.capture import capture, checkpointing
+from kvq_cli.calibration.parallel import repeatable, side_by_side
 from kvq_cli.calibration.settings import Settings
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.models import LoadedModel
+
+T = TypeVar("T")
 
 #: The two streams of a layer, and what they are called.
 STREAMS = {"k": "keys", "v": "values"}
@@ -127,3 +131,12 @@ def spread(layers: int, count: int) -> list[int]:
     if count == 1:
         return [layers // 2]
     return [round(index * (layers - 1) / (count - 1)) for index in range(count)]
+
+
+def clustered(measure: Callable[[T], None], jobs: Sequence[T], device: torch.device, show: Show) -> None:
+    """Run `measure` on all jobs, as many side by side as there are cores."""
+    show("cluster", 0, len(jobs))
+    workers = torch.get_num_threads() if device.type == "cpu" else 1
+    with repeatable(device):
+        for done, _ in enumerate(side_by_side(measure, jobs, workers), start=1):
+            show("cluster", done, len(jobs))

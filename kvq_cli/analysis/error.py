@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvq_cli.analysis.activations import STREAMS, Activations, captured, spread
+from kvq_cli.analysis.activations import STREAMS, Activations, captured, clustered, spread
 from kvq_cli.analysis.study import Findings, Show, Study, Subject, register
 from kvq_cli.calibration.codebooks import ERROR_MEASURE, Captured, Recipe, calibrate_stream
-from kvq_cli.calibration.parallel import repeatable, side_by_side
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.temporalkv import TemporalKV
 
@@ -81,12 +80,7 @@ class Error(Study):
                 layer, kind, chunk = job
                 found[layer][STREAMS[kind]][str(chunk)] = self._errors(activations, job, held_out, subject.seed)
 
-            show("cluster", 0, len(jobs))
-            device = subject.loaded.model.device
-            workers = torch.get_num_threads() if device.type == "cpu" else 1
-            with repeatable(device):
-                for done, _ in enumerate(side_by_side(measure, jobs, workers), start=1):
-                    show("cluster", done, len(jobs))
+            clustered(measure, jobs, subject.loaded.model.device, show)
         numbers = {"errors": found, "temporal_lower": {str(chunk): wins(found, chunk) for chunk in _CHUNKS}}
         size = (12, 2 + 3 * (0.9 + 0.11 * 2 * shape.kv_heads))
         channels = len(some_channels(shape.head_dim, self.channels))

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvq_cli.analysis.activations import STREAMS, Activations, captured, spread
+from kvq_cli.analysis.activations import STREAMS, Activations, captured, clustered, spread
 from kvq_cli.analysis.study import Findings, Show, Study, Subject, register
 from kvq_cli.calibration.blocks import draw, to_blocks
 from kvq_cli.calibration.kmeans import nearest, weighted_kmeans
-from kvq_cli.calibration.parallel import repeatable, side_by_side
 from kvq_cli.calibration.statistics import mean_std
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import BlockShape
@@ -123,12 +122,7 @@ class Quantizers(Study):
             def measure(job: tuple[int, int, str]) -> None:
                 errors[job] = self._errors(activations, job, held_out, subject.seed)
 
-            show("cluster", 0, len(jobs))
-            device = subject.loaded.model.device
-            workers = torch.get_num_threads() if device.type == "cpu" else 1
-            with repeatable(device):
-                for done, _ in enumerate(side_by_side(measure, jobs, workers), start=1):
-                    show("cluster", done, len(jobs))
+            clustered(measure, jobs, subject.loaded.model.device, show)
         return self._findings(subject, layers, errors, held_out)
 
     def _errors(self, activations: Activations, job: tuple[int, int, str], held_out: int, seed: int):

@@ -63,3 +63,24 @@ def loaded(tokenizer):
     )
     model = LlamaForCausalLM(config).eval().requires_grad_(False)
     return LoadedModel(model, tokenizer, "tiny", None, model_shape(model))
+
+
+@pytest.fixture
+def interrupt_after():
+    """`track=interrupt_after(3)`: Ctrl-C when so many samples are done."""
+
+    def make(after):
+        done = 0
+
+        def interrupt(what, total, found):
+            def advance(count):
+                nonlocal done
+                done += count
+                if done >= after:
+                    raise KeyboardInterrupt
+
+            return advance
+
+        return interrupt
+
+    return make

@@ -69,21 +69,10 @@ def test_methods_are_given_the_same_samples(whole):
 
 
 @pytest.mark.parametrize("after", [1, 4, 8])
-def test_an_interrupted_run_goes_on_to_the_same_results(loaded, whole, tmp_path, after):
-    done = 0
-
-    def interrupt(what, total, found):
-        def advance(count):
-            nonlocal done
-            done += count
-            if done >= after:
-                raise KeyboardInterrupt
-
-        return advance
-
+def test_an_interrupted_run_goes_on_to_the_same_results(loaded, whole, tmp_path, interrupt_after, after):
     before = loaded.model.config._attn_implementation
     with pytest.raises(KeyboardInterrupt):
-        _run(loaded, tmp_path, batch_size=1, track=interrupt)
+        _run(loaded, tmp_path, batch_size=1, track=interrupt_after(after))
     assert loaded.model.config._attn_implementation == before
     kept = sum(len(path.read_text().splitlines()) - 1 for path in tmp_path.glob("*/*.jsonl"))
     assert kept == after

@@ -110,20 +110,9 @@ def test_strict_and_flexible_match_as_gsm8k_has_them(run, loaded, tasks, data_di
 
 
 @pytest.mark.parametrize("after", [2, 15])
-def test_an_interrupted_run_goes_on_to_the_same_results(run, whole, tmp_path, after):
-    done = 0
-
-    def interrupt(what, total, found):
-        def advance(count):
-            nonlocal done
-            done += count
-            if done >= after:
-                raise KeyboardInterrupt
-
-        return advance
-
+def test_an_interrupted_run_goes_on_to_the_same_results(run, whole, tmp_path, interrupt_after, after):
     with pytest.raises(KeyboardInterrupt):
-        run(tmp_path, track=interrupt)
+        run(tmp_path, track=interrupt_after(after))
     assert sum(len(path.read_text().splitlines()) - 1 for path in tmp_path.glob("*/*.jsonl")) == after
     left = []
 
