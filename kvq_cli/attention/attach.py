@@ -130,7 +130,8 @@ class Attached:
 
     def _after_pass(self, _decoder: nn.Module, _args: tuple, _output: object) -> None:
         for site in self._sites:
-            if site.module in AHEAD and AHEAD[site.module].attached is self:
+            ahead = AHEAD.pop(site.module, None)
+            if ahead is not None and ahead.attached is self and not ahead.done:
                 raise KvqError(f"{site.name} did not compute its attention with kvq: was its implementation changed?")
 
     def _key_hook(self, site: AttentionSite) -> Callable:
@@ -179,10 +180,12 @@ def attach(
     with ExitStack() as undo:
         undo.callback(decoder.set_attn_implementation, before)
         decoder.set_attn_implementation(NAME)
-        if any(module.config._attn_implementation != NAME for _, module in attention_modules(model)):
+        configs = [getattr(module, "config", None) for _, module in attention_modules(model)]
+        if any(getattr(config, "_attn_implementation", None) != NAME for config in configs):
             raise UsageError(f"{type(model).__name__} does not let transformers choose its attention function")
-        sites = _with_shared_rotations(iter_attention(model))
         method, plans = _plans(model, method)
+        taps = any(plan.keys.source != "post_rope" for plan in plans)
+        sites = _with_shared_rotations(iter_attention(model, taps))
         attached = Attached(model, method, plans, sites, prefill)
         attached.backend = choose_backend(backend, model.device, list(zip(sites, plans, strict=True)))
         attached._hook(undo)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
@@ -24,13 +24,14 @@ _HARMLESS = {"use_cache", "position_ids", "cache_position", "output_hidden_state
 
 @dataclass(frozen=True)
 class Pass:
-    """What an attention module computes with during one forward pass."""
+    """What an attention module computes with during one forward pass. done: it has computed."""
 
     layer: CompressedLayer
     attached: Attached
+    done: bool = False
 
 
-#: The pass that each attention module is about to compute; taken out when it does.
+#: Of each attention module, the pass that runs.
 AHEAD: WeakKeyDictionary[nn.Module, Pass] = WeakKeyDictionary()
 
 
@@ -54,10 +55,13 @@ def attention(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: `[batch, heads, tokens, head_dim]` -> `[batch, tokens, heads, head_dim]`."""
     _refuse_unknown(module, dropout, kwargs)
-    ahead = AHEAD.pop(module, None)
+    ahead = AHEAD.get(module)
     if ahead is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+    if ahead.done:
+        raise UsageError(f"{type(module).__name__} computes attention twice in a pass, of numbers that are cached once")
     layer, attached = ahead.layer, ahead.attached
+    AHEAD[module] = replace(ahead, done=True)
     forward = layer.forward
     if kwargs.get("sliding_window") != layer.sliding_window:
         raise UsageError(f"layer {layer.index}: its sliding window is not the one that the model's config announces")

@@ -1,9 +1,9 @@
 """Where a model's attention can be reached: its attention modules and, in each, the pre-RoPE key, value and input.
 
 The only place that knows how transformers lays out attention. It copies no model's code: the key before RoPE is the
-output of the module that last shapes it (`k_norm`, else `k_proj`, else the key slice of `qkv_proj`), which holds for
-Llama, Mistral, Qwen2, Qwen3, Phi3, Gemma3, OLMo2, GLM, Cohere and others alike, and is checked, not believed: a short
-forward pass compares what the taps see with what the model hands to its cache.
+output of the module that last shapes it (`k_norm`, else `k_proj`, else the key part of a module for queries, keys and
+values), which holds for Llama, Mistral, Qwen, Phi, Gemma, OLMo, GLM, Cohere, GPT-NeoX, GPT-2 and others alike, and is
+checked, not believed: a short forward pass compares what the taps see with what the model hands to its cache.
 """
 
 from __future__ import annotations
@@ -20,16 +20,21 @@ from kvq_cli.attention.rotary import Rotation, find_rotation
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.models import model_shape, text_config
 
+#: What models call their list of layers, and a layer its attention.
+_LAYERS, _ATTENTION = ("layers", "h"), ("self_attn", "attention", "attn")
+#: One module for queries, keys and values: are those of each head together? Else all queries come first.
+_FUSED = {"qkv_proj": False, "c_attn": False, "query_key_value": True}
 #: Modules that shape a key before RoPE, last one first.
-_KEY_NAMES = ("k_norm", "k_layernorm", "k_proj", "qkv_proj")
-_VALUE_NAMES = ("v_norm", "v_proj", "qkv_proj")
+_KEY_NAMES = ("k_norm", "k_layernorm", "k_proj", *_FUSED)
+_VALUE_NAMES = ("v_norm", "v_proj", *_FUSED)
 
 
 @dataclass(frozen=True)
 class Tap:
     """The output of `module`, or its channels `start:stop`, as `[batch, kv_heads, tokens, head_dim]`.
 
-    heads_first: the module's output already is `[batch, kv_heads, tokens, head_dim]`.
+    heads_first: the module's output already is `[batch, kv_heads, tokens, head_dim]`. place: which of the three numbers
+    of each head it is, where the output holds query, key and value of a head together.
     """
 
     module: nn.Module
@@ -38,12 +43,15 @@ class Tap:
     start: int = 0
     stop: int | None = None
     heads_first: bool = False
+    place: int | None = None
 
     def view(self, output: Tensor) -> Tensor:
         """`output` of the module, `[batch, tokens, channels]`, `[batch, tokens, kv_heads, head_dim]` or
         `[batch, kv_heads, tokens, head_dim]`, as a view of shape `[batch, kv_heads, tokens, head_dim]`."""
         if self.heads_first:
             return output
+        if self.place is not None:
+            output = output.unflatten(-1, (self.heads, 3, self.head_dim))[..., self.place, :]
         if self.stop is not None:
             output = output[..., self.start : self.stop]
         return output.reshape(*output.shape[:2], self.heads, self.head_dim).transpose(1, 2)
@@ -53,16 +61,17 @@ class Tap:
 class AttentionSite:
     """One attention module of a model, and its taps.
 
-    rotation: how the model turns the tapped key into the cached one (style "none" for a layer without RoPE).
-    sliding_window: how many tokens back a query sees, itself included; None: all.
+    key, value: None where they were not asked for.
+    rotation: how the model turns the tapped key into the cached one (style "none" for a layer without RoPE, and where
+    the tapped one is not asked for). sliding_window: how many tokens back a query sees, itself included; None: all.
     seen: what a short pass saw of the module: see `_probe`.
     """
 
     index: int
     name: str
     module: nn.Module
-    key: Tap
-    value: Tap
+    key: Tap | None
+    value: Tap | None
     rotation: Rotation
     sliding_window: int | None
     seen: dict = field(repr=False)
@@ -75,26 +84,28 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """The submodule that owns the decoder layers and makes their masks (`model.model` of a `...ForCausalLM`)."""
     found = [m for m in model.modules() if isinstance(m, PreTrainedModel) and isinstance(_layers(m), nn.ModuleList)]
     if len(found) != 1:
-        raise UsageError(f"{type(model).__name__}: kvq needs a decoder-only model with one stack of `layers`")
+        raise UsageError(f"{type(model).__name__}: kvq needs a decoder-only model with one stack of layers")
     return found[0]
 
 
 def attention_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
-    """(name, module) of each layer's `self_attn`, in layer order."""
+    """(name, module) of each layer's attention, in layer order."""
     decoder = decoder_of(model)
     names = {id(module): name for name, module in model.named_modules()}
     found = []
     for layer in _layers(decoder):
-        module = getattr(layer, "self_attn", None)
+        module = next((own for name in _ATTENTION if (own := getattr(layer, name, None)) is not None), None)
         if module is None or not isinstance(getattr(module, "layer_idx", None), int):
-            raise UsageError(f"{type(model).__name__}: layer {len(found)} has no self_attn with a layer_idx")
+            names = ", ".join(_ATTENTION)
+            raise UsageError(f"{type(model).__name__}: layer {len(found)} has none of {names} with a layer_idx")
         found.append((names[id(module)], module))
     return found
 
 
-def iter_attention(model: PreTrainedModel) -> list[AttentionSite]:
+def iter_attention(model: PreTrainedModel, taps: bool = True) -> list[AttentionSite]:
     """All attention sites of `model` in layer order. Runs the decoder once on a few random embeddings.
 
+    taps: also find where keys before RoPE and values come from; not asked for where keys are kept after it.
     Raises UsageError naming the module where the taps would not give what the model caches, KvqError where that is NaN.
     """
     shape, config = model_shape(model), text_config(model.config)
@@ -109,8 +120,19 @@ def iter_attention(model: PreTrainedModel) -> list[AttentionSite]:
             raise KvqError(
                 f"{name}: its keys or values hold NaN or infinity: check the weights, or try --dtype float32"
             )
-        key = _tap(module, name, _KEY_NAMES, config, shape, probe, part=1)
-        value = _tap(module, name, _VALUE_NAMES, config, shape, probe, part=2)
+        expected = (1, shape.kv_heads, probe["tokens"], shape.head_dim)
+        for what in ("key", "value"):
+            if probe[what].shape != expected:
+                raise UsageError(
+                    f"{name}: caches {what}s of shape {tuple(probe[what].shape)} where its config means {expected}: "
+                    "attention of this kind is not supported"
+                )
+        if not taps:
+            unturned = Rotation("none", probe["key"].new_zeros(0), probe["key"].shape[-1])
+            sites.append(AttentionSite(index, name, module, None, None, unturned, windows[index], probe))
+            continue
+        key = _tap(module, name, _KEY_NAMES, shape, probe, part=1)
+        value = _tap(module, name, _VALUE_NAMES, shape, probe, part=2)
         if not torch.equal(value.view(probe["outputs"][id(value.module)]), probe["value"]):
             raise UsageError(f"{name}: the cached value is not the output of {type(value.module).__name__}")
         before = key.view(probe["outputs"][id(key.module)])
@@ -142,17 +164,21 @@ def sliding_windows(config: Any) -> list[int | None]:
 
 
 def _layers(module: nn.Module) -> nn.ModuleList | None:
-    return getattr(module, "layers", None)
+    return next((own for name in _LAYERS if (own := getattr(module, name, None)) is not None), None)
 
 
-def _tap(module, name, candidates, config, shape, probe, part: int) -> Tap:
+def _tap(module, name, candidates, shape, probe, part: int) -> Tap:
     """The tap on the last module that shapes a key (part 1) or value (part 2); see `Tap` for its layouts."""
     for candidate in candidates:
         child = getattr(module, candidate, None)
         if child is None or id(child) not in probe["outputs"]:
             continue
         output, size = probe["outputs"][id(child)], shape.kv_heads * shape.head_dim
-        if candidate == "qkv_proj":
+        if candidate in _FUSED:
+            if output.shape[-1] != shape.query_heads * shape.head_dim + 2 * size:
+                continue
+            if _FUSED[candidate] and shape.query_heads == shape.kv_heads:
+                return Tap(child, shape.kv_heads, shape.head_dim, place=part)
             start = shape.query_heads * shape.head_dim + (part - 1) * size
             return Tap(child, shape.kv_heads, shape.head_dim, start, start + size)
         if output[0].numel() == probe["tokens"] * size:
@@ -201,6 +227,9 @@ def _probe(model: PreTrainedModel, tokens: int) -> list[dict]:
     embeds = torch.randn(1, tokens, weight.shape[1], generator=noise).to(weight)
     try:
         decoder(inputs_embeds=embeds, past_key_values=cache, use_cache=True)
+    except (ValueError, TypeError, AttributeError, KeyError) as error:  # a cache of its own, layers without one, ...
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UsageError(f"{type(model).__name__} does not run with a key-value cache from outside: {why}") from error
     finally:
         for handle in handles:
             handle.remove()

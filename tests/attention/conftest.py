@@ -23,7 +23,10 @@ from kvq_cli.models import model_shape
 
 sys.path.insert(0, str(Path(__file__).parent))  # for kept_cases, recorded
 
-_NAMES = {"gemma3": "Gemma3", "gemma2": "Gemma2", "gptoss": "GptOss", "smollm3": "SmolLM3", "llama4": "Llama4"}
+_NAMES = {"gptoss": "GptOss", "smollm3": "SmolLM3", "gpt_neox": "GPTNeoX", "gpt2": "GPT2", "opt": "OPT"}
+_NAMES |= {"diffllama": "DiffLlama", "hunyuan": "HunYuanDenseV1"}
+#: As many kv heads as query heads, of head_dim hidden_size / heads.
+_MULTI_HEAD = ("gpt_neox", "gpt2", "opt", "persimmon")
 
 
 @pytest.fixture(scope="session")
@@ -37,9 +40,12 @@ def tiny() -> Callable[..., transformers.PreTrainedModel]:
         sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3}
         heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
         special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
-        dim = {} if family in ("qwen2", "phi3", "olmo2") else {"head_dim": 16}
+        dim = {} if family in ("qwen2", "phi3", "olmo2", *_MULTI_HEAD) else {"head_dim": 16}
+        if family in _MULTI_HEAD:
+            del heads["num_key_value_heads"]
         config = getattr(transformers, f"{text}Config")(**{**sizes, **heads, **special, **dim, **options})
-        model = getattr(transformers, f"{name}ForCausalLM")(config).eval().requires_grad_(False)
+        head = "LMHeadModel" if family == "gpt2" else "ForCausalLM"
+        model = getattr(transformers, f"{name}{head}")(config).eval().requires_grad_(False)
         for parameter in model.parameters():  # the library's own start is so flat that all attention is alike
             if parameter.ndim > 1:
                 parameter.normal_(std=1.5 * parameter.shape[1] ** -0.5)

@@ -22,6 +22,10 @@ FAMILIES = {
     "glm": {},
     "cohere": {"use_qk_norm": True},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "persimmon": {},
+    "gpt2": {},
+    "opt": {"ffn_dim": 80, "word_embed_proj_dim": 64},
 }
 SLIDING = {
     "mistral": {"sliding_window": 9},

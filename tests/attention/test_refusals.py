@@ -134,3 +134,22 @@ def test_numbers_that_16_bits_cannot_scale(tiny, prompt):
                     model(ids, past_key_values=kv.new_cache())
             else:
                 model(ids, past_key_values=kv.new_cache())
+
+
+def test_attention_that_is_computed_twice(tiny, probe, prompt):
+    """Of the second call nothing would be in the cache."""
+    model, (ids, _) = tiny("diffllama"), prompt(9)
+    with (
+        attach(model, probe(source="post_rope")) as kv,
+        pytest.raises(UsageError, match="DiffLlamaAttention computes attention twice"),
+    ):
+        model(ids, past_key_values=kv.new_cache())
+
+
+def test_keys_that_are_normalized_after_rope_are_kept_after_it(tiny, probe, prompt):
+    model, (ids, _) = tiny("hunyuan"), prompt(9)
+    refused(model, probe(), "no rotation")
+    with attach(model, probe(source="post_rope", codec="identity")) as kv:
+        cache = kv.new_cache()
+        found = torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(9)], dim=1)
+    torch.testing.assert_close(found, model(ids).logits, atol=2e-5, rtol=1e-4)

@@ -21,6 +21,10 @@ FAMILIES = {
     "glm": {},
     "cohere": {"use_qk_norm": True},
     "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "persimmon": {},
+    "gpt2": {},
+    "opt": {"ffn_dim": 80, "word_embed_proj_dim": 64},
 }
 
 
@@ -68,13 +72,17 @@ def test_nothing_is_left_on_the_model(tiny):
     assert [name for name, _ in attention_modules(model)] == [f"model.layers.{i}.self_attn" for i in range(3)]
 
 
-def test_a_model_of_another_build_is_refused():
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+def test_models_of_another_build_are_refused(tiny):
+    from transformers import BloomConfig, BloomForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
 
-    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 8}
-    model = GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=20, **sizes))
-    with pytest.raises(UsageError, match="self_attn"):
-        iter_attention(model)
+    bloom = BloomForCausalLM(BloomConfig(vocab_size=20, hidden_size=32, n_head=2, n_layer=1))
+    with pytest.raises(UsageError, match="layer 0 has none of self_attn, attention, attn"):
+        iter_attention(bloom)
+    latent = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(vocab_size=20, intermediate_size=8, **sizes, **latent))
+    with pytest.raises(UsageError, match="caches keys of shape .* not supported"):
+        iter_attention(model, taps=False)
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved", "none"])
