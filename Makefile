@@ -87,6 +87,7 @@ compare: compare-fair compare-paper  ## Compare all methods at 4, 3, 2 and 1 bit
 	test $$windows = fair && echo "## Equal windows" || echo "## Each paper's own windows"
 	cp $(COMPARED)-$$windows/plot.png docs/comparison-$$windows.png
 	echo; echo "![scores over measured bits](comparison-$$windows.png)"; echo
+	cat $(COMPARED)-$$windows/claims.md; echo
 	$(KVQ) results $(COMPARED)-$$windows --format markdown; echo
 	done; } > docs/COMPARISON.md
 	echo "written: docs/COMPARISON.md"

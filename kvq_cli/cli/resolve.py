@@ -128,16 +128,17 @@ def _load(folder: Path, method: str | None, given: Mapping) -> Artifact:
 
 def _overridden(artifact: Artifact, given: Mapping) -> Artifact:
     """The artifact with other values of the options that do not change what is calibrated (`runtime` options)."""
-    from kvq_cli.methods.registry import build, method_class
+    from kvq_cli.methods.registry import build, from_config, method_class
 
     config = artifact.method_config
+    held = from_config(config)  # an older artifact does not name an option that came later
     runtime = {f.name for f in dataclasses.fields(method_class(config["name"])) if f.metadata.get("runtime")}
     wanted = build(config["name"], **given)
-    changed = {key: getattr(wanted, key) for key in given if getattr(wanted, key) != config[key]}
+    changed = {key: getattr(wanted, key) for key in given if getattr(wanted, key) != getattr(held, key)}
     for key, value in changed.items():
         if key not in runtime:
             raise UsageError(
-                f"{key}={value}: the artifact {artifact.path} was calibrated with {key}={config[key]}; "
+                f"{key}={value}: the artifact {artifact.path} was calibrated with {key}={getattr(held, key)}; "
                 "calibrate again with the other value"
             )
     return dataclasses.replace(artifact, config={**artifact.config, "method": {**config, **changed}})

@@ -32,6 +32,12 @@ class CodebookMethod(Method):
     outliers: float = option(0.0, "fraction of the numbers kept in 16 bits (thesis: 0.01)", at_least=0.0, at_most=1.0)
     sinks: int = option(8, "first tokens that stay exact", at_least=0, runtime=True)
     recent: int = option(0, "newest tokens that always stay exact", at_least=0, runtime=True)
+    buffer: int | None = option(
+        None,
+        "new tokens stay exact until a multiple of so many are there; none: a chunk, with outliers their block",
+        at_least=1,
+        runtime=True,
+    )
     fisher: bool = option(True, "weight k-means by squared gradients")
 
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
@@ -46,7 +52,7 @@ class CodebookMethod(Method):
             codec = codec_of(own, found, shape, f"layers.{layer}.{kind}")
             # A layer of a hybrid waits for whole chunks of tokens whatever shape it has: packing token by token costs
             # a CPU a tenth of the decode step, and all layers then keep the same tokens exact.
-            flush = math.lcm(codec.block_tokens, *(block.tokens for block in own.shapes))
+            flush = math.lcm(codec.block_tokens, self.buffer or 1, *(block.tokens for block in own.shapes))
             return StreamPlan(source, codec, Window(self.sinks, self.recent, flush))
 
         return LayerPlan(keys=stream("pre_rope", "k", spec.keys), values=stream("value", "v", spec.values))

@@ -10,16 +10,17 @@ from typing import Any
 
 from kvq_cli.evaluation.formats import markdown, with_best
 from kvq_cli.evaluation.paired import Difference, differences
-from kvq_cli.evaluation.tabulate import EXACT, tabulate
+from kvq_cli.evaluation.tabulate import EXACT, Table, tabulate
 from kvq_cli.files import write_json, write_text
 from kvq_cli.reproduction.against import Agreement, Beside, beside
 from kvq_cli.reproduction.targets import Target
 
-TABLE, DIFFERENCES = "table.md", "differences.json"
+TABLE, DIFFERENCES, CLAIMS = "table.md", "differences.json", "claims.md"
 
 
 def write_report(target: Target, model: str, folder: Path) -> None:
-    """Write `table.md` and `differences.json` beside the target's `comparison.json`."""
+    """Write `table.md` and `differences.json` beside the target's `comparison.json`; where the target has `pairs`,
+    `claims.md`: whether the methods that papers call better are."""
     methods = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))["methods"]
     baseline = next((label for label in methods if label != EXACT), next(iter(methods)))
     found = differences(folder, methods, baseline)
@@ -31,9 +32,31 @@ def write_report(target: Target, model: str, folder: Path) -> None:
     parts += [markdown(table.titles, with_best(table, "**{}**"))]
     if side := beside(target, methods, model):
         parts += ["## Beside the paper", markdown(side.columns, side.lines), *agreement_lines(side)]
+    if target.pairs:
+        write_text(folder / CLAIMS, markdown(*claims_table(target, folder, methods, table)) + "\n")
     if found:
         parts += [f"## Differences to {baseline}", f"{CAPTION}.", markdown(*difference_table(found))]
     write_text(folder / TABLE, "\n\n".join(part for part in parts if part) + "\n")
+
+
+def claims_table(
+    target: Target, folder: Path, methods: Mapping[str, Mapping], table: Table
+) -> tuple[list[str], list[list[Any]]]:
+    """Of each pair: both methods' perplexity, KL and bits, the difference of their losses, and whether the perplexity
+    is lower; `?` where the difference may be chance."""
+    columns = ["paper", "better", "than", "perplexity", "KL to fp16", "bits measured", "difference in loss", "holds"]
+    shown = {title: table.column(title) for title in columns[3:6]}
+    rows = []
+    for paper, better, than in target.pairs:
+        losses = differences(folder, {name: methods[name] for name in (better, than)}, than)[better]
+        loss = next(one for name, one in losses.items() if name.endswith("loss"))
+        both = [
+            f"{one[better].value:.{digits}g} against {one[than].value:.{digits}g}"
+            for one, digits in zip(shown.values(), (4, 3, 3), strict=True)
+        ]
+        verdict = ("yes" if loss.mean < 0 else "no") + ("" if loss.differs else "?")
+        rows.append([paper, better, than, *both, _interval(loss), verdict])
+    return columns, rows
 
 
 CAPTION = "On the same samples, with 95 % confidence intervals; losses and KL in nats per token, scores in percent"

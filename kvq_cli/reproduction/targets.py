@@ -47,6 +47,7 @@ class Target:
     into: str | None = None
     config: str | None = None
     options: str = ""
+    pairs: tuple[tuple[str, str, str], ...] = ()
 
     @property
     def runs(self) -> bool:

@@ -116,3 +116,14 @@ def test_refusals(shape, shape_of, tensors_for):
     tensors = tensors_for(method.calibration(shape), shape, [0, 0])
     with pytest.raises(KvqError, match=r"no tensor layers.0.k.centroids.channel"):
         method.plan(0, shape, {"k.choice": tensors["k.choice"]})
+
+
+def test_a_buffer_makes_the_codebook_methods_keep_the_same_tokens_exact(shape, tensors_for):
+    """Without it each waits for its own block: one token, a chunk, or the block that shares outliers."""
+    windows, own = set(), set()
+    for name in ("channelkv", "temporalkv", "kvquant"):
+        for outliers in (0.0, 0.01):
+            own.add(plan_for(build(name, bits=2, outliers=outliers), shape, tensors_for).keys.window.flush)
+            plan = plan_for(build(name, bits=2, outliers=outliers, buffer=32), shape, tensors_for)
+            windows |= {plan.keys.window, plan.values.window}
+    assert windows == {Window(8, 0, 32)} and own == {1, 4, 32}
