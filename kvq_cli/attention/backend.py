@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvq_cli.attention import torch_backend
+from kvq_cli.attention.scores import FORMS, PLAIN, ScoreForm
 from kvq_cli.attention.taps import AttentionSite
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.errors import UsageError
@@ -23,11 +24,18 @@ BACKENDS = ("auto", "triton", "torch")
 class Backend(Protocol):
     """Two functions over the layer's streams, whose `forward` describes the pass and which hold its tokens already."""
 
-    def decode_attention(self, query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
+    def decode_attention(self, query: Tensor, layer: CompressedLayer, scaling: float, form: ScoreForm) -> Tensor:
         """One query per row: `query` `[batch, query_heads, 1, head_dim]` -> the same shape."""
 
     def prefill_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, layer: CompressedLayer, scaling: float, compressed: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layer: CompressedLayer,
+        scaling: float,
+        compressed: bool,
+        form: ScoreForm,
     ) -> Tensor:
         """Several queries per row: `[batch, query_heads, columns, head_dim]` -> the same shape, zeros for pads.
 
@@ -48,13 +56,20 @@ class ChosenBackend:
         """Does not PyTorch compute this layer's attention?"""
         return self._by_layer[layer] is not torch_backend
 
-    def decode_attention(self, query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
-        return self._by_layer[layer.index].decode_attention(query, layer, scaling)
+    def decode_attention(self, query: Tensor, layer: CompressedLayer, scaling: float, form: ScoreForm) -> Tensor:
+        return self._by_layer[layer.index].decode_attention(query, layer, scaling, form)
 
     def prefill_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, layer: CompressedLayer, scaling: float, compressed: bool
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        layer: CompressedLayer,
+        scaling: float,
+        compressed: bool,
+        form: ScoreForm,
     ) -> Tensor:
-        return self._by_layer[layer.index].prefill_attention(query, key, value, layer, scaling, compressed)
+        return self._by_layer[layer.index].prefill_attention(query, key, value, layer, scaling, compressed, form)
 
 
 def check_backend(name: str) -> None:
@@ -84,7 +99,9 @@ def choose_backend(name: str, device: torch.device, layers: Sequence[tuple[Atten
         )
     refused: dict[str, list[int]] = {}
     for site, plan in layers:
-        if plan.keys.source == "input":
+        if unusual := FORMS.get(site.module, PLAIN).unusual:
+            why = unusual
+        elif plan.keys.source == "input":
             why = remade.unsupported(site, plan)
         else:
             why = kernels.unsupported(plan, site.rotation)

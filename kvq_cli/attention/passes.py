@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from kvq_cli.attention.scores import FORMS, PLAIN, ScoreForm
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.rows import stalls
 from kvq_cli.errors import UsageError
@@ -51,13 +52,23 @@ def attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: `[batch, heads, tokens, head_dim]` -> `[batch, tokens, heads, head_dim]`."""
     _refuse_unknown(module, dropout, kwargs)
+    form = FORMS[module] = ScoreForm(softcap, s_aux) if softcap is not None or s_aux is not None else PLAIN
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+
+    def uncompressed() -> tuple[Tensor, None]:
+        if form is PLAIN:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return form.attention(query, key, value, attention_mask, scaling), None
+
     ahead = AHEAD.get(module)
     if ahead is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return uncompressed()
     if ahead.done:
         raise UsageError(f"{type(module).__name__} computes attention twice in a pass, of numbers that are cached once")
     layer, attached = ahead.layer, ahead.attached
@@ -70,18 +81,17 @@ def attention(
     compressed = attached.prefill == "compressed"
     if forward.is_first and not compressed:
         layer.release()
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return uncompressed()
     if forward.columns == 1:
-        out = attached.backend.decode_attention(query, layer, scaling)
+        out = attached.backend.decode_attention(query, layer, scaling, form)
     else:
-        out = attached.backend.prefill_attention(query, key, value, layer, scaling, compressed)
+        out = attached.backend.prefill_attention(query, key, value, layer, scaling, compressed, form)
     layer.release()
     return out.transpose(1, 2).contiguous(), None
 
 
 def _refuse_unknown(module: nn.Module, dropout: float, kwargs: dict) -> None:
-    """UsageError for attention that is more than softmax(scaling q K^T + mask) V."""
+    """UsageError for attention that is more than softmax(scaling q K^T + mask) V in a form that `ScoreForm` knows."""
     if dropout:
         raise UsageError("kvq computes no attention dropout: call model.eval() first")
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:

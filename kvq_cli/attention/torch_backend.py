@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvq_cli.attention.rotary import TILE as ROTATION_TILE
 from kvq_cli.attention.rotary import Rotation
+from kvq_cli.attention.scores import PLAIN, ScoreForm
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.rows import Run
 from kvq_cli.cache.stream import Stream
@@ -28,20 +29,26 @@ DECODE_NUMBERS = 1 << 19
 PREFILL_TILE = 512
 
 
-def decode_attention(query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
+def decode_attention(query: Tensor, layer: CompressedLayer, scaling: float, form: ScoreForm = PLAIN) -> Tensor:
     """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; see `Backend`."""
     runs = layer.forward.runs
     if len(runs) == 1 and runs[0].pads == 0:
-        return _decode(query, layer, runs[0], scaling)
+        return _decode(query, layer, runs[0], scaling, form)
     out = torch.zeros_like(query)
     for run in runs:
         if run.pads == 0:
-            out[run.rows] = _decode(query[run.rows], layer, run, scaling)
+            out[run.rows] = _decode(query[run.rows], layer, run, scaling, form)
     return out
 
 
 def prefill_attention(
-    query: Tensor, key: Tensor, value: Tensor, layer: CompressedLayer, scaling: float, compressed: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layer: CompressedLayer,
+    scaling: float,
+    compressed: bool,
+    form: ScoreForm = PLAIN,
 ) -> Tensor:
     """Causal attention of several queries per row; see `Backend`."""
     out = torch.zeros_like(query)
@@ -49,17 +56,17 @@ def prefill_attention(
         if run.tokens > run.past:
             own = [x[run.rows, :, run.pads :].float() for x in (query, key, value)]
             tails = layer.tails[number] if layer.tails else (None, None)
-            out[run.rows, :, run.pads :] = _prefill(*own, layer, run, tails, scaling, compressed).to(out.dtype)
+            out[run.rows, :, run.pads :] = _prefill(*own, layer, run, tails, scaling, compressed, form).to(out.dtype)
     return out
 
 
 # -- one query per row -------------------------------------------------------------------------------------------
 
 
-def _decode(query: Tensor, layer: CompressedLayer, run: Run, scaling: float) -> Tensor:
+def _decode(query: Tensor, layer: CompressedLayer, run: Run, scaling: float, form: ScoreForm) -> Tensor:
     heads, start = layer.kv_heads, _first_seen(layer, run.tokens - 1)
     q = (query.float() * scaling).reshape(query.shape[0], heads, -1, query.shape[3])  # [rows, kv_heads, group, dim]
-    weights = _key_scores(q, layer, run, start).softmax(dim=-1)
+    weights = form.weights(form.capped(_key_scores(q, layer, run, start)))
     return _value_sum(weights, layer, run, start).to(query.dtype).view(query.shape)
 
 
@@ -190,6 +197,7 @@ def _prefill(
     tails: tuple[Tensor | None, Tensor | None],
     scaling: float,
     compressed: bool,
+    form: ScoreForm,
 ) -> Tensor:
     """One run's queries (pads cut off), float32: online softmax over tiles of tokens, tiles of queries inside."""
     turn = None if layer.plan.keys.source == "post_rope" else layer.rotation
@@ -200,12 +208,14 @@ def _prefill(
     shape = q.shape[:-1]
     out, total = torch.zeros_like(q), q.new_zeros(*shape, 1)
     top = q.new_full((*shape, 1), -torch.inf)
+    if form.sinks is not None:  # a logit that came before all tokens
+        top, total = form.sink_logits(q).clone(), torch.ones_like(total)
     for first, last in _tiles(run.tokens, [*keys.cuts(), *values.cuts()], _first_seen(layer, run.past)):
         forms = [(side, side.exact(first, last), side.packed(first, last)) for side in (keys, values)]
         for begin in range(max(0, first - run.past) // PREFILL_TILE * PREFILL_TILE, columns, PREFILL_TILE):
             part = slice(begin, min(begin + PREFILL_TILE, columns))
             tile = _Tile(first, last, run.past + begin, run.past + part.stop, layer.sliding_window, q.device)
-            _accumulate(q[:, :, :, part], *(x[:, :, :, part] for x in (out, total, top)), tile, *forms)
+            _accumulate(q[:, :, :, part], *(x[:, :, :, part] for x in (out, total, top)), tile, form, *forms)
     return (out / total).flatten(1, 2)
 
 
@@ -252,9 +262,11 @@ class _Tile:
         return self.tokens < edges.unsqueeze(1)
 
 
-def _accumulate(q: Tensor, out: Tensor, total: Tensor, top: Tensor, tile: _Tile, keys: tuple, values: tuple) -> None:
+def _accumulate(
+    q: Tensor, out: Tensor, total: Tensor, top: Tensor, tile: _Tile, form: ScoreForm, keys: tuple, values: tuple
+) -> None:
     """One step of the online softmax, in place: out, total and top of a tile's queries take in its tokens."""
-    scores = _mixed_scores(q, tile, *keys)
+    scores = form.capped(_mixed_scores(q, tile, *keys))
     hidden = tile.hidden()
     if hidden is not None:
         scores.masked_fill_(hidden, -torch.inf)

@@ -26,6 +26,8 @@ FAMILIES = {
     "persimmon": {},
     "gpt2": {},
     "opt": {"ffn_dim": 80, "word_embed_proj_dim": 64},
+    "gemma2": {"attn_logit_softcapping": 2.0, "sliding_window": 7},
+    "gptoss": {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 7},
 }
 SLIDING = {
     "mistral": {"sliding_window": 9},
@@ -153,6 +155,14 @@ def test_without_its_cache_the_model_is_itself(tiny, probe, prompt):
     with attach(model, probe(), prefill="compressed"):
         assert torch.equal(model(ids, attention_mask=mask).logits, own)
         assert torch.equal(model(ids, attention_mask=mask, use_cache=False).logits, own)
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gptoss"])
+def test_without_its_cache_scores_keep_their_form(tiny, probe, prompt, family):
+    model, (ids, mask) = tiny(family, **FAMILIES[family]), prompt(20, pads=(0, 4))
+    own = model(ids, attention_mask=mask).logits[mask.bool()]
+    with attach(model, probe()):
+        close(model(ids, attention_mask=mask).logits[mask.bool()], own)
 
 
 def test_nested_attaches_keep_apart(tiny, probe, prompt):

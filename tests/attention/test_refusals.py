@@ -23,8 +23,6 @@ def refused(model, method, says: str, **options) -> None:
 @pytest.mark.parametrize(
     "family, options, says",
     [
-        ("gptoss", {}, "s_aux"),
-        ("gemma2", {}, "softcap"),
         ("gemma3", {"use_bidirectional_attention": True}, "not causal"),
         ("llama4", {"attention_chunk_size": 8}, "chunked_attention"),
     ],

@@ -179,6 +179,19 @@ def test_what_kernels_do_not_read_is_refused_or_left_to_torch(one_layer, method,
     assert chosen.summary.startswith("torch (all layers: ") and says in chosen.summary
 
 
+@pytest.mark.parametrize(
+    ("family", "says"), [("gemma2", "its scores are capped"), ("gptoss", "a logit without a value")]
+)
+def test_scores_of_another_form_are_left_to_torch(tiny, family, says):
+    model = tiny(family, **({"num_local_experts": 2, "num_experts_per_tok": 1} if family == "gptoss" else {}))
+    method = build("kivi", group=16, **WINDOWS)
+    with pytest.raises(UsageError, match=f"all layers: .*{says}"), attach(model, method, backend="triton"):
+        pass
+    with attach(model, method) as kv:
+        layers = list(zip(kv._sites, kv._plans, strict=True))
+    assert choose_backend("auto", torch.device("cuda"), layers).summary.startswith("torch (all layers: ")
+
+
 def test_layers_that_kernels_do_not_read_are_left_to_torch(tiny):
     model = tiny("llama", head_dim=32).to(DEVICE)
     with attach(model, build("kivi", group=16, **WINDOWS)) as kv, attach(model, build("gear")) as other:

@@ -1,0 +1,58 @@
+"""What some models do to scores beside a softmax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, eq=False)
+class ScoreForm:
+    """softcap c: a score s is c tanh(s / c) (Gemma 2). sinks: `[query_heads]`, of each head a logit that takes part in
+    the softmax and has no value (GPT-OSS)."""
+
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+    @property
+    def unusual(self) -> str | None:
+        """What it does, in words; None: nothing."""
+        if self.softcap is not None:
+            return "its scores are capped"
+        return None if self.sinks is None else "its softmax has a logit without a value"
+
+    def capped(self, scores: Tensor) -> Tensor:
+        return scores if self.softcap is None else self.softcap * torch.tanh(scores / self.softcap)
+
+    def weights(self, scores: Tensor) -> Tensor:
+        """Of capped scores `[rows, kv_heads, group, ..., tokens]`; they add up to 1, less what the sink takes."""
+        if self.sinks is None:
+            return scores.softmax(dim=-1)
+        return torch.cat([scores, self.sink_logits(scores)], dim=-1).softmax(dim=-1)[..., :-1]
+
+    def sink_logits(self, scores: Tensor) -> Tensor:
+        """`[rows, kv_heads, group, ..., 1]` of the scores' shape."""
+        logits = self.sinks.to(scores.dtype).view(1, *scores.shape[1:3], *[1] * (scores.ndim - 4))
+        return logits.expand(scores.shape[:-1]).unsqueeze(-1)
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+        """`query` `[batch, heads, tokens, head_dim]`, `key` and `value` with fewer heads -> `[batch, tokens, heads,
+        head_dim]`. mask: as PyTorch takes it; where there is none and several queries, each sees what is before it."""
+        q = query.unflatten(1, (key.shape[1], -1))
+        scores = self.capped((q @ key.unsqueeze(2).transpose(3, 4)).float() * scaling)
+        if mask is None and query.shape[2] > 1:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+        if mask is not None:
+            seen = mask.unsqueeze(1) if mask.ndim == 4 else mask
+            hidden = torch.finfo(scores.dtype).min
+            scores = scores.masked_fill(~seen, hidden) if mask.dtype == torch.bool else scores + seen
+        out = self.weights(scores).to(value.dtype) @ value.unsqueeze(2)
+        return out.flatten(1, 2).transpose(1, 2).contiguous()
+
+
+PLAIN = ScoreForm()
+#: What attention modules were last seen to ask for.
+FORMS: WeakKeyDictionary[nn.Module, ScoreForm] = WeakKeyDictionary()
