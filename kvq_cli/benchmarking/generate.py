@@ -30,11 +30,12 @@ class Settings:
     rounds: int
     seed: int
 
-    def check(self, context: int) -> None:
-        """UsageError where a case does not fit the model's context."""
-        if max(self.contexts) + self.tokens > context:
+    def check(self, context: int, warm_up: int) -> None:
+        """UsageError where a case does not fit the model's context. warm_up: tokens that are decoded before others."""
+        decoded = warm_up + self.tokens
+        if max(self.contexts) + decoded > context:
             raise UsageError(
-                f"--context {max(self.contexts)} and {self.tokens} decoded tokens exceed the context of {context}"
+                f"--context {max(self.contexts)} and {decoded} decoded tokens exceed the context of {context}"
             )
 
     def cases(self) -> list[tuple[int, int]]:

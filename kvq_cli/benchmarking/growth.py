@@ -20,13 +20,15 @@ from kvq_cli.benchmarking.generate import synchronize
 from kvq_cli.benchmarking.machine import PeakMemory
 from kvq_cli.benchmarking.peers import Peer
 
+#: Tokens that are decoded before any is timed: by then kernels are compiled, and steps recorded where they are.
+WARM_UP = 10
 #: Batches that are tried between one that fits and one that does not.
 HALVINGS = 3
 
 
 @dataclass(frozen=True)
 class Growth:
-    """context: of the prompt. tokens: decoded at each batch, after one that is not counted. most: the largest batch.
+    """context: of the prompt. tokens: decoded at each batch, after those that warm up. most: the largest batch.
     seconds: for all peers together, shared out among them; what is found when they are over is kept."""
 
     context: int
@@ -74,14 +76,16 @@ def _at(model: PreTrainedModel, peer: Peer, batch: int, settings: Growth) -> dic
 def _decode(model: PreTrainedModel, peer: Peer, batch: int, settings: Growth) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(settings.seed)
     vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (1, settings.context + settings.tokens + 1), generator=generator).to(model.device)
+    ids = torch.randint(vocabulary, (1, settings.context + WARM_UP + settings.tokens), generator=generator).to(
+        model.device
+    )
     with peer.on(model) as new_cache, PeakMemory(model.device) as peak:
         cache = new_cache(ids.shape[1])
         _forward(model, ids[:, : settings.context], cache)
         cache.batch_repeat_interleave(batch)
         seconds = [
             _forward(model, ids[:, at : at + 1].expand(batch, 1), cache) for at in range(settings.context, ids.shape[1])
-        ][1:]
+        ][WARM_UP:]
         held = peer.nbytes(cache)
     return {
         "token_ms": round(1000 * sum(seconds) / len(seconds), 3),

@@ -67,6 +67,7 @@ def generate(
     if grow and len(contexts) > 1:
         raise UsageError(f"--grow measures one prompt length: give --context one number, not {context}")
     from kvq_cli.benchmarking.generate import Settings
+    from kvq_cli.benchmarking.growth import WARM_UP
     from kvq_cli.models import model_context
 
     settings = Settings(tuple(contexts), tuple(batches), tokens, rounds, seed)
@@ -76,7 +77,7 @@ def generate(
     documents = []
     for shape in shapes:
         loaded, name = load(model, shape, device, dtype, seed)
-        settings.check(model_context(loaded.config))
+        settings.check(model_context(loaded.config), WARM_UP if grow else 0)
         chosen = compared if shape is None else _random_compared(loaded, name, names, seed, **options)
         peers, skipped = _peers(out, chosen, bits, prefill, backend, quanto_too=not grow)
         document = {

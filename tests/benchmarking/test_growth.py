@@ -9,7 +9,7 @@ import torch
 
 from kvq_cli.attention.attach import attach
 from kvq_cli.benchmarking import growth
-from kvq_cli.benchmarking.growth import Growth, grow
+from kvq_cli.benchmarking.growth import WARM_UP, Growth, grow
 from kvq_cli.benchmarking.peers import Plain
 from kvq_cli.benchmarking.shapes import SHAPES, random_model
 from kvq_cli.benchmarking.stand_ins import RandomTokens, random_artifact
@@ -48,7 +48,7 @@ def test_throughput_counts_all_rows_and_memory_the_repeated_cache(tiny):
     assert [row["batch"] for row in rows] == [1, 4]
     for row in rows:
         assert row["tokens_s"] == pytest.approx(1000 * row["batch"] / row["token_ms"], rel=0.01)
-    assert rows[1]["cache_bytes"] == 4 * rows[0]["cache_bytes"] == 4 * 2 * 2 * 2 * 32 * 4 * (32 + 3)
+    assert rows[1]["cache_bytes"] == 4 * rows[0]["cache_bytes"] == 4 * 2 * 2 * 2 * 32 * 4 * (32 + WARM_UP + 2)
 
 
 @pytest.mark.parametrize(
