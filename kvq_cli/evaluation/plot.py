@@ -17,14 +17,21 @@ def plot_comparison(document: Mapping[str, Any], path: Path) -> None:
 
     document: what `kvq eval --compare` writes. A line joins the settings of one method that differ in bits alone.
     """
+    from matplotlib.lines import Line2D
+
     families = _families(document["methods"])
     panels = [panel for panel in (_perplexity, _divergence, _ruler) if any(panel(one) for one in _all(families))]
     figure = new_figure(1 + 5 * len(panels), 5.5)
     axes = figure.subplots(1, len(panels), squeeze=False)
+    # A method looks the same in all panels, also where one of them does not show all methods.
+    styles = {
+        name: {"color": f"C{number % 10}", "marker": MARKERS[number % len(MARKERS)], "markersize": 5, "lw": 1}
+        for number, name in enumerate(families)
+    }
     for axis, panel in zip(axes[0], panels, strict=True):
-        for number, (name, points) in enumerate(families.items()):
-            found = sorted((_bits(one), panel(one)[1]) for one in points if panel(one))
-            axis.plot(*zip(*found, strict=True), marker=MARKERS[number % len(MARKERS)], markersize=5, lw=1, label=name)
+        for name, points in families.items():
+            if found := sorted((_bits(one), panel(one)[1]) for one in points if panel(one)):
+                axis.plot(*zip(*found, strict=True), label=name, **styles[name])
         axis.set_ylabel(next(panel(one)[0] for one in _all(families) if panel(one)))
         axis.set_xlabel("measured bits per cached number")
         axis.set_xscale("log", base=2)
@@ -32,7 +39,8 @@ def plot_comparison(document: Mapping[str, Any], path: Path) -> None:
         axis.grid(alpha=0.3)
         if panel is not _ruler:
             axis.set_yscale("log")
-    figure.legend(handles=axes[0][0].lines, loc="lower center", ncols=5, fontsize=8, frameon=False)
+    shown = [Line2D([], [], label=name, **style) for name, style in styles.items()]
+    figure.legend(handles=shown, loc="lower center", ncols=5, fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.05 + 0.035 * -(-len(families) // 5), 1, 1))
     save(figure, path)
 

@@ -1,0 +1,28 @@
+"""The picture of a comparison."""
+
+from __future__ import annotations
+
+import matplotlib.figure
+
+from kvq_cli.evaluation import plot
+
+
+def method(name: str, bits: int, kl: float) -> dict:
+    return {
+        "config": {"method": {"name": name, "bits": bits}},
+        "cache": {"perplexity-1024": {"measured_bits": bits + 1.0}},
+        "results": {"perplexity": {"perplexity,none": 30 + kl, "kl,none": kl}},
+    }
+
+
+def test_a_method_looks_the_same_in_all_panels_and_in_the_legend(monkeypatch, tmp_path):
+    figures: list[matplotlib.figure.Figure] = []
+    monkeypatch.setattr(plot, "save", lambda figure, path: figures.append(figure))
+    exact = {**method("fp16", 16, 0.0), "config": {"method": {"name": "fp16"}}}  # not in the panel of KL
+    found = {"fp16": exact, "kivi-2bit": method("kivi", 2, 0.1), "kivi-4bit": method("kivi", 4, 0.01)}
+    plot.plot_comparison({"methods": {**found, "gear-2bit": method("gear", 2, 0.05)}}, tmp_path / "x.png")
+    [figure] = figures
+    looks = [{line.get_label(): (line.get_color(), line.get_marker()) for line in panel.lines} for panel in figure.axes]
+    assert [list(panel) for panel in looks] == [["fp16", "kivi", "gear"], ["kivi", "gear"]]
+    legend = {line.get_label(): (line.get_color(), line.get_marker()) for line in figure.legends[0].get_lines()}
+    assert legend == looks[0] and looks[1].items() <= legend.items() and len(set(legend.values())) == 3
