@@ -1,8 +1,12 @@
 """Codebook entries fetched whole: one load of 4, 8 or 16 bytes per code brings all its numbers.
 
-A tile is L tiles of R tokens, tokens i, L + i, 2 L + i, ... in the i-th: then the tokens of a code of l <= L tokens lie
-in the same place of l tiles. With RoPE the key in line n of tile i is R(start) R(i) R(n L) x: the first two turns are
-taken back from the query, so that one table of R rows turns the keys of all L tiles.
+A tile of the main loop is dealt to tiles of 16 lines, so that the tokens of a code lie in the same line of different
+ones (see `line_tokens`). With RoPE the key of token t of a code is R(start) R(t) R(within) x, where `within` is the
+place of the code's first token in the tile: the first two turns are taken back from the query, once for all codes.
+
+Numbers are loaded by the threads that hand them to the matrix unit: of the keys, 8 lines by 4 threads with numbers that
+follow each other; of the values, 8 threads with codes that do by 4 with lines that do. Triton gives the last axis of a
+load to a thread and those before it to threads, which is why tensors have four axes here.
 """
 
 from __future__ import annotations
@@ -10,57 +14,97 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.rope import position_turn, turn
+from kvq_kernels.decode_attention.rope import STEP, turn
 from kvq_kernels.decode_attention.spec import get
 
+#: Of a tile of scores: what a product of weights and values sums over.
+LINES = tl.constexpr(16)
+
 
 @triton.constexpr_function
-def gathers(spec, style, width, columns, keys):
-    """Whether a side can be read so: 256 entries of 2, 4 or 8 float16 numbers, whole pieces of `columns` codes, turned
-    pairs in different ones."""
+def gathers(spec, style, width, keys):
+    """Whether a side can be read so: 256 entries of 2, 4 or 8 float16 numbers, whole planes, turned pairs in different
+    codes."""
     size = spec.tokens * spec.channels
-    fits = spec.kind == "codebook" and spec.bits == 8 and spec.half and not spec.token_scaled
+    fits = spec.kind == "codebook" and spec.bits == 8 and spec.half and not spec.token_scaled and spec.whole
     fits = fits and size in (2, 4, 8) and spec.share % spec.channels == 0
-    fits = fits and spec.dim % (2 * columns * spec.channels) == 0
-    return fits and (not keys or style == "none" or (style == "half" and width // 2 % spec.channels == 0))
+    if not keys:
+        return fits and spec.dim % (8 * value_codes(spec) * spec.channels) == 0
+    plane = 4 * key_width(spec)
+    if style == "none":
+        return fits and spec.dim % plane == 0
+    return fits and spec.dim % (2 * plane) == 0 and style == "half" and width // 2 % spec.channels == 0
 
 
 @triton.constexpr_function
-def turned_columns(spec, width):
-    """Columns of codes between a turned pair's two."""
-    return width // 2 // spec.channels
+def key_width(spec):
+    """Numbers of a key that a thread has beside each other, in fours: Triton's layout of an operand of a product has as
+    many together as codes, which they came from, make 32 bits."""
+    return 4 if spec.channels == 1 else 8
 
 
 @triton.constexpr_function
-def column_planes(spec, columns):
-    return spec.dim // spec.channels // columns
+def value_codes(spec):
+    """Codes of a row of values that a thread has beside each other."""
+    return 4 if spec.dim // spec.channels % 32 == 0 else 2
 
 
 @triton.jit
-def entries(side, S: tl.constexpr, line, column):
-    """The entries of the codes in rows `line` [n], columns `column` [E], as integers: (numbers 0 ... 3, numbers 4 ...
-    7), int32 of two numbers, int64 of four; the second is the first where there are no more than four."""
+def entries(side, S: tl.constexpr, codes, row, column, FIRST: tl.constexpr):
+    """The entries of codes in rows `row` [A, 8 or 1, 4 or 1, 1] from `codes` on, columns FIRST + `column` [1, 8 or 1, 4
+    or 1, B]: float16 [B, A, 8, 4, tokens, channels]."""
     C: tl.constexpr = get(S, "channels")
     SIZE: tl.constexpr = get(S, "tokens") * C
-    code = tl.load(side[0] + line[:, None] * (get(S, "dim") // C) + column[None, :])
-    # Unsigned: the address is then one register beside a base that all threads share.
-    place = (column * C // get(S, "share") * 256)[None, :].to(tl.uint32) + code.to(tl.uint32)
+    code = tl.permute(tl.load(codes + row * (get(S, "dim") // C) + (FIRST + column)), (3, 0, 1, 2))
+    book = tl.permute((FIRST + column) * C // get(S, "share") * 256, (3, 0, 1, 2))
+    # As steps of a pointer to whole entries (or halves): the compiler then shifts and adds in one.
     if SIZE == 2:
-        found = tl.load(side[1].to(tl.pointer_type(tl.int32), bitcast=True) + place)
-        return found, found
-    elif SIZE == 4:
-        found = tl.load(side[1].to(tl.pointer_type(tl.int64), bitcast=True) + place)
-        return found, found
+        place = side[1].to(tl.pointer_type(tl.int32), bitcast=True) + book + code.to(tl.uint32)
     else:
-        table = side[1].to(tl.pointer_type(tl.int64), bitcast=True) + place * 2
-        return tl.load(table), tl.load(table + 1)
+        place = (
+            side[1].to(tl.pointer_type(tl.int64), bitcast=True) + book * (SIZE // 4) + code.to(tl.uint32) * (SIZE // 4)
+        )
+    place = place.to(tl.pointer_type(tl.float16), bitcast=True)
+    place = tl.multiple_of(place, (2 * SIZE, 2 * SIZE, 2 * SIZE, 2 * SIZE))
+    x = tl.load(place[:, :, :, :, None] + tl.arange(0, SIZE)[None, None, None, None, :])
+    return tl.reshape(x, [code.shape[0], code.shape[1], 8, 4, get(S, "tokens"), C])
 
 
 @triton.jit
-def entry_number(low, high, r: tl.constexpr):
-    """Number r of entries, float16."""
-    word = low if r < 4 else high
-    return (word >> (16 * (r % 4))).to(tl.int16).to(tl.float16, bitcast=True)
+def apart(x, A: tl.constexpr, B: tl.constexpr, COUNT: tl.constexpr):
+    """The COUNT tensors [A, B] that x [A, B, COUNT] consists of."""
+    if COUNT == 1:
+        return (tl.reshape(x, [A, B]),)
+    elif COUNT == 2:
+        return tl.split(x)
+    elif COUNT == 4:
+        even, odd = tl.split(tl.reshape(x, [A, B, 2, 2]))
+        x0, x2 = tl.split(even)
+        x1, x3 = tl.split(odd)
+        return x0, x1, x2, x3
+    else:
+        even, odd = tl.split(tl.reshape(x, [A, B, 4, 2]))
+        x0, x2, x4, x6 = apart(even, A, B, 4)
+        x1, x3, x5, x7 = apart(odd, A, B, 4)
+        return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@triton.jit
+def key_numbers(k, S: tl.constexpr, codes, row, column, channel, T: tl.constexpr, FIRST: tl.constexpr):
+    """The numbers [2, 8, 4, V, tokens] of the codes, V to a thread, which belong to `channel` [1, 1, 4, V]."""
+    V: tl.constexpr = key_width(S)
+    x = entries(k, S, codes, row, column, FIRST).to(T)
+    x = tl.reshape(tl.permute(x, (1, 2, 3, 0, 5, 4)), [2, 8, 4, V, get(S, "tokens")])
+    return normalized(x, k, S, channel[:, :, :, :, None])
+
+
+@triton.jit
+def key_operands(y, S: tl.constexpr):
+    """[2, 8, 4, V, tokens] as one side of products, for each of a code's tokens."""
+    V: tl.constexpr = key_width(S)
+    TOKENS: tl.constexpr = get(S, "tokens")
+    y = tl.permute(tl.reshape(y, [2, 8, 4, V // 4, 4, TOKENS]), (0, 1, 3, 2, 4, 5))
+    return apart(tl.reshape(y, [LINES, 4 * V, TOKENS]), LINES, 4 * V, TOKENS)
 
 
 @triton.jit
@@ -70,149 +114,184 @@ def exchanged(tiles, i: tl.constexpr, tile):
 
 
 @triton.jit
+def line_tokens(line, i: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr):
+    """Places in a tile of the tokens in lines `line` of its i-th tile: runs of R blocks of tokens make BLOCK tiles."""
+    return line * BLOCK + (i // BLOCK * (R * BLOCK) + i % BLOCK)
+
+
+@triton.jit
 def normalized(x, side, S: tl.constexpr, channel):
     """x std + mean, where the side has them."""
     if get(S, "scaled"):
-        return x * tl.load(side[3] + channel).to(x.dtype)[None, :] + tl.load(side[2] + channel).to(x.dtype)[None, :]
+        return tl.fma(x, tl.load(side[3] + channel).to(x.dtype), tl.load(side[2] + channel).to(x.dtype))
     else:
         return x
 
 
 @triton.jit
-def gather_queries(
-    q, S: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, E: tl.constexpr
-):
-    """[M, E] for each plane of columns and each channel of a code; with RoPE the two of a pair follow each other."""
-    D: tl.constexpr = get(S, "dim")
-    C: tl.constexpr = get(S, "channels")
-    member = tl.arange(0, M)[:, None]
-    mine = (member < GROUP) & (tl.arange(0, E)[None, :] >= 0)
-    queries = ()
-    if STYLE == "none":
-        for j in tl.static_range(column_planes(S, E)):
-            for c in tl.static_range(C):
-                channel = (j * E + tl.arange(0, E)) * C + c
-                queries = queries + (tl.load(q + member * D + channel[None, :], mask=mine, other=0.0),)
+def pairs(place, HALF: tl.constexpr, ALL: tl.constexpr):
+    """The two of each pair `place` of ALL columns, of which 2 HALF are turned; others are paired as they are left."""
+    if 2 * HALF == ALL:
+        return place, place + HALF
     else:
-        for j in tl.static_range(column_planes(S, E) // 2):
-            first, second = pair_columns(j, S, WIDTH, E)
-            for c in tl.static_range(C):
-                q1 = tl.load(q + member * D + (first * C + c)[None, :], mask=mine, other=0.0)
-                q2 = tl.load(q + member * D + (second * C + c)[None, :], mask=mine, other=0.0)
-                queries = queries + (q1.to(tl.float32), q2.to(tl.float32))
-    return queries
+        turned = place < HALF
+        return tl.where(turned, place, place + HALF), tl.where(turned, place + HALF, place + ALL // 2)
 
 
 @triton.jit
-def pair_columns(j: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, E: tl.constexpr):
-    """The two columns of codes of each of E pairs; those that are not turned are paired as they are left."""
-    HALF: tl.constexpr = turned_columns(S, WIDTH)
-    COLUMNS: tl.constexpr = get(S, "dim") // get(S, "channels")
-    pair = j * E + tl.arange(0, E)
-    if HALF * 2 == COLUMNS:
-        return pair, pair + HALF
-    else:
-        turned = pair < HALF
-        return tl.where(turned, pair, pair + HALF), tl.where(turned, pair + HALF, pair + COLUMNS // 2)
+def query_operand(a, T: tl.constexpr, M: tl.constexpr, V: tl.constexpr):
+    """[1, M, 4, V] as the other side of products with keys."""
+    a = tl.permute(tl.reshape(a.to(T), [M, 4, V // 4, 4]), (0, 2, 1, 3))
+    return tl.trans(tl.reshape(a, [M, 4 * V]))
+
+
+@triton.jit
+def turn_back(q1, q2, table, at, pair, WIDTH: tl.constexpr, D: tl.constexpr):
+    """Pairs turned back by what row `at` of a table says."""
+    cos, sin = turn(table, at, pair, WIDTH, D)
+    return q1 * cos + q2 * sin, q2 * cos - q1 * sin
 
 
 @triton.jit
 def gather_scores(
-    queries, k, S: tl.constexpr, begin, rope, start, STYLE: tl.constexpr, WIDTH: tl.constexpr,
-    M: tl.constexpr, L: tl.constexpr, R: tl.constexpr, E: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
+    q, k, S: tl.constexpr, begin, rope, start, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    M: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q . k of the tile that starts at packed token `begin`: L times float32 [M, R]."""
+    """q . k of the tile that starts at packed token `begin`: L times float32 [M, LINES]."""
     D: tl.constexpr = get(S, "dim")
     C: tl.constexpr = get(S, "channels")
     TOKENS: tl.constexpr = get(S, "tokens")
-    line = tl.arange(0, R)
+    V: tl.constexpr = key_width(S)
+    PLANE: tl.constexpr = 4 * V
+    line = tl.arange(0, 2)[:, None, None, None] * 8 + tl.arange(0, 8)[None, :, None, None]
+    member = tl.arange(0, M)[None, :, None, None]
+    thread = tl.arange(0, 4)[None, None, :, None]
+    number, code = thread * V + tl.arange(0, V), thread * (V // C) + tl.arange(0, V // C)
+    mine = (member < GROUP) & (number >= 0)
+    codes = k[0] + begin // TOKENS * (D // C)
+    tl.debug_barrier()  # else what is the same for all tiles is loaded before the loop, to more registers than are
     scores = ()
     for _ in tl.static_range(L):
-        scores = scores + (tl.zeros([R, M], tl.float32),)
+        scores = scores + (tl.zeros([LINES, M], tl.float32),)
     if STYLE == "none":
-        for j in tl.static_range(column_planes(S, E)):
-            column = j * E + tl.arange(0, E)
+        for j in tl.static_range(D // PLANE):
+            channel = j * PLANE + number
+            a = query_operand(tl.load(q + member * D + channel, mask=mine, other=0.0), T, M, V)
             for h in tl.static_range(L // TOKENS):
-                low, high = entries(k, S, begin // TOKENS + line * (L // TOKENS) + h, column)
-                for r in tl.static_range(TOKENS * C):
-                    x = normalized(entry_number(low, high, r).to(T), k, S, column * C + r % C)
-                    s = scores[h * TOKENS + r // C]
-                    s = tl.dot(x, tl.trans(queries[j * C + r % C].to(T)), s, input_precision=PRECISION)
-                    scores = exchanged(scores, h * TOKENS + r // C, s)
+                row = line_tokens(line, h * TOKENS, LINES, BLOCK) // TOKENS
+                x = key_operands(key_numbers(k, S, codes, row, code, channel, T, j * PLANE // C), S)
+                for t in tl.static_range(TOKENS):
+                    s = tl.dot(x[t], a, scores[h * TOKENS + t], input_precision=PRECISION)
+                    scores = exchanged(scores, h * TOKENS + t, s)
     else:
-        for j in tl.static_range(column_planes(S, E) // 2):
-            tl.debug_barrier()  # what belongs to a plane is loaded when it is needed: no registers for all of them
-            first, second = pair_columns(j, S, WIDTH, E)
-            turned = ()
-            for c in tl.static_range(C):
-                pair = (j * E + tl.arange(0, E)) * C + c
-                cos, sin = position_turn(rope, start + begin + tl.zeros([1], tl.int32), pair, WIDTH, D)
-                q1, q2 = queries[2 * (j * C + c)], queries[2 * (j * C + c) + 1]
-                turned = turned + (q1 * cos + q2 * sin, q2 * cos - q1 * sin)
+        coarse = rope[0] + (start + begin) // STEP * WIDTH
+        fine = rope[1] + (start + begin) % STEP * WIDTH
+        for j in tl.static_range(D // PLANE // 2):
+            pair = j * PLANE + number
+            c1, c2 = pairs(pair, WIDTH // 2, D)
+            q1 = tl.load(q + member * D + c1, mask=mine, other=0.0).to(tl.float32)
+            q2 = tl.load(q + member * D + c2, mask=mine, other=0.0).to(tl.float32)
+            q1, q2 = turn_back(q1, q2, coarse, 0 * member, pair, WIDTH, D)
+            q1, q2 = turn_back(q1, q2, fine, 0 * member, pair, WIDTH, D)
+            back = (query_operand(q1, T, M, V), query_operand(q2, T, M, V))
+            for t in tl.static_range(1, TOKENS):
+                a1, a2 = turn_back(q1, q2, rope[1] + t * WIDTH, 0 * member, pair, WIDTH, D)
+                back = back + (query_operand(a1, T, M, V), query_operand(a2, T, M, V))
             for h in tl.static_range(L // TOKENS):
-                row = begin // TOKENS + line * (L // TOKENS) + h
-                low1, high1 = entries(k, S, row, first)
-                low2, high2 = entries(k, S, row, second)
-                for r in tl.static_range(TOKENS * C):
-                    pair = (j * E + tl.arange(0, E)) * C + r % C
-                    x1 = normalized(entry_number(low1, high1, r).to(T), k, S, first * C + r % C)
-                    x2 = normalized(entry_number(low2, high2, r).to(T), k, S, second * C + r % C)
-                    cos, sin = turn(rope[1 if tl.float32 == T else 2], line[:, None] * L, pair[None, :], WIDTH, D)
-                    y1, y2 = x1 * cos - x2 * sin, x2 * cos + x1 * sin
-                    q1, q2 = turned[2 * (r % C)], turned[2 * (r % C) + 1]
-                    cos, sin = turn(rope[1], h * TOKENS + r // C, pair[None, :], WIDTH, D)
-                    a1, a2 = q1 * cos + q2 * sin, q2 * cos - q1 * sin
-                    s = scores[h * TOKENS + r // C]
-                    s = tl.dot(y1.to(T), tl.trans(a1.to(T)), s, input_precision=PRECISION)
-                    s = tl.dot(y2.to(T), tl.trans(a2.to(T)), s, input_precision=PRECISION)
-                    scores = exchanged(scores, h * TOKENS + r // C, s)
+                within = line_tokens(line, h * TOKENS, LINES, BLOCK)
+                row = within // TOKENS
+                if WIDTH == D:
+                    x1 = key_numbers(k, S, codes, row, code, c1, T, j * PLANE // C)
+                    x2 = key_numbers(k, S, codes, row, code, c2, T, (j * PLANE + D // 2) // C)
+                else:
+                    first, second = pairs(j * PLANE // C + code, WIDTH // 2 // C, D // C)
+                    x1 = key_numbers(k, S, codes, row, first, c1, T, 0)
+                    x2 = key_numbers(k, S, codes, row, second, c2, T, 0)
+                cos, sin = turn(rope[1 if tl.float32 == T else 2], within, pair, WIDTH, D)
+                cos, sin = cos.to(T)[:, :, :, :, None], sin.to(T)[:, :, :, :, None]
+                y1 = key_operands(tl.fma(x1, cos, -sin * x2), S)
+                y2 = key_operands(tl.fma(x1, sin, cos * x2), S)
+                for t in tl.static_range(TOKENS):
+                    s = tl.dot(y1[t], back[2 * t], scores[h * TOKENS + t], input_precision=PRECISION)
+                    s = tl.dot(y2[t], back[2 * t + 1], s, input_precision=PRECISION)
+                    scores = exchanged(scores, h * TOKENS + t, s)
     found = ()
     for i in tl.static_range(L):
         found = found + (tl.trans(scores[i]),)
     return found
 
 
+@triton.constexpr_function
+def gathered_sums(spec):
+    """How many sums of values there are."""
+    return spec.dim // (8 * value_codes(spec))
+
+
 @triton.jit
-def gather_nothing(S: tl.constexpr, M: tl.constexpr, E: tl.constexpr):
+def gathered_channels(p: tl.constexpr, S: tl.constexpr):
+    """The channels of the p-th sum: of each of its codes one."""
+    B: tl.constexpr = value_codes(S)
+    C: tl.constexpr = get(S, "channels")
+    place = tl.arange(0, 8 * B)
+    return (place % 8 * B + place // 8 + p // C * (8 * B)) * C + p % C
+
+
+@triton.jit
+def gather_nothing(S: tl.constexpr, M: tl.constexpr):
     """`acc` of no tokens."""
     acc = ()
-    for _ in tl.static_range(column_planes(S, E) * get(S, "channels")):
-        acc = acc + (tl.zeros([E, M], tl.float32),)
+    for _ in tl.static_range(gathered_sums(S)):
+        acc = acc + (tl.zeros([8 * value_codes(S), M], tl.float32),)
     return acc
 
 
 @triton.jit
 def gather_values(
-    acc, weights, shrink, v, S: tl.constexpr, begin, L: tl.constexpr, R: tl.constexpr, E: tl.constexpr, T: tl.constexpr,
-    PRECISION: tl.constexpr,
+    acc, weights, shrink, v, S: tl.constexpr, begin, M: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr,
+    T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc shrink + weights V, [E, M] for each plane of columns and each channel of a code."""
+    """acc shrink + weights V: for each p float32 [channels, M] of `gathered_channels`."""
     C: tl.constexpr = get(S, "channels")
     TOKENS: tl.constexpr = get(S, "tokens")
-    line = tl.arange(0, R)
+    B: tl.constexpr = value_codes(S)
+    P: tl.constexpr = 2 if TOKENS > 1 else 1  # tokens of a code that one product sums over
+    BESIDE: tl.constexpr = 4 // P
+    thread, own = tl.arange(0, 4)[None, None, :, None], tl.arange(0, 4)[:, None, None, None]
+    line = own // BESIDE * (4 * BESIDE) + thread * BESIDE + own % BESIDE
+    code = tl.arange(0, 8)[None, :, None, None] * B + tl.arange(0, B)
+    codes = v[0] + begin // TOKENS * (get(S, "dim") // C)
+    tl.debug_barrier()
+    operands = ()
+    for i in tl.static_range(L // P):
+        if P == 1:
+            w = weights[i].to(T)
+        else:
+            w = tl.reshape(tl.join(weights[2 * i].to(T), weights[2 * i + 1].to(T)), [M, 2 * LINES])
+        operands = operands + (tl.trans(w),)
     new = ()
-    for j in tl.static_range(column_planes(S, E)):
-        tl.debug_barrier()
-        column = j * E + tl.arange(0, E)
+    for j in tl.static_range(gathered_sums(S) // C):
         parts = ()
         for c in tl.static_range(C):
             parts = parts + (acc[j * C + c] * shrink[None, :],)
         for h in tl.static_range(L // TOKENS):
-            low, high = entries(v, S, begin // TOKENS + line * (L // TOKENS) + h, column)
-            for r in tl.static_range(TOKENS * C):
-                x = normalized(entry_number(low, high, r).to(T), v, S, column * C + r % C)
-                w = tl.trans(weights[h * TOKENS + r // C].to(T))
-                parts = exchanged(parts, r % C, tl.dot(tl.trans(x), w, parts[r % C], input_precision=PRECISION))
+            row = line_tokens(line, h * TOKENS, LINES, BLOCK) // TOKENS
+            x = entries(v, S, codes, row, code, j * 8 * B).to(T)
+            x = tl.reshape(x, [B, P, BESIDE, 8, 4, TOKENS // P, P, C])
+            x = tl.reshape(tl.permute(x, (0, 3, 1, 4, 2, 6, 5, 7)), [8 * B, P * LINES, TOKENS // P * C])
+            x = apart(x, 8 * B, P * LINES, TOKENS // P * C)
+            for i in tl.static_range(TOKENS // P):
+                for c in tl.static_range(C):
+                    one = normalized(x[i * C + c], v, S, gathered_channels(j * C + c, S)[:, None])
+                    w = operands[h * TOKENS // P + i]
+                    parts = exchanged(parts, c, tl.dot(one, w, parts[c], input_precision=PRECISION))
         new = new + parts
     return new
 
 
 @triton.jit
-def gather_store(acc, out, total, S: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, E: tl.constexpr):
+def gather_store(acc, out, total, S: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr):
     """acc / total to `out` [M] pointers."""
-    C: tl.constexpr = get(S, "channels")
-    mine = (tl.arange(0, M)[None, :] < GROUP) & (tl.arange(0, E)[:, None] >= 0)
-    for j in tl.static_range(column_planes(S, E)):
-        for c in tl.static_range(C):
-            channel = (j * E + tl.arange(0, E)) * C + c
-            tl.store(out[None, :] + channel[:, None], acc[j * C + c] / total[None, :], mask=mine)
+    for p in tl.static_range(gathered_sums(S)):
+        channel = gathered_channels(p, S)
+        mine = (tl.arange(0, M)[None, :] < GROUP) & (channel[:, None] >= 0)
+        tl.store(out[None, :] + channel[:, None], acc[p] / total[None, :], mask=mine)

@@ -15,7 +15,7 @@ from triton import knobs
 from kvq_kernels.decode_attention.configs import choose_splits, choose_tile
 from kvq_kernels.decode_attention.kernel import combine_kernel, split_kernel
 from kvq_kernels.decode_attention.parts import Codebook, Dense, PerHead, Rope, Side, Uniform
-from kvq_kernels.decode_attention.spec import SideSpec, Tile, interleave, padded
+from kvq_kernels.decode_attention.spec import SideSpec, Tile, block_tokens, padded
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 #: Of multiprocessors, where there is no GPU to ask.
@@ -107,9 +107,11 @@ def constants(
     heads: int | None = None,
 ):
     """The compile-time arguments of `split_kernel`. heads: all kv heads, where the sides have but some of them."""
-    sk, sv = SideSpec.of(keys, dim), SideSpec.of(values, dim)
-    tokens = max(tile.tokens, 16 * interleave(sk, sv) if "codebook" in (sk.kind, sv.kind) else 16)
-    if sk.kind == "uniform" and sk.axis == "channel" and math.gcd(sk.group, tokens) >= 16:
+    sk, sv = (replace(SideSpec.of(side, dim), whole=bool(tile.whole)) for side in (keys, values))
+    tokens = max(tile.tokens, 16)
+    if "codebook" in (sk.kind, sv.kind):
+        tokens = max(tokens, 16 * block_tokens(sk, sv))
+    elif sk.axis == "channel" and math.gcd(sk.group, tokens) >= 16:
         tokens = math.gcd(sk.group, tokens)
     tokens = max([tokens, *(spec.block for spec in (sk, sv) if spec.slots)])
     return {
@@ -119,7 +121,8 @@ def constants(
         "WIDTH": 0 if rope is None else 2 * rope.frequencies.numel(),
         "HEADS": kv_heads(keys) if heads is None else heads,
         "GROUP": group,
-        "M": triton.next_power_of_2(group),
+        # Less would not be less work for a matrix unit.
+        "M": max(triton.next_power_of_2(group), 8 if "codebook" in (sk.kind, sv.kind) else 1),
         "SINKS": 0 if keys.sinks is None else keys.sinks.shape[2],
         "N": tokens,
         "E": max(16, min(tile.columns, padded(dim) // 2)),

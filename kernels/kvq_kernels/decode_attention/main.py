@@ -7,17 +7,18 @@ import triton.language as tl
 
 from kvq_kernels.decode_attention.fold import fold_nothing, fold_queries, fold_scores, fold_store, fold_values, folds
 from kvq_kernels.decode_attention.gather import (
+    LINES,
     gather_nothing,
-    gather_queries,
     gather_scores,
     gather_store,
     gather_values,
     gathers,
+    line_tokens,
 )
 from kvq_kernels.decode_attention.number import number
 from kvq_kernels.decode_attention.rope import pair_channels, position_turn, turn
 from kvq_kernels.decode_attention.sparse import sparse_scores, sparse_values
-from kvq_kernels.decode_attention.spec import get, interleave, plane_count
+from kvq_kernels.decode_attention.spec import block_tokens, get, plane_count
 
 
 @triton.jit
@@ -28,12 +29,13 @@ def attend_main(
 ):  # fmt: skip
     """Tiles [first, last) of N packed tokens; start: position of packed token 0.
 
-    Tokens i, L + i, 2 L + i, ... of a tile make its i-th tile of scores (see `gather.py`): softmax sees no order.
+    A tile is dealt to L tiles of scores of R tokens (see `gather.line_tokens`): softmax sees no order.
     """
-    GATHER_KEYS: tl.constexpr = gathers(SK, STYLE, WIDTH, E, True)
-    GATHER_VALUES: tl.constexpr = gathers(SV, STYLE, WIDTH, E, False)
-    L: tl.constexpr = interleave(SK, SV) if GATHER_KEYS or GATHER_VALUES else 1
+    GATHER_KEYS: tl.constexpr = gathers(SK, STYLE, WIDTH, True)
+    GATHER_VALUES: tl.constexpr = gathers(SV, STYLE, WIDTH, False)
+    L: tl.constexpr = N // LINES if GATHER_KEYS or GATHER_VALUES else 1
     R: tl.constexpr = N // L
+    BLOCK: tl.constexpr = block_tokens(SK, SV) if GATHER_KEYS or GATHER_VALUES else 1
     FOLD_KEYS: tl.constexpr = L == 1 and folds(SK, STYLE, N, True)
     FOLD_VALUES: tl.constexpr = L == 1 and folds(SV, STYLE, N, False)
     line = tl.arange(0, R)
@@ -42,13 +44,13 @@ def attend_main(
     if FOLD_KEYS:
         queries = fold_queries(q, SK, GROUP, M, KD)
     elif GATHER_KEYS:
-        queries = gather_queries(q, SK, STYLE, WIDTH, GROUP, M, E)
+        queries = q  # read plane by plane: the registers hold scores and sums
     else:
         queries = load_queries(q, SK, STYLE, WIDTH, GROUP, M, E)
     if FOLD_VALUES:
         acc = fold_nothing(SV, M)
     elif GATHER_VALUES:
-        acc = gather_nothing(SV, M, E)
+        acc = gather_nothing(SV, M)
     else:
         acc = plain_nothing(SV, M, E)
     for tile in tl.range(first, last, num_stages=STAGES):
@@ -56,57 +58,50 @@ def attend_main(
         if FOLD_KEYS:
             found = (fold_scores(queries, k, SK, tile, tile * N + line, M, N, KD, PRECISION),)
         elif GATHER_KEYS:
-            found = gather_scores(queries, k, SK, tile * N, rope, start, STYLE, WIDTH, M, L, R, E, KD, PRECISION)
+            found = gather_scores(
+                queries, k, SK, tile * N, rope, start, STYLE, WIDTH, GROUP, M, L, BLOCK, KD, PRECISION
+            )
         else:
             found = ()
             for i in tl.static_range(L):
-                token, within = tile * N + line * L + i, line * L + i
+                within = line_tokens(line, i, R, BLOCK)
                 s = plain_scores(
-                    queries,
-                    k,
-                    SK,
-                    tile * N,
-                    token,
-                    within,
-                    rope,
-                    start,
-                    STYLE,
-                    WIDTH,
-                    M,
-                    R,
-                    E,
-                    KD,
+                    queries, k, SK, tile * N, tile * N + within, within, rope, start, STYLE, WIDTH, M, R, E, KD,
                     PRECISION,
-                )
+                )  # fmt: skip
                 found = found + (s,)
         if get(SK, "slots") > 0:
-            found = sparse_scores(found, q, k, SK, tile * N, rope, start, STYLE, WIDTH, GROUP, M, L, R, PRECISION)
+            found = sparse_scores(
+                found, q, k, SK, tile * N, rope, start, STYLE, WIDTH, GROUP, M, L, R, BLOCK, PRECISION
+            )
         for i in tl.static_range(L):
             scores = scores + (found[i] * scale,)
-        peak = top
-        for i in tl.static_range(L):
-            peak = tl.maximum(peak, tl.max(scores[i], axis=1))
+        most = scores[0]
+        for i in tl.static_range(1, L):
+            most = tl.maximum(most, scores[i])
+        peak = tl.maximum(top, tl.max(most, axis=1))
         shrink = tl.exp2(top - peak)
-        total *= shrink
-        weights = ()
-        for i in tl.static_range(L):
+        mass = tl.exp2(scores[0] - peak[:, None])
+        weights = (mass,)
+        for i in tl.static_range(1, L):
             w = tl.exp2(scores[i] - peak[:, None])
-            total += tl.sum(w, axis=1)
+            mass += w
             weights = weights + (w,)
+        total = total * shrink + tl.sum(mass, axis=1)
         if FOLD_VALUES:
             acc = fold_values(acc, weights[0], shrink, v, SV, tile, tile * N + line, N, VD, PRECISION)
         elif GATHER_VALUES:
-            acc = gather_values(acc, weights, shrink, v, SV, tile * N, L, R, E, VD, PRECISION)
+            acc = gather_values(acc, weights, shrink, v, SV, tile * N, M, L, BLOCK, VD, PRECISION)
         else:
-            acc = plain_values(acc, weights, shrink, v, SV, tile * N + line * L, L, E, VD, PRECISION)
+            acc = plain_values(acc, weights, shrink, v, SV, tile * N, L, R, BLOCK, E, VD, PRECISION)
         if get(SV, "slots") > 0:
-            acc = sparse_values(acc, weights, v, SV, tile * N, GATHER_VALUES, M, L, R, E, PRECISION)
+            acc = sparse_values(acc, weights, v, SV, tile * N, GATHER_VALUES, M, L, R, BLOCK, E, PRECISION)
         top = peak
     if last > first:
         if FOLD_VALUES:
             fold_store(acc, out, total, SV, GROUP, M)
         elif GATHER_VALUES:
-            gather_store(acc, out, total, SV, GROUP, M, E)
+            gather_store(acc, out, total, SV, GROUP, M)
         else:
             plain_store(acc, out, total, SV, GROUP, M, E)
     tl.store(logsum, top + tl.log2(total), mask=tl.arange(0, M) < GROUP)
@@ -190,16 +185,17 @@ def plain_nothing(S: tl.constexpr, M: tl.constexpr, E: tl.constexpr):
 
 @triton.jit
 def plain_values(
-    acc, weights, shrink, v, S: tl.constexpr, token, L: tl.constexpr, E: tl.constexpr, T: tl.constexpr,
-    PRECISION: tl.constexpr,
+    acc, weights, shrink, v, S: tl.constexpr, begin, L: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+    E: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """acc shrink + weights V, planes [M, E]; weights[i]: of tokens `token` + i."""
+    """acc shrink + weights V, planes [M, E], of the tile that starts at packed token `begin`."""
     new = ()
     for j in tl.static_range(plane_count(S, E)):
         channel = (j * E + tl.arange(0, E))[None, :]
         a = acc[j] * shrink[:, None]
         for i in tl.static_range(L):
-            x = number(v, S, (token + i)[:, None], channel, channel < get(S, "dim"))
+            token = begin + line_tokens(tl.arange(0, R), i, R, BLOCK)
+            x = number(v, S, token[:, None], channel, channel < get(S, "dim"))
             a = tl.dot(weights[i].to(T), x.to(T), a, input_precision=PRECISION)
         new = new + (a,)
     return new

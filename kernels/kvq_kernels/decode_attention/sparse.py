@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvq_kernels.decode_attention.gather import gathered_channels, gathered_sums, line_tokens
 from kvq_kernels.decode_attention.number import number
 from kvq_kernels.decode_attention.rope import STEP
 from kvq_kernels.decode_attention.spec import get, plane_count
@@ -67,9 +68,15 @@ def _turned_back(
 
 
 @triton.jit
+def _equal(rows, columns):
+    """[rows, columns]: 1 where they are the same, else 0."""
+    return tl.where(rows[:, None] == columns[None, :], 1.0, 0.0)
+
+
+@triton.jit
 def sparse_scores(
     scores, q, k, S: tl.constexpr, begin, rope, start, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    M: tl.constexpr, L: tl.constexpr, R: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`scores` (L times [M, R], see `gather.py`) of the tile that starts at packed token `begin`, with its outliers."""
     count: tl.constexpr = L * R // get(S, "block") * get(S, "slots")
@@ -80,7 +87,7 @@ def sparse_scores(
         a *= change[None, :]
         new = ()
         for i in tl.static_range(L):
-            there = tl.where(token[:, None] == (line * L + i)[None, :], 1.0, 0.0)
+            there = _equal(token, line_tokens(line, i, R, BLOCK))
             new = new + (tl.dot(a, there, scores[i], input_precision=PRECISION),)
         scores = new
     return scores
@@ -89,28 +96,26 @@ def sparse_scores(
 @triton.jit
 def sparse_values(
     acc, weights, v, S: tl.constexpr, begin, GATHERED: tl.constexpr, M: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
-    E: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`acc` of `gather_values` (GATHERED) or `plain_values` with the outliers of the tile that starts at `begin`."""
     count: tl.constexpr = L * R // get(S, "block") * get(S, "slots")
-    C: tl.constexpr = get(S, "channels") if GATHERED else 1
-    PLANES: tl.constexpr = get(S, "dim") // E if GATHERED else plane_count(S, E)
+    PLANES: tl.constexpr = gathered_sums(S) if GATHERED else plane_count(S, E)
     line = tl.arange(0, R)
     for at in tl.range(0, count, PIECE, num_stages=1):
         token, channel, change = _changes(v, S, begin, at + tl.arange(0, PIECE), count)
         w = tl.zeros([PIECE, M], tl.float32)
         for i in tl.static_range(L):
-            there = tl.where(token[:, None] == (line * L + i)[None, :], 1.0, 0.0)
+            there = _equal(token, line_tokens(line, i, R, BLOCK))
             w = tl.dot(there, tl.trans(weights[i]), w, input_precision=PRECISION)
         w *= change[:, None]
         new = ()
         for p in tl.static_range(PLANES):
-            mine = (p // C * E + tl.arange(0, E)) * C + p % C
             if GATHERED:
-                there = tl.where(channel[None, :] == mine[:, None], 1.0, 0.0)
+                there = _equal(gathered_channels(p, S), channel)
                 new = new + (tl.dot(there, w, acc[p], input_precision=PRECISION),)
             else:
-                there = tl.where(channel[:, None] == mine[None, :], 1.0, 0.0)
+                there = _equal(channel, p * E + tl.arange(0, E))
                 new = new + (tl.dot(tl.trans(w), there, acc[p], input_precision=PRECISION),)
         acc = new
     return acc

@@ -38,6 +38,7 @@ class SideSpec:
     slots: int = 0  # of a block of outliers
     block: int = 1  # its tokens
     across: bool = False  # outliers of all heads lie together
+    whole: bool = True  # entries of a codebook may be fetched whole, see `gather.py`
 
     @classmethod
     def of(cls, side: Side, dim: int) -> SideSpec:
@@ -105,13 +106,15 @@ def first_words(bits: int, count: int) -> int:
 @dataclass(frozen=True)
 class Tile:
     """tokens: of a tile of the main loop (a divisor of 128). columns: channels (or codes) handled at once.
-    warps, stages: Triton's. waves: programs per multiprocessor that the splits aim at."""
+    warps, stages: Triton's. waves: programs per multiprocessor that the splits aim at. whole: 1: entries of codebooks
+    are fetched whole (see `gather.py`), 0: number by number."""
 
     tokens: int = 64
     columns: int = 16
     warps: int = 1
     stages: int = 2
     waves: int = 8
+    whole: int = 1
 
 
 @triton.constexpr_function
@@ -125,10 +128,9 @@ def row_width(spec):
 
 
 @triton.constexpr_function
-def interleave(keys, values):
-    """Tiles that a tile's tokens are dealt to, so that the tokens of a code come to different ones; at least 4, since
-    what belongs to a line of them is then made once for 4 tokens."""
-    return max(4, keys.tokens, values.tokens)
+def block_tokens(keys, values):
+    """Tokens of the longer of both sides' codes."""
+    return max(keys.tokens, values.tokens)
 
 
 @triton.constexpr_function
