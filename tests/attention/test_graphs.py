@@ -68,6 +68,7 @@ def tokens(batch: int = 2) -> torch.Tensor:
     return torch.randint(3, 97, (batch, PROMPT + STEPS), generator=noise).to(DEVICE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "replays"),
     [
@@ -89,6 +90,7 @@ def test_layers_and_rows(small):
     same(small(layers=2), build("kivi", group=4, **WINDOWS), tokens(2), STEPS - 4)
 
 
+@pytest.mark.slow
 def test_stores_that_grow(small, monkeypatch):
     """New tensors: what was recorded is thrown away, and recorded again."""
     monkeypatch.setattr("kvq_cli.cache.store.LEAST_GROWTH", 8)
@@ -105,6 +107,7 @@ def test_beams_that_change_places(small):
     same(small(), build("kivi", group=4, **WINDOWS), tokens(2), 4, between=swap)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_recorded_runs_as_it_is_and_is_told(small):
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     method = build("kivi", group=4, pre_rope=True, **WINDOWS)

@@ -59,6 +59,7 @@ def one_layer(tiny):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("options", [{"bits": 2}, {"bits": 16}, {"bits": 3, "first_channel": True}])
 def test_heads_and_storage(one_layer, prompt, factored, kv_heads, options):
@@ -76,12 +77,14 @@ FAMILIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(one_layer, prompt, factored, family):
     model = one_layer(family, **FAMILIES[family])
     same(model, factored(model, build("xquant", bits=4, **SMALL)), prompt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sixteen_bits(one_layer, prompt, factored, dtype):
     model = one_layer("qwen3").to(dtype)

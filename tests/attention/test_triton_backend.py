@@ -73,6 +73,7 @@ def test_uniform_methods(one_layer, prompt, name, options):
     same(one_layer((2, 1)), build(name, **options), prompt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "values", "options"),
     [
@@ -89,6 +90,7 @@ def test_codebooks(one_layer, prompt, keys, values, options):
     same(one_layer(), Kept(keys, values, **options), prompt)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [(2, 2), (8, 1)])
 def test_query_heads(one_layer, prompt, heads):
     same(one_layer(heads, hidden_size=32 * heads[0]), build("kivi", group=16, **WINDOWS), prompt)
@@ -201,6 +203,7 @@ def test_layers_that_kernels_do_not_read_are_left_to_torch(tiny):
     assert [chosen.by_kernels(layer) for layer in range(3)] == [True, False, True]
 
 
+@pytest.mark.slow
 def test_sliding_windows(tiny, prompt):
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     model = tiny("gemma3", sliding_window=17, layer_types=kinds).to(DEVICE)

@@ -120,6 +120,7 @@ def test_every_folder_of_kernels_ships_something():
             assert (launch.numbers > 0 and launch.bits > 0) or launch.kind == "none", (operation, name)
 
 
+@pytest.mark.slow
 def test_extremes_have_every_kernel():
     for target in static.TARGETS:
         chosen, everything = static.extremes(target), static.everything([target])
@@ -160,6 +161,7 @@ def test_known_faults_are_no_excuse_for_others():
     assert at_fault(replace(one, i2f=1), {"spills": 184, "per_number": 6.4})
 
 
+@pytest.mark.slow
 @compiles
 def test_a_report_is_kept_until_the_source_changes(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
