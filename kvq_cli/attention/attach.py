@@ -130,9 +130,10 @@ class Attached:
 
     def _after_pass(self, _decoder: nn.Module, _args: tuple, _output: object) -> None:
         for site in self._sites:
-            ahead = AHEAD.pop(site.module, None)
+            ahead = AHEAD.get(site.module)
             if ahead is not None and ahead.attached is self and not ahead.done:
                 raise KvqError(f"{site.name} did not compute its attention with kvq: was its implementation changed?")
+        self.forget_pass()
 
     def _key_hook(self, site: AttentionSite) -> Callable:
         def after(_module: nn.Module, _args: tuple, output: Tensor) -> None:

@@ -88,11 +88,15 @@ def repeating_steps(attached: Attached, recorders: Callable[[], Callable[[], Gra
                 return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
         return plain(input_ids, *args, **kwargs)
 
+    own = model.__dict__.get("forward")  # of an attach around this one, or of a library that places models
     model.forward = forward
     try:
         yield
     finally:
-        del model.forward
+        if own is None:
+            del model.forward
+        else:
+            model.forward = own
 
 
 def _is_step(attached: Attached, ids: Tensor | None, cache: object, args: tuple, kwargs: dict) -> bool:

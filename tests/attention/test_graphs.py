@@ -160,3 +160,20 @@ def test_generate_and_chat_on(small):
 )
 def test_codebooks(small, keys, values, options):
     same(small(kv_heads=2), Kept(keys, values, **options), tokens(1), STEPS - 4)
+
+
+def test_blocks_inside_of_each_other_leave_the_models_forward_as_it_was(small):
+    model, ids = small(), tokens(1)
+    outer, inner = build("kivi", group=4, **WINDOWS), build("kivi", bits=4, group=4, **WINDOWS)
+    expected = decoded(model, outer, ids, False)[0]
+    with torch.no_grad(), ExitStack() as stack:
+        kv = stack.enter_context(attach(model, outer, backend="triton", graphs=False))
+        stack.enter_context(repeating_steps(kv, lambda: RecordedGraph))
+        cache, outs = kv.new_cache(ids.shape[1]), []
+        model(ids[:, :PROMPT], past_key_values=cache)
+        with attach(model, inner, graphs=False) as other, repeating_steps(other, lambda: RecordedGraph):
+            model(ids[:, :PROMPT], past_key_values=other.new_cache())
+        for at in range(PROMPT, ids.shape[1]):
+            outs.append(model(input_ids=ids[:, at : at + 1], past_key_values=cache).logits)
+    assert torch.equal(torch.cat(outs, dim=1), expected)
+    assert sum(one.replays for one in RecordedGraph.made) > 4 and "forward" not in model.__dict__

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import AttentionInterface, DynamicCache
@@ -98,11 +100,13 @@ def test_cache_outside_of_its_attach(tiny, probe, prompt):
         model(ids[:, :1], past_key_values=cache)
 
 
-def test_attention_taken_over_by_another(tiny, probe, prompt):
-    """Another attention function set inside the block would see the new tokens alone."""
+@pytest.mark.parametrize("around", [False, True])
+def test_attention_taken_over_by_another(tiny, probe, prompt, around):
+    """Another attention function set inside the block would see the new tokens alone. around: a block around it looks
+    after its own passes only."""
     AttentionInterface.register("other", sdpa_attention_forward)
     model, (ids, _) = tiny("llama"), prompt(10)
-    with attach(model, probe()) as kv:
+    with attach(model, probe()) if around else nullcontext(), attach(model, probe()) as kv:
         cache = kv.new_cache()
         model(ids, past_key_values=cache)
         model.set_attn_implementation("other")
