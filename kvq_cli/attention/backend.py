@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvq_cli.attention import torch_backend
-from kvq_cli.attention.scores import FORMS, PLAIN, ScoreForm
+from kvq_cli.attention.scores import FORMS, PLAIN
 from kvq_cli.attention.taps import AttentionSite
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.errors import UsageError
@@ -24,18 +24,11 @@ BACKENDS = ("auto", "triton", "torch")
 class Backend(Protocol):
     """Two functions over the layer's streams, whose `forward` describes the pass and which hold its tokens already."""
 
-    def decode_attention(self, query: Tensor, layer: CompressedLayer, scaling: float, form: ScoreForm) -> Tensor:
+    def decode_attention(self, query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
         """One query per row: `query` `[batch, query_heads, 1, head_dim]` -> the same shape."""
 
     def prefill_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layer: CompressedLayer,
-        scaling: float,
-        compressed: bool,
-        form: ScoreForm,
+        self, query: Tensor, key: Tensor, value: Tensor, layer: CompressedLayer, scaling: float, compressed: bool
     ) -> Tensor:
         """Several queries per row: `[batch, query_heads, columns, head_dim]` -> the same shape, zeros for pads.
 
@@ -56,20 +49,13 @@ class ChosenBackend:
         """Does not PyTorch compute this layer's attention?"""
         return self._by_layer[layer] is not torch_backend
 
-    def decode_attention(self, query: Tensor, layer: CompressedLayer, scaling: float, form: ScoreForm) -> Tensor:
-        return self._by_layer[layer.index].decode_attention(query, layer, scaling, form)
+    def decode_attention(self, query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
+        return self._by_layer[layer.index].decode_attention(query, layer, scaling)
 
     def prefill_attention(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        layer: CompressedLayer,
-        scaling: float,
-        compressed: bool,
-        form: ScoreForm,
+        self, query: Tensor, key: Tensor, value: Tensor, layer: CompressedLayer, scaling: float, compressed: bool
     ) -> Tensor:
-        return self._by_layer[layer.index].prefill_attention(query, key, value, layer, scaling, compressed, form)
+        return self._by_layer[layer.index].prefill_attention(query, key, value, layer, scaling, compressed)
 
 
 def check_backend(name: str) -> None:

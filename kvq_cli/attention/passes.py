@@ -77,15 +77,16 @@ def attention(
     if kwargs.get("sliding_window") != layer.sliding_window:
         raise UsageError(f"layer {layer.index}: its sliding window is not the one that the model's config announces")
     forward.check_mask(attention_mask, layer.sliding_window)
+    layer.score_form = form
     layer.absorb(query)
     compressed = attached.prefill == "compressed"
     if forward.is_first and not compressed:
         layer.release()
         return uncompressed()
     if forward.columns == 1:
-        out = attached.backend.decode_attention(query, layer, scaling, form)
+        out = attached.backend.decode_attention(query, layer, scaling)
     else:
-        out = attached.backend.prefill_attention(query, key, value, layer, scaling, compressed, form)
+        out = attached.backend.prefill_attention(query, key, value, layer, scaling, compressed)
     layer.release()
     return out.transpose(1, 2).contiguous(), None
 

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kvq_cli.attention import torch_backend
 from kvq_cli.attention.projections import Projection, projections
-from kvq_cli.attention.scores import PLAIN, ScoreForm
 from kvq_cli.attention.taps import AttentionSite
 from kvq_cli.attention.triton_backend import TritonBackend
 from kvq_cli.cache.layer import CompressedLayer
@@ -95,11 +94,9 @@ class RemadeBackend:
             self._made[site.index] = (keys, values, key_norm(keys))
         self._workspaces: dict[tuple, Workspace] = {}
 
-    def decode_attention(
-        self, query: Tensor, layer: CompressedLayer, scaling: float, form: ScoreForm = PLAIN
-    ) -> Tensor:
-        """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; zeros for pads. The form is
-        plain: layers of another one are not given to kernels."""
+    def decode_attention(self, query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
+        """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; zeros for pads. Layers whose
+        scores are of another form are not given to kernels."""
         forward, engine, device = layer.forward, self._engine, query.device
         lengths = engine._on_device(forward, None, device)
         count = engine._on_device(forward, layer.streams[0].window, device)

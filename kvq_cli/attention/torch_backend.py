@@ -29,26 +29,20 @@ DECODE_NUMBERS = 1 << 19
 PREFILL_TILE = 512
 
 
-def decode_attention(query: Tensor, layer: CompressedLayer, scaling: float, form: ScoreForm = PLAIN) -> Tensor:
+def decode_attention(query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
     """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; see `Backend`."""
     runs = layer.forward.runs
     if len(runs) == 1 and runs[0].pads == 0:
-        return _decode(query, layer, runs[0], scaling, form)
+        return _decode(query, layer, runs[0], scaling)
     out = torch.zeros_like(query)
     for run in runs:
         if run.pads == 0:
-            out[run.rows] = _decode(query[run.rows], layer, run, scaling, form)
+            out[run.rows] = _decode(query[run.rows], layer, run, scaling)
     return out
 
 
 def prefill_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    layer: CompressedLayer,
-    scaling: float,
-    compressed: bool,
-    form: ScoreForm = PLAIN,
+    query: Tensor, key: Tensor, value: Tensor, layer: CompressedLayer, scaling: float, compressed: bool
 ) -> Tensor:
     """Causal attention of several queries per row; see `Backend`."""
     out = torch.zeros_like(query)
@@ -56,16 +50,17 @@ def prefill_attention(
         if run.tokens > run.past:
             own = [x[run.rows, :, run.pads :].float() for x in (query, key, value)]
             tails = layer.tails[number] if layer.tails else (None, None)
-            out[run.rows, :, run.pads :] = _prefill(*own, layer, run, tails, scaling, compressed, form).to(out.dtype)
+            out[run.rows, :, run.pads :] = _prefill(*own, layer, run, tails, scaling, compressed).to(out.dtype)
     return out
 
 
 # -- one query per row -------------------------------------------------------------------------------------------
 
 
-def _decode(query: Tensor, layer: CompressedLayer, run: Run, scaling: float, form: ScoreForm) -> Tensor:
+def _decode(query: Tensor, layer: CompressedLayer, run: Run, scaling: float) -> Tensor:
     heads, start = layer.kv_heads, _first_seen(layer, run.tokens - 1)
     q = (query.float() * scaling).reshape(query.shape[0], heads, -1, query.shape[3])  # [rows, kv_heads, group, dim]
+    form = layer.score_form or PLAIN
     weights = form.weights(form.capped(_key_scores(q, layer, run, start)))
     return _value_sum(weights, layer, run, start).to(query.dtype).view(query.shape)
 
@@ -197,7 +192,6 @@ def _prefill(
     tails: tuple[Tensor | None, Tensor | None],
     scaling: float,
     compressed: bool,
-    form: ScoreForm,
 ) -> Tensor:
     """One run's queries (pads cut off), float32: online softmax over tiles of tokens, tiles of queries inside."""
     turn = None if layer.plan.keys.source == "post_rope" else layer.rotation
@@ -208,6 +202,7 @@ def _prefill(
     shape = q.shape[:-1]
     out, total = torch.zeros_like(q), q.new_zeros(*shape, 1)
     top = q.new_full((*shape, 1), -torch.inf)
+    form = layer.score_form or PLAIN
     if form.sinks is not None:  # a logit that came before all tokens
         top, total = form.sink_logits(q).clone(), torch.ones_like(total)
     for first, last in _tiles(run.tokens, [*keys.cuts(), *values.cuts()], _first_seen(layer, run.past)):

@@ -18,7 +18,6 @@ from triton import knobs
 from kvq_cli.attention import torch_backend
 from kvq_cli.attention.kernel_sides import norm_of, side, unsupported
 from kvq_cli.attention.rotary import Rotation
-from kvq_cli.attention.scores import PLAIN, ScoreForm
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.rows import Forward
 from kvq_cli.errors import UsageError
@@ -43,11 +42,9 @@ class TritonBackend:
         self._ropes: dict[Rotation, tuple[int, Rope]] = {}
         self._workspaces: dict[tuple, Workspace] = {}
 
-    def decode_attention(
-        self, query: Tensor, layer: CompressedLayer, scaling: float, form: ScoreForm = PLAIN
-    ) -> Tensor:
-        """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; zeros for pads. The form is
-        plain: layers of another one are not given to kernels."""
+    def decode_attention(self, query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
+        """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; zeros for pads. Layers whose
+        scores are of another form are not given to kernels."""
         keys, values, forward = layer.key_stream, layer.value_stream, layer.forward
         if not keys.ring.shape[3] == values.ring.shape[3] == query.shape[3]:
             raise UsageError(f"layer {layer.index}: keys and values of different head_dim need --backend torch")
