@@ -79,6 +79,8 @@ def _key_scores(q: Tensor, layer: CompressedLayer, run: Run, start: int) -> Tens
 def _value_sum(weights: Tensor, layer: CompressedLayer, run: Run, start: int) -> Tensor:
     """Sum of weight times value over the tokens from `start` on, `[rows, kv_heads, group, head_dim]` float32."""
     stream, finish = layer.summed
+    if layer.score_form is not None and layer.score_form.sinks is not None:  # the weights do not add up to 1
+        stream, finish = layer.value_stream, None
     values, shape = _pieces(stream, run, start), weights.shape[:3]
     heads = layer.kv_heads if finish is None else 1  # what is kept of the layer input has one head
     weights = weights.view(shape[0], heads, -1, weights.shape[3])

@@ -23,6 +23,8 @@ FAMILIES = {
     "gemma3": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "olmo2": {},
     "cohere": {"use_qk_norm": True},
+    "gemma2": {"attn_logit_softcapping": 2.0, "sliding_window": 7},
+    "gptoss": {"num_local_experts": 2, "num_experts_per_tok": 1, "sliding_window": 7},
 }
 SMALL = {"group": 4, "sinks": 3, "recent": 2}
 IDENTITY = {"bits": 16, "base_bits": 16, **SMALL}
