@@ -17,7 +17,7 @@ import triton
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 #: Matrix products of packed numbers; products in float32 are of what is not packed.
-_MATRIX = re.compile(r"[HQ]G?MMA(?!.*TF32)|UTC\w*MMA|v_mfma_|v_dot")
+_MATRIX = re.compile(r"[HQ]G?MMA(?!.*TF32)|UTC\w*MMA|v_mfma_(?!.*xf32)|v_dot")
 _READS = re.compile(r"LD(?!C)|UBLKCP|UTMALDG|global_load|buffer_load|flat_load|ds_read")
 _FROM_INTEGER = re.compile(r"I2F|I2HF|UI2F|v_cvt_(f32|f16|f64)_([iu]\d+|ubyte)")
 #: Take no slot of a lane: padding, and AMD's scalar unit.

@@ -1,8 +1,13 @@
 """Uniform codes multiplied as they are: scales and zero-points are folded into queries, weights, scores or sums.
 
-A token's words are read as elements of 8, 16 or 32 bits; field f of all elements is a *plane* of channels. One mask
-makes float16 numbers of it: code << r, as the low bits of a float16, is the subnormal number code 2^(r - 24).
-No number is converted or added to. r is the field's own place where that lies below bit 10: no shift either.
+Two words side by side give 32-bit *pairs*: their low halves, their high halves. One mask makes two float16 numbers of
+field f of a pair: code << r, as the low bits of a float16, is the subnormal number code 2^(r - 24). No number is
+converted or added to. r is the field's own place where the code ends below bit 10: then there is no shift either.
+
+Numbers are loaded by the threads that hand them to the matrix unit: of the keys, 8 tokens by 4 threads with words that
+follow each other, of the values, 8 threads with words by 4 with tokens. Triton gives the last axis of a load to a
+thread and those before it to threads, which is why tensors have four axes here. A *plane* is what one mask makes of
+all words: the same fields of each.
 """
 
 from __future__ import annotations
@@ -10,279 +15,241 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.spec import get, padded, row_width
+from kvq_kernels.decode_attention.spec import get, row_width
 
 #: What the codes are too small by.
 UNIT = tl.constexpr(16777216.0)
+#: The sign bits of both halves of a pair, as an int32.
+SIGNS = tl.constexpr(0x80008000 - (1 << 32))
+#: Pairs of zero-points and sums of queries that one product sums up, each sum in two parts.
+GROUPS = 8
+
+
+@triton.constexpr_function
+def low_bits(spec):
+    """Of a code that lie together; the third bits of 3-bit codes follow in words of their own."""
+    return 2 if spec.bits == 3 else spec.bits
 
 
 @triton.constexpr_function
 def folds(spec, rope_style, tokens, keys):
-    """Whether a side can be read so: plain scales, one per channel of a tile or one per token of a plane."""
-    plain = spec.kind == "uniform" and not spec.sign_bits and not spec.hybrid and not spec.slots
-    if not plain or (keys and rope_style != "none") or (spec.bits == 3 and spec.dim % 32):
+    """Whether a side can be read so: scales are one per channel of a tile or one per token of a plane."""
+    if spec.kind != "uniform" or spec.slots or (keys and rope_style != "none"):
+        return False
+    if spec.dim * low_bits(spec) % 32 or (spec.bits == 3 and spec.dim % 32) or tokens % 16:
+        return False
+    if spec.sign_bits not in (0, 16, 32):
         return False
     if spec.axis == "channel":
-        return spec.group % tokens == 0
-    return spec.group % spec.words == 0 and spec.dim * spec.bits % 32 == 0
+        whole = spec.group % tokens == 0
+    else:
+        whole = spec.group % spec.words == 0 and spec.dim // spec.group <= GROUPS
+    return whole and group_fields(spec) % (beside(spec, keys) * shares(spec, keys)) == 0
 
 
 @triton.constexpr_function
-def element_bits(spec, keys):
-    """Keys need 16 elements per token, the least inner size of a product; of values a plane is to have one group."""
-    if not keys:
-        return 32
-    return next((size for size in (32, 16) if spec.words * 32 // size >= 16), 8)
+def half_fields(spec):
+    """Fields of half a word."""
+    return 16 // low_bits(spec)
 
 
 @triton.constexpr_function
-def fields(spec, keys):
-    return element_bits(spec, keys) // (2 if spec.bits == 3 else spec.bits)
+def group_fields(spec):
+    """Fields of half a word that have the same scale."""
+    return half_fields(spec) if spec.axis == "channel" else min(half_fields(spec), spec.group // spec.words)
 
 
 @triton.constexpr_function
-def width(spec, keys):
-    """Elements of a token, padded."""
-    count = spec.words * 32 // element_bits(spec, keys)
-    return max(16 if keys else 8, triton.next_power_of_2(count))
+def threads(keys):
+    """That share the words of a token."""
+    return 4 if keys else 8
+
+
+@triton.constexpr_function
+def thread_words(spec, keys):
+    """Words of a token that a thread has side by side."""
+    return min(4, triton.next_power_of_2(-(-spec.words // threads(keys))))
+
+
+@triton.constexpr_function
+def runs(spec, keys):
+    """Runs of words that a token consists of."""
+    return -(-spec.words // (threads(keys) * thread_words(spec, keys)))
+
+
+@triton.constexpr_function
+def shares(spec, keys):
+    """Among how many a word's fields are shared where there are too few words: of keys the two halves of a pair, of
+    values threads."""
+    if keys:
+        return 2 if thread_words(spec, keys) == 1 else 1
+    return max(1, 8 // triton.next_power_of_2(spec.words))
+
+
+@triton.constexpr_function
+def beside(spec, keys):
+    """Fields that a plane takes, so that a product sums over 16 channels, or gives 16 channels' sums."""
+    return 2 if thread_words(spec, keys) <= (2 if keys else 1) else 1
+
+
+@triton.constexpr_function
+def plane_count(spec, keys):
+    return runs(spec, keys) * 2 * half_fields(spec) // (shares(spec, keys) * beside(spec, keys))
+
+
+@triton.constexpr_function
+def plane_place(spec, keys, number):
+    """(run, half, field) of a plane; those after it in the plane follow."""
+    own = half_fields(spec) // shares(spec, keys)  # fields that are not another's share
+    number *= beside(spec, keys)
+    part = group_fields(spec) // shares(spec, keys)
+    field = number % own
+    return number // (2 * own), number // own % 2, field // part * group_fields(spec) + field % part
+
+
+@triton.constexpr_function
+def plane_group(spec, keys, number):
+    """The group of channels of a plane (axis "token")."""
+    _, half, field = plane_place(spec, keys, number)
+    return (field + half_fields(spec) * half) * spec.words // spec.group
+
+
+@triton.constexpr_function
+def window(spec):
+    """Fields that end below bit 10."""
+    return 4 if spec.bits == 3 else 10 // spec.bits
 
 
 @triton.constexpr_function
 def field_shift(spec, field):
-    """How far elements are shifted for a field; the rest of its place is `field_place`."""
-    bits = 2 if spec.bits == 3 else spec.bits
-    per_window = 1 if spec.bits == 3 else 10 // bits
-    return field // per_window * per_window * bits
+    """How far pairs are shifted for a field; the rest of its place is `field_place`."""
+    return field // window(spec) * window(spec) * low_bits(spec)
 
 
 @triton.constexpr_function
 def field_place(spec, field):
-    return field * (2 if spec.bits == 3 else spec.bits) - field_shift(spec, field)
+    return field % window(spec) * low_bits(spec)
 
 
 @triton.constexpr_function
 def field_unit(spec, field):
-    """What the numbers of a plane are to be multiplied by, less `UNIT`."""
+    """What the numbers of a field are to be multiplied by, less `UNIT`."""
     return 2.0 ** -field_place(spec, field)
 
 
 @triton.constexpr_function
-def field_group(spec, field, sub, keys):
-    """The group of channels of a plane's elements number `sub` of their words (axis "token")."""
-    return (field + fields(spec, keys) * sub) * spec.words // spec.group
+def twice(mask):
+    """For both halves of a pair, as an int32."""
+    return mask | mask << 16
 
 
 @triton.jit
-def plane_channels(S: tl.constexpr, KEYS: tl.constexpr, field):
-    """Channel of each element of a plane, at least D where there is none: int32 [width]."""
-    SUBS: tl.constexpr = 32 // element_bits(S, KEYS)
-    element = tl.arange(0, width(S, KEYS))
-    word = element // SUBS
-    channel = (field + fields(S, KEYS) * (element % SUBS)) * get(S, "words") + word
-    return tl.where(word < get(S, "words"), channel, get(S, "dim"))
+def load_words(side, S: tl.constexpr, begin, line, own, thread, FIRST: tl.constexpr):
+    """(words, third bits) of tokens begin + line + own, int32 words FIRST + thread, 0 beyond the last. Of 3-bit codes
+    the third bits are those of the same channels, two bits apart as the low two are; else those words again.
 
-
-@triton.jit
-def load_elements(codes, S: tl.constexpr, KEYS: tl.constexpr, token):
-    """(elements, high bits) [tokens, width] of tokens [tokens]: of 3-bit codes the high bits of the same channels, two
-    bits apart as the low ones are; else None."""
-    EL: tl.constexpr = element_bits(S, KEYS)
-    SUBS: tl.constexpr = 32 // EL
+    own: what is known when this is compiled comes last, so that it becomes part of the instructions.
+    """
     W: tl.constexpr = get(S, "words")
-    element = tl.arange(0, width(S, KEYS))[None, :]
-    type: tl.constexpr = tl.int32 if EL == 32 else (tl.int16 if EL == 16 else tl.int8)
-    base = codes.to(tl.pointer_type(type), bitcast=True) if EL != 32 else codes
-    row = token[:, None] * (row_width(S) * SUBS)
-    if width(S, KEYS) > W * SUBS:
-        low = tl.load(base + row + element, mask=element < W * SUBS, other=0)
-    else:
-        low = tl.load(base + row + element)
-    if EL == 8:
-        low = low.to(tl.int16)
+    ROW: tl.constexpr = row_width(S)
+    base = side[0] + begin * ROW
+    SOME: tl.constexpr = thread.shape[1] * thread.shape[2] * thread.shape[3] > W - FIRST
+    seen = thread < W - FIRST if SOME else None
+    low = load(base + (line * ROW + thread) + (own * ROW + FIRST), seen)
     if get(S, "bits") == 3:
-        H: tl.constexpr = W // 2
-        word, sub = element // SUBS, element % SUBS
-        place = row + W * SUBS + (word % H) * SUBS + sub
-        high = tl.load(base + place, mask=word < W, other=0)
-        if EL == 8:
-            high = high.to(tl.int16)
-        return low, high >> (word // H).to(high.dtype)
+        THIRDS: tl.constexpr = W // 2
+        third = load(base + (line * ROW + (thread + FIRST) % THIRDS) + (own * ROW + W), seen)
+        return low, third >> ((thread + FIRST) // THIRDS)
     else:
         return low, low
 
 
 @triton.jit
-def plane(low, high, S: tl.constexpr, field: tl.constexpr):
-    """float16 [tokens, width]: the codes of a plane times field_unit / UNIT."""
+def load(place, seen):
+    """What is at `place`; where `seen` (None: everywhere) is not: 0."""
+    if seen is None:
+        return tl.load(place)
+    else:
+        return tl.load(place, mask=seen, other=0)
+
+
+@triton.jit
+def pair_up(first, second):
+    """(low halves, high halves) of two int32 words, the first's in the low half."""
+    return (first & 0xFFFF) | (second << 16), ((first >> 16) & 0xFFFF) | (second & -65536)
+
+
+@triton.jit
+def field_codes(pairs, thirds, S: tl.constexpr, field: tl.constexpr):
+    """int32: the two codes of a field of each pair, at `field_place` of their halves."""
     SHIFT: tl.constexpr = field_shift(S, field)
     PLACE: tl.constexpr = field_place(S, field)
+    codes = (pairs >> SHIFT) & twice(((1 << low_bits(S)) - 1) << PLACE)
     if get(S, "bits") == 3:
-        code = ((low >> SHIFT) & 3) | (((high >> SHIFT) & 1) << 2)
+        shifted = thirds << 2 if SHIFT == 0 else thirds >> (SHIFT - 2)
+        codes |= shifted & twice(4 << PLACE)
+    return codes
+
+
+@triton.jit
+def numbers(codes, T: tl.constexpr):
+    """[..., 2]: the two numbers of each pair of codes."""
+    low, high = codes.to(tl.int16), (codes >> 16).to(tl.int16)
+    return tl.join(low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)).to(T)
+
+
+@triton.constexpr_function
+def adds_zero(spec):
+    """Whether groups add anything to their numbers."""
+    return spec.shifted or spec.hybrid or spec.level > 0
+
+
+@triton.constexpr_function
+def zero_scale(spec):
+    """What is kept as the zero-point is to be multiplied by this: where all groups have a level, that is the scale."""
+    return 1.0 if spec.shifted or spec.hybrid else -spec.level
+
+
+@triton.jit
+def asymmetric(raw):
+    """Whether groups of a hybrid are: the sign bit of their scale, which a constant group's minus zero has, too."""
+    return raw.to(tl.int16, bitcast=True) < 0
+
+
+@triton.jit
+def scales(raw, S: tl.constexpr):
+    return tl.abs(raw) if get(S, "hybrid") else raw
+
+
+@triton.jit
+def zeros(raw, kept, S: tl.constexpr):
+    """Zero-points less by `zero_scale`, of the scales as they are kept and of what `zero_part` has at
+    their places."""
+    if get(S, "hybrid"):
+        if get(S, "sign_bits") > 0:
+            return tl.where(asymmetric(raw), kept.to(tl.float32, bitcast=True), 0.0)
+        else:
+            return tl.where(asymmetric(raw), kept.to(tl.float32), tl.abs(raw).to(tl.float32) * (-get(S, "level")))
     else:
-        code = (low >> SHIFT) & (((1 << get(S, "bits")) - 1) << PLACE)
-    return code.to(tl.int16).to(tl.float16, bitcast=True)
+        return kept
+
+
+@triton.constexpr_function
+def zero_part(spec):
+    """Which of a side's pointers zero-points are read from."""
+    return 3 if spec.hybrid and spec.sign_bits else 2 if spec.shifted else 1
 
 
 @triton.jit
-def fold_queries(q, S: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, T: tl.constexpr):
-    """The queries' planes [M, width]. Where groups are per token: planes of the elements first in their words, then of
-    the second ones, ..., the others 0, since their groups differ; and the sums [M] of each group of channels."""
-    D: tl.constexpr = get(S, "dim")
-    member = tl.arange(0, M)[:, None]
-    SUBS: tl.constexpr = 32 // element_bits(S, True)
-    SETS: tl.constexpr = SUBS if get(S, "axis") == "token" else 1
-    sub = tl.arange(0, width(S, True))[None, :] % SUBS
-    planes = ()
-    for i in tl.static_range(SETS):
-        for f in tl.static_range(fields(S, True)):
-            channel = plane_channels(S, True, f)[None, :]
-            mine = (member < GROUP) & (channel < D) & ((sub == i) | (SETS == 1))
-            x = tl.load(q + member * D + channel, mask=mine, other=0.0)
-            planes = planes + ((x.to(tl.float32) * field_unit(S, f)).to(T),)
-    sums = ()
-    if get(S, "axis") == "token":
-        within = tl.arange(0, padded(get(S, "group")))[None, :]
-        for g in tl.static_range(D // get(S, "group")):
-            mine = (member < GROUP) & (within < get(S, "group"))
-            x = tl.load(q + member * D + g * get(S, "group") + within, mask=mine, other=0.0)
-            sums = sums + (tl.sum(x.to(tl.float32), axis=1),)
-    return planes, sums
-
-
-@triton.jit
-def fold_scores(
-    queries, side, S: tl.constexpr, tile, token, M: tl.constexpr, N: tl.constexpr, T: tl.constexpr, PREC: tl.constexpr
-):
-    """q . k of a tile, float32 [M, N]. queries: of `fold_queries`; token [N]: tokens tile N, tile N + 1, ..."""
-    low, high = load_elements(side[0], S, True, token)
-    if get(S, "axis") == "channel":
-        return _scores_of_channels(queries[0], low, high, side, S, tile, M, N, T, PREC)
+def signs(raw, words, S: tl.constexpr):
+    """Words of sign bits, int32; asymmetric groups of a hybrid have none."""
+    if get(S, "hybrid"):
+        return tl.where(asymmetric(raw), 0, words)
     else:
-        return _scores_of_tokens(queries, low, high, side, S, token, M, N, T, PREC)
+        return words.to(tl.int32)
 
 
 @triton.jit
-def scale_and_zero(side, S: tl.constexpr, place, seen):
-    """float32 scales and zero-points at `place`."""
-    s = tl.load(side[1] + place, mask=seen, other=0.0).to(tl.float32)
-    if not get(S, "shifted"):
-        return s, s * (-get(S, "level"))
-    else:
-        return s, tl.load(side[2] + place, mask=seen, other=0.0).to(tl.float32)
-
-
-@triton.jit
-def _scores_of_channels(
-    planes, low, high, side, S: tl.constexpr, tile, M: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
-    PREC: tl.constexpr,
-):  # fmt: skip
-    """q . (s c + z) = (q s) . c + q . z, with one s and z per channel of the tile."""
-    D: tl.constexpr = get(S, "dim")
-    scores = tl.zeros([M, N], tl.float32)
-    offset = tl.zeros([M, width(S, True)], tl.float32)
-    base = (tile * N // get(S, "group")) * D
-    for f in tl.static_range(fields(S, True)):
-        channel = plane_channels(S, True, f)
-        s, z = scale_and_zero(side, S, base + channel, channel < D)
-        scores = tl.dot(
-            planes[f] * s.to(T)[None, :], tl.trans(plane(low, high, S, f).to(T)), scores, input_precision=PREC
-        )
-        offset += planes[f].to(tl.float32) * (z / field_unit(S, f))[None, :]
-    return scores * UNIT + tl.sum(offset, axis=1)[:, None]
-
-
-@triton.jit
-def _scores_of_tokens(
-    queries, low, high, side, S: tl.constexpr, token, M: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
-    PREC: tl.constexpr,
-):  # fmt: skip
-    """q . (s c + z) = sum over groups of s (q_g . c_g) + z sum(q_g), with one s and z per token and group."""
-    planes, sums = queries
-    SUBS: tl.constexpr = 32 // element_bits(S, True)
-    GROUPS: tl.constexpr = get(S, "dim") // get(S, "group")
-    scores = tl.zeros([N, M], tl.float32)
-    for g in tl.static_range(GROUPS):
-        part = tl.zeros([N, M], tl.float32)
-        for i in tl.static_range(SUBS):
-            for f in tl.static_range(fields(S, True)):
-                if field_group(S, f, i, True) == g:
-                    a = tl.trans(planes[i * fields(S, True) + f])
-                    part = tl.dot(plane(low, high, S, f).to(T), a, part, input_precision=PREC)
-        s, z = scale_and_zero(side, S, token * GROUPS + g, token >= 0)
-        scores += part * (s * UNIT)[:, None] + sums[g][None, :] * z[:, None]
-    return tl.trans(scores)
-
-
-@triton.jit
-def fold_values(
-    acc, weights, shrink, side, S: tl.constexpr, tile, token, N: tl.constexpr, T: tl.constexpr, PREC: tl.constexpr
-):
-    """acc shrink + weights V. acc: planes [M, width] of numbers less by field_unit UNIT, and where groups are per token
-    sum p z [M] of each group."""
-    low, high = load_elements(side[0], S, False, token)
-    if get(S, "axis") == "channel":
-        return _values_of_channels(acc, weights.to(T), shrink, low, high, side, S, tile, N, T, PREC)
-    else:
-        return _values_of_tokens(acc, weights, shrink, low, high, side, S, token, T, PREC)
-
-
-@triton.jit
-def _values_of_channels(
-    acc, weights, shrink, low, high, side, S: tl.constexpr, tile, N: tl.constexpr, T: tl.constexpr, PREC: tl.constexpr
-):
-    """sum_t p (s c + z) = s (sum_t p c) + z sum_t p, with one s and z per channel of the tile."""
-    D: tl.constexpr = get(S, "dim")
-    planes, offsets = acc
-    base = (tile * N // get(S, "group")) * D
-    mass = tl.sum(weights.to(tl.float32), axis=1)[:, None]
-    new = ()
-    for f in tl.static_range(fields(S, False)):
-        channel = plane_channels(S, False, f)
-        s, z = scale_and_zero(side, S, base + channel, channel < D)
-        x = tl.dot(weights, plane(low, high, S, f).to(T), input_precision=PREC)
-        x = x * s[None, :] + mass * (z / (field_unit(S, f) * UNIT))[None, :]
-        new = new + (planes[f] * shrink[:, None] + x,)
-    return new, offsets
-
-
-@triton.jit
-def _values_of_tokens(
-    acc, weights, shrink, low, high, side, S: tl.constexpr, token, T: tl.constexpr, PREC: tl.constexpr
-):
-    """sum_t p (s c + z) = sum_t (p s) c + sum_t p z, with one s and z per token and group of channels."""
-    GROUPS: tl.constexpr = get(S, "dim") // get(S, "group")
-    planes, offsets = acc
-    scaled, sums, new = (), (), ()
-    for g in tl.static_range(GROUPS):
-        s, z = scale_and_zero(side, S, token * GROUPS + g, token >= 0)
-        scaled = scaled + ((weights * s[None, :]).to(T),)
-        sums = sums + (offsets[g] * shrink + tl.sum(weights * z[None, :], axis=1),)
-    for f in tl.static_range(fields(S, False)):
-        p = scaled[field_group(S, f, 0, False)]
-        new = new + (tl.dot(p, plane(low, high, S, f).to(T), planes[f] * shrink[:, None], input_precision=PREC),)
-    return new, sums
-
-
-@triton.jit
-def fold_nothing(S: tl.constexpr, M: tl.constexpr):
-    """`acc` of no tokens."""
-    planes, offsets = (), ()
-    for _ in tl.static_range(fields(S, False)):
-        planes = planes + (tl.zeros([M, width(S, False)], tl.float32),)
-    if get(S, "axis") == "token":
-        for _ in tl.static_range(get(S, "dim") // get(S, "group")):
-            offsets = offsets + (tl.zeros([M], tl.float32),)
-    return planes, offsets
-
-
-@triton.jit
-def fold_store(acc, out, total, S: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr):
-    """acc / total to `out` [M] pointers."""
-    planes, offsets = acc
-    member = tl.arange(0, M)[:, None]
-    for f in tl.static_range(fields(S, False)):
-        channel = plane_channels(S, False, f)[None, :]
-        x = planes[f] * (field_unit(S, f) * UNIT)
-        if get(S, "axis") == "token":
-            x += offsets[field_group(S, f, 0, False)][:, None]
-        tl.store(out[:, None] + channel, x / total[:, None], mask=(member < GROUP) & (channel < get(S, "dim")))
+def sign_pairs(low, high, bit):
+    """int32: bit number `bit` of the words whose low and high halves `pair_up` gave, as the signs of two codes."""
+    return (tl.where(bit < 16, low, high) << (15 - bit % 16)) & SIGNS

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.main import attend_main
+from kvq_kernels.decode_attention.main import attend_main, output
 from kvq_kernels.decode_attention.number import any_number, at_stored_head
 from kvq_kernels.decode_attention.rope import pair_channels, position_turn
 from kvq_kernels.decode_attention.spec import get, plane_count
@@ -59,35 +59,33 @@ def split_kernel(
     k = at_stored_head(keys, key_strides, SK, row, head, key_place)
     v = at_stored_head(values, value_strides, SV, row, head, value_place)
     D: tl.constexpr = get(SK, "dim")
-    member = tl.arange(0, M)
     first_query = row.to(tl.int64) * HEADS * GROUP + head * GROUP
     q = query + first_query * D
     start = 0 if rope[3] is None else tl.load(rope[3] + row)
     tiles = tl.minimum(key_count, value_count) // N
     low = tl.maximum(length - window, 0)
     begin = tl.minimum(tl.cdiv(tl.maximum(low - SINKS, 0), N), tiles)
-    place = (first_query + member) * (splits + 1) + split
-    out = partial + place * D
+    place = first_query * (splits + 1) + split
     if split < splits:
         each = tl.cdiv(tiles - begin, splits)
         first = tl.minimum(begin + split * each, tiles)
         last = tl.minimum(first + each, tiles)
         attend_main(
-            q, out, logsum + place, k, v, first, last, rope, start + SINKS, scale,
+            q, partial, logsum, place, splits + 1, k, v, first, last, rope, start + SINKS, scale,
             SK, SV, STYLE, WIDTH, GROUP, M, N, E, KD, VD, PRECISION, STAGES,
         )  # fmt: skip
     else:
         _attend_tail(
-            q, out, logsum + place, k, v, low, begin * N, tiles * N, length, key_count, value_count, slots, rope, start,
-            scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, E, PRECISION, TAIL,
+            q, partial, logsum, place, splits + 1, k, v, low, begin * N, tiles * N, length, key_count, value_count,
+            slots, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, E, PRECISION, TAIL,
         )  # fmt: skip
 
 
 @triton.jit
 def _attend_tail(
-    q, out, logsum, k, v, low, begin, done, length, key_count, value_count, slots, rope, start, scale,
-    SK: tl.constexpr, SV: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
-    SINKS: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, N: tl.constexpr,
+    q, partial, logsum, place, splits, k, v, low, begin, done, length, key_count, value_count, slots, rope, start,
+    scale, SK: tl.constexpr, SV: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    M: tl.constexpr, SINKS: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Tokens [low, SINKS + begin) and [SINKS + done, length) from `low` on, in float32, both sides read where they are
     held."""
@@ -140,12 +138,13 @@ def _attend_tail(
             new = new + (tl.dot(weights, x, acc[j] * shrink[:, None], input_precision=PRECISION),)
         acc = new
         top = peak
+    out = output(partial, place, splits, D, M)
     if held + rest > 0:
         for j in tl.static_range(P):
             channel = (j * E + column)[None, :]
             mine = (member[:, None] < GROUP) & (channel < D)
             tl.store(out[:, None] + channel, acc[j] / total[:, None], mask=mine)
-    tl.store(logsum, top + tl.log2(total), mask=member < GROUP)
+    tl.store(output(logsum, place, splits, 1, M), top + tl.log2(total), mask=member < GROUP)
 
 
 @triton.jit

@@ -121,8 +121,7 @@ def constants(
         "WIDTH": 0 if rope is None else 2 * rope.frequencies.numel(),
         "HEADS": kv_heads(keys) if heads is None else heads,
         "GROUP": group,
-        # Less would not be less work for a matrix unit.
-        "M": max(triton.next_power_of_2(group), 8 if "codebook" in (sk.kind, sv.kind) else 1),
+        "M": max(triton.next_power_of_2(group), tile.queries if {"codebook", "uniform"} & {sk.kind, sv.kind} else 1),
         "SINKS": 0 if keys.sinks is None else keys.sinks.shape[2],
         "N": tokens,
         "E": max(16, min(tile.columns, padded(dim) // 2)),

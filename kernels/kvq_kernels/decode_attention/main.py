@@ -5,7 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.fold import fold_nothing, fold_queries, fold_scores, fold_store, fold_values, folds
+from kvq_kernels.decode_attention.fold import folds
+from kvq_kernels.decode_attention.fold_keys import fold_queries, fold_scores
+from kvq_kernels.decode_attention.fold_values import fold_load, fold_nothing, fold_store, fold_values
 from kvq_kernels.decode_attention.gather import (
     LINES,
     gather_nothing,
@@ -20,10 +22,13 @@ from kvq_kernels.decode_attention.rope import pair_channels, position_turn, turn
 from kvq_kernels.decode_attention.sparse import sparse_scores, sparse_values
 from kvq_kernels.decode_attention.spec import block_tokens, get, plane_count
 
+#: Weights are multiplied by 2 to this: float16 has few digits below 2^-14, where small weights times small scales lie.
+LIFT = tl.constexpr(4.0)
+
 
 @triton.jit
 def attend_main(
-    q, out, logsum, k, v, first, last, rope, start, scale,
+    q, partial, logsum, place, splits, k, v, first, last, rope, start, scale,
     SK: tl.constexpr, SV: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, E: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +61,7 @@ def attend_main(
     for tile in tl.range(first, last, num_stages=STAGES):
         scores = ()
         if FOLD_KEYS:
-            found = (fold_scores(queries, k, SK, tile, tile * N + line, M, N, KD, PRECISION),)
+            found = (fold_scores(queries, k, SK, tile, M, N, KD, PRECISION),)
         elif GATHER_KEYS:
             found = gather_scores(
                 queries, k, SK, tile * N, rope, start, STYLE, WIDTH, GROUP, M, L, BLOCK, KD, PRECISION
@@ -70,6 +75,8 @@ def attend_main(
                     PRECISION,
                 )  # fmt: skip
                 found = found + (s,)
+        if FOLD_VALUES:
+            loaded = fold_load(v, SV, tile * N, M, N)
         if get(SK, "slots") > 0:
             found = sparse_scores(
                 found, q, k, SK, tile * N, rope, start, STYLE, WIDTH, GROUP, M, L, R, BLOCK, PRECISION
@@ -81,15 +88,16 @@ def attend_main(
             most = tl.maximum(most, scores[i])
         peak = tl.maximum(top, tl.max(most, axis=1))
         shrink = tl.exp2(top - peak)
-        mass = tl.exp2(scores[0] - peak[:, None])
+        base = (peak - LIFT)[:, None]
+        mass = tl.exp2(scores[0] - base)
         weights = (mass,)
         for i in tl.static_range(1, L):
-            w = tl.exp2(scores[i] - peak[:, None])
+            w = tl.exp2(scores[i] - base)
             mass += w
             weights = weights + (w,)
         total = total * shrink + tl.sum(mass, axis=1)
         if FOLD_VALUES:
-            acc = fold_values(acc, weights[0], shrink, v, SV, tile, tile * N + line, N, VD, PRECISION)
+            acc = fold_values(acc, weights[0], shrink, loaded, v, SV, tile, M, N, VD, PRECISION)
         elif GATHER_VALUES:
             acc = gather_values(acc, weights, shrink, v, SV, tile * N, M, L, BLOCK, VD, PRECISION)
         else:
@@ -97,6 +105,7 @@ def attend_main(
         if get(SV, "slots") > 0:
             acc = sparse_values(acc, weights, v, SV, tile * N, GATHER_VALUES, M, L, R, BLOCK, E, PRECISION)
         top = peak
+    out = output(partial, place, splits, get(SV, "dim"), M)
     if last > first:
         if FOLD_VALUES:
             fold_store(acc, out, total, SV, GROUP, M)
@@ -104,7 +113,14 @@ def attend_main(
             gather_store(acc, out, total, SV, GROUP, M)
         else:
             plain_store(acc, out, total, SV, GROUP, M, E)
-    tl.store(logsum, top + tl.log2(total), mask=tl.arange(0, M) < GROUP)
+    tl.store(output(logsum, place, splits, 1, M), top + tl.log2(total) - LIFT, mask=tl.arange(0, M) < GROUP)
+
+
+@triton.jit
+def output(pointer, place, splits, D: tl.constexpr, M: tl.constexpr):
+    """Where each of M query heads, of which the first is at `place`, leaves D numbers. Computed where they are stored:
+    pointers that wait for the end of a loop take registers."""
+    return pointer + (place + tl.arange(0, M) * splits) * D
 
 
 @triton.jit

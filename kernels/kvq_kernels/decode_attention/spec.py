@@ -107,7 +107,8 @@ def first_words(bits: int, count: int) -> int:
 class Tile:
     """tokens: of a tile of the main loop (a divisor of 128). columns: channels (or codes) handled at once.
     warps, stages: Triton's. waves: programs per multiprocessor that the splits aim at. whole: 1: entries of codebooks
-    are fetched whole (see `gather.py`), 0: number by number."""
+    are fetched whole (see `gather.py`), 0: number by number. queries: of a product with packed numbers, at least: as
+    many as a matrix unit takes."""
 
     tokens: int = 64
     columns: int = 16
@@ -115,6 +116,7 @@ class Tile:
     stages: int = 2
     waves: int = 8
     whole: int = 1
+    queries: int = 8
 
 
 @triton.constexpr_function

@@ -35,7 +35,7 @@ def quantized_matvec(
     packed:  K or V of `[B, H]` rows and kv heads, T tokens; see `Uniform`.
     out:     of the vectors' type, made if not given. partial: of `partial_sums`, for "values"; made if not given.
     backend: "auto" is "triton" on a GPU and under TRITON_INTERPRET=1, else "torch".
-    tile:    instead of the table's for this GPU: tokens, columns, warps, stages, waves.
+    tile:    instead of the table's for this GPU: tokens, columns, warps, stages, waves, queries.
 
     ValueError for shapes that do not fit. Products take float16 operands and float32 sums (float32 of float32 vectors):
     |q s| of a channel must be below 65504, |p s| below 255.

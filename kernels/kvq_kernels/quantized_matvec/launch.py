@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvq_kernels import tuning
 from kvq_kernels.decode_attention.configs import choose_splits
+from kvq_kernels.decode_attention.fold import folds
 from kvq_kernels.decode_attention.launch import pointers, processors, product_type
 from kvq_kernels.decode_attention.parts import Side, Uniform
 from kvq_kernels.decode_attention.spec import SideSpec
@@ -30,20 +31,24 @@ def head_dim(packed: Uniform) -> int:
     return packed.scale.shape[3] * (packed.group if packed.axis == "token" else 1)
 
 
-def constants(vectors: torch.dtype, packed: Uniform, group: int, tile: dict[str, int]) -> dict:
+def constants(vectors: torch.dtype, packed: Uniform, side: str, group: int, tile: dict[str, int]) -> dict:
     """The compile-time arguments of both kernels."""
     dim = head_dim(packed)
     tokens = tile["tokens"]
     if packed.axis == "channel" and math.gcd(packed.group, tokens) >= 16:
         tokens = math.gcd(packed.group, tokens)
-    side = Side(packed, packed.codes)
+    held = Side(packed, packed.codes)
+    spec = SideSpec.of(held, dim)
+    fold = folds(spec, "none", tokens, side == "keys")
     return {
-        "S": SideSpec.of(side, dim),
+        "S": spec,
         "GROUP": group,
-        "M": triton.next_power_of_2(group),
+        "M": max(triton.next_power_of_2(group), tile["queries"]),
         "N": tokens,
         "E": max(16, min(tile["columns"], triton.next_power_of_2(dim) // 2)),
-        "T": product_type(side, vectors),
+        "FOLD": fold,
+        "REST": int(fold and packed.codes.shape[2] % tokens > 0),
+        "T": product_type(held, vectors),
         "PRECISION": "ieee",
         "STAGES": tile["stages"],
     }
@@ -55,22 +60,23 @@ def arguments(vectors: Tensor, out: Tensor, packed: Uniform) -> tuple:
     return vectors, out, tensors, strides, packed.codes.shape[2]
 
 
-def plan_runs(packed: Uniform, tokens: int, waves: int, device: torch.device) -> int:
-    """Programs that share the tokens of one kv head."""
+def plan_runs(packed: Uniform, fixed: dict, waves: int, device: torch.device) -> int:
+    """Programs that share the tokens of one kv head, that of the tokens that fill no tile included."""
     rows, heads, total, _ = packed.codes.shape
-    return choose_splits(rows * heads, max(1, -(-total // tokens)), processors(device), waves)
+    tiles = total // fixed["N"] if fixed["FOLD"] else -(-total // fixed["N"])
+    return choose_splits(rows * heads, max(1, tiles), processors(device), waves) + fixed["REST"]
 
 
 def partial_sums(weights: Tensor, packed: Uniform, tile: dict[str, int] | None = None) -> Tensor:
     """What `quantized_matvec` of values writes between its two launches; keep it to make none per call."""
     tile, fixed = _plan(weights, packed, "values", tile)
-    runs = plan_runs(packed, fixed["N"], tile["waves"], weights.device)
+    runs = plan_runs(packed, fixed, tile["waves"], weights.device)
     return torch.empty(runs, *weights.shape[:2], head_dim(packed), dtype=torch.float32, device=weights.device)
 
 
 def _plan(vectors: Tensor, packed: Uniform, side: str, tile: dict[str, int] | None) -> tuple[dict[str, int], dict]:
     tile = tile or tuning.configuration(OPERATION, shape_class(packed, side), vectors.device)
-    return tile, constants(vectors.dtype, packed, vectors.shape[1] // packed.codes.shape[1], tile)
+    return tile, constants(vectors.dtype, packed, side, vectors.shape[1] // packed.codes.shape[1], tile)
 
 
 def run_kernels(
@@ -89,7 +95,7 @@ def run_kernels(
     if side == "keys":
         if out is None:
             out = vectors.new_empty(*vectors.shape[:2], packed.codes.shape[2])
-        runs = plan_runs(packed, fixed["N"], tile["waves"], vectors.device)
+        runs = plan_runs(packed, fixed, tile["waves"], vectors.device)
         scores_kernel[(runs, heads, rows)](*arguments(vectors, out, packed), **fixed, **options)
         return out
     if out is None:

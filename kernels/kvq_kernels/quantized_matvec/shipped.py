@@ -52,7 +52,7 @@ def launches(gpu: str) -> dict[str, Launch]:
     found = {}
     for name, (side, packed) in cases().items():
         tile = tuning.configuration(OPERATION, shape_class(packed, side), gpu)
-        fixed = constants(torch.float16, packed, GROUP, tile)
+        fixed = constants(torch.float16, packed, side, GROUP, tile)
         given = [_empty(ROWS, HEADS * GROUP, width) for width in (DIM, TOKENS)]
         vectors, out = given if side == "keys" else (given[1], _empty(8, ROWS, HEADS * GROUP, DIM, dtype=torch.float32))
         kernel = scores_kernel if side == "keys" else outputs_kernel
