@@ -22,7 +22,7 @@ KINDS = ("dense", "uniform", "codebook", "none")
 @dataclass(frozen=True)
 class Launch:
     """kernel: a `triton.jit` function. arguments: in the order of its arguments, up to the first of `constants` (its
-    compile-time arguments): meta tensors, ints, floats, None or tuples of these. warps, stages: Triton's.
+    compile-time arguments): meta tensors, ints, floats, None or tuples of these. options: Triton's, of the launch.
 
     kind: of `KINDS`, which limit of instructions per number is its own. numbers: cached numbers that one program reads
     in one turn of its main loop (of the whole kernel where it has no loop). bits: that it reads of memory per number.
@@ -31,8 +31,7 @@ class Launch:
     kernel: Any
     arguments: tuple
     constants: dict[str, Any] = field(default_factory=dict)
-    warps: int = 4
-    stages: int = 2
+    options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
     kind: str = "none"
     numbers: int = 0
     bits: float = 0.0

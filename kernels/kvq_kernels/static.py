@@ -127,7 +127,7 @@ def extremes(target: str) -> list[tuple[str, str, str]]:
     found: dict[tuple, list[tuple[float, str]]] = {}
     for operation in operations():
         for name, one in launches(operation, target).items():
-            alike = operation, one.kernel.__name__, one.kind, one.warps, one.stages, one.numbers
+            alike = operation, one.kernel.__name__, one.kind, *one.options.items(), one.numbers
             found.setdefault(alike, []).append((one.bits, name))
     return sorted({(alike[0], end[1], target) for alike, own in found.items() for end in (min(own), max(own))})
 
@@ -148,11 +148,10 @@ def report(operation: str, name: str, target: str, trial: dict[str, int] | None 
     with trying(operation, trial or {}):
         launch = launches(operation, target)[name]
     source = describe(launch)
-    options = {"num_warps": launch.warps, "num_stages": launch.stages}
-    path = _kept(source, options, target, launch)
+    path = _kept(source, target, launch)
     if path.exists():
         return replace(Report(**json.loads(path.read_text())), operation=operation, name=name)
-    found = read(operation, name, target, launch, source, options)
+    found = read(operation, name, target, launch, source)
     if found.error is None:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
@@ -161,15 +160,15 @@ def report(operation: str, name: str, target: str, trial: dict[str, int] | None 
     return found
 
 
-def read(operation: str, name: str, target: str, launch: Launch, source: ASTSource, options: dict) -> Report:
+def read(operation: str, name: str, target: str, launch: Launch, source: ASTSource) -> Report:
     """Compile and read one launch."""
     one = Report(operation, name, target, launch.kind, bits=round(launch.bits, 3))
     try:
-        compiled = triton.compile(source, target=TARGETS[target], options=options)
+        compiled = triton.compile(source, target=TARGETS[target], options=launch.options)
     except Exception as error:  # of whichever pass of the compiler
         return replace(one, error=f"{type(error).__name__}: {error}".splitlines()[0])
     found = machine_code.read(compiled.asm)
-    lanes = TARGETS[target].warp_size * launch.warps
+    lanes = TARGETS[target].warp_size * launch.options["num_warps"]
     loop = machine_code.main_loop(found.code) if launch.numbers else None
     if loop is None:
         opcodes, per_number = {}, 0.0
@@ -217,9 +216,10 @@ def describe(launch: Launch) -> ASTSource:
     return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
 
 
-def _kept(source: ASTSource, options: dict, target: str, launch: Launch) -> Path:
+def _kept(source: ASTSource, target: str, launch: Launch) -> Path:
     """Where the report of a source is kept."""
-    asked = (source.hash(), _reader(), triton.__version__, target, options, launch.kind, launch.numbers, launch.bits)
+    own = launch.options, launch.kind, launch.numbers, launch.bits
+    asked = (source.hash(), _reader(), triton.__version__, target, *own)
     state = hashlib.sha256(repr(asked).encode()).hexdigest()[:32]
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "kvq" / "static" / f"{state}.json"

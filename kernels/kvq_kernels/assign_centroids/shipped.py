@@ -26,12 +26,16 @@ def launches(gpu: str) -> dict[str, Launch]:
         out = _empty(BOOKS, COUNT, dtype=torch.uint8), _empty(BOOKS, COUNT)
         given = (_empty(BOOKS, COUNT, size), table, _empty(BOOKS), *out, COUNT)
         pairs = fixed["R"] * entries
-        found[f"assign-size{size}-{entries}"] = Launch(assign_kernel, given, fixed, tile["warps"], numbers=pairs)
+        found[f"assign-size{size}-{entries}"] = Launch(
+            assign_kernel, given, fixed, {"num_warps": tile["warps"]}, numbers=pairs
+        )
         columns = size + 1
         tile = tuning.configuration(OPERATION, f"sums/columns{columns}", gpu)
         fixed = sums_constants(columns, entries, tile) | {"T": tl.bfloat16}
         codes = _empty(BOOKS, COUNT, dtype=torch.int64)
         given = (_empty(BOOKS, COUNT, columns), codes, _empty(BOOKS, 128, entries, 3, columns), COUNT)
         pairs = fixed["R"] * entries
-        found[f"sums-size{size}-{entries}"] = Launch(sums_kernel, given, fixed, tile["warps"], numbers=pairs)
+        found[f"sums-size{size}-{entries}"] = Launch(
+            sums_kernel, given, fixed, {"num_warps": tile["warps"]}, numbers=pairs
+        )
     return found

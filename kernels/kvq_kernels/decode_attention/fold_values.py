@@ -132,7 +132,8 @@ def fold_values(
     acc, weights, shrink, loaded, v, S: tl.constexpr, tile, M: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
     P: tl.constexpr,
 ):  # fmt: skip
-    """acc shrink + weights V. acc: planes [rows, M] of numbers less by `row_units`, and sums of zero-points [16, M]."""
+    """acc shrink + weights V. acc: planes [rows, M], and where scales are per token sums of zero-points [16, M]; then
+    the planes are less by `row_units`."""
     words, third_words, s, z, negative = loaded
     pairs, thirds = (), ()
     for x in tl.static_range(runs(S, False)):
@@ -202,12 +203,13 @@ def _values_of_channels(
         if get(S, "sign_bits") > 0:
             negative = _signs_of_channels(v, base, tile * N, S, i, N)
         x = value_operand(pairs, thirds, negative, S, i, N, T)
+        s = (s * row_units(S, i))[:, None]
         if zero_part(S) > 1:
-            z = zeros(raw, load(v[zero_part(S)] + base + channel + own, seen), S).to(tl.float32) / row_units(S, i)
-            x = tl.dot(x, columns, input_precision=P) * s[:, None] + mass * z[:, None]
+            z = zeros(raw, load(v[zero_part(S)] + base + channel + own, seen), S).to(tl.float32)
+            x = tl.dot(x, columns, input_precision=P) * s + mass * z[:, None]
         else:
             level = mass * (zero_scale(S) / row_units(S, i))[:, None]
-            x = tl.dot(x, columns, level, input_precision=P) * s[:, None]
+            x = tl.dot(x, columns, level, input_precision=P) * s
         new = new + (shrunk(planes[i], shrink) + x,)
     return new, offsets
 
@@ -301,7 +303,7 @@ def fold_store(acc, out, total, S: tl.constexpr, GROUP: tl.constexpr, M: tl.cons
     for i in tl.static_range(plane_count(S, False)):
         channel, own = row_channels(S, i, row)
         seen = row_seen(S, i, row)
-        x = planes[i] * row_units(S, i)[:, None]
+        x = planes[i] if get(S, "axis") == "channel" else planes[i] * row_units(S, i)[:, None]
         if get(S, "axis") == "token" and adds_zero(S):
             here = tl.arange(0, 16)[:, None] == plane_group(S, False, i)
             x += tl.sum(tl.where(here, offsets, 0.0), axis=0)[None, :] * zero_scale(S)

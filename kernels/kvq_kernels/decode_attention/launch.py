@@ -264,8 +264,7 @@ def run_kernels(
         split_kernel[(workspace.splits + 1, part.count, rows)](
             *arguments(query, part.keys, part.values, lengths, rope, scaling, workspace, window, part.heads),
             **fixed,
-            num_warps=own.warps,
-            num_stages=max(1, own.stages),
+            **own.options(),
         )
     splits = workspace.splits
     wide = triton.next_power_of_2(dim)

@@ -84,11 +84,11 @@ def launches(gpu: str) -> dict[str, Launch]:
         tile = tile_of(name, gpu)
         fixed = constants(query.dtype, keys, values, rotation, GROUP, DIM, tile)
         given = arguments(query, keys, values, keys.count, rotation, DIM**-0.5, workspace)
-        stages, numbers = max(1, tile.stages), 2 * fixed["N"] * DIM
+        numbers = 2 * fixed["N"] * DIM
         bits = (_bits(keys) + _bits(values)) / 2
-        found[name] = Launch(split_kernel, given, fixed, tile.warps, stages, family(name), numbers, bits)
+        found[name] = Launch(split_kernel, given, fixed, tile.options(), family(name), numbers, bits)
     given = (workspace.partial, workspace.logsum, query, workspace.splits + 1)
-    found["combine"] = Launch(combine_kernel, given, {"D": DIM, "WIDE": DIM, "S": triton.next_power_of_2(9)}, stages=1)
+    found["combine"] = Launch(combine_kernel, given, {"D": DIM, "WIDE": DIM, "S": triton.next_power_of_2(9)})
     return found
 
 

@@ -108,7 +108,8 @@ class Tile:
     """tokens: of a tile of the main loop (a divisor of 128). columns: channels (or codes) handled at once.
     warps, stages: Triton's. waves: programs per multiprocessor that the splits aim at. whole: 1: entries of codebooks
     are fetched whole (see `gather.py`), 0: number by number. queries: of a product with packed numbers, at least: as
-    many as a matrix unit takes."""
+    many as a matrix unit takes. registers: of a thread, at most; 0: as many as the compiler likes, which spills a few
+    where that lets more programs run at once."""
 
     tokens: int = 64
     columns: int = 16
@@ -117,6 +118,12 @@ class Tile:
     waves: int = 8
     whole: int = 1
     queries: int = 8
+    registers: int = 0
+
+    def options(self) -> dict[str, int]:
+        """Triton's, for a launch."""
+        own = {"num_warps": self.warps, "num_stages": max(1, self.stages)}
+        return own | ({"maxnreg": self.registers} if self.registers else {})
 
 
 @triton.constexpr_function

@@ -35,5 +35,6 @@ def launches(gpu: str) -> dict[str, Launch]:
         parts = [part for part in (packed.codes, packed.scale, packed.zero, packed.sign) if part is not None]
         bits = 16 + 8 * sum(part.numel() * part.element_size() for part in parts) / x.numel()
         given = arguments(x, packed)
-        found[name] = Launch(quantize_kernel, given, fixed, tile["warps"], numbers=fixed["R"] * DIM, bits=bits)
+        options = {"num_warps": tile["warps"], "enable_fp_fusion": False}
+        found[name] = Launch(quantize_kernel, given, fixed, options, numbers=fixed["R"] * DIM, bits=bits)
     return found

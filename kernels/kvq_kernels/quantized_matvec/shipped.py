@@ -59,9 +59,9 @@ def launches(gpu: str) -> dict[str, Launch]:
         parts = [part for part in (packed.codes, packed.scale, packed.zero, packed.sign) if part is not None]
         bits = 8 * sum(part.numel() * part.element_size() for part in parts) / (ROWS * HEADS * TOKENS * DIM)
         asked = arguments(vectors, out, packed)
-        stages, numbers = max(1, tile["stages"]), fixed["N"] * DIM
-        found[name] = Launch(kernel, asked, fixed, tile["warps"], stages, kind(packed), numbers, bits)
+        options = {"num_warps": tile["warps"], "num_stages": max(1, tile["stages"])}
+        found[name] = Launch(kernel, asked, fixed, options, kind(packed), fixed["N"] * DIM, bits)
     partial = _empty(8, ROWS, HEADS * GROUP, DIM, dtype=torch.float32)
     count = partial[0].numel()
-    found["sum"] = Launch(sum_kernel, (partial, _empty(count), 8, count), {"N": SUMMED}, warps=2)
+    found["sum"] = Launch(sum_kernel, (partial, _empty(count), 8, count), {"N": SUMMED}, {"num_warps": 2})
     return found

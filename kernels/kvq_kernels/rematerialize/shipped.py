@@ -71,4 +71,4 @@ def _launch(kernel, launch: tuple, bits: int = 0) -> Launch:
     _, given, fixed, options = launch
     # Of kind "none": most of their work are the products, not the unpacking of codes. bits 0: nothing is unpacked.
     numbers = fixed["N"] * fixed["R"] * fixed.get("F", 1) if bits else 0
-    return Launch(kernel, given, fixed, options["num_warps"], options["num_stages"], "none", numbers, float(bits))
+    return Launch(kernel, given, fixed, options, "none", numbers, float(bits))

@@ -23,7 +23,5 @@ def launches(gpu: str) -> dict[str, Launch]:
     found = {}
     for bits, group in ((2, 32), (3, 32), (4, 32), (2, 64)):
         _, given, fixed, options = launch(keys, subspace, move, bits, group, BLOCK, torch.float16, gpu)
-        found[f"squat-{bits}bit-g{group}"] = Launch(
-            squat_kernel, given, fixed, options["num_warps"], options["num_stages"]
-        )
+        found[f"squat-{bits}bit-g{group}"] = Launch(squat_kernel, given, fixed, options)
     return found

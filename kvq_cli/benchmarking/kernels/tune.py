@@ -20,8 +20,18 @@ from kvq_cli.benchmarking.kernels.timing import Timer
 
 #: What the median must fall to, at most: less is noise.
 WORTH = 0.98
-#: Beyond which a number is not tried: tables of cosines and registers end there.
-BOUNDS = {"tokens": (16, 128), "columns": (16, 128), "warps": (1, 8), "stages": (1, 5), "waves": (1, 16)}
+#: Beyond which a number is not tried: tables of cosines, registers and what a matrix unit takes end there.
+BOUNDS = {
+    "tokens": (16, 128),
+    "columns": (16, 128),
+    "warps": (1, 8),
+    "stages": (1, 5),
+    "waves": (1, 16),
+    "queries": (8, 16),
+    "registers": (96, 255),
+}
+#: How far the next number to try is from one; others are halved and doubled.
+STEPS = {"stages": 1, "registers": 24}
 
 
 def tune(
@@ -132,7 +142,7 @@ class Search:
 
 
 def neighbours(name: str, value: int) -> list[int]:
-    """Half and double; of stages, one less and one more."""
+    """Half and double, or a step less and more."""
     low, high = BOUNDS.get(name, (1, 1 << 16))
-    near = (value - 1, value + 1) if name == "stages" else (value // 2, 2 * value)
+    near = (value - STEPS[name], value + STEPS[name]) if name in STEPS else (value // 2, 2 * value)
     return [other for other in near if low <= other <= high]
