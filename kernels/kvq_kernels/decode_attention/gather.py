@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.rope import STEP, turn
+from kvq_kernels.decode_attention.rope import STEP, pairs, turn, turn_back
 from kvq_kernels.decode_attention.spec import get
 
 #: Of a tile of scores: what a product of weights and values sums over.
@@ -47,6 +47,24 @@ def key_width(spec):
 def value_codes(spec):
     """Codes of a row of values that a thread has beside each other."""
     return 4 if spec.dim // spec.channels % 32 == 0 else 2
+
+
+@triton.constexpr_function
+def codes_between_fences(spec, keys):
+    """Codes of a line whose numbers, with what turns them, take about 64 registers."""
+    if not keys:
+        return max(1, 32 // (value_codes(spec) * spec.tokens * spec.channels))
+    return 8 // spec.tokens if spec.channels == 1 else max(1, 2 // spec.tokens)
+
+
+@triton.jit
+def fence(begin, WANTED: tl.constexpr):
+    """What is loaded before this place is used before more is loaded, else registers spill: ptxas schedules nothing
+    over a loop, but puts the use of loads off over a barrier. The loop never runs: `begin` is not negative."""
+    if WANTED:
+        while begin < 0:
+            tl.debug_barrier()
+            begin *= begin
 
 
 @triton.jit
@@ -129,27 +147,10 @@ def normalized(x, side, S: tl.constexpr, channel):
 
 
 @triton.jit
-def pairs(place, HALF: tl.constexpr, ALL: tl.constexpr):
-    """The two of each pair `place` of ALL columns, of which 2 HALF are turned; others are paired as they are left."""
-    if 2 * HALF == ALL:
-        return place, place + HALF
-    else:
-        turned = place < HALF
-        return tl.where(turned, place, place + HALF), tl.where(turned, place + HALF, place + ALL // 2)
-
-
-@triton.jit
 def query_operand(a, T: tl.constexpr, M: tl.constexpr, V: tl.constexpr):
     """[1, M, 4, V] as the other side of products with keys."""
     a = tl.permute(tl.reshape(a.to(T), [M, 4, V // 4, 4]), (0, 2, 1, 3))
     return tl.trans(tl.reshape(a, [M, 4 * V]))
-
-
-@triton.jit
-def turn_back(q1, q2, table, at, pair, WIDTH: tl.constexpr, D: tl.constexpr):
-    """Pairs turned back by what row `at` of a table says."""
-    cos, sin = turn(table, at, pair, WIDTH, D)
-    return q1 * cos + q2 * sin, q2 * cos - q1 * sin
 
 
 @triton.jit
@@ -165,11 +166,12 @@ def gather_scores(
     PLANE: tl.constexpr = 4 * V
     line = tl.arange(0, 2)[:, None, None, None] * 8 + tl.arange(0, 8)[None, :, None, None]
     member = tl.arange(0, M)[None, :, None, None]
-    thread = tl.arange(0, 4)[None, None, :, None]
+    # `begin` changes nothing, but keeps addresses from being made before the loop, to more registers than are.
+    thread = tl.minimum(tl.arange(0, 4), 3 + begin)[None, None, :, None]
     number, code = thread * V + tl.arange(0, V), thread * (V // C) + tl.arange(0, V // C)
     mine = (member < GROUP) & (number >= 0)
     codes = k[0] + begin // TOKENS * (D // C)
-    tl.debug_barrier()  # else what is the same for all tiles is loaded before the loop, to more registers than are
+    tl.debug_barrier()  # else what is the same for all tiles is loaded before the loop
     scores = ()
     for _ in tl.static_range(L):
         scores = scores + (tl.zeros([LINES, M], tl.float32),)
@@ -178,6 +180,7 @@ def gather_scores(
             channel = j * PLANE + number
             a = query_operand(tl.load(q + member * D + channel, mask=mine, other=0.0), T, M, V)
             for h in tl.static_range(L // TOKENS):
+                fence(begin, h + j > 0 and h % codes_between_fences(S, True) == 0)
                 row = line_tokens(line, h * TOKENS, LINES, BLOCK) // TOKENS
                 x = key_operands(key_numbers(k, S, codes, row, code, channel, T, j * PLANE // C), S)
                 for t in tl.static_range(TOKENS):
@@ -189,15 +192,8 @@ def gather_scores(
         for j in tl.static_range(D // PLANE // 2):
             pair = j * PLANE + number
             c1, c2 = pairs(pair, WIDTH // 2, D)
-            q1 = tl.load(q + member * D + c1, mask=mine, other=0.0).to(tl.float32)
-            q2 = tl.load(q + member * D + c2, mask=mine, other=0.0).to(tl.float32)
-            q1, q2 = turn_back(q1, q2, coarse, 0 * member, pair, WIDTH, D)
-            q1, q2 = turn_back(q1, q2, fine, 0 * member, pair, WIDTH, D)
-            back = (query_operand(q1, T, M, V), query_operand(q2, T, M, V))
-            for t in tl.static_range(1, TOKENS):
-                a1, a2 = turn_back(q1, q2, rope[1] + t * WIDTH, 0 * member, pair, WIDTH, D)
-                back = back + (query_operand(a1, T, M, V), query_operand(a2, T, M, V))
             for h in tl.static_range(L // TOKENS):
+                fence(begin, h + j > 0 and h % codes_between_fences(S, True) == 0)
                 within = line_tokens(line, h * TOKENS, LINES, BLOCK)
                 row = within // TOKENS
                 if WIDTH == D:
@@ -211,6 +207,16 @@ def gather_scores(
                 cos, sin = cos.to(T)[:, :, :, :, None], sin.to(T)[:, :, :, :, None]
                 y1 = key_operands(tl.fma(x1, cos, -sin * x2), S)
                 y2 = key_operands(tl.fma(x1, sin, cos * x2), S)
+                if h == 0:
+                    fence(begin, L == TOKENS)  # of long codes, queries are turned when numbers have been
+                    q1 = tl.load(q + member * D + c1, mask=mine, other=0.0).to(tl.float32)
+                    q2 = tl.load(q + member * D + c2, mask=mine, other=0.0).to(tl.float32)
+                    q1, q2 = turn_back(q1, q2, coarse, 0 * member, pair, WIDTH, D)
+                    q1, q2 = turn_back(q1, q2, fine, 0 * member, pair, WIDTH, D)
+                    back = (query_operand(q1, T, M, V), query_operand(q2, T, M, V))
+                    for t in tl.static_range(1, TOKENS):
+                        a1, a2 = turn_back(q1, q2, rope[1] + t * WIDTH, 0 * member, pair, WIDTH, D)
+                        back = back + (query_operand(a1, T, M, V), query_operand(a2, T, M, V))
                 for t in tl.static_range(TOKENS):
                     s = tl.dot(y1[t], back[2 * t], scores[h * TOKENS + t], input_precision=PRECISION)
                     s = tl.dot(y2[t], back[2 * t + 1], s, input_precision=PRECISION)
@@ -274,6 +280,7 @@ def gather_values(
         for c in tl.static_range(C):
             parts = parts + (acc[j * C + c] * shrink[None, :],)
         for h in tl.static_range(L // TOKENS):
+            fence(begin, h + j > 0 and h % codes_between_fences(S, False) == 0)
             row = line_tokens(line, h * TOKENS, LINES, BLOCK) // TOKENS
             x = entries(v, S, codes, row, code, j * 8 * B).to(T)
             x = tl.reshape(x, [B, P, BESIDE, 8, 4, TOKENS // P, P, C])
