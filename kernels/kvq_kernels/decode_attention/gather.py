@@ -14,8 +14,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.rope import STEP, turn
-from kvq_kernels.decode_attention.spec import get
+from kvq_kernels.decode_attention.rope import STEP, pairs, turn, turn_back
+from kvq_kernels.decode_attention.spec import fenced, get, key_width, value_codes
 
 #: Of a tile of scores: what a product of weights and values sums over.
 LINES = tl.constexpr(16)
@@ -36,17 +36,14 @@ def gathers(spec, style, width, keys):
     return fits and spec.dim % (2 * plane) == 0 and style == "half" and width // 2 % spec.channels == 0
 
 
-@triton.constexpr_function
-def key_width(spec):
-    """Numbers of a key that a thread has beside each other, in fours: Triton's layout of an operand of a product has as
-    many together as codes, which they came from, make 32 bits."""
-    return 4 if spec.channels == 1 else 8
-
-
-@triton.constexpr_function
-def value_codes(spec):
-    """Codes of a row of values that a thread has beside each other."""
-    return 4 if spec.dim // spec.channels % 32 == 0 else 2
+@triton.jit
+def fence(begin, WANTED: tl.constexpr):
+    """What is loaded before this place is used before more is loaded, else registers spill: ptxas schedules nothing
+    over a loop, but puts the use of loads off over a barrier. The loop never runs: `begin` is not negative."""
+    if WANTED:
+        while begin < 0:
+            tl.debug_barrier()
+            begin *= begin
 
 
 @triton.jit
@@ -129,16 +126,6 @@ def normalized(x, side, S: tl.constexpr, channel):
 
 
 @triton.jit
-def pairs(place, HALF: tl.constexpr, ALL: tl.constexpr):
-    """The two of each pair `place` of ALL columns, of which 2 HALF are turned; others are paired as they are left."""
-    if 2 * HALF == ALL:
-        return place, place + HALF
-    else:
-        turned = place < HALF
-        return tl.where(turned, place, place + HALF), tl.where(turned, place + HALF, place + ALL // 2)
-
-
-@triton.jit
 def query_operand(a, T: tl.constexpr, M: tl.constexpr, V: tl.constexpr):
     """[1, M, 4, V] as the other side of products with keys."""
     a = tl.permute(tl.reshape(a.to(T), [M, 4, V // 4, 4]), (0, 2, 1, 3))
@@ -146,10 +133,24 @@ def query_operand(a, T: tl.constexpr, M: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def turn_back(q1, q2, table, at, pair, WIDTH: tl.constexpr, D: tl.constexpr):
-    """Pairs turned back by what row `at` of a table says."""
-    cos, sin = turn(table, at, pair, WIDTH, D)
-    return q1 * cos + q2 * sin, q2 * cos - q1 * sin
+def query_turned_back(
+    q, rope, coarse, fine, pair, c1, c2, S: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
+    T: tl.constexpr,
+):  # fmt: skip
+    """For each of a code's tokens the two sides of products with keys: channels c1 and c2 [1, 1, 4, V]."""
+    D: tl.constexpr = get(S, "dim")
+    V: tl.constexpr = key_width(S)
+    member = tl.arange(0, M)[None, :, None, None]
+    mine = (member < GROUP) & (pair >= 0)
+    q1 = tl.load(q + member * D + c1, mask=mine, other=0.0).to(tl.float32)
+    q2 = tl.load(q + member * D + c2, mask=mine, other=0.0).to(tl.float32)
+    q1, q2 = turn_back(q1, q2, coarse, 0 * member, pair, WIDTH, D)
+    q1, q2 = turn_back(q1, q2, fine, 0 * member, pair, WIDTH, D)
+    back = (query_operand(q1, T, M, V), query_operand(q2, T, M, V))
+    for t in tl.static_range(1, get(S, "tokens")):
+        a1, a2 = turn_back(q1, q2, rope[1] + t * WIDTH, 0 * member, pair, WIDTH, D)
+        back = back + (query_operand(a1, T, M, V), query_operand(a2, T, M, V))
+    return back
 
 
 @triton.jit
@@ -163,13 +164,17 @@ def gather_scores(
     TOKENS: tl.constexpr = get(S, "tokens")
     V: tl.constexpr = key_width(S)
     PLANE: tl.constexpr = 4 * V
+    FENCED: tl.constexpr = get(S, "fenced")
     line = tl.arange(0, 2)[:, None, None, None] * 8 + tl.arange(0, 8)[None, :, None, None]
     member = tl.arange(0, M)[None, :, None, None]
-    thread = tl.arange(0, 4)[None, None, :, None]
+    thread = tl.arange(0, 4)
+    if FENCED:  # `begin` changes nothing, but keeps addresses from being made before the loop, to too many registers
+        thread = tl.minimum(thread, 3 + begin)
+    thread = thread[None, None, :, None]
     number, code = thread * V + tl.arange(0, V), thread * (V // C) + tl.arange(0, V // C)
     mine = (member < GROUP) & (number >= 0)
     codes = k[0] + begin // TOKENS * (D // C)
-    tl.debug_barrier()  # else what is the same for all tiles is loaded before the loop, to more registers than are
+    tl.debug_barrier()  # else what is the same for all tiles is loaded before the loop
     scores = ()
     for _ in tl.static_range(L):
         scores = scores + (tl.zeros([LINES, M], tl.float32),)
@@ -178,6 +183,7 @@ def gather_scores(
             channel = j * PLANE + number
             a = query_operand(tl.load(q + member * D + channel, mask=mine, other=0.0), T, M, V)
             for h in tl.static_range(L // TOKENS):
+                fence(begin, fenced(S, True, h, j))
                 row = line_tokens(line, h * TOKENS, LINES, BLOCK) // TOKENS
                 x = key_operands(key_numbers(k, S, codes, row, code, channel, T, j * PLANE // C), S)
                 for t in tl.static_range(TOKENS):
@@ -189,15 +195,10 @@ def gather_scores(
         for j in tl.static_range(D // PLANE // 2):
             pair = j * PLANE + number
             c1, c2 = pairs(pair, WIDTH // 2, D)
-            q1 = tl.load(q + member * D + c1, mask=mine, other=0.0).to(tl.float32)
-            q2 = tl.load(q + member * D + c2, mask=mine, other=0.0).to(tl.float32)
-            q1, q2 = turn_back(q1, q2, coarse, 0 * member, pair, WIDTH, D)
-            q1, q2 = turn_back(q1, q2, fine, 0 * member, pair, WIDTH, D)
-            back = (query_operand(q1, T, M, V), query_operand(q2, T, M, V))
-            for t in tl.static_range(1, TOKENS):
-                a1, a2 = turn_back(q1, q2, rope[1] + t * WIDTH, 0 * member, pair, WIDTH, D)
-                back = back + (query_operand(a1, T, M, V), query_operand(a2, T, M, V))
+            if not FENCED:
+                back = query_turned_back(q, rope, coarse, fine, pair, c1, c2, S, WIDTH, GROUP, M, T)
             for h in tl.static_range(L // TOKENS):
+                fence(begin, fenced(S, True, h, j))
                 within = line_tokens(line, h * TOKENS, LINES, BLOCK)
                 row = within // TOKENS
                 if WIDTH == D:
@@ -211,6 +212,9 @@ def gather_scores(
                 cos, sin = cos.to(T)[:, :, :, :, None], sin.to(T)[:, :, :, :, None]
                 y1 = key_operands(tl.fma(x1, cos, -sin * x2), S)
                 y2 = key_operands(tl.fma(x1, sin, cos * x2), S)
+                if FENCED and h == 0:
+                    fence(begin, L == TOKENS)  # of long codes, queries are turned when numbers have been
+                    back = query_turned_back(q, rope, coarse, fine, pair, c1, c2, S, WIDTH, GROUP, M, T)
                 for t in tl.static_range(TOKENS):
                     s = tl.dot(y1[t], back[2 * t], scores[h * TOKENS + t], input_precision=PRECISION)
                     s = tl.dot(y2[t], back[2 * t + 1], s, input_precision=PRECISION)
@@ -274,6 +278,7 @@ def gather_values(
         for c in tl.static_range(C):
             parts = parts + (acc[j * C + c] * shrink[None, :],)
         for h in tl.static_range(L // TOKENS):
+            fence(begin, fenced(S, False, h, j))
             row = line_tokens(line, h * TOKENS, LINES, BLOCK) // TOKENS
             x = entries(v, S, codes, row, code, j * 8 * B).to(T)
             x = tl.reshape(x, [B, P, BESIDE, 8, 4, TOKENS // P, P, C])

@@ -42,3 +42,20 @@ def position_turn(rope, position, pair, WIDTH: tl.constexpr, D: tl.constexpr):
     c1, s1 = turn(rope[0], at // STEP, column, WIDTH, D)
     c2, s2 = turn(rope[1], at % STEP, column, WIDTH, D)
     return c1 * c2 - s1 * s2, s1 * c2 + c1 * s2
+
+
+@triton.jit
+def pairs(place, HALF: tl.constexpr, ALL: tl.constexpr):
+    """The two of each pair `place` of ALL columns, of which 2 HALF are turned; others are paired as they are left."""
+    if 2 * HALF == ALL:
+        return place, place + HALF
+    else:
+        turned = place < HALF
+        return tl.where(turned, place, place + HALF), tl.where(turned, place + HALF, place + ALL // 2)
+
+
+@triton.jit
+def turn_back(q1, q2, table, at, pair, WIDTH: tl.constexpr, D: tl.constexpr):
+    """Pairs turned back by what row `at` of a table says."""
+    cos, sin = turn(table, at, pair, WIDTH, D)
+    return q1 * cos + q2 * sin, q2 * cos - q1 * sin

@@ -39,6 +39,7 @@ class SideSpec:
     block: int = 1  # its tokens
     across: bool = False  # outliers of all heads lie together
     whole: bool = True  # entries of a codebook may be fetched whole, see `gather.py`
+    fenced: bool = True  # then loads are kept in their place
 
     @classmethod
     def of(cls, side: Side, dim: int) -> SideSpec:
@@ -107,9 +108,10 @@ def first_words(bits: int, count: int) -> int:
 class Tile:
     """tokens: of a tile of the main loop (a divisor of 128). columns: channels (or codes) handled at once.
     warps, stages: Triton's. waves: programs per multiprocessor that the splits aim at. whole: 1: entries of codebooks
-    are fetched whole (see `gather.py`), 0: number by number. queries: of a product with packed numbers, at least: as
-    many as a matrix unit takes. registers: of a thread, at most; 0: as many as the compiler likes, which spills a few
-    where that lets more programs run at once."""
+    are fetched whole (see `gather.py`), 0: number by number. fences: 1: loads of such entries are kept in their place,
+    which ptxas needs, 0: they may be moved ahead. queries: of a product with packed numbers, at least: as many as a
+    matrix unit takes. registers: of a thread, at most; 0: as many as the compiler likes, which spills a few where that
+    lets more programs run at once."""
 
     tokens: int = 64
     columns: int = 16
@@ -117,6 +119,7 @@ class Tile:
     stages: int = 2
     waves: int = 8
     whole: int = 1
+    fences: int = 1
     queries: int = 8
     registers: int = 0
 
@@ -163,3 +166,27 @@ def pair_first(style, width, dim, pair):
     if style == "half":
         return (1, half, half, half + rest)[pair]
     return (2, 1, half, half + rest)[pair]
+
+
+@triton.constexpr_function
+def key_width(spec):
+    """Numbers of a key that a thread has beside each other, in fours: Triton's layout of an operand of a product has as
+    many together as codes, which they came from, make 32 bits."""
+    return 4 if spec.channels == 1 else 8
+
+
+@triton.constexpr_function
+def value_codes(spec):
+    """Codes of a row of values that a thread has beside each other."""
+    return 4 if spec.dim // spec.channels % 32 == 0 else 2
+
+
+@triton.constexpr_function
+def fenced(spec, keys, h, j):
+    """Whether the h-th codes of the j-th plane are loaded behind a fence: between two of them lie as many as take, with
+    what turns them, about 64 registers."""
+    if keys:
+        count = 8 // spec.tokens if spec.channels == 1 else max(1, 2 // spec.tokens)
+    else:
+        count = max(1, 32 // (value_codes(spec) * spec.tokens * spec.channels))
+    return spec.fenced and h + j > 0 and h % count == 0
