@@ -39,6 +39,7 @@ class SideSpec:
     block: int = 1  # its tokens
     across: bool = False  # outliers of all heads lie together
     whole: bool = True  # entries of a codebook may be fetched whole, see `gather.py`
+    permutes: bool = True  # ... or picked by byte permutations, see `lookup.py`
 
     @classmethod
     def of(cls, side: Side, dim: int) -> SideSpec:
