@@ -119,8 +119,13 @@ def looked_up(low, high, table, S: tl.constexpr, FIRST: tl.constexpr, SECOND: tl
 
 @triton.jit
 def both(pair):
-    """The two float16 numbers of each pair."""
-    return pair.to(tl.int16).to(tl.float16, bitcast=True), (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+    """float16 [..., 2]: the two numbers of each pair. Written in assembly because what the compiler makes of shifts are
+    numbers in registers of their own."""
+    if interpreted():
+        return tl.join(pair.to(tl.int16), (pair >> 16).to(tl.int16)).to(tl.float16, bitcast=True)
+    else:
+        twice = tl.join(pair, pair)
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [twice], tl.float16, is_pure=True, pack=2)
 
 
 @triton.jit
@@ -135,8 +140,7 @@ def two_words(a, b, ah, bh, table, S: tl.constexpr, half, HALVES: tl.constexpr):
         found = found + looked_up(low, high, table, S, 0x6240, 0x7351)
     numbers = ()
     for i in tl.static_range(HALVES * fields(S) // 2):
-        x, y = both(found[i])
-        numbers = numbers + (tl.join(x, y),)
+        numbers = numbers + (both(found[i]),)
     return numbers
 
 
@@ -149,7 +153,7 @@ def one_word(low, high, table, S: tl.constexpr):
     for part in tl.static_range(4):  # pairs are made of fields that are 4 / BITS apart
         first, second = (), ()
         for i in tl.static_range(4 // BITS):
-            x, y = both(found[part * (4 // BITS) + i])
+            x, y = tl.split(both(found[part * (4 // BITS) + i]))
             first, second = first + (x,), second + (y,)
         numbers = numbers + first + second
     return numbers
@@ -273,7 +277,7 @@ def lookup_scores(
             if j < TURNED:
                 place = rope[2] + within * WIDTH + (j * W + word)
                 cos, sin = tl.load(place), tl.load(place + WIDTH // 2)
-                x1, x2 = tl.fma(x1, cos, -sin * x2), tl.fma(x1, sin, cos * x2)
+                x1, x2 = tl.fma(x1, cos, -(sin * x2)), tl.fma(x1, sin, cos * x2)
             first, second = first + (x1,), second + (x2,)
         s = tl.zeros([LINES, M], tl.float32)
         for j in tl.static_range(0, fields(S) // 2, together(S)):
@@ -322,12 +326,12 @@ def value_fields(codes, table, S: tl.constexpr, begin, i: tl.constexpr, BLOCK: t
     own = tl.arange(0, 4)[:, None, None, None]
     line = tl.arange(0, 4)[None, None, :, None] * 4 + own
     thread = tl.arange(0, 8)[None, :, None, None]
-    word, beside = (7 - thread) * B % W, tl.arange(0, B)[None, None, None, :]
+    word, beside = (7 - thread) % (W // B) * B, tl.arange(0, B)[None, None, None, :]
     row = codes + (begin + line_tokens(line, i, LINES, BLOCK)) * row_width(S)
     a, b = _halves(tl.load(row + (word + beside)), B)
     ah, bh = a, b
     if get(S, "bits") == 3:
-        high = tl.load(row + (W + word % (W // 2) + beside)) >> (word // (W // 2))
+        high = tl.load(row + (W + (7 - thread) % (W // B // 2) * B + beside)) >> (word // (W // 2))
         ah, bh = _halves(high, B)
     if W == 4:
         return two_words(a, b, ah, bh, table, S, thread // 4, 1)
@@ -343,14 +347,14 @@ def _halves(x, B: tl.constexpr):
 
 @triton.jit
 def lookup_values(
-    acc, table, weights, shrink, v, S: tl.constexpr, begin, L: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr,
-    PRECISION: tl.constexpr,
+    acc, table, weights, shrink, v, S: tl.constexpr, begin, M: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr,
+    T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc shrink + weights V: float32 [channels, M] of `looked_up_channels` for each p, and, of tokens' zero-points,
     what is the same for all channels, [M]: sum_t p (s c + z) = sum_t (p s) c + sum_t p z."""
     W: tl.constexpr = get(S, "words")
     sums, offset = acc
-    offset *= shrink
+    shifts = tl.zeros([M, LINES], tl.float32)
     parts = ()
     for p in tl.static_range(looked_up_sums(S)):
         parts = parts + (sums[p] * shrink[None, :],)
@@ -358,7 +362,7 @@ def lookup_values(
         w = weights[i]
         if get(S, "token_scaled"):
             token = begin + line_tokens(tl.arange(0, LINES), i, LINES, BLOCK)
-            offset += tl.sum(w * tl.load(v[5] + token).to(tl.float32)[None, :], axis=1)
+            shifts += w * tl.load(v[5] + token).to(tl.float32)[None, :]
             w *= tl.load(v[4] + token).to(tl.float32)[None, :]
         w = tl.trans(w.to(T))
         x = value_fields(v[0], table, S, begin, i, BLOCK)
@@ -371,7 +375,7 @@ def lookup_values(
             one = tl.reshape(one, [max(16, W), LINES])
             new = new + (tl.dot(one, w, parts[p], input_precision=PRECISION),)
         parts = new
-    return parts, offset
+    return parts, offset * shrink + tl.sum(shifts, axis=1)
 
 
 @triton.jit

@@ -112,7 +112,7 @@ def attend_main(
         elif GATHER_VALUES:
             acc = gather_values(acc, weights, shrink, v, SV, tile * N, M, L, BLOCK, VD, PRECISION)
         elif LOOK_UP_VALUES:
-            acc = lookup_values(acc, value_table, weights, shrink, v, SV, tile * N, L, BLOCK, VD, PRECISION)
+            acc = lookup_values(acc, value_table, weights, shrink, v, SV, tile * N, M, L, BLOCK, VD, PRECISION)
         else:
             acc = plain_values(acc, weights, shrink, v, SV, tile * N, L, R, BLOCK, E, VD, PRECISION)
         if get(SV, "slots") > 0:

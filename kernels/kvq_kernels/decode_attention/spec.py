@@ -38,8 +38,8 @@ class SideSpec:
     slots: int = 0  # of a block of outliers
     block: int = 1  # its tokens
     across: bool = False  # outliers of all heads lie together
-    whole: bool = True  # entries of a codebook may be fetched whole, see `gather.py`
-    permutes: bool = True  # ... or picked by byte permutations, see `lookup.py`
+    whole: bool = True  # entries of a codebook may be fetched whole, see `gather.py`, or picked, see `lookup.py`
+    permutes: bool = True  # the GPU has the instruction for the latter
 
     @classmethod
     def of(cls, side: Side, dim: int) -> SideSpec:
@@ -108,7 +108,7 @@ def first_words(bits: int, count: int) -> int:
 class Tile:
     """tokens: of a tile of the main loop (a divisor of 128). columns: channels (or codes) handled at once.
     warps, stages: Triton's. waves: programs per multiprocessor that the splits aim at. whole: 1: entries of codebooks
-    are fetched whole (see `gather.py`), 0: number by number."""
+    are fetched whole (see `gather.py`) or picked out of registers (see `lookup.py`), 0: number by number."""
 
     tokens: int = 64
     columns: int = 16
