@@ -15,15 +15,9 @@ from kvq_kernels.decode_attention.gather import (
     gathers,
     line_tokens,
 )
-from kvq_kernels.decode_attention.lookup import (
-    load_table,
-    lookup_nothing,
-    lookup_scores,
-    lookup_store,
-    lookup_values,
-    looks_up,
-)
+from kvq_kernels.decode_attention.lookup import looks_up, lookup_nothing, lookup_scores, lookup_store, lookup_values
 from kvq_kernels.decode_attention.number import number
+from kvq_kernels.decode_attention.permute import load_table
 from kvq_kernels.decode_attention.rope import pair_channels, position_turn, turn
 from kvq_kernels.decode_attention.sparse import sparse_scores, sparse_values
 from kvq_kernels.decode_attention.spec import block_tokens, get, plane_count
