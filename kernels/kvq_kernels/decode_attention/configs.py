@@ -16,11 +16,15 @@ def choose_tile(device: torch.device | str, keys: SideSpec, values: SideSpec) ->
 
 
 def shape_class(keys: SideSpec, values: SideSpec) -> str:
-    """ "dense", "uniform/2bit", "codebook/4": the kind that takes most work, and the bits or the numbers of a code."""
+    """ "dense", "uniform/2bit", "uniform/signed/2bit", "codebook/4": the kind that takes most work, and the bits or the
+    numbers of a code."""
     kinds = {keys.kind, values.kind}
     if "codebook" in kinds:
         return f"codebook/{max(side.tokens * side.channels for side in (keys, values))}"
-    return f"uniform/{max(keys.bits, values.bits)}bit" if "uniform" in kinds else "dense"
+    if "uniform" not in kinds:
+        return "dense"
+    signed = "signed/" if any(side.sign_bits or side.hybrid for side in (keys, values)) else ""
+    return f"uniform/{signed}{max(keys.bits, values.bits)}bit"
 
 
 def choose_splits(programs: int, tiles: int, processors: int, waves: int) -> int:
