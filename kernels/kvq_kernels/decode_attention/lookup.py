@@ -10,10 +10,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.gather import LINES, line_tokens, normalized, turn_back
+from kvq_kernels.decode_attention.gather import line_tokens, normalized, turn_back
 from kvq_kernels.decode_attention.permute import fields, one_word, two_words
 from kvq_kernels.decode_attention.rope import STEP
 from kvq_kernels.decode_attention.spec import get, row_width
+
+#: Lines of a tile of scores, at most: the compiler's time grows with the square of how many tiles of scores there are.
+RUN = tl.constexpr(32)
 
 
 @triton.constexpr_function
@@ -38,7 +41,8 @@ def key_words(S: tl.constexpr):
 
 @triton.jit
 def key_fields(codes, table, S: tl.constexpr, line):
-    """float16 [2, 8, 4, V] for each field: the numbers of lines `line` [2, 8, 1, 1]."""
+    """float16 [A, 8, 4, V] for each field: the numbers of lines `line` [A, 8, 1, 1]."""
+    A: tl.constexpr = line.shape[0]
     W: tl.constexpr = get(S, "words")
     V: tl.constexpr = W // 4
     row = codes + line * row_width(S)
@@ -50,12 +54,12 @@ def key_fields(codes, table, S: tl.constexpr, line):
     if V == 1:
         return one_word(low, high, table, S)
     else:
-        a, b = tl.split(tl.reshape(low, [2, 8, 4, V // 2, 2]))
-        ah, bh = tl.split(tl.reshape(high, [2, 8, 4, V // 2, 2]))
+        a, b = tl.split(tl.reshape(low, [A, 8, 4, V // 2, 2]))
+        ah, bh = tl.split(tl.reshape(high, [A, 8, 4, V // 2, 2]))
         numbers = ()
         x = two_words(a, b, ah, bh, table, S, 0, 2)
         for f in tl.static_range(fields(S)):
-            numbers = numbers + (tl.reshape(x[f], [2, 8, 4, V]),)
+            numbers = numbers + (tl.reshape(x[f], [A, 8, 4, V]),)
         return numbers
 
 
@@ -124,19 +128,19 @@ def tile_queries(
 @triton.jit
 def lookup_scores(
     q, table, k, S: tl.constexpr, begin, rope, start, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    M: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """q . k of the tile that starts at packed token `begin`: L times float32 [M, LINES]."""
+    """q . k of the tile that starts at packed token `begin`: L times float32 [M, R]."""
     W: tl.constexpr = get(S, "words")
     TURNED: tl.constexpr = turned_fields(S, STYLE, WIDTH)
-    line = tl.arange(0, 2)[:, None, None, None] * 8 + tl.arange(0, 8)[None, :, None, None]
+    line = tl.arange(0, R // 8)[:, None, None, None] * 8 + tl.arange(0, 8)[None, :, None, None]
     word = key_words(S)
     codes = k[0] + begin * row_width(S)
     tl.debug_barrier()  # else what is the same for all tiles is loaded before the loop, to more registers than are
     queries = tile_queries(q, S, rope, start + begin, STYLE, WIDTH, GROUP, M, T)
     found = ()
     for i in tl.static_range(L):
-        within = line_tokens(line, i, LINES, BLOCK)
+        within = line_tokens(line, i, R, BLOCK)
         x = key_fields(codes, table, S, within)
         first, second = (), ()
         for j in tl.static_range(fields(S) // 2):
@@ -148,9 +152,9 @@ def lookup_scores(
                 cos, sin = tl.load(place), tl.load(place + WIDTH // 2)
                 x1, x2 = tl.fma(x1, cos, -(sin * x2)), tl.fma(x1, sin, cos * x2)
             first, second = first + (x1,), second + (x2,)
-        s = tl.zeros([LINES, M], tl.float32)
+        s = tl.zeros([R, M], tl.float32)
         for j in tl.static_range(0, fields(S) // 2, together(S)):
-            a1, a2 = operand(first, j, S, 2, 8), operand(second, j, S, 2, 8)
+            a1, a2 = operand(first, j, S, R // 8, 8), operand(second, j, S, R // 8, 8)
             s = tl.dot(a1, queries[2 * j // together(S)], s, input_precision=PRECISION)
             s = tl.dot(a2, queries[2 * j // together(S) + 1], s, input_precision=PRECISION)
         found = found + (tl.trans(s),)
@@ -187,21 +191,21 @@ def lookup_nothing(S: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def value_fields(codes, table, S: tl.constexpr, begin, i: tl.constexpr, BLOCK: tl.constexpr):
-    """float16 [2, 8, 4, B, 2] for each field: the numbers of the i-th tile of lines of a tile that starts at `begin`;
-    line 4 t + 2 h + l is at [h, :, t, :, l]. Of 4 words, 8 threads have half a word each."""
+def value_fields(codes, table, S: tl.constexpr, begin, i: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr):
+    """float16 [R / 8, 8, 4, B, 2] for each field: the numbers of the i-th tile of lines of a tile that starts at
+    `begin`; line 16 n + 4 t + 2 h + l is at [2 n + h, :, t, :, l]. Of 4 words, 8 threads have half a word each."""
     W: tl.constexpr = get(S, "words")
     B: tl.constexpr = max(1, W // 8)
-    own = tl.arange(0, 4)[:, None, None, None]
-    line = tl.arange(0, 4)[None, None, :, None] * 4 + own
+    own = tl.arange(0, R // 4)[:, None, None, None]
+    line = own // 4 * 16 + tl.arange(0, 4)[None, None, :, None] * 4 + own % 4
     thread = tl.arange(0, 8)[None, :, None, None]
     word, beside = (7 - thread) % (W // B) * B, tl.arange(0, B)[None, None, None, :]
-    row = codes + (begin + line_tokens(line, i, LINES, BLOCK)) * row_width(S)
-    a, b = _halves(tl.load(row + (word + beside)), B)
+    row = codes + (begin + line_tokens(line, i, R, BLOCK)) * row_width(S)
+    a, b = _halves(tl.load(row + (word + beside)), R, B)
     ah, bh = a, b
     if get(S, "bits") == 3:
         high = tl.load(row + (W + (7 - thread) % (W // B // 2) * B + beside)) >> (word // (W // 2))
-        ah, bh = _halves(high, B)
+        ah, bh = _halves(high, R, B)
     if W == 4:
         return two_words(a, b, ah, bh, table, S, thread // 4, 1)
     else:
@@ -209,39 +213,40 @@ def value_fields(codes, table, S: tl.constexpr, begin, i: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def _halves(x, B: tl.constexpr):
-    """Of [2 of 2, 8, 4, B] the two [2, 8, 4, B]."""
-    return tl.split(tl.permute(tl.reshape(x, [2, 2, 8, 4, B]), (0, 2, 3, 4, 1)))
+def _halves(x, R: tl.constexpr, B: tl.constexpr):
+    """Of [R / 8 of 2, 8, 4, B] the two [R / 8, 8, 4, B]."""
+    return tl.split(tl.permute(tl.reshape(x, [R // 8, 2, 8, 4, B]), (0, 2, 3, 4, 1)))
 
 
 @triton.jit
 def lookup_values(
-    acc, table, weights, shrink, v, S: tl.constexpr, begin, M: tl.constexpr, L: tl.constexpr, BLOCK: tl.constexpr,
-    T: tl.constexpr, PRECISION: tl.constexpr,
+    acc, table, weights, shrink, v, S: tl.constexpr, begin, M: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
+    BLOCK: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """acc shrink + weights V: float32 [channels, M] of `looked_up_channels` for each p, and, of tokens' zero-points,
     what is the same for all channels, [M]: sum_t p (s c + z) = sum_t (p s) c + sum_t p z."""
     W: tl.constexpr = get(S, "words")
     sums, offset = acc
-    shifts = tl.zeros([M, LINES], tl.float32)
+    shifts = tl.zeros([M, R], tl.float32)
     parts = ()
     for p in tl.static_range(looked_up_sums(S)):
         parts = parts + (sums[p] * shrink[None, :],)
     for i in tl.static_range(L):
         w = weights[i]
         if get(S, "token_scaled"):
-            token = begin + line_tokens(tl.arange(0, LINES), i, LINES, BLOCK)
+            token = begin + line_tokens(tl.arange(0, R), i, R, BLOCK)
             shifts += w * tl.load(v[5] + token).to(tl.float32)[None, :]
             w *= tl.load(v[4] + token).to(tl.float32)[None, :]
         w = tl.trans(w.to(T))
-        x = value_fields(v[0], table, S, begin, i, BLOCK)
+        x = value_fields(v[0], table, S, begin, i, R, BLOCK)
         new = ()
         for p in tl.static_range(looked_up_sums(S)):
             if W <= 8:
-                one = tl.permute(tl.join(x[2 * p], x[2 * p + 1]), (5, 1, 3, 2, 0, 4))
+                one = tl.reshape(tl.join(x[2 * p], x[2 * p + 1]), [R // 16, 2, 8, 4, 2, 2])
+                one = tl.permute(one, (5, 2, 0, 3, 1, 4))
             else:
-                one = tl.permute(x[p], (3, 1, 2, 0, 4))
-            one = tl.reshape(one, [max(16, W), LINES])
+                one = tl.permute(tl.reshape(x[p], [R // 16, 2, 8, 4, W // 8, 2]), (4, 2, 0, 3, 1, 5))
+            one = tl.reshape(one, [max(16, W), R])
             new = new + (tl.dot(one, w, parts[p], input_precision=PRECISION),)
         parts = new
     return parts, offset * shrink + tl.sum(shifts, axis=1)

@@ -15,7 +15,14 @@ from kvq_kernels.decode_attention.gather import (
     gathers,
     line_tokens,
 )
-from kvq_kernels.decode_attention.lookup import looks_up, lookup_nothing, lookup_scores, lookup_store, lookup_values
+from kvq_kernels.decode_attention.lookup import (
+    RUN,
+    looks_up,
+    lookup_nothing,
+    lookup_scores,
+    lookup_store,
+    lookup_values,
+)
 from kvq_kernels.decode_attention.number import number
 from kvq_kernels.decode_attention.permute import load_table
 from kvq_kernels.decode_attention.rope import pair_channels, position_turn, turn
@@ -37,8 +44,9 @@ def attend_main(
     GATHER_VALUES: tl.constexpr = gathers(SV, STYLE, WIDTH, False)
     LOOK_UP_KEYS: tl.constexpr = looks_up(SK, STYLE, WIDTH, KD, True)
     LOOK_UP_VALUES: tl.constexpr = looks_up(SV, STYLE, WIDTH, VD, False)
-    IN_LINES: tl.constexpr = GATHER_KEYS or GATHER_VALUES or LOOK_UP_KEYS or LOOK_UP_VALUES
-    L: tl.constexpr = N // LINES if IN_LINES else 1
+    GATHER: tl.constexpr = GATHER_KEYS or GATHER_VALUES
+    IN_LINES: tl.constexpr = GATHER or LOOK_UP_KEYS or LOOK_UP_VALUES
+    L: tl.constexpr = N // (LINES if GATHER else min(N, RUN)) if IN_LINES else 1
     R: tl.constexpr = N // L
     BLOCK: tl.constexpr = block_tokens(SK, SV) if IN_LINES else 1
     FOLD_KEYS: tl.constexpr = L == 1 and folds(SK, STYLE, N, True)
@@ -72,7 +80,7 @@ def attend_main(
             )
         elif LOOK_UP_KEYS:
             found = lookup_scores(
-                queries, key_table, k, SK, tile * N, rope, start, STYLE, WIDTH, GROUP, M, L, BLOCK, KD, PRECISION
+                queries, key_table, k, SK, tile * N, rope, start, STYLE, WIDTH, GROUP, M, L, R, BLOCK, KD, PRECISION
             )
         else:
             found = ()
@@ -106,7 +114,7 @@ def attend_main(
         elif GATHER_VALUES:
             acc = gather_values(acc, weights, shrink, v, SV, tile * N, M, L, BLOCK, VD, PRECISION)
         elif LOOK_UP_VALUES:
-            acc = lookup_values(acc, value_table, weights, shrink, v, SV, tile * N, M, L, BLOCK, VD, PRECISION)
+            acc = lookup_values(acc, value_table, weights, shrink, v, SV, tile * N, M, L, R, BLOCK, VD, PRECISION)
         else:
             acc = plain_values(acc, weights, shrink, v, SV, tile * N, L, R, BLOCK, E, VD, PRECISION)
         if get(SV, "slots") > 0:
