@@ -15,9 +15,6 @@ from kvq_kernels.decode_attention.permute import fields, one_word, two_words
 from kvq_kernels.decode_attention.rope import STEP
 from kvq_kernels.decode_attention.spec import get, row_width
 
-#: Lines of a tile of scores, at most: the compiler's time grows with the square of how many tiles of scores there are.
-RUN = tl.constexpr(32)
-
 
 @triton.constexpr_function
 def looks_up(spec, style, width, type, keys):

@@ -16,7 +16,6 @@ from kvq_kernels.decode_attention.gather import (
     line_tokens,
 )
 from kvq_kernels.decode_attention.lookup import (
-    RUN,
     looks_up,
     lookup_nothing,
     lookup_scores,
@@ -44,9 +43,8 @@ def attend_main(
     GATHER_VALUES: tl.constexpr = gathers(SV, STYLE, WIDTH, False)
     LOOK_UP_KEYS: tl.constexpr = looks_up(SK, STYLE, WIDTH, KD, True)
     LOOK_UP_VALUES: tl.constexpr = looks_up(SV, STYLE, WIDTH, VD, False)
-    GATHER: tl.constexpr = GATHER_KEYS or GATHER_VALUES
-    IN_LINES: tl.constexpr = GATHER or LOOK_UP_KEYS or LOOK_UP_VALUES
-    L: tl.constexpr = N // (LINES if GATHER else min(N, RUN)) if IN_LINES else 1
+    IN_LINES: tl.constexpr = GATHER_KEYS or GATHER_VALUES or LOOK_UP_KEYS or LOOK_UP_VALUES
+    L: tl.constexpr = N // LINES if IN_LINES else 1
     R: tl.constexpr = N // L
     BLOCK: tl.constexpr = block_tokens(SK, SV) if IN_LINES else 1
     FOLD_KEYS: tl.constexpr = L == 1 and folds(SK, STYLE, N, True)
