@@ -106,7 +106,7 @@ def test_codebooks_of_all_channels(bits, dim):
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize("lengths", [[1], [7], [129, 127], [290]])
+@pytest.mark.parametrize("lengths", [[1], [7], [65, 63], [200]])
 def test_lengths_of_codebooks_of_all_channels(bits, lengths):
     Case(*scalars(bits), lengths, **HALF, waiting=(8, 20), sinks=8).check()
 

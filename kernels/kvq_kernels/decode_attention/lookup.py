@@ -224,6 +224,7 @@ def lookup_values(
     what is the same for all channels, [M]: sum_t p (s c + z) = sum_t (p s) c + sum_t p z."""
     W: tl.constexpr = get(S, "words")
     sums, offset = acc
+    tl.debug_barrier()  # else it is begun while keys still fill the registers
     shifts = tl.zeros([M, R], tl.float32)
     parts = ()
     for p in tl.static_range(looked_up_sums(S)):
