@@ -6,8 +6,11 @@ from functools import partial
 
 import pytest
 import torch
+import triton.language as tl
 from kernel_cases import Case, codebook, dense, per_head, sparse, uniform
 from kvq_kernels.decode_attention import decode_attention
+from kvq_kernels.decode_attention.lookup import looks_up
+from kvq_kernels.decode_attention.spec import SideSpec
 
 KIVI = (partial(uniform, axis="channel"), partial(uniform, axis="token"))
 INNERQ = (partial(uniform, axis="token"), partial(uniform, axis="channel"))
@@ -88,6 +91,61 @@ def test_scalar_codebooks(entries):
     keys = partial(codebook, block=(1, 1), entries=entries, share=64, normalize=True)
     values = partial(codebook, block=(1, 1), entries=entries, share=64, per_token=True)
     Case(keys, values, [140], **HALF, waiting=(8, 8), sinks=1).check()
+
+
+def scalars(bits, dim=64):
+    """KVQuant's keys and values: one codebook for all channels."""
+    make = partial(codebook, block=(1, 1), entries=2**bits, share=dim)
+    return partial(make, normalize=True), partial(make, per_token=True)
+
+
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+def test_codebooks_of_all_channels(bits, dim):
+    Case(*scalars(bits, dim), [140], dim=dim, rope=("half", dim), offset=3, waiting=(8, 8), sinks=1).check()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("lengths", [[1], [7], [65, 63], [200]])
+def test_lengths_of_codebooks_of_all_channels(bits, lengths):
+    Case(*scalars(bits), lengths, **HALF, waiting=(8, 20), sinks=8).check()
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_query_heads_over_codebooks_of_all_channels(group, dtype):
+    Case(*scalars(2), [140], heads=2, group=group, dtype=dtype, **HALF, waiting=(8, 8)).check()
+
+
+@pytest.mark.parametrize(("bits", "rope"), [(2, None), (4, None), (2, ("half", 16)), (4, ("half", 64))])
+def test_channels_that_are_not_turned_of_codebooks_of_all(bits, rope):
+    Case(*scalars(bits, 128), [150], dim=128, rope=rope, rope_scale=1.1, offset=3).check()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_outliers_of_codebooks_of_all_channels(bits):
+    lists = (sparse, partial(sparse, tokens=1, slots=3))
+    Case(*scalars(bits, 128), [150], dim=128, rope=("half", 128), offset=3, outliers=lists, sinks=1).check()
+
+
+def test_codebooks_of_all_channels_beside_blocks():
+    keys, values = scalars(2)
+    Case(keys, codebook, [200], **HALF, waiting=(8, 8)).check()
+    Case(TEMPORAL[0], values, [200], **HALF, waiting=(8, 8)).check()
+    Case(dense, values, [200]).check()
+
+
+def test_what_is_looked_up():
+    def side(make, dim=128):
+        return SideSpec.of(Case(make, dense, [1], dim=dim).sides[0], dim)
+
+    for bits in (2, 3, 4):
+        keys, values = (side(make) for make in scalars(bits, 128))
+        assert looks_up(keys, "half", 128, tl.float16, True) and looks_up(values, "half", 128, tl.float16, False)
+        assert not looks_up(keys, "interleaved", 128, tl.float16, True)
+        assert not looks_up(keys, "half", 128, tl.float32, True)
+    assert not looks_up(side(scalars(2, 80)[0], 80), "half", 80, tl.float16, True)
+    assert not looks_up(side(TEMPORAL[0]), "half", 128, tl.float16, True)
 
 
 @pytest.mark.parametrize("dim", [16, 80])

@@ -107,8 +107,8 @@ def constants(
     heads: int | None = None,
 ):
     """The compile-time arguments of `split_kernel`. heads: all kv heads, where the sides have but some of them."""
-    read = {"whole": bool(tile.whole), "fenced": bool(tile.fences)}
-    sk, sv = (replace(SideSpec.of(side, dim), **read) for side in (keys, values))
+    ways = {"whole": bool(tile.whole), "fenced": bool(tile.fences), "permutes": torch.version.hip is None}
+    sk, sv = (replace(SideSpec.of(side, dim), **ways) for side in (keys, values))
     tokens = max(tile.tokens, 16)
     if "codebook" in (sk.kind, sv.kind):
         tokens = max(tokens, 16 * block_tokens(sk, sv))

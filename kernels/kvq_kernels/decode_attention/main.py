@@ -17,7 +17,15 @@ from kvq_kernels.decode_attention.gather import (
     gathers,
     line_tokens,
 )
+from kvq_kernels.decode_attention.lookup import (
+    looks_up,
+    lookup_nothing,
+    lookup_scores,
+    lookup_store,
+    lookup_values,
+)
 from kvq_kernels.decode_attention.number import number
+from kvq_kernels.decode_attention.permute import load_table
 from kvq_kernels.decode_attention.rope import pair_channels, position_turn, turn
 from kvq_kernels.decode_attention.sparse import sparse_scores, sparse_values
 from kvq_kernels.decode_attention.spec import block_tokens, get, plane_count
@@ -38,9 +46,12 @@ def attend_main(
     """
     GATHER_KEYS: tl.constexpr = gathers(SK, STYLE, WIDTH, True)
     GATHER_VALUES: tl.constexpr = gathers(SV, STYLE, WIDTH, False)
-    L: tl.constexpr = N // LINES if GATHER_KEYS or GATHER_VALUES else 1
+    LOOK_UP_KEYS: tl.constexpr = looks_up(SK, STYLE, WIDTH, KD, True)
+    LOOK_UP_VALUES: tl.constexpr = looks_up(SV, STYLE, WIDTH, VD, False)
+    IN_LINES: tl.constexpr = GATHER_KEYS or GATHER_VALUES or LOOK_UP_KEYS or LOOK_UP_VALUES
+    L: tl.constexpr = N // LINES if IN_LINES else 1
     R: tl.constexpr = N // L
-    BLOCK: tl.constexpr = block_tokens(SK, SV) if GATHER_KEYS or GATHER_VALUES else 1
+    BLOCK: tl.constexpr = block_tokens(SK, SV) if IN_LINES else 1
     FOLD_KEYS: tl.constexpr = L == 1 and folds(SK, STYLE, N, True)
     FOLD_VALUES: tl.constexpr = L == 1 and folds(SV, STYLE, N, False)
     line = tl.arange(0, R)
@@ -48,7 +59,7 @@ def attend_main(
     total = tl.zeros([M], tl.float32)
     if FOLD_KEYS:
         queries = fold_queries(q, SK, GROUP, M, KD)
-    elif GATHER_KEYS:
+    elif GATHER_KEYS or LOOK_UP_KEYS:
         queries = q  # read plane by plane: the registers hold scores and sums
     else:
         queries = load_queries(q, SK, STYLE, WIDTH, GROUP, M, E)
@@ -56,8 +67,12 @@ def attend_main(
         acc = fold_nothing(SV, M)
     elif GATHER_VALUES:
         acc = gather_nothing(SV, M)
+    elif LOOK_UP_VALUES:
+        acc = lookup_nothing(SV, M)
     else:
         acc = plain_nothing(SV, M, E)
+    key_table = load_table(k, SK) if LOOK_UP_KEYS else ()
+    value_table = load_table(v, SV) if LOOK_UP_VALUES else ()
     for tile in tl.range(first, last, num_stages=STAGES):
         scores = ()
         if FOLD_KEYS:
@@ -65,6 +80,10 @@ def attend_main(
         elif GATHER_KEYS:
             found = gather_scores(
                 queries, k, SK, tile * N, rope, start, STYLE, WIDTH, GROUP, M, L, BLOCK, KD, PRECISION
+            )
+        elif LOOK_UP_KEYS:
+            found = lookup_scores(
+                queries, key_table, k, SK, tile * N, rope, start, STYLE, WIDTH, GROUP, M, L, R, BLOCK, KD, PRECISION
             )
         else:
             found = ()
@@ -100,10 +119,16 @@ def attend_main(
             acc = fold_values(acc, weights[0], shrink, loaded, v, SV, tile, M, N, VD, PRECISION)
         elif GATHER_VALUES:
             acc = gather_values(acc, weights, shrink, v, SV, tile * N, M, L, BLOCK, VD, PRECISION)
+        elif LOOK_UP_VALUES:
+            acc = lookup_values(acc, value_table, weights, shrink, v, SV, tile * N, M, L, R, BLOCK, VD, PRECISION)
         else:
             acc = plain_values(acc, weights, shrink, v, SV, tile * N, L, R, BLOCK, E, VD, PRECISION)
         if get(SV, "slots") > 0:
-            acc = sparse_values(acc, weights, v, SV, tile * N, GATHER_VALUES, M, L, R, BLOCK, E, PRECISION)
+            sums = sparse_values(
+                acc[0] if LOOK_UP_VALUES else acc, weights, v, SV, tile * N, GATHER_VALUES, LOOK_UP_VALUES, M, L, R,
+                BLOCK, E, PRECISION,
+            )  # fmt: skip
+            acc = (sums, acc[1]) if LOOK_UP_VALUES else sums
         top = peak
     out = output(partial, place, splits, get(SV, "dim"), M)
     if last > first:
@@ -111,6 +136,8 @@ def attend_main(
             fold_store(acc, out, total, SV, GROUP, M)
         elif GATHER_VALUES:
             gather_store(acc, out, total, SV, GROUP, M)
+        elif LOOK_UP_VALUES:
+            lookup_store(acc, out, total, SV, GROUP, M)
         else:
             plain_store(acc, out, total, SV, GROUP, M, E)
     tl.store(output(logsum, place, splits, 1, M), top + tl.log2(total) - LIFT, mask=tl.arange(0, M) < GROUP)

@@ -51,7 +51,8 @@ def at_stored_head(side, strides, S: tl.constexpr, row, head, stored):
 
 @triton.jit
 def small_float(codes):
-    """Integers below 1024 as float32, without a conversion: as float16 they are the subnormal numbers code / 2^24."""
+    """Integers below 1024 as float32, without a conversion: as float16 they are the subnormal numbers code / 2^24. With
+    2^15 added they are negative."""
     return codes.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16777216.0
 
 
@@ -85,7 +86,6 @@ def _uniform(side, S: tl.constexpr, token, channel, seen):
     D: tl.constexpr = get(S, "dim")
     G: tl.constexpr = get(S, "group")
     code = planar(side[0], token, channel, get(S, "words"), row_width(S), D, get(S, "bits"), seen)
-    x = small_float(code)
     if get(S, "axis") == "channel":
         place = (token // G) * D + channel
         member = token % G
@@ -99,20 +99,24 @@ def _uniform(side, S: tl.constexpr, token, channel, seen):
         s = tl.abs(s)
     if get(S, "sign_bits") > 0:
         word = tl.load(side[3] + place, mask=seen, other=0)
-        bit = (word >> member.to(word.dtype)) & 1
-        symmetric = tl.where(bit == 1, -x, x) * s
-    else:
-        symmetric = (x - get(S, "level")) * s
-    if get(S, "hybrid"):
-        if get(S, "sign_bits") > 0:
-            z = word.to(tl.float32, bitcast=True)
-        else:
-            z = tl.load(side[2] + place, mask=seen, other=0.0).to(tl.float32)
-        return tl.where(asymmetric, x * s + z, symmetric)
+        if get(S, "hybrid"):
+            z = tl.where(asymmetric, word.to(tl.float32, bitcast=True), 0.0)
+            word = tl.where(asymmetric, 0, word)
+            return small_float(code | _sign(word, member)) * s + z
+        return small_float(code | _sign(word, member)) * s
     elif get(S, "shifted"):
-        return x * s + tl.load(side[2] + place, mask=seen, other=0.0).to(tl.float32)
+        z = tl.load(side[2] + place, mask=seen, other=0.0).to(tl.float32)
+        if get(S, "hybrid"):
+            z = tl.where(asymmetric, z, s * (-get(S, "level")))
+        return small_float(code) * s + z
     else:
-        return symmetric
+        return (small_float(code) - get(S, "level")) * s
+
+
+@triton.jit
+def _sign(word, member):
+    """The sign bit of a float16 number, from bit `member` of its group's word."""
+    return ((word >> member.to(word.dtype)) & 1).to(tl.int32) << 15
 
 
 @triton.jit

@@ -29,7 +29,7 @@ def decode_attention_reference(
     query `[B, Q, D]`, lengths int32 `[B]`; returns `[B, Q, D]` in `dtype`; zeros for rows without tokens.
     """
     out = torch.zeros(query.shape, dtype=dtype, device=query.device)
-    packed_keys, packed_values = unpack_side(keys, dtype), unpack_side(values, dtype)
+    packed_keys, packed_values = (unpack_side(side, dtype, query.shape[2]) for side in (keys, values))
     heads = packed_keys.shape[1]
     for row, length in enumerate(lengths.tolist()):
         if length == 0:
@@ -78,14 +78,14 @@ def rotate(x: Tensor, rope: Rope, offset: int) -> Tensor:
     return out
 
 
-def unpack_side(side: Side, dtype: torch.dtype) -> Tensor:
-    """All packed tokens with their outliers, `[B, H, T, D]` in `dtype`."""
+def unpack_side(side: Side, dtype: torch.dtype, dim: int) -> Tensor:
+    """All packed tokens with their outliers, `[B, H, T, dim]` in `dtype`."""
     if isinstance(side.packed, PerHead):
-        parts = [unpack(member, dtype) for member in side.packed.members]
+        parts = [unpack(member, dtype, dim) for member in side.packed.members]
         order = torch.tensor([head for heads in side.packed.heads for head in heads]).argsort().to(parts[0].device)
         x = torch.cat(parts, dim=1)[:, order]
     else:
-        x = unpack(side.packed, dtype)
+        x = unpack(side.packed, dtype, dim)
     if side.outliers is None:
         return x
     index, value = side.outliers.index.long(), side.outliers.value.to(dtype)
@@ -96,11 +96,11 @@ def unpack_side(side: Side, dtype: torch.dtype) -> Tensor:
     return blocks.scatter(3, index, value).view(x.shape)
 
 
-def unpack(packed: Dense | Uniform | Codebook, dtype: torch.dtype) -> Tensor:
-    """`[B, H, T, D]` in `dtype`."""
+def unpack(packed: Dense | Uniform | Codebook, dtype: torch.dtype, dim: int | None = None) -> Tensor:
+    """`[B, H, T, D]` in `dtype`. dim: D, where codes do not fill their words; None: they do."""
     if isinstance(packed, Dense):
         return packed.numbers.to(dtype)
-    return unpack_uniform(packed, dtype) if isinstance(packed, Uniform) else unpack_codebook(packed, dtype)
+    return unpack_uniform(packed, dtype) if isinstance(packed, Uniform) else unpack_codebook(packed, dtype, dim)
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
@@ -138,14 +138,15 @@ def unpack_uniform(packed: Uniform, dtype: torch.dtype) -> Tensor:
     return torch.where(asymmetric, codes.to(dtype) * scale.abs() + spread(zero).to(dtype), number)
 
 
-def unpack_codebook(packed: Codebook, dtype: torch.dtype) -> Tensor:
+def unpack_codebook(packed: Codebook, dtype: torch.dtype, dim: int | None = None) -> Tensor:
     tokens, channels = packed.block
     heads, books, entries, _ = packed.centroids.shape
     codes = packed.codes.long()
     if packed.codes.dtype == torch.int32:
         bits = int(math.log2(entries))
-        count = packed.std.shape[-1] if packed.std is not None else packed.codes.shape[3] * 32 // bits
-        codes = unpack_words(packed.codes, bits, count // channels)
+        dim = packed.std.shape[-1] if packed.std is not None else dim
+        count = packed.codes.shape[3] * 32 // bits if dim is None else dim // channels
+        codes = unpack_words(packed.codes, bits, count)
     book = torch.arange(codes.shape[3], device=codes.device) * books // codes.shape[3]
     head = torch.arange(codes.shape[1], device=codes.device) % heads
     found = packed.centroids.to(dtype)[head[:, None, None], book, codes]  # [B, H, T / l, D / c, l * c]

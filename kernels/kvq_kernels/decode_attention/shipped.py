@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 
 from kvq_kernels.decode_attention.configs import choose_tile
 from kvq_kernels.decode_attention.kernel import combine_kernel, split_kernel
 from kvq_kernels.decode_attention.launch import Workspace, arguments, constants
-from kvq_kernels.decode_attention.parts import Codebook, Dense, Rope, Side, Uniform
+from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, Rope, Side, Uniform
 from kvq_kernels.decode_attention.spec import SideSpec, first_words
 from kvq_kernels.shipped import Launch
 
@@ -19,9 +21,9 @@ def _empty(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _side(packed) -> Side:
+def _side(packed, outliers: Outliers | None = None) -> Side:
     windows = [_empty(ROWS, HEADS, n, DIM) for n in (32, 128)]
-    return Side(packed, _empty(ROWS, dtype=torch.int32), *windows)
+    return Side(packed, _empty(ROWS, dtype=torch.int32), *windows, outliers)
 
 
 def uniform(bits: int, axis: str, group: int, symmetric: bool = False) -> Side:
@@ -37,6 +39,31 @@ def codebook(block: tuple[int, int], normalize: bool = False) -> Side:
     codes = _empty(ROWS, HEADS, TOKENS // block[0], DIM // block[1], dtype=torch.uint8)
     stats = [_empty(HEADS, DIM, dtype=torch.float32) for _ in range(2)] if normalize else (None, None)
     return _side(Codebook(codes, _empty(HEADS, DIM // size, 256, size), block, *stats))
+
+
+def hybrid(bits: int, axis: str) -> Side:
+    """InnerQ's groups of 32, symmetric or asymmetric each, with a word of sign bits or a zero-point; keys' normed."""
+    side = uniform(bits, axis, 32, symmetric=True)
+    word = _empty(*side.packed.scale.shape, dtype=torch.int32)
+    side = replace(side, packed=replace(side.packed, level=0, sign=word, hybrid=True))
+    norm = _empty(ROWS, HEADS, DIM, dtype=torch.float32)
+    return replace(side, norm=norm) if axis == "token" else side
+
+
+def scalars(bits: int, keys: bool) -> Side:
+    """KVQuant's: one codebook of single numbers for all channels, which are normalized (keys), or tokens are."""
+    words = first_words(bits, DIM) + (first_words(1, DIM) if bits == 3 else 0)
+    codes = _empty(ROWS, HEADS, TOKENS, words, dtype=torch.int32)
+    stats = [_empty(HEADS, DIM, dtype=torch.float32) for _ in range(2)] if keys else (None, None)
+    tokens = () if keys else (_empty(ROWS, 1, TOKENS), _empty(ROWS, 1, TOKENS))
+    return _side(Codebook(codes, _empty(1, 1, 2**bits, 1), (1, 1), *stats, *tokens))
+
+
+def with_outliers(side: Side, tokens: int) -> Side:
+    """One number in a hundred of blocks of `tokens` tokens of a head, or (1) of each token of all heads, apart."""
+    heads, numbers = (HEADS, tokens * DIM) if tokens > 1 else (1, HEADS * DIM)
+    size = (ROWS, heads, TOKENS // tokens, numbers // 100)
+    return replace(side, outliers=Outliers(_empty(*size, dtype=torch.int16), _empty(*size), tokens))
 
 
 def dense() -> Side:
@@ -58,9 +85,16 @@ def shipped() -> dict[str, tuple[Side, Side, Rope | None]]:
         cases[f"innerq-{bits}bit"] = (uniform(bits, "token", 32), uniform(bits, "channel", 32), None)
         symmetric = [uniform(bits, axis, 32, symmetric=True) for axis in ("token", "channel")]
         cases[f"innerq-{bits}bit-inside"] = (*symmetric, None)
+    cases["innerq-2bit-hybrid"] = (hybrid(2, "token"), hybrid(2, "channel"), None)
     for size in (2, 4, 8):
         cases[f"temporal-{8 // size}bit"] = (codebook((size, 1), True), codebook((size, 1)), rope())
         cases[f"channel-{8 // size}bit"] = (codebook((1, size)), codebook((1, size)), rope())
+    keys, values, rotation = cases["temporal-2bit"]
+    cases["temporal-2bit-outliers"] = (with_outliers(keys, 32), with_outliers(values, 32), rotation)
+    for bits in (2, 3, 4):
+        cases[f"kvquant-{bits}bit"] = (scalars(bits, keys=True), scalars(bits, keys=False), rope())
+    keys, values, rotation = cases["kvquant-2bit"]
+    cases["kvquant-2bit-outliers"] = (with_outliers(keys, 32), with_outliers(values, 1), rotation)
     return cases
 
 
@@ -93,9 +127,13 @@ def launches(gpu: str) -> dict[str, Launch]:
 
 
 def _bits(side: Side) -> float:
-    """Read per packed number: codes, scales and zero-points; codebooks stay in the caches."""
+    """Read per packed number: codes, scales, zero-points and outliers; codebooks stay in the caches."""
     packed = side.packed
     parts = [packed.numbers] if isinstance(packed, Dense) else [packed.codes]
     if isinstance(packed, Uniform):
         parts += [part for part in (packed.scale, packed.zero, packed.sign) if part is not None]
+    if isinstance(packed, Codebook) and packed.token_scale is not None:
+        parts += [packed.token_scale, packed.token_zero]
+    if side.outliers is not None:
+        parts += [side.outliers.index, side.outliers.value]
     return 8 * sum(part.numel() * part.element_size() for part in parts) / (ROWS * HEADS * TOKENS * DIM)

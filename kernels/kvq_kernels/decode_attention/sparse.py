@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from kvq_kernels.decode_attention.gather import gathered_channels, gathered_sums, line_tokens
+from kvq_kernels.decode_attention.lookup import looked_up_channels, looked_up_sums
 from kvq_kernels.decode_attention.number import number
 from kvq_kernels.decode_attention.rope import STEP
 from kvq_kernels.decode_attention.spec import get, plane_count
@@ -95,12 +96,13 @@ def sparse_scores(
 
 @triton.jit
 def sparse_values(
-    acc, weights, v, S: tl.constexpr, begin, GATHERED: tl.constexpr, M: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
-    BLOCK: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
+    acc, weights, v, S: tl.constexpr, begin, GATHERED: tl.constexpr, LOOKED_UP: tl.constexpr, M: tl.constexpr,
+    L: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """`acc` of `gather_values` (GATHERED) or `plain_values` with the outliers of the tile that starts at `begin`."""
+    """Sums of `gather_values` (GATHERED), `lookup_values` (LOOKED_UP) or `plain_values` with the outliers of the tile
+    that starts at `begin`."""
     count: tl.constexpr = L * R // get(S, "block") * get(S, "slots")
-    PLANES: tl.constexpr = gathered_sums(S) if GATHERED else plane_count(S, E)
+    PLANES: tl.constexpr = gathered_sums(S) if GATHERED else looked_up_sums(S) if LOOKED_UP else plane_count(S, E)
     line = tl.arange(0, R)
     for at in tl.range(0, count, PIECE, num_stages=1):
         token, channel, change = _changes(v, S, begin, at + tl.arange(0, PIECE), count)
@@ -111,8 +113,8 @@ def sparse_values(
         w *= change[:, None]
         new = ()
         for p in tl.static_range(PLANES):
-            if GATHERED:
-                there = _equal(gathered_channels(p, S), channel)
+            if GATHERED or LOOKED_UP:
+                there = _equal(gathered_channels(p, S) if GATHERED else looked_up_channels(p, S), channel)
                 new = new + (tl.dot(there, w, acc[p], input_precision=PRECISION),)
             else:
                 there = _equal(channel, p * E + tl.arange(0, E))

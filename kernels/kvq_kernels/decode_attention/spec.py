@@ -38,8 +38,9 @@ class SideSpec:
     slots: int = 0  # of a block of outliers
     block: int = 1  # its tokens
     across: bool = False  # outliers of all heads lie together
-    whole: bool = True  # entries of a codebook may be fetched whole, see `gather.py`
-    fenced: bool = True  # then loads are kept in their place
+    whole: bool = True  # entries of a codebook may be fetched whole, see `gather.py`, or picked, see `lookup.py`
+    fenced: bool = True  # loads of the former are kept in their place
+    permutes: bool = True  # the GPU has the instruction for the latter
 
     @classmethod
     def of(cls, side: Side, dim: int) -> SideSpec:
@@ -108,10 +109,10 @@ def first_words(bits: int, count: int) -> int:
 class Tile:
     """tokens: of a tile of the main loop (a divisor of 128). columns: channels (or codes) handled at once.
     warps, stages: Triton's. waves: programs per multiprocessor that the splits aim at. whole: 1: entries of codebooks
-    are fetched whole (see `gather.py`), 0: number by number. fences: 1: loads of such entries are kept in their place,
-    which ptxas needs, 0: they may be moved ahead. queries: of a product with packed numbers, at least: as many as a
-    matrix unit takes. registers: of a thread, at most; 0: as many as the compiler likes, which spills a few where that
-    lets more programs run at once."""
+    are fetched whole (see `gather.py`) or picked out of registers (see `lookup.py`), 0: number by number. fences: 1:
+    loads of whole entries are kept in their place, which ptxas needs, 0: they may be moved ahead. queries: of a product
+    with packed numbers, at least: as many as a matrix unit takes. registers: of a thread, at most; 0: as many as the
+    compiler likes, which spills a few where that lets more programs run at once."""
 
     tokens: int = 64
     columns: int = 16
