@@ -47,7 +47,7 @@ class CodebookCodec(Codec):
             raise UsageError(f"codebooks of {entries} entries: use 2, 4, 8, 16 or 256")
         self.block, self.head_dim = block, head_dim
         self.block_tokens, self.nominal_bits = tokens, self._code_bits / size
-        self.centroids = _aligned(centroids)
+        self.centroids = _aligned(centroids if centroids.device.type == "cpu" else in_half(centroids))
         self._mean = None if mean is None else mean.float().unsqueeze(1)  # [H, 1, D]
         self._std = None if std is None else std.float().unsqueeze(1)
         self._scale = grid_scale(self.centroids.flatten(0, 1)).view(heads, groups)
@@ -162,6 +162,14 @@ class CodebookCodec(Codec):
             torch.bitwise_left_shift(word, 16, out=out[:, :, :, 2 * pair])
             torch.bitwise_and(word, -1 << 16, out=out[:, :, :, 2 * pair + 1])
         return out.view(torch.float32).flatten(2, 3)
+
+
+def in_half(centroids: Tensor) -> Tensor:
+    """bfloat16 centroids as float16, the type in which a GPU's kernels multiply what a codebook holds: exact, but for
+    those below 2^-14, which move by at most 2^-25. Others, and those that are too large for it, as they are."""
+    if centroids.dtype != torch.bfloat16 or centroids.abs().max() > torch.finfo(torch.float16).max:
+        return centroids
+    return centroids.half()
 
 
 def _aligned(tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvq_cli.codecs.codebook import CodebookCodec
+from kvq_cli.codecs.codebook import CodebookCodec, in_half
 from kvq_cli.errors import UsageError
 
 SHAPES = [(1, 1), (2, 1), (4, 1), (8, 1), (1, 2), (1, 4), (1, 8), (2, 2), (2, 4), (4, 2)]
@@ -142,3 +142,14 @@ def test_dead_channel_decodes_to_its_mean():
 def test_codebooks_that_do_not_fit_are_refused(shape, block, head_dim):
     with pytest.raises(UsageError, match="codebooks of"):
         CodebookCodec(torch.zeros(shape), block, head_dim)
+
+
+def test_a_gpu_keeps_bfloat16_centroids_as_float16():
+    """Which is exact, but next to zero, where a float16 has steps of 2^-24."""
+    centroids = codebooks((4, 1), dtype=torch.bfloat16)
+    halves = in_half(centroids)
+    assert halves.dtype == torch.float16
+    assert torch.equal(halves.to(torch.bfloat16)[centroids.abs() > 2**-14], centroids[centroids.abs() > 2**-14])
+    assert (halves.float() - centroids.float()).abs().max() <= 2**-25
+    large = centroids * 2**17
+    assert in_half(large) is large and in_half(centroids.float()).dtype == torch.float32

@@ -179,5 +179,5 @@ def test_a_report_is_kept_until_the_source_changes(tmp_path, monkeypatch):
 def test_what_does_not_compile_is_a_report(monkeypatch):
     launch = launches("decode_attention", "sm_90")["combine"]
     monkeypatch.setattr(static.triton, "compile", lambda *a, **k: 1 / 0)
-    found = static.read("decode_attention", "combine", "sm_90", launch, None, {})
+    found = static.read("decode_attention", "combine", "sm_90", launch, None)
     assert found.faults() == ["does not compile: ZeroDivisionError: division by zero"]

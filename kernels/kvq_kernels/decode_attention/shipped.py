@@ -21,17 +21,17 @@ def _empty(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _side(packed, outliers: Outliers | None = None) -> Side:
-    windows = [_empty(ROWS, HEADS, n, DIM) for n in (32, 128)]
-    return Side(packed, _empty(ROWS, dtype=torch.int32), *windows, outliers)
+def _side(packed, dtype: torch.dtype = torch.float16) -> Side:
+    windows = [_empty(ROWS, HEADS, n, DIM, dtype=dtype) for n in (32, 128)]
+    return Side(packed, _empty(ROWS, dtype=torch.int32), *windows)
 
 
-def uniform(bits: int, axis: str, group: int, symmetric: bool = False) -> Side:
+def uniform(bits: int, axis: str, group: int, symmetric: bool = False, dtype: torch.dtype = torch.float16) -> Side:
     words = first_words(bits, DIM) + (first_words(1, DIM) if bits == 3 else 0)
     size = (ROWS, HEADS, TOKENS // group, DIM) if axis == "channel" else (ROWS, HEADS, TOKENS, DIM // group)
-    zero, level = (None, 2 ** (bits - 1) - 1) if symmetric else (_empty(*size), 0)
+    zero, level = (None, 2 ** (bits - 1) - 1) if symmetric else (_empty(*size, dtype=dtype), 0)
     codes = _empty(ROWS, HEADS, TOKENS, words, dtype=torch.int32)
-    return _side(Uniform(codes, _empty(*size), bits, axis, group, zero, level))
+    return _side(Uniform(codes, _empty(*size, dtype=dtype), bits, axis, group, zero, level), dtype)
 
 
 def codebook(block: tuple[int, int], normalize: bool = False) -> Side:
@@ -85,6 +85,8 @@ def shipped() -> dict[str, tuple[Side, Side, Rope | None]]:
         cases[f"innerq-{bits}bit"] = (uniform(bits, "token", 32), uniform(bits, "channel", 32), None)
         symmetric = [uniform(bits, axis, 32, symmetric=True) for axis in ("token", "channel")]
         cases[f"innerq-{bits}bit-inside"] = (*symmetric, None)
+    halves = [uniform(2, axis, 32, dtype=torch.bfloat16) for axis in ("channel", "token")]
+    cases["kivi-2bit-g32-bfloat16"] = (*halves, None)
     cases["innerq-2bit-hybrid"] = (hybrid(2, "token"), hybrid(2, "channel"), None)
     for size in (2, 4, 8):
         cases[f"temporal-{8 // size}bit"] = (codebook((size, 1), True), codebook((size, 1)), rope())
@@ -111,10 +113,10 @@ def tile_of(name: str, gpu: str):
 
 def launches(gpu: str) -> dict[str, Launch]:
     """The split pass of every family, and the combination."""
-    query = _empty(ROWS, HEADS * GROUP, DIM)
-    workspace = Workspace.like(query, 8)
     found = {}
     for name, (keys, values, rotation) in shipped().items():
+        query = _empty(ROWS, HEADS * GROUP, DIM, dtype=keys.ring.dtype)
+        workspace = Workspace.like(query, 8)
         tile = tile_of(name, gpu)
         fixed = constants(query.dtype, keys, values, rotation, GROUP, DIM, tile)
         given = arguments(query, keys, values, keys.count, rotation, DIM**-0.5, workspace)
