@@ -68,7 +68,14 @@ def threads(keys):
 @triton.constexpr_function
 def thread_words(spec, keys):
     """Words of a token that a thread has side by side."""
-    return min(4, triton.next_power_of_2(-(-spec.words // threads(keys))))
+    return min(2 if within_words(spec, keys) else 4, triton.next_power_of_2(-(-spec.words // threads(keys))))
+
+
+@triton.constexpr_function
+def within_words(spec, keys):
+    """Whether pairs of keys are two fields of one word, whatever the number of words: then the two have their sign bits
+    half a word of signs apart, which one shift takes to where they belong."""
+    return keys and spec.axis == "token" and spec.sign_bits > 0
 
 
 @triton.constexpr_function
@@ -82,14 +89,16 @@ def shares(spec, keys):
     """Among how many a word's fields are shared where there are too few words: of keys the two halves of a pair, of
     values threads."""
     if keys:
-        return 2 if thread_words(spec, keys) == 1 else 1
+        return 2 if thread_words(spec, keys) == 1 or within_words(spec, keys) else 1
     return max(1, 8 // triton.next_power_of_2(spec.words))
 
 
 @triton.constexpr_function
 def beside(spec, keys):
     """Fields that a plane takes, so that a product sums over 16 channels, or gives 16 channels' sums."""
-    return 2 if thread_words(spec, keys) <= (2 if keys else 1) else 1
+    if keys:
+        return 2 if thread_words(spec, keys) * shares(spec, keys) == 2 else 1
+    return 2 if thread_words(spec, keys) == 1 else 1
 
 
 @triton.constexpr_function
@@ -212,8 +221,9 @@ def zero_scale(spec):
 
 @triton.jit
 def asymmetric(raw):
-    """Whether groups of a hybrid are: the sign bit of their scale, which a constant group's minus zero has, too."""
-    return raw.to(tl.int16, bitcast=True) < 0
+    """int32: all bits set where groups of a hybrid are asymmetric, else none: the sign of their 16-bit scale says so,
+    which a constant group's minus zero has, too."""
+    return raw.to(tl.int16, bitcast=True).to(tl.int32) >> 31
 
 
 @triton.jit
@@ -227,9 +237,10 @@ def zeros(raw, kept, S: tl.constexpr):
     their places."""
     if get(S, "hybrid"):
         if get(S, "sign_bits") > 0:
-            return tl.where(asymmetric(raw), kept.to(tl.float32, bitcast=True), 0.0)
+            return (kept & asymmetric(raw)).to(tl.float32, bitcast=True)
         else:
-            return tl.where(asymmetric(raw), kept.to(tl.float32), tl.abs(raw).to(tl.float32) * (-get(S, "level")))
+            level = tl.abs(raw).to(tl.float32) * (-get(S, "level"))
+            return tl.where(asymmetric(raw) < 0, kept.to(tl.float32), level)
     else:
         return kept
 
@@ -244,7 +255,7 @@ def zero_part(spec):
 def signs(raw, words, S: tl.constexpr):
     """Words of sign bits, int32; asymmetric groups of a hybrid have none."""
     if get(S, "hybrid"):
-        return tl.where(asymmetric(raw), 0, words)
+        return words & ~asymmetric(raw)
     else:
         return words.to(tl.int32)
 

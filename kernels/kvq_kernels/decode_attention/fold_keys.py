@@ -23,9 +23,11 @@ from kvq_kernels.decode_attention.fold import (
     plane_place,
     runs,
     scales,
+    shares,
     sign_pairs,
     signs,
     thread_words,
+    within_words,
     zero_part,
     zero_scale,
     zeros,
@@ -46,7 +48,8 @@ def load_plane(pointer, S: tl.constexpr, number: tl.constexpr, M: tl.constexpr, 
     word = thread * V + tl.arange(0, V)
     member = tl.arange(0, M)[None, :, None, None]
     own = tl.arange(0, 4 // V)[:, None, None, None]
-    field = own // 2 + own % 2 * (group_fields(S) // 2) if V == 1 else own
+    SHARE: tl.constexpr = group_fields(S) // shares(S, True)
+    field = own // 2 + own % 2 * SHARE if V == 1 else own * SHARE if within_words(S, True) else own
     # What is known when this is compiled comes last, so that it becomes part of the instructions.
     place = pointer + (member * stride + word) + field * W
     place += (PLACE[2] + half_fields(S) * PLACE[1]) * W + PLACE[0] * 4 * V
@@ -66,9 +69,12 @@ def as_rows(x):
 
 
 @triton.jit
-def as_columns(x, M: tl.constexpr):
+def as_columns(x, S: tl.constexpr, M: tl.constexpr):
     """[4 / V, M, 4, V] as the other side, [16, M]."""
-    return tl.reshape(tl.permute(x, (2, 0, 3, 1)), [16, M])
+    if within_words(S, True) and thread_words(S, True) == 2:
+        return tl.reshape(tl.permute(x, (2, 3, 0, 1)), [16, M])
+    else:
+        return tl.reshape(tl.permute(x, (2, 0, 3, 1)), [16, M])
 
 
 @triton.jit
@@ -81,7 +87,7 @@ def fold_queries(q, S: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, T: tl
         x = load_plane(q, S, i, M, D, GROUP).to(tl.float32)
         unit = plane_units(S, i)
         if get(S, "axis") == "token":
-            planes = planes + (as_columns((x * unit).to(T), M),)
+            planes = planes + (as_columns((x * unit).to(T), S, M),)
         else:
             planes = planes + ((x * unit).to(T),)
             whole = whole + (x.to(T),)
@@ -139,14 +145,15 @@ def fold_scores(queries, k, S: tl.constexpr, tile, M: tl.constexpr, N: tl.conste
 
 @triton.jit
 def key_pairs(words, S: tl.constexpr, N: tl.constexpr):
-    """Words [N / 8, 8, 4, V] as pairs [N / 8, 8, 4, 2] (V = 4) or [N / 8, 8, 4], of their low and their high halves."""
+    """Words [N / 8, 8, 4, V] as pairs [N / 8, 8, 4, 2] or, where a plane takes two fields, [N / 8, 8, 4], of their low
+    and their high halves."""
     V: tl.constexpr = thread_words(S, True)
     if V == 4:
         first, second = tl.split(tl.reshape(words, [N // 8, 8, 4, 2, 2]))
-    elif V == 2:
+    elif V == 2 and not within_words(S, True):
         first, second = tl.split(words)
     else:
-        first = tl.reshape(words, [N // 8, 8, 4])
+        first = tl.reshape(words, [N // 8, 8, 4]) if V == 1 else words
         second = first >> (group_fields(S) // 2 * low_bits(S))
     return pair_up(first, second)
 
@@ -184,11 +191,11 @@ def _scores_of_channels(
             negative = _signs_of_channels(signs(raw, words, S), tile * N, S, N)
         x = key_operand(pairs, thirds, negative, S, i, N, T)
         a = tl.reshape(planes[i], [4 // V, M // 8, 8, 4, V]) * scales(raw, S).to(T)[:, None, :, :, :]
-        a = as_columns(tl.reshape(a, [4 // V, M, 4, V]), M)
+        a = as_columns(tl.reshape(a, [4 // V, M, 4, V]), S, M)
         scores = tl.dot(x, a, scores, input_precision=P)
         if zero_part(S) > 1:
             z = zeros(raw, load_plane(k[zero_part(S)] + base, S, i, 8, 0, None), S).to(T)
-            offset = tl.dot(as_rows(z), as_columns(whole[i], M), offset, input_precision=P)
+            offset = tl.dot(as_rows(z), as_columns(whole[i], S, M), offset, input_precision=P)
         elif adds_zero(S):
             # Of what the codes are multiplied by, rounded as it is: most of the two sums cancels.
             level = tl.full([4 // V, 8, 4, V], zero_scale(S), tl.float32) / (plane_units(S, i) * UNIT)
@@ -239,12 +246,13 @@ def _scores_of_tokens(
     scores = tl.reshape(scores, [N, M // 8, 4, 2])
     negative = pairs[0]
     for g in tl.static_range(COUNT):
-        low, high = _signs_of_group(words[g], S, N) if get(S, "sign_bits") > 0 else (pairs[0], pairs[0])
+        own_signs = _signs_of_group(words[g], S, N) if get(S, "sign_bits") > 0 else pairs[0]
         part = tl.zeros([N, M], tl.float32)
         for i in tl.static_range(plane_count(S, True)):
             if plane_group(S, True, i) == g:
                 if get(S, "sign_bits") > 0:
-                    negative = sign_pairs(low, high, plane_bit(S, i) + tl.arange(0, 2) * plane_step(S))
+                    bit = plane_bit(S, i) + tl.arange(0, 2) * (1 if thread_words(S, True) == 2 else get(S, "words"))
+                    negative = sign_pairs(own_signs, own_signs, bit)
                 x = key_operand(pairs, thirds, negative, S, i, N, T)
                 part = tl.dot(x, planes[i], part, input_precision=P)
         scores += tl.reshape(part, [N, M // 8, 4, 2]) * s[g][:, None, :, None]
@@ -253,12 +261,11 @@ def _scores_of_tokens(
 
 @triton.jit
 def _signs_of_group(words, S: tl.constexpr, N: tl.constexpr):
-    """The halves that `sign_pairs` takes, [N / 8, 8, 4, 1]; words [N, 4] of one group, of whose bits a channel has one.
-    Those of a thread begin at bit 0."""
-    V: tl.constexpr = thread_words(S, True)
-    BESIDE: tl.constexpr = group_fields(S) // 2 * get(S, "words") if V == 1 else 1
-    words = tl.reshape(words, [N // 8, 8, 4, 1]) >> (V * tl.arange(0, 4)[None, None, :, None])
-    return pair_up(words, words >> BESIDE)
+    """What `sign_pairs` takes, [N / 8, 8, 4, 1]; words [N, 4] of one group, of whose bits a channel has one. Those of a
+    thread begin at bit 0."""
+    thread = tl.arange(0, 4)[None, None, :, None]
+    words = tl.reshape(words, [N // 8, 8, 4, 1]) >> (thread_words(S, True) * thread)
+    return pair_up(words, words >> (get(S, "group") // 2))[0]
 
 
 @triton.constexpr_function
@@ -266,9 +273,3 @@ def plane_bit(spec, number):
     """Of a group's signs, the first of a plane's."""
     run, half, field = plane_place(spec, True, number)
     return (field + half_fields(spec) * half) * spec.words % spec.group + run * 4 * thread_words(spec, True)
-
-
-@triton.constexpr_function
-def plane_step(spec):
-    """From the first pair of a plane to the next, in bits of a group's signs."""
-    return 2 if thread_words(spec, True) == 4 else spec.words

@@ -42,35 +42,50 @@ def rows(spec):
 
 
 @triton.jit
-def row_channels(S: tl.constexpr, number: tl.constexpr, row):
-    """The channels of rows `row` of a plane, as two parts: the second is known when this is compiled."""
+def row_channels(S: tl.constexpr, number: tl.constexpr, thread, more):
+    """The channels of rows 8 `more` + `thread` of a plane, as two parts: the second is known when this is compiled."""
     V: tl.constexpr = thread_words(S, False)
     WORDS: tl.constexpr = 8 // shares(S, False)
     PLACE: tl.constexpr = plane_place(S, False, number)
     FIRST: tl.constexpr = (PLACE[2] + half_fields(S) * PLACE[1]) * get(S, "words") + PLACE[0] * WORDS * V
-    thread, more = row % 8, row // 8
     share = thread // WORDS * (group_fields(S) // shares(S, False) * get(S, "words"))
     return share + thread % WORDS * V, more * (get(S, "words") if V == 1 else 1) + FIRST
 
 
 @triton.jit
-def row_seen(S: tl.constexpr, number: tl.constexpr, row):
+def row_seen(S: tl.constexpr, number: tl.constexpr, thread, more):
     """Which rows of a plane have a channel; None: all."""
     V: tl.constexpr = thread_words(S, False)
     WORDS: tl.constexpr = 8 // shares(S, False)
     if runs(S, False) * WORDS * V == get(S, "words"):
         return None
     else:
-        more = 0 * row if V == 1 else row // 8
-        return row % 8 % WORDS * V + more < get(S, "words") - plane_place(S, False, number)[0] * WORDS * V
+        word = thread % WORDS * V + (0 * more if V == 1 else more)
+        return word < get(S, "words") - plane_place(S, False, number)[0] * WORDS * V
 
 
 @triton.jit
-def row_units(S: tl.constexpr, number: tl.constexpr):
-    """What the numbers of each row of a plane are to be multiplied by: float32 [rows]."""
+def row_units(S: tl.constexpr, number: tl.constexpr, more):
+    """What the numbers of rows 8 `more`, ... of a plane are to be multiplied by, float32."""
     PLACE: tl.constexpr = plane_place(S, False, number)
     NEXT: tl.constexpr = PLACE[2] + beside(S, False) - 1
-    return tl.where(tl.arange(0, rows(S)) < 8, field_unit(S, PLACE[2]), field_unit(S, NEXT)) * UNIT
+    return tl.where(more == 0, field_unit(S, PLACE[2]), field_unit(S, NEXT)) * UNIT
+
+
+@triton.jit
+def load_rows(pointer, S: tl.constexpr, number: tl.constexpr):
+    """[rows / 8 / V, 8, 4, V] at the channels of a plane, by all four threads of a row; 0 where there is none."""
+    V: tl.constexpr = thread_words(S, False)
+    thread = tl.max_contiguous(tl.arange(0, 8)[None, :, None, None], [1, 1, 1, 1])
+    more = tl.arange(0, rows(S) // 8 // V)[:, None, None, None] + tl.arange(0, V)[None, None, None, :]
+    channel, own = row_channels(S, number, thread, more)
+    return load(pointer + (channel + 0 * tl.arange(0, 4)[None, None, :, None]) + own, row_seen(S, number, thread, more))
+
+
+@triton.jit
+def as_factors(x, S: tl.constexpr):
+    """`load_rows` as factors of sums [rows / 8, 8, M / 8, 4, 2]: float32 [rows / 8, 8, 1, 4, 1]."""
+    return tl.reshape(tl.permute(x, (0, 3, 1, 2)), [rows(S) // 8, 8, 1, 4, 1]).to(tl.float32)
 
 
 @triton.jit
@@ -93,8 +108,8 @@ def fold_load(v, S: tl.constexpr, begin, M: tl.constexpr, N: tl.constexpr):
     V: tl.constexpr = thread_words(S, False)
     WORDS: tl.constexpr = 8 // shares(S, False)
     own = tl.arange(0, N // 4)[:, None, None, None]
-    own = own // 4 * 16 + own % 4
-    line = tl.arange(0, 4)[None, None, :, None] * 4
+    own = own % 2 * (N // 2) + own // 4 * 8 + own // 2 % 2
+    line = tl.arange(0, 4)[None, None, :, None] * 2
     thread = tl.max_contiguous(tl.arange(0, 8)[None, :, None, None], [1, 1, 1, 1])
     word = thread % WORDS * V + tl.arange(0, V)
     words, thirds = (), ()
@@ -140,7 +155,7 @@ def fold_values(
         pairs = pairs + value_pairs(words[x], S, N)
         thirds = thirds + value_pairs(third_words[x], S, N)
     if get(S, "axis") == "channel":
-        return _values_of_channels(acc, weights, shrink, pairs, thirds, v, S, tile, N, T, P)
+        return _values_of_channels(acc, weights, shrink, pairs, thirds, v, S, tile, M, N, T, P)
     else:
         return _values_of_tokens(acc, weights, shrink, pairs, thirds, s, z, negative, S, M, N, T, P)
 
@@ -178,6 +193,13 @@ def value_operand(pairs, thirds, negative, S: tl.constexpr, number: tl.constexpr
 
 
 @triton.jit
+def by_threads(weights, M: tl.constexpr, N: tl.constexpr):
+    """[M, N] as words lie, [N / 16, 4, M, 4]: of two tokens that go together, the second is N / 2 after the first."""
+    x = tl.permute(tl.reshape(weights, [M, 2, N // 16, 4, 2]), (2, 4, 1, 0, 3))
+    return tl.reshape(x, [N // 16, 4, M, 4])
+
+
+@triton.jit
 def token_rows(x, M: tl.constexpr, N: tl.constexpr):
     """[N / 16, 4, M, 4]: a thread's tokens, queries, threads, as the other side of a product, [N, M]."""
     return tl.reshape(tl.permute(x, (0, 3, 1, 2)), [N, M])
@@ -185,51 +207,46 @@ def token_rows(x, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _values_of_channels(
-    acc, weights, shrink, pairs, thirds, v, S: tl.constexpr, tile, N: tl.constexpr, T: tl.constexpr, P: tl.constexpr
-):
+    acc, weights, shrink, pairs, thirds, v, S: tl.constexpr, tile, M: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
+    P: tl.constexpr,
+):  # fmt: skip
     """sum_t p (s c + z) = s (sum_t p c) + z sum_t p, with one s and z per channel of the tile."""
+    MORE: tl.constexpr = rows(S) // 8
     planes, offsets = acc
     weights = weights.to(T)
     base = (tile * N // get(S, "group")) * get(S, "dim")
-    mass = tl.sum(weights.to(tl.float32), axis=1)[None, :]
-    columns = tl.trans(weights)
+    mass = tl.sum(weights.to(tl.float32), axis=1)
+    columns = token_rows(by_threads(weights, M, N), M, N)
+    more = tl.arange(0, MORE)
     new = ()
     negative = pairs[0]
     for i in tl.static_range(plane_count(S, False)):
-        channel, own = row_channels(S, i, tl.arange(0, rows(S)))
-        seen = row_seen(S, i, tl.arange(0, rows(S)))
-        raw = load(v[1] + base + channel + own, seen)
-        s = scales(raw, S).to(tl.float32)
+        raw = load_rows(v[1] + base, S, i)
+        kept = raw if zero_part(S) < 2 else load_rows(v[zero_part(S)] + base, S, i)
         if get(S, "sign_bits") > 0:
-            negative = _signs_of_channels(v, base, tile * N, S, i, N)
+            words = kept if zero_part(S) == 3 else load_rows(v[3] + base, S, i)
+            negative = _signs_of_channels(signs(raw, words, S), tile * N, S, N)
         x = value_operand(pairs, thirds, negative, S, i, N, T)
-        s = (s * row_units(S, i))[:, None]
+        s = as_factors(scales(raw, S), S) * row_units(S, i, more[:, None, None, None, None])
         if zero_part(S) > 1:
-            z = zeros(raw, load(v[zero_part(S)] + base + channel + own, seen), S).to(tl.float32)
-            x = tl.dot(x, columns, input_precision=P) * s + mass * z[:, None]
+            x = tl.reshape(tl.dot(x, columns, input_precision=P), [MORE, 8, M // 8, 4, 2]) * s
+            x += tl.reshape(mass, [1, 1, M // 8, 4, 2]) * as_factors(zeros(raw, kept, S), S)
         else:
-            level = mass * (zero_scale(S) / row_units(S, i))[:, None]
-            x = tl.dot(x, columns, level, input_precision=P) * s
-        new = new + (shrunk(planes[i], shrink) + x,)
+            level = zero_scale(S) / row_units(S, i, tl.arange(0, rows(S)) // 8)
+            x = tl.dot(x, columns, mass[None, :] * level[:, None], input_precision=P)
+            x = tl.reshape(x, [MORE, 8, M // 8, 4, 2]) * s
+        new = new + (shrunk(planes[i], shrink) + tl.reshape(x, [rows(S), M]),)
     return new, offsets
 
 
 @triton.jit
-def _signs_of_channels(v, base, begin, S: tl.constexpr, number: tl.constexpr, N: tl.constexpr):
-    """`sign_pairs` of a plane [N / 8, 8, 4, rows / 8]: a channel's word has a bit of each token."""
-    V: tl.constexpr = thread_words(S, False)
-    MORE: tl.constexpr = rows(S) // 8
-    thread = tl.max_contiguous(tl.arange(0, 8)[None, :, None, None], [1, 1, 1, 1])
-    row = (tl.arange(0, MORE // V)[:, None, None, None] + tl.arange(0, V)[None, None, None, :]) * 8 + thread
-    channel, own = row_channels(S, number, row)
-    line = 4 * tl.arange(0, 4)[None, None, :, None]
-    place = base + (channel + own) + 0 * line
-    seen = row_seen(S, number, row)
-    words = signs(load(v[1] + place, seen), load(v[3] + place, seen), S) >> (begin % get(S, "group") + line)
-    words = tl.reshape(tl.permute(words, (1, 2, 0, 3)), [1, 8, 4, MORE])
-    low, high = pair_up(words, words >> 1)
+def _signs_of_channels(words, begin, S: tl.constexpr, N: tl.constexpr):
+    """`sign_pairs` of a plane [N / 8, 8, 4, rows / 8]; words of `load_rows`, of whose bits a token has one."""
+    words = words >> (begin % get(S, "group") + 2 * tl.arange(0, 4)[None, None, :, None])
+    words = tl.reshape(tl.permute(words, (1, 2, 0, 3)), [1, 8, 4, rows(S) // 8])
+    own = pair_up(words, words >> (N // 2))[0]
     pair = tl.arange(0, N // 8)[:, None, None, None]
-    return sign_pairs(low, high, pair // 2 * 16 + pair % 2 * 2)
+    return sign_pairs(own, own, pair // 2 * 8 + pair % 2)
 
 
 @triton.jit
@@ -241,7 +258,7 @@ def _values_of_tokens(
     COUNT: tl.constexpr = get(S, "dim") // get(S, "group")
     WIDE: tl.constexpr = triton.next_power_of_2(COUNT)
     planes, offsets = acc
-    mine = tl.permute(tl.reshape(weights.to(T), [M, N // 16, 4, 4]), (1, 3, 0, 2))  # as words lie
+    mine = by_threads(weights.to(T), M, N)
     if adds_zero(S):
         z = tl.permute(tl.reshape(z.to(T), [N // 16, 4, 8, 4]), (2, 0, 3, 1))
         z = tl.reshape(tl.permute(tl.join(z, z), (4, 0, 1, 2, 3)), [16, N])
@@ -301,9 +318,9 @@ def fold_store(acc, out, total, S: tl.constexpr, GROUP: tl.constexpr, M: tl.cons
     planes, offsets = acc
     member, row = tl.arange(0, M)[None, :], tl.arange(0, rows(S))
     for i in tl.static_range(plane_count(S, False)):
-        channel, own = row_channels(S, i, row)
-        seen = row_seen(S, i, row)
-        x = planes[i] if get(S, "axis") == "channel" else planes[i] * row_units(S, i)[:, None]
+        channel, own = row_channels(S, i, row % 8, row // 8)
+        seen = row_seen(S, i, row % 8, row // 8)
+        x = planes[i] if get(S, "axis") == "channel" else planes[i] * row_units(S, i, row // 8)[:, None]
         if get(S, "axis") == "token" and adds_zero(S):
             here = tl.arange(0, 16)[:, None] == plane_group(S, False, i)
             x += tl.sum(tl.where(here, offsets, 0.0), axis=0)[None, :] * zero_scale(S)
