@@ -9,8 +9,10 @@ import torch
 import triton.language as tl
 from kernel_cases import Case, codebook, dense, per_head, sparse, uniform
 from kvq_kernels.decode_attention import decode_attention
+from kvq_kernels.decode_attention.fold import folds
 from kvq_kernels.decode_attention.lookup import looks_up
 from kvq_kernels.decode_attention.spec import SideSpec
+from kvq_kernels.tuning import trying
 
 KIVI = (partial(uniform, axis="channel"), partial(uniform, axis="token"))
 INNERQ = (partial(uniform, axis="token"), partial(uniform, axis="channel"))
@@ -58,9 +60,49 @@ def test_groups(group):
     Case(*(partial(make, group=group) for make in KIVI), [200], dim=128).check()
 
 
-@pytest.mark.parametrize("mode", ["inside", "extra", "hybrid-inside", "hybrid-extra"])
-def test_symmetric_and_hybrid(mode):
-    Case(*(partial(make, mode=mode) for make in INNERQ), [140], waiting=(12, 20), sinks=4).check()
+MODES = ["inside", "extra", "hybrid-inside", "hybrid-extra"]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sides", [KIVI, INNERQ], ids=["kivi", "innerq"])
+def test_symmetric_and_hybrid(sides, mode):
+    Case(*(partial(make, mode=mode) for make in sides), [140], waiting=(12, 20), sinks=4).check()
+
+
+@pytest.mark.parametrize("bits", [1, 3, 4])
+@pytest.mark.parametrize("sides", [KIVI, INNERQ], ids=["kivi", "innerq"])
+def test_signs_of_bits(sides, bits):
+    Case(*(partial(make, bits=bits, mode="hybrid-extra") for make in sides), [140], dim=128, group=4).check()
+
+
+def test_more_queries_than_there_are():
+    """As many as AMD's matrix unit takes: the others change nothing."""
+    hybrids = [[partial(make, mode="hybrid-extra") for make in sides] for sides in (KIVI, INNERQ)]
+    for case in (*(Case(*sides, [140], group=4) for sides in hybrids), Case(*TEMPORAL, [140], **HALF)):
+        usual = case.run()
+        with trying("decode_attention", {"queries": 16}):
+            torch.testing.assert_close(case.run(), usual, rtol=1e-3, atol=1e-4)
+
+
+def test_what_is_folded():
+    """All formats that methods write at usual sizes: none of them falls back to the slow reading unseen."""
+
+    def folded(dim, group, **options):
+        for axes in (("channel", "token"), ("token", "channel")):
+            makers = (partial(uniform, axis=axis, group=group, **options) for axis in axes)
+            keys, values = (SideSpec.of(side, dim) for side in Case(*makers, [1], dim=dim).sides)
+            yield folds(keys, "none", 32 if group >= 32 else 16, True)
+            yield folds(values, "none", 32 if group >= 32 else 16, False)
+
+    for dim in (64, 128):
+        for bits in (1, 2, 3, 4):
+            assert all(folded(dim, 32, bits=bits)) and all(folded(dim, 64, bits=bits))
+            for mode in MODES:
+                assert all(folded(dim, 32, bits=bits, mode=mode)), (dim, bits, mode)
+    assert all(folded(128, 128, bits=2)) and all(folded(128, 128, bits=8))
+    keys = SideSpec.of(Case(*KIVI, [1]).sides[0], 64)
+    assert not folds(keys, "half", 32, True) and not folds(keys, "none", 8, True)
+    assert not any(folds(SideSpec.of(side, 64), "none", 32, False) for side in Case(*TEMPORAL, [1]).sides)
 
 
 @pytest.mark.parametrize("lengths", [[1], [7], [63, 65], [300, 140]])
