@@ -125,9 +125,9 @@ class Tile:
     registers: int = 0
 
     def options(self) -> dict[str, int]:
-        """Triton's, for a launch."""
+        """Triton's, for a launch. AMD's compiler takes no bound of registers."""
         own = {"num_warps": self.warps, "num_stages": max(1, self.stages)}
-        return own | ({"maxnreg": self.registers} if self.registers else {})
+        return own | ({"maxnreg": self.registers} if self.registers and torch.version.hip is None else {})
 
 
 @triton.constexpr_function
