@@ -26,6 +26,7 @@ class Launch:
 
     kind: of `KINDS`, which limit of instructions per number is its own. numbers: cached numbers that one program reads
     in one turn of its main loop (of the whole kernel where it has no loop). bits: that it reads of memory per number.
+    slow: to compile, so that it is not for every target.
     """
 
     kernel: Any
@@ -35,6 +36,7 @@ class Launch:
     kind: str = "none"
     numbers: int = 0
     bits: float = 0.0
+    slow: bool = False
 
 
 def operations() -> list[str]:

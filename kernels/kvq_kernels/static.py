@@ -123,10 +123,13 @@ def everything(targets: Sequence[str] = tuple(TARGETS)) -> list[tuple[str, str, 
 
 def extremes(target: str) -> list[tuple[str, str, str]]:
     """(operation, name, target) of every kernel with every configuration; of the formats that it reads so, those with
-    the fewest and the most bits per number. For targets on which all formats would take too long."""
+    the fewest and the most bits per number, but none that is slow to compile. For targets on which all formats would
+    take too long."""
     found: dict[tuple, list[tuple[float, str]]] = {}
     for operation in operations():
         for name, one in launches(operation, target).items():
+            if one.slow:
+                continue
             alike = operation, one.kernel.__name__, one.kind, *one.options.items(), one.numbers
             found.setdefault(alike, []).append((one.bits, name))
     return sorted({(alike[0], end[1], target) for alike, own in found.items() for end in (min(own), max(own))})

@@ -122,7 +122,8 @@ def launches(gpu: str) -> dict[str, Launch]:
         given = arguments(query, keys, values, keys.count, rotation, DIM**-0.5, workspace)
         numbers = 2 * fixed["N"] * DIM
         bits = (_bits(keys) + _bits(values)) / 2
-        found[name] = Launch(split_kernel, given, fixed, tile.options(), family(name), numbers, bits)
+        slow = keys.outliers is not None or values.outliers is not None
+        found[name] = Launch(split_kernel, given, fixed, tile.options(), family(name), numbers, bits, slow)
     given = (workspace.partial, workspace.logsum, query, workspace.splits + 1)
     found["combine"] = Launch(combine_kernel, given, {"D": DIM, "WIDE": DIM, "S": triton.next_power_of_2(9)})
     return found
