@@ -56,8 +56,9 @@ def test_uniform_head_dims(dim, dtype):
 
 
 @pytest.mark.parametrize("group", [16, 64, 128])
-def test_groups(group):
-    Case(*(partial(make, group=group) for make in KIVI), [200], dim=128).check()
+@pytest.mark.parametrize("sides", [KIVI, INNERQ], ids=["kivi", "innerq"])
+def test_groups(sides, group):
+    Case(*(partial(make, group=group) for make in sides), [200], dim=128).check()
 
 
 MODES = ["inside", "extra", "hybrid-inside", "hybrid-extra"]

@@ -21,7 +21,7 @@ from kvq_kernels.decode_attention.spec import get, row_width
 UNIT = tl.constexpr(16777216.0)
 #: The sign bits of both halves of a pair, as an int32.
 SIGNS = tl.constexpr(0x80008000 - (1 << 32))
-#: Pairs of zero-points and sums of queries that one product sums up, each sum in two parts.
+#: Groups of a token, at most: one product sums as many zero-points times sums of queries, which are in two parts.
 GROUPS = 8
 
 
@@ -228,13 +228,13 @@ def asymmetric(raw):
 
 @triton.jit
 def scales(raw, S: tl.constexpr):
+    """Scales, of those that are kept: in a hybrid their sign says something else."""
     return tl.abs(raw) if get(S, "hybrid") else raw
 
 
 @triton.jit
 def zeros(raw, kept, S: tl.constexpr):
-    """Zero-points less by `zero_scale`, of the scales as they are kept and of what `zero_part` has at
-    their places."""
+    """Zero-points less by `zero_scale`, of the scales as they are kept and of what `zero_part` has at their places."""
     if get(S, "hybrid"):
         if get(S, "sign_bits") > 0:
             return (kept & asymmetric(raw)).to(tl.float32, bitcast=True)

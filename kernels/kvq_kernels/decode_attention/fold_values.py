@@ -49,8 +49,8 @@ def fold_nothing(S: tl.constexpr, M: tl.constexpr):
 @triton.jit
 def fold_load(v, S: tl.constexpr, begin, M: tl.constexpr, N: tl.constexpr):
     """What `fold_values` takes of tokens begin, ..., begin + N - 1: words, third bits, and where scales are per token,
-    scales, zero-points and words of sign bits. To be asked
-    for once the scores are known to the matrix unit, so that they come while the weights are made."""
+    scales, zero-points and words of sign bits. To be asked for before the weights are made, so that they come
+    meanwhile; but after the scores: of layouts, Triton then takes that of these loads."""
     V: tl.constexpr = thread_words(S, False)
     WORDS: tl.constexpr = 8 // shares(S, False)
     own = tl.arange(0, N // 4)[:, None, None, None]

@@ -112,8 +112,10 @@ def constants(
     tokens = max(tile.tokens, 16)
     if "codebook" in (sk.kind, sv.kind):
         tokens = max(tokens, 16 * block_tokens(sk, sv))
-    elif sk.axis == "channel" and math.gcd(sk.group, tokens) >= 16:
-        tokens = math.gcd(sk.group, tokens)
+    else:
+        for spec in (sk, sv):
+            if spec.axis == "channel" and math.gcd(spec.group, tokens) >= 16:
+                tokens = math.gcd(spec.group, tokens)
     tokens = max([tokens, *(spec.block for spec in (sk, sv) if spec.slots)])
     return {
         "SK": sk,
