@@ -8,7 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 KVQ := $(BIN)/kvq
 # Two test processes of one thread each finish sooner on two cores than one process of two.
-PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest -n 2
+PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # Show a command as one would type it, then run it.
 define kvq

@@ -15,6 +15,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker("gpu")
+    # What compiles for minutes begins first, so that the other test process has work meanwhile.
+    items.sort(key=lambda item: item.path.name != "test_static.py")
 
 
 @pytest.fixture(autouse=True)
