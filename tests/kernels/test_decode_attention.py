@@ -70,10 +70,11 @@ def test_symmetric_and_hybrid(sides, mode):
     Case(*(partial(make, mode=mode) for make in sides), [140], waiting=(12, 20), sinks=4).check()
 
 
-@pytest.mark.parametrize("bits", [1, 3, 4])
+@pytest.mark.parametrize("bits", [1, 2, 3, 4])
 @pytest.mark.parametrize("sides", [KIVI, INNERQ], ids=["kivi", "innerq"])
 def test_signs_of_bits(sides, bits):
-    Case(*(partial(make, bits=bits, mode="hybrid-extra") for make in sides), [140], dim=128, group=4).check()
+    for dim in (32, 128):
+        Case(*(partial(make, bits=bits, mode="hybrid-extra") for make in sides), [140], dim=dim, group=4).check()
 
 
 def test_more_queries_than_there_are():

@@ -73,8 +73,8 @@ def thread_words(spec, keys):
 
 @triton.constexpr_function
 def within_words(spec, keys):
-    """Whether pairs of keys are two fields of one word, whatever the number of words: then the two have their sign bits
-    half a word of signs apart, which one shift takes to where they belong."""
+    """Whether pairs of keys are two fields of one word, whatever the number of words: then the two mostly have their
+    sign bits half a word of signs apart, which one shift takes to where they belong."""
     return keys and spec.axis == "token" and spec.sign_bits > 0
 
 

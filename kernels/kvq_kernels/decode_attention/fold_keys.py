@@ -246,13 +246,13 @@ def _scores_of_tokens(
     scores = tl.reshape(scores, [N, M // 8, 4, 2])
     negative = pairs[0]
     for g in tl.static_range(COUNT):
-        own_signs = _signs_of_group(words[g], S, N) if get(S, "sign_bits") > 0 else pairs[0]
+        low, high = _signs_of_group(words[g], S, N) if get(S, "sign_bits") > 0 else (pairs[0], pairs[0])
         part = tl.zeros([N, M], tl.float32)
         for i in tl.static_range(plane_count(S, True)):
             if plane_group(S, True, i) == g:
                 if get(S, "sign_bits") > 0:
                     bit = plane_bit(S, i) + tl.arange(0, 2) * (1 if thread_words(S, True) == 2 else get(S, "words"))
-                    negative = sign_pairs(own_signs, own_signs, bit)
+                    negative = sign_pairs(low, high, bit)
                 x = key_operand(pairs, thirds, negative, S, i, N, T)
                 part = tl.dot(x, planes[i], part, input_precision=P)
         scores += tl.reshape(part, [N, M // 8, 4, 2]) * s[g][:, None, :, None]
@@ -261,11 +261,11 @@ def _scores_of_tokens(
 
 @triton.jit
 def _signs_of_group(words, S: tl.constexpr, N: tl.constexpr):
-    """What `sign_pairs` takes, [N / 8, 8, 4, 1]; words [N, 4] of one group, of whose bits a channel has one. Those of a
-    thread begin at bit 0."""
+    """The halves that `sign_pairs` takes, [N / 8, 8, 4, 1]; words [N, 4] of one group, of whose bits a channel has one.
+    Those of a thread begin at bit 0."""
     thread = tl.arange(0, 4)[None, None, :, None]
     words = tl.reshape(words, [N // 8, 8, 4, 1]) >> (thread_words(S, True) * thread)
-    return pair_up(words, words >> (get(S, "group") // 2))[0]
+    return pair_up(words, words >> (group_fields(S) // 2 * get(S, "words")))
 
 
 @triton.constexpr_function
