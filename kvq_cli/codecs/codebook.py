@@ -47,7 +47,7 @@ class CodebookCodec(Codec):
             raise UsageError(f"codebooks of {entries} entries: use 2, 4, 8, 16 or 256")
         self.block, self.head_dim = block, head_dim
         self.block_tokens, self.nominal_bits = tokens, self._code_bits / size
-        self.centroids = _aligned(centroids if centroids.device.type == "cpu" else in_half(centroids))
+        self.centroids = _aligned(in_half(centroids) if centroids.is_cuda else centroids)
         self._mean = None if mean is None else mean.float().unsqueeze(1)  # [H, 1, D]
         self._std = None if std is None else std.float().unsqueeze(1)
         self._scale = grid_scale(self.centroids.flatten(0, 1)).view(heads, groups)
