@@ -26,17 +26,11 @@ GROUPS = 8
 
 
 @triton.constexpr_function
-def low_bits(spec):
-    """Of a code that lie together; the third bits of 3-bit codes follow in words of their own."""
-    return 2 if spec.bits == 3 else spec.bits
-
-
-@triton.constexpr_function
 def folds(spec, rope_style, tokens, keys):
     """Whether a side can be read so: scales are one per channel of a tile or one per token of a plane."""
     if spec.kind != "uniform" or spec.slots or (keys and rope_style != "none"):
         return False
-    if spec.dim * low_bits(spec) % 32 or (spec.bits == 3 and spec.dim % 32) or tokens % 16:
+    if spec.dim * spec.field_bits % 32 or (spec.bits == 3 and spec.dim % 32) or tokens % 16:
         return False
     if spec.sign_bits not in (0, 16, 32):
         return False
@@ -50,7 +44,7 @@ def folds(spec, rope_style, tokens, keys):
 @triton.constexpr_function
 def half_fields(spec):
     """Fields of half a word."""
-    return 16 // low_bits(spec)
+    return 16 // spec.field_bits
 
 
 @triton.constexpr_function
@@ -124,6 +118,14 @@ def plane_group(spec, keys, number):
 
 
 @triton.constexpr_function
+def plane_bit(spec, keys, number):
+    """Of the signs of a plane's group, the first of the plane's (axis "token")."""
+    run, half, field = plane_place(spec, keys, number)
+    bit = (field + half_fields(spec) * half) * spec.words % spec.group
+    return bit + run * threads(keys) * thread_words(spec, keys)
+
+
+@triton.constexpr_function
 def window(spec):
     """Fields that end below bit 10."""
     return 4 if spec.bits == 3 else 10 // spec.bits
@@ -132,12 +134,12 @@ def window(spec):
 @triton.constexpr_function
 def field_shift(spec, field):
     """How far pairs are shifted for a field; the rest of its place is `field_place`."""
-    return field // window(spec) * window(spec) * low_bits(spec)
+    return field // window(spec) * window(spec) * spec.field_bits
 
 
 @triton.constexpr_function
 def field_place(spec, field):
-    return field % window(spec) * low_bits(spec)
+    return field % window(spec) * spec.field_bits
 
 
 @triton.constexpr_function
@@ -193,7 +195,7 @@ def field_codes(pairs, thirds, S: tl.constexpr, field: tl.constexpr):
     """int32: the two codes of a field of each pair, at `field_place` of their halves."""
     SHIFT: tl.constexpr = field_shift(S, field)
     PLACE: tl.constexpr = field_place(S, field)
-    codes = (pairs >> SHIFT) & twice(((1 << low_bits(S)) - 1) << PLACE)
+    codes = (pairs >> SHIFT) & twice(((1 << get(S, "field_bits")) - 1) << PLACE)
     if get(S, "bits") == 3:
         shifted = thirds << 2 if SHIFT == 0 else thirds >> (SHIFT - 2)
         codes |= shifted & twice(4 << PLACE)

@@ -15,9 +15,9 @@ from kvq_kernels.decode_attention.fold import (
     half_fields,
     load,
     load_words,
-    low_bits,
     numbers,
     pair_up,
+    plane_bit,
     plane_count,
     plane_group,
     plane_place,
@@ -154,7 +154,7 @@ def key_pairs(words, S: tl.constexpr, N: tl.constexpr):
         first, second = tl.split(words)
     else:
         first = tl.reshape(words, [N // 8, 8, 4]) if V == 1 else words
-        second = first >> (group_fields(S) // 2 * low_bits(S))
+        second = first >> (group_fields(S) // 2 * get(S, "field_bits"))
     return pair_up(first, second)
 
 
@@ -251,7 +251,9 @@ def _scores_of_tokens(
         for i in tl.static_range(plane_count(S, True)):
             if plane_group(S, True, i) == g:
                 if get(S, "sign_bits") > 0:
-                    bit = plane_bit(S, i) + tl.arange(0, 2) * (1 if thread_words(S, True) == 2 else get(S, "words"))
+                    bit = plane_bit(S, True, i) + tl.arange(0, 2) * (
+                        1 if thread_words(S, True) == 2 else get(S, "words")
+                    )
                     negative = sign_pairs(low, high, bit)
                 x = key_operand(pairs, thirds, negative, S, i, N, T)
                 part = tl.dot(x, planes[i], part, input_precision=P)
@@ -266,10 +268,3 @@ def _signs_of_group(words, S: tl.constexpr, N: tl.constexpr):
     thread = tl.arange(0, 4)[None, None, :, None]
     words = tl.reshape(words, [N // 8, 8, 4, 1]) >> (thread_words(S, True) * thread)
     return pair_up(words, words >> (group_fields(S) // 2 * get(S, "words")))
-
-
-@triton.constexpr_function
-def plane_bit(spec, number):
-    """Of a group's signs, the first of a plane's."""
-    run, half, field = plane_place(spec, True, number)
-    return (field + half_fields(spec) * half) * spec.words % spec.group + run * 4 * thread_words(spec, True)

@@ -10,12 +10,11 @@ from kvq_kernels.decode_attention.fold import (
     beside,
     field_codes,
     group_fields,
-    half_fields,
     load,
     load_words,
-    low_bits,
     numbers,
     pair_up,
+    plane_bit,
     plane_count,
     plane_group,
     plane_place,
@@ -117,7 +116,7 @@ def value_pairs(words, S: tl.constexpr, N: tl.constexpr):
     """Words [N / 4, 8, 4, V] as pairs of tokens [N / 8, 8, 4, V], of their low and their high halves."""
     SHARES: tl.constexpr = shares(S, False)
     if SHARES > 1:
-        PART: tl.constexpr = group_fields(S) // SHARES * low_bits(S)
+        PART: tl.constexpr = group_fields(S) // SHARES * get(S, "field_bits")
         words = words >> (tl.arange(0, 8)[None, :, None, None] // (8 // SHARES) * PART)
     first, second = by_two(words, N // 8, 8, 4, thread_words(S, False))
     return pair_up(first, second)
@@ -221,7 +220,9 @@ def _values_of_tokens(
     own = pairs[0]
     for i in tl.static_range(plane_count(S, False)):
         if get(S, "sign_bits") > 0:
-            bit = plane_bit(S, i) + tl.arange(0, rows(S) // 8) * (get(S, "words") if thread_words(S, False) == 1 else 1)
+            bit = plane_bit(S, False, i) + tl.arange(0, rows(S) // 8) * (
+                get(S, "words") if thread_words(S, False) == 1 else 1
+            )
             low, high = halves[plane_group(S, False, i)]
             own = sign_pairs(low, high, bit)
         x = value_operand(pairs, thirds, own, S, i, N, T)
@@ -239,14 +240,6 @@ def _signs_of_group(words, S: tl.constexpr, N: tl.constexpr):
     share = thread // WORDS * (group_fields(S) // shares(S, False) * get(S, "words"))
     first, second = by_two(tl.reshape(words, [N // 4, 8, 4, 1]) >> (share + thread % WORDS * V), N // 8, 8, 4, 1)
     return pair_up(first, second)
-
-
-@triton.constexpr_function
-def plane_bit(spec, number):
-    """Of a group's signs, the first of a plane's."""
-    run, half, field = plane_place(spec, False, number)
-    words = 8 // shares(spec, False) * thread_words(spec, False)
-    return (field + half_fields(spec) * half) * spec.words % spec.group + run * words
 
 
 @triton.jit

@@ -19,15 +19,9 @@ UPPER = tl.constexpr(0x7362)
 
 
 @triton.constexpr_function
-def field_bits(spec):
-    """Bits of a code that lie in its field of a word; of 3-bit codes the high bit is elsewhere."""
-    return 2 if spec.bits == 3 else spec.bits
-
-
-@triton.constexpr_function
 def fields(spec):
     """Fields of a word: field f of word w is channel w + words f."""
-    return 32 // field_bits(spec)
+    return 32 // spec.field_bits
 
 
 @triton.constexpr_function
@@ -79,7 +73,7 @@ def picked(table, code, top, COUNT: tl.constexpr):
 def looked_up(low, high, table, S: tl.constexpr, FIRST: tl.constexpr, SECOND: tl.constexpr):
     """Pairs of float16 numbers, int32, of the digits of words `low` (and their codes' third bits `high`): of each half
     word those pairs of its four digits that permutation FIRST makes of low and high bytes, then those of SECOND."""
-    BITS: tl.constexpr = field_bits(S)
+    BITS: tl.constexpr = get(S, "field_bits")
     COUNT: tl.constexpr = get(S, "entries")
     MASK: tl.constexpr = 0x11111111 * min(2**BITS - 1, 7)
     found = ()
@@ -129,7 +123,7 @@ def two_words(a, b, ah, bh, table, S: tl.constexpr, half, HALVES: tl.constexpr):
 @triton.jit
 def one_word(low, high, table, S: tl.constexpr):
     """float16: the numbers of a word in each of its fields."""
-    BITS: tl.constexpr = field_bits(S)
+    BITS: tl.constexpr = get(S, "field_bits")
     found = looked_up(low, high, table, S, LOWER, UPPER)
     numbers = ()
     for part in tl.static_range(4):  # pairs are made of fields that are 4 / BITS apart

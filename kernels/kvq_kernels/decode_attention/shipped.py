@@ -11,7 +11,8 @@ from kvq_kernels.decode_attention.configs import choose_tile
 from kvq_kernels.decode_attention.kernel import combine_kernel, split_kernel
 from kvq_kernels.decode_attention.launch import Workspace, arguments, constants
 from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, Rope, Side, Uniform
-from kvq_kernels.decode_attention.spec import SideSpec, first_words
+from kvq_kernels.decode_attention.spec import SideSpec
+from kvq_kernels.planar import high_words, low_words
 from kvq_kernels.shipped import Launch
 
 ROWS, HEADS, GROUP, DIM, TOKENS = 8, 8, 4, 128, 4096
@@ -27,7 +28,7 @@ def _side(packed, dtype: torch.dtype = torch.float16) -> Side:
 
 
 def uniform(bits: int, axis: str, group: int, symmetric: bool = False, dtype: torch.dtype = torch.float16) -> Side:
-    words = first_words(bits, DIM) + (first_words(1, DIM) if bits == 3 else 0)
+    words = low_words(bits, DIM) + high_words(bits, DIM)
     size = (ROWS, HEADS, TOKENS // group, DIM) if axis == "channel" else (ROWS, HEADS, TOKENS, DIM // group)
     zero, level = (None, 2 ** (bits - 1) - 1) if symmetric else (_empty(*size, dtype=dtype), 0)
     codes = _empty(ROWS, HEADS, TOKENS, words, dtype=torch.int32)
@@ -52,7 +53,7 @@ def hybrid(bits: int, axis: str) -> Side:
 
 def scalars(bits: int, keys: bool) -> Side:
     """KVQuant's: one codebook of single numbers for all channels, which are normalized (keys), or tokens are."""
-    words = first_words(bits, DIM) + (first_words(1, DIM) if bits == 3 else 0)
+    words = low_words(bits, DIM) + high_words(bits, DIM)
     codes = _empty(ROWS, HEADS, TOKENS, words, dtype=torch.int32)
     stats = [_empty(HEADS, DIM, dtype=torch.float32) for _ in range(2)] if keys else (None, None)
     tokens = () if keys else (_empty(ROWS, 1, TOKENS), _empty(ROWS, 1, TOKENS))

@@ -9,6 +9,7 @@ import torch
 import triton
 
 from kvq_kernels.decode_attention.parts import Codebook, Dense, Side, Uniform
+from kvq_kernels.planar import high_words, low_bits, low_words
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class SideSpec:
             return cls(
                 "uniform",
                 dim,
-                first_words(packed.bits, dim),
+                low_words(packed.bits, dim),
                 packed.bits,
                 packed.axis,
                 packed.group,
@@ -73,7 +74,7 @@ class SideSpec:
         assert isinstance(packed, Codebook)
         (tokens, channels), (heads, books, entries, _) = packed.block, packed.centroids.shape
         bits = int(math.log2(entries))
-        words = 0 if bits == 8 else first_words(bits, dim // channels)
+        words = 0 if bits == 8 else low_words(bits, dim // channels)
         return cls(
             "codebook",
             dim,
@@ -91,18 +92,18 @@ class SideSpec:
         )
 
     @property
+    def field_bits(self) -> int:
+        """Bits of a code that lie in its field of a word; the third bits of 3-bit codes are in words of their own."""
+        return low_bits(self.bits)
+
+    @property
     def row(self) -> int:
         """Elements of the codes (or numbers) of a token or block row."""
         if self.kind == "dense":
             return self.dim
         if self.kind == "codebook" and self.bits == 8:
             return self.dim // self.channels
-        return self.words + (first_words(1, self.dim) if self.bits == 3 else 0)
-
-
-def first_words(bits: int, count: int) -> int:
-    """32-bit words that hold `count` planar codes; of 3-bit codes: their low two bits."""
-    return -(-count * min(bits, 2 if bits == 3 else bits) // 32)
+        return self.words + high_words(self.bits, self.dim)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ import torch
 
 from kvq_kernels import tuning
 from kvq_kernels.decode_attention.parts import Uniform
-from kvq_kernels.decode_attention.spec import first_words
+from kvq_kernels.planar import high_words, low_words
 from kvq_kernels.quantized_matvec.kernel import outputs_kernel, scores_kernel, sum_kernel
 from kvq_kernels.quantized_matvec.launch import OPERATION, SUMMED, arguments, constants, shape_class
 from kvq_kernels.shipped import Launch
@@ -23,7 +23,7 @@ def uniform(bits: int, axis: str, mode: str) -> Uniform:
     """mode: one of `MODES`; "symmetric" has its sign bits apart, "inside" among the `bits`."""
     group = QUANTIZED_TOGETHER
     size = (ROWS, HEADS, TOKENS // group, DIM) if axis == "channel" else (ROWS, HEADS, TOKENS, DIM // group)
-    words = first_words(bits, DIM) + (first_words(1, DIM) if bits == 3 else 0)
+    words = low_words(bits, DIM) + high_words(bits, DIM)
     zero = _empty(*size) if mode in ("asymmetric", "hybrid-inside") else None
     sign = _empty(*size, dtype=torch.int32) if mode in ("symmetric", "hybrid") else None
     level = 2 ** (bits - 1) - 1 if mode.endswith("inside") else 0

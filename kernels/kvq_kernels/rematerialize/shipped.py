@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvq_kernels.decode_attention.parts import Rope, Side, Uniform
-from kvq_kernels.decode_attention.spec import first_words
+from kvq_kernels.planar import high_words, low_words
 from kvq_kernels.rematerialize.launch import Call, project_launch, score_launch, sum_launch
 from kvq_kernels.rematerialize.parts import Latents, Workspace
 from kvq_kernels.rematerialize.scores import score_kernel
@@ -22,7 +22,7 @@ def _empty(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
 
 
 def _side(bits: int, axis: str, rank: int, made: int, dtype: torch.dtype) -> Latents:
-    words = first_words(bits, rank) + (first_words(1, rank) if bits == 3 else 0)
+    words = low_words(bits, rank) + high_words(bits, rank)
     per_group = (TOKENS // GROUP, rank) if axis == "channel" else (TOKENS, rank // GROUP)
     scale, zero = (_empty(ROWS, 1, *per_group, dtype=dtype) for _ in range(2))
     packed = Uniform(_empty(ROWS, 1, TOKENS, words, dtype=torch.int32), scale, bits, axis, GROUP, zero)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import triton
 
 from kvq_kernels.decode_attention.parts import Uniform
-from kvq_kernels.decode_attention.spec import first_words
+from kvq_kernels.planar import high_words, low_bits, low_words
 from kvq_kernels.rematerialize.parts import Latents
 
 
@@ -41,9 +41,9 @@ class Source:
         packed, width = side.held.packed, side.rank - (side.first is not None)
         if not isinstance(packed, Uniform):
             return cls("dense", width, _sinks(side), width, first=side.first is not None)
-        low = 2 if packed.bits == 3 else packed.bits
-        high = first_words(1, width) if packed.bits == 3 else 0
-        words = first_words(packed.bits, width)
+        low = low_bits(packed.bits)
+        high = high_words(packed.bits, width)
+        words = low_words(packed.bits, width)
         own = (words, 32 // low, packed.bits, high, packed.axis, packed.group, side.first is not None)
         return cls("uniform", width, _sinks(side), *own)
 

@@ -8,7 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
-from kvq_kernels.decode_attention.spec import first_words
+from kvq_kernels.planar import high_words, low_words
 from kvq_kernels.squat_quantize.kernel import squat_kernel
 from kvq_kernels.tuning import configuration, family
 
@@ -35,7 +35,7 @@ def launch(
 ) -> tuple[tuple, tuple, dict[str, Any], dict[str, Any]]:
     """(grid, arguments, constants, options) of `squat_kernel`; arguments 4 to 6 are what it writes."""
     rows, heads, tokens, dim = keys.shape
-    words = first_words(bits, dim) + (first_words(1, dim) if bits == 3 else 0)
+    words = low_words(bits, dim) + high_words(bits, dim)
     codes = keys.new_empty(rows, heads, tokens, words, dtype=torch.int32)
     sides = [keys.new_empty(rows, heads, tokens // group, dim, dtype=dtype) for _ in range(2)]
     given = (keys, keys.stride()[:3], subspace, move, codes, *sides, subspace.shape[2], int(subspace.shape[0] == 1))

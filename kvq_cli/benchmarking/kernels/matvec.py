@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from kvq_kernels.decode_attention.spec import first_words
+from kvq_kernels.planar import low_words
 from kvq_kernels.quantized_matvec import Uniform, quantized_matvec
 from kvq_kernels.quantized_matvec.reference import quantized_matvec_reference
 from torch import Tensor
@@ -64,7 +64,7 @@ def _packed(shape: Shape, length: int, axis: str, random: torch.Generator) -> Un
     """Symmetric, the sign among the bits, as InnerQ has keys and values without hybrid groups."""
     heads, dim = shape.kv_heads, shape.head_dim
     size = (1, heads, length // GROUP, dim) if axis == "channel" else (1, heads, length, dim // GROUP)
-    codes = random_tensor((1, heads, length, first_words(BITS, dim)), torch.int32, random)
+    codes = random_tensor((1, heads, length, low_words(BITS, dim)), torch.int32, random)
     scale = random_tensor(size, torch.float16, random).abs()
     return Uniform(codes, scale, BITS, axis, GROUP, level=2 ** (BITS - 1) - 1)
 
