@@ -16,8 +16,12 @@ from pathlib import Path
 import triton
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-#: Matrix products of packed numbers; products in float32 are of what is not packed.
-_MATRIX = re.compile(r"[HQ]G?MMA(?!.*TF32)|UTC\w*MMA|v_mfma_(?!.*xf32)|v_dot")
+#: Matrix products of packed numbers are of float16, or else of bfloat16; of what is not packed, of float32, and those of
+#: outliers, where others are of float16, of pairs of bfloat16.
+_MATRIX = (
+    re.compile(r"[HQ]G?MMA(?!.*(TF32|BF16))|UTC\w*MMA|v_mfma_(?!.*(xf32|bf16))|v_dot"),
+    re.compile(r"HG?MMA.*BF16|v_mfma_.*bf16"),
+)
 _READS = re.compile(r"LD(?!C)|UBLKCP|UTMALDG|global_load|buffer_load|flat_load|ds_read")
 _FROM_INTEGER = re.compile(r"I2F|I2HF|UI2F|v_cvt_(f32|f16|f64)_([iu]\d+|ubyte)")
 #: Take no slot of a lane: padding, and AMD's scalar unit.
@@ -78,12 +82,12 @@ def _read_amd(text: str) -> Code:
 def main_loop(code: list[str]) -> dict[str, int] | None:
     """How often each opcode stands in the loop that reads cached numbers, most frequent first.
 
-    That is the smallest loop that multiplies 16-bit matrices; where there is none, the largest of the innermost loops
-    that read memory; where there is no loop, the whole kernel. None for no code.
+    That is the smallest loop that multiplies 16-bit matrices, those of loops in it counted once; where there is none,
+    the largest of the innermost loops that read memory; where there is no loop, the whole kernel. None for no code.
     """
     loops = _loops(code)
-    found = [body for body in loops if any(_MATRIX.match(line) for line in body)]
-    if found:
+    multiply = ([body for body in loops if any(kind.match(line) for line in body)] for kind in _MATRIX)
+    if found := next(filter(None, multiply), None):
         body = min(found, key=len)
     else:
         reading = [body for body in loops if any(_READS.match(line) for line in body)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from kvq_kernels.decode_attention import (
     Codebook,
@@ -73,6 +75,12 @@ def per_head(g, shape, dtype, makers, heads) -> PerHead:
     return PerHead(tuple(made), heads)
 
 
+def scalars(bits, dim=64):
+    """KVQuant's keys and values: one codebook for all channels."""
+    make = partial(codebook, block=(1, 1), entries=2**bits, share=dim)
+    return partial(make, normalize=True), partial(make, per_token=True)
+
+
 def sparse(g, shape, dtype, tokens=32, slots=5) -> Outliers:
     """`slots` different places of each block of `tokens` tokens of a head, or (tokens=1) of each token of all heads."""
     rows, heads, count, dim = shape
@@ -80,6 +88,11 @@ def sparse(g, shape, dtype, tokens=32, slots=5) -> Outliers:
     places = tokens * dim if tokens > 1 else heads * dim
     index = torch.rand(*lists, places, generator=g).topk(slots).indices
     return Outliers(index.to(torch.int16), (3 * torch.randn(index.shape, generator=g)).to(dtype), tokens)
+
+
+TEMPORAL = (partial(codebook, normalize=True), codebook)
+CHANNEL = (partial(codebook, block=(1, 4)), partial(codebook, block=(1, 4)))
+HALF = {"rope": ("half", 64), "offset": 3}
 
 
 class Case:

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import triton.language as tl
-from kernel_cases import Case, codebook, dense, per_head, sparse, uniform
+from kernel_cases import CHANNEL, HALF, TEMPORAL, Case, codebook, dense, per_head, scalars, sparse, uniform
 from kvq_kernels.decode_attention import decode_attention
 from kvq_kernels.decode_attention.fold import folds
 from kvq_kernels.decode_attention.lookup import looks_up
@@ -16,9 +16,6 @@ from kvq_kernels.tuning import trying
 
 KIVI = (partial(uniform, axis="channel"), partial(uniform, axis="token"))
 INNERQ = (partial(uniform, axis="token"), partial(uniform, axis="channel"))
-TEMPORAL = (partial(codebook, normalize=True), codebook)
-CHANNEL = (partial(codebook, block=(1, 4)), partial(codebook, block=(1, 4)))
-HALF = {"rope": ("half", 64), "offset": 3}
 
 
 @pytest.mark.parametrize("lengths", [[1], [7], [63, 64, 65], [300, 5]])
@@ -137,12 +134,6 @@ def test_scalar_codebooks(entries):
     Case(keys, values, [140], **HALF, waiting=(8, 8), sinks=1).check()
 
 
-def scalars(bits, dim=64):
-    """KVQuant's keys and values: one codebook for all channels."""
-    make = partial(codebook, block=(1, 1), entries=2**bits, share=dim)
-    return partial(make, normalize=True), partial(make, per_token=True)
-
-
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_codebooks_of_all_channels(bits, dim):
@@ -164,12 +155,6 @@ def test_query_heads_over_codebooks_of_all_channels(group, dtype):
 @pytest.mark.parametrize(("bits", "rope"), [(2, None), (4, None), (2, ("half", 16)), (4, ("half", 64))])
 def test_channels_that_are_not_turned_of_codebooks_of_all(bits, rope):
     Case(*scalars(bits, 128), [150], dim=128, rope=rope, rope_scale=1.1, offset=3).check()
-
-
-@pytest.mark.parametrize("bits", [2, 3, 4])
-def test_outliers_of_codebooks_of_all_channels(bits):
-    lists = (sparse, partial(sparse, tokens=1, slots=3))
-    Case(*scalars(bits, 128), [150], dim=128, rope=("half", 128), offset=3, outliers=lists, sinks=1).check()
 
 
 def test_codebooks_of_all_channels_beside_blocks():
@@ -201,25 +186,6 @@ def test_head_dims_of_codes(dim):
 def test_small_heads():
     Case(*(partial(make, group=16) for make in KIVI), [140, 9], dim=16, rope=("half", 16), waiting=(12, 20)).check()
     Case(dense, dense, [140, 9], dim=16).check()
-
-
-@pytest.mark.parametrize("sides", [TEMPORAL, CHANNEL], ids=["temporal", "channel"])
-def test_outliers_of_blocks(sides):
-    lists = (sparse, partial(sparse, slots=7))
-    Case(*sides, [300, 140], **HALF, outliers=lists, waiting=(8, 8), sinks=8).check()
-
-
-@pytest.mark.parametrize("rope", [("half", 32), ("interleaved", 64)])
-def test_outliers_of_turned_keys(rope):
-    keys = partial(codebook, block=(1, 1), entries=16, share=64, normalize=True)
-    Case(keys, dense, [200], rope=rope, rope_scale=1.1, offset=3, outliers=(sparse, None)).check()
-
-
-def test_outliers_of_tokens():
-    keys = partial(codebook, block=(1, 1), entries=4, share=64, normalize=True)
-    values = partial(codebook, block=(1, 1), entries=4, share=64, per_token=True)
-    lists = (sparse, partial(sparse, tokens=1, slots=3))
-    Case(keys, values, [170], heads=2, **HALF, outliers=lists, waiting=(8, 8), sinks=1).check()
 
 
 def test_heads_that_are_stored_differently():

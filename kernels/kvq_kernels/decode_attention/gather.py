@@ -234,10 +234,23 @@ def gathered_sums(spec):
 @triton.jit
 def gathered_channels(p: tl.constexpr, S: tl.constexpr):
     """The channels of the p-th sum: of each of its codes one."""
+    row = tl.arange(0, 8 * value_codes(S))
+    return gathered_channel(p, row // 8, row % 8, S)
+
+
+@triton.jit
+def gathered_channel(p: tl.constexpr, own, thread, S: tl.constexpr):
+    """The channel of the p-th sum in the `own`-th row that each of 8 threads has."""
     B: tl.constexpr = value_codes(S)
     C: tl.constexpr = get(S, "channels")
-    place = tl.arange(0, 8 * B)
-    return (place % 8 * B + place // 8 + p // C * (8 * B)) * C + p % C
+    return (thread * B + own + p // C * (8 * B)) * C + p % C
+
+
+@triton.constexpr_function
+def gathered_steps(p, spec):
+    """Channels from a thread's first row of the first sum to its rows of the p-th."""
+    codes, channels = value_codes(spec), spec.channels
+    return tuple((own + p // channels * 8 * codes) * channels + p % channels for own in range(codes))
 
 
 @triton.jit

@@ -59,8 +59,8 @@ def split_kernel(
     k = at_stored_head(keys, key_strides, SK, row, head, key_place)
     v = at_stored_head(values, value_strides, SV, row, head, value_place)
     D: tl.constexpr = get(SK, "dim")
-    first_query = row.to(tl.int64) * HEADS * GROUP + head * GROUP
-    q = query + first_query * D
+    first_query = row * (HEADS * GROUP) + head * GROUP
+    q = query + first_query.to(tl.int64) * D
     start = 0 if rope[3] is None else tl.load(rope[3] + row)
     tiles = tl.minimum(key_count, value_count) // N
     low = tl.maximum(length - window, 0)

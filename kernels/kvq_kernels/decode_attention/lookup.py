@@ -167,15 +167,28 @@ def looked_up_sums(spec):
 @triton.jit
 def looked_up_channels(p: tl.constexpr, S: tl.constexpr):
     """The channels of the p-th sum."""
+    row = tl.arange(0, max(16, get(S, "words")))
+    return looked_up_channel(p, row // 8, row % 8, S)
+
+
+@triton.jit
+def looked_up_channel(p: tl.constexpr, own, thread, S: tl.constexpr):
+    """The channel of the p-th sum in the `own`-th row that each of 8 threads has."""
     W: tl.constexpr = get(S, "words")
     B: tl.constexpr = max(1, W // 8)
-    row = tl.arange(0, max(16, W))
-    thread, own = row % 8, row // 8
     if B > 1:
         return p * W + (7 - thread) * B + own
     else:
         field = 2 * p + own + thread // W * (fields(S) // 2)
         return field * W + (7 - thread) % W
+
+
+@triton.constexpr_function
+def looked_up_steps(p, spec):
+    """Channels from a thread's first row of the first sum to its rows of the p-th."""
+    if spec.words > 8:
+        return tuple(p * spec.words + own for own in range(spec.words // 8))
+    return tuple((2 * p + own) * spec.words for own in range(2))
 
 
 @triton.jit

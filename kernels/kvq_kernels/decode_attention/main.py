@@ -147,7 +147,7 @@ def attend_main(
 def output(pointer, place, splits, D: tl.constexpr, M: tl.constexpr):
     """Where each of M query heads, of which the first is at `place`, leaves D numbers. Computed where they are stored:
     pointers that wait for the end of a loop take registers."""
-    return pointer + (place + tl.arange(0, M) * splits) * D
+    return pointer + (place + tl.arange(0, M) * splits).to(tl.int64) * D
 
 
 @triton.jit
