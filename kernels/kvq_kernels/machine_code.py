@@ -16,12 +16,14 @@ from pathlib import Path
 import triton
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-#: Matrix products of packed numbers are of float16, or else of bfloat16; of what is not packed, of float32, and those of
-#: outliers, where others are of float16, of pairs of bfloat16.
+#: Matrix products of packed numbers: of float16, or else of bfloat16. Others are of float32, and those of outliers of
+#: pairs of bfloat16 numbers, beside products of float16.
 _MATRIX = (
     re.compile(r"[HQ]G?MMA(?!.*(TF32|BF16))|UTC\w*MMA|v_mfma_(?!.*(xf32|bf16))|v_dot"),
     re.compile(r"HG?MMA.*BF16|v_mfma_.*bf16"),
 )
+#: All products, also those of what is not packed.
+_PRODUCT = re.compile(r"[HQ]G?MMA|UTC\w*MMA|v_mfma_|v_dot")
 _READS = re.compile(r"LD(?!C)|UBLKCP|UTMALDG|global_load|buffer_load|flat_load|ds_read")
 _FROM_INTEGER = re.compile(r"I2F|I2HF|UI2F|v_cvt_(f32|f16|f64)_([iu]\d+|ubyte)")
 #: Take no slot of a lane: padding, and AMD's scalar unit.
@@ -79,11 +81,12 @@ def _read_amd(text: str) -> Code:
     return Code(registers, 4 * spills, code)
 
 
-def main_loop(code: list[str]) -> dict[str, int] | None:
-    """How often each opcode stands in the loop that reads cached numbers, most frequent first.
+def main_loop(code: list[str], turns: int = 1) -> dict[str, int] | None:
+    """How often each opcode is executed in a turn of the loop that reads cached numbers, most frequent first.
 
-    That is the smallest loop that multiplies 16-bit matrices, those of loops in it counted once; where there is none,
-    the largest of the innermost loops that read memory; where there is no loop, the whole kernel. None for no code.
+    That is the smallest loop that multiplies 16-bit matrices; where there is none, the largest of the innermost loops
+    that read memory; where there is no loop, the whole kernel. None for no code. turns: how often each loop within it
+    runs that multiplies matrices, too; other loops within are counted once.
     """
     loops = _loops(code)
     multiply = ([body for body in loops if any(kind.match(line) for line in body)] for kind in _MATRIX)
@@ -93,8 +96,16 @@ def main_loop(code: list[str]) -> dict[str, int] | None:
         reading = [body for body in loops if any(_READS.match(line) for line in body)]
         inner = [body for body in reading if not any(_inside(other, body) for other in reading)]
         body = max(inner, key=len, default=code)
-    opcodes = Counter(line.split()[0].rstrip(";").split(".")[0] for line in body if not line.endswith(":"))
+    opcodes = _opcodes(body)
+    again = [inner for inner in loops if _inside(inner, body) and any(map(_PRODUCT.match, inner))]
+    for inner in again:
+        if not any(_inside(other, inner) for other in again):
+            opcodes.update({op: (turns - 1) * count for op, count in _opcodes(inner).items()})
     return {op: count for op, count in opcodes.most_common() if not _FREE.match(op)} or None
+
+
+def _opcodes(code: list[str]) -> Counter[str]:
+    return Counter(line.split()[0].rstrip(";").split(".")[0] for line in code if not line.endswith(":"))
 
 
 def _loops(code: list[str]) -> list[list[str]]:

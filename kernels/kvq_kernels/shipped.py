@@ -26,7 +26,8 @@ class Launch:
 
     kind: of `KINDS`, which limit of instructions per number is its own. numbers: cached numbers that one program reads
     in one turn of its main loop (of the whole kernel where it has no loop). bits: that it reads of memory per number.
-    slow: to compile, so that it is not for every target.
+    turns: how often loops within it that multiply matrices, too, run then. slow: to compile, and thus not for every
+    target.
     """
 
     kernel: Any
@@ -36,6 +37,7 @@ class Launch:
     kind: str = "none"
     numbers: int = 0
     bits: float = 0.0
+    turns: int = 1
     slow: bool = False
 
 

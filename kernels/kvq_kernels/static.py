@@ -172,7 +172,7 @@ def read(operation: str, name: str, target: str, launch: Launch, source: ASTSour
         return replace(one, error=f"{type(error).__name__}: {error}".splitlines()[0])
     found = machine_code.read(compiled.asm)
     lanes = TARGETS[target].warp_size * launch.options["num_warps"]
-    loop = machine_code.main_loop(found.code) if launch.numbers else None
+    loop = machine_code.main_loop(found.code, launch.turns) if launch.numbers else None
     if loop is None:
         opcodes, per_number = {}, 0.0
     else:
@@ -221,7 +221,7 @@ def describe(launch: Launch) -> ASTSource:
 
 def _kept(source: ASTSource, target: str, launch: Launch) -> Path:
     """Where the report of a source is kept."""
-    own = launch.options, launch.kind, launch.numbers, launch.bits
+    own = launch.options, launch.kind, launch.numbers, launch.bits, launch.turns
     asked = (source.hash(), _reader(), triton.__version__, target, *own)
     state = hashlib.sha256(repr(asked).encode()).hexdigest()[:32]
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

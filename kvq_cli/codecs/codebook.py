@@ -47,9 +47,9 @@ class CodebookCodec(Codec):
             raise UsageError(f"codebooks of {entries} entries: use 2, 4, 8, 16 or 256")
         self.block, self.head_dim = block, head_dim
         self.block_tokens, self.nominal_bits = tokens, self._code_bits / size
-        self.centroids = _aligned(in_half(centroids) if centroids.is_cuda else centroids)
-        self._mean = None if mean is None else mean.float().unsqueeze(1)  # [H, 1, D]
-        self._std = None if std is None else std.float().unsqueeze(1)
+        half = centroids.is_cuda and centroids.dtype == torch.bfloat16
+        self.centroids = _aligned(in_half(centroids) if half else centroids)
+        self._mean, self._std = (None if x is None else self._statistic(x) for x in (mean, std))
         self._scale = grid_scale(self.centroids.flatten(0, 1)).view(heads, groups)
         self._gain = self._grid_gain()
         self._ranked: Tensor | None = None
@@ -86,6 +86,12 @@ class CodebookCodec(Codec):
         shape = blocks.shape[:5]
         codes = nearest(blocks.reshape(heads * groups, -1, size), self._table())
         return codes.view(shape).permute(2, 0, 3, 1, 4).reshape(out)
+
+    def _statistic(self, x: Tensor) -> Tensor:
+        """`[H, D]` -> `[H, 1, D]`, float32, or float16 beside a GPU's float16 centroids: kernels multiply them."""
+        x = x.float().unsqueeze(1)
+        half = x.is_cuda and self.centroids.dtype == torch.float16
+        return in_half(x) if half else x
 
     def _table(self) -> Tensor:
         """The centroids as `nearest` takes them. A CPU keeps them: making them costs more than a chunk's search."""
@@ -164,12 +170,10 @@ class CodebookCodec(Codec):
         return out.view(torch.float32).flatten(2, 3)
 
 
-def in_half(centroids: Tensor) -> Tensor:
-    """bfloat16 centroids as float16, the type in which a GPU's kernels multiply what a codebook holds: exact, but for
-    those below 2^-14, which move by at most 2^-25. Others, and those that are too large for it, as they are."""
-    if centroids.dtype != torch.bfloat16 or centroids.abs().max() > torch.finfo(torch.float16).max:
-        return centroids
-    return centroids.half()
+def in_half(x: Tensor) -> Tensor:
+    """`x` as float16, in which a GPU's kernels multiply what a codebook holds; as it is where it is too large for that.
+    bfloat16 is exact but for numbers below 2^-14, which move by at most 2^-25."""
+    return x if x.abs().max() > torch.finfo(torch.float16).max else x.half()
 
 
 def _aligned(tensor: Tensor) -> Tensor:

@@ -60,6 +60,7 @@ def codebook(g, shape, dtype, block=(4, 1), entries=256, share=4, normalize=Fals
     else:
         codes = random_words(g, *count, words(entries.bit_length() - 1, dim // block[1]))
     stats = [0.5 * torch.randn(heads, dim, generator=g), 0.5 + 0.5 * torch.rand(heads, dim, generator=g)]
+    stats = [one.half() for one in stats]
     token = [(torch.rand(rows, 1, tokens, generator=g) + 0.5).to(dtype) for _ in range(2)] if per_token else []
     return Codebook(codes, centroids, block, *(stats if normalize else (None, None)), *token)
 

@@ -45,6 +45,17 @@ def test_the_main_loop_is_the_smallest_with_matrix_products(code):
     assert machine_code.main_loop(code) == {"HMMA": 1, "LOP3": 1, "BRA": 1}
 
 
+def test_loops_within_it_take_their_turns(code):
+    """Those that multiply matrices: of others nothing is known."""
+    product = "HMMA.16816.F32 R4, R4, R2, R4 ;"
+    outer = [".L_x_1:", product, *code[code.index(".L_x_0:") :]]
+    inner = [line.replace("HMMA.16816.F32", "HMMA.1688.F32.TF32") for line in outer[2:]]
+    assert machine_code.main_loop(outer[:2] + inner) == {"HMMA": 2, "BRA": 2, "LOP3": 1, "FADD": 1}
+    assert machine_code.main_loop(outer[:2] + inner, 3) == {"HMMA": 4, "BRA": 4, "LOP3": 3, "FADD": 1}
+    idle = [line for line in inner if not line.startswith("HMMA")]
+    assert machine_code.main_loop(outer[:2] + idle, 3) == {"BRA": 2, "HMMA": 1, "LOP3": 1, "FADD": 1}
+
+
 def test_without_matrix_products_it_is_the_innermost_loop_that_reads(code):
     scalar = [line for line in code if not line.startswith("HMMA")]
     assert machine_code.main_loop(scalar) == {"BRA": 2, "LDG": 1, "I2F": 1, "LOP3": 1, "FADD": 1}

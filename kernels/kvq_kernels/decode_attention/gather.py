@@ -26,7 +26,7 @@ def gathers(spec, style, width, keys):
     """Whether a side can be read so: 256 entries of 2, 4 or 8 float16 numbers, whole planes, turned pairs in different
     codes."""
     size = spec.tokens * spec.channels
-    fits = spec.kind == "codebook" and spec.bits == 8 and spec.half and not spec.token_scaled and spec.whole
+    fits = spec.kind == "codebook" and spec.bits == 8 and spec.half and not spec.token_scaled
     fits = fits and size in (2, 4, 8) and spec.share % spec.channels == 0
     if not keys:
         return fits and spec.dim % (8 * value_codes(spec) * spec.channels) == 0

@@ -107,7 +107,7 @@ def constants(
     heads: int | None = None,
 ):
     """The compile-time arguments of `split_kernel`. heads: all kv heads, where the sides have but some of them."""
-    ways = {"whole": bool(tile.whole), "fenced": bool(tile.fences), "permutes": torch.version.hip is None}
+    ways = {"fenced": bool(tile.fences), "nvidia": bool(tile.nvidia) and torch.version.hip is None}
     sk, sv = (replace(SideSpec.of(side, dim), **ways) for side in (keys, values))
     tokens = max(tile.tokens, 16)
     if "codebook" in (sk.kind, sv.kind):

@@ -20,7 +20,7 @@ from kvq_kernels.decode_attention.spec import get, row_width
 def looks_up(spec, style, width, type, keys):
     """Whether a side can be read so: a codebook of at most 16 entries for all channels, words that 4 threads share
     evenly, turned pairs in the same words."""
-    fits = spec.kind == "codebook" and spec.whole and spec.permutes and spec.tokens * spec.channels == 1
+    fits = spec.kind == "codebook" and spec.nvidia and spec.tokens * spec.channels == 1
     fits = fits and spec.share == spec.dim and spec.bits <= 4 and type == tl.float16
     fits = fits and spec.words in (4, 8, 16, 32) and spec.words * fields(spec) == spec.dim
     if not keys:

@@ -47,7 +47,7 @@ class Codebook:
 
     codes:     uint8 `[B, H, T / l, D / c]`; with fewer than 256 entries planar int32 words of log2(entries) bits.
     centroids: `[H or 1, D / share, entries, l * c]`, contiguous; number `j * c + i` is token j, channel i of a block.
-    mean, std: float32 `[H, D]` or None.
+    mean, std: float16 or float32 `[H, D]` or None; main loops of kernels multiply in float16.
     token_scale, token_zero: `[B, 1, T]`: x' is then times the token's scale, plus its zero (KVQuant's values); or None.
     """
 

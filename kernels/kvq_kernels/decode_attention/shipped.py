@@ -11,6 +11,7 @@ from kvq_kernels.decode_attention.configs import choose_tile
 from kvq_kernels.decode_attention.kernel import combine_kernel, split_kernel
 from kvq_kernels.decode_attention.launch import Workspace, arguments, constants
 from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, Rope, Side, Uniform
+from kvq_kernels.decode_attention.slots import PIECE
 from kvq_kernels.decode_attention.spec import SideSpec
 from kvq_kernels.planar import high_words, low_words
 from kvq_kernels.shipped import Launch
@@ -38,7 +39,7 @@ def uniform(bits: int, axis: str, group: int, symmetric: bool = False, dtype: to
 def codebook(block: tuple[int, int], normalize: bool = False) -> Side:
     size = block[0] * block[1]
     codes = _empty(ROWS, HEADS, TOKENS // block[0], DIM // block[1], dtype=torch.uint8)
-    stats = [_empty(HEADS, DIM, dtype=torch.float32) for _ in range(2)] if normalize else (None, None)
+    stats = [_empty(HEADS, DIM) for _ in range(2)] if normalize else (None, None)
     return _side(Codebook(codes, _empty(HEADS, DIM // size, 256, size), block, *stats))
 
 
@@ -55,7 +56,7 @@ def scalars(bits: int, keys: bool) -> Side:
     """KVQuant's: one codebook of single numbers for all channels, which are normalized (keys), or tokens are."""
     words = low_words(bits, DIM) + high_words(bits, DIM)
     codes = _empty(ROWS, HEADS, TOKENS, words, dtype=torch.int32)
-    stats = [_empty(HEADS, DIM, dtype=torch.float32) for _ in range(2)] if keys else (None, None)
+    stats = [_empty(HEADS, DIM) for _ in range(2)] if keys else (None, None)
     tokens = () if keys else (_empty(ROWS, 1, TOKENS), _empty(ROWS, 1, TOKENS))
     return _side(Codebook(codes, _empty(1, 1, 2**bits, 1), (1, 1), *stats, *tokens))
 
@@ -123,11 +124,19 @@ def launches(gpu: str) -> dict[str, Launch]:
         given = arguments(query, keys, values, keys.count, rotation, DIM**-0.5, workspace)
         numbers = 2 * fixed["N"] * DIM
         bits = (_bits(keys) + _bits(values)) / 2
-        slow = keys.outliers is not None or values.outliers is not None
-        found[name] = Launch(split_kernel, given, fixed, tile.options(), family(name), numbers, bits, slow)
+        turns = max(_pieces(side, fixed["N"]) for side in (keys, values))
+        options = tile.options()
+        found[name] = Launch(split_kernel, given, fixed, options, family(name), numbers, bits, max(1, turns), turns > 0)
     given = (workspace.partial, workspace.logsum, query, workspace.splits + 1)
     found["combine"] = Launch(combine_kernel, given, {"D": DIM, "WIDE": DIM, "S": triton.next_power_of_2(9)})
     return found
+
+
+def _pieces(side: Side, tokens: int) -> int:
+    """In how many pieces the outliers of a tile of so many tokens of one head are added, where heads have as many."""
+    if side.outliers is None:
+        return 0
+    return -(-side.outliers.index.numel() * tokens // (ROWS * HEADS * TOKENS * PIECE.value))
 
 
 def _bits(side: Side) -> float:

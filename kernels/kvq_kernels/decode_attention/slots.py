@@ -33,7 +33,7 @@ def _listed(word, bit):
 @triton.jit
 def _count_bits(x, S: tl.constexpr):
     """Of uint32 words."""
-    if get(S, "permutes") and not interpreted():
+    if get(S, "nvidia") and not interpreted():
         return libdevice.popc(x.to(tl.int32, bitcast=True))
     else:
         x = x - ((x >> 1) & 0x55555555)

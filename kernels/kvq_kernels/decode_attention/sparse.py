@@ -20,7 +20,7 @@ from kvq_kernels.decode_attention.spec import get, plane_count
 @triton.constexpr_function
 def in_pairs(spec, precision):
     """Whether products are of bfloat16, two for each number: its first 8 digits and the next 8."""
-    return spec.permutes and precision != "ieee" and not interpreted()
+    return spec.nvidia and precision != "ieee" and not interpreted()
 
 
 @triton.constexpr_function
@@ -35,6 +35,13 @@ def sum_steps(p, spec, gathered, looked_up, columns):
     if gathered:
         return gathered_steps(p, spec)
     return looked_up_steps(p, spec) if looked_up else tuple(range(p * columns, (p + 1) * columns, 8))
+
+
+@triton.jit
+def zero(begin):
+    """Where a loop over pieces begins, as the compiler does not know: else what its first turn needs is made before the
+    loop over tiles, to more registers than there are."""
+    return tl.minimum(begin, 0)
 
 
 @triton.jit
@@ -156,7 +163,7 @@ def sparse_scores(
         lines = lines + (tl.trans(scores[i]),)
     for part in tl.range(0, rounds(S, L * R), num_stages=1):
         own = own_slots(k, S, begin, 32 * part, L * R)
-        for at in tl.range(0, own[2], PIECE, num_stages=1):
+        for at in tl.range(zero(begin), own[2], PIECE, num_stages=1):
             slot, real = piece(own, S, 32 * part, at)
             token, channel, change = changes(k, S, begin, slot, real)
             tokens, channels = _places(k, S, begin, slot)
@@ -217,7 +224,7 @@ def sparse_values(
         row = thread
     for part in tl.range(0, rounds(S, L * R), num_stages=1):
         own = own_slots(v, S, begin, 32 * part, L * R)
-        for at in tl.range(0, own[2], PIECE, num_stages=1):
+        for at in tl.range(zero(begin), own[2], PIECE, num_stages=1):
             slot, real = piece(own, S, 32 * part, at)
             token, channel, change = changes(v, S, begin, slot, real)
             column = token % (R * BLOCK) // BLOCK * L + (token // (R * BLOCK) * BLOCK + token % BLOCK)

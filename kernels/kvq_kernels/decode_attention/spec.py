@@ -39,9 +39,8 @@ class SideSpec:
     slots: int = 0  # of a block of outliers
     block: int = 1  # its tokens
     across: bool = False  # outliers of all heads lie together
-    whole: bool = True  # entries of a codebook may be fetched whole, see `gather.py`, or picked, see `lookup.py`
-    fenced: bool = True  # loads of the former are kept in their place
-    permutes: bool = True  # the GPU has the instruction for the latter
+    fenced: bool = True  # loads of entries that are fetched whole (see `gather.py`) are kept in their place
+    nvidia: bool = True  # instructions that only NVIDIA's GPUs have may be used
 
     @classmethod
     def of(cls, side: Side, dim: int) -> SideSpec:
@@ -109,21 +108,21 @@ class SideSpec:
 @dataclass(frozen=True)
 class Tile:
     """tokens: of a tile of the main loop (a divisor of 128). columns: channels (or codes) handled at once.
-    warps, stages: Triton's. waves: programs per multiprocessor that the splits aim at. whole: 1: entries of codebooks
-    are fetched whole (see `gather.py`) or picked out of registers (see `lookup.py`), 0: number by number. fences: 1:
-    loads of whole entries are kept in their place, which ptxas needs, 0: they may be moved ahead. queries: of a product
+    warps, stages: Triton's. waves: programs per multiprocessor that the splits aim at. fences: 1: loads of whole
+    entries of codebooks are kept in their place, which ptxas needs, 0: they may be moved ahead. queries: of a product
     with packed numbers, at least: as many as a matrix unit takes. registers: of a thread, at most; 0: as many as the
-    compiler likes, which spills a few where that lets more programs run at once."""
+    compiler likes, which spills a few where that lets more programs run at once. nvidia: 0: without the instructions
+    that only NVIDIA's GPUs have, also where the kernel is compiled on a machine without a GPU."""
 
     tokens: int = 64
     columns: int = 16
     warps: int = 1
     stages: int = 2
     waves: int = 8
-    whole: int = 1
     fences: int = 1
     queries: int = 8
     registers: int = 0
+    nvidia: int = 1
 
     def options(self) -> dict[str, int]:
         """Triton's, for a launch. AMD's compiler takes no bound of registers."""
