@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvq_kernels.decode_attention.order import load
 from kvq_kernels.decode_attention.spec import get, row_width
 
 #: What the codes are too small by.
@@ -166,22 +167,13 @@ def load_words(side, S: tl.constexpr, begin, line, own, thread, FIRST: tl.conste
     base = side[0] + begin * ROW
     SOME: tl.constexpr = thread.shape[1] * thread.shape[2] * thread.shape[3] > W - FIRST
     seen = thread < W - FIRST if SOME else None
-    low = load(base + (line * ROW + thread) + (own * ROW + FIRST), seen)
+    low = load(base + (line * ROW + thread), own * ROW + FIRST, seen)
     if get(S, "bits") == 3:
         THIRDS: tl.constexpr = W // 2
-        third = load(base + (line * ROW + (thread + FIRST) % THIRDS) + (own * ROW + W), seen)
+        third = load(base + (line * ROW + (thread + FIRST) % THIRDS), own * ROW + W, seen)
         return low, third >> ((thread + FIRST) // THIRDS)
     else:
         return low, low
-
-
-@triton.jit
-def load(place, seen):
-    """What is at `place`; where `seen` (None: everywhere) is not: 0."""
-    if seen is None:
-        return tl.load(place)
-    else:
-        return tl.load(place, mask=seen, other=0)
 
 
 @triton.jit

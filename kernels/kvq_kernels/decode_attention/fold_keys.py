@@ -13,7 +13,6 @@ from kvq_kernels.decode_attention.fold import (
     field_unit,
     group_fields,
     half_fields,
-    load,
     load_words,
     numbers,
     pair_up,
@@ -33,6 +32,7 @@ from kvq_kernels.decode_attention.fold import (
     zeros,
 )
 from kvq_kernels.decode_attention.gather import apart
+from kvq_kernels.decode_attention.order import load
 from kvq_kernels.decode_attention.spec import get
 
 
@@ -51,14 +51,13 @@ def load_plane(pointer, S: tl.constexpr, number: tl.constexpr, M: tl.constexpr, 
     SHARE: tl.constexpr = group_fields(S) // shares(S, True)
     field = own // 2 + own % 2 * SHARE if V == 1 else own * SHARE if within_words(S, True) else own
     # What is known when this is compiled comes last, so that it becomes part of the instructions.
-    place = pointer + (member * stride + word) + field * W
-    place += (PLACE[2] + half_fields(S) * PLACE[1]) * W + PLACE[0] * 4 * V
+    first = (PLACE[2] + half_fields(S) * PLACE[1]) * W + PLACE[0] * 4 * V
     if runs(S, True) * 4 * V > W:
         seen = word < W - PLACE[0] * 4 * V
         seen = seen if count is None else seen & (member < count)
     else:
         seen = None if count is None else (word >= 0) & (member < count)
-    return load(place, seen)
+    return load(pointer + (member * stride + word), field * W + first, seen)
 
 
 @triton.jit
@@ -227,18 +226,18 @@ def _scores_of_tokens(
     base = k[1] + begin * COUNT
     group = tl.arange(0, WIDE) + 0 * tl.arange(0, 4)[None, None, :, None]
     seen = group < COUNT if WIDE > COUNT else None
-    raw = load(base + (line * COUNT + group) + own * COUNT, seen)
+    raw = load(base + (line * COUNT + group), own * COUNT, seen)
     s = apart(tl.reshape(scales(raw, S).to(tl.float32) * UNIT, [N, 4, WIDE]), N, 4, WIDE)
     words = s
     if get(S, "sign_bits") > 0:
-        words = load(k[3] + begin * COUNT + (line * COUNT + group) + own * COUNT, seen)
+        words = load(k[3] + begin * COUNT + (line * COUNT + group), own * COUNT, seen)
         words = apart(tl.reshape(signs(raw, words, S), [N, 4, WIDE]), N, 4, WIDE)
     scores = tl.zeros([N, M], tl.float32)
     if adds_zero(S):
         group = tl.arange(0, 4)[None, None, :, None] * 2 + tl.arange(0, 2)
-        kept = load(k[zero_part(S)] + begin * COUNT + (line * COUNT + group) + own * COUNT, group < COUNT)
+        kept = load(k[zero_part(S)] + begin * COUNT + (line * COUNT + group), own * COUNT, group < COUNT)
         if get(S, "hybrid"):
-            raw = load(base + (line * COUNT + group) + own * COUNT, group < COUNT)
+            raw = load(base + (line * COUNT + group), own * COUNT, group < COUNT)
             z = zeros(raw, kept, S).to(T)
         else:
             z = kept.to(T)

@@ -11,12 +11,12 @@ from kvq_kernels.decode_attention.fold import (
     field_unit,
     group_fields,
     half_fields,
-    load,
     plane_place,
     runs,
     shares,
     thread_words,
 )
+from kvq_kernels.decode_attention.order import load
 from kvq_kernels.decode_attention.spec import get
 
 
@@ -37,16 +37,19 @@ def row_channels(S: tl.constexpr, number: tl.constexpr, thread, more):
     return share + thread % WORDS * V, more * (get(S, "words") if V == 1 else 1) + FIRST
 
 
+@triton.constexpr_function
+def all_seen(spec):
+    """Whether all rows have a channel."""
+    return runs(spec, False) * (8 // shares(spec, False)) * thread_words(spec, False) == spec.words
+
+
 @triton.jit
 def row_seen(S: tl.constexpr, number: tl.constexpr, thread, more):
-    """Which rows of a plane have a channel; None: all."""
+    """Which rows of a plane have a channel."""
     V: tl.constexpr = thread_words(S, False)
     WORDS: tl.constexpr = 8 // shares(S, False)
-    if runs(S, False) * WORDS * V == get(S, "words"):
-        return None
-    else:
-        word = thread % WORDS * V + (0 * more if V == 1 else more)
-        return word < get(S, "words") - plane_place(S, False, number)[0] * WORDS * V
+    word = thread % WORDS * V + (0 * more if V == 1 else more)
+    return word < get(S, "words") - plane_place(S, False, number)[0] * WORDS * V
 
 
 @triton.jit
@@ -64,7 +67,8 @@ def load_rows(pointer, S: tl.constexpr, number: tl.constexpr):
     thread = tl.max_contiguous(tl.arange(0, 8)[None, :, None, None], [1, 1, 1, 1])
     more = tl.arange(0, rows(S) // 8 // V)[:, None, None, None] + tl.arange(0, V)[None, None, None, :]
     channel, own = row_channels(S, number, thread, more)
-    return load(pointer + (channel + 0 * tl.arange(0, 4)[None, None, :, None]) + own, row_seen(S, number, thread, more))
+    place = pointer + (channel + 0 * tl.arange(0, 4)[None, None, :, None])
+    return load(place, own, None if all_seen(S) else row_seen(S, number, thread, more))
 
 
 @triton.jit

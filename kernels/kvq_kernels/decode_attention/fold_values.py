@@ -10,7 +10,6 @@ from kvq_kernels.decode_attention.fold import (
     beside,
     field_codes,
     group_fields,
-    load,
     load_words,
     numbers,
     pair_up,
@@ -28,8 +27,17 @@ from kvq_kernels.decode_attention.fold import (
     zero_scale,
     zeros,
 )
-from kvq_kernels.decode_attention.fold_rows import as_factors, load_rows, row_channels, row_seen, row_units, rows
+from kvq_kernels.decode_attention.fold_rows import (
+    all_seen,
+    as_factors,
+    load_rows,
+    row_channels,
+    row_seen,
+    row_units,
+    rows,
+)
 from kvq_kernels.decode_attention.gather import apart
+from kvq_kernels.decode_attention.order import load
 from kvq_kernels.decode_attention.spec import get
 
 
@@ -84,7 +92,7 @@ def fold_load(v, S: tl.constexpr, begin, M: tl.constexpr, N: tl.constexpr):
 def load_groups(pointer, line, own, group, S: tl.constexpr):
     """What lies at tokens line + own and groups `group` of channels; 0 where there is none."""
     COUNT: tl.constexpr = get(S, "dim") // get(S, "group")
-    return load(pointer + (line * COUNT + group) + own * COUNT, group < COUNT if group.shape[3] > COUNT else None)
+    return load(pointer + (line * COUNT + group), own * COUNT, group < COUNT if group.shape[3] > COUNT else None)
 
 
 @triton.jit
@@ -258,10 +266,11 @@ def fold_store(acc, out, total, S: tl.constexpr, GROUP: tl.constexpr, M: tl.cons
     member, row = tl.arange(0, M)[None, :], tl.arange(0, rows(S))
     for i in tl.static_range(plane_count(S, False)):
         channel, own = row_channels(S, i, row % 8, row // 8)
-        seen = row_seen(S, i, row % 8, row // 8)
         x = planes[i] if get(S, "axis") == "channel" else planes[i] * row_units(S, i, row // 8)[:, None]
         if get(S, "axis") == "token" and adds_zero(S):
             here = tl.arange(0, 16)[:, None] == plane_group(S, False, i)
             x += tl.sum(tl.where(here, offsets, 0.0), axis=0)[None, :] * zero_scale(S)
-        mine = member < GROUP if seen is None else (member < GROUP) & seen[:, None]
+        mine = member < GROUP
+        if not all_seen(S):
+            mine &= row_seen(S, i, row % 8, row // 8)[:, None]
         tl.store(out[None, :] + (channel + own)[:, None], x / total[None, :], mask=mine)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvq_kernels.decode_attention.order import load
 from kvq_kernels.decode_attention.rope import STEP, pairs, turn, turn_back
 from kvq_kernels.decode_attention.spec import fenced, get, key_width, value_codes
 
@@ -52,7 +53,7 @@ def entries(side, S: tl.constexpr, codes, row, column, FIRST: tl.constexpr):
     or 1, B]: float16 [B, A, 8, 4, tokens, channels]."""
     C: tl.constexpr = get(S, "channels")
     SIZE: tl.constexpr = get(S, "tokens") * C
-    code = tl.permute(tl.load(codes + row * (get(S, "dim") // C) + (FIRST + column)), (3, 0, 1, 2))
+    code = tl.permute(load(codes + row * (get(S, "dim") // C), FIRST + column), (3, 0, 1, 2))
     book = tl.permute((FIRST + column) * C // get(S, "share") * 256, (3, 0, 1, 2))
     # As steps of a pointer to whole entries (or halves): the compiler then shifts and adds in one.
     if SIZE == 2:
@@ -63,7 +64,7 @@ def entries(side, S: tl.constexpr, codes, row, column, FIRST: tl.constexpr):
         )
     place = place.to(tl.pointer_type(tl.float16), bitcast=True)
     place = tl.multiple_of(place, (2 * SIZE, 2 * SIZE, 2 * SIZE, 2 * SIZE))
-    x = tl.load(place[:, :, :, :, None] + tl.arange(0, SIZE)[None, None, None, None, :])
+    x = load(place[:, :, :, :, None], tl.arange(0, SIZE)[None, None, None, None, :])
     return tl.reshape(x, [code.shape[0], code.shape[1], 8, 4, get(S, "tokens"), C])
 
 
@@ -142,8 +143,8 @@ def query_turned_back(
     V: tl.constexpr = key_width(S)
     member = tl.arange(0, M)[None, :, None, None]
     mine = (member < GROUP) & (pair >= 0)
-    q1 = tl.load(q + member * D + c1, mask=mine, other=0.0).to(tl.float32)
-    q2 = tl.load(q + member * D + c2, mask=mine, other=0.0).to(tl.float32)
+    q1 = load(q + member * D, c1, mine, 0.0).to(tl.float32)
+    q2 = load(q + member * D, c2, mine, 0.0).to(tl.float32)
     q1, q2 = turn_back(q1, q2, coarse, 0 * member, pair, WIDTH, D)
     q1, q2 = turn_back(q1, q2, fine, 0 * member, pair, WIDTH, D)
     back = (query_operand(q1, T, M, V), query_operand(q2, T, M, V))
@@ -181,7 +182,7 @@ def gather_scores(
     if STYLE == "none":
         for j in tl.static_range(D // PLANE):
             channel = j * PLANE + number
-            a = query_operand(tl.load(q + member * D + channel, mask=mine, other=0.0), T, M, V)
+            a = query_operand(load(q + member * D, channel, mine, 0.0), T, M, V)
             for h in tl.static_range(L // TOKENS):
                 fence(begin, fenced(S, True, h, j))
                 row = line_tokens(line, h * TOKENS, LINES, BLOCK) // TOKENS

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kvq_kernels.decode_attention.gather import line_tokens, normalized, turn_back
+from kvq_kernels.decode_attention.order import load
 from kvq_kernels.decode_attention.permute import fields, one_word, two_words
 from kvq_kernels.decode_attention.rope import STEP
 from kvq_kernels.decode_attention.spec import get, row_width
@@ -43,11 +44,11 @@ def key_fields(codes, table, S: tl.constexpr, line):
     W: tl.constexpr = get(S, "words")
     V: tl.constexpr = W // 4
     row = codes + line * row_width(S)
-    low = tl.load(row + key_words(S))
+    low = load(row, key_words(S))
     high = low
     if get(S, "bits") == 3:
         thread = (3 - tl.arange(0, 4))[None, None, :, None]
-        high = tl.load(row + (W + thread % 2 * V + tl.arange(0, V)[None, None, None, :])) >> (thread // 2)
+        high = load(row, W + thread % 2 * V + tl.arange(0, V)[None, None, None, :]) >> (thread // 2)
     if V == 1:
         return one_word(low, high, table, S)
     else:
@@ -110,8 +111,8 @@ def tile_queries(
     first, second = (), ()
     for i in tl.static_range(fields(S) // 2):
         c1, c2 = partner(S, TURNED, i, False) * W + word, partner(S, TURNED, i, True) * W + word
-        q1 = tl.load(q + member * D + c1, mask=mine, other=0.0).to(tl.float32)
-        q2 = tl.load(q + member * D + c2, mask=mine, other=0.0).to(tl.float32)
+        q1 = load(q + member * D, c1, mine, 0.0).to(tl.float32)
+        q2 = load(q + member * D, c2, mine, 0.0).to(tl.float32)
         if i < TURNED:
             q1, q2 = turn_back(q1, q2, rope[0] + position // STEP * WIDTH, 0 * member, i * W + word, WIDTH, D)
             q1, q2 = turn_back(q1, q2, rope[1] + position % STEP * WIDTH, 0 * member, i * W + word, WIDTH, D)
@@ -145,8 +146,8 @@ def lookup_scores(
             x1 = normalized(x[partner(S, TURNED, j, False)], k, S, c1)
             x2 = normalized(x[partner(S, TURNED, j, True)], k, S, c2)
             if j < TURNED:
-                place = rope[2] + within * WIDTH + (j * W + word)
-                cos, sin = tl.load(place), tl.load(place + WIDTH // 2)
+                row = rope[2] + within * WIDTH
+                cos, sin = load(row, j * W + word), load(row + (j * W + word), WIDTH // 2)
                 x1, x2 = tl.fma(x1, cos, -(sin * x2)), tl.fma(x1, sin, cos * x2)
             first, second = first + (x1,), second + (x2,)
         s = tl.zeros([R, M], tl.float32)
@@ -211,10 +212,10 @@ def value_fields(codes, table, S: tl.constexpr, begin, i: tl.constexpr, R: tl.co
     thread = tl.arange(0, 8)[None, :, None, None]
     word, beside = (7 - thread) % (W // B) * B, tl.arange(0, B)[None, None, None, :]
     row = codes + (begin + line_tokens(line, i, R, BLOCK)) * row_width(S)
-    a, b = _halves(tl.load(row + (word + beside)), R, B)
+    a, b = _halves(load(row, word + beside), R, B)
     ah, bh = a, b
     if get(S, "bits") == 3:
-        high = tl.load(row + (W + (7 - thread) % (W // B // 2) * B + beside)) >> (word // (W // 2))
+        high = load(row, W + (7 - thread) % (W // B // 2) * B + beside) >> (word // (W // 2))
         ah, bh = _halves(high, R, B)
     if W == 4:
         return two_words(a, b, ah, bh, table, S, thread // 4, 1)

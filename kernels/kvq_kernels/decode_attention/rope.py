@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvq_kernels.decode_attention.order import load
 from kvq_kernels.decode_attention.spec import padded, pair_first
 
 #: Rows of the fine table, tokens between rows of the coarse one: `Rope.STEP`.
@@ -27,12 +28,9 @@ def pair_channels(pair, STYLE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexp
 def turn(table, at, pair, WIDTH: tl.constexpr, D: tl.constexpr):
     """cos, sin [at, pair] of row `at` [n, 1] of a table; 1 and 0 for pairs that are not turned."""
     half: tl.constexpr = WIDTH // 2
-    place = table + at * WIDTH + pair
-    if padded(D) == WIDTH:
-        return tl.load(place), tl.load(place + half)
-    else:
-        real = pair < half
-        return tl.load(place, mask=real, other=1.0), tl.load(place + half, mask=real, other=0.0)
+    row = table + at * WIDTH
+    real = None if padded(D) == WIDTH else pair < half
+    return load(row, pair, real, 1.0), load(row + pair, half, real, 0.0)
 
 
 @triton.jit

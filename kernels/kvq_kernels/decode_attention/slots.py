@@ -11,6 +11,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from kvq_kernels.decode_attention.number import number
+from kvq_kernels.decode_attention.order import load_apart
 from kvq_kernels.decode_attention.permute import interpreted
 from kvq_kernels.decode_attention.spec import get
 
@@ -56,7 +57,8 @@ def own_slots(side, S: tl.constexpr, begin, first, N: tl.constexpr):
         seen = first + bit < EACH
         if EACH * WORDS != COUNT:
             seen &= slot < COUNT
-        index = tl.load(side[9] + begin * get(S, "slots") + slot, mask=seen, other=-1).to(tl.int32) - side[11]
+        listed = tl.max_contiguous(side[9] + begin * get(S, "slots") + slot, [1, 2])  # see `order.py`
+        index = tl.load(listed, mask=seen, other=-1).to(tl.int32) - side[11]
         own = index.to(tl.uint32, bitcast=True) < get(S, "dim")
         words = tl.sum(tl.where(own & seen, 1 << bit, 0), axis=0).to(tl.uint32, bitcast=True)
         through = tl.cumsum(_count_bits(words, S), 0)
@@ -93,7 +95,9 @@ def place(side, S: tl.constexpr, begin, slot):
     D: tl.constexpr = get(S, "dim")
     SLOTS: tl.constexpr = get(S, "slots")
     BLOCK: tl.constexpr = get(S, "block")
-    index = tl.load(side[9] + begin // BLOCK * SLOTS + slot).to(tl.uint16, bitcast=True).to(tl.uint32)
+    lists = side[9] + begin // BLOCK * SLOTS
+    index = load_apart(lists, slot) if len(slot.shape) == 4 else tl.load(lists + slot)
+    index = index.to(tl.uint16, bitcast=True).to(tl.uint32)
     token = slot.to(tl.uint32) // SLOTS * BLOCK  # unsigned: no signs to take care of
     if get(S, "across"):  # a condition that is loaded, else the compiler finds slots again wherever tokens are needed
         token = tl.where(index // D == side[11].to(tl.uint32) // D, token, 0)

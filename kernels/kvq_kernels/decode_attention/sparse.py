@@ -11,6 +11,7 @@ import triton.language as tl
 
 from kvq_kernels.decode_attention.gather import gathered_channel, gathered_steps, gathered_sums, line_tokens
 from kvq_kernels.decode_attention.lookup import looked_up_channel, looked_up_steps, looked_up_sums
+from kvq_kernels.decode_attention.order import load_apart
 from kvq_kernels.decode_attention.permute import interpreted
 from kvq_kernels.decode_attention.rope import STEP
 from kvq_kernels.decode_attention.slots import PIECE, changes, own_slots, piece, place, rounds
@@ -70,7 +71,8 @@ def _operand(parts, N: tl.constexpr):
 def _places(side, S: tl.constexpr, begin, slot):
     """`place` as [PIECE / 16, 4, 8, 4], alike for all 8; loaded by the threads that compare it, which costs less than
     handing on what follows from comparisons."""
-    return place(side, S, begin, _spread(slot) + tl.zeros([1, 1, 8, 1], tl.int32))
+    nothing = tl.minimum(tl.arange(0, 8), zero(begin))  # else the compiler would see that they are alike
+    return place(side, S, begin, _spread(slot) + nothing[None, None, :, None])
 
 
 @triton.jit
@@ -101,11 +103,11 @@ def _turned_back(
     parts = ()
     for i in tl.static_range(M // 8):
         row = q + tl.minimum(8 * i + tl.arange(0, 8)[None, None, :, None], GROUP - 1) * D
-        x = tl.load(row + channels).to(tl.float32) * cos
+        x = load_apart(row, channels).to(tl.float32) * cos
         if STYLE != "none":
             if WIDTH < D:
                 partners = tl.where(channels < WIDTH, partners, channels)
-            x += tl.load(row + partners).to(tl.float32) * sin
+            x += load_apart(row, partners).to(tl.float32) * sin
         parts = parts + (x,)
     return _operand(parts, M // 8)
 
