@@ -41,7 +41,13 @@ help:  ## Show this list.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-test: .venv/.installed  ## Run all tests.
+# The oldest Triton that the kernels are made for, in a folder of its own: they must compile well with that one, too.
+.venv/oldest/.installed: pyproject.toml .venv/.installed
+	@oldest=$$(sed -nE 's/^ *"triton>=([0-9.]+);.*/\1/p' pyproject.toml)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) "triton==$$oldest.*"
+	touch $@
+
+test: .venv/.installed .venv/oldest/.installed  ## Run all tests.
 	@$(PYTEST) tests
 
 test-fast: .venv/.installed  ## Run the tests that take no longer than a few seconds each.
