@@ -1,4 +1,7 @@
-"""What the oldest Triton that the package asks for makes of the kernels: `make test` sets it up beside the newest."""
+"""What the oldest Triton that the package asks for makes of the kernels: `make test` sets it up beside the newest.
+
+And how both are to be called, without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +21,35 @@ NAMES = ["fp16", "kivi-2bit-g32", "kivi-3bit-g32", "innerq-2bit-hybrid", "channe
 OPERATIONS = ["assign_centroids", "quantize_pack", "quantized_matvec", "rematerialize", "squat_quantize"]
 
 
+#: Quick to compile, with and without tuples of tensors, missing tensors and a bound of registers.
+LAUNCHED = ["combine", "fp16", "kivi-2bit-g32", "innerq-2bit-hybrid", "keys-inner-2bit-hybrid", "sums-latents-2bit"]
+
+oldest = pytest.mark.skipif(not (OLDEST / "triton").exists(), reason="it is not installed: make test does it")
+
+
+def run(*arguments: str, version: str) -> str:
+    """What a Python program prints that finds this version of Triton."""
+    paths = [str(OLDEST)] * (version == "oldest") + [path for path in sys.path if path]
+    known = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment = known | {"PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", [pytest.param("oldest", marks=oldest), "newest"])
+def test_launches_are_bound(version):
+    """By the part of Triton that a launch goes through, and that compiling ahead of time leaves out."""
+    script = Path(__file__).with_name("launch_without_gpu.py")
+    assert set(run(str(script), *LAUNCHED, version=version).split()) == set(LAUNCHED)
+
+
+@oldest
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="Triton's disassembler is part of its wheel for x86_64")
-@pytest.mark.skipif(not (OLDEST / "triton").exists(), reason="the oldest Triton is not installed: make test does it")
 def test_it_compiles_to_as_few_instructions():
     """Registers are another matter: its assembler spills some bytes, beside the main loops; 208 in SQuat's kernel."""
-    paths = os.pathsep.join([str(OLDEST), *filter(None, sys.path)])
-    command = [sys.executable, "-m", "kvq_kernels.static", "--json", "--targets", "sm_90", "--jobs", "1"]
-    done = subprocess.run(
-        [*command, *NAMES, *OPERATIONS], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True
-    )
-    found = json.loads(done.stdout)
+    command = ["-m", "kvq_kernels.static", "--json", "--targets", "sm_90", "--jobs", "1"]
+    found = json.loads(run(*command, *NAMES, *OPERATIONS, version="oldest"))
     assert {one["name"] for one in found} >= set(NAMES) and {one["operation"] for one in found} >= set(OPERATIONS)
     for one in found:
         assert one["error"] is None, one
