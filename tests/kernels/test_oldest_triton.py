@@ -16,9 +16,11 @@ import pytest
 from kvq_kernels.static import LIMITS, SHARED
 
 OLDEST = Path(sys.prefix) / "oldest"
-#: One of each family, and the operations beside attention.
+#: Some of each family, and the operations beside attention.
 NAMES = ["fp16", "kivi-2bit-g32", "kivi-3bit-g32", "innerq-2bit-hybrid", "channel-2bit", "temporal-2bit"]
-OPERATIONS = ["assign_centroids", "quantize_pack", "quantized_matvec", "rematerialize", "squat_quantize"]
+NAMES += ["keys-inner-2bit-hybrid", "keys-outer-2bit-symmetric", "values-inner-3bit-asymmetric"]
+NAMES += ["values-outer-2bit-inside"]
+OPERATIONS = ["assign_centroids", "quantize_pack", "rematerialize", "squat_quantize"]
 
 
 #: Quick to compile, with and without tuples of tensors, missing tensors and a bound of registers.
