@@ -34,7 +34,9 @@ def run(*arguments: str, version: str) -> str:
     paths = [str(OLDEST)] * (version == "oldest") + [path for path in sys.path if path]
     known = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment = known | {"PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True).stdout
+    done = subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+    assert done.stdout, done.stderr
+    return done.stdout
 
 
 @pytest.mark.slow
