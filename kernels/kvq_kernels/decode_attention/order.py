@@ -12,8 +12,8 @@ def load(pointer, offset, seen=None, other=0):
 
     Of four axes and more, the last is a thread's, and those before it, the last of them first, are the threads'. Triton
     deals axes out by how contiguous they are; where several are alike, one version begins with the first of them,
-    another with the last. Here they are said to be unlike. That widens no load: of the last axis, whose numbers must
-    follow each other, no more is believed than it has numbers.
+    another with the last. Here they are said to be unlike. That widens no load too far: of the last axis no more is
+    believed than it has numbers and its offsets are multiples of; within that the numbers must follow each other.
     """
     place = pointer + offset  # here: what is said of an argument is forgotten
     if len(place.shape) == 4:
