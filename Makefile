@@ -52,6 +52,8 @@ help:  ## Show this list.
 
 test: .venv/.installed .venv/oldest/.installed  ## Run all tests.
 	@$(PYTEST) tests
+	# What the first run compiled, executed as a GPU would.
+	KVQ_TEST_PTX=sm_90 $(PYTEST) tests/kernels/test_compiled.py
 
 test-fast: .venv/.installed  ## Run the tests that take no longer than a few seconds each.
 	@$(PYTEST) -m "not slow" tests

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 # Kernels run in Triton's interpreter where there is no GPU, which is settled when Triton is imported: transformers'
-# models do that, too.
-if not torch.cuda.is_available():
+# models do that, too. KVQ_TEST_PTX=sm_90: tests of kernels take their compiled code instead (see tests/kernels/ptx).
+if not torch.cuda.is_available() and "KVQ_TEST_PTX" not in os.environ:
     os.environ["TRITON_INTERPRET"] = "1"
 
 # So that processes that tests start find this checkout, also where it is not installed.

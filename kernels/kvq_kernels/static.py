@@ -21,10 +21,10 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import ASTSource, make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from kvq_kernels import machine_code
 from kvq_kernels.shipped import Launch, launches, operations
@@ -42,18 +42,6 @@ SHARED = {"sm_80": 166912, "sm_89": 101376, "sm_90": 232448, "sm_100": 232448, "
 #: Instructions per cached number of the main loop that sm_90 must not go beyond, by kind of launch.
 LIMITS = {"dense": 3.0, "uniform": 4.5, "codebook": 6.0}
 LIMITED = "sm_90"
-NAMES = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.bool: "i1",
-    torch.uint8: "u8",
-    torch.int8: "i8",
-    torch.int16: "i16",
-    torch.int32: "i32",
-    torch.int64: "i64",
-}
 
 
 @dataclass(frozen=True)
@@ -150,7 +138,7 @@ def report(operation: str, name: str, target: str, trial: dict[str, int] | None 
     """What was read before of the same source by the same compiler, or is now."""
     with trying(operation, trial or {}):
         launch = launches(operation, target)[name]
-    source = describe(launch)
+    source = describe(launch, TARGETS[target])
     path = _kept(source, target, launch)
     if path.exists():
         return replace(Report(**json.loads(path.read_text())), operation=operation, name=name)
@@ -188,35 +176,15 @@ def read(operation: str, name: str, target: str, launch: Launch, source: ASTSour
     )
 
 
-def describe(launch: Launch) -> ASTSource:
-    """The launch as the compiler takes it: types of arguments, and of which a multiple of 16 is known."""
-    kernel = launch.kernel
-    signature, constants, aligned = {}, {}, {}
-
-    def type_of(value, path):
-        if isinstance(value, tuple):
-            return tuple(type_of(one, (*path, i)) for i, one in enumerate(value))
-        if value is None:
-            constants[path] = None
-            return "constexpr"
-        if isinstance(value, torch.Tensor):
-            aligned[path] = [["tt.divisibility", 16]]
-            return f"*{NAMES[value.dtype]}"
-        if isinstance(value, float):
-            return "fp32"
-        if value == 1:  # as a launch on a device does
-            constants[path] = 1
-            return "constexpr"
-        if value % 16 == 0:
-            aligned[path] = [["tt.divisibility", 16]]
-        return "i64" if abs(value) > 2**31 - 1 else "i32"
-
-    for number, (name, value) in enumerate(zip(kernel.arg_names, launch.arguments, strict=False)):
-        signature[name] = type_of(value, (number,))
-    for name, value in launch.constants.items():
-        signature[name] = "constexpr"
-        constants[(kernel.arg_names.index(name),)] = value
-    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+def describe(launch: Launch, target: GPUTarget) -> ASTSource:
+    """The launch as the compiler takes it, by that part of Triton that a launch on a device goes through, too: what
+    arguments are bound to, their types, and of which a multiple of 16 is known."""
+    kernel, backend = launch.kernel, make_backend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    given = {"debug": False, **launch.constants, **launch.options}
+    bound, specialization, options = bind(*launch.arguments, **given)
+    _, signature, constants, attributes = kernel._pack_args(backend, given, bound, specialization, options)
+    return ASTSource(kernel, signature, constants, attributes)
 
 
 def _kept(source: ASTSource, target: str, launch: Launch) -> Path:

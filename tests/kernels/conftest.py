@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,6 +10,13 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # for kernel_cases
+
+if "KVQ_TEST_PTX" in os.environ:
+    from ptx.driver import activate
+
+    activate(os.environ["KVQ_TEST_PTX"])
+elif not torch.cuda.is_available():
+    collect_ignore = ["test_compiled.py"]  # which is about no source that is interpreted
 
 
 def pytest_collection_modifyitems(items):

@@ -50,9 +50,12 @@ def uniform(g, shape, dtype, bits=2, axis="channel", group=32, mode="asymmetric"
     return Uniform(codes, scale.to(dtype), bits, axis, group, zero if keeps_zero else None, level, sign, hybrid)
 
 
-def codebook(g, shape, dtype, block=(4, 1), entries=256, share=4, normalize=False, per_token=False) -> Codebook:
+def codebook(
+    g, shape, dtype, block=(4, 1), entries=256, share=4, normalize=False, per_token=False, own_heads=None
+) -> Codebook:
+    """own_heads: that have centroids of their own (default: all, or one for all where tokens are normalized)."""
     rows, heads, tokens, dim = shape
-    size, own_heads = block[0] * block[1], 1 if per_token else heads
+    size, own_heads = block[0] * block[1], own_heads or (1 if per_token else heads)
     centroids = torch.randn(own_heads, dim // share, entries, size, generator=g).to(dtype)
     count = (rows, heads, -(-tokens // block[0]))
     if entries == 256:
@@ -151,4 +154,5 @@ class Case:
         torch_error = (self.reference(torch.float32, self.dtype).to(self.dtype) - exact).norm() / exact.norm()
         error = (out - exact).norm() / exact.norm()
         floor = torch.finfo(self.dtype).eps / 4
+        print(f"error / PyTorch's: {error / max(torch_error, floor):.2f}")
         assert error <= 2 * max(torch_error, floor), f"error {error:.3g}, PyTorch's {torch_error:.3g}"

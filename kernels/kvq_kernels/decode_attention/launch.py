@@ -107,7 +107,8 @@ def constants(
     heads: int | None = None,
 ):
     """The compile-time arguments of `split_kernel`. heads: all kv heads, where the sides have but some of them."""
-    ways = {"fenced": bool(tile.fences), "nvidia": bool(tile.nvidia) and torch.version.hip is None}
+    nvidia = bool(tile.nvidia) and torch.version.hip is None
+    ways = {"fenced": bool(tile.fences), "nvidia": nvidia}
     sk, sv = (replace(SideSpec.of(side, dim), **ways) for side in (keys, values))
     tokens = max(tile.tokens, 16)
     if "codebook" in (sk.kind, sv.kind):
@@ -130,7 +131,7 @@ def constants(
         "E": max(16, min(tile.columns, padded(dim) // 2)),
         "KD": product_type(keys, query_type),
         "VD": product_type(values, query_type),
-        "PRECISION": "ieee" if query_type == torch.float32 else "tf32",
+        "PRECISION": float32_products(query_type, nvidia),
         "TAIL": 16,
         "STAGES": tile.stages,
     }
@@ -165,6 +166,12 @@ def arguments(
         (None,) * 4 if rope is None else (rope.coarse, rope.fine, rope.fine_half, rope.offset),
         scaling * math.log2(math.e),
     )
+
+
+def float32_products(query_type: torch.dtype, nvidia: bool) -> str:
+    """How float32 numbers are multiplied. NVIDIA's matrix units cut them off after 11 bits, four times as far off as
+    float16 rounds: three products of two parts each make up for it, which leaves less than float32 is wanted for."""
+    return "ieee" if query_type == torch.float32 or not nvidia else "tf32x3"
 
 
 def product_type(side: Side, query_type: torch.dtype) -> tl.dtype:

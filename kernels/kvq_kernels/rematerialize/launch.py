@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from kvq_kernels.decode_attention.launch import TYPES, capacity, processors
+from kvq_kernels.decode_attention.launch import TYPES, capacity, float32_products, processors
 from kvq_kernels.decode_attention.parts import Rope, Uniform
 from kvq_kernels.rematerialize.parts import Latents, Workspace
 from kvq_kernels.rematerialize.scores import score_kernel
@@ -49,7 +49,7 @@ class Call:
         kind = TYPES[self.query.dtype]
         if knobs.runtime.interpret and kind == tl.bfloat16:
             kind = tl.float32  # the interpreter keeps bfloat16 as 16-bit integers, and multiplies those
-        return {"T": kind, "PRECISION": "ieee" if self.query.dtype == torch.float32 else "tf32"}
+        return {"T": kind, "PRECISION": float32_products(self.query.dtype, not self.gpu.startswith("gfx"))}
 
 
 def pointers(side: Latents) -> tuple[tuple, tuple, int]:

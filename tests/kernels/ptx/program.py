@@ -1,0 +1,102 @@
+"""PTX as text -> a list of instructions."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+
+_STATEMENT = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
+_PARAMETER = re.compile(r"\.param\s+\.(\w+)[^,)]*?\b(\w+_param_\d+)")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """`@guard opcode operands`. guard: (predicate register, whether it must be false) or None. operands: as written;
+    those in braces as a tuple. target: where a branch goes to."""
+
+    opcode: tuple[str, ...]
+    operands: tuple[str | tuple[str, ...], ...]
+    guard: tuple[str, bool] | None = None
+    target: int | None = None
+
+    @cached_property
+    def ends(self) -> bool:
+        return self.opcode[0] in ("ret", "exit")
+
+    @cached_property
+    def parts(self) -> bool:
+        """Whether threads may go different ways."""
+        return self.target is not None or self.ends
+
+    @cached_property
+    def waits(self) -> bool:
+        """For the block's other warps."""
+        return self.opcode[0] in ("bar", "barrier") and self.opcode[1] != "warp"
+
+    def __str__(self) -> str:
+        return ".".join(self.opcode) + " " + ", ".join(map(str, self.operands))
+
+
+@dataclass(frozen=True)
+class Program:
+    """parameters: name -> type, in order. registers: the number of names is the number of slots."""
+
+    name: str
+    parameters: dict[str, str]
+    code: list[Instruction]
+
+
+def parse(text: str) -> Program:
+    """The one kernel of a module. ValueError for what is not a statement."""
+    text = re.sub(r"//[^\n]*|^\s*\.(loc|file)\b[^\n]*", "", text, flags=re.MULTILINE)
+    head, _, rest = text.partition(".entry")
+    name = rest.split("(", 1)[0].strip()
+    declared, _, body = rest.partition("{")
+    parameters = {parameter: kind for kind, parameter in _PARAMETER.findall(declared)}
+    body = re.sub(r"\.section.*", "", body, flags=re.DOTALL)
+    labels: dict[str, int] = {}
+    found: list[Instruction] = []
+    for statement in _statements(body):
+        while match := re.match(r"([$\w]+):\s*", statement):
+            labels[match[1]] = len(found)
+            statement = statement[match.end() :]
+        statement = statement.lstrip("} \n\t")
+        if not statement or statement.startswith("."):
+            continue
+        match = _STATEMENT.fullmatch(statement)
+        if match is None:
+            raise ValueError(f"not an instruction: {statement!r}")
+        guard = (match[2], bool(match[1])) if match[2] else None
+        found.append(Instruction(tuple(match[3].split(".")), _operands(match[4]), guard))
+    code = []
+    for one in found:
+        if one.opcode[0] == "bra":
+            one = Instruction(one.opcode, (), one.guard, labels[one.operands[0]])
+        code.append(one)
+    return Program(name, parameters, code)
+
+
+def _statements(body: str) -> list[str]:
+    """Braces around statements are no matter: registers that are declared within have names of their own."""
+    found = []
+    for part in body.split(";"):
+        part = part.strip().removeprefix("{").strip() if re.match(r"\s*\{\s*[.a-z@]", part) else part.strip()
+        found.append(part.lstrip("} \n\t"))
+    return found
+
+
+def _operands(text: str) -> tuple[str | tuple[str, ...], ...]:
+    found, depth, word = [], 0, ""
+    for letter in text.strip() + ",":
+        if letter == "," and depth == 0:
+            word = word.strip()
+            if word.startswith("{"):
+                found.append(tuple(part.strip() for part in word[1:-1].split(",")))
+            elif word:
+                found.append(word)
+            word = ""
+            continue
+        depth += (letter in "{[") - (letter in "}]")
+        word += letter
+    return tuple(found)

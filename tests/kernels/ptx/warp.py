@@ -1,0 +1,119 @@
+"""Instructions that the 32 threads of a warp execute together. Arrays are [warps, 32] of a register's bits."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ptx.numbers import decode, tf32
+
+_LANE = np.arange(32)
+_GROUP, _WITHIN = _LANE // 4, _LANE % 4
+
+
+def shuffle(mode: str, a: np.ndarray, which: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(what each thread gets, whether its source is within its segment)."""
+    clamp, mask = bounds & 31, (bounds >> 8) & 31
+    lane = np.broadcast_to(_LANE.astype(np.uint32), a.shape)
+    most = (lane & mask) | (clamp & ~mask & 31)
+    least = lane & mask
+    which = which & 31
+    if mode == "up":
+        source = lane.astype(np.int64) - which
+        inside = source >= most
+    elif mode == "down":
+        source = lane.astype(np.int64) + which
+        inside = source <= most
+    else:
+        source = (lane ^ which) if mode == "bfly" else least | (which & ~mask & 31)
+        source = source.astype(np.int64)
+        inside = source <= most
+    source = np.where(inside, source, lane).astype(np.int64)
+    return np.take_along_axis(a, source, 1), inside
+
+
+def reduce(operation: str, kind: str, a: np.ndarray) -> np.ndarray:
+    """One number of all threads."""
+    signed = a.view(np.int32) if kind == "s32" else a
+    found = {
+        "add": lambda: signed.sum(1, dtype=signed.dtype),
+        "min": lambda: signed.min(1),
+        "max": lambda: signed.max(1),
+        "and": lambda: np.bitwise_and.reduce(signed, 1),
+        "or": lambda: np.bitwise_or.reduce(signed, 1),
+        "xor": lambda: np.bitwise_xor.reduce(signed, 1),
+    }[operation]()
+    return np.repeat(found.view(np.uint32)[:, None], 32, 1)
+
+
+def _halves(registers: list[np.ndarray], kind: str) -> np.ndarray:
+    """float32 [warps, 32, registers, 2]."""
+    warps = registers[0].shape[0]
+    numbers = [decode(r.reshape(-1), kind + "x2").reshape(warps, 32, 2) for r in registers]
+    return np.stack(numbers, 2).astype(np.float32)
+
+
+def _left16(registers, kind):
+    """[warps, 16, 16] of four registers of pairs."""
+    numbers = _halves(registers, kind)
+    found = np.empty((numbers.shape[0], 16, 16), np.float32)
+    for i in range(4):
+        row, column = _GROUP + 8 * (i % 2), 2 * _WITHIN + 8 * (i // 2)
+        for j in range(2):
+            found[:, row, column + j] = numbers[:, :, i, j]
+    return found
+
+
+def _right16(registers, kind):
+    """[warps, 16, 8] of two registers of pairs."""
+    numbers = _halves(registers, kind)
+    found = np.empty((numbers.shape[0], 16, 8), np.float32)
+    for i in range(2):
+        for j in range(2):
+            found[:, 2 * _WITHIN + 8 * i + j, _GROUP] = numbers[:, :, i, j]
+    return found
+
+
+def _left8(registers):
+    found = np.empty((registers[0].shape[0], 16, 8), np.float32)
+    for i in range(4):
+        found[:, _GROUP + 8 * (i % 2), _WITHIN + 4 * (i // 2)] = tf32(registers[i])
+    return found
+
+
+def _right8(registers):
+    found = np.empty((registers[0].shape[0], 8, 8), np.float32)
+    for i in range(2):
+        found[:, _WITHIN + 4 * i, _GROUP] = tf32(registers[i])
+    return found
+
+
+def multiply(opcode: tuple[str, ...], a: list, b: list, c: list) -> list[np.ndarray]:
+    """mma of 16 x 8 results in float32."""
+    shape, kind = opcode[3], opcode[-2]
+    if shape == "m16n8k16" and kind in ("f16", "bf16"):
+        left, right = _left16(a, kind), _right16(b, kind)
+    elif shape == "m16n8k8" and kind == "tf32":
+        left, right = _left8(a), _right8(b)
+    else:
+        raise NotImplementedError(".".join(opcode))
+    product = left.astype(np.float64) @ right.astype(np.float64)
+    found = []
+    for i in range(4):
+        own = product[:, _GROUP + 8 * (i // 2), 2 * _WITHIN + i % 2]
+        found.append((own + c[i].view(np.float32)).astype(np.float32).view(np.uint32))
+    return found
+
+
+def from_rows(rows: np.ndarray, transposed: bool) -> np.ndarray:
+    """A matrix [warps, 8, 8] of 16-bit numbers as a register [warps, 32] of pairs."""
+    if transposed:
+        rows = rows.transpose(0, 2, 1)
+    low, high = rows[:, _GROUP, 2 * _WITHIN], rows[:, _GROUP, 2 * _WITHIN + 1]
+    return low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))
+
+
+def to_rows(register: np.ndarray, transposed: bool) -> np.ndarray:
+    found = np.empty((register.shape[0], 8, 8), np.uint16)
+    found[:, _GROUP, 2 * _WITHIN] = register & np.uint32(0xFFFF)
+    found[:, _GROUP, 2 * _WITHIN + 1] = register >> np.uint32(16)
+    return found.transpose(0, 2, 1) if transposed else found

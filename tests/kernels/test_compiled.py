@@ -1,0 +1,56 @@
+"""What is shipped, as it is compiled, against PyTorch in float64: on a GPU, or what a GPU would execute (see `ptx`).
+
+These are the launches that `test_static.py` compiles, so that nothing is compiled twice. Without a GPU they run where
+KVQ_TEST_PTX names one (`make test` does); other tests of kernels can be run so, too, which compiles for a while.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+from kernel_cases import Case, codebook, dense, sparse, uniform
+from kvq_kernels.decode_attention import Codebook, Dense, Outliers, Side
+from kvq_kernels.decode_attention.shipped import DIM, GROUP, HEADS, shipped
+
+
+def like(packed):
+    """Random numbers that are stored as a shipped side's are."""
+    if isinstance(packed, Dense):
+        return dense
+    if isinstance(packed, Codebook):
+        heads, shares, entries, _ = packed.centroids.shape
+        kinds = {"normalize": packed.mean is not None, "per_token": packed.token_scale is not None}
+        return partial(codebook, block=packed.block, entries=entries, share=DIM // shares, own_heads=heads, **kinds)
+    mode = "asymmetric"
+    if packed.zero is None or packed.hybrid:
+        mode = "hybrid-" * packed.hybrid + ("extra" if packed.sign is not None else "inside")
+    return partial(uniform, bits=packed.bits, axis=packed.axis, group=packed.group, mode=mode)
+
+
+def beside(outliers: Outliers | None):
+    return outliers and partial(sparse, tokens=outliers.tokens, slots=outliers.index.shape[3])
+
+
+def case(name: str, lengths: list[int]) -> Case:
+    keys, values, rope = shipped()[name]
+    sides: tuple[Side, Side] = (keys, values)
+    return Case(
+        *(like(side.packed) for side in sides),
+        lengths,
+        dim=DIM,
+        heads=HEADS,
+        group=GROUP,
+        dtype=keys.ring.dtype,
+        sinks=keys.sinks.shape[2],
+        waiting=(13, 13),  # and room for 32, a multiple of 16 as the shipped one is
+        rope=rope and (rope.style, DIM),
+        outliers=tuple(beside(side.outliers) for side in sides),
+        norm=keys.norm is not None,
+    )
+
+
+@pytest.mark.slow  # to compile
+@pytest.mark.parametrize("name", shipped())
+def test_decode_attention(name):
+    case(name, [330]).check(splits=1)
