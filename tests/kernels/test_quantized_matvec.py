@@ -39,8 +39,11 @@ def check(side, axis, tokens, tile=None, **options) -> None:
     in_torch = quantized_matvec_reference(vectors, packed, side, vectors.dtype)
     error, other = ((x.double() - exact).norm() / exact.norm() for x in (result.to(vectors.dtype), in_torch))
     assert result is out and out.isfinite().all()
-    # In float32 the last bits are a matter of the order of products and sums, which differs.
-    floor = torch.finfo(vectors.dtype).eps / (1 if vectors.dtype == torch.float32 else 4)
+    eps, floor = torch.finfo(vectors.dtype).eps, torch.finfo(vectors.dtype).eps / 4
+    if vectors.dtype == torch.float32:
+        # The last bits are a matter of the order of products and sums. One after the other, as a GPU takes them where
+        # matrix units are not exact, n numbers of random signs are off by sqrt(n / 6) roundings; PyTorch takes turns.
+        floor = max(eps, eps / 2 * (vectors.shape[2] / 6) ** 0.5)
     assert error <= 2 * max(other, floor), f"error {error:.3g}, PyTorch's {other:.3g}"
 
 

@@ -58,14 +58,15 @@ def small_float(codes):
 
 @triton.jit
 def planar(codes, row, column, W: tl.constexpr, ROW: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr, seen):
-    """Code number `column` of row `row`, both broadcast; see `Uniform.codes`."""
+    """Code number `column` of row `row`, both broadcast; see `Uniform.codes`. Of columns that are not `seen` 0: to
+    shift by 32 bits or more would leave what need not even be finite."""
     LOW: tl.constexpr = 2 if BITS == 3 else BITS
     word = tl.load(codes + row * ROW + column % W, mask=seen, other=0)
-    code = (word >> (LOW * (column // W))) & ((1 << LOW) - 1)
+    code = (word >> (LOW * (column // W) & 31)) & ((1 << LOW) - 1)
     if BITS == 3:
         HIGH: tl.constexpr = (COUNT + 31) // 32
         word = tl.load(codes + row * ROW + W + column % HIGH, mask=seen, other=0)
-        code = code | (((word >> (column // HIGH)) & 1) << 2)
+        code = code | (((word >> (column // HIGH & 31)) & 1) << 2)
     return code
 
 

@@ -122,11 +122,11 @@ def outputs_kernel(
             fold_store(acc, sums, total, S, GROUP, M)
         else:
             rest = tokens // N
-            acc = _plain_outputs(places, v, rest, rest + 1, tokens, S, GROUP, M, N, E, T, PRECISION, 1)
-            plain_store(acc, sums, total, S, GROUP, M, E)
+            planes = _plain_outputs(places, v, rest, rest + 1, tokens, S, GROUP, M, N, E, T, PRECISION, 1)
+            plain_store(planes, sums, total, S, GROUP, M, E)
     else:
-        acc = _plain_outputs(places, v, first, last, tokens, S, GROUP, M, N, E, T, PRECISION, STAGES)
-        plain_store(acc, sums, total, S, GROUP, M, E)
+        planes = _plain_outputs(places, v, first, last, tokens, S, GROUP, M, N, E, T, PRECISION, STAGES)
+        plain_store(planes, sums, total, S, GROUP, M, E)
 
 
 @triton.jit

@@ -108,9 +108,9 @@ def _products(
     k1, k2 = tl.zeros([N, P], tl.float32), tl.zeros([N, P], tl.float32)
     first, second = weight + c1 * weight_strides[1], weight + c2 * weight_strides[1]
     if get(S, "first"):
-        x = tl.load(row_start(held[3], row, strides[2]) + index).to(tl.float32)[:, None]
-        k1 += x * tl.load(first, mask=real, other=0.0).to(tl.float32)[None, :]
-        k2 += x * tl.load(second, mask=real, other=0.0).to(tl.float32)[None, :]
+        alone = tl.load(row_start(held[3], row, strides[2]) + index).to(tl.float32)[:, None]
+        k1 += alone * tl.load(first, mask=real, other=0.0).to(tl.float32)[None, :]
+        k2 += alone * tl.load(second, mask=real, other=0.0).to(tl.float32)[None, :]
         first += weight_strides[0]
         second += weight_strides[0]
     for start in tl.range(0, extent[0], R):

@@ -85,6 +85,18 @@ def _permute(a, b, selector):
     return found.view(np.uint32).reshape(-1)
 
 
+def _funnel(opcode: tuple[str, ...]) -> Function:
+    """shf: 32 bits of the 64 of b and a, shifted."""
+
+    def shift(a, b, count):
+        count = count & 31 if "wrap" in opcode else np.minimum(count, 32)
+        both = (b.astype(np.uint64) << np.uint64(32)) | a
+        moved = both << count.astype(np.uint64) >> np.uint64(32) if "l" in opcode else both >> count.astype(np.uint64)
+        return moved.astype(np.uint32)
+
+    return shift
+
+
 def _count(a):
     return np.unpackbits(a.view(np.uint8).reshape(len(a), -1), axis=1).sum(1).astype(np.uint32)
 
@@ -201,6 +213,8 @@ def function(opcode: tuple[str, ...]) -> Function:
             return _count
         if base == "prmt":
             return _permute
+        if base == "shf":
+            return _funnel(opcode)
         if base == "shl":
             return _left(kind)
         if base == "shr":
