@@ -13,9 +13,8 @@ from kvq_cli.codecs.codebook import CodebookCodec
 
 
 def normal(*shape: int) -> torch.Tensor:
-    g = torch.Generator()
-    g.seed()
-    return torch.randn(shape, generator=g)
+    """Others for another shape."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(n * 1000**i for i, n in enumerate(shape))))
 
 
 def squared(points, centroids) -> torch.Tensor:
