@@ -32,6 +32,8 @@ class Decoding:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.temperature == float("inf"):
+            raise UsageError("--temperature inf: must be a number, like 0.7")
         sampled = {"--top-p": self.top_p != 1.0, "--top-k": self.top_k != 0}
         for flag in (flag for flag, is_set in sampled.items() if is_set and self.temperature == 0):
             raise UsageError(f"{flag} chooses among sampled tokens: add --temperature, for example --temperature 0.7")

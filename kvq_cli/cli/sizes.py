@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from kvq_cli.methods.base import Method, ModelShape
 
 T = TypeVar("T")
+MOST = 2**24
+"""Tokens or sequences; sizes in bytes of far more overflow."""
 
 Compare = Annotated[
     str | None,
@@ -26,8 +28,8 @@ ShapeName = Annotated[
 ModelName = Annotated[
     str, typer.Option("--model", metavar="NAME", help="`reference`, a Hugging Face id or a folder: its config is read.")
 ]
-Context = Annotated[int, typer.Option("--context", min=1, help="Tokens of each sequence.")]
-Batch = Annotated[int, typer.Option("--batch", min=1, help="Sequences.")]
+Context = Annotated[int, typer.Option("--context", min=1, max=MOST, help="Tokens of each sequence.")]
+Batch = Annotated[int, typer.Option("--batch", min=1, max=MOST, help="Sequences.")]
 
 
 class Sized(NamedTuple):
