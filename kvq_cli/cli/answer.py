@@ -207,6 +207,14 @@ def answering(
         yield Answerer(loaded, attached, describe(chosen), decoding)
 
 
+def check_text(text: str, what: str) -> None:
+    """UsageError for bytes that were no UTF-8, which Python hands on as lone surrogates and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{what} is not UTF-8 text") from None
+
+
 def to_stdout(text: str) -> None:
     """Write a piece of an answer at once."""
     sys.stdout.write(text)
