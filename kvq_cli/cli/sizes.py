@@ -64,7 +64,9 @@ def for_each(
     from kvq_cli.methods.registry import build_parsed, check_shared, method_names, parse
 
     options = opt.method_options(set_) | ({} if bits is None else {"bits": bits})
-    names = opt.names(chosen, "--compare") if chosen else method_names()
+    names = method_names() if chosen is None else opt.names(chosen, "--compare")
+    if len(set(names)) < len(names):
+        raise UsageError(f"--compare {chosen}: names a method twice")
     check_shared((parse(text)[0] for text in names), options)
     for text in names:
         try:
