@@ -105,8 +105,11 @@ def configured_limits(name: str) -> tuple[int, int]:
     from transformers import AutoModelForCausalLM
 
     config = _config(name)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:  # no decoder
+        raise KvqError(f"--model {name}: {_first_line(error)}") from None
     return sum(one.numel() for one in model.parameters()), model_context(config)
 
 
@@ -123,7 +126,11 @@ def _shape_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelShape:
     from kvq_cli.methods.base import ModelShape
 
     config = text_config(config)
-    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):
+        raise UsageError(f"a model of type {config.model_type} has latent attention, which kvq does not compress")
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        raise UsageError(f"a model of type {config.model_type} has no attention heads, and so no key-value cache")
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return ModelShape(

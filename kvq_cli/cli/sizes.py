@@ -49,8 +49,9 @@ def size_of(name: str | None, model: str) -> Sized:
         return Sized(known.model_shape(), 2 * known.parameters, CONTEXT)
     from kvq_cli.models import configured_limits, configured_shape
 
+    shape = configured_shape(model)  # first: it refuses what has no key-value cache
     parameters, context = configured_limits(model)
-    return Sized(configured_shape(model), 2 * parameters, context)
+    return Sized(shape, 2 * parameters, context)
 
 
 def for_each(

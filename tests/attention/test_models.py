@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -73,3 +74,17 @@ def test_devices_and_dtypes():
             torch_device("cuda")
     with pytest.raises(UsageError, match="--dtype int8: unknown; valid: auto, bfloat16, float16, float32"):
         load_model("reference", dtype="int8")
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (transformers.MambaConfig(), "type mamba has no attention heads"),
+        (transformers.DeepseekV3Config(), "type deepseek_v3 has latent attention"),
+        (transformers.T5Config(), "T5Config"),
+    ],
+)
+def test_sizes_of_models_without_a_key_value_cache_are_not_counted(fails, tmp_path, config, says):
+    """A latent cache would be counted as if every head had its keys and values."""
+    config.save_pretrained(tmp_path / "model")
+    fails("bits", "--model", "model", "--method", "fp16", code=1 if "T5" in says else 2, says=says)
