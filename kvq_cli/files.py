@@ -20,7 +20,7 @@ def write_json(path: Path, document: Any) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Write a file whole or not at all, and its folder where there is none."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # two processes may write the same file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text, encoding="utf-8")

@@ -5,6 +5,8 @@ torch and transformers are imported inside the functions, so that importing this
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,14 +60,30 @@ def load_model(name: str = REFERENCE, device: str = "auto", dtype: str = "auto")
     kind = _torch_dtype(dtype)
     source = _source(name)
     local = Path(source).is_dir() or not _on_the_hub(source)
-    try:
+    with _loading(name, "its tokenizer: "):
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=local)
-        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=kind, local_files_only=local)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise KvqError(f"cannot load the model {name!r}: {_first_line(error)}") from error
+    with _loading(name):
+        model, about = transformers.AutoModelForCausalLM.from_pretrained(
+            source, dtype=kind, local_files_only=local, ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    # Weights that are not there, or of another shape: transformers draws them at random and goes on.
+    if lacking := sorted({*about["missing_keys"], *(key for key, *_ in about["mismatched_keys"])}):
+        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+        raise KvqError(f"cannot load the model {name!r}: its files do not hold the weights {lacking[0]}{more}")
     model = model.eval().to(target)
     model.requires_grad_(False)
     return LoadedModel(model, tokenizer, name, getattr(model.config, "_commit_hash", None), model_shape(model))
+
+
+@contextmanager
+def _loading(name: str, part: str = "") -> Iterator[None]:
+    """Turn what transformers and safetensors raise for files that are missing, cut or odd into one line."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, ValueError, KeyError, TypeError, ImportError, SafetensorError) as error:
+        raise KvqError(f"cannot load the model {name!r}: {part}{_first_line(error)}") from error
 
 
 def model_shape(model: PreTrainedModel) -> ModelShape:
@@ -87,8 +105,11 @@ def configured_limits(name: str) -> tuple[int, int]:
     from transformers import AutoModelForCausalLM
 
     config = _config(name)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except ValueError as error:  # no decoder
+        raise KvqError(f"--model {name}: {_first_line(error)}") from None
     return sum(one.numel() for one in model.parameters()), model_context(config)
 
 
@@ -97,15 +118,19 @@ def _config(name: str) -> PretrainedConfig:
 
     try:
         return AutoConfig.from_pretrained(_source(name))
-    except (OSError, ValueError) as error:
-        raise KvqError(f"--model {name}: no configuration can be read ({str(error).splitlines()[0]})") from None
+    except (OSError, ValueError, TypeError) as error:
+        raise KvqError(f"--model {name}: no configuration can be read ({_first_line(error)})") from None
 
 
 def _shape_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelShape:
     from kvq_cli.methods.base import ModelShape
 
     config = text_config(config)
-    heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):
+        raise UsageError(f"a model of type {config.model_type} has latent attention, which kvq does not compress")
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        raise UsageError(f"a model of type {config.model_type} has no attention heads, and so no key-value cache")
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return ModelShape(
@@ -137,7 +162,9 @@ def torch_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"--device {name}: no such device; valid: auto, cpu, cuda, cuda:<number>") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name}: no such device; valid: auto, cpu, cuda, cuda:<number>")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use cpu or auto")
     return device
@@ -160,12 +187,14 @@ def _source(name: str) -> str:
         if not (folder / "config.json").is_file():
             raise KvqError(f"the reference model is not installed: {folder} has no config.json")
         return str(folder)
+    if not name.strip():
+        raise KvqError(f"--model {name!r}: no such folder")
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise KvqError(f"--model {name}: the folder has no config.json, so it is no model")
         return str(path)
-    looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1 or not name.strip()
+    looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_like_a_path or path.exists():
         raise KvqError(f"--model {name}: no such folder")
     return name

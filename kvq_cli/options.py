@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -38,15 +39,18 @@ def _typed(owner: str, key: str, value: Any, kind: Any) -> Any:
         if value is None or (isinstance(value, str) and value.lower() == "none"):
             return None
         kind = next(k for k in kind.__args__ if k is not type(None))
-    if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
-        return value
     try:
         if isinstance(value, str):
-            return _WORDS[value.lower()] if kind is bool else kind(value)
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
+            value = _WORDS[value.lower()] if kind is bool else kind(value)
+        elif kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
     except (KeyError, ValueError):
         pass
+    whole_number = kind is int and not isinstance(value, bool)
+    # "nan" and "inf" are floats to Python, pass comparisons with bounds, and end in wrong numbers.
+    number = kind is float and isinstance(value, float) and math.isfinite(value)
+    if isinstance(value, kind) and (kind in (bool, str) or whole_number or number):
+        return value
     raise UsageError(f"{owner}: {key}={value!r} is not {_spoken(kind)}{' or none' if optional else ''}")
 
 

@@ -31,3 +31,19 @@ def test_json_is_whole_or_not_there(tmp_path):
         write_json(tmp_path / "a" / "results.json", {("tuple", "key"): 1})
     assert json.loads((tmp_path / "a" / "results.json").read_text()) == {"x": 1}
     assert sorted(os.listdir(tmp_path / "a")) == ["folder", "results.json"]
+
+
+def test_two_processes_that_write_one_file_do_not_share_a_partial_one(tmp_path, monkeypatch):
+    """The one that is done first must not put the other's half of a file in place."""
+    file, replace = tmp_path / "results.json", os.replace
+
+    def other_first(partial, path):
+        monkeypatch.setattr(os, "replace", replace)
+        monkeypatch.setattr(os, "getpid", lambda: 1)
+        write_json(file, {"other": True})
+        assert json.loads(file.read_text()) == {"other": True}
+        replace(partial, path)
+
+    monkeypatch.setattr(os, "replace", other_first)
+    write_json(file, {"x": 1})
+    assert json.loads(file.read_text()) == {"x": 1} and os.listdir(tmp_path) == ["results.json"]

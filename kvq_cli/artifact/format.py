@@ -142,7 +142,9 @@ def _folder_to_replace(folder: Path) -> Iterator[Path]:
     partial, replaced = (folder.with_name(f".{folder.name}.{what}") for what in ("partial", "replaced"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        for left in (partial, replaced):  # by a run that was killed
+        if replaced.exists() and not folder.exists():  # by a run that was killed between the two renames
+            replaced.rename(folder)
+        for left in (partial, replaced):
             shutil.rmtree(left, ignore_errors=True)
         partial.mkdir()
         yield partial
@@ -152,6 +154,8 @@ def _folder_to_replace(folder: Path) -> Iterator[Path]:
     except OSError as error:
         raise cannot_write(folder, error) from error
     finally:
+        if replaced.exists() and not folder.exists():  # ended between the two: what was there stays
+            replaced.rename(folder)
         for left in (partial, replaced):
             shutil.rmtree(left, ignore_errors=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,25 +75,27 @@ def calibrate(
     """Make the artifact `out`. What is done lies in `<out>.work` until the end.
 
     An interruption (also a kill) leaves that folder, and `resume` goes on from it to the same bytes; a failure removes
-    it. Raises UsageError where `out` or the folder exists and neither `resume` nor `force` is given.
+    it. Raises UsageError where `out` or the folder exists and neither `resume` nor `force` is given, KvqError where
+    another process is at work in the folder.
     """
     keep_freed_memory()
-    work, request = Work(out), planned.request()
-    if force:
+    request = planned.request()
+    with closing(Work(out)) as work:
+        if force:
+            work.clear()
+        elif out.exists() and resume and not work.path.exists():
+            return _finished(out, request)
+        check_free(out, overwrite=force or resume)
+        work.open(request, resume=resume, room=forecast.work_bytes(planned))
+        make = _factorize_all if planned.extent is None else _make_codebooks
+        try:
+            with repeatable(planned.loaded.model.device):
+                tensors, measured = make(planned, work, progress)
+            artifact = _write(planned, out, tensors, measured, progress)
+        except (KvqError, OSError):
+            work.remove()
+            raise
         work.remove()
-    elif out.exists() and resume and not work.path.exists():
-        return _finished(out, request)
-    check_free(out, overwrite=force or resume)
-    work.open(request, resume=resume, room=forecast.work_bytes(planned))
-    make = _factorize_all if planned.extent is None else _make_codebooks
-    try:
-        with repeatable(planned.loaded.model.device):
-            tensors, measured = make(planned, work, progress)
-        artifact = _write(planned, out, tensors, measured, progress)
-    except (KvqError, OSError):
-        work.remove()
-        raise
-    work.remove()
     return artifact
 
 

@@ -55,7 +55,7 @@ class Settings:
                 f"--gradients {gradients} must be at least 2 (some samples are held out) and at most {samples}, "
                 f"the number of --samples"
             )
-        if self.points < 1 or self.iterations < 1 or self.budget <= 0:
+        if self.points < 1 or self.iterations < 1 or not 0 < self.budget < float("inf"):
             raise UsageError("--points, --iterations and --budget must be above 0")
         if not 0 <= self.damping < float("inf"):
             raise UsageError(f"--damping {self.damping:g} must be 0 or above")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -21,12 +22,14 @@ from kvq_cli.files import cannot_write
 class Work:
     """`<out>.work` beside the output: what is asked for, the captured numbers, and the finished parts.
 
-    Every file is either complete or not there, except the captured numbers: of these, `progress` says how far they go.
+    Every file is either complete or not there, except the captured numbers: of these, `captured` says how far they go.
+    One process at a time has the folder, from `open` or `clear` until `remove` or `close`.
     """
 
     def __init__(self, out: Path) -> None:
         self.path = out.with_name(out.name + ".work")
         self._made: list[Path] = []  # folders above it that were not there
+        self._lock: int | None = None  # the folder, open and locked
 
     def open(self, request: Mapping, *, resume: bool, room: int) -> None:
         """Start anew, or go on where an earlier run with the same `request` stopped.
@@ -36,11 +39,13 @@ class Work:
         """
         if not self.path.exists():
             self._create(request, room)
-        elif not resume:
+            return
+        if not resume:
             raise UsageError(
                 f"{self.path} holds an unfinished calibration: go on with --resume, or start over with --force"
             )
-        elif (before := self.read_json("request")) is None:
+        self._take()
+        if (before := self.read_json("request")) is None:
             self.write_json("request", request)
         elif different := [key for key in request if before.get(key) != request[key]]:
             raise UsageError(
@@ -48,12 +53,25 @@ class Work:
                 f"repeat those options, or start over with --force"
             )
 
+    def clear(self) -> None:
+        """Remove what an earlier run left; KvqError where that is still running."""
+        if self.path.exists():
+            self._take()
+            self.remove()
+
     def remove(self) -> None:
         """Leave nothing, unless something else has come to lie in the folders that were made for it."""
         shutil.rmtree(self.path, ignore_errors=True)
+        self.close()
         for folder in self._made:
             with suppress(OSError):
                 folder.rmdir()
+
+    def close(self) -> None:
+        """Let go of the folder, whatever is in it."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def write_json(self, name: str, value: Mapping) -> None:
         self._replace(f"{name}.json", json.dumps(value).encode())
@@ -111,7 +129,22 @@ class Work:
             self.path.mkdir()
         except OSError as error:
             raise cannot_write(self.path, error) from error
+        self._take()
         self.write_json("request", request)
+
+    def _take(self) -> None:
+        """Lock the folder until `remove` or `close`. Two that write the same files mix their numbers."""
+        in_use = KvqError(f"{self.path} is in use by another calibration: wait for its end, or choose another --out")
+        try:
+            self._lock = os.open(self.path, os.O_RDONLY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            taken = os.fstat(self._lock).st_ino == self.path.stat().st_ino  # not removed and made again meanwhile
+        except (BlockingIOError, FileNotFoundError):
+            raise in_use from None
+        except OSError:  # a file system without locks
+            return
+        if not taken:
+            raise in_use
 
     def _replace(self, name: str, data: bytes) -> None:
         with _writing(self.path):

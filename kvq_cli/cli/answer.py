@@ -32,6 +32,8 @@ class Decoding:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.temperature == float("inf"):
+            raise UsageError("--temperature inf: must be a number, like 0.7")
         sampled = {"--top-p": self.top_p != 1.0, "--top-k": self.top_k != 0}
         for flag in (flag for flag, is_set in sampled.items() if is_set and self.temperature == 0):
             raise UsageError(f"{flag} chooses among sampled tokens: add --temperature, for example --temperature 0.7")
@@ -203,6 +205,14 @@ def answering(
     loaded = load_model(model, device, dtype)
     with attach(loaded.model, chosen, prefill=prefill, backend=backend) as attached:
         yield Answerer(loaded, attached, describe(chosen), decoding)
+
+
+def check_text(text: str, what: str) -> None:
+    """UsageError for bytes that were no UTF-8, which Python hands on as lone surrogates and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UsageError(f"{what} is not UTF-8 text") from None
 
 
 def to_stdout(text: str) -> None:

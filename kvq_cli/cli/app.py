@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -43,6 +44,7 @@ class KvqGroup(TyperGroup):
         return super().get_command(ctx, ALIASES.get(name, name))
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        _mend_streams()
         stdout = sys.stdout  # --json points it at stderr for the length of a command
         with _interrupt() as interrupted:
             try:
@@ -59,9 +61,25 @@ class KvqGroup(TyperGroup):
         return code
 
 
+def _mend_streams() -> None:
+    """Closed streams swallow what is printed; characters that an encoding lacks are printed as `?`; bytes that are no
+    text are handed on, for the command to refuse."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (for the whole process)
+        elif isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="replace")
+
+
 @contextmanager
 def _interrupt() -> Iterator[list[int]]:
-    """A list that is no longer empty once Ctrl-C was pressed; KeyboardInterrupt is raised as always."""
+    """A list that is no longer empty once the process was told to end, by Ctrl-C or by `kill` and job schedulers.
+
+    Both raise KeyboardInterrupt, so that what is done is kept, children are ended, and what to do next is said.
+    """
     seen: list[int] = []
 
     def handler(signum: int, frame: FrameType | None) -> None:
@@ -71,14 +89,16 @@ def _interrupt() -> Iterator[list[int]]:
         seen.append(signum)
         signal.default_int_handler(signum, frame)
 
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or somebody else's
-        yield seen
-        return
-    signal.signal(signal.SIGINT, handler)
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+    # Not where one is ignored, or somebody else's.
+    taken = [number for number, before in usual.items() if signal.getsignal(number) is before]
+    for number in taken:
+        signal.signal(number, handler)
     try:
         yield seen
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in taken:
+            signal.signal(number, usual[number])
 
 
 def _inside_import(frame: FrameType | None) -> bool:
@@ -109,7 +129,8 @@ def _explain(error: Exception) -> tuple[str, int]:
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}", 1
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+    # On a CPU, PyTorch's allocator raises a RuntimeError.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error):
         return "out of memory: use a shorter context, a smaller batch, fewer bits or --prefill-chunk", 1
     return f"{type(error).__name__}: {error} (KVQ_DEBUG=1 shows where)", 1
 

@@ -49,7 +49,7 @@ def bits(
     def count(one: Method) -> tuple[CacheReport, int]:
         return account(one, sized.shape, context, batch), sum(artifact_bytes(one, sized.shape).values())
 
-    for label, (report, constants) in for_each(compare or method, bits, set_, count, out):
+    for label, (report, constants) in for_each(method if compare is None else compare, bits, set_, count, out):
         share = constants / sized.weights
         found.append(
             {"method": label, **report.to_dict(), "artifact_bytes": constants, "artifact_share_of_weights": share}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvq_cli.cli import options as opt
-from kvq_cli.cli.answer import Decoding, answering, cache_line, to_stdout
+from kvq_cli.cli.answer import Decoding, answering, cache_line, check_text, to_stdout
 from kvq_cli.cli.conversation import Conversation
 from kvq_cli.cli.generate import Chunk, MaxNewTokens, Temperature, TopK, TopP
 from kvq_cli.cli.output import Output
@@ -66,7 +66,7 @@ class Chat:
             if line.strip() == "/exit":
                 return
             try:
-                if line.startswith("/"):
+                if line.lstrip().startswith("/"):
                     self.command(*line.strip().split(maxsplit=1))
                 elif line.strip():
                     self.say(line)
@@ -74,6 +74,7 @@ class Chat:
                 print(f"kvq: error: {error}", file=sys.stderr)
 
     def say(self, message: str) -> None:
+        check_text(message, "the message")
         answer = self.conversation.ask(message, to_stdout)
         to_stdout("\n")
         self.out.note(answer.summary())

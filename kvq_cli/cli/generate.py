@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from kvq_cli.cli import options as opt
-from kvq_cli.cli.answer import Decoding, answering, to_stdout
+from kvq_cli.cli.answer import Decoding, answering, check_text, to_stdout
 from kvq_cli.cli.output import Output
 from kvq_cli.errors import KvqError, UsageError
 
@@ -87,6 +87,7 @@ def _read(prompt: str | None, file: Path | None) -> str:
         raise UsageError("no prompt: give PROMPT, --file FILE, or text on stdin")
     else:
         text = sys.stdin.read()
+    check_text(text, "the prompt")
     text = text.removesuffix("\n")
     if not text.strip():
         raise UsageError("the prompt is empty: give PROMPT, --file FILE, or text on stdin")

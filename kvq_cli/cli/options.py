@@ -80,7 +80,7 @@ Device = Annotated[str, _shared("--device", metavar="NAME", help="auto, cpu, cud
 Dtype = Annotated[
     Literal["auto", "float32", "float16", "bfloat16"], _shared("--dtype", help="Numbers the model computes in.")
 ]
-Seed = Annotated[int, _shared("--seed", min=0, help="Same seed, same result.")]
+Seed = Annotated[int, _shared("--seed", min=0, max=2**32 - 1, help="Same seed, same result.")]
 Config = Annotated[
     Path | None,
     _shared(

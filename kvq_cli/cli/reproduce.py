@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -56,11 +57,19 @@ def reproduce(
         return
     if names and everything:
         raise UsageError("NAME with --all: drop one of the two")
+    if fast and not everything:
+        raise UsageError("--fast goes with --all")
+    try:
+        shlex.split(options)
+    except ValueError as error:
+        raise UsageError(f"--options {options}: {error}") from None
     if not names and not everything:
         return _list(output, model, out)
     wanted = [target(name) for name in names or []] or [
         one for one in targets().values() if one.runs and not one.extra and (one.fast or not fast)
     ]
+    if options and (fixed := [one.id for one in wanted if one.run and not everything]):
+        raise UsageError(f"--options: {', '.join(fixed)} takes none")
     wanted = [replace(one, options=f"{one.options} {options}".strip()) for one in wanted]
     failed = [one.id for one in wanted if not _make(output, one, model, out, store, stop=not everything)]
     if failed:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from kvq_cli.methods.base import Method, ModelShape
 
 T = TypeVar("T")
+MOST = 2**24
+"""Tokens or sequences; sizes in bytes of far more overflow."""
 
 Compare = Annotated[
     str | None,
@@ -26,8 +28,8 @@ ShapeName = Annotated[
 ModelName = Annotated[
     str, typer.Option("--model", metavar="NAME", help="`reference`, a Hugging Face id or a folder: its config is read.")
 ]
-Context = Annotated[int, typer.Option("--context", min=1, help="Tokens of each sequence.")]
-Batch = Annotated[int, typer.Option("--batch", min=1, help="Sequences.")]
+Context = Annotated[int, typer.Option("--context", min=1, max=MOST, help="Tokens of each sequence.")]
+Batch = Annotated[int, typer.Option("--batch", min=1, max=MOST, help="Sequences.")]
 
 
 class Sized(NamedTuple):
@@ -47,8 +49,9 @@ def size_of(name: str | None, model: str) -> Sized:
         return Sized(known.model_shape(), 2 * known.parameters, CONTEXT)
     from kvq_cli.models import configured_limits, configured_shape
 
+    shape = configured_shape(model)  # first: it refuses what has no key-value cache
     parameters, context = configured_limits(model)
-    return Sized(configured_shape(model), 2 * parameters, context)
+    return Sized(shape, 2 * parameters, context)
 
 
 def for_each(
@@ -62,7 +65,9 @@ def for_each(
     from kvq_cli.methods.registry import build_parsed, check_shared, method_names, parse
 
     options = opt.method_options(set_) | ({} if bits is None else {"bits": bits})
-    names = opt.names(chosen, "--compare") if chosen else method_names()
+    names = method_names() if chosen is None else opt.names(chosen, "--compare")
+    if len(set(names)) < len(names):
+        raise UsageError(f"--compare {chosen}: names a method twice")
     check_shared((parse(text)[0] for text in names), options)
     for text in names:
         try:

@@ -28,7 +28,11 @@ GPU_RESULTS = Path("benchmarks")
 
 
 def state(target: Target, model: str, root: Path = ROOT) -> str:
-    """How far a target is, by its files: done only if these were made by today's command, model and version."""
+    """How far a target is, by its files: done only if these were made by today's command, model and version.
+
+    Artifacts must be those that it was made with; one that is not here, as most are not where results alone were copied
+    or cloned to, says nothing against them.
+    """
     if target.drawing:
         return NOTHING
     if target.gpu:
@@ -36,7 +40,9 @@ def state(target: Target, model: str, root: Path = ROOT) -> str:
     record = _record(target, model, root)
     if record is None:
         return TO_DO
-    return DONE if record == _today(target, model) and target.result(model, root).is_file() else PARTLY
+    today = _today(target, model)
+    today["artifacts"] = {**record.get("artifacts", {}), **today["artifacts"]}
+    return DONE if record == today and target.result(model, root).is_file() else PARTLY
 
 
 def run_target(

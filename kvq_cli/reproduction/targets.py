@@ -130,7 +130,7 @@ def targets() -> dict[str, Target]:
 def target(name: str) -> Target:
     """The target of a name; UsageError where there is none."""
     if name not in targets():
-        raise UsageError(f"no target {name!r}: `make list` shows them; make's own names are the same")
+        raise UsageError(f"no target {name!r}: `kvq reproduce` lists them")
     return targets()[name]
 
 

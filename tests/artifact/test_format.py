@@ -160,3 +160,32 @@ def test_an_artifact_of_another_model_is_refused_naming_both(saved):
     saved.check_model(tiny())
     with pytest.raises(UsageError, match=r"belongs to the model 'mine' .*, not to 'other' .*--model mine"):
         saved.check_model(tiny(seed=1), "other")
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
+def test_an_end_between_the_two_renames_leaves_what_was_there(saved, monkeypatch, error):
+    rename = Path.rename
+
+    def failing(path: Path, to: Path):
+        if path.name == f".{saved.path.name}.partial":
+            raise error
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises((KvqError, KeyboardInterrupt)):
+        save_artifact(saved.path, config_of(tiny(1)), {}, "", overwrite=True)
+    assert load_artifact(saved.path).digest == saved.digest
+    assert sorted(p.name for p in saved.path.parent.iterdir()) == ["place"]
+
+
+def test_a_kill_between_the_two_renames_loses_nothing(saved, monkeypatch):
+    """Only a kill leaves the old artifact aside; the next one to write there, even if it fails, brings it back."""
+    saved.path.rename(saved.path.with_name(".place.replaced"))
+
+    def full(path: Path, data: bytes):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(format, "write_synced", full)
+    with pytest.raises(KvqError, match="no space left"):
+        save_artifact(saved.path, config_of(tiny(1)), {}, "", overwrite=True)
+    assert load_artifact(saved.path).digest == saved.digest

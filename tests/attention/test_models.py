@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.models import load_model, model_context, model_shape, torch_device
+from kvq_cli.reference import model_path
 
 
 def test_shape_of_a_model(tiny):
@@ -16,7 +20,7 @@ def test_shape_of_a_model(tiny):
     assert model_context(tiny("llama", max_position_embeddings=40).config) == 40
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere-here", "a/b/c", " "])
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere-here", "a/b/c", " ", ""])
 def test_no_such_folder(name):
     with pytest.raises(KvqError, match="no such folder"):
         load_model(name)
@@ -30,6 +34,30 @@ def test_a_folder_without_a_model(tmp_path):
         load_model(str(tmp_path))
 
 
+def test_weights_that_are_not_in_the_files(tiny, tmp_path):
+    """transformers would draw them at random, and every result would be wrong without a word."""
+    name, other = "model.layers.1.self_attn.k_proj.weight", "model.layers.2.mlp.up_proj.weight"
+    AutoTokenizer.from_pretrained(model_path()).save_pretrained(tmp_path)
+    tiny("llama").save_pretrained(tmp_path)
+    load_model(str(tmp_path))
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    cut = {**weights, name: weights[name][:-1].clone()}
+    for wrong, says in (
+        (cut, f"the weights {name}$"),
+        ({key: value for key, value in cut.items() if key != other}, f"the weights {name} and 1 more$"),
+    ):
+        save_file(wrong, file, metadata={"format": "pt"})
+        with pytest.raises(KvqError, match=says):
+            load_model(str(tmp_path))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(KvqError, match="cannot load the model"):
+        load_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(KvqError, match="cannot load the model"):
+        load_model(str(tmp_path))
+
+
 def test_a_hub_model_without_a_network():
     with pytest.raises(KvqError) as error:
         load_model("nobody/no-such-model-of-kvq")
@@ -38,10 +66,25 @@ def test_a_hub_model_without_a_network():
 
 def test_devices_and_dtypes():
     assert torch_device("cpu") == torch.device("cpu")
-    with pytest.raises(UsageError, match="--device gpu"):
-        torch_device("gpu")
+    for name in ("gpu", "meta", "mps"):
+        with pytest.raises(UsageError, match=f"--device {name}"):
+            torch_device(name)
     if not torch.cuda.is_available():
         with pytest.raises(UsageError, match="0 CUDA devices"):
             torch_device("cuda")
     with pytest.raises(UsageError, match="--dtype int8: unknown; valid: auto, bfloat16, float16, float32"):
         load_model("reference", dtype="int8")
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (transformers.MambaConfig(), "type mamba has no attention heads"),
+        (transformers.DeepseekV3Config(), "type deepseek_v3 has latent attention"),
+        (transformers.T5Config(), "T5Config"),
+    ],
+)
+def test_sizes_of_models_without_a_key_value_cache_are_not_counted(fails, tmp_path, config, says):
+    """A latent cache would be counted as if every head had its keys and values."""
+    config.save_pretrained(tmp_path / "model")
+    fails("bits", "--model", "model", "--method", "fp16", code=1 if "T5" in says else 2, says=says)

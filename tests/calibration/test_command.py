@@ -91,6 +91,8 @@ def test_dry_run_prints_tensors_bytes_and_memory_and_writes_nothing(calibrate, t
         (["--dataset", "wikitext2"], 1, "without a network use prose, pydoc, self, or a .txt"),
         (["--samples", 50000, "--gradients", 4], 1, "tokens found, 5,000,000 needed"),
         (["--seqlen", 257], 2, "--seqlen 257 is more than the 256 tokens"),
+        (["--budget", "nan"], 2, "--budget must be above 0"),
+        (["--budget", "inf"], 2, "--budget must be above 0"),
         (["--gradients", 7], 2, "--gradients 7 must be"),
         (["--model", "no/such/model"], 1, "no/such/model"),
         (["--out", "/proc/kvq/a"], 1, "cannot write /proc/kvq"),

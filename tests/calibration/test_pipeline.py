@@ -230,6 +230,20 @@ def test_a_disk_that_fills_up_leaves_nothing(tiny, quick, tmp_path, monkeypatch,
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("flags", [{"resume": True}, {"force": True}])
+def test_two_at_once_do_not_mix_their_numbers(tiny, quick, tmp_path, flags):
+    """The second one is refused while the first is at work, and what the first writes is what it writes alone."""
+
+    def second(phase, done, total):
+        if phase == "capture":
+            with pytest.raises(KvqError, match=r"a\.work is in use by another calibration"):
+                run(tiny, quick, tmp_path / "a", **flags)
+
+    alone, beside = run(tiny, quick, tmp_path / "alone"), run(tiny, quick, tmp_path / "a", progress=second)
+    assert beside.digest == alone.digest
+    assert sorted(os.listdir(tmp_path)) == ["a", "alone"]
+
+
 def test_no_room_is_seen_before_the_model_runs(tiny, quick, tmp_path, monkeypatch):
     monkeypatch.setattr(work.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     with pytest.raises(KvqError, match="no space left in .*: .* GB are needed while calibrating"):

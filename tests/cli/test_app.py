@@ -101,8 +101,9 @@ def test_what_a_command_raises_ends_in_one_line(error, code, line):
     assert (result.exit_code, result.stderr.strip(), result.stdout) == (code, line, "")
 
 
-def test_out_of_memory_names_what_helps():
-    assert "shorter context" in Raises(MemoryError())().stderr
+@pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: ...")])
+def test_out_of_memory_names_what_helps(error):
+    assert "shorter context" in Raises(error)().stderr
 
 
 def test_debug_shows_the_traceback(monkeypatch):
@@ -120,3 +121,22 @@ def test_interrupt_ends_with_130_at_any_time(kvq_process, wait):
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
+
+
+def test_a_scheduler_that_ends_the_command_is_an_interrupt(kvq_process):
+    process = kvq_process("chat", "--method", "fp16")
+    assert "/help" in process.stderr.readline()  # it waits for its input now
+    process.terminate()
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr.strip()) == (130, "kvq: interrupted")
+
+
+def test_streams_that_are_closed_or_know_few_characters():
+    words = [sys.executable, "-m", "kvq_cli", "bench", "report"]
+    closed = subprocess.run(["sh", "-c", 'exec "$@" >&-', "-", *words], capture_output=True, text=True)
+    assert closed.returncode == 1 and closed.stderr.startswith("kvq: error: no results of a GPU"), closed.stderr
+    code = "import typer; from kvq_cli.cli.app import KvqGroup; app = typer.Typer(cls=KvqGroup)\n"
+    code += "app.callback()(lambda: None); app.command('run')(lambda: print('\\u00b1')); app(['run'])"
+    ascii = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ascii)
+    assert (said.returncode, said.stdout) == (0, "?\n"), said.stderr

@@ -38,6 +38,7 @@ def test_commands(chat, tmp_path):
     ("line", "says"),
     [
         ("/nonsense", "unknown command '/nonsense'; there are /help"),
+        ("  /nonsense", "unknown command '/nonsense'; there are /help"),
         ("/status now", "unknown command '/status now'"),
         ("/save", "/save needs a file name"),
         ("/save /dev/null/x", "cannot write /dev/null/x"),
@@ -48,6 +49,14 @@ def test_mistakes_are_told_and_the_talk_goes_on(chat, line, says):
     result = chat(line, "/status")
     assert result.exit_code == 0
     assert says in result.stderr and "0 turns" in result.stdout
+
+
+def test_a_message_that_is_no_text_is_told(kvq_process):
+    process = kvq_process("chat")
+    process.stdin.buffer.write(b"\xff\xfe\n/status\n")
+    stdout, stderr = process.communicate(timeout=60)
+    assert process.returncode == 0 and "0 turns" in stdout
+    assert "kvq: error: the message is not UTF-8 text" in stderr
 
 
 def test_end_of_input_ends_the_chat(chat):

@@ -88,6 +88,9 @@ def test_a_long_prompt_is_held_in_fewer_bytes(generate):
         (["--file", "."], 1, "--file .: Is a directory"),
         (["x", "--top-p", "0.5"], 2, "add --temperature"),
         (["x", "--num-beams", "2", "--temperature", "1"], 2, "use one of them"),
+        (["x", "--temperature", "inf"], 2, "--temperature inf"),
+        (["x", "--seed", 2**32], 2, "--seed"),
+        (["\udcff\udcfe"], 2, "the prompt is not UTF-8 text"),  # bytes on the command line, as Python hands them on
         (["x", "--method", "nonsense"], 2, "unknown method 'nonsense'"),
         (["x", "--method", "kivi", "--bits", "7"], 2, "bits=7 is not one of 1, 2, 3, 4, 8"),
         (["x", "--set", "nonsense=1"], 2, "has no option 'nonsense'"),
@@ -141,3 +144,13 @@ def test_cache_line():
     assert cache_line({**report, "constant_bytes": 512}).endswith("; shared by all sequences: 512 B")
     assert "(2.0x larger: windows" in cache_line({**report, "fp16_bytes": 2**19})
     assert cache_line({**report, "bytes": 0}) == "cache: empty"
+
+
+@pytest.mark.parametrize("locale", ["strict", "surrogateescape"])
+def test_input_that_is_no_text(kvq_process, monkeypatch, locale):
+    """What Python does with such bytes depends on the locale."""
+    monkeypatch.setenv("PYTHONIOENCODING", f"utf-8:{locale}")
+    process = kvq_process("generate", "-n", 2)
+    process.stdin.buffer.write(b"\xff\xfe")
+    assert process.communicate(timeout=60)[1] == "kvq: error: the prompt is not UTF-8 text\n"
+    assert process.returncode == 2

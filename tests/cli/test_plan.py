@@ -69,3 +69,15 @@ def test_sizes_as_they_are_typed():
     for text in ("", "GB", "-1GB", "many", "0", "1XB", "nanGB", "infGB"):
         with pytest.raises(UsageError, match="must be a size"):
             parse_bytes(text, "--memory")
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--compare", "kivi,kivi"], "--compare kivi,kivi: names a method twice"),
+        (["--compare", ""], "--compare '': must be names"),
+        (["--context", 10**20], "--context"),
+    ],
+)
+def test_sizes_that_are_not_counted(fails, words, says):
+    fails("bits", *words, code=2, says=says)

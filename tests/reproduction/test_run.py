@@ -9,11 +9,13 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from kvq_cli.errors import KvqError
-from kvq_cli.reproduction.run import DONE, PARTLY, RECORD, _run, run_target, state
+from kvq_cli.files import write_json
+from kvq_cli.reproduction.run import DONE, PARTLY, RECORD, _run, _today, run_target, state
 from kvq_cli.reproduction.targets import REFERENCE, target
 
 TINY = "--windows 3 --seqlen 192 --set sinks=4 --set recent=4"
@@ -36,6 +38,22 @@ def test_what_a_command_prints_is_kept(tmp_path, monkeypatch):
     assert json.loads(one.result(REFERENCE).read_text())["methods"][0]["method"] == "kivi-2bit"
     assert state(one, REFERENCE) == DONE
     assert state(replace(one, run="bits --shapes tiny --json"), REFERENCE) == PARTLY
+
+
+def test_results_that_were_cloned_without_their_artifacts_are_done(tmp_path, monkeypatch):
+    """Artifacts with options are not in the repository; with another artifact the results would be others."""
+    monkeypatch.chdir(tmp_path)
+    one, root = target("table-temporalkv-6"), tmp_path / "results"
+    folder, name = one.folder(REFERENCE, root), "kvquant-2bit-outliers-0.0"
+    write_json(folder / RECORD, {**_today(one, REFERENCE), "artifacts": {name: "abc"}})
+    assert state(one, REFERENCE, root) == PARTLY  # its result is not there
+    write_json(one.result(REFERENCE, root), {})
+    assert state(one, REFERENCE, root) == DONE
+    config = Path("artifacts/reference") / name / "config.json"
+    write_json(config, {"checksum": "abc"})
+    assert state(one, REFERENCE, root) == DONE
+    write_json(config, {"checksum": "def"})
+    assert state(one, REFERENCE, root) == PARTLY
 
 
 def test_an_interrupt_ends_the_run(monkeypatch):

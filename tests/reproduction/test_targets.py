@@ -64,3 +64,16 @@ def test_the_list(kvq):
     assert by_name["table-temporalkv-6"]["needs"] == "meta-llama/Llama-3.1-8B and 2 more, c4"
     assert by_name["table-innerq-3"]["here"] is None
     assert kvq("reproduce", "figure-squat-1").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--fast"], "--fast goes with --all"),
+        (["table-temporalkv-13", "--options", "--limit 2"], "--options: table-temporalkv-13 takes none"),
+        (["table-temporalkv-8", "--options", "--set 'a"], "--options --set 'a: No closing quotation"),
+        (["table-9"], "no target 'table-9': `kvq reproduce` lists them"),
+    ],
+)
+def test_requests_that_would_do_something_else(fails, words, says):
+    fails("reproduce", *words, code=2, says=says)
