@@ -46,9 +46,20 @@ def zero(begin):
 
 
 @triton.jit
-def _spread(x):
-    """[PIECE] as [PIECE / 16, 4, 1, 4]: in the order in which products sum over them."""
-    return tl.permute(tl.reshape(x, [PIECE // 16, 4, 4]), (0, 2, 1))[:, :, None, :]
+def sparse_threads(q):
+    """int32 [PIECE / 16, 4, 8, 4], zeros: what is computed with them is computed by the threads that a product wants to
+    have it, as these are by whom they were loaded. Best before all loops."""
+    thread = tl.arange(0, 4)[None, None, None, :] + tl.zeros([PIECE // 16, 4, 8, 1], tl.int32)
+    loaded = load_apart(q, thread).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.minimum(loaded, 0)
+
+
+@triton.jit
+def _spread(x, threads, N: tl.constexpr):
+    """[PIECE, N] as `threads` are, N of 8 threads alike: in the order in which products sum over them."""
+    x = tl.permute(tl.reshape(x, [PIECE // 16, 4, 4, N]), (0, 2, 3, 1))[:, :, None, :, :]
+    x = tl.broadcast_to(x, [PIECE // 16, 4, 8 // N, N, 4])
+    return tl.reshape(x, [PIECE // 16, 4, 8, 4]) + threads.to(x.dtype)
 
 
 @triton.jit
@@ -68,54 +79,69 @@ def _operand(parts, N: tl.constexpr):
 
 
 @triton.jit
-def _places(side, S: tl.constexpr, begin, slot):
-    """`place` as [PIECE / 16, 4, 8, 4], alike for all 8; loaded by the threads that compare it, which costs less than
-    handing on what follows from comparisons."""
-    nothing = tl.minimum(tl.arange(0, 8), zero(begin))  # else the compiler would see that they are alike
-    return place(side, S, begin, _spread(slot) + nothing[None, None, :, None])
+def _columns(parts, N: tl.constexpr):
+    """N tensors [PIECE] as one [PIECE, N]."""
+    if N == 1:
+        return tl.reshape(parts[0], [PIECE, 1])
+    elif N == 2:
+        return tl.join(parts[0], parts[1])
+    else:
+        return tl.reshape(tl.join(_columns(parts[0::2], N // 2), _columns(parts[1::2], N // 2)), [PIECE, N])
+
+
+@triton.jit
+def _handed_on(x, S: tl.constexpr):
+    """x of 16 bits, as the threads have it that made it: else the compiler would let those that use it make it again,
+    each several times, as it does with whatever it may."""
+    if get(S, "nvidia") and not interpreted():
+        return tl.inline_asm_elementwise("mov.b16 $0, $1;", "=h,h", [x], x.dtype, is_pure=False, pack=1)
+    else:
+        return x
 
 
 @triton.jit
 def _turned_back(
-    q, rope, position, channel, change, channels, D: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr,
-    GROUP: tl.constexpr, M: tl.constexpr,
+    q, rope, position, channel, change, D: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """[M, PIECE]: what each query has in `channel` [PIECE] once it is turned back by `position`, times `change`.
-    channels: the same as `_places` has them."""
+    """GROUP times [PIECE]: what each query has in `channel` once it is turned back by `position`, times `change`."""
     HALF: tl.constexpr = WIDTH // 2
+    parts = ()
     if STYLE == "none":
-        cos, sin, partners = _spread(change), 0.0, channels
+        for m in tl.static_range(GROUP):
+            parts = parts + (tl.load(q + channel + m * D).to(tl.float32) * change,)
     else:
-        turned = channel < WIDTH
         if STYLE == "half":
             pair, first = channel % HALF, channel < HALF
-            partners = channels + tl.where(channels < HALF, HALF, -HALF)
+            partner = channel ^ HALF if HALF & (HALF - 1) == 0 else channel + tl.where(first, HALF, -HALF)
         else:
             pair, first = channel // 2, channel % 2 == 0
-            partners = channels ^ 1
-        at1, at2 = position // STEP * WIDTH + pair, position % STEP * WIDTH + pair
-        c1 = tl.load(rope[0] + at1, mask=turned, other=1.0)
-        s1 = tl.load(rope[0] + at1 + HALF, mask=turned, other=0.0)
-        c2 = tl.load(rope[1] + at2, mask=turned, other=1.0)
-        s2 = tl.load(rope[1] + at2 + HALF, mask=turned, other=0.0)
-        cos = _spread((c1 * c2 - s1 * s2) * change)
-        sin = _spread((s1 * c2 + c1 * s2) * tl.where(first, change, -change))
-    parts = ()
-    for i in tl.static_range(M // 8):
-        row = q + tl.minimum(8 * i + tl.arange(0, 8)[None, None, :, None], GROUP - 1) * D
-        x = load_apart(row, channels).to(tl.float32) * cos
-        if STYLE != "none":
-            if WIDTH < D:
-                partners = tl.where(channels < WIDTH, partners, channels)
-            x += load_apart(row, partners).to(tl.float32) * sin
-        parts = parts + (x,)
-    return _operand(parts, M // 8)
+            partner = channel ^ 1
+        coarse, fine = rope[0] + (position // STEP * WIDTH + pair), rope[1] + (position % STEP * WIDTH + pair)
+        if WIDTH < D:
+            turned = channel < WIDTH
+            partner = tl.where(turned, partner, channel)
+            c1, s1 = tl.load(coarse, mask=turned, other=1.0), tl.load(coarse + HALF, mask=turned, other=0.0)
+            c2, s2 = tl.load(fine, mask=turned, other=1.0), tl.load(fine + HALF, mask=turned, other=0.0)
+        else:
+            c1, s1, c2, s2 = tl.load(coarse), tl.load(coarse + HALF), tl.load(fine), tl.load(fine + HALF)
+        cos, sin = (c1 * c2 - s1 * s2) * change, (s1 * c2 + c1 * s2) * tl.where(first, change, -change)
+        own, other = q + channel, q + partner
+        for m in tl.static_range(GROUP):
+            x = tl.load(own + m * D).to(tl.float32) * cos + tl.load(other + m * D).to(tl.float32) * sin
+            parts = parts + (x,)
+    return parts
 
 
 @triton.jit
 def _small(x):
     """float16: integers below 1024 as subnormal numbers, which takes no conversion."""
     return x.to(tl.int16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _places(x, threads, S: tl.constexpr):
+    """`_small(x)` of x [PIECE] as `threads` are, which are handed it as 16 bits."""
+    return _small(_spread(tl.reshape(_handed_on(x.to(tl.int16), S), [PIECE, 1]), threads, 1))
 
 
 @triton.jit
@@ -130,14 +156,36 @@ def _ones(apart, step: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _halves(x, PAIRS: tl.constexpr):
-    """What is multiplied with `_ones`."""
+def _halves(x):
+    """int32: as bfloat16 the first 8 digits of x, and below them the next."""
+    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    pack: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $1, $2;"
+    return tl.inline_asm_elementwise(pack, "=r,r,r", [high, x - high], tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def _summed(x):
+    """[PIECE / 16, 4, 8, 4] as the other side of products: [PIECE, 8]."""
+    return tl.reshape(tl.permute(x, (0, 3, 1, 2)), [PIECE, 8])
+
+
+@triton.jit
+def _operands(parts, threads, M: tl.constexpr, PAIRS: tl.constexpr):
+    """What is multiplied with `_ones`, [PIECE, M]: of at most M tensors [PIECE]; nothing for others."""
     if PAIRS:
-        x *= 128.0
-        high = x.to(tl.bfloat16)
-        return high, (x - high.to(tl.float32)).to(tl.bfloat16)
+        N: tl.constexpr = triton.next_power_of_2(len(parts))
+        pairs = ()
+        for i in tl.static_range(len(parts)):
+            pairs = pairs + (_halves(parts[i]),)
+        for i in tl.static_range(len(parts), N):
+            pairs = pairs + (tl.zeros([PIECE], tl.int32),)
+        x = _spread(_columns(pairs, N), threads, N)
+        high, low = (x >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), x.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        return _summed(high), _summed(low)
     else:
-        return (x,)
+        for i in tl.static_range(len(parts), M):
+            parts = parts + (tl.zeros([PIECE], tl.float32),)
+        return (_columns(parts, M),)
 
 
 @triton.jit
@@ -154,7 +202,7 @@ def _added(apart, steps: tl.constexpr, halves, acc, PAIRS: tl.constexpr, PRECISI
 
 @triton.jit
 def sparse_scores(
-    scores, q, k, S: tl.constexpr, begin, rope, start, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+    scores, threads, q, k, S: tl.constexpr, begin, rope, start, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     M: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`scores` (L times [M, R], see `gather.py`) of the tile that starts at packed token `begin`, with its outliers."""
@@ -168,11 +216,11 @@ def sparse_scores(
         for at in tl.range(zero(begin), own[2], PIECE, num_stages=1):
             slot, real = piece(own, S, 32 * part, at)
             token, channel, change = changes(k, S, begin, slot, real)
-            tokens, channels = _places(k, S, begin, slot)
-            position = start + begin + token
-            a = _turned_back(q, rope, position, channel, change, channels, get(S, "dim"), STYLE, WIDTH, GROUP, M)
-            a = _halves(tl.trans(a), PAIRS)
-            apart = _small(tokens) - _small(line_tokens(thread, 0, R, BLOCK))
+            if PAIRS:
+                change *= 128.0
+            a = _turned_back(q, rope, start + begin + token, channel, change, get(S, "dim"), STYLE, WIDTH, GROUP)
+            a = _operands(a, threads, M, PAIRS)
+            apart = _places(token, threads, S) - _small(line_tokens(thread, 0, R, BLOCK))
             new = ()
             for i in tl.static_range(L):
                 new = new + (_added(apart, line_steps(i, R, BLOCK), a, lines[i], PAIRS, PRECISION),)
@@ -195,6 +243,37 @@ def joined(tiles, M: tl.constexpr, R: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
+def _in_twos(weights, GROUP: tl.constexpr, M: tl.constexpr, R: tl.constexpr, L: tl.constexpr):
+    """Of L tiles [M, R] the rows of GROUP queries as float16, two in an int32: `joined`, [at least GROUP / 2, R L]."""
+    pack: tl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+    twos = ()
+    for i in tl.static_range(L):
+        even, odd = tl.split(tl.permute(tl.reshape(weights[i], [M // 2, 2, R]), (0, 2, 1)))
+        twos = twos + (tl.inline_asm_elementwise(pack, "=r,r,r", [even, odd], tl.int32, is_pure=True, pack=1),)
+    return _first_rows(joined(twos, M // 2, R, L), (GROUP + 1) // 2, M // 2, R * L)
+
+
+@triton.jit
+def _first_rows(x, COUNT: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """Of x [M, N] at least COUNT."""
+    if M >= 2 * COUNT:
+        first, _ = tl.split(tl.permute(tl.reshape(x, [2, M // 2, N]), (1, 2, 0)))
+        return _first_rows(first, COUNT, M // 2, N)
+    else:
+        return x
+
+
+@triton.jit
+def _rows(x, M: tl.constexpr):
+    """The rows [PIECE] of x [M, PIECE]."""
+    if M == 1:
+        return (tl.reshape(x, [PIECE]),)
+    else:
+        first, second = tl.split(tl.permute(tl.reshape(x, [2, M // 2, PIECE]), (1, 2, 0)))
+        return _rows(first, M // 2) + _rows(second, M // 2)
+
+
+@triton.jit
 def _of_columns(x, column, M: tl.constexpr, N: tl.constexpr):
     """[M, PIECE]: the columns `column` of x [M, N], by shuffles of as many as there are threads."""
     if N <= 32:
@@ -207,8 +286,8 @@ def _of_columns(x, column, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def sparse_values(
-    acc, weights, v, S: tl.constexpr, begin, GATHERED: tl.constexpr, LOOKED_UP: tl.constexpr, M: tl.constexpr,
-    L: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
+    acc, threads, weights, v, S: tl.constexpr, begin, GATHERED: tl.constexpr, LOOKED_UP: tl.constexpr, GROUP: tl.constexpr,
+    M: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sums of `gather_values` (GATHERED), `lookup_values` (LOOKED_UP) or `plain_values` with the outliers of the tile
     that starts at `begin`."""
@@ -217,7 +296,7 @@ def sparse_values(
     thread = tl.arange(0, 8)[None, None, :, None]
     if GATHERED:
         tl.debug_barrier()  # else it is begun while values still fill the registers
-    every = joined(weights, M, R, L)
+    every = _in_twos(weights, GROUP, M, R, L) if PAIRS else joined(weights, M, R, L)
     if GATHERED:
         row = gathered_channel(0, 0, thread, S)
     elif LOOKED_UP:
@@ -230,9 +309,19 @@ def sparse_values(
             slot, real = piece(own, S, 32 * part, at)
             token, channel, change = changes(v, S, begin, slot, real)
             column = token % (R * BLOCK) // BLOCK * L + (token // (R * BLOCK) * BLOCK + token % BLOCK)
-            w = _of_columns(every, column[None, :] + tl.zeros([M, 1], tl.int32), M, L * R) * change[None, :]
-            w = _halves(tl.trans(w), PAIRS)
-            apart = _small(_places(v, S, begin, slot)[1]) - _small(row)
+            ROWS: tl.constexpr = every.shape[0]
+            w = _of_columns(every, column[None, :] + tl.zeros([ROWS, 1], tl.int32), ROWS, L * R)
+            if PAIRS:
+                change *= 128.0
+                rows = _rows(w, ROWS)
+                w = ()
+                for m in tl.static_range(GROUP):
+                    one = (rows[m // 2] >> (16 * (m % 2))).to(tl.int16).to(tl.float16, bitcast=True)
+                    w = w + (one.to(tl.float32) * change,)
+                w = _operands(w, threads, M, PAIRS)
+            else:
+                w = (tl.trans(w * change[None, :]),)
+            apart = _places(channel, threads, S) - _small(row)
             new = ()
             for p in tl.static_range(SUMS):
                 old = acc[p] if GATHERED or LOOKED_UP else tl.trans(acc[p])
