@@ -48,6 +48,7 @@ def own_slots(side, S: tl.constexpr, begin, first, N: tl.constexpr):
     """(words, through, count) of a tile of N tokens that starts at packed token `begin`: uint32 [WORDS], of which bit b
     of word w is set if slot `_listed(w, first + b)` is of this head; how many bits are set up to each word; in all."""
     COUNT: tl.constexpr = N // get(S, "block") * get(S, "slots")
+    D: tl.constexpr = get(S, "dim")
     if not get(S, "across"):
         return 0, 0, COUNT
     else:
@@ -57,9 +58,13 @@ def own_slots(side, S: tl.constexpr, begin, first, N: tl.constexpr):
         seen = first + bit < EACH
         if EACH * WORDS != COUNT:
             seen &= slot < COUNT
-        listed = tl.max_contiguous(side[9] + begin * get(S, "slots") + slot, [1, 2])  # see `order.py`
-        index = tl.load(listed, mask=seen, other=-1).to(tl.int32) - side[11]
-        own = index.to(tl.uint32, bitcast=True) < get(S, "dim")
+        lists = side[9] + begin * get(S, "slots") + _listed(tl.arange(0, WORDS)[None, :], first)
+        listed = tl.max_contiguous(lists + bit * WORDS, [1, 2])  # see `order.py`
+        index = tl.load(listed, mask=seen, other=-1).to(tl.uint16, bitcast=True).to(tl.uint32)
+        if D & (D - 1) == 0:
+            own = index ^ side[11].to(tl.uint32) < D
+        else:
+            own = index - side[11].to(tl.uint32) < D
         words = tl.sum(tl.where(own & seen, 1 << bit, 0), axis=0).to(tl.uint32, bitcast=True)
         through = tl.cumsum(_count_bits(words, S), 0)
         return words, through, tl.max(through, axis=0)
@@ -113,4 +118,4 @@ def changes(side, S: tl.constexpr, begin, slot, real):
     token, channel = place(side, S, begin, slot)
     value = tl.load(side[10] + begin // get(S, "block") * get(S, "slots") + slot).to(tl.float32)
     every = tl.full([PIECE], True, tl.int1)
-    return token, channel, tl.where(real, value - number(side, S, begin + token, channel, every), 0.0)
+    return token, channel, tl.where(real, value - number(side, S, (begin + token).to(tl.uint32), channel, every), 0.0)

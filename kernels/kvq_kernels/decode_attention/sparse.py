@@ -47,9 +47,9 @@ def zero(begin):
 
 @triton.jit
 def sparse_threads(q):
-    """int32 [PIECE / 16, 4, 8, 4], zeros: what is computed with them is computed by the threads that a product wants to
+    """int32 [PIECE / 8, 2, 8, 4], zeros: what is computed with them is computed by the threads that a product wants to
     have it, as these are by whom they were loaded. Best before all loops."""
-    thread = tl.arange(0, 4)[None, None, None, :] + tl.zeros([PIECE // 16, 4, 8, 1], tl.int32)
+    thread = tl.arange(0, 4)[None, None, None, :] + tl.zeros([PIECE // 8, 2, 8, 1], tl.int32)
     loaded = load_apart(q, thread).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.minimum(loaded, 0)
 
@@ -57,25 +57,26 @@ def sparse_threads(q):
 @triton.jit
 def _spread(x, threads, N: tl.constexpr):
     """[PIECE, N] as `threads` are, N of 8 threads alike: in the order in which products sum over them."""
-    x = tl.permute(tl.reshape(x, [PIECE // 16, 4, 4, N]), (0, 2, 3, 1))[:, :, None, :, :]
-    x = tl.broadcast_to(x, [PIECE // 16, 4, 8 // N, N, 4])
-    return tl.reshape(x, [PIECE // 16, 4, 8, 4]) + threads.to(x.dtype)
+    x = tl.permute(tl.reshape(x, [PIECE // 8, 2, 4, N]), (0, 1, 3, 2))[:, :, None, :, :]
+    x = tl.broadcast_to(x, [PIECE // 8, 2, 8 // N, N, 4])
+    return tl.reshape(x, [PIECE // 8, 2, 8, 4]) + threads.to(x.dtype)
 
 
 @triton.jit
 def _stacked(parts, N: tl.constexpr):
-    """N tensors [PIECE / 16, 4, 8, 4] as one."""
+    """N tensors [PIECE / 8, 2, 8, 4] as one."""
     if N == 1:
-        return tl.reshape(parts[0], [1, PIECE // 16, 4, 8, 4])
+        return tl.reshape(parts[0], [1, PIECE // 8, 2, 8, 4])
     else:
         both = tl.join(_stacked(parts[: N // 2], N // 2), _stacked(parts[N // 2 :], N // 2))
-        return tl.reshape(tl.permute(both, (5, 0, 1, 2, 3, 4)), [N, PIECE // 16, 4, 8, 4])
+        return tl.reshape(tl.permute(both, (5, 0, 1, 2, 3, 4)), [N, PIECE // 8, 2, 8, 4])
 
 
 @triton.jit
 def _operand(parts, N: tl.constexpr):
-    """N tensors [PIECE / 16, 4, 8, 4] as one side of products [8 N, PIECE], whose threads are the last axes."""
-    return tl.reshape(tl.permute(_stacked(parts, N), (0, 3, 1, 4, 2)), [8 * N, PIECE])
+    """N tensors [PIECE / 8, 2, 8, 4] as one side of products [8 N, PIECE], whose threads are the last axes."""
+    x = tl.reshape(_stacked(parts, N), [N, 2, PIECE // 16, 2, 8, 4])
+    return tl.reshape(tl.permute(x, (0, 4, 2, 5, 1, 3)), [8 * N, PIECE])
 
 
 @triton.jit
@@ -145,55 +146,73 @@ def _places(x, threads, S: tl.constexpr):
 
 
 @triton.jit
-def _ones(apart, step: tl.constexpr, PAIRS: tl.constexpr):
-    """Where `apart` is `_small(step)` 1, else 0. PAIRS: in bfloat16, where what float16 has as 1 is 2^-7."""
-    if PAIRS:
+def _ones(apart, step: tl.constexpr, T: tl.constexpr):
+    """Where `apart` is `_small(step)` 1, else 0. T: of products; what float16 has as 1 is 2^-7 as bfloat16."""
+    if T != tl.float32:
         there = tl.full(apart.shape, step * 2.0**-24, tl.float16)
         equal: tl.constexpr = "set.eq.f16x2.f16x2 $0, $1, $2;"
-        return tl.inline_asm_elementwise(equal, "=r,r,r", [apart, there], tl.bfloat16, is_pure=True, pack=2)
+        if T == tl.float16:
+            return tl.inline_asm_elementwise(equal, "=r,r,r", [apart, there], tl.float16, is_pure=True, pack=2)
+        else:
+            return tl.inline_asm_elementwise(equal, "=r,r,r", [apart, there], tl.bfloat16, is_pure=True, pack=2)
     else:
         return tl.where(apart == step * 2.0**-24, 1.0, 0.0)
 
 
 @triton.jit
-def _halves(x):
-    """int32: as bfloat16 the first 8 digits of x, and below them the next."""
-    high = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-    pack: tl.constexpr = "cvt.rn.bf16x2.f32 $0, $1, $2;"
-    return tl.inline_asm_elementwise(pack, "=r,r,r", [high, x - high], tl.int32, is_pure=False, pack=1)
+def _halves(parts):
+    """int32 of each: 128 x, as bfloat16 its first 8 digits and below them the next."""
+    split: tl.constexpr = """{
+        .reg .b32 high; .reg .f32 low;
+        and.b32 high, $1, 0xffff0000; sub.rn.f32 low, $1, high; cvt.rn.bf16x2.f32 $0, high, low;
+    }"""
+    halves = ()
+    for i in tl.static_range(len(parts)):
+        x = tl.inline_asm_elementwise(split, "=r,r", [parts[i]], tl.int32, is_pure=False, pack=1)
+        halves = halves + (x,)
+    return halves
 
 
 @triton.jit
-def _summed(x):
-    """[PIECE / 16, 4, 8, 4] as the other side of products: [PIECE, 8]."""
-    return tl.reshape(tl.permute(x, (0, 3, 1, 2)), [PIECE, 8])
+def _in_order(x, M: tl.constexpr):
+    """x [PIECE, M] in the order in which products sum, see `_spread` and `_operand`."""
+    x = tl.reshape(x, [2, PIECE // 16, 2, 4, M])
+    return tl.reshape(tl.permute(x, (1, 3, 0, 2, 4)), [PIECE, M])
 
 
 @triton.jit
 def _operands(parts, threads, M: tl.constexpr, PAIRS: tl.constexpr):
-    """What is multiplied with `_ones`, [PIECE, M]: of at most M tensors [PIECE]; nothing for others."""
+    """What is multiplied with `_ones`, [PIECE, M], of at most M tensors [PIECE]; PAIRS: of the bits of float16, or of
+    `_halves`. What other columns have does not matter."""
     if PAIRS:
-        N: tl.constexpr = triton.next_power_of_2(len(parts))
-        pairs = ()
-        for i in tl.static_range(len(parts)):
-            pairs = pairs + (_halves(parts[i]),)
-        for i in tl.static_range(len(parts), N):
-            pairs = pairs + (tl.zeros([PIECE], tl.int32),)
-        x = _spread(_columns(pairs, N), threads, N)
-        high, low = (x >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True), x.to(tl.int16).to(tl.bfloat16, bitcast=True)
-        return _summed(high), _summed(low)
+        highs, lows = (), ()
+        for i in tl.static_range(M // 8):
+            own = parts[8 * i % len(parts) :][:8]
+            N: tl.constexpr = triton.next_power_of_2(len(own))
+            for _ in tl.static_range(len(own), N):
+                own = own + (tl.zeros_like(own[0]),)
+            x = _spread(_columns(own, N), threads, N)
+            if x.dtype == tl.int16:
+                highs = highs + (x.to(tl.float16, bitcast=True),)
+            else:
+                highs = highs + ((x >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True),)
+                lows = lows + (x.to(tl.int16).to(tl.bfloat16, bitcast=True),)
+        if len(lows) == 0:
+            return (tl.trans(_operand(highs, M // 8)),)
+        else:
+            return tl.trans(_operand(highs, M // 8)), tl.trans(_operand(lows, M // 8))
     else:
-        for i in tl.static_range(len(parts), M):
-            parts = parts + (tl.zeros([PIECE], tl.float32),)
-        return (_columns(parts, M),)
+        for _ in tl.static_range(len(parts), M):
+            parts = parts + (tl.zeros_like(parts[0]),)
+        return (_in_order(_columns(parts, M), M),)
 
 
 @triton.jit
-def _added(apart, steps: tl.constexpr, halves, acc, PAIRS: tl.constexpr, PRECISION: tl.constexpr):
+def _added(apart, steps: tl.constexpr, halves, acc, PRECISION: tl.constexpr):
     """acc [8 rows for each of `steps`, n] with `halves` where rows are `apart` by that step."""
     parts = ()
     for i in tl.static_range(len(steps)):
-        parts = parts + (_ones(apart, steps[i], PAIRS),)
+        parts = parts + (_ones(apart, steps[i], halves[0].dtype),)
     ones = _operand(parts, len(steps))
     for i in tl.static_range(len(halves)):
         acc = tl.dot(ones, halves[i], acc, input_precision=PRECISION)
@@ -218,12 +237,13 @@ def sparse_scores(
             token, channel, change = changes(k, S, begin, slot, real)
             if PAIRS:
                 change *= 128.0
-            a = _turned_back(q, rope, start + begin + token, channel, change, get(S, "dim"), STYLE, WIDTH, GROUP)
-            a = _operands(a, threads, M, PAIRS)
+            position = (start + begin + token).to(tl.uint32)  # no signs to take care of
+            a = _turned_back(q, rope, position, channel, change, get(S, "dim"), STYLE, WIDTH, GROUP)
+            a = _operands(_halves(a) if PAIRS else a, threads, M, PAIRS)
             apart = _places(token, threads, S) - _small(line_tokens(thread, 0, R, BLOCK))
             new = ()
             for i in tl.static_range(L):
-                new = new + (_added(apart, line_steps(i, R, BLOCK), a, lines[i], PAIRS, PRECISION),)
+                new = new + (_added(apart, line_steps(i, R, BLOCK), a, lines[i], PRECISION),)
             lines = new
     found = ()
     for i in tl.static_range(L):
@@ -274,6 +294,22 @@ def _rows(x, M: tl.constexpr):
 
 
 @triton.jit
+def _times(twos, change, GROUP: tl.constexpr):
+    """GROUP times [PIECE]: numbers of `_in_twos` times `change`, as the bits of float16. Weights are at most 2^4: what
+    is further from the code than 4094 is held there, or one product would be infinite and all others nothing."""
+    change = tl.clamp(change, -4094.0, 4094.0)
+    multiply: tl.constexpr = "{ .reg .b32 both; cvt.rn.f16x2.f32 both, $2, $2; mul.rn.f16x2 $0, $1, both; }"
+    parts = ()
+    for m in tl.static_range(GROUP):
+        if m % 2 == 0:
+            x = tl.inline_asm_elementwise(multiply, "=r,r,r", [twos[m // 2], change], tl.int32, is_pure=False, pack=1)
+            parts = parts + (x.to(tl.int16),)
+        else:
+            parts = parts + ((x >> 16).to(tl.int16),)
+    return parts
+
+
+@triton.jit
 def _of_columns(x, column, M: tl.constexpr, N: tl.constexpr):
     """[M, PIECE]: the columns `column` of x [M, N], by shuffles of as many as there are threads."""
     if N <= 32:
@@ -312,20 +348,14 @@ def sparse_values(
             ROWS: tl.constexpr = every.shape[0]
             w = _of_columns(every, column[None, :] + tl.zeros([ROWS, 1], tl.int32), ROWS, L * R)
             if PAIRS:
-                change *= 128.0
-                rows = _rows(w, ROWS)
-                w = ()
-                for m in tl.static_range(GROUP):
-                    one = (rows[m // 2] >> (16 * (m % 2))).to(tl.int16).to(tl.float16, bitcast=True)
-                    w = w + (one.to(tl.float32) * change,)
-                w = _operands(w, threads, M, PAIRS)
+                w = _operands(_times(_rows(w, ROWS), change, GROUP), threads, M, PAIRS)
             else:
-                w = (tl.trans(w * change[None, :]),)
+                w = (_in_order(tl.trans(w * change[None, :]), M),)
             apart = _places(channel, threads, S) - _small(row)
             new = ()
             for p in tl.static_range(SUMS):
                 old = acc[p] if GATHERED or LOOKED_UP else tl.trans(acc[p])
-                one = _added(apart, sum_steps(p, S, GATHERED, LOOKED_UP, E), w, old, PAIRS, PRECISION)
+                one = _added(apart, sum_steps(p, S, GATHERED, LOOKED_UP, E), w, old, PRECISION)
                 new = new + (one if GATHERED or LOOKED_UP else tl.trans(one),)
             acc = new
     return acc
