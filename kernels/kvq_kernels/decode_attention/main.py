@@ -73,7 +73,7 @@ def attend_main(
         acc = plain_nothing(SV, M, E)
     key_table = load_table(k, SK) if LOOK_UP_KEYS else ()
     value_table = load_table(v, SV) if LOOK_UP_VALUES else ()
-    threads = sparse_threads(q) if get(SK, "slots") + get(SV, "slots") > 0 else 0
+    threads = sparse_threads(q, get(SK, "dim")) if get(SK, "slots") + get(SV, "slots") > 0 else 0
     for tile in tl.range(first, last, num_stages=STAGES):
         scores = ()
         if FOLD_KEYS:

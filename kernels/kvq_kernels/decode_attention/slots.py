@@ -11,7 +11,6 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from kvq_kernels.decode_attention.number import number
-from kvq_kernels.decode_attention.order import load_apart
 from kvq_kernels.decode_attention.permute import interpreted
 from kvq_kernels.decode_attention.spec import get
 
@@ -61,10 +60,8 @@ def own_slots(side, S: tl.constexpr, begin, first, N: tl.constexpr):
         lists = side[9] + begin * get(S, "slots") + _listed(tl.arange(0, WORDS)[None, :], first)
         listed = tl.max_contiguous(lists + bit * WORDS, [1, 2])  # see `order.py`
         index = tl.load(listed, mask=seen, other=-1).to(tl.uint16, bitcast=True).to(tl.uint32)
-        if D & (D - 1) == 0:
-            own = index ^ side[11].to(tl.uint32) < D
-        else:
-            own = index - side[11].to(tl.uint32) < D
+        head = side[11].to(tl.uint32)
+        own = (index ^ head if D & (D - 1) == 0 else index - head) < D
         words = tl.sum(tl.where(own & seen, 1 << bit, 0), axis=0).to(tl.uint32, bitcast=True)
         through = tl.cumsum(_count_bits(words, S), 0)
         return words, through, tl.max(through, axis=0)
@@ -101,8 +98,7 @@ def place(side, S: tl.constexpr, begin, slot):
     SLOTS: tl.constexpr = get(S, "slots")
     BLOCK: tl.constexpr = get(S, "block")
     lists = side[9] + begin // BLOCK * SLOTS
-    index = load_apart(lists, slot) if len(slot.shape) == 4 else tl.load(lists + slot)
-    index = index.to(tl.uint16, bitcast=True).to(tl.uint32)
+    index = tl.load(lists + slot).to(tl.uint16, bitcast=True).to(tl.uint32)
     token = slot.to(tl.uint32) // SLOTS * BLOCK  # unsigned: no signs to take care of
     if get(S, "across"):  # a condition that is loaded, else the compiler finds slots again wherever tokens are needed
         token = tl.where(index // D == side[11].to(tl.uint32) // D, token, 0)

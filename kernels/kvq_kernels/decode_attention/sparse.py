@@ -14,7 +14,7 @@ from kvq_kernels.decode_attention.lookup import looked_up_channel, looked_up_ste
 from kvq_kernels.decode_attention.order import load_apart
 from kvq_kernels.decode_attention.permute import interpreted
 from kvq_kernels.decode_attention.rope import STEP
-from kvq_kernels.decode_attention.slots import PIECE, changes, own_slots, piece, place, rounds
+from kvq_kernels.decode_attention.slots import PIECE, changes, own_slots, piece, rounds
 from kvq_kernels.decode_attention.spec import get, plane_count
 
 
@@ -46,17 +46,23 @@ def zero(begin):
 
 
 @triton.jit
-def sparse_threads(q):
-    """int32 [PIECE / 8, 2, 8, 4], zeros: what is computed with them is computed by the threads that a product wants to
-    have it, as these are by whom they were loaded. Best before all loops."""
-    thread = tl.arange(0, 4)[None, None, None, :] + tl.zeros([PIECE // 8, 2, 8, 1], tl.int32)
-    loaded = load_apart(q, thread).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+def sparse_threads(q, D: tl.constexpr):
+    """int32 [PIECE / 8, 2, 8, 4], zeros, in the threads that a product wants its sides from, 8 lines by 4.
+
+    A load keeps the threads that `order.py` gives it, and what is computed with it comes to be computed by them. That
+    they are zeros is seen later: they cost nothing in loops.
+    """
+    # Of all axes, or the order of those that are alike would be any.
+    channel = tl.arange(0, PIECE // 8)[:, None, None, None] + tl.arange(0, 2)[None, :, None, None]
+    channel += tl.arange(0, 8)[None, None, :, None] + tl.arange(0, 4)[None, None, None, :]
+    loaded = load_apart(q, tl.minimum(channel, D - 1)).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.minimum(loaded, 0)
 
 
 @triton.jit
 def _spread(x, threads, N: tl.constexpr):
-    """[PIECE, N] as `threads` are, N of 8 threads alike: in the order in which products sum over them."""
+    """x [PIECE, N] as `sparse_threads` are, line n what is in column n % N: 32 numbers, of which each of 4 threads has
+    those that lie 4 apart."""
     x = tl.permute(tl.reshape(x, [PIECE // 8, 2, 4, N]), (0, 1, 3, 2))[:, :, None, :, :]
     x = tl.broadcast_to(x, [PIECE // 8, 2, 8 // N, N, 4])
     return tl.reshape(x, [PIECE // 8, 2, 8, 4]) + threads.to(x.dtype)
@@ -92,8 +98,8 @@ def _columns(parts, N: tl.constexpr):
 
 @triton.jit
 def _handed_on(x, S: tl.constexpr):
-    """x of 16 bits, as the threads have it that made it: else the compiler would let those that use it make it again,
-    each several times, as it does with whatever it may."""
+    """x [PIECE] of 16 bits. The compiler sees something happen here: else it lets all threads that use x make it again,
+    each for itself."""
     if get(S, "nvidia") and not interpreted():
         return tl.inline_asm_elementwise("mov.b16 $0, $1;", "=h,h", [x], x.dtype, is_pure=False, pack=1)
     else:
@@ -102,8 +108,8 @@ def _handed_on(x, S: tl.constexpr):
 
 @triton.jit
 def _turned_back(
-    q, rope, position, channel, change, D: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    q, rope, position, channel, change, D: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr
+):
     """GROUP times [PIECE]: what each query has in `channel` once it is turned back by `position`, times `change`."""
     HALF: tl.constexpr = WIDTH // 2
     parts = ()
@@ -148,10 +154,10 @@ def _places(x, threads, S: tl.constexpr):
 @triton.jit
 def _ones(apart, step: tl.constexpr, T: tl.constexpr):
     """Where `apart` is `_small(step)` 1, else 0. T: of products; what float16 has as 1 is 2^-7 as bfloat16."""
-    if T != tl.float32:
+    if tl.float32 != T:
         there = tl.full(apart.shape, step * 2.0**-24, tl.float16)
         equal: tl.constexpr = "set.eq.f16x2.f16x2 $0, $1, $2;"
-        if T == tl.float16:
+        if tl.float16 == T:
             return tl.inline_asm_elementwise(equal, "=r,r,r", [apart, there], tl.float16, is_pure=True, pack=2)
         else:
             return tl.inline_asm_elementwise(equal, "=r,r,r", [apart, there], tl.bfloat16, is_pure=True, pack=2)
@@ -221,8 +227,9 @@ def _added(apart, steps: tl.constexpr, halves, acc, PRECISION: tl.constexpr):
 
 @triton.jit
 def sparse_scores(
-    scores, threads, q, k, S: tl.constexpr, begin, rope, start, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    M: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    scores, threads, q, k, S: tl.constexpr, begin, rope, start, STYLE: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP: tl.constexpr, M: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`scores` (L times [M, R], see `gather.py`) of the tile that starts at packed token `begin`, with its outliers."""
     PAIRS: tl.constexpr = in_pairs(S, PRECISION)
@@ -322,8 +329,9 @@ def _of_columns(x, column, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def sparse_values(
-    acc, threads, weights, v, S: tl.constexpr, begin, GATHERED: tl.constexpr, LOOKED_UP: tl.constexpr, GROUP: tl.constexpr,
-    M: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
+    acc, threads, weights, v, S: tl.constexpr, begin, GATHERED: tl.constexpr, LOOKED_UP: tl.constexpr,
+    GROUP: tl.constexpr, M: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sums of `gather_values` (GATHERED), `lookup_values` (LOOKED_UP) or `plain_values` with the outliers of the tile
     that starts at `begin`."""
