@@ -76,18 +76,18 @@ def piece(own, S: tl.constexpr, first, at):
     if not get(S, "across"):
         return tl.minimum(wanted, count - 1), wanted < count
     else:
-        word = 0 * wanted
+        before = 0 * wanted - 1  # words of which the last has no more than is wanted
         for i in tl.static_range(5):
-            word += tl.where(tl.gather(through, word + ((16 >> i) - 1), 0) <= wanted, 16 >> i, 0)
+            further = before + (16 >> i)
+            before = tl.where(tl.gather(through, further, 0) <= wanted, further, before)
+        word = before + 1
         left = tl.gather(words, word, 0)
         rank = wanted - tl.gather(through, word, 0) + _count_bits(left, S)
-        bit = 0 * wanted
+        above = 0 * wanted + 32  # bits, of which those below the lowest are no more than the rank
         for i in tl.static_range(5):
-            below = _count_bits(left & ((1 << (16 >> i)) - 1), S)
-            further = rank >= below
-            rank -= tl.where(further, below, 0)
-            left = tl.where(further, left >> (16 >> i), left)
-            bit += tl.where(further, 16 >> i, 0)
+            fewer = above - (16 >> i)
+            above = tl.where(_count_bits(left << fewer.to(tl.uint32), S) <= rank, fewer, above)
+        bit = 32 - above
         return tl.where(wanted < count, _listed(word, first + bit), 0), wanted < count
 
 
