@@ -191,10 +191,10 @@ def _operands(parts, threads, M: tl.constexpr, PAIRS: tl.constexpr):
     """What is multiplied with `_ones`, [PIECE, M], of at most M tensors [PIECE]; PAIRS: of the bits of float16, or of
     `_halves`. What other columns have does not matter."""
     if PAIRS:
+        N: tl.constexpr = min(8, triton.next_power_of_2(len(parts)))
         highs, lows = (), ()
         for i in tl.static_range(M // 8):
             own = parts[8 * i % len(parts) :][:8]
-            N: tl.constexpr = triton.next_power_of_2(len(own))
             for _ in tl.static_range(len(own), N):
                 own = own + (tl.zeros_like(own[0]),)
             x = _spread(_columns(own, N), threads, N)
