@@ -86,11 +86,14 @@ def main_loop(code: list[str], turns: int = 1) -> dict[str, int] | None:
 
     That is the smallest loop that multiplies 16-bit matrices; where there is none, the largest of the innermost loops
     that read memory; where there is no loop, the whole kernel. None for no code. turns: how often each loop within it
-    runs that multiplies matrices, too; other loops within are counted once.
+    runs that multiplies matrices, too, so that the smallest is not it (1: there are none); others within are counted
+    once.
     """
     loops = _loops(code)
     multiply = ([body for body in loops if any(kind.match(line) for line in body)] for kind in _MATRIX)
     if found := next(filter(None, multiply), None):
+        if turns > 1:
+            found = [body for body in found if not any(_inside(body, other) for other in found)]
         body = min(found, key=len)
     else:
         reading = [body for body in loops if any(_READS.match(line) for line in body)]

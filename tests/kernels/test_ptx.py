@@ -57,6 +57,7 @@ def floats(numbers: list[float]) -> torch.Tensor:
         ("prmt.b32 %r3, %r1, 16909060, 0x4047", lambda i: (4 << 24) | (i << 16) | (4 << 8) | 1),
         ("shf.l.wrap.b32 %r3, 0xC0000000, %r1, 33", lambda i: 2 * i + 1),
         ("shf.r.clamp.b32 %r3, %r1, 5, 32", lambda i: 5),
+        ("{ .reg .b32 high; and.b32 high, %r1, 24; or.b32 %r3, high, 1; }", lambda i: i & 24 | 1),
         ("mul.hi.u32 %r3, %r1, 0xC0000000", lambda i: i * 0xC0000000 >> 32),
         ("mad.lo.s32 %r3, %r1, %r1, %r2", lambda i: i * i + 4 * i),
         ("lop3.b32 %r3, %r1, 12, 3, 0xCA", lambda i: (i & 12) | (~i & 3)),

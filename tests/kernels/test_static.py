@@ -52,6 +52,7 @@ def test_loops_within_it_take_their_turns(code):
     inner = [line.replace("HMMA.16816.F32", "HMMA.1688.F32.TF32") for line in outer[2:]]
     assert machine_code.main_loop(outer[:2] + inner) == {"HMMA": 2, "BRA": 2, "LOP3": 1, "FADD": 1}
     assert machine_code.main_loop(outer[:2] + inner, 3) == {"HMMA": 4, "BRA": 4, "LOP3": 3, "FADD": 1}
+    assert machine_code.main_loop(outer, 3) == {"HMMA": 4, "BRA": 4, "LOP3": 3, "FADD": 1}
     idle = [line for line in inner if not line.startswith("HMMA")]
     assert machine_code.main_loop(outer[:2] + idle, 3) == {"BRA": 2, "HMMA": 1, "LOP3": 1, "FADD": 1}
 

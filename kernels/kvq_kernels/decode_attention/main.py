@@ -27,7 +27,7 @@ from kvq_kernels.decode_attention.lookup import (
 from kvq_kernels.decode_attention.number import number
 from kvq_kernels.decode_attention.permute import load_table
 from kvq_kernels.decode_attention.rope import pair_channels, position_turn, turn
-from kvq_kernels.decode_attention.sparse import sparse_scores, sparse_values
+from kvq_kernels.decode_attention.sparse import sparse_scores, sparse_threads, sparse_values
 from kvq_kernels.decode_attention.spec import block_tokens, get, plane_count
 
 #: Weights are multiplied by 2 to this: float16 has few digits below 2^-14, where small weights times small scales lie.
@@ -73,6 +73,7 @@ def attend_main(
         acc = plain_nothing(SV, M, E)
     key_table = load_table(k, SK) if LOOK_UP_KEYS else ()
     value_table = load_table(v, SV) if LOOK_UP_VALUES else ()
+    threads = sparse_threads(q, get(SK, "dim")) if get(SK, "slots") + get(SV, "slots") > 0 else 0
     for tile in tl.range(first, last, num_stages=STAGES):
         scores = ()
         if FOLD_KEYS:
@@ -98,7 +99,7 @@ def attend_main(
             loaded = fold_load(v, SV, tile * N, M, N)
         if get(SK, "slots") > 0:
             found = sparse_scores(
-                found, q, k, SK, tile * N, rope, start, STYLE, WIDTH, GROUP, M, L, R, BLOCK, PRECISION
+                found, threads, q, k, SK, tile * N, rope, start, STYLE, WIDTH, GROUP, M, L, R, BLOCK, PRECISION
             )
         for i in tl.static_range(L):
             scores = scores + (found[i] * scale,)
@@ -125,8 +126,8 @@ def attend_main(
             acc = plain_values(acc, weights, shrink, v, SV, tile * N, L, R, BLOCK, E, VD, PRECISION)
         if get(SV, "slots") > 0:
             sums = sparse_values(
-                acc[0] if LOOK_UP_VALUES else acc, weights, v, SV, tile * N, GATHER_VALUES, LOOK_UP_VALUES, M, L, R,
-                BLOCK, E, PRECISION,
+                acc[0] if LOOK_UP_VALUES else acc, threads, weights, v, SV, tile * N, GATHER_VALUES, LOOK_UP_VALUES,
+                GROUP, M, L, R, BLOCK, E, PRECISION,
             )  # fmt: skip
             acc = (sums, acc[1]) if LOOK_UP_VALUES else sums
         top = peak

@@ -61,7 +61,7 @@ def planar(codes, row, column, W: tl.constexpr, ROW: tl.constexpr, COUNT: tl.con
     """Code number `column` of row `row`, both broadcast; see `Uniform.codes`. Of columns that are not `seen` 0: to
     shift by 32 bits or more would leave what need not even be finite."""
     LOW: tl.constexpr = 2 if BITS == 3 else BITS
-    word = tl.load(codes + row * ROW + column % W, mask=seen, other=0)
+    word = tl.load(codes + (row * ROW + column % W), mask=seen, other=0)
     code = (word >> (LOW * (column // W) & 31)) & ((1 << LOW) - 1)
     if BITS == 3:
         HIGH: tl.constexpr = (COUNT + 31) // 32
@@ -127,11 +127,11 @@ def _codebook(side, S: tl.constexpr, token, channel, seen):
     C: tl.constexpr = get(S, "channels")
     N: tl.constexpr = get(S, "entries")
     if get(S, "bits") == 8:
-        code = tl.load(side[0] + (token // L) * (D // C) + channel // C, mask=seen, other=0).to(tl.int32)
+        code = tl.load(side[0] + ((token // L) * (D // C) + channel // C), mask=seen, other=0).to(tl.int32)
     else:
         code = planar(side[0], token // L, channel // C, get(S, "words"), row_width(S), D // C, get(S, "bits"), seen)
     entry = ((channel // get(S, "share")) * N + code) * (L * C)
-    x = tl.load(side[1] + entry + (token % L) * C + channel % C, mask=seen, other=0.0).to(tl.float32)
+    x = tl.load(side[1] + (entry + (token % L) * C + channel % C), mask=seen, other=0.0).to(tl.float32)
     if get(S, "scaled"):
         x = x * tl.load(side[3] + channel, mask=channel < D, other=0.0)
     if get(S, "shifted"):

@@ -11,7 +11,6 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from kvq_kernels.decode_attention.number import number
-from kvq_kernels.decode_attention.order import load_apart
 from kvq_kernels.decode_attention.permute import interpreted
 from kvq_kernels.decode_attention.spec import get
 
@@ -48,6 +47,7 @@ def own_slots(side, S: tl.constexpr, begin, first, N: tl.constexpr):
     """(words, through, count) of a tile of N tokens that starts at packed token `begin`: uint32 [WORDS], of which bit b
     of word w is set if slot `_listed(w, first + b)` is of this head; how many bits are set up to each word; in all."""
     COUNT: tl.constexpr = N // get(S, "block") * get(S, "slots")
+    D: tl.constexpr = get(S, "dim")
     if not get(S, "across"):
         return 0, 0, COUNT
     else:
@@ -57,9 +57,11 @@ def own_slots(side, S: tl.constexpr, begin, first, N: tl.constexpr):
         seen = first + bit < EACH
         if EACH * WORDS != COUNT:
             seen &= slot < COUNT
-        listed = tl.max_contiguous(side[9] + begin * get(S, "slots") + slot, [1, 2])  # see `order.py`
-        index = tl.load(listed, mask=seen, other=-1).to(tl.int32) - side[11]
-        own = index.to(tl.uint32, bitcast=True) < get(S, "dim")
+        lists = side[9] + begin * get(S, "slots") + _listed(tl.arange(0, WORDS)[None, :], first)
+        listed = tl.max_contiguous(lists + bit * WORDS, [1, 2])  # see `order.py`
+        index = tl.load(listed, mask=seen, other=-1).to(tl.uint16, bitcast=True).to(tl.uint32)
+        head = side[11].to(tl.uint32)
+        own = (index ^ head if D & (D - 1) == 0 else index - head) < D
         words = tl.sum(tl.where(own & seen, 1 << bit, 0), axis=0).to(tl.uint32, bitcast=True)
         through = tl.cumsum(_count_bits(words, S), 0)
         return words, through, tl.max(through, axis=0)
@@ -74,18 +76,18 @@ def piece(own, S: tl.constexpr, first, at):
     if not get(S, "across"):
         return tl.minimum(wanted, count - 1), wanted < count
     else:
-        word = 0 * wanted
+        before = 0 * wanted - 1  # words of which the last has no more than is wanted
         for i in tl.static_range(5):
-            word += tl.where(tl.gather(through, word + ((16 >> i) - 1), 0) <= wanted, 16 >> i, 0)
+            further = before + (16 >> i)
+            before = tl.where(tl.gather(through, further, 0) <= wanted, further, before)
+        word = before + 1
         left = tl.gather(words, word, 0)
         rank = wanted - tl.gather(through, word, 0) + _count_bits(left, S)
-        bit = 0 * wanted
+        above = 0 * wanted + 32  # bits, of which those below the lowest are no more than the rank
         for i in tl.static_range(5):
-            below = _count_bits(left & ((1 << (16 >> i)) - 1), S)
-            further = rank >= below
-            rank -= tl.where(further, below, 0)
-            left = tl.where(further, left >> (16 >> i), left)
-            bit += tl.where(further, 16 >> i, 0)
+            fewer = above - (16 >> i)
+            above = tl.where(_count_bits(left << fewer.to(tl.uint32), S) <= rank, fewer, above)
+        bit = 32 - above
         return tl.where(wanted < count, _listed(word, first + bit), 0), wanted < count
 
 
@@ -96,8 +98,7 @@ def place(side, S: tl.constexpr, begin, slot):
     SLOTS: tl.constexpr = get(S, "slots")
     BLOCK: tl.constexpr = get(S, "block")
     lists = side[9] + begin // BLOCK * SLOTS
-    index = load_apart(lists, slot) if len(slot.shape) == 4 else tl.load(lists + slot)
-    index = index.to(tl.uint16, bitcast=True).to(tl.uint32)
+    index = tl.load(lists + slot).to(tl.uint16, bitcast=True).to(tl.uint32)
     token = slot.to(tl.uint32) // SLOTS * BLOCK  # unsigned: no signs to take care of
     if get(S, "across"):  # a condition that is loaded, else the compiler finds slots again wherever tokens are needed
         token = tl.where(index // D == side[11].to(tl.uint32) // D, token, 0)
@@ -113,4 +114,4 @@ def changes(side, S: tl.constexpr, begin, slot, real):
     token, channel = place(side, S, begin, slot)
     value = tl.load(side[10] + begin // get(S, "block") * get(S, "slots") + slot).to(tl.float32)
     every = tl.full([PIECE], True, tl.int1)
-    return token, channel, tl.where(real, value - number(side, S, begin + token, channel, every), 0.0)
+    return token, channel, tl.where(real, value - number(side, S, (begin + token).to(tl.uint32), channel, every), 0.0)

@@ -14,7 +14,7 @@ from kvq_kernels.decode_attention.lookup import looked_up_channel, looked_up_ste
 from kvq_kernels.decode_attention.order import load_apart
 from kvq_kernels.decode_attention.permute import interpreted
 from kvq_kernels.decode_attention.rope import STEP
-from kvq_kernels.decode_attention.slots import PIECE, changes, own_slots, piece, place, rounds
+from kvq_kernels.decode_attention.slots import PIECE, changes, own_slots, piece, rounds
 from kvq_kernels.decode_attention.spec import get, plane_count
 
 
@@ -46,70 +46,97 @@ def zero(begin):
 
 
 @triton.jit
-def _spread(x):
-    """[PIECE] as [PIECE / 16, 4, 1, 4]: in the order in which products sum over them."""
-    return tl.permute(tl.reshape(x, [PIECE // 16, 4, 4]), (0, 2, 1))[:, :, None, :]
+def sparse_threads(q, D: tl.constexpr):
+    """int32 [PIECE / 8, 2, 8, 4], zeros, in the threads that a product wants its sides from, 8 lines by 4.
+
+    A load keeps the threads that `order.py` gives it, and what is computed with it comes to be computed by them. That
+    they are zeros is seen later: they cost nothing in loops.
+    """
+    # Of all axes, or the order of those that are alike would be any.
+    channel = tl.arange(0, PIECE // 8)[:, None, None, None] + tl.arange(0, 2)[None, :, None, None]
+    channel += tl.arange(0, 8)[None, None, :, None] + tl.arange(0, 4)[None, None, None, :]
+    loaded = load_apart(q, tl.minimum(channel, D - 1)).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.minimum(loaded, 0)
+
+
+@triton.jit
+def _spread(x, threads, N: tl.constexpr):
+    """x [PIECE, N] as `sparse_threads` are, line n what is in column n % N: 32 numbers, of which each of 4 threads has
+    those that lie 4 apart."""
+    x = tl.permute(tl.reshape(x, [PIECE // 8, 2, 4, N]), (0, 1, 3, 2))[:, :, None, :, :]
+    x = tl.broadcast_to(x, [PIECE // 8, 2, 8 // N, N, 4])
+    return tl.reshape(x, [PIECE // 8, 2, 8, 4]) + threads.to(x.dtype)
 
 
 @triton.jit
 def _stacked(parts, N: tl.constexpr):
-    """N tensors [PIECE / 16, 4, 8, 4] as one."""
+    """N tensors [PIECE / 8, 2, 8, 4] as one."""
     if N == 1:
-        return tl.reshape(parts[0], [1, PIECE // 16, 4, 8, 4])
+        return tl.reshape(parts[0], [1, PIECE // 8, 2, 8, 4])
     else:
         both = tl.join(_stacked(parts[: N // 2], N // 2), _stacked(parts[N // 2 :], N // 2))
-        return tl.reshape(tl.permute(both, (5, 0, 1, 2, 3, 4)), [N, PIECE // 16, 4, 8, 4])
+        return tl.reshape(tl.permute(both, (5, 0, 1, 2, 3, 4)), [N, PIECE // 8, 2, 8, 4])
 
 
 @triton.jit
 def _operand(parts, N: tl.constexpr):
-    """N tensors [PIECE / 16, 4, 8, 4] as one side of products [8 N, PIECE], whose threads are the last axes."""
-    return tl.reshape(tl.permute(_stacked(parts, N), (0, 3, 1, 4, 2)), [8 * N, PIECE])
+    """N tensors [PIECE / 8, 2, 8, 4] as one side of products [8 N, PIECE], whose threads are the last axes."""
+    x = tl.reshape(_stacked(parts, N), [N, 2, PIECE // 16, 2, 8, 4])
+    return tl.reshape(tl.permute(x, (0, 4, 2, 5, 1, 3)), [8 * N, PIECE])
 
 
 @triton.jit
-def _places(side, S: tl.constexpr, begin, slot):
-    """`place` as [PIECE / 16, 4, 8, 4], alike for all 8; loaded by the threads that compare it, which costs less than
-    handing on what follows from comparisons."""
-    nothing = tl.minimum(tl.arange(0, 8), zero(begin))  # else the compiler would see that they are alike
-    return place(side, S, begin, _spread(slot) + nothing[None, None, :, None])
+def _columns(parts, N: tl.constexpr):
+    """N tensors [PIECE] as one [PIECE, N]."""
+    if N == 1:
+        return tl.reshape(parts[0], [PIECE, 1])
+    elif N == 2:
+        return tl.join(parts[0], parts[1])
+    else:
+        return tl.reshape(tl.join(_columns(parts[0::2], N // 2), _columns(parts[1::2], N // 2)), [PIECE, N])
+
+
+@triton.jit
+def _handed_on(x, S: tl.constexpr):
+    """x [PIECE] of 16 bits. The compiler sees something happen here: else it lets all threads that use x make it again,
+    each for itself."""
+    if get(S, "nvidia") and not interpreted():
+        return tl.inline_asm_elementwise("mov.b16 $0, $1;", "=h,h", [x], x.dtype, is_pure=False, pack=1)
+    else:
+        return x
 
 
 @triton.jit
 def _turned_back(
-    q, rope, position, channel, change, channels, D: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr,
-    GROUP: tl.constexpr, M: tl.constexpr,
-):  # fmt: skip
-    """[M, PIECE]: what each query has in `channel` [PIECE] once it is turned back by `position`, times `change`.
-    channels: the same as `_places` has them."""
+    q, rope, position, channel, change, D: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr
+):
+    """GROUP times [PIECE]: what each query has in `channel` once it is turned back by `position`, times `change`."""
     HALF: tl.constexpr = WIDTH // 2
+    parts = ()
     if STYLE == "none":
-        cos, sin, partners = _spread(change), 0.0, channels
+        for m in tl.static_range(GROUP):
+            parts = parts + (tl.load(q + channel + m * D).to(tl.float32) * change,)
     else:
-        turned = channel < WIDTH
         if STYLE == "half":
             pair, first = channel % HALF, channel < HALF
-            partners = channels + tl.where(channels < HALF, HALF, -HALF)
+            partner = channel ^ HALF if HALF & (HALF - 1) == 0 else channel + tl.where(first, HALF, -HALF)
         else:
             pair, first = channel // 2, channel % 2 == 0
-            partners = channels ^ 1
-        at1, at2 = position // STEP * WIDTH + pair, position % STEP * WIDTH + pair
-        c1 = tl.load(rope[0] + at1, mask=turned, other=1.0)
-        s1 = tl.load(rope[0] + at1 + HALF, mask=turned, other=0.0)
-        c2 = tl.load(rope[1] + at2, mask=turned, other=1.0)
-        s2 = tl.load(rope[1] + at2 + HALF, mask=turned, other=0.0)
-        cos = _spread((c1 * c2 - s1 * s2) * change)
-        sin = _spread((s1 * c2 + c1 * s2) * tl.where(first, change, -change))
-    parts = ()
-    for i in tl.static_range(M // 8):
-        row = q + tl.minimum(8 * i + tl.arange(0, 8)[None, None, :, None], GROUP - 1) * D
-        x = load_apart(row, channels).to(tl.float32) * cos
-        if STYLE != "none":
-            if WIDTH < D:
-                partners = tl.where(channels < WIDTH, partners, channels)
-            x += load_apart(row, partners).to(tl.float32) * sin
-        parts = parts + (x,)
-    return _operand(parts, M // 8)
+            partner = channel ^ 1
+        coarse, fine = rope[0] + (position // STEP * WIDTH + pair), rope[1] + (position % STEP * WIDTH + pair)
+        if WIDTH < D:
+            turned = channel < WIDTH
+            partner = tl.where(turned, partner, channel)
+            c1, s1 = tl.load(coarse, mask=turned, other=1.0), tl.load(coarse + HALF, mask=turned, other=0.0)
+            c2, s2 = tl.load(fine, mask=turned, other=1.0), tl.load(fine + HALF, mask=turned, other=0.0)
+        else:
+            c1, s1, c2, s2 = tl.load(coarse), tl.load(coarse + HALF), tl.load(fine), tl.load(fine + HALF)
+        cos, sin = (c1 * c2 - s1 * s2) * change, (s1 * c2 + c1 * s2) * tl.where(first, change, -change)
+        own, other = q + channel, q + partner
+        for m in tl.static_range(GROUP):
+            x = tl.load(own + m * D).to(tl.float32) * cos + tl.load(other + m * D).to(tl.float32) * sin
+            parts = parts + (x,)
+    return parts
 
 
 @triton.jit
@@ -119,9 +146,15 @@ def _small(x):
 
 
 @triton.jit
-def _ones(apart, step: tl.constexpr, PAIRS: tl.constexpr):
-    """Where `apart` is `_small(step)` 1, else 0. PAIRS: in bfloat16, where what float16 has as 1 is 2^-7."""
-    if PAIRS:
+def _places(x, threads, S: tl.constexpr):
+    """`_small(x)` of x [PIECE] as `threads` are, which are handed it as 16 bits."""
+    return _small(_spread(tl.reshape(_handed_on(x.to(tl.int16), S), [PIECE, 1]), threads, 1))
+
+
+@triton.jit
+def _ones(apart, step: tl.constexpr, T: tl.constexpr):
+    """Where `apart` is `_small(step)` 1, else 0. T: of products; what float16 has as 1 is 2^-7 as bfloat16."""
+    if tl.bfloat16 == T:
         there = tl.full(apart.shape, step * 2.0**-24, tl.float16)
         equal: tl.constexpr = "set.eq.f16x2.f16x2 $0, $1, $2;"
         return tl.inline_asm_elementwise(equal, "=r,r,r", [apart, there], tl.bfloat16, is_pure=True, pack=2)
@@ -130,22 +163,53 @@ def _ones(apart, step: tl.constexpr, PAIRS: tl.constexpr):
 
 
 @triton.jit
-def _halves(x, PAIRS: tl.constexpr):
-    """What is multiplied with `_ones`."""
-    if PAIRS:
-        x *= 128.0
-        high = x.to(tl.bfloat16)
-        return high, (x - high.to(tl.float32)).to(tl.bfloat16)
-    else:
-        return (x,)
+def _halves(parts):
+    """int32 of each: 128 x, as bfloat16 its first 8 digits and below them the next."""
+    split: tl.constexpr = """{
+        .reg .b32 high; .reg .f32 low;
+        and.b32 high, $1, 0xffff0000; sub.rn.f32 low, $1, high; cvt.rn.bf16x2.f32 $0, high, low;
+    }"""
+    halves = ()
+    for i in tl.static_range(len(parts)):
+        x = tl.inline_asm_elementwise(split, "=r,r", [parts[i]], tl.int32, is_pure=False, pack=1)
+        halves = halves + (x,)
+    return halves
 
 
 @triton.jit
-def _added(apart, steps: tl.constexpr, halves, acc, PAIRS: tl.constexpr, PRECISION: tl.constexpr):
+def _in_order(x, M: tl.constexpr):
+    """x [PIECE, M] in the order in which products sum, see `_spread` and `_operand`."""
+    x = tl.reshape(x, [2, PIECE // 16, 2, 4, M])
+    return tl.reshape(tl.permute(x, (1, 3, 0, 2, 4)), [PIECE, M])
+
+
+@triton.jit
+def _operands(parts, threads, M: tl.constexpr, PAIRS: tl.constexpr):
+    """What is multiplied with `_ones`, [PIECE, M], of at most M tensors [PIECE]; PAIRS: of `_halves`. Others are
+    finite."""
+    if PAIRS:
+        N: tl.constexpr = min(8, triton.next_power_of_2(len(parts)))
+        highs, lows = (), ()
+        for i in tl.static_range(M // 8):
+            own = parts[8 * i % len(parts) :][:8]
+            for _ in tl.static_range(len(own), N):
+                own = own + (tl.zeros_like(own[0]),)
+            x = _spread(_columns(own, N), threads, N)
+            highs = highs + ((x >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True),)
+            lows = lows + (x.to(tl.int16).to(tl.bfloat16, bitcast=True),)
+        return tl.trans(_operand(highs, M // 8)), tl.trans(_operand(lows, M // 8))
+    else:
+        for _ in tl.static_range(len(parts), M):
+            parts = parts + (tl.zeros_like(parts[0]),)
+        return (_in_order(_columns(parts, M), M),)
+
+
+@triton.jit
+def _added(apart, steps: tl.constexpr, halves, acc, PRECISION: tl.constexpr):
     """acc [8 rows for each of `steps`, n] with `halves` where rows are `apart` by that step."""
     parts = ()
     for i in tl.static_range(len(steps)):
-        parts = parts + (_ones(apart, steps[i], PAIRS),)
+        parts = parts + (_ones(apart, steps[i], halves[0].dtype),)
     ones = _operand(parts, len(steps))
     for i in tl.static_range(len(halves)):
         acc = tl.dot(ones, halves[i], acc, input_precision=PRECISION)
@@ -154,8 +218,9 @@ def _added(apart, steps: tl.constexpr, halves, acc, PAIRS: tl.constexpr, PRECISI
 
 @triton.jit
 def sparse_scores(
-    scores, q, k, S: tl.constexpr, begin, rope, start, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
-    M: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr,
+    scores, threads, q, k, S: tl.constexpr, begin, rope, start, STYLE: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP: tl.constexpr, M: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """`scores` (L times [M, R], see `gather.py`) of the tile that starts at packed token `begin`, with its outliers."""
     PAIRS: tl.constexpr = in_pairs(S, PRECISION)
@@ -168,14 +233,15 @@ def sparse_scores(
         for at in tl.range(zero(begin), own[2], PIECE, num_stages=1):
             slot, real = piece(own, S, 32 * part, at)
             token, channel, change = changes(k, S, begin, slot, real)
-            tokens, channels = _places(k, S, begin, slot)
-            position = start + begin + token
-            a = _turned_back(q, rope, position, channel, change, channels, get(S, "dim"), STYLE, WIDTH, GROUP, M)
-            a = _halves(tl.trans(a), PAIRS)
-            apart = _small(tokens) - _small(line_tokens(thread, 0, R, BLOCK))
+            if PAIRS:
+                change *= 128.0
+            position = (start + begin + token).to(tl.uint32)  # no signs to take care of
+            a = _turned_back(q, rope, position, channel, change, get(S, "dim"), STYLE, WIDTH, GROUP)
+            a = _operands(_halves(a) if PAIRS else a, threads, M, PAIRS)
+            apart = _places(token, threads, S) - _small(line_tokens(thread, 0, R, BLOCK))
             new = ()
             for i in tl.static_range(L):
-                new = new + (_added(apart, line_steps(i, R, BLOCK), a, lines[i], PAIRS, PRECISION),)
+                new = new + (_added(apart, line_steps(i, R, BLOCK), a, lines[i], PRECISION),)
             lines = new
     found = ()
     for i in tl.static_range(L):
@@ -195,6 +261,47 @@ def joined(tiles, M: tl.constexpr, R: tl.constexpr, L: tl.constexpr):
 
 
 @triton.jit
+def _in_twos(weights, GROUP: tl.constexpr, M: tl.constexpr, R: tl.constexpr, L: tl.constexpr):
+    """Of L tiles [M, R] the rows of GROUP queries as float16, two in an int32: `joined`, [at least GROUP / 2, R L]."""
+    pack: tl.constexpr = "cvt.rn.f16x2.f32 $0, $2, $1;"
+    twos = ()
+    for i in tl.static_range(L):
+        even, odd = tl.split(tl.permute(tl.reshape(weights[i], [M // 2, 2, R]), (0, 2, 1)))
+        twos = twos + (tl.inline_asm_elementwise(pack, "=r,r,r", [even, odd], tl.int32, is_pure=True, pack=1),)
+    return _first_rows(joined(twos, M // 2, R, L), (GROUP + 1) // 2, M // 2, R * L)
+
+
+@triton.jit
+def _first_rows(x, COUNT: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
+    """Of x [M, N] at least COUNT."""
+    if M >= 2 * COUNT:
+        first, _ = tl.split(tl.permute(tl.reshape(x, [2, M // 2, N]), (1, 2, 0)))
+        return _first_rows(first, COUNT, M // 2, N)
+    else:
+        return x
+
+
+@triton.jit
+def _rows(x, M: tl.constexpr):
+    """The rows [PIECE] of x [M, PIECE]."""
+    if M == 1:
+        return (tl.reshape(x, [PIECE]),)
+    else:
+        first, second = tl.split(tl.permute(tl.reshape(x, [2, M // 2, PIECE]), (1, 2, 0)))
+        return _rows(first, M // 2) + _rows(second, M // 2)
+
+
+@triton.jit
+def _times(twos, change, GROUP: tl.constexpr):
+    """GROUP times [PIECE]: numbers of `_in_twos` times `change`."""
+    parts = ()
+    for m in tl.static_range(GROUP):
+        x = (twos[m // 2] >> (m % 2 * 16)).to(tl.int16).to(tl.float16, bitcast=True)
+        parts = parts + (x.to(tl.float32) * change,)
+    return parts
+
+
+@triton.jit
 def _of_columns(x, column, M: tl.constexpr, N: tl.constexpr):
     """[M, PIECE]: the columns `column` of x [M, N], by shuffles of as many as there are threads."""
     if N <= 32:
@@ -207,8 +314,9 @@ def _of_columns(x, column, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def sparse_values(
-    acc, weights, v, S: tl.constexpr, begin, GATHERED: tl.constexpr, LOOKED_UP: tl.constexpr, M: tl.constexpr,
-    L: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
+    acc, threads, weights, v, S: tl.constexpr, begin, GATHERED: tl.constexpr, LOOKED_UP: tl.constexpr,
+    GROUP: tl.constexpr, M: tl.constexpr, L: tl.constexpr, R: tl.constexpr, BLOCK: tl.constexpr, E: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Sums of `gather_values` (GATHERED), `lookup_values` (LOOKED_UP) or `plain_values` with the outliers of the tile
     that starts at `begin`."""
@@ -217,7 +325,7 @@ def sparse_values(
     thread = tl.arange(0, 8)[None, None, :, None]
     if GATHERED:
         tl.debug_barrier()  # else it is begun while values still fill the registers
-    every = joined(weights, M, R, L)
+    every = _in_twos(weights, GROUP, M, R, L) if PAIRS else joined(weights, M, R, L)
     if GATHERED:
         row = gathered_channel(0, 0, thread, S)
     elif LOOKED_UP:
@@ -230,13 +338,18 @@ def sparse_values(
             slot, real = piece(own, S, 32 * part, at)
             token, channel, change = changes(v, S, begin, slot, real)
             column = token % (R * BLOCK) // BLOCK * L + (token // (R * BLOCK) * BLOCK + token % BLOCK)
-            w = _of_columns(every, column[None, :] + tl.zeros([M, 1], tl.int32), M, L * R) * change[None, :]
-            w = _halves(tl.trans(w), PAIRS)
-            apart = _small(_places(v, S, begin, slot)[1]) - _small(row)
+            ROWS: tl.constexpr = every.shape[0]
+            w = _of_columns(every, column[None, :] + tl.zeros([ROWS, 1], tl.int32), ROWS, L * R)
+            if PAIRS:
+                w = _halves(_times(_rows(w, ROWS), change * 128.0, GROUP))
+                w = _operands(w, threads, M, PAIRS)
+            else:
+                w = (_in_order(tl.trans(w * change[None, :]), M),)
+            apart = _places(channel, threads, S) - _small(row)
             new = ()
             for p in tl.static_range(SUMS):
                 old = acc[p] if GATHERED or LOOKED_UP else tl.trans(acc[p])
-                one = _added(apart, sum_steps(p, S, GATHERED, LOOKED_UP, E), w, old, PAIRS, PRECISION)
+                one = _added(apart, sum_steps(p, S, GATHERED, LOOKED_UP, E), w, old, PRECISION)
                 new = new + (one if GATHERED or LOOKED_UP else tl.trans(one),)
             acc = new
     return acc

@@ -62,7 +62,7 @@ class Driver(DriverBase):
 
     def load_binary(self, name, binary, shared, device):
         program = parse(self.text)
-        return None, (list(program.parameters), prepare(program)), 0, 0, 1024
+        return None, (program.parameters, prepare(program)), 0, 0, 1024
 
 
 class Launcher:

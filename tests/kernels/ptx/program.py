@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 _STATEMENT = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
-_PARAMETER = re.compile(r"\.param\s+\.(\w+)[^,)]*?\b(\w+_param_\d+)")
+_PARAMETER = re.compile(r"\b\w+_param_\d+\b")
 
 
 @dataclass(frozen=True)
@@ -40,31 +40,28 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Program:
-    """parameters: name -> type, in order. registers: the number of names is the number of slots."""
+    """parameters: names, in order."""
 
-    name: str
-    parameters: dict[str, str]
+    parameters: list[str]
     code: list[Instruction]
 
 
 def parse(text: str) -> Program:
-    """The one kernel of a module. ValueError for what is not a statement."""
+    """The one kernel of a module. ValueError for what is not an instruction."""
     text = re.sub(r"//[^\n]*|^\s*\.(loc|file)\b[^\n]*", "", text, flags=re.MULTILINE)
-    head, _, rest = text.partition(".entry")
-    name = rest.split("(", 1)[0].strip()
-    declared, _, body = rest.partition("{")
-    parameters = {parameter: kind for kind, parameter in _PARAMETER.findall(declared)}
-    body = re.sub(r"\.section.*", "", body, flags=re.DOTALL)
+    declared, _, body = text.partition(".entry")[2].partition("{")
+    body = _renamed(re.sub(r"\.section.*", "", body, flags=re.DOTALL))
     labels: dict[str, int] = {}
     found: list[Instruction] = []
-    for statement in _statements(body):
-        while match := re.match(r"([$\w]+):\s*", statement):
-            labels[match[1]] = len(found)
+    for statement in body.split(";"):
+        # Braces around statements are no matter, once registers that are declared within have names of their own.
+        while match := re.match(r"[{}\s]+|([$\w]+):", statement):
+            if match[1]:
+                labels[match[1]] = len(found)
             statement = statement[match.end() :]
-        statement = statement.lstrip("} \n\t")
         if not statement or statement.startswith("."):
             continue
-        match = _STATEMENT.fullmatch(statement)
+        match = _STATEMENT.fullmatch(statement.strip())
         if match is None:
             raise ValueError(f"not an instruction: {statement!r}")
         guard = (match[2], bool(match[1])) if match[2] else None
@@ -74,16 +71,16 @@ def parse(text: str) -> Program:
         if one.opcode[0] == "bra":
             one = Instruction(one.opcode, (), one.guard, labels[one.operands[0]])
         code.append(one)
-    return Program(name, parameters, code)
+    return Program(_PARAMETER.findall(declared), code)
 
 
-def _statements(body: str) -> list[str]:
-    """Braces around statements are no matter: registers that are declared within have names of their own."""
-    found = []
-    for part in body.split(";"):
-        part = part.strip().removeprefix("{").strip() if re.match(r"\s*\{\s*[.a-z@]", part) else part.strip()
-        found.append(part.lstrip("} \n\t"))
-    return found
+def _renamed(body: str) -> str:
+    """Registers that assembly within the source declares, named as the compiler names them."""
+    names = {name: kind for kind, name in re.findall(r"\.reg\s+\.(\w+)\s+([A-Za-z]\w*)\s*;", body)}
+    for i, (name, kind) in enumerate(names.items()):
+        letters = "p" if kind == "pred" else {"16": "rs", "32": "r", "64": "rd"}[kind[-2:]]
+        body = re.sub(rf"(?<![\w.%$]){name}\b", f"%{letters}{900000 + i}", body)
+    return body
 
 
 def _operands(text: str) -> tuple[str | tuple[str, ...], ...]:
