@@ -178,5 +178,5 @@ def test_addresses_are_checked(instruction, reason):
 
 
 def test_what_is_not_known_is_not_passed_over():
-    with pytest.raises(NotImplementedError, match="wgmma"):
-        run("wgmma.fence.sync.aligned;", integers())
+    with pytest.raises(NotImplementedError, match="atom"):
+        run("atom.global.add.u32 %r3, [%rd3], %r1;", integers())

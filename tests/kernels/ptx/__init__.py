@@ -5,5 +5,5 @@ within it, what goes through shared memory and when. Here the compiler's last te
 lie in ordinary memory. What a device would not forgive is an error: an address beyond the tensors that were passed, one
 that is not a multiple of its access, shared memory that another warp reads or writes without a barrier between.
 
-`driver.activate("sm_90")` makes every launch of the process run so. Not known: wgmma, atomics, calls.
+`driver.activate("sm_90")` makes every launch of the process run so. Not known: atomics, calls, tensor copies.
 """

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ptx import scalar, warp
+from ptx import scalar, warp, warpgroup
 from ptx.block import Blocks, Step
 from ptx.numbers import PAIRS, RAW, encode, width
 from ptx.program import Instruction, Program
@@ -43,6 +43,7 @@ def _prepared(one: Instruction) -> Callable[[Blocks], None]:
         "stmatrix": _store_matrix,
         "cp": _copy,
         "lop3": _combine,
+        "wgmma": warpgroup.prepare,
     }
     return special.get(base, _compute)(one)
 

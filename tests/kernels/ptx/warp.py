@@ -7,7 +7,7 @@ import numpy as np
 from ptx.numbers import decode, tf32
 
 _LANE = np.arange(32)
-_GROUP, _WITHIN = _LANE // 4, _LANE % 4
+GROUP, WITHIN = _LANE // 4, _LANE % 4
 
 
 def shuffle(mode: str, a: np.ndarray, which: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -52,12 +52,12 @@ def _halves(registers: list[np.ndarray], kind: str) -> np.ndarray:
     return np.stack(numbers, 2).astype(np.float32)
 
 
-def _left16(registers, kind):
+def left16(registers, kind):
     """[warps, 16, 16] of four registers of pairs."""
     numbers = _halves(registers, kind)
     found = np.empty((numbers.shape[0], 16, 16), np.float32)
     for i in range(4):
-        row, column = _GROUP + 8 * (i % 2), 2 * _WITHIN + 8 * (i // 2)
+        row, column = GROUP + 8 * (i % 2), 2 * WITHIN + 8 * (i // 2)
         for j in range(2):
             found[:, row, column + j] = numbers[:, :, i, j]
     return found
@@ -69,21 +69,21 @@ def _right16(registers, kind):
     found = np.empty((numbers.shape[0], 16, 8), np.float32)
     for i in range(2):
         for j in range(2):
-            found[:, 2 * _WITHIN + 8 * i + j, _GROUP] = numbers[:, :, i, j]
+            found[:, 2 * WITHIN + 8 * i + j, GROUP] = numbers[:, :, i, j]
     return found
 
 
 def _left8(registers):
     found = np.empty((registers[0].shape[0], 16, 8), np.float32)
     for i in range(4):
-        found[:, _GROUP + 8 * (i % 2), _WITHIN + 4 * (i // 2)] = tf32(registers[i])
+        found[:, GROUP + 8 * (i % 2), WITHIN + 4 * (i // 2)] = tf32(registers[i])
     return found
 
 
 def _right8(registers):
     found = np.empty((registers[0].shape[0], 8, 8), np.float32)
     for i in range(2):
-        found[:, _WITHIN + 4 * i, _GROUP] = tf32(registers[i])
+        found[:, WITHIN + 4 * i, GROUP] = tf32(registers[i])
     return found
 
 
@@ -91,7 +91,7 @@ def multiply(opcode: tuple[str, ...], a: list, b: list, c: list) -> list[np.ndar
     """mma of 16 x 8 results in float32."""
     shape, kind = opcode[3], opcode[-2]
     if shape == "m16n8k16" and kind in ("f16", "bf16"):
-        left, right = _left16(a, kind), _right16(b, kind)
+        left, right = left16(a, kind), _right16(b, kind)
     elif shape == "m16n8k8" and kind == "tf32":
         left, right = _left8(a), _right8(b)
     else:
@@ -99,7 +99,7 @@ def multiply(opcode: tuple[str, ...], a: list, b: list, c: list) -> list[np.ndar
     product = left.astype(np.float64) @ right.astype(np.float64)
     found = []
     for i in range(4):
-        own = product[:, _GROUP + 8 * (i // 2), 2 * _WITHIN + i % 2]
+        own = product[:, GROUP + 8 * (i // 2), 2 * WITHIN + i % 2]
         found.append((own + c[i].view(np.float32)).astype(np.float32).view(np.uint32))
     return found
 
@@ -108,12 +108,12 @@ def from_rows(rows: np.ndarray, transposed: bool) -> np.ndarray:
     """A matrix [warps, 8, 8] of 16-bit numbers as a register [warps, 32] of pairs."""
     if transposed:
         rows = rows.transpose(0, 2, 1)
-    low, high = rows[:, _GROUP, 2 * _WITHIN], rows[:, _GROUP, 2 * _WITHIN + 1]
+    low, high = rows[:, GROUP, 2 * WITHIN], rows[:, GROUP, 2 * WITHIN + 1]
     return low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))
 
 
 def to_rows(register: np.ndarray, transposed: bool) -> np.ndarray:
     found = np.empty((register.shape[0], 8, 8), np.uint16)
-    found[:, _GROUP, 2 * _WITHIN] = register & np.uint32(0xFFFF)
-    found[:, _GROUP, 2 * _WITHIN + 1] = register >> np.uint32(16)
+    found[:, GROUP, 2 * WITHIN] = register & np.uint32(0xFFFF)
+    found[:, GROUP, 2 * WITHIN + 1] = register >> np.uint32(16)
     return found.transpose(0, 2, 1) if transposed else found

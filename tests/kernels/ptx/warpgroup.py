@@ -1,0 +1,79 @@
+"""Products of four warps (wgmma), whose right sides, and maybe left ones, lie in shared memory as descriptors say.
+
+What is asked for is done at once: that its results are not used before they are waited for is not checked.
+"""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+
+from ptx import warp
+from ptx.block import Blocks
+from ptx.numbers import decode
+from ptx.program import Instruction
+
+#: Bytes after which the pattern of swizzled 16-byte pieces begins again, by the descriptor's last two bits.
+_SPANS = {0: 16, 1: 128, 2: 64, 3: 32}
+
+
+def prepare(one: Instruction):
+    """What executes an instruction of this kind."""
+    if one.opcode[1] in ("fence", "commit_group", "wait_group"):
+        return lambda blocks: None
+    shape, kind = one.opcode[4], one.opcode[-1]
+    match = re.fullmatch(r"m64n(\d+)k16", shape)
+    if match is None or one.opcode[-3] != "f32" or kind not in ("f16", "bf16"):
+        raise NotImplementedError(str(one))
+    columns = int(match[1])
+    results, left, right, adds, *rest = one.operands
+    signs, turned = [int(word) for word in rest[:2]], [int(word) for word in rest[2:]]
+    if signs != [1, 1] or len(turned) != (1 if isinstance(left, tuple) else 2):
+        raise NotImplementedError(str(one))
+
+    def execute(blocks):
+        if not blocks.full:
+            raise NotImplementedError(f"{one} by some of a block's warps")
+        groups = blocks.count // 128
+        if isinstance(left, tuple):
+            registers = [blocks.read(name, "b32").reshape(-1, 32) for name in left]
+            a = warp.left16(registers, kind).reshape(groups, 64, 16)
+        else:
+            a = _shared(blocks, left, 64, kind, bool(turned[0]))
+        b = _shared(blocks, right, columns, kind, bool(turned[-1]))
+        product = (a.astype(np.float64) @ b.astype(np.float64).transpose(0, 2, 1)).reshape(-1, 16, columns)
+        kept = blocks.read(adds, "pred").reshape(-1, 32)
+        for i, name in enumerate(results):
+            row, column = warp.GROUP + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * warp.WITHIN + i % 2
+            before = blocks.read(name, "f32").reshape(-1, 32)
+            found = np.where(kept, before, np.float32(0)) + product[:, row, column]
+            blocks.write(name, found.astype(np.float32).view(np.uint32).reshape(-1))
+
+    return execute
+
+
+def _shared(blocks: Blocks, name: str, lines: int, kind: str, turned: bool) -> np.ndarray:
+    """[groups, lines, 16] numbers of a descriptor. turned: numbers of one line are not next to each other, but those of
+    one of the 16 are."""
+    descriptor = blocks.read(name, "u64").reshape(-1, 128)[:, 0]
+    begin, leading, stride = (((descriptor >> np.uint64(at)) & 0x3FFF).astype(np.int64) * 16 for at in (0, 16, 32))
+    modes = {int(mode) for mode in descriptor >> np.uint64(62)}
+    if len(modes) > 1 or ((descriptor >> np.uint64(49)) & 7).any():
+        raise NotImplementedError("descriptors of several kinds")
+    span = _SPANS[modes.pop()]
+    begin, leading, stride = (x[:, None, None] for x in (begin, leading, stride))
+    line, inner = np.arange(lines)[None, :, None], np.arange(16)[None, None, :]
+    if turned:
+        many = span // 2
+        place = begin + line % many * 2 + line // many * leading + inner % 8 * span + inner // 8 * stride
+    elif span == 16:
+        place = begin + line % 8 * 16 + line // 8 * stride + inner % 8 * 2 + inner // 8 * leading
+    else:
+        place = begin + line % 8 * span + line // 8 * stride + inner * 2
+    place ^= (place >> 7 & (span // 16 - 1)) << 4
+    groups = blocks.count // 128
+    base = blocks.bases.reshape(groups, 128)[:, :1, None]
+    blocks.shared.check(place.reshape(-1))
+    raw = blocks.shared.bytes.view(np.uint16)[(base + place) // 2]
+    return decode(raw.reshape(-1), kind).astype(np.float32).reshape(place.shape)
