@@ -33,16 +33,19 @@ def prepare(one: Instruction):
         raise NotImplementedError(str(one))
 
     def execute(blocks):
-        if not blocks.full:
-            raise NotImplementedError(f"{one} by some of a block's warps")
-        groups = blocks.count // 128
+        active = blocks.active.reshape(-1, 128)
+        if (active.any(1) != active.all(1)).any():
+            raise NotImplementedError(f"{one} by some of four warps")
+        own = active[:, 0]
         if isinstance(left, tuple):
             registers = [blocks.read(name, "b32").reshape(-1, 32) for name in left]
-            a = warp.left16(registers, kind).reshape(groups, 64, 16)
+            a = warp.left16(registers, kind).reshape(-1, 64, 16)[own]
         else:
-            a = _shared(blocks, left, 64, kind, bool(turned[0]))
-        b = _shared(blocks, right, columns, kind, bool(turned[-1]))
-        product = (a.astype(np.float64) @ b.astype(np.float64).transpose(0, 2, 1)).reshape(-1, 16, columns)
+            a = _shared(blocks, left, 64, kind, bool(turned[0]), own)
+        b = _shared(blocks, right, columns, kind, bool(turned[-1]), own)
+        product = np.zeros((len(own), 64, columns))
+        product[own] = a.astype(np.float64) @ b.astype(np.float64).transpose(0, 2, 1)
+        product = product.reshape(-1, 16, columns)
         kept = blocks.read(adds, "pred").reshape(-1, 32)
         for i, name in enumerate(results):
             row, column = warp.GROUP + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * warp.WITHIN + i % 2
@@ -53,10 +56,10 @@ def prepare(one: Instruction):
     return execute
 
 
-def _shared(blocks: Blocks, name: str, lines: int, kind: str, turned: bool) -> np.ndarray:
-    """[groups, lines, 16] numbers of a descriptor. turned: numbers of one line are not next to each other, but those of
-    one of the 16 are."""
-    descriptor = blocks.read(name, "u64").reshape(-1, 128)[:, 0]
+def _shared(blocks: Blocks, name: str, lines: int, kind: str, turned: bool, own: np.ndarray) -> np.ndarray:
+    """[groups, lines, 16] numbers of a descriptor, of the groups of four warps `own`. turned: numbers of one line are
+    not next to each other, but those of one of the 16 are."""
+    descriptor = blocks.read(name, "u64").reshape(-1, 128)[own, 0]
     begin, leading, stride = (((descriptor >> np.uint64(at)) & 0x3FFF).astype(np.int64) * 16 for at in (0, 16, 32))
     modes = {int(mode) for mode in descriptor >> np.uint64(62)}
     if len(modes) > 1 or ((descriptor >> np.uint64(49)) & 7).any():
@@ -72,8 +75,7 @@ def _shared(blocks: Blocks, name: str, lines: int, kind: str, turned: bool) -> n
     else:
         place = begin + line % 8 * span + line // 8 * stride + inner * 2
     place ^= (place >> 7 & (span // 16 - 1)) << 4
-    groups = blocks.count // 128
-    base = blocks.bases.reshape(groups, 128)[:, :1, None]
+    base = blocks.bases.reshape(-1, 128)[own, :1, None]
     blocks.shared.check(place.reshape(-1))
     raw = blocks.shared.bytes.view(np.uint16)[(base + place) // 2]
     return decode(raw.reshape(-1), kind).astype(np.float32).reshape(place.shape)
