@@ -81,8 +81,12 @@ def test_models_of_another_build_are_refused(tiny):
     latent = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
     model = DeepseekV3ForCausalLM(DeepseekV3Config(vocab_size=20, intermediate_size=8, **sizes, **latent))
-    with pytest.raises(UsageError, match="caches keys of shape .* not supported"):
+    with pytest.raises(UsageError, match="deepseek_v3 has latent attention, which kvq does not compress"):
         iter_attention(model, taps=False)
+    other = tiny("llama")
+    other.config.num_key_value_heads *= 2  # what its layers do not cache
+    with pytest.raises(UsageError, match="caches keys of shape .* not supported"):
+        iter_attention(other, taps=False)
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved", "none"])
