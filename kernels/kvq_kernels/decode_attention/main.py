@@ -17,6 +17,7 @@ from kvq_kernels.decode_attention.gather import (
     gathers,
     line_tokens,
 )
+from kvq_kernels.decode_attention.handed import sparse_threads
 from kvq_kernels.decode_attention.lookup import (
     looks_up,
     lookup_nothing,
@@ -27,7 +28,7 @@ from kvq_kernels.decode_attention.lookup import (
 from kvq_kernels.decode_attention.number import number
 from kvq_kernels.decode_attention.permute import load_table
 from kvq_kernels.decode_attention.rope import pair_channels, position_turn, turn
-from kvq_kernels.decode_attention.sparse import sparse_scores, sparse_threads, sparse_values
+from kvq_kernels.decode_attention.sparse import sparse_scores, sparse_values
 from kvq_kernels.decode_attention.spec import block_tokens, get, plane_count
 
 #: Weights are multiplied by 2 to this: float16 has few digits below 2^-14, where small weights times small scales lie.
