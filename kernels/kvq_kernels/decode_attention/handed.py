@@ -128,8 +128,8 @@ def in_order(x, M: tl.constexpr):
 
 @triton.jit
 def operands(parts, threads, M: tl.constexpr, PAIRS: tl.constexpr):
-    """What is multiplied with `_ones`, [PIECE, M], of at most M tensors [PIECE]; PAIRS: of `halves_of`. Others are
-    finite."""
+    """What is multiplied with `_ones`, [PIECE, M], of at most M tensors [PIECE]; PAIRS: of `halves_of`. Columns beyond
+    these are finite, and nobody's."""
     if PAIRS:
         N: tl.constexpr = min(8, triton.next_power_of_2(len(parts)))
         highs, lows = (), ()
