@@ -10,8 +10,8 @@ from pathlib import Path
 
 # Set before any library reads them: a test that would go to the network must fail here as it would there.
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-# KVQ_TEST_PTX=sm_90: tests of kernels execute what they are compiled to for that GPU (see tests/kernels/ptx), on tensors
-# in ordinary memory, also where there is a GPU.
+# KVQ_TEST_PTX=sm_90: tests of kernels execute what they are compiled to for that GPU (see tests/kernels/ptx), on
+# tensors in ordinary memory, also where there is a GPU.
 if "KVQ_TEST_PTX" in os.environ:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
