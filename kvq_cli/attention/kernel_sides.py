@@ -97,7 +97,8 @@ def side(stream: Stream, count: Tensor) -> Side:
     outliers = None
     if "outlier_index" in packed.parts:
         index, value = (packed.parts[name] for name in ("outlier_index", "outlier_value"))
-        outliers = Outliers(index.tensor, value.tensor, index.unit)
+        start = packed.parts.get("outlier_start")
+        outliers = Outliers(index.tensor, value.tensor, index.unit, start and start.tensor)
     parts = {name: part.tensor for name, part in packed.parts.items()}
     return Side(_packed(codec, parts), count, sinks, ring, outliers, norm_of(stream))
 

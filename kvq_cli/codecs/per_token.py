@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from kvq_cli.codecs.base import Codec, Packed, Part, side_dtype
-from kvq_cli.codecs.outliers import furthest
+from kvq_cli.codecs.outliers import BLOCK_TOKENS, furthest
 from kvq_cli.errors import UsageError
 
 
@@ -20,15 +21,22 @@ class PerTokenCodec(Codec):
     outliers: fraction of a token's `kv_heads * head_dim` numbers, see `capacity`; 0: none.
 
     A range and outliers for all heads of a token, not for each head, are what KVQuant has: per head they would cost
-    up to half a bit per number. Parts: the base codec's; `zero` and `scale` `[B, 1, T, 1]` in 16 bits; `outlier_index`
-    int16 (head * head_dim + channel) and `outlier_value` in 16 bits, `[B, 1, T, capacity]`. Unit 1.
+    up to half a bit per number. Outliers of `BLOCK_TOKENS` tokens lie together, those of head 0 first, so that who
+    reads a head need not look for its own among those of all.
+
+    Parts: the base codec's; `zero` and `scale` `[B, 1, T, 1]` in 16 bits, unit 1. With outliers, unit block_tokens:
+    `outlier_index` int16 (token * head_dim + channel within the block) and `outlier_value` in 16 bits, both `[B, 1, T /
+    block_tokens, block_tokens * capacity]`; `outlier_start` int32 `[B, 1, T / block_tokens, kv_heads + 1]`, where each
+    head's begin.
     """
 
     def __init__(self, base: Codec, kv_heads: int, head_dim: int, outliers: float, dtype: torch.dtype) -> None:
-        if kv_heads * head_dim > 2**15:
-            raise UsageError(f"{kv_heads} kv heads of {head_dim}: outliers of at most {2**15} numbers can be indexed")
         self.base, self.dtype, self.outliers = base, side_dtype(dtype), outliers
         self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits
+        if outliers:
+            self.block_tokens = math.lcm(BLOCK_TOKENS, base.block_tokens)
+            if self.block_tokens * head_dim > 2**15:
+                raise UsageError(f"heads of {head_dim}: outliers of at most {2**15 // self.block_tokens} can be indexed")
 
     def constants(self) -> Mapping[str, Tensor]:
         return self.base.constants()
@@ -40,20 +48,37 @@ class PerTokenCodec(Codec):
         zero, scale = ranges(inner, self.dtype)
         dense = ((inner - zero) / divisor(scale)).view(batch, tokens, heads, dim).transpose(1, 2)
         parts = {"zero": zero, "scale": scale}
-        if self.outliers:
-            value = rows.gather(2, index).to(self.dtype)
-            parts |= {"outlier_index": index.to(torch.int16), "outlier_value": value}
         own = {name: Part(tensor.unsqueeze(1), 1) for name, tensor in parts.items()}
+        if self.outliers:
+            lists = self._by_head(index, rows.gather(2, index).to(self.dtype), heads, dim)
+            own |= {name: Part(tensor.unsqueeze(1), self.block_tokens) for name, tensor in lists.items()}
         return Packed(tokens, {**self.base.encode(dense).parts, **own})
+
+    def _by_head(self, index: Tensor, value: Tensor, heads: int, dim: int) -> dict[str, Tensor]:
+        """The lists of blocks from those of tokens, places int64 and values `[B, T, capacity]`."""
+        batch, tokens, capacity = index.shape
+        token = torch.arange(tokens, device=index.device).unsqueeze(1) % self.block_tokens
+        numbers = self.block_tokens * dim
+        place = index.div(dim, rounding_mode="floor") * numbers + token * dim + index % dim
+        lists = batch, tokens // self.block_tokens, self.block_tokens * capacity
+        place, order = place.view(lists).sort(dim=2)
+        bounds = torch.arange(heads + 1, device=index.device) * numbers
+        return {
+            "outlier_index": (place % numbers).to(torch.int16),
+            "outlier_value": value.reshape(lists).gather(2, order),
+            "outlier_start": torch.searchsorted(place, bounds.expand(*lists[:2], -1).contiguous(), out_int32=True),
+        }
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         own = {name: packed.parts[name].tensor for name in packed.parts}
         x = self.base.decode(packed, torch.float32).mul_(own["scale"]).add_(own["zero"]).to(dtype)
         if self.outliers:
             batch, _, tokens, dim = x.shape
-            index = own["outlier_index"].squeeze(1).to(torch.int64)  # [B, T, capacity]
-            token = torch.arange(tokens, device=x.device).unsqueeze(1)
-            place = (index.div(dim, rounding_mode="floor") * tokens + token) * dim + index % dim
+            index = own["outlier_index"].squeeze(1).to(torch.int64)  # [B, T / block_tokens, slots]
+            slot = torch.arange(index.shape[2], device=x.device).unsqueeze(1)
+            head = (slot >= own["outlier_start"].squeeze(1)[:, :, None, 1:]).sum(-1)
+            first = torch.arange(index.shape[1], device=x.device).unsqueeze(1) * (self.block_tokens * dim)
+            place = head * (tokens * dim) + first + index
             x.view(batch, -1).scatter_(1, place.flatten(1), own["outlier_value"].to(dtype).flatten(1))
         return x
 

@@ -17,8 +17,8 @@ class KVQuant(CodebookMethod):
 
     Keys (before RoPE) are scaled per channel: the outlier thresholds, quantiles of the calibration text, become -1 and
     1. Values are scaled per token, by the range that the token's own outliers leave. Outliers are kept in 16 bits, a
-    fixed number per block of tokens (keys) or per token (values, one at least); without them a channel's or token's
-    extremes are -1 and 1.
+    fixed number of a head's keys in a block of tokens, or of a token's values (one at least); without them a channel's
+    or token's extremes are -1 and 1.
     """
 
     name = "kvquant"

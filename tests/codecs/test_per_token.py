@@ -11,7 +11,7 @@ from kvq_cli.errors import UsageError
 POINTS = [-0.9, -0.2, 0.15, 0.85]
 
 
-def numbers(heads, dim, tokens=40, seed=0):
+def numbers(heads, dim, tokens=64, seed=0):
     x = torch.randn(2, heads, tokens, dim, generator=torch.Generator().manual_seed(seed))
     return (x**3 + 0.3).half()
 
@@ -62,16 +62,16 @@ def test_all_kept_is_exact():
 
 
 @pytest.mark.parametrize(("heads", "dim", "outliers", "kept"), [(2, 64, 0.01, 1), (8, 128, 0.01, 10), (1, 64, 0.01, 1)])
-def test_bytes_are_codes_a_range_and_four_per_outlier(heads, dim, outliers, kept):
+def test_bytes_are_codes_a_range_four_per_outlier_and_where_a_head_begins(heads, dim, outliers, kept):
     x = numbers(heads, dim)
     assert capacity(outliers, heads * dim) == kept
     packed = codec(heads, dim, outliers).encode(x)
-    assert packed.nbytes == 2 * 40 * (heads * dim * 2 // 8 + 2 + 2 + 4 * kept)
-    assert codec(heads, dim, 0).encode(x).nbytes == 2 * 40 * (heads * dim * 2 // 8 + 2 + 2)
+    assert packed.nbytes == 2 * 64 * (heads * dim * 2 // 8 + 2 + 2 + 4 * kept) + 2 * 2 * (heads + 1) * 4
+    assert codec(heads, dim, 0).encode(x).nbytes == 2 * 64 * (heads * dim * 2 // 8 + 2 + 2)
 
 
 def test_outliers_narrow_the_range_of_their_token_only():
-    x = torch.rand(1, 2, 5, 64).half()
+    x = torch.rand(1, 2, 32, 64).half()
     x[0, 1, 3, 7] = 500.0
     with_, without = codec(2, 64, 0.01), codec(2, 64, 0)
     assert with_.encode(x).parts["scale"].tensor.max() < 1
@@ -80,12 +80,28 @@ def test_outliers_narrow_the_range_of_their_token_only():
 
 
 def test_a_token_of_equal_numbers_is_exact():
-    x = torch.full((1, 2, 3, 64), 0.25).half()
+    x = torch.full((1, 2, 32, 64), 0.25).half()
     for outliers in (0, 0.01):
         own = codec(2, 64, outliers)
         assert torch.equal(own.decode(own.encode(x), x.dtype), x)
 
 
+def test_each_head_finds_its_own():
+    """All of a token's outliers in one head, another one each time; heads without any have empty runs."""
+    x = torch.rand(1, 3, 64, 64).half()
+    for t in range(64):
+        x[0, t % 2, t, t] = 100 + t
+    packed = codec(3, 64, 0.01).encode(x)
+    start = packed.parts["outlier_start"].tensor
+    assert start.tolist() == [[[[0, 16, 32, 32]] * 2]]
+    index, value = (packed.parts[f"outlier_{name}"].tensor[0, 0] for name in ("index", "value"))
+    even = [t * 64 + t for t in range(0, 32, 2)]
+    assert index[0].tolist() == even + [place + 65 for place in even]
+    assert value[1].tolist() == [100 + t for t in (*range(32, 64, 2), *range(33, 64, 2))]
+
+
 def test_more_numbers_than_can_be_indexed_are_refused():
-    with pytest.raises(UsageError, match="257 kv heads of 128"):
-        codec(257, 128, 0.01)
+    assert codec(257, 128, 0.01).block_tokens == 32
+    assert codec(2, 2048, 0).block_tokens == 1
+    with pytest.raises(UsageError, match="heads of 2048: outliers of at most 1024"):
+        codec(2, 2048, 0.01)

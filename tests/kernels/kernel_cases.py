@@ -85,13 +85,17 @@ def scalars(bits, dim=64):
     return partial(make, normalize=True), partial(make, per_token=True)
 
 
-def sparse(g, shape, dtype, tokens=32, slots=5) -> Outliers:
-    """`slots` different places of each block of `tokens` tokens of a head, or (tokens=1) of each token of all heads."""
+def sparse(g, shape, dtype, tokens=32, slots=5, together=False) -> Outliers:
+    """`slots` different places of each block of `tokens` tokens of a head, or of all heads."""
     rows, heads, count, dim = shape
-    lists = (rows, heads, count // tokens) if tokens > 1 else (rows, 1, count)
-    places = tokens * dim if tokens > 1 else heads * dim
-    index = torch.rand(*lists, places, generator=g).topk(slots).indices
-    return Outliers(index.to(torch.int16), (3 * torch.randn(index.shape, generator=g)).to(dtype), tokens)
+    lists, numbers = (rows, heads, count // tokens), tokens * dim
+    if together:
+        places = torch.rand(rows, 1, count // tokens, heads * numbers, generator=g).topk(slots).indices.sort().values
+        bounds = (torch.arange(heads + 1) * numbers).expand(*places.shape[:3], -1).contiguous()
+        index, start = places % numbers, torch.searchsorted(places, bounds).int()
+    else:
+        index, start = torch.rand(*lists, numbers, generator=g).topk(slots).indices, None
+    return Outliers(index.to(torch.int16), (3 * torch.randn(index.shape, generator=g)).to(dtype), tokens, start)
 
 
 TEMPORAL = (partial(codebook, normalize=True), codebook)

@@ -32,7 +32,8 @@ def like(packed):
 
 
 def beside(outliers: Outliers | None):
-    return outliers and partial(sparse, tokens=outliers.tokens, slots=outliers.index.shape[3])
+    together = outliers is not None and outliers.start is not None
+    return outliers and partial(sparse, slots=outliers.index.shape[3], together=together)
 
 
 def case(name: str, lengths: list[int]) -> Case:

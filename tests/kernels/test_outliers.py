@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 from kernel_cases import CHANNEL, HALF, TEMPORAL, Case, codebook, scalars, sparse
-from kvq_kernels.decode_attention import Outliers
 from kvq_kernels.tuning import trying
 
-OF_TOKENS = partial(sparse, tokens=1, slots=3)
+TOGETHER = partial(sparse, slots=70, together=True)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_of_codebooks_of_all_channels(bits):
-    lists = (sparse, OF_TOKENS)
+    lists = (sparse, TOGETHER)
     Case(*scalars(bits, 128), [150], dim=128, rope=("half", 128), offset=3, outliers=lists, sinks=1).check()
 
 
@@ -31,14 +31,13 @@ def test_of_turned_keys(rope):
 
 
 @pytest.mark.parametrize("sides", [scalars(2), TEMPORAL, CHANNEL], ids=["scalars", "temporal", "channel"])
-def test_of_tokens(sides):
-    Case(*sides, [170], heads=2, **HALF, outliers=(sparse, OF_TOKENS), waiting=(8, 8), sinks=8).check()
+def test_together(sides):
+    Case(*sides, [170], heads=2, **HALF, outliers=(sparse, TOGETHER), waiting=(8, 8), sinks=8).check()
 
 
 @pytest.mark.parametrize("slots", [16, 33])
 def test_more_than_a_piece(slots):
-    """Of all heads' lists, more slots than one round of words has bits for."""
-    lists = (partial(sparse, slots=2 * slots), partial(sparse, tokens=1, slots=slots))
+    lists = (partial(sparse, slots=2 * slots), partial(sparse, slots=16 * slots, together=True))
     Case(*scalars(2), [200], heads=2, **HALF, outliers=lists, waiting=(8, 8)).check()
 
 
@@ -47,8 +46,9 @@ def test_all_are_of_one_head(head):
     """Others then have none."""
 
     def lists(g, shape, dtype):
-        found = sparse(g, (*shape[:1], 1, *shape[2:]), dtype, tokens=1, slots=5)
-        return Outliers(found.index + head * shape[3], found.value, 1)
+        found = sparse(g, (shape[0], 1, *shape[2:]), dtype, slots=50)
+        start = torch.tensor([0] * (head + 1) + [50] * (shape[1] - head), dtype=torch.int32)
+        return replace(found, start=start.expand(*found.index.shape[:3], -1).contiguous())
 
     Case(*scalars(2), [170], heads=3, **HALF, outliers=(sparse, lists), waiting=(8, 8)).check()
 
@@ -58,23 +58,22 @@ def test_all_are_of_one_head(head):
 def test_more_queries(sides, queries):
     with trying("decode_attention", {"queries": queries}):
         for group in (1, 3, 16):
-            Case(*sides, [140], heads=2, group=group, **HALF, outliers=(sparse, OF_TOKENS), waiting=(8, 8)).check()
+            Case(*sides, [140], heads=2, group=group, **HALF, outliers=(sparse, TOGETHER), waiting=(8, 8)).check()
 
 
 @pytest.mark.parametrize("tokens", [16, 32, 128])
 def test_tiles(tokens):
-    """Of 16 tokens by 5 slots, which are no whole number of words."""
-    lists = (partial(sparse, tokens=16), partial(sparse, tokens=1, slots=5))
+    lists = (partial(sparse, tokens=16), partial(sparse, tokens=16, slots=60, together=True))
     with trying("decode_attention", {"tokens": tokens}):
         Case(*scalars(2), [150], **HALF, outliers=lists, waiting=(8, 8)).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_types(dtype):
-    Case(*scalars(2), [150], dtype=dtype, **HALF, outliers=(sparse, OF_TOKENS), waiting=(8, 8)).check()
+    Case(*scalars(2), [150], dtype=dtype, **HALF, outliers=(sparse, TOGETHER), waiting=(8, 8)).check()
 
 
 @pytest.mark.parametrize("dim", [16, 80, 256])
 def test_head_dims(dim):
-    lists = (sparse, OF_TOKENS)
+    lists = (sparse, TOGETHER)
     Case(*scalars(2, dim), [150], dim=dim, rope=("half", dim), outliers=lists, waiting=(8, 8), heads=2).check()

@@ -105,7 +105,8 @@ def test_cost(bits, shape_of, tensors_for):
     shape = shape_of(kv_heads=8, head_dim=128)
     x = numbers(shape, batch=1)
     kept = int(0.01 * 32 * 128) / (32 * 128)
-    for outliers, keys, values in ((0, bits, bits + 32 / 1024), (0.01, bits + 32 * kept, bits + 32 * 11 / 1024)):
+    start = 9 * 32 / (32 * 1024)
+    for outliers, keys, values in ((0, bits, bits + 32 / 1024), (0.01, bits + 32 * kept, bits + 32 * 11 / 1024 + start)):
         plan = plan_for(build("kvquant", bits=bits, outliers=outliers), shape, tensors_for)
         assert plan.keys.codec.encode(x).nbytes * 8 / x.numel() == keys
         assert plan.values.codec.encode(x).nbytes * 8 / x.numel() == values
@@ -122,8 +123,7 @@ def test_sources_and_windows(shape, tensors_for):
     plan = plan_for(build("kvquant", sinks=4, recent=16), shape, tensors_for)
     assert (plan.keys.source, plan.values.source) == ("pre_rope", "value")
     assert isinstance(plan.keys.codec, OutlierCodec) and isinstance(plan.values.codec, PerTokenCodec)
-    assert plan.keys.window == Window(4, 16, 32)  # outliers are kept by blocks of 32 keys ...
-    assert plan.values.window == Window(4, 16, 1)  # ... but by single values
+    assert plan.keys.window == plan.values.window == Window(4, 16, 32)  # outliers are kept by blocks of 32 tokens
     plan = plan_for(build("kvquant", outliers=0), shape, tensors_for)
     assert isinstance(plan.keys.codec, CodebookCodec)
     assert plan.keys.window == plan.values.window == Window(8, 0, 1)

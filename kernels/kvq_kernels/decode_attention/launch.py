@@ -75,8 +75,8 @@ def pointers(side: Side) -> tuple[tuple, tuple]:
     for tensor in (side.sinks, side.ring):
         held += (0, 0) if tensor is None else _strides(tensor)
     held += (0, 0) if side.norm is None else side.norm.stride()[:2]
-    sparse = (None, None) if side.outliers is None else (side.outliers.index, side.outliers.value)
-    held += (0, 0) if side.outliers is None else _sparse_strides(*sparse)
+    sparse = (None,) * 3 if side.outliers is None else (side.outliers.index, side.outliers.value, side.outliers.start)
+    held += (0, 0, 0) if side.outliers is None else _sparse_strides(*sparse)
     # What there is not is never read; a pointer that is None could not be returned by a kernel's function.
     tensors = tuple(
         own[0] if tensor is None else tensor for tensor in (*own, side.sinks, side.ring, side.norm, *sparse)
@@ -90,10 +90,12 @@ def _strides(tensor: Tensor) -> tuple[int, int]:
     return tensor.stride(0), tensor.stride(1)
 
 
-def _sparse_strides(index: Tensor, value: Tensor) -> tuple[int, int]:
+def _sparse_strides(index: Tensor, value: Tensor, start: Tensor | None) -> tuple[int, int, int]:
     if _strides(index) != _strides(value):
         raise ValueError("an outlier's value must be laid out as its index is")
-    return index.stride(0), 0 if index.shape[1] == 1 else index.stride(1)
+    if start is None:
+        return *_strides(index), 0
+    return index.stride(0), 0, _strides(start)[0]
 
 
 def constants(

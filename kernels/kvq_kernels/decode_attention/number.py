@@ -2,9 +2,8 @@
 
 The tail (sinks, recent tokens, what is left of a tile) is read so, and the main loop where no faster reading applies.
 A side is the tuple (codes or numbers, scale or centroids, zero or mean, sign or std, token_scale, token_zero, sinks,
-ring, norm, outliers' index, outliers' value), where the codes stand in for what there is not, and, once `at_head` has
-moved it, the number of the head's first number among those of all heads; offsets within one row and head are 32-bit,
-the bases 64-bit.
+ring, norm, outliers' index, outliers' value, outliers' start), where the codes stand in for what there is not; offsets
+within one row and head are 32-bit, the bases 64-bit.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from kvq_kernels.decode_attention.spec import get, row_width
 @triton.jit
 def at_head(side, strides, S: tl.constexpr, row, head):
     """The side's pointers moved to one row and head. strides: of codes, scale, token_scale, sinks, ring, norm, outliers
-    x row, head."""
+    x row, head, and of outliers' start x row."""
     return at_stored_head(side, strides, S, row, head, head)
 
 
@@ -45,8 +44,8 @@ def at_stored_head(side, strides, S: tl.constexpr, row, head, stored):
     ring = side[7] + r * strides[8] + h * strides[9]
     norm = side[8] + r * strides[10] + h * strides[11]
     sparse = r * strides[12] + h * strides[13]
-    index, value = side[9] + sparse, side[10] + sparse
-    return (codes, first, second, third, scale, zero, sinks, ring, norm, index, value, head * get(S, "dim"))
+    index, value, start = side[9] + sparse, side[10] + sparse, side[11] + r * strides[14] + h
+    return (codes, first, second, third, scale, zero, sinks, ring, norm, index, value, start)
 
 
 @triton.jit
@@ -167,11 +166,20 @@ def any_number(side, S: tl.constexpr, SINKS: tl.constexpr, slots, count, token, 
 def _with_outliers(x, side, S: tl.constexpr, token, channel, seen):
     """x with outliers put in: every slot of the tokens' blocks is compared with every number."""
     BLOCK: tl.constexpr = get(S, "block")
+    SLOTS: tl.constexpr = get(S, "slots")
+    block = token // BLOCK
     own = (token % BLOCK) * get(S, "dim") + channel
-    if get(S, "across"):
-        own += side[11]
-    for slot in tl.range(0, get(S, "slots"), num_stages=1):
-        place = (token // BLOCK) * get(S, "slots") + slot
-        index = tl.load(side[9] + place, mask=seen, other=-1).to(tl.int32)
-        x = tl.where(index == own, tl.load(side[10] + place, mask=seen, other=0.0).to(tl.float32), x)
+    first = block * SLOTS
+    most, mine = SLOTS, seen
+    if get(S, "together") > 0:
+        start = side[11] + block * (get(S, "together") + 1)
+        begin = tl.load(start, mask=seen, other=0)
+        count = tl.load(start + 1, mask=seen, other=0) - begin
+        first += begin
+        most = tl.max(tl.max(count, axis=1), axis=0)
+    for slot in tl.range(0, most, num_stages=1):
+        if get(S, "together") > 0:
+            mine = slot < count  # 0 of those that are not seen
+        index = tl.load(side[9] + first + slot, mask=mine, other=-1).to(tl.int32)
+        x = tl.where(index == own, tl.load(side[10] + first + slot, mask=mine, other=0.0).to(tl.float32), x)
     return x

@@ -64,14 +64,16 @@ class Codebook:
 class Outliers:
     """Numbers that stand for what the codes say at their places.
 
-    index: int16 `[B, H, T / tokens, K]`, token * D + channel within a block of `tokens` tokens; or `[B, 1, T, K]`, the
-           place head * D + channel in a token of all kv heads (`tokens` = 1). No place twice.
+    index: int16 `[B, H, T / tokens, K]`, token * D + channel within a block of `tokens` tokens of a head; or of all
+           heads `[B, 1, T / tokens, K]`, first those of head 0. No place twice.
     value: floating, of the same shape.
+    start: of those that lie together int32 `[B, 1, T / tokens, H + 1]`: head h's are [start[h], start[h + 1]).
     """
 
     index: Tensor
     value: Tensor
     tokens: int
+    start: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -89,11 +89,15 @@ def unpack_side(side: Side, dtype: torch.dtype, dim: int) -> Tensor:
     if side.outliers is None:
         return x
     index, value = side.outliers.index.long(), side.outliers.value.to(dtype)
-    if index.shape[1] == 1 and side.outliers.tokens == 1:  # of all heads of a token
-        tokens = x.transpose(1, 2)
-        return tokens.flatten(2).scatter(2, index[:, 0], value[:, 0]).view(tokens.shape).transpose(1, 2)
     blocks = x.unflatten(2, (-1, side.outliers.tokens)).flatten(3)
-    return blocks.scatter(3, index, value).view(x.shape)
+    if side.outliers.start is None:
+        return blocks.scatter(3, index, value).view(x.shape)
+    slot = torch.arange(index.shape[3], device=index.device)
+    head = (slot[:, None] >= side.outliers.start[..., None, 1:]).sum(-1)  # [B, 1, T / tokens, K]
+    numbers = blocks.shape[3]
+    together = blocks.transpose(1, 2).flatten(2)  # [B, T / tokens, H * numbers]
+    together = together.scatter(2, (head * numbers + index)[:, 0], value[:, 0])
+    return together.unflatten(2, (-1, numbers)).transpose(1, 2).reshape(x.shape)
 
 
 def unpack(packed: Dense | Uniform | Codebook, dtype: torch.dtype, dim: int | None = None) -> Tensor:

@@ -61,11 +61,12 @@ def scalars(bits: int, keys: bool) -> Side:
     return _side(Codebook(codes, _empty(1, 1, 2**bits, 1), (1, 1), *stats, *tokens))
 
 
-def with_outliers(side: Side, tokens: int) -> Side:
-    """One number in a hundred of blocks of `tokens` tokens of a head, or (1) of each token of all heads, apart."""
-    heads, numbers = (HEADS, tokens * DIM) if tokens > 1 else (1, HEADS * DIM)
-    size = (ROWS, heads, TOKENS // tokens, numbers // 100)
-    return replace(side, outliers=Outliers(_empty(*size, dtype=torch.int16), _empty(*size), tokens))
+def with_outliers(side: Side, together: bool = False) -> Side:
+    """One number in a hundred of blocks of 32 tokens of a head, or of each of their tokens of all heads together."""
+    blocks = TOKENS // 32
+    size = (ROWS, 1, blocks, HEADS * DIM // 100 * 32) if together else (ROWS, HEADS, blocks, 32 * DIM // 100)
+    start = _empty(ROWS, 1, blocks, HEADS + 1, dtype=torch.int32) if together else None
+    return replace(side, outliers=Outliers(_empty(*size, dtype=torch.int16), _empty(*size), 32, start))
 
 
 def dense() -> Side:
@@ -94,11 +95,11 @@ def shipped() -> dict[str, tuple[Side, Side, Rope | None]]:
         cases[f"temporal-{8 // size}bit"] = (codebook((size, 1), True), codebook((size, 1)), rope())
         cases[f"channel-{8 // size}bit"] = (codebook((1, size)), codebook((1, size)), rope())
     keys, values, rotation = cases["temporal-2bit"]
-    cases["temporal-2bit-outliers"] = (with_outliers(keys, 32), with_outliers(values, 32), rotation)
+    cases["temporal-2bit-outliers"] = (with_outliers(keys), with_outliers(values), rotation)
     for bits in (2, 3, 4):
         cases[f"kvquant-{bits}bit"] = (scalars(bits, keys=True), scalars(bits, keys=False), rope())
     keys, values, rotation = cases["kvquant-2bit"]
-    cases["kvquant-2bit-outliers"] = (with_outliers(keys, 32), with_outliers(values, 1), rotation)
+    cases["kvquant-2bit-outliers"] = (with_outliers(keys), with_outliers(values, together=True), rotation)
     return cases
 
 
@@ -148,5 +149,6 @@ def _bits(side: Side) -> float:
     if isinstance(packed, Codebook) and packed.token_scale is not None:
         parts += [packed.token_scale, packed.token_zero]
     if side.outliers is not None:
-        parts += [side.outliers.index, side.outliers.value]
+        lists = side.outliers
+        parts += [lists.index, lists.value, *([] if lists.start is None else [lists.start])]
     return 8 * sum(part.numel() * part.element_size() for part in parts) / (ROWS * HEADS * TOKENS * DIM)

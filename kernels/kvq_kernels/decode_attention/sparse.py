@@ -13,7 +13,7 @@ from kvq_kernels.decode_attention.gather import gathered_channel, gathered_steps
 from kvq_kernels.decode_attention.handed import added, halves_of, in_order, in_pairs, operands, places, small
 from kvq_kernels.decode_attention.lookup import looked_up_channel, looked_up_steps, looked_up_sums
 from kvq_kernels.decode_attention.rope import STEP
-from kvq_kernels.decode_attention.slots import PIECE, changes, own_slots, piece, rounds
+from kvq_kernels.decode_attention.slots import PIECE, changes, piece, slot_runs
 from kvq_kernels.decode_attention.spec import get, plane_count
 
 
@@ -83,21 +83,19 @@ def sparse_scores(
     lines = ()
     for i in tl.static_range(L):
         lines = lines + (tl.trans(scores[i]),)
-    for part in tl.range(0, rounds(S, L * R), num_stages=1):
-        own = own_slots(k, S, begin, 32 * part, L * R)
-        for at in tl.range(zero(begin), own[2], PIECE, num_stages=1):
-            slot, real = piece(own, S, 32 * part, at)
-            token, channel, change = changes(k, S, begin, slot, real)
-            if PAIRS:
-                change *= 128.0
-            position = (start + begin + token).to(tl.uint32)  # no signs to take care of
-            a = _turned_back(q, rope, position, channel, change, get(S, "dim"), STYLE, WIDTH, GROUP)
-            a = operands(halves_of(a) if PAIRS else a, threads, M, PAIRS)
-            apart = places(token, threads, S) - small(line_tokens(thread, 0, R, BLOCK))
-            new = ()
-            for i in tl.static_range(L):
-                new = new + (added(apart, line_steps(i, R, BLOCK), a, lines[i], PRECISION),)
-            lines = new
+    runs = slot_runs(k, S, begin, L * R)
+    for at in tl.range(zero(begin), runs[len(runs) - 1][0], PIECE, num_stages=1):
+        token, channel, change = changes(k, S, begin, piece(runs, S, at))
+        if PAIRS:
+            change *= 128.0
+        position = (start + begin + token).to(tl.uint32)  # no signs to take care of
+        a = _turned_back(q, rope, position, channel, change, get(S, "dim"), STYLE, WIDTH, GROUP)
+        a = operands(halves_of(a) if PAIRS else a, threads, M, PAIRS)
+        apart = places(token, threads, S) - small(line_tokens(thread, 0, R, BLOCK))
+        new = ()
+        for i in tl.static_range(L):
+            new = new + (added(apart, line_steps(i, R, BLOCK), a, lines[i], PRECISION),)
+        lines = new
     found = ()
     for i in tl.static_range(L):
         found = found + (tl.trans(lines[i]),)
@@ -187,24 +185,22 @@ def sparse_values(
         row = looked_up_channel(0, 0, thread, S)
     else:
         row = thread
-    for part in tl.range(0, rounds(S, L * R), num_stages=1):
-        own = own_slots(v, S, begin, 32 * part, L * R)
-        for at in tl.range(zero(begin), own[2], PIECE, num_stages=1):
-            slot, real = piece(own, S, 32 * part, at)
-            token, channel, change = changes(v, S, begin, slot, real)
-            column = token % (R * BLOCK) // BLOCK * L + (token // (R * BLOCK) * BLOCK + token % BLOCK)
-            ROWS: tl.constexpr = every.shape[0]
-            w = _of_columns(every, column[None, :] + tl.zeros([ROWS, 1], tl.int32), ROWS, L * R)
-            if PAIRS:
-                w = halves_of(_times(_rows(w, ROWS), change * 128.0, GROUP))
-                w = operands(w, threads, M, PAIRS)
-            else:
-                w = (in_order(tl.trans(w * change[None, :]), M),)
-            apart = places(channel, threads, S) - small(row)
-            new = ()
-            for p in tl.static_range(SUMS):
-                old = acc[p] if GATHERED or LOOKED_UP else tl.trans(acc[p])
-                one = added(apart, sum_steps(p, S, GATHERED, LOOKED_UP, E), w, old, PRECISION)
-                new = new + (one if GATHERED or LOOKED_UP else tl.trans(one),)
-            acc = new
+    runs = slot_runs(v, S, begin, L * R)
+    for at in tl.range(zero(begin), runs[len(runs) - 1][0], PIECE, num_stages=1):
+        token, channel, change = changes(v, S, begin, piece(runs, S, at))
+        column = token % (R * BLOCK) // BLOCK * L + (token // (R * BLOCK) * BLOCK + token % BLOCK)
+        ROWS: tl.constexpr = every.shape[0]
+        w = _of_columns(every, column[None, :] + tl.zeros([ROWS, 1], tl.int32), ROWS, L * R)
+        if PAIRS:
+            w = halves_of(_times(_rows(w, ROWS), change * 128.0, GROUP))
+            w = operands(w, threads, M, PAIRS)
+        else:
+            w = (in_order(tl.trans(w * change[None, :]), M),)
+        apart = places(channel, threads, S) - small(row)
+        new = ()
+        for p in tl.static_range(SUMS):
+            old = acc[p] if GATHERED or LOOKED_UP else tl.trans(acc[p])
+            one = added(apart, sum_steps(p, S, GATHERED, LOOKED_UP, E), w, old, PRECISION)
+            new = new + (one if GATHERED or LOOKED_UP else tl.trans(one),)
+        acc = new
     return acc

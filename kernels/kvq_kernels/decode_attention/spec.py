@@ -38,7 +38,7 @@ class SideSpec:
     normed: bool = False  # windows are divided when they are read
     slots: int = 0  # of a block of outliers
     block: int = 1  # its tokens
-    across: bool = False  # outliers of all heads lie together
+    together: int = 0  # heads whose outliers lie together; 0: each head's apart
     fenced: bool = True  # loads of entries that are fetched whole (see `gather.py`) are kept in their place
     nvidia: bool = True  # instructions that only NVIDIA's GPUs have may be used
 
@@ -48,9 +48,9 @@ class SideSpec:
         found = replace(cls._stored(side.packed, dim), ring=side.ring is not None, normed=side.norm is not None)
         if side.outliers is None:
             return found
-        heads, slots = side.outliers.index.shape[1], side.outliers.index.shape[3]
-        across = side.outliers.tokens == 1 and heads == 1
-        return replace(found, slots=slots, block=side.outliers.tokens, across=across)
+        lists = side.outliers
+        together = 0 if lists.start is None else lists.start.shape[3] - 1
+        return replace(found, slots=lists.index.shape[3], block=lists.tokens, together=together)
 
     @classmethod
     def _stored(cls, packed: Dense | Uniform | Codebook, dim: int) -> SideSpec:
