@@ -180,3 +180,67 @@ def test_addresses_are_checked(instruction, reason):
 def test_what_is_not_known_is_not_passed_over():
     with pytest.raises(NotImplementedError, match="atom"):
         run("atom.global.add.u32 %r3, [%rd3], %r1;", integers())
+
+
+CALLED = """
+.func twice_less(.param .b64 twice_less_param_0, .param .b32 twice_less_param_1)
+;
+.visible .entry kernel(.param .u64 .ptr .global .align 1 kernel_param_0)
+.reqntid 32
+{
+	.reg .b32 %r<9>; .reg .b64 %rd<9>;
+	ld.param.b64 %rd1, [kernel_param_0];
+	mov.u32 %r1, %tid.x;
+	mul.wide.u32 %rd2, %r1, 4;
+	add.s64 %rd3, %rd1, %rd2;
+	CALLS
+	st.global.b32 [%rd3 + 128], { %r1 };
+	ret;
+}
+.func twice_less(
+	.param .b64 twice_less_param_0,
+	.param .b32 twice_less_param_1
+)
+{
+	.reg .b32 %r<9>; .reg .b64 %rd<9>; .reg .pred %p<9>;
+	ld.param.b32 %r1, [twice_less_param_1];
+	ld.param.b64 %rd1, [twice_less_param_0];
+	setp.lt.s32 %p1, %r1, 8;
+	@%p1 bra $L__BB1_2;
+	{ .reg .b32 sum; add.s32 sum, %r1, %r1; sub.s32 %r1, sum, 8; }
+	st.global.b32 [%rd1 + 0], { %r1 };
+	ret;
+$L__BB1_2:
+	st.global.b32 [%rd1 + 0], { 5 };
+	ret;
+}
+"""
+CALL = """{ // callseq 0
+	.param .b64 param0;
+	.param .b32 param1;
+	st.param.b32 [param1], %r1;
+	st.param.b64 [param0], %rd3;
+	call.uni twice_less, (param0, param1);
+	}"""
+
+
+def called(calls: str, out: torch.Tensor) -> torch.Tensor:
+    program = parse(CALLED.replace("CALLS", calls))
+    memory = Global([(out.data_ptr(), out.data_ptr() + out.nbytes)])
+    blocks = Blocks(32, [(0, 0, 0)], (1, 1, 1), {"kernel_param_0": out.data_ptr()}, memory, 0)
+    blocks.run(prepare(program))
+    return out
+
+
+def test_functions_have_registers_of_their_own():
+    """What the kernel has in registers of the same names stays, and threads come back from wherever they return."""
+    again = CALL.replace("callseq 0", "callseq 1")
+    out = called(CALL + "\n\tadd.s32 %r1, %r1, 1;\n\t" + again, integers(64))
+    assert out[:32].tolist() == [2 * i - 8 if i >= 8 else 5 for i in range(1, 33)]
+    assert out[32:].tolist() == list(range(1, 33))
+
+
+@pytest.mark.parametrize("call", ["call.uni (retval0), twice_less, (param0);", "call.uni other, (param0);"])
+def test_other_calls_are_no_instructions(call):
+    with pytest.raises(ValueError, match="not a call of a function that returns nothing"):
+        called(call, integers(64))

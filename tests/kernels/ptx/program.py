@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 
+from ptx.functions import only_kernel
+
 _STATEMENT = re.compile(r"(?:@(!?)(%p\d+)\s+)?([a-z][\w.:]*)\s*(.*)", re.DOTALL)
 _PARAMETER = re.compile(r"\b\w+_param_\d+\b")
 
@@ -49,8 +51,8 @@ class Program:
 def parse(text: str) -> Program:
     """The one kernel of a module. ValueError for what is not an instruction."""
     text = re.sub(r"//[^\n]*|^\s*\.(loc|file)\b[^\n]*", "", text, flags=re.MULTILINE)
-    declared, _, body = text.partition(".entry")[2].partition("{")
-    body = _renamed(re.sub(r"\.section.*", "", body, flags=re.DOTALL))
+    declared, body = only_kernel(text)
+    body = _renamed(body)
     labels: dict[str, int] = {}
     found: list[Instruction] = []
     for statement in body.split(";"):
