@@ -23,7 +23,7 @@ from kvq_kernels.decode_attention.shipped import DIM, GROUP, HEADS, shipped
 from kvq_kernels.quantize_pack.shipped import layouts
 from kvq_kernels.quantized_matvec.shipped import cases
 from kvq_kernels.rematerialize.shipped import SPAN, SPLITS, calls
-from kvq_kernels.shipped import Launch, launches
+from kvq_kernels.shipped import Launch, launches, operations
 from kvq_kernels.squat_quantize.shipped import RANK
 from triton.runtime.jit import JITFunction
 
@@ -75,12 +75,17 @@ def executed(monkeypatch):
     return Executed(monkeypatch)
 
 
+EXECUTED: set[str] = set()
+"""Operations that have a test here."""
+
+
 def every(operation: str, chosen: Iterable[str] | None = None, rest: str | None = None):
     """Runs a test with each case's name and the shipped launches that it must execute: each is some case's.
 
     chosen: names of cases, with which names of launches end; as a rule these are the launches' own. rest: the case that
     executes those that end with none.
     """
+    EXECUTED.add(operation)
     shipped = launches(operation, "sm_90")
     found = {name: [] for name in chosen or shipped}
     for name in shipped:
@@ -146,7 +151,7 @@ def test_decode_attention(name, launched, executed):
 @every("assign_centroids")
 def test_assign_centroids(name, launched, executed):
     found = on_this_gpu("assign_centroids")
-    fixed, count = found[name].constants, 1104  # one program's points and a half, in sixteens as the shipped ones are
+    fixed, count = found[name].constants, 1104  # more than a program's own, in sixteens as the shipped ones are
     if found[name].kernel is assign_kernel:
         points, centroids = (assign_centroids.normal(2, n, fixed["SIZE"]) for n in (count, fixed["ENTRIES"]))
         assign_centroids.check(points, centroids)
@@ -159,8 +164,9 @@ def test_assign_centroids(name, launched, executed):
 @every("quantize_pack")
 def test_quantize_pack(name, launched, executed):
     one = layouts()[name]
+    tokens = 2 * one.group if one.axis == "channel" else 176  # which fill no tile, but are sixteens
     sign = "" if one.mode == "asymmetric" else one.sign
-    quantize_pack.check(one.bits, one.axis, one.group, one.dim, torch.float16, one.mode, sign, tokens=256)
+    quantize_pack.check(one.bits, one.axis, one.group, one.dim, torch.float16, one.mode, sign, tokens)
     executed.has(on_this_gpu("quantize_pack"), launched)
 
 
@@ -206,6 +212,10 @@ def test_squat_quantize(name, launched, executed):
     codec = SubspaceCodec(fixed["BITS"], fixed["GROUP"], fixed["D"], rank=RANK, strength=0.05, block=block)
     squat_quantize.same(codec, *squat_quantize.made(codec, tokens=128), block)
     executed.has(found, launched)
+
+
+def test_every_operation_is_executed():
+    assert sorted(EXECUTED) == operations()
 
 
 @triton.jit
