@@ -4,40 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checks.assign_centroids import check, check_sums, normal, squared
 from kvq_kernels.assign_centroids import assign_centroids, sums_by_code
-from kvq_kernels.assign_centroids.reference import assign_centroids_reference
 
 from kvq_cli.calibration import kmeans
 from kvq_cli.codecs import kernels
 from kvq_cli.codecs.codebook import CodebookCodec
-
-
-def normal(*shape: int) -> torch.Tensor:
-    """Others for another shape."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(n * 1000**i for i, n in enumerate(shape))))
-
-
-def squared(points, centroids) -> torch.Tensor:
-    """Distances in float64, `[codebooks, points, entries]`."""
-    return (points.double()[:, :, None] - centroids.double()[:, None]).square().sum(-1)
-
-
-def lost(points, centroids, codes) -> torch.Tensor:
-    """By how much the chosen centroids are farther away than the nearest ones."""
-    distances = squared(points, centroids)
-    return distances.gather(2, codes.long()[..., None])[..., 0] - distances.amin(2)
-
-
-def check(points, centroids) -> None:
-    codes, scores = assign_centroids(points, centroids, backend="triton")
-    theirs, _ = assign_centroids_reference(points, centroids)
-    size = points.square().sum(-1).amax(1) + centroids.square().sum(-1).amax(1)  # of distances
-    unit = size.double()[:, None] * torch.finfo(torch.float32).eps
-    assert codes.dtype == torch.uint8 and codes.shape == points.shape[:2]
-    assert (lost(points, centroids, codes) <= 2 * torch.maximum(lost(points, centroids, theirs), unit)).all()
-    distances = points.double().square().sum(-1) + 2 * scores.double()
-    exact = squared(points, centroids).amin(2)
-    assert ((distances - exact).abs() <= 8 * unit).all()
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -87,17 +59,7 @@ def test_a_point_alone_goes_where_it_goes_among_others():
 @pytest.mark.parametrize("columns", [2, 3, 5, 9])
 @pytest.mark.parametrize("count, entries", [(1, 256), (7, 16), (1000, 256), (1300, 2)])
 def test_sums(columns, count, entries):
-    numbers = normal(2, count, columns) * torch.logspace(-30, 10, columns)
-    codes = (normal(2, count).abs() * 1000).long() % entries
-    place = codes[..., None].expand(-1, -1, columns)
-    zeros = torch.zeros(2, entries, columns, dtype=torch.float64)
-    exact, mass = (zeros.scatter_add(1, place, x.double()) for x in (numbers, numbers.abs()))
-    found = sums_by_code(numbers, codes, entries, backend="triton")
-    in_torch = zeros.float().scatter_add(1, place, numbers)
-    floor = mass * torch.finfo(torch.float32).eps
-    assert ((found - exact).abs() <= 2 * torch.maximum((in_torch - exact).abs(), floor)).all()
-    assert torch.equal(found, sums_by_code(numbers, codes, entries, backend="triton"))
-    assert torch.allclose(sums_by_code(numbers, codes, entries, backend="torch"), exact, rtol=1e-12, atol=0)
+    check_sums(columns, count, entries)
 
 
 def test_nothing_is_left_unwritten(monkeypatch):

@@ -149,6 +149,40 @@ def test_shared_memory_is_not_reused_too_early():
         run(begin + again.replace("%r6, [%r5]; bar.sync 0;", "%r6, [%r5];"), integers(64), threads=64)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_what_several_warps_read_none_of_them_may_write(apart):
+    """All read the first word, or (apart) one warp after the other; a thread of the last that has read it writes it."""
+    body = """
+	mov.b32 %r3, global_smem; setp.lt.s32 %p2, %r1, 32;
+	{read}
+	{barrier}
+	setp.eq.s32 %p1, %r1, 32;
+	@%p1 st.shared.b32 [%r3], %r1;
+"""
+    read = "ld.shared.b32 %r4, [%r3];"
+    read = f"@%p2 {read} @!%p2 {read}" if apart else read
+    run(body.format(read=read, barrier="bar.sync 0;"), integers(64), threads=64)
+    with pytest.raises(Fault, match="without a barrier between"):
+        run(body.format(read=read, barrier=""), integers(64), threads=64)
+
+
+def test_warps_may_use_neighbouring_bytes():
+    """Of each word the first warp writes the first half, the second the other; both at once no warp may read yet."""
+    body = """
+	mov.b32 %r3, global_smem; shr.u32 %r4, %r1, 5; and.b32 %r5, %r1, 31;
+	shl.b32 %r6, %r5, 2; add.s32 %r3, %r3, %r6; shl.b32 %r7, %r4, 1; add.s32 %r7, %r3, %r7;
+	mov.b32 {{%rs1, %rs2}}, %r1;
+	st.shared.b16 [%r7], %rs1;
+	{barrier}
+	ld.shared.b32 %r8, [%r3];
+	st.global.b32 [%rd3], %r8;
+"""
+    out = run(body.format(barrier="bar.sync 0;"), integers(64), threads=64)
+    assert out.tolist() == 2 * [i | i + 32 << 16 for i in range(32)]
+    with pytest.raises(Fault, match="another warp has written"):
+        run(body.format(barrier=""), integers(64), threads=64)
+
+
 def test_what_is_copied_arrives_when_it_is_waited_for():
     copied = """
 	mov.b32 %r3, global_smem; add.s32 %r4, %r3, %r2;

@@ -4,46 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from checks.quantized_matvec import case, check
 from kernel_cases import uniform
 from kvq_kernels.decode_attention import Uniform
 from kvq_kernels.quantized_matvec import quantized_matvec
-from kvq_kernels.quantized_matvec.launch import partial_sums
 from kvq_kernels.quantized_matvec.reference import quantized_matvec_reference
 
 from kvq_cli.codecs.signed import SignedCodec
 
 SIDES = ["keys", "values"]
 AXES = ["token", "channel"]
-
-
-def case(side, axis, tokens, dim=64, heads=1, group=2, dtype=torch.float16, rows=1, packed_group=32, **packing):
-    """Vectors and what they are multiplied by."""
-    g = torch.Generator().manual_seed(0)
-    stored = torch.float16 if dtype == torch.float32 else dtype
-    packed = uniform(g, (rows, heads, tokens, dim), stored, axis=axis, group=packed_group, **packing)
-    vectors = torch.randn(rows, heads * group, dim if side == "keys" else tokens, generator=g)
-    return (vectors if side == "keys" else (3 * vectors).softmax(dim=-1)).to(dtype), packed
-
-
-def check(side, axis, tokens, tile=None, **options) -> None:
-    """Not more than twice the error of PyTorch, which decodes to the model's type and multiplies in it; what is written
-    to holds NaN before."""
-    vectors, packed = case(side, axis, tokens, **options)
-    exact = quantized_matvec_reference(vectors, packed, side, torch.float64)
-    # The interpreter cuts bfloat16 off where a GPU rounds it: it is rounded here.
-    wide = torch.float32 if vectors.dtype == torch.bfloat16 else vectors.dtype
-    out = torch.full(exact.shape, torch.nan, dtype=wide)
-    sums = None if side == "keys" else partial_sums(vectors, packed, tile).fill_(torch.nan)
-    result = quantized_matvec(vectors, packed, side, out=out, partial=sums, backend="triton", tile=tile)
-    in_torch = quantized_matvec_reference(vectors, packed, side, vectors.dtype)
-    error, other = ((x.double() - exact).norm() / exact.norm() for x in (result.to(vectors.dtype), in_torch))
-    assert result is out and out.isfinite().all()
-    eps, floor = torch.finfo(vectors.dtype).eps, torch.finfo(vectors.dtype).eps / 4
-    if vectors.dtype == torch.float32:
-        # The last bits are a matter of the order of products and sums. One after the other, as a GPU takes them where
-        # matrix units are not exact, n numbers of random signs are off by sqrt(n / 6) roundings; PyTorch takes turns.
-        floor = max(eps, eps / 2 * (vectors.shape[2] / 6) ** 0.5)
-    assert error <= 2 * max(other, floor), f"error {error:.3g}, PyTorch's {other:.3g}"
 
 
 @pytest.mark.parametrize("side", SIDES)

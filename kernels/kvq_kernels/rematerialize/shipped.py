@@ -41,15 +41,19 @@ def _call(gpu: str, bits: int, rank: int, dtype: torch.dtype = torch.float16) ->
     return Call(query, keys, values, lengths, DIM**-0.5, rope, None, gpu)
 
 
+def calls(gpu: str) -> dict[str, Call]:
+    found = {f"latents-{bits}bit": _call(gpu, bits, 1024) for bits in (2, 3, 4)}
+    found["latents-2bit-bf16"] = _call(gpu, 2, 1024, torch.bfloat16)
+    return found | {f"input-{bits}bit": _call(gpu, bits, WIDTH) for bits in (2, 4)}
+
+
 def launches(gpu: str) -> dict[str, Launch]:
     """Scores and sums of packed tokens; of the others, and the product with W_v, once."""
-    calls = {f"latents-{bits}bit": _call(gpu, bits, 1024) for bits in (2, 3, 4)}
-    calls["latents-2bit-bf16"] = _call(gpu, 2, 1024, torch.bfloat16)
-    calls |= {f"input-{bits}bit": _call(gpu, bits, WIDTH) for bits in (2, 4)}
-    found = {}
-    for name, call in calls.items():
+    found, own = {}, calls(gpu)
+    for name, call in own.items():
         found |= _packed(name, call)
-    call, workspace = calls["latents-2bit"], Workspace.like(calls["latents-2bit"].query, 1024, SPAN, SPLITS)
+    call = own["latents-2bit"]
+    workspace = Workspace.like(call.query, 1024, SPAN, SPLITS)
     keys, values = Source.exact(call.keys), Source.exact(call.values)
     found["scores-exact"] = _launch(score_kernel, score_launch(call, keys, 0, workspace))
     found["sums-exact"] = _launch(sum_kernel, sum_launch(call, values, 0, workspace, 0))

@@ -7,7 +7,7 @@ import ctypes
 import numpy as np
 
 _FIRST = 4096
-_SEVERAL = 1 << 30
+_SEVERAL = np.uint8(255)
 #: All addresses, as numbers of each size.
 _ALL = {
     size: np.ctypeslib.as_array((kind * ((1 << 47) // size - _FIRST)).from_address(_FIRST))
@@ -60,15 +60,15 @@ class Global:
 
 
 class Shared:
-    """Bytes of several blocks, one's after the other's. Which warp has read or written each since its block's last
-    barrier is kept where blocks have several.
+    """Bytes of several blocks, one's after the other's. Which warp of its block has read or written each since the last
+    barrier is kept where blocks have several: its number and 1, or 0 for none.
     """
 
     def __init__(self, size: int, blocks: int, warps: int) -> None:
-        self.own, self.size, self.blocks = size, -(-max(size, 1) // 16) * 16, blocks
+        self.own, self.size, self.blocks, self.warps = size, -(-max(size, 1) // 16) * 16, blocks, warps
         self.bytes = np.full(self.size * blocks, 0xFF, np.uint8)  # not a number, whatever it is read as
         self.checked = warps > 1
-        self.readers, self.writers = (np.full(self.size * blocks if self.checked else 0, -1) for _ in range(2))
+        self.readers, self.writers = (np.zeros(self.size * blocks if self.checked else 0, np.uint8) for _ in range(2))
 
     def check(self, address: np.ndarray) -> None:
         """Of one block's own: whether it begins in its memory."""
@@ -79,27 +79,39 @@ class Shared:
         """What blocks `passed` (bool [blocks]) have read and written is settled."""
         if self.checked:
             for marks in (self.readers, self.writers):
-                marks.reshape(self.blocks, -1)[passed] = -1
+                marks.reshape(self.blocks, -1)[passed] = 0
 
     def load(self, address: np.ndarray, size: int, count: int, warp: np.ndarray) -> np.ndarray:
         """[n, count] numbers of `size` bytes at int64 addresses [n], for threads of warps [n]."""
-        _aligned(address, size * count)
-        places, warp = address[:, None] + np.arange(size * count), warp[:, None]
+        places, whole, mine = self._reached(address, size * count, warp)
         if self.checked:
-            if ((self.writers[places] >= 0) & (self.writers[places] != warp)).any():
+            writers = self.writers.view(whole)[places].view(np.uint8)
+            if ((writers != 0) & (writers != mine)).any():
                 raise Fault("shared memory is read that another warp has written since the last barrier")
-            alone = (self.readers[places] < 0) | (self.readers[places] == warp)
-            self.readers[places] = np.where(alone, warp, _SEVERAL)
-            self.readers[places[self.readers[places] != warp]] = _SEVERAL  # warps that read in one instruction
-        return self.bytes[places].view(f"u{size}")
+            readers = self.readers.view(whole)[places].view(np.uint8)
+            alone = (readers == 0) | (readers == mine)
+            self.readers.view(whole)[places] = np.where(alone, mine, _SEVERAL).view(whole)
+            readers = self.readers.view(whole)[places].view(np.uint8)
+            others = (readers != mine) & (readers != _SEVERAL)  # warps that read in one instruction
+            if others.any():
+                self.readers[(address[:, None] + np.arange(size * count))[others]] = _SEVERAL
+        return self.bytes.view(whole)[places].view(f"u{size}")
 
     def store(self, address: np.ndarray, numbers: np.ndarray, warp: np.ndarray) -> None:
         """numbers: unsigned [n, count]."""
-        _aligned(address, numbers.itemsize * numbers.shape[1])
-        places, warp = address[:, None] + np.arange(numbers.itemsize * numbers.shape[1]), warp[:, None]
+        places, whole, mine = self._reached(address, numbers.itemsize * numbers.shape[1], warp)
         if self.checked:
             for marks in (self.writers, self.readers):
-                if ((marks[places] >= 0) & (marks[places] != warp)).any():
+                found = marks.view(whole)[places].view(np.uint8)
+                if ((found != 0) & (found != mine)).any():
                     raise Fault("shared memory is written that another warp uses without a barrier between")
-            self.writers[places] = warp
-        self.bytes[places] = np.ascontiguousarray(numbers).view(np.uint8).reshape(len(address), -1)
+            self.writers.view(whole)[places] = np.broadcast_to(mine, found.shape).copy().view(whole)
+        self.bytes.view(whole)[places] = np.ascontiguousarray(numbers).view(whole)
+
+    def _reached(self, address: np.ndarray, size: int, warp: np.ndarray) -> tuple[np.ndarray, str, np.ndarray]:
+        """Of `size` bytes at addresses [n]: (places [n, pieces] of the whole numbers that they are made of, the type of
+        these, the threads' marks [n, 1])."""
+        _aligned(address, size)
+        piece = min(size, 8)
+        places = (address // piece)[:, None] + np.arange(size // piece)
+        return places, f"u{piece}", (warp % self.warps + 1).astype(np.uint8)[:, None]

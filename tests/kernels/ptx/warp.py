@@ -46,31 +46,20 @@ def reduce(operation: str, kind: str, a: np.ndarray) -> np.ndarray:
 
 
 def _halves(registers: list[np.ndarray], kind: str) -> np.ndarray:
-    """float32 [warps, 32, registers, 2]."""
-    warps = registers[0].shape[0]
-    numbers = [decode(r.reshape(-1), kind + "x2").reshape(warps, 32, 2) for r in registers]
-    return np.stack(numbers, 2).astype(np.float32)
+    """[warps, 8, 4, registers, 2]: what threads of each group hold."""
+    raw = np.stack(registers, 2)
+    return decode(raw.reshape(-1), kind + "x2").reshape(-1, 8, 4, len(registers), 2)
 
 
 def left16(registers, kind):
-    """[warps, 16, 16] of four registers of pairs."""
-    numbers = _halves(registers, kind)
-    found = np.empty((numbers.shape[0], 16, 16), np.float32)
-    for i in range(4):
-        row, column = GROUP + 8 * (i % 2), 2 * WITHIN + 8 * (i // 2)
-        for j in range(2):
-            found[:, row, column + j] = numbers[:, :, i, j]
-    return found
+    """[warps, 16, 16] of four registers of pairs, which begin at rows 0, 8, 0, 8 and columns 0, 0, 8, 8."""
+    numbers = _halves(registers, kind).reshape(-1, 8, 4, 2, 2, 2)
+    return numbers.transpose(0, 4, 1, 3, 2, 5).reshape(-1, 16, 16)
 
 
 def _right16(registers, kind):
     """[warps, 16, 8] of two registers of pairs."""
-    numbers = _halves(registers, kind)
-    found = np.empty((numbers.shape[0], 16, 8), np.float32)
-    for i in range(2):
-        for j in range(2):
-            found[:, 2 * WITHIN + 8 * i + j, GROUP] = numbers[:, :, i, j]
-    return found
+    return _halves(registers, kind).transpose(0, 3, 2, 4, 1).reshape(-1, 16, 8)
 
 
 def _left8(registers):
