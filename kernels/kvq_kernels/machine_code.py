@@ -19,7 +19,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 #: Matrix products of packed numbers: of float16, or else of bfloat16. Others are of float32, and those of outliers of
 #: pairs of bfloat16 numbers, beside products of float16.
 _MATRIX = (
-    re.compile(r"[HQ]G?MMA(?!.*(TF32|BF16))|UTC\w*MMA|v_mfma_(?!.*(xf32|bf16))|v_dot"),
+    re.compile(r"[HQ]G?MMA(?!.*(TF32|BF16))|UTC\w*MMA|v_mfma_(?!\w*(x\d*_?f32|bf16))|v_dot"),
     re.compile(r"HG?MMA.*BF16|v_mfma_.*bf16"),
 )
 #: All products, also those of what is not packed.

@@ -74,6 +74,11 @@ def split_kernel(
             q, partial, logsum, place, splits + 1, k, v, first, last, rope, start + SINKS, scale,
             SK, SV, STYLE, WIDTH, GROUP, M, N, E, KD, VD, PRECISION, STAGES,
         )  # fmt: skip
+    elif get(SK, "nvidia"):
+        _called_tail(
+            q, partial, logsum, place, splits + 1, k, v, low, begin * N, tiles * N, length, key_count, value_count,
+            slots, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, E, PRECISION, TAIL,
+        )  # fmt: skip
     else:
         _attend_tail(
             q, partial, logsum, place, splits + 1, k, v, low, begin * N, tiles * N, length, key_count, value_count,
@@ -145,6 +150,11 @@ def _attend_tail(
             mine = (member[:, None] < GROUP) & (channel < D)
             tl.store(out[:, None] + channel, acc[j] / total[:, None], mask=mine)
     tl.store(output(logsum, place, splits, 1, M), top + tl.log2(total), mask=member < GROUP)
+
+
+#: `_attend_tail` as a function that is called: a pass of the compiler takes as long as the square of what is in one
+#: function. What is called on AMD's GPUs needs a stack.
+_called_tail = triton.jit(_attend_tail.fn, noinline=True)
 
 
 @triton.jit
