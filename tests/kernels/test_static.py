@@ -77,6 +77,9 @@ def test_amd_loops():
 \tv_cvt_f32_ubyte0_e32 v1, v1
 \tv_mfma_f32_16x16x16_f16 v[0:3], v[4:5], v[6:7], v[0:3]
 \ts_cbranch_scc1 .LBB0_1
+.LBB0_2:                                ; of what is not packed
+\tv_mfma_f32_16x16x4_f32 v[0:3], v4, v6, v[0:3]
+\ts_cbranch_scc1 .LBB0_2
 \ts_endpgm
 """
     found = machine_code.read({"amdgcn": text})
