@@ -17,22 +17,30 @@ def digest(key: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:10]
 
 
+def log_file(name: str, key: Mapping[str, Any]) -> str:
+    """The name of a log of samples: a run with other settings never mixes with it."""
+    return f"{name}-{digest(key)}.jsonl"
+
+
 class SampleLog:
     """A JSONL file: the key in its first line, then one record for each finished sample.
 
-    The file's name holds the digest of the key, so that a run with other settings never mixes with it. A last line
-    that was cut short by a kill is dropped, and its sample is evaluated again.
+    A last line that was cut short by a kill is dropped, and its sample is evaluated again. option: what the user gives
+    to choose another folder, for the KvqError where it cannot be written.
     """
 
-    def __init__(self, folder: Path, name: str, key: Mapping[str, Any], fresh: bool = False) -> None:
-        self.path = folder / f"{name}-{digest(key)}.jsonl"
+    def __init__(
+        self, folder: Path, name: str, key: Mapping[str, Any], fresh: bool = False, option: str = "--out"
+    ) -> None:
+        self.path = folder / log_file(name, key)
+        self.option = option
         self.records: dict[int, dict] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if fresh or not self._read():
                 self.path.write_text(json.dumps({"key": key}, default=str) + "\n", encoding="utf-8")
         except OSError as error:
-            raise cannot_write(self.path, error) from error
+            raise cannot_write(self.path, error, self.option) from error
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Keep finished samples; they are on disk when this returns."""
@@ -44,7 +52,7 @@ class SampleLog:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(lines)
         except OSError as error:
-            raise cannot_write(self.path, error) from error
+            raise cannot_write(self.path, error, self.option) from error
 
     def _read(self) -> bool:
         """Take up the records of an earlier run; whether the file holds its key at least."""
