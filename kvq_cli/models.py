@@ -128,6 +128,10 @@ def _shape_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelShape:
     config = text_config(config)
     if getattr(config, "kv_lora_rank", None):
         raise UsageError(f"a model of type {config.model_type} has latent attention, which kvq does not compress")
+    if _has_alibi(config):
+        raise UsageError(
+            f"a model of type {config.model_type} adds ALiBi biases to its attention: kvq does not do that"
+        )
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
         raise UsageError(f"a model of type {config.model_type} has no attention heads, and so no key-value cache")
@@ -140,6 +144,13 @@ def _shape_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelShape:
         head_dim=head_dim,
         hidden_size=config.hidden_size,
         dtype=dtype,
+    )
+
+
+def _has_alibi(config: PretrainedConfig) -> bool:
+    """Bloom always does, Falcon says so in its config, MPT in a part of it."""
+    return config.model_type == "bloom" or any(
+        getattr(part, "alibi", False) for part in (config, getattr(config, "attn_config", None))
     )
 
 

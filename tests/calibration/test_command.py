@@ -176,7 +176,7 @@ def test_inspect_refuses_what_it_cannot_show(fails, artifact, tmp_path):
         "--plot",
         "/dev/null/a.png",
         code=1,
-        says="/dev/null/a.png: Not a directory; choose another --plot",
+        says="/dev/null/a.png: File exists; choose another --plot",
     )
     broken = tmp_path / "broken"
     shutil.copytree(artifact, broken)
