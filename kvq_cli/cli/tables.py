@@ -30,15 +30,14 @@ def print_table(
     """
     cells = [[_cell(value) for value in row] for row in rows]
     lines = [[title, *(row[index] for row in cells)] for index, title in enumerate(columns)]
-    least = [max(map(_least, line)) for line in lines]
+    least, most = ([max(map(size, line)) for line in lines] for size in (_least, _width))
     best = [[False, *(row[0] in found for found in bold)] if bold else [False] * len(row) for row in rows]
     frame = _BETWEEN * (len(columns) - 1) + _EDGES
     if not console.is_terminal:
-        console.width = max(console.width, sum(least) + frame)
+        console.width = max(console.width, sum(most) + frame)
     if sum(least) + frame > console.width:
         console.print(_records(columns, cells, title, best, console.width))
         return
-    most = [max(map(_width, line)) for line in lines]
     numeric = [all(_is_number(row[index]) for row in rows) for index in range(len(columns))]
     widths = _shared(least, most, console.width - frame)
     console.print(_side_by_side(columns, cells, title, best, numeric, widths))

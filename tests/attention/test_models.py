@@ -58,6 +58,15 @@ def test_weights_that_are_not_in_the_files(tiny, tmp_path):
         load_model(str(tmp_path))
 
 
+def test_a_folder_without_a_tokenizer(tiny, tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    with pytest.raises(KvqError, match="the folder has no tokenizer; save the model's there, too"):
+        load_model(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(KvqError, match="cannot load the model .*: its tokenizer: "):
+        load_model(str(tmp_path))
+
+
 def test_a_hub_model_without_a_network():
     with pytest.raises(KvqError) as error:
         load_model("nobody/no-such-model-of-kvq")
