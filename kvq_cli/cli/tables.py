@@ -28,25 +28,28 @@ def print_table(
 
     Columns in which all cells are numbers stand right. bold: as `Output.table` takes it.
     """
+    from rich.text import Text
+
     cells = [[_cell(value) for value in row] for row in rows]
-    lines = [[title, *(row[index] for row in cells)] for index, title in enumerate(columns)]
+    lines = [[column, *(row[index] for row in cells)] for index, column in enumerate(columns)]
     least, most = ([max(map(size, line)) for line in lines] for size in (_least, _width))
     best = [[False, *(row[0] in found for found in bold)] if bold else [False] * len(row) for row in rows]
     frame = _BETWEEN * (len(columns) - 1) + _EDGES
     if not console.is_terminal:
         console.width = max(console.width, sum(most) + frame)
+    if title is not None:
+        console.print(Text(title, style="italic"))
     if sum(least) + frame > console.width:
-        console.print(_records(columns, cells, title, best, console.width))
+        console.print(_records(columns, cells, best, console.width))
         return
     numeric = [all(_is_number(row[index]) for row in rows) for index in range(len(columns))]
     widths = _shared(least, most, console.width - frame)
-    console.print(_side_by_side(columns, cells, title, best, numeric, widths))
+    console.print(_side_by_side(columns, cells, best, numeric, widths))
 
 
 def _side_by_side(
     columns: Sequence[str],
     cells: Sequence[Sequence[str]],
-    title: str | None,
     best: Sequence[Sequence[bool]],
     numeric: Sequence[bool],
     widths: Sequence[int],
@@ -54,7 +57,7 @@ def _side_by_side(
     from rich import box
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column, right, width in zip(columns, numeric, widths, strict=True):
         table.add_column(column, justify="right" if right else "left", overflow="fold", width=width)
     for row, bold in zip(cells, best, strict=True):
@@ -65,14 +68,12 @@ def _side_by_side(
 def _records(
     columns: Sequence[str],
     cells: Sequence[Sequence[str]],
-    title: str | None,
     best: Sequence[Sequence[bool]],
     width: int,
 ) -> Table:
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.title, table.title_justify = title, "left"
     table.add_column(style="bold", max_width=width // 2, overflow="fold")
     table.add_column(overflow="fold")
     for row, bold in zip(cells, best, strict=True):

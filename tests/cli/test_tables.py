@@ -24,6 +24,7 @@ def printed(width, columns, rows, terminal=True, **options):
 def test_a_narrow_terminal_shows_one_record_below_the_other():
     lines = [line.rstrip() for line in printed(40, SIZES, ROWS, title="llama-3.1-8b: 1 x 8,192 tokens")]
     assert lines[0] == "llama-3.1-8b: 1 x 8,192 tokens"
+    assert printed(40, ["a"], [["b"]], title="wider than what it is about")[0] == "wider than what it is about"
     assert [line for line in lines if line.startswith(("method", "cache", "x smaller"))] == [
         "method        kivi-2bit",
         "cache         206.6 MiB",
