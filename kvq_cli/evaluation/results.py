@@ -22,6 +22,20 @@ def log_file(name: str, key: Mapping[str, Any]) -> str:
     return f"{name}-{digest(key)}.jsonl"
 
 
+def read_records(path: Path) -> dict[int, dict]:
+    """A log's records by index, without a last line that was cut short. Of a sample that two runs at once evaluated,
+    the later one. KvqError where a line is damaged."""
+    found = {}
+    for number, line in enumerate(path.read_bytes().rpartition(b"\n")[0].splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            if number > 1:
+                found[record["index"]] = record
+        except (ValueError, KeyError, TypeError):
+            raise KvqError(f"{path}, line {number} is damaged: delete the file to evaluate again") from None
+    return found
+
+
 class SampleLog:
     """A JSONL file: the key in its first line, then one record for each finished sample.
 
@@ -61,11 +75,5 @@ class SampleLog:
         if rest:
             with open(self.path, "r+b") as file:
                 file.truncate(len(whole) + len(newline))
-        for number, line in enumerate(whole.splitlines(), start=1):
-            try:
-                record = json.loads(line)
-                if number > 1:
-                    self.records[record["index"]] = record
-            except (ValueError, KeyError, TypeError):
-                raise KvqError(f"{self.path}, line {number} is damaged: delete the file to evaluate again") from None
+        self.records = read_records(self.path) if whole else {}
         return bool(whole)
