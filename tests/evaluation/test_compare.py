@@ -41,6 +41,7 @@ def test_a_given_artifact_stands_for_its_method(artifact):
     assert chosen[0].path == mine and len(chosen) == 2
     assert _labels(["fp16"], None, [mine]) == ["fp16", "temporalkv-2bit"]
     assert _labels(["fp16", str(mine)]) == ["fp16", "temporalkv-2bit"]
+    assert _labels(["fp16", str(artifact("with: a colon", 2))]) == ["fp16", "temporalkv-2bit"]
 
 
 def test_artifacts_of_one_method_are_told_apart_by_their_folders(artifact):
