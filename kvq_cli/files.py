@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import os
 from contextlib import suppress
@@ -13,36 +14,59 @@ from typing import Any
 from kvq_cli.errors import KvqError
 
 
-def write_json(path: Path, document: Any) -> None:
+def write_json(path: Path, document: Any, option: str = "--out") -> None:
     """Write a JSON file whole or not at all."""
-    write_text(path, json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n")
+    write_text(path, json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n", option)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file whole or not at all, and its folder where there is none."""
+def write_text(path: Path, text: str, option: str = "--out") -> None:
+    """Write a file whole or not at all, and its folder where there is none.
+
+    option: what the user gives to choose another place, for the KvqError where it cannot be written.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # two processes may write the same file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        _remove_partial(path)
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, path)
     except OSError as error:
         with suppress(OSError):
             partial.unlink()
-        raise cannot_write(path, error) from error
+        raise cannot_write(path, error, option) from error
 
 
-def check_writable(folder: Path) -> None:
+def _remove_partial(path: Path) -> None:
+    """Remove what processes left of the same file that were killed while they wrote it."""
+    for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        process = left.name.removesuffix(".partial").rpartition(".")[2]
+        if process.isdecimal() and not _runs(int(process)):
+            with suppress(OSError):
+                left.unlink()
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)  # asks, and sends nothing
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # somebody else's
+        return True
+    return True
+
+
+def check_writable(folder: Path, option: str = "--out") -> None:
     """Raise KvqError now, not after an hour, when `folder` is no place to write to; leaves nothing there."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         with TemporaryFile(dir=nearest):
             pass
     except OSError as error:
-        raise cannot_write(folder, error) from None
+        raise cannot_write(folder, error, option) from None
 
 
-def cannot_write(path: Path, error: OSError) -> KvqError:
-    """The one line for a full disk, a read-only folder and the like."""
+def cannot_write(path: Path, error: OSError, option: str = "--out") -> KvqError:
+    """The one line for a full disk, a read-only folder and the like; `option` is what chooses another place."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return KvqError(f"no space left to write {path} ({error.strerror}): free some, or choose another --out")
-    return KvqError(f"cannot write {path}: {error.strerror or error}; choose another --out")
+        return KvqError(f"no space left to write {path} ({error.strerror}): free some, or choose another {option}")
+    return KvqError(f"cannot write {path}: {error.strerror or error}; choose another {option}")

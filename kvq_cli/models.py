@@ -60,8 +60,7 @@ def load_model(name: str = REFERENCE, device: str = "auto", dtype: str = "auto")
     kind = _torch_dtype(dtype)
     source = _source(name)
     local = Path(source).is_dir() or not _on_the_hub(source)
-    with _loading(name, "its tokenizer: "):
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, local_files_only=local)
+    tokenizer = _load_tokenizer(name, source, local)
     with _loading(name):
         model, about = transformers.AutoModelForCausalLM.from_pretrained(
             source, dtype=kind, local_files_only=local, ignore_mismatched_sizes=True, output_loading_info=True
@@ -73,6 +72,21 @@ def load_model(name: str = REFERENCE, device: str = "auto", dtype: str = "auto")
     model = model.eval().to(target)
     model.requires_grad_(False)
     return LoadedModel(model, tokenizer, name, getattr(model.config, "_commit_hash", None), model_shape(model))
+
+
+def _load_tokenizer(name: str, source: str, local: bool) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer
+
+    try:
+        with _loading(name, "its tokenizer: "):
+            return AutoTokenizer.from_pretrained(source, local_files_only=local)
+    except KvqError as error:
+        # transformers says then what kinds of tokenizers there are.
+        if Path(source).is_dir() and not any(Path(source).glob("*token*")):
+            raise KvqError(
+                f"cannot load the model {name!r}: the folder has no tokenizer; save the model's there, too"
+            ) from error
+        raise
 
 
 @contextmanager
@@ -128,6 +142,10 @@ def _shape_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelShape:
     config = text_config(config)
     if getattr(config, "kv_lora_rank", None):
         raise UsageError(f"a model of type {config.model_type} has latent attention, which kvq does not compress")
+    if _has_alibi(config):
+        raise UsageError(
+            f"a model of type {config.model_type} adds ALiBi biases to its attention, which kvq does not compress"
+        )
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
         raise UsageError(f"a model of type {config.model_type} has no attention heads, and so no key-value cache")
@@ -140,6 +158,13 @@ def _shape_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelShape:
         head_dim=head_dim,
         hidden_size=config.hidden_size,
         dtype=dtype,
+    )
+
+
+def _has_alibi(config: PretrainedConfig) -> bool:
+    """Bloom always does, Falcon says so in its config, MPT in a part of it."""
+    return config.model_type == "bloom" or any(
+        getattr(part, "alibi", False) for part in (config, getattr(config, "attn_config", None))
     )
 
 

@@ -27,10 +27,11 @@ def check_ending(path: Path) -> None:
         raise UsageError(f"--plot {path}: unknown ending; use .png, .pdf or .svg")
 
 
-def save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path, option: str = "--out") -> None:
     """Write the figure, whole or not at all, and its folder where there is none.
 
-    UsageError for an ending that cannot be drawn, KvqError where the file cannot be written.
+    UsageError for an ending that cannot be drawn, KvqError, which names `option`, where the file cannot be
+    written.
     """
     check_ending(path)
     part = path.with_name(f".{path.stem}.part{path.suffix}")
@@ -41,4 +42,4 @@ def save(figure: Figure, path: Path) -> None:
     except OSError as error:
         with suppress(OSError):
             part.unlink()
-        raise cannot_write(path, error) from error
+        raise cannot_write(path, error, option) from error

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+import subprocess
+import sys
 
 import pytest
 
 from kvq_cli.errors import KvqError
-from kvq_cli.files import check_writable, write_json
+from kvq_cli.files import check_writable, write_json, write_text
+from kvq_cli.pictures import new_figure, save
 
 
 def test_folders_that_cannot_be_written(tmp_path):
@@ -16,10 +20,16 @@ def test_folders_that_cannot_be_written(tmp_path):
     for taken in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(KvqError, match="choose another --out"):
             check_writable(taken)
+    with pytest.raises(KvqError, match="choose another --store"):
+        check_writable(tmp_path / "file", "--store")
     check_writable(tmp_path / "new" / "below")
     assert not (tmp_path / "new").exists()
     with pytest.raises(KvqError, match="choose another --out"):
         write_json(tmp_path / "file" / "results.json", {})
+    with pytest.raises(KvqError, match="choose another --page"):
+        write_text(tmp_path / "file" / "page.md", "", "--page")
+    with pytest.raises(KvqError, match="choose another --plot"):
+        save(new_figure(1, 1), tmp_path / "file" / "plot.png", "--plot")
 
 
 def test_json_is_whole_or_not_there(tmp_path):
@@ -47,3 +57,21 @@ def test_two_processes_that_write_one_file_do_not_share_a_partial_one(tmp_path, 
     monkeypatch.setattr(os, "replace", other_first)
     write_json(file, {"x": 1})
     assert json.loads(file.read_text()) == {"x": 1} and os.listdir(tmp_path) == ["results.json"]
+
+
+def test_what_a_killed_process_left_is_removed_by_the_next_write(tmp_path):
+    """A process that lives keeps its half of a file; other files' halves are theirs."""
+    code = f"""if True:
+        import os, pathlib, signal
+        from kvq_cli.files import write_json
+        os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        write_json(pathlib.Path({str(tmp_path)!r}) / "results.json", {{}})"""
+    killed = subprocess.Popen([sys.executable, "-c", code])
+    assert killed.wait() == -signal.SIGKILL
+    left = [f".results.json.{killed.pid}.partial"]
+    assert os.listdir(tmp_path) == left
+    kept = [f".results.json.{os.getppid()}.partial", ".results.json.1.partial", f".other.json.{killed.pid}.partial"]
+    for name in kept:
+        (tmp_path / name).write_text("")
+    write_json(tmp_path / "results.json", {"x": 1})
+    assert sorted(os.listdir(tmp_path)) == sorted([*kept, "results.json"])

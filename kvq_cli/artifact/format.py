@@ -80,6 +80,8 @@ class Artifact:
 def load_artifact(path: str | os.PathLike) -> Artifact:
     """Read and verify an artifact. Raises KvqError naming the file that is missing, newer, cut or altered."""
     folder = Path(path)
+    if folder.is_file():
+        raise KvqError(f"{folder} is a file: give the artifact's folder, {folder.parent}")
     if not folder.is_dir():
         raise KvqError(f"no artifact at {folder}: not a folder (make one with `kvq calibrate --out {folder}`)")
     config = _read_config(folder / CONFIG_FILE)

@@ -176,15 +176,18 @@ def attach(
     check_backend(backend)
     AttentionInterface.register(NAME, attention)
     AttentionMaskInterface.register(NAME, mask)
+    method, plans = _plans(model, method)
     decoder = decoder_of(model)
     before = decoder.config._attn_implementation
     with ExitStack() as undo:
         undo.callback(decoder.set_attn_implementation, before)
         decoder.set_attn_implementation(NAME)
+        refused = UsageError(f"{type(model).__name__} does not let transformers choose its attention function")
+        if decoder.config._attn_implementation != NAME:
+            raise refused
         configs = [getattr(module, "config", None) for _, module in attention_modules(model)]
         if any(getattr(config, "_attn_implementation", None) != NAME for config in configs):
-            raise UsageError(f"{type(model).__name__} does not let transformers choose its attention function")
-        method, plans = _plans(model, method)
+            raise refused
         taps = any(plan.keys.source != "post_rope" for plan in plans)
         sites = _with_shared_rotations(iter_attention(model, taps))
         attached = Attached(model, method, plans, sites, prefill)

@@ -34,7 +34,7 @@ def plot_errors(config: Mapping, path: Path) -> None:
     method = config["method"]
     bits = f", {method['bits']} bits" if "bits" in method else ""
     figure.suptitle(f"{method['name']}{bits}, {config['model']['name']}: error on held-out calibration text")
-    save(figure, path)
+    save(figure, path, "--plot")
 
 
 def _draw_errors(axis, streams: list[Mapping]) -> None:

@@ -16,7 +16,7 @@ from kvq_cli.places import artifact_folder
 _data = partial(typer.Option, rich_help_panel="Calibration")
 
 Out = Annotated[
-    Path | None, _data("--out", metavar="DIR", help="Where to write (default: artifacts/MODEL/METHOD-BITSbit).")
+    Path | None, _data("--out", metavar="DIR", help="Where to write (default: a folder of artifacts/MODEL).")
 ]
 Dataset = Annotated[
     str,

@@ -109,7 +109,7 @@ class Chat:
         talk = self.conversation
         document = {"model": talk.answerer.loaded.name, "method": talk.answerer.method, "messages": talk.messages}
         try:
-            write_json(Path(path), document)
+            write_json(Path(path), document, "FILE")
         except KvqError as error:
             raise UsageError(f"/save: {error}") from error
         self.out.note(f"{len(talk.messages)} messages written to {path}")

@@ -205,11 +205,13 @@ def evaluate(
     compared = subjects(_chosen(model, compare, method, bits, artifact or [], set_))
     folder = out or Path("results") / short_name(model)
     check_writable(folder)
-    check_writable(store or folder)
+    if store is not None:
+        check_writable(store, "--store")
     if plot is not None:
         from kvq_cli.pictures import check_ending
 
         check_ending(plot)
+        check_writable(plot.parent, "--plot")
     loaded = load_model(model, device, dtype)
     try:
         with output.progress() as progress:
@@ -228,7 +230,7 @@ def evaluate(
         used.setdefault(found["config"]["backend"], []).append(label)
     for backend, labels in used.items():
         output.note(f"attention while decoding by {backend}" + (f": {', '.join(labels)}" if len(used) > 1 else ""))
-    output.note(f"results: {folder / 'comparison.json'}, one folder per method beside it")
+    output.note(f"results of this run: {folder / 'comparison.json'}; of each method: its folder beside it")
     single = next(iter(document["methods"].values()))
     for note in (one["note"] for one in single["configs"].values() if "note" in one):
         output.note(note)

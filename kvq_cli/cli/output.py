@@ -53,21 +53,9 @@ class Output:
 
         bold: for each column but the first, the first cells of the rows that are set in bold in it.
         """
-        from rich import box
-        from rich.table import Table
-        from rich.text import Text
+        from kvq_cli.cli.tables import print_table
 
-        rows = [list(row) for row in rows]
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-        for index, column in enumerate(columns):
-            numeric = all(_is_number(row[index]) for row in rows)
-            table.add_column(column, justify="right" if numeric else "left", overflow="fold")
-        for row in rows:
-            best = [False, *(row[0] in found for found in bold)] if bold else [False] * len(row)
-            table.add_row(
-                *(Text(_cell(value), style="bold" if one else "") for value, one in zip(row, best, strict=True))
-            )
-        self.console(stderr=self.as_json).print(table)
+        print_table(self.console(stderr=self.as_json), columns, [list(row) for row in rows], title, bold)
 
     def result(self, document: Any) -> None:
         """With --json: `document` as the one JSON document on stdout. Without: nothing."""
@@ -129,15 +117,3 @@ def silence_libraries() -> None:
         from transformers.utils import logging
 
         logging.disable_progress_bar()
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, float):
-        return f"{value:.4g}" if abs(value) < 1000 else f"{value:.1f}"
-    return str(value)
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))

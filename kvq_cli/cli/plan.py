@@ -42,8 +42,8 @@ def plan(
     room = total - held_back
     if room <= sized.weights:
         raise UsageError(
-            f"--memory {memory}: the weights take {human_bytes(sized.weights)} and --reserve holds {reserve} back; "
-            f"nothing is left for a cache"
+            f"--memory {memory} is {human_bytes(total)}: the weights take {human_bytes(sized.weights)} and --reserve "
+            f"holds {reserve} back; nothing is left for a cache"
         )
     found, rows = [], []
     for label, one in for_each(compare, bits, set_, lambda method: fit(method, *sized, context, batch, room), out):

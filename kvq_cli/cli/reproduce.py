@@ -52,7 +52,7 @@ def reproduce(
         from kvq_cli.files import write_text
         from kvq_cli.reproduction.page import page_text
 
-        write_text(page, page_text(model, out))
+        write_text(page, page_text(model, out), "--page")
         output.note(f"written: {page}")
         return
     if names and everything:

@@ -76,7 +76,7 @@ def resolve_compared(
         chosen.append(_overridden(artifact, all_options) if artifact else resolve(model, name, options=all_options))
 
     for text in names:
-        name, own = parse(text)
+        name, own = (text, {}) if (Path(text) / "config.json").is_file() else parse(text)
         if (Path(name) / "config.json").is_file() or "/" in name:
             found = load_artifact(Path(name))
             add(found, found.method_config["name"], own)

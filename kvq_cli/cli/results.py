@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 PUBLISHED = "published"
 
-Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a `kvq eval` (--out).")]
+Folder = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Folder of a `kvq eval` (--out), or of one of its methods.")
+]
 Format = Annotated[
     Literal["table", "csv", "markdown", "json", "latex"],
     typer.Option("--format", help="How to print tables; json is what --json prints."),
@@ -63,9 +65,12 @@ def results(
 
 
 def _methods(folder: Path) -> dict[str, Any]:
-    file = folder / "comparison.json"
+    file, own = folder / "comparison.json", folder / "results.json"
+    if alone := own.is_file() and not file.exists():
+        file = own
     try:
-        methods = json.loads(file.read_text(encoding="utf-8"))["methods"]
+        document = json.loads(file.read_text(encoding="utf-8"))
+        methods = {folder.resolve().name: document} if alone else document["methods"]
         return {label: one for label, one in methods.items() if one["results"] and one["config"]["method"]}
     except OSError as error:
         raise KvqError(f"{file}: {error.strerror or error}; give the folder that `kvq eval` wrote to") from None

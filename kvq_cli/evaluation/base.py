@@ -22,9 +22,12 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Subject:
-    """One method under test. chosen: what `attach` takes; identity: what its results depend on, as plain values."""
+    """One method under test. label: its name beside the others of a run; folder: the one of its results, which is its
+    own whatever it is compared with. chosen: what `attach` takes; identity: what its results depend on, as plain
+    values."""
 
     label: str
+    folder: str
     method: Method
     chosen: Method | Artifact
     identity: Mapping[str, Any]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def subjects(chosen: Sequence[Method | Artifact]) -> list[Subject]:
-    """Subjects with labels like `fp16`, `kivi-2bit`, told apart by folder or options where needed."""
+    """Subjects with labels like `fp16`, `kivi-2bit`, told apart by options or folder where needed.
+
+    Their own folders have all options that are not at their default, and the artifact's digest, in their names.
+    """
     found = [_subject(one) for one in chosen]
     if len({digest(one.identity) for one in found}) < len(found):
         raise UsageError("the comparison names the same method with the same options twice")
@@ -34,11 +37,22 @@ def _told_apart(found: list[Subject], label: Callable[[Subject, list[Subject]], 
 
 def _by_options(one: Subject, alike: list[Subject]) -> str:
     """The label with the options in which it differs from the others and from the default: `kivi-2bit,sinks=8`."""
-    configs = [other.identity["method"] for other in alike]
-    default = to_config(type(one.method)())
-    own = one.identity["method"]
-    differ = [key for key in own if any(other[key] != own[key] for other in configs) and own[key] != default[key]]
-    return ",".join([one.label, *(f"{key}={_said(own[key])}" for key in differ)])
+    differ = {
+        key: value
+        for key, value in _changed(one.method).items()
+        if any(other.identity["method"][key] != value for other in alike)
+    }
+    return _with_options(one.label, differ)
+
+
+def _changed(method: Method) -> dict[str, object]:
+    """The options that are not at their default; bits stand in every label."""
+    default = to_config(type(method)())
+    return {key: value for key, value in to_config(method).items() if key != "bits" and value != default[key]}
+
+
+def _with_options(label: str, options: Mapping[str, object]) -> str:
+    return ",".join([label, *(f"{key}={_said(value)}" for key, value in options.items())])
 
 
 def _said(value: object) -> object:
@@ -53,4 +67,6 @@ def _subject(chosen: Method | Artifact) -> Subject:
         method = chosen
         identity = {"method": to_config(method)}
     bits = getattr(method, "bits", None)
-    return Subject(method.name if bits is None else f"{method.name}-{bits}bit", method, chosen, identity)
+    label = method.name if bits is None else f"{method.name}-{bits}bit"
+    calibrated = {"artifact": chosen.digest[:8]} if isinstance(chosen, Artifact) else {}
+    return Subject(label, _with_options(label, _changed(method) | calibrated), method, chosen, identity)

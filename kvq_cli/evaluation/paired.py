@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import cos, pi, sin, sqrt, tan
@@ -11,6 +10,7 @@ from typing import Any
 
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.evaluation.base import mean_and_error
+from kvq_cli.evaluation.results import read_records
 
 CONFIDENCE = 0.95
 
@@ -100,15 +100,13 @@ def _scores(folder: Path, document: Mapping[str, Any]) -> dict[str, dict[int, fl
     found: dict[str, dict[int, float]] = {}
     for name, place in document["samples"].items():
         try:
-            lines = (folder / place).read_text(encoding="utf-8").splitlines()[1:]
+            records = read_records(folder / place)
         except OSError as error:
             raise KvqError(f"{folder / place}: {error.strerror}; run the evaluation again to compare samples") from None
-        records = [json.loads(line) for line in lines]
         # Of a log that another run made longer, those of this run.
-        records = sorted(records, key=lambda one: one["index"])[: document["n-samples"][_task(name)]["effective"]]
-        for record in records:
-            for figure, value in _figures(name, record).items():
-                found.setdefault(figure, {})[record["index"]] = value
+        for index in sorted(records)[: document["n-samples"][_task(name)]["effective"]]:
+            for figure, value in _figures(name, records[index]).items():
+                found.setdefault(figure, {})[index] = value
     return found
 
 

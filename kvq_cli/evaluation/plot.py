@@ -42,7 +42,7 @@ def plot_comparison(document: Mapping[str, Any], path: Path) -> None:
     shown = [Line2D([], [], label=name, **style) for name, style in styles.items()]
     figure.legend(handles=shown, loc="lower center", ncols=5, fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.05 + 0.035 * -(-len(families) // 5), 1, 1))
-    save(figure, path)
+    save(figure, path, "--plot")
 
 
 def _families(methods: Mapping[str, Mapping]) -> dict[str, list[Mapping]]:

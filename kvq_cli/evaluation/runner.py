@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from os.path import relpath
@@ -13,7 +14,7 @@ from kvq_cli.artifact.fingerprint import fingerprint
 from kvq_cli.attention.attach import Attached, attach
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.base import Evaluation, Record, Subject
-from kvq_cli.evaluation.results import SampleLog
+from kvq_cli.evaluation.results import SampleLog, log_file
 from kvq_cli.evaluation.settings import Settings, evaluations
 from kvq_cli.evaluation.summary import comparison
 from kvq_cli.files import write_json
@@ -37,9 +38,10 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate all subjects on the same samples; returns what `OUT/comparison.json` holds.
 
-    Finished samples are in `OUT/<subject>/<task>-<length>-<key>.jsonl` at any time and are not evaluated again, unless
-    `fresh`. Runs with the same `store` share them, there in `STORE/<method>/`, and only the documents in `out`,
-    each with the places of its samples under `samples`. `OUT/<subject>/results.json` follows lm-eval's schema. Raises
+    Finished samples are in `OUT/<subject.folder>/<task>-<length>-<key>.jsonl` at any time and are not evaluated again,
+    unless `fresh`. Runs with the same `store` share them, there in `STORE/<method>/`, and only the documents in `out`,
+    each with the places of its samples under `samples`. `OUT/<subject.folder>/results.json` follows lm-eval's schema:
+    one for each configuration of a method, by whichever runs; `comparison.json` is of the last run alone. Raises
     UsageError for settings that cannot work, KvqError when nothing was compressed or the folder cannot be written.
     """
     model = {"name": loaded.name, "revision": loaded.revision, "fingerprint": fingerprint(loaded.model).to_dict()}
@@ -61,20 +63,30 @@ def evaluate(
                 backend = attached[subject.label].backend.summary
                 if backend != "torch":  # whose answers have no such entry, so that older runs are taken up
                     key["backend"] = backend
-                folder = out / subject.label if store is None else store / subject.method.name
-                logs[subject.label, evaluation.name] = SampleLog(folder, evaluation.name, key, fresh)
+                if store is None:
+                    folder, option = _begun(out, subject, log_file(evaluation.name, key)), "--out"
+                else:
+                    folder, option = store / subject.method.name, "--store"
+                logs[subject.label, evaluation.name] = SampleLog(folder, evaluation.name, key, fresh, option)
         for evaluation in todo:
             _run(loaded, evaluation, attached, {label: logs[label, evaluation.name] for label in attached}, track)
     found = {
         subject.label: {one.name: _records(one, logs[subject.label, one.name]) for one in todo} for subject in subjects
     }
     document = comparison(loaded, model, subjects, todo, found, settings)
-    for label, results in document["methods"].items():
-        results["config"]["backend"] = attached[label].backend.summary
-        results["samples"] = {one.name: relpath(logs[label, one.name].path, out) for one in todo}
-        write_json(out / label / "results.json", results)
+    for one in subjects:
+        results = document["methods"][one.label]
+        results["config"]["backend"] = attached[one.label].backend.summary
+        results["samples"] = {each.name: relpath(logs[one.label, each.name].path, out) for each in todo}
+        write_json(out / one.folder / "results.json", results)
     write_json(out / "comparison.json", document)
     return document
+
+
+def _begun(out: Path, subject: Subject, log: str) -> Path:
+    """The subject's folder, or one of another name in which the same samples were begun."""
+    found = sorted(out.glob(f"*/{glob.escape(log)}"), key=lambda path: path.parent.name != subject.folder)
+    return found[0].parent if found else out / subject.folder
 
 
 def _run(

@@ -58,6 +58,15 @@ def test_weights_that_are_not_in_the_files(tiny, tmp_path):
         load_model(str(tmp_path))
 
 
+def test_a_folder_without_a_tokenizer(tiny, tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    with pytest.raises(KvqError, match="the folder has no tokenizer; save the model's there, too"):
+        load_model(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(KvqError, match="cannot load the model .*: its tokenizer: "):
+        load_model(str(tmp_path))
+
+
 def test_a_hub_model_without_a_network():
     with pytest.raises(KvqError) as error:
         load_model("nobody/no-such-model-of-kvq")
@@ -81,10 +90,13 @@ def test_devices_and_dtypes():
     [
         (transformers.MambaConfig(), "type mamba has no attention heads"),
         (transformers.DeepseekV3Config(), "type deepseek_v3 has latent attention"),
+        (transformers.BloomConfig(), "type bloom adds ALiBi biases"),
+        (transformers.MptConfig(), "type mpt adds ALiBi biases"),
+        (transformers.FalconConfig(alibi=True), "type falcon adds ALiBi biases"),
         (transformers.T5Config(), "T5Config"),
     ],
 )
-def test_sizes_of_models_without_a_key_value_cache_are_not_counted(fails, tmp_path, config, says):
+def test_sizes_of_models_that_kvq_does_not_compress_are_not_counted(fails, tmp_path, config, says):
     """A latent cache would be counted as if every head had its keys and values."""
     config.save_pretrained(tmp_path / "model")
     fails("bits", "--model", "model", "--method", "fp16", code=1 if "T5" in says else 2, says=says)

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import transformers
 from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -31,6 +32,22 @@ def refused(model, method, says: str, **options) -> None:
 )
 def test_attention_of_another_kind(tiny, probe, family, options, says):
     refused(tiny(family, **options), probe(), says)
+
+
+@pytest.mark.parametrize(
+    "name, options, says",
+    [
+        ("Bloom", {"n_head": 2, "n_layer": 1}, "type bloom adds ALiBi biases"),
+        ("Mpt", {"d_model": 32, "n_heads": 2, "n_layers": 1}, "type mpt adds ALiBi biases"),
+        ("Falcon", {"num_attention_heads": 2, "num_hidden_layers": 1, "alibi": True}, "type falcon adds ALiBi biases"),
+        ("Falcon", {"num_attention_heads": 2, "num_hidden_layers": 1}, "Falcon.* not let transformers choose its att"),
+    ],
+)
+def test_attention_with_biases_by_position(name, options, says):
+    """The last one has none, and is out of reach."""
+    size = {} if name == "Mpt" else {"hidden_size": 32}
+    config = getattr(transformers, f"{name}Config")(vocab_size=20, **size, **options)
+    refused(getattr(transformers, f"{name}ForCausalLM")(config).eval(), build("fp16"), says)
 
 
 def test_training_mode_with_dropout(tiny, probe):

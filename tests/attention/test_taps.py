@@ -73,11 +73,12 @@ def test_nothing_is_left_on_the_model(tiny):
 
 
 def test_models_of_another_build_are_refused(tiny):
-    from transformers import BloomConfig, BloomForCausalLM, DeepseekV3Config, DeepseekV3ForCausalLM
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
-    bloom = BloomForCausalLM(BloomConfig(vocab_size=20, hidden_size=32, n_head=2, n_layer=1))
+    unnumbered = tiny("llama")
+    del unnumbered.model.layers[0].self_attn.layer_idx
     with pytest.raises(UsageError, match="layer 0 has none of self_attn, attention, attn"):
-        iter_attention(bloom)
+        iter_attention(unnumbered)
     latent = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
     model = DeepseekV3ForCausalLM(DeepseekV3Config(vocab_size=20, intermediate_size=8, **sizes, **latent))

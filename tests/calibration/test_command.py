@@ -169,8 +169,16 @@ def test_inspect_as_json_and_as_a_picture(kvq, artifact, tmp_path):
 
 def test_inspect_refuses_what_it_cannot_show(fails, artifact, tmp_path):
     fails("inspect", "gone", code=1, says="no artifact at gone")
+    fails("inspect", artifact / "config.json", code=1, says=f"is a file: give the artifact's folder, {artifact}")
     fails("inspect", artifact, "--plot", "a.nonsense", code=2, says="--plot a.nonsense: unknown ending")
-    fails("inspect", artifact, "--plot", "/dev/null/a.png", code=1, says="cannot write /dev/null/a.png")
+    fails(
+        "inspect",
+        artifact,
+        "--plot",
+        "/dev/null/a.png",
+        code=1,
+        says="/dev/null/a.png: File exists; choose another --plot",
+    )
     broken = tmp_path / "broken"
     shutil.copytree(artifact, broken)
     (broken / "tensors.safetensors").write_bytes((artifact / "tensors.safetensors").read_bytes()[:-1])

@@ -41,7 +41,7 @@ def test_commands(chat, tmp_path):
         ("  /nonsense", "unknown command '/nonsense'; there are /help"),
         ("/status now", "unknown command '/status now'"),
         ("/save", "/save needs a file name"),
-        ("/save /dev/null/x", "cannot write /dev/null/x"),
+        ("/save /dev/null/x", "cannot write /dev/null/x: File exists; choose another FILE"),
         ("word " * 5000, "the prompt has"),
     ],
 )

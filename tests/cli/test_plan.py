@@ -50,8 +50,9 @@ def test_the_command(tmp_path):
     fp16, kivi = json.loads(result.stdout)["methods"]
     assert fp16["weights"] == 2 * SHAPES["llama-3.1-8b"].parameters
     assert kivi["context"] > 4 * fp16["context"] and kivi["batch"] > 4 * fp16["batch"] > 0
-    small = CliRunner().invoke(app, [*words[:3], "--memory", "12GB"])
-    assert small.exit_code == 2
+    for memory, said in (("12GB", "11.2 GiB"), ("80", "80 B")):
+        small = CliRunner().invoke(app, [*words[:3], "--memory", memory])
+        assert small.exit_code == 2 and f"--memory {memory} is {said}: the weights take 15.0 GiB" in small.stderr
 
 
 def test_a_models_weights_are_counted_from_its_configuration():

@@ -79,6 +79,12 @@ def test_options_from_yaml(evaluate, tmp_path):
         (["--method", "fp16", "--task", "vt", "--context", "12,x"], 2, "--context 12,x"),
         (["--method", "fp16", "--task", "qa_1", "--context", "512", "--qa-file", "none.json"], 1, "none.json"),
         (["--method", "fp16", "--out", "taken"], 1, "choose another --out"),
+        (
+            ["--method", "fp16", "--out", "results", "--store", "taken"],
+            1,
+            "taken: Not a directory; choose another --store",
+        ),
+        (["--method", "fp16", "--plot", "taken/x.png"], 1, "taken: Not a directory; choose another --plot"),
     ],
 )
 def test_bad_input_is_one_line(fails, folder, tmp_path, arguments, code, says):

@@ -7,7 +7,7 @@ from kvq_cli.artifact import save_artifact
 from kvq_cli.cli.resolve import resolve_compared
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.evaluation.compare import subjects
-from kvq_cli.methods.registry import build, to_config
+from kvq_cli.methods.registry import build, method_names, to_config
 
 
 @pytest.fixture
@@ -41,6 +41,7 @@ def test_a_given_artifact_stands_for_its_method(artifact):
     assert chosen[0].path == mine and len(chosen) == 2
     assert _labels(["fp16"], None, [mine]) == ["fp16", "temporalkv-2bit"]
     assert _labels(["fp16", str(mine)]) == ["fp16", "temporalkv-2bit"]
+    assert _labels(["fp16", str(artifact("with: a colon", 2))]) == ["fp16", "temporalkv-2bit"]
 
 
 def test_artifacts_of_one_method_are_told_apart_by_their_folders(artifact):
@@ -64,6 +65,28 @@ def test_methods_are_told_apart_by_the_options_in_which_they_differ(artifact):
     ]
     both = [artifact("with", 2), artifact("without", 2, fisher=False)]
     assert _labels([], None, both) == ["temporalkv-2bit", "temporalkv-2bit,fisher=off"]
+
+
+def test_results_have_a_folder_that_is_their_own_whatever_they_are_compared_with(artifact):
+    def folders(*arguments, **options):
+        return [one.folder for one in subjects(resolve_compared("reference", *arguments, **options))]
+
+    shared = {"options": {"sinks": "8"}}
+    assert _labels(["kivi", "kivi:residual=64"], 2, **shared) == ["kivi-2bit", "kivi-2bit,residual=64"]
+    together = folders(["kivi", "kivi:residual=64"], 2, **shared)
+    assert together == ["kivi-2bit,sinks=8", "kivi-2bit,residual=64,sinks=8"]
+    assert [*folders(["kivi:sinks=8"], 2), *folders(["kivi:residual=64:sinks=8"], 2)] == together
+    one, other = artifact("one", 2), artifact("other", 2, seed=1)
+    (first,), (second,), (third,) = folders([], None, [one]), folders([], None, [other]), folders([f"{one}:recent=32"])
+    assert first.startswith("temporalkv-2bit,artifact=") and len({first, second, third}) == 3
+    assert third.startswith("temporalkv-2bit,recent=32,artifact=") and third.endswith(first.rpartition(",")[2])
+
+
+@pytest.mark.parametrize("name", method_names())
+def test_a_method_at_its_defaults_has_a_folder_that_names_bits_alone(name):
+    chosen = [build(name)]
+    chosen += [build(name, bits=4)] if hasattr(chosen[0], "bits") else []
+    assert all(one.folder == one.label for one in subjects(chosen))
 
 
 def test_windows_of_an_artifact_can_be_others_than_it_was_calibrated_with(artifact):

@@ -17,7 +17,7 @@ def method(name: str, bits: int, kl: float) -> dict:
 
 def test_a_method_looks_the_same_in_all_panels_and_in_the_legend(monkeypatch, tmp_path):
     figures: list[matplotlib.figure.Figure] = []
-    monkeypatch.setattr(plot, "save", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(plot, "save", lambda figure, *_: figures.append(figure))
     exact = {**method("fp16", 16, 0.0), "config": {"method": {"name": "fp16"}}}  # not in the panel of KL
     found = {"fp16": exact, "kivi-2bit": method("kivi", 2, 0.1), "kivi-4bit": method("kivi", 4, 0.01)}
     plot.plot_comparison({"methods": {**found, "gear-2bit": method("gear", 2, 0.05)}}, tmp_path / "x.png")

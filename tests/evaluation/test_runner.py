@@ -35,7 +35,7 @@ def _lines(out):
 def test_documents_follow_lm_eval(whole):
     out, document = whole
     assert json.loads((out / "comparison.json").read_text()) == json.loads(json.dumps(document))
-    one = json.loads((out / "kivi-2bit" / "results.json").read_text())
+    one = json.loads((out / "kivi-2bit,residual=32" / "results.json").read_text())
     assert one == json.loads(json.dumps(document["methods"]["kivi-2bit"]))
     assert set(one["results"]) == {"vt", "perplexity"}
     assert set(one["results"]["vt"]) == {"alias", "512,none", "512_stderr,none"}
@@ -65,7 +65,7 @@ def test_methods_are_given_the_same_samples(whole):
     for path in out.glob("*/vt-512-*.jsonl"):
         records = [json.loads(line) for line in path.read_text().splitlines()[1:]]
         prompts[path.parent.name] = [(r["index"], r["prompt_sha256"], r["references"]) for r in records]
-    assert prompts["fp16"] == prompts["kivi-2bit"] and len(prompts["fp16"]) == 3
+    assert prompts["fp16"] == prompts["kivi-2bit,residual=32"] and len(prompts["fp16"]) == 3
 
 
 @pytest.mark.parametrize("after", [1, 4, 8])
@@ -100,10 +100,41 @@ def test_a_finished_run_is_not_run_again(loaded, whole, monkeypatch):
     assert _run(loaded, out, batch_size=1, limit=3) == document
 
 
+def test_each_configuration_of_a_method_keeps_its_own_results(loaded, tmp_path, monkeypatch, interrupt_after):
+    """Evaluated one by one or together, in the same folder; and together needs no more than each has done."""
+    residuals, found = (32, 64), {}
+    for residual in residuals:
+        chosen = [build("kivi", bits=2, residual=residual)]
+        with pytest.raises(KeyboardInterrupt):
+            _run(loaded, tmp_path, chosen, tasks=["perplexity"], limit=2, track=interrupt_after(1))
+        found[residual] = _run(loaded, tmp_path, chosen, tasks=["perplexity"], limit=2)["methods"]["kivi-2bit"]
+    assert sorted(path.name for path in tmp_path.glob("*/")) == ["kivi-2bit,residual=32", "kivi-2bit,residual=64"]
+    for residual, document in found.items():
+        kept = json.loads((tmp_path / f"kivi-2bit,residual={residual}" / "results.json").read_text())
+        assert kept == json.loads(json.dumps(document)) and kept["config"]["method"]["residual"] == residual
+    assert found[32]["results"] != found[64]["results"]
+    monkeypatch.setattr(loaded.model, "forward", None)
+    chosen = [build("kivi", bits=2, residual=residual) for residual in residuals]
+    together = _run(loaded, tmp_path, chosen, tasks=["perplexity"], limit=2)["methods"]
+    assert list(together.values()) == list(found.values())
+
+
+def test_samples_begun_in_a_folder_of_another_name_are_taken_up(loaded, whole, tmp_path, monkeypatch):
+    out, document = whole
+    for path in out.glob("*/*.jsonl"):
+        (tmp_path / path.parent.name.upper()).mkdir(exist_ok=True)
+        (tmp_path / path.parent.name.upper() / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(loaded.model, "forward", None)
+    again = _run(loaded, tmp_path, batch_size=1)
+    assert again["table"] == document["table"]
+    for one in again["methods"].values():
+        assert all((tmp_path / place).is_file() for place in one["samples"].values())
+
+
 def test_samples_do_not_depend_on_the_limit(loaded, whole, tmp_path):
     document = _run(loaded, tmp_path, chosen=COMPARED[1:], limit=1, tasks=["vt"])
     path = next(tmp_path.glob("*/vt-512-*.jsonl"))
-    longer = next(whole[0].glob("kivi-2bit/vt-512-*.jsonl"))
+    longer = next(whole[0].glob("kivi-2bit,residual=32/vt-512-*.jsonl"))
     assert path.name == longer.name
     assert path.read_text().splitlines() == longer.read_text().splitlines()[:2]
     assert document["methods"]["kivi-2bit"]["results"]["vt"]["512_stderr,none"] is None

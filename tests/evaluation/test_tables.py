@@ -102,6 +102,27 @@ def test_differences_to_a_baseline(kvq, fails, folder):
     fails("results", folder, "--baseline", "a", code=1, says="run the evaluation again")
 
 
+def test_samples_that_two_runs_at_once_left_count_once(kvq, folder):
+    """Nor does a line that a kill cut short."""
+    for path in folder.glob("*.jsonl"):
+        key, *records = path.read_text().splitlines(keepends=True)
+        path.write_text("".join([key, *records, *records, records[0][:9]]))
+    found = json.loads(kvq("results", folder, "--baseline", "a", "--json").stdout)["methods"]["b-2bit"]
+    assert found["perplexity-1024 loss"]["samples"] == 3
+    assert found["perplexity-1024 loss"]["mean"] == pytest.approx(0.2)
+
+
+def test_one_method_of_an_evaluation(kvq, fails, folder):
+    own = folder / "kivi-2bit,residual=64"
+    own.mkdir()
+    methods = json.loads((folder / "comparison.json").read_text())["methods"]
+    (own / "results.json").write_text(json.dumps(methods["b-2bit"]))
+    lines = kvq("results", own, "--format", "csv").stdout.splitlines()
+    assert len(lines) == 2 and lines[1].startswith('"kivi-2bit,residual=64",33.3')
+    (own / "results.json").write_text("[]")
+    fails("results", own, code=1, says="results.json: not the result of an evaluation")
+
+
 def test_what_is_no_evaluation(kvq, fails, folder):
     fails("results", folder / "gone", code=1, says="give the folder that `kvq eval` wrote to")
     (folder / "comparison.json").write_text("[1]")

@@ -39,7 +39,7 @@ def whole(run, tmp_path_factory):
 
 
 def records(out, label, task):
-    (path,) = out.glob(f"{label}/lm_eval:{task}-*.jsonl")
+    (path,) = out.glob(f"{label}*/lm_eval:{task}-*.jsonl")
     return [json.loads(line) for line in path.read_text().splitlines()[1:]]
 
 
