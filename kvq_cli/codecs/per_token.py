@@ -36,7 +36,8 @@ class PerTokenCodec(Codec):
         if outliers:
             self.block_tokens = math.lcm(BLOCK_TOKENS, base.block_tokens)
             if self.block_tokens * head_dim > 2**15:
-                raise UsageError(f"heads of {head_dim}: outliers of at most {2**15 // self.block_tokens} can be indexed")
+                most = 2**15 // self.block_tokens
+                raise UsageError(f"heads of {head_dim}: outliers of at most {most} channels can be indexed")
 
     def constants(self) -> Mapping[str, Tensor]:
         return self.base.constants()

@@ -137,7 +137,7 @@ class Case:
 
     def run(self, splits: int = 2) -> torch.Tensor:
         """By the kernels, with nothing but NaN in what they write to."""
-        workspace = Workspace.like(self.query, splits)
+        workspace = self.workspace = Workspace.like(self.query, splits)
         out = torch.full_like(self.query, torch.nan)
         for poisoned in (workspace.partial, workspace.logsum):
             poisoned.fill_(torch.nan)

@@ -232,3 +232,12 @@ def test_shapes_that_do_not_fit_are_refused():
 def test_empty_row_is_zero():
     case = Case(*KIVI, [0, 40])
     assert (case.run()[0] == 0).all()
+
+
+@pytest.mark.parametrize(("splits", "busy"), [(1, [2, 2, 1]), (2, [3, 3, 1]), (7, [4 + 4, 5, 1]), (30, [4 + 8, 5, 1])])
+def test_programs_share_what_is_not_packed(splits, busy):
+    """Sinks, recent tokens and what fills no tile take longer than whole tiles. Of the first row, 4 whole tiles of 32
+    tokens and 8 pieces of 16 of the rest; of the others 5 pieces, and one."""
+    case = Case(*KIVI, [250, 70, 3], waiting=(40, 100), sinks=20)
+    case.check(splits)
+    assert case.workspace.logsum[:, 0].isfinite().sum(1).tolist() == busy

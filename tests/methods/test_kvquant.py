@@ -106,7 +106,10 @@ def test_cost(bits, shape_of, tensors_for):
     x = numbers(shape, batch=1)
     kept = int(0.01 * 32 * 128) / (32 * 128)
     start = 9 * 32 / (32 * 1024)
-    for outliers, keys, values in ((0, bits, bits + 32 / 1024), (0.01, bits + 32 * kept, bits + 32 * 11 / 1024 + start)):
+    for outliers, keys, values in (
+        (0, bits, bits + 32 / 1024),
+        (0.01, bits + 32 * kept, bits + 32 * 11 / 1024 + start),
+    ):
         plan = plan_for(build("kvquant", bits=bits, outliers=outliers), shape, tensors_for)
         assert plan.keys.codec.encode(x).nbytes * 8 / x.numel() == keys
         assert plan.values.codec.encode(x).nbytes * 8 / x.numel() == values

@@ -1,7 +1,7 @@
 """The split pass: each program attends to a run of one row's tokens for all query heads of one kv head.
 
-Programs 0 ... splits - 1 share the whole tiles that both sides hold packed (`main.py`); the last one reads the rest:
-sinks, tokens packed on one side only, recent ones. Each leaves softmax(q K^T) V of its tokens and their log-sum-exp.
+The first programs share the whole tiles that both sides hold packed (`main.py`), the last ones the rest: sinks, tokens
+packed on one side only, recent ones. Each leaves softmax(q K^T) V of its tokens and their log-sum-exp.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ from kvq_kernels.decode_attention.main import attend_main, output
 from kvq_kernels.decode_attention.number import any_number, at_stored_head
 from kvq_kernels.decode_attention.rope import pair_channels, position_turn
 from kvq_kernels.decode_attention.spec import get, plane_count
+
+#: Tokens of whole tiles that are read in the time that one of the rest takes: their instructions, about.
+REST_COST = tl.constexpr(8)
 
 
 @triton.jit
@@ -44,11 +47,11 @@ def split_kernel(
     KD: tl.constexpr,  # types that keys and values are multiplied in
     VD: tl.constexpr,
     PRECISION: tl.constexpr,  # of float32 products
-    TAIL: tl.constexpr,  # tokens of a tile of the last program
+    TAIL: tl.constexpr,  # tokens of a tile of the rest
     STAGES: tl.constexpr,
 ):
     split, place, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    splits = tl.num_programs(0) - 1
+    programs = tl.num_programs(0)
     length = tl.load(lengths + row)
     key_count, value_count = tl.load(counts[0] + row), tl.load(counts[1] + row)
     if heads is None:
@@ -65,35 +68,54 @@ def split_kernel(
     tiles = tl.minimum(key_count, value_count) // N
     low = tl.maximum(length - window, 0)
     begin = tl.minimum(tl.cdiv(tl.maximum(low - SINKS, 0), N), tiles)
-    place = first_query * (splits + 1) + split
+    place = first_query * programs + split
+    held = tl.maximum(tl.minimum(length, SINKS + begin * N) - low, 0)
+    after = tl.maximum(SINKS + tiles * N, low)
+    rest = held + tl.maximum(length - after, 0)
+    splits = programs - _rest_programs(programs, (tiles - begin) * N, tl.cdiv(rest, TAIL), TAIL)
     if split < splits:
         each = tl.cdiv(tiles - begin, splits)
         first = tl.minimum(begin + split * each, tiles)
         last = tl.minimum(first + each, tiles)
         attend_main(
-            q, partial, logsum, place, splits + 1, k, v, first, last, rope, start + SINKS, scale,
+            q, partial, logsum, place, programs, k, v, first, last, rope, start + SINKS, scale,
             SK, SV, STYLE, WIDTH, GROUP, M, N, E, KD, VD, PRECISION, STAGES,
         )  # fmt: skip
-    elif get(SK, "nvidia"):
-        _called_tail(
-            q, partial, logsum, place, splits + 1, k, v, low, begin * N, tiles * N, length, key_count, value_count,
-            slots, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, E, PRECISION, TAIL,
-        )  # fmt: skip
     else:
-        _attend_tail(
-            q, partial, logsum, place, splits + 1, k, v, low, begin * N, tiles * N, length, key_count, value_count,
-            slots, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, E, PRECISION, TAIL,
-        )  # fmt: skip
+        each = tl.cdiv(tl.cdiv(rest, TAIL), programs - splits) * TAIL
+        first = (split - splits) * each
+        last = tl.minimum(first + each, rest)
+        if get(SK, "nvidia"):
+            _called_rest(
+                q, partial, logsum, place, programs, k, v, first, last, low, held, after, key_count, value_count,
+                slots, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, E, PRECISION, TAIL,
+            )  # fmt: skip
+        else:
+            _attend_rest(
+                q, partial, logsum, place, programs, k, v, first, last, low, held, after, key_count, value_count,
+                slots, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, E, PRECISION, TAIL,
+            )  # fmt: skip
 
 
 @triton.jit
-def _attend_tail(
-    q, partial, logsum, place, splits, k, v, low, begin, done, length, key_count, value_count, slots, rope, start,
-    scale, SK: tl.constexpr, SV: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
+def _rest_programs(programs, whole, tiles, N: tl.constexpr):
+    """How many of `programs` read the rest, of `tiles` of N tokens, while the others read `whole` tokens: so many that
+    all take as long; at least one of either kind where there is something to read."""
+    cost = (tiles * (N * REST_COST)).to(tl.float32)
+    share = (programs * (cost / tl.maximum(cost + whole, 1.0)) + 0.5).to(tl.int32)
+    most = tl.minimum(tl.maximum(tiles, 1), programs - (whole > 0))
+    each = tl.cdiv(tiles, tl.minimum(tl.maximum(share, 1), most))
+    return tl.cdiv(tiles, tl.maximum(each, 1))
+
+
+@triton.jit
+def _attend_rest(
+    q, partial, logsum, place, programs, k, v, first, last, low, held, after, key_count, value_count, slots, rope,
+    start, scale, SK: tl.constexpr, SV: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr,
     M: tl.constexpr, SINKS: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Tokens [low, SINKS + begin) and [SINKS + done, length) from `low` on, in float32, both sides read where they are
-    held."""
+    """Of the `held` tokens from `low` on and those from `after` on the numbers [first, last), in float32, both sides
+    read where they are held."""
     D: tl.constexpr = get(SK, "dim")
     P: tl.constexpr = plane_count(SK, E)
     member, column, within = tl.arange(0, M), tl.arange(0, E), tl.arange(0, N)
@@ -102,13 +124,10 @@ def _attend_tail(
     acc = ()
     for _ in tl.static_range(P):
         acc = acc + (tl.zeros([M, E], tl.float32),)
-    held = tl.maximum(tl.minimum(length, SINKS + begin) - low, 0)
-    after = tl.maximum(SINKS + done, low)
-    rest = tl.maximum(length - after, 0)
-    for at in tl.range(0, held + rest, N, num_stages=1):
+    for at in tl.range(first, last, N, num_stages=1):
         index = at + within
         token = tl.where(index < held, low + index, index - held + after)
-        seen = index < held + rest
+        seen = index < last
         here, alive = token[:, None], seen[:, None]
         scores = tl.zeros([M, N], tl.float32)
         if STYLE == "none":
@@ -143,18 +162,18 @@ def _attend_tail(
             new = new + (tl.dot(weights, x, acc[j] * shrink[:, None], input_precision=PRECISION),)
         acc = new
         top = peak
-    out = output(partial, place, splits, D, M)
-    if held + rest > 0:
+    out = output(partial, place, programs, D, M)
+    if last > first:
         for j in tl.static_range(P):
             channel = (j * E + column)[None, :]
             mine = (member[:, None] < GROUP) & (channel < D)
             tl.store(out[:, None] + channel, acc[j] / total[:, None], mask=mine)
-    tl.store(output(logsum, place, splits, 1, M), top + tl.log2(total), mask=member < GROUP)
+    tl.store(output(logsum, place, programs, 1, M), top + tl.log2(total), mask=member < GROUP)
 
 
-#: `_attend_tail` as a function that is called: a pass of the compiler takes as long as the square of what is in one
+#: `_attend_rest` as a function that is called: a pass of the compiler takes as long as the square of what is in one
 #: function. What is called on AMD's GPUs needs a stack.
-_called_tail = triton.jit(_attend_tail.fn, noinline=True)
+_called_rest = triton.jit(_attend_rest.fn, noinline=True)
 
 
 @triton.jit

@@ -13,7 +13,7 @@ from torch import Tensor
 from triton import knobs
 
 from kvq_kernels.decode_attention.configs import choose_splits, choose_tile
-from kvq_kernels.decode_attention.kernel import combine_kernel, split_kernel
+from kvq_kernels.decode_attention.kernel import REST_COST, combine_kernel, split_kernel
 from kvq_kernels.decode_attention.parts import Codebook, Dense, PerHead, Rope, Side, Uniform
 from kvq_kernels.decode_attention.spec import SideSpec, Tile, block_tokens, padded
 
@@ -200,13 +200,15 @@ def processors(device: torch.device) -> int:
 def plan_splits(query: Tensor, keys: Side, values: Side, rope: Rope | None = None, tile: Tile | None = None) -> int:
     """Splits of each row and kv head: what a `Workspace` that is kept between calls is to have room for.
 
-    They depend on how many tokens the stores have room for, not on how many there are.
+    They depend on how many tokens the stores and windows have room for, not on how many there are.
     """
     part, dim = alike(keys, values, query.device)[0], query.shape[2]
     tile = tile or choose_tile(query.device, SideSpec.of(part.keys, dim), SideSpec.of(part.values, dim))
-    tokens = constants(query.dtype, part.keys, part.values, rope, 1, dim, tile)["N"]
-    tiles = max(1, min(capacity(keys), capacity(values)) // tokens)
-    return choose_splits(query.shape[0] * kv_heads(keys), tiles, processors(query.device), tile.waves)
+    fixed = constants(query.dtype, part.keys, part.values, rope, 1, dim, tile)
+    exact = fixed["SINKS"] + max(0 if side.ring is None else side.ring.shape[2] for side in (keys, values))
+    tokens = min(capacity(keys), capacity(values)) + REST_COST.value * exact
+    tiles = max(2, -(-tokens // fixed["N"]))
+    return max(2, choose_splits(query.shape[0] * kv_heads(keys), tiles, processors(query.device), tile.waves)) - 1
 
 
 @dataclass(frozen=True)
