@@ -153,7 +153,7 @@ def test_generate_and_chat_on(small):
     [
         (codebook(), codebook((1, 4), normal=False), {}),
         (codebook((1, 1), 16, 32), per_token(0.05), {"window": Window(1, 0, 32)}),
-        (outliers, per_token(0.0), {"window": Window(1, 3, 32)}),
+        (outliers, per_token(0.0), {"window": Window(1, 1, 32)}),
         (per_head, per_head, {}),
     ],
     ids=["temporal", "scalars", "outliers", "per_head"],
