@@ -94,6 +94,9 @@ def reports(
     stand instead of the tables'. OSError where there is no disassembler.
     """
     machine_code.check_tools()
+    shipped = {(operation, target): launches(operation, target) for operation, _, target in chosen}
+    # What takes longest begins first, or all else would wait for it in the end.
+    chosen = sorted(chosen, key=lambda one: not shipped[one[0], one[2]][one[1]].slow)
     with _compiled(), ProcessPoolExecutor(workers or os.cpu_count(), get_context("spawn")) as pool:
         for future in as_completed([pool.submit(report, *one, trial) for one in chosen]):
             yield future.result()

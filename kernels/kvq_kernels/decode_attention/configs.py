@@ -16,10 +16,12 @@ def choose_tile(device: torch.device | str, keys: SideSpec, values: SideSpec) ->
 
 
 def shape_class(keys: SideSpec, values: SideSpec) -> str:
-    """ "dense", "uniform/2bit", "codebook/4": the kind that takes most work, and the bits or the numbers of a code."""
+    """ "dense", "uniform/2bit", "codebook/4": the kind that takes most work, and the bits or the numbers of a code; of
+    codebooks with outliers beside them "codebook/4/outliers"."""
     kinds = {keys.kind, values.kind}
     if "codebook" in kinds:
-        return f"codebook/{max(side.tokens * side.channels for side in (keys, values))}"
+        beside = "/outliers" if keys.slots + values.slots else ""
+        return f"codebook/{max(side.tokens * side.channels for side in (keys, values))}{beside}"
     return f"uniform/{max(keys.bits, values.bits)}bit" if "uniform" in kinds else "dense"
 
 

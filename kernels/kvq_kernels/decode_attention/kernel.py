@@ -12,7 +12,7 @@ import triton.language as tl
 from kvq_kernels.decode_attention.main import attend_main, output
 from kvq_kernels.decode_attention.number import any_number, at_stored_head
 from kvq_kernels.decode_attention.rope import pair_channels, position_turn
-from kvq_kernels.decode_attention.spec import get, plane_count
+from kvq_kernels.decode_attention.spec import get, long_to_compile, plane_count
 
 #: Tokens of whole tiles that are read in the time that one of the rest takes: their instructions, about.
 REST_COST = tl.constexpr(8)
@@ -85,7 +85,7 @@ def split_kernel(
         each = tl.cdiv(tl.cdiv(rest, TAIL), programs - splits) * TAIL
         first = (split - splits) * each
         last = tl.minimum(first + each, rest)
-        if get(SK, "nvidia"):
+        if long_to_compile(SK, SV):
             _called_rest(
                 q, partial, logsum, place, programs, k, v, first, last, low, held, after, key_count, value_count,
                 slots, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, E, PRECISION, TAIL,
@@ -121,9 +121,8 @@ def _attend_rest(
     member, column, within = tl.arange(0, M), tl.arange(0, E), tl.arange(0, N)
     top = tl.full([M], float("-inf"), tl.float32)
     total = tl.zeros([M], tl.float32)
-    acc = ()
-    for _ in tl.static_range(P):
-        acc = acc + (tl.zeros([M, E], tl.float32),)
+    plane = tl.arange(0, P)[:, None, None]
+    acc = tl.zeros([P, M, E], tl.float32)
     for at in tl.range(first, last, N, num_stages=1):
         index = at + within
         token = tl.where(index < held, low + index, index - held + after)
@@ -155,24 +154,22 @@ def _attend_rest(
         weights = tl.exp2(scores - peak[:, None])
         shrink = tl.exp2(top - peak)
         total = total * shrink + tl.sum(weights, axis=1)
-        new = ()
-        for j in tl.static_range(P):
+        acc *= shrink[None, :, None]
+        for j in tl.range(0, P, num_stages=1):
             channel = (j * E + column)[None, :]
             x = any_number(v, SV, SINKS, slots[1], value_count, here, channel, alive & (channel < D))
-            new = new + (tl.dot(weights, x, acc[j] * shrink[:, None], input_precision=PRECISION),)
-        acc = new
+            acc += tl.where(plane == j, tl.dot(weights, x, input_precision=PRECISION)[None, :, :], 0.0)
         top = peak
     out = output(partial, place, programs, D, M)
     if last > first:
-        for j in tl.static_range(P):
-            channel = (j * E + column)[None, :]
-            mine = (member[:, None] < GROUP) & (channel < D)
-            tl.store(out[:, None] + channel, acc[j] / total[:, None], mask=mine)
+        channel = plane * E + column[None, None, :]
+        mine = (member[None, :, None] < GROUP) & (channel < D)
+        tl.store(out[None, :, None] + channel, acc / total[None, :, None], mask=mine)
     tl.store(output(logsum, place, programs, 1, M), top + tl.log2(total), mask=member < GROUP)
 
 
 #: `_attend_rest` as a function that is called: a pass of the compiler takes as long as the square of what is in one
-#: function. What is called on AMD's GPUs needs a stack.
+#: function.
 _called_rest = triton.jit(_attend_rest.fn, noinline=True)
 
 

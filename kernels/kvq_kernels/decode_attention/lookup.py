@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.gather import line_tokens, normalized, turn_back
-from kvq_kernels.decode_attention.order import load
+from kvq_kernels.decode_attention.gather import line_tokens
+from kvq_kernels.decode_attention.order import load, load_fields
 from kvq_kernels.decode_attention.permute import fields, one_word, two_words
 from kvq_kernels.decode_attention.rope import STEP
 from kvq_kernels.decode_attention.spec import get, row_width
@@ -108,14 +108,21 @@ def tile_queries(
     TURNED: tl.constexpr = turned_fields(S, STYLE, WIDTH)
     member, word = tl.arange(0, M)[None, :, None, None], key_words(S)
     mine = (member < GROUP) & (word >= 0)
+    a = load_fields(q + member * D, word, 0, fields(S), W, mine)
+    if TURNED > 0:
+        coarse, fine = rope[0] + position // STEP * WIDTH + 0 * member, rope[1] + position % STEP * WIDTH + 0 * member
+        cos1, cos2 = load_fields(coarse, word, 0, TURNED, W), load_fields(fine, word, 0, TURNED, W)
+        sin1, sin2 = (
+            load_fields(coarse + WIDTH // 2, word, 0, TURNED, W),
+            load_fields(fine + WIDTH // 2, word, 0, TURNED, W),
+        )
     first, second = (), ()
     for i in tl.static_range(fields(S) // 2):
-        c1, c2 = partner(S, TURNED, i, False) * W + word, partner(S, TURNED, i, True) * W + word
-        q1 = load(q + member * D, c1, mine, 0.0).to(tl.float32)
-        q2 = load(q + member * D, c2, mine, 0.0).to(tl.float32)
+        q1 = a[partner(S, TURNED, i, False)].to(tl.float32)
+        q2 = a[partner(S, TURNED, i, True)].to(tl.float32)
         if i < TURNED:
-            q1, q2 = turn_back(q1, q2, rope[0] + position // STEP * WIDTH, 0 * member, i * W + word, WIDTH, D)
-            q1, q2 = turn_back(q1, q2, rope[1] + position % STEP * WIDTH, 0 * member, i * W + word, WIDTH, D)
+            q1, q2 = q1 * cos1[i] + q2 * sin1[i], q2 * cos1[i] - q1 * sin1[i]
+            q1, q2 = q1 * cos2[i] + q2 * sin2[i], q2 * cos2[i] - q1 * sin2[i]
         first, second = first + (q1.to(T),), second + (q2.to(T),)
     operands = ()
     for i in tl.static_range(0, fields(S) // 2, together(S)):
@@ -136,19 +143,27 @@ def lookup_scores(
     codes = k[0] + begin * row_width(S)
     tl.debug_barrier()  # else what is the same for all tiles is loaded before the loop, to more registers than are
     queries = tile_queries(q, S, rope, start + begin, STYLE, WIDTH, GROUP, M, T)
+    if get(S, "scaled"):
+        alike = tl.zeros([1, 8, 1, 1], tl.int32)  # for all lines
+        std, mean = load_fields(k[3] + alike, word, 0, fields(S), W), load_fields(k[2] + alike, word, 0, fields(S), W)
     found = ()
     for i in tl.static_range(L):
         within = line_tokens(line, i, R, BLOCK)
         x = key_fields(codes, table, S, within)
+        if get(S, "scaled"):
+            scaled = ()
+            for f in tl.static_range(fields(S)):
+                scaled = scaled + (tl.fma(x[f], std[f].to(T), mean[f].to(T)),)
+            x = scaled
+        row = rope[2] + within * WIDTH if TURNED > 0 else 0
         first, second = (), ()
         for j in tl.static_range(fields(S) // 2):
-            c1, c2 = partner(S, TURNED, j, False) * W + word, partner(S, TURNED, j, True) * W + word
-            x1 = normalized(x[partner(S, TURNED, j, False)], k, S, c1)
-            x2 = normalized(x[partner(S, TURNED, j, True)], k, S, c2)
+            x1, x2 = x[partner(S, TURNED, j, False)], x[partner(S, TURNED, j, True)]
             if j < TURNED:
-                row = rope[2] + within * WIDTH
-                cos, sin = load(row, j * W + word), load(row + (j * W + word), WIDTH // 2)
-                x1, x2 = tl.fma(x1, cos, -(sin * x2)), tl.fma(x1, sin, cos * x2)
+                if j % 4 == 0:  # of more at once, registers are too few where there are outliers
+                    cos = load_fields(row, word, j, min(4, TURNED - j), W)
+                    sin = load_fields(row + WIDTH // 2, word, j, min(4, TURNED - j), W)
+                x1, x2 = tl.fma(x1, cos[j % 4], -(sin[j % 4] * x2)), tl.fma(x1, sin[j % 4], cos[j % 4] * x2)
             first, second = first + (x1,), second + (x2,)
         s = tl.zeros([R, M], tl.float32)
         for j in tl.static_range(0, fields(S) // 2, together(S)):

@@ -31,3 +31,34 @@ def load_apart(pointer, offset):
     """What is at pointer + offset [a, b, c, d], anywhere in memory: all axes are the threads', the last ones first."""
     place = tl.max_contiguous(tl.multiple_of(pointer + offset, [1, 1, 1, 1]), [1, 2, 4, 8])
     return tl.load(place)
+
+
+@triton.jit
+def _unstacked(x):
+    """The tensors [A, B, C, V] that x [a power of two, A, B, C, V] consists of."""
+    N: tl.constexpr = x.shape[0]
+    if N == 1:
+        return (tl.reshape(x, x.shape[1:]),)
+    else:
+        A: tl.constexpr = x.shape[1]
+        B: tl.constexpr = x.shape[2]
+        C: tl.constexpr = x.shape[3]
+        V: tl.constexpr = x.shape[4]
+        first, second = tl.split(tl.permute(tl.reshape(x, [2, N // 2, A, B, C, V]), (1, 2, 3, 4, 5, 0)))
+        return _unstacked(first) + _unstacked(second)
+
+
+@triton.jit
+def load_fields(row, word, FIRST: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr, seen=None):
+    """What is at row [A, B, 1, 1] + field W + word [1, 1, 4, V], for COUNT fields from the FIRST on: a tensor for each.
+    One load, as the compiler looks for all there are at every load."""
+    found = ()
+    if COUNT & (COUNT - 1) != 0:
+        HALF: tl.constexpr = 1 << (COUNT.bit_length() - 1)
+        found = load_fields(row, word, FIRST, HALF, W, seen) + load_fields(
+            row, word, FIRST + HALF, COUNT - HALF, W, seen
+        )
+    elif COUNT > 0:
+        place = (FIRST + tl.arange(0, COUNT))[:, None, None, None, None] * W + word[None]
+        found = _unstacked(load(row[None], place, None if seen is None else seen[None]))
+    return found

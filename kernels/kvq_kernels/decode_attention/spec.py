@@ -147,6 +147,13 @@ def block_tokens(keys, values):
 
 
 @triton.constexpr_function
+def long_to_compile(keys, values):
+    """Whether the loop over whole tiles is so long that what else there is must be a function of its own. On AMD's GPUs
+    a function that is called needs a stack."""
+    return "codebook" in (keys.kind, values.kind) and keys.nvidia
+
+
+@triton.constexpr_function
 def padded(dim):
     """At least 32: RoPE turns 16 pairs at once, the least that a product sums over."""
     return max(32, triton.next_power_of_2(dim))
