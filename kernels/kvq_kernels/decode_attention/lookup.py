@@ -146,6 +146,7 @@ def lookup_scores(
     if get(S, "scaled"):
         alike = tl.zeros([1, 8, 1, 1], tl.int32)  # for all lines
         std, mean = load_fields(k[3] + alike, word, 0, fields(S), W), load_fields(k[2] + alike, word, 0, fields(S), W)
+    AT_ONCE: tl.constexpr = 4 if get(S, "slots") > 0 else TURNED  # beside outliers, registers are too few for more
     found = ()
     for i in tl.static_range(L):
         within = line_tokens(line, i, R, BLOCK)
@@ -160,10 +161,11 @@ def lookup_scores(
         for j in tl.static_range(fields(S) // 2):
             x1, x2 = x[partner(S, TURNED, j, False)], x[partner(S, TURNED, j, True)]
             if j < TURNED:
-                if j % 4 == 0:  # of more at once, registers are too few where there are outliers
-                    cos = load_fields(row, word, j, min(4, TURNED - j), W)
-                    sin = load_fields(row + WIDTH // 2, word, j, min(4, TURNED - j), W)
-                x1, x2 = tl.fma(x1, cos[j % 4], -(sin[j % 4] * x2)), tl.fma(x1, sin[j % 4], cos[j % 4] * x2)
+                if j % AT_ONCE == 0:
+                    cos = load_fields(row, word, j, min(AT_ONCE, TURNED - j), W)
+                    sin = load_fields(row + WIDTH // 2, word, j, min(AT_ONCE, TURNED - j), W)
+                cosine, sine = cos[j % AT_ONCE], sin[j % AT_ONCE]
+                x1, x2 = tl.fma(x1, cosine, -(sine * x2)), tl.fma(x1, sine, cosine * x2)
             first, second = first + (x1,), second + (x2,)
         s = tl.zeros([R, M], tl.float32)
         for j in tl.static_range(0, fields(S) // 2, together(S)):
