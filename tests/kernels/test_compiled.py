@@ -141,7 +141,8 @@ def case(name: str, lengths: list[int]) -> Case:
 @pytest.mark.slow  # to compile
 @every("decode_attention", shipped(), rest="fp16")
 def test_decode_attention(name, launched, executed):
-    found, own = on_this_gpu("decode_attention"), case(name, [330])
+    # Room for 512 tokens: strides are multiples of 16 where the shipped ones are.
+    found, own = on_this_gpu("decode_attention"), case(name, [390])
     own.check(splits=1)
     if "combine" in launched:
         own.check(splits=found["combine"].arguments[3] - 1)
