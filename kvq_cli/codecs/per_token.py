@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from kvq_cli.codecs.base import Codec, Packed, Part, side_dtype
-from kvq_cli.codecs.outliers import BLOCK_TOKENS, furthest
-from kvq_cli.errors import UsageError
+from kvq_cli.codecs.outliers import BLOCK_TOKENS, block_capacity, furthest
 
 
 class PerTokenCodec(Codec):
@@ -35,9 +34,7 @@ class PerTokenCodec(Codec):
         self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits
         if outliers:
             self.block_tokens = math.lcm(BLOCK_TOKENS, base.block_tokens)
-            if self.block_tokens * head_dim > 2**15:
-                most = 2**15 // self.block_tokens
-                raise UsageError(f"heads of {head_dim}: outliers of at most {most} channels can be indexed")
+            block_capacity(outliers, head_dim, self.block_tokens)
 
     def constants(self) -> Mapping[str, Tensor]:
         return self.base.constants()

@@ -103,6 +103,16 @@ CHANNEL = (partial(codebook, block=(1, 4)), partial(codebook, block=(1, 4)))
 HALF = {"rope": ("half", 64), "offset": 3}
 
 
+def at_most_twice(out, in_torch, exact, floor: float = 0.0) -> None:
+    """The error of `out` against that of PyTorch, both of the model's type, `exact` in float64; errors below `floor`,
+    or a quarter of the type's last digit, are as good as none."""
+    assert out.isfinite().all()
+    error, other = ((x.double() - exact).norm() / exact.norm() for x in (out, in_torch))
+    other = max(other, floor, torch.finfo(out.dtype).eps / 4)
+    print(f"error / PyTorch's: {error / other:.2f}")
+    assert error <= 2 * other, f"error {error:.3g}, PyTorch's {other:.3g}"
+
+
 class Case:
     """Rows of `lengths` tokens; of what lies beyond the sinks, `waiting` (keys', values') tokens are not packed."""
 
@@ -154,9 +164,4 @@ class Case:
         """Against float64, not more than twice the error of PyTorch, which decodes to the model's type and computes in
         float32."""
         exact, out = self.reference(torch.float64), self.run(splits)
-        assert out.isfinite().all()
-        torch_error = (self.reference(torch.float32, self.dtype).to(self.dtype) - exact).norm() / exact.norm()
-        error = (out - exact).norm() / exact.norm()
-        floor = torch.finfo(self.dtype).eps / 4
-        print(f"error / PyTorch's: {error / max(torch_error, floor):.2f}")
-        assert error <= 2 * max(torch_error, floor), f"error {error:.3g}, PyTorch's {torch_error:.3g}"
+        at_most_twice(out, self.reference(torch.float32, self.dtype).to(self.dtype), exact)

@@ -85,16 +85,10 @@ def split_kernel(
         each = tl.cdiv(tl.cdiv(rest, TAIL), programs - splits) * TAIL
         first = (split - splits) * each
         last = tl.minimum(first + each, rest)
-        if long_to_compile(SK, SV):
-            _called_rest(
-                q, partial, logsum, place, programs, k, v, first, last, low, held, after, key_count, value_count,
-                slots, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, E, PRECISION, TAIL,
-            )  # fmt: skip
-        else:
-            _attend_rest(
-                q, partial, logsum, place, programs, k, v, first, last, low, held, after, key_count, value_count,
-                slots, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, E, PRECISION, TAIL,
-            )  # fmt: skip
+        (_called_rest if long_to_compile(SK, SV) else _attend_rest)(
+            q, partial, logsum, place, programs, k, v, first, last, low, held, after, key_count, value_count,
+            slots, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, E, PRECISION, TAIL,
+        )  # fmt: skip
 
 
 @triton.jit

@@ -13,7 +13,7 @@ import triton.language as tl
 from kvq_kernels.decode_attention.gather import line_tokens
 from kvq_kernels.decode_attention.order import load, load_fields
 from kvq_kernels.decode_attention.permute import fields, one_word, two_words
-from kvq_kernels.decode_attention.rope import STEP
+from kvq_kernels.decode_attention.rope import STEP, turned_back
 from kvq_kernels.decode_attention.spec import get, row_width
 
 
@@ -111,18 +111,15 @@ def tile_queries(
     a = load_fields(q + member * D, word, 0, fields(S), W, mine)
     if TURNED > 0:
         coarse, fine = rope[0] + position // STEP * WIDTH + 0 * member, rope[1] + position % STEP * WIDTH + 0 * member
-        cos1, cos2 = load_fields(coarse, word, 0, TURNED, W), load_fields(fine, word, 0, TURNED, W)
-        sin1, sin2 = (
-            load_fields(coarse + WIDTH // 2, word, 0, TURNED, W),
-            load_fields(fine + WIDTH // 2, word, 0, TURNED, W),
-        )
+        cos1, sin1 = load_fields(coarse, word, 0, TURNED, W), load_fields(coarse + WIDTH // 2, word, 0, TURNED, W)
+        cos2, sin2 = load_fields(fine, word, 0, TURNED, W), load_fields(fine + WIDTH // 2, word, 0, TURNED, W)
     first, second = (), ()
     for i in tl.static_range(fields(S) // 2):
         q1 = a[partner(S, TURNED, i, False)].to(tl.float32)
         q2 = a[partner(S, TURNED, i, True)].to(tl.float32)
         if i < TURNED:
-            q1, q2 = q1 * cos1[i] + q2 * sin1[i], q2 * cos1[i] - q1 * sin1[i]
-            q1, q2 = q1 * cos2[i] + q2 * sin2[i], q2 * cos2[i] - q1 * sin2[i]
+            q1, q2 = turned_back(q1, q2, cos1[i], sin1[i])
+            q1, q2 = turned_back(q1, q2, cos2[i], sin2[i])
         first, second = first + (q1.to(T),), second + (q2.to(T),)
     operands = ()
     for i in tl.static_range(0, fields(S) // 2, together(S)):

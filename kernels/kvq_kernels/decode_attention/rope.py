@@ -53,7 +53,12 @@ def pairs(place, HALF: tl.constexpr, ALL: tl.constexpr):
 
 
 @triton.jit
+def turned_back(q1, q2, cos, sin):
+    return q1 * cos + q2 * sin, q2 * cos - q1 * sin
+
+
+@triton.jit
 def turn_back(q1, q2, table, at, pair, WIDTH: tl.constexpr, D: tl.constexpr):
     """Pairs turned back by what row `at` of a table says."""
     cos, sin = turn(table, at, pair, WIDTH, D)
-    return q1 * cos + q2 * sin, q2 * cos - q1 * sin
+    return turned_back(q1, q2, cos, sin)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from kernel_cases import uniform
+from kernel_cases import at_most_twice, uniform
 from kvq_kernels.quantized_matvec import quantized_matvec
 from kvq_kernels.quantized_matvec.launch import partial_sums
 from kvq_kernels.quantized_matvec.reference import quantized_matvec_reference
@@ -29,12 +29,10 @@ def check(side, axis, tokens, tile=None, **options) -> None:
     sums = None if side == "keys" else partial_sums(vectors, packed, tile).fill_(torch.nan)
     result = quantized_matvec(vectors, packed, side, out=out, partial=sums, backend="triton", tile=tile)
     in_torch = quantized_matvec_reference(vectors, packed, side, vectors.dtype)
-    error, other = ((x.double() - exact).norm() / exact.norm() for x in (result.to(vectors.dtype), in_torch))
-    assert result is out and out.isfinite().all()
-    eps, floor = torch.finfo(vectors.dtype).eps, torch.finfo(vectors.dtype).eps / 4
+    assert result is out
+    floor = 0.0
     if vectors.dtype == torch.float32:
         # The last bits are a matter of the order of products and sums. One after the other, as a GPU takes them where
         # matrix units are not exact, n numbers of random signs are off by sqrt(n / 6) roundings; PyTorch takes turns.
-        floor = max(eps, eps / 2 * (vectors.shape[2] / 6) ** 0.5)
-    print(f"error / PyTorch's: {error / max(other, floor):.2f}")
-    assert error <= 2 * max(other, floor), f"error {error:.3g}, PyTorch's {other:.3g}"
+        floor = torch.finfo(torch.float32).eps * max(1, (vectors.shape[2] / 24) ** 0.5)
+    at_most_twice(result.to(vectors.dtype), in_torch, exact, floor)
