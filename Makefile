@@ -29,7 +29,8 @@ OPTIONS ?=
 COMPARED := results/reproduction/reference/compare
 BENCH := --compare kivi,temporalkv --bits 2
 
-.PHONY: help demo test test-fast lint artifacts list repro repro-fast reproduction compare bench gpu gpu-memory clean
+.PHONY: help demo test test-fast lint artifacts list repro repro-fast reproduction compare bench \
+	test-all gpu gpu-test gpu-bench gpu-tune gpu-growth gpu-pack gpu-unpack gpu-memory clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -41,19 +42,17 @@ help:  ## Show this list.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-# The oldest Triton that the kernels are made for, in a folder of its own: they must compile well with that one, too.
-.venv/oldest/.installed: pyproject.toml .venv/.installed
-	@mkdir -p $(@D)
-	if [[ $$(uname -s) == Linux ]]; then  # nowhere else there is a Triton
-		oldest=$$(sed -nE 's/^ *"triton>=([0-9.]+);.*/\1/p' pyproject.toml)
-		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(@D) "triton==$$oldest.*"
-	fi
+# The versions of a machine with a GPU, in an environment of its own: what runs there is tried with them here.
+.venv/device/.installed: tools/gpu/environment.txt tools/gpu/environment.sh
+	@tools/gpu/environment.sh $(@D)
 	touch $@
 
-test: .venv/.installed .venv/oldest/.installed  ## Run all tests.
+test: .venv/.installed  ## Run the tests.
 	@$(PYTEST) tests
 	# What the first run compiled, executed as a GPU would.
 	KVQ_TEST_PTX=sm_90 $(PYTEST) tests/kernels/test_compiled.py
+
+test-all: .venv/device/.installed test  ## Run the tests, and the `gpu-*` commands in a GPU machine's environment.
 
 test-fast: .venv/.installed  ## Run the tests that take no longer than a few seconds each.
 	@$(PYTEST) -m "not slow" tests
@@ -108,41 +107,96 @@ bench: results/bench/generate.json  ## Measure decoding beside transformers' own
 results/bench/generate.json: artifacts/reference/temporalkv-2bit/config.json | .venv/.installed
 	@$(call kvq,bench generate $(BENCH) --out $(@D))
 
-# Needs no .venv: the Python it is given, with torch, triton and transformers, on a machine with a GPU.
-GPU_PYTHON = PYTHONPATH=$(CURDIR):$(CURDIR)/kernels MPLBACKEND=Agg HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 $(PYTHON)
-GPU_NAME = $(PYTHON) -c 'import torch; print(torch.cuda.get_device_name().lower().replace(" ", "-"))'
+# On a machine with a GPU these need no .venv: the Python they are given has torch, triton, transformers, typer, rich and
+# pytest. Each resumes where it was stopped, and leaves an archive of its results (benchmarks/README.md).
+GPU_OUT ?= results/gpu
+GPU_ARCHIVES ?= $(GPU_OUT)
+GPU_PACK ?= results/gpu/pack.tar.xz
+GPU_CACHE ?= $(GPU_OUT)/triton
+GPU_JOBS ?= $(shell nproc)
+GPU_NAME = $(shell $(PYTHON) -c 'import torch; print(torch.cuda.get_device_name().lower().replace(" ", "-"))')
 GPU_METHODS := fp16,kivi,squat,innerq,temporalkv,xquant
+GPU_SHAPES := llama-2-7b,llama-3.1-8b,llama-3.2-1b
+gpu_path = $(CURDIR):$(CURDIR)/kernels:$(CURDIR)/tools
 ifdef DRY
-GPU_PYTHON := TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(GPU_PYTHON)
-GPU_NAME := echo dry
-GPU_TESTS := tests/kernels/test_tuning.py tests/kernels/test_reference.py
-GPU_OUT := results
-GPU_KERNELS := --dry --tune-seconds 5
-GPU_CALIBRATE := --random tiny --samples 3 --seqlen 256 --set hybrid=off --device cpu
-GPU_GROWTH := --random tiny,reference --context 96 --tokens 2 --batch 4 --device cpu
+# A fake GPU, whose kernels are emulated, at tiny sizes.
+FAKE := KVQ_FAKE_GPU=$(if $(filter none,$(DRY)),none,host)
+gpu_path := $(CURDIR)/tools/fake_gpu/site:$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/tools
+GPU_PLACE ?= $(GPU_OUT)/dry
+GPU_TESTS ?= tests/kernels/test_compiled.py tests/attention/test_on_gpu.py -k "2bit-g32 or temporal-2bit or latents-2bit or kivi]"
+GPU_BENCH ?= --dry
+GPU_TUNE ?= --dry --seconds 5 --operation assign_centroids
+GPU_CALIBRATE ?= --random tiny --samples 2 --seqlen 520 --set hybrid=off
+GPU_GROWTH ?= --random tiny --context 96 --tokens 2 --batch 1 --compare kivi,temporalkv
 else
-GPU_TESTS := tests/kernels
-GPU_OUT := benchmarks
-GPU_KERNELS := --tune-seconds 100 --seconds 80
-GPU_CALIBRATE := --random llama-3.1-8b --layers 2
-GPU_GROWTH := --random llama-2-7b,llama-3.1-8b,llama-3.2-1b --context 2048 --tokens 8 --batch 4096 --seconds 45
+FAKE :=
+GPU_PLACE ?= benchmarks/$(GPU_NAME)
+GPU_TESTS ?= tests/kernels/test_compiled.py tests/attention/test_on_gpu.py
+GPU_BENCH ?= --seconds 360
+GPU_TUNE ?= --seconds 330
+GPU_CALIBRATE ?= --random llama-3.1-8b --layers 2
+GPU_GROWTH ?= --random $(GPU_SHAPES) --context 2048 --tokens 8 --batch 4096 --seconds 90 --compare $(GPU_METHODS)
 endif
+GPU_ENV = $(FAKE) PYTHONPATH=$(gpu_path) MPLBACKEND=Agg HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
+GPU_RUN = $(PYTHON) tools/gpu/pack.py run $(GPU_CACHE) --pack $(GPU_PACK) env $(GPU_ENV) $(PYTHON)
+GPU_KVQ = $(GPU_RUN) -m kvq_cli
+# Keep the results of a command that failed, too: $(call gpu_archive,NAME) after its exit code.
+gpu_archive = $(GPU_ENV) $(PYTHON) tools/gpu/archive.py pack $(1) $(GPU_PLACE) $(GPU_ARCHIVES)
 
-gpu:  ## On a GPU: test, tune and measure the kernels, in ten minutes; results in benchmarks/. DRY=1: tiny, on a CPU.
-	@place=$(GPU_OUT)/$$($(GPU_NAME)); mkdir -p $$place
-	beside=$$($(PYTHON) -c 'import xdist, os; print("-n", min(8, os.cpu_count()))' 2>/dev/null || true)
-	echo "kernel tests"
-	$(GPU_PYTHON) -m pytest -m "gpu and not slow" -x $$beside $(GPU_TESTS)
-	$(if $(DRY),,$(MAKE) --no-print-directory gpu-memory)
-	$(GPU_PYTHON) -m kvq_cli bench kernels $(GPU_KERNELS) --tune --out $$place
-	$(GPU_PYTHON) -m kvq_cli bench calibrate $(GPU_CALIBRATE) --out $$place
-	$(GPU_PYTHON) -m kvq_cli bench generate $(GPU_GROWTH) --compare $(GPU_METHODS) --bits 2 --grow --out $$place
-	$(if $(DRY),,$(GPU_PYTHON) -m kvq_cli bench report $$place)
-	echo "All results are in $$place/."
+gpu: gpu-test gpu-bench gpu-tune gpu-growth  ## On a GPU: all of the following. DRY=1: on a fake one, tiny.
+
+gpu-test:  ## On a GPU: check the shipped kernels, CUDA graphs and generation against PyTorch.
+	@code=0
+	$(GPU_RUN) tools/gpu/run_tests.py --out $(GPU_PLACE) --jobs $(GPU_JOBS) $(GPU_TESTS) || code=$$?
+	$(if $(DRY),,$(MAKE) --no-print-directory gpu-memory || code=$$?)
+	$(call gpu_archive,gpu-test)
+	exit $$code
+
+gpu-bench:  ## On a GPU: time the kernels beside PyTorch's 16-bit attention.
+	@code=0
+	$(GPU_KVQ) bench kernels $(GPU_BENCH) --resume --out $(GPU_PLACE) || code=$$?
+	$(call gpu_archive,gpu-bench)
+	exit $$code
+
+gpu-tune:  ## On a GPU: search faster configurations of the kernels.
+	@code=0
+	$(GPU_KVQ) bench tune $(GPU_TUNE) --out $(GPU_PLACE) || code=$$?
+	$(call gpu_archive,gpu-tune)
+	exit $$code
+
+gpu-growth:  ## On a GPU: decode at growing batch until memory ends; calibrate.
+	@code=0
+	$(GPU_KVQ) bench calibrate $(GPU_CALIBRATE) --out $(GPU_PLACE) || code=$$?
+	$(GPU_KVQ) bench generate $(GPU_GROWTH) --bits 2 --grow --resume --out $(GPU_PLACE) || code=$$?
+	$(call gpu_archive,gpu-growth)
+	exit $$code
+
+gpu-unpack:  ## Put an archive's results and tuned tables where they belong: make gpu-unpack FILE=gpu-bench.tar.gz
+	@$(PYTHON) tools/gpu/archive.py unpack $(FILE)
+
+# What the four commands launch is compiled by running them on a fake GPU: at real sizes without memory (kernels are not
+# executed), the tests with emulated kernels. DRY=1: what they launch at tiny sizes.
+DEVICE := $(CURDIR)/.venv/device/bin/python
+gpu-pack: .venv/device/.installed  ## Compile what the commands launch, with the GPU machine's Triton, into $(GPU_PACK).
+	@place=$(GPU_OUT)/packing; mkdir -p $$place; used=$$place/used; : > $$used
+	export KVQ_CACHE_USED=$(CURDIR)/$$used KVQ_FAKE_LIBCUDA=$(CURDIR)/$$place/libcuda
+	same="GPU_OUT=$(GPU_OUT) GPU_CACHE=$$place/triton GPU_PACK=none GPU_PLACE=$$place/results GPU_ARCHIVES=$$place"
+	rm -rf $$place/results
+	run() { echo "gpu-$$1"; $(MAKE) --no-print-directory gpu-$$1 PYTHON=$(DEVICE) $$same "$${@:2}" > $$place/$$1.log 2>&1 || echo "see $$place/$$1.log"; }
+	if [[ "$(DRY)" ]]; then
+	run test DRY=1 & run bench DRY=none; run tune DRY=none; run growth DRY=none; wait
+	else
+	run test DRY=1 'GPU_TESTS=tests/kernels/test_compiled.py tests/attention/test_on_gpu.py' GPU_JOBS=1 &
+	run bench DRY=none GPU_BENCH=; run tune DRY=none GPU_TUNE='--seconds 3600'
+	run growth DRY=none GPU_CALIBRATE='--random llama-3.1-8b --layers 1 --samples 2' \
+	GPU_GROWTH='--random $(GPU_SHAPES) --layers 1 --context 2048 --tokens 2 --batch 4096 --compare $(GPU_METHODS)'
+	wait
+	fi
+	$(DEVICE) tools/gpu/pack.py make $$place/triton $$used $(GPU_PACK)
 
 gpu-memory:  # under the memory checker, where there is one that knows the GPU: its own errors end with 9
 	@command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer here: memory is not checked"; exit 0; }
-	export PYTHONPATH=$(CURDIR):$(CURDIR)/kernels PYTORCH_NO_CUDA_MEMORY_CACHING=1
+	export PYTHONPATH=$(gpu_path) PYTORCH_NO_CUDA_MEMORY_CACHING=1
 	timeout 60 compute-sanitizer --error-exitcode 9 $(PYTHON) -m kvq_cli bench kernels --check && exit 0 || code=$$?
 	test $$code != 9 || { echo "compute-sanitizer found errors" >&2; exit 9; }
 	echo "compute-sanitizer did not finish here (code $$code): memory is not checked"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,8 +14,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
 def new_figure(width: float, height: float, **options) -> Figure:
-    """An empty figure of a size in inches."""
+    """Return an empty figure of a size in inches; UsageError without matplotlib."""
+    if not can_draw():
+        raise UsageError("pictures need matplotlib: pip install matplotlib")
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), **options)

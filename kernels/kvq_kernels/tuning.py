@@ -89,7 +89,7 @@ def extend(operation: str, gpu: str, found: dict[str, dict[str, int]]) -> Path:
     known[gpu] = dict(sorted((known.get(gpu, {}) | found).items()))
     path = _path(operation)
     whole = path.with_suffix(".json.new")
-    whole.write_text(_text(known), encoding="utf-8")
+    whole.write_text(text(known), encoding="utf-8")
     whole.replace(path)
     _find.cache_clear()
     return path
@@ -120,8 +120,8 @@ def _properties(index: int):
     return torch.cuda.get_device_properties(index)
 
 
-def _text(known: dict) -> str:
-    """One line per class, so that a change of the table can be read."""
+def text(known: dict) -> str:
+    """A table as JSON with one line per class, so that a change can be read."""
     families = []
     for gpu, classes in known.items():
         lines = [f"  {json.dumps(key)}: {json.dumps(numbers)}" for key, numbers in classes.items()]

@@ -28,8 +28,8 @@ HALVINGS = 3
 
 @dataclass(frozen=True)
 class Growth:
-    """context: of the prompt. tokens: decoded at each batch, after those that warm up. most: the largest batch.
-    seconds: for all peers together, shared out among them; what is found when they are over is kept."""
+    """context: tokens of the prompt. tokens: decoded at each batch, after the warm-up. most: the largest batch.
+    seconds: for all peers together, shared out among them; rows that are measured by then are kept."""
 
     context: int
     tokens: int
@@ -38,26 +38,36 @@ class Growth:
     seconds: float = math.inf
 
 
-def grow(model: PreTrainedModel, peers: Sequence[Peer], settings: Growth, step: Callable[[], None]) -> Iterator[dict]:
-    """Rows of each peer at batches 1, 4, 16, ... up to the first that memory refuses, then `HALVINGS` times halfway
-    between the largest that fits and the smallest that does not.
+def grow(
+    model: PreTrainedModel, peers: Sequence[Peer], settings: Growth, step: Callable[[], None]
+) -> Iterator[tuple[Peer, list[dict]]]:
+    """Measure each peer at batches 1, 4, 16, ... up to the first that memory refuses, then `HALVINGS` times halfway
+    between the largest that fits and the smallest that does not. Yields a peer and its rows.
 
     tokens_s: decoded tokens of all rows per second. peak_bytes: beside the weights, with the cache. A row with "failed"
-    is a batch that was refused.
+    is a batch that was refused. Kernels are compiled before the time of `settings` begins.
     """
+    for peer in peers:
+        _at(model, peer, 1, settings)
     end = time.monotonic() + settings.seconds
     for number, peer in enumerate(peers):
         own_end = time.monotonic() + max(0.0, end - time.monotonic()) / (len(peers) - number)
-        fits, refused, halvings, batch = 0, None, HALVINGS, 1
-        while fits < batch <= settings.most and batch != refused:
-            row = _at(model, peer, batch, settings)
-            step()
-            yield row
-            fits, refused = (fits, batch) if "failed" in row else (batch, refused)
-            if time.monotonic() > own_end or (refused is not None and halvings == 0):
-                break
-            batch = 4 * batch if refused is None else (fits + refused) // 2
-            halvings -= refused is not None
+        yield peer, list(_of_peer(model, peer, settings, own_end, step))
+
+
+def _of_peer(
+    model: PreTrainedModel, peer: Peer, settings: Growth, end: float, step: Callable[[], None]
+) -> Iterator[dict]:
+    fits, refused, halvings, batch = 0, None, HALVINGS, 1
+    while fits < batch <= settings.most and batch != refused:
+        row = _at(model, peer, batch, settings)
+        step()
+        yield row
+        fits, refused = (fits, batch) if "failed" in row else (batch, refused)
+        if time.monotonic() > end or (refused is not None and halvings == 0):
+            break
+        batch = 4 * batch if refused is None else (fits + refused) // 2
+        halvings -= refused is not None
 
 
 def _at(model: PreTrainedModel, peer: Peer, batch: int, settings: Growth) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import hashlib
 import os
 import platform
 import subprocess
@@ -12,6 +13,7 @@ from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import kvq_kernels
 import torch
 
 
@@ -25,8 +27,16 @@ def machine(device: torch.device) -> dict:
         "system": platform.platform(terse=True),
         "python": platform.python_version(),
         "versions": {name: found for name in _PACKAGES if (found := _version(name))},
+        "kernels": kernels_digest(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def kernels_digest() -> str:
+    """A hash of the kernels' sources and tables: results of others do not go on where these stopped."""
+    folder = Path(kvq_kernels.__file__).parent
+    files = sorted(path for ending in ("*.py", "*.json") for path in folder.rglob(ending))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
 _PACKAGES = ("kvq-cli", "torch", "transformers", "optimum-quanto", "triton")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvq_cli.cli import options as opt
-from kvq_cli.cli.bench_shared import OutDir, about, load, measured, write_result
+from kvq_cli.cli.bench_shared import OutDir, about, earlier, load, measured, write_result
 from kvq_cli.cli.output import Output, human_bytes
 from kvq_cli.errors import UsageError
 from kvq_cli.files import check_writable
@@ -28,6 +28,10 @@ Grow = Annotated[
 Seconds = Annotated[
     int | None, measured("--seconds", min=1, help="With --grow: for each model; what is not begun by then is left out.")
 ]
+Resume = Annotated[
+    bool, measured("--resume", help="With --grow: keep the caches that --out holds already, and measure the others.")
+]
+Layers = Annotated[int | None, measured("--layers", min=1, help="With --random: only so many layers.")]
 Shapes = Annotated[
     str | None,
     measured("--random", metavar="SHAPES", help="Random weights in known shapes, joined by commas; not --model."),
@@ -44,8 +48,10 @@ def generate(
     rounds: Rounds = 4,
     grow: Grow = False,
     seconds: Seconds = None,
+    resume: Resume = False,
     prefill: opt.Prefill = "exact",
     random: Shapes = None,
+    layers: Layers = None,
     out_dir: OutDir = Path("results/bench"),
     model: opt.Model = "reference",
     device: opt.Device = "auto",
@@ -76,7 +82,7 @@ def generate(
     check_writable(out_dir)
     documents = []
     for shape in shapes:
-        loaded, name = load(model, shape, device, dtype, seed)
+        loaded, name = load(model, shape, device, dtype, seed, layers)
         settings.check(model_context(loaded.config), WARM_UP if grow else 0)
         chosen = compared if shape is None else _random_compared(loaded, name, names, seed, **options)
         peers, skipped = _peers(out, chosen, bits, prefill, backend, quanto_too=not grow)
@@ -89,15 +95,18 @@ def generate(
             "seed": seed,
             "skipped": skipped,
         }
-        document |= _grown(out, loaded, peers, settings, seconds) if grow else _measured(out, loaded, peers, settings)
+        stem = ("growth" if grow else "generate") if len(shapes) == 1 else f"{'growth' if grow else 'generate'}-{shape}"
+        if grow:
+            _grown(out, loaded, peers, settings, seconds, document, out_dir, stem, resume)
+        else:
+            document |= _measured(out, loaded, peers, settings)
+            write_result(out_dir, stem, document)
         for peer in peers:
             if peer.backend is not None:
                 out.note(f"{peer.name}: attention while decoding by {peer.backend}")
-        stem = "growth" if grow else "generate"
         documents.append(document)
-        stem = stem if len(shapes) == 1 else f"{stem}-{shape}"
-        _draw(document, out_dir / f"{stem}.png", grow)
-        out.note(f"written: {write_result(out_dir, stem, document)} and {out_dir / stem}.png")
+        drawn = _draw(document, out_dir / f"{stem}.png", grow, out)
+        out.note(f"written: {out_dir / stem}.json" + (f" and {out_dir / stem}.png" if drawn else ""))
         del loaded, peers, chosen  # the next one needs the memory
     out.result(documents[0] if len(documents) == 1 else {"bench": "generate", "models": documents})
 
@@ -156,15 +165,33 @@ def _measured(out: Output, model: PreTrainedModel, peers: list[Peer], settings: 
     return {"rows": rows}
 
 
-def _grown(out: Output, model: PreTrainedModel, peers: list[Peer], settings: Any, seconds: int | None) -> dict:
+def _grown(
+    out: Output,
+    model: PreTrainedModel,
+    peers: list[Peer],
+    settings: Any,
+    seconds: int | None,
+    document: dict,
+    folder: Path,
+    stem: str,
+    resume: bool,
+) -> None:
+    """Fill the document's rows; it is written after each cache, so that nothing is lost when the command is stopped."""
     from kvq_cli.benchmarking.growth import Growth, grow
 
+    kept = earlier(out, folder / f"{stem}.json", document) if resume else None
+    document |= {"rows": [], "measured": []} if kept is None else {key: kept[key] for key in ("rows", "measured")}
     growth = Growth(
         settings.contexts[0], settings.tokens, max(settings.batches), settings.seed, seconds or float("inf")
     )
+    left = [peer for peer in peers if peer.name not in document["measured"]]
     with out.progress() as progress:
         task = progress.add_task("measuring", total=None)
-        rows = list(grow(model, peers, growth, lambda: progress.advance(task)))
+        for peer, rows in grow(model, left, growth, lambda: progress.advance(task)):
+            document["rows"] += rows
+            document["measured"].append(peer.name)
+            write_result(folder, stem, document)
+    rows = document["rows"]
     columns = ["cache", "batch", "ms/token", "tokens/s", "cache bytes", "peak memory"]
     table = []
     for row in rows:
@@ -174,14 +201,19 @@ def _grown(out: Output, model: PreTrainedModel, peers: list[Peer], settings: Any
         sizes = [None if row[key] is None else human_bytes(row[key]) for key in ("cache_bytes", "peak_bytes")]
         table.append([row["peer"], row["batch"], f"{row['token_ms']:.2f}", f"{row['tokens_s']:.1f}", *sizes])
     out.table(columns, table)
-    return {"rows": rows}
 
 
-def _draw(document: dict, path: Path, grow: bool) -> None:
+def _draw(document: dict, path: Path, grow: bool, out: Output) -> bool:
+    """Draw what was measured where matplotlib is installed; whether it is."""
     from kvq_cli.benchmarking.plot import plot, plot_growth
+    from kvq_cli.pictures import can_draw
 
+    if not can_draw():
+        out.note("no picture: matplotlib is not installed")
+        return False
     title = f"{document['model']}, {document['dtype']}, {document['machine']['device']}"
     (plot_growth if grow else plot)(document["rows"], title, path)
+    return True
 
 
 def _print(out: Output, rows: list[dict]) -> None:

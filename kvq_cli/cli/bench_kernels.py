@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvq_cli.cli import options as opt
-from kvq_cli.cli.bench_shared import OutDir, measured, write_result
+from kvq_cli.cli.bench_shared import OutDir, earlier, kernel_device, measured, write_result
 from kvq_cli.cli.output import Output
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.files import check_writable
@@ -25,17 +25,14 @@ Targets = Annotated[
 Operations = Annotated[
     str | None, measured("--operation", metavar="NAMES", help="Only these, joined by commas (default: all).")
 ]
-Tune = Annotated[
-    bool, measured("--tune", help="Look for better configurations first, and write them into the committed tables.")
-]
-Seconds = Annotated[int, measured("--tune-seconds", min=1, help="How long to look.")]
 Measuring = Annotated[
-    int | None, measured("--seconds", min=1, help="How long to measure; what is not begun by then is left out.")
+    int | None, measured("--seconds", min=1, help="Begin no shape after so many seconds; --resume goes on from there.")
 ]
+Resume = Annotated[bool, measured("--resume", help="Keep the shapes that --out holds already, and measure the others.")]
 Check = Annotated[bool, measured("--check", help="Only check that the kernels are right on this GPU, at small sizes.")]
 Dry = Annotated[
     bool,
-    measured("--dry", help="On a CPU, in Triton's interpreter, at tiny sizes: everything runs, times say nothing."),
+    measured("--dry", help="Use tiny sizes: everything runs, times say nothing; on a CPU in Triton's interpreter."),
 ]
 
 
@@ -44,9 +41,8 @@ def kernels(
     check: Check = False,
     static: Static = False,
     target: Targets = None,
-    tune: Tune = False,
-    tune_seconds: Seconds = 120,
     seconds: Measuring = None,
+    resume: Resume = False,
     dry: Dry = False,
     out_dir: OutDir = Path("results/bench"),
     device: opt.Device = "auto",
@@ -62,62 +58,85 @@ def kernels(
         return
     if target is not None:
         raise UsageError("--target goes with --static: without it, kernels run on the GPU that is there")
-    if dry:
-        os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
-    import torch
-    from triton import knobs
-
+    place = kernel_device(device, dry)
     from kvq_cli.benchmarking.kernels import run
     from kvq_cli.benchmarking.kernels.catalog import chosen
     from kvq_cli.benchmarking.kernels.experiment import Sizes
-    from kvq_cli.benchmarking.kernels.plot import plot
-    from kvq_cli.benchmarking.kernels.timing import Timer
     from kvq_cli.benchmarking.machine import machine
-    from kvq_cli.models import torch_device
 
-    place = torch.device("cpu") if dry else torch_device(device)
-    if not dry and place.type != "cuda":
-        raise UsageError("kvq bench kernels needs a GPU: use --static or --dry without one")
-    if dry and not knobs.runtime.interpret:
-        raise KvqError("--dry needs Triton's interpreter: set TRITON_INTERPRET=1")
     experiments, sizes = chosen(names), Sizes(dry)
     if check:
-        found = list(run.check(experiments, Sizes(dry=True), place))
-        columns = ["operation", "case", "error", "allowed"]
-        out.table(columns, [[row[column] for column in columns] for row in found])
-        out.result({"bench": "kernels", "machine": machine(place), "checked": found})
-        return
-    check_writable(out_dir)
-    document: dict[str, Any] = {"bench": "kernels", "dry": dry, "machine": machine(place)}
-    document["checked"] = list(run.check(experiments, sizes, place))
-    out.note(f"{len(document['checked'])} cases are right on {document['machine']['device']}")
-    timer = Timer(place)
+        rows = list(run.check(experiments, sizes.to_check, place))
+        columns = ["operation", "case", "error", "allowed", "failed"]
+        out.table(columns, [[row.get(column) for column in columns] for row in rows])
+        out.result({"bench": "kernels", "machine": machine(place), "checked": rows})
+    else:
+        check_writable(out_dir)
+        document = _measure(out, experiments, sizes, place, seconds, out_dir, resume)
+        rows = document["checked"]
+        _print(out, document)
+        out.note(f"written: {draw(document, out_dir, out)}")
+        out.result(document)
+    wrong = [f"{row['operation']} {row['case']}" for row in rows if not row["right"]]
+    if wrong:
+        raise KvqError(f"wrong on this device and therefore not timed: {', '.join(wrong)}")
+
+
+def _measure(
+    out: Output, experiments: Sequence, sizes: Any, place: Any, seconds: int | None, folder: Path, resume: bool
+) -> dict[str, Any]:
+    """Check and time; after each shape the document is written, so that nothing is lost when the command is stopped."""
+    from kvq_cli.benchmarking.kernels import run
+    from kvq_cli.benchmarking.kernels.timing import Timer
+    from kvq_cli.benchmarking.machine import machine
+
+    end = time.monotonic() + (seconds or float("inf"))
+    document: dict[str, Any] = {"bench": "kernels", "dry": sizes.dry, "machine": machine(place), "rows": []}
+    kept = earlier(out, folder / "kernels.json", document) if resume else None
+    if kept is not None:
+        document["rows"] = kept["rows"]
+        out.note(f"{len({run.place(row) for row in kept['rows']})} shapes are measured already")
+    document["checked"] = list(run.check(experiments, sizes.to_check, place))
+    out.note(f"{sum(row['right'] for row in document['checked'])} of {len(document['checked'])} cases are right")
+    timer = Timer(place, once=sizes.dry)
     document["copy_gb_s"] = round(timer.copy_rate() / 1e9, 1)
-    if tune:
-        document["tuned"] = _tune(out, experiments, sizes, timer, tune_seconds)
+    measured_before = {run.place(row) for row in document["rows"]}
+    left = [one for one in run.places(experiments, sizes, place) if one not in measured_before]
     with out.progress() as progress:
-        task = progress.add_task("measuring", total=run.count(experiments, sizes, place))
-        rate, limit = document["copy_gb_s"] * 1e9, seconds or float("inf")
-        rows = run.measure(experiments, sizes, place, timer, rate, limit, lambda: progress.advance(task))
-        document["rows"] = list(rows)
-    if place.type == "cuda":
-        document["machine_after"] = machine(place)  # clocks under load
-    written = write_result(out_dir, "kernels", document)
-    plot(document, out_dir / "kernels.png")
-    _print(out, document)
-    out.note(f"written: {written} and {out_dir / 'kernels.png'}")
-    out.result(document)
+        task = progress.add_task("measuring", total=len(left))
+        groups = run.measure(
+            experiments,
+            sizes,
+            place,
+            timer,
+            document["copy_gb_s"] * 1e9,
+            wrong={(row["operation"], row["case"]) for row in document["checked"] if not row["right"]},
+            measured=measured_before,
+        )
+        for number, rows in enumerate(groups, 1):
+            document["rows"] += rows
+            document["shapes_left"] = len(left) - number
+            if place.type == "cuda":
+                document["machine_after"] = machine(place)  # clocks under load
+            write_result(folder, "kernels", document)
+            progress.advance(task)
+            if time.monotonic() > end:
+                break
+    if document.get("shapes_left"):
+        out.warn(f"{document['shapes_left']} shapes are left: --resume measures them")
+    return document
 
 
-def _tune(out: Output, experiments: Sequence, sizes: Any, timer: Any, seconds: int) -> list[dict]:
-    from kvq_cli.benchmarking.kernels.tune import tune
+def draw(document: dict[str, Any], folder: Path, out: Output) -> str:
+    """Draw what was measured where matplotlib is installed; the files' names."""
+    from kvq_cli.benchmarking.kernels.plot import plot
+    from kvq_cli.pictures import can_draw
 
-    found = []
-    for row in tune(experiments, sizes, timer.device, timer, seconds, write=not sizes.dry):
-        found.append(row)
-        gain = row["before_us"] / row["us"] if row["us"] else 1.0
-        out.note(f"{row['operation']} {row['class']}: {gain:.2f}x after {row['tried']} configurations: {row['best']}")
-    return found
+    if not can_draw():
+        out.note("no picture: matplotlib is not installed")
+        return f"{folder / 'kernels.json'}"
+    plot(document, folder / "kernels.png")
+    return f"{folder / 'kernels.json'} and {folder / 'kernels.png'}"
 
 
 def _print(out: Output, document: dict) -> None:

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from kvq_kernels import static
 
-ROOT = Path(__file__).parents[2]
 GOOD = {"registers": 100, "shared": 4096, "per_number": 4.0, "bits": 3.0}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_what_to_do(fails):
-    fails("bench", "kernels", code=2, says="use --static or --dry")
+    fails("bench", "kernels", code=2, says="use --dry")
 
 
 @pytest.mark.parametrize(
@@ -34,7 +30,7 @@ def test_bad_input_is_one_line(fails, flags, says):
 
 
 def test_a_dry_run(kvq, tmp_path):
-    flags = ["--dry", "--operation", "assign_centroids", "--out", "out", "--tune", "--tune-seconds", 1, "--json"]
+    flags = ["--dry", "--operation", "assign_centroids", "--out", "out", "--json"]
     result = kvq("bench", "kernels", *flags)
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
@@ -42,8 +38,29 @@ def test_a_dry_run(kvq, tmp_path):
     assert (tmp_path / "out/kernels.png").read_bytes()[:4] == b"\x89PNG"
     assert found["dry"] and "gpu" not in found["machine"] and found["copy_gb_s"] > 0
     assert len(found["checked"]) == len(found["rows"]) == 3 and all("us" in row for row in found["rows"])
-    assert {row["class"] for row in found["tuned"]} == {"assign/size2", "assign/size4", "assign/size8"}
     assert "blocks of 4" in result.stderr
+
+
+def test_a_run_that_was_stopped_resumes(kvq, tmp_path):
+    flags = ["bench", "kernels", "--dry", "--operation", "assign_centroids", "--out", "out", "--json"]
+    first = json.loads(kvq(*flags).stdout)
+    path, seven = tmp_path / "out/kernels.json", {"p20": 7.0, "p50": 7.0, "p80": 7.0, "n": 1}
+    path.write_text(json.dumps(first | {"rows": [row | {"us": seven} for row in first["rows"]]}))
+    result = kvq(*flags, "--resume")
+    assert "1 shapes are measured already" in result.stderr
+    assert [row["us"] for row in json.loads(result.stdout)["rows"]] == [seven] * 3  # not measured again
+    path.write_text(json.dumps(first | {"machine": first["machine"] | {"device": "another"}}))
+    result = kvq(*flags, "--resume")
+    assert "measured anew" in result.stderr and len(json.loads(result.stdout)["rows"]) == 3
+
+
+def test_tuning_dry(kvq, tmp_path):
+    flags = ["--dry", "--operation", "assign_centroids", "--out", "out", "--seconds", 1, "--json"]
+    result = kvq("bench", "tune", *flags)
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert json.loads((tmp_path / "out/tune.json").read_text()) == found
+    assert {row["class"] for row in found["rows"]} == {"assign/size2", "assign/size4", "assign/size8"}
 
 
 def test_only_checking_leaves_nothing(kvq, tmp_path):
@@ -85,20 +102,3 @@ def test_faults_of_compiled_code_fail(kvq, compiled):
     assert result.exit_code == 1
     assert "sm_90 a b: 8 bytes per thread spill" in result.stderr and "5.0 instructions per number" in result.stderr
     assert "2 faults in compiled code" in result.stderr
-
-
-@pytest.mark.slow
-def test_make_gpu_dry(tmp_path):
-    """The Makefile's own commands, with less to do."""
-    less = [
-        "GPU_TESTS=tests/kernels/test_tuning.py",
-        "GPU_KERNELS=--dry --operation assign_centroids --tune-seconds 1",
-        "GPU_GROWTH=--random tiny --context 64 --tokens 1 --batch 1 --device cpu",
-        "GPU_METHODS=kivi",
-        f"GPU_OUT={tmp_path}",
-    ]
-    words = ["make", "-C", ROOT, "gpu", "DRY=1", f"PYTHON={sys.executable}", *less]
-    ran = subprocess.run(words, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
-    names = {path.name for path in (tmp_path / "dry").iterdir()}
-    assert names == {"kernels.json", "kernels.png", "calibrate.json", "growth.json", "growth.png"}

@@ -31,7 +31,7 @@ def batches(monkeypatch, tiny, fits, most=4096, seconds=1e9):
         return {"tokens_s": float(batch)}
 
     monkeypatch.setattr(growth, "_decode", decode)
-    rows = list(grow(tiny, [Plain()], Growth(8, 2, most, 0, seconds), lambda: None))
+    [(_, rows)] = grow(tiny, [Plain()], Growth(8, 2, most, 0, seconds), lambda: None)
     return [row["batch"] for row in rows], [row["batch"] for row in rows if "failed" in row]
 
 
@@ -44,7 +44,7 @@ def test_batches_grow_by_fours_then_close_in_on_the_largest(monkeypatch, tiny):
 
 
 def test_throughput_counts_all_rows_and_memory_the_repeated_cache(tiny):
-    rows = list(grow(tiny, [Plain()], Growth(32, 2, 4, 0), lambda: None))
+    [(_, rows)] = grow(tiny, [Plain()], Growth(32, 2, 4, 0), lambda: None)
     assert [row["batch"] for row in rows] == [1, 4]
     for row in rows:
         assert row["tokens_s"] == pytest.approx(1000 * row["batch"] / row["token_ms"], rel=0.01)

@@ -20,20 +20,17 @@ elif not torch.cuda.is_available():
 
 
 def pytest_collection_modifyitems(items):
-    for item in items:
-        if Path(__file__).parent in item.path.parents:
-            item.add_marker("gpu")
     # What compiles for minutes begins first, so that the other test process has work meanwhile.
     items.sort(key=lambda item: item.path.name != "test_static.py")
 
 
 @pytest.fixture(autouse=True)
-def on_the_gpu():
-    """Kernels run where they are made for; without a GPU in the interpreter."""
-    if not torch.cuda.is_available():
+def on_the_gpu(request):
+    """Tests that are marked `gpu` make their tensors on the GPU, where there is one."""
+    if not torch.cuda.is_available() or request.node.get_closest_marker("gpu") is None:
         yield
         return
-    from kernel_device import OnDevice
+    from kernel_device import on_device
 
-    with OnDevice("cuda"):
+    with on_device("cuda"):
         yield

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch.overrides import TorchFunctionMode
 
-_NAMES = "arange empty eye full linspace ones rand randint randn randperm tensor zeros"
-_MAKERS = {getattr(torch, name) for name in _NAMES.split(" ")}
 
+class _RandomNumbers(TorchFunctionMode):
+    """Draw on the CPU what a CPU's generator is given for, and move it: every device sees the same numbers."""
 
-class OnDevice(TorchFunctionMode):
-    """New tensors are made on a device unless their maker is told another; random ones of a CPU's generator are moved
-    there, so that every device sees the same numbers."""
-
-    def __init__(self, device: str) -> None:
-        self.device = device
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func not in _MAKERS or kwargs.get("device") is not None:
+        generator = kwargs.get("generator")
+        if generator is None or generator.device.type != "cpu" or kwargs.get("device") is not None:
             return func(*args, **kwargs)
-        if kwargs.get("generator") is not None:
-            return func(*args, **kwargs).to(self.device)
-        return func(*args, **kwargs | {"device": self.device})
+        return func(*args, **kwargs | {"device": "cpu"}).to(self._device)
+
+
+@contextmanager
+def on_device(name: str) -> Iterator[None]:
+    """Inside the block, new tensors are made on a device unless their maker is told another."""
+    device = torch.device(name)
+    with device, _RandomNumbers(device):
+        yield

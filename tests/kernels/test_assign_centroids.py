@@ -11,6 +11,8 @@ from kvq_cli.calibration import kmeans
 from kvq_cli.codecs import kernels
 from kvq_cli.codecs.codebook import CodebookCodec
 
+pytestmark = pytest.mark.gpu
+
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 @pytest.mark.parametrize("count", [1, 7, 63, 65, 1000])

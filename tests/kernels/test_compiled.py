@@ -29,6 +29,8 @@ from triton.runtime.jit import JITFunction
 
 from kvq_cli.codecs.subspace import SubspaceCodec
 
+pytestmark = pytest.mark.gpu
+
 
 class Executed:
     """What kernels were launched as, from when it is made."""

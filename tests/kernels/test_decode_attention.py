@@ -14,6 +14,8 @@ from kvq_kernels.decode_attention.lookup import looks_up
 from kvq_kernels.decode_attention.spec import SideSpec
 from kvq_kernels.tuning import trying
 
+pytestmark = pytest.mark.gpu
+
 KIVI = (partial(uniform, axis="channel"), partial(uniform, axis="token"))
 INNERQ = (partial(uniform, axis="token"), partial(uniform, axis="channel"))
 

@@ -10,6 +10,8 @@ import torch
 from kernel_cases import CHANNEL, HALF, TEMPORAL, Case, codebook, scalars, sparse
 from kvq_kernels.tuning import trying
 
+pytestmark = pytest.mark.gpu
+
 TOGETHER = partial(sparse, slots=70, together=True)
 
 

@@ -11,6 +11,8 @@ from kvq_cli.codecs import kernels
 from kvq_cli.codecs.signed import SignedCodec
 from kvq_cli.codecs.subspace import SubspaceCodec
 
+pytestmark = pytest.mark.gpu
+
 MODES = [("asymmetric", ""), ("symmetric", "extra"), ("symmetric", "inside"), ("hybrid", "extra"), ("hybrid", "inside")]
 
 

@@ -12,6 +12,8 @@ from kvq_kernels.quantized_matvec.reference import quantized_matvec_reference
 
 from kvq_cli.codecs.signed import SignedCodec
 
+pytestmark = pytest.mark.gpu
+
 SIDES = ["keys", "values"]
 AXES = ["token", "channel"]
 

@@ -10,6 +10,8 @@ from checks.rematerialize import CHANNEL, TOKEN, Case
 from kernel_cases import dense
 from kvq_kernels.rematerialize import rematerialize
 
+pytestmark = pytest.mark.gpu
+
 
 @pytest.mark.parametrize("lengths", [[1], [7], [31, 32, 33], [300, 5, 129]])
 @pytest.mark.parametrize("keys", [CHANNEL, TOKEN, dense], ids=["channel", "token", "dense"])

@@ -9,6 +9,8 @@ from checks.squat_quantize import by_kernel, made, same
 from kvq_cli.codecs.subspace import SubspaceCodec
 from kvq_cli.codecs.uniform import UniformCodec
 
+pytestmark = pytest.mark.gpu
+
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("dim", [64, 80, 96, 128])

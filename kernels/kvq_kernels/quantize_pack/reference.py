@@ -17,12 +17,12 @@ def quantize_pack_reference(x: Tensor, layout: Layout) -> Uniform:
     if layout.mode != "symmetric":
         low, high = (side + 0.0 for side in groups.aminmax(dim=dim, keepdim=True))  # minus zero becomes zero
         most = 2**layout.bits - 1
-        scale, zero = ((high - low) / most).to(layout.scale_dtype), low.to(layout.zero_dtype)
+        scale, zero = divide(high - low, most).to(layout.scale_dtype), low.to(layout.zero_dtype)
         codes = _steps(groups - zero.float(), scale, 0, most)
         restored = codes * scale.float() + zero.float()
     if layout.mode != "asymmetric":
         least = 0 if layout.sign == "extra" else -layout.largest
-        own = (groups.abs().amax(dim=dim, keepdim=True) / layout.largest).to(layout.scale_dtype)
+        own = divide(groups.abs().amax(dim=dim, keepdim=True), layout.largest).to(layout.scale_dtype)
         steps = _steps(groups.abs() if layout.sign == "extra" else groups, own, least, layout.largest)
         if layout.sign == "extra":
             type = BITS_OF[layout.group // 8]
@@ -63,6 +63,11 @@ def pack(codes: Tensor, layout: Layout) -> Tensor:
         found.append(own)
         taken += bits
     return torch.cat(found, dim=-1)
+
+
+def divide(x: Tensor, number: int) -> Tensor:
+    """x / number, rounded once on every device: CUDA multiplies by the reciprocal where the divisor is Python's."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
 def _steps(distances: Tensor, scale: Tensor, least: int, most: int) -> Tensor:

@@ -27,8 +27,8 @@ class AssignCentroids:
     tuned_at = LENGTHS.index(131072)
 
     def groups(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
-        books = sizes.pick(HEADS * DIM, 2)
-        for length in sizes.pick(LENGTHS, (128,)):
+        books = sizes.pick(HEADS * DIM, 2, 64)
+        for length in sizes.pick(LENGTHS, (128,), (1024,)):
             cases = []
             for block in BLOCKS:
                 given = books, length, block, device

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from kvq_kernels.decode_attention import Rope, Side, Workspace, decode_attention, shipped
+from kvq_kernels.decode_attention.kernel import REST_COST
 from kvq_kernels.decode_attention.reference import decode_attention_reference
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -19,9 +20,13 @@ from kvq_cli.benchmarking.kernels.experiment import Case, Sizes, generator, rand
 
 SHAPES = [(1, 4096), (1, 32768), (8, 4096), (1, 131072), (8, 32768), (8, 131072)]
 DRY_SHAPES = [(1, 256)]
+CHECKED_SHAPES = [(1, 512)]
 DRY_STORES = ("fp16", "kivi-2bit-g32", "temporal-2bit")
-#: Newest tokens that are not packed; the rest is, but for the sinks.
+#: Newest tokens that are not packed; all others are, except for the sinks.
 RECENT = 96
+#: Where a long tail of unpacked tokens is timed, too: what one of them costs is `REST_COST` of the kernel.
+TAIL_SHAPE, TAIL = (1, 32768), 1120
+TAIL_STORES = ("kivi-2bit-g32", "innerq-2bit", "temporal-2bit", "kvquant-2bit")
 #: Tensors of a store with one line per row of the batch and token (or group of tokens); others are constants.
 PER_TOKEN = {"numbers", "codes", "scale", "zero", "sign", "token_scale", "token_zero"}
 BACKENDS = {
@@ -42,9 +47,12 @@ class DecodeAttention:
     def groups(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
         stores = [name for name in shipped.shipped() if not sizes.dry or name in DRY_STORES]
         heads = sizes.pick(shipped.HEADS, 1)
-        for batch, context in sizes.pick(SHAPES, DRY_SHAPES):
+        for batch, context in sizes.pick(SHAPES, DRY_SHAPES, CHECKED_SHAPES):
             shape = Shape(batch, heads, context, device)
-            yield {"batch": batch, "context": context}, _plain_cases(shape) + [_case(name, shape) for name in stores]
+            cases = _plain_cases(shape) + [_case(name, shape) for name in stores]
+            if (batch, context) == TAIL_SHAPE and not (sizes.dry or sizes.small):
+                cases += [_tail_case(name, shape) for name in TAIL_STORES]
+            yield {"batch": batch, "context": context}, cases
 
 
 @dataclass(frozen=True)
@@ -89,11 +97,26 @@ def _case(name: str, shape: Shape) -> Case:
     return Case(f"kvq {name}", make, held, baseline, error, {"store": name})
 
 
-def store(name: str, shape: Shape, seed: int) -> tuple[Tensor, Side, Side, Tensor, Rope | None]:
-    """query, keys, values, lengths, rope: a shipped store filled with random numbers."""
+def _tail_case(name: str, shape: Shape) -> Case:
+    """A store whose `TAIL` newest tokens are not packed; timed only."""
+
+    def make(seed: int) -> Callable[[], Tensor]:
+        query, keys, values, lengths, rope = store(name, shape, seed, TAIL)
+        out, scaling = torch.empty_like(query), query.shape[2] ** -0.5
+        return lambda: decode_attention(query, keys, values, lengths, scaling, out=out, rope=rope, backend="triton")
+
+    held = sum(_held(side, shape) for side in shipped.shipped()[name][:2])
+    tail = {"added": TAIL - RECENT, "assumed": REST_COST.value}
+    return Case(f"kvq {name}, tail of {TAIL}", make, held, about={"store": name, "tail": tail})
+
+
+def store(
+    name: str, shape: Shape, seed: int, recent: int = RECENT
+) -> tuple[Tensor, Side, Side, Tensor, Rope | None]:
+    """query, keys, values, lengths, rope: a shipped store of random numbers, whose `recent` tokens are not packed."""
     random = generator(shape.device, seed)
     *sides, rope = shipped.shipped()[name]
-    sides = [_filled(side, shape, random) for side in sides]
+    sides = [_filled(side, shape, random, recent) for side in sides]
     query = random_tensor((shape.batch, shape.heads * shipped.GROUP, shipped.DIM), torch.float16, random)
     lengths = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=shape.device)
     if rope is not None:
@@ -108,13 +131,13 @@ def _tensors(side: Side) -> dict[str, Tensor]:
     return {name: x for name, x in found.items() if isinstance(x, Tensor)}
 
 
-def _filled(side: Side, shape: Shape, random: torch.Generator) -> Side:
+def _filled(side: Side, shape: Shape, random: torch.Generator, recent: int) -> Side:
     held = {name: random_tensor(shape.of(name, x), x.dtype, random) for name, x in _tensors(side).items()}
     held |= {name: held[name].abs() for name in held if name == "scale"}  # a negative one says hybrid
     windows = [
         random_tensor((shape.batch, shape.heads, *x.shape[2:]), x.dtype, random) for x in (side.sinks, side.ring)
     ]
-    packed = shape.context - side.sinks.shape[2] - RECENT
+    packed = shape.context - side.sinks.shape[2] - recent
     count = torch.full((shape.batch,), packed, dtype=torch.int32, device=shape.device)
     return Side(replace(side.packed, **held), count, *windows)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -28,12 +28,22 @@ class Case:
 
 @dataclass(frozen=True)
 class Sizes:
-    """dry: so small that Triton's interpreter computes them on a CPU."""
+    """dry: so small that a CPU computes them in Triton's interpreter. small: the kernels that full sizes launch, on
+    short texts: to check them."""
 
     dry: bool
+    small: bool = False
 
-    def pick(self, full: Any, dry: Any) -> Any:
-        return dry if self.dry else full
+    def pick(self, full: Any, dry: Any, small: Any = None) -> Any:
+        """small: where it is not the full size."""
+        if self.dry:
+            return dry
+        return small if self.small and small is not None else full
+
+    @property
+    def to_check(self) -> Sizes:
+        """Sizes at which the kernels of these sizes are checked."""
+        return replace(self, small=True)
 
 
 class Experiment(Protocol):

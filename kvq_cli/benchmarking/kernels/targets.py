@@ -44,6 +44,7 @@ def verdicts(result: dict[str, dict]) -> list[dict[str, Any]]:
     rows += _decode(timed)
     rows += _products(timed)
     rows += _others(timed)
+    rows += _tails(kernels)
     if "calibrate" in result:
         rows.append(_calibration(result["calibrate"]))
     for name, document in result.items():
@@ -106,6 +107,29 @@ def _others(timed: dict[tuple, dict]) -> Iterator[dict]:
         if operation == "assign_centroids":
             took = round(row["us"]["p50"] / 1000, 3)
             yield _verdict("assignment, ms per layer", f"{case}, {context} tokens", took, targets()["assign_ms"])
+
+
+def _tails(kernels: list[dict]) -> Iterator[dict]:
+    """Yield how many packed tokens' time a token of the unpacked tail takes, beside what the kernel's plan assumes."""
+    plain = {_store(row): row for row in kernels if "store" in row and "tail" not in row and "us" in row}
+    for row in kernels:
+        if "tail" not in row or "us" not in row or _store(row) not in plain:
+            continue
+        base = plain[_store(row)]["us"]["p50"]
+        cost = 1 + (row["us"]["p50"] - base) / row["tail"]["added"] / (base / row["context"])
+        yield {
+            "target": "a tail token's time, in packed tokens",
+            "where": f"{row['store']}, {row['batch']} x {row['context']}",
+            "measured": round(cost, 2),
+            "wanted": f"{row['tail']['assumed']} is assumed",
+            "stretch": None,
+            "bold": False,
+            "verdict": "measured",
+        }
+
+
+def _store(row: dict) -> tuple:
+    return row.get("store"), row.get("batch"), row.get("context")
 
 
 def _calibration(document: dict) -> dict:

@@ -1,7 +1,8 @@
 """Time of launches on a GPU with cold caches, and how fast it copies.
 
-What is timed is a CUDA graph of several launches, each over memory of its own, after the level-2 cache was overwritten:
-neither Python's time nor what a launch before left in the cache counts.
+A measurement times a CUDA graph of several launches, each over memory of its own, after the level-2 cache was filled by
+reading another buffer: neither Python's time, nor what an earlier launch left in the cache, nor lines that are still to
+be written back count.
 """
 
 from __future__ import annotations
@@ -18,18 +19,21 @@ MOST_COPIES = 8
 
 
 class Timer:
-    """For one device. rounds: measurements; on a CPU (where times say nothing) there is one by the wall clock."""
+    """For one device. rounds: measurements; on a CPU (where times say nothing) there is one by the wall clock, and with
+    `once` on a GPU, too, of one launch."""
 
-    def __init__(self, device: torch.device, rounds: int = 25) -> None:
-        self.device, self.rounds = device, rounds if device.type == "cuda" else 1
-        self._flush = torch.empty(1, device=device)
+    def __init__(self, device: torch.device, rounds: int = 25, once: bool = False) -> None:
+        self.device, self.once = device, once or device.type != "cuda"
+        self.rounds, self.warm_up = (1, 0) if self.once else (rounds, 3)
+        size = 1
         if device.type == "cuda":
-            size = 4 * torch.cuda.get_device_properties(device).L2_cache_size
-            self._flush = torch.empty(max(size, 64 << 20), dtype=torch.uint8, device=device)
+            size = max(4 * torch.cuda.get_device_properties(device).L2_cache_size, 64 << 20)
+        self._unrelated = torch.zeros(size // 4 or 1, dtype=torch.int32, device=device)
+        self._most = torch.empty((), dtype=torch.int32, device=device)
 
     def copies(self, nbytes: int) -> int:
         """Memories of `nbytes` that a measurement goes over in turn."""
-        return max(1, min(MOST_COPIES, ENOUGH // max(1, nbytes))) if self.device.type == "cuda" else 1
+        return 1 if self.once else max(1, min(MOST_COPIES, ENOUGH // max(1, nbytes)))
 
     def spread(self, calls: Sequence[Callable[[], object]]) -> dict[str, float]:
         """Microseconds per call: p20, p50, p80 over the rounds, and how many these are (n)."""
@@ -48,16 +52,16 @@ class Timer:
         with torch.cuda.graph(graph):
             held = [call() for call in calls]
         found = []
-        for _ in range(self.rounds + 3):
+        for _ in range(self.rounds + self.warm_up):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._flush.zero_()
+            torch.amax(self._unrelated, dim=0, out=self._most)  # clean lines: nothing is written back later
             start.record()
             graph.replay()
             end.record()
             end.synchronize()
             found.append(1000 * start.elapsed_time(end))
         del held
-        return found[3:]
+        return found[self.warm_up :]
 
     def _plain(self, calls: Sequence[Callable[[], object]]) -> list[float]:
         found = []

@@ -42,32 +42,35 @@ def tune(
     seconds: float,
     write: bool = True,
 ) -> Iterator[dict[str, Any]]:
-    """One row per shape class whose configuration was looked for; `write` extends the operations' tables by them.
+    """Search each shape class's configuration: a row per class before the search and after each of its rounds.
 
-    Classes are those that the experiment's cases ask for at the shape that it is tuned at; a configuration is timed
-    with all cases of its class together. Every round tries all neighbours of each class's best and takes the fastest
-    that is right: on a GPU these are compiled and checked by processes side by side before they are timed. Rounds
-    end when `seconds` are over, or when nothing is faster.
+    Classes are those that the experiments' cases ask for at the shape that an experiment is tuned at; a configuration
+    is timed with all cases of its class together. Every round tries all neighbours of each class's best and takes the
+    fastest that is right: on a GPU these are compiled and checked by processes side by side before they are timed.
+    Rounds end when `seconds` are over, or when nothing is faster. `write` extends the operations' tables after every
+    round, so that a search that is stopped goes on from there.
     """
     end = time.monotonic() + seconds
-    searches = [search for one in experiments for search in _searches(one, sizes, device, timer)]
+    searches = [search for experiment in experiments for search in _searches(experiment, sizes, device, timer)]
+    gpu = tuning.family(device)
+    yield from (search.row(gpu) for search in searches)
     with ExitStack() as stack:
         pool = None
         if device.type == "cuda":
-            pool = stack.enter_context(ProcessPoolExecutor(min(12, os.cpu_count() or 1), get_context("spawn")))
+            pool = stack.enter_context(ProcessPoolExecutor(min(16, os.cpu_count() or 1), get_context("spawn")))
         active = searches
         while active and time.monotonic() < end:
-            waiting = [(search, search.begin(pool)) for search in active]
-            active = [search for search, trials in waiting if search.step(trials, end)]
+            trials = [search.begin(pool) for search in active]
+            improved = []
+            for search, own_trials in zip(active, trials, strict=True):
+                if search.step(own_trials, end):
+                    improved.append(search)
+                    if write:
+                        tuning.extend(search.experiment.operation, gpu, {search.key: search.best})
+                yield search.row(gpu)
+            active = improved
         if pool is not None:
             pool.shutdown(cancel_futures=True)
-    gpu = tuning.family(device)
-    for experiment in experiments:
-        own = [search for search in searches if search.experiment is experiment]
-        for search in own:
-            yield {"operation": experiment.operation, "gpu": gpu, "class": search.key, **search.shape, **search.row()}
-        if write and own:
-            tuning.extend(experiment.operation, gpu, {search.key: search.best for search in own})
 
 
 def _searches(experiment: Experiment, sizes: Sizes, device: torch.device, timer: Timer) -> list[Search]:
@@ -79,15 +82,17 @@ def _searches(experiment: Experiment, sizes: Sizes, device: torch.device, timer:
                 case.make(0)()
             for key in trial.asked:
                 classes.setdefault(key, []).append(case)
-    return [Search(experiment, key, own, shape, timer) for key, own in classes.items()]
+    return [Search(experiment, key, own, shape, sizes, timer) for key, own in classes.items()]
 
 
-def is_right(experiment: Experiment, key: str, names: Sequence[str], numbers: dict[str, int], device: str) -> bool:
-    """Whether cases of these names compute right, at the smallest sizes, with a configuration of their class."""
+def is_right(
+    experiment: Experiment, key: str, names: Sequence[str], numbers: dict[str, int], sizes: Sizes, device: str
+) -> bool:
+    """Whether cases of these names compute right with a configuration of their class."""
     with tuning.trying(experiment.operation, numbers, key):
         try:
-            _, cases = next(iter(experiment.groups(Sizes(dry=True), torch.device(device))))
-            errors = [case.error() for case in cases if case.name in names]
+            _, cases = next(iter(experiment.groups(sizes, torch.device(device))))
+            errors = [case.error() for case in cases if case.name in names and case.error is not None]
         except Exception:  # whichever of Triton's and the driver's errors: it cannot be used
             return False
     return all(error <= allowed for error, allowed in errors)
@@ -97,9 +102,16 @@ class Search:
     """The best configuration of one class so far, `best`, and its microseconds."""
 
     def __init__(
-        self, experiment: Experiment, key: str, cases: Sequence[Case], shape: dict[str, Any], timer: Timer
+        self,
+        experiment: Experiment,
+        key: str,
+        cases: Sequence[Case],
+        shape: dict[str, Any],
+        sizes: Sizes,
+        timer: Timer,
     ) -> None:
-        self.experiment, self.key, self.cases, self.shape, self.timer = experiment, key, cases, shape, timer
+        self.experiment, self.key, self.cases, self.shape = experiment, key, cases, shape
+        self.sizes, self.timer = sizes, timer
         self.best = tuning.configuration(experiment.operation, key, timer.device)
         self.tried = 0
         self.first = self.fastest = self._timed(self.best)
@@ -110,7 +122,7 @@ class Search:
         for name, value in self.best.items():
             for other in neighbours(name, value):
                 numbers = self.best | {name: other}
-                given = self.experiment, self.key, names, numbers, self.timer.device.type
+                given = self.experiment, self.key, names, numbers, self.sizes.to_check, self.timer.device.type
                 trials.append((numbers, pool.submit(is_right, *given).result if pool else partial(is_right, *given)))
         return trials
 
@@ -126,8 +138,9 @@ class Search:
         self.fastest, self.best = took, numbers
         return True
 
-    def row(self) -> dict[str, Any]:
-        return {"before_us": self.first, "us": self.fastest, "tried": self.tried, "best": self.best}
+    def row(self, gpu: str) -> dict[str, Any]:
+        row = {"operation": self.experiment.operation, "gpu": gpu, "class": self.key, **self.shape}
+        return row | {"before_us": self.first, "us": self.fastest, "tried": self.tried, "best": self.best}
 
     def _timed(self, numbers: dict[str, int]) -> float:
         self.tried += 1

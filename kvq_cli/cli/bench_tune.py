@@ -1,0 +1,55 @@
+"""`kvq bench tune`: search the kernels' configurations for the GPU that is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from kvq_cli.cli import options as opt
+from kvq_cli.cli.bench_shared import OutDir, kernel_device, measured, write_result
+from kvq_cli.cli.output import Output
+from kvq_cli.files import check_writable
+
+Operations = Annotated[
+    str | None, measured("--operation", metavar="NAMES", help="Only these, joined by commas (default: all).")
+]
+Seconds = Annotated[int, measured("--seconds", min=1, help="How long to search.")]
+Dry = Annotated[
+    bool, measured("--dry", help="Use tiny sizes and keep the tables: on a CPU, in Triton's interpreter.")
+]
+
+
+def tune(
+    operation: Operations = None,
+    seconds: Seconds = 120,
+    dry: Dry = False,
+    out_dir: OutDir = Path("results/bench"),
+    device: opt.Device = "auto",
+    config: opt.Config = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Search faster configurations of the kernels and write them into their tables (kvq_kernels/*/tuning.json).
+
+    Begins with the tables as they are: a second run goes on where the first one stopped.
+    """
+    out = Output(as_json=as_json, quiet=quiet)
+    names = None if operation is None else opt.names(operation, "--operation")
+    place = kernel_device(device, dry)
+    from kvq_cli.benchmarking.kernels import tune as search
+    from kvq_cli.benchmarking.kernels.catalog import chosen
+    from kvq_cli.benchmarking.kernels.experiment import Sizes
+    from kvq_cli.benchmarking.kernels.timing import Timer
+    from kvq_cli.benchmarking.machine import machine
+
+    check_writable(out_dir)
+    document: dict[str, Any] = {"bench": "tune", "dry": dry, "machine": machine(place)}
+    classes: dict[tuple[str, str], dict[str, Any]] = {}
+    for row in search.tune(chosen(names), Sizes(dry), place, Timer(place, once=dry), seconds, write=not dry):
+        classes[row["operation"], row["class"]] = row
+        gain = row["before_us"] / row["us"] if row["us"] else 1.0
+        out.note(f"{row['operation']} {row['class']}: {gain:.2f}x after {row['tried']} configurations: {row['best']}")
+        document["rows"] = list(classes.values())
+        write_result(out_dir, "tune", document)
+    out.note(f"written: {out_dir / 'tune.json'}")
+    out.result(document)

@@ -1,0 +1,96 @@
+"""`torch.cuda` of the fake device: one H200, streams that do nothing, graphs that repeat what they recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from fake_gpu.device import CUDA
+from fake_gpu.graph import Graph
+
+PROPERTIES = SimpleNamespace(
+    name="NVIDIA H200 (fake)",
+    major=9,
+    minor=0,
+    multi_processor_count=132,
+    total_memory=150_000_000_000,
+    L2_cache_size=60 << 20,
+    shared_memory_per_block_optin=232448,
+    warp_size=32,
+)
+
+
+class Stream:
+    """Work is done when it is asked for, so waiting is over at once."""
+
+    device = CUDA
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_stream(self, _other: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
+
+
+class Event(Stream):
+    """Between any two of them lies a millisecond."""
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def elapsed_time(self, _end: Any) -> float:
+        return 1.0
+
+
+class Generator(torch.Generator):
+    """A CPU's generator for tensors of the fake device."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        made = super().__new__(cls, "cpu")
+        made.place = torch.device(device)
+        return made
+
+    @property
+    def device(self) -> torch.device:
+        return self.place
+
+
+@contextmanager
+def stream(_stream: Any) -> Iterator[None]:
+    yield
+
+
+@contextmanager
+def graph(recorded: Graph, pool: Any = None, stream: Any = None, **_: Any) -> Iterator[None]:
+    with recorded.recording():
+        yield
+
+
+def replace_torch_cuda() -> None:
+    """Let torch.cuda tell of the fake device, for the rest of the process."""
+    numbers = {"memory_allocated": 0, "max_memory_allocated": 1 << 20, "current_device": 0, "device_count": 1}
+    nothing = ["synchronize", "empty_cache", "reset_peak_memory_stats", "set_device", "init", "_lazy_init"]
+    for name, number in numbers.items():
+        setattr(torch.cuda, name, lambda *_, number=number, **__: number)
+    for name in nothing:
+        setattr(torch.cuda, name, lambda *_, **__: None)
+    torch.cuda.is_available = lambda: True
+    torch.cuda.is_initialized = lambda: True
+    torch.cuda.is_current_stream_capturing = lambda: Graph.active is not None
+    torch.cuda.is_bf16_supported = lambda *_, **__: True
+    torch.cuda.get_device_properties = lambda *_: PROPERTIES
+    torch.cuda.get_device_name = lambda *_: PROPERTIES.name
+    torch.cuda.get_device_capability = lambda *_: (PROPERTIES.major, PROPERTIES.minor)
+    torch.cuda.mem_get_info = lambda *_: (PROPERTIES.total_memory, PROPERTIES.total_memory)
+    torch.cuda.current_stream = lambda *_: Stream()
+    torch.cuda.Stream, torch.cuda.Event, torch.cuda.CUDAGraph = Stream, Event, Graph
+    torch.cuda.stream, torch.cuda.graph = stream, graph
+    torch.cuda.graph_pool_handle = lambda: (0, 0)
+    torch.Generator = Generator

@@ -1,0 +1,188 @@
+"""Which tensors are on the fake device, and what PyTorch's functions do with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._pytree import tree_leaves, tree_map
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+#: Move numbers between devices, or index with a CPU's numbers, on a GPU too.
+_CROSS_DEVICE = {"copy_", "__getitem__", "__setitem__", "index_put_", "index_put", "index", "set_", "__set__", "to"}
+_CROSS_DEVICE |= {"_has_compatible_shallow_copy_type"}
+_DIVISIONS = {"div", "divide", "true_divide", "__truediv__"}
+_HOST_READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal", "allclose"}
+
+
+def on_device(tensor: Tensor) -> bool:
+    """Whether a tensor is on the fake device. Storage carries the mark, so views and parameters share it."""
+    with torch._C.DisableTorchFunction():
+        if tensor.is_meta:
+            return FakeDevice.memory.type == "meta"
+        return getattr(tensor.untyped_storage(), "on_fake_device", False)
+
+
+def _mark(tensor: Tensor, device: torch.device) -> None:
+    with torch._C.DisableTorchFunction():
+        if not tensor.is_meta:
+            tensor.untyped_storage().on_fake_device = device.type == "cuda"
+
+
+class FakeDevice(TorchFunctionMode):
+    """memory: where the device's tensors are kept, PyTorch's "cpu" or "meta"; one for the process."""
+
+    memory = torch.device("cpu")
+
+    def __torch_function__(
+        self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if function is torch.device or name == "_parse_to":  # name a device, make no tensor
+            return function(*args, **kwargs)
+        owner = getattr(getattr(function, "__self__", None), "__name__", "")
+        if name == "__get__":
+            return self._attribute(owner, function, args)
+        if name in ("cpu", "numpy"):
+            return self._to_host(name, function, args, kwargs)
+        if name in _HOST_READS and any(isinstance(x, Tensor) and x.is_meta for x in args[:1]):
+            return self._host_read(name, args[0])
+        if name == "register_hook":
+            return function(args[0], self._covered(args[1], _device_of(args[0])))
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        before = {x.untyped_storage()._cdata for x in tensors} if self.memory.type == "cpu" else set()
+        wanted = CUDA if name == "cuda" else _requested(args, kwargs)
+        if name not in _CROSS_DEVICE and wanted is None:
+            _check_same_device(function, tensors)
+        if self.memory.type == "meta" and name in ("to", "copy_"):
+            source = args[0] if name == "to" else args[1]
+            if on_device(source) and (wanted == CPU if name == "to" else not on_device(args[0])):
+                return _zeros(args, kwargs) if name == "to" else args[0].zero_()
+        if name == "cuda":
+            function, name, args = torch.Tensor.to, "to", (args[0], CUDA)
+        args, kwargs = tree_map(self._real, args), {key: tree_map(self._real, value) for key, value in kwargs.items()}
+        generator = kwargs.get("generator")
+        if wanted == CUDA and self.memory.type == "meta" and generator is not None:
+            kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
+        if name in _DIVISIONS and len(args) == 2 and not kwargs and isinstance(args[1], (int, float)):
+            out = _divided(function, *args)
+        else:
+            out = function(*args, **kwargs)
+        return self._labelled(out, name, args, tensors, before, wanted)
+
+    def _labelled(
+        self, out: Any, name: str, args: tuple, tensors: list[Tensor], before: set[int], wanted: torch.device | None
+    ) -> Any:
+        """The result, on the device that was asked for, or else that of the tensors it was made of."""
+        if self.memory.type == "meta":
+            return out
+        if name == "to" and isinstance(out, Tensor):
+            target = wanted or (_device_of(args[1]) if len(args) > 1 and isinstance(args[1], Tensor) else None)
+            if target is None:
+                target = _device_of(tensors[0])
+            if target != _device_of(tensors[0]) and out.untyped_storage()._cdata in before:
+                out = out.clone()
+            _mark(out, target)
+            return out
+        target = wanted or (CUDA if any(on_device(x) for x in tensors) else CPU)
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in before:
+                _mark(x, target)
+        return out
+
+    def _covered(self, hook: Callable, device: torch.device) -> Callable:
+        """A backward pass calls hooks from inside this mode, where none is on."""
+
+        def covered(gradient: Tensor) -> Any:
+            _mark(gradient, device)
+            with FakeDevice():
+                return hook(gradient)
+
+        return covered
+
+    def _real(self, x: Any) -> Any:
+        """The device on which numbers are kept, for the fake one."""
+        named = isinstance(x, torch.device) and x.type == "cuda" or isinstance(x, str) and x.partition(":")[0] == "cuda"
+        return self.memory if named else x
+
+    def _attribute(self, owner: str, function: Callable, args: tuple) -> Any:
+        if owner == "device" and on_device(args[0]):
+            return CUDA
+        if owner == "is_cuda":
+            return on_device(args[0])
+        if owner == "is_cpu":
+            return not on_device(args[0])
+        if owner == "is_meta" and self.memory.type == "meta":
+            return False
+        out = function(*args)
+        if isinstance(out, Tensor) and on_device(args[0]):
+            _mark(out, CUDA)
+        return out
+
+    def _to_host(self, name: str, function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
+        tensor = args[0]
+        if not on_device(tensor):
+            return function(*args, **kwargs)
+        if name == "numpy":
+            raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() to copy it first")
+        with torch._C.DisableTorchFunction():
+            out = torch.zeros(tensor.shape, dtype=tensor.dtype) if tensor.is_meta else tensor.clone()
+        _mark(out, CPU)
+        return out
+
+    def _host_read(self, name: str, tensor: Tensor) -> Any:
+        """Zeros for numbers that nobody computed; comparisons hold."""
+        if name in ("equal", "allclose", "__bool__", "is_nonzero"):
+            return True
+        with torch._C.DisableTorchFunction():
+            zeros = torch.zeros(tensor.shape, dtype=tensor.dtype)
+        return getattr(zeros, name)()
+
+
+def _divided(function: Callable, x: Tensor, number: float) -> Tensor:
+    """As CUDA divides by a number of the host: x times its reciprocal, rounded to the type that it computes in."""
+    if not on_device(x) or not x.is_floating_point():
+        return function(x, number)
+    wide = np.float64 if x.dtype == torch.float64 else np.float32
+    return x * float(wide(1) / wide(number))
+
+
+def _zeros(args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """What `tensor.to("cpu", ...)` gives of a tensor without numbers."""
+    dtypes = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)]
+    with torch._C.DisableTorchFunction():
+        return torch.zeros(args[0].shape, dtype=dtypes[0] if dtypes else args[0].dtype)
+
+
+def _device_of(tensor: Tensor) -> torch.device:
+    return CUDA if on_device(tensor) else CPU
+
+
+def _requested(args: tuple, kwargs: dict[str, Any]) -> torch.device | None:
+    """The device that a call names, if any."""
+    for x in _flat((*args, kwargs.get("device"))):
+        if isinstance(x, torch.device):
+            return torch.device(x.type, 0) if x.type == "cuda" else x
+        if isinstance(x, str) and (x == "cpu" or x.startswith("cuda")):
+            return torch.device(x)
+    return None
+
+
+def _flat(xs: tuple) -> Iterator[Any]:
+    return iter(x for x in xs if isinstance(x, (torch.device, str)))
+
+
+def _check_same_device(function: Callable, tensors: list[Tensor]) -> None:
+    """Fail as CUDA does; scalars of the CPU go with any device."""
+    devices = {_device_of(x) for x in tensors if x.dim() > 0} | {CUDA for x in tensors if on_device(x)}
+    if len(devices) > 1:
+        shapes = [(tuple(x.shape), str(_device_of(x))) for x in tensors]
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found at least two devices, cuda:0 and cpu! "
+            f"({resolve_name(function) or function}: {shapes})"
+        )

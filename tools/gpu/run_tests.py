@@ -1,0 +1,85 @@
+"""Run pytest in several processes, each with every n-th test, and write one result: `tests.json`.
+
+    python tools/gpu/run_tests.py --out DIR [--jobs N] [--fresh] PYTEST_ARGUMENTS...
+
+Tests that passed in an earlier run into the same folder are not run again (--fresh: they are). Needs pytest only.
+Exit code 1 where a test failed or a process did not end as it should.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+TOOLS = Path(__file__).parents[1]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--fresh", action="store_true")
+    options, pytest_arguments = parser.parse_known_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    result = options.out / "tests.json"
+    kept = [] if options.fresh or not result.exists() else json.loads(result.read_text())["tests"]
+    kept = [row for row in kept if row["outcome"] == "passed"]
+    start = time.monotonic()
+    codes = run(options.out, options.jobs, kept, pytest_arguments)
+    rows = kept + read_rows(options.out, options.jobs)
+    failed = [row for row in rows if row["outcome"] == "failed"]
+    document = {
+        "seconds": round(time.monotonic() - start, 1),
+        "passed": sum(row["outcome"] == "passed" for row in rows),
+        "skipped": sum(row["outcome"] == "skipped" for row in rows),
+        "failed": len(failed),
+        "exit_codes": codes,
+        "tests": sorted(rows, key=lambda row: row["test"]),
+    }
+    result.write_text(json.dumps(document, indent=1) + "\n")
+    for row in failed:
+        print(f"FAILED {row['test']}\n{row['why'][-1500:]}")
+    for number, code in enumerate(codes):
+        if code not in (0, 1):
+            print(f"process {number} ended with {code}: see {options.out / f'shard-{number}.log'}")
+    print("{passed} passed, {failed} failed, {skipped} skipped in {seconds} s".format(**document))
+    print(f"written: {result}")
+    return 1 if failed or any(codes) else 0
+
+
+def run(out: Path, jobs: int, kept: list[dict], pytest_arguments: list[str]) -> list[int]:
+    """Exit codes of the processes."""
+    passed = out / "passed.txt"
+    passed.write_text("".join(f"{row['test']}\n" for row in kept))
+    processes = []
+    for number in range(jobs):
+        rows_of(out, number).unlink(missing_ok=True)
+        environment = os.environ | {
+            "KVQ_SHARD": f"{number}/{jobs}",
+            "KVQ_TEST_RESULTS": str(rows_of(out, number)),
+            "KVQ_TEST_PASSED": str(passed),
+            "PYTHONPATH": os.pathsep.join([str(TOOLS), os.environ.get("PYTHONPATH", "")]),
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        }
+        command = [sys.executable, "-m", "pytest", "-p", "gpu.shard", "-p", "no:cacheprovider", *pytest_arguments]
+        log = (out / f"shard-{number}.log").open("w")
+        processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT))
+    return [process.wait() for process in processes]
+
+
+def rows_of(out: Path, number: int) -> Path:
+    return out / f"shard-{number}.jsonl"
+
+
+def read_rows(out: Path, jobs: int) -> list[dict]:
+    paths = [rows_of(out, number) for number in range(jobs)]
+    return [json.loads(line) for path in paths if path.exists() for line in path.read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
