@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvq_cli.cli import options as opt
 from kvq_cli.cli.output import human_bytes
 from kvq_cli.errors import UsageError
 
@@ -185,25 +185,17 @@ class Stream:
 
 @contextmanager
 def answering(
-    model: str,
-    device: str,
-    dtype: str,
-    method: str | None,
-    bits: int | None,
-    artifact: Path | None,
-    options: dict[str, str],
-    prefill: str,
-    decoding: Decoding,
-    backend: str = "auto",
+    computing: opt.Computing, compression: opt.Compression, prefill: str, decoding: Decoding
 ) -> Iterator[Answerer]:
     """Resolve the method (before the model, which takes longer), load the model, attach."""
     from kvq_cli.attention.attach import attach
     from kvq_cli.cli.resolve import describe, resolve
     from kvq_cli.models import load_model
 
-    chosen = resolve(model, method, bits, artifact, options)
-    loaded = load_model(model, device, dtype)
-    with attach(loaded.model, chosen, prefill=prefill, backend=backend) as attached:
+    options = opt.method_options(compression.set_)
+    chosen = resolve(computing.model, compression.method, compression.bits, compression.artifact, options)
+    loaded = load_model(computing.model, computing.device, computing.dtype)
+    with attach(loaded.model, chosen, prefill=prefill, backend=computing.backend) as attached:
         yield Answerer(loaded, attached, describe(chosen), decoding)
 
 

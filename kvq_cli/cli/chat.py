@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvq_cli.cli import options as opt
-from kvq_cli.cli.answer import Decoding, answering, cache_line, check_text, to_stdout
+from kvq_cli.cli.answer import answering, cache_line, check_text, to_stdout
 from kvq_cli.cli.conversation import Conversation
-from kvq_cli.cli.generate import Chunk, MaxNewTokens, Temperature, TopK, TopP
+from kvq_cli.cli.generate import Sampling
+from kvq_cli.cli.groups import grouped
 from kvq_cli.cli.output import Output
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.files import write_json
@@ -25,31 +26,18 @@ Anything else is a message. On a model without a chat template, such as the buil
 question mark is a question about all that was said before it; any other is text to go on with."""
 
 
+@grouped
 def chat(
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
-    prefill_chunk: Chunk = None,
-    method: opt.MethodName = None,
-    bits: opt.Bits = None,
-    artifact: opt.ArtifactDir = None,
-    set_: opt.Set = None,
+    sampling: Sampling,
+    compression: opt.Compression,
+    computing: opt.Computing,
     prefill: opt.Prefill = "exact",
-    model: opt.Model = "reference",
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    backend: opt.Backend = "auto",
-    seed: opt.Seed = 0,
     config: opt.Config = None,
     quiet: opt.Quiet = False,
 ) -> None:
     """Talk with a model; its compressed cache is kept across turns. Type /help inside."""
     out = Output(quiet=quiet)
-    decoding = Decoding(max_new_tokens, temperature, top_p, top_k, 1, prefill_chunk, seed)
-    with answering(
-        model, device, dtype, method, bits, artifact, opt.method_options(set_), prefill, decoding, backend
-    ) as answerer:
+    with answering(computing, compression, prefill, sampling.decoding(computing.seed)) as answerer:
         out.note(f"{answerer.loaded.name} with {answerer.method['name']}; /help lists what can be typed")
         Chat(Conversation(answerer), out).run(_lines())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from kvq_cli.cli import options as opt
+from kvq_cli.cli.groups import grouped
 from kvq_cli.cli.output import Output
 from kvq_cli.errors import UsageError
 from kvq_cli.evaluation.lm_eval.names import GROUPS
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from kvq_cli.artifact import Artifact
+    from kvq_cli.evaluation.settings import Settings
     from kvq_cli.methods.base import Method
 
 MOST_COLUMNS = 10
@@ -131,124 +134,155 @@ Batch = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class Subjects:
+    """The methods to evaluate."""
+
+    compare: Compare = None
+    method: opt.MethodName = None
+    bits: opt.Bits = None
+    artifact: Artifacts = None
+    set_: opt.Set = None
+    prefill: opt.Prefill = "compressed"
+
+
+@dataclass(frozen=True)
+class Samples:
+    """The tasks, and the samples of each."""
+
+    task: Tasks = "perplexity"
+    context: Contexts = None
+    limit: Limit = None
+    dataset: Dataset = "prose"
+    seqlen: Seqlen = None
+    windows: Windows = None
+    haystack: HaystackFile = "prose"
+    qa_file: QaFile = None
+    templates: Templates = "auto"
+    chat_template: ChatTemplate = False
+    data_dir: DataDir = None
+    num_fewshot: Fewshot = None
+    max_length: MaxLength = None
+    max_new_tokens: MaxNewTokens = None
+    truncation: Truncation = "left"
+    save_prompts: SavePrompts = False
+    batch_size: Batch = None
+
+    def settings(self, prefill: str, computing: opt.Computing) -> Settings:
+        """The evaluation's settings; UsageError for what cannot be evaluated."""
+        from kvq_cli.evaluation.settings import Settings
+
+        return Settings(
+            tasks=opt.names(self.task, "--task"),
+            contexts=None if self.context is None else opt.numbers(self.context, "--context"),
+            limit=self.limit,
+            seed=computing.seed,
+            prefill=prefill,
+            backend=computing.backend,
+            dataset=self.dataset,
+            seqlen=self.seqlen,
+            windows=self.windows,
+            templates=self.templates,
+            chat_template=self.chat_template,
+            haystack=self.haystack,
+            qa_files=tuple(self.qa_file or ()),
+            batch_size=self.batch_size,
+            save_prompts=self.save_prompts,
+            data_dir=None if self.data_dir is None else str(self.data_dir),
+            num_fewshot=self.num_fewshot,
+            max_length=self.max_length,
+            max_new_tokens=self.max_new_tokens,
+            truncation=self.truncation,
+        )
+
+
+@dataclass(frozen=True)
+class Files:
+    """Where results go, and which of those there are used."""
+
+    out: Out = None
+    store: Store = None
+    plot: Plot = None
+    fresh: Fresh = False
+
+    def folder(self, model: str) -> Path:
+        """The folder of results; KvqError or UsageError where something cannot be written."""
+        from kvq_cli.files import check_writable
+        from kvq_cli.places import short_name
+
+        folder = self.out or Path("results") / short_name(model)
+        check_writable(folder)
+        if self.store is not None:
+            check_writable(self.store, "--store")
+        if self.plot is not None:
+            from kvq_cli.pictures import check_ending
+
+            check_ending(self.plot)
+            check_writable(self.plot.parent, "--plot")
+        return folder
+
+
+@grouped
 def evaluate(
-    task: Tasks = "perplexity",
-    compare: Compare = None,
-    method: opt.MethodName = None,
-    bits: opt.Bits = None,
-    artifact: Artifacts = None,
-    set_: opt.Set = None,
-    prefill: opt.Prefill = "compressed",
-    context: Contexts = None,
-    limit: Limit = None,
-    dataset: Dataset = "prose",
-    seqlen: Seqlen = None,
-    windows: Windows = None,
-    haystack: HaystackFile = "prose",
-    qa_file: QaFile = None,
-    templates: Templates = "auto",
-    chat_template: ChatTemplate = False,
-    data_dir: DataDir = None,
-    num_fewshot: Fewshot = None,
-    max_length: MaxLength = None,
-    max_new_tokens: MaxNewTokens = None,
-    truncation: Truncation = "left",
-    save_prompts: SavePrompts = False,
-    out: Out = None,
-    store: Store = None,
-    plot: Plot = None,
-    fresh: Fresh = False,
-    batch_size: Batch = None,
-    model: opt.Model = "reference",
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    backend: opt.Backend = "auto",
-    seed: opt.Seed = 0,
-    config: opt.Config = None,
-    as_json: opt.Json = False,
-    quiet: opt.Quiet = False,
+    samples: Samples, subjects: Subjects, files: Files, computing: opt.Computing, reporting: opt.Reporting
 ) -> None:
     """Score methods with a compressed cache: RULER, perplexity, tasks of lm-eval; run again to go on where it stopped.
 
     With --json: lm-eval's result document; of several methods, one for each under `methods`.
     """
-    output = Output(as_json=as_json, quiet=quiet)
-    from kvq_cli.evaluation.compare import subjects
+    output = reporting.output()
+    from kvq_cli.evaluation import compare
     from kvq_cli.evaluation.runner import evaluate as run
-    from kvq_cli.evaluation.settings import Settings
-    from kvq_cli.files import check_writable
     from kvq_cli.models import load_model
-    from kvq_cli.places import short_name
 
-    settings = Settings(
-        tasks=opt.names(task, "--task"),
-        contexts=None if context is None else opt.numbers(context, "--context"),
-        limit=limit,
-        seed=seed,
-        prefill=prefill,
-        backend=backend,
-        dataset=dataset,
-        seqlen=seqlen,
-        windows=windows,
-        templates=templates,
-        chat_template=chat_template,
-        haystack=haystack,
-        qa_files=tuple(qa_file or ()),
-        batch_size=batch_size,
-        save_prompts=save_prompts,
-        data_dir=None if data_dir is None else str(data_dir),
-        num_fewshot=num_fewshot,
-        max_length=max_length,
-        max_new_tokens=max_new_tokens,
-        truncation=truncation,
-    )
-    compared = subjects(_chosen(model, compare, method, bits, artifact or [], set_))
-    folder = out or Path("results") / short_name(model)
-    check_writable(folder)
-    if store is not None:
-        check_writable(store, "--store")
-    if plot is not None:
-        from kvq_cli.pictures import check_ending
-
-        check_ending(plot)
-        check_writable(plot.parent, "--plot")
-    loaded = load_model(model, device, dtype)
+    settings = samples.settings(subjects.prefill, computing)
+    compared = compare.subjects(_chosen(computing.model, subjects))
+    folder = files.folder(computing.model)
+    loaded = load_model(computing.model, computing.device, computing.dtype)
     try:
         with output.progress() as progress:
-            document = run(loaded, compared, settings, folder, store=store, fresh=fresh, track=_tracker(progress))
+            track = _tracker(progress)
+            document = run(loaded, compared, settings, folder, store=files.store, fresh=files.fresh, track=track)
     except KeyboardInterrupt:
-        output.note(f"finished samples are kept in {store or folder}: the same command goes on from there")
+        output.note(f"finished samples are kept in {files.store or folder}: the same command goes on from there")
         raise
     _print_table(output, **document["table"])
-    if plot is not None:
+    if files.plot is not None:
         from kvq_cli.evaluation.plot import plot_comparison
 
-        plot_comparison(document, plot)
-        output.note(f"wrote {plot}")
-    used: dict[str, list[str]] = {}
-    for label, found in document["methods"].items():
-        used.setdefault(found["config"]["backend"], []).append(label)
-    for backend, labels in used.items():
-        output.note(f"attention while decoding by {backend}" + (f": {', '.join(labels)}" if len(used) > 1 else ""))
-    output.note(f"results of this run: {folder / 'comparison.json'}; of each method: its folder beside it")
+        plot_comparison(document, files.plot)
+        output.note(f"wrote {files.plot}")
+    _print_notes(output, document, folder)
     single = next(iter(document["methods"].values()))
-    for note in (one["note"] for one in single["configs"].values() if "note" in one):
-        output.note(note)
     output.result(single if len(compared) == 1 else document)
 
 
-def _chosen(
-    model: str, compare: str | None, method: str | None, bits: int | None, artifacts: list[Path], set_: list[str] | None
-) -> list[Method | Artifact]:
+def _print_notes(output: Output, document: dict, folder: Path) -> None:
+    """Say which backend computed, where results are, and what the evaluations have to say."""
+    by_backend: dict[str, list[str]] = {}
+    for label, results in document["methods"].items():
+        by_backend.setdefault(results["config"]["backend"], []).append(label)
+    for backend, labels in by_backend.items():
+        methods = f": {', '.join(labels)}" if len(by_backend) > 1 else ""
+        output.note(f"attention while decoding by {backend}{methods}")
+    output.note(f"results of this run: {folder / 'comparison.json'}; of each method: its folder beside it")
+    configs = next(iter(document["methods"].values()))["configs"]
+    for note in (config["note"] for config in configs.values() if "note" in config):
+        output.note(note)
+
+
+def _chosen(model: str, subjects: Subjects) -> list[Method | Artifact]:
+    """The methods and artifacts that the flags name."""
     from kvq_cli.cli.resolve import resolve, resolve_compared
 
-    options = opt.method_options(set_)
-    if compare is None and len(artifacts) < 2:
-        return [resolve(model, method, bits, artifacts[0] if artifacts else None, options)]
-    flag = "--compare" if compare is not None else "several --artifact"
-    if method:
+    options, artifacts = opt.method_options(subjects.set_), subjects.artifact or []
+    if subjects.compare is None and len(artifacts) < 2:
+        return [resolve(model, subjects.method, subjects.bits, artifacts[0] if artifacts else None, options)]
+    flag = "--compare" if subjects.compare is not None else "several --artifact"
+    if subjects.method:
         raise UsageError(f"{flag} with --method: --method is for a single method; drop one of the two")
-    return resolve_compared(model, opt.names(compare, "--compare") if compare else [], bits, artifacts, options)
+    names = opt.names(subjects.compare, "--compare") if subjects.compare else []
+    return resolve_compared(model, names, subjects.bits, artifacts, options)
 
 
 def _tracker(progress: Progress) -> Callable[[str, int, int], Callable[[int], None]]:

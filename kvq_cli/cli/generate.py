@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +12,7 @@ import typer
 
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.answer import Decoding, answering, check_text, to_stdout
-from kvq_cli.cli.output import Output
+from kvq_cli.cli.groups import grouped
 from kvq_cli.errors import KvqError, UsageError
 
 _decoding = partial(typer.Option, rich_help_panel="Decoding")
@@ -28,43 +29,45 @@ Chunk = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is chosen."""
+
+    max_new_tokens: MaxNewTokens = 128
+    temperature: Temperature = 0.0
+    top_p: TopP = 1.0
+    top_k: TopK = 0
+    prefill_chunk: Chunk = None
+
+    def decoding(self, seed: int, num_beams: int = 1) -> Decoding:
+        """UsageError for flags that do not go together."""
+        return Decoding(
+            self.max_new_tokens, self.temperature, self.top_p, self.top_k, num_beams, self.prefill_chunk, seed
+        )
+
+
+@grouped
 def generate(
+    sampling: Sampling,
+    compression: opt.Compression,
+    computing: opt.Computing,
+    reporting: opt.Reporting,
     prompt: Prompt = None,
     file: File = None,
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = 0.0,
-    top_p: TopP = 1.0,
-    top_k: TopK = 0,
     num_beams: Beams = 1,
-    prefill_chunk: Chunk = None,
-    method: opt.MethodName = None,
-    bits: opt.Bits = None,
-    artifact: opt.ArtifactDir = None,
-    set_: opt.Set = None,
     prefill: opt.Prefill = "exact",
-    model: opt.Model = "reference",
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    backend: opt.Backend = "auto",
-    seed: opt.Seed = 0,
-    config: opt.Config = None,
-    as_json: opt.Json = False,
-    quiet: opt.Quiet = False,
 ) -> None:
     """Continue a prompt; the text streams to stdout, speed and cache size go to stderr."""
-    out = Output(as_json=as_json, quiet=quiet)
-    decoding = Decoding(max_new_tokens, temperature, top_p, top_k, num_beams, prefill_chunk, seed)
+    out = reporting.output()
     text = _read(prompt, file)
-    with answering(
-        model, device, dtype, method, bits, artifact, opt.method_options(set_), prefill, decoding, backend
-    ) as answerer:
+    with answering(computing, compression, prefill, sampling.decoding(computing.seed, num_beams)) as answerer:
         ids = answerer.loaded.tokenizer(text)["input_ids"]
         room = answerer.room(len(ids))
-        if room < max_new_tokens:
+        if room < sampling.max_new_tokens:
             out.note(f"the context of {answerer.loaded.name} leaves room for {room} new tokens")
         cache = answerer.attached.new_cache(len(ids) + room)
-        answer = answerer.answer(ids, cache, (lambda piece: None) if as_json else to_stdout)
-    if not as_json:
+        answer = answerer.answer(ids, cache, (lambda piece: None) if reporting.as_json else to_stdout)
+    if not reporting.as_json:
         to_stdout("\n")
     out.note(answer.summary())
     out.result({"model": answerer.loaded.name, "method": answerer.method, "prefill": prefill, **answer.to_dict()})

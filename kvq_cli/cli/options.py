@@ -1,17 +1,20 @@
-"""Options that several subcommands share, each defined once as an `Annotated` type.
+"""Options that several subcommands share, each defined once as an `Annotated` type, and groups of them.
 
-A subcommand writes `model: Model = "reference"` and so on; defaults < `--config FILE.yaml` < flags. Keys of the YAML
-file are the names of the flags without the leading dashes; a list stands for values joined by commas.
+A subcommand writes `seed: Seed = 0`, or takes a group (`computing: Computing`, see `groups`). Defaults < `--config
+FILE.yaml` < flags. Keys of the YAML file are the flags' names without the leading dashes; a list stands for values joined
+by commas.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from kvq_cli.cli.output import Output
 from kvq_cli.errors import UsageError
 
 SHARED, METHOD = "Shared options", "Compression"  # panels of the help text
@@ -122,6 +125,39 @@ Backend = Annotated[
         "read what the method stores.",
     ),
 ]
+
+
+@dataclass(frozen=True)
+class Compression:
+    """The method to compress with."""
+
+    method: MethodName = None
+    bits: Bits = None
+    artifact: ArtifactDir = None
+    set_: Set = None
+
+
+@dataclass(frozen=True)
+class Computing:
+    """The model, and where and how it computes."""
+
+    model: Model = "reference"
+    device: Device = "auto"
+    dtype: Dtype = "auto"
+    backend: Backend = "auto"
+    seed: Seed = 0
+
+
+@dataclass(frozen=True)
+class Reporting:
+    """What a command prints. `config` has been read when a command runs."""
+
+    config: Config = None
+    as_json: Json = False
+    quiet: Quiet = False
+
+    def output(self) -> Output:
+        return Output(as_json=self.as_json, quiet=self.quiet)
 
 
 def method_options(pairs: list[str] | None) -> dict[str, str]:

@@ -6,6 +6,7 @@ import pytest
 
 from kvq_cli.cli.answer import Decoding, answering
 from kvq_cli.cli.conversation import Conversation, plain_form
+from kvq_cli.cli.options import Compression, Computing
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -67,7 +68,7 @@ def test_end_of_input_ends_the_chat(chat):
 @pytest.mark.parametrize("method", ["fp16", "kivi"])
 def test_the_second_turn_reads_the_cache_of_the_first(method):
     """With an uncompressed cache both turns say what one pass over all tokens says; only new tokens are computed."""
-    with answering("reference", "auto", "float32", method, None, None, {}, "exact", Decoding(8)) as answerer:
+    with answering(Computing(dtype="float32"), Compression(method), "exact", Decoding(8)) as answerer:
         talk = Conversation(answerer)
         talk.ask(STORY, lambda piece: None)
         held, cache = list(talk.ids), talk.cache
@@ -81,7 +82,7 @@ def test_the_second_turn_reads_the_cache_of_the_first(method):
 
 
 def test_a_failed_turn_leaves_the_talk_as_it_was():
-    with answering("reference", "auto", "auto", "kivi", None, None, {}, "exact", Decoding(4)) as answerer:
+    with answering(Computing(), Compression("kivi"), "exact", Decoding(4)) as answerer:
         talk = Conversation(answerer)
         talk.ask("The town", lambda piece: None)
         before = (list(talk.messages), list(talk.ids))
@@ -97,7 +98,7 @@ def test_a_failed_turn_leaves_the_talk_as_it_was():
 
 def test_chat_template_is_used_and_the_cache_kept():
     """A template that shows history unchanged lets the second turn go on with the first one's cache."""
-    with answering("reference", "auto", "auto", "fp16", None, None, {}, "exact", Decoding(5)) as answerer:
+    with answering(Computing(), Compression("fp16"), "exact", Decoding(5)) as answerer:
         answerer.loaded.tokenizer.chat_template = TEMPLATE
         talk = Conversation(answerer)
         talk.ask("hello", lambda piece: None)
