@@ -14,9 +14,7 @@ Operations = Annotated[
     str | None, measured("--operation", metavar="NAMES", help="Only these, joined by commas (default: all).")
 ]
 Seconds = Annotated[int, measured("--seconds", min=1, help="How long to search.")]
-Dry = Annotated[
-    bool, measured("--dry", help="Use tiny sizes and keep the tables: on a CPU, in Triton's interpreter.")
-]
+Dry = Annotated[bool, measured("--dry", help="Use tiny sizes and keep the tables: on a CPU, in Triton's interpreter.")]
 
 
 def tune(

@@ -1,8 +1,8 @@
 """Options that several subcommands share, each defined once as an `Annotated` type, and groups of them.
 
-A subcommand writes `seed: Seed = 0`, or takes a group (`computing: Computing`, see `groups`). Defaults < `--config
-FILE.yaml` < flags. Keys of the YAML file are the flags' names without the leading dashes; a list stands for values joined
-by commas.
+A subcommand writes `seed: Seed = 0`, or takes a group of options (`computing: Computing`, see `groups`). Defaults <
+`--config FILE.yaml` < flags. Keys of the YAML file are the flags' names without the leading dashes; a list stands for
+values joined by commas.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Pack a command's results into one archive, and put an archive's parts where they belong in the repository.
 
-    python tools/gpu/archive.py pack NAME FOLDER INTO    FOLDER's results and the tuned tables -> INTO/NAME.tar.gz
-    python tools/gpu/archive.py unpack FILE              results -> benchmarks/GPU/, tables merged into the kernels'
+python tools/gpu/archive.py pack NAME FOLDER INTO    FOLDER's results and the tuned tables -> INTO/NAME.tar.gz
+python tools/gpu/archive.py unpack FILE              results -> benchmarks/GPU/, tables merged into the kernels'
 """
 
 from __future__ import annotations

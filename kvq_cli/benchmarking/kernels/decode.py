@@ -110,9 +110,7 @@ def _tail_case(name: str, shape: Shape) -> Case:
     return Case(f"kvq {name}, tail of {TAIL}", make, held, about={"store": name, "tail": tail})
 
 
-def store(
-    name: str, shape: Shape, seed: int, recent: int = RECENT
-) -> tuple[Tensor, Side, Side, Tensor, Rope | None]:
+def store(name: str, shape: Shape, seed: int, recent: int = RECENT) -> tuple[Tensor, Side, Side, Tensor, Rope | None]:
     """query, keys, values, lengths, rope: a shipped store of random numbers, whose `recent` tokens are not packed."""
     random = generator(shape.device, seed)
     *sides, rope = shipped.shipped()[name]
