@@ -178,11 +178,15 @@ gpu-unpack:  ## Put an archive's results and tuned tables where they belong: mak
 # executed), the tests with emulated kernels. DRY=1: what they launch at tiny sizes.
 DEVICE := $(CURDIR)/.venv/device/bin/python
 gpu-pack: .venv/device/.installed  ## Compile what the commands launch, with the GPU machine's Triton, into $(GPU_PACK).
-	@place=$(GPU_OUT)/packing; mkdir -p $$place; used=$$place/used; : > $$used
-	export KVQ_CACHE_USED=$(CURDIR)/$$used KVQ_FAKE_LIBCUDA=$(CURDIR)/$$place/libcuda
+	@place=$(abspath $(GPU_OUT))/packing; mkdir -p $$place; used=$$place/used; : > $$used
+	rm -rf $$place/results $$place/failed
+	export KVQ_CACHE_USED=$$used KVQ_FAKE_LIBCUDA=$$place/libcuda
 	same="GPU_OUT=$(GPU_OUT) GPU_CACHE=$$place/triton GPU_PACK=none GPU_PLACE=$$place/results GPU_ARCHIVES=$$place"
-	rm -rf $$place/results
-	run() { echo "gpu-$$1"; $(MAKE) --no-print-directory gpu-$$1 PYTHON=$(DEVICE) $$same "$${@:2}" > $$place/$$1.log 2>&1 || echo "see $$place/$$1.log"; }
+	run() {
+	echo "gpu-$$1"
+	$(MAKE) --no-print-directory gpu-$$1 PYTHON=$(DEVICE) $$same "$${@:2}" > $$place/$$1.log 2>&1 && return
+	echo "gpu-$$1 failed: see $$place/$$1.log" | tee -a $$place/failed
+	}
 	if [[ "$(DRY)" ]]; then
 	run test DRY=1 & run bench DRY=none; run tune DRY=none; run growth DRY=none; wait
 	else
@@ -193,6 +197,7 @@ gpu-pack: .venv/device/.installed  ## Compile what the commands launch, with the
 	wait
 	fi
 	$(DEVICE) tools/gpu/pack.py make $$place/triton $$used $(GPU_PACK)
+	test ! -e $$place/failed
 
 gpu-memory:  # under the memory checker, where there is one that knows the GPU: its own errors end with 9
 	@command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer here: memory is not checked"; exit 0; }

