@@ -1,1 +1,0 @@
-"""The papers' studies of keys, values, weights and quantization errors: one file per study, run by `kvq analyze`."""
