@@ -39,8 +39,8 @@ def analyze(
 ) -> None:
     """Do one of the papers' studies: prints its table, writes its numbers (JSON) and picture (PNG)."""
     out = Output(as_json=as_json, quiet=quiet)
-    from kvq_cli.analysis.study import Subject, build
     from kvq_cli.files import check_writable, write_json
+    from kvq_cli.papers.studies.study import Subject, build
 
     if name is None:
         return _list(out)
@@ -71,7 +71,7 @@ def analyze(
 
 
 def _list(out: Output) -> None:
-    from kvq_cli.analysis.study import studies
+    from kvq_cli.papers.studies.study import studies
 
     found = [
         {

@@ -70,7 +70,7 @@ def _by_part(report: CacheReport) -> str:
 
 
 def _papers(out: Output) -> None:
-    from kvq_cli.benchmarking.published import compare_sizes
+    from kvq_cli.papers.sizes import compare_sizes
 
     found = compare_sizes()
     columns = ["paper", "table", "row", "method", "shape", "figure", "published", "kvq", "difference"]

@@ -178,7 +178,7 @@ def evaluate(
     from kvq_cli.evaluation.settings import Settings
     from kvq_cli.files import check_writable
     from kvq_cli.models import load_model
-    from kvq_cli.places import short_name
+    from kvq_cli.paths import short_name
 
     settings = Settings(
         tasks=opt.names(task, "--task"),

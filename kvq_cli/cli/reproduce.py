@@ -14,7 +14,7 @@ from kvq_cli.cli.output import Output
 from kvq_cli.errors import KvqError, UsageError
 
 if TYPE_CHECKING:
-    from kvq_cli.reproduction.targets import Target
+    from kvq_cli.papers.targets import Target
 
 Names = Annotated[
     list[str] | None, typer.Argument(metavar="NAME...", help="Like table-temporalkv-6; none: all listed.")
@@ -46,11 +46,11 @@ def reproduce(
     Without a name: list them all with what each needs and how far it is.
     """
     output = Output(as_json=as_json, quiet=quiet)
-    from kvq_cli.reproduction.targets import target, targets
+    from kvq_cli.papers.targets import target, targets
 
     if page is not None:
         from kvq_cli.files import write_text
-        from kvq_cli.reproduction.page import page_text
+        from kvq_cli.papers.page import page_text
 
         write_text(page, page_text(model, out), "--page")
         output.note(f"written: {page}")
@@ -78,7 +78,7 @@ def reproduce(
 
 def _make(output: Output, one: Target, model: str, root: Path, store: Path, stop: bool) -> bool:
     """Run a target unless it is done; whether it is done then. stop: a failure ends the command."""
-    from kvq_cli.reproduction.run import DONE, run_target, state
+    from kvq_cli.papers.run import DONE, run_target, state
 
     if not one.runs:
         raise UsageError(f"{one.id}: " + (f"{one.drawing}: nothing to run" if one.drawing else "run `make gpu`"))
@@ -99,8 +99,8 @@ def _make(output: Output, one: Target, model: str, root: Path, store: Path, stop
 def _calibrations(one: Target, model: str) -> list[list[str]]:
     """The commands for artifacts that the target's methods need and that are not there."""
     from kvq_cli.cli.resolve import calibration, needs_artifact
-    from kvq_cli.places import artifact_folder
-    from kvq_cli.reproduction.targets import calibration_options
+    from kvq_cli.papers.targets import calibration_options
+    from kvq_cli.paths import artifact_folder
 
     missing = {
         str(artifact_folder(model, method)): [*calibration(model, method), *calibration_options(model), "--resume"]
@@ -111,8 +111,8 @@ def _calibrations(one: Target, model: str) -> list[list[str]]:
 
 
 def _list(output: Output, model: str, root: Path) -> None:
-    from kvq_cli.reproduction.run import state
-    from kvq_cli.reproduction.targets import targets
+    from kvq_cli.papers.run import state
+    from kvq_cli.papers.targets import targets
 
     found = [
         {
@@ -131,7 +131,7 @@ def _list(output: Output, model: str, root: Path) -> None:
 
 def _needs(one: Target) -> str:
     """What the paper's own sizes need; the built-in model stands in for the models here."""
-    from kvq_cli.reproduction.targets import paper_data
+    from kvq_cli.papers.targets import paper_data
 
     if one.drawing:
         return one.drawing

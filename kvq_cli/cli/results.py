@@ -15,7 +15,7 @@ from kvq_cli.cli.output import Output
 from kvq_cli.errors import KvqError, UsageError
 
 if TYPE_CHECKING:
-    from kvq_cli.reproduction.against import Beside
+    from kvq_cli.papers.side_by_side import Beside
 
 PUBLISHED = "published"
 
@@ -102,7 +102,7 @@ def _table(out: Output, format: str, methods: Mapping[str, Mapping]) -> None:
 
 def _differences(out: Output, format: str, folder: Path, methods: Mapping[str, Mapping], baseline: str) -> None:
     from kvq_cli.evaluation.paired import differences, match
-    from kvq_cli.reproduction.report import CAPTION, difference_table
+    from kvq_cli.papers.report import CAPTION, difference_table
 
     found = differences(folder, methods, baseline)
     if not any(found.values()):
@@ -115,9 +115,9 @@ def _differences(out: Output, format: str, folder: Path, methods: Mapping[str, M
 
 
 def _against(out: Output, format: str, methods: Mapping[str, Mapping], name: str) -> None:
-    from kvq_cli.reproduction.against import beside
-    from kvq_cli.reproduction.report import agreement_table
-    from kvq_cli.reproduction.targets import target, targets
+    from kvq_cli.papers.report import agreement_table
+    from kvq_cli.papers.side_by_side import beside
+    from kvq_cli.papers.targets import target, targets
 
     model = next(iter(methods.values()))["config"]["model_args"]["name"]
     wanted = targets().values() if name == PUBLISHED else [target(name)]

@@ -9,7 +9,6 @@ import torch
 
 from kvq_cli.attention.rotary import Rotation
 from kvq_cli.benchmarking.accounting import META, account, artifact_bytes, artifact_tensors
-from kvq_cli.benchmarking.published import compare_sizes
 from kvq_cli.benchmarking.shapes import SHAPES, random_model
 from kvq_cli.cache.cross_layer import CrossLayerSum
 from kvq_cli.cache.layer import CompressedLayer
@@ -17,6 +16,7 @@ from kvq_cli.cache.report import report
 from kvq_cli.cache.rows import Rows
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.methods.registry import build_parsed, method_names
+from kvq_cli.papers.sizes import compare_sizes
 
 GQA = ModelShape(4, 4, 2, 64, 512, torch.float16)
 MHA = ModelShape(4, 4, 4, 64, 256, torch.float16)
