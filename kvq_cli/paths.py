@@ -1,4 +1,4 @@
-"""Where artifacts lie by default."""
+"""Default paths of artifacts."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def short_name(model: str) -> str:
-    """A model's name as the name of a folder: the last part of a Hub id or path."""
+    """The folder name of a model: the last part of its Hub id or path."""
     return re.sub(r"[^\w.-]+", "-", model.rstrip("/").rsplit("/", 1)[-1]) or "model"
 
 
 def artifact_folder(model: str, method: Method) -> Path:
-    """Where `kvq calibrate` writes by default and others look: artifacts/reference/temporalkv-2bit.
+    """The default folder of a method's artifact, like artifacts/reference/temporalkv-2bit.
 
-    Options that the calibration depends on and that are not at their default follow: temporalkv-2bit-fisher-off.
+    Options that change the calibration and are not at their default are appended: temporalkv-2bit-fisher-off.
     """
     name = method.name
     for field in dataclasses.fields(method):
@@ -29,6 +29,6 @@ def artifact_folder(model: str, method: Method) -> Path:
         if field.name == "bits":
             name += f"-{value}bit"
         elif value != field.default:
-            said = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
-            name += f"-{field.name.replace('_', '-')}-{said}"
+            text = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+            name += f"-{field.name.replace('_', '-')}-{text}"
     return Path("artifacts") / short_name(model) / name

@@ -1,4 +1,4 @@
-"""Means over tasks that were asked for under one name."""
+"""Averages over the tasks of a group, like `lm_eval:longbench`."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from kvq_cli.evaluation.base import Evaluation
 
 
 def members(evaluations: Sequence[Evaluation]) -> dict[str, list[Evaluation]]:
-    """The tasks by the name of their group, of groups with more than one."""
-    found: dict[str, list[Evaluation]] = {}
-    for one in evaluations:
-        if one.group:
-            found.setdefault(one.group, []).append(one)
-    return {name: tasks for name, tasks in found.items() if len(tasks) > 1}
+    """Group name -> its tasks, for groups of more than one task."""
+    groups: dict[str, list[Evaluation]] = {}
+    for evaluation in evaluations:
+        if evaluation.group:
+            groups.setdefault(evaluation.group, []).append(evaluation)
+    return {name: tasks for name, tasks in groups.items() if len(tasks) > 1}
 
 
 def group_means(results: Mapping[str, Mapping[str, Any]], evaluations: Sequence[Evaluation]) -> dict[str, dict]:
-    """By group: the mean of each figure that all its tasks have, with its standard error.
+    """By group: the mean of each metric that all its tasks have, with its standard error.
 
-    results: by task, `{"metric,filter": value, "metric_stderr,filter": error}`.
+    results: by task, `{"metric,filter": value, "metric_stderr,filter": error}`. Tasks weigh the same, or by their
+    number of samples where the group says so.
     """
-    found = {}
+    groups = {}
     for name, tasks in members(evaluations).items():
-        shares = [one.count if one.weighted else 1 for one in tasks]
-        shares = [share / sum(shares) for share in shares]
-        found[name] = {"alias": name}
-        for figure in results[tasks[0].task]:
-            values = [results[one.task].get(figure) for one in tasks]
-            if "," not in figure or "_stderr," in figure or None in values:
+        weights = [task.count if task.weighted else 1 for task in tasks]
+        weights = [weight / sum(weights) for weight in weights]
+        groups[name] = {"alias": name}
+        for key in results[tasks[0].task]:
+            values = [results[task.task].get(key) for task in tasks]
+            if "," not in key or "_stderr," in key or None in values:
                 continue
-            metric, _, filtered = figure.partition(",")
-            error = f"{metric}_stderr,{filtered}"
-            errors = [results[one.task].get(error) for one in tasks]
-            found[name][figure] = sum(share * value for share, value in zip(shares, values, strict=True))
-            found[name][error] = (
-                None if None in errors else sqrt(sum((w * e) ** 2 for w, e in zip(shares, errors, strict=True)))
+            metric, _, filtered = key.partition(",")
+            error_key = f"{metric}_stderr,{filtered}"
+            errors = [results[task.task].get(error_key) for task in tasks]
+            groups[name][key] = sum(weight * value for weight, value in zip(weights, values, strict=True))
+            groups[name][error_key] = (
+                None if None in errors else sqrt(sum((w * e) ** 2 for w, e in zip(weights, errors, strict=True)))
             )
-    return found
+    return groups

@@ -1,4 +1,4 @@
-"""How far a model's predictions are from another's on the same tokens."""
+"""KL divergence, loss and top-1 agreement between the predictions of two models on the same tokens."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 CHUNK_NUMBERS = 1 << 24
-"""Logits that are looked at together in float32: 64 MiB, whatever the vocabulary and the length."""
+"""How many logits are converted to float32 at once: 64 MiB, for any vocabulary and length."""
 
 
 @dataclass(frozen=True)
 class Divergence:
     """Sums over `tokens` predicted tokens.
 
-    nll, nll_reference: -ln q(x_t) and -ln p(x_t) of the tokens that came.
+    nll, nll_reference: -ln q(x_t) and -ln p(x_t) of the actual tokens.
     kl:                 KL(p || q) = sum_v p_v (ln p_v - ln q_v).
-    agreeing:           tokens at which p and q have the same most probable token.
+    agreeing:           tokens for which p and q have the same most probable token.
     """
 
     tokens: int
@@ -28,10 +28,8 @@ class Divergence:
 
 
 def divergence(reference: Tensor, logits: Tensor, ids: Tensor) -> Divergence:
-    """Compare q = softmax(logits) with p = softmax(reference), both `[tokens, vocabulary]`, where they predict `ids`.
-
-    ids: `[tokens]`; position t predicts token t + 1, so that the last position predicts nothing here.
-    """
+    """The divergence of q = softmax(logits) from p = softmax(reference), both `[tokens, vocabulary]`, as predictions
+    of `ids` `[tokens]`: position t predicts token t + 1, and the last position is not used."""
     rows = max(1, CHUNK_NUMBERS // logits.shape[-1])
     sums = torch.zeros(4, dtype=torch.float64)
     for start in range(0, len(ids) - 1, rows):

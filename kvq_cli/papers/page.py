@@ -1,4 +1,4 @@
-"""The page of the papers' claims, made of result files alone."""
+"""The page of the papers' claims (docs/REPRODUCTION.md), computed from result files alone."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from kvq_cli import __version__
 from kvq_cli.evaluation.formats import markdown
 from kvq_cli.papers.claims import FAILS, HARDWARE, HOLDS, NOT_MEASURED, Verdict, claims, judge
 from kvq_cli.papers.run import DONE, state
-from kvq_cli.papers.side_by_side import beside
+from kvq_cli.papers.side_by_side import side_by_side
 from kvq_cli.papers.targets import REFERENCE, ROOT, Target, target, targets
 
-#: Values that a cell shows of a longer list.
-SHOWN = 8
+#: How many values of a list a cell shows.
+MAX_SHOWN = 8
 PAPERS = ("TemporalKV", "SQuat", "InnerQ", "XQuant")
 
 
 def page_text(model: str, root: Path = ROOT) -> str:
-    """`docs/REPRODUCTION.md`: claims with our numbers and what holds, then the targets and how far each is."""
+    """The page as Markdown: each claim with the measured numbers and its verdict, then each target with its state."""
     verdicts = [judge(claim, model, root) for claim in claims()]
     parts = [
         "# Reproduction",
@@ -30,13 +30,13 @@ def page_text(model: str, root: Path = ROOT) -> str:
         "## What holds",
         markdown(["paper", "claims", HOLDS, FAILS, NOT_MEASURED, HARDWARE], _counts(verdicts)),
     ]
-    failing = [one for one in verdicts if one.state == FAILS]
+    failing = [verdict for verdict in verdicts if verdict.state == FAILS]
     if failing:
-        parts += ["## What does not hold, and why", "\n".join(_reason(one) for one in failing)]
+        parts += ["## What does not hold, and why", "\n".join(_reason(verdict) for verdict in failing)]
     for paper in PAPERS:
-        rows = [_row(one) for one in verdicts if one.claim.paper == paper]
+        rows = [_row(verdict) for verdict in verdicts if verdict.claim.paper == paper]
         parts += [f"## {paper}", markdown(["source", "claim", "command", "our numbers", "holds"], rows)]
-    rankings = [row for one in targets().values() if (row := _ranking(one, model, root))]
+    rankings = [row for each in targets().values() if (row := _ranking(each, model, root))]
     if rankings:
         columns = ["target", "pairs of methods that the paper ranks", "ranked alike here", "of those of equal bits"]
         parts += ["## Rankings beside the papers'", RANKINGS, markdown(columns, rankings)]
@@ -44,25 +44,25 @@ def page_text(model: str, root: Path = ROOT) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-#: What the table of rankings counts.
+#: The paragraph above the table of rankings.
 RANKINGS = (
     "All columns of a published table, each beside ours for it; on the built-in model RULER's mean stands for task "
     "scores, and its text for theirs. Pairs of equal bits are the hard ones: with more bits any method wins."
 )
 
 
-def _ranking(one: Target, model: str, root: Path) -> list[Any] | None:
-    """How many pairs of methods a finished target ranks as the paper does."""
-    if one.table is None or not one.rows(model) or state(one, model, root) != DONE:
+def _ranking(ranked: Target, model: str, root: Path) -> list[Any] | None:
+    """The row of a finished target: how many pairs of methods it ranks as the paper does; None without such pairs."""
+    if ranked.table is None or not ranked.rows(model) or state(ranked, model, root) != DONE:
         return None
-    methods = json.loads(one.result(model, root).read_text(encoding="utf-8"))["methods"]
-    side = beside(one, methods, model)
-    if side is None:
+    methods = json.loads(ranked.result(model, root).read_text(encoding="utf-8"))["methods"]
+    compared = side_by_side(ranked, methods, model)
+    if compared is None:
         return None
-    found = side.agreements
-    pairs, same = sum(each.pairs for each in found), sum(each.same for each in found)
-    equal = [sum(each.same_bits[index] for each in found) for index in (0, 1)]
-    return [one.id, pairs, f"{same} ({_percent(same, pairs)})", f"{equal[0]} of {equal[1]} ({_percent(*equal)})"]
+    columns = compared.agreements
+    pairs, same = sum(column.pairs for column in columns), sum(column.same for column in columns)
+    equal = [sum(column.same_bits[index] for column in columns) for index in (0, 1)]
+    return [ranked.id, pairs, f"{same} ({_percent(same, pairs)})", f"{equal[0]} of {equal[1]} ({_percent(*equal)})"]
 
 
 def _percent(part: int, whole: int) -> str:
@@ -74,47 +74,50 @@ def _introduction(model: str) -> str:
     return (
         f"Made by `make reproduction` from the files below `{ROOT}`, with kvq {__version__} on {where}; no number here "
         "is typed by hand. Each claim is checked by an expression in `kvq_cli/papers/claims.yaml`; the papers' "
-        "own numbers are in `kvq_cli/papers/published`. A claim about another model is checked here for its direction, on a "
-        "model a thousand times smaller: that it fails here does not say that it fails there. `make list` shows what "
-        "each target needs at the paper's sizes, and `make TARGET MODEL=...` makes it there."
+        "own numbers are in `kvq_cli/papers/published`. A claim about another model is checked here for its direction, "
+        "on a model a thousand times smaller: that it fails here does not say that it fails there. `make list` shows "
+        "what each target needs at the paper's sizes, and `make TARGET MODEL=...` makes it there."
     )
 
 
 def _counts(verdicts: Sequence[Verdict]) -> list[list[Any]]:
     rows = []
     for paper in (*PAPERS, "all"):
-        states = Counter(one.state for one in verdicts if paper in ("all", one.claim.paper))
+        states = Counter(verdict.state for verdict in verdicts if paper in ("all", verdict.claim.paper))
         rows.append([paper, sum(states.values()), *(states[name] for name in (HOLDS, FAILS, NOT_MEASURED, HARDWARE))])
     return rows
 
 
-def _reason(one: Verdict) -> str:
-    return f"- **{one.claim.paper}, {one.claim.source}**: {one.claim.claim} *Why*: {one.claim.why or 'not found yet'}."
+def _reason(verdict: Verdict) -> str:
+    claim = verdict.claim
+    return f"- **{claim.paper}, {claim.source}**: {claim.claim} *Why*: {claim.why or 'not found yet'}."
 
 
-def _row(one: Verdict) -> list[str]:
-    commands = "<br>".join("`make gpu`" if target(name).gpu else f"`make {name}`" for name in one.claim.targets)
-    numbers = "<br>".join(f"{name}: {_shown(found)}" for name, found in one.numbers.items())
-    return [one.claim.source, one.claim.claim, commands or "`kvq methods`", numbers, one.state]
+def _row(verdict: Verdict) -> list[str]:
+    claim = verdict.claim
+    commands = "<br>".join("`make gpu`" if target(name).gpu else f"`make {name}`" for name in claim.targets)
+    numbers = "<br>".join(f"{name}: {_formatted(value)}" for name, value in verdict.numbers.items())
+    return [claim.source, claim.claim, commands or "`kvq methods`", numbers, verdict.state]
 
 
-def _shown(found: Any) -> str:
-    if isinstance(found, bool):
-        return "yes" if found else "no"
-    if isinstance(found, float):
-        return f"{found:.4g}"
-    if isinstance(found, Mapping):
-        return ", ".join(f"{key} {_shown(one)}" for key, one in list(found.items())[:SHOWN])
-    if isinstance(found, (list, tuple)):
-        return ", ".join(map(_shown, found[:SHOWN])) + (f", ... ({len(found)})" if len(found) > SHOWN else "")
-    return str(found)
+def _formatted(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_formatted(entry)}" for key, entry in list(value.items())[:MAX_SHOWN])
+    if isinstance(value, (list, tuple)):
+        more = f", ... ({len(value)})" if len(value) > MAX_SHOWN else ""
+        return ", ".join(map(_formatted, value[:MAX_SHOWN])) + more
+    return str(value)
 
 
 def _targets(model: str, root: Path) -> list[list[str]]:
-    return [_target(one, model, root) for one in targets().values()]
+    return [_target(each, model, root) for each in targets().values()]
 
 
-def _target(one: Target, model: str, root: Path) -> list[str]:
-    found = one.folder(model, root)
-    place = f"`{shlex.quote(str(found))}`" if found.is_dir() and one.runs else ""
-    return [one.id, f"{one.paper}: {one.what}", state(one, model, root), place]
+def _target(listed: Target, model: str, root: Path) -> list[str]:
+    folder = listed.folder(model, root)
+    shown = f"`{shlex.quote(str(folder))}`" if folder.is_dir() and listed.runs else ""
+    return [listed.id, f"{listed.paper}: {listed.what}", state(listed, model, root), shown]

@@ -1,4 +1,4 @@
-"""Runs a target's command, keeps what it was, and tells from the files how far a target is."""
+"""Runs a target's command, records how its result was made, and reads from the files whether a target is finished."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from kvq_cli.paths import artifact_folder
 
 DONE, PARTLY, TO_DO, HARDWARE, NOTHING = "done", "partly", "to do", "needs hardware", "nothing to measure"
 RECORD = "target.json"
-#: Where `make gpu` leaves what it measured.
+#: Folder of the results of `make gpu`.
 GPU_RESULTS = Path("benchmarks")
 
 
 def state(target: Target, model: str, root: Path = ROOT) -> str:
-    """How far a target is, by its files: done only if these were made by today's command, model and version.
+    """Whether a target is finished, according to its files: DONE only if they were made by the current command, model
+    and version, and by the artifacts that are here now.
 
-    Artifacts must be those that it was made with; one that is not here, as most are not where results alone were copied
-    or cloned to, says nothing against them.
+    An artifact that is missing here does not count: a clone has the results without most of the artifacts.
     """
     if target.drawing:
         return NOTHING
@@ -40,9 +40,9 @@ def state(target: Target, model: str, root: Path = ROOT) -> str:
     record = _record(target, model, root)
     if record is None:
         return TO_DO
-    today = _today(target, model)
-    today["artifacts"] = {**record.get("artifacts", {}), **today["artifacts"]}
-    return DONE if record == today and target.result(model, root).is_file() else PARTLY
+    current = current_record(target, model)
+    current["artifacts"] = {**record.get("artifacts", {}), **current["artifacts"]}
+    return DONE if record == current and target.result(model, root).is_file() else PARTLY
 
 
 def run_target(
@@ -53,16 +53,16 @@ def run_target(
     root: Path = ROOT,
     store: Path = STORE,
 ) -> float:
-    """Run what is missing for a target; returns the seconds it took.
+    """Run a target and return the seconds it took. An interrupted target continues where it stopped.
 
-    calibrations: commands for artifacts that are missing. `say` is told each command. What was interrupted goes on
-    where it stopped. Raises KvqError when a command fails.
+    calibrations: commands that make missing artifacts first. say: called with each command line. KvqError when a
+    command fails.
     """
     started = time.monotonic()
     for words in calibrations:
         _run(words, say)
-    today = _today(target, model)
-    write_json(target.folder(model, root) / RECORD, {**today, "finished": False})
+    record = current_record(target, model)
+    write_json(target.folder(model, root) / RECORD, {**record, "finished": False})
     printed = _run(target.command(model, root, store), say, keep=target.into is not None)
     if target.into:
         write_json(target.result(model, root), json.loads(printed))
@@ -70,29 +70,29 @@ def run_target(
         raise KvqError(f"{target.id}: {target.result(model, root)} was not written")
     if target.eval or target.config:
         write_report(target, model, target.folder(model, root))
-    write_json(target.folder(model, root) / RECORD, {**today, "finished": True})
+    write_json(target.folder(model, root) / RECORD, {**record, "finished": True})
     return time.monotonic() - started
 
 
 def _run(words: Sequence[str], say: Callable[[str], None], keep: bool = False) -> str:
-    """One `kvq` command in a process of its own, so that none inherits another's memory."""
+    """Run a `kvq` command in its own process, so that its memory is freed; returns its standard output if `keep`."""
     say(f"$ kvq {shlex.join(words)}")
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "kvq_cli", *words], stdout=subprocess.PIPE if keep else None, text=True, check=False
     )
-    if done.returncode == 130:
+    if process.returncode == 130:
         raise KeyboardInterrupt
-    if done.returncode:
-        raise KvqError(f"kvq {words[0]} failed (exit code {done.returncode}); the same command goes on from there")
-    return done.stdout or ""
+    if process.returncode:
+        raise KvqError(f"kvq {words[0]} failed (exit code {process.returncode}); the same command continues from there")
+    return process.stdout or ""
 
 
-def _today(target: Target, model: str) -> dict[str, Any]:
-    """What a finished target's record says; where its folder is makes no difference."""
+def current_record(target: Target, model: str) -> dict[str, Any]:
+    """The record of a target finished now: version, command, model and artifacts. It names no folder of `root`."""
     return {
         "kvq": __version__,
         "command": ["kvq", *target.command(model)],
-        "model": _stamp(model),
+        "model": _model_version(model),
         "artifacts": _artifacts(target, model),
         "finished": True,
     }
@@ -106,18 +106,18 @@ def _record(target: Target, model: str, root: Path) -> dict[str, Any] | None:
 
 
 def _artifacts(target: Target, model: str) -> dict[str, str]:
-    """The checksums of the artifacts that its methods read by default: with others its results are others."""
-    found = {}
+    """Checksums, by folder name, of the artifacts that the target's methods read by default."""
+    checksums = {}
     for folder in {artifact_folder(model, method) for method in target.calibrated(model)}:
         try:
-            found[folder.name] = json.loads((folder / "config.json").read_text(encoding="utf-8"))["checksum"]
+            checksums[folder.name] = json.loads((folder / "config.json").read_text(encoding="utf-8"))["checksum"]
         except (OSError, ValueError, KeyError):
-            continue  # the command that reads it says what is wrong
-    return found
+            continue  # the command that reads the artifact reports the error
+    return checksums
 
 
-def _stamp(model: str) -> str:
-    """The model, and for the built-in one the hash of its weights, which change with kvq."""
+def _model_version(model: str) -> str:
+    """The model's name; for the built-in model also a hash of its weights, which a version of kvq may change."""
     if model != REFERENCE:
         return model
     weights = files("kvq_cli.reference").joinpath("model", "model.safetensors").read_bytes()

@@ -1,4 +1,4 @@
-"""Our tables beside the papers': row by row, and how far they order methods alike."""
+"""Published tables next to measured ones: which rows are which methods, and how often both rank a pair alike."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from kvq_cli.papers.published import cells
 from kvq_cli.papers.targets import Target
 
 #: Published columns in which lower is better; in all others higher is.
-LOWER = ("perplexity", "Wiki2", "C4")
-#: Options that say which tokens stay exact: a method is the same row with other windows.
-WINDOWS = ("sinks", "recent", "residual")
+LOWER_IS_BETTER = ("perplexity", "Wiki2", "C4")
+#: Options that say which tokens stay in full precision: a method with other windows is still the same published row.
+WINDOW_OPTIONS = ("sinks", "recent", "residual")
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """Pairs of methods that the paper ranks in a column, and how many our column ranks the same way.
+    """How many pairs of methods a published column and a measured column rank alike.
 
-    same_bits: the same of the pairs with equal nominal bits alone, which no method wins by its bits.
+    same: pairs ranked alike, of `pairs` that the paper ranks. same_bits: the same two counts, of pairs with equal
+    nominal bits alone, in which neither method wins by having more bits.
     """
 
     model: str
@@ -34,8 +35,9 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class Beside:
-    """A published table beside ours. columns: titles; lines: row, label, then numbers; agreements: by column."""
+class SideBySide:
+    """A published table next to the measured one. columns: titles; lines: row, label, then numbers; agreements: one
+    per pair of columns."""
 
     target: Target
     columns: list[str]
@@ -43,9 +45,11 @@ class Beside:
     agreements: list[Agreement]
 
 
-def beside(target: Target, methods: Mapping[str, Mapping], model: str) -> Beside | None:
-    """The target's published table beside the methods of a comparison; None where there are no two compressed methods
-    in it, or no column that was measured."""
+def side_by_side(target: Target, methods: Mapping[str, Mapping], model: str) -> SideBySide | None:
+    """The target's published table next to `methods`, a comparison's documents by label.
+
+    None where fewer than two compressed methods are rows of the table, or none of its columns was measured.
+    """
     labels = _labels(target.rows(model), methods)
     wanted = target.columns_of(model)
     compressed = [label for label in labels.values() if methods[label]["config"]["method"]["name"] != EXACT]
@@ -56,39 +60,44 @@ def beside(target: Target, methods: Mapping[str, Mapping], model: str) -> Beside
     if not published or not any(title in table.titles for titles in wanted.values() for title in titles):
         return None
     sources = list(dict.fromkeys((cell.model, cell.column) for cell in published))
-    ours = list(dict.fromkeys(title for _, column in sources for title in wanted[column]))
-    ours = [title for title in ours if title in table.titles]
+    measured = list(dict.fromkeys(title for _, column in sources for title in wanted[column]))
+    measured = [title for title in measured if title in table.titles]
     printed = {(cell.model, cell.column, cell.row): cell.value for cell in published}
-    values = {title: {label: entry.value for label, entry in table.column(title).items()} for title in ours}
+    values = {title: {label: entry.value for label, entry in table.column(title).items()} for title in measured}
     lines = [
-        [row, label, *(printed.get((*source, row)) for source in sources), *(values[title][label] for title in ours)]
+        [
+            row,
+            label,
+            *(printed.get((*source, row)) for source in sources),
+            *(values[title][label] for title in measured),
+        ]
         for row, label in labels.items()
     ]
     agreements = [
         _agreement(source, title, {row: printed.get((*source, row)) for row in labels}, labels, table, methods)
         for source in sources
         for title in wanted[source[1]]
-        if title in ours
+        if title in measured
     ]
     titles = ["row", "method", *(f"{model} {column}".strip() + " (paper)" for model, column in sources)]
-    return Beside(target, [*titles, *(f"{title} (kvq)" for title in ours)], lines, agreements)
+    return SideBySide(target, [*titles, *(f"{title} (kvq)" for title in measured)], lines, agreements)
 
 
 def _labels(rows: Mapping[str, str], methods: Mapping[str, Mapping]) -> dict[str, str]:
-    """Published row -> label of the method that it is, windows aside unless several differ by these alone."""
-    configs = {label: to_config(from_config(one["config"]["method"])) for label, one in methods.items()}
-    found = {}
+    """Published row -> label of its method; window options are ignored unless several methods differ in these alone."""
+    configs = {label: to_config(from_config(method["config"]["method"])) for label, method in methods.items()}
+    labels = {}
     for row, text in rows.items():
-        own = to_config(build_parsed(text))
-        alike = [label for label, config in configs.items() if config == own]
-        alike += [label for label, config in configs.items() if _same(config, own)]
-        if alike:
-            found[row] = alike[0]
-    return found
+        wanted = to_config(build_parsed(text))
+        matches = [label for label, config in configs.items() if config == wanted]
+        matches += [label for label, config in configs.items() if _same_but_windows(config, wanted)]
+        if matches:
+            labels[row] = matches[0]
+    return labels
 
 
-def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return {**one, **dict.fromkeys(WINDOWS)} == {**other, **dict.fromkeys(WINDOWS)}
+def _same_but_windows(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    return {**first, **dict.fromkeys(WINDOW_OPTIONS)} == {**second, **dict.fromkeys(WINDOW_OPTIONS)}
 
 
 def _agreement(
@@ -99,17 +108,17 @@ def _agreement(
     table: Table,
     methods: Mapping[str, Mapping],
 ) -> Agreement:
-    ours = {row: table.column(title)[label].value for row, label in labels.items()}
+    measured = {row: table.column(title)[label].value for row, label in labels.items()}
     better = next(column.better for column in table.columns if column.title == title)
-    sign = -1 if source[1] in LOWER else 1
+    sign = -1 if source[1] in LOWER_IS_BETTER else 1
     configs = {row: methods[label]["config"]["method"] for row, label in labels.items()}
-    rows = [row for row in labels if configs[row]["name"] != EXACT and None not in (printed[row], ours[row])]
-    counts = {True: [0, 0], False: [0, 0]}
+    rows = [row for row in labels if configs[row]["name"] != EXACT and None not in (printed[row], measured[row])]
+    counts = {True: [0, 0], False: [0, 0]}  # by "equal bits": pairs ranked alike, pairs
     for a, b in combinations(rows, 2):
         if printed[a] == printed[b]:  # the paper ranks neither first
             continue
         same_bits = configs[a].get("bits") == configs[b].get("bits")
-        counts[same_bits][0] += sign * (printed[a] - printed[b]) * better * (ours[a] - ours[b]) > 0
+        counts[same_bits][0] += sign * (printed[a] - printed[b]) * better * (measured[a] - measured[b]) > 0
         counts[same_bits][1] += 1
     total = [counts[True][index] + counts[False][index] for index in (0, 1)]
     return Agreement(source[0], source[1], title, *total, tuple(counts[True]))

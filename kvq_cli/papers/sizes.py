@@ -1,4 +1,4 @@
-"""The sizes that the papers print, and what kvq counts for the same method, model and length."""
+"""Cache sizes that the papers print, and the sizes that kvq counts for the same method, model and length."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ FILE = "sizes.csv"
 
 
 def compare_sizes() -> list[dict[str, Any]]:
-    """The rows of the file with the `published` number, `counted`, our figure in the same unit, and our `report`.
+    """The rows of sizes.csv, each with the `published` number, the `counted` one in the same unit, and the `report`.
 
-    Figures: "packed ratio" leaves out windows (the papers' long-context limit); "ratio %" and "MB" (10^6 bytes) are of
-    the whole cache; "constants MB" of the centroids alone; "outlier bits" of what outliers add.
+    Figures: "packed ratio" leaves out windows (the papers' long-context limit); "ratio %" and "MB" (10^6 bytes) count
+    the whole cache; "constants MB" the centroids alone; "outlier bits" the bits per number that outliers add.
     """
-    found = []
+    sizes = []
     for row in rows(FILE):
         shape, method = known_shape(row["shape"], "--shapes").model_shape(), build_parsed(row["method"])
         report = account(method, shape, int(row["context"]))
         printed = value(row["paper"], row["table"], row["model"], row["row"], row["column"])
         counted = _figure(row["figure"], report, method, shape)
-        found.append({**row, "published": printed, "counted": counted, "report": report})
-    return found
+        sizes.append({**row, "published": printed, "counted": counted, "report": report})
+    return sizes
 
 
 def _figure(figure: str, report: CacheReport, method: Method, shape: ModelShape) -> float:

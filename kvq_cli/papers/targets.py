@@ -1,4 +1,4 @@
-"""The targets: what each table or figure needs, what is run for it, and where that goes."""
+"""The targets, one per table or figure of the papers: the command to run, what it needs, and where its result goes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STORE = Path("results/samples")
 
 @dataclass(frozen=True)
 class Target:
-    """One table or figure; the comment on top of targets.yaml says what its fields mean."""
+    """A table or figure of a paper; the comment at the top of targets.yaml explains the fields."""
 
     id: str
     paper: str
@@ -51,11 +51,11 @@ class Target:
 
     @property
     def runs(self) -> bool:
-        """Whether there is anything to run without a GPU."""
+        """Whether a command exists that runs without a GPU."""
         return not (self.gpu or self.drawing)
 
     def rows(self, model: str) -> dict[str, str]:
-        """Published row -> method, `kivi-2bit:residual=32`, at the sizes of this model."""
+        """Published row -> method, like `kivi-2bit:residual=32`, at the sizes for this model."""
         if self.grid is None:
             return {row: text.format(**_words(model)) for row, text in self.methods.items()}
         axes = {key: values for key, values in self.grid.items() if isinstance(values, list)}
@@ -66,7 +66,7 @@ class Target:
         }
 
     def calibrated(self, model: str) -> list[Method]:
-        """Those of its methods that read artifacts, where the model needs any."""
+        """The methods of this target that need calibration."""
         from kvq_cli.methods.registry import build_parsed
 
         names = list(self.rows(model).values())
@@ -75,21 +75,21 @@ class Target:
         return [method for method in map(build_parsed, names) if method.calibrates]
 
     def folder(self, model: str, root: Path = ROOT) -> Path:
-        """Where results are: studies are shared by the figures that they draw, and so are counted sizes."""
+        """The folder of results. Targets that use the same study, or the same counted sizes, share it."""
         shared = f"study-{self.analyze}" if self.analyze else Path(self.into).stem if self.into else self.id
         return root / short_name(model) / shared
 
     def result(self, model: str, root: Path = ROOT) -> Path:
-        """The file that is there when the target is done."""
+        """The result file, which exists once the target has run."""
         name = f"{self.analyze}.json" if self.analyze else self.into or "comparison.json"
         return self.folder(model, root) / name
 
     def columns_of(self, model: str) -> dict[str, list[str]]:
-        """Published column -> titles of our columns, at the sizes of this model."""
+        """Published column -> titles of measured columns, at the sizes for this model."""
         return dict(self.columns.get(size(model), {}) if {"here", "paper"} & set(self.columns) else self.columns)
 
     def command(self, model: str, root: Path = ROOT, store: Path = STORE) -> list[str]:
-        """The words after `kvq`."""
+        """The arguments of `kvq` that make the result."""
         folder = self.folder(model, root)
         if self.run:
             return shlex.split(self.run)
@@ -103,19 +103,20 @@ class Target:
 
 
 def size(model: str) -> str:
+    """The key below `sizes` in targets.yaml: `here` for the built-in model, `paper` for all others."""
     return "here" if model == REFERENCE else "paper"
 
 
 def calibration_options(model: str) -> list[str]:
-    """Options of `kvq calibrate` for a model's artifacts."""
+    """Options of `kvq calibrate` for the artifacts of a model."""
     return _sizes("calibrate", model)
 
 
-def paper_data(one: Target) -> str:
-    """The data sets that the target needs at the paper's sizes."""
-    if not (one.eval or one.analyze):
+def paper_data(target: Target) -> str:
+    """The data sets that a target needs at the paper's sizes, as text."""
+    if not (target.eval or target.analyze):
         return ""
-    words = shlex.split(_document()["sizes"][one.eval or "analyze"]["paper"])
+    words = shlex.split(_document()["sizes"][target.eval or "analyze"]["paper"])
     if "--dataset" in words:
         return words[words.index("--dataset") + 1]
     return words[words.index("--task") + 1].replace("lm_eval:", "").replace(",", ", ")
@@ -128,7 +129,7 @@ def targets() -> dict[str, Target]:
 
 
 def target(name: str) -> Target:
-    """The target of a name; UsageError where there is none."""
+    """The target with this name; UsageError if there is none."""
     if name not in targets():
         raise UsageError(f"no target {name!r}: `kvq reproduce` lists them")
     return targets()[name]
@@ -150,7 +151,7 @@ def _sizes(name: str, model: str) -> list[str]:
 
 
 def _words(model: str) -> dict[str, Any]:
-    """What stands for the `{names}` in the methods of targets."""
+    """The values of the `{names}` in the methods of targets."""
     return {name: by_size[size(model)] for name, by_size in _document()["words"].items()}
 
 

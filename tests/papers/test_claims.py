@@ -11,7 +11,7 @@ from kvq_cli.files import write_json
 from kvq_cli.methods.registry import build_parsed, to_config
 from kvq_cli.papers.claims import FAILS, HARDWARE, HOLDS, NOT_MEASURED, Claim, claims, judge
 from kvq_cli.papers.page import page_text
-from kvq_cli.papers.run import DONE, PARTLY, RECORD, TO_DO, _today, state
+from kvq_cli.papers.run import DONE, PARTLY, RECORD, TO_DO, current_record, state
 from kvq_cli.papers.studies.study import studies
 from kvq_cli.papers.targets import REFERENCE, target, targets
 
@@ -23,7 +23,7 @@ def result(tmp_path):
     def write(name, document, **record):
         one = target(name)
         write_json(one.result(REFERENCE, tmp_path), document)
-        write_json(one.folder(REFERENCE, tmp_path) / RECORD, {**_today(one, REFERENCE), **record})
+        write_json(one.folder(REFERENCE, tmp_path) / RECORD, {**current_record(one, REFERENCE), **record})
         return tmp_path
 
     return write

@@ -15,7 +15,7 @@ import pytest
 
 from kvq_cli.errors import KvqError
 from kvq_cli.files import write_json
-from kvq_cli.papers.run import DONE, PARTLY, RECORD, _run, _today, run_target, state
+from kvq_cli.papers.run import DONE, PARTLY, RECORD, _run, current_record, run_target, state
 from kvq_cli.papers.targets import REFERENCE, target
 
 TINY = "--windows 3 --seqlen 192 --set sinks=4 --set recent=4"
@@ -45,7 +45,7 @@ def test_results_that_were_cloned_without_their_artifacts_are_done(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     one, root = target("table-temporalkv-6"), tmp_path / "results"
     folder, name = one.folder(REFERENCE, root), "kvquant-2bit-outliers-0.0"
-    write_json(folder / RECORD, {**_today(one, REFERENCE), "artifacts": {name: "abc"}})
+    write_json(folder / RECORD, {**current_record(one, REFERENCE), "artifacts": {name: "abc"}})
     assert state(one, REFERENCE, root) == PARTLY  # its result is not there
     write_json(one.result(REFERENCE, root), {})
     assert state(one, REFERENCE, root) == DONE

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from kvq_cli.methods.registry import build_parsed, to_config
-from kvq_cli.papers.side_by_side import beside
+from kvq_cli.papers.side_by_side import side_by_side
 from kvq_cli.papers.targets import REFERENCE, target
 
 
@@ -34,7 +34,7 @@ SOME = {
 
 
 def test_rows_and_the_agreement_of_rankings():
-    found = beside(target("table-innerq-1"), compared(SOME), REFERENCE)
+    found = side_by_side(target("table-innerq-1"), compared(SOME), REFERENCE)
     assert (
         found.columns[:3] == ["row", "method", "Llama-3.2-1B GSM8k (paper)"] and found.columns[-1] == "ruler mean (kvq)"
     )
@@ -51,7 +51,7 @@ def test_lower_is_better_in_tables_of_perplexity():
     for label, value in {"a": 9.0, "b": 9.5, "c": 9.2}.items():
         methods[label]["results"] = {"perplexity": {"perplexity,none": value}}
         methods[label]["higher_is_better"] = {"perplexity": {"perplexity": False}}
-    found = beside(target("table-xquant-1"), methods, REFERENCE)
+    found = side_by_side(target("table-xquant-1"), methods, REFERENCE)
     one = next(one for one in found.agreements if (one.model, one.published) == ("Llama-3.1-8B", "C4"))
     # The paper: XQuant-3bit 9.89 < XQuant-2bit 12.27 < KIVI*-2bit 15.98; of equal bits only the last two.
     assert (one.same, one.pairs, one.same_bits) == (2, 3, (1, 1))
@@ -59,9 +59,9 @@ def test_lower_is_better_in_tables_of_perplexity():
 
 def test_other_windows_are_the_same_row_and_other_options_are_none():
     methods = compared({"a": ("kivi-2bit:sinks=8:recent=32", 0.5), "b": ("squat-2bit:strength=0.01", 0.5)})
-    assert beside(target("table-squat-1"), methods, REFERENCE) is None  # KIVI alone
+    assert side_by_side(target("table-squat-1"), methods, REFERENCE) is None  # KIVI alone
     methods |= compared({"c": ("squat-2bit:sinks=8:recent=32", 0.25)})
-    assert [line[:2] for line in beside(target("table-squat-1"), methods, REFERENCE).lines] == [
+    assert [line[:2] for line in side_by_side(target("table-squat-1"), methods, REFERENCE).lines] == [
         ["KIVI", "a"],
         ["SQuat", "c"],
     ]

@@ -1,4 +1,4 @@
-"""The numbers that the four papers print: their tables cell by cell, and numbers of abstracts and figures as text."""
+"""The numbers that the four papers print: every cell of their tables, and numbers from abstracts, figures and text."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ PAPERS = {"TemporalKV": "temporalkv.csv", "SQuat": "squat.csv", "InnerQ": "inner
 
 @dataclass(frozen=True)
 class Cell:
-    """A number in a paper. table: its number there, or `abstract`, `text`, `figure 3`; model: as the paper writes it,
-    empty where the number belongs to none."""
+    """A printed number. table: the table's number, or `abstract`, `text`, `figure 3`; model: as the paper writes it,
+    empty for a number that belongs to no model."""
 
     paper: str
     table: str
@@ -24,19 +24,19 @@ class Cell:
 
 
 def rows(name: str) -> list[dict[str, str]]:
-    """The lines of one of the package's CSV files."""
+    """The rows of a CSV file of this package, as dicts."""
     return list(csv.DictReader(files(__package__).joinpath(name).read_text(encoding="utf-8").splitlines()))
 
 
 @cache
 def cells(paper: str, table: str) -> tuple[Cell, ...]:
-    """The cells of a table in the order in which the paper prints them; none for a table that is not there."""
-    found = [Cell(**{**row, "value": float(row["value"])}) for row in rows(PAPERS[paper])]
-    return tuple(cell for cell in found if cell.table == table)
+    """The cells of a table in the paper's order; empty for an unknown table."""
+    printed = [Cell(**{**row, "value": float(row["value"])}) for row in rows(PAPERS[paper])]
+    return tuple(cell for cell in printed if cell.table == table)
 
 
 def value(paper: str, table: str, model: str, row: str, column: str) -> float:
-    """One number; KeyError where the paper has none there."""
+    """The number of one cell; KeyError if the paper prints none there."""
     for cell in cells(paper, table):
         if (cell.model, cell.row, cell.column) == (model, row, column):
             return cell.value

@@ -1,1 +1,1 @@
-"""The papers' studies of keys, values, weights and errors: one file each, run by `kvq analyze`."""
+"""The papers' studies of keys, values, weights and quantization errors: one file per study, run by `kvq analyze`."""

@@ -1,12 +1,16 @@
-"""SQuat's two hyper-parameters: how many dimensions of the prompt's queries, and how much their errors weigh."""
+"""SQuat's two hyper-parameters: rank r of the query subspace and strength lambda of its error term."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from kvq_cli.methods.squat import Squat
 from kvq_cli.papers.studies.predictions import predictions
-from kvq_cli.papers.studies.study import Findings, Show, Study, Subject, register
+from kvq_cli.papers.studies.study import Findings, Progress, Study, StudyInput, register
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 KIVI = "kivi"
 
@@ -14,11 +18,11 @@ KIVI = "kivi"
 @register
 @dataclass(frozen=True)
 class Ablation(Study):
-    """SQuat with other ranks r and strengths lambda: how far predictions drift from the uncompressed model's.
+    """SQuat with other ranks r and strengths lambda: KL divergence of predictions from the uncompressed model's.
 
-    ranks, strengths: the grid, joined by commas. Drift is KL(p_exact || p_method) per token, of the second half of each
-    window: the paper scores GSM8K, which needs a model that can answer it. kivi: SQuat with lambda = 0. Windows are the
-    paper's: `group` recent tokens (appendix E.2).
+    ranks, strengths: the grid, comma-separated. Divergence: KL(p_exact || p_method) per token of the second half of
+    each window; the paper scores GSM8K, which needs a model that can solve it. kivi: SQuat with lambda = 0. The
+    residual window is the paper's: `group` recent tokens (appendix E.2).
     """
 
     name = "ablation"
@@ -35,35 +39,36 @@ class Ablation(Study):
         self.methods()
 
     def methods(self) -> dict[tuple[int, float] | str, Squat]:
-        """Each point of the grid, and the baseline; UsageError for values that SQuat does not take."""
+        """The method of each grid point, and the baseline; UsageError for values that SQuat refuses."""
         common = {"bits": self.bits, "group": self.group, "residual": self.group, "pre_rope": self.pre_rope}
         grid = {(r, s): Squat(**common, rank=r, strength=s) for r in self.ranks for s in self.strengths}
         return {KIVI: Squat(**common, strength=0.0), **grid}
 
-    def run(self, subject: Subject, show: Show) -> Findings:
+    def run(self, data: StudyInput, progress: Progress) -> Findings:
         """See `Study.run`."""
-        found = predictions(subject.loaded, subject.windows, self.methods(), show)
-        grid = [[found[r, s].kl for s in self.strengths] for r in self.ranks]
+        measured = predictions(data.loaded, data.windows, self.methods(), progress)
+        kivi = measured[KIVI]
+        grid = [[measured[r, s].kl for s in self.strengths] for r in self.ranks]
         rows = [[f"r={r}", *line] for r, line in zip(self.ranks, grid, strict=True)]
-        best, (rank, strength) = min((one.kl, key) for key, one in found.items() if key != KIVI)
+        best, (rank, strength) = min((each.kl, key) for key, each in measured.items() if key != KIVI)
         numbers = {
             "ranks": list(self.ranks),
             "strengths": list(self.strengths),
             "kl": grid,
-            "perplexity": [[found[r, s].perplexity for s in self.strengths] for r in self.ranks],
-            "top1": [[found[r, s].top1 for s in self.strengths] for r in self.ranks],
-            "kivi": {"kl": found[KIVI].kl, "perplexity": found[KIVI].perplexity, "top1": found[KIVI].top1},
+            "perplexity": [[measured[r, s].perplexity for s in self.strengths] for r in self.ranks],
+            "top1": [[measured[r, s].top1 for s in self.strengths] for r in self.ranks],
+            "kivi": {"kl": kivi.kl, "perplexity": kivi.perplexity, "top1": kivi.top1},
         }
         columns = ["KL per token", *(f"lambda={s:g}" for s in self.strengths)]
         notes = [
-            f"kivi (lambda = 0): {found[KIVI].kl:.4g}; best: {best:.4g} with r={rank}, lambda={strength:g}; "
-            f"{found[KIVI].packed_bits:.2f} bits per packed number"
+            f"kivi (lambda = 0): {kivi.kl:.4g}; best: {best:.4g} with r={rank}, lambda={strength:g}; "
+            f"{kivi.packed_bits:.2f} bits per packed number"
         ]
         return Findings(columns, rows, numbers, lambda figure: _draw(figure, numbers), (8, 5), notes)
 
 
-def _draw(figure, numbers: dict) -> None:
-    """The grid, blue where SQuat drifts less than KIVI and red where it drifts more."""
+def _draw(figure: Figure, numbers: dict) -> None:
+    """The grid as a heat map: blue where SQuat diverges less than KIVI, red where it diverges more."""
     axis, base = figure.subplots(), numbers["kivi"]["kl"]
     change = [[value / base - 1 for value in line] for line in numbers["kl"]]
     image = axis.imshow(change, cmap="RdBu_r", vmin=-0.5, vmax=0.5, aspect="auto")

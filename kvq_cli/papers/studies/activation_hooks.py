@@ -1,7 +1,4 @@
-"""What a model's attention takes in while it reads a window: layer inputs, keys, values and queries, as they come.
-
-Nothing is kept: a layer's numbers are given away and gone before the next layer runs.
-"""
+"""Callbacks that receive each layer's inputs, keys, values and queries during a forward pass; nothing is stored."""
 
 from __future__ import annotations
 
@@ -20,15 +17,18 @@ from kvq_cli.codecs.base import Codec, Packed, Prompt, State
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan
 from kvq_cli.methods.window import Window
 
-#: Receives a layer's keys, values and queries, `[1, heads, tokens, head_dim]` each.
+#: Receives the layer's index and its keys, values and queries, `[1, heads, tokens, head_dim]` each.
 PromptSink = Callable[[int, Prompt], None]
 
 
 def watch_inputs(
     model: PreTrainedModel, sites: list[AttentionSite], tokens: Tensor, sink: Callable[[int, str, Tensor], None]
 ) -> None:
-    """Pass one window `[tokens]` through the model and give `sink` each layer's input X ("x", after the layer's norm),
-    keys before RoPE ("k") and values ("v"), `[tokens, channels]` each; all of a layer before those of the next."""
+    """Run a window `[tokens]` through the model and call `sink(layer, kind, numbers)` for each layer in turn.
+
+    kind: "x" for the layer's input X after its norm, "k" for keys before RoPE, "v" for values. numbers:
+    `[tokens, channels]`.
+    """
     with ExitStack() as hooks:
         for site in sites:
 
@@ -40,26 +40,26 @@ def watch_inputs(
 
 
 @contextmanager
-def watching_queries(model: PreTrainedModel, pre_rope: bool) -> Iterator[Callable[[Tensor, PromptSink], None]]:
-    """Inside the block `watch(tokens, sink)` passes one window `[tokens]` through the model and gives each layer's
-    keys, values and queries to `sink`; keys and queries before or after RoPE.
+def query_hooks(model: PreTrainedModel, pre_rope: bool) -> Iterator[Callable[[Tensor, PromptSink], None]]:
+    """Gives a function `run(tokens, sink)` that runs a window `[tokens]` through the model and calls `sink` with each
+    layer's keys, values and queries; keys and queries before or after RoPE.
 
-    They are what codecs see that freeze something of a prompt: the model is under a method that stores nothing.
+    The model is attached to a method whose codec reads the prompt, as SQuat's does, and stores nothing.
     """
     sinks: list[PromptSink] = []
-    with attach(model, _Watching(pre_rope, sinks), backend="torch") as attached:
+    with attach(model, _PromptReader(pre_rope, sinks), backend="torch") as attached:
 
         @torch.no_grad()
-        def watch(tokens: Tensor, sink: PromptSink) -> None:
+        def run(tokens: Tensor, sink: PromptSink) -> None:
             sinks[:] = [sink]
             decoder = decoder_of(model)
             decoder(input_ids=tokens[None].to(model.device), past_key_values=attached.new_cache(), use_cache=True)
 
-        yield watch
+        yield run
 
 
-class _Onlooker(Codec):
-    """Gives what it sees of a prompt to `sink` and keeps nothing."""
+class _SinkCodec(Codec):
+    """Passes the prompt to `sink` and stores nothing."""
 
     nominal_bits = 16.0
 
@@ -75,12 +75,12 @@ class _Onlooker(Codec):
         return Packed(x.shape[2], {})
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
-        raise NotImplementedError("nothing was kept")
+        raise NotImplementedError("nothing was stored")
 
 
 @dataclass(frozen=True)
-class _Watching(Method):
-    name = "watching"
+class _PromptReader(Method):
+    name = "prompt_reader"
     paper = summary = caches = ""
 
     pre_rope: bool
@@ -91,6 +91,6 @@ class _Watching(Method):
         return 16.0
 
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
-        keys = _Onlooker(lambda prompt: self.sinks[0](layer, prompt))
+        keys = _SinkCodec(lambda prompt: self.sinks[0](layer, prompt))
         source = "pre_rope" if self.pre_rope else "post_rope"
-        return LayerPlan(StreamPlan(source, keys, Window()), StreamPlan("value", _Onlooker(), Window()))
+        return LayerPlan(StreamPlan(source, keys, Window()), StreamPlan("value", _SinkCodec(), Window()))

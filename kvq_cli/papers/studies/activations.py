@@ -1,6 +1,6 @@
-"""What studies look at: the keys and values of a model over windows of text, layer by layer, in bounded memory.
+"""Captures a model's keys and values over windows of text on disk, to be read layer by layer in bounded memory.
 
-with captured(subject.loaded, subject.windows, show) as activations:
+with captured(data.loaded, data.windows, progress) as activations:
     for layer in activations.layers:
         keys = activations.x(layer, "k")
 """
@@ -24,16 +24,16 @@ from kvq_cli.calibration.parallel import repeatable, side_by_side
 from kvq_cli.calibration.settings import Settings
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.models import LoadedModel
-from kvq_cli.papers.studies.study import Show
+from kvq_cli.papers.studies.study import Progress
 
 T = TypeVar("T")
 
-#: The two streams of a layer, and what they are called.
+#: The two streams of a layer and their names in results.
 STREAMS = {"k": "keys", "v": "values"}
 
 
 class Store:
-    """Numbers by name, kept in a temporary folder: appended window by window, read back together."""
+    """Tensors by name in a folder: appended window by window, read back stacked."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -41,7 +41,7 @@ class Store:
         self._counts: dict[str, int] = {}
 
     def append(self, name: str, numbers: Tensor) -> None:
-        """Add one window's numbers; all of a name have the same shape and dtype. KvqError where the disk is full."""
+        """Append a window's tensor, of the shape and dtype of the others of that name. KvqError if the disk is full."""
         numbers = numbers.detach().contiguous().cpu()
         kind = self._kinds.setdefault(name, (numbers.shape, numbers.dtype))
         if kind != (numbers.shape, numbers.dtype):
@@ -57,7 +57,7 @@ class Store:
         self._counts[name] = self._counts.get(name, 0) + 1
 
     def read(self, name: str) -> Tensor:
-        """`[windows, ...]` on the CPU: a private map of the file, whose pages are read where they are used."""
+        """All windows `[windows, ...]` on the CPU, as a private memory map that is read page by page."""
         shape, dtype = self._kinds[name]
         shape = (self._counts[name], *shape)
         size = torch.Size(shape).numel()
@@ -66,14 +66,14 @@ class Store:
 
 @contextmanager
 def temporary_store() -> Iterator[Store]:
-    """A `Store` that is gone afterwards; where TMPDIR says."""
+    """A `Store` in a temporary folder (below TMPDIR), deleted when the block ends."""
     with tempfile.TemporaryDirectory(prefix="kvq-") as folder:
         yield Store(Path(folder))
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Keys before RoPE and values of the `layers` of a model. sites: all attention sites, in layer order."""
+    """Captured keys (before RoPE) and values of `layers`. sites: the model's attention modules, in layer order."""
 
     loaded: LoadedModel
     sites: list[AttentionSite]
@@ -81,12 +81,12 @@ class Activations:
     store: Store
 
     def x(self, layer: int, kind: str) -> Tensor:
-        """Keys before RoPE ("k") or values ("v"), `[windows, tokens, kv_heads, head_dim]` in the model's dtype, on its
-        device."""
+        """Keys before RoPE ("k") or values ("v"), `[windows, tokens, kv_heads, head_dim]`, in the model's dtype and on
+        its device."""
         return self.store.read(f"{layer}.{kind}.x").to(self.loaded.model.device)
 
     def g(self, layer: int, kind: str) -> Tensor:
-        """The loss's gradients to them, shaped and typed alike; where they were captured."""
+        """The gradients of the loss with respect to them, of the same shape and dtype; needs `gradients=True`."""
         return self.store.read(f"{layer}.{kind}.g").to(self.loaded.model.device)
 
 
@@ -94,16 +94,16 @@ class Activations:
 def captured(
     loaded: LoadedModel,
     windows: Tensor,
-    show: Show,
+    progress: Progress,
     *,
     layers: Iterable[int] | None = None,
     gradients: bool = False,
     skip: int = 0,
 ) -> Iterator[Activations]:
-    """Run `windows` `[windows, tokens]` through the model, one at a time, and keep what they give on disk meanwhile.
+    """Capture the activations of `windows` `[windows, tokens]`, one window at a time; on disk until the block ends.
 
-    layers: which ones to keep; all where None. gradients: also of the loss. skip: first tokens of a window to leave
-    out: attention sinks. UsageError where that is not less than all.
+    layers: the layers to capture, None for all. gradients: capture the gradients of the loss, too. skip: how many first
+    tokens of each window (attention sinks) to leave out; UsageError if no token is left.
     """
     if not 0 <= skip < windows.shape[1]:
         raise UsageError(f"skip={skip} must be at least 0 and below --seqlen {windows.shape[1]}")
@@ -111,21 +111,21 @@ def captured(
     chosen = list(range(len(sites))) if layers is None else list(layers)
     with temporary_store() as store:
 
-        def sink(layer: int, kind: str, what: str, numbers: Tensor) -> None:
+        def sink(layer: int, kind: str, quantity: str, numbers: Tensor) -> None:
             if layer in chosen:
-                store.append(f"{layer}.{kind}.{what}", numbers[skip:])
+                store.append(f"{layer}.{kind}.{quantity}", numbers[skip:])
 
         settings = Settings(seqlen=windows.shape[1])
         with checkpointing(loaded.model, gradients and forecast.needs_checkpointing(loaded, settings)):
-            for done, tokens in enumerate(windows):
-                show("capture", done, len(windows))
+            for index, tokens in enumerate(windows):
+                progress("capture", index, len(windows))
                 capture(loaded.model, sites, tokens, sink, gradients=gradients)
-        show("capture", len(windows), len(windows))
+        progress("capture", len(windows), len(windows))
         yield Activations(loaded, sites, chosen, store)
 
 
 def spread(layers: int, count: int) -> list[int]:
-    """`count` of the numbers 0 ... layers - 1, evenly from the first to the last; all where there are no more."""
+    """`count` layer indices, evenly spaced from the first to the last; all if there are no more than `count`."""
     if count >= layers:
         return list(range(layers))
     if count == 1:
@@ -133,10 +133,10 @@ def spread(layers: int, count: int) -> list[int]:
     return [round(index * (layers - 1) / (count - 1)) for index in range(count)]
 
 
-def clustered(measure: Callable[[T], None], jobs: Sequence[T], device: torch.device, show: Show) -> None:
-    """Run `measure` on all jobs, as many side by side as there are cores."""
-    show("cluster", 0, len(jobs))
+def clustered(measure: Callable[[T], None], jobs: Sequence[T], device: torch.device, progress: Progress) -> None:
+    """Run `measure` on all jobs (k-means, mostly), in parallel on a CPU."""
+    progress("cluster", 0, len(jobs))
     workers = torch.get_num_threads() if device.type == "cpu" else 1
     with repeatable(device):
         for done, _ in enumerate(side_by_side(measure, jobs, workers), start=1):
-            show("cluster", done, len(jobs))
+            progress("cluster", done, len(jobs))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,28 +12,34 @@ from kvq_cli.calibration.codebooks import ERROR_MEASURE, Captured, Recipe, calib
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.temporalkv import TemporalKV
 from kvq_cli.papers.studies.activations import STREAMS, Activations, captured, clustered, spread
-from kvq_cli.papers.studies.study import Findings, Show, Study, Subject, register
+from kvq_cli.papers.studies.study import Findings, Progress, Study, StudyInput, register
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _CHUNKS = (2, 4, 8)
 _WIDEST = max(_CHUNKS)
-_STRONGEST = 2.0  # where a color is at its end: errors that differ by a factor of 2^2
+_MAX_LOG_RATIO = 2.0  # limit of the color scale: errors that differ by a factor of 2^2
 
 
 def some_channels(head_dim: int, count: int | None) -> Tensor:
-    """About `count` channels of a head, in whole runs of the largest chunk, evenly spread; all where None."""
+    """Indices of about `count` channels of a head, in evenly spread runs of the widest chunk; None for all channels."""
     runs = head_dim // _WIDEST
     first = torch.tensor(spread(runs, runs if count is None else max(1, count // _WIDEST))) * _WIDEST
     return (first[:, None] + torch.arange(_WIDEST)).flatten()
 
 
-def wins(found: list[dict], chunk: int) -> dict[str, float]:
-    """In what share of "layers" and of "heads", of keys and values, chunks of adjacent tokens have the lower error."""
-    errors = [one[name][str(chunk)] for one in found for name in STREAMS.values()]
-    layers = [one["temporal"]["fisher"] < one["channel"]["fisher"] for one in errors]
+def wins(errors: list[dict], chunk: int) -> dict[str, float]:
+    """The share of "layers" and of "heads", over keys and values, in which chunks of tokens have the lower error.
+
+    errors: by layer, `{"keys": {"2": {"temporal": ..., "channel": ...}, ...}, "values": ...}`.
+    """
+    pairs = [layer[name][str(chunk)] for layer in errors for name in STREAMS.values()]
+    layers = [pair["temporal"]["fisher"] < pair["channel"]["fisher"] for pair in pairs]
     heads = [
         temporal < channel
-        for one in errors
-        for temporal, channel in zip(one["temporal"]["by_head"], one["channel"]["by_head"], strict=True)
+        for pair in pairs
+        for temporal, channel in zip(pair["temporal"]["by_head"], pair["channel"]["by_head"], strict=True)
     ]
     return {"layers": sum(layers) / len(layers), "heads": sum(heads) / len(heads)}
 
@@ -42,8 +49,8 @@ def wins(found: list[dict], chunk: int) -> dict[str, float]:
 class Error(Study):
     """Fisher-weighted error by layer and head: chunks of 2, 4, 8 channels (ChannelKV) against tokens (TemporalKV).
 
-    channels: of each head, about; none: all. points: chunks that a codebook is clustered from, at most. skip: first
-    tokens of a window to leave out.
+    channels: about how many of each head, or none for all. points: the most chunks that a codebook is clustered from.
+    skip: first tokens of a window to leave out.
     """
 
     name = "error"
@@ -61,42 +68,42 @@ class Error(Study):
                 f"study error: channels must be at least {_WIDEST} or none, points 256, iterations 1, skip 0"
             )
 
-    def run(self, subject: Subject, show: Show) -> Findings:
+    def run(self, data: StudyInput, progress: Progress) -> Findings:
         """See `Study.run`."""
-        shape, held_out = subject.loaded.shape, max(1, subject.samples // 5)
+        shape, held_out = data.loaded.shape, max(1, data.samples // 5)
         if shape.head_dim % _WIDEST:
             raise UsageError(f"study error: chunks of {_WIDEST} channels do not divide head_dim={shape.head_dim}")
-        training = (subject.samples - held_out) * ((subject.seqlen - self.skip) // _WIDEST * _WIDEST)
+        training = (data.samples - held_out) * ((data.seqlen - self.skip) // _WIDEST * _WIDEST)
         if training < 256:
             raise UsageError(
-                f"study error: {subject.samples} windows of {subject.seqlen} tokens, of which {held_out} are held out, "
+                f"study error: {data.samples} windows of {data.seqlen} tokens, of which {held_out} are held out, "
                 f"are too few for 256 centroids: raise --samples or --seqlen"
             )
-        found: list[dict] = [{name: {} for name in STREAMS.values()} for _ in range(shape.layers)]
+        errors: list[dict] = [{name: {} for name in STREAMS.values()} for _ in range(shape.layers)]
         jobs = [(layer, kind, chunk) for layer in range(shape.layers) for kind in STREAMS for chunk in _CHUNKS]
-        with captured(subject.loaded, subject.windows, show, gradients=True, skip=self.skip) as activations:
+        with captured(data.loaded, data.windows, progress, gradients=True, skip=self.skip) as activations:
 
             def measure(job: tuple[int, str, int]) -> None:
                 layer, kind, chunk = job
-                found[layer][STREAMS[kind]][str(chunk)] = self._errors(activations, job, held_out, subject.seed)
+                errors[layer][STREAMS[kind]][str(chunk)] = self._errors(activations, job, held_out, data.seed)
 
-            clustered(measure, jobs, subject.loaded.model.device, show)
-        numbers = {"errors": found, "temporal_lower": {str(chunk): wins(found, chunk) for chunk in _CHUNKS}}
+            clustered(measure, jobs, data.loaded.model.device, progress)
+        numbers = {"errors": errors, "temporal_lower": {str(chunk): wins(errors, chunk) for chunk in _CHUNKS}}
         size = (12, 2 + 3 * (0.9 + 0.11 * 2 * shape.kv_heads))
         channels = len(some_channels(shape.head_dim, self.channels))
         lower = [
-            f"{chunk}: in {one['layers']:.0%} of layers and {one['heads']:.0%} of heads"
-            for chunk, one in numbers["temporal_lower"].items()
+            f"{chunk}: in {shares['layers']:.0%} of layers and {shares['heads']:.0%} of heads"
+            for chunk, shares in numbers["temporal_lower"].items()
         ]
         notes = [
-            f"Errors {ERROR_MEASURE}. {channels} channels of each head; {subject.samples} windows of {subject.seqlen} "
+            f"Errors {ERROR_MEASURE}. {channels} channels of each head; {data.samples} windows of {data.seqlen} "
             f"tokens, of which {held_out} are held out; codebooks from at most {self.points} chunks.",
-            f"Chunks of adjacent tokens have the lower one, by size of chunk: {'; '.join(lower)}.",
+            f"Chunks of adjacent tokens have the lower error, by size of chunk: {'; '.join(lower)}.",
         ]
-        return Findings(*_table(found), numbers, lambda figure: _draw(figure, found), size, notes)
+        return Findings(*_table(errors), numbers, lambda figure: _draw(figure, errors), size, notes)
 
     def _errors(self, activations: Activations, job: tuple[int, str, int], held_out: int, seed: int) -> dict:
-        """What the calibration of codebooks measures of both shapes."""
+        """Errors of both shapes of chunk, as the calibration of codebooks measures them."""
         layer, kind, chunk = job
         shape = activations.loaded.shape
         needed = TemporalKV(bits=8 // chunk, hybrid="head").calibration(shape)
@@ -108,39 +115,39 @@ class Error(Study):
         recipe = Recipe(True, "head", self.points, self.iterations, seed, shape.dtype)
         spec = needed.keys if kind == "k" else needed.values
         _, measured = calibrate_stream(Captured(x, g, held_out), spec, recipe)
-        found = {
-            name: {"fisher": one["fisher"], "by_head": one["fisher_per_head"]}
-            for name, one in measured["shapes"].items()
+        errors = {
+            name: {"fisher": shape["fisher"], "by_head": shape["fisher_per_head"]}
+            for name, shape in measured["shapes"].items()
         }
-        return {**found, "adjacent_token_correlation": measured["adjacent_token_correlation"]}
+        return {**errors, "adjacent_token_correlation": measured["adjacent_token_correlation"]}
 
 
-def _table(found: list[dict]) -> tuple[list[str], list[list]]:
+def _table(by_layer: list[dict]) -> tuple[list[str], list[list]]:
     columns = ["layer", "numbers", "correlation of tokens"]
     columns += [f"{chunk} {shape}" for chunk in _CHUNKS for shape in ("channels", "tokens")]
     rows = []
-    for layer, streams in enumerate(found):
+    for layer, streams in enumerate(by_layer):
         for name, chunks in streams.items():
             errors = [chunks[str(chunk)][shape]["fisher"] for chunk in _CHUNKS for shape in ("channel", "temporal")]
             rows.append([layer, name, chunks[str(_CHUNKS[0])]["adjacent_token_correlation"], *errors])
     return columns, rows
 
 
-def _draw(figure, found: list[dict]) -> None:
-    """Above chunks of 2, below of 8; left by layer, right by head; the thesis's colours."""
+def _draw(figure: Figure, by_layer: list[dict]) -> None:
+    """A row per size of chunk, with errors by layer on the left and by head on the right, in the thesis's colors."""
     from matplotlib.colors import LinearSegmentedColormap
 
     colors = LinearSegmentedColormap.from_list("", ["indigo", "mediumpurple", "white", "gold", "darkgoldenrod"])
-    heads = len(found[0]["keys"]["2"]["channel"]["by_head"])
-    maps = [(_ratios(found, chunk, by_head=False), _ratios(found, chunk, by_head=True)) for chunk in _CHUNKS]
+    heads = len(by_layer[0]["keys"]["2"]["channel"]["by_head"])
+    maps = [(_ratios(by_layer, chunk, by_head=False), _ratios(by_layer, chunk, by_head=True)) for chunk in _CHUNKS]
     axes = figure.subplots(len(_CHUNKS), 2, sharex=True)
     for row, (chunk, pair) in enumerate(zip(_CHUNKS, maps, strict=True)):
-        for axis, ratios, each, name in zip(axes[row], pair, (1, heads), ("layer", "head"), strict=True):
+        for axis, ratios, lines, name in zip(axes[row], pair, (1, heads), ("layer", "head"), strict=True):
             image = axis.imshow(
-                ratios, cmap=colors, vmin=-_STRONGEST, vmax=_STRONGEST, aspect="auto", interpolation="nearest"
+                ratios, cmap=colors, vmin=-_MAX_LOG_RATIO, vmax=_MAX_LOG_RATIO, aspect="auto", interpolation="nearest"
             )
-            axis.set_yticks([(each - 1) / 2, each + (each - 1) / 2], list(STREAMS.values()))
-            axis.axhline(each - 0.5, color="black", linewidth=0.8)
+            axis.set_yticks([(lines - 1) / 2, lines + (lines - 1) / 2], list(STREAMS.values()))
+            axis.axhline(lines - 0.5, color="black", linewidth=0.8)
             axis.set_title(f"chunks of {chunk}, by {name}")
             axis.xaxis.get_major_locator().set_params(integer=True)
     for axis in axes[-1]:
@@ -149,14 +156,14 @@ def _draw(figure, found: list[dict]) -> None:
     figure.colorbar(image, ax=axes, label=label, extend="both")
 
 
-def _ratios(found: list[dict], chunk: int, *, by_head: bool) -> Tensor:
-    """`[2 or 2 kv_heads, layers]`: keys, then values."""
+def _ratios(by_layer: list[dict], chunk: int, *, by_head: bool) -> Tensor:
+    """log2 of the error of channels over that of tokens, `[2 or 2 kv_heads, layers]`: keys, then values."""
     errors = [
         [
             [stream[str(chunk)][shape]["by_head" if by_head else "fisher"] for shape in ("channel", "temporal")]
-            for stream in one.values()
+            for stream in layer.values()
         ]
-        for one in found
+        for layer in by_layer
     ]
     pairs = torch.tensor(errors).clamp_min(1e-30)  # [layers, 2 streams, 2 shapes, ...]
     ratios = (pairs[:, :, 0] / pairs[:, :, 1]).log2()

@@ -1,19 +1,23 @@
-"""How many numbers lie beyond thresholds of another text: the rate of outliers when they are calibrated offline."""
+"""Outlier rates on other texts than the one that the thresholds were calibrated on."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from kvq_cli.calibration.statistics import thresholds
 from kvq_cli.errors import UsageError
 from kvq_cli.papers.studies.activations import STREAMS, captured
-from kvq_cli.papers.studies.study import Findings, Show, Study, Subject, register
+from kvq_cli.papers.studies.study import Findings, Progress, Study, StudyInput, register
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 def outlier_rate(x: Tensor, lower: Tensor, upper: Tensor) -> float:
-    """The share of the numbers `[windows, tokens, kv_heads, head_dim]` below `lower` or above `upper`
+    """The share of `x` `[windows, tokens, kv_heads, head_dim]` that lies below `lower` or above `upper`
     `[kv_heads, head_dim]`."""
     beyond = sum(((window < lower) | (window > upper)).sum().item() for window in x)
     return beyond / x.numel()
@@ -22,10 +26,10 @@ def outlier_rate(x: Tensor, lower: Tensor, upper: Tensor) -> float:
 @register
 @dataclass(frozen=True)
 class Outliers(Study):
-    """Rate of outliers on other texts than the one (--dataset) whose quantiles are the thresholds.
+    """Outlier rates on other texts than the one (--dataset) whose quantiles are the thresholds.
 
-    fraction: outliers by the thresholds on their own text: half of it lies beyond each. others: texts, with commas
-    between: names as `--dataset` takes them, or files. skip: first tokens of a window to leave out.
+    fraction: the rate on the calibration text, half of it beyond each threshold. others: other texts, comma-separated:
+    names as `--dataset` takes them, or files. skip: first tokens of a window to leave out.
     """
 
     name = "outliers"
@@ -42,16 +46,19 @@ class Outliers(Study):
                 "study outliers: fraction must be between 0 and 1, skip at least 0, others a list of texts"
             )
 
-    def run(self, subject: Subject, show: Show) -> Findings:
+    def run(self, data: StudyInput, progress: Progress) -> Findings:
         """See `Study.run`."""
-        texts = {f"{subject.dataset} (calibration)": subject.tokens(subject.dataset, "calibration")}
-        texts |= {name: subject.tokens(name, "evaluation") for name in self.others}
+        texts = {f"{data.dataset} (calibration)": data.tokens(data.dataset, "calibration")}
+        texts |= {name: data.tokens(name, "evaluation") for name in self.others}
         limits: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
         rates = {}
         for name, windows in texts.items():
-            rates[name] = self._rates(subject, windows, limits, _named(show, name))
-        means = {name: {side: sum(one) / len(one) for side, one in sides.items()} for name, sides in rates.items()}
-        rows = [[name, sides["keys"], sides["values"], sum(sides.values()) / 2] for name, sides in means.items()]
+            rates[name] = self._rates(data, windows, limits, _named(progress, name))
+        means = {
+            name: {stream: sum(by_layer) / len(by_layer) for stream, by_layer in streams.items()}
+            for name, streams in rates.items()
+        }
+        rows = [[name, mean["keys"], mean["values"], sum(mean.values()) / 2] for name, mean in means.items()]
         numbers = {"fraction": self.fraction, "rates": rates}
         return Findings(
             ["text", "keys", "values", "both"],
@@ -61,37 +68,37 @@ class Outliers(Study):
             (11, 4.5),
             [
                 f"Share of numbers beyond the {self.fraction / 2:g} and {1 - self.fraction / 2:g} quantiles of each "
-                f"channel in the first text; {subject.samples} windows of {subject.seqlen} tokens of each text."
+                f"channel in the first text; {data.samples} windows of {data.seqlen} tokens of each text."
             ],
         )
 
-    def _rates(self, subject: Subject, windows: Tensor, limits: dict, show: Show) -> dict[str, list[float]]:
-        """By stream and layer. limits: filled by the first text."""
-        found = {name: [] for name in STREAMS.values()}
-        with captured(subject.loaded, windows, show, skip=self.skip) as activations:
+    def _rates(self, data: StudyInput, windows: Tensor, limits: dict, progress: Progress) -> dict[str, list[float]]:
+        """Rates by stream and layer. limits: the thresholds, which the first text sets."""
+        rates = {name: [] for name in STREAMS.values()}
+        with captured(data.loaded, windows, progress, skip=self.skip) as activations:
             for layer in activations.layers:
-                show("rates", layer, len(activations.layers))
+                progress("rates", layer, len(activations.layers))
                 for kind, name in STREAMS.items():
                     x = activations.x(layer, kind)
                     if (layer, kind) not in limits:
                         limits[layer, kind] = thresholds(x, self.fraction)
-                    found[name].append(round(outlier_rate(x, *limits[layer, kind]), 6))
-            show("rates", len(activations.layers), len(activations.layers))
-        return found
+                    rates[name].append(round(outlier_rate(x, *limits[layer, kind]), 6))
+            progress("rates", len(activations.layers), len(activations.layers))
+        return rates
 
 
-def _named(show: Show, text: str) -> Show:
-    """A progress bar of its own for each text."""
-    return lambda phase, done, total: show(f"{phase}, {text}", done, total)
+def _named(progress: Progress, text: str) -> Progress:
+    """A progress function that adds the text's name to the phase."""
+    return lambda phase, done, total: progress(f"{phase}, {text}", done, total)
 
 
-def _draw(figure, numbers: dict) -> None:
+def _draw(figure: Figure, numbers: dict) -> None:
     axes = figure.subplots(1, 2, sharex=True, sharey=True)
-    for axis, side in zip(axes, STREAMS.values(), strict=True):
-        for name, sides in numbers["rates"].items():
-            axis.plot([100 * rate for rate in sides[side]], "o-", label=name)
-        axis.axhline(100 * numbers["fraction"], color="0.4", linestyle=":", label="meant")
-        axis.set(title=side, xlabel="layer")
+    for axis, stream in zip(axes, STREAMS.values(), strict=True):
+        for name, streams in numbers["rates"].items():
+            axis.plot([100 * rate for rate in streams[stream]], "o-", label=name)
+        axis.axhline(100 * numbers["fraction"], color="0.4", linestyle=":", label="target")
+        axis.set(title=stream, xlabel="layer")
         axis.xaxis.get_major_locator().set_params(integer=True)
     axes[0].set(ylabel="outliers, % of all numbers", ylim=(0, None))
     axes[0].legend()

@@ -1,11 +1,11 @@
-"""How far keys and values can be made again of layer inputs before arithmetic costs more time than memory.
+"""Roofline of rematerialization: up to how many tokens recomputing keys and values from layer inputs is memory-bound.
 
-Per layer and decoded token: loading weights takes `weights` bytes, and each cached token of the batch takes `work`
-operations and `cached` bytes. Below the tokens l at which
+Per layer and decoded token, the weights take `weights` bytes, and each cached token of the batch takes `work`
+operations and `cached` bytes. Below the number of tokens l at which
 
     P = work l / (cached l + weights)        (Eq. 3, 4; P: the GPU's operations per byte, its ridge)
 
-the arithmetic hides behind the loading.
+the arithmetic takes less time than the memory traffic.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import inf, isfinite, log10
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,41 +22,45 @@ from kvq_cli.benchmarking.kernels.targets import results
 from kvq_cli.benchmarking.shapes import Shape, known_shape
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.xquant import keeps_input
-from kvq_cli.papers.studies.study import Findings, Show, Study, register
+from kvq_cli.papers.studies.study import Findings, Progress, Study, register
 
-#: The shape of kernels' measurements that name no model.
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+#: The shape of those kernel measurements that name no model.
 GRID_SHAPE = "llama-3.1-8b"
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a layer takes. work: operations per cached token (a multiply and an add are two); cached: bytes per cached
-    token; weights: bytes of the weights."""
+    """Arithmetic and memory traffic of a layer. work: operations per cached token (a multiply-add is two); cached:
+    bytes per cached token; weights: bytes of the weights."""
 
     work: float
     cached: float
     weights: float
 
     def limit(self, ridge: float, other: float | None = None) -> float:
-        """Cached tokens up to which memory takes the time, infinity if it always does.
+        """The number of cached tokens up to which the layer is memory-bound; infinity if it always is.
 
-        other: bytes per cached token of the memory traffic to compare with instead of its own.
+        other: bytes per cached token of another load, whose memory time is compared instead.
         """
         slope = self.work - ridge * (self.cached if other is None else other)
         return ridge * self.weights / slope if slope > 0 else inf
 
-    def seconds(self, tokens, gpu: Gpu):
-        """Time for `tokens` cached tokens (a number or an array): arithmetic and memory overlap."""
+    def seconds(self, tokens: np.ndarray, gpu: Gpu) -> np.ndarray:
+        """Time for `tokens` cached tokens, if arithmetic and memory traffic overlap."""
         return np.maximum(self.work * tokens / gpu.flops, (self.cached * tokens + self.weights) / gpu.bandwidth)
 
 
 def plain(shape: Shape, bits: float) -> Load:
-    """Keys and values kept with `bits` per number, without the little arithmetic that reading them takes."""
+    """Keys and values stored with `bits` per number; the arithmetic of decoding is neglected."""
     return Load(0, 2 * bits / 8 * shape.kv_heads * shape.head_dim, 2 * shape.layer_parameters)
 
 
 def xquant(shape: Shape, bits: float) -> Load:
-    """XQuant: X where it is smaller than keys and values (MHA, Eq. 3), else X U_k and X U_v (GQA, Eq. 4)."""
+    """XQuant stores X if it is smaller than keys and values (MHA, Eq. 3), else X U_k and X U_v (GQA, Eq. 4)."""
     d, width = shape.hidden_size, shape.kv_heads * shape.head_dim
     if keeps_input(shape.model_shape()):
         return Load(2 * 2 * d * width, bits / 8 * d, 2 * shape.layer_parameters)
@@ -63,18 +68,18 @@ def xquant(shape: Shape, bits: float) -> Load:
 
 
 def xquant_as_printed(shape: Shape, bits: float) -> Load:
-    """The same with Eq. 4 as it is printed: it counts e/8 l d/g bytes, one latent, where the text has two."""
+    """XQuant with Eq. 4 as printed, which counts the e/8 l d/g bytes of one latent, while the text stores two."""
     load = xquant(shape, bits)
     return load if keeps_input(shape.model_shape()) else replace(load, cached=load.cached / 2)
 
 
 def xquant_cl(shape: Shape, bits: float, accumulator_bits: float) -> Load:
-    """XQuant-CL (section 3.4): besides the difference, X^ is read, added to and written."""
+    """XQuant-CL (section 3.4): besides reading the difference, it reads, updates and writes the accumulator X^."""
     d, width = shape.hidden_size, shape.kv_heads * shape.head_dim
     accumulator = 2 * accumulator_bits / 8 * d
     if keeps_input(shape.model_shape()):
         return Load(2 * 2 * d * width + 2 * d, bits / 8 * d + accumulator, 2 * shape.layer_parameters)
-    # U^T turns the difference back into d channels, of which W_k and W_v make keys and values.
+    # U^T maps the difference back to d channels, from which W_k and W_v compute keys and values.
     weights = 2 * shape.layer_parameters + 2 * d * 2 * width
     return Load(2 * 4 * d * width + 2 * d, 2 * bits / 8 * width + accumulator, weights)
 
@@ -82,16 +87,16 @@ def xquant_cl(shape: Shape, bits: float, accumulator_bits: float) -> Load:
 @register
 @dataclass(frozen=True)
 class Roofline(Study):
-    """Up to how many tokens making keys and values again of layer inputs costs no time, from data sheets.
+    """Up to how many tokens recomputing keys and values from layer inputs costs no time, by the GPU's data sheet.
 
-    gpu: a known one, or any with `teraflops` (dense 16-bit) and `bandwidth` (TB/s). shapes: names as in `kvq bits`,
-    joined by commas. The tokens are those of all sequences of a batch together. measured: folder of results of
-    `kvq bench kernels`, whose times of rematerializing attention (without the weights) are drawn beside the estimates.
+    gpu: a known name, or any with `teraflops` (dense 16-bit) and `bandwidth` (TB/s). shapes: names as in `kvq bits`,
+    comma-separated. Tokens are counted over all sequences of a batch. measured: folder of results of `kvq bench
+    kernels`, whose times of rematerializing attention (without loading weights) are drawn beside the estimates.
     """
 
     name = "roofline"
     source = "XQuant Eq. 3, 4"
-    subject = False
+    needs_model = False
 
     gpu: str = "h100-pcie"
     teraflops: float | None = None
@@ -109,55 +114,55 @@ class Roofline(Study):
 
     @property
     def device(self) -> Gpu:
-        """The GPU that the options name; the two numbers win over the name's."""
+        """The GPU of the options; `teraflops` and `bandwidth` override those of `gpu`."""
         if self.teraflops is not None and self.bandwidth is not None:
             return Gpu(self.teraflops * 1e12, self.bandwidth * 1e12)
         gpu = known_gpu(self.gpu)
         flops = gpu.flops if self.teraflops is None else self.teraflops * 1e12
         return Gpu(flops, gpu.bandwidth if self.bandwidth is None else self.bandwidth * 1e12)
 
-    def run(self, subject: None, show: Show) -> Findings:
+    def run(self, data: None, progress: Progress) -> Findings:
         """See `Study.run`."""
         gpu, names, times = self.device, self.shapes, measured_times(Path(self.measured))
         numbers = {"ridge": gpu.ridge, "flops": gpu.flops, "bandwidth": gpu.bandwidth, "shapes": {}}
-        for done, name in enumerate(names):
-            show("shapes", done, len(names))
-            timed = [one for one in times if one["shape"] == name]
+        for index, name in enumerate(names):
+            progress("shapes", index, len(names))
+            timed = [time for time in times if time["shape"] == name]
             numbers["shapes"][name] = self._shape(known_shape(name, "shapes"), gpu) | {"measured": timed}
-        show("shapes", len(names), len(names))
-        rows = [[name, one["group"], *one["limits"].values()] for name, one in numbers["shapes"].items()]
+        progress("shapes", len(names), len(names))
+        rows = [[name, shape["group"], *shape["limits"].values()] for name, shape in numbers["shapes"].items()]
 
-        def draw(figure) -> None:
+        def draw(figure: Figure) -> None:
             panels = figure.subplots(1, len(names), squeeze=False)[0]
-            for axis, (name, one) in zip(panels, numbers["shapes"].items(), strict=True):
-                _draw(axis, one)
+            for axis, (name, shape) in zip(panels, numbers["shapes"].items(), strict=True):
+                _draw(axis, shape)
                 axis.set_title(name)
 
         columns = ["shape", "g", "Eq. 3, 4", "xquant", "xquant-cl", "slower than 16-bit KV from"]
         notes = [
             f"tokens of all sequences together; {gpu.flops / 1e12:g} TFLOP/s and {gpu.bandwidth / 1e12:g} TB/s: "
             f"{gpu.ridge:g} operations per byte; -: no limit",
-            "Eq. 4 is printed with the bytes of one latent; xquant counts X U_k and X U_v, as the paper's text does",
+            "Eq. 4 as printed counts the bytes of one latent; xquant counts X U_k and X U_v, as the paper's text does",
         ]
         return Findings(columns, rows, numbers, draw, (5.5 * len(names), 4.5), notes)
 
     def _shape(self, shape: Shape, gpu: Gpu) -> dict:
-        """Limits in tokens (None: no limit), and the time of a layer in µs over cached tokens."""
-        exact, own = plain(shape, 16), xquant(shape, self.bits)
-        across = xquant_cl(shape, self.bits, self.accumulator_bits)
+        """Limits in tokens (None: no limit), and a layer's time in µs over the number of cached tokens."""
+        exact, remade = plain(shape, 16), xquant(shape, self.bits)
+        cross_layer = xquant_cl(shape, self.bits, self.accumulator_bits)
         limits = {
             "printed": xquant_as_printed(shape, self.bits).limit(gpu.ridge),
-            "xquant": own.limit(gpu.ridge),
-            "xquant_cl": across.limit(gpu.ridge),
-            "slower_than_16_bit": own.limit(gpu.ridge, exact.cached),
+            "xquant": remade.limit(gpu.ridge),
+            "xquant_cl": cross_layer.limit(gpu.ridge),
+            "slower_than_16_bit": remade.limit(gpu.ridge, exact.cached),
         }
         limits = {key: round(value) if isfinite(value) else None for key, value in limits.items()}
         tokens = np.logspace(2, max(5, log10(max(filter(None, limits.values()), default=1)) + 0.7), 200)
         loads = {
             "16-bit KV": exact,
             f"{self.bits:g}-bit KV": plain(shape, self.bits),
-            f"xquant, {self.bits:g} bit": own,
-            f"xquant-cl, {self.bits:g} bit": across,
+            f"xquant, {self.bits:g} bit": remade,
+            f"xquant-cl, {self.bits:g} bit": cross_layer,
         }
         return {
             "group": shape.heads // shape.kv_heads,
@@ -168,31 +173,31 @@ class Roofline(Study):
 
 
 def measured_times(folder: Path) -> list[dict]:
-    """What `kvq bench kernels` timed of rematerialization: shape, device, case, tokens of all sequences, microseconds
-    (the median) per layer; none where nothing was measured."""
-    found = []
+    """Measured times of rematerialization from results of `kvq bench kernels`: shape, device, case, tokens of all
+    sequences, and the median time per layer in microseconds."""
+    times = []
     for documents in results(folder).values():
         document = documents.get("kernels", {"rows": []})
         for row in document["rows"]:
             if row["operation"] == "rematerialize" and "us" in row:
                 tokens, shape = row.get("batch", 1) * row["context"], row.get("model", GRID_SHAPE)
-                own = {"device": document["machine"]["device"], "case": row["case"], "tokens": tokens}
-                found.append({"shape": shape, **own, "microseconds": row["us"]["p50"]})
-    return found
+                case = {"device": document["machine"]["device"], "case": row["case"], "tokens": tokens}
+                times.append({"shape": shape, **case, "microseconds": row["us"]["p50"]})
+    return times
 
 
-def _draw(axis, found: dict) -> None:
-    for (label, times), style in zip(found["microseconds"].items(), ("-", "-", "-", "--"), strict=True):
-        axis.plot(found["tokens"], times, style, label=label)
-    for number, kind in enumerate(dict.fromkeys((one["device"], one["case"]) for one in found["measured"])):
-        own = [one for one in found["measured"] if (one["device"], one["case"]) == kind]
-        places = ([one["tokens"] for one in own], [one["microseconds"] for one in own])
-        axis.plot(*places, "osD^v"[number % 5], color=f"C{4 + number % 6}", markersize=5, label=", ".join(kind))
-    limit = found["limits"]["xquant"]
+def _draw(axis: Axes, shape: dict) -> None:
+    for (label, times), style in zip(shape["microseconds"].items(), ("-", "-", "-", "--"), strict=True):
+        axis.plot(shape["tokens"], times, style, label=label)
+    for number, case in enumerate(dict.fromkeys((time["device"], time["case"]) for time in shape["measured"])):
+        measured = [time for time in shape["measured"] if (time["device"], time["case"]) == case]
+        points = ([time["tokens"] for time in measured], [time["microseconds"] for time in measured])
+        axis.plot(*points, "osD^v"[number % 5], color=f"C{4 + number % 6}", markersize=5, label=", ".join(case))
+    limit = shape["limits"]["xquant"]
     if limit is not None:
         axis.axvline(limit, color="0.5", linestyle=":", linewidth=1)
-        place = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top", "rotation": 90, "fontsize": 8}
-        axis.annotate(f"{limit:,} tokens", (limit, 0.97), **place)
+        style = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top", "rotation": 90, "fontsize": 8}
+        axis.annotate(f"{limit:,} tokens", (limit, 0.97), **style)
     axis.set(xscale="log", yscale="log", xlabel="cached tokens", ylabel="µs per layer and decoded token")
     axis.legend(fontsize=8, loc="upper left")
     axis.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""What a study is: options in, a table, the numbers behind it and a picture out."""
+"""The interface of a study: from options, a model and text to a table, its numbers and a figure; and the registry."""
 
 from __future__ import annotations
 
@@ -20,16 +20,15 @@ from kvq_cli.options import typed
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Progress: what is done now, how much of it, of how much.
-Show = Callable[[str, int, int], None]
+#: Called with the phase, the steps finished and the steps in all.
+Progress = Callable[[str, int, int], None]
 
-_NO_STUDIES = {"study"}
 _CLASSES: dict[str, type[Study]] = {}
 
 
 @dataclass(frozen=True)
-class Subject:
-    """A model and the text that it is studied on. `windows` are `samples` windows of `seqlen` tokens of `dataset`."""
+class StudyInput:
+    """A model and the text that a study passes through it: `samples` windows of `seqlen` tokens of `dataset`."""
 
     loaded: LoadedModel
     dataset: str
@@ -39,11 +38,11 @@ class Subject:
 
     @cached_property
     def windows(self) -> LongTensor:
-        """`[samples, seqlen]` token ids of the dataset's evaluation split."""
+        """Token ids `[samples, seqlen]` of the dataset's evaluation split."""
         return self.tokens(self.dataset, "evaluation")
 
     def tokens(self, dataset: str, split: str) -> LongTensor:
-        """`[samples, seqlen]` token ids, drawn with the subject's seed."""
+        """Token ids `[samples, seqlen]` of a split of a dataset, drawn with `seed`."""
         if self.seqlen > self.loaded.context:
             raise UsageError(f"--seqlen {self.seqlen} is more than {self.loaded.name}'s context, {self.loaded.context}")
         if dataset == SELF:
@@ -54,10 +53,10 @@ class Subject:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a study found.
+    """The result of a study.
 
-    columns, rows: the table that is printed. numbers: all that the picture is drawn from, plain JSON values.
-    draw:  fills an empty figure. size: inches, width and height. notes: what to know when reading it.
+    columns, rows: the printed table. numbers: everything that the figure shows, as plain JSON values.
+    draw: fills an empty figure. size: its width and height in inches. notes: printed below the table.
     """
 
     columns: Sequence[str]
@@ -70,46 +69,45 @@ class Findings:
 
 @dataclass(frozen=True)
 class Study(ABC):
-    """One study. Its fields are its options; its docstring's first line is its help.
+    """A study. The fields of a subclass are its options; the first line of its docstring is its help.
 
-    name:    as in `kvq analyze NAME`. source: papers and their figures or tables.
-    subject: whether it looks at a model and text; else `run` gets None. samples: windows of text, unless told.
+    name: as in `kvq analyze NAME`. source: the papers' figures or tables. needs_model: whether `run` gets a model and
+    text, or None. samples: windows of text, by default.
     """
 
     name: ClassVar[str]
     source: ClassVar[str]
-    subject: ClassVar[bool] = True
+    needs_model: ClassVar[bool] = True
     samples: ClassVar[int] = 8
 
     @abstractmethod
-    def run(self, subject: Subject | None, show: Show) -> Findings:
-        """Do the study in bounded memory: one layer or one window at a time."""
+    def run(self, data: StudyInput | None, progress: Progress) -> Findings:
+        """Run the study in bounded memory: one layer or one window at a time."""
 
 
 def register(cls: type[Study]) -> type[Study]:
-    """Class decorator: makes the study known under `cls.name`."""
+    """Class decorator: registers the study under `cls.name`."""
     _CLASSES[cls.name] = cls
     return cls
 
 
 def studies() -> dict[str, type[Study]]:
     """All studies by name, sorted."""
-    package = importlib.import_module("kvq_cli.papers.studies")
+    package = importlib.import_module(__package__)
     for module in pkgutil.iter_modules(package.__path__):
-        if module.name not in _NO_STUDIES:
-            importlib.import_module(f"kvq_cli.papers.studies.{module.name}")
+        importlib.import_module(f"{__package__}.{module.name}")
     return dict(sorted(_CLASSES.items()))
 
 
 def study_class(name: str) -> type[Study]:
-    """The class of a name; UsageError lists the names there are."""
-    found = studies()
-    if name not in found:
-        raise UsageError(f"unknown study {name!r}; there are: {', '.join(found)}")
-    return found[name]
+    """The study's class; UsageError with the valid names for an unknown one."""
+    classes = studies()
+    if name not in classes:
+        raise UsageError(f"unknown study {name!r}; there are: {', '.join(classes)}")
+    return classes[name]
 
 
 def build(name: str, options: Mapping[str, Any]) -> Study:
-    """The study `name` with `options`; strings are read as the option's type. UsageError names what was valid."""
+    """The study `name` with `options`, whose strings are converted. UsageError for unknown or invalid options."""
     cls = study_class(name)
     return cls(**typed(cls, f"study {name}", options))

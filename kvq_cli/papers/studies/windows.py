@@ -1,16 +1,20 @@
-"""Where tokens in full precision help most: at the beginning of a text or at its end (InnerQ)."""
+"""Lengths of the full-precision windows: whether sinks or recent tokens help more (InnerQ)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from statistics import mean
+from typing import TYPE_CHECKING
 
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import Method
 from kvq_cli.methods.innerq import InnerQ
 from kvq_cli.methods.kivi import Kivi
 from kvq_cli.papers.studies.predictions import Predictions, predictions
-from kvq_cli.papers.studies.study import Findings, Show, Study, Subject, register
+from kvq_cli.papers.studies.study import Findings, Progress, Study, StudyInput, register
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 METHODS = ("kivi", "innerq", "innerq, symmetric")
 #: A point of a sweep: sinks and recent tokens in full precision.
@@ -20,11 +24,11 @@ Point = tuple[int, int]
 @register
 @dataclass(frozen=True)
 class Windows(Study):
-    """How far predictions drift from the uncompressed model's with more sinks or recent tokens in full precision.
+    """KL divergence of predictions from the uncompressed model's, with more sinks or recent tokens in full precision.
 
-    sinks, recent: the lengths to try, joined by commas, each with the other window at `at_recent` or `at_sinks`; then
-    the sinks' lengths with both windows together as long as these two. Drift is KL(p_exact || p_method) per token, of
-    the second half of each window: the paper scores GSM8K, which needs a model that can answer it.
+    sinks, recent: the lengths to try, comma-separated, each with the other window at `at_recent` or `at_sinks`; then
+    the lengths of sinks again, with both windows together at that total. Divergence: KL(p_exact || p_method) per token
+    of the second half of each window; the paper scores GSM8K, which needs a model that can solve it.
     """
 
     name = "windows"
@@ -45,7 +49,7 @@ class Windows(Study):
                     self.method(name, sinks, recent)
 
     def method(self, name: str, sinks: int, recent: int) -> Method:
-        """The method of a name in `METHODS` with these windows; UsageError where it does not take them."""
+        """The method with this name in `METHODS` and these windows; UsageError if it refuses them."""
         common = {"bits": self.bits, "group": self.group, "sinks": sinks, "recent": recent}
         if name == "kivi":
             return Kivi(**common)
@@ -60,27 +64,27 @@ class Windows(Study):
             "split": [(sinks, both - sinks) for sinks in self.sinks if sinks <= both],
         }
 
-    def run(self, subject: Subject, show: Show) -> Findings:
+    def run(self, data: StudyInput, progress: Progress) -> Findings:
         """See `Study.run`."""
         points = dict.fromkeys(point for sweep in self.sweeps().values() for point in sweep)
         longest = max(sinks + recent for sinks, recent in points)
-        if subject.seqlen < 2 * (longest + self.group):
+        if data.seqlen < 2 * (longest + self.group):
             raise UsageError(
-                f"study windows: --seqlen {subject.seqlen} is too short for windows of {longest} tokens: half of it "
+                f"study windows: --seqlen {data.seqlen} is too short for windows of {longest} tokens: half of it "
                 f"must hold them and a group of {self.group}"
             )
         methods = {(name, *point): self.method(name, *point) for point in points for name in METHODS}
-        found = predictions(subject.loaded, subject.windows, methods, show)
+        measured = predictions(data.loaded, data.windows, methods, progress)
         sweeps = {
-            sweep: {"sinks": [s for s, _ in own], "recent": [r for _, r in own], **_by_method(found, own)}
-            for sweep, own in self.sweeps().items()
+            sweep: {"sinks": [s for s, _ in points], "recent": [r for _, r in points], **_by_method(measured, points)}
+            for sweep, points in self.sweeps().items()
         }
         rows = [
-            [sweep, *point, *(found[name, *point].kl for name in METHODS)]
-            for sweep, own in self.sweeps().items()
-            for point in own
+            [sweep, *point, *(measured[name, *point].kl for name in METHODS)]
+            for sweep, points in self.sweeps().items()
+            for point in points
         ]
-        bits = {name: mean(one.packed_bits for key, one in found.items() if key[0] == name) for name in METHODS}
+        bits = {name: mean(each.packed_bits for key, each in measured.items() if key[0] == name) for name in METHODS}
         notes = [
             "KL divergence per token, in nats; bits per packed number: "
             + ", ".join(f"{name} {count:.2f}" for name, count in bits.items())
@@ -90,15 +94,15 @@ class Windows(Study):
         return Findings(columns, rows, numbers, lambda figure: _draw(figure, sweeps), (12, 4.2), notes)
 
 
-def _by_method(found: dict[tuple, Predictions], points: list[Point]) -> dict:
-    """What is drawn of a sweep: KL, perplexity and agreement by method."""
+def _by_method(measured: dict[tuple, Predictions], points: list[Point]) -> dict:
+    """KL divergence, perplexity and agreement at the points of a sweep, by method."""
     return {
-        what: {name: [getattr(found[name, *point], what) for point in points] for name in METHODS}
-        for what in ("kl", "perplexity", "top1")
+        key: {name: [getattr(measured[name, *point], key) for point in points] for name in METHODS}
+        for key in ("kl", "perplexity", "top1")
     }
 
 
-def _draw(figure, sweeps: dict) -> None:
+def _draw(figure: Figure, sweeps: dict) -> None:
     titles = {
         "sinks": f"recent tokens: {sweeps['sinks']['recent'][0]}",
         "recent": f"sinks: {sweeps['recent']['sinks'][0]}",

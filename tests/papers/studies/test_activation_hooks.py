@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from kvq_cli.attention.taps import iter_attention
-from kvq_cli.papers.studies.activation_hooks import watch_inputs, watching_queries
+from kvq_cli.papers.studies.activation_hooks import query_hooks, watch_inputs
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "pad_token_id": 0}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}  # Qwen3 has heads of 128, the others of 16
@@ -26,7 +26,7 @@ def model(request):
 def queries_seen(model, pre_rope: bool) -> list:
     """Per layer (keys, values, queries)."""
     found = {}
-    with watching_queries(model, pre_rope) as watch:
+    with query_hooks(model, pre_rope) as watch:
         watch(IDS, lambda layer, prompt: found.setdefault(layer, (prompt.keys, prompt.values, prompt.queries)))
     return [found[layer] for layer in range(len(found))]
 

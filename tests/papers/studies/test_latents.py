@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from kvq_cli.attention.taps import iter_attention
-from kvq_cli.papers.studies.latents import KINDS, TOP, Latents, dominance, place
+from kvq_cli.papers.studies.latents import KINDS, TOP, Latents, dominance, magnitude_rank
 
 
-def test_dominance_and_place():
+def test_dominance_and_rank():
     assert dominance(torch.tensor([12.0, 1.0, 2.0, 3.0]), 0) == pytest.approx(6)
     assert dominance(torch.ones(5), 3) == pytest.approx(1)
     row = torch.tensor([0.1, -4.0, 3.0, -0.2])
-    assert [place(row, channel) for channel in range(4)] == [3, 0, 1, 2]
+    assert [magnitude_rank(row, channel) for channel in range(4)] == [3, 0, 1, 2]
 
 
 def first_direction(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -27,9 +27,9 @@ def first_direction(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.fixture
-def subject(subject_of):
+def data(study_input):
     """A random model whose W_k has one large direction, with outliers in channel 5, that all of X lies along."""
-    made = subject_of("tiny", torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(0)))
+    made = study_input("tiny", torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(0)))
     for site in iter_attention(made.loaded.model):
         weight = site.module.k_proj.weight  # [channels, hidden_size]
         u = torch.zeros(weight.shape[1])
@@ -50,8 +50,8 @@ def _along(channel: int):
     return before
 
 
-def test_the_outlier_channel_is_found_and_predicted(subject):
-    found = Latents().run(subject, lambda *_: None)
+def test_the_outlier_channel_is_found_and_predicted(data):
+    found = Latents().run(data, lambda *_: None)
     for _, of_x, of_k, _, largest, cosine, own in found.rows:
         assert largest == 0 and own == 0
         assert of_k > 10 and of_x > 10 and cosine > 0.9
@@ -59,17 +59,17 @@ def test_the_outlier_channel_is_found_and_predicted(subject):
     assert set(found.numbers["hits"].values()) == {1.0}
 
 
-def test_figures_follow_from_the_first_singular_direction(subject_of):
+def test_figures_follow_from_the_first_singular_direction(study_input):
     windows = torch.randint(0, 256, (1, 30), generator=torch.Generator().manual_seed(1))
-    subject = subject_of("tiny", windows)
-    sites, seen = iter_attention(subject.loaded.model), []
+    data = study_input("tiny", windows)
+    sites, seen = iter_attention(data.loaded.model), []
     for site in sites:
         site.module.register_forward_pre_hook(
             lambda _module, _args, kwargs: seen.append(kwargs["hidden_states"][0]), with_kwargs=True
         )
-    subject.loaded.model(windows)
+    data.loaded.model(windows)
     seen = seen[:]
-    found = Latents().run(subject, lambda *_: None)
+    found = Latents().run(data, lambda *_: None)
     for site, row in zip(sites, found.rows, strict=True):
         weight, x = site.module.k_proj.weight.T, seen[site.index]
         u, b = first_direction(weight)

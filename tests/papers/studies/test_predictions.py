@@ -22,13 +22,13 @@ METHODS = {
 
 
 @pytest.fixture(scope="module")
-def subject(subject_of):
-    return subject_of("tiny", WINDOWS)
+def data(study_input):
+    return study_input("tiny", WINDOWS)
 
 
 @pytest.fixture(scope="module")
-def found(subject):
-    return predictions(subject.loaded, WINDOWS, METHODS, lambda *_: None)
+def found(data):
+    return predictions(data.loaded, WINDOWS, METHODS, lambda *_: None)
 
 
 def stepwise(model, method, tokens: torch.Tensor) -> torch.Tensor:
@@ -41,11 +41,11 @@ def stepwise(model, method, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_as_if_the_second_half_were_decoded_token_by_token(subject, found, name):
+def test_as_if_the_second_half_were_decoded_token_by_token(data, found, name):
     kl, nll, agreeing = 0.0, 0.0, 0
     for tokens in WINDOWS:
-        p = subject.loaded.model(tokens[None]).logits[0, 60:-1].double().softmax(-1)
-        q = stepwise(subject.loaded.model, METHODS[name], tokens)[:-1].double().softmax(-1)
+        p = data.loaded.model(tokens[None]).logits[0, 60:-1].double().softmax(-1)
+        q = stepwise(data.loaded.model, METHODS[name], tokens)[:-1].double().softmax(-1)
         kl += (p * (p / q).log()).sum().item()
         nll -= q[torch.arange(59), tokens[61:]].log().sum().item()
         agreeing += (p.argmax(-1) == q.argmax(-1)).sum().item()

@@ -9,9 +9,9 @@ import transformers
 
 from kvq_cli.errors import UsageError
 from kvq_cli.models import LoadedModel, model_shape
-from kvq_cli.papers.studies.activation_hooks import watching_queries
+from kvq_cli.papers.studies.activation_hooks import query_hooks
 from kvq_cli.papers.studies.queries import METHODS, Queries, Scores, by_kv_head, deviations, directions
-from kvq_cli.papers.studies.study import Subject
+from kvq_cli.papers.studies.study import StudyInput
 
 
 def noise(*shape: int) -> torch.Tensor:
@@ -78,9 +78,9 @@ def test_errors_of_scores_against_a_loop(monkeypatch, pre_rope):
     """Of both layers of a model with grouped heads and a sliding window."""
     group, prompt, total = 8, 40, 53
     loaded, ids = mistral(), torch.randint(0, 97, (9, total), generator=torch.Generator().manual_seed(1))
-    monkeypatch.setattr(Subject, "tokens", lambda self, dataset, split: ids[: self.samples])
+    monkeypatch.setattr(StudyInput, "tokens", lambda self, dataset, split: ids[: self.samples])
     study = Queries(response=total - prompt, group=group, pre_rope=pre_rope, rank=3)
-    numbers = study.run(Subject(loaded, "none", 1, total, 5), lambda *_: None).numbers
+    numbers = study.run(StudyInput(loaded, "none", 1, total, 5), lambda *_: None).numbers
 
     torch.manual_seed(5)
     sequence = loaded.model.generate(
@@ -89,7 +89,7 @@ def test_errors_of_scores_against_a_loop(monkeypatch, pre_rope):
     )[0]  # fmt: skip
     seen, turned = {}, {}
     for where, before in ((seen, pre_rope), (turned, False)):
-        with watching_queries(loaded.model, before) as watch:
+        with query_hooks(loaded.model, before) as watch:
             watch(sequence, lambda layer, prompt, where=where: where.setdefault(layer, prompt))
     for layer in range(2):
         errors, moved = [], []

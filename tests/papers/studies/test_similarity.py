@@ -34,10 +34,10 @@ def test_the_command_compares_all_adjacent_layers(kvq, tmp_path):
     assert (tmp_path / "similarity.png").stat().st_size > 5000
 
 
-def test_figures_are_means_over_windows(subject_of):
+def test_figures_are_means_over_windows(study_input):
     windows = torch.randint(0, 256, (3, 24), generator=torch.Generator().manual_seed(0))
-    single = [Similarity().run(subject_of("tiny", one[None]), lambda *_: None).numbers for one in windows]
-    together = Similarity().run(subject_of("tiny", windows), lambda *_: None).numbers
+    single = [Similarity().run(study_input("tiny", one[None]), lambda *_: None).numbers for one in windows]
+    together = Similarity().run(study_input("tiny", windows), lambda *_: None).numbers
     for kind in KINDS:
         for what in ("cosine", "range", "channel_means"):
             mean = torch.tensor([one[kind][what] for one in single]).mean(0)

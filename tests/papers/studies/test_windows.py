@@ -24,15 +24,15 @@ def test_sweeps_of_the_defaults():
     assert Windows(sinks=(0, 200)).sweeps()["split"] == [(0, 128)]
 
 
-def test_each_point_is_its_methods_divergence(subject_of):
-    subject = subject_of("tiny", TEXT)
-    found = Windows(sinks=(0, 8), recent=(0, 16), at_sinks=8, at_recent=16).run(subject, lambda *_: None)
+def test_each_point_is_its_methods_divergence(study_input):
+    data = study_input("tiny", TEXT)
+    found = Windows(sinks=(0, 8), recent=(0, 16), at_sinks=8, at_recent=16).run(data, lambda *_: None)
     wanted = {
         "kivi": Kivi(sinks=0, recent=24, group=32),
         "innerq": InnerQ(sinks=0, recent=24),
         "innerq, symmetric": InnerQ(sinks=0, recent=24, mode="symmetric"),
     }
-    direct = predictions(subject.loaded, TEXT, wanted, lambda *_: None)
+    direct = predictions(data.loaded, TEXT, wanted, lambda *_: None)
     rows = {(row[0], *row[1:3]): row[3:] for row in found.rows}
     assert rows["split", 0, 24] == [direct[name].kl for name in METHODS]
     assert rows["sinks", 8, 16] == rows["recent", 8, 16] == rows["split", 8, 16]
@@ -66,14 +66,14 @@ def test_bad_windows_are_refused(options, says):
         build("windows", options)
 
 
-def test_windows_longer_than_half_a_text_are_refused(subject_of):
+def test_windows_longer_than_half_a_text_are_refused(study_input):
     with pytest.raises(UsageError, match="--seqlen 140 is too short for windows of 192 tokens"):
-        Windows().run(subject_of("tiny", TEXT), lambda *_: None)
+        Windows().run(study_input("tiny", TEXT), lambda *_: None)
 
 
-def test_the_grid_has_kivi_at_strength_0(subject_of):
+def test_the_grid_has_kivi_at_strength_0(study_input):
     study = Ablation(ranks=(2, 4), strengths=(0.0, 0.01))
-    numbers = study.run(subject_of("tiny", TEXT), lambda *_: None).numbers
+    numbers = study.run(study_input("tiny", TEXT), lambda *_: None).numbers
     assert [line[0] for line in numbers["kl"]] == [numbers["kivi"]["kl"]] * 2
     assert len({line[1] for line in numbers["kl"]} | {numbers["kivi"]["kl"]}) == 3
 
