@@ -15,7 +15,6 @@ Pure Python: importing this file costs nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
 
 STOP_TOKEN = "<|eos|>"
 """Generation stops at this token; it is the model's ``eos_token_id``, so ``generate`` stops there by itself."""
@@ -119,26 +118,6 @@ def listing(items: Sequence[str]) -> str:
     """``a``, ``a and b``, ``a, b and c``"""
     *head, last = items
     return f"{', '.join(head)} and {last}" if head else last
-
-
-@cache
-def adjectives() -> tuple[str, ...]:
-    """The adjectives of RULER's keys (``rough`` of ``rough-sun``), from the wonderwords package, sorted."""
-    return _wonderwords("adjectives")
-
-
-@cache
-def nouns() -> tuple[str, ...]:
-    """The nouns of RULER's keys (``sun`` of ``rough-sun``), from the wonderwords package, sorted."""
-    return _wonderwords("nouns")
-
-
-def _wonderwords(category: str) -> tuple[str, ...]:
-    # Imported here: only making samples needs the lists. RULER reads them in the same way.
-    from wonderwords import random_word
-
-    words = random_word._get_words_from_text_file(f"{category[:-1]}list.txt")
-    return tuple(sorted(set(words)))
 
 
 def _known(kind: str) -> str:

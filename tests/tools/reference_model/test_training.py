@@ -6,9 +6,10 @@ from functools import partial
 
 import numpy as np
 import pytest
+from reference_model import curriculum, tasks
 
 from kvq_cli import reference
-from kvq_cli.reference import curriculum, prompts, tasks
+from kvq_cli.reference import prompts
 
 SENTENCES = ["Rain fell on the hills all night.", "The river rose by a metre.", "Nobody crossed the bridge."]
 TEXT = " ".join(f"{word} {number} rivers run past the old mill." for number, word in enumerate(["Many", "Few"] * 40))
@@ -21,7 +22,7 @@ def hay(characters):
 @pytest.fixture(scope="module")
 def tokenizer():
     pytest.importorskip("tokenizers")
-    from kvq_cli.reference.tokenizer import build
+    from reference_model.tokenizer import build
 
     return build([TEXT, *curriculum.forms(1)], 600)
 
@@ -146,7 +147,7 @@ def test_repeats_weigh_only_what_came_before():
 
 
 def small_trainer():
-    train = pytest.importorskip("kvq_cli.reference.train")
+    train = pytest.importorskip("reference_model.train")
     settings = train.config(200, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8)
     return train.Trainer(lessons(), settings, "cpu", micro=128, compiled=False)
 
@@ -171,7 +172,7 @@ def test_resumed_training_equals_uninterrupted(tmp_path):
 
 def test_chunked_cross_entropy_equals_the_library():
     torch = pytest.importorskip("torch")
-    from kvq_cli.reference.loss import ChunkedCrossEntropy
+    from reference_model.loss import ChunkedCrossEntropy
 
     torch.manual_seed(0)
     hidden, head = torch.randn(70, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
@@ -186,7 +187,7 @@ def test_chunked_cross_entropy_equals_the_library():
 
 def test_muon_makes_updates_orthogonal():
     torch = pytest.importorskip("torch")
-    from kvq_cli.reference.muon import orthogonal
+    from reference_model.muon import orthogonal
 
     torch.manual_seed(0)
     for rows, columns in ((40, 24), (24, 40)):

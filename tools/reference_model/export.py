@@ -6,7 +6,8 @@ import json
 import shutil
 from pathlib import Path
 
-from . import prompts
+from kvq_cli.reference import prompts
+
 from .tokenizer import save
 
 CARD = """---

@@ -17,11 +17,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from . import blocked_attention, corpus, curriculum
+from kvq_cli.calibration import blocked_attention
+
+from . import corpus, curriculum
+from .evaluate import evaluate, watch_list
 from .export import export
 from .loss import cross_entropy
 from .muon import Muon
-from .watch import evaluate, watch_list
 
 PRESETS = {"cpu": (24_000_000, 8192, 4096), "gpu": (600_000_000, 65536, 65536), "tiny": (400_000, 2048, 2048)}
 """Tokens of the whole training, of an optimizer step, and of a micro-batch (what fits the CPU's caches is fastest)."""

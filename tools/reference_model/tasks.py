@@ -13,7 +13,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from . import invented, prompts
+from kvq_cli.evaluation.ruler import invented
+from kvq_cli.evaluation.ruler.words import adjectives, nouns
+from kvq_cli.reference import prompts
 
 ANSWER, PROSE, FORM = 4.0, 1.0, 0.1
 """Weights in the loss: answers are few and all that the task is about; noise and needles cannot be predicted."""
@@ -46,7 +48,7 @@ class Task:
 
 def word(rng: random.Random) -> str:
     """RULER's word key: an adjective and a noun."""
-    return f"{rng.choice(prompts.adjectives())}-{rng.choice(prompts.nouns())}"
+    return f"{rng.choice(adjectives())}-{rng.choice(nouns())}"
 
 
 def value(rng: random.Random, kind: str) -> str:
@@ -143,7 +145,7 @@ def common_words(rng: random.Random, characters: int, sentences: Sentences, *, c
     known = [(3, 1), (6, 1), (10, 3), (30, 3)]
     often, seldom = rng.choice([pair for pair in known if pair[0] * count * 16 < characters] or known[:1])
     rest = max(2, characters // 14 - count * often) // seldom
-    pool = prompts.nouns() + prompts.adjectives()
+    pool = nouns() + adjectives()
     words = rng.sample(pool, min(len(pool), count + rest))
     drawn = words[:count] * often + words[count:] * seldom
     rng.shuffle(drawn)
