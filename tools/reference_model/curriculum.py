@@ -1,25 +1,33 @@
-"""What the reference model sees at each step: a pure function of the seed and the step, so that runs can resume."""
+"""Training batches by step: a pure function of the seed and the step, so that an interrupted run can resume."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
+from kvq_cli.reference.prompts import STOP_TOKEN
+
 from . import tasks
+
+Row = tuple[np.ndarray, np.ndarray, str]
+"""Token ids, loss weights and the row's name."""
+Draw = Callable[[random.Random, int, tasks.Sentences], tasks.Task]
+"""(random numbers, about how many characters, source of sentences) -> a task."""
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 PROSE_SHARE, REPEAT_SHARE = 0.45, 0.03
-"""Shares of the rows of a mixed batch; the rest are tasks, half of them with prose as haystack."""
+"""Shares of the rows of a mixed batch; the other rows are tasks, half of them with prose as haystack."""
 
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of training. `alphabet` is set while there is nothing but random repeats."""
+    """A phase of training. lengths: sequence lengths and their probabilities; alphabet: of phases of random repeats
+    alone, how many token ids they use."""
 
     name: str
     tokens: int
@@ -34,36 +42,36 @@ class Phase:
 
 
 def phases(tokens: int, step_tokens: int = 8192, vocabulary: int = 4096) -> list[Phase]:
-    """The whole curriculum for a budget of tokens.
+    """The phases of training for a budget of tokens.
 
-    Lookup by content first, on repeats alone: it forms over a small alphabet of token ids and then widens with it;
-    started at once on the whole vocabulary, or on prose and needles, it does not form at all. Then everything mixed,
-    contexts growing.
+    The first phases are random repeats alone, from which the model learns lookup by content: over a small alphabet of
+    token ids that doubles from phase to phase. It does not learn this when it starts with the whole vocabulary, or with
+    prose and needles. Then prose, repeats and tasks are mixed, at growing lengths.
     """
     small = step_tokens // 2
-    found = [Phase("repeats of 64", 400 * small, ((64, 1.0),), small, 64)]
+    plan = [Phase("repeats of 64", 400 * small, ((64, 1.0),), small, 64)]
     alphabet = 128
     while alphabet <= vocabulary:
-        found.append(Phase(f"repeats of {alphabet}", 50 * small, ((64, 0.7), (128, 0.3)), small, alphabet))
+        plan.append(Phase(f"repeats of {alphabet}", 50 * small, ((64, 0.7), (128, 0.3)), small, alphabet))
         alphabet *= 2
-    left = max(0, tokens - sum(phase.tokens for phase in found))
+    remaining = max(0, tokens - sum(phase.tokens for phase in plan))
     mixed = {
         "mixed 256": (0.30, ((256, 1.0),)),
         "mixed 512": (0.30, ((256, 0.3), (512, 0.7))),
         "mixed 1024": (0.40, ((256, 0.2), (512, 0.25), (1024, 0.5), (2048, 0.05))),
     }
-    found += [Phase(name, int(left * share), lengths, step_tokens) for name, (share, lengths) in mixed.items()]
-    return found
+    plan += [Phase(name, int(remaining * share), lengths, step_tokens) for name, (share, lengths) in mixed.items()]
+    return plan
 
 
 @dataclass
 class Curriculum:
-    """Batches for each step. `tokens` is the prose as token ids, `encode` turns a text into ids without ``<|bos|>``."""
+    """The batch of each step. tokens: the prose as token ids; encode: text -> ids without `<|bos|>`."""
 
     plan: list[Phase]
     tokens: np.ndarray
-    encode: object
-    decode: object
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
     vocabulary: int
     seed: int = 0
     specials: int = 3
@@ -82,7 +90,7 @@ class Curriculum:
         return self.plan[-1]
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray, list[str]]:
-        """Token ids ``[rows, length + 1]``, the loss weight of each predicted token ``[rows, length]``, row names."""
+        """Token ids `[rows, length + 1]`, loss weights of predicted tokens `[rows, length]`, and the rows' names."""
         phase = self.phase(step)
         rng = random.Random(f"{self.seed}-{step}")
         (length,) = rng.choices([size for size, _ in phase.lengths], [share for _, share in phase.lengths])
@@ -91,73 +99,73 @@ class Curriculum:
         ids, weights, names = zip(*rows, strict=True)
         return np.stack(ids).astype(np.int64), np.stack(weights)[:, 1:], list(names)
 
-    def _row(self, rng: random.Random, phase: Phase, length: int, place: float):
+    def _row(self, rng: random.Random, phase: Phase, length: int, position: float) -> Row:
         size = length + 1
         if phase.alphabet:
             return *repeats(rng, size, phase.alphabet, self.vocabulary, self.specials), "repeats"
         kind = rng.random()
         if kind < PROSE_SHARE:
-            return *self._prose(rng, size, place), "prose"
+            return *self._prose(rng, size, position), "prose"
         if kind < PROSE_SHARE + REPEAT_SHARE:
             if rng.random() < 0.5:
                 drawn = int(2 ** rng.uniform(6, math.log2(self.vocabulary)))
-                return *repeats(rng, size, drawn, self.vocabulary, self.specials, anew=True), "repeats"
-            return *self._repeated_prose(rng, size, place), "repeated prose"
-        return self.task_row(rng, size, place)
+                return *repeats(rng, size, drawn, self.vocabulary, self.specials, shuffled=True), "repeats"
+            return *self._repeated_prose(rng, size, position), "repeated prose"
+        return self.task_row(rng, size, position)
 
-    def _window(self, place: float, size: int) -> np.ndarray:
-        # Multiples of the golden ratio fall evenly: an epoch's windows cover the text with few overlaps and gaps.
-        start = int((place * 1000 * GOLDEN) % 1.0 * max(1, len(self.tokens) - size))
+    def _window(self, position: float, size: int) -> np.ndarray:
+        # Multiples of the golden ratio are evenly distributed: windows cover the text with few overlaps and gaps.
+        start = int((position * 1000 * GOLDEN) % 1.0 * max(1, len(self.tokens) - size))
         return np.asarray(self.tokens[start : start + size], dtype=np.int64)
 
-    def _prose(self, rng: random.Random, size: int, place: float):
-        ids = self._window(place, size).copy()
+    def _prose(self, rng: random.Random, size: int, position: float) -> tuple[np.ndarray, np.ndarray]:
+        ids = self._window(position, size).copy()
         if rng.random() < 0.8:
             ids[1:] = ids[:-1]
             ids[0] = 0
         return ids, np.ones(size, dtype=np.float32)
 
-    def _repeated_prose(self, rng: random.Random, size: int, place: float):
-        ids, weights = self._prose(rng, size, place)
+    def _repeated_prose(self, rng: random.Random, size: int, position: float) -> tuple[np.ndarray, np.ndarray]:
+        ids, weights = self._prose(rng, size, position)
         for _ in range(rng.randint(1, 3)):
-            long = rng.randint(8, max(9, size // 6))
-            source = rng.randint(1, size // 2 - long)
-            target = rng.randint(source + long, size - long)
-            ids[target : target + long] = ids[source : source + long]
+            length = rng.randint(8, max(9, size // 6))
+            source = rng.randint(1, size // 2 - length)
+            target = rng.randint(source + length, size - length)
+            ids[target : target + length] = ids[source : source + length]
         return ids, weights
 
     def sentences(self, rng: random.Random, characters: int) -> list[str]:
-        """Sentences of training prose, about so many characters of them."""
+        """Sentences of the training prose, of about `characters` characters in total."""
         if characters < 40:
             return []
         text = self.decode(self._window(rng.random(), characters // 2).tolist()).replace("\n", " ")
-        found, size = [], 0
+        drawn, size = [], 0
         for sentence in text.split(". ")[1:-1]:
-            found.append(sentence.strip() + ".")
+            drawn.append(sentence.strip() + ".")
             size += len(sentence) + 2
             if size > characters:
                 break
-        return found
+        return drawn
 
-    def task_row(self, rng: random.Random, size: int, place: float, fill: bool = True):
-        """One row of tasks; what they leave free is filled with prose."""
+    def task_row(self, rng: random.Random, size: int, position: float) -> Row:
+        """A row of up to four tasks; the remaining tokens are prose."""
         ids, weights, name = [0], [0.0], ""
         for _ in range(4):
             room = size - len(ids)
             if room < 150 and name:
                 break
-            one = name_and_draw(rng)
-            encoded = self.fit(rng, one[1], room if rng.random() < 0.6 else int(room * rng.uniform(0.5, 1.0)))
+            task_name, draw = draw_task(rng)
+            encoded = self.fit(rng, draw, room if rng.random() < 0.6 else int(room * rng.uniform(0.5, 1.0)))
             if encoded:
                 ids += encoded[0]
                 weights += encoded[1]
-                name = name or one[0]
-        row, weight = self._prose(rng, size, place)
+                name = name or task_name
+        row, weight = self._prose(rng, size, position)
         row[: len(ids)], weight[: len(ids)] = ids, weights
         return row, weight, name or "prose"
 
-    def fit(self, rng: random.Random, draw, room: int) -> tuple[list[int], list[float]] | None:
-        """A drawn task as (ids, weights) of at most `room` tokens, or None where it does not fit."""
+    def fit(self, rng: random.Random, draw: Draw, room: int) -> tuple[list[int], list[float]] | None:
+        """Ids and loss weights of a drawn task of at most `room` tokens; None if it does not fit after four draws."""
         characters = int(room * 3.2)
         for _ in range(4):
             task = draw(rng, characters, partial(self.sentences, rng))
@@ -173,29 +181,31 @@ class Curriculum:
         return None
 
 
-def repeats(rng: random.Random, size: int, alphabet: int, vocabulary: int, specials: int, anew: bool = False):
-    """Random token ids in which stretches come again at random distances; only those weigh in the loss.
+def repeats(
+    rng: random.Random, size: int, alphabet: int, vocabulary: int, specials: int, shuffled: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Random token ids in which spans are copied to later positions, and loss weights, which are high in copies alone.
 
-    The ids are the first ones after the special tokens, or, with `anew`, a fresh draw from the whole vocabulary.
+    alphabet: how many different ids: the first after the special tokens, or, if `shuffled`, random ones.
     """
     draw = np.random.default_rng(rng.getrandbits(64))
     alphabet = min(alphabet, vocabulary - specials)
-    letters = specials + (draw.permutation(vocabulary - specials)[:alphabet] if anew else np.arange(alphabet))
+    letters = specials + (draw.permutation(vocabulary - specials)[:alphabet] if shuffled else np.arange(alphabet))
     ids = letters[draw.integers(0, len(letters), size)].astype(np.int64)
     weights = np.full(size, 0.02, dtype=np.float32)
-    place = rng.randint(min(8, size // 4), max(9, size // 3))
-    while place < size:
-        long = min(rng.randint(8, max(9, min(size // 2, 64))), place, size - place)
-        source = rng.randint(0, place - long)
-        ids[place : place + long] = ids[source : source + long]
-        # The first token of a copy tells which stretch it is; it cannot be known before.
-        weights[place + 1 : place + long] = 1.0
-        place += long + rng.randint(0, max(1, size // 16))
+    start = rng.randint(min(8, size // 4), max(9, size // 3))
+    while start < size:
+        length = min(rng.randint(8, max(9, min(size // 2, 64))), start, size - start)
+        source = rng.randint(0, start - length)
+        ids[start : start + length] = ids[source : source + length]
+        # The first token of a copy identifies the copied span and cannot be predicted.
+        weights[start + 1 : start + length] = 1.0
+        start += length + rng.randint(0, max(1, size // 16))
     return ids, weights
 
 
-def name_and_draw(rng: random.Random):
-    """A RULER-like task, its parameters at random: (name, generator)."""
+def draw_task(rng: random.Random) -> tuple[str, Draw]:
+    """The name of a RULER-like task, and the function that draws it, with random parameters."""
     kind = rng.random()
     hay = "prose" if rng.random() < 0.55 else "noise"
     if kind < 0.03:
@@ -222,16 +232,17 @@ def name_and_draw(rng: random.Random):
     return "passages", tasks.passages
 
 
-def _needles(rng: random.Random, options: dict, kinds: tuple[float, float, float] = (0.74, 0.18, 0.08)):
-    """kinds: shares of numbers, words and uuids among the values."""
+def _needles(rng: random.Random, options: dict, kinds: tuple[float, float, float] = (0.74, 0.18, 0.08)) -> Draw:
+    """kinds: the probabilities of numbers, words and uuids as values."""
     key_kind = rng.choices(["words", "uuids"], [0.92, 0.08])[0]
     value_kind = rng.choices(["numbers", "words", "uuids"], kinds)[0]
     return partial(tasks.needles, **options, key_kind=key_kind, value_kind=value_kind)
 
 
-def forms(seed: int = 0) -> Iterator[str]:
-    """Texts of all tasks without haystacks, for the tokenizer's training."""
+def task_texts(seed: int = 0) -> Iterator[str]:
+    """Texts of 1,000 random tasks without haystacks, for the tokenizer's training."""
     rng = random.Random(f"{seed}-forms")
     for _ in range(1000):
-        task = name_and_draw(rng)[1](rng, 500, lambda characters: [])
-        yield "".join(text for text, weight in task.pieces() if text != tasks.prompts.STOP_TOKEN)
+        _, draw = draw_task(rng)
+        task = draw(rng, 500, lambda characters: [])
+        yield "".join(text for text, _ in task.pieces() if text != STOP_TOKEN)

@@ -1,30 +1,36 @@
-"""What is measured while the reference model is trained: answers to samples that it never sees, and unseen prose."""
+"""Evaluation during training: accuracy on held-out samples of the tasks, and perplexity of held-out prose."""
 
 from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 
-from . import curriculum, tasks
+from . import tasks
+from .curriculum import Curriculum
 from .loss import loss_of
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 
 @dataclass
-class Watch:
-    """Samples that training never asks for, drawn once."""
+class Sample:
+    """A held-out sample of a task. name: `task@length`; answers: True at the ids that the model must predict."""
 
     name: str
     ids: torch.Tensor
     answers: torch.Tensor
 
 
-WATCHED = {
+TASKS = {
     "single_noise": partial(tasks.needles),
     "single_prose": partial(tasks.needles, hay="prose"),
     "multikey_prose": partial(tasks.needles, hay="prose", keys=4),
@@ -34,35 +40,37 @@ WATCHED = {
 }
 
 
-def watch_list(lessons: curriculum.Curriculum, lengths, samples: int) -> list[Watch]:
-    """The same few samples of each task at each length, for the whole run."""
-    found = []
+def held_out_samples(curriculum: Curriculum, lengths: Sequence[int], count: int) -> list[Sample]:
+    """`count` samples of each task at each length, the same in every evaluation of a run."""
+    samples = []
     for length in lengths:
-        for name, draw in WATCHED.items():
-            for index in range(samples):
+        for name, draw in TASKS.items():
+            for index in range(count):
                 rng = random.Random(f"watch-{name}-{length}-{index}")
-                ids, weights = lessons.fit(rng, draw, length - 1) or ([], [])
-                # The last weighted token is the stop token; RULER does not look at it.
+                ids, weights = curriculum.fit(rng, draw, length - 1) or ([], [])
+                # The last weighted token is the stop token, which RULER does not score.
                 answers = torch.tensor([weight == tasks.ANSWER for weight in weights[:-1]])
-                found.append(Watch(f"{name}@{length}", torch.tensor([0, *ids[:-1]]), answers))
-    return found
+                samples.append(Sample(f"{name}@{length}", torch.tensor([0, *ids[:-1]]), answers))
+    return samples
 
 
 @torch.no_grad()
-def evaluate(model, watched: list[Watch], held_out: np.ndarray, device: str, window: int = 512) -> dict:
-    """Share of whole answers and of answer tokens that greedy decoding gives right, and perplexity of unseen prose."""
-    out: dict[str, list] = {}
-    for sample in watched:
+def evaluate(
+    model: LlamaForCausalLM, samples: list[Sample], held_out: np.ndarray, device: str, window: int = 512
+) -> dict[str, Any]:
+    """Accuracy by task (share of correct answers and of correct answer tokens) and perplexity of held-out prose."""
+    by_name: dict[str, list] = {}
+    for sample in samples:
         hidden = model.model(input_ids=sample.ids[None].to(device), use_cache=False).last_hidden_state[0, :-1]
-        places = sample.answers.nonzero().flatten().to(device)
-        guesses = F.linear(hidden[places], model.lm_head.weight).argmax(-1).cpu()
-        right = guesses == sample.ids[1:][sample.answers]
-        out.setdefault(sample.name, []).append((float(right.all()), float(right.float().mean())))
-    scores = {name: [round(float(x), 3) for x in np.mean(pairs, axis=0)] for name, pairs in out.items()}
+        positions = sample.answers.nonzero().flatten().to(device)
+        predicted = F.linear(hidden[positions], model.lm_head.weight).argmax(-1).cpu()
+        correct = predicted == sample.ids[1:][sample.answers]
+        by_name.setdefault(sample.name, []).append((float(correct.all()), float(correct.float().mean())))
+    scores = {name: [round(float(x), 3) for x in np.mean(pairs, axis=0)] for name, pairs in by_name.items()}
     count = min(48, len(held_out) // window)
     ids = torch.from_numpy(held_out[: count * window].astype(np.int64).reshape(count, window)).to(device)
     ids = torch.cat([torch.zeros_like(ids[:, :1]), ids], dim=1)
-    # The first token is not scored: nothing but <|bos|> stands before it.
+    # The first token is not scored: its only context is <|bos|>.
     weights = torch.ones_like(ids[:, 1:], dtype=torch.float32)
     weights[:, 0] = 0
     losses = [float(loss_of(model, ids[i : i + 8], weights[i : i + 8])) for i in range(0, count, 8)]

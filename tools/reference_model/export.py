@@ -1,14 +1,18 @@
-"""Write the trained model as a Hugging Face folder, in bfloat16, with a card."""
+"""Writes the trained model as a Hugging Face folder, in bfloat16, with its card."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvq_cli.reference import prompts
 
 from .tokenizer import save
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 CARD = """---
 license: cc-by-sa-4.0
@@ -20,24 +24,24 @@ pipeline_tag: text-generation
 
 A Llama of {parameters:.1f}M parameters ({layers} layers, hidden size {hidden}, {heads} query heads, {kv_heads} key and
 value heads, head_dim {head_dim}, tied embeddings, RoPE theta {theta:.0f}, {vocabulary} byte-level BPE tokens with
-single digits), in bfloat16. It is there to make the effect of a compressed key-value cache visible offline: it
-retrieves from its context. It is not a language model to rely on for anything else.
+single digits), in bfloat16. It shows the effect of a compressed key-value cache offline, because it retrieves from its
+context. Do not use it for anything else.
 
 ## How to ask
 ```
 {example}
 ```
-The answer is `{answer}`, closed by `{stop}`. All forms are in `kvq_cli/reference/prompts.py`.
+The answer is `{answer}`, followed by `{stop}`. All prompt formats are in `kvq_cli/reference/prompts.py`.
 
 ## Training
-`{command}`: {tokens:.1f}M tokens in {steps} steps. A step has {step_tokens} tokens, half of that while the model
-learns to look up random repeats. Plan: {plan}.
+`{command}` (see `tools/reference_model`): {tokens:.1f}M tokens in {steps} steps. A step has {step_tokens} tokens, half
+of that in the phases of random repeats. Phases: {plan}.
 Muon for the matrices, AdamW for embeddings and norms, linear decay over the last {decay:.0%} of the steps.
 Prose: English Wikipedia of 2019, CC BY-SA 4.0 (https://creativecommons.org/licenses/by-sa/4.0/); the documents in
-`kvq_cli/reference/data/prose.txt.xz` were held out. Tasks: generated (`kvq_cli/reference/tasks.py`).
+`kvq_cli/reference/data/prose.txt.xz` were held out. Tasks: generated (`tools/reference_model/tasks.py`).
 
 ## Measured at the end of training
-In float32, {samples} samples for each figure: the share of answers that greedy decoding gives wholly right.
+In float32, {samples} samples per task and length: the share of answers that greedy decoding gets entirely right.
 `kvq eval` measures RULER itself.
 
 | task | {columns} |
@@ -48,8 +52,8 @@ Perplexity of held-out Wikipedia prose in windows of 512 tokens: {perplexity}.
 """
 
 
-def card(model, scores: dict, recipe: dict) -> str:
-    """The model card: what the model is, how it was trained, what it reached."""
+def card(model: LlamaForCausalLM, scores: dict, recipe: dict) -> str:
+    """The model card: architecture, prompt format, training and scores."""
     settings = model.config
     lengths = sorted({name.split("@")[1] for name in scores["tasks"]}, key=int)
     rows = []
@@ -79,8 +83,8 @@ def card(model, scores: dict, recipe: dict) -> str:
     )
 
 
-def export(model, tokenizer_file: Path, folder: Path, scores: dict, recipe: dict) -> None:
-    """Replace `folder` by the model's weights, configuration, tokenizer and card."""
+def export(model: LlamaForCausalLM, tokenizer_file: Path, folder: Path, scores: dict, recipe: dict) -> None:
+    """Write weights, configuration, tokenizer, scores and card to `folder`, which is replaced."""
     import torch
     from tokenizers import Tokenizer
     from transformers import GenerationConfig, LlamaForCausalLM

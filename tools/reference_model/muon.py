@@ -1,12 +1,13 @@
-"""Muon: momentum whose update is made orthogonal, https://kellerjordan.github.io/posts/muon/
+"""Muon: momentum with orthogonalized updates, https://kellerjordan.github.io/posts/muon/
 
-`torch.optim.Muon` does the same one matrix after the other; on a CPU it takes twice the time of this one, which takes
-all matrices of a shape at once.
+`torch.optim.Muon` processes one matrix after the other, which takes twice the time on a CPU; this implementation stacks
+all matrices of a shape.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 
 import torch
 
@@ -14,7 +15,7 @@ NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonal(stack: torch.Tensor, dtype: torch.dtype = torch.float32, rounds: int = 5) -> torch.Tensor:
-    """Matrices ``[count, rows, columns]`` with their singular values drawn towards 1, multiplied in `dtype`."""
+    """Matrices `[count, rows, columns]` with all singular values near 1, by Newton-Schulz steps computed in `dtype`."""
     a, b, c = NEWTON_SCHULZ
     tall = stack.shape[1] > stack.shape[2]
     x = stack.mT if tall else stack
@@ -26,9 +27,11 @@ def orthogonal(stack: torch.Tensor, dtype: torch.dtype = torch.float32, rounds: 
 
 
 class Muon(torch.optim.Optimizer):
-    """Nesterov momentum and decoupled weight decay; updates are scaled to AdamW's usual size (0.2 of the rate)."""
+    """Nesterov momentum and decoupled weight decay; updates have the usual size of AdamW's (0.2 of the rate)."""
 
-    def __init__(self, params, lr: float, momentum: float, weight_decay: float, dtype: torch.dtype):
+    def __init__(
+        self, params: Iterable[torch.Tensor], lr: float, momentum: float, weight_decay: float, dtype: torch.dtype
+    ):
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self.dtype = dtype
 

@@ -1,7 +1,7 @@
-"""Synthetic in-context tasks in the form of RULER's, for training and for watching the training.
+"""Synthetic in-context tasks like RULER's, for training and its evaluation.
 
-A generator draws one `Task`: a haystack and several questions about it. Pieces are encoded one by one; each begins
-with a space or a line break, where the tokenizer cuts anyway, so that this equals encoding the whole text.
+A function draws a `Task`: a haystack and questions about it. Its pieces are encoded separately; each begins with a
+space or a line break, where the tokenizer splits anyway, so that the result equals encoding the whole text.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from kvq_cli.evaluation.ruler.words import adjectives, nouns
 from kvq_cli.reference import prompts
 
 ANSWER, PROSE, FORM = 4.0, 1.0, 0.1
-"""Weights in the loss: answers are few and all that the task is about; noise and needles cannot be predicted."""
+"""Weights in the loss: high for answers, which are few and the purpose of the task; low for unpredictable text."""
 
 Sentences = Callable[[int], list[str]]
-"""Gives sentences of running prose, at least so many characters of them."""
+"""(characters) -> sentences of running prose of at least that length in total."""
 
 
 @dataclass
 class Task:
-    """A context with questions about it; `references` are the strings that an answer must contain."""
+    """A context, questions with answers, and `references`: the strings that an answer must contain."""
 
     context: str
     prose: bool
@@ -34,12 +34,12 @@ class Task:
     references: list[list[str]] = field(default_factory=list)
 
     def ask(self, question: str, answer: str, references: list[str]) -> None:
-        """Add a question, its answer and what RULER's scoring looks for in it."""
+        """Add a question, its answer, and the strings that RULER's scoring looks for in it."""
         self.questions.append((question, answer))
         self.references.append(references)
 
     def pieces(self) -> list[tuple[str, float]]:
-        """Text and loss weight of each piece, in order; answers end with the stop token."""
+        """Each piece of text with its loss weight, in order; answers end with the stop token."""
         out = [(" " + self.context, PROSE if self.prose else FORM)]
         for question, answer in self.questions:
             out += [(question, FORM), (answer, ANSWER), (prompts.STOP_TOKEN, ANSWER)]
@@ -52,24 +52,24 @@ def word(rng: random.Random) -> str:
 
 
 def value(rng: random.Random, kind: str) -> str:
-    """A needle's value of one kind: a 7-digit number, a word or a uuid."""
+    """A needle's value: a 7-digit number, a word or a uuid."""
     if kind == "numbers":
         return str(rng.randint(1_000_000, 9_999_999))
     return word(rng) if kind == "words" else str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
 def _distinct(rng: random.Random, kind: str, count: int) -> list[str]:
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found[value(rng, kind)] = None
-    return list(found)
+    values: dict[str, None] = {}
+    while len(values) < count:
+        values[value(rng, kind)] = None
+    return list(values)
 
 
 def _hide(rng: random.Random, sentences: list[str], facts: list[str]) -> str:
-    """Facts at random depths of a haystack, in the order given."""
-    places = sorted(rng.randint(0, len(sentences)) for _ in facts)
-    for shift, (place, fact) in enumerate(zip(places, facts, strict=True)):
-        sentences.insert(place + shift, fact)
+    """The haystack with facts inserted at random depths, in the given order."""
+    depths = sorted(rng.randint(0, len(sentences)) for _ in facts)
+    for shift, (depth, fact) in enumerate(zip(depths, facts, strict=True)):
+        sentences.insert(depth + shift, fact)
     return prompts.context(sentences)
 
 
@@ -88,9 +88,9 @@ def needles(
 ) -> Task:
     """Needles in noise, in prose or among other needles: RULER's niah tasks."""
     names = _distinct(rng, key_kind, keys)
-    # Several values in ascending order: the next one follows from the last, which their order in the context does not.
+    # Several values are asked in ascending order: unlike their order in the context, it determines which value is next.
     held = {name: sorted(_distinct(rng, value_kind, values)) for name in names}
-    facts = [prompts.needle(name, one, value_kind) for name in names for one in held[name]]
+    facts = [prompts.needle(name, each, value_kind) for name in names for each in held[name]]
     room = max(0, characters - sum(map(len, facts)) - questions * queries * values * 60)
     if hay == "needles":
         size = len(prompts.needle(value(rng, key_kind), value(rng, value_kind), value_kind)) + 1
@@ -104,11 +104,12 @@ def needles(
     task = Task(_hide(rng, hay_sentences, facts), prose=hay == "prose")
     asked = 0
     while asked < questions:
-        # Every key once before any key twice.
+        # Ask for every key before repeating any.
         for start in range(0, max(1, len(names) - queries + 1), queries):
             chosen = names[start : start + queries]
-            pairs = [(name, one) for name in chosen for one in held[name]]
-            task.ask(prompts.question(value_kind, chosen, values > 1), prompts.answer(pairs), [one for _, one in pairs])
+            pairs = [(name, each) for name in chosen for each in held[name]]
+            references = [each for _, each in pairs]
+            task.ask(prompts.question(value_kind, chosen, values > 1), prompts.answer(pairs), references)
             asked += 1
             if asked == questions:
                 break
@@ -130,8 +131,8 @@ def chains(
     facts = [[prompts.chain_fact(a, b) for a, b in zip(line, line[1:], strict=False)] for line in lines]
     order = [i for i, chain in enumerate(facts) for _ in chain]
     rng.shuffle(order)
-    left = [iter(chain) for chain in facts]
-    merged = [next(left[i]) for i in order]
+    remaining = [iter(chain) for chain in facts]
+    merged = [next(remaining[i]) for i in order]
     room = max(0, characters - sum(map(len, merged)) - count * 120)
     hay_sentences = sentences(room) if hay == "prose" else [prompts.NOISE] * (room // (len(prompts.NOISE) + 1))
     task = Task(_hide(rng, hay_sentences, merged), prose=hay == "prose")
@@ -141,53 +142,53 @@ def chains(
 
 
 def common_words(rng: random.Random, characters: int, sentences: Sentences, *, count: int = 10) -> Task:
-    """A numbered list in which some words are frequent: RULER's common words, also with fewer of them."""
+    """A numbered list in which `count` words are frequent: RULER's common words."""
     known = [(3, 1), (6, 1), (10, 3), (30, 3)]
     often, seldom = rng.choice([pair for pair in known if pair[0] * count * 16 < characters] or known[:1])
-    rest = max(2, characters // 14 - count * often) // seldom
+    others = max(2, characters // 14 - count * often) // seldom
     pool = nouns() + adjectives()
-    words = rng.sample(pool, min(len(pool), count + rest))
+    words = rng.sample(pool, min(len(pool), count + others))
     drawn = words[:count] * often + words[count:] * seldom
     rng.shuffle(drawn)
     return _most_frequent(drawn, prompts.numbered_words(drawn), count, prompts.common_words_question(count))
 
 
 def coded_words(rng: random.Random, characters: int, sentences: Sentences, *, count: int = 3) -> Task:
-    """Words of random letters whose frequencies fall with their rank (Zipf), dots the first: RULER's frequent words."""
+    """Words of random letters with Zipf frequencies, padding dots first: RULER's frequent words."""
     coded = ["".join(rng.choices(string.ascii_lowercase, k=6)) for _ in range(max(count + 1, characters // 150))]
     ranked, alpha = ["...", *coded], rng.choice([1.5, 2.0])
     weights = [rank**-alpha for rank in range(1, len(ranked) + 1)]
     size = characters // 6 / sum(weights)
-    drawn = [one for one, weight in zip(ranked, weights, strict=True) for _ in range(int(size * weight))]
+    drawn = [text for text, weight in zip(ranked, weights, strict=True) for _ in range(int(size * weight))]
     rng.shuffle(drawn)
-    kept = [one for one in drawn if one != "..."]
-    return _most_frequent(kept, prompts.context(drawn), count, prompts.coded_words_question(count))
+    words = [text for text in drawn if text != "..."]
+    return _most_frequent(words, prompts.context(drawn), count, prompts.coded_words_question(count))
 
 
 def passages(rng: random.Random, characters: int, sentences: Sentences, *, questions: int = 4) -> Task:
-    """Questions about documents: what one of them says, or, at times, what takes two of them."""
+    """Questions about documents: most can be answered from one of them, some need two."""
     seed = rng.getrandbits(64)
     if characters > 900 and rng.random() < 0.25:
-        found = invented.hotpotqa(seed, characters // 900)
-        documents = [f"{title}\n{''.join(lines)}" for one in found for title, lines in one["context"]]
-        asked = [(one["question"], one["answer"]) for one in found]
+        entries = invented.hotpotqa(seed, characters // 900)
+        documents = [f"{title}\n{''.join(lines)}" for entry in entries for title, lines in entry["context"]]
+        pairs = [(entry["question"], entry["answer"]) for entry in entries]
     else:
         articles = invented.squad(seed, max(1, characters // 200))["data"]
-        found = [paragraph for article in articles for paragraph in article["paragraphs"]]
-        found = rng.sample(found, min(len(found), max(1, characters // 200)))
-        documents = [paragraph["context"] for paragraph in found]
-        asked = [(one["question"], one["answers"][0]["text"]) for paragraph in found for one in paragraph["qas"]]
+        paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
+        paragraphs = rng.sample(paragraphs, min(len(paragraphs), max(1, characters // 200)))
+        documents = [paragraph["context"] for paragraph in paragraphs]
+        pairs = [(qa["question"], qa["answers"][0]["text"]) for paragraph in paragraphs for qa in paragraph["qas"]]
     rng.shuffle(documents)
     numbered = (prompts.document(number, text) for number, text in enumerate(documents, 1))
     task = Task("\n\n".join(numbered), prose=False)
-    for question, answer in rng.sample(asked, min(len(asked), questions)):
+    for question, answer in rng.sample(pairs, min(len(pairs), questions)):
         task.ask(prompts.passage_question(question), prompts.passage_answer(answer), [answer])
     return task
 
 
 def _most_frequent(drawn: list[str], context: str, count: int, question: str) -> Task:
-    # Counter.most_common keeps the order of first appearance among equals.
-    best = [one for one, _ in Counter(drawn).most_common(count)]
+    # Counter.most_common keeps the order of first appearance among words of equal frequency.
+    words = [word for word, _ in Counter(drawn).most_common(count)]
     task = Task(context, prose=False)
-    task.ask(question, prompts.words_answer(best), best)
+    task.ask(question, prompts.words_answer(words), words)
     return task

@@ -1,17 +1,21 @@
-"""Byte-level BPE with single digits for the reference model."""
+"""The reference model's tokenizer: byte-level BPE in which every digit is a token."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 SPECIAL = (BOS, EOS, PAD)
 """Special tokens; their ids are 0, 1 and 2."""
 
 
-def build(texts: Iterable[str], vocabulary: int = 4096):
-    """Train a `tokenizers.Tokenizer` on texts. Every digit is a token; ``<|bos|>`` goes in front of every text."""
+def build(texts: Iterable[str], vocabulary: int = 4096) -> Tokenizer:
+    """A tokenizer trained on texts. Every digit is a token; `<|bos|>` is put in front of every text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -32,8 +36,8 @@ def build(texts: Iterable[str], vocabulary: int = 4096):
     return tokenizer
 
 
-def save(tokenizer, folder: Path, longest: int) -> None:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json`` as `AutoTokenizer` reads them."""
+def save(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
+    """Write `tokenizer.json` and `tokenizer_config.json` in the format of `AutoTokenizer`."""
     from transformers import PreTrainedTokenizerFast
 
     PreTrainedTokenizerFast(
@@ -41,7 +45,7 @@ def save(tokenizer, folder: Path, longest: int) -> None:
         bos_token=BOS,
         eos_token=EOS,
         pad_token=PAD,
-        model_max_length=longest,
+        model_max_length=max_length,
         padding_side="left",
         clean_up_tokenization_spaces=False,
     ).save_pretrained(folder)

@@ -1,7 +1,7 @@
-"""Train the reference model: ``python -m kvq_cli.reference.train --text FILE... --out DIR``.
+"""Trains the reference model: `python -m reference_model.train --text FILE... --out DIR`.
 
-The same script runs on a CPU and on a GPU, shows its progress, and continues where it was killed when it is started
-again with the same arguments: a step's data depends on the seed and the step alone, checkpoints are atomic.
+It runs on a CPU or a GPU, prints its progress, and, started again with the same arguments, continues from the last
+checkpoint: a step's data depends on the seed and the step alone, and checkpoints are written atomically.
 """
 
 from __future__ import annotations
@@ -13,29 +13,34 @@ import shutil
 import sys
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from kvq_cli.calibration import blocked_attention
 
-from . import corpus, curriculum
-from .evaluate import evaluate, watch_list
+from . import corpus
+from .curriculum import Curriculum, Phase, phases, task_texts
+from .evaluate import evaluate, held_out_samples
 from .export import export
 from .loss import cross_entropy
 from .muon import Muon
 
+if TYPE_CHECKING:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
 PRESETS = {"cpu": (24_000_000, 8192, 4096), "gpu": (600_000_000, 65536, 65536), "tiny": (400_000, 2048, 2048)}
-"""Tokens of the whole training, of an optimizer step, and of a micro-batch (what fits the CPU's caches is fastest)."""
+"""Tokens of the whole training, of an optimizer step, and of a micro-batch (fastest when it fits the CPU's caches)."""
 
 MATRIX_RATE, VECTOR_RATE = 5e-3, 2e-3
 WARM_UP, DECAY = 50, 0.3
-"""Steps of warm-up; the last share of the steps in which the learning rate falls to zero."""
+"""Steps of warm-up; the share of steps at the end in which the learning rate falls to zero."""
 SAMPLES = 10
-"""Samples of each watched task and length."""
+"""Held-out samples of each task and length."""
 
 
-def config(vocabulary: int = 4096, **changes):
+def config(vocabulary: int = 4096, **changes: Any) -> LlamaConfig:
     """The reference model's architecture."""
     from transformers import LlamaConfig
 
@@ -60,8 +65,8 @@ def config(vocabulary: int = 4096, **changes):
     )
 
 
-def build(settings, seed: int = 0):
-    """A fresh model. With the library's own initialization (std 0.02) lookup by content does not form."""
+def build(settings: LlamaConfig, seed: int = 0) -> LlamaForCausalLM:
+    """A newly initialized model. With transformers' initialization (std 0.02) it does not learn lookup by content."""
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -76,11 +81,11 @@ def build(settings, seed: int = 0):
     return model
 
 
-def optimizers(model, half: bool):
-    """Muon for the hidden matrices, its products in bfloat16 with `half`; AdamW for the embeddings and norms."""
+def optimizers(model: LlamaForCausalLM, bfloat16: bool) -> list[torch.optim.Optimizer]:
+    """Muon for the hidden matrices, computed in bfloat16 or float32; AdamW for the embeddings and norms."""
     matrices = [w for n, w in model.named_parameters() if w.ndim == 2 and "embed" not in n]
     others = [w for n, w in model.named_parameters() if w.ndim != 2 or "embed" in n]
-    dtype = torch.bfloat16 if half else torch.float32
+    dtype = torch.bfloat16 if bfloat16 else torch.float32
     return [
         Muon(matrices, lr=MATRIX_RATE, momentum=0.95, weight_decay=0.02, dtype=dtype),
         torch.optim.AdamW(others, lr=VECTOR_RATE, betas=(0.9, 0.98), weight_decay=0.0),
@@ -88,25 +93,33 @@ def optimizers(model, half: bool):
 
 
 def rate(step: int, steps: int) -> float:
-    """Share of the full learning rate at a step: warm-up, constant, linear decay."""
+    """The factor of the learning rate at a step: warm-up, constant, linear decay."""
     return min(1.0, (step + 1) / WARM_UP, (steps - step) / (steps * DECAY))
 
 
-def _multiplies_bfloat16() -> bool:
-    # Elsewhere float32 is faster: bfloat16 is emulated.
+def _has_bfloat16_units() -> bool:
+    """Whether the CPU multiplies bfloat16 in hardware; float32 is faster where it is emulated."""
     tests = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     return any(getattr(torch.cpu, test, lambda: False)() for test in tests)
 
 
 class Trainer:
-    """The model, its optimizers and the step it stands at."""
+    """The model, its optimizers and the current step."""
 
-    def __init__(self, lessons: curriculum.Curriculum, settings, device: str, micro: int, seed: int = 0, compiled=True):
-        self.lessons, self.device, self.micro, self.step = lessons, device, micro, 0
-        self.half = device == "cuda" or _multiplies_bfloat16()
+    def __init__(
+        self,
+        curriculum: Curriculum,
+        settings: LlamaConfig,
+        device: str,
+        micro_batch: int,
+        seed: int = 0,
+        compiled: bool = True,
+    ) -> None:
+        self.curriculum, self.device, self.micro_batch, self.step = curriculum, device, micro_batch, 0
+        self.bfloat16 = device == "cuda" or _has_bfloat16_units()
         self.model = build(settings, seed).to(device)
-        self.optimizers = optimizers(self.model, self.half)
-        self.full = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
+        self.optimizers = optimizers(self.model, self.bfloat16)
+        self.full_rates = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         self.body = self.model.model
         if compiled and (device == "cuda" or shutil.which(os.environ.get("CXX", "g++"))):
             self.body = torch.compile(self.body, dynamic=False)
@@ -115,31 +128,31 @@ class Trainer:
             self.model.config._attn_implementation = blocked_attention.NAME
 
     def advance(self) -> float:
-        """One optimizer step; returns the weighted mean loss."""
-        ids, weights, _ = self.lessons.batch(self.step)
-        rows = max(1, self.micro // (ids.shape[1] - 1))
+        """Take an optimizer step and return the weighted mean loss."""
+        ids, weights, _ = self.curriculum.batch(self.step)
+        rows = max(1, self.micro_batch // (ids.shape[1] - 1))
         total, loss_sum = float(weights.sum()), 0.0
         for start in range(0, len(ids), rows):
             part = torch.from_numpy(ids[start : start + rows]).to(self.device)
             weight = torch.from_numpy(weights[start : start + rows]).to(self.device)
-            with torch.autocast(self.device, torch.bfloat16, enabled=self.half):
+            with torch.autocast(self.device, torch.bfloat16, enabled=self.bfloat16):
                 hidden = self.body(input_ids=part[:, :-1], use_cache=False).last_hidden_state
-                hidden = hidden.bfloat16() if self.half else hidden
+                hidden = hidden.bfloat16() if self.bfloat16 else hidden
                 loss = cross_entropy(self.model, hidden, part, weight) / total
             loss.backward()
             loss_sum += float(loss.detach())
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        share = rate(self.step, self.lessons.steps)
-        for optimizer, full in zip(self.optimizers, self.full, strict=True):
-            for group, highest in zip(optimizer.param_groups, full, strict=True):
-                group["lr"] = highest * share
+        factor = rate(self.step, self.curriculum.steps)
+        for optimizer, full_rates in zip(self.optimizers, self.full_rates, strict=True):
+            for group, full_rate in zip(optimizer.param_groups, full_rates, strict=True):
+                group["lr"] = full_rate * factor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         self.step += 1
         return loss_sum
 
     def save(self, file: Path) -> None:
-        """Write a checkpoint; the old one stands until the new one is whole."""
+        """Write a checkpoint, which replaces the last one only when it is complete."""
         state = {
             "step": self.step,
             "model": self.model.state_dict(),
@@ -149,7 +162,7 @@ class Trainer:
         file.with_suffix(".tmp").replace(file)
 
     def load(self, file: Path) -> None:
-        """Continue from a checkpoint."""
+        """Restore model, optimizers and step from a checkpoint."""
         state = torch.load(file, map_location=self.device, weights_only=True)
         self.step = state["step"]
         self.model.load_state_dict(state["model"])
@@ -158,8 +171,8 @@ class Trainer:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m kvq_cli.reference.train", description=__doc__.splitlines()[0])
+    """Parse the command line, prepare the corpus and train."""
+    parser = argparse.ArgumentParser(prog="python -m reference_model.train", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--text", type=Path, nargs="+", required=True, help="plain or .xz text, <|doc|> between documents"
     )
@@ -171,17 +184,17 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--minutes", type=float, default=5.0, help="between checkpoints")
     chosen = parser.parse_args(arguments)
     device = ("cuda" if torch.cuda.is_available() else "cpu") if chosen.device == "auto" else chosen.device
-    tokens, step_tokens, micro = PRESETS[chosen.preset]
-    corpus.prepare(chosen.text, chosen.out / "corpus", curriculum.forms(chosen.seed), say=_say)
-    lessons, held_out = lessons_from(chosen.out / "corpus", chosen.tokens or tokens, step_tokens, chosen.seed)
-    trainer = Trainer(lessons, config(lessons.vocabulary), device, micro, chosen.seed)
-    command = f"python -m kvq_cli.reference.train --text wikipedia_prose.txt.xz --preset {chosen.preset}"
+    tokens, step_tokens, micro_batch = PRESETS[chosen.preset]
+    corpus.prepare(chosen.text, chosen.out / "corpus", task_texts(chosen.seed), log=_log)
+    curriculum, held_out = load_curriculum(chosen.out / "corpus", chosen.tokens or tokens, step_tokens, chosen.seed)
+    trainer = Trainer(curriculum, config(curriculum.vocabulary), device, micro_batch, chosen.seed)
+    command = f"python -m reference_model.train --text wikipedia_prose.txt.xz --preset {chosen.preset}"
     command += f" --tokens {chosen.tokens or tokens} --seed {chosen.seed}"
     run(trainer, chosen.out, held_out, chosen.minutes * 60, {"command": command})
 
 
-def lessons_from(folder: Path, tokens: int, step_tokens: int, seed: int):
-    """The curriculum over a prepared corpus, and the held-out prose as token ids."""
+def load_curriculum(folder: Path, tokens: int, step_tokens: int, seed: int) -> tuple[Curriculum, np.ndarray]:
+    """The curriculum over a prepared corpus, and the second half of the held-out prose as token ids."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -190,82 +203,85 @@ def lessons_from(folder: Path, tokens: int, step_tokens: int, seed: int):
     def encode(text: str) -> list[int]:
         return tokenizer.encode(text, add_special_tokens=False).ids
 
-    lessons = curriculum.Curriculum(
-        plan=curriculum.phases(tokens, step_tokens, size),
+    curriculum = Curriculum(
+        plan=phases(tokens, step_tokens, size),
         tokens=np.load(folder / "tokens.npy", mmap_mode="r"),
         encode=encode,
         decode=tokenizer.decode,
         vocabulary=size,
         seed=seed,
     )
-    held_out = (folder / "held_out.txt").read_text(encoding="utf-8").replace(f"\n{corpus.MARK}\n", "\n\n")
-    return lessons, np.asarray(encode(held_out[len(held_out) // 2 :]))
+    held_out = (folder / "held_out.txt").read_text(encoding="utf-8").replace(f"\n{corpus.DOCUMENT_SEPARATOR}\n", "\n\n")
+    return curriculum, np.asarray(encode(held_out[len(held_out) // 2 :]))
 
 
-def described(lessons: curriculum.Curriculum) -> dict:
-    """What the card says about a plan."""
-    plan = ", ".join(f"{p.name}: {p.tokens / 1e6:.1f}M" for p in lessons.plan)
-    return {"plan": plan, "step_tokens": lessons.plan[-1].step_tokens, "decay": DECAY, "samples": SAMPLES}
+def describe(curriculum: Curriculum) -> dict[str, Any]:
+    """The training plan as the model card prints it."""
+    plan = ", ".join(f"{phase.name}: {phase.tokens / 1e6:.1f}M" for phase in curriculum.plan)
+    return {"plan": plan, "step_tokens": curriculum.plan[-1].step_tokens, "decay": DECAY, "samples": SAMPLES}
 
 
 def run(trainer: Trainer, out: Path, held_out: np.ndarray, seconds: float, recipe: dict) -> None:
-    """Train to the end of the plan: log, checkpoint and export on the way."""
-    checkpoint, lessons = out / "checkpoint.pt", trainer.lessons
+    """Train to the end of the plan. Every `seconds`: checkpoint, evaluate, export and log.
+
+    recipe: recorded with the exported model.
+    """
+    checkpoint, curriculum = out / "checkpoint.pt", trainer.curriculum
     if checkpoint.exists():
         trainer.load(checkpoint)
-        _say(f"continuing at step {trainer.step}")
-    watched = watch_list(lessons, (256, 512, 1024), SAMPLES)
-    kept = time.monotonic()
-    began, first = kept, trainer.step
-    seen = tokens_before(lessons, trainer.step)
+        _log(f"continuing at step {trainer.step}")
+    samples = held_out_samples(curriculum, (256, 512, 1024), SAMPLES)
+    saved = time.monotonic()
+    began, first = saved, trainer.step
+    seen = tokens_before(curriculum, trainer.step)
     start = seen
-    while trainer.step < lessons.steps:
-        phase = lessons.phase(trainer.step)
+    while trainer.step < curriculum.steps:
+        phase = curriculum.phase(trainer.step)
         loss = trainer.advance()
         seen += phase.step_tokens
         now = time.monotonic()
         if trainer.step % 10 == 0 or trainer.step - first < 5:
             speed = (seen - start) / (now - began)
-            total = tokens_before(lessons, lessons.steps)
+            total = tokens_before(curriculum, curriculum.steps)
             left = (total - seen) / speed / 60
-            _say(
-                f"step {trainer.step}/{lessons.steps} {phase.name}: loss {loss:.3f}, {seen / 1e6:.2f}M of "
+            _log(
+                f"step {trainer.step}/{curriculum.steps} {phase.name}: loss {loss:.3f}, {seen / 1e6:.2f}M of "
                 f"{total / 1e6:.1f}M tokens, {speed:.0f} tokens/s, {left:.0f} min left"
             )
-        last = trainer.step == lessons.steps
-        if now - kept > seconds or last:
+        last = trainer.step == curriculum.steps
+        if now - saved > seconds or last:
             trainer.save(checkpoint)
             scores = {"step": trainer.step, "tokens": seen, "phase": phase.name, "loss": round(loss, 4)}
             if phase.alphabet is None:
-                short = [w for w in watched if last or int(w.name.split("@")[1]) <= 2 * _longest(phase)]
-                scores |= evaluate(trainer.model, short, held_out, trainer.device)
+                chosen = [each for each in samples if last or int(each.name.split("@")[1]) <= 2 * _longest(phase)]
+                scores |= evaluate(trainer.model, chosen, held_out, trainer.device)
                 export(
                     trainer.model,
                     out / "corpus" / "tokenizer.json",
                     out / "export",
                     scores,
-                    recipe | described(lessons),
+                    recipe | describe(curriculum),
                 )
             with open(out / "log.jsonl", "a", encoding="utf-8") as log:
                 log.write(json.dumps(scores) + "\n")
-            _say(json.dumps(scores))
-            kept = time.monotonic()
+            _log(json.dumps(scores))
+            saved = time.monotonic()
 
 
-def tokens_before(lessons: curriculum.Curriculum, step: int) -> int:
-    """Tokens that were seen when `step` steps were done."""
+def tokens_before(curriculum: Curriculum, step: int) -> int:
+    """The number of tokens in the first `step` steps."""
     seen = 0
-    for phase in lessons.plan:
+    for phase in curriculum.plan:
         done = min(step, phase.steps)
         seen, step = seen + done * phase.step_tokens, step - done
     return seen
 
 
-def _longest(phase: curriculum.Phase) -> int:
+def _longest(phase: Phase) -> int:
     return max(length for length, _ in phase.lengths)
 
 
-def _say(text: str, end: str = "\n") -> None:
+def _log(text: str, end: str = "\n") -> None:
     print(text, end=end, file=sys.stderr, flush=True)
 
 

@@ -1,6 +1,6 @@
-"""Made-up articles with questions about them, in SQuAD's and HotpotQA's formats, for where no file is given.
+"""Invented articles with questions, in SQuAD's and HotpotQA's formats: the default where no question file is given.
 
-Nothing in them is true anywhere, so that no answer can come from what a model has learnt.
+No model can know the answers from its training, because all facts are invented.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from random import Random
 
 QUESTIONS = 500
-"""As many as RULER draws of each task."""
+"""How many samples RULER draws of each task."""
 _list = str.split
 _HEADS = _list("Bren Cal Dor Eld Fen Gar Hal Kel Lor Mar Nor Or Pel Quin Ros Sel Tor Ul Ver Wex")
 _MIDDLES = _list("a ar e en i in o on u al")
@@ -21,7 +21,7 @@ _GOODS = _list("barley bells boats bricks candles cheese glass honey paper salt 
 
 
 def squad(seed: int, questions: int = QUESTIONS) -> dict:
-    """Articles on made-up towns, five paragraphs each with one question that one of its sentences answers."""
+    """SQuAD-like articles on invented towns, of five paragraphs, each with a question that it answers."""
     rng = Random(f"invented squad {seed}")
     towns, names = _names(rng, _PLACES), _names(rng, _MIDDLES)
     articles = []
@@ -33,22 +33,22 @@ def squad(seed: int, questions: int = QUESTIONS) -> dict:
 
 
 def hotpotqa(seed: int, questions: int = QUESTIONS) -> list[dict]:
-    """Questions that take two documents, among four others: who built it, and where that person was born."""
+    """HotpotQA-like questions that need two of six documents: who built it, and where that person was born."""
     rng = Random(f"invented hotpotqa {seed}")
     towns, people = _names(rng, _PLACES), _names(rng, _MIDDLES)
-    made = []
-    while len(made) < questions:
+    entries = []
+    while len(entries) < questions:
         pairs = [(next(towns), next(people), next(towns), rng.choice(_THINGS)) for _ in range(3)]
         town, _, birthplace, thing = pairs[0]
         context = [document for pair in pairs for document in _two_documents(rng, *pair)]
         rng.shuffle(context)
         question = f"In which town was the person who built the {thing} of {town} born?"
-        made.append({"question": question, "answer": birthplace, "context": context})
-    return made
+        entries.append({"question": question, "answer": birthplace, "context": context})
+    return entries
 
 
 def _town(rng: Random, town: str, names: Iterator[str]) -> list[tuple[str, str, str]]:
-    """Five facts: what the paragraph says, the question, the answer."""
+    """Five facts about a town: paragraph, question and answer of each."""
     founder = f"{rng.choice(_FIRST)} {next(names)}"
     year, people = str(rng.randint(1100, 1899)), f"{rng.randint(2, 99)},{rng.randint(100, 999)}"
     river, goods, thing, trade = next(names), rng.choice(_GOODS), rng.choice(_THINGS), rng.choice(_TRADES)
@@ -85,8 +85,8 @@ def _town(rng: Random, town: str, names: Iterator[str]) -> list[tuple[str, str, 
 
 
 def _paragraph(text: str, question: str, answer: str) -> dict:
-    found = {"text": answer, "answer_start": text.index(answer)}
-    return {"context": text, "qas": [{"question": question, "answers": [found], "is_impossible": False}]}
+    answers = [{"text": answer, "answer_start": text.index(answer)}]
+    return {"context": text, "qas": [{"question": question, "answers": answers, "is_impossible": False}]}
 
 
 def _two_documents(rng: Random, town: str, person: str, birthplace: str, thing: str) -> list[tuple[str, list[str]]]:
@@ -103,7 +103,7 @@ def _two_documents(rng: Random, town: str, person: str, birthplace: str, thing: 
 
 
 def _names(rng: Random, endings: Sequence[str]) -> Iterator[str]:
-    """Made-up proper names without end, each once."""
+    """An endless sequence of distinct invented names."""
     taken = set()
     while True:
         name = rng.choice(_HEADS) + rng.choice(_MIDDLES) + rng.choice("bdfgklmnprstvz") + rng.choice(endings)
