@@ -84,7 +84,10 @@ def _make(output: Output, wanted: Target, model: str, root: Path, store: Path, s
         reason = f"{wanted.drawing}: nothing to run" if wanted.drawing else "run `make gpu`"
         raise UsageError(f"{wanted.id}: {reason}")
     if state(wanted, model, root) == DONE:
-        output.note(f"{wanted.id}: done, {wanted.result(model, root)}")
+        result = wanted.result(model, root)
+        output.note(f"{wanted.id}: done, {result}")
+        if wanted.analyze and not result.with_suffix(".png").exists():
+            output.note(f"{wanted.id}: its figure is not in the repository: `kvq analyze {wanted.analyze}` draws it")
         return True
     try:
         seconds = run_target(wanted, model, _calibrations(wanted, model), output.note, root, store)

@@ -43,17 +43,28 @@ Against = Annotated[
     ),
 ]
 
+Plot = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Draw scores over measured bits: .png, .pdf or .svg."),
+]
+
 
 def results(
     folder: Folder,
     format: Format = "table",
     baseline: Baseline = None,
     against: Against = None,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """Print what an evaluation found, without running it again: means ± standard errors, the best in bold."""
+    """Print the table of a finished evaluation: means ± standard errors, the best in bold."""
     out = Output(as_json=as_json or format == "json")
     methods = _methods(folder)
+    if plot is not None:
+        from kvq_cli.evaluation.plot import plot_comparison
+
+        plot_comparison({"methods": methods}, plot)
+        out.note(f"written: {plot}")
     if baseline is not None and against is not None:
         raise UsageError("--baseline with --against: print one after the other; drop one of the two")
     if baseline is not None:

@@ -17,6 +17,7 @@ from kvq_cli import __version__
 from kvq_cli.benchmarking.kernels.targets import results as gpu_results
 from kvq_cli.errors import KvqError
 from kvq_cli.files import write_json
+from kvq_cli.papers.compact import compact_file
 from kvq_cli.papers.report import write_report
 from kvq_cli.papers.targets import REFERENCE, ROOT, STORE, Target
 from kvq_cli.paths import artifact_folder
@@ -70,6 +71,7 @@ def run_target(
         raise KvqError(f"{target.id}: {target.result(model, root)} was not written")
     if target.eval or target.config:
         write_report(target, model, target.folder(model, root))
+    compact_file(target.result(model, root))
     write_json(target.folder(model, root) / RECORD, {**record, "finished": True})
     return time.monotonic() - started
 
