@@ -1,4 +1,4 @@
-"""Claims are judged by result files alone, and by none that was made with other options."""
+"""Claims are judged by result files, and only by those that were made with the current options."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_claim_on_an_evaluation(result, perplexities, verdict):
     }
 
 
-def test_results_that_are_missing_unfinished_or_of_other_options_are_none(result, tmp_path):
+def test_results_that_are_missing_unfinished_or_made_with_other_options_do_not_count(result, tmp_path):
     assert judge(LOWER, REFERENCE, tmp_path).state == NOT_MEASURED
     document, one = comparison("table-temporalkv-4", [9.0, 5.0]), target("table-temporalkv-4")
     assert state(one, REFERENCE, tmp_path) == TO_DO
@@ -71,7 +71,7 @@ def test_results_that_are_missing_unfinished_or_of_other_options_are_none(result
     assert state(one, REFERENCE, result("table-temporalkv-4", document)) == DONE
 
 
-def test_a_claim_on_what_a_gpu_measured(tmp_path, monkeypatch):
+def test_a_claim_on_measurements_of_a_gpu(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     one = claim('max(gpu("inner grouping\'s time saved, of outer\'s", "llama")) >= 0.22', gpu=True)
     assert judge(one, REFERENCE, tmp_path).state == HARDWARE
@@ -101,14 +101,14 @@ def test_a_claim_on_a_study(result):
     assert of('number("rank", "deep", "b") == 3') == of('study("rank", "W_q")') == NOT_MEASURED
 
 
-def test_every_claim_names_targets_and_reads():
+def test_every_claim_names_targets_and_parses():
     for one in claims():
         assert ast.parse(one.check, mode="eval")
         assert all(name in targets() for name in one.targets), one.claim
         assert one.gpu == any(targets()[name].gpu for name in one.targets), one.claim
 
 
-def test_claims_and_targets_name_studies_that_there_are():
+def test_claims_and_targets_name_existing_studies():
     named = {one.analyze for one in targets().values() if one.analyze}
     for one in claims():
         for call in ast.walk(ast.parse(one.check, mode="eval")):
@@ -117,7 +117,7 @@ def test_claims_and_targets_name_studies_that_there_are():
     assert named <= set(studies())
 
 
-def test_the_page_counts_pairs_that_are_ranked_alike(result):
+def test_the_page_counts_pairs_ranked_alike(result):
     # The paper's order, but XQuant-2bit above KIVI*-2bit: one pair of equal bits in each of the 4 columns.
     name = "table-xquant-b1"
     order = [1.0, 1.2, 1.1, 1.05, 1.5, 1.4, 1.3, 2.0, 2.1, 1.9]
@@ -127,7 +127,7 @@ def test_the_page_counts_pairs_that_are_ranked_alike(result):
     assert pairs == "140" and alike == "136 (97%)" and equal == "28 of 32 (88%)"
 
 
-def test_the_page_has_every_claim_and_none_of_its_numbers_is_typed(result, tmp_path):
+def test_the_page_has_every_claim_and_computes_its_numbers(result, tmp_path):
     root = result("table-temporalkv-4", comparison("table-temporalkv-4", [11.25, 5.5]))
     page = page_text(REFERENCE, root)
     assert all(one.claim in page for one in claims())

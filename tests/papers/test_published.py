@@ -1,4 +1,4 @@
-"""The papers' numbers as data: their form always, their agreement with the papers' texts where these are at hand."""
+"""The published numbers: the form of the CSV files, and, where the papers' texts are available, their correctness."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TEXTS = {"TemporalKV": "temporalkv_thesis", "SQuat": "squat", "InnerQ": "innerq"
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_form_only_of_every_table(paper):
+def test_every_table_is_complete_and_has_no_duplicates(paper):
     """Every table of the papers is there, each number once; whether they are the papers' own is the next test's."""
     found = rows(PAPERS[paper])
     places = [tuple(row[key] for key in ("table", "model", "row", "column")) for row in found]
@@ -31,20 +31,20 @@ def test_form_only_of_every_table(paper):
     assert all(float(row["value"]) >= 0 for row in found)
 
 
-def test_a_number_that_is_not_there_is_named():
+def test_an_unknown_number_is_named_in_the_error():
     assert value("XQuant", "4", "Llama-2-7B", "XQuant-CL-2bit", "Wiki2") == 5.57
     with pytest.raises(KeyError, match="XQuant, table 4: no Llama-2-7B, XQuant-CL-1bit, Wiki2"):
         value("XQuant", "4", "Llama-2-7B", "XQuant-CL-1bit", "Wiki2")
 
 
-def test_sizes_are_of_numbers_that_the_papers_print():
+def test_sizes_refer_to_published_numbers():
     for row in rows("sizes.csv"):
         assert value(row["paper"], row["table"], row["model"], row["row"], row["column"]) > 0
 
 
 @pytest.mark.skipif("KVQ_PAPERS" not in os.environ, reason="KVQ_PAPERS: folder of the papers' texts")
 @pytest.mark.parametrize("paper", PAPERS)
-def test_numbers_stand_in_the_papers(paper):
+def test_numbers_agree_with_the_papers_texts(paper):
     """Numbers of a row and model stand in order within one line of the text, which has the row's name and is near the
     table's caption."""
     text = (Path(os.environ["KVQ_PAPERS"]) / f"{TEXTS[paper]}.txt").read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""A target that was killed ends, run again, in the files of one that was not."""
+"""Running targets: failures, interrupts, and resumption with the same files as an uninterrupted run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_command_that_fails_is_an_error_and_leaves_the_target_unfinished(tmp_p
 
 
 @pytest.mark.slow
-def test_what_a_command_prints_is_kept(tmp_path, monkeypatch):
+def test_the_output_of_a_command_is_the_result(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     one = replace(target("table-temporalkv-13"), run="bits --shapes tiny --method kivi --json")
     run_target(one, REFERENCE, [], lambda text: None)
@@ -40,7 +40,7 @@ def test_what_a_command_prints_is_kept(tmp_path, monkeypatch):
     assert state(replace(one, run="bits --shapes tiny --json"), REFERENCE) == PARTLY
 
 
-def test_results_that_were_cloned_without_their_artifacts_are_done(tmp_path, monkeypatch):
+def test_results_in_a_clone_without_artifacts_count_as_done(tmp_path, monkeypatch):
     """Artifacts with options are not in the repository; with another artifact the results would be others."""
     monkeypatch.chdir(tmp_path)
     one, root = target("table-temporalkv-6"), tmp_path / "results"
@@ -66,7 +66,7 @@ def test_an_interrupt_ends_the_run(monkeypatch):
 
 
 @pytest.mark.slow
-def test_killed_and_run_again_is_as_run_once(tmp_path):
+def test_a_killed_run_resumes_to_the_same_files(tmp_path):
     def start(root):
         words = ["reproduce", "table-innerq-2", "--options", f"--task perplexity {TINY}"]
         words += ["--out", root / "results", "--store", root / "store"]

@@ -1,4 +1,4 @@
-"""Published tables beside ours: which rows are which methods, and how far both rank them alike."""
+"""Published tables next to measured ones: which rows are which methods, and how many pairs are ranked alike."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_lower_is_better_in_tables_of_perplexity():
     assert (one.same, one.pairs, one.same_bits) == (2, 3, (1, 1))
 
 
-def test_other_windows_are_the_same_row_and_other_options_are_none():
+def test_a_method_with_other_windows_is_the_same_row_with_other_options_not():
     methods = compared({"a": ("kivi-2bit:sinks=8:recent=32", 0.5), "b": ("squat-2bit:strength=0.01", 0.5)})
     assert side_by_side(target("table-squat-1"), methods, REFERENCE) is None  # KIVI alone
     methods |= compared({"c": ("squat-2bit:sinks=8:recent=32", 0.25)})

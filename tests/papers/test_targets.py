@@ -1,4 +1,4 @@
-"""The targets name what there is: rows and columns of the papers' tables, methods, studies."""
+"""The targets name existing rows and columns of the papers' tables, methods and studies."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_every_method_fits_the_model(model, shape):
                 method.plan(0, known_shape(shape, "--shapes").model_shape(), {})  # UsageError where it does not
 
 
-def test_commands_are_of_the_size_of_the_model(tmp_path):
+def test_commands_have_the_sizes_of_the_model(tmp_path):
     one = target("table-temporalkv-6")
     here, there = (shlex.join(one.command(model)) for model in (REFERENCE, SOME_MODEL))
     assert "--dataset" not in here and "--model" not in here
@@ -75,5 +75,5 @@ def test_the_list(kvq):
         (["table-9"], "no target 'table-9': `kvq reproduce` lists them"),
     ],
 )
-def test_requests_that_would_do_something_else(fails, words, says):
+def test_invalid_requests_are_refused(fails, words, says):
     fails("reproduce", *words, code=2, says=says)

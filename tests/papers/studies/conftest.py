@@ -1,4 +1,4 @@
-"""Subjects of studies that need no text: random models of known shapes and token ids."""
+"""Inputs of studies that need no text: random models of known shapes, and token ids."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""What studies are shown of a forward pass is what the model computes."""
+"""The hooks receive exactly the numbers that the model computes."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def queries_seen(model, pre_rope: bool) -> list:
     return [found[layer] for layer in range(len(found))]
 
 
-def test_queries_and_keys_give_the_models_own_attention(model):
+def test_queries_and_keys_give_the_models_attention_weights(model):
     model.set_attn_implementation("eager")
     weights = model(IDS[None], output_attentions=True).attentions
     seen = queries_seen(model, pre_rope=False)
@@ -51,7 +51,7 @@ def test_before_rope_differs_by_the_rotation_alone(model):
         assert not torch.equal(before[0], after[0]) and not torch.equal(before[2], after[2])
 
 
-def test_inputs_make_the_keys_and_values_that_come_with_them(model):
+def test_inputs_project_to_the_keys_and_values_given_with_them(model):
     seen = {}
     watch_inputs(model, iter_attention(model), IDS, lambda layer, kind, x: seen.setdefault((layer, kind), x))
     assert len(seen) == 9 and all(x.shape[0] == len(IDS) for x in seen.values())
@@ -63,7 +63,7 @@ def test_inputs_make_the_keys_and_values_that_come_with_them(model):
         torch.testing.assert_close(keys[0].transpose(0, 1).flatten(1), seen[layer, "k"])
 
 
-def test_the_model_is_left_as_it_was(model):
+def test_the_model_is_unchanged_afterwards(model):
     before = model(IDS[None]).logits
     implementation = model.config._attn_implementation
     queries_seen(model, True)

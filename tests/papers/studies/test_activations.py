@@ -1,4 +1,4 @@
-"""Captured keys and values: the model's own, layer by layer."""
+"""Captured keys and values against the model's cache and the slope of its loss."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ def loaded():
     return load_model(dtype="float32")
 
 
-def test_keys_turned_by_rope_and_values_are_what_the_model_caches(loaded):
+def test_rotated_keys_and_values_equal_the_models_cache(loaded):
     windows = torch.randint(5, 4000, (2, 24), generator=torch.Generator().manual_seed(0))
     shown = []
     with torch.no_grad():
@@ -29,7 +29,7 @@ def test_keys_turned_by_rope_and_values_are_what_the_model_caches(loaded):
     assert shown == [("capture", done, 2) for done in range(3)]
 
 
-def test_gradients_say_how_the_loss_changes(loaded):
+def test_gradients_equal_the_slope_of_the_loss(loaded):
     tokens = torch.randint(5, 4000, (1, 12), generator=torch.Generator().manual_seed(1))
     layer, skip = 4, 3
     with captured(loaded, tokens, lambda *_: None, gradients=True, skip=skip) as activations:
@@ -59,7 +59,7 @@ def test_windows_must_have_tokens_after_the_first(loaded, skip):
         pass
 
 
-def test_a_store_gives_back_what_was_appended():
+def test_a_store_returns_the_appended_tensors():
     numbers = torch.randn(3, 5, 2).to(torch.bfloat16)
     with temporary_store() as store:
         for window in numbers:
@@ -70,7 +70,7 @@ def test_a_store_gives_back_what_was_appended():
             store.append("a", numbers[0].float())
 
 
-def test_layers_are_spread_from_the_first_to_the_last():
+def test_layers_are_evenly_spread():
     assert spread(32, 5) == [0, 8, 16, 23, 31]
     assert spread(8, 1) == [4]
     assert spread(3, 5) == [0, 1, 2]

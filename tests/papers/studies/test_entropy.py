@@ -20,7 +20,7 @@ def test_entropy_of_known_distributions():
     assert joint_entropy(pairs, 4).tolist() == pytest.approx([2, 4])  # one says the other; neither does
 
 
-def test_each_channel_has_bins_from_its_least_to_its_largest_number():
+def test_bins_of_a_channel_span_its_minimum_to_its_maximum():
     x = torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0], [-1.0, -0.9, 0.0, 0.9, 1.0], [7.0] * 5])[:, None]
     assert binned(x, 4)[:, 0].tolist() == [[0, 1, 2, 3, 3], [0, 0, 2, 3, 3], [0] * 5]
 
@@ -33,7 +33,7 @@ def test_blocks_are_of_adjacent_channels_or_of_adjacent_tokens():
     assert blocks[1].T.tolist() == [[8, 9, 10], [9, 10, 11], [12, 13, 14], [13, 14, 15]]
 
 
-def test_coupling_gains_the_mutual_information_of_gaussians():
+def test_the_gain_of_coupling_gaussians_is_their_mutual_information():
     correlation = 0.8
     noise = torch.randn(4, 8, 20_000, generator=torch.Generator().manual_seed(0))
     x = noise.clone()
@@ -46,7 +46,7 @@ def test_coupling_gains_the_mutual_information_of_gaussians():
     assert found["channel"][0] == found["temporal"][0] == found["independent"][0]
 
 
-def test_shuffled_numbers_show_how_far_few_samples_are_off():
+def test_shuffled_numbers_show_the_bias_of_few_samples():
     codes = torch.randint(0, 16, (8, 1, 500), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
     found = entropies(codes, 16, 4, seed=0)
     assert found["channel"][0] == pytest.approx(4, abs=0.05)
@@ -54,7 +54,7 @@ def test_shuffled_numbers_show_how_far_few_samples_are_off():
     assert found["independent"][3] == pytest.approx(found["channel"][3], abs=0.02)
 
 
-def test_shuffling_keeps_the_numbers_of_each_place():
+def test_shuffling_keeps_the_numbers_of_each_position():
     codes = torch.randint(0, 9, (3, 2, 50), generator=torch.Generator().manual_seed(0))
     apart = independent(codes, seed=1)
     assert torch.equal(apart.sort(-1).values, codes.sort(-1).values)
@@ -77,5 +77,5 @@ def test_the_command_gives_every_layer(kvq, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["coupled=1", "bins=1", "bins=4096", "skip=-1"])
-def test_what_cannot_be_counted_is_refused(fails, option):
+def test_invalid_options_are_refused(fails, option):
     fails("analyze", "entropy", "--set", option, code=2, says="study entropy")

@@ -28,7 +28,7 @@ def errors_of(loaded, windows: torch.Tensor, chunk: int) -> dict:
 
 
 @pytest.mark.parametrize("chunk", [2, 4])
-def test_numbers_that_repeat_from_token_to_token_or_channel_to_channel(loaded, chunk):
+def test_numbers_that_repeat_along_tokens_or_channels(loaded, chunk):
     heads, dim = loaded.shape.kv_heads, loaded.shape.head_dim
     levels = torch.randint(0, 32, (4, 512, heads, dim), generator=torch.Generator().manual_seed(0)) / 8.0
     still = levels[:, ::chunk].repeat_interleave(chunk, dim=1)  # chunks of tokens take 32 values, all in the codebook
@@ -42,7 +42,7 @@ def test_numbers_that_repeat_from_token_to_token_or_channel_to_channel(loaded, c
     assert errors_of(loaded, still, chunk)["adjacent_token_correlation"] == pytest.approx(1, abs=1e-3)
 
 
-def test_channels_come_in_runs_of_the_widest_chunk():
+def test_chosen_channels_form_runs_of_the_widest_chunk():
     assert some_channels(64, 16).tolist() == [*range(8), *range(56, 64)]
     assert some_channels(64, None).tolist() == some_channels(64, 64).tolist() == list(range(64))
     assert some_channels(16, 8).tolist() == list(range(8, 16))
@@ -85,5 +85,5 @@ def test_the_command_gives_every_layer_and_head(kvq, tmp_path):
         (["--set", "points=9"], "points 256"),
     ],
 )
-def test_what_cannot_be_clustered_is_refused(fails, words, says):
+def test_too_little_text_and_invalid_options_are_refused(fails, words, says):
     fails("analyze", "error", *words, code=2, says=says)

@@ -50,7 +50,7 @@ def _along(channel: int):
     return before
 
 
-def test_the_outlier_channel_is_found_and_predicted(data):
+def test_a_known_outlier_channel_is_identified_and_predicted(data):
     found = Latents().run(data, lambda *_: None)
     for _, of_x, of_k, _, largest, cosine, own in found.rows:
         assert largest == 0 and own == 0
@@ -59,7 +59,7 @@ def test_the_outlier_channel_is_found_and_predicted(data):
     assert set(found.numbers["hits"].values()) == {1.0}
 
 
-def test_figures_follow_from_the_first_singular_direction(study_input):
+def test_results_follow_from_the_first_singular_direction(study_input):
     windows = torch.randint(0, 256, (1, 30), generator=torch.Generator().manual_seed(1))
     data = study_input("tiny", windows)
     sites, seen = iter_attention(data.loaded.model), []

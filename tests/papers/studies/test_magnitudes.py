@@ -1,4 +1,4 @@
-"""Which of channel and token explains magnitudes; pictures before and after RoPE."""
+"""Variance of magnitudes that channels and tokens explain, before and after RoPE."""
 
 import json
 
@@ -17,7 +17,7 @@ def test_shares_of_known_magnitudes():
     assert shares(torch.ones(3, 3)) == (0, 0)
 
 
-def test_rope_turns_pairs_of_channels_and_keeps_their_length(kvq, tmp_path):
+def test_rope_rotates_pairs_of_channels_and_keeps_their_norm(kvq, tmp_path):
     words = ["--samples", 1, "--seqlen", 40, "--set", "layers=2", "--set", "tokens=20", "--set", "skip=3"]
     assert kvq("analyze", "magnitudes", *words, "--out", tmp_path, "--quiet").exit_code == 0
     document = json.loads((tmp_path / "magnitudes.json").read_text())
@@ -34,5 +34,5 @@ def test_rope_turns_pairs_of_channels_and_keeps_their_length(kvq, tmp_path):
     assert (tmp_path / "magnitudes.png").stat().st_size > 20_000
 
 
-def test_a_head_that_is_not_there_is_refused(fails):
+def test_an_unknown_head_is_refused(fails):
     fails("analyze", "magnitudes", "--set", "head=2", code=2, says="2 kv heads")

@@ -1,4 +1,4 @@
-"""Rates of outliers by thresholds of another text."""
+"""Outlier rates with thresholds of another text."""
 
 import json
 import math
@@ -15,7 +15,7 @@ def test_rate_of_known_numbers():
     assert outlier_rate(x, torch.tensor([[2.0, 1.0]]), torch.tensor([[9.0, 8.0]])) == pytest.approx(4 / 12)
 
 
-def test_wider_numbers_have_more_outliers():
+def test_numbers_of_larger_variance_have_more_outliers():
     x = torch.randn(8, 4000, 2, 3, generator=torch.Generator().manual_seed(0))
     limits = thresholds(x, 0.01)
     assert outlier_rate(x, *limits) == pytest.approx(0.01, rel=0.01)
@@ -39,5 +39,5 @@ def test_the_command_measures_each_text_by_the_thresholds_of_the_first(kvq, tmp_
 
 
 @pytest.mark.parametrize("option", ["fraction=0", "fraction=1", "skip=-1", "others="])
-def test_what_cannot_be_measured_is_refused(fails, option):
+def test_invalid_options_are_refused(fails, option):
     fails("analyze", "outliers", "--set", option, code=2, says="study outliers")

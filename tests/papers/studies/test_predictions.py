@@ -1,4 +1,4 @@
-"""What methods do to predictions, against a decode token by token and distributions in float64."""
+"""Divergence of predictions, against token-by-token decoding and distributions in float64."""
 
 import math
 
@@ -41,7 +41,7 @@ def stepwise(model, method, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_as_if_the_second_half_were_decoded_token_by_token(data, found, name):
+def test_predictions_equal_token_by_token_decoding(data, found, name):
     kl, nll, agreeing = 0.0, 0.0, 0
     for tokens in WINDOWS:
         p = data.loaded.model(tokens[None]).logits[0, 60:-1].double().softmax(-1)

@@ -31,13 +31,13 @@ def test_product_codes_are_those_of_the_pieces():
     assert mean_squared_error(quantizer, points) == pytest.approx((0.01 + 0.25 + 0.04 + 1) / 4)
 
 
-def test_nothing_is_lost_where_there_are_no_more_vectors_than_centroids(points):
+def test_no_error_with_as_many_centroids_as_vectors(points):
     few = points[:, :16].repeat(1, 20, 1)
     for cls in (ProductQuantizer, ResidualQuantizer):
         assert mean_squared_error(cls.fit(few, 2, 16, 50, 0), few) < 1e-10
 
 
-def test_sums_and_pieces_are_found_where_numbers_are_made_of_them(points):
+def test_quantizers_recover_sums_and_pieces_of_centroids(points):
     grid = torch.cartesian_prod(torch.arange(4.0), torch.arange(4.0))[None].repeat(1, 30, 1)
     assert mean_squared_error(ProductQuantizer.fit(grid, 2, 4, 50, 0), grid) < 1e-10  # 4 values in each piece
     sums = torch.cartesian_prod(torch.tensor([-100.0, 0.0, 100.0]), torch.tensor([-1.0, 0.0, 1.0])).sum(1)

@@ -24,7 +24,7 @@ def test_deviation_from_axes():
     torch.testing.assert_close(found, torch.tensor([1, (0.8 + 1) / 2, (0 + 1) / 2, 0], dtype=torch.float64))
 
 
-def test_queries_of_two_dimensions_do_not_deviate_from_these():
+def test_queries_in_a_plane_do_not_deviate_from_it():
     queries = noise(2, 50, 2) @ noise(2, 2, 8)  # each kv head has a plane of its own
     found = deviations(queries, directions(queries))
     assert found[1] > 0.05 and found[2:].max() < 1e-6
@@ -38,7 +38,7 @@ def test_directions_are_right_singular_vectors():
     torch.testing.assert_close(dots, torch.ones_like(dots))
 
 
-def test_queries_of_the_heads_that_share_a_kv_head_lie_together():
+def test_queries_are_grouped_by_kv_head():
     queries = noise(1, 6, 5, 4)
     grouped = by_kv_head(queries, 2)
     assert grouped.shape == (2, 15, 4)
@@ -74,7 +74,7 @@ def two_bit(keys: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("pre_rope", [True, False])
-def test_errors_of_scores_against_a_loop(monkeypatch, pre_rope):
+def test_score_errors_against_a_loop(monkeypatch, pre_rope):
     """Of both layers of a model with grouped heads and a sliding window."""
     group, prompt, total = 8, 40, 53
     loaded, ids = mistral(), torch.randint(0, 97, (9, total), generator=torch.Generator().manual_seed(1))
@@ -121,7 +121,7 @@ def _rotation(model, layer: int):
     return iter_attention(model)[layer].rotation
 
 
-def test_without_strength_both_methods_are_the_same(kvq, tmp_path):
+def test_squat_without_strength_equals_kivi(kvq, tmp_path):
     options = ["--samples", 1, "--seqlen", 96, "--set", "response=24", "--set", "strength=0"]
     result = kvq("analyze", "queries", *options, "--out", tmp_path, "--json")
     assert result.exit_code == 0, result.output

@@ -41,14 +41,14 @@ def test_gqa_reads_two_latents_where_the_printed_equation_has_one():
     assert counted.cached == plain(shape, 2).cached  # as much as quantized keys and values
 
 
-def test_the_cross_layer_variant_does_the_work_of_section_3_4():
+def test_xquant_cl_counts_the_work_of_section_3_4():
     mha, gqa = SHAPES["llama-2-7b"], SHAPES["llama-3.1-8b"]
     assert xquant_cl(mha, 2, 4).work == 4 * 4096**2 + 2 * 4096
     assert xquant_cl(gqa, 2, 4).work == 8 * 4096 * 1024 + 2 * 4096
     assert xquant_cl(gqa, 2, 4).cached - xquant(gqa, 2).cached == 2 * 4 / 8 * 4096
 
 
-def test_time_turns_from_memory_to_arithmetic_at_the_limit():
+def test_time_becomes_compute_bound_at_the_limit():
     gpu, load = Gpu(1e12, 1e10), Load(work=1e6, cached=100, weights=1e9)
     limit = load.limit(gpu.ridge)
     below, at, above = load.seconds(np.array([limit / 2, limit, 2 * limit]), gpu)
@@ -58,7 +58,7 @@ def test_time_turns_from_memory_to_arithmetic_at_the_limit():
     assert Load(work=100, cached=10, weights=1e9).limit(gpu.ridge) == float("inf")
 
 
-def test_any_gpu_by_its_two_numbers():
+def test_a_gpu_given_by_its_two_numbers():
     own = Roofline(teraflops=756.0, bandwidth=2.0, gpu="none of them")
     assert own.device.ridge == Roofline().device.ridge == H100
     assert Roofline(gpu="h200", bandwidth=2.4).device.ridge == pytest.approx(989 / 2.4)
@@ -79,7 +79,7 @@ def test_the_command_needs_no_model(kvq, tmp_path):
     assert (tmp_path / "roofline.png").stat().st_size > 5000
 
 
-def test_measured_times_stand_beside_the_estimates(tmp_path):
+def test_measured_times_are_drawn_beside_the_estimates(tmp_path):
     rows = [
         {"operation": "rematerialize", "case": "xquant-2bit", "batch": 8, "context": 4096, "us": {"p50": 321.0}},
         {

@@ -1,4 +1,4 @@
-"""Likeness from layer to layer of known vectors, and of the built-in model's."""
+"""Similarity between layers, of known vectors and of the built-in model's."""
 
 import json
 
@@ -34,7 +34,7 @@ def test_the_command_compares_all_adjacent_layers(kvq, tmp_path):
     assert (tmp_path / "similarity.png").stat().st_size > 5000
 
 
-def test_figures_are_means_over_windows(study_input):
+def test_results_are_means_over_windows(study_input):
     windows = torch.randint(0, 256, (3, 24), generator=torch.Generator().manual_seed(0))
     single = [Similarity().run(study_input("tiny", one[None]), lambda *_: None).numbers for one in windows]
     together = Similarity().run(study_input("tiny", windows), lambda *_: None).numbers

@@ -23,7 +23,7 @@ def test_summary_of_known_weights():
     assert summary(torch.tensor([1.0, 0.0, 0.0]), first=1)["ratio"] is None
 
 
-def test_the_command_draws_a_layer_and_sums_up_all(kvq, tmp_path):
+def test_the_command_draws_a_layer_and_summarizes_all(kvq, tmp_path):
     words = ["--samples", 2, "--seqlen", 40, "--set", "first=4", "--set", "layer=6"]
     assert kvq("analyze", "sinks", *words, "--out", tmp_path, "--quiet").exit_code == 0
     document = json.loads((tmp_path / "sinks.json").read_text(), parse_constant=pytest.fail)
@@ -39,5 +39,5 @@ def test_the_command_draws_a_layer_and_sums_up_all(kvq, tmp_path):
 
 
 @pytest.mark.parametrize("option", ["first=0", "first=39", "layer=8", "layer=-1"])
-def test_what_is_not_there_is_refused(fails, option):
+def test_unknown_layers_and_invalid_counts_are_refused(fails, option):
     fails("analyze", "sinks", "--samples", 1, "--seqlen", 40, "--set", option, code=2, says="study sinks")

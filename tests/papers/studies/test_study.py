@@ -1,4 +1,4 @@
-"""What all studies have in common: `kvq analyze`."""
+"""`kvq analyze`: what holds for all studies."""
 
 import json
 
@@ -15,7 +15,7 @@ def run(*words):
     return CliRunner().invoke(app, ["analyze", *map(str, words)])
 
 
-def test_a_study_writes_its_numbers_and_picture(tmp_path):
+def test_a_study_writes_its_numbers_and_figure(tmp_path):
     result = run("rank", "--out", tmp_path, "--json")
     document = json.loads(result.stdout)
     assert document == json.loads((tmp_path / "rank.json").read_text())
@@ -23,7 +23,7 @@ def test_a_study_writes_its_numbers_and_picture(tmp_path):
     assert (tmp_path / "rank.png").stat().st_size > 5000
 
 
-def test_without_a_name_all_are_listed():
+def test_without_a_name_all_studies_are_listed():
     listed = json.loads(run("--json").stdout)
     assert [one["name"] for one in listed] == list(studies())
     assert all(one["source"] and one["summary"].endswith(".") for one in listed)

@@ -1,4 +1,4 @@
-"""Sweeps over the windows of exact tokens, and SQuat's grid."""
+"""Sweeps over the full-precision windows, and SQuat's grid."""
 
 import json
 
@@ -24,7 +24,7 @@ def test_sweeps_of_the_defaults():
     assert Windows(sinks=(0, 200)).sweeps()["split"] == [(0, 128)]
 
 
-def test_each_point_is_its_methods_divergence(study_input):
+def test_each_point_is_the_divergence_of_its_method(study_input):
     data = study_input("tiny", TEXT)
     found = Windows(sinks=(0, 8), recent=(0, 16), at_sinks=8, at_recent=16).run(data, lambda *_: None)
     wanted = {
@@ -71,7 +71,7 @@ def test_windows_longer_than_half_a_text_are_refused(study_input):
         Windows().run(study_input("tiny", TEXT), lambda *_: None)
 
 
-def test_the_grid_has_kivi_at_strength_0(study_input):
+def test_strength_0_equals_kivi(study_input):
     study = Ablation(ranks=(2, 4), strengths=(0.0, 0.01))
     numbers = study.run(study_input("tiny", TEXT), lambda *_: None).numbers
     assert [line[0] for line in numbers["kl"]] == [numbers["kivi"]["kl"]] * 2
