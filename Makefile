@@ -58,7 +58,7 @@ test-fast: .venv/.installed  ## Run the tests that take no longer than a few sec
 	@$(PYTEST) -m "not slow" tests
 
 lint: .venv/.installed  ## Check the code with ruff.
-	@$(BIN)/ruff check kvq_cli kernels tests
+	@$(BIN)/ruff check kvq_cli kernels tests tools
 
 artifacts: $(ARTIFACTS:%=artifacts/reference/%/config.json)  ## Calibrate the artifacts of the built-in model.
 
@@ -95,10 +95,9 @@ compare: compare-fair compare-paper  ## Compare all methods at 4, 3, 2 and 1 bit
 	@{ cat docs/comparison-head.md
 	for windows in fair paper; do
 	test $$windows = fair && echo "## Equal windows" || echo "## Each paper's own windows"
-	cp $(COMPARED)-$$windows/plot.png docs/comparison-$$windows.png
 	echo; echo "![scores over measured bits](comparison-$$windows.png)"; echo
 	cat $(COMPARED)-$$windows/claims.md; echo
-	$(KVQ) results $(COMPARED)-$$windows --format markdown; echo
+	$(KVQ) results $(COMPARED)-$$windows --format markdown --plot docs/comparison-$$windows.png; echo
 	done; } > docs/COMPARISON.md
 	echo "written: docs/COMPARISON.md"
 

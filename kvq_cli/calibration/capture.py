@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kvq_cli.attention.taps import AttentionSite, Tap, decoder_of
+from kvq_cli.calibration import blocked_attention
 from kvq_cli.errors import KvqError
-from kvq_cli.reference import blocked_attention
 
 #: Receives what was captured: layer, "k" or "v", "x" (activations) or "g" (gradients), `[tokens, kv_heads, head_dim]`.
 Sink = Callable[[int, str, str, Tensor], None]

@@ -1,15 +1,18 @@
-"""`kvq analyze`: the papers' studies, each a table, a picture and its numbers."""
+"""`kvq analyze`: runs one of the papers' studies and writes its table, numbers and figure."""
 
 from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.output import Output
+
+if TYPE_CHECKING:
+    from kvq_cli.papers.studies.study import Findings, Study, StudyInput
 
 Name = Annotated[str | None, typer.Argument(metavar="NAME", help="The study; without it, all are listed.")]
 Dataset = Annotated[str, typer.Option("--dataset", metavar="NAME", help="Text to study; see `kvq calibrate`.")]
@@ -37,43 +40,43 @@ def analyze(
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Do one of the papers' studies: prints its table, writes its numbers (JSON) and picture (PNG)."""
+    """Run one of the papers' studies: print its table, write its numbers (JSON) and figure (PNG)."""
     out = Output(as_json=as_json, quiet=quiet)
-    from kvq_cli.analysis.study import Subject, build
     from kvq_cli.files import check_writable, write_json
+    from kvq_cli.papers.studies.study import StudyInput, build
 
     if name is None:
         return _list(out)
     study = build(name, opt.method_options(set_))
-    subject = None
-    if study.subject:
+    data = None
+    if study.needs_model:
         from kvq_cli.models import load_model
 
         loaded = load_model(model, device, dtype)
         length = seqlen or loaded.usual_length(_USUAL)
-        subject = Subject(loaded, dataset, samples or study.samples, length, seed)
+        data = StudyInput(loaded, dataset, samples or study.samples, length, seed)
     check_writable(out_dir)
-    with out.phases() as show:
-        found = study.run(subject, show)
-    document = _about(study, subject) | {
-        "columns": list(found.columns),
-        "rows": [list(row) for row in found.rows],
-        "numbers": found.numbers,
-        "notes": list(found.notes),
+    with out.phases() as progress:
+        findings = study.run(data, progress)
+    document = _about(study, data) | {
+        "columns": list(findings.columns),
+        "rows": [list(row) for row in findings.rows],
+        "numbers": findings.numbers,
+        "notes": list(findings.notes),
     }
     write_json(out_dir / f"{name}.json", document)
-    _draw(found, f"{name}: {study.source}", out_dir / f"{name}.png")
-    out.table(found.columns, found.rows, title=f"{name}: {study.source}")
-    for note in found.notes:
+    _draw(findings, f"{name}: {study.source}", out_dir / f"{name}.png")
+    out.table(findings.columns, findings.rows, title=f"{name}: {study.source}")
+    for note in findings.notes:
         out.text(note)
     out.note(f"written: {out_dir / name}.json and {out_dir / name}.png")
     out.result(document)
 
 
 def _list(out: Output) -> None:
-    from kvq_cli.analysis.study import studies
+    from kvq_cli.papers.studies.study import studies
 
-    found = [
+    listed = [
         {
             "name": name,
             "source": cls.source,
@@ -83,31 +86,37 @@ def _list(out: Output) -> None:
         for name, cls in studies().items()
     ]
     rows = [
-        [one["name"], one["source"], one["summary"], " ".join(f"{k}={_said(v)}" for k, v in one["options"].items())]
-        for one in found
+        [
+            each["name"],
+            each["source"],
+            each["summary"],
+            " ".join(f"{k}={_typed(v)}" for k, v in each["options"].items()),
+        ]
+        for each in listed
     ]
     out.table(["study", "source", "what it shows", "options (--set)"], rows)
-    out.result(found)
+    out.result(listed)
 
 
-def _said(value: object) -> object:
-    """An option's value in the form in which it would be typed."""
+def _typed(value: object) -> object:
+    """An option's value as a user types it."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else value
 
 
-def _about(study, subject) -> dict:
-    about = {"study": study.name, "source": study.source, "options": dataclasses.asdict(study)}
-    if subject is not None:
-        about["model"] = subject.loaded.name
-        about |= {key: getattr(subject, key) for key in ("dataset", "samples", "seqlen", "seed")}
-        about["dtype"] = str(subject.loaded.model.dtype).removeprefix("torch.")
+def _about(study: Study, data: StudyInput | None) -> dict[str, Any]:
+    """The part of the result that says what was studied: the study's options, the model and the text."""
+    about: dict[str, Any] = {"study": study.name, "source": study.source, "options": dataclasses.asdict(study)}
+    if data is not None:
+        about["model"] = data.loaded.name
+        about |= {key: getattr(data, key) for key in ("dataset", "samples", "seqlen", "seed")}
+        about["dtype"] = str(data.loaded.model.dtype).removeprefix("torch.")
     return about
 
 
-def _draw(found, title: str, path: Path) -> None:
+def _draw(findings: Findings, title: str, path: Path) -> None:
     from kvq_cli.pictures import new_figure, save
 
-    figure = new_figure(*found.size, layout="constrained")
-    found.draw(figure)
+    figure = new_figure(*findings.size, layout="constrained")
+    findings.draw(figure)
     figure.suptitle(title)
     save(figure, path)

@@ -70,16 +70,16 @@ def _by_part(report: CacheReport) -> str:
 
 
 def _papers(out: Output) -> None:
-    from kvq_cli.benchmarking.published import compare_sizes
+    from kvq_cli.papers.sizes import compare_sizes
 
-    found = compare_sizes()
+    sizes = compare_sizes()
     columns = ["paper", "table", "row", "method", "shape", "figure", "published", "kvq", "difference"]
     columns.append("kvq's bits by part")
     rows = [
-        [one[key] for key in (*columns[:6], "published")]
-        + [round(one["counted"], 3)]
-        + [f"{100 * (one['counted'] / one['published'] - 1):+.1f} %", _by_part(one["report"])]
-        for one in found
+        [size[key] for key in (*columns[:6], "published")]
+        + [round(size["counted"], 3)]
+        + [f"{100 * (size['counted'] / size['published'] - 1):+.1f} %", _by_part(size["report"])]
+        for size in sizes
     ]
     out.table(columns, rows)
-    out.result([{key: value for key, value in one.items() if key != "report"} for one in found])
+    out.result([{key: value for key, value in size.items() if key != "report"} for size in sizes])

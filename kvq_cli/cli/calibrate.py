@@ -11,7 +11,7 @@ import typer
 
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.output import Output, human_bytes
-from kvq_cli.places import artifact_folder
+from kvq_cli.paths import artifact_folder
 
 _data = partial(typer.Option, rich_help_panel="Calibration")
 

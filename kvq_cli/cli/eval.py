@@ -208,7 +208,7 @@ class Files:
     def folder(self, model: str) -> Path:
         """The folder of results; KvqError or UsageError where something cannot be written."""
         from kvq_cli.files import check_writable
-        from kvq_cli.places import short_name
+        from kvq_cli.paths import short_name
 
         folder = self.out or Path("results") / short_name(model)
         check_writable(folder)

@@ -1,4 +1,4 @@
-"""`kvq reproduce`: the tables and figures of the papers, one by one or all that this machine can do."""
+"""`kvq reproduce`: makes tables and figures of the papers, by name or all that need no GPU."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kvq_cli.cli.output import Output
 from kvq_cli.errors import KvqError, UsageError
 
 if TYPE_CHECKING:
-    from kvq_cli.reproduction.targets import Target
+    from kvq_cli.papers.targets import Target
 
 Names = Annotated[
-    list[str] | None, typer.Argument(metavar="NAME...", help="Like table-temporalkv-6; none: all listed.")
+    list[str] | None, typer.Argument(metavar="NAME...", help="Like table-temporalkv-6; without a name all are listed.")
 ]
 Everything = Annotated[bool, typer.Option("--all", help="All that need no GPU and no other model.")]
-Fast = Annotated[bool, typer.Option("--fast", help="With --all: those alone that take little time.")]
+Fast = Annotated[bool, typer.Option("--fast", help="With --all: only those that take little time.")]
 Options = Annotated[
     str, typer.Option("--options", metavar="TEXT", help='More options of its command: "--device cuda --limit 50".')
 ]
 Page = Annotated[Path | None, typer.Option("--page", metavar="FILE", help="Write the page of the papers' claims.")]
-Root = Annotated[Path, typer.Option("--out", metavar="DIR", help="Where results go, in a folder per model.")]
+Root = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of the results, with a folder per model.")]
 Store = Annotated[Path, typer.Option("--store", metavar="DIR", help="Finished samples, shared by all targets.")]
 
 
@@ -41,16 +41,16 @@ def reproduce(
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Make tables and figures of the papers on the built-in model, or on theirs with --model; goes on where it stopped.
+    """Make tables and figures of the papers on the built-in model, or on the papers' models with --model.
 
-    Without a name: list them all with what each needs and how far it is.
+    An interrupted run continues where it stopped. Without a name: list all of them, what each needs and its state.
     """
     output = Output(as_json=as_json, quiet=quiet)
-    from kvq_cli.reproduction.targets import target, targets
+    from kvq_cli.papers.targets import target, targets
 
     if page is not None:
         from kvq_cli.files import write_text
-        from kvq_cli.reproduction.page import page_text
+        from kvq_cli.papers.page import page_text
 
         write_text(page, page_text(model, out), "--page")
         output.note(f"written: {page}")
@@ -66,74 +66,81 @@ def reproduce(
     if not names and not everything:
         return _list(output, model, out)
     wanted = [target(name) for name in names or []] or [
-        one for one in targets().values() if one.runs and not one.extra and (one.fast or not fast)
+        each for each in targets().values() if each.runs and not each.extra and (each.fast or not fast)
     ]
-    if options and (fixed := [one.id for one in wanted if one.run and not everything]):
+    if options and (fixed := [each.id for each in wanted if each.run and not everything]):
         raise UsageError(f"--options: {', '.join(fixed)} takes none")
-    wanted = [replace(one, options=f"{one.options} {options}".strip()) for one in wanted]
-    failed = [one.id for one in wanted if not _make(output, one, model, out, store, stop=not everything)]
+    wanted = [replace(each, options=f"{each.options} {options}".strip()) for each in wanted]
+    failed = [each.id for each in wanted if not _make(output, each, model, out, store, stop=not everything)]
     if failed:
         raise KvqError(f"not done: {', '.join(failed)}")
 
 
-def _make(output: Output, one: Target, model: str, root: Path, store: Path, stop: bool) -> bool:
-    """Run a target unless it is done; whether it is done then. stop: a failure ends the command."""
-    from kvq_cli.reproduction.run import DONE, run_target, state
+def _make(output: Output, wanted: Target, model: str, root: Path, store: Path, stop: bool) -> bool:
+    """Run a target unless it is finished; returns whether it is finished now. stop: let a failure end the command."""
+    from kvq_cli.papers.run import DONE, run_target, state
 
-    if not one.runs:
-        raise UsageError(f"{one.id}: " + (f"{one.drawing}: nothing to run" if one.drawing else "run `make gpu`"))
-    if state(one, model, root) == DONE:
-        output.note(f"{one.id}: done, {one.result(model, root)}")
+    if not wanted.runs:
+        reason = f"{wanted.drawing}: nothing to run" if wanted.drawing else "run `make gpu`"
+        raise UsageError(f"{wanted.id}: {reason}")
+    if state(wanted, model, root) == DONE:
+        result = wanted.result(model, root)
+        output.note(f"{wanted.id}: done, {result}")
+        if wanted.analyze and not result.with_suffix(".png").exists():
+            output.note(f"{wanted.id}: its figure is not in the repository: `kvq analyze {wanted.analyze}` draws it")
         return True
     try:
-        seconds = run_target(one, model, _calibrations(one, model), output.note, root, store)
+        seconds = run_target(wanted, model, _calibrations(wanted, model), output.note, root, store)
     except KvqError as error:
         if stop:
             raise
-        output.warn(f"{one.id}: {error}")
+        output.warn(f"{wanted.id}: {error}")
         return False
-    output.note(f"{one.id}: {seconds:.0f} s, {one.folder(model, root)}")
+    output.note(f"{wanted.id}: {seconds:.0f} s, {wanted.folder(model, root)}")
     return True
 
 
-def _calibrations(one: Target, model: str) -> list[list[str]]:
-    """The commands for artifacts that the target's methods need and that are not there."""
+def _calibrations(wanted: Target, model: str) -> list[list[str]]:
+    """The commands that make the missing artifacts of a target's methods."""
     from kvq_cli.cli.resolve import calibration, needs_artifact
-    from kvq_cli.places import artifact_folder
-    from kvq_cli.reproduction.targets import calibration_options
+    from kvq_cli.papers.targets import calibration_options
+    from kvq_cli.paths import artifact_folder
 
     missing = {
         str(artifact_folder(model, method)): [*calibration(model, method), *calibration_options(model), "--resume"]
-        for method in one.calibrated(model)
+        for method in wanted.calibrated(model)
         if not artifact_folder(model, method).is_dir() and needs_artifact(model, method)
     }
     return list(missing.values())
 
 
 def _list(output: Output, model: str, root: Path) -> None:
-    from kvq_cli.reproduction.run import state
-    from kvq_cli.reproduction.targets import targets
+    from kvq_cli.papers.run import state
+    from kvq_cli.papers.targets import targets
 
-    found = [
+    listed = [
         {
-            "target": one.id,
-            "paper": one.paper,
-            "what": one.what,
-            "needs": _needs(one),
-            "here": f"{one.minutes} min" if one.runs else None,
-            "state": state(one, model, root),
+            "target": each.id,
+            "paper": each.paper,
+            "what": each.what,
+            "needs": _needs(each),
+            "here": f"{each.minutes} min" if each.runs else None,
+            "state": state(each, model, root),
         }
-        for one in targets().values()
+        for each in targets().values()
     ]
-    output.table(list(found[0]), [list(one.values()) for one in found])
-    output.result(found)
+    output.table(list(listed[0]), [list(row.values()) for row in listed])
+    output.result(listed)
 
 
-def _needs(one: Target) -> str:
-    """What the paper's own sizes need; the built-in model stands in for the models here."""
-    from kvq_cli.reproduction.targets import paper_data
+def _needs(listed: Target) -> str:
+    """The models, data and hardware that a target needs at the paper's sizes."""
+    from kvq_cli.papers.targets import paper_data
 
-    if one.drawing:
-        return one.drawing
-    model = one.models[0] + (f" and {len(one.models) - 1} more" if len(one.models) > 1 else "") if one.models else ""
-    return ", ".join(part for part in (model, paper_data(one), "an NVIDIA GPU" if one.gpu else "") if part) or "nothing"
+    if listed.drawing:
+        return listed.drawing
+    models = listed.models[0] if listed.models else ""
+    if len(listed.models) > 1:
+        models += f" and {len(listed.models) - 1} more"
+    parts = (models, paper_data(listed), "an NVIDIA GPU" if listed.gpu else "")
+    return ", ".join(part for part in parts if part) or "nothing"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.places import artifact_folder
+from kvq_cli.paths import artifact_folder
 
 if TYPE_CHECKING:
     from kvq_cli.artifact import Artifact

@@ -15,7 +15,7 @@ from kvq_cli.cli.output import Output
 from kvq_cli.errors import KvqError, UsageError
 
 if TYPE_CHECKING:
-    from kvq_cli.reproduction.against import Beside
+    from kvq_cli.papers.side_by_side import SideBySide
 
 PUBLISHED = "published"
 
@@ -43,17 +43,28 @@ Against = Annotated[
     ),
 ]
 
+Plot = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", help="Draw scores over measured bits: .png, .pdf or .svg."),
+]
+
 
 def results(
     folder: Folder,
     format: Format = "table",
     baseline: Baseline = None,
     against: Against = None,
+    plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """Print what an evaluation found, without running it again: means ± standard errors, the best in bold."""
+    """Print the table of a finished evaluation: means ± standard errors, the best in bold."""
     out = Output(as_json=as_json or format == "json")
     methods = _methods(folder)
+    if plot is not None:
+        from kvq_cli.evaluation.plot import plot_comparison
+
+        plot_comparison({"methods": methods}, plot)
+        out.note(f"written: {plot}")
     if baseline is not None and against is not None:
         raise UsageError("--baseline with --against: print one after the other; drop one of the two")
     if baseline is not None:
@@ -101,8 +112,7 @@ def _table(out: Output, format: str, methods: Mapping[str, Mapping]) -> None:
 
 
 def _differences(out: Output, format: str, folder: Path, methods: Mapping[str, Mapping], baseline: str) -> None:
-    from kvq_cli.evaluation.paired import differences, match
-    from kvq_cli.reproduction.report import CAPTION, difference_table
+    from kvq_cli.evaluation.paired import CAPTION, difference_table, differences, match
 
     found = differences(folder, methods, baseline)
     if not any(found.values()):
@@ -115,20 +125,20 @@ def _differences(out: Output, format: str, folder: Path, methods: Mapping[str, M
 
 
 def _against(out: Output, format: str, methods: Mapping[str, Mapping], name: str) -> None:
-    from kvq_cli.reproduction.against import beside
-    from kvq_cli.reproduction.report import agreement_table
-    from kvq_cli.reproduction.targets import target, targets
+    from kvq_cli.papers.report import agreement_table
+    from kvq_cli.papers.side_by_side import side_by_side
+    from kvq_cli.papers.targets import target, targets
 
     model = next(iter(methods.values()))["config"]["model_args"]["name"]
     wanted = targets().values() if name == PUBLISHED else [target(name)]
-    found: list[Beside] = [side for one in wanted if (side := beside(one, methods, model))]
-    if not found:
+    tables: list[SideBySide] = [side for each in wanted if (side := side_by_side(each, methods, model))]
+    if not tables:
         raise KvqError(f"--against {name}: it has no two of these methods in a column that was measured here")
-    for side in found:
+    for side in tables:
         out.text(f"{side.target.paper}, {side.target.what} ({side.target.id})")
         _print(out, format, side.columns, side.lines)
         _print(out, format, *agreement_table(side.agreements))
-    out.result([{**asdict(side), "target": side.target.id} for side in found])
+    out.result([{**asdict(side), "target": side.target.id} for side in tables])
 
 
 def _print(out: Output, format: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

@@ -13,6 +13,7 @@ from kvq_cli.evaluation.base import mean_and_error
 from kvq_cli.evaluation.results import read_records
 
 CONFIDENCE = 0.95
+CAPTION = "On the same samples, with 95 % confidence intervals; losses and KL in nats per token, scores in percent"
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,24 @@ def differences(folder: Path, methods: Mapping[str, Mapping], baseline: str) -> 
         for label in methods
         if label != base
     }
+
+
+def difference_table(
+    by_method: Mapping[str, Mapping[str, Difference]],
+) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows of a table of `differences`: one row per method, cells as `interval` formats them."""
+    names = list(dict.fromkeys(name for row in by_method.values() for name in row))
+    return ["method", *names], [
+        [label, *(interval(row[name]) if name in row else None for name in names)] for label, row in by_method.items()
+    ]
+
+
+def interval(difference: Difference) -> str:
+    """`-0.012 [-0.020, -0.004] *`: the mean, its interval, and a star if the interval leaves out zero."""
+    if difference.low is None:
+        return f"{difference.mean:+.4g}"
+    low, high = f"{difference.low:+.4g}", f"{difference.high:+.4g}"
+    return f"{difference.mean:+.4g} [{low}, {high}]" + (" *" if difference.differs else "")
 
 
 def match(baseline: str, methods: Mapping[str, Any]) -> str:

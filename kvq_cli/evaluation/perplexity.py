@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import LongTensor, Tensor
 
-from kvq_cli.analysis.divergence import divergence
 from kvq_cli.evaluation.base import Evaluation, Record, cache_record, mean_and_error
+from kvq_cli.evaluation.divergence import divergence
 
 if TYPE_CHECKING:
     from kvq_cli.attention.attach import Attached

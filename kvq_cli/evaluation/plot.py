@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.settings import PERPLEXITY, RULER
 from kvq_cli.pictures import new_figure, save
 
@@ -21,6 +22,8 @@ def plot_comparison(document: Mapping[str, Any], path: Path) -> None:
 
     families = _families(document["methods"])
     panels = [panel for panel in (_perplexity, _divergence, _ruler) if any(panel(one) for one in _all(families))]
+    if not panels:
+        raise KvqError(f"--plot {path}: nothing to draw; evaluate --task perplexity or ruler")
     figure = new_figure(1 + 5 * len(panels), 5.5)
     axes = figure.subplots(1, len(panels), squeeze=False)
     # A method looks the same in all panels, also where one of them does not show all methods.

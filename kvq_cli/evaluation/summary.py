@@ -7,8 +7,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvq_cli import __version__
+from kvq_cli.evaluation.aggregate import group_means, members
 from kvq_cli.evaluation.base import Evaluation, Record, Subject, cache_summary
-from kvq_cli.evaluation.means import group_means, members
 from kvq_cli.evaluation.ruler.tasks import TASKS
 from kvq_cli.evaluation.settings import RULER, Settings
 from kvq_cli.evaluation.tabulate import tabulate

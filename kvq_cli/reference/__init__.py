@@ -1,6 +1,6 @@
-"""The built-in reference model: a small Llama that retrieves from its context, its prose and its training recipe.
+"""The built-in reference model, a small Llama that retrieves from its context: its weights, prompts and held-out prose.
 
-Importing this package does not import torch.
+It was trained by tools/reference_model. Importing this package does not import torch.
 """
 
 from __future__ import annotations
@@ -11,33 +11,33 @@ from pathlib import Path
 
 _HERE = Path(__file__).parent
 DOCUMENT_END = "\n<|doc|>\n"
-"""What separates documents in `data/prose.txt.xz` and in the texts that the model is trained on."""
+"""The separator of documents in `data/prose.txt.xz`."""
 SPLITS = ("calibration", "evaluation")
 
 
 def model_path() -> Path:
-    """Folder of the reference model in the Hugging Face format."""
+    """The folder of the reference model, in the Hugging Face format."""
     return _HERE / "model"
 
 
 @cache
 def documents(split: str) -> tuple[str, ...]:
-    """Documents of the bundled prose that the reference model never saw.
+    """The documents of a split of the bundled prose, which the reference model was not trained on.
 
-    `calibration` is the first half of them by length, `evaluation` (perplexity, haystacks) the second.
+    `calibration` is the first half by length, `evaluation` (perplexity, haystacks) the second.
     """
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r} of the built-in prose; valid: {', '.join(SPLITS)}")
     text = lzma.decompress((_HERE / "data" / "prose.txt.xz").read_bytes()).decode("utf-8")
-    found, before = [], 0
+    chosen, before = [], 0
     for document in text.split(DOCUMENT_END):
         in_second_half = before >= len(text) / 2
         before += len(document)
         if document.strip() and in_second_half == (split == "evaluation"):
-            found.append(document.strip())
-    return tuple(found)
+            chosen.append(document.strip())
+    return tuple(chosen)
 
 
 def prose(split: str) -> str:
-    """The documents of one split (`calibration` or `evaluation`) as one text, two line breaks between them."""
+    """The documents of a split (`calibration` or `evaluation`) as one text, joined by blank lines."""
     return "\n\n".join(documents(split))

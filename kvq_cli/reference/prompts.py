@@ -1,13 +1,12 @@
-"""The sentences and questions that the reference model reads; shared by its training and by the evaluation.
+"""The prompt format of the reference model: sentences, questions and answers, in training and in evaluation.
 
-A prompt is ``prompt(context, question)``. The context is a list of sentences joined by one space; the question
-opens a new line and ends with ``Answer:``; the model continues with the answer, whose first character is a space,
-and closes it with ``<|eos|>`` (`STOP_TOKEN`). The tokenizer puts ``<|bos|>`` in front by itself.
+A prompt is `prompt(context, question)`. The context is a list of sentences joined by spaces; the question starts a new
+line and ends with `Answer:`; the model continues with the answer, whose first character is a space, and ends it with
+`<|eos|>` (`STOP_TOKEN`). The tokenizer adds `<|bos|>` in front.
 
-Every answer is a lookup by content: it repeats a key and goes on with what followed that key in the context.
-Keys, values and names always follow one space, here and there, so that they are the same tokens in the context,
-in the question and in the answer. That is why `prompt` begins with a space and why contexts are joined by spaces,
-never by line breaks.
+Every answer is a lookup by content: it repeats a key and continues with the text that followed the key in the context.
+Keys, values and names always follow a space, so that they are the same tokens in the context, the question and the
+answer. This is why `prompt` begins with a space, and why contexts are joined by spaces, never by line breaks.
 
 Pure Python: importing this file costs nothing.
 """
@@ -15,16 +14,15 @@ Pure Python: importing this file costs nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cache
 
 STOP_TOKEN = "<|eos|>"
-"""Generation stops at this token; it is the model's ``eos_token_id``, so ``generate`` stops there by itself."""
+"""The token at which generation stops: the model's `eos_token_id`."""
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 """RULER's repeated haystack sentence."""
 
 KINDS = ("numbers", "words", "uuids")
-"""What a needle's value can be, in RULER's words (``type_needle_v``)."""
+"""Kinds of values of a needle, named as in RULER (`type_needle_v`)."""
 
 
 def needle(key: str, value: str, kind: str = "numbers") -> str:
@@ -43,7 +41,7 @@ def prompt(context: str, question: str) -> str:
 
 
 def question(kind: str, keys: Sequence[str], many: bool = False) -> str:
-    """Ask for the values of one or more keys; `many` says that a single key has more than one value.
+    """The question for the values of `keys`. many: whether a single key has several values.
 
     ``\\nQuestion: What is the special magic number for rough-sun?\\nAnswer:``
     ``\\nQuestion: What are the special magic numbers for rough-sun, calm-oak and odd-cup?\\nAnswer:``
@@ -57,16 +55,15 @@ def question(kind: str, keys: Sequence[str], many: bool = False) -> str:
 
 
 def answer(pairs: Iterable[tuple[str, str]]) -> str:
-    """The answer, one clause for each (key, value): `` rough-sun is: 1234567. calm-oak is: 7654321.``
+    """The answer, a clause per (key, value): `` rough-sun is: 1234567. calm-oak is: 7654321.``
 
-    Several keys are answered in the order in which they were asked; several values of one key in ascending order,
-    with the key repeated.
+    Keys come in the order of the question; several values of a key in ascending order, with the key repeated.
     """
     return "".join(f" {key} is: {value}." for key, value in pairs)
 
 
 def chain_fact(source: str, target: str) -> str:
-    """One assignment of variable tracking, the source first: ``12345 -> ABCDE.``, later ``ABCDE -> FGHIJ.``"""
+    """An assignment of variable tracking, the source first: ``12345 -> ABCDE.``, later ``ABCDE -> FGHIJ.``"""
     return f"{source} -> {target}."
 
 
@@ -86,27 +83,27 @@ def numbered_words(words: Iterable[str]) -> str:
 
 
 def common_words_question(count: int = 10) -> str:
-    """Ask for the `count` most common words of a numbered list."""
+    """The question for the `count` most common words of a numbered list."""
     return _ask(f"What are the {count} most common words in the list?")
 
 
 def coded_words_question(count: int = 3) -> str:
-    """Ask for the `count` most frequent words of a coded text; its padding ``...`` is not a word."""
+    """The question for the `count` most frequent words of a coded text, whose padding ``...`` does not count."""
     return _ask(f"What are the {count} most frequent coded words?")
 
 
 def words_answer(words: Sequence[str]) -> str:
-    """`` word, other, third.``: the most frequent first, equals in the order of their first appearance."""
+    """`` word, other, third.``: by falling frequency, then in the order of first appearance."""
     return " " + ", ".join(words) + "."
 
 
 def document(number: int, text: str) -> str:
-    """One passage of a question-answering context: ``Document 1:\\n...``"""
+    """A passage of a question-answering context: ``Document 1:\\n...``"""
     return f"Document {number}:\n{text}"
 
 
 def passage_question(text: str) -> str:
-    """Ask a free question about passages; the answer is a short phrase that stands in one of them."""
+    """A free question about passages, whose answer is a short phrase in one of them."""
     return _ask(text.strip())
 
 
@@ -119,26 +116,6 @@ def listing(items: Sequence[str]) -> str:
     """``a``, ``a and b``, ``a, b and c``"""
     *head, last = items
     return f"{', '.join(head)} and {last}" if head else last
-
-
-@cache
-def adjectives() -> tuple[str, ...]:
-    """The adjectives of RULER's keys (``rough`` of ``rough-sun``), from the wonderwords package, sorted."""
-    return _wonderwords("adjectives")
-
-
-@cache
-def nouns() -> tuple[str, ...]:
-    """The nouns of RULER's keys (``sun`` of ``rough-sun``), from the wonderwords package, sorted."""
-    return _wonderwords("nouns")
-
-
-def _wonderwords(category: str) -> tuple[str, ...]:
-    # Imported here: only making samples needs the lists. RULER reads them in the same way.
-    from wonderwords import random_word
-
-    words = random_word._get_words_from_text_file(f"{category[:-1]}list.txt")
-    return tuple(sorted(set(words)))
 
 
 def _known(kind: str) -> str:

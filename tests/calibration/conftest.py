@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from reference_model.tokenizer import BOS, EOS, PAD, build
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from kvq_cli.calibration.settings import Settings
 from kvq_cli.models import LoadedModel, load_model
 from kvq_cli.reference import prose
-from kvq_cli.reference.tokenizer import BOS, EOS, PAD, build
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,7 @@ import pytest
 from kvq_cli.cli.resolve import describe, resolve, resolve_compared
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.registry import build
-from kvq_cli.places import artifact_folder
+from kvq_cli.paths import artifact_folder
 
 
 @pytest.fixture(autouse=True)

@@ -7,9 +7,8 @@ from kvq_cli.reference import prompts, prose
 
 @pytest.fixture(scope="session")
 def tokenizer():
+    from reference_model.tokenizer import BOS, EOS, PAD, build
     from transformers import PreTrainedTokenizerFast
-
-    from kvq_cli.reference.tokenizer import BOS, EOS, PAD, build
 
     forms = [prompts.NOISE, prompts.needle("calm-oak", "1234567"), prompts.question("numbers", ["calm-oak", "odd-cup"])]
     built = build([prose("calibration")[:200_000], *forms * 50], vocabulary=2048)

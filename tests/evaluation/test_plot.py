@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import matplotlib.figure
+import pytest
 
+from kvq_cli.errors import KvqError
 from kvq_cli.evaluation import plot
 
 
@@ -26,3 +28,9 @@ def test_a_method_looks_the_same_in_all_panels_and_in_the_legend(monkeypatch, tm
     assert [list(panel) for panel in looks] == [["fp16", "kivi", "gear"], ["kivi", "gear"]]
     legend = {line.get_label(): (line.get_color(), line.get_marker()) for line in figure.legends[0].get_lines()}
     assert legend == looks[0] and looks[1].items() <= legend.items() and len(set(legend.values())) == 3
+
+
+def test_a_comparison_without_perplexity_and_ruler_is_refused(tmp_path):
+    scored = {**method("kivi", 2, 0.1), "results": {"lm_eval:gsm8k": {"exact_match,none": 0.5}}}
+    with pytest.raises(KvqError, match="nothing to draw; evaluate --task perplexity or ruler"):
+        plot.plot_comparison({"methods": {"kivi-2bit": scored}}, tmp_path / "x.png")

@@ -86,6 +86,8 @@ def test_formats(kvq, folder):
     assert lines[0].startswith("method,vt,vt stderr,perplexity,perplexity stderr,KL to fp16,bits")
     assert lines[1].startswith("a-2bit,66.66")
     assert "66.7 ±10.0" in kvq("results", folder).stdout
+    assert "66.7 ±10.0" in kvq("results", folder, "--plot", folder / "plot.png").stdout
+    assert (folder / "plot.png").stat().st_size > 10_000
     rows = json.loads(kvq("results", folder, "--format", "json").stdout)["rows"]
     assert rows["a-2bit"]["perplexity"] == {"value": pytest.approx(math.exp(3)), "error": 0.5}
 

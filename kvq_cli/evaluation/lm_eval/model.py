@@ -15,9 +15,9 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
-from kvq_cli.analysis.divergence import CHUNK_NUMBERS
 from kvq_cli.errors import UsageError
 from kvq_cli.evaluation.base import Record, cache_record
+from kvq_cli.evaluation.divergence import CHUNK_NUMBERS
 from kvq_cli.evaluation.generation import answer
 
 if TYPE_CHECKING:

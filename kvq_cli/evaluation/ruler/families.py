@@ -12,7 +12,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import pairwise
 from random import Random
 
@@ -21,6 +21,7 @@ from kvq_cli.evaluation.ruler.haystack import Haystack
 from kvq_cli.evaluation.ruler.questions import QuestionSet
 from kvq_cli.evaluation.ruler.tasks import RulerTask
 from kvq_cli.evaluation.ruler.templates import Templates
+from kvq_cli.evaluation.ruler.words import adjectives, list_words, nouns
 from kvq_cli.reference.prompts import NOISE, needle
 
 SHORT, SHORTEST = 4096, 1024
@@ -141,7 +142,7 @@ class CommonWordsExtraction(Family):
 
     @property
     def largest(self) -> int:  # type: ignore[override]
-        return len(_words())
+        return len(list_words())
 
     def smallest(self, index: int) -> int:
         return self.args["common"]
@@ -157,7 +158,7 @@ class CommonWordsExtraction(Family):
         return self.templates.common_words(content), content.common
 
     def _list(self, rng: Random, size: int, often: int, seldom: int, example: CommonWords | None = None) -> CommonWords:
-        drawn = rng.sample(_words(), size)
+        drawn = rng.sample(list_words(), size)
         common, rest = drawn[: self.args["common"]], drawn[self.args["common"] :]
         words = common * often + rest * seldom
         rng.shuffle(words)
@@ -224,8 +225,7 @@ def _random(rng: Random, kind: str) -> str:
     if kind == "numbers":
         return str(rng.randint(10**6, 10**7 - 1))
     if kind == "words":
-        adjectives, nouns = _pairs()
-        return f"{rng.choice(adjectives)}-{rng.choice(nouns)}"
+        return f"{rng.choice(adjectives())}-{rng.choice(nouns())}"
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
@@ -240,18 +240,3 @@ def _distinct(rng: Random, kind: str, count: int, besides: Sequence[str] = ()) -
 def _clear(counts: list[int]) -> bool:
     """Whether ranks two to four are three different frequencies, and above all that follow."""
     return counts[1] > counts[2] > counts[3] > counts[4]
-
-
-@cache
-def _pairs() -> tuple[tuple[str, ...], tuple[str, ...]]:
-    from kvq_cli.reference.prompts import adjectives, nouns
-
-    return adjectives(), nouns()
-
-
-@cache
-def _words() -> tuple[str, ...]:
-    """RULER's words for lists: the nouns, adjectives and verbs of wonderwords."""
-    from wonderwords import RandomWord
-
-    return tuple(sorted(set(RandomWord().filter(include_categories=["nouns", "adjectives", "verbs"]))))

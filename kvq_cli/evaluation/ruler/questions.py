@@ -12,7 +12,7 @@ from typing import Any
 
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.ruler.content import Passages
-from kvq_cli.reference.invented import hotpotqa, squad
+from kvq_cli.evaluation.ruler.invented import hotpotqa, squad
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""The papers' studies of keys, values, weights and errors: one file each, run by `kvq analyze`."""

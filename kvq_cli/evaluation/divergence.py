@@ -1,0 +1,49 @@
+"""KL divergence, loss and top-1 agreement between the predictions of two models on the same tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK_NUMBERS = 1 << 24
+"""How many logits are converted to float32 at once: 64 MiB, for any vocabulary and length."""
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Sums over `tokens` predicted tokens.
+
+    nll, nll_reference: -ln q(x_t) and -ln p(x_t) of the actual tokens.
+    kl:                 KL(p || q) = sum_v p_v (ln p_v - ln q_v).
+    agreeing:           tokens for which p and q have the same most probable token.
+    """
+
+    tokens: int
+    nll: float
+    nll_reference: float
+    kl: float
+    agreeing: int
+
+
+def divergence(reference: Tensor, logits: Tensor, ids: Tensor) -> Divergence:
+    """The divergence of q = softmax(logits) from p = softmax(reference), both `[tokens, vocabulary]`, as predictions
+    of `ids` `[tokens]`: position t predicts token t + 1, and the last position is not used."""
+    rows = max(1, CHUNK_NUMBERS // logits.shape[-1])
+    sums = torch.zeros(4, dtype=torch.float64)
+    for start in range(0, len(ids) - 1, rows):
+        end = min(start + rows, len(ids) - 1)
+        target = ids[start + 1 : end + 1, None].to(logits.device)
+        log_p = reference[start:end].to(logits.device).float().log_softmax(-1)
+        log_q = logits[start:end].float().log_softmax(-1)
+        sums += torch.stack(
+            [
+                -log_q.gather(1, target).double().sum(),
+                -log_p.gather(1, target).double().sum(),
+                (log_p.exp() * (log_p - log_q)).sum(-1).double().sum(),
+                (log_p.argmax(-1) == log_q.argmax(-1)).double().sum(),
+            ]
+        ).cpu()
+    nll, nll_reference, kl, agreeing = sums.tolist()
+    return Divergence(len(ids) - 1, nll, nll_reference, kl, int(agreeing))

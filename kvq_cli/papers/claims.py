@@ -1,0 +1,155 @@
+"""The papers' claims, each checked by an expression over result files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from kvq_cli.benchmarking.kernels.targets import results as gpu_results
+from kvq_cli.benchmarking.kernels.targets import verdicts
+from kvq_cli.evaluation.tabulate import tabulate
+from kvq_cli.methods.registry import build_parsed
+from kvq_cli.papers.published import value as published_value
+from kvq_cli.papers.run import DONE, GPU_RESULTS, state
+from kvq_cli.papers.targets import ROOT, Target, target, targets
+
+HOLDS, FAILS, NOT_MEASURED, HARDWARE = "holds", "does not hold", "not measured", "needs hardware"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A claim of a paper; the comment at the top of claims.yaml explains the fields."""
+
+    paper: str
+    source: str
+    claim: str
+    targets: Sequence[str]
+    check: str = ""
+    sizes: str = "here"
+    gpu: bool = False
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a claim holds. state: HOLDS, FAILS, NOT_MEASURED or HARDWARE; numbers: every result that its check read,
+    by name."""
+
+    claim: Claim
+    state: str
+    numbers: Mapping[str, float | bool | Sequence[float]] = field(default_factory=dict)
+
+
+class _MissingResult(Exception):
+    """A result that a check needs has not been measured."""
+
+
+@cache
+def claims() -> tuple[Claim, ...]:
+    """All claims in the order of claims.yaml."""
+    import yaml
+
+    document = yaml.safe_load(files(__package__).joinpath("claims.yaml").read_text(encoding="utf-8"))
+    return tuple(Claim(**entry) for entry in document["claims"])
+
+
+def judge(claim: Claim, model: str, root: Path = ROOT) -> Verdict:
+    """Whether a claim holds, according to a model's result files below `root`."""
+    results = _Results(model, root)
+    try:
+        # eval: checks come from claims.yaml in this package, never from a user.
+        holds = eval(compile(claim.check, claim.claim, "eval"), results.functions())
+    except _MissingResult:
+        return Verdict(claim, HARDWARE if claim.gpu else NOT_MEASURED, results.read)
+    return Verdict(claim, HOLDS if holds else FAILS, results.read)
+
+
+class _Results:
+    """The functions that a check may call. Every result that they return is recorded in `read`."""
+
+    def __init__(self, model: str, root: Path) -> None:
+        self._model, self._root = model, root
+        self.read: dict[str, Any] = {}
+
+    def functions(self) -> dict[str, Any]:
+        """Name -> function, as the comment at the top of claims.yaml lists them."""
+        methods = (self.kvq, self.study, self.number, self.counted, self.published, self.gpu, self.calibrates)
+        by_name = {method.__name__: method for method in methods}
+        return by_name | {"mean": _mean, "share": lambda conditions: _mean(map(bool, conditions))}
+
+    def kvq(self, name: str, row: str, column: str = "perplexity") -> float:
+        evaluated = target(name)
+        methods = self._finished(evaluated)["methods"]
+        # `kvq eval --compare` keeps the order of its methods.
+        label = dict(zip(evaluated.rows(self._model), methods, strict=True))[row]
+        value = tabulate(methods).column(column)[label].value
+        if value is None:
+            raise _MissingResult
+        return self._record(f"{row} {column}", value)
+
+    def study(self, name: str, column: str, **at: Any) -> list[Any]:
+        document = self._study(name)
+        columns = document["columns"]
+        if not {column, *at} <= set(columns):
+            raise _MissingResult
+        rows = [row for row in document["rows"] if all(row[columns.index(key)] == value for key, value in at.items())]
+        where = " ".join(map(str, at.values()))
+        return self._record(f"{name}: {column} {where}".strip(), [row[columns.index(column)] for row in rows])
+
+    def number(self, name: str, *path: Any) -> Any:
+        value = self._study(name)["numbers"]
+        for step in path:
+            try:
+                value = value[step]
+            except (KeyError, IndexError, TypeError):
+                raise _MissingResult from None
+        return self._record(f"{name}: {' '.join(map(str, path))}", value)
+
+    def counted(self, paper: str, table: str, row: str, column: str, model: str = "") -> float:
+        wanted = {"paper": paper, "table": table, "row": row, "column": column, "model": model}
+        for size in self._finished(target("sizes-papers")):
+            if wanted.items() <= size.items():
+                return self._record(f"{row} {column} {model}".strip(), size["counted"])
+        raise _MissingResult
+
+    def published(self, paper: str, table: str, row: str, column: str, model: str = "") -> float:
+        return self._record(
+            f"{row} {column} {model} (paper)".replace("  ", " "), published_value(paper, table, model, row, column)
+        )
+
+    def gpu(self, wanted: str, where: str = "") -> list[float]:
+        measured = []
+        for folder, result in gpu_results(GPU_RESULTS).items():
+            for verdict in verdicts(result):
+                if verdict["target"] == wanted and where in verdict["where"] and verdict["measured"] is not None:
+                    measured.append(verdict["measured"])
+                    self._record(f"{wanted}, {verdict['where']}, {folder.name}", verdict["measured"])
+        if not measured:
+            raise _MissingResult
+        return measured
+
+    def calibrates(self, text: str) -> bool:
+        return self._record(f"{text} calibrates", build_parsed(text).calibrates)
+
+    def _study(self, name: str) -> Any:
+        return self._finished(next(each for each in targets().values() if each.analyze == name))
+
+    def _finished(self, wanted: Target) -> Any:
+        """The result document of a finished target; a result that was made with other options counts as missing."""
+        if state(wanted, self._model, self._root) != DONE:
+            raise _MissingResult
+        return json.loads(wanted.result(self._model, self._root).read_text(encoding="utf-8"))
+
+    def _record(self, name: str, value: Any) -> Any:
+        self.read[name] = value
+        return value
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values)

@@ -1,0 +1,96 @@
+"""Callbacks that receive each layer's inputs, keys, values and queries during a forward pass; nothing is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from kvq_cli.attention.attach import attach
+from kvq_cli.attention.taps import AttentionSite, decoder_of, layer_input
+from kvq_cli.calibration.capture import capture
+from kvq_cli.codecs.base import Codec, Packed, Prompt, State
+from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan
+from kvq_cli.methods.window import Window
+
+#: Receives the layer's index and its keys, values and queries, `[1, heads, tokens, head_dim]` each.
+PromptSink = Callable[[int, Prompt], None]
+
+
+def watch_inputs(
+    model: PreTrainedModel, sites: list[AttentionSite], tokens: Tensor, sink: Callable[[int, str, Tensor], None]
+) -> None:
+    """Run a window `[tokens]` through the model and call `sink(layer, kind, numbers)` for each layer in turn.
+
+    kind: "x" for the layer's input X after its norm, "k" for keys before RoPE, "v" for values. numbers:
+    `[tokens, channels]`.
+    """
+    with ExitStack() as hooks:
+        for site in sites:
+
+            def before(_module, args, kwargs, layer=site.index) -> None:
+                sink(layer, "x", layer_input(args, kwargs)[0])
+
+            hooks.callback(site.module.register_forward_pre_hook(before, with_kwargs=True).remove)
+        capture(model, sites, tokens, lambda layer, kind, _, x: sink(layer, kind, x.flatten(1)), gradients=False)
+
+
+@contextmanager
+def query_hooks(model: PreTrainedModel, pre_rope: bool) -> Iterator[Callable[[Tensor, PromptSink], None]]:
+    """Gives a function `run(tokens, sink)` that runs a window `[tokens]` through the model and calls `sink` with each
+    layer's keys, values and queries; keys and queries before or after RoPE.
+
+    The model is attached to a method whose codec reads the prompt, as SQuat's does, and stores nothing.
+    """
+    sinks: list[PromptSink] = []
+    with attach(model, _PromptReader(pre_rope, sinks), backend="torch") as attached:
+
+        @torch.no_grad()
+        def run(tokens: Tensor, sink: PromptSink) -> None:
+            sinks[:] = [sink]
+            decoder = decoder_of(model)
+            decoder(input_ids=tokens[None].to(model.device), past_key_values=attached.new_cache(), use_cache=True)
+
+        yield run
+
+
+class _SinkCodec(Codec):
+    """Passes the prompt to `sink` and stores nothing."""
+
+    nominal_bits = 16.0
+
+    def __init__(self, sink: Callable[[Prompt], None] | None = None) -> None:
+        self.freezes, self._sink = sink is not None, sink
+
+    def freeze(self, prompt: Prompt) -> State:
+        if self._sink is not None:
+            self._sink(prompt)
+        return {}
+
+    def _encode(self, x: Tensor) -> Packed:
+        return Packed(x.shape[2], {})
+
+    def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
+        raise NotImplementedError("nothing was stored")
+
+
+@dataclass(frozen=True)
+class _PromptReader(Method):
+    name = "prompt_reader"
+    paper = summary = caches = ""
+
+    pre_rope: bool
+    sinks: list[PromptSink]
+
+    @property
+    def nominal_bits(self) -> float:
+        return 16.0
+
+    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+        keys = _SinkCodec(lambda prompt: self.sinks[0](layer, prompt))
+        source = "pre_rope" if self.pre_rope else "post_rope"
+        return LayerPlan(StreamPlan(source, keys, Window()), StreamPlan("value", _SinkCodec(), Window()))

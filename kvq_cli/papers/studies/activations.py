@@ -1,0 +1,142 @@
+"""Captures a model's keys and values over windows of text on disk, to be read layer by layer in bounded memory.
+
+with captured(data.loaded, data.windows, progress) as activations:
+    for layer in activations.layers:
+        keys = activations.x(layer, "k")
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from kvq_cli.attention.taps import AttentionSite, iter_attention
+from kvq_cli.calibration import forecast
+from kvq_cli.calibration.capture import capture, checkpointing
+from kvq_cli.calibration.parallel import repeatable, side_by_side
+from kvq_cli.calibration.settings import Settings
+from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.models import LoadedModel
+from kvq_cli.papers.studies.study import Progress
+
+T = TypeVar("T")
+
+#: The two streams of a layer and their names in results.
+STREAMS = {"k": "keys", "v": "values"}
+
+
+class Store:
+    """Tensors by name in a folder: appended window by window, read back stacked."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}
+        self._counts: dict[str, int] = {}
+
+    def append(self, name: str, numbers: Tensor) -> None:
+        """Append a window's tensor, of the shape and dtype of the others of that name. KvqError if the disk is full."""
+        numbers = numbers.detach().contiguous().cpu()
+        kind = self._kinds.setdefault(name, (numbers.shape, numbers.dtype))
+        if kind != (numbers.shape, numbers.dtype):
+            raise ValueError(f"{name}: {tuple(numbers.shape)} {numbers.dtype} after {kind}")
+        try:
+            with open(self._folder / name, "ab") as file:
+                file.write(numbers.view(-1).view(torch.uint8).numpy())
+        except OSError as error:
+            raise KvqError(
+                f"cannot keep captured numbers in {self._folder} ({error.strerror}): set TMPDIR to a folder with more "
+                f"room, or take fewer --samples"
+            ) from error
+        self._counts[name] = self._counts.get(name, 0) + 1
+
+    def read(self, name: str) -> Tensor:
+        """All windows `[windows, ...]` on the CPU, as a private memory map that is read page by page."""
+        shape, dtype = self._kinds[name]
+        shape = (self._counts[name], *shape)
+        size = torch.Size(shape).numel()
+        return torch.from_file(str(self._folder / name), shared=False, size=size, dtype=dtype).view(shape)
+
+
+@contextmanager
+def temporary_store() -> Iterator[Store]:
+    """A `Store` in a temporary folder (below TMPDIR), deleted when the block ends."""
+    with tempfile.TemporaryDirectory(prefix="kvq-") as folder:
+        yield Store(Path(folder))
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Captured keys (before RoPE) and values of `layers`. sites: the model's attention modules, in layer order."""
+
+    loaded: LoadedModel
+    sites: list[AttentionSite]
+    layers: list[int]
+    store: Store
+
+    def x(self, layer: int, kind: str) -> Tensor:
+        """Keys before RoPE ("k") or values ("v"), `[windows, tokens, kv_heads, head_dim]`, in the model's dtype and on
+        its device."""
+        return self.store.read(f"{layer}.{kind}.x").to(self.loaded.model.device)
+
+    def g(self, layer: int, kind: str) -> Tensor:
+        """The gradients of the loss with respect to them, of the same shape and dtype; needs `gradients=True`."""
+        return self.store.read(f"{layer}.{kind}.g").to(self.loaded.model.device)
+
+
+@contextmanager
+def captured(
+    loaded: LoadedModel,
+    windows: Tensor,
+    progress: Progress,
+    *,
+    layers: Iterable[int] | None = None,
+    gradients: bool = False,
+    skip: int = 0,
+) -> Iterator[Activations]:
+    """Capture the activations of `windows` `[windows, tokens]`, one window at a time; on disk until the block ends.
+
+    layers: the layers to capture, None for all. gradients: capture the gradients of the loss, too. skip: how many first
+    tokens of each window (attention sinks) to leave out; UsageError if no token is left.
+    """
+    if not 0 <= skip < windows.shape[1]:
+        raise UsageError(f"skip={skip} must be at least 0 and below --seqlen {windows.shape[1]}")
+    sites = iter_attention(loaded.model)
+    chosen = list(range(len(sites))) if layers is None else list(layers)
+    with temporary_store() as store:
+
+        def sink(layer: int, kind: str, quantity: str, numbers: Tensor) -> None:
+            if layer in chosen:
+                store.append(f"{layer}.{kind}.{quantity}", numbers[skip:])
+
+        settings = Settings(seqlen=windows.shape[1])
+        with checkpointing(loaded.model, gradients and forecast.needs_checkpointing(loaded, settings)):
+            for index, tokens in enumerate(windows):
+                progress("capture", index, len(windows))
+                capture(loaded.model, sites, tokens, sink, gradients=gradients)
+        progress("capture", len(windows), len(windows))
+        yield Activations(loaded, sites, chosen, store)
+
+
+def spread(layers: int, count: int) -> list[int]:
+    """`count` layer indices, evenly spaced from the first to the last; all if there are no more than `count`."""
+    if count >= layers:
+        return list(range(layers))
+    if count == 1:
+        return [layers // 2]
+    return [round(index * (layers - 1) / (count - 1)) for index in range(count)]
+
+
+def clustered(measure: Callable[[T], None], jobs: Sequence[T], device: torch.device, progress: Progress) -> None:
+    """Run `measure` on all jobs (k-means, mostly), in parallel on a CPU."""
+    progress("cluster", 0, len(jobs))
+    workers = torch.get_num_threads() if device.type == "cpu" else 1
+    with repeatable(device):
+        for done, _ in enumerate(side_by_side(measure, jobs, workers), start=1):
+            progress("cluster", done, len(jobs))

@@ -1,0 +1,113 @@
+"""The interface of a study: from options, a model and text to a table, its numbers and a figure; and the registry."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import LongTensor
+
+from kvq_cli.data.texts import SELF, load_text, self_windows, token_windows
+from kvq_cli.errors import UsageError
+from kvq_cli.models import LoadedModel
+from kvq_cli.options import typed
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Called with the phase, the steps finished and the steps in all.
+Progress = Callable[[str, int, int], None]
+
+_CLASSES: dict[str, type[Study]] = {}
+
+
+@dataclass(frozen=True)
+class StudyInput:
+    """A model and the text that a study passes through it: `samples` windows of `seqlen` tokens of `dataset`."""
+
+    loaded: LoadedModel
+    dataset: str
+    samples: int
+    seqlen: int
+    seed: int
+
+    @cached_property
+    def windows(self) -> LongTensor:
+        """Token ids `[samples, seqlen]` of the dataset's evaluation split."""
+        return self.tokens(self.dataset, "evaluation")
+
+    def tokens(self, dataset: str, split: str) -> LongTensor:
+        """Token ids `[samples, seqlen]` of a split of a dataset, drawn with `seed`."""
+        if self.seqlen > self.loaded.context:
+            raise UsageError(f"--seqlen {self.seqlen} is more than {self.loaded.name}'s context, {self.loaded.context}")
+        if dataset == SELF:
+            return self_windows(self.loaded.model, self.loaded.tokenizer, self.seqlen, self.samples, self.seed)
+        text = load_text(dataset, split)
+        return token_windows(self.loaded.tokenizer, text, self.seqlen, self.samples, self.seed)
+
+
+@dataclass(frozen=True)
+class Findings:
+    """The result of a study.
+
+    columns, rows: the printed table. numbers: everything that the figure shows, as plain JSON values.
+    draw: fills an empty figure. size: its width and height in inches. notes: printed below the table.
+    """
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Any]]
+    numbers: dict[str, Any]
+    draw: Callable[[Figure], None]
+    size: tuple[float, float] = (9.0, 4.5)
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Study(ABC):
+    """A study. The fields of a subclass are its options; the first line of its docstring is its help.
+
+    name: as in `kvq analyze NAME`. source: the papers' figures or tables. needs_model: whether `run` gets a model and
+    text, or None. samples: windows of text, by default.
+    """
+
+    name: ClassVar[str]
+    source: ClassVar[str]
+    needs_model: ClassVar[bool] = True
+    samples: ClassVar[int] = 8
+
+    @abstractmethod
+    def run(self, data: StudyInput | None, progress: Progress) -> Findings:
+        """Run the study in bounded memory: one layer or one window at a time."""
+
+
+def register(cls: type[Study]) -> type[Study]:
+    """Class decorator: registers the study under `cls.name`."""
+    _CLASSES[cls.name] = cls
+    return cls
+
+
+def studies() -> dict[str, type[Study]]:
+    """All studies by name, sorted."""
+    package = importlib.import_module(__package__)
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{__package__}.{module.name}")
+    return dict(sorted(_CLASSES.items()))
+
+
+def study_class(name: str) -> type[Study]:
+    """The study's class; UsageError with the valid names for an unknown one."""
+    classes = studies()
+    if name not in classes:
+        raise UsageError(f"unknown study {name!r}; there are: {', '.join(classes)}")
+    return classes[name]
+
+
+def build(name: str, options: Mapping[str, Any]) -> Study:
+    """The study `name` with `options`, whose strings are converted. UsageError for unknown or invalid options."""
+    cls = study_class(name)
+    return cls(**typed(cls, f"study {name}", options))

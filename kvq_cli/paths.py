@@ -1,0 +1,34 @@
+"""Default paths of artifacts."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvq_cli.methods.base import Method
+
+
+def short_name(model: str) -> str:
+    """The folder name of a model: the last part of its Hub id or path."""
+    return re.sub(r"[^\w.-]+", "-", model.rstrip("/").rsplit("/", 1)[-1]) or "model"
+
+
+def artifact_folder(model: str, method: Method) -> Path:
+    """The default folder of a method's artifact, like artifacts/reference/temporalkv-2bit.
+
+    Options that change the calibration and are not at their default are appended: temporalkv-2bit-fisher-off.
+    """
+    name = method.name
+    for field in dataclasses.fields(method):
+        value = getattr(method, field.name)
+        if field.metadata.get("runtime"):
+            continue
+        if field.name == "bits":
+            name += f"-{value}bit"
+        elif value != field.default:
+            text = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
+            name += f"-{field.name.replace('_', '-')}-{text}"
+    return Path("artifacts") / short_name(model) / name

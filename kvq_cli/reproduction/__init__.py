@@ -1,1 +1,0 @@
-"""The papers' tables, figures and claims: what is run for each, and what came out."""

@@ -1,0 +1,34 @@
+"""Means over tasks that were asked for under one name."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvq_cli.evaluation.aggregate import group_means
+
+RESULTS = {
+    "a": {"alias": "a", "acc,x": 0.5, "acc_stderr,x": 0.1, "f1,x": 0.2, "f1_stderr,x": None},
+    "b": {"alias": "b", "acc,x": 0.8, "acc_stderr,x": 0.2, "f1,x": 0.4, "f1_stderr,x": None, "own,x": 1.0},
+    "c": {"alias": "c", "acc,x": 0.1, "acc_stderr,x": 0.1},
+}
+
+
+def _tasks(weighted):
+    groups = {"a": "both", "b": "both", "c": "alone"}
+    counts = {"a": 10, "b": 30, "c": 5}
+    return [SimpleNamespace(task=name, group=groups[name], weighted=weighted, count=counts[name]) for name in groups]
+
+
+def test_tasks_count_alike_or_by_their_samples():
+    plain = group_means(RESULTS, _tasks(False))
+    assert set(plain) == {"both"} and set(plain["both"]) == {"alias", "acc,x", "acc_stderr,x", "f1,x", "f1_stderr,x"}
+    assert plain["both"]["acc,x"] == pytest.approx(0.65)
+    assert plain["both"]["acc_stderr,x"] == pytest.approx((0.1**2 + 0.2**2) ** 0.5 / 2)
+    assert plain["both"]["f1,x"] == pytest.approx(0.3) and plain["both"]["f1_stderr,x"] is None
+    weighted = group_means(RESULTS, _tasks(True))["both"]
+    assert weighted["acc,x"] == pytest.approx((10 * 0.5 + 30 * 0.8) / 40)
+    assert weighted["acc_stderr,x"] == pytest.approx(((0.25 * 0.1) ** 2 + (0.75 * 0.2) ** 2) ** 0.5)
+
+
+def test_a_task_without_a_group_takes_no_part():
+    assert group_means(RESULTS, [SimpleNamespace(task="a", group=None, weighted=False, count=3)]) == {}

@@ -1,0 +1,41 @@
+"""`kvq analyze`: what holds for all studies."""
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from kvq_cli.cli.app import app
+from kvq_cli.papers.studies.rank import effective_rank
+from kvq_cli.papers.studies.study import studies
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["analyze", *map(str, words)])
+
+
+def test_a_study_writes_its_numbers_and_figure(tmp_path):
+    result = run("rank", "--out", tmp_path, "--json")
+    document = json.loads(result.stdout)
+    assert document == json.loads((tmp_path / "rank.json").read_text())
+    assert len(document["numbers"]["W_k"]) == len(document["rows"]) == 8
+    assert (tmp_path / "rank.png").stat().st_size > 5000
+
+
+def test_without_a_name_all_studies_are_listed():
+    listed = json.loads(run("--json").stdout)
+    assert [one["name"] for one in listed] == list(studies())
+    assert all(one["source"] and one["summary"].endswith(".") for one in listed)
+
+
+@pytest.mark.parametrize("words", [["no-such-study"], ["rank", "--set", "x=1"]])
+def test_bad_input_is_refused(tmp_path, words):
+    assert run(*words, "--out", tmp_path).exit_code == 2
+    assert not list(tmp_path.iterdir())
+
+
+def test_effective_rank_of_known_spectra():
+    assert effective_rank(torch.eye(7)) == pytest.approx(7)
+    assert effective_rank(torch.ones(5, 9)) == pytest.approx(1, abs=1e-4)
+    assert effective_rank(torch.diag(torch.tensor([2.0, 1.0, 1.0]))) == pytest.approx(2**1.5)

@@ -1,0 +1,148 @@
+"""Claims are judged by result files, and only by those that were made with the current options."""
+
+from __future__ import annotations
+
+import ast
+import json
+
+import pytest
+
+from kvq_cli.files import write_json
+from kvq_cli.methods.registry import build_parsed, to_config
+from kvq_cli.papers.claims import FAILS, HARDWARE, HOLDS, NOT_MEASURED, Claim, claims, judge
+from kvq_cli.papers.page import page_text
+from kvq_cli.papers.run import DONE, PARTLY, RECORD, TO_DO, current_record, state
+from kvq_cli.papers.studies.study import studies
+from kvq_cli.papers.targets import REFERENCE, target, targets
+
+
+@pytest.fixture
+def result(tmp_path):
+    """Writes a target's result as if it had been run."""
+
+    def write(name, document, **record):
+        one = target(name)
+        write_json(one.result(REFERENCE, tmp_path), document)
+        write_json(one.folder(REFERENCE, tmp_path) / RECORD, {**current_record(one, REFERENCE), **record})
+        return tmp_path
+
+    return write
+
+
+def comparison(name, perplexities):
+    """What `kvq eval` writes for a target, with these perplexities in the order of its rows."""
+    methods = {}
+    for number, (text, value) in enumerate(zip(target(name).rows(REFERENCE).values(), perplexities, strict=True)):
+        methods[f"m{number}"] = {
+            "results": {"perplexity": {"perplexity,none": value, "kl,none": value / 100}},
+            "higher_is_better": {"perplexity": {"perplexity": False, "kl": False}},
+            "cache": {},
+            "config": {"method": to_config(build_parsed(text))},
+        }
+    return {"methods": methods}
+
+
+def claim(check, **fields):
+    return Claim(paper="SQuat", source="abstract", claim="that", targets=[], check=check, **fields)
+
+
+LOWER = claim('kvq("table-temporalkv-4", "w/ sink compression") > kvq("table-temporalkv-4", "w/o sink compression")')
+
+
+@pytest.mark.parametrize(("perplexities", "verdict"), [([9.0, 5.0], HOLDS), ([5.0, 5.0], FAILS)])
+def test_a_claim_on_an_evaluation(result, perplexities, verdict):
+    root = result("table-temporalkv-4", comparison("table-temporalkv-4", perplexities))
+    found = judge(LOWER, REFERENCE, root)
+    assert found.state == verdict
+    assert found.numbers == {
+        "w/ sink compression perplexity": perplexities[0],
+        "w/o sink compression perplexity": perplexities[1],
+    }
+
+
+def test_results_that_are_missing_unfinished_or_made_with_other_options_do_not_count(result, tmp_path):
+    assert judge(LOWER, REFERENCE, tmp_path).state == NOT_MEASURED
+    document, one = comparison("table-temporalkv-4", [9.0, 5.0]), target("table-temporalkv-4")
+    assert state(one, REFERENCE, tmp_path) == TO_DO
+    for record in ({"finished": False}, {"command": ["kvq", "eval", "--limit", "1"]}, {"model": "reference 0"}):
+        root = result("table-temporalkv-4", document, **record)
+        assert judge(LOWER, REFERENCE, root).state == NOT_MEASURED
+        assert state(one, REFERENCE, root) == PARTLY
+    assert state(one, REFERENCE, result("table-temporalkv-4", document)) == DONE
+
+
+def test_a_claim_on_measurements_of_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one = claim('max(gpu("inner grouping\'s time saved, of outer\'s", "llama")) >= 0.22', gpu=True)
+    assert judge(one, REFERENCE, tmp_path).state == HARDWARE
+    rows = [
+        {"operation": "product", "case": case, "model": "llama", "context": 8192, "us": {"p50": us}}
+        for case, us in (("inner grouping", 75.0), ("outer grouping", 100.0))
+    ]
+    write_json(tmp_path / "benchmarks" / "some-gpu" / "kernels.json", {"machine": {"gpu": "some"}, "rows": rows})
+    found = judge(one, REFERENCE, tmp_path)
+    assert found.state == HOLDS
+    assert found.numbers == {"inner grouping's time saved, of outer's, llama, 8192, some-gpu": 0.25}
+
+
+def test_a_claim_on_a_study(result):
+    document = {
+        "columns": ["layer", "W_k"],
+        "rows": [[0, 1.0], [1, 2.0], [2, 5.0]],
+        "numbers": {"full": 8, "deep": {"a": [1, 2]}},
+    }
+    root = result("figure-temporalkv-15", document)
+
+    def of(check):
+        return judge(claim(check), REFERENCE, root).state
+
+    assert of('max(study("rank", "W_k")[:2]) < study("rank", "W_k", layer=2)[0]') == HOLDS
+    assert of('number("rank", "deep", "a")[1] == 3') == FAILS
+    assert of('number("rank", "deep", "b") == 3') == of('study("rank", "W_q")') == NOT_MEASURED
+
+
+def test_every_claim_names_targets_and_parses():
+    for one in claims():
+        assert ast.parse(one.check, mode="eval")
+        assert all(name in targets() for name in one.targets), one.claim
+        assert one.gpu == any(targets()[name].gpu for name in one.targets), one.claim
+
+
+def test_claims_and_targets_name_existing_studies():
+    named = {one.analyze for one in targets().values() if one.analyze}
+    for one in claims():
+        for call in ast.walk(ast.parse(one.check, mode="eval")):
+            if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("study", "number"):
+                named.add(ast.literal_eval(call.args[0]))
+    assert named <= set(studies())
+
+
+def test_the_page_counts_pairs_ranked_alike(result):
+    # The paper's order, but XQuant-2bit above KIVI*-2bit: one pair of equal bits in each of the 4 columns.
+    name = "table-xquant-b1"
+    order = [1.0, 1.2, 1.1, 1.05, 1.5, 1.4, 1.3, 2.0, 2.1, 1.9]
+    page = page_text(REFERENCE, result(name, comparison(name, order)))
+    (line,) = (line for line in page.splitlines() if line.startswith(f"| {name} | 1"))
+    pairs, alike, equal = (cell.strip() for cell in line.strip("|").split("|")[1:])
+    assert pairs == "140" and alike == "136 (97%)" and equal == "28 of 32 (88%)"
+
+
+def test_the_page_has_every_claim_and_computes_its_numbers(result, tmp_path):
+    root = result("table-temporalkv-4", comparison("table-temporalkv-4", [11.25, 5.5]))
+    page = page_text(REFERENCE, root)
+    assert all(one.claim in page for one in claims())
+    assert "w/ sink compression perplexity: 11.25" in page and "w/o sink compression perplexity: 5.5" in page
+    assert "11.25" not in page_text(REFERENCE, tmp_path / "empty")
+
+
+def test_every_abstract_has_rows():
+    papers = {one.paper: 0 for one in claims()}
+    for one in claims():
+        papers[one.paper] += one.source.startswith("abstract")
+    assert set(papers) == {"TemporalKV", "SQuat", "InnerQ", "XQuant"} and min(papers.values()) >= 4
+
+
+def test_the_command_writes_the_page(kvq, tmp_path):
+    assert kvq("reproduce", "--page", tmp_path / "page.md").exit_code == 0
+    assert "# Reproduction" in (tmp_path / "page.md").read_text()
+    assert json.loads(kvq("reproduce", "--json").stdout)

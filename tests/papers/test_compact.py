@@ -1,0 +1,76 @@
+"""Compact results: tables, plots and pages made from them are those of the full results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvq_cli.evaluation.formats import markdown, with_best
+from kvq_cli.evaluation.paired import differences
+from kvq_cli.evaluation.plot import plot_comparison
+from kvq_cli.evaluation.tabulate import tabulate
+from kvq_cli.papers.compact import compact, compact_text
+from kvq_cli.papers.page import page_text
+from kvq_cli.papers.targets import REFERENCE, ROOT
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def evaluated(tmp_path_factory):
+    """The folder of a small evaluation of two methods."""
+    from typer.testing import CliRunner
+
+    from kvq_cli.cli.app import app
+
+    folder = tmp_path_factory.mktemp("evaluated")
+    words = "eval --task perplexity --compare fp16,kivi-2bit:residual=32 --windows 2 --seqlen 96 --quiet"
+    result = CliRunner().invoke(app, [*words.split(), "--out", str(folder)])
+    assert result.exit_code == 0, result.output
+    return folder
+
+
+def test_a_compact_comparison_has_the_same_table_plot_and_differences(evaluated, tmp_path):
+    full = json.loads((evaluated / "comparison.json").read_text())
+    reduced = json.loads(compact_text(compact(full)))
+    assert tabulate(reduced["methods"]) == tabulate(full["methods"])
+    assert differences(evaluated, reduced["methods"], "kivi") == differences(evaluated, full["methods"], "kivi")
+    plot_comparison(full, tmp_path / "full.png")
+    plot_comparison(reduced, tmp_path / "reduced.png")
+    assert (tmp_path / "full.png").read_bytes() == (tmp_path / "reduced.png").read_bytes()
+    assert len(compact_text(reduced)) < (evaluated / "comparison.json").stat().st_size / 2
+    assert compact(reduced) == reduced
+
+
+def test_a_compact_study_lacks_only_the_points_of_its_figure():
+    study = {"study": "sinks", "rows": [[0, 1.5]], "numbers": {"layers": [{"ratio": 0.1}], "drawn": [1.0] * 100}}
+    assert compact(study) == {**study, "numbers": {"layers": [{"ratio": 0.1}]}}
+
+
+@pytest.mark.parametrize("document", [[{"a": 0.1}, {"b": None}], {}, [], {"x": {"ä": [1e-300, 2.5e16]}, "y": {}}])
+def test_compact_text_is_json_of_the_same_document(document):
+    assert json.loads(compact_text(document)) == document
+
+
+def test_a_changed_method_is_a_changed_line():
+    document = {"methods": {"a": {"x": [1, 2]}, "b": {"x": [3, 4]}}}
+    assert compact_text(document).splitlines() == ["{", '"methods":{', '"a":{"x":[1,2]},', '"b":{"x":[3,4]}', "}", "}"]
+
+
+def test_the_page_of_claims_is_computed_from_the_files_of_the_repository(tmp_path, monkeypatch):
+    # A folder without artifacts: a clone has the results, but not all artifacts that they were made with.
+    for name in ("results", "benchmarks", "examples"):
+        (tmp_path / name).symlink_to(REPOSITORY / name)
+    monkeypatch.chdir(tmp_path)
+    assert page_text(REFERENCE) == (REPOSITORY / "docs" / "REPRODUCTION.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("windows", ["fair", "paper"])
+def test_the_page_of_the_comparison_is_computed_from_the_files_of_the_repository(windows):
+    page = (REPOSITORY / "docs" / "COMPARISON.md").read_text(encoding="utf-8")
+    folder = REPOSITORY / ROOT / REFERENCE / f"compare-{windows}"
+    table = tabulate(json.loads((folder / "comparison.json").read_text(encoding="utf-8"))["methods"])
+    assert markdown(table.titles, with_best(table, "**{}**")) in page
+    assert (folder / "claims.md").read_text(encoding="utf-8") in page

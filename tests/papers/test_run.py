@@ -1,0 +1,96 @@
+"""Running targets: failures, interrupts, and resumption with the same files as an uninterrupted run."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvq_cli.errors import KvqError
+from kvq_cli.files import write_json
+from kvq_cli.papers.run import DONE, PARTLY, RECORD, _run, current_record, run_target, state
+from kvq_cli.papers.targets import REFERENCE, target
+
+TINY = "--windows 3 --seqlen 192 --set sinks=4 --set recent=4"
+
+
+def test_a_command_that_fails_is_an_error_and_leaves_the_target_unfinished(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one, said = replace(target("table-temporalkv-13"), run="bits --papers --nonsense"), []
+    with pytest.raises(KvqError, match=r"kvq bits failed \(exit code 2\)"):
+        run_target(one, REFERENCE, [], said.append)
+    assert said == ["$ kvq bits --papers --nonsense"]
+    assert state(one, REFERENCE) == PARTLY
+
+
+@pytest.mark.slow
+def test_the_output_of_a_command_is_the_result(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one = replace(target("table-temporalkv-13"), run="bits --shapes tiny --method kivi --json")
+    run_target(one, REFERENCE, [], lambda text: None)
+    assert json.loads(one.result(REFERENCE).read_text())["methods"][0]["method"] == "kivi-2bit"
+    assert state(one, REFERENCE) == DONE
+    assert state(replace(one, run="bits --shapes tiny --json"), REFERENCE) == PARTLY
+
+
+def test_results_in_a_clone_without_artifacts_count_as_done(tmp_path, monkeypatch):
+    """Artifacts with options are not in the repository; with another artifact the results would be others."""
+    monkeypatch.chdir(tmp_path)
+    one, root = target("table-temporalkv-6"), tmp_path / "results"
+    folder, name = one.folder(REFERENCE, root), "kvquant-2bit-outliers-0.0"
+    write_json(folder / RECORD, {**current_record(one, REFERENCE), "artifacts": {name: "abc"}})
+    assert state(one, REFERENCE, root) == PARTLY  # its result is not there
+    write_json(one.result(REFERENCE, root), {})
+    assert state(one, REFERENCE, root) == DONE
+    config = Path("artifacts/reference") / name / "config.json"
+    write_json(config, {"checksum": "abc"})
+    assert state(one, REFERENCE, root) == DONE
+    write_json(config, {"checksum": "def"})
+    assert state(one, REFERENCE, root) == PARTLY
+
+
+def test_an_interrupt_ends_the_run(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    with pytest.raises(KvqError, match="exit code 1"):
+        _run(["bits"], lambda text: None)
+    monkeypatch.setattr(subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 130))
+    with pytest.raises(KeyboardInterrupt):
+        _run(["bits"], lambda text: None)
+
+
+@pytest.mark.slow
+def test_a_killed_run_resumes_to_the_same_files(tmp_path):
+    def start(root):
+        words = ["reproduce", "table-innerq-2", "--options", f"--task perplexity {TINY}"]
+        words += ["--out", root / "results", "--store", root / "store"]
+        return subprocess.Popen(
+            [sys.executable, "-m", "kvq_cli", *map(str, words)],
+            start_new_session=True,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def samples(root):
+        return sum(len(path.read_text().splitlines()) - 1 for path in (root / "store").glob("*/*.jsonl"))
+
+    once, twice = tmp_path / "once", tmp_path / "twice"
+    assert start(once).wait() == 0
+    killed = start(twice)
+    while samples(twice) < 2 and killed.poll() is None:
+        time.sleep(0.005)
+    os.killpg(killed.pid, signal.SIGKILL)
+    killed.wait()
+    assert 2 <= samples(twice) < samples(once) == 12
+    folder = target("table-innerq-2").folder(REFERENCE, twice / "results")
+    assert not json.loads((folder / RECORD).read_text())["finished"] and not (folder / "comparison.json").exists()
+    assert start(twice).wait() == 0
+    other = target("table-innerq-2").folder(REFERENCE, once / "results")
+    for name in ("comparison.json", "differences.json", "table.md", RECORD):
+        assert (folder / name).read_text() == (other / name).read_text(), name

@@ -1,0 +1,79 @@
+"""The targets name existing rows and columns of the papers' tables, methods and studies."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+
+from kvq_cli.benchmarking.shapes import known_shape
+from kvq_cli.errors import UsageError
+from kvq_cli.methods.registry import build_parsed
+from kvq_cli.papers.published import PAPERS, cells, rows
+from kvq_cli.papers.targets import REFERENCE, target, targets
+
+TABLES = [one for one in targets().values() if one.table and one.rows(REFERENCE)]
+SOME_MODEL = "meta-llama/Llama-3.1-8B"
+
+
+def test_every_table_of_the_papers_is_a_target():
+    wanted = {
+        f"table-{paper.lower()}-{row['table'].lower().replace('.', '')}"
+        for paper, file in PAPERS.items()
+        for row in rows(file)
+        if row["table"][0].isdigit() or row["table"].startswith("B.")
+    }
+    assert wanted <= set(targets())
+
+
+@pytest.mark.parametrize("one", TABLES, ids=lambda one: one.id)
+def test_rows_and_columns_are_the_papers(one):
+    printed = cells(one.paper, one.table)
+    if one.columns:
+        for model in (REFERENCE, SOME_MODEL):
+            assert set(one.columns_of(model)) <= {cell.column for cell in printed}
+        assert set(one.rows(REFERENCE)) <= {cell.row for cell in printed}
+
+
+@pytest.mark.parametrize(("model", "shape"), [(REFERENCE, "reference"), (SOME_MODEL, "llama-3.1-8b")])
+def test_every_method_fits_the_model(model, shape):
+    for one in targets().values():
+        texts = list(one.rows(model).values())
+        assert len(set(texts)) == len(texts), one.id
+        for method in map(build_parsed, texts):
+            if not method.calibrates:
+                method.plan(0, known_shape(shape, "--shapes").model_shape(), {})  # UsageError where it does not
+
+
+def test_commands_have_the_sizes_of_the_model(tmp_path):
+    one = target("table-temporalkv-6")
+    here, there = (shlex.join(one.command(model)) for model in (REFERENCE, SOME_MODEL))
+    assert "--dataset" not in here and "--model" not in here
+    assert "--dataset c4 --windows 256 --seqlen 2048" in there and f"--model {SOME_MODEL}" in there
+    assert "/Llama-3.1-8B/table-temporalkv-6 " in there
+    assert len(target("table-squat-3").rows(REFERENCE)) == 25
+    with pytest.raises(UsageError, match="no target 'table-9'"):
+        target("table-9")
+
+
+def test_the_list(kvq):
+    found = json.loads(kvq("reproduce", "--json").stdout)
+    assert {one["state"] for one in found} == {"to do", "needs hardware", "nothing to measure"}
+    by_name = {one["target"]: one for one in found}
+    assert by_name["table-temporalkv-6"]["needs"] == "meta-llama/Llama-3.1-8B and 2 more, c4"
+    assert by_name["table-innerq-3"]["here"] is None
+    assert kvq("reproduce", "figure-squat-1").exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--fast"], "--fast goes with --all"),
+        (["table-temporalkv-13", "--options", "--limit 2"], "--options: table-temporalkv-13 takes none"),
+        (["table-temporalkv-8", "--options", "--set 'a"], "--options --set 'a: No closing quotation"),
+        (["table-9"], "no target 'table-9': `kvq reproduce` lists them"),
+    ],
+)
+def test_invalid_requests_are_refused(fails, words, says):
+    fails("reproduce", *words, code=2, says=says)

@@ -1,0 +1,1 @@
+"""Training of the built-in reference model; README.md says how to run it. The product never imports this package."""
