@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def new_figure(width: float, height: float, **options) -> Figure:
-    """An empty figure of a size in inches."""
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of a size in inches, in which matplotlib makes room for labels and outer legends."""
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), **options)
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def check_ending(path: Path) -> None:

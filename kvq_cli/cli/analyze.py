@@ -107,7 +107,7 @@ def _about(study, subject) -> dict:
 def _draw(found, title: str, path: Path) -> None:
     from kvq_cli.pictures import new_figure, save
 
-    figure = new_figure(*found.size, layout="constrained")
+    figure = new_figure(*found.size)
     found.draw(figure)
     figure.suptitle(title)
     save(figure, path)
