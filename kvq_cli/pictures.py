@@ -19,13 +19,16 @@ def can_draw() -> bool:
     return find_spec("matplotlib") is not None
 
 
-def new_figure(width: float, height: float, **options) -> Figure:
-    """Return an empty figure of a size in inches; UsageError without matplotlib."""
+def new_figure(width: float, height: float) -> Figure:
+    """Return an empty figure of a size in inches, in which matplotlib makes room for labels and outer legends.
+
+    UsageError without matplotlib.
+    """
     if not can_draw():
         raise UsageError("pictures need matplotlib: pip install matplotlib")
     from matplotlib.figure import Figure
 
-    return Figure(figsize=(width, height), **options)
+    return Figure(figsize=(width, height), layout="constrained")
 
 
 def check_ending(path: Path) -> None:

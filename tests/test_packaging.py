@@ -1,11 +1,20 @@
-"""What pyproject.toml, constraints.txt, the Makefile and the README say of each other holds."""
+"""What pyproject.toml, constraints.txt, the Makefile and the README say of each other and of the code holds."""
 
+import ast
 import re
+import sys
 import tomllib
+from collections.abc import Iterable, Iterator
+from functools import cache
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+PACKAGES = {"kvq_cli": ROOT, "kvq_kernels": ROOT / "kernels"}
+#: What cannot be installed beside what the tests use.
+ALTERNATIVES = {"faiss-gpu": "faiss-cpu"}
 
 
 def normal(requirement: str) -> str:
@@ -13,11 +22,83 @@ def normal(requirement: str) -> str:
     return re.sub(r"[-_.]+", "-", re.match(r"[\w.-]+", requirement)[0]).lower()
 
 
+def declared(*requirements: Iterable[str]) -> set[str]:
+    return {normal(one) for several in requirements for one in several} - {"kvq-cli"}
+
+
+DEFAULT = declared(PROJECT["project"]["dependencies"])
+OPTIONAL = declared(*(EXTRAS[name] for name in EXTRAS if name != "dev"))
+
+
+def imports(body: Iterable[ast.AST], *, at_once: bool) -> Iterator[str]:
+    """Modules that are imported, `a.b` of `from a import b` too; at_once: when the file is, so not in functions."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif not at_once or not (
+            isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            or (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
+        ):
+            yield from imports(ast.iter_child_nodes(node), at_once=at_once)
+
+
+@cache
+def product(at_once: bool) -> dict[str, set[str]]:
+    """By module of the two packages: the modules that it imports."""
+    found = {}
+    for package, root in PACKAGES.items():
+        for path in (root / package).rglob("*.py"):
+            name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+            found[name] = set(imports(ast.parse(path.read_text()).body, at_once=at_once))
+    return found
+
+
+def third_party(modules: Iterable[str]) -> set[str]:
+    """The packages of other projects among what is imported."""
+    return {name.partition(".")[0] for name in modules} - set(sys.stdlib_module_names) - set(PACKAGES)
+
+
+def distributions(package: str) -> set[str]:
+    return {normal(one) for one in packages_distributions().get(package, [package])}
+
+
+def test_everything_that_is_imported_is_declared():
+    for module, imported in product(at_once=False).items():
+        for package in third_party(imported):
+            assert distributions(package) & (DEFAULT | OPTIONAL), f"{module} imports {package}: declare it"
+
+
+def test_everything_that_is_declared_is_imported():
+    packages = third_party(set().union(*product(at_once=False).values()))
+    imported = set().union(*map(distributions, packages))
+    assert {ALTERNATIVES.get(one, one) for one in DEFAULT | OPTIONAL} <= imported
+
+
+def test_extras_are_imported_only_where_they_are_asked_for():
+    """Inside functions, or by modules that themselves are imported so."""
+    modules = product(at_once=True)
+    need = {
+        module: extras
+        for module, imported in modules.items()
+        if (extras := {package for package in third_party(imported) if not distributions(package) & DEFAULT})
+    }
+    assert set().union(*need.values()) == {"faiss", "lm_eval"}
+    for module, imported in modules.items():
+        for other in imported & need.keys():
+            assert need[other] <= need.get(module, set()), f"{module} cannot be imported without {need[other]}"
+
+
 def test_every_requirement_is_pinned():
     pinned = {normal(line) for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line}
-    extras = PROJECT["project"]["optional-dependencies"]
-    wanted = [*PROJECT["project"]["dependencies"], *extras["dev"], *extras["bench"], *extras["eval"]]
-    assert {normal(one) for one in wanted} - pinned == {"kvq-cli"}
+    assert DEFAULT | OPTIONAL | declared(EXTRAS["dev"]) <= pinned
+
+
+def test_no_extra_is_empty_and_the_tests_have_both_engines_of_kmeans():
+    assert all(EXTRAS.values())
+    assert "faiss" in re.search(r"kvq-cli\[(.*)\]", EXTRAS["dev"][0])[1].split(",")
 
 
 def test_every_data_file_is_in_the_wheel_and_every_folder_is_a_package():

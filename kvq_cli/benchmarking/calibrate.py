@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from kvq_cli.benchmarking.machine import PeakMemory
+from kvq_cli.benchmarking.machine import PeakMemory, PeakResident
 from kvq_cli.calibration.pipeline import Plan, calibrate
 
 
@@ -30,7 +30,8 @@ class Phases:
 def measure(planned: Plan, show: Callable[[str, int, int], None]) -> dict:
     """Calibrate into a folder that is thrown away: seconds by phase and in all, peak memory, bytes of the tensors."""
     phases = Phases(show)
-    with TemporaryDirectory() as folder, PeakMemory(planned.loaded.model.device) as peak:
+    device = planned.loaded.model.device
+    with TemporaryDirectory() as folder, PeakMemory(device) if device.type == "cuda" else PeakResident() as peak:
         artifact = calibrate(planned, Path(folder) / "artifact", progress=phases)
     return {
         "phases_s": {name: round(seconds, 3) for name, seconds in phases.seconds.items()},

@@ -9,6 +9,7 @@ import gc
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +45,13 @@ def grow(
     """Measure each peer at batches 1, 4, 16, ... up to the first that memory refuses, then `HALVINGS` times halfway
     between the largest that fits and the smallest that does not. Yields a peer and its rows.
 
+<<<<<<< HEAD
     tokens_s: decoded tokens of all rows per second. peak_bytes: beside the weights, with the cache. A row with "failed"
     is a batch that was refused. Kernels are compiled before the time of `settings` begins.
+=======
+    tokens_s: decoded tokens of all rows per second. peak_bytes: beside the weights, with the cache; None on a CPU.
+    A row with "failed" is a batch that was refused.
+>>>>>>> deps
     """
     for peer in peers:
         _at(model, peer, 1, settings)
@@ -89,7 +95,9 @@ def _decode(model: PreTrainedModel, peer: Peer, batch: int, settings: Growth) ->
     ids = torch.randint(vocabulary, (1, settings.context + WARM_UP + settings.tokens), generator=generator).to(
         model.device
     )
-    with peer.on(model) as new_cache, PeakMemory(model.device) as peak:
+    # Measuring memory on a CPU takes time from the tokens.
+    measured = PeakMemory(model.device) if model.device.type == "cuda" else nullcontext()
+    with peer.on(model) as new_cache, measured as peak:
         cache = new_cache(ids.shape[1])
         _forward(model, ids[:, : settings.context], cache)
         cache.batch_repeat_interleave(batch)
@@ -101,7 +109,7 @@ def _decode(model: PreTrainedModel, peer: Peer, batch: int, settings: Growth) ->
         "token_ms": round(1000 * sum(seconds) / len(seconds), 3),
         "tokens_s": round(batch * len(seconds) / sum(seconds), 2),
         "cache_bytes": held,
-        "peak_bytes": peak.bytes,
+        "peak_bytes": peak and peak.bytes,
     }
 
 

@@ -1,10 +1,13 @@
-"""What a measurement was made on, and how much memory the process needed."""
+"""What a measurement was made on, and how much memory it needed."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
+<<<<<<< HEAD
 import hashlib
+=======
+import json
+>>>>>>> deps
 import os
 import platform
 import subprocess
@@ -12,9 +15,12 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import kvq_kernels
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 
 def machine(device: torch.device) -> dict:
@@ -80,33 +86,62 @@ def _cpu() -> str:
 
 
 class PeakMemory:
-    """Bytes needed above what was held at the start of the `with` block; `bytes` is None where it cannot be measured.
+    """Bytes of tensors needed at a time, above what was held at the start of the `with` block; known after it.
 
-    On a GPU: torch's own count of allocated memory. On Linux: the process's resident memory, whose high-water mark the
-    kernel starts anew on request. Elsewhere there is no such mark.
+    As torch counts them: on a GPU in its allocator, on a CPU in the profiler, which sees this thread and slows it down.
     """
 
     bytes: int | None = None
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device) -> None:
         self._device = device
+        on_cpu = {"activities": [ProfilerActivity.CPU], "profile_memory": True}
+        self._profiler = None if device.type == "cuda" else profile(**on_cpu)
 
     def __enter__(self) -> PeakMemory:
         gc.collect()
-        if self._device.type == "cuda":
+        if self._profiler is None:
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
             self._before = torch.cuda.memory_allocated(self._device)
         else:
-            with suppress(OSError, AttributeError):
-                ctypes.CDLL(None).malloc_trim(0)  # give freed memory back, so that it is not counted as held
-            self._before = _resident("VmRSS") if _reset_high_water_mark() else None
+            self._profiler.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if self._profiler is None:
+            self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
+        else:
+            self._profiler.__exit__(*error)
+            self.bytes = _most_allocated(self._profiler)
+
+
+def _most_allocated(profiler: profile) -> int:
+    """The most bytes that were allocated at a time while `profiler` was on, above those before, from its trace."""
+    with TemporaryDirectory() as folder:
+        profiler.export_chrome_trace(str(path := Path(folder) / "trace.json"))
+        events = json.loads(path.read_bytes())["traceEvents"]
+    found = sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"])
+    totals = [event["args"]["Total Allocated"] for event in found]
+    return max(totals) - (totals[0] - found[0]["args"]["Bytes"]) if found else 0
+
+
+class PeakResident:
+    """Bytes of memory that the process needed above what it held at the start of the `with` block, all threads and
+    libraries included; None where the system has no high-water mark that can be started anew (Linux has).
+
+    Memory that was freed before, but not given back to the system, counts as held: measure early in a process.
+    """
+
+    bytes: int | None = None
+
+    def __enter__(self) -> PeakResident:
+        gc.collect()
+        self._before = _resident("VmRSS") if _reset_high_water_mark() else None
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._device.type == "cuda":
-            self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
-        elif self._before is not None:
+        if self._before is not None:
             self.bytes = max(0, _resident("VmHWM") - self._before)
 
 

@@ -32,8 +32,7 @@ def plot(rows: list[dict], title: str, path: Path) -> None:
     axes[0][0].set_ylabel("ms per decoded token (lower is better)")
     axes[1][0].set_ylabel("cache, MiB (lower is better)")
     figure.suptitle(title, fontsize=10)
-    figure.legend(handles=axes[0][0].lines, loc="lower center", ncols=2, fontsize=9, frameon=False)
-    figure.tight_layout(rect=(0, 0.09, 1, 1))
+    figure.legend(handles=axes[0][0].lines, loc="outside lower center", ncols=2, fontsize=9, frameon=False)
     save(figure, path)
 
 
@@ -59,5 +58,4 @@ def plot_growth(rows: list[dict], title: str, path: Path) -> None:
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8, frameon=False)
     axis.set_title(title, fontsize=10)
-    figure.tight_layout()
     save(figure, path)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvq_cli.calibration.blocks import block_sums, draw, to_blocks
-from kvq_cli.calibration.kmeans import nearest, weighted_kmeans
+from kvq_cli.calibration.kmeans import Engine, nearest, weighted_kmeans
 from kvq_cli.calibration.statistics import correlation, mean_std, thresholds
 from kvq_cli.codecs import per_token
 from kvq_cli.codecs.base import side_dtype
@@ -44,6 +44,7 @@ class Recipe:
     seed: int
     dtype: torch.dtype
     damping: float = 0.0
+    engine: Engine = "auto"
 
 
 def calibrate_stream(captured: Captured, spec: CodebookSpec, recipe: Recipe) -> tuple[dict[str, Tensor], dict]:
@@ -159,7 +160,8 @@ def _cluster(stream: _Stream, shape: BlockShape, spec: CodebookSpec, recipe: Rec
     if spec.across_heads:
         points, weights = (x.unflatten(0, (heads, -1)).transpose(0, 1).flatten(1, 2) for x in (points, weights))
     points, weights = draw(points, weights, recipe.points, recipe.seed)
-    books = weighted_kmeans(points, weights, spec.entries, iterations=recipe.iterations, seed=recipe.seed)
+    iterations, seed, engine = recipe.iterations, recipe.seed, recipe.engine
+    books = weighted_kmeans(points, weights, spec.entries, iterations=iterations, seed=seed, engine=engine)
     return books.to(recipe.dtype).unflatten(0, (1 if spec.across_heads else heads, -1))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -13,8 +12,6 @@ from typing import TypeVar
 import torch
 
 T = TypeVar("T")
-
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # malloc.h
 
 
 def side_by_side(task: Callable[[T], None], items: Iterable[T], workers: int) -> Iterator[None]:
@@ -33,17 +30,6 @@ def side_by_side(task: Callable[[T], None], items: Iterable[T], workers: int) ->
     finally:
         pool.shutdown(cancel_futures=True)
         torch.set_num_threads(threads)
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep freed memory: giving back and fetching each large tensor's pages makes threads wait for each
-    other, which costs clustering a third of its time. Does nothing where the C library is another."""
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):
-        return
-    for option, value in ((_M_MMAP_THRESHOLD, 1 << 25), (_M_TRIM_THRESHOLD, 1 << 30), (_M_TOP_PAD, 1 << 26)):
-        mallopt(option, value)
 
 
 @contextmanager

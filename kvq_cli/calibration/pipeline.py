@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,7 +19,8 @@ from kvq_cli.attention.taps import iter_attention
 from kvq_cli.calibration import capture, factors, forecast
 from kvq_cli.calibration.card import card
 from kvq_cli.calibration.codebooks import ERROR_MEASURE, Captured, Recipe, calibrate_stream
-from kvq_cli.calibration.parallel import keep_freed_memory, repeatable, side_by_side
+from kvq_cli.calibration.kmeans import choose_engine
+from kvq_cli.calibration.parallel import repeatable, side_by_side
 from kvq_cli.calibration.settings import Extent, Settings, calibrate_command, extent
 from kvq_cli.calibration.work import Work
 from kvq_cli.data.texts import SELF, load_text, self_windows, token_windows
@@ -60,11 +61,15 @@ class Plan:
 
 
 def plan(loaded: LoadedModel, method: Method, settings: Settings) -> Plan:
-    """Check what is asked for; UsageError for bits, head_dim, budgets and sizes that cannot work."""
+    """Check what is asked for, and fill in the defaults.
+
+    UsageError for bits, head_dim, budgets and sizes that cannot work; KvqError where a package is missing.
+    """
     spec = method.calibration(loaded.shape)
     if isinstance(spec, FactorSpec):
         return Plan(loaded, method, settings, spec, None)
-    settings = settings.resolved(loaded)
+    entries = max(spec.keys.entries, spec.values.entries)
+    settings = replace(settings.resolved(loaded), kmeans=choose_engine(settings.kmeans, entries))
     unit = math.lcm(2, *(shape.tokens for stream in (spec.keys, spec.values) for shape in stream.shapes))
     return Plan(loaded, method, settings, spec, extent(settings, spec, unit, loaded))
 
@@ -78,7 +83,6 @@ def calibrate(
     it. Raises UsageError where `out` or the folder exists and neither `resume` nor `force` is given, KvqError where
     another process is at work in the folder.
     """
-    keep_freed_memory()
     request = planned.request()
     with closing(Work(out)) as work:
         if force:
@@ -234,18 +238,36 @@ def _recipe(planned: Plan, seed: int) -> Recipe:
     settings, spec = planned.settings, planned.spec
     seed += settings.seed * 1_000_003
     dtype = planned.loaded.shape.dtype
-    return Recipe(spec.fisher, spec.hybrid, settings.points, settings.iterations, seed, dtype, settings.damping)
+    return Recipe(
+        fisher=spec.fisher,
+        hybrid=spec.hybrid,
+        points=settings.points,
+        iterations=settings.iterations,
+        seed=seed,
+        dtype=dtype,
+        damping=settings.damping,
+        engine=settings.kmeans,
+    )
 
 
 def _write(planned: Plan, out: Path, tensors: dict[str, Tensor], measured: dict, progress: Progress) -> Artifact:
     progress("write", 0, 1)
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    config = {**planned.request(), "versions": versions, "sizes": sizes(tensors), **measured}
+    config = {**planned.request(), "versions": _versions(planned), "sizes": sizes(tensors), **measured}
     settings = None if planned.extent is None else planned.settings
     command = calibrate_command(planned.method, planned.loaded.name, settings)
     artifact = save_artifact(out, config, tensors, card(config, command), overwrite=True)
     progress("write", 1, 1)
     return artifact
+
+
+def _versions(planned: Plan) -> dict[str, str]:
+    """Versions of the libraries that computed the tensors."""
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    if planned.extent is not None and planned.settings.kmeans == "faiss":
+        import faiss
+
+        versions["faiss"] = faiss.__version__
+    return versions
 
 
 def sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:

@@ -18,7 +18,7 @@ def plot_errors(config: Mapping, path: Path) -> None:
     layers = config["errors"]["layers"]
     if not config["calibration"]:
         raise UsageError(f"--plot {path}: {config['method']['name']} has no errors of a calibration to draw")
-    figure = new_figure(10, 6, layout="constrained")
+    figure = new_figure(10, 6)
     axes = figure.subplots(2, 2, sharex=True, sharey="row", height_ratios=(3, 1))
     for column, (kind, title) in enumerate((("k", "keys"), ("v", "values"))):
         _draw_errors(axes[0][column], [layer[kind] for layer in layers])

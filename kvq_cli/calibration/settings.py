@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import asdict, dataclass, replace
 
+from kvq_cli.calibration.kmeans import Engine
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import CalibrationSpec, Method
 from kvq_cli.methods.registry import to_config
@@ -30,6 +31,7 @@ class Settings:
     damping:    share of a codebook's mean Fisher weight that is added to the weight of every block; 0 is the papers'
                 weighting. A few tokens can hold nearly all weight of a stream, and squared gradients say what small
                 errors cost, not large ones, such as all other tokens would have.
+    kmeans:     who clusters, see `kmeans.choose_engine`; a plan names the engine itself.
     budget:     GiB of captured numbers on disk; where all do not fit, runs of tokens are drawn at random.
     """
 
@@ -42,6 +44,7 @@ class Settings:
     damping: float = 0.1
     budget: float = 4.0
     seed: int = 0
+    kmeans: Engine = "auto"
 
     def resolved(self, loaded: LoadedModel) -> Settings:
         """The same with every default filled in for this model; UsageError for values that cannot work."""

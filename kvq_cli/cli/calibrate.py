@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -29,6 +29,10 @@ Seqlen = Annotated[
 Gradients = Annotated[int | None, _data("--gradients", min=2, help="Samples with gradients (default: all).")]
 Points = Annotated[int, _data("--points", min=256, help="Blocks that each codebook is clustered from.")]
 Iterations = Annotated[int, _data("--iterations", min=1, help="Iterations of k-means, at most.")]
+Kmeans = Annotated[
+    Literal["auto", "kvq", "faiss"],
+    _data("--kmeans", help="K-means by kvq or faiss; auto: faiss for more than 1,024 entries, where it is installed."),
+]
 Damping = Annotated[
     float,
     _data(
@@ -55,6 +59,7 @@ def calibrate(
     gradients: Gradients = None,
     points: Points = 8192,
     iterations: Iterations = 50,
+    kmeans: Kmeans = "auto",
     damping: Damping = 0.1,
     budget: Budget = 4.0,
     fisher: Fisher = True,
@@ -86,7 +91,7 @@ def calibrate(
     from kvq_cli.calibration.settings import Settings
     from kvq_cli.models import load_model
 
-    settings = Settings(dataset, samples, seqlen, gradients, points, iterations, damping, budget, seed)
+    settings = Settings(dataset, samples, seqlen, gradients, points, iterations, damping, budget, seed, kmeans)
     planned = pipeline.plan(load_model(model, device, dtype), built, settings)
     if dry_run:
         return _print_forecast(output, forecast(planned))

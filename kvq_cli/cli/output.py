@@ -113,6 +113,7 @@ def silence_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler: of levels 0 to 5, none
     if "transformers" in sys.modules:
         from transformers.utils import logging
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,8 @@ def print_table(
     from rich.text import Text
 
     cells = [[_cell(value) for value in row] for row in rows]
-    lines = [[column, *(row[index] for row in cells)] for index, column in enumerate(columns)]
-    least, most = ([max(map(size, line)) for line in lines] for size in (_least, _width))
+    sizes = [[_size(console, text) for text in texts] for texts in zip(columns, *cells, strict=True)]
+    least, most = ([max(size[bound] for size in column) for column in sizes] for bound in (0, 1))
     best = [[False, *(row[0] in found for found in bold)] if bold else [False] * len(row) for row in rows]
     frame = _BETWEEN * (len(columns) - 1) + _EDGES
     if not console.is_terminal:
@@ -101,15 +102,12 @@ def _shared(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
     return widths
 
 
-def _width(text: str) -> int:
-    from rich.cells import cell_len
+def _size(console: Console, text: str) -> tuple[int, int]:
+    """How narrow a column may be for this text, as its longest word and as wide as `LINES` lines need, and how wide."""
+    from rich.text import Text
 
-    return max(map(cell_len, text.splitlines()), default=0)
-
-
-def _least(text: str) -> int:
-    """How narrow a column may be: as the longest word, and as wide as `LINES` lines need."""
-    return max(-(-_width(text) // LINES), *map(_width, text.split()), 0)
+    word, line = console.measure(Text(text), options=console.options.update(max_width=sys.maxsize))
+    return max(word, -(-line // LINES)), line
 
 
 def _cell(value: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import cos, pi, sin, sqrt, tan
 from pathlib import Path
 from typing import Any
 
@@ -45,21 +44,13 @@ def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
 
 def student(freedom: int, confidence: float = CONFIDENCE) -> float:
     """The t that a t-distributed number of `freedom` degrees exceeds in size with probability 1 - `confidence`."""
-    low, high = 0.0, pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _central(middle, freedom) < confidence else (low, middle)
-    return sqrt(freedom) * tan(low)
-
-
-def _central(angle: float, freedom: int) -> float:
-    """P(|t| < sqrt(freedom) tan(angle)), Abramowitz and Stegun 26.7.3 and 26.7.4."""
-    odd = freedom % 2
-    term, total = (cos(angle) if odd else 1.0), 0.0
-    for index in range(1 if odd else 0, freedom - 1, 2):
-        total += term
-        term *= cos(angle) ** 2 * (index + 1) / (index + 2)
-    return 2 / pi * (angle + sin(angle) * total) if odd else sin(angle) * total
+    try:
+        from scipy.stats import t
+    except ImportError:
+        raise KvqError(
+            "confidence intervals need the package scipy, which is not installed: pip install 'kvq-cli[eval]'"
+        ) from None
+    return float(t.ppf((1 + confidence) / 2, freedom))
 
 
 def differences(folder: Path, methods: Mapping[str, Mapping], baseline: str) -> dict[str, dict[str, Difference]]:

@@ -43,8 +43,7 @@ def plot_comparison(document: Mapping[str, Any], path: Path) -> None:
         if panel is not _ruler:
             axis.set_yscale("log")
     shown = [Line2D([], [], label=name, **style) for name, style in styles.items()]
-    figure.legend(handles=shown, loc="lower center", ncols=5, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.05 + 0.035 * -(-len(families) // 5), 1, 1))
+    figure.legend(handles=shown, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     save(figure, path, "--plot")
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from transformers import DynamicCache
 
 from kvq_cli.benchmarking import peers
 from kvq_cli.benchmarking.generate import Run, Settings, _row, measure
-from kvq_cli.benchmarking.machine import PeakMemory, machine
+from kvq_cli.benchmarking.machine import PeakMemory, PeakResident, machine
 from kvq_cli.benchmarking.peers import Plain, Quanto, quanto
 from kvq_cli.benchmarking.plot import plot
 from kvq_cli.benchmarking.shapes import random_model
@@ -117,12 +118,24 @@ def test_percentiles():
     assert row["prefill_ms"]["p50"] == 1000.0 and row["peak_bytes"] is None
 
 
-def test_peak_memory_sees_what_was_needed_for_a_moment():
+def test_peak_memory_counts_tensors_that_live_at_the_same_time():
+    kept = []
+    for _ in range(2):  # what the first block keeps is held before the second
+        with PeakMemory(CPU) as peak:
+            torch.ones(64 * 2**20, dtype=torch.uint8)
+            torch.ones(16 * 2**20, dtype=torch.uint8)
+            kept.append(torch.ones(2**20, dtype=torch.uint8))
+        assert peak.bytes == 64 * 2**20
     with PeakMemory(CPU) as peak:
-        torch.ones(64 * 2**20, dtype=torch.uint8)
-    if peak.bytes is None:
-        pytest.skip("this system has no high-water mark")
-    assert 60 * 2**20 < peak.bytes < 90 * 2**20
+        pass
+    assert peak.bytes == 0
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system has no high-water mark")
+def test_peak_resident_sees_what_was_needed_for_a_moment():
+    with PeakResident() as peak:
+        torch.ones(256 * 2**20, dtype=torch.uint8)
+    assert 200 * 2**20 < peak.bytes < 300 * 2**20
 
 
 def test_machine_names_the_processor_and_versions():

@@ -37,7 +37,6 @@ def plot(document: dict, path: Path) -> None:
         axis.remove()
     dry = " (dry run: times say nothing)" if document["dry"] else ""
     figure.suptitle(f"{document['machine']['device']}{dry}", fontsize=11)
-    figure.tight_layout()
     save(figure, path)
 
 
