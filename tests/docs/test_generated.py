@@ -33,7 +33,9 @@ def generate(script: str, folder: Path, **environment: str) -> str:
     return (folder / PAGES[script]).read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("script", PAGES)
+@pytest.mark.parametrize(
+    "script", [pytest.param(script, marks=[pytest.mark.slow] * (script == "decode_step.py")) for script in PAGES]
+)
 def test_the_committed_file_is_up_to_date(script, tmp_path):
     committed = (ROOT / "docs" / PAGES[script]).read_text(encoding="utf-8")
     assert generate(script, tmp_path) == committed, f"docs/{PAGES[script]} is out of date: run `make docs`"

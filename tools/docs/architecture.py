@@ -135,11 +135,11 @@ def _ranked(graph: networkx.DiGraph) -> tuple[list[list[Place]], list[tuple[Plac
 
 
 def _description(room: str) -> str:
-    """The first sentence of a subpackage's docstring, without what stands in brackets."""
+    """The first sentence of a subpackage's docstring, without references in brackets."""
     package, name = room.split(".")
     source = (SOURCES[package] / package / name / "__init__.py").read_text(encoding="utf-8")
     first = (ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0]
-    plain = re.sub(r"\s*\([^()]*\)", "", " ".join(first.split())).replace("`", "")
+    plain = re.sub(r"\s*\([^()]*(https:|Eq\.)[^()]*\)", "", " ".join(first.split())).replace("`", "")
     return plain.split(". ")[0].rstrip(".:")
 
 

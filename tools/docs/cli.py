@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -135,7 +135,7 @@ def _shared_rows(commands: dict[str, tuple[Any, Any]]) -> dict[str, Row]:
     return {name: count.most_common(1)[0][0] for name, count in rows.items()}
 
 
-def _table(kind: str, rows: Any) -> str:
+def _table(kind: str, rows: Iterable[Row]) -> str:
     lines = [f"| {kind} | default | meaning |", "|---|---|---|"]
     lines += [f"| {_cell(row.name)} | {_cell(row.default)} | {_cell(row.meaning)} |" for row in rows]
     return "\n".join([*lines, ""])
