@@ -29,7 +29,7 @@ OPTIONS ?=
 COMPARED := results/reproduction/reference/compare
 BENCH := --compare kivi,temporalkv --bits 2
 
-.PHONY: help demo test test-fast lint artifacts list repro repro-fast reproduction compare bench \
+.PHONY: help demo test test-fast lint docs artifacts list repro repro-fast reproduction compare bench \
 	test-all gpu gpu-test gpu-bench gpu-tune gpu-growth gpu-pack gpu-unpack gpu-memory clean
 
 help:  ## Show this list.
@@ -59,6 +59,9 @@ test-fast: .venv/.installed  ## Run the tests that take no longer than a few sec
 
 lint: .venv/.installed  ## Check the code with ruff.
 	@$(BIN)/ruff check kvq_cli kernels tests tools
+
+docs: .venv/.installed  ## Write the generated pages and pictures of docs/ anew.
+	@for page in tools/docs/{cli,api,architecture,decode_step}.py; do $(BIN)/python $$page; done
 
 artifacts: $(ARTIFACTS:%=artifacts/reference/%/config.json)  ## Calibrate the artifacts of the built-in model.
 

@@ -45,13 +45,8 @@ def grow(
     """Measure each peer at batches 1, 4, 16, ... up to the first that memory refuses, then `HALVINGS` times halfway
     between the largest that fits and the smallest that does not. Yields a peer and its rows.
 
-<<<<<<< HEAD
-    tokens_s: decoded tokens of all rows per second. peak_bytes: beside the weights, with the cache. A row with "failed"
-    is a batch that was refused. Kernels are compiled before the time of `settings` begins.
-=======
     tokens_s: decoded tokens of all rows per second. peak_bytes: beside the weights, with the cache; None on a CPU.
-    A row with "failed" is a batch that was refused.
->>>>>>> deps
+    A row with "failed" is a batch that was refused. Kernels are compiled before the time of `settings` begins.
     """
     for peer in peers:
         _at(model, peer, 1, settings)

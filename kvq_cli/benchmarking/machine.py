@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import gc
-<<<<<<< HEAD
 import hashlib
-=======
 import json
->>>>>>> deps
 import os
 import platform
 import subprocess

@@ -116,12 +116,7 @@ def _about(study: Study, data: StudyInput | None) -> dict[str, Any]:
 def _draw(findings: Findings, title: str, path: Path) -> None:
     from kvq_cli.pictures import new_figure, save
 
-<<<<<<< HEAD
-    figure = new_figure(*findings.size, layout="constrained")
+    figure = new_figure(*findings.size)
     findings.draw(figure)
-=======
-    figure = new_figure(*found.size)
-    found.draw(figure)
->>>>>>> deps
     figure.suptitle(title)
     save(figure, path)

@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvq_cli import __version__
+from kvq_cli.cli.examples import epilog
 from kvq_cli.errors import KvqError
 
 #: name, where it lives (module of kvq_cli.cli, attribute), help panel. None of these modules imports torch.
@@ -160,9 +161,9 @@ def _build() -> typer.Typer:
         module, attribute = place.split(":")
         found = getattr(import_module(f"kvq_cli.cli.{module}"), attribute)
         if isinstance(found, typer.Typer):
-            root.add_typer(found, name=name, rich_help_panel=panel)
+            root.add_typer(found, name=name, rich_help_panel=panel, epilog=epilog(name))
         else:
-            root.command(name, rich_help_panel=panel)(found)
+            root.command(name, rich_help_panel=panel, epilog=epilog(name))(found)
     return root
 
 

@@ -1,0 +1,1 @@
+"""Calibration and evaluation texts: built in, from files, or from the Hub."""

@@ -1,6 +1,7 @@
 """Names of methods to their classes, and options to instances.
 
-A method is one file of this package with one class under `@register`; nothing else lists it.
+A method is one file of this package with one class under `@register`; nothing else lists it. Other packages add
+methods as entry points of the group `kvq.methods` (docs/ADD_A_METHOD.md).
 """
 
 from __future__ import annotations
@@ -10,14 +11,18 @@ import importlib
 import pkgutil
 import re
 from collections.abc import Iterable, Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from kvq_cli.errors import UsageError
+from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.base import Method
 from kvq_cli.options import typed
 
 _CLASSES: dict[str, type[Method]] = {}
 _NO_METHODS = {"base", "codebooks", "registry", "window"}
+#: Group of the entry points `NAME = "module:Class"` of other packages' methods.
+PLUGINS = "kvq.methods"
 
 
 def register(cls: type[Method]) -> type[Method]:
@@ -101,3 +106,22 @@ def _load_all() -> None:
     for module in pkgutil.iter_modules(package.__path__):
         if module.name not in _NO_METHODS:
             importlib.import_module(f"kvq_cli.methods.{module.name}")
+    _load_plugins()
+
+
+@cache
+def _load_plugins() -> None:
+    for entry in entry_points(group=PLUGINS):
+        _load_plugin(entry)
+
+
+def _load_plugin(entry: EntryPoint) -> None:
+    """Import another package's method; KvqError names the package where it cannot be used."""
+    package = entry.dist.name if entry.dist is not None else entry.value
+    try:
+        cls = entry.load()
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        raise KvqError(f"package {package}: its method {entry.name} cannot be imported: {why}") from error
+    if _CLASSES.get(entry.name) is not cls:
+        raise KvqError(f"package {package}: {entry.value} is not registered as a method with name = {entry.name!r}")

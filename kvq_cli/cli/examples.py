@@ -1,0 +1,41 @@
+"""Examples of each subcommand: the end of its `--help`, and of its section in docs/CLI.md."""
+
+from __future__ import annotations
+
+EXAMPLES = {
+    "calibrate": (
+        "kvq calibrate --method temporalkv --bits 2 --out results/mine",
+        "kvq calibrate --method kvquant --bits 3 --model meta-llama/Llama-3.1-8B --dataset wikitext2 --dry-run",
+    ),
+    "generate": (
+        'kvq generate "The old harbour" --method kivi --bits 2',
+        "kvq generate --file examples/needle.txt --artifact artifacts/reference/temporalkv-2bit",
+    ),
+    "chat": ("kvq chat --method kivi --bits 4 --set sinks=32",),
+    "eval": (
+        "kvq eval --task perplexity --compare fp16,kivi,temporalkv --bits 2 --limit 8",
+        "kvq eval --task ruler --compare kivi-2bit,innerq:sign=inside --set sinks=32 --set recent=96 --context 512",
+        "kvq eval --task lm_eval:gsm8k --method kivi --model meta-llama/Llama-3.1-8B",
+    ),
+    "bench": (
+        "kvq bench generate --compare kivi,temporalkv --bits 2",
+        "kvq bench kernels --check",
+        "kvq bench report",
+    ),
+    "analyze": ("kvq analyze", "kvq analyze error --samples 4"),
+    "inspect": ("kvq inspect artifacts/reference/temporalkv-2bit",),
+    "methods": ("kvq methods", "kvq methods kivi"),
+    "bits": ("kvq bits --shapes llama-3.1-8b --context 131072", "kvq bits --papers"),
+    "plan": ("kvq plan --shapes llama-3.1-8b --memory 80GB --context 131072 --batch 8",),
+    "results": (
+        "kvq results results/reference --format markdown",
+        "kvq results results/reference --baseline kivi",
+    ),
+    "reproduce": ("kvq reproduce", "kvq reproduce table-temporalkv-6"),
+}
+
+
+def epilog(command: str) -> str | None:
+    """The examples of a subcommand as the text under its help; None where it has none."""
+    lines = EXAMPLES.get(command, ())
+    return "\n\n".join(["Examples:", *lines]) if lines else None

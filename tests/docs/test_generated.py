@@ -1,0 +1,79 @@
+"""The generated pages and pictures of docs/ are what `make docs` would write now."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import typing
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import typer
+
+ROOT = Path(__file__).parents[2]
+PAGES = {
+    "cli.py": "CLI.md",
+    "api.py": "API.md",
+    "architecture.py": "architecture.svg",
+    "decode_step.py": "decode-step.svg",
+}
+
+
+def generate(script: str, folder: Path, **environment: str) -> str:
+    """What a script of tools/docs writes, run as a process of its own."""
+    words = [sys.executable, str(ROOT / "tools" / "docs" / script), str(folder)]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
+    done = subprocess.run(
+        words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths, **environment}, cwd=folder
+    )
+    assert done.returncode == 0, done.stderr
+    return (folder / PAGES[script]).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(script, marks=[pytest.mark.slow] * (script == "decode_step.py")) for script in PAGES]
+)
+def test_the_committed_file_is_up_to_date(script, tmp_path):
+    committed = (ROOT / "docs" / PAGES[script]).read_text(encoding="utf-8")
+    assert generate(script, tmp_path) == committed, f"docs/{PAGES[script]} is out of date: run `make docs`"
+
+
+def test_every_script_is_part_of_make_docs():
+    scripts = {path.name for path in (ROOT / "tools" / "docs").glob("*.py")} - {"drawing.py"}
+    assert scripts == set(PAGES)
+    line = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "tools/docs/{" in line)
+    assert set(line.split("{")[1].split("}")[0].split(",")) == {Path(script).stem for script in scripts}
+
+
+def test_commands_do_not_depend_on_the_terminal(tmp_path):
+    odd = {"COLUMNS": "30", "LINES": "10", "TERM": "dumb", "LC_ALL": "C", "LANG": "C", "PYTHONHASHSEED": "7"}
+    assert generate("cli.py", tmp_path, **odd) == (ROOT / "docs" / "CLI.md").read_text(encoding="utf-8")
+
+
+def test_every_command_and_flag_is_on_the_page():
+    """Compared with the functions' own parameters, not with what the generator reads."""
+    from kvq_cli.cli.app import app
+
+    text = (ROOT / "docs" / "CLI.md").read_text(encoding="utf-8")
+    sections = {part.split("\n")[0]: part for part in text.split("\n## ")[1:]}
+    groups = [("kvq", app), *((f"kvq {group.name}", group.typer_instance) for group in app.registered_groups)]
+    for prefix, group in groups:
+        for command in group.registered_commands:
+            name = f"{prefix} {command.name or command.callback.__name__}"
+            section = sections[name]
+            hints = typing.get_type_hints(command.callback, include_extras=True)
+            infos = [meta for hint in hints.values() for meta in getattr(hint, "__metadata__", ())]
+            for info in infos:
+                if isinstance(info, typer.models.OptionInfo):
+                    for flag in re.findall(r"--[\w-]+", f"{info.default} {' '.join(info.param_decls or ())}"):
+                        assert re.search(rf"{flag}\b", section), f"{name}: no {flag}"
+
+
+def test_the_decode_step_shows_the_way_from_the_model_to_the_kernel():
+    nodes = ElementTree.parse(ROOT / "docs" / "decode-step.svg").iter("{http://www.w3.org/2000/svg}text")
+    calls = [(node.text or "").split("  ×")[0] for node in nodes]
+    order = [next(i for i, call in enumerate(calls) if call.endswith(name)) for name in ("Attention.forward", "encode")]
+    assert order == sorted(order) and calls.index("decode_attention") > order[-1]
