@@ -1,17 +1,15 @@
-"""Who computes attention over a compressed layer: the seam between the model and the kernels."""
+"""Choose who computes the attention of each layer: kernels or PyTorch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from kvq_cli.attention import torch_backend
-from kvq_cli.attention.scores import FORMS, PLAIN
+from kvq_cli.attention.forward_context import Backend
 from kvq_cli.attention.taps import AttentionSite
-from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan
 
@@ -21,41 +19,20 @@ if TYPE_CHECKING:
 BACKENDS = ("auto", "triton", "torch")
 
 
-class Backend(Protocol):
-    """Two functions over the layer's streams, whose `forward` describes the pass and which hold its tokens already."""
-
-    def decode_attention(self, query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
-        """One query per row: `query` `[batch, query_heads, 1, head_dim]` -> the same shape."""
-
-    def prefill_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, layer: CompressedLayer, scaling: float, compressed: bool
-    ) -> Tensor:
-        """Several queries per row: `[batch, query_heads, columns, head_dim]` -> the same shape, zeros for pads.
-
-        key, value: the pass's own, `[batch, kv_heads, columns, head_dim]`, keys after RoPE, in full precision.
-        compressed: every query sees what it would see in one-by-one decoding; else the pass's own tokens are seen
-        in full precision.
-        """
-
-
 class ChosenBackend:
-    """Each layer's attention by the backend that was chosen for it. summary: which, and why not another, in words.
-    engine: where kernels compute it in every layer, what keeps their tensors."""
+    """The backend of each layer. summary: which, and why not another, in words. engine: where kernels compute the
+    attention of all layers, the holder of their tensors."""
 
     def __init__(self, by_layer: Mapping[int, Backend], summary: str, engine: TritonBackend | None = None) -> None:
         self._by_layer, self.summary, self.engine = by_layer, summary, engine
 
+    def of(self, layer: int) -> Backend:
+        """The backend that computes the attention of this layer."""
+        return self._by_layer[layer]
+
     def by_kernels(self, layer: int) -> bool:
-        """Does not PyTorch compute this layer's attention?"""
+        """Whether kernels, not PyTorch, compute the attention of this layer."""
         return self._by_layer[layer] is not torch_backend
-
-    def decode_attention(self, query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
-        return self._by_layer[layer.index].decode_attention(query, layer, scaling)
-
-    def prefill_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, layer: CompressedLayer, scaling: float, compressed: bool
-    ) -> Tensor:
-        return self._by_layer[layer.index].prefill_attention(query, key, value, layer, scaling, compressed)
 
 
 def check_backend(name: str) -> None:
@@ -85,8 +62,8 @@ def choose_backend(name: str, device: torch.device, layers: Sequence[tuple[Atten
         )
     refused: dict[str, list[int]] = {}
     for site, plan in layers:
-        if unusual := FORMS.get(site.module, PLAIN).unusual:
-            why = unusual
+        if site.score_form.unusual:
+            why = site.score_form.unusual
         elif plan.keys.source == "input":
             why = remade.unsupported(site, plan)
         else:

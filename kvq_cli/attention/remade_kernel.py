@@ -13,10 +13,10 @@ from kvq_kernels.rematerialize import Latents, Norm, Workspace, new_workspace, p
 from torch import Tensor
 
 from kvq_cli.attention import torch_backend
+from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.projections import Projection, projections
 from kvq_cli.attention.taps import AttentionSite
 from kvq_cli.attention.triton_backend import TritonBackend
-from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.stream import Stream
 from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.first_channel import FirstChannelCodec
@@ -94,10 +94,10 @@ class RemadeBackend:
             self._made[site.index] = (keys, values, key_norm(keys))
         self._workspaces: dict[tuple, Workspace] = {}
 
-    def decode_attention(self, query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
+    def decode_attention(self, query: Tensor, context: ForwardContext) -> Tensor:
         """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; zeros for pads. Layers whose
         scores are of another form are not given to kernels."""
-        forward, engine, device = layer.forward, self._engine, query.device
+        layer, forward, engine, device = context.layer, context.forward, self._engine, query.device
         lengths = engine._on_device(forward, None, device)
         count = engine._on_device(forward, layer.streams[0].window, device)
         rope = None if layer.rotation.style == "none" else engine._rope(layer.rotation, forward, device)
@@ -106,7 +106,7 @@ class RemadeBackend:
         own_values = _latents(layer.streams[-1], values, layer.plan.values.up, count)
         q = query[:, :, 0]
         given = {"rope": rope, "window": layer.sliding_window, "workspace": self._workspace(q, own_values)}
-        out = rematerialize(q, own_keys, own_values, lengths, scaling, **given, backend="triton")
+        out = rematerialize(q, own_keys, own_values, lengths, context.scaling, **given, backend="triton")
         return out.unsqueeze(2)
 
     def _workspace(self, query: Tensor, values: Latents) -> Workspace:

@@ -8,7 +8,7 @@ checked, not believed: a short forward pass compares what the taps see with what
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from kvq_cli.attention.rotary import Rotation, find_rotation
+from kvq_cli.attention.score_form import PLAIN, ScoreForm
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.models import model_shape, text_config
 
@@ -65,6 +66,7 @@ class AttentionSite:
     rotation: how the model turns the tapped key into the cached one (style "none" for a layer without RoPE, and where
     the tapped one is not asked for). sliding_window: how many tokens back a query sees, itself included; None: all.
     seen: what a short pass saw of the module: see `_probe`.
+    score_form: how scores become weights; `attach` finds out.
     """
 
     index: int
@@ -75,9 +77,7 @@ class AttentionSite:
     rotation: Rotation
     sliding_window: int | None
     seen: dict = field(repr=False)
-
-    def with_rotation(self, rotation: Rotation) -> AttentionSite:
-        return replace(self, rotation=rotation)
+    score_form: ScoreForm = PLAIN
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:

@@ -15,9 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.rotary import TILE as ROTATION_TILE
 from kvq_cli.attention.rotary import Rotation
-from kvq_cli.attention.scores import PLAIN, ScoreForm
+from kvq_cli.attention.score_form import ScoreForm
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.rows import Run
 from kvq_cli.cache.stream import Stream
@@ -29,40 +30,39 @@ DECODE_NUMBERS = 1 << 19
 PREFILL_TILE = 512
 
 
-def decode_attention(query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
+def decode_attention(query: Tensor, context: ForwardContext) -> Tensor:
     """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; see `Backend`."""
-    runs = layer.forward.runs
+    runs = context.forward.runs
     if len(runs) == 1 and runs[0].pads == 0:
-        return _decode(query, layer, runs[0], scaling)
+        return _decode(query, context, runs[0])
     out = torch.zeros_like(query)
     for run in runs:
         if run.pads == 0:
-            out[run.rows] = _decode(query[run.rows], layer, run, scaling)
+            out[run.rows] = _decode(query[run.rows], context, run)
     return out
 
 
-def prefill_attention(
-    query: Tensor, key: Tensor, value: Tensor, layer: CompressedLayer, scaling: float, compressed: bool
-) -> Tensor:
+def prefill_attention(query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Tensor:
     """Causal attention of several queries per row; see `Backend`."""
-    out = torch.zeros_like(query)
-    for number, run in enumerate(layer.forward.runs):
+    layer, out = context.layer, torch.zeros_like(query)
+    for number, run in enumerate(context.forward.runs):
         if run.tokens > run.past:
             own = [x[run.rows, :, run.pads :].float() for x in (query, key, value)]
             tails = layer.tails[number] if layer.tails else (None, None)
-            out[run.rows, :, run.pads :] = _prefill(*own, layer, run, tails, scaling, compressed).to(out.dtype)
+            out[run.rows, :, run.pads :] = _prefill(*own, context, run, tails).to(out.dtype)
     return out
 
 
 # -- one query per row -------------------------------------------------------------------------------------------
 
 
-def _decode(query: Tensor, layer: CompressedLayer, run: Run, scaling: float) -> Tensor:
+def _decode(query: Tensor, context: ForwardContext, run: Run) -> Tensor:
+    layer, form = context.layer, context.score_form
     heads, start = layer.kv_heads, _first_seen(layer, run.tokens - 1)
-    q = (query.float() * scaling).reshape(query.shape[0], heads, -1, query.shape[3])  # [rows, kv_heads, group, dim]
-    form = layer.score_form or PLAIN
+    # [rows, kv_heads, group, head_dim]
+    q = (query.float() * context.scaling).reshape(query.shape[0], heads, -1, query.shape[3])
     weights = form.weights(form.capped(_key_scores(q, layer, run, start)))
-    return _value_sum(weights, layer, run, start).to(query.dtype).view(query.shape)
+    return _value_sum(weights, layer, run, start, normalized=form.sinks is None).to(query.dtype).view(query.shape)
 
 
 def _key_scores(q: Tensor, layer: CompressedLayer, run: Run, start: int) -> Tensor:
@@ -76,10 +76,13 @@ def _key_scores(q: Tensor, layer: CompressedLayer, run: Run, start: int) -> Tens
     return torch.cat(products, dim=-1)
 
 
-def _value_sum(weights: Tensor, layer: CompressedLayer, run: Run, start: int) -> Tensor:
-    """Sum of weight times value over the tokens from `start` on, `[rows, kv_heads, group, head_dim]` float32."""
+def _value_sum(weights: Tensor, layer: CompressedLayer, run: Run, start: int, normalized: bool) -> Tensor:
+    """Sum of weight times value over the tokens from `start` on, `[rows, kv_heads, group, head_dim]` float32.
+
+    normalized: the weights add up to 1, as projecting a weighted sum of layer inputs needs it.
+    """
     stream, finish = layer.summed
-    if layer.score_form is not None and layer.score_form.sinks is not None:  # the weights do not add up to 1
+    if not normalized:
         stream, finish = layer.value_stream, None
     values, shape = _pieces(stream, run, start), weights.shape[:3]
     heads = layer.kv_heads if finish is None else 1  # what is kept of the layer input has one head
@@ -189,22 +192,20 @@ def _prefill(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layer: CompressedLayer,
+    context: ForwardContext,
     run: Run,
     tails: tuple[Tensor | None, Tensor | None],
-    scaling: float,
-    compressed: bool,
 ) -> Tensor:
     """One run's queries (pads cut off), float32: online softmax over tiles of tokens, tiles of queries inside."""
+    layer, form = context.layer, context.score_form
     turn = None if layer.plan.keys.source == "post_rope" else layer.rotation
-    keys = _side(layer.key_stream, key, tails[0], run, turn, compressed)
-    values = _side(layer.value_stream, value, tails[1], run, None, compressed)
+    keys = _side(layer.key_stream, key, tails[0], run, turn, context.compressed)
+    values = _side(layer.value_stream, value, tails[1], run, None, context.compressed)
     rows, heads, columns, dim = key.shape
-    q = (query * scaling).unflatten(1, (heads, -1))  # [rows, kv_heads, group, columns, head_dim]
+    q = (query * context.scaling).unflatten(1, (heads, -1))  # [rows, kv_heads, group, columns, head_dim]
     shape = q.shape[:-1]
     out, total = torch.zeros_like(q), q.new_zeros(*shape, 1)
     top = q.new_full((*shape, 1), -torch.inf)
-    form = layer.score_form or PLAIN
     if form.sinks is not None:  # a logit that came before all tokens
         top, total = form.sink_logits(q).clone(), torch.ones_like(total)
     for first, last in _tiles(run.tokens, [*keys.cuts(), *values.cuts()], _first_seen(layer, run.past)):

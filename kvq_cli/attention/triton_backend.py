@@ -16,9 +16,9 @@ from torch import Tensor
 from triton import knobs
 
 from kvq_cli.attention import torch_backend
+from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.kernel_sides import norm_of, side, unsupported
 from kvq_cli.attention.rotary import Rotation
-from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.rows import Forward
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.window import Window
@@ -42,10 +42,11 @@ class TritonBackend:
         self._ropes: dict[Rotation, tuple[int, Rope]] = {}
         self._workspaces: dict[tuple, Workspace] = {}
 
-    def decode_attention(self, query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
+    def decode_attention(self, query: Tensor, context: ForwardContext) -> Tensor:
         """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; zeros for pads. Layers whose
         scores are of another form are not given to kernels."""
-        keys, values, forward = layer.key_stream, layer.value_stream, layer.forward
+        layer, forward = context.layer, context.forward
+        keys, values = layer.key_stream, layer.value_stream
         if not keys.ring.shape[3] == values.ring.shape[3] == query.shape[3]:
             raise UsageError(f"layer {layer.index}: keys and values of different head_dim need --backend torch")
         lengths = self._on_device(forward, None, query.device)
@@ -57,7 +58,7 @@ class TritonBackend:
         if norm is not None:  # q . (norm k') = (q norm) . k'
             q = (q.unflatten(1, (norm.shape[1], -1)) * norm.unsqueeze(2)).flatten(1, 2).to(query.dtype)
         given = {"rope": rope, "window": layer.sliding_window, "workspace": self._workspace(q, *sides, rope)}
-        return attend(q, *sides, lengths, scaling, **given, backend="triton").unsqueeze(2)
+        return attend(q, *sides, lengths, context.scaling, **given, backend="triton").unsqueeze(2)
 
     def keeps_time(self, tokens: int, last_position: int) -> bool:
         """Is all that a step needs on the device, where rows have `tokens` tokens before it?"""

@@ -59,8 +59,6 @@ class CompressedLayer(CacheLayerMixin):
         self.summed: tuple[Stream | RemadeStream, Callable[[Tensor], Tensor] | None] = (self.value_stream, None)
         if remake[1] is not None and remake[1].sums is not None:
             self.summed = (self.streams[-1], remake[1].sums)
-        #: What the pass's attention does to scores beside a softmax (opaque here); None: nothing.
-        self.score_form: Any = None
         self.columns = self.kv_heads = self.numbers_per_token = 0
         self.forward: Forward | None = None
         #: Full-precision keys and values that were not yet packed when the forward pass began, per run of rows.

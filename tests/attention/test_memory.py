@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvq_cli.attention import torch_backend
+from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.rotary import Rotation
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.rows import Rows
@@ -47,10 +48,11 @@ def largest(context: int, columns: int) -> int:
         layer.update(x, x)
         layer.absorb(x)
         with Allocations() as allocations:
+            context = ForwardContext(layer, layer.forward, torch_backend, scaling=0.25)
             if tokens == 1:
-                torch_backend.decode_attention(q, layer, 0.25)
+                torch_backend.decode_attention(q, context)
             elif layer.columns > tokens:
-                torch_backend.prefill_attention(q, x, x, layer, 0.25, False)
+                torch_backend.prefill_attention(q, x, x, context)
         return allocations.sizes
 
     step(context)

@@ -160,7 +160,7 @@ def test_attention_that_is_computed_twice(tiny, probe, prompt):
     model, (ids, _) = tiny("diffllama"), prompt(9)
     with (
         attach(model, probe(source="post_rope")) as kv,
-        pytest.raises(UsageError, match="DiffLlamaAttention computes attention twice"),
+        pytest.raises(UsageError, match="DiffLlamaAttention calls attention twice per forward"),
     ):
         model(ids, past_key_values=kv.new_cache())
 
