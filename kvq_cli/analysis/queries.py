@@ -11,7 +11,7 @@ from kvq_cli.analysis.activations import spread
 from kvq_cli.analysis.study import Findings, Show, Study, Subject, register
 from kvq_cli.analysis.watching import watching_queries
 from kvq_cli.attention.taps import AttentionSite, iter_attention
-from kvq_cli.codecs.base import Prompt
+from kvq_cli.codecs.base import Prompt, PromptCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.kivi import Kivi
 from kvq_cli.methods.squat import Squat
@@ -193,9 +193,9 @@ class _Layer:
     def _errors(self, method: str, seen: Prompt) -> tuple[float, float]:
         """Of the response's queries: the mean error of a score, and the moved attention weight."""
         plan, tokens, codec = self._plans[method], seen.keys.shape[2], self._plans[method].codec
-        if codec.freezes:
+        if isinstance(codec, PromptCodec):
             parts = (x[:, :, : self._prompt] for x in (seen.keys, seen.values, seen.queries))
-            codec = codec.bound(codec.freeze(Prompt(*parts)))
+            codec = codec.with_state(codec.fit(Prompt(*parts)))
         packed = plan.window.packed(tokens)
         restored = codec.decode(codec.encode(seen.keys[:, :, :packed]), torch.float32)
         queries, keys = seen.queries[0].float(), seen.keys[0].float()

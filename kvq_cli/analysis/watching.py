@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from kvq_cli.attention.attach import attach
 from kvq_cli.attention.taps import AttentionSite, decoder_of, layer_input
 from kvq_cli.calibration.capture import capture
-from kvq_cli.codecs.base import Codec, Packed, Prompt, State
+from kvq_cli.codecs.base import Codec, Packed, Prompt, PromptCodec, State
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan
 from kvq_cli.methods.window import Window
 
@@ -44,7 +44,7 @@ def watching_queries(model: PreTrainedModel, pre_rope: bool) -> Iterator[Callabl
     """Inside the block `watch(tokens, sink)` passes one window `[tokens]` through the model and gives each layer's
     keys, values and queries to `sink`; keys and queries before or after RoPE.
 
-    They are what codecs see that freeze something of a prompt: the model is under a method that stores nothing.
+    They are what codecs see that are fit to a prompt: the model is under a method that stores nothing.
     """
     sinks: list[PromptSink] = []
     with attach(model, _Watching(pre_rope, sinks), backend="torch") as attached:
@@ -58,18 +58,26 @@ def watching_queries(model: PreTrainedModel, pre_rope: bool) -> Iterator[Callabl
         yield watch
 
 
-class _Onlooker(Codec):
+class _Onlooker(PromptCodec):
     """Gives what it sees of a prompt to `sink` and keeps nothing."""
 
     nominal_bits = 16.0
 
-    def __init__(self, sink: Callable[[Prompt], None] | None = None) -> None:
-        self.freezes, self._sink = sink is not None, sink
+    def __init__(self, sink: Callable[[Prompt], None]) -> None:
+        self._sink = sink
 
-    def freeze(self, prompt: Prompt) -> State:
-        if self._sink is not None:
-            self._sink(prompt)
+    def fit(self, prompt: Prompt) -> State:
+        self._sink(prompt)
         return {}
+
+    def with_state(self, state: State, saliency: Tensor | None = None) -> Codec:
+        return _Nothing()
+
+
+class _Nothing(Codec):
+    """Keeps nothing."""
+
+    nominal_bits = 16.0
 
     def _encode(self, x: Tensor) -> Packed:
         return Packed(x.shape[2], {})
@@ -93,4 +101,4 @@ class _Watching(Method):
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
         keys = _Onlooker(lambda prompt: self.sinks[0](layer, prompt))
         source = "pre_rope" if self.pre_rope else "post_rope"
-        return LayerPlan(StreamPlan(source, keys, Window()), StreamPlan("value", _Onlooker(), Window()))
+        return LayerPlan(StreamPlan(source, keys, Window()), StreamPlan("value", _Nothing(), Window()))

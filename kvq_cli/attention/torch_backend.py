@@ -147,8 +147,8 @@ class _Side:
 
     def cuts(self) -> list[int]:
         """Tokens where the way to read changes; no tile goes across one."""
-        opened = self.stream.window.sinks + self.stream.opened[self.run.rows.start]
-        return [opened, *self.stream.split(self.run.past), *self.stream.split(self.run.tokens)]
+        prompt = self.stream.window.sinks + self.stream.prompt_tokens(self.run.rows)
+        return [prompt, *self.stream.split(self.run.past), *self.stream.split(self.run.tokens)]
 
     def exact(self, first: int, last: int) -> Tensor | None:
         """Tokens of a tile in full precision, if they are."""

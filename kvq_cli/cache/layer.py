@@ -11,10 +11,12 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvq_cli.cache.cross_layer import CrossLayerSum, DifferenceStream
+from kvq_cli.cache.prompt_stream import PromptStream, new_stream
 from kvq_cli.cache.remade import RemadeStream, Remake
 from kvq_cli.cache.rows import Forward, Run, stalls
 from kvq_cli.cache.stream import Stream
 from kvq_cli.codecs.base import Prompt, side_dtype
+from kvq_cli.codecs.salient import attention_received
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.base import LayerPlan
 
@@ -49,7 +51,9 @@ class CompressedLayer(CacheLayerMixin):
         self.index, self.plan, self.rotation, self.sliding_window = index, plan, rotation, sliding_window
         self.cross_layer = cross_layer if plan.cross_layer else None
         #: What is stored: keys' and values' numbers, or one stream that serves both.
-        self.streams = tuple((DifferenceStream if self.cross_layer else Stream)(kept) for kept in plan.kept)
+        make = DifferenceStream if self.cross_layer else new_stream
+        self.streams: tuple[Stream, ...] = tuple(make(kept) for kept in plan.kept)
+        self._prompt_streams = [stream for stream in self.streams if isinstance(stream, PromptStream)]
         #: What attention reads: keys and values.
         self.key_stream, self.value_stream = (
             stream if one is None else RemadeStream(stream, one)
@@ -120,20 +124,15 @@ class CompressedLayer(CacheLayerMixin):
         return keys.detach(), values.detach()
 
     def absorb(self, query: Tensor) -> None:
-        """Append what came; `query` `[batch, query_heads, columns, head_dim]` after RoPE is the pass's own.
-
-        Codecs that freeze something of the prompt do so here, on the first pass that brings tokens to a row.
-        """
+        """Append what came; `query` `[batch, query_heads, columns, head_dim]` after RoPE is that of the pass."""
         arrived, self._arrived = self._arrived, ()
         self._keep_tails(self.forward)
-        for run in self.forward.runs:
-            if run.past == 0 and run.tokens and any(s.codec.freezes for s in (self.key_stream, self.value_stream)):
-                self._freeze(run, *(x[run.rows, :, run.pads :] for x in (*arrived, query.detach())))
-        weights = self._weights(arrived[0], query.detach()) if self.streams[0].codec.weighs else ()
+        if self._prompt_streams:
+            self._announce_prompts(*arrived, query.detach())
         if self.cross_layer is not None:
             self.cross_layer.enter(self.plan, self.streams[0], arrived[0], self.forward)
         for stream, x in zip(self.streams, arrived, strict=True):
-            stream.append(x, self.forward.runs, weights, self.forward.clock)
+            stream.append(x, self.forward.runs, self.forward.clock)
         if self.cross_layer is not None:
             self.cross_layer.leave(self.plan, self.streams[0], self.forward)
 
@@ -150,20 +149,24 @@ class CompressedLayer(CacheLayerMixin):
         if self.cross_layer is not None:
             self.streams[0].close()
 
-    def _freeze(self, run: Run, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        if self.plan.keys.source == "pre_rope":
-            queries = self.rotation.undo(queries.float(), run.offset).to(queries.dtype)
-        prompt = Prompt(keys, values, queries)
-        for stream in (self.key_stream, self.value_stream):
-            stream.freeze(run.rows, len(self.forward.row_pads), prompt)
-
-    def _weights(self, keys: Tensor, queries: Tensor) -> list[Tensor | None]:
-        """Of each run, what counts of the tokens that this pass packs; both streams pack the same ones."""
-        stream, found = self.streams[0], []
+    def _announce_prompts(self, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+        """Give the streams whose codecs are fit to prompts what these need of the pass."""
+        prompts: dict[int, Prompt] = {}
+        saliency: dict[int, Tensor] = {}
+        needs_saliency = any(stream.needs_saliency for stream in self._prompt_streams)
         for run in self.forward.runs:
-            own = (x[run.rows, :, run.pads :] for x in (keys, queries))
-            found.append(_weight(stream, run, *own) if run.past else None)
-        return found
+            first = run.past == 0 and run.tokens > 0
+            if not (first or needs_saliency):
+                continue
+            key, value, query = (x[run.rows, :, run.pads :] for x in (keys, values, queries))
+            if first:
+                if self.plan.keys.source == "pre_rope":
+                    query = self.rotation.undo(query.float(), run.offset).to(query.dtype)
+                prompts[run.rows.start] = Prompt(key, value, query)
+            elif (received := _saliency(self.streams[0], run, key, query)) is not None:
+                saliency[run.rows.start] = received
+        for stream in self._prompt_streams if prompts or saliency else ():
+            stream.announce(self.forward.runs, prompts, saliency)
 
     def _keep_tails(self, forward: Forward) -> None:
         """Before they may get packed: what several new queries still have to see in full precision."""
@@ -233,18 +236,21 @@ class CompressedLayer(CacheLayerMixin):
         self.columns -= tokens
 
 
-def _weight(stream: Stream, run: Run, keys: Tensor, queries: Tensor) -> Tensor | None:
-    """What counts of the tokens that are packed when `keys` come; see `Codec.weigh`."""
+def _saliency(stream: Stream, run: Run, keys: Tensor, queries: Tensor) -> Tensor | None:
+    """The attention received by the tokens that are packed when `keys` come, `[rows, kv_heads, tokens]`, if any are.
+
+    stream: the keys'; values are packed with the same windows.
+    """
     block, window = stream.ready(run, keys), stream.window
     if block is None:
         return None
     # Each flush is seen by the query of the token with which it is packed, so that passes may be cut anywhere.
     column = window.sinks + window.packed(run.past) + window.recent - 1 - run.past
-    weights = []
+    received = []
     for flush in block.split(window.flush, dim=2):
         column += window.flush
-        weights.append(stream.codec.weigh(queries[:, :, column : column + 1], flush))
-    return torch.cat(weights, dim=2)
+        received.append(attention_received(queries[:, :, column : column + 1], flush))
+    return torch.cat(received, dim=2)
 
 
 def _recent(stream: Stream, rows: slice, tokens: int) -> Tensor | None:

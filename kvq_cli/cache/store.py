@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvq_cli.codecs.base import Packed, Part
+from kvq_cli.codecs.base import Packed, Part, concatenate
 
 #: The least a store grows by, in tokens; beyond it, by an eighth of what it holds.
 LEAST_GROWTH = 32
@@ -148,10 +148,3 @@ def _owned(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.contiguous()
     alone = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if alone else tensor.clone()
-
-
-def concatenate(runs: list[Packed]) -> Packed:
-    """Packed runs one after another, as one."""
-    names = runs[0].parts
-    parts = {n: Part(torch.cat([run.parts[n].tensor for run in runs], dim=2), names[n].unit) for n in names}
-    return Packed(sum(run.tokens for run in runs), parts)

@@ -13,6 +13,9 @@ from kvq_cli.codecs import kernels
 from kvq_cli.codecs.base import Codec, Packed, Part, side_dtype
 from kvq_cli.errors import UsageError
 
+#: What a group lies along: "channel": adjacent tokens of one channel; "token": adjacent channels of one token.
+Axis = Literal["channel", "token"]
+
 
 class UniformCodec(Codec):
     """q = clip(round((x - z) / s), 0, 2^b - 1), x' = q s + z, with z = min and s = (max - min) / (2^b - 1) of a group.
@@ -30,7 +33,7 @@ class UniformCodec(Codec):
     def __init__(
         self,
         bits: int,
-        axis: Literal["channel", "token"],
+        axis: Axis,
         group: int,
         head_dim: int,
         dtype: torch.dtype = torch.float16,

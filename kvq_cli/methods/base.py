@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvq_cli.codecs.base import Codec
+from kvq_cli.codecs.base import AnyCodec, Codec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.window import Window
 
@@ -40,7 +40,7 @@ class StreamPlan:
     """
 
     source: str
-    codec: Codec
+    codec: AnyCodec
     window: Window
     down: Tensor | None = None
     up: Tensor | None = None
