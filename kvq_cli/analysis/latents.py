@@ -10,7 +10,7 @@ from torch import Tensor
 from kvq_cli.analysis.activations import spread
 from kvq_cli.analysis.study import Findings, Show, Study, Subject, register
 from kvq_cli.analysis.watching import watch_inputs
-from kvq_cli.attention.taps import iter_attention
+from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.calibration.factors import factorize
 
 KINDS = {"x": "X", "k": "X U_k", "v": "X U_v"}
@@ -72,7 +72,7 @@ class Latents(Study):
 
     def run(self, subject: Subject, show: Show) -> Findings:
         """See `Study.run`. Kept: a layer's numbers while they are looked at, and the factors of all weights."""
-        sites, windows = iter_attention(subject.loaded.model), subject.windows
+        sites, windows = attention_layers(subject.loaded.model), subject.windows
         layers = []
         for site in sites:
             show("singular values", site.index, len(sites))

@@ -10,7 +10,7 @@ from torch import LongTensor, Tensor
 from kvq_cli.analysis.activations import spread
 from kvq_cli.analysis.study import Findings, Show, Study, Subject, register
 from kvq_cli.analysis.watching import watching_queries
-from kvq_cli.attention.taps import AttentionSite, iter_attention
+from kvq_cli.attention.capture_points import AttentionLayer, attention_layers
 from kvq_cli.codecs.base import Prompt, PromptCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.kivi import Kivi
@@ -128,7 +128,7 @@ class Queries(Study):
         windows = replace(subject, samples=subject.samples + 1).windows
         another = replace(subject, samples=1).tokens(self.other, "evaluation")[0]
         sequences = _with_responses(subject.loaded, windows[:-1, :prompt], self.response, subject.seed, show)
-        layers = [_Layer(site, self, prompt, subject) for site in iter_attention(subject.loaded.model)]
+        layers = [_Layer(site, self, prompt, subject) for site in attention_layers(subject.loaded.model)]
         passes = [("sequence", windows[-1]), ("text", another), *(("whole", tokens) for tokens in sequences)]
         with watching_queries(subject.loaded.model, self.pre_rope) as watch:
             for done, (name, tokens) in enumerate(passes):
@@ -165,7 +165,7 @@ class Queries(Study):
 class _Layer:
     """One layer's directions of other texts, and sums over the sequences."""
 
-    def __init__(self, site: AttentionSite, study: Queries, prompt: int, subject: Subject) -> None:
+    def __init__(self, site: AttentionLayer, study: Queries, prompt: int, subject: Subject) -> None:
         self._site, self._prompt, self._pre_rope = site, prompt, study.pre_rope
         plans = {name: method.plan(site.index, subject.loaded.shape, {}) for name, method in study.methods().items()}
         self._plans = {name: plan.keys for name, plan in plans.items()}

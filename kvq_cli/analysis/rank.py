@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvq_cli.analysis.study import Findings, Show, Study, Subject, register
+from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.attention.projections import projections
-from kvq_cli.attention.taps import iter_attention
 
 
 def effective_rank(weight: Tensor) -> float:
@@ -30,7 +30,7 @@ class Rank(Study):
 
     def run(self, subject: Subject, show: Show) -> Findings:
         """See `Study.run`."""
-        sites = iter_attention(subject.loaded.model)
+        sites = attention_layers(subject.loaded.model)
         found, largest = [], 0
         for site in sites:
             show("singular values", site.index, len(sites))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvq_cli.analysis.study import Findings, Show, Study, Subject, register
 from kvq_cli.analysis.watching import watch_inputs
-from kvq_cli.attention.taps import iter_attention
+from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.errors import UsageError
 
 KINDS = {"x": "X", "k": "keys", "v": "values"}
@@ -77,7 +77,7 @@ class Similarity(Study):
 
     def run(self, subject: Subject, show: Show) -> Findings:
         """See `Study.run`. One layer's X, keys and values are held at a time, with those of the layer below."""
-        sites, windows = iter_attention(subject.loaded.model), subject.windows
+        sites, windows = attention_layers(subject.loaded.model), subject.windows
         if len(sites) < 2:
             raise UsageError(f"study similarity: {subject.loaded.name} has one layer, and none to compare it with")
         seen = {kind: _Seen(len(sites)) for kind in KINDS}

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvq_cli.attention.attach import attach
-from kvq_cli.attention.taps import AttentionSite, decoder_of, layer_input
+from kvq_cli.attention.capture_points import AttentionLayer, decoder_of, layer_input
 from kvq_cli.calibration.capture import capture
 from kvq_cli.codecs.base import Codec, Packed, Prompt, PromptCodec, State
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan
@@ -25,7 +25,7 @@ PromptSink = Callable[[int, Prompt], None]
 
 
 def watch_inputs(
-    model: PreTrainedModel, sites: list[AttentionSite], tokens: Tensor, sink: Callable[[int, str, Tensor], None]
+    model: PreTrainedModel, sites: list[AttentionLayer], tokens: Tensor, sink: Callable[[int, str, Tensor], None]
 ) -> None:
     """Pass one window `[tokens]` through the model and give `sink` each layer's input X ("x", after the layer's norm),
     keys before RoPE ("k") and values ("v"), `[tokens, channels]` each; all of a layer before those of the next."""

@@ -19,15 +19,15 @@ from transformers import PreTrainedModel
 from kvq_cli.artifact import Artifact
 from kvq_cli.attention.attention_hooks import NAME, AttentionHooks, recorded_score_forms, register
 from kvq_cli.attention.backend import ChosenBackend, check_backend, choose_backend
+from kvq_cli.attention.capture_points import AttentionLayer, attention_layers, attention_modules, decoder_of
 from kvq_cli.attention.graphs import captured_steps
 from kvq_cli.attention.projections import projections
 from kvq_cli.attention.rotary import Rotation
 from kvq_cli.attention.score_form import PLAIN
-from kvq_cli.attention.taps import AttentionSite, attention_modules, decoder_of, iter_attention
 from kvq_cli.cache.cache import CompressedCache
 from kvq_cli.cache.cross_layer import CrossLayerSum
 from kvq_cli.cache.layer import CompressedLayer
-from kvq_cli.cache.remade import Remake
+from kvq_cli.cache.rematerialize import Rematerialize
 from kvq_cli.cache.report import CacheReport
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method
@@ -45,16 +45,16 @@ class Attached:
         model: PreTrainedModel,
         method: Method,
         plans: list[LayerPlan],
-        sites: list[AttentionSite],
+        layers: list[AttentionLayer],
         prefill: str,
         backend: ChosenBackend,
     ) -> None:
         self.model, self.method, self.prefill, self.backend = model, method, prefill, backend
-        self._plans, self._sites = plans, sites
-        self._remakes = [_remakes(site, plan) for site, plan in zip(sites, plans, strict=True)]
-        backends = [backend.of(site.index) for site in sites]
+        self._plans, self._layers = plans, layers
+        self._rematerializers = [_rematerializers(layer, plan) for layer, plan in zip(layers, plans, strict=True)]
+        backends = [backend.of(layer.index) for layer in layers]
         self.hooks = AttentionHooks(
-            decoder_of(model), sites, plans, backends, prefill == "compressed", model_context(model.config)
+            decoder_of(model), layers, plans, backends, prefill == "compressed", model_context(model.config)
         )
         self._latest: CompressedCache | None = None
 
@@ -64,15 +64,15 @@ class Attached:
         tokens: how many each row will hold in the end, where that is known: layers that kernels read then make room
         for them at once, and no later step allocates or moves anything.
         """
-        across = CrossLayerSum()
-        layers = [
-            CompressedLayer(site.index, plan, site.rotation, site.sliding_window, remakes, across)
-            for site, plan, remakes in zip(self._sites, self._plans, self._remakes, strict=True)
+        cross_layer = CrossLayerSum()
+        caches = [
+            CompressedLayer(layer.index, plan, layer.rotation, layer.sliding_window, rematerializers, cross_layer)
+            for layer, plan, rematerializers in zip(self._layers, self._plans, self._rematerializers, strict=True)
         ]
-        for layer in layers:
-            if tokens and self.backend.by_kernels(layer.index):
-                layer.reserve(tokens)
-        self._latest = CompressedCache(layers, self.prefill, self.method.nominal_bits, self.backend.summary)
+        for cache in caches:
+            if tokens and self.backend.by_kernels(cache.index):
+                cache.reserve(tokens)
+        self._latest = CompressedCache(caches, self.prefill, self.method.nominal_bits, self.backend.summary)
         return self._latest
 
     def report(self, cache: CompressedCache | None = None) -> CacheReport:
@@ -92,7 +92,7 @@ def attach(
     backend: str = "auto",
     graphs: bool = True,
 ) -> Iterator[Attached]:
-    """Run `model` with caches compressed by `method`, a method or a calibrated artifact, inside the block.
+    """RowGroup `model` with caches compressed by `method`, a method or a calibrated artifact, inside the block.
 
     A forward pass uses the compressed cache only where one from `new_cache()` is passed as `past_key_values`.
 
@@ -120,12 +120,12 @@ def attach(
         configs = [getattr(module, "config", None) for _, module in attention_modules(model)]
         if any(getattr(config, "_attn_implementation", None) != NAME for config in configs):
             raise refused
-        taps = any(plan.keys.source != "post_rope" for plan in plans)
+        points = any(plan.keys.source != "post_rope" for plan in plans)
         with recorded_score_forms() as forms:
-            sites = _with_shared_rotations(iter_attention(model, taps))
-        sites = [replace(site, score_form=forms.get(site.module, PLAIN)) for site in sites]
-        chosen = choose_backend(backend, model.device, list(zip(sites, plans, strict=True)))
-        attached = Attached(model, method, plans, sites, prefill, chosen)
+            layers = _with_shared_rotations(attention_layers(model, points))
+        layers = [replace(layer, score_form=forms.get(layer.module, PLAIN)) for layer in layers]
+        chosen = choose_backend(backend, model.device, list(zip(layers, plans, strict=True)))
+        attached = Attached(model, method, plans, layers, prefill, chosen)
         attached.hooks.install(undo)
         if graphs and model.device.type == "cuda" and chosen.engine is not None:
             undo.enter_context(captured_steps(model, attached.hooks, chosen))
@@ -148,22 +148,25 @@ def _plans(model: PreTrainedModel, method: Method | Artifact) -> tuple[Method, l
     return method, [method.plan(index, shape, tensors[index]) for index in range(shape.layers)]
 
 
-def _remakes(site: AttentionSite, plan: LayerPlan) -> tuple[Remake | None, Remake | None]:
+def _rematerializers(layer: AttentionLayer, plan: LayerPlan) -> tuple[Rematerialize | None, Rematerialize | None]:
     """How keys and values are computed of the layer inputs or latents that `plan` caches; None where it caches them."""
     if plan.keys.source != "input":
         return None, None
-    keys, values = projections(site)
-    sums = partial(values.remake_sums, up=plan.values.up) if values.norm is None else None
-    return Remake(partial(keys.remake, up=plan.keys.up)), Remake(partial(values.remake, up=plan.values.up), sums)
+    keys, values = projections(layer)
+    sums = partial(values.rematerialize_sums, up=plan.values.up) if values.norm is None else None
+    return (
+        Rematerialize(partial(keys.rematerialize, up=plan.keys.up)),
+        Rematerialize(partial(values.rematerialize, up=plan.values.up), sums),
+    )
 
 
-def _with_shared_rotations(sites: list[AttentionSite]) -> list[AttentionSite]:
-    """The sites, with one Rotation object for all layers that rotate alike."""
+def _with_shared_rotations(layers: list[AttentionLayer]) -> list[AttentionLayer]:
+    """The layers, with one Rotation object for all layers that rotate alike."""
     shared: list[Rotation] = []
     result = []
-    for site in sites:
-        rotation = next((known for known in shared if known.same(site.rotation)), site.rotation)
-        if rotation is site.rotation:
+    for layer in layers:
+        rotation = next((known for known in shared if known.same(layer.rotation)), layer.rotation)
+        if rotation is layer.rotation:
             shared.append(rotation)
-        result.append(replace(site, rotation=rotation))
+        result.append(replace(layer, rotation=rotation))
     return result

@@ -20,12 +20,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from kvq_cli.attention.capture_points import AttentionLayer, layer_input
 from kvq_cli.attention.forward_context import Backend, ForwardContext
 from kvq_cli.attention.rotary import Rotation, has_fixed_rope
 from kvq_cli.attention.score_form import PLAIN, ScoreForm
-from kvq_cli.attention.taps import AttentionSite, layer_input
 from kvq_cli.cache.cache import CompressedCache
-from kvq_cli.cache.rows import stalls
+from kvq_cli.cache.rows import would_sync
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.base import LayerPlan
 
@@ -49,7 +49,7 @@ class AttentionHooks:
     def __init__(
         self,
         decoder: nn.Module,
-        layers: Sequence[AttentionSite],
+        layers: Sequence[AttentionLayer],
         plans: Sequence[LayerPlan],
         backends: Sequence[Backend],
         compressed: bool,
@@ -110,7 +110,7 @@ class AttentionHooks:
         if mask is not None and not isinstance(mask, Tensor):
             raise UsageError("a compressed cache needs a 2-D attention_mask of zeros and ones, not prepared masks")
         forward = cache.begin(columns, batch, mask, kwargs.get("position_ids"))
-        longest = max(run.tokens for run in forward.runs)
+        longest = max(group.tokens for group in forward.row_groups)
         if columns > 1 and longest > self._max_tokens:
             raise UsageError(f"the prompt has {longest} tokens, the model's context is {self._max_tokens}: shorten it")
         for layer, backend, cached in zip(self._layers, self._backends, cache.layers, strict=True):
@@ -124,27 +124,27 @@ class AttentionHooks:
                 raise KvqError(f"{layer.name} did not compute its attention with kvq: was its implementation changed?")
         self.forget_pass()
 
-    def _key_hook(self, layer: AttentionSite) -> Callable[[nn.Module, tuple, Tensor], None]:
+    def _key_hook(self, layer: AttentionLayer) -> Callable[[nn.Module, tuple, Tensor], None]:
         """After the module that last shapes the key before RoPE: hand it to the cache."""
 
         def hook(_module: nn.Module, _args: tuple, output: Tensor) -> None:
             context = self._context(layer.module)
             if context is not None:
-                context.layer.tap(layer.key.view(output))
+                context.layer.capture_key(layer.key.view(output))
 
         return hook
 
-    def _input_hook(self, layer: AttentionSite) -> Callable[[nn.Module, tuple, dict[str, Any]], None]:
+    def _input_hook(self, layer: AttentionLayer) -> Callable[[nn.Module, tuple, dict[str, Any]], None]:
         """Before the attention module: hand the layer input to the cache."""
 
         def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
             context = self._context(layer.module)
             if context is not None:
-                context.layer.tap_input(layer_input(args, kwargs))
+                context.layer.capture_input(layer_input(args, kwargs))
 
         return hook
 
-    def _rotation_hook(self, layer: AttentionSite, fixed: bool) -> Callable[[nn.Module, tuple, dict[str, Any]], None]:
+    def _rotation_hook(self, layer: AttentionLayer, fixed: bool) -> Callable[[nn.Module, tuple, dict[str, Any]], None]:
         """Before the attention module: check that the model's (cos, sin) is the rotation that the cache will use.
 
         fixed: it does not depend on the length of the text, so that the check of the prompt holds for every step.
@@ -154,10 +154,10 @@ class AttentionHooks:
             embeddings, context = kwargs.get("position_embeddings"), self._context(module)
             if embeddings is None or context is None or layer.rotation.style == "none":
                 return
-            if fixed and stalls(embeddings[0].device, context.forward.columns):
+            if fixed and would_sync(embeddings[0].device, context.forward.columns):
                 return
-            run, (cos, sin) = context.forward.runs[0], (table[0, -1] for table in embeddings)
-            if run.tokens > run.past and not layer.rotation.agrees(cos, sin, run.last_position):
+            group, (cos, sin) = context.forward.row_groups[0], (table[0, -1] for table in embeddings)
+            if group.tokens > group.past and not layer.rotation.agrees(cos, sin, group.last_position):
                 raise UsageError(
                     f"{layer.name}: this model's RoPE changes with the length of the text, so that keys cached before "
                     "RoPE cannot be turned later: use a method that caches keys after RoPE"
@@ -191,7 +191,7 @@ def recorded_score_forms() -> Iterator[dict[nn.Module, ScoreForm]]:
 def mask(*args: Any, q_length: int, device: torch.device | str = "cpu", **kwargs: Any) -> Tensor | None:
     """transformers' mask interface. A decode step of the compressed cache needs no mask: on a GPU none is made, since
     whether there are pads would be read back from it."""
-    if active and stalls(torch.device(device), q_length):
+    if active and would_sync(torch.device(device), q_length):
         return None
     return sdpa_mask(*args, q_length=q_length, device=device, **kwargs)
 

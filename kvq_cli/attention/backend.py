@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvq_cli.attention import torch_backend
+from kvq_cli.attention.capture_points import AttentionLayer
 from kvq_cli.attention.forward_context import Backend
-from kvq_cli.attention.taps import AttentionSite
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan
 
@@ -41,51 +41,53 @@ def check_backend(name: str) -> None:
         raise UsageError(f"unknown backend {name!r}; valid: {', '.join(BACKENDS)}")
 
 
-def choose_backend(name: str, device: torch.device, layers: Sequence[tuple[AttentionSite, LayerPlan]]) -> ChosenBackend:
+def choose_backend(
+    name: str, device: torch.device, layers: Sequence[tuple[AttentionLayer, LayerPlan]]
+) -> ChosenBackend:
     """The backend of each layer. "auto": Triton on a GPU, for layers that its kernels can read, else PyTorch; "triton":
     UsageError where the kernels cannot run or cannot read a layer."""
     check_backend(name)
-    everywhere_torch = dict.fromkeys((site.index for site, _ in layers), torch_backend)
+    by_layer: dict[int, Backend] = dict.fromkeys((layer.index for layer, _ in layers), torch_backend)
     if name == "torch" or (name == "auto" and device.type != "cuda"):
-        return ChosenBackend(everywhere_torch, "torch")
+        return ChosenBackend(by_layer, "torch")
     try:
-        from kvq_cli.attention import remade_kernel as remade
-        from kvq_cli.attention import triton_backend as kernels
+        from kvq_cli.attention import rematerialize_backend, triton_backend
     except ModuleNotFoundError as error:
         if name == "auto":
-            return ChosenBackend(everywhere_torch, f"torch (no triton: {error.name} is not installed)")
+            return ChosenBackend(by_layer, f"torch (no triton: {error.name} is not installed)")
         raise UsageError(f"--backend triton: {error.name} is not installed; use --backend torch") from None
-    if device.type != "cuda" and not kernels.interpreted():
+    if device.type != "cuda" and not triton_backend.interpreted():
         raise UsageError(
             f"--backend triton needs a GPU, the model is on {device}: use --backend torch, or set "
             "TRITON_INTERPRET=1 to run the kernels in Triton's interpreter, slowly"
         )
-    refused: dict[str, list[int]] = {}
-    for site, plan in layers:
-        if site.score_form.unusual:
-            why = site.score_form.unusual
-        elif plan.keys.source == "input":
-            why = remade.unsupported(site, plan)
-        else:
-            why = kernels.unsupported(plan, site.rotation)
-        if why:
-            refused.setdefault(why, []).append(site.index)
+    refused: dict[str, list[int]] = {}  # reason -> layers
+    for layer, plan in layers:
+        reason = layer.score_form.unusual
+        if reason is None and plan.keys.source == "input":
+            reason = rematerialize_backend.unsupported(layer, plan)
+        elif reason is None:
+            reason = triton_backend.unsupported(plan, layer.rotation)
+        if reason is not None:
+            refused.setdefault(reason, []).append(layer.index)
     if refused and name == "triton":
-        why, where = next(iter(refused.items()))
-        raise UsageError(f"--backend triton: {_said(where, len(layers))}: {why}; use --backend auto or torch")
-    engine, left_out = kernels.TritonBackend(), {index for where in refused.values() for index in where}
-    chosen = {index: torch_backend if index in left_out else engine for index in everywhere_torch}
-    kept_inputs = [site for site, plan in layers if plan.keys.source == "input" and site.index not in left_out]
-    chosen |= dict.fromkeys((site.index for site in kept_inputs), remade.RemadeBackend(engine, kept_inputs))
-    summary = "triton, interpreted" if kernels.interpreted() else "triton"
+        reason, indices = next(iter(refused.items()))
+        raise UsageError(f"--backend triton: {_named(indices, len(layers))}: {reason}; use --backend auto or torch")
+    by_torch = {index for indices in refused.values() for index in indices}
+    engine = triton_backend.TritonBackend()
+    by_layer |= {index: engine for index in by_layer if index not in by_torch}
+    inputs = [layer for layer, plan in layers if plan.keys.source == "input" and layer.index not in by_torch]
+    rematerializing = rematerialize_backend.RematerializeBackend(engine, inputs)
+    by_layer |= {layer.index: rematerializing for layer in inputs}
+    summary = "triton, interpreted" if triton_backend.interpreted() else "triton"
     if refused:
-        reasons = "; ".join(f"{_said(where, len(layers))}: {why}" for why, where in refused.items())
-        summary = f"torch ({reasons})" if len(left_out) == len(layers) else f"{summary}, partly torch ({reasons})"
-    return ChosenBackend(chosen, summary, None if left_out else engine)
+        reasons = "; ".join(f"{_named(indices, len(layers))}: {reason}" for reason, indices in refused.items())
+        summary = f"torch ({reasons})" if len(by_torch) == len(layers) else f"{summary}, partly torch ({reasons})"
+    return ChosenBackend(by_layer, summary, None if by_torch else engine)
 
 
-def _said(layers: list[int], count: int) -> str:
-    """`all layers`, `layer 3`, `layers 0, 2`."""
+def _named(layers: list[int], count: int) -> str:
+    """`all layers`, `layer 3`, `layers 0, 2`, of `count` layers."""
     if len(layers) == count:
         return "all layers"
     return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"

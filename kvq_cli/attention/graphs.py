@@ -1,10 +1,10 @@
 """Decode steps captured once and replayed: on a GPU as CUDA graphs, launched by one call instead of hundreds.
 
 A captured step is the same work on the same tensors. So in such a step the cache's streams find the place of the new
-token by a count on the device (`Forward.clock`), and only the decisions of the host make steps differ: which windows
-pack tokens. There is one graph for each such pattern: a few, since windows pack every so many tokens. A pattern's first
-step runs as it is, which compiles kernels and fills tables; the second is captured. Where tensors have been replaced
-since (a store grew, beams were reordered), graphs are thrown away.
+token by a count on the device (`Forward.cache_position`), and only the decisions of the host make steps differ: which
+windows pack tokens. There is one graph for each such pattern: a few, since windows pack every so many tokens. The first
+step of a pattern runs as it is, which compiles kernels and fills tables; the second is captured. Where tensors have
+been replaced since (a store grew, beams were reordered), graphs are thrown away.
 
 A replayed step does not run the model's forward at all. No hook can skip a forward, and transformers' generation calls
 the model, so that `model.forward` is replaced on the one object that is attached, until the block ends.
@@ -119,7 +119,7 @@ def _is_step(ids: Tensor, cache: CompressedCache, args: tuple, kwargs: dict[str,
     others = [value for name, value in kwargs.items() if name not in {*_SAME_STEP, "past_key_values"}]
     asks_more = bool(args) or any(value is not None and value is not False for value in others)
     asks_more |= kwargs.get("return_dict") is False
-    return ids.shape[1] == 1 and not asks_more and not torch.is_grad_enabled() and cache.keeps_time()
+    return ids.shape[1] == 1 and not asks_more and not torch.is_grad_enabled() and cache.can_capture()
 
 
 class _Steps:
@@ -137,7 +137,7 @@ class _Steps:
         self.cache = ref(cache)
         self.ids = torch.empty_like(like)
         self._hooks, self._engine, self._plain, self._new_graph = hooks, engine, plain, new_graph
-        self._clock = torch.zeros(1, dtype=torch.int64, device=like.device)
+        self._cache_position = torch.zeros(1, dtype=torch.int64, device=like.device)
         self._positions = torch.zeros(1, 1, dtype=torch.int64, device=like.device)
         self._graphs: dict[tuple[bool, ...], tuple[Graph, Tensor]] = {}
         self._warm: set[tuple[bool, ...]] = set()  # patterns that have run once
@@ -147,13 +147,13 @@ class _Steps:
         """Logits `[batch, 1, vocabulary]` of one more token in every row; None: this step must run as it is."""
         engine, past = self._engine, cache.get_seq_length()
         position = past + cache.rows.offsets[0]
-        if not engine.keeps_time(past, position):
+        if not engine.can_capture(past, position):
             return None
         tensors = [*cache.held(), *engine.held()]
         if len(tensors) != len(self._tensors) or any(a is not b for a, b in zip(tensors, self._tensors, strict=True)):
             self._graphs, self._warm, self._tensors = {}, set(), tensors
         self.ids.copy_(ids)
-        self._clock.fill_(past)
+        self._cache_position.fill_(past)
         self._positions.fill_(position)
         pattern = cache.packing()
         if pattern in self._graphs:
@@ -178,7 +178,7 @@ class _Steps:
 
     def _run(self, cache: CompressedCache) -> Tensor:
         """The logits of the step by the model's own forward."""
-        cache.clock = self._clock
+        cache.cache_position = self._cache_position
         try:
             return self._plain(
                 input_ids=self.ids,
@@ -188,4 +188,4 @@ class _Steps:
                 logits_to_keep=1,
             ).logits
         finally:
-            cache.clock = None
+            cache.cache_position = None

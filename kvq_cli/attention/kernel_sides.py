@@ -27,9 +27,9 @@ from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.methods.base import LayerPlan
 
 #: Narrower heads are padded to twice of this, which is what kernels are tested for.
-LEAST_HEAD_DIM = 16
+MIN_HEAD_DIM = 16
 #: Tokens of a codebook's block: a tile is at most as long as the tables of cosines, 16 codes of 8 tokens.
-MOST_BLOCK_TOKENS = 8
+MAX_BLOCK_TOKENS = 8
 #: What codecs keep for which there is no kernel.
 _BESIDE = {
     GearCodec: "a low-rank approximation and outliers are kept beside the codes",
@@ -39,8 +39,8 @@ _BESIDE = {
 
 def unsupported(plan: LayerPlan, rotation: Rotation) -> str | None:
     """Why the kernels cannot read a layer whose keys and values are kept by `plan`; None: they can."""
-    if rotation.head_dim < LEAST_HEAD_DIM:
-        return f"head_dim={rotation.head_dim} is below {LEAST_HEAD_DIM}"
+    if rotation.head_dim < MIN_HEAD_DIM:
+        return f"head_dim={rotation.head_dim} is below {MIN_HEAD_DIM}"
     sinks = plan.keys.window.sinks, plan.values.window.sinks
     if sinks[0] != sinks[1]:
         return f"keys have {sinks[0]} sinks and values {sinks[1]}"
@@ -79,8 +79,8 @@ def _unread(codec: AnyCodec) -> str | None:
 
 def _unread_codebook(codec: CodebookCodec) -> str | None:
     tokens, constants = codec.block[0], codec.constants()
-    if tokens & (tokens - 1) or tokens > MOST_BLOCK_TOKENS:
-        return f"codes are of {tokens} tokens, not 1, 2, 4 or {MOST_BLOCK_TOKENS}"
+    if tokens & (tokens - 1) or tokens > MAX_BLOCK_TOKENS:
+        return f"codes are of {tokens} tokens, not 1, 2, 4 or {MAX_BLOCK_TOKENS}"
     if ("mean" in constants) != ("std" in constants):
         return "a mean is kept without a deviation"
     return None

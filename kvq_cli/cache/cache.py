@@ -28,8 +28,8 @@ class CompressedCache(Cache):
         super().__init__(layers=layers)
         self.prefill, self.nominal_bits, self.backend = prefill, nominal_bits, backend
         self.rows = Rows()
-        #: While a step is recorded: see `Forward.clock`.
-        self.clock: Tensor | None = None
+        #: While a step is recorded: see `Forward.cache_position`.
+        self.cache_position: Tensor | None = None
 
     def begin(self, columns: int, batch: int, mask: Tensor | None, positions: Tensor | None) -> Forward:
         """Describe the forward pass that starts; see `Rows.begin`."""
@@ -37,13 +37,13 @@ class CompressedCache(Cache):
         if len(lengths) > 1:
             raise KvqError("an interrupted forward pass left the cache half updated: start with a new cache")
         forward = self.rows.begin(lengths.pop(), columns, batch, mask, positions)
-        return forward if self.clock is None else replace(forward, clock=self.clock)
+        return forward if self.cache_position is None else replace(forward, cache_position=self.cache_position)
 
-    def keeps_time(self) -> bool:
+    def can_capture(self) -> bool:
         """Can a token be added to every row at a place that the device tells? All rows have as many tokens, no pads."""
         past = self.get_seq_length()
         alike = past > 0 and not any(self.rows.pads) and len(set(self.rows.offsets)) == 1
-        return alike and all(stream.keeps_time(past) for layer in self.layers for stream in layer.streams)
+        return alike and all(stream.can_capture(past) for layer in self.layers for stream in layer.streams)
 
     def held(self) -> list[Tensor]:
         """All tensors of the layers; see `Stream.held`."""

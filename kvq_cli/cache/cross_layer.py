@@ -24,7 +24,7 @@ class CrossLayerSum:
     """
 
     def __init__(self) -> None:
-        self._held: list[Tensor | Packed] = []  # X^ by run, [rows, 1, packed tokens, hidden_size]
+        self._held: list[Tensor | Packed] = []  # X^ by row group, [rows, 1, packed tokens, hidden_size]
         self._sums: list[Tensor] = []  # the same while a layer has its turn
         #: Bytes that X^ took at most between two layers.
         self.peak = 0
@@ -36,21 +36,21 @@ class CrossLayerSum:
         if plan.cross_layer.first:
             self._sums = []
             return
-        if len(self._held) != len(forward.runs):
+        if len(self._held) != len(forward.row_groups):
             raise KvqError("the layers of a cross-layer cache must take in their tokens in order")
         self._sums = [_numbers(plan.cross_layer, held, x.dtype) for held in self._held]
-        for run, total in zip(forward.runs, self._sums, strict=True):
-            stream.references[run.rows.start] = _down(plan.keys, total)
+        for group, total in zip(forward.row_groups, self._sums, strict=True):
+            stream.references[group.rows.start] = _down(plan.keys, total)
 
     def leave(self, plan: LayerPlan, stream: DifferenceStream, forward: Forward) -> None:
         """The turn ends, with the stream's tokens in it: all packed ones are read back, for the layer's attention, and
         X^_i goes to the next layer."""
         part, held = plan.cross_layer, []
-        for number, run in enumerate(forward.runs):
-            difference = stream.differences(run.rows, run.tokens, stream.ring.dtype)
-            reference = stream.references.get(run.rows.start)
+        for number, group in enumerate(forward.row_groups):
+            difference = stream.differences(group.rows, group.tokens, stream.ring.dtype)
+            reference = stream.references.get(group.rows.start)
             latents = difference if reference is None else reference + difference
-            stream.read_back[run.rows.start] = latents
+            stream.read_back[group.rows.start] = latents
             if not part.last:
                 down = plan.keys.down
                 total = latents if down is None else self._sums[number] + difference @ down.T
@@ -62,7 +62,7 @@ class CrossLayerSum:
 class DifferenceStream(Stream):
     """A stream that packs differences to numbers that only the layers below know, and only during a pass.
 
-    references: first row of a run -> `[rows, 1, packed tokens, rank]`, what its packed tokens are compared with.
+    references: first row of a group -> `[rows, 1, packed tokens, rank]`, what its packed tokens are compared with.
     read_back:  the same places -> what the packed tokens are. While it is there, the stream is read as it says.
     """
 

@@ -12,8 +12,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvq_cli.cache.cross_layer import CrossLayerSum, DifferenceStream
 from kvq_cli.cache.prompt_stream import PromptStream, new_stream
-from kvq_cli.cache.remade import RemadeStream, Remake
-from kvq_cli.cache.rows import Forward, Run, stalls
+from kvq_cli.cache.rematerialize import Rematerialize, RematerializedStream
+from kvq_cli.cache.rows import Forward, RowGroup, would_sync
 from kvq_cli.cache.stream import Stream
 from kvq_cli.codecs.base import Prompt, side_dtype
 from kvq_cli.codecs.salient import attention_received
@@ -24,13 +24,13 @@ from kvq_cli.methods.base import LayerPlan
 class CompressedLayer(CacheLayerMixin):
     """Keys and values of one layer, compressed as `plan` says.
 
-    A forward pass over the layer is: `begin` (from the decoder's pre-hook), `tap` (the key before RoPE, where the plan
-    caches that) or `tap_input` (the layer input, likewise), `update` (transformers, with the key after RoPE), `absorb`
-    (with the query), then attention, which reads the streams, and `release`.
+    A forward pass over the layer is: `begin` (from the decoder's pre-hook), `capture_key` (the key before RoPE, where
+    the plan caches that) or `capture_input` (the layer input, likewise), `update` (transformers, with the key after
+    RoPE), `absorb` (with the query), then attention, which reads the streams, and `release`.
 
-    rotation: how keys before RoPE are turned when they are read (opaque here). sliding_window: tokens a query sees.
-    remake: where the plan keeps the layer input, what makes keys before RoPE and values of it. cross_layer: what the
-    cache's layers share where the plan says so.
+    rotation: how keys before RoPE are rotated when they are read. sliding_window: tokens that a query sees.
+    rematerialize: where the plan caches the layer input, how keys before RoPE and values are computed of it.
+    cross_layer: the sum that the layers share, where the plan says so.
     """
 
     is_sliding = False  # tokens outside a sliding window are kept, and masked by the attention
@@ -44,7 +44,7 @@ class CompressedLayer(CacheLayerMixin):
         plan: LayerPlan,
         rotation: Any = None,
         sliding_window: int | None = None,
-        remake: tuple[Remake | None, Remake | None] = (None, None),
+        rematerialize: tuple[Rematerialize | None, Rematerialize | None] = (None, None),
         cross_layer: CrossLayerSum | None = None,
     ) -> None:
         super().__init__()
@@ -56,20 +56,20 @@ class CompressedLayer(CacheLayerMixin):
         self._prompt_streams = [stream for stream in self.streams if isinstance(stream, PromptStream)]
         #: What attention reads: keys and values.
         self.key_stream, self.value_stream = (
-            stream if one is None else RemadeStream(stream, one)
-            for stream, one in zip((self.streams[0], self.streams[-1]), remake, strict=True)
+            stream if one is None else RematerializedStream(stream, one)
+            for stream, one in zip((self.streams[0], self.streams[-1]), rematerialize, strict=True)
         )
         #: What weighted sums over tokens are taken of, for one query per row, and what makes sums of values of them.
-        self.summed: tuple[Stream | RemadeStream, Callable[[Tensor], Tensor] | None] = (self.value_stream, None)
-        if remake[1] is not None and remake[1].sums is not None:
-            self.summed = (self.streams[-1], remake[1].sums)
+        self.summed: tuple[Stream | RematerializedStream, Callable[[Tensor], Tensor] | None] = (self.value_stream, None)
+        if rematerialize[1] is not None and rematerialize[1].sums is not None:
+            self.summed = (self.streams[-1], rematerialize[1].sums)
         self.columns = self.kv_heads = self.numbers_per_token = 0
         self.forward: Forward | None = None
-        #: Full-precision keys and values that were not yet packed when the forward pass began, per run of rows.
+        #: Full-precision keys and values that were not yet packed when the forward pass began, per group of rows.
         self.tails: list[tuple[Tensor | None, Tensor | None]] = []
         #: The pass that was announced and whose keys and values have not come yet.
         self.expected: Forward | None = None
-        self._tapped: Tensor | None = None
+        self._key: Tensor | None = None
         self._input: Tensor | None = None
         #: What came for each stream and is not yet in it.
         self._arrived: tuple[Tensor, ...] = ()
@@ -83,15 +83,15 @@ class CompressedLayer(CacheLayerMixin):
 
     def begin(self, forward: Forward) -> None:
         """Announce the pass whose keys and values the next `update` brings."""
-        self.expected, self._tapped, self._input = forward, None, None
+        self.expected, self._key, self._input = forward, None, None
 
-    def tap_input(self, x: Tensor) -> None:
+    def capture_input(self, x: Tensor) -> None:
         """The pass's layer input, `[batch, columns, hidden_size]`."""
         self._input = x.detach()
 
-    def tap(self, key: Tensor) -> None:
+    def capture_key(self, key: Tensor) -> None:
         """The pass's keys before RoPE, `[batch, kv_heads, columns, head_dim]`."""
-        self._tapped = key
+        self._key = key
 
     def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
         """Take in the keys (after RoPE) and values `[batch, kv_heads, columns, head_dim]` of the announced pass.
@@ -103,7 +103,7 @@ class CompressedLayer(CacheLayerMixin):
         if forward is None:
             raise KvqError("this compressed cache works only with the model and inside the attach() that it is from")
         self._arrived = self._kept(key_states, value_states)
-        self._tapped = self._input = None
+        self._key = self._input = None
         self._check_finite(forward)
         self.kv_heads = key_states.shape[1]
         self.numbers_per_token = self.kv_heads * (key_states.shape[3] + value_states.shape[3])
@@ -118,7 +118,7 @@ class CompressedLayer(CacheLayerMixin):
             if self._input is None:
                 raise KvqError(f"layer {self.index}: the layer input was not seen")
             return tuple(plan.latents(self._input) for plan in self.plan.kept)
-        keys = keys if source == "post_rope" else self._tapped
+        keys = keys if source == "post_rope" else self._key
         if keys is None:
             raise KvqError(f"layer {self.index}: the key before RoPE was not seen")
         return keys.detach(), values.detach()
@@ -132,7 +132,7 @@ class CompressedLayer(CacheLayerMixin):
         if self.cross_layer is not None:
             self.cross_layer.enter(self.plan, self.streams[0], arrived[0], self.forward)
         for stream, x in zip(self.streams, arrived, strict=True):
-            stream.append(x, self.forward.runs, self.forward.clock)
+            stream.append(x, self.forward.row_groups, self.forward.cache_position)
         if self.cross_layer is not None:
             self.cross_layer.leave(self.plan, self.streams[0], self.forward)
 
@@ -141,7 +141,7 @@ class CompressedLayer(CacheLayerMixin):
         self.forward = forward
         self.columns += forward.columns
         for stream in self.streams:
-            stream.advance(forward.runs)
+            stream.advance(forward.row_groups)
 
     def release(self) -> None:
         """After the pass's attention: forget what only that needed."""
@@ -154,33 +154,35 @@ class CompressedLayer(CacheLayerMixin):
         prompts: dict[int, Prompt] = {}
         saliency: dict[int, Tensor] = {}
         needs_saliency = any(stream.needs_saliency for stream in self._prompt_streams)
-        for run in self.forward.runs:
-            first = run.past == 0 and run.tokens > 0
+        for group in self.forward.row_groups:
+            first = group.past == 0 and group.tokens > 0
             if not (first or needs_saliency):
                 continue
-            key, value, query = (x[run.rows, :, run.pads :] for x in (keys, values, queries))
+            key, value, query = (x[group.rows, :, group.pads :] for x in (keys, values, queries))
             if first:
                 if self.plan.keys.source == "pre_rope":
-                    query = self.rotation.undo(query.float(), run.offset).to(query.dtype)
-                prompts[run.rows.start] = Prompt(key, value, query)
-            elif (received := _saliency(self.streams[0], run, key, query)) is not None:
-                saliency[run.rows.start] = received
+                    query = self.rotation.undo(query.float(), group.offset).to(query.dtype)
+                prompts[group.rows.start] = Prompt(key, value, query)
+            elif (received := _saliency(self.streams[0], group, key, query)) is not None:
+                saliency[group.rows.start] = received
         for stream in self._prompt_streams if prompts or saliency else ():
-            stream.announce(self.forward.runs, prompts, saliency)
+            stream.announce(self.forward.row_groups, prompts, saliency)
 
     def _keep_tails(self, forward: Forward) -> None:
         """Before they may get packed: what several new queries still have to see in full precision."""
         self.tails = []
         if forward.columns > 1 and not forward.is_first:
-            for run in forward.runs:
-                self.tails.append(tuple(_recent(s, run.rows, run.past) for s in (self.key_stream, self.value_stream)))
+            for group in forward.row_groups:
+                self.tails.append(
+                    tuple(_recent(s, group.rows, group.past) for s in (self.key_stream, self.value_stream))
+                )
 
     def _check_finite(self, forward: Forward) -> None:
-        if self._arrived[0].is_meta or stalls(self._arrived[0].device, forward.columns):
+        if self._arrived[0].is_meta or would_sync(self._arrived[0].device, forward.columns):
             return  # there are no numbers, or it was checked at the prompt
-        for run in forward.runs:
+        for group in forward.row_groups:
             for name, x, stream in zip(("keys", "values"), self._arrived, self.streams, strict=False):
-                x = x[run.rows, :, run.pads :]
+                x = x[group.rows, :, group.pads :]
                 if x.numel() == 0:
                     continue
                 # One sum is finite only if all numbers are; 32 bits cannot overflow on numbers of 16.
@@ -236,16 +238,16 @@ class CompressedLayer(CacheLayerMixin):
         self.columns -= tokens
 
 
-def _saliency(stream: Stream, run: Run, keys: Tensor, queries: Tensor) -> Tensor | None:
+def _saliency(stream: Stream, group: RowGroup, keys: Tensor, queries: Tensor) -> Tensor | None:
     """The attention received by the tokens that are packed when `keys` come, `[rows, kv_heads, tokens]`, if any are.
 
     stream: the keys'; values are packed with the same windows.
     """
-    block, window = stream.ready(run, keys), stream.window
+    block, window = stream.ready(group, keys), stream.window
     if block is None:
         return None
     # Each flush is seen by the query of the token with which it is packed, so that passes may be cut anywhere.
-    column = window.sinks + window.packed(run.past) + window.recent - 1 - run.past
+    column = window.sinks + window.packed(group.past) + window.recent - 1 - group.past
     received = []
     for flush in block.split(window.flush, dim=2):
         column += window.flush

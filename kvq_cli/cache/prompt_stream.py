@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
-from kvq_cli.cache.rows import Run
+from kvq_cli.cache.rows import RowGroup
 from kvq_cli.cache.store import PackedStore
 from kvq_cli.cache.stream import Stream
 from kvq_cli.codecs.base import Codec, Packed, Prompt, PromptCodec, State
@@ -50,42 +50,44 @@ class PromptStream(Stream):
     def coder(self, rows: slice) -> Codec:
         return self._prompt_codec.with_state(self._state_of(rows))
 
-    def announce(self, runs: Sequence[Run], prompts: Mapping[int, Prompt], saliency: Mapping[int, Tensor]) -> None:
-        """What the codec needs of the tokens that `append` brings next; both by the first row of a run.
+    def announce(
+        self, groups: Sequence[RowGroup], prompts: Mapping[int, Prompt], saliency: Mapping[int, Tensor]
+    ) -> None:
+        """What the codec needs of the tokens that `append` brings next; both by the first row of a group.
 
-        prompts: of the runs whose first tokens they are. saliency: of the others, for a codec that `needs_saliency`.
+        prompts: of the groups whose first tokens they are. saliency: of the others, for a codec that `needs_saliency`.
         """
         self._prompts, self._saliency = dict(prompts), dict(saliency)
         if self._prompt_codec.stores_prompt_apart:
-            self._prompt_lengths = self._prompt_lengths or [0] * max(run.rows.stop for run in runs)
-            for run in runs:
-                if run.rows.start in prompts:
-                    count = self.window.packed(run.tokens)
-                    self._prompt_lengths[run.rows] = [count] * (run.rows.stop - run.rows.start)
+            self._prompt_lengths = self._prompt_lengths or [0] * max(group.rows.stop for group in groups)
+            for group in groups:
+                if group.rows.start in prompts:
+                    count = self.window.packed(group.tokens)
+                    self._prompt_lengths[group.rows] = [count] * (group.rows.stop - group.rows.start)
 
-    def _pack(self, run: Run, x: Tensor | None, reserve: int) -> None:
-        prompt = self._prompts.pop(run.rows.start, None)
+    def _pack(self, group: RowGroup, x: Tensor | None, reserve: int) -> None:
+        prompt = self._prompts.pop(group.rows.start, None)
         if prompt is not None:
-            self._pack_prompt(run, x, prompt, reserve)
+            self._pack_prompt(group, x, prompt, reserve)
         elif x is not None:
-            saliency = self._saliency.pop(run.rows.start, None)
-            coder = self._prompt_codec.with_state(self._state_of(run.rows), saliency)
-            self._write(run, coder.encode(x), reserve)
+            saliency = self._saliency.pop(group.rows.start, None)
+            coder = self._prompt_codec.with_state(self._state_of(group.rows), saliency)
+            self._write(group, coder.encode(x), reserve)
 
-    def _pack_prompt(self, run: Run, x: Tensor | None, prompt: Prompt, reserve: int) -> None:
+    def _pack_prompt(self, group: RowGroup, x: Tensor | None, prompt: Prompt, reserve: int) -> None:
         codec = self._prompt_codec
         if codec.shares_state and self.state:
             packed = None if x is None else codec.with_state(self.state).encode(x)
         elif x is None:
             packed = None
-            self._keep(codec.fit(prompt), run.rows)
+            self._keep(codec.fit(prompt), group.rows)
         else:
             packed, state = codec.encode_prompt(x, prompt, self.window.sinks)
-            self._keep(state, run.rows)
+            self._keep(state, group.rows)
         if packed is not None and codec.stores_prompt_apart:
-            self.prompt_store.write(run.rows, len(self.lengths), 0, packed)
+            self.prompt_store.write(group.rows, len(self.lengths), 0, packed)
         elif packed is not None:
-            self._write(run, packed, reserve)
+            self._write(group, packed, reserve)
 
     def _keep(self, state: State, rows: slice) -> None:
         """Store the state of `rows` beside that of others, filled up with zeros to the largest of each tensor."""
@@ -110,8 +112,8 @@ class PromptStream(Stream):
         for first, last, packed in self.store.tiles(rows, max(start - border, 0), stop - border, size):
             yield first + border, last + border, packed
 
-    def keeps_time(self, past: int) -> bool:
-        return not self._prompt_codec.needs_saliency and not any(self._prompt_lengths) and super().keeps_time(past)
+    def can_capture(self, past: int) -> bool:
+        return not self._prompt_codec.needs_saliency and not any(self._prompt_lengths) and super().can_capture(past)
 
     def held(self) -> list[Tensor]:
         return [*super().held(), *self.state.values()]

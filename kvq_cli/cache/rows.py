@@ -15,14 +15,14 @@ from torch import Tensor
 from kvq_cli.errors import UsageError
 
 
-def stalls(device: torch.device, columns: int) -> bool:
+def would_sync(device: torch.device, columns: int) -> bool:
     """Would reading numbers back in a pass of `columns` columns hold up the device at every new token? What was checked
     at the prompt is then not checked again."""
     return columns == 1 and device.type not in ("cpu", "meta")
 
 
 @dataclass(frozen=True)
-class Run:
+class RowGroup:
     """Neighbouring rows that a forward pass finds in the same situation.
 
     rows:   the rows of the batch.
@@ -49,12 +49,12 @@ class Forward:
 
     columns: int
     past_columns: int
-    runs: tuple[Run, ...]
+    row_groups: tuple[RowGroup, ...]
     #: Leading pads of each row, out of all columns so far.
     row_pads: tuple[int, ...]
     #: Tokens of every row before the pass, int64 `[1]` on the device, where the pass is to be the same work at every
     #: place: a step that is recorded once and then repeated.
-    clock: Tensor | None = field(default=None, compare=False)
+    cache_position: Tensor | None = field(default=None, compare=False)
     #: ids of the masks that were compared with this description: all layers of a kind share one mask.
     checked: set[int] = field(default_factory=set, compare=False)
 
@@ -65,7 +65,7 @@ class Forward:
     def check_mask(self, mask: Tensor | None, window: int | None) -> None:
         """UsageError where the model's own mask `[batch, 1, columns, all columns]` (bool, True: seen) is not the one
         that the cache computes with: causal, left-padded, the last `window` tokens."""
-        if mask is None or id(mask) in self.checked or (not self.is_first and stalls(mask.device, self.columns)):
+        if mask is None or id(mask) in self.checked or (not self.is_first and would_sync(mask.device, self.columns)):
             return
         if mask.dtype != torch.bool or mask.ndim != 4:
             raise UsageError("a compressed cache needs a 2-D attention_mask of zeros and ones, not a prepared mask")
@@ -106,7 +106,7 @@ class Rows:
             raise UsageError(f"the cache holds a batch of {len(self.pads)} rows, the input has {batch}")
         pads = self._leading_pads(past, columns, mask)
         first = self._first_positions(past, columns, pads, positions)
-        runs = []
+        situations = []
         for row in range(batch):
             skip, before = max(0, min(columns, pads[row] - past)), max(0, past - pads[row])
             if skip < columns:
@@ -114,9 +114,9 @@ class Rows:
                 if before and offset != self.offsets[row]:
                     raise UsageError(f"row {row}: position_ids do not count on from the tokens in the cache")
                 self.offsets[row] = offset
-            runs.append((skip, before, self.offsets[row]))
+            situations.append((skip, before, self.offsets[row]))
         self.pads = pads
-        return Forward(columns, past, tuple(_join(runs, columns)), tuple(pads))
+        return Forward(columns, past, tuple(_join(situations, columns)), tuple(pads))
 
     def select(self, index: list[int]) -> None:
         """Keep the rows `index`, in that order (beam search, batch selection)."""
@@ -133,7 +133,7 @@ class Rows:
                 f"attention_mask has shape {tuple(mask.shape)}, "
                 f"the compressed cache needs (batch, cached + new tokens) = {(len(self.pads), past + columns)}"
             )
-        if self._all_started(past) and stalls(mask.device, columns):
+        if self._all_started(past) and would_sync(mask.device, columns):
             return self.pads
         real = mask.bool()
         counts = real.sum(dim=1).tolist()
@@ -157,7 +157,7 @@ class Rows:
             return [past + skip for skip in skips]
         if positions.ndim != 2 or positions.shape[1] != columns:
             raise UsageError(f"position_ids of shape {tuple(positions.shape)} are not supported: use (batch, tokens)")
-        if self._all_started(past) and stalls(positions.device, columns):
+        if self._all_started(past) and would_sync(positions.device, columns):
             return [offset + past - own for offset, own in zip(self.offsets, pads, strict=True)]
         rows = positions.tolist()
         rows = rows * len(pads) if len(rows) == 1 else rows
@@ -167,11 +167,12 @@ class Rows:
         return [row[skip] for row, skip in zip(rows, skips, strict=True)]
 
 
-def _join(runs: list[tuple[int, int, int]], columns: int) -> list[Run]:
-    """Rows of equal (pads, past, offset) that are neighbours become one run."""
-    joined, start = [], 0
-    for (pads, past, offset), group in groupby(runs):
-        stop = start + len(list(group))
-        joined.append(Run(slice(start, stop), pads, past, past + columns - pads, offset))
+def _join(situations: list[tuple[int, int, int]], columns: int) -> list[RowGroup]:
+    """One group for each stretch of neighbouring rows of equal (pads, past, offset)."""
+    groups: list[RowGroup] = []
+    start = 0
+    for (pads, past, offset), rows in groupby(situations):
+        stop = start + len(list(rows))
+        groups.append(RowGroup(slice(start, stop), pads, past, past + columns - pads, offset))
         start = stop
-    return joined
+    return groups

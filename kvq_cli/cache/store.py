@@ -11,7 +11,7 @@ from torch import Tensor
 from kvq_cli.codecs.base import Packed, Part, concatenate
 
 #: The least a store grows by, in tokens; beyond it, by an eighth of what it holds.
-LEAST_GROWTH = 32
+MIN_GROWTH = 32
 
 
 @dataclass
@@ -36,7 +36,7 @@ class PackedStore:
     """Packed runs of all rows of a batch, token 0 first. Rows may be filled to different lengths.
 
     A first segment is as large as what is first written, or as `room`, the tokens per row that are known to come; later
-    ones are at least `LEAST_GROWTH` tokens and an eighth of the store, so that long generations make few segments and
+    ones are at least `MIN_GROWTH` tokens and an eighth of the store, so that long generations make few segments and
     little of the store is ever unused.
     """
 
@@ -57,7 +57,7 @@ class PackedStore:
         batch: rows of the whole batch. reserve: tokens that the longest row will need at once.
         """
         stop = start + packed.tokens
-        if not self.segments and packed.tokens >= max(reserve, LEAST_GROWTH, self.room) and rows == slice(0, batch):
+        if not self.segments and packed.tokens >= max(reserve, MIN_GROWTH, self.room) and rows == slice(0, batch):
             self._adopt(packed)
             return
         if stop > self.capacity:
@@ -134,7 +134,7 @@ class PackedStore:
         self.segments.append(Segment(0, packed.tokens, parts))
 
     def _grow(self, need: int, batch: int, like: Packed) -> None:
-        tokens = max(need, LEAST_GROWTH, self.capacity // 8, self.room - self.capacity)
+        tokens = max(need, MIN_GROWTH, self.capacity // 8, self.room - self.capacity)
         tokens = -(-tokens // self.block_tokens) * self.block_tokens
         parts = {}
         for name, part in like.parts.items():

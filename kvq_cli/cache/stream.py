@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvq_cli.cache.rows import Run
+from kvq_cli.cache.rows import RowGroup
 from kvq_cli.cache.store import PackedStore
 from kvq_cli.codecs.base import Codec, Packed, PromptCodec
 from kvq_cli.errors import UsageError
@@ -20,7 +20,7 @@ class Stream:
 
     What is stored of a row depends on its tokens alone: not on how many came at once, not on the other rows.
     Row by row, tokens [0, sinks) lie in `sinks`, the next `window.packed(tokens)` in `store`, the newest in `ring`,
-    where token i has slot (i - sinks) % slots. `PromptStream` is the kind for codecs that are fit to the prompt.
+    where token i has slot (i - sinks) % ring_size. `PromptStream` is the kind for codecs that are fit to the prompt.
     """
 
     def __init__(self, plan: StreamPlan) -> None:
@@ -29,8 +29,8 @@ class Stream:
             raise UsageError(
                 f"packing {self.window.flush} tokens at a time cuts the codec's blocks of {self.codec.block_tokens}"
             )
-        # A whole number of flushes, so that a run to be packed is one slice of the ring.
-        self.slots = (-(-self.window.recent // self.window.flush) + 1) * self.window.flush
+        # A whole number of flushes, so that the tokens of a flush are one slice of the ring.
+        self.ring_size = (-(-self.window.recent // self.window.flush) + 1) * self.window.flush
         self._room = 0
         self.reset()
 
@@ -60,29 +60,29 @@ class Stream:
         first = min(tokens, self.window.sinks)
         return first, first + self.window.packed(tokens)
 
-    def append(self, x: Tensor, runs: tuple[Run, ...], clock: Tensor | None = None) -> None:
-        """Add `x` `[batch, kv_heads, columns, head_dim]` to the rows as `runs` say; pads are dropped.
+    def append(self, x: Tensor, groups: tuple[RowGroup, ...], cache_position: Tensor | None = None) -> None:
+        """Add `x` `[batch, kv_heads, columns, head_dim]` to the rows as `groups` say; pads are dropped.
 
-        clock: see `Forward`; only where the stream `keeps_time`.
+        cache_position: see `Forward`; only where the stream `can_capture`.
         """
-        if clock is not None:
-            self._step(runs[0], x, clock)
-            self.advance(runs)
+        if cache_position is not None:
+            self._step(groups[0], x, cache_position)
+            self.advance(groups)
             return
         if not self.lengths:
             self._allocate(x)
-        reserve = max(self._stored(run.rows, run.tokens) for run in runs)
-        for run in runs:
-            if run.tokens > run.past:
-                self._append(run, x[run.rows, :, run.pads :], reserve)
-        self.advance(runs)
+        reserve = max(self._stored(group.rows, group.tokens) for group in groups)
+        for group in groups:
+            if group.tokens > group.past:
+                self._append(group, x[group.rows, :, group.pads :], reserve)
+        self.advance(groups)
 
-    def advance(self, runs: tuple[Run, ...]) -> None:
+    def advance(self, groups: tuple[RowGroup, ...]) -> None:
         """Count the tokens of a pass, whose numbers are in their places."""
-        for run in runs:
-            self.lengths[run.rows] = [run.tokens] * (run.rows.stop - run.rows.start)
+        for group in groups:
+            self.lengths[group.rows] = [group.tokens] * (group.rows.stop - group.rows.start)
 
-    def keeps_time(self, past: int) -> bool:
+    def can_capture(self, past: int) -> bool:
         """Can a token be added to rows of `past` tokens each at a place that the device tells?"""
         if not self.lengths or past < self.window.sinks:
             return False
@@ -95,65 +95,65 @@ class Stream:
         parts = [part.tensor for segment in self.store.segments for part in segment.parts.values()]
         return [self.sinks, self.ring, *parts]
 
-    def _step(self, run: Run, x: Tensor, clock: Tensor) -> None:
+    def _step(self, group: RowGroup, x: Tensor, cache_position: Tensor) -> None:
         """`_append` of one token to all rows: whether something is packed is settled here, where, on the device."""
         window = self.window
-        self.ring.index_copy_(2, (clock - window.sinks) % self.slots, x)
-        if window.packed(run.tokens) > window.packed(run.past):
-            first = clock + 1 - window.sinks - window.recent - window.flush
-            index = (first + torch.arange(window.flush, device=clock.device)) % self.slots
-            packed = self.coder(run.rows).encode(self.ring.index_select(2, index))
+        self.ring.index_copy_(2, (cache_position - window.sinks) % self.ring_size, x)
+        if window.packed(group.tokens) > window.packed(group.past):
+            first = cache_position + 1 - window.sinks - window.recent - window.flush
+            index = (first + torch.arange(window.flush, device=cache_position.device)) % self.ring_size
+            packed = self.coder(group.rows).encode(self.ring.index_select(2, index))
             self.store.write_at(first, packed)
 
     def _allocate(self, x: Tensor) -> None:
         batch, heads, _, dim = x.shape
         self.lengths = [0] * batch
         self.sinks = x.new_zeros(batch, heads, self.window.sinks, dim)
-        self.ring = x.new_zeros(batch, heads, self.slots, dim)
+        self.ring = x.new_zeros(batch, heads, self.ring_size, dim)
 
-    def ready(self, run: Run, x: Tensor) -> Tensor | None:
-        """What can be packed when `x`, without pads, is added to `run`: the oldest tokens of the ring, then of x."""
-        first, last = (self.window.sinks + self.window.packed(n) for n in (run.past, run.tokens))
+    def ready(self, group: RowGroup, x: Tensor) -> Tensor | None:
+        """What can be packed when `x`, without pads, is added to `group`: the oldest tokens of the ring, then of x."""
+        first, last = (self.window.sinks + self.window.packed(n) for n in (group.past, group.tokens))
         if last == first:
             return None
-        pieces = self._recent(run.rows, first, min(run.past, last))
-        if last > run.past:
-            pieces.append(x[:, :, max(first - run.past, 0) : last - run.past])
+        pieces = self._recent(group.rows, first, min(group.past, last))
+        if last > group.past:
+            pieces.append(x[:, :, max(first - group.past, 0) : last - group.past])
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
-    def _append(self, run: Run, x: Tensor, reserve: int) -> None:
-        past, tokens, sinks = run.past, run.tokens, self.window.sinks
+    def _append(self, group: RowGroup, x: Tensor, reserve: int) -> None:
+        past, tokens, sinks = group.past, group.tokens, self.window.sinks
         if past < sinks:
             count = min(tokens, sinks) - past
-            self.sinks[run.rows, :, past : past + count] = x[:, :, :count]
-        self._pack(run, self.ready(run, x), reserve)
+            self.sinks[group.rows, :, past : past + count] = x[:, :, :count]
+        self._pack(group, self.ready(group, x), reserve)
         start = max(sinks + self.window.packed(tokens), past)
-        for begin, end in self._slot_runs(start, tokens):
-            self.ring[run.rows, :, begin:end] = x[:, :, start - past : start - past + end - begin]
+        for begin, end in self._ring_slices(start, tokens):
+            self.ring[group.rows, :, begin:end] = x[:, :, start - past : start - past + end - begin]
             start += end - begin
 
-    def _pack(self, run: Run, x: Tensor | None, reserve: int) -> None:
-        """Encode and store the tokens of `run` that leave the ring, if any; `reserve` as in `PackedStore.write`."""
+    def _pack(self, group: RowGroup, x: Tensor | None, reserve: int) -> None:
+        """Encode and store the tokens of `group` that leave the ring, if any; `reserve` as in `PackedStore.write`."""
         if x is not None:
-            self._write(run, self.coder(run.rows).encode(x), reserve)
+            self._write(group, self.coder(group.rows).encode(x), reserve)
 
-    def _write(self, run: Run, packed: Packed, reserve: int) -> None:
-        self.store.write(run.rows, len(self.lengths), self._stored(run.rows, run.past), packed, reserve)
+    def _write(self, group: RowGroup, packed: Packed, reserve: int) -> None:
+        self.store.write(group.rows, len(self.lengths), self._stored(group.rows, group.past), packed, reserve)
 
     def _stored(self, rows: slice, tokens: int) -> int:
         """How many of `tokens` tokens of `rows` lie in `store`."""
         return self.window.packed(tokens) - self.prompt_tokens(rows)
 
-    def _slot_runs(self, start: int, stop: int) -> list[tuple[int, int]]:
+    def _ring_slices(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Tokens [start, stop) as at most two slices of the ring."""
         if start >= stop:
             return []
-        begin = (start - self.window.sinks) % self.slots
+        begin = (start - self.window.sinks) % self.ring_size
         end = begin + stop - start
-        return [(begin, end)] if end <= self.slots else [(begin, self.slots), (0, end - self.slots)]
+        return [(begin, end)] if end <= self.ring_size else [(begin, self.ring_size), (0, end - self.ring_size)]
 
     def _recent(self, rows: slice, start: int, stop: int) -> list[Tensor]:
-        return [self.ring[rows, :, begin:end] for begin, end in self._slot_runs(start, stop)]
+        return [self.ring[rows, :, begin:end] for begin, end in self._ring_slices(start, stop)]
 
     def exact(
         self, rows: slice, tokens: int, start: int, stop: int, size: int = 1 << 30
@@ -163,7 +163,7 @@ class Stream:
         first, last = self.split(tokens)
         pieces = [(start, self.sinks, start, min(first, stop))]
         at = max(start, last)
-        for begin, end in self._slot_runs(at, min(tokens, stop)):
+        for begin, end in self._ring_slices(at, min(tokens, stop)):
             pieces.append((at, self.ring, begin, end))
             at += end - begin
         for at, held, begin, end in pieces:
@@ -178,8 +178,8 @@ class Stream:
         block = self.codec.block_tokens
         first = (max(start, sinks) - sinks) // block * block
         last = min(-(-(min(stop, end) - sinks) // block) * block, end - sinks)
-        for begin, upto, run in self._tiles(rows, first, last, -(-size // block) * block):
-            yield begin + sinks, upto + sinks, run
+        for begin, upto, packed in self._tiles(rows, first, last, -(-size // block) * block):
+            yield begin + sinks, upto + sinks, packed
 
     def _tiles(self, rows: slice, start: int, stop: int, size: int) -> Iterator[tuple[int, int, Packed]]:
         """Packed tokens [start, stop) of `rows`, sinks not counted, in runs of at most `size`."""

@@ -116,9 +116,9 @@ def test_errors_of_scores_against_a_loop(monkeypatch, pre_rope):
 
 
 def _rotation(model, layer: int):
-    from kvq_cli.attention.taps import iter_attention
+    from kvq_cli.attention.capture_points import attention_layers
 
-    return iter_attention(model)[layer].rotation
+    return attention_layers(model)[layer].rotation
 
 
 def test_without_strength_both_methods_are_the_same(kvq, tmp_path):

@@ -21,7 +21,7 @@ PROMPT, STEPS = 22, 13
 def as_on_a_gpu(monkeypatch):
     """Nothing is read back at a step, which is what a recorded step must not do."""
     for module in ("cache.rows", "cache.layer", "attention.attention_hooks"):
-        monkeypatch.setattr(f"kvq_cli.{module}.stalls", lambda _, columns: columns == 1)
+        monkeypatch.setattr(f"kvq_cli.{module}.would_sync", lambda _, columns: columns == 1)
     monkeypatch.setattr(RecordedGraph, "made", [])
 
 
@@ -98,7 +98,7 @@ def test_layers_and_rows(small):
 @pytest.mark.slow
 def test_stores_that_grow(small, monkeypatch):
     """New tensors: what was recorded is thrown away, and recorded again."""
-    monkeypatch.setattr("kvq_cli.cache.store.LEAST_GROWTH", 8)
+    monkeypatch.setattr("kvq_cli.cache.store.MIN_GROWTH", 8)
     same(small(), build("kivi", group=4, recent=4), tokens(1), 4, room=0)
     assert len(RecordedGraph.made) == 2
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvq_cli.attention.attach import attach
-from kvq_cli.attention.taps import attention_modules
+from kvq_cli.attention.capture_points import attention_modules
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.registry import build
 

@@ -44,7 +44,7 @@ def largest(context: int, columns: int) -> int:
         x = torch.randn(1, 2, tokens, 16)
         q = torch.randn(1, 4, tokens, 16)
         layer.begin(rows.begin(layer.columns, tokens, 1))
-        layer.tap(x)
+        layer.capture_key(x)
         layer.update(x, x)
         layer.absorb(x)
         with Allocations() as allocations:
@@ -83,6 +83,6 @@ def test_nothing_of_the_pass_stays(tiny, probe, prompt, columns):
         model(ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache)
         model(ids[:, 40 : 40 + columns], attention_mask=mask[:, : 40 + columns], past_key_values=cache)
         for layer in cache.layers:
-            assert not layer.tails and layer.expected is None and layer._tapped is None
+            assert not layer.tails and layer.expected is None and layer._key is None
             held = [v for v in vars(layer).values() if isinstance(v, torch.Tensor)]
             assert held == []

@@ -87,7 +87,7 @@ def run(layer, turn, q, k, v, starts, exact, mask=None) -> torch.Tensor:
         forward = rows.begin(begin, end - begin, k.shape[0], None if mask is None else mask[:, :end], positions)
         key, value, query = (x[:, :, begin:end] for x in (k, v, q))
         layer.begin(forward)
-        layer.tap(key)
+        layer.capture_key(key)
         post = rotate(key, begin)
         layer.update(post if pre else key, value)
         query = rotate(query, begin)

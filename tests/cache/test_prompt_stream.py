@@ -88,7 +88,7 @@ def feed(layer, keys, values, queries, starts, mask=None, turn=None) -> Compress
         own = None if mask is None else mask[:, :end]
         positions = None if mask is None else (own.cumsum(1) - 1).clamp(min=0)[:, begin:]
         layer.begin(rows.begin(begin, end - begin, keys.shape[0], own, positions))
-        layer.tap(key)
+        layer.capture_key(key)
         if turn is not None:
             key, query = (turn(x, pads, begin) for x in (key, query))
         layer.update(key, value)

@@ -65,13 +65,13 @@ def feed(stream: Stream, x: torch.Tensor, chunks: list[int], pads: tuple[int, ..
     for chunk in chunks:
         seen = None if mask is None else mask[:, : past + chunk]
         prompts = {}
-        new, runs = x[:, :, past : past + chunk], rows.begin(past, chunk, x.shape[0], seen).runs
-        for run in runs:
-            if isinstance(stream, PromptStream) and run.past == 0 and run.tokens:
-                prompts[run.rows.start] = Prompt(*[new[run.rows, :, run.pads :]] * 3)
+        new, groups = x[:, :, past : past + chunk], rows.begin(past, chunk, x.shape[0], seen).row_groups
+        for group in groups:
+            if isinstance(stream, PromptStream) and group.past == 0 and group.tokens:
+                prompts[group.rows.start] = Prompt(*[new[group.rows, :, group.pads :]] * 3)
         if prompts:
-            stream.announce(runs, prompts, {})
-        stream.append(new, runs)
+            stream.announce(groups, prompts, {})
+        stream.append(new, groups)
         past += chunk
     return stream
 

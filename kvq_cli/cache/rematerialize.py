@@ -13,7 +13,7 @@ from kvq_cli.codecs.base import Codec, Packed
 
 
 @dataclass(frozen=True)
-class Remake:
+class Rematerialize:
     """How keys before RoPE, or values, are made of what a stream keeps.
 
     numbers: `[rows, 1, tokens, rank]` -> `[rows, kv_heads, tokens, head_dim]`.
@@ -25,11 +25,11 @@ class Remake:
     sums: Callable[[Tensor], Tensor] | None = None
 
 
-class RemadeStream:
+class RematerializedStream:
     """What attention reads of `stream`: the same tokens in the same pieces, as keys or as values. Stores nothing."""
 
-    def __init__(self, stream: Stream, remake: Remake) -> None:
-        self._stream, self._remake = stream, remake
+    def __init__(self, stream: Stream, rematerialize: Rematerialize) -> None:
+        self._stream, self._rematerialize = stream, rematerialize
 
     def __getattr__(self, name: str):
         return getattr(self._stream, name)
@@ -38,20 +38,20 @@ class RemadeStream:
         """As `Stream.exact`."""
         for first, last, x in self._stream.exact(*where):
             if last > first:
-                yield first, last, self._remake.numbers(x)
+                yield first, last, self._rematerialize.numbers(x)
 
     def coder(self, rows: slice) -> Codec:
         """What decodes the packed tokens of `rows`."""
-        return _RemakingCodec(self._stream.coder(rows), self._remake.numbers)
+        return _RematerializingCodec(self._stream.coder(rows), self._rematerialize.numbers)
 
     def read(self, row: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """As `Stream.read`."""
-        return self._remake.numbers(self._stream.read(row, dtype)).to(dtype)
+        return self._rematerialize.numbers(self._stream.read(row, dtype)).to(dtype)
 
 
-class _RemakingCodec(Codec):
-    def __init__(self, codec: Codec, remake: Callable[[Tensor], Tensor]) -> None:
-        self._codec, self._remake = codec, remake
+class _RematerializingCodec(Codec):
+    def __init__(self, codec: Codec, rematerialize: Callable[[Tensor], Tensor]) -> None:
+        self._codec, self._rematerialize = codec, rematerialize
         self.block_tokens, self.nominal_bits = codec.block_tokens, codec.nominal_bits
 
     def _encode(self, x: Tensor) -> Packed:
@@ -61,4 +61,4 @@ class _RemakingCodec(Codec):
         return self._codec.constants()
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
-        return self._remake(self._codec.decode(packed, dtype)).to(dtype)
+        return self._rematerialize(self._codec.decode(packed, dtype)).to(dtype)
