@@ -149,13 +149,13 @@ class _Steps:
         position = past + cache.rows.offsets[0]
         if not engine.can_capture(past, position):
             return None
-        tensors = [*cache.held(), *engine.held()]
+        tensors = [*cache.tensors(), *engine.tensors()]
         if len(tensors) != len(self._tensors) or any(a is not b for a, b in zip(tensors, self._tensors, strict=True)):
             self._graphs, self._warm, self._tensors = {}, set(), tensors
         self.ids.copy_(ids)
         self._cache_position.fill_(past)
         self._positions.fill_(position)
-        pattern = cache.packing()
+        pattern = cache.packing_pattern()
         if pattern in self._graphs:
             graph, logits = self._graphs[pattern]
             graph.replay()
@@ -169,7 +169,7 @@ class _Steps:
                 logits = graph.capture(lambda: self._run(cache))
             except RuntimeError as error:  # an operation of the model or the method that a graph cannot hold
                 self._hooks.forget_pass()
-                cache.count_back(past)
+                cache.rewind(past)
                 engine.forget()
                 raise _NotCaptured(str(error).splitlines()[0]) from error
             graph.replay()

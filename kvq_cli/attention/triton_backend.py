@@ -64,10 +64,10 @@ class TritonBackend:
         rooms = (room for room, _ in self._ropes.values())
         return self._counts.known(tokens) and all(_positions(last_position) <= room for room in rooms)
 
-    def held(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """All tensors of its own that a step reads or writes."""
         tables = [table for _, rope in self._ropes.values() for table in (rope.coarse, rope.fine, rope.fine_half)]
-        return [*self._counts.held(), *tables]
+        return [*self._counts.tensors(), *tables]
 
     def advance(self, forward: Forward) -> None:
         """Count a step that was recorded and has been repeated."""
@@ -134,7 +134,7 @@ class _Counts:
         """Was the last step followed, and did it leave every row with `tokens` tokens?"""
         return set(self._known[0]) == {tokens}
 
-    def held(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         return [self.tokens, self.offsets, *self._packed.values()]
 
     def advance(self, forward: Forward) -> None:

@@ -14,7 +14,7 @@ from kvq_cli.cache.cross_layer import CrossLayerSum, DifferenceStream
 from kvq_cli.cache.prompt_stream import PromptStream, new_stream
 from kvq_cli.cache.rematerialize import Rematerialize, RematerializedStream
 from kvq_cli.cache.rows import Forward, RowGroup, would_sync
-from kvq_cli.cache.stream import Stream
+from kvq_cli.cache.stream import Stream, StreamReader
 from kvq_cli.codecs.base import Prompt, side_dtype
 from kvq_cli.codecs.salient import attention_received
 from kvq_cli.errors import KvqError, UsageError
@@ -31,6 +31,10 @@ class CompressedLayer(CacheLayerMixin):
     rotation: how keys before RoPE are rotated when they are read. sliding_window: tokens that a query sees.
     rematerialize: where the plan caches the layer input, how keys before RoPE and values are computed of it.
     cross_layer: the sum that the layers share, where the plan says so.
+
+    streams: what is stored, keys and values, or one stream that serves both. key_stream, value_stream: what attention
+    reads. summed: the stream that is reduced by the attention weights of a single query, and its projection to values.
+    tails: of each row group, the keys and values in full precision that were not yet packed when the pass began.
     """
 
     is_sliding = False  # tokens outside a sliding window are kept, and masked by the attention
@@ -50,28 +54,22 @@ class CompressedLayer(CacheLayerMixin):
         super().__init__()
         self.index, self.plan, self.rotation, self.sliding_window = index, plan, rotation, sliding_window
         self.cross_layer = cross_layer if plan.cross_layer else None
-        #: What is stored: keys' and values' numbers, or one stream that serves both.
-        make = DifferenceStream if self.cross_layer else new_stream
-        self.streams: tuple[Stream, ...] = tuple(make(kept) for kept in plan.kept)
+        new = DifferenceStream if self.cross_layer else new_stream
+        self.streams: tuple[Stream, ...] = tuple(new(stream) for stream in plan.kept)
         self._prompt_streams = [stream for stream in self.streams if isinstance(stream, PromptStream)]
-        #: What attention reads: keys and values.
-        self.key_stream, self.value_stream = (
-            stream if one is None else RematerializedStream(stream, one)
-            for stream, one in zip((self.streams[0], self.streams[-1]), rematerialize, strict=True)
-        )
-        #: What weighted sums over tokens are taken of, for one query per row, and what makes sums of values of them.
-        self.summed: tuple[Stream | RematerializedStream, Callable[[Tensor], Tensor] | None] = (self.value_stream, None)
+        self.key_stream = _read_by(self.streams[0], rematerialize[0])
+        self.value_stream = _read_by(self.streams[-1], rematerialize[1])
+        self.summed: tuple[StreamReader, Callable[[Tensor], Tensor] | None] = (self.value_stream, None)
         if rematerialize[1] is not None and rematerialize[1].sums is not None:
             self.summed = (self.streams[-1], rematerialize[1].sums)
         self.columns = self.kv_heads = self.numbers_per_token = 0
         self.forward: Forward | None = None
-        #: Full-precision keys and values that were not yet packed when the forward pass began, per group of rows.
         self.tails: list[tuple[Tensor | None, Tensor | None]] = []
         #: The pass that was announced and whose keys and values have not come yet.
         self.expected: Forward | None = None
         self._key: Tensor | None = None
         self._input: Tensor | None = None
-        #: What came for each stream and is not yet in it.
+        #: The numbers of the pass for each stream, until `absorb`.
         self._arrived: tuple[Tensor, ...] = ()
 
     def reserve(self, tokens: int) -> None:
@@ -86,14 +84,14 @@ class CompressedLayer(CacheLayerMixin):
         self.expected, self._key, self._input = forward, None, None
 
     def capture_input(self, x: Tensor) -> None:
-        """The pass's layer input, `[batch, columns, hidden_size]`."""
+        """Take the layer input of the pass, `[batch, columns, hidden_size]`."""
         self._input = x.detach()
 
     def capture_key(self, key: Tensor) -> None:
-        """The pass's keys before RoPE, `[batch, kv_heads, columns, head_dim]`."""
+        """Take the keys of the pass before RoPE, `[batch, kv_heads, columns, head_dim]`."""
         self._key = key
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take in the keys (after RoPE) and values `[batch, kv_heads, columns, head_dim]` of the announced pass.
 
         Returns them as they are: the layer never gives out a decompressed cache. KvqError for numbers that are not
@@ -101,8 +99,8 @@ class CompressedLayer(CacheLayerMixin):
         """
         forward, self.expected = self.expected, None
         if forward is None:
-            raise KvqError("this compressed cache works only with the model and inside the attach() that it is from")
-        self._arrived = self._kept(key_states, value_states)
+            raise KvqError("this cache belongs to another or closed attach()")
+        self._arrived = self._to_cache(key_states, value_states)
         self._key = self._input = None
         self._check_finite(forward)
         self.kv_heads = key_states.shape[1]
@@ -111,78 +109,92 @@ class CompressedLayer(CacheLayerMixin):
         self.forward, self.is_initialized = forward, True
         return key_states, value_states
 
-    def _kept(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        """What the streams are to keep of a pass."""
+    def _to_cache(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        """The numbers of the pass that each stream caches."""
         source = self.plan.keys.source
         if source == "input":
             if self._input is None:
-                raise KvqError(f"layer {self.index}: the layer input was not seen")
+                raise KvqError(f"layer {self.index}: the layer input was not captured")
             return tuple(plan.latents(self._input) for plan in self.plan.kept)
-        keys = keys if source == "post_rope" else self._key
-        if keys is None:
-            raise KvqError(f"layer {self.index}: the key before RoPE was not seen")
-        return keys.detach(), values.detach()
+        if source == "post_rope":
+            return keys.detach(), values.detach()
+        if self._key is None:
+            raise KvqError(f"layer {self.index}: the key before RoPE was not captured")
+        return self._key.detach(), values.detach()
 
     def absorb(self, query: Tensor) -> None:
-        """Append what came; `query` `[batch, query_heads, columns, head_dim]` after RoPE is that of the pass."""
+        """Add the keys and values of the pass to the streams; `query` `[batch, query_heads, columns, head_dim]` after
+        RoPE is that of the pass."""
+        forward = self.forward
+        if forward is None:
+            raise KvqError(f"layer {self.index}: attention without keys and values")
         arrived, self._arrived = self._arrived, ()
-        self._keep_tails(self.forward)
+        self._keep_tails(forward)
         if self._prompt_streams:
-            self._announce_prompts(*arrived, query.detach())
+            self._announce_prompts(forward, arrived[0], arrived[1], query.detach())
         if self.cross_layer is not None:
-            self.cross_layer.enter(self.plan, self.streams[0], arrived[0], self.forward)
+            self._add_differences(self.cross_layer, forward, arrived[0])
+            return
         for stream, x in zip(self.streams, arrived, strict=True):
-            stream.append(x, self.forward.row_groups, self.forward.cache_position)
-        if self.cross_layer is not None:
-            self.cross_layer.leave(self.plan, self.streams[0], self.forward)
+            stream.append(x, forward.row_groups, forward.cache_position)
+
+    def _add_differences(self, cross_layer: CrossLayerSum, forward: Forward, x: Tensor) -> None:
+        """The layer's turn in the sum over layers."""
+        (stream,), part = self.streams, self.plan.cross_layer
+        if not isinstance(stream, DifferenceStream) or part is None:
+            raise TypeError("a layer of a cross-layer sum has one stream of differences")
+        cross_layer.enter(part, stream, forward, x.dtype)
+        stream.append(x, forward.row_groups, forward.cache_position)
+        cross_layer.leave(part, stream, forward)
 
     def advance(self, forward: Forward) -> None:
-        """Count a pass whose numbers are in their places: one that was recorded and has been repeated."""
+        """Count a replayed pass, whose numbers are stored already."""
         self.forward = forward
         self.columns += forward.columns
         for stream in self.streams:
             stream.advance(forward.row_groups)
 
     def release(self) -> None:
-        """After the pass's attention: forget what only that needed."""
+        """After the attention of the pass: forget what only that needed."""
         self.tails = []
-        if self.cross_layer is not None:
-            self.streams[0].close()
+        for stream in self.streams:
+            if isinstance(stream, DifferenceStream):
+                stream.close()
 
-    def _announce_prompts(self, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+    def _announce_prompts(self, forward: Forward, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """Give the streams whose codecs are fit to prompts what these need of the pass."""
         prompts: dict[int, Prompt] = {}
         saliency: dict[int, Tensor] = {}
         needs_saliency = any(stream.needs_saliency for stream in self._prompt_streams)
-        for group in self.forward.row_groups:
-            first = group.past == 0 and group.tokens > 0
-            if not (first or needs_saliency):
+        for group in forward.row_groups:
+            is_prompt = group.past == 0 and group.tokens > 0
+            if not (is_prompt or needs_saliency):
                 continue
             key, value, query = (x[group.rows, :, group.pads :] for x in (keys, values, queries))
-            if first:
+            if is_prompt:
                 if self.plan.keys.source == "pre_rope":
                     query = self.rotation.undo(query.float(), group.offset).to(query.dtype)
                 prompts[group.rows.start] = Prompt(key, value, query)
             elif (received := _saliency(self.streams[0], group, key, query)) is not None:
                 saliency[group.rows.start] = received
         for stream in self._prompt_streams if prompts or saliency else ():
-            stream.announce(self.forward.row_groups, prompts, saliency)
+            stream.announce(forward.row_groups, prompts, saliency)
 
     def _keep_tails(self, forward: Forward) -> None:
-        """Before they may get packed: what several new queries still have to see in full precision."""
+        """Copy, before they may get packed, the tokens that several new queries still have to see in full precision."""
         self.tails = []
         if forward.columns > 1 and not forward.is_first:
             for group in forward.row_groups:
-                self.tails.append(
-                    tuple(_recent(s, group.rows, group.past) for s in (self.key_stream, self.value_stream))
-                )
+                keys = _recent(self.key_stream, group.rows, group.past)
+                values = _recent(self.value_stream, group.rows, group.past)
+                self.tails.append((keys, values))
 
     def _check_finite(self, forward: Forward) -> None:
         if self._arrived[0].is_meta or would_sync(self._arrived[0].device, forward.columns):
-            return  # there are no numbers, or it was checked at the prompt
+            return  # there are no numbers, or the prompt was checked
         for group in forward.row_groups:
-            for name, x, stream in zip(("keys", "values"), self._arrived, self.streams, strict=False):
-                x = x[group.rows, :, group.pads :]
+            for name, numbers, stream in zip(("keys", "values"), self._arrived, self.streams, strict=False):
+                x = numbers[group.rows, :, group.pads :]
                 if x.numel() == 0:
                     continue
                 # One sum is finite only if all numbers are; 32 bits cannot overflow on numbers of 16.
@@ -195,7 +207,7 @@ class CompressedLayer(CacheLayerMixin):
                         "16 bits cannot hold (try --dtype bfloat16)"
                     )
 
-    # -- what transformers asks ----------------------------------------------------------------------------------
+    # -- the interface of transformers -------------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the streams allocate when the first tokens come."""
@@ -228,7 +240,7 @@ class CompressedLayer(CacheLayerMixin):
             stream.select(index)
 
     def croppable(self, tokens: int) -> bool:
-        """Are the last `tokens` tokens of all rows still in full precision?"""
+        """Whether the last `tokens` tokens of all rows are still in full precision."""
         return all(stream.croppable(tokens) for stream in self.streams)
 
     def crop(self, tokens: int) -> None:
@@ -238,12 +250,16 @@ class CompressedLayer(CacheLayerMixin):
         self.columns -= tokens
 
 
+def _read_by(stream: Stream, rematerialize: Rematerialize | None) -> StreamReader:
+    return stream if rematerialize is None else RematerializedStream(stream, rematerialize)
+
+
 def _saliency(stream: Stream, group: RowGroup, keys: Tensor, queries: Tensor) -> Tensor | None:
     """The attention received by the tokens that are packed when `keys` come, `[rows, kv_heads, tokens]`, if any are.
 
     stream: the keys'; values are packed with the same windows.
     """
-    block, window = stream.ready(group, keys), stream.window
+    block, window = stream.to_pack(group, keys), stream.window
     if block is None:
         return None
     # Each flush is seen by the query of the token with which it is packed, so that passes may be cut anywhere.
@@ -255,8 +271,8 @@ def _saliency(stream: Stream, group: RowGroup, keys: Tensor, queries: Tensor) ->
     return torch.cat(received, dim=2)
 
 
-def _recent(stream: Stream, rows: slice, tokens: int) -> Tensor | None:
-    """A copy of the full-precision tokens after the packed ones; None where there are none."""
+def _recent(stream: StreamReader, rows: slice, tokens: int) -> Tensor | None:
+    """A copy of the tokens after the packed ones, in full precision; None where there are none."""
     _, last = stream.split(tokens)
     pieces = [x for _, _, x in stream.exact(rows, tokens, last, tokens)]
     return torch.cat(pieces, dim=2) if pieces else None

@@ -115,8 +115,8 @@ class PromptStream(Stream):
     def can_capture(self, past: int) -> bool:
         return not self._prompt_codec.needs_saliency and not any(self._prompt_lengths) and super().can_capture(past)
 
-    def held(self) -> list[Tensor]:
-        return [*super().held(), *self.state.values()]
+    def tensors(self) -> list[Tensor]:
+        return [*super().tensors(), *self.state.values()]
 
     def crop(self, tokens: int) -> None:
         super().crop(tokens)

@@ -16,14 +16,14 @@ from kvq_cli.errors import UsageError
 
 
 def would_sync(device: torch.device, columns: int) -> bool:
-    """Would reading numbers back in a pass of `columns` columns hold up the device at every new token? What was checked
-    at the prompt is then not checked again."""
+    """Whether a host read in a pass of `columns` columns would synchronize with the device at every new token. Checks
+    of the prompt are then not repeated at decode steps."""
     return columns == 1 and device.type not in ("cpu", "meta")
 
 
 @dataclass(frozen=True)
 class RowGroup:
-    """Neighbouring rows that a forward pass finds in the same situation.
+    """Neighbouring rows with the same pads, tokens and positions in a forward pass, which are computed together.
 
     rows:   the rows of the batch.
     pads:   how many of the pass's columns are padding; they come first.
@@ -52,14 +52,15 @@ class Forward:
     row_groups: tuple[RowGroup, ...]
     #: Leading pads of each row, out of all columns so far.
     row_pads: tuple[int, ...]
-    #: Tokens of every row before the pass, int64 `[1]` on the device, where the pass is to be the same work at every
-    #: place: a step that is recorded once and then repeated.
+    #: Tokens of every row before the pass, int64 `[1]` on the device, in a decode step that is captured once and then
+    #: replayed: the work must be the same at every position.
     cache_position: Tensor | None = field(default=None, compare=False)
     #: ids of the masks that were compared with this description: all layers of a kind share one mask.
     checked: set[int] = field(default_factory=set, compare=False)
 
     @property
     def is_first(self) -> bool:
+        """Whether the cache is empty before the pass."""
         return self.past_columns == 0
 
     def check_mask(self, mask: Tensor | None, window: int | None) -> None:
@@ -85,7 +86,7 @@ class Forward:
 
 @dataclass
 class Rows:
-    """What the cache remembers of each row: leading pads seen so far, and the offset of its positions."""
+    """Of each row of the cache, the leading pads so far, and the offset of its positions."""
 
     pads: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -147,8 +148,8 @@ class Rows:
         return pads
 
     def _all_started(self, past: int) -> bool:
-        """Has every row a token among the first `past` columns?"""
-        return all(own < past for own in self.pads)
+        """Whether every row has a token among the first `past` columns."""
+        return all(pads < past for pads in self.pads)
 
     def _first_positions(self, past: int, columns: int, pads: list[int], positions: Tensor | None) -> list[int]:
         """Position of each row's first real token of this pass."""
@@ -158,7 +159,7 @@ class Rows:
         if positions.ndim != 2 or positions.shape[1] != columns:
             raise UsageError(f"position_ids of shape {tuple(positions.shape)} are not supported: use (batch, tokens)")
         if self._all_started(past) and would_sync(positions.device, columns):
-            return [offset + past - own for offset, own in zip(self.offsets, pads, strict=True)]
+            return [offset + past - count for offset, count in zip(self.offsets, pads, strict=True)]
         rows = positions.tolist()
         rows = rows * len(pads) if len(rows) == 1 else rows
         for row, skip in zip(rows, skips, strict=True):

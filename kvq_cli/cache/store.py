@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvq_cli.codecs.base import Packed, Part, concatenate
 
-#: The least a store grows by, in tokens; beyond it, by an eighth of what it holds.
+#: Tokens that a store grows by at least; larger stores grow by an eighth.
 MIN_GROWTH = 32
 
 
@@ -71,7 +71,7 @@ class PackedStore:
                     target.parts[name].tensor.copy_(cut)
 
     def write_at(self, start: Tensor, packed: Packed) -> None:
-        """`write` of all rows at a place that the device knows, int64 `[1]`; the store is one segment with room."""
+        """`write` of all rows at a token that only the device knows, int64 `[1]`, into one segment with room."""
         (segment,) = self.segments
         for name, part in packed.parts.items():
             count = packed.tokens // part.unit
@@ -88,9 +88,8 @@ class PackedStore:
         return views[0] if len(views) == 1 else concatenate(views)
 
     def whole(self) -> Packed | None:
-        """All there is room for, of all rows, as one run of memory, for readers that take nothing else; None while
-        there is nothing. A store that grew beyond its `room` is copied into one segment for that, once after each
-        growth."""
+        """All rows and all room as one segment, for kernels, which read nothing else; None while the store is empty. A
+        store that grew beyond its `room` is copied into one segment for that, once after each growth."""
         if not self.segments:
             return None
         if len(self.segments) > 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +14,42 @@ from kvq_cli.cache.store import PackedStore
 from kvq_cli.codecs.base import Codec, Packed, PromptCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import StreamPlan
+from kvq_cli.methods.window import Window
+
+
+class StreamReader(Protocol):
+    """What attention reads: the tokens of a stream, in full precision and packed."""
+
+    @property
+    def window(self) -> Window: ...
+
+    @property
+    def ring(self) -> Tensor:
+        """The tensor of the recent tokens; it has the heads, channels and dtype of all tokens."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+
+    @property
+    def packed_tokens(self) -> int:
+        """Packed tokens of all rows together."""
+
+    def coder(self, rows: slice) -> Codec: ...
+
+    def prompt_tokens(self, rows: slice) -> int: ...
+
+    def split(self, tokens: int) -> tuple[int, int]: ...
+
+    def exact(
+        self, rows: slice, tokens: int, start: int, stop: int, size: int = ...
+    ) -> Iterator[tuple[int, int, Tensor]]: ...
+
+    def packed(
+        self, rows: slice, tokens: int, start: int, stop: int, size: int
+    ) -> Iterator[tuple[int, int, Packed]]: ...
+
+    def read(self, row: int, dtype: torch.dtype = ...) -> Tensor: ...
 
 
 class Stream:
@@ -20,7 +57,7 @@ class Stream:
 
     What is stored of a row depends on its tokens alone: not on how many came at once, not on the other rows.
     Row by row, tokens [0, sinks) lie in `sinks`, the next `window.packed(tokens)` in `store`, the newest in `ring`,
-    where token i has slot (i - sinks) % ring_size. `PromptStream` is the kind for codecs that are fit to the prompt.
+    where token i has place (i - sinks) % ring_size. `PromptStream` is the kind for codecs that are fit to the prompt.
     """
 
     def __init__(self, plan: StreamPlan) -> None:
@@ -35,14 +72,14 @@ class Stream:
         self.reset()
 
     def reserve(self, tokens: int) -> None:
-        """Room for rows of `tokens` tokens is to be made at once, when the first of them are packed."""
+        """Make room for rows of `tokens` tokens at once, when the first of them are packed."""
         self._room = self.store.room = self.window.packed(tokens)
 
     def reset(self) -> None:
         """Forget all rows and free their memory."""
         self.lengths: list[int] = []
-        self.sinks: Tensor | None = None
-        self.ring: Tensor | None = None
+        #: Empty until the first tokens come.
+        self.sinks = self.ring = torch.empty(0)
         self.store = PackedStore(self.codec.block_tokens, self._room)
 
     def coder(self, rows: slice) -> Codec:
@@ -52,7 +89,7 @@ class Stream:
         return self.codec
 
     def prompt_tokens(self, rows: slice) -> int:
-        """How many of the packed tokens of `rows`, which are alike, are stored apart from later ones."""
+        """How many of the packed tokens of each of `rows` are stored apart from later ones."""
         return 0
 
     def split(self, tokens: int) -> tuple[int, int]:
@@ -60,13 +97,20 @@ class Stream:
         first = min(tokens, self.window.sinks)
         return first, first + self.window.packed(tokens)
 
+    @property
+    def packed_tokens(self) -> int:
+        """Packed tokens of all rows together."""
+        return sum(self.window.packed(length) for length in self.lengths)
+
+    # -- tokens come ---------------------------------------------------------------------------------------------
+
     def append(self, x: Tensor, groups: tuple[RowGroup, ...], cache_position: Tensor | None = None) -> None:
         """Add `x` `[batch, kv_heads, columns, head_dim]` to the rows as `groups` say; pads are dropped.
 
         cache_position: see `Forward`; only where the stream `can_capture`.
         """
         if cache_position is not None:
-            self._step(groups[0], x, cache_position)
+            self._append_at(groups[0], x, cache_position)
             self.advance(groups)
             return
         if not self.lengths:
@@ -78,25 +122,40 @@ class Stream:
         self.advance(groups)
 
     def advance(self, groups: tuple[RowGroup, ...]) -> None:
-        """Count the tokens of a pass, whose numbers are in their places."""
+        """Count the tokens of a pass whose numbers are stored already."""
         for group in groups:
             self.lengths[group.rows] = [group.tokens] * (group.rows.stop - group.rows.start)
 
-    def can_capture(self, past: int) -> bool:
-        """Can a token be added to rows of `past` tokens each at a place that the device tells?"""
-        if not self.lengths or past < self.window.sinks:
-            return False
-        packed = self.window.packed(past + 1)
-        room = len(self.store.segments) == 1 and packed <= self.store.capacity
-        return room or packed == self.window.packed(past)
+    def to_pack(self, group: RowGroup, x: Tensor) -> Tensor | None:
+        """The tokens that are packed when `x`, without pads, is added to `group`: the oldest of the ring, then of `x`;
+        None: no tokens are."""
+        first, last = (self.window.sinks + self.window.packed(tokens) for tokens in (group.past, group.tokens))
+        if last == first:
+            return None
+        pieces = self._recent(group.rows, first, min(group.past, last))
+        if last > group.past:
+            pieces.append(x[:, :, max(first - group.past, 0) : last - group.past])
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
-    def held(self) -> list[Tensor]:
-        """All tensors that a step reads or writes: while these are the same ones, steps are the same work."""
-        parts = [part.tensor for segment in self.store.segments for part in segment.parts.values()]
-        return [self.sinks, self.ring, *parts]
+    def _allocate(self, x: Tensor) -> None:
+        batch, heads, _, dim = x.shape
+        self.lengths = [0] * batch
+        self.sinks = x.new_zeros(batch, heads, self.window.sinks, dim)
+        self.ring = x.new_zeros(batch, heads, self.ring_size, dim)
 
-    def _step(self, group: RowGroup, x: Tensor, cache_position: Tensor) -> None:
-        """`_append` of one token to all rows: whether something is packed is settled here, where, on the device."""
+    def _append(self, group: RowGroup, x: Tensor, reserve: int) -> None:
+        past, tokens, sinks = group.past, group.tokens, self.window.sinks
+        if past < sinks:
+            count = min(tokens, sinks) - past
+            self.sinks[group.rows, :, past : past + count] = x[:, :, :count]
+        self._pack(group, self.to_pack(group, x), reserve)
+        start = max(sinks + self.window.packed(tokens), past)
+        for begin, end in self._ring_slices(start, tokens):
+            self.ring[group.rows, :, begin:end] = x[:, :, start - past : start - past + end - begin]
+            start += end - begin
+
+    def _append_at(self, group: RowGroup, x: Tensor, cache_position: Tensor) -> None:
+        """`_append` of one token to all rows: the host decides whether tokens are packed, the device where."""
         window = self.window
         self.ring.index_copy_(2, (cache_position - window.sinks) % self.ring_size, x)
         if window.packed(group.tokens) > window.packed(group.past):
@@ -105,35 +164,8 @@ class Stream:
             packed = self.coder(group.rows).encode(self.ring.index_select(2, index))
             self.store.write_at(first, packed)
 
-    def _allocate(self, x: Tensor) -> None:
-        batch, heads, _, dim = x.shape
-        self.lengths = [0] * batch
-        self.sinks = x.new_zeros(batch, heads, self.window.sinks, dim)
-        self.ring = x.new_zeros(batch, heads, self.ring_size, dim)
-
-    def ready(self, group: RowGroup, x: Tensor) -> Tensor | None:
-        """What can be packed when `x`, without pads, is added to `group`: the oldest tokens of the ring, then of x."""
-        first, last = (self.window.sinks + self.window.packed(n) for n in (group.past, group.tokens))
-        if last == first:
-            return None
-        pieces = self._recent(group.rows, first, min(group.past, last))
-        if last > group.past:
-            pieces.append(x[:, :, max(first - group.past, 0) : last - group.past])
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
-
-    def _append(self, group: RowGroup, x: Tensor, reserve: int) -> None:
-        past, tokens, sinks = group.past, group.tokens, self.window.sinks
-        if past < sinks:
-            count = min(tokens, sinks) - past
-            self.sinks[group.rows, :, past : past + count] = x[:, :, :count]
-        self._pack(group, self.ready(group, x), reserve)
-        start = max(sinks + self.window.packed(tokens), past)
-        for begin, end in self._ring_slices(start, tokens):
-            self.ring[group.rows, :, begin:end] = x[:, :, start - past : start - past + end - begin]
-            start += end - begin
-
     def _pack(self, group: RowGroup, x: Tensor | None, reserve: int) -> None:
-        """Encode and store the tokens of `group` that leave the ring, if any; `reserve` as in `PackedStore.write`."""
+        """Encode and store `x`, the tokens of `group` that are packed, if any; `reserve` as in `PackedStore.write`."""
         if x is not None:
             self._write(group, self.coder(group.rows).encode(x), reserve)
 
@@ -155,6 +187,23 @@ class Stream:
     def _recent(self, rows: slice, start: int, stop: int) -> list[Tensor]:
         return [self.ring[rows, :, begin:end] for begin, end in self._ring_slices(start, stop)]
 
+    # -- steps that a CUDA graph repeats -------------------------------------------------------------------------
+
+    def can_capture(self, past: int) -> bool:
+        """Whether a token can be added to rows of `past` tokens each at a place that only the device knows."""
+        if not self.lengths or past < self.window.sinks:
+            return False
+        packed = self.window.packed(past + 1)
+        room = len(self.store.segments) == 1 and packed <= self.store.capacity
+        return room or packed == self.window.packed(past)
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors that a decode step reads or writes: a captured step is valid while these are the same ones."""
+        parts = [part.tensor for segment in self.store.segments for part in segment.parts.values()]
+        return [self.sinks, self.ring, *parts]
+
+    # -- tokens are read -----------------------------------------------------------------------------------------
+
     def exact(
         self, rows: slice, tokens: int, start: int, stop: int, size: int = 1 << 30
     ) -> Iterator[tuple[int, int, Tensor]]:
@@ -166,10 +215,10 @@ class Stream:
         for begin, end in self._ring_slices(at, min(tokens, stop)):
             pieces.append((at, self.ring, begin, end))
             at += end - begin
-        for at, held, begin, end in pieces:
+        for at, numbers, begin, end in pieces:
             for cut in range(begin, end, size):
                 upto = min(cut + size, end)
-                yield at + cut - begin, at + upto - begin, held[rows, :, cut:upto]
+                yield at + cut - begin, at + upto - begin, numbers[rows, :, cut:upto]
 
     def packed(self, rows: slice, tokens: int, start: int, stop: int, size: int) -> Iterator[tuple[int, int, Packed]]:
         """(first, last, packed) of what rows of `tokens` tokens hold packed within [start, stop), at most `size` tokens
@@ -182,23 +231,26 @@ class Stream:
             yield begin + sinks, upto + sinks, packed
 
     def _tiles(self, rows: slice, start: int, stop: int, size: int) -> Iterator[tuple[int, int, Packed]]:
-        """Packed tokens [start, stop) of `rows`, sinks not counted, in runs of at most `size`."""
+        """Packed tokens [start, stop) of `rows`, sinks not counted, at most `size` at a time."""
         return self.store.tiles(rows, start, stop, size)
 
     def read(self, row: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """All tokens of one row, `[1, kv_heads, tokens, head_dim]`: packed ones decoded, the others as they are."""
         rows, tokens = slice(row, row + 1), self.lengths[row]
-        pieces = [(a, x.to(dtype)) for a, _, x in self.exact(rows, tokens, 0, tokens)]
+        pieces = [(first, x.to(dtype)) for first, _, x in self.exact(rows, tokens, 0, tokens)]
         coder = self.coder(rows)
-        pieces += [(a, coder.decode(p, dtype)) for a, _, p in self.packed(rows, tokens, 0, tokens, tokens or 1)]
+        for first, _, packed in self.packed(rows, tokens, 0, tokens, tokens or 1):
+            pieces.append((first, coder.decode(packed, dtype)))
         return torch.cat([x for _, x in sorted(pieces, key=lambda piece: piece[0])], dim=2)
+
+    # -- rows and tokens go --------------------------------------------------------------------------------------
 
     def crop(self, tokens: int) -> None:
         """Remove each row's last `tokens` tokens; see `croppable`."""
         self.lengths = [max(0, length - tokens) for length in self.lengths]
 
     def croppable(self, tokens: int) -> bool:
-        """Can the last `tokens` tokens be removed so that the rest is as if they had never come?"""
+        """Whether the last `tokens` tokens can be removed as if they had never come."""
         return all(self.window.packed(max(0, length - tokens)) == self.window.packed(length) for length in self.lengths)
 
     def select(self, index: Tensor) -> None:
@@ -210,26 +262,23 @@ class Stream:
         self.sinks, self.ring = self.sinks.index_select(0, index), self.ring.index_select(0, index)
         self.store.select(index)
 
-    @property
-    def packed_tokens(self) -> int:
-        """Packed tokens of all rows together."""
-        return sum(self.window.packed(length) for length in self.lengths)
+    # -- bytes ---------------------------------------------------------------------------------------------------
 
     def bytes_by_part(self) -> dict[str, int]:
         """Bytes of the tensors held: the packed parts, "sinks", "recent", "unused" (room for tokens to come)."""
         if not self.lengths:
             return {}
         parts = self._packed_bytes()
-        held = sum(t.numel() * t.element_size() for t in (self.sinks, self.ring)) + self._allocated_bytes()
+        allocated = self.sinks.nbytes + self.ring.nbytes + self._allocated_bytes()
         token = self.ring.shape[1] * self.ring.shape[3] * self.ring.element_size()
         sinks = sum(min(length, self.window.sinks) for length in self.lengths)
         parts["sinks"] = token * sinks
         parts["recent"] = token * (sum(self.lengths) - sinks - self.packed_tokens)
-        parts["unused"] = held - sum(parts.values())
+        parts["unused"] = allocated - sum(parts.values())
         return parts
 
     def _packed_bytes(self) -> dict[str, int]:
-        """Bytes by part of the packed tokens that are there."""
+        """Bytes by part of the packed tokens that are there; parts of no bytes are left out."""
         return dict(+Counter(self.store.bytes_used(self.packed_tokens)))
 
     def _allocated_bytes(self) -> int:

@@ -43,7 +43,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The first tokens of some rows, in full precision: what a `PromptCodec` may look at once.
+    """The first tokens of some rows, in full precision, to which a `PromptCodec` is fit.
 
     keys, values: `[rows, kv_heads, tokens, head_dim]`, keys as they are cached (before or after RoPE). queries:
     `[rows, query_heads, tokens, head_dim]`, before or after RoPE as the keys are. No pads; rows of the same length.
@@ -132,8 +132,7 @@ class PromptCodec(BlockFormat, ABC):
         return {}
 
     def encode_prompt(self, x: Tensor, prompt: Prompt, first: int) -> tuple[Packed, State]:
-        """Fit to `prompt` and pack `x` `[rows, kv_heads, tokens, head_dim]`, what is cached of its tokens from `first`
-        on (keys or values)."""
+        """Fit to `prompt` and pack `x` `[rows, kv_heads, tokens, head_dim]`, its keys or values from `first` on."""
         state = self.fit(prompt)
         return self.with_state(state).encode(x), state
 

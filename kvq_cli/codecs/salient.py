@@ -16,6 +16,8 @@ from kvq_cli.errors import UsageError
 #: The share of a prompt's queries, newest ones and random ones each, whose attention is looked at.
 PROBES = 0.05
 
+Side = Literal["keys", "values"]
+
 
 class SalientCodec(PromptCodec):
     """Of each chunk of tokens of one head the share `ratio` that is most salient has `high` bits, the others `low`.
@@ -38,7 +40,7 @@ class SalientCodec(PromptCodec):
 
     def __init__(
         self,
-        side: Literal["keys", "values"],
+        side: Side,
         low: int,
         high: int,
         ratio: float,
@@ -92,8 +94,8 @@ class SalientCodec(PromptCodec):
         else:
             x, which = x.unflatten(2, salient.shape[2:]), salient.unsqueeze(4)
             for name, step in (("key_scale", x.mul_), ("key_zero", x.add_)):
-                other, own = chunk[name].float().split(1, dim=3)
-                step(torch.where(which, own, other))
+                others, salients = chunk[name].float().split(1, dim=3)
+                step(torch.where(which, salients, others))
         return x.flatten(2, 3).to(dtype)
 
     def _quantize(self, x: Tensor, salient: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -113,15 +115,15 @@ class SalientCodec(PromptCodec):
                 continue
             places = places.unsqueeze(4)
             group = x.gather(3, places.expand(*places.shape[:4], x.shape[4]))
-            own, found = self._uniform(which, group.shape[3]).quantize(group.flatten(2, 3))
-            codes.scatter_(3, places.expand(group.shape), own.view(group.shape))
-            for side, made in zip(sides, (found["scale"], found["zero"]), strict=True):
+            group_codes, group_sides = self._uniform(which, group.shape[3]).quantize(group.flatten(2, 3))
+            codes.scatter_(3, places.expand(group.shape), group_codes.view(group.shape))
+            for side, name in zip(sides, ("scale", "zero"), strict=True):
                 if self.side == "values":
-                    side.scatter_(3, places, made.view(places.shape))
+                    side.scatter_(3, places, group_sides[name].view(places.shape))
                 else:
-                    side[:, :, :, which] = made
+                    side[:, :, :, which] = group_sides[name]
             if which and self._upper:
-                parts["upper"] = bitpack.pack(own.view(group.shape) >> self.low, self._upper)
+                parts["upper"] = bitpack.pack(group_codes.view(group.shape) >> self.low, self._upper)
         by_token = {"codes": bitpack.pack(codes.flatten(2, 3) & (2**self.low - 1), self.low)}
         if self.side == "values":
             by_token |= {"scale": sides[0].flatten(2, 3), "zero": sides[1].flatten(2, 3)}
@@ -130,11 +132,11 @@ class SalientCodec(PromptCodec):
         return by_token, parts
 
     def _side_shape(self, x: Tensor) -> tuple[int, ...]:
-        """Of scales and zero-points of `[B, H, n, C, D]`: one per token, or two per channel."""
+        """The shape of scales and zero-points of `[B, H, n, C, D]`: one per token, or two per channel."""
         return (*x.shape[:4], 1) if self.side == "values" else (*x.shape[:3], 2, x.shape[4])
 
     def _uniform(self, salient: int, tokens: int) -> UniformCodec:
-        """What quantizes a chunk's `tokens` salient tokens, or others."""
+        """The quantizer of the `tokens` salient tokens of a chunk, or of its others."""
         bits = self.high if salient else self.low
         if self.side == "values":
             return UniformCodec(bits, "token", self.head_dim, self.head_dim, self._dtype)

@@ -60,8 +60,8 @@ class SubspaceCodec(PromptCodec):
         gains = []
         for cut in self._cuts:
             later = subspace[..., cut:].double()
-            whole = torch.eye(self.rank, dtype=later.dtype, device=later.device) + self.strength * (later @ later.mT)
-            gains.append(torch.linalg.inv(whole).mul_(self.strength).float())
+            matrix = torch.eye(self.rank, dtype=later.dtype, device=later.device) + self.strength * (later @ later.mT)
+            gains.append(torch.linalg.inv(matrix).mul_(self.strength).float())
         return {"subspace": subspace.contiguous(), "gain": torch.stack(gains, dim=2)}
 
     def with_state(self, state: State, saliency: Tensor | None = None) -> Codec:

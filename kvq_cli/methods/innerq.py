@@ -68,7 +68,7 @@ class InnerQ(Method):
         )
 
     def _codecs(self, axis: Axis, shape: ModelShape) -> tuple[Codec, Codec]:
-        """What encodes the prompt and what encodes later tokens: the same codec in all modes but one."""
+        """(codec of the prompt, codec of later tokens): the same one but for mode "hybrid_prefill"."""
         common = (self.bits, axis, self.group, shape.head_dim, shape.dtype)
         if self.mode == "asymmetric":
             # The zero-point is as wide as the word that sign bits would take, as in the paper.

@@ -111,9 +111,9 @@ def test_cache_outside_of_its_attach(tiny, probe, prompt):
     with attach(model, probe()) as kv:
         cache = kv.new_cache()
         model(ids, past_key_values=cache)
-    with pytest.raises(KvqError, match="inside the attach"):
+    with pytest.raises(KvqError, match="another or closed attach"):
         model(ids[:, :1], past_key_values=cache)
-    with attach(model, probe()), pytest.raises(KvqError, match="inside the attach"):
+    with attach(model, probe()), pytest.raises(KvqError, match="another or closed attach"):
         model(ids[:, :1], past_key_values=cache)
 
 
