@@ -1,17 +1,15 @@
-"""Who computes attention over a compressed layer: the seam between the model and the kernels."""
+"""Choose who computes the attention of each layer: kernels or PyTorch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from kvq_cli.attention import torch_backend
-from kvq_cli.attention.scores import FORMS, PLAIN
-from kvq_cli.attention.taps import AttentionSite
-from kvq_cli.cache.layer import CompressedLayer
+from kvq_cli.attention.capture_points import AttentionLayer
+from kvq_cli.attention.forward_context import Backend
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan
 
@@ -21,41 +19,20 @@ if TYPE_CHECKING:
 BACKENDS = ("auto", "triton", "torch")
 
 
-class Backend(Protocol):
-    """Two functions over the layer's streams, whose `forward` describes the pass and which hold its tokens already."""
-
-    def decode_attention(self, query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
-        """One query per row: `query` `[batch, query_heads, 1, head_dim]` -> the same shape."""
-
-    def prefill_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, layer: CompressedLayer, scaling: float, compressed: bool
-    ) -> Tensor:
-        """Several queries per row: `[batch, query_heads, columns, head_dim]` -> the same shape, zeros for pads.
-
-        key, value: the pass's own, `[batch, kv_heads, columns, head_dim]`, keys after RoPE, in full precision.
-        compressed: every query sees what it would see in one-by-one decoding; else the pass's own tokens are seen
-        in full precision.
-        """
-
-
 class ChosenBackend:
-    """Each layer's attention by the backend that was chosen for it. summary: which, and why not another, in words.
-    engine: where kernels compute it in every layer, what keeps their tensors."""
+    """The backend of each layer. summary: which, and why not another, in words. engine: where kernels compute the
+    attention of all layers, the holder of their tensors."""
 
     def __init__(self, by_layer: Mapping[int, Backend], summary: str, engine: TritonBackend | None = None) -> None:
         self._by_layer, self.summary, self.engine = by_layer, summary, engine
 
+    def of(self, layer: int) -> Backend:
+        """The backend that computes the attention of this layer."""
+        return self._by_layer[layer]
+
     def by_kernels(self, layer: int) -> bool:
-        """Does not PyTorch compute this layer's attention?"""
+        """Whether kernels, not PyTorch, compute the attention of this layer."""
         return self._by_layer[layer] is not torch_backend
-
-    def decode_attention(self, query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
-        return self._by_layer[layer.index].decode_attention(query, layer, scaling)
-
-    def prefill_attention(
-        self, query: Tensor, key: Tensor, value: Tensor, layer: CompressedLayer, scaling: float, compressed: bool
-    ) -> Tensor:
-        return self._by_layer[layer.index].prefill_attention(query, key, value, layer, scaling, compressed)
 
 
 def check_backend(name: str) -> None:
@@ -64,51 +41,53 @@ def check_backend(name: str) -> None:
         raise UsageError(f"unknown backend {name!r}; valid: {', '.join(BACKENDS)}")
 
 
-def choose_backend(name: str, device: torch.device, layers: Sequence[tuple[AttentionSite, LayerPlan]]) -> ChosenBackend:
+def choose_backend(
+    name: str, device: torch.device, layers: Sequence[tuple[AttentionLayer, LayerPlan]]
+) -> ChosenBackend:
     """The backend of each layer. "auto": Triton on a GPU, for layers that its kernels can read, else PyTorch; "triton":
     UsageError where the kernels cannot run or cannot read a layer."""
     check_backend(name)
-    everywhere_torch = dict.fromkeys((site.index for site, _ in layers), torch_backend)
+    by_layer: dict[int, Backend] = dict.fromkeys((layer.index for layer, _ in layers), torch_backend)
     if name == "torch" or (name == "auto" and device.type != "cuda"):
-        return ChosenBackend(everywhere_torch, "torch")
+        return ChosenBackend(by_layer, "torch")
     try:
-        from kvq_cli.attention import remade_kernel as remade
-        from kvq_cli.attention import triton_backend as kernels
+        from kvq_cli.attention import rematerialize_backend, triton_backend
     except ModuleNotFoundError as error:
         if name == "auto":
-            return ChosenBackend(everywhere_torch, f"torch (no triton: {error.name} is not installed)")
+            return ChosenBackend(by_layer, f"torch (no triton: {error.name} is not installed)")
         raise UsageError(f"--backend triton: {error.name} is not installed; use --backend torch") from None
-    if device.type != "cuda" and not kernels.interpreted():
+    if device.type != "cuda" and not triton_backend.interpreted():
         raise UsageError(
             f"--backend triton needs a GPU, the model is on {device}: use --backend torch, or set "
             "TRITON_INTERPRET=1 to run the kernels in Triton's interpreter, slowly"
         )
-    refused: dict[str, list[int]] = {}
-    for site, plan in layers:
-        if unusual := FORMS.get(site.module, PLAIN).unusual:
-            why = unusual
-        elif plan.keys.source == "input":
-            why = remade.unsupported(site, plan)
-        else:
-            why = kernels.unsupported(plan, site.rotation)
-        if why:
-            refused.setdefault(why, []).append(site.index)
+    refused: dict[str, list[int]] = {}  # reason -> layers
+    for layer, plan in layers:
+        reason = layer.score_form.unusual
+        if reason is None and plan.keys.source == "input":
+            reason = rematerialize_backend.unsupported(layer, plan)
+        elif reason is None:
+            reason = triton_backend.unsupported(plan, layer.rotation)
+        if reason is not None:
+            refused.setdefault(reason, []).append(layer.index)
     if refused and name == "triton":
-        why, where = next(iter(refused.items()))
-        raise UsageError(f"--backend triton: {_said(where, len(layers))}: {why}; use --backend auto or torch")
-    engine, left_out = kernels.TritonBackend(), {index for where in refused.values() for index in where}
-    chosen = {index: torch_backend if index in left_out else engine for index in everywhere_torch}
-    kept_inputs = [site for site, plan in layers if plan.keys.source == "input" and site.index not in left_out]
-    chosen |= dict.fromkeys((site.index for site in kept_inputs), remade.RemadeBackend(engine, kept_inputs))
-    summary = "triton, interpreted" if kernels.interpreted() else "triton"
+        reason, indices = next(iter(refused.items()))
+        raise UsageError(f"--backend triton: {_named(indices, len(layers))}: {reason}; use --backend auto or torch")
+    by_torch = {index for indices in refused.values() for index in indices}
+    engine = triton_backend.TritonBackend()
+    by_layer |= {index: engine for index in by_layer if index not in by_torch}
+    inputs = [layer for layer, plan in layers if plan.keys.source == "input" and layer.index not in by_torch]
+    rematerializing = rematerialize_backend.RematerializeBackend(engine, inputs)
+    by_layer |= {layer.index: rematerializing for layer in inputs}
+    summary = "triton, interpreted" if triton_backend.interpreted() else "triton"
     if refused:
-        reasons = "; ".join(f"{_said(where, len(layers))}: {why}" for why, where in refused.items())
-        summary = f"torch ({reasons})" if len(left_out) == len(layers) else f"{summary}, partly torch ({reasons})"
-    return ChosenBackend(chosen, summary, None if left_out else engine)
+        reasons = "; ".join(f"{_named(indices, len(layers))}: {reason}" for reason, indices in refused.items())
+        summary = f"torch ({reasons})" if len(by_torch) == len(layers) else f"{summary}, partly torch ({reasons})"
+    return ChosenBackend(by_layer, summary, None if by_torch else engine)
 
 
-def _said(layers: list[int], count: int) -> str:
-    """`all layers`, `layer 3`, `layers 0, 2`."""
+def _named(layers: list[int], count: int) -> str:
+    """`all layers`, `layer 3`, `layers 0, 2`, of `count` layers."""
     if len(layers) == count:
         return "all layers"
     return f"layer{'s' if len(layers) > 1 else ''} {', '.join(map(str, layers))}"

@@ -1,10 +1,13 @@
-"""Decode steps recorded once and repeated: on a GPU as CUDA graphs, launched by one call instead of hundreds.
+"""Decode steps captured once and replayed: on a GPU as CUDA graphs, launched by one call instead of hundreds.
 
-A recorded step is the same work on the same tensors. So in such a step the cache's streams find the new token's place
-by a count on the device (`Forward.clock`), and only what the host settles makes steps differ: which windows pack
-something. There is one graph for each such pattern: a few, since windows pack every so many tokens. A pattern's first
-step runs as it is, which compiles kernels and fills tables; the second is recorded. Where tensors have been replaced
-since (a store grew, beams were reordered), graphs are thrown away.
+A captured step is the same work on the same tensors. So in such a step the cache's streams find the place of the new
+token by a count on the device (`Forward.cache_position`), and only the decisions of the host make steps differ: which
+windows pack tokens. There is one graph for each such pattern: a few, since windows pack every so many tokens. The first
+step of a pattern runs as it is, which compiles kernels and fills tables; the second is captured. Where tensors have
+been replaced since (a store grew, beams were reordered), graphs are thrown away.
+
+A replayed step does not run the model's forward at all. No hook can skip a forward, and transformers' generation calls
+the model, so that `model.forward` is replaced on the one object that is attached, until the block ends.
 """
 
 from __future__ import annotations
@@ -17,27 +20,31 @@ from weakref import ref
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from kvq_cli.attention.attention_hooks import AttentionHooks
+from kvq_cli.attention.backend import ChosenBackend
 from kvq_cli.cache.cache import CompressedCache
 
 if TYPE_CHECKING:
-    from kvq_cli.attention.attach import Attached
+    from kvq_cli.attention.triton_backend import TritonBackend
 
-#: Patterns that are recorded for one cache; steps of others run as they are.
-MOST_GRAPHS = 16
-#: What a step may be given beside ids, cache and positions without being another computation.
-_SAME = {"attention_mask", "use_cache", "return_dict", "logits_to_keep", "cache_position", "position_ids"}
+#: Patterns that are captured for one cache; steps of others run as they are.
+MAX_GRAPHS = 16
+#: kwargs that keep a captured graph valid, beside ids, cache and positions.
+_SAME_STEP = {"attention_mask", "use_cache", "return_dict", "logits_to_keep", "cache_position", "position_ids"}
 
 
-class _NotRecorded(Exception):
-    """Why a step could not be recorded. Nothing has been computed or counted."""
+class _NotCaptured(Exception):
+    """Why a step could not be captured. Nothing has been computed or counted."""
 
 
 class Graph(Protocol):
-    """Work that was recorded. `record` runs `work` and gives what it gives, but nothing may have been computed yet."""
+    """A captured computation. `capture` calls `work` and returns its result, whose numbers may be those of the first
+    `replay` only."""
 
-    def record(self, work: Callable[[], Tensor]) -> Tensor: ...
+    def capture(self, work: Callable[[], Tensor]) -> Tensor: ...
 
     def replay(self) -> None: ...
 
@@ -48,7 +55,7 @@ class CudaGraph:
     def __init__(self, pool: Any) -> None:
         self._pool, self._graph = pool, torch.cuda.CUDAGraph()
 
-    def record(self, work: Callable[[], Tensor]) -> Tensor:
+    def capture(self, work: Callable[[], Tensor]) -> Tensor:
         with torch.cuda.graph(self._graph, pool=self._pool):
             return work()
 
@@ -57,113 +64,121 @@ class CudaGraph:
 
 
 def cuda_graphs() -> Callable[[], Graph]:
-    """What makes graphs of one shared memory."""
+    """A factory of graphs that share one memory pool."""
     pool = torch.cuda.graph_pool_handle()
     return lambda: CudaGraph(pool)
 
 
 @contextmanager
-def repeating_steps(attached: Attached, recorders: Callable[[], Callable[[], Graph]] = cuda_graphs) -> Iterator[None]:
-    """Inside the block, `attached.model` repeats decode steps of the compressed cache that it has recorded.
+def captured_steps(
+    model: PreTrainedModel,
+    hooks: AttentionHooks,
+    backend: ChosenBackend,
+    graphs: Callable[[], Callable[[], Graph]] = cuda_graphs,
+) -> Iterator[None]:
+    """Inside the block, `model` replays the decode steps of compressed caches that it has captured.
 
-    recorders: called for each cache, gives what makes its graphs.
+    Replaces `model.forward`, and puts back what was there. graphs: called once for each cache, gives the factory of its
+    graphs.
     """
-    model, backend = attached.model, attached.backend
-    plain, steps, said = model.forward, None, backend.summary
-    recording, backend.summary = True, f"{said}, steps as CUDA graphs"
+    if backend.engine is None:
+        raise ValueError("steps can be captured only where kernels compute the attention of all layers")
+    engine, plain, summary = backend.engine, model.forward, backend.summary
+    steps: _Steps | None = None
+    capturing, backend.summary = True, f"{summary}, steps as CUDA graphs"
 
     @wraps(plain)
-    def forward(input_ids: Tensor | None = None, *args: Any, **kwargs: Any):
-        nonlocal steps, recording
+    def forward(input_ids: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
+        nonlocal steps, capturing
         cache = kwargs.get("past_key_values")
-        if recording and _is_step(attached, input_ids, cache, args, kwargs):
+        if capturing and input_ids is not None and hooks.owns(cache) and _is_step(input_ids, cache, args, kwargs):
             if steps is None or steps.cache() is not cache or steps.ids.shape != input_ids.shape:
-                steps = _Steps(attached, cache, plain, input_ids, recorders())
+                steps = _Steps(cache, hooks, engine, plain, input_ids, graphs())
             try:
-                logits = steps.take(input_ids)
-            except _NotRecorded as error:
-                recording, logits = False, None
-                cache.backend = backend.summary = f"{said}, steps not recorded ({error})"
+                logits = steps.take(cache, input_ids)
+            except _NotCaptured as error:
+                capturing, logits = False, None
+                cache.backend = backend.summary = f"{summary}, steps not captured ({error})"
             if logits is not None:
                 return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
         return plain(input_ids, *args, **kwargs)
 
-    own = model.__dict__.get("forward")  # of an attach around this one, or of a library that places models
+    replaced = model.__dict__.get("forward")  # of an attach around this one, or of a library that places models
     model.forward = forward
     try:
         yield
     finally:
-        if own is None:
+        if replaced is None:
             del model.forward
         else:
-            model.forward = own
+            model.forward = replaced
 
 
-def _is_step(attached: Attached, ids: Tensor | None, cache: object, args: tuple, kwargs: dict) -> bool:
-    """One more token for every row of a cache of this model, and no more asked for than logits?"""
-    if not (isinstance(cache, CompressedCache) and attached.owns(cache)) or ids is None or ids.shape[1] != 1:
-        return False
-    others = [name for name, value in kwargs.items() if name not in {*_SAME, "past_key_values"} and value is not None]
-    asked = bool(args) or any(kwargs[name] is not False for name in others)
-    return not (asked or torch.is_grad_enabled() or kwargs.get("return_dict") is False) and cache.keeps_time()
+def _is_step(ids: Tensor, cache: CompressedCache, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether a call adds one token to every row and asks for no more than logits."""
+    others = [value for name, value in kwargs.items() if name not in {*_SAME_STEP, "past_key_values"}]
+    asks_more = bool(args) or any(value is not None and value is not False for value in others)
+    asks_more |= kwargs.get("return_dict") is False
+    return ids.shape[1] == 1 and not asks_more and not torch.is_grad_enabled() and cache.can_capture()
 
 
 class _Steps:
-    """The steps of one cache. ids: `[batch, 1]`, where a step's tokens are put."""
+    """The captured steps of one cache. ids: `[batch, 1]`, the tokens of the step that runs."""
 
     def __init__(
         self,
-        attached: Attached,
         cache: CompressedCache,
+        hooks: AttentionHooks,
+        engine: TritonBackend,
         plain: Callable[..., CausalLMOutputWithPast],
         like: Tensor,
-        recorder: Callable[[], Graph],
+        new_graph: Callable[[], Graph],
     ) -> None:
         self.cache = ref(cache)
         self.ids = torch.empty_like(like)
-        self._attached, self._plain, self._recorder = attached, plain, recorder
-        self._clock = torch.zeros(1, dtype=torch.int64, device=like.device)
+        self._hooks, self._engine, self._plain, self._new_graph = hooks, engine, plain, new_graph
+        self._cache_position = torch.zeros(1, dtype=torch.int64, device=like.device)
         self._positions = torch.zeros(1, 1, dtype=torch.int64, device=like.device)
         self._graphs: dict[tuple[bool, ...], tuple[Graph, Tensor]] = {}
-        self._seen: set[tuple[bool, ...]] = set()
-        self._held: list[Tensor] = []
+        self._warm: set[tuple[bool, ...]] = set()  # patterns that have run once
+        self._tensors: list[Tensor] = []  # what the graphs read and write
 
-    def take(self, ids: Tensor) -> Tensor | None:
+    def take(self, cache: CompressedCache, ids: Tensor) -> Tensor | None:
         """Logits `[batch, 1, vocabulary]` of one more token in every row; None: this step must run as it is."""
-        cache, engine = self.cache(), self._attached.backend.engine
-        past = cache.get_seq_length()
+        engine, past = self._engine, cache.get_seq_length()
         position = past + cache.rows.offsets[0]
-        if not engine.keeps_time(past, position):
+        if not engine.can_capture(past, position):
             return None
-        held = [*cache.held(), *engine.held()]
-        if len(held) != len(self._held) or any(a is not b for a, b in zip(held, self._held, strict=True)):
-            self._graphs, self._seen, self._held = {}, set(), held
+        tensors = [*cache.tensors(), *engine.tensors()]
+        if len(tensors) != len(self._tensors) or any(a is not b for a, b in zip(tensors, self._tensors, strict=True)):
+            self._graphs, self._warm, self._tensors = {}, set(), tensors
         self.ids.copy_(ids)
-        self._clock.fill_(past)
+        self._cache_position.fill_(past)
         self._positions.fill_(position)
-        pattern = cache.packing()
+        pattern = cache.packing_pattern()
         if pattern in self._graphs:
             graph, logits = self._graphs[pattern]
             graph.replay()
             engine.advance(cache.advance(self._positions))
-        elif pattern not in self._seen or len(self._graphs) == MOST_GRAPHS:
-            self._seen.add(pattern)
-            logits = self._work(cache)
+        elif pattern not in self._warm or len(self._graphs) == MAX_GRAPHS:
+            self._warm.add(pattern)
+            logits = self._run(cache)
         else:
-            graph = self._recorder()
+            graph = self._new_graph()
             try:
-                logits = graph.record(lambda: self._work(cache))
-            except RuntimeError as error:  # a model, or a method, does what a graph cannot hold
-                self._attached.forget_pass()
-                cache.count_back(past)
+                logits = graph.capture(lambda: self._run(cache))
+            except RuntimeError as error:  # an operation of the model or the method that a graph cannot hold
+                self._hooks.forget_pass()
+                cache.rewind(past)
                 engine.forget()
-                raise _NotRecorded(str(error).splitlines()[0]) from error
+                raise _NotCaptured(str(error).splitlines()[0]) from error
             graph.replay()
             self._graphs[pattern] = graph, logits
         return logits.clone()
 
-    def _work(self, cache: CompressedCache) -> Tensor:
-        cache.clock = self._clock
+    def _run(self, cache: CompressedCache) -> Tensor:
+        """The logits of the step by the model's own forward."""
+        cache.cache_position = self._cache_position
         try:
             return self._plain(
                 input_ids=self.ids,
@@ -173,4 +188,4 @@ class _Steps:
                 logits_to_keep=1,
             ).logits
         finally:
-            cache.clock = None
+            cache.cache_position = None

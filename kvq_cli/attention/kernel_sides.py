@@ -11,8 +11,9 @@ from kvq_kernels.decode_attention import Codebook, Dense, Outliers, PerHead, Sid
 from torch import Tensor
 
 from kvq_cli.attention.rotary import Rotation
+from kvq_cli.cache.prompt_stream import PromptStream
 from kvq_cli.cache.stream import Stream
-from kvq_cli.codecs.base import Codec
+from kvq_cli.codecs.base import AnyCodec, PromptCodec
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.codecs.gear import GearCodec
 from kvq_cli.codecs.identity import IdentityCodec
@@ -26,9 +27,9 @@ from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.methods.base import LayerPlan
 
 #: Narrower heads are padded to twice of this, which is what kernels are tested for.
-LEAST_HEAD_DIM = 16
+MIN_HEAD_DIM = 16
 #: Tokens of a codebook's block: a tile is at most as long as the tables of cosines, 16 codes of 8 tokens.
-MOST_BLOCK_TOKENS = 8
+MAX_BLOCK_TOKENS = 8
 #: What codecs keep for which there is no kernel.
 _BESIDE = {
     GearCodec: "a low-rank approximation and outliers are kept beside the codes",
@@ -38,8 +39,8 @@ _BESIDE = {
 
 def unsupported(plan: LayerPlan, rotation: Rotation) -> str | None:
     """Why the kernels cannot read a layer whose keys and values are kept by `plan`; None: they can."""
-    if rotation.head_dim < LEAST_HEAD_DIM:
-        return f"head_dim={rotation.head_dim} is below {LEAST_HEAD_DIM}"
+    if rotation.head_dim < MIN_HEAD_DIM:
+        return f"head_dim={rotation.head_dim} is below {MIN_HEAD_DIM}"
     sinks = plan.keys.window.sinks, plan.values.window.sinks
     if sinks[0] != sinks[1]:
         return f"keys have {sinks[0]} sinks and values {sinks[1]}"
@@ -49,12 +50,17 @@ def unsupported(plan: LayerPlan, rotation: Rotation) -> str | None:
     if isinstance(plan.values.codec, NormalizedCodec):
         return "values are divided by a norm"
     for name, codec in (("keys", plan.keys.codec), ("values", plan.values.codec)):
-        if why := _unread(codec.base if isinstance(codec, NormalizedCodec) else codec):
+        if why := _unread(_stored_as(codec)):
             return f"of the {name} {why}"
     return None
 
 
-def _unread(codec: Codec) -> str | None:
+def _stored_as(codec: AnyCodec) -> AnyCodec:
+    """The plain codec whose parts `codec` stores, if there is one."""
+    return (codec.stored_as or codec) if isinstance(codec, PromptCodec) else codec
+
+
+def _unread(codec: AnyCodec) -> str | None:
     """Why the kernels cannot read what `codec` packs."""
     if isinstance(codec, (PerTokenCodec, OutlierCodec)):
         return _unread(codec.base)
@@ -66,15 +72,15 @@ def _unread(codec: Codec) -> str | None:
         return None
     if isinstance(codec, CodebookCodec):
         return _unread_codebook(codec)
-    if isinstance(codec, (IdentityCodec, UniformCodec)) and not codec.opens:
+    if isinstance(codec, (IdentityCodec, UniformCodec)):
         return None
     return _BESIDE.get(type(codec), f"the storage of {type(codec).__name__} is not read by a kernel")
 
 
 def _unread_codebook(codec: CodebookCodec) -> str | None:
     tokens, constants = codec.block[0], codec.constants()
-    if tokens & (tokens - 1) or tokens > MOST_BLOCK_TOKENS:
-        return f"codes are of {tokens} tokens, not 1, 2, 4 or {MOST_BLOCK_TOKENS}"
+    if tokens & (tokens - 1) or tokens > MAX_BLOCK_TOKENS:
+        return f"codes are of {tokens} tokens, not 1, 2, 4 or {MAX_BLOCK_TOKENS}"
     if ("mean" in constants) != ("std" in constants):
         return "a mean is kept without a deviation"
     return None
@@ -82,16 +88,15 @@ def _unread_codebook(codec: CodebookCodec) -> str | None:
 
 def norm_of(stream: Stream) -> Tensor | None:
     """What the stream's packed numbers are divided by, `[rows, kv_heads, head_dim]` float32."""
-    return stream.state.get("norm") if isinstance(stream.codec, NormalizedCodec) else None
+    return stream.state.get("norm") if isinstance(stream, PromptStream) else None
 
 
 def side(stream: Stream, count: Tensor) -> Side:
     """All tokens of a stream of `count` (int32 `[rows]`) packed ones per row, as they are: nothing is copied unless the
     store has grown beyond the room that was made for it."""
-    codec = stream.codec
+    codec = _stored_as(stream.codec)
     sinks, ring = stream.sinks if stream.window.sinks else None, stream.ring
     packed = stream.store.whole()
-    codec = codec.base if isinstance(codec, NormalizedCodec) else codec
     if packed is None:  # Before the first flush there are no codes; then `count` is 0 and what stands here is not read.
         return Side(Dense(ring), count, sinks, ring, norm=norm_of(stream))
     outliers = None
@@ -103,7 +108,7 @@ def side(stream: Stream, count: Tensor) -> Side:
     return Side(_packed(codec, parts), count, sinks, ring, outliers, norm_of(stream))
 
 
-def _packed(codec: Codec, parts: Mapping[str, Tensor], *per_token: Tensor) -> Dense | Uniform | Codebook | PerHead:
+def _packed(codec: AnyCodec, parts: Mapping[str, Tensor], *per_token: Tensor) -> Dense | Uniform | Codebook | PerHead:
     """per_token: scales and zero-points that what the codec decodes is still to be taken through."""
     if isinstance(codec, IdentityCodec):
         return Dense(parts["raw"])

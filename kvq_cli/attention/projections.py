@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kvq_cli.attention.taps import AttentionSite, Tap
+from kvq_cli.attention.capture_points import AttentionLayer, CapturePoint
 from kvq_cli.errors import UsageError
 
 
@@ -24,7 +24,7 @@ class Projection:
 
     linear: nn.Linear
     part: slice
-    tap: Tap
+    point: CapturePoint
     norm: nn.Module | None
     layout: str
 
@@ -33,24 +33,24 @@ class Projection:
         """W^T, a view: `[kv_heads * head_dim, hidden_size]`."""
         return self.linear.weight[self.part]
 
-    def remake(self, x: Tensor, up: Tensor | None) -> Tensor:
+    def rematerialize(self, x: Tensor, up: Tensor | None) -> Tensor:
         """Keys before RoPE or values, `[rows, kv_heads, tokens, head_dim]`, of the layer inputs `[rows, 1, tokens,
         hidden_size]`, or of latents `[rows, 1, tokens, rank]` where `up` `[rank, kv_heads * head_dim]` is given."""
         weight = self.weight
         bias = None if self.linear.bias is None else self.linear.bias[self.part]
         return self._finish(F.linear(x[:, 0].to(weight.dtype), weight if up is None else up.T, bias))
 
-    def remake_sums(self, sums: Tensor, up: Tensor | None) -> Tensor:
-        """What `remake` gives of weighted sums of its numbers, `[rows, kv_heads, queries, rank]` with weights that add
-        up to 1, without a norm: `[rows, kv_heads, queries, head_dim]`."""
-        weight = (self.weight if up is None else up.T).unflatten(0, (self.tap.heads, self.tap.head_dim))
+    def rematerialize_sums(self, sums: Tensor, up: Tensor | None) -> Tensor:
+        """Weighted sums of keys or values, `[rows, kv_heads, queries, head_dim]`, of the sums of layer inputs with the
+        same weights, `[rows, kv_heads, queries, rank]`. The weights add up to 1, and there is no norm."""
+        weight = (self.weight if up is None else up.T).unflatten(0, (self.point.heads, self.point.head_dim))
         out = sums.to(weight.dtype) @ weight.transpose(1, 2)
         if self.linear.bias is None:
             return out.float()
-        return out.float() + self.linear.bias[self.part].view(self.tap.heads, 1, self.tap.head_dim)
+        return out.float() + self.linear.bias[self.part].view(self.point.heads, 1, self.point.head_dim)
 
     def _finish(self, flat: Tensor) -> Tensor:
-        split = flat.unflatten(-1, (self.tap.heads, self.tap.head_dim))
+        split = flat.unflatten(-1, (self.point.heads, self.point.head_dim))
         if self.norm is None:
             return split.transpose(1, 2)
         # forward, not a call: hooks on the module are for the model's own passes.
@@ -60,31 +60,31 @@ class Projection:
         return normed.view_as(split).transpose(1, 2)
 
 
-def projections(site: AttentionSite) -> tuple[Projection, Projection]:
+def projections(site: AttentionLayer) -> tuple[Projection, Projection]:
     """How `site` makes keys and values. UsageError where they are no projection of the layer input that kvq knows."""
     return _projection(site, site.key, "k_proj", 1), _projection(site, site.value, "v_proj", 2)
 
 
-def _projection(site: AttentionSite, tap: Tap, name: str, place: int) -> Projection:
-    linear, size, part = getattr(site.module, name, None), tap.heads * tap.head_dim, slice(None)
+def _projection(site: AttentionLayer, point: CapturePoint, name: str, place: int) -> Projection:
+    linear, size, part = getattr(site.module, name, None), point.heads * point.head_dim, slice(None)
     if linear is None:
         linear = getattr(site.module, "qkv_proj", None)
         before = getattr(linear, "out_features", 0) - 2 * size
         part = slice(before + (place - 1) * size, before + place * size)
     if not isinstance(linear, nn.Linear) or not linear.weight.is_floating_point():
         raise UsageError(f"{site.name}: {name} has no plain weights, which methods that keep the layer input need")
-    norm = None if tap.module is linear else tap.module
-    layout = "" if norm is None else _layout(site.seen["inputs"][id(norm)], tap)
-    found = Projection(linear, part, tap, norm, layout)
-    expected = tap.view(site.seen["outputs"][id(tap.module)]).float()
+    norm = None if point.module is linear else point.module
+    layout = "" if norm is None else _layout(site.seen["inputs"][id(norm)], point)
+    found = Projection(linear, part, point, norm, layout)
+    expected = point.view(site.seen["outputs"][id(point.module)]).float()
     with torch.no_grad():
-        error = (found.remake(site.seen["input"].unsqueeze(1), None).float() - expected).abs().max()
+        error = (found.rematerialize(site.seen["input"].unsqueeze(1), None).float() - expected).abs().max()
     if not error <= 8 * torch.finfo(linear.weight.dtype).eps * expected.abs().max():
         raise UsageError(f"{site.name}: its keys or values are not made of the layer input by {name} and a norm alone")
     return found
 
 
-def _layout(x: Tensor, tap: Tap) -> str:
+def _layout(x: Tensor, point: CapturePoint) -> str:
     if x.ndim == 3:
         return "flat"
-    return "heads" if tap.heads_first else "split"
+    return "heads" if point.heads_first else "split"

@@ -1,8 +1,8 @@
 """Attention over a compressed layer in plain PyTorch, a tile of tokens at a time, softmax in float32.
 
-Rows in the same situation (a `Run`) are computed together; every function below the public ones sees one run, whose
-rows all hold the same number of tokens. Token i of a run has index i in its keys and in its values alike, although the
-two streams may split differently into sinks, packed and recent.
+The rows of a `RowGroup` are computed together; every function below the public ones sees one group, whose rows all hold
+the same number of tokens. Token i of a group has index i in its keys and in its values alike, although the two streams
+may split differently into sinks, packed and recent.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.rotary import TILE as ROTATION_TILE
 from kvq_cli.attention.rotary import Rotation
-from kvq_cli.attention.scores import PLAIN, ScoreForm
+from kvq_cli.attention.score_form import ScoreForm
 from kvq_cli.cache.layer import CompressedLayer
-from kvq_cli.cache.rows import Run
+from kvq_cli.cache.rows import RowGroup
 from kvq_cli.cache.stream import Stream
 from kvq_cli.codecs.base import Codec, Packed
 
@@ -29,59 +30,61 @@ DECODE_NUMBERS = 1 << 19
 PREFILL_TILE = 512
 
 
-def decode_attention(query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
+def decode_attention(query: Tensor, context: ForwardContext) -> Tensor:
     """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; see `Backend`."""
-    runs = layer.forward.runs
-    if len(runs) == 1 and runs[0].pads == 0:
-        return _decode(query, layer, runs[0], scaling)
+    groups = context.forward.row_groups
+    if len(groups) == 1 and groups[0].pads == 0:
+        return _decode(query, context, groups[0])
     out = torch.zeros_like(query)
-    for run in runs:
-        if run.pads == 0:
-            out[run.rows] = _decode(query[run.rows], layer, run, scaling)
+    for group in groups:
+        if group.pads == 0:
+            out[group.rows] = _decode(query[group.rows], context, group)
     return out
 
 
-def prefill_attention(
-    query: Tensor, key: Tensor, value: Tensor, layer: CompressedLayer, scaling: float, compressed: bool
-) -> Tensor:
+def prefill_attention(query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Tensor:
     """Causal attention of several queries per row; see `Backend`."""
-    out = torch.zeros_like(query)
-    for number, run in enumerate(layer.forward.runs):
-        if run.tokens > run.past:
-            own = [x[run.rows, :, run.pads :].float() for x in (query, key, value)]
+    layer, out = context.layer, torch.zeros_like(query)
+    for number, group in enumerate(context.forward.row_groups):
+        if group.tokens > group.past:
+            own = [x[group.rows, :, group.pads :].float() for x in (query, key, value)]
             tails = layer.tails[number] if layer.tails else (None, None)
-            out[run.rows, :, run.pads :] = _prefill(*own, layer, run, tails, scaling, compressed).to(out.dtype)
+            out[group.rows, :, group.pads :] = _prefill(*own, context, group, tails).to(out.dtype)
     return out
 
 
 # -- one query per row -------------------------------------------------------------------------------------------
 
 
-def _decode(query: Tensor, layer: CompressedLayer, run: Run, scaling: float) -> Tensor:
-    heads, start = layer.kv_heads, _first_seen(layer, run.tokens - 1)
-    q = (query.float() * scaling).reshape(query.shape[0], heads, -1, query.shape[3])  # [rows, kv_heads, group, dim]
-    form = layer.score_form or PLAIN
-    weights = form.weights(form.capped(_key_scores(q, layer, run, start)))
-    return _value_sum(weights, layer, run, start).to(query.dtype).view(query.shape)
+def _decode(query: Tensor, context: ForwardContext, group: RowGroup) -> Tensor:
+    layer, form = context.layer, context.score_form
+    heads, start = layer.kv_heads, _first_seen(layer, group.tokens - 1)
+    # [rows, kv_heads, group, head_dim]
+    q = (query.float() * context.scaling).reshape(query.shape[0], heads, -1, query.shape[3])
+    weights = form.weights(form.capped(_key_scores(q, layer, group, start)))
+    return _value_sum(weights, layer, group, start, normalized=form.sinks is None).to(query.dtype).view(query.shape)
 
 
-def _key_scores(q: Tensor, layer: CompressedLayer, run: Run, start: int) -> Tensor:
+def _key_scores(q: Tensor, layer: CompressedLayer, group: RowGroup, start: int) -> Tensor:
     """q . k of all tokens from `start` on: `[rows, kv_heads, group, head_dim]` -> `[..., tokens - start]`, float32."""
-    keys = _pieces(layer.key_stream, run, start)
+    keys = _pieces(layer.key_stream, group, start)
     if layer.plan.keys.source == "post_rope":
         return torch.cat([q @ piece.numbers().transpose(2, 3) for piece in keys], dim=-1)
     turn = layer.rotation
-    queries = turn.back(q, tuple(piece.first + run.offset for piece in keys))
+    queries = turn.back(q, tuple(piece.first + group.offset for piece in keys))
     products = [one @ turn.ahead(piece.numbers()).transpose(2, 3) for one, piece in zip(queries, keys, strict=True)]
     return torch.cat(products, dim=-1)
 
 
-def _value_sum(weights: Tensor, layer: CompressedLayer, run: Run, start: int) -> Tensor:
-    """Sum of weight times value over the tokens from `start` on, `[rows, kv_heads, group, head_dim]` float32."""
+def _value_sum(weights: Tensor, layer: CompressedLayer, group: RowGroup, start: int, normalized: bool) -> Tensor:
+    """Sum of weight times value over the tokens from `start` on, `[rows, kv_heads, group, head_dim]` float32.
+
+    normalized: the weights add up to 1, as projecting a weighted sum of layer inputs needs it.
+    """
     stream, finish = layer.summed
-    if layer.score_form is not None and layer.score_form.sinks is not None:  # the weights do not add up to 1
+    if not normalized:
         stream, finish = layer.value_stream, None
-    values, shape = _pieces(stream, run, start), weights.shape[:3]
+    values, shape = _pieces(stream, group, start), weights.shape[:3]
     heads = layer.kv_heads if finish is None else 1  # what is kept of the layer input has one head
     weights = weights.view(shape[0], heads, -1, weights.shape[3])
     out = weights[..., : values[0].last - start] @ values[0].numbers()
@@ -91,7 +94,7 @@ def _value_sum(weights: Tensor, layer: CompressedLayer, run: Run, start: int) ->
 
 
 class _Piece(NamedTuple):
-    """Tokens [first, last) of a run: a view in full precision, or packed ones after `cut` others."""
+    """Tokens [first, last) of a group: a view in full precision, or packed ones after `cut` others."""
 
     first: int
     last: int
@@ -106,11 +109,11 @@ class _Piece(NamedTuple):
         return self.codec.decode(self.held, torch.float32)[:, :, self.cut :]
 
 
-def _pieces(stream: Stream, run: Run, start: int) -> list[_Piece]:
+def _pieces(stream: Stream, group: RowGroup, start: int) -> list[_Piece]:
     """All tokens from `start` on, in order, tiles of at most `DECODE_NUMBERS`; nothing is decoded yet."""
-    token = (run.rows.stop - run.rows.start) * stream.ring.shape[1] * stream.ring.shape[3]
-    where = (run.rows, run.tokens, start, run.tokens, min(ROTATION_TILE, -(-DECODE_NUMBERS // token)))
-    coder = stream.coder(run.rows)
+    token = (group.rows.stop - group.rows.start) * stream.ring.shape[1] * stream.ring.shape[3]
+    where = (group.rows, group.tokens, start, group.tokens, min(ROTATION_TILE, -(-DECODE_NUMBERS // token)))
+    coder = stream.coder(group.rows)
     pieces = [_Piece(*piece, coder) for piece in stream.exact(*where)]
     for first, last, packed in stream.packed(*where):
         cut = max(0, start - first)
@@ -136,7 +139,7 @@ class _Side:
     """
 
     stream: Stream
-    run: Run
+    group: RowGroup
     boundary: Callable[[int], int]
     strip: Tensor
     strip_start: int
@@ -144,74 +147,74 @@ class _Side:
 
     def cuts(self) -> list[int]:
         """Tokens where the way to read changes; no tile goes across one."""
-        opened = self.stream.window.sinks + self.stream.opened[self.run.rows.start]
-        return [opened, *self.stream.split(self.run.past), *self.stream.split(self.run.tokens)]
+        prompt = self.stream.window.sinks + self.stream.prompt_tokens(self.group.rows)
+        return [prompt, *self.stream.split(self.group.past), *self.stream.split(self.group.tokens)]
 
     def exact(self, first: int, last: int) -> Tensor | None:
         """Tokens of a tile in full precision, if they are."""
         if first >= self.strip_start:
             return self.strip[:, :, first - self.strip_start : last - self.strip_start]
         if first < self.stream.window.sinks:
-            _, _, x = next(self.stream.exact(self.run.rows, self.run.tokens, first, last))
+            _, _, x = next(self.stream.exact(self.group.rows, self.group.tokens, first, last))
             return self._turned(x.float(), first)
         return None
 
     def packed(self, first: int, last: int) -> Tensor | None:
         """Tokens of a tile as decoded, if any query sees them so."""
-        start, stop = self.stream.split(self.run.tokens)
-        if first < start or first >= min(stop, self.boundary(self.run.tokens)):
+        start, stop = self.stream.split(self.group.tokens)
+        if first < start or first >= min(stop, self.boundary(self.group.tokens)):
             return None
-        begin, _, packed = next(self.stream.packed(self.run.rows, self.run.tokens, first, last, stop))
-        x = self.stream.coder(self.run.rows).decode(packed, torch.float32)[:, :, first - begin : last - begin]
+        begin, _, packed = next(self.stream.packed(self.group.rows, self.group.tokens, first, last, stop))
+        x = self.stream.coder(self.group.rows).decode(packed, torch.float32)[:, :, first - begin : last - begin]
         return self._turned(x, first)
 
     def _turned(self, x: Tensor, first: int) -> Tensor:
         if self.turn is None:
             return x
-        return self.turn.at(x, first + self.run.offset)
+        return self.turn.at(x, first + self.group.offset)
 
 
-def _side(stream: Stream, own: Tensor, tail: Tensor | None, run: Run, turn: Rotation | None, compressed: bool) -> _Side:
-    window, start = stream.window, stream.split(run.past)[1]
+def _side(
+    stream: Stream, own: Tensor, tail: Tensor | None, group: RowGroup, turn: Rotation | None, compressed: bool
+) -> _Side:
+    window, start = stream.window, stream.split(group.past)[1]
     if tail is not None:
         tail = tail.float()
         if turn is not None:
-            tail = turn.at(tail, start + run.offset)
+            tail = turn.at(tail, start + group.offset)
         own = torch.cat([tail, own], dim=2)
 
     def boundary(tokens: int) -> int:
-        return window.sinks + window.packed(tokens if compressed else run.past)
+        return window.sinks + window.packed(tokens if compressed else group.past)
 
-    return _Side(stream, run, boundary, own, start, turn)
+    return _Side(stream, group, boundary, own, start, turn)
 
 
 def _prefill(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    layer: CompressedLayer,
-    run: Run,
+    context: ForwardContext,
+    group: RowGroup,
     tails: tuple[Tensor | None, Tensor | None],
-    scaling: float,
-    compressed: bool,
 ) -> Tensor:
-    """One run's queries (pads cut off), float32: online softmax over tiles of tokens, tiles of queries inside."""
+    """One group's queries (pads cut off), float32: online softmax over tiles of tokens, tiles of queries inside."""
+    layer, form = context.layer, context.score_form
     turn = None if layer.plan.keys.source == "post_rope" else layer.rotation
-    keys = _side(layer.key_stream, key, tails[0], run, turn, compressed)
-    values = _side(layer.value_stream, value, tails[1], run, None, compressed)
+    keys = _side(layer.key_stream, key, tails[0], group, turn, context.compressed)
+    values = _side(layer.value_stream, value, tails[1], group, None, context.compressed)
     rows, heads, columns, dim = key.shape
-    q = (query * scaling).unflatten(1, (heads, -1))  # [rows, kv_heads, group, columns, head_dim]
+    q = (query * context.scaling).unflatten(1, (heads, -1))  # [rows, kv_heads, group, columns, head_dim]
     shape = q.shape[:-1]
     out, total = torch.zeros_like(q), q.new_zeros(*shape, 1)
     top = q.new_full((*shape, 1), -torch.inf)
-    form = layer.score_form or PLAIN
     if form.sinks is not None:  # a logit that came before all tokens
         top, total = form.sink_logits(q).clone(), torch.ones_like(total)
-    for first, last in _tiles(run.tokens, [*keys.cuts(), *values.cuts()], _first_seen(layer, run.past)):
+    for first, last in _tiles(group.tokens, [*keys.cuts(), *values.cuts()], _first_seen(layer, group.past)):
         forms = [(side, side.exact(first, last), side.packed(first, last)) for side in (keys, values)]
-        for begin in range(max(0, first - run.past) // PREFILL_TILE * PREFILL_TILE, columns, PREFILL_TILE):
+        for begin in range(max(0, first - group.past) // PREFILL_TILE * PREFILL_TILE, columns, PREFILL_TILE):
             part = slice(begin, min(begin + PREFILL_TILE, columns))
-            tile = _Tile(first, last, run.past + begin, run.past + part.stop, layer.sliding_window, q.device)
+            tile = _Tile(first, last, group.past + begin, group.past + part.stop, layer.sliding_window, q.device)
             _accumulate(q[:, :, :, part], *(x[:, :, :, part] for x in (out, total, top)), tile, form, *forms)
     return (out / total).flatten(1, 2)
 

@@ -5,9 +5,8 @@ Several queries per row are `torch_backend`'s. Importing this imports Triton: `b
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
 from dataclasses import replace
-from operator import attrgetter
 
 import torch
 from kvq_kernels.decode_attention import Rope, Side, Workspace, plan_splits
@@ -16,10 +15,10 @@ from torch import Tensor
 from triton import knobs
 
 from kvq_cli.attention import torch_backend
+from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.kernel_sides import norm_of, side, unsupported
 from kvq_cli.attention.rotary import Rotation
-from kvq_cli.cache.layer import CompressedLayer
-from kvq_cli.cache.rows import Forward
+from kvq_cli.cache.rows import Forward, RowGroup
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.window import Window
 
@@ -42,10 +41,11 @@ class TritonBackend:
         self._ropes: dict[Rotation, tuple[int, Rope]] = {}
         self._workspaces: dict[tuple, Workspace] = {}
 
-    def decode_attention(self, query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
+    def decode_attention(self, query: Tensor, context: ForwardContext) -> Tensor:
         """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; zeros for pads. Layers whose
         scores are of another form are not given to kernels."""
-        keys, values, forward = layer.key_stream, layer.value_stream, layer.forward
+        layer, forward = context.layer, context.forward
+        keys, values = layer.key_stream, layer.value_stream
         if not keys.ring.shape[3] == values.ring.shape[3] == query.shape[3]:
             raise UsageError(f"layer {layer.index}: keys and values of different head_dim need --backend torch")
         lengths = self._on_device(forward, None, query.device)
@@ -57,17 +57,17 @@ class TritonBackend:
         if norm is not None:  # q . (norm k') = (q norm) . k'
             q = (q.unflatten(1, (norm.shape[1], -1)) * norm.unsqueeze(2)).flatten(1, 2).to(query.dtype)
         given = {"rope": rope, "window": layer.sliding_window, "workspace": self._workspace(q, *sides, rope)}
-        return attend(q, *sides, lengths, scaling, **given, backend="triton").unsqueeze(2)
+        return attend(q, *sides, lengths, context.scaling, **given, backend="triton").unsqueeze(2)
 
-    def keeps_time(self, tokens: int, last_position: int) -> bool:
+    def can_capture(self, tokens: int, last_position: int) -> bool:
         """Is all that a step needs on the device, where rows have `tokens` tokens before it?"""
         rooms = (room for room, _ in self._ropes.values())
         return self._counts.known(tokens) and all(_positions(last_position) <= room for room in rooms)
 
-    def held(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         """All tensors of its own that a step reads or writes."""
         tables = [table for _, rope in self._ropes.values() for table in (rope.coarse, rope.fine, rope.fine_half)]
-        return [*self._counts.held(), *tables]
+        return [*self._counts.tensors(), *tables]
 
     def advance(self, forward: Forward) -> None:
         """Count a step that was recorded and has been repeated."""
@@ -93,14 +93,14 @@ class TritonBackend:
         return self._counts.offsets if window == "offset" else self._counts.packed(window)
 
     def _rope(self, rotation: Rotation, forward: Forward, device: torch.device) -> Rope:
-        need = _positions(max(run.last_position for run in forward.runs))
+        need = _positions(max(group.last_position for group in forward.row_groups))
         room, rope = self._ropes.get(rotation, (0, None))
         if room < need:
             room = max(2 * room, 1 << (need - 1).bit_length())
             frequencies = rotation.frequencies.to(device)
             rope = Rope.tables(rotation.style, frequencies, room, rotation.scale)
             self._ropes[rotation] = room, rope
-        if not any(run.offset for run in forward.runs):
+        if not any(group.offset for group in forward.row_groups):
             return rope
         return replace(rope, offset=self._on_device(forward, "offset", device))
 
@@ -119,7 +119,8 @@ class _Counts:
         """Count the tokens that a pass has brought."""
         if forward is self._forward:
             return
-        tokens, offsets = (_per_row(forward, map(attrgetter(name), forward.runs)) for name in ("tokens", "offset"))
+        tokens = _per_row(forward, lambda group: group.tokens)
+        offsets = _per_row(forward, lambda group: group.offset)
         if self.tokens.device == device and self._known == ([n - 1 for n in tokens], offsets):
             self.tokens += 1
         else:
@@ -133,7 +134,7 @@ class _Counts:
         """Was the last step followed, and did it leave every row with `tokens` tokens?"""
         return set(self._known[0]) == {tokens}
 
-    def held(self) -> list[Tensor]:
+    def tensors(self) -> list[Tensor]:
         return [self.tokens, self.offsets, *self._packed.values()]
 
     def advance(self, forward: Forward) -> None:
@@ -168,5 +169,6 @@ def _sent(numbers: list[int], held: Tensor, device: torch.device) -> Tensor:
     return held.copy_(found) if held.shape == found.shape and held.device == device else found.to(device)
 
 
-def _per_row(forward: Forward, per_run: Iterable[int]) -> list[int]:
-    return [n for run, n in zip(forward.runs, per_run, strict=True) for _ in range(run.rows.start, run.rows.stop)]
+def _per_row(forward: Forward, number: Callable[[RowGroup], int]) -> list[int]:
+    """A number of each row of the batch, the same for all rows of a group."""
+    return [number(group) for group in forward.row_groups for _ in range(group.rows.start, group.rows.stop)]

@@ -43,8 +43,8 @@ def account(method: Method, shape: ModelShape, context: int, batch: int = 1) -> 
     x = torch.empty(batch, context, shape.hidden_size, dtype=shape.dtype, device=META)
     for layer in layers:
         layer.begin(forward)
-        layer.tap(keys)
-        layer.tap_input(x)
+        layer.capture_key(keys)
+        layer.capture_input(x)
         layer.update(keys, keys)
         layer.absorb(queries)
         layer.release()

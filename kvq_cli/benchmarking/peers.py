@@ -85,7 +85,7 @@ class Kvq(Peer):
         with attach(model, self.chosen, prefill=self.prefill, backend=self.wanted) as attached:
             self._attached, self.backend = attached, attached.backend.summary
             yield attached.new_cache
-            self.backend = attached.backend.summary  # steps that could not be recorded are known now
+            self.backend = attached.backend.summary  # steps that could not be captured are known now
 
     def nbytes(self, cache: Cache) -> int:
         return self._attached.report(cache).bytes

@@ -22,14 +22,16 @@ class CompressedCache(Cache):
     nominal_bits: the method's bits per number, backend: who computes attention over it; both for the report.
     """
 
+    layers: list[CompressedLayer]  # type: ignore[assignment]  # transformers' own may be of any kind
+
     def __init__(
         self, layers: list[CompressedLayer], prefill: str, nominal_bits: float, backend: str | None = None
     ) -> None:
-        super().__init__(layers=layers)
+        super().__init__(layers=list(layers))
         self.prefill, self.nominal_bits, self.backend = prefill, nominal_bits, backend
         self.rows = Rows()
-        #: While a step is recorded: see `Forward.clock`.
-        self.clock: Tensor | None = None
+        #: While a decode step is captured or replayed: see `Forward.cache_position`.
+        self.cache_position: Tensor | None = None
 
     def begin(self, columns: int, batch: int, mask: Tensor | None, positions: Tensor | None) -> Forward:
         """Describe the forward pass that starts; see `Rows.begin`."""
@@ -37,33 +39,34 @@ class CompressedCache(Cache):
         if len(lengths) > 1:
             raise KvqError("an interrupted forward pass left the cache half updated: start with a new cache")
         forward = self.rows.begin(lengths.pop(), columns, batch, mask, positions)
-        return forward if self.clock is None else replace(forward, clock=self.clock)
+        return forward if self.cache_position is None else replace(forward, cache_position=self.cache_position)
 
-    def keeps_time(self) -> bool:
-        """Can a token be added to every row at a place that the device tells? All rows have as many tokens, no pads."""
+    def can_capture(self) -> bool:
+        """Whether the next step, one token more in every row, can be captured in a CUDA graph: all rows have as many
+        tokens, and there are no pads."""
         past = self.get_seq_length()
         alike = past > 0 and not any(self.rows.pads) and len(set(self.rows.offsets)) == 1
-        return alike and all(stream.keeps_time(past) for layer in self.layers for stream in layer.streams)
+        return alike and all(stream.can_capture(past) for layer in self.layers for stream in layer.streams)
 
-    def held(self) -> list[Tensor]:
-        """All tensors of the layers; see `Stream.held`."""
-        return [tensor for layer in self.layers for stream in layer.streams for tensor in stream.held()]
+    def tensors(self) -> list[Tensor]:
+        """All tensors of the layers; see `Stream.tensors`."""
+        return [tensor for layer in self.layers for stream in layer.streams for tensor in stream.tensors()]
 
-    def packing(self) -> tuple[bool, ...]:
-        """Which of the cache's windows pack something when a token is added to every row."""
+    def packing_pattern(self) -> tuple[bool, ...]:
+        """Which windows pack tokens when one is added to every row: steps of one pattern are the same work."""
         past = self.get_seq_length()
         windows = dict.fromkeys(stream.window for layer in self.layers for stream in layer.streams)
         return tuple(window.packed(past + 1) > window.packed(past) for window in windows)
 
     def advance(self, positions: Tensor) -> Forward:
-        """Count a step that was recorded and has been repeated: one token more in every row."""
+        """Count a replayed step: one token more in every row."""
         forward = self.begin(1, self.batch_size, None, positions)
         for layer in self.layers:
             layer.advance(forward)
         return forward
 
-    def count_back(self, tokens: int) -> None:
-        """Say that every row has `tokens` tokens, after a step that was counted and did nothing."""
+    def rewind(self, tokens: int) -> None:
+        """Set the length of every row back to `tokens`, after a step that was counted but not computed."""
         for layer in self.layers:
             layer.columns = tokens
             for stream in layer.streams:
@@ -99,7 +102,7 @@ class CompressedCache(Cache):
             index = index.nonzero().flatten()
         wanted = index.tolist()
         if wanted == list(range(len(self.rows.pads))):
-            return  # beams that stay where they are cost nothing
+            return  # beams that stay in their places cost nothing
         for layer in self.layers:
             layer.select(index)
         self.rows.select(wanted)

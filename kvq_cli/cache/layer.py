@@ -11,10 +11,12 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvq_cli.cache.cross_layer import CrossLayerSum, DifferenceStream
-from kvq_cli.cache.remade import RemadeStream, Remake
-from kvq_cli.cache.rows import Forward, Run, stalls
-from kvq_cli.cache.stream import Stream
+from kvq_cli.cache.prompt_stream import PromptStream, new_stream
+from kvq_cli.cache.rematerialize import Rematerialize, RematerializedStream
+from kvq_cli.cache.rows import Forward, RowGroup, would_sync
+from kvq_cli.cache.stream import Stream, StreamReader
 from kvq_cli.codecs.base import Prompt, side_dtype
+from kvq_cli.codecs.salient import attention_received
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.base import LayerPlan
 
@@ -22,13 +24,17 @@ from kvq_cli.methods.base import LayerPlan
 class CompressedLayer(CacheLayerMixin):
     """Keys and values of one layer, compressed as `plan` says.
 
-    A forward pass over the layer is: `begin` (from the decoder's pre-hook), `tap` (the key before RoPE, where the plan
-    caches that) or `tap_input` (the layer input, likewise), `update` (transformers, with the key after RoPE), `absorb`
-    (with the query), then attention, which reads the streams, and `release`.
+    A forward pass over the layer is: `begin` (from the decoder's pre-hook), `capture_key` (the key before RoPE, where
+    the plan caches that) or `capture_input` (the layer input, likewise), `update` (transformers, with the key after
+    RoPE), `absorb` (with the query), then attention, which reads the streams, and `release`.
 
-    rotation: how keys before RoPE are turned when they are read (opaque here). sliding_window: tokens a query sees.
-    remake: where the plan keeps the layer input, what makes keys before RoPE and values of it. cross_layer: what the
-    cache's layers share where the plan says so.
+    rotation: how keys before RoPE are rotated when they are read. sliding_window: tokens that a query sees.
+    rematerialize: where the plan caches the layer input, how keys before RoPE and values are computed of it.
+    cross_layer: the sum that the layers share, where the plan says so.
+
+    streams: what is stored, keys and values, or one stream that serves both. key_stream, value_stream: what attention
+    reads. summed: the stream that is reduced by the attention weights of a single query, and its projection to values.
+    tails: of each row group, the keys and values in full precision that were not yet packed when the pass began.
     """
 
     is_sliding = False  # tokens outside a sliding window are kept, and masked by the attention
@@ -42,34 +48,28 @@ class CompressedLayer(CacheLayerMixin):
         plan: LayerPlan,
         rotation: Any = None,
         sliding_window: int | None = None,
-        remake: tuple[Remake | None, Remake | None] = (None, None),
+        rematerialize: tuple[Rematerialize | None, Rematerialize | None] = (None, None),
         cross_layer: CrossLayerSum | None = None,
     ) -> None:
         super().__init__()
         self.index, self.plan, self.rotation, self.sliding_window = index, plan, rotation, sliding_window
         self.cross_layer = cross_layer if plan.cross_layer else None
-        #: What is stored: keys' and values' numbers, or one stream that serves both.
-        self.streams = tuple((DifferenceStream if self.cross_layer else Stream)(kept) for kept in plan.kept)
-        #: What attention reads: keys and values.
-        self.key_stream, self.value_stream = (
-            stream if one is None else RemadeStream(stream, one)
-            for stream, one in zip((self.streams[0], self.streams[-1]), remake, strict=True)
-        )
-        #: What weighted sums over tokens are taken of, for one query per row, and what makes sums of values of them.
-        self.summed: tuple[Stream | RemadeStream, Callable[[Tensor], Tensor] | None] = (self.value_stream, None)
-        if remake[1] is not None and remake[1].sums is not None:
-            self.summed = (self.streams[-1], remake[1].sums)
-        #: What the pass's attention does to scores beside a softmax (opaque here); None: nothing.
-        self.score_form: Any = None
+        new = DifferenceStream if self.cross_layer else new_stream
+        self.streams: tuple[Stream, ...] = tuple(new(stream) for stream in plan.kept)
+        self._prompt_streams = [stream for stream in self.streams if isinstance(stream, PromptStream)]
+        self.key_stream = _read_by(self.streams[0], rematerialize[0])
+        self.value_stream = _read_by(self.streams[-1], rematerialize[1])
+        self.summed: tuple[StreamReader, Callable[[Tensor], Tensor] | None] = (self.value_stream, None)
+        if rematerialize[1] is not None and rematerialize[1].sums is not None:
+            self.summed = (self.streams[-1], rematerialize[1].sums)
         self.columns = self.kv_heads = self.numbers_per_token = 0
         self.forward: Forward | None = None
-        #: Full-precision keys and values that were not yet packed when the forward pass began, per run of rows.
         self.tails: list[tuple[Tensor | None, Tensor | None]] = []
         #: The pass that was announced and whose keys and values have not come yet.
         self.expected: Forward | None = None
-        self._tapped: Tensor | None = None
+        self._key: Tensor | None = None
         self._input: Tensor | None = None
-        #: What came for each stream and is not yet in it.
+        #: The numbers of the pass for each stream, until `absorb`.
         self._arrived: tuple[Tensor, ...] = ()
 
     def reserve(self, tokens: int) -> None:
@@ -81,17 +81,17 @@ class CompressedLayer(CacheLayerMixin):
 
     def begin(self, forward: Forward) -> None:
         """Announce the pass whose keys and values the next `update` brings."""
-        self.expected, self._tapped, self._input = forward, None, None
+        self.expected, self._key, self._input = forward, None, None
 
-    def tap_input(self, x: Tensor) -> None:
-        """The pass's layer input, `[batch, columns, hidden_size]`."""
+    def capture_input(self, x: Tensor) -> None:
+        """Take the layer input of the pass, `[batch, columns, hidden_size]`."""
         self._input = x.detach()
 
-    def tap(self, key: Tensor) -> None:
-        """The pass's keys before RoPE, `[batch, kv_heads, columns, head_dim]`."""
-        self._tapped = key
+    def capture_key(self, key: Tensor) -> None:
+        """Take the keys of the pass before RoPE, `[batch, kv_heads, columns, head_dim]`."""
+        self._key = key
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Take in the keys (after RoPE) and values `[batch, kv_heads, columns, head_dim]` of the announced pass.
 
         Returns them as they are: the layer never gives out a decompressed cache. KvqError for numbers that are not
@@ -99,9 +99,9 @@ class CompressedLayer(CacheLayerMixin):
         """
         forward, self.expected = self.expected, None
         if forward is None:
-            raise KvqError("this compressed cache works only with the model and inside the attach() that it is from")
-        self._arrived = self._kept(key_states, value_states)
-        self._tapped = self._input = None
+            raise KvqError("this cache belongs to another or closed attach()")
+        self._arrived = self._to_cache(key_states, value_states)
+        self._key = self._input = None
         self._check_finite(forward)
         self.kv_heads = key_states.shape[1]
         self.numbers_per_token = self.kv_heads * (key_states.shape[3] + value_states.shape[3])
@@ -109,77 +109,92 @@ class CompressedLayer(CacheLayerMixin):
         self.forward, self.is_initialized = forward, True
         return key_states, value_states
 
-    def _kept(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
-        """What the streams are to keep of a pass."""
+    def _to_cache(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+        """The numbers of the pass that each stream caches."""
         source = self.plan.keys.source
         if source == "input":
             if self._input is None:
-                raise KvqError(f"layer {self.index}: the layer input was not seen")
+                raise KvqError(f"layer {self.index}: the layer input was not captured")
             return tuple(plan.latents(self._input) for plan in self.plan.kept)
-        keys = keys if source == "post_rope" else self._tapped
-        if keys is None:
-            raise KvqError(f"layer {self.index}: the key before RoPE was not seen")
-        return keys.detach(), values.detach()
+        if source == "post_rope":
+            return keys.detach(), values.detach()
+        if self._key is None:
+            raise KvqError(f"layer {self.index}: the key before RoPE was not captured")
+        return self._key.detach(), values.detach()
 
     def absorb(self, query: Tensor) -> None:
-        """Append what came; `query` `[batch, query_heads, columns, head_dim]` after RoPE is the pass's own.
-
-        Codecs that freeze something of the prompt do so here, on the first pass that brings tokens to a row.
-        """
+        """Add the keys and values of the pass to the streams; `query` `[batch, query_heads, columns, head_dim]` after
+        RoPE is that of the pass."""
+        forward = self.forward
+        if forward is None:
+            raise KvqError(f"layer {self.index}: attention without keys and values")
         arrived, self._arrived = self._arrived, ()
-        self._keep_tails(self.forward)
-        for run in self.forward.runs:
-            if run.past == 0 and run.tokens and any(s.codec.freezes for s in (self.key_stream, self.value_stream)):
-                self._freeze(run, *(x[run.rows, :, run.pads :] for x in (*arrived, query.detach())))
-        weights = self._weights(arrived[0], query.detach()) if self.streams[0].codec.weighs else ()
+        self._keep_tails(forward)
+        if self._prompt_streams:
+            self._announce_prompts(forward, arrived[0], arrived[1], query.detach())
         if self.cross_layer is not None:
-            self.cross_layer.enter(self.plan, self.streams[0], arrived[0], self.forward)
+            self._add_differences(self.cross_layer, forward, arrived[0])
+            return
         for stream, x in zip(self.streams, arrived, strict=True):
-            stream.append(x, self.forward.runs, weights, self.forward.clock)
-        if self.cross_layer is not None:
-            self.cross_layer.leave(self.plan, self.streams[0], self.forward)
+            stream.append(x, forward.row_groups, forward.cache_position)
+
+    def _add_differences(self, cross_layer: CrossLayerSum, forward: Forward, x: Tensor) -> None:
+        """The layer's turn in the sum over layers."""
+        (stream,), part = self.streams, self.plan.cross_layer
+        if not isinstance(stream, DifferenceStream) or part is None:
+            raise TypeError("a layer of a cross-layer sum has one stream of differences")
+        cross_layer.enter(part, stream, forward, x.dtype)
+        stream.append(x, forward.row_groups, forward.cache_position)
+        cross_layer.leave(part, stream, forward)
 
     def advance(self, forward: Forward) -> None:
-        """Count a pass whose numbers are in their places: one that was recorded and has been repeated."""
+        """Count a replayed pass, whose numbers are stored already."""
         self.forward = forward
         self.columns += forward.columns
         for stream in self.streams:
-            stream.advance(forward.runs)
+            stream.advance(forward.row_groups)
 
     def release(self) -> None:
-        """After the pass's attention: forget what only that needed."""
+        """After the attention of the pass: forget what only that needed."""
         self.tails = []
-        if self.cross_layer is not None:
-            self.streams[0].close()
+        for stream in self.streams:
+            if isinstance(stream, DifferenceStream):
+                stream.close()
 
-    def _freeze(self, run: Run, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        if self.plan.keys.source == "pre_rope":
-            queries = self.rotation.undo(queries.float(), run.offset).to(queries.dtype)
-        prompt = Prompt(keys, values, queries)
-        for stream in (self.key_stream, self.value_stream):
-            stream.freeze(run.rows, len(self.forward.row_pads), prompt)
-
-    def _weights(self, keys: Tensor, queries: Tensor) -> list[Tensor | None]:
-        """Of each run, what counts of the tokens that this pass packs; both streams pack the same ones."""
-        stream, found = self.streams[0], []
-        for run in self.forward.runs:
-            own = (x[run.rows, :, run.pads :] for x in (keys, queries))
-            found.append(_weight(stream, run, *own) if run.past else None)
-        return found
+    def _announce_prompts(self, forward: Forward, keys: Tensor, values: Tensor, queries: Tensor) -> None:
+        """Give the streams whose codecs are fit to prompts what these need of the pass."""
+        prompts: dict[int, Prompt] = {}
+        saliency: dict[int, Tensor] = {}
+        needs_saliency = any(stream.needs_saliency for stream in self._prompt_streams)
+        for group in forward.row_groups:
+            is_prompt = group.past == 0 and group.tokens > 0
+            if not (is_prompt or needs_saliency):
+                continue
+            key, value, query = (x[group.rows, :, group.pads :] for x in (keys, values, queries))
+            if is_prompt:
+                if self.plan.keys.source == "pre_rope":
+                    query = self.rotation.undo(query.float(), group.offset).to(query.dtype)
+                prompts[group.rows.start] = Prompt(key, value, query)
+            elif (received := _saliency(self.streams[0], group, key, query)) is not None:
+                saliency[group.rows.start] = received
+        for stream in self._prompt_streams if prompts or saliency else ():
+            stream.announce(forward.row_groups, prompts, saliency)
 
     def _keep_tails(self, forward: Forward) -> None:
-        """Before they may get packed: what several new queries still have to see in full precision."""
+        """Copy, before they may get packed, the tokens that several new queries still have to see in full precision."""
         self.tails = []
         if forward.columns > 1 and not forward.is_first:
-            for run in forward.runs:
-                self.tails.append(tuple(_recent(s, run.rows, run.past) for s in (self.key_stream, self.value_stream)))
+            for group in forward.row_groups:
+                keys = _recent(self.key_stream, group.rows, group.past)
+                values = _recent(self.value_stream, group.rows, group.past)
+                self.tails.append((keys, values))
 
     def _check_finite(self, forward: Forward) -> None:
-        if self._arrived[0].is_meta or stalls(self._arrived[0].device, forward.columns):
-            return  # there are no numbers, or it was checked at the prompt
-        for run in forward.runs:
-            for name, x, stream in zip(("keys", "values"), self._arrived, self.streams, strict=False):
-                x = x[run.rows, :, run.pads :]
+        if self._arrived[0].is_meta or would_sync(self._arrived[0].device, forward.columns):
+            return  # there are no numbers, or the prompt was checked
+        for group in forward.row_groups:
+            for name, numbers, stream in zip(("keys", "values"), self._arrived, self.streams, strict=False):
+                x = numbers[group.rows, :, group.pads :]
                 if x.numel() == 0:
                     continue
                 # One sum is finite only if all numbers are; 32 bits cannot overflow on numbers of 16.
@@ -192,7 +207,7 @@ class CompressedLayer(CacheLayerMixin):
                         "16 bits cannot hold (try --dtype bfloat16)"
                     )
 
-    # -- what transformers asks ----------------------------------------------------------------------------------
+    # -- the interface of transformers -------------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the streams allocate when the first tokens come."""
@@ -225,7 +240,7 @@ class CompressedLayer(CacheLayerMixin):
             stream.select(index)
 
     def croppable(self, tokens: int) -> bool:
-        """Are the last `tokens` tokens of all rows still in full precision?"""
+        """Whether the last `tokens` tokens of all rows are still in full precision."""
         return all(stream.croppable(tokens) for stream in self.streams)
 
     def crop(self, tokens: int) -> None:
@@ -235,22 +250,29 @@ class CompressedLayer(CacheLayerMixin):
         self.columns -= tokens
 
 
-def _weight(stream: Stream, run: Run, keys: Tensor, queries: Tensor) -> Tensor | None:
-    """What counts of the tokens that are packed when `keys` come; see `Codec.weigh`."""
-    block, window = stream.ready(run, keys), stream.window
+def _read_by(stream: Stream, rematerialize: Rematerialize | None) -> StreamReader:
+    return stream if rematerialize is None else RematerializedStream(stream, rematerialize)
+
+
+def _saliency(stream: Stream, group: RowGroup, keys: Tensor, queries: Tensor) -> Tensor | None:
+    """The attention received by the tokens that are packed when `keys` come, `[rows, kv_heads, tokens]`, if any are.
+
+    stream: the keys'; values are packed with the same windows.
+    """
+    block, window = stream.to_pack(group, keys), stream.window
     if block is None:
         return None
     # Each flush is seen by the query of the token with which it is packed, so that passes may be cut anywhere.
-    column = window.sinks + window.packed(run.past) + window.recent - 1 - run.past
-    weights = []
+    column = window.sinks + window.packed(group.past) + window.recent - 1 - group.past
+    received = []
     for flush in block.split(window.flush, dim=2):
         column += window.flush
-        weights.append(stream.codec.weigh(queries[:, :, column : column + 1], flush))
-    return torch.cat(weights, dim=2)
+        received.append(attention_received(queries[:, :, column : column + 1], flush))
+    return torch.cat(received, dim=2)
 
 
-def _recent(stream: Stream, rows: slice, tokens: int) -> Tensor | None:
-    """A copy of the full-precision tokens after the packed ones; None where there are none."""
+def _recent(stream: StreamReader, rows: slice, tokens: int) -> Tensor | None:
+    """A copy of the tokens after the packed ones, in full precision; None where there are none."""
     _, last = stream.split(tokens)
     pieces = [x for _, _, x in stream.exact(rows, tokens, last, tokens)]
     return torch.cat(pieces, dim=2) if pieces else None

@@ -25,7 +25,7 @@ class CacheReport:
     tokens:          tokens cached, all rows together.
     compressed:      how many of them are packed, averaged over layers, keys and values.
     working:         bytes by name of what passes held beside the cache, at most, and freed again (xquant-cl's X^;
-                     "joined": what was copied so that kernels find a store in one run of memory).
+                     "joined": copies that let kernels read a store as one tensor).
     backend:         who computed the attention of single queries; None: nobody.
     """
 
@@ -114,10 +114,10 @@ def report(layers: Sequence[CompressedLayer], nominal_bits: float, backend: str 
         for plan in (layer.plan.keys, layer.plan.values):
             factors = {"down": plan.down, "up": plan.up}
             constants |= {_identity(x): (name, x) for name, x in factors.items() if x is not None}
-        for stream in (layer.key_stream, layer.value_stream):  # the same one twice, where one serves both
-            if stream.lengths:
-                tokens = sum(stream.lengths)
-                packed += stream.packed_tokens
+        for reader in (layer.key_stream, layer.value_stream):  # the same one twice, where one serves both
+            if reader.lengths:
+                tokens = sum(reader.lengths)
+                packed += reader.packed_tokens
             streams += 1
         numbers += tokens * layer.numbers_per_token
         if layer.cross_layer is not None and layer.cross_layer.peak:

@@ -15,15 +15,15 @@ from torch import Tensor
 from kvq_cli.errors import UsageError
 
 
-def stalls(device: torch.device, columns: int) -> bool:
-    """Would reading numbers back in a pass of `columns` columns hold up the device at every new token? What was checked
-    at the prompt is then not checked again."""
+def would_sync(device: torch.device, columns: int) -> bool:
+    """Whether a host read in a pass of `columns` columns would synchronize with the device at every new token. Checks
+    of the prompt are then not repeated at decode steps."""
     return columns == 1 and device.type not in ("cpu", "meta")
 
 
 @dataclass(frozen=True)
-class Run:
-    """Neighbouring rows that a forward pass finds in the same situation.
+class RowGroup:
+    """Neighbouring rows with the same pads, tokens and positions in a forward pass, which are computed together.
 
     rows:   the rows of the batch.
     pads:   how many of the pass's columns are padding; they come first.
@@ -49,23 +49,24 @@ class Forward:
 
     columns: int
     past_columns: int
-    runs: tuple[Run, ...]
+    row_groups: tuple[RowGroup, ...]
     #: Leading pads of each row, out of all columns so far.
     row_pads: tuple[int, ...]
-    #: Tokens of every row before the pass, int64 `[1]` on the device, where the pass is to be the same work at every
-    #: place: a step that is recorded once and then repeated.
-    clock: Tensor | None = field(default=None, compare=False)
+    #: Tokens of every row before the pass, int64 `[1]` on the device, in a decode step that is captured once and then
+    #: replayed: the work must be the same at every position.
+    cache_position: Tensor | None = field(default=None, compare=False)
     #: ids of the masks that were compared with this description: all layers of a kind share one mask.
     checked: set[int] = field(default_factory=set, compare=False)
 
     @property
     def is_first(self) -> bool:
+        """Whether the cache is empty before the pass."""
         return self.past_columns == 0
 
     def check_mask(self, mask: Tensor | None, window: int | None) -> None:
         """UsageError where the model's own mask `[batch, 1, columns, all columns]` (bool, True: seen) is not the one
         that the cache computes with: causal, left-padded, the last `window` tokens."""
-        if mask is None or id(mask) in self.checked or (not self.is_first and stalls(mask.device, self.columns)):
+        if mask is None or id(mask) in self.checked or (not self.is_first and would_sync(mask.device, self.columns)):
             return
         if mask.dtype != torch.bool or mask.ndim != 4:
             raise UsageError("a compressed cache needs a 2-D attention_mask of zeros and ones, not a prepared mask")
@@ -85,7 +86,7 @@ class Forward:
 
 @dataclass
 class Rows:
-    """What the cache remembers of each row: leading pads seen so far, and the offset of its positions."""
+    """Of each row of the cache, the leading pads so far, and the offset of its positions."""
 
     pads: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -106,7 +107,7 @@ class Rows:
             raise UsageError(f"the cache holds a batch of {len(self.pads)} rows, the input has {batch}")
         pads = self._leading_pads(past, columns, mask)
         first = self._first_positions(past, columns, pads, positions)
-        runs = []
+        situations = []
         for row in range(batch):
             skip, before = max(0, min(columns, pads[row] - past)), max(0, past - pads[row])
             if skip < columns:
@@ -114,9 +115,9 @@ class Rows:
                 if before and offset != self.offsets[row]:
                     raise UsageError(f"row {row}: position_ids do not count on from the tokens in the cache")
                 self.offsets[row] = offset
-            runs.append((skip, before, self.offsets[row]))
+            situations.append((skip, before, self.offsets[row]))
         self.pads = pads
-        return Forward(columns, past, tuple(_join(runs, columns)), tuple(pads))
+        return Forward(columns, past, tuple(_join(situations, columns)), tuple(pads))
 
     def select(self, index: list[int]) -> None:
         """Keep the rows `index`, in that order (beam search, batch selection)."""
@@ -133,7 +134,7 @@ class Rows:
                 f"attention_mask has shape {tuple(mask.shape)}, "
                 f"the compressed cache needs (batch, cached + new tokens) = {(len(self.pads), past + columns)}"
             )
-        if self._all_started(past) and stalls(mask.device, columns):
+        if self._all_started(past) and would_sync(mask.device, columns):
             return self.pads
         real = mask.bool()
         counts = real.sum(dim=1).tolist()
@@ -147,8 +148,8 @@ class Rows:
         return pads
 
     def _all_started(self, past: int) -> bool:
-        """Has every row a token among the first `past` columns?"""
-        return all(own < past for own in self.pads)
+        """Whether every row has a token among the first `past` columns."""
+        return all(pads < past for pads in self.pads)
 
     def _first_positions(self, past: int, columns: int, pads: list[int], positions: Tensor | None) -> list[int]:
         """Position of each row's first real token of this pass."""
@@ -157,8 +158,8 @@ class Rows:
             return [past + skip for skip in skips]
         if positions.ndim != 2 or positions.shape[1] != columns:
             raise UsageError(f"position_ids of shape {tuple(positions.shape)} are not supported: use (batch, tokens)")
-        if self._all_started(past) and stalls(positions.device, columns):
-            return [offset + past - own for offset, own in zip(self.offsets, pads, strict=True)]
+        if self._all_started(past) and would_sync(positions.device, columns):
+            return [offset + past - count for offset, count in zip(self.offsets, pads, strict=True)]
         rows = positions.tolist()
         rows = rows * len(pads) if len(rows) == 1 else rows
         for row, skip in zip(rows, skips, strict=True):
@@ -167,11 +168,12 @@ class Rows:
         return [row[skip] for row, skip in zip(rows, skips, strict=True)]
 
 
-def _join(runs: list[tuple[int, int, int]], columns: int) -> list[Run]:
-    """Rows of equal (pads, past, offset) that are neighbours become one run."""
-    joined, start = [], 0
-    for (pads, past, offset), group in groupby(runs):
-        stop = start + len(list(group))
-        joined.append(Run(slice(start, stop), pads, past, past + columns - pads, offset))
+def _join(situations: list[tuple[int, int, int]], columns: int) -> list[RowGroup]:
+    """One group for each stretch of neighbouring rows of equal (pads, past, offset)."""
+    groups: list[RowGroup] = []
+    start = 0
+    for (pads, past, offset), rows in groupby(situations):
+        stop = start + len(list(rows))
+        groups.append(RowGroup(slice(start, stop), pads, past, past + columns - pads, offset))
         start = stop
-    return joined
+    return groups

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvq_cli.codecs.base import Packed, Part
+from kvq_cli.codecs.base import Packed, Part, concatenate
 
-#: The least a store grows by, in tokens; beyond it, by an eighth of what it holds.
-LEAST_GROWTH = 32
+#: Tokens that a store grows by at least; larger stores grow by an eighth.
+MIN_GROWTH = 32
 
 
 @dataclass
@@ -36,7 +36,7 @@ class PackedStore:
     """Packed runs of all rows of a batch, token 0 first. Rows may be filled to different lengths.
 
     A first segment is as large as what is first written, or as `room`, the tokens per row that are known to come; later
-    ones are at least `LEAST_GROWTH` tokens and an eighth of the store, so that long generations make few segments and
+    ones are at least `MIN_GROWTH` tokens and an eighth of the store, so that long generations make few segments and
     little of the store is ever unused.
     """
 
@@ -57,7 +57,7 @@ class PackedStore:
         batch: rows of the whole batch. reserve: tokens that the longest row will need at once.
         """
         stop = start + packed.tokens
-        if not self.segments and packed.tokens >= max(reserve, LEAST_GROWTH, self.room) and rows == slice(0, batch):
+        if not self.segments and packed.tokens >= max(reserve, MIN_GROWTH, self.room) and rows == slice(0, batch):
             self._adopt(packed)
             return
         if stop > self.capacity:
@@ -71,7 +71,7 @@ class PackedStore:
                     target.parts[name].tensor.copy_(cut)
 
     def write_at(self, start: Tensor, packed: Packed) -> None:
-        """`write` of all rows at a place that the device knows, int64 `[1]`; the store is one segment with room."""
+        """`write` of all rows at a token that only the device knows, int64 `[1]`, into one segment with room."""
         (segment,) = self.segments
         for name, part in packed.parts.items():
             count = packed.tokens // part.unit
@@ -88,9 +88,8 @@ class PackedStore:
         return views[0] if len(views) == 1 else concatenate(views)
 
     def whole(self) -> Packed | None:
-        """All there is room for, of all rows, as one run of memory, for readers that take nothing else; None while
-        there is nothing. A store that grew beyond its `room` is copied into one segment for that, once after each
-        growth."""
+        """All rows and all room as one segment, for kernels, which read nothing else; None while the store is empty. A
+        store that grew beyond its `room` is copied into one segment for that, once after each growth."""
         if not self.segments:
             return None
         if len(self.segments) > 1:
@@ -134,7 +133,7 @@ class PackedStore:
         self.segments.append(Segment(0, packed.tokens, parts))
 
     def _grow(self, need: int, batch: int, like: Packed) -> None:
-        tokens = max(need, LEAST_GROWTH, self.capacity // 8, self.room - self.capacity)
+        tokens = max(need, MIN_GROWTH, self.capacity // 8, self.room - self.capacity)
         tokens = -(-tokens // self.block_tokens) * self.block_tokens
         parts = {}
         for name, part in like.parts.items():
@@ -148,10 +147,3 @@ def _owned(tensor: torch.Tensor) -> torch.Tensor:
     tensor = tensor.contiguous()
     alone = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if alone else tensor.clone()
-
-
-def concatenate(runs: list[Packed]) -> Packed:
-    """Packed runs one after another, as one."""
-    names = runs[0].parts
-    parts = {n: Part(torch.cat([run.parts[n].tensor for run in runs], dim=2), names[n].unit) for n in names}
-    return Packed(sum(run.tokens for run in runs), parts)

@@ -3,24 +3,61 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvq_cli.cache.rows import Run
+from kvq_cli.cache.rows import RowGroup
 from kvq_cli.cache.store import PackedStore
-from kvq_cli.codecs.base import Codec, Packed, Prompt, State
+from kvq_cli.codecs.base import Codec, Packed, PromptCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import StreamPlan
+from kvq_cli.methods.window import Window
+
+
+class StreamReader(Protocol):
+    """What attention reads: the tokens of a stream, in full precision and packed."""
+
+    @property
+    def window(self) -> Window: ...
+
+    @property
+    def ring(self) -> Tensor:
+        """The tensor of the recent tokens; it has the heads, channels and dtype of all tokens."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+
+    @property
+    def packed_tokens(self) -> int:
+        """Packed tokens of all rows together."""
+
+    def coder(self, rows: slice) -> Codec: ...
+
+    def prompt_tokens(self, rows: slice) -> int: ...
+
+    def split(self, tokens: int) -> tuple[int, int]: ...
+
+    def exact(
+        self, rows: slice, tokens: int, start: int, stop: int, size: int = ...
+    ) -> Iterator[tuple[int, int, Tensor]]: ...
+
+    def packed(
+        self, rows: slice, tokens: int, start: int, stop: int, size: int
+    ) -> Iterator[tuple[int, int, Packed]]: ...
+
+    def read(self, row: int, dtype: torch.dtype = ...) -> Tensor: ...
 
 
 class Stream:
     """Numbers `[batch, kv_heads, tokens, head_dim]` of a growing batch, kept as the plan says.
 
     What is stored of a row depends on its tokens alone: not on how many came at once, not on the other rows.
-    Row by row, tokens [0, sinks) lie in `sinks`, the next `window.packed(tokens)` in `store` (the first of them in
-    `opening`, where the codec `opens`), the newest in `ring`, where token i has slot (i - sinks) % slots.
+    Row by row, tokens [0, sinks) lie in `sinks`, the next `window.packed(tokens)` in `store`, the newest in `ring`,
+    where token i has place (i - sinks) % ring_size. `PromptStream` is the kind for codecs that are fit to the prompt.
     """
 
     def __init__(self, plan: StreamPlan) -> None:
@@ -29,162 +66,143 @@ class Stream:
             raise UsageError(
                 f"packing {self.window.flush} tokens at a time cuts the codec's blocks of {self.codec.block_tokens}"
             )
-        # A whole number of flushes, so that a run to be packed is one slice of the ring.
-        self.slots = (-(-self.window.recent // self.window.flush) + 1) * self.window.flush
+        # A whole number of flushes, so that the tokens of a flush are one slice of the ring.
+        self.ring_size = (-(-self.window.recent // self.window.flush) + 1) * self.window.flush
         self._room = 0
         self.reset()
 
     def reserve(self, tokens: int) -> None:
-        """Room for rows of `tokens` tokens is to be made at once, when the first of them are packed."""
+        """Make room for rows of `tokens` tokens at once, when the first of them are packed."""
         self._room = self.store.room = self.window.packed(tokens)
 
     def reset(self) -> None:
         """Forget all rows and free their memory."""
         self.lengths: list[int] = []
-        self.sinks: Tensor | None = None
-        self.ring: Tensor | None = None
-        #: Of each row, the packed tokens that its first pass brought, where the codec takes them as one whole.
-        self.opened: list[int] = []
-        self.opening = PackedStore(self.codec.block_tokens)
+        #: Empty until the first tokens come.
+        self.sinks = self.ring = torch.empty(0)
         self.store = PackedStore(self.codec.block_tokens, self._room)
-        self.state: dict[str, Tensor] = {}
-
-    def freeze(self, rows: slice, batch: int, prompt: Prompt) -> None:
-        """Let the codec remember what it needs of the first tokens of `rows` of a batch of `batch` rows."""
-        if self.codec.shares_state:
-            if self.state:
-                return
-            rows, batch = slice(0, 1), 1
-            prompt = Prompt(prompt.keys[:1], prompt.values[:1], prompt.queries[:1])
-        state = self._open(rows, batch, prompt) if self.codec.opens else self.codec.freeze(prompt)
-        for name, own in state.items():
-            held = self.state.get(name)
-            shape = own.shape[1:] if held is None else map(max, own.shape[1:], held.shape[1:])
-            room = own.new_zeros(batch, *shape)
-            for place, x in ((slice(0, batch), held), (rows, own)):
-                if x is not None:
-                    room[(place, *(slice(0, n) for n in x.shape[1:]))] = x
-            self.state[name] = room
-
-    def _open(self, rows: slice, batch: int, prompt: Prompt) -> State:
-        self.opened = self.opened or [0] * batch
-        first, last = self.split(prompt.keys.shape[2])
-        self.opened[rows] = [last - first] * (rows.stop - rows.start)
-        if first == last:
-            return {}
-        packed, state = self.codec.open(prompt, first, last)
-        self.opening.write(rows, batch, 0, packed)
-        return state
 
     def coder(self, rows: slice) -> Codec:
         """The codec that encodes and decodes `rows`."""
-        if not self.state:
-            return self.codec
-        if self.codec.shares_state:
-            rows = slice(0, 1)
-        return self.codec.bound({name: x[rows] for name, x in self.state.items()})
+        if isinstance(self.codec, PromptCodec):
+            raise TypeError(f"{type(self.codec).__name__} needs a PromptStream: see new_stream")
+        return self.codec
+
+    def prompt_tokens(self, rows: slice) -> int:
+        """How many of the packed tokens of each of `rows` are stored apart from later ones."""
+        return 0
 
     def split(self, tokens: int) -> tuple[int, int]:
         """(first, last): tokens [first, last) of a row of `tokens` tokens are packed."""
         first = min(tokens, self.window.sinks)
         return first, first + self.window.packed(tokens)
 
-    def append(
-        self,
-        x: Tensor,
-        runs: tuple[Run, ...],
-        weights: Sequence[Tensor | None] = (),
-        clock: Tensor | None = None,
-    ) -> None:
-        """Add `x` `[batch, kv_heads, columns, head_dim]` to the rows as `runs` say; pads are dropped.
+    @property
+    def packed_tokens(self) -> int:
+        """Packed tokens of all rows together."""
+        return sum(self.window.packed(length) for length in self.lengths)
 
-        weights: for a codec that `weighs`, of each run what counts of the tokens that `ready` gives. clock: see
-        `Forward`; only where the stream `keeps_time`.
+    # -- tokens come ---------------------------------------------------------------------------------------------
+
+    def append(self, x: Tensor, groups: tuple[RowGroup, ...], cache_position: Tensor | None = None) -> None:
+        """Add `x` `[batch, kv_heads, columns, head_dim]` to the rows as `groups` say; pads are dropped.
+
+        cache_position: see `Forward`; only where the stream `can_capture`.
         """
-        if clock is not None:
-            self._step(runs[0], x, clock)
-            self.advance(runs)
+        if cache_position is not None:
+            self._append_at(groups[0], x, cache_position)
+            self.advance(groups)
             return
         if not self.lengths:
             self._allocate(x)
-        reserve = max(self.window.packed(run.tokens) - self.opened[run.rows.start] for run in runs)
-        for number, run in enumerate(runs):
-            if run.tokens > run.past:
-                weight = weights[number] if weights else None
-                self._append(run, x[run.rows, :, run.pads :], reserve, weight)
-        self.advance(runs)
+        reserve = max(self._stored(group.rows, group.tokens) for group in groups)
+        for group in groups:
+            if group.tokens > group.past:
+                self._append(group, x[group.rows, :, group.pads :], reserve)
+        self.advance(groups)
 
-    def advance(self, runs: tuple[Run, ...]) -> None:
-        """Count the tokens of a pass, whose numbers are in their places."""
-        for run in runs:
-            self.lengths[run.rows] = [run.tokens] * (run.rows.stop - run.rows.start)
+    def advance(self, groups: tuple[RowGroup, ...]) -> None:
+        """Count the tokens of a pass whose numbers are stored already."""
+        for group in groups:
+            self.lengths[group.rows] = [group.tokens] * (group.rows.stop - group.rows.start)
 
-    def keeps_time(self, past: int) -> bool:
-        """Can a token be added to rows of `past` tokens each at a place that the device tells?"""
-        if not self.lengths or self.codec.weighs or any(self.opened) or past < self.window.sinks:
+    def to_pack(self, group: RowGroup, x: Tensor) -> Tensor | None:
+        """The tokens that are packed when `x`, without pads, is added to `group`: the oldest of the ring, then of `x`;
+        None: no tokens are."""
+        first, last = (self.window.sinks + self.window.packed(tokens) for tokens in (group.past, group.tokens))
+        if last == first:
+            return None
+        pieces = self._recent(group.rows, first, min(group.past, last))
+        if last > group.past:
+            pieces.append(x[:, :, max(first - group.past, 0) : last - group.past])
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
+
+    def _allocate(self, x: Tensor) -> None:
+        batch, heads, _, dim = x.shape
+        self.lengths = [0] * batch
+        self.sinks = x.new_zeros(batch, heads, self.window.sinks, dim)
+        self.ring = x.new_zeros(batch, heads, self.ring_size, dim)
+
+    def _append(self, group: RowGroup, x: Tensor, reserve: int) -> None:
+        past, tokens, sinks = group.past, group.tokens, self.window.sinks
+        if past < sinks:
+            count = min(tokens, sinks) - past
+            self.sinks[group.rows, :, past : past + count] = x[:, :, :count]
+        self._pack(group, self.to_pack(group, x), reserve)
+        start = max(sinks + self.window.packed(tokens), past)
+        for begin, end in self._ring_slices(start, tokens):
+            self.ring[group.rows, :, begin:end] = x[:, :, start - past : start - past + end - begin]
+            start += end - begin
+
+    def _append_at(self, group: RowGroup, x: Tensor, cache_position: Tensor) -> None:
+        """`_append` of one token to all rows: the host decides whether tokens are packed, the device where."""
+        window = self.window
+        self.ring.index_copy_(2, (cache_position - window.sinks) % self.ring_size, x)
+        if window.packed(group.tokens) > window.packed(group.past):
+            first = cache_position + 1 - window.sinks - window.recent - window.flush
+            index = (first + torch.arange(window.flush, device=cache_position.device)) % self.ring_size
+            packed = self.coder(group.rows).encode(self.ring.index_select(2, index))
+            self.store.write_at(first, packed)
+
+    def _pack(self, group: RowGroup, x: Tensor | None, reserve: int) -> None:
+        """Encode and store `x`, the tokens of `group` that are packed, if any; `reserve` as in `PackedStore.write`."""
+        if x is not None:
+            self._write(group, self.coder(group.rows).encode(x), reserve)
+
+    def _write(self, group: RowGroup, packed: Packed, reserve: int) -> None:
+        self.store.write(group.rows, len(self.lengths), self._stored(group.rows, group.past), packed, reserve)
+
+    def _stored(self, rows: slice, tokens: int) -> int:
+        """How many of `tokens` tokens of `rows` lie in `store`."""
+        return self.window.packed(tokens) - self.prompt_tokens(rows)
+
+    def _ring_slices(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Tokens [start, stop) as at most two slices of the ring."""
+        if start >= stop:
+            return []
+        begin = (start - self.window.sinks) % self.ring_size
+        end = begin + stop - start
+        return [(begin, end)] if end <= self.ring_size else [(begin, self.ring_size), (0, end - self.ring_size)]
+
+    def _recent(self, rows: slice, start: int, stop: int) -> list[Tensor]:
+        return [self.ring[rows, :, begin:end] for begin, end in self._ring_slices(start, stop)]
+
+    # -- steps that a CUDA graph repeats -------------------------------------------------------------------------
+
+    def can_capture(self, past: int) -> bool:
+        """Whether a token can be added to rows of `past` tokens each at a place that only the device knows."""
+        if not self.lengths or past < self.window.sinks:
             return False
         packed = self.window.packed(past + 1)
         room = len(self.store.segments) == 1 and packed <= self.store.capacity
         return room or packed == self.window.packed(past)
 
-    def held(self) -> list[Tensor]:
-        """All tensors that a step reads or writes: while these are the same ones, steps are the same work."""
+    def tensors(self) -> list[Tensor]:
+        """All tensors that a decode step reads or writes: a captured step is valid while these are the same ones."""
         parts = [part.tensor for segment in self.store.segments for part in segment.parts.values()]
-        return [self.sinks, self.ring, *parts, *self.state.values()]
+        return [self.sinks, self.ring, *parts]
 
-    def _step(self, run: Run, x: Tensor, clock: Tensor) -> None:
-        """`_append` of one token to all rows: whether something is packed is settled here, where, on the device."""
-        window = self.window
-        self.ring.index_copy_(2, (clock - window.sinks) % self.slots, x)
-        if window.packed(run.tokens) > window.packed(run.past):
-            first = clock + 1 - window.sinks - window.recent - window.flush
-            index = (first + torch.arange(window.flush, device=clock.device)) % self.slots
-            packed = self.coder(run.rows).after_prompt().encode(self.ring.index_select(2, index))
-            self.store.write_at(first, packed)
-
-    def _allocate(self, x: Tensor) -> None:
-        batch, heads, _, dim = x.shape
-        self.lengths = [0] * batch
-        self.opened = self.opened or [0] * batch
-        self.sinks = x.new_zeros(batch, heads, self.window.sinks, dim)
-        self.ring = x.new_zeros(batch, heads, self.slots, dim)
-
-    def ready(self, run: Run, x: Tensor) -> Tensor | None:
-        """What can be packed when `x`, without pads, is added to `run`: the oldest tokens of the ring, then of x."""
-        first, last = (self.window.sinks + self.window.packed(n) for n in (run.past, run.tokens))
-        if last == first:
-            return None
-        pieces = self._recent(run.rows, first, min(run.past, last))
-        if last > run.past:
-            pieces.append(x[:, :, max(first - run.past, 0) : last - run.past])
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
-
-    def _append(self, run: Run, x: Tensor, reserve: int, weight: Tensor | None) -> None:
-        rows, past, tokens, sinks = run.rows, run.past, run.tokens, self.window.sinks
-        if past < sinks:
-            count = min(tokens, sinks) - past
-            self.sinks[rows, :, past : past + count] = x[:, :, :count]
-        block = None if past == 0 and self.codec.opens else self.ready(run, x)
-        if block is not None:
-            coder = self.coder(rows) if past == 0 else self.coder(rows).after_prompt()
-            packed = coder.encode(block) if weight is None else coder.encode(block, weight)
-            at = self.window.packed(past) - self.opened[rows.start]
-            self.store.write(rows, len(self.lengths), at, packed, reserve)
-        start = max(sinks + self.window.packed(tokens), past)
-        for begin, end in self._slot_runs(start, tokens):
-            self.ring[rows, :, begin:end] = x[:, :, start - past : start - past + end - begin]
-            start += end - begin
-
-    def _slot_runs(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Tokens [start, stop) as at most two slices of the ring."""
-        if start >= stop:
-            return []
-        begin = (start - self.window.sinks) % self.slots
-        end = begin + stop - start
-        return [(begin, end)] if end <= self.slots else [(begin, self.slots), (0, end - self.slots)]
-
-    def _recent(self, rows: slice, start: int, stop: int) -> list[Tensor]:
-        return [self.ring[rows, :, begin:end] for begin, end in self._slot_runs(start, stop)]
+    # -- tokens are read -----------------------------------------------------------------------------------------
 
     def exact(
         self, rows: slice, tokens: int, start: int, stop: int, size: int = 1 << 30
@@ -194,13 +212,13 @@ class Stream:
         first, last = self.split(tokens)
         pieces = [(start, self.sinks, start, min(first, stop))]
         at = max(start, last)
-        for begin, end in self._slot_runs(at, min(tokens, stop)):
+        for begin, end in self._ring_slices(at, min(tokens, stop)):
             pieces.append((at, self.ring, begin, end))
             at += end - begin
-        for at, held, begin, end in pieces:
+        for at, numbers, begin, end in pieces:
             for cut in range(begin, end, size):
                 upto = min(cut + size, end)
-                yield at + cut - begin, at + upto - begin, held[rows, :, cut:upto]
+                yield at + cut - begin, at + upto - begin, numbers[rows, :, cut:upto]
 
     def packed(self, rows: slice, tokens: int, start: int, stop: int, size: int) -> Iterator[tuple[int, int, Packed]]:
         """(first, last, packed) of what rows of `tokens` tokens hold packed within [start, stop), at most `size` tokens
@@ -209,28 +227,30 @@ class Stream:
         block = self.codec.block_tokens
         first = (max(start, sinks) - sinks) // block * block
         last = min(-(-(min(stop, end) - sinks) // block) * block, end - sinks)
-        opened, size = self.opened[rows.start], -(-size // block) * block
-        for a, b, run in self.opening.tiles(rows, first, min(last, opened), size):
-            yield a + sinks, b + sinks, run
-        for a, b, run in self.store.tiles(rows, max(first - opened, 0), last - opened, size):
-            yield a + opened + sinks, b + opened + sinks, run
+        for begin, upto, packed in self._tiles(rows, first, last, -(-size // block) * block):
+            yield begin + sinks, upto + sinks, packed
+
+    def _tiles(self, rows: slice, start: int, stop: int, size: int) -> Iterator[tuple[int, int, Packed]]:
+        """Packed tokens [start, stop) of `rows`, sinks not counted, at most `size` at a time."""
+        return self.store.tiles(rows, start, stop, size)
 
     def read(self, row: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """All tokens of one row, `[1, kv_heads, tokens, head_dim]`: packed ones decoded, the others as they are."""
         rows, tokens = slice(row, row + 1), self.lengths[row]
-        pieces = [(a, x.to(dtype)) for a, _, x in self.exact(rows, tokens, 0, tokens)]
+        pieces = [(first, x.to(dtype)) for first, _, x in self.exact(rows, tokens, 0, tokens)]
         coder = self.coder(rows)
-        pieces += [(a, coder.decode(p, dtype)) for a, _, p in self.packed(rows, tokens, 0, tokens, tokens or 1)]
+        for first, _, packed in self.packed(rows, tokens, 0, tokens, tokens or 1):
+            pieces.append((first, coder.decode(packed, dtype)))
         return torch.cat([x for _, x in sorted(pieces, key=lambda piece: piece[0])], dim=2)
+
+    # -- rows and tokens go --------------------------------------------------------------------------------------
 
     def crop(self, tokens: int) -> None:
         """Remove each row's last `tokens` tokens; see `croppable`."""
         self.lengths = [max(0, length - tokens) for length in self.lengths]
-        if not any(self.lengths):
-            self.state = {}  # the next tokens are a prompt of their own
 
     def croppable(self, tokens: int) -> bool:
-        """Can the last `tokens` tokens be removed so that the rest is as if they had never come?"""
+        """Whether the last `tokens` tokens can be removed as if they had never come."""
         return all(self.window.packed(max(0, length - tokens)) == self.window.packed(length) for length in self.lengths)
 
     def select(self, index: Tensor) -> None:
@@ -240,32 +260,27 @@ class Stream:
         self.lengths = [self.lengths[i] for i in index.tolist()]
         index = index.to(self.ring.device)
         self.sinks, self.ring = self.sinks.index_select(0, index), self.ring.index_select(0, index)
-        self.opened = [self.opened[i] for i in index.tolist()]
-        self.opening.select(index)
         self.store.select(index)
-        if not self.codec.shares_state:
-            self.state = {name: x.index_select(0, index) for name, x in self.state.items()}
 
-    @property
-    def packed_tokens(self) -> int:
-        """Packed tokens of all rows together."""
-        return sum(self.window.packed(length) for length in self.lengths)
+    # -- bytes ---------------------------------------------------------------------------------------------------
 
     def bytes_by_part(self) -> dict[str, int]:
-        """Bytes of the tensors held: the packed parts, "sinks", "recent", "unused" (room for tokens to come), and what
-        the codec froze of the prompts."""
+        """Bytes of the tensors held: the packed parts, "sinks", "recent", "unused" (room for tokens to come)."""
         if not self.lengths:
             return {}
-        held = sum(t.numel() * t.element_size() for t in (self.sinks, self.ring))
-        held += self.opening.nbytes + self.store.nbytes
+        parts = self._packed_bytes()
+        allocated = self.sinks.nbytes + self.ring.nbytes + self._allocated_bytes()
         token = self.ring.shape[1] * self.ring.shape[3] * self.ring.element_size()
         sinks = sum(min(length, self.window.sinks) for length in self.lengths)
-        opened = sum(self.opened)
-        parts = Counter(self.opening.bytes_used(opened)) + Counter(self.store.bytes_used(self.packed_tokens - opened))
-        parts = dict(parts)
         parts["sinks"] = token * sinks
         parts["recent"] = token * (sum(self.lengths) - sinks - self.packed_tokens)
-        parts["unused"] = held - sum(parts.values())
-        for name, x in self.state.items():  # of which later blocks may have parts of the same name
-            parts[name] = parts.get(name, 0) + x.numel() * x.element_size()
+        parts["unused"] = allocated - sum(parts.values())
         return parts
+
+    def _packed_bytes(self) -> dict[str, int]:
+        """Bytes by part of the packed tokens that are there; parts of no bytes are left out."""
+        return dict(+Counter(self.store.bytes_used(self.packed_tokens)))
+
+    def _allocated_bytes(self) -> int:
+        """Bytes of all packed parts, with the room for tokens to come."""
+        return self.store.nbytes

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from kvq_cli.attention.taps import AttentionSite, Tap, decoder_of
+from kvq_cli.attention.capture_points import AttentionLayer, CapturePoint, decoder_of
 from kvq_cli.calibration import blocked_attention
 from kvq_cli.errors import KvqError
 
@@ -24,7 +24,7 @@ _WORDS = {"k": "keys", "v": "values", "x": "", "g": "gradients of the "}
 
 def capture(
     model: PreTrainedModel,
-    sites: list[AttentionSite],
+    sites: list[AttentionLayer],
     tokens: Tensor,
     sink: Sink,
     *,
@@ -55,7 +55,7 @@ def capture(
 
 
 @contextmanager
-def matrix_attention(model: PreTrainedModel, sites: list[AttentionSite]):
+def matrix_attention(model: PreTrainedModel, sites: list[AttentionLayer]):
     """On a CPU, let plain causal attention be computed as matrix products, which take two thirds of the time."""
     decoder = decoder_of(model)
     before = decoder.config._attn_implementation
@@ -97,7 +97,7 @@ class _Recorder:
     def __init__(self, sink: Sink, gradients: bool, thread: int | None) -> None:
         self.sink, self.gradients, self.thread, self.recording = sink, gradients, thread, True
 
-    def hook(self, layer: int, kind: str, tap: Tap) -> Callable:
+    def hook(self, layer: int, kind: str, tap: CapturePoint) -> Callable:
         """The forward hook of one tap."""
 
         def give(what: str, output: Tensor) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvq_cli.attention.capture_points import AttentionLayer
 from kvq_cli.attention.projections import projections
-from kvq_cli.attention.taps import AttentionSite
 from kvq_cli.methods.base import ModelShape
 
 ERROR_MEASURE = (
@@ -14,7 +14,7 @@ ERROR_MEASURE = (
 )
 
 
-def factorize(site: AttentionSite, names: tuple[str, ...], dtype: torch.dtype) -> tuple[dict[str, Tensor], dict]:
+def factorize(site: AttentionLayer, names: tuple[str, ...], dtype: torch.dtype) -> tuple[dict[str, Tensor], dict]:
     """(tensors, what was measured) of one layer: `<name>.down`, U `[hidden_size, rank]`, and `k.up`, `v.up`, S B^T
     `[rank, kv_heads * head_dim]`, in `dtype`; measured per name: `residual`, `energy` of the first direction."""
     weights = {kind: one.weight.detach().float().T for kind, one in zip(("k", "v"), projections(site), strict=True)}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import kvq_cli
 from kvq_cli.artifact import Artifact, check_free, fingerprint, load_artifact, save_artifact
-from kvq_cli.attention.taps import iter_attention
+from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.calibration import capture, factors, forecast
 from kvq_cli.calibration.card import card
 from kvq_cli.calibration.codebooks import ERROR_MEASURE, Captured, Recipe, calibrate_stream
@@ -117,7 +117,7 @@ def _factorize_all(planned: Plan, work: Work, progress: Progress) -> tuple[dict[
     """Factors of every layer's weights; gives the artifact's tensors and what was measured."""
     layers = planned.spec.layers
     progress("factorize", 0, len(layers))
-    sites, tensors, measured = iter_attention(planned.loaded.model), {}, []
+    sites, tensors, measured = attention_layers(planned.loaded.model), {}, []
     for site, names in zip(sites, layers, strict=True):
         if work.read_json(part := f"{site.index}.factors") is None:
             found, errors = factors.factorize(site, names, planned.loaded.shape.dtype)
@@ -156,7 +156,7 @@ def _capture_all(planned: Plan, work: Work, progress: Progress) -> None:
     progress("capture", done, settings.samples)
     if done == settings.samples:
         return
-    sites = iter_attention(loaded.model)
+    sites = attention_layers(loaded.model)
     workers = forecast.capture_workers(planned)
 
     def pass_through(sample: int) -> None:

@@ -1,14 +1,14 @@
-"""What a codec is: how a block of numbers becomes packed tensors and back.
+"""The two kinds of codec: `Codec` packs blocks of numbers, `PromptCodec` does so with a state fit to each row's prompt.
 
 Shapes are written here once. Everything a codec sees is `[batch, kv_heads, tokens, head_dim]` ("BHTD").
-A codec is a pure function of its input, of constants that never change (codebooks, channel statistics) and, where it
-freezes something of a row's prompt (norms, a subspace), of that; it knows no model, no window and no position.
+A codec is a pure function of its input, of constants that never change (codebooks, channel statistics) and, for a
+`PromptCodec`, of the state (norms, a subspace); it knows no model, no window and no position.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -37,15 +37,16 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all parts."""
         return sum(p.tensor.numel() * p.tensor.element_size() for p in self.parts.values())
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """The first tokens of some rows, in full precision: what a codec may look at once, before anything is packed.
+    """The first tokens of some rows, in full precision, to which a `PromptCodec` is fit.
 
     keys, values: `[rows, kv_heads, tokens, head_dim]`, keys as they are cached (before or after RoPE). queries:
-    `[rows, query_heads, tokens, head_dim]`, turned or not as the keys are. No pads; all rows have the same length.
+    `[rows, query_heads, tokens, head_dim]`, before or after RoPE as the keys are. No pads; rows of the same length.
     """
 
     keys: Tensor
@@ -53,7 +54,7 @@ class Prompt:
     queries: Tensor
 
 
-#: What a codec froze of the prompt of each row: named tensors `[rows, ...]`, kept and counted with the rows.
+#: What a `PromptCodec` keeps of the prompt of each row: named tensors `[rows, ...]`, stored and counted with the rows.
 State = Mapping[str, Tensor]
 
 #: Numbers that are encoded in one go: bounds the scratch memory of a long prompt. Blocks are independent, so that
@@ -69,38 +70,32 @@ def side_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
 
 
-class Codec(ABC):
-    """Encodes runs of whole blocks; independent blocks, so that a run may be cut, joined or appended anywhere
-    between two blocks without changing a bit of the result."""
+class BlockFormat:
+    """What both kinds of codec tell about the blocks that they store."""
 
-    #: Tokens that must be encoded together; `encode` takes multiples of it.
+    #: Tokens that must be encoded together; runs to be encoded are multiples of it.
     block_tokens: int = 1
     #: Bits of the code per number, as the papers count them (no scales, no outliers).
     nominal_bits: float
-    #: True: `freeze` must see the prompt before anything is encoded, and only `bound` codecs encode and decode.
-    freezes: bool = False
-    #: True: what a row's first pass packs is one whole, encoded by `open`; `encode` takes what comes later. Such codecs
-    #: freeze. The two kinds of packed runs are stored apart, and `decode` tells them by their parts.
-    opens: bool = False
-    #: True: after the first pass `encode` is given, beside the numbers, what `weigh` said of their tokens.
-    weighs: bool = False
-    #: True: what is frozen of the batch's first row serves all rows; kept once, dimension 0 of its tensors is 1.
-    shares_state: bool = False
+
+    def constants(self) -> Mapping[str, Tensor]:
+        """Tensors shared by all sequences (centroids, mean, std, thresholds): counted once, not per token."""
+        return {}
+
+
+class Codec(BlockFormat, ABC):
+    """Encodes runs of whole blocks; independent blocks, so that a run may be cut, joined or appended anywhere
+    between two blocks without changing a bit of the result."""
 
     def encode(self, x: Tensor) -> Packed:
         """Pack `x` `[batch, kv_heads, tokens, head_dim]` (floating point), tokens a multiple of `block_tokens`."""
         batch, heads, tokens, dim = x.shape
         if tokens % self.block_tokens:
-            raise ValueError(f"{tokens} tokens are no whole blocks of {self.block_tokens}")
+            raise ValueError(f"{tokens} tokens are not a whole number of blocks of {self.block_tokens}")
         step = max(1, TILE // (batch * heads * dim * self.block_tokens)) * self.block_tokens
         if tokens <= step or x.is_meta:  # numbers without memory need no tiles
             return self._encode(x)
-        runs = [self._encode(x[:, :, start : start + step]) for start in range(0, tokens, step)]
-        parts = {
-            name: Part(torch.cat([run.parts[name].tensor for run in runs], dim=2), part.unit)
-            for name, part in runs[0].parts.items()
-        }
-        return Packed(tokens, parts)
+        return concatenate([self._encode(x[:, :, start : start + step]) for start in range(0, tokens, step)])
 
     @abstractmethod
     def _encode(self, x: Tensor) -> Packed:
@@ -110,34 +105,53 @@ class Codec(ABC):
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         """Unpack to `[batch, kv_heads, tokens, head_dim]` in `dtype`."""
 
-    def freeze(self, prompt: Prompt) -> State:
-        """What must be remembered of rows whose first tokens are `prompt`; called once per row, on its first pass.
 
-        Rows of different lengths are frozen apart; tensors that depend on the length are padded with zeros to the
-        longest row's.
+class PromptCodec(BlockFormat, ABC):
+    """Encodes with a state that is fit to the prompt of each row, and stays as it is from then on.
+
+    The cache calls `encode_prompt` once per row, on its first pass, and stores the state with the row. All other tokens
+    are encoded, and all tokens decoded, by the codec that `with_state` makes of it.
+    """
+
+    #: The prompt has other parts than later tokens, and is stored apart; decoding tells them by the names of the parts.
+    stores_prompt_apart: bool = False
+    #: The state of the batch's first row serves all rows: kept once, dimension 0 of its tensors is 1, and the prompts
+    #: of other rows are encoded as later tokens are.
+    shares_state: bool = False
+    #: After the prompt `with_state` must be given the attention that the tokens to be encoded receive.
+    needs_saliency: bool = False
+    #: The codec whose parts are stored, for those that read them without decoding; None: no plain codec has such parts.
+    stored_as: Codec | None = None
+
+    def fit(self, prompt: Prompt) -> State:
+        """The state of rows whose first tokens are `prompt`, as far as it does not depend on which of them are packed.
+
+        Rows of different lengths are fit apart; tensors that depend on the length are padded with zeros to the longest
+        row's.
         """
         return {}
 
-    def open(self, prompt: Prompt, first: int, last: int) -> tuple[Packed, State]:
-        """Tokens [first, last) of rows whose first tokens are `prompt`, packed, and what `freeze` would return."""
-        raise NotImplementedError(f"{type(self).__name__} encodes all tokens alike")
+    def encode_prompt(self, x: Tensor, prompt: Prompt, first: int) -> tuple[Packed, State]:
+        """Fit to `prompt` and pack `x` `[rows, kv_heads, tokens, head_dim]`, its keys or values from `first` on."""
+        state = self.fit(prompt)
+        return self.with_state(state).encode(x), state
 
-    def bound(self, state: State) -> Codec:
-        """This codec for the rows whose `state` `freeze` gave (views of it)."""
-        return self
+    @abstractmethod
+    def with_state(self, state: State, saliency: Tensor | None = None) -> Codec:
+        """The codec of later tokens of the rows that `state` belongs to (views of it). It decodes the prompt, too.
 
-    def weigh(self, query: Tensor, keys: Tensor) -> Tensor:
-        """How much the tokens of a flush count, `[rows, kv_heads, tokens]`.
-
-        keys: theirs, `[rows, kv_heads, tokens, head_dim]`, as cached. query: that of the token with which they are
-        packed, `[rows, query_heads, 1, head_dim]`.
+        saliency: `[rows, kv_heads, tokens]` of the tokens that it is going to encode, if it `needs_saliency`.
         """
-        raise NotImplementedError(f"{type(self).__name__} takes all tokens alike")
 
-    def after_prompt(self) -> Codec:
-        """This codec for what is packed after a row's first pass; of the same parts, read by the same `decode`."""
-        return self
 
-    def constants(self) -> Mapping[str, Tensor]:
-        """Tensors shared by all sequences (centroids, mean, std, thresholds): counted once, not per token."""
-        return {}
+#: What a stream may be planned with.
+AnyCodec = Codec | PromptCodec
+
+
+def concatenate(runs: Sequence[Packed]) -> Packed:
+    """Packed runs one after another, as one."""
+    parts = {
+        name: Part(torch.cat([run.parts[name].tensor for run in runs], dim=2), part.unit)
+        for name, part in runs[0].parts.items()
+    }
+    return Packed(sum(run.tokens for run in runs), parts)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 WORD = 32
-#: A type of so many bytes: moving one number of it is faster than moving several small ones.
+#: Types by their number of bytes: moving one wide number is faster than moving several small ones.
 WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 #: How the bits of one number are split over separately packed parts, low bits first.
 SPLIT = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
@@ -28,10 +28,10 @@ def words_per_row(bits: int, count: int) -> int:
 def pack(codes: Tensor, bits: int) -> Tensor:
     """`codes` `[..., count]` (integers in `[0, 2^bits)`, any integer dtype) -> int32 words `[..., words_per_row]`."""
     codes = codes.to(torch.int32)
-    words, taken = [], 0
+    words, shift = [], 0
     for part in SPLIT[bits]:
-        words.append(_pack_part((codes >> taken) & (2**part - 1), part))
-        taken += part
+        words.append(_pack_part((codes >> shift) & (2**part - 1), part))
+        shift += part
     return words[0] if len(words) == 1 else torch.cat(words, dim=-1)
 
 

@@ -60,9 +60,9 @@ class CodebookCodec(Codec):
         self._offset = (book * entries).to(torch.int32).unsqueeze(1)  # [H, 1, D / c]
 
     def constants(self) -> Mapping[str, Tensor]:
-        derived = {"scale": self._scale, "gain": self._gain, "offset": self._offset}
+        derived: dict[str, Tensor | None] = {"scale": self._scale, "gain": self._gain, "offset": self._offset}
         derived |= {"ranked": self._ranked, "decoded": self._decoded}
-        named = {"centroids": self.centroids, "mean": self._mean, "std": self._std, **derived}
+        named: dict[str, Tensor | None] = {"centroids": self.centroids, "mean": self._mean, "std": self._std, **derived}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def _encode(self, x: Tensor) -> Packed:
@@ -103,7 +103,7 @@ class CodebookCodec(Codec):
         return table
 
     def _grid_gain(self) -> Tensor:
-        """`[H, 1, D]`: what takes a channel (less its mean) to the integer grid of its codebook: grid scale / std."""
+        """Grid scale / std, `[H, 1, D]`, which takes a channel (less its mean) to the integer grid of its codebook."""
         gain = self._scale.repeat_interleave(self.head_dim // self._scale.shape[1], dim=1).unsqueeze(1)
         return gain if self._std is None else gain / self._std.masked_fill(self._std == 0, 1)
 
@@ -146,12 +146,12 @@ class CodebookCodec(Codec):
         widest = bitpack.WIDE[min(16, tokens * channels * number)]
         table = entries.view(-1, tokens * channels).view(widest)
         table = table.view(-1) if table.shape[1] == 1 else table
-        found = table.index_select(0, (codes + self._offset).reshape(-1))
+        fetched = table.index_select(0, (codes + self._offset).reshape(-1))
         if tokens == 1:
-            return found.view(entries.dtype).view(*codes.shape[:3], self.head_dim)
-        # ... and those of its numbers that stay together, the channels of one token, move as one.
-        found = found.view(bitpack.WIDE[channels * number]).view(*codes.shape, tokens)
-        return found.transpose(3, 4).contiguous().view(entries.dtype).flatten(2, 3)
+            return fetched.view(entries.dtype).view(*codes.shape[:3], self.head_dim)
+        # ... and its numbers that stay together, the channels of one token, move as one.
+        fetched = fetched.view(bitpack.WIDE[channels * number]).view(*codes.shape, tokens)
+        return fetched.transpose(3, 4).contiguous().view(entries.dtype).flatten(2, 3)
 
     def _lookup_pairs(self, codes: Tensor) -> Tensor:
         """`_lookup` of centroids of one channel, bfloat16, to float32: two numbers are fetched as one word and parted.
@@ -171,13 +171,13 @@ class CodebookCodec(Codec):
 
 
 def in_half(x: Tensor) -> Tensor:
-    """`x` as float16, in which a GPU's kernels multiply what a codebook holds; as it is where it is too large for that.
+    """`x` as float16, in which a GPU's kernels multiply entries of codebooks; as it is where it is too large for that.
     bfloat16 is exact but for numbers below 2^-14, which move by at most 2^-25."""
     return x if x.abs().max() > torch.finfo(torch.float16).max else x.half()
 
 
 def _aligned(tensor: Tensor) -> Tensor:
-    """Contiguous, at a 16-byte boundary: what fetching wide numbers needs and a tensor from a file may not be."""
+    """`tensor`, contiguous and at a 16-byte boundary, as fetching wide numbers needs it; one from a file may not be."""
     tensor = tensor.contiguous()
     offset = tensor.storage_offset() * tensor.element_size()
     return tensor.clone() if tensor.data_ptr() % 16 or offset % 16 else tensor

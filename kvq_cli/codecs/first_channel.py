@@ -11,19 +11,19 @@ from kvq_cli.codecs.base import Codec, Packed, Part, side_dtype
 
 
 class FirstChannelCodec(Codec):
-    """`rest` serves the channels 1, 2, ...; channel 0 is kept in 16 bits as the part `first` `[B, H, T, 1]`."""
+    """`base` serves the channels 1, 2, ...; channel 0 is kept in 16 bits as the part `first` `[B, H, T, 1]`."""
 
-    def __init__(self, rest: Codec, dtype: torch.dtype) -> None:
-        self.rest, self._dtype = rest, side_dtype(dtype)
-        self.block_tokens, self.nominal_bits = rest.block_tokens, rest.nominal_bits
+    def __init__(self, base: Codec, dtype: torch.dtype) -> None:
+        self.base, self._dtype = base, side_dtype(dtype)
+        self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits
 
     def constants(self) -> Mapping[str, Tensor]:
-        return self.rest.constants()
+        return self.base.constants()
 
     def _encode(self, x: Tensor) -> Packed:
-        packed = self.rest.encode(x[..., 1:])
+        packed = self.base.encode(x[..., 1:])
         return Packed(packed.tokens, {**packed.parts, "first": Part(x[..., :1].to(self._dtype, copy=True), 1)})
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
-        rest = Packed(packed.tokens, {name: part for name, part in packed.parts.items() if name != "first"})
-        return torch.cat([packed.parts["first"].tensor.to(dtype), self.rest.decode(rest, dtype)], dim=-1)
+        others = Packed(packed.tokens, {name: part for name, part in packed.parts.items() if name != "first"})
+        return torch.cat([packed.parts["first"].tensor.to(dtype), self.base.decode(others, dtype)], dim=-1)

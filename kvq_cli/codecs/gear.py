@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-from kvq_cli.codecs.base import TILE, Codec, Packed, Part, Prompt, State
+from kvq_cli.codecs.base import TILE, Codec, Packed, Part, Prompt, PromptCodec, State
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.errors import UsageError
 
 
-class GearCodec(Codec):
+class GearCodec(PromptCodec):
     """X ~ D + L R + S of a chunk of tokens of one head: D of the `base`, L R of low rank, S sparse.
 
     S: of the numbers of each `chunk` tokens the largest and the smallest, `fraction` / 2 each, rounded down, in 16 bits
@@ -21,19 +18,18 @@ class GearCodec(Codec):
     in place last, so that they are exact.
     L R: E = X - D, 0 at outliers, projected on r directions P `[head_dim, r]`: from a seeded random start `loops` times
     P <- E^T E P (a power iteration), made orthonormal; R = P^T, L = E P. The paper ends half a step earlier, with an
-    orthonormal L. The prompt is one chunk of rank `rank`, whose R is frozen; later chunks have rank `chunk_rank`.
+    orthonormal L. The prompt is one chunk of rank `rank`, whose R is the state; later chunks have rank `chunk_rank`.
 
     Parts: the base's; `outlier_index` int16 and `outlier_value`, `[B, H, T / chunk, kept]`, unit `chunk`; `left`
     `[B, H, T, r]`, unit 1; after the prompt `right` `[B, H, T / chunk, r, D]`, unit `chunk`.
     State: `right` `[rows, H, r, D]`. Factors and outliers have 16 bits.
     """
 
-    freezes = opens = True
+    stores_prompt_apart = True
 
     def __init__(
         self,
         base: UniformCodec,
-        side: Literal["keys", "values"],
         chunk: int,
         fraction: float,
         rank: int,
@@ -51,33 +47,35 @@ class GearCodec(Codec):
             raise UsageError(f"outliers={fraction} of {chunk} by {dim} numbers keeps none; use 0 or more of them")
         self.base, self.block_tokens, self.nominal_bits = base, chunk, base.nominal_bits
         self.rank, self.chunk_rank, self.loops = rank, chunk_rank, loops
-        self._side, self._seed, self._right = side, seed, None
+        self._seed = seed
 
-    def open(self, prompt: Prompt, first: int, last: int) -> tuple[Packed, State]:
-        parts, error = self._quantize(getattr(prompt, self._side)[:, :, first:last])
+    def encode_prompt(self, x: Tensor, prompt: Prompt, first: int) -> tuple[Packed, State]:
+        parts, error = self._quantize(x)
         if not self.rank:
-            return Packed(last - first, parts), {}
+            return Packed(x.shape[2], parts), {}
         left, right = self._factors(error, self.rank)
-        return Packed(last - first, parts | {"left": Part(left, 1)}), {"right": right}
+        return Packed(x.shape[2], parts | {"left": Part(left, 1)}), {"right": right}
 
-    def bound(self, state: State) -> Codec:
-        own = copy.copy(self)
-        own._right = state["right"]
-        return own
+    def with_state(self, state: State, saliency: Tensor | None = None) -> Codec:
+        return _ChunkCodec(self, state.get("right"))
 
-    def _encode(self, x: Tensor) -> Packed:
+    def encode_chunks(self, x: Tensor) -> Packed:
+        """Pack chunks of tokens after the prompt."""
         parts, error = self._quantize(x)
         if self.chunk_rank:
             left, right = self._factors(self._chunks(error), self.chunk_rank)
             parts |= {"left": Part(left.flatten(2, 3), 1), "right": Part(right, self.block_tokens)}
         return Packed(x.shape[2], parts)
 
-    def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
+    def restore(self, packed: Packed, prompt_right: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Unpack the prompt, with the R of its state, or later chunks, which store theirs."""
         x, parts = self.base.decode(packed, torch.float32), packed.parts
         if "right" in parts:
             self._chunks(x).add_(self._chunks(parts["left"].tensor).float() @ parts["right"].tensor.float())
         elif "left" in parts:
-            x += parts["left"].tensor.float() @ self._right.float()
+            if prompt_right is None:
+                raise ValueError("the factors of this prompt are in the state of its rows, which is not given")
+            x += parts["left"].tensor.float() @ prompt_right.float()
         if self._each:
             index, value = parts["outlier_index"].tensor, parts["outlier_value"].tensor
             self._chunks(x).flatten(3).scatter_(3, index.long(), value.float())
@@ -122,6 +120,20 @@ class GearCodec(Codec):
     def _chunks(self, x: Tensor) -> Tensor:
         """A view of `[B, H, T, N]` as `[B, H, T / chunk, chunk, N]`."""
         return x.unflatten(2, (-1, self.block_tokens))
+
+
+class _ChunkCodec(Codec):
+    """`gear` after a prompt of factors `right` `[rows, H, r, D]`; None: without factors."""
+
+    def __init__(self, gear: GearCodec, right: Tensor | None) -> None:
+        self._gear, self._right = gear, right
+        self.block_tokens, self.nominal_bits = gear.block_tokens, gear.nominal_bits
+
+    def _encode(self, x: Tensor) -> Packed:
+        return self._gear.encode_chunks(x)
+
+    def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
+        return self._gear.restore(packed, self._right, dtype)
 
 
 def _order(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What codecs leave to the kernels of kvq_kernels where their tensors are on a GPU; on a CPU these are not loaded."""
+"""Calls of the kernels of kvq_kernels by codecs whose tensors are on a GPU; on a CPU the kernels are not loaded."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
 
 
 def on_gpu(x: Tensor) -> bool:
-    """CUDA's or ROCm's."""
+    """Whether `x` is on a GPU, of CUDA or ROCm."""
     return x.device.type == "cuda"
 
 
 def quantize_pack(x: Tensor, **layout: Any) -> Uniform | None:
-    """`x` `[B, H, T, D]` packed by the kernel, in a `kvq_kernels.quantize_pack.Layout` of these fields: the codec's
-    own bits. None: not on a GPU, or a layout that the kernel does not know."""
+    """`x` `[B, H, T, D]` packed by the kernel in a `kvq_kernels.quantize_pack.Layout` of these fields, to the same bits
+    as by the codec. None: not on a GPU, or a layout that the kernel does not know."""
     if not on_gpu(x):
         return None
     from kvq_kernels.quantize_pack import Layout, quantize_pack, unsupported

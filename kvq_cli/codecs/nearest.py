@@ -1,4 +1,4 @@
-"""Nearest centroid: the same index however many blocks are asked about at once.
+"""Nearest centroid: the same index for a block alone and among others.
 
 A floating-point matrix product may round differently for other shapes, so that a block could get another code when it
 is compressed alone than when it is compressed among others. Here all numbers are integers of double precision whose
@@ -17,7 +17,7 @@ from kvq_cli.codecs import kernels
 MAX_ENTRIES = 256
 #: Centroids are rounded to multiples of 2^-17 of the (power of two above the) largest number of their codebook, ...
 _CENTROID_BITS = 17
-#: ... and blocks likewise; these may be up to 2^6 times as large as that number, what is beyond is moved there.
+#: ... and blocks likewise; these may be up to 2^6 times as large as that number; larger ones are clamped.
 GRID_MAX = float(2 ** (_CENTROID_BITS + 6))
 #: Distances that are held at once: on a CPU as much as stays in a core's cache.
 _TILE_CPU, _TILE = 1 << 16, 1 << 25
@@ -39,8 +39,9 @@ def nearest(blocks: Tensor, table: Tensor) -> Tensor:
     """
     books, count, size = blocks.shape
     if kernels.on_gpu(blocks):
-        centroids = (table[:, :size] / (-2 * MAX_ENTRIES)).mT.float()
-        return kernels.assign_centroids(blocks, centroids)[0].to(torch.uint8)
+        assigned = kernels.assign_centroids(blocks, (table[:, :size] / (-2 * MAX_ENTRIES)).mT.float())
+        if assigned is not None:
+            return assigned[0].to(torch.uint8)
     if size == 1:
         return _nearest_scalar(blocks.squeeze(2), table[:, 0] / (-2 * MAX_ENTRIES))
     if blocks.is_meta:
@@ -53,8 +54,8 @@ def nearest(blocks: Tensor, table: Tensor) -> Tensor:
     together = max(1, tile // (MAX_ENTRIES * rows))
     for b in range(0, books, together):
         for r in range(0, count, rows):
-            found = torch.bmm(points[b : b + together, r : r + rows], table[b : b + together])
-            torch.amin(found, dim=2, out=ranks[b : b + together, r : r + rows])
+            scores = torch.bmm(points[b : b + together, r : r + rows], table[b : b + together])
+            torch.amin(scores, dim=2, out=ranks[b : b + together, r : r + rows])
     return ranks.to(torch.int64).to(torch.uint8)  # the lowest byte: the index
 
 

@@ -1,4 +1,4 @@
-"""Per-channel normalization frozen at the end of a row's prompt, around any codec (InnerQ's keys)."""
+"""Per-channel normalization fit to a row's prompt, around any codec (InnerQ's keys)."""
 
 from __future__ import annotations
 
@@ -7,37 +7,47 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvq_cli.codecs.base import Codec, Packed, Prompt, State
+from kvq_cli.codecs.base import Codec, Packed, Prompt, PromptCodec, State
 
 
-class NormalizedCodec(Codec):
-    """`base` encodes K / norm with norm_i = sqrt(max_t |K_ti|) over the prompt's tokens; decoded is times norm.
+class NormalizedCodec(PromptCodec):
+    """`base` encodes K / norm with norm_i = sqrt(max_t |K_ti|) over the prompt's tokens; decoding multiplies by norm.
 
     q . K = (q norm) . (K / norm): attention may fold the norm into its query. A channel that is 0 in the whole prompt
-    has norm 1. State: `norm` `[rows, kv_heads, head_dim]` float32. norm: the same with a dimension of 1 for tokens.
+    has norm 1. State: `norm` `[rows, kv_heads, head_dim]` float32.
+
+    later: encodes the tokens after the prompt, into the same parts; None: `base` does.
     """
 
-    freezes = True
-
-    def __init__(self, base: Codec, norm: Tensor | None = None) -> None:
-        self.base, self.norm = base, norm
+    def __init__(self, base: Codec, later: Codec | None = None) -> None:
+        self.stored_as = self.base = base
+        self._later = later or base
         self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits
 
-    def freeze(self, prompt: Prompt) -> State:
+    def fit(self, prompt: Prompt) -> State:
         norm = prompt.keys.float().abs().amax(dim=2).sqrt_()
         return {"norm": norm.masked_fill_(norm == 0, 1)}
 
-    def bound(self, state: State) -> NormalizedCodec:
-        return NormalizedCodec(self.base, state["norm"].unsqueeze(2))
+    def encode_prompt(self, x: Tensor, prompt: Prompt, first: int) -> tuple[Packed, State]:
+        state = self.fit(prompt)
+        return _DividedCodec(self.base, state["norm"]).encode(x), state
 
-    def after_prompt(self) -> NormalizedCodec:
-        return NormalizedCodec(self.base.after_prompt(), self.norm)
+    def with_state(self, state: State, saliency: Tensor | None = None) -> Codec:
+        return _DividedCodec(self._later, state["norm"])
 
     def constants(self) -> Mapping[str, Tensor]:
         return self.base.constants()
 
+
+class _DividedCodec(Codec):
+    """`base` of numbers divided by `norm` `[rows, kv_heads, head_dim]`."""
+
+    def __init__(self, base: Codec, norm: Tensor) -> None:
+        self._base, self._norm = base, norm.unsqueeze(2)
+        self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits
+
     def _encode(self, x: Tensor) -> Packed:
-        return self.base.encode(x / self.norm)
+        return self._base.encode(x / self._norm)
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
-        return self.base.decode(packed, torch.float32).mul_(self.norm).to(dtype)
+        return self._base.decode(packed, torch.float32).mul_(self._norm).to(dtype)

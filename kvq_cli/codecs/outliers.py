@@ -83,8 +83,8 @@ def block_capacity(fraction: float, head_dim: int, tokens: int = BLOCK_TOKENS) -
 def furthest(excess: Tensor, count: int) -> Tensor:
     """Places of the `count` largest of `excess` `[..., numbers]` (float32), of equal ones the first: int64.
 
-    Ranks are made unique (a float's bits as an ordered integer, then the place), so that which of two equal numbers is
-    found depends on no sorting algorithm.
+    Ranks are made unique (a float's bits as an ordered integer, then the place), so that the choice between two equal
+    numbers depends on no sorting algorithm.
     """
     bits, numbers = excess.view(torch.int32), excess.shape[-1]
     rank = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)

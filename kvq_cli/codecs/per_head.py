@@ -41,9 +41,12 @@ class PerHeadCodec(Codec):
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         out: Tensor | None = None
         for name, (codec, heads) in self._members.items():
-            own = {k.removeprefix(f"{name}."): p for k, p in packed.parts.items() if k.startswith(f"{name}.")}
-            x = codec.decode(Packed(packed.tokens, own), dtype)
+            prefix = f"{name}."
+            parts = {k.removeprefix(prefix): part for k, part in packed.parts.items() if k.startswith(prefix)}
+            x = codec.decode(Packed(packed.tokens, parts), dtype)
             if out is None:
                 out = x.new_empty(x.shape[0], self._heads, *x.shape[2:])
             out.index_copy_(1, heads, x)
+        if out is None:
+            raise ValueError("there are no heads to decode")
         return out

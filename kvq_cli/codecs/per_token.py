@@ -19,9 +19,9 @@ class PerTokenCodec(Codec):
     base:     a codec of single tokens; it sees numbers in [-1, 1], up to the rounding of zero and scale to 16 bits.
     outliers: fraction of a token's `kv_heads * head_dim` numbers, see `capacity`; 0: none.
 
-    A range and outliers for all heads of a token, not for each head, are what KVQuant has: per head they would cost
-    up to half a bit per number. Outliers of `BLOCK_TOKENS` tokens lie together, those of head 0 first, so that who
-    reads a head need not look for its own among those of all.
+    As in KVQuant, a token has one range and one list of outliers for all heads: per head they would cost up to half a
+    bit per number. Outliers of `BLOCK_TOKENS` tokens lie together, those of head 0 first, so that a reader of one head
+    finds them without a search.
 
     Parts: the base codec's; `zero` and `scale` `[B, 1, T, 1]` in 16 bits, unit 1. With outliers, unit block_tokens:
     `outlier_index` int16 (token * head_dim + channel within the block) and `outlier_value` in 16 bits, both `[B, 1, T /
@@ -45,12 +45,11 @@ class PerTokenCodec(Codec):
         inner, index = split_outliers(rows.float(), self.outliers)
         zero, scale = ranges(inner, self.dtype)
         dense = ((inner - zero) / divisor(scale)).view(batch, tokens, heads, dim).transpose(1, 2)
-        parts = {"zero": zero, "scale": scale}
-        own = {name: Part(tensor.unsqueeze(1), 1) for name, tensor in parts.items()}
+        sides = {"zero": Part(zero.unsqueeze(1), 1), "scale": Part(scale.unsqueeze(1), 1)}
         if self.outliers:
             lists = self._by_head(index, rows.gather(2, index).to(self.dtype), heads, dim)
-            own |= {name: Part(tensor.unsqueeze(1), self.block_tokens) for name, tensor in lists.items()}
-        return Packed(tokens, {**self.base.encode(dense).parts, **own})
+            sides |= {name: Part(tensor.unsqueeze(1), self.block_tokens) for name, tensor in lists.items()}
+        return Packed(tokens, {**self.base.encode(dense).parts, **sides})
 
     def _by_head(self, index: Tensor, value: Tensor, heads: int, dim: int) -> dict[str, Tensor]:
         """The lists of blocks from those of tokens, places int64 and values `[B, T, capacity]`."""
@@ -68,16 +67,16 @@ class PerTokenCodec(Codec):
         }
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
-        own = {name: packed.parts[name].tensor for name in packed.parts}
-        x = self.base.decode(packed, torch.float32).mul_(own["scale"]).add_(own["zero"]).to(dtype)
+        parts = {name: part.tensor for name, part in packed.parts.items()}
+        x = self.base.decode(packed, torch.float32).mul_(parts["scale"]).add_(parts["zero"]).to(dtype)
         if self.outliers:
             batch, _, tokens, dim = x.shape
-            index = own["outlier_index"].squeeze(1).to(torch.int64)  # [B, T / block_tokens, slots]
+            index = parts["outlier_index"].squeeze(1).to(torch.int64)  # [B, T / block_tokens, slots]
             slot = torch.arange(index.shape[2], device=x.device).unsqueeze(1)
-            head = (slot >= own["outlier_start"].squeeze(1)[:, :, None, 1:]).sum(-1)
+            head = (slot >= parts["outlier_start"].squeeze(1)[:, :, None, 1:]).sum(-1)
             first = torch.arange(index.shape[1], device=x.device).unsqueeze(1) * (self.block_tokens * dim)
             place = head * (tokens * dim) + first + index
-            x.view(batch, -1).scatter_(1, place.flatten(1), own["outlier_value"].to(dtype).flatten(1))
+            x.view(batch, -1).scatter_(1, place.flatten(1), parts["outlier_value"].to(dtype).flatten(1))
         return x
 
 
@@ -108,7 +107,7 @@ def split_outliers(x: Tensor, outliers: float) -> tuple[Tensor, Tensor]:
     index = furthest(excess, capacity(outliers, numbers))
     low = x.scatter(-1, index, torch.inf).amin(dim=-1, keepdim=True)
     high = x.scatter(-1, index, -torch.inf).amax(dim=-1, keepdim=True)
-    # Where all are outliers, what the codes say does not matter.
+    # Where all numbers are outliers, the codes do not matter.
     return torch.where(low <= high, x.clamp(low, high), 0), index
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Literal
 
@@ -10,22 +9,24 @@ import torch
 from torch import Tensor
 
 from kvq_cli.codecs import bits as bitpack
-from kvq_cli.codecs.base import TILE, Codec, Packed, Part, Prompt, State, side_dtype
+from kvq_cli.codecs.base import TILE, Codec, Packed, Part, Prompt, PromptCodec, State, side_dtype
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.errors import UsageError
 
 #: The share of a prompt's queries, newest ones and random ones each, whose attention is looked at.
 PROBES = 0.05
 
+Side = Literal["keys", "values"]
 
-class SalientCodec(Codec):
+
+class SalientCodec(PromptCodec):
     """Of each chunk of tokens of one head the share `ratio` that is most salient has `high` bits, the others `low`.
 
     keys:   groups are the salient tokens of a channel, and the others of a channel.
     values: divided by c_i = sqrt(max |V_i|) of their channel; groups are the channels of a token.
 
-    The prompt is one chunk, its saliency `prompt_saliency`; later chunks have `chunk` tokens, and `encode` is given
-    theirs. A code's lower `low` bits lie with its token; the upper bits of salient tokens, in their order, apart.
+    The prompt is one chunk, its saliency `prompt_saliency`; later chunks have `chunk` tokens, and their saliency is
+    given. A code's lower `low` bits lie with its token; the upper bits of salient tokens, in their order, apart.
 
     Parts: `codes` `[B, H, T, words]`, unit 1; `salient` int32 `[B, H, T / chunk, words]`, one bit per token, and in the
     prompt `before` int32 `[B, H, T / chunk, 1]`, the salient tokens before a chunk, both with unit `chunk`; of values
@@ -35,11 +36,11 @@ class SalientCodec(Codec):
     values `norm` `[rows, H, D]`.
     """
 
-    freezes = opens = weighs = True
+    stores_prompt_apart = needs_saliency = True
 
     def __init__(
         self,
-        side: Literal["keys", "values"],
+        side: Side,
         low: int,
         high: int,
         ratio: float,
@@ -54,41 +55,34 @@ class SalientCodec(Codec):
         self.side, self.low, self.high, self.ratio, self.seed = side, low, high, ratio, seed
         self.block_tokens, self.head_dim = chunk, head_dim
         self.nominal_bits = low + ratio * (high - low)
-        self._dtype, self._state = side_dtype(dtype), {}
+        self._dtype = side_dtype(dtype)
 
     def count(self, tokens: int) -> int:
-        """Salient ones of so many tokens."""
+        """How many of `tokens` tokens are salient."""
         return round(self.ratio * tokens)
 
-    def open(self, prompt: Prompt, first: int, last: int) -> tuple[Packed, State]:
-        x = getattr(prompt, self.side)[:, :, first:last].unsqueeze(2)
-        salient = self._top(prompt_saliency(prompt, self.seed)[:, :, first:last].unsqueeze(2))
-        tokens, chunks = self._quantize(x, salient)
+    def encode_prompt(self, x: Tensor, prompt: Prompt, first: int) -> tuple[Packed, State]:
+        saliency = prompt_saliency(prompt, self.seed)[:, :, first : first + x.shape[2]]
+        salient = self._top(saliency.unsqueeze(2))
+        tokens, chunks = self._quantize(x.unsqueeze(2), salient)
         marks = salient.unflatten(3, (-1, self.block_tokens)).squeeze(2)
         counts = marks.sum(dim=3, dtype=torch.int32, keepdim=True)
         before = {"salient": bitpack.pack(marks, 1), "before": counts.cumsum(2, dtype=torch.int32) - counts}
         return self._packed(tokens, before), {name: x.squeeze(2) for name, x in chunks.items()}
 
-    def bound(self, state: State) -> Codec:
-        own = copy.copy(self)
-        own._state = {name: x.unsqueeze(2) for name, x in state.items()}
-        return own
+    def with_state(self, state: State, saliency: Tensor | None = None) -> Codec:
+        return _ChunkCodec(self, state, saliency)
 
-    def weigh(self, query: Tensor, keys: Tensor) -> Tensor:
-        return attention_received(query, keys)
-
-    def encode(self, x: Tensor, saliency: Tensor) -> Packed:
-        """`x` as in `Codec.encode`, `saliency` `[batch, kv_heads, tokens]`."""
+    def encode_chunks(self, x: Tensor, saliency: Tensor) -> Packed:
+        """Pack chunks of tokens after the prompt; `saliency` `[batch, kv_heads, tokens]`."""
         salient = self._top(saliency.unflatten(2, (-1, self.block_tokens)))
         tokens, chunks = self._quantize(x.unflatten(2, (-1, self.block_tokens)), salient)
         return self._packed(tokens, {"salient": bitpack.pack(salient, 1), **chunks})
 
-    def _encode(self, x: Tensor) -> Packed:
-        raise NotImplementedError("without saliency")
-
-    def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
+    def restore(self, packed: Packed, state: State, dtype: torch.dtype) -> Tensor:
+        """Unpack the prompt, with the state of its rows, or later chunks, which need none."""
         part = {name: part.tensor for name, part in packed.parts.items()}
-        chunk = part | self._state if "before" in part else part
+        chunk = part | {name: x.unsqueeze(2) for name, x in state.items()} if "before" in part else part
         salient = bitpack.unpack(part["salient"], 1, self.block_tokens).bool()
         codes = bitpack.unpack(part["codes"], self.low, self.head_dim)
         if "upper" in chunk and chunk["upper"].numel():
@@ -100,8 +94,8 @@ class SalientCodec(Codec):
         else:
             x, which = x.unflatten(2, salient.shape[2:]), salient.unsqueeze(4)
             for name, step in (("key_scale", x.mul_), ("key_zero", x.add_)):
-                other, own = chunk[name].float().split(1, dim=3)
-                step(torch.where(which, own, other))
+                others, salients = chunk[name].float().split(1, dim=3)
+                step(torch.where(which, salients, others))
         return x.flatten(2, 3).to(dtype)
 
     def _quantize(self, x: Tensor, salient: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -121,15 +115,15 @@ class SalientCodec(Codec):
                 continue
             places = places.unsqueeze(4)
             group = x.gather(3, places.expand(*places.shape[:4], x.shape[4]))
-            own, found = self._uniform(which, group.shape[3]).quantize(group.flatten(2, 3))
-            codes.scatter_(3, places.expand(group.shape), own.view(group.shape))
-            for side, made in zip(sides, (found["scale"], found["zero"]), strict=True):
+            group_codes, group_sides = self._uniform(which, group.shape[3]).quantize(group.flatten(2, 3))
+            codes.scatter_(3, places.expand(group.shape), group_codes.view(group.shape))
+            for side, name in zip(sides, ("scale", "zero"), strict=True):
                 if self.side == "values":
-                    side.scatter_(3, places, made.view(places.shape))
+                    side.scatter_(3, places, group_sides[name].view(places.shape))
                 else:
-                    side[:, :, :, which] = made
+                    side[:, :, :, which] = group_sides[name]
             if which and self._upper:
-                parts["upper"] = bitpack.pack(own.view(group.shape) >> self.low, self._upper)
+                parts["upper"] = bitpack.pack(group_codes.view(group.shape) >> self.low, self._upper)
         by_token = {"codes": bitpack.pack(codes.flatten(2, 3) & (2**self.low - 1), self.low)}
         if self.side == "values":
             by_token |= {"scale": sides[0].flatten(2, 3), "zero": sides[1].flatten(2, 3)}
@@ -138,11 +132,11 @@ class SalientCodec(Codec):
         return by_token, parts
 
     def _side_shape(self, x: Tensor) -> tuple[int, ...]:
-        """Of scales and zero-points of `[B, H, n, C, D]`: one per token, or two per channel."""
+        """The shape of scales and zero-points of `[B, H, n, C, D]`: one per token, or two per channel."""
         return (*x.shape[:4], 1) if self.side == "values" else (*x.shape[:3], 2, x.shape[4])
 
     def _uniform(self, salient: int, tokens: int) -> UniformCodec:
-        """What quantizes a chunk's `tokens` salient tokens, or others."""
+        """The quantizer of the `tokens` salient tokens of a chunk, or of its others."""
         bits = self.high if salient else self.low
         if self.side == "values":
             return UniformCodec(bits, "token", self.head_dim, self.head_dim, self._dtype)
@@ -168,6 +162,24 @@ class SalientCodec(Codec):
         parts = {name: Part(x, 1) for name, x in by_token.items()}
         parts |= {name: Part(x, self.block_tokens) for name, x in by_chunk.items()}
         return Packed(by_token["codes"].shape[2], parts)
+
+
+class _ChunkCodec(Codec):
+    """`salient` after a prompt that left `state`, for tokens that receive the attention `saliency`."""
+
+    def __init__(self, salient: SalientCodec, state: State, saliency: Tensor | None) -> None:
+        self._salient, self._state, self._saliency = salient, state, saliency
+        self.block_tokens, self.nominal_bits = salient.block_tokens, salient.nominal_bits
+
+    def _encode(self, x: Tensor) -> Packed:
+        if self._saliency is None:
+            raise ValueError("tokens after the prompt are packed by their saliency, which is not given")
+        return self._salient.encode_chunks(x, self._saliency)
+
+    encode = _encode  # all at once: the saliency is that of all tokens of `x`
+
+    def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
+        return self._salient.restore(packed, self._state, dtype)
 
 
 def prompt_saliency(prompt: Prompt, seed: int) -> Tensor:

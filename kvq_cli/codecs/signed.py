@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from copy import copy
 from typing import Literal
 
 import torch
@@ -11,8 +10,11 @@ from torch import Tensor
 
 from kvq_cli.codecs import kernels
 from kvq_cli.codecs.base import side_dtype
-from kvq_cli.codecs.uniform import UniformCodec
+from kvq_cli.codecs.uniform import Axis, UniformCodec
 from kvq_cli.errors import UsageError
+
+Sign = Literal["extra", "inside"]
+Hybrid = Literal["no", "symmetric", "always"]
 
 #: One word per group holds either its sign bits or its zero-point: group -> (the word, the zero-point in it).
 WORDS = {16: (torch.int16, None), 32: (torch.int32, torch.float32), 64: (torch.int64, torch.float64)}
@@ -30,8 +32,9 @@ class SignedCodec(UniformCodec):
 
     sign "extra":  L = 2^b - 1; b bits are the magnitude's, sign bits are kept apart, one word of `group` bits a group.
     sign "inside": L = 2^(b-1) - 1; one of the b bits is the sign: the codes are sign(x) q + L.
-    hybrid:        each group is kept so or as `UniformCodec` does it, whichever has the lower squared error; the sign
-                   of its scale says which (minus: asymmetric). "prompt": chosen in the prompt, later symmetric.
+    hybrid:        "always": each group is kept so or as `UniformCodec` does it, whichever has the lower squared error;
+                   the sign of its scale says which (minus: asymmetric). "symmetric": the same parts, in which every
+                   group is symmetric. "no": symmetric groups, in parts of their own.
 
     Parts beside `codes` and `scale`, shaped as the scale: sign "extra": `sign`, int words, in a hybrid
     `sign_or_zero`, the same words with the zero-points of asymmetric groups in place; sign "inside" in a hybrid: `zero`
@@ -41,29 +44,21 @@ class SignedCodec(UniformCodec):
     def __init__(
         self,
         bits: int,
-        axis: Literal["channel", "token"],
+        axis: Axis,
         group: int,
         head_dim: int,
         dtype: torch.dtype = torch.float16,
-        sign: Literal["extra", "inside"] = "extra",
-        hybrid: Literal["no", "prompt", "always"] = "no",
+        sign: Sign = "extra",
+        hybrid: Hybrid = "no",
     ) -> None:
         if sign == "inside" and bits == 1:
             raise UsageError("bits=1 leaves no bit for the magnitude with sign=inside; use 2 bits or sign=extra")
         self.sign, self.hybrid = sign, hybrid
-        self._chooses = True
         super().__init__(bits, axis, group, head_dim, dtype, zero_type(group, dtype) if sign == "extra" else None)
         self._largest = 2**bits - 1 if sign == "extra" else 2 ** (bits - 1) - 1
 
-    def after_prompt(self) -> SignedCodec:
-        if self.hybrid != "prompt":
-            return self
-        later = copy(self)
-        later._chooses = False
-        return later
-
     def _encode_on_gpu(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]] | None:
-        chooses = self.hybrid != "no" and self._chooses
+        chooses = self.hybrid == "always"
         mode = "hybrid" if chooses else "symmetric"
         packed = kernels.quantize_pack(x, mode=mode, sign=self.sign, **self._layout())
         if packed is None:
@@ -77,7 +72,7 @@ class SignedCodec(UniformCodec):
         codes, sides = self._symmetric(x)
         if self.hybrid == "no":
             return codes, sides
-        if not self._chooses:
+        if self.hybrid == "symmetric":
             return codes, self._named(sides["scale"], sides.get("sign"), torch.zeros_like(sides["scale"]))
         other_codes, other = super().quantize(x)
         error = self._error(x, self._restore_symmetric(codes, sides))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from kvq_cli.codecs import kernels
 from kvq_cli.codecs.base import Codec, Packed, Part, side_dtype
 from kvq_cli.errors import UsageError
 
+#: What a group lies along: "channel": adjacent tokens of one channel; "token": adjacent channels of one token.
+Axis = Literal["channel", "token"]
+
 
 class UniformCodec(Codec):
     """q = clip(round((x - z) / s), 0, 2^b - 1), x' = q s + z, with z = min and s = (max - min) / (2^b - 1) of a group.
@@ -21,7 +24,7 @@ class UniformCodec(Codec):
     axis "token":   a group is `group` adjacent channels of one token (`block_tokens` = 1).
 
     Scale and zero are kept in 16 bits (or the zero in `zero_dtype`) and the codes are computed against the kept values,
-    so that their rounding is part of what the codes make up for. A constant group has s = 0 and x' = z.
+    so that the codes make up for their rounding. A constant group has s = 0 and x' = z.
 
     Parts: `codes` int32 `[B, H, T, words]`, planar (see `bits`), unit 1; `scale` and `zero` `[B, H, T / group, D]` with
     unit `group` (axis "channel") or `[B, H, T, D / group]` with unit 1 (axis "token").
@@ -30,7 +33,7 @@ class UniformCodec(Codec):
     def __init__(
         self,
         bits: int,
-        axis: Literal["channel", "token"],
+        axis: Axis,
         group: int,
         head_dim: int,
         dtype: torch.dtype = torch.float16,
@@ -64,15 +67,15 @@ class UniformCodec(Codec):
         return self.dequantize(codes, sides).to(dtype)
 
     def _encode_on_gpu(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]] | None:
-        """What `_encode` packs, by the kernel: words and the parts that groups have. None where it does not apply: on a
-        CPU, and to codecs with a `quantize` of their own."""
+        """The words and the parts of groups that `_encode` packs, by the kernel. None where there is no kernel: on a
+        CPU, and for subclasses that quantize in another way."""
         if type(self) is not UniformCodec or (packed := kernels.quantize_pack(x, **self._layout())) is None:
             return None
         return packed.codes, {"scale": packed.scale, "zero": packed.zero}
 
-    def _layout(self) -> dict:
-        own = {"bits": self.bits, "axis": self.axis, "group": self.group, "dim": self.head_dim}
-        return own | {"scale_dtype": self.dtype, "zero_dtype": self.zero_dtype}
+    def _layout(self) -> dict[str, Any]:
+        sizes = {"bits": self.bits, "axis": self.axis, "group": self.group, "dim": self.head_dim}
+        return sizes | {"scale_dtype": self.dtype, "zero_dtype": self.zero_dtype}
 
     def quantize(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """`[B, H, T, C]` of whole groups -> (codes uint8 of that shape, the parts that groups have)."""
@@ -85,7 +88,7 @@ class UniformCodec(Codec):
         return codes, {"scale": scale.squeeze(self._group_dim), "zero": zero.squeeze(self._group_dim)}
 
     def dequantize(self, codes: Tensor, sides: Mapping[str, Tensor]) -> Tensor:
-        """What `quantize` gave, with the codes as float32 numbers, which are overwritten -> x', float32."""
+        """x', float32, of the codes and parts that `quantize` gave; the codes as float32, which are overwritten."""
         x = self._grouped(codes)
         x.mul_(self._side(sides["scale"])).add_(self._side(sides["zero"]))
         return codes

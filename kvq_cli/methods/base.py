@@ -1,4 +1,4 @@
-"""What a compression method is: hyper-parameters in, one plan per layer out."""
+"""`Method`, the base of all compression methods: hyper-parameters in, one plan per layer out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from kvq_cli.codecs.base import Codec
+from kvq_cli.codecs.base import AnyCodec, Codec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.window import Window
 
@@ -32,21 +32,21 @@ class ModelShape:
 class StreamPlan:
     """How one of the two streams of a layer (keys or values) is kept.
 
-    source: "post_rope" or "pre_rope" for keys, "value" for values; "input" for both: what is kept is made of the layer
-    input X `[batch, tokens, hidden_size]`, and keys (before RoPE) or values are made of it again when they are read.
-    down:   `[hidden_size, rank]`: X down is kept; None: X itself.
-    up:     `[rank, kv_heads * head_dim]` gives back what the model's projection makes of X, without its bias; None:
-            the model's own projection does.
+    source: "post_rope" or "pre_rope" for keys, "value" for values; "input" for both: the layer input X `[batch, tokens,
+            hidden_size]` or its latents are kept, and keys (before RoPE) or values are computed of it when read.
+    down:   `[hidden_size, rank]`: the latents X down are kept; None: X itself.
+    up:     `[rank, kv_heads * head_dim]` turns latents into the output of the model's projection, without its bias;
+            None: the model's projection is used.
     """
 
     source: str
-    codec: Codec
+    codec: AnyCodec
     window: Window
     down: Tensor | None = None
     up: Tensor | None = None
 
     def latents(self, x: Tensor) -> Tensor:
-        """What is kept of the layer input, `[batch, 1, tokens, rank]`."""
+        """The numbers that are kept of the layer input, `[batch, 1, tokens, rank]`."""
         return (x if self.down is None else x @ self.down).unsqueeze(1)
 
 
@@ -54,9 +54,9 @@ class StreamPlan:
 class CrossLayer:
     """The layer's part in a sum over layers: X^_i = X^_{i-1} + d_i, where only d_i is kept, of packed tokens.
 
-    first:       the sum starts here; this layer keeps its X whole, X^ is what is read back of it.
+    first:       the sum starts here; this layer keeps its X whole, and X^ is X as decoded.
     last:        no layer after it needs X^.
-    accumulator: what X^ is held as from layer to layer while a pass runs; None: numbers of the model's dtype.
+    accumulator: packs X^ from layer to layer while a pass runs; None: X^ stays in the model's dtype.
     """
 
     first: bool
@@ -89,12 +89,13 @@ class BlockShape:
 
     @property
     def size(self) -> int:
+        """Numbers of a block."""
         return self.tokens * self.channels
 
 
 @dataclass(frozen=True)
 class CodebookSpec:
-    """What one stream (keys or values) of a codebook method needs calibrated.
+    """The calibration that one stream (keys or values) of a codebook method needs.
 
     shapes:    the candidates, best by held-out Fisher-weighted error; `choice` (int8) holds indices into them.
     entries:   centroids per codebook.
@@ -129,7 +130,7 @@ class FactorSpec:
 
 @dataclass(frozen=True)
 class CalibrationSpec:
-    """What a method needs calibrated, per layer.
+    """The calibration that a method needs, per layer.
 
     skip:   first tokens of each sample that take no part (the sinks).
     fisher: weight k-means by squared gradients.
@@ -161,7 +162,7 @@ def option(
     return dataclasses.field(default=default, metadata=meta)
 
 
-#: What a field that is not made by `option` takes.
+#: The metadata of a field that is not made by `option`: any value is valid.
 _ANYTHING = {"choices": None, "at_least": None, "at_most": None}
 
 
@@ -172,27 +173,27 @@ class Method(ABC):
     name: ClassVar[str]
     paper: ClassVar[str]  # link
     summary: ClassVar[str]  # one line for `kvq methods`
-    caches: ClassVar[str]  # what is kept of each token
-    finds: ClassVar[str] = ""  # what its calibration computes
+    caches: ClassVar[str]  # the numbers that are kept of each token
+    finds: ClassVar[str] = ""  # the results of its calibration
     calibrates: ClassVar[bool] = False  # True: needs an artifact
 
     def __post_init__(self) -> None:
         """Refuses values that an option does not take, naming those it takes and why."""
         for field in dataclasses.fields(self):
             value, meta = getattr(self, field.name), {**_ANYTHING, **field.metadata}
-            said = f"{self.name}: {field.name}={value}"
+            given = f"{self.name}: {field.name}={value}"
             if meta["choices"] is not None and value not in meta["choices"]:
                 because = f" ({meta['why']})" if meta["why"] else ""
-                raise UsageError(f"{said} is not one of {', '.join(map(str, meta['choices']))}{because}")
+                raise UsageError(f"{given} is not one of {', '.join(map(str, meta['choices']))}{because}")
             if value is not None and meta["at_least"] is not None and value < meta["at_least"]:
-                raise UsageError(f"{said} must be at least {meta['at_least']}")
+                raise UsageError(f"{given} must be at least {meta['at_least']}")
             if value is not None and meta["at_most"] is not None and value > meta["at_most"]:
-                raise UsageError(f"{said} must be at most {meta['at_most']}")
+                raise UsageError(f"{given} must be at most {meta['at_most']}")
 
     @property
     def nominal_bits(self) -> float:
         """Bits of the codes per cached number, as the papers count them (no scales, outliers or windows)."""
-        return float(self.bits)
+        return float(self.bits)  # type: ignore[attr-defined]  # a field of all methods that do not override this
 
     @abstractmethod
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
@@ -207,5 +208,5 @@ class Method(ABC):
         return self.calibrates
 
     def calibration(self, shape: ModelShape) -> CalibrationSpec | FactorSpec:
-        """What `kvq calibrate` must find out for a model of this shape; UsageError if the method needs nothing."""
+        """The calibration that `kvq calibrate` does for a model of this shape; UsageError if the method needs none."""
         raise UsageError(f"method {self.name} needs no calibration: use it directly with --method {self.name}")

@@ -1,8 +1,9 @@
-"""What the methods with calibrated codebooks have in common: the spec that is calibrated says the codec, too."""
+"""The base of methods with calibrated codebooks: the same spec plans the calibration and the codec."""
 
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from kvq_cli.codecs.outliers import OutlierCodec, block_capacity
 from kvq_cli.codecs.per_head import PerHeadCodec
 from kvq_cli.codecs.per_token import PerTokenCodec
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.methods.base import CodebookSpec, LayerPlan, Method, ModelShape, StreamPlan, option
+from kvq_cli.methods.base import CalibrationSpec, CodebookSpec, LayerPlan, Method, ModelShape, StreamPlan, option
 from kvq_cli.methods.window import Window
 
 #: Entries of a codebook with 8-bit codes.
@@ -23,7 +24,7 @@ ENTRIES = 256
 
 @dataclass(frozen=True)
 class CodebookMethod(Method):
-    """Keys before RoPE and values as codes of calibrated codebooks: what a subclass's `calibration` says."""
+    """Keys before RoPE and values as codes of calibrated codebooks, specified by the `calibration` of a subclass."""
 
     calibrates = True
     caches = "K pre-RoPE, V"
@@ -40,26 +41,30 @@ class CodebookMethod(Method):
     )
     fisher: bool = option(True, "weight k-means by squared gradients")
 
+    @abstractmethod
+    def calibration(self, shape: ModelShape) -> CalibrationSpec: ...
+
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
         if not tensors:
             raise UsageError(
                 f"{self.name} needs an artifact: run `kvq calibrate --method {self.name}`, then give --artifact"
             )
-        spec = self.calibration(shape)
+        calibrated = self.calibration(shape)
 
-        def stream(source: str, kind: str, own: CodebookSpec) -> StreamPlan:
-            found = {key.removeprefix(f"{kind}."): t for key, t in tensors.items() if key.startswith(f"{kind}.")}
-            codec = codec_of(own, found, shape, f"layers.{layer}.{kind}")
+        def stream(source: str, kind: str, spec: CodebookSpec) -> StreamPlan:
+            prefix = f"{kind}."
+            named = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+            codec = codec_of(spec, named, shape, f"layers.{layer}.{kind}")
             # A layer of a hybrid waits for whole chunks of tokens whatever shape it has: packing token by token costs
             # a CPU a tenth of the decode step, and all layers then keep the same tokens exact.
-            flush = math.lcm(codec.block_tokens, self.buffer or 1, *(block.tokens for block in own.shapes))
+            flush = math.lcm(codec.block_tokens, self.buffer or 1, *(block.tokens for block in spec.shapes))
             return StreamPlan(source, codec, Window(self.sinks, self.recent, flush))
 
-        return LayerPlan(keys=stream("pre_rope", "k", spec.keys), values=stream("value", "v", spec.values))
+        return LayerPlan(keys=stream("pre_rope", "k", calibrated.keys), values=stream("value", "v", calibrated.values))
 
 
 def check_outliers(outliers: float, shape: ModelShape) -> None:
-    """UsageError before anything is calibrated for a fraction of which no block could keep one number."""
+    """UsageError, before anything is calibrated, for a fraction so small that no block could keep an outlier."""
     if outliers:
         block_capacity(outliers, shape.head_dim)
 
@@ -67,7 +72,7 @@ def check_outliers(outliers: float, shape: ModelShape) -> None:
 def codec_of(spec: CodebookSpec, tensors: Mapping[str, Tensor], shape: ModelShape, where: str) -> Codec:
     """One stream's codec: each head's blocks have the shape that `choice` says, codebooks `centroids.<shape>`.
 
-    tensors: what `spec` had calibrated, by the names that `calibrate_stream` gives them. where: their prefix in the
+    tensors: the calibrated ones, by the names that `calibrate_stream` gives them. where: their prefix in the
     artifact. Raises KvqError naming a tensor that is missing or does not fit.
     """
 
@@ -84,9 +89,9 @@ def codec_of(spec: CodebookSpec, tensors: Mapping[str, Tensor], shape: ModelShap
         block, heads = spec.shapes[i], [head for head, chosen in enumerate(choice) if chosen == i]
         statistics = [get(name)[heads] for name in ("mean", "std")] if spec.normalize else []
         centroids = get(f"centroids.{block.name}")
-        codec = CodebookCodec(centroids, (block.tokens, block.channels), shape.head_dim, *statistics)
-        members[block.name] = (codec, heads)
-    codec = next(iter(members.values()))[0] if len(members) == 1 else PerHeadCodec(members, centroids.device)
+        member = CodebookCodec(centroids, (block.tokens, block.channels), shape.head_dim, *statistics)
+        members[block.name] = (member, heads)
+    codec: Codec = next(iter(members.values()))[0] if len(members) == 1 else PerHeadCodec(members, centroids.device)
     if spec.per_token:
         return PerTokenCodec(codec, shape.kv_heads, shape.head_dim, spec.outliers, shape.dtype)
     if spec.outliers:

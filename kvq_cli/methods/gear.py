@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvq_cli.codecs.gear import GearCodec
-from kvq_cli.codecs.uniform import UniformCodec
+from kvq_cli.codecs.uniform import Axis, UniformCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, option
 from kvq_cli.methods.registry import register
@@ -46,11 +46,9 @@ class Gear(Method):
             raise UsageError(f"gear: residual={self.residual} is not a multiple of group={self.group}")
 
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
-        def stream(source: str, side: str, axis: str) -> StreamPlan:
+        def stream(source: str, axis: Axis) -> StreamPlan:
             base = UniformCodec(self.bits, axis, self.group, shape.head_dim, shape.dtype)
-            codec = GearCodec(
-                base, side, self.residual, self.outliers, self.rank, self.chunk_rank, self.loops, self.seed
-            )
+            codec = GearCodec(base, self.residual, self.outliers, self.rank, self.chunk_rank, self.loops, self.seed)
             return StreamPlan(source, codec, Window(self.sinks, self.recent, self.residual))
 
-        return LayerPlan(keys=stream("post_rope", "keys", "channel"), values=stream("value", "values", "token"))
+        return LayerPlan(keys=stream("post_rope", "channel"), values=stream("value", "token"))

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from torch import Tensor
 
+from kvq_cli.codecs.base import AnyCodec, Codec
 from kvq_cli.codecs.normalized import NormalizedCodec
-from kvq_cli.codecs.signed import WORDS, SignedCodec, zero_type
-from kvq_cli.codecs.uniform import UniformCodec
+from kvq_cli.codecs.phased import PhasedCodec
+from kvq_cli.codecs.signed import WORDS, Hybrid, Sign, SignedCodec, zero_type
+from kvq_cli.codecs.uniform import Axis, UniformCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, option
 from kvq_cli.methods.registry import register
 from kvq_cli.methods.window import Window
 
-#: mode -> which groups of a symmetric codec may be asymmetric.
-HYBRIDS = {"symmetric": "no", "hybrid_prefill": "prompt", "hybrid": "always"}
+#: mode -> `hybrid` of the `SignedCodec` that encodes the prompt, and of the one that encodes later tokens.
+HYBRIDS: dict[str, tuple[Hybrid, Hybrid]] = {
+    "symmetric": ("no", "no"),
+    "hybrid_prefill": ("always", "symmetric"),
+    "hybrid": ("always", "always"),
+}
 
 
 @register
@@ -52,17 +59,24 @@ class InnerQ(Method):
             )
 
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
-        keys = self._codec("token", shape)
+        prompt, later = self._codecs("token", shape)
+        keys = NormalizedCodec(prompt, later) if self.norm else _phased(prompt, later)
+        values = _phased(*self._codecs("channel", shape))
         return LayerPlan(
-            keys=StreamPlan(
-                "post_rope", NormalizedCodec(keys) if self.norm else keys, Window(self.sinks, self.recent, 1)
-            ),
-            values=StreamPlan("value", self._codec("channel", shape), Window(self.sinks, self.recent, self.group)),
+            keys=StreamPlan("post_rope", keys, Window(self.sinks, self.recent, 1)),
+            values=StreamPlan("value", values, Window(self.sinks, self.recent, self.group)),
         )
 
-    def _codec(self, axis: str, shape: ModelShape) -> UniformCodec:
+    def _codecs(self, axis: Axis, shape: ModelShape) -> tuple[Codec, Codec]:
+        """(codec of the prompt, codec of later tokens): the same one but for mode "hybrid_prefill"."""
         common = (self.bits, axis, self.group, shape.head_dim, shape.dtype)
         if self.mode == "asymmetric":
             # The zero-point is as wide as the word that sign bits would take, as in the paper.
-            return UniformCodec(*common, zero_type(self.group, shape.dtype) if self.sign == "extra" else None)
-        return SignedCodec(*common, self.sign, HYBRIDS[self.mode])
+            codec = UniformCodec(*common, zero_type(self.group, shape.dtype) if self.sign == "extra" else None)
+            return codec, codec
+        prompt, later = (SignedCodec(*common, cast(Sign, self.sign), hybrid) for hybrid in HYBRIDS[self.mode])
+        return prompt, prompt if later.hybrid == prompt.hybrid else later
+
+
+def _phased(prompt: Codec, later: Codec) -> AnyCodec:
+    return prompt if later is prompt else PhasedCodec(prompt, later)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvq_cli.codecs.uniform import UniformCodec
+from kvq_cli.codecs.uniform import Axis, UniformCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, option
 from kvq_cli.methods.registry import register
@@ -47,7 +47,7 @@ class Kivi(Method):
             raise UsageError(f"{self.name}: residual={self.residual} is not a multiple of group={self.group}")
 
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
-        def codec(axis: str) -> UniformCodec:
+        def codec(axis: Axis) -> UniformCodec:
             return UniformCodec(self.bits, axis, self.group, shape.head_dim, shape.dtype)
 
         if self.recent is None:

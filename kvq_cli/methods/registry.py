@@ -54,7 +54,7 @@ def build(name: str, **options: Any) -> Method:
 
 
 def has_option(name: str, option: str) -> bool:
-    """Does the method take this option?"""
+    """Whether the method takes this option."""
     return any(field.name == option for field in dataclasses.fields(method_class(name)))
 
 
@@ -77,15 +77,15 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
         if not equals or not key.strip():
             raise UsageError(f"{text}: an option must be OPTION=VALUE, like kivi:sinks=8")
         options[key.strip().replace("-", "_")] = value.strip()
-    if "/" not in name and (found := re.fullmatch(r"(.+)-(\d+)bit", name)):
-        name, options["bits"] = found[1], int(found[2])
+    if "/" not in name and (match := re.fullmatch(r"(.+)-(\d+)bit", name)):
+        name, options["bits"] = match[1], int(match[2])
     return name, options
 
 
 def build_parsed(text: str, **shared: Any) -> Method:
-    """The method of `parse(text)`; of `shared`, the options that it has and does not set itself."""
-    name, own = parse(text)
-    return build(name, **{key: value for key, value in shared.items() if has_option(name, key)} | own)
+    """The method of `parse(text)`, with those of the `shared` options that it has and does not set itself."""
+    name, options = parse(text)
+    return build(name, **{key: value for key, value in shared.items() if has_option(name, key)} | options)
 
 
 def to_config(method: Method) -> dict[str, Any]:

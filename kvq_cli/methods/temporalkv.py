@@ -26,7 +26,7 @@ class TemporalKV(CodebookMethod):
     )
     shapes: str = option(
         "thesis",
-        "what hybrid chooses among: the thesis's two shapes, or all of the bit budget",
+        "shapes that hybrid chooses among: the thesis's two, or all of the bit budget",
         choices=("thesis", "all"),
     )
     share: int | None = option(None, "adjacent channels that share a codebook; none: the chunk's length", at_least=1)

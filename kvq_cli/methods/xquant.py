@@ -1,4 +1,4 @@
-"""XQuant (https://arxiv.org/abs/2508.10395): cache the layer input, of which keys and values are made when read."""
+"""XQuant (https://arxiv.org/abs/2508.10395): cache the layer input, and compute keys and values of it when read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.first_channel import FirstChannelCodec
 from kvq_cli.codecs.identity import IdentityCodec
-from kvq_cli.codecs.uniform import UniformCodec
+from kvq_cli.codecs.uniform import Axis, UniformCodec
 from kvq_cli.errors import KvqError
 from kvq_cli.methods.base import FactorSpec, LayerPlan, Method, ModelShape, StreamPlan, option
 from kvq_cli.methods.registry import register
@@ -23,7 +23,7 @@ BITS = (1, 2, 3, 4, 8, EXACT)
 
 @dataclass(frozen=True)
 class LayerInputMethod(Method):
-    """What XQuant and XQuant-CL have in common: groups and windows, and factors of the weights where X is too large."""
+    """The base of XQuant and XQuant-CL: groups and windows, and factors of the weights where X is too large."""
 
     paper = "https://arxiv.org/abs/2508.10395"
     calibrates = True
@@ -35,7 +35,7 @@ class LayerInputMethod(Method):
 
     @property
     def window(self) -> Window:
-        """Of all streams: whole groups are packed."""
+        """The window of all streams: whole groups are packed."""
         return Window(self.sinks, self.recent, self.group)
 
     def needs_artifact(self, shape: ModelShape) -> bool:
@@ -70,12 +70,12 @@ class XQuant(LayerInputMethod):
 
 
 def keeps_input(shape: ModelShape) -> bool:
-    """Is X smaller than keys and values together? Always so under MHA."""
+    """Whether X is smaller than keys and values together, as it always is under MHA."""
     return shape.hidden_size < 2 * shape.kv_heads * shape.head_dim
 
 
 def latent_names(shape: ModelShape) -> tuple[str, ...]:
-    """What is factorized for a layer of XQuant; see `FactorSpec`."""
+    """The projections that are factorized for a layer of XQuant; see `FactorSpec`."""
     return () if keeps_input(shape) else ("k", "v")
 
 
@@ -92,8 +92,9 @@ def layer_plan(
     if keeps_input(shape):
         return whole_input(bits, group, window, shape)
     streams = {}
-    for name, axis in (("k", "channel"), ("v", "token")):
-        down, up = (factor(tensors, f"{name}.{what}", layer, shape) for what in ("down", "up"))
+    axes: dict[str, Axis] = {"k": "channel", "v": "token"}
+    for name, axis in axes.items():
+        down, up = (factor(tensors, f"{name}.{side}", layer, shape) for side in ("down", "up"))
         width = down.shape[1]
         codec = quantizer(bits, axis, group, width, shape)
         if first_channel and name == "k":
@@ -108,7 +109,7 @@ def whole_input(bits: int, group: int, window: Window, shape: ModelShape) -> Lay
     return LayerPlan(stream, stream, shared=True)
 
 
-def quantizer(bits: int, axis: str, group: int, width: int, shape: ModelShape) -> Codec:
+def quantizer(bits: int, axis: Axis, group: int, width: int, shape: ModelShape) -> Codec:
     """Asymmetric uniform quantization of numbers `[batch, 1, tokens, width]`, or none for 16 bits."""
     if bits == EXACT:
         return IdentityCodec()

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import cast
 
 from torch import Tensor
 
+from kvq_cli.codecs.uniform import Axis
 from kvq_cli.methods.base import CrossLayer, FactorSpec, LayerPlan, ModelShape, StreamPlan, option
 from kvq_cli.methods.registry import register
 from kvq_cli.methods.xquant import (
@@ -28,7 +30,7 @@ from kvq_cli.methods.xquant import (
 class XQuantCL(LayerInputMethod):
     """The first `base_layers` layers are XQuant's at `base_bits`; the last of them keeps its X whole, since X^ starts
     from it. Every layer after them keeps d_i = Q(X_i - X^_{i-1}) and X^_i = X^_{i-1} + d_i: each layer's X is compared
-    with what the layers below really give back, so that their errors do not add up. Where X is larger than keys and
+    with the decoded sum of the layers below, so that their errors do not add up. Where X is larger than keys and
     values (GQA), d_i = Q((X_i - X^_{i-1}) U) U^T with [W_k W_v] = U S B^T.
 
     X^ of all packed tokens goes from layer to layer while a pass runs, as numbers of the model's dtype or, as the paper
@@ -43,7 +45,7 @@ class XQuantCL(LayerInputMethod):
 
     base_bits: int = option(4, "bits of the first layers", choices=BITS, why="no packing", runtime=True)
     base_layers: int = option(3, "first layers that are kept without differences", at_least=1)
-    axis: str = option("token", "what a group of a difference lies along", choices=("token", "channel"), runtime=True)
+    axis: str = option("token", "direction of the groups of a difference", choices=("token", "channel"), runtime=True)
     accumulator_bits: int = option(
         EXACT, "bits of X^ between layers; 16: the model's dtype", choices=(4, 8, EXACT), runtime=True
     )
@@ -51,8 +53,8 @@ class XQuantCL(LayerInputMethod):
     def calibration(self, shape: ModelShape) -> FactorSpec:
         delta = () if keeps_input(shape) else ("x",)
         below, above = min(self.base_layers - 1, shape.layers), max(0, shape.layers - self.base_layers)
-        whole = shape.layers - below - above
-        return FactorSpec((*[latent_names(shape)] * below, *[()] * whole, *[delta] * above))
+        between = shape.layers - below - above
+        return FactorSpec((*[latent_names(shape)] * below, *[()] * between, *[delta] * above))
 
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
         if layer < self.base_layers - 1:
@@ -65,7 +67,7 @@ class XQuantCL(LayerInputMethod):
             return replace(whole_input(self.base_bits, self.group, self.window, shape), cross_layer=part)
         down = None if keeps_input(shape) else factor(tensors, "x.down", layer, shape)
         width = shape.hidden_size if down is None else down.shape[1]
-        codec = quantizer(self.bits, self.axis, self.group, width, shape)
+        codec = quantizer(self.bits, cast(Axis, self.axis), self.group, width, shape)
         ups = [None if down is None else factor(tensors, f"{name}.up", layer, shape) for name in ("k", "v")]
         keys, values = (StreamPlan("input", codec, self.window, down, up) for up in ups)
         return LayerPlan(keys, values, shared=True, cross_layer=part)

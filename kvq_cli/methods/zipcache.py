@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvq_cli.codecs.salient import SalientCodec
+from kvq_cli.codecs.salient import SalientCodec, Side
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, option
 from kvq_cli.methods.registry import register
@@ -55,7 +55,7 @@ class ZipCache(Method):
         return self.bits + self.ratio * (self.salient_bits - self.bits)
 
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
-        def stream(source: str, side: str) -> StreamPlan:
+        def stream(source: str, side: Side) -> StreamPlan:
             codec = SalientCodec(
                 side, self.bits, self.salient_bits, self.ratio, self.residual, shape.head_dim, shape.dtype, self.seed
             )

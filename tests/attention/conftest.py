@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from kvq_cli.artifact import Artifact, fingerprint
-from kvq_cli.attention.taps import iter_attention
+from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.calibration.factors import factorize
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.codecs.identity import IdentityCodec
@@ -110,7 +110,7 @@ def factored() -> Callable[[transformers.PreTrainedModel, Method], Artifact]:
 
     def make(model: transformers.PreTrainedModel, method: Method) -> Artifact:
         shape, tensors = model_shape(model), {}
-        for site, names in zip(iter_attention(model), method.calibration(shape).layers, strict=True):
+        for site, names in zip(attention_layers(model), method.calibration(shape).layers, strict=True):
             found, _ = factorize(site, names, shape.dtype)
             tensors |= {f"layers.{site.index}.{name}": tensor for name, tensor in found.items()}
         made_for = {"name": "tiny", "fingerprint": fingerprint(model).to_dict()}

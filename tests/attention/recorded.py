@@ -26,7 +26,7 @@ class RecordedGraph:
         self.fresh, self.replays = True, 0
         self.made.append(self)
 
-    def record(self, work: Callable[[], Tensor]) -> Tensor:
+    def capture(self, work: Callable[[], Tensor]) -> Tensor:
         run = GridExecutor.__call__
 
         def launched(executor: GridExecutor, *args, **kwargs) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 
 import pytest
 import torch
 from kept_cases import DEVICE, WINDOWS, Kept, codebook, outliers, per_head, per_token
 from recorded import RecordedGraph
 
-from kvq_cli.attention.attach import attach
-from kvq_cli.attention.graphs import repeating_steps
+from kvq_cli.attention.attach import Attached, attach
+from kvq_cli.attention.graphs import captured_steps
 from kvq_cli.methods.registry import build
 from kvq_cli.methods.window import Window
 
@@ -20,8 +20,8 @@ PROMPT, STEPS = 22, 13
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
     """Nothing is read back at a step, which is what a recorded step must not do."""
-    for module in ("cache.rows", "cache.layer", "attention.attach", "attention.passes"):
-        monkeypatch.setattr(f"kvq_cli.{module}.stalls", lambda _, columns: columns == 1)
+    for module in ("cache.rows", "cache.layer", "attention.attention_hooks"):
+        monkeypatch.setattr(f"kvq_cli.{module}.would_sync", lambda _, columns: columns == 1)
     monkeypatch.setattr(RecordedGraph, "made", [])
 
 
@@ -36,13 +36,18 @@ def small(tiny):
     return make
 
 
+def captured(kv: Attached) -> AbstractContextManager[None]:
+    """Steps are captured by `RecordedGraph`."""
+    return captured_steps(kv.model, kv.hooks, kv.backend, lambda: RecordedGraph)
+
+
 def decoded(model, method, ids, repeat: bool, room: int = 0, between=None):
     """Logits of single tokens after a prompt, what the cache then holds of every row, and who computed."""
     outs = []
     with torch.no_grad(), ExitStack() as stack:
         kv = stack.enter_context(attach(model, method, backend="triton", graphs=False))
         if repeat:
-            stack.enter_context(repeating_steps(kv, lambda: RecordedGraph))
+            stack.enter_context(captured(kv))
         cache = kv.new_cache(room)
         model(ids[:, :PROMPT], past_key_values=cache)
         for at in range(PROMPT, ids.shape[1]):
@@ -93,7 +98,7 @@ def test_layers_and_rows(small):
 @pytest.mark.slow
 def test_stores_that_grow(small, monkeypatch):
     """New tensors: what was recorded is thrown away, and recorded again."""
-    monkeypatch.setattr("kvq_cli.cache.store.LEAST_GROWTH", 8)
+    monkeypatch.setattr("kvq_cli.cache.store.MIN_GROWTH", 8)
     same(small(), build("kivi", group=4, recent=4), tokens(1), 4, room=0)
     assert len(RecordedGraph.made) == 2
 
@@ -111,14 +116,14 @@ def test_beams_that_change_places(small):
 def test_what_cannot_be_recorded_runs_as_it_is_and_is_told(small):
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     method = build("kivi", group=4, pre_rope=True, **WINDOWS)
-    says = "not recorded (_local_scalar_dense reads back from a device that records)"
+    says = "not captured (_local_scalar_dense reads back from a device that records)"
     same(small(rope_parameters=rope), method, tokens(1), 0, says=says)
 
 
 def test_padded_batches_and_other_questions_run_as_they_are(small, prompt):
     model, method = small(), build("kivi", group=4, **WINDOWS)
     ids, mask = (x.to(DEVICE) for x in prompt(PROMPT + 4, pads=(5, 0)))
-    with torch.no_grad(), attach(model, method, backend="triton") as kv, repeating_steps(kv, lambda: RecordedGraph):
+    with torch.no_grad(), attach(model, method, backend="triton") as kv, captured(kv):
         cache = kv.new_cache()
         for begin, end in ((0, PROMPT), *((i, i + 1) for i in range(PROMPT, PROMPT + 4))):
             model(ids[:, begin:end], attention_mask=mask[:, :end], past_key_values=cache)
@@ -137,7 +142,7 @@ def test_generate_and_chat_on(small):
         with ExitStack() as stack:
             kv = stack.enter_context(attach(model, method, backend="triton", graphs=False))
             if repeat:
-                stack.enter_context(repeating_steps(kv, lambda: RecordedGraph))
+                stack.enter_context(captured(kv))
             cache, ids = kv.new_cache(64), tokens(1)[:, :PROMPT]
             for _ in range(2):
                 ids = model.generate(ids, past_key_values=cache, max_new_tokens=7, do_sample=False, eos_token_id=None)
@@ -168,10 +173,10 @@ def test_blocks_inside_of_each_other_leave_the_models_forward_as_it_was(small):
     expected = decoded(model, outer, ids, False)[0]
     with torch.no_grad(), ExitStack() as stack:
         kv = stack.enter_context(attach(model, outer, backend="triton", graphs=False))
-        stack.enter_context(repeating_steps(kv, lambda: RecordedGraph))
+        stack.enter_context(captured(kv))
         cache, outs = kv.new_cache(ids.shape[1]), []
         model(ids[:, :PROMPT], past_key_values=cache)
-        with attach(model, inner, graphs=False) as other, repeating_steps(other, lambda: RecordedGraph):
+        with attach(model, inner, backend="triton", graphs=False) as other, captured(other):
             model(ids[:, :PROMPT], past_key_values=other.new_cache())
         for at in range(PROMPT, ids.shape[1]):
             outs.append(model(input_ids=ids[:, at : at + 1], past_key_values=cache).logits)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvq_cli.attention.attach import attach
-from kvq_cli.attention.taps import attention_modules
+from kvq_cli.attention.capture_points import attention_modules
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.registry import build
 
@@ -194,14 +194,14 @@ def test_bytes_are_those_of_the_tensors_held(tiny, prompt, factored, name, optio
         for layer in cache.layers:
             assert len(layer.streams) == (1 if heads == "MHA" or layer.plan.shared else 2)
             for stream in layer.streams:
-                tensors = [stream.sinks, stream.ring, *stream.state.values()]
+                tensors = [stream.sinks, stream.ring]
                 tensors += [part.tensor for segment in stream.store.segments for part in segment.parts.values()]
                 held += sum(t.numel() * t.element_size() for t in tensors)
         assert report.bytes == held
         # Nothing else in the cache holds tensors between passes: no X^, no copy of X, no keys, no values.
         assert not any(torch.is_tensor(x) for layer in cache.layers for x in vars(layer).values())
         assert all(not s.references and not s.read_back for x in cache.layers if x.cross_layer for s in x.streams)
-        assert not cache.layers[-1].cross_layer or not cache.layers[-1].cross_layer._held
+        assert not cache.layers[-1].cross_layer or not cache.layers[-1].cross_layer._accumulators
     numbers = 115 * model.config.num_hidden_layers * 2 * HEADS[heads] * 16
     assert report.numbers == numbers and report.fp16_bytes == 2 * numbers
     if name == "xquant":  # X is half of keys and values, where it is kept once

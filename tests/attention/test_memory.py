@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvq_cli.attention import torch_backend
+from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.rotary import Rotation
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.rows import Rows
@@ -43,14 +44,15 @@ def largest(context: int, columns: int) -> int:
         x = torch.randn(1, 2, tokens, 16)
         q = torch.randn(1, 4, tokens, 16)
         layer.begin(rows.begin(layer.columns, tokens, 1))
-        layer.tap(x)
+        layer.capture_key(x)
         layer.update(x, x)
         layer.absorb(x)
         with Allocations() as allocations:
+            context = ForwardContext(layer, layer.forward, torch_backend, scaling=0.25)
             if tokens == 1:
-                torch_backend.decode_attention(q, layer, 0.25)
+                torch_backend.decode_attention(q, context)
             elif layer.columns > tokens:
-                torch_backend.prefill_attention(q, x, x, layer, 0.25, False)
+                torch_backend.prefill_attention(q, x, x, context)
         return allocations.sizes
 
     step(context)
@@ -81,6 +83,6 @@ def test_nothing_of_the_pass_stays(tiny, probe, prompt, columns):
         model(ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache)
         model(ids[:, 40 : 40 + columns], attention_mask=mask[:, : 40 + columns], past_key_values=cache)
         for layer in cache.layers:
-            assert not layer.tails and layer.expected is None and layer._tapped is None
+            assert not layer.tails and layer.expected is None and layer._key is None
             held = [v for v in vars(layer).values() if isinstance(v, torch.Tensor)]
             assert held == []

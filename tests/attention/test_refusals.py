@@ -111,9 +111,9 @@ def test_cache_outside_of_its_attach(tiny, probe, prompt):
     with attach(model, probe()) as kv:
         cache = kv.new_cache()
         model(ids, past_key_values=cache)
-    with pytest.raises(KvqError, match="inside the attach"):
+    with pytest.raises(KvqError, match="another or closed attach"):
         model(ids[:, :1], past_key_values=cache)
-    with attach(model, probe()), pytest.raises(KvqError, match="inside the attach"):
+    with attach(model, probe()), pytest.raises(KvqError, match="another or closed attach"):
         model(ids[:, :1], past_key_values=cache)
 
 
@@ -160,7 +160,7 @@ def test_attention_that_is_computed_twice(tiny, probe, prompt):
     model, (ids, _) = tiny("diffllama"), prompt(9)
     with (
         attach(model, probe(source="post_rope")) as kv,
-        pytest.raises(UsageError, match="DiffLlamaAttention computes attention twice"),
+        pytest.raises(UsageError, match="DiffLlamaAttention calls attention twice per forward"),
     ):
         model(ids, past_key_values=kv.new_cache())
 

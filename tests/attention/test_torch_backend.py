@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvq_cli.attention import torch_backend
+from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.rotary import Rotation
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.rows import Rows
@@ -86,16 +87,16 @@ def run(layer, turn, q, k, v, starts, exact, mask=None) -> torch.Tensor:
         forward = rows.begin(begin, end - begin, k.shape[0], None if mask is None else mask[:, :end], positions)
         key, value, query = (x[:, :, begin:end] for x in (k, v, q))
         layer.begin(forward)
-        layer.tap(key)
+        layer.capture_key(key)
         post = rotate(key, begin)
         layer.update(post if pre else key, value)
         query = rotate(query, begin)
         layer.absorb(query)
+        context = ForwardContext(layer, forward, torch_backend, compressed=not exact, scaling=SCALING)
         if forward.columns == 1 and not (exact and begin == 0):
-            outs.append(torch_backend.decode_attention(query, layer, SCALING))
+            outs.append(torch_backend.decode_attention(query, context))
         else:
-            own = post if pre else key
-            outs.append(torch_backend.prefill_attention(query, own, value, layer, SCALING, not exact))
+            outs.append(torch_backend.prefill_attention(query, post if pre else key, value, context))
     return torch.cat(outs, dim=2)
 
 

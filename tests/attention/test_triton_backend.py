@@ -176,7 +176,7 @@ def test_what_kernels_do_not_read_is_refused_or_left_to_torch(one_layer, method,
     ):
         pass
     with attach(model, method) as kv:
-        layers = list(zip(kv._sites, kv._plans, strict=True))
+        layers = list(zip(kv._layers, kv._plans, strict=True))
     chosen = choose_backend("auto", torch.device("cuda"), layers)
     assert chosen.summary.startswith("torch (all layers: ") and says in chosen.summary
 
@@ -190,7 +190,7 @@ def test_scores_of_another_form_are_left_to_torch(tiny, family, says):
     with pytest.raises(UsageError, match=f"all layers: .*{says}"), attach(model, method, backend="triton"):
         pass
     with attach(model, method) as kv:
-        layers = list(zip(kv._sites, kv._plans, strict=True))
+        layers = list(zip(kv._layers, kv._plans, strict=True))
     assert choose_backend("auto", torch.device("cuda"), layers).summary.startswith("torch (all layers: ")
 
 
@@ -198,7 +198,7 @@ def test_layers_that_kernels_do_not_read_are_left_to_torch(tiny):
     model = tiny("llama", head_dim=32).to(DEVICE)
     with attach(model, build("kivi", group=16, **WINDOWS)) as kv, attach(model, build("gear")) as other:
         plans = [kv._plans[0], other._plans[1], kv._plans[2]]
-        chosen = choose_backend("auto", torch.device("cuda"), list(zip(kv._sites, plans, strict=True)))
+        chosen = choose_backend("auto", torch.device("cuda"), list(zip(kv._layers, plans, strict=True)))
     assert chosen.summary.startswith("triton") and "partly torch (layer 1: of the keys a low-rank" in chosen.summary
     assert [chosen.by_kernels(layer) for layer in range(3)] == [True, False, True]
 

@@ -44,8 +44,8 @@ def test_counts_what_a_cache_of_numbers_holds(spec, shape, context):
     for layer in layers:
         keys, values = (numbers(batch, shape.kv_heads, context, 64) for _ in range(2))
         layer.begin(forward)
-        layer.tap(keys)
-        layer.tap_input(numbers(batch, context, shape.hidden_size))
+        layer.capture_key(keys)
+        layer.capture_input(numbers(batch, context, shape.hidden_size))
         layer.update(keys, values)
         layer.absorb(numbers(batch, shape.query_heads, context, 64))
         layer.release()

@@ -82,7 +82,7 @@ def test_parts_are_what_the_method_costs(layer, feed):
     assert report.parts["scale"] * 8 == report.parts["zero"] * 8 == 2 * numbers
     assert report.packed_bits == 6.0
     assert (report.parts["sinks"], report.parts["recent"]) == (0, 0)
-    ring = 2 * 8 * 2 * 16 * 2  # keys and values, 8 slots, 2 heads, 16 channels, 2 bytes: room for the tokens to come
+    ring = 2 * 8 * 2 * 16 * 2  # keys and values, 8 tokens, 2 heads, 16 channels, 2 bytes: room for the tokens to come
     assert report.parts["unused"] == ring
     assert report.measured_bits == 6 + 8 * ring / numbers
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from kvq_cli.attention.taps import iter_attention
+from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.calibration.capture import capture, checkpointing
 from kvq_cli.errors import KvqError
 
@@ -28,7 +28,7 @@ def model_of(family):
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.normal_(std=1.5 * parameter.shape[1] ** -0.5)
-    sites = iter_attention(model)
+    sites = attention_layers(model)
     return model.double(), sites
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvq_cli import attach
-from kvq_cli.codecs.base import Prompt
+from kvq_cli.codecs.base import Codec, Prompt, PromptCodec, State
 from kvq_cli.codecs.identity import IdentityCodec
 from kvq_cli.methods.base import LayerPlan, Method, StreamPlan
 from kvq_cli.methods.window import Window
@@ -16,15 +16,18 @@ from kvq_cli.reference import prose
 TOKENS = 256
 
 
-class _Recorder(IdentityCodec):
-    """Keeps the prompt that it is shown."""
+class _Recorder(PromptCodec):
+    """Keeps the prompt that it is fit to."""
 
-    freezes = True
+    nominal_bits = 16.0
     seen: Prompt | None = None
 
-    def freeze(self, prompt: Prompt) -> dict:
+    def fit(self, prompt: Prompt) -> State:
         self.seen = prompt
         return {}
+
+    def with_state(self, state: State, saliency: torch.Tensor | None = None) -> Codec:
+        return IdentityCodec()
 
 
 def _captured() -> Prompt:

@@ -44,9 +44,9 @@ def outliers(inner):
     return OutlierCodec(inner, -draw(HEADS, HEAD_DIM).abs(), draw(HEADS, HEAD_DIM).abs(), 0.01, torch.float32)
 
 
-def frozen(codec):
-    """Bound to the prompt of one row, which then serves all of a test's rows."""
-    return codec.bound(codec.freeze(Prompt(*(draw(1, HEADS, 20, HEAD_DIM) for _ in range(3)))))
+def fitted(codec):
+    """Fit to the prompt of one row, which then serves all rows of a test."""
+    return codec.with_state(codec.fit(Prompt(*(draw(1, HEADS, 20, HEAD_DIM) for _ in range(3)))))
 
 
 CODECS = {
@@ -55,11 +55,11 @@ CODECS = {
     **{f"codebook {block}": codebook(block) for block in ((1, 1), (4, 1), (8, 1), (1, 4), (2, 2))},
     **{
         f"signed {sign} {hybrid} {axis}": SignedCodec(2, axis, 16, HEAD_DIM, sign=sign, hybrid=hybrid)
-        for sign, hybrid in (("extra", "no"), ("extra", "always"), ("inside", "prompt"))
+        for sign, hybrid in (("extra", "no"), ("extra", "always"), ("inside", "symmetric"))
         for axis in ("channel", "token")
     },
-    "normalized": frozen(NormalizedCodec(SignedCodec(2, "token", 16, HEAD_DIM))),
-    "subspace": frozen(SubspaceCodec(2, 16, HEAD_DIM, rank=5, strength=0.1, block=24)),
+    "normalized": fitted(NormalizedCodec(SignedCodec(2, "token", 16, HEAD_DIM))),
+    "subspace": fitted(SubspaceCodec(2, 16, HEAD_DIM, rank=5, strength=0.1, block=24)),
     "codebook of 16": codebook((1, 1), entries=16),
     "one codebook for all heads": one_for_all(8),
     "per token": PerTokenCodec(one_for_all(4), HEADS, HEAD_DIM, 0, torch.float32),
@@ -161,7 +161,7 @@ def test_decoding_leaves_the_stored_bits_alone(codec):
 @each_codec
 def test_part_of_a_block_is_refused(codec):
     if codec.block_tokens > 1:
-        with pytest.raises(ValueError, match="whole blocks"):
+        with pytest.raises(ValueError, match="not a whole number of blocks"):
             codec.encode(draw(1, HEADS, codec.block_tokens + 1, HEAD_DIM))
 
 

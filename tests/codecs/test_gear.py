@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvq_cli.codecs.base import Packed, Part, Prompt
+from kvq_cli.codecs.base import Codec, Packed, Part, Prompt
 from kvq_cli.codecs.gear import GearCodec
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.errors import UsageError
@@ -15,13 +15,18 @@ SIDES = {"keys": "channel", "values": "token"}
 
 def codec(side="keys", bits=2, fraction=0.02, rank=4, chunk_rank=2, loops=3, seed=0) -> GearCodec:
     base = UniformCodec(bits, SIDES[side], GROUP, DIM, torch.float32)
-    return GearCodec(base, side, CHUNK, fraction, rank, chunk_rank, loops, seed)
+    return GearCodec(base, CHUNK, fraction, rank, chunk_rank, loops, seed)
 
 
-def opened(one: GearCodec, prompt: Prompt) -> tuple[Packed, dict, torch.Tensor]:
+def packed_prompt(one: GearCodec, prompt: Prompt) -> tuple[Packed, dict, torch.Tensor]:
     """(packed, state, decoded) of the whole prompt."""
-    packed, state = one.open(prompt, 0, prompt.keys.shape[2])
-    return packed, state, (one.bound(state) if state else one).decode(packed, torch.float32)
+    packed, state = one.encode_prompt(prompt.keys if one.base.axis == "channel" else prompt.values, prompt, 0)
+    return packed, state, one.with_state(state).decode(packed, torch.float32)
+
+
+def later(one: GearCodec) -> Codec:
+    """The codec of tokens after a prompt of which nothing was packed."""
+    return one.with_state({})
 
 
 def quantized(x: np.ndarray, bits: int, axis: int) -> np.ndarray:
@@ -77,8 +82,8 @@ def expected(x: torch.Tensor, side: str, bits: int, fraction: float, rank: int, 
 def test_equals_the_definition_in_float64(prompts, kind, side, bits, fraction):
     prompt, one = prompts[kind], codec(side, bits, fraction)
     x = getattr(prompt, side)
-    later = one.decode(one.encode(x), torch.float32)
-    for actual, rank, chunks in ((opened(one, prompt)[2], 4, False), (later, 2, True)):
+    chunks_decoded = later(one).decode(later(one).encode(x), torch.float32)
+    for actual, rank, chunks in ((packed_prompt(one, prompt)[2], 4, False), (chunks_decoded, 2, True)):
         off = np.abs(actual.double().numpy() - expected(x, side, bits, fraction, rank, chunks))
         # Where rounding flips a code, the factors of its chunk move a little.
         assert np.quantile(off, 0.99) < 2e-3 * x.abs().max().item()
@@ -94,7 +99,7 @@ def test_error_falls_with_rank_and_full_rank_is_exact(prompts, kind, side):
         errors = []
         for rank in (0, 1, 2, 4, 8, 16, 32, DIM):
             one = codec(side, fraction=0.0, rank=rank, chunk_rank=rank)
-            decoded = opened(one, prompt)[2] if whole else one.decode(one.encode(x), torch.float32)
+            decoded = packed_prompt(one, prompt)[2] if whole else later(one).decode(later(one).encode(x), torch.float32)
             errors.append(((decoded - x).norm() / x.norm()).item())
         assert errors == sorted(errors, reverse=True)
         assert errors[0] > 0.1 and errors[-1] < 1e-3
@@ -103,16 +108,16 @@ def test_error_falls_with_rank_and_full_rank_is_exact(prompts, kind, side):
 def test_power_iteration_is_near_the_best_of_its_rank(prompts):
     prompt, one = prompts["captured"], codec(fraction=0.0)
     x, base = prompt.keys, codec(fraction=0.0, rank=0)
-    error = (x - opened(base, prompt)[2]).double()
+    error = (x - packed_prompt(base, prompt)[2]).double()
     best = torch.linalg.svdvals(error)[..., 4:].square().sum(-1).sqrt()
-    found = (x - opened(one, prompt)[2]).double().flatten(2).norm(dim=2)
+    found = (x - packed_prompt(one, prompt)[2]).double().flatten(2).norm(dim=2)
     assert (found >= best * 0.999).all() and (found < best * 1.05).all()
 
 
 def test_outliers_are_the_extremes_and_exact(prompts):
     x, one = prompts["captured"].values, codec("values", fraction=0.05)
-    packed = one.encode(x)
-    decoded = one.decode(packed, torch.float32).unflatten(2, (-1, CHUNK)).flatten(3)
+    packed = later(one).encode(x)
+    decoded = later(one).decode(packed, torch.float32).unflatten(2, (-1, CHUNK)).flatten(3)
     numbers, places = x.unflatten(2, (-1, CHUNK)).flatten(3), packed.parts["outlier_index"].tensor.long()
     each = int(0.025 * CHUNK * DIM)
     assert places.shape[3] == 2 * each
@@ -127,7 +132,7 @@ def test_more_outliers_or_rank_lower_the_error_of_real_numbers(prompts):
         x = getattr(prompts["captured"], side)
 
         def error(**options):
-            return (opened(codec(side, **options), prompts["captured"])[2] - x).norm().item()  # noqa: B023
+            return (packed_prompt(codec(side, **options), prompts["captured"])[2] - x).norm().item()  # noqa: B023
 
         assert error() < error(rank=0) < error(rank=0, fraction=0.0)
         assert error() < error(fraction=0.0)
@@ -139,8 +144,8 @@ def test_equal_numbers_give_no_nan_and_are_exact():
     x = torch.full((1, 2, 2 * CHUNK, DIM), 0.5)
     x[:, 1] = 0
     one = codec(fraction=0.02)
-    assert torch.equal(opened(one, Prompt(x, x, x))[2], x)
-    assert torch.equal(one.decode(one.encode(x), torch.float32), x)
+    assert torch.equal(packed_prompt(one, Prompt(x, x, x))[2], x)
+    assert torch.equal(later(one).decode(later(one).encode(x), torch.float32), x)
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -149,32 +154,32 @@ def test_bytes(prompts, side):
     one, chunks = codec(side), x.shape[2] // CHUNK
     heads, numbers = 2 * 2, x.numel()
     shared = numbers * 3 // 8 + heads * chunks * 4 * 2 * int(0.01 * CHUNK * DIM)
-    packed, state, _ = opened(one, prompts["random"])
+    packed, state, _ = packed_prompt(one, prompts["random"])
     assert packed.nbytes == shared + heads * x.shape[2] * 4 * 2
     assert {name: (tuple(t.shape), t.dtype) for name, t in state.items()} == {"right": ((2, 2, 4, DIM), torch.float16)}
-    assert one.encode(x).nbytes == shared + heads * (x.shape[2] + chunks * DIM) * 2 * 2
+    assert later(one).encode(x).nbytes == shared + heads * (x.shape[2] + chunks * DIM) * 2 * 2
 
 
 @pytest.mark.parametrize("side", SIDES)
 def test_chunks_are_independent_and_the_prompts_tiles_decode_alone(prompts, side):
     x, one = getattr(prompts["captured"], side), codec(side)
-    whole, pieces = one.encode(x), [one.encode(part) for part in x.split(CHUNK, dim=2)]
+    whole, pieces = later(one).encode(x), [later(one).encode(part) for part in x.split(CHUNK, dim=2)]
     for name, part in whole.parts.items():
         assert torch.equal(part.tensor, torch.cat([piece.parts[name].tensor for piece in pieces], dim=2))
-    alone = one.encode(x[1:])
+    alone = later(one).encode(x[1:])
     assert all(torch.equal(part.tensor, whole.parts[name].tensor[1:]) for name, part in alone.parts.items())
-    packed, state, decoded = opened(one, prompts["captured"])
+    packed, state, decoded = packed_prompt(one, prompts["captured"])
     for start in range(0, x.shape[2], CHUNK):
         cut = {
             k: Part(p.tensor[:, :, start // p.unit : (start + CHUNK) // p.unit], p.unit)
             for k, p in packed.parts.items()
         }
-        tile = one.bound(state).decode(Packed(CHUNK, cut), torch.float32)
+        tile = one.with_state(state).decode(Packed(CHUNK, cut), torch.float32)
         torch.testing.assert_close(tile, decoded[:, :, start : start + CHUNK], rtol=1e-6, atol=1e-6)
 
 
 def test_the_same_seed_gives_the_same_bits_and_another_other_factors(prompts):
-    first, again, other = (opened(codec(seed=seed), prompts["random"]) for seed in (0, 0, 1))
+    first, again, other = (packed_prompt(codec(seed=seed), prompts["random"]) for seed in (0, 0, 1))
     assert torch.equal(first[1]["right"], again[1]["right"])
     assert not torch.equal(first[1]["right"], other[1]["right"])
 
@@ -194,4 +199,4 @@ def test_refusals(options, message):
 
 def test_chunks_whose_places_16_bits_cannot_tell_are_refused():
     with pytest.raises(UsageError, match="residual=1024: at head_dim=64 a chunk may have at most 512 tokens"):
-        GearCodec(UniformCodec(2, "channel", GROUP, DIM), "keys", 1024, 0.02, 4, 2, 3, 0)
+        GearCodec(UniformCodec(2, "channel", GROUP, DIM), 1024, 0.02, 4, 2, 3, 0)

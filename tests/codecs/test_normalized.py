@@ -15,7 +15,7 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 def test_norm_is_the_root_of_the_prompts_maximum():
     keys = numbers(3, 2, 40, 64) * 5
     keys[1, 0, :, 7] = 0
-    norm = NormalizedCodec(IdentityCodec()).freeze(Prompt(keys, keys, keys))["norm"]
+    norm = NormalizedCodec(IdentityCodec()).fit(Prompt(keys, keys, keys))["norm"]
     for row in range(3):
         for head in range(2):
             for channel in range(64):
@@ -27,8 +27,8 @@ def test_scores_are_unchanged():
     """(q norm) . (K / norm) = q . K, for prompt tokens and later ones."""
     keys, query = numbers(2, 2, 30, 64), numbers(2, 2, 5, 64, seed=1)
     codec = NormalizedCodec(IdentityCodec())
-    state = codec.freeze(Prompt(keys[:, :, :20], keys, keys))
-    codec = codec.bound(state)
+    state = codec.fit(Prompt(keys[:, :, :20], keys, keys))
+    codec = codec.with_state(state)
     packed = codec.encode(keys)
     folded = (query.double() * state["norm"].unsqueeze(2)) @ packed.parts["raw"].tensor.double().mT
     expected = query.double() @ keys.double().mT
@@ -42,7 +42,7 @@ def test_a_large_channel_harms_its_group_less():
     errors = []
     base = SignedCodec(2, "token", 32, 64)
     normalized = NormalizedCodec(base)
-    for codec in (base, normalized.bound(normalized.freeze(Prompt(keys, keys, keys)))):
+    for codec in (base, normalized.with_state(normalized.fit(Prompt(keys, keys, keys)))):
         error = (codec.decode(codec.encode(keys), torch.float32) - keys)[..., :5]
         errors.append(error.square().mean().item())
     assert errors[1] < 0.5 * errors[0]

@@ -18,10 +18,10 @@ def codec(side="keys", low=2, high=4, ratio=0.4, seed=0) -> SalientCodec:
     return SalientCodec(side, low, high, ratio, CHUNK, DIM, torch.float32, seed)
 
 
-def opened(one: SalientCodec, prompt: Prompt) -> tuple[Packed, dict, torch.Tensor]:
+def packed_prompt(one: SalientCodec, prompt: Prompt) -> tuple[Packed, dict, torch.Tensor]:
     """(packed, state, decoded) of the prompt's first `TOKENS` tokens."""
-    packed, state = one.open(prompt, 0, TOKENS)
-    return packed, state, one.bound(state).decode(packed, torch.float32)
+    packed, state = one.encode_prompt(getattr(prompt, one.side)[:, :, :TOKENS], prompt, 0)
+    return packed, state, one.with_state(state).decode(packed, torch.float32)
 
 
 def marked(packed: Packed) -> torch.Tensor:
@@ -99,10 +99,10 @@ def expected(x: np.ndarray, chosen: np.ndarray, side: str, low: int, high: int) 
 def test_equals_the_definition_in_float64(prompts, kind, side, low, high):
     prompt, one = prompts[kind], codec(side, low, high)
     x = getattr(prompt, side)[:, :, :TOKENS]
-    packed, _, decoded = opened(one, prompt)
+    packed, _, decoded = packed_prompt(one, prompt)
     saliency = prompt_saliency(prompt, 0)[:, :, :TOKENS]
-    later = one.encode(x, saliency)
-    both = ((packed, decoded, TOKENS), (later, one.decode(later, torch.float32), CHUNK))
+    later = one.with_state({}, saliency).encode(x)
+    both = ((packed, decoded, TOKENS), (later, one.with_state({}).decode(later, torch.float32), CHUNK))
     for held, actual, size in both:
         chosen = marked(held)
         for row, head in np.ndindex(2, 2):
@@ -124,8 +124,8 @@ def test_ratio_0_and_1_are_the_uniform_parts(prompts, kind, ratio, bits):
         x = getattr(prompts[kind], side)[:, :, :TOKENS]
         for size, whole in ((TOKENS, True), (CHUNK, False)):
             one = codec(side, ratio=ratio)
-            later = one.encode(x, torch.rand(2, 2, TOKENS))
-            actual = opened(one, prompts[kind])[2] if whole else one.decode(later, torch.float32)
+            later = one.with_state({}, torch.rand(2, 2, TOKENS)).encode(x)
+            actual = packed_prompt(one, prompts[kind])[2] if whole else one.with_state({}).decode(later, torch.float32)
             norm = torch.ones(2, 2, TOKENS // size, 1, DIM)
             if side == "values":
                 norm = x.unflatten(2, (-1, size)).abs().amax(3, keepdim=True).sqrt().half().float()
@@ -140,14 +140,14 @@ def test_ratio_0_and_1_are_the_uniform_parts(prompts, kind, ratio, bits):
 def test_bytes_have_no_slack(prompts, side):
     heads, tokens = 2 * 2, 2 * 2 * TOKENS
     one, chunks = codec(side), TOKENS // CHUNK
-    packed, state, _ = opened(one, prompts["random"])
+    packed, state, _ = packed_prompt(one, prompts["random"])
     codes = tokens * DIM * 2 // 8 + tokens * 2 // 5 * DIM * 2 // 8  # 2 bits each, 2 more for two of five
     marks = heads * chunks * 2 * 4  # 50 bits in two words
     scales = 2 * 2 * (tokens if side == "values" else heads * 2 * DIM)
     norms = heads * DIM * 2 if side == "values" else 0
     counts = heads * chunks * 4
     assert packed.nbytes + sum(t.nbytes for t in state.values()) == codes + marks + scales + norms + counts
-    later = one.encode(getattr(prompts["random"], side)[:, :, :TOKENS], torch.rand(2, 2, TOKENS))
+    later = one.with_state({}, torch.rand(2, 2, TOKENS)).encode(getattr(prompts["random"], side)[:, :, :TOKENS])
     assert later.nbytes == codes + marks + (scales + norms * chunks if side == "values" else scales * chunks)
     assert one.nominal_bits == 2.8
 
@@ -155,12 +155,12 @@ def test_bytes_have_no_slack(prompts, side):
 @pytest.mark.parametrize("side", SIDES)
 def test_salient_tokens_have_the_smaller_error(prompts, side):
     x = getattr(prompts["captured"], side)[:, :, :TOKENS]
-    packed, _, decoded = opened(codec(side), prompts["captured"])
+    packed, _, decoded = packed_prompt(codec(side), prompts["captured"])
     error, chosen = (decoded - x).square().mean(3), marked(packed)
     assert error[chosen].mean() < 0.2 * error[~chosen].mean()
 
     def total(**options):
-        return (opened(codec(side, **options), prompts["captured"])[2] - x).norm()
+        return (packed_prompt(codec(side, **options), prompts["captured"])[2] - x).norm()
 
     assert total(ratio=1.0) < total(ratio=0.7) < total() < total(ratio=0.0)
     assert total(low=4, high=8) < total(low=3, high=4) < total() < total(low=1, high=2)
@@ -170,29 +170,31 @@ def test_salient_tokens_have_the_smaller_error(prompts, side):
 def test_chunks_are_independent_and_the_prompts_tiles_decode_alone(prompts, side):
     prompt, one = prompts["captured"], codec(side)
     x, saliency = getattr(prompt, side)[:, :, :TOKENS], prompt_saliency(prompt, 0)[:, :, :TOKENS]
-    whole = one.encode(x, saliency)
-    pieces = [one.encode(*both) for both in zip(x.split(CHUNK, 2), saliency.split(CHUNK, 2), strict=True)]
+    whole = one.with_state({}, saliency).encode(x)
+    pieces = [
+        one.with_state({}, weights).encode(part)
+        for part, weights in zip(x.split(CHUNK, 2), saliency.split(CHUNK, 2), strict=True)
+    ]
     for name, part in whole.parts.items():
         assert torch.equal(part.tensor, torch.cat([piece.parts[name].tensor for piece in pieces], dim=2))
-    packed, state, decoded = opened(one, prompt)
+    packed, state, decoded = packed_prompt(one, prompt)
     for start in range(0, TOKENS, CHUNK):
         stop = start + CHUNK
         cut = {name: Part(p.tensor[:, :, start // p.unit : stop // p.unit], p.unit) for name, p in packed.parts.items()}
-        assert torch.equal(one.bound(state).decode(Packed(CHUNK, cut), torch.float32), decoded[:, :, start:stop])
+        assert torch.equal(one.with_state(state).decode(Packed(CHUNK, cut), torch.float32), decoded[:, :, start:stop])
 
 
 def test_later_tokens_are_weighed_by_one_query_among_themselves():
     query, keys = torch.randn(1, 4, 1, DIM), torch.randn(1, 2, CHUNK, DIM)
     weights = (query[0, :, 0].double().unflatten(0, (2, 2)) @ keys[0].double().mT / 8).softmax(-1).sum(1)
-    torch.testing.assert_close(codec().weigh(query, keys)[0].double(), weights, rtol=1e-4, atol=1e-6)
-    assert torch.equal(codec().weigh(query, keys), attention_received(query, keys))
+    torch.testing.assert_close(attention_received(query, keys)[0].double(), weights, rtol=1e-4, atol=1e-6)
 
 
 def test_constant_numbers_are_exact():
     x = torch.full((1, 2, 300, DIM), 0.25)
     x[:, 1] = 0
     for side in SIDES:
-        assert torch.equal(opened(codec(side), Prompt(x, x, x))[2], x[:, :, :TOKENS])
+        assert torch.equal(packed_prompt(codec(side), Prompt(x, x, x))[2], x[:, :, :TOKENS])
 
 
 def test_bits_that_leave_no_plane_to_pack_are_refused():
@@ -211,7 +213,9 @@ def test_attention_says_better_than_its_opposite_which_tokens_matter(prompts, mo
         return scores.masked_fill_(hidden, -torch.inf).softmax(-1) @ values[:, :, :TOKENS].unsqueeze(2)
 
     def error():
-        return (output(*(opened(codec(side), prompt)[2] for side in SIDES)) - output(prompt.keys, prompt.values)).norm()
+        return (
+            output(*(packed_prompt(codec(side), prompt)[2] for side in SIDES)) - output(prompt.keys, prompt.values)
+        ).norm()
 
     chosen = error()
     monkeypatch.setattr(salient, "prompt_saliency", lambda *a: -prompt_saliency(*a))

@@ -6,6 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvq_cli.codecs.base import Prompt
+from kvq_cli.codecs.normalized import NormalizedCodec
+from kvq_cli.codecs.phased import PhasedCodec
 from kvq_cli.codecs.signed import SignedCodec
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.errors import UsageError
@@ -88,18 +91,32 @@ def test_each_group_of_a_hybrid_is_the_better_of_both(bits, axis, group, sign, d
 
 @pytest.mark.parametrize("sign", ["extra", "inside"])
 @pytest.mark.parametrize("axis", AXES)
-def test_prompt_hybrid_is_hybrid_then_symmetric(axis, sign):
+def test_symmetric_groups_in_the_parts_of_a_hybrid(axis, sign):
+    """Either codec decodes them, which lets one encode the prompt and the other what follows."""
     x = numbers(3, offset=0.7)
-    prompt = SignedCodec(2, axis, 32, HEAD_DIM, sign=sign, hybrid="prompt")
-    always = SignedCodec(2, axis, 32, HEAD_DIM, sign=sign, hybrid="always")
+    always, later = (SignedCodec(2, axis, 32, HEAD_DIM, sign=sign, hybrid=hybrid) for hybrid in ("always", "symmetric"))
     symmetric = SignedCodec(2, axis, 32, HEAD_DIM, sign=sign)
-    for name, part in always.encode(x).parts.items():
-        assert torch.equal(prompt.encode(x).parts[name].tensor, part.tensor), name
-    later = prompt.after_prompt().encode(x)
-    assert later.parts.keys() == prompt.encode(x).parts.keys()
+    packed = later.encode(x)
+    assert packed.parts.keys() == always.encode(x).parts.keys()
     expected = symmetric.decode(symmetric.encode(x), torch.float32)
-    torch.testing.assert_close(prompt.decode(later, torch.float32), expected, rtol=1e-6, atol=1e-6)
-    assert always.after_prompt() is always
+    torch.testing.assert_close(later.decode(packed, torch.float32), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(always.decode(packed, torch.float32), later.decode(packed, torch.float32))
+
+
+@pytest.mark.parametrize("sign", ["extra", "inside"])
+@pytest.mark.parametrize("norm", [False, True])
+def test_a_prompt_is_hybrid_and_later_tokens_are_symmetric(sign, norm):
+    x, always = numbers(3, offset=0.7), SignedCodec(2, "token", 32, HEAD_DIM, sign=sign, hybrid="always")
+    later = SignedCodec(2, "token", 32, HEAD_DIM, sign=sign, hybrid="symmetric")
+    codec = NormalizedCodec(always, later) if norm else PhasedCodec(always, later)
+    packed, state = codec.encode_prompt(x, Prompt(x, x, x), 0)
+    divided = x / state["norm"].unsqueeze(2) if norm else x
+    for expected, actual in (
+        (always.encode(divided), packed),
+        (later.encode(divided), codec.with_state(state).encode(x)),
+    ):
+        for name, part in expected.parts.items():
+            assert torch.equal(actual.parts[name].tensor, part.tensor), name
 
 
 @pytest.mark.parametrize("hybrid", ["no", "always"])
@@ -120,7 +137,7 @@ def test_zeros_constants_and_tiny_numbers(axis, group, hybrid):
         (2, 32, "extra", "no", 2 + 1 + 0.5),
         (2, 32, "extra", "always", 2 + 1 + 0.5),
         (2, 16, "extra", "always", 2 + 1 + 1),
-        (3, 64, "extra", "prompt", 3 + 1 + 0.25),
+        (3, 64, "extra", "symmetric", 3 + 1 + 0.25),
         (2, 32, "inside", "no", 2 + 0.5),
         (2, 32, "inside", "always", 2 + 0.5 + 0.5),
         (8, 32, "extra", "always", 8 + 1 + 0.5),

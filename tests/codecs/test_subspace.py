@@ -19,13 +19,13 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def made(dim=16, rows=2, heads=2, sharing=2, tokens=40, seed=0, **options):
-    """(prompt, codec, the codec bound to what it froze of the prompt, that state)."""
+    """(prompt, codec, the codec with the state fit to the prompt, that state)."""
     options = {"rank": 3, "strength": 0.05, "block": 8, **options}
     codec = SubspaceCodec(2, GROUP, dim, torch.float32, **options)
     queries = numbers(rows, heads * sharing, tokens, dim, seed=seed) * torch.linspace(3, 0.1, dim)
     prompt = Prompt(numbers(rows, heads, tokens, dim, seed=seed + 1), numbers(rows, heads, tokens, dim), queries)
-    state = codec.freeze(prompt)
-    return prompt, codec, codec.bound(state), state
+    state = codec.fit(prompt)
+    return prompt, codec, codec.with_state(state), state
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96])
@@ -33,7 +33,7 @@ def made(dim=16, rows=2, heads=2, sharing=2, tokens=40, seed=0, **options):
 def test_without_strength_it_is_the_uniform_codec_bit_for_bit(bits, dim):
     x = numbers(2, 2, 64, dim).to(torch.bfloat16)
     codec = SubspaceCodec(bits, 32, dim, torch.bfloat16, rank=5, strength=0.0, block=24)
-    codec = codec.bound(codec.freeze(Prompt(x, x, numbers(2, 4, 64, dim))))
+    codec = codec.with_state(codec.fit(Prompt(x, x, numbers(2, 4, 64, dim))))
     plain = UniformCodec(bits, "channel", 32, dim, torch.bfloat16)
     expected, actual = plain.encode(x), codec.encode(x)
     assert expected.parts.keys() == actual.parts.keys()
@@ -126,7 +126,7 @@ def test_a_shared_subspace_serves_all_rows():
     prompt, _, _, _ = made()
     codec = SubspaceCodec(2, GROUP, 16, torch.float32, rank=3, strength=0.05, block=8, shared=True)
     first = Prompt(prompt.keys[:1], prompt.values[:1], prompt.queries[:1])
-    bound = codec.bound(codec.freeze(first))
+    bound = codec.with_state(codec.fit(first))
     assert codec.shares_state
     for row in range(2):
         own = bound.encode(prompt.keys[row : row + 1])

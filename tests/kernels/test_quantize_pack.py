@@ -84,7 +84,7 @@ def test_codecs_pack_the_same_on_a_gpu(monkeypatch, mode, sign, axis):
     x = numbers(32)
     own = codec(2, axis, 32, 64, torch.float16, mode, sign)
     if mode == "prompt":
-        own = SignedCodec(2, axis, 32, 64, torch.float16, sign, "prompt").after_prompt()
+        own = SignedCodec(2, axis, 32, 64, torch.float16, sign, "symmetric")
     on_cpu = own.encode(x)
     monkeypatch.setattr(kernels, "on_gpu", lambda _: True)
     monkeypatch.setattr(type(own), "quantize", None)  # by the kernel or not at all
@@ -98,9 +98,9 @@ def test_codecs_that_quantize_their_own_way_do_so_on_a_gpu(monkeypatch):
     own = SubspaceCodec(2, 32, 64, rank=2, strength=1.0, block=32)
     state = {"subspace": torch.randn(2, 1, 2, 64), "gain": torch.randn(2, 1, 1, 2, 2) * 0.01}
     x = numbers(32)
-    expected = own.bound(state).encode(x)
+    expected = own.with_state(state).encode(x)
     monkeypatch.setattr(kernels, "on_gpu", lambda _: True)
-    found = own.bound(state).encode(x)
+    found = own.with_state(state).encode(x)
     assert all(torch.equal(part.tensor, found.parts[name].tensor) for name, part in expected.parts.items())
 
 

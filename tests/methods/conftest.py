@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from kvq_cli.attention.taps import iter_attention
+from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.calibration import capture
 from kvq_cli.calibration.codebooks import Captured, Recipe, calibrate_stream
 from kvq_cli.data.texts import load_text, token_windows
@@ -69,7 +69,7 @@ def captured() -> dict[str, Captured]:
             found.setdefault(kind + what, []).append(numbers[8:].bfloat16().clone())
 
     for window in windows:
-        capture.capture(loaded.model, iter_attention(loaded.model), window, sink, gradients=True)
+        capture.capture(loaded.model, attention_layers(loaded.model), window, sink, gradients=True)
     x = {name: torch.stack(samples) for name, samples in found.items()}
     return {kind: Captured(x[f"{kind}x"], x[f"{kind}g"], held_out=1) for kind in "kv"}
 

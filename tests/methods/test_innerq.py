@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvq_cli.codecs.base import Prompt
+from kvq_cli.codecs.base import Packed, Prompt, PromptCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.registry import build
 from kvq_cli.methods.window import Window
@@ -13,16 +13,23 @@ MODES = ("symmetric", "asymmetric", "hybrid", "hybrid_prefill")
 
 def codec_of(stream, x: torch.Tensor):
     """The stream's codec for a prompt of the keys or values `x`."""
-    return stream.codec.bound(stream.codec.freeze(Prompt(x, x, x))) if stream.codec.freezes else stream.codec
+    return stream.codec.with_state(stream.codec.fit(Prompt(x, x, x))) if is_fit(stream) else stream.codec
+
+
+def is_fit(stream) -> bool:
+    return isinstance(stream.codec, PromptCodec)
+
+
+def packed_prompt(stream, x: torch.Tensor) -> Packed:
+    return stream.codec.encode_prompt(x, Prompt(x, x, x), 0)[0] if is_fit(stream) else stream.codec.encode(x)
 
 
 def error(stream, x: torch.Tensor) -> torch.Tensor:
-    codec = codec_of(stream, x)
-    return codec.decode(codec.encode(x), torch.float32) - x.float()
+    return codec_of(stream, x).decode(packed_prompt(stream, x), torch.float32) - x.float()
 
 
 def bits_per_number(stream, x: torch.Tensor) -> float:
-    return codec_of(stream, x).encode(x).nbytes * 8 / x.numel()
+    return packed_prompt(stream, x).nbytes * 8 / x.numel()
 
 
 def test_windows_and_sources(shape):

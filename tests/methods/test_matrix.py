@@ -15,6 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvq_cli import attach
 from kvq_cli.artifact import Artifact, fingerprint
+from kvq_cli.cache.prompt_stream import PromptStream, new_stream
 from kvq_cli.cache.rows import Rows
 from kvq_cli.cache.stream import Stream
 from kvq_cli.codecs.base import Prompt
@@ -53,7 +54,7 @@ def streams(method: Method, shape, tensors_for) -> list[Stream]:
     """New streams for the keys and the values of a layer."""
     tensors = tensors_for(method.calibration(shape), shape, [0] * shape.kv_heads) if method.calibrates else {}
     plan = method.plan(0, shape, tensors)
-    return [Stream(plan.keys), Stream(plan.values)]
+    return [new_stream(plan.keys), new_stream(plan.values)]
 
 
 def feed(stream: Stream, x: torch.Tensor, chunks: list[int], pads: tuple[int, ...] | None = None) -> Stream:
@@ -63,12 +64,14 @@ def feed(stream: Stream, x: torch.Tensor, chunks: list[int], pads: tuple[int, ..
         mask = torch.tensor([[0] * count + [1] * (x.shape[2] - count) for count in pads])
     for chunk in chunks:
         seen = None if mask is None else mask[:, : past + chunk]
-        new, runs = x[:, :, past : past + chunk], rows.begin(past, chunk, x.shape[0], seen).runs
-        for run in runs:
-            if stream.codec.freezes and run.past == 0 and run.tokens:
-                own = new[run.rows, :, run.pads :]
-                stream.freeze(run.rows, x.shape[0], Prompt(own, own, own))
-        stream.append(new, runs)
+        prompts = {}
+        new, groups = x[:, :, past : past + chunk], rows.begin(past, chunk, x.shape[0], seen).row_groups
+        for group in groups:
+            if isinstance(stream, PromptStream) and group.past == 0 and group.tokens:
+                prompts[group.rows.start] = Prompt(*[new[group.rows, :, group.pads :]] * 3)
+        if prompts:
+            stream.announce(groups, prompts, {})
+        stream.append(new, groups)
         past += chunk
     return stream
 
@@ -103,7 +106,10 @@ def test_what_is_stored_depends_on_a_rows_tokens_alone(name, options, heads, hea
         for row in range(2):
             assert_same(state(whole, row), state(streamed, row))
         assert_same(state(whole, 0), state(alone, 0))
-        own = [*whole.state.values(), *(t for row in range(2) for t in state(whole, row))]
+        own = [
+            *(whole.state.values() if isinstance(whole, PromptStream) else ()),
+            *(t for row in range(2) for t in state(whole, row)),
+        ]
         parts = whole.bytes_by_part()
         assert sum(parts.values()) - parts["unused"] == sum(t.numel() * t.element_size() for t in own)
         for row, count in enumerate(pads):

@@ -1,4 +1,4 @@
-"""What holds for methods whose first pass is frozen as one whole, for any bits, number of kv heads and head_dim.
+"""What holds for methods whose prompt is packed as one whole, for any bits, number of kv heads and head_dim.
 
 All runs of a test share the first pass, whatever follows it; see `test_matrix.py` for methods without a first pass.
 """
@@ -73,7 +73,10 @@ def assert_same(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
 
 def tensor_bytes(stream: Stream) -> int:
     parts = [
-        part.tensor for store in (stream.opening, stream.store) for s in store.segments for part in s.parts.values()
+        part.tensor
+        for store in (stream.prompt_store, stream.store)
+        for s in store.segments
+        for part in s.parts.values()
     ]
     tensors = [stream.sinks, stream.ring, *parts, *stream.state.values()]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
@@ -92,8 +95,9 @@ def test_what_is_stored_depends_on_a_rows_tokens_and_first_pass_alone(name, opti
     own = [x[:1, :, PADS[0] :] for x in numbers]
     alone = feed(CompressedLayer(0, plan), own, [FIRST - PADS[0], *[1] * (TOKENS - FIRST)])
     for a, b, c in zip(whole.streams, streamed.streams, alone.streams, strict=True):
-        assert a.opened == [a.window.packed(FIRST - count) for count in PADS] and min(a.opened) > 0
-        assert a.packed_tokens > sum(a.opened)
+        apart = [a.prompt_tokens(slice(row, row + 1)) for row in range(3)]
+        assert apart == [a.window.packed(FIRST - count) for count in PADS] and min(apart) > 0
+        assert a.packed_tokens > sum(apart)
         for row in range(3):
             assert_same(held(a, row), held(b, row))
         assert_same(held(a, 0), held(c, 0))
@@ -193,7 +197,7 @@ def test_any_range_can_be_read_in_tiles_that_keep_the_prompt_apart(name, options
     layer = feed(CompressedLayer(0, build(name, **options).plan(0, shape, {})), numbers, [FIRST, TOKENS - FIRST])
     rows = slice(0, 1)
     for stream in layer.streams:
-        whole, border = stream.read(0), stream.window.sinks + stream.opened[0]
+        whole, border = stream.read(0), stream.window.sinks + stream.prompt_tokens(rows)
         for start, size in itertools.product((0, 3, 20, 36, 70), (1, 17, 40, 1000)):
             seen = [token for a, b, _ in stream.exact(rows, TOKENS, start, TOKENS) for token in range(a, b)]
             for first, last, packed in stream.packed(rows, TOKENS, start, TOKENS, size):

@@ -28,9 +28,9 @@ def test_without_strength_keys_are_kivis_bit_for_bit(shape_of, bits, head_dim, b
         for name, o in (("squat", {"strength": 0}), ("kivi", {}))
     ]
     squat, kivi = (plan.keys.codec for plan in plans)
-    state = squat.freeze(Prompt(x, x, torch.randn(2, 4, 64, head_dim).bfloat16()))
+    state = squat.fit(Prompt(x, x, torch.randn(2, 4, 64, head_dim).bfloat16()))
     assert state["gain"].shape == (2, 2, head_dim // block - 1, 5, 5)
-    packed = squat.bound(state).encode(x)
+    packed = squat.with_state(state).encode(x)
     for name, part in kivi.encode(x).parts.items():
         assert torch.equal(packed.parts[name].tensor, part.tensor), name
 
@@ -45,7 +45,7 @@ def test_scores_of_captured_keys_with_queries_of_a_subspace_get_better(shape_of,
     shape, errors = shape_of(dtype=torch.bfloat16), {}
     for strength in (0.0, 1e-5, 1e-3):
         codec = build("squat", strength=strength).plan(0, shape, {}).keys.codec
-        codec = codec.bound(codec.freeze(Prompt(keys, keys, prompt.bfloat16())))
+        codec = codec.with_state(codec.fit(Prompt(keys, keys, prompt.bfloat16())))
         lost = codec.decode(codec.encode(keys), torch.float32) - keys.float()
         errors[strength] = (later.unflatten(1, (2, 2)).flatten(2, 3) @ lost.mT).square().mean().item()
     assert errors[1e-3] < 0.7 * errors[0.0] and errors[1e-5] < errors[0.0], errors

@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvq_cli.attention.attach import attach
-from kvq_cli.attention.taps import AttentionSite, decoder_of, layer_input
+from kvq_cli.attention.capture_points import AttentionLayer, decoder_of, layer_input
 from kvq_cli.calibration.capture import capture
-from kvq_cli.codecs.base import Codec, Packed, Prompt, State
+from kvq_cli.codecs.base import Codec, Packed, Prompt, PromptCodec, State
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan
 from kvq_cli.methods.window import Window
 
@@ -22,7 +22,7 @@ PromptSink = Callable[[int, Prompt], None]
 
 
 def watch_inputs(
-    model: PreTrainedModel, sites: list[AttentionSite], tokens: Tensor, sink: Callable[[int, str, Tensor], None]
+    model: PreTrainedModel, sites: list[AttentionLayer], tokens: Tensor, sink: Callable[[int, str, Tensor], None]
 ) -> None:
     """Run a window `[tokens]` through the model and call `sink(layer, kind, numbers)` for each layer in turn.
 
@@ -58,18 +58,26 @@ def query_hooks(model: PreTrainedModel, pre_rope: bool) -> Iterator[Callable[[Te
         yield run
 
 
-class _SinkCodec(Codec):
+class _SinkCodec(PromptCodec):
     """Passes the prompt to `sink` and stores nothing."""
 
     nominal_bits = 16.0
 
-    def __init__(self, sink: Callable[[Prompt], None] | None = None) -> None:
-        self.freezes, self._sink = sink is not None, sink
+    def __init__(self, sink: Callable[[Prompt], None]) -> None:
+        self._sink = sink
 
-    def freeze(self, prompt: Prompt) -> State:
-        if self._sink is not None:
-            self._sink(prompt)
+    def fit(self, prompt: Prompt) -> State:
+        self._sink(prompt)
         return {}
+
+    def with_state(self, state: State, saliency: Tensor | None = None) -> Codec:
+        return _EmptyCodec()
+
+
+class _EmptyCodec(Codec):
+    """Stores nothing."""
+
+    nominal_bits = 16.0
 
     def _encode(self, x: Tensor) -> Packed:
         return Packed(x.shape[2], {})
@@ -93,4 +101,4 @@ class _PromptReader(Method):
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
         keys = _SinkCodec(lambda prompt: self.sinks[0](layer, prompt))
         source = "pre_rope" if self.pre_rope else "post_rope"
-        return LayerPlan(StreamPlan(source, keys, Window()), StreamPlan("value", _SinkCodec(), Window()))
+        return LayerPlan(StreamPlan(source, keys, Window()), StreamPlan("value", _EmptyCodec(), Window()))

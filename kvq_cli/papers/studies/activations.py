@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kvq_cli.attention.taps import AttentionSite, iter_attention
+from kvq_cli.attention.capture_points import AttentionLayer, attention_layers
 from kvq_cli.calibration import forecast
 from kvq_cli.calibration.capture import capture, checkpointing
 from kvq_cli.calibration.parallel import repeatable, side_by_side
@@ -76,7 +76,7 @@ class Activations:
     """Captured keys (before RoPE) and values of `layers`. sites: the model's attention modules, in layer order."""
 
     loaded: LoadedModel
-    sites: list[AttentionSite]
+    sites: list[AttentionLayer]
     layers: list[int]
     store: Store
 
@@ -107,7 +107,7 @@ def captured(
     """
     if not 0 <= skip < windows.shape[1]:
         raise UsageError(f"skip={skip} must be at least 0 and below --seqlen {windows.shape[1]}")
-    sites = iter_attention(loaded.model)
+    sites = attention_layers(loaded.model)
     chosen = list(range(len(sites))) if layers is None else list(layers)
     with temporary_store() as store:
 

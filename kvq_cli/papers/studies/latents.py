@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvq_cli.attention.taps import iter_attention
+from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.calibration.factors import factorize
 from kvq_cli.papers.studies.activation_hooks import watch_inputs
 from kvq_cli.papers.studies.activations import spread
@@ -76,7 +76,7 @@ class Latents(Study):
 
     def run(self, data: StudyInput, progress: Progress) -> Findings:
         """See `Study.run`. Memory: the activations of one layer, and the factors of all weights."""
-        sites, windows = iter_attention(data.loaded.model), data.windows
+        sites, windows = attention_layers(data.loaded.model), data.windows
         layers = []
         for site in sites:
             progress("singular values", site.index, len(sites))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvq_cli.attention.attach import Attached, attach
-from kvq_cli.attention.taps import decoder_of
+from kvq_cli.attention.capture_points import decoder_of
 from kvq_cli.evaluation.divergence import Divergence, divergence
 from kvq_cli.methods.base import Method
 from kvq_cli.models import LoadedModel

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import LongTensor, Tensor
 
-from kvq_cli.attention.taps import AttentionSite, iter_attention
-from kvq_cli.codecs.base import Prompt
+from kvq_cli.attention.capture_points import AttentionLayer, attention_layers
+from kvq_cli.codecs.base import Prompt, PromptCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.kivi import Kivi
 from kvq_cli.methods.squat import Squat
@@ -136,7 +136,7 @@ class Queries(Study):
         windows = replace(data, samples=data.samples + 1).windows
         another = replace(data, samples=1).tokens(self.other, "evaluation")[0]
         sequences = _with_responses(data.loaded, windows[:-1, :prompt], self.response, data.seed, progress)
-        layers = [_Layer(site, self, prompt, data) for site in iter_attention(data.loaded.model)]
+        layers = [_Layer(site, self, prompt, data) for site in attention_layers(data.loaded.model)]
         passes = [("sequence", windows[-1]), ("text", another), *(("whole", tokens) for tokens in sequences)]
         with query_hooks(data.loaded.model, self.pre_rope) as run:
             for index, (name, tokens) in enumerate(passes):
@@ -173,7 +173,7 @@ class Queries(Study):
 class _Layer:
     """A layer's singular vectors of other texts, and sums over the sequences."""
 
-    def __init__(self, site: AttentionSite, study: Queries, prompt: int, data: StudyInput) -> None:
+    def __init__(self, site: AttentionLayer, study: Queries, prompt: int, data: StudyInput) -> None:
         self._site, self._prompt, self._pre_rope = site, prompt, study.pre_rope
         plans = {name: method.plan(site.index, data.loaded.shape, {}) for name, method in study.methods().items()}
         self._plans = {name: plan.keys for name, plan in plans.items()}
@@ -201,9 +201,9 @@ class _Layer:
     def _errors(self, method: str, sequence: Prompt) -> tuple[float, float]:
         """Mean score error and moved attention weight of the response's queries."""
         plan, tokens, codec = self._plans[method], sequence.keys.shape[2], self._plans[method].codec
-        if codec.freezes:
+        if isinstance(codec, PromptCodec):
             parts = (x[:, :, : self._prompt] for x in (sequence.keys, sequence.values, sequence.queries))
-            codec = codec.bound(codec.freeze(Prompt(*parts)))
+            codec = codec.with_state(codec.fit(Prompt(*parts)))
         packed = plan.window.packed(tokens)
         restored = codec.decode(codec.encode(sequence.keys[:, :, :packed]), torch.float32)
         queries, keys = sequence.queries[0].float(), sequence.keys[0].float()

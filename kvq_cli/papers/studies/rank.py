@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.attention.projections import projections
-from kvq_cli.attention.taps import iter_attention
 from kvq_cli.papers.studies.study import Findings, Progress, Study, StudyInput, register
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Rank(Study):
 
     def run(self, data: StudyInput, progress: Progress) -> Findings:
         """See `Study.run`."""
-        sites = iter_attention(data.loaded.model)
+        sites = attention_layers(data.loaded.model)
         ranks, full_rank = [], 0
         for site in sites:
             progress("singular values", site.index, len(sites))

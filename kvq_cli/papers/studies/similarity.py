@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvq_cli.attention.taps import iter_attention
+from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.errors import UsageError
 from kvq_cli.papers.studies.activation_hooks import watch_inputs
 from kvq_cli.papers.studies.study import Findings, Progress, Study, StudyInput, register
@@ -81,7 +81,7 @@ class Similarity(Study):
 
     def run(self, data: StudyInput, progress: Progress) -> Findings:
         """See `Study.run`. Memory: X, keys and values of two adjacent layers."""
-        sites, windows = iter_attention(data.loaded.model), data.windows
+        sites, windows = attention_layers(data.loaded.model), data.windows
         if len(sites) < 2:
             raise UsageError(
                 f"study similarity: {data.loaded.name} has a single layer: choose a model with at least two"

@@ -4,7 +4,7 @@ import pytest
 import torch
 import transformers
 
-from kvq_cli.attention.taps import iter_attention
+from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.papers.studies.activation_hooks import query_hooks, watch_inputs
 
 SIZES = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 3, "pad_token_id": 0}
@@ -43,7 +43,7 @@ def test_queries_and_keys_give_the_models_attention_weights(model):
 
 
 def test_before_rope_differs_by_the_rotation_alone(model):
-    sites = iter_attention(model)
+    sites = attention_layers(model)
     for site, before, after in zip(sites, queries_seen(model, True), queries_seen(model, False), strict=True):
         for x, turned in zip(before, after, strict=True):
             expected = x if torch.equal(x, turned) else site.rotation.at(x, 0)  # values are not turned
@@ -53,9 +53,9 @@ def test_before_rope_differs_by_the_rotation_alone(model):
 
 def test_inputs_project_to_the_keys_and_values_given_with_them(model):
     seen = {}
-    watch_inputs(model, iter_attention(model), IDS, lambda layer, kind, x: seen.setdefault((layer, kind), x))
+    watch_inputs(model, attention_layers(model), IDS, lambda layer, kind, x: seen.setdefault((layer, kind), x))
     assert len(seen) == 9 and all(x.shape[0] == len(IDS) for x in seen.values())
-    for layer, site in enumerate(iter_attention(model)):
+    for layer, site in enumerate(attention_layers(model)):
         projection = getattr(site.module, "v_proj", None) or site.module.qkv_proj
         made = projection(seen[layer, "x"])
         torch.testing.assert_close(made[:, -seen[layer, "v"].shape[1] :], seen[layer, "v"])
@@ -67,7 +67,7 @@ def test_the_model_is_unchanged_afterwards(model):
     before = model(IDS[None]).logits
     implementation = model.config._attn_implementation
     queries_seen(model, True)
-    watch_inputs(model, iter_attention(model), IDS, lambda *_: None)
+    watch_inputs(model, attention_layers(model), IDS, lambda *_: None)
     assert model.config._attn_implementation == implementation
     assert torch.equal(model(IDS[None]).logits, before)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from kvq_cli.attention.taps import iter_attention
+from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.papers.studies.latents import KINDS, TOP, Latents, dominance, magnitude_rank
 
 
@@ -30,7 +30,7 @@ def first_direction(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def data(study_input):
     """A random model whose W_k has one large direction, with outliers in channel 5, that all of X lies along."""
     made = study_input("tiny", torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(0)))
-    for site in iter_attention(made.loaded.model):
+    for site in attention_layers(made.loaded.model):
         weight = site.module.k_proj.weight  # [channels, hidden_size]
         u = torch.zeros(weight.shape[1])
         u[3] = 1.0
@@ -62,7 +62,7 @@ def test_a_known_outlier_channel_is_identified_and_predicted(data):
 def test_results_follow_from_the_first_singular_direction(study_input):
     windows = torch.randint(0, 256, (1, 30), generator=torch.Generator().manual_seed(1))
     data = study_input("tiny", windows)
-    sites, seen = iter_attention(data.loaded.model), []
+    sites, seen = attention_layers(data.loaded.model), []
     for site in sites:
         site.module.register_forward_pre_hook(
             lambda _module, _args, kwargs: seen.append(kwargs["hidden_states"][0]), with_kwargs=True

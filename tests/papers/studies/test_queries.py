@@ -116,9 +116,9 @@ def test_score_errors_against_a_loop(monkeypatch, pre_rope):
 
 
 def _rotation(model, layer: int):
-    from kvq_cli.attention.taps import iter_attention
+    from kvq_cli.attention.capture_points import attention_layers
 
-    return iter_attention(model)[layer].rotation
+    return attention_layers(model)[layer].rotation
 
 
 def test_squat_without_strength_equals_kivi(kvq, tmp_path):

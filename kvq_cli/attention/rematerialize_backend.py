@@ -13,10 +13,10 @@ from kvq_kernels.rematerialize import Latents, Norm, Workspace, new_workspace, p
 from torch import Tensor
 
 from kvq_cli.attention import torch_backend
+from kvq_cli.attention.capture_points import AttentionLayer
+from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.projections import Projection, projections
-from kvq_cli.attention.taps import AttentionSite
 from kvq_cli.attention.triton_backend import TritonBackend
-from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.stream import Stream
 from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.first_channel import FirstChannelCodec
@@ -25,7 +25,7 @@ from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.methods.base import LayerPlan
 
 
-def unsupported(site: AttentionSite, plan: LayerPlan) -> str | None:
+def unsupported(site: AttentionLayer, plan: LayerPlan) -> str | None:
     """Why the kernel cannot compute the attention of a layer that keeps its input; None: it can."""
     if plan.cross_layer is not None:
         return "packed layer inputs are sums over layers, which PyTorch adds up"
@@ -44,7 +44,7 @@ def unsupported(site: AttentionSite, plan: LayerPlan) -> str | None:
 
 def _is_read(codec: Codec, keys: bool) -> bool:
     if keys and isinstance(codec, FirstChannelCodec):
-        codec = codec.rest
+        codec = codec.base
     return type(codec) in (IdentityCodec, UniformCodec)
 
 
@@ -58,7 +58,7 @@ def key_norm(keys: Projection) -> Norm | str | None:
         return None
     if keys.layout == "flat":
         return "keys are normalized over all heads at once"
-    heads, dim, device = keys.tap.heads, keys.tap.head_dim, keys.weight.device
+    heads, dim, device = keys.point.heads, keys.point.head_dim, keys.weight.device
     epsilon = next((getattr(keys.norm, name) for name in ("variance_epsilon", "eps") if hasattr(keys.norm, name)), 0.0)
 
     def normed(x: Tensor) -> Tensor:
@@ -80,13 +80,13 @@ def key_norm(keys: Projection) -> Norm | str | None:
     return f"keys are normalized by {type(keys.norm).__name__}, which the kernel does not compute"
 
 
-class RemadeBackend:
+class RematerializeBackend:
     """For the layers of an attached model that keep their input; see `Backend`. engine: the backend of the others,
     which keeps lengths and tables of cosines for all of them. Layers share their workspace."""
 
     prefill_attention = staticmethod(torch_backend.prefill_attention)
 
-    def __init__(self, engine: TritonBackend, sites: Sequence[AttentionSite]) -> None:
+    def __init__(self, engine: TritonBackend, sites: Sequence[AttentionLayer]) -> None:
         self._engine = engine
         self._made: dict[int, tuple[Projection, Projection, Norm | None]] = {}
         for site in sites:
@@ -94,10 +94,10 @@ class RemadeBackend:
             self._made[site.index] = (keys, values, key_norm(keys))
         self._workspaces: dict[tuple, Workspace] = {}
 
-    def decode_attention(self, query: Tensor, layer: CompressedLayer, scaling: float) -> Tensor:
+    def decode_attention(self, query: Tensor, context: ForwardContext) -> Tensor:
         """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; zeros for pads. Layers whose
         scores are of another form are not given to kernels."""
-        forward, engine, device = layer.forward, self._engine, query.device
+        layer, forward, engine, device = context.layer, context.forward, self._engine, query.device
         lengths = engine._on_device(forward, None, device)
         count = engine._on_device(forward, layer.streams[0].window, device)
         rope = None if layer.rotation.style == "none" else engine._rope(layer.rotation, forward, device)
@@ -106,7 +106,7 @@ class RemadeBackend:
         own_values = _latents(layer.streams[-1], values, layer.plan.values.up, count)
         q = query[:, :, 0]
         given = {"rope": rope, "window": layer.sliding_window, "workspace": self._workspace(q, own_values)}
-        out = rematerialize(q, own_keys, own_values, lengths, scaling, **given, backend="triton")
+        out = rematerialize(q, own_keys, own_values, lengths, context.scaling, **given, backend="triton")
         return out.unsqueeze(2)
 
     def _workspace(self, query: Tensor, values: Latents) -> Workspace:
@@ -123,7 +123,7 @@ def _latents(stream: Stream, made: Projection, up: Tensor | None, count: Tensor,
     else:
         parts = {name: part.tensor for name, part in packed.parts.items()}
         if isinstance(codec, FirstChannelCodec):
-            first, codec = parts["first"], codec.rest
+            first, codec = parts["first"], codec.base
         tensors = Dense(parts["raw"]) if isinstance(codec, IdentityCodec) else _uniform(codec, parts)
     held = Side(tensors, count, stream.sinks if stream.window.sinks else None, stream.ring)
     bias = None if made.linear.bias is None else made.linear.bias[made.part]

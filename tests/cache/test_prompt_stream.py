@@ -1,4 +1,4 @@
-"""What codecs freeze of a prompt: of each row's own tokens and of its first pass, kept and moved with the row."""
+"""What codecs are fit to: the tokens of a row's own first pass. The state is kept and moved with the row."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import torch
 
 from kvq_cli.attention.rotary import Rotation
 from kvq_cli.cache.layer import CompressedLayer
+from kvq_cli.cache.prompt_stream import PromptStream
 from kvq_cli.cache.rows import Rows
-from kvq_cli.codecs.base import Codec, Packed, Part, Prompt, State
+from kvq_cli.codecs.base import Codec, Packed, Part, Prompt, PromptCodec, State
 from kvq_cli.codecs.identity import IdentityCodec
 from kvq_cli.methods.base import LayerPlan, ModelShape, StreamPlan
 from kvq_cli.methods.registry import build
@@ -23,26 +24,37 @@ METHODS = {
 }
 
 
-class Spy(Codec):
+class Spy(PromptCodec):
     """Keeps numbers less the mean of the prompt's keys, and all of the prompt as its state."""
 
-    freezes, nominal_bits = True, 16.0
+    nominal_bits = 16.0
 
-    def __init__(self, mean: torch.Tensor | None = None, later: bool = False, shared: bool = False) -> None:
-        self.mean, self.later, self.shares_state = mean, later, shared
+    def __init__(self, shared: bool = False) -> None:
+        self.shares_state = shared
 
-    def freeze(self, prompt: Prompt) -> State:
+    def fit(self, prompt: Prompt) -> State:
+        rows = slice(0, 1) if self.shares_state else slice(None)
         return {
-            "mean": prompt.keys.mean(dim=2, keepdim=True),
-            "queries": prompt.queries.clone(),
-            "values": prompt.values.clone(),
+            "mean": prompt.keys[rows].mean(dim=2, keepdim=True),
+            "queries": prompt.queries[rows].clone(),
+            "values": prompt.values[rows].clone(),
         }
 
-    def bound(self, state: State) -> Spy:
-        return Spy(state["mean"], self.later)
+    def encode_prompt(self, x: torch.Tensor, prompt: Prompt, first: int) -> tuple[Packed, State]:
+        state = self.fit(prompt)
+        return LessMean(state["mean"], later=False).encode(x), state
 
-    def after_prompt(self) -> Spy:
-        return Spy(self.mean, True)
+    def with_state(self, state: State, saliency: torch.Tensor | None = None) -> Codec:
+        return LessMean(state["mean"], later=True)
+
+
+class LessMean(Codec):
+    """Keeps numbers less a mean, and whether they came after the prompt."""
+
+    nominal_bits = 16.0
+
+    def __init__(self, mean: torch.Tensor, later: bool) -> None:
+        self.mean, self.later = mean, later
 
     def _encode(self, x: torch.Tensor) -> Packed:
         late = torch.full((x.shape[0], 1, x.shape[2]), self.later)
@@ -76,7 +88,7 @@ def feed(layer, keys, values, queries, starts, mask=None, turn=None) -> Compress
         own = None if mask is None else mask[:, :end]
         positions = None if mask is None else (own.cumsum(1) - 1).clamp(min=0)[:, begin:]
         layer.begin(rows.begin(begin, end - begin, keys.shape[0], own, positions))
-        layer.tap(key)
+        layer.capture_key(key)
         if turn is not None:
             key, query = (turn(x, pads, begin) for x in (key, query))
         layer.update(key, value)
@@ -188,12 +200,12 @@ def test_bytes_are_those_of_the_tensors_held(name):
     method, options = METHODS[name]
     layer = feed(CompressedLayer(0, build(method, **options).plan(0, SHAPE, {})), *inputs(2), [0, 40])
     for stream in (layer.key_stream, layer.value_stream):
-        held = [*stream.state.values(), stream.sinks, stream.ring]
+        held = [*(stream.state.values() if isinstance(stream, PromptStream) else ()), stream.sinks, stream.ring]
         held += [part.tensor for segment in stream.store.segments for part in segment.parts.values()]
         assert sum(stream.bytes_by_part().values()) == sum(t.untyped_storage().nbytes() for t in held)
 
 
-def test_a_cache_without_tokens_freezes_again():
+def test_a_cache_without_tokens_is_fit_to_a_new_prompt():
     keys, values, queries = inputs(1)
     layer = feed(spying(), keys[:, :, :4], values[:, :, :4], queries[:, :, :4], [0])
     layer.crop(4)

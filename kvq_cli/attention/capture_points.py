@@ -3,12 +3,12 @@
 The only place that knows how transformers lays out attention. It copies no model's code: the key before RoPE is the
 output of the module that last shapes it (`k_norm`, else `k_proj`, else the key part of a module for queries, keys and
 values), which holds for Llama, Mistral, Qwen, Phi, Gemma, OLMo, GLM, Cohere, GPT-NeoX, GPT-2 and others alike, and is
-checked, not believed: a short forward pass compares what the taps see with what the model hands to its cache.
+checked, not believed: a short forward pass compares what these points see with what the model hands to its cache.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from kvq_cli.attention.rotary import Rotation, find_rotation
+from kvq_cli.attention.score_form import PLAIN, ScoreForm
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.models import model_shape, text_config
 
@@ -30,7 +31,7 @@ _VALUE_NAMES = ("v_norm", "v_proj", *_FUSED)
 
 
 @dataclass(frozen=True)
-class Tap:
+class CapturePoint:
     """The output of `module`, or its channels `start:stop`, as `[batch, kv_heads, tokens, head_dim]`.
 
     heads_first: the module's output already is `[batch, kv_heads, tokens, head_dim]`. place: which of the three numbers
@@ -58,26 +59,25 @@ class Tap:
 
 
 @dataclass(frozen=True)
-class AttentionSite:
-    """One attention module of a model, and its taps.
+class AttentionLayer:
+    """One attention module of a model, and its capture points.
 
     key, value: None where they were not asked for.
-    rotation: how the model turns the tapped key into the cached one (style "none" for a layer without RoPE, and where
-    the tapped one is not asked for). sliding_window: how many tokens back a query sees, itself included; None: all.
+    rotation: how the model turns the captured key into the cached one (style "none" for a layer without RoPE, and where
+    the captured one is not asked for). sliding_window: how many tokens back a query sees, itself included; None: all.
     seen: what a short pass saw of the module: see `_probe`.
+    score_form: how scores become weights; `attach` finds out.
     """
 
     index: int
     name: str
     module: nn.Module
-    key: Tap | None
-    value: Tap | None
+    key: CapturePoint | None
+    value: CapturePoint | None
     rotation: Rotation
     sliding_window: int | None
     seen: dict = field(repr=False)
-
-    def with_rotation(self, rotation: Rotation) -> AttentionSite:
-        return replace(self, rotation=rotation)
+    score_form: ScoreForm = PLAIN
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -102,11 +102,12 @@ def attention_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def iter_attention(model: PreTrainedModel, taps: bool = True) -> list[AttentionSite]:
+def attention_layers(model: PreTrainedModel, points: bool = True) -> list[AttentionLayer]:
     """All attention sites of `model` in layer order. Runs the decoder once on a few random embeddings.
 
-    taps: also find where keys before RoPE and values come from; not asked for where keys are kept after it.
-    Raises UsageError naming the module where the taps would not give what the model caches, KvqError where that is NaN.
+    points: also find where keys before RoPE and values come from; not asked for where keys are kept after it.
+    Raises UsageError naming the module where the capture points would not give what the model caches, KvqError where
+    that is NaN.
     """
     shape, config = model_shape(model), text_config(model.config)
     windows, decoder = sliding_windows(config), decoder_of(model)
@@ -127,19 +128,19 @@ def iter_attention(model: PreTrainedModel, taps: bool = True) -> list[AttentionS
                     f"{name}: caches {what}s of shape {tuple(probe[what].shape)} where its config means {expected}: "
                     "attention of this kind is not supported"
                 )
-        if not taps:
+        if not points:
             unturned = Rotation("none", probe["key"].new_zeros(0), probe["key"].shape[-1])
-            sites.append(AttentionSite(index, name, module, None, None, unturned, windows[index], probe))
+            sites.append(AttentionLayer(index, name, module, None, None, unturned, windows[index], probe))
             continue
-        key = _tap(module, name, _KEY_NAMES, shape, probe, part=1)
-        value = _tap(module, name, _VALUE_NAMES, shape, probe, part=2)
+        key = _capture_point(module, name, _KEY_NAMES, shape, probe, part=1)
+        value = _capture_point(module, name, _VALUE_NAMES, shape, probe, part=2)
         if not torch.equal(value.view(probe["outputs"][id(value.module)]), probe["value"]):
             raise UsageError(f"{name}: the cached value is not the output of {type(value.module).__name__}")
         before = key.view(probe["outputs"][id(key.module)])
         rotation = find_rotation(getattr(decoder, "rotary_emb", None), kinds[index], before, probe["key"])
         if rotation is None:
             raise UsageError(f"{name}: the cached key is no rotation (half or interleaved) of the key before RoPE")
-        sites.append(AttentionSite(index, name, module, key, value, rotation, windows[index], probe))
+        sites.append(AttentionLayer(index, name, module, key, value, rotation, windows[index], probe))
     return sites
 
 
@@ -167,8 +168,8 @@ def _layers(module: nn.Module) -> nn.ModuleList | None:
     return next((own for name in _LAYERS if (own := getattr(module, name, None)) is not None), None)
 
 
-def _tap(module, name, candidates, shape, probe, part: int) -> Tap:
-    """The tap on the last module that shapes a key (part 1) or value (part 2); see `Tap` for its layouts."""
+def _capture_point(module, name, candidates, shape, probe, part: int) -> CapturePoint:
+    """The last module that shapes a key (part 1) or value (part 2); see `CapturePoint` for its layouts."""
     for candidate in candidates:
         child = getattr(module, candidate, None)
         if child is None or id(child) not in probe["outputs"]:
@@ -178,12 +179,12 @@ def _tap(module, name, candidates, shape, probe, part: int) -> Tap:
             if output.shape[-1] != shape.query_heads * shape.head_dim + 2 * size:
                 continue
             if _FUSED[candidate] and shape.query_heads == shape.kv_heads:
-                return Tap(child, shape.kv_heads, shape.head_dim, place=part)
+                return CapturePoint(child, shape.kv_heads, shape.head_dim, place=part)
             start = shape.query_heads * shape.head_dim + (part - 1) * size
-            return Tap(child, shape.kv_heads, shape.head_dim, start, start + size)
+            return CapturePoint(child, shape.kv_heads, shape.head_dim, start, start + size)
         if output[0].numel() == probe["tokens"] * size:
             heads_first = output.ndim == 4 and output.shape[1] == shape.kv_heads
-            return Tap(child, shape.kv_heads, shape.head_dim, heads_first=heads_first)
+            return CapturePoint(child, shape.kv_heads, shape.head_dim, heads_first=heads_first)
     raise UsageError(f"{name}: none of {', '.join(candidates)} gives {shape.kv_heads} kv heads of {shape.head_dim}")
 
 

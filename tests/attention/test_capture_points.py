@@ -1,4 +1,4 @@
-"""The taps give what the model caches, and the rotation is the model's own."""
+"""Capture points give what the model caches, and the rotation is the model's own."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
+from kvq_cli.attention.capture_points import attention_layers, attention_modules, decoder_of
 from kvq_cli.attention.rotary import TILE, Rotation
-from kvq_cli.attention.taps import attention_modules, decoder_of, iter_attention
 from kvq_cli.errors import UsageError
 
 FAMILIES = {
@@ -29,17 +29,17 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family, options", FAMILIES.items())
-def test_tapped_keys_rotated_are_the_cached_ones(tiny, prompt, family, options):
+def test_captured_keys_rotated_are_the_cached_ones(tiny, prompt, family, options):
     model = tiny(family, **options)
-    sites, (ids, _), seen = iter_attention(model), prompt(21), {}
+    sites, (ids, _), seen = attention_layers(model), prompt(21), {}
     handles = []
     for site in sites:
-        for name, tap in (("key", site.key), ("value", site.value)):
+        for name, point in (("key", site.key), ("value", site.value)):
 
-            def keep(_module, _args, output, where=(site.index, name), tap=tap):
-                seen[where] = tap.view(output)
+            def keep(_module, _args, output, where=(site.index, name), point=point):
+                seen[where] = point.view(output)
 
-            handles.append(tap.module.register_forward_hook(keep))
+            handles.append(point.module.register_forward_hook(keep))
     cache = DynamicCache()
     model(ids, past_key_values=cache)
     for handle in handles:
@@ -52,21 +52,21 @@ def test_tapped_keys_rotated_are_the_cached_ones(tiny, prompt, family, options):
 
 
 def test_what_is_known_of_a_site(tiny):
-    sites = iter_attention(tiny("gemma3", **FAMILIES["gemma3"]))
+    sites = attention_layers(tiny("gemma3", **FAMILIES["gemma3"]))
     assert [site.sliding_window for site in sites] == [7, None, 7]
     assert not sites[0].rotation.same(sites[1].rotation)  # local and global layers have their own frequencies
-    assert [site.rotation.style for site in iter_attention(tiny("smollm3", no_rope_layers=[1, 0, 1]))] == [
+    assert [site.rotation.style for site in attention_layers(tiny("smollm3", no_rope_layers=[1, 0, 1]))] == [
         "half",
         "none",
         "half",
     ]
-    assert iter_attention(tiny("glm"))[0].rotation.style == "interleaved"
-    assert iter_attention(tiny("phi3", partial_rotary_factor=0.5))[0].rotation.width == 8
+    assert attention_layers(tiny("glm"))[0].rotation.style == "interleaved"
+    assert attention_layers(tiny("phi3", partial_rotary_factor=0.5))[0].rotation.width == 8
 
 
 def test_nothing_is_left_on_the_model(tiny):
     model = tiny("llama")
-    iter_attention(model)
+    attention_layers(model)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     assert decoder_of(model) is model.model
     assert [name for name, _ in attention_modules(model)] == [f"model.layers.{i}.self_attn" for i in range(3)]
@@ -78,16 +78,16 @@ def test_models_of_another_build_are_refused(tiny):
     unnumbered = tiny("llama")
     del unnumbered.model.layers[0].self_attn.layer_idx
     with pytest.raises(UsageError, match="layer 0 has none of self_attn, attention, attn"):
-        iter_attention(unnumbered)
+        attention_layers(unnumbered)
     latent = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
     sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
     model = DeepseekV3ForCausalLM(DeepseekV3Config(vocab_size=20, intermediate_size=8, **sizes, **latent))
     with pytest.raises(UsageError, match="deepseek_v3 has latent attention, which kvq does not compress"):
-        iter_attention(model, taps=False)
+        attention_layers(model, points=False)
     other = tiny("llama")
     other.config.num_key_value_heads *= 2  # what its layers do not cache
     with pytest.raises(UsageError, match="caches keys of shape .* not supported"):
-        iter_attention(other, taps=False)
+        attention_layers(other, points=False)
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved", "none"])

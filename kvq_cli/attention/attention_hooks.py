@@ -1,0 +1,251 @@
+"""The hooks of an attached model, and the attention and mask functions that transformers calls in its forward pass.
+
+A pass with a compressed cache goes: `_before_forward` makes a `ForwardContext` for each attention module; hooks hand
+the key before RoPE or the layer input to the cache layer; transformers calls `update` of the layer, then `attention`,
+which finds the module's context and lets its backend compute; `_after_forward` removes the contexts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from kvq_cli.attention.capture_points import AttentionLayer, layer_input
+from kvq_cli.attention.forward_context import Backend, ForwardContext
+from kvq_cli.attention.rotary import Rotation, has_fixed_rope
+from kvq_cli.attention.score_form import PLAIN, ScoreForm
+from kvq_cli.cache.cache import CompressedCache
+from kvq_cli.cache.rows import would_sync
+from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.methods.base import LayerPlan
+
+#: The name under which transformers knows `attention` and `mask`.
+NAME = "kvq"
+#: Attention arguments that do not change the result.
+_HARMLESS = {"use_cache", "position_ids", "cache_position", "output_hidden_states", "return_dict", "sliding_window"}
+
+#: The contexts of the forward passes that are running. transformers' attention interface is given the module alone, so
+#: that one lookup by module is needed; nothing outside this file reads or writes the table.
+active: WeakKeyDictionary[nn.Module, ForwardContext] = WeakKeyDictionary()
+
+
+class AttentionHooks:
+    """The hooks that one `attach` puts on one model, for the caches that are made after its `plans`.
+
+    layers, plans, backends: in layer order. compressed: see `ForwardContext`. max_tokens: the longest prompt that the
+    model takes.
+    """
+
+    def __init__(
+        self,
+        decoder: nn.Module,
+        layers: Sequence[AttentionLayer],
+        plans: Sequence[LayerPlan],
+        backends: Sequence[Backend],
+        compressed: bool,
+        max_tokens: int,
+    ) -> None:
+        self._decoder, self._layers, self._plans, self._backends = decoder, layers, plans, backends
+        self._compressed, self._max_tokens = compressed, max_tokens
+
+    def owns(self, cache: object) -> bool:
+        """Whether `cache` is a compressed cache of this attach."""
+        return isinstance(cache, CompressedCache) and cache.layers[0].plan is self._plans[0]
+
+    def install(self, undo: ExitStack) -> None:
+        """Put the hooks on the model; `undo` removes them."""
+        undo.callback(self.forget_pass)
+        self._add(undo, self._decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True))
+        self._add(undo, self._decoder.register_forward_hook(self._after_forward))
+        checked: list[Rotation] = []
+        for layer, plan in zip(self._layers, self._plans, strict=True):
+            if plan.keys.source == "post_rope":
+                continue
+            if plan.keys.source == "pre_rope":
+                self._add(undo, layer.key.module.register_forward_hook(self._key_hook(layer)))
+            else:
+                hook = self._input_hook(layer)
+                self._add(undo, layer.module.register_forward_pre_hook(hook, with_kwargs=True))
+            if not any(layer.rotation is rotation for rotation in checked):
+                checked.append(layer.rotation)
+                hook = self._rotation_hook(layer, has_fixed_rope(self._decoder))
+                self._add(undo, layer.module.register_forward_pre_hook(hook, with_kwargs=True))
+
+    @staticmethod
+    def _add(undo: ExitStack, handle: torch.utils.hooks.RemovableHandle) -> None:
+        undo.callback(handle.remove)
+
+    def forget_pass(self) -> None:
+        """Remove the contexts of this attach: after a pass, and after one that was interrupted."""
+        for layer in self._layers:
+            if self._context(layer.module) is not None:
+                del active[layer.module]
+
+    def _context(self, module: nn.Module) -> ForwardContext | None:
+        """The module's context, if its pass was started by these hooks."""
+        context = active.get(module)
+        return context if context is not None and context.owner is self else None
+
+    def _before_forward(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Describe the pass and make the contexts, if the cache passed to the decoder is one of this attach."""
+        self.forget_pass()
+        if args:
+            kwargs = {**inspect.signature(decoder.forward).bind_partial(*args).arguments, **kwargs}
+        cache = kwargs.get("past_key_values")
+        if not self.owns(cache):
+            return
+        inputs = kwargs.get("input_ids")
+        batch, columns = (kwargs["inputs_embeds"] if inputs is None else inputs).shape[:2]
+        mask = kwargs.get("attention_mask")
+        if mask is not None and not isinstance(mask, Tensor):
+            raise UsageError("a compressed cache needs a 2-D attention_mask of zeros and ones, not prepared masks")
+        forward = cache.begin(columns, batch, mask, kwargs.get("position_ids"))
+        longest = max(group.tokens for group in forward.row_groups)
+        if columns > 1 and longest > self._max_tokens:
+            raise UsageError(f"the prompt has {longest} tokens, the model's context is {self._max_tokens}: shorten it")
+        for layer, backend, cached in zip(self._layers, self._backends, cache.layers, strict=True):
+            cached.begin(forward)
+            active[layer.module] = ForwardContext(cached, forward, backend, self._compressed, owner=self)
+
+    def _after_forward(self, _decoder: nn.Module, _args: tuple, _output: object) -> None:
+        for layer in self._layers:
+            context = self._context(layer.module)
+            if context is not None and not context.computed:
+                raise KvqError(f"{layer.name} did not compute its attention with kvq: was its implementation changed?")
+        self.forget_pass()
+
+    def _key_hook(self, layer: AttentionLayer) -> Callable[[nn.Module, tuple, Tensor], None]:
+        """After the module that last shapes the key before RoPE: hand it to the cache."""
+
+        def hook(_module: nn.Module, _args: tuple, output: Tensor) -> None:
+            context = self._context(layer.module)
+            if context is not None:
+                context.layer.capture_key(layer.key.view(output))
+
+        return hook
+
+    def _input_hook(self, layer: AttentionLayer) -> Callable[[nn.Module, tuple, dict[str, Any]], None]:
+        """Before the attention module: hand the layer input to the cache."""
+
+        def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            context = self._context(layer.module)
+            if context is not None:
+                context.layer.capture_input(layer_input(args, kwargs))
+
+        return hook
+
+    def _rotation_hook(self, layer: AttentionLayer, fixed: bool) -> Callable[[nn.Module, tuple, dict[str, Any]], None]:
+        """Before the attention module: check that the model's (cos, sin) is the rotation that the cache will use.
+
+        fixed: it does not depend on the length of the text, so that the check of the prompt holds for every step.
+        """
+
+        def hook(module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
+            embeddings, context = kwargs.get("position_embeddings"), self._context(module)
+            if embeddings is None or context is None or layer.rotation.style == "none":
+                return
+            if fixed and would_sync(embeddings[0].device, context.forward.columns):
+                return
+            group, (cos, sin) = context.forward.row_groups[0], (table[0, -1] for table in embeddings)
+            if group.tokens > group.past and not layer.rotation.agrees(cos, sin, group.last_position):
+                raise UsageError(
+                    f"{layer.name}: this model's RoPE changes with the length of the text, so that keys cached before "
+                    "RoPE cannot be turned later: use a method that caches keys after RoPE"
+                )
+
+        return hook
+
+
+def register() -> None:
+    """Make `attention` and `mask` known to transformers under `NAME`."""
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, mask)
+
+
+@contextmanager
+def recorded_score_forms() -> Iterator[dict[nn.Module, ScoreForm]]:
+    """Inside the block, fills a table with the score form that each attention module asks for when it runs."""
+    forms: dict[nn.Module, ScoreForm] = {}
+
+    def recording(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        forms[module] = ScoreForm.of(kwargs.get("softcap"), kwargs.get("s_aux"))
+        return attention(module, *args, **kwargs)
+
+    AttentionInterface.register(NAME, recording)
+    try:
+        yield forms
+    finally:
+        AttentionInterface.register(NAME, attention)
+
+
+def mask(*args: Any, q_length: int, device: torch.device | str = "cpu", **kwargs: Any) -> Tensor | None:
+    """transformers' mask interface. A decode step of the compressed cache needs no mask: on a GPU none is made, since
+    whether there are pads would be read back from it."""
+    if active and would_sync(torch.device(device), q_length):
+        return None
+    return sdpa_mask(*args, q_length=q_length, device=device, **kwargs)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: `[batch, heads, tokens, head_dim]` -> `[batch, tokens, heads, head_dim]`."""
+    _refuse_unknown(module, dropout, kwargs)
+    form = ScoreForm.of(softcap, s_aux)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+
+    def uncompressed() -> tuple[Tensor, None]:
+        if form is PLAIN:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return form.attention(query, key, value, attention_mask, scaling), None
+
+    context = active.get(module)
+    if context is None:
+        return uncompressed()
+    if context.computed:
+        raise UsageError(f"{type(module).__name__} calls attention twice per forward: unsupported")
+    context = active[module] = replace(context, scaling=scaling, score_form=form, computed=True)
+    layer, forward = context.layer, context.forward
+    if kwargs.get("sliding_window") != layer.sliding_window:
+        raise UsageError(f"layer {layer.index}: its sliding window is not the one that the model's config announces")
+    forward.check_mask(attention_mask, layer.sliding_window)
+    layer.absorb(query)
+    if forward.is_first and not context.compressed:
+        layer.release()
+        return uncompressed()
+    if forward.columns == 1:
+        out = context.backend.decode_attention(query, context)
+    else:
+        out = context.backend.prefill_attention(query, key, value, context)
+    layer.release()
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _refuse_unknown(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+    """UsageError for attention that is more than softmax(scaling q K^T + mask) V in a form that `ScoreForm` knows."""
+    if dropout:
+        raise UsageError("kvq computes no attention dropout: call model.eval() first")
+    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
+        raise UsageError(f"{type(module).__name__}: attention that is not causal is not supported")
+    for name, value in kwargs.items():
+        if value is not None and value is not False and name not in _HARMLESS and name != "is_causal":
+            raise UsageError(f"{type(module).__name__} passes {name} to its attention, which kvq does not compute")

@@ -1,0 +1,148 @@
+"""A stream whose codec is fit to the prompt of each row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from torch import Tensor
+
+from kvq_cli.cache.rows import RowGroup
+from kvq_cli.cache.store import PackedStore
+from kvq_cli.cache.stream import Stream
+from kvq_cli.codecs.base import Codec, Packed, Prompt, PromptCodec, State
+from kvq_cli.methods.base import StreamPlan
+
+
+def new_stream(plan: StreamPlan) -> Stream:
+    """The stream of the kind that the plan's codec needs."""
+    return PromptStream(plan, plan.codec) if isinstance(plan.codec, PromptCodec) else Stream(plan)
+
+
+class PromptStream(Stream):
+    """A stream that also holds the `state` of its `PromptCodec`, and the prompts' packed tokens where these are apart.
+
+    Of a row, the first `prompt_tokens` packed tokens lie in `prompt_store`, later ones in `store`. A state with
+    `shares_state` is the first row's alone.
+    """
+
+    def __init__(self, plan: StreamPlan, codec: PromptCodec) -> None:
+        self._prompt_codec = codec
+        super().__init__(plan)
+
+    def reset(self) -> None:
+        super().reset()
+        self.state: dict[str, Tensor] = {}
+        self.prompt_store = PackedStore(self.codec.block_tokens)
+        #: Of each row, how many tokens lie in `prompt_store`.
+        self._prompt_lengths: list[int] = []
+        self._prompts: dict[int, Prompt] = {}
+        self._saliency: dict[int, Tensor] = {}
+
+    @property
+    def needs_saliency(self) -> bool:
+        """Whether `announce` must be given the attention that later tokens receive."""
+        return self._prompt_codec.needs_saliency
+
+    def prompt_tokens(self, rows: slice) -> int:
+        return self._prompt_lengths[rows.start] if self._prompt_lengths else 0
+
+    def coder(self, rows: slice) -> Codec:
+        return self._prompt_codec.with_state(self._state_of(rows))
+
+    def announce(
+        self, groups: Sequence[RowGroup], prompts: Mapping[int, Prompt], saliency: Mapping[int, Tensor]
+    ) -> None:
+        """What the codec needs of the tokens that `append` brings next; both by the first row of a group.
+
+        prompts: of the groups whose first tokens they are. saliency: of the others, for a codec that `needs_saliency`.
+        """
+        self._prompts, self._saliency = dict(prompts), dict(saliency)
+        if self._prompt_codec.stores_prompt_apart:
+            self._prompt_lengths = self._prompt_lengths or [0] * max(group.rows.stop for group in groups)
+            for group in groups:
+                if group.rows.start in prompts:
+                    count = self.window.packed(group.tokens)
+                    self._prompt_lengths[group.rows] = [count] * (group.rows.stop - group.rows.start)
+
+    def _pack(self, group: RowGroup, x: Tensor | None, reserve: int) -> None:
+        prompt = self._prompts.pop(group.rows.start, None)
+        if prompt is not None:
+            self._pack_prompt(group, x, prompt, reserve)
+        elif x is not None:
+            saliency = self._saliency.pop(group.rows.start, None)
+            coder = self._prompt_codec.with_state(self._state_of(group.rows), saliency)
+            self._write(group, coder.encode(x), reserve)
+
+    def _pack_prompt(self, group: RowGroup, x: Tensor | None, prompt: Prompt, reserve: int) -> None:
+        codec = self._prompt_codec
+        if codec.shares_state and self.state:
+            packed = None if x is None else codec.with_state(self.state).encode(x)
+        elif x is None:
+            packed = None
+            self._keep(codec.fit(prompt), group.rows)
+        else:
+            packed, state = codec.encode_prompt(x, prompt, self.window.sinks)
+            self._keep(state, group.rows)
+        if packed is not None and codec.stores_prompt_apart:
+            self.prompt_store.write(group.rows, len(self.lengths), 0, packed)
+        elif packed is not None:
+            self._write(group, packed, reserve)
+
+    def _keep(self, state: State, rows: slice) -> None:
+        """Store the state of `rows` beside that of others, filled up with zeros to the largest of each tensor."""
+        shared = self._prompt_codec.shares_state
+        batch, rows = (1, slice(0, 1)) if shared else (len(self.lengths), rows)
+        for name, tensor in state.items():
+            before = self.state.get(name)
+            shape = tensor.shape[1:] if before is None else map(max, tensor.shape[1:], before.shape[1:])
+            joined = tensor.new_zeros(batch, *shape)
+            for place, x in ((slice(0, batch), before), (rows, tensor)):
+                if x is not None:
+                    joined[(place, *(slice(0, size) for size in x.shape[1:]))] = x
+            self.state[name] = joined
+
+    def _state_of(self, rows: slice) -> State:
+        rows = slice(0, 1) if self._prompt_codec.shares_state else rows
+        return {name: x[rows] for name, x in self.state.items()}
+
+    def _tiles(self, rows: slice, start: int, stop: int, size: int) -> Iterator[tuple[int, int, Packed]]:
+        border = self.prompt_tokens(rows)
+        yield from self.prompt_store.tiles(rows, start, min(stop, border), size)
+        for first, last, packed in self.store.tiles(rows, max(start - border, 0), stop - border, size):
+            yield first + border, last + border, packed
+
+    def can_capture(self, past: int) -> bool:
+        return not self._prompt_codec.needs_saliency and not any(self._prompt_lengths) and super().can_capture(past)
+
+    def tensors(self) -> list[Tensor]:
+        return [*super().tensors(), *self.state.values()]
+
+    def crop(self, tokens: int) -> None:
+        super().crop(tokens)
+        if not any(self.lengths):
+            self.state = {}  # the next tokens are a prompt of their own
+
+    def select(self, index: Tensor) -> None:
+        if not self.lengths:
+            return
+        super().select(index)
+        self._prompt_lengths = [self._prompt_lengths[i] for i in index.tolist()] if self._prompt_lengths else []
+        self.prompt_store.select(index)
+        if not self._prompt_codec.shares_state:
+            self.state = {name: x.index_select(0, index.to(x.device)) for name, x in self.state.items()}
+
+    def _packed_bytes(self) -> dict[str, int]:
+        apart = sum(self._prompt_lengths)
+        parts = Counter(self.prompt_store.bytes_used(apart))
+        return dict(parts + Counter(self.store.bytes_used(self.packed_tokens - apart)))
+
+    def _allocated_bytes(self) -> int:
+        return self.prompt_store.nbytes + self.store.nbytes
+
+    def bytes_by_part(self) -> dict[str, int]:
+        """As `Stream.bytes_by_part`, with the state of the prompts."""
+        parts = super().bytes_by_part()
+        for name, x in self.state.items() if parts else ():  # later blocks may have parts of the same name
+            parts[name] = parts.get(name, 0) + x.numel() * x.element_size()
+        return parts

@@ -1,0 +1,27 @@
+"""One codec for the prompt and another one for later tokens, with the same parts (InnerQ's hybrid_prefill)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from kvq_cli.codecs.base import Codec, Packed, Prompt, PromptCodec, State
+
+
+class PhasedCodec(PromptCodec):
+    """`base` encodes the prompt and `later` what follows, into the same parts, which either decodes. No state."""
+
+    def __init__(self, base: Codec, later: Codec) -> None:
+        self.stored_as = self.base = base
+        self._later = later
+        self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits
+
+    def encode_prompt(self, x: Tensor, prompt: Prompt, first: int) -> tuple[Packed, State]:
+        return self.base.encode(x), {}
+
+    def with_state(self, state: State, saliency: Tensor | None = None) -> Codec:
+        return self._later
+
+    def constants(self) -> Mapping[str, Tensor]:
+        return self.base.constants()
