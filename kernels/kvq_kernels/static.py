@@ -27,7 +27,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from kvq_kernels import machine_code
-from kvq_kernels.shipped import Launch, launches, operations
+from kvq_kernels.aot_cases import Launch, launches, operations
 from kvq_kernels.tuning import trying
 
 TARGETS = {

@@ -160,7 +160,7 @@ def _print(out: Output, document: dict) -> None:
 
 
 def _static(out: Output, names: list[str] | None, target: str | None, folder: Path) -> None:
-    from kvq_kernels.shipped import operations
+    from kvq_kernels.aot_cases import operations
     from kvq_kernels.static import TARGETS, everything, reports
 
     from kvq_cli.benchmarking.kernels.floors import GRID, floors

@@ -17,14 +17,14 @@ import triton.language as tl
 from checks import assign_centroids, quantize_pack, quantized_matvec, rematerialize, squat_quantize
 from kernel_cases import DEVICE, Case, codebook, dense, sparse, uniform
 from kvq_kernels import static, tuning
+from kvq_kernels.aot_cases import Launch, launches, operations
 from kvq_kernels.assign_centroids.kernel import assign_kernel
 from kvq_kernels.decode_attention import Codebook, Dense, Outliers, Side, Uniform
-from kvq_kernels.decode_attention.shipped import DIM, GROUP, HEADS, shipped
-from kvq_kernels.quantize_pack.shipped import layouts
-from kvq_kernels.quantized_matvec.shipped import cases
-from kvq_kernels.rematerialize.shipped import SPAN, SPLITS, calls
-from kvq_kernels.shipped import Launch, launches, operations
-from kvq_kernels.squat_quantize.shipped import RANK
+from kvq_kernels.decode_attention.aot_cases import DIM, GROUP, HEADS, shipped
+from kvq_kernels.quantize_pack.aot_cases import layouts
+from kvq_kernels.quantized_matvec.aot_cases import cases
+from kvq_kernels.rematerialize.aot_cases import SPAN, SPLITS, calls
+from kvq_kernels.squat_quantize.aot_cases import RANK
 from triton.runtime.jit import JITFunction
 
 from kvq_cli.codecs.subspace import SubspaceCodec

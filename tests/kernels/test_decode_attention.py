@@ -9,9 +9,9 @@ import torch
 import triton.language as tl
 from kernel_cases import CHANNEL, HALF, TEMPORAL, Case, codebook, dense, per_head, scalars, sparse, uniform
 from kvq_kernels.decode_attention import decode_attention
-from kvq_kernels.decode_attention.fold import folds
-from kvq_kernels.decode_attention.lookup import looks_up
+from kvq_kernels.decode_attention.scalar_codebook import looks_up
 from kvq_kernels.decode_attention.spec import SideSpec
+from kvq_kernels.decode_attention.uniform import folds
 from kvq_kernels.tuning import trying
 
 pytestmark = pytest.mark.gpu

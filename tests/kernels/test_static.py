@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from kvq_kernels import machine_code, static
-from kvq_kernels.shipped import KINDS, Launch, launches, operations
+from kvq_kernels.aot_cases import KINDS, Launch, launches, operations
 
 compiles = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="Triton's disassembler is part of its wheel for x86_64"

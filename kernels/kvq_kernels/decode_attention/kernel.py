@@ -9,8 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.main import attend_main, output
-from kvq_kernels.decode_attention.number import any_number, at_stored_head
+from kvq_kernels.decode_attention.dequantize import any_number, at_stored_head
+from kvq_kernels.decode_attention.main_loop import attend_main, output
 from kvq_kernels.decode_attention.rope import pair_channels, position_turn
 from kvq_kernels.decode_attention.spec import get, long_to_compile, plane_count
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.order import load
+from kvq_kernels.decode_attention.layout_hints import load
 from kvq_kernels.decode_attention.spec import padded, pair_first
 
 #: Rows of the fine table, tokens between rows of the coarse one: `Rope.STEP`.

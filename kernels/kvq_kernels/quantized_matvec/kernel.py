@@ -9,11 +9,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.fold_keys import fold_queries, fold_scores
-from kvq_kernels.decode_attention.fold_values import fold_load, fold_nothing, fold_store, fold_values
-from kvq_kernels.decode_attention.main import load_queries, plain_nothing, plain_scores, plain_store
-from kvq_kernels.decode_attention.number import at_head, number
+from kvq_kernels.decode_attention.dequantize import at_head, number
+from kvq_kernels.decode_attention.main_loop import load_queries, plain_nothing, plain_scores, plain_store
 from kvq_kernels.decode_attention.spec import get, plane_count
+from kvq_kernels.decode_attention.uniform_keys import fold_queries, fold_scores
+from kvq_kernels.decode_attention.uniform_values import fold_load, fold_nothing, fold_store, fold_values
 
 #: P is multiplied by this before it is rounded to float16, which has few digits below 2^-14.
 LIFT = tl.constexpr(256.0)
@@ -32,7 +32,7 @@ def _run(tokens, N: tl.constexpr, FOLD: tl.constexpr, REST: tl.constexpr):
 def scores_kernel(
     query,  # [B, Q, D]
     out,  # [B, Q, T]
-    keys,  # tuple of pointers, see `number.py`
+    keys,  # tuple of pointers, see `dequantize.py`
     strides,
     tokens,
     S: tl.constexpr,  # SideSpec

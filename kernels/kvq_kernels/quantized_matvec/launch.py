@@ -10,10 +10,10 @@ from torch import Tensor
 
 from kvq_kernels import tuning
 from kvq_kernels.decode_attention.configs import choose_splits
-from kvq_kernels.decode_attention.fold import folds
 from kvq_kernels.decode_attention.launch import pointers, processors, product_type
 from kvq_kernels.decode_attention.parts import Side, Uniform
 from kvq_kernels.decode_attention.spec import SideSpec
+from kvq_kernels.decode_attention.uniform import folds
 from kvq_kernels.quantized_matvec.kernel import outputs_kernel, scores_kernel, sum_kernel
 
 OPERATION = "quantized_matvec"

@@ -9,7 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from kvq_kernels.decode_attention import Rope, Side, Workspace, decode_attention, shipped
+from kvq_kernels.decode_attention import Rope, Side, Workspace, decode_attention
+from kvq_kernels.decode_attention import aot_cases as shipped
 from kvq_kernels.decode_attention.kernel import REST_COST
 from kvq_kernels.decode_attention.reference import decode_attention_reference
 from torch import Tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvq_kernels.decode_attention import shipped
+from kvq_kernels.decode_attention import aot_cases as shipped
 
 from kvq_cli.benchmarking.kernels import decode, run
 from kvq_cli.benchmarking.kernels.catalog import EXPERIMENTS, chosen

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from kvq_kernels.decode_attention import shipped
+from kvq_kernels.decode_attention import aot_cases as shipped
 
 from kvq_cli.benchmarking.kernels.targets import results, targets, verdicts
 

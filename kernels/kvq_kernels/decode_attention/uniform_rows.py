@@ -5,7 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.fold import (
+from kvq_kernels.decode_attention.layout_hints import load
+from kvq_kernels.decode_attention.spec import get
+from kvq_kernels.decode_attention.uniform import (
     UNIT,
     beside,
     field_unit,
@@ -16,8 +18,6 @@ from kvq_kernels.decode_attention.fold import (
     shares,
     thread_words,
 )
-from kvq_kernels.decode_attention.order import load
-from kvq_kernels.decode_attention.spec import get
 
 
 @triton.constexpr_function

@@ -5,7 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.fold import (
+from kvq_kernels.decode_attention.layout_hints import load
+from kvq_kernels.decode_attention.spec import get
+from kvq_kernels.decode_attention.uniform import (
     adds_zero,
     beside,
     field_codes,
@@ -27,7 +29,7 @@ from kvq_kernels.decode_attention.fold import (
     zero_scale,
     zeros,
 )
-from kvq_kernels.decode_attention.fold_rows import (
+from kvq_kernels.decode_attention.uniform_rows import (
     all_seen,
     as_factors,
     load_rows,
@@ -36,9 +38,7 @@ from kvq_kernels.decode_attention.fold_rows import (
     row_units,
     rows,
 )
-from kvq_kernels.decode_attention.gather import apart
-from kvq_kernels.decode_attention.order import load
-from kvq_kernels.decode_attention.spec import get
+from kvq_kernels.decode_attention.vector_codebook import apart
 
 
 @triton.jit

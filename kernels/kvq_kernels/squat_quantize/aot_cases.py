@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvq_kernels.shipped import Launch
+from kvq_kernels.aot_cases import Launch
 from kvq_kernels.squat_quantize.kernel import squat_kernel
 from kvq_kernels.squat_quantize.launch import launch
 

@@ -7,14 +7,14 @@ from dataclasses import replace
 import torch
 import triton
 
+from kvq_kernels.aot_cases import Launch
 from kvq_kernels.decode_attention.configs import choose_tile
 from kvq_kernels.decode_attention.kernel import combine_kernel, split_kernel
 from kvq_kernels.decode_attention.launch import Workspace, arguments, constants
+from kvq_kernels.decode_attention.outliers import PIECE
 from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, Rope, Side, Uniform
-from kvq_kernels.decode_attention.slots import PIECE
 from kvq_kernels.decode_attention.spec import SideSpec
 from kvq_kernels.planar import high_words, low_words
-from kvq_kernels.shipped import Launch
 
 ROWS, HEADS, GROUP, DIM, TOKENS = 8, 8, 4, 128, 4096
 

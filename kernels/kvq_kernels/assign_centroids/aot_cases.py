@@ -6,9 +6,9 @@ import torch
 import triton.language as tl
 
 from kvq_kernels import tuning
+from kvq_kernels.aot_cases import Launch
 from kvq_kernels.assign_centroids.kernel import assign_kernel, sums_kernel
 from kvq_kernels.assign_centroids.launch import OPERATION, assign_constants, sums_constants
-from kvq_kernels.shipped import Launch
 
 BOOKS, COUNT = 256, 1 << 16
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.number import number
+from kvq_kernels.decode_attention.dequantize import number
 from kvq_kernels.decode_attention.spec import get
 
 PIECE = tl.constexpr(32)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.gather import gathered_channel, gathered_steps, gathered_sums, line_tokens
-from kvq_kernels.decode_attention.handed import added, halves_of, in_order, in_pairs, operands, places, small
-from kvq_kernels.decode_attention.lookup import looked_up_channel, looked_up_steps, looked_up_sums
+from kvq_kernels.decode_attention.one_hot_mma import added, halves_of, in_order, in_pairs, operands, places, small
+from kvq_kernels.decode_attention.outliers import PIECE, changes, piece, slot_runs
 from kvq_kernels.decode_attention.rope import STEP
-from kvq_kernels.decode_attention.slots import PIECE, changes, piece, slot_runs
+from kvq_kernels.decode_attention.scalar_codebook import looked_up_channel, looked_up_steps, looked_up_sums
 from kvq_kernels.decode_attention.spec import get, plane_count
+from kvq_kernels.decode_attention.vector_codebook import gathered_channel, gathered_steps, gathered_sums, line_tokens
 
 
 @triton.constexpr_function

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from kvq_kernels import tuning
+from kvq_kernels.aot_cases import Launch
 from kvq_kernels.quantize_pack.kernel import quantize_kernel
 from kvq_kernels.quantize_pack.launch import OPERATION, arguments, constants, outputs, shape_class
 from kvq_kernels.quantize_pack.layout import Layout
-from kvq_kernels.shipped import Launch
 
 ROWS, HEADS, TOKENS, DIM = 8, 8, 4096, 128
 

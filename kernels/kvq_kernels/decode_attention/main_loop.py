@@ -5,10 +5,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.fold import folds
-from kvq_kernels.decode_attention.fold_keys import fold_queries, fold_scores
-from kvq_kernels.decode_attention.fold_values import fold_load, fold_nothing, fold_store, fold_values
-from kvq_kernels.decode_attention.gather import (
+from kvq_kernels.decode_attention.byte_permute import load_table
+from kvq_kernels.decode_attention.dequantize import number
+from kvq_kernels.decode_attention.one_hot_mma import sparse_threads
+from kvq_kernels.decode_attention.outlier_corrections import sparse_scores, sparse_values
+from kvq_kernels.decode_attention.rope import pair_channels, position_turn, turn
+from kvq_kernels.decode_attention.scalar_codebook import (
+    looks_up,
+    lookup_nothing,
+    lookup_scores,
+    lookup_store,
+    lookup_values,
+)
+from kvq_kernels.decode_attention.spec import block_tokens, get, plane_count
+from kvq_kernels.decode_attention.uniform import folds
+from kvq_kernels.decode_attention.uniform_keys import fold_queries, fold_scores
+from kvq_kernels.decode_attention.uniform_values import fold_load, fold_nothing, fold_store, fold_values
+from kvq_kernels.decode_attention.vector_codebook import (
     LINES,
     gather_nothing,
     gather_scores,
@@ -17,19 +30,6 @@ from kvq_kernels.decode_attention.gather import (
     gathers,
     line_tokens,
 )
-from kvq_kernels.decode_attention.handed import sparse_threads
-from kvq_kernels.decode_attention.lookup import (
-    looks_up,
-    lookup_nothing,
-    lookup_scores,
-    lookup_store,
-    lookup_values,
-)
-from kvq_kernels.decode_attention.number import number
-from kvq_kernels.decode_attention.permute import load_table
-from kvq_kernels.decode_attention.rope import pair_channels, position_turn, turn
-from kvq_kernels.decode_attention.sparse import sparse_scores, sparse_values
-from kvq_kernels.decode_attention.spec import block_tokens, get, plane_count
 
 #: Weights are multiplied by 2 to this: float16 has few digits below 2^-14, where small weights times small scales lie.
 LIFT = tl.constexpr(4.0)

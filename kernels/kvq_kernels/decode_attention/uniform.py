@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.order import load
+from kvq_kernels.decode_attention.layout_hints import load
 from kvq_kernels.decode_attention.spec import get, row_width
 
 #: What the codes are too small by.

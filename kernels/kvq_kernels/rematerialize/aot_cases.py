@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kvq_kernels.aot_cases import Launch
 from kvq_kernels.decode_attention.parts import Rope, Side, Uniform
 from kvq_kernels.planar import high_words, low_words
 from kvq_kernels.rematerialize.launch import Call, project_launch, score_launch, sum_launch
@@ -11,7 +12,6 @@ from kvq_kernels.rematerialize.parts import Latents, Workspace
 from kvq_kernels.rematerialize.scores import score_kernel
 from kvq_kernels.rematerialize.spec import Source
 from kvq_kernels.rematerialize.sums import project_kernel, sum_kernel
-from kvq_kernels.shipped import Launch
 
 ROWS, TOKENS, HEADS, DIM, WIDTH, GROUP = 1, 32768, 32, 128, 4096, 128
 SPAN, SPLITS = 8192, 8

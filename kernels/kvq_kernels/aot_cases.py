@@ -1,6 +1,6 @@
 """The launches that every operation ships, as they are compiled and read without a GPU.
 
-An operation's folder has a `shipped.py` with one function:
+An operation's folder has a `aot_cases.py` with one function:
 
     def launches(gpu: str) -> dict[str, Launch]
 
@@ -43,9 +43,9 @@ class Launch:
 
 def operations() -> list[str]:
     """Folders of this package that ship kernels."""
-    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/shipped.py"))
+    return sorted(path.parent.name for path in Path(__file__).parent.glob("*/aot_cases.py"))
 
 
 def launches(operation: str, gpu: str) -> dict[str, Launch]:
     """What one operation ships for a GPU family."""
-    return import_module(f"kvq_kernels.{operation}.shipped").launches(gpu)
+    return import_module(f"kvq_kernels.{operation}.aot_cases").launches(gpu)

@@ -10,11 +10,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.gather import line_tokens
-from kvq_kernels.decode_attention.order import load, load_fields
-from kvq_kernels.decode_attention.permute import fields, one_word, two_words
+from kvq_kernels.decode_attention.byte_permute import fields, one_word, two_words
+from kvq_kernels.decode_attention.layout_hints import load, load_fields
 from kvq_kernels.decode_attention.rope import STEP, turned_back
 from kvq_kernels.decode_attention.spec import get, row_width
+from kvq_kernels.decode_attention.vector_codebook import line_tokens
 
 
 @triton.constexpr_function

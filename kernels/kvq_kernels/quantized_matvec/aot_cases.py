@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from kvq_kernels import tuning
+from kvq_kernels.aot_cases import Launch
 from kvq_kernels.decode_attention.parts import Uniform
 from kvq_kernels.planar import high_words, low_words
 from kvq_kernels.quantized_matvec.kernel import outputs_kernel, scores_kernel, sum_kernel
 from kvq_kernels.quantized_matvec.launch import OPERATION, SUMMED, arguments, constants, shape_class
-from kvq_kernels.shipped import Launch
 
 ROWS, HEADS, GROUP, DIM, TOKENS, QUANTIZED_TOGETHER = 8, 8, 4, 128, 4096, 32
 MODES = ("asymmetric", "symmetric", "inside", "hybrid", "hybrid-inside")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.order import load_apart
-from kvq_kernels.decode_attention.permute import interpreted
-from kvq_kernels.decode_attention.slots import PIECE
+from kvq_kernels.decode_attention.byte_permute import interpreted
+from kvq_kernels.decode_attention.layout_hints import load_apart
+from kvq_kernels.decode_attention.outliers import PIECE
 from kvq_kernels.decode_attention.spec import get
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.fold import (
+from kvq_kernels.decode_attention.layout_hints import load
+from kvq_kernels.decode_attention.spec import get
+from kvq_kernels.decode_attention.uniform import (
     UNIT,
     adds_zero,
     beside,
@@ -31,9 +33,7 @@ from kvq_kernels.decode_attention.fold import (
     zero_scale,
     zeros,
 )
-from kvq_kernels.decode_attention.gather import apart
-from kvq_kernels.decode_attention.order import load
-from kvq_kernels.decode_attention.spec import get
+from kvq_kernels.decode_attention.vector_codebook import apart
 
 
 @triton.jit

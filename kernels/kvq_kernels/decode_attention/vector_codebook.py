@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.order import load
+from kvq_kernels.decode_attention.layout_hints import load
 from kvq_kernels.decode_attention.rope import STEP, pairs, turn, turn_back
 from kvq_kernels.decode_attention.spec import fenced, get, key_width, value_codes
 
