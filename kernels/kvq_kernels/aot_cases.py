@@ -1,51 +1,63 @@
-"""The launches that every operation ships, as they are compiled and read without a GPU.
+"""Launches that are compiled ahead of time: every kernel at shapes of real models, in every tuned configuration.
 
-An operation's folder has a `aot_cases.py` with one function:
+`static.py` compiles and measures them without a GPU; tests run the same ones. An operation's folder has an
+`aot_cases.py` with one function:
 
     def launches(gpu: str) -> dict[str, Launch]
 
-name -> launch, at shapes of real models, with the configuration that `tuning` has for the GPU family `gpu` ("sm_90",
-"gfx942"). Tensors are on PyTorch's meta device: a shape and a type without memory.
+name -> launch, with the configuration that `tuning` has for the GPU family `gpu` ("sm_90", "gfx942"). Tensors are on
+PyTorch's meta device: shape and type without memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-#: What is in a program's loop: "dense" 16-bit numbers, "uniform" codes, "codebook" codes; "none": no cached numbers.
+from torch import Tensor
+
+#: Cached numbers that the main loop reads: 16-bit "dense", "uniform" codes, "codebook" codes, or "none".
 KINDS = ("dense", "uniform", "codebook", "none")
 
 
 @dataclass(frozen=True)
 class Launch:
-    """kernel: a `triton.jit` function. arguments: in the order of its arguments, up to the first of `constants` (its
-    compile-time arguments): meta tensors, ints, floats, None or tuples of these. options: Triton's, of the launch.
+    """One kernel launch without its grid.
 
-    kind: of `KINDS`, which limit of instructions per number is its own. numbers: cached numbers that one program reads
-    in one turn of its main loop (of the whole kernel where it has no loop). bits: that it reads of memory per number.
-    turns: how often loops within it that multiply matrices, too, run then. slow: to compile, and thus not for every
-    target.
+    kernel:    a `triton.jit` function.
+    arguments: its run-time arguments in order: meta tensors, ints, floats, None or tuples of these.
+    constants: its compile-time arguments, which follow. options: Triton's launch options.
+    kind:      one of `KINDS`; selects the limit of instructions per number.
+    numbers:   cached numbers that a program reads in an iteration of its main loop (of the kernel, without a loop).
+    bits:      read from memory per number.
+    inner_iterations: how often inner loops with matrix products run in an iteration of the main loop.
+    slow:      takes minutes to compile, and thus is not compiled for every target.
     """
 
     kernel: Any
-    arguments: tuple
-    constants: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, int] = field(default_factory=lambda: {"num_warps": 4})
+    arguments: tuple[Any, ...]
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=lambda: {"num_warps": 4})
     kind: str = "none"
     numbers: int = 0
     bits: float = 0.0
-    turns: int = 1
+    inner_iterations: int = 1
     slow: bool = False
 
 
 def operations() -> list[str]:
-    """Folders of this package that ship kernels."""
+    """Names of the operations: folders of this package with an `aot_cases.py`."""
     return sorted(path.parent.name for path in Path(__file__).parent.glob("*/aot_cases.py"))
 
 
 def launches(operation: str, gpu: str) -> dict[str, Launch]:
-    """What one operation ships for a GPU family."""
+    """All launches of one operation on a GPU family, by name."""
     return import_module(f"kvq_kernels.{operation}.aot_cases").launches(gpu)
+
+
+def stored_bytes(*tensors: Tensor | None) -> int:
+    """Bytes of all tensors that are not None."""
+    return sum(x.numel() * x.element_size() for x in tensors if x is not None)

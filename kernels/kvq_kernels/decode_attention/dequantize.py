@@ -1,9 +1,12 @@
-"""One number of a packed side at any (token, channel): right for every kind, fast for none.
+"""Dequantization of any element (token, channel) of a side: every storage format, with gather loads; slow.
 
-The tail (sinks, recent tokens, what is left of a tile) is read so, and the main loop where no faster reading applies.
-A side is the tuple (codes or numbers, scale or centroids, zero or mean, sign or std, token_scale, token_zero, sinks,
-ring, norm, outliers' index, outliers' value, outliers' start), where the codes stand in for what there is not; offsets
-within one row and head are 32-bit, the bases 64-bit.
+The tail of a row is read like this, and tiles that no faster path fits (`uniform.py`, `vector_codebook.py`,
+`scalar_codebook.py`). In a kernel a side is a tuple of pointers:
+
+    0 codes or dense numbers, 1 scale or centroids, 2 zero or mean, 3 sign or std, 4 token_scale, 5 token_zero,
+    6 sinks, 7 ring, 8 norm, 9 outliers' index, 10 outliers' value, 11 outliers' start
+
+Missing tensors are replaced by the codes. Offsets within a row and head are 32-bit, bases 64-bit.
 """
 
 from __future__ import annotations
@@ -16,14 +19,14 @@ from kvq_kernels.decode_attention.spec import get, row_width
 
 @triton.jit
 def at_head(side, strides, S: tl.constexpr, row, head):
-    """The side's pointers moved to one row and head. strides: of codes, scale, token_scale, sinks, ring, norm, outliers
-    x row, head, and of outliers' start x row."""
+    """The side's pointers advanced to one row and head. strides: (row, head) of codes, scale, token_scale, sinks, ring,
+    norm and outliers, and of outliers' start for the row."""
     return at_stored_head(side, strides, S, row, head, head)
 
 
 @triton.jit
 def at_stored_head(side, strides, S: tl.constexpr, row, head, stored):
-    """`at_head` for a head that is the `stored`-th of those that are stored as the side is."""
+    """`at_head` for a kv head that is number `stored` of the heads that this side's codes hold."""
     r, h = row.to(tl.int64), stored.to(tl.int64)
     group = r * strides[2] + h * strides[3]
     token = r * strides[4]
@@ -32,7 +35,7 @@ def at_stored_head(side, strides, S: tl.constexpr, row, head, stored):
     if get(S, "kind") == "codebook":
         group = h * get(S, "dim")
         size: tl.constexpr = (
-            get(S, "dim") // get(S, "share") * get(S, "entries") * get(S, "tokens") * get(S, "channels")
+            get(S, "dim") // get(S, "book_channels") * get(S, "entries") * get(S, "tokens") * get(S, "channels")
         )
         book = 0 * h if get(S, "shared_heads") else h * size
     else:
@@ -49,137 +52,139 @@ def at_stored_head(side, strides, S: tl.constexpr, row, head, stored):
 
 
 @triton.jit
-def small_float(codes):
-    """Integers below 1024 as float32, without a conversion: as float16 they are the subnormal numbers code / 2^24. With
-    2^15 added they are negative."""
+def subnormal_to_float(codes):
+    """Integers below 1024 as float32, without a conversion: their bits as float16 are subnormal, code / 2^24. Bit 15 is
+    the sign."""
     return codes.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16777216.0
 
 
 @triton.jit
-def planar(codes, row, column, W: tl.constexpr, ROW: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr, seen):
-    """Code number `column` of row `row`, both broadcast; see `Uniform.codes`. Of columns that are not `seen` 0: to
-    shift by 32 bits or more would leave what need not even be finite."""
+def load_code(codes, row, column, W: tl.constexpr, ROW: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr, mask):
+    """Code `column` of row `row` (broadcast) in planar words, see `Uniform.codes`; 0 where not `mask`: a shift by 32 or
+    more is undefined."""
     LOW: tl.constexpr = 2 if BITS == 3 else BITS
-    word = tl.load(codes + (row * ROW + column % W), mask=seen, other=0)
+    word = tl.load(codes + (row * ROW + column % W), mask=mask, other=0)
     code = (word >> (LOW * (column // W) & 31)) & ((1 << LOW) - 1)
     if BITS == 3:
         HIGH: tl.constexpr = (COUNT + 31) // 32
-        word = tl.load(codes + row * ROW + W + column % HIGH, mask=seen, other=0)
+        word = tl.load(codes + row * ROW + W + column % HIGH, mask=mask, other=0)
         code = code | (((word >> (column // HIGH & 31)) & 1) << 2)
     return code
 
 
 @triton.jit
-def number(side, S: tl.constexpr, token, channel, seen):
-    """float32 [tokens, channels]: the decoded numbers of packed tokens `token` [tokens, 1], `channel` [1, channels]."""
+def dequantize(side, S: tl.constexpr, token, channel, mask):
+    """float32 [tokens, channels]: packed tokens `token` [tokens, 1], channels `channel` [1, channels], dequantized."""
     KIND: tl.constexpr = get(S, "kind")
     if KIND == "dense":
-        return tl.load(side[0] + token * get(S, "dim") + channel, mask=seen, other=0.0).to(tl.float32)
+        return tl.load(side[0] + token * get(S, "dim") + channel, mask=mask, other=0.0).to(tl.float32)
     elif KIND == "uniform":
-        return _uniform(side, S, token, channel, seen)
+        return _uniform(side, S, token, channel, mask)
     else:
-        return _codebook(side, S, token, channel, seen)
+        return _codebook(side, S, token, channel, mask)
 
 
 @triton.jit
-def _uniform(side, S: tl.constexpr, token, channel, seen):
+def _uniform(side, S: tl.constexpr, token, channel, mask):
+    """`dequantize` of uniform codes: q s + z, (q - level) s, or per group of a hybrid either."""
     D: tl.constexpr = get(S, "dim")
     G: tl.constexpr = get(S, "group")
-    code = planar(side[0], token, channel, get(S, "words"), row_width(S), D, get(S, "bits"), seen)
+    code = load_code(side[0], token, channel, get(S, "words"), row_width(S), D, get(S, "bits"), mask)
     if get(S, "axis") == "channel":
-        place = (token // G) * D + channel
+        offset = (token // G) * D + channel
         member = token % G
     else:
-        place = token * (D // G) + channel // G
+        offset = token * (D // G) + channel // G
         member = channel % G
-    raw = tl.load(side[1] + place, mask=seen, other=0.0)
+    raw = tl.load(side[1] + offset, mask=mask, other=0.0)
     s = raw.to(tl.float32)
     if get(S, "hybrid"):
         asymmetric = raw.to(tl.int16, bitcast=True) < 0  # the sign bit: a constant group's scale is minus zero
         s = tl.abs(s)
     if get(S, "sign_bits") > 0:
-        word = tl.load(side[3] + place, mask=seen, other=0)
+        word = tl.load(side[3] + offset, mask=mask, other=0)
         if get(S, "hybrid"):
             z = tl.where(asymmetric, word.to(tl.float32, bitcast=True), 0.0)
             word = tl.where(asymmetric, 0, word)
-            return small_float(code | _sign(word, member)) * s + z
-        return small_float(code | _sign(word, member)) * s
-    elif get(S, "shifted"):
-        z = tl.load(side[2] + place, mask=seen, other=0.0).to(tl.float32)
+            return subnormal_to_float(code | _sign(word, member)) * s + z
+        return subnormal_to_float(code | _sign(word, member)) * s
+    elif get(S, "has_zero"):
+        z = tl.load(side[2] + offset, mask=mask, other=0.0).to(tl.float32)
         if get(S, "hybrid"):
             z = tl.where(asymmetric, z, s * (-get(S, "level")))
-        return small_float(code) * s + z
+        return subnormal_to_float(code) * s + z
     else:
-        return (small_float(code) - get(S, "level")) * s
+        return (subnormal_to_float(code) - get(S, "level")) * s
 
 
 @triton.jit
 def _sign(word, member):
-    """The sign bit of a float16 number, from bit `member` of its group's word."""
+    """Bit `member` of the group's word, as the sign bit of a float16 number."""
     return ((word >> member.to(word.dtype)) & 1).to(tl.int32) << 15
 
 
 @triton.jit
-def _codebook(side, S: tl.constexpr, token, channel, seen):
+def _codebook(side, S: tl.constexpr, token, channel, mask):
+    """`dequantize` of codebook codes: centroid std + mean, then the token's scale and zero-point."""
     D: tl.constexpr = get(S, "dim")
     L: tl.constexpr = get(S, "tokens")
     C: tl.constexpr = get(S, "channels")
     N: tl.constexpr = get(S, "entries")
     if get(S, "bits") == 8:
-        code = tl.load(side[0] + ((token // L) * (D // C) + channel // C), mask=seen, other=0).to(tl.int32)
+        code = tl.load(side[0] + ((token // L) * (D // C) + channel // C), mask=mask, other=0).to(tl.int32)
     else:
-        code = planar(side[0], token // L, channel // C, get(S, "words"), row_width(S), D // C, get(S, "bits"), seen)
-    entry = ((channel // get(S, "share")) * N + code) * (L * C)
-    x = tl.load(side[1] + (entry + (token % L) * C + channel % C), mask=seen, other=0.0).to(tl.float32)
-    if get(S, "scaled"):
+        code = load_code(side[0], token // L, channel // C, get(S, "words"), row_width(S), D // C, get(S, "bits"), mask)
+    entry = ((channel // get(S, "book_channels")) * N + code) * (L * C)
+    x = tl.load(side[1] + (entry + (token % L) * C + channel % C), mask=mask, other=0.0).to(tl.float32)
+    if get(S, "has_std"):
         x = x * tl.load(side[3] + channel, mask=channel < D, other=0.0)
-    if get(S, "shifted"):
+    if get(S, "has_zero"):
         x += tl.load(side[2] + channel, mask=channel < D, other=0.0)
     if get(S, "token_scaled"):
-        x *= tl.load(side[4] + token, mask=seen, other=0.0).to(tl.float32)
-        x += tl.load(side[5] + token, mask=seen, other=0.0).to(tl.float32)
+        x *= tl.load(side[4] + token, mask=mask, other=0.0).to(tl.float32)
+        x += tl.load(side[5] + token, mask=mask, other=0.0).to(tl.float32)
     return x
 
 
 @triton.jit
-def any_number(side, S: tl.constexpr, SINKS: tl.constexpr, slots, count, token, channel, seen):
-    """`number` of token `token` of the row, wherever it is held: in the sinks, packed, or in the ring."""
+def load_cached(side, S: tl.constexpr, SINKS: tl.constexpr, ring_size, count, token, channel, mask):
+    """float32 [tokens, channels] of the row's tokens `token`, wherever they are cached: sinks, packed or ring."""
     D: tl.constexpr = get(S, "dim")
     index = token - SINKS
-    held = seen & (index >= 0) & (index < count)
-    x = number(side, S, index, channel, held)
-    if get(S, "slots") > 0:
-        x = _with_outliers(x, side, S, index, channel, held)
-    x = tl.where(held, x, 0.0)
-    whole = tl.zeros(x.shape, tl.float32)
+    packed = mask & (index >= 0) & (index < count)
+    x = dequantize(side, S, index, channel, packed)
+    if get(S, "outliers") > 0:
+        x = _with_outliers(x, side, S, index, channel, packed)
+    x = tl.where(packed, x, 0.0)
+    exact = tl.zeros(x.shape, tl.float32)
     if SINKS > 0:
-        whole += tl.load(side[6] + token * D + channel, mask=seen & (index < 0), other=0.0).to(tl.float32)
+        exact += tl.load(side[6] + token * D + channel, mask=mask & (index < 0), other=0.0).to(tl.float32)
     if get(S, "ring"):
-        recent = seen & (index >= 0) & (index >= count)
-        whole += tl.load(side[7] + (index % slots) * D + channel, mask=recent, other=0.0).to(tl.float32)
+        recent = mask & (index >= 0) & (index >= count)
+        exact += tl.load(side[7] + (index % ring_size) * D + channel, mask=recent, other=0.0).to(tl.float32)
     if get(S, "normed"):
-        whole /= tl.load(side[8] + channel, mask=channel < D, other=1.0)
-    return x + whole
+        exact /= tl.load(side[8] + channel, mask=channel < D, other=1.0)
+    return x + exact
 
 
 @triton.jit
-def _with_outliers(x, side, S: tl.constexpr, token, channel, seen):
-    """x with outliers put in: every slot of the tokens' blocks is compared with every number."""
-    BLOCK: tl.constexpr = get(S, "block")
-    SLOTS: tl.constexpr = get(S, "slots")
+def _with_outliers(x, side, S: tl.constexpr, token, channel, mask):
+    """x with outliers put in: every slot of a block's list is compared with every element."""
+    BLOCK: tl.constexpr = get(S, "outlier_block")
+    CAPACITY: tl.constexpr = get(S, "outliers")
     block = token // BLOCK
-    own = (token % BLOCK) * get(S, "dim") + channel
-    first = block * SLOTS
-    most, mine = SLOTS, seen
-    if get(S, "together") > 0:
-        start = side[11] + block * (get(S, "together") + 1)
-        begin = tl.load(start, mask=seen, other=0)
-        count = tl.load(start + 1, mask=seen, other=0) - begin
+    position = (token % BLOCK) * get(S, "dim") + channel
+    first = block * CAPACITY
+    slots, slot_mask = CAPACITY, mask
+    if get(S, "pooled_heads") > 0:
+        start = side[11] + block * (get(S, "pooled_heads") + 1)
+        begin = tl.load(start, mask=mask, other=0)
+        count = tl.load(start + 1, mask=mask, other=0) - begin
         first += begin
-        most = tl.max(tl.max(count, axis=1), axis=0)
-    for slot in tl.range(0, most, num_stages=1):
-        if get(S, "together") > 0:
-            mine = slot < count  # 0 of those that are not seen
-        index = tl.load(side[9] + first + slot, mask=mine, other=-1).to(tl.int32)
-        x = tl.where(index == own, tl.load(side[10] + first + slot, mask=mine, other=0.0).to(tl.float32), x)
+        slots = tl.max(tl.max(count, axis=1), axis=0)
+    for slot in tl.range(0, slots, num_stages=1):
+        if get(S, "pooled_heads") > 0:
+            slot_mask = slot < count  # count is 0 where not `mask`
+        index = tl.load(side[9] + first + slot, mask=slot_mask, other=-1).to(tl.int32)
+        x = tl.where(index == position, tl.load(side[10] + first + slot, mask=slot_mask, other=0.0).to(tl.float32), x)
     return x

@@ -1,4 +1,7 @@
-"""Which threads load what."""
+"""Loads with layout hints: which threads and registers hold which axis of a tensor.
+
+Triton assigns axes by contiguity and breaks ties differently in different versions. The hints break them one way.
+"""
 
 from __future__ import annotations
 
@@ -7,35 +10,34 @@ import triton.language as tl
 
 
 @triton.jit
-def load(pointer, offset, seen=None, other=0):
-    """What is at pointer + offset; `other` where `seen` (None: everywhere) is not.
+def load(pointer, offset, mask=None, other=0):
+    """Load pointer + offset; `other` where `mask` (None: everywhere) is false.
 
-    Of four axes and more, the last is a thread's, and those before it, the last of them first, are the threads'. Triton
-    deals axes out by how contiguous they are; where several are alike, one version begins with the first of them,
-    another with the last. Here they are said to be unlike. That widens no load too far: of the last axis no more is
-    believed than it has numbers and its offsets are multiples of; within that the numbers must follow each other.
+    With four or five axes, the last one is held in registers of a thread, earlier ones by threads, the last of them
+    fastest. Hints that break ties in Triton's axis order: no load becomes too wide, since of the last axis Triton uses
+    no more than its size and the divisibility of its offsets allow; within that, numbers must be contiguous.
     """
-    place = pointer + offset  # here: what is said of an argument is forgotten
-    if len(place.shape) == 4:
-        place = tl.max_contiguous(place, [1, 2, 4, 16])
-    elif len(place.shape) == 5:
-        place = tl.max_contiguous(place, [1, 2, 4, 8, 16])
-    if seen is None:
-        return tl.load(place)
+    pointers = pointer + offset  # here, since hints on an argument are lost
+    if len(pointers.shape) == 4:
+        pointers = tl.max_contiguous(pointers, [1, 2, 4, 16])
+    elif len(pointers.shape) == 5:
+        pointers = tl.max_contiguous(pointers, [1, 2, 4, 8, 16])
+    if mask is None:
+        return tl.load(pointers)
     else:
-        return tl.load(place, mask=seen, other=other)
+        return tl.load(pointers, mask=mask, other=other)
 
 
 @triton.jit
-def load_apart(pointer, offset):
-    """What is at pointer + offset [a, b, c, d], anywhere in memory: all axes are the threads', the last ones first."""
-    place = tl.max_contiguous(tl.multiple_of(pointer + offset, [1, 1, 1, 1]), [1, 2, 4, 8])
-    return tl.load(place)
+def load_scattered(pointer, offset):
+    """Load pointer + offset [a, b, c, d], anywhere in memory: all axes are held by threads, the last one fastest."""
+    pointers = tl.max_contiguous(tl.multiple_of(pointer + offset, [1, 1, 1, 1]), [1, 2, 4, 8])
+    return tl.load(pointers)
 
 
 @triton.jit
-def _unstacked(x):
-    """The tensors [A, B, C, V] that x [a power of two, A, B, C, V] consists of."""
+def _unstack(x):
+    """x [a power of two, A, B, C, V] as a tuple of tensors [A, B, C, V]."""
     N: tl.constexpr = x.shape[0]
     if N == 1:
         return (tl.reshape(x, x.shape[1:]),)
@@ -45,20 +47,22 @@ def _unstacked(x):
         C: tl.constexpr = x.shape[3]
         V: tl.constexpr = x.shape[4]
         first, second = tl.split(tl.permute(tl.reshape(x, [2, N // 2, A, B, C, V]), (1, 2, 3, 4, 5, 0)))
-        return _unstacked(first) + _unstacked(second)
+        return _unstack(first) + _unstack(second)
 
 
 @triton.jit
-def load_fields(row, word, FIRST: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr, seen=None):
-    """What is at row [A, B, 1, 1] + field W + word [1, 1, 4, V], for COUNT fields from the FIRST on: a tensor for each.
-    One load, as the compiler looks for all there are at every load."""
-    found = ()
+def load_fields(row, word, FIRST: tl.constexpr, COUNT: tl.constexpr, W: tl.constexpr, mask=None):
+    """Tuple of tensors: row [A, B, 1, 1] + field W + word [1, 1, 4, V] for COUNT fields from FIRST on.
+
+    One load, since a pass of the compiler visits all loads for every load.
+    """
+    fields = ()
     if COUNT & (COUNT - 1) != 0:
         HALF: tl.constexpr = 1 << (COUNT.bit_length() - 1)
-        found = load_fields(row, word, FIRST, HALF, W, seen) + load_fields(
-            row, word, FIRST + HALF, COUNT - HALF, W, seen
+        fields = load_fields(row, word, FIRST, HALF, W, mask) + load_fields(
+            row, word, FIRST + HALF, COUNT - HALF, W, mask
         )
     elif COUNT > 0:
-        place = (FIRST + tl.arange(0, COUNT))[:, None, None, None, None] * W + word[None]
-        found = _unstacked(load(row[None], place, None if seen is None else seen[None]))
-    return found
+        offset = (FIRST + tl.arange(0, COUNT))[:, None, None, None, None] * W + word[None]
+        fields = _unstack(load(row[None], offset, None if mask is None else mask[None]))
+    return fields

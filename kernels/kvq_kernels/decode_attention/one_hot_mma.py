@@ -1,7 +1,9 @@
-"""Products with matrices of ones and zeros, which add numbers where they belong; made by one thread each, handed on.
+"""One-hot matmuls that scatter-add outlier corrections: acc += onehot(row) x correction, without atomics.
 
-Both sides of a product lie in the threads that it wants them from before it is asked for: what else would become of
-them is conversions, a number at a time.
+`outliers.py` reads the outliers, `outlier_corrections.py` adds them to scores and sums by `one_hot_mma`.
+
+Both operands are built in the threads that the product reads them from; Triton would else convert layouts, one number
+at a time. One thread computes each outlier and hands it to the others.
 """
 
 from __future__ import annotations
@@ -10,72 +12,71 @@ import triton
 import triton.language as tl
 
 from kvq_kernels.decode_attention.byte_permute import interpreted
-from kvq_kernels.decode_attention.layout_hints import load_apart
-from kvq_kernels.decode_attention.outliers import PIECE
-from kvq_kernels.decode_attention.spec import get
+from kvq_kernels.decode_attention.layout_hints import load_scattered
+from kvq_kernels.decode_attention.outliers import CHUNK
+from kvq_kernels.decode_attention.spec import SideSpec, get
 
 
 @triton.constexpr_function
-def in_pairs(spec, precision):
-    """Whether products are of bfloat16, two for each number: its first 8 digits and the next 8."""
+def uses_bf16_pairs(spec: SideSpec, precision: str) -> bool:
+    """Whether a number is multiplied as two bfloat16: its first 8 significant bits and the next 8."""
     return spec.nvidia and precision != "ieee" and not interpreted()
 
 
 @triton.jit
-def sparse_threads(q, D: tl.constexpr):
-    """int32 [PIECE / 8, 2, 8, 4], zeros, in the threads that a product wants its sides from, 8 lines by 4.
+def mma_layout_zeros(q, D: tl.constexpr):
+    """Zeros that carry the MMA operand layout, 8 rows by 4 threads: int32 [CHUNK / 8, 2, 8, 4].
 
-    A load keeps the threads that `order.py` gives it, and what is computed with it comes to be computed by them. That
-    they are zeros is seen later: they cost nothing in loops.
+    A load keeps the layout that `layout_hints.py` asks for, and results of adding it do, too. Only a later pass sees
+    that these are zeros: they cost nothing in loops.
     """
-    # Of all axes, or the order of those that are alike would be any.
-    channel = tl.arange(0, PIECE // 8)[:, None, None, None] + tl.arange(0, 2)[None, :, None, None]
+    # Depends on all axes: the order of axes without influence would be arbitrary.
+    channel = tl.arange(0, CHUNK // 8)[:, None, None, None] + tl.arange(0, 2)[None, :, None, None]
     channel += tl.arange(0, 8)[None, None, :, None] + tl.arange(0, 4)[None, None, None, :]
-    loaded = load_apart(q, tl.minimum(channel, D - 1)).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    loaded = load_scattered(q, tl.minimum(channel, D - 1)).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.minimum(loaded, 0)
 
 
 @triton.jit
-def _spread(x, threads, N: tl.constexpr):
-    """x [PIECE, N] as `sparse_threads` are, line n what is in column n % N: 32 numbers, of which each of 4 threads has
-    those that lie 4 apart."""
-    x = tl.permute(tl.reshape(x, [PIECE // 8, 2, 4, N]), (0, 1, 3, 2))[:, :, None, :, :]
-    x = tl.broadcast_to(x, [PIECE // 8, 2, 8 // N, N, 4])
-    return tl.reshape(x, [PIECE // 8, 2, 8, 4]) + threads.to(x.dtype)
+def _to_mma_layout(x, layout, N: tl.constexpr):
+    """x [CHUNK, N] in the layout of `mma_layout_zeros`: row n has column n % N, 32 numbers of which each of 4 threads
+    holds every fourth."""
+    x = tl.permute(tl.reshape(x, [CHUNK // 8, 2, 4, N]), (0, 1, 3, 2))[:, :, None, :, :]
+    x = tl.broadcast_to(x, [CHUNK // 8, 2, 8 // N, N, 4])
+    return tl.reshape(x, [CHUNK // 8, 2, 8, 4]) + layout.to(x.dtype)
 
 
 @triton.jit
-def _stacked(parts, N: tl.constexpr):
-    """N tensors [PIECE / 8, 2, 8, 4] as one."""
+def _stack(parts, N: tl.constexpr):
+    """N tensors [CHUNK / 8, 2, 8, 4] as one [N, CHUNK / 8, 2, 8, 4]."""
     if N == 1:
-        return tl.reshape(parts[0], [1, PIECE // 8, 2, 8, 4])
+        return tl.reshape(parts[0], [1, CHUNK // 8, 2, 8, 4])
     else:
-        both = tl.join(_stacked(parts[: N // 2], N // 2), _stacked(parts[N // 2 :], N // 2))
-        return tl.reshape(tl.permute(both, (5, 0, 1, 2, 3, 4)), [N, PIECE // 8, 2, 8, 4])
+        both = tl.join(_stack(parts[: N // 2], N // 2), _stack(parts[N // 2 :], N // 2))
+        return tl.reshape(tl.permute(both, (5, 0, 1, 2, 3, 4)), [N, CHUNK // 8, 2, 8, 4])
 
 
 @triton.jit
-def _operand(parts, N: tl.constexpr):
-    """N tensors [PIECE / 8, 2, 8, 4] as one side of products [8 N, PIECE], whose threads are the last axes."""
-    x = tl.reshape(_stacked(parts, N), [N, 2, PIECE // 16, 2, 8, 4])
-    return tl.reshape(tl.permute(x, (0, 4, 2, 5, 1, 3)), [8 * N, PIECE])
+def _mma_operand(parts, N: tl.constexpr):
+    """N tensors [CHUNK / 8, 2, 8, 4] as a left operand [8 N, CHUNK]; the last axes are the threads."""
+    x = tl.reshape(_stack(parts, N), [N, 2, CHUNK // 16, 2, 8, 4])
+    return tl.reshape(tl.permute(x, (0, 4, 2, 5, 1, 3)), [8 * N, CHUNK])
 
 
 @triton.jit
-def _columns(parts, N: tl.constexpr):
-    """N tensors [PIECE] as one [PIECE, N]."""
+def _join_columns(parts, N: tl.constexpr):
+    """N tensors [CHUNK] as one [CHUNK, N]."""
     if N == 1:
-        return tl.reshape(parts[0], [PIECE, 1])
+        return tl.reshape(parts[0], [CHUNK, 1])
     elif N == 2:
         return tl.join(parts[0], parts[1])
     else:
-        return tl.reshape(tl.join(_columns(parts[0::2], N // 2), _columns(parts[1::2], N // 2)), [PIECE, N])
+        return tl.reshape(tl.join(_join_columns(parts[0::2], N // 2), _join_columns(parts[1::2], N // 2)), [CHUNK, N])
 
 
 @triton.jit
-def _handed_on(x, S: tl.constexpr):
-    """x [PIECE] of 16 bits. The compiler sees something happen here: else it lets all threads that use x make it again,
-    each for itself."""
+def _opaque(x, S: tl.constexpr):
+    """x [CHUNK] of 16 bits behind an opaque move: else every thread that uses x would compute it again."""
     if get(S, "nvidia") and not interpreted():
         return tl.inline_asm_elementwise("mov.b16 $0, $1;", "=h,h", [x], x.dtype, is_pure=False, pack=1)
     else:
@@ -83,31 +84,32 @@ def _handed_on(x, S: tl.constexpr):
 
 
 @triton.jit
-def small(x):
-    """float16: integers below 1024 as subnormal numbers, which takes no conversion."""
+def subnormal(x):
+    """float16 with the bits of integers below 1024: subnormal numbers, without a conversion."""
     return x.to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
-def places(x, threads, S: tl.constexpr):
-    """`small(x)` of x [PIECE] as `threads` are, which are handed it as 16 bits."""
-    return small(_spread(tl.reshape(_handed_on(x.to(tl.int16), S), [PIECE, 1]), threads, 1))
+def spread_indices(x, layout, S: tl.constexpr):
+    """`subnormal(x)` of x [CHUNK] in `layout` (of `mma_layout_zeros`), exchanged between threads as 16 bits."""
+    return subnormal(_to_mma_layout(tl.reshape(_opaque(x.to(tl.int16), S), [CHUNK, 1]), layout, 1))
 
 
 @triton.jit
-def _ones(apart, step: tl.constexpr, T: tl.constexpr):
-    """Where `apart` is `small(step)` 1, else 0. T: of products; what float16 has as 1 is 2^-7 as bfloat16."""
+def _one_hot(distance, step: tl.constexpr, T: tl.constexpr):
+    """1 where `distance` is `subnormal(step)`, else 0, in the products' type T. As bfloat16 that 1 is 2^-7: the bits of
+    float16's 1, which `correct_scores` and `correct_values` multiply by 128."""
     if tl.bfloat16 == T:
-        there = tl.full(apart.shape, step * 2.0**-24, tl.float16)
+        wanted = tl.full(distance.shape, step * 2.0**-24, tl.float16)
         equal: tl.constexpr = "set.eq.f16x2.f16x2 $0, $1, $2;"
-        return tl.inline_asm_elementwise(equal, "=r,r,r", [apart, there], tl.bfloat16, is_pure=True, pack=2)
+        return tl.inline_asm_elementwise(equal, "=r,r,r", [distance, wanted], tl.bfloat16, is_pure=True, pack=2)
     else:
-        return tl.where(apart == step * 2.0**-24, 1.0, 0.0)
+        return tl.where(distance == step * 2.0**-24, 1.0, 0.0)
 
 
 @triton.jit
-def halves_of(parts):
-    """int32 of each: 128 x, as bfloat16 its first 8 digits and below them the next."""
+def split_bf16(parts):
+    """int32 of each x: its first 8 significant bits as bfloat16 in the upper half, the next 8 in the lower."""
     split: tl.constexpr = """{
         .reg .b32 high; .reg .f32 low;
         and.b32 high, $1, 0xffff0000; sub.rn.f32 low, $1, high; cvt.rn.bf16x2.f32 $0, high, low;
@@ -120,40 +122,40 @@ def halves_of(parts):
 
 
 @triton.jit
-def in_order(x, M: tl.constexpr):
-    """x [PIECE, M] in the order in which products sum, see `_spread` and `_operand`."""
-    x = tl.reshape(x, [2, PIECE // 16, 2, 4, M])
-    return tl.reshape(tl.permute(x, (1, 3, 0, 2, 4)), [PIECE, M])
+def mma_order(x, M: tl.constexpr):
+    """x [CHUNK, M] with rows in the order of the left operand's columns (`_to_mma_layout`, `_mma_operand`)."""
+    x = tl.reshape(x, [2, CHUNK // 16, 2, 4, M])
+    return tl.reshape(tl.permute(x, (1, 3, 0, 2, 4)), [CHUNK, M])
 
 
 @triton.jit
-def operands(parts, threads, M: tl.constexpr, PAIRS: tl.constexpr):
-    """What is multiplied with `_ones`, [PIECE, M], of at most M tensors [PIECE]; PAIRS: of `halves_of`. Columns beyond
-    these are finite, and nobody's."""
+def right_operands(parts, layout, M: tl.constexpr, PAIRS: tl.constexpr):
+    """Right operands [CHUNK, M] for one-hot products, of at most M tensors [CHUNK]; PAIRS: of `split_bf16`. Further
+    columns are finite and unused."""
     if PAIRS:
         N: tl.constexpr = min(8, triton.next_power_of_2(len(parts)))
         highs, lows = (), ()
         for i in tl.static_range(M // 8):
-            own = parts[8 * i % len(parts) :][:8]
-            for _ in tl.static_range(len(own), N):
-                own = own + (tl.zeros_like(own[0]),)
-            x = _spread(_columns(own, N), threads, N)
+            columns = parts[8 * i % len(parts) :][:8]
+            for _ in tl.static_range(len(columns), N):
+                columns = columns + (tl.zeros_like(columns[0]),)
+            x = _to_mma_layout(_join_columns(columns, N), layout, N)
             highs = highs + ((x >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True),)
             lows = lows + (x.to(tl.int16).to(tl.bfloat16, bitcast=True),)
-        return tl.trans(_operand(highs, M // 8)), tl.trans(_operand(lows, M // 8))
+        return tl.trans(_mma_operand(highs, M // 8)), tl.trans(_mma_operand(lows, M // 8))
     else:
         for _ in tl.static_range(len(parts), M):
             parts = parts + (tl.zeros_like(parts[0]),)
-        return (in_order(_columns(parts, M), M),)
+        return (mma_order(_join_columns(parts, M), M),)
 
 
 @triton.jit
-def added(apart, steps: tl.constexpr, halves, acc, PRECISION: tl.constexpr):
-    """acc [8 rows for each of `steps`, n] with `halves` where rows are `apart` by that step."""
+def one_hot_mma(distance, steps: tl.constexpr, halves, acc, PRECISION: tl.constexpr):
+    """acc [8 rows per step, n] plus the right operands' rows whose `distance` equals that row's step."""
     parts = ()
     for i in tl.static_range(len(steps)):
-        parts = parts + (_ones(apart, steps[i], halves[0].dtype),)
-    ones = _operand(parts, len(steps))
+        parts = parts + (_one_hot(distance, steps[i], halves[0].dtype),)
+    ones = _mma_operand(parts, len(steps))
     for i in tl.static_range(len(halves)):
         acc = tl.dot(ones, halves[i], acc, input_precision=PRECISION)
     return acc

@@ -1,6 +1,7 @@
-"""Outliers of a tile, `PIECE` at once: one per thread, else all threads would compute all of them.
+"""Outlier lists of a tile, read `CHUNK` at a time: one outlier per thread, else every thread would compute all of them.
 
-Of each of the tile's blocks a head has a run of slots; runs are read as if they followed each other.
+`outlier_corrections.py` adds them to scores and sums. Each block of the tile has a list with a run of slots per head;
+the runs of all blocks are read as one sequence.
 """
 
 from __future__ import annotations
@@ -8,58 +9,63 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.dequantize import number
+from kvq_kernels.decode_attention.dequantize import dequantize
 from kvq_kernels.decode_attention.spec import get
 
-PIECE = tl.constexpr(32)
+#: Outliers read at once.
+CHUNK = tl.constexpr(32)
 
 
 @triton.jit
-def slot_runs(side, S: tl.constexpr, begin, N: tl.constexpr):
-    """Of each block of the tile of N tokens that starts at packed token `begin`: (how many slots of this head lie in
-    it and in those before; what is added to a slot's number among all of them to find it in the tile's lists)."""
-    BLOCKS: tl.constexpr = N // get(S, "block")
-    SLOTS: tl.constexpr = get(S, "slots")
+def outlier_runs(side, S: tl.constexpr, begin, N: tl.constexpr):
+    """Tuple over the blocks of the tile of N tokens that starts at packed token `begin`: (end, shift).
+
+    end: number of this head's outliers in this and earlier blocks. shift: from an outlier's index in that sequence to
+    its slot in the tile's lists.
+    """
+    BLOCKS: tl.constexpr = N // get(S, "outlier_block")
+    CAPACITY: tl.constexpr = get(S, "outliers")
     runs = ()
-    if get(S, "together") == 0:
+    if get(S, "pooled_heads") == 0:
         for i in tl.static_range(BLOCKS):
-            runs = runs + (((i + 1) * SLOTS, 0),)
+            runs = runs + (((i + 1) * CAPACITY, 0),)
     else:
-        WIDE: tl.constexpr = get(S, "together") + 1
-        start = side[11] + begin // get(S, "block") * WIDE
-        through = 0
+        WIDE: tl.constexpr = get(S, "pooled_heads") + 1
+        start = side[11] + begin // get(S, "outlier_block") * WIDE
+        end = 0
         for i in tl.static_range(BLOCKS):
             first, last = tl.load(start + i * WIDE), tl.load(start + i * WIDE + 1)
-            further = i * SLOTS + first - through
-            through += last - first
-            runs = runs + ((through, further),)
+            shift = i * CAPACITY + first - end
+            end += last - first
+            runs = runs + ((end, shift),)
     return runs
 
 
 @triton.jit
-def piece(runs, S: tl.constexpr, at):
-    """(slots [PIECE] in the tile's lists from the `at`-th of `slot_runs` on, the first tokens of their blocks, which of
-    them there are); others are any slots of the head."""
-    BLOCK: tl.constexpr = get(S, "block")
+def outlier_chunk(runs, S: tl.constexpr, at):
+    """(slots [CHUNK] in the tile's lists, first tokens of their blocks, valid) of outliers `at`, at + 1, ... of
+    `outlier_runs`; where not valid, another slot of the head."""
+    BLOCK: tl.constexpr = get(S, "outlier_block")
     count = runs[len(runs) - 1][0]
-    every = at + tl.arange(0, PIECE)
-    wanted = tl.minimum(every, count - 1)
-    further, token = runs[0][1] + 0 * wanted, 0 * wanted
+    index = at + tl.arange(0, CHUNK)
+    clamped = tl.minimum(index, count - 1)
+    shift, token = runs[0][1] + 0 * clamped, 0 * clamped
     for i in tl.static_range(1, len(runs)):
-        later = wanted >= runs[i - 1][0]
-        further, token = tl.where(later, runs[i][1], further), tl.where(later, i * BLOCK, token)
-    return wanted + further, token, every < count
+        later = clamped >= runs[i - 1][0]
+        shift, token = tl.where(later, runs[i][1], shift), tl.where(later, i * BLOCK, token)
+    return clamped + shift, token, index < count
 
 
 @triton.jit
-def changes(side, S: tl.constexpr, begin, found):
-    """(token within the tile, channel, value less what the codes say) of what `piece` found; 0 for those that there are
-    not."""
+def load_corrections(side, S: tl.constexpr, begin, chunk):
+    """(token within the tile, channel, value minus dequantized code) of a chunk of `outlier_chunk`; the correction is 0
+    where not valid."""
     D: tl.constexpr = get(S, "dim")
-    slot, first, real = found
-    lists = begin // get(S, "block") * get(S, "slots")
-    index = tl.load(side[9] + lists + slot).to(tl.uint16, bitcast=True).to(tl.uint32)
+    slot, first, valid = chunk
+    list_start = begin // get(S, "outlier_block") * get(S, "outliers")
+    index = tl.load(side[9] + list_start + slot).to(tl.uint16, bitcast=True).to(tl.uint32)
     token, channel = (first.to(tl.uint32) + index // D).to(tl.int32), (index % D).to(tl.int32)
-    value = tl.load(side[10] + lists + slot).to(tl.float32)
-    every = tl.full([PIECE], True, tl.int1)
-    return token, channel, tl.where(real, value - number(side, S, (begin + token).to(tl.uint32), channel, every), 0.0)
+    value = tl.load(side[10] + list_start + slot).to(tl.float32)
+    every = tl.full([CHUNK], True, tl.int1)
+    decoded = dequantize(side, S, (begin + token).to(tl.uint32), channel, every)
+    return token, channel, tl.where(valid, value - decoded, 0.0)

@@ -1,13 +1,16 @@
-"""Uniform codes multiplied as they are: scales and zero-points are folded into queries, weights, scores or sums.
+"""Uniform codes as MMA operands: the arithmetic shared by keys (`uniform_keys.py`) and values (`uniform_values.py`).
 
-Two words side by side give 32-bit *pairs*: their low halves, their high halves. One mask makes two float16 numbers of
-field f of a pair: code << r, as the low bits of a float16, is the subnormal number code 2^(r - 24). No number is
-converted or added to. r is the field's own place where the code ends below bit 10: then there is no shift either.
+Codes are multiplied without a conversion to float: code << r, read as the low bits of a float16, is the subnormal
+number code 2^(r - 24). Scales and zero-points are applied to queries, weights, scores or sums instead.
 
-Numbers are loaded by the threads that hand them to the matrix unit: of the keys, 8 tokens by 4 threads with words that
-follow each other, of the values, 8 threads with words by 4 with tokens. Triton gives the last axis of a load to a
-thread and those before it to threads, which is why tensors have four axes here. A *plane* is what one mask makes of
-all words: the same fields of each.
+Two words of neighbouring tokens (or channels) are merged to 32-bit *pairs*: one of their low halves, one of their high
+halves. One mask then yields field f of both words as two float16 numbers. r is the field's own position where the code
+ends below bit 10, so that most fields need no shift. A *plane* is the result of one mask over all words: the same
+field(s) of each.
+
+Numbers are loaded by the threads that hold them as MMA operands: for keys 8 tokens x 4 threads of neighbouring words,
+for values 8 threads of words x 4 of tokens. Triton assigns the last axis of a load to a thread's registers and earlier
+axes to threads, so tensors have four axes here (see `layout_hints.py`).
 """
 
 from __future__ import annotations
@@ -16,20 +19,20 @@ import triton
 import triton.language as tl
 
 from kvq_kernels.decode_attention.layout_hints import load
-from kvq_kernels.decode_attention.spec import get, row_width
+from kvq_kernels.decode_attention.spec import SideSpec, get, row_width
 
-#: What the codes are too small by.
-UNIT = tl.constexpr(16777216.0)
+#: 2^24: undoes the subnormal bitcast.
+SUBNORMAL_SCALE = tl.constexpr(16777216.0)
 #: The sign bits of both halves of a pair, as an int32.
-SIGNS = tl.constexpr(0x80008000 - (1 << 32))
-#: Groups of a token, at most: one product sums as many zero-points times sums of queries, which are in two parts.
-GROUPS = 8
+SIGN_MASK = tl.constexpr(0x80008000 - (1 << 32))
+#: Groups of a token at most: zero-points of all groups, times sums of queries in two parts, are one product of 16.
+MAX_GROUPS = 8
 
 
 @triton.constexpr_function
-def folds(spec, rope_style, tokens, keys):
-    """Whether a side can be read so: scales are one per channel of a tile or one per token of a plane."""
-    if spec.kind != "uniform" or spec.slots or (keys and rope_style != "none"):
+def uniform_fits(spec: SideSpec, rope_style: str, tokens: int, keys: bool) -> bool:
+    """Whether this path reads a side: a tile has one scale per channel, or a plane one per token; no RoPE on keys."""
+    if spec.kind != "uniform" or spec.outliers or (keys and rope_style != "none"):
         return False
     if spec.dim * spec.field_bits % 32 or (spec.bits == 3 and spec.dim % 32) or tokens % 16:
         return False
@@ -38,216 +41,220 @@ def folds(spec, rope_style, tokens, keys):
     if spec.axis == "channel":
         whole = spec.group % tokens == 0
     else:
-        whole = spec.group % spec.words == 0 and spec.dim // spec.group <= GROUPS
-    return whole and group_fields(spec) % (beside(spec, keys) * shares(spec, keys)) == 0
+        whole = spec.group % spec.words == 0 and spec.dim // spec.group <= MAX_GROUPS
+    return whole and group_fields(spec) % (fields_per_plane(spec, keys) * field_shares(spec, keys)) == 0
 
 
 @triton.constexpr_function
-def half_fields(spec):
+def half_fields(spec: SideSpec) -> int:
     """Fields of half a word."""
     return 16 // spec.field_bits
 
 
 @triton.constexpr_function
-def group_fields(spec):
-    """Fields of half a word that have the same scale."""
+def group_fields(spec: SideSpec) -> int:
+    """Fields of half a word that share a scale."""
     return half_fields(spec) if spec.axis == "channel" else min(half_fields(spec), spec.group // spec.words)
 
 
 @triton.constexpr_function
-def threads(keys):
-    """That share the words of a token."""
+def token_threads(keys: bool) -> int:
+    """Threads that share the words of a token."""
     return 4 if keys else 8
 
 
 @triton.constexpr_function
-def thread_words(spec, keys):
-    """Words of a token that a thread has side by side."""
-    return min(2 if within_words(spec, keys) else 4, triton.next_power_of_2(-(-spec.words // threads(keys))))
+def words_per_thread(spec: SideSpec, keys: bool) -> int:
+    """Neighbouring words of a token in one thread."""
+    return min(2 if pairs_within_word(spec, keys) else 4, triton.next_power_of_2(-(-spec.words // token_threads(keys))))
 
 
 @triton.constexpr_function
-def within_words(spec, keys):
-    """Whether pairs of keys are two fields of one word, whatever the number of words: then the two mostly have their
-    sign bits half a word of signs apart, which one shift takes to where they belong."""
+def pairs_within_word(spec: SideSpec, keys: bool) -> bool:
+    """Whether pairs of keys are two fields of one word, however many words there are: with signs per token, the two
+    sign bits are then mostly half a word of signs apart and one shift moves both into place."""
     return keys and spec.axis == "token" and spec.sign_bits > 0
 
 
 @triton.constexpr_function
-def runs(spec, keys):
-    """Runs of words that a token consists of."""
-    return -(-spec.words // (threads(keys) * thread_words(spec, keys)))
+def word_runs(spec: SideSpec, keys: bool) -> int:
+    """Loads that the words of a token take."""
+    return -(-spec.words // (token_threads(keys) * words_per_thread(spec, keys)))
 
 
 @triton.constexpr_function
-def shares(spec, keys):
-    """Among how many a word's fields are shared where there are too few words: of keys the two halves of a pair, of
-    values threads."""
+def field_shares(spec: SideSpec, keys: bool) -> int:
+    """Into how many shares a word's fields are split where there are too few words: for keys among the halves of a
+    pair, for values among threads."""
     if keys:
-        return 2 if thread_words(spec, keys) == 1 or within_words(spec, keys) else 1
+        return 2 if words_per_thread(spec, keys) == 1 or pairs_within_word(spec, keys) else 1
     return max(1, 8 // triton.next_power_of_2(spec.words))
 
 
 @triton.constexpr_function
-def beside(spec, keys):
-    """Fields that a plane takes, so that a product sums over 16 channels, or gives 16 channels' sums."""
+def fields_per_plane(spec: SideSpec, keys: bool) -> int:
+    """Fields that a plane takes so that its product has 16 channels."""
     if keys:
-        return 2 if thread_words(spec, keys) * shares(spec, keys) == 2 else 1
-    return 2 if thread_words(spec, keys) == 1 else 1
+        return 2 if words_per_thread(spec, keys) * field_shares(spec, keys) == 2 else 1
+    return 2 if words_per_thread(spec, keys) == 1 else 1
 
 
 @triton.constexpr_function
-def plane_count(spec, keys):
-    return runs(spec, keys) * 2 * half_fields(spec) // (shares(spec, keys) * beside(spec, keys))
+def plane_count(spec: SideSpec, keys: bool) -> int:
+    """Planes of a token."""
+    return word_runs(spec, keys) * 2 * half_fields(spec) // (field_shares(spec, keys) * fields_per_plane(spec, keys))
 
 
 @triton.constexpr_function
-def plane_place(spec, keys, number):
-    """(run, half, field) of a plane; those after it in the plane follow."""
-    own = half_fields(spec) // shares(spec, keys)  # fields that are not another's share
-    number *= beside(spec, keys)
-    part = group_fields(spec) // shares(spec, keys)
-    field = number % own
-    return number // (2 * own), number // own % 2, field // part * group_fields(spec) + field % part
+def plane_position(spec: SideSpec, keys: bool, plane: int) -> tuple[int, int, int]:
+    """(run of words, half of the word, first field) of a plane."""
+    unshared = half_fields(spec) // field_shares(spec, keys)
+    first = plane * fields_per_plane(spec, keys)
+    group_part = group_fields(spec) // field_shares(spec, keys)
+    field = first % unshared
+    position = field // group_part * group_fields(spec) + field % group_part
+    return first // (2 * unshared), first // unshared % 2, position
 
 
 @triton.constexpr_function
-def plane_group(spec, keys, number):
-    """The group of channels of a plane (axis "token")."""
-    _, half, field = plane_place(spec, keys, number)
+def plane_group(spec: SideSpec, keys: bool, plane: int) -> int:
+    """Group of channels of a plane (axis "token")."""
+    _, half, field = plane_position(spec, keys, plane)
     return (field + half_fields(spec) * half) * spec.words // spec.group
 
 
 @triton.constexpr_function
-def plane_bit(spec, keys, number):
-    """Of the signs of a plane's group, the first of the plane's (axis "token")."""
-    run, half, field = plane_place(spec, keys, number)
+def plane_bit(spec: SideSpec, keys: bool, plane: int) -> int:
+    """First bit of a plane in the word of signs of its group (axis "token")."""
+    run, half, field = plane_position(spec, keys, plane)
     bit = (field + half_fields(spec) * half) * spec.words % spec.group
-    return bit + run * threads(keys) * thread_words(spec, keys)
+    return bit + run * token_threads(keys) * words_per_thread(spec, keys)
 
 
 @triton.constexpr_function
-def window(spec):
-    """Fields that end below bit 10."""
+def unshifted_fields(spec: SideSpec) -> int:
+    """Fields that end below bit 10, the top of float16's subnormal range."""
     return 4 if spec.bits == 3 else 10 // spec.bits
 
 
 @triton.constexpr_function
-def field_shift(spec, field):
-    """How far pairs are shifted for a field; the rest of its place is `field_place`."""
-    return field // window(spec) * window(spec) * spec.field_bits
+def field_shift(spec: SideSpec, field: int) -> int:
+    """How far pairs are shifted right for a field, which is then at `field_offset`."""
+    return field // unshifted_fields(spec) * unshifted_fields(spec) * spec.field_bits
 
 
 @triton.constexpr_function
-def field_place(spec, field):
-    return field % window(spec) * spec.field_bits
+def field_offset(spec: SideSpec, field: int) -> int:
+    """Bit of a half word at which a field's code is read."""
+    return field % unshifted_fields(spec) * spec.field_bits
 
 
 @triton.constexpr_function
-def field_unit(spec, field):
-    """What the numbers of a field are to be multiplied by, less `UNIT`."""
-    return 2.0 ** -field_place(spec, field)
+def field_scale(spec: SideSpec, field: int) -> float:
+    """2^-`field_offset`: times SUBNORMAL_SCALE, turns a field's float16 numbers into its codes."""
+    return 2.0 ** -field_offset(spec, field)
 
 
 @triton.constexpr_function
-def twice(mask):
-    """For both halves of a pair, as an int32."""
+def both_halves(mask: int) -> int:
+    """The mask for both halves of a pair, as an int32."""
     return mask | mask << 16
 
 
 @triton.jit
-def load_words(side, S: tl.constexpr, begin, line, own, thread, FIRST: tl.constexpr):
-    """(words, third bits) of tokens begin + line + own, int32 words FIRST + thread, 0 beyond the last. Of 3-bit codes
-    the third bits are those of the same channels, two bits apart as the low two are; else those words again.
+def load_words(side, S: tl.constexpr, begin, line, static_line, word, FIRST: tl.constexpr):
+    """(words, third bits) of tokens begin + line + static_line: int32 words FIRST + word, 0 beyond the last.
 
-    own: what is known when this is compiled comes last, so that it becomes part of the instructions.
+    Third bits of 3-bit codes are aligned with the words of the same channels, two bits apart as the low two are; of
+    other codes they are the words again. Constants (static_line, FIRST) are added last, to become part of the
+    instructions.
     """
     W: tl.constexpr = get(S, "words")
     ROW: tl.constexpr = row_width(S)
     base = side[0] + begin * ROW
-    SOME: tl.constexpr = thread.shape[1] * thread.shape[2] * thread.shape[3] > W - FIRST
-    seen = thread < W - FIRST if SOME else None
-    low = load(base + (line * ROW + thread), own * ROW + FIRST, seen)
+    PARTIAL: tl.constexpr = word.shape[1] * word.shape[2] * word.shape[3] > W - FIRST
+    mask = word < W - FIRST if PARTIAL else None
+    low = load(base + (line * ROW + word), static_line * ROW + FIRST, mask)
     if get(S, "bits") == 3:
         THIRDS: tl.constexpr = W // 2
-        third = load(base + (line * ROW + (thread + FIRST) % THIRDS), own * ROW + W, seen)
-        return low, third >> ((thread + FIRST) // THIRDS)
+        third = load(base + (line * ROW + (word + FIRST) % THIRDS), static_line * ROW + W, mask)
+        return low, third >> ((word + FIRST) // THIRDS)
     else:
         return low, low
 
 
 @triton.jit
 def pair_up(first, second):
-    """(low halves, high halves) of two int32 words, the first's in the low half."""
+    """(low halves, high halves) of two int32 words, the first word's in the low half."""
     return (first & 0xFFFF) | (second << 16), ((first >> 16) & 0xFFFF) | (second & -65536)
 
 
 @triton.jit
 def field_codes(pairs, thirds, S: tl.constexpr, field: tl.constexpr):
-    """int32: the two codes of a field of each pair, at `field_place` of their halves."""
+    """int32: both codes of a field of each pair, at `field_offset` of their halves."""
     SHIFT: tl.constexpr = field_shift(S, field)
-    PLACE: tl.constexpr = field_place(S, field)
-    codes = (pairs >> SHIFT) & twice(((1 << get(S, "field_bits")) - 1) << PLACE)
+    OFFSET: tl.constexpr = field_offset(S, field)
+    codes = (pairs >> SHIFT) & both_halves(((1 << get(S, "field_bits")) - 1) << OFFSET)
     if get(S, "bits") == 3:
         shifted = thirds << 2 if SHIFT == 0 else thirds >> (SHIFT - 2)
-        codes |= shifted & twice(4 << PLACE)
+        codes |= shifted & both_halves(4 << OFFSET)
     return codes
 
 
 @triton.jit
-def numbers(codes, T: tl.constexpr):
-    """[..., 2]: the two numbers of each pair of codes."""
+def pairs_to_float(codes, T: tl.constexpr):
+    """[..., 2]: both halves of each pair as float16 bits, in type T."""
     low, high = codes.to(tl.int16), (codes >> 16).to(tl.int16)
     return tl.join(low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)).to(T)
 
 
 @triton.constexpr_function
-def adds_zero(spec):
-    """Whether groups add anything to their numbers."""
-    return spec.shifted or spec.hybrid or spec.level > 0
+def has_zero_term(spec: SideSpec) -> bool:
+    """Whether dequantization adds anything to code times scale."""
+    return spec.has_zero or spec.hybrid or spec.level > 0
 
 
 @triton.constexpr_function
-def zero_scale(spec):
-    """What is kept as the zero-point is to be multiplied by this: where all groups have a level, that is the scale."""
-    return 1.0 if spec.shifted or spec.hybrid else -spec.level
+def zero_scale(spec: SideSpec) -> float:
+    """Factor from what is stored to the zero-point: -level where that is the scale, else 1."""
+    return 1.0 if spec.has_zero or spec.hybrid else -spec.level
 
 
 @triton.jit
 def asymmetric(raw):
-    """int32: all bits set where groups of a hybrid are asymmetric, else none: the sign of their 16-bit scale says so,
-    which a constant group's minus zero has, too."""
+    """int32: all bits set where a hybrid's group is asymmetric, else 0. The sign bit of the 16-bit scale says so, also
+    that of a constant group's minus zero."""
     return raw.to(tl.int16, bitcast=True).to(tl.int32) >> 31
 
 
 @triton.jit
-def scales(raw, S: tl.constexpr):
-    """Scales, of those that are kept: in a hybrid their sign says something else."""
+def scale_magnitudes(raw, S: tl.constexpr):
+    """Scales of stored ones, whose sign in a hybrid is the group's mode."""
     return tl.abs(raw) if get(S, "hybrid") else raw
 
 
 @triton.jit
-def zeros(raw, kept, S: tl.constexpr):
-    """Zero-points less by `zero_scale`, of the scales as they are kept and of what `zero_part` has at their places."""
+def zero_points(raw, stored, S: tl.constexpr):
+    """Zero-points without `zero_scale`, from stored scales and what `zero_pointer` points to."""
     if get(S, "hybrid"):
         if get(S, "sign_bits") > 0:
-            return (kept & asymmetric(raw)).to(tl.float32, bitcast=True)
+            return (stored & asymmetric(raw)).to(tl.float32, bitcast=True)
         else:
             level = tl.abs(raw).to(tl.float32) * (-get(S, "level"))
-            return tl.where(asymmetric(raw) < 0, kept.to(tl.float32), level)
+            return tl.where(asymmetric(raw) < 0, stored.to(tl.float32), level)
     else:
-        return kept
+        return stored
 
 
 @triton.constexpr_function
-def zero_part(spec):
-    """Which of a side's pointers zero-points are read from."""
-    return 3 if spec.hybrid and spec.sign_bits else 2 if spec.shifted else 1
+def zero_pointer(spec: SideSpec) -> int:
+    """Index of the side's pointer that zero-points are loaded from (see `dequantize.py`): signs, zeros or scales."""
+    return 3 if spec.hybrid and spec.sign_bits else 2 if spec.has_zero else 1
 
 
 @triton.jit
-def signs(raw, words, S: tl.constexpr):
-    """Words of sign bits, int32; asymmetric groups of a hybrid have none."""
+def sign_words(raw, words, S: tl.constexpr):
+    """int32 words of sign bits; 0 for asymmetric groups of a hybrid."""
     if get(S, "hybrid"):
         return words & ~asymmetric(raw)
     else:
@@ -255,6 +262,6 @@ def signs(raw, words, S: tl.constexpr):
 
 
 @triton.jit
-def sign_pairs(low, high, bit):
-    """int32: bit number `bit` of the words whose low and high halves `pair_up` gave, as the signs of two codes."""
-    return (tl.where(bit < 16, low, high) << (15 - bit % 16)) & SIGNS
+def pair_signs(low, high, bit):
+    """int32: bit `bit` of the words whose halves are `low` and `high` (of `pair_up`), as the sign bits of two codes."""
+    return (tl.where(bit < 16, low, high) << (15 - bit % 16)) & SIGN_MASK

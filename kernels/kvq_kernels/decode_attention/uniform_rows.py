@@ -1,4 +1,8 @@
-"""The channels of values, as rows of products, see `fold.py`: row 8 m + r of a plane is of thread r, its m-th."""
+"""Channels of a plane of uniform values: loads per channel in the layout of the products' rows.
+
+Row 8 m + r of a plane belongs to thread r, whose register m it is. See `uniform.py`, and `uniform_values.py`, which
+calls this.
+"""
 
 from __future__ import annotations
 
@@ -6,72 +10,72 @@ import triton
 import triton.language as tl
 
 from kvq_kernels.decode_attention.layout_hints import load
-from kvq_kernels.decode_attention.spec import get
+from kvq_kernels.decode_attention.spec import SideSpec, get
 from kvq_kernels.decode_attention.uniform import (
-    UNIT,
-    beside,
-    field_unit,
+    SUBNORMAL_SCALE,
+    field_scale,
+    field_shares,
+    fields_per_plane,
     group_fields,
     half_fields,
-    plane_place,
-    runs,
-    shares,
-    thread_words,
+    plane_position,
+    word_runs,
+    words_per_thread,
 )
 
 
 @triton.constexpr_function
-def rows(spec):
+def plane_rows(spec: SideSpec) -> int:
     """Channels of a plane."""
-    return 8 * max(2, thread_words(spec, False))
+    return 8 * max(2, words_per_thread(spec, False))
 
 
 @triton.jit
-def row_channels(S: tl.constexpr, number: tl.constexpr, thread, more):
-    """The channels of rows 8 `more` + `thread` of a plane, as two parts: the second is known when this is compiled."""
-    V: tl.constexpr = thread_words(S, False)
-    WORDS: tl.constexpr = 8 // shares(S, False)
-    PLACE: tl.constexpr = plane_place(S, False, number)
-    FIRST: tl.constexpr = (PLACE[2] + half_fields(S) * PLACE[1]) * get(S, "words") + PLACE[0] * WORDS * V
-    share = thread // WORDS * (group_fields(S) // shares(S, False) * get(S, "words"))
-    return share + thread % WORDS * V, more * (get(S, "words") if V == 1 else 1) + FIRST
+def row_channels(S: tl.constexpr, plane: tl.constexpr, thread, register):
+    """Channels of rows 8 `register` + `thread` of a plane, as (run-time part, compile-time part)."""
+    V: tl.constexpr = words_per_thread(S, False)
+    WORDS: tl.constexpr = 8 // field_shares(S, False)
+    POSITION: tl.constexpr = plane_position(S, False, plane)
+    FIRST: tl.constexpr = (POSITION[2] + half_fields(S) * POSITION[1]) * get(S, "words") + POSITION[0] * WORDS * V
+    share = thread // WORDS * (group_fields(S) // field_shares(S, False) * get(S, "words"))
+    return share + thread % WORDS * V, register * (get(S, "words") if V == 1 else 1) + FIRST
 
 
 @triton.constexpr_function
-def all_seen(spec):
-    """Whether all rows have a channel."""
-    return runs(spec, False) * (8 // shares(spec, False)) * thread_words(spec, False) == spec.words
+def all_rows_valid(spec: SideSpec) -> bool:
+    """Whether every row of every plane has a channel."""
+    return word_runs(spec, False) * (8 // field_shares(spec, False)) * words_per_thread(spec, False) == spec.words
 
 
 @triton.jit
-def row_seen(S: tl.constexpr, number: tl.constexpr, thread, more):
-    """Which rows of a plane have a channel."""
-    V: tl.constexpr = thread_words(S, False)
-    WORDS: tl.constexpr = 8 // shares(S, False)
-    word = thread % WORDS * V + (0 * more if V == 1 else more)
-    return word < get(S, "words") - plane_place(S, False, number)[0] * WORDS * V
+def row_valid(S: tl.constexpr, plane: tl.constexpr, thread, register):
+    """Mask of the rows of a plane that have a channel."""
+    V: tl.constexpr = words_per_thread(S, False)
+    WORDS: tl.constexpr = 8 // field_shares(S, False)
+    word = thread % WORDS * V + (0 * register if V == 1 else register)
+    return word < get(S, "words") - plane_position(S, False, plane)[0] * WORDS * V
 
 
 @triton.jit
-def row_units(S: tl.constexpr, number: tl.constexpr, more):
-    """What the numbers of rows 8 `more`, ... of a plane are to be multiplied by, float32."""
-    PLACE: tl.constexpr = plane_place(S, False, number)
-    NEXT: tl.constexpr = PLACE[2] + beside(S, False) - 1
-    return tl.where(more == 0, field_unit(S, PLACE[2]), field_unit(S, NEXT)) * UNIT
+def row_scales(S: tl.constexpr, plane: tl.constexpr, register):
+    """float32 factor of rows 8 `register`, ... of a plane: turns sums of subnormal numbers into sums of codes."""
+    POSITION: tl.constexpr = plane_position(S, False, plane)
+    NEXT: tl.constexpr = POSITION[2] + fields_per_plane(S, False) - 1
+    return tl.where(register == 0, field_scale(S, POSITION[2]), field_scale(S, NEXT)) * SUBNORMAL_SCALE
 
 
 @triton.jit
-def load_rows(pointer, S: tl.constexpr, number: tl.constexpr):
-    """[rows / 8 / V, 8, 4, V] at the channels of a plane, by all four threads of a row; 0 where there is none."""
-    V: tl.constexpr = thread_words(S, False)
+def load_rows(pointer, S: tl.constexpr, plane: tl.constexpr):
+    """[rows / 8 / V, 8, 4, V] at the channels of a plane, loaded by all four threads of a row; 0 without a channel."""
+    V: tl.constexpr = words_per_thread(S, False)
     thread = tl.max_contiguous(tl.arange(0, 8)[None, :, None, None], [1, 1, 1, 1])
-    more = tl.arange(0, rows(S) // 8 // V)[:, None, None, None] + tl.arange(0, V)[None, None, None, :]
-    channel, own = row_channels(S, number, thread, more)
-    place = pointer + (channel + 0 * tl.arange(0, 4)[None, None, :, None])
-    return load(place, own, None if all_seen(S) else row_seen(S, number, thread, more))
+    register = tl.arange(0, plane_rows(S) // 8 // V)[:, None, None, None] + tl.arange(0, V)[None, None, None, :]
+    channel, static = row_channels(S, plane, thread, register)
+    base = pointer + (channel + 0 * tl.arange(0, 4)[None, None, :, None])
+    return load(base, static, None if all_rows_valid(S) else row_valid(S, plane, thread, register))
 
 
 @triton.jit
 def as_factors(x, S: tl.constexpr):
-    """`load_rows` as factors of sums [rows / 8, 8, M / 8, 4, 2]: float32 [rows / 8, 8, 1, 4, 1]."""
-    return tl.reshape(tl.permute(x, (0, 3, 1, 2)), [rows(S) // 8, 8, 1, 4, 1]).to(tl.float32)
+    """Result of `load_rows` as float32 [rows / 8, 8, 1, 4, 1], to multiply sums [rows / 8, 8, M / 8, 4, 2] by."""
+    return tl.reshape(tl.permute(x, (0, 3, 1, 2)), [plane_rows(S) // 8, 8, 1, 4, 1]).to(tl.float32)
