@@ -71,8 +71,8 @@ def test_outputs_are_fully_written(monkeypatch):
     points, centroids = normal(2, 70, 4), normal(2, 20, 4)
     expected = assign_centroids(points, centroids, backend="triton")
     monkeypatch.setattr(torch, "empty", poisoned)
-    found = assign_centroids(points, centroids, backend="triton")
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    actual = assign_centroids(points, centroids, backend="triton")
+    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
 
 
 def test_calibration_with_kernels_is_as_good_as_on_a_cpu(monkeypatch):

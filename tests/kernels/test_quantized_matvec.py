@@ -81,8 +81,8 @@ def test_signs_of_other_groups(side, group, axis):
     vectors = torch.rand(1, 2, 64, generator=g).half()
     decoded = codec.decode(codec.encode(x), torch.float32)[0, 0]
     expected = vectors[0].float() @ (decoded.T if side == "keys" else decoded)
-    found = quantized_matvec(vectors, packed, side, backend="triton")
-    torch.testing.assert_close(found[0].float(), expected, atol=0.02, rtol=0.01)
+    out = quantized_matvec(vectors, packed, side, backend="triton")
+    torch.testing.assert_close(out[0].float(), expected, atol=0.02, rtol=0.01)
 
 
 @pytest.mark.parametrize("programs", [1, 3])
@@ -90,8 +90,8 @@ def test_partial_sums_are_added(programs):
     vectors, packed = case("values", "channel", 96)
     exact = quantized_matvec_reference(vectors, packed, "values", torch.float64)
     sums = torch.full((programs, 1, 2, 64), torch.nan)
-    found = quantized_matvec(vectors, packed, "values", partial=sums, backend="triton")
-    torch.testing.assert_close(found.double(), exact, atol=2e-3, rtol=2e-3)
+    out = quantized_matvec(vectors, packed, "values", partial=sums, backend="triton")
+    torch.testing.assert_close(out.double(), exact, atol=2e-3, rtol=2e-3)
 
 
 def test_small_weights_are_scaled():
@@ -100,8 +100,8 @@ def test_small_weights_are_scaled():
     packed = uniform(g, (1, 1, 64, 64), torch.float16, axis="token", bits=8)
     weights = torch.full((1, 1, 64), 2.0**-17)
     exact = quantized_matvec_reference(weights, packed, "values", torch.float64)
-    found = quantized_matvec(weights.bfloat16(), packed, "values", backend="triton")
-    assert (found.double() - exact).norm() <= 8e-3 * exact.norm()
+    out = quantized_matvec(weights.bfloat16(), packed, "values", backend="triton")
+    assert (out.double() - exact).norm() <= 8e-3 * exact.norm()
 
 
 def test_shapes_that_do_not_fit_are_refused():

@@ -79,9 +79,9 @@ def test_amd_loops():
 \ts_cbranch_scc1 .LBB0_2
 \ts_endpgm
 """
-    found = machine_code.read({"amdgcn": text})
-    loop = machine_code.main_loop(found.lines)
-    assert (found.registers, found.spills) == (40, 8)
+    compiled = machine_code.read({"amdgcn": text})
+    loop = machine_code.main_loop(compiled.lines)
+    assert (compiled.registers, compiled.spills) == (40, 8)
     assert loop == {"global_load_dword": 1, "v_cvt_f32_ubyte0_e32": 1, "v_mfma_f32_16x16x16_f16": 1}
     assert [op for op in loop if machine_code.converts(op)] == ["v_cvt_f32_ubyte0_e32"]
 
@@ -114,10 +114,10 @@ def test_other_opcodes_are_no_conversions(opcode):
     ],
 )
 def test_faults(changes, message):
-    one = static.Report(
+    report = static.Report(
         **{"operation": "a", "name": "b", "target": "sm_90", "kind": "uniform", "per_number": 4.5} | changes
     )
-    assert one.faults() == [] if message is None else message in " ".join(one.faults())
+    assert report.faults() == [] if message is None else message in " ".join(report.faults())
 
 
 def test_every_operation_has_launches():
@@ -125,9 +125,9 @@ def test_every_operation_has_launches():
     folders = sorted(path.parent.name for path in root.glob("*/__init__.py"))
     assert operations() == folders
     for operation in operations():
-        found = launches(operation, "sm_90")
-        assert found
-        for name, launch in found.items():
+        cases = launches(operation, "sm_90")
+        assert cases
+        for name, launch in cases.items():
             assert isinstance(launch, Launch) and launch.kind in KINDS, (operation, name)
             assert (launch.numbers > 0 and launch.bits > 0) or launch.kind == "none", (operation, name)
 
@@ -135,13 +135,13 @@ def test_every_operation_has_launches():
 @pytest.mark.slow
 def test_extremes_have_every_kernel():
     for target in static.TARGETS:
-        chosen, all_launches = static.extremes(target), static.everything([target])
-        assert set(chosen) <= set(all_launches) and len(set(chosen)) == len(chosen) < len(all_launches)
+        extremes, everything = static.extremes(target), static.all_launches([target])
+        assert set(extremes) <= set(everything) and len(set(extremes)) == len(extremes) < len(everything)
 
-        def kernels(some, target=target):
-            return {launches(operation, target)[name].kernel.__name__ for operation, name, _ in some}
+        def kernels(keys, target=target):
+            return {launches(operation, target)[name].kernel.__name__ for operation, name, _ in keys}
 
-        assert kernels(chosen) == kernels(all_launches)
+        assert kernels(extremes) == kernels(everything)
 
 
 @compiles
@@ -151,25 +151,25 @@ def test_extremes_have_every_kernel():
 )
 def test_launches_keep_the_limits(target, slow):
     """All launches on the limited target, slow ones in a test of their own; on other targets the extremes."""
-    chosen = static.extremes(target)
+    keys = static.extremes(target)
     if target == static.LIMITED_TARGET:
-        chosen = [one for one in static.everything([target]) if launches(one[0], target)[one[1]].slow == slow]
-    found = {f"{one.operation}/{one.name}": one for one in static.reports(chosen, WORKERS)}
-    assert set(found) == {f"{operation}/{name}" for operation, name, _ in chosen}
-    assert not {name: one.faults() for name, one in found.items() if one.faults()}
+        keys = [key for key in static.all_launches([target]) if launches(key[0], target)[key[1]].slow == slow]
+    reports = {f"{report.operation}/{report.name}": report for report in static.reports(keys, WORKERS)}
+    assert set(reports) == {f"{operation}/{name}" for operation, name, _ in keys}
+    assert not {name: report.faults() for name, report in reports.items() if report.faults()}
 
 
 @pytest.mark.slow
 @compiles
 def test_reports_are_cached_by_source(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    one = ("decode_attention", "combine", "sm_90")
-    [compiled] = static.reports([one], 1)
+    key = ("decode_attention", "combine", "sm_90")
+    [compiled] = static.reports([key], 1)
     assert compiled.registers > 0 and compiled.faults() == []
     [path] = tmp_path.rglob("*.json")
     path.write_text(json.dumps(asdict(compiled) | {"registers": 12345}))
-    assert [read.registers for read in static.reports([one], 1)] == [12345]
-    [tried] = static.reports([one], 1, {"columns": 8})
+    assert [read.registers for read in static.reports([key], 1)] == [12345]
+    [tried] = static.reports([key], 1, {"columns": 8})
     assert tried.registers == 12345  # the launch does not depend on columns
 
 
@@ -177,5 +177,5 @@ def test_reports_are_cached_by_source(tmp_path, monkeypatch):
 def test_compile_errors_are_reported(monkeypatch):
     launch = launches("decode_attention", "sm_90")["combine"]
     monkeypatch.setattr(static.triton, "compile", lambda *a, **k: 1 / 0)
-    found = static.read("decode_attention", "combine", "sm_90", launch, None)
-    assert found.faults() == ["does not compile: ZeroDivisionError: division by zero"]
+    report = static.read("decode_attention", "combine", "sm_90", launch, None)
+    assert report.faults() == ["does not compile: ZeroDivisionError: division by zero"]
