@@ -16,6 +16,9 @@ import triton.language as tl
 
 from kvq_kernels.decode_attention.spec import get, row_width
 
+#: 2^24: undoes the subnormal bitcast.
+SUBNORMAL_SCALE = tl.constexpr(16777216.0)
+
 
 @triton.jit
 def at_head(side, strides, S: tl.constexpr, row, head):
@@ -55,7 +58,7 @@ def at_stored_head(side, strides, S: tl.constexpr, row, head, stored):
 def subnormal_to_float(codes):
     """Integers below 1024 as float32, without a conversion: their bits as float16 are subnormal, code / 2^24. Bit 15 is
     the sign."""
-    return codes.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 16777216.0
+    return codes.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * SUBNORMAL_SCALE
 
 
 @triton.jit

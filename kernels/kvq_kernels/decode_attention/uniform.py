@@ -21,8 +21,6 @@ import triton.language as tl
 from kvq_kernels.decode_attention.layout_hints import load
 from kvq_kernels.decode_attention.spec import SideSpec, get, row_width
 
-#: 2^24: undoes the subnormal bitcast.
-SUBNORMAL_SCALE = tl.constexpr(16777216.0)
 #: The sign bits of both halves of a pair, as an int32.
 SIGN_MASK = tl.constexpr(0x80008000 - (1 << 32))
 #: Groups of a token at most: zero-points of all groups, times sums of queries in two parts, are one product of 16.

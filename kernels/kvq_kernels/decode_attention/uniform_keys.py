@@ -8,10 +8,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvq_kernels.decode_attention.dequantize import SUBNORMAL_SCALE
 from kvq_kernels.decode_attention.layout_hints import load
 from kvq_kernels.decode_attention.spec import get
 from kvq_kernels.decode_attention.uniform import (
-    SUBNORMAL_SCALE,
     field_codes,
     field_scale,
     field_shares,

@@ -9,11 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvq_kernels.decode_attention.dequantize import SUBNORMAL_SCALE
 from kvq_kernels.decode_attention.spec import get, row_width
 from kvq_kernels.rematerialize.spec import groups, in_one_group
-
-#: 2^24: undoes the subnormal bitcast.
-SUBNORMAL_SCALE = tl.constexpr(16777216.0)
 
 
 @triton.jit
