@@ -1,6 +1,14 @@
 """Attention and quantization kernels over packed key-value caches. Needs torch and triton, nothing else.
 
-Each operation is a folder: a short PyTorch `reference.py`, a Triton implementation, one function that dispatches.
-Sizes in docstrings: B rows (batch), H kv heads, Q query heads, T tokens, D head_dim. `kvq_kernels.static` compiles the
-shipped configurations without a GPU and reads what came out.
+An operation is a folder: its `__init__.py` documents one function that dispatches on the device, `reference.py` is the
+same in short PyTorch, `kernel.py` (or several files) the Triton implementation, `launch.py` its arguments,
+`aot_cases.py` the launches that are compiled without a GPU, `tuning.json` the tuned configurations.
+
+    decode_attention  one query per row over a packed cache     quantize_pack     group quantization and packing
+    quantized_matvec  q K^T and p V as separate products        squat_quantize    the same with SQuat's error correction
+    rematerialize     attention over cached layer inputs        assign_centroids  the steps of k-means
+
+`tuning` reads the tables, `static` compiles the launches of `aot_cases` and reports registers, spills and instructions
+(`machine_code` reads these), `planar` packs words. Sizes in docstrings: B rows (batch), H kv heads, Q query heads,
+T tokens, D head_dim.
 """

@@ -1,6 +1,6 @@
-"""Reading compiled kernels: registers, spills, and what the main loop is made of.
+"""Reading compiled kernels: registers, spills, and the opcodes of the main loop.
 
-NVIDIA's code is disassembled by the tools in Triton's wheel, AMD's is read as the assembly that Triton leaves.
+NVIDIA's code is disassembled by the tools in Triton's wheel, AMD's is read from the assembly that Triton keeps.
 """
 
 from __future__ import annotations
@@ -16,51 +16,53 @@ from pathlib import Path
 import triton
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-#: Matrix products of packed numbers: of float16, or else of bfloat16. Others are of float32, and those of outliers of
-#: pairs of bfloat16 numbers, beside products of float16.
-_MATRIX = (
+#: Matrix products of packed numbers: float16, or where there are none bfloat16. Products of the tail are float32, those
+#: of outliers bfloat16 beside float16.
+_PACKED_PRODUCTS = (
     re.compile(r"[HQ]G?MMA(?!.*(TF32|BF16))|UTC\w*MMA|v_mfma_(?!\w*(x\d*_?f32|bf16))|v_dot"),
     re.compile(r"HG?MMA.*BF16|v_mfma_.*bf16"),
 )
-#: All products, also those of what is not packed.
+#: All matrix products.
 _PRODUCT = re.compile(r"[HQ]G?MMA|UTC\w*MMA|v_mfma_|v_dot")
 _READS = re.compile(r"LD(?!C)|UBLKCP|UTMALDG|global_load|buffer_load|flat_load|ds_read")
 _FROM_INTEGER = re.compile(r"I2F|I2HF|UI2F|v_cvt_(f32|f16|f64)_([iu]\d+|ubyte)")
-#: Take no slot of a lane: padding, and AMD's scalar unit.
+#: Instructions without an issue slot of a lane: padding, and AMD's scalar unit.
 _FREE = re.compile(r"NOP|s_")
 
 
 @dataclass(frozen=True)
 class Code:
-    """registers per thread, spilled bytes per thread; code: one instruction or label per line."""
+    """Registers and spilled bytes per thread; lines: one instruction or label each."""
 
     registers: int
     spills: int
-    code: list[str]
+    lines: list[str]
 
 
 def check_tools() -> None:
-    """OSError where Triton's wheel brings no disassembler (it does on x86_64)."""
+    """Raise OSError where Triton's wheel has no disassembler (it has on x86_64)."""
     for name in ("cuobjdump", "nvdisasm"):
         if not (TOOLS / name).exists():
-            raise OSError(f"{TOOLS / name} is missing: this build of Triton brings no disassembler")
+            raise OSError(f"{TOOLS / name} is missing: this build of Triton has no disassembler")
 
 
 def read(asm: Mapping[str, str | bytes]) -> Code:
-    """What a compiled kernel's `asm` holds."""
+    """Code of a compiled kernel, from its `asm`."""
     if "amdgcn" in asm:
-        return _read_amd(asm["amdgcn"])
+        return _read_amd(str(asm["amdgcn"]))
+    cubin = asm["cubin"]
+    assert isinstance(cubin, bytes)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(asm["cubin"])
+        file.write(cubin)
         file.flush()
         usage = _tool("cuobjdump", "-res-usage", file.name)
         text = _tool("nvdisasm", "-c", file.name)
-    registers, stack = (int(re.search(rf"{key}:(\d+)", usage)[1]) for key in ("REG", "STACK"))
+    registers, stack = (_number(rf"{key}:(\d+)", usage) for key in ("REG", "STACK"))
     return Code(registers, stack, read_nvidia(text.splitlines()))
 
 
 def read_nvidia(lines: list[str]) -> list[str]:
-    """Labels and instructions of nvdisasm's output, predicates left out."""
+    """Labels and instructions of nvdisasm's output, without predicates."""
     code = []
     for line in lines:
         if label := re.match(r"\s*(\.L_x_\d+:)", line):
@@ -70,8 +72,15 @@ def read_nvidia(lines: list[str]) -> list[str]:
     return code
 
 
+def _number(pattern: str, text: str) -> int:
+    """The number that a pattern matches."""
+    match = re.search(pattern, text)
+    assert match is not None, pattern
+    return int(match[1])
+
+
 def _read_amd(text: str) -> Code:
-    registers, spills = (int(re.search(rf"\.{key}:\s+(\d+)", text)[1]) for key in ("vgpr_count", "vgpr_spill_count"))
+    registers, spills = (_number(rf"\.{key}:\s+(\d+)", text) for key in ("vgpr_count", "vgpr_spill_count"))
     code = []
     for line in text.splitlines():
         if label := re.match(r"(\.LBB\d+_\d+:)", line):
@@ -81,58 +90,59 @@ def _read_amd(text: str) -> Code:
     return Code(registers, 4 * spills, code)
 
 
-def main_loop(code: list[str], turns: int = 1) -> dict[str, int] | None:
-    """How often each opcode is executed in a turn of the loop that reads cached numbers, most frequent first.
+def main_loop(code: list[str], inner_iterations: int = 1) -> dict[str, int] | None:
+    """Count of each opcode in an iteration of the main loop, which reads cached numbers; None for no code.
 
-    That is the smallest loop that multiplies 16-bit matrices; where there is none, the largest of the innermost loops
-    that read memory; where there is no loop, the whole kernel. None for no code. turns: how often each loop within it
-    runs that multiplies matrices, too, so that the smallest is not it (1: there are none); others within are counted
-    once.
+    It is the smallest loop with 16-bit matrix products; without any, the largest innermost loop that reads memory;
+    without loops, the whole kernel. Most frequent opcodes first. inner_iterations: how often inner loops with matrix
+    products run (1: there are none, and the main loop is the smallest); other inner loops are counted once.
     """
     loops = _loops(code)
-    multiply = ([body for body in loops if any(kind.match(line) for line in body)] for kind in _MATRIX)
-    if found := next(filter(None, multiply), None):
-        if turns > 1:
-            found = [body for body in found if not any(_inside(body, other) for other in found)]
-        body = min(found, key=len)
+    multiplying = ([body for body in loops if any(kind.match(line) for line in body)] for kind in _PACKED_PRODUCTS)
+    if candidates := next(filter(None, multiplying), None):
+        if inner_iterations > 1:
+            candidates = [body for body in candidates if not any(_inside(body, other) for other in candidates)]
+        body = min(candidates, key=len)
     else:
         reading = [body for body in loops if any(_READS.match(line) for line in body)]
-        inner = [body for body in reading if not any(_inside(other, body) for other in reading)]
-        body = max(inner, key=len, default=code)
+        innermost = [body for body in reading if not any(_inside(other, body) for other in reading)]
+        body = max(innermost, key=len, default=code)
     opcodes = _opcodes(body)
-    again = [inner for inner in loops if _inside(inner, body) and any(map(_PRODUCT.match, inner))]
-    for inner in again:
-        if not any(_inside(other, inner) for other in again):
-            opcodes.update({op: (turns - 1) * count for op, count in _opcodes(inner).items()})
+    repeated = [inner for inner in loops if _inside(inner, body) and any(map(_PRODUCT.match, inner))]
+    for inner in repeated:
+        if not any(_inside(other, inner) for other in repeated):
+            opcodes.update({op: (inner_iterations - 1) * count for op, count in _opcodes(inner).items()})
     return {op: count for op, count in opcodes.most_common() if not _FREE.match(op)} or None
 
 
 def _opcodes(code: list[str]) -> Counter[str]:
+    """Count of each opcode, without its suffixes."""
     return Counter(line.split()[0].rstrip(";").split(".")[0] for line in code if not line.endswith(":"))
 
 
 def _loops(code: list[str]) -> list[list[str]]:
-    """Every run of instructions that ends in a jump to its beginning."""
-    labels, found = {}, []
+    """Bodies of all loops: instructions up to a jump to the first of them."""
+    labels, loops = {}, []
     for at, line in enumerate(code):
         if line.endswith(":"):
             labels[line[:-1]] = at
         elif line.startswith(("BRA", "s_cbranch", "s_branch")):
             target = re.search(r"\.L(?:_x_|BB)[\d_]+", line)
             if target and target[0] in labels:
-                found.append(code[labels[target[0]] : at + 1])
-    return found
+                loops.append(code[labels[target[0]] : at + 1])
+    return loops
 
 
 def _inside(inner: list[str], outer: list[str]) -> bool:
-    """A loop is known by the labels that it begins with: they are unique."""
+    """Whether a loop is inside another; loops are identified by the unique label that they begin with."""
     return inner is not outer and len(inner) < len(outer) and inner[0] in outer
 
 
 def converts(opcode: str) -> bool:
-    """Does it make a floating-point number of an integer?"""
+    """Whether an opcode converts integers to floating point."""
     return _FROM_INTEGER.match(opcode) is not None
 
 
 def _tool(name: str, *arguments: str) -> str:
+    """Output of one of `TOOLS`."""
     return subprocess.run([TOOLS / name, *arguments], capture_output=True, text=True, check=True).stdout

@@ -1,9 +1,8 @@
-"""What the compiler makes of the kernels, without a GPU: `python -m kvq_kernels.static --targets sm_90 [NAME ...]`.
+"""Static report of compiled kernels, without a GPU: `python -m kvq_kernels.static --targets sm_90 [NAME ...]`.
 
-Compiles the launches that the operations ship (see `shipped`) ahead of time and reads the machine code: registers,
-spills, shared memory, and of the main loop the instructions per cached number and the integer-to-float conversions.
-Prints a table, or one JSON document with --json. What was read is kept under ~/.cache/kvq/static, by the source, so
-that only what has changed is compiled again.
+Compiles the launches of `aot_cases` and reads their machine code (`machine_code`): registers, spills, shared memory,
+and of the main loop the instructions per cached number and the integer-to-float conversions. Prints a table, or one
+JSON document with --json. Reports are cached in ~/.cache/kvq/static by the kernel's source.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -27,7 +27,7 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from kvq_kernels import machine_code
-from kvq_kernels.shipped import Launch, launches, operations
+from kvq_kernels.aot_cases import Launch, launches, operations
 from kvq_kernels.tuning import trying
 
 TARGETS = {
@@ -37,19 +37,22 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
-#: Bytes of shared memory that one program may have.
+#: Limit of shared memory per program, in bytes.
 SHARED = {"sm_80": 166912, "sm_89": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
-#: Instructions per cached number of the main loop that sm_90 must not go beyond, by kind of launch.
+#: Limit of main-loop instructions per cached number on LIMITED_TARGET, by kind of launch.
 LIMITS = {"dense": 3.0, "uniform": 4.5, "codebook": 6.0}
-LIMITED = "sm_90"
+LIMITED_TARGET = "sm_90"
+
+#: (operation, name, target) of a launch.
+Key: TypeAlias = tuple[str, str, str]
 
 
 @dataclass(frozen=True)
 class Report:
-    """One launch on one target. registers per thread, spilled bytes per thread, shared bytes per program.
+    """Resources of one launch on one target: registers and spilled bytes per thread, shared memory per program.
 
-    per_number: instructions of the main loop per cached number and thread; 0 where the launch reads none. i2f:
-    conversions from integers in that loop. bits: read per number. error: the compiler's, and nothing else is known.
+    per_number: instructions of the main loop per cached number and thread; 0 where it reads none. i2f: integer-to-float
+    conversions in that loop. bits: read per number. error: the compiler's message, the rest is then empty.
     """
 
     operation: str
@@ -66,44 +69,43 @@ class Report:
     error: str | None = None
 
     def faults(self) -> list[str]:
-        """What must not be, in words."""
+        """Messages for everything that exceeds a limit."""
         if self.error is not None:
             return [f"does not compile: {self.error}"]
-        found = []
+        faults = []
         if self.spills:
-            found.append(f"{self.spills} bytes per thread spill")
+            faults.append(f"{self.spills} bytes per thread spill")
         if self.shared > SHARED[self.target]:
-            found.append(f"{self.shared} bytes of shared memory, {SHARED[self.target]} at most")
+            faults.append(f"{self.shared} bytes of shared memory, {SHARED[self.target]} at most")
         if self.i2f and self.kind in ("uniform", "codebook"):
-            found.append(f"{self.i2f} integer-to-float conversions in the loop")
+            faults.append(f"{self.i2f} integer-to-float conversions in the loop")
         limit = LIMITS.get(self.kind)
-        if self.target == LIMITED and limit is not None:
+        if self.target == LIMITED_TARGET and limit is not None:
             if self.per_number == 0:
-                found.append("its main loop was not found")
+                faults.append("its main loop was not found")
             elif self.per_number > limit:
-                found.append(f"{self.per_number} instructions per number, {limit} at most")
-        return found
+                faults.append(f"{self.per_number} instructions per number, {limit} at most")
+        return faults
 
 
 def reports(
-    chosen: Sequence[tuple[str, str, str]], workers: int | None = None, trial: dict[str, int] | None = None
+    selected: Sequence[Key], workers: int | None = None, trial: dict[str, int] | None = None
 ) -> Iterator[Report]:
-    """A report of each (operation, name, target), in the order in which they are ready.
+    """Yield the report of each selected launch as soon as it is ready.
 
-    Compiles in `workers` processes (as many as there are cores), none of which interprets kernels. trial: numbers that
-    stand instead of the tables'. OSError where there is no disassembler.
+    Compiles in `workers` processes (default: one per core), also where this process interprets kernels. trial: values
+    that replace the tuned ones. OSError without a disassembler.
     """
     machine_code.check_tools()
-    shipped = {(operation, target): launches(operation, target) for operation, _, target in chosen}
-    # What takes longest begins first, or all else would wait for it in the end.
-    chosen = sorted(chosen, key=lambda one: not shipped[one[0], one[2]][one[1]].slow)
-    with _compiled(), ProcessPoolExecutor(workers or os.cpu_count(), get_context("spawn")) as pool:
-        for future in as_completed([pool.submit(report, *one, trial) for one in chosen]):
+    cases = {(operation, target): launches(operation, target) for operation, _, target in selected}
+    slow_first = sorted(selected, key=lambda key: not cases[key[0], key[2]][key[1]].slow)
+    with _without_interpreter(), ProcessPoolExecutor(workers or os.cpu_count(), get_context("spawn")) as pool:
+        for future in as_completed([pool.submit(report, *key, trial) for key in slow_first]):
             yield future.result()
 
 
-def everything(targets: Sequence[str] = tuple(TARGETS)) -> list[tuple[str, str, str]]:
-    """(operation, name, target) of all that is shipped."""
+def all_launches(targets: Sequence[str] = tuple(TARGETS)) -> list[Key]:
+    """Keys of all launches on the targets."""
     return [
         (operation, name, target)
         for operation in operations()
@@ -112,23 +114,25 @@ def everything(targets: Sequence[str] = tuple(TARGETS)) -> list[tuple[str, str, 
     ]
 
 
-def extremes(target: str) -> list[tuple[str, str, str]]:
-    """(operation, name, target) of every kernel with every configuration; of the formats that it reads so, those with
-    the fewest and the most bits per number, but none that is slow to compile. For targets on which all formats would
-    take too long."""
-    found: dict[tuple, list[tuple[float, str]]] = {}
+def extremes(target: str) -> list[Key]:
+    """Keys of every kernel in every configuration, of the formats with the fewest and the most bits per number.
+
+    Without launches that are slow to compile: for targets on which all formats would take too long.
+    """
+    same_kernel: dict[tuple[Any, ...], list[tuple[float, str]]] = {}
     for operation in operations():
-        for name, one in launches(operation, target).items():
-            if one.slow:
-                continue
-            alike = operation, one.kernel.__name__, one.kind, *one.options.items(), one.numbers
-            found.setdefault(alike, []).append((one.bits, name))
-    return sorted({(alike[0], end[1], target) for alike, own in found.items() for end in (min(own), max(own))})
+        for name, launch in launches(operation, target).items():
+            if not launch.slow:
+                key = operation, launch.kernel.__name__, launch.kind, *launch.options.items(), launch.numbers
+                same_kernel.setdefault(key, []).append((launch.bits, name))
+    return sorted(
+        {(key[0], name, target) for key, formats in same_kernel.items() for _, name in (min(formats), max(formats))}
+    )
 
 
 @contextmanager
-def _compiled() -> Iterator[None]:
-    """Processes started inside compile kernels, whatever this one does."""
+def _without_interpreter() -> Iterator[None]:
+    """Inside the block, new processes compile kernels, even if this one interprets them."""
     before = os.environ.pop("TRITON_INTERPRET", None)
     try:
         yield
@@ -138,50 +142,49 @@ def _compiled() -> Iterator[None]:
 
 
 def report(operation: str, name: str, target: str, trial: dict[str, int] | None = None) -> Report:
-    """What was read before of the same source by the same compiler, or is now."""
+    """Report of one launch, cached by its source and the compiler."""
     with trying(operation, trial or {}):
         launch = launches(operation, target)[name]
     source = describe(launch, TARGETS[target])
-    path = _kept(source, target, launch)
+    path = _cache_path(source, target, launch)
     if path.exists():
         return replace(Report(**json.loads(path.read_text())), operation=operation, name=name)
-    found = read(operation, name, target, launch, source)
-    if found.error is None:
+    new = read(operation, name, target, launch, source)
+    if new.error is None:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(asdict(found)))
+        part.write_text(json.dumps(asdict(new)))
         part.replace(path)
-    return found
+    return new
 
 
 def read(operation: str, name: str, target: str, launch: Launch, source: ASTSource) -> Report:
-    """Compile and read one launch."""
-    one = Report(operation, name, target, launch.kind, bits=round(launch.bits, 3))
+    """Report of one launch, compiled now."""
+    empty = Report(operation, name, target, launch.kind, bits=round(launch.bits, 3))
     try:
         compiled = triton.compile(source, target=TARGETS[target], options=launch.options)
-    except Exception as error:  # of whichever pass of the compiler
-        return replace(one, error=f"{type(error).__name__}: {error}".splitlines()[0])
-    found = machine_code.read(compiled.asm)
+    except Exception as error:  # of any pass of the compiler
+        return replace(empty, error=f"{type(error).__name__}: {error}".splitlines()[0])
+    code = machine_code.read(compiled.asm)
     lanes = TARGETS[target].warp_size * launch.options["num_warps"]
-    loop = machine_code.main_loop(found.code, launch.turns) if launch.numbers else None
-    if loop is None:
-        opcodes, per_number = {}, 0.0
-    else:
-        opcodes, per_number = loop, round(sum(loop.values()) * lanes / launch.numbers, 2)
+    loop = machine_code.main_loop(code.lines, launch.inner_iterations) if launch.numbers else None
+    opcodes = loop or {}
     return replace(
-        one,
-        registers=found.registers,
-        spills=found.spills,
+        empty,
+        registers=code.registers,
+        spills=code.spills,
         shared=compiled.metadata.shared,
-        per_number=per_number,
+        per_number=round(sum(opcodes.values()) * lanes / launch.numbers, 2) if opcodes else 0.0,
         i2f=sum(count for op, count in opcodes.items() if machine_code.converts(op)),
         opcodes=opcodes,
     )
 
 
 def describe(launch: Launch, target: GPUTarget) -> ASTSource:
-    """The launch as the compiler takes it, by that part of Triton that a launch on a device goes through, too: what
-    arguments are bound to, their types, and of which a multiple of 16 is known."""
+    """Source of a launch for Triton's compiler: signature, constants and which arguments are multiples of 16.
+
+    Made by the same part of Triton as for a launch on a device.
+    """
     kernel, backend = launch.kernel, make_backend(target)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     given = {"debug": False, **launch.constants, **launch.options}
@@ -190,45 +193,44 @@ def describe(launch: Launch, target: GPUTarget) -> ASTSource:
     return ASTSource(kernel, signature, constants, attributes)
 
 
-def _kept(source: ASTSource, target: str, launch: Launch) -> Path:
-    """Where the report of a source is kept."""
-    own = launch.options, launch.kind, launch.numbers, launch.bits, launch.turns
-    asked = (source.hash(), _reader(), triton.__version__, target, *own)
-    state = hashlib.sha256(repr(asked).encode()).hexdigest()[:32]
+def _cache_path(source: ASTSource, target: str, launch: Launch) -> Path:
+    """Path of a cached report: depends on everything that it is computed from."""
+    about = launch.options, launch.kind, launch.numbers, launch.bits, launch.inner_iterations
+    state = repr((source.hash(), _reader_hash(), triton.__version__, target, *about))
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return base / "kvq" / "static" / f"{state}.json"
+    return base / "kvq" / "static" / f"{hashlib.sha256(state.encode()).hexdigest()[:32]}.json"
 
 
 @cache
-def _reader() -> str:
-    """Of the code that reads: another reading is another report."""
+def _reader_hash() -> str:
+    """Hash of the source code that reads machine code."""
     return hashlib.sha256(b"".join(Path(p).read_bytes() for p in (__file__, machine_code.__file__))).hexdigest()
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", help="of operations or launches; none: all that are shipped")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("names", nargs="*", help="of operations or launches (default: all)")
     parser.add_argument("--targets", default=",".join(TARGETS), help="joined by commas (default: all)")
     parser.add_argument("--jobs", type=int, default=None, help="processes (default: one per core)")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--opcodes", action="store_true", help="what the main loop is made of")
-    parser.add_argument("--try", dest="trial", default="", help="instead of the tables', as tokens=64,warps=2")
+    parser.add_argument("--opcodes", action="store_true", help="print how often each opcode is in the main loop")
+    parser.add_argument("--try", dest="trial", default="", help="replace tuned values, as tokens=64,warps=2")
     options = parser.parse_args()
-    chosen = [
-        one for one in everything(options.targets.split(",")) if not options.names or set(one[:2]) & set(options.names)
-    ]
+    keys = all_launches(options.targets.split(","))
+    if options.names:
+        keys = [key for key in keys if set(key[:2]) & set(options.names)]
     trial = {key: int(value) for key, value in (pair.split("=") for pair in options.trial.split(",") if pair)}
-    found = []
-    for one in reports(chosen, options.jobs, trial):
-        found.append(one)
+    done = []
+    for one in reports(keys, options.jobs, trial):
+        done.append(one)
         if not options.json:
             print(f"{one.operation}/{one.name} {one.target}: {one.registers} registers, {one.spills} spilled,", end=" ")
             print(f"{one.shared} shared, {one.per_number} per number, {one.i2f} I2F", *one.faults(), flush=True)
             if options.opcodes and one.opcodes:
                 print("   ", " ".join(f"{op}:{count}" for op, count in one.opcodes.items()))
     if options.json:
-        print(json.dumps([asdict(one) for one in found], indent=1))
-    return 1 if any(one.faults() for one in found) else 0
+        print(json.dumps([asdict(one) for one in done], indent=1))
+    return 1 if any(one.faults() for one in done) else 0
 
 
 if __name__ == "__main__":

@@ -160,8 +160,8 @@ def _print(out: Output, document: dict) -> None:
 
 
 def _static(out: Output, names: list[str] | None, target: str | None, folder: Path) -> None:
-    from kvq_kernels.shipped import operations
-    from kvq_kernels.static import TARGETS, everything, reports
+    from kvq_kernels.aot_cases import operations
+    from kvq_kernels.static import TARGETS, all_launches, reports
 
     from kvq_cli.benchmarking.kernels.floors import GRID, floors
 
@@ -173,7 +173,7 @@ def _static(out: Output, names: list[str] | None, target: str | None, folder: Pa
         if name not in operations():
             raise UsageError(f"--operation {name}: unknown; valid: {', '.join(operations())}")
     check_writable(folder)
-    wanted = [one for one in everything(targets) if names is None or one[0] in names]
+    wanted = [one for one in all_launches(targets) if names is None or one[0] in names]
     found: dict[tuple[str, str, str], Report] = {}
     try:
         with out.progress() as progress:

@@ -79,7 +79,9 @@ def compiled(monkeypatch):
                 yield static.Report(*one, kind="uniform", **GOOD | changes)
 
         targets = ("sm_90", "gfx942")
-        monkeypatch.setattr(static, "everything", lambda names: [("a", "b", name) for name in targets if name in names])
+        monkeypatch.setattr(
+            static, "all_launches", lambda names: [("a", "b", name) for name in targets if name in names]
+        )
         monkeypatch.setattr(static, "reports", reports)
 
     return set_

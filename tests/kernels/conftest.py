@@ -1,4 +1,4 @@
-"""Lets the tests of kernels import what they share, and moves them to the GPU where there is one."""
+"""Makes shared modules importable in kernel tests, and puts their tensors on the GPU where there is one."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if "KVQ_TEST_PTX" in os.environ:
 
     activate(os.environ["KVQ_TEST_PTX"])
 elif not torch.cuda.is_available():
-    collect_ignore = ["test_compiled.py"]  # which is about no source that is interpreted
+    collect_ignore = ["test_compiled.py"]  # needs compiled kernels
 
 
 def pytest_collection_modifyitems(items):
-    # What compiles for minutes begins first, so that the other test process has work meanwhile.
+    # test_static.py compiles for minutes: it begins first, while another test process does the other tests.
     items.sort(key=lambda item: item.path.name != "test_static.py")
 
 
 @pytest.fixture(autouse=True)
 def on_the_gpu(request):
-    """Tests that are marked `gpu` make their tensors on the GPU, where there is one."""
+    """Tests marked `gpu` create their tensors on the GPU, where there is one."""
     if not torch.cuda.is_available() or request.node.get_closest_marker("gpu") is None:
         yield
         return

@@ -1,4 +1,4 @@
-"""Random packed caches of every storage family, made of random bits: what they decode to is the reference's job."""
+"""Random packed caches of every storage family, from random bits; the reference dequantizes them."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def words(bits: int, count: int) -> int:
+    """Planar words of `count` codes."""
     return sum(-(-count * part // 32) for part in {3: (2, 1)}.get(bits, (bits,)))
 
 
@@ -30,7 +31,7 @@ def random_words(generator: torch.Generator, *shape: int) -> torch.Tensor:
 
 
 def uniform(g, shape, dtype, bits=2, axis="channel", group=32, mode="asymmetric") -> Uniform:
-    """mode: "asymmetric", "inside" (symmetric, the sign one of the bits), "extra" (a sign bit beside), "hybrid-...";"""
+    """mode: "asymmetric", "inside" (symmetric, signed codes), "extra" (symmetric, separate sign bits), "hybrid-..."."""
     rows, heads, tokens, dim = shape
     groups = (-(-tokens // group), dim) if axis == "channel" else (tokens, dim // group)
     size = (rows, heads, *groups)
@@ -51,19 +52,19 @@ def uniform(g, shape, dtype, bits=2, axis="channel", group=32, mode="asymmetric"
 
 
 def codebook(
-    g, shape, dtype, block=(4, 1), entries=256, share=4, normalize=False, per_token=False, own_heads=None
+    g, shape, dtype, block=(4, 1), entries=256, share=4, normalize=False, per_token=False, book_heads=None
 ) -> Codebook:
-    """own_heads: that have centroids of their own (default: all, or one for all where tokens are normalized)."""
+    """book_heads: number of heads with codebooks (default: all; one codebook for all heads with `per_token`)."""
     rows, heads, tokens, dim = shape
-    size, own_heads = block[0] * block[1], own_heads or (1 if per_token else heads)
-    centroids = torch.randn(own_heads, dim // share, entries, size, generator=g).to(dtype)
+    size, book_heads = block[0] * block[1], book_heads or (1 if per_token else heads)
+    centroids = torch.randn(book_heads, dim // share, entries, size, generator=g).to(dtype)
     count = (rows, heads, -(-tokens // block[0]))
     if entries == 256:
         codes = torch.randint(0, 256, (*count, dim // block[1]), dtype=torch.uint8, generator=g)
     else:
         codes = random_words(g, *count, words(entries.bit_length() - 1, dim // block[1]))
     stats = [0.5 * torch.randn(heads, dim, generator=g), 0.5 + 0.5 * torch.rand(heads, dim, generator=g)]
-    stats = [one.half() for one in stats]
+    stats = [x.half() for x in stats]
     token = [(torch.rand(rows, 1, tokens, generator=g) + 0.5).to(dtype) for _ in range(2)] if per_token else []
     return Codebook(codes, centroids, block, *(stats if normalize else (None, None)), *token)
 
@@ -73,28 +74,32 @@ def dense(g, shape, dtype) -> Dense:
 
 
 def per_head(g, shape, dtype, makers, heads) -> PerHead:
-    """Kv heads heads[i] by makers[i]."""
+    """Different storage per head: kv heads heads[i] by makers[i]."""
     rows, _, tokens, dim = shape
-    made = [make(g, (rows, len(own), tokens, dim), dtype) for make, own in zip(makers, heads, strict=True)]
-    return PerHead(tuple(made), heads)
+    stored = [
+        make(g, (rows, len(stored_heads), tokens, dim), dtype) for make, stored_heads in zip(makers, heads, strict=True)
+    ]
+    return PerHead(tuple(stored), heads)
 
 
 def scalars(bits, dim=64):
-    """KVQuant's keys and values: one codebook for all channels."""
+    """Makers of KVQuant's keys and values: one scalar codebook for all channels."""
     make = partial(codebook, block=(1, 1), entries=2**bits, share=dim)
     return partial(make, normalize=True), partial(make, per_token=True)
 
 
-def sparse(g, shape, dtype, tokens=32, slots=5, together=False) -> Outliers:
-    """`slots` different places of each block of `tokens` tokens of a head, or of all heads."""
+def random_outliers(g, shape, dtype, tokens=32, capacity=5, pooled=False) -> Outliers:
+    """`capacity` outliers in each block of `tokens` tokens of a head or, pooled, of all heads."""
     rows, heads, count, dim = shape
     lists, numbers = (rows, heads, count // tokens), tokens * dim
-    if together:
-        places = torch.rand(rows, 1, count // tokens, heads * numbers, generator=g).topk(slots).indices.sort().values
-        bounds = (torch.arange(heads + 1) * numbers).expand(*places.shape[:3], -1).contiguous()
-        index, start = places % numbers, torch.searchsorted(places, bounds).int()
+    if pooled:
+        positions = (
+            torch.rand(rows, 1, count // tokens, heads * numbers, generator=g).topk(capacity).indices.sort().values
+        )
+        bounds = (torch.arange(heads + 1) * numbers).expand(*positions.shape[:3], -1).contiguous()
+        index, start = positions % numbers, torch.searchsorted(positions, bounds).int()
     else:
-        index, start = torch.rand(*lists, numbers, generator=g).topk(slots).indices, None
+        index, start = torch.rand(*lists, numbers, generator=g).topk(capacity).indices, None
     return Outliers(index.to(torch.int16), (3 * torch.randn(index.shape, generator=g)).to(dtype), tokens, start)
 
 
@@ -103,9 +108,11 @@ CHANNEL = (partial(codebook, block=(1, 4)), partial(codebook, block=(1, 4)))
 HALF = {"rope": ("half", 64), "offset": 3}
 
 
-def at_most_twice(out, in_torch, exact, floor: float = 0.0) -> None:
-    """The error of `out` against that of PyTorch, both of the model's type, `exact` in float64; errors below `floor`,
-    or a quarter of the type's last digit, are as good as none."""
+def assert_error_at_most_twice(out, in_torch, exact, floor: float = 0.0) -> None:
+    """Assert that the error of `out` is at most twice PyTorch's, against `exact` in float64.
+
+    PyTorch's error counts as `floor` or a quarter of the type's last digit, if it is less.
+    """
     assert out.isfinite().all()
     error, other = ((x.double() - exact).norm() / exact.norm() for x in (out, in_torch))
     other = max(other, floor, torch.finfo(out.dtype).eps / 4)
@@ -114,10 +121,10 @@ def at_most_twice(out, in_torch, exact, floor: float = 0.0) -> None:
 
 
 class Case:
-    """Rows of `lengths` tokens; of what lies beyond the sinks, `waiting` (keys', values') tokens are not packed."""
+    """Random cache with rows of `lengths` tokens: sinks, packed tokens, and `unpacked` (keys', values') recent ones."""
 
     def __init__(self, make_keys, make_values, lengths, dim=64, heads=1, group=2, dtype=torch.float16, sinks=0,
-                 waiting=(0, 0), rope=None, offset=0, rope_scale=1.0, outliers=(None, None), norm=False, window=None,
+                 unpacked=(0, 0), rope=None, offset=0, rope_scale=1.0, outliers=(None, None), norm=False, window=None,
                  seed=0):  # fmt: skip
         g = torch.Generator().manual_seed(seed)
         rows, self.dtype = len(lengths), dtype
@@ -126,17 +133,17 @@ class Case:
         self.query = torch.randn(rows, heads * group, dim, generator=g).to(dtype)
         self.sides = []
         self.window = window
-        for make, wait, choose in zip((make_keys, make_values), waiting, outliers, strict=True):
+        for make, waiting, choose in zip((make_keys, make_values), unpacked, outliers, strict=True):
             side_dtype = dtype if dtype != torch.float32 else torch.float16
             packed = make(g, (rows, heads, room, dim), side_dtype)
-            beside = None if choose is None else choose(g, (rows, heads, room, dim), side_dtype)
-            count = (self.lengths - sinks - wait).clamp_min(0) // 8 * 8
-            slots = wait + 19
-            held = [torch.randn(rows, heads, n, dim, generator=g).to(dtype) for n in (sinks, slots)]
-            count = (self.lengths - sinks).clamp_min(0) if wait == 0 else count
-            windows = held[0] if sinks else None, held[1] if wait else None
-            own = torch.rand(rows, heads, dim, generator=g) + 0.5 if norm and not self.sides else None
-            self.sides.append(Side(packed, count.int(), *windows, beside, own))
+            lists = None if choose is None else choose(g, (rows, heads, room, dim), side_dtype)
+            count = (self.lengths - sinks - waiting).clamp_min(0) // 8 * 8
+            sizes = sinks, waiting + 19
+            windows = [torch.randn(rows, heads, n, dim, generator=g).to(dtype) for n in sizes]
+            count = (self.lengths - sinks).clamp_min(0) if waiting == 0 else count
+            windows = windows[0] if sinks else None, windows[1] if waiting else None
+            norms = torch.rand(rows, heads, dim, generator=g) + 0.5 if norm and not self.sides else None
+            self.sides.append(Side(packed, count.int(), *windows, lists, norms))
         self.rope = None
         if rope is not None:
             style, width = rope
@@ -146,7 +153,7 @@ class Case:
         self.scaling = dim**-0.5
 
     def run(self, splits: int = 2) -> torch.Tensor:
-        """By the kernels, with nothing but NaN in what they write to."""
+        """Output of the kernels; their buffers are filled with NaN before."""
         workspace = self.workspace = Workspace.like(self.query, splits)
         out = torch.full_like(self.query, torch.nan)
         for poisoned in (workspace.partial, workspace.logsum):
@@ -156,12 +163,11 @@ class Case:
             *args, rope=self.rope, window=self.window, workspace=workspace, out=out, backend="triton"
         )
 
-    def reference(self, dtype: torch.dtype, held: torch.dtype | None = None) -> torch.Tensor:
-        args = (self.query, *self.sides, self.lengths, self.scaling, self.rope, dtype, held, self.window)
+    def reference(self, dtype: torch.dtype, round_to: torch.dtype | None = None) -> torch.Tensor:
+        args = (self.query, *self.sides, self.lengths, self.scaling, self.rope, dtype, round_to, self.window)
         return decode_attention_reference(*args)
 
     def check(self, splits: int = 2) -> None:
-        """Against float64, not more than twice the error of PyTorch, which decodes to the model's type and computes in
-        float32."""
+        """Assert at most twice PyTorch's error, which dequantizes to the model's type and computes in float32."""
         exact, out = self.reference(torch.float64), self.run(splits)
-        at_most_twice(out, self.reference(torch.float32, self.dtype).to(self.dtype), exact)
+        assert_error_at_most_twice(out, self.reference(torch.float32, self.dtype).to(self.dtype), exact)

@@ -1,4 +1,4 @@
-"""Tensors of a test on a device that it does not name."""
+"""Creates a test's tensors on another device without changes to the test."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class _RandomNumbers(TorchFunctionMode):
-    """Draw on the CPU what a CPU's generator is given for, and move it: every device sees the same numbers."""
+    """Draw random numbers with a CPU generator on the CPU and move them: the same numbers on every device."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class _RandomNumbers(TorchFunctionMode):
 
 @contextmanager
 def on_device(name: str) -> Iterator[None]:
-    """Inside the block, new tensors are made on a device unless their maker is told another."""
+    """Inside the block, new tensors are created on a device unless another is given."""
     device = torch.device(name)
     with device, _RandomNumbers(device):
         yield

@@ -1,10 +1,10 @@
-"""The steps of k-means by the kernels: distances of what is found against float64, and calibration with them."""
+"""K-means kernels: distances and sums against float64, and calibration that uses them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from checks.assign_centroids import check, check_sums, normal, squared
+from checks.assign_centroids import check, check_sums, normal, squared_distances
 from kvq_kernels.assign_centroids import assign_centroids, sums_by_code
 
 from kvq_cli.calibration import kmeans
@@ -35,20 +35,20 @@ def test_codebooks_of_different_magnitude():
     check(normal(3, 50, 4) * scale, normal(3, 64, 4) * scale)
 
 
-def test_far_points_go_to_the_outermost_centroid():
+def test_far_points_are_clamped_to_the_outermost_centroid():
     centroids = torch.tensor([[[-1.0], [0.0], [1.0]]])
     codes, _ = assign_centroids(torch.tensor([[[-1e9], [1e9], [3e38]]]), centroids, backend="triton")
     assert codes.tolist() == [[0, 2, 2]]
 
 
-def test_the_first_of_equal_centroids():
+def test_ties_go_to_the_first_centroid():
     centroids = torch.zeros(1, 256, 4)
     centroids[0, 7:] = 1.0
     codes, _ = assign_centroids(torch.full((1, 3, 4), 2.0), centroids, backend="triton")
     assert codes.tolist() == [[7, 7, 7]]
 
 
-def test_a_point_alone_goes_where_it_goes_among_others():
+def test_codes_do_not_depend_on_other_points():
     points, centroids = normal(2, 300, 4), normal(2, 256, 4)
     codes, scores = assign_centroids(points, centroids, backend="triton")
     own, own_scores = assign_centroids(points[1:, 201:208], centroids[1:], backend="triton")
@@ -64,22 +64,22 @@ def test_sums(columns, count, entries):
     check_sums(columns, count, entries)
 
 
-def test_nothing_is_left_unwritten(monkeypatch):
+def test_outputs_are_fully_written(monkeypatch):
     def poisoned(*shape, dtype=None, device=None, make=torch.empty):
         return make(*shape, dtype=dtype, device=device).fill_(torch.nan if dtype == torch.float32 else 77)
 
     points, centroids = normal(2, 70, 4), normal(2, 20, 4)
     expected = assign_centroids(points, centroids, backend="triton")
     monkeypatch.setattr(torch, "empty", poisoned)
-    found = assign_centroids(points, centroids, backend="triton")
-    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    actual = assign_centroids(points, centroids, backend="triton")
+    assert all(torch.equal(a, b) for a, b in zip(expected, actual, strict=True))
 
 
-def test_calibration_is_as_good_by_the_kernels(monkeypatch):
+def test_calibration_with_kernels_is_as_good_as_on_a_cpu(monkeypatch):
     points, weights = normal(2, 300, 4), normal(2, 300).abs() ** 4
 
     def error(centroids):
-        return (weights.double() * squared(points, centroids).amin(2)).sum(-1)
+        return (weights.double() * squared_distances(points, centroids).amin(2)).sum(-1)
 
     on_cpu = kmeans.weighted_kmeans(points, weights, 16, iterations=4)
     monkeypatch.setattr(kernels, "on_gpu", lambda _: True)
@@ -89,7 +89,7 @@ def test_calibration_is_as_good_by_the_kernels(monkeypatch):
 
 
 @pytest.mark.parametrize("block", [(4, 1), (1, 1), (1, 8)])
-def test_codebooks_encode_as_well_on_a_gpu(monkeypatch, block):
+def test_encoding_with_kernels_is_as_good_as_on_a_cpu(monkeypatch, block):
     size = block[0] * block[1]
     codec = CodebookCodec(normal(1, 16 // size, 256, size), block, 16)
     x = normal(2, 1, 40, 16)

@@ -1,8 +1,7 @@
-"""What is shipped, as it is compiled, against PyTorch in float64: on a GPU, or what a GPU would execute (see `ptx`).
+"""Compiled kernels of all ahead-of-time cases against PyTorch in float64, on a GPU or by executing PTX (see `ptx`).
 
-These are the launches that `test_static.py` compiles, every one of them and made the same way, so that nothing shipped
-is compiled twice; `Executed` holds that. Without a GPU they run where KVQ_TEST_PTX names one (`make test` does); other
-tests of kernels can be run so, too, which compiles for a while.
+A test runs the launches that `test_static.py` compiles, so that nothing is compiled twice: `LaunchRecorder` asserts
+it. Without a GPU set KVQ_TEST_PTX=sm_90 (`make test` does). Other kernel tests run so, too, but compile for a while.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ import torch
 import triton
 import triton.language as tl
 from checks import assign_centroids, quantize_pack, quantized_matvec, rematerialize, squat_quantize
-from kernel_cases import DEVICE, Case, codebook, dense, sparse, uniform
+from kernel_cases import DEVICE, Case, codebook, dense, random_outliers, uniform
 from kvq_kernels import static, tuning
+from kvq_kernels.aot_cases import Launch, launches, operations
 from kvq_kernels.assign_centroids.kernel import assign_kernel
 from kvq_kernels.decode_attention import Codebook, Dense, Outliers, Side, Uniform
-from kvq_kernels.decode_attention.shipped import DIM, GROUP, HEADS, shipped
-from kvq_kernels.quantize_pack.shipped import layouts
-from kvq_kernels.quantized_matvec.shipped import cases
-from kvq_kernels.rematerialize.shipped import SPAN, SPLITS, calls
-from kvq_kernels.shipped import Launch, launches, operations
-from kvq_kernels.squat_quantize.shipped import RANK
+from kvq_kernels.decode_attention.aot_cases import DIM, GROUP, HEADS, storage_cases
+from kvq_kernels.quantize_pack.aot_cases import layouts
+from kvq_kernels.quantized_matvec.aot_cases import cases
+from kvq_kernels.rematerialize.aot_cases import SPAN, SPLITS, calls
+from kvq_kernels.squat_quantize.aot_cases import RANK
 from triton.runtime.jit import JITFunction
 
 from kvq_cli.codecs.subspace import SubspaceCodec
@@ -32,199 +31,210 @@ from kvq_cli.codecs.subspace import SubspaceCodec
 pytestmark = pytest.mark.gpu
 
 
-class Executed:
-    """What kernels were launched as, from when it is made."""
+class LaunchRecorder:
+    """Records the compiled kernel of every launch."""
 
     def __init__(self, monkeypatch) -> None:
-        self.objects = []
+        self.compiled = []
         run = JITFunction.run
 
-        def recorded(*arguments, **options):
-            self.objects.append(run(*arguments, **options))
-            return self.objects[-1]
+        def recording_run(*arguments, **options):
+            self.compiled.append(run(*arguments, **options))
+            return self.compiled[-1]
 
-        monkeypatch.setattr(JITFunction, "run", recorded)
+        monkeypatch.setattr(JITFunction, "run", recording_run)
 
-    def has(self, shipped: dict[str, Launch], names: Iterable[str]) -> None:
-        """Each of these launches was executed: the very object that `static` compiles."""
+    def assert_ran(self, cases: dict[str, Launch], names: Iterable[str]) -> None:
+        """Assert that each named launch ran, compiled exactly as by `static`."""
         target = triton.runtime.driver.active.get_current_target()
         for name in names:
-            launch = shipped[name]
+            launch = cases[name]
             source = static.describe(launch, target)
-            alike = [one for one in self.objects if one.src.hash() == source.hash()]
-            assert alike, f"{name} was not executed; {self._others(source)}"
+            same_source = [kernel for kernel in self.compiled if kernel.src.hash() == source.hash()]
+            assert same_source, f"{name} was not executed; {self._differences(source)}"
             compiled = triton.compile(source, target=target, options=launch.options)
-            assert compiled.hash in {one.hash for one in alike}, f"{name} has other options: {launch.options}"
+            assert compiled.hash in {kernel.hash for kernel in same_source}, (
+                f"{name}: other options than {launch.options}"
+            )
 
-    def _others(self, source) -> list[dict]:
-        """In what the kernel's executed launches differ from one."""
-        parts = ("signature", "constants", "attrs")
-        return [
-            {
-                (part, key): (own.get(key), wanted.get(key))
-                for part in parts
-                for own, wanted in [(getattr(one.src, part), getattr(source, part))]
-                for key in own.keys() | wanted.keys()
-                if own.get(key) != wanted.get(key)
-            }
-            for one in self.objects
-            if one.src.fn is source.fn
-        ]
+    def _differences(self, source) -> list[dict]:
+        """(executed, wanted) where signature, constants or attributes of the kernel's launches differ from `source`."""
+        differences = []
+        for kernel in self.compiled:
+            if kernel.src.fn is source.fn:
+                parts = {
+                    part: (getattr(kernel.src, part), getattr(source, part))
+                    for part in ("signature", "constants", "attrs")
+                }
+                differences.append(
+                    {
+                        (part, key): (executed.get(key), wanted.get(key))
+                        for part, (executed, wanted) in parts.items()
+                        for key in executed.keys() | wanted.keys()
+                        if executed.get(key) != wanted.get(key)
+                    }
+                )
+        return differences
 
 
 @pytest.fixture
-def executed(monkeypatch):
-    return Executed(monkeypatch)
+def recorder(monkeypatch):
+    return LaunchRecorder(monkeypatch)
 
 
-EXECUTED: set[str] = set()
-"""Operations that have a test here."""
+#: Operations with a test in this file.
+TESTED_OPERATIONS: set[str] = set()
 
 
-def every(operation: str, chosen: Iterable[str] | None = None, rest: str | None = None):
-    """Runs a test with each case's name and the shipped launches that it must execute: each is some case's.
+def each_case(operation: str, cases: Iterable[str] | None = None, default: str | None = None):
+    """Parametrize a test with (name, launch_names): a case, and the launches of the operation that it must run.
 
-    chosen: names of cases, with which names of launches end; as a rule these are the launches' own. rest: the case that
-    executes those that end with none.
+    cases: their names, with which launches' names end (default: the launches' names). default: the case that runs the
+    launches whose names end with none.
     """
-    EXECUTED.add(operation)
-    shipped = launches(operation, "sm_90")
-    found = {name: [] for name in chosen or shipped}
-    for name in shipped:
-        own = [case for case in found if name == case or name.endswith(f"-{case}")]
-        found[max(own, key=len) if own else rest].append(name)
-    return pytest.mark.parametrize(("name", "launched"), found.items(), ids=list(found))
+    TESTED_OPERATIONS.add(operation)
+    all_launches = launches(operation, "sm_90")
+    names_of_case = {case: [] for case in cases or all_launches}
+    for name in all_launches:
+        matching = [case for case in names_of_case if name == case or name.endswith(f"-{case}")]
+        names_of_case[max(matching, key=len) if matching else default].append(name)
+    return pytest.mark.parametrize(("name", "launch_names"), names_of_case.items(), ids=list(names_of_case))
 
 
-def on_this_gpu(operation: str) -> dict[str, Launch]:
+def tuned_launches(operation: str) -> dict[str, Launch]:
+    """Launches of an operation as tuned for the GPU that tests run on."""
     return launches(operation, tuning.family(DEVICE))
 
 
-def mode(packed: Uniform) -> str:
+def packing_mode(packed: Uniform) -> str:
+    """`mode` of `kernel_cases.uniform`."""
     if packed.zero is None or packed.hybrid:
         return "hybrid-" * packed.hybrid + ("extra" if packed.sign is not None else "inside")
     return "asymmetric"
 
 
-def like(packed):
-    """Random numbers that are stored as a shipped side's are."""
+def random_like(packed):
+    """Maker of random numbers in the storage format of a case."""
     if isinstance(packed, Dense):
         return dense
     if isinstance(packed, Codebook):
-        heads, shares, entries, _ = packed.centroids.shape
+        heads, books, entries, _ = packed.centroids.shape
         kinds = {"normalize": packed.mean is not None, "per_token": packed.token_scale is not None}
-        return partial(codebook, block=packed.block, entries=entries, share=DIM // shares, own_heads=heads, **kinds)
-    return partial(uniform, bits=packed.bits, axis=packed.axis, group=packed.group, mode=mode(packed))
+        return partial(codebook, block=packed.block, entries=entries, share=DIM // books, book_heads=heads, **kinds)
+    return partial(uniform, bits=packed.bits, axis=packed.axis, group=packed.group, mode=packing_mode(packed))
 
 
-def beside(outliers: Outliers | None):
-    together = outliers is not None and outliers.start is not None
-    return outliers and partial(sparse, slots=outliers.index.shape[3], together=together)
+def outliers_like(lists: Outliers | None):
+    """Maker of random outliers in the format of a case; None: without."""
+    if lists is None:
+        return None
+    return partial(random_outliers, capacity=lists.index.shape[3], pooled=lists.start is not None)
 
 
-def case(name: str, lengths: list[int]) -> Case:
-    keys, values, rope = shipped()[name]
+def attention_case(name: str, lengths: list[int]) -> Case:
+    """Random numbers for one of `storage_cases`."""
+    keys, values, rope = storage_cases()[name]
     sides: tuple[Side, Side] = (keys, values)
     return Case(
-        *(like(side.packed) for side in sides),
+        *(random_like(side.packed) for side in sides),
         lengths,
         dim=DIM,
         heads=HEADS,
         group=GROUP,
         dtype=keys.ring.dtype,
         sinks=keys.sinks.shape[2],
-        waiting=(13, 13),  # and room for 32, a multiple of 16 as the shipped one is
+        unpacked=(13, 13),  # the ring then holds 32 tokens: strides are multiples of 16, as in the case
         rope=rope and (rope.style, DIM),
-        outliers=tuple(beside(side.outliers) for side in sides),
+        outliers=tuple(outliers_like(side.outliers) for side in sides),
         norm=keys.norm is not None,
     )
 
 
 @pytest.mark.slow  # to compile
-@every("decode_attention", shipped(), rest="fp16")
-def test_decode_attention(name, launched, executed):
-    # Room for 512 tokens: strides are multiples of 16 where the shipped ones are.
-    found, own = on_this_gpu("decode_attention"), case(name, [390])
-    own.check(splits=1)
-    if "combine" in launched:
-        own.check(splits=found["combine"].arguments[3] - 1)
-    executed.has(found, launched)
+@each_case("decode_attention", storage_cases(), default="fp16")
+def test_decode_attention(name, launch_names, recorder):
+    # A store for 512 tokens: strides are multiples of 16, as in the case.
+    tuned, case = tuned_launches("decode_attention"), attention_case(name, [390])
+    case.check(splits=1)
+    if "combine" in launch_names:
+        case.check(splits=tuned["combine"].arguments[3] - 1)
+    recorder.assert_ran(tuned, launch_names)
 
 
 @pytest.mark.slow
-@every("assign_centroids")
-def test_assign_centroids(name, launched, executed):
-    found = on_this_gpu("assign_centroids")
-    fixed, count = found[name].constants, 1104  # more than a program's own, in sixteens as the shipped ones are
-    if found[name].kernel is assign_kernel:
+@each_case("assign_centroids")
+def test_assign_centroids(name, launch_names, recorder):
+    tuned = tuned_launches("assign_centroids")
+    fixed, count = tuned[name].constants, 1104  # more than a program's points; a multiple of 16, as in the case
+    if tuned[name].kernel is assign_kernel:
         points, centroids = (assign_centroids.normal(2, n, fixed["SIZE"]) for n in (count, fixed["ENTRIES"]))
         assign_centroids.check(points, centroids)
     else:
         assign_centroids.check_sums(fixed["COLUMNS"], count, fixed["ENTRIES"])
-    executed.has(found, launched)
+    recorder.assert_ran(tuned, launch_names)
 
 
 @pytest.mark.slow
-@every("quantize_pack")
-def test_quantize_pack(name, launched, executed):
-    one = layouts()[name]
-    tokens = 2 * one.group if one.axis == "channel" else 176  # which fill no tile, but are sixteens
-    sign = "" if one.mode == "asymmetric" else one.sign
-    quantize_pack.check(one.bits, one.axis, one.group, one.dim, torch.float16, one.mode, sign, tokens)
-    executed.has(on_this_gpu("quantize_pack"), launched)
+@each_case("quantize_pack")
+def test_quantize_pack(name, launch_names, recorder):
+    layout = layouts()[name]
+    tokens = 2 * layout.group if layout.axis == "channel" else 176  # a partial tile, but a multiple of 16
+    sign = "" if layout.mode == "asymmetric" else layout.sign
+    quantize_pack.check(layout.bits, layout.axis, layout.group, layout.dim, torch.float16, layout.mode, sign, tokens)
+    recorder.assert_ran(tuned_launches("quantize_pack"), launch_names)
 
 
 @pytest.mark.slow
-@every("quantized_matvec", cases(), rest="values-inner-2bit-asymmetric")
-def test_quantized_matvec(name, launched, executed):
+@each_case("quantized_matvec", cases(), default="values-inner-2bit-asymmetric")
+def test_quantized_matvec(name, launch_names, recorder):
     side, packed = cases()[name]
-    stored = {"bits": packed.bits, "packed_group": packed.group, "mode": mode(packed)}
+    stored = {"bits": packed.bits, "packed_group": packed.group, "mode": packing_mode(packed)}
     quantized_matvec.check(side, packed.axis, 320, dim=DIM, heads=2, group=GROUP, **stored)
-    executed.has(on_this_gpu("quantized_matvec"), launched)
+    recorder.assert_ran(tuned_launches("quantized_matvec"), launch_names)
 
 
 @pytest.mark.slow
-@every("rematerialize", calls("sm_90"), rest="latents-2bit")
-def test_rematerialize(name, launched, executed):
+@each_case("rematerialize", calls("sm_90"), default="latents-2bit")
+def test_rematerialize(name, launch_names, recorder):
     call = calls("sm_90")[name]
     dim, heads = call.query.shape[2], call.query.shape[1] // call.group
-    # Whole groups are packed, one tile at most where all channels of a layer are read: these take the longest.
+    # Packed tokens are whole groups; at most one tile for layer inputs, which take longest.
     tokens, flush = (150, 128) if call.keys.held.packed.axis == "channel" else (120, 16)
-    own = rematerialize.Case(
+    case = rematerialize.Case(
         [tokens],
-        *(like(side.held.packed) for side in (call.keys, call.values)),
+        *(random_like(side.held.packed) for side in (call.keys, call.values)),
         rank=call.keys.rank,
         dim=dim,
         heads=heads,
         group=call.group,
         dtype=call.query.dtype,
-        waiting=16,  # and room for `flush` tokens, a multiple of 16 as the shipped one is
+        unpacked=16,  # the ring then holds a multiple of 16 tokens, as in the case
         flush=flush,
         shared=call.keys is call.values,
-        folded=call.keys.weight.is_contiguous(),
+        contiguous=call.keys.weight.is_contiguous(),
     )
-    own.check(SPAN, SPLITS)
-    executed.has(on_this_gpu("rematerialize"), launched)
+    case.check(SPAN, SPLITS)
+    recorder.assert_ran(tuned_launches("rematerialize"), launch_names)
 
 
 @pytest.mark.slow
-@every("squat_quantize")
-def test_squat_quantize(name, launched, executed):
-    found = on_this_gpu("squat_quantize")
-    fixed = found[name].constants
+@each_case("squat_quantize")
+def test_squat_quantize(name, launch_names, recorder):
+    tuned = tuned_launches("squat_quantize")
+    fixed = tuned[name].constants
     block = fixed["BLOCK"]
     codec = SubspaceCodec(fixed["BITS"], fixed["GROUP"], fixed["D"], rank=RANK, strength=0.05, block=block)
-    squat_quantize.same(codec, *squat_quantize.made(codec, tokens=128), block)
-    executed.has(found, launched)
+    squat_quantize.assert_same_bits(codec, *squat_quantize.random_keys(codec, tokens=128), block)
+    recorder.assert_ran(tuned, launch_names)
 
 
-def test_every_operation_is_executed():
-    assert sorted(EXECUTED) == operations()
+def test_every_operation_has_a_test_here():
+    assert sorted(TESTED_OPERATIONS) == operations()
 
 
 @triton.jit
 def _multiply(a, b, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """out [M, N] = a b, where A and B say that a [K, M] and b [N, K] lie transposed; and twice the same."""
+    """out [M, N] = 3 a b, a being [K, M] if A, b [N, K] if B: a product, and one that accumulates."""
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     left = tl.trans(tl.load(a + k[:, None] * M + m[None, :])) if A else tl.load(a + m[:, None] * K + k[None, :])
     right = tl.trans(tl.load(b + n[:, None] * K + k[None, :])) if B else tl.load(b + k[:, None] * N + n[None, :])
@@ -239,8 +249,7 @@ def _multiply(a, b, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, A: t
     ("size", "warps"), [((64, 16, 32), 4), ((128, 32, 64), 4), ((64, 128, 16), 8), ((16, 8, 64), 1)]
 )
 def test_products(size, warps, transposed, dtype):
-    """Of one warp or of four, from registers and from shared memory of every pattern: what is executed on a CPU is
-    right about them, too."""
+    """Products of one warp or four, from registers and from shared memory in every layout: a check of `ptx`."""
     g = torch.Generator().manual_seed(0)
     (m, n, k), (first, second) = size, transposed
     a, b = torch.randn(m, k, generator=g).to(dtype), torch.randn(k, n, generator=g).to(dtype)

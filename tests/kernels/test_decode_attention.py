@@ -1,4 +1,4 @@
-"""Decode attention in the interpreter against float64, for every storage family and window."""
+"""Decode attention by the kernels against float64, for every storage family and window."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from functools import partial
 import pytest
 import torch
 import triton.language as tl
-from kernel_cases import CHANNEL, HALF, TEMPORAL, Case, codebook, dense, per_head, scalars, sparse, uniform
+from kernel_cases import CHANNEL, HALF, TEMPORAL, Case, codebook, dense, per_head, random_outliers, scalars, uniform
 from kvq_kernels.decode_attention import decode_attention
-from kvq_kernels.decode_attention.fold import folds
-from kvq_kernels.decode_attention.lookup import looks_up
+from kvq_kernels.decode_attention.scalar_codebook import scalar_codebook_fits
 from kvq_kernels.decode_attention.spec import SideSpec
+from kvq_kernels.decode_attention.uniform import uniform_fits
 from kvq_kernels.tuning import trying
 
 pytestmark = pytest.mark.gpu
@@ -33,13 +33,13 @@ def test_dense_head_dims(dim):
 
 @pytest.mark.parametrize("group", [1, 3, 4, 8])
 def test_query_heads(group):
-    Case(*KIVI, [150], heads=2, group=group, waiting=(12, 20), sinks=4).check()
+    Case(*KIVI, [150], heads=2, group=group, unpacked=(12, 20), sinks=4).check()
 
 
 @pytest.mark.parametrize("lengths", [[1], [7], [31, 32, 33], [300, 129]])
 @pytest.mark.parametrize("sides", [KIVI, INNERQ], ids=["kivi", "innerq"])
 def test_uniform(sides, lengths):
-    Case(*sides, lengths, waiting=(12, 20), sinks=4).check()
+    Case(*sides, lengths, unpacked=(12, 20), sinks=4).check()
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
@@ -66,7 +66,7 @@ MODES = ["inside", "extra", "hybrid-inside", "hybrid-extra"]
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("sides", [KIVI, INNERQ], ids=["kivi", "innerq"])
 def test_symmetric_and_hybrid(sides, mode):
-    Case(*(partial(make, mode=mode) for make in sides), [140], waiting=(12, 20), sinks=4).check()
+    Case(*(partial(make, mode=mode) for make in sides), [140], unpacked=(12, 20), sinks=4).check()
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
@@ -76,8 +76,8 @@ def test_signs_of_bits(sides, bits):
         Case(*(partial(make, bits=bits, mode="hybrid-extra") for make in sides), [140], dim=dim, group=4).check()
 
 
-def test_more_queries_than_there_are():
-    """As many as AMD's matrix unit takes: the others change nothing."""
+def test_queries_are_padded():
+    """To as many as AMD's matrix unit takes, without a change of the result."""
     hybrids = [[partial(make, mode="hybrid-extra") for make in sides] for sides in (KIVI, INNERQ)]
     for case in (*(Case(*sides, [140], group=4) for sides in hybrids), Case(*TEMPORAL, [140], **HALF)):
         usual = case.run()
@@ -85,31 +85,31 @@ def test_more_queries_than_there_are():
             torch.testing.assert_close(case.run(), usual, rtol=1e-3, atol=1e-4)
 
 
-def test_what_is_folded():
-    """All formats that methods write at usual sizes: none of them falls back to the slow reading unseen."""
+def test_uniform_path_fits():
+    """All formats that methods write at usual sizes: none falls back to the slow generic path."""
 
-    def folded(dim, group, **options):
+    def fits(dim, group, **options):
         for axes in (("channel", "token"), ("token", "channel")):
             makers = (partial(uniform, axis=axis, group=group, **options) for axis in axes)
             keys, values = (SideSpec.of(side, dim) for side in Case(*makers, [1], dim=dim).sides)
-            yield folds(keys, "none", 32 if group >= 32 else 16, True)
-            yield folds(values, "none", 32 if group >= 32 else 16, False)
+            yield uniform_fits(keys, "none", 32 if group >= 32 else 16, True)
+            yield uniform_fits(values, "none", 32 if group >= 32 else 16, False)
 
     for dim in (64, 128):
         for bits in (1, 2, 3, 4):
-            assert all(folded(dim, 32, bits=bits)) and all(folded(dim, 64, bits=bits))
+            assert all(fits(dim, 32, bits=bits)) and all(fits(dim, 64, bits=bits))
             for mode in MODES:
-                assert all(folded(dim, 32, bits=bits, mode=mode)), (dim, bits, mode)
-    assert all(folded(128, 128, bits=2)) and all(folded(128, 128, bits=8))
+                assert all(fits(dim, 32, bits=bits, mode=mode)), (dim, bits, mode)
+    assert all(fits(128, 128, bits=2)) and all(fits(128, 128, bits=8))
     keys = SideSpec.of(Case(*KIVI, [1]).sides[0], 64)
-    assert not folds(keys, "half", 32, True) and not folds(keys, "none", 8, True)
-    assert not any(folds(SideSpec.of(side, 64), "none", 32, False) for side in Case(*TEMPORAL, [1]).sides)
+    assert not uniform_fits(keys, "half", 32, True) and not uniform_fits(keys, "none", 8, True)
+    assert not any(uniform_fits(SideSpec.of(side, 64), "none", 32, False) for side in Case(*TEMPORAL, [1]).sides)
 
 
 @pytest.mark.parametrize("lengths", [[1], [7], [63, 65], [300, 140]])
 @pytest.mark.parametrize("sides", [TEMPORAL, CHANNEL], ids=["temporal", "channel"])
 def test_codebooks(sides, lengths):
-    Case(*sides, lengths, **HALF, waiting=(8, 8), sinks=8).check()
+    Case(*sides, lengths, **HALF, unpacked=(8, 8), sinks=8).check()
 
 
 @pytest.mark.parametrize("size", [2, 8])
@@ -126,98 +126,100 @@ def test_different_blocks():
 
 @pytest.mark.parametrize("rope", [("half", 32), ("interleaved", 64), ("interleaved", 32)])
 def test_rotations(rope):
-    Case(*KIVI, [150, 40], rope=rope, rope_scale=1.1, waiting=(8, 8), sinks=4).check()
+    Case(*KIVI, [150, 40], rope=rope, rope_scale=1.1, unpacked=(8, 8), sinks=4).check()
 
 
 @pytest.mark.parametrize("entries", [2, 4, 16])
 def test_scalar_codebooks(entries):
     keys = partial(codebook, block=(1, 1), entries=entries, share=64, normalize=True)
     values = partial(codebook, block=(1, 1), entries=entries, share=64, per_token=True)
-    Case(keys, values, [140], **HALF, waiting=(8, 8), sinks=1).check()
+    Case(keys, values, [140], **HALF, unpacked=(8, 8), sinks=1).check()
 
 
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
-def test_codebooks_of_all_channels(bits, dim):
-    Case(*scalars(bits, dim), [140], dim=dim, rope=("half", dim), offset=3, waiting=(8, 8), sinks=1).check()
+def test_bits_of_scalar_codebooks(bits, dim):
+    Case(*scalars(bits, dim), [140], dim=dim, rope=("half", dim), offset=3, unpacked=(8, 8), sinks=1).check()
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
 @pytest.mark.parametrize("lengths", [[1], [7], [65, 63], [200]])
-def test_lengths_of_codebooks_of_all_channels(bits, lengths):
-    Case(*scalars(bits), lengths, **HALF, waiting=(8, 20), sinks=8).check()
+def test_lengths_of_scalar_codebooks(bits, lengths):
+    Case(*scalars(bits), lengths, **HALF, unpacked=(8, 20), sinks=8).check()
 
 
 @pytest.mark.parametrize("group", [1, 4, 8])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_query_heads_over_codebooks_of_all_channels(group, dtype):
-    Case(*scalars(2), [140], heads=2, group=group, dtype=dtype, **HALF, waiting=(8, 8)).check()
+def test_query_heads_of_scalar_codebooks(group, dtype):
+    Case(*scalars(2), [140], heads=2, group=group, dtype=dtype, **HALF, unpacked=(8, 8)).check()
 
 
 @pytest.mark.parametrize(("bits", "rope"), [(2, None), (4, None), (2, ("half", 16)), (4, ("half", 64))])
-def test_channels_that_are_not_turned_of_codebooks_of_all(bits, rope):
+def test_partial_rotations_of_scalar_codebooks(bits, rope):
     Case(*scalars(bits, 128), [150], dim=128, rope=rope, rope_scale=1.1, offset=3).check()
 
 
-def test_codebooks_of_all_channels_beside_blocks():
+def test_scalar_codebooks_with_other_storage():
     keys, values = scalars(2)
-    Case(keys, codebook, [200], **HALF, waiting=(8, 8)).check()
-    Case(TEMPORAL[0], values, [200], **HALF, waiting=(8, 8)).check()
+    Case(keys, codebook, [200], **HALF, unpacked=(8, 8)).check()
+    Case(TEMPORAL[0], values, [200], **HALF, unpacked=(8, 8)).check()
     Case(dense, values, [200]).check()
 
 
-def test_what_is_looked_up():
+def test_scalar_codebook_path_fits():
     def side(make, dim=128):
         return SideSpec.of(Case(make, dense, [1], dim=dim).sides[0], dim)
 
     for bits in (2, 3, 4):
         keys, values = (side(make) for make in scalars(bits, 128))
-        assert looks_up(keys, "half", 128, tl.float16, True) and looks_up(values, "half", 128, tl.float16, False)
-        assert not looks_up(keys, "interleaved", 128, tl.float16, True)
-        assert not looks_up(keys, "half", 128, tl.float32, True)
-    assert not looks_up(side(scalars(2, 80)[0], 80), "half", 80, tl.float16, True)
-    assert not looks_up(side(TEMPORAL[0]), "half", 128, tl.float16, True)
+        assert scalar_codebook_fits(keys, "half", 128, tl.float16, True) and scalar_codebook_fits(
+            values, "half", 128, tl.float16, False
+        )
+        assert not scalar_codebook_fits(keys, "interleaved", 128, tl.float16, True)
+        assert not scalar_codebook_fits(keys, "half", 128, tl.float32, True)
+    assert not scalar_codebook_fits(side(scalars(2, 80)[0], 80), "half", 80, tl.float16, True)
+    assert not scalar_codebook_fits(side(TEMPORAL[0]), "half", 128, tl.float16, True)
 
 
 @pytest.mark.parametrize("dim", [16, 80])
-def test_head_dims_of_codes(dim):
+def test_head_dims_of_vector_codebooks(dim):
     make = partial(codebook, normalize=True)
-    Case(make, codebook, [150], dim=dim, rope=("half", dim), waiting=(8, 8), sinks=8).check()
+    Case(make, codebook, [150], dim=dim, rope=("half", dim), unpacked=(8, 8), sinks=8).check()
 
 
 def test_small_heads():
-    Case(*(partial(make, group=16) for make in KIVI), [140, 9], dim=16, rope=("half", 16), waiting=(12, 20)).check()
+    Case(*(partial(make, group=16) for make in KIVI), [140, 9], dim=16, rope=("half", 16), unpacked=(12, 20)).check()
     Case(dense, dense, [140, 9], dim=16).check()
 
 
-def test_heads_that_are_stored_differently():
+def test_different_storage_per_head():
     keys = partial(per_head, makers=TEMPORAL[:1] + CHANNEL[:1], heads=((0, 2), (1,)))
     values = partial(per_head, makers=CHANNEL[:1] + TEMPORAL[1:], heads=((1,), (0, 2)))
-    lists = (sparse, sparse)
-    Case(keys, values, [150, 40], heads=3, group=2, **HALF, outliers=lists, waiting=(8, 8), sinks=8).check()
+    lists = (random_outliers, random_outliers)
+    Case(keys, values, [150, 40], heads=3, group=2, **HALF, outliers=lists, unpacked=(8, 8), sinks=8).check()
     Case(keys, dense, [150], heads=3, group=1, **HALF).check()
 
 
 @pytest.mark.parametrize("window", [1, 7, 100, 170, 290, 1000])
 def test_sliding_windows(window):
-    Case(*KIVI, [300, 50], waiting=(12, 20), sinks=4, window=window).check()
+    Case(*KIVI, [300, 50], unpacked=(12, 20), sinks=4, window=window).check()
 
 
-def test_windows_beside_divided_keys():
-    Case(*INNERQ, [200, 3], heads=2, waiting=(12, 20), sinks=4, norm=True).check()
+def test_keys_with_a_norm():
+    Case(*INNERQ, [200, 3], heads=2, unpacked=(12, 20), sinks=4, norm=True).check()
 
 
 @pytest.mark.parametrize("splits", [1, 3, 40])
 def test_splits(splits):
-    Case(*KIVI, [300], waiting=(12, 20)).check(splits)
+    Case(*KIVI, [300], unpacked=(12, 20)).check(splits)
     Case(dense, dense, [300]).check(splits)
 
 
-def test_wide_heads_of_codes_are_fetched_whole():
+def test_wide_heads_of_vector_codebooks():
     Case(*CHANNEL, [300], dim=128, rope=("half", 128)).check()
 
 
-def test_the_workspace_may_be_made_by_the_call():
+def test_workspace_is_optional():
     case = Case(*KIVI, [100])
     args = (case.query, *case.sides, case.lengths, case.scaling)
     torch.testing.assert_close(decode_attention(*args, backend="triton"), case.run(), atol=1e-3, rtol=1e-3)
@@ -237,9 +239,9 @@ def test_empty_row_is_zero():
 
 
 @pytest.mark.parametrize(("splits", "busy"), [(1, [2, 2, 1]), (2, [3, 3, 1]), (7, [4 + 4, 5, 1]), (30, [4 + 8, 5, 1])])
-def test_programs_share_what_is_not_packed(splits, busy):
-    """Sinks, recent tokens and what fills no tile take longer than whole tiles. Of the first row, 4 whole tiles of 32
-    tokens and 8 pieces of 16 of the rest; of the others 5 pieces, and one."""
-    case = Case(*KIVI, [250, 70, 3], waiting=(40, 100), sinks=20)
+def test_programs_share_the_tail(splits, busy):
+    """The tail takes longer than whole tiles. Row 0 has 4 tiles of 32 tokens and 8 tail tiles of 16; the others have 5
+    and 1 tail tiles."""
+    case = Case(*KIVI, [250, 70, 3], unpacked=(40, 100), sinks=20)
     case.check(splits)
     assert case.workspace.logsum[:, 0].isfinite().sum(1).tolist() == busy

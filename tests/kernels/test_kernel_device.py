@@ -1,4 +1,4 @@
-"""What moves kernel tests to a GPU, tried with a device that every machine has."""
+"""`kernel_device` with a device that every machine has."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from kernel_device import on_device
 
 
-def test_new_tensors_are_made_on_the_device():
+def test_new_tensors_are_created_on_the_device():
     generator = torch.Generator().manual_seed(0)
     with on_device("meta"):
         assert torch.arange(3).device.type == torch.logspace(0, 1, 3).device.type == "meta"

@@ -1,4 +1,4 @@
-"""Outliers kept beside codes, by the kernels in Triton's interpreter."""
+"""Outliers in decode attention by the kernels."""
 
 from __future__ import annotations
 
@@ -7,75 +7,79 @@ from functools import partial
 
 import pytest
 import torch
-from kernel_cases import CHANNEL, HALF, TEMPORAL, Case, codebook, scalars, sparse
+from kernel_cases import CHANNEL, HALF, TEMPORAL, Case, codebook, random_outliers, scalars
 from kvq_kernels.tuning import trying
 
 pytestmark = pytest.mark.gpu
 
-TOGETHER = partial(sparse, slots=70, together=True)
+POOLED = partial(random_outliers, capacity=70, pooled=True)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])
-def test_of_codebooks_of_all_channels(bits):
-    lists = (sparse, TOGETHER)
+def test_scalar_codebooks(bits):
+    lists = (random_outliers, POOLED)
     Case(*scalars(bits, 128), [150], dim=128, rope=("half", 128), offset=3, outliers=lists, sinks=1).check()
 
 
 @pytest.mark.parametrize("sides", [TEMPORAL, CHANNEL], ids=["temporal", "channel"])
-def test_of_blocks(sides):
-    lists = (sparse, partial(sparse, slots=7))
-    Case(*sides, [300, 140], **HALF, outliers=lists, waiting=(8, 8), sinks=8).check()
+def test_vector_codebooks(sides):
+    lists = (random_outliers, partial(random_outliers, capacity=7))
+    Case(*sides, [300, 140], **HALF, outliers=lists, unpacked=(8, 8), sinks=8).check()
 
 
 @pytest.mark.parametrize("rope", [("half", 32), ("half", 64), ("interleaved", 32), ("interleaved", 64), None])
-def test_of_turned_keys(rope):
-    Case(scalars(4)[0], codebook, [200], rope=rope, rope_scale=1.1, offset=3, outliers=(sparse, None)).check()
+def test_rotations(rope):
+    Case(scalars(4)[0], codebook, [200], rope=rope, rope_scale=1.1, offset=3, outliers=(random_outliers, None)).check()
 
 
 @pytest.mark.parametrize("sides", [scalars(2), TEMPORAL, CHANNEL], ids=["scalars", "temporal", "channel"])
-def test_together(sides):
-    Case(*sides, [170], heads=2, **HALF, outliers=(sparse, TOGETHER), waiting=(8, 8), sinks=8).check()
+def test_pooled_over_heads(sides):
+    Case(*sides, [170], heads=2, **HALF, outliers=(random_outliers, POOLED), unpacked=(8, 8), sinks=8).check()
 
 
-@pytest.mark.parametrize("slots", [16, 33])
-def test_more_than_a_piece(slots):
-    lists = (partial(sparse, slots=2 * slots), partial(sparse, slots=16 * slots, together=True))
-    Case(*scalars(2), [200], heads=2, **HALF, outliers=lists, waiting=(8, 8)).check()
+@pytest.mark.parametrize("capacity", [16, 33])
+def test_several_chunks(capacity):
+    lists = (
+        partial(random_outliers, capacity=2 * capacity),
+        partial(random_outliers, capacity=16 * capacity, pooled=True),
+    )
+    Case(*scalars(2), [200], heads=2, **HALF, outliers=lists, unpacked=(8, 8)).check()
 
 
 @pytest.mark.parametrize("head", [0, 1, 2])
-def test_all_are_of_one_head(head):
-    """Others then have none."""
+def test_all_in_one_head(head):
 
     def lists(g, shape, dtype):
-        found = sparse(g, (shape[0], 1, *shape[2:]), dtype, slots=50)
+        pooled = random_outliers(g, (shape[0], 1, *shape[2:]), dtype, capacity=50)
         start = torch.tensor([0] * (head + 1) + [50] * (shape[1] - head), dtype=torch.int32)
-        return replace(found, start=start.expand(*found.index.shape[:3], -1).contiguous())
+        return replace(pooled, start=start.expand(*pooled.index.shape[:3], -1).contiguous())
 
-    Case(*scalars(2), [170], heads=3, **HALF, outliers=(sparse, lists), waiting=(8, 8)).check()
+    Case(*scalars(2), [170], heads=3, **HALF, outliers=(random_outliers, lists), unpacked=(8, 8)).check()
 
 
 @pytest.mark.parametrize("sides", [scalars(2), TEMPORAL], ids=["scalars", "temporal"])
 @pytest.mark.parametrize("queries", [8, 16])
-def test_more_queries(sides, queries):
+def test_queries_are_padded(sides, queries):
     with trying("decode_attention", {"queries": queries}):
         for group in (1, 3, 16):
-            Case(*sides, [140], heads=2, group=group, **HALF, outliers=(sparse, TOGETHER), waiting=(8, 8)).check()
+            Case(
+                *sides, [140], heads=2, group=group, **HALF, outliers=(random_outliers, POOLED), unpacked=(8, 8)
+            ).check()
 
 
 @pytest.mark.parametrize("tokens", [16, 32, 128])
 def test_tiles(tokens):
-    lists = (partial(sparse, tokens=16), partial(sparse, tokens=16, slots=60, together=True))
+    lists = (partial(random_outliers, tokens=16), partial(random_outliers, tokens=16, capacity=60, pooled=True))
     with trying("decode_attention", {"tokens": tokens}):
-        Case(*scalars(2), [150], **HALF, outliers=lists, waiting=(8, 8)).check()
+        Case(*scalars(2), [150], **HALF, outliers=lists, unpacked=(8, 8)).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_types(dtype):
-    Case(*scalars(2), [150], dtype=dtype, **HALF, outliers=(sparse, TOGETHER), waiting=(8, 8)).check()
+    Case(*scalars(2), [150], dtype=dtype, **HALF, outliers=(random_outliers, POOLED), unpacked=(8, 8)).check()
 
 
 @pytest.mark.parametrize("dim", [16, 80, 256])
 def test_head_dims(dim):
-    lists = (sparse, TOGETHER)
-    Case(*scalars(2, dim), [150], dim=dim, rope=("half", dim), outliers=lists, waiting=(8, 8), heads=2).check()
+    lists = (random_outliers, POOLED)
+    Case(*scalars(2, dim), [150], dim=dim, rope=("half", dim), outliers=lists, unpacked=(8, 8), heads=2).check()

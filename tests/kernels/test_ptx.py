@@ -1,4 +1,4 @@
-"""What executes compiled kernels where there is no GPU: that it computes, and that it forgives no more than a GPU."""
+"""The PTX executor: its results, and that it reports every fault that a GPU would have."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ HEAD = """
 
 
 def run(body: str, out: torch.Tensor, threads: int = 32, blocks: int = 1, shared: int = 1024) -> torch.Tensor:
-    """`out`, whose address a kernel gets, after it. %r1: the thread, %r2: four times that, %rd3: where its number of
-    four bytes lies in `out`."""
+    """`out` after a kernel that gets its address. %r1: the thread, %r2: four times that, %rd3: the address of its four
+    bytes in `out`."""
     program = parse(HEAD + body + "\n\tret;\n}\n")
     memory = Global([(out.data_ptr(), out.data_ptr() + out.nbytes)])
     places = [(i, 0, 0) for i in range(blocks)]
@@ -96,14 +96,14 @@ def test_floats(instruction, numbers, expected):
     assert out[: len(numbers)].tolist() == expected
 
 
-def test_bfloat16_ones_are_of_float16():
-    """What `set.eq.f16x2` leaves is read as bfloat16 by the products of outliers: 2^-7."""
+def test_ones_of_float16_comparisons_read_as_bfloat16():
+    """The 1 of `set.eq.f16x2`, read as bfloat16 by one-hot products, is 2^-7."""
     out = run("mov.b32 %r3, 0; set.eq.f16x2.f16x2 %r4, %r3, %r3; st.global.b32 [%rd3], %r4;", integers())
     assert (out.view(torch.bfloat16) == 2.0**-7).all()
 
 
-def test_ways_part_and_meet():
-    """Every thread goes around as often as it is told; those that are guarded do nothing."""
+def test_divergent_threads_meet():
+    """Every thread iterates as often as it should; guarded-off instructions do nothing."""
     body = """
 	mov.b32 %r3, 0;
 	setp.eq.s32 %p1, %r1, 0;
@@ -131,17 +131,17 @@ REVERSED = """
 """
 
 
-def test_warps_wait_for_each_other():
+def test_barriers():
     out = run(REVERSED.format(barrier="bar.sync 0;"), integers(64), threads=64, blocks=3)
     assert out.tolist() == list(range(63, -1, -1))
 
 
-def test_a_barrier_that_is_missing_is_found():
+def test_missing_barriers_are_detected():
     with pytest.raises(Fault, match="another warp has written"):
         run(REVERSED.format(barrier="bar.warp.sync -1;"), integers(64), threads=64)
 
 
-def test_shared_memory_is_not_reused_too_early():
+def test_early_reuse_of_shared_memory_is_detected():
     again = "st.shared.b32 [%r4], %r1; bar.sync 0; ld.shared.b32 %r6, [%r5]; bar.sync 0; st.shared.b32 [%r4], %r6;"
     begin = "mov.b32 %r3, global_smem; add.s32 %r4, %r3, %r2; sub.s32 %r5, 252, %r2;"
     run(begin + again, integers(64), threads=64)
@@ -150,8 +150,9 @@ def test_shared_memory_is_not_reused_too_early():
 
 
 @pytest.mark.parametrize("apart", [False, True])
-def test_what_several_warps_read_none_of_them_may_write(apart):
-    """All read the first word, or (apart) one warp after the other; a thread of the last that has read it writes it."""
+def test_writes_after_reads_of_several_warps_are_detected(apart):
+    """All warps read the first word, at once or (apart) one after the other; then a thread of the last one writes
+    it."""
     body = """
 	mov.b32 %r3, global_smem; setp.lt.s32 %p2, %r1, 32;
 	{read}
@@ -167,7 +168,7 @@ def test_what_several_warps_read_none_of_them_may_write(apart):
 
 
 def test_warps_may_use_neighbouring_bytes():
-    """Of each word the first warp writes the first half, the second the other; both at once no warp may read yet."""
+    """The first warp writes the lower half of each word, the second the upper half; no warp may read both yet."""
     body = """
 	mov.b32 %r3, global_smem; shr.u32 %r4, %r1, 5; and.b32 %r5, %r1, 31;
 	shl.b32 %r6, %r5, 2; add.s32 %r3, %r3, %r6; shl.b32 %r7, %r4, 1; add.s32 %r7, %r3, %r7;
@@ -183,7 +184,7 @@ def test_warps_may_use_neighbouring_bytes():
         run(body.format(barrier=""), integers(64), threads=64)
 
 
-def test_what_is_copied_arrives_when_it_is_waited_for():
+def test_asynchronous_copies_finish_at_the_wait():
     copied = """
 	mov.b32 %r3, global_smem; add.s32 %r4, %r3, %r2;
 	cp.async.ca.shared.global [ %r4 + 0 ], [ %rd3 + 0 ], 0x4, 4;
@@ -211,7 +212,7 @@ def test_addresses_are_checked(instruction, reason):
         run(instruction + ";", integers())
 
 
-def test_what_is_not_known_is_not_passed_over():
+def test_unknown_instructions_are_refused():
     with pytest.raises(NotImplementedError, match="atom"):
         run("atom.global.add.u32 %r3, [%rd3], %r1;", integers())
 
@@ -266,8 +267,8 @@ def called(calls: str, out: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def test_functions_have_registers_of_their_own():
-    """What the kernel has in registers of the same names stays, and threads come back from wherever they return."""
+def test_called_functions_have_separate_registers():
+    """Registers of the kernel with the same names keep their values, and threads return from any return statement."""
     again = CALL.replace("callseq 0", "callseq 1")
     out = called(CALL + "\n\tadd.s32 %r1, %r1, 1;\n\t" + again, integers(64))
     assert out[:32].tolist() == [2 * i - 8 if i >= 8 else 5 for i in range(1, 33)]
@@ -275,6 +276,6 @@ def test_functions_have_registers_of_their_own():
 
 
 @pytest.mark.parametrize("call", ["call.uni (retval0), twice_less, (param0);", "call.uni other, (param0);"])
-def test_other_calls_are_no_instructions(call):
+def test_unsupported_calls_are_refused(call):
     with pytest.raises(ValueError, match="not a call of a function that returns nothing"):
         called(call, integers(64))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from checks.quantize_pack import SIZES, assert_same_bits, check, codec, layout, numbers
+from checks.quantize_pack import INTEGERS, assert_same_bits, check, codec, layout, numbers
 from kvq_kernels.quantize_pack import Layout, quantize_pack
 
 from kvq_cli.codecs import kernels
@@ -45,8 +45,8 @@ def test_odd_lengths(tokens, rows):
 
 
 @pytest.mark.parametrize("axis", ["token", "channel"])
-def test_groups_whose_modes_err_alike(axis):
-    """Then the order in which squared errors are added decides; few different numbers make many such groups."""
+def test_ties_between_modes(axis):
+    """Equal errors up to the order of sums: few different numbers make many such groups."""
 
     def few(tokens, dim, dtype):
         return (numbers(tokens, dim, torch.float32) * 2).round().clamp(-4, 4).mul(0.3).to(dtype)
@@ -54,23 +54,23 @@ def test_groups_whose_modes_err_alike(axis):
     check(2, axis, 16, 64, torch.bfloat16, "hybrid", "inside", 64, make=few)
 
 
-def test_views_are_read_where_they_lie():
+def test_strided_views():
     whole = numbers(40, heads=3).transpose(1, 2).contiguous().transpose(1, 2)
     x = whole[:, 1:, 3:35]
-    asked = layout(2, "channel", 32, 64, torch.float16, "asymmetric", "")
-    mine, theirs = (quantize_pack(one, asked, backend="triton") for one in (x, x.contiguous()))
-    assert torch.equal(mine.codes, theirs.codes) and torch.equal(mine.scale, theirs.scale)
+    its_layout = layout(2, "channel", 32, 64, torch.float16, "asymmetric", "")
+    packed_view, packed_copy = (quantize_pack(view, its_layout, backend="triton") for view in (x, x.contiguous()))
+    assert torch.equal(packed_view.codes, packed_copy.codes) and torch.equal(packed_view.scale, packed_copy.scale)
 
 
-def test_what_is_written_over(monkeypatch):
-    """Nothing of the outputs is left as it was: they begin as NaN and all ones."""
+def test_outputs_are_fully_written(monkeypatch):
+    """All bits of the outputs are set before."""
     from kvq_kernels.quantize_pack import launch
 
-    def poisoned(x, asked, make=launch.outputs):
-        packed = make(x, asked)
+    def poisoned(x, its_layout, make=launch.outputs):
+        packed = make(x, its_layout)
         for side in (packed.codes, packed.scale, packed.zero, packed.sign):
             if side is not None:
-                side.view(SIZES[side.element_size()]).fill_(-1)
+                side.view(INTEGERS[side.element_size()]).fill_(-1)
         return packed
 
     monkeypatch.setattr(launch, "outputs", poisoned)
@@ -82,26 +82,26 @@ def test_what_is_written_over(monkeypatch):
 @pytest.mark.parametrize("axis", ["token", "channel"])
 def test_codecs_pack_the_same_on_a_gpu(monkeypatch, mode, sign, axis):
     x = numbers(32)
-    own = codec(2, axis, 32, 64, torch.float16, mode, sign)
+    quantizer = codec(2, axis, 32, 64, torch.float16, mode, sign)
     if mode == "prompt":
-        own = SignedCodec(2, axis, 32, 64, torch.float16, sign, "symmetric")
-    on_cpu = own.encode(x)
+        quantizer = SignedCodec(2, axis, 32, 64, torch.float16, sign, "symmetric")
+    on_cpu = quantizer.encode(x)
     monkeypatch.setattr(kernels, "on_gpu", lambda _: True)
-    monkeypatch.setattr(type(own), "quantize", None)  # by the kernel or not at all
-    on_gpu = own.encode(x)
+    monkeypatch.setattr(type(quantizer), "quantize", None)  # by the kernel or not at all
+    on_gpu = quantizer.encode(x)
     assert_same_bits(*({n: p.tensor for n, p in packed.parts.items()} for packed in (on_gpu, on_cpu)))
     assert [p.unit for p in on_gpu.parts.values()] == [p.unit for p in on_cpu.parts.values()]
-    assert torch.equal(own.decode(on_gpu, torch.float32), own.decode(on_cpu, torch.float32))
+    assert torch.equal(quantizer.decode(on_gpu, torch.float32), quantizer.decode(on_cpu, torch.float32))
 
 
-def test_codecs_that_quantize_their_own_way_do_so_on_a_gpu(monkeypatch):
-    own = SubspaceCodec(2, 32, 64, rank=2, strength=1.0, block=32)
+def test_codecs_with_another_quantizer_keep_it_on_a_gpu(monkeypatch):
+    quantizer = SubspaceCodec(2, 32, 64, rank=2, strength=1.0, block=32)
     state = {"subspace": torch.randn(2, 1, 2, 64), "gain": torch.randn(2, 1, 1, 2, 2) * 0.01}
     x = numbers(32)
-    expected = own.with_state(state).encode(x)
+    expected = quantizer.with_state(state).encode(x)
     monkeypatch.setattr(kernels, "on_gpu", lambda _: True)
-    found = own.with_state(state).encode(x)
-    assert all(torch.equal(part.tensor, found.parts[name].tensor) for name, part in expected.parts.items())
+    on_gpu = quantizer.with_state(state).encode(x)
+    assert all(torch.equal(part.tensor, on_gpu.parts[name].tensor) for name, part in expected.parts.items())
 
 
 def test_layouts_that_do_not_fit_are_refused():

@@ -1,4 +1,4 @@
-"""InnerQ's two products by the kernels against float64."""
+"""Quantized matrix-vector products by the kernels against float64."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_query_heads(side, group):
 @pytest.mark.parametrize("group", [16, 64])
 @pytest.mark.parametrize("axis", AXES)
 def test_signs_of_other_groups(side, group, axis):
-    """As the codec writes them: words of 16 and 64 bits."""
+    """Words of 16 and 64 sign bits, as the codec writes them."""
     g = torch.Generator().manual_seed(0)
     codec = SignedCodec(2, axis, group, 64)
     x = torch.randn(1, 1, 64, 64, generator=g).half()
@@ -81,27 +81,27 @@ def test_signs_of_other_groups(side, group, axis):
     vectors = torch.rand(1, 2, 64, generator=g).half()
     decoded = codec.decode(codec.encode(x), torch.float32)[0, 0]
     expected = vectors[0].float() @ (decoded.T if side == "keys" else decoded)
-    found = quantized_matvec(vectors, packed, side, backend="triton")
-    torch.testing.assert_close(found[0].float(), expected, atol=0.02, rtol=0.01)
+    out = quantized_matvec(vectors, packed, side, backend="triton")
+    torch.testing.assert_close(out[0].float(), expected, atol=0.02, rtol=0.01)
 
 
-@pytest.mark.parametrize("runs", [1, 3])
-def test_runs_are_added(runs):
+@pytest.mark.parametrize("programs", [1, 3])
+def test_partial_sums_are_added(programs):
     vectors, packed = case("values", "channel", 96)
     exact = quantized_matvec_reference(vectors, packed, "values", torch.float64)
-    sums = torch.full((runs, 1, 2, 64), torch.nan)
-    found = quantized_matvec(vectors, packed, "values", partial=sums, backend="triton")
-    torch.testing.assert_close(found.double(), exact, atol=2e-3, rtol=2e-3)
+    sums = torch.full((programs, 1, 2, 64), torch.nan)
+    out = quantized_matvec(vectors, packed, "values", partial=sums, backend="triton")
+    torch.testing.assert_close(out.double(), exact, atol=2e-3, rtol=2e-3)
 
 
-def test_flat_weights_of_a_long_context_keep_their_digits():
-    """Weights of 2^-17 times small scales are too small for float16 as they are."""
+def test_small_weights_are_scaled():
+    """Weights of 2^-17 times small scales are too small for float16."""
     g = torch.Generator().manual_seed(0)
     packed = uniform(g, (1, 1, 64, 64), torch.float16, axis="token", bits=8)
     weights = torch.full((1, 1, 64), 2.0**-17)
     exact = quantized_matvec_reference(weights, packed, "values", torch.float64)
-    found = quantized_matvec(weights.bfloat16(), packed, "values", backend="triton")
-    assert (found.double() - exact).norm() <= 8e-3 * exact.norm()
+    out = quantized_matvec(weights.bfloat16(), packed, "values", backend="triton")
+    assert (out.double() - exact).norm() <= 8e-3 * exact.norm()
 
 
 def test_shapes_that_do_not_fit_are_refused():

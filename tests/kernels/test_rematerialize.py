@@ -1,4 +1,4 @@
-"""Attention over kept layer inputs in the interpreter against float64."""
+"""Attention over cached layer inputs by the kernels against float64."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("keys", [CHANNEL, TOKEN, dense], ids=["channel", "token", "dense"])
 def test_lengths(keys, lengths):
     values = dense if keys is dense else TOKEN
-    Case(lengths, keys, values, sinks=3, waiting=2).check()
+    Case(lengths, keys, values, sinks=3, unpacked=2).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("seed", [1, 2])
 def test_types(dtype, seed):
-    Case([150, 40], dtype=dtype, waiting=9, bias=True, seed=seed).check()
+    Case([150, 40], dtype=dtype, unpacked=9, bias=True, seed=seed).check()
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("rank", [64, 80])
 def test_bits(bits, rank):
-    """80 channels are no whole number of words at 1 and 3 bits."""
+    """80 channels do not fill their words at 1 and 3 bits."""
     keys, values = (partial(make, bits=bits, group=16) for make in (CHANNEL, TOKEN))
     Case([150], keys, values, rank=rank, flush=16).check()
 
@@ -41,23 +41,23 @@ def test_head_dims(dim):
 
 @pytest.mark.parametrize(("heads", "group"), [(2, 1), (2, 4), (1, 8), (2, 3)])
 def test_query_heads(heads, group):
-    Case([100, 64], heads=heads, group=group, waiting=4).check()
+    Case([100, 64], heads=heads, group=group, unpacked=4).check()
 
 
-@pytest.mark.parametrize("turn", [("half", 16), ("interleaved", 32), ("interleaved", 16), (None, None)])
-def test_rotations(turn):
-    style, turned = turn
-    Case([100, 40], rope=style, turned=turned, offset=3 if style else 0, sinks=2, waiting=4).check()
+@pytest.mark.parametrize("style_and_width", [("half", 16), ("interleaved", 32), ("interleaved", 16), (None, None)])
+def test_rotations(style_and_width):
+    style, rotated = style_and_width
+    Case([100, 40], rope=style, rotated=rotated, offset=3 if style else 0, sinks=2, unpacked=4).check()
 
 
 @pytest.mark.parametrize("norm", ["rms", "layer"])
 @pytest.mark.parametrize("dim", [32, 80])
 def test_norms(norm, dim):
-    Case([100], heads=2, dim=dim, norm=norm, bias=True, sinks=2, waiting=4).check()
+    Case([100], heads=2, dim=dim, norm=norm, bias=True, sinks=2, unpacked=4).check()
 
 
-def test_one_store_for_keys_and_values():
-    Case([150, 33], TOKEN, shared=True, heads=2, group=1, waiting=3).check()
+def test_keys_and_values_share_a_store():
+    Case([150, 33], TOKEN, shared=True, heads=2, group=1, unpacked=3).check()
 
 
 def test_ranks_may_differ():
@@ -66,12 +66,12 @@ def test_ranks_may_differ():
 
 @pytest.mark.parametrize("bits", [2, 3])
 def test_first_channel(bits):
-    Case([100], partial(CHANNEL, bits=bits), rank=64, first=True, sinks=2, waiting=4).check()
+    Case([100], partial(CHANNEL, bits=bits), rank=64, first=True, sinks=2, unpacked=4).check()
 
 
 @pytest.mark.parametrize(("group", "flush"), [(128, 128), (8, 8), (48, 48)])
 def test_groups_of_tokens(group, flush):
-    Case([300, 90], partial(CHANNEL, group=group), flush=flush, waiting=4).check()
+    Case([300, 90], partial(CHANNEL, group=group), flush=flush, unpacked=4).check()
 
 
 @pytest.mark.parametrize("group", [8, 64])
@@ -81,12 +81,12 @@ def test_groups_of_channels(group):
 
 @pytest.mark.parametrize(("span", "splits"), [(128, 1), (256, 5), (1024, 3)])
 def test_spans_and_splits(span, splits):
-    Case([300, 140], sinks=2, waiting=4).check(span, splits)
+    Case([300, 140], sinks=2, unpacked=4).check(span, splits)
 
 
 @pytest.mark.parametrize("window", [1, 20, 100])
 def test_sliding_windows(window):
-    Case([140, 7], sinks=2, waiting=4, window=window).check()
+    Case([140, 7], sinks=2, unpacked=4, window=window).check()
 
 
 def test_empty_row_is_zero():
@@ -95,11 +95,11 @@ def test_empty_row_is_zero():
     case.check()
 
 
-def test_the_workspace_may_be_made_by_the_call():
+def test_workspace_is_optional():
     case = Case([100])
     args = (case.query, case.keys, case.values, case.lengths, case.scaling)
-    found = rematerialize(*args, rope=case.rope, backend="triton")
-    torch.testing.assert_close(found, case.run(), atol=1e-3, rtol=1e-3)
+    out = rematerialize(*args, rope=case.rope, backend="triton")
+    torch.testing.assert_close(out, case.run(), atol=1e-3, rtol=1e-3)
 
 
 def test_shapes_that_do_not_fit_are_refused():

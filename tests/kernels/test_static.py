@@ -1,4 +1,4 @@
-"""What the compiler makes of everything that is shipped, read from the machine code without a GPU."""
+"""Static reports: how machine code is read, and the limits that every ahead-of-time launch keeps."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from kvq_kernels import machine_code, static
-from kvq_kernels.shipped import KINDS, Launch, launches, operations
+from kvq_kernels.aot_cases import KINDS, Launch, launches, operations
 
 compiles = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="Triton's disassembler is part of its wheel for x86_64"
 )
-#: Test processes that run beside this one share the cores.
+#: Other test processes share the cores.
 WORKERS = max(1, (os.cpu_count() or 1) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
 
 SASS = """
@@ -43,8 +43,7 @@ def test_the_main_loop_is_the_smallest_with_matrix_products(code):
     assert machine_code.main_loop(code) == {"HMMA": 1, "LOP3": 1, "BRA": 1}
 
 
-def test_loops_within_it_take_their_turns(code):
-    """Those that multiply matrices: of others nothing is known."""
+def test_inner_loops_with_products_are_counted_as_often_as_they_run(code):
     product = "HMMA.16816.F32 R4, R4, R2, R4 ;"
     outer = [".L_x_1:", product, *code[code.index(".L_x_0:") :]]
     inner = [line.replace("HMMA.16816.F32", "HMMA.1688.F32.TF32") for line in outer[2:]]
@@ -60,7 +59,7 @@ def test_without_matrix_products_it_is_the_innermost_loop_that_reads(code):
     assert machine_code.main_loop(scalar) == {"BRA": 2, "LDG": 1, "I2F": 1, "LOP3": 1, "FADD": 1}
 
 
-def test_without_loops_it_is_all_there_is():
+def test_without_loops_it_is_the_whole_kernel():
     assert machine_code.main_loop(["LDG.E R2", "FADD R1, R2", "EXIT ;"]) == {"LDG": 1, "FADD": 1, "EXIT": 1}
     assert machine_code.main_loop([]) is None
 
@@ -75,14 +74,14 @@ def test_amd_loops():
 \tv_cvt_f32_ubyte0_e32 v1, v1
 \tv_mfma_f32_16x16x16_f16 v[0:3], v[4:5], v[6:7], v[0:3]
 \ts_cbranch_scc1 .LBB0_1
-.LBB0_2:                                ; of what is not packed
+.LBB0_2:                                ; tail
 \tv_mfma_f32_16x16x4_f32 v[0:3], v4, v6, v[0:3]
 \ts_cbranch_scc1 .LBB0_2
 \ts_endpgm
 """
-    found = machine_code.read({"amdgcn": text})
-    loop = machine_code.main_loop(found.code)
-    assert (found.registers, found.spills) == (40, 8)
+    compiled = machine_code.read({"amdgcn": text})
+    loop = machine_code.main_loop(compiled.lines)
+    assert (compiled.registers, compiled.spills) == (40, 8)
     assert loop == {"global_load_dword": 1, "v_cvt_f32_ubyte0_e32": 1, "v_mfma_f32_16x16x16_f16": 1}
     assert [op for op in loop if machine_code.converts(op)] == ["v_cvt_f32_ubyte0_e32"]
 
@@ -93,12 +92,12 @@ def test_conversions(opcode):
 
 
 @pytest.mark.parametrize("opcode", ["F2I", "F2FP", "IMAD", "v_cvt_f16_f32_e32", "v_cvt_i32_f32_e32"])
-def test_other_conversions_are_none(opcode):
+def test_other_opcodes_are_no_conversions(opcode):
     assert not machine_code.converts(opcode)
 
 
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("changes", "message"),
     [
         ({}, None),
         ({"error": "Error: x"}, "does not compile"),
@@ -114,21 +113,21 @@ def test_other_conversions_are_none(opcode):
         ({"target": "sm_80", "shared": 166913}, "166912 at most"),
     ],
 )
-def test_faults(changes, says):
-    one = static.Report(
+def test_faults(changes, message):
+    report = static.Report(
         **{"operation": "a", "name": "b", "target": "sm_90", "kind": "uniform", "per_number": 4.5} | changes
     )
-    assert one.faults() == [] if says is None else says in " ".join(one.faults())
+    assert report.faults() == [] if message is None else message in " ".join(report.faults())
 
 
-def test_every_folder_of_kernels_ships_something():
+def test_every_operation_has_launches():
     root = Path(static.__file__).parent
     folders = sorted(path.parent.name for path in root.glob("*/__init__.py"))
     assert operations() == folders
     for operation in operations():
-        found = launches(operation, "sm_90")
-        assert found
-        for name, launch in found.items():
+        cases = launches(operation, "sm_90")
+        assert cases
+        for name, launch in cases.items():
             assert isinstance(launch, Launch) and launch.kind in KINDS, (operation, name)
             assert (launch.numbers > 0 and launch.bits > 0) or launch.kind == "none", (operation, name)
 
@@ -136,46 +135,47 @@ def test_every_folder_of_kernels_ships_something():
 @pytest.mark.slow
 def test_extremes_have_every_kernel():
     for target in static.TARGETS:
-        chosen, everything = static.extremes(target), static.everything([target])
-        assert set(chosen) <= set(everything) and len(set(chosen)) == len(chosen) < len(everything)
+        extremes, everything = static.extremes(target), static.all_launches([target])
+        assert set(extremes) <= set(everything) and len(set(extremes)) == len(extremes) < len(everything)
 
-        def kernels(some, target=target):
-            return {launches(operation, target)[name].kernel.__name__ for operation, name, _ in some}
+        def kernels(keys, target=target):
+            return {launches(operation, target)[name].kernel.__name__ for operation, name, _ in keys}
 
-        assert kernels(chosen) == kernels(everything)
+        assert kernels(extremes) == kernels(everything)
 
 
 @compiles
 @pytest.mark.slow
-@pytest.mark.parametrize(("target", "slow"), [(static.LIMITED, True), *((target, False) for target in static.TARGETS)])
-def test_what_is_shipped_compiles_to_good_code(target, slow):
-    """All formats on the target whose instructions are counted, those that are slow to compile apart; on others the
-    extremes."""
-    chosen = static.extremes(target)
-    if target == static.LIMITED:
-        chosen = [one for one in static.everything([target]) if launches(one[0], target)[one[1]].slow == slow]
-    found = {f"{one.operation}/{one.name}": one for one in static.reports(chosen, WORKERS)}
-    assert set(found) == {f"{operation}/{name}" for operation, name, _ in chosen}
-    assert not {name: one.faults() for name, one in found.items() if one.faults()}
+@pytest.mark.parametrize(
+    ("target", "slow"), [(static.LIMITED_TARGET, True), *((target, False) for target in static.TARGETS)]
+)
+def test_launches_keep_the_limits(target, slow):
+    """All launches on the limited target, slow ones in a test of their own; on other targets the extremes."""
+    keys = static.extremes(target)
+    if target == static.LIMITED_TARGET:
+        keys = [key for key in static.all_launches([target]) if launches(key[0], target)[key[1]].slow == slow]
+    reports = {f"{report.operation}/{report.name}": report for report in static.reports(keys, WORKERS)}
+    assert set(reports) == {f"{operation}/{name}" for operation, name, _ in keys}
+    assert not {name: report.faults() for name, report in reports.items() if report.faults()}
 
 
 @pytest.mark.slow
 @compiles
-def test_a_report_is_kept_until_the_source_changes(tmp_path, monkeypatch):
+def test_reports_are_cached_by_source(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    one = ("decode_attention", "combine", "sm_90")
-    [compiled] = static.reports([one], 1)
+    key = ("decode_attention", "combine", "sm_90")
+    [compiled] = static.reports([key], 1)
     assert compiled.registers > 0 and compiled.faults() == []
     [path] = tmp_path.rglob("*.json")
     path.write_text(json.dumps(asdict(compiled) | {"registers": 12345}))
-    assert [read.registers for read in static.reports([one], 1)] == [12345]
-    [tried] = static.reports([one], 1, {"columns": 8})
-    assert tried.registers == 12345  # a number that the launch does not depend on
+    assert [read.registers for read in static.reports([key], 1)] == [12345]
+    [tried] = static.reports([key], 1, {"columns": 8})
+    assert tried.registers == 12345  # the launch does not depend on columns
 
 
 @compiles
-def test_what_does_not_compile_is_a_report(monkeypatch):
+def test_compile_errors_are_reported(monkeypatch):
     launch = launches("decode_attention", "sm_90")["combine"]
     monkeypatch.setattr(static.triton, "compile", lambda *a, **k: 1 / 0)
-    found = static.read("decode_attention", "combine", "sm_90", launch, None)
-    assert found.faults() == ["does not compile: ZeroDivisionError: division by zero"]
+    report = static.read("decode_attention", "combine", "sm_90", launch, None)
+    assert report.faults() == ["does not compile: ZeroDivisionError: division by zero"]

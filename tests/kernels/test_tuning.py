@@ -1,4 +1,4 @@
-"""The tables of configurations: what serves which GPU and shape, and what is added to them."""
+"""Tuning tables: which entry is used for a GPU and a shape class, and how measured ones are added."""
 
 import json
 
@@ -35,21 +35,21 @@ def operation(tmp_path, monkeypatch):
         ("codebook", "never seen", 1),
     ],
 )
-def test_the_most_special_class_of_the_gpu_then_of_any(operation, key, gpu, warps):
+def test_special_classes_of_the_gpu_are_preferred(operation, key, gpu, warps):
     assert tuning.configuration("any", key, gpu) == {"warps": warps}
 
 
-def test_a_device_is_named_by_its_family(operation):
+def test_family_of_a_device(operation):
     assert tuning.configuration("any", "uniform", torch.device("cpu")) == {"warps": 2}
     assert tuning.family(torch.device("cpu")) == "cpu"
 
 
-def test_what_is_given_out_does_not_change_the_table(operation):
+def test_returned_values_are_copies(operation):
     tuning.configuration("any", "dense", "sm_90")["warps"] = 0
     assert tuning.configuration("any", "dense", "sm_90") == {"warps": 8}
 
 
-def test_extending_keeps_what_was_not_measured(operation):
+def test_extending_keeps_other_classes(operation):
     assert tuning.configuration("any", "dense", "sm_90") == {"warps": 8}
     tuning.extend("any", "sm_90", {"dense": {"warps": 16, "stages": 2}})
     tuning.extend("any", "sm_120", {"uniform": {"warps": 5}})
@@ -60,7 +60,7 @@ def test_extending_keeps_what_was_not_measured(operation):
     assert '"dense": {"warps": 16, "stages": 2}' in operation.read_text()  # one line per class
 
 
-def test_what_is_tried_stands_instead_and_is_seen(operation):
+def test_trying_replaces_values_and_records_classes(operation):
     with tuning.trying("any", {"warps": 7}) as trial:
         assert tuning.configuration("any", "uniform/2bit", "sm_90") == {"warps": 7}
         assert tuning.configuration("another", "uniform/2bit", "sm_90") == {"warps": 4}
@@ -71,7 +71,7 @@ def test_what_is_tried_stands_instead_and_is_seen(operation):
     assert tuning.configuration("any", "uniform/2bit", "sm_90") == {"warps": 4}
 
 
-def test_a_class_without_any_default_names_the_table(operation):
+def test_a_missing_class_names_the_table(operation):
     operation.write_text("{}")
     with pytest.raises(KeyError, match="tuning.json has no configuration 'dense' for sm_90"):
         tuning.configuration("any", "dense", "sm_90")

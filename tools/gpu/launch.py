@@ -11,11 +11,11 @@ import sys
 import torch
 from kvq_kernels.decode_attention import decode_attention
 
-from kvq_cli.benchmarking.kernels.decode import Shape, shipped, store
+from kvq_cli.benchmarking.kernels.decode import Shape, aot_cases, store
 
 
 def main(name: str, batch: int = 1, context: int = 131072) -> None:
-    shape = Shape(batch, shipped.HEADS, context, torch.device("cuda"))
+    shape = Shape(batch, aot_cases.HEADS, context, torch.device("cuda"))
     query, keys, values, lengths, rope = store(name, shape, 0)
     for _ in range(3):
         decode_attention(query, keys, values, lengths, query.shape[2] ** -0.5, rope=rope, backend="triton")

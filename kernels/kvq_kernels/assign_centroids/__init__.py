@@ -1,4 +1,7 @@
-"""The two steps of k-means over many small codebooks: the nearest centroid of each point, and sums by centroid."""
+"""K-means over many small codebooks: nearest centroid of each point, and sums of points by centroid.
+
+`kernel.py` has a kernel for each step, `launch.py` their arguments, `reference.py` the same in PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 from triton import knobs
 
-from kvq_kernels.assign_centroids.launch import MOST_COLUMNS, MOST_ENTRIES, MOST_SIZE, run_assign, run_sums
+from kvq_kernels.assign_centroids.launch import MAX_COLUMNS, MAX_ENTRIES, MAX_SIZE, run_assign, run_sums
 from kvq_kernels.assign_centroids.reference import assign_centroids_reference, sums_by_code_reference
 
 __all__ = ["assign_centroids", "sums_by_code"]
@@ -18,23 +21,23 @@ Backend = Literal["auto", "triton", "torch"]
 def assign_centroids(
     points: Tensor, centroids: Tensor, *, backend: Backend = "auto", tile: dict[str, int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Least ||c||^2 / 2 - u.c of each point u over the centroids c of its codebook (TemporalKV, Eq. 4-5).
+    """Nearest centroid of each point: argmin and minimum of ||c||^2 / 2 - u.c over its codebook (TemporalKV, Eq. 4-5).
 
-    points: float32 `[codebooks, points, size]`. centroids: float32 `[codebooks, entries, size]`; at most 256 entries,
-    size at most 8. Distances are never written to memory.
+    points: float32 `[codebooks, points, size]`, size at most 8. centroids: float32 `[codebooks, entries, size]`, at
+    most 256 entries. Distances are never written to memory.
 
     Returns codes, uint8 `[codebooks, points]`, the first of equally near centroids, and their scores, float32, exact to
-    about 2^-22 |u| max|c|. Points beyond 2000 times the largest number of their codebook are taken to be there. A
-    point's code depends on nothing but its codebook.
+    about 2^-22 |u| max|c|. Points beyond 2000 times the largest number of their codebook are clamped to that. A point's
+    code does not depend on other points.
 
-    backend: "auto" is "triton" on a GPU and under TRITON_INTERPRET=1, else "torch". tile: instead of the table's for
-    this GPU: rows, tiles, warps. ValueError for shapes that do not fit.
+    backend: "auto" is "triton" on a GPU and under TRITON_INTERPRET=1, else "torch". tile: replaces the
+    tuned one: rows, tiles, warps. ValueError for shapes that do not fit.
     """
     books, _, size = points.shape
-    if centroids.shape[0] != books or centroids.shape[2] != size or not 0 < size <= MOST_SIZE:
+    if centroids.shape[0] != books or centroids.shape[2] != size or not 0 < size <= MAX_SIZE:
         raise ValueError(f"points {tuple(points.shape)} do not fit centroids {tuple(centroids.shape)}")
-    if centroids.shape[1] > MOST_ENTRIES:
-        raise ValueError(f"{centroids.shape[1]} centroids in a codebook, at most {MOST_ENTRIES}")
+    if centroids.shape[1] > MAX_ENTRIES:
+        raise ValueError(f"{centroids.shape[1]} centroids in a codebook, at most {MAX_ENTRIES}")
     if _uses_triton(points, backend):
         return run_assign(points, centroids, tile)
     return assign_centroids_reference(points, centroids)
@@ -43,13 +46,14 @@ def assign_centroids(
 def sums_by_code(
     numbers: Tensor, codes: Tensor, entries: int, *, backend: Backend = "auto", tile: dict[str, int] | None = None
 ) -> Tensor:
-    """Sums of the rows of `numbers` that have the same code: with rows (w u, w), what k-means' update needs (Eq. 3).
+    """Sums of the rows of `numbers` with the same code; of rows (w u, w), the k-means update (Eq. 3).
 
     numbers: float32 `[codebooks, points, columns]`, at most 9 columns. codes: integers `[codebooks, points]` in
-    [0, entries), entries at most 256. Returns float64 `[codebooks, entries, columns]`: the same bits for the same
-    arguments, since every sum has its fixed place and order. backend, tile: as of `assign_centroids`.
+    [0, entries), entries at most 256. backend, tile: as in `assign_centroids`.
+
+    Returns float64 `[codebooks, entries, columns]`, deterministic: every sum has a fixed order.
     """
-    if codes.shape != numbers.shape[:2] or numbers.shape[2] > MOST_COLUMNS or entries > MOST_ENTRIES:
+    if codes.shape != numbers.shape[:2] or numbers.shape[2] > MAX_COLUMNS or entries > MAX_ENTRIES:
         raise ValueError(f"numbers {tuple(numbers.shape)}, codes {tuple(codes.shape)} of {entries} entries do not fit")
     if _uses_triton(numbers, backend):
         return run_sums(numbers, codes, entries, tile)
@@ -57,4 +61,5 @@ def sums_by_code(
 
 
 def _uses_triton(tensor: Tensor, backend: Backend) -> bool:
+    """Whether a tensor's device and `backend` select the kernel."""
     return backend == "triton" or (backend == "auto" and (tensor.device.type == "cuda" or knobs.runtime.interpret))

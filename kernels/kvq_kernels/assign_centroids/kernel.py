@@ -1,6 +1,7 @@
-"""Both steps are matrix products with something made on the spot: the least of a row of distances, or rows of a 1 at
-the code's place. Float32 numbers enter them as sums of 16-bit ones, in columns that the products need anyway: their
-inner size is at least 16, a point has 1 to 8 numbers.
+"""Kernels of k-means as matrix products: points times centroids, and one-hot codes times points.
+
+Float32 numbers enter the products as sums of 16-bit ones, in columns that are free: the inner size of a product is at
+least 16, and a point has 1 to 8 numbers. `launch.py` builds the table of centroids and passes the arguments.
 """
 
 from __future__ import annotations
@@ -8,15 +9,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: Scaled points are moved to at most so much, the largest centroid is below 2^5: float16 holds both.
-FARTHEST = tl.constexpr(60000.0)
+#: Bound that scaled points are clamped to; float16 holds it, and the largest scaled centroid, which is below 2^5.
+MAX_POINT = tl.constexpr(60000.0)
 
 
 @triton.jit
 def assign_kernel(
     points,  # float32 [codebooks, points, SIZE]
     table,  # float16 [codebooks, K, N], see `launch.centroid_table`
-    scale,  # float32 [codebooks]: of the table
+    scale,  # float32 [codebooks], factor of the table
     codes,  # uint8 [codebooks, points]
     scores,  # float32
     count,
@@ -25,34 +26,39 @@ def assign_kernel(
     K: tl.constexpr,
     N: tl.constexpr,  # entries, padded
     R: tl.constexpr,  # points of a tile
-    TILES: tl.constexpr,
+    TILES: tl.constexpr,  # tiles of a program
 ):
-    """u.c = (h + l).(h' + l') without l.l': columns h, h, l of the point meet rows -h', -l', -h' of the table, then
-    three columns of 1 the three parts of ||c||^2 / 2."""
+    """Store argmin and minimum of ||c||^2 / 2 - u.c over the centroids c of each point u.
+
+    With u = h + l and c = h' + l' in float16, u.c is without l.l': columns h, h, l of the point times rows -h', -l',
+    -h' of the table. Three columns of 1 add the three parts of ||c||^2 / 2.
+    """
     book = tl.program_id(1).to(tl.int64)
     column, entry = tl.arange(0, K), tl.arange(0, N)
-    rows = tl.load(table + book * (K * N) + column[:, None] * N + entry[None, :])
-    gain = tl.load(scale + book)
+    centroids = tl.load(table + book * (K * N) + column[:, None] * N + entry[None, :])
+    point_scale = tl.load(scale + book)
     first = tl.program_id(0) * (R * TILES)
     last = tl.minimum(first + R * TILES, count)
     for begin in tl.range(first, last, R, num_stages=1):
         point = begin + tl.arange(0, R)
-        seen = point < count
-        at = book * count + point
-        mine = seen[:, None] & (column < 3 * SIZE)[None, :]
-        x = tl.load(points + at[:, None] * SIZE + (column % SIZE)[None, :], mask=mine, other=0.0) * gain
-        x = tl.minimum(tl.maximum(x, -FARTHEST), FARTHEST)
+        valid = point < count
+        index = book * count + point
+        mask = valid[:, None] & (column < 3 * SIZE)[None, :]
+        x = tl.load(points + index[:, None] * SIZE + (column % SIZE)[None, :], mask=mask, other=0.0) * point_scale
+        x = tl.minimum(tl.maximum(x, -MAX_POINT), MAX_POINT)
         high = x.to(tl.float16)
         low = (x - high.to(tl.float32)).to(tl.float16)
-        one = tl.where((column >= 3 * SIZE) & (column < 3 * SIZE + 3), 1.0, 0.0).to(tl.float16)
-        a = tl.where((column < 2 * SIZE)[None, :], high, tl.where((column < 3 * SIZE)[None, :], low, one[None, :]))
-        distances = tl.dot(a, rows)
+        ones = tl.where((column >= 3 * SIZE) & (column < 3 * SIZE + 3), 1.0, 0.0).to(tl.float16)
+        augmented = tl.where(
+            (column < 2 * SIZE)[None, :], high, tl.where((column < 3 * SIZE)[None, :], low, ones[None, :])
+        )
+        distances = tl.dot(augmented, centroids)
         if ENTRIES < N:
             distances = tl.where((entry < ENTRIES)[None, :], distances, float("inf"))
-        best = tl.min(distances, axis=1)
-        code = tl.min(tl.where(distances == best[:, None], entry[None, :], N - 1), axis=1)
-        tl.store(codes + at, code.to(tl.uint8), mask=seen)
-        tl.store(scores + at, best / gain / gain, mask=seen)
+        minimum = tl.min(distances, axis=1)
+        code = tl.min(tl.where(distances == minimum[:, None], entry[None, :], N - 1), axis=1)
+        tl.store(codes + index, code.to(tl.uint8), mask=valid)
+        tl.store(scores + index, minimum / point_scale / point_scale, mask=valid)
 
 
 @triton.jit
@@ -66,34 +72,36 @@ def sums_kernel(
     N: tl.constexpr,  # entries, padded
     C: tl.constexpr,  # 3 COLUMNS, padded
     R: tl.constexpr,  # points of a tile
-    TILES: tl.constexpr,
+    TILES: tl.constexpr,  # tiles of a program
     T: tl.constexpr,  # bfloat16; float32 in the interpreter, which cannot multiply it
 ):
-    """A number is the sum of three of 8 significant bits each, which lose nothing as bfloat16; a program adds few of
-    them in float32."""
+    """Store each program's sums of numbers by code, as one-hot products.
+
+    A number is split into three of 8 significant bits, exact in bfloat16; a program adds few of them in float32.
+    """
     book = tl.program_id(1).to(tl.int64)
     column, entry = tl.arange(0, C), tl.arange(0, N)
-    total = tl.zeros([N, C], tl.float32)
+    sums = tl.zeros([N, C], tl.float32)
     first = tl.program_id(0) * (R * TILES)
     last = tl.minimum(first + R * TILES, count)
     for begin in tl.range(first, last, R, num_stages=1):
         point = begin + tl.arange(0, R)
-        at = book * count + point
-        mine = (point < count)[:, None] & (column < 3 * COLUMNS)[None, :]
-        x = tl.load(numbers + at[:, None] * COLUMNS + (column % COLUMNS)[None, :], mask=mine, other=0.0)
-        high = _eight_bits(x)
-        middle = _eight_bits(x - high)
+        index = book * count + point
+        mask = (point < count)[:, None] & (column < 3 * COLUMNS)[None, :]
+        x = tl.load(numbers + index[:, None] * COLUMNS + (column % COLUMNS)[None, :], mask=mask, other=0.0)
+        high = _truncate_to_8_bits(x)
+        middle = _truncate_to_8_bits(x - high)
         low = x - high - middle
         part = tl.where((column < COLUMNS)[None, :], high, tl.where((column < 2 * COLUMNS)[None, :], middle, low))
-        code = tl.load(codes + at, mask=point < count, other=0).to(tl.int32)
-        member = tl.where(entry[:, None] == code[None, :], 1.0, 0.0).to(T)
-        total = tl.dot(member, part.to(T), total, input_precision="ieee")
-    place = (book * tl.num_programs(0) + tl.program_id(0)) * ENTRIES + entry
-    mine = (entry < ENTRIES)[:, None] & (column < 3 * COLUMNS)[None, :]
-    tl.store(partial + place[:, None] * (3 * COLUMNS) + column[None, :], total, mask=mine)
+        code = tl.load(codes + index, mask=point < count, other=0).to(tl.int32)
+        one_hot = tl.where(entry[:, None] == code[None, :], 1.0, 0.0).to(T)
+        sums = tl.dot(one_hot, part.to(T), sums, input_precision="ieee")
+    output = (book * tl.num_programs(0) + tl.program_id(0)) * ENTRIES + entry
+    mask = (entry < ENTRIES)[:, None] & (column < 3 * COLUMNS)[None, :]
+    tl.store(partial + output[:, None] * (3 * COLUMNS) + column[None, :], sums, mask=mask)
 
 
 @triton.jit
-def _eight_bits(x):
-    """float32 numbers cut off after 8 significant bits."""
+def _truncate_to_8_bits(x):
+    """float32 numbers truncated to 8 significant bits."""
     return (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)

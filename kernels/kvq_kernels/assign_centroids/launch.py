@@ -1,6 +1,8 @@
-"""From tensors to a launch."""
+"""Launches of k-means: the table of centroids, arguments of both kernels."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -12,42 +14,44 @@ from kvq_kernels import tuning
 from kvq_kernels.assign_centroids.kernel import assign_kernel, sums_kernel
 
 OPERATION = "assign_centroids"
-MOST_ENTRIES, MOST_SIZE = 256, 8
-MOST_COLUMNS = MOST_SIZE + 1
-#: Scaled centroids are below 2^_REACH: high enough above float16's least numbers, 2^-24, low enough below its largest.
-_REACH = 5
+MAX_ENTRIES, MAX_SIZE = 256, 8
+MAX_COLUMNS = MAX_SIZE + 1
+#: Scaled centroids are below 2^_EXPONENT: far from float16's smallest number, 2^-24, and from its largest.
+_EXPONENT = 5
 
 
 def inner_size(size: int) -> int:
-    """Columns of a point in the product: three times its own, three for the norm; at least 16, a power of two."""
+    """Inner size of the product: three times a point's numbers, three for the norm; a power of two, at least 16."""
     return max(16, triton.next_power_of_2(3 * size + 3))
 
 
 def padded_entries(entries: int) -> int:
+    """Entries as a power of two, at least 16."""
     return max(16, triton.next_power_of_2(entries))
 
 
 def centroid_table(centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """float16 `[codebooks, K, N]`, what `assign_kernel` multiplies points by, and the power of two by which centroids
-    (and are to be points) are multiplied in it, float32 `[codebooks]`."""
+    """(table, scale) for `assign_kernel`: the centroids' parts, float16 `[codebooks, K, N]`, and the power of two that
+    centroids are multiplied by in it, as points must be, float32 `[codebooks]`."""
     books, entries, size = centroids.shape
     exponent = torch.frexp(centroids.float().abs().amax(dim=(1, 2))).exponent  # the largest is below 2^exponent
-    scale = torch.ldexp(torch.ones(books, device=centroids.device), _REACH - exponent)
+    scale = torch.ldexp(torch.ones(books, device=centroids.device), _EXPONENT - exponent)
     scaled = centroids.float() * scale[:, None, None]
     table = scaled.new_zeros(books, inner_size(size), padded_entries(entries), dtype=torch.float16)
     high = scaled.half()
     low = (scaled - high.float()).half()
-    for place, part in enumerate((high, low, high)):
-        table[:, place * size : (place + 1) * size, :entries] = -part.mT
-    rest = scaled.double().square().sum(dim=2) / 2
-    for place in range(3):
-        part = rest.half()
-        table[:, 3 * size + place, :entries] = part
-        rest = rest - part.double()
+    for i, part in enumerate((high, low, high)):
+        table[:, i * size : (i + 1) * size, :entries] = -part.mT
+    residual = scaled.double().square().sum(dim=2) / 2
+    for i in range(3):
+        part = residual.half()
+        table[:, 3 * size + i, :entries] = part
+        residual = residual - part.double()
     return table, scale
 
 
-def assign_constants(size: int, entries: int, tile: dict[str, int]) -> dict:
+def assign_constants(size: int, entries: int, tile: dict[str, int]) -> dict[str, Any]:
+    """Compile-time arguments of `assign_kernel`."""
     return {
         "SIZE": size,
         "ENTRIES": entries,
@@ -67,13 +71,14 @@ def run_assign(points: Tensor, centroids: Tensor, tile: dict[str, int] | None) -
     scores = torch.empty(books, count, dtype=torch.float32, device=points.device)
     if codes.numel():
         table, scale = centroid_table(centroids)
-        fixed = assign_constants(size, centroids.shape[1], tile)
+        constants = assign_constants(size, centroids.shape[1], tile)
         grid = (triton.cdiv(count, tile["rows"] * tile["tiles"]), books)
-        assign_kernel[grid](points, table, scale, codes, scores, count, **fixed, num_warps=tile["warps"])
+        assign_kernel[grid](points, table, scale, codes, scores, count, **constants, num_warps=tile["warps"])
     return codes, scores
 
 
-def sums_constants(columns: int, entries: int, tile: dict[str, int]) -> dict:
+def sums_constants(columns: int, entries: int, tile: dict[str, int]) -> dict[str, Any]:
+    """Compile-time arguments of `sums_kernel`."""
     return {
         "COLUMNS": columns,
         "ENTRIES": entries,
@@ -93,6 +98,6 @@ def run_sums(numbers: Tensor, codes: Tensor, entries: int, tile: dict[str, int] 
     programs = max(1, triton.cdiv(count, tile["rows"] * tile["tiles"]))
     partial = numbers.new_empty(books, programs, entries, 3, columns)
     if partial.numel():
-        fixed = sums_constants(columns, entries, tile)
-        sums_kernel[(programs, books)](numbers, codes, partial, count, **fixed, num_warps=tile["warps"])
+        constants = sums_constants(columns, entries, tile)
+        sums_kernel[(programs, books)](numbers, codes, partial, count, **constants, num_warps=tile["warps"])
     return partial.sum(dim=(1, 3), dtype=torch.float64)

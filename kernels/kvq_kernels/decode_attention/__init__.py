@@ -1,16 +1,22 @@
-"""Attention of one query per row over a packed cache (flash decoding): out = softmax(scaling q K^T) V.
+"""Decode attention over a packed cache (flash decoding): out = softmax(scaling q K^T) V, one query per row.
 
-How a backend over a cache's layers calls it. Of each stream it makes one `Side`: the store's parts as `Uniform`,
-`Codebook` or `Dense`, the stream's `sinks` and `ring`, and `count`, the packed tokens of each row, int32 on the device.
-The store must be one run of memory (reserved ahead, as a captured graph needs it anyway). `lengths` are the rows'
-tokens without their pads. Keys cached before RoPE bring a `Rope`. A codec that divides keys by a norm folds it into the
-query before the call. `Workspace.like(query, splits)` is made once and given to every step:
+Keys and values are one `Side` each: a store of packed tokens (`Uniform`, `Codebook`, `Dense` or `PerHead`), sinks, a
+ring buffer of recent tokens, and `count`, the packed tokens of each row, int32 on the device. A store is one block of
+memory (reserved ahead, as a captured graph needs it). `lengths` are the rows' tokens without left padding. Keys that
+are cached before RoPE bring a `Rope`. A codec that divides keys by a norm multiplies the query by it before the call.
+Make a `Workspace.like(query, splits)` once and pass it at every step:
 
     keys = Side(Uniform(codes, scale, bits=2, axis="channel", group=32, zero=zero), count, sinks, ring)
     out = decode_attention(query[:, :, 0], keys, values, lengths, scaling, workspace=workspace)[:, :, None]
 
-No argument is read on the host, so that the two launches can be captured in a CUDA graph; whoever replays it updates
+No argument is read on the host: both launches can be captured in a CUDA graph, which is replayed after updating
 `lengths` and both `count`s in place.
+
+    parts.py            tensors and storage formats        reference.py  the same in PyTorch
+    spec.py, configs.py compile-time format, tuned tiles   launch.py     arguments, splits, workspace
+    kernel.py           split pass, tail, combination      main_loop.py  online softmax over whole tiles
+    uniform*.py, vector_codebook.py, scalar_codebook.py with byte_permute.py, dequantize.py: four ways to read a tile
+    outliers.py, one_hot_mma.py, outlier_corrections.py, rope.py, layout_hints.py: shared by these
 """
 
 from __future__ import annotations
@@ -54,18 +60,18 @@ def decode_attention(
     backend: Literal["auto", "triton", "torch"] = "auto",
     tile: Tile | None = None,
 ) -> Tensor:
-    """softmax(scaling q K^T) V of each row's first lengths[b] tokens, wherever they are held.
+    """softmax(scaling q K^T) V over each row's first lengths[b] tokens: sinks, packed and recent ones.
 
-    query:   `[B, Q, D]` float16, bfloat16 or float32, after RoPE; query heads of one kv head lie side by side.
-    keys, values: see `Side`. Both have the same number of sinks.
-    lengths: int32 `[B]`, tokens of each row, its own new one included; a row of 0 tokens gives zeros.
-    scaling: times the scores, 1 / sqrt(D) as a rule.
-    window:  how many of a row's newest tokens its query sees; None: all.
-    workspace, out `[B, Q, D]`: made if not given.
+    query:   `[B, Q, D]` float16, bfloat16 or float32, after RoPE; query heads of a kv head are neighbours.
+    keys, values: `Side`s with the same number of sinks.
+    lengths: int32 `[B]`, tokens of each row, the new one included; 0 gives zeros.
+    scaling: factor on the scores, usually 1 / sqrt(D).
+    window:  newest tokens that a query sees; None: all.
+    workspace, out `[B, Q, D]`: allocated if not given.
     backend: "auto" is "triton" on a GPU and under TRITON_INTERPRET=1, else "torch".
-    tile:    instead of the table's for this GPU.
+    tile:    replaces the tuned one.
 
-    Returns `[B, Q, D]` in the query's type. ValueError for shapes that do not fit. Products of packed numbers take
+    Returns `[B, Q, D]` in the query's type. ValueError for shapes that do not fit. Products with packed numbers have
     float16 operands and float32 sums: |q s| of a channel and |v| must be below 65504.
     """
     _check(query, keys, values, lengths)

@@ -1,4 +1,4 @@
-"""Decode attention over packed tensors in plain PyTorch: unpack everything, then softmax(q K^T) V."""
+"""Decode attention in plain PyTorch: unpack everything, then softmax(q K^T) V. The kernels' tests compare with it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from kvq_kernels.decode_attention.parts import Codebook, Dense, PerHead, Rope, Side, Uniform
+from kvq_kernels.decode_attention.parts import Codebook, Dense, Packed, PerHead, Rope, Side, Uniform
 
 
 def decode_attention_reference(
@@ -18,15 +18,16 @@ def decode_attention_reference(
     scaling: float,
     rope: Rope | None = None,
     dtype: torch.dtype = torch.float32,
-    held: torch.dtype | None = None,
+    round_to: torch.dtype | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """out = softmax(scaling q K^T) V of each row's first lengths[b] tokens, in `dtype`; keys (after RoPE)
-    and values are rounded to `held` once they are decoded, if that is given.
+    """out = softmax(scaling q K^T) V of each row's first lengths[b] tokens, in `dtype`.
 
-    window: how many of the newest tokens are seen; None: all.
+    query:    `[B, Q, D]`. lengths: int32 `[B]`.
+    round_to: type that keys (after RoPE) and values are rounded to once they are dequantized; None: not rounded.
+    window:   newest tokens that are seen; None: all.
 
-    query `[B, Q, D]`, lengths int32 `[B]`; returns `[B, Q, D]` in `dtype`; zeros for rows without tokens.
+    Returns `[B, Q, D]` in `dtype`; zeros for rows without tokens.
     """
     out = torch.zeros(query.shape, dtype=dtype, device=query.device)
     packed_keys, packed_values = (unpack_side(side, dtype, query.shape[2]) for side in (keys, values))
@@ -34,11 +35,11 @@ def decode_attention_reference(
     for row, length in enumerate(lengths.tolist()):
         if length == 0:
             continue
-        k, v = gather(keys, packed_keys, row, length), gather(values, packed_values, row, length)
+        k, v = row_tokens(keys, packed_keys, row, length), row_tokens(values, packed_values, row, length)
         if rope is not None:
             k = rotate(k, rope, 0 if rope.offset is None else int(rope.offset[row]))
-        if held is not None:
-            k, v = k.to(held).to(dtype), v.to(held).to(dtype)
+        if round_to is not None:
+            k, v = k.to(round_to).to(dtype), v.to(round_to).to(dtype)
         if window is not None:
             k, v = k[:, -window:], v[:, -window:]
         q = query[row].to(dtype).view(heads, -1, query.shape[2])
@@ -47,24 +48,23 @@ def decode_attention_reference(
     return out
 
 
-def gather(side: Side, packed: Tensor, row: int, length: int) -> Tensor:
-    """All tokens of a row, `[H, length, D]`."""
+def row_tokens(side: Side, packed: Tensor, row: int, length: int) -> Tensor:
+    """All tokens of a row from sinks, packed and ring, in order: `[H, length, D]`."""
     count = int(side.count[row])
     sinks = 0 if side.sinks is None else min(side.sinks.shape[2], length)
+    norm = 1 if side.norm is None else side.norm[row, :, None].to(packed)
     pieces = [packed[row, :, :count]]
-    if sinks:
-        pieces.insert(0, side.sinks[row, :, :sinks].to(packed))
+    if side.sinks is not None:
+        pieces.insert(0, side.sinks[row, :, :sinks].to(packed) / norm)
     if length > sinks + count:
+        assert side.ring is not None
         slots = torch.arange(count, length - sinks, device=packed.device) % side.ring.shape[2]
-        pieces.append(side.ring[row, :, slots].to(packed))
-    if side.norm is not None:
-        norm = side.norm[row, :, None].to(packed)
-        pieces = [x if i == (1 if sinks else 0) else x / norm for i, x in enumerate(pieces)]
+        pieces.append(side.ring[row, :, slots].to(packed) / norm)
     return torch.cat(pieces, dim=1)
 
 
 def rotate(x: Tensor, rope: Rope, offset: int) -> Tensor:
-    """R(t + offset) of each token t of `[H, T, D]`."""
+    """RoPE: R(t + offset) of each token t of `[H, T, D]`."""
     half = rope.frequencies.numel()
     angles = torch.arange(offset, offset + x.shape[1], device=x.device, dtype=torch.float64)[:, None]
     angles = angles * rope.frequencies.double()
@@ -95,20 +95,20 @@ def unpack_side(side: Side, dtype: torch.dtype, dim: int) -> Tensor:
     slot = torch.arange(index.shape[3], device=index.device)
     head = (slot[:, None] >= side.outliers.start[..., None, 1:]).sum(-1)  # [B, 1, T / tokens, K]
     numbers = blocks.shape[3]
-    together = blocks.transpose(1, 2).flatten(2)  # [B, T / tokens, H * numbers]
-    together = together.scatter(2, (head * numbers + index)[:, 0], value[:, 0])
-    return together.unflatten(2, (-1, numbers)).transpose(1, 2).reshape(x.shape)
+    pooled = blocks.transpose(1, 2).flatten(2)  # [B, T / tokens, H * numbers]
+    pooled = pooled.scatter(2, (head * numbers + index)[:, 0], value[:, 0])
+    return pooled.unflatten(2, (-1, numbers)).transpose(1, 2).reshape(x.shape)
 
 
-def unpack(packed: Dense | Uniform | Codebook, dtype: torch.dtype, dim: int | None = None) -> Tensor:
-    """`[B, H, T, D]` in `dtype`. dim: D, where codes do not fill their words; None: they do."""
+def unpack(packed: Packed, dtype: torch.dtype, dim: int | None = None) -> Tensor:
+    """Dequantized numbers `[B, H, T, D]` in `dtype`. dim: D where codes do not fill their words; None: they do."""
     if isinstance(packed, Dense):
         return packed.numbers.to(dtype)
     return unpack_uniform(packed, dtype) if isinstance(packed, Uniform) else unpack_codebook(packed, dtype, dim)
 
 
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
-    """Planar int32 words `[..., W]` -> int64 codes `[..., count]`."""
+    """int64 codes `[..., count]` of planar int32 words `[..., W]`."""
     if bits == 3:
         low = -(-count // 16)
         return unpack_words(words[..., :low], 2, count) | (unpack_words(words[..., low:], 1, count) << 2)
@@ -118,13 +118,14 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
 
 
 def unpack_uniform(packed: Uniform, dtype: torch.dtype) -> Tensor:
+    """`unpack` of uniform codes."""
     per_channel = packed.axis == "channel"
     dim = 2 if per_channel else 3
     count = packed.scale.shape[3] * (1 if per_channel else packed.group)
     codes = unpack_words(packed.codes, packed.bits, count)
 
-    def spread(side: Tensor) -> Tensor:
-        return side.repeat_interleave(packed.group, dim=dim)[:, :, : codes.shape[2]]
+    def spread(per_group: Tensor) -> Tensor:
+        return per_group.repeat_interleave(packed.group, dim=dim)[:, :, : codes.shape[2]]
 
     scale = spread(packed.scale).to(dtype)
     asymmetric = torch.full_like(scale, packed.zero is not None and not packed.hybrid, dtype=torch.bool)
@@ -132,8 +133,8 @@ def unpack_uniform(packed: Uniform, dtype: torch.dtype) -> Tensor:
         asymmetric = spread(packed.scale).signbit()
     number = codes.to(dtype) - packed.level
     if packed.sign is not None:
-        place = torch.arange(codes.shape[dim], device=codes.device) % packed.group
-        negative = (spread(packed.sign).long() >> (place[:, None] if per_channel else place)) & 1
+        position = torch.arange(codes.shape[dim], device=codes.device) % packed.group
+        negative = (spread(packed.sign).long() >> (position[:, None] if per_channel else position)) & 1
         number = torch.where(negative == 1, -number, number)
     number = number * scale
     zero = packed.sign.view(torch.float32) if packed.hybrid and packed.sign is not None else packed.zero
@@ -143,6 +144,7 @@ def unpack_uniform(packed: Uniform, dtype: torch.dtype) -> Tensor:
 
 
 def unpack_codebook(packed: Codebook, dtype: torch.dtype, dim: int | None = None) -> Tensor:
+    """`unpack` of codebook codes."""
     tokens, channels = packed.block
     heads, books, entries, _ = packed.centroids.shape
     codes = packed.codes.long()
@@ -153,10 +155,10 @@ def unpack_codebook(packed: Codebook, dtype: torch.dtype, dim: int | None = None
         codes = unpack_words(packed.codes, bits, count)
     book = torch.arange(codes.shape[3], device=codes.device) * books // codes.shape[3]
     head = torch.arange(codes.shape[1], device=codes.device) % heads
-    found = packed.centroids.to(dtype)[head[:, None, None], book, codes]  # [B, H, T / l, D / c, l * c]
-    x = found.unflatten(-1, (tokens, channels)).transpose(3, 4).flatten(4, 5).flatten(2, 3)
-    if packed.std is not None:
+    blocks = packed.centroids.to(dtype)[head[:, None, None], book, codes]  # [B, H, T / l, D / c, l * c]
+    x = blocks.unflatten(-1, (tokens, channels)).transpose(3, 4).flatten(4, 5).flatten(2, 3)
+    if packed.std is not None and packed.mean is not None:
         x = x * packed.std.to(dtype)[:, None] + packed.mean.to(dtype)[:, None]
-    if packed.token_scale is not None:
+    if packed.token_scale is not None and packed.token_zero is not None:
         x = x * packed.token_scale.to(dtype)[..., None] + packed.token_zero.to(dtype)[..., None]
     return x

@@ -1,64 +1,65 @@
-"""Rotary position embedding inside a kernel: pairs of channels, cosines and sines from two small tables."""
+"""Rotary position embedding in kernels: channels of pairs, cosines and sines from the two tables of `parts.Rope`."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.order import load
-from kvq_kernels.decode_attention.spec import padded, pair_first
+from kvq_kernels.decode_attention.layout_hints import load
+from kvq_kernels.decode_attention.spec import padded_dim, pair_offset
 
-#: Rows of the fine table, tokens between rows of the coarse one: `Rope.STEP`.
+#: `Rope.STEP`: rows of the fine table, positions between rows of the coarse table.
 STEP = tl.constexpr(128)
 
 
 @triton.jit
 def pair_channels(pair, STYLE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr):
-    """The two channels of each pair; pairs from WIDTH / 2 on are not turned and take what channels are left."""
+    """Both channels of each pair; pairs from WIDTH / 2 on, of the other channels, are not rotated."""
     half: tl.constexpr = WIDTH // 2
-    a: tl.constexpr = pair_first(STYLE, WIDTH, D, 0)
-    b: tl.constexpr = pair_first(STYLE, WIDTH, D, 1)
-    c: tl.constexpr = pair_first(STYLE, WIDTH, D, 2)
-    d: tl.constexpr = pair_first(STYLE, WIDTH, D, 3)
-    turned = pair < half
-    return tl.where(turned, a * pair, pair + c), tl.where(turned, a * pair + b, pair + d)
+    a: tl.constexpr = pair_offset(STYLE, WIDTH, D, 0)
+    b: tl.constexpr = pair_offset(STYLE, WIDTH, D, 1)
+    c: tl.constexpr = pair_offset(STYLE, WIDTH, D, 2)
+    d: tl.constexpr = pair_offset(STYLE, WIDTH, D, 3)
+    rotated = pair < half
+    return tl.where(rotated, a * pair, pair + c), tl.where(rotated, a * pair + b, pair + d)
 
 
 @triton.jit
-def turn(table, at, pair, WIDTH: tl.constexpr, D: tl.constexpr):
-    """cos, sin [at, pair] of row `at` [n, 1] of a table; 1 and 0 for pairs that are not turned."""
+def load_cos_sin(table, at, pair, WIDTH: tl.constexpr, D: tl.constexpr):
+    """(cos, sin) [at, pair] of row `at` [n, 1] of a table; 1 and 0 for pairs that are not rotated."""
     half: tl.constexpr = WIDTH // 2
     row = table + at * WIDTH
-    real = None if padded(D) == WIDTH else pair < half
-    return load(row, pair, real, 1.0), load(row + pair, half, real, 0.0)
+    mask = None if padded_dim(D) == WIDTH else pair < half
+    return load(row, pair, mask, 1.0), load(row + pair, half, mask, 0.0)
 
 
 @triton.jit
-def position_turn(rope, position, pair, WIDTH: tl.constexpr, D: tl.constexpr):
-    """cos, sin [n, pairs] of positions [n], times the rotation's scale where pairs are turned."""
+def position_cos_sin(rope, position, pair, WIDTH: tl.constexpr, D: tl.constexpr):
+    """(cos, sin) [n, pairs] of positions [n], times the rotation's scale where pairs are rotated."""
     at, column = position[:, None], pair[None, :]
-    c1, s1 = turn(rope[0], at // STEP, column, WIDTH, D)
-    c2, s2 = turn(rope[1], at % STEP, column, WIDTH, D)
+    c1, s1 = load_cos_sin(rope[0], at // STEP, column, WIDTH, D)
+    c2, s2 = load_cos_sin(rope[1], at % STEP, column, WIDTH, D)
     return c1 * c2 - s1 * s2, s1 * c2 + c1 * s2
 
 
 @triton.jit
-def pairs(place, HALF: tl.constexpr, ALL: tl.constexpr):
-    """The two of each pair `place` of ALL columns, of which 2 HALF are turned; others are paired as they are left."""
+def half_pairs(pair, HALF: tl.constexpr, ALL: tl.constexpr):
+    """Both columns of each pair of ALL columns in style "half", of which the first 2 HALF are rotated."""
     if 2 * HALF == ALL:
-        return place, place + HALF
+        return pair, pair + HALF
     else:
-        turned = place < HALF
-        return tl.where(turned, place, place + HALF), tl.where(turned, place + HALF, place + ALL // 2)
+        rotated = pair < HALF
+        return tl.where(rotated, pair, pair + HALF), tl.where(rotated, pair + HALF, pair + ALL // 2)
 
 
 @triton.jit
-def turned_back(q1, q2, cos, sin):
+def unrotate(q1, q2, cos, sin):
+    """R(-angle) of pairs (q1, q2)."""
     return q1 * cos + q2 * sin, q2 * cos - q1 * sin
 
 
 @triton.jit
-def turn_back(q1, q2, table, at, pair, WIDTH: tl.constexpr, D: tl.constexpr):
-    """Pairs turned back by what row `at` of a table says."""
-    cos, sin = turn(table, at, pair, WIDTH, D)
-    return turned_back(q1, q2, cos, sin)
+def unrotate_by_row(q1, q2, table, at, pair, WIDTH: tl.constexpr, D: tl.constexpr):
+    """R(-angle) of pairs (q1, q2), by row `at` of a table."""
+    cos, sin = load_cos_sin(table, at, pair, WIDTH, D)
+    return unrotate(q1, q2, cos, sin)

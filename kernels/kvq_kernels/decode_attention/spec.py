@@ -1,59 +1,69 @@
-"""What is fixed when a kernel is compiled: how each side is stored, and the sizes of tiles."""
+"""Compile-time description of a launch: `SideSpec` (how keys or values are stored) and `Tile` (sizes of tiles).
+
+`parts.py` has the tensors that `SideSpec.of` describes, `configs.py` the table that tiles come from. A kernel reads a
+spec's field by `get(S, "name")`.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 
-from kvq_kernels.decode_attention.parts import Codebook, Dense, Side, Uniform
+from kvq_kernels.decode_attention.parts import Dense, Packed, PerHead, Side, Uniform
 from kvq_kernels.planar import high_words, low_bits, low_words
 
 
 @dataclass(frozen=True)
 class SideSpec:
-    """The shapes of `parts` that a kernel knows. kind: "dense", "uniform" or "codebook"; dim: head_dim."""
+    """Storage format of keys or values, as a compile-time constant of a kernel.
+
+    kind: "dense", "uniform" or "codebook"; dim: head_dim. Of uniform codes as `Uniform` has them: bits, axis, group,
+    level, hybrid; of codebooks as `Codebook` has them: tokens and channels of a code's block, entries.
+    """
 
     kind: str
     dim: int
-    words: int = 0  # of a token's (or code row's) planar codes; of 3 bits: those of the low two
+    words: int = 0  # int32 words of a token's (or code row's) planar codes; of 3-bit codes: of their low two bits
     bits: int = 8
     axis: str = "token"
     group: int = 1
     level: int = 0
-    sign_bits: int = 0  # of a group's word of signs, 0: none
+    sign_bits: int = 0  # width of a group's word of sign bits, 0: none
     hybrid: bool = False
-    tokens: int = 1  # of a codebook's block
+    tokens: int = 1
     channels: int = 1
-    share: int = 1
+    book_channels: int = 1  # channels that share a codebook
     entries: int = 0
-    shared_heads: bool = False
-    half: bool = False  # float16 centroids
-    token_scaled: bool = False
-    shifted: bool = False  # a zero-point or a mean
-    scaled: bool = False  # a standard deviation
-    ring: bool = False
-    normed: bool = False  # windows are divided when they are read
-    slots: int = 0  # of a block of outliers
-    block: int = 1  # its tokens
-    together: int = 0  # heads whose outliers lie together; 0: each head's apart
-    fenced: bool = True  # loads of entries that are fetched whole (see `gather.py`) are kept in their place
-    nvidia: bool = True  # instructions that only NVIDIA's GPUs have may be used
+    shared_heads: bool = False  # one codebook for all heads
+    fp16_centroids: bool = False
+    token_scaled: bool = False  # a scale and a zero-point per token, after the codebook
+    has_zero: bool = False  # uniform: a zero-point per group; codebook: a mean per channel
+    has_std: bool = False  # codebook: a standard deviation per channel
+    ring: bool = False  # recent tokens are in a ring buffer
+    normed: bool = False  # sinks and recent tokens are divided by a norm per channel when they are read
+    outliers: int = 0  # capacity of a block's outlier list
+    outlier_block: int = 1  # tokens of that block
+    pooled_heads: int = 0  # heads whose outliers share one list; 0: each head has its list
+    fenced: bool = True  # scheduling fences between loads of codebook entries (see `vector_codebook.fence`)
+    nvidia: bool = True  # PTX assembly may be used
 
     @classmethod
     def of(cls, side: Side, dim: int) -> SideSpec:
-        """Of a side that is stored alike for all heads."""
-        found = replace(cls._stored(side.packed, dim), ring=side.ring is not None, normed=side.norm is not None)
-        if side.outliers is None:
-            return found
+        """Spec of a side whose heads are all stored alike."""
+        assert not isinstance(side.packed, PerHead)
+        spec = replace(cls._stored(side.packed, dim), ring=side.ring is not None, normed=side.norm is not None)
         lists = side.outliers
-        together = 0 if lists.start is None else lists.start.shape[3] - 1
-        return replace(found, slots=lists.index.shape[3], block=lists.tokens, together=together)
+        if lists is None:
+            return spec
+        pooled = 0 if lists.start is None else lists.start.shape[3] - 1
+        return replace(spec, outliers=lists.index.shape[3], outlier_block=lists.tokens, pooled_heads=pooled)
 
     @classmethod
-    def _stored(cls, packed: Dense | Uniform | Codebook, dim: int) -> SideSpec:
+    def _stored(cls, packed: Packed, dim: int) -> SideSpec:
         if isinstance(packed, Dense):
             return cls("dense", dim)
         if isinstance(packed, Uniform):
@@ -68,9 +78,8 @@ class SideSpec:
                 packed.level,
                 sign_bits,
                 packed.hybrid,
-                shifted=packed.zero is not None,
+                has_zero=packed.zero is not None,
             )
-        assert isinstance(packed, Codebook)
         (tokens, channels), (heads, books, entries, _) = packed.block, packed.centroids.shape
         bits = int(math.log2(entries))
         words = 0 if bits == 8 else low_words(bits, dim // channels)
@@ -81,23 +90,23 @@ class SideSpec:
             bits,
             tokens=tokens,
             channels=channels,
-            share=dim // books,
+            book_channels=dim // books,
             entries=entries,
             shared_heads=heads == 1,
-            half=packed.centroids.dtype == torch.float16,
+            fp16_centroids=packed.centroids.dtype == torch.float16,
             token_scaled=packed.token_scale is not None,
-            shifted=packed.mean is not None,
-            scaled=packed.std is not None,
+            has_zero=packed.mean is not None,
+            has_std=packed.std is not None,
         )
 
     @property
     def field_bits(self) -> int:
-        """Bits of a code that lie in its field of a word; the third bits of 3-bit codes are in words of their own."""
+        """Bits of a code in its field of a word; the third bits of 3-bit codes are in words of their own."""
         return low_bits(self.bits)
 
     @property
     def row(self) -> int:
-        """Elements of the codes (or numbers) of a token or block row."""
+        """Elements of a row of codes (or of a dense token)."""
         if self.kind == "dense":
             return self.dim
         if self.kind == "codebook" and self.bits == 8:
@@ -107,12 +116,16 @@ class SideSpec:
 
 @dataclass(frozen=True)
 class Tile:
-    """tokens: of a tile of the main loop (a divisor of 128). columns: channels (or codes) handled at once.
-    warps, stages: Triton's. waves: programs per multiprocessor that the splits aim at. fences: 1: loads of whole
-    entries of codebooks are kept in their place, which ptxas needs, 0: they may be moved ahead. queries: of a product
-    with packed numbers, at least: as many as a matrix unit takes. registers: of a thread, at most; 0: as many as the
-    compiler likes, which spills a few where that lets more programs run at once. nvidia: 0: without the instructions
-    that only NVIDIA's GPUs have, also where the kernel is compiled on a machine without a GPU."""
+    """Launch configuration of decode attention; a row of `tuning.json`.
+
+    tokens:    of a tile of the main loop (a divisor of 128). columns: channels (or codes) handled at once.
+    warps, stages: Triton's.
+    waves:     programs per multiprocessor that the number of splits aims at.
+    fences:    1: scheduling fences between loads of codebook entries, which ptxas needs; 0: none.
+    queries:   at least so many columns in a product with packed numbers: as many as a matrix unit takes.
+    registers: at most so many per thread, which spills a few where that lets more programs run at once; 0: no limit.
+    nvidia:    0: no PTX assembly, also where the kernel is compiled on a machine without a GPU.
+    """
 
     tokens: int = 64
     columns: int = 16
@@ -125,76 +138,80 @@ class Tile:
     nvidia: int = 1
 
     def options(self) -> dict[str, int]:
-        """Triton's, for a launch. AMD's compiler takes no bound of registers."""
-        own = {"num_warps": self.warps, "num_stages": max(1, self.stages)}
-        return own | ({"maxnreg": self.registers} if self.registers and torch.version.hip is None else {})
+        """Launch options for Triton. AMD's compiler takes no limit of registers."""
+        options = {"num_warps": self.warps, "num_stages": max(1, self.stages)}
+        return options | ({"maxnreg": self.registers} if self.registers and torch.version.hip is None else {})
 
 
 @triton.constexpr_function
-def get(spec, name):
+def get(spec: Any, name: str) -> Any:
+    """The spec's field `name`."""
     return getattr(spec, name)
 
 
 @triton.constexpr_function
-def row_width(spec):
+def row_width(spec: Any) -> int:
+    """`row` of a spec."""
     return spec.row
 
 
 @triton.constexpr_function
-def block_tokens(keys, values):
-    """Tokens of the longer of both sides' codes."""
+def block_tokens(keys: SideSpec, values: SideSpec) -> int:
+    """Tokens of a code: the larger of both sides'."""
     return max(keys.tokens, values.tokens)
 
 
 @triton.constexpr_function
-def long_to_compile(keys, values):
-    """Whether the loop over whole tiles is so long that what else there is must be a function of its own. On AMD's GPUs
-    a function that is called needs a stack."""
+def tail_out_of_line(keys: SideSpec, values: SideSpec) -> bool:
+    """Whether the tail is compiled as a function that is called: the main loop of codebooks is long, and a pass of the
+    compiler is quadratic in a function's length. On AMD's GPUs a call needs a stack."""
     return "codebook" in (keys.kind, values.kind) and keys.nvidia
 
 
 @triton.constexpr_function
-def padded(dim):
-    """At least 32: RoPE turns 16 pairs at once, the least that a product sums over."""
+def padded_dim(dim: int) -> int:
+    """head_dim as a power of two, at least 32: RoPE rotates 16 pairs at once, the least inner size of a product."""
     return max(32, triton.next_power_of_2(dim))
 
 
 @triton.constexpr_function
-def plane_count(spec, columns):
-    """Pieces of `columns` channels (padded to a power of two)."""
-    return padded(spec.dim) // columns
+def column_tiles(spec: SideSpec, columns: int) -> int:
+    """Number of column tiles of `columns` channels in a head, padded to a power of two."""
+    return padded_dim(spec.dim) // columns
 
 
 @triton.constexpr_function
-def pair_first(style, width, dim, pair):
-    """A function of a pair's number would not compile; (a, b, c, d): pair p < width / 2 is (a p, a p + b), a later one
-    (p + c, p + d)."""
+def pair_offset(style: str, width: int, dim: int, index: int) -> int:
+    """Item `index` of (a, b, c, d): pair p < width / 2 is channels (a p, a p + b), a later one (p + c, p + d).
+
+    Scalars, because a function of a pair's number would not compile.
+    """
     half = width // 2
-    rest = (dim - width) // 2
+    unrotated = (dim - width) // 2
     if style == "half":
-        return (1, half, half, half + rest)[pair]
-    return (2, 1, half, half + rest)[pair]
+        return (1, half, half, half + unrotated)[index]
+    return (2, 1, half, half + unrotated)[index]
 
 
 @triton.constexpr_function
-def key_width(spec):
-    """Numbers of a key that a thread has beside each other, in fours: Triton's layout of an operand of a product has as
-    many together as codes, which they came from, make 32 bits."""
+def key_vector(spec: SideSpec) -> int:
+    """Neighbouring numbers of a key in one thread: in Triton's MMA operand layout 32 bits of the codes that the operand
+    was converted from."""
     return 4 if spec.channels == 1 else 8
 
 
 @triton.constexpr_function
-def value_codes(spec):
-    """Codes of a row of values that a thread has beside each other."""
+def value_vector(spec: SideSpec) -> int:
+    """Neighbouring codes of a row of values in one thread."""
     return 4 if spec.dim // spec.channels % 32 == 0 else 2
 
 
 @triton.constexpr_function
-def fenced(spec, keys, h, j):
-    """Whether the h-th codes of the j-th plane are loaded behind a fence: between two of them lie as many as take, with
-    what turns them, about 64 registers."""
+def needs_fence(spec: SideSpec, keys: bool, index: int, plane: int) -> bool:
+    """Whether load `index` of plane `plane` gets a scheduling fence before it: loads between two fences, with their
+    conversions, take about 64 registers."""
     if keys:
         count = 8 // spec.tokens if spec.channels == 1 else max(1, 2 // spec.tokens)
     else:
-        count = max(1, 32 // (value_codes(spec) * spec.tokens * spec.channels))
-    return spec.fenced and h + j > 0 and h % count == 0
+        count = max(1, 32 // (value_vector(spec) * spec.tokens * spec.channels))
+    return spec.fenced and index + plane > 0 and index % count == 0

@@ -1,4 +1,4 @@
-"""How numbers are to be packed."""
+"""Storage format of quantized groups (`Layout`): bits, grouping, mode, types."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ from typing import Literal
 
 import torch
 
-#: Bits of a code's separately packed parts, low bits first, as `Uniform` has them.
+#: Bits of the parts of a code that are packed separately, low bits first (see `Uniform.codes`).
 SPLIT = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
-#: Integers of so many bytes, in which scales and zero-points are written.
-BITS_OF = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Integer types by their bytes: scales and zero-points are stored as integers.
+INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
 class Layout:
-    """bits: 1, 2, 3, 4 or 8. axis, group: as of `Uniform`. dim: D.
+    """Storage format of quantized groups. axis, group: as in `Uniform`. dim: D.
 
-    mode: "asymmetric", "symmetric", "hybrid". sign: where symmetric groups have theirs: "extra", a word of `group` bits
-    (16, 32 or 64) per group, in a hybrid the zero-point of asymmetric groups; or "inside" the codes.
-    scale_dtype: float16 or bfloat16. zero_dtype: of zero-points; with sign bits in words of `group` bits, as wide as
-    these.
+    bits: 1, 2, 3, 4 or 8.
+    mode: "asymmetric", "symmetric", "hybrid" (either per group).
+    sign: of symmetric groups. "extra": a word of `group` (16, 32 or 64) sign bits per group, in a hybrid the zero-point
+          of asymmetric groups. "inside": codes are signed.
+    scale_dtype: float16 or bfloat16. zero_dtype: of zero-points; in words of sign bits, as wide as these.
     """
 
     bits: int
@@ -34,34 +35,36 @@ class Layout:
 
     @property
     def block_tokens(self) -> int:
+        """Tokens that are quantized together."""
         return self.group if self.axis == "channel" else 1
 
     @property
     def words(self) -> tuple[int, ...]:
-        """32-bit words of a token, of each part of its codes."""
+        """32-bit words of a token, for each part of its codes."""
         return tuple(-(-self.dim * part // 32) for part in SPLIT[self.bits])
 
     @property
     def largest(self) -> int:
-        """The largest magnitude of a symmetric code."""
+        """Largest magnitude of a symmetric code."""
         return 2**self.bits - 1 if self.sign == "extra" else 2 ** (self.bits - 1) - 1
 
     @property
     def has_words(self) -> bool:
-        """Whether groups have a word of signs."""
+        """Whether groups have a word of sign bits."""
         return self.mode != "asymmetric" and self.sign == "extra"
 
     @property
     def has_zero(self) -> bool:
-        """Whether zero-points are a tensor of their own."""
+        """Whether zero-points have a tensor of their own."""
         return self.mode == "asymmetric" or (self.mode == "hybrid" and self.sign == "inside")
 
     @property
     def level(self) -> int:
+        """The code of 0 in symmetric groups."""
         return self.largest if self.mode != "asymmetric" and self.sign == "inside" else 0
 
-    def sides(self, rows: int, heads: int, tokens: int) -> tuple[int, ...]:
-        """The shape of scales."""
+    def scale_shape(self, rows: int, heads: int, tokens: int) -> tuple[int, ...]:
+        """Shape of scales, zero-points and words of signs."""
         if self.axis == "channel":
             return rows, heads, tokens // self.group, self.dim
         return rows, heads, tokens, self.dim // self.group

@@ -1,4 +1,4 @@
-"""The same in plain PyTorch, step by step as the equations say."""
+"""Quantization and packing in plain PyTorch, one equation at a time. Tests compare the kernel with it, bit for bit."""
 
 from __future__ import annotations
 
@@ -6,78 +6,84 @@ import torch
 from torch import Tensor
 
 from kvq_kernels.decode_attention.parts import Uniform
-from kvq_kernels.quantize_pack.layout import BITS_OF, SPLIT, Layout
+from kvq_kernels.quantize_pack.layout import INTEGERS, SPLIT, Layout
 
 
 def quantize_pack_reference(x: Tensor, layout: Layout) -> Uniform:
-    """See `quantize_pack`."""
+    """Quantized and packed `x` `[B, H, T, D]`; see `quantize_pack`."""
     dim = 3 if layout.axis == "channel" else 4
-    groups = x.float().unflatten(dim - 1, (-1, layout.group))  # the numbers of a group along `dim`
-    scale, zero, word = None, None, None
-    if layout.mode != "symmetric":
-        low, high = (side + 0.0 for side in groups.aminmax(dim=dim, keepdim=True))  # minus zero becomes zero
-        most = 2**layout.bits - 1
-        scale, zero = divide(high - low, most).to(layout.scale_dtype), low.to(layout.zero_dtype)
-        codes = _steps(groups - zero.float(), scale, 0, most)
-        restored = codes * scale.float() + zero.float()
-    if layout.mode != "asymmetric":
-        least = 0 if layout.sign == "extra" else -layout.largest
-        own = divide(groups.abs().amax(dim=dim, keepdim=True), layout.largest).to(layout.scale_dtype)
-        steps = _steps(groups.abs() if layout.sign == "extra" else groups, own, least, layout.largest)
-        if layout.sign == "extra":
-            type = BITS_OF[layout.group // 8]
-            places = torch.arange(layout.group, dtype=type, device=x.device)
-            bits = groups.signbit().to(type) << (places.unsqueeze(1) if layout.axis == "channel" else places)
-            word = bits.sum(dim=dim, dtype=type, keepdim=True)
-        symmetric = steps + layout.level
-        if layout.mode == "symmetric":
-            codes, scale = symmetric, own
-        else:
-            target = groups.abs() if layout.sign == "extra" else groups
-            chosen = _error(restored - groups, dim) < _error(steps * own.float() - target, dim)
-            codes, scale = torch.where(chosen, codes, symmetric), torch.where(chosen, -scale, own)
-            if layout.sign == "extra":
-                word = torch.where(chosen, zero.view(word.dtype), word)
-    planes = pack(codes.to(torch.int32).view(x.shape), layout)
-    scale, zero, word = (None if side is None else side.squeeze(dim) for side in (scale, zero, word))
+    groups = x.float().unflatten(dim - 1, (-1, layout.group))  # a group's numbers are along `dim`
+    zero, sign = None, None
+    if layout.mode == "asymmetric":
+        codes, scale, zero = _asymmetric(groups, layout, dim)
+    else:
+        codes, scale, sign = _symmetric(groups, layout, dim)
+    if layout.mode == "hybrid":
+        q, s, zero = _asymmetric(groups, layout, dim)
+        target = groups.abs() if layout.sign == "extra" else groups
+        error = (codes - layout.level) * scale.float() - target
+        better = _sum_of_squares(q * s.float() + zero.float() - groups, dim) < _sum_of_squares(error, dim)
+        codes, scale = torch.where(better, q, codes), torch.where(better, -s, scale)
+        if sign is not None:
+            sign = torch.where(better, zero.view(sign.dtype), sign)
     return Uniform(
-        planes,
-        scale,
+        pack(codes.to(torch.int32).view(x.shape), layout),
+        scale.squeeze(dim),
         layout.bits,
         layout.axis,
         layout.group,
-        zero if layout.has_zero else None,
+        zero.squeeze(dim) if zero is not None and layout.has_zero else None,
         layout.level,
-        word,
+        None if sign is None else sign.squeeze(dim),
         layout.mode == "hybrid",
     )
 
 
+def _asymmetric(groups: Tensor, layout: Layout, dim: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(codes as float32, scale, zero-point) by Eq. 10-12."""
+    low, high = (extreme + 0.0 for extreme in groups.aminmax(dim=dim, keepdim=True))  # minus zero becomes zero
+    levels = 2**layout.bits - 1
+    scale, zero = divide(high - low, levels).to(layout.scale_dtype), low.to(layout.zero_dtype)
+    return _quantized(groups - zero.float(), scale, 0, levels), scale, zero
+
+
+def _symmetric(groups: Tensor, layout: Layout, dim: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(codes as float32, scale, words of sign bits or None) by Eq. 13."""
+    scale = divide(groups.abs().amax(dim=dim, keepdim=True), layout.largest).to(layout.scale_dtype)
+    if layout.sign == "inside":
+        return _quantized(groups, scale, -layout.largest, layout.largest) + layout.level, scale, None
+    dtype = INTEGERS[layout.group // 8]
+    positions = torch.arange(layout.group, dtype=dtype, device=groups.device)
+    bits = groups.signbit().to(dtype) << (positions.unsqueeze(1) if layout.axis == "channel" else positions)
+    sign = bits.sum(dim=dim, dtype=dtype, keepdim=True)
+    return _quantized(groups.abs(), scale, 0, layout.largest), scale, sign
+
+
 def pack(codes: Tensor, layout: Layout) -> Tensor:
-    """Integers `[..., D]` -> planar words, see `Uniform.codes`."""
-    found, taken = [], 0
+    """Planar words of integers `[..., D]`, see `Uniform.codes`."""
+    parts, shift = [], 0
     for bits, words in zip(SPLIT[layout.bits], layout.words, strict=True):
-        own = torch.zeros(*codes.shape[:-1], words, dtype=torch.int32, device=codes.device)
-        for plane, part in enumerate(((codes >> taken) & (2**bits - 1)).split(words, dim=-1)):
-            own[..., : part.shape[-1]] |= part << (bits * plane)
-        found.append(own)
-        taken += bits
-    return torch.cat(found, dim=-1)
+        packed = torch.zeros(*codes.shape[:-1], words, dtype=torch.int32, device=codes.device)
+        for plane, part in enumerate(((codes >> shift) & (2**bits - 1)).split(words, dim=-1)):
+            packed[..., : part.shape[-1]] |= part << (bits * plane)
+        parts.append(packed)
+        shift += bits
+    return torch.cat(parts, dim=-1)
 
 
 def divide(x: Tensor, number: int) -> Tensor:
-    """x / number, rounded once on every device: CUDA multiplies by the reciprocal where the divisor is Python's."""
+    """x / number, rounded once on every device: CUDA multiplies by the reciprocal of a Python number."""
     return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
-def _steps(distances: Tensor, scale: Tensor, least: int, most: int) -> Tensor:
-    """Distances in steps of the scale, whole numbers; 0 where the scale is 0."""
+def _quantized(distances: Tensor, scale: Tensor, lower: int, upper: int) -> Tensor:
+    """clip(round(distance / scale), lower, upper), as float32; 0 where the scale is 0."""
     divisor = torch.where(scale == 0, torch.inf, scale.float())
-    return (distances / divisor).round().clamp(least, most)
+    return (distances / divisor).round().clamp(lower, upper)
 
 
-def _error(error: Tensor, dim: int) -> Tensor:
-    """Squares added by neighbours, these sums by neighbours, ...: the kernel's order, for the same choice."""
+def _sum_of_squares(error: Tensor, dim: int) -> Tensor:
+    """Sum of squares along `dim` in the kernel's order: neighbours, then neighbouring sums, ..."""
     squares = error.square()
     while (count := squares.shape[dim]) > 1:
         if count % 2:

@@ -1,8 +1,10 @@
-"""The two products of attention over packed numbers, apart: scores q K^T and outputs p V (InnerQ, Eq. 3 and 5).
+"""Quantized matrix-vector products: scores q K^T and outputs p V, each as its own kernel (InnerQ, Eq. 3 and 5).
 
 Groups along the dimension that is summed over are *inner*: `axis="token"` of keys, `axis="channel"` of values; the
-others are *outer*. `decode_attention` is both products and the softmax between them in one pass; these are what
-InnerQ's Tables 3 and 4 time.
+others are *outer*. `decode_attention` fuses both products with the softmax; these reproduce InnerQ's Tables 3 and 4.
+
+`kernel.py` has the kernels, which use `decode_attention`'s uniform path, `launch.py` their arguments, `reference.py`
+the same in PyTorch.
 """
 
 from __future__ import annotations
@@ -29,15 +31,15 @@ def quantized_matvec(
     backend: Literal["auto", "triton", "torch"] = "auto",
     tile: dict[str, int] | None = None,
 ) -> Tensor:
-    """side "keys": S = Q K^T (Eq. 3), `[B, Q, D] -> [B, Q, T]`. "values": O = P V (Eq. 5), `[B, Q, T] -> [B, Q, D]`.
+    """S = Q K^T (side "keys", Eq. 3), `[B, Q, D] -> [B, Q, T]`; O = P V ("values", Eq. 5), `[B, Q, T] -> [B, Q, D]`.
 
-    vectors: float16, bfloat16 or float32, contiguous; query heads of one kv head lie side by side. P: in [0, 1].
-    packed:  K or V of `[B, H]` rows and kv heads, T tokens; see `Uniform`.
-    out:     of the vectors' type, made if not given. partial: of `partial_sums`, for "values"; made if not given.
+    vectors: float16, bfloat16 or float32, contiguous; query heads of a kv head are neighbours. P: in [0, 1].
+    packed:  K or V of B rows, H kv heads and T tokens; see `Uniform`.
+    out:     of the vectors' type. partial: of `partial_sums`, for "values". Both are allocated if not given.
     backend: "auto" is "triton" on a GPU and under TRITON_INTERPRET=1, else "torch".
-    tile:    instead of the table's for this GPU: tokens, columns, warps, stages, waves, queries.
+    tile:    replaces the tuned one: tokens, columns, warps, stages, waves, queries.
 
-    ValueError for shapes that do not fit. Products take float16 operands and float32 sums (float32 of float32 vectors):
+    ValueError for shapes that do not fit. Products have float16 operands and float32 sums (float32 of float32 vectors):
     |q s| of a channel must be below 65504, |p s| below 255.
     """
     _check(vectors, packed, side)
@@ -50,12 +52,13 @@ def quantized_matvec(
 
 
 def _check(vectors: Tensor, packed: Uniform, side: str) -> None:
+    """ValueError for shapes that do not fit."""
     rows, heads, width = vectors.shape
     if side not in ("keys", "values"):
         raise ValueError(f"side={side!r}: use keys or values")
-    own_rows, own_heads, tokens, _ = packed.codes.shape
-    if rows != own_rows or heads % own_heads:
-        raise ValueError(f"{rows} rows of {heads} query heads over {own_rows} rows of {own_heads} kv heads")
+    packed_rows, kv_heads, tokens, _ = packed.codes.shape
+    if rows != packed_rows or heads % kv_heads:
+        raise ValueError(f"{rows} rows of {heads} query heads over {packed_rows} rows of {kv_heads} kv heads")
     dim = packed.scale.shape[3] * (packed.group if packed.axis == "token" else 1)
     expected = dim if side == "keys" else tokens
     if width != expected:

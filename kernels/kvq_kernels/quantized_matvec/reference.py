@@ -1,4 +1,4 @@
-"""The products in plain PyTorch: unpack everything, then multiply."""
+"""Quantized matrix-vector products in plain PyTorch: unpack everything, then multiply."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from kvq_kernels.decode_attention.reference import unpack_uniform
 
 
 def quantized_matvec_reference(vectors: Tensor, packed: Uniform, side: str, dtype: torch.dtype) -> Tensor:
-    """`[B, Q, D] -> [B, Q, T]` with keys (Eq. 3), `[B, Q, T] -> [B, Q, D]` with values (Eq. 5), in `dtype`.
+    """Q K^T, `[B, Q, D] -> [B, Q, T]` (Eq. 3), or P V, `[B, Q, T] -> [B, Q, D]` (Eq. 5), in `dtype`.
 
-    Packed numbers are decoded in float32 (in float64 if `dtype` is) and rounded to `dtype`, as by a cache that
+    Packed numbers are dequantized in float32 (float64 if `dtype` is) and rounded to `dtype`, as by a cache that
     decompresses.
     """
     numbers = unpack_uniform(packed, torch.promote_types(dtype, torch.float32)).to(dtype)  # [B, H, T, D]

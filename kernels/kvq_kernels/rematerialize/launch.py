@@ -1,10 +1,10 @@
-"""From tensors to launches: pointers, strides, types, tiles and spans."""
+"""Launches of rematerialization: spans of tokens, tiles, arguments of the three kernels, workspace."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import triton
@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from kvq_kernels.decode_attention.launch import TYPES, capacity, float32_products, processors
-from kvq_kernels.decode_attention.parts import Rope, Uniform
+from kvq_kernels.decode_attention.launch import TYPES, capacity, float32_products, sm_count
+from kvq_kernels.decode_attention.parts import Dense, Packed, PerHead, Rope, Uniform
 from kvq_kernels.rematerialize.parts import Latents, Workspace
 from kvq_kernels.rematerialize.scores import score_kernel
 from kvq_kernels.rematerialize.spec import Source
@@ -21,14 +21,17 @@ from kvq_kernels.rematerialize.sums import project_kernel, sum_kernel
 from kvq_kernels.tuning import configuration, family
 
 OPERATION = "rematerialize"
-#: Numbers that a program of `project_kernel` adds up at once; output channels that it makes.
-COMBINED, COLUMNS = 4096, 32
-MOST_SPLITS = 16
+#: Of a program of `project_kernel`: elements of `partial` that it reads at once, output channels.
+MERGED_ELEMENTS, PROJECTED_CHANNELS = 4096, 32
+MAX_SPLITS = 16
+
+#: (grid, run-time arguments, compile-time arguments, Triton's options) of a kernel.
+GridLaunch: TypeAlias = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any], dict[str, Any]]
 
 
 @dataclass(frozen=True)
 class Call:
-    """One attention: what all launches of it share."""
+    """Arguments of one `rematerialize`, which its launches share. gpu: family, for the tuning table."""
 
     query: Tensor
     keys: Latents
@@ -46,42 +49,51 @@ class Call:
 
     @property
     def products(self) -> dict[str, Any]:
-        kind = TYPES[self.query.dtype]
-        if knobs.runtime.interpret and kind == tl.bfloat16:
-            kind = tl.float32  # the interpreter keeps bfloat16 as 16-bit integers, and multiplies those
-        return {"T": kind, "PRECISION": float32_products(self.query.dtype, not self.gpu.startswith("gfx"))}
+        """Compile-time arguments that set the type and precision of products."""
+        dtype = TYPES[self.query.dtype]
+        if knobs.runtime.interpret and dtype == tl.bfloat16:
+            dtype = tl.float32  # the interpreter keeps bfloat16 as 16-bit integers, and multiplies those
+        return {"T": dtype, "PRECISION": float32_products(self.query.dtype, not self.gpu.startswith("gfx"))}
 
 
-def pointers(side: Latents) -> tuple[tuple, tuple, int]:
-    """(tensors, strides between rows, slots of the ring), as `read.token_lines` takes them."""
+def pointers(side: Latents) -> tuple[tuple[Tensor | None, ...], tuple[int, ...], int]:
+    """(tensors, strides of rows, ring_size), as `read.token_lines` takes them."""
     held, packed = side.held, side.held.packed
-    own = (packed.codes, packed.scale, packed.zero) if isinstance(packed, Uniform) else (packed.numbers, None, None)
-    tensors = (*own, side.first, held.sinks, held.ring)
+    codes, scale, zero = _stored(packed)
+    tensors = (codes, scale, zero, side.first, held.sinks, held.ring)
     for tensor in tensors:
         if tensor is not None and (tensor.stride(3) != 1 or tensor.stride(2) != tensor.shape[3]):
             raise ValueError(f"the tokens of a row must be contiguous, not of strides {tensor.stride()}")
-    if own[2] is not None and own[2].stride() != own[1].stride():
+    if zero is not None and scale is not None and zero.stride() != scale.stride():
         raise ValueError("the zero-points must be laid out as the scales are")
-    strides = tuple(0 if x is None else x.stride(0) for x in (own[0], own[1], *tensors[3:]))
+    strides = tuple(0 if x is None else x.stride(0) for x in (codes, scale, *tensors[3:]))
     return tensors, strides, 1 if held.ring is None else held.ring.shape[2]
 
 
+def _stored(packed: Packed | PerHead) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(codes, scale, zero) of uniform codes, (numbers, None, None) of dense numbers."""
+    if isinstance(packed, Uniform):
+        return packed.codes, packed.scale, packed.zero
+    assert isinstance(packed, Dense)
+    return packed.numbers, None, None
+
+
 def tile(call: Call, kernel: str, source: Source) -> dict[str, int]:
-    """The table's configuration, with tiles that fit the groups."""
-    found = configuration(OPERATION, f"{kernel}/{source.key}", call.gpu)
-    if source.axis == "channel" and math.gcd(source.group, found["tokens"]) >= 16:
-        found["tokens"] = math.gcd(source.group, found["tokens"])
-    found["words"] = max(16, min(found["words"], triton.next_power_of_2(source.words)))
-    return found
+    """Tuned configuration of a kernel, with tiles that divide the groups."""
+    config = configuration(OPERATION, f"{kernel}/{source.key}", call.gpu)
+    if source.axis == "channel" and math.gcd(source.group, config["tokens"]) >= 16:
+        config["tokens"] = math.gcd(source.group, config["tokens"])
+    config["words"] = max(16, min(config["words"], triton.next_power_of_2(source.words)))
+    return config
 
 
-def score_launch(call: Call, source: Source, base: int, workspace: Workspace) -> tuple[tuple, tuple, dict, dict]:
-    """(grid, arguments, constants, options) of `score_kernel` for a span of tokens."""
-    query, keys, own = call.query, call.keys, tile(call, "scores", source)
+def score_launch(call: Call, source: Source, base: int, workspace: Workspace) -> GridLaunch:
+    """Launch of `score_kernel` for the span that begins at token `base` of the source."""
+    query, keys, config = call.query, call.keys, tile(call, "scores", source)
     rows, heads, dim = query.shape
-    tensors, strides, slots = pointers(keys)
+    tensors, strides, ring_size = pointers(keys)
     norm, rope = keys.norm, call.rope
-    given = (
+    args = (
         query,
         workspace.scores,
         call.lengths,
@@ -94,13 +106,13 @@ def score_launch(call: Call, source: Source, base: int, workspace: Workspace) ->
         None if norm is None else norm.weight,
         0.0 if norm is None else norm.epsilon,
         (None, None, None) if rope is None else (rope.coarse, rope.fine, rope.offset),
-        slots,
+        ring_size,
         base,
         call.window or 0,
         call.scaling * math.log2(math.e),
         (source.words, source.fields),
     )
-    fixed = {
+    constants = {
         "S": source,
         "STYLE": "none" if rope is None else rope.style,
         "WIDTH": 0 if rope is None else 2 * rope.frequencies.numel(),
@@ -110,90 +122,93 @@ def score_launch(call: Call, source: Source, base: int, workspace: Workspace) ->
         "GROUP": call.group,
         "M": triton.next_power_of_2(call.group),
         "SPAN": workspace.span,
-        "N": own["tokens"],
-        "R": own["words"],
+        "N": config["tokens"],
+        "R": config["words"],
         **call.products,
     }
-    grid = (triton.cdiv(span_tokens(keys, source, base, workspace), own["tokens"]), heads // call.group, rows)
-    return grid, given, fixed, {"num_warps": own["warps"], "num_stages": own["stages"]}
+    grid = (triton.cdiv(span_tokens(keys, source, base, workspace), config["tokens"]), heads // call.group, rows)
+    return grid, args, constants, {"num_warps": config["warps"], "num_stages": config["stages"]}
 
 
 def span_tokens(side: Latents, source: Source, base: int, workspace: Workspace) -> int:
-    """Tokens from `base` on that a span may hold, by the room there is: lengths are on the device."""
+    """Capacity of the span that begins at token `base`: lengths are known on the device alone."""
     return min(room(side, source) - base, workspace.span)
 
 
 def room(side: Latents, source: Source) -> int:
-    """Tokens of a row that a source has room for."""
+    """Capacity of a source, in tokens of a row."""
     if source.kind != "exact":
         return capacity(side.held)
     return source.sinks + (0 if side.held.ring is None else side.held.ring.shape[2])
 
 
-def fields(heads: int, source: Source, own: dict[str, int]) -> int:
-    """Fields of a program of `sum_kernel`: as many as its threads, 32 a warp, have accumulators for."""
-    most = own["accumulators"] * 32 * own["warps"] // (triton.next_power_of_2(heads) * own["words"])
-    return max(1, min(source.fields, most))
+def fields(heads: int, source: Source, config: dict[str, int]) -> int:
+    """Fields of a program of `sum_kernel`: as many as fit the accumulators of its threads, 32 per warp."""
+    limit = config["accumulators"] * 32 * config["warps"] // (triton.next_power_of_2(heads) * config["words"])
+    return max(1, min(source.fields, limit))
 
 
-def sum_launch(
-    call: Call, source: Source, base: int, workspace: Workspace, turn: int
-) -> tuple[tuple, tuple, dict, dict]:
-    """As `score_launch`, of `sum_kernel`; turn: how many spans came before."""
-    own = tile(call, "sums", source)
+def sum_launch(call: Call, source: Source, base: int, workspace: Workspace, span_index: int) -> GridLaunch:
+    """Launch of `sum_kernel` for the same span. span_index: number of spans before it."""
+    config = tile(call, "sums", source)
     rows, heads, _ = call.query.shape
-    tensors, strides, slots = pointers(call.values)
-    before, after = workspace.logsum[turn % 2], workspace.logsum[(turn + 1) % 2]
-    given = (workspace.scores, workspace.partial, before, after, call.lengths, call.values.held.count)
-    fixed = {
+    tensors, strides, ring_size = pointers(call.values)
+    before, after = workspace.logsum[span_index % 2], workspace.logsum[(span_index + 1) % 2]
+    args = (workspace.scores, workspace.partial, before, after, call.lengths, call.values.held.count)
+    constants = {
         "S": source,
-        "BEGINS": turn == 0,
+        "FIRST_SPAN": span_index == 0,
         "RANK": call.values.rank,
         "HEADS": heads,
         "Q": max(16, triton.next_power_of_2(heads)),
         "SPAN": workspace.span,
-        "N": own["tokens"],
-        "R": own["words"],
-        "F": fields(heads, source, own),
+        "N": config["tokens"],
+        "R": config["words"],
+        "F": fields(heads, source, config),
         **call.products,
     }
-    parts = triton.cdiv(source.words, fixed["R"]) * (source.fields // fixed["F"])
-    options = {"num_warps": own["warps"], "num_stages": own["stages"]}
-    return (parts, workspace.splits, rows), (*given, tensors, strides, slots, base), fixed, options
+    parts = triton.cdiv(source.words, constants["R"]) * (source.fields // constants["F"])
+    options = {"num_warps": config["warps"], "num_stages": config["stages"]}
+    return (parts, workspace.splits, rows), (*args, tensors, strides, ring_size, base), constants, options
 
 
-def project_launch(call: Call, workspace: Workspace, turn: int, out: Tensor) -> tuple[tuple, tuple, dict, dict]:
-    """As `score_launch`, of `project_kernel`."""
+def project_launch(call: Call, workspace: Workspace, span_index: int, out: Tensor) -> GridLaunch:
+    """Launch of `project_kernel` after `span_index` spans."""
     values, (rows, heads, dim), group = call.values, call.query.shape, call.group
     members, splits = triton.next_power_of_2(group), triton.next_power_of_2(workspace.splits)
-    logsum = workspace.logsum[turn % 2]
-    given = (workspace.partial, logsum, values.weight, values.weight.stride(), values.bias, out, workspace.splits)
-    fixed = {
+    logsum = workspace.logsum[span_index % 2]
+    args = (workspace.partial, logsum, values.weight, values.weight.stride(), values.bias, out, workspace.splits)
+    constants = {
         "RANK": values.rank,
         "D": dim,
         "GROUP": group,
         "M": members,
         "SPLITS": splits,
-        "R": max(16, min(128, COMBINED // (members * splits))),
-        "C": COLUMNS,
+        "R": max(16, min(128, MERGED_ELEMENTS // (members * splits))),
+        "C": PROJECTED_CHANNELS,
         **call.products,
     }
-    return (triton.cdiv(dim, COLUMNS), heads // group, rows), given, fixed, {"num_warps": 4, "num_stages": 2}
+    return (
+        (triton.cdiv(dim, PROJECTED_CHANNELS), heads // group, rows),
+        args,
+        constants,
+        {"num_warps": 4, "num_stages": 2},
+    )
 
 
 def plan_splits(query: Tensor, values: Latents) -> int:
-    """Splits of the tokens that give every multiprocessor two programs of `sum_kernel`, as far as there are tiles."""
+    """Splits of the tokens, for two programs of `sum_kernel` per multiprocessor, as far as there are tiles."""
     source = Source.packed(values)
-    own = configuration(OPERATION, f"sums/{source.key}", family(query.device))
-    parts = triton.cdiv(source.words, own["words"]) * (source.fields // fields(query.shape[1], source, own))
-    wanted = triton.cdiv(2 * processors(query.device), parts * query.shape[0])
-    return max(1, min(MOST_SPLITS, wanted, triton.cdiv(room(values, source), own["tokens"])))
+    config = configuration(OPERATION, f"sums/{source.key}", family(query.device))
+    parts = triton.cdiv(source.words, config["words"]) * (source.fields // fields(query.shape[1], source, config))
+    wanted = triton.cdiv(2 * sm_count(query.device), parts * query.shape[0])
+    return max(1, min(MAX_SPLITS, wanted, triton.cdiv(room(values, source), config["tokens"])))
 
 
 def new_workspace(query: Tensor, values: Latents) -> Workspace:
-    """With the table's span, and as many splits as suit the room that there is for tokens."""
-    own = configuration(OPERATION, f"scores/{Source.packed(values).key}", family(query.device))
-    return Workspace.like(query, values.rank, own["span"], plan_splits(query, values))
+    """Workspace with the tuned span and `plan_splits`."""
+    config = configuration(OPERATION, f"scores/{Source.packed(values).key}", family(query.device))
+    return Workspace.like(query, values.rank, config["span"], plan_splits(query, values))
 
 
 def run_kernels(
@@ -207,24 +222,24 @@ def run_kernels(
     workspace: Workspace | None,
     out: Tensor | None,
 ) -> Tensor:
-    """`rematerialize` by the kernels: first the tokens that are not packed, then the packed ones, a span at a time."""
+    """`rematerialize` by the kernels, a span at a time: sinks and recent tokens, then packed tokens."""
     query = query.contiguous()
     call = Call(query, keys, values, lengths, scaling, rope, window, family(query.device))
     workspace = new_workspace(query, values) if workspace is None else workspace
     out = torch.empty_like(query) if out is None else out
-    turn = 0
-    for own_keys, own_values in (
+    span_index = 0
+    for key_source, value_source in (
         (Source.exact(keys), Source.exact(values)),
         (Source.packed(keys), Source.packed(values)),
     ):
-        for base in range(0, room(keys, own_keys), workspace.span):
-            _launch(score_kernel, score_launch(call, own_keys, base, workspace))
-            _launch(sum_kernel, sum_launch(call, own_values, base, workspace, turn))
-            turn += 1
-    _launch(project_kernel, project_launch(call, workspace, turn, out))
+        for base in range(0, room(keys, key_source), workspace.span):
+            _launch(score_kernel, score_launch(call, key_source, base, workspace))
+            _launch(sum_kernel, sum_launch(call, value_source, base, workspace, span_index))
+            span_index += 1
+    _launch(project_kernel, project_launch(call, workspace, span_index, out))
     return out
 
 
-def _launch(kernel, launch: tuple[tuple, tuple, dict, dict]) -> None:
-    grid, given, fixed, options = launch
-    kernel[grid](*given, **fixed, **options)
+def _launch(kernel: Any, launch: GridLaunch) -> None:
+    grid, args, constants, options = launch
+    kernel[grid](*args, **constants, **options)

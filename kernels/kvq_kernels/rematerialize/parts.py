@@ -1,4 +1,4 @@
-"""What one layer's cache hands to `rematerialize`: kept layer inputs, and what keys or values are of them."""
+"""Inputs of `rematerialize`: cached layer inputs of one layer, the projection to keys or values, and the workspace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvq_kernels.decode_attention.parts import Side
 
 @dataclass(frozen=True)
 class Norm:
-    """Each head's key is (k - mean) / sqrt(mean((k - mean)^2) + epsilon) * weight; kind "rms": with a mean of 0.
+    """Norm of each head's key: (k - mean) / sqrt(mean((k - mean)^2) + epsilon) * weight; kind "rms": mean = 0.
 
     weight: float32 `[H, D]`.
     """
@@ -25,12 +25,12 @@ class Norm:
 
 @dataclass(frozen=True)
 class Latents:
-    """The layer input or its latents x, `[B, 1, T, R]`, of which a key (before RoPE) or a value is norm(x W + b).
+    """Layer inputs or their latents x, `[B, 1, T, R]`: keys (before RoPE) or values are norm(x W + b).
 
-    held:   where the tokens are, as `Side` says with one head of R channels; packed as `Uniform` or `Dense`.
+    held:   a `Side` with one head of R channels, packed as `Uniform` or `Dense`.
     weight: W `[R, H * D]`, any strides: S B^T, or a view of the model's own projection. bias: b `[H * D]` or None.
     norm:   of keys, or None.
-    first:  `[B, 1, T, 1]`: channel 0 of packed tokens is kept here, and `held.packed` has the R - 1 others; or None.
+    first:  `[B, 1, T, 1]`: channel 0 of packed tokens, of which `held.packed` then has the R - 1 others; or None.
     """
 
     held: Side
@@ -46,10 +46,11 @@ class Latents:
 
 @dataclass
 class Workspace:
-    """What the kernels leave for each other: its size does not depend on the context.
+    """Buffers between the kernels; their size does not depend on the context.
 
-    scores float32 `[B, Q, span]`: of `span` tokens at a time. partial float32 `[B, Q, splits, R]`, logsum float32
-    `[2, B, Q, splits]`, in turns read and written: sum of p x of each split's tokens, and their log-sum-exp, base 2.
+    scores:  float32 `[B, Q, span]`, of `span` tokens at a time.
+    partial: float32 `[B, Q, splits, R]`, sum of p x over each split's tokens.
+    logsum:  float32 `[2, B, Q, splits]`, their log-sum-exp (base 2); one half is read while the other is written.
     """
 
     scores: Tensor
@@ -58,7 +59,7 @@ class Workspace:
 
     @classmethod
     def like(cls, query: Tensor, rank: int, span: int, splits: int) -> Workspace:
-        """For `query` `[B, Q, D]` over values made of R = `rank` channels."""
+        """An empty workspace for `query` `[B, Q, D]` over values with R = `rank` channels."""
         rows, heads, _ = query.shape
         sizes = (rows, heads, span), (rows, heads, splits, rank), (2, rows, heads, splits)
         return cls(*(torch.empty(size, dtype=torch.float32, device=query.device) for size in sizes))

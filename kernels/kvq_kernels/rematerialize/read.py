@@ -1,31 +1,34 @@
-"""Reading latents: the lines of a tile's tokens, and the numbers of one field of some of their words."""
+"""Reading latents: pointers to the lines of tokens, and one field of some of their words, dequantized.
+
+`scores.py` and `sums.py` call this; a `Source` (`spec.py`) says how the tokens are stored. A line is a token's codes or
+numbers. In a kernel a side is the tuple (codes, scale, zero, first, sinks, ring).
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+from kvq_kernels.decode_attention.dequantize import SUBNORMAL_SCALE
 from kvq_kernels.decode_attention.spec import get, row_width
 from kvq_kernels.rematerialize.spec import groups, in_one_group
 
-#: What codes are too small by as subnormal float16 numbers.
-UNIT = tl.constexpr(16777216.0)
-
 
 @triton.jit
-def row_start(pointer, row, stride):
+def row_pointer(pointer, row, stride):
+    """The pointer advanced to a row, in 64 bits."""
     return pointer + row.to(tl.int64) * stride
 
 
 @triton.jit
 def token_count(length, count, S: tl.constexpr):
-    """How many tokens of a row there are to read."""
+    """Tokens of a row in the source."""
     return length - count if get(S, "kind") == "exact" else count
 
 
 @triton.jit
-def token_number(index, length, count, S: tl.constexpr):
-    """Which of the row's tokens number `index` of the source is."""
+def token_index(index, length, count, S: tl.constexpr):
+    """Position in the row of token `index` of the source."""
     SINKS: tl.constexpr = get(S, "sinks")
     if get(S, "kind") == "exact":
         return tl.where(index < tl.minimum(length, SINKS), index, index + count)
@@ -34,32 +37,34 @@ def token_number(index, length, count, S: tl.constexpr):
 
 
 @triton.jit
-def token_lines(held, strides, row, index, count, slots, S: tl.constexpr):
-    """Pointers [N] to the lines of tokens `index` [N] of the source. held: (codes, scale, zero, first, sinks, ring)."""
+def token_lines(side, strides, row, index, count, ring_size, S: tl.constexpr):
+    """Pointers [N] to the lines of tokens `index` [N] of the source."""
     SINKS: tl.constexpr = get(S, "sinks")
     if get(S, "kind") == "exact":
-        recent = row_start(held[5], row, strides[4]) + ((index - SINKS + count) % slots) * row_width(S)
+        recent = row_pointer(side[5], row, strides[4]) + ((index - SINKS + count) % ring_size) * row_width(S)
         if SINKS == 0:
             return recent
         else:
-            return tl.where(index < SINKS, row_start(held[4], row, strides[3]) + index * row_width(S), recent)
+            return tl.where(index < SINKS, row_pointer(side[4], row, strides[3]) + index * row_width(S), recent)
     else:
-        return row_start(held[0], row, strides[0]) + index.to(tl.int64) * row_width(S)
+        return row_pointer(side[0], row, strides[0]) + index.to(tl.int64) * row_width(S)
 
 
 @triton.jit
 def load_words(lines, word, S: tl.constexpr):
-    """Elements `word` [R] of lines [N]: words of codes or, where nothing is packed, numbers; 0 beyond the last."""
+    """Elements `word` [R] of lines [N]: words of codes or dense numbers; 0 beyond the last."""
     return tl.load(lines[:, None] + word[None, :], mask=(word < get(S, "words"))[None, :], other=0)
 
 
 @triton.jit
 def field_numbers(
-    words, lines, held, strides, row, begin, index, start, field, S: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
+    words, lines, side, strides, row, begin, index, start, field, S: tl.constexpr, N: tl.constexpr, R: tl.constexpr,
     T: tl.constexpr,
 ):  # fmt: skip
-    """[N, R] of type T: number `field` of the elements start ... start + R - 1 (`words` [N, R]) of tokens `index` [N],
-    which are begin, begin + 1, ... as far as there are any. Channels from `width` on are finite, no more."""
+    """[N, R] of type T: number `field` of elements start, ..., start + R - 1 (`words` [N, R]), dequantized.
+
+    Tokens `index` [N] are begin, begin + 1, ..., clamped to the last. Channels from `width` on are finite, no more.
+    """
     if get(S, "kind") != "uniform":
         return words.to(T)
     else:
@@ -71,21 +76,21 @@ def field_numbers(
             H: tl.constexpr = get(S, "high")
             high = tl.load(lines[:, None] + W + (channel % H)[None, :])
             code |= ((high >> (channel // H)[None, :]) & 1) << 2
-        place = group_place(begin, index, channel, field * W + start, S, N, R)
-        s = tl.load(row_start(held[1], row, strides[1]) + place)
-        z = tl.load(row_start(held[2], row, strides[1]) + place)
+        place = group_offset(begin, index, channel, field * W + start, S, N, R)
+        s = tl.load(row_pointer(side[1], row, strides[1]) + place)
+        z = tl.load(row_pointer(side[2], row, strides[1]) + place)
         if tl.float16 == T and s.dtype == tl.float16:
-            # 1024 + code, whose unit is the last bit: no conversion, and two numbers in one instruction.
+            # Bits of 1024 + code as float16: no conversion, and two numbers per instruction.
             x = (code | 0x6400).to(tl.int16).to(tl.float16, bitcast=True) - 1024.0
             return x * s + z
         else:
             x = code.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-            return (x * (s.to(tl.float32) * UNIT) + z.to(tl.float32)).to(T)
+            return (x * (s.to(tl.float32) * SUBNORMAL_SCALE) + z.to(tl.float32)).to(T)
 
 
 @triton.jit
-def group_place(begin, index, channel, first_channel, S: tl.constexpr, N: tl.constexpr, R: tl.constexpr):
-    """Where scale and zero-point are: [N, R], or one for a whole column [1, R] or line [N, 1] of the tile."""
+def group_offset(begin, index, channel, first_channel, S: tl.constexpr, N: tl.constexpr, R: tl.constexpr):
+    """Offsets of scales and zero-points: [N, R]; [1, R] for one per column of the tile, [N, 1] for one per line."""
     G: tl.constexpr = get(S, "group")
     D: tl.constexpr = get(S, "width")
     if get(S, "axis") == "channel":

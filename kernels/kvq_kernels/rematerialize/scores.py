@@ -1,29 +1,32 @@
-"""Scores of a span of tokens: keys are made of the latents a tile at a time, turned, multiplied with the queries."""
+"""Scores of rematerialized keys: x W of a tile of latents, norm, RoPE, product with the queries.
+
+`read.py` reads the latents, `sums.py` does the values, `launch.py` passes the arguments.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.rope import pair_channels, position_turn, turn
+from kvq_kernels.decode_attention.rope import load_cos_sin, pair_channels, position_cos_sin
 from kvq_kernels.decode_attention.spec import get
 from kvq_kernels.rematerialize.read import (
     field_numbers,
     load_words,
-    row_start,
+    row_pointer,
     token_count,
+    token_index,
     token_lines,
-    token_number,
 )
 
 
 @triton.jit
 def score_kernel(
     query,  # [B, Q, D]
-    scores,  # float32 [B, Q, SPAN], base 2; of tokens that a query does not see -inf; beyond the last: not written
+    scores,  # float32 [B, Q, SPAN], base 2; -inf for tokens outside of the window; not written beyond the last token
     lengths,  # int32 [B]
     counts,  # int32 [B], packed tokens
-    held,  # pointers, see `token_lines`
+    side,  # tuple of pointers, see `read.py`
     strides,  # between rows: of codes, of scale and zero, of first, of sinks, of ring
     weight,  # [R, H * D]
     weight_strides,
@@ -31,11 +34,11 @@ def score_kernel(
     norm,  # float32 [H, D] or None
     epsilon,
     rope,  # coarse, fine, offset, or None each
-    slots,  # of the ring
-    base,  # first token of the span, as the source counts
+    ring_size,  # tokens that the ring buffer holds
+    base,  # index in the source of the span's first token
     window,  # newest tokens that are seen; 0: all
     scale,  # softmax's, times log2(e)
-    extent,  # words, fields of a line: as numbers of a launch, since loops of constants are unrolled until they spill
+    extent,  # words, fields of a line: run-time values, since loops with constant bounds are unrolled until they spill
     S: tl.constexpr,  # Source
     STYLE: tl.constexpr,  # "none", "half", "interleaved"
     WIDTH: tl.constexpr,  # rotated channels
@@ -43,7 +46,7 @@ def score_kernel(
     D: tl.constexpr,
     P: tl.constexpr,  # pairs of channels, padded
     GROUP: tl.constexpr,  # query heads of a kv head
-    M: tl.constexpr,  # that, as a power of two
+    M: tl.constexpr,  # GROUP, padded to a power of two
     SPAN: tl.constexpr,
     N: tl.constexpr,  # tokens of a tile, at most 128: the fine table of RoPE
     R: tl.constexpr,  # words of a step
@@ -57,60 +60,77 @@ def score_kernel(
         return
     within = tl.arange(0, N)
     index = tl.minimum(begin + within, total - 1)
-    token = token_number(index, length, count, S)
-    lines = token_lines(held, strides, row, index, count, slots, S)
+    token = token_index(index, length, count, S)
+    lines = token_lines(side, strides, row, index, count, ring_size, S)
 
     pair, member = tl.arange(0, P), tl.arange(0, M)
     PAIRS: tl.constexpr = "half" if STYLE == "none" else STYLE
     c1, c2 = pair_channels(pair, PAIRS, WIDTH, D)
-    real = pair < D // 2
-    own = weight + head * D * weight_strides[1]
+    pair_mask = pair < D // 2
+    head_weight = weight + head * D * weight_strides[1]
     k1, k2 = _products(
-        lines, held, strides, row, begin, index, own, weight_strides, c1, c2, real, extent, S, N, R, P, T, PRECISION
+        lines,
+        side,
+        strides,
+        row,
+        begin,
+        index,
+        head_weight,
+        weight_strides,
+        c1,
+        c2,
+        pair_mask,
+        extent,
+        S,
+        N,
+        R,
+        P,
+        T,
+        PRECISION,
     )
     if bias is not None:
-        k1 += tl.load(bias + head * D + c1, mask=real, other=0.0).to(tl.float32)[None, :]
-        k2 += tl.load(bias + head * D + c2, mask=real, other=0.0).to(tl.float32)[None, :]
+        k1 += tl.load(bias + head * D + c1, mask=pair_mask, other=0.0).to(tl.float32)[None, :]
+        k2 += tl.load(bias + head * D + c2, mask=pair_mask, other=0.0).to(tl.float32)[None, :]
     if NORM != "none":
-        k1, k2 = _normed(k1, k2, norm + head * D, epsilon, c1, c2, real, NORM, D)
+        k1, k2 = _normed(k1, k2, norm + head * D, epsilon, c1, c2, pair_mask, NORM, D)
 
     queries = (row.to(tl.int64) * tl.num_programs(1) + head) * GROUP + member
-    mine = (member < GROUP)[:, None] & real[None, :]
-    q1 = tl.load(query + queries[:, None] * D + c1[None, :], mask=mine, other=0.0).to(tl.float32)
-    q2 = tl.load(query + queries[:, None] * D + c2[None, :], mask=mine, other=0.0).to(tl.float32)
+    query_mask = (member < GROUP)[:, None] & pair_mask[None, :]
+    q1 = tl.load(query + queries[:, None] * D + c1[None, :], mask=query_mask, other=0.0).to(tl.float32)
+    q2 = tl.load(query + queries[:, None] * D + c2[None, :], mask=query_mask, other=0.0).to(tl.float32)
     if STYLE != "none":
         start = 0 if rope[2] is None else tl.load(rope[2] + row)
-        own_pair = tl.minimum(pair, D // 2 - 1)  # there are 16 pairs of a smaller head, too
+        pair_index = tl.minimum(pair, D // 2 - 1)  # P may exceed the pairs of a head
         if get(S, "kind") == "exact":
-            cos, sin = position_turn(rope, start + token, own_pair, WIDTH, D)
+            cos, sin = position_cos_sin(rope, start + token, pair_index, WIDTH, D)
         else:
-            # R(begin + i) k = R(begin) R(i) k: the first turn is taken back from the queries.
+            # R(begin + i) k = R(begin) R(i) k: the first rotation is undone on the queries.
             position = start + get(S, "sinks") + begin + tl.zeros([1], tl.int32)
-            cos, sin = position_turn(rope, position, own_pair, WIDTH, D)
+            cos, sin = position_cos_sin(rope, position, pair_index, WIDTH, D)
             q1, q2 = q1 * cos + q2 * sin, q2 * cos - q1 * sin
-            cos, sin = turn(rope[1], within[:, None], own_pair[None, :], WIDTH, D)
+            cos, sin = load_cos_sin(rope[1], within[:, None], pair_index[None, :], WIDTH, D)
         k1, k2 = k1 * cos - k2 * sin, k2 * cos + k1 * sin
-    found = tl.dot(k1, tl.trans(q1), input_precision=PRECISION)
-    found = tl.dot(k2, tl.trans(q2), found, input_precision=PRECISION) * scale
+    qk = tl.dot(k1, tl.trans(q1), input_precision=PRECISION)
+    qk = tl.dot(k2, tl.trans(q2), qk, input_precision=PRECISION) * scale
     if window > 0:
-        found = tl.where((token >= length - window)[:, None], found, float("-inf"))
-    place = scores + queries[None, :] * SPAN + (tile * N + within)[:, None]
-    tl.store(place, found, mask=(begin + within < total)[:, None] & (member < GROUP)[None, :])
+        qk = tl.where((token >= length - window)[:, None], qk, float("-inf"))
+    pointers = scores + queries[None, :] * SPAN + (tile * N + within)[:, None]
+    tl.store(pointers, qk, mask=(begin + within < total)[:, None] & (member < GROUP)[None, :])
 
 
 @triton.jit
 def _products(
-    lines, held, strides, row, begin, index, weight, weight_strides, c1, c2, real, extent, S: tl.constexpr,
+    lines, side, strides, row, begin, index, weight, weight_strides, c1, c2, pair_mask, extent, S: tl.constexpr,
     N: tl.constexpr, R: tl.constexpr, P: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """x W of the tile's tokens, columns c1 and c2 [P] of W: twice float32 [N, P]."""
+    """(k1, k2) float32 [N, P]: x W of the tile's tokens, columns c1 and c2 [P] of W."""
     W: tl.constexpr = get(S, "words")
     k1, k2 = tl.zeros([N, P], tl.float32), tl.zeros([N, P], tl.float32)
     first, second = weight + c1 * weight_strides[1], weight + c2 * weight_strides[1]
     if get(S, "first"):
-        alone = tl.load(row_start(held[3], row, strides[2]) + index).to(tl.float32)[:, None]
-        k1 += alone * tl.load(first, mask=real, other=0.0).to(tl.float32)[None, :]
-        k2 += alone * tl.load(second, mask=real, other=0.0).to(tl.float32)[None, :]
+        first_channel = tl.load(row_pointer(side[3], row, strides[2]) + index).to(tl.float32)[:, None]
+        k1 += first_channel * tl.load(first, mask=pair_mask, other=0.0).to(tl.float32)[None, :]
+        k2 += first_channel * tl.load(second, mask=pair_mask, other=0.0).to(tl.float32)[None, :]
         first += weight_strides[0]
         second += weight_strides[0]
     for start in tl.range(0, extent[0], R):
@@ -118,24 +138,24 @@ def _products(
         words = load_words(lines, word, S)
         for field in tl.range(0, extent[1]):
             channel = field * W + word
-            there = ((word < W) & (channel < get(S, "width")))[:, None] & real[None, :]
-            x = field_numbers(words, lines, held, strides, row, begin, index, start, field, S, N, R, T)
-            w1 = tl.load(first[None, :] + channel[:, None] * weight_strides[0], mask=there, other=0.0).to(T)
-            w2 = tl.load(second[None, :] + channel[:, None] * weight_strides[0], mask=there, other=0.0).to(T)
+            weight_mask = ((word < W) & (channel < get(S, "width")))[:, None] & pair_mask[None, :]
+            x = field_numbers(words, lines, side, strides, row, begin, index, start, field, S, N, R, T)
+            w1 = tl.load(first[None, :] + channel[:, None] * weight_strides[0], mask=weight_mask, other=0.0).to(T)
+            w2 = tl.load(second[None, :] + channel[:, None] * weight_strides[0], mask=weight_mask, other=0.0).to(T)
             k1 = tl.dot(x, w1, k1, input_precision=PRECISION)
             k2 = tl.dot(x, w2, k2, input_precision=PRECISION)
     return k1, k2
 
 
 @triton.jit
-def _normed(k1, k2, weight, epsilon, c1, c2, real, NORM: tl.constexpr, D: tl.constexpr):
-    """Keys [N, P] x 2 after their norm; see `Norm`."""
+def _normed(k1, k2, weight, epsilon, c1, c2, pair_mask, NORM: tl.constexpr, D: tl.constexpr):
+    """(k1, k2) [N, P] after the keys' norm, see `Norm`."""
     if NORM == "layer":
         mean = (tl.sum(k1, axis=1) + tl.sum(k2, axis=1)) / D
-        k1 = tl.where(real[None, :], k1 - mean[:, None], 0.0)
-        k2 = tl.where(real[None, :], k2 - mean[:, None], 0.0)
+        k1 = tl.where(pair_mask[None, :], k1 - mean[:, None], 0.0)
+        k2 = tl.where(pair_mask[None, :], k2 - mean[:, None], 0.0)
     square = (tl.sum(k1 * k1, axis=1) + tl.sum(k2 * k2, axis=1)) / D
-    gain = (1.0 / tl.sqrt(square + epsilon))[:, None]
-    k1 *= gain * tl.load(weight + c1, mask=real, other=0.0)[None, :]
-    k2 *= gain * tl.load(weight + c2, mask=real, other=0.0)[None, :]
+    inverse_rms = (1.0 / tl.sqrt(square + epsilon))[:, None]
+    k1 *= inverse_rms * tl.load(weight + c1, mask=pair_mask, other=0.0)[None, :]
+    k2 *= inverse_rms * tl.load(weight + c2, mask=pair_mask, other=0.0)[None, :]
     return k1, k2

@@ -1,4 +1,4 @@
-"""What is fixed when a kernel is compiled: where it finds tokens, and how they are kept there."""
+"""Compile-time description of a launch: which tokens a kernel reads, and how they are stored (`Source`)."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from kvq_kernels.rematerialize.parts import Latents
 
 @dataclass(frozen=True)
 class Source:
-    """kind: "exact" (a row's sinks, then its recent tokens), "dense" or "uniform" (its packed tokens).
+    """Tokens that one launch reads: "exact" (a row's sinks, then its recent tokens), or its packed tokens, stored
+    "dense" or "uniform".
 
-    width: channels that are read so. first: channel 0 is kept apart, before these. words, fields: a token's line holds
-    `words` elements with `fields` numbers each, number f of element w being channel f * words + w; of 3-bit codes these
-    are the low two bits, with the high bits in `high` words after them.
+    width: channels of a line. first: channel 0 is stored separately, before these. words, fields: a line has `words`
+    elements of `fields` numbers, number f of element w is channel f * words + w; 3-bit codes: their low two bits, the
+    high bits are in `high` words after these.
     """
 
     kind: str
@@ -33,28 +34,29 @@ class Source:
 
     @classmethod
     def exact(cls, side: Latents) -> Source:
-        """The tokens that are not packed."""
+        """Tokens that are not packed."""
         return cls("exact", side.rank, _sinks(side), side.rank)
 
     @classmethod
     def packed(cls, side: Latents) -> Source:
+        """Packed tokens."""
         packed, width = side.held.packed, side.rank - (side.first is not None)
         if not isinstance(packed, Uniform):
             return cls("dense", width, _sinks(side), width, first=side.first is not None)
         low = low_bits(packed.bits)
         high = high_words(packed.bits, width)
         words = low_words(packed.bits, width)
-        own = (words, 32 // low, packed.bits, high, packed.axis, packed.group, side.first is not None)
-        return cls("uniform", width, _sinks(side), *own)
+        fields, first = 32 // low, side.first is not None
+        return cls("uniform", width, _sinks(side), words, fields, packed.bits, high, packed.axis, packed.group, first)
 
     @property
     def row(self) -> int:
-        """Elements of a token."""
+        """Elements of a line."""
         return self.words + self.high
 
     @property
     def key(self) -> str:
-        """Its shape class in the table of configurations."""
+        """Part of the shape class in the tuning table."""
         return f"uniform/{self.bits}bit" if self.kind == "uniform" else self.kind
 
 
@@ -63,12 +65,12 @@ def _sinks(side: Latents) -> int:
 
 
 @triton.constexpr_function
-def in_one_group(source, elements):
-    """Does a run of `elements` neighbouring words of one field never cross a group of channels (axis "token")?"""
+def in_one_group(source: Source, elements: int) -> bool:
+    """Whether `elements` neighbouring words of a field are always in one group of channels (axis "token")."""
     return source.axis == "token" and source.group % elements == 0 and source.words % elements == 0
 
 
 @triton.constexpr_function
-def groups(source):
+def groups(source: Source) -> int:
     """Groups of a token's channels (axis "token")."""
     return source.width // source.group

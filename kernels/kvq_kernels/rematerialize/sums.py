@@ -1,4 +1,7 @@
-"""Sums of p x over the tokens, which are multiplied by W_v once, at the end: sum p (x W + b) = (sum p x) W + b."""
+"""Sums p x over tokens, and their projection by W_v, once at the end: sum p (x W + b) = (sum p x) W + b.
+
+`scores.py` leaves the scores, `read.py` reads the latents, `launch.py` passes the arguments.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,19 @@ from kvq_kernels.rematerialize.read import field_numbers, load_words, token_coun
 def sum_kernel(
     scores,  # float32 [B, Q, SPAN], of `score_kernel`
     partial,  # float32 [B, Q, splits, RANK]
-    before,  # float32 [B, Q, splits]: log-sum-exp (base 2) of what is in `partial`
-    after,  # the same when this span's tokens are in it
+    before,  # float32 [B, Q, splits]: log-sum-exp (base 2) of the tokens summed in `partial` so far
+    after,  # the same with this span's tokens
     lengths,  # int32 [B]
     counts,
-    held,
+    side,
     strides,
-    slots,
+    ring_size,
     base,
     S: tl.constexpr,  # Source
-    BEGINS: tl.constexpr,  # nothing is in `partial` yet
+    FIRST_SPAN: tl.constexpr,  # `partial` is empty
     RANK: tl.constexpr,
     HEADS: tl.constexpr,  # query heads
-    Q: tl.constexpr,  # these, as a power of two
+    Q: tl.constexpr,  # HEADS, padded to a power of two
     SPAN: tl.constexpr,
     N: tl.constexpr,  # tokens of a tile
     R: tl.constexpr,  # words of a program
@@ -33,7 +36,7 @@ def sum_kernel(
     T: tl.constexpr,  # type of the products p x
     PRECISION: tl.constexpr,
 ):
-    """A program takes in a split of the span's tokens, for all query heads and for F fields of R words."""
+    """Add a split of the span's tokens to `partial`, for all query heads and F fields of R words."""
     part, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits = tl.num_programs(1)
     W: tl.constexpr = get(S, "words")
@@ -41,55 +44,55 @@ def sum_kernel(
     start, first_field = (part // PARTS) * R, (part % PARTS) * F
     length, count = tl.load(lengths + row), tl.load(counts + row)
     total = token_count(length, count, S)
-    here = tl.minimum(tl.maximum(total - base, 0), SPAN)
-    tiles = tl.cdiv(here, N)
+    span_tokens = tl.minimum(tl.maximum(total - base, 0), SPAN)
+    tiles = tl.cdiv(span_tokens, N)
     each = tl.cdiv(tiles, splits)
     first = tl.minimum(split * each, tiles)
     last = tl.minimum(first + each, tiles)
 
     query = tl.arange(0, Q)
-    mine = query < HEADS
+    query_mask = query < HEADS
     queries = row.to(tl.int64) * HEADS + query
-    place = queries * splits + split
+    query_split = queries * splits + split
     word = start + tl.arange(0, R)
-    top = tl.full([Q], float("-inf"), tl.float32)
-    if not BEGINS:
-        top = tl.load(before + place, mask=mine, other=float("-inf"))
-    sums = tl.where(top == float("-inf"), 0.0, 1.0)
+    m_i = tl.full([Q], float("-inf"), tl.float32)
+    if not FIRST_SPAN:
+        m_i = tl.load(before + query_split, mask=query_mask, other=float("-inf"))
+    l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)
     acc = ()
     for i in tl.static_range(F):
         channel = (first_field + i) * W + word
-        there = mine[:, None] & ((word < W) & (channel < get(S, "width")))[None, :]
-        if BEGINS:
+        mask = query_mask[:, None] & ((word < W) & (channel < get(S, "width")))[None, :]
+        if FIRST_SPAN:
             acc = acc + (tl.zeros([Q, R], tl.float32),)
         else:
-            acc = acc + (tl.load(partial + place[:, None] * RANK + channel[None, :], mask=there, other=0.0),)
+            acc = acc + (tl.load(partial + query_split[:, None] * RANK + channel[None, :], mask=mask, other=0.0),)
     for tile in tl.range(first, last):
         begin = base + tile * N
         within = tile * N + tl.arange(0, N)
-        seen = mine[:, None] & (within < here)[None, :]
-        s = tl.load(scores + queries[:, None] * SPAN + within[None, :], mask=seen, other=float("-inf"))
-        peak = tl.maximum(top, tl.max(s, axis=1))
-        safe = tl.where(peak == float("-inf"), 0.0, peak)
-        weights = tl.exp2(s - safe[:, None])
-        shrink = tl.exp2(top - safe)
-        sums = sums * shrink + tl.sum(weights, axis=1)
+        valid = query_mask[:, None] & (within < span_tokens)[None, :]
+        qk = tl.load(scores + queries[:, None] * SPAN + within[None, :], mask=valid, other=float("-inf"))
+        m_ij = tl.maximum(m_i, tl.max(qk, axis=1))
+        m_finite = tl.where(m_ij == float("-inf"), 0.0, m_ij)
+        p = tl.exp2(qk - m_finite[:, None])
+        alpha = tl.exp2(m_i - m_finite)
+        l_i = l_i * alpha + tl.sum(p, axis=1)
         index = tl.minimum(base + within, total - 1)
-        lines = token_lines(held, strides, row, index, count, slots, S)
+        lines = token_lines(side, strides, row, index, count, ring_size, S)
         words = load_words(lines, word, S)
         new = ()
         for i in tl.static_range(F):
-            x = field_numbers(words, lines, held, strides, row, begin, index, start, first_field + i, S, N, R, T)
-            x = tl.dot(weights.to(T), x, acc[i] * shrink[:, None], input_precision=PRECISION)
+            x = field_numbers(words, lines, side, strides, row, begin, index, start, first_field + i, S, N, R, T)
+            x = tl.dot(p.to(T), x, acc[i] * alpha[:, None], input_precision=PRECISION)
             new = new + (x,)
         acc = new
-        top = peak
-    share = 1.0 / tl.where(sums > 0, sums, 1.0)
+        m_i = m_ij
+    scale = 1.0 / tl.where(l_i > 0, l_i, 1.0)
     for i in tl.static_range(F):
         channel = (first_field + i) * W + word
-        there = mine[:, None] & ((word < W) & (channel < get(S, "width")))[None, :]
-        tl.store(partial + place[:, None] * RANK + channel[None, :], acc[i] * share[:, None], mask=there)
-    tl.store(after + place, top + tl.log2(sums), mask=mine & (part == 0))
+        mask = query_mask[:, None] & ((word < W) & (channel < get(S, "width")))[None, :]
+        tl.store(partial + query_split[:, None] * RANK + channel[None, :], acc[i] * scale[:, None], mask=mask)
+    tl.store(after + query_split, m_i + tl.log2(l_i), mask=query_mask & (part == 0))
 
 
 @triton.jit
@@ -104,47 +107,47 @@ def project_kernel(
     RANK: tl.constexpr,
     D: tl.constexpr,
     GROUP: tl.constexpr,  # query heads of a kv head
-    M: tl.constexpr,  # that, as a power of two
-    SPLITS: tl.constexpr,  # as a power of two
-    R: tl.constexpr,  # channels of x of a step
-    C: tl.constexpr,  # channels of the output of a program
+    M: tl.constexpr,  # GROUP, padded to a power of two
+    SPLITS: tl.constexpr,  # splits, padded to a power of two
+    R: tl.constexpr,  # channels of x per step
+    C: tl.constexpr,  # output channels of a program
     T: tl.constexpr,  # type of the product
     PRECISION: tl.constexpr,
 ):
-    """out = (sum_s 2^(L_s - L) partial_s) W + b with L = log2 sum_s 2^L_s; zeros for rows without tokens."""
+    """Merge splits and project: out = (sum_s 2^(L_s - L) partial_s) W + b, L = log2 sum_s 2^L_s; 0 without tokens."""
     head, row = tl.program_id(1), tl.program_id(2)
     channel = tl.program_id(0) * C + tl.arange(0, C)
     member, split = tl.arange(0, M), tl.arange(0, SPLITS)
     queries = (row.to(tl.int64) * tl.num_programs(1) + head) * GROUP + member
-    mine = member < GROUP
-    there = mine[:, None] & (split < splits)[None, :]
-    place = queries[:, None] * splits + split[None, :]
-    sums = tl.load(logsum + place, mask=there, other=float("-inf"))
-    top = tl.max(sums, axis=1)
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    weights = tl.exp2(sums - safe[:, None])
-    total = tl.sum(weights, axis=1)
-    weights = weights / tl.where(total > 0, total, 1.0)[:, None]
-    made = tl.zeros([M, C], tl.float32)
+    query_mask = member < GROUP
+    mask = query_mask[:, None] & (split < splits)[None, :]
+    query_split = queries[:, None] * splits + split[None, :]
+    logsums = tl.load(logsum + query_split, mask=mask, other=float("-inf"))
+    m_i = tl.max(logsums, axis=1)
+    m_finite = tl.where(m_i == float("-inf"), 0.0, m_i)
+    weights = tl.exp2(logsums - m_finite[:, None])
+    l_i = tl.sum(weights, axis=1)
+    weights = weights / tl.where(l_i > 0, l_i, 1.0)[:, None]
+    projected = tl.zeros([M, C], tl.float32)
     columns = weight + (head * D + channel)[None, :] * weight_strides[1]
     for start in tl.range(0, RANK, R):
         rank = start + tl.arange(0, R)
         inside = rank < RANK
         x = tl.load(
-            partial + place[:, :, None] * RANK + rank[None, None, :],
-            mask=there[:, :, None] & inside[None, None, :],
+            partial + query_split[:, :, None] * RANK + rank[None, None, :],
+            mask=mask[:, :, None] & inside[None, None, :],
             other=0.0,
         )
-        mean = tl.sum(x * weights[:, :, None], axis=1)
+        merged = tl.sum(x * weights[:, :, None], axis=1)
         w = tl.load(
             columns + rank[:, None] * weight_strides[0], mask=inside[:, None] & (channel < D)[None, :], other=0.0
         )
-        made = tl.dot(mean.to(T), w.to(T), made, input_precision=PRECISION)
+        projected = tl.dot(merged.to(T), w.to(T), projected, input_precision=PRECISION)
     if bias is not None:
-        made += tl.load(bias + head * D + channel, mask=channel < D, other=0.0).to(tl.float32)[None, :]
-    made = tl.where((total > 0)[:, None], made, 0.0)
+        projected += tl.load(bias + head * D + channel, mask=channel < D, other=0.0).to(tl.float32)[None, :]
+    projected = tl.where((l_i > 0)[:, None], projected, 0.0)
     tl.store(
         out + queries[:, None] * D + channel[None, :],
-        made.to(out.dtype.element_ty),
-        mask=mine[:, None] & (channel < D)[None, :],
+        projected.to(out.dtype.element_ty),
+        mask=query_mask[:, None] & (channel < D)[None, :],
     )

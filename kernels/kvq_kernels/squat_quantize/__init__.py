@@ -1,9 +1,11 @@
-"""SQuat's keys (https://arxiv.org/abs/2503.24358, Algorithm 1): quantized and packed in one pass.
+"""Quantization of SQuat's keys (https://arxiv.org/abs/2503.24358, Algorithm 1), and packing, in one launch.
 
-Channels are quantized a block at a time, per channel in groups of tokens; each block's error d moves to the channels
-after it, the rest (Eq. 6 with B_t H_t in the form that has no matrix larger than the rank r of the subspace Q):
+Channels are quantized per channel in groups of tokens, a block of channels at a time; each block's error d is moved to
+the channels after it (Eq. 6, with B_t H_t in the form whose largest matrix has the rank r of the subspace Q):
 
-    k_rest -= (d Q_block^T) gain Q_rest,  gain = lambda (1 + lambda Q_rest Q_rest^T)^-1
+    k_after -= (d Q_block^T) gain Q_after,  gain = lambda (1 + lambda Q_after Q_after^T)^-1
+
+`kernel.py` is the kernel, `launch.py` has its arguments, `reference.py` the same in PyTorch.
 """
 
 from __future__ import annotations
@@ -31,17 +33,17 @@ def squat_quantize(
     dtype: torch.dtype,
     backend: Literal["auto", "triton", "torch"] = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and zero-points of keys.
+    """(codes, scale, zero) of quantized keys.
 
-    keys:     `[B, H, T, D]`, any floating type, T a multiple of `group`; channels lie side by side.
+    keys:     `[B, H, T, D]`, any floating type, T a multiple of `group`.
     subspace: Q, float32 `[B or 1, H, r, D]`. gain: float32 `[B or 1, H, ceil(D / block) - 1, r, r]`.
     bits:     1, 2, 3, 4 or 8. group: tokens that share a scale. block: channels quantized at a time, below D.
     dtype:    of scales and zero-points, float16 or bfloat16.
     backend:  "auto" is "triton" on a GPU and under TRITON_INTERPRET=1, else "torch".
 
-    Returns codes int32 `[B, H, T, words]`, planar as `decode_attention.Uniform` says, scale and zero
-    `[B, H, T / group, D]`. With gain = 0 they are plain groups' bit for bit. Errors are moved in float64, so that how
-    sums are ordered shows only where a float32 lies within 1e-16 of the middle between two. ValueError for shapes.
+    Returns codes int32 `[B, H, T, words]`, planar as `decode_attention.Uniform` says, scale and zero `[B, H, T / group,
+    D]`. With gain = 0 they equal plain quantization bit for bit. Errors are moved in float64, so that the order of sums
+    matters only where a float32 is within 1e-16 of a tie. ValueError for shapes that do not fit.
     """
     rows, heads, tokens, dim = keys.shape
     rank, blocks = subspace.shape[2], -(-dim // block)

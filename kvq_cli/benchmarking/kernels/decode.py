@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from kvq_kernels.decode_attention import Rope, Side, Workspace, decode_attention, shipped
-from kvq_kernels.decode_attention.kernel import REST_COST
+from kvq_kernels.decode_attention import Rope, Side, Workspace, aot_cases, decode_attention
+from kvq_kernels.decode_attention.kernel import TAIL_COST
 from kvq_kernels.decode_attention.reference import decode_attention_reference
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -24,7 +24,7 @@ CHECKED_SHAPES = [(1, 512)]
 DRY_STORES = ("fp16", "kivi-2bit-g32", "temporal-2bit")
 #: Newest tokens that are not packed; all others are, except for the sinks.
 RECENT = 96
-#: Where a long tail of unpacked tokens is timed, too: what one of them costs is `REST_COST` of the kernel.
+#: Where a long tail of unpacked tokens is timed, too: what one of them costs is `TAIL_COST` of the kernel.
 TAIL_SHAPE, TAIL = (1, 32768), 1120
 TAIL_STORES = ("kivi-2bit-g32", "innerq-2bit", "temporal-2bit", "kvquant-2bit")
 #: Tensors of a store with one line per row of the batch and token (or group of tokens); others are constants.
@@ -45,8 +45,8 @@ class DecodeAttention:
     tuned_at = SHAPES.index((1, 131072))
 
     def groups(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
-        stores = [name for name in shipped.shipped() if not sizes.dry or name in DRY_STORES]
-        heads = sizes.pick(shipped.HEADS, 1)
+        stores = [name for name in aot_cases.storage_cases() if not sizes.dry or name in DRY_STORES]
+        heads = sizes.pick(aot_cases.HEADS, 1)
         for batch, context in sizes.pick(SHAPES, DRY_SHAPES, CHECKED_SHAPES):
             shape = Shape(batch, heads, context, device)
             cases = _plain_cases(shape) + [_case(name, shape) for name in stores]
@@ -66,7 +66,7 @@ class Shape:
         """A shipped store's tensor as it is at this shape."""
         size = list(x.shape)
         if name in PER_TOKEN:
-            size[0], size[2] = self.batch, size[2] * self.context // shipped.TOKENS
+            size[0], size[2] = self.batch, size[2] * self.context // aot_cases.TOKENS
         heads = 1 if name in PER_TOKEN else 0
         size[heads] = min(size[heads], self.heads)
         return tuple(size)
@@ -91,7 +91,7 @@ def _case(name: str, shape: Shape) -> Case:
         found = decode_attention(query, *sides, lengths, scaling, rope=rope, workspace=workspace, backend="triton")
         return relative_error(found, exact), allowed
 
-    keys, values, rope = shipped.shipped()[name]
+    keys, values, rope = aot_cases.storage_cases()[name]
     held = sum(_held(side, shape) for side in (keys, values))
     baseline = name == "fp16"
     return Case(f"kvq {name}", make, held, baseline, error, {"store": name})
@@ -105,17 +105,17 @@ def _tail_case(name: str, shape: Shape) -> Case:
         out, scaling = torch.empty_like(query), query.shape[2] ** -0.5
         return lambda: decode_attention(query, keys, values, lengths, scaling, out=out, rope=rope, backend="triton")
 
-    held = sum(_held(side, shape) for side in shipped.shipped()[name][:2])
-    tail = {"added": TAIL - RECENT, "assumed": REST_COST.value}
+    held = sum(_held(side, shape) for side in aot_cases.storage_cases()[name][:2])
+    tail = {"added": TAIL - RECENT, "assumed": TAIL_COST.value}
     return Case(f"kvq {name}, tail of {TAIL}", make, held, about={"store": name, "tail": tail})
 
 
 def store(name: str, shape: Shape, seed: int, recent: int = RECENT) -> tuple[Tensor, Side, Side, Tensor, Rope | None]:
     """query, keys, values, lengths, rope: a shipped store of random numbers, whose `recent` tokens are not packed."""
     random = generator(shape.device, seed)
-    *sides, rope = shipped.shipped()[name]
+    *sides, rope = aot_cases.storage_cases()[name]
     sides = [_filled(side, shape, random, recent) for side in sides]
-    query = random_tensor((shape.batch, shape.heads * shipped.GROUP, shipped.DIM), torch.float16, random)
+    query = random_tensor((shape.batch, shape.heads * aot_cases.GROUP, aot_cases.DIM), torch.float16, random)
     lengths = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=shape.device)
     if rope is not None:
         half = rope.frequencies.numel()
@@ -147,7 +147,7 @@ def _held(side: Side, shape: Shape) -> int:
 
 def _plain_cases(shape: Shape) -> list[Case]:
     """PyTorch's attention, with query heads beside each other and as several queries of their kv head."""
-    nbytes = 2 * 2 * shape.batch * shape.heads * shape.context * shipped.DIM
+    nbytes = 2 * 2 * shape.batch * shape.heads * shape.context * aot_cases.DIM
     cases = []
     for name, backend in BACKENDS.items():
         if shape.device.type == "cpu" and backend is not SDPBackend.MATH:
@@ -161,12 +161,12 @@ def _plain_cases(shape: Shape) -> list[Case]:
 def _plain(shape: Shape, backend: SDPBackend, grouped: bool, seed: int) -> Callable[[], Tensor]:
     random = generator(shape.device, seed)
     size = (
-        (shape.batch, shape.heads, shipped.GROUP, shipped.DIM)
+        (shape.batch, shape.heads, aot_cases.GROUP, aot_cases.DIM)
         if grouped
-        else (shape.batch, shape.heads * shipped.GROUP, 1, shipped.DIM)
+        else (shape.batch, shape.heads * aot_cases.GROUP, 1, aot_cases.DIM)
     )
     query = random_tensor(size, torch.float16, random)
-    held = (shape.batch, shape.heads, shape.context, shipped.DIM)
+    held = (shape.batch, shape.heads, shape.context, aot_cases.DIM)
     keys, values = (random_tensor(held, torch.float16, random) for _ in range(2))
 
     def call() -> Tensor:

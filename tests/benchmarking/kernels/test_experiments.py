@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvq_kernels.decode_attention import shipped
+from kvq_kernels.decode_attention import aot_cases
 
 from kvq_cli.benchmarking.kernels import decode, run
 from kvq_cli.benchmarking.kernels.catalog import EXPERIMENTS, chosen
@@ -62,7 +62,7 @@ def test_bytes_of_stores_are_those_of_the_floors():
 def test_a_store_has_the_shape_that_was_asked_for():
     shape = decode.Shape(3, 2, 256, CPU)
     query, keys, values, lengths, rope = decode.store("temporal-2bit", shape, 0)
-    assert query.shape == (3, 2 * shipped.GROUP, shipped.DIM) and lengths.tolist() == [256] * 3
+    assert query.shape == (3, 2 * aot_cases.GROUP, aot_cases.DIM) and lengths.tolist() == [256] * 3
     assert keys.packed.codes.shape == (3, 2, 64, 128) and keys.packed.centroids.shape[0] == 2
     assert keys.packed.std.shape == (2, 128) and rope.coarse.shape[0] * 128 >= 256
     assert int(keys.count[0]) + keys.sinks.shape[2] + decode.RECENT == 256 and keys.ring.shape[2] >= decode.RECENT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from kvq_kernels.decode_attention import shipped
+from kvq_kernels.decode_attention import aot_cases
 
 from kvq_cli.benchmarking.kernels.targets import results, targets, verdicts
 
@@ -42,7 +42,7 @@ def test_decode(ratio, verdict):
 
 def test_every_target_names_stores_that_are_shipped():
     named = {store for target in targets()["decode"] for store in target["stores"]}
-    assert named - set(shipped.shipped()) <= {"temporal-2bit-bytes", "channel-2bit-bytes"}
+    assert named - set(aot_cases.storage_cases()) <= {"temporal-2bit-bytes", "channel-2bit-bytes"}
 
 
 def test_products_save_time():

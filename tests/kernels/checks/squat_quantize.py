@@ -1,4 +1,4 @@
-"""Random keys, and whether they are quantized to the same bits as by SQuat's codec."""
+"""Random keys, and a check that they are quantized to the same bits as by SQuat's codec."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvq_cli.codecs.base import Prompt
 from kvq_cli.codecs.subspace import SubspaceCodec
 
 
-def made(codec: SubspaceCodec, rows=2, heads=2, tokens=32, dtype=torch.float16, seed=0):
+def random_keys(codec: SubspaceCodec, rows=2, heads=2, tokens=32, dtype=torch.float16, seed=0):
     """(keys, the codec's state fit to them and to random queries)."""
     g = torch.Generator().manual_seed(seed)
     dim = codec.base.head_dim
@@ -24,13 +24,16 @@ def made(codec: SubspaceCodec, rows=2, heads=2, tokens=32, dtype=torch.float16, 
 
 
 def by_kernel(codec: SubspaceCodec, keys, state, block: int, backend: str = "triton"):
-    own = {"bits": codec.base.bits, "group": codec.base.group, "dtype": codec.base.dtype}
-    return squat_quantize(keys, state["subspace"], state["gain"], **own, block=block, backend=backend)
+    """(codes, scale, zero) by `squat_quantize`."""
+    base = codec.base
+    layout = {"bits": base.bits, "group": base.group, "block": block, "dtype": base.dtype, "backend": backend}
+    return squat_quantize(keys, state["subspace"], state["gain"], **layout)
 
 
-def same(codec: SubspaceCodec, keys, state, block: int) -> None:
+def assert_same_bits(codec: SubspaceCodec, keys, state, block: int) -> None:
+    """Assert that kernel and reference give the codec's bits."""
     parts = codec.with_state(state).encode(keys).parts
     for backend in ("triton", "torch"):
-        for name, own in zip(("codes", "scale", "zero"), by_kernel(codec, keys, state, block, backend), strict=True):
-            assert own.dtype == parts[name].tensor.dtype
-            assert torch.equal(own, parts[name].tensor), (backend, name)
+        for name, tensor in zip(("codes", "scale", "zero"), by_kernel(codec, keys, state, block, backend), strict=True):
+            assert tensor.dtype == parts[name].tensor.dtype
+            assert torch.equal(tensor, parts[name].tensor), (backend, name)

@@ -1,6 +1,6 @@
-"""Blocks of threads, all at once: a register is an array of the bits that it has in all threads of all blocks.
+"""Execution of many thread blocks at once: a register is an array of its bits in all threads.
 
-Threads whose ways part are executed in turn, those furthest behind first, and go on together where they meet.
+Diverged threads are executed in turn, those furthest behind first, and continue together where they meet.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def _register_width(name: str) -> int:
 
 
 class Blocks:
-    """Blocks of so many threads each at `places` (x, y, z) of a grid, with `parameters` (bits, by name).
+    """Blocks of threads at `places` (x, y, z) of a grid, with `parameters` (bits, by name).
 
-    active: [threads of all blocks], those that the instruction in hand is for; full: all of them.
+    active: [threads of all blocks], those that the current instruction is executed for; full: all of them.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class Blocks:
         self._written: dict[tuple[str, str], np.ndarray] = {}
 
     def read(self, operand: str, kind: str) -> np.ndarray:
-        """Numbers of a type, not to be changed: a register's, one that is written out, or a shared array's place."""
+        """Numbers of a type, read-only: of a register, a literal, or the address of a shared array."""
         if operand.startswith("%"):
             raw = self.registers.get(operand)
-            if raw is None:  # never written: any bits; these are seen
+            if raw is None:  # never written: arbitrary bits that a test notices
                 raw = np.full(self.count, -1, np.int64).astype(RAW[_register_width(operand)])
             return decode(raw, kind)
         if (operand, kind) not in self._written:
@@ -67,7 +67,7 @@ class Blocks:
         return self._written[operand, kind]
 
     def write(self, name: str, raw: np.ndarray, signed: bool = False) -> None:
-        """Bits to a register, of the threads that are active; a wider one gets the sign, or zeros."""
+        """Write bits to a register in the active threads; a wider register is sign- or zero-extended."""
         if name == "_":
             return
         own = RAW[_register_width(name)]
@@ -78,7 +78,7 @@ class Blocks:
         self.registers[name] = raw
 
     def address(self, operand: str, space: str) -> np.ndarray:
-        """Of `[register + offset]`: int64 [threads]; of shared memory, in that of all blocks."""
+        """int64 [threads] of `[register + offset]`; shared addresses count through all blocks."""
         base, _, offset = operand[1:-1].replace(" ", "").partition("+")
         found = np.full(self.count, int(offset or "0", 0))
         if base.startswith("%"):
@@ -89,7 +89,8 @@ class Blocks:
         return found
 
     def run(self, program: Sequence[Step]) -> None:
-        """Until all threads have returned. Fault: what a device, or its memory checker, would have stopped at."""
+        """Execute until all threads have returned. Raises Fault for what a device or its memory checker would
+        report."""
         end = len(program)
         self.places, self.waiting = np.zeros(self.count, np.int64), np.zeros(self.count, np.bool_)
         at, meeting = self._choose(end)
@@ -121,9 +122,9 @@ class Blocks:
         raise Fault("the kernel does not end")
 
     def _choose(self, end: int) -> tuple[int, int]:
-        """(the instruction of the threads that go on, which are active from here on; where they may meet others).
+        """(instruction of the threads to continue, which become active; where they may meet others).
 
-        Blocks of which all threads wait at a barrier, those that have returned left out, are past it.
+        Blocks whose threads all wait at a barrier, or have returned, pass it.
         """
         going = self.places < end
         if self.waiting.any():

@@ -1,4 +1,4 @@
-"""Triton's driver of a GPU that is not there: launches are executed by `block.Block`, on tensors in ordinary memory."""
+"""Triton driver of an emulated GPU: `block.Blocks` executes launches on tensors in ordinary memory."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ptx.execute import prepare
 from ptx.memory import Global
 from ptx.program import parse
 
-#: Blocks that are executed at once.
+#: Blocks executed at once.
 _TOGETHER = 64
 _FORMATS = {"fp16": "e", "fp32": "f", "f32": "f", "fp64": "d"}
 
 
 class Driver(DriverBase):
-    """What Triton asks of a driver."""
+    """The driver interface that Triton calls."""
 
     def __init__(self, gpu: str) -> None:
         self.target = GPUTarget("cuda", int(gpu.removeprefix("sm_")), 32)
@@ -66,7 +66,7 @@ class Driver(DriverBase):
 
 
 class Launcher:
-    """One kernel's launches."""
+    """Executes launches of one kernel."""
 
     def __init__(self, source, metadata) -> None:
         self.metadata = metadata
@@ -94,7 +94,7 @@ class Launcher:
 
 
 def _flat(signature, arguments):
-    """(type, argument) of what is passed: constants are compiled in."""
+    """(type, argument) of each run-time argument, tuples flattened; constants are compiled in."""
     for kind, argument in zip(signature, arguments, strict=True):
         if isinstance(kind, tuple):
             yield from _flat(kind, argument)
@@ -110,7 +110,7 @@ def _bits(kind: str, number: int | float) -> int:
 
 
 def activate(gpu: str) -> Driver:
-    """From here on the process has this GPU ("sm_90"), whose memory is the CPU's."""
+    """Make the emulated GPU ("sm_90") the process's device; its memory is the CPU's."""
     from kvq_kernels import tuning
 
     driver = Driver(gpu)

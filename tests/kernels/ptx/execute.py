@@ -1,4 +1,4 @@
-"""Instructions -> functions that execute them on `Blocks`."""
+"""Maps each instruction to a function that executes it on `Blocks`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ptx.block import Blocks, Step
 from ptx.numbers import PAIRS, RAW, encode, width
 from ptx.program import Instruction, Program
 
-#: Orders of memory, and hints, that executing one instruction after the other fulfils.
+#: Memory ordering and hints: without effect where instructions are executed one after the other.
 _NOTHING = {"bar", "barrier", "fence", "membar", "griddepcontrol", "prefetch", "discard", "nanosleep", "setmaxnreg"}
 
 
 def prepare(program: Program) -> list[Step]:
-    """The instructions with what executes them. NotImplementedError for one that is not known."""
+    """(instruction, its function) of a program. NotImplementedError for unsupported instructions."""
     return [(one, _prepared(one)) for one in program.code]
 
 
@@ -237,13 +237,13 @@ def _multiply(one: Instruction):
 
 
 def _rows(blocks: Blocks, where: str, i: int) -> tuple[np.ndarray, np.ndarray]:
-    """(addresses of the eight rows of the i-th matrix of each warp, their warps)."""
+    """(addresses of the eight rows of matrix i of each warp, their warps)."""
     address = _of_warps(blocks.address(where, "shared"))[:, 8 * i : 8 * i + 8]
     return address, _of_warps(blocks.warps)[:, 8 * i : 8 * i + 8]
 
 
 def _whole(blocks: Blocks, one: Instruction) -> np.ndarray:
-    """Which warps are active, [warps]."""
+    """Warps whose threads are all active, [warps]."""
     active = _of_warps(blocks.active)
     if (active.any(1) != active.all(1)).any():
         raise NotImplementedError(f"{one} by a part of a warp")
@@ -278,7 +278,7 @@ def _store_matrix(one: Instruction):
 
 
 def _copy(one: Instruction):
-    """cp.async: what is copied arrives when it is waited for, not before."""
+    """cp.async: the copy is done when it is waited for, not before."""
     if one.opcode[2] == "commit_group":
         return lambda blocks: blocks.copies.append([])
     if one.opcode[2] in ("wait_group", "wait_all"):

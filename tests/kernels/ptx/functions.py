@@ -1,4 +1,4 @@
-"""Calls of a module's functions, put in the place of the call: what is executed has none."""
+"""Inlines calls of a module's functions: the executor knows none."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ _HEAD = re.compile(r"\.(entry|func)\s+([\w$]+)\s*\(([^)]*)\)\s*(?=([;{.]))")
 _CALL = re.compile(r"\bcall(?:\.uni)?\s+([\w$]+)\s*,\s*\([^)]*\)\s*;")
 _GIVEN = re.compile(r"\bst\.param\.b(\d+)\s+\[param(\d+)(?:\+0)?\]\s*,")
 _TAKEN = re.compile(r"\bld\.param\.b(\d+)\s+([^,]+),\s*\[[\w$]+_param_(\d+)\]")
-#: Registers of a function that is called are numbered from here on, and its arguments from the middle.
+#: First number of the registers of an inlined function; its arguments are numbered from the middle.
 _APART = 100_000
 
 
 def only_kernel(text: str) -> tuple[str, str]:
-    """(how the module's one kernel is declared, its body with all functions in their place). ValueError for a call of
-    what is not in the module, or returns something."""
+    """(parameters, body with all calls inlined) of the module's kernel. ValueError for calls of unknown functions or
+    with results."""
     functions, declared, body = {}, "", ""
     for head in _HEAD.finditer(text):
         kind, name, parameters, follows = head.groups()
         if kind == "entry":
             declared, body = parameters, _body(text, head.end())
-        elif follows == "{":  # and not its declaration ahead of it
+        elif follows == "{":  # a definition, not a declaration
             functions[name] = _body(text, head.end())
     for number in range(1, len(text)):
         call = _CALL.search(body)
@@ -37,7 +37,7 @@ def only_kernel(text: str) -> tuple[str, str]:
 
 
 def _body(text: str, start: int) -> str:
-    """What the braces hold that open next."""
+    """Text between the next opening brace and its closing brace."""
     depth, first = 0, text.index("{", start)
     for brace in re.finditer(r"[{}]", text[first:]):
         depth += 1 if brace[0] == "{" else -1
@@ -47,7 +47,7 @@ def _body(text: str, start: int) -> str:
 
 
 def _in_place(body: str, number: int) -> str:
-    """A function's body as part of what calls it, in the `number`-th call."""
+    """Body of a function for call `number`, with registers and labels of its own."""
     body = _TAKEN.sub(lambda m: f"mov.b{m[1]} {m[2]}, {_argument(0, m[1], m[3])}", body)
     body = re.sub(r"(%(?:p|rs|rd|r|f|fd|rh))(\d+)\b", lambda m: f"{m[1]}{number * _APART + int(m[2])}", body)
     body = re.sub(r"(\$L_\w+)", rf"\1_call_{number}", body)
@@ -55,6 +55,6 @@ def _in_place(body: str, number: int) -> str:
 
 
 def _argument(number: int, bits: str, place: str) -> str:
-    """The register that holds an argument of the `number`-th call."""
+    """Register that holds an argument of call `number`."""
     letters = {"16": "rs", "32": "r", "64": "rd"}[bits]
     return f"%{letters}{number * _APART + _APART // 2 + int(place)}"

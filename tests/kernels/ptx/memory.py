@@ -1,4 +1,4 @@
-"""Global memory: this process's own, of tensors that were passed alone. Shared memory: of one block of threads."""
+"""Global memory (tensors of this process that were passed) and shared memory of blocks, with checks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import numpy as np
 
 _FIRST = 4096
 _SEVERAL = np.uint8(255)
-#: All addresses, as numbers of each size.
+#: The address space as an array of each integer size.
 _ALL = {
     size: np.ctypeslib.as_array((kind * ((1 << 47) // size - _FIRST)).from_address(_FIRST))
     for size, kind in ((1, ctypes.c_uint8), (2, ctypes.c_uint16), (4, ctypes.c_uint32), (8, ctypes.c_uint64))
@@ -16,7 +16,7 @@ _ALL = {
 
 
 class Fault(Exception):
-    """What a device, or its memory checker, would have stopped at."""
+    """An access that a device or its memory checker would report."""
 
 
 def _aligned(address: np.ndarray, size: int) -> None:
@@ -26,7 +26,7 @@ def _aligned(address: np.ndarray, size: int) -> None:
 
 
 class Global:
-    """ranges: (begin, end) of what may be read and written."""
+    """Global memory. ranges: (begin, end) that may be read and written."""
 
     def __init__(self, ranges: list[tuple[int, int]]) -> None:
         joined: list[list[int]] = []
@@ -60,23 +60,25 @@ class Global:
 
 
 class Shared:
-    """Bytes of several blocks, one's after the other's. Which warp of its block has read or written each since the last
-    barrier is kept where blocks have several: its number and 1, or 0 for none.
+    """Shared memory of several blocks, one after the other.
+
+    With several warps per block, the warp that has read or written a byte since the last barrier is recorded: its
+    number plus 1, 0 for none.
     """
 
     def __init__(self, size: int, blocks: int, warps: int) -> None:
         self.own, self.size, self.blocks, self.warps = size, -(-max(size, 1) // 16) * 16, blocks, warps
-        self.bytes = np.full(self.size * blocks, 0xFF, np.uint8)  # not a number, whatever it is read as
+        self.bytes = np.full(self.size * blocks, 0xFF, np.uint8)  # NaN in every float type
         self.checked = warps > 1
         self.readers, self.writers = (np.zeros(self.size * blocks if self.checked else 0, np.uint8) for _ in range(2))
 
     def check(self, address: np.ndarray) -> None:
-        """Of one block's own: whether it begins in its memory."""
+        """Check that a shared access begins in its block's memory."""
         if len(address) and (address.min() < 0 or address.max() >= self.own):
             raise Fault(f"shared memory has {self.own} bytes, of which {int(address.max())} is asked for")
 
     def barrier(self, passed: np.ndarray) -> None:
-        """What blocks `passed` (bool [blocks]) have read and written is settled."""
+        """Forget the accesses of blocks `passed` (bool [blocks]): a barrier has ordered them."""
         if self.checked:
             for marks in (self.readers, self.writers):
                 marks.reshape(self.blocks, -1)[passed] = 0
@@ -92,7 +94,7 @@ class Shared:
             alone = (readers == 0) | (readers == mine)
             self.readers.view(whole)[places] = np.where(alone, mine, _SEVERAL).view(whole)
             readers = self.readers.view(whole)[places].view(np.uint8)
-            others = (readers != mine) & (readers != _SEVERAL)  # warps that read in one instruction
+            others = (readers != mine) & (readers != _SEVERAL)  # several warps read in one instruction
             if others.any():
                 self.readers[(address[:, None] + np.arange(size * count))[others]] = _SEVERAL
         return self.bytes.view(whole)[places].view(f"u{size}")
@@ -109,8 +111,8 @@ class Shared:
         self.bytes.view(whole)[places] = np.ascontiguousarray(numbers).view(whole)
 
     def _reached(self, address: np.ndarray, size: int, warp: np.ndarray) -> tuple[np.ndarray, str, np.ndarray]:
-        """Of `size` bytes at addresses [n]: (places [n, pieces] of the whole numbers that they are made of, the type of
-        these, the threads' marks [n, 1])."""
+        """(indices [n, pieces] of the aligned numbers that accesses of `size` bytes at addresses [n] consist of, their
+        type, the threads' marks [n, 1])."""
         _aligned(address, size)
         piece = min(size, 8)
         places = (address // piece)[:, None] + np.arange(size // piece)

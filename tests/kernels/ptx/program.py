@@ -1,4 +1,4 @@
-"""PTX as text -> a list of instructions."""
+"""Parser of PTX text."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _PARAMETER = re.compile(r"\b\w+_param_\d+\b")
 
 @dataclass(frozen=True)
 class Instruction:
-    """`@guard opcode operands`. guard: (predicate register, whether it must be false) or None. operands: as written;
-    those in braces as a tuple. target: where a branch goes to."""
+    """`@guard opcode operands`. guard: (predicate register, negated) or None. operands: as written, those in braces as
+    a tuple. target: of a branch."""
 
     opcode: tuple[str, ...]
     operands: tuple[str | tuple[str, ...], ...]
@@ -28,12 +28,12 @@ class Instruction:
 
     @cached_property
     def parts(self) -> bool:
-        """Whether threads may go different ways."""
+        """Whether threads may diverge here."""
         return self.target is not None or self.ends
 
     @cached_property
     def waits(self) -> bool:
-        """For the block's other warps."""
+        """Whether this waits for other warps of the block."""
         return self.opcode[0] in ("bar", "barrier") and self.opcode[1] != "warp"
 
     def __str__(self) -> str:
@@ -42,21 +42,21 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Program:
-    """parameters: names, in order."""
+    """A kernel's instructions. parameters: names, in order."""
 
     parameters: list[str]
     code: list[Instruction]
 
 
 def parse(text: str) -> Program:
-    """The one kernel of a module. ValueError for what is not an instruction."""
+    """Program of a module's only kernel. ValueError for anything that is not an instruction."""
     text = re.sub(r"//[^\n]*|^\s*\.(loc|file)\b[^\n]*", "", text, flags=re.MULTILINE)
     declared, body = only_kernel(text)
     body = _renamed(body)
     labels: dict[str, int] = {}
     found: list[Instruction] = []
     for statement in body.split(";"):
-        # Braces around statements are no matter, once registers that are declared within have names of their own.
+        # Braces around statements can be dropped once registers declared within are renamed.
         while match := re.match(r"[{}\s]+|([$\w]+):", statement):
             if match[1]:
                 labels[match[1]] = len(found)
@@ -77,7 +77,7 @@ def parse(text: str) -> Program:
 
 
 def _renamed(body: str) -> str:
-    """Registers that assembly within the source declares, named as the compiler names them."""
+    """Text with registers that inline assembly declares renamed as the compiler names registers."""
     names = {name: kind for kind, name in re.findall(r"\.reg\s+\.(\w+)\s+([A-Za-z]\w*)\s*;", body)}
     for i, (name, kind) in enumerate(names.items()):
         letters = "p" if kind == "pred" else {"16": "rs", "32": "r", "64": "rd"}[kind[-2:]]

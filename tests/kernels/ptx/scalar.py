@@ -1,6 +1,6 @@
-"""Instructions that each thread executes for itself: opcode -> a function of its operands' numbers.
+"""Instructions that each thread executes by itself: opcode -> function of its operands' numbers.
 
-Operands arrive as numpy arrays of the instruction's type, [threads] or, of pairs, [threads, 2].
+Operands are numpy arrays of the instruction's type, [threads] or, for pairs, [threads, 2].
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ _INTEGERS = ("u8", "s8", "u16", "s16", "u32", "s32", "u64", "s64")
 
 
 def _fused(a, b, c):
-    """a b + c, rounded once. Of float32 a product is exact in float64, and its sum rounded to more digits than twice
-    float32's: it is rounded wrongly once in 2^29."""
+    """a b + c, rounded once. For float32 the product is exact in float64, whose sum has more than twice the bits of
+    float32: one in 2^29 results is rounded differently."""
     kind = a.dtype
     exact = a.astype(np.float64) * b.astype(np.float64) + c.astype(np.float64)
     return exact.astype(kind)
 
 
 def _rounded_pairs(a, kind):
-    """bfloat16 numbers are computed as float32; `encode` rounds them."""
+    """Pairs after an operation: bfloat16 is computed in float32, which `encode` rounds."""
     return a if kind.startswith("bf16") else a.astype(np.float16, copy=False)
 
 
 def _quotient(a, b):
-    """Towards zero, as C has it; by zero, anything."""
+    """Integer quotient, rounded towards zero; anything for a division by zero."""
     safe = np.where(b == 0, 1, b).astype(b.dtype)
     found = a // safe
     return found + ((found < 0) & (found * safe != a)).astype(a.dtype)
 
 
 def _bits_of(count, kind):
-    """A shift by the type's width or more leaves nothing, or the sign."""
+    """Shift: by the type's width or more gives 0, or the sign."""
     return np.minimum(count, width(kind) - 1)
 
 
@@ -56,7 +56,7 @@ def _right(kind):
 
 
 def _field(kind):
-    """bfe: `count` bits from `first` on, with the sign of the highest."""
+    """bfe: `count` bits from bit `first` on, sign-extended."""
 
     def field(a, first, count):
         first, count = first & 255, count & 255
@@ -75,7 +75,7 @@ def _field(kind):
 
 
 def _permute(a, b, selector):
-    """prmt: four bytes of the eight of b and a."""
+    """prmt: four of the eight bytes of b and a."""
     pool = np.stack([a, b], 1).view(np.uint8).reshape(len(a), 8)
     found = np.empty((len(a), 4), np.uint8)
     for i in range(4):
@@ -86,7 +86,7 @@ def _permute(a, b, selector):
 
 
 def _funnel(opcode: tuple[str, ...]) -> Function:
-    """shf: 32 bits of the 64 of b and a, shifted."""
+    """shf: 32 of the 64 bits of b and a, shifted."""
 
     def shift(a, b, count):
         count = count & 31 if "wrap" in opcode else np.minimum(count, 32)
@@ -102,7 +102,7 @@ def _count(a):
 
 
 def table(operation: int) -> Function:
-    """lop3: bit i of `operation` is the result where bits of a, b, c are those of i."""
+    """lop3: bit i of `operation` is the result where the bits of a, b, c are those of i."""
 
     def combine(a, b, c, *_):
         found = np.zeros_like(a)
@@ -114,7 +114,7 @@ def table(operation: int) -> Function:
     return combine
 
 
-#: Comparisons, the second half of those true for what is not a number.
+#: Comparisons; those of the second half are also true for NaN.
 _COMPARE: dict[str, Function] = {
     "eq": np.equal,
     "ne": lambda a, b: (a < b) | (a > b),
@@ -203,7 +203,7 @@ def _product(opcode: tuple[str, ...], kind: str) -> Function:
 
 
 def function(opcode: tuple[str, ...]) -> Function:
-    """What an instruction computes. NotImplementedError for what is not known."""
+    """Function of an instruction. NotImplementedError for unsupported ones."""
     base, kind = opcode[0], opcode[-1]
     logic: dict[str, Function] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert}
     try:
@@ -247,7 +247,7 @@ def convert(opcode: tuple[str, ...]) -> tuple[str, str, Function]:
 
 
 def pack(opcode: tuple[str, ...]) -> Function:
-    """cvt of two numbers to a pair: the second is the lower."""
+    """cvt of two numbers to a pair, the second in the lower half."""
     to = opcode[-2]
     if opcode[-1] != "f32":
         raise NotImplementedError(".".join(opcode))

@@ -1,4 +1,4 @@
-"""Instructions that the 32 threads of a warp execute together. Arrays are [warps, 32] of a register's bits."""
+"""Instructions that the 32 threads of a warp execute together, on arrays [warps, 32] of a register's bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ GROUP, WITHIN = _LANE // 4, _LANE % 4
 
 
 def shuffle(mode: str, a: np.ndarray, which: np.ndarray, bounds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(what each thread gets, whether its source is within its segment)."""
+    """(value for each thread, whether its source is in its segment)."""
     clamp, mask = bounds & 31, (bounds >> 8) & 31
     lane = np.broadcast_to(_LANE.astype(np.uint32), a.shape)
     most = (lane & mask) | (clamp & ~mask & 31)
@@ -32,7 +32,7 @@ def shuffle(mode: str, a: np.ndarray, which: np.ndarray, bounds: np.ndarray) -> 
 
 
 def reduce(operation: str, kind: str, a: np.ndarray) -> np.ndarray:
-    """One number of all threads."""
+    """The threads' numbers reduced to one, for all of them."""
     signed = a.view(np.int32) if kind == "s32" else a
     found = {
         "add": lambda: signed.sum(1, dtype=signed.dtype),
@@ -46,19 +46,19 @@ def reduce(operation: str, kind: str, a: np.ndarray) -> np.ndarray:
 
 
 def _halves(registers: list[np.ndarray], kind: str) -> np.ndarray:
-    """[warps, 8, 4, registers, 2]: what threads of each group hold."""
+    """[warps, 8, 4, registers, 2]: both halves of the registers of each thread, by groups of four."""
     raw = np.stack(registers, 2)
     return decode(raw.reshape(-1), kind + "x2").reshape(-1, 8, 4, len(registers), 2)
 
 
 def left16(registers, kind):
-    """[warps, 16, 16] of four registers of pairs, which begin at rows 0, 8, 0, 8 and columns 0, 0, 8, 8."""
+    """[warps, 16, 16] from four registers of pairs, which begin at rows 0, 8, 0, 8 and columns 0, 0, 8, 8."""
     numbers = _halves(registers, kind).reshape(-1, 8, 4, 2, 2, 2)
     return numbers.transpose(0, 4, 1, 3, 2, 5).reshape(-1, 16, 16)
 
 
 def _right16(registers, kind):
-    """[warps, 16, 8] of two registers of pairs."""
+    """[warps, 16, 8] from two registers of pairs."""
     return _halves(registers, kind).transpose(0, 3, 2, 4, 1).reshape(-1, 16, 8)
 
 
@@ -77,7 +77,7 @@ def _right8(registers):
 
 
 def multiply(opcode: tuple[str, ...], a: list, b: list, c: list) -> list[np.ndarray]:
-    """mma of 16 x 8 results in float32."""
+    """mma: 16 x 8 results in float32."""
     shape, kind = opcode[3], opcode[-2]
     if shape == "m16n8k16" and kind in ("f16", "bf16"):
         left, right = left16(a, kind), _right16(b, kind)
@@ -94,7 +94,7 @@ def multiply(opcode: tuple[str, ...], a: list, b: list, c: list) -> list[np.ndar
 
 
 def from_rows(rows: np.ndarray, transposed: bool) -> np.ndarray:
-    """A matrix [warps, 8, 8] of 16-bit numbers as a register [warps, 32] of pairs."""
+    """Register [warps, 32] of pairs from a matrix [warps, 8, 8] of 16-bit numbers."""
     if transposed:
         rows = rows.transpose(0, 2, 1)
     low, high = rows[:, GROUP, 2 * WITHIN], rows[:, GROUP, 2 * WITHIN + 1]

@@ -1,6 +1,6 @@
-"""Products of four warps (wgmma), whose right sides, and maybe left ones, lie in shared memory as descriptors say.
+"""Products of four warps (wgmma): right operands, and possibly left ones, are in shared memory, given by descriptors.
 
-What is asked for is done at once: that its results are not used before they are waited for is not checked.
+They are executed at once: results that are used before they are waited for are not detected.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from ptx.block import Blocks
 from ptx.numbers import decode
 from ptx.program import Instruction
 
-#: Bytes after which the pattern of swizzled 16-byte pieces begins again, by the descriptor's last two bits.
+#: Period in bytes of the swizzle pattern of 16-byte pieces, by the descriptor's last two bits.
 _SPANS = {0: 16, 1: 128, 2: 64, 3: 32}
 
 
 def prepare(one: Instruction):
-    """What executes an instruction of this kind."""
+    """Function of a wgmma instruction."""
     if one.opcode[1] in ("fence", "commit_group", "wait_group"):
         return lambda blocks: None
     shape, kind = one.opcode[4], one.opcode[-1]
@@ -57,8 +57,8 @@ def prepare(one: Instruction):
 
 
 def _shared(blocks: Blocks, name: str, lines: int, kind: str, turned: bool, own: np.ndarray) -> np.ndarray:
-    """[groups, lines, 16] numbers of a descriptor, of the groups of four warps `own`. turned: numbers of one line are
-    not next to each other, but those of one of the 16 are."""
+    """[groups, lines, 16] numbers that a descriptor gives, for the groups of four warps `own`. turned: transposed, the
+    16 numbers of a line are in different rows."""
     descriptor = blocks.read(name, "u64").reshape(-1, 128)[own, 0]
     begin, leading, stride = (((descriptor >> np.uint64(at)) & 0x3FFF).astype(np.int64) * 16 for at in (0, 16, 32))
     modes = {int(mode) for mode in descriptor >> np.uint64(62)}

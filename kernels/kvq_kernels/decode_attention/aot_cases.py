@@ -1,34 +1,43 @@
-"""The storage families that are compiled and read without a GPU, at Llama-3.1-8B's shapes: sides without memory."""
+"""Ahead-of-time cases of decode attention: every storage family at Llama-3.1-8B's shapes, as sides without memory.
+
+`kvq_kernels.aot_cases` describes a `Launch`; the benchmarks fill the same sides with random numbers.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Literal
 
 import torch
 import triton
+from torch import Tensor
 
+from kvq_kernels.aot_cases import Launch, stored_bytes
 from kvq_kernels.decode_attention.configs import choose_tile
 from kvq_kernels.decode_attention.kernel import combine_kernel, split_kernel
 from kvq_kernels.decode_attention.launch import Workspace, arguments, constants
-from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, Rope, Side, Uniform
-from kvq_kernels.decode_attention.slots import PIECE
-from kvq_kernels.decode_attention.spec import SideSpec
+from kvq_kernels.decode_attention.outliers import CHUNK
+from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, Packed, PerHead, Rope, Side, Uniform
+from kvq_kernels.decode_attention.spec import SideSpec, Tile
 from kvq_kernels.planar import high_words, low_words
-from kvq_kernels.shipped import Launch
 
 ROWS, HEADS, GROUP, DIM, TOKENS = 8, 8, 4, 128, 4096
 
+Axis = Literal["channel", "token"]
 
-def _empty(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+
+def _empty(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _side(packed, dtype: torch.dtype = torch.float16) -> Side:
-    windows = [_empty(ROWS, HEADS, n, DIM, dtype=dtype) for n in (32, 128)]
-    return Side(packed, _empty(ROWS, dtype=torch.int32), *windows)
+def _side(packed: Packed, dtype: torch.dtype = torch.float16) -> Side:
+    """With 32 sinks and a ring buffer of 128 tokens."""
+    sinks, ring = (_empty(ROWS, HEADS, n, DIM, dtype=dtype) for n in (32, 128))
+    return Side(packed, _empty(ROWS, dtype=torch.int32), sinks, ring)
 
 
-def uniform(bits: int, axis: str, group: int, symmetric: bool = False, dtype: torch.dtype = torch.float16) -> Side:
+def uniform(bits: int, axis: Axis, group: int, symmetric: bool = False, dtype: torch.dtype = torch.float16) -> Side:
+    """Uniform codes with a zero-point per group or, symmetric, a constant level."""
     words = low_words(bits, DIM) + high_words(bits, DIM)
     size = (ROWS, HEADS, TOKENS // group, DIM) if axis == "channel" else (ROWS, HEADS, TOKENS, DIM // group)
     zero, level = (None, 2 ** (bits - 1) - 1) if symmetric else (_empty(*size, dtype=dtype), 0)
@@ -37,15 +46,18 @@ def uniform(bits: int, axis: str, group: int, symmetric: bool = False, dtype: to
 
 
 def codebook(block: tuple[int, int], normalize: bool = False) -> Side:
+    """Vector codebooks of 256 entries per 8 bits of codes, with mean and standard deviation per channel or without."""
     size = block[0] * block[1]
     codes = _empty(ROWS, HEADS, TOKENS // block[0], DIM // block[1], dtype=torch.uint8)
     stats = [_empty(HEADS, DIM) for _ in range(2)] if normalize else (None, None)
     return _side(Codebook(codes, _empty(HEADS, DIM // size, 256, size), block, *stats))
 
 
-def hybrid(bits: int, axis: str) -> Side:
-    """InnerQ's groups of 32, symmetric or asymmetric each, with a word of sign bits or a zero-point; keys' normed."""
+def hybrid(bits: int, axis: Axis) -> Side:
+    """InnerQ's groups of 32, symmetric or asymmetric each, with a word of sign bits or a zero-point; keys with a
+    norm."""
     side = uniform(bits, axis, 32, symmetric=True)
+    assert isinstance(side.packed, Uniform)
     word = _empty(*side.packed.scale.shape, dtype=torch.int32)
     side = replace(side, packed=replace(side.packed, level=0, sign=word, hybrid=True))
     norm = _empty(ROWS, HEADS, DIM, dtype=torch.float32)
@@ -53,7 +65,7 @@ def hybrid(bits: int, axis: str) -> Side:
 
 
 def scalars(bits: int, keys: bool) -> Side:
-    """KVQuant's: one codebook of single numbers for all channels, which are normalized (keys), or tokens are."""
+    """KVQuant's scalar codebook for all channels; keys are normalized per channel, values per token."""
     words = low_words(bits, DIM) + high_words(bits, DIM)
     codes = _empty(ROWS, HEADS, TOKENS, words, dtype=torch.int32)
     stats = [_empty(HEADS, DIM) for _ in range(2)] if keys else (None, None)
@@ -61,35 +73,38 @@ def scalars(bits: int, keys: bool) -> Side:
     return _side(Codebook(codes, _empty(1, 1, 2**bits, 1), (1, 1), *stats, *tokens))
 
 
-def with_outliers(side: Side, together: bool = False) -> Side:
-    """One number in a hundred of blocks of 32 tokens of a head, or of each of their tokens of all heads together."""
+def with_outliers(side: Side, pooled: bool = False) -> Side:
+    """1% outliers per block of 32 tokens: a list per head or, pooled, one list for all heads."""
     blocks = TOKENS // 32
-    size = (ROWS, 1, blocks, HEADS * DIM // 100 * 32) if together else (ROWS, HEADS, blocks, 32 * DIM // 100)
-    start = _empty(ROWS, 1, blocks, HEADS + 1, dtype=torch.int32) if together else None
+    size = (ROWS, 1, blocks, HEADS * DIM // 100 * 32) if pooled else (ROWS, HEADS, blocks, 32 * DIM // 100)
+    start = _empty(ROWS, 1, blocks, HEADS + 1, dtype=torch.int32) if pooled else None
     return replace(side, outliers=Outliers(_empty(*size, dtype=torch.int16), _empty(*size), 32, start))
 
 
 def dense() -> Side:
+    """16-bit numbers."""
     return _side(Dense(_empty(ROWS, HEADS, TOKENS, DIM)))
 
 
 def rope() -> Rope:
-    tables = [_empty(32, 2, DIM // 2, dtype=torch.float32), _empty(Rope.STEP, 2, DIM // 2, dtype=torch.float32)]
-    return Rope("half", _empty(DIM // 2, dtype=torch.float32), 1.0, *tables, _empty(Rope.STEP, 2, DIM // 2))
+    """Tables for `TOKENS` positions."""
+    coarse, fine = (_empty(rows, 2, DIM // 2, dtype=torch.float32) for rows in (TOKENS // Rope.STEP, Rope.STEP))
+    return Rope("half", _empty(DIM // 2, dtype=torch.float32), 1.0, coarse, fine, _empty(Rope.STEP, 2, DIM // 2))
 
 
-def shipped() -> dict[str, tuple[Side, Side, Rope | None]]:
-    """name -> keys, values, rotation."""
+def storage_cases() -> dict[str, tuple[Side, Side, Rope | None]]:
+    """name -> (keys, values, rope) of every storage family."""
+    axes: tuple[Axis, Axis] = ("channel", "token")
     cases: dict[str, tuple[Side, Side, Rope | None]] = {"fp16": (dense(), dense(), None)}
     for bits, group in ((1, 32), (2, 32), (2, 128), (3, 32), (4, 32), (4, 128), (8, 128)):
         keys, values = uniform(bits, "channel", group), uniform(bits, "token", group)
         cases[f"kivi-{bits}bit-g{group}"] = (keys, values, None)
     for bits in (2, 4):
         cases[f"innerq-{bits}bit"] = (uniform(bits, "token", 32), uniform(bits, "channel", 32), None)
-        symmetric = [uniform(bits, axis, 32, symmetric=True) for axis in ("token", "channel")]
-        cases[f"innerq-{bits}bit-inside"] = (*symmetric, None)
-    halves = [uniform(2, axis, 32, dtype=torch.bfloat16) for axis in ("channel", "token")]
-    cases["kivi-2bit-g32-bfloat16"] = (*halves, None)
+        keys, values = (uniform(bits, axis, 32, symmetric=True) for axis in reversed(axes))
+        cases[f"innerq-{bits}bit-inside"] = (keys, values, None)
+    keys, values = (uniform(2, axis, 32, dtype=torch.bfloat16) for axis in axes)
+    cases["kivi-2bit-g32-bfloat16"] = (keys, values, None)
     cases["innerq-2bit-hybrid"] = (hybrid(2, "token"), hybrid(2, "channel"), None)
     for size in (2, 4, 8):
         cases[f"temporal-{8 // size}bit"] = (codebook((size, 1), True), codebook((size, 1)), rope())
@@ -99,25 +114,28 @@ def shipped() -> dict[str, tuple[Side, Side, Rope | None]]:
     for bits in (2, 3, 4):
         cases[f"kvquant-{bits}bit"] = (scalars(bits, keys=True), scalars(bits, keys=False), rope())
     keys, values, rotation = cases["kvquant-2bit"]
-    cases["kvquant-2bit-outliers"] = (with_outliers(keys), with_outliers(values, together=True), rotation)
+    cases["kvquant-2bit-outliers"] = (with_outliers(keys), with_outliers(values, pooled=True), rotation)
     return cases
 
 
 def family(name: str) -> str:
-    keys, values, _ = shipped()[name]
+    """One of `kvq_kernels.aot_cases.KINDS`: what the main loop of a case reads."""
+    keys, values, _ = storage_cases()[name]
     kinds = {type(side.packed) for side in (keys, values)}
     return "codebook" if Codebook in kinds else "uniform" if Uniform in kinds else "dense"
 
 
-def tile_of(name: str, gpu: str):
-    keys, values, _ = shipped()[name]
+def tile_of(name: str, gpu: str) -> Tile:
+    """Tuned tile of a case on a GPU family."""
+    keys, values, _ = storage_cases()[name]
     return choose_tile(gpu, SideSpec.of(keys, DIM), SideSpec.of(values, DIM))
 
 
 def launches(gpu: str) -> dict[str, Launch]:
-    """The split pass of every family, and the combination."""
-    found = {}
-    for name, (keys, values, rotation) in shipped().items():
+    """The split pass of every case, and the combination."""
+    cases = {}
+    for name, (keys, values, rotation) in storage_cases().items():
+        assert keys.ring is not None
         query = _empty(ROWS, HEADS * GROUP, DIM, dtype=keys.ring.dtype)
         workspace = Workspace.like(query, 8)
         tile = tile_of(name, gpu)
@@ -125,30 +143,32 @@ def launches(gpu: str) -> dict[str, Launch]:
         given = arguments(query, keys, values, keys.count, rotation, DIM**-0.5, workspace)
         numbers = 2 * fixed["N"] * DIM
         bits = (_bits(keys) + _bits(values)) / 2
-        turns = max(_pieces(side, fixed["N"]) for side in (keys, values))
+        chunks = max(_chunks(side, fixed["N"]) for side in (keys, values))
         options = tile.options()
-        found[name] = Launch(split_kernel, given, fixed, options, family(name), numbers, bits, max(1, turns), turns > 0)
+        cases[name] = Launch(
+            split_kernel, given, fixed, options, family(name), numbers, bits, max(1, chunks), slow=chunks > 0
+        )
     given = (workspace.partial, workspace.logsum, query, workspace.splits + 1)
-    found["combine"] = Launch(combine_kernel, given, {"D": DIM, "WIDE": DIM, "S": triton.next_power_of_2(9)})
-    return found
+    cases["combine"] = Launch(combine_kernel, given, {"D": DIM, "WIDE": DIM, "S": triton.next_power_of_2(9)})
+    return cases
 
 
-def _pieces(side: Side, tokens: int) -> int:
-    """In how many pieces the outliers of a tile of so many tokens of one head are added, where heads have as many."""
+def _chunks(side: Side, tokens: int) -> int:
+    """Chunks of outliers per head in a tile of so many tokens, where all heads have equally many."""
     if side.outliers is None:
         return 0
-    return -(-side.outliers.index.numel() * tokens // (ROWS * HEADS * TOKENS * PIECE.value))
+    return -(-side.outliers.index.numel() * tokens // (ROWS * HEADS * TOKENS * CHUNK.value))
 
 
 def _bits(side: Side) -> float:
-    """Read per packed number: codes, scales, zero-points and outliers; codebooks stay in the caches."""
+    """Bits read per packed number: codes, scales, zero-points and outliers; codebooks stay in caches."""
     packed = side.packed
-    parts = [packed.numbers] if isinstance(packed, Dense) else [packed.codes]
+    assert not isinstance(packed, PerHead)
+    parts: list[Tensor | None] = [packed.numbers if isinstance(packed, Dense) else packed.codes]
     if isinstance(packed, Uniform):
-        parts += [part for part in (packed.scale, packed.zero, packed.sign) if part is not None]
-    if isinstance(packed, Codebook) and packed.token_scale is not None:
+        parts += [packed.scale, packed.zero, packed.sign]
+    if isinstance(packed, Codebook):
         parts += [packed.token_scale, packed.token_zero]
     if side.outliers is not None:
-        lists = side.outliers
-        parts += [lists.index, lists.value, *([] if lists.start is None else [lists.start])]
-    return 8 * sum(part.numel() * part.element_size() for part in parts) / (ROWS * HEADS * TOKENS * DIM)
+        parts += [side.outliers.index, side.outliers.value, side.outliers.start]
+    return 8 * stored_bytes(*parts) / (ROWS * HEADS * TOKENS * DIM)
