@@ -76,7 +76,7 @@ class Attached:
         return self._latest
 
     def report(self, cache: CompressedCache | None = None) -> CacheReport:
-        """Bytes and bits of `cache`, or of the newest one."""
+        """Bytes and bits of `cache`, or of the newest cache."""
         cache = cache or self._latest
         if cache is None:
             raise UsageError("there is no cache to report on: make one with new_cache()")

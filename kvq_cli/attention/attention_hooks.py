@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,7 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from kvq_cli.attention.capture_points import AttentionLayer, layer_input
+from kvq_cli.attention.capture_points import AttentionLayer, CapturePoint, layer_input
 from kvq_cli.attention.forward_context import Backend, ForwardContext
 from kvq_cli.attention.rotary import Rotation, has_fixed_rope
 from kvq_cli.attention.score_form import PLAIN, ScoreForm
@@ -58,7 +58,7 @@ class AttentionHooks:
         self._decoder, self._layers, self._plans, self._backends = decoder, layers, plans, backends
         self._compressed, self._max_tokens = compressed, max_tokens
 
-    def owns(self, cache: object) -> bool:
+    def owns(self, cache: object) -> TypeGuard[CompressedCache]:
         """Whether `cache` is a compressed cache of this attach."""
         return isinstance(cache, CompressedCache) and cache.layers[0].plan is self._plans[0]
 
@@ -71,8 +71,8 @@ class AttentionHooks:
         for layer, plan in zip(self._layers, self._plans, strict=True):
             if plan.keys.source == "post_rope":
                 continue
-            if plan.keys.source == "pre_rope":
-                self._add(undo, layer.key.module.register_forward_hook(self._key_hook(layer)))
+            if layer.key is not None and plan.keys.source == "pre_rope":
+                self._add(undo, layer.key.module.register_forward_hook(self._key_hook(layer, layer.key)))
             else:
                 hook = self._input_hook(layer)
                 self._add(undo, layer.module.register_forward_pre_hook(hook, with_kwargs=True))
@@ -124,13 +124,13 @@ class AttentionHooks:
                 raise KvqError(f"{layer.name} did not compute its attention with kvq: was its implementation changed?")
         self.forget_pass()
 
-    def _key_hook(self, layer: AttentionLayer) -> Callable[[nn.Module, tuple, Tensor], None]:
+    def _key_hook(self, layer: AttentionLayer, key: CapturePoint) -> Callable[[nn.Module, tuple, Tensor], None]:
         """After the module that last shapes the key before RoPE: hand it to the cache."""
 
         def hook(_module: nn.Module, _args: tuple, output: Tensor) -> None:
             context = self._context(layer.module)
             if context is not None:
-                context.layer.capture_key(layer.key.view(output))
+                context.layer.capture_key(key.view(output))
 
         return hook
 
@@ -188,12 +188,12 @@ def recorded_score_forms() -> Iterator[dict[nn.Module, ScoreForm]]:
         AttentionInterface.register(NAME, attention)
 
 
-def mask(*args: Any, q_length: int, device: torch.device | str = "cpu", **kwargs: Any) -> Tensor | None:
+def mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """transformers' mask interface. A decode step of the compressed cache needs no mask: on a GPU none is made, since
     whether there are pads would be read back from it."""
-    if active and would_sync(torch.device(device), q_length):
+    if active and would_sync(torch.device(kwargs.get("device", "cpu")), kwargs["q_length"]):
         return None
-    return sdpa_mask(*args, q_length=q_length, device=device, **kwargs)
+    return sdpa_mask(*args, **kwargs)
 
 
 def attention(

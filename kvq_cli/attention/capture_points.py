@@ -1,13 +1,14 @@
-"""Where a model's attention can be reached: its attention modules and, in each, the pre-RoPE key, value and input.
+"""The attention layers of a model and their capture points: where the pre-RoPE key, the value and the input appear.
 
 The only place that knows how transformers lays out attention. It copies no model's code: the key before RoPE is the
 output of the module that last shapes it (`k_norm`, else `k_proj`, else the key part of a module for queries, keys and
 values), which holds for Llama, Mistral, Qwen, Phi, Gemma, OLMo, GLM, Cohere, GPT-NeoX, GPT-2 and others alike, and is
-checked, not believed: a short forward pass compares what these points see with what the model hands to its cache.
+checked: a short forward pass compares the outputs of these points with what the model gives to its cache.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +20,10 @@ from transformers.cache_utils import DynamicCache
 from kvq_cli.attention.rotary import Rotation, find_rotation
 from kvq_cli.attention.score_form import PLAIN, ScoreForm
 from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.methods.base import ModelShape
 from kvq_cli.models import model_shape, text_config
 
-#: What models call their list of layers, and a layer its attention.
+#: Names of the list of layers in models, and of the attention in a layer.
 _LAYERS, _ATTENTION = ("layers", "h"), ("self_attn", "attention", "attn")
 #: One module for queries, keys and values: are those of each head together? Else all queries come first.
 _FUSED = {"qkv_proj": False, "c_attn": False, "query_key_value": True}
@@ -58,6 +60,22 @@ class CapturePoint:
         return output.reshape(*output.shape[:2], self.heads, self.head_dim).transpose(1, 2)
 
 
+@dataclass
+class Probe:
+    """The tensors of one attention module in a short forward pass.
+
+    tokens: how many there were. input: X `[1, tokens, hidden_size]`. inputs, outputs: of the candidates for capture
+    points, by id of the module. key, value: what the model gave to its cache.
+    """
+
+    tokens: int
+    input: Tensor = field(default_factory=lambda: torch.empty(0))
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    key: Tensor = field(default_factory=lambda: torch.empty(0))
+    value: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
 @dataclass(frozen=True)
 class AttentionLayer:
     """One attention module of a model, and its capture points.
@@ -65,8 +83,8 @@ class AttentionLayer:
     key, value: None where they were not asked for.
     rotation: how the model turns the captured key into the cached one (style "none" for a layer without RoPE, and where
     the captured one is not asked for). sliding_window: how many tokens back a query sees, itself included; None: all.
-    seen: what a short pass saw of the module: see `_probe`.
-    score_form: how scores become weights; `attach` finds out.
+    probe: the tensors of a short forward pass.
+    score_form: how scores become weights; set by `attach`.
     """
 
     index: int
@@ -76,30 +94,30 @@ class AttentionLayer:
     value: CapturePoint | None
     rotation: Rotation
     sliding_window: int | None
-    seen: dict = field(repr=False)
+    probe: Probe = field(repr=False)
     score_form: ScoreForm = PLAIN
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """The submodule that owns the decoder layers and makes their masks (`model.model` of a `...ForCausalLM`)."""
-    found = [m for m in model.modules() if isinstance(m, PreTrainedModel) and isinstance(_layers(m), nn.ModuleList)]
-    if len(found) != 1:
+    decoders = [m for m in model.modules() if isinstance(m, PreTrainedModel) and isinstance(_layers(m), nn.ModuleList)]
+    if len(decoders) != 1:
         raise UsageError(f"{type(model).__name__}: kvq needs a decoder-only model with one stack of layers")
-    return found[0]
+    return decoders[0]
 
 
 def attention_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     """(name, module) of each layer's attention, in layer order."""
-    decoder = decoder_of(model)
     names = {id(module): name for name, module in model.named_modules()}
-    found = []
-    for layer in _layers(decoder):
-        module = next((own for name in _ATTENTION if (own := getattr(layer, name, None)) is not None), None)
+    modules: list[tuple[str, nn.Module]] = []
+    for layer in _layers(decoder_of(model)) or ():
+        candidates = (getattr(layer, name, None) for name in _ATTENTION)
+        module = next((candidate for candidate in candidates if candidate is not None), None)
         if module is None or not isinstance(getattr(module, "layer_idx", None), int):
-            names = ", ".join(_ATTENTION)
-            raise UsageError(f"{type(model).__name__}: layer {len(found)} has none of {names} with a layer_idx")
-        found.append((names[id(module)], module))
-    return found
+            tried = ", ".join(_ATTENTION)
+            raise UsageError(f"{type(model).__name__}: layer {len(modules)} has none of {tried} with a layer_idx")
+        modules.append((names[id(module)], module))
+    return modules
 
 
 def attention_layers(model: PreTrainedModel, points: bool = True) -> list[AttentionLayer]:
@@ -113,35 +131,35 @@ def attention_layers(model: PreTrainedModel, points: bool = True) -> list[Attent
     windows, decoder = sliding_windows(config), decoder_of(model)
     kinds = getattr(config, "layer_types", None) or [""] * shape.layers
     # The number of tokens differs from the number of heads, so that the two dimensions cannot be mixed up.
-    seen = _probe(model, tokens=shape.kv_heads + 3)
-    sites = []
+    probes = _probe(model, tokens=shape.kv_heads + 3)
+    layers = []
     for index, (name, module) in enumerate(attention_modules(model)):
-        probe = seen[index]
-        if not (probe["key"].isfinite().all() and probe["value"].isfinite().all()):
+        probe = probes[index]
+        if not (probe.key.isfinite().all() and probe.value.isfinite().all()):
             raise KvqError(
                 f"{name}: its keys or values hold NaN or infinity: check the weights, or try --dtype float32"
             )
-        expected = (1, shape.kv_heads, probe["tokens"], shape.head_dim)
-        for what in ("key", "value"):
-            if probe[what].shape != expected:
+        expected = (1, shape.kv_heads, probe.tokens, shape.head_dim)
+        for kind, cached in (("key", probe.key), ("value", probe.value)):
+            if cached.shape != expected:
                 raise UsageError(
-                    f"{name}: caches {what}s of shape {tuple(probe[what].shape)} where its config means {expected}: "
+                    f"{name}: caches {kind}s of shape {tuple(cached.shape)} where its config means {expected}: "
                     "attention of this kind is not supported"
                 )
         if not points:
-            unturned = Rotation("none", probe["key"].new_zeros(0), probe["key"].shape[-1])
-            sites.append(AttentionLayer(index, name, module, None, None, unturned, windows[index], probe))
+            unrotated = Rotation("none", probe.key.new_zeros(0), probe.key.shape[-1])
+            layers.append(AttentionLayer(index, name, module, None, None, unrotated, windows[index], probe))
             continue
         key = _capture_point(module, name, _KEY_NAMES, shape, probe, part=1)
         value = _capture_point(module, name, _VALUE_NAMES, shape, probe, part=2)
-        if not torch.equal(value.view(probe["outputs"][id(value.module)]), probe["value"]):
+        if not torch.equal(value.view(probe.outputs[id(value.module)]), probe.value):
             raise UsageError(f"{name}: the cached value is not the output of {type(value.module).__name__}")
-        before = key.view(probe["outputs"][id(key.module)])
-        rotation = find_rotation(getattr(decoder, "rotary_emb", None), kinds[index], before, probe["key"])
+        before = key.view(probe.outputs[id(key.module)])
+        rotation = find_rotation(getattr(decoder, "rotary_emb", None), kinds[index], before, probe.key)
         if rotation is None:
             raise UsageError(f"{name}: the cached key is no rotation (half or interleaved) of the key before RoPE")
-        sites.append(AttentionLayer(index, name, module, key, value, rotation, windows[index], probe))
-    return sites
+        layers.append(AttentionLayer(index, name, module, key, value, rotation, windows[index], probe))
+    return layers
 
 
 def layer_input(args: tuple, kwargs: dict) -> Tensor:
@@ -165,16 +183,19 @@ def sliding_windows(config: Any) -> list[int | None]:
 
 
 def _layers(module: nn.Module) -> nn.ModuleList | None:
-    return next((own for name in _LAYERS if (own := getattr(module, name, None)) is not None), None)
+    candidates = (getattr(module, name, None) for name in _LAYERS)
+    return next((candidate for candidate in candidates if candidate is not None), None)
 
 
-def _capture_point(module, name, candidates, shape, probe, part: int) -> CapturePoint:
+def _capture_point(
+    module: nn.Module, name: str, candidates: Sequence[str], shape: ModelShape, probe: Probe, part: int
+) -> CapturePoint:
     """The last module that shapes a key (part 1) or value (part 2); see `CapturePoint` for its layouts."""
     for candidate in candidates:
         child = getattr(module, candidate, None)
-        if child is None or id(child) not in probe["outputs"]:
+        if child is None or id(child) not in probe.outputs:
             continue
-        output, size = probe["outputs"][id(child)], shape.kv_heads * shape.head_dim
+        output, size = probe.outputs[id(child)], shape.kv_heads * shape.head_dim
         if candidate in _FUSED:
             if output.shape[-1] != shape.query_heads * shape.head_dim + 2 * size:
                 continue
@@ -182,48 +203,41 @@ def _capture_point(module, name, candidates, shape, probe, part: int) -> Capture
                 return CapturePoint(child, shape.kv_heads, shape.head_dim, place=part)
             start = shape.query_heads * shape.head_dim + (part - 1) * size
             return CapturePoint(child, shape.kv_heads, shape.head_dim, start, start + size)
-        if output[0].numel() == probe["tokens"] * size:
+        if output[0].numel() == probe.tokens * size:
             heads_first = output.ndim == 4 and output.shape[1] == shape.kv_heads
             return CapturePoint(child, shape.kv_heads, shape.head_dim, heads_first=heads_first)
     raise UsageError(f"{name}: none of {', '.join(candidates)} gives {shape.kv_heads} kv heads of {shape.head_dim}")
 
 
 class _ProbeCache(DynamicCache):
-    """Remembers what the model hands to its cache."""
+    """Puts what the model gives to its cache into the probes of its layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, probes: list[Probe]) -> None:
         super().__init__()
-        self.seen: dict[int, tuple[Tensor, Tensor]] = {}
+        self._probes, self.updated = probes, set[int]()
 
-    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        self.seen[layer_idx] = (key_states, value_states)
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if layer_idx < len(self._probes):
+            self._probes[layer_idx].key, self._probes[layer_idx].value = key_states, value_states
+            self.updated.add(layer_idx)
         return key_states, value_states
 
 
 @torch.no_grad()
-def _probe(model: PreTrainedModel, tokens: int) -> list[dict]:
-    """Per layer: the module's `input` `[1, tokens, hidden_size]`, raw `outputs` of the candidate modules and what each
-    of them took in (`inputs`), the `key` and `value` given to the cache, the number of `tokens`."""
-    decoder, cache = decoder_of(model), _ProbeCache()
-    modules = [module for _, module in attention_modules(model)]
-    outputs: list[dict[int, Tensor]] = [{} for _ in modules]
-    inputs: list[dict[int, Tensor]] = [{} for _ in modules]
-    layer_inputs: list[Tensor | None] = [None] * len(modules)
+def _probe(model: PreTrainedModel, tokens: int) -> list[Probe]:
+    """The probes of all layers, from a forward pass over random embeddings of `tokens` tokens."""
+    decoder, modules = decoder_of(model), [module for _, module in attention_modules(model)]
+    probes = [Probe(tokens) for _ in modules]
+    cache = _ProbeCache(probes)
     handles = []
-    for index, module in enumerate(modules):
-
-        def before(_module, args, kwargs, index=index):
-            layer_inputs[index] = layer_input(args, kwargs)
-
-        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+    for module, probe in zip(modules, probes, strict=True):
+        handles.append(module.register_forward_pre_hook(_input_recorder(probe), with_kwargs=True))
         for name in {*_KEY_NAMES, *_VALUE_NAMES}:
             if isinstance(child := getattr(module, name, None), nn.Module):
-
-                def after(child, args, output, index=index):
-                    inputs[index][id(child)], outputs[index][id(child)] = args[0], output
-
-                handles.append(child.register_forward_hook(after))
-    weight = model.get_input_embeddings().weight
+                handles.append(child.register_forward_hook(_output_recorder(probe)))
+    weight: Any = model.get_input_embeddings().weight
     noise = torch.Generator().manual_seed(0)
     embeds = torch.randn(1, tokens, weight.shape[1], generator=noise).to(weight)
     try:
@@ -234,17 +248,21 @@ def _probe(model: PreTrainedModel, tokens: int) -> list[dict]:
     finally:
         for handle in handles:
             handle.remove()
-    missing = [index for index in range(len(modules)) if index not in cache.seen]
+    missing = [index for index in range(len(modules)) if index not in cache.updated]
     if missing:
         raise UsageError(f"{type(model).__name__}: layer {missing[0]} does not use a key-value cache of its own")
-    return [
-        {
-            "tokens": tokens,
-            "input": layer_inputs[index],
-            "inputs": inputs[index],
-            "outputs": outputs[index],
-            "key": cache.seen[index][0],
-            "value": cache.seen[index][1],
-        }
-        for index in range(len(modules))
-    ]
+    return probes
+
+
+def _input_recorder(probe: Probe) -> Callable[[nn.Module, tuple, dict[str, Any]], None]:
+    def hook(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        probe.input = layer_input(args, kwargs)
+
+    return hook
+
+
+def _output_recorder(probe: Probe) -> Callable[[nn.Module, tuple, Tensor], None]:
+    def hook(module: nn.Module, args: tuple, output: Tensor) -> None:
+        probe.inputs[id(module)], probe.outputs[id(module)] = args[0], output
+
+    return hook

@@ -180,7 +180,7 @@ class _Steps:
         """The logits of the step by the model's own forward."""
         cache.cache_position = self._cache_position
         try:
-            return self._plain(
+            logits = self._plain(
                 input_ids=self.ids,
                 position_ids=self._positions,
                 past_key_values=cache,
@@ -189,3 +189,6 @@ class _Steps:
             ).logits
         finally:
             cache.cache_position = None
+        if logits is None:
+            raise RuntimeError("the model returned no logits")
+        return logits

@@ -1,4 +1,4 @@
-"""What the kernels of kvq_kernels can read of a layer, and a stream's tensors in the form in which they take them.
+"""Which layers the kernels of kvq_kernels can read, and a stream's tensors as they take them.
 
 Importing this imports Triton.
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kvq_cli.attention.rotary import Rotation
 from kvq_cli.cache.prompt_stream import PromptStream
-from kvq_cli.cache.stream import Stream
+from kvq_cli.cache.stream import Stream, StreamReader
 from kvq_cli.codecs.base import AnyCodec, PromptCodec
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.codecs.gear import GearCodec
@@ -26,12 +26,12 @@ from kvq_cli.codecs.signed import SignedCodec
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.methods.base import LayerPlan
 
-#: Narrower heads are padded to twice of this, which is what kernels are tested for.
+#: The narrowest head that kernels are tested for; they pad it to twice as many channels.
 MIN_HEAD_DIM = 16
 #: Tokens of a codebook's block: a tile is at most as long as the tables of cosines, 16 codes of 8 tokens.
 MAX_BLOCK_TOKENS = 8
-#: What codecs keep for which there is no kernel.
-_BESIDE = {
+#: Why kernels cannot read the storage of a codec.
+_REASONS = {
     GearCodec: "a low-rank approximation and outliers are kept beside the codes",
     SalientCodec: "tokens of the prompt have different numbers of bits",
 }
@@ -74,7 +74,7 @@ def _unread(codec: AnyCodec) -> str | None:
         return _unread_codebook(codec)
     if isinstance(codec, (IdentityCodec, UniformCodec)):
         return None
-    return _BESIDE.get(type(codec), f"the storage of {type(codec).__name__} is not read by a kernel")
+    return _REASONS.get(type(codec), f"the storage of {type(codec).__name__} is not read by a kernel")
 
 
 def _unread_codebook(codec: CodebookCodec) -> str | None:
@@ -86,18 +86,20 @@ def _unread_codebook(codec: CodebookCodec) -> str | None:
     return None
 
 
-def norm_of(stream: Stream) -> Tensor | None:
-    """What the stream's packed numbers are divided by, `[rows, kv_heads, head_dim]` float32."""
+def norm_of(stream: StreamReader) -> Tensor | None:
+    """The norm by which the stream's packed numbers are divided, `[rows, kv_heads, head_dim]` float32."""
     return stream.state.get("norm") if isinstance(stream, PromptStream) else None
 
 
-def side(stream: Stream, count: Tensor) -> Side:
+def side(stream: StreamReader, count: Tensor) -> Side:
     """All tokens of a stream of `count` (int32 `[rows]`) packed ones per row, as they are: nothing is copied unless the
     store has grown beyond the room that was made for it."""
+    if not isinstance(stream, Stream):
+        raise TypeError("keys or values that are computed of layer inputs are not stored")
     codec = _stored_as(stream.codec)
     sinks, ring = stream.sinks if stream.window.sinks else None, stream.ring
     packed = stream.store.whole()
-    if packed is None:  # Before the first flush there are no codes; then `count` is 0 and what stands here is not read.
+    if packed is None:  # before the first flush there are no codes: `count` is 0, and the tensor is not read
         return Side(Dense(ring), count, sinks, ring, norm=norm_of(stream))
     outliers = None
     if "outlier_index" in packed.parts:
@@ -109,7 +111,7 @@ def side(stream: Stream, count: Tensor) -> Side:
 
 
 def _packed(codec: AnyCodec, parts: Mapping[str, Tensor], *per_token: Tensor) -> Dense | Uniform | Codebook | PerHead:
-    """per_token: scales and zero-points that what the codec decodes is still to be taken through."""
+    """The parts of `codec` as the kernels take them. per_token: scales and zero-points that are applied after it."""
     if isinstance(codec, IdentityCodec):
         return Dense(parts["raw"])
     if isinstance(codec, OutlierCodec):
@@ -121,6 +123,8 @@ def _packed(codec: AnyCodec, parts: Mapping[str, Tensor], *per_token: Tensor) ->
         return PerHead(tuple(members), tuple(heads for _, heads in codec.members.values()))
     if isinstance(codec, CodebookCodec):
         return _codebook(codec, parts["codes"], *per_token)
+    if not isinstance(codec, UniformCodec):
+        raise TypeError(f"the storage of {type(codec).__name__} is not read by a kernel")
     level, sign, hybrid = 0, None, False
     if isinstance(codec, SignedCodec):
         hybrid = codec.hybrid != "no"
@@ -128,8 +132,8 @@ def _packed(codec: AnyCodec, parts: Mapping[str, Tensor], *per_token: Tensor) ->
             level = 2 ** (codec.bits - 1) - 1
         else:
             sign = parts["sign_or_zero" if hybrid else "sign"]
-    where = codec.bits, codec.axis, codec.group
-    return Uniform(parts["codes"], parts["scale"], *where, parts.get("zero"), level, sign, hybrid)
+    layout = codec.bits, codec.axis, codec.group
+    return Uniform(parts["codes"], parts["scale"], *layout, parts.get("zero"), level, sign, hybrid)
 
 
 def _named(parts: Mapping[str, Tensor], member: str) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
-"""How an attention module makes a key (before RoPE) or a value of its input, so that it can be made again later.
+"""The projection of a layer input to keys (before RoPE) or values, so that these can be computed again later.
 
 norm(X W + b), with the module's own weights and norm, read where they are each time: nothing of the model is copied or
-changed. What is found is checked against what a short pass of the model gave.
+changed. The result is checked against the keys and values of a short forward pass.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kvq_cli.errors import UsageError
 
 @dataclass(frozen=True)
 class Projection:
-    """linear: the module with W and b; keys or values are its outputs `part`. norm: what is applied after it, to
+    """linear: the module with W and b; keys or values are its outputs `part`. norm: the module applied after it, to
     `[batch, tokens, channels]` ("flat"), `[batch, tokens, kv_heads, head_dim]` ("split") or
     `[batch, kv_heads, tokens, head_dim]` ("heads")."""
 
@@ -60,28 +60,30 @@ class Projection:
         return normed.view_as(split).transpose(1, 2)
 
 
-def projections(site: AttentionLayer) -> tuple[Projection, Projection]:
-    """How `site` makes keys and values. UsageError where they are no projection of the layer input that kvq knows."""
-    return _projection(site, site.key, "k_proj", 1), _projection(site, site.value, "v_proj", 2)
+def projections(layer: AttentionLayer) -> tuple[Projection, Projection]:
+    """How `layer` computes keys and values of its input. UsageError where that is no projection that kvq knows."""
+    return _projection(layer, layer.key, "k_proj", 1), _projection(layer, layer.value, "v_proj", 2)
 
 
-def _projection(site: AttentionLayer, point: CapturePoint, name: str, place: int) -> Projection:
-    linear, size, part = getattr(site.module, name, None), point.heads * point.head_dim, slice(None)
+def _projection(layer: AttentionLayer, point: CapturePoint | None, name: str, place: int) -> Projection:
+    if point is None:
+        raise ValueError(f"{layer.name}: its capture points were not asked for")
+    linear, size, part = getattr(layer.module, name, None), point.heads * point.head_dim, slice(None)
     if linear is None:
-        linear = getattr(site.module, "qkv_proj", None)
+        linear = getattr(layer.module, "qkv_proj", None)
         before = getattr(linear, "out_features", 0) - 2 * size
         part = slice(before + (place - 1) * size, before + place * size)
     if not isinstance(linear, nn.Linear) or not linear.weight.is_floating_point():
-        raise UsageError(f"{site.name}: {name} has no plain weights, which methods that keep the layer input need")
-    norm = None if point.module is linear else point.module
-    layout = "" if norm is None else _layout(site.seen["inputs"][id(norm)], point)
-    found = Projection(linear, part, point, norm, layout)
-    expected = point.view(site.seen["outputs"][id(point.module)]).float()
+        raise UsageError(f"{layer.name}: {name} has no plain weights, which methods that keep the layer input need")
+    probe, norm = layer.probe, None if point.module is linear else point.module
+    layout = "" if norm is None else _layout(probe.inputs[id(norm)], point)
+    projection = Projection(linear, part, point, norm, layout)
+    expected = point.view(probe.outputs[id(point.module)]).float()
     with torch.no_grad():
-        error = (found.rematerialize(site.seen["input"].unsqueeze(1), None).float() - expected).abs().max()
+        error = (projection.rematerialize(probe.input.unsqueeze(1), None).float() - expected).abs().max()
     if not error <= 8 * torch.finfo(linear.weight.dtype).eps * expected.abs().max():
-        raise UsageError(f"{site.name}: its keys or values are not made of the layer input by {name} and a norm alone")
-    return found
+        raise UsageError(f"{layer.name}: its keys or values are not made of the layer input by {name} and a norm alone")
+    return projection
 
 
 def _layout(x: Tensor, point: CapturePoint) -> str:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 STYLES = ("half", "interleaved")
-#: Tokens that `Rotation.ahead` turns at once.
+#: Tokens that `Rotation.ahead` rotates at once.
 TILE = 4096
 
 
@@ -57,7 +57,7 @@ class Rotation:
         return self.rotate(x, *self.tables(torch.arange(start, start + x.shape[-2])))
 
     def undo(self, x: Tensor, start: int) -> Tensor:
-        """What `at` turned into `x`."""
+        """`x` before `at` rotated it."""
         if self.style == "none":
             return x
         cos, sin = self.tables(torch.arange(start, start + x.shape[-2]))
@@ -65,8 +65,8 @@ class Rotation:
             cos[..., channels] /= self.scale**2
         return self.rotate(x, cos, -sin / self.scale**2)
 
-    # Keys of a long text are turned without a table as long as the text: R(s + i) = R(s) R(i), and q . R(s) R(i) k is
-    # the product of R(-s) q, turned `back` once, with R(i) k, turned `ahead` by the same table for every s.
+    # Keys of a long text are rotated without a table as long as the text: R(s + i) = R(s) R(i), and q . R(s) R(i) k is
+    # the product of R(-s) q, rotated `back` once, with R(i) k, rotated `ahead` by the same table for every s.
 
     def back(self, query: Tensor, starts: tuple[int, ...]) -> Tensor:
         """R(-s) query for each position s of `starts`: float32 `[..., head_dim]` -> `[starts, ..., head_dim]`."""
@@ -96,18 +96,18 @@ class Rotation:
         return self._kept["start_tables"]
 
     def same(self, other: Rotation) -> bool:
-        """Do both turn every key alike?"""
+        """Whether both rotate every key alike."""
         alike = self.style == other.style and self.scale == other.scale
         return alike and torch.equal(self.frequencies, other.frequencies)
 
     def agrees(self, cos: Tensor, sin: Tensor, position: int) -> bool:
-        """Are (cos, sin) `[width]` the model's tables of `position`? Whether pairs lie apart or beside each other."""
+        """Whether (cos, sin) `[width]`, of pairs that lie apart or beside each other, are the tables of `position`."""
         half = self.width // 2
-        whole, own_sin = self.tables(torch.tensor(position))
-        own = torch.cat([whole[self._pair[0]], own_sin])
+        all_cos, pair_sin = self.tables(torch.tensor(position))
+        expected = torch.cat([all_cos[self._pair[0]], pair_sin])
         tolerance = 4 * torch.finfo(cos.dtype).eps * max(1.0, self.scale) + 1e-4
         layouts = (slice(0, half), slice(0, self.width, 2))
-        return any(_near(own, torch.cat([cos[cut], sin[cut]]).to(own), tolerance) for cut in layouts)
+        return any(_near(expected, torch.cat([cos[cut], sin[cut]]).to(expected), tolerance) for cut in layouts)
 
     @cached_property
     def _pair(self) -> tuple[slice, slice]:
@@ -127,10 +127,10 @@ def find_rotation(rotary: nn.Module | None, kind: str, before: Tensor, after: Te
     tolerance = 8 * torch.finfo(after.dtype).eps * after.float().abs().max().item()
     if _near(before.float(), after, tolerance):
         return Rotation("none", torch.zeros(0, device=after.device), after.shape[-1])
-    found = _frequencies(rotary, kind)
-    if found is None:
+    described = _frequencies(rotary, kind)
+    if described is None:
         return None
-    frequencies, scale = found
+    frequencies, scale = described
     for style in STYLES:
         rotation = Rotation(style, frequencies.to(before.device), before.shape[-1], scale)
         if rotation.width <= rotation.head_dim and _near(rotation.at(before.float(), 0), after, tolerance):
@@ -139,9 +139,9 @@ def find_rotation(rotary: nn.Module | None, kind: str, before: Tensor, after: Te
 
 
 def has_fixed_rope(decoder: nn.Module) -> bool:
-    """Do the model's rotary modules all say that their frequencies do not depend on the length of the text?"""
-    said = [module.rope_type for module in decoder.modules() if hasattr(module, "rope_type")]
-    kinds = [kind for one in said for kind in (one.values() if isinstance(one, dict) else [one])]
+    """Whether all rotary modules of the model have frequencies that do not depend on the length of the text."""
+    types = [module.rope_type for module in decoder.modules() if hasattr(module, "rope_type")]
+    kinds = [kind for rope in types for kind in (rope.values() if isinstance(rope, dict) else [rope])]
     return bool(kinds) and all("dynamic" not in str(kind) and kind != "longrope" for kind in kinds)
 
 

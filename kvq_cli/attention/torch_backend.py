@@ -21,7 +21,7 @@ from kvq_cli.attention.rotary import Rotation
 from kvq_cli.attention.score_form import ScoreForm
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.rows import RowGroup
-from kvq_cli.cache.stream import Stream
+from kvq_cli.cache.stream import StreamReader
 from kvq_cli.codecs.base import Codec, Packed
 
 #: Numbers that are decoded at a time for one query per row: about what stays in a core's cache.
@@ -47,9 +47,9 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, context: Forwar
     layer, out = context.layer, torch.zeros_like(query)
     for number, group in enumerate(context.forward.row_groups):
         if group.tokens > group.past:
-            own = [x[group.rows, :, group.pads :].float() for x in (query, key, value)]
+            q, k, v = (x[group.rows, :, group.pads :].float() for x in (query, key, value))
             tails = layer.tails[number] if layer.tails else (None, None)
-            out[group.rows, :, group.pads :] = _prefill(*own, context, group, tails).to(out.dtype)
+            out[group.rows, :, group.pads :] = _prefill(q, k, v, context, group, tails).to(out.dtype)
     return out
 
 
@@ -72,7 +72,7 @@ def _key_scores(q: Tensor, layer: CompressedLayer, group: RowGroup, start: int) 
         return torch.cat([q @ piece.numbers().transpose(2, 3) for piece in keys], dim=-1)
     turn = layer.rotation
     queries = turn.back(q, tuple(piece.first + group.offset for piece in keys))
-    products = [one @ turn.ahead(piece.numbers()).transpose(2, 3) for one, piece in zip(queries, keys, strict=True)]
+    products = [x @ turn.ahead(piece.numbers()).transpose(2, 3) for x, piece in zip(queries, keys, strict=True)]
     return torch.cat(products, dim=-1)
 
 
@@ -85,7 +85,7 @@ def _value_sum(weights: Tensor, layer: CompressedLayer, group: RowGroup, start: 
     if not normalized:
         stream, finish = layer.value_stream, None
     values, shape = _pieces(stream, group, start), weights.shape[:3]
-    heads = layer.kv_heads if finish is None else 1  # what is kept of the layer input has one head
+    heads = layer.kv_heads if finish is None else 1  # layer inputs and latents have one head
     weights = weights.view(shape[0], heads, -1, weights.shape[3])
     out = weights[..., : values[0].last - start] @ values[0].numbers()
     for piece in values[1:]:
@@ -98,24 +98,24 @@ class _Piece(NamedTuple):
 
     first: int
     last: int
-    held: Tensor | Packed
+    stored: Tensor | Packed
     codec: Codec
     cut: int = 0
 
     def numbers(self) -> Tensor:
         """`[rows, kv_heads, last - first, head_dim]` float32."""
-        if isinstance(self.held, Tensor):
-            return self.held.float()
-        return self.codec.decode(self.held, torch.float32)[:, :, self.cut :]
+        if isinstance(self.stored, Tensor):
+            return self.stored.float()
+        return self.codec.decode(self.stored, torch.float32)[:, :, self.cut :]
 
 
-def _pieces(stream: Stream, group: RowGroup, start: int) -> list[_Piece]:
+def _pieces(stream: StreamReader, group: RowGroup, start: int) -> list[_Piece]:
     """All tokens from `start` on, in order, tiles of at most `DECODE_NUMBERS`; nothing is decoded yet."""
     token = (group.rows.stop - group.rows.start) * stream.ring.shape[1] * stream.ring.shape[3]
-    where = (group.rows, group.tokens, start, group.tokens, min(ROTATION_TILE, -(-DECODE_NUMBERS // token)))
+    bounds = (group.rows, group.tokens, start, group.tokens, min(ROTATION_TILE, -(-DECODE_NUMBERS // token)))
     coder = stream.coder(group.rows)
-    pieces = [_Piece(*piece, coder) for piece in stream.exact(*where)]
-    for first, last, packed in stream.packed(*where):
+    pieces = [_Piece(*piece, coder) for piece in stream.exact(*bounds)]
+    for first, last, packed in stream.packed(*bounds):
         cut = max(0, start - first)
         pieces.append(_Piece(first + cut, last, packed, coder, cut))
     pieces.sort(key=attrgetter("first"))
@@ -138,7 +138,7 @@ class _Side:
     strip: full precision of tokens [strip_start, end): those that were not packed before this pass.
     """
 
-    stream: Stream
+    stream: StreamReader
     group: RowGroup
     boundary: Callable[[int], int]
     strip: Tensor
@@ -146,7 +146,7 @@ class _Side:
     turn: Rotation | None
 
     def cuts(self) -> list[int]:
-        """Tokens where the way to read changes; no tile goes across one."""
+        """Tokens at which the storage changes; no tile goes across them."""
         prompt = self.stream.window.sinks + self.stream.prompt_tokens(self.group.rows)
         return [prompt, *self.stream.split(self.group.past), *self.stream.split(self.group.tokens)]
 
@@ -175,19 +175,20 @@ class _Side:
 
 
 def _side(
-    stream: Stream, own: Tensor, tail: Tensor | None, group: RowGroup, turn: Rotation | None, compressed: bool
+    stream: StreamReader, new: Tensor, tail: Tensor | None, group: RowGroup, turn: Rotation | None, compressed: bool
 ) -> _Side:
+    """new: the keys or values of the pass. tail: those before it that were not yet packed."""
     window, start = stream.window, stream.split(group.past)[1]
     if tail is not None:
         tail = tail.float()
         if turn is not None:
             tail = turn.at(tail, start + group.offset)
-        own = torch.cat([tail, own], dim=2)
+        new = torch.cat([tail, new], dim=2)
 
     def boundary(tokens: int) -> int:
         return window.sinks + window.packed(tokens if compressed else group.past)
 
-    return _Side(stream, group, boundary, own, start, turn)
+    return _Side(stream, group, boundary, new, start, turn)
 
 
 def _prefill(
@@ -203,7 +204,7 @@ def _prefill(
     turn = None if layer.plan.keys.source == "post_rope" else layer.rotation
     keys = _side(layer.key_stream, key, tails[0], group, turn, context.compressed)
     values = _side(layer.value_stream, value, tails[1], group, None, context.compressed)
-    rows, heads, columns, dim = key.shape
+    sides, heads, columns = (keys, values), key.shape[1], key.shape[2]
     q = (query * context.scaling).unflatten(1, (heads, -1))  # [rows, kv_heads, group, columns, head_dim]
     shape = q.shape[:-1]
     out, total = torch.zeros_like(q), q.new_zeros(*shape, 1)
@@ -211,11 +212,12 @@ def _prefill(
     if form.sinks is not None:  # a logit that came before all tokens
         top, total = form.sink_logits(q).clone(), torch.ones_like(total)
     for first, last in _tiles(group.tokens, [*keys.cuts(), *values.cuts()], _first_seen(layer, group.past)):
-        forms = [(side, side.exact(first, last), side.packed(first, last)) for side in (keys, values)]
+        key_tile, value_tile = (_Numbers(side, side.exact(first, last), side.packed(first, last)) for side in sides)
         for begin in range(max(0, first - group.past) // PREFILL_TILE * PREFILL_TILE, columns, PREFILL_TILE):
             part = slice(begin, min(begin + PREFILL_TILE, columns))
             tile = _Tile(first, last, group.past + begin, group.past + part.stop, layer.sliding_window, q.device)
-            _accumulate(q[:, :, :, part], *(x[:, :, :, part] for x in (out, total, top)), tile, form, *forms)
+            state = _Softmax(out[:, :, :, part], total[:, :, :, part], top[:, :, :, part])
+            _accumulate(q[:, :, :, part], state, tile, form, key_tile, value_tile)
     return (out / total).flatten(1, 2)
 
 
@@ -262,43 +264,69 @@ class _Tile:
         return self.tokens < edges.unsqueeze(1)
 
 
-def _accumulate(
-    q: Tensor, out: Tensor, total: Tensor, top: Tensor, tile: _Tile, form: ScoreForm, keys: tuple, values: tuple
-) -> None:
-    """One step of the online softmax, in place: out, total and top of a tile's queries take in its tokens."""
-    scores = form.capped(_mixed_scores(q, tile, *keys))
+class _Softmax(NamedTuple):
+    """The running state of an online softmax, updated in place: unnormalized outputs, sums and maxima of the scores."""
+
+    out: Tensor
+    total: Tensor
+    top: Tensor
+
+
+@dataclass
+class _Numbers:
+    """Keys or values of a tile: in full precision, as decoded, or both where queries see them differently."""
+
+    side: _Side
+    exact: Tensor | None
+    packed: Tensor | None
+
+    def seen_packed(self, tile: _Tile) -> Tensor | bool:
+        """Which queries see which tokens packed: all (True), none (False), or as a mask says."""
+        if self.packed is None:
+            return False
+        return True if self.exact is None else tile.seen_packed(self.side)
+
+
+def _accumulate(q: Tensor, state: _Softmax, tile: _Tile, form: ScoreForm, keys: _Numbers, values: _Numbers) -> None:
+    """One step of the online softmax: the state of a tile's queries takes in its tokens."""
+    scores = form.capped(_mixed_scores(q, keys, keys.seen_packed(tile)))
     hidden = tile.hidden()
     if hidden is not None:
         scores.masked_fill_(hidden, -torch.inf)
-    peak = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
-    base = peak.masked_fill(peak == -torch.inf, 0)  # a query that has seen nothing yet
+    peak = torch.maximum(state.top, scores.amax(dim=-1, keepdim=True))
+    base = peak.masked_fill(peak == -torch.inf, 0)  # a query that has seen no token yet
     weights = scores.sub_(base).exp_()
-    shrink = (top - base).exp_()
-    total.mul_(shrink).add_(weights.sum(dim=-1, keepdim=True))
-    out.mul_(shrink).add_(_mixed_sum(weights, tile, *values))
-    top.copy_(peak)
+    shrink = (state.top - base).exp_()
+    state.total.mul_(shrink).add_(weights.sum(dim=-1, keepdim=True))
+    state.out.mul_(shrink).add_(_mixed_sum(weights, values, values.seen_packed(tile)))
+    state.top.copy_(peak)
 
 
-def _mixed_scores(q: Tensor, tile: _Tile, side: _Side, exact: Tensor | None, packed: Tensor | None) -> Tensor:
-    which = _form(tile, side, exact, packed)
-    if which is None:
-        return q @ exact.unsqueeze(2).transpose(3, 4)
-    scores = q @ packed.unsqueeze(2).transpose(3, 4)
-    return scores if which is True else torch.where(which, scores, q @ exact.unsqueeze(2).transpose(3, 4))
+def _mixed_scores(q: Tensor, keys: _Numbers, packed: Tensor | bool) -> Tensor:
+    """Scores of a tile; `packed`: which are of decoded keys."""
+    if packed is False:
+        return _scores(q, keys.exact)
+    if packed is True:
+        return _scores(q, keys.packed)
+    return torch.where(packed, _scores(q, keys.packed), _scores(q, keys.exact))
 
 
-def _mixed_sum(weights: Tensor, tile: _Tile, side: _Side, exact: Tensor | None, packed: Tensor | None) -> Tensor:
-    which = _form(tile, side, exact, packed)
-    if which is None:
-        return weights @ exact.unsqueeze(2)
-    if which is True:
-        return weights @ packed.unsqueeze(2)
-    return (weights * which) @ packed.unsqueeze(2) + weights.masked_fill(which, 0) @ exact.unsqueeze(2)
+def _scores(q: Tensor, keys: Tensor | None) -> Tensor:
+    if keys is None:
+        raise ValueError("a tile has no numbers of this kind")
+    return q @ keys.unsqueeze(2).transpose(3, 4)
 
 
-def _form(tile: _Tile, side: _Side, exact: Tensor | None, packed: Tensor | None) -> Tensor | bool | None:
-    """None: all queries see the tile in full precision; True: all packed; a mask: each as it says."""
-    if packed is None:
-        return None
-    which = True if exact is None else tile.seen_packed(side)
-    return None if which is False else which
+def _mixed_sum(weights: Tensor, values: _Numbers, packed: Tensor | bool) -> Tensor:
+    """Weighted sums of the values of a tile; `packed`: which are decoded ones."""
+    if packed is False:
+        return _sum(weights, values.exact)
+    if packed is True:
+        return _sum(weights, values.packed)
+    return _sum(weights * packed, values.packed) + _sum(weights.masked_fill(packed, 0), values.exact)
+
+
+def _sum(weights: Tensor, values: Tensor | None) -> Tensor:
+    if values is None:
+        raise ValueError("a tile has no numbers of this kind")
+    return weights @ values.unsqueeze(2)

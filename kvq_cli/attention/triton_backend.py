@@ -26,13 +26,13 @@ __all__ = ["TritonBackend", "interpreted", "unsupported"]
 
 
 def interpreted() -> bool:
-    """Do kernels run in Triton's interpreter, on a CPU's tensors too? Settled by when kvq_kernels is imported."""
+    """Whether kernels run in Triton's interpreter, on a CPU's tensors too; decided when kvq_kernels is imported."""
     return knobs.runtime.interpret
 
 
 class TritonBackend:
-    """For all layers of an attached model; see `Backend`. It keeps what layers share, at the same place on the device
-    from step to step: how many tokens rows have, tables of cosines that grow with the longest text, workspaces."""
+    """For all layers of an attached model; see `Backend`. Holds the tensors that layers share, at the same place on the
+    device from step to step: tokens of each row, tables of cosines that grow with the longest text, workspaces."""
 
     prefill_attention = staticmethod(torch_backend.prefill_attention)
 
@@ -48,61 +48,69 @@ class TritonBackend:
         keys, values = layer.key_stream, layer.value_stream
         if not keys.ring.shape[3] == values.ring.shape[3] == query.shape[3]:
             raise UsageError(f"layer {layer.index}: keys and values of different head_dim need --backend torch")
-        lengths = self._on_device(forward, None, query.device)
-        sides = [side(one, self._on_device(forward, one.window, query.device)) for one in (keys, values)]
+        lengths = self.lengths(forward, query.device)
+        key_side, value_side = (
+            side(stream, self.packed_lengths(forward, stream.window, query.device)) for stream in (keys, values)
+        )
         rope = None
         if layer.plan.keys.source == "pre_rope" and layer.rotation.style != "none":
-            rope = self._rope(layer.rotation, forward, query.device)
+            rope = self.rope(layer.rotation, forward, query.device)
         q, norm = query[:, :, 0], norm_of(keys)
         if norm is not None:  # q . (norm k') = (q norm) . k'
             q = (q.unflatten(1, (norm.shape[1], -1)) * norm.unsqueeze(2)).flatten(1, 2).to(query.dtype)
-        given = {"rope": rope, "window": layer.sliding_window, "workspace": self._workspace(q, *sides, rope)}
-        return attend(q, *sides, lengths, context.scaling, **given, backend="triton").unsqueeze(2)
+        workspace = self._workspace(q, key_side, value_side, rope)
+        options = {"rope": rope, "window": layer.sliding_window, "workspace": workspace}
+        return attend(q, key_side, value_side, lengths, context.scaling, **options, backend="triton").unsqueeze(2)
 
     def can_capture(self, tokens: int, last_position: int) -> bool:
-        """Is all that a step needs on the device, where rows have `tokens` tokens before it?"""
+        """Whether the next step can be captured: all its tensors are on the device, and rows have `tokens` tokens."""
         rooms = (room for room, _ in self._ropes.values())
         return self._counts.known(tokens) and all(_positions(last_position) <= room for room in rooms)
 
     def tensors(self) -> list[Tensor]:
-        """All tensors of its own that a step reads or writes."""
+        """All tensors of the backend that a decode step reads or writes."""
         tables = [table for _, rope in self._ropes.values() for table in (rope.coarse, rope.fine, rope.fine_half)]
         return [*self._counts.tensors(), *tables]
 
     def advance(self, forward: Forward) -> None:
-        """Count a step that was recorded and has been repeated."""
+        """Count a replayed step."""
         self._counts.advance(forward)
 
     def forget(self) -> None:
-        """What was counted may not be so on the device: the next step sends it."""
+        """Forget the counts, which may differ from the device's: the next step sends them."""
         self._counts.forget()
 
     def _workspace(self, query: Tensor, keys: Side, values: Side, rope: Rope | None) -> Workspace:
-        """One for all layers of the same shapes."""
+        """The workspace of all layers of the same shapes."""
         splits = plan_splits(query, keys, values, rope)
-        place = (query.shape, splits, query.device)
-        if place not in self._workspaces:
-            self._workspaces[place] = Workspace.like(query, splits)
-        return self._workspaces[place]
+        key = (query.shape, splits, query.device)
+        if key not in self._workspaces:
+            self._workspaces[key] = Workspace.like(query, splits)
+        return self._workspaces[key]
 
-    def _on_device(self, forward: Forward, window: Window | str | None, device: torch.device) -> Tensor:
-        """int32 `[rows]`: tokens of each row, or how many `window` packs, or ("offset") the position of the first."""
+    def lengths(self, forward: Forward, device: torch.device) -> Tensor:
+        """int32 `[rows]`: tokens of each row."""
         self._counts.follow(forward, device)
-        if window is None:
-            return self._counts.tokens
-        return self._counts.offsets if window == "offset" else self._counts.packed(window)
+        return self._counts.tokens
 
-    def _rope(self, rotation: Rotation, forward: Forward, device: torch.device) -> Rope:
+    def packed_lengths(self, forward: Forward, window: Window, device: torch.device) -> Tensor:
+        """int32 `[rows]`: tokens of each row that `window` packs."""
+        self._counts.follow(forward, device)
+        return self._counts.packed(window)
+
+    def rope(self, rotation: Rotation, forward: Forward, device: torch.device) -> Rope:
+        """The rotation's tables of cosines, long enough for all rows, with the position of each row's first token."""
         need = _positions(max(group.last_position for group in forward.row_groups))
-        room, rope = self._ropes.get(rotation, (0, None))
+        room = self._ropes[rotation][0] if rotation in self._ropes else 0
         if room < need:
             room = max(2 * room, 1 << (need - 1).bit_length())
             frequencies = rotation.frequencies.to(device)
-            rope = Rope.tables(rotation.style, frequencies, room, rotation.scale)
-            self._ropes[rotation] = room, rope
+            self._ropes[rotation] = room, Rope.tables(rotation.style, frequencies, room, rotation.scale)
+        rope = self._ropes[rotation][1]
         if not any(group.offset for group in forward.row_groups):
             return rope
-        return replace(rope, offset=self._on_device(forward, "offset", device))
+        self._counts.follow(forward, device)
+        return replace(rope, offset=self._counts.offsets)
 
 
 class _Counts:
@@ -125,24 +133,26 @@ class _Counts:
             self.tokens += 1
         else:
             self.tokens, self.offsets = (
-                _sent(now, held, device) for now, held in ((tokens, self.tokens), (offsets, self.offsets))
+                _sent(numbers, tensor, device) for numbers, tensor in ((tokens, self.tokens), (offsets, self.offsets))
             )
         self._forward, self._known = forward, (tokens, offsets)
         self._current.clear()
 
     def known(self, tokens: int) -> bool:
-        """Was the last step followed, and did it leave every row with `tokens` tokens?"""
+        """Whether the last step was followed and left every row with `tokens` tokens."""
         return set(self._known[0]) == {tokens}
 
     def tensors(self) -> list[Tensor]:
+        """All counts."""
         return [self.tokens, self.offsets, *self._packed.values()]
 
     def advance(self, forward: Forward) -> None:
-        """What `follow` does on the host."""
+        """Do the part of `follow` that is on the host."""
         self._forward = forward
         self._known = [tokens + 1 for tokens in self._known[0]], self._known[1]
 
     def forget(self) -> None:
+        """See `TritonBackend.forget`."""
         self._forward, self._known = None, ([], [])
 
     def packed(self, window: Window) -> Tensor:
@@ -159,14 +169,15 @@ class _Counts:
 
 
 def _positions(last: int) -> int:
-    """Positions for which there must be cosines: the last tile asks for some more than there are tokens."""
+    """How many positions need cosines where the last token has position `last`: a tile reads beyond it."""
     return last + 1 + Rope.STEP
 
 
-def _sent(numbers: list[int], held: Tensor, device: torch.device) -> Tensor:
-    """The numbers on the device; in the tensor that held others, where they fit in."""
-    found = torch.tensor(numbers, dtype=torch.int32)
-    return held.copy_(found) if held.shape == found.shape and held.device == device else found.to(device)
+def _sent(numbers: list[int], tensor: Tensor, device: torch.device) -> Tensor:
+    """The numbers on the device; in `tensor` itself where it has their shape."""
+    counts = torch.tensor(numbers, dtype=torch.int32)
+    fits = tensor.shape == counts.shape and tensor.device == device
+    return tensor.copy_(counts) if fits else counts.to(device)
 
 
 def _per_row(forward: Forward, number: Callable[[RowGroup], int]) -> list[int]:

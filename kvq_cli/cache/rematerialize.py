@@ -18,7 +18,7 @@ class Rematerialize:
     """How keys before RoPE, or values, are computed of the numbers of a stream.
 
     numbers: `[rows, 1, tokens, rank]` -> `[rows, kv_heads, tokens, head_dim]`.
-    sums: where that is linear, weighted sums over tokens of what is kept, `[rows, kv_heads, queries, rank]` with
+    sums: where that is linear, weighted sums over the tokens of the stream, `[rows, kv_heads, queries, rank]` with
     weights that add up to 1 -> the same sums of values, `[..., head_dim]`: much less work than to compute every value.
     """
 

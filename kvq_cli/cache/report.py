@@ -1,4 +1,4 @@
-"""What a cache really takes: bytes by part, and bits per cached number, counted from the tensors held."""
+"""The report of a cache: bytes by part and bits per cached number, counted from the tensors held."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class CacheReport:
     """nominal_bits:  bits of the codes per number, as the papers count them.
     parts:           bytes by part, keys and values of all layers together: packed parts ("codes", "scale", ...),
                      "sinks" and "recent" (full precision), "unused" (allocated, not yet filled).
-    constants:       bytes by name of what all sequences share (codebooks, channel statistics); counted apart.
+    constants:       bytes by name of the tensors that all sequences share (codebooks, channel statistics); apart.
     numbers:         cached numbers (tokens x kv heads x head_dim, keys and values of all layers).
     tokens:          tokens cached, all rows together.
     compressed:      how many of them are packed, averaged over layers, keys and values.
-    working:         bytes by name of what passes held beside the cache, at most, and freed again (xquant-cl's X^;
+    working:         most bytes by name that passes held beside the cache, and freed again (xquant-cl's X^;
                      "joined": copies that let kernels read a store as one tensor).
     backend:         who computed the attention of single queries; None: nobody.
     """
@@ -59,7 +59,7 @@ class CacheReport:
 
     @property
     def measured_bits_with_constants(self) -> float:
-        """The same with the shared constants: what a single sequence of this length really takes."""
+        """Bits per cached number of a single sequence of this length, shared constants included."""
         return 8 * (self.bytes + self.constant_bytes) / self.numbers if self.numbers else 0.0
 
     @property

@@ -77,7 +77,7 @@ class Forward:
         if window is not None:
             seen &= key > query - window
         for row, pads in enumerate(self.row_pads):
-            start = max(0, pads - self.past_columns)  # what a pad sees does not matter
+            start = max(0, pads - self.past_columns)  # any mask will do for pads
             expected = (seen & (key >= pads))[start:]
             if mask.shape[-1] != total or not torch.equal(mask[row, 0, start:], expected):
                 raise UsageError("this model masks attention in a way that the compressed cache does not reproduce")

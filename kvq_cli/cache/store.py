@@ -35,7 +35,7 @@ class Segment:
 class PackedStore:
     """Packed runs of all rows of a batch, token 0 first. Rows may be filled to different lengths.
 
-    A first segment is as large as what is first written, or as `room`, the tokens per row that are known to come; later
+    A first segment is as large as the first write, or as `room`, the tokens per row that are known to come; later
     ones are at least `MIN_GROWTH` tokens and an eighth of the store, so that long generations make few segments and
     little of the store is ever unused.
     """

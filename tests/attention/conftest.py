@@ -111,8 +111,8 @@ def factored() -> Callable[[transformers.PreTrainedModel, Method], Artifact]:
     def make(model: transformers.PreTrainedModel, method: Method) -> Artifact:
         shape, tensors = model_shape(model), {}
         for site, names in zip(attention_layers(model), method.calibration(shape).layers, strict=True):
-            found, _ = factorize(site, names, shape.dtype)
-            tensors |= {f"layers.{site.index}.{name}": tensor for name, tensor in found.items()}
+            actual, _ = factorize(site, names, shape.dtype)
+            tensors |= {f"layers.{site.index}.{name}": tensor for name, tensor in actual.items()}
         made_for = {"name": "tiny", "fingerprint": fingerprint(model).to_dict()}
         return Artifact({"method": to_config(method), "model": made_for}, tensors, Path("nowhere"))
 

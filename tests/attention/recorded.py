@@ -1,4 +1,4 @@
-"""What a CUDA graph does, on any tensors: operations are recorded with the tensors they worked on, and repeated."""
+"""A stand-in for CUDA graphs on any device: operations are recorded with the tensors they worked on, and repeated."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ class _Recorder(TorchDispatchMode):
         own = [one.untyped_storage().data_ptr() not in shared for one in made]
 
         def again() -> None:
-            found = [one for one in tree_leaves(function(*args, **kwargs)) if isinstance(one, Tensor)]
-            found = [one for one in found if id(one) not in given]
-            for before, now, alone in zip(made, found, own, strict=True):
+            actual = [one for one in tree_leaves(function(*args, **kwargs)) if isinstance(one, Tensor)]
+            actual = [one for one in actual if id(one) not in given]
+            for before, now, alone in zip(made, actual, own, strict=True):
                 if alone:  # a view shows what its base holds
                     before.copy_(now)
 

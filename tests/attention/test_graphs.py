@@ -1,4 +1,4 @@
-"""Steps that are recorded and repeated give what steps give that run as they are, to the last bit."""
+"""Captured and replayed steps equal steps that run as they are, bit for bit."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROMPT, STEPS = 22, 13
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
-    """Nothing is read back at a step, which is what a recorded step must not do."""
+    """Nothing is read back at a step, as it must be in a captured one."""
     for module in ("cache.rows", "cache.layer", "attention.attention_hooks"):
         monkeypatch.setattr(f"kvq_cli.{module}.would_sync", lambda _, columns: columns == 1)
     monkeypatch.setattr(RecordedGraph, "made", [])
@@ -41,12 +41,12 @@ def captured(kv: Attached) -> AbstractContextManager[None]:
     return captured_steps(kv.model, kv.hooks, kv.backend, lambda: RecordedGraph)
 
 
-def decoded(model, method, ids, repeat: bool, room: int = 0, between=None):
-    """Logits of single tokens after a prompt, what the cache then holds of every row, and who computed."""
+def decoded(model, method, ids, replay: bool, room: int = 0, between=None):
+    """(logits of single tokens after a prompt, all tokens of every row as the cache then gives them, backend)."""
     outs = []
     with torch.no_grad(), ExitStack() as stack:
         kv = stack.enter_context(attach(model, method, backend="triton", graphs=False))
-        if repeat:
+        if replay:
             stack.enter_context(captured(kv))
         cache = kv.new_cache(room)
         model(ids[:, :PROMPT], past_key_values=cache)
@@ -54,18 +54,20 @@ def decoded(model, method, ids, repeat: bool, room: int = 0, between=None):
             outs.append(model(input_ids=ids[:, at : at + 1], past_key_values=cache).logits)
             if between is not None:
                 between(at, cache)
-        held = [stream.read(row) for layer in cache.layers for stream in layer.streams for row in range(len(ids))]
-        return torch.cat(outs, dim=1), held, kv.report().backend
+        tokens_held = [
+            stream.read(row) for layer in cache.layers for stream in layer.streams for row in range(len(ids))
+        ]
+        return torch.cat(outs, dim=1), tokens_held, kv.report().backend
 
 
 def same(model, method, ids, replays: int, room: int = PROMPT + STEPS, says: str = "", between=None) -> None:
-    """replays: how many steps must have been repeated at least."""
-    expected, held, _ = decoded(model, method, ids, False, room, between)
-    found, now_held, backend = decoded(model, method, ids, True, room, between)
+    """replays: how many steps must have been replayed at least."""
+    expected, expected_tokens, _ = decoded(model, method, ids, False, room, between)
+    actual, actual_tokens, backend = decoded(model, method, ids, True, room, between)
     assert backend == f"triton, interpreted, steps {says or 'as CUDA graphs'}"
-    assert torch.equal(found, expected)
-    assert all(torch.equal(a, b) for a, b in zip(held, now_held, strict=True))
-    assert sum(one.replays for one in RecordedGraph.made) >= replays
+    assert torch.equal(actual, expected)
+    assert all(torch.equal(a, b) for a, b in zip(expected_tokens, actual_tokens, strict=True))
+    assert sum(graph.replays for graph in RecordedGraph.made) >= replays
 
 
 def tokens(batch: int = 2) -> torch.Tensor:
@@ -97,7 +99,7 @@ def test_layers_and_rows(small):
 
 @pytest.mark.slow
 def test_stores_that_grow(small, monkeypatch):
-    """New tensors: what was recorded is thrown away, and recorded again."""
+    """New tensors: graphs are thrown away, and steps captured again."""
     monkeypatch.setattr("kvq_cli.cache.store.MIN_GROWTH", 8)
     same(small(), build("kivi", group=4, recent=4), tokens(1), 4, room=0)
     assert len(RecordedGraph.made) == 2
@@ -113,14 +115,14 @@ def test_beams_that_change_places(small):
 
 
 @pytest.mark.slow
-def test_what_cannot_be_recorded_runs_as_it_is_and_is_told(small):
+def test_steps_that_cannot_be_captured_run_as_they_are_and_the_report_says_so(small):
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     method = build("kivi", group=4, pre_rope=True, **WINDOWS)
     says = "not captured (_local_scalar_dense reads back from a device that records)"
     same(small(rope_parameters=rope), method, tokens(1), 0, says=says)
 
 
-def test_padded_batches_and_other_questions_run_as_they_are(small, prompt):
+def test_padded_batches_and_steps_that_ask_for_more_than_logits_run_as_they_are(small, prompt):
     model, method = small(), build("kivi", group=4, **WINDOWS)
     ids, mask = (x.to(DEVICE) for x in prompt(PROMPT + 4, pads=(5, 0)))
     with torch.no_grad(), attach(model, method, backend="triton") as kv, captured(kv):
@@ -136,20 +138,20 @@ def test_padded_batches_and_other_questions_run_as_they_are(small, prompt):
 
 
 def test_generate_and_chat_on(small):
-    """`generate` takes the recorded steps; a second prompt to the same cache is read as it is."""
-    model, method, said = small(), build("kivi", group=4, **WINDOWS), []
-    for repeat in (False, True):
+    """`generate` replays captured steps; a second prompt to the same cache runs as it is."""
+    model, method, texts = small(), build("kivi", group=4, **WINDOWS), []
+    for replay in (False, True):
         with ExitStack() as stack:
             kv = stack.enter_context(attach(model, method, backend="triton", graphs=False))
-            if repeat:
+            if replay:
                 stack.enter_context(captured(kv))
             cache, ids = kv.new_cache(64), tokens(1)[:, :PROMPT]
             for _ in range(2):
                 ids = model.generate(ids, past_key_values=cache, max_new_tokens=7, do_sample=False, eos_token_id=None)
-                said.append(ids.tolist())
+                texts.append(ids.tolist())
                 ids = torch.cat([ids, tokens(1)[:, :4]], dim=1)
-    assert said[:2] == said[2:]
-    assert sum(one.replays for one in RecordedGraph.made) >= 6
+    assert texts[:2] == texts[2:]
+    assert sum(graph.replays for graph in RecordedGraph.made) >= 6
 
 
 @pytest.mark.slow
@@ -181,4 +183,4 @@ def test_blocks_inside_of_each_other_leave_the_models_forward_as_it_was(small):
         for at in range(PROMPT, ids.shape[1]):
             outs.append(model(input_ids=ids[:, at : at + 1], past_key_values=cache).logits)
     assert torch.equal(torch.cat(outs, dim=1), expected)
-    assert sum(one.replays for one in RecordedGraph.made) > 4 and "forward" not in model.__dict__
+    assert sum(graph.replays for graph in RecordedGraph.made) > 4 and "forward" not in model.__dict__

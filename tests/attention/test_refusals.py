@@ -170,5 +170,5 @@ def test_keys_that_are_normalized_after_rope_are_kept_after_it(tiny, probe, prom
     refused(model, probe(), "no rotation")
     with attach(model, probe(source="post_rope", codec="identity")) as kv:
         cache = kv.new_cache()
-        found = torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(9)], dim=1)
-    torch.testing.assert_close(found, model(ids).logits, atol=2e-5, rtol=1e-4)
+        actual = torch.cat([model(ids[:, i : i + 1], past_key_values=cache).logits for i in range(9)], dim=1)
+    torch.testing.assert_close(actual, model(ids).logits, atol=2e-5, rtol=1e-4)

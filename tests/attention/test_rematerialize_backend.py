@@ -38,9 +38,9 @@ def logits(model, artifact, prompt, backend: str) -> tuple[torch.Tensor, str]:
 
 def same(model, artifact, prompt, tolerance: float = 2e-4) -> None:
     expected, _ = logits(model, artifact, prompt, "torch")
-    found, by = logits(model, artifact, prompt, "triton")
+    actual, by = logits(model, artifact, prompt, "triton")
     assert by == "triton" if DEVICE.type == "cuda" else by == "triton, interpreted"
-    assert (found - expected).abs().max() < tolerance * expected.abs().max()
+    assert (actual - expected).abs().max() < tolerance * expected.abs().max()
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +93,7 @@ def test_sixteen_bits(one_layer, prompt, factored, dtype):
 
 def test_from_the_first_token_on(one_layer, factored):
     """Nothing packed, rows that have no token yet, then one after the other."""
-    model, found = one_layer(), []
+    model, actual = one_layer(), []
     artifact = factored(model, build("xquant", group=4, sinks=1))
     ids = torch.arange(3, 15, device=DEVICE).view(2, 6)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6], device=DEVICE)
@@ -102,8 +102,8 @@ def test_from_the_first_token_on(one_layer, factored):
             cache, outs = kv.new_cache(), []
             for i in range(6):
                 outs.append(model(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache).logits)
-        found.append(torch.cat(outs, dim=1)[mask.bool()])
-    torch.testing.assert_close(found[1], found[0], atol=1e-3, rtol=1e-3)
+        actual.append(torch.cat(outs, dim=1)[mask.bool()])
+    torch.testing.assert_close(actual[1], actual[0], atol=1e-3, rtol=1e-3)
 
 
 def test_keys_normalized_over_all_heads_are_left_to_torch(one_layer, factored):

@@ -39,9 +39,9 @@ def same(model, method, prompt, tolerance: float = 2e-4) -> None:
     """Float32 models: the kernels' float32 products and PyTorch's differ in the order of their sums."""
     expected, report = logits(model, method, prompt, "torch")
     assert report.backend == report.to_dict()["backend"] == "torch"
-    found, report = logits(model, method, prompt, "triton")
+    actual, report = logits(model, method, prompt, "triton")
     assert report.backend.startswith("triton") and report.backend in str(report)
-    assert (found - expected).abs().max() < tolerance * expected.abs().max()
+    assert (actual - expected).abs().max() < tolerance * expected.abs().max()
 
 
 @pytest.fixture(scope="module")
@@ -102,13 +102,13 @@ def test_rotations(one_layer, prompt):
 
 def test_positions_that_count_pads(one_layer, prompt):
     model, (ids, mask) = one_layer((2, 1)), prompt(COLUMNS + 1, pads=(13, 0))
-    ids, mask, found = ids.to(DEVICE), mask.to(DEVICE), []
+    ids, mask, actual = ids.to(DEVICE), mask.to(DEVICE), []
     for backend in ("torch", "triton"):
         with attach(model, build("kivi", group=16, pre_rope=True, **WINDOWS), backend=backend) as kv:
             cache = kv.new_cache()
             model(ids[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache)
-            found.append(model(ids[:, -1:], attention_mask=mask, past_key_values=cache).logits)
-    torch.testing.assert_close(found[1], found[0], atol=1e-3, rtol=1e-3)
+            actual.append(model(ids[:, -1:], attention_mask=mask, past_key_values=cache).logits)
+    torch.testing.assert_close(actual[1], actual[0], atol=1e-3, rtol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -118,7 +118,7 @@ def test_sixteen_bits(one_layer, prompt, dtype):
 
 def test_from_the_first_token_on(one_layer):
     """Nothing packed, rows that have no token yet, then one after the other."""
-    model, method, found = one_layer(), build("innerq", group=16, sign="inside", sinks=2, recent=1), []
+    model, method, actual = one_layer(), build("innerq", group=16, sign="inside", sinks=2, recent=1), []
     ids = torch.arange(3, 15, device=DEVICE).view(2, 6)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]], device=DEVICE)
     for backend in ("torch", "triton"):
@@ -126,8 +126,8 @@ def test_from_the_first_token_on(one_layer):
             cache, outs = kv.new_cache(), []
             for i in range(6):
                 outs.append(model(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache).logits)
-        found.append(torch.cat(outs, dim=1)[mask.bool()])
-    torch.testing.assert_close(found[1], found[0], atol=1e-3, rtol=1e-3)
+        actual.append(torch.cat(outs, dim=1)[mask.bool()])
+    torch.testing.assert_close(actual[1], actual[0], atol=1e-3, rtol=1e-3)
 
 
 ARTIFACTS = Path(__file__).parents[2] / "artifacts" / "reference"

@@ -18,23 +18,23 @@ CASES = [
 ]
 
 
-def storages(thing: object, found: dict[int, int], seen: set[int]) -> dict[int, int]:
+def storages(thing: object, actual: dict[int, int], seen: set[int]) -> dict[int, int]:
     """Address -> bytes of all tensor storages reachable from `thing`; codecs hold constants, not the sequence."""
     if id(thing) in seen or isinstance(thing, (str, int, float, bool, type(None), Codec, type)):
-        return found
+        return actual
     seen.add(id(thing))
     if isinstance(thing, torch.Tensor):
         storage = thing.untyped_storage()
-        found[storage.data_ptr()] = storage.nbytes()
+        actual[storage.data_ptr()] = storage.nbytes()
     elif isinstance(thing, dict):
         for value in thing.values():
-            storages(value, found, seen)
+            storages(value, actual, seen)
     elif isinstance(thing, (list, tuple, set)):
         for value in thing:
-            storages(value, found, seen)
+            storages(value, actual, seen)
     elif hasattr(thing, "__dict__"):
-        storages(vars(thing), found, seen)
-    return found
+        storages(vars(thing), actual, seen)
+    return actual
 
 
 def held(thing: object) -> int:

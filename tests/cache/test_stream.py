@@ -39,13 +39,13 @@ def one_shot(stream: Stream, x: torch.Tensor) -> Stream:
 def state(stream: Stream, row: int) -> dict[str, torch.Tensor]:
     """Everything a row holds, as bits: its packed parts and its full-precision tokens by index."""
     rows, tokens = slice(row, row + 1), stream.lengths[row]
-    found = {}
+    actual = {}
     for first, last, x in stream.exact(rows, tokens, 0, tokens):
         for token in range(first, last):
-            found[f"token {token}"] = x[:, :, token - first].clone()
+            actual[f"token {token}"] = x[:, :, token - first].clone()
     for _, _, packed in stream.packed(rows, tokens, 0, tokens, 1 << 30):
-        found.update({name: part.tensor.clone() for name, part in packed.parts.items()})
-    return found
+        actual.update({name: part.tensor.clone() for name, part in packed.parts.items()})
+    return actual
 
 
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:

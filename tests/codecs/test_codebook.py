@@ -38,8 +38,8 @@ def by_loops(x, centroids, block, mean, std):
                     book = centroids[h, d // share].double()
                     v = u[b, h, t : t + tokens, d : d + channels].reshape(1, -1)
                     (near, next_near), (entry, _) = torch.cdist(v, book).squeeze(0).topk(2, largest=False)
-                    found = book[entry] if next_near - near > 1e-4 else torch.full_like(book[entry], torch.nan)
-                    out[b, h, t : t + tokens, d : d + channels] = found.view(tokens, channels)
+                    actual = book[entry] if next_near - near > 1e-4 else torch.full_like(book[entry], torch.nan)
+                    out[b, h, t : t + tokens, d : d + channels] = actual.view(tokens, channels)
     return out * std.unsqueeze(1) + mean.unsqueeze(1)
 
 

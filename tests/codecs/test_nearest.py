@@ -33,15 +33,15 @@ def test_equals_integer_arithmetic(seed, books, count, entries, size, reach):
     assert c.abs().max() <= 2**17
     u = blocks.long()
     distance = (u.unsqueeze(2) - c.unsqueeze(1)).square().sum(-1)  # int64, exact
-    found = nearest(blocks, ranked(centroids, scale))
-    assert torch.equal(found.long(), distance.argmin(-1))
+    actual = nearest(blocks, ranked(centroids, scale))
+    assert torch.equal(actual.long(), distance.argmin(-1))
 
 
 def test_first_of_equal_centroids_wins():
     centroids = torch.zeros(1, 256, 4)
     centroids[0, 7:] = 1.0
-    found = nearest(torch.full((1, 3, 4), 2.0**17), ranked(centroids, grid_scale(centroids)))
-    assert found.tolist() == [[7, 7, 7]]
+    actual = nearest(torch.full((1, 3, 4), 2.0**17), ranked(centroids, grid_scale(centroids)))
+    assert actual.tolist() == [[7, 7, 7]]
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2]])
@@ -49,8 +49,8 @@ def test_scalars_in_the_middle_go_to_the_first_in_the_codebook(order):
     points = torch.tensor([-1.0, 0.0, 0.0, 1.0])[order].view(1, 4, 1)
     scale = grid_scale(points)
     blocks = torch.tensor([-1.0, -0.5, 0.0, 0.5, 1.0]).view(1, 5, 1) * scale.view(1, 1, 1)
-    found = nearest(blocks, ranked(points, scale)).long()
-    assert torch.equal(found, (blocks - scale * points.view(1, 1, 4)).abs().argmin(2))
+    actual = nearest(blocks, ranked(points, scale)).long()
+    assert torch.equal(actual, (blocks - scale * points.view(1, 1, 4)).abs().argmin(2))
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
@@ -60,7 +60,7 @@ def test_grid_loses_nothing_that_matters(size):
     centroids = torch.randn(3, 256, size, generator=generator)
     points = torch.randn(3, 500, size, generator=generator)
     scale = grid_scale(centroids)
-    found = nearest((points * scale.view(-1, 1, 1)).round(), ranked(centroids, scale)).long()
+    actual = nearest((points * scale.view(-1, 1, 1)).round(), ranked(centroids, scale)).long()
     distance = torch.cdist(points.double(), centroids.double())
-    chosen = distance.gather(2, found.unsqueeze(2)).squeeze(2)
+    chosen = distance.gather(2, actual.unsqueeze(2)).squeeze(2)
     assert (chosen - distance.amin(2)).max() < 1e-4

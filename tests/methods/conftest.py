@@ -62,15 +62,15 @@ def captured() -> dict[str, Captured]:
     """Keys ("k") and values ("v") of a layer of the built-in model on real text, with the loss's gradients to them."""
     loaded = load_model("reference", device="cpu", dtype="float32")
     windows = token_windows(loaded.tokenizer, load_text("prose", "calibration"), 328, 5, 0)
-    found: dict[str, list] = {}
+    actual: dict[str, list] = {}
 
     def sink(layer: int, kind: str, what: str, numbers: torch.Tensor) -> None:
         if layer == 3:
-            found.setdefault(kind + what, []).append(numbers[8:].bfloat16().clone())
+            actual.setdefault(kind + what, []).append(numbers[8:].bfloat16().clone())
 
     for window in windows:
         capture.capture(loaded.model, attention_layers(loaded.model), window, sink, gradients=True)
-    x = {name: torch.stack(samples) for name, samples in found.items()}
+    x = {name: torch.stack(samples) for name, samples in actual.items()}
     return {kind: Captured(x[f"{kind}x"], x[f"{kind}g"], held_out=1) for kind in "kv"}
 
 

@@ -77,19 +77,19 @@ def test_keys_share_a_scale_over_channels_and_values_over_tokens(shape):
 def test_modes_and_bits_on_captured_numbers(shape_of, captured, kind):
     """Per group no mode is better than hybrid; hybrid_prefill is hybrid in the prompt; more bits, less error."""
     shape, x = shape_of(dtype=torch.bfloat16), captured[kind].x[0].transpose(0, 1)[None, :, :320]
-    found = {}
+    actual = {}
     for bits in (1, 2, 3, 4, 8):
         for mode in MODES:
             plan = build("innerq", bits=bits, mode=mode, norm=False).plan(0, shape, {})
             stream = plan.keys if kind == "k" else plan.values
             squares = error(stream, x).double().square()
             groups = squares.unflatten(3, (-1, 32)) if kind == "k" else squares.unflatten(2, (-1, 32))
-            found[bits, mode] = groups.sum(dim=4 if kind == "k" else 3)
-        best = torch.minimum(found[bits, "symmetric"], found[bits, "asymmetric"])
-        assert (found[bits, "hybrid"] <= best * 1.001 + 1e-12).all()
-        assert torch.equal(found[bits, "hybrid"], found[bits, "hybrid_prefill"])
+            actual[bits, mode] = groups.sum(dim=4 if kind == "k" else 3)
+        best = torch.minimum(actual[bits, "symmetric"], actual[bits, "asymmetric"])
+        assert (actual[bits, "hybrid"] <= best * 1.001 + 1e-12).all()
+        assert torch.equal(actual[bits, "hybrid"], actual[bits, "hybrid_prefill"])
     for mode in MODES:
-        errors = [found[bits, mode].sum().item() for bits in (1, 2, 3, 4, 8)]
+        errors = [actual[bits, mode].sum().item() for bits in (1, 2, 3, 4, 8)]
         assert all(worse > 2 * better for worse, better in zip(errors, errors[1:], strict=False)), (mode, errors)
 
 

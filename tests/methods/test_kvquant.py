@@ -74,7 +74,7 @@ def test_key_thresholds_are_quantiles_of_the_calibration_text(outliers, captured
 
 @pytest.mark.parametrize("kind", ["k", "v"])
 def test_points_are_weighted_means_of_their_numbers(kind, captured, calibrated):
-    """Lloyd's iterations in float64, from the points found, on all numbers of the layer, gain next to nothing."""
+    """Lloyd's iterations in float64, from the calibrated points, on all numbers of the layer, gain next to nothing."""
     _, tensors = calibrated(build("kvquant", bits=3, outliers=0))
     x, g = (t[:4].double().numpy() for t in (captured[kind].x, captured[kind].g))
     if kind == "k":

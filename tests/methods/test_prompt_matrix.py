@@ -55,10 +55,10 @@ def feed(layer: CompressedLayer, numbers: list[torch.Tensor], passes: list[int],
 def held(stream: Stream, row: int) -> list[torch.Tensor]:
     """What a row holds: full-precision tokens, then packed parts, then what was frozen of its prompt."""
     rows, tokens = slice(row, row + 1), stream.lengths[row]
-    found = [x for _, _, x in stream.exact(rows, tokens, 0, tokens, size=1)]
+    actual = [x for _, _, x in stream.exact(rows, tokens, 0, tokens, size=1)]
     for _, _, packed in stream.packed(rows, tokens, 0, tokens, 1 << 30):
-        found += [packed.parts[name].tensor for name in sorted(packed.parts)]
-    return found + [stream.state[name][rows] for name in sorted(stream.state)]
+        actual += [packed.parts[name].tensor for name in sorted(packed.parts)]
+    return actual + [stream.state[name][rows] for name in sorted(stream.state)]
 
 
 def assert_same(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
