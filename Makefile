@@ -125,7 +125,7 @@ ifdef DRY
 FAKE := KVQ_FAKE_GPU=$(if $(filter none,$(DRY)),none,host)
 gpu_path := $(CURDIR)/tools/fake_gpu/site:$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/tools
 GPU_PLACE ?= $(GPU_OUT)/dry
-GPU_TESTS ?= tests/kernels/test_compiled.py tests/attention/test_on_gpu.py -k "2bit-g32 or temporal-2bit or latents-2bit or kivi]"
+GPU_TESTS ?= tests/kernels/test_compiled.py tests/attention/test_graphs.py tests/attention/test_on_gpu.py -k "(2bit-g32 and not bfloat16) or latents-2bit or layers_and_rows or pytorch[kivi]"
 GPU_BENCH ?= --dry
 GPU_TUNE ?= --dry --seconds 5 --operation assign_centroids
 GPU_CALIBRATE ?= --random tiny --samples 2 --seqlen 520 --set hybrid=off
@@ -133,7 +133,7 @@ GPU_GROWTH ?= --random tiny --context 96 --tokens 2 --batch 1 --compare kivi,tem
 else
 FAKE :=
 GPU_PLACE ?= benchmarks/$(GPU_NAME)
-GPU_TESTS ?= tests/kernels/test_compiled.py tests/attention/test_on_gpu.py
+GPU_TESTS ?= tests/kernels/test_compiled.py tests/attention/test_graphs.py tests/attention/test_on_gpu.py
 GPU_BENCH ?= --seconds 360
 GPU_TUNE ?= --seconds 330
 GPU_CALIBRATE ?= --random llama-3.1-8b --layers 2
@@ -192,7 +192,7 @@ gpu-pack: .venv/device/.installed  ## Compile what the commands launch, with the
 	if [[ "$(DRY)" ]]; then
 	run test DRY=1 & run bench DRY=none; run tune DRY=none; run growth DRY=none; wait
 	else
-	run test DRY=1 'GPU_TESTS=tests/kernels/test_compiled.py tests/attention/test_on_gpu.py' GPU_JOBS=1 &
+	run test DRY=1 'GPU_TESTS=tests/kernels/test_compiled.py tests/attention/test_graphs.py tests/attention/test_on_gpu.py' GPU_JOBS=1 &
 	run bench DRY=none GPU_BENCH=; run tune DRY=none GPU_TUNE='--seconds 3600'
 	run growth DRY=none GPU_CALIBRATE='--random llama-3.1-8b --layers 1 --samples 2' \
 	GPU_GROWTH='--random $(GPU_SHAPES) --layers 1 --context 2048 --tokens 2 --batch 4096 --compare $(GPU_METHODS)'
