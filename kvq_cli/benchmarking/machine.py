@@ -113,11 +113,17 @@ class PeakMemory:
             self.bytes = _most_allocated(self._profiler)
 
 
-def _most_allocated(profiler: profile) -> int:
-    """The most bytes that were allocated at a time while `profiler` was on, above those before, from its trace."""
+def _most_allocated(profiler: profile) -> int | None:
+    """Return the most bytes that were allocated at a time while `profiler` was on, above those before, from its trace.
+
+    None where the folder for temporary files has no room for the trace: the profiler does not say so.
+    """
     with TemporaryDirectory() as folder:
         profiler.export_chrome_trace(str(path := Path(folder) / "trace.json"))
-        events = json.loads(path.read_bytes())["traceEvents"]
+        try:
+            events = json.loads(path.read_bytes())["traceEvents"]
+        except (OSError, ValueError):
+            return None
     found = sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"])
     totals = [event["args"]["Total Allocated"] for event in found]
     return max(totals) - (totals[0] - found[0]["args"]["Bytes"]) if found else 0

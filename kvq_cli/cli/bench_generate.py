@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,6 +67,8 @@ def generate(
 
     Methods that calibrate have random codebooks with --random: time and memory are those of real ones.
     """
+    # Read when torch is imported: its profiler warns of memory that was allocated before it was on.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     out = Output(as_json=as_json, quiet=quiet)
     names, contexts = opt.names(compare, "--compare"), opt.numbers(context, "--context")
     batches = opt.numbers(batch, "--batch")
