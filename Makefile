@@ -57,11 +57,12 @@ test-all: .venv/device/.installed test  ## Run the tests, and the `gpu-*` comman
 test-fast: .venv/.installed  ## Run the tests that take no longer than a few seconds each.
 	@$(PYTEST) -m "not slow" tests
 
-lint: .venv/.installed  ## Check the code with ruff.
-	@$(BIN)/ruff check kvq_cli kernels tests tools
-
-docs: .venv/.installed  ## Write the generated pages and pictures of docs/ anew.
-	@for page in tools/docs/{cli,api,architecture,decode_step}.py; do $(BIN)/python $$page; done
+lint: .venv/.installed  ## Check style, spelling, unused code and which room imports which.
+	@$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
+	git ls-files '*.py' '*.md' '*.yaml' '*.toml' '*.sh' Makefile | xargs $(BIN)/codespell
+	$(BIN)/vulture
+	PYTHONPATH=kernels $(BIN)/lint-imports --verbose | tail -n 1
 
 artifacts: $(ARTIFACTS:%=artifacts/reference/%/config.json)  ## Calibrate the artifacts of the built-in model.
 
