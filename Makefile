@@ -123,7 +123,7 @@ GPU_SHAPES := llama-2-7b,llama-3.1-8b,llama-3.2-1b
 gpu_path = $(CURDIR):$(CURDIR)/kernels:$(CURDIR)/tools
 ifdef DRY
 # A fake GPU, whose kernels are emulated, at tiny sizes.
-FAKE := KVQ_FAKE_GPU=$(if $(filter none,$(DRY)),none,host)
+FAKE := KVQ_FAKE_GPU=$(or $(filter none skip,$(DRY)),host)
 gpu_path := $(CURDIR)/tools/fake_gpu/site:$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/tools
 GPU_PLACE ?= $(GPU_OUT)/dry
 GPU_TESTS ?= tests/kernels/test_compiled.py tests/attention/test_graphs.py tests/attention/test_on_gpu.py -k "(2bit-g32 and not bfloat16) or latents-2bit or layers_and_rows or pytorch[kivi]"
@@ -191,12 +191,12 @@ gpu-pack: .venv/device/.installed  ## Compile what the commands launch, with the
 	echo "gpu-$$1 failed: see $$place/$$1.log" | tee -a $$place/failed
 	}
 	if [[ "$(DRY)" ]]; then
-	run test DRY=1 & run bench DRY=none; run tune DRY=none; run growth DRY=none; wait
+	run test DRY=1 & run bench DRY=none; run tune DRY=none; run growth DRY=skip; wait
 	else
 	run test DRY=1 'GPU_TESTS=tests/kernels/test_compiled.py tests/attention/test_graphs.py tests/attention/test_on_gpu.py' GPU_JOBS=1 &
 	run bench DRY=none GPU_BENCH=; run tune DRY=none GPU_TUNE='--seconds 3600'
-	run growth DRY=none GPU_CALIBRATE='--random llama-3.1-8b --layers 1 --samples 2' \
-	GPU_GROWTH='--random $(GPU_SHAPES) --layers 1 --context 2048 --tokens 2 --batch 4096 --compare $(GPU_METHODS)'
+	run growth DRY=skip GPU_CALIBRATE='--random llama-3.1-8b --layers 1 --samples 2 --seqlen 512' \
+	GPU_GROWTH='--random $(GPU_SHAPES) --layers 1 --context 2048 --tokens 2 --batch 64 --compare $(GPU_METHODS)'
 	wait
 	fi
 	$(DEVICE) tools/gpu/pack.py make $$place/triton $$used $(GPU_PACK)

@@ -13,11 +13,11 @@ from fake_gpu.cuda import replace_torch_cuda
 from fake_gpu.device import FakeDevice
 
 ROOT = Path(__file__).parents[2]
-MEMORIES = {"host": "cpu", "none": "meta"}
+MEMORIES = {"host": "cpu", "skip": "cpu", "none": "meta"}
 
 
 def activate(memory: str) -> None:
-    """memory: "host" (numbers are computed, kernels emulated) or "none" (shapes only)."""
+    """memory: "host" (kernels are emulated), "skip" (kernels are not run) or "none" (shapes only)."""
     replace_torch_cuda()
     FakeDevice.memory = torch.device(MEMORIES[memory])
     FakeDevice().__enter__()
@@ -30,6 +30,7 @@ def activate(memory: str) -> None:
     else:
         from fake_gpu.driver import Driver
 
+    if memory == "none":
         torch.fx.experimental._config.meta_nonzero_assume_all_nonzero = True  # sizes that depend on numbers
     triton.runtime.driver.set_active(Driver())
 

@@ -1,6 +1,6 @@
 """Python reads this at start, in child processes too.
 
-KVQ_FAKE_GPU=host|none: put the fake device under the process. KVQ_COMPILE=forbid: a kernel that is not in Triton's
+KVQ_FAKE_GPU=host|skip|none: put the fake device under the process. KVQ_COMPILE=forbid: a kernel that is not in Triton's
 cache fails instead of being compiled. KVQ_CACHE_USED=FILE: list the entries of Triton's cache that are looked up.
 """
 
