@@ -71,11 +71,11 @@ class AttentionHooks:
         for layer, plan in zip(self._layers, self._plans, strict=True):
             if plan.keys.source == "post_rope":
                 continue
-            if layer.key is not None and plan.keys.source == "pre_rope":
-                self._add(undo, layer.key.module.register_forward_hook(self._key_hook(layer, layer.key)))
-            else:
+            if plan.keys.source == "input":
                 hook = self._input_hook(layer)
                 self._add(undo, layer.module.register_forward_pre_hook(hook, with_kwargs=True))
+            elif layer.key is not None:
+                self._add(undo, layer.key.module.register_forward_hook(self._key_hook(layer, layer.key)))
             if not any(layer.rotation is rotation for rotation in checked):
                 checked.append(layer.rotation)
                 hook = self._rotation_hook(layer, has_fixed_rope(self._decoder))
