@@ -64,6 +64,9 @@ lint: .venv/.installed  ## Check style, spelling, unused code and which room imp
 	$(BIN)/vulture
 	PYTHONPATH=kernels $(BIN)/lint-imports --verbose | tail -n 1
 
+docs: .venv/.installed  ## Write the generated pages and pictures of docs/ anew.
+	@for page in tools/docs/{cli,api,architecture,decode_step}.py; do $(BIN)/python $$page; done
+
 artifacts: $(ARTIFACTS:%=artifacts/reference/%/config.json)  ## Calibrate the artifacts of the built-in model.
 
 # A folder's name says what is calibrated: METHOD-BITSbit-OPTION-VALUE.
