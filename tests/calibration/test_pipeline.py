@@ -74,7 +74,7 @@ def test_an_artifact_says_how_it_was_made(tiny, quick, tmp_path):
     artifact = run(tiny, quick, tmp_path / "a", built)
     config = artifact.config
     assert config["method"] == {"name": "temporalkv"} | dataclasses.asdict(built)
-    assert config["calibration"] == dataclasses.asdict(dataclasses.replace(quick))
+    assert config["calibration"] == dataclasses.asdict(dataclasses.replace(quick, kmeans="kvq"))  # of "auto"
     assert config["captured"] == {"tokens": 6 * 88, "tokens_with_gradients": 4 * 88, "tokens_held_out": 88}
     assert len(config["errors"]["layers"]) == 2 and set(config["errors"]["layers"][0]) == {"k", "v"}
     card = (tmp_path / "a" / "README.md").read_text()
