@@ -3,8 +3,8 @@
 One algorithm for every device: on a CPU in batched torch, codebook after codebook, so that all work on one of them
 stays in a core's cache (and the caller may run several streams side by side); on a GPU many go through each step
 together, and kernels find the nearest centroids and add up the clusters. It needs no further package and runs on
-whatever torch runs on; `kmeans_faiss` is the second engine, whose iterations take less time on a CPU: about two fifths
-for 8192 points and 256 centroids, a quarter for 32768 points and 4096 centroids.
+whatever torch runs on; `kmeans_faiss` is the second engine, whose iterations take less time on a CPU: a third to a
+half for 8192 points and 256 centroids, a quarter for 32768 points and 4096 centroids.
 """
 
 from __future__ import annotations

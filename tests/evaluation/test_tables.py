@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 
 import pytest
 
+from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.paired import paired, student
 from kvq_cli.evaluation.tabulate import tabulate
 
@@ -48,6 +50,12 @@ def folder(tmp_path):
 def test_student_has_the_quantiles_of_the_tables():
     for freedom, value in {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 9: 2.2622, 30: 2.0423, 500: 1.9647}.items():
         assert student(freedom) == pytest.approx(value, abs=6e-5)
+
+
+def test_without_scipy_the_error_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "scipy.stats", None)
+    with pytest.raises(KvqError, match=r"need the package scipy.* pip install 'kvq-cli\[eval\]'"):
+        paired([1.0, 2.0], [2.0, 2.0])
 
 
 def test_differences_are_of_pairs():
