@@ -8,7 +8,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 KVQ := $(BIN)/kvq
 # Two test processes of one thread each finish sooner on two cores than one process of two.
-PYTEST := OMP_NUM_THREADS=1 MPLBACKEND=Agg $(BIN)/python -m pytest -n 2 --dist worksteal
+pytest = OMP_NUM_THREADS=1 MPLBACKEND=Agg $(1)/python -m pytest -n 2 --dist worksteal --durations=10 --durations-min=1
+PYTEST := $(call pytest,$(BIN))
 
 # Show a command as one would type it, then run it.
 define kvq
@@ -28,8 +29,10 @@ MODEL ?= reference
 OPTIONS ?=
 COMPARED := results/reproduction/reference/compare
 BENCH := --compare kivi,temporalkv --bits 2
+# What depends on the versions of PyTorch, transformers and the other packages.
+OLDEST_TESTS := $(addprefix tests/,artifact attention cache calibration cli codecs data evaluation methods)
 
-.PHONY: help demo test test-fast lint docs artifacts list repro repro-fast reproduction compare bench \
+.PHONY: help demo test lint docs artifacts list repro repro-fast reproduction compare bench \
 	test-all gpu gpu-test gpu-bench gpu-tune gpu-growth gpu-pack gpu-unpack gpu-memory clean
 
 help:  ## Show this list.
@@ -47,15 +50,25 @@ help:  ## Show this list.
 	@tools/gpu/environment.sh $(@D)
 	touch $@
 
-test: .venv/.installed  ## Run the tests.
-	@$(PYTEST) tests
-	# What the first run compiled, executed as a GPU would.
-	KVQ_TEST_PTX=sm_90 $(PYTEST) tests/kernels/test_compiled.py
+# The oldest versions that pyproject.toml allows, beside the GPU machine's PyTorch, Triton and transformers.
+.venv/oldest/.installed: .venv/device/.installed pyproject.toml tools/oldest.py
+	@.venv/device/bin/python -m venv $(@D)
+	packages='import site; print(site.getsitepackages()[0])'
+	.venv/device/bin/python -c "$$packages" > "$$($(@D)/bin/python -c "$$packages")/device.pth"
+	$(BIN)/python tools/oldest.py > $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $(@D)/requirements.txt allpairspy hypothesis pytest-xdist
+	touch $@
 
-test-all: .venv/device/.installed test  ## Run the tests, and the `gpu-*` commands in a GPU machine's environment.
-
-test-fast: .venv/.installed  ## Run the tests that take no longer than a few seconds each.
+test: .venv/.installed  ## Test every method, command and kernel family: about 5 minutes on two cores.
 	@$(PYTEST) -m "not slow" tests
+	# A launch of each kernel family, executed as compiled for a GPU.
+	KVQ_TEST_PTX=sm_90 $(PYTEST) -m "not slow" tests/kernels/test_compiled.py
+
+# The oldest versions come last: they need the other environments.
+test-all: .venv/.installed .venv/device/.installed .venv/oldest/.installed  ## Run all tests, also with the oldest supported versions.
+	@$(PYTEST) tests
+	KVQ_TEST_PTX=sm_90 $(PYTEST) tests/kernels/test_compiled.py
+	$(call pytest,.venv/oldest/bin) -m "not slow" $(OLDEST_TESTS)
 
 lint: .venv/.installed  ## Check style, spelling, unused code and which room imports which.
 	@$(BIN)/ruff check .
