@@ -14,8 +14,8 @@ class GearCodec(PromptCodec):
     """X ~ D + L R + S of a chunk of tokens of one head: D of the `base`, L R of low rank, S sparse.
 
     S: of the numbers of each `chunk` tokens the largest and the smallest, `fraction` / 2 each, rounded down, in 16 bits
-    with their places. The base sees them limited to the largest and smallest number that is not kept; they are put
-    in place last, so that they are exact.
+    with their places. The base sees the smallest other number of their group in their place, so that they do not widen
+    the group's range; decoding puts them back last, so that they are exact.
     L R: E = X - D, 0 at outliers, projected on r directions P `[head_dim, r]`: from a seeded random start `loops` times
     P <- E^T E P (a power iteration), made orthonormal; R = P^T, L = E P. The paper ends half a step earlier, with an
     orthonormal L. The prompt is one chunk of rank `rank`, whose R is the state; later chunks have rank `chunk_rank`.
@@ -89,17 +89,21 @@ class GearCodec(PromptCodec):
             return dict(packed.parts), x - self.base.decode(packed, torch.float32)
         numbers = self._chunks(x).flatten(3)
         order = _order(numbers)
-        # One more than is kept on each side: the limit for those that are.
-        high, low = (order.topk(self._each + 1, dim=3, largest=largest).indices for largest in (True, False))
-        limits = (numbers.gather(3, side[..., -1:]) for side in (low, high))
-        packed = self.base.encode(numbers.clamp(*limits).view(x.shape))
-        index = torch.cat([high[..., :-1], low[..., :-1]], dim=3)
+        index = torch.cat([order.topk(self._each, dim=3, largest=largest).indices for largest in (True, False)], dim=3)
+        kept = torch.zeros_like(numbers, dtype=torch.bool).scatter_(3, index, True)
+        packed = self.base.encode(self._without(x, kept.view(x.shape)))
         error = (x - self.base.decode(packed, torch.float32)).view(numbers.shape).scatter_(3, index, 0)
         sparse = {
             "outlier_index": Part(index.to(torch.int16), self.block_tokens),
             "outlier_value": Part(numbers.gather(3, index).to(self.base.dtype), self.block_tokens),
         }
         return {**packed.parts, **sparse}, error.view(x.shape)
+
+    def _without(self, x: Tensor, kept: Tensor) -> Tensor:
+        """`x` with the smallest other number of its group in place of every outlier; 0 where all of a group are."""
+        groups = self.base.grouped(x)
+        low = groups.masked_fill(kept := self.base.grouped(kept), torch.inf).amin(self.base.group_dim, keepdim=True)
+        return torch.where(kept, low.masked_fill(low == torch.inf, 0), groups).view(x.shape)
 
     def _factors(self, error: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         """`[..., T, D]` -> (L `[..., T, rank]`, R `[..., rank, D]`), 16 bits.

@@ -81,8 +81,8 @@ class SignedCodec(UniformCodec):
         words = None
         if self.sign == "extra":
             words = torch.where(asymmetric, other["zero"].view(sides["sign"].dtype), sides["sign"])
-        each = asymmetric.unsqueeze(self._group_dim)
-        codes = torch.where(each, self._grouped(other_codes), self._grouped(codes)).view(x.shape)
+        each = asymmetric.unsqueeze(self.group_dim)
+        codes = torch.where(each, self.grouped(other_codes), self.grouped(codes)).view(x.shape)
         return codes, self._named(scale, words, other["zero"])
 
     def _named(self, scale: Tensor, words: Tensor | None, zero: Tensor) -> dict[str, Tensor]:
@@ -101,21 +101,21 @@ class SignedCodec(UniformCodec):
         return self._signed(super().dequantize(codes, {"scale": scale, "zero": zero}), word.masked_fill(asymmetric, 0))
 
     def _symmetric(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        groups = self._grouped(x).float()
-        scale = (groups.abs().amax(dim=self._group_dim, keepdim=True) / self._largest).to(self.dtype)
-        sides = {"scale": scale.squeeze(self._group_dim)}
+        groups = self.grouped(x).float()
+        scale = (groups.abs().amax(dim=self.group_dim, keepdim=True) / self._largest).to(self.dtype)
+        sides = {"scale": scale.squeeze(self.group_dim)}
         if self.sign == "inside":
             codes = self._steps(groups.clone(), scale, -self._largest, self._largest).add_(self._largest)
         else:
             codes, word = self._steps(groups.abs(), scale, 0, self._largest), WORDS[self.group][0]
             places = torch.arange(self.group, dtype=word, device=x.device)
             bits = groups.signbit().to(word) << (places.unsqueeze(1) if self.axis == "channel" else places)
-            sides["sign"] = bits.sum(dim=self._group_dim, dtype=word)  # the bits are disjoint: no sum overflows
+            sides["sign"] = bits.sum(dim=self.group_dim, dtype=word)  # the bits are disjoint: no sum overflows
         return codes.to(torch.uint8).view(x.shape), sides
 
     def _restore_symmetric(self, codes: Tensor, sides: Mapping[str, Tensor]) -> Tensor:
         x = codes.float()
-        self._grouped(x).sub_(0 if self.sign == "extra" else self._largest).mul_(self._side(sides["scale"]))
+        self.grouped(x).sub_(0 if self.sign == "extra" else self._largest).mul_(self._side(sides["scale"]))
         return self._signed(x, sides["sign"]) if self.sign == "extra" else x
 
     def _signed(self, x: Tensor, word: Tensor) -> Tensor:
@@ -126,12 +126,12 @@ class SignedCodec(UniformCodec):
         places = torch.arange(8, dtype=torch.uint8, device=x.device)
         places = places.unsqueeze(1) if self.axis == "channel" else places
         # Bytes are a quarter of the work of words: bits to signs 1 and -1 before they become floating point.
-        signs = (octets.unsqueeze(self._group_dim + 1) >> places).bitwise_and_(1).view(torch.int8).mul_(-2).add_(1)
+        signs = (octets.unsqueeze(self.group_dim + 1) >> places).bitwise_and_(1).view(torch.int8).mul_(-2).add_(1)
         return x.mul_(signs.view(x.shape).float())
 
     def _error(self, x: Tensor, restored: Tensor) -> Tensor:
         """Squared error of each group, added by neighbours: an order that every device can keep to."""
-        squares, dim = self._grouped(restored - x.float()).square_(), self._group_dim
+        squares, dim = self.grouped(restored - x.float()).square_(), self.group_dim
         while (count := squares.shape[dim]) > 1:
             pairs = squares.narrow(dim, 0, count - count % 2).unflatten(dim, (-1, 2))
             sums = pairs.select(dim + 1, 0) + pairs.select(dim + 1, 1)

@@ -50,7 +50,7 @@ class UniformCodec(Codec):
         self.dtype = side_dtype(dtype)
         self.zero_dtype = zero_dtype or self.dtype
         self._unit = self.block_tokens
-        self._group_dim = 3 if axis == "channel" else 4
+        self.group_dim = 3 if axis == "channel" else 4
 
     def _encode(self, x: Tensor) -> Packed:
         if (packed := self._encode_on_gpu(x)) is not None:
@@ -79,17 +79,17 @@ class UniformCodec(Codec):
 
     def quantize(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """`[B, H, T, C]` of whole groups -> (codes uint8 of that shape, the parts that groups have)."""
-        groups = self._grouped(x).float()
+        groups = self.grouped(x).float()
         # Minus zero becomes zero: which of the two a minimum finds depends on the device.
-        low, high = (side + 0.0 for side in groups.aminmax(dim=self._group_dim, keepdim=True))
+        low, high = (side + 0.0 for side in groups.aminmax(dim=self.group_dim, keepdim=True))
         zero = low.to(self.zero_dtype)
         scale = ((high - low) / (2**self.bits - 1)).to(self.dtype)
         codes = self._steps(groups - zero.float(), scale, 0, 2**self.bits - 1).to(torch.uint8).view(x.shape)
-        return codes, {"scale": scale.squeeze(self._group_dim), "zero": zero.squeeze(self._group_dim)}
+        return codes, {"scale": scale.squeeze(self.group_dim), "zero": zero.squeeze(self.group_dim)}
 
     def dequantize(self, codes: Tensor, sides: Mapping[str, Tensor]) -> Tensor:
         """x', float32, of the codes and parts that `quantize` gave; the codes as float32, which are overwritten."""
-        x = self._grouped(codes)
+        x = self.grouped(codes)
         x.mul_(self._side(sides["scale"])).add_(self._side(sides["zero"]))
         return codes
 
@@ -98,12 +98,12 @@ class UniformCodec(Codec):
         divisor = scale.float().masked_fill_(scale == 0, torch.inf)
         return distances.div_(divisor).round_().clamp_(least, most)
 
-    def _grouped(self, x: Tensor) -> Tensor:
-        """A view of `[B, H, T, C]` with the numbers of a group along `_group_dim`."""
+    def grouped(self, x: Tensor) -> Tensor:
+        """A view of `[B, H, T, C]` with the numbers of a group along `group_dim`."""
         if self.axis == "channel":
             return x.unflatten(2, (-1, self.group))  # [B, H, T / group, group, C]
         return x.unflatten(3, (-1, self.group))  # [B, H, T, C / group, group]
 
     def _side(self, tensor: Tensor) -> Tensor:
-        """A groups' part as float32 beside `_grouped`."""
-        return tensor.float().unsqueeze(self._group_dim)
+        """A groups' part as float32 beside `grouped`."""
+        return tensor.float().unsqueeze(self.group_dim)

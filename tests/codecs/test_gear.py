@@ -29,27 +29,24 @@ def later(one: GearCodec) -> Codec:
     return one.with_state({})
 
 
-def quantized(x: np.ndarray, bits: int, axis: int) -> np.ndarray:
-    """D of groups of 32 along the axis; scale and zero as kept in 16 bits."""
-    groups = np.moveaxis(x, axis, 1).reshape(x.shape[1 - axis], -1, GROUP)
-    low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
+def quantized(x: np.ndarray, kept: np.ndarray, bits: int, axis: int) -> np.ndarray:
+    """D of groups of 32 along the axis, outliers left out of their range; scale and zero as kept in 16 bits."""
+    groups, outliers = (np.moveaxis(y, axis, 1).reshape(x.shape[1 - axis], -1, GROUP) for y in (x, kept))
+    low = np.where(outliers, np.inf, groups).min(-1, keepdims=True)
+    high = np.where(outliers, -np.inf, groups).max(-1, keepdims=True)
     scale = ((high - low).astype(np.float32) / (2**bits - 1)).astype(np.float16).astype(np.float64)
     zero = low.astype(np.float16).astype(np.float64)
     codes = np.clip(np.rint((groups - zero) / scale), 0, 2**bits - 1)
     return np.moveaxis((codes * scale + zero).reshape(x.shape[1 - axis], -1), 1, axis)
 
 
-def sparse(x: np.ndarray, each: int) -> tuple[np.ndarray, np.ndarray]:
-    """(which numbers of chunks are outliers, the others and the outliers' limits) of `[tokens, channels]`."""
-    kept, limited = np.zeros(x.shape, bool), x.copy()
+def sparse(x: np.ndarray, each: int) -> np.ndarray:
+    """Which numbers of chunks `[tokens, channels]` are outliers."""
+    kept = np.zeros(x.shape, bool)
     for start in range(0, len(x), CHUNK):
-        block = x[start : start + CHUNK].reshape(-1)
-        order = block.argsort(kind="stable")
-        places = np.r_[order[:each], order[len(order) - each :]]
-        flat = kept[start : start + CHUNK].reshape(-1)
-        flat[places] = True
-        limited[start : start + CHUNK] = block.clip(block[order[each]], block[order[-each - 1]]).reshape(-1, DIM)
-    return kept, limited
+        order = x[start : start + CHUNK].reshape(-1).argsort(kind="stable")
+        kept[start : start + CHUNK].reshape(-1)[np.r_[order[:each], order[len(order) - each :]]] = True
+    return kept
 
 
 def low_rank(error: np.ndarray, rank: int, loops: int, seed: int) -> np.ndarray:
@@ -67,8 +64,8 @@ def expected(x: torch.Tensor, side: str, bits: int, fraction: float, rank: int, 
     out = np.empty(x.shape)
     for row, head in np.ndindex(*x.shape[:2]):
         one = x[row, head].double().numpy()
-        kept, limited = sparse(one, int(fraction / 2 * CHUNK * DIM)) if fraction else (np.zeros(one.shape, bool), one)
-        dense = quantized(limited, bits, 0 if side == "keys" else 1)
+        kept = sparse(one, int(fraction / 2 * CHUNK * DIM))
+        dense = quantized(one, kept, bits, 0 if side == "keys" else 1)
         error = np.where(kept, 0, one - dense)
         size = CHUNK if chunks else len(one)
         pieces = [low_rank(error[i : i + size], rank, 3, 0) for i in range(0, len(one), size)]
