@@ -8,6 +8,7 @@ import pytest
 import torch
 from kept_cases import DEVICE, WINDOWS, Kept, codebook, outliers, per_head, per_token
 from recorded import RecordedGraph, counted_graphs
+from tiers import slow_cases
 
 from kvq_cli.attention.attach import Attached, attach
 from kvq_cli.attention.graphs import captured_steps
@@ -78,16 +79,17 @@ def tokens(batch: int = 2) -> torch.Tensor:
     return torch.randint(3, 97, (batch, PROMPT + STEPS), generator=noise).to(DEVICE)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options", "replays"),
     [
         ("fp16", {}, STEPS - 2),
-        ("kivi", {"bits": 2, "group": 8, "residual": 8}, STEPS - 3),  # keys pack at every eighth token
-        ("kivi", {"bits": 3, "group": 4, "pre_rope": True, **WINDOWS}, STEPS - 4),
-        ("innerq", {"bits": 2, "sinks": 2, "recent": 3}, STEPS - 3),
-        ("squat", {"bits": 2, "group": 4, **WINDOWS}, STEPS - 4),
-        ("xquant", {"bits": 4, "group": 16, "recent": 4}, STEPS - 3),
+        *slow_cases(
+            ("kivi", {"bits": 2, "group": 8, "residual": 8}, STEPS - 3),  # keys pack at every eighth token
+            ("kivi", {"bits": 3, "group": 4, "pre_rope": True, **WINDOWS}, STEPS - 4),
+            ("innerq", {"bits": 2, "sinks": 2, "recent": 3}, STEPS - 3),
+            ("squat", {"bits": 2, "group": 4, **WINDOWS}, STEPS - 4),
+            ("xquant", {"bits": 4, "group": 16, "recent": 4}, STEPS - 3),
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kvq_kernels.tuning import trying
+from tiers import slow
 
 from kvq_cli.attention.attach import attach
 from kvq_cli.errors import UsageError
@@ -59,9 +60,8 @@ def one_layer(tiny):
     return make
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("options", [{"bits": 2}, {"bits": 16}, {"bits": 3, "first_channel": True}])
+@pytest.mark.parametrize("kv_heads", [4, *slow(2, 1)])
+@pytest.mark.parametrize("options", [{"bits": 2}, *slow({"bits": 16}, {"bits": 3, "first_channel": True})])
 def test_heads_and_storage(one_layer, prompt, factored, kv_heads, options):
     """With 4 kv heads the input itself is kept, once."""
     model = one_layer(num_key_value_heads=kv_heads)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from kept_cases import DEVICE, WINDOWS, Kept, codebook, outliers, per_head, per_token
+from tiers import slow, slow_cases
 
 from kvq_cli.artifact import load_artifact
 from kvq_cli.attention import triton_backend
@@ -61,28 +62,31 @@ def one_layer(tiny):
     [
         ("fp16", {}),
         ("kivi", {"bits": 2, "group": 16, "residual": 32}),
-        ("kivi", {"bits": 4, "group": 16, **WINDOWS}),
-        ("squat", {"bits": 2, "group": 16, **WINDOWS}),
-        ("innerq", {"bits": 2, **WINDOWS}),
-        ("innerq", {"bits": 4, "group": 16, "mode": "symmetric", **WINDOWS}),
-        ("innerq", {"bits": 3, "group": 16, "sign": "inside", **WINDOWS}),
-        ("innerq", {"bits": 2, "group": 16, "mode": "asymmetric", "norm": False, **WINDOWS}),
+        *slow_cases(
+            ("kivi", {"bits": 4, "group": 16, **WINDOWS}),
+            ("squat", {"bits": 2, "group": 16, **WINDOWS}),
+            ("innerq", {"bits": 2, **WINDOWS}),
+            ("innerq", {"bits": 4, "group": 16, "mode": "symmetric", **WINDOWS}),
+            ("innerq", {"bits": 3, "group": 16, "sign": "inside", **WINDOWS}),
+            ("innerq", {"bits": 2, "group": 16, "mode": "asymmetric", "norm": False, **WINDOWS}),
+        ),
     ],
 )
 def test_uniform_methods(one_layer, prompt, name, options):
     same(one_layer((2, 1)), build(name, **options), prompt)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "values", "options"),
     [
         (codebook(), codebook(normal=False), {}),
-        (codebook((1, 4)), codebook((1, 4), normal=False), {}),
-        (codebook((2, 1), share=2), codebook((2, 2)), {"source": "post_rope"}),
-        (codebook((1, 1), 16, 32), per_token(0.0), {"window": Window(1, 0, 1)}),
-        (outliers, per_token(0.05), {"window": Window(1, 3, 32)}),
-        (per_head, per_head, {}),
+        *slow_cases(
+            (codebook((1, 4)), codebook((1, 4), normal=False), {}),
+            (codebook((2, 1), share=2), codebook((2, 2)), {"source": "post_rope"}),
+            (codebook((1, 1), 16, 32), per_token(0.0), {"window": Window(1, 0, 1)}),
+            (outliers, per_token(0.05), {"window": Window(1, 3, 32)}),
+            (per_head, per_head, {}),
+        ),
     ],
     ids=["temporal", "channel", "post_rope", "scalars", "outliers", "per_head"],
 )
@@ -111,7 +115,7 @@ def test_positions_that_count_pads(one_layer, prompt):
     torch.testing.assert_close(actual[1], actual[0], atol=1e-3, rtol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float16, *slow(torch.bfloat16)])
 def test_sixteen_bits(one_layer, prompt, dtype):
     same(one_layer((2, 1)).to(dtype), build("kivi", bits=4, group=16, **WINDOWS), prompt, 8 * torch.finfo(dtype).eps)
 

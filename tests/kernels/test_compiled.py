@@ -86,11 +86,13 @@ def recorder(monkeypatch):
 TESTED_OPERATIONS: set[str] = set()
 
 
-def each_case(operation: str, cases: Iterable[str] | None = None, default: str | None = None):
+def each_case(
+    operation: str, cases: Iterable[str] | None = None, default: str | None = None, families: tuple[str, ...] = ()
+):
     """Parametrize a test with (name, launch_names): a case, and the launches of the operation that it must run.
 
     cases: their names, with which launches' names end (default: the launches' names). default: the case that runs the
-    launches whose names end with none.
+    launches whose names end with none. families: a case of each kernel of the operation; the others are slow.
     """
     TESTED_OPERATIONS.add(operation)
     all_launches = launches(operation, "sm_90")
@@ -98,7 +100,10 @@ def each_case(operation: str, cases: Iterable[str] | None = None, default: str |
     for name in all_launches:
         matching = [case for case in names_of_case if name == case or name.endswith(f"-{case}")]
         names_of_case[max(matching, key=len) if matching else default].append(name)
-    return pytest.mark.parametrize(("name", "launch_names"), names_of_case.items(), ids=list(names_of_case))
+    assert families and set(families) <= set(names_of_case)
+    marks = {name: () if name in families else pytest.mark.slow for name in names_of_case}
+    params = [pytest.param(name, names, id=name, marks=marks[name]) for name, names in names_of_case.items()]
+    return pytest.mark.parametrize(("name", "launch_names"), params)
 
 
 def tuned_launches(operation: str) -> dict[str, Launch]:
@@ -150,8 +155,12 @@ def attention_case(name: str, lengths: list[int]) -> Case:
     )
 
 
-@pytest.mark.slow  # to compile
-@each_case("decode_attention", storage_cases(), default="fp16")
+@each_case(
+    "decode_attention",
+    storage_cases(),
+    default="fp16",
+    families=("fp16", "kivi-2bit-g32", "innerq-2bit-hybrid", "channel-2bit", "kvquant-2bit"),
+)
 def test_decode_attention(name, launch_names, recorder):
     # A store for 512 tokens: strides are multiples of 16, as in the case.
     tuned, case = tuned_launches("decode_attention"), attention_case(name, [390])
@@ -161,8 +170,7 @@ def test_decode_attention(name, launch_names, recorder):
     recorder.assert_ran(tuned, launch_names)
 
 
-@pytest.mark.slow
-@each_case("assign_centroids")
+@each_case("assign_centroids", families=("assign-size1-16", "sums-size1-16", "assign-size4-256", "sums-size4-256"))
 def test_assign_centroids(name, launch_names, recorder):
     tuned = tuned_launches("assign_centroids")
     fixed, count = tuned[name].constants, 1104  # more than a program's points; a multiple of 16, as in the case
@@ -174,8 +182,7 @@ def test_assign_centroids(name, launch_names, recorder):
     recorder.assert_ran(tuned, launch_names)
 
 
-@pytest.mark.slow
-@each_case("quantize_pack")
+@each_case("quantize_pack", families=("token-2bit-g32-asymmetric", "channel-2bit-g32-hybrid-extra"))
 def test_quantize_pack(name, launch_names, recorder):
     layout = layouts()[name]
     tokens = 2 * layout.group if layout.axis == "channel" else 176  # a partial tile, but a multiple of 16
@@ -184,8 +191,12 @@ def test_quantize_pack(name, launch_names, recorder):
     recorder.assert_ran(tuned_launches("quantize_pack"), launch_names)
 
 
-@pytest.mark.slow
-@each_case("quantized_matvec", cases(), default="values-inner-2bit-asymmetric")
+@each_case(
+    "quantized_matvec",
+    cases(),
+    default="values-inner-2bit-asymmetric",
+    families=("keys-outer-2bit-asymmetric", "values-inner-2bit-asymmetric"),
+)
 def test_quantized_matvec(name, launch_names, recorder):
     side, packed = cases()[name]
     stored = {"bits": packed.bits, "packed_group": packed.group, "mode": packing_mode(packed)}
@@ -193,8 +204,7 @@ def test_quantized_matvec(name, launch_names, recorder):
     recorder.assert_ran(tuned_launches("quantized_matvec"), launch_names)
 
 
-@pytest.mark.slow
-@each_case("rematerialize", calls("sm_90"), default="latents-2bit")
+@each_case("rematerialize", calls("sm_90"), default="latents-2bit", families=("latents-2bit",))
 def test_rematerialize(name, launch_names, recorder):
     call = calls("sm_90")[name]
     dim, heads = call.query.shape[2], call.query.shape[1] // call.group
@@ -217,8 +227,7 @@ def test_rematerialize(name, launch_names, recorder):
     recorder.assert_ran(tuned_launches("rematerialize"), launch_names)
 
 
-@pytest.mark.slow
-@each_case("squat_quantize")
+@each_case("squat_quantize", families=("squat-2bit-g32",))
 def test_squat_quantize(name, launch_names, recorder):
     tuned = tuned_launches("squat_quantize")
     fixed = tuned[name].constants

@@ -13,6 +13,7 @@ from kvq_kernels.decode_attention.scalar_codebook import scalar_codebook_fits
 from kvq_kernels.decode_attention.spec import SideSpec
 from kvq_kernels.decode_attention.uniform import uniform_fits
 from kvq_kernels.tuning import trying
+from tiers import slow, slow_cases
 
 pytestmark = pytest.mark.gpu
 
@@ -20,42 +21,42 @@ KIVI = (partial(uniform, axis="channel"), partial(uniform, axis="token"))
 INNERQ = (partial(uniform, axis="token"), partial(uniform, axis="channel"))
 
 
-@pytest.mark.parametrize("lengths", [[1], [7], [63, 64, 65], [300, 5]])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("lengths", [[1], *slow([7], [63, 64, 65], [300, 5])])
+@pytest.mark.parametrize("dtype", [torch.float16, *slow(torch.bfloat16, torch.float32)])
 def test_dense(lengths, dtype):
     Case(dense, dense, lengths, dtype=dtype).check()
 
 
-@pytest.mark.parametrize("dim", [80, 96, 128, 256])
+@pytest.mark.parametrize("dim", [80, *slow(96, 128, 256)])
 def test_dense_head_dims(dim):
     Case(dense, dense, [150], dim=dim).check()
 
 
-@pytest.mark.parametrize("group", [1, 3, 4, 8])
+@pytest.mark.parametrize("group", [1, *slow(3, 4, 8)])
 def test_query_heads(group):
     Case(*KIVI, [150], heads=2, group=group, unpacked=(12, 20), sinks=4).check()
 
 
-@pytest.mark.parametrize("lengths", [[1], [7], [31, 32, 33], [300, 129]])
+@pytest.mark.parametrize("lengths", [[1], [7], *slow([31, 32, 33], [300, 129])])
 @pytest.mark.parametrize("sides", [KIVI, INNERQ], ids=["kivi", "innerq"])
 def test_uniform(sides, lengths):
     Case(*sides, lengths, unpacked=(12, 20), sinks=4).check()
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("sides", [KIVI, INNERQ], ids=["kivi", "innerq"])
+@pytest.mark.parametrize("bits", [1, *slow(2, 3, 4, 8)])
+@pytest.mark.parametrize("sides", [KIVI, *slow(INNERQ)], ids=["kivi", "innerq"])
 def test_bits(sides, bits):
     Case(*(partial(make, bits=bits) for make in sides), [140], dim=128).check()
 
 
-@pytest.mark.parametrize("dim", [80, 96, 256])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dim", [80, *slow(96, 256)])
+@pytest.mark.parametrize("dtype", [torch.float16, *slow(torch.bfloat16)])
 def test_uniform_head_dims(dim, dtype):
     Case(*(partial(make, group=16) for make in KIVI), [140], dim=dim, dtype=dtype).check()
 
 
-@pytest.mark.parametrize("group", [16, 64, 128])
-@pytest.mark.parametrize("sides", [KIVI, INNERQ], ids=["kivi", "innerq"])
+@pytest.mark.parametrize("group", [16, *slow(64, 128)])
+@pytest.mark.parametrize("sides", [KIVI, *slow(INNERQ)], ids=["kivi", "innerq"])
 def test_groups(sides, group):
     Case(*(partial(make, group=group) for make in sides), [200], dim=128).check()
 
@@ -64,13 +65,13 @@ MODES = ["inside", "extra", "hybrid-inside", "hybrid-extra"]
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("sides", [KIVI, INNERQ], ids=["kivi", "innerq"])
+@pytest.mark.parametrize("sides", [KIVI, *slow(INNERQ)], ids=["kivi", "innerq"])
 def test_symmetric_and_hybrid(sides, mode):
     Case(*(partial(make, mode=mode) for make in sides), [140], unpacked=(12, 20), sinks=4).check()
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
-@pytest.mark.parametrize("sides", [KIVI, INNERQ], ids=["kivi", "innerq"])
+@pytest.mark.parametrize("bits", [1, *slow(2, 3, 4)])
+@pytest.mark.parametrize("sides", [KIVI, *slow(INNERQ)], ids=["kivi", "innerq"])
 def test_signs_of_bits(sides, bits):
     for dim in (32, 128):
         Case(*(partial(make, bits=bits, mode="hybrid-extra") for make in sides), [140], dim=dim, group=4).check()
@@ -106,14 +107,14 @@ def test_uniform_path_fits():
     assert not any(uniform_fits(SideSpec.of(side, 64), "none", 32, False) for side in Case(*TEMPORAL, [1]).sides)
 
 
-@pytest.mark.parametrize("lengths", [[1], [7], [63, 65], [300, 140]])
+@pytest.mark.parametrize("lengths", [[1], [7], *slow([63, 65], [300, 140])])
 @pytest.mark.parametrize("sides", [TEMPORAL, CHANNEL], ids=["temporal", "channel"])
 def test_codebooks(sides, lengths):
     Case(*sides, lengths, **HALF, unpacked=(8, 8), sinks=8).check()
 
 
-@pytest.mark.parametrize("size", [2, 8])
-@pytest.mark.parametrize("temporal", [True, False])
+@pytest.mark.parametrize("size", [2, *slow(8)])
+@pytest.mark.parametrize("temporal", [True, *slow(False)])
 def test_codebook_bits(size, temporal):
     make = partial(codebook, block=(size, 1) if temporal else (1, size), share=size)
     Case(partial(make, normalize=True), make, [290], **HALF).check()
@@ -124,37 +125,37 @@ def test_different_blocks():
     Case(partial(codebook, block=(1, 4)), codebook, [200], **HALF).check()
 
 
-@pytest.mark.parametrize("rope", [("half", 32), ("interleaved", 64), ("interleaved", 32)])
+@pytest.mark.parametrize("rope", [("half", 32), *slow(("interleaved", 64), ("interleaved", 32))])
 def test_rotations(rope):
     Case(*KIVI, [150, 40], rope=rope, rope_scale=1.1, unpacked=(8, 8), sinks=4).check()
 
 
-@pytest.mark.parametrize("entries", [2, 4, 16])
+@pytest.mark.parametrize("entries", [2, *slow(4, 16)])
 def test_scalar_codebooks(entries):
     keys = partial(codebook, block=(1, 1), entries=entries, share=64, normalize=True)
     values = partial(codebook, block=(1, 1), entries=entries, share=64, per_token=True)
     Case(keys, values, [140], **HALF, unpacked=(8, 8), sinks=1).check()
 
 
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
+@pytest.mark.parametrize("dim", [64, *slow(80, 96, 128, 256)])
+@pytest.mark.parametrize("bits", [1, *slow(2, 3, 4)])
 def test_bits_of_scalar_codebooks(bits, dim):
     Case(*scalars(bits, dim), [140], dim=dim, rope=("half", dim), offset=3, unpacked=(8, 8), sinks=1).check()
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize("lengths", [[1], [7], [65, 63], [200]])
+@pytest.mark.parametrize("bits", [2, *slow(3, 4)])
+@pytest.mark.parametrize("lengths", [[1], *slow([7], [65, 63], [200])])
 def test_lengths_of_scalar_codebooks(bits, lengths):
     Case(*scalars(bits), lengths, **HALF, unpacked=(8, 20), sinks=8).check()
 
 
-@pytest.mark.parametrize("group", [1, 4, 8])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("group", [1, *slow(4, 8)])
+@pytest.mark.parametrize("dtype", [torch.float16, *slow(torch.bfloat16, torch.float32)])
 def test_query_heads_of_scalar_codebooks(group, dtype):
     Case(*scalars(2), [140], heads=2, group=group, dtype=dtype, **HALF, unpacked=(8, 8)).check()
 
 
-@pytest.mark.parametrize(("bits", "rope"), [(2, None), (4, None), (2, ("half", 16)), (4, ("half", 64))])
+@pytest.mark.parametrize(("bits", "rope"), [(2, None), *slow_cases((4, None), (2, ("half", 16)), (4, ("half", 64)))])
 def test_partial_rotations_of_scalar_codebooks(bits, rope):
     Case(*scalars(bits, 128), [150], dim=128, rope=rope, rope_scale=1.1, offset=3).check()
 
@@ -181,7 +182,7 @@ def test_scalar_codebook_path_fits():
     assert not scalar_codebook_fits(side(TEMPORAL[0]), "half", 128, tl.float16, True)
 
 
-@pytest.mark.parametrize("dim", [16, 80])
+@pytest.mark.parametrize("dim", [16, *slow(80)])
 def test_head_dims_of_vector_codebooks(dim):
     make = partial(codebook, normalize=True)
     Case(make, codebook, [150], dim=dim, rope=("half", dim), unpacked=(8, 8), sinks=8).check()
@@ -200,7 +201,7 @@ def test_different_storage_per_head():
     Case(keys, dense, [150], heads=3, group=1, **HALF).check()
 
 
-@pytest.mark.parametrize("window", [1, 7, 100, 170, 290, 1000])
+@pytest.mark.parametrize("window", [1, 7, *slow(100, 170, 290, 1000)])
 def test_sliding_windows(window):
     Case(*KIVI, [300, 50], unpacked=(12, 20), sinks=4, window=window).check()
 
@@ -209,7 +210,7 @@ def test_keys_with_a_norm():
     Case(*INNERQ, [200, 3], heads=2, unpacked=(12, 20), sinks=4, norm=True).check()
 
 
-@pytest.mark.parametrize("splits", [1, 3, 40])
+@pytest.mark.parametrize("splits", [1, *slow(3, 40)])
 def test_splits(splits):
     Case(*KIVI, [300], unpacked=(12, 20)).check(splits)
     Case(dense, dense, [300]).check(splits)
@@ -238,7 +239,9 @@ def test_empty_row_is_zero():
     assert (case.run()[0] == 0).all()
 
 
-@pytest.mark.parametrize(("splits", "busy"), [(1, [2, 2, 1]), (2, [3, 3, 1]), (7, [4 + 4, 5, 1]), (30, [4 + 8, 5, 1])])
+@pytest.mark.parametrize(
+    ("splits", "busy"), [(1, [2, 2, 1]), *slow_cases((2, [3, 3, 1]), (7, [4 + 4, 5, 1]), (30, [4 + 8, 5, 1]))]
+)
 def test_programs_share_the_tail(splits, busy):
     """The tail takes longer than whole tiles. Row 0 has 4 tiles of 32 tokens and 8 tail tiles of 16; the others have 5
     and 1 tail tiles."""

@@ -9,35 +9,36 @@ import pytest
 import torch
 from kernel_cases import CHANNEL, HALF, TEMPORAL, Case, codebook, random_outliers, scalars
 from kvq_kernels.tuning import trying
+from tiers import slow
 
 pytestmark = pytest.mark.gpu
 
 POOLED = partial(random_outliers, capacity=70, pooled=True)
 
 
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("bits", [2, *slow(3, 4)])
 def test_scalar_codebooks(bits):
     lists = (random_outliers, POOLED)
     Case(*scalars(bits, 128), [150], dim=128, rope=("half", 128), offset=3, outliers=lists, sinks=1).check()
 
 
-@pytest.mark.parametrize("sides", [TEMPORAL, CHANNEL], ids=["temporal", "channel"])
+@pytest.mark.parametrize("sides", [TEMPORAL, *slow(CHANNEL)], ids=["temporal", "channel"])
 def test_vector_codebooks(sides):
     lists = (random_outliers, partial(random_outliers, capacity=7))
     Case(*sides, [300, 140], **HALF, outliers=lists, unpacked=(8, 8), sinks=8).check()
 
 
-@pytest.mark.parametrize("rope", [("half", 32), ("half", 64), ("interleaved", 32), ("interleaved", 64), None])
+@pytest.mark.parametrize("rope", [("half", 32), *slow(("half", 64), ("interleaved", 32), ("interleaved", 64), None)])
 def test_rotations(rope):
     Case(scalars(4)[0], codebook, [200], rope=rope, rope_scale=1.1, offset=3, outliers=(random_outliers, None)).check()
 
 
-@pytest.mark.parametrize("sides", [scalars(2), TEMPORAL, CHANNEL], ids=["scalars", "temporal", "channel"])
+@pytest.mark.parametrize("sides", [scalars(2), *slow(TEMPORAL, CHANNEL)], ids=["scalars", "temporal", "channel"])
 def test_pooled_over_heads(sides):
     Case(*sides, [170], heads=2, **HALF, outliers=(random_outliers, POOLED), unpacked=(8, 8), sinks=8).check()
 
 
-@pytest.mark.parametrize("capacity", [16, 33])
+@pytest.mark.parametrize("capacity", [16, *slow(33)])
 def test_several_chunks(capacity):
     lists = (
         partial(random_outliers, capacity=2 * capacity),
@@ -46,7 +47,7 @@ def test_several_chunks(capacity):
     Case(*scalars(2), [200], heads=2, **HALF, outliers=lists, unpacked=(8, 8)).check()
 
 
-@pytest.mark.parametrize("head", [0, 1, 2])
+@pytest.mark.parametrize("head", [0, *slow(1, 2)])
 def test_all_in_one_head(head):
 
     def lists(g, shape, dtype):
@@ -57,8 +58,8 @@ def test_all_in_one_head(head):
     Case(*scalars(2), [170], heads=3, **HALF, outliers=(random_outliers, lists), unpacked=(8, 8)).check()
 
 
-@pytest.mark.parametrize("sides", [scalars(2), TEMPORAL], ids=["scalars", "temporal"])
-@pytest.mark.parametrize("queries", [8, 16])
+@pytest.mark.parametrize("sides", [scalars(2), *slow(TEMPORAL)], ids=["scalars", "temporal"])
+@pytest.mark.parametrize("queries", [8, *slow(16)])
 def test_queries_are_padded(sides, queries):
     with trying("decode_attention", {"queries": queries}):
         for group in (1, 3, 16):
@@ -67,19 +68,19 @@ def test_queries_are_padded(sides, queries):
             ).check()
 
 
-@pytest.mark.parametrize("tokens", [16, 32, 128])
+@pytest.mark.parametrize("tokens", [16, *slow(32, 128)])
 def test_tiles(tokens):
     lists = (partial(random_outliers, tokens=16), partial(random_outliers, tokens=16, capacity=60, pooled=True))
     with trying("decode_attention", {"tokens": tokens}):
         Case(*scalars(2), [150], **HALF, outliers=lists, unpacked=(8, 8)).check()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *slow(torch.float32)])
 def test_types(dtype):
     Case(*scalars(2), [150], dtype=dtype, **HALF, outliers=(random_outliers, POOLED), unpacked=(8, 8)).check()
 
 
-@pytest.mark.parametrize("dim", [16, 80, 256])
+@pytest.mark.parametrize("dim", [16, *slow(80, 256)])
 def test_head_dims(dim):
     lists = (random_outliers, POOLED)
     Case(*scalars(2, dim), [150], dim=dim, rope=("half", dim), outliers=lists, unpacked=(8, 8), heads=2).check()

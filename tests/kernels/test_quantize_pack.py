@@ -6,6 +6,7 @@ import pytest
 import torch
 from checks.quantize_pack import INTEGERS, assert_same_bits, check, codec, layout, numbers
 from kvq_kernels.quantize_pack import Layout, quantize_pack
+from pairwise import parametrize_pairwise
 
 from kvq_cli.codecs import kernels
 from kvq_cli.codecs.signed import SignedCodec
@@ -16,9 +17,7 @@ pytestmark = pytest.mark.gpu
 MODES = [("asymmetric", ""), ("symmetric", "extra"), ("symmetric", "inside"), ("hybrid", "extra"), ("hybrid", "inside")]
 
 
-@pytest.mark.parametrize("mode, sign", MODES)
-@pytest.mark.parametrize("axis", ["token", "channel"])
-@pytest.mark.parametrize("bits", [2, 3, 4])
+@parametrize_pairwise({"bits": [2, 3, 4], "axis": ["token", "channel"], "mode, sign": MODES})
 def test_modes(bits, axis, mode, sign):
     check(bits, axis, 32, 64, torch.float16, mode, sign, 32)
 
@@ -30,9 +29,13 @@ def test_bits(bits, axis):
     check(bits, axis, 32, 64, torch.float16, "symmetric", "extra", 32)
 
 
-@pytest.mark.parametrize("dim, group", [(16, 16), (80, 16), (96, 32), (128, 64), (256, 128)])
-@pytest.mark.parametrize("axis", ["token", "channel"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@parametrize_pairwise(
+    {
+        "dim, group": [(16, 16), (80, 16), (96, 32), (128, 64), (256, 128)],
+        "axis": ["token", "channel"],
+        "dtype": [torch.float16, torch.bfloat16, torch.float32],
+    }
+)
 def test_head_dims_and_groups(dim, group, axis, dtype):
     mode, sign = ("asymmetric", "") if group > 64 else ("hybrid", "extra")
     check(2, axis, group, dim, dtype, mode, sign, group if axis == "channel" else 9)

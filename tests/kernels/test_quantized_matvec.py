@@ -9,6 +9,8 @@ from kernel_cases import uniform
 from kvq_kernels.decode_attention import Uniform
 from kvq_kernels.quantized_matvec import quantized_matvec
 from kvq_kernels.quantized_matvec.reference import quantized_matvec_reference
+from pairwise import parametrize_pairwise
+from tiers import slow
 
 from kvq_cli.codecs.signed import SignedCodec
 
@@ -18,9 +20,7 @@ SIDES = ["keys", "values"]
 AXES = ["token", "channel"]
 
 
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("tokens", [1, 7, 31, 33, 300])
+@parametrize_pairwise({"side": SIDES, "axis": AXES, "tokens": [1, 7, 31, 33, 300]})
 def test_lengths(side, axis, tokens):
     check(side, axis, tokens)
 
@@ -32,45 +32,39 @@ def test_a_thousand_tokens(side, axis):
     check(side, axis, 1000, tile, dim=32, group=1, packed_group=32 if axis == "token" else 256)
 
 
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("bits", [1, 3, 4, 8])
+@parametrize_pairwise({"side": SIDES, "axis": AXES, "bits": [1, 3, 4, 8]})
 def test_bits(side, axis, bits):
     check(side, axis, 40, bits=bits, dim=128 if bits == 3 else 64)
 
 
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize(
-    "mode, bits, dim",
-    [
-        *((mode, 2, 128) for mode in ("inside", "extra", "hybrid-inside", "hybrid-extra")),
-        ("extra", 1, 64),
-        ("hybrid-extra", 4, 96),
-    ],
+@parametrize_pairwise(
+    {
+        "side": SIDES,
+        "axis": AXES,
+        "mode, bits, dim": [
+            *((mode, 2, 128) for mode in ("inside", "extra", "hybrid-inside", "hybrid-extra")),
+            ("extra", 1, 64),
+            ("hybrid-extra", 4, 96),
+        ],
+    }
 )
 def test_modes(side, axis, mode, bits, dim):
     check(side, axis, 40, mode=mode, bits=bits, dim=dim)
 
 
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("dim", [16, 80, 96, 128])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@parametrize_pairwise({"side": SIDES, "axis": AXES, "dim": [16, 80, 96, 128], "dtype": [torch.bfloat16, torch.float32]})
 def test_head_dims(side, axis, dim, dtype):
     check(side, axis, 50, dim=dim, dtype=dtype, packed_group=16)
 
 
 @pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("group", [1, *slow(4, 8)])
 def test_query_heads(side, group):
     check(side, "token", 40, heads=2, group=group, rows=2)
     check(side, "channel", 40, heads=2, group=group, rows=2)
 
 
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize("group", [16, 64])
-@pytest.mark.parametrize("axis", AXES)
+@parametrize_pairwise({"side": SIDES, "group": [16, 64], "axis": AXES})
 def test_signs_of_other_groups(side, group, axis):
     """Words of 16 and 64 sign bits, as the codec writes them."""
     g = torch.Generator().manual_seed(0)

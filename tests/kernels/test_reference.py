@@ -6,6 +6,7 @@ import pytest
 import torch
 from kvq_kernels.decode_attention import Codebook, Uniform
 from kvq_kernels.decode_attention.reference import unpack
+from pairwise import parametrize_pairwise
 
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.codecs.signed import SignedCodec
@@ -20,9 +21,7 @@ def tensors(packed) -> dict[str, torch.Tensor]:
     return {name: part.tensor for name, part in packed.parts.items()}
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("axis", ["channel", "token"])
-@pytest.mark.parametrize("dim", [64, 96])
+@parametrize_pairwise({"bits": [1, 2, 3, 4, 8], "axis": ["channel", "token"], "dim": [64, 96]})
 def test_uniform(bits, axis, dim):
     codec = UniformCodec(bits, axis, 32, dim)
     packed = codec.encode(random_numbers(dim))

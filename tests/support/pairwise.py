@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pytest
 
@@ -13,14 +14,14 @@ except ModuleNotFoundError:  # on a machine with a GPU: every combination
     AllPairs = None
 
 
-def parametrize_pairwise(**axes: Iterable[object]) -> pytest.MarkDecorator:
-    """Mark that runs a test with argument values such that every pair of values of two arguments occurs.
+def parametrize_pairwise(axes: Mapping[str, Iterable[Any]]) -> pytest.MarkDecorator:
+    """Mark that runs a test with argument values such that every pair of values of two axes occurs.
 
-    axes: at least three arguments with their values; two make the cross product, as stacked `parametrize` does. The
-    choice is deterministic. A value that is a `pytest.param` keeps its id, not its marks.
+    axes: by an argument's name its values, or by several names ("mode, sign") tuples. At least three; two make the
+    cross product, as stacked `parametrize` does. The choice is deterministic.
     """
-    values = [list(axis) for axis in axes.values()]
+    values = [[v if "," in names else (v,) for v in axis] for names, axis in axes.items()]
     ranges = [list(range(len(axis))) for axis in values]
-    indices = itertools.product(*ranges) if AllPairs is None else AllPairs(ranges)
-    cases = [[axis[i] for axis, i in zip(values, case, strict=True)] for case in indices]
-    return pytest.mark.parametrize(list(axes), cases)
+    chosen = itertools.product(*ranges) if AllPairs is None else AllPairs(ranges)
+    cases = [sum((axis[i] for axis, i in zip(values, indices, strict=True)), ()) for indices in chosen]
+    return pytest.mark.parametrize(", ".join(axes), cases)
