@@ -43,7 +43,7 @@ class LoadedModel:
         """The longest sequence the model was made for."""
         return model_context(self.model.config)
 
-    def usual_length(self, wanted: int) -> int:
+    def default_length(self, wanted: int) -> int:
         """At most `wanted` tokens: as many as the model's context allows, or as the built-in model was trained on."""
         return min(wanted, self.context, REFERENCE_LENGTH if self.name == REFERENCE else wanted)
 
@@ -113,7 +113,7 @@ def configured_shape(name: str) -> ModelShape:
     return _shape_of(config, getattr(config, "dtype", None) or torch.float16)
 
 
-def configured_limits(name: str) -> tuple[int, int]:
+def parameters_and_context(name: str) -> tuple[int, int]:
     """(numbers in all weights, context) of `name`, from its configuration: the model is built without memory."""
     import torch
     from transformers import AutoModelForCausalLM

@@ -14,7 +14,7 @@ from kvq_cli.errors import UsageError
 _WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
-def typed(cls: type, owner: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def parse_options(cls: type, owner: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """`options` as the fields of the dataclass `cls` want them: strings are read as the field's type.
 
     owner: whose options they are, for the UsageError that names what was valid: "method kivi".

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from kvq_cli.errors import KvqError
+from kvq_cli.figures import new_figure, save
 from kvq_cli.files import check_writable, write_json, write_text
-from kvq_cli.pictures import new_figure, save
 
 
 def test_folders_that_cannot_be_written(tmp_path):

@@ -107,7 +107,7 @@ def save_artifact(
     written, UsageError when it exists and `overwrite` is off.
     """
     folder = Path(path)
-    check_free(folder, overwrite=overwrite)
+    check_replaceable(folder, overwrite=overwrite)
     tensors = {name: tensors[name].detach().to("cpu").contiguous() for name in sorted(tensors)}
     data = safetensors.torch.save(tensors)
     config = {"format": FORMAT, **config}
@@ -120,7 +120,7 @@ def save_artifact(
     return Artifact(config, tensors, folder)
 
 
-def check_free(folder: Path, *, overwrite: bool) -> None:
+def check_replaceable(folder: Path, *, overwrite: bool) -> None:
     """Raise UsageError unless an artifact may be written at `folder`: nothing is there, or one that may be replaced."""
     if not folder.exists():
         return

@@ -34,7 +34,7 @@ def _books(x: Tensor, share: int) -> int:
     return x.shape[2] * (x.shape[3] // share)
 
 
-def draw(points: Tensor, weights: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
+def draw_coreset(points: Tensor, weights: Tensor, count: int, seed: int) -> tuple[Tensor, Tensor]:
     """At most `count` of each codebook's points, in random order, with weights that keep every weighted sum unbiased.
 
     points: `[codebooks, points, size]`, weights: `[codebooks, points]`. Points are drawn with probability

@@ -55,7 +55,7 @@ def capture(
 
 
 @contextmanager
-def matrix_attention(model: PreTrainedModel, sites: list[AttentionLayer]):
+def blocked_attention_on_cpu(model: PreTrainedModel, sites: list[AttentionLayer]):
     """On a CPU, let plain causal attention be computed as matrix products, which take two thirds of the time."""
     decoder = decoder_of(model)
     before = decoder.config._attn_implementation
@@ -72,7 +72,7 @@ def matrix_attention(model: PreTrainedModel, sites: list[AttentionLayer]):
 
 
 @contextmanager
-def checkpointing(model: PreTrainedModel, on: bool):
+def gradient_checkpointing(model: PreTrainedModel, on: bool):
     """Recompute each layer's activations in the backward pass instead of keeping those of all layers."""
     if not on:
         yield

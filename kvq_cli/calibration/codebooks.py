@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvq_cli.calibration.blocks import block_sums, draw, to_blocks
+from kvq_cli.calibration.blocks import block_sums, draw_coreset, to_blocks
 from kvq_cli.calibration.kmeans import Engine, nearest, weighted_kmeans
-from kvq_cli.calibration.statistics import correlation, mean_std, thresholds
+from kvq_cli.calibration.statistics import adjacent_correlation, mean_std, outlier_thresholds
 from kvq_cli.codecs import per_token
 from kvq_cli.codecs.base import side_dtype
 from kvq_cli.methods.base import BlockShape, CodebookSpec
@@ -21,7 +21,7 @@ ERROR_MEASURE = (
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedStream:
     """One stream of one layer, `[samples, tokens, kv_heads, head_dim]` bfloat16.
 
     x: activations of all samples, those with gradients first.
@@ -34,7 +34,7 @@ class Captured:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ClusterSettings:
     """How to cluster. hybrid: "layer", "head" or "off"; dtype: what centroids are stored in; damping: see Settings."""
 
     fisher: bool
@@ -47,7 +47,9 @@ class Recipe:
     engine: Engine = "auto"
 
 
-def calibrate_stream(captured: Captured, spec: CodebookSpec, recipe: Recipe) -> tuple[dict[str, Tensor], dict]:
+def calibrate_stream(
+    captured: CapturedStream, spec: CodebookSpec, recipe: ClusterSettings
+) -> tuple[dict[str, Tensor], dict]:
     """Tensors of the stream (`centroids.<shape>`, `choice`, `mean`, `std`, `lower`, `upper`) and what was measured.
 
     Errors are measured on the held-out samples, with centroids as stored, number by number: "fisher" is
@@ -58,7 +60,7 @@ def calibrate_stream(captured: Captured, spec: CodebookSpec, recipe: Recipe) -> 
     books = [_cluster(stream, shape, spec, recipe) for shape in spec.shapes]
     lost = [_lost(stream, shape, spec.share, book) for shape, book in zip(spec.shapes, books, strict=True)]
     lost = torch.stack(lost).cpu()  # [shapes, 2, kv_heads]
-    choice = choose(lost[:, 0], recipe.hybrid)
+    choice = choose_shapes(lost[:, 0], recipe.hybrid)
     tensors = {"choice": choice.to(torch.int8), **stream.constants}
     for i, (shape, book) in enumerate(zip(spec.shapes, books, strict=True)):
         if (heads := choice == i).any():
@@ -66,7 +68,7 @@ def calibrate_stream(captured: Captured, spec: CodebookSpec, recipe: Recipe) -> 
     return tensors, _measured(stream, spec.shapes, lost, choice)
 
 
-def choose(lost: Tensor, hybrid: str) -> Tensor:
+def choose_shapes(lost: Tensor, hybrid: str) -> Tensor:
     """The index of the shape that loses least, for all heads together or for each: lost `[shapes, kv_heads]`."""
     heads = lost.shape[1]
     if hybrid == "head":
@@ -92,7 +94,7 @@ class _Stream:
     correlation: float
 
 
-def _prepare(captured: Captured, spec: CodebookSpec, dtype: torch.dtype) -> _Stream:
+def _prepare(captured: CapturedStream, spec: CodebookSpec, dtype: torch.dtype) -> _Stream:
     gradients = len(captured.g)
     training = gradients - captured.held_out
     seen = torch.cat([captured.x[:training], captured.x[gradients:]])  # statistics do not see what is held out either
@@ -111,7 +113,7 @@ def _prepare(captured: Captured, spec: CodebookSpec, dtype: torch.dtype) -> _Str
         held_weights=weights[:, training:],
         center=center[training:] if spec.per_token else center,
         constants=scaled.constants,
-        correlation=correlation(seen, mean, std),
+        correlation=adjacent_correlation(seen, mean, std),
     )
 
 
@@ -129,7 +131,7 @@ class _Scaled:
 def _by_channel(x: Tensor, spec: CodebookSpec, seen: Tensor, mean: Tensor, std: Tensor) -> _Scaled:
     """With constants of each channel, found on all numbers that were seen."""
     constants = {}
-    lower, upper = thresholds(seen, spec.outliers) if spec.outliers or spec.by_range else (None, None)
+    lower, upper = outlier_thresholds(seen, spec.outliers) if spec.outliers or spec.by_range else (None, None)
     shift, scale = torch.zeros_like(mean), torch.ones_like(std)
     if spec.normalize:
         shift, scale = ((lower + upper) / 2, (upper - lower) / 2) if spec.by_range else (mean, std)
@@ -151,7 +153,7 @@ def _by_token(x: Tensor, spec: CodebookSpec, dtype: torch.dtype) -> _Scaled:
     return _Scaled(inner.view_as(x), inside.view_as(x), shift, scale, {})
 
 
-def _cluster(stream: _Stream, shape: BlockShape, spec: CodebookSpec, recipe: Recipe) -> Tensor:
+def _cluster(stream: _Stream, shape: BlockShape, spec: CodebookSpec, recipe: ClusterSettings) -> Tensor:
     """Codebooks `[kv_heads or 1, head_dim / share, entries, l * c]` in the dtype that they are stored in."""
     points = to_blocks(stream.u, shape, spec.share)
     weights = block_sums(stream.e, shape, spec.share)  # Eq. 3: a block weighs the sum of its squared gradients
@@ -159,7 +161,7 @@ def _cluster(stream: _Stream, shape: BlockShape, spec: CodebookSpec, recipe: Rec
     heads = stream.u.shape[2]
     if spec.across_heads:
         points, weights = (x.unflatten(0, (heads, -1)).transpose(0, 1).flatten(1, 2) for x in (points, weights))
-    points, weights = draw(points, weights, recipe.points, recipe.seed)
+    points, weights = draw_coreset(points, weights, recipe.points, recipe.seed)
     iterations, seed, engine = recipe.iterations, recipe.seed, recipe.engine
     books = weighted_kmeans(points, weights, spec.entries, iterations=iterations, seed=seed, engine=engine)
     return books.to(recipe.dtype).unflatten(0, (1 if spec.across_heads else heads, -1))

@@ -51,7 +51,7 @@ def weighted_kmeans(
     draws = torch.rand(points.shape[0], entries, generator=torch.Generator().manual_seed(seed)).to(points.device)
 
     seeded, moved = _together(points.shape[0], points.shape[1] * entries, points.device.type)
-    starts = torch.cat([plus_plus(p, w, d) for p, w, d in _split(seeded, points, weights, draws)])
+    starts = torch.cat([kmeans_plus_plus(p, w, d) for p, w, d in _split(seeded, points, weights, draws)])
     if choose_engine(engine, entries) == "faiss":
         from kvq_cli.calibration.kmeans_faiss import lloyd_faiss
 
@@ -89,7 +89,7 @@ def _split(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
-def plus_plus(points: Tensor, weights: Tensor, draws: Tensor) -> Tensor:
+def kmeans_plus_plus(points: Tensor, weights: Tensor, draws: Tensor) -> Tensor:
     """k-means++: each next centroid is a point, drawn with a probability in proportion to w_i D_i^2.
 
     Shapes as in `weighted_kmeans`; draws: `[codebooks, entries]` uniform in [0, 1), one for each centroid.

@@ -14,7 +14,7 @@ import torch
 T = TypeVar("T")
 
 
-def side_by_side(task: Callable[[T], None], items: Iterable[T], workers: int) -> Iterator[None]:
+def run_parallel(task: Callable[[T], None], items: Iterable[T], workers: int) -> Iterator[None]:
     """Run `task` on every item, `workers` at a time; yields whenever one is done. The first error ends it.
 
     Meanwhile every operation of torch runs on one thread: tasks side by side keep all cores busy without waiting for
@@ -33,7 +33,7 @@ def side_by_side(task: Callable[[T], None], items: Iterable[T], workers: int) ->
 
 
 @contextmanager
-def repeatable(device: torch.device) -> Iterator[None]:
+def deterministic(device: torch.device) -> Iterator[None]:
     """Have a GPU add in a fixed order, in attention's backward pass and in sums by code, so that the same calibration
     gives the same bytes. Where an operation has no such form, it stays as it is."""
     if device.type != "cuda":

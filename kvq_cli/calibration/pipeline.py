@@ -14,16 +14,16 @@ import transformers
 from torch import Tensor
 
 import kvq_cli
-from kvq_cli.artifact import Artifact, check_free, fingerprint, load_artifact, save_artifact
+from kvq_cli.artifact import Artifact, check_replaceable, fingerprint, load_artifact, save_artifact
 from kvq_cli.attention.capture_points import attention_layers
-from kvq_cli.calibration import capture, factors, forecast
+from kvq_cli.calibration import capture, estimate, factors
 from kvq_cli.calibration.card import card
-from kvq_cli.calibration.codebooks import ERROR_MEASURE, Captured, Recipe, calibrate_stream
+from kvq_cli.calibration.codebooks import ERROR_MEASURE, CapturedStream, ClusterSettings, calibrate_stream
 from kvq_cli.calibration.kmeans import choose_engine
-from kvq_cli.calibration.parallel import repeatable, side_by_side
+from kvq_cli.calibration.parallel import deterministic, run_parallel
 from kvq_cli.calibration.settings import Extent, Settings, calibrate_command, extent
-from kvq_cli.calibration.work import Work
-from kvq_cli.data.texts import SELF, load_text, self_windows, token_windows
+from kvq_cli.calibration.work_folder import WorkFolder
+from kvq_cli.data.texts import SELF, load_text, sampled_windows, token_windows
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.base import CalibrationSpec, FactorSpec, Method
 from kvq_cli.methods.registry import to_config
@@ -84,16 +84,16 @@ def calibrate(
     another process is at work in the folder.
     """
     request = planned.request()
-    with closing(Work(out)) as work:
+    with closing(WorkFolder(out)) as work:
         if force:
             work.clear()
         elif out.exists() and resume and not work.path.exists():
             return _finished(out, request)
-        check_free(out, overwrite=force or resume)
-        work.open(request, resume=resume, room=forecast.work_bytes(planned))
+        check_replaceable(out, overwrite=force or resume)
+        work.open(request, resume=resume, room=estimate.work_bytes(planned))
         make = _factorize_all if planned.extent is None else _make_codebooks
         try:
-            with repeatable(planned.loaded.model.device):
+            with deterministic(planned.loaded.model.device):
                 tensors, measured = make(planned, work, progress)
             artifact = _write(planned, out, tensors, measured, progress)
         except (KvqError, OSError):
@@ -113,7 +113,7 @@ def _finished(out: Path, request: dict) -> Artifact:
     return artifact
 
 
-def _factorize_all(planned: Plan, work: Work, progress: Progress) -> tuple[dict[str, Tensor], dict]:
+def _factorize_all(planned: Plan, work: WorkFolder, progress: Progress) -> tuple[dict[str, Tensor], dict]:
     """Factors of every layer's weights; gives the artifact's tensors and what was measured."""
     layers = planned.spec.layers
     progress("factorize", 0, len(layers))
@@ -129,7 +129,7 @@ def _factorize_all(planned: Plan, work: Work, progress: Progress) -> tuple[dict[
     return tensors, {"errors": {"measure": factors.ERROR_MEASURE, "layers": measured}}
 
 
-def _make_codebooks(planned: Plan, work: Work, progress: Progress) -> tuple[dict[str, Tensor], dict]:
+def _make_codebooks(planned: Plan, work: WorkFolder, progress: Progress) -> tuple[dict[str, Tensor], dict]:
     """Codebooks of every layer's keys and values; gives the artifact's tensors and what was measured."""
     _capture_all(planned, work, progress)
     errors = _cluster_all(planned, work, progress)
@@ -148,7 +148,7 @@ def _make_codebooks(planned: Plan, work: Work, progress: Progress) -> tuple[dict
     return tensors, {"captured": captured, "errors": {"measure": ERROR_MEASURE, "layers": errors}}
 
 
-def _capture_all(planned: Plan, work: Work, progress: Progress) -> None:
+def _capture_all(planned: Plan, work: WorkFolder, progress: Progress) -> None:
     """Run every sample through the model; its kept numbers go to disk before the next one runs."""
     settings, loaded, kept = planned.settings, planned.loaded, planned.extent
     windows = _windows(planned, work, progress)
@@ -157,7 +157,7 @@ def _capture_all(planned: Plan, work: Work, progress: Progress) -> None:
     if done == settings.samples:
         return
     sites = attention_layers(loaded.model)
-    workers = forecast.capture_workers(planned)
+    workers = estimate.capture_workers(planned)
 
     def pass_through(sample: int) -> None:
         tokens = _kept_tokens(kept, settings.seed, sample)
@@ -169,18 +169,18 @@ def _capture_all(planned: Plan, work: Work, progress: Progress) -> None:
         gradients = sample < settings.gradients
         capture.capture(loaded.model, sites, windows[sample], sink, gradients=gradients, shared=workers > 1)
 
-    checkpointing = capture.checkpointing(loaded.model, forecast.needs_checkpointing(loaded, settings))
-    with checkpointing, capture.matrix_attention(loaded.model, sites):
+    checkpointing = capture.gradient_checkpointing(loaded.model, estimate.needs_checkpointing(loaded, settings))
+    with checkpointing, capture.blocked_attention_on_cpu(loaded.model, sites):
         while done < settings.samples:
             # All of them before the next ones: what is noted as done has no gaps.
             together = range(done, min(done + workers, settings.samples))
-            for _ in side_by_side(pass_through, together, workers):
+            for _ in run_parallel(pass_through, together, workers):
                 done += 1
                 progress("capture", done, settings.samples)
             work.write_json("captured", {"samples": done})
 
 
-def _windows(planned: Plan, work: Work, progress: Progress) -> Tensor:
+def _windows(planned: Plan, work: WorkFolder, progress: Progress) -> Tensor:
     """The samples, `[samples, seqlen]`; kept, since sampling from the model takes its time."""
     progress("read text", 0, 1)
     stored = work.read_tensors("windows")
@@ -188,7 +188,7 @@ def _windows(planned: Plan, work: Work, progress: Progress) -> Tensor:
         settings, loaded = planned.settings, planned.loaded
         size, samples, seed = settings.seqlen, settings.samples, settings.seed
         if settings.dataset == SELF:
-            windows = self_windows(loaded.model, loaded.tokenizer, size, samples, seed)
+            windows = sampled_windows(loaded.model, loaded.tokenizer, size, samples, seed)
         else:
             text = load_text(settings.dataset, "calibration")
             windows = token_windows(loaded.tokenizer, text, size, samples, seed)
@@ -205,7 +205,7 @@ def _kept_tokens(kept: Extent, seed: int, sample: int) -> Tensor:
     return (kept.skip + units[:, None] * kept.unit + torch.arange(kept.unit)).flatten()
 
 
-def _cluster_all(planned: Plan, work: Work, progress: Progress) -> list[dict]:
+def _cluster_all(planned: Plan, work: WorkFolder, progress: Progress) -> list[dict]:
     """Codebooks of every layer's keys and values; gives the measured errors, by layer."""
     streams = [(layer, kind) for layer in range(planned.loaded.shape.layers) for kind in _STREAMS]
     missing = [stream for stream in streams if work.read_json(_name(*stream)) is None]
@@ -220,25 +220,25 @@ def _cluster_all(planned: Plan, work: Work, progress: Progress) -> list[dict]:
 
     done = len(streams) - len(missing)
     progress("cluster", done, len(streams))
-    for _ in side_by_side(cluster, missing, forecast.cluster_workers(planned)):
+    for _ in run_parallel(cluster, missing, estimate.cluster_workers(planned)):
         done += 1
         progress("cluster", done, len(streams))
     return [{kind: work.read_json(_name(layer, kind)) for kind in _STREAMS} for layer in range(len(streams) // 2)]
 
 
-def _read_captured(planned: Plan, work: Work, layer: int, kind: str) -> Captured:
+def _read_captured(planned: Plan, work: WorkFolder, layer: int, kind: str) -> CapturedStream:
     settings, shape, device = planned.settings, planned.loaded.shape, planned.loaded.model.device
     numbers = (planned.extent.tokens, shape.kv_heads, shape.head_dim)
     x = work.read_numbers(_name(layer, kind, "x"), (settings.samples, *numbers)).to(device)
     g = work.read_numbers(_name(layer, kind, "g"), (settings.gradients, *numbers)).to(device)
-    return Captured(x, g, settings.held_out)
+    return CapturedStream(x, g, settings.held_out)
 
 
-def _recipe(planned: Plan, seed: int) -> Recipe:
+def _recipe(planned: Plan, seed: int) -> ClusterSettings:
     settings, spec = planned.settings, planned.spec
     seed += settings.seed * 1_000_003
     dtype = planned.loaded.shape.dtype
-    return Recipe(
+    return ClusterSettings(
         fisher=spec.fisher,
         hybrid=spec.hybrid,
         points=settings.points,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from kvq_cli.errors import UsageError
-from kvq_cli.pictures import new_figure, save
+from kvq_cli.figures import new_figure, save
 
 
 def plot_errors(config: Mapping, path: Path) -> None:

@@ -48,7 +48,7 @@ class Settings:
 
     def resolved(self, loaded: LoadedModel) -> Settings:
         """The same with every default filled in for this model; UsageError for values that cannot work."""
-        seqlen = self.seqlen or loaded.usual_length(_SEQLEN)
+        seqlen = self.seqlen or loaded.default_length(_SEQLEN)
         samples = self.samples or max(2, _TOKENS // seqlen)
         gradients = self.gradients or samples
         if seqlen > loaded.context:

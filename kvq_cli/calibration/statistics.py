@@ -23,7 +23,7 @@ def mean_std(x: Tensor) -> tuple[Tensor, Tensor]:
     return (center + total / count).float(), variance.clamp_min(0).sqrt().float()
 
 
-def thresholds(x: Tensor, outliers: float) -> tuple[Tensor, Tensor]:
+def outlier_thresholds(x: Tensor, outliers: float) -> tuple[Tensor, Tensor]:
     """The quantiles outliers / 2 and 1 - outliers / 2 of each channel, each `[kv_heads, head_dim]` float32.
 
     0.01 gives the 0.005 and 0.995 quantiles. x: `[samples, tokens, kv_heads, head_dim]`.
@@ -33,7 +33,7 @@ def thresholds(x: Tensor, outliers: float) -> tuple[Tensor, Tensor]:
     return tuple(torch.from_numpy(q).to(x.device, torch.float32).view(x.shape[2:]) for q in (low, high))
 
 
-def correlation(x: Tensor, mean: Tensor, std: Tensor) -> float:
+def adjacent_correlation(x: Tensor, mean: Tensor, std: Tensor) -> float:
     """Correlation of adjacent tokens, averaged over channels; pairs (0, 1), (2, 3), ... of each sample.
 
     x: `[samples, tokens, kv_heads, head_dim]`, tokens even; constant channels are left out.

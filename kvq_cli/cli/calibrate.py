@@ -87,14 +87,14 @@ def calibrate(
     built = build(method or "temporalkv", **given)
 
     from kvq_cli.calibration import pipeline
-    from kvq_cli.calibration.forecast import forecast
+    from kvq_cli.calibration.estimate import dry_run_report
     from kvq_cli.calibration.settings import Settings
     from kvq_cli.models import load_model
 
     settings = Settings(dataset, samples, seqlen, gradients, points, iterations, damping, budget, seed, kmeans)
     planned = pipeline.plan(load_model(model, device, dtype), built, settings)
     if dry_run:
-        return _print_forecast(output, forecast(planned))
+        return _print_forecast(output, dry_run_report(planned))
     folder = out or artifact_folder(model, built)
     try:
         with output.phases() as progress:

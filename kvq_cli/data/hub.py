@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvq_cli.data.local import kind, read_rows, read_text, split_files
+from kvq_cli.data.local import file_format, read_rows, read_text, split_files
 from kvq_cli.errors import KvqError
 
 OFFLINE = "prose, pydoc, self, or a .txt, .jsonl or .parquet file"
@@ -92,7 +92,7 @@ def _from_folder(name: str, split: str, data_dir: Path) -> list[str]:
 
 
 def _file_rows(path: Path, found: HubText) -> list[str]:
-    if kind(path) != ".txt":
+    if file_format(path) != ".txt":
         return [row[found.column] for row in read_rows(path, found.column)]
     text = read_text(path)
     if found.lines == "whole":  # the Hub's rows: lines with their break, empty ones without
@@ -107,7 +107,7 @@ def _from_hub(name: str, split: str) -> list[str]:
     except ImportError as error:
         raise KvqError(f"dataset {name!r} needs the package `datasets`: install it, or use {OFFLINE}") from error
     try:
-        with quiet("huggingface_hub", "datasets"):
+        with silenced_loggers("huggingface_hub", "datasets"):
             return list(datasets.load_dataset(**found.arguments[split])[found.column])
     except Exception as error:  # offline, a proxy's refusal, a moved repository: each library has its own classes
         reason = str(error).strip().split("\n")[0] or type(error).__name__
@@ -117,7 +117,7 @@ def _from_hub(name: str, split: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def quiet(*names: str) -> Iterator[None]:
+def silenced_loggers(*names: str) -> Iterator[None]:
     """Keep libraries' messages off the screen: what they end in is reported in one line."""
     before = {name: logging.getLogger(name).level for name in names}
     for name in names:

@@ -35,7 +35,7 @@ def split_files(data_dir: Path, names: Sequence[str], split: str) -> list[Path]:
     return []
 
 
-def kind(path: Path) -> str:
+def file_format(path: Path) -> str:
     """The ending that says what a file holds: `.jsonl` of `a.jsonl.gz`."""
     return (path.with_suffix("") if path.suffix in _OPENERS else path).suffix
 
@@ -54,10 +54,10 @@ def read_rows(path: Path, column: str | None = None) -> list[dict[str, Any]]:
 
     column: a field that every row must have.
     """
-    if kind(path) == ".parquet":
+    if file_format(path) == ".parquet":
         return _parquet_rows(path, column)
     text = read_text(path)
-    if kind(path) == ".json" and text.lstrip().startswith("["):
+    if file_format(path) == ".json" and text.lstrip().startswith("["):
         try:
             found = json.loads(text)
         except ValueError as error:

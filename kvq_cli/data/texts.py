@@ -2,7 +2,7 @@
 
 Names: `wikitext2`, `c4` and `ptb`, from the Hub or a local copy; the built-in `prose` and `pydoc`, which are always
 there offline; or a file. Each has two splits, `calibration` and `evaluation`, that share no text (a file is the same
-text in both). The dataset `self` is text sampled from the model: it comes as tokens, from `self_windows`.
+text in both). The dataset `self` is text sampled from the model: it comes as tokens, from `sampled_windows`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import LongTensor
 
 from kvq_cli import reference
 from kvq_cli.data.hub import HUB, hub_rows
-from kvq_cli.data.local import kind, read_rows, read_text
+from kvq_cli.data.local import file_format, read_rows, read_text
 from kvq_cli.errors import KvqError, UsageError
 
 SELF = "self"
@@ -108,7 +108,7 @@ def token_windows(tokenizer, text: str, seqlen: int, samples: int | None = None,
 
 
 @torch.no_grad()
-def self_windows(model, tokenizer, seqlen: int, samples: int, seed: int, batch: int = 16) -> LongTensor:
+def sampled_windows(model, tokenizer, seqlen: int, samples: int, seed: int, batch: int = 16) -> LongTensor:
     """Windows `[samples, seqlen]` of text sampled from the model itself, from its first token on (temperature 1).
 
     Starts with the tokenizer's first token, or a random one where it has none. The end-of-text token is never drawn.
@@ -161,6 +161,6 @@ _BUILT_IN: dict[str, Callable[[str], str]] = {"prose": reference.prose, "pydoc":
 
 def _from_file(path: Path) -> str:
     """A file's text: JSON lines and Parquet give their field `text`, all else is plain text; .xz and .gz unpack."""
-    if kind(path) in (".jsonl", ".parquet"):
+    if file_format(path) in (".jsonl", ".parquet"):
         return "\n\n".join(row["text"] for row in read_rows(path, "text"))
     return read_text(path)

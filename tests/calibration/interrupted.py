@@ -12,7 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
-from kvq_cli.calibration import pipeline, work
+from kvq_cli.calibration import pipeline, work_folder
 from kvq_cli.calibration.settings import Settings
 from kvq_cli.methods.temporalkv import TemporalKV
 from kvq_cli.models import load_model
@@ -47,10 +47,10 @@ def run(loaded, out, log, last=-1, resume=False):
 
 
 def _calibrate(loaded, out, step, resume):
-    replace, rename, write = os.replace, Path.rename, work.Work.write_numbers
+    replace, rename, write = os.replace, Path.rename, work_folder.WorkFolder.write_numbers
     os.replace = lambda a, b: (step(f"replace {Path(b).name}"), replace(a, b))
     Path.rename = lambda a, b: (step(f"rename {a.name}"), rename(a, b))
-    work.Work.write_numbers = lambda *a: (step(f"numbers {a[1]} {a[2]}"), write(*a))
+    work_folder.WorkFolder.write_numbers = lambda *a: (step(f"numbers {a[1]} {a[2]}"), write(*a))
     planned = pipeline.plan(loaded, TemporalKV(hybrid="head"), SETTINGS)
     pipeline.calibrate(planned, out, resume=resume, progress=lambda *a: step("progress " + " ".join(map(str, a))))
 

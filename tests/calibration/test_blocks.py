@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvq_cli.calibration.blocks import draw, to_blocks
-from kvq_cli.calibration.statistics import correlation, mean_std, thresholds
+from kvq_cli.calibration.blocks import draw_coreset, to_blocks
+from kvq_cli.calibration.statistics import adjacent_correlation, mean_std, outlier_thresholds
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.methods.base import BlockShape
 
@@ -53,7 +53,7 @@ def test_drawn_points_keep_weighted_sums_unbiased_and_close():
     true = torch.stack([weights.sum(-1), (weights[..., None] * points.square()).sum((1, 2))])
     drawn = []
     for seed in range(200):
-        p, w = draw(points, weights, 300, seed)
+        p, w = draw_coreset(points, weights, 300, seed)
         assert p.shape == (2, 300, 3) and w.shape == (2, 300)
         drawn.append(torch.stack([w.sum(-1), (w[..., None] * p.square()).sum((1, 2))]))
     drawn = torch.stack(drawn)
@@ -64,15 +64,15 @@ def test_drawn_points_keep_weighted_sums_unbiased_and_close():
 def test_drawn_points_carry_their_own_weights():
     points = torch.arange(40.0).view(1, 40, 1)
     weights = torch.rand(1, 40, generator=torch.Generator().manual_seed(0))
-    few, drawn = draw(points, weights, 100, seed=3)
+    few, drawn = draw_coreset(points, weights, 100, seed=3)
     assert drawn.equal(weights[0, few[0, :, 0].long()][None])
     assert sorted(few.flatten().tolist()) == list(range(40)) != few.flatten().tolist()
-    again, _ = draw(points, weights, 100, seed=4)
+    again, _ = draw_coreset(points, weights, 100, seed=4)
     assert not again.equal(few)
 
 
 def test_points_without_weight_are_drawn_evenly():
-    points, weights = draw(torch.arange(1000.0).view(1, 1000, 1), torch.zeros(1, 1000), 500, seed=0)
+    points, weights = draw_coreset(torch.arange(1000.0).view(1, 1000, 1), torch.zeros(1, 1000), 500, seed=0)
     assert points.unique().numel() > 400 and weights.isfinite().all()
 
 
@@ -88,7 +88,7 @@ def test_mean_and_std_are_those_of_all_tokens():
 
 def test_thresholds_leave_half_of_the_outliers_at_each_end():
     x = torch.randperm(1000, generator=torch.Generator().manual_seed(0)).float().view(5, 200, 1, 1).repeat(1, 1, 2, 3)
-    lower, upper = thresholds(x, 0.01)
+    lower, upper = outlier_thresholds(x, 0.01)
     assert lower.shape == upper.shape == (2, 3)
     assert ((x < lower).sum((0, 1)) == 5).all() and ((x > upper).sum((0, 1)) == 5).all()
 
@@ -98,5 +98,5 @@ def test_correlation_of_adjacent_tokens():
     x = torch.randn(4, 4000, 2, 2, generator=noise)
     x[:, 1::2] = 0.6 * x[:, 0::2] + 0.8 * x[:, 1::2]
     x[..., 1, 1] = 3.0  # a constant channel has none
-    assert correlation(x, *mean_std(x)) == pytest.approx(0.6, abs=0.02)
-    assert correlation(torch.ones(1, 4, 1, 1), torch.ones(1, 1), torch.zeros(1, 1)) == 0.0
+    assert adjacent_correlation(x, *mean_std(x)) == pytest.approx(0.6, abs=0.02)
+    assert adjacent_correlation(torch.ones(1, 4, 1, 1), torch.ones(1, 1), torch.zeros(1, 1)) == 0.0

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from kvq_cli.attention.capture_points import attention_layers
-from kvq_cli.calibration.capture import capture, checkpointing
+from kvq_cli.calibration.capture import capture, gradient_checkpointing
 from kvq_cli.errors import KvqError
 
 FAMILIES = {
@@ -112,7 +112,7 @@ def test_activations_are_what_the_model_caches_before_rotation(family):
 def test_the_same_with_and_without_gradients_and_checkpoints():
     model, sites = model_of("Qwen3")
     plain, forward = captured(model, sites), captured(model, sites, gradients=False)
-    with checkpointing(model, True):
+    with gradient_checkpointing(model, True):
         assert all(layer.gradient_checkpointing for layer in model.model.layers)
         saved = captured(model, sites)
     assert not any(layer.gradient_checkpointing for layer in model.model.layers)
@@ -127,7 +127,7 @@ def test_checkpointing_runs_layers_again():
     model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
     captured(model, sites)
     assert len(runs) == 1
-    with checkpointing(model, True):
+    with gradient_checkpointing(model, True):
         captured(model, sites)
     assert len(runs) == 1 + 2
 

@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from kvq_cli.calibration.codebooks import Captured, Recipe, calibrate_stream, choose
+from kvq_cli.calibration.codebooks import CapturedStream, ClusterSettings, calibrate_stream, choose_shapes
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.codecs.per_token import PerTokenCodec, split_outliers
 from kvq_cli.methods.base import BlockShape, CodebookSpec, ModelShape
@@ -14,7 +14,7 @@ from kvq_cli.methods.temporalkv import TemporalKV
 
 SHAPE = ModelShape(layers=1, query_heads=4, kv_heads=2, head_dim=8, hidden_size=32, dtype=torch.float32)
 BOTH = (BlockShape("temporal", 4, 1), BlockShape("channel", 1, 4))
-RECIPE = Recipe(fisher=True, hybrid="layer", points=4096, iterations=20, seed=0, dtype=torch.float32)
+RECIPE = ClusterSettings(fisher=True, hybrid="layer", points=4096, iterations=20, seed=0, dtype=torch.float32)
 SPEC = CodebookSpec(BOTH, entries=256, share=4, normalize=True)
 
 
@@ -32,7 +32,7 @@ def captured():
     matters = (x > 1.2).float()  # few numbers carry most of the weight
     x = x * torch.linspace(0.5, 3, 8) + torch.linspace(-4, 4, 8)
     g = normal(8, 480, 2, 8) * (0.05 + 3 * matters[:8])
-    return Captured(x.bfloat16(), g.bfloat16(), held_out=2)
+    return CapturedStream(x.bfloat16(), g.bfloat16(), held_out=2)
 
 
 def errors_by_codec(tensors, captured, method, kind="k"):
@@ -89,11 +89,11 @@ def test_hybrid_takes_the_shape_that_fits_and_is_never_worse(captured):
 
 def test_choose_never_takes_what_loses_more():
     lost = torch.rand(4, 3, generator=torch.Generator().manual_seed(0)).double()
-    by_head = choose(lost, "head")
+    by_head = choose_shapes(lost, "head")
     assert all(lost[by_head[h], h] == lost[:, h].min() for h in range(3))
-    by_layer = choose(lost, "layer")
+    by_layer = choose_shapes(lost, "layer")
     assert len(set(by_layer.tolist())) == 1 and lost[by_layer[0]].sum() == lost.sum(1).min()
-    assert choose(lost, "off").tolist() == [0, 0, 0]
+    assert choose_shapes(lost, "off").tolist() == [0, 0, 0]
 
 
 def test_fisher_weights_lower_the_weighted_error_and_raise_the_plain_one(captured):
@@ -163,7 +163,7 @@ def test_values_scaled_per_token_are_measured_as_the_codec_sees_them(captured, o
 
 
 def test_what_is_held_out_is_not_looked_at(captured):
-    changed = Captured(captured.x.clone(), captured.g.clone(), captured.held_out)
+    changed = CapturedStream(captured.x.clone(), captured.g.clone(), captured.held_out)
     changed.x[6:8] = 5 * changed.x[6:8] + 1
     changed.g[6:8] = changed.g[6:8].flip(0)
     first, second = (calibrate_stream(c, SPEC, dataclasses.replace(RECIPE, hybrid="off")) for c in (captured, changed))

@@ -10,7 +10,7 @@ import torch
 from kvq_cli.artifact import load_artifact
 from kvq_cli.attention.attach import attach
 from kvq_cli.calibration import factors, pipeline
-from kvq_cli.calibration.forecast import forecast
+from kvq_cli.calibration.estimate import dry_run_report
 from kvq_cli.calibration.settings import Settings
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.registry import build
@@ -70,7 +70,7 @@ def test_an_interruption_is_resumed_to_the_same_bytes(tiny, tmp_path, monkeypatc
 @pytest.mark.parametrize("name, options", [("xquant", {}), ("xquant-cl", {"base_layers": 1})])
 def test_the_forecast_is_what_is_written(tiny, tmp_path, name, options):
     plan = pipeline.plan(tiny, build(name, **options), Settings())
-    artifact, foretold = pipeline.calibrate(plan, tmp_path / "a"), forecast(plan)
+    artifact, foretold = pipeline.calibrate(plan, tmp_path / "a"), dry_run_report(plan)
     assert foretold["artifact_bytes"] == artifact.config["sizes"]["total"]
     assert foretold["memory_bytes"] > 0 and foretold["request"]["calibration"] == {}
 

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvq_cli.calibration.kmeans import _nearest, lloyd, nearest, plus_plus, weighted_kmeans
+from kvq_cli.calibration.kmeans import _nearest, kmeans_plus_plus, lloyd, nearest, weighted_kmeans
 
 
 def data(books, points, size, seed=0, spread=4.0):
@@ -81,7 +81,7 @@ def test_a_weight_of_three_is_three_points():
 
 def test_more_iterations_never_raise_the_error():
     points, weights = data(3, 900, 4)
-    start = plus_plus(points, weights, torch.rand(3, 32, generator=torch.Generator().manual_seed(0)))
+    start = kmeans_plus_plus(points, weights, torch.rand(3, 32, generator=torch.Generator().manual_seed(0)))
     errors = torch.stack([error(points, weights, lloyd(points, weights, start, n, 0.0)) for n in (0, 1, 2, 5, 20)])
     assert (errors[1:] <= errors[:-1] * (1 + 1e-5)).all()
     assert (errors[-1] < 0.9 * errors[0]).all()
@@ -97,7 +97,7 @@ def test_seeding_draws_in_proportion_to_weight_times_squared_distance():
     points = torch.tensor([[[0.0], [1.0], [3.0], [7.0]]])
     weights = torch.tensor([[1.0, 2.0, 0.0, 0.5]])
     draws = torch.rand(20_000, 2, generator=torch.Generator().manual_seed(0))
-    chosen = plus_plus(points.expand(20_000, -1, -1), weights.expand(20_000, -1), draws)[..., 0]
+    chosen = kmeans_plus_plus(points.expand(20_000, -1, -1), weights.expand(20_000, -1), draws)[..., 0]
     counts = torch.zeros(4, 4, dtype=torch.float64)
     where = {0.0: 0, 1.0: 1, 3.0: 2, 7.0: 3}
     for first, second in chosen.tolist():

@@ -13,8 +13,8 @@ import torch
 
 from kvq_cli import attach
 from kvq_cli.artifact import load_artifact
-from kvq_cli.calibration import pipeline, work
-from kvq_cli.calibration.forecast import forecast
+from kvq_cli.calibration import pipeline, work_folder
+from kvq_cli.calibration.estimate import dry_run_report
 from kvq_cli.calibration.settings import Settings
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.registry import build
@@ -55,7 +55,7 @@ def test_an_artifact_runs_and_its_tensors_are_those_foretold(tiny, quick, tmp_pa
     built = build(method, **options)
     settings = dataclasses.replace(quick, seqlen=192)
     planned = pipeline.plan(tiny, built, settings)
-    foretold = forecast(planned)
+    foretold = dry_run_report(planned)
     artifact = pipeline.calibrate(planned, tmp_path / "a")
     assert artifact.config["sizes"]["total"] == foretold["artifact_bytes"]
     kinds = {name.split(".", 2)[2].replace(f".{shape}", ".<shape>") for name in artifact.tensors for shape in ("x",)}
@@ -152,7 +152,7 @@ def test_a_budget_keeps_random_runs_of_tokens(tiny, quick, tmp_path, monkeypatch
     settings = dataclasses.replace(quick, seqlen=200, budget=10 * 120 * per_token / 2**30)
     planned = pipeline.plan(tiny, build("temporalkv"), settings)
     assert planned.extent.tokens == 120 and planned.extent.nbytes == 10 * 120 * per_token
-    monkeypatch.setattr(work.Work, "remove", lambda self: None)
+    monkeypatch.setattr(work_folder.WorkFolder, "remove", lambda self: None)
     artifact = pipeline.calibrate(planned, tmp_path / "a")
     assert artifact.config["captured"]["tokens"] == 6 * 120
     captured = sum(path.stat().st_size for path in (tmp_path / "a.work").glob("*.bf16"))

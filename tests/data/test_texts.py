@@ -15,7 +15,7 @@ from kvq_cli.data.texts import (
     document_windows,
     evaluation_windows,
     load_text,
-    self_windows,
+    sampled_windows,
     token_windows,
 )
 from kvq_cli.errors import KvqError, UsageError
@@ -207,11 +207,11 @@ def test_self_windows_are_sampled_from_the_model():
         model.model.norm.weight.zero_()
         model.lm_head.bias = torch.nn.Parameter(torch.full((128,), -20.0))
         model.lm_head.bias[9], model.lm_head.bias[5] = 3.0, 2.9
-    windows = self_windows(model, Letters(), seqlen=12, samples=3, seed=1, batch=2)
+    windows = sampled_windows(model, Letters(), seqlen=12, samples=3, seed=1, batch=2)
     assert windows.tolist() == [[1] + [9] * 11] * 3
     with torch.no_grad():
         model.lm_head.bias.zero_()
-    first = self_windows(model, Letters(), 12, 3, seed=1)
-    assert first.equal(self_windows(model, Letters(), 12, 3, seed=1))
-    assert not first.equal(self_windows(model, Letters(), 12, 3, seed=2))
+    first = sampled_windows(model, Letters(), 12, 3, seed=1)
+    assert first.equal(sampled_windows(model, Letters(), 12, 3, seed=1))
+    assert not first.equal(sampled_windows(model, Letters(), 12, 3, seed=2))
     assert first.unique().numel() > 10

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def can_draw() -> bool:
+def has_matplotlib() -> bool:
     """Whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
@@ -24,14 +24,14 @@ def new_figure(width: float, height: float) -> Figure:
 
     UsageError without matplotlib.
     """
-    if not can_draw():
+    if not has_matplotlib():
         raise UsageError("pictures need matplotlib: pip install matplotlib")
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def check_ending(path: Path) -> None:
+def check_format(path: Path) -> None:
     """Raise UsageError unless the file's ending names a kind of picture."""
     kinds = new_figure(1, 1).canvas.get_supported_filetypes()
     if path.suffix.lstrip(".") not in kinds:
@@ -44,7 +44,7 @@ def save(figure: Figure, path: Path, option: str = "--out") -> None:
     UsageError for an ending that cannot be drawn, KvqError, which names `option`, where the file cannot be
     written.
     """
-    check_ending(path)
+    check_format(path)
     part = path.with_name(f".{path.stem}.part{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -74,7 +74,7 @@ def stream_tensors(spec: CodebookSpec, shape: ModelShape) -> dict[str, tuple[tup
     return tensors
 
 
-def forecast(planned) -> dict:
+def dry_run_report(planned) -> dict:
     """The document of `kvq calibrate --dry-run`, for a `pipeline.Plan`; what it says of data and gradients is there
     only where text is read."""
     tensors = _factor_tensors(planned) if planned.extent is None else _codebook_tensors(planned)

@@ -19,7 +19,7 @@ from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.files import cannot_write
 
 
-class Work:
+class WorkFolder:
     """`<out>.work` beside the output: what is asked for, the captured numbers, and the finished parts.
 
     Every file is either complete or not there, except the captured numbers: of these, `captured` says how far they go.
