@@ -1,71 +1,79 @@
-"""What a calibration will take and give, before it runs: memory, disk, tensors."""
+"""Estimates of a calibration's memory, disk space and tensors, before it runs."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from kvq_cli.calibration.factors import factor_shapes
-from kvq_cli.calibration.settings import Settings
+from kvq_cli.calibration.plan import CodebookPlan, FactorPlan
+from kvq_cli.calibration.settings import CalibrationSettings
 from kvq_cli.methods.base import CodebookSpec, ModelShape
 from kvq_cli.models import LoadedModel, text_config
 
 
-def needs_checkpointing(loaded: LoadedModel, settings: Settings) -> bool:
-    """Whether the activations of a backward pass would take more than half of the memory that is free."""
-    return activation_bytes(loaded, settings, checkpointed=False) > _free_bytes(loaded.model.device) / 2
+def needs_checkpointing(loaded: LoadedModel, seqlen: int) -> bool:
+    """Whether the activations of a backward pass over `seqlen` tokens would take over half of the free memory."""
+    return activation_bytes(loaded, seqlen, checkpointed=False) > _free_bytes(loaded.model.device) / 2
 
 
-def activation_bytes(loaded: LoadedModel, settings: Settings, *, checkpointed: bool) -> int:
-    """What a forward and backward pass over one sample holds beside the weights, roughly.
+def activation_bytes(loaded: LoadedModel, seqlen: int, *, checkpointed: bool) -> int:
+    """Rough bytes of a forward and backward pass over one sample of `seqlen` tokens, without the weights.
 
-    A layer keeps about 14 tensors of the hidden size and 4 of the MLP's size per token; checkpointed, one of them,
-    while one layer is computed again. The logits are held in the model's dtype and in float32, the gradients likewise.
+    Per token, a layer keeps about 14 tensors of the hidden size and 4 of the MLP's size; with checkpointing it keeps
+    one, and one layer at a time is recomputed. Logits and their gradients exist in the model's dtype and in float32.
     """
-    config, number = text_config(loaded.model.config), loaded.shape.dtype.itemsize
+    config, itemsize = text_config(loaded.model.config), loaded.shape.dtype.itemsize
     mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    hidden, layer = config.hidden_size * number, (14 * config.hidden_size + 4 * mlp) * number
+    hidden, layer = config.hidden_size * itemsize, (14 * config.hidden_size + 4 * mlp) * itemsize
     kept = loaded.shape.layers * hidden + layer if checkpointed else loaded.shape.layers * layer
-    return settings.seqlen * (kept + config.vocab_size * 2 * (number + 4))
+    return seqlen * (kept + config.vocab_size * 2 * (itemsize + 4))
 
 
-def clustering_bytes(settings: Settings, tokens: int, shape: ModelShape) -> int:
-    """What the clustering of one stream of one layer holds, roughly: all activations twice in 16 bits, and those that
-    have gradients as 14 tensors of 32 bits."""
+def clustering_bytes(settings: CalibrationSettings, tokens: int, shape: ModelShape) -> int:
+    """Rough bytes to cluster the keys or values of one layer, from `tokens` captured tokens per sample.
+
+    All activations twice in 16 bits, and those with gradients as 14 tensors of 32 bits.
+    """
     per_sample = tokens * shape.kv_heads * shape.head_dim
     return per_sample * (settings.samples * 2 * 2 + settings.gradients * 14 * 4)
 
 
-def capture_workers(planned) -> int:
-    """How many samples pass through the model side by side."""
-    loaded, settings = planned.loaded, planned.settings
-    checkpointed = needs_checkpointing(loaded, settings)
-    return 1 if checkpointed else _side_by_side(planned, activation_bytes(loaded, settings, checkpointed=False))
+def capture_workers(plan: CodebookPlan) -> int:
+    """How many samples run through the model in parallel."""
+    loaded, seqlen = plan.loaded, plan.settings.seqlen
+    if needs_checkpointing(loaded, seqlen):
+        return 1
+    return _workers(loaded.model.device, activation_bytes(loaded, seqlen, checkpointed=False))
 
 
-def cluster_workers(planned) -> int:
-    """How many streams are clustered side by side."""
-    return _side_by_side(planned, clustering_bytes(planned.settings, planned.extent.tokens, planned.loaded.shape))
+def cluster_workers(plan: CodebookPlan) -> int:
+    """How many streams (keys or values of a layer) are clustered in parallel."""
+    bytes_per_task = clustering_bytes(plan.settings, plan.capture.tokens, plan.loaded.shape)
+    return _workers(plan.loaded.model.device, bytes_per_task)
 
 
-def _side_by_side(planned, one: int) -> int:
-    """One task of `one` bytes for each of torch's threads on a CPU, as far as memory allows; one on a GPU."""
-    device = planned.loaded.model.device
+def _workers(device: torch.device, bytes_per_task: int) -> int:
+    """On a CPU, one worker per torch thread, as far as free memory allows; on a GPU, one."""
     if device.type != "cpu":
         return 1
-    return max(1, min(torch.get_num_threads(), _free_bytes(device) // (2 * one)))
+    return max(1, min(torch.get_num_threads(), _free_bytes(device) // (2 * bytes_per_task)))
 
 
 def stream_tensors(spec: CodebookSpec, shape: ModelShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name to shape and dtype of one stream's tensors. All candidate shapes have codebooks of one size: the first
-    stands for whatever is chosen."""
+    """Name -> (shape, dtype) of the tensors of one stream.
+
+    Codebooks of all candidate block shapes have the same size: the first stands for whichever is chosen.
+    """
     heads, channels = shape.kv_heads, (shape.kv_heads, shape.head_dim)
     first = spec.shapes[0]
-    books = (1 if spec.across_heads else heads, shape.head_dim // spec.share, spec.entries, first.size)
-    tensors = {f"centroids.{first.name if len(spec.shapes) == 1 else '<shape>'}": (books, shape.dtype)}
+    codebooks = (1 if spec.across_heads else heads, shape.head_dim // spec.share, spec.entries, first.size)
+    label = first.name if len(spec.shapes) == 1 else "<shape>"
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {f"centroids.{label}": (codebooks, shape.dtype)}
     tensors["choice"] = ((heads,), torch.int8)
     for name in ("mean", "std") if spec.normalize else ():
         tensors[name] = (channels, torch.float32)
@@ -74,56 +82,54 @@ def stream_tensors(spec: CodebookSpec, shape: ModelShape) -> dict[str, tuple[tup
     return tensors
 
 
-def dry_run_report(planned) -> dict:
-    """The document of `kvq calibrate --dry-run`, for a `pipeline.Plan`; what it says of data and gradients is there
-    only where text is read."""
-    tensors = _factor_tensors(planned) if planned.extent is None else _codebook_tensors(planned)
+def dry_run_report(plan: CodebookPlan | FactorPlan) -> dict[str, Any]:
+    """The JSON document of `kvq calibrate --dry-run`. Sizes of captured data are included only where text is read."""
+    tensors = planned_tensors(plan)
     document = {
-        "request": planned.request(),
+        "request": plan.request(),
         "tensors": tensors,
         "artifact_bytes": sum(tensor["bytes"] for tensor in tensors),
     }
-    loaded, settings, shape = planned.loaded, planned.settings, planned.loaded.shape
-    if planned.extent is None:
-        # A decomposition holds the weights, its three results and as much again to work in, in 32 bits.
+    loaded, shape = plan.loaded, plan.loaded.shape
+    if isinstance(plan, FactorPlan):
+        # An SVD holds the weights, its three results and as much again as workspace, in 32 bits.
         scratch = 5 * 4 * shape.hidden_size * 2 * shape.kv_heads * shape.head_dim
-        return {**document, "memory_bytes": _held_bytes(loaded) + scratch}
-    checkpointing = needs_checkpointing(loaded, settings)
-    activations = capture_workers(planned) * activation_bytes(loaded, settings, checkpointed=checkpointing)
-    clustering = cluster_workers(planned) * clustering_bytes(settings, planned.extent.tokens, shape)
+        return {**document, "memory_bytes": _resident_bytes(loaded) + scratch}
+    settings, captured = plan.settings, plan.capture
+    checkpointing = needs_checkpointing(loaded, settings.seqlen)
+    activations = capture_workers(plan) * activation_bytes(loaded, settings.seqlen, checkpointed=checkpointing)
+    clustering = cluster_workers(plan) * clustering_bytes(settings, captured.tokens, shape)
     return {
         **document,
-        "captured_bytes": planned.extent.nbytes,
-        "captured_share": planned.extent.units / planned.extent.possible,
-        "memory_bytes": _held_bytes(loaded) + activations + clustering,
+        "captured_bytes": captured.nbytes,
+        "captured_share": captured.units / captured.possible,
+        "memory_bytes": _resident_bytes(loaded) + activations + clustering,
         "gradient_checkpointing": checkpointing,
     }
 
 
-def work_bytes(planned) -> int:
-    """What a calibration writes while it runs."""
-    if planned.extent is not None:
-        return planned.extent.nbytes
-    return sum(tensor["bytes"] for tensor in _factor_tensors(planned))
+def disk_bytes(plan: CodebookPlan | FactorPlan) -> int:
+    """Bytes that a calibration writes to disk while it runs."""
+    if isinstance(plan, CodebookPlan):
+        return plan.capture.nbytes
+    return sum(tensor["bytes"] for tensor in planned_tensors(plan))
 
 
-def _codebook_tensors(planned) -> list[dict]:
-    shape, streams = planned.loaded.shape, {"k": planned.spec.keys, "v": planned.spec.values}
-    return [
-        _tensor(f"{kind}.{name}", size, dtype, shape.layers)
-        for kind, spec in streams.items()
-        for name, (size, dtype) in stream_tensors(spec, shape).items()
-    ]
+def planned_tensors(plan: CodebookPlan | FactorPlan) -> list[dict[str, Any]]:
+    """Name, shape, dtype and bytes (all layers together) of each kind of tensor in the artifact."""
+    shape = plan.loaded.shape
+    if isinstance(plan, CodebookPlan):
+        streams = {"k": plan.spec.keys, "v": plan.spec.values}
+        return [
+            _tensor_entry(f"{kind}.{name}", size, dtype, shape.layers)
+            for kind, spec in streams.items()
+            for name, (size, dtype) in stream_tensors(spec, shape).items()
+        ]
+    counts = Counter(item for names in plan.spec.layers for item in factor_shapes(names, shape).items())
+    return [_tensor_entry(name, size, shape.dtype, layers) for (name, size), layers in counts.items()]
 
 
-def _factor_tensors(planned) -> list[dict]:
-    shape = planned.loaded.shape
-    found = Counter(item for names in planned.spec.layers for item in factor_shapes(names, shape).items())
-    return [_tensor(name, size, shape.dtype, layers) for (name, size), layers in found.items()]
-
-
-def _tensor(name: str, size: tuple[int, ...], dtype: torch.dtype, layers: int) -> dict:
-    """One tensor per layer, of `layers` layers."""
+def _tensor_entry(name: str, size: tuple[int, ...], dtype: torch.dtype, layers: int) -> dict[str, Any]:
     return {
         "name": f"layers.*.{name}",
         "shape": list(size),
@@ -132,15 +138,16 @@ def _tensor(name: str, size: tuple[int, ...], dtype: torch.dtype, layers: int) -
     }
 
 
-def _held_bytes(loaded: LoadedModel) -> int:
-    """What is held already: of a GPU's memory the weights, of the machine's the whole process, libraries included."""
+def _resident_bytes(loaded: LoadedModel) -> int:
+    """Memory in use now: the weights on a GPU; on a CPU the whole process, libraries included."""
     weights = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
+    if loaded.model.device.type != "cpu":
+        return weights
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
-        resident = pages * os.sysconf("SC_PAGE_SIZE")
+        return pages * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):  # not known on this system
-        resident = weights
-    return resident if loaded.model.device.type == "cpu" else weights
+        return weights
 
 
 def _free_bytes(device: torch.device) -> int:

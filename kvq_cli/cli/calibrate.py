@@ -88,17 +88,18 @@ def calibrate(
 
     from kvq_cli.calibration import pipeline
     from kvq_cli.calibration.estimate import dry_run_report
-    from kvq_cli.calibration.settings import Settings
+    from kvq_cli.calibration.plan import plan_calibration
+    from kvq_cli.calibration.settings import CalibrationOptions
     from kvq_cli.models import load_model
 
-    settings = Settings(dataset, samples, seqlen, gradients, points, iterations, damping, budget, seed, kmeans)
-    planned = pipeline.plan(load_model(model, device, dtype), built, settings)
+    options = CalibrationOptions(dataset, samples, seqlen, gradients, points, iterations, damping, budget, seed, kmeans)
+    plan = plan_calibration(load_model(model, device, dtype), built, options)
     if dry_run:
-        return _print_forecast(output, dry_run_report(planned))
+        return _print_forecast(output, dry_run_report(plan))
     folder = out or artifact_folder(model, built)
     try:
         with output.phases() as progress:
-            artifact = pipeline.calibrate(planned, folder, resume=resume, force=force, progress=progress)
+            artifact = pipeline.calibrate(plan, folder, resume=resume, force=force, progress=progress)
     except KeyboardInterrupt:
         output.note("interrupted; the same command with --resume goes on from here")
         raise

@@ -21,7 +21,6 @@ from kvq_cli.attention.capture_points import AttentionLayer, attention_layers
 from kvq_cli.calibration import estimate
 from kvq_cli.calibration.capture import capture, gradient_checkpointing
 from kvq_cli.calibration.parallel import deterministic, run_parallel
-from kvq_cli.calibration.settings import Settings
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.models import LoadedModel
 from kvq_cli.papers.studies.study import Progress
@@ -115,8 +114,7 @@ def captured(
             if layer in chosen:
                 store.append(f"{layer}.{kind}.{quantity}", numbers[skip:])
 
-        settings = Settings(seqlen=windows.shape[1])
-        with gradient_checkpointing(loaded.model, gradients and estimate.needs_checkpointing(loaded, settings)):
+        with gradient_checkpointing(loaded.model, gradients and estimate.needs_checkpointing(loaded, windows.shape[1])):
             for index, tokens in enumerate(windows):
                 progress("capture", index, len(windows))
                 capture(loaded.model, sites, tokens, sink, gradients=gradients)
