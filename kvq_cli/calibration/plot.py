@@ -48,6 +48,12 @@ def _draw_errors(axis: Axes, streams: list[Mapping[str, Any]]) -> None:
         axis.plot(range(len(streams)), errors, marker="o", markersize=4, color=f"C{index}", label=shape)
     # With a choice per head, the error can be below those of all shapes.
     chosen = [stream["chosen"]["fisher"] for stream in streams]
-    ring = {"marker": "o", "markersize": 10, "markerfacecolor": "none", "linestyle": "none", "color": "black"}
+    ring: dict[str, Any] = {
+        "marker": "o",
+        "markersize": 10,
+        "markerfacecolor": "none",
+        "linestyle": "none",
+        "color": "black",
+    }
     axis.plot(range(len(streams)), chosen, label="chosen", **ring)
     axis.grid(alpha=0.3)

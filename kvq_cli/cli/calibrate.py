@@ -95,7 +95,7 @@ def calibrate(
     options = CalibrationOptions(dataset, samples, seqlen, gradients, points, iterations, damping, budget, seed, kmeans)
     plan = plan_calibration(load_model(model, device, dtype), built, options)
     if dry_run:
-        return _print_forecast(output, dry_run_report(plan))
+        return _print_dry_run(output, dry_run_report(plan))
     folder = out or artifact_folder(model, built)
     try:
         with output.phases() as progress:
@@ -106,7 +106,7 @@ def calibrate(
     _print_artifact(output, artifact)
 
 
-def _print_forecast(output: Output, found: dict) -> None:
+def _print_dry_run(output: Output, found: dict) -> None:
     rows = [[t["name"], "x".join(map(str, t["shape"])), t["dtype"], human_bytes(t["bytes"])] for t in found["tensors"]]
     output.table(["tensor (per layer)", "shape", "dtype", "bytes, all layers"], rows)
     settings = found["request"]["calibration"]

@@ -170,7 +170,7 @@ def test_inspect_as_json_and_as_a_plot(kvq, artifact, tmp_path):
 def test_inspect_refuses_missing_and_damaged_artifacts(fails, artifact, tmp_path):
     fails("inspect", "gone", code=1, says="no artifact at gone")
     fails("inspect", artifact / "config.json", code=1, says=f"is a file: give the artifact's folder, {artifact}")
-    fails("inspect", artifact, "--plot", "a.nonsense", code=2, says="--plot a.nonsense: unknown ending")
+    fails("inspect", artifact, "--plot", "a.nonsense", code=2, says="--plot a.nonsense: unknown file format")
     fails(
         "inspect",
         artifact,

@@ -257,7 +257,7 @@ def test_unwritable_output_is_refused(tiny, quick, tmp_path):
         run(tiny, quick, tmp_path / "file" / "a")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.tex").write_text("")
-    with pytest.raises(UsageError, match="no artifact and will not be replaced"):
+    with pytest.raises(UsageError, match="not an artifact and will not be replaced"):
         run(tiny, quick, tmp_path / "thesis", force=True)
 
 
