@@ -1,4 +1,4 @@
-"""kvq: a really compressed key-value cache for transformer language models.
+"""kvq: compressed key-value caches for transformer language models.
 
 Library use::
 
@@ -8,7 +8,7 @@ Library use::
         out = model.generate(**inputs, past_key_values=kv.new_cache())
         print(kv.report())
 
-Importing this package costs nothing: torch and transformers are imported with the first name that needs them.
+Importing this package is fast: torch and transformers are imported with the first name that needs them.
 """
 
 from __future__ import annotations

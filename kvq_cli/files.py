@@ -1,4 +1,4 @@
-"""Files that are whole or not there at all, and the one line that says why one cannot be written."""
+"""Write files atomically, and report write errors in one line."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from kvq_cli.errors import KvqError
 
 
 def write_json(path: Path, document: Any, option: str = "--out") -> None:
-    """Write a JSON file whole or not at all."""
+    """Write a JSON file atomically; see `write_text`."""
     write_text(path, json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n", option)
 
 
 def write_text(path: Path, text: str, option: str = "--out") -> None:
-    """Write a file whole or not at all, and its folder where there is none.
+    """Write a text file atomically, creating its folder.
 
-    option: what the user gives to choose another place, for the KvqError where it cannot be written.
+    option: the flag that chooses another path, named by the KvqError where the file cannot be written.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # two processes may write the same file
     try:
@@ -37,26 +37,26 @@ def write_text(path: Path, text: str, option: str = "--out") -> None:
 
 
 def _remove_partial(path: Path) -> None:
-    """Remove what processes left of the same file that were killed while they wrote it."""
-    for left in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
-        process = left.name.removesuffix(".partial").rpartition(".")[2]
+    """Remove partial files left by processes that were killed while writing the same file."""
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
+        process = leftover.name.removesuffix(".partial").rpartition(".")[2]
         if process.isdecimal() and not _runs(int(process)):
             with suppress(OSError):
-                left.unlink()
+                leftover.unlink()
 
 
 def _runs(process: int) -> bool:
     try:
-        os.kill(process, 0)  # asks, and sends nothing
+        os.kill(process, 0)  # signal 0 only checks that the process exists
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # somebody else's
+    except PermissionError:  # a process of another user
         return True
     return True
 
 
 def check_writable(folder: Path, option: str = "--out") -> None:
-    """Raise KvqError now, not after an hour, when `folder` is no place to write to; leaves nothing there."""
+    """Raise KvqError if files cannot be created in `folder`, before a long run; leaves no file."""
     nearest = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         with TemporaryFile(dir=nearest):
@@ -66,7 +66,7 @@ def check_writable(folder: Path, option: str = "--out") -> None:
 
 
 def cannot_write(path: Path, error: OSError, option: str = "--out") -> KvqError:
-    """The one line for a full disk, a read-only folder and the like; `option` is what chooses another place."""
+    """The KvqError for a failed write: a full disk, a read-only folder. option: the flag that chooses another path."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return KvqError(f"no space left to write {path} ({error.strerror}): free some, or choose another {option}")
     return KvqError(f"cannot write {path}: {error.strerror or error}; choose another {option}")

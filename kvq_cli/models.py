@@ -1,6 +1,6 @@
-"""Load a model with its tokenizer, and read the numbers of its architecture.
+"""Load a model with its tokenizer, and read its architecture sizes.
 
-torch and transformers are imported inside the functions, so that importing this module is cheap.
+torch and transformers are imported inside the functions, so that importing this module is fast.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvq_cli.errors import KvqError, UsageError
 
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 REFERENCE = "reference"
 REFERENCE_LENGTH = 1024
-"""The longest sequences that the built-in model was trained on; its context is longer."""
+"""Longest sequences that the built-in model was trained on; its context is longer."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A causal language model in eval mode, its tokenizer, and where both came from.
+    """A causal language model in eval mode and its tokenizer.
 
-    name: what the user asked for ("reference", a Hub id, a folder). revision: the Hub commit, None for local files.
+    name: as passed to `load_model`: "reference", a Hub id, a folder. revision: the Hub commit, None for local files.
     """
 
     model: PreTrainedModel
@@ -40,35 +40,36 @@ class LoadedModel:
 
     @property
     def context(self) -> int:
-        """The longest sequence the model was made for."""
+        """The model's maximum sequence length."""
         return model_context(self.model.config)
 
-    def usual_length(self, wanted: int) -> int:
-        """At most `wanted` tokens: as many as the model's context allows, or as the built-in model was trained on."""
-        return min(wanted, self.context, REFERENCE_LENGTH if self.name == REFERENCE else wanted)
+    def default_length(self, limit: int) -> int:
+        """`limit` tokens, or fewer where the model's context (the training length of the built-in model) is shorter."""
+        return min(limit, self.context, REFERENCE_LENGTH if self.name == REFERENCE else limit)
 
 
 def load_model(name: str = REFERENCE, device: str = "auto", dtype: str = "auto") -> LoadedModel:
     """Load `name`: "reference", a folder in the Hugging Face format, or a Hub id.
 
-    device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1". dtype: one of `DTYPES`; "auto" is the dtype the
-    weights are stored in. Raises KvqError when there is no such model, UsageError for a bad device or dtype.
+    device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1". dtype: one of `DTYPES`; "auto" is the dtype of the
+    stored weights. Raises KvqError where there is no such model, UsageError for an unknown device or dtype.
     """
     import transformers
 
     target = torch_device(device)
-    kind = _torch_dtype(dtype)
+    weight_dtype = _torch_dtype(dtype)
     source = _source(name)
     local = Path(source).is_dir() or not _on_the_hub(source)
     tokenizer = _load_tokenizer(name, source, local)
     with _loading(name):
-        model, about = transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=kind, local_files_only=local, ignore_mismatched_sizes=True, output_loading_info=True
+        pair: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            source, dtype=weight_dtype, local_files_only=local, ignore_mismatched_sizes=True, output_loading_info=True
         )
-    # Weights that are not there, or of another shape: transformers draws them at random and goes on.
-    if lacking := sorted({*about["missing_keys"], *(key for key, *_ in about["mismatched_keys"])}):
-        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
-        raise KvqError(f"cannot load the model {name!r}: its files do not hold the weights {lacking[0]}{more}")
+        model, info = pair  # its type says nothing of `output_loading_info`
+    # transformers initializes missing weights, and weights of another shape, at random.
+    if missing := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise KvqError(f"cannot load the model {name!r}: its files lack the weights {missing[0]}{more}")
     model = model.eval().to(target)
     model.requires_grad_(False)
     return LoadedModel(model, tokenizer, name, getattr(model.config, "_commit_hash", None), model_shape(model))
@@ -81,17 +82,17 @@ def _load_tokenizer(name: str, source: str, local: bool) -> PreTrainedTokenizerB
         with _loading(name, "its tokenizer: "):
             return AutoTokenizer.from_pretrained(source, local_files_only=local)
     except KvqError as error:
-        # transformers says then what kinds of tokenizers there are.
+        # transformers' message lists the tokenizer classes instead.
         if Path(source).is_dir() and not any(Path(source).glob("*token*")):
             raise KvqError(
-                f"cannot load the model {name!r}: the folder has no tokenizer; save the model's there, too"
+                f"cannot load the model {name!r}: the folder has no tokenizer; save it there, too"
             ) from error
         raise
 
 
 @contextmanager
 def _loading(name: str, part: str = "") -> Iterator[None]:
-    """Turn what transformers and safetensors raise for files that are missing, cut or odd into one line."""
+    """Raise KvqError for errors of transformers and safetensors about missing, truncated or malformed files."""
     from safetensors import SafetensorError
 
     try:
@@ -101,20 +102,20 @@ def _loading(name: str, part: str = "") -> Iterator[None]:
 
 
 def model_shape(model: PreTrainedModel) -> ModelShape:
-    """The architecture numbers of a decoder; UsageError where layers differ in a way that kvq does not handle."""
+    """The architecture sizes of a decoder; UsageError for attention that kvq does not support."""
     return _shape_of(model.config, model.dtype)
 
 
 def configured_shape(name: str) -> ModelShape:
-    """The architecture numbers of `name`, as `load_model` takes it, from its configuration: weights are not read."""
+    """The architecture sizes of model `name` (as for `load_model`), from its configuration; weights are not read."""
     import torch
 
     config = _config(name)
     return _shape_of(config, getattr(config, "dtype", None) or torch.float16)
 
 
-def configured_limits(name: str) -> tuple[int, int]:
-    """(numbers in all weights, context) of `name`, from its configuration: the model is built without memory."""
+def parameters_and_context(name: str) -> tuple[int, int]:
+    """(number of parameters, maximum sequence length) of model `name`, from its configuration; weights are not read."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -122,9 +123,9 @@ def configured_limits(name: str) -> tuple[int, int]:
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except ValueError as error:  # no decoder
+    except ValueError as error:  # not a decoder
         raise KvqError(f"--model {name}: {_first_line(error)}") from None
-    return sum(one.numel() for one in model.parameters()), model_context(config)
+    return sum(parameter.numel() for parameter in model.parameters()), model_context(config)
 
 
 def _config(name: str) -> PretrainedConfig:
@@ -133,7 +134,7 @@ def _config(name: str) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(_source(name))
     except (OSError, ValueError, TypeError) as error:
-        raise KvqError(f"--model {name}: no configuration can be read ({_first_line(error)})") from None
+        raise KvqError(f"--model {name}: cannot read its configuration ({_first_line(error)})") from None
 
 
 def _shape_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelShape:
@@ -162,14 +163,14 @@ def _shape_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelShape:
 
 
 def _has_alibi(config: PretrainedConfig) -> bool:
-    """Bloom always does, Falcon says so in its config, MPT in a part of it."""
+    """Bloom always has ALiBi, Falcon's config has a flag, MPT's attention config too."""
     return config.model_type == "bloom" or any(
         getattr(part, "alibi", False) for part in (config, getattr(config, "attn_config", None))
     )
 
 
 def model_context(config: PretrainedConfig) -> int:
-    """How many positions the model was made for; a very large number where its config does not say."""
+    """The maximum sequence length in the config; 2^31 where the config has none."""
     return getattr(text_config(config), "max_position_embeddings", None) or 2**31
 
 
@@ -179,7 +180,7 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def torch_device(name: str) -> torch.device:
-    """`name` as a device that exists here; UsageError otherwise."""
+    """The device `name`; UsageError where this machine does not have it."""
     import torch
 
     if name == "auto":
@@ -189,7 +190,7 @@ def torch_device(name: str) -> torch.device:
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
-        raise UsageError(f"--device {name}: no such device; valid: auto, cpu, cuda, cuda:<number>")
+        raise UsageError(f"--device {name}: unknown device; valid: auto, cpu, cuda, cuda:<number>")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"--device {name}: this machine has {torch.cuda.device_count()} CUDA devices; use cpu or auto")
     return device
@@ -204,7 +205,7 @@ def _torch_dtype(name: str) -> torch.dtype | str:
 
 
 def _source(name: str) -> str:
-    """Where `name` is loaded from: a folder if it is one, else a Hub id."""
+    """The folder or the Hub id that `name` is loaded from."""
     from kvq_cli.reference import model_path
 
     if name == REFERENCE:
@@ -217,7 +218,7 @@ def _source(name: str) -> str:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise KvqError(f"--model {name}: the folder has no config.json, so it is no model")
+            raise KvqError(f"--model {name}: not a model folder: config.json is missing")
         return str(path)
     looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_like_a_path or path.exists():
@@ -226,9 +227,9 @@ def _source(name: str) -> str:
 
 
 def _on_the_hub(name: str) -> bool:
-    """True where the Hub has `name`; False where the Hub is out of reach but `name` was downloaded before.
+    """True where the Hub has `name`; False where the Hub is unreachable but `name` is in the local cache.
 
-    Asked once here, because transformers itself retries for almost a minute before it says that there is no network.
+    Checked once here, because transformers retries for almost a minute before it reports a missing network.
     """
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
@@ -237,12 +238,12 @@ def _on_the_hub(name: str) -> bool:
         huggingface_hub.HfApi().model_info(name, timeout=10)
         return True
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise KvqError(f"--model {name}: neither a folder here nor a model on the Hugging Face Hub") from error
-    except Exception as error:  # every HTTP backend has its own class for "no network"
+        raise KvqError(f"--model {name}: neither a local folder nor a model on the Hugging Face Hub") from error
+    except Exception as error:  # every HTTP backend has its own class for network errors
         if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
             return False
         raise KvqError(
-            f"--model {name}: no such folder, never downloaded, and the Hugging Face Hub is out of reach; "
+            f"--model {name}: no such folder, never downloaded, and the Hugging Face Hub is unreachable; "
             f"use a local folder or {REFERENCE!r} ({_first_line(error)})"
         ) from error
 

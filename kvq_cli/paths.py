@@ -12,14 +12,14 @@ if TYPE_CHECKING:
 
 
 def short_name(model: str) -> str:
-    """The folder name of a model: the last part of its Hub id or path."""
+    """The last part of a model's Hub id or path, as a folder name."""
     return re.sub(r"[^\w.-]+", "-", model.rstrip("/").rsplit("/", 1)[-1]) or "model"
 
 
 def artifact_folder(model: str, method: Method) -> Path:
-    """The default folder of a method's artifact, like artifacts/reference/temporalkv-2bit.
+    """The default folder of a method's artifact, such as artifacts/reference/temporalkv-2bit.
 
-    Options that change the calibration and are not at their default are appended: temporalkv-2bit-fisher-off.
+    Calibration options that differ from their defaults are appended: temporalkv-2bit-fisher-off.
     """
     name = method.name
     for field in dataclasses.fields(method):

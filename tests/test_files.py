@@ -1,4 +1,4 @@
-"""Files are whole or not there at all."""
+"""Atomic writes, and errors for unwritable paths."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import sys
 import pytest
 
 from kvq_cli.errors import KvqError
+from kvq_cli.figures import new_figure, save
 from kvq_cli.files import check_writable, write_json, write_text
-from kvq_cli.pictures import new_figure, save
 
 
-def test_folders_that_cannot_be_written(tmp_path):
+def test_unwritable_folders_are_refused_naming_the_option(tmp_path):
     (tmp_path / "file").write_text("")
     for taken in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(KvqError, match="choose another --out"):
@@ -32,7 +32,7 @@ def test_folders_that_cannot_be_written(tmp_path):
         save(new_figure(1, 1), tmp_path / "file" / "plot.png", "--plot")
 
 
-def test_json_is_whole_or_not_there(tmp_path):
+def test_json_is_written_atomically(tmp_path):
     write_json(tmp_path / "a" / "results.json", {"x": 1})
     (tmp_path / "a" / "folder").mkdir()
     with pytest.raises(KvqError, match="cannot write"):
@@ -43,8 +43,8 @@ def test_json_is_whole_or_not_there(tmp_path):
     assert sorted(os.listdir(tmp_path / "a")) == ["folder", "results.json"]
 
 
-def test_two_processes_that_write_one_file_do_not_share_a_partial_one(tmp_path, monkeypatch):
-    """The one that is done first must not put the other's half of a file in place."""
+def test_processes_writing_the_same_file_use_separate_partial_files(tmp_path, monkeypatch):
+    """The process that finishes first must not rename the other's partial file into place."""
     file, replace = tmp_path / "results.json", os.replace
 
     def other_first(partial, path):
@@ -59,8 +59,8 @@ def test_two_processes_that_write_one_file_do_not_share_a_partial_one(tmp_path, 
     assert json.loads(file.read_text()) == {"x": 1} and os.listdir(tmp_path) == ["results.json"]
 
 
-def test_what_a_killed_process_left_is_removed_by_the_next_write(tmp_path):
-    """A process that lives keeps its half of a file; other files' halves are theirs."""
+def test_next_write_removes_partial_files_of_killed_processes(tmp_path):
+    """Partial files of running processes and of other files are kept."""
     code = f"""if True:
         import os, pathlib, signal
         from kvq_cli.files import write_json
@@ -68,8 +68,8 @@ def test_what_a_killed_process_left_is_removed_by_the_next_write(tmp_path):
         write_json(pathlib.Path({str(tmp_path)!r}) / "results.json", {{}})"""
     killed = subprocess.Popen([sys.executable, "-c", code])
     assert killed.wait() == -signal.SIGKILL
-    left = [f".results.json.{killed.pid}.partial"]
-    assert os.listdir(tmp_path) == left
+    partial = [f".results.json.{killed.pid}.partial"]
+    assert os.listdir(tmp_path) == partial
     kept = [f".results.json.{os.getppid()}.partial", ".results.json.1.partial", f".other.json.{killed.pid}.partial"]
     for name in kept:
         (tmp_path / name).write_text("")

@@ -1,20 +1,24 @@
-"""Which model an artifact belongs to: the numbers of its architecture and a hash of its key/value projections."""
+"""Model fingerprints, which tie an artifact to its model: architecture sizes and a hash of key/value projections."""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-# The weights that keys and values are made with, under the names that transformers' models give them.
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: Names of the weights that compute keys and values in transformers' models.
 _KEY_VALUE_WEIGHTS = re.compile(r"\.(k_proj|v_proj|qkv_proj|kv_proj|k_norm|query_key_value|Wqkv|c_attn)\.")
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Equal fingerprints: the same architecture and the same key and value weights."""
+    """Equal fingerprints mean equal architectures and equal key and value weights. weights: their sha256."""
 
     model_type: str
     layers: int
@@ -22,9 +26,10 @@ class Fingerprint:
     kv_heads: int
     head_dim: int
     hidden_size: int
-    weights: str  # sha256
+    weights: str
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -34,11 +39,11 @@ class Fingerprint:
         )
 
 
-def fingerprint(model) -> Fingerprint:
+def fingerprint(model: PreTrainedModel) -> Fingerprint:
     """The fingerprint of a transformers causal language model.
 
-    The weights are hashed as bfloat16, so that a 16-bit checkpoint has one fingerprint whether it is loaded in 16 or in
-    32 bits, and on any device.
+    Weights are hashed as bfloat16, so that the fingerprint of a 16-bit checkpoint depends neither on the dtype it is
+    loaded in nor on the device.
     """
     config = model.config.get_text_config()
     heads = config.num_attention_heads
@@ -53,11 +58,11 @@ def fingerprint(model) -> Fingerprint:
     )
 
 
-def _hash_weights(model) -> str:
+def _hash_weights(model: PreTrainedModel) -> str:
     digest = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
         if _KEY_VALUE_WEIGHTS.search(name):
             digest.update(f"{name} {tuple(weight.shape)}\n".encode())
             exact = weight.detach().to("cpu", torch.bfloat16 if weight.is_floating_point() else weight.dtype)
-            digest.update(exact.contiguous().view(torch.uint8).numpy())
+            digest.update(exact.contiguous().view(torch.uint8).flatten().numpy().data)
     return digest.hexdigest()

@@ -1,8 +1,8 @@
-"""The artifact on disk: `config.json`, `tensors.safetensors` and a card, `README.md`, in one folder.
+"""The artifact format: a folder with `config.json`, `tensors.safetensors` and a card, `README.md`.
 
-`config.json` holds what made the artifact (method, model, calibration), what was measured, and the sizes and hashes
-of the files, its own included; a file that was cut or altered is refused with its name. The same inputs give the same
-bytes: there is no time and no path of the machine in any file.
+`config.json` holds method, model, calibration settings, measured errors, and sizes and hashes of the files, its own
+included; truncated or altered files are refused by name. Equal inputs give equal bytes: no file contains a time or a
+path of the machine.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 from torch import Tensor
@@ -23,6 +24,9 @@ from torch import Tensor
 from kvq_cli.artifact.fingerprint import Fingerprint, fingerprint
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.files import cannot_write
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FORMAT = 1
 CONFIG_FILE, TENSOR_FILE, CARD_FILE = "config.json", "tensors.safetensors", "README.md"
@@ -34,31 +38,32 @@ class Artifact:
 
     config:  the contents of `config.json`: `format`, `kvq`, `method`, `model`, `calibration`, `errors`, `sizes`,
              `files`, `checksum`.
-    tensors: `layers.<i>.<k|v|x>.<what>` -> tensor, on the CPU.
-    path:    where it was loaded from, for messages.
+    tensors: `layers.<i>.<k|v|x>.<name>` -> tensor, on the CPU.
+    path:    the folder, for messages.
     """
 
-    config: Mapping
+    config: Mapping[str, Any]
     tensors: Mapping[str, Tensor] = field(repr=False)
     path: Path
 
     @property
-    def method_config(self) -> dict:
-        """What `methods.registry.from_config` takes."""
+    def method_config(self) -> dict[str, Any]:
+        """The method and its options, for `methods.registry.from_config`."""
         return dict(self.config["method"])
 
     @property
     def model_name(self) -> str:
-        """What to pass as `--model`."""
+        """The model's name as passed to `--model`."""
         return self.config["model"]["name"]
 
     @property
     def digest(self) -> str:
-        """Hash of everything that the artifact says: equal digests, equal results."""
+        """Hash of the config, tensor hashes included: equal digests mean equal artifacts."""
         return self.config["checksum"]
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
+        """The fingerprint of the model that the artifact was calibrated for."""
         return Fingerprint(**self.config["model"]["fingerprint"])
 
     def layer(self, index: int) -> dict[str, Tensor]:
@@ -66,19 +71,19 @@ class Artifact:
         prefix = f"layers.{index}."
         return {name[len(prefix) :]: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
 
-    def check_model(self, model, name: str | None = None) -> None:
-        """Raise UsageError, naming both models, unless `model` is the one that the artifact was calibrated for."""
-        found = fingerprint(model)
-        if found != self.fingerprint:
+    def check_model(self, model: PreTrainedModel, name: str | None = None) -> None:
+        """Raise UsageError, naming both models, unless the artifact was calibrated for `model`."""
+        actual = fingerprint(model)
+        if actual != self.fingerprint:
             name = name or getattr(model.config, "_name_or_path", "") or "this model"
             raise UsageError(
                 f"artifact {self.path} belongs to the model {self.model_name!r} ({self.fingerprint}), "
-                f"not to {name!r} ({found}): pass --model {self.model_name} or calibrate for {name!r}"
+                f"not to {name!r} ({actual}): pass --model {self.model_name} or calibrate for {name!r}"
             )
 
 
 def load_artifact(path: str | os.PathLike) -> Artifact:
-    """Read and verify an artifact. Raises KvqError naming the file that is missing, newer, cut or altered."""
+    """Read and verify an artifact. Raises KvqError naming a file that is missing, truncated, altered or too new."""
     folder = Path(path)
     if folder.is_file():
         raise KvqError(f"{folder} is a file: give the artifact's folder, {folder.parent}")
@@ -99,39 +104,44 @@ def load_artifact(path: str | os.PathLike) -> Artifact:
 
 
 def save_artifact(
-    path: str | os.PathLike, config: Mapping, tensors: Mapping[str, Tensor], card: str, *, overwrite: bool = False
+    path: str | os.PathLike,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    card: str,
+    *,
+    overwrite: bool = False,
 ) -> Artifact:
-    """Write an artifact atomically: the folder appears complete, or not at all.
+    """Write an artifact atomically: the folder appears complete or not at all.
 
-    config: without `format`, `files` and `checksum`, which are added here. Raises KvqError when the folder cannot be
-    written, UsageError when it exists and `overwrite` is off.
+    config: without `format`, `files` and `checksum`, which are added. Raises KvqError where the folder cannot be
+    written, UsageError where it exists and `overwrite` is off.
     """
     folder = Path(path)
-    check_free(folder, overwrite=overwrite)
+    check_replaceable(folder, overwrite=overwrite)
     tensors = {name: tensors[name].detach().to("cpu").contiguous() for name in sorted(tensors)}
     data = safetensors.torch.save(tensors)
     config = {"format": FORMAT, **config}
     config["files"] = {TENSOR_FILE: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
     config["checksum"] = _checksum(config)
-    with _folder_to_replace(folder) as partial:
+    with _replacing(folder) as partial:
         write_synced(partial / TENSOR_FILE, data)
         write_synced(partial / CARD_FILE, card.encode())
         write_synced(partial / CONFIG_FILE, (json.dumps(config, indent=1) + "\n").encode())
     return Artifact(config, tensors, folder)
 
 
-def check_free(folder: Path, *, overwrite: bool) -> None:
-    """Raise UsageError unless an artifact may be written at `folder`: nothing is there, or one that may be replaced."""
+def check_replaceable(folder: Path, *, overwrite: bool) -> None:
+    """Raise UsageError unless `folder` is absent, empty, or an artifact that `overwrite` allows to replace."""
     if not folder.exists():
         return
     if not overwrite:
         raise UsageError(f"{folder} exists already: choose another --out, or pass --force to replace it")
     if not folder.is_dir() or (any(folder.iterdir()) and not (folder / CONFIG_FILE).is_file()):
-        raise UsageError(f"{folder} is no artifact and will not be replaced: choose another --out")
+        raise UsageError(f"{folder} is not an artifact and will not be replaced: choose another --out")
 
 
 def write_synced(path: Path, data: bytes) -> None:
-    """Write a file and wait until the disk has it."""
+    """Write a file and flush it to disk (fsync)."""
     with open(path, "wb") as file:
         file.write(data)
         file.flush()
@@ -139,15 +149,15 @@ def write_synced(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def _folder_to_replace(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder` that takes its place when the block succeeds and vanishes when it fails."""
-    partial, replaced = (folder.with_name(f".{folder.name}.{what}") for what in ("partial", "replaced"))
+def _replacing(folder: Path) -> Iterator[Path]:
+    """A new folder beside `folder` that replaces it when the block succeeds and is removed when it fails."""
+    partial, replaced = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "replaced"))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        if replaced.exists() and not folder.exists():  # by a run that was killed between the two renames
+        if replaced.exists() and not folder.exists():  # an earlier run was killed between the two renames
             replaced.rename(folder)
-        for left in (partial, replaced):
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in (partial, replaced):
+            shutil.rmtree(leftover, ignore_errors=True)
         partial.mkdir()
         yield partial
         if folder.exists():
@@ -156,17 +166,17 @@ def _folder_to_replace(folder: Path) -> Iterator[Path]:
     except OSError as error:
         raise cannot_write(folder, error) from error
     finally:
-        if replaced.exists() and not folder.exists():  # ended between the two: what was there stays
+        if replaced.exists() and not folder.exists():  # failed between the two renames: restore it
             replaced.rename(folder)
-        for left in (partial, replaced):
-            shutil.rmtree(left, ignore_errors=True)
+        for leftover in (partial, replaced):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _read_config(path: Path) -> dict:
+def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(_read(path))
     except ValueError as error:
-        raise KvqError(f"{path} is not valid JSON (cut or altered): calibrate again") from error
+        raise KvqError(f"{path} is not valid JSON (truncated or altered): calibrate again") from error
     if not isinstance(config, dict) or not isinstance(config.get("format"), int):
         raise KvqError(f"{path} is not the config of a kvq artifact: it has no format number")
     if config["format"] > FORMAT:
@@ -176,9 +186,9 @@ def _read_config(path: Path) -> dict:
     return config
 
 
-def _checksum(config: Mapping) -> str:
-    rest = {key: value for key, value in config.items() if key != "checksum"}
-    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
+def _checksum(config: Mapping[str, Any]) -> str:
+    hashed = {key: value for key, value in config.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
 
 
 def _read(path: Path) -> bytes:

@@ -1,9 +1,8 @@
-"""Put a compression method under a model, for the time of a `with` block.
+"""Attach a compression method to a model, inside a `with` block.
 
-Transformers' own extension points are used: forward hooks on the model's modules, `past_key_values`, and the registries
-of attention and mask functions. No code of the model is copied. One method is replaced, where CUDA graphs are used:
-`model.forward`, on this one object, since no hook can skip a forward pass that a graph replays. Everything is undone
-when the block ends.
+Uses transformers' extension points: forward hooks, `past_key_values`, and the registries of attention and mask
+functions. No model code is copied. Only with CUDA graphs one method is replaced: `model.forward` of this one object,
+since no hook can skip a forward pass that a graph replays. Everything is undone when the block ends.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ PREFILLS = ("exact", "compressed")
 
 
 class Attached:
-    """A model with a method under it; made by `attach`."""
+    """A model with a compression method attached; returned by `attach`."""
 
     def __init__(
         self,
@@ -61,8 +60,8 @@ class Attached:
     def new_cache(self, tokens: int = 0) -> CompressedCache:
         """An empty cache for one batch of sequences, to pass to the model as `past_key_values`.
 
-        tokens: how many each row will hold in the end, where that is known: layers that kernels read then make room
-        for them at once, and no later step allocates or moves anything.
+        tokens: final length of each row, where known: layers read by kernels then allocate it at once, so that no
+        later step allocates or moves tensors.
         """
         cross_layer = CrossLayerSum()
         caches = [
@@ -92,17 +91,17 @@ def attach(
     backend: str = "auto",
     graphs: bool = True,
 ) -> Iterator[Attached]:
-    """RowGroup `model` with caches compressed by `method`, a method or a calibrated artifact, inside the block.
+    """Run `model` with caches compressed by `method`, a method or a calibrated artifact, inside the block.
 
     A forward pass uses the compressed cache only where one from `new_cache()` is passed as `past_key_values`.
 
     prefill: "exact": a pass over several tokens sees these in full precision; "compressed": it sees what one-by-one
     decoding would see (for perplexity and other scores of one pass).
-    backend: who computes attention of single queries, "auto", "triton" or "torch"; see `choose_backend`.
+    backend: of the attention of single queries, "auto", "triton" or "torch"; see `choose_backend`.
     graphs: on a GPU, capture decode steps as CUDA graphs where kernels compute the attention of all layers. This
     replaces `model.forward` until the block ends; with graphs=False no method of the model is replaced.
 
-    Raises UsageError where the model, the method's options or the artifact do not go together.
+    Raises UsageError where the model, the method's options or the artifact do not fit each other.
     """
     if prefill not in PREFILLS:
         raise UsageError(f"unknown prefill {prefill!r}; valid: {', '.join(PREFILLS)}")
@@ -149,7 +148,7 @@ def _plans(model: PreTrainedModel, method: Method | Artifact) -> tuple[Method, l
 
 
 def _rematerializers(layer: AttentionLayer, plan: LayerPlan) -> tuple[Rematerialize | None, Rematerialize | None]:
-    """How keys and values are computed of the layer inputs or latents that `plan` caches; None where it caches them."""
+    """How keys and values are rematerialized from cached layer inputs or latents; None where they are cached."""
     if plan.keys.source != "input":
         return None, None
     keys, values = projections(layer)
@@ -161,7 +160,7 @@ def _rematerializers(layer: AttentionLayer, plan: LayerPlan) -> tuple[Rematerial
 
 
 def _with_shared_rotations(layers: list[AttentionLayer]) -> list[AttentionLayer]:
-    """The layers, with one Rotation object for all layers that rotate alike."""
+    """The layers, with one Rotation object for all layers with the same rotation."""
     shared: list[Rotation] = []
     result = []
     for layer in layers:

@@ -1,4 +1,4 @@
-"""Choose who computes the attention of each layer: kernels or PyTorch."""
+"""Choose the attention backend of each layer: Triton kernels or PyTorch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ BACKENDS = ("auto", "triton", "torch")
 
 
 class ChosenBackend:
-    """The backend of each layer. summary: which, and why not another, in words. engine: where kernels compute the
-    attention of all layers, the holder of their tensors."""
+    """The backend of each layer. summary: its name and the reasons for PyTorch, for reports. engine: where kernels
+    compute the attention of all layers, the backend that holds their tensors."""
 
     def __init__(self, by_layer: Mapping[int, Backend], summary: str, engine: TritonBackend | None = None) -> None:
         self._by_layer, self.summary, self.engine = by_layer, summary, engine
@@ -36,7 +36,7 @@ class ChosenBackend:
 
 
 def check_backend(name: str) -> None:
-    """UsageError for a name that is none."""
+    """Raise UsageError for an unknown backend name."""
     if name not in BACKENDS:
         raise UsageError(f"unknown backend {name!r}; valid: {', '.join(BACKENDS)}")
 

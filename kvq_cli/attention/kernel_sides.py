@@ -105,22 +105,27 @@ def side(stream: StreamReader, count: Tensor) -> Side:
     if "outlier_index" in packed.parts:
         index, value = (packed.parts[name] for name in ("outlier_index", "outlier_value"))
         start = packed.parts.get("outlier_start")
-        outliers = Outliers(index.tensor, value.tensor, index.unit, start and start.tensor)
+        outliers = Outliers(index.tensor, value.tensor, index.unit, None if start is None else start.tensor)
     parts = {name: part.tensor for name, part in packed.parts.items()}
     return Side(_packed(codec, parts), count, sinks, ring, outliers, norm_of(stream))
 
 
 def _packed(codec: AnyCodec, parts: Mapping[str, Tensor], *per_token: Tensor) -> Dense | Uniform | Codebook | PerHead:
     """The parts of `codec` as the kernels take them. per_token: scales and zero-points that are applied after it."""
-    if isinstance(codec, IdentityCodec):
-        return Dense(parts["raw"])
     if isinstance(codec, OutlierCodec):
         return _packed(codec.base, parts)
     if isinstance(codec, PerTokenCodec):
         return _packed(codec.base, parts, *(parts[name].squeeze(3) for name in ("scale", "zero")))
     if isinstance(codec, PerHeadCodec):
-        members = [_packed(member, _named(parts, name), *per_token) for name, (member, _) in codec.members.items()]
+        members = (_alike(member, _named(parts, name), *per_token) for name, (member, _) in codec.members.items())
         return PerHead(tuple(members), tuple(heads for _, heads in codec.members.values()))
+    return _alike(codec, parts, *per_token)
+
+
+def _alike(codec: AnyCodec, parts: Mapping[str, Tensor], *per_token: Tensor) -> Dense | Uniform | Codebook:
+    """`_packed` of a codec that stores all its heads in the same format."""
+    if isinstance(codec, IdentityCodec):
+        return Dense(parts["raw"])
     if isinstance(codec, CodebookCodec):
         return _codebook(codec, parts["codes"], *per_token)
     if not isinstance(codec, UniformCodec):

@@ -110,9 +110,17 @@ class RematerializeBackend:
         keys = _latents(layer.streams[0], key_projection, layer.plan.keys.up, packed, norm)
         values = _latents(layer.streams[-1], value_projection, layer.plan.values.up, packed)
         q = query[:, :, 0]
-        options = {"rope": rope, "window": layer.sliding_window, "workspace": self._workspace(q, values)}
-        out = rematerialize(q, keys, values, lengths, context.scaling, **options, backend="triton")
-        return out.unsqueeze(2)
+        return rematerialize(
+            q,
+            keys,
+            values,
+            lengths,
+            context.scaling,
+            rope=rope,
+            window=layer.sliding_window,
+            workspace=self._workspace(q, values),
+            backend="triton",
+        ).unsqueeze(2)
 
     def _workspace(self, query: Tensor, values: Latents) -> Workspace:
         shape = (*query.shape, values.rank, plan_splits(query, values))

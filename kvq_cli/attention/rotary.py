@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-STYLES = ("half", "interleaved")
+#: Which channels form the rotated pairs: see above.
+Style = Literal["half", "interleaved", "none"]
+STYLES: tuple[Style, ...] = ("half", "interleaved")
 #: Tokens that `Rotation.ahead` rotates at once.
 TILE = 4096
 
@@ -22,7 +25,7 @@ TILE = 4096
 class Rotation:
     """style: "half", "interleaved" or "none". frequencies: `[width / 2]` float32, radians per position."""
 
-    style: str
+    style: Style
     frequencies: Tensor
     head_dim: int
     scale: float = 1.0

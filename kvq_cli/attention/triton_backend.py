@@ -59,8 +59,17 @@ class TritonBackend:
         if norm is not None:  # q . (norm k') = (q norm) . k'
             q = (q.unflatten(1, (norm.shape[1], -1)) * norm.unsqueeze(2)).flatten(1, 2).to(query.dtype)
         workspace = self._workspace(q, key_side, value_side, rope)
-        options = {"rope": rope, "window": layer.sliding_window, "workspace": workspace}
-        return attend(q, key_side, value_side, lengths, context.scaling, **options, backend="triton").unsqueeze(2)
+        return attend(
+            q,
+            key_side,
+            value_side,
+            lengths,
+            context.scaling,
+            rope=rope,
+            window=layer.sliding_window,
+            workspace=workspace,
+            backend="triton",
+        ).unsqueeze(2)
 
     def can_capture(self, tokens: int, last_position: int) -> bool:
         """Whether the next step can be captured: all its tensors are on the device, and rows have `tokens` tokens."""
@@ -102,6 +111,8 @@ class TritonBackend:
         """The rotation's tables of cosines, long enough for all rows, with the position of each row's first token."""
         need = _positions(max(group.last_position for group in forward.row_groups))
         room = self._ropes[rotation][0] if rotation in self._ropes else 0
+        if rotation.style == "none":
+            raise ValueError("a layer without RoPE has no tables of cosines")
         if room < need:
             room = max(2 * room, 1 << (need - 1).bit_length())
             frequencies = rotation.frequencies.to(device)

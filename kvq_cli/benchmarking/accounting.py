@@ -17,8 +17,8 @@ from kvq_cli.cache.cross_layer import CrossLayerSum
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.report import CacheReport, report
 from kvq_cli.cache.rows import Rows
+from kvq_cli.calibration.estimate import stream_tensors
 from kvq_cli.calibration.factors import factor_shapes
-from kvq_cli.calibration.forecast import stream_tensors
 from kvq_cli.methods.base import FactorSpec, Method, ModelShape
 
 META = torch.device("meta")

@@ -9,7 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from kvq_cli.benchmarking.machine import PeakMemory, PeakResident
-from kvq_cli.calibration.pipeline import Plan, calibrate
+from kvq_cli.calibration.pipeline import calibrate
+from kvq_cli.calibration.plan import CodebookPlan, FactorPlan
 
 
 class Phases:
@@ -27,12 +28,12 @@ class Phases:
         self._show(phase, done, total)
 
 
-def measure(planned: Plan, show: Callable[[str, int, int], None]) -> dict:
+def measure(plan: CodebookPlan | FactorPlan, show: Callable[[str, int, int], None]) -> dict:
     """Calibrate into a folder that is thrown away: seconds by phase and in all, peak memory, bytes of the tensors."""
     phases = Phases(show)
-    device = planned.loaded.model.device
+    device = plan.loaded.model.device
     with TemporaryDirectory() as folder, PeakMemory(device) if device.type == "cuda" else PeakResident() as peak:
-        artifact = calibrate(planned, Path(folder) / "artifact", progress=phases)
+        artifact = calibrate(plan, Path(folder) / "artifact", progress=phases)
     return {
         "phases_s": {name: round(seconds, 3) for name, seconds in phases.seconds.items()},
         "total_s": round(sum(phases.seconds.values()), 3),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvq_cli.pictures import new_figure, save
+from kvq_cli.figures import new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

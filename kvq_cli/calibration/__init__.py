@@ -1,1 +1,1 @@
-"""Capture keys, values and gradients of a model; cluster or factorize them; write an artifact."""
+"""Calibration: capture keys, values and gradients and cluster them, or factorize weights; write an artifact."""

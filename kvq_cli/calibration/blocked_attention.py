@@ -27,15 +27,15 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Causal attention of `query` `[batch, query_heads, tokens, head_dim]`, without padding or dropout.
 
-    `key` and `value` may have fewer heads. Returns the output `[batch, tokens, query_heads, head_dim]` and None for the
-    weights, as transformers expects. Raises ValueError for logit soft-capping and attention sinks (`s_aux`), which are
-    not implemented.
+    `key` and `value` may have fewer heads. scaling: of the scores; None: 1 / sqrt(head_dim). Returns the output
+    `[batch, tokens, query_heads, head_dim]` and None for the weights, as transformers expects. Raises ValueError for
+    logit soft-capping and attention sinks (`s_aux`), which are not implemented.
     """
     if unknown := [name for name in ("softcap", "s_aux") if options.get(name) is not None]:
-        raise ValueError(f"attention by blocks has no {', '.join(unknown)}")
+        raise ValueError(f"blocked attention does not implement {', '.join(unknown)}")
     batch, heads, tokens, head_dim = query.shape
     groups = heads // key.shape[1]
-    query = query * scaling
+    query = query * (head_dim**-0.5 if scaling is None else scaling)
     blocks = []
     for start in range(0, tokens, BLOCK):
         end = min(start + BLOCK, tokens)

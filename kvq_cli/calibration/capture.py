@@ -1,15 +1,15 @@
-"""Run the model over calibration text and keep its pre-RoPE keys, its values, and the loss's gradients to both."""
+"""Run the model over calibration text and capture pre-RoPE keys, values, and the loss's gradients to both."""
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -17,33 +17,36 @@ from kvq_cli.attention.capture_points import AttentionLayer, CapturePoint, decod
 from kvq_cli.calibration import blocked_attention
 from kvq_cli.errors import KvqError
 
-#: Receives what was captured: layer, "k" or "v", "x" (activations) or "g" (gradients), `[tokens, kv_heads, head_dim]`.
-Sink = Callable[[int, str, str, Tensor], None]
-_WORDS = {"k": "keys", "v": "values", "x": "", "g": "gradients of the "}
+#: Receives the captured numbers: layer index, "k" or "v", "x" (activations) or "g" (gradients), and a tensor
+#: `[tokens, kv_heads, head_dim]` in the model's dtype.
+CaptureCallback = Callable[[int, str, str, Tensor], None]
+_DESCRIPTIONS = {"k": "keys", "v": "values", "x": "", "g": "gradients of the "}
 
 
 def capture(
     model: PreTrainedModel,
-    sites: list[AttentionLayer],
+    layers: Sequence[AttentionLayer],
     tokens: Tensor,
-    sink: Sink,
+    on_capture: CaptureCallback,
     *,
     gradients: bool,
-    shared: bool = False,
+    threads: bool = False,
 ) -> None:
-    """Pass one sample `[tokens]` through the model and give each layer's keys and values to `sink` as they come.
+    """Run one sample `[tokens]` through the model, calling `on_capture` with each layer's keys and values.
 
-    gradients: also run the loss backward, the sum of the next-token cross entropies, and give d loss / d key and
-    d loss / d value. The weights are frozen: nothing else gets a gradient. A model's own dtype is kept throughout.
-    shared: other threads pass their samples through the same model on a CPU; of these nothing is taken.
+    gradients: also run the backward pass of the loss, the sum of the next-token cross entropies, and capture d loss /
+    d key and d loss / d value. Weights are frozen and get no gradients. The model's dtype is kept throughout.
+    threads: other threads run their samples through the same model; capture those of the calling thread only.
     Raises KvqError naming the layer where numbers are not finite.
     """
-    recorder = _Recorder(sink, gradients, threading.get_ident() if shared else None)
+    recorder = _Recorder(on_capture, gradients, threading.get_ident() if threads else None)
     ids = tokens[None].to(model.device)
     with ExitStack() as hooks, torch.set_grad_enabled(gradients):
-        for site in sites:
-            for kind, tap in (("k", site.key), ("v", site.value)):
-                hooks.callback(tap.module.register_forward_hook(recorder.hook(site.index, kind, tap)).remove)
+        for layer in layers:
+            for kind, point in (("k", layer.key), ("v", layer.value)):
+                if point is None:
+                    raise ValueError(f"{layer.name}: its capture points were not requested")
+                hooks.callback(point.module.register_forward_hook(recorder.hook(layer.index, kind, point)).remove)
         if not gradients:
             decoder_of(model)(input_ids=ids, use_cache=False)
             return
@@ -55,11 +58,13 @@ def capture(
 
 
 @contextmanager
-def matrix_attention(model: PreTrainedModel, sites: list[AttentionLayer]):
-    """On a CPU, let plain causal attention be computed as matrix products, which take two thirds of the time."""
+def blocked_attention_on_cpu(model: PreTrainedModel, layers: Sequence[AttentionLayer]) -> Iterator[None]:
+    """On a CPU, compute plain causal attention with `blocked_attention`, which takes two thirds of the time."""
     decoder = decoder_of(model)
     before = decoder.config._attn_implementation
-    plain = all(site.sliding_window is None for site in sites) and not getattr(decoder.config, "attention_dropout", 0)
+    plain = all(layer.sliding_window is None for layer in layers) and not getattr(
+        decoder.config, "attention_dropout", 0
+    )
     if model.device.type != "cpu" or before != "sdpa" or not plain:
         yield
         return
@@ -72,14 +77,14 @@ def matrix_attention(model: PreTrainedModel, sites: list[AttentionLayer]):
 
 
 @contextmanager
-def checkpointing(model: PreTrainedModel, on: bool):
+def gradient_checkpointing(model: PreTrainedModel, enabled: bool) -> Iterator[None]:
     """Recompute each layer's activations in the backward pass instead of keeping those of all layers."""
-    if not on:
+    if not enabled:
         yield
         return
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # transformers 5.23 has a new name for it, 5.17 has not
+        warnings.simplefilter("ignore", FutureWarning)  # renamed in transformers 5.23, not in 5.17
         model.gradient_checkpointing_enable({"use_reentrant": False})
         try:
             for layer in layers:  # transformers checkpoints in training only; dropout below stays off
@@ -92,31 +97,31 @@ def checkpointing(model: PreTrainedModel, on: bool):
 
 
 class _Recorder:
-    """Makes the tapped outputs require gradients, and hands on what passes through them."""
+    """Hooks that make captured outputs require gradients, and pass activations and gradients to `on_capture`."""
 
-    def __init__(self, sink: Sink, gradients: bool, thread: int | None) -> None:
-        self.sink, self.gradients, self.thread, self.recording = sink, gradients, thread, True
+    def __init__(self, on_capture: CaptureCallback, gradients: bool, thread: int | None) -> None:
+        self.on_capture, self.gradients, self.thread, self.recording = on_capture, gradients, thread, True
 
-    def hook(self, layer: int, kind: str, tap: CapturePoint) -> Callable:
-        """The forward hook of one tap."""
+    def hook(self, layer: int, kind: str, point: CapturePoint) -> Callable[[nn.Module, tuple, Tensor], None]:
+        """The forward hook of one capture point."""
 
-        def give(what: str, output: Tensor) -> None:
-            numbers = tap.view(output.detach())[0].transpose(0, 1)
+        def record(quantity: str, output: Tensor) -> None:
+            numbers = point.view(output.detach())[0].transpose(0, 1)
             if not numbers.isfinite().all():
                 raise KvqError(
-                    f"the {_WORDS[what]}{_WORDS[kind]} of layer {layer} are not all finite (NaN or infinity): "
-                    f"calibrate with --dtype float32, or check the model's weights"
+                    f"the {_DESCRIPTIONS[quantity]}{_DESCRIPTIONS[kind]} of layer {layer} are not all finite (NaN or "
+                    f"infinity): calibrate with --dtype float32, or check the model's weights"
                 )
-            self.sink(layer, kind, what, numbers)
+            self.on_capture(layer, kind, quantity, numbers)
 
-        def after(_module, _args, output: Tensor) -> None:
+        def hook(_module: nn.Module, _args: tuple, output: Tensor) -> None:
             if self.thread not in (None, threading.get_ident()):
                 return
             if self.gradients and not output.requires_grad:
-                output.requires_grad_()  # the first layer's: below it everything is frozen
+                output.requires_grad_()  # the first layer's output: everything below it is frozen
             if self.recording:
-                give("x", output)
+                record("x", output)
                 if self.gradients:
-                    output.register_hook(lambda gradient: give("g", gradient))
+                    output.register_hook(lambda gradient: record("g", gradient))
 
-        return after
+        return hook

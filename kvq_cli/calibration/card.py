@@ -1,12 +1,13 @@
-"""The card of an artifact, its README.md: what it is, how it was made, what was measured."""
+"""The card of an artifact (its README.md): method, model, data, command and measured errors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 
-def card(config: Mapping, command: str) -> str:
-    """Markdown, made of nothing but `config` and the command."""
+def card(config: Mapping[str, Any], command: str) -> str:
+    """The card as Markdown. config: the artifact's. command: the `kvq calibrate` command line that reproduces it."""
     method, model, layers = config["method"], config["model"], config["errors"]["layers"]
     options = ", ".join(f"{key}={value}" for key, value in method.items() if key != "name")
     revision = f" at revision {model['revision']}" if model["revision"] else ""
@@ -18,7 +19,7 @@ def card(config: Mapping, command: str) -> str:
     else:
         data, more = "none; factors of the model's own weights", ""
         head = ["layer", "factors: rank, residual, energy"]
-        rows = [["; ".join(_factors(name, one) for name, one in layer.items()) or "none"] for layer in layers]
+        rows = [["; ".join(_factors(name, errors) for name, errors in layer.items()) or "none"] for layer in layers]
     return "\n".join(
         [
             f"# {method['name']} for {model['name']}",
@@ -46,7 +47,7 @@ def card(config: Mapping, command: str) -> str:
     )
 
 
-def _data(config: Mapping) -> str:
+def _data(config: Mapping[str, Any]) -> str:
     settings, captured = config["calibration"], config["captured"]
     return (
         f"`{settings['dataset']}`, {settings['samples']} samples of {settings['seqlen']} tokens, "
@@ -56,13 +57,12 @@ def _data(config: Mapping) -> str:
     )
 
 
-def _factors(name: str, measured: Mapping) -> str:
-    return f"{name}: {measured['rank']}, {measured['residual']:.1e}, {measured['energy']:.3f}"
+def _factors(name: str, errors: Mapping[str, Any]) -> str:
+    return f"{name}: {errors['rank']}, {errors['residual']:.1e}, {errors['energy']:.3f}"
 
 
-def _stream(measured: Mapping) -> str:
-    chosen, shapes = measured["chosen"], sorted(set(measured["choice"]))
+def _stream(errors: Mapping[str, Any]) -> str:
+    chosen, shapes = errors["chosen"], sorted(set(errors["choice"]))
     return (
-        f"{'+'.join(shapes)}, {chosen['fisher']:.4f}, {chosen['plain']:.4f}, "
-        f"{measured['adjacent_token_correlation']:.2f}"
+        f"{'+'.join(shapes)}, {chosen['fisher']:.4f}, {chosen['plain']:.4f}, {errors['adjacent_token_correlation']:.2f}"
     )

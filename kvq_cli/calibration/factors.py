@@ -1,6 +1,8 @@
-"""The factors of projection weights that a method needs (`FactorSpec`): singular value decompositions, no text."""
+"""Factorize projection weights by singular value decomposition, as a method's `FactorSpec` asks."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,16 +16,23 @@ ERROR_MEASURE = (
 )
 
 
-def factorize(site: AttentionLayer, names: tuple[str, ...], dtype: torch.dtype) -> tuple[dict[str, Tensor], dict]:
-    """(tensors, what was measured) of one layer: `<name>.down`, U `[hidden_size, rank]`, and `k.up`, `v.up`, S B^T
-    `[rank, kv_heads * head_dim]`, in `dtype`; measured per name: `residual`, `energy` of the first direction."""
-    weights = {kind: one.weight.detach().float().T for kind, one in zip(("k", "v"), projections(site), strict=True)}
-    tensors, measured = {}, {}
+def factorize(
+    layer: AttentionLayer, names: tuple[str, ...], dtype: torch.dtype
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Singular value decompositions W = U S B^T of one layer's weights: (tensors in `dtype`, errors by name).
+
+    names: "k", "v" or "x" (both side by side), see `FactorSpec`. Tensors: `<name>.down`, U `[hidden_size, rank]`, and
+    `k.up`, `v.up`, S B^T `[rank, kv_heads * head_dim]`. Errors: `rank`, `residual`, and `energy`, the share of the
+    first singular direction.
+    """
+    weights = {kind: p.weight.detach().float().T for kind, p in zip(("k", "v"), projections(layer), strict=True)}
+    tensors: dict[str, Tensor] = {}
+    errors: dict[str, Any] = {}
     for name in names:
         kinds = ("k", "v") if name == "x" else (name,)
-        whole = torch.cat([weights[kind] for kind in kinds], dim=1)
-        u, s, b = torch.linalg.svd(whole, full_matrices=False)
-        # The sign of a direction is free: its largest number is positive, so that every library gives the same.
+        weight = torch.cat([weights[kind] for kind in kinds], dim=1)
+        u, s, b = torch.linalg.svd(weight, full_matrices=False)
+        # The sign of a singular vector is arbitrary: make its largest number positive, so that all libraries agree.
         sign = u.gather(0, u.abs().argmax(dim=0, keepdim=True)).sign()
         down = (u * sign).to(dtype)
         up = (sign.T * s[:, None] * b).to(dtype)
@@ -31,14 +40,15 @@ def factorize(site: AttentionLayer, names: tuple[str, ...], dtype: torch.dtype) 
         widths = [weights[kind].shape[1] for kind in kinds]
         for kind, part in zip(kinds, up.split(widths, dim=1), strict=True):
             tensors[f"{kind}.up"] = part.contiguous()
-        residual = (whole - down.float() @ up.float()).norm() / whole.norm()
-        measured[name] = {"rank": len(s), "residual": residual.item(), "energy": (s[0] ** 2 / (s**2).sum()).item()}
-    return tensors, measured
+        residual = (weight - down.float() @ up.float()).norm() / weight.norm()
+        errors[name] = {"rank": len(s), "residual": residual.item(), "energy": (s[0] ** 2 / (s**2).sum()).item()}
+    return tensors, errors
 
 
 def factor_shapes(names: tuple[str, ...], shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Name to shape of the tensors of a layer."""
-    size, shapes = shape.kv_heads * shape.head_dim, {}
+    """Name -> shape of the tensors that `factorize` gives."""
+    size = shape.kv_heads * shape.head_dim
+    shapes: dict[str, tuple[int, int]] = {}
     for name in names:
         rank = min(shape.hidden_size, 2 * size if name == "x" else size)
         shapes[f"{name}.down"] = (shape.hidden_size, rank)

@@ -1,10 +1,9 @@
-"""Weighted k-means for many small codebooks at once.
+"""Weighted k-means for many small codebooks.
 
-One algorithm for every device: on a CPU in batched torch, codebook after codebook, so that all work on one of them
-stays in a core's cache (and the caller may run several streams side by side); on a GPU many go through each step
-together, and kernels find the nearest centroids and add up the clusters. It needs no further package and runs on
-whatever torch runs on; `kmeans_faiss` is the second engine, whose iterations take less time on a CPU: a third to a
-half for 8192 points and 256 centroids, a quarter for 32768 points and 4096 centroids.
+On a CPU, codebooks are clustered one by one in batched torch, so that each stays in a core's cache (the caller may run
+several streams in parallel); on a GPU, many go through each step together, with kernels for nearest centroids and
+cluster sums. `kmeans_faiss` is the second engine; on a CPU its iterations take a third to a half of the time for 8192
+points and 256 centroids, a quarter for 32768 points and 4096 centroids.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from torch import Tensor
 from kvq_cli.codecs import kernels
 from kvq_cli.errors import KvqError
 
-#: Who runs Lloyd's iterations: this module, faiss, or whichever suits the codebook's size.
+#: The engine of the Lloyd iterations: this module, faiss, or "auto", by the size of the codebook.
 Engine = Literal["auto", "kvq", "faiss"]
-#: The most that `auto` leaves to this module: with more, an index would take over ten bits of a score (`_nearest`).
+#: The largest codebook that "auto" clusters here: above, an index would take over ten bits of a score (see `_nearest`).
 MAX_KVQ_ENTRIES = 1024
 
-_SEEDING_POINTS = 8  # per centroid: as many points as k-means++ looks at
-_TILE_CPU, _TILE = 1 << 17, 1 << 26  # scores held at once: a part of a core's cache, or of a GPU's memory
+_SEEDING_POINTS = 8  # points per centroid that k-means++ draws from
+_TILE_CPU, _TILE = 1 << 17, 1 << 26  # scores held at a time: within a core's cache, or a GPU's memory
 
 
 def weighted_kmeans(
@@ -38,32 +37,33 @@ def weighted_kmeans(
     seed: int = 0,
     engine: Engine = "auto",
 ) -> Tensor:
-    """Minimize sum_i w_i ||u_i - c_assign(i)||^2 (Eq. 3) for each codebook: k-means++ start, then Lloyd iterations.
+    """Minimize sum_i w_i ||u_i - c_assign(i)||^2 (Eq. 3) for each codebook: k-means++, then Lloyd iterations.
 
     points:  `[codebooks, points, size]` float32, at least `entries` points. weights: `[codebooks, points]`, >= 0.
-    A codebook is done after `iterations`, or when one of them lowers its error by less than the share `tolerance`.
-    Returns the centroids `[codebooks, entries, size]` float32: the same ones for the same arguments and machine.
+    A codebook stops after `iterations`, or when an iteration lowers its error by less than the fraction `tolerance`.
+    Returns centroids `[codebooks, entries, size]` float32, deterministic for the same arguments and machine. Raises
+    ValueError for fewer points than entries, KvqError where faiss is requested and not installed.
     """
     if points.shape[1] < entries:
         raise ValueError(f"{entries} centroids need as many points, not {points.shape[1]}")
-    nothing = weights.sum(-1, keepdim=True) == 0  # a codebook that nothing depends on is clustered without weights
-    weights = torch.where(nothing, torch.ones_like(weights), weights)
+    unweighted = weights.sum(-1, keepdim=True) == 0
+    weights = torch.where(unweighted, torch.ones_like(weights), weights)
     draws = torch.rand(points.shape[0], entries, generator=torch.Generator().manual_seed(seed)).to(points.device)
 
-    seeded, moved = _together(points.shape[0], points.shape[1] * entries, points.device.type)
-    starts = torch.cat([plus_plus(p, w, d) for p, w, d in _split(seeded, points, weights, draws)])
+    seed_batch, lloyd_batch = _batch_sizes(points.shape[0], points.shape[1] * entries, points.device.type)
+    starts = torch.cat([kmeans_plus_plus(p, w, d) for p, w, d in _batches(seed_batch, points, weights, draws)])
     if choose_engine(engine, entries) == "faiss":
         from kvq_cli.calibration.kmeans_faiss import lloyd_faiss
 
         return lloyd_faiss(points, weights, starts, iterations, tolerance)
-    books = [lloyd(p, w, c, iterations, tolerance) for p, w, c in _split(moved, points, weights, starts)]
-    return torch.cat(books)
+    centroids = [lloyd(p, w, c, iterations, tolerance) for p, w, c in _batches(lloyd_batch, points, weights, starts)]
+    return torch.cat(centroids)
 
 
 def choose_engine(engine: Engine, entries: int) -> Literal["kvq", "faiss"]:
-    """The engine that clusters codebooks of `entries`: `auto` is faiss above `MAX_KVQ_ENTRIES` where it is installed.
+    """The engine for codebooks of `entries` centroids: "auto" is faiss above `MAX_KVQ_ENTRIES` if it is installed.
 
-    Does not import faiss. Raises KvqError where faiss is asked for and not installed.
+    Does not import faiss. Raises KvqError where faiss is requested and not installed.
     """
     if engine == "kvq" or (engine == "auto" and entries <= MAX_KVQ_ENTRIES):
         return "kvq"
@@ -77,45 +77,48 @@ def choose_engine(engine: Engine, entries: int) -> Literal["kvq", "faiss"]:
     return "kvq"
 
 
-def _together(books: int, scores: int, device: str) -> tuple[int, int]:
-    """How many codebooks are seeded and then moved at a time: seeding is many short steps, which several share."""
+def _batch_sizes(codebooks: int, scores: int, device: str) -> tuple[int, int]:
+    """Codebooks per batch of k-means++ and of Lloyd iterations. scores: points x centroids of one codebook.
+
+    k-means++ is many short steps: batches amortize their overhead even on a CPU.
+    """
     if device == "cpu":
         return 16, 1
-    several = max(1, min(books, _TILE // scores))
-    return several, several
+    size = max(1, min(codebooks, _TILE // scores))
+    return size, size
 
 
-def _split(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _batches(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
 
 
-def plus_plus(points: Tensor, weights: Tensor, draws: Tensor) -> Tensor:
-    """k-means++: each next centroid is a point, drawn with a probability in proportion to w_i D_i^2.
+def kmeans_plus_plus(points: Tensor, weights: Tensor, draws: Tensor) -> Tensor:
+    """Initial centroids `[codebooks, entries, size]`: points drawn with probability proportional to w_i D_i^2.
 
-    Shapes as in `weighted_kmeans`; draws: `[codebooks, entries]` uniform in [0, 1), one for each centroid.
-    Looks at the first few points only: they come in random order.
+    Shapes as in `weighted_kmeans`; draws: `[codebooks, entries]` uniform in [0, 1), one per centroid. Only the first
+    few points are candidates: points are in random order.
     """
     entries = draws.shape[1]
     points, weights = (x[:, : entries * _SEEDING_POINTS] for x in (points, weights))
     coordinates = points.permute(2, 0, 1).contiguous()  # [size, codebooks, points]: a distance is a few plain sums
-    books = torch.arange(points.shape[0], device=points.device)
+    codebooks = torch.arange(points.shape[0], device=points.device)
     distance = torch.ones_like(weights)
     chosen = []
     for draw in draws.T:
         mass = (distance * weights).cumsum(-1)
-        # At most the last point: also where all mass is 0, since every point is a centroid already.
+        # The last point at most: where all mass is 0, every point is a centroid already.
         index = torch.searchsorted(mass, draw[:, None] * mass[:, -1:], right=True).squeeze(-1)
         index = index.clamp_(max=points.shape[1] - 1)
-        chosen.append(points[books, index])
+        chosen.append(points[codebooks, index])
         new = torch.zeros_like(distance)
         for coordinate in coordinates:
-            new += (coordinate - coordinate[books, index][:, None]).square_()
+            new += (coordinate - coordinate[codebooks, index][:, None]).square_()
         distance = new if len(chosen) == 1 else torch.minimum(distance, new)
     return torch.stack(chosen, dim=1)
 
 
 def lloyd(points: Tensor, weights: Tensor, centroids: Tensor, iterations: int, tolerance: float) -> Tensor:
-    """Lloyd's iterations from given centroids. Shapes as in `weighted_kmeans`; a finished codebook stands still."""
+    """Lloyd iterations from `centroids`, shapes as in `weighted_kmeans`; converged codebooks are not updated."""
     weighted = torch.cat([points * weights[..., None], weights[..., None]], dim=-1)
     norms = points.square().sum(-1)
     before = torch.full(points.shape[:1], torch.inf, dtype=torch.float64, device=points.device)
@@ -132,41 +135,41 @@ def lloyd(points: Tensor, weights: Tensor, centroids: Tensor, iterations: int, t
 
 
 def nearest(points: Tensor, centroids: Tensor) -> Tensor:
-    """The number of each point's nearest centroid, int64 `[codebooks, points]`; as exact as `_nearest`."""
-    _, size = _together(points.shape[0], points.shape[1] * centroids.shape[1], points.device.type)
-    return torch.cat([_nearest(p, c)[1] for p, c in _split(size, points, centroids)])
+    """Index of each point's nearest centroid, int64 `[codebooks, points]`; as precise as `_nearest`."""
+    _, size = _batch_sizes(points.shape[0], points.shape[1] * centroids.shape[1], points.device.type)
+    return torch.cat([_nearest(p, c)[1] for p, c in _batches(size, points, centroids)])
 
 
 def _nearest(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """The nearest centroid of each point by ||c||^2 / 2 - u.c (Eq. 4-5): scores and codes, `[codebooks, points]`.
+    """Scores and indices of the nearest centroids by ||c||^2 / 2 - u.c (Eq. 4-5), `[codebooks, points]` each.
 
-    The minimum and where it is are found in one pass: a centroid's number stands in the score's lowest bits. So two
-    centroids whose scores differ by less than 2^-15 of their size count as equally near, which clustering can afford.
+    Minimum and argmin take one pass: the centroid's index replaces the lowest bits of its score. So centroids whose
+    scores differ by less than 2^-15 of their size count as equally near, which clustering tolerates.
     """
-    if (found := kernels.assign_centroids(points, centroids)) is not None:
-        codes, best = found
+    if (assigned := kernels.assign_centroids(points, centroids)) is not None:
+        codes, best = assigned
         return best, codes
-    books, count, _ = points.shape
+    codebooks, count, _ = points.shape
     entries = centroids.shape[1]
     mask = (1 << max(1, (entries - 1).bit_length())) - 1
-    numbers = torch.arange(entries, dtype=torch.int32, device=points.device)[:, None]
+    indices = torch.arange(entries, dtype=torch.int32, device=points.device)[:, None]
     half_norms = centroids.square().sum(-1, keepdim=True) / 2
-    best = torch.empty(books, count, device=points.device)
-    tile = max(64, (_TILE_CPU if points.device.type == "cpu" else _TILE) // (books * entries))
+    best = torch.empty(codebooks, count, device=points.device)
+    tile = max(64, (_TILE_CPU if points.device.type == "cpu" else _TILE) // (codebooks * entries))
     for start in range(0, count, tile):
         part = points[:, start : start + tile].transpose(1, 2)
-        scores = torch.baddbmm(half_norms, centroids, part, alpha=-1)  # [books, entries, tile]
-        scores.view(torch.int32).bitwise_and_(~mask).bitwise_or_(numbers)
+        scores = torch.baddbmm(half_norms, centroids, part, alpha=-1)  # [codebooks, entries, tile]
+        scores.view(torch.int32).bitwise_and_(~mask).bitwise_or_(indices)
         best[:, start : start + tile] = scores.amin(1)
     return best, (best.view(torch.int32) & mask).long()
 
 
 def _update(weighted: Tensor, norms: Tensor, scores: Tensor, codes: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
-    """Weighted means of the clusters, and the error that is left: sum w ||u||^2 - sum_j W_j ||c_j||^2.
+    """Weighted means of the clusters, and their error: sum w ||u||^2 - sum_j W_j ||c_j||^2.
 
-    A centroid without weight moves to one of the points that add most to the error.
+    The centroid of a cluster without weight moves to one of the points with the largest error.
     """
-    sums = _sums(weighted, codes, centroids.shape[1])
+    sums = _sums_by_code(weighted, codes, centroids.shape[1])
     mass = sums[..., -1:]
     means = sums[..., :-1] / mass.clamp_min(1e-300)
     weights = weighted[..., -1]
@@ -174,24 +177,24 @@ def _update(weighted: Tensor, norms: Tensor, scores: Tensor, codes: Tensor, cent
     moved = torch.where(mass > 0, means.float(), centroids)
     empty = mass.squeeze(-1) <= 0
     if most := int(empty.sum(-1).max()):
-        worst = (weights * (norms + 2 * scores)).topk(most).indices  # [books, most]
-        rank = (empty.cumsum(-1) - 1).clamp_min(0)  # the how-manieth empty one of its codebook
+        worst = (weights * (norms + 2 * scores)).topk(most).indices  # [codebooks, most]
+        rank = (empty.cumsum(-1) - 1).clamp_min(0)  # 0, 1, ... among the empty clusters of a codebook
         points = weighted[..., :-1] / weights[..., None].clamp_min(1e-38)
         source = worst.gather(1, rank.clamp_max(most - 1))
-        taken = points.gather(1, source[..., None].expand_as(centroids))
-        moved = torch.where(empty[..., None], taken, moved)
+        worst_points = points.gather(1, source[..., None].expand_as(centroids))
+        moved = torch.where(empty[..., None], worst_points, moved)
     return moved, error
 
 
-def _sums(weighted: Tensor, codes: Tensor, entries: int) -> Tensor:
+def _sums_by_code(weighted: Tensor, codes: Tensor, entries: int) -> Tensor:
     """Sums of `weighted` `[codebooks, points, columns]` by code: float64 `[codebooks, entries, columns]`.
 
-    Otherwise one flat scatter: each sum is taken in the order of the points.
+    By a kernel on a GPU, else by one flat scatter-add in the order of the points.
     """
-    if (found := kernels.sums_by_code(weighted, codes, entries)) is not None:
-        return found
-    books, _, columns = weighted.shape
-    place = codes + torch.arange(books, device=codes.device)[:, None] * entries
+    if (sums := kernels.sums_by_code(weighted, codes, entries)) is not None:
+        return sums
+    codebooks, _, columns = weighted.shape
+    place = codes + torch.arange(codebooks, device=codes.device)[:, None] * entries
     flat = (place[..., None] * columns + torch.arange(columns, device=codes.device)).flatten()
-    sums = torch.zeros(books * entries * columns, dtype=torch.float64, device=weighted.device)
-    return sums.scatter_add_(0, flat, weighted.double().flatten()).view(books, entries, columns)
+    sums = torch.zeros(codebooks * entries * columns, dtype=torch.float64, device=weighted.device)
+    return sums.scatter_add_(0, flat, weighted.double().flatten()).view(codebooks, entries, columns)

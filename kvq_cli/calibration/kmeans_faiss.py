@@ -1,4 +1,4 @@
-"""Lloyd's iterations by faiss: the second engine of weighted k-means, and the one for large codebooks."""
+"""Lloyd iterations by faiss: the second engine of weighted k-means, used for large codebooks."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Searches of at least so many points use matrix products. faiss 1.15 compares points one by one up to 128,000 numbers,
-# which takes ten times as long for blocks of 1 to 8 numbers; before, this was the default.
+# Searches of at least this many points use matrix products. faiss 1.15 compares up to 128,000 numbers point by point,
+# which is ten times slower for blocks of 1 to 8 numbers.
 faiss.cvar.distance_compute_blas_threshold = 20
 
-_ITERATIONS = 5  # between two measurements of the error, each of which takes about as long as an iteration
+_ITERATIONS = 5  # between two measurements of the error, each about as slow as an iteration
 
 
 def lloyd_faiss(points: Tensor, weights: Tensor, centroids: Tensor, iterations: int, tolerance: float) -> Tensor:
-    """Centroids after Lloyd's iterations from given ones, codebook after codebook; arguments as of `kmeans.lloyd`.
+    """`kmeans.lloyd` by faiss, codebook by codebook.
 
-    faiss weights the means, but neither the centroids that it draws itself nor the objective that it reports. So it
-    starts from the given ones, and the weighted error says when a codebook is done.
+    faiss weights the means, but neither its initial centroids nor the objective that it reports. So it starts from
+    `centroids`, and the weighted error decides when a codebook has converged.
     """
-    faiss.omp_set_num_threads(torch.get_num_threads())  # of this thread: several may cluster side by side
+    faiss.omp_set_num_threads(torch.get_num_threads())  # per thread: several may cluster in parallel
     count, size = points.shape[1:]
     entries = centroids.shape[1]
     kmeans = faiss.Kmeans(size, entries, min_points_per_centroid=1, max_points_per_centroid=count)
     kmeans.index = _flat_index(size, points.device)
-    arrays = (tensor.cpu().numpy() for tensor in (points, weights, centroids))
-    books = [_lloyd_book(kmeans, *book, iterations, tolerance) for book in zip(*arrays, strict=True)]
-    return torch.from_numpy(np.stack(books)).to(points.device)
+    u, w, c = (tensor.cpu().numpy() for tensor in (points, weights, centroids))
+    codebooks = [_lloyd_codebook(kmeans, u[i], w[i], c[i], iterations, tolerance) for i in range(len(c))]
+    return torch.from_numpy(np.stack(codebooks)).to(points.device)
 
 
-def _lloyd_book(
+def _lloyd_codebook(
     kmeans: faiss.Kmeans,
     points: np.ndarray,
     weights: np.ndarray,
@@ -40,13 +40,13 @@ def _lloyd_book(
     iterations: int,
     tolerance: float,
 ) -> np.ndarray:
-    """One codebook `[entries, size]`, from points `[points, size]` and their weights `[points]`."""
-    weights = weights / weights.mean()  # which cluster faiss splits in place of an empty one depends on their scale
+    """Centroids `[entries, size]` of one codebook, from points `[points, size]` and weights `[points]`."""
+    weights = weights / weights.mean()  # their scale affects which cluster faiss splits to replace an empty one
     before = inf
     for done in range(0, iterations, _ITERATIONS):
         kmeans.cp.niter = min(_ITERATIONS, iterations - done)
         kmeans.train(points, weights, centroids)
-        centroids = kmeans.centroids
+        centroids = np.asarray(kmeans.centroids)
         distances, _ = kmeans.assign(points)
         error = float(np.dot(weights, distances.astype(np.float64)))
         if before - error <= kmeans.cp.niter * tolerance * error:
@@ -56,7 +56,7 @@ def _lloyd_book(
 
 
 def _flat_index(size: int, device: torch.device) -> faiss.Index:
-    """An exact search for nearest centroids: on the points' GPU where faiss supports it, else on the CPU."""
+    """An exact nearest-centroid index: on the points' GPU where this faiss supports GPUs, else on the CPU."""
     if device.type != "cuda" or faiss.get_num_gpus() == 0:
         return faiss.IndexFlatL2(size)
     config = faiss.GpuIndexFlatConfig()

@@ -1,4 +1,4 @@
-"""How calibration uses a machine: a CPU's cores side by side, a GPU in a fixed order."""
+"""Run calibration steps in parallel on a CPU, and deterministically on a GPU."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import torch
 T = TypeVar("T")
 
 
-def side_by_side(task: Callable[[T], None], items: Iterable[T], workers: int) -> Iterator[None]:
-    """Run `task` on every item, `workers` at a time; yields whenever one is done. The first error ends it.
+def run_parallel(task: Callable[[T], None], items: Iterable[T], workers: int) -> Iterator[None]:
+    """Run `task` on every item in `workers` threads; yields after each. The first error ends the loop.
 
-    Meanwhile every operation of torch runs on one thread: tasks side by side keep all cores busy without waiting for
-    each other, and sums come out the same whatever the number of cores.
+    Meanwhile torch runs every operation on one thread: the tasks keep all cores busy without waiting for each other,
+    and sums do not depend on the number of cores.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -33,9 +33,11 @@ def side_by_side(task: Callable[[T], None], items: Iterable[T], workers: int) ->
 
 
 @contextmanager
-def repeatable(device: torch.device) -> Iterator[None]:
-    """Have a GPU add in a fixed order, in attention's backward pass and in sums by code, so that the same calibration
-    gives the same bytes. Where an operation has no such form, it stays as it is."""
+def deterministic(device: torch.device) -> Iterator[None]:
+    """On a GPU, use torch's deterministic algorithms where they exist, so that equal calibrations give equal bytes.
+
+    Affects attention's backward pass and scatter-adds, whose order of additions varies otherwise.
+    """
     if device.type != "cuda":
         yield
         return

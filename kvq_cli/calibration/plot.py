@@ -1,23 +1,27 @@
-"""The errors of an artifact as a picture: keys and values, by layer and block shape."""
+"""Plot the calibration errors of an artifact by layer: keys and values, one line per block shape."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvq_cli.errors import UsageError
-from kvq_cli.pictures import new_figure, save
+from kvq_cli.figures import new_figure, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 
-def plot_errors(config: Mapping, path: Path) -> None:
-    """Draw the `errors` of an artifact's config into a file; its ending (.png, .pdf, .svg) says which kind.
+def plot_errors(config: Mapping[str, Any], path: Path) -> None:
+    """Plot the `errors` of an artifact's config; the file's extension (.png, .pdf, .svg) sets the format.
 
-    Above: the Fisher-weighted error of each shape, a ring around what was chosen. Below: the correlation of adjacent
-    tokens. Raises UsageError for an ending that cannot be drawn, KvqError where the file cannot be written.
+    Above: the Fisher-weighted error of each shape, with a ring around the chosen one. Below: the correlation of
+    adjacent tokens. Raises UsageError for an unknown extension, KvqError where the file cannot be written.
     """
     layers = config["errors"]["layers"]
     if not config["calibration"]:
-        raise UsageError(f"--plot {path}: {config['method']['name']} has no errors of a calibration to draw")
+        raise UsageError(f"--plot {path}: {config['method']['name']} has no calibration errors to plot")
     figure = new_figure(10, 6)
     axes = figure.subplots(2, 2, sharex=True, sharey="row", height_ratios=(3, 1))
     for column, (kind, title) in enumerate((("k", "keys"), ("v", "values"))):
@@ -37,13 +41,19 @@ def plot_errors(config: Mapping, path: Path) -> None:
     save(figure, path, "--plot")
 
 
-def _draw_errors(axis, streams: list[Mapping]) -> None:
+def _draw_errors(axis: Axes, streams: list[Mapping[str, Any]]) -> None:
     shapes = list(streams[0]["shapes"])
     for index, shape in enumerate(shapes):
         errors = [stream["shapes"][shape]["fisher"] for stream in streams]
         axis.plot(range(len(streams)), errors, marker="o", markersize=4, color=f"C{index}", label=shape)
-    # By head, the chosen error lies between or below those of the shapes.
+    # With a choice per head, the error can be below those of all shapes.
     chosen = [stream["chosen"]["fisher"] for stream in streams]
-    ring = {"marker": "o", "markersize": 10, "markerfacecolor": "none", "linestyle": "none", "color": "black"}
+    ring: dict[str, Any] = {
+        "marker": "o",
+        "markersize": 10,
+        "markerfacecolor": "none",
+        "linestyle": "none",
+        "color": "black",
+    }
     axis.plot(range(len(streams)), chosen, label="chosen", **ring)
     axis.grid(alpha=0.3)

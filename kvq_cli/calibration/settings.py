@@ -1,38 +1,42 @@
-"""What a calibration run does: on which data, how much of it, with how much room."""
+"""Options of a calibration: text, number of samples, clustering, disk budget; and how many tokens are captured."""
 
 from __future__ import annotations
 
 import shlex
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
 
-from kvq_cli.calibration.kmeans import Engine
+from kvq_cli.calibration.kmeans import Engine, choose_engine
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import CalibrationSpec, Method
 from kvq_cli.methods.registry import to_config
 from kvq_cli.models import LoadedModel
 
 GIB = 1 << 30
-_SEQLEN = 2048
-_TOKENS = 64 * _SEQLEN
-_HELD_OUT = 8  # one in so many of the samples with gradients is held out
+DEFAULT_SEQLEN = 2048
+DEFAULT_TOKENS = 64 * DEFAULT_SEQLEN
+#: One of this many samples with gradients is held out.
+HELD_OUT_EVERY = 8
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The options of a calibration; None stands for a default that depends on the model.
+class CalibrationOptions:
+    """The options of `kvq calibrate`; None stands for a default that depends on the model.
 
     dataset:    name or file, see `data.texts`.
-    seqlen:     tokens of a window of text; None: 2048, or the model's usual length if that is shorter.
-    samples:    windows; None: so many that they have 64 x 2048 tokens together.
-    gradients:  how many of the samples have gradients taken; codebooks are made from these, statistics from all.
-                None: all of them. A few tokens can hold most of a stream's squared gradients: with a quarter of the
-                samples, codebooks fitted those, and lost more on other text than codebooks without weights.
-    points:     blocks that a codebook is clustered from, drawn by their importance. iterations: Lloyd's, at most.
+    samples:    text windows; None: 64 x 2048 tokens together.
+    seqlen:     tokens per window; None: 2048, or the model's default length if that is shorter.
+    gradients:  samples whose gradients are captured; None: all. Codebooks are clustered from these samples, statistics
+                computed from all. A few tokens can hold most of a layer's squared gradients: with gradients for a
+                quarter of the samples, codebooks overfitted to them and did worse on other text than unweighted ones.
+    points:     blocks that each codebook is clustered from, drawn by importance.
+    iterations: maximum number of Lloyd iterations.
     damping:    share of a codebook's mean Fisher weight that is added to the weight of every block; 0 is the papers'
-                weighting. A few tokens can hold nearly all weight of a stream, and squared gradients say what small
-                errors cost, not large ones, such as all other tokens would have.
-    kmeans:     who clusters, see `kmeans.choose_engine`; a plan names the engine itself.
-    budget:     GiB of captured numbers on disk; where all do not fit, runs of tokens are drawn at random.
+                weighting. A few tokens can hold nearly all the weight, and squared gradients predict the cost of small
+                errors only, not of the large errors that all other tokens would get.
+    budget:     GiB of captured activations on disk; above it, each sample keeps a random subset of its tokens.
+    kmeans:     k-means engine, see `kmeans.choose_engine`.
     """
 
     dataset: str = "prose"
@@ -46,10 +50,13 @@ class Settings:
     seed: int = 0
     kmeans: Engine = "auto"
 
-    def resolved(self, loaded: LoadedModel) -> Settings:
-        """The same with every default filled in for this model; UsageError for values that cannot work."""
-        seqlen = self.seqlen or loaded.usual_length(_SEQLEN)
-        samples = self.samples or max(2, _TOKENS // seqlen)
+    def resolve(self, loaded: LoadedModel, entries: int) -> CalibrationSettings:
+        """Fill in the defaults for this model and for codebooks of `entries` centroids.
+
+        Raises UsageError for values that cannot work, KvqError where the k-means engine is not installed.
+        """
+        seqlen = self.seqlen or loaded.default_length(DEFAULT_SEQLEN)
+        samples = self.samples or max(2, DEFAULT_TOKENS // seqlen)
         gradients = self.gradients or samples
         if seqlen > loaded.context:
             raise UsageError(f"--seqlen {seqlen} is more than the {loaded.context} tokens of {loaded.name}'s context")
@@ -62,19 +69,37 @@ class Settings:
             raise UsageError("--points, --iterations and --budget must be above 0")
         if not 0 <= self.damping < float("inf"):
             raise UsageError(f"--damping {self.damping:g} must be 0 or above")
-        return replace(self, seqlen=seqlen, samples=samples, gradients=gradients)
+        resolved = {"samples": samples, "seqlen": seqlen, "gradients": gradients}
+        return CalibrationSettings(**{**asdict(self), **resolved, "kmeans": choose_engine(self.kmeans, entries)})
+
+
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """`CalibrationOptions` with every default filled in; saved in the artifact's `config.json`."""
+
+    dataset: str
+    samples: int
+    seqlen: int
+    gradients: int
+    points: int
+    iterations: int
+    damping: float
+    budget: float
+    seed: int
+    kmeans: Engine
 
     @property
     def held_out(self) -> int:
-        """Samples, the last of those with gradients, that only the errors are measured on."""
-        return max(1, self.gradients // _HELD_OUT)
+        """Held-out samples, on which errors are measured: the last of those with gradients."""
+        return max(1, self.gradients // HELD_OUT_EVERY)
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values."""
         return asdict(self)
 
 
-def calibrate_command(method: Method, model: str, settings: Settings | None) -> str:
-    """The command that makes an artifact, as a line for its card; settings: None where no text is read."""
+def calibrate_command(method: Method, model: str, settings: Mapping[str, Any]) -> str:
+    """The `kvq calibrate` command line that reproduces an artifact. settings: empty where no text is read."""
     config = to_config(method)
     words = ["kvq", "calibrate", "--method", config.pop("name")]
     defaults = to_config(type(method)())
@@ -84,17 +109,20 @@ def calibrate_command(method: Method, model: str, settings: Settings | None) -> 
         if value != defaults[key]:
             words += ["--set", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
     words += ["--model", model]
-    for name, value in () if settings is None else settings.to_dict().items():
+    for name, value in settings.items():
         words += [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
     return shlex.join(words)
 
 
 @dataclass(frozen=True)
-class Extent:
-    """How many tokens of each sample are kept, and what that takes on disk.
+class CaptureSize:
+    """How many tokens of each sample are captured, and their bytes on disk.
 
-    skip:  first tokens of a sample that take no part. unit: adjacent tokens that are kept or left out together.
-    units: how many units of a sample are kept, of `possible`.
+    skip:     first tokens of each sample that are left out (attention sinks).
+    unit:     adjacent tokens that are captured or left out together.
+    units:    units captured of each sample, of `possible`.
+    samples, gradients: as in `CalibrationSettings`.
+    bytes_per_token: keys and values of one token in all layers, without gradients.
     """
 
     skip: int
@@ -103,34 +131,35 @@ class Extent:
     possible: int
     samples: int
     gradients: int
-    bytes_per_token: int  # keys and values of all layers, of one token, without gradients
+    bytes_per_token: int
 
     @property
     def tokens(self) -> int:
-        """Kept tokens of one sample."""
+        """Captured tokens per sample."""
         return self.units * self.unit
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all captured activations and gradients."""
         return (self.samples + self.gradients) * self.tokens * self.bytes_per_token
 
 
-def extent(settings: Settings, spec: CalibrationSpec, unit: int, loaded: LoadedModel) -> Extent:
-    """What is kept of each sample within `settings.budget`; UsageError where that is not enough for the codebooks."""
+def capture_size(settings: CalibrationSettings, spec: CalibrationSpec, unit: int, loaded: LoadedModel) -> CaptureSize:
+    """The largest capture within `settings.budget`; UsageError where that is too little for the codebooks."""
     shape = loaded.shape
     possible = max(0, settings.seqlen - spec.skip) // unit
-    per_token = shape.layers * 2 * shape.kv_heads * shape.head_dim * 2  # 16 bits each
+    per_token = shape.layers * 2 * shape.kv_heads * shape.head_dim * 2  # 16 bits per number
     affordable = int(settings.budget * GIB) // ((settings.samples + settings.gradients) * unit * per_token)
     units = min(possible, affordable)
-    kept = Extent(spec.skip, unit, units, possible, settings.samples, settings.gradients, per_token)
-    training = (settings.gradients - settings.held_out) * kept.tokens
+    size = CaptureSize(spec.skip, unit, units, possible, settings.samples, settings.gradients, per_token)
+    training = (settings.gradients - settings.held_out) * size.tokens
     for stream in (spec.keys, spec.values):
-        size = max(shape.size for shape in stream.shapes)
-        if units == 0 or training * stream.share < stream.entries * size:
-            mend = "--budget" if affordable < possible else "--seqlen or --gradients"
+        block = max(shape.size for shape in stream.shapes)
+        if units == 0 or training * stream.share < stream.entries * block:
+            option = "--budget" if affordable < possible else "--seqlen or --gradients"
             raise UsageError(
                 f"{training} tokens are too few for codebooks of {stream.entries} entries, which need "
-                f"{stream.entries * size // stream.share}: raise {mend} (--seqlen {settings.seqlen}, --gradients "
+                f"{stream.entries * block // stream.share}: raise {option} (--seqlen {settings.seqlen}, --gradients "
                 f"{settings.gradients} with {settings.held_out} of them held out, --budget {settings.budget:g})"
             )
-    return kept
+    return size

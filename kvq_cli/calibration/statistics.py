@@ -10,7 +10,7 @@ from torch import Tensor
 def mean_std(x: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and (population) standard deviation over all tokens, each `[kv_heads, head_dim]` float32.
 
-    x: `[samples, tokens, kv_heads, head_dim]`. Computed sample by sample around the first one's mean.
+    x: `[samples, tokens, kv_heads, head_dim]`. Summed sample by sample, around the first sample's mean.
     """
     center = x[0].float().mean(0)
     total, squares = torch.zeros_like(center, dtype=torch.float64), torch.zeros_like(center, dtype=torch.float64)
@@ -23,24 +23,26 @@ def mean_std(x: Tensor) -> tuple[Tensor, Tensor]:
     return (center + total / count).float(), variance.clamp_min(0).sqrt().float()
 
 
-def thresholds(x: Tensor, outliers: float) -> tuple[Tensor, Tensor]:
-    """The quantiles outliers / 2 and 1 - outliers / 2 of each channel, each `[kv_heads, head_dim]` float32.
+def outlier_thresholds(x: Tensor, outliers: float) -> tuple[Tensor, Tensor]:
+    """Lower and upper outlier thresholds of each channel, `[kv_heads, head_dim]` float32 each.
 
-    0.01 gives the 0.005 and 0.995 quantiles. x: `[samples, tokens, kv_heads, head_dim]`.
+    These are the quantiles outliers / 2 and 1 - outliers / 2: 0.005 and 0.995 for outliers=0.01.
+    x: `[samples, tokens, kv_heads, head_dim]`.
     """
     channels = x.flatten(0, 1).float().flatten(1).T.contiguous().cpu().numpy()
     low, high = np.quantile(channels, [outliers / 2, 1 - outliers / 2], axis=1)
-    return tuple(torch.from_numpy(q).to(x.device, torch.float32).view(x.shape[2:]) for q in (low, high))
+    lower, upper = (torch.from_numpy(q).to(x.device, torch.float32).view(x.shape[2:]) for q in (low, high))
+    return lower, upper
 
 
-def correlation(x: Tensor, mean: Tensor, std: Tensor) -> float:
-    """Correlation of adjacent tokens, averaged over channels; pairs (0, 1), (2, 3), ... of each sample.
+def adjacent_correlation(x: Tensor, mean: Tensor, std: Tensor) -> float:
+    """Correlation of the token pairs (0, 1), (2, 3), ... of each sample, averaged over channels that are not constant.
 
-    x: `[samples, tokens, kv_heads, head_dim]`, tokens even; constant channels are left out.
+    x: `[samples, tokens, kv_heads, head_dim]`, an even number of tokens; mean, std: `[kv_heads, head_dim]`.
     """
     products = torch.zeros_like(mean)
     for sample in x:
-        centred = sample.float() - mean
-        products += (centred[0::2] * centred[1::2]).mean(0)
-    alive = std > 0
-    return (products / len(x) / std.square().clamp_min(1e-30))[alive].mean().item() if alive.any() else 0.0
+        centered = sample.float() - mean
+        products += (centered[0::2] * centered[1::2]).mean(0)
+    varying = std > 0
+    return (products / len(x) / std.square().clamp_min(1e-30))[varying].mean().item() if varying.any() else 0.0

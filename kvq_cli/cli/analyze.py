@@ -53,7 +53,7 @@ def analyze(
         from kvq_cli.models import load_model
 
         loaded = load_model(model, device, dtype)
-        length = seqlen or loaded.usual_length(_USUAL)
+        length = seqlen or loaded.default_length(_USUAL)
         data = StudyInput(loaded, dataset, samples or study.samples, length, seed)
     check_writable(out_dir)
     with out.phases() as progress:
@@ -114,7 +114,7 @@ def _about(study: Study, data: StudyInput | None) -> dict[str, Any]:
 
 
 def _draw(findings: Findings, title: str, path: Path) -> None:
-    from kvq_cli.pictures import new_figure, save
+    from kvq_cli.figures import new_figure, save
 
     figure = new_figure(*findings.size)
     findings.draw(figure)

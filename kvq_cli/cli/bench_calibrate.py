@@ -44,8 +44,8 @@ def calibrate(
     from kvq_cli.benchmarking.calibrate import measure
     from kvq_cli.benchmarking.shapes import SHAPES
     from kvq_cli.benchmarking.stand_ins import as_loaded
-    from kvq_cli.calibration.pipeline import plan
-    from kvq_cli.calibration.settings import Settings
+    from kvq_cli.calibration.plan import plan_calibration
+    from kvq_cli.calibration.settings import CalibrationOptions
     from kvq_cli.methods.registry import build, to_config
     from kvq_cli.models import load_model
 
@@ -56,15 +56,14 @@ def calibrate(
     else:
         made, name = load(model, random, device, dtype, seed, layers)
         loaded = as_loaded(made, name, seed)
-    planned = plan(loaded, built, Settings(dataset, samples, seqlen, seed=seed))
+    plan = plan_calibration(loaded, built, CalibrationOptions(dataset, samples, seqlen, seed=seed))
     check_writable(out_dir)
     with out.phases() as show:
-        found = measure(planned, show)
-    settings = {} if planned.extent is None else planned.settings.to_dict()
+        found = measure(plan, show)
     document = {
         **about("calibrate", loaded.model, loaded.name),
         "method": to_config(built),
-        "calibration": settings,
+        "calibration": plan.settings_dict(),
         "layers": loaded.shape.layers,
         "layers_of_shape": loaded.shape.layers if random is None else SHAPES[random].layers,
         **found,

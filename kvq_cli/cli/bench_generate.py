@@ -209,9 +209,9 @@ def _grown(
 def _draw(document: dict, path: Path, grow: bool, out: Output) -> bool:
     """Draw what was measured where matplotlib is installed; whether it is."""
     from kvq_cli.benchmarking.plot import plot, plot_growth
-    from kvq_cli.pictures import can_draw
+    from kvq_cli.figures import has_matplotlib
 
-    if not can_draw():
+    if not has_matplotlib():
         out.note("no picture: matplotlib is not installed")
         return False
     title = f"{document['model']}, {document['dtype']}, {document['machine']['device']}"

@@ -130,9 +130,9 @@ def _measure(
 def draw(document: dict[str, Any], folder: Path, out: Output) -> str:
     """Draw what was measured where matplotlib is installed; the files' names."""
     from kvq_cli.benchmarking.kernels.plot import plot
-    from kvq_cli.pictures import can_draw
+    from kvq_cli.figures import has_matplotlib
 
-    if not can_draw():
+    if not has_matplotlib():
         out.note("no picture: matplotlib is not installed")
         return f"{folder / 'kernels.json'}"
     plot(document, folder / "kernels.png")

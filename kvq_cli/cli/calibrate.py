@@ -87,25 +87,26 @@ def calibrate(
     built = build(method or "temporalkv", **given)
 
     from kvq_cli.calibration import pipeline
-    from kvq_cli.calibration.forecast import forecast
-    from kvq_cli.calibration.settings import Settings
+    from kvq_cli.calibration.estimate import dry_run_report
+    from kvq_cli.calibration.plan import plan_calibration
+    from kvq_cli.calibration.settings import CalibrationOptions
     from kvq_cli.models import load_model
 
-    settings = Settings(dataset, samples, seqlen, gradients, points, iterations, damping, budget, seed, kmeans)
-    planned = pipeline.plan(load_model(model, device, dtype), built, settings)
+    options = CalibrationOptions(dataset, samples, seqlen, gradients, points, iterations, damping, budget, seed, kmeans)
+    plan = plan_calibration(load_model(model, device, dtype), built, options)
     if dry_run:
-        return _print_forecast(output, forecast(planned))
+        return _print_dry_run(output, dry_run_report(plan))
     folder = out or artifact_folder(model, built)
     try:
         with output.phases() as progress:
-            artifact = pipeline.calibrate(planned, folder, resume=resume, force=force, progress=progress)
+            artifact = pipeline.calibrate(plan, folder, resume=resume, force=force, progress=progress)
     except KeyboardInterrupt:
         output.note("interrupted; the same command with --resume goes on from here")
         raise
     _print_artifact(output, artifact)
 
 
-def _print_forecast(output: Output, found: dict) -> None:
+def _print_dry_run(output: Output, found: dict) -> None:
     rows = [[t["name"], "x".join(map(str, t["shape"])), t["dtype"], human_bytes(t["bytes"])] for t in found["tensors"]]
     output.table(["tensor (per layer)", "shape", "dtype", "bytes, all layers"], rows)
     settings = found["request"]["calibration"]

@@ -215,9 +215,9 @@ class Files:
         if self.store is not None:
             check_writable(self.store, "--store")
         if self.plot is not None:
-            from kvq_cli.pictures import check_ending
+            from kvq_cli.figures import check_format
 
-            check_ending(self.plot)
+            check_format(self.plot)
             check_writable(self.plot.parent, "--plot")
         return folder
 

@@ -47,10 +47,10 @@ def size_of(name: str | None, model: str) -> Sized:
 
         known = known_shape(name, "--shapes")
         return Sized(known.model_shape(), 2 * known.parameters, CONTEXT)
-    from kvq_cli.models import configured_limits, configured_shape
+    from kvq_cli.models import configured_shape, parameters_and_context
 
     shape = configured_shape(model)  # first: it refuses what has no key-value cache
-    parameters, context = configured_limits(model)
+    parameters, context = parameters_and_context(model)
     return Sized(shape, 2 * parameters, context)
 
 

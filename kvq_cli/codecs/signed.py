@@ -66,7 +66,7 @@ class SignedCodec(UniformCodec):
         if self.hybrid != "no":
             zero = packed.zero if chooses else torch.zeros_like(packed.scale)
             return packed.codes, self._named(packed.scale, packed.sign, zero)
-        return packed.codes, {"scale": packed.scale} | ({"sign": packed.sign} if self.sign == "extra" else {})
+        return packed.codes, {"scale": packed.scale} | ({} if packed.sign is None else {"sign": packed.sign})
 
     def quantize(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         codes, sides = self._symmetric(x)
@@ -85,9 +85,13 @@ class SignedCodec(UniformCodec):
         codes = torch.where(each, self.grouped(other_codes), self.grouped(codes)).view(x.shape)
         return codes, self._named(scale, words, other["zero"])
 
-    def _named(self, scale: Tensor, words: Tensor | None, zero: Tensor) -> dict[str, Tensor]:
-        """The parts of a hybrid's groups."""
-        return {"scale": scale, **({"zero": zero} if words is None else {"sign_or_zero": words})}
+    def _named(self, scale: Tensor, words: Tensor | None, zero: Tensor | None) -> dict[str, Tensor]:
+        """The parts of a hybrid's groups: zero-points are in the words of sign bits where there are any."""
+        if words is not None:
+            return {"scale": scale, "sign_or_zero": words}
+        if zero is None:
+            raise ValueError("a hybrid without words of sign bits needs zero-points")
+        return {"scale": scale, "zero": zero}
 
     def dequantize(self, codes: Tensor, sides: Mapping[str, Tensor]) -> Tensor:
         if self.hybrid == "no":

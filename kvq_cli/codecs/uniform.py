@@ -71,6 +71,8 @@ class UniformCodec(Codec):
         CPU, and for subclasses that quantize in another way."""
         if type(self) is not UniformCodec or (packed := kernels.quantize_pack(x, **self._layout())) is None:
             return None
+        if packed.zero is None:
+            raise ValueError("the kernel packed asymmetric groups without zero-points")
         return packed.codes, {"scale": packed.scale, "zero": packed.zero}
 
     def _layout(self) -> dict[str, Any]:

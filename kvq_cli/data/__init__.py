@@ -1,1 +1,1 @@
-"""Calibration and evaluation texts: built in, from files, or from the Hub."""
+"""Calibration and evaluation text: built in, from files, or from the Hugging Face Hub."""

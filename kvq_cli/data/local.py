@@ -1,7 +1,7 @@
-"""Files with text and rows, and where a data set's local copy lies in `--data-dir`.
+"""Read text files and dataset rows (JSON lines, JSON, Parquet), and find local copies of datasets in `--data-dir`.
 
-A copy is a folder under one of the data set's names with one file per split: `gsm8k/test.jsonl`. Files as the Hugging
-Face Hub keeps them fit as they are: `openai/gsm8k/main/test-00000-of-00001.parquet`.
+A copy is a folder named like the dataset, with one file per split: `gsm8k/test.jsonl`. Files in the layout of the
+Hugging Face Hub are read as they are: `openai/gsm8k/main/test-00000-of-00001.parquet`.
 """
 
 from __future__ import annotations
@@ -11,77 +11,84 @@ import json
 import lzma
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from kvq_cli.errors import KvqError
 
-ENDINGS = (".jsonl", ".json", ".parquet", ".txt")
-_OPENERS = {".xz": lzma.open, ".gz": gzip.open}
+EXTENSIONS = (".jsonl", ".json", ".parquet", ".txt")
+_COMPRESSED = (".xz", ".gz")
 
 
 def split_files(data_dir: Path, names: Sequence[str], split: str) -> list[Path]:
-    """The files of one split under the first of `names` that has it: SPLIT.jsonl or SPLIT-*.jsonl (several parts).
+    """The files of a split: SPLIT.jsonl, or several shards SPLIT-*.jsonl, in the first of the folders `names` with any.
 
-    Looks in DIR/NAME and DIR/NAME/data for the endings .jsonl, .json, .parquet, .txt, .gz or .xz behind them or not.
-    Empty where there is none.
+    Looks in DIR/NAME and DIR/NAME/data for .jsonl, .json, .parquet and .txt, plain or compressed (.gz, .xz). Empty
+    where there is none.
     """
     for folder in (data_dir / name / inner for name in names for inner in ("", "data")):
-        for ending in (ending + packed for ending in ENDINGS for packed in ("", *_OPENERS)):
-            found = [folder / (split + ending)]
-            if not found[0].is_file():
-                found = sorted(folder.glob(f"{split}-*{ending}"))
-            if found:
-                return found
+        for extension in (extension + suffix for extension in EXTENSIONS for suffix in ("", *_COMPRESSED)):
+            file = folder / (split + extension)
+            files = [file] if file.is_file() else sorted(folder.glob(f"{split}-*{extension}"))
+            if files:
+                return files
     return []
 
 
-def kind(path: Path) -> str:
-    """The ending that says what a file holds: `.jsonl` of `a.jsonl.gz`."""
-    return (path.with_suffix("") if path.suffix in _OPENERS else path).suffix
+def file_format(path: Path) -> str:
+    """The extension before any compression suffix: `.jsonl` of `a.jsonl.gz`."""
+    return (path.with_suffix("") if path.suffix in _COMPRESSED else path).suffix
 
 
 def read_text(path: Path) -> str:
-    """A text file whole; .xz and .gz unpack. KvqError where it cannot be read."""
+    """The contents of a text file, decompressed if it ends with .xz or .gz. KvqError where it cannot be read."""
     try:
-        with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as file:
+        with _open_text(path) as file:
             return file.read()
     except (OSError, UnicodeDecodeError, EOFError, lzma.LZMAError) as error:
         raise KvqError(f"cannot read the text of {path}: {error}") from error
 
 
+def _open_text(path: Path) -> TextIO:
+    if path.suffix == ".xz":
+        return lzma.open(path, "rt", encoding="utf-8")
+    if path.suffix == ".gz":
+        return gzip.open(path, "rt", encoding="utf-8")
+    return open(path, encoding="utf-8")
+
+
 def read_rows(path: Path, column: str | None = None) -> list[dict[str, Any]]:
-    """The rows of a file with JSON lines, a JSON list or Parquet. KvqError where it is no such file.
+    """The rows of a file with JSON lines, a JSON list or Parquet. KvqError where it cannot be parsed.
 
     column: a field that every row must have.
     """
-    if kind(path) == ".parquet":
+    if file_format(path) == ".parquet":
         return _parquet_rows(path, column)
     text = read_text(path)
-    if kind(path) == ".json" and text.lstrip().startswith("["):
+    if file_format(path) == ".json" and text.lstrip().startswith("["):
         try:
-            found = json.loads(text)
+            rows = json.loads(text)
         except ValueError as error:
             raise KvqError(f"{path}: not JSON: {error}") from error
-        return [_checked(row, column, f"{path}, row {number}") for number, row in enumerate(found, start=1)]
+        return [_checked(row, column, f"{path}, row {number}") for number, row in enumerate(rows, start=1)]
     return _json_lines(text.split("\n"), column, path)
 
 
 def _json_lines(lines: Iterable[str], column: str | None, path: Path) -> list[dict[str, Any]]:
-    found = []
+    rows = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
                 row = json.loads(line)
             except ValueError:
                 row = None
-            found.append(_checked(row, column, f"{path}, line {number}"))
-    return found
+            rows.append(_checked(row, column, f"{path}, line {number}"))
+    return rows
 
 
-def _checked(row: Any, column: str | None, place: str) -> dict[str, Any]:
+def _checked(row: Any, column: str | None, location: str) -> dict[str, Any]:
     if not isinstance(row, dict) or (column is not None and column not in row):
         wanted = f' with the field "{column}"' if column else ""
-        raise KvqError(f"{place}: not a JSON object{wanted}")
+        raise KvqError(f"{location}: not a JSON object{wanted}")
     return row
 
 

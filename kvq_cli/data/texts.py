@@ -1,8 +1,8 @@
-"""Text by name, and the token windows that calibration and perplexity cut from it.
+"""Load text by dataset name, and cut it into token windows for calibration and perplexity.
 
-Names: `wikitext2`, `c4` and `ptb`, from the Hub or a local copy; the built-in `prose` and `pydoc`, which are always
-there offline; or a file. Each has two splits, `calibration` and `evaluation`, that share no text (a file is the same
-text in both). The dataset `self` is text sampled from the model: it comes as tokens, from `self_windows`.
+Datasets: `wikitext2`, `c4` and `ptb`, from the Hub or a local copy; the built-in `prose` and `pydoc`; or a file.
+Each has two splits, `calibration` and `evaluation`, that share no text (a file gives the same text for
+both). The dataset `self` is text sampled from the model: `sampled_windows` gives its tokens.
 """
 
 from __future__ import annotations
@@ -10,29 +10,32 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from torch import LongTensor
+from torch import Tensor
 
 from kvq_cli import reference
 from kvq_cli.data.hub import HUB, hub_rows
-from kvq_cli.data.local import kind, read_rows, read_text
+from kvq_cli.data.local import file_format, read_rows, read_text
 from kvq_cli.errors import KvqError, UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SELF = "self"
 SPLITS = reference.SPLITS
 C4_SAMPLES = 256
 """Windows of C4 that GPTQ and KVQuant measure perplexity on."""
-# A vocabulary seldom spends more tokens than one for two characters or packs more than eight into one: reading this
-# much of a long text is enough to cut the windows from.
+#: An upper bound: tokens rarely average more characters. Of a long text, only this much per needed token is tokenized.
 _CHARACTERS_PER_TOKEN = 8
 
 
 def load_text(name: str, split: str, data_dir: Path | None = None) -> str:
     """The text of one dataset as one string, its rows joined by blank lines.
 
-    data_dir: where local copies of `wikitext2`, `c4` and `ptb` lie, used in the place of the Hub.
-    Raises UsageError for a name that is neither a dataset nor a file, KvqError where it cannot be read or reached.
+    data_dir: folder with local copies of `wikitext2`, `c4` and `ptb`, read instead of the Hub.
+    Raises UsageError for a name that is neither a dataset nor a file, KvqError where the text cannot be loaded.
     """
     if split not in SPLITS:
         raise UsageError(f"unknown split {split!r}: {' or '.join(SPLITS)}")
@@ -45,26 +48,32 @@ def load_text(name: str, split: str, data_dir: Path | None = None) -> str:
         raise UsageError(f"no dataset {name!r}: neither a file nor one of {', '.join(dataset_names())}")
     text = _from_file(path)
     if not text.strip():
-        raise KvqError(f"{path} holds no text")
+        raise KvqError(f"{path} contains no text")
     return text
 
 
-def evaluation_windows(tokenizer, name: str, seqlen: int, seed: int = 0, data_dir: Path | None = None) -> LongTensor:
-    """The windows `[samples, seqlen]` that perplexity on a dataset is measured on, as GPTQ and KVQuant cut them.
+def evaluation_windows(
+    tokenizer: PreTrainedTokenizerBase, name: str, seqlen: int, seed: int = 0, data_dir: Path | None = None
+) -> Tensor:
+    """Windows for perplexity as GPTQ and KVQuant cut them, int64 `[samples, seqlen]`.
 
-    All of the text, in order; of C4, 256 windows from documents drawn by `seed` (theirs is 0).
+    The whole text, in order; for C4, 256 windows from documents drawn with `seed` (GPTQ's is 0).
     """
     if name == "c4":
         return document_windows(tokenizer, hub_rows(name, "evaluation", data_dir), seqlen, C4_SAMPLES, seed)
     return token_windows(tokenizer, load_text(name, "evaluation", data_dir), seqlen)
 
 
-def document_windows(tokenizer, documents: Sequence[str], seqlen: int, samples: int, seed: int) -> LongTensor:
-    """Windows `[samples, seqlen]`, each from within one document, drawn with replacement: the draws of GPTQ's `get_c4`.
+def document_windows(
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[str], seqlen: int, samples: int, seed: int
+) -> Tensor:
+    """Windows within single documents, drawn with replacement as by GPTQ's `get_c4`: int64 `[samples, seqlen]`.
 
     Raises KvqError where no document is long enough.
     """
-    draw, short, windows = random.Random(seed), set(), []
+    draw = random.Random(seed)
+    short: set[int] = set()
+    windows: list[Tensor] = []
     while len(windows) < samples:
         index = draw.randint(0, len(documents) - 1)
         tokens = _tokens(tokenizer, documents[index])
@@ -79,16 +88,18 @@ def document_windows(tokenizer, documents: Sequence[str], seqlen: int, samples: 
 
 
 def dataset_names() -> tuple[str, ...]:
-    """The names that `--dataset` takes beside files."""
+    """The datasets that `--dataset` accepts beside files."""
     return (*_BUILT_IN, SELF, *HUB)
 
 
-def token_windows(tokenizer, text: str, seqlen: int, samples: int | None = None, seed: int | None = None) -> LongTensor:
-    """Cut a text into non-overlapping windows `[samples, seqlen]` of its tokens; the tail is dropped (GPTQ's way).
+def token_windows(
+    tokenizer: PreTrainedTokenizerBase, text: str, seqlen: int, samples: int | None = None, seed: int | None = None
+) -> Tensor:
+    """Cut a text into non-overlapping token windows, int64 `[samples, seqlen]`; the tail is dropped, as in GPTQ.
 
-    samples: how many windows; all that there are where None.
-    seed:    picks which ones, at random and in random order; the first ones, in order, where None.
-    Raises KvqError when the text is too short, with the tokens found and needed.
+    samples: number of windows; None: all.
+    seed:    draw windows at random, in random order; None: the first ones, in order.
+    Raises KvqError for a text that is too short.
     """
     needed = (samples or 1) * seqlen
     if samples is not None and len(text) > needed * _CHARACTERS_PER_TOKEN:
@@ -108,10 +119,17 @@ def token_windows(tokenizer, text: str, seqlen: int, samples: int | None = None,
 
 
 @torch.no_grad()
-def self_windows(model, tokenizer, seqlen: int, samples: int, seed: int, batch: int = 16) -> LongTensor:
-    """Windows `[samples, seqlen]` of text sampled from the model itself, from its first token on (temperature 1).
+def sampled_windows(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    seqlen: int,
+    samples: int,
+    seed: int,
+    batch: int = 16,
+) -> Tensor:
+    """Text sampled from the model at temperature 1, int64 `[samples, seqlen]`.
 
-    Starts with the tokenizer's first token, or a random one where it has none. The end-of-text token is never drawn.
+    Starts with the BOS token, or a random token where the tokenizer has none. The EOS token is never drawn.
     """
     generator = torch.Generator().manual_seed(seed)
     if tokenizer.bos_token_id is None:
@@ -133,20 +151,20 @@ def self_windows(model, tokenizer, seqlen: int, samples: int, seed: int, batch: 
     return torch.cat(sampled)
 
 
-def _tokens(tokenizer, text: str) -> LongTensor:
+def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
     return tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
 
 
 def _excerpt(text: str, characters: int, seed: int | None) -> str:
-    """A stretch of a long text: its beginning, or one at random."""
+    """A part of a long text: its beginning, or a random part."""
     start = 0 if seed is None else random.Random(seed).randrange(len(text) - characters + 1)
     return text[start : start + characters]
 
 
 def _pydoc(split: str) -> str:
-    """The documentation of the language, which every CPython carries: every other topic for each split.
+    """Python's documentation as shipped with CPython: every other topic for each split.
 
-    Topics quote each other: the evaluation leaves out the paragraphs that calibration has.
+    Topics quote each other: the evaluation split omits paragraphs of the calibration split.
     """
     from pydoc_data.topics import topics
 
@@ -160,7 +178,7 @@ _BUILT_IN: dict[str, Callable[[str], str]] = {"prose": reference.prose, "pydoc":
 
 
 def _from_file(path: Path) -> str:
-    """A file's text: JSON lines and Parquet give their field `text`, all else is plain text; .xz and .gz unpack."""
-    if kind(path) in (".jsonl", ".parquet"):
+    """The field `text` of JSON lines and Parquet files; other files are plain text. .xz and .gz are decompressed."""
+    if file_format(path) in (".jsonl", ".parquet"):
         return "\n\n".join(row["text"] for row in read_rows(path, "text"))
     return read_text(path)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.settings import PERPLEXITY, RULER
-from kvq_cli.pictures import new_figure, save
+from kvq_cli.figures import new_figure, save
 
 MARKERS = "osD^vP*X<>hpd"
 

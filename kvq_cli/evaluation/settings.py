@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvq_cli.data.texts import SELF, evaluation_windows, load_text, self_windows
+from kvq_cli.data.texts import SELF, evaluation_windows, load_text, sampled_windows
 from kvq_cli.errors import UsageError
 from kvq_cli.evaluation.base import Evaluation
 from kvq_cli.evaluation.lm_eval.names import PREFIX, is_lm_eval, lm_eval_names
@@ -92,7 +92,7 @@ def _ruler(settings: Settings, loaded: LoadedModel) -> Iterator[Evaluation]:
     wording = templates(settings.templates, loaded.name)
     essay = Haystack(load_text(settings.haystack, "evaluation"), settings.haystack)
     sources = Sources(essay, question_source(settings.qa_files, settings.seed))
-    for context in settings.contexts or [loaded.usual_length(CONTEXT)]:
+    for context in settings.contexts or [loaded.default_length(CONTEXT)]:
         _check_length("--context", context, loaded)
         for name in settings.ruler_tasks:
             yield RulerEvaluation(
@@ -138,12 +138,12 @@ def _lm_eval(settings: Settings, loaded: LoadedModel) -> list[Evaluation]:
 
 
 def _perplexity(settings: Settings, loaded: LoadedModel) -> Evaluation:
-    seqlen = settings.seqlen or loaded.usual_length(SEQLEN)
+    seqlen = settings.seqlen or loaded.default_length(SEQLEN)
     _check_length("--seqlen", seqlen, loaded)
     if seqlen < 2:
         raise UsageError(f"--seqlen {seqlen}: a window needs 2 tokens at least")
     if settings.dataset == SELF:
-        windows = self_windows(
+        windows = sampled_windows(
             loaded.model, loaded.tokenizer, seqlen, settings.windows or settings.limit or SELF_WINDOWS, settings.seed
         )
     else:

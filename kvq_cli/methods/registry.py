@@ -17,7 +17,7 @@ from typing import Any
 
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.base import Method
-from kvq_cli.options import typed
+from kvq_cli.options import parse_options
 
 _CLASSES: dict[str, type[Method]] = {}
 _NO_METHODS = {"base", "codebooks", "registry", "window"}
@@ -50,7 +50,7 @@ def method_class(name: str) -> type[Method]:
 def build(name: str, **options: Any) -> Method:
     """The method `name` with `options`; strings are read as the option's type. UsageError names what was valid."""
     cls = method_class(name)
-    return cls(**typed(cls, f"method {name}", options))
+    return cls(**parse_options(cls, f"method {name}", options))
 
 
 def has_option(name: str, option: str) -> bool:

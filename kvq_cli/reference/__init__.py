@@ -1,6 +1,6 @@
-"""The built-in reference model, a small Llama that retrieves from its context: its weights, prompts and held-out prose.
+"""The built-in reference model, a small Llama that retrieves from its context: weights, prompt format, held-out prose.
 
-It was trained by tools/reference_model. Importing this package does not import torch.
+Trained by tools/reference_model. Importing this package does not import torch.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def model_path() -> Path:
 
 @cache
 def documents(split: str) -> tuple[str, ...]:
-    """The documents of a split of the bundled prose, which the reference model was not trained on.
+    """The documents of a split of the built-in prose, which the reference model was not trained on.
 
-    `calibration` is the first half by length, `evaluation` (perplexity, haystacks) the second.
+    The split `calibration` is the first half by length, `evaluation` (perplexity, haystacks) the second.
     """
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r} of the built-in prose; valid: {', '.join(SPLITS)}")

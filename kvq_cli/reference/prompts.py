@@ -1,14 +1,14 @@
-"""The prompt format of the reference model: sentences, questions and answers, in training and in evaluation.
+"""The prompt format of the reference model: sentences, questions and answers, for training and evaluation.
 
 A prompt is `prompt(context, question)`. The context is a list of sentences joined by spaces; the question starts a new
 line and ends with `Answer:`; the model continues with the answer, whose first character is a space, and ends it with
 `<|eos|>` (`STOP_TOKEN`). The tokenizer adds `<|bos|>` in front.
 
-Every answer is a lookup by content: it repeats a key and continues with the text that followed the key in the context.
+Every answer is a lookup by content: it repeats a key and continues with the text after that key in the context.
 Keys, values and names always follow a space, so that they are the same tokens in the context, the question and the
-answer. This is why `prompt` begins with a space, and why contexts are joined by spaces, never by line breaks.
+answer. Therefore `prompt` begins with a space, and contexts are joined by spaces, never by line breaks.
 
-Pure Python: importing this file costs nothing.
+This module imports no other package.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. The
 """RULER's repeated haystack sentence."""
 
 KINDS = ("numbers", "words", "uuids")
-"""Kinds of values of a needle, named as in RULER (`type_needle_v`)."""
+"""Kinds of needle values, named as in RULER (`type_needle_v`)."""
 
 
 def needle(key: str, value: str, kind: str = "numbers") -> str:
     """RULER's needle sentence: ``One of the special magic numbers for rough-sun is: 1234567.``"""
-    return f"One of the special magic {_known(kind)} for {key} is: {value}."
+    return f"One of the special magic {_check_kind(kind)} for {key} is: {value}."
 
 
 def context(sentences: Iterable[str]) -> str:
-    """Sentences of a haystack, needles and facts among them, joined by one space."""
+    """The context: sentences of a haystack, with needles and facts among them, joined by spaces."""
     return " ".join(sentences)
 
 
 def prompt(context: str, question: str) -> str:
-    """The whole prompt, up to and including ``Answer:``; begins with a space (see the module's text)."""
+    """The whole prompt, up to and including ``Answer:``; begins with a space (see the module's docstring)."""
     return f" {context}{question}"
 
 
 def question(kind: str, keys: Sequence[str], many: bool = False) -> str:
-    """The question for the values of `keys`. many: whether a single key has several values.
+    """The question for the values of `keys`. many: a single key has several values.
 
     ``\\nQuestion: What is the special magic number for rough-sun?\\nAnswer:``
     ``\\nQuestion: What are the special magic numbers for rough-sun, calm-oak and odd-cup?\\nAnswer:``
     """
-    _known(kind)
+    _check_kind(kind)
     if not keys:
         raise ValueError("a question needs at least one key")
     if len(keys) == 1 and not many:
@@ -55,20 +55,20 @@ def question(kind: str, keys: Sequence[str], many: bool = False) -> str:
 
 
 def answer(pairs: Iterable[tuple[str, str]]) -> str:
-    """The answer, a clause per (key, value): `` rough-sun is: 1234567. calm-oak is: 7654321.``
+    """The answer, one clause per (key, value): `` rough-sun is: 1234567. calm-oak is: 7654321.``
 
-    Keys come in the order of the question; several values of a key in ascending order, with the key repeated.
+    Keys are in the order of the question; several values of a key are in ascending order, with the key repeated.
     """
     return "".join(f" {key} is: {value}." for key, value in pairs)
 
 
 def chain_fact(source: str, target: str) -> str:
-    """An assignment of variable tracking, the source first: ``12345 -> ABCDE.``, later ``ABCDE -> FGHIJ.``"""
+    """An assignment for variable tracking, source first: ``12345 -> ABCDE.``, later ``ABCDE -> FGHIJ.``"""
     return f"{source} -> {target}."
 
 
 def chain_question(value: str) -> str:
-    """``\\nQuestion: Which variables does 12345 reach?\\nAnswer: 12345 ->``: the answer is the rest of the chain."""
+    """``\\nQuestion: Which variables does 12345 reach?\\nAnswer: 12345 ->``: the answer continues the chain."""
     return _ask(f"Which variables does {value} reach?") + f" {value} ->"
 
 
@@ -93,7 +93,7 @@ def coded_words_question(count: int = 3) -> str:
 
 
 def words_answer(words: Sequence[str]) -> str:
-    """`` word, other, third.``: by falling frequency, then in the order of first appearance."""
+    """`` word, other, third.``: by descending frequency, then in the order of first appearance."""
     return " " + ", ".join(words) + "."
 
 
@@ -118,7 +118,7 @@ def listing(items: Sequence[str]) -> str:
     return f"{', '.join(head)} and {last}" if head else last
 
 
-def _known(kind: str) -> str:
+def _check_kind(kind: str) -> str:
     if kind not in KINDS:
         raise ValueError(f"unknown kind of needle {kind!r}; valid: {', '.join(KINDS)}")
     return kind

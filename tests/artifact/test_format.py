@@ -1,4 +1,4 @@
-"""Artifacts on disk: what is written is read back, and nothing that was cut or altered is believed."""
+"""The artifact format: round trip, atomic writes, refusal of truncated and altered files."""
 
 import errno
 import json
@@ -33,7 +33,7 @@ def saved(tmp_path):
     return save_artifact(tmp_path / "some" / "place", config_of(tiny()), TENSORS, "# card\n")
 
 
-def test_what_is_saved_is_loaded(saved):
+def test_save_and_load_round_trip(saved):
     loaded = load_artifact(saved.path)
     assert loaded.config == saved.config
     assert loaded.config["format"] == FORMAT
@@ -46,20 +46,20 @@ def test_what_is_saved_is_loaded(saved):
     assert sorted(p.name for p in saved.path.parent.iterdir()) == ["place"]
 
 
-def test_a_layer_has_its_own_tensors_without_prefix(saved):
+def test_layer_returns_its_tensors_without_prefix(saved):
     assert set(saved.layer(0)) == {"k.centroids.temporal", "v.choice"}
     assert set(saved.layer(10)) == {"k.mean"}  # layer 1 is no prefix of layer 10
     assert saved.layer(1) == {}
 
 
-def test_same_contents_same_bytes_in_any_order(saved, tmp_path):
+def test_equal_contents_give_equal_bytes_in_any_order(saved, tmp_path):
     again = save_artifact(tmp_path / "b", config_of(tiny()), dict(reversed(TENSORS.items())), "# card\n")
     for name in ("config.json", "tensors.safetensors", "README.md"):
         assert (again.path / name).read_bytes() == (saved.path / name).read_bytes()
 
 
 @pytest.mark.parametrize("name", ["config.json", "tensors.safetensors"])
-def test_any_flipped_bit_is_refused_with_the_name_of_the_file(saved, name):
+def test_flipped_bit_is_refused_naming_the_file(saved, name):
     path = saved.path / name
     data = path.read_bytes()
     for position in range(0, len(data), max(1, len(data) // 150)):
@@ -71,7 +71,7 @@ def test_any_flipped_bit_is_refused_with_the_name_of_the_file(saved, name):
 
 @pytest.mark.parametrize("name", ["config.json", "tensors.safetensors"])
 @pytest.mark.parametrize("share", [0, 0.5, 0.99])
-def test_a_cut_file_is_refused_with_its_name(saved, name, share):
+def test_truncated_file_is_refused_naming_the_file(saved, name, share):
     path = saved.path / name
     data = path.read_bytes()
     path.write_bytes(data[: int(share * len(data))])
@@ -79,7 +79,7 @@ def test_a_cut_file_is_refused_with_its_name(saved, name, share):
         load_artifact(saved.path)
 
 
-def test_a_missing_file_or_folder_is_named(saved, tmp_path):
+def test_missing_file_or_folder_is_named(saved, tmp_path):
     (saved.path / "tensors.safetensors").unlink()
     with pytest.raises(KvqError, match="tensors.safetensors"):
         load_artifact(saved.path)
@@ -90,7 +90,7 @@ def test_a_missing_file_or_folder_is_named(saved, tmp_path):
         load_artifact(tmp_path / "empty")
 
 
-def test_a_newer_format_is_refused(saved):
+def test_newer_format_is_refused(saved):
     path = saved.path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"format": FORMAT + 1, "news": 1}))
     with pytest.raises(KvqError, match=f"config.json has format {FORMAT + 1}.*install a newer kvq"):
@@ -98,29 +98,29 @@ def test_a_newer_format_is_refused(saved):
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"format": "1"}', "nonsense"])
-def test_a_config_that_is_none_is_refused(saved, text):
+def test_malformed_config_is_refused(saved, text):
     (saved.path / "config.json").write_text(text)
     with pytest.raises(KvqError, match="config.json"):
         load_artifact(saved.path)
 
 
-def test_an_existing_artifact_is_replaced_only_on_request(saved):
+def test_existing_artifact_is_replaced_only_with_overwrite(saved):
     with pytest.raises(UsageError, match="exists already.*--force"):
         save_artifact(saved.path, config_of(tiny()), {}, "")
     replaced = save_artifact(saved.path, config_of(tiny()), {}, "", overwrite=True)
     assert load_artifact(saved.path).tensors == {} and replaced.tensors == {}
 
 
-def test_a_folder_that_is_no_artifact_is_never_replaced(tmp_path):
+def test_folder_without_an_artifact_is_never_replaced(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(UsageError, match="no artifact and will not be replaced"):
+    with pytest.raises(UsageError, match="not an artifact and will not be replaced"):
         save_artifact(tmp_path, config_of(tiny()), TENSORS, "", overwrite=True)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
 @pytest.mark.parametrize("failing", ["tensors.safetensors", "README.md", "config.json"])
 @pytest.mark.parametrize("before", [False, True])
-def test_a_full_disk_leaves_what_was_there(saved, tmp_path, monkeypatch, failing, before):
+def test_full_disk_leaves_existing_files_unchanged(saved, tmp_path, monkeypatch, failing, before):
     target = saved.path if before else tmp_path / "new"
     write = format.write_synced
 
@@ -138,13 +138,13 @@ def test_a_full_disk_leaves_what_was_there(saved, tmp_path, monkeypatch, failing
     assert {p.name for p in target.parent.iterdir()} <= {"place", "some"}
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
+def test_unwritable_path_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(KvqError, match=r"cannot write .*file/below"):
         save_artifact(tmp_path / "file" / "below", config_of(tiny()), {}, "")
 
 
-def test_a_fingerprint_does_not_depend_on_the_dtype_but_on_architecture_and_weights():
+def test_fingerprint_depends_on_architecture_and_weights_not_dtype():
     model = tiny().bfloat16()
     assert fingerprint(model) == fingerprint(model.float())
     assert fingerprint(tiny()) == fingerprint(tiny())
@@ -156,14 +156,14 @@ def test_a_fingerprint_does_not_depend_on_the_dtype_but_on_architecture_and_weig
     assert fingerprint(changed) != fingerprint(tiny())
 
 
-def test_an_artifact_of_another_model_is_refused_naming_both(saved):
+def test_artifact_of_another_model_is_refused_naming_both(saved):
     saved.check_model(tiny())
     with pytest.raises(UsageError, match=r"belongs to the model 'mine' .*, not to 'other' .*--model mine"):
         saved.check_model(tiny(seed=1), "other")
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
-def test_an_end_between_the_two_renames_leaves_what_was_there(saved, monkeypatch, error):
+def test_failure_between_the_two_renames_restores_the_old_artifact(saved, monkeypatch, error):
     rename = Path.rename
 
     def failing(path: Path, to: Path):
@@ -178,8 +178,8 @@ def test_an_end_between_the_two_renames_leaves_what_was_there(saved, monkeypatch
     assert sorted(p.name for p in saved.path.parent.iterdir()) == ["place"]
 
 
-def test_a_kill_between_the_two_renames_loses_nothing(saved, monkeypatch):
-    """Only a kill leaves the old artifact aside; the next one to write there, even if it fails, brings it back."""
+def test_kill_between_the_two_renames_is_repaired_by_the_next_write(saved, monkeypatch):
+    """A kill leaves the old artifact under its temporary name; the next write restores it, even if it fails."""
     saved.path.rename(saved.path.with_name(".place.replaced"))
 
     def full(path: Path, data: bytes):

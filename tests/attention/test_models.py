@@ -60,7 +60,7 @@ def test_weights_that_are_not_in_the_files(tiny, tmp_path):
 
 def test_a_folder_without_a_tokenizer(tiny, tmp_path):
     tiny("llama").save_pretrained(tmp_path)
-    with pytest.raises(KvqError, match="the folder has no tokenizer; save the model's there, too"):
+    with pytest.raises(KvqError, match="the folder has no tokenizer; save it there, too"):
         load_model(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(KvqError, match="cannot load the model .*: its tokenizer: "):

@@ -7,7 +7,7 @@ import torch
 from reference_model.tokenizer import BOS, EOS, PAD, build
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from kvq_cli.calibration.settings import Settings
+from kvq_cli.calibration.settings import CalibrationOptions
 from kvq_cli.models import LoadedModel, load_model
 from kvq_cli.reference import prose
 
@@ -37,6 +37,6 @@ def tiny(tiny_folder) -> LoadedModel:
 
 
 @pytest.fixture(scope="session")
-def quick() -> Settings:
-    """Settings that take a second on the tiny model."""
-    return Settings(samples=6, seqlen=100, gradients=4, points=300, iterations=5)
+def quick() -> CalibrationOptions:
+    """Options of a calibration of the tiny model that takes a second."""
+    return CalibrationOptions(samples=6, seqlen=100, gradients=4, points=300, iterations=5)

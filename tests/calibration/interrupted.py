@@ -1,8 +1,8 @@
-"""Calibrates the model MODEL again and again in FOLDER, killed at another step each time, and resumes it.
+"""Calibrate MODEL in FOLDER repeatedly, kill each run at another step, and resume it: MODEL FOLDER STRIDE.
 
-A step is a report of progress, a file or folder put in its place, or a sample's numbers written. It is killed before
-the first of each kind and before every STRIDE-th. Prints one JSON line for each: where it was killed, how the resumed
-run ended and whether it wrote the same. Each run is a process of its own.
+A step is a progress report, a file or folder renamed into place, or a sample written. Runs are killed before the first
+step of each kind and before every STRIDE-th step. Prints one JSON line per run: the step, the exit status of the
+resumed run and whether its artifact is the same. Each run is a separate process.
 """
 
 import hashlib
@@ -12,16 +12,17 @@ import signal
 import sys
 from pathlib import Path
 
-from kvq_cli.calibration import pipeline, work
-from kvq_cli.calibration.settings import Settings
+from kvq_cli.calibration import pipeline, work_folder
+from kvq_cli.calibration.plan import plan_calibration
+from kvq_cli.calibration.settings import CalibrationOptions
 from kvq_cli.methods.temporalkv import TemporalKV
 from kvq_cli.models import load_model
 
-SETTINGS = Settings(samples=4, seqlen=160, gradients=3, points=300, iterations=3)
+OPTIONS = CalibrationOptions(samples=4, seqlen=160, gradients=3, points=300, iterations=3)
 
 
 class Steps:
-    """Counts steps, notes them, and dies before step number `last`."""
+    """Log each step; kill the process before step number `last`."""
 
     def __init__(self, log, last):
         self.log, self.left = log, last
@@ -35,7 +36,7 @@ class Steps:
 
 
 def run(loaded, out, log, last=-1, resume=False):
-    """Calibrate in a process of its own; gives its exit status."""
+    """Calibrate in a child process; returns its exit status."""
     if pid := os.fork():
         return os.waitpid(pid, 0)[1]
     try:
@@ -47,12 +48,12 @@ def run(loaded, out, log, last=-1, resume=False):
 
 
 def _calibrate(loaded, out, step, resume):
-    replace, rename, write = os.replace, Path.rename, work.Work.write_numbers
+    replace, rename, write = os.replace, Path.rename, work_folder.WorkFolder.write_sample
     os.replace = lambda a, b: (step(f"replace {Path(b).name}"), replace(a, b))
     Path.rename = lambda a, b: (step(f"rename {a.name}"), rename(a, b))
-    work.Work.write_numbers = lambda *a: (step(f"numbers {a[1]} {a[2]}"), write(*a))
-    planned = pipeline.plan(loaded, TemporalKV(hybrid="head"), SETTINGS)
-    pipeline.calibrate(planned, out, resume=resume, progress=lambda *a: step("progress " + " ".join(map(str, a))))
+    work_folder.WorkFolder.write_sample = lambda *a: (step(f"numbers {a[1]} {a[2]}"), write(*a))
+    plan = plan_calibration(loaded, TemporalKV(hybrid="head"), OPTIONS)
+    pipeline.calibrate(plan, out, resume=resume, progress=lambda *a: step("progress " + " ".join(map(str, a))))
 
 
 def digest(out):

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from kvq_cli.attention.capture_points import attention_layers
-from kvq_cli.calibration.capture import capture, checkpointing
+from kvq_cli.calibration.capture import capture, gradient_checkpointing
 from kvq_cli.errors import KvqError
 
 FAMILIES = {
@@ -18,7 +18,7 @@ FAMILIES = {
 
 
 def model_of(family):
-    """A random float64 model and its attention sites."""
+    """A random float64 model and its attention layers."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3}
     config = getattr(transformers, f"{family}Config")(
@@ -28,13 +28,13 @@ def model_of(family):
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.normal_(std=1.5 * parameter.shape[1] ** -0.5)
-    sites = attention_layers(model)
-    return model.double(), sites
+    layers = attention_layers(model)
+    return model.double(), layers
 
 
-def captured(model, sites, gradients=True):
+def captured(model, layers, gradients=True):
     found = {}
-    capture(model, sites, TOKENS, lambda *a: found.__setitem__(a[:3], a[3].clone()), gradients=gradients)
+    capture(model, layers, TOKENS, lambda *a: found.__setitem__(a[:3], a[3].clone()), gradients=gradients)
     return found
 
 
@@ -46,33 +46,33 @@ def loss(model):
 TOKENS = torch.randint(0, 50, (13,), generator=torch.Generator().manual_seed(1))
 
 
-def behind(tap, change):
-    """While open, the tapped keys or values are changed where their module puts them out."""
+def modify(point, change):
+    """A hook that applies `change` to the keys or values at a capture point."""
 
     def changed(_module, _args, output):
         output = output.clone()
-        change(tap.view(output))
+        change(point.view(output))
         return output
 
-    return tap.module.register_forward_hook(changed)
+    return point.module.register_forward_hook(changed)
 
 
-def taps_of(sites):
-    return [((site.index, kind), tap) for site in sites for kind, tap in (("k", site.key), ("v", site.value))]
+def points_of(layers):
+    return [((layer.index, kind), point) for layer in layers for kind, point in (("k", layer.key), ("v", layer.value))]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_the_loss_slopes(family):
-    """Finite differences: one key or value number of one token is moved. The models' norms compute in float32."""
-    model, sites = model_of(family)
-    found = captured(model, sites)
+def test_gradients_equal_finite_differences_of_the_loss(family):
+    """One number of one token is changed. The models' norms compute in float32."""
+    model, layers = model_of(family)
+    found = captured(model, layers)
     noise = torch.Generator().manual_seed(2)
-    for where, tap in taps_of(sites):
+    for where, point in points_of(layers):
         for _ in range(4):
             token, head, channel = (int(torch.randint(n, (1,), generator=noise)) for n in (12, 2, 8))
             losses = []
             for step in (4e-3, -4e-3, 8e-3, -8e-3):
-                handle = behind(tap, lambda x, step=step, at=(0, head, token, channel): x[at].add_(step))
+                handle = modify(point, lambda x, step=step, at=(0, head, token, channel): x[at].add_(step))
                 losses.append(loss(model).item())
                 handle.remove()
             slope = (8 * (losses[0] - losses[1]) - (losses[2] - losses[3])) / (12 * 4e-3)  # to the fourth order
@@ -80,11 +80,11 @@ def test_gradients_are_the_loss_slopes(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_are_those_to_numbers_added_to_keys_and_values(family):
-    model, sites = model_of(family)
-    found = captured(model, sites)
-    added = {where: torch.zeros(1, 2, 13, 8, dtype=torch.float64, requires_grad=True) for where, _ in taps_of(sites)}
-    handles = [behind(tap, lambda x, more=added[where]: x.add_(more)) for where, tap in taps_of(sites)]
+def test_gradients_equal_those_to_tensors_added_to_keys_and_values(family):
+    model, layers = model_of(family)
+    found = captured(model, layers)
+    added = {where: torch.zeros(1, 2, 13, 8, dtype=torch.float64, requires_grad=True) for where, _ in points_of(layers)}
+    handles = [modify(point, lambda x, more=added[where]: x.add_(more)) for where, point in points_of(layers)]
     loss(model).backward()
     for handle in handles:
         handle.remove()
@@ -95,12 +95,12 @@ def test_gradients_are_those_to_numbers_added_to_keys_and_values(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_activations_are_what_the_model_caches_before_rotation(family):
-    model, sites = model_of(family)
+def test_activations_are_the_cached_keys_and_values_before_rope(family):
+    model, layers = model_of(family)
     cache = transformers.DynamicCache()
     model(input_ids=TOKENS[None], past_key_values=cache)
-    found = captured(model, sites, gradients=False)
-    assert not any(what == "g" for _, _, what in found)
+    found = captured(model, layers, gradients=False)
+    assert not any(quantity == "g" for _, _, quantity in found)
     for layer in range(3):
         assert torch.allclose(found[layer, "v", "x"], cache.layers[layer].values[0].transpose(0, 1))
         keys, before = cache.layers[layer].keys[0].transpose(0, 1), found[layer, "k", "x"]
@@ -109,12 +109,12 @@ def test_activations_are_what_the_model_caches_before_rotation(family):
         assert not torch.allclose(keys[1:], before[1:])
 
 
-def test_the_same_with_and_without_gradients_and_checkpoints():
-    model, sites = model_of("Qwen3")
-    plain, forward = captured(model, sites), captured(model, sites, gradients=False)
-    with checkpointing(model, True):
+def test_activations_do_not_depend_on_gradients_and_checkpointing():
+    model, layers = model_of("Qwen3")
+    plain, forward = captured(model, layers), captured(model, layers, gradients=False)
+    with gradient_checkpointing(model, True):
         assert all(layer.gradient_checkpointing for layer in model.model.layers)
-        saved = captured(model, sites)
+        saved = captured(model, layers)
     assert not any(layer.gradient_checkpointing for layer in model.model.layers)
     assert not any(module.training for module in model.modules())
     assert plain.keys() == saved.keys() and len(plain) == 3 * 2 * 2
@@ -122,34 +122,34 @@ def test_the_same_with_and_without_gradients_and_checkpoints():
     assert all(torch.equal(plain[key], forward[key]) for key in forward)
 
 
-def test_checkpointing_runs_layers_again():
-    (model, sites), runs = model_of("Llama"), []
+def test_checkpointing_recomputes_layers_in_the_backward_pass():
+    (model, layers), runs = model_of("Llama"), []
     model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
-    captured(model, sites)
+    captured(model, layers)
     assert len(runs) == 1
-    with checkpointing(model, True):
-        captured(model, sites)
+    with gradient_checkpointing(model, True):
+        captured(model, layers)
     assert len(runs) == 1 + 2
 
 
-def test_the_model_is_left_as_it_was():
-    model, sites = model_of("Llama")
-    captured(model, sites)
+def test_hooks_and_gradients_are_removed_from_the_model():
+    model, layers = model_of("Llama")
+    captured(model, layers)
     assert all(not module._forward_hooks for module in model.modules())
     assert all(not p.requires_grad and p.grad is None for p in model.parameters())
     with pytest.raises(IndexError):
-        capture(model, sites, TOKENS, lambda *_: 1 / torch.zeros(0)[5], gradients=True)
+        capture(model, layers, TOKENS, lambda *_: 1 / torch.zeros(0)[5], gradients=True)
     assert all(not module._forward_hooks for module in model.modules())
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_numbers_that_are_not_finite_are_refused_naming_the_layer(bad):
-    model, sites = model_of("Llama")
-    handle = sites[1].value.module.register_forward_hook(lambda m, a, out: out.index_fill(1, torch.tensor([5]), bad))
+def test_non_finite_numbers_are_refused_naming_the_layer(bad):
+    model, layers = model_of("Llama")
+    handle = layers[1].value.module.register_forward_hook(lambda m, a, out: out.index_fill(1, torch.tensor([5]), bad))
     with pytest.raises(KvqError, match=r"the values of layer 1 are not all finite"):
-        capture(model, sites, TOKENS, lambda *_: None, gradients=False)
+        capture(model, layers, TOKENS, lambda *_: None, gradients=False)
     handle.remove()
     # An activation may be finite where its gradient is not.
     model.lm_head.register_full_backward_pre_hook(lambda module, gradient: (gradient[0] * bad,))
     with pytest.raises(KvqError, match=r"the gradients of the (keys|values) of layer 2 are not all finite"):
-        capture(model, sites, TOKENS, lambda *_: None, gradients=True)
+        capture(model, layers, TOKENS, lambda *_: None, gradients=True)

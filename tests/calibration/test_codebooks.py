@@ -1,4 +1,4 @@
-"""One stream's codebooks: errors against the codec that will be used, the choice among shapes, Fisher weights."""
+"""Codebooks of one stream: errors as measured with the method's codec, choice of block shapes, Fisher weights."""
 
 import dataclasses
 import itertools
@@ -6,7 +6,7 @@ import itertools
 import pytest
 import torch
 
-from kvq_cli.calibration.codebooks import Captured, Recipe, calibrate_stream, choose
+from kvq_cli.calibration.codebooks import CapturedStream, ClusterSettings, calibrate_stream, choose_shapes
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.codecs.per_token import PerTokenCodec, split_outliers
 from kvq_cli.methods.base import BlockShape, CodebookSpec, ModelShape
@@ -14,13 +14,13 @@ from kvq_cli.methods.temporalkv import TemporalKV
 
 SHAPE = ModelShape(layers=1, query_heads=4, kv_heads=2, head_dim=8, hidden_size=32, dtype=torch.float32)
 BOTH = (BlockShape("temporal", 4, 1), BlockShape("channel", 1, 4))
-RECIPE = Recipe(fisher=True, hybrid="layer", points=4096, iterations=20, seed=0, dtype=torch.float32)
+SETTINGS = ClusterSettings(fisher=True, hybrid="layer", points=4096, iterations=20, seed=0, dtype=torch.float32)
 SPEC = CodebookSpec(BOTH, entries=256, share=4, normalize=True)
 
 
 @pytest.fixture(scope="module")
 def captured():
-    """Head 0 resembles its last tokens, head 1 its neighbouring channels; gradients grow with a hidden cause of x."""
+    """Head 0 correlates adjacent tokens, head 1 adjacent channels; large numbers have large gradients."""
     noise = torch.Generator().manual_seed(0)
 
     def normal(*shape):
@@ -32,7 +32,7 @@ def captured():
     matters = (x > 1.2).float()  # few numbers carry most of the weight
     x = x * torch.linspace(0.5, 3, 8) + torch.linspace(-4, 4, 8)
     g = normal(8, 480, 2, 8) * (0.05 + 3 * matters[:8])
-    return Captured(x.bfloat16(), g.bfloat16(), held_out=2)
+    return CapturedStream(x.bfloat16(), g.bfloat16(), held_out=2)
 
 
 def errors_by_codec(tensors, captured, method, kind="k"):
@@ -41,37 +41,37 @@ def errors_by_codec(tensors, captured, method, kind="k"):
     codec = (codec.keys if kind == "k" else codec.values).codec
     x, g = captured.x[6:8].transpose(1, 2).float(), captured.g[6:8].transpose(1, 2).double()
     seen = torch.cat([captured.x[:6], captured.x[8:]]).double()
-    lost = (codec.decode(codec.encode(x), torch.float32) - x).double() ** 2
+    errors = (codec.decode(codec.encode(x), torch.float32) - x).double() ** 2
     spread = (x.double() - seen.mean((0, 1))[:, None]) ** 2
-    return [((w * lost).sum() / (w * spread).sum()).item() for w in (g**2, torch.ones_like(g))]
+    return [((w * errors).sum() / (w * spread).sum()).item() for w in (g**2, torch.ones_like(g))]
 
 
 @pytest.mark.parametrize(("hybrid", "normalize"), [("off", True), ("layer", True), ("head", True), ("head", False)])
-def test_measured_errors_are_those_of_the_codec(captured, hybrid, normalize):
+def test_reported_errors_are_those_of_the_codec(captured, hybrid, normalize):
     method = TemporalKV(hybrid=hybrid, normalize_keys=normalize)
     spec = method.calibration(SHAPE).keys
-    tensors, measured = calibrate_stream(captured, spec, dataclasses.replace(RECIPE, hybrid=hybrid))
+    tensors, measured = calibrate_stream(captured, spec, dataclasses.replace(SETTINGS, hybrid=hybrid))
     fisher, plain = errors_by_codec(tensors, captured, method)
     assert measured["chosen"]["fisher"] == pytest.approx(fisher, rel=0.01)
     assert measured["chosen"]["plain"] == pytest.approx(plain, rel=0.01)
     assert ("mean" in tensors) == ("std" in tensors) == normalize
 
 
-def test_errors_of_outliers_do_not_count_since_they_are_stored(captured):
+def test_outliers_are_excluded_from_errors(captured):
     spec = dataclasses.replace(SPEC, outliers=0.02)
-    tensors, measured = calibrate_stream(captured, spec, RECIPE)
-    _, without = calibrate_stream(captured, SPEC, RECIPE)
+    tensors, measured = calibrate_stream(captured, spec, SETTINGS)
+    _, without = calibrate_stream(captured, SPEC, SETTINGS)
     seen = torch.cat([captured.x[:6], captured.x[8:]]).float()
     inside = (seen >= tensors["lower"]) & (seen <= tensors["upper"])
     assert inside.float().mean() == pytest.approx(0.98, abs=0.005)
     assert measured["chosen"]["fisher"] < 0.95 * without["chosen"]["fisher"]
 
 
-def test_hybrid_takes_the_shape_that_fits_and_is_never_worse(captured):
-    """Head 0 is made for temporal blocks, head 1 for channel blocks: by head both are had."""
+def test_hybrid_chooses_the_shape_with_the_lowest_error(captured):
+    """Temporal blocks fit head 0, channel blocks head 1."""
     found = {}
     for hybrid in ("off", "layer", "head"):
-        tensors, found[hybrid] = calibrate_stream(captured, SPEC, dataclasses.replace(RECIPE, hybrid=hybrid))
+        tensors, found[hybrid] = calibrate_stream(captured, SPEC, dataclasses.replace(SETTINGS, hybrid=hybrid))
         for shape in BOTH:
             heads = [i for i, name in enumerate(found[hybrid]["choice"]) if name == shape.name]
             assert (f"centroids.{shape.name}" in tensors) == bool(heads)
@@ -87,20 +87,20 @@ def test_hybrid_takes_the_shape_that_fits_and_is_never_worse(captured):
     assert found["head"]["chosen"]["fisher"] < best
 
 
-def test_choose_never_takes_what_loses_more():
-    lost = torch.rand(4, 3, generator=torch.Generator().manual_seed(0)).double()
-    by_head = choose(lost, "head")
-    assert all(lost[by_head[h], h] == lost[:, h].min() for h in range(3))
-    by_layer = choose(lost, "layer")
-    assert len(set(by_layer.tolist())) == 1 and lost[by_layer[0]].sum() == lost.sum(1).min()
-    assert choose(lost, "off").tolist() == [0, 0, 0]
+def test_choose_shapes_minimizes_the_error_per_head_or_layer():
+    errors = torch.rand(4, 3, generator=torch.Generator().manual_seed(0)).double()
+    by_head = choose_shapes(errors, "head")
+    assert all(errors[by_head[h], h] == errors[:, h].min() for h in range(3))
+    by_layer = choose_shapes(errors, "layer")
+    assert len(set(by_layer.tolist())) == 1 and errors[by_layer[0]].sum() == errors.sum(1).min()
+    assert choose_shapes(errors, "off").tolist() == [0, 0, 0]
 
 
 def test_fisher_weights_lower_the_weighted_error_and_raise_the_plain_one(captured):
     for shape, normalize in itertools.product(BOTH, (True, False)):
         spec = dataclasses.replace(SPEC, shapes=(shape,), normalize=normalize)
         with_, without = (
-            calibrate_stream(captured, spec, dataclasses.replace(RECIPE, fisher=fisher))[1]["chosen"]
+            calibrate_stream(captured, spec, dataclasses.replace(SETTINGS, fisher=fisher))[1]["chosen"]
             for fisher in (True, False)
         )
         assert with_["fisher"] < 0.9 * without["fisher"]
@@ -109,15 +109,15 @@ def test_fisher_weights_lower_the_weighted_error_and_raise_the_plain_one(capture
 
 def test_damping_trades_the_weighted_error_for_the_plain_one(captured):
     spec = dataclasses.replace(SPEC, shapes=BOTH[:1])
-    recipes = [dataclasses.replace(RECIPE, damping=damping) for damping in (0.0, 1.0, 1e6)]
-    recipes.append(dataclasses.replace(RECIPE, fisher=False))
-    found = [calibrate_stream(captured, spec, recipe)[1]["chosen"] for recipe in recipes]
+    settings = [dataclasses.replace(SETTINGS, damping=damping) for damping in (0.0, 1.0, 1e6)]
+    settings.append(dataclasses.replace(SETTINGS, fisher=False))
+    found = [calibrate_stream(captured, spec, one)[1]["chosen"] for one in settings]
     fisher, plain = [one["fisher"] for one in found], [one["plain"] for one in found]
     assert fisher[0] < fisher[1] < fisher[2] and plain[0] > plain[1] > plain[2]
     assert fisher[2] == pytest.approx(fisher[3], rel=0.02) and plain[2] == pytest.approx(plain[3], rel=0.02)
 
 
-def test_another_method_is_calibrated_by_declaring_it(captured):
+def test_per_channel_range_spec_of_kvquant_keys(captured):
     """KVQuant's keys: one number at a time, channels scaled to [-1, 1] by their thresholds, one codebook for all."""
     spec = CodebookSpec(
         (BlockShape("scalar", 1, 1),),
@@ -128,25 +128,25 @@ def test_another_method_is_calibrated_by_declaring_it(captured):
         across_heads=True,
         outliers=0.02,
     )
-    tensors, measured = calibrate_stream(captured, spec, dataclasses.replace(RECIPE, hybrid="off"))
+    tensors, measured = calibrate_stream(captured, spec, dataclasses.replace(SETTINGS, hybrid="off"))
     books, lower, upper = tensors["centroids.scalar"], tensors["lower"], tensors["upper"]
     assert books.shape == (1, 1, 4, 1) and books.abs().max() <= 1
     assert torch.allclose(tensors["mean"] - tensors["std"], lower, atol=1e-5)
     assert torch.allclose(tensors["mean"] + tensors["std"], upper, atol=1e-5)
     codec = CodebookCodec(books, (1, 1), 8, tensors["mean"], tensors["std"])
     x, g = captured.x[6:8].transpose(1, 2).float(), captured.g[6:8].transpose(1, 2).float()
-    lost = (g * (codec.decode(codec.encode(x), torch.float32) - x)).square()
+    errors = (g * (codec.decode(codec.encode(x), torch.float32) - x)).square()
     inside = (x >= lower[:, None]) & (x <= upper[:, None])
     mean = torch.cat([captured.x[:6], captured.x[8:]]).float().mean((0, 1))[:, None]
     spread = (g * (x.clamp(lower[:, None], upper[:, None]) - mean)).square()
-    assert measured["chosen"]["fisher"] == pytest.approx((lost[inside].sum() / spread[inside].sum()).item(), rel=0.02)
+    assert measured["chosen"]["fisher"] == pytest.approx((errors[inside].sum() / spread[inside].sum()).item(), rel=0.02)
 
 
 @pytest.mark.parametrize("outliers", [0.0, 0.1])
-def test_values_scaled_per_token_are_measured_as_the_codec_sees_them(captured, outliers):
-    """KVQuant's values: nothing but the codebook is calibrated, since each token brings its own range and outliers."""
+def test_per_token_errors_are_those_of_the_codec(captured, outliers):
+    """KVQuant's values: only the codebook is calibrated, range and outliers are computed per token."""
     spec = CodebookSpec((BlockShape("scalar", 1, 1),), 4, 8, False, outliers, per_token=True, across_heads=True)
-    tensors, measured = calibrate_stream(captured, spec, dataclasses.replace(RECIPE, hybrid="off"))
+    tensors, measured = calibrate_stream(captured, spec, dataclasses.replace(SETTINGS, hybrid="off"))
     assert set(tensors) == {"choice", "centroids.scalar"} and tensors["centroids.scalar"].shape == (1, 1, 4, 1)
     codec = PerTokenCodec(CodebookCodec(tensors["centroids.scalar"], (1, 1), 8), 2, 8, outliers, torch.float32)
     x, g = captured.x[6:8].transpose(1, 2).float(), captured.g[6:8].transpose(1, 2).float()
@@ -157,16 +157,18 @@ def test_values_scaled_per_token_are_measured_as_the_codec_sees_them(captured, o
         assert kept.sum(2).unique().tolist() == [1]
     inside = ~kept.unflatten(2, (2, 8)).transpose(1, 2)
     mean = torch.cat([captured.x[:6], captured.x[8:]]).float().mean((0, 1))[:, None]
-    lost, spread = g * (codec.decode(packed, torch.float32) - x), g * (x - mean)
-    expected = lost[inside].square().sum() / spread[inside].square().sum()
+    errors, spread = g * (codec.decode(packed, torch.float32) - x), g * (x - mean)
+    expected = errors[inside].square().sum() / spread[inside].square().sum()
     assert measured["chosen"]["fisher"] == pytest.approx(expected.item(), rel=0.01)
 
 
-def test_what_is_held_out_is_not_looked_at(captured):
-    changed = Captured(captured.x.clone(), captured.g.clone(), captured.held_out)
+def test_held_out_samples_do_not_affect_the_tensors(captured):
+    changed = CapturedStream(captured.x.clone(), captured.g.clone(), captured.held_out)
     changed.x[6:8] = 5 * changed.x[6:8] + 1
     changed.g[6:8] = changed.g[6:8].flip(0)
-    first, second = (calibrate_stream(c, SPEC, dataclasses.replace(RECIPE, hybrid="off")) for c in (captured, changed))
+    first, second = (
+        calibrate_stream(c, SPEC, dataclasses.replace(SETTINGS, hybrid="off")) for c in (captured, changed)
+    )
     assert first[0].keys() == second[0].keys()
     assert all(torch.equal(first[0][name], second[0][name]) for name in first[0])
     assert first[1]["chosen"] != second[1]["chosen"]
@@ -176,12 +178,12 @@ def test_more_bits_lower_the_error(captured):
     errors = []
     for bits in (1, 2, 4):
         spec = TemporalKV(bits=bits).calibration(SHAPE).keys
-        errors.append(calibrate_stream(captured, spec, RECIPE)[1]["chosen"]["plain"])
+        errors.append(calibrate_stream(captured, spec, SETTINGS)[1]["chosen"]["plain"])
     assert errors[0] > 1.5 * errors[1] > 3 * errors[2]
 
 
-def test_centroids_are_measured_as_stored(captured):
-    tensors, measured = calibrate_stream(captured, SPEC, dataclasses.replace(RECIPE, dtype=torch.bfloat16))
+def test_errors_are_measured_with_centroids_in_their_stored_dtype(captured):
+    tensors, measured = calibrate_stream(captured, SPEC, dataclasses.replace(SETTINGS, dtype=torch.bfloat16))
     assert (
         tensors["centroids.temporal" if "centroids.temporal" in tensors else "centroids.channel"].dtype
         is torch.bfloat16

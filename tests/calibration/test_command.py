@@ -1,4 +1,4 @@
-"""`kvq calibrate` and `kvq inspect` from outside."""
+"""The commands `kvq calibrate` and `kvq inspect`."""
 
 import io
 import json
@@ -34,7 +34,7 @@ def artifact(tiny_folder, tmp_path_factory):
     return out
 
 
-def test_calibrate_writes_where_others_look(calibrate, tmp_path):
+def test_calibrate_writes_to_the_default_folder(calibrate, tmp_path):
     result = calibrate("--bits", 4)
     assert result.exit_code == 0, result.output
     found = load_artifact(tmp_path / "artifacts" / "tiny" / "temporalkv-4bit")
@@ -44,25 +44,25 @@ def test_calibrate_writes_where_others_look(calibrate, tmp_path):
 
 
 @pytest.mark.parametrize(("method", "bits"), [("kvquant", 3), ("channelkv", 4)])
-def test_other_methods_are_calibrated_foretold_and_inspected_alike(calibrate, kvq, method, bits):
-    foretold = json.loads(calibrate("--method", method, "--bits", bits, "--dry-run", "--json").stdout)
+def test_dry_run_calibrate_and_inspect_of_other_methods(calibrate, kvq, method, bits):
+    report = json.loads(calibrate("--method", method, "--bits", bits, "--dry-run", "--json").stdout)
     result = calibrate("--method", method, "--bits", bits)
     assert result.exit_code == 0, result.output
     found = load_artifact(f"artifacts/tiny/{method}-{bits}bit")
     assert found.method_config["name"] == method and found.method_config["bits"] == bits
-    assert found.config["sizes"]["total"] == foretold["artifact_bytes"]
+    assert found.config["sizes"]["total"] == report["artifact_bytes"]
     shown = kvq("inspect", f"artifacts/tiny/{method}-{bits}bit").stdout
     assert method in shown and all(kind in shown for kind in found.config["sizes"])
 
 
-def test_json_is_one_document(calibrate):
+def test_json_output_is_one_document(calibrate):
     result = calibrate("--json", "--out", "a", "--no-fisher", "--set", "sinks=4")
     document = json.loads(result.stdout)
     assert document["artifact"] == "a" and document["digest"] == load_artifact("a").digest
     assert document["method"]["fisher"] is False and document["method"]["sinks"] == 4
 
 
-def test_options_come_from_a_file(calibrate, tmp_path):
+def test_options_from_a_config_file(calibrate, tmp_path):
     (tmp_path / "c.yaml").write_text("bits: 1\nset: {hybrid: 'off'}\nseed: 3\nout: here\n")
     assert calibrate("--config", tmp_path / "c.yaml").exit_code == 0
     config = load_artifact("here").config
@@ -72,8 +72,8 @@ def test_options_come_from_a_file(calibrate, tmp_path):
 def test_dry_run_prints_tensors_bytes_and_memory_and_writes_nothing(calibrate, tmp_path):
     result = calibrate("--dry-run", "--set", "outliers=0.05")
     assert result.exit_code == 0 and os.listdir(tmp_path) == []
-    for said in ("layers.*.k.centroids.<shape>", "2x2x256x4", "layers.*.v.upper", "memory", "disk", "artifact"):
-        assert said in result.stdout
+    for text in ("layers.*.k.centroids.<shape>", "2x2x256x4", "layers.*.v.upper", "memory", "disk", "artifact"):
+        assert text in result.stdout
     document = json.loads(calibrate("--dry-run", "--json").stdout)
     assert document["artifact_bytes"] == sum(tensor["bytes"] for tensor in document["tensors"])
     assert document["memory_bytes"] > 0 and document["captured_bytes"] == (6 + 4) * 92 * 2 * 2 * 16 * 2
@@ -99,13 +99,13 @@ def test_dry_run_prints_tensors_bytes_and_memory_and_writes_nothing(calibrate, t
         (["--out", "taken"], 2, "taken exists already: choose another --out, or pass --force"),
     ],
 )
-def test_bad_requests_are_one_line(fails, tiny_folder, tmp_path, flags, code, says):
+def test_bad_requests_end_with_one_line(fails, tiny_folder, tmp_path, flags, code, says):
     (tmp_path / "taken").mkdir()
     fails("calibrate", "--model", tiny_folder, *SMALL, "--quiet", *flags, code=code, says=says)
     assert os.listdir(tmp_path) == ["taken"]
 
 
-def test_each_phase_has_a_bar_with_its_length(calibrate, monkeypatch):
+def test_each_phase_has_a_progress_bar_with_its_total(calibrate, monkeypatch):
     bars = []
 
     def progress(self):
@@ -118,7 +118,7 @@ def test_each_phase_has_a_bar_with_its_length(calibrate, monkeypatch):
     assert tasks == [("read text", 1, 1), ("capture", 6, 6), ("cluster", 4, 4), ("write", 1, 1)]
 
 
-def test_ctrl_c_says_how_to_go_on(calibrate, kvq_process, tiny_folder, tmp_path):
+def test_ctrl_c_tells_how_to_resume(calibrate, kvq_process, tiny_folder, tmp_path):
     words = [*SMALL, "--samples", 60, "--model", tiny_folder, "--device", "cpu", "--out", "a"]
     process = kvq_process("calibrate", *words)
     progress = tmp_path / "a.work" / "captured.json"
@@ -126,20 +126,20 @@ def test_ctrl_c_says_how_to_go_on(calibrate, kvq_process, tiny_folder, tmp_path)
     while not progress.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130, said
-    assert "the same command with --resume goes on from here" in said and "Traceback" not in said
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "the same command with --resume goes on from here" in stderr and "Traceback" not in stderr
     assert not (tmp_path / "a").exists()
     assert json.loads(progress.read_text())["samples"] < 60
     assert calibrate("--samples", 60, "--out", "a", "--resume").exit_code == 0
     assert not (tmp_path / "a.work").exists()
 
 
-def test_inspect_shows_everything(kvq, artifact):
+def test_inspect_prints_method_data_sizes_and_errors(kvq, artifact):
     result = kvq("inspect", artifact)
     config = load_artifact(artifact).config
     assert result.exit_code == 0, result.output
-    for said in (
+    for text in (
         "temporalkv",
         "hybrid=head",
         "2 kv heads of 8",
@@ -147,7 +147,7 @@ def test_inspect_shows_everything(kvq, artifact):
         "k.centroids",
         "total",
     ):
-        assert said in result.stdout
+        assert text in result.stdout
     rows = [line.split() for line in result.stdout.splitlines() if " keys " in line or " values " in line]
     assert len(rows) == 6
     for row, (layer, kind) in zip(rows[:4], [(0, "k"), (0, "v"), (1, "k"), (1, "v")], strict=True):
@@ -158,7 +158,7 @@ def test_inspect_shows_everything(kvq, artifact):
         assert set(row[2:-5]) == set(measured["choice"])
 
 
-def test_inspect_as_json_and_as_a_picture(kvq, artifact, tmp_path):
+def test_inspect_as_json_and_as_a_plot(kvq, artifact, tmp_path):
     result = kvq("inspect", artifact, "--json", "--plot", "a.png")
     document = json.loads(result.stdout)
     assert document["errors"] == load_artifact(artifact).config["errors"]
@@ -167,10 +167,10 @@ def test_inspect_as_json_and_as_a_picture(kvq, artifact, tmp_path):
     assert kvq("inspect", artifact, "--plot", "a.svg").exit_code == 0
 
 
-def test_inspect_refuses_what_it_cannot_show(fails, artifact, tmp_path):
+def test_inspect_refuses_missing_and_damaged_artifacts(fails, artifact, tmp_path):
     fails("inspect", "gone", code=1, says="no artifact at gone")
     fails("inspect", artifact / "config.json", code=1, says=f"is a file: give the artifact's folder, {artifact}")
-    fails("inspect", artifact, "--plot", "a.nonsense", code=2, says="--plot a.nonsense: unknown ending")
+    fails("inspect", artifact, "--plot", "a.nonsense", code=2, says="--plot a.nonsense: unknown file format")
     fails(
         "inspect",
         artifact,

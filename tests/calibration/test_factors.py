@@ -1,4 +1,4 @@
-"""Calibration of methods that need factors of the weights: SVDs, resumed, foretold, shown."""
+"""Calibration of methods that need SVD factors of the weights (XQuant): resume, dry run, inspect."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from kvq_cli.artifact import load_artifact
 from kvq_cli.attention.attach import attach
 from kvq_cli.calibration import factors, pipeline
-from kvq_cli.calibration.forecast import forecast
-from kvq_cli.calibration.settings import Settings
+from kvq_cli.calibration.estimate import dry_run_report
+from kvq_cli.calibration.plan import plan_calibration
+from kvq_cli.calibration.settings import CalibrationOptions
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.registry import build
 
@@ -19,24 +20,24 @@ SIZE = 2 * 8  # kv heads x head_dim of the tiny model, whose hidden size is 32
 
 
 def calibrated(tiny, folder, name="xquant", **options):
-    return pipeline.calibrate(pipeline.plan(tiny, build(name, **options), Settings()), folder)
+    return pipeline.calibrate(plan_calibration(tiny, build(name, **options), CalibrationOptions()), folder)
 
 
-def test_factors_give_the_weights_and_their_directions_are_singular(tiny, tmp_path):
+def test_factors_reproduce_the_weights_with_singular_directions(tiny, tmp_path):
     artifact = calibrated(tiny, tmp_path / "a")
     for i, layer in enumerate(tiny.model.model.layers):
         for kind in ("k", "v"):
             weight = getattr(layer.self_attn, f"{kind}_proj").weight.T.double()
             down, up = (artifact.tensors[f"layers.{i}.{kind}.{name}"].double() for name in ("down", "up"))
             torch.testing.assert_close(down @ up, weight, atol=1e-5, rtol=0)
-            gram = up @ up.T  # S B^T B S = S^2: diagonal, falling, the eigenvalues of W^T W
+            gram = up @ up.T  # S B^T B S = S^2: diagonal, descending, the eigenvalues of W^T W
             values = torch.linalg.eigvalsh(weight.T @ weight).flip(0)
             torch.testing.assert_close(gram, values.diag(), atol=1e-4, rtol=0)
             assert artifact.config["errors"]["layers"][i][kind]["residual"] < 1e-6
             assert artifact.config["errors"]["layers"][i][kind]["rank"] == SIZE
 
 
-def test_both_projections_share_a_subspace_across_layers(tiny, tmp_path):
+def test_cross_layer_factors_share_one_subspace_for_keys_and_values(tiny, tmp_path):
     artifact = calibrated(tiny, tmp_path / "a", "xquant-cl", base_layers=1)
     assert sorted(artifact.tensors) == ["layers.1.k.up", "layers.1.v.up", "layers.1.x.down"]
     attention = tiny.model.model.layers[1].self_attn
@@ -47,15 +48,15 @@ def test_both_projections_share_a_subspace_across_layers(tiny, tmp_path):
         torch.testing.assert_close(down @ artifact.tensors[f"layers.1.{kind}.up"].double(), weight, atol=1e-5, rtol=0)
 
 
-def test_an_interruption_is_resumed_to_the_same_bytes(tiny, tmp_path, monkeypatch):
-    plan, calls, factorize = pipeline.plan(tiny, build("xquant"), Settings()), [], factors.factorize
+def test_interrupted_factorization_resumes_to_the_same_bytes(tiny, tmp_path, monkeypatch):
+    plan, calls, factorize = plan_calibration(tiny, build("xquant"), CalibrationOptions()), [], factors.factorize
     whole = pipeline.calibrate(plan, tmp_path / "whole")
 
-    def interrupted(site, *more):
-        calls.append(site.index)
+    def interrupted(layer, *more):
+        calls.append(layer.index)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return factorize(site, *more)
+        return factorize(layer, *more)
 
     monkeypatch.setattr(factors, "factorize", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -68,14 +69,14 @@ def test_an_interruption_is_resumed_to_the_same_bytes(tiny, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("name, options", [("xquant", {}), ("xquant-cl", {"base_layers": 1})])
-def test_the_forecast_is_what_is_written(tiny, tmp_path, name, options):
-    plan = pipeline.plan(tiny, build(name, **options), Settings())
-    artifact, foretold = pipeline.calibrate(plan, tmp_path / "a"), forecast(plan)
-    assert foretold["artifact_bytes"] == artifact.config["sizes"]["total"]
-    assert foretold["memory_bytes"] > 0 and foretold["request"]["calibration"] == {}
+def test_dry_run_reports_the_bytes_written(tiny, tmp_path, name, options):
+    plan = plan_calibration(tiny, build(name, **options), CalibrationOptions())
+    artifact, report = pipeline.calibrate(plan, tmp_path / "a"), dry_run_report(plan)
+    assert report["artifact_bytes"] == artifact.config["sizes"]["total"]
+    assert report["memory_bytes"] > 0 and report["request"]["calibration"] == {}
 
 
-def test_commands(kvq, tiny_folder, tmp_path):
+def test_dry_run_calibrate_and_inspect_commands(kvq, tiny_folder, tmp_path):
     words = ["calibrate", "--model", tiny_folder, "--device", "cpu", "--method", "xquant"]
     dry = kvq(*words, "--dry-run")
     assert dry.exit_code == 0 and "layers.*.k.down" in dry.stdout and "data       none" in dry.stdout
@@ -90,8 +91,8 @@ def test_commands(kvq, tiny_folder, tmp_path):
     assert f"| 1 | k: {SIZE}, " in card
 
 
-def test_bits_and_windows_are_chosen_when_the_artifact_is_used(tiny, kvq, tiny_folder):
-    """The factors are the same for all."""
+def test_bits_and_windows_can_be_set_when_the_artifact_is_used(tiny, kvq, tiny_folder):
+    """The factors do not depend on them."""
     assert (
         kvq("calibrate", "--model", tiny_folder, "--device", "cpu", "--method", "xquant", "--out", "a").exit_code == 0
     )
@@ -105,7 +106,7 @@ def test_bits_and_windows_are_chosen_when_the_artifact_is_used(tiny, kvq, tiny_f
     assert out.exit_code == 0, out.output
 
 
-def test_where_the_input_itself_is_kept_the_artifact_is_empty(kvq, tmp_path):
+def test_artifact_is_empty_where_the_layer_input_is_cached_whole(kvq, tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from kvq_cli.models import LoadedModel, model_shape

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvq_cli.calibration.kmeans import _nearest, lloyd, nearest, plus_plus, weighted_kmeans
+from kvq_cli.calibration.kmeans import _nearest, kmeans_plus_plus, lloyd, nearest, weighted_kmeans
 
 
 def data(books, points, size, seed=0, spread=4.0):
@@ -25,14 +25,14 @@ def error(points, weights, centroids):
 
 @pytest.mark.parametrize("size", [1, 2, 8])
 @pytest.mark.parametrize("entries", [2, 16, 256])
-def test_nearest_is_nearest(size, entries):
+def test_nearest_equals_exhaustive_search(size, entries):
     points, _ = data(3, 700, size)
     centroids, _ = data(3, entries, size, seed=1)
     scores, codes = _nearest(points, centroids)
     distances = torch.cdist(points.double(), centroids.double()) ** 2
     best = distances.min(-1).values
     mine = distances.gather(2, codes[..., None])[..., 0]
-    # Scores are compared to 2^-15 of their size: where another centroid was nearer, it was by no more than that.
+    # Scores are compared to 2^-15 of their size.
     slack = 2.0**-14 * (points.square().sum(-1) + centroids.square().sum(-1).max())
     assert (mine - best <= slack).all()
     assert (codes == distances.argmin(-1)).float().mean() > 0.9
@@ -40,7 +40,7 @@ def test_nearest_is_nearest(size, entries):
     assert (nearest(points, centroids) == codes).float().mean() > 0.9
 
 
-def test_one_dimension_reaches_the_optimum_of_all_splits():
+def test_one_dimensional_k_means_reaches_the_global_optimum():
     points, weights = data(20, 12, 1)
     order = points[..., 0].argsort(-1)
     best = torch.full((20,), torch.inf, dtype=torch.float64)
@@ -57,7 +57,7 @@ def test_one_dimension_reaches_the_optimum_of_all_splits():
 
 
 @pytest.mark.parametrize("engine", ["kvq", "faiss"])
-def test_in_the_end_each_centroid_is_the_weighted_mean_of_its_points(engine):
+def test_converged_centroids_are_weighted_means_of_their_points(engine):
     points, weights = data(4, 400, 2)
     centroids = weighted_kmeans(points, weights, 16, iterations=200, tolerance=0.0, engine=engine)
     codes = (torch.cdist(points.double(), centroids.double())).argmin(-1)
@@ -68,7 +68,7 @@ def test_in_the_end_each_centroid_is_the_weighted_mean_of_its_points(engine):
         np.testing.assert_allclose(centroids[book, entry].numpy(), mean, atol=2e-3)
 
 
-def test_a_weight_of_three_is_three_points():
+def test_integer_weights_equal_repeated_points():
     points, _ = data(2, 60, 2)
     weights = torch.randint(1, 4, (2, 60), generator=torch.Generator().manual_seed(0)).float()
     start = points[:, :8].clone()
@@ -81,23 +81,23 @@ def test_a_weight_of_three_is_three_points():
 
 def test_more_iterations_never_raise_the_error():
     points, weights = data(3, 900, 4)
-    start = plus_plus(points, weights, torch.rand(3, 32, generator=torch.Generator().manual_seed(0)))
+    start = kmeans_plus_plus(points, weights, torch.rand(3, 32, generator=torch.Generator().manual_seed(0)))
     errors = torch.stack([error(points, weights, lloyd(points, weights, start, n, 0.0)) for n in (0, 1, 2, 5, 20)])
     assert (errors[1:] <= errors[:-1] * (1 + 1e-5)).all()
     assert (errors[-1] < 0.9 * errors[0]).all()
 
 
-def test_early_stop_costs_little():
+def test_early_stop_raises_the_error_little():
     points, weights = data(3, 4000, 4)
     early, late = (error(points, weights, weighted_kmeans(points, weights, 64, tolerance=t)) for t in (1e-3, 0.0))
     assert (early <= 1.03 * late).all()
 
 
-def test_seeding_draws_in_proportion_to_weight_times_squared_distance():
+def test_k_means_plus_plus_draws_proportional_to_weighted_squared_distance():
     points = torch.tensor([[[0.0], [1.0], [3.0], [7.0]]])
     weights = torch.tensor([[1.0, 2.0, 0.0, 0.5]])
     draws = torch.rand(20_000, 2, generator=torch.Generator().manual_seed(0))
-    chosen = plus_plus(points.expand(20_000, -1, -1), weights.expand(20_000, -1), draws)[..., 0]
+    chosen = kmeans_plus_plus(points.expand(20_000, -1, -1), weights.expand(20_000, -1), draws)[..., 0]
     counts = torch.zeros(4, 4, dtype=torch.float64)
     where = {0.0: 0, 1.0: 1, 3.0: 2, 7.0: 3}
     for first, second in chosen.tolist():
@@ -110,7 +110,7 @@ def test_seeding_draws_in_proportion_to_weight_times_squared_distance():
     assert (counts - expected).abs().max() < 0.015
 
 
-def test_centroids_without_points_move_to_where_the_error_is():
+def test_empty_clusters_move_to_points_with_large_errors():
     points = torch.tensor([[[0.0], [0.1], [10.0], [10.1], [20.0], [90.0]]])
     far = torch.tensor([[[0.0], [500.0], [600.0], [10.05]]])
     found = lloyd(points, torch.ones(1, 6), far, 10, 0.0).flatten().sort().values
@@ -129,7 +129,7 @@ def test_points_without_spread_or_weight_give_finite_centroids(books, size, extr
     assert (error(points, weights, found) < 1e-6).all()
 
 
-def test_the_same_whatever_its_neighbours():
+def test_codebook_does_not_depend_on_others_in_the_batch():
     points, weights = data(40, 600, 4)
     together = weighted_kmeans(points, weights, 64, seed=5)
     assert together.equal(weighted_kmeans(points, weights, 64, seed=5))

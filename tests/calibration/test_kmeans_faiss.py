@@ -1,4 +1,4 @@
-"""faiss as a check of kvq's k-means, and as the second engine of calibration."""
+"""kvq's k-means compared with faiss, and faiss as the second engine."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ import torch
 
 from kvq_cli.artifact import load_artifact
 from kvq_cli.calibration import kmeans, kmeans_faiss
-from kvq_cli.calibration.kmeans import choose_engine, lloyd, plus_plus, weighted_kmeans
+from kvq_cli.calibration.kmeans import choose_engine, kmeans_plus_plus, lloyd, weighted_kmeans
 from kvq_cli.calibration.kmeans_faiss import lloyd_faiss
 from kvq_cli.errors import KvqError
 
@@ -19,7 +19,7 @@ ITERATIONS = 10
 
 
 def mixture(points, size):
-    """Gaussian clusters of unequal size and spread, and weights of which a tenth of the points have nearly all."""
+    """Gaussian clusters of unequal size and spread; a tenth of the points has nearly all the weight."""
     noise = torch.Generator().manual_seed(0)
     centers, spreads = 5 * torch.randn(40, size, generator=noise), torch.rand(40, 1, generator=noise)
     cluster = (40 * torch.rand(points, generator=noise) ** 2).long()
@@ -28,7 +28,7 @@ def mixture(points, size):
 
 
 def heavy_tailed(points, size):
-    """Student's t with 2 degrees of freedom, as activations with outliers, and weights as squared gradients: t^2."""
+    """Student's t with 2 degrees of freedom, like activations with outliers; weights t^2, like squared gradients."""
     noise = torch.Generator().manual_seed(1)
     chi = torch.randn(2, points, 2, generator=noise).square().sum(-1, keepdim=True) / 2
     normal = torch.randn(2, points, size, generator=noise)
@@ -48,7 +48,7 @@ def error(points, weights, centroids):
 
 
 def by_faiss(points, weights, entries, start=None, **parameters):
-    """faiss alone, with none of kvq's code."""
+    """Centroids by faiss alone, without kvq's code."""
     limits = {"min_points_per_centroid": 1, "max_points_per_centroid": points.shape[1]}
     model = faiss.Kmeans(points.shape[2], entries, niter=ITERATIONS, **limits, **parameters)
     model.train(points[0].numpy(), weights[0].numpy(), None if start is None else start[0].numpy())
@@ -57,9 +57,9 @@ def by_faiss(points, weights, entries, start=None, **parameters):
 
 @pytest.mark.parametrize("kind", [mixture, heavy_tailed])
 @pytest.mark.parametrize(("size", "entries"), [(1, 16), (4, 64), (8, 256)])
-def test_kvq_reaches_the_error_of_faiss_after_as_many_iterations_from_the_same_start(kind, size, entries):
+def test_kvq_and_faiss_reach_the_same_error_from_the_same_start(kind, size, entries):
     points, weights = kind(3000, size)
-    start = plus_plus(points, weights, torch.rand(1, entries, generator=torch.Generator().manual_seed(0)))
+    start = kmeans_plus_plus(points, weights, torch.rand(1, entries, generator=torch.Generator().manual_seed(0)))
     ours = error(points, weights, lloyd(points, weights, start, ITERATIONS, 0.0)).item()
     theirs = error(points, weights, by_faiss(points, weights, entries, start)).item()
     assert ours == pytest.approx(theirs, rel=0.01)
@@ -68,8 +68,8 @@ def test_kvq_reaches_the_error_of_faiss_after_as_many_iterations_from_the_same_s
 
 @pytest.mark.parametrize("kind", [mixture, heavy_tailed])
 @pytest.mark.parametrize(("size", "entries"), [(4, 64), (8, 256)])
-def test_weighted_seeds_start_better_than_those_of_faiss(kind, size, entries):
-    """Which draws them without weights: in the end kvq's error is lower, on average over seeds."""
+def test_weighted_seeding_beats_the_unweighted_seeding_of_faiss(kind, size, entries):
+    """On average over seeds."""
     points, weights = kind(3000, size)
     settings = {"iterations": ITERATIONS, "tolerance": 0.0, "engine": "kvq"}
     ours = sum(error(points, weights, weighted_kmeans(points, weights, entries, seed=s, **settings)) for s in range(3))
@@ -77,8 +77,8 @@ def test_weighted_seeds_start_better_than_those_of_faiss(kind, size, entries):
     assert ours.item() < theirs.item()
 
 
-def test_the_means_of_faiss_are_weighted_and_its_objective_is_not():
-    """Why `lloyd_faiss` measures the error itself."""
+def test_faiss_weights_its_means_but_not_its_objective():
+    """The reason why `lloyd_faiss` measures the error itself."""
     points, weights = data(1, 60, 2)
     weights = (4 * weights).ceil()
     repeated = points[0].repeat_interleave(weights[0].long(), dim=0)[None]
@@ -91,18 +91,18 @@ def test_the_means_of_faiss_are_weighted_and_its_objective_is_not():
     assert model.obj[-1] < 0.9 * error(points, weights, found).item()
 
 
-def test_lloyd_by_faiss_stops_by_the_weighted_error():
+def test_lloyd_faiss_stops_by_the_weighted_error():
     points, weights = data(3, 4000, 4)
-    start = plus_plus(points, weights, torch.rand(3, 64, generator=torch.Generator().manual_seed(0)))
+    start = kmeans_plus_plus(points, weights, torch.rand(3, 64, generator=torch.Generator().manual_seed(0)))
     runs = {"none": (0, 0.0), "early": (200, 5e-3), "late": (200, 0.0)}  # iterations and tolerance
     none, early, late = (error(points, weights, lloyd_faiss(points, weights, start, *run)) for run in runs.values())
     assert (late < early).all() and (early <= 1.03 * late).all() and (early < 0.9 * none).all()
 
 
-def test_the_scale_of_weights_is_of_no_consequence():
+def test_result_does_not_depend_on_the_scale_of_weights():
     points, weights = data(2, 300, 2)
     start = points[:, :16].clone()
-    start[:, 10:] += 500  # empty at first: faiss splits other clusters for them
+    start[:, 10:] += 500  # empty clusters: faiss splits others to replace them
     moved = lloyd_faiss(points, weights, start, 10, 0.0)
     assert moved.equal(lloyd_faiss(points, weights * 2.0**-30, start, 10, 0.0))
     assert (error(points, weights, moved) < error(points, weights, start[:, :10])).all()
@@ -119,7 +119,7 @@ def test_points_without_spread_or_weight_give_finite_centroids(kind):
     assert (error(points, weights, books) <= weights.sum(-1) * 3 * (2.5 / 512) ** 2).all()
 
 
-def test_a_codebook_is_the_same_whatever_its_neighbours():
+def test_codebook_does_not_depend_on_others_in_the_batch():
     points, weights = data(5, 600, 4)
     together = weighted_kmeans(points, weights, 64, seed=5, engine="faiss")
     assert together.equal(weighted_kmeans(points, weights, 64, seed=5, engine="faiss"))
@@ -131,11 +131,11 @@ def test_a_codebook_is_the_same_whatever_its_neighbours():
     ("engine", "entries", "chosen"),
     [("auto", 256, "kvq"), ("auto", 1024, "kvq"), ("auto", 1025, "faiss"), ("kvq", 4096, "kvq"), ("faiss", 2, "faiss")],
 )
-def test_engines_are_chosen_by_the_size_of_a_codebook(engine, entries, chosen):
+def test_engine_is_chosen_by_codebook_size(engine, entries, chosen):
     assert choose_engine(engine, entries) == chosen
 
 
-def test_without_faiss_auto_is_kvq_and_faiss_is_an_error_that_names_the_extra(monkeypatch):
+def test_without_faiss_auto_is_kvq_and_faiss_names_the_extra_to_install(monkeypatch):
     monkeypatch.setattr(kmeans, "find_spec", lambda name: None)
     assert choose_engine("auto", 4096) == "kvq"
     with pytest.raises(KvqError, match=r"--kmeans faiss needs .* pip install 'kvq-cli\[faiss\]'"):
@@ -165,8 +165,8 @@ def test_faiss_is_not_imported_unless_it_clusters():
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
-def test_points_on_a_gpu_are_searched_there_where_faiss_can(monkeypatch):
-    """With a stand-in for faiss: no machine that runs the tests needs a GPU."""
+def test_gpu_index_is_used_where_faiss_supports_gpus(monkeypatch):
+    """With a stand-in for faiss, so that the test needs no GPU."""
     stand_in = SimpleNamespace(
         get_num_gpus=lambda: 2,
         GpuIndexFlatConfig=SimpleNamespace,
@@ -182,8 +182,8 @@ def test_points_on_a_gpu_are_searched_there_where_faiss_can(monkeypatch):
 
 
 @pytest.mark.slow
-def test_an_artifact_made_with_faiss_works_like_another(kvq, fails):
-    """Of the built-in model: the config names the engine; errors and perplexity are those of kvq's k-means."""
+def test_artifact_calibrated_with_faiss_matches_kvq_in_error_and_perplexity(kvq, fails):
+    """On the built-in model; the config names the engine."""
     small = ["--samples", 4, "--seqlen", 256, "--points", 1024, "--iterations", 10, "--device", "cpu"]
     perplexities, errors = {}, {}
     for engine in ("kvq", "faiss"):

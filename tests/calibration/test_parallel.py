@@ -1,4 +1,4 @@
-"""Tasks side by side, and a GPU's fixed order."""
+"""Parallel tasks on a CPU, deterministic algorithms on a GPU."""
 
 import threading
 import time
@@ -6,23 +6,23 @@ import time
 import pytest
 import torch
 
-from kvq_cli.calibration.parallel import repeatable, side_by_side
+from kvq_cli.calibration.parallel import deterministic, run_parallel
 
 
-def test_tasks_run_side_by_side_each_on_one_thread():
+def test_tasks_run_in_parallel_on_one_torch_thread_each():
     threads = torch.get_num_threads()
     together, seen = threading.Barrier(3, timeout=20), []
 
     def task(item):
-        together.wait()  # passes only when three tasks are at work
+        together.wait()  # passes only when three tasks run at once
         seen.append((item, torch.get_num_threads()))
 
-    assert len(list(side_by_side(task, range(6), workers=3))) == 6
+    assert len(list(run_parallel(task, range(6), workers=3))) == 6
     assert sorted(seen) == [(item, 1) for item in range(6)]
     assert torch.get_num_threads() == threads
 
 
-def test_an_error_ends_it_and_what_has_not_begun_does_not():
+def test_first_error_cancels_the_tasks_not_started():
     threads, begun = torch.get_num_threads(), []
 
     def task(item):
@@ -32,16 +32,16 @@ def test_an_error_ends_it_and_what_has_not_begun_does_not():
             raise RuntimeError("the second one")
 
     with pytest.raises(RuntimeError, match="the second one"):
-        for _ in side_by_side(task, range(10_000), workers=1):
+        for _ in run_parallel(task, range(10_000), workers=1):
             pass
     assert len(begun) < 10_000
     assert torch.get_num_threads() == threads
 
 
-def test_a_gpu_adds_in_a_fixed_order_only_meanwhile(monkeypatch):
+def test_deterministic_algorithms_are_on_inside_the_block_on_a_gpu(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    with repeatable(torch.device("cuda")):
+    with deterministic(torch.device("cuda")):
         assert torch.are_deterministic_algorithms_enabled() and torch.is_deterministic_algorithms_warn_only_enabled()
     assert not torch.are_deterministic_algorithms_enabled()
-    with repeatable(torch.device("cpu")):
+    with deterministic(torch.device("cpu")):
         assert not torch.are_deterministic_algorithms_enabled()

@@ -1,4 +1,4 @@
-"""From text to artifact: the same bytes each time, also when killed and resumed; refusals leave nothing behind."""
+"""Whole calibrations: deterministic bytes, also when killed and resumed; failures leave no files behind."""
 
 import dataclasses
 import errno
@@ -13,22 +13,23 @@ import torch
 
 from kvq_cli import attach
 from kvq_cli.artifact import load_artifact
-from kvq_cli.calibration import pipeline, work
-from kvq_cli.calibration.forecast import forecast
-from kvq_cli.calibration.settings import Settings
+from kvq_cli.calibration import pipeline, work_folder
+from kvq_cli.calibration.estimate import dry_run_report
+from kvq_cli.calibration.plan import plan_calibration
+from kvq_cli.calibration.settings import CalibrationOptions
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.registry import build
 
 
-def run(loaded, settings, out, method=None, **options):
-    return pipeline.calibrate(pipeline.plan(loaded, method or build("temporalkv"), settings), out, **options)
+def run(loaded, calibration, out, method=None, **options):
+    return pipeline.calibrate(plan_calibration(loaded, method or build("temporalkv"), calibration), out, **options)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tiny, quick, tmp_path):
+def test_artifact_bytes_depend_on_the_seed_only(tiny, quick, tmp_path):
     first = run(tiny, quick, tmp_path / "a")
     run(tiny, quick, tmp_path / "b")
     assert contents(tmp_path / "a") == contents(tmp_path / "b")
@@ -51,15 +52,14 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tiny, quick,
         ("kvquant", {"bits": 3, "outliers": 0.0, "sinks": 1}),
     ],
 )
-def test_an_artifact_runs_and_its_tensors_are_those_foretold(tiny, quick, tmp_path, method, options):
+def test_artifact_runs_and_dry_run_lists_its_tensors(tiny, quick, tmp_path, method, options):
     built = build(method, **options)
-    settings = dataclasses.replace(quick, seqlen=192)
-    planned = pipeline.plan(tiny, built, settings)
-    foretold = forecast(planned)
-    artifact = pipeline.calibrate(planned, tmp_path / "a")
-    assert artifact.config["sizes"]["total"] == foretold["artifact_bytes"]
+    plan = plan_calibration(tiny, built, dataclasses.replace(quick, seqlen=192))
+    report = dry_run_report(plan)
+    artifact = pipeline.calibrate(plan, tmp_path / "a")
+    assert artifact.config["sizes"]["total"] == report["artifact_bytes"]
     kinds = {name.split(".", 2)[2].replace(f".{shape}", ".<shape>") for name in artifact.tensors for shape in ("x",)}
-    assert {kind.split(".")[1] for kind in kinds} == {t["name"].split(".")[3] for t in foretold["tensors"]}
+    assert {kind.split(".")[1] for kind in kinds} == {t["name"].split(".")[3] for t in report["tensors"]}
     ids = torch.randint(0, 300, (1, 90), generator=torch.Generator().manual_seed(0))
     exact = tiny.model(ids).logits
     with attach(tiny.model, artifact, prefill="compressed") as attached:
@@ -69,12 +69,12 @@ def test_an_artifact_runs_and_its_tensors_are_those_foretold(tiny, quick, tmp_pa
     assert not torch.allclose(lossy[:, -1], exact[:, -1], atol=1e-3)
 
 
-def test_an_artifact_says_how_it_was_made(tiny, quick, tmp_path):
+def test_config_and_card_record_method_data_and_command(tiny, quick, tmp_path):
     built = build("temporalkv", bits=4, sinks=12)
     artifact = run(tiny, quick, tmp_path / "a", built)
     config = artifact.config
     assert config["method"] == {"name": "temporalkv"} | dataclasses.asdict(built)
-    assert config["calibration"] == dataclasses.asdict(dataclasses.replace(quick, kmeans="kvq"))  # of "auto"
+    assert config["calibration"] == dataclasses.asdict(dataclasses.replace(quick, kmeans="kvq"))  # chosen by "auto"
     assert config["captured"] == {"tokens": 6 * 88, "tokens_with_gradients": 4 * 88, "tokens_held_out": 88}
     assert len(config["errors"]["layers"]) == 2 and set(config["errors"]["layers"][0]) == {"k", "v"}
     card = (tmp_path / "a" / "README.md").read_text()
@@ -83,7 +83,7 @@ def test_an_artifact_says_how_it_was_made(tiny, quick, tmp_path):
     artifact.check_model(tiny.model)
 
 
-def test_killed_at_any_step_and_resumed_it_is_the_same(tiny_folder, tmp_path):
+def test_killed_at_any_step_and_resumed_gives_the_same_artifact(tiny_folder, tmp_path):
     script = Path(__file__).with_name("interrupted.py")
     command = [sys.executable, str(script), str(tiny_folder), str(tmp_path), "8"]
     ran = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -96,7 +96,7 @@ def test_killed_at_any_step_and_resumed_it_is_the_same(tiny_folder, tmp_path):
 
 
 class Interrupted(Exception):
-    """Stands for anything that stops a run from outside."""
+    """Stands for an interruption from outside, such as Ctrl-C."""
 
 
 def stop_at(phase, done):
@@ -107,12 +107,12 @@ def stop_at(phase, done):
     return progress
 
 
-def test_unfinished_work_is_neither_lost_nor_mixed_up(tiny, quick, tmp_path):
+def test_unfinished_work_is_resumed_with_the_same_request_only(tiny, quick, tmp_path):
     out = tmp_path / "a"
     with pytest.raises(Interrupted):
         run(tiny, quick, out, progress=stop_at("capture", 3))
     assert os.listdir(tmp_path) == ["a.work"]
-    with pytest.raises(UsageError, match=r"a\.work holds an unfinished calibration: go on with --resume, or .*--force"):
+    with pytest.raises(UsageError, match=r"a\.work holds an unfinished calibration: .* --resume, or .*--force"):
         run(tiny, quick, out)
     with pytest.raises(UsageError, match="begun with another calibration"):
         run(tiny, dataclasses.replace(quick, seed=1), out, resume=True)
@@ -122,7 +122,7 @@ def test_unfinished_work_is_neither_lost_nor_mixed_up(tiny, quick, tmp_path):
     steps = []
     resumed = run(tiny, quick, out, resume=True, progress=lambda *now: steps.append(now))
     captured = [done for phase, done, _ in steps if phase == "capture"]
-    assert captured in ([3, 4, 5, 6], [2, 3, 4, 5, 6])  # samples side by side count when all of them are there
+    assert captured in ([3, 4, 5, 6], [2, 3, 4, 5, 6])  # parallel samples count when the batch is complete
     assert run(tiny, quick, tmp_path / "b").digest == resumed.digest
 
 
@@ -138,7 +138,7 @@ def test_force_starts_over(tiny, quick, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
 
 
-def test_resuming_what_is_finished_or_never_began(tiny, quick, tmp_path):
+def test_resume_of_a_finished_or_unstarted_calibration(tiny, quick, tmp_path):
     first = run(tiny, quick, tmp_path / "a", resume=True)
     steps = []
     again = run(tiny, quick, tmp_path / "a", resume=True, progress=lambda *now: steps.append(now))
@@ -147,17 +147,17 @@ def test_resuming_what_is_finished_or_never_began(tiny, quick, tmp_path):
         run(tiny, dataclasses.replace(quick, seed=1), tmp_path / "a", resume=True)
 
 
-def test_a_budget_keeps_random_runs_of_tokens(tiny, quick, tmp_path, monkeypatch):
+def test_budget_captures_random_units_of_tokens(tiny, quick, tmp_path, monkeypatch):
     per_token = 2 * 2 * 2 * 8 * 2  # layers, keys and values, heads, channels, bytes
-    settings = dataclasses.replace(quick, seqlen=200, budget=10 * 120 * per_token / 2**30)
-    planned = pipeline.plan(tiny, build("temporalkv"), settings)
-    assert planned.extent.tokens == 120 and planned.extent.nbytes == 10 * 120 * per_token
-    monkeypatch.setattr(work.Work, "remove", lambda self: None)
-    artifact = pipeline.calibrate(planned, tmp_path / "a")
+    options = dataclasses.replace(quick, seqlen=200, budget=10 * 120 * per_token / 2**30)
+    plan = plan_calibration(tiny, build("temporalkv"), options)
+    assert plan.capture.tokens == 120 and plan.capture.nbytes == 10 * 120 * per_token
+    monkeypatch.setattr(work_folder.WorkFolder, "remove", lambda self: None)
+    artifact = pipeline.calibrate(plan, tmp_path / "a")
     assert artifact.config["captured"]["tokens"] == 6 * 120
     captured = sum(path.stat().st_size for path in (tmp_path / "a.work").glob("*.bf16"))
-    assert captured == planned.extent.nbytes
-    kept = [pipeline._kept_tokens(planned.extent, 0, sample) for sample in range(6)]
+    assert captured == plan.capture.nbytes
+    kept = [pipeline._captured_tokens(plan.capture, 0, sample) for sample in range(6)]
     for tokens in kept:
         runs = tokens.view(-1, 4)
         assert (runs[:, 0] % 4 == 0).all() and (runs.diff(dim=1) == 1).all()  # 8 + 4 i, and then in order
@@ -165,9 +165,9 @@ def test_a_budget_keeps_random_runs_of_tokens(tiny, quick, tmp_path, monkeypatch
     assert len({tuple(tokens.tolist()) for tokens in kept}) == 6
 
 
-def test_defaults_are_so_many_tokens(tiny):
+def test_default_samples_hold_64_times_2048_tokens(tiny):
     def sizes(loaded, **given):
-        resolved = Settings(**given).resolved(loaded)
+        resolved = CalibrationOptions(**given).resolve(loaded, 256)
         return resolved.samples, resolved.seqlen, resolved.gradients, resolved.held_out
 
     assert sizes(tiny) == (512, 256, 512, 64)  # the tiny model's context
@@ -192,19 +192,19 @@ def test_defaults_are_so_many_tokens(tiny):
         ({"budget": 0.0}, "--budget must be above 0"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_before_anything_runs(tiny, quick, change, says):
+def test_impossible_options_are_refused_before_the_model_runs(tiny, quick, change, says):
     with pytest.raises(UsageError, match=says):
-        pipeline.plan(tiny, build("temporalkv"), dataclasses.replace(quick, **change))
+        plan_calibration(tiny, build("temporalkv"), dataclasses.replace(quick, **change))
 
 
-def test_methods_and_shapes_that_cannot_be_calibrated(tiny, quick):
+def test_methods_that_cannot_be_calibrated_are_refused(tiny, quick):
     with pytest.raises(UsageError, match="fp16 needs no calibration"):
-        pipeline.plan(tiny, build("fp16"), quick)
+        plan_calibration(tiny, build("fp16"), quick)
     with pytest.raises(UsageError, match="share=3 does not divide head_dim=8"):
-        pipeline.plan(tiny, build("temporalkv", share=3), quick)
+        plan_calibration(tiny, build("temporalkv", share=3), quick)
 
 
-def test_a_failure_leaves_nothing(tiny, quick, tmp_path, monkeypatch):
+def test_failure_leaves_no_files(tiny, quick, tmp_path, monkeypatch):
     with pytest.raises(KvqError, match="too short: .* tokens found, 600 needed"):
         (tmp_path / "short.txt").write_text("Too short.")
         run(tiny, dataclasses.replace(quick, dataset=str(tmp_path / "short.txt")), tmp_path / "a")
@@ -215,7 +215,7 @@ def test_a_failure_leaves_nothing(tiny, quick, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("file", ["1.v.g.bf16", "windows.safetensors.new", "1.k.safetensors.new", "config.json"])
-def test_a_disk_that_fills_up_leaves_nothing(tiny, quick, tmp_path, monkeypatch, file):
+def test_full_disk_leaves_no_files(tiny, quick, tmp_path, monkeypatch, file):
     real = open
 
     def full(path, mode="r", *rest, **options):
@@ -223,7 +223,7 @@ def test_a_disk_that_fills_up_leaves_nothing(tiny, quick, tmp_path, monkeypatch,
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(path, mode, *rest, **options)
 
-    monkeypatch.setattr(work, "open", full, raising=False)
+    monkeypatch.setattr(work_folder, "open", full, raising=False)
     monkeypatch.setattr("kvq_cli.artifact.format.open", full, raising=False)
     with pytest.raises(KvqError, match="no space left to write .*: free some, or choose another --out"):
         run(tiny, quick, tmp_path / "a")
@@ -231,8 +231,8 @@ def test_a_disk_that_fills_up_leaves_nothing(tiny, quick, tmp_path, monkeypatch,
 
 
 @pytest.mark.parametrize("flags", [{"resume": True}, {"force": True}])
-def test_two_at_once_do_not_mix_their_numbers(tiny, quick, tmp_path, flags):
-    """The second one is refused while the first is at work, and what the first writes is what it writes alone."""
+def test_second_process_in_the_same_folder_is_refused(tiny, quick, tmp_path, flags):
+    """The first process still writes the same artifact as alone."""
 
     def second(phase, done, total):
         if phase == "capture":
@@ -244,24 +244,24 @@ def test_two_at_once_do_not_mix_their_numbers(tiny, quick, tmp_path, flags):
     assert sorted(os.listdir(tmp_path)) == ["a", "alone"]
 
 
-def test_no_room_is_seen_before_the_model_runs(tiny, quick, tmp_path, monkeypatch):
-    monkeypatch.setattr(work.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
+def test_missing_disk_space_is_reported_before_the_model_runs(tiny, quick, tmp_path, monkeypatch):
+    monkeypatch.setattr(work_folder.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     with pytest.raises(KvqError, match="no space left in .*: .* GB are needed while calibrating"):
         run(tiny, quick, tmp_path / "new" / "folders" / "a")
     assert os.listdir(tmp_path) == []
 
 
-def test_a_place_that_cannot_be_written(tiny, quick, tmp_path):
+def test_unwritable_output_is_refused(tiny, quick, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(KvqError, match=r"cannot write .*file/a"):
         run(tiny, quick, tmp_path / "file" / "a")
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "thesis.tex").write_text("")
-    with pytest.raises(UsageError, match="no artifact and will not be replaced"):
+    with pytest.raises(UsageError, match="not an artifact and will not be replaced"):
         run(tiny, quick, tmp_path / "thesis", force=True)
 
 
-def test_captured_numbers_that_were_cut_are_noticed(tiny, quick, tmp_path):
+def test_truncated_captured_samples_are_detected(tiny, quick, tmp_path):
     with pytest.raises(Interrupted):
         run(tiny, quick, tmp_path / "a", progress=stop_at("cluster", 0))
     path = tmp_path / "a.work" / "1.k.x.bf16"
@@ -270,7 +270,7 @@ def test_captured_numbers_that_were_cut_are_noticed(tiny, quick, tmp_path):
         run(tiny, quick, tmp_path / "a", resume=True)
 
 
-def test_text_can_come_from_the_model_itself(tiny, quick, tmp_path):
+def test_calibration_on_text_sampled_from_the_model(tiny, quick, tmp_path):
     artifact = run(tiny, dataclasses.replace(quick, dataset="self"), tmp_path / "a")
     assert artifact.config["calibration"]["dataset"] == "self"
     assert load_artifact(tmp_path / "a").digest == artifact.digest

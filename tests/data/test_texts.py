@@ -1,4 +1,4 @@
-"""Text by name and file, and windows of tokens."""
+"""Datasets, text files, and token windows."""
 
 import gzip
 import json
@@ -15,14 +15,14 @@ from kvq_cli.data.texts import (
     document_windows,
     evaluation_windows,
     load_text,
-    self_windows,
+    sampled_windows,
     token_windows,
 )
 from kvq_cli.errors import KvqError, UsageError
 
 
 class Letters:
-    """A tokenizer whose tokens are characters; it puts a first token in front."""
+    """A tokenizer whose tokens are characters, after a BOS token."""
 
     bos_token_id = 1
 
@@ -37,7 +37,7 @@ class Letters:
 
 
 @pytest.mark.parametrize("name", ["prose", "pydoc"])
-def test_built_in_texts_are_long_and_their_splits_share_nothing(name):
+def test_built_in_texts_have_disjoint_splits(name):
     calibration, evaluation = (load_text(name, split) for split in ("calibration", "evaluation"))
     assert min(len(calibration), len(evaluation)) > 100_000
     paragraphs = {p for p in evaluation.split("\n\n") if len(p) > 200}
@@ -45,13 +45,13 @@ def test_built_in_texts_are_long_and_their_splits_share_nothing(name):
     assert not paragraphs & set(calibration.split("\n\n"))
 
 
-def test_windows_are_the_tokens_in_order_without_overlap_and_without_tail():
+def test_token_windows_are_consecutive_without_overlap_or_tail():
     windows = token_windows(Letters(), "abcdefghij", 4)
     assert windows.tolist() == [[1, *b"abc"], [*b"defg"]]
     assert token_windows(Letters(), "abcdefghij", 4, samples=1).tolist() == [[1, *b"abc"]]
 
 
-def test_seeded_windows_are_some_of_them_and_the_same_each_time():
+def test_seeded_token_windows_are_a_deterministic_subset():
     text = "".join(chr(33 + i // 50) + chr(33 + i % 50) for i in range(250))
     every = {tuple(w) for w in token_windows(Letters(), text, 10).tolist()}
     drawn = token_windows(Letters(), text, 10, samples=20, seed=7)
@@ -62,13 +62,13 @@ def test_seeded_windows_are_some_of_them_and_the_same_each_time():
     assert len(chosen) == 20 and chosen <= every
 
 
-def test_of_a_long_text_a_part_is_read():
+def test_long_text_is_tokenized_in_part():
     text = "x" * 100_000 + "y" * 100_000
     drawn = [token_windows(Letters(), text, 8, samples=2, seed=seed)[:, 1:] for seed in range(20)]
     assert any((w == ord("x")).all() for w in drawn) and any((w == ord("y")).all() for w in drawn)
 
 
-def test_a_short_text_says_how_many_tokens_there_are_and_how_many_are_needed():
+def test_short_text_error_names_tokens_found_and_needed():
     with pytest.raises(KvqError, match="too short: 11 tokens found, 40 needed for 4 windows of 10"):
         token_windows(Letters(), "abcdefghij", 10, samples=4, seed=0)
     with pytest.raises(KvqError, match="11 tokens found, 12 needed for one window of 12"):
@@ -80,7 +80,7 @@ def _documents(count=40):
     return ["".join(chr(65 + (i + k) % 26) for k in range(5 + i)) for i in range(count)]
 
 
-def test_document_windows_are_gptqs_draws():
+def test_document_windows_equal_the_draws_of_gptq():
     """`random.seed(0)`, a document until one is long enough, then a start: in this order, from one generator."""
     documents, seqlen = _documents(), 20
     random.seed(0)
@@ -97,7 +97,7 @@ def test_document_windows_are_gptqs_draws():
         document_windows(Letters(), documents, 100, 1, seed=0)
 
 
-def test_local_copies_are_cut_as_the_papers_cut_them(tmp_path):
+def test_local_copies_give_the_rows_of_the_hub(tmp_path):
     raw = " \n = Title = \n \n One line . \n Another . \n \n"
     (tmp_path / "wikitext2").mkdir()
     (tmp_path / "wikitext2" / "test.txt").write_text(raw)
@@ -113,7 +113,7 @@ def test_local_copies_are_cut_as_the_papers_cut_them(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["c4/validation.jsonl", "allenai/c4/en/c4-validation.00000-of-00008.json.gz"])
-def test_a_local_copy_of_c4_gives_256_windows_from_its_documents(tmp_path, place):
+def test_local_copy_of_c4_gives_256_document_windows(tmp_path, place):
     path = tmp_path / place
     path.parent.mkdir(parents=True)
     lines = "".join(json.dumps({"text": text, "url": "x"}) + "\n" for text in _documents()).encode()
@@ -123,7 +123,7 @@ def test_a_local_copy_of_c4_gives_256_windows_from_its_documents(tmp_path, place
     assert windows.shape == (256, 20)
 
 
-def test_a_missing_local_copy_says_where_to_put_it(tmp_path):
+def test_missing_local_copy_error_names_its_path(tmp_path):
     for name, place in (
         ("wikitext2", "wikitext2/test.txt"),
         ("c4", "c4/validation.txt"),
@@ -137,7 +137,7 @@ def test_a_missing_local_copy_says_where_to_put_it(tmp_path):
         load_text("ptb", "evaluation", tmp_path)
 
 
-def test_files(tmp_path):
+def test_text_and_json_lines_files(tmp_path):
     plain, packed = tmp_path / "a.txt", tmp_path / "a.txt.xz"
     plain.write_text("one\ntwo")
     packed.write_bytes(lzma.compress(b"one\ntwo"))
@@ -148,7 +148,7 @@ def test_files(tmp_path):
         assert load_text(str(tmp_path / name), "calibration") == "one\n\ntwo"
 
 
-def test_parquet(tmp_path):
+def test_parquet_files(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -171,16 +171,16 @@ def test_parquet(tmp_path):
         ("a.txt", b"\xff\xfe\x00", "cannot read the text of .*a.txt"),
         ("a.txt.xz", b"no archive", "cannot read the text of .*a.txt.xz"),
         ("a.txt.gz", b"no archive", "cannot read the text of .*a.txt.gz"),
-        ("a.txt", b" \n ", "a.txt holds no text"),
+        ("a.txt", b" \n ", "a.txt contains no text"),
     ],
 )
-def test_bad_files_are_named(tmp_path, name, data, says):
+def test_malformed_files_are_named(tmp_path, name, data, says):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(KvqError, match=says):
         load_text(str(tmp_path / name), "calibration")
 
 
-def test_an_unknown_dataset_names_the_known_ones():
+def test_unknown_dataset_error_lists_the_datasets():
     with pytest.raises(UsageError, match=r"no dataset 'nonsense'.*prose, pydoc, self, wikitext2, c4, ptb"):
         load_text("nonsense", "calibration")
     assert "self" in dataset_names()
@@ -189,7 +189,7 @@ def test_an_unknown_dataset_names_the_known_ones():
 
 
 @pytest.mark.parametrize("name", ["wikitext2", "c4", "ptb"])
-def test_offline_a_hub_dataset_is_one_line_that_names_what_works_offline(name, capfd):
+def test_offline_hub_dataset_error_names_the_offline_datasets(name, capfd):
     pytest.importorskip("datasets")
     with pytest.raises(KvqError) as caught:
         load_text(name, "calibration")
@@ -199,19 +199,19 @@ def test_offline_a_hub_dataset_is_one_line_that_names_what_works_offline(name, c
     assert capfd.readouterr().err == ""
 
 
-def test_self_windows_are_sampled_from_the_model():
+def test_sampled_windows_follow_the_model_and_the_seed():
     torch.manual_seed(0)
     sizes = {"vocab_size": 128, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2, eos_token_id=5))
-    with torch.no_grad():  # so that token 9 follows nearly always, and the end of the text nearly as often
+    with torch.no_grad():  # token 9 is nearly always drawn; EOS would be nearly as often
         model.model.norm.weight.zero_()
         model.lm_head.bias = torch.nn.Parameter(torch.full((128,), -20.0))
         model.lm_head.bias[9], model.lm_head.bias[5] = 3.0, 2.9
-    windows = self_windows(model, Letters(), seqlen=12, samples=3, seed=1, batch=2)
+    windows = sampled_windows(model, Letters(), seqlen=12, samples=3, seed=1, batch=2)
     assert windows.tolist() == [[1] + [9] * 11] * 3
     with torch.no_grad():
         model.lm_head.bias.zero_()
-    first = self_windows(model, Letters(), 12, 3, seed=1)
-    assert first.equal(self_windows(model, Letters(), 12, 3, seed=1))
-    assert not first.equal(self_windows(model, Letters(), 12, 3, seed=2))
+    first = sampled_windows(model, Letters(), 12, 3, seed=1)
+    assert first.equal(sampled_windows(model, Letters(), 12, 3, seed=1))
+    assert not first.equal(sampled_windows(model, Letters(), 12, 3, seed=2))
     assert first.unique().numel() > 10

@@ -7,7 +7,7 @@ import torch
 
 from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.calibration import capture
-from kvq_cli.calibration.codebooks import Captured, Recipe, calibrate_stream
+from kvq_cli.calibration.codebooks import CapturedStream, ClusterSettings, calibrate_stream
 from kvq_cli.data.texts import load_text, token_windows
 from kvq_cli.methods.base import CalibrationSpec, LayerPlan, Method, ModelShape
 from kvq_cli.models import load_model
@@ -58,7 +58,7 @@ def shape_of():
 
 
 @pytest.fixture(scope="session")
-def captured() -> dict[str, Captured]:
+def captured() -> dict[str, CapturedStream]:
     """Keys ("k") and values ("v") of a layer of the built-in model on real text, with the loss's gradients to them."""
     loaded = load_model("reference", device="cpu", dtype="float32")
     windows = token_windows(loaded.tokenizer, load_text("prose", "calibration"), 328, 5, 0)
@@ -71,7 +71,7 @@ def captured() -> dict[str, Captured]:
     for window in windows:
         capture.capture(loaded.model, attention_layers(loaded.model), window, sink, gradients=True)
     x = {name: torch.stack(samples) for name, samples in actual.items()}
-    return {kind: Captured(x[f"{kind}x"], x[f"{kind}g"], held_out=1) for kind in "kv"}
+    return {kind: CapturedStream(x[f"{kind}x"], x[f"{kind}g"], held_out=1) for kind in "kv"}
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +82,9 @@ def calibrated(captured) -> Callable[[Method], tuple[LayerPlan, dict]]:
     def make(method: Method) -> tuple[LayerPlan, dict]:
         if method not in done:
             spec, tensors = method.calibration(shape), {}
-            recipe = Recipe(spec.fisher, spec.hybrid, points=1 << 20, iterations=50, seed=0, dtype=torch.bfloat16)
+            recipe = ClusterSettings(
+                spec.fisher, spec.hybrid, points=1 << 20, iterations=50, seed=0, dtype=torch.bfloat16
+            )
             for kind, stream in (("k", spec.keys), ("v", spec.values)):
                 own, _ = calibrate_stream(captured[kind], stream, recipe)
                 tensors |= {f"{kind}.{name}": tensor for name, tensor in own.items()}

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from kvq_cli.calibration.codebooks import Recipe, calibrate_stream
+from kvq_cli.calibration.codebooks import ClusterSettings, calibrate_stream
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.base import BlockShape, CodebookSpec
@@ -72,7 +72,7 @@ def test_codebooks_of_llama_3_1_8b_take_what_the_thesis_says(shape_of, tensors_f
 
 def test_chunks_of_one_are_a_codebook_per_channel(captured):
     """ChannelKV and TemporalKV with chunks of 1 are the same: each channel's nearest of its own 256 points."""
-    recipe = Recipe(fisher=True, hybrid="off", points=1 << 20, iterations=10, seed=0, dtype=torch.float32)
+    recipe = ClusterSettings(fisher=True, hybrid="off", points=1 << 20, iterations=10, seed=0, dtype=torch.float32)
     x = captured["v"].x[:1].transpose(1, 2)
     small = dataclasses.replace(captured["v"], x=captured["v"].x[..., :4], g=captured["v"].g[..., :4])
     decoded = []

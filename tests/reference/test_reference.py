@@ -1,4 +1,4 @@
-"""The built-in model: its prose, its prompts, and that it retrieves from its context."""
+"""The built-in model: prose splits, prompt lengths, retrieval of a needle."""
 
 import random
 
@@ -8,7 +8,7 @@ from kvq_cli import reference
 from kvq_cli.reference import prompts
 
 
-def test_prose_splits_are_english_and_disjoint():
+def test_prose_splits_are_long_and_disjoint():
     calibration, evaluation = (set(reference.documents(split)) for split in reference.SPLITS)
     assert not calibration & evaluation
     assert len(reference.prose("calibration")) + len(reference.prose("evaluation")) > 1_500_000
@@ -16,7 +16,7 @@ def test_prose_splits_are_english_and_disjoint():
         reference.prose("test")
 
 
-def test_a_chain_of_ruler_fits_thirty_tokens():
+def test_variable_tracking_answer_has_at_most_thirty_tokens():
     tokenizers = pytest.importorskip("tokenizers")
     tokenizer = tokenizers.Tokenizer.from_file(str(reference.model_path() / "tokenizer.json"))
     rng = random.Random(0)
@@ -25,7 +25,7 @@ def test_a_chain_of_ruler_fits_thirty_tokens():
         assert len(tokenizer.encode(prompts.chain_answer(names), add_special_tokens=False).ids) <= 30
 
 
-def test_the_model_finds_a_needle():
+def test_model_retrieves_a_needle():
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(reference.model_path())
     model = transformers.AutoModelForCausalLM.from_pretrained(reference.model_path())

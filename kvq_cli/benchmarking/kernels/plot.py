@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvq_cli.pictures import new_figure, save
+from kvq_cli.figures import new_figure, save
 
 
 def plot(document: dict, path: Path) -> None:

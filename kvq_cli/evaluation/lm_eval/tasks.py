@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvq_cli.data.hub import quiet
+from kvq_cli.data.hub import silenced_loggers
 from kvq_cli.data.local import read_rows, split_files
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.evaluation.lm_eval.names import GROUPS, PREFIX
@@ -67,7 +67,11 @@ def load_tasks(
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
     """No progress bars and messages of lm-eval and of what it loads data with."""
-    with quiet(*LOGGERS), contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+    with (
+        silenced_loggers(*LOGGERS),
+        contextlib.redirect_stderr(io.StringIO()),
+        contextlib.redirect_stdout(io.StringIO()),
+    ):
         yield
 
 

@@ -18,10 +18,9 @@ import torch
 from torch import Tensor
 
 from kvq_cli.attention.capture_points import AttentionLayer, attention_layers
-from kvq_cli.calibration import forecast
-from kvq_cli.calibration.capture import capture, checkpointing
-from kvq_cli.calibration.parallel import repeatable, side_by_side
-from kvq_cli.calibration.settings import Settings
+from kvq_cli.calibration import estimate
+from kvq_cli.calibration.capture import capture, gradient_checkpointing
+from kvq_cli.calibration.parallel import deterministic, run_parallel
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.models import LoadedModel
 from kvq_cli.papers.studies.study import Progress
@@ -115,8 +114,7 @@ def captured(
             if layer in chosen:
                 store.append(f"{layer}.{kind}.{quantity}", numbers[skip:])
 
-        settings = Settings(seqlen=windows.shape[1])
-        with checkpointing(loaded.model, gradients and forecast.needs_checkpointing(loaded, settings)):
+        with gradient_checkpointing(loaded.model, gradients and estimate.needs_checkpointing(loaded, windows.shape[1])):
             for index, tokens in enumerate(windows):
                 progress("capture", index, len(windows))
                 capture(loaded.model, sites, tokens, sink, gradients=gradients)
@@ -137,6 +135,6 @@ def clustered(measure: Callable[[T], None], jobs: Sequence[T], device: torch.dev
     """Run `measure` on all jobs (k-means, mostly), in parallel on a CPU."""
     progress("cluster", 0, len(jobs))
     workers = torch.get_num_threads() if device.type == "cpu" else 1
-    with repeatable(device):
-        for done, _ in enumerate(side_by_side(measure, jobs, workers), start=1):
+    with deterministic(device):
+        for done, _ in enumerate(run_parallel(measure, jobs, workers), start=1):
             progress("cluster", done, len(jobs))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvq_cli.calibration.codebooks import ERROR_MEASURE, Captured, Recipe, calibrate_stream
+from kvq_cli.calibration.codebooks import ERROR_MEASURE, CapturedStream, ClusterSettings, calibrate_stream
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.temporalkv import TemporalKV
 from kvq_cli.papers.studies.activations import STREAMS, Activations, captured, clustered, spread
@@ -112,9 +112,9 @@ class Error(Study):
             numbers[:, : numbers.shape[1] // _WIDEST * _WIDEST].index_select(3, channels.to(numbers.device))
             for numbers in (activations.x(layer, kind), activations.g(layer, kind))
         )
-        recipe = Recipe(True, "head", self.points, self.iterations, seed, shape.dtype)
+        recipe = ClusterSettings(True, "head", self.points, self.iterations, seed, shape.dtype)
         spec = needed.keys if kind == "k" else needed.values
-        _, measured = calibrate_stream(Captured(x, g, held_out), spec, recipe)
+        _, measured = calibrate_stream(CapturedStream(x, g, held_out), spec, recipe)
         errors = {
             name: {"fisher": shape["fisher"], "by_head": shape["fisher_per_head"]}
             for name, shape in measured["shapes"].items()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvq_cli.calibration.statistics import thresholds
+from kvq_cli.calibration.statistics import outlier_thresholds
 from kvq_cli.errors import UsageError
 from kvq_cli.papers.studies.activations import STREAMS, captured
 from kvq_cli.papers.studies.study import Findings, Progress, Study, StudyInput, register
@@ -81,7 +81,7 @@ class Outliers(Study):
                 for kind, name in STREAMS.items():
                     x = activations.x(layer, kind)
                     if (layer, kind) not in limits:
-                        limits[layer, kind] = thresholds(x, self.fraction)
+                        limits[layer, kind] = outlier_thresholds(x, self.fraction)
                     rates[name].append(round(outlier_rate(x, *limits[layer, kind]), 6))
             progress("rates", len(activations.layers), len(activations.layers))
         return rates

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvq_cli.calibration.blocks import draw, to_blocks
+from kvq_cli.calibration.blocks import draw_coreset, to_blocks
 from kvq_cli.calibration.kmeans import nearest, weighted_kmeans
 from kvq_cli.calibration.statistics import mean_std
 from kvq_cli.errors import UsageError
@@ -142,7 +142,7 @@ class Quantizers(Study):
         blocks = [to_blocks(part, shape, share) for part in (u[:-held_out], u[-held_out:])]
         chosen = spread(len(blocks[0]), self.codebooks)
         training, held = (part[chosen] for part in blocks)
-        training, _ = draw(training, torch.ones(training.shape[:2], device=x.device), self.points, seed)
+        training, _ = draw_coreset(training, torch.ones(training.shape[:2], device=x.device), self.points, seed)
         return tuple(
             mean_squared_error(cls.fit(training, _STAGES, self.entries, self.iterations, seed), held)
             for cls in (ProductQuantizer, ResidualQuantizer)

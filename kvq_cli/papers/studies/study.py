@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import LongTensor
 
-from kvq_cli.data.texts import SELF, load_text, self_windows, token_windows
+from kvq_cli.data.texts import SELF, load_text, sampled_windows, token_windows
 from kvq_cli.errors import UsageError
 from kvq_cli.models import LoadedModel
-from kvq_cli.options import typed
+from kvq_cli.options import parse_options
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,7 +46,7 @@ class StudyInput:
         if self.seqlen > self.loaded.context:
             raise UsageError(f"--seqlen {self.seqlen} is more than {self.loaded.name}'s context, {self.loaded.context}")
         if dataset == SELF:
-            return self_windows(self.loaded.model, self.loaded.tokenizer, self.seqlen, self.samples, self.seed)
+            return sampled_windows(self.loaded.model, self.loaded.tokenizer, self.seqlen, self.samples, self.seed)
         text = load_text(dataset, split)
         return token_windows(self.loaded.tokenizer, text, self.seqlen, self.samples, self.seed)
 
@@ -110,4 +110,4 @@ def study_class(name: str) -> type[Study]:
 def build(name: str, options: Mapping[str, Any]) -> Study:
     """The study `name` with `options`, whose strings are converted. UsageError for unknown or invalid options."""
     cls = study_class(name)
-    return cls(**typed(cls, f"study {name}", options))
+    return cls(**parse_options(cls, f"study {name}", options))

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from kvq_cli.calibration.statistics import thresholds
+from kvq_cli.calibration.statistics import outlier_thresholds
 from kvq_cli.papers.studies.outliers import outlier_rate
 
 
@@ -17,7 +17,7 @@ def test_rate_of_known_numbers():
 
 def test_numbers_of_larger_variance_have_more_outliers():
     x = torch.randn(8, 4000, 2, 3, generator=torch.Generator().manual_seed(0))
-    limits = thresholds(x, 0.01)
+    limits = outlier_thresholds(x, 0.01)
     assert outlier_rate(x, *limits) == pytest.approx(0.01, rel=0.01)
     beyond = math.erfc(2.5758 / 2 / math.sqrt(2))  # of numbers twice as wide, by the quantiles of a Gaussian
     assert outlier_rate(2 * x, *limits) == pytest.approx(beyond, rel=0.02)

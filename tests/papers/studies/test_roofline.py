@@ -8,9 +8,9 @@ import pytest
 from kvq_cli.benchmarking.gpus import GPUS, Gpu
 from kvq_cli.benchmarking.shapes import SHAPES, Shape
 from kvq_cli.errors import UsageError
+from kvq_cli.figures import new_figure
 from kvq_cli.papers.studies.roofline import Load, Roofline, plain, xquant, xquant_as_printed, xquant_cl
 from kvq_cli.papers.studies.study import build
-from kvq_cli.pictures import new_figure
 
 H100 = 378  # 756 TFLOP/s over 2 TB/s, section 3.4
 

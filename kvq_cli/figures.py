@@ -1,4 +1,4 @@
-"""Figures to files, without a display: the ending says which kind."""
+"""Create matplotlib figures and save them to files, without a display."""
 
 from __future__ import annotations
 
@@ -14,37 +14,34 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def can_draw() -> bool:
+def has_matplotlib() -> bool:
     """Whether matplotlib is installed."""
     return find_spec("matplotlib") is not None
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of a size in inches, in which matplotlib makes room for labels and outer legends.
-
-    UsageError without matplotlib.
-    """
-    if not can_draw():
-        raise UsageError("pictures need matplotlib: pip install matplotlib")
+    """An empty figure of this size in inches, with constrained layout. UsageError without matplotlib."""
+    if not has_matplotlib():
+        raise UsageError("plots need matplotlib: pip install matplotlib")
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def check_ending(path: Path) -> None:
-    """Raise UsageError unless the file's ending names a kind of picture."""
-    kinds = new_figure(1, 1).canvas.get_supported_filetypes()
-    if path.suffix.lstrip(".") not in kinds:
-        raise UsageError(f"--plot {path}: unknown ending; use .png, .pdf or .svg")
+def check_format(path: Path) -> None:
+    """Raise UsageError unless matplotlib can write files with this extension."""
+    formats = new_figure(1, 1).canvas.get_supported_filetypes()
+    if path.suffix.lstrip(".") not in formats:
+        raise UsageError(f"--plot {path}: unknown file format; use .png, .pdf or .svg")
 
 
 def save(figure: Figure, path: Path, option: str = "--out") -> None:
-    """Write the figure, whole or not at all, and its folder where there is none.
+    """Write the figure atomically, creating its folder; the extension sets the format.
 
-    UsageError for an ending that cannot be drawn, KvqError, which names `option`, where the file cannot be
-    written.
+    option: the flag to name where the file cannot be written. Raises UsageError for an unknown format, KvqError where
+    the file cannot be written.
     """
-    check_ending(path)
+    check_format(path)
     part = path.with_name(f".{path.stem}.part{path.suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

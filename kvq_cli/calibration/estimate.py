@@ -1,0 +1,159 @@
+"""Estimates of a calibration's memory, disk space and tensors, before it runs."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvq_cli.calibration.factors import factor_shapes
+from kvq_cli.calibration.plan import CodebookPlan, FactorPlan
+from kvq_cli.calibration.settings import CalibrationSettings
+from kvq_cli.methods.base import CodebookSpec, ModelShape
+from kvq_cli.models import LoadedModel, text_config
+
+
+def needs_checkpointing(loaded: LoadedModel, seqlen: int) -> bool:
+    """Whether the activations of a backward pass over `seqlen` tokens would take over half of the free memory."""
+    return activation_bytes(loaded, seqlen, checkpointed=False) > _free_bytes(loaded.model.device) / 2
+
+
+def activation_bytes(loaded: LoadedModel, seqlen: int, *, checkpointed: bool) -> int:
+    """Rough bytes of a forward and backward pass over one sample of `seqlen` tokens, without the weights.
+
+    Per token, a layer keeps about 14 tensors of the hidden size and 4 of the MLP's size; with checkpointing it keeps
+    one, and one layer at a time is recomputed. Logits and their gradients exist in the model's dtype and in float32.
+    """
+    config, itemsize = text_config(loaded.model.config), loaded.shape.dtype.itemsize
+    mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    hidden, layer = config.hidden_size * itemsize, (14 * config.hidden_size + 4 * mlp) * itemsize
+    kept = loaded.shape.layers * hidden + layer if checkpointed else loaded.shape.layers * layer
+    return seqlen * (kept + config.vocab_size * 2 * (itemsize + 4))
+
+
+def clustering_bytes(settings: CalibrationSettings, tokens: int, shape: ModelShape) -> int:
+    """Rough bytes to cluster the keys or values of one layer, from `tokens` captured tokens per sample.
+
+    All activations twice in 16 bits, and those with gradients as 14 tensors of 32 bits.
+    """
+    per_sample = tokens * shape.kv_heads * shape.head_dim
+    return per_sample * (settings.samples * 2 * 2 + settings.gradients * 14 * 4)
+
+
+def capture_workers(plan: CodebookPlan) -> int:
+    """How many samples run through the model in parallel."""
+    loaded, seqlen = plan.loaded, plan.settings.seqlen
+    if needs_checkpointing(loaded, seqlen):
+        return 1
+    return _workers(loaded.model.device, activation_bytes(loaded, seqlen, checkpointed=False))
+
+
+def cluster_workers(plan: CodebookPlan) -> int:
+    """How many streams (keys or values of a layer) are clustered in parallel."""
+    bytes_per_task = clustering_bytes(plan.settings, plan.capture.tokens, plan.loaded.shape)
+    return _workers(plan.loaded.model.device, bytes_per_task)
+
+
+def _workers(device: torch.device, bytes_per_task: int) -> int:
+    """On a CPU, one worker per torch thread, as far as free memory allows; on a GPU, one."""
+    if device.type != "cpu":
+        return 1
+    return max(1, min(torch.get_num_threads(), _free_bytes(device) // (2 * bytes_per_task)))
+
+
+def stream_tensors(spec: CodebookSpec, shape: ModelShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name -> (shape, dtype) of the tensors of one stream.
+
+    Codebooks of all candidate block shapes have the same size: the first stands for whichever is chosen.
+    """
+    heads, channels = shape.kv_heads, (shape.kv_heads, shape.head_dim)
+    first = spec.shapes[0]
+    codebooks = (1 if spec.across_heads else heads, shape.head_dim // spec.share, spec.entries, first.size)
+    label = first.name if len(spec.shapes) == 1 else "<shape>"
+    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {f"centroids.{label}": (codebooks, shape.dtype)}
+    tensors["choice"] = ((heads,), torch.int8)
+    for name in ("mean", "std") if spec.normalize else ():
+        tensors[name] = (channels, torch.float32)
+    for name in ("lower", "upper") if spec.outliers and not spec.per_token else ():
+        tensors[name] = (channels, torch.float32)
+    return tensors
+
+
+def dry_run_report(plan: CodebookPlan | FactorPlan) -> dict[str, Any]:
+    """The JSON document of `kvq calibrate --dry-run`. Sizes of captured data are included only where text is read."""
+    tensors = planned_tensors(plan)
+    document = {
+        "request": plan.request(),
+        "tensors": tensors,
+        "artifact_bytes": sum(tensor["bytes"] for tensor in tensors),
+    }
+    loaded, shape = plan.loaded, plan.loaded.shape
+    if isinstance(plan, FactorPlan):
+        # An SVD holds the weights, its three results and as much again as workspace, in 32 bits.
+        scratch = 5 * 4 * shape.hidden_size * 2 * shape.kv_heads * shape.head_dim
+        return {**document, "memory_bytes": _resident_bytes(loaded) + scratch}
+    settings, captured = plan.settings, plan.capture
+    checkpointing = needs_checkpointing(loaded, settings.seqlen)
+    activations = capture_workers(plan) * activation_bytes(loaded, settings.seqlen, checkpointed=checkpointing)
+    clustering = cluster_workers(plan) * clustering_bytes(settings, captured.tokens, shape)
+    return {
+        **document,
+        "captured_bytes": captured.nbytes,
+        "captured_share": captured.units / captured.possible,
+        "memory_bytes": _resident_bytes(loaded) + activations + clustering,
+        "gradient_checkpointing": checkpointing,
+    }
+
+
+def disk_bytes(plan: CodebookPlan | FactorPlan) -> int:
+    """Bytes that a calibration writes to disk while it runs."""
+    if isinstance(plan, CodebookPlan):
+        return plan.capture.nbytes
+    return sum(tensor["bytes"] for tensor in planned_tensors(plan))
+
+
+def planned_tensors(plan: CodebookPlan | FactorPlan) -> list[dict[str, Any]]:
+    """Name, shape, dtype and bytes (all layers together) of each kind of tensor in the artifact."""
+    shape = plan.loaded.shape
+    if isinstance(plan, CodebookPlan):
+        streams = {"k": plan.spec.keys, "v": plan.spec.values}
+        return [
+            _tensor_entry(f"{kind}.{name}", size, dtype, shape.layers)
+            for kind, spec in streams.items()
+            for name, (size, dtype) in stream_tensors(spec, shape).items()
+        ]
+    counts = Counter(item for names in plan.spec.layers for item in factor_shapes(names, shape).items())
+    return [_tensor_entry(name, size, shape.dtype, layers) for (name, size), layers in counts.items()]
+
+
+def _tensor_entry(name: str, size: tuple[int, ...], dtype: torch.dtype, layers: int) -> dict[str, Any]:
+    return {
+        "name": f"layers.*.{name}",
+        "shape": list(size),
+        "dtype": str(dtype).removeprefix("torch."),
+        "bytes": layers * torch.Size(size).numel() * dtype.itemsize,
+    }
+
+
+def _resident_bytes(loaded: LoadedModel) -> int:
+    """Memory in use now: the weights on a GPU; on a CPU the whole process, libraries included."""
+    weights = sum(p.numel() * p.element_size() for p in loaded.model.parameters())
+    if loaded.model.device.type != "cpu":
+        return weights
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        return pages * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError):  # not known on this system
+        return weights
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):  # not known on this system
+        return 8 << 30

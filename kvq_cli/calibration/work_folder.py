@@ -1,0 +1,169 @@
+"""The folder that holds the finished steps of a calibration, so that it can be interrupted and resumed."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from kvq_cli.artifact.format import write_synced
+from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.files import cannot_write
+
+
+class WorkFolder:
+    """`<out>.work` beside the output: the request, the captured activations, and the finished tensors.
+
+    Files are complete or absent, except the captured activations: `captured.json` counts the samples that are complete.
+    One process at a time holds the folder's lock, from `open` or `clear` until `remove` or `close`.
+    """
+
+    def __init__(self, out: Path) -> None:
+        self.path = out.with_name(out.name + ".work")
+        self._created: list[Path] = []  # parent folders that did not exist before
+        self._lock: int | None = None  # file descriptor of the folder, open and locked
+
+    def open(self, request: Mapping[str, Any], *, resume: bool, disk_bytes: int) -> None:
+        """Start a calibration, or resume an interrupted one with the same `request`.
+
+        disk_bytes: bytes that the run will write. Raises UsageError where unfinished work exists and `resume` is off or
+        the request differs; KvqError where the folder cannot be written or the disk has no space.
+        """
+        if not self.path.exists():
+            self._create(request, disk_bytes)
+            return
+        if not resume:
+            raise UsageError(
+                f"{self.path} holds an unfinished calibration: continue it with --resume, or start over with --force"
+            )
+        self._acquire_lock()
+        if (before := self.read_json("request")) is None:
+            self.write_json("request", request)
+        elif different := [key for key in request if before.get(key) != request[key]]:
+            raise UsageError(
+                f"{self.path} was begun with another {', '.join(different)}: "
+                f"repeat those options, or start over with --force"
+            )
+
+    def clear(self) -> None:
+        """Remove the folder of an earlier run; KvqError where that run is still active."""
+        if self.path.exists():
+            self._acquire_lock()
+            self.remove()
+
+    def remove(self) -> None:
+        """Remove the folder, and the parent folders created for it that are empty."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.close()
+        for folder in self._created:
+            with suppress(OSError):
+                folder.rmdir()
+
+    def close(self) -> None:
+        """Release the lock; files stay."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def write_json(self, name: str, value: Mapping[str, Any]) -> None:
+        """Write `<name>.json` atomically."""
+        self._replace(f"{name}.json", json.dumps(value).encode())
+
+    def read_json(self, name: str) -> dict[str, Any] | None:
+        """The contents of `<name>.json`; None where it was not written."""
+        try:
+            return json.loads((self.path / f"{name}.json").read_bytes())
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise KvqError(f"cannot read {self.path / name}.json ({error}): start over with --force") from error
+
+    def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """Write `<name>.safetensors` atomically."""
+        self._replace(f"{name}.safetensors", safetensors.torch.save({k: v.contiguous() for k, v in tensors.items()}))
+
+    def read_tensors(self, name: str) -> dict[str, Tensor]:
+        """The contents of `<name>.safetensors`; KvqError where it cannot be read."""
+        path = self.path / f"{name}.safetensors"
+        try:
+            return safetensors.torch.load(path.read_bytes())
+        except OSError as error:
+            raise KvqError(f"cannot read {path} ({error.strerror}): start over with --force") from error
+
+    def has_tensors(self, name: str) -> bool:
+        """Whether `<name>.safetensors` was written."""
+        return (self.path / f"{name}.safetensors").exists()
+
+    def write_sample(self, name: str, index: int, numbers: Tensor) -> None:
+        """Write sample `index` to `<name>.bf16`: bfloat16, contiguous, the same number of elements for every sample."""
+        data = numbers.view(torch.uint8).numpy().data
+        path = self.path / f"{name}.bf16"
+        with _write_errors(self.path):
+            path.touch()  # samples arrive in any order
+        with _write_errors(self.path), open(path, "r+b") as file:
+            file.seek(index * data.nbytes)
+            file.write(data)
+
+    def read_samples(self, name: str, shape: tuple[int, ...], start: int = 0) -> Tensor:
+        """Samples `start` to `start + shape[0] - 1` of `<name>.bf16`, bfloat16 of `shape`."""
+        size = torch.Size(shape).numel()
+        numbers = torch.empty(shape, dtype=torch.bfloat16)
+        with open(self.path / f"{name}.bf16", "rb") as file:
+            file.seek(2 * start * (size // shape[0]))
+            if file.readinto(numbers.view(torch.uint8).numpy().data) != 2 * size:
+                raise KvqError(f"{self.path / name}.bf16 is shorter than it was written: start over with --force")
+        return numbers
+
+    def _create(self, request: Mapping[str, Any], disk_bytes: int) -> None:
+        self._created = [folder for folder in self.path.parents if not folder.exists()]
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self.path.parent).free
+            if free < disk_bytes:
+                self.remove()
+                raise KvqError(
+                    f"no space left in {self.path.parent}: {disk_bytes / 1e9:.1f} GB are needed while calibrating and "
+                    f"{free / 1e9:.1f} GB are free: lower --budget, or choose another --out"
+                )
+            self.path.mkdir()
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
+        self._acquire_lock()
+        self.write_json("request", request)
+
+    def _acquire_lock(self) -> None:
+        """Lock the folder until `remove` or `close`: two processes writing the same files would mix their numbers."""
+        in_use = KvqError(f"{self.path} is in use by another calibration: wait for its end, or choose another --out")
+        try:
+            self._lock = os.open(self.path, os.O_RDONLY)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            acquired = os.fstat(self._lock).st_ino == self.path.stat().st_ino  # not removed and created anew meanwhile
+        except (BlockingIOError, FileNotFoundError):
+            raise in_use from None
+        except OSError:  # a file system without locks
+            return
+        if not acquired:
+            raise in_use
+
+    def _replace(self, name: str, data: bytes) -> None:
+        with _write_errors(self.path):
+            write_synced(self.path / f"{name}.new", data)
+            os.replace(self.path / f"{name}.new", self.path / name)
+
+
+@contextmanager
+def _write_errors(path: Path) -> Iterator[None]:
+    """Raise KvqError for a failed write inside the block."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(path, error) from error
