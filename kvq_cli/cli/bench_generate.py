@@ -116,9 +116,9 @@ def generate(
 
 def _compared(model: str, names: list[str], bits: int | None, options: dict[str, str]) -> list[Any]:
     from kvq_cli.cli.resolve import resolve_compared
-    from kvq_cli.evaluation.compare import subjects
+    from kvq_cli.evaluation.compared_methods import compared_methods
 
-    return subjects(resolve_compared(model, names, bits, options=options))
+    return compared_methods(resolve_compared(model, names, bits, options=options))
 
 
 def _random_compared(
@@ -126,7 +126,7 @@ def _random_compared(
 ) -> list[Any]:
     """As `_compared`, with artifacts of random numbers."""
     from kvq_cli.benchmarking.stand_ins import random_artifact
-    from kvq_cli.evaluation.compare import subjects
+    from kvq_cli.evaluation.compared_methods import compared_methods
     from kvq_cli.methods.registry import build, check_shared, has_option, parse
     from kvq_cli.models import model_shape
 
@@ -139,7 +139,7 @@ def _random_compared(
         wanted = built.needs_artifact(model_shape(model))
         chosen.append(random_artifact(built, model, name, seed) if wanted else built)
     check_shared(methods, shared)
-    return subjects(chosen)
+    return compared_methods(chosen)
 
 
 def _peers(
@@ -148,7 +148,7 @@ def _peers(
     """What is measured, and why something is not."""
     from kvq_cli.benchmarking.peers import Kvq, Plain, quanto
 
-    methods = [Kvq(one.chosen, one.label, one.method.nominal_bits, prefill, backend) for one in chosen]
+    methods = [Kvq(one.attachable, one.label, one.method.nominal_bits, prefill, backend) for one in chosen]
     if not quanto_too:
         return [Plain(), *methods], []
     baseline = quanto(bits)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvq_cli.cli import options as opt
-from kvq_cli.cli.answer import answering, cache_line, check_text, to_stdout
 from kvq_cli.cli.conversation import Conversation
 from kvq_cli.cli.generate import Sampling
-from kvq_cli.cli.groups import grouped
+from kvq_cli.cli.option_groups import grouped
 from kvq_cli.cli.output import Output
+from kvq_cli.cli.text_generator import answering, cache_line, check_text, to_stdout
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.files import write_json
 

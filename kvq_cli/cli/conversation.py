@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvq_cli.cache.cache import CompressedCache
-    from kvq_cli.cli.answer import Answer, Answerer
+    from kvq_cli.cli.text_generator import Answer, Answerer
 
 
 @dataclass

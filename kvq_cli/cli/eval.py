@@ -11,19 +11,19 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from kvq_cli.cli import options as opt
-from kvq_cli.cli.groups import grouped
+from kvq_cli.cli.option_groups import grouped
 from kvq_cli.cli.output import Output
 from kvq_cli.errors import UsageError
-from kvq_cli.evaluation.lm_eval.names import GROUPS
+from kvq_cli.evaluation.lm_eval.task_groups import GROUPS
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
     from kvq_cli.artifact import Artifact
-    from kvq_cli.evaluation.settings import Settings
+    from kvq_cli.evaluation.settings import EvaluationSettings
     from kvq_cli.methods.base import Method
 
-MOST_COLUMNS = 10
+MAX_COLUMNS = 10
 """A table with more of them is printed with one column per method."""
 
 _what = partial(typer.Option, rich_help_panel="What to evaluate")
@@ -168,11 +168,11 @@ class Samples:
     save_prompts: SavePrompts = False
     batch_size: Batch = None
 
-    def settings(self, prefill: str, computing: opt.Computing) -> Settings:
+    def settings(self, prefill: str, computing: opt.Computing) -> EvaluationSettings:
         """The evaluation's settings; UsageError for what cannot be evaluated."""
-        from kvq_cli.evaluation.settings import Settings
+        from kvq_cli.evaluation.settings import EvaluationSettings
 
-        return Settings(
+        return EvaluationSettings(
             tasks=opt.names(self.task, "--task"),
             contexts=None if self.context is None else opt.numbers(self.context, "--context"),
             limit=self.limit,
@@ -231,12 +231,12 @@ def evaluate(
     With --json: lm-eval's result document; of several methods, one for each under `methods`.
     """
     output = reporting.output()
-    from kvq_cli.evaluation import compare
+    from kvq_cli.evaluation.compared_methods import compared_methods
     from kvq_cli.evaluation.runner import evaluate as run
     from kvq_cli.models import load_model
 
     settings = samples.settings(subjects.prefill, computing)
-    compared = compare.subjects(_chosen(computing.model, subjects))
+    compared = compared_methods(_chosen(computing.model, subjects))
     folder = files.folder(computing.model)
     loaded = load_model(computing.model, computing.device, computing.dtype)
     try:
@@ -294,6 +294,6 @@ def _tracker(progress: Progress) -> Callable[[str, int, int], Callable[[int], No
 
 
 def _print_table(output: Output, columns: list[str], rows: list[list]) -> None:
-    if len(columns) > MOST_COLUMNS:
+    if len(columns) > MAX_COLUMNS:
         columns, *rows = [list(line) for line in zip(columns, *rows, strict=True)]
     output.table(columns, rows)

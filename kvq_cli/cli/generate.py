@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 
 from kvq_cli.cli import options as opt
-from kvq_cli.cli.answer import Decoding, answering, check_text, to_stdout
-from kvq_cli.cli.groups import grouped
+from kvq_cli.cli.option_groups import grouped
+from kvq_cli.cli.text_generator import Decoding, answering, check_text, to_stdout
 from kvq_cli.errors import KvqError, UsageError
 
 _decoding = partial(typer.Option, rich_help_panel="Decoding")

@@ -112,12 +112,12 @@ def _table(out: Output, format: str, methods: Mapping[str, Mapping]) -> None:
 
 
 def _differences(out: Output, format: str, folder: Path, methods: Mapping[str, Mapping], baseline: str) -> None:
-    from kvq_cli.evaluation.paired import CAPTION, difference_table, differences, match
+    from kvq_cli.evaluation.paired import CAPTION, difference_table, differences, match_label
 
     found = differences(folder, methods, baseline)
     if not any(found.values()):
         raise KvqError(f"{folder}: no figure that {baseline} and another method were both measured by")
-    base = match(baseline, methods)
+    base = match_label(baseline, methods)
     out.note(f"differences to {base}: {CAPTION}; * where that leaves out zero")
     _print(out, format, *difference_table(found))
     rows = {label: {name: asdict(one) for name, one in row.items()} for label, row in found.items()}

@@ -1,1 +1,1 @@
-"""Perplexity, divergence and RULER with a compressed cache, several methods side by side."""
+"""Perplexity, KL divergence, RULER and lm-eval's tasks with a compressed KV cache, several methods side by side."""

@@ -1,4 +1,4 @@
-"""Averages over the tasks of a group, like `lm_eval:longbench`."""
+"""Mean scores over the tasks of a group, like `lm_eval:longbench`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from kvq_cli.evaluation.base import Evaluation
 
 
-def members(evaluations: Sequence[Evaluation]) -> dict[str, list[Evaluation]]:
+def tasks_by_group(evaluations: Sequence[Evaluation]) -> dict[str, list[Evaluation]]:
     """Group name -> its tasks, for groups of more than one task."""
     groups: dict[str, list[Evaluation]] = {}
     for evaluation in evaluations:
@@ -18,26 +18,36 @@ def members(evaluations: Sequence[Evaluation]) -> dict[str, list[Evaluation]]:
     return {name: tasks for name, tasks in groups.items() if len(tasks) > 1}
 
 
-def group_means(results: Mapping[str, Mapping[str, Any]], evaluations: Sequence[Evaluation]) -> dict[str, dict]:
-    """By group: the mean of each metric that all its tasks have, with its standard error.
+def group_means(
+    results: Mapping[str, Mapping[str, Any]], evaluations: Sequence[Evaluation]
+) -> dict[str, dict[str, Any]]:
+    """Mean and standard error, by group, of each metric that all tasks of the group have.
 
-    results: by task, `{"metric,filter": value, "metric_stderr,filter": error}`. Tasks weigh the same, or by their
-    number of samples where the group says so.
+    results: by task, `{"metric,filter": value, "metric_stderr,filter": error}`. Tasks have equal weights, or their
+    numbers of samples as weights where `Evaluation.weighted` says so.
     """
-    groups = {}
-    for name, tasks in members(evaluations).items():
-        weights = [task.count if task.weighted else 1 for task in tasks]
-        weights = [weight / sum(weights) for weight in weights]
+    groups: dict[str, dict[str, Any]] = {}
+    for name, tasks in tasks_by_group(evaluations).items():
+        counts = [task.count if task.weighted else 1 for task in tasks]
+        weights = [count / sum(counts) for count in counts]
         groups[name] = {"alias": name}
         for key in results[tasks[0].task]:
-            values = [results[task.task].get(key) for task in tasks]
-            if "," not in key or "_stderr," in key or None in values:
+            if "," not in key or "_stderr," in key:
                 continue
-            metric, _, filtered = key.partition(",")
-            error_key = f"{metric}_stderr,{filtered}"
-            errors = [results[task.task].get(error_key) for task in tasks]
-            groups[name][key] = sum(weight * value for weight, value in zip(weights, values, strict=True))
-            groups[name][error_key] = (
-                None if None in errors else sqrt(sum((w * e) ** 2 for w, e in zip(weights, errors, strict=True)))
-            )
+            metric, _, filter_name = key.partition(",")
+            error_key = f"{metric}_stderr,{filter_name}"
+            values = _values(key, tasks, results)
+            errors = _values(error_key, tasks, results)
+            if values is not None:
+                groups[name][key] = sum(weight * value for weight, value in zip(weights, values, strict=True))
+                groups[name][error_key] = (
+                    None if errors is None else sqrt(sum((w * e) ** 2 for w, e in zip(weights, errors, strict=True)))
+                )
     return groups
+
+
+def _values(key: str, tasks: Sequence[Evaluation], results: Mapping[str, Mapping[str, Any]]) -> list[float] | None:
+    """The key's value of each task; None if a task has none."""
+    values = [results[task.task].get(key) for task in tasks]
+    present = [value for value in values if value is not None]
+    return present if len(present) == len(values) else None

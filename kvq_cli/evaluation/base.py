@@ -1,4 +1,4 @@
-"""What an evaluation is: samples that several subjects are run on, a record of each, and numbers made of these."""
+"""Interface of an evaluation: numbered samples, one record per sample and method, metrics over all records."""
 
 from __future__ import annotations
 
@@ -17,32 +17,38 @@ if TYPE_CHECKING:
     from kvq_cli.models import LoadedModel
 
 Record = dict[str, Any]
-"""The result of one sample: `index`, what was measured, and `cache` as `cache_record` makes it."""
+"""Result of one sample: `index`, its scores, and `cache` (see `cache_record`)."""
 
 
 @dataclass(frozen=True)
-class Subject:
-    """One method under test. label: its name beside the others of a run; folder: the one of its results, which is its
-    own whatever it is compared with. chosen: what `attach` takes; identity: what its results depend on, as plain
-    values."""
+class ComparedMethod:
+    """One method of a comparison.
+
+    label:      name in tables, unique within a run, like `kivi-2bit`.
+    folder:     name of its result folder, which does not depend on the other methods of the run.
+    attachable: the method, or its calibrated artifact, as passed to `attach`.
+    identity:   method config and artifact digest as plain values: part of the resume key.
+    """
 
     label: str
     folder: str
     method: Method
-    chosen: Method | Artifact
+    attachable: Method | Artifact
     identity: Mapping[str, Any]
 
 
 class Evaluation(ABC):
-    """One task at one length. Samples are numbered from 0; `count` of them are evaluated.
+    """One task at one length. Samples are numbered from 0; the first `count` are evaluated.
 
-    task:   the task's name; length: its context length or window, in tokens.
-    config: parameters of the task, for the result file and (with the subject's identity) for the resume key.
-    version: raised when the task's samples or scores change, so that old numbers are not compared with new ones.
-    higher_is_better: by metric, where the task itself says so.
-    group:  the name that several tasks were asked for under: their mean is a figure, too; weighted: whether that mean
-            counts samples, not tasks.
-    alike:  whether all samples are about as long as each other: where one has nothing compressed, none has.
+    task:             name of the task.
+    length:           context length or window in tokens.
+    available:        samples that the task has; None if they are generated without end.
+    config:           task parameters, for the result file and (with the method's identity) for the resume key.
+    version:          raised when samples or scores change, so that old and new numbers are not compared.
+    higher_is_better: by metric, where the task defines it.
+    group:            name under which several tasks were requested; their mean is reported, too.
+    weighted:         weight the group's mean by the number of samples (lm-eval's `weight_by_size`).
+    equal_lengths:    all samples have about the same length: if one is not compressed at all, none is.
     """
 
     task: str
@@ -54,7 +60,7 @@ class Evaluation(ABC):
     higher_is_better: Mapping[str, bool] = MappingProxyType({})
     group: str | None = None
     weighted: bool = False
-    alike: bool = True
+    equal_lengths: bool = True
 
     @property
     def name(self) -> str:
@@ -64,15 +70,15 @@ class Evaluation(ABC):
     def run(
         self, loaded: LoadedModel, attached: Mapping[str, Attached], pending: Mapping[str, Sequence[int]]
     ) -> Iterator[tuple[str, list[Record]]]:
-        """Evaluate the pending samples (by label) under the methods attached (by label); yield records as they come."""
+        """Evaluate the pending samples of each label's method; yield `(label, records)` as they are finished."""
 
     @abstractmethod
     def metrics(self, records: Sequence[Record]) -> dict[str, float | None]:
-        """`{"metric,none": value, "metric_stderr,none": error}` of all records."""
+        """`{"metric,none": value, "metric_stderr,none": error}` over all records."""
 
 
-def cache_record(report: CacheReport, rows: int) -> dict[str, Any]:
-    """What a record keeps of a cache's report: means per sequence of a batch of `rows`."""
+def cache_record(report: CacheReport, rows: int) -> dict[str, float]:
+    """Bits and bytes of a cache for a sample's record; counts are means over the batch's `rows` sequences."""
     return {
         "tokens": report.tokens / rows,
         "compressed": report.compressed / rows,
@@ -85,27 +91,28 @@ def cache_record(report: CacheReport, rows: int) -> dict[str, Any]:
 
 
 def cache_summary(records: Sequence[Record]) -> dict[str, float]:
-    """Nominal bits, bits of packed numbers, bits of all cached numbers, windows included; bytes of a sequence (mean).
+    """Bits per cached number and mean bytes per sequence, over the `cache` entries of all records.
 
-    Constants (codebooks) are shared by all sequences: they are counted apart.
+    nominal_bits counts codes alone, packed_bits adds scales and outliers, measured_bits adds full-precision windows and
+    unused room. Constants (codebooks) are shared by all sequences and counted separately.
     """
-    kept = [record["cache"] for record in records]
-    held, plain = sum(one["bytes"] for one in kept), sum(one["fp16_bytes"] for one in kept)
+    caches = [record["cache"] for record in records]
+    held, plain = sum(cache["bytes"] for cache in caches), sum(cache["fp16_bytes"] for cache in caches)
     return {
-        "nominal_bits": kept[0]["nominal_bits"],
-        "packed_bits": sum(one["packed_bits"] for one in kept) / len(kept),
+        "nominal_bits": caches[0]["nominal_bits"],
+        "packed_bits": sum(cache["packed_bits"] for cache in caches) / len(caches),
         "measured_bits": 16 * held / plain,
-        "bytes": held / len(kept),
-        "fp16_bytes": plain / len(kept),
+        "bytes": held / len(caches),
+        "fp16_bytes": plain / len(caches),
         "ratio": plain / held,
-        "constant_bytes": kept[0]["constant_bytes"],
-        "tokens": sum(one["tokens"] for one in kept) / len(kept),
-        "compressed_tokens": sum(one["compressed"] for one in kept) / len(kept),
+        "constant_bytes": caches[0]["constant_bytes"],
+        "tokens": sum(cache["tokens"] for cache in caches) / len(caches),
+        "compressed_tokens": sum(cache["compressed"] for cache in caches) / len(caches),
     }
 
 
-def mean_and_error(values: Sequence[float]) -> tuple[float, float | None]:
-    """Mean, and its standard error (None for a single value)."""
+def mean_and_stderr(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and its standard error (None for a single value)."""
     mean = sum(values) / len(values)
     if len(values) < 2:
         return mean, None

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK_NUMBERS = 1 << 24
-"""How many logits are converted to float32 at once: 64 MiB, for any vocabulary and length."""
+LOGITS_PER_CHUNK = 1 << 24
+"""Logits converted to float32 at a time: 64 MiB, whatever the vocabulary and length."""
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """Sums over `tokens` predicted tokens.
+    """Sums over `tokens` predicted tokens, in nats; p is the reference model's distribution, q the tested one's.
 
     nll, nll_reference: -ln q(x_t) and -ln p(x_t) of the actual tokens.
     kl:                 KL(p || q) = sum_v p_v (ln p_v - ln q_v).
@@ -28,9 +28,12 @@ class Divergence:
 
 
 def divergence(reference: Tensor, logits: Tensor, ids: Tensor) -> Divergence:
-    """The divergence of q = softmax(logits) from p = softmax(reference), both `[tokens, vocabulary]`, as predictions
-    of `ids` `[tokens]`: position t predicts token t + 1, and the last position is not used."""
-    rows = max(1, CHUNK_NUMBERS // logits.shape[-1])
+    """KL divergence, losses and top-1 agreement of q = softmax(logits) and p = softmax(reference).
+
+    reference, logits: `[tokens, vocabulary]`, any float dtype; ids: `[tokens]`. Position t predicts token t + 1; the
+    last position is not used.
+    """
+    rows = max(1, LOGITS_PER_CHUNK // logits.shape[-1])
     sums = torch.zeros(4, dtype=torch.float64)
     for start in range(0, len(ids) - 1, rows):
         end = min(start + rows, len(ids) - 1)

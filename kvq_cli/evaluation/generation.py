@@ -1,40 +1,42 @@
-"""Greedy answers to a batch of prompts through a compressed cache."""
+"""Greedy generation for a batch of prompts with a compressed cache."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from kvq_cli.attention.attach import Attached
     from kvq_cli.cache.report import CacheReport
     from kvq_cli.models import LoadedModel
 
 
 @dataclass(frozen=True)
-class Answer:
-    """text: without special tokens and without what a stop string cuts off; tokens: how many were generated."""
+class GreedyAnswer:
+    """text: without special tokens, cut at the first stop string; tokens: number of generated tokens."""
 
     text: str
     tokens: int
 
 
 @torch.inference_mode()
-def answer(
+def generate_answers(
     loaded: LoadedModel,
     attached: Attached,
     prompts: Sequence[list[int]],
-    budget: int,
+    max_new_tokens: int,
     stop_strings: Sequence[str] = (),
-) -> tuple[list[Answer], CacheReport]:
-    """Continue each prompt greedily by at most `budget` tokens, up to the model's own stop tokens or a stop string.
+) -> tuple[list[GreedyAnswer], CacheReport]:
+    """Continue each prompt greedily until a stop token, a stop string or `max_new_tokens`.
 
-    prompts: token ids, of any lengths (they are padded on the left). Returns the answers and the report of their cache.
+    prompts: token ids of any lengths; they are padded on the left. Returns the answers and the cache's report.
     """
     from transformers import GenerationConfig, StoppingCriteriaList
 
@@ -44,37 +46,45 @@ def answer(
     longest = max(map(len, prompts))
     ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
-    cache = attached.new_cache(longest + budget)
-    config = GenerationConfig(max_new_tokens=budget, do_sample=False, pad_token_id=pad, eos_token_id=stops or None)
-    criteria = StoppingCriteriaList([partial(_stopped, tokenizer, stop_strings, longest)] if stop_strings else [])
-    out = model.generate(
+    cache = attached.new_cache(longest + max_new_tokens)
+    config = GenerationConfig(
+        max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad, eos_token_id=stops or None
+    )
+    criteria = StoppingCriteriaList(
+        [partial(_has_stop_string, tokenizer, stop_strings, longest)] if stop_strings else []
+    )
+    # `nn.Module.__getattr__` hides the method's type from mypy.
+    out = model.generate(  # type: ignore[operator]
         ids, attention_mask=mask, past_key_values=cache, generation_config=config, stopping_criteria=criteria
     )
-    answers = [_answer(tokenizer, row, stops, stop_strings) for row in out[:, longest:].tolist()]
+    answers = [_cut_answer(tokenizer, row, stops, stop_strings) for row in out[:, longest:].tolist()]
     return answers, attached.report(cache)
 
 
-def _stopped(tokenizer, stop_strings: Sequence[str], start: int, ids: Tensor, _scores: object, **_: object) -> Tensor:
-    """Whether the end of each row `[rows]`, from column `start` on, holds a stop string."""
-    # A token is one byte at least; some more, because one may begin before the stop string and end in it.
-    latest = max(len(one.encode()) for one in stop_strings) + 8
-    texts = tokenizer.batch_decode(ids[:, start:][:, -latest:], skip_special_tokens=True)
-    return torch.tensor([any(one in text for one in stop_strings) for text in texts], device=ids.device)
+def _has_stop_string(
+    tokenizer: Any, stop_strings: Sequence[str], start: int, ids: Tensor, _scores: object, **_: object
+) -> Tensor:
+    """Whether the newest tokens of each row, from column `start` on, contain a stop string: `[rows]` booleans."""
+    # A token has at least one byte; 8 more tokens, because one may begin before the stop string and end in it.
+    window = max(len(stop.encode()) for stop in stop_strings) + 8
+    texts = tokenizer.batch_decode(ids[:, start:][:, -window:], skip_special_tokens=True)
+    return torch.tensor([any(stop in text for stop in stop_strings) for text in texts], device=ids.device)
 
 
-def _answer(tokenizer, row: list[int], stops: list[int], stop_strings: Sequence[str]) -> Answer:
+def _cut_answer(tokenizer: Any, row: list[int], stops: list[int], stop_strings: Sequence[str]) -> GreedyAnswer:
+    """Decode the new tokens of a row up to its first stop token or stop string."""
     tokens = next((place + 1 for place, token in enumerate(row) if token in stops), len(row))
-    decoded = partial(tokenizer.decode, skip_special_tokens=True)
-    text = whole = decoded(row[:tokens])
-    for one in stop_strings:
-        text = text.split(one, 1)[0]
-    if text != whole:  # what follows the stop string is padding
-        tokens = next(n for n in range(1, tokens + 1) if any(one in decoded(row[:n]) for one in stop_strings))
-    return Answer(text, tokens)
+    decode = partial(tokenizer.decode, skip_special_tokens=True)
+    text = whole = decode(row[:tokens])
+    for stop in stop_strings:
+        text = text.split(stop, 1)[0]
+    if text != whole:  # tokens behind the stop string are padding
+        tokens = next(n for n in range(1, tokens + 1) if any(stop in decode(row[:n]) for stop in stop_strings))
+    return GreedyAnswer(text, tokens)
 
 
-def _stop_tokens(model, tokenizer) -> list[int]:
-    found = getattr(model.generation_config, "eos_token_id", None)
-    if found is None:
-        found = tokenizer.eos_token_id
-    return [] if found is None else [found] if isinstance(found, int) else list(found)
+def _stop_tokens(model: PreTrainedModel, tokenizer: Any) -> list[int]:
+    eos = getattr(model.generation_config, "eos_token_id", None)
+    if eos is None:
+        eos = tokenizer.eos_token_id
+    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)

@@ -1,7 +1,7 @@
-"""Perplexity as GPTQ measures it, with the divergence from the uncompressed model on the same tokens.
+"""Perplexity as GPTQ measures it, and KL divergence from the uncompressed model on the same tokens.
 
-The text is cut into windows that do not overlap; each is one forward pass, in which attention sees what a decode token
-by token would see (`prefill="compressed"`): an exact pass would measure nothing.
+The text is cut into non-overlapping windows. Each is one forward pass in which every token attends to the compressed
+cache, as in token-by-token decoding (`prefill="compressed"`); an exact prefill would not read the compressed cache.
 
     perplexity = exp( sum of -ln q(x_t | x_<t) / number of predicted tokens )
 """
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import LongTensor, Tensor
 
-from kvq_cli.evaluation.base import Evaluation, Record, cache_record, mean_and_error
+from kvq_cli.evaluation.base import Evaluation, Record, cache_record, mean_and_stderr
 from kvq_cli.evaluation.divergence import divergence
 
 if TYPE_CHECKING:
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 
 class PerplexityEvaluation(Evaluation):
-    """Perplexity, KL(p_fp16 || p_method) per token in nats, and how often both have the same most probable token."""
+    """Perplexity, KL(p_fp16 || p_method) in nats per token, and top-1 agreement with the uncompressed model.
+
+    windows: token ids `[windows, seqlen]`; limit: number of windows to evaluate (None: all).
+    """
 
     task = "perplexity"
 
@@ -46,18 +49,19 @@ class PerplexityEvaluation(Evaluation):
     def run(
         self, loaded: LoadedModel, attached: Mapping[str, Attached], pending: Mapping[str, Sequence[int]]
     ) -> Iterator[tuple[str, list[Record]]]:
-        # Window by window, so that the uncompressed model runs once for all methods and one window's logits are kept.
+        # All methods on one window before the next: the uncompressed model runs once per window, and only one window's
+        # logits are in memory.
         for index in sorted(set().union(*pending.values())):
-            reference = self._logits(loaded, index)
+            reference = self._reference_logits(loaded, index)
             for label, indices in pending.items():
                 if index in indices:
-                    yield label, [self._window(loaded, attached[label], index, reference)]
+                    yield label, [self._record(loaded, attached[label], index, reference)]
 
     def metrics(self, records: Sequence[Record]) -> dict[str, float | None]:
         tokens = sum(record["tokens"] for record in records)
-        loss, loss_error = mean_and_error([record["nll"] / record["tokens"] for record in records])
-        kl, kl_error = mean_and_error([record["kl"] / record["tokens"] for record in records])
-        top1, top1_error = mean_and_error([record["agreeing"] / record["tokens"] for record in records])
+        loss, loss_error = mean_and_stderr([record["nll"] / record["tokens"] for record in records])
+        kl, kl_error = mean_and_stderr([record["kl"] / record["tokens"] for record in records])
+        top1, top1_error = mean_and_stderr([record["agreeing"] / record["tokens"] for record in records])
         perplexity = exp(loss)
         return {
             "perplexity,none": perplexity,
@@ -71,14 +75,15 @@ class PerplexityEvaluation(Evaluation):
         }
 
     @torch.inference_mode()
-    def _logits(self, loaded: LoadedModel, index: int) -> Tensor:
+    def _reference_logits(self, loaded: LoadedModel, index: int) -> Tensor:
+        """Logits `[seqlen, vocabulary]` of the uncompressed model."""
         ids = self._windows[index : index + 1].to(loaded.model.device)
         return loaded.model(ids, use_cache=False).logits[0]
 
     @torch.inference_mode()
-    def _window(self, loaded: LoadedModel, attached: Attached, index: int, reference: Tensor) -> Record:
+    def _record(self, loaded: LoadedModel, attached: Attached, index: int, reference: Tensor) -> Record:
         ids = self._windows[index : index + 1].to(loaded.model.device)
         cache = attached.new_cache()
         logits = loaded.model(ids, past_key_values=cache, use_cache=True).logits[0]
-        found = divergence(reference, logits, ids[0])
-        return {"index": index, **asdict(found), "cache": cache_record(attached.report(cache), 1)}
+        sums = divergence(reference, logits, ids[0])
+        return {"index": index, **asdict(sums), "cache": cache_record(attached.report(cache), 1)}

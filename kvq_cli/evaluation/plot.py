@@ -1,8 +1,9 @@
-"""The picture of a comparison: what each method's bits buy."""
+"""Plot the scores of compared methods over their measured bits per cached number."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,69 +14,85 @@ from kvq_cli.figures import new_figure, save
 MARKERS = "osD^vP*X<>hpd"
 
 
-def plot_comparison(document: Mapping[str, Any], path: Path) -> None:
-    """Perplexity, KL divergence and RULER's mean (those that were evaluated) over the measured bits per number.
+@dataclass(frozen=True)
+class Panel:
+    """One plot of the figure. score: the value of a method's result document, None if it has none."""
 
-    document: what `kvq eval --compare` writes. A line joins the settings of one method that differ in bits alone.
+    label: str
+    score: Callable[[Mapping[str, Any]], float | None]
+    log: bool = True
+
+
+def plot_comparison(document: Mapping[str, Any], path: Path) -> None:
+    """Plot perplexity, KL divergence and mean RULER score, as far as evaluated, over measured bits per number.
+
+    document: a comparison as `kvq eval --compare` writes it. A line joins results that differ in bits alone. KvqError
+    if there is neither perplexity nor RULER to draw.
     """
     from matplotlib.lines import Line2D
 
-    families = _families(document["methods"])
-    panels = [panel for panel in (_perplexity, _divergence, _ruler) if any(panel(one) for one in _all(families))]
+    lines = _lines(document["methods"])
+    documents = [result for results in lines.values() for result in results]
+    panels = [panel for panel in PANELS if any(panel.score(result) is not None for result in documents)]
     if not panels:
         raise KvqError(f"--plot {path}: nothing to draw; evaluate --task perplexity or ruler")
     figure = new_figure(1 + 5 * len(panels), 5.5)
     axes = figure.subplots(1, len(panels), squeeze=False)
-    # A method looks the same in all panels, also where one of them does not show all methods.
-    styles = {
+    # A method has the same color and marker in all panels, also if one of the panels lacks some methods.
+    styles: dict[str, dict[str, Any]] = {
         name: {"color": f"C{number % 10}", "marker": MARKERS[number % len(MARKERS)], "markersize": 5, "lw": 1}
-        for number, name in enumerate(families)
+        for number, name in enumerate(lines)
     }
     for axis, panel in zip(axes[0], panels, strict=True):
-        for name, points in families.items():
-            if found := sorted((_bits(one), panel(one)[1]) for one in points if panel(one)):
-                axis.plot(*zip(*found, strict=True), label=name, **styles[name])
-        axis.set_ylabel(next(panel(one)[0] for one in _all(families) if panel(one)))
+        for name, results in lines.items():
+            scores = [(_bits(result), panel.score(result)) for result in results]
+            if points := sorted((bits, score) for bits, score in scores if score is not None):
+                axis.plot(*zip(*points, strict=True), label=name, **styles[name])
+        axis.set_ylabel(panel.label)
         axis.set_xlabel("measured bits per cached number")
         axis.set_xscale("log", base=2)
         axis.set_xticks([1, 2, 3, 4, 6, 8, 16], ["1", "2", "3", "4", "6", "8", "16"])
         axis.grid(alpha=0.3)
-        if panel is not _ruler:
+        if panel.log:
             axis.set_yscale("log")
-    shown = [Line2D([], [], label=name, **style) for name, style in styles.items()]
-    figure.legend(handles=shown, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+    handles = [Line2D([], [], label=name, **style) for name, style in styles.items()]
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
     save(figure, path, "--plot")
 
 
-def _families(methods: Mapping[str, Mapping]) -> dict[str, list[Mapping]]:
-    """Methods that differ in nothing but their bits, under one label."""
-    found: dict[str, list[Mapping]] = {}
-    for label, one in methods.items():
-        bits = one["config"]["method"].get("bits")
-        found.setdefault(label.replace(f"-{bits}bit", "", 1), []).append(one)
-    return found
+def _lines(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Result documents grouped by label without bits: the points of each line."""
+    lines: dict[str, list[Mapping[str, Any]]] = {}
+    for label, result in methods.items():
+        bits = result["config"]["method"].get("bits")
+        lines.setdefault(label.replace(f"-{bits}bit", "", 1), []).append(result)
+    return lines
 
 
-def _all(families: Mapping[str, list[Mapping]]) -> list[Mapping]:
-    return [one for points in families.values() for one in points]
+def _bits(result: Mapping[str, Any]) -> float:
+    """Measured bits of the perplexity evaluation, or of the first one if there is none."""
+    name = next((name for name in result["cache"] if name.startswith(PERPLEXITY)), next(iter(result["cache"])))
+    return result["cache"][name]["measured_bits"]
 
 
-def _bits(one: Mapping) -> float:
-    name = next((name for name in one["cache"] if name.startswith(PERPLEXITY)), next(iter(one["cache"])))
-    return one["cache"][name]["measured_bits"]
+def _perplexity(result: Mapping[str, Any]) -> float | None:
+    metrics = result["results"].get(PERPLEXITY)
+    return metrics["perplexity,none"] if metrics else None
 
 
-def _perplexity(one: Mapping) -> tuple[str, float] | None:
-    found = one["results"].get(PERPLEXITY)
-    return found and ("perplexity", found["perplexity,none"])
+def _divergence(result: Mapping[str, Any]) -> float | None:
+    metrics = result["results"].get(PERPLEXITY)
+    # The rounding error of an exact cache would dominate the logarithmic axis: leave it out.
+    return metrics["kl,none"] if metrics and metrics["kl,none"] > 1e-3 else None
 
 
-def _divergence(one: Mapping) -> tuple[str, float] | None:
-    found = one["results"].get(PERPLEXITY)
-    # An exact cache differs by rounding alone, which says nothing on a logarithmic axis.
-    return ("KL divergence to the uncompressed model", found["kl,none"]) if found and found["kl,none"] > 1e-3 else None
+def _ruler(result: Mapping[str, Any]) -> float | None:
+    scores = [value for key, value in result["results"].get(RULER, {}).items() if key.endswith(",none")]
+    return 100 * sum(scores) / len(scores) if scores else None
 
 
-def _ruler(one: Mapping) -> tuple[str, float] | None:
-    scores = [value for key, value in one["results"].get(RULER, {}).items() if key.endswith(",none")]
-    return ("RULER, mean of the tasks (%)", 100 * sum(scores) / len(scores)) if scores else None
+PANELS = (
+    Panel("perplexity", _perplexity),
+    Panel("KL divergence to the uncompressed model", _divergence),
+    Panel("RULER, mean of the tasks (%)", _ruler, log=False),
+)

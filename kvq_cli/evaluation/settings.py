@@ -1,4 +1,4 @@
-"""What to evaluate: the settings of a run, checked, and the evaluations that they name."""
+"""Settings of an evaluation run, their validation, and the evaluations built from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvq_cli.data.texts import SELF, evaluation_windows, load_text, sampled_windows
 from kvq_cli.errors import UsageError
 from kvq_cli.evaluation.base import Evaluation
-from kvq_cli.evaluation.lm_eval.names import PREFIX, is_lm_eval, lm_eval_names
+from kvq_cli.evaluation.lm_eval.task_groups import PREFIX, is_lm_eval, requested_tasks
 from kvq_cli.evaluation.lm_eval.tasks import load_tasks, require_lm_eval
 from kvq_cli.evaluation.perplexity import PerplexityEvaluation
 from kvq_cli.evaluation.ruler.evaluation import RulerEvaluation
@@ -18,45 +18,47 @@ from kvq_cli.evaluation.ruler.families import Sources
 from kvq_cli.evaluation.ruler.haystack import Haystack
 from kvq_cli.evaluation.ruler.questions import question_source
 from kvq_cli.evaluation.ruler.tasks import TASKS
-from kvq_cli.evaluation.ruler.templates import templates
+from kvq_cli.evaluation.ruler.templates import select_templates
 
 if TYPE_CHECKING:
     from kvq_cli.models import LoadedModel
 
 RULER, PERPLEXITY = "ruler", "perplexity"
-CONTEXT, SEQLEN = 4096, 2048
-"""Lengths of RULER and of perplexity where none is given, or the model's own where that is shorter."""
-SELF_WINDOWS = 16
+DEFAULT_CONTEXT, DEFAULT_SEQLEN = 4096, 2048
+"""Default lengths of RULER and of perplexity windows, limited by the model's context length."""
+SELF_WINDOWS = 16  # default number of windows sampled from the model itself
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Options of an evaluation; None stands for the default that its comment names.
+class EvaluationSettings:
+    """Options of an evaluation run; None selects the default given in the comment.
 
-    tasks: `perplexity`, `ruler`, any of RULER's tasks, or `lm_eval:` and one of lm-eval's; limit: samples (windows) of
-    each task; prefill: how a prompt attends to itself (perplexity and log-likelihoods measure nothing unless it is
-    compressed); backend: who computes attention while decoding; data_dir: where local copies of data sets lie.
+    tasks:    `perplexity`, `ruler`, a task of RULER, or `lm_eval:NAME`.
+    limit:    samples (windows) of each task.
+    prefill:  how prompt tokens attend to each other; perplexity and log-likelihoods need "compressed".
+    backend:  implementation of decode attention, "auto", "triton" or "torch".
+    data_dir: folder with local copies of data sets.
     """
 
     tasks: Sequence[str]
-    contexts: Sequence[int] | None = None  # 4096, or the model's own length; the built-in model: 1024
-    limit: int | None = None  # RULER: 500; perplexity: all windows
+    contexts: Sequence[int] | None = None  # 4096, at most the model's context length; the built-in model: 1024
+    limit: int | None = None  # RULER: 500; other tasks: all
     windows: int | None = None  # perplexity: limit
     seed: int = 0
     prefill: str = "compressed"
     backend: str = "auto"
     dataset: str = "prose"
-    seqlen: int | None = None  # 2048, or the model's own length; the built-in model: 1024
+    seqlen: int | None = None  # 2048, at most the model's context length; the built-in model: 1024
     templates: str = "auto"
     chat_template: bool = False
     haystack: str = "prose"
     qa_files: Sequence[Path] = ()
-    batch_size: int | None = None  # as many prompts as make 8192 tokens
+    batch_size: int | None = None  # 8192 tokens of prompts
     save_prompts: bool = False
     data_dir: str | None = None  # the Hub
-    num_fewshot: int | None = None  # as the task says
-    max_length: int | None = None  # of lm-eval's prompts with their answers: the model's own length
-    max_new_tokens: int | None = None  # of lm-eval's answers: as the task says
+    num_fewshot: int | None = None  # set by the task
+    max_length: int | None = None  # lm-eval, prompt and answer: the model's context length
+    max_new_tokens: int | None = None  # lm-eval: set by the task
     truncation: str = "left"
 
     def __post_init__(self) -> None:
@@ -70,8 +72,8 @@ class Settings:
             raise UsageError(f"--data-dir {self.data_dir}: no such folder")
         if PERPLEXITY in self.tasks and self.prefill != "compressed":
             raise UsageError(
-                f"--prefill {self.prefill} with --task perplexity measures nothing: its one forward pass would attend "
-                "to uncompressed keys and values; drop the flag or the task"
+                f"--prefill {self.prefill} with --task perplexity would not use the compressed cache: its single "
+                "forward pass would attend to uncompressed keys and values; drop the flag or the task"
             )
 
     @property
@@ -79,27 +81,27 @@ class Settings:
         return list(TASKS) if RULER in self.tasks else [name for name in TASKS if name in self.tasks]
 
 
-def evaluations(settings: Settings, loaded: LoadedModel) -> list[Evaluation]:
-    """All evaluations that the settings name, ready to run; every mistake in the settings shows here."""
-    found: list[Evaluation] = [*_ruler(settings, loaded)] if settings.ruler_tasks else []
-    found += _lm_eval(settings, loaded)
-    return found + ([_perplexity(settings, loaded)] if PERPLEXITY in settings.tasks else [])
+def build_evaluations(settings: EvaluationSettings, loaded: LoadedModel) -> list[Evaluation]:
+    """Build all requested evaluations; UsageError or KvqError for every setting that cannot work with the model."""
+    evaluations: list[Evaluation] = [*_ruler(settings, loaded)] if settings.ruler_tasks else []
+    evaluations += _lm_eval(settings, loaded)
+    return evaluations + ([_perplexity(settings, loaded)] if PERPLEXITY in settings.tasks else [])
 
 
-def _ruler(settings: Settings, loaded: LoadedModel) -> Iterator[Evaluation]:
+def _ruler(settings: EvaluationSettings, loaded: LoadedModel) -> Iterator[Evaluation]:
     if settings.chat_template and not loaded.tokenizer.chat_template:
         raise UsageError(f"--chat-template: the tokenizer of {loaded.name} has none; drop the flag")
-    wording = templates(settings.templates, loaded.name)
+    templates = select_templates(settings.templates, loaded.name)
     essay = Haystack(load_text(settings.haystack, "evaluation"), settings.haystack)
     sources = Sources(essay, question_source(settings.qa_files, settings.seed))
-    for context in settings.contexts or [loaded.default_length(CONTEXT)]:
+    for context in settings.contexts or [loaded.default_length(DEFAULT_CONTEXT)]:
         _check_length("--context", context, loaded)
         for name in settings.ruler_tasks:
             yield RulerEvaluation(
                 TASKS[name],
                 context,
                 loaded,
-                wording,
+                templates,
                 sources,
                 seed=settings.seed,
                 limit=settings.limit,
@@ -110,12 +112,12 @@ def _ruler(settings: Settings, loaded: LoadedModel) -> Iterator[Evaluation]:
             )
 
 
-def _lm_eval(settings: Settings, loaded: LoadedModel) -> list[Evaluation]:
-    names = lm_eval_names(settings.tasks)
-    if not names:
+def _lm_eval(settings: EvaluationSettings, loaded: LoadedModel) -> list[Evaluation]:
+    requested = requested_tasks(settings.tasks)
+    if not requested:
         return []
     _check_length("--max-length", settings.max_length or 0, loaded)
-    tasks = load_tasks(names, settings.data_dir and Path(settings.data_dir), settings.num_fewshot, settings.seed)
+    tasks = load_tasks(requested, _data_dir(settings), settings.num_fewshot, settings.seed)
     from kvq_cli.evaluation.lm_eval.evaluation import LmEvalEvaluation  # imports lm-eval
 
     return [
@@ -130,15 +132,20 @@ def _lm_eval(settings: Settings, loaded: LoadedModel) -> list[Evaluation]:
             max_length=settings.max_length,
             new_tokens=settings.max_new_tokens,
             truncation=settings.truncation,
-            group=PREFIX + names.get(group.name, group.name),
+            group=PREFIX + requested.get(group.name, group.name),
             weighted=group.weighted,
         )
         for task, group in tasks.items()
     ]
 
 
+<<<<<<< HEAD
 def _perplexity(settings: Settings, loaded: LoadedModel) -> Evaluation:
     seqlen = settings.seqlen or loaded.default_length(SEQLEN)
+=======
+def _perplexity(settings: EvaluationSettings, loaded: LoadedModel) -> Evaluation:
+    seqlen = settings.seqlen or loaded.usual_length(DEFAULT_SEQLEN)
+>>>>>>> evalcli
     _check_length("--seqlen", seqlen, loaded)
     if seqlen < 2:
         raise UsageError(f"--seqlen {seqlen}: a window needs 2 tokens at least")
@@ -147,11 +154,14 @@ def _perplexity(settings: Settings, loaded: LoadedModel) -> Evaluation:
             loaded.model, loaded.tokenizer, seqlen, settings.windows or settings.limit or SELF_WINDOWS, settings.seed
         )
     else:
-        folder = settings.data_dir and Path(settings.data_dir)
-        windows = evaluation_windows(loaded.tokenizer, settings.dataset, seqlen, settings.seed, folder)
+        windows = evaluation_windows(loaded.tokenizer, settings.dataset, seqlen, settings.seed, _data_dir(settings))
     return PerplexityEvaluation(windows, settings.dataset, settings.windows or settings.limit)
+
+
+def _data_dir(settings: EvaluationSettings) -> Path | None:
+    return None if settings.data_dir is None else Path(settings.data_dir)
 
 
 def _check_length(flag: str, length: int, loaded: LoadedModel) -> None:
     if length > loaded.context:
-        raise UsageError(f"{flag} {length}: {loaded.name} was made for {loaded.context} tokens at most")
+        raise UsageError(f"{flag} {length}: the context length of {loaded.name} is {loaded.context} tokens")

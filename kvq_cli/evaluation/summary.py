@@ -1,4 +1,4 @@
-"""From records to documents in lm-eval's result schema."""
+"""Result documents in lm-eval's schema, computed from sample records."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from kvq_cli import __version__
-from kvq_cli.evaluation.aggregate import group_means, members
-from kvq_cli.evaluation.base import Evaluation, Record, Subject, cache_summary
+from kvq_cli.evaluation.aggregate import group_means, tasks_by_group
+from kvq_cli.evaluation.base import ComparedMethod, Evaluation, Record, cache_summary
 from kvq_cli.evaluation.ruler.tasks import TASKS
-from kvq_cli.evaluation.settings import RULER, Settings
+from kvq_cli.evaluation.settings import RULER, EvaluationSettings
 from kvq_cli.evaluation.tabulate import tabulate
 
 if TYPE_CHECKING:
@@ -19,41 +19,42 @@ if TYPE_CHECKING:
 LOWER_IS_BETTER = ("perplexity", "perplexity_uncompressed", "kl")
 
 
-def comparison(
+def comparison_document(
     loaded: LoadedModel,
     model: Mapping[str, Any],
-    subjects: Sequence[Subject],
+    methods: Sequence[ComparedMethod],
     evaluations: Sequence[Evaluation],
     records: Mapping[str, Mapping[str, Sequence[Record]]],
-    settings: Settings,
+    settings: EvaluationSettings,
 ) -> dict[str, Any]:
     """`{"methods": {label: lm-eval document}, "table": {"columns": [...], "rows": [...]}}`.
 
-    records: by the subject's label and the evaluation's name.
+    records: by the method's label and the evaluation's name.
     """
-    methods = {
-        subject.label: _document(loaded, model, subject, evaluations, records[subject.label], settings)
-        for subject in subjects
+    documents = {
+        method.label: _document(loaded, model, method, evaluations, records[method.label], settings)
+        for method in methods
     }
-    table = tabulate(methods)
-    return {"methods": methods, "table": {"columns": table.titles, "rows": table.cells()}}
+    table = tabulate(documents)
+    return {"methods": documents, "table": {"columns": table.titles, "rows": table.cells()}}
 
 
 def _document(
     loaded: LoadedModel,
     model: Mapping[str, Any],
-    subject: Subject,
+    method: ComparedMethod,
     evaluations: Sequence[Evaluation],
     records: Mapping[str, Sequence[Record]],
-    settings: Settings,
+    settings: EvaluationSettings,
 ) -> dict[str, Any]:
-    """What lm-eval writes for one model, with the bits and bytes of the cache under `cache`."""
+    """One method's document in lm-eval's result schema, with bits and bytes of the cache under `cache`."""
     import torch
     import transformers
 
     results: dict[str, dict] = {}
-    for one in evaluations:
-        results.setdefault(one.task, {"alias": one.task}).update(one.metrics(records[one.name]))
+    for evaluation in evaluations:
+        metrics = evaluation.metrics(records[evaluation.name])
+        results.setdefault(evaluation.task, {"alias": evaluation.task}).update(metrics)
     tasks = list(results)
     groups = _ruler_average(results, evaluations) | group_means(results, evaluations)
     results |= groups
@@ -61,11 +62,11 @@ def _document(
         "results": results,
         "groups": groups,
         "group_subtasks": ({RULER: [task for task in tasks if task in TASKS]} if RULER in groups else {})
-        | {name: [one.task for one in found] for name, found in members(evaluations).items()},
+        | {name: [one.task for one in members] for name, members in tasks_by_group(evaluations).items()},
         "configs": {one.name: dict(one.config) for one in evaluations},
         "versions": dict.fromkeys(results, Evaluation.version) | {one.task: one.version for one in evaluations},
         "n-shot": {one.task: one.config.get("num_fewshot", 0) for one in evaluations},
-        "higher_is_better": {task: _better(metrics) for task, metrics in results.items()}
+        "higher_is_better": {task: _higher_is_better(metrics) for task, metrics in results.items()}
         | {
             name: dict(one.higher_is_better)
             for one in evaluations
@@ -78,8 +79,8 @@ def _document(
         "config": {
             "model": "kvq",
             "model_args": dict(model),
-            "method": dict(subject.identity["method"]),
-            "artifact": subject.identity.get("artifact"),
+            "method": dict(method.identity["method"]),
+            "artifact": method.identity.get("artifact"),
             "device": str(loaded.model.device),
             "limit": settings.limit,
             "random_seed": settings.seed,
@@ -93,8 +94,8 @@ def _document(
 
 
 def _ruler_average(results: Mapping[str, Mapping], evaluations: Sequence[Evaluation]) -> dict[str, dict]:
-    """RULER's own figure, the mean over the tasks at one length, where there is more than one task."""
-    means = {}
+    """RULER's overall score: by length, the mean over its tasks if there are at least two."""
+    means: dict[str, float] = {}
     for length in sorted({one.length for one in evaluations if one.task in TASKS}):
         key = f"{length},none"
         scores = [results[one.task][key] for one in evaluations if one.task in TASKS and one.length == length]
@@ -103,6 +104,6 @@ def _ruler_average(results: Mapping[str, Mapping], evaluations: Sequence[Evaluat
     return {RULER: {"alias": RULER, **means}} if means else {}
 
 
-def _better(metrics: Mapping[str, Any]) -> dict[str, bool]:
+def _higher_is_better(metrics: Mapping[str, Any]) -> dict[str, bool]:
     names = [key.removesuffix(",none") for key in metrics if key.endswith(",none") and "_stderr" not in key]
     return {name: name not in LOWER_IS_BETTER for name in names}

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from kvq_cli.cli.answer import Decoding, answering
 from kvq_cli.cli.conversation import Conversation, plain_form
 from kvq_cli.cli.options import Compression, Computing
+from kvq_cli.cli.text_generator import Decoding, answering
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from kvq_cli.cli.answer import Decoding, Stream, cache_line
+from kvq_cli.cli.text_generator import Decoding, Stream, cache_line
 from kvq_cli.errors import UsageError
 from kvq_cli.models import load_model
 from kvq_cli.reference import model_path

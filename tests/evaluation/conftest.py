@@ -27,12 +27,12 @@ def sources():
 @pytest.fixture(scope="session")
 def make_samples(tokenizer, sources):
     """Samples of a task by name."""
-    from kvq_cli.evaluation.ruler.samples import Samples
+    from kvq_cli.evaluation.ruler.samples import RulerSamples
     from kvq_cli.evaluation.ruler.tasks import ruler_task
-    from kvq_cli.evaluation.ruler.templates import templates
+    from kvq_cli.evaluation.ruler.templates import select_templates
 
     def make(task, context=1024, wording="reference", seed=0):
-        return Samples(ruler_task(task), context, tokenizer, templates(wording, ""), sources, seed)
+        return RulerSamples(ruler_task(task), context, tokenizer, select_templates(wording, ""), sources, seed)
 
     return make
 

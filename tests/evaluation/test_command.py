@@ -97,15 +97,15 @@ def test_ctrl_c_keeps_what_is_done(kvq, folder, tmp_path, monkeypatch):
     """Interrupted while the second sample is answered: 130, and the first one is not evaluated again."""
     from kvq_cli.evaluation.ruler import evaluation
 
-    real, calls = evaluation.answer, []
+    real, calls = evaluation.generate_answers, []
 
-    def answer(*arguments):
+    def generate_answers(*arguments):
         calls.append(arguments)
         if len(calls) == 2:
             raise KeyboardInterrupt
         return real(*arguments)
 
-    monkeypatch.setattr(evaluation, "answer", answer)
+    monkeypatch.setattr(evaluation, "generate_answers", generate_answers)
     arguments = ["eval", "--model", folder, "--task", "vt", "--context", 512, "--limit", 2, "--batch-size", 1]
     arguments += ["--templates", "reference", "--method", "kivi", "--out", "out"]
     result = kvq(*arguments)

@@ -19,7 +19,7 @@ def _direct(reference, logits, ids):
 
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 24])
 def test_chunks_make_no_difference(monkeypatch, chunk):
-    monkeypatch.setattr(module, "CHUNK_NUMBERS", chunk)
+    monkeypatch.setattr(module, "LOGITS_PER_CHUNK", chunk)
     torch.manual_seed(0)
     reference, logits, ids = torch.randn(37, 50), torch.randn(37, 50), torch.randint(50, (37,))
     found = divergence(reference, logits, ids)

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 from kvq_cli.attention.attach import attach
 from kvq_cli.data.texts import token_windows
-from kvq_cli.evaluation.compare import subjects
+from kvq_cli.evaluation.compared_methods import compared_methods
 from kvq_cli.evaluation.perplexity import PerplexityEvaluation
 from kvq_cli.methods.registry import build
 from kvq_cli.reference import prose
@@ -27,7 +27,7 @@ def records(loaded, windows):
     evaluation = PerplexityEvaluation(windows, "test", limit=3)
     found = {}
     for method in (build("fp16"), build("kivi", bits=2, residual=32), build("kivi", bits=4, residual=32)):
-        label = subjects([method])[0].label
+        label = compared_methods([method])[0].label
         with attach(loaded.model, method, prefill="compressed") as attached:
             found[label] = [one for _, some in evaluation.run(loaded, {"": attached}, {"": [0, 1, 2]}) for one in some]
     return found

@@ -64,7 +64,7 @@ def test_tasks_and_budgets_are_lm_evals():
     }
     for name, task in TASKS.items():
         config = manager.task_index[names.get(name, name)].cfg
-        assert config["generation_kwargs"]["max_gen_toks"] == task.budget, name
+        assert config["generation_kwargs"]["max_gen_toks"] == task.max_new_tokens, name
 
 
 def test_common_words_extraction_has_its_example_only_in_kvq(make_samples):

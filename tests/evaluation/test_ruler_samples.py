@@ -20,7 +20,7 @@ def test_prompts_fill_the_context_and_leave_room_for_the_answer(make_samples, to
     samples = make_samples(name, context, wording)
     for index in range(3):
         sample = samples[index]
-        room = context - TASKS[name].budget
+        room = context - TASKS[name].max_new_tokens
         assert sample.ids == tokenizer(sample.prompt).input_ids
         assert room - SLACK[TASKS[name].family] <= len(sample.ids) <= room
 
@@ -144,13 +144,13 @@ def test_a_context_that_is_too_short_says_what_it_takes(make_samples, name, word
 def test_chat_template(tokenizer, sources):
     import copy
 
-    from kvq_cli.evaluation.ruler.samples import Samples
+    from kvq_cli.evaluation.ruler.samples import RulerSamples
     from kvq_cli.evaluation.ruler.tasks import ruler_task
-    from kvq_cli.evaluation.ruler.templates import Standard
+    from kvq_cli.evaluation.ruler.templates import StandardTemplates
 
     chat = copy.deepcopy(tokenizer)
     chat.chat_template = "<|bos|>[{{ messages[0]['content'] }}]{% if add_generation_prompt %}>{% endif %}"
-    samples = Samples(ruler_task("niah_single_1"), 1024, chat, Standard(), sources, 0, chat=True)
+    samples = RulerSamples(ruler_task("niah_single_1"), 1024, chat, StandardTemplates(), sources, 0, chat=True)
     sample = samples[0]
     assert sample.prompt.startswith("<|bos|>[A special magic number")
     assert sample.prompt.endswith("in the provided text?]> " + sample.prompt.rsplit("> ", 1)[1])

@@ -79,7 +79,7 @@ def test_hotpotqa_file(tmp_path):
         json.dumps([{"question": "Who?", "answer": "She", "context": [["T", ["One.", " Two."]], ["U", ["3."]]]}])
     )
     kind, questions = read_questions(path)
-    assert (kind, questions.smallest(0)) == ("hotpotqa", 2)
+    assert (kind, questions.min_documents(0)) == ("hotpotqa", 2)
     assert sorted(questions.draw(Random(0), 2, 0).documents) == ["T\nOne. Two.", "U\n3."]
 
 

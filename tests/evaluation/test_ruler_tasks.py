@@ -3,9 +3,9 @@
 import pytest
 
 from kvq_cli.errors import UsageError
-from kvq_cli.evaluation.ruler.content import Chain, CodedWords, CommonWords, Needles, Passages
+from kvq_cli.evaluation.ruler.sample_types import Chain, CodedWords, CommonWords, Needles, Passages
 from kvq_cli.evaluation.ruler.tasks import TASKS, ruler_task
-from kvq_cli.evaluation.ruler.templates import Standard, templates
+from kvq_cli.evaluation.ruler.templates import StandardTemplates, select_templates
 
 # haystack, key, value, keys, values, queries: RULER's paper, table 4 (niah rows); 4 queries need 4 keys.
 NIAH = {
@@ -29,7 +29,7 @@ def test_budgets_and_metrics():
     budgets = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
     assert len(TASKS) == 13
     for task in TASKS.values():
-        assert task.budget == budgets[task.family]
+        assert task.max_new_tokens == budgets[task.family]
         assert task.metric == ("string_match_part" if task.family == "qa" else "string_match_all")
     assert TASKS["vt"].args == {"haystack": "noise", "hops": 4}
     assert TASKS["cwe"].args == {"common": 10, "often": 30, "seldom": 3}
@@ -41,17 +41,17 @@ def test_unknown_names_list_the_valid_ones():
     with pytest.raises(UsageError, match=r"niah_3.*niah_single_1.*qa_2"):
         ruler_task("niah_3")
     with pytest.raises(UsageError, match=r"auto, standard, reference"):
-        templates("other", "reference")
+        select_templates("other", "reference")
 
 
 def test_templates_go_by_the_model():
-    assert templates("auto", "reference").name == "reference"
-    assert templates("auto", "meta-llama/Llama-3.1-8B").name == "standard"
-    assert templates("standard", "reference").name == "standard"
+    assert select_templates("auto", "reference").name == "reference"
+    assert select_templates("auto", "meta-llama/Llama-3.1-8B").name == "standard"
+    assert select_templates("standard", "reference").name == "standard"
 
 
 def test_one_needle():
-    prompt = Standard().needles(Needles(["hay", "needle"], False, "numbers", ["calm-oak"], 1))
+    prompt = StandardTemplates().needles(Needles(["hay", "needle"], False, "numbers", ["calm-oak"], 1))
     assert str(prompt) == (
         "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about "
         "the number afterwards.\nhay\nneedle\nWhat is the special magic number for calm-oak mentioned in the provided "
@@ -60,7 +60,7 @@ def test_one_needle():
 
 
 def test_several_needles():
-    prompt = Standard().needles(Needles(["hay", "needle"], True, "uuids", ["a-b", "c-d", "e-f"], 1))
+    prompt = StandardTemplates().needles(Needles(["hay", "needle"], True, "uuids", ["a-b", "c-d", "e-f"], 1))
     assert str(prompt) == (
         "Some special magic uuids are hidden within the following text. Make sure to memorize it. I will quiz you "
         "about the uuids afterwards.\nhay needle\nWhat are all the special magic uuids for a-b, c-d, and e-f mentioned "
@@ -69,7 +69,7 @@ def test_several_needles():
 
 
 def test_chain_with_its_example():
-    standard = Standard()
+    standard = StandardTemplates()
     lines = [standard.assignment("AB", "111", True), standard.assignment("CD", "AB", False)]
     example = Chain(lines, "111", ["AB", "CD"])
     text = (
@@ -88,14 +88,14 @@ def test_chain_with_its_example():
 
 def test_words():
     example = CommonWords(["b", "a", "b"], ["b"])
-    prompt = str(Standard().common_words(CommonWords(["c", "d", "c"], ["c"], example)))
+    prompt = str(StandardTemplates().common_words(CommonWords(["c", "d", "c"], ["c"], example)))
     first, second = prompt.split("\nBelow")
     assert first.endswith(
         "\n1. b 2. a 3. b\nQuestion: What are the 1 most common words in the above list? "
         "Answer: The top 1 words that appear most often in the list are: 1. b"
     )
     assert "Memorize the ones that appear most often.\n1. c 2. d 3. c\nQuestion:" in second
-    coded = str(Standard().coded_words(CodedWords(["...", "abcdef"], ["abcdef"])))
+    coded = str(StandardTemplates().coded_words(CodedWords(["...", "abcdef"], ["abcdef"])))
     assert coded == (
         "Read the following coded text and track the frequency of each coded word. Find the three most frequently "
         "appeared coded words. ... abcdef\nQuestion: Do not provide any explanation. Please ignore the dots '....'. "
@@ -108,7 +108,7 @@ def test_passages():
     order = (
         "Answer the question based on the given documents. Only give me the answer and do not output any other words."
     )
-    assert str(Standard().passages(Passages(["one", "two"], "Who?"))) == (
+    assert str(StandardTemplates().passages(Passages(["one", "two"], "Who?"))) == (
         f"{order}\n\nThe following are given documents.\n\nDocument 1:\none\n\nDocument 2:\ntwo\n\n{order}\n\n"
         "Question: Who? Answer:"
     )

@@ -7,10 +7,10 @@ import torch
 
 from kvq_cli.attention.attach import attach
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.evaluation.compare import subjects
-from kvq_cli.evaluation.generation import answer
+from kvq_cli.evaluation.compared_methods import compared_methods
+from kvq_cli.evaluation.generation import generate_answers
 from kvq_cli.evaluation.runner import evaluate
-from kvq_cli.evaluation.settings import Settings
+from kvq_cli.evaluation.settings import EvaluationSettings
 from kvq_cli.methods.registry import build
 
 COMPARED = (build("fp16"), build("kivi", bits=2, residual=32))
@@ -19,7 +19,7 @@ SETTINGS = {"tasks": ["vt", "perplexity"], "contexts": [512], "seqlen": 96, "lim
 
 def _run(loaded, out, chosen=COMPARED, **changes):
     extra = {key: changes.pop(key) for key in ("track", "fresh") if key in changes}
-    return evaluate(loaded, subjects(chosen), Settings(**{**SETTINGS, **changes}), out, **extra)
+    return evaluate(loaded, compared_methods(chosen), EvaluationSettings(**{**SETTINGS, **changes}), out, **extra)
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +143,8 @@ def test_samples_do_not_depend_on_the_limit(loaded, whole, tmp_path):
 def test_a_batch_answers_as_each_prompt_alone(loaded):
     prompts = [torch.arange(5, 5 + length).tolist() for length in (70, 40, 55)]
     with attach(loaded.model, COMPARED[1], prefill="compressed") as attached:
-        together, _ = answer(loaded, attached, prompts, 12)
-        alone = [answer(loaded, attached, [prompt], 12)[0][0] for prompt in prompts]
+        together, _ = generate_answers(loaded, attached, prompts, 12)
+        alone = [generate_answers(loaded, attached, [prompt], 12)[0][0] for prompt in prompts]
     assert together == alone
     assert [one.tokens for one in together] == [12] * 3
 
@@ -152,11 +152,11 @@ def test_a_batch_answers_as_each_prompt_alone(loaded):
 def test_answers_stop_at_the_models_stop_token(loaded, monkeypatch):
     prompt = list(range(20, 90))
     with attach(loaded.model, COMPARED[0]) as attached:
-        free = answer(loaded, attached, [prompt], 8)[0][0]
+        free = generate_answers(loaded, attached, [prompt], 8)[0][0]
         ids = loaded.model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, 70:].tolist()
         stop = next(place for place in range(1, 8) if ids[place] not in ids[:place])
         monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", ids[stop])
-        stopped = answer(loaded, attached, [prompt], 8)[0][0]
+        stopped = generate_answers(loaded, attached, [prompt], 8)[0][0]
     assert free.text == loaded.tokenizer.decode(ids, skip_special_tokens=True)
     assert stopped.tokens == stop + 1
     assert stopped.text == loaded.tokenizer.decode(ids[: stop + 1], skip_special_tokens=True)
@@ -172,9 +172,9 @@ def test_nothing_compressed_is_an_error(loaded, tmp_path):
     ("changes", "message"),
     [
         ({"tasks": ["niah"]}, r"unknown task 'niah'.*ruler, perplexity, niah_single_1"),
-        ({"prefill": "exact"}, r"--prefill exact with --task perplexity measures nothing"),
-        ({"contexts": [4096]}, r"--context 4096: tiny was made for 2048 tokens"),
-        ({"seqlen": 4096}, r"--seqlen 4096: tiny was made for 2048 tokens"),
+        ({"prefill": "exact"}, r"--prefill exact with --task perplexity would not use the compressed cache"),
+        ({"contexts": [4096]}, r"--context 4096: the context length of tiny is 2048 tokens"),
+        ({"seqlen": 4096}, r"--seqlen 4096: the context length of tiny is 2048 tokens"),
         ({"contexts": [128]}, r"--context 128 is too short for vt"),
         ({"dataset": "nothing"}, r"nothing"),
         ({"haystack": "nowhere.txt"}, r"nowhere.txt"),
@@ -196,10 +196,10 @@ def test_a_folder_that_cannot_be_written(loaded, tmp_path):
 
 def test_labels_tell_subjects_apart():
     same = [build("kivi", bits=2), build("kivi", bits=2, residual=64), build("kivi", bits=4)]
-    labels = [one.label for one in subjects(same)]
+    labels = [one.label for one in compared_methods(same)]
     assert labels == ["kivi-2bit", "kivi-2bit,residual=64", "kivi-4bit"]
     with pytest.raises(UsageError, match="twice"):
-        subjects([build("fp16"), build("fp16")])
+        compared_methods([build("fp16"), build("fp16")])
 
 
 def test_several_lengths_and_the_mean_over_tasks(loaded, tmp_path):

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvq_cli.evaluation.ruler import invented
-from kvq_cli.evaluation.ruler.words import adjectives, nouns
+from kvq_cli.evaluation.ruler import synthetic_qa
+from kvq_cli.evaluation.ruler.word_lists import adjectives, nouns
 from kvq_cli.reference import prompts
 
 ANSWER, PROSE, FORM = 4.0, 1.0, 0.1
@@ -169,11 +169,11 @@ def passages(rng: random.Random, characters: int, sentences: Sentences, *, quest
     """Questions about documents: most can be answered from one of them, some need two."""
     seed = rng.getrandbits(64)
     if characters > 900 and rng.random() < 0.25:
-        entries = invented.hotpotqa(seed, characters // 900)
+        entries = synthetic_qa.hotpotqa(seed, characters // 900)
         documents = [f"{title}\n{''.join(lines)}" for entry in entries for title, lines in entry["context"]]
         pairs = [(entry["question"], entry["answer"]) for entry in entries]
     else:
-        articles = invented.squad(seed, max(1, characters // 200))["data"]
+        articles = synthetic_qa.squad(seed, max(1, characters // 200))["data"]
         paragraphs = [paragraph for article in articles for paragraph in article["paragraphs"]]
         paragraphs = rng.sample(paragraphs, min(len(paragraphs), max(1, characters // 200)))
         documents = [paragraph["context"] for paragraph in paragraphs]

@@ -1,1 +1,1 @@
-"""lm-eval's tasks with a compressed cache: as tasks of `kvq eval`, and as the model `kvq` of lm-eval's own command."""
+"""Tasks of lm-eval with a compressed cache: as tasks of `kvq eval`, and through the model `kvq` in lm-eval itself."""

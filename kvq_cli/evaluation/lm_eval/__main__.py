@@ -1,4 +1,4 @@
-"""lm-eval's own command line with the model `kvq`: `python -m kvq_cli.evaluation.lm_eval --model kvq ...`."""
+"""The command line of lm-eval with the model `kvq`: `python -m kvq_cli.evaluation.lm_eval --model kvq ...`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from kvq_cli.evaluation.lm_eval.tasks import require_lm_eval
 
 
 def main() -> None:
-    """Run lm-eval; what a user can mend ends in one line, as in kvq's own commands."""
+    """Run lm-eval; a KvqError ends in one line on stderr and its exit code, as in kvq's own commands."""
     try:
         require_lm_eval("--model kvq")
         from lm_eval.__main__ import cli_evaluate
 
-        import kvq_cli.evaluation.lm_eval.registered  # noqa: F401
+        import kvq_cli.evaluation.lm_eval.registered_model  # noqa: F401
 
         cli_evaluate()
     except KvqError as error:

@@ -1,13 +1,13 @@
-"""One of lm-eval's tasks as an evaluation: its prompts and scores, kvq's caches, records and resume.
+"""A task of lm-eval as an evaluation: lm-eval's prompts and scores with kvq's caches, sample logs and resume.
 
-Prompts, filters, scores and aggregation are lm-eval's own. lm-eval's caches of requests and of responses take no part:
-a response is looked up nowhere but in the record of the same method's sample.
+Prompts, filters, scores and aggregation are lm-eval's own. lm-eval's request and response caches are not used: a
+finished response is read from the sample log of the same method only.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
@@ -16,9 +16,16 @@ from typing import TYPE_CHECKING, Any
 from lm_eval.api.metrics import mean
 
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.evaluation.base import Evaluation, Record, mean_and_error
-from kvq_cli.evaluation.lm_eval.model import AttachedLM, chat_prompt, check_greedy, check_prefill, mean_record, room
-from kvq_cli.evaluation.lm_eval.names import PREFIX
+from kvq_cli.evaluation.base import Evaluation, Record, mean_and_stderr
+from kvq_cli.evaluation.chat_template import chat_prompt
+from kvq_cli.evaluation.lm_eval.model import (
+    AttachedLM,
+    check_greedy,
+    check_prefill,
+    max_prompt_tokens,
+    mean_cache_record,
+)
+from kvq_cli.evaluation.lm_eval.task_groups import PREFIX
 from kvq_cli.evaluation.lm_eval.tasks import first_line, seeded, silence
 
 if TYPE_CHECKING:
@@ -29,19 +36,19 @@ if TYPE_CHECKING:
     from kvq_cli.models import LoadedModel
 
 BATCH_TOKENS = 8192
-"""Tokens of prompts that are read together where no batch size is given."""
+"""Prompt tokens per batch if no batch size is given."""
 CHARACTERS_PER_TOKEN = 4
-"""About: tells how many prompts go together, nothing else."""
+"""Approximate; used to choose the batch size only."""
 
 
 class LmEvalEvaluation(Evaluation):
-    """One task of lm-eval. A record has `scores`, by `metric,filter`, and `responses`, as the model gave them.
+    """One task of lm-eval. A record has `scores` by `metric,filter` and the model's raw `responses`.
 
-    chat: prompts go into the tokenizer's chat template; batch_size: where none is given, as many prompts are read at
-    once as make 8192 tokens; options: of `AttachedLM`.
+    chat: apply the tokenizer's chat template; batch_size: prompts per batch (None: about 8192 tokens); options: keyword
+    arguments of `AttachedLM`.
     """
 
-    alike = False
+    equal_lengths = False
 
     def __init__(
         self,
@@ -86,20 +93,20 @@ class LmEvalEvaluation(Evaluation):
         }
         if task.config.num_fewshot and getattr(task, "fewshot_instead_of", None):
             self.config["note"] = (
-                f"{self.task}: --data-dir has no split {task.fewshot_instead_of!r}: the examples in front of a "
-                f"question are other questions of {task.fewshot_cfg.split!r}"
+                f"{self.task}: --data-dir has no split {task.fewshot_instead_of!r}: few-shot examples are other "
+                f"questions of {task.fewshot_cfg.split!r}"
             )
 
     def _check(self, prefill: str) -> None:
         if self._task.OUTPUT_TYPE == "generate_until":
             generation = self._task.config.generation_kwargs or {}
             check_greedy(self.task, generation)
-            room(generation, self.length, self._options.get("new_tokens"))
+            max_prompt_tokens(generation, self.length, self._options.get("new_tokens"))
         else:
             check_prefill(self.task, prefill)
 
     def _build(self, loaded: LoadedModel, seed: int, chat: bool) -> list[list[Instance]]:
-        """The requests of each sample. Examples are drawn one sample after the other, whatever the limit."""
+        """Build the requests of each sample. Few-shot examples are drawn in sample order, whatever the limit."""
         if chat and not loaded.tokenizer.chat_template:
             raise UsageError(f"--chat-template: the tokenizer of {loaded.name} has none; drop the flag")
         with silence(), seeded(seed):
@@ -111,10 +118,10 @@ class LmEvalEvaluation(Evaluation):
                 chat_template=partial(chat_prompt, loaded.tokenizer) if chat else None,
                 tokenizer_name=loaded.name,
             )
-        found: list[list[Instance]] = [[] for _ in range(self.count)]
+        requests: list[list[Instance]] = [[] for _ in range(self.count)]
         for request in self._task.instances:
-            found[request.doc_id].append(request)
-        return found
+            requests[request.doc_id].append(request)
+        return requests
 
     def run(
         self, loaded: LoadedModel, attached: Mapping[str, Attached], pending: Mapping[str, Sequence[int]]
@@ -126,70 +133,72 @@ class LmEvalEvaluation(Evaluation):
 
     def _batch(self, model: AttachedLM, indices: Sequence[int]) -> list[Record]:
         requests = [request for index in indices for request in self._requests[index]]
-        model.used.clear()
+        model.cache_records.clear()
         responses: dict[int, Any] = {}
         for kind in dict.fromkeys(request.request_type for request in requests):
-            same = [request for request in requests if request.request_type == kind]
-            for request, response in zip(same, getattr(model, kind)(same, disable_tqdm=True), strict=True):
+            of_kind = [request for request in requests if request.request_type == kind]
+            for request, response in zip(of_kind, getattr(model, kind)(of_kind, disable_tqdm=True), strict=True):
                 responses[id(request)] = response
-        cache = mean_record(model.used)
+        cache = mean_cache_record(model.cache_records)
         return [self._record(model, index, responses, cache) for index in indices]
 
-    def _record(self, model: AttachedLM, index: int, responses: Mapping[int, Any], cache: Record) -> Record:
+    def _record(
+        self, model: AttachedLM, index: int, responses: Mapping[int, Any], cache: Mapping[str, float]
+    ) -> Record:
         requests = self._requests[index]
-        given = [responses[id(request)] for request in requests]
+        own_responses = [responses[id(request)] for request in requests]
         lengths = [model.prompt_tokens(request) for request in requests]
-        scores = self._scores(index, given)
+        scores = self._scores(index, own_responses)
         first = next((value for value in scores.values() if isinstance(value, (bool, int, float))), None)
         return {
             "index": index,
             "score": first,
             "scores": scores,
-            "responses": given,
+            "responses": own_responses,
             "prompt_tokens": max(tokens for tokens, _ in lengths),
-            "truncated_tokens": max(lost for _, lost in lengths),
+            "truncated_tokens": max(truncated for _, truncated in lengths),
             "prompt_sha256": sha256(
                 json.dumps([request.args for request in requests], default=str).encode()
             ).hexdigest(),
             "cache": cache,
         }
 
-    def _scores(self, index: int, given: Sequence[Any]) -> dict[str, Any]:
-        """What the task makes of a sample's responses, by `metric,filter`."""
+    def _scores(self, index: int, responses: Sequence[Any]) -> dict[str, Any]:
+        """Scores of a sample's responses by `metric,filter`. KvqError if the task cannot score them."""
         requests = self._requests[index]
-        for request, response in zip(requests, given, strict=True):
-            # Repeats of a greedy answer are the same answer.
+        for request, response in zip(requests, responses, strict=True):
+            # Repeated greedy answers are identical: generate once.
             request.resps, request.filtered_resps = [response] * (request.repeats or 1), {}
-        scores = {}
+        scores: dict[str, Any] = {}
         try:
             with silence():
-                for one in self._task._filters:
-                    one.apply(requests)
+                for response_filter in self._task._filters:
+                    response_filter.apply(requests)
                 for name in requests[0].filtered_resps:
                     filtered = [request.filtered_resps[name] for request in requests]
-                    found = self._task.process_results(requests[0].doc, filtered)
-                    scores |= {f"{metric},{name}": _plain(value) for metric, value in found.items()}
-        except Exception as error:  # a task scores with code of its own, some with data of other packages
+                    metrics = self._task.process_results(requests[0].doc, filtered)
+                    scores |= {f"{metric},{name}": _plain(value) for metric, value in metrics.items()}
+        except Exception as error:  # tasks run arbitrary scoring code, some with data of other packages
             raise KvqError(f"{self.task}: sample {index} cannot be scored: {first_line(error)}") from error
         return scores
 
     def metrics(self, records: Sequence[Record]) -> dict[str, float | None]:
-        found: dict[str, float | None] = {}
+        metrics: dict[str, float | None] = {}
         for name in records[0]["scores"]:
-            metric, _, filtered = name.partition(",")
+            metric, _, filter_name = name.partition(",")
             values = [record["scores"][name] for record in records if name in record["scores"]]
             aggregate = self._task.aggregation().get(metric, mean)
-            found[name] = _plain(aggregate(values))
-            # What is no mean over samples has none: lm-eval would draw 100,000 times.
-            found[f"{metric}_stderr,{filtered}"] = mean_and_error(values)[1] if aggregate is mean else None
-        return found
+            metrics[name] = _plain(aggregate(values))
+            # No standard error for other aggregations: lm-eval would draw 100,000 bootstrap samples.
+            metrics[f"{metric}_stderr,{filter_name}"] = mean_and_stderr(values)[1] if aggregate is mean else None
+        return metrics
 
 
 def _text(request: Instance) -> str:
-    return "".join(one for one in request.args if isinstance(one, str))
+    return "".join(argument for argument in request.args if isinstance(argument, str))
 
 
-def _digest(documents: Any) -> str:
+def _digest(documents: Iterable[Any]) -> str:
     digest = sha256()
     for document in documents:
         digest.update(json.dumps(document, sort_keys=True, default=str).encode())
@@ -197,7 +206,7 @@ def _digest(documents: Any) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """numpy's numbers and arrays as Python's, also within lists."""
+    """Convert numpy scalars and arrays to Python numbers and lists, also within lists."""
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return value.tolist() if hasattr(value, "tolist") else value

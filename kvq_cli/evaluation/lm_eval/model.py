@@ -1,14 +1,14 @@
-"""lm-eval's view of a model with a compression method under it.
+"""`lm_eval.api.model.LM` over a model with an attached compression method.
 
-Answers are generated through a compressed cache. A log-likelihood is one forward pass over context and continuation,
-in which every token attends to what a decode token by token would see (`prefill="compressed"`).
+Answers are generated with a compressed cache. A log-likelihood is one forward pass over context and continuation, in
+which every token attends to the compressed cache, as in token-by-token decoding (`prefill="compressed"`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from lm_eval.api.model import TemplateLM
@@ -16,9 +16,10 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from kvq_cli.errors import UsageError
-from kvq_cli.evaluation.base import Record, cache_record
-from kvq_cli.evaluation.divergence import CHUNK_NUMBERS
-from kvq_cli.evaluation.generation import answer
+from kvq_cli.evaluation.base import cache_record
+from kvq_cli.evaluation.chat_template import chat_prompt
+from kvq_cli.evaluation.divergence import LOGITS_PER_CHUNK
+from kvq_cli.evaluation.generation import generate_answers
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -27,19 +28,22 @@ if TYPE_CHECKING:
     from kvq_cli.cache.report import CacheReport
     from kvq_cli.models import LoadedModel
 
+T = TypeVar("T")
+
 TRUNCATIONS = ("left", "middle")
-NEW_TOKENS = 256
-"""Longest answer where a task does not say; lm-eval's own default."""
-_BUDGETS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-_NO_SAMPLING = {"do_sample", "temperature", "top_p", "top_k", "min_p", "until", *_BUDGETS}
+DEFAULT_NEW_TOKENS = 256
+"""Maximum answer length of tasks that define none; lm-eval's own default."""
+_MAX_NEW_TOKENS_OPTIONS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+_GREEDY_OPTIONS = {"do_sample", "temperature", "top_p", "top_k", "min_p", "until", *_MAX_NEW_TOKENS_OPTIONS}
 
 
 class AttachedLM(TemplateLM):
     """A loaded model with an attached method, as an `lm_eval.api.model.LM`.
 
-    max_length: the longest prompt with its answer; what is longer loses tokens at the `truncation` side ("left", as
-    lm-eval does, or "middle", as LongBench does). new_tokens: overrides the length of answers that a task asks for.
-    used: what the caches took, one `(record, rows)` for each batch since it was last emptied.
+    max_length:    maximum tokens of prompt and answer (default: the model's context length).
+    truncation:    where longer prompts lose tokens, "left" (as in lm-eval) or "middle" (as in LongBench).
+    new_tokens:    overrides the tasks' maximum answer length.
+    cache_records: `(cache record, rows)` of each batch since the list was last cleared.
     """
 
     def __init__(
@@ -56,12 +60,14 @@ class AttachedLM(TemplateLM):
         if truncation not in TRUNCATIONS:
             raise UsageError(f"unknown truncation {truncation!r}; valid: {', '.join(TRUNCATIONS)}")
         if max_length is not None and max_length > loaded.context:
-            raise UsageError(f"--max-length {max_length}: {loaded.name} was made for {loaded.context} tokens at most")
+            raise UsageError(
+                f"--max-length {max_length}: the context length of {loaded.name} is {loaded.context} tokens"
+            )
         self.loaded, self.attached, self.tokenizer = loaded, attached, loaded.tokenizer
         self.batch_size, self.max_length = batch_size, max_length or loaded.context
         self.truncation, self.new_tokens = truncation, new_tokens
         self._device = loaded.model.device
-        self.used: list[tuple[Record, int]] = []
+        self.cache_records: list[tuple[dict[str, float], int]] = []
 
     # -- tokens ------------------------------------------------------------------------------------------------
 
@@ -71,31 +77,31 @@ class AttachedLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before the first token of a text without context."""
-        first = self.tokenizer.bos_token_id
-        return self.eot_token_id if first is None else first
+        """Token that precedes a text without context: BOS, or EOS for tokenizers without BOS."""
+        bos = self.tokenizer.bos_token_id
+        return self.eot_token_id if bos is None else bos
 
     @property
     def tokenizer_name(self) -> str:
         return self.loaded.name.replace("/", "__")
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        first = self.tokenizer.bos_token
-        if add_special_tokens is None:  # a chat template writes the first token itself
-            add_special_tokens = not (first and string.startswith(first))
+        bos = self.tokenizer.bos_token
+        if add_special_tokens is None:  # a chat template writes BOS itself
+            add_special_tokens = not (bos and string.startswith(bos))
         return self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False).input_ids
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return chat_prompt(self.tokenizer, chat_history, add_generation_prompt)
 
     def prompt_tokens(self, request: Instance) -> tuple[int, int]:
-        """Tokens of a request's longest input, and how many of them do not fit the model."""
+        """`(tokens of a request's input, tokens of it that are truncated)`."""
         arguments = request.args
         if request.request_type == "loglikelihood_rolling":
-            return len(self.tok_encode(arguments[0])), 0  # read in windows
+            return len(self.tok_encode(arguments[0])), 0  # scored in windows
         if request.request_type == "generate_until":
             count = len(self.tok_encode(arguments[0]))
-            return count, max(0, count - self._room(arguments[1]))
+            return count, max(0, count - self._max_prompt_tokens(arguments[1]))
         count = len(self.tok_encode("".join(arguments)))
         return count, max(0, count - self.max_length - 1)
 
@@ -104,9 +110,9 @@ class AttachedLM(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """`(sum of ln p(continuation), whether greedy decoding would give it)` of (key, context, continuation)."""
+        """`(ln p(continuation | context), whether it is the greedy continuation)` of `(key, context, continuation)`."""
         check_prefill("log-likelihoods", self.attached.prefill)
-        # Continuations of one token, such as the letters of choices, share their input.
+        # Continuations of one token, such as the letters of a multiple choice, share their input.
         sharing: dict[tuple[int, ...], list[int]] = {}
         for index, (_key, context, continuation) in enumerate(requests):
             sharing.setdefault(tuple((context + continuation)[-self.max_length - 1 : -1]), []).append(index)
@@ -116,13 +122,13 @@ class AttachedLM(TemplateLM):
             for tokens, logits in zip(inputs, self._logits(inputs, longest), strict=True):
                 for index in sharing[tokens]:
                     found[index] = _score(logits, requests[index][2])
-                    if requests[index][0] is not None:  # a window of a longer text is no request of its own
+                    if requests[index][0] is not None:  # None: a window of a longer text, not a request
                         self.cache_hook.add_partial("loglikelihood", requests[index][0], found[index])
         return [found[index] for index in range(len(requests))]
 
     @torch.inference_mode()
     def _logits(self, inputs: Sequence[tuple[int, ...]], last: int) -> Tensor:
-        """Logits of the next token `[rows, last, vocabulary]` at the last positions of each input."""
+        """Logits `[rows, last, vocabulary]` at the `last` positions of each input, padded on the left."""
         model, longest = self.loaded.model, max(map(len, inputs))
         pads = [longest - len(tokens) for tokens in inputs]
         ids = torch.tensor([[0] * pad + [*tokens] for pad, tokens in zip(pads, inputs, strict=True)])
@@ -136,65 +142,65 @@ class AttachedLM(TemplateLM):
             use_cache=True,
             logits_to_keep=last,
         ).logits
-        self._count(self.attached.report(cache), len(inputs))
+        self._keep_record(self.attached.report(cache), len(inputs))
         return logits
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """ln p of whole texts, read in windows of the model's length that do not overlap."""
-        found = []
+        """ln p of whole texts, scored in non-overlapping windows of `max_length` tokens."""
+        totals: list[float] = []
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
             pairs = [(None, *make_disjoint_window(window)) for window in windows]
-            found.append(sum(log_p for log_p, _ in self._loglikelihood_tokens(pairs)))
-            self.cache_hook.add_partial("loglikelihood_rolling", (text,), found[-1])
-        return found
+            totals.append(sum(log_p for log_p, _ in self._loglikelihood_tokens(pairs)))
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), totals[-1])
+        return totals
 
     # -- generation --------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Greedy answers, up to the task's stop strings, which are cut off."""
+        """Greedy answers, cut at the task's stop strings."""
         prompts = [self._prompt(*request.args) for request in requests]
-        alike: dict[tuple, list[int]] = {}
+        same_options: dict[tuple[int, tuple[str, ...]], list[int]] = {}
         for index, request in enumerate(requests):
             options = request.args[1]
-            alike.setdefault((self._budget(options), *_stop_strings(options)), []).append(index)
-        found: dict[int, str] = {}
-        for (longest, *stops), indices in alike.items():
+            key = max_new_tokens(options, self.new_tokens), tuple(_stop_strings(options))
+            same_options.setdefault(key, []).append(index)
+        texts: dict[int, str] = {}
+        for (new_tokens, stops), indices in same_options.items():
             indices.sort(key=lambda index: -len(prompts[index]))
             for batch in _batches(indices, self.batch_size):
-                given, report = answer(self.loaded, self.attached, [prompts[i] for i in batch], longest, stops)
-                self._count(report, len(batch))
-                for index, one in zip(batch, given, strict=True):
-                    found[index] = one.text
-                    self.cache_hook.add_partial("generate_until", requests[index].args, one.text)
-        return [found[index] for index in range(len(requests))]
+                ids = [prompts[index] for index in batch]
+                answers, report = generate_answers(self.loaded, self.attached, ids, new_tokens, stops)
+                self._keep_record(report, len(batch))
+                for index, answer in zip(batch, answers, strict=True):
+                    texts[index] = answer.text
+                    self.cache_hook.add_partial("generate_until", requests[index].args, answer.text)
+        return [texts[index] for index in range(len(requests))]
 
     def _prompt(self, text: str, options: Mapping[str, Any]) -> list[int]:
         check_greedy("the task", options)
-        tokens, longest = self.tok_encode(text), self._room(options)
+        tokens, longest = self.tok_encode(text), self._max_prompt_tokens(options)
         if len(tokens) <= longest:
             return tokens
         head = longest // 2 if self.truncation == "middle" else 0
         return tokens[:head] + tokens[head - longest :]
 
-    def _budget(self, options: Mapping[str, Any]) -> int:
-        return budget(options, self.new_tokens)
+    def _max_prompt_tokens(self, options: Mapping[str, Any]) -> int:
+        return max_prompt_tokens(options, self.max_length, self.new_tokens)
 
-    def _room(self, options: Mapping[str, Any]) -> int:
-        return room(options, self.max_length, self.new_tokens)
-
-    def _count(self, report: CacheReport, rows: int) -> None:
-        self.used.append((cache_record(report, rows), rows))
+    def _keep_record(self, report: CacheReport, rows: int) -> None:
+        self.cache_records.append((cache_record(report, rows), rows))
 
 
-def budget(options: Mapping[str, Any], new_tokens: int | None = None) -> int:
-    """Tokens that an answer may have: `new_tokens`, or what a task's generation options say."""
-    return new_tokens or int(next((options[name] for name in _BUDGETS if options.get(name) is not None), NEW_TOKENS))
+def max_new_tokens(options: Mapping[str, Any], override: int | None = None) -> int:
+    """Maximum length of an answer in tokens: `override`, or the value in a task's generation options."""
+    given = (options[name] for name in _MAX_NEW_TOKENS_OPTIONS if options.get(name) is not None)
+    return override or int(next(given, DEFAULT_NEW_TOKENS))
 
 
-def room(options: Mapping[str, Any], max_length: int, new_tokens: int | None = None) -> int:
-    """Tokens that are left for the prompt; UsageError where there are none."""
-    left = max_length - budget(options, new_tokens)
+def max_prompt_tokens(options: Mapping[str, Any], max_length: int, new_tokens: int | None = None) -> int:
+    """Tokens left for the prompt in `max_length`; UsageError if there are none."""
+    left = max_length - max_new_tokens(options, new_tokens)
     if left < 1:
         raise UsageError(
             f"answers of {max_length - left} tokens leave no room for a prompt in {max_length} tokens: pass a smaller "
@@ -203,45 +209,36 @@ def room(options: Mapping[str, Any], max_length: int, new_tokens: int | None = N
     return left
 
 
-def chat_prompt(tokenizer, turns: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-    """A conversation in the tokenizer's chat template; without a new turn, its last turn is left open."""
-    return tokenizer.apply_chat_template(
-        turns,
-        tokenize=False,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=not add_generation_prompt,
-    )
-
-
 def check_greedy(task: str, options: Mapping[str, Any]) -> None:
-    """UsageError for a task whose answers are drawn at random: what two methods differ in would be chance."""
+    """UsageError for a task that samples its answers: differences between methods would be random."""
     if options.get("do_sample") or (options.get("do_sample") is None and float(options.get("temperature") or 0) > 0):
-        raise UsageError(f"{task} draws its answers at random (do_sample): kvq compares greedy answers only")
+        raise UsageError(f"{task} samples its answers (do_sample): kvq compares greedy answers only")
     for name in options:
-        if name not in _NO_SAMPLING:
-            raise UsageError(f"{task} generates with {name}, which kvq does not do")
+        if name not in _GREEDY_OPTIONS:
+            raise UsageError(f"{task} generates with {name}, which kvq does not support")
 
 
-def check_prefill(what: str, prefill: str) -> None:
-    """UsageError where one forward pass would attend to uncompressed keys and values."""
+def check_prefill(task: str, prefill: str) -> None:
+    """UsageError if a log-likelihood's forward pass would attend to uncompressed keys and values."""
     if prefill != "compressed":
-        raise UsageError(f"{what} with prefill {prefill} measure nothing: the one forward pass would not be compressed")
+        raise UsageError(
+            f"{task} with prefill {prefill} would not use the compressed cache: log-likelihoods need prefill compressed"
+        )
 
 
-def mean_record(used: Iterable[tuple[Record, int]]) -> Record:
-    """One record of several batches' caches: means over all sequences."""
-    used = list(used)
-    rows = sum(count for _, count in used)
-    return {key: sum(record[key] * count for record, count in used) / rows for key in used[0][0]}
+def mean_cache_record(records: Sequence[tuple[dict[str, float], int]]) -> dict[str, float]:
+    """Mean cache record over all sequences of several batches, given as `(record, rows)`."""
+    rows = sum(count for _, count in records)
+    return {key: sum(record[key] * count for record, count in records) / rows for key in records[0][0]}
 
 
 def _score(logits: Tensor, continuation: Sequence[int]) -> tuple[float, bool]:
-    """logits: `[last, vocabulary]`, its last rows those of the continuation."""
-    wanted = torch.tensor(continuation, device=logits.device)[:, None]
-    rows = max(1, CHUNK_NUMBERS // logits.shape[-1])
+    """`(ln p(continuation), whether it is greedy)`; logits: `[last, vocabulary]`, ending with the continuation's."""
+    targets = torch.tensor(continuation, device=logits.device)[:, None]
+    rows = max(1, LOGITS_PER_CHUNK // logits.shape[-1])
     total, greedy = 0.0, True
-    for some, tokens in zip(logits[len(logits) - len(wanted) :].split(rows), wanted.split(rows), strict=True):
-        log_p = some.float().log_softmax(-1)
+    for chunk, tokens in zip(logits[len(logits) - len(targets) :].split(rows), targets.split(rows), strict=True):
+        log_p = chunk.float().log_softmax(-1)
         total += float(log_p.gather(1, tokens).double().sum())
         greedy = greedy and bool((log_p.argmax(-1, keepdim=True) == tokens).all())
     return total, greedy
@@ -249,10 +246,10 @@ def _score(logits: Tensor, continuation: Sequence[int]) -> tuple[float, bool]:
 
 def _stop_strings(options: Mapping[str, Any]) -> list[str]:
     until = options.get("until") or []
-    return [one for one in ([until] if isinstance(until, str) else until) if one]
+    return [stop for stop in ([until] if isinstance(until, str) else until) if stop]
 
 
-def _batches(items: Iterable, size: int) -> Iterator[list]:
+def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:
     remaining = iter(items)
     while batch := list(islice(remaining, size)):
         yield batch

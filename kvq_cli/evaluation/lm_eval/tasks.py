@@ -1,4 +1,4 @@
-"""lm-eval's tasks by name, with their data from `--data-dir` or from the Hub.
+"""Load tasks of lm-eval by name, with data from `--data-dir` or from the Hub.
 
 A task's local copy is a folder DIR/TASK, DIR/REPOSITORY/CONFIGURATION or DIR/REPOSITORY with one file per split, as
 `kvq_cli.data.local` reads them: `gsm8k/test.jsonl`, `openai/gsm8k/main/test-00000-of-00001.parquet`.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from kvq_cli.data.hub import silenced_loggers
 from kvq_cli.data.local import read_rows, split_files
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.evaluation.lm_eval.names import GROUPS, PREFIX
+from kvq_cli.evaluation.lm_eval.task_groups import GROUPS, PREFIX
 
 if TYPE_CHECKING:
     from lm_eval.api.task import ConfigurableTask
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 LOGGERS = ("lm_eval", "datasets", "huggingface_hub", "evaluate")
 
 
-def require_lm_eval(wanted: str) -> None:
-    """KvqError, with the command that mends it, where lm-eval is not installed."""
+def require_lm_eval(feature: str) -> None:
+    """KvqError with the command that installs lm-eval, if it is not installed."""
     if find_spec("lm_eval") is None:
-        raise KvqError(f"{wanted} needs the package lm-eval, which is not installed: pip install 'kvq-cli[eval]'")
+        raise KvqError(f"{feature} needs the package lm-eval, which is not installed: pip install 'kvq-cli[eval]'")
 
 
 @dataclass(frozen=True)
-class Group:
-    """What a task belongs to. name: as it was asked for; weighted: whether its mean counts samples, not tasks."""
+class RequestedGroup:
+    """The requested name that a task was loaded for; weighted: its mean weights tasks by their number of samples."""
 
     name: str
     weighted: bool = False
@@ -44,18 +44,18 @@ class Group:
 
 def load_tasks(
     names: Iterable[str], data_dir: Path | None = None, num_fewshot: int | None = None, seed: int = 0
-) -> dict[ConfigurableTask, Group]:
-    """The tasks of these names (of lm-eval's tasks, groups and tags, and YAML files), data loaded.
+) -> dict[ConfigurableTask, RequestedGroup]:
+    """Load the tasks of these names (tasks, groups and tags of lm-eval, or YAML files) with their data.
 
-    num_fewshot: examples in front of each question, of tasks that are not made for none. Raises UsageError for an
-    unknown name, KvqError where a data set or a package is missing.
+    num_fewshot: few-shot examples; tasks that are defined as zero-shot stay so. Raises UsageError for an unknown name,
+    KvqError if a data set or a package is missing.
     """
     with silence(), seeded(seed):
-        manager, found = _find(list(names))
-        own = _task_class(data_dir)
+        manager, groups = _find(list(names))
+        task_class = _task_class(data_dir)
         tasks = {}
-        for name, group in found.items():
-            task = _load(manager, name, own)
+        for name, group in groups.items():
+            task = _load(manager, name, task_class)
             if num_fewshot is not None and task.config.num_fewshot != 0:
                 task.set_config("num_fewshot", num_fewshot)
             elif task.config.num_fewshot is None:
@@ -66,7 +66,7 @@ def load_tasks(
 
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
-    """No progress bars and messages of lm-eval and of what it loads data with."""
+    """Suppress progress bars and messages of lm-eval and the libraries that it loads data with."""
     with (
         silenced_loggers(*LOGGERS),
         contextlib.redirect_stderr(io.StringIO()),
@@ -77,35 +77,35 @@ def silence() -> Iterator[None]:
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """The same chance each time, for tasks that shuffle their choices with the global generators."""
+    """Seed the global random generators, with which some tasks shuffle their choices; restore them afterwards."""
     import numpy
 
-    before, numpys = random.getstate(), numpy.random.get_state()
+    python_state, numpy_state = random.getstate(), numpy.random.get_state()
     random.seed(seed)
     numpy.random.seed(seed)
     try:
         yield
     finally:
-        random.setstate(before)
-        numpy.random.set_state(numpys)
+        random.setstate(python_state)
+        numpy.random.set_state(numpy_state)
 
 
-def _load(manager: TaskManager, name: str, own: type[ConfigurableTask]) -> ConfigurableTask:
-    """One task, as the only member of a group: lm-eval lets a group's members override a task's configuration."""
-    programmed = manager.task_index[name].kind.name == "PY_TASK"  # has a class of its own, which stays
-    member: dict[str, Any] = {"task": name} if programmed else {"task": name, "class": own}
+def _load(manager: TaskManager, name: str, task_class: type[ConfigurableTask]) -> ConfigurableTask:
+    """Load one task through a group with a single member: members of a group may override a task's configuration."""
+    has_class = manager.task_index[name].kind.name == "PY_TASK"  # implemented as a Python class: keep it
+    member: dict[str, Any] = {"task": name} if has_class else {"task": name, "class": task_class}
     try:
         return manager.load([{"group": "kvq", "task": [member]}])["tasks"][name]
     except KvqError:
         raise
     except (ImportError, ModuleNotFoundError) as error:
         raise KvqError(f"{PREFIX}{name}: {first_line(error)}: pip install 'kvq-cli[eval]'") from error
-    except Exception as error:  # a task runs code of its own when it is loaded
+    except Exception as error:  # tasks run arbitrary code when they are loaded
         raise KvqError(f"{PREFIX}{name} cannot be loaded: {first_line(error)}") from error
 
 
-def _find(names: Sequence[str]) -> tuple[TaskManager, dict[str, Group]]:
-    """A manager that knows all of `names`, and the tasks that they stand for, each with the name that it was under."""
+def _find(names: Sequence[str]) -> tuple[TaskManager, dict[str, RequestedGroup]]:
+    """A task manager that knows all of `names`, and the tasks that they expand to, with the name requested for each."""
     import lm_eval.tasks
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._index import TaskIndex
@@ -118,54 +118,55 @@ def _find(names: Sequence[str]) -> tuple[TaskManager, dict[str, Group]]:
     known = [home / folder for folder in sorted({folder for group in GROUPS for folder in group.folders})]
     titles = [TaskIndex.entry_from_path(files[name]).name if name in files else name for name in names]
     extra = sorted({path.parent for path in files.values()})
-    # Reading all of lm-eval's tasks takes a quarter of a minute: first those that the papers use.
+    # Indexing all of lm-eval's tasks takes 15 s: try the folders of the papers' tasks first.
     manager = TaskManager(include_path=[*known, *extra], include_defaults=False)
     if any(title not in manager.task_index for title in titles):
         manager = TaskManager(include_path=extra)
-    found: dict[str, Group] = {}
+    groups: dict[str, RequestedGroup] = {}
     for name, title in zip(names, titles, strict=True):
-        for leaf in task_names(manager, title):
-            found.setdefault(leaf, Group(name, _weighted(manager, title)))
-    return manager, found
+        for task in task_names(manager, title):
+            groups.setdefault(task, RequestedGroup(name, _weights_by_size(manager, title)))
+    return manager, groups
 
 
-def _weighted(manager: TaskManager, name: str) -> bool:
-    """Whether lm-eval's mean of a group counts samples."""
-    means = (manager.task_index[name].cfg or {}).get("aggregate_metric_list") or []
-    return any(one.get("weight_by_size", True) for one in ([means] if isinstance(means, dict) else means))
+def _weights_by_size(manager: TaskManager, name: str) -> bool:
+    """Whether lm-eval weights the tasks of a group by their number of samples."""
+    metrics = (manager.task_index[name].cfg or {}).get("aggregate_metric_list") or []
+    return any(metric.get("weight_by_size", True) for metric in ([metrics] if isinstance(metrics, dict) else metrics))
 
 
 def task_names(manager: TaskManager, name: str) -> Iterator[str]:
-    """The tasks that a task, group or tag of lm-eval stands for."""
+    """Expand a task, group or tag of lm-eval to task names; UsageError for an unknown name."""
     entry = manager.task_index.get(name)
     if entry is None:
-        alike = get_close_matches(name, manager.all_tasks, n=5)
-        hint = f"; alike: {', '.join(alike)}" if alike else ""
+        similar = get_close_matches(name, manager.all_tasks, n=5)
+        hint = f"; similar names: {', '.join(similar)}" if similar else ""
         raise UsageError(f"unknown task {PREFIX + name!r}: lm-eval has no task, group or tag of this name{hint}")
     if entry.kind.name == "TAG":
         yield from sorted(entry.tags)
     elif entry.kind.name == "GROUP":
         for member in entry.cfg["task"]:
             if not isinstance(member, str):
-                raise UsageError(f"{PREFIX}{name}: this group changes its tasks' options: name the tasks one by one")
+                raise UsageError(
+                    f"{PREFIX}{name}: this group overrides options of its tasks: name the tasks one by one"
+                )
             yield from task_names(manager, member)
     else:
         yield name
 
 
 def first_line(error: Exception) -> str:
-    """What an error says first, for a message of one line."""
+    """First line of an error's message, or its type's name, for a one-line message."""
     return next((line.strip(" *") for line in str(error).splitlines() if line.strip(" *")), type(error).__name__)
 
 
 def _task_class(data_dir: Path | None) -> type[ConfigurableTask]:
-    """lm-eval's class of tasks that are configured by YAML, with another way to come by their data."""
+    """lm-eval's class of YAML-configured tasks, extended to read data from `data_dir`."""
     import datasets
     from lm_eval.api.task import ConfigurableTask
 
     class Task(ConfigurableTask):
-        """copy: files by split where the data is a local copy; fewshot_instead_of: the split that the task draws its
-        examples from, where the copy lacks it."""
+        """copy: files of the local copy by split; fewshot_instead_of: few-shot split that the copy lacks, if any."""
 
         def __init__(self, config: dict[str, Any]) -> None:
             self.copy: dict[str, list[Path]] = {}
@@ -182,15 +183,15 @@ def _task_class(data_dir: Path | None) -> type[ConfigurableTask]:
                         for split, files in self.copy.items()
                     }
                 )
-                self._take_examples_from_what_is_there()
+                self._replace_missing_splits()
                 return
             try:
                 super().download(dataset_kwargs)
-            except Exception as error:  # offline, gated, moved: each library has its own classes
-                place = f"DIR/{self.config.task}/{self._evaluated}.jsonl"
+            except Exception as error:  # offline, gated, moved: each library raises its own type
+                path = f"DIR/{self.config.task}/{self._evaluated}.jsonl"
                 raise KvqError(
                     f"{PREFIX}{self.config.task}: its data set {self._title} cannot be loaded ({first_line(error)}); "
-                    f"without a network pass --data-dir DIR with a copy as {place}"
+                    f"without a network pass --data-dir DIR with a copy as {path}"
                 ) from error
 
         @property
@@ -202,19 +203,22 @@ def _task_class(data_dir: Path | None) -> type[ConfigurableTask]:
             return self.config.test_split or self.config.validation_split
 
         def _local_copy(self, folder: Path) -> dict[str, list[Path]]:
-            """Files by split; KvqError where the folder lacks the split that is evaluated."""
+            """Files by split; KvqError if the folder lacks the evaluated split."""
             names = [self.config.task, f"{self.DATASET_PATH}/{self.DATASET_NAME}", self.DATASET_PATH]
             splits = {self._evaluated, self.config.training_split, self.config.validation_split, self.fewshot_cfg.split}
-            found = {split: split_files(folder, names, split) for split in sorted(splits - {None})}
-            if not found.get(self._evaluated):
+            copy = {split: split_files(folder, names, split) for split in sorted(splits - {None})}
+            if not copy.get(self._evaluated):
                 raise KvqError(
                     f"{PREFIX}{self.config.task}: --data-dir {folder} has no copy of its data set {self._title}: it "
                     f"needs {self.config.task}/{self._evaluated}.jsonl (or .parquet) there"
                 )
-            return {split: files for split, files in found.items() if files}
+            return {split: files for split, files in copy.items() if files}
 
-        def _take_examples_from_what_is_there(self) -> None:
-            """Examples come from the evaluated split where the copy lacks theirs; lm-eval leaves the question out."""
+        def _replace_missing_splits(self) -> None:
+            """Draw few-shot examples from the evaluated split if the copy lacks theirs.
+
+            lm-eval excludes the question itself from its examples.
+            """
             if self.config.training_split not in self.copy:
                 self.config.training_split = None
             if self.config.validation_split not in self.copy:

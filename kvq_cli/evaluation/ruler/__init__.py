@@ -1,1 +1,1 @@
-"""RULER's 13 synthetic long-context tasks, made offline for any tokenizer and context length."""
+"""RULER's 13 synthetic long-context tasks, generated offline for any tokenizer and context length."""

@@ -1,4 +1,4 @@
-"""RULER as an evaluation: prompts in, greedy answers out, scored by string match."""
+"""RULER as an evaluation: greedy answers, scored by string match."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvq_cli.evaluation.base import Evaluation, Record, cache_record, mean_and_error
-from kvq_cli.evaluation.generation import answer
+from kvq_cli.evaluation.base import Evaluation, Record, cache_record, mean_and_stderr
+from kvq_cli.evaluation.generation import generate_answers
 from kvq_cli.evaluation.ruler.families import Sources
-from kvq_cli.evaluation.ruler.samples import Samples
+from kvq_cli.evaluation.ruler.samples import RulerSamples
 from kvq_cli.evaluation.ruler.scoring import score
 from kvq_cli.evaluation.ruler.tasks import RulerTask
 from kvq_cli.evaluation.ruler.templates import Templates
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 SAMPLES = 500
 """Samples per task and length in RULER."""
 BATCH_TOKENS = 8192
-"""Tokens of prompts that are answered together where no batch size is given."""
+"""Prompt tokens per batch if no batch size is given."""
 
 
 class RulerEvaluation(Evaluation):
-    """One of the 13 tasks at one context length; the metric's name is the length, as in lm-eval."""
+    """One RULER task at one context length in tokens. As in lm-eval, the metric is named by the length."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class RulerEvaluation(Evaluation):
     ) -> None:
         self.task, self.length = task.name, context
         self._task = task
-        self._samples = Samples(task, context, loaded.tokenizer, templates, sources, seed, chat)
+        self._samples = RulerSamples(task, context, loaded.tokenizer, templates, sources, seed, chat)
         self._save_prompts = save_prompts
         self.available = self._samples.count
         self.count = min(limit or SAMPLES, self.available or limit or SAMPLES)
@@ -55,7 +55,7 @@ class RulerEvaluation(Evaluation):
             "context": context,
             "family": task.family,
             **task.args,
-            "tokens_to_generate": task.budget,
+            "tokens_to_generate": task.max_new_tokens,
             "metric": task.metric,
             "templates": templates.name,
             "num_fewshot": int(templates.examples and task.family in ("vt", "cwe")),
@@ -74,17 +74,18 @@ class RulerEvaluation(Evaluation):
 
     def _batch(self, loaded: LoadedModel, attached: Attached, indices: Sequence[int]) -> list[Record]:
         samples = [self._samples[index] for index in indices]
-        answers, report = answer(loaded, attached, [sample.ids for sample in samples], self._task.budget)
+        prompts = [sample.ids for sample in samples]
+        answers, report = generate_answers(loaded, attached, prompts, self._task.max_new_tokens)
         cache = cache_record(report, len(samples))
         records = []
-        for sample, given in zip(samples, answers, strict=True):
-            record = {
+        for sample, answer in zip(samples, answers, strict=True):
+            record: Record = {
                 "index": sample.index,
-                "score": score(self._task.metric, given.text, sample.references),
-                "answer": given.text,
+                "score": score(self._task.metric, answer.text, sample.references),
+                "answer": answer.text,
                 "references": sample.references,
                 "prompt_tokens": len(sample.ids),
-                "answer_tokens": given.tokens,
+                "answer_tokens": answer.tokens,
                 "prompt_sha256": hashlib.sha256(sample.prompt.encode()).hexdigest(),
                 "cache": cache,
             }
@@ -94,12 +95,12 @@ class RulerEvaluation(Evaluation):
         return records
 
     def metrics(self, records: Sequence[Record]) -> dict[str, float | None]:
-        mean, error = mean_and_error([record["score"] for record in records])
+        mean, error = mean_and_stderr([record["score"] for record in records])
         return {f"{self.length},none": mean, f"{self.length}_stderr,none": error}
 
 
 def _source(task: RulerTask, sources: Sources) -> dict[str, str]:
-    """Where the task's text came from, with its hash."""
+    """Name and hash of the task's questions or haystack text."""
     if task.family == "qa":
         questions = sources.questions(task.args["dataset"])
         return {"questions": questions.name, "questions_sha256": questions.digest}

@@ -1,7 +1,7 @@
-"""How each family of tasks draws a sample of a given size.
+"""Sample generators of RULER's five task families.
 
-A family knows the smallest and the largest size it can be drawn in, and draws a prompt and its references from a random
-generator. What the size counts is the family's own affair: words of prose, lines, words of a list, documents.
+A family draws a prompt of a given size and its references from a random generator, and knows its minimum and maximum
+size. The unit of the size depends on the family: words of prose, lines, words of a list or documents.
 """
 
 from __future__ import annotations
@@ -16,71 +16,80 @@ from functools import cached_property
 from itertools import pairwise
 from random import Random
 
-from kvq_cli.evaluation.ruler.content import Chain, CodedWords, CommonWords, Needles, Prompt
 from kvq_cli.evaluation.ruler.haystack import Haystack
 from kvq_cli.evaluation.ruler.questions import QuestionSet
+from kvq_cli.evaluation.ruler.sample_types import Chain, CodedWords, CommonWords, Needles, Prompt
 from kvq_cli.evaluation.ruler.tasks import RulerTask
 from kvq_cli.evaluation.ruler.templates import Templates
-from kvq_cli.evaluation.ruler.words import adjectives, list_words, nouns
+from kvq_cli.evaluation.ruler.word_lists import adjectives, list_words, nouns
 from kvq_cli.reference.prompts import NOISE, needle
 
-SHORT, SHORTEST = 4096, 1024
-"""Below SHORT RULER repeats words less often. Below SHORTEST, where RULER does not go, a list would not fit else."""
-EXAMPLE_TOKENS = 500
-"""Longest solved example of variable tracking."""
+SHORT_CONTEXT, SHORTEST_CONTEXT = 4096, 1024
+"""`cwe` repeats words less often below SHORT_CONTEXT, as in RULER, and again below SHORTEST_CONTEXT, which RULER does
+not use: the list would not fit otherwise."""
+MAX_EXAMPLE_TOKENS = 500
+"""Maximum length of the solved example of variable tracking."""
 _ZETA = {2.0: math.pi**2 / 6}
-"""Riemann's zeta function where RULER needs it."""
+"""Riemann's zeta function at RULER's values of alpha."""
 _DEPTHS = [round(index * 100 / 39) for index in range(40)]
 
 
 @dataclass(frozen=True)
 class Sources:
-    """What the samples are made of besides chance."""
+    """Texts that samples are drawn from. questions: question set by data set name, `squad` or `hotpotqa`."""
 
     essay: Haystack
-    questions: Callable[[str], QuestionSet]  # by RULER's name of the data set: squad, hotpotqa
+    questions: Callable[[str], QuestionSet]
 
 
-class Family(ABC):
-    """One task at one context length. count: how many samples there are, where there is an end to them."""
-
-    count: int | None = None
-    largest: int | None = None
+class TaskFamily(ABC):
+    """Generator of one task's samples at one context length. count_tokens: tokens of a text, special ones excluded."""
 
     def __init__(
-        self, task: RulerTask, context: int, templates: Templates, sources: Sources, tokens: Callable[[str], int]
-    ):
+        self, task: RulerTask, context: int, templates: Templates, sources: Sources, count_tokens: Callable[[str], int]
+    ) -> None:
         self.args = task.args
         self.context = context
         self.templates = templates
         self.sources = sources
-        self.tokens = tokens
+        self.count_tokens = count_tokens
 
-    def smallest(self, index: int) -> int:
+    @property
+    def count(self) -> int | None:
+        """Number of samples; None if unlimited."""
+        return None
+
+    @property
+    def max_size(self) -> int | None:
+        """Largest size; None if unlimited."""
+        return None
+
+    def min_size(self, index: int) -> int:
+        """Smallest size of sample `index`."""
         return 1
 
     @abstractmethod
     def draw(self, rng: Random, size: int, index: int) -> tuple[Prompt, list[str]]:
-        """A prompt of `size` units and its references. `index` is the sample's number."""
+        """Draw the prompt of sample `index` with `size` units, and its references."""
 
 
-class Niah(Family):
-    """Needle in a haystack: the size is words of prose, or lines of noise or of other needles."""
+class Niah(TaskFamily):
+    """Needle in a haystack (niah). Size: words of prose, or lines of noise or of other needles."""
 
-    def smallest(self, index: int) -> int:
+    def min_size(self, index: int) -> int:
         return 1 if self.args["haystack"] == "essay" else self.args["keys"] * self.args["values"]
 
     def draw(self, rng: Random, size: int, index: int) -> tuple[Prompt, list[str]]:
         kind, values = self.args["value"], self.args["values"]
         keys = _distinct(rng, self.args["key"], self.args["keys"])
-        held = {key: _distinct(rng, kind, values) for key in keys}
-        needles = [needle(key, value, kind) for key in keys for value in held[key]]
+        values_of = {key: _distinct(rng, kind, values) for key in keys}
+        needles = [needle(key, value, kind) for key in keys for value in values_of[key]]
         rng.shuffle(needles)
         prose = self.args["haystack"] == "essay"
         lines = self._in_prose(rng, size, needles) if prose else self._in_lines(rng, size, needles, keys)
         queries = rng.sample(keys, self.args["queries"])
         content = Needles(lines, prose, kind, queries, values)
-        return self.templates.needles(content), [value for key in queries for value in held[key]]
+        return self.templates.needles(content), [value for key in queries for value in values_of[key]]
 
     def _in_prose(self, rng: Random, size: int, needles: list[str]) -> list[str]:
         sentences = self.sources.essay.sentences(size)
@@ -94,17 +103,17 @@ class Niah(Family):
             lines = [NOISE] * size
         else:
             kind = self.args["value"]
-            others = _distinct(rng, self.args["key"], size, besides=keys)
-            lines = [needle(key, _random(rng, kind), kind) for key in others]
-        for place, one in zip(sorted(rng.sample(range(size), len(needles)), reverse=True), needles, strict=True):
-            lines.insert(place, one)
+            other_keys = _distinct(rng, self.args["key"], size, exclude=keys)
+            lines = [needle(key, _random_string(rng, kind), kind) for key in other_keys]
+        for place, line in zip(sorted(rng.sample(range(size), len(needles)), reverse=True), needles, strict=True):
+            lines.insert(place, line)
         return lines
 
 
-class VariableTracking(Family):
-    """A chain of assignments in noise: the size is lines of noise."""
+class VariableTracking(TaskFamily):
+    """Variable tracking (vt): a chain of assignments in noise. Size: lines of noise."""
 
-    def smallest(self, index: int) -> int:
+    def min_size(self, index: int) -> int:
         return self.args["hops"] + 1
 
     def draw(self, rng: Random, size: int, index: int) -> tuple[Prompt, list[str]]:
@@ -126,52 +135,52 @@ class VariableTracking(Family):
 
     @cached_property
     def _example_lines(self) -> int:
-        """As many lines as the solved example may have: RULER's 500 tokens, or a quarter of a short context."""
-        limit = min(EXAMPLE_TOKENS, self.context // 4)
-        lines = self.smallest(0)
+        """Lines of the solved example: up to RULER's 500 tokens, or a quarter of a short context."""
+        limit = min(MAX_EXAMPLE_TOKENS, self.context // 4)
+        lines = self.min_size(0)
         while self._example_tokens(lines + 1) <= limit:
             lines += 1
         return lines
 
     def _example_tokens(self, lines: int) -> int:
-        return self.tokens(str(self.templates.chain(self._chain(Random(0), lines, letters=3))))
+        return self.count_tokens(str(self.templates.chain(self._chain(Random(0), lines, letters=3))))
 
 
-class CommonWordsExtraction(Family):
-    """Ten words that a numbered list repeats more often than the others: the size is different words."""
+class CommonWordsExtraction(TaskFamily):
+    """Common words extraction (cwe): ten words that a numbered list repeats more often. Size: distinct words."""
 
     @property
-    def largest(self) -> int:  # type: ignore[override]
+    def max_size(self) -> int:
         return len(list_words())
 
-    def smallest(self, index: int) -> int:
+    def min_size(self, index: int) -> int:
         return self.args["common"]
 
     def draw(self, rng: Random, size: int, index: int) -> tuple[Prompt, list[str]]:
-        short = self.context < SHORT
+        short = self.context < SHORT_CONTEXT
         example = None
         if self.templates.examples:
             example = self._list(rng, 20, 3, 1) if short else self._list(rng, 40, 10, 3)
         often, seldom = (6, 1) if short else (self.args["often"], self.args["seldom"])
-        often = 3 if self.context < SHORTEST else often
+        often = 3 if self.context < SHORTEST_CONTEXT else often
         content = self._list(rng, size, often, seldom, example)
         return self.templates.common_words(content), content.common
 
     def _list(self, rng: Random, size: int, often: int, seldom: int, example: CommonWords | None = None) -> CommonWords:
         drawn = rng.sample(list_words(), size)
-        common, rest = drawn[: self.args["common"]], drawn[self.args["common"] :]
-        words = common * often + rest * seldom
+        common, uncommon = drawn[: self.args["common"]], drawn[self.args["common"] :]
+        words = common * often + uncommon * seldom
         rng.shuffle(words)
         return CommonWords(words, common, example)
 
 
-class FrequentWordsExtraction(Family):
-    """Made-up words with frequencies k^-alpha / zeta(alpha): the size is the length that the frequencies refer to."""
+class FrequentWordsExtraction(TaskFamily):
+    """Frequent words extraction (fwe): random words, rank k with size k^-alpha / zeta(alpha) occurrences."""
 
     PADDING = "..."
 
-    def smallest(self, index: int) -> int:
-        # From here on the three answers differ in frequency from each other and from the rest.
+    def min_size(self, index: int) -> int:
+        # The smallest size at which the three answers differ in frequency from each other and from all other words.
         return 30
 
     def draw(self, rng: Random, size: int, index: int) -> tuple[Prompt, list[str]]:
@@ -179,8 +188,8 @@ class FrequentWordsExtraction(Family):
         while len(vocabulary) < self._vocabulary:
             vocabulary["".join(rng.choices(string.ascii_lowercase, k=self.args["letters"]))] = None
         ranked = [self.PADDING, *vocabulary][: self._vocabulary]
-        while not _clear(self._counts(size)):
-            size -= 1  # a tie between the third answer and the next word would leave the question open
+        while not _distinct_top_ranks(self._counts(size)):
+            size -= 1  # a tie between the third answer and the next word would make the question ambiguous
         words = [word for word, times in zip(ranked, self._counts(size), strict=True) for _ in range(times)]
         rng.shuffle(words)
         content = CodedWords(words, ranked[1:4])
@@ -188,30 +197,34 @@ class FrequentWordsExtraction(Family):
 
     @property
     def _vocabulary(self) -> int:
-        return max(5, (self.context - 50) // 50)  # RULER: a 50th of the context without the answer's 50 tokens
+        return max(5, (self.context - 50) // 50)  # RULER: (context - 50 answer tokens) / 50
 
     def _counts(self, size: int) -> list[int]:
+        """Occurrences of each rank; the first is the padding's."""
         alpha = self.args["alpha"]
         return [int(size * rank**-alpha / _ZETA[alpha]) for rank in range(1, self._vocabulary + 1)]
 
 
-class QuestionAnswering(Family):
-    """A question about one or several of many documents: the size is documents."""
+class QuestionAnswering(TaskFamily):
+    """Question answering (qa) over many documents, one or two of which have the answer. Size: documents."""
 
-    def __init__(self, task: RulerTask, *rest) -> None:
-        super().__init__(task, *rest)
-        self.questions = self.sources.questions(self.args["dataset"])
-        self.count = len(self.questions)
+    @cached_property
+    def questions(self) -> QuestionSet:
+        return self.sources.questions(self.args["dataset"])
 
-    def smallest(self, index: int) -> int:
-        return self.questions.smallest(index)
+    @property
+    def count(self) -> int:
+        return len(self.questions)
+
+    def min_size(self, index: int) -> int:
+        return self.questions.min_documents(index)
 
     def draw(self, rng: Random, size: int, index: int) -> tuple[Prompt, list[str]]:
         content = self.questions.draw(rng, size, index)
         return self.templates.passages(content), self.questions.answers(index)
 
 
-FAMILIES: dict[str, type[Family]] = {
+FAMILIES: dict[str, type[TaskFamily]] = {
     "niah": Niah,
     "vt": VariableTracking,
     "cwe": CommonWordsExtraction,
@@ -220,8 +233,8 @@ FAMILIES: dict[str, type[Family]] = {
 }
 
 
-def _random(rng: Random, kind: str) -> str:
-    """A key or a value: a 7-digit number, an adjective-noun pair or a uuid."""
+def _random_string(rng: Random, kind: str) -> str:
+    """A random key or value: a 7-digit number, an adjective-noun pair or a UUID."""
     if kind == "numbers":
         return str(rng.randint(10**6, 10**7 - 1))
     if kind == "words":
@@ -229,14 +242,14 @@ def _random(rng: Random, kind: str) -> str:
     return str(uuid.UUID(int=rng.getrandbits(128), version=4))
 
 
-def _distinct(rng: Random, kind: str, count: int, besides: Sequence[str] = ()) -> list[str]:
-    """RULER does not guard against two equal keys; a prompt with two answers to one question would be no test."""
-    taken = dict.fromkeys(besides)
-    while len(taken) < count + len(besides):
-        taken[_random(rng, kind)] = None
-    return list(taken)[len(besides) :]
+def _distinct(rng: Random, kind: str, count: int, exclude: Sequence[str] = ()) -> list[str]:
+    """`count` distinct random keys or values. Unlike RULER: equal keys would give a question two answers."""
+    taken = dict.fromkeys(exclude)
+    while len(taken) < count + len(exclude):
+        taken[_random_string(rng, kind)] = None
+    return list(taken)[len(exclude) :]
 
 
-def _clear(counts: list[int]) -> bool:
-    """Whether ranks two to four are three different frequencies, and above all that follow."""
+def _distinct_top_ranks(counts: list[int]) -> bool:
+    """Whether ranks 2 to 4 have distinct frequencies above all later ranks."""
     return counts[1] > counts[2] > counts[3] > counts[4]

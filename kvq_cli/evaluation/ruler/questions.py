@@ -1,4 +1,4 @@
-"""Questions with documents that answer them: from a file in SQuAD's or HotpotQA's format, or made up."""
+"""Question sets for `qa_1` and `qa_2`: from files in SQuAD's or HotpotQA's format, or synthetic."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from random import Random
 from typing import Any
 
 from kvq_cli.errors import KvqError
-from kvq_cli.evaluation.ruler.content import Passages
-from kvq_cli.evaluation.ruler.invented import hotpotqa, squad
+from kvq_cli.evaluation.ruler.sample_types import Passages
+from kvq_cli.evaluation.ruler.synthetic_qa import hotpotqa, squad
 
 
 @dataclass(frozen=True)
 class Question:
-    """needed: documents that hold the answer; related: others of the same article, which are taken before all else."""
+    """needed: documents with the answer; related: distractors from the same article, used before all others."""
 
     text: str
     answers: list[str]
@@ -26,7 +26,7 @@ class Question:
 
 
 class QuestionSet:
-    """Questions in the order of their file, over one pool of documents."""
+    """Questions in file order with a common pool of documents. name: file or "generated"; digest: of the content."""
 
     def __init__(self, name: str, questions: Sequence[Question], documents: Sequence[str]) -> None:
         self.name = name
@@ -40,11 +40,12 @@ class QuestionSet:
     def answers(self, index: int) -> list[str]:
         return self.questions[index].answers
 
-    def smallest(self, index: int) -> int:
+    def min_documents(self, index: int) -> int:
+        """Number of documents that question `index` needs."""
         return len(self.questions[index].needed)
 
     def draw(self, rng: Random, size: int, index: int) -> Passages:
-        """Question `index` over `size` documents: those needed, then those related, then any; shuffled."""
+        """Question `index` with `size` shuffled documents: the needed ones, then related ones, then random ones."""
         question = self.questions[index]
         chosen = list(question.needed)
         if size >= len(self.documents):
@@ -60,7 +61,7 @@ class QuestionSet:
 
 
 def read_questions(path: Path) -> tuple[str, QuestionSet]:
-    """Read a local file: (`squad` or `hotpotqa`, its questions). KvqError where it is missing or neither of the two."""
+    """Read a question file: `("squad" or "hotpotqa", questions)`. KvqError if it is missing or has another format."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -69,29 +70,29 @@ def read_questions(path: Path) -> tuple[str, QuestionSet]:
         raise KvqError(f"--qa-file {path}: not JSON ({error})") from None
     kind, read = ("hotpotqa", _hotpotqa) if isinstance(data, list) else ("squad", _squad)
     try:
-        found = read(data, str(path))
+        questions = read(data, str(path))
     except (KeyError, TypeError, ValueError) as error:
         raise KvqError(
             f"--qa-file {path}: neither SQuAD's format (an object with data > paragraphs > qas) nor HotpotQA's "
             f"(a list with question, answer, context): {type(error).__name__} {error}"
         ) from None
-    if not len(found):
-        raise KvqError(f"--qa-file {path}: no question that can be answered")
-    return kind, found
+    if not len(questions):
+        raise KvqError(f"--qa-file {path}: no answerable question")
+    return kind, questions
 
 
 def question_source(files: Sequence[Path], seed: int) -> Callable[[str], QuestionSet]:
-    """Questions by RULER's name of the data set: from the file in that format, or made up from `seed`."""
-    found = dict(read_questions(path) for path in files)
-    makers = {
+    """Function from data set name (`squad`, `hotpotqa`) to questions: of the file in that format, or synthetic."""
+    loaded = dict(read_questions(path) for path in files)
+    generators = {
         "squad": lambda: _squad(squad(seed), "generated"),
         "hotpotqa": lambda: _hotpotqa(hotpotqa(seed), "generated"),
     }
 
     def questions(dataset: str) -> QuestionSet:
-        if dataset not in found:
-            found[dataset] = makers[dataset]()
-        return found[dataset]
+        if dataset not in loaded:
+            loaded[dataset] = generators[dataset]()
+        return loaded[dataset]
 
     return questions
 
@@ -103,17 +104,17 @@ def _squad(data: Mapping[str, Any], name: str) -> QuestionSet:
         documents += texts
         for paragraph, text in zip(article["paragraphs"], texts, strict=True):
             related = [other for other in dict.fromkeys(texts) if other != text]
-            for asked in paragraph["qas"]:
-                answers = [answer["text"] for answer in asked["answers"]]
-                if answers and not asked.get("is_impossible"):
-                    questions.append(Question(asked["question"], answers, [text], related))
+            for entry in paragraph["qas"]:
+                answers = [answer["text"] for answer in entry["answers"]]
+                if answers and not entry.get("is_impossible"):
+                    questions.append(Question(entry["question"], answers, [text], related))
     return QuestionSet(name, questions, documents)
 
 
 def _hotpotqa(data: Sequence[Mapping[str, Any]], name: str) -> QuestionSet:
     questions, documents = [], []
-    for asked in data:
-        texts = [f"{title}\n{''.join(sentences)}" for title, sentences in asked["context"]]
+    for entry in data:
+        texts = [f"{title}\n{''.join(sentences)}" for title, sentences in entry["context"]]
         documents += texts
-        questions.append(Question(asked["question"], [str(asked["answer"])], texts, []))
+        questions.append(Question(entry["question"], [str(entry["answer"])], texts, []))
     return QuestionSet(name, questions, documents)

@@ -1,7 +1,7 @@
-"""RULER samples that fill a context length of the model's own tokenizer, the room for the answer included.
+"""RULER samples whose prompt and answer fill a context length, counted by the model's tokenizer.
 
-A sample depends on the task, the context length, the seed and its own number, and on nothing else: not on how many
-samples are drawn, nor in which order, nor on the method that is being evaluated.
+A sample depends on the task, context length, seed and its index alone: not on the number of samples, their order or the
+method under evaluation.
 """
 
 from __future__ import annotations
@@ -9,17 +9,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
+from typing import TYPE_CHECKING
 
 from kvq_cli.errors import UsageError
-from kvq_cli.evaluation.ruler.content import Prompt
+from kvq_cli.evaluation.chat_template import chat_prompt
 from kvq_cli.evaluation.ruler.families import FAMILIES, Sources
+from kvq_cli.evaluation.ruler.sample_types import Prompt
 from kvq_cli.evaluation.ruler.tasks import RulerTask
 from kvq_cli.evaluation.ruler.templates import Templates
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 @dataclass(frozen=True)
-class Sample:
-    """prompt: the whole of it; ids: its tokens, with the tokenizer's own first token."""
+class RulerSample:
+    """prompt: the full text; ids: its token ids with the tokenizer's BOS; references: expected answers."""
 
     index: int
     prompt: str
@@ -27,18 +32,18 @@ class Sample:
     references: list[str]
 
 
-class Samples:
+class RulerSamples:
     """The samples of one task at one context length.
 
-    chat: wrap the prompt in the tokenizer's chat template, the answer's beginning behind it (RULER does this for
-    instruction-tuned models).
+    chat: apply the tokenizer's chat template and put the answer prefix behind it, as RULER does for instruction-tuned
+    models.
     """
 
     def __init__(
         self,
         task: RulerTask,
         context: int,
-        tokenizer,
+        tokenizer: PreTrainedTokenizerBase,
         templates: Templates,
         sources: Sources,
         seed: int,
@@ -53,25 +58,25 @@ class Samples:
 
     @property
     def count(self) -> int | None:
-        """How many samples there are; None where there is no end to them."""
+        """Number of samples; None if they are generated without end."""
         return self._family.count
 
     def check(self) -> None:
-        """Raise UsageError now, not after an hour, when the task does not fit the context length."""
+        """Raise UsageError if the task does not fit the context length, before anything is evaluated."""
         _ = self._typical_size
 
-    def __getitem__(self, index: int) -> Sample:
-        """Sample `index`. Raises UsageError when even the smallest one does not fit the context length."""
+    def __getitem__(self, index: int) -> RulerSample:
+        """Generate sample `index`. UsageError if its smallest size does not fit the context length."""
         size = self._fit(self._typical_size, index)
         prompt, references = self._draw(size, index)
-        return Sample(index, self._whole(prompt), self._encode(prompt), references)
+        return RulerSample(index, self._prompt_text(prompt), self._encode(prompt), references)
 
     @cached_property
     def _typical_size(self) -> int:
-        """The largest haystack with which sample 0 fits, found by bisection."""
-        fits, too_large = self._family.smallest(0), None
+        """The largest size with which sample 0 fits, found by doubling and bisection."""
+        fits, too_large = self._family.min_size(0), None
         self._require(fits, 0)
-        largest = self._family.largest
+        largest = self._family.max_size
         while too_large is None or too_large - fits > 1:
             size = 2 * fits if too_large is None else (fits + too_large) // 2
             if largest is not None and size > largest:
@@ -85,8 +90,8 @@ class Samples:
         return fits
 
     def _fit(self, size: int, index: int) -> int:
-        """The largest size near `size` with which sample `index` fits: samples of one size differ by some tokens."""
-        smallest, largest = self._family.smallest(index), self._family.largest
+        """The largest size near `size` with which sample `index` fits; samples of one size differ by a few tokens."""
+        smallest, largest = self._family.min_size(index), self._family.max_size
         size = max(size, smallest)
         step = max(1, size // 100)
         while self._tokens(size, index) > self.context:
@@ -98,31 +103,33 @@ class Samples:
         return size
 
     def _require(self, size: int, index: int) -> None:
+        """UsageError if sample `index` does not fit with this size."""
         needed = self._tokens(size, index)
         if needed > self.context:
+            enough = -(-needed // 64) * 64
             raise UsageError(
-                f"--context {self.context} is too short for {self.task.name}: sample {index} needs {needed} tokens at "
-                f"least, {self.task.budget} of them for the answer: pass --context {-(-needed // 64) * 64} or more"
+                f"--context {self.context} is too short for {self.task.name}: sample {index} needs at least {needed} "
+                f"tokens, {self.task.max_new_tokens} of them for the answer: pass --context {enough} or more"
             )
 
     def _draw(self, size: int, index: int) -> tuple[Prompt, list[str]]:
-        # A string seeds by its hash (SHA-512), the same in every process and version.
+        # Random hashes a string seed with SHA-512: the same in every process and Python version.
         rng = Random(f"{self.task.name} {self.context} {self.seed} {index}")
         return self._family.draw(rng, size, index)
 
     def _tokens(self, size: int, index: int) -> int:
-        """Tokens of a sample of this size and of its answer."""
-        return len(self._encode(self._draw(size, index)[0])) + self.task.budget
+        """Tokens of the prompt of a sample of this size and of its answer."""
+        return len(self._encode(self._draw(size, index)[0])) + self.task.max_new_tokens
 
-    def _whole(self, prompt: Prompt) -> str:
+    def _prompt_text(self, prompt: Prompt) -> str:
         if not self._chat:
             return str(prompt)
         turn = [{"role": "user", "content": prompt.text}]
-        return self._tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) + prompt.prefix
+        return chat_prompt(self._tokenizer, turn) + prompt.prefix
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        # A chat template writes the first token itself.
-        return self._tokenizer(self._whole(prompt), add_special_tokens=not self._chat, verbose=False).input_ids
+        # A chat template writes BOS itself.
+        return self._tokenizer(self._prompt_text(prompt), add_special_tokens=not self._chat, verbose=False).input_ids
 
     def _count(self, text: str) -> int:
         return len(self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids)

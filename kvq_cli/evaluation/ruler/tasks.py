@@ -1,37 +1,47 @@
-"""RULER's 13 tasks with their parameters (Hsieh et al. 2024, https://arxiv.org/abs/2404.06654; `synthetic.yaml`)."""
+"""Parameters of RULER's 13 tasks (Hsieh et al. 2024, https://arxiv.org/abs/2404.06654; `synthetic.yaml`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Any
 
 from kvq_cli.errors import UsageError
 
-BUDGETS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
-"""Tokens that an answer may take, by family; they count towards the context length."""
+MAX_NEW_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
+"""Maximum answer length in tokens by family; part of the context length."""
 METRICS = {"niah": "string_match_all", "vt": "string_match_all", "cwe": "string_match_all", "fwe": "string_match_all"}
 
 
 @dataclass(frozen=True)
 class RulerTask:
-    """One task: a family of samples and what its samples look like."""
+    """One task: its family and the family's parameters (`args`, named as in RULER's configuration where possible)."""
 
     name: str
     family: str
-    args: Mapping = field(default_factory=dict)
+    args: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def budget(self) -> int:
-        return BUDGETS[self.family]
+    def max_new_tokens(self) -> int:
+        return MAX_NEW_TOKENS[self.family]
 
     @property
     def metric(self) -> str:
         return METRICS.get(self.family, "string_match_part")
 
 
-def _niah(name: str, haystack: str, *, key="words", value="numbers", keys=1, values=1, queries=1) -> RulerTask:
-    # RULER: as many keys as queries at least.
+def _niah(
+    name: str,
+    haystack: str,
+    *,
+    key: str = "words",
+    value: str = "numbers",
+    keys: int = 1,
+    values: int = 1,
+    queries: int = 1,
+) -> RulerTask:
+    # As in RULER, there are at least as many keys as queries.
     keys = max(keys, queries)
     args = {"haystack": haystack, "key": key, "value": value, "keys": keys, "values": values, "queries": queries}
     return RulerTask(name, "niah", MappingProxyType(args))
@@ -56,7 +66,7 @@ TASKS: Mapping[str, RulerTask] = MappingProxyType({task.name: task for task in _
 
 
 def ruler_task(name: str) -> RulerTask:
-    """The task of that name; UsageError naming the valid ones."""
+    """Look up a task; UsageError with the valid names if there is none."""
     if name not in TASKS:
         raise UsageError(f"unknown RULER task {name!r}; valid: {', '.join(TASKS)}")
     return TASKS[name]

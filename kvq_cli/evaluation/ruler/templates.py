@@ -1,6 +1,6 @@
-"""The wording of prompts: RULER's own for any model, and the built-in reference model's.
+"""Prompt templates: RULER's own, and those that the built-in reference model was trained on.
 
-Both are given the same content (the same haystacks, depths, values and questions); only the sentences around differ.
+Both get the same sample contents (haystacks, depths, values, questions); only the instructions differ.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvq_cli.errors import UsageError
-from kvq_cli.evaluation.ruler.content import Chain, CodedWords, CommonWords, Needles, Passages, Prompt
+from kvq_cli.evaluation.ruler.sample_types import Chain, CodedWords, CommonWords, Needles, Passages, Prompt
 from kvq_cli.models import REFERENCE
 from kvq_cli.reference import prompts
 
 
 class Templates(Protocol):
-    """How contents become prompts. examples: whether a solved sample goes in front of `vt` and `cwe`, as in RULER."""
+    """Turns sample contents into prompts. examples: put a solved example in front of `vt` and `cwe`, as RULER does."""
 
     name: str
     examples: bool
@@ -27,14 +27,14 @@ class Templates(Protocol):
     def passages(self, content: Passages) -> Prompt: ...
 
 
-class Standard:
-    """RULER's base templates, word for word, with its answer prefixes and its one solved example for `vt` and `cwe`."""
+class StandardTemplates:
+    """RULER's base templates, verbatim, with its answer prefixes and its one solved example for `vt` and `cwe`."""
 
     name = "standard"
     examples = True
 
     def assignment(self, target: str, source: str, first: bool) -> str:
-        # The blank at the end of all but the first assignment is RULER's.
+        # RULER puts a blank at the end of all assignments but the first.
         return f"VAR {target} = {source}" if first else f"VAR {target} = VAR {source} "
 
     def needles(self, content: Needles) -> Prompt:
@@ -96,8 +96,8 @@ class Standard:
         )
 
 
-class Reference:
-    """The prompts that the built-in model was trained on; no solved examples."""
+class ReferenceTemplates:
+    """Prompts that the built-in model was trained on, without solved examples."""
 
     name = "reference"
     examples = False
@@ -106,34 +106,38 @@ class Reference:
         return prompts.chain_fact(source, target)
 
     def needles(self, content: Needles) -> Prompt:
-        return _reference(content.lines, prompts.question(content.kind, content.queries, many=content.values > 1))
+        return _reference_prompt(
+            content.lines, prompts.question(content.kind, content.queries, many=content.values > 1)
+        )
 
     def chain(self, content: Chain) -> Prompt:
-        return _reference(content.lines, prompts.chain_question(content.value))
+        return _reference_prompt(content.lines, prompts.chain_question(content.value))
 
     def common_words(self, content: CommonWords) -> Prompt:
         question = prompts.common_words_question(len(content.common))
         return Prompt(prompts.prompt(prompts.numbered_words(content.words), question))
 
     def coded_words(self, content: CodedWords) -> Prompt:
-        return _reference(content.words, prompts.coded_words_question(len(content.frequent)))
+        return _reference_prompt(content.words, prompts.coded_words_question(len(content.frequent)))
 
     def passages(self, content: Passages) -> Prompt:
         documents = (prompts.document(number, text) for number, text in enumerate(content.documents, 1))
         return Prompt(prompts.prompt("\n\n".join(documents), prompts.passage_question(content.question)))
 
 
-def templates(name: str, model: str) -> Templates:
-    """`standard`, `reference`, or `auto`: the built-in model's own prompts for it, RULER's for every other."""
+def select_templates(name: str, model: str) -> Templates:
+    """Templates by name: `standard`, `reference`, or `auto` (`reference` for the built-in model, else `standard`)."""
+    standard, reference = StandardTemplates(), ReferenceTemplates()
     if name == "auto":
-        return Reference() if model == REFERENCE else Standard()
-    for known in (Standard, Reference):
-        if name == known.name:
-            return known()
-    raise UsageError(f"unknown templates {name!r}; valid: auto, {Standard.name}, {Reference.name}")
+        return reference if model == REFERENCE else standard
+    if name == standard.name:
+        return standard
+    if name == reference.name:
+        return reference
+    raise UsageError(f"unknown templates {name!r}; valid: auto, {standard.name}, {reference.name}")
 
 
-def _reference(lines: list[str], question: str) -> Prompt:
+def _reference_prompt(lines: list[str], question: str) -> Prompt:
     return Prompt(prompts.prompt(prompts.context(line for line in lines if line), question))
 
 
@@ -142,6 +146,6 @@ def _numbered(words: list[str]) -> str:
 
 
 def _series(names: list[str]) -> str:
-    """`a`; `a, and b`; `a, b, and c`, with RULER's comma."""
+    """Join names as RULER does: `a`; `a, and b`; `a, b, and c`."""
     *head, last = names
     return f"{', '.join(head)}, and {last}" if head else last

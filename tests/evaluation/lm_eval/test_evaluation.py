@@ -7,12 +7,12 @@ import pytest
 
 from kvq_cli.attention.attach import attach
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.evaluation.compare import subjects
+from kvq_cli.evaluation.compared_methods import compared_methods
 from kvq_cli.evaluation.lm_eval.evaluation import LmEvalEvaluation
 from kvq_cli.evaluation.lm_eval.model import AttachedLM
 from kvq_cli.evaluation.lm_eval.tasks import load_tasks, silence
 from kvq_cli.evaluation.runner import evaluate
-from kvq_cli.evaluation.settings import Settings
+from kvq_cli.evaluation.settings import EvaluationSettings
 from kvq_cli.methods.registry import build
 
 COMPARED = [build("fp16"), build("kivi", bits=2, residual=32)]
@@ -27,7 +27,7 @@ def run(loaded, tasks, data_dir):
     def start(out, chosen=COMPARED, **changes):
         extra = {key: changes.pop(key) for key in ("track", "fresh") if key in changes}
         settings = {"tasks": [f"lm_eval:{one}" for one in tasks.values()], "data_dir": str(data_dir), "batch_size": 1}
-        return evaluate(loaded, subjects(chosen), Settings(**{**settings, **changes}), out, **extra)
+        return evaluate(loaded, compared_methods(chosen), EvaluationSettings(**{**settings, **changes}), out, **extra)
 
     return start
 
@@ -93,7 +93,7 @@ def test_strict_and_flexible_match_as_gsm8k_has_them(run, loaded, tasks, data_di
     answers = [" #### {}", " it is {}", " #### 7", " {}.", " none", " 5 #### {} or 3"]
 
     def speak(self, requests, disable_tqdm=False):
-        self.used.append(({"tokens": 9, "compressed": 9, "bytes": 1, "fp16_bytes": 9, "constant_bytes": 0,
+        self.cache_records.append(({"tokens": 9, "compressed": 9, "bytes": 1, "fp16_bytes": 9, "constant_bytes": 0,
                            "nominal_bits": 2, "packed_bits": 2}, 1))  # fmt: skip
         found = []
         for request in requests:
@@ -162,14 +162,14 @@ def test_nothing_compressed_is_an_error_only_when_no_sample_is(run, tasks, tmp_p
 
 
 def test_log_likelihoods_need_a_compressed_prefill(run, tasks, tmp_path):
-    with pytest.raises(UsageError, match="lm_eval:letters with prefill exact measure nothing"):
+    with pytest.raises(UsageError, match="lm_eval:letters with prefill exact would not use the compressed cache"):
         run(tmp_path, prefill="exact")
     run(tmp_path, COMPARED[1:], tasks=[f"lm_eval:{tasks['sums']}"], prefill="exact", limit=1)
     with pytest.raises(UsageError, match="--data-dir nowhere: no such folder"):
         run(tmp_path, data_dir="nowhere")
     with pytest.raises(UsageError, match="--chat-template: the tokenizer of tiny has none"):
         run(tmp_path / "none", chat_template=True)
-    with pytest.raises(UsageError, match="--max-length 4096: tiny was made for 2048 tokens at most"):
+    with pytest.raises(UsageError, match="--max-length 4096: the context length of tiny is 2048 tokens"):
         run(tmp_path / "none", max_length=4096)
     assert not (tmp_path / "none").exists()
 

@@ -6,7 +6,7 @@ from lm_eval.api.instance import Instance
 
 from kvq_cli.attention.attach import attach
 from kvq_cli.errors import UsageError
-from kvq_cli.evaluation.lm_eval.model import AttachedLM, mean_record
+from kvq_cli.evaluation.lm_eval.model import AttachedLM, mean_cache_record
 from kvq_cli.methods.registry import build
 from kvq_cli.reference import prose
 
@@ -76,8 +76,8 @@ def test_one_compressed_pass_is_what_decoding_token_by_token_would_give(loaded):
         total, greedy = one_by_one(loaded, KIVI, *one.args)
         assert compressed[0] == pytest.approx(total, abs=1e-3) and compressed[1] == greedy
     assert max(abs(a[0] - b[0]) for a, b in zip(found, exact, strict=True)) > 0.05
-    assert mean_record(model.used)["bytes"] < 0.6 * mean_record(plain.used)["bytes"]
-    assert mean_record(model.used)["compressed"] > 50
+    assert mean_cache_record(model.cache_records)["bytes"] < 0.6 * mean_cache_record(plain.cache_records)["bytes"]
+    assert mean_cache_record(model.cache_records)["compressed"] > 50
 
 
 def test_padding_and_order_change_nothing(loaded):
@@ -90,7 +90,7 @@ def test_choices_of_one_token_share_a_pass(loaded):
     letters = requests("loglikelihood", [(words(0, 300), letter) for letter in (" A", " B", " C")])
     assert {len(loaded.tokenizer(one.args[1], add_special_tokens=False).input_ids) for one in letters} == {1}
     found, model = run(loaded, KIVI, "loglikelihood", letters)
-    assert sum(rows for _, rows in model.used) == 1 and len({total for total, _ in found}) == 3
+    assert sum(rows for _, rows in model.cache_records) == 1 and len({total for total, _ in found}) == 3
     assert sum(found_greedy for _, found_greedy in found) <= 1
 
 
@@ -123,7 +123,7 @@ def test_answers_are_greedy_and_end_at_stop_strings(loaded):
     assert found[:2] == [text.split(stop)[0], text] and stop not in found[2]
     compressed, packed = run(loaded, KIVI, "generate_until", asked, batch_size=2)
     assert compressed[1] != text
-    assert mean_record(packed.used)["bytes"] < mean_record(model.used)["bytes"]
+    assert mean_cache_record(packed.cache_records)["bytes"] < mean_cache_record(model.cache_records)["bytes"]
 
 
 @pytest.mark.parametrize(("truncation", "head"), [("left", 0), ("middle", 25)])
@@ -134,7 +134,7 @@ def test_long_prompts_lose_their_beginning_or_their_middle(loaded, monkeypatch, 
         seen.extend(prompts)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvq_cli.evaluation.lm_eval.model.answer", watch)
+    monkeypatch.setattr("kvq_cli.evaluation.lm_eval.model.generate_answers", watch)
     asked = requests("generate_until", [(TEXT[:900], {"max_gen_toks": 14})])
     with pytest.raises(KeyboardInterrupt):
         run(loaded, KIVI, "generate_until", asked, max_length=64, truncation=truncation)
@@ -146,16 +146,16 @@ def test_long_prompts_lose_their_beginning_or_their_middle(loaded, monkeypatch, 
 
 
 def test_what_would_measure_nothing_or_chance_is_refused(loaded):
-    nothing = pytest.raises(UsageError, match="prefill exact measure nothing")
+    nothing = pytest.raises(UsageError, match="prefill exact would not use the compressed cache")
     with attach(loaded.model, KIVI, prefill="exact") as attached, nothing:
         AttachedLM(loaded, attached).loglikelihood(PAIRS, disable_tqdm=True)
     for options, message in (
-        ({"do_sample": True, "temperature": 0.7}, "at random"),
-        ({"temperature": 0.7}, "at random"),
+        ({"do_sample": True, "temperature": 0.7}, "samples its answers"),
+        ({"temperature": 0.7}, "samples its answers"),
         ({"num_beams": 4}, "num_beams"),
         ({"max_gen_toks": 4096}, "no room for a prompt in 2048"),
     ):
         with pytest.raises(UsageError, match=message):
             run(loaded, KIVI, "generate_until", requests("generate_until", [("a", options)]))
-    with pytest.raises(UsageError, match="--max-length 4096: tiny was made for 2048"):
+    with pytest.raises(UsageError, match="--max-length 4096: the context length of tiny is 2048"):
         run(loaded, KIVI, "loglikelihood", PAIRS, max_length=4096)

@@ -3,11 +3,11 @@
 import pytest
 
 from kvq_cli.errors import UsageError
-from kvq_cli.evaluation.compare import subjects
+from kvq_cli.evaluation.compared_methods import compared_methods
 from kvq_cli.evaluation.lm_eval.model import AttachedLM
-from kvq_cli.evaluation.lm_eval.names import GROUPS
+from kvq_cli.evaluation.lm_eval.task_groups import GROUPS
 from kvq_cli.evaluation.runner import evaluate
-from kvq_cli.evaluation.settings import Settings
+from kvq_cli.evaluation.settings import EvaluationSettings
 from kvq_cli.methods.registry import build
 
 from .conftest import write_lines
@@ -103,15 +103,15 @@ def test_right_answers_score_one_and_wrong_ones_zero(name, loaded, tmp_path, mon
 
     def speak(self, requests, disable_tqdm=False):
         cache = dict.fromkeys(("tokens", "compressed", "bytes", "fp16_bytes", "constant_bytes"), 1)
-        self.used.append((cache | {"nominal_bits": 2, "packed_bits": 2}, 1))
+        self.cache_records.append((cache | {"nominal_bits": 2, "packed_bits": 2}, 1))
         return [wrong if request.doc_id == 1 else right(request.doc) for request in requests]
 
     monkeypatch.setattr(AttachedLM, "generate_until", speak)
     monkeypatch.setattr("nltk.download", lambda *_, **__: True)  # goes to the network
-    settings = Settings(
+    settings = EvaluationSettings(
         [f"lm_eval:{name}"], data_dir=str(tmp_path / "data"), limit=2, num_fewshot=1, max_new_tokens=256
     )
-    chosen = subjects([build("kivi", bits=2)])
+    chosen = compared_methods([build("kivi", bits=2)])
     document = evaluate(loaded, chosen, settings, tmp_path / "out")
     found = document["methods"]["kivi-2bit"]["results"][f"lm_eval:{name}"]
     assert found[figure] == pytest.approx(0.5, abs=0.01), found
@@ -124,9 +124,9 @@ def test_answers_that_leave_no_room_for_a_prompt_are_refused_before_the_first(lo
     split, row, *_ = TASKS["mmlu_pro_law"]
     for place in (split, "validation"):
         write_lines(tmp_path / "data" / "mmlu_pro_law" / f"{place}.jsonl", [row] * 5)
-    settings = Settings(["lm_eval:mmlu_pro_law"], data_dir=str(tmp_path / "data"))
+    settings = EvaluationSettings(["lm_eval:mmlu_pro_law"], data_dir=str(tmp_path / "data"))
     with pytest.raises(UsageError, match="answers of 2048 tokens leave no room for a prompt in 2048 tokens"):
-        evaluate(loaded, subjects([build("kivi")]), settings, tmp_path / "out")
+        evaluate(loaded, compared_methods([build("kivi")]), settings, tmp_path / "out")
 
 
 def test_a_groups_mean_is_a_figure_too(loaded, tmp_path, monkeypatch):
@@ -137,12 +137,12 @@ def test_a_groups_mean_is_a_figure_too(loaded, tmp_path, monkeypatch):
 
     def speak(self, requests, disable_tqdm=False):
         cache = dict.fromkeys(("tokens", "compressed", "bytes", "fp16_bytes", "constant_bytes"), 1)
-        self.used.append((cache | {"nominal_bits": 2, "packed_bits": 2}, 1))
+        self.cache_records.append((cache | {"nominal_bits": 2, "packed_bits": 2}, 1))
         return ["Location" for _ in requests]
 
     monkeypatch.setattr(AttachedLM, "generate_until", speak)
-    settings = Settings(["lm_eval:longbench_squat"], data_dir=str(tmp_path / "data"), max_new_tokens=256)
-    document = evaluate(loaded, subjects([build("kivi", bits=2)]), settings, tmp_path / "out")
+    settings = EvaluationSettings(["lm_eval:longbench_squat"], data_dir=str(tmp_path / "data"), max_new_tokens=256)
+    document = evaluate(loaded, compared_methods([build("kivi", bits=2)]), settings, tmp_path / "out")
     one = document["methods"]["kivi-2bit"]
     scores = [one["results"][f"lm_eval:{name}"]["score,none"] for name in names]
     assert scores[names.index("longbench_trec")] == 1 and sum(scores) < 3

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.evaluation.lm_eval.names import GROUPS, lm_eval_names, task_table
+from kvq_cli.evaluation.lm_eval.task_groups import GROUPS, requested_tasks, task_table
 from kvq_cli.evaluation.lm_eval.tasks import load_tasks, task_names
 
 
@@ -30,7 +30,7 @@ def test_lm_eval_has_every_task_of_the_papers_in_the_folder_that_is_named(manage
 
 
 def test_groups_are_taken_apart_and_tasks_named_twice_count_once():
-    found = lm_eval_names(["perplexity", "lm_eval:longbench_squat", "lm_eval:longbench_qasper", "lm_eval:mine"])
+    found = requested_tasks(["perplexity", "lm_eval:longbench_squat", "lm_eval:longbench_qasper", "lm_eval:mine"])
     assert len(found) == 9 and found["longbench_qasper"] == "longbench_squat" and found["mine"] == "mine"
 
 
@@ -94,7 +94,7 @@ def test_wrong_names(tmp_path):
 
 
 def test_an_unknown_task_names_those_alike(manager):
-    with pytest.raises(UsageError, match="unknown task 'lm_eval:gsm8j': .*alike: .*gsm8k"):
+    with pytest.raises(UsageError, match="unknown task 'lm_eval:gsm8j': .*similar names: .*gsm8k"):
         list(task_names(manager, "gsm8j"))
 
 

@@ -1,6 +1,6 @@
-"""RULER's word lists, from the wonderwords package, read in the same way as RULER reads them.
+"""RULER's word lists, from the wonderwords package, loaded as RULER loads them.
 
-wonderwords is imported inside the functions: only drawing samples needs it.
+wonderwords is imported inside the functions: only generating samples needs it.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from functools import cache
 
 @cache
 def adjectives() -> tuple[str, ...]:
-    """The adjectives of keys (`rough` of `rough-sun`), sorted."""
+    """Adjectives of keys (`rough` in `rough-sun`), sorted."""
     return _word_file("adjectivelist.txt")
 
 
 @cache
 def nouns() -> tuple[str, ...]:
-    """The nouns of keys (`sun` of `rough-sun`), sorted."""
+    """Nouns of keys (`sun` in `rough-sun`), sorted."""
     return _word_file("nounlist.txt")
 
 
 @cache
 def list_words() -> tuple[str, ...]:
-    """The words of `cwe`'s lists: nouns, adjectives and verbs, sorted."""
+    """Words of `cwe`'s lists: nouns, adjectives and verbs, sorted."""
     from wonderwords import RandomWord
 
     return tuple(sorted(set(RandomWord().filter(include_categories=["nouns", "adjectives", "verbs"]))))

@@ -8,7 +8,7 @@ from lm_eval.api.registry import get_model
 from lm_eval.evaluator import simple_evaluate
 from lm_eval.tasks import TaskManager
 
-import kvq_cli.evaluation.lm_eval.registered
+import kvq_cli.evaluation.lm_eval.registered_model
 from kvq_cli.artifact import load_artifact
 from kvq_cli.attention.attach import attach
 from kvq_cli.errors import KvqError, UsageError
@@ -97,12 +97,12 @@ def test_nothing_compressed_is_an_error(run):
 
 def test_arguments_that_contradict_each_other_or_are_unknown(folder, tmp_path):
     model = get_model("kvq")
-    assert model is kvq_cli.evaluation.lm_eval.registered.KvqLM
+    assert model is kvq_cli.evaluation.lm_eval.registered_model.KvqLM
     for arguments, message in (
         ({}, "name a method"),
         ({"artifact": str(tmp_path), "bits": 2}, "drop the others"),
         ({"method": "kivi", "residul": 3}, "residul"),
-        ({"method": "kivi", "batch_size": "auto"}, "--batch_size auto: kvq takes a number"),
+        ({"method": "kivi", "batch_size": "auto"}, "--batch_size auto: must be a number"),
         ({"method": "temporalkv"}, "kvq calibrate"),
     ):
         with pytest.raises(UsageError, match=message):

@@ -1,4 +1,4 @@
-"""Results on disk: one line per sample as it comes, the summary when all is done; a rerun takes up where it stopped."""
+"""Sample logs: one JSONL line per finished sample, so that an interrupted evaluation resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -9,46 +9,50 @@ from pathlib import Path
 from typing import Any
 
 from kvq_cli.errors import KvqError
+from kvq_cli.evaluation.base import Record
 from kvq_cli.files import cannot_write
 
 
 def digest(key: Mapping[str, Any]) -> str:
-    """A short name for everything that a sample's result depends on."""
+    """The first 10 hex digits of the SHA-256 of a key: everything that a sample's result depends on."""
     return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:10]
 
 
-def log_file(name: str, key: Mapping[str, Any]) -> str:
-    """The name of a log of samples: a run with other settings never mixes with it."""
-    return f"{name}-{digest(key)}.jsonl"
+def log_name(evaluation: str, key: Mapping[str, Any]) -> str:
+    """File name of a sample log; the key's digest keeps runs with other settings in other files."""
+    return f"{evaluation}-{digest(key)}.jsonl"
 
 
-def read_records(path: Path) -> dict[int, dict]:
-    """A log's records by index, without a last line that was cut short. Of a sample that two runs at once evaluated,
-    the later one. KvqError where a line is damaged."""
-    found = {}
+def read_records(path: Path) -> dict[int, Record]:
+    """Read a log's records by sample index.
+
+    An incomplete last line is ignored. If two concurrent runs wrote the same sample, the later record counts. KvqError
+    if a line is damaged.
+    """
+    records = {}
     for number, line in enumerate(path.read_bytes().rpartition(b"\n")[0].splitlines(), start=1):
         try:
             record = json.loads(line)
-            if number > 1:
-                found[record["index"]] = record
+            if number > 1:  # the first line holds the key
+                records[record["index"]] = record
         except (ValueError, KeyError, TypeError):
             raise KvqError(f"{path}, line {number} is damaged: delete the file to evaluate again") from None
-    return found
+    return records
 
 
 class SampleLog:
     """A JSONL file: the key in its first line, then one record for each finished sample.
 
-    A last line that was cut short by a kill is dropped, and its sample is evaluated again. option: what the user gives
-    to choose another folder, for the KvqError where it cannot be written.
+    An incomplete last line, left by a killed process, is removed and its sample evaluated again. fresh: discard the
+    records of an earlier run. option: the flag that an error about an unwritable folder names.
     """
 
     def __init__(
         self, folder: Path, name: str, key: Mapping[str, Any], fresh: bool = False, option: str = "--out"
     ) -> None:
-        self.path = folder / log_file(name, key)
+        self.path = folder / log_name(name, key)
         self.option = option
-        self.records: dict[int, dict] = {}
+        self.records: dict[int, Record] = {}
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if fresh or not self._read():
@@ -57,7 +61,7 @@ class SampleLog:
             raise cannot_write(self.path, error, self.option) from error
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Keep finished samples; they are on disk when this returns."""
+        """Append the records of finished samples; they are on disk when this returns."""
         lines = ""
         for record in records:
             self.records[record["index"]] = dict(record)
@@ -69,11 +73,11 @@ class SampleLog:
             raise cannot_write(self.path, error, self.option) from error
 
     def _read(self) -> bool:
-        """Take up the records of an earlier run; whether the file holds its key at least."""
+        """Read the records of an earlier run; returns whether the file has a complete key line."""
         data = self.path.read_bytes() if self.path.exists() else b""
-        whole, newline, rest = data.rpartition(b"\n")
-        if rest:
+        complete, newline, incomplete = data.rpartition(b"\n")
+        if incomplete:
             with open(self.path, "r+b") as file:
-                file.truncate(len(whole) + len(newline))
-        self.records = read_records(self.path) if whole else {}
-        return bool(whole)
+                file.truncate(len(complete) + len(newline))
+        self.records = read_records(self.path) if complete else {}
+        return bool(complete)

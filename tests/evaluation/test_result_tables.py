@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kvq_cli.errors import KvqError
-from kvq_cli.evaluation.paired import paired, student
+from kvq_cli.evaluation.paired import paired, student_t
 from kvq_cli.evaluation.tabulate import tabulate
 
 
@@ -49,7 +49,7 @@ def folder(tmp_path):
 
 def test_student_has_the_quantiles_of_the_tables():
     for freedom, value in {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 9: 2.2622, 30: 2.0423, 500: 1.9647}.items():
-        assert student(freedom) == pytest.approx(value, abs=6e-5)
+        assert student_t(freedom) == pytest.approx(value, abs=6e-5)
 
 
 def test_without_scipy_the_error_names_the_extra(monkeypatch):

@@ -1,15 +1,16 @@
-"""Invented articles with questions, in SQuAD's and HotpotQA's formats: the default where no question file is given.
+"""Synthetic articles with questions in SQuAD's and HotpotQA's formats, used if no question file is given.
 
-No model can know the answers from its training, because all facts are invented.
+All facts are invented, so that no model knows the answers from its training data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from random import Random
+from typing import Any
 
 QUESTIONS = 500
-"""How many samples RULER draws of each task."""
+"""Samples per task in RULER."""
 _list = str.split
 _HEADS = _list("Bren Cal Dor Eld Fen Gar Hal Kel Lor Mar Nor Or Pel Quin Ros Sel Tor Ul Ver Wex")
 _MIDDLES = _list("a ar e en i in o on u al")
@@ -20,23 +21,23 @@ _THINGS = _list("bridge canal garden library lighthouse mill museum observatory 
 _GOODS = _list("barley bells boats bricks candles cheese glass honey paper salt silk wool")
 
 
-def squad(seed: int, questions: int = QUESTIONS) -> dict:
-    """SQuAD-like articles on invented towns, of five paragraphs, each with a question that it answers."""
+def squad(seed: int, questions: int = QUESTIONS) -> dict[str, Any]:
+    """Articles in SQuAD's format about invented towns: five paragraphs each, with one question per paragraph."""
     rng = Random(f"invented squad {seed}")
     towns, names = _names(rng, _PLACES), _names(rng, _MIDDLES)
-    articles = []
+    articles: list[dict[str, Any]] = []
     while 5 * len(articles) < questions:
         town = next(towns)
-        paragraphs = [_paragraph(*fact) for fact in _town(rng, town, names)]
+        paragraphs = [_paragraph(*fact) for fact in _town_facts(rng, town, names)]
         articles.append({"title": town, "paragraphs": paragraphs})
     return {"data": articles}
 
 
-def hotpotqa(seed: int, questions: int = QUESTIONS) -> list[dict]:
-    """HotpotQA-like questions that need two of six documents: who built it, and where that person was born."""
+def hotpotqa(seed: int, questions: int = QUESTIONS) -> list[dict[str, Any]]:
+    """Two-hop questions in HotpotQA's format: of six documents, two name a builder and a birthplace."""
     rng = Random(f"invented hotpotqa {seed}")
     towns, people = _names(rng, _PLACES), _names(rng, _MIDDLES)
-    entries = []
+    entries: list[dict[str, Any]] = []
     while len(entries) < questions:
         pairs = [(next(towns), next(people), next(towns), rng.choice(_THINGS)) for _ in range(3)]
         town, _, birthplace, thing = pairs[0]
@@ -47,8 +48,8 @@ def hotpotqa(seed: int, questions: int = QUESTIONS) -> list[dict]:
     return entries
 
 
-def _town(rng: Random, town: str, names: Iterator[str]) -> list[tuple[str, str, str]]:
-    """Five facts about a town: paragraph, question and answer of each."""
+def _town_facts(rng: Random, town: str, names: Iterator[str]) -> list[tuple[str, str, str]]:
+    """Five `(paragraph, question, answer)` about a town."""
     founder = f"{rng.choice(_FIRST)} {next(names)}"
     year, people = str(rng.randint(1100, 1899)), f"{rng.randint(2, 99)},{rng.randint(100, 999)}"
     river, goods, thing, trade = next(names), rng.choice(_GOODS), rng.choice(_THINGS), rng.choice(_TRADES)
@@ -84,12 +85,13 @@ def _town(rng: Random, town: str, names: Iterator[str]) -> list[tuple[str, str, 
     ]
 
 
-def _paragraph(text: str, question: str, answer: str) -> dict:
+def _paragraph(text: str, question: str, answer: str) -> dict[str, Any]:
     answers = [{"text": answer, "answer_start": text.index(answer)}]
     return {"context": text, "qas": [{"question": question, "answers": answers, "is_impossible": False}]}
 
 
 def _two_documents(rng: Random, town: str, person: str, birthplace: str, thing: str) -> list[tuple[str, list[str]]]:
+    """Title and sentences of two documents: who built the thing, and where the builder was born."""
     builder = f"{rng.choice(_FIRST)} {person}"
     first = [
         f"The {thing} of {town} is the largest of the region.",
@@ -104,7 +106,7 @@ def _two_documents(rng: Random, town: str, person: str, birthplace: str, thing: 
 
 def _names(rng: Random, endings: Sequence[str]) -> Iterator[str]:
     """An endless sequence of distinct invented names."""
-    taken = set()
+    taken: set[str] = set()
     while True:
         name = rng.choice(_HEADS) + rng.choice(_MIDDLES) + rng.choice("bdfgklmnprstvz") + rng.choice(endings)
         if name not in taken:

@@ -6,8 +6,8 @@ import os
 import pytest
 
 from kvq_cli.errors import KvqError
-from kvq_cli.evaluation.base import mean_and_error
-from kvq_cli.evaluation.results import SampleLog
+from kvq_cli.evaluation.base import mean_and_stderr
+from kvq_cli.evaluation.sample_log import SampleLog
 
 KEY = {"task": "vt", "seed": 0}
 
@@ -56,6 +56,6 @@ def test_damage_in_the_middle_is_named(tmp_path):
 
 
 def test_mean_and_standard_error():
-    assert mean_and_error([1.0]) == (1.0, None)
-    mean, error = mean_and_error([0.0, 1.0, 1.0, 0.0])
+    assert mean_and_stderr([1.0]) == (1.0, None)
+    mean, error = mean_and_stderr([0.0, 1.0, 1.0, 0.0])
     assert (mean, error) == (0.5, pytest.approx((1 / 3) ** 0.5 / 2))

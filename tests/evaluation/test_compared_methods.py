@@ -6,7 +6,7 @@ import torch
 from kvq_cli.artifact import save_artifact
 from kvq_cli.cli.resolve import resolve_compared
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.evaluation.compare import subjects
+from kvq_cli.evaluation.compared_methods import compared_methods
 from kvq_cli.methods.registry import build, method_names, to_config
 
 
@@ -24,7 +24,7 @@ def artifact(tmp_path, monkeypatch):
 
 
 def _labels(*arguments, **options):
-    return [one.label for one in subjects(resolve_compared("reference", *arguments, **options))]
+    return [one.label for one in compared_methods(resolve_compared("reference", *arguments, **options))]
 
 
 def test_artifacts_below_the_current_folder_are_found(artifact):
@@ -52,7 +52,9 @@ def test_artifacts_of_one_method_are_told_apart_by_their_folders(artifact):
 
 
 def test_an_artifact_changes_the_identity(artifact):
-    one, other = (subjects(resolve_compared("reference", [], None, [artifact(f"a{bits}", bits)]))[0] for bits in (2, 4))
+    one, other = (
+        compared_methods(resolve_compared("reference", [], None, [artifact(f"a{bits}", bits)]))[0] for bits in (2, 4)
+    )
     assert one.identity["artifact"] != other.identity["artifact"]
     assert one.identity["method"]["bits"] == 2
 
@@ -69,7 +71,7 @@ def test_methods_are_told_apart_by_the_options_in_which_they_differ(artifact):
 
 def test_results_have_a_folder_that_is_their_own_whatever_they_are_compared_with(artifact):
     def folders(*arguments, **options):
-        return [one.folder for one in subjects(resolve_compared("reference", *arguments, **options))]
+        return [one.folder for one in compared_methods(resolve_compared("reference", *arguments, **options))]
 
     shared = {"options": {"sinks": "8"}}
     assert _labels(["kivi", "kivi:residual=64"], 2, **shared) == ["kivi-2bit", "kivi-2bit,residual=64"]
@@ -86,14 +88,14 @@ def test_results_have_a_folder_that_is_their_own_whatever_they_are_compared_with
 def test_a_method_at_its_defaults_has_a_folder_that_names_bits_alone(name):
     chosen = [build(name)]
     chosen += [build(name, bits=4)] if hasattr(chosen[0], "bits") else []
-    assert all(one.folder == one.label for one in subjects(chosen))
+    assert all(one.folder == one.label for one in compared_methods(chosen))
 
 
 def test_windows_of_an_artifact_can_be_others_than_it_was_calibrated_with(artifact):
     mine = artifact("mine", 2)
     plain, other = resolve_compared("reference", [str(mine), f"{mine}:recent=32"])
     assert other.method_config == {**plain.method_config, "recent": 32}
-    one, two = subjects([plain, other])
+    one, two = compared_methods([plain, other])
     assert one.identity != two.identity
     with pytest.raises(UsageError, match="was calibrated with share=None"):
         resolve_compared("reference", [f"{mine}:share=8"])

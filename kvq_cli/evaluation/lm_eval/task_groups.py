@@ -1,6 +1,6 @@
-"""What the papers' task tables are called in lm-eval. Plain data: needs no lm-eval.
+"""Names of the papers' benchmark tasks in lm-eval. Plain data: lm-eval is not imported.
 
-`lm_eval:NAME` takes a name of this table, or any task, group or tag of lm-eval, or the YAML file of a task.
+`lm_eval:NAME` accepts a name of this table, any task, group or tag of lm-eval, or the YAML file of a task.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ PREFIX = "lm_eval:"
 
 @dataclass(frozen=True)
 class TaskGroup:
-    """tasks: lm-eval's names; folders: where lm-eval keeps them; papers: whose tables have them; note: what to know."""
+    """tasks: names in lm-eval; folders: their folders in lm-eval; papers: tables that report them; note: for users."""
 
     name: str
     tasks: tuple[str, ...]
@@ -67,22 +67,22 @@ GROUPS = (
 
 
 def is_lm_eval(task: str) -> bool:
-    """Whether a name of `--task` means one of lm-eval's tasks."""
+    """Whether a name given to `--task` is a task of lm-eval."""
     return task.startswith(PREFIX)
 
 
-def lm_eval_names(tasks: Sequence[str]) -> dict[str, str]:
-    """lm-eval's names of those of `tasks` that are its own, each with the name that it was asked for under."""
+def requested_tasks(tasks: Sequence[str]) -> dict[str, str]:
+    """Map the name in lm-eval of each requested task or group to the name given after `lm_eval:`."""
     groups = {group.name: group.tasks for group in GROUPS}
-    found: dict[str, str] = {}
-    for asked in (task.removeprefix(PREFIX) for task in tasks if is_lm_eval(task)):
-        for name in groups.get(asked, (asked,)):
-            found.setdefault(name, asked)
-    return found
+    requested: dict[str, str] = {}
+    for given in (task.removeprefix(PREFIX) for task in tasks if is_lm_eval(task)):
+        for name in groups.get(given, (given,)):
+            requested.setdefault(name, given)
+    return requested
 
 
 def task_table() -> str:
-    """The table of groups in Markdown, as docs/EVALUATION.md has it."""
+    """The table of task groups in docs/EVALUATION.md, as Markdown."""
     rows = [f"| `{PREFIX}{one.name}` | {_tasks(one)} | {one.papers} | {one.note} |" for one in GROUPS]
     return "\n".join(["| name | tasks of lm-eval | tables | to know |", "|---|---|---|---|", *rows])
 

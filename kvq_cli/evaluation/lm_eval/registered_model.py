@@ -1,8 +1,8 @@
-"""The model `kvq` of lm-eval's command line and of `lm_eval.simple_evaluate`.
+"""The model `kvq` for lm-eval's command line and `lm_eval.simple_evaluate`.
 
     python -m kvq_cli.evaluation.lm_eval --model kvq --model_args pretrained=ID,method=kivi,bits=2 --tasks gsm8k
 
-lm-eval finds models in its own registry only: importing this module enters `kvq` there.
+Importing this module registers `kvq` in lm-eval's model registry.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from kvq_cli.artifact.fingerprint import fingerprint
 from kvq_cli.attention.attach import attach
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.evaluation.base import cache_summary
-from kvq_cli.evaluation.compare import subjects
+from kvq_cli.evaluation.compared_methods import compared_methods
 from kvq_cli.evaluation.lm_eval.model import AttachedLM
-from kvq_cli.evaluation.results import digest
+from kvq_cli.evaluation.sample_log import digest
 from kvq_cli.methods.registry import build
 from kvq_cli.models import load_model
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
     from kvq_cli.methods.base import Method
 
-CACHE_OWNER = "kvq: whose responses these are"
+CACHE_OWNER = "kvq: whose responses these are"  # key in lm-eval's response cache
 
 
 @register_model("kvq")
 class KvqLM(AttachedLM):
-    """A model with an attached method, made of `--model_args`.
+    """A model with an attached compression method, built from `--model_args`.
 
-    pretrained: "reference", a Hugging Face id or a folder; artifact: a calibrated artifact's folder; or method, bits
-    and the method's own options (`kvq methods NAME` lists them). prefill, backend, device, dtype: as for `kvq eval`;
+    pretrained: "reference", a Hugging Face id or a folder. artifact: folder of a calibrated artifact; or method, bits
+    and the method's options (`kvq methods NAME` lists them). prefill, backend, device, dtype: as for `kvq eval`.
     max_length, truncation, new_tokens: as for `AttachedLM`.
     """
 
@@ -61,12 +61,12 @@ class KvqLM(AttachedLM):
         **options: Any,
     ) -> None:
         if not str(batch_size).isdigit():
-            raise UsageError(f"--batch_size {batch_size}: kvq takes a number")
-        chosen = _chosen(artifact, method, options if bits is None else {"bits": bits, **options})
-        # lm-eval's command line says cuda:0 where nobody chose, also on a machine without.
+            raise UsageError(f"--batch_size {batch_size}: must be a number")
+        attachable = _attachable(artifact, method, options if bits is None else {"bits": bits, **options})
+        # lm-eval's command line passes cuda:0 by default, also on a machine without a GPU.
         loaded = load_model(pretrained, "auto" if device in (None, "cuda:0") else device, dtype)
         self._attachment = ExitStack()
-        attached = self._attachment.enter_context(attach(loaded.model, chosen, prefill=prefill, backend=backend))
+        attached = self._attachment.enter_context(attach(loaded.model, attachable, prefill=prefill, backend=backend))
         super().__init__(
             loaded,
             attached,
@@ -81,7 +81,7 @@ class KvqLM(AttachedLM):
             "revision": loaded.revision,
             "fingerprint": fingerprint(loaded.model).to_dict(),
             "dtype": str(loaded.model.dtype).removeprefix("torch."),
-            **subjects([chosen])[0].identity,
+            **compared_methods([attachable])[0].identity,
             "prefill": prefill,
             "backend": attached.backend.summary,
             "max_length": self.max_length,
@@ -90,42 +90,42 @@ class KvqLM(AttachedLM):
         }
 
     def close(self) -> None:
-        """Take the method off the model."""
+        """Detach the method from the model."""
         self._attachment.close()
 
     def set_cache_hook(self, cache_hook: CacheHook) -> None:
-        """Take lm-eval's cache of responses (`--use_cache FILE`), which knows requests but neither model nor method.
+        """Use lm-eval's response cache (`--use_cache FILE`), whose keys contain neither model nor method.
 
-        A file belongs to the first model and method that it is used with; UsageError for any other.
+        The file is bound to the first model and method that use it; UsageError for any other.
         """
         responses, owner = cache_hook.dbdict, digest(self.identity)
         if responses is not None:
             if len(responses) and responses.get(CACHE_OWNER) != owner:
                 raise UsageError(
-                    f"--use_cache: {responses.filename} holds the responses of another model or method: give each a "
-                    "file of its own"
+                    f"--use_cache: {responses.filename} holds the responses of another model or method: use a "
+                    "separate file for each"
                 )
             responses[CACHE_OWNER] = owner
         super().set_cache_hook(cache_hook)
 
     def get_model_info(self) -> dict[str, Any]:
-        """What lm-eval adds to its results: identity, and what the caches took. KvqError if nothing was compressed."""
-        if not self.used:  # all responses came from --use_cache
+        """Identity and cache sizes for lm-eval's results file. KvqError if nothing was compressed."""
+        if not self.cache_records:  # all responses came from --use_cache
             return {"kvq": self.identity}
-        if self.attached.method.name != "fp16" and not any(record["compressed"] for record, _ in self.used):
+        if self.attached.method.name != "fp16" and not any(record["compressed"] for record, _ in self.cache_records):
             raise KvqError(
-                f"{self.attached.method.name} compressed no token: all lie within the windows that it keeps in full "
-                "precision; use a task with longer prompts, or smaller windows"
+                f"{self.attached.method.name} compressed no token: all are within its full-precision windows; "
+                "use a task with longer prompts, or smaller windows"
             )
-        records = [{"cache": record} for record, rows in self.used for _ in range(rows)]
+        records = [{"cache": record} for record, rows in self.cache_records for _ in range(rows)]
         return {"kvq": {**self.identity, "cache": cache_summary(records)}}
 
 
-def _chosen(artifact: str | None, method: str | None, options: dict[str, Any]) -> Method | Artifact:
+def _attachable(artifact: str | None, method: str | None, options: dict[str, Any]) -> Method | Artifact:
     if artifact is None:
         if method is None:
             raise UsageError("--model_args: name a method (method=kivi,bits=2) or an artifact (artifact=DIR)")
         return build(method, **{name: str(value) for name, value in options.items()})
     if method is not None or options:
-        raise UsageError(f"--model_args: artifact={artifact} holds method and options: drop the others")
+        raise UsageError(f"--model_args: artifact={artifact} defines method and options: drop the others")
     return load_artifact(Path(artifact))
