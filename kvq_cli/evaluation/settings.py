@@ -139,13 +139,8 @@ def _lm_eval(settings: EvaluationSettings, loaded: LoadedModel) -> list[Evaluati
     ]
 
 
-<<<<<<< HEAD
-def _perplexity(settings: Settings, loaded: LoadedModel) -> Evaluation:
-    seqlen = settings.seqlen or loaded.default_length(SEQLEN)
-=======
 def _perplexity(settings: EvaluationSettings, loaded: LoadedModel) -> Evaluation:
-    seqlen = settings.seqlen or loaded.usual_length(DEFAULT_SEQLEN)
->>>>>>> evalcli
+    seqlen = settings.seqlen or loaded.default_length(DEFAULT_SEQLEN)
     _check_length("--seqlen", seqlen, loaded)
     if seqlen < 2:
         raise UsageError(f"--seqlen {seqlen}: a window needs 2 tokens at least")
