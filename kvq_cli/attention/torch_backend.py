@@ -45,9 +45,13 @@ def decode_attention(query: Tensor, context: ForwardContext) -> Tensor:
 def prefill_attention(query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Tensor:
     """Causal attention of several queries per row; see `Backend`."""
     layer, out = context.layer, torch.zeros_like(query)
+    # Decoding reads even the newest tokens from layer inputs, whose factors are rounded to 16 bits.
+    stored = layer.rematerialized() if context.compressed else None
     for number, group in enumerate(context.forward.row_groups):
         if group.tokens > group.past:
-            q, k, v = (x[group.rows, :, group.pads :].float() for x in (query, key, value))
+            q, k, v = (x[group.rows, :, group.pads :].float() for x in (query, *(stored or (key, value))))
+            if stored is not None:
+                k = layer.rotation.at(k, group.past + group.offset)
             tails = layer.tails[number] if layer.tails else (None, None)
             out[group.rows, :, group.pads :] = _prefill(q, k, v, context, group, tails).to(out.dtype)
     return out

@@ -69,7 +69,7 @@ class CompressedLayer(CacheLayerMixin):
         self.expected: Forward | None = None
         self._key: Tensor | None = None
         self._input: Tensor | None = None
-        #: The numbers of the pass for each stream, until `absorb`.
+        #: The numbers of the pass for each stream, until `absorb`; layer inputs and latents until `release`.
         self._arrived: tuple[Tensor, ...] = ()
 
     def reserve(self, tokens: int) -> None:
@@ -130,6 +130,8 @@ class CompressedLayer(CacheLayerMixin):
             raise KvqError(f"layer {self.index}: attention without keys and values")
         arrived, self._arrived = self._arrived, ()
         self._keep_tails(forward)
+        if self.plan.keys.source == "input":
+            self._arrived = arrived
         if self._prompt_streams:
             self._announce_prompts(forward, arrived[0], arrived[1], query.detach())
         if self.cross_layer is not None:
@@ -137,6 +139,14 @@ class CompressedLayer(CacheLayerMixin):
             return
         for stream, x in zip(self.streams, arrived, strict=True):
             stream.append(x, forward.row_groups, forward.cache_position)
+
+    def rematerialized(self) -> tuple[Tensor, Tensor] | None:
+        """Keys before RoPE and values of the pass as later passes read them in full precision, `[batch, kv_heads,
+        columns, head_dim]`; None where keys and values are cached themselves."""
+        keys, values = self.key_stream, self.value_stream
+        if not isinstance(keys, RematerializedStream) or not isinstance(values, RematerializedStream):
+            return None
+        return keys.numbers(self._arrived[0]), values.numbers(self._arrived[-1])
 
     def _add_differences(self, cross_layer: CrossLayerSum, forward: Forward, x: Tensor) -> None:
         """The layer's turn in the sum over layers."""
@@ -156,7 +166,7 @@ class CompressedLayer(CacheLayerMixin):
 
     def release(self) -> None:
         """After the attention of the pass: forget what only that needed."""
-        self.tails = []
+        self.tails, self._arrived = [], ()
         for stream in self.streams:
             if isinstance(stream, DifferenceStream):
                 stream.close()

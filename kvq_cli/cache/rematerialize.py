@@ -30,7 +30,7 @@ class RematerializedStream:
     """The tokens of `stream` in the same pieces, read as keys or as values; see `StreamReader`. Stores nothing."""
 
     def __init__(self, stream: Stream, rematerialize: Rematerialize) -> None:
-        self._stream, self._numbers = stream, rematerialize.numbers
+        self._stream, self.numbers = stream, rematerialize.numbers
 
     @property
     def window(self) -> Window:
@@ -60,7 +60,7 @@ class RematerializedStream:
         """As `Stream.exact`; not views."""
         for first, last, x in self._stream.exact(rows, tokens, start, stop, size):
             if last > first:
-                yield first, last, self._numbers(x)
+                yield first, last, self.numbers(x)
 
     def packed(self, rows: slice, tokens: int, start: int, stop: int, size: int) -> Iterator[tuple[int, int, Packed]]:
         """As `Stream.packed`: layer inputs, which `coder` decodes to keys or values."""
@@ -68,11 +68,11 @@ class RematerializedStream:
 
     def coder(self, rows: slice) -> Codec:
         """The codec that decodes the packed tokens of `rows` to keys or values."""
-        return _RematerializingCodec(self._stream.coder(rows), self._numbers)
+        return _RematerializingCodec(self._stream.coder(rows), self.numbers)
 
     def read(self, row: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """As `Stream.read`."""
-        return self._numbers(self._stream.read(row, dtype)).to(dtype)
+        return self.numbers(self._stream.read(row, dtype)).to(dtype)
 
 
 class _RematerializingCodec(Codec):

@@ -251,6 +251,20 @@ def test_batches_and_chunks_are_single_rows_token_by_token(tiny, prompt, factore
         assert scale.mean() > 0.05 and error.mean() < 0.1 * scale.mean()
 
 
+@pytest.mark.parametrize("name, options", CASES)
+def test_one_pass_reads_the_newest_tokens_through_the_rounded_factors_too(tiny, prompt, factored, name, options):
+    """As decoding does: factors in 16 bits, the model in 32."""
+    model, (ids, mask) = tiny("llama").bfloat16(), prompt(44)
+    artifact = factored(model, build(name, **{**SMALL, "group": 8, "base_layers": 1, **options}))
+    with attach(model.float(), artifact, prefill="compressed") as kv:
+        whole, parts = (logits(model, ids, mask, kv.new_cache(), starts) for starts in ([0], [*range(44)]))
+    lossless = logits(model, ids, mask, None, [0])
+    # Until the first flush no number is quantized: the rounding of the factors is all that is lost.
+    assert (whole - lossless)[:, :5].abs().max() > 1e-3
+    assert (whole - parts)[:, :5].abs().max() < 1e-4
+    assert (whole - parts).abs().mean() < 0.1 * (whole - lossless).abs().mean()
+
+
 @pytest.mark.parametrize("name", ["xquant", "xquant-cl"])
 def test_beams(tiny, prompt, factored, name):
     """Rows that are reordered take their layer inputs with them."""
