@@ -8,7 +8,7 @@ since no hook can skip a forward pass that a graph replays. Everything is undone
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 
@@ -73,6 +73,11 @@ class Attached:
                 cache.reserve(tokens)
         self._latest = CompressedCache(caches, self.prefill, self.method.nominal_bits, self.backend.summary)
         return self._latest
+
+    def one_by_one(self) -> AbstractContextManager[None]:
+        """Inside the block, a pass over several tokens gives what decoding them one by one would, whatever `prefill`
+        says: the prompt's pass comes before the block."""
+        return self.hooks.one_by_one()
 
     def report(self, cache: CompressedCache | None = None) -> CacheReport:
         """Bytes and bits of `cache`, or of the newest cache."""

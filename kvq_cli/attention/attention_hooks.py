@@ -58,6 +58,15 @@ class AttentionHooks:
         self._decoder, self._layers, self._plans, self._backends = decoder, layers, plans, backends
         self._compressed, self._max_tokens = compressed, max_tokens
 
+    @contextmanager
+    def one_by_one(self) -> Iterator[None]:
+        """Inside the block, queries see what they would see in one-by-one decoding."""
+        before, self._compressed = self._compressed, True
+        try:
+            yield
+        finally:
+            self._compressed = before
+
     def owns(self, cache: object) -> TypeGuard[CompressedCache]:
         """Whether `cache` is a compressed cache of this attach."""
         return isinstance(cache, CompressedCache) and cache.layers[0].plan is self._plans[0]

@@ -1,0 +1,67 @@
+"""Logits of given tokens as generation would compute them: a prompt that sets the state, then tokens decoded behind it.
+
+What a method takes from the prompt (InnerQ's norms, SQuat's subspace, ZipCache's saliency, GEAR's low-rank factors) is
+taken from the prompt's pass alone, never from a token that is scored. The tokens behind it are computed in one pass
+that gives each of them what decoding one by one would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvq_cli.attention.attach import Attached
+from kvq_cli.cache.report import CacheReport
+
+
+@torch.inference_mode()
+def continuation_logits(
+    attached: Attached, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
+) -> tuple[list[Tensor], CacheReport]:
+    """For each row the logits `[len(continuation), vocabulary]` that predict its continuation, and the cache's report.
+
+    The prompt is the context but its last token, which is decoded with the continuation: so every logit is of a
+    decoding step that reads the compressed cache. A context of one token is itself the prompt. Rows of a batch may
+    have any lengths. ValueError for an empty context or continuation.
+    """
+    if not all(contexts) or not all(continuations):
+        raise ValueError("a context or a continuation has no tokens")
+    prompts = [context[:-1] or context for context in contexts]
+    decoded = [
+        [*context[len(prompt) :], *continuation[:-1]]
+        for context, prompt, continuation in zip(contexts, prompts, continuations, strict=True)
+    ]
+    longest, columns = max(map(len, prompts)), max(map(len, decoded))
+    model, cache = attached.model, attached.new_cache(longest + columns)
+    ids = torch.tensor(
+        [
+            [0] * (longest - len(prompt)) + [*prompt] + tokens + [0] * (columns - len(tokens))
+            for prompt, tokens in zip(prompts, decoded, strict=True)
+        ]
+    ).to(model.device)
+    # Tokens that fill up a row come behind all that is scored: no scored token sees them.
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * (len(prompt) + columns) for prompt in prompts])
+    mask = mask.to(model.device)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+
+    def run(begin: int, end: int, keep: int) -> Tensor:
+        return model(
+            ids[:, begin:end],
+            attention_mask=mask[:, :end],
+            position_ids=positions[:, begin:end],
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=keep,
+        ).logits
+
+    logits = run(0, longest, 1)
+    if columns:
+        with attached.one_by_one():
+            logits = torch.cat([logits, run(longest, longest + columns, 0)], dim=1)
+    rows = [
+        row[1 + len(tokens) - len(continuation) : 1 + len(tokens)]
+        for row, tokens, continuation in zip(logits, decoded, continuations, strict=True)
+    ]
+    return rows, attached.report(cache)
