@@ -74,6 +74,15 @@ Seqlen = Annotated[
     int | None,
     _samples("--seqlen", min=2, help="Perplexity: tokens of a window (default 2048; the built-in model: 1024)."),
 ]
+PromptTokens = Annotated[
+    int | None,
+    _samples(
+        "--prompt-tokens",
+        min=1,
+        help="Perplexity: first tokens of a window, from which methods take their state; those behind are scored "
+        "(default: half of the window).",
+    ),
+]
 Windows = Annotated[
     int | None, _samples("--windows", min=1, help="Perplexity: windows of text (default: as many as --limit says).")
 ]
@@ -155,6 +164,7 @@ class Samples:
     limit: Limit = None
     dataset: Dataset = "prose"
     seqlen: Seqlen = None
+    prompt_tokens: PromptTokens = None
     windows: Windows = None
     haystack: HaystackFile = "prose"
     qa_file: QaFile = None
@@ -181,6 +191,7 @@ class Samples:
             backend=computing.backend,
             dataset=self.dataset,
             seqlen=self.seqlen,
+            prompt_tokens=self.prompt_tokens,
             windows=self.windows,
             templates=self.templates,
             chat_template=self.chat_template,

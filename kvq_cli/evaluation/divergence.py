@@ -30,8 +30,8 @@ class Divergence:
 def divergence(reference: Tensor, logits: Tensor, ids: Tensor) -> Divergence:
     """KL divergence, losses and top-1 agreement of q = softmax(logits) and p = softmax(reference).
 
-    reference, logits: `[tokens, vocabulary]`, any float dtype; ids: `[tokens]`. Position t predicts token t + 1; the
-    last position is not used.
+    reference, logits: `[tokens - 1, vocabulary]` or longer, any float dtype; ids: `[tokens]`. Position t predicts token
+    t + 1.
     """
     rows = max(1, LOGITS_PER_CHUNK // logits.shape[-1])
     sums = torch.zeros(4, dtype=torch.float64)

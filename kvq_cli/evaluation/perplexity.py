@@ -1,9 +1,10 @@
-"""Perplexity as GPTQ measures it, and KL divergence from the uncompressed model on the same tokens.
+"""Perplexity of text behind a prompt, and KL divergence from the uncompressed model on the same tokens.
 
-The text is cut into non-overlapping windows. Each is one forward pass in which every token attends to the compressed
-cache, as in token-by-token decoding (`prefill="compressed"`); an exact prefill would not read the compressed cache.
+The text is cut into non-overlapping windows, as GPTQ does. The first tokens of each are a prompt, to which methods fit
+their state; those behind it are scored as decoded one by one: every prediction reads the compressed cache, and no state
+comes from scored tokens.
 
-    perplexity = exp( sum of -ln q(x_t | x_<t) / number of predicted tokens )
+    perplexity = exp( sum of -ln q(x_t | x_<t) / number of scored tokens )
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from math import exp
 from typing import TYPE_CHECKING
 
 import torch
-from torch import LongTensor, Tensor
+from torch import Tensor
 
 from kvq_cli.evaluation.base import Evaluation, Record, cache_record, mean_and_stderr
 from kvq_cli.evaluation.divergence import divergence
+from kvq_cli.evaluation.scoring import continuation_logits
 
 if TYPE_CHECKING:
     from kvq_cli.attention.attach import Attached
@@ -28,21 +30,25 @@ if TYPE_CHECKING:
 class PerplexityEvaluation(Evaluation):
     """Perplexity, KL(p_fp16 || p_method) in nats per token, and top-1 agreement with the uncompressed model.
 
-    windows: token ids `[windows, seqlen]`; limit: number of windows to evaluate (None: all).
+    windows: token ids `[windows, seqlen]`; limit: number of windows to evaluate (None: all). prompt_tokens: of each
+    window, from 1 to seqlen - 1. prefill: as of `attach`, for the prompts.
     """
 
     task = "perplexity"
+    version = 2
 
-    def __init__(self, windows: LongTensor, dataset: str, limit: int | None) -> None:
+    def __init__(self, windows: Tensor, dataset: str, limit: int | None, prompt_tokens: int, prefill: str) -> None:
         self._windows = windows if limit is None else windows[:limit]
         self.length = windows.shape[1]
         self.available = len(windows)
+        self._prompt_tokens = prompt_tokens
         self.count = len(self._windows)
         self.config = {
             "task": self.task,
             "dataset": dataset,
             "seqlen": self.length,
-            "prefill": "compressed",
+            "prompt_tokens": prompt_tokens,
+            "prefill": prefill,
             "windows_sha256": sha256(windows.numpy().tobytes()).hexdigest(),
         }
 
@@ -76,14 +82,14 @@ class PerplexityEvaluation(Evaluation):
 
     @torch.inference_mode()
     def _reference_logits(self, loaded: LoadedModel, index: int) -> Tensor:
-        """Logits `[seqlen, vocabulary]` of the uncompressed model."""
+        """Logits `[scored tokens + 1, vocabulary]` of the uncompressed model, from the prompt's last token on."""
         ids = self._windows[index : index + 1].to(loaded.model.device)
-        return loaded.model(ids, use_cache=False).logits[0]
+        return loaded.model(ids, use_cache=False, logits_to_keep=self.length - self._prompt_tokens + 1).logits[0]
 
     @torch.inference_mode()
     def _record(self, loaded: LoadedModel, attached: Attached, index: int, reference: Tensor) -> Record:
-        ids = self._windows[index : index + 1].to(loaded.model.device)
-        cache = attached.new_cache()
-        logits = loaded.model(ids, past_key_values=cache, use_cache=True).logits[0]
-        sums = divergence(reference, logits, ids[0])
-        return {"index": index, **asdict(sums), "cache": cache_record(attached.report(cache), 1)}
+        ids = self._windows[index]
+        context, continuation = (part.tolist() for part in ids.tensor_split([self._prompt_tokens]))
+        [logits], report = continuation_logits(attached, [context], [continuation])
+        sums = divergence(reference, logits, ids[self._prompt_tokens - 1 :])
+        return {"index": index, **asdict(sums), "cache": cache_record(report, 1)}

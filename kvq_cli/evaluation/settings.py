@@ -35,7 +35,7 @@ class EvaluationSettings:
 
     tasks:    `perplexity`, `ruler`, a task of RULER, or `lm_eval:NAME`.
     limit:    samples (windows) of each task.
-    prefill:  how prompt tokens attend to each other; perplexity and log-likelihoods need "compressed".
+    prefill:  how prompt tokens attend to each other, "compressed" or "exact".
     backend:  implementation of decode attention, "auto", "triton" or "torch".
     data_dir: folder with local copies of data sets.
     """
@@ -48,6 +48,7 @@ class EvaluationSettings:
     prefill: str = "compressed"
     backend: str = "auto"
     dataset: str = "prose"
+    prompt_tokens: int | None = None  # of each window of perplexity: half of it
     seqlen: int | None = None  # 2048, at most the model's context length; the built-in model: 1024
     templates: str = "auto"
     chat_template: bool = False
@@ -70,11 +71,6 @@ class EvaluationSettings:
                 require_lm_eval(name)
         if self.data_dir is not None and not Path(self.data_dir).is_dir():
             raise UsageError(f"--data-dir {self.data_dir}: no such folder")
-        if PERPLEXITY in self.tasks and self.prefill != "compressed":
-            raise UsageError(
-                f"--prefill {self.prefill} with --task perplexity would not use the compressed cache: its single "
-                "forward pass would attend to uncompressed keys and values; drop the flag or the task"
-            )
 
     @property
     def ruler_tasks(self) -> list[str]:
@@ -144,13 +140,17 @@ def _perplexity(settings: EvaluationSettings, loaded: LoadedModel) -> Evaluation
     _check_length("--seqlen", seqlen, loaded)
     if seqlen < 2:
         raise UsageError(f"--seqlen {seqlen}: a window needs 2 tokens at least")
+    prompt_tokens = settings.prompt_tokens or seqlen // 2
+    if not prompt_tokens < seqlen:
+        raise UsageError(f"--prompt-tokens {prompt_tokens}: windows of {seqlen} tokens leave none to score")
     if settings.dataset == SELF:
         windows = sampled_windows(
             loaded.model, loaded.tokenizer, seqlen, settings.windows or settings.limit or SELF_WINDOWS, settings.seed
         )
     else:
         windows = evaluation_windows(loaded.tokenizer, settings.dataset, seqlen, settings.seed, _data_dir(settings))
-    return PerplexityEvaluation(windows, settings.dataset, settings.windows or settings.limit)
+    limit = settings.windows or settings.limit
+    return PerplexityEvaluation(windows, settings.dataset, limit, prompt_tokens, settings.prefill)
 
 
 def _data_dir(settings: EvaluationSettings) -> Path | None:

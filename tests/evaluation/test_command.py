@@ -72,7 +72,7 @@ def test_options_from_yaml(evaluate, tmp_path):
         (["--compare", "fp16,fp16"], 2, "twice"),
         (["--compare", "fp16,kivi", "--method", "kivi"], 2, "drop one of the two"),
         (["--method", "kivi", "--bits", "7"], 2, "7"),
-        (["--method", "kivi", "--prefill", "exact"], 2, "--prefill exact"),
+        (["--method", "kivi", "--seqlen", "96", "--prompt-tokens", "96"], 2, "--prompt-tokens 96: windows of 96"),
         (["--method", "temporalkv", "--bits", "2"], 1, "kvq calibrate --method temporalkv --model"),
         (["--method", "fp16", "--dataset", "no-such-data"], 2, "no-such-data"),
         (["--method", "fp16", "--seqlen", "4096"], 2, "--seqlen 4096"),

@@ -13,7 +13,7 @@ from kvq_cli.evaluation.perplexity import PerplexityEvaluation
 from kvq_cli.methods.registry import build
 from kvq_cli.reference import prose
 
-SEQLEN = 160
+SEQLEN, PROMPT = 160, 64
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def windows(tokenizer):
 @pytest.fixture(scope="module")
 def records(loaded, windows):
     """Records of three windows, by the method's label."""
-    evaluation = PerplexityEvaluation(windows, "test", limit=3)
+    evaluation = PerplexityEvaluation(windows, "test", 3, PROMPT, "compressed")
     found = {}
     for method in (build("fp16"), build("kivi", bits=2, residual=32), build("kivi", bits=4, residual=32)):
         label = compared_methods([method])[0].label
@@ -43,9 +43,9 @@ def test_perplexity_of_fp16_is_that_of_a_plain_forward_pass(loaded, windows, rec
     losses = []
     for window in windows[:3]:
         logits = loaded.model(window[None]).logits[0]
-        losses.append(cross_entropy(logits[:-1].double(), window[1:]).item())
+        losses.append(cross_entropy(logits[PROMPT - 1 : -1].double(), window[PROMPT:]).item())
     expected = math.exp(sum(losses) / 3)
-    metrics = PerplexityEvaluation(windows, "test", 3).metrics(records["fp16"])
+    metrics = PerplexityEvaluation(windows, "test", 3, PROMPT, "compressed").metrics(records["fp16"])
     assert metrics["perplexity_uncompressed,none"] == pytest.approx(expected, rel=1e-6)
     assert metrics["perplexity,none"] == pytest.approx(expected, rel=1e-5)
     assert metrics["kl,none"] == pytest.approx(0, abs=1e-6)
@@ -57,7 +57,7 @@ def test_perplexity_of_fp16_is_that_of_a_plain_forward_pass(loaded, windows, rec
 def test_fewer_bits_diverge_more(records):
     kl = {label: sum(one["kl"] for one in some) for label, some in records.items()}
     assert kl["kivi-2bit"] > 2 * kl["kivi-4bit"] > 0.002
-    assert all(one["agreeing"] <= one["tokens"] == SEQLEN - 1 for some in records.values() for one in some)
+    assert all(one["agreeing"] <= one["tokens"] == SEQLEN - PROMPT for some in records.values() for one in some)
 
 
 def test_the_pass_sees_what_decoding_token_by_token_sees(loaded, windows, records):
@@ -66,7 +66,7 @@ def test_the_pass_sees_what_decoding_token_by_token_sees(loaded, windows, record
         cache = attached.new_cache()
         steps = [loaded.model(token[None, None], past_key_values=cache).logits[0, -1] for token in windows[0]]
     logits = torch.stack(steps)
-    nll = cross_entropy(logits[:-1], windows[0][1:], reduction="sum").item()
+    nll = cross_entropy(logits[PROMPT - 1 : -1], windows[0][PROMPT:], reduction="sum").item()
     record = records["kivi-2bit"][0]
     assert record["nll"] == pytest.approx(nll, rel=1e-4)
     assert record["nll_reference"] != pytest.approx(nll, rel=1e-3)
@@ -74,9 +74,10 @@ def test_the_pass_sees_what_decoding_token_by_token_sees(loaded, windows, record
 
 def test_cache_bytes_are_recorded(records, loaded):
     shape = loaded.shape
-    plain = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim * SEQLEN
+    cached = SEQLEN - 1  # the last token is scored, and not decoded
+    plain = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim * cached
     for label, some in records.items():
         cache = some[0]["cache"]
-        assert (cache["tokens"], cache["fp16_bytes"]) == (SEQLEN, plain)
+        assert (cache["tokens"], cache["fp16_bytes"]) == (cached, plain)
         assert (cache["bytes"] < plain) == (label != "fp16")
         assert cache["nominal_bits"] == {"fp16": 16, "kivi-2bit": 2, "kivi-4bit": 4}[label]

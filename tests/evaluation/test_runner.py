@@ -41,7 +41,7 @@ def test_documents_follow_lm_eval(whole):
     assert set(one["results"]["vt"]) == {"alias", "512,none", "512_stderr,none"}
     assert {"perplexity,none", "kl,none", "top1,none", "kl_stderr,none"} <= set(one["results"]["perplexity"])
     assert one["n-samples"]["vt"]["effective"] == 3
-    assert one["versions"] == {"vt": 1, "perplexity": 1}
+    assert one["versions"] == {"vt": 1, "perplexity": 2}
     assert one["higher_is_better"]["perplexity"]["kl"] is False and one["higher_is_better"]["vt"]["512"] is True
     assert one["config"]["method"]["bits"] == 2 and one["config"]["random_seed"] == 0
     assert one["config"]["backend"] == "torch" and one["config"]["settings"]["backend"] == "auto"
@@ -163,7 +163,7 @@ def test_answers_stop_at_the_models_stop_token(loaded, monkeypatch):
 
 
 def test_nothing_compressed_is_an_error(loaded, tmp_path):
-    with pytest.raises(KvqError, match=r"perplexity-96: kivi-2bit compressed none of 96 tokens.*--seqlen"):
+    with pytest.raises(KvqError, match=r"perplexity-96: kivi-2bit compressed none of 95 tokens.*--seqlen"):
         _run(loaded, tmp_path, chosen=[build("kivi", bits=2, residual=128)], tasks=["perplexity"])
     assert not list(tmp_path.glob("**/results.json"))
 
@@ -172,7 +172,7 @@ def test_nothing_compressed_is_an_error(loaded, tmp_path):
     ("changes", "message"),
     [
         ({"tasks": ["niah"]}, r"unknown task 'niah'.*ruler, perplexity, niah_single_1"),
-        ({"prefill": "exact"}, r"--prefill exact with --task perplexity would not use the compressed cache"),
+        ({"prompt_tokens": 96}, r"--prompt-tokens 96: windows of 96 tokens leave none to score"),
         ({"contexts": [4096]}, r"--context 4096: the context length of tiny is 2048 tokens"),
         ({"seqlen": 4096}, r"--seqlen 4096: the context length of tiny is 2048 tokens"),
         ({"contexts": [128]}, r"--context 128 is too short for vt"),

@@ -21,7 +21,6 @@ from kvq_cli.evaluation.chat_template import chat_prompt
 from kvq_cli.evaluation.lm_eval.model import (
     AttachedLM,
     check_greedy,
-    check_prefill,
     max_prompt_tokens,
     mean_cache_record,
 )
@@ -67,7 +66,7 @@ class LmEvalEvaluation(Evaluation):
         self._task, self._options, self.group, self.weighted = task, options, group, weighted
         self.task, self.version = PREFIX + task.task_name, task.VERSION
         self.length = options.get("max_length") or loaded.context
-        self._check(prefill)
+        self._check()
         with silence(), seeded(seed):
             documents = list(task.eval_docs)
         self.available = len(documents)
@@ -86,6 +85,7 @@ class LmEvalEvaluation(Evaluation):
             "generation": dict(task.config.generation_kwargs or {}),
             "chat_template": chat,
             "prefill": prefill,
+            **({} if task.OUTPUT_TYPE == "generate_until" else {"prompt": "context"}),
             "seed": seed,
             **{name: value for name, value in options.items() if value is not None},
             "docs_sha256": _digest(documents),
@@ -97,13 +97,11 @@ class LmEvalEvaluation(Evaluation):
                 f"questions of {task.fewshot_cfg.split!r}"
             )
 
-    def _check(self, prefill: str) -> None:
+    def _check(self) -> None:
         if self._task.OUTPUT_TYPE == "generate_until":
             generation = self._task.config.generation_kwargs or {}
             check_greedy(self.task, generation)
             max_prompt_tokens(generation, self.length, self._options.get("new_tokens"))
-        else:
-            check_prefill(self.task, prefill)
 
     def _build(self, loaded: LoadedModel, seed: int, chat: bool) -> list[list[Instance]]:
         """Build the requests of each sample. Few-shot examples are drawn in sample order, whatever the limit."""

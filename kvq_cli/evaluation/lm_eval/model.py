@@ -1,7 +1,7 @@
 """`lm_eval.api.model.LM` over a model with an attached compression method.
 
-Answers are generated with a compressed cache. A log-likelihood is one forward pass over context and continuation, in
-which every token attends to the compressed cache, as in token-by-token decoding (`prefill="compressed"`).
+Answers are generated with a compressed cache. For a log-likelihood the context is the prompt, and the continuation is
+scored as decoded behind it (`scoring`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from kvq_cli.evaluation.base import cache_record
 from kvq_cli.evaluation.chat_template import chat_prompt
 from kvq_cli.evaluation.divergence import LOGITS_PER_CHUNK
 from kvq_cli.evaluation.generation import generate_answers
+from kvq_cli.evaluation.scoring import continuation_logits
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -111,39 +112,24 @@ class AttachedLM(TemplateLM):
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         """`(ln p(continuation | context), whether it is the greedy continuation)` of `(key, context, continuation)`."""
-        check_prefill("log-likelihoods", self.attached.prefill)
-        # Continuations of one token, such as the letters of a multiple choice, share their input.
-        sharing: dict[tuple[int, ...], list[int]] = {}
+        # Continuations of one token, such as the letters of a multiple choice, share their pass.
+        sharing: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
         for index, (_key, context, continuation) in enumerate(requests):
-            sharing.setdefault(tuple((context + continuation)[-self.max_length - 1 : -1]), []).append(index)
-        found: dict[int, tuple[float, bool]] = {}
-        for inputs in _batches(sorted(sharing, key=len, reverse=True), self.batch_size):
-            longest = max(len(requests[index][2]) for tokens in inputs for index in sharing[tokens])
-            for tokens, logits in zip(inputs, self._logits(inputs, longest), strict=True):
+            decoded = tuple(continuation[-self.max_length :])
+            kept = tuple(context[max(0, len(context) + len(decoded) - self.max_length - 1) :])
+            sharing.setdefault((kept, decoded[:-1]), []).append(index)
+        scores: dict[int, tuple[float, bool]] = {}
+        longest_first = sorted(sharing, key=lambda tokens: len(tokens[0]) + len(tokens[1]), reverse=True)
+        for batch in _batches(longest_first, self.batch_size):
+            continuations = [requests[sharing[tokens][0]][2][-self.max_length :] for tokens in batch]
+            rows, report = continuation_logits(self.attached, [context for context, _ in batch], continuations)
+            self._keep_record(report, len(batch))
+            for tokens, logits in zip(batch, rows, strict=True):
                 for index in sharing[tokens]:
-                    found[index] = _score(logits, requests[index][2])
+                    scores[index] = _score(logits, requests[index][2][-self.max_length :])
                     if requests[index][0] is not None:  # None: a window of a longer text, not a request
-                        self.cache_hook.add_partial("loglikelihood", requests[index][0], found[index])
-        return [found[index] for index in range(len(requests))]
-
-    @torch.inference_mode()
-    def _logits(self, inputs: Sequence[tuple[int, ...]], last: int) -> Tensor:
-        """Logits `[rows, last, vocabulary]` at the `last` positions of each input, padded on the left."""
-        model, longest = self.loaded.model, max(map(len, inputs))
-        pads = [longest - len(tokens) for tokens in inputs]
-        ids = torch.tensor([[0] * pad + [*tokens] for pad, tokens in zip(pads, inputs, strict=True)])
-        mask = torch.tensor([[0] * pad + [1] * (longest - pad) for pad in pads])
-        cache = self.attached.new_cache(longest)
-        logits = model(
-            ids.to(model.device),
-            attention_mask=mask.to(model.device),
-            position_ids=(mask.cumsum(1) - 1).clamp(min=0).to(model.device),
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=last,
-        ).logits
-        self._keep_record(self.attached.report(cache), len(inputs))
-        return logits
+                        self.cache_hook.add_partial("loglikelihood", requests[index][0], scores[index])
+        return [scores[index] for index in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """ln p of whole texts, scored in non-overlapping windows of `max_length` tokens."""
@@ -216,14 +202,6 @@ def check_greedy(task: str, options: Mapping[str, Any]) -> None:
     for name in options:
         if name not in _GREEDY_OPTIONS:
             raise UsageError(f"{task} generates with {name}, which kvq does not support")
-
-
-def check_prefill(task: str, prefill: str) -> None:
-    """UsageError if a log-likelihood's forward pass would attend to uncompressed keys and values."""
-    if prefill != "compressed":
-        raise UsageError(
-            f"{task} with prefill {prefill} would not use the compressed cache: log-likelihoods need prefill compressed"
-        )
 
 
 def mean_cache_record(records: Sequence[tuple[dict[str, float], int]]) -> dict[str, float]:

@@ -161,9 +161,7 @@ def test_nothing_compressed_is_an_error_only_when_no_sample_is(run, tasks, tmp_p
     assert not list(tmp_path.glob("none/**/results.json"))
 
 
-def test_log_likelihoods_need_a_compressed_prefill(run, tasks, tmp_path):
-    with pytest.raises(UsageError, match="lm_eval:letters with prefill exact would not use the compressed cache"):
-        run(tmp_path, prefill="exact")
+def test_wrong_settings_are_refused(run, tasks, tmp_path):
     run(tmp_path, COMPARED[1:], tasks=[f"lm_eval:{tasks['sums']}"], prefill="exact", limit=1)
     with pytest.raises(UsageError, match="--data-dir nowhere: no such folder"):
         run(tmp_path, data_dir="nowhere")
