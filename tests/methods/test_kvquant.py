@@ -147,7 +147,7 @@ def test_outliers_bits_and_weights_lower_the_error(held_out_error):
 
 
 def test_invalid_options_are_refused(shape, tensors_for):
-    with pytest.raises(UsageError, match=r"kvquant: bits=5 is not one of 1, 2, 3, 4, 8 \(there is no packing"):
+    with pytest.raises(UsageError, match=r"kvquant: bits=5 is not one of 1, 2, 3, 4, 8 \(others cannot be packed"):
         build("kvquant", bits=5)
     method = build("kvquant")
     with pytest.raises(UsageError, match="kvquant needs an artifact: run `kvq calibrate --method kvquant`"):
