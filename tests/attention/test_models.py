@@ -27,7 +27,7 @@ def test_missing_folder_is_refused(name):
 
 
 def test_folder_without_a_config_is_refused(tmp_path):
-    with pytest.raises(KvqError, match="no config.json"):
+    with pytest.raises(KvqError, match="not a model folder: config.json is missing"):
         load_model(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(KvqError, match="cannot load the model"):
