@@ -15,7 +15,7 @@ from math import exp
 from typing import TYPE_CHECKING
 
 import torch
-from torch import LongTensor, Tensor
+from torch import Tensor
 
 from kvq_cli.evaluation.base import Evaluation, Record, cache_record, mean_and_stderr
 from kvq_cli.evaluation.divergence import divergence
@@ -33,7 +33,7 @@ class PerplexityEvaluation(Evaluation):
 
     task = "perplexity"
 
-    def __init__(self, windows: LongTensor, dataset: str, limit: int | None) -> None:
+    def __init__(self, windows: Tensor, dataset: str, limit: int | None) -> None:
         self._windows = windows if limit is None else windows[:limit]
         self.length = windows.shape[1]
         self.available = len(windows)
