@@ -34,13 +34,13 @@ NAME = "kvq"
 #: Attention arguments that do not change the result.
 _HARMLESS = {"use_cache", "position_ids", "cache_position", "output_hidden_states", "return_dict", "sliding_window"}
 
-#: The contexts of the forward passes that are running. transformers' attention interface is given the module alone, so
-#: that one lookup by module is needed; nothing outside this file reads or writes the table.
+#: Contexts of the running forward passes, by module, since transformers' attention interface receives only the module.
+#: Nothing outside this file reads or writes the table.
 active: WeakKeyDictionary[nn.Module, ForwardContext] = WeakKeyDictionary()
 
 
 class AttentionHooks:
-    """The hooks that one `attach` puts on one model, for the caches that are made after its `plans`.
+    """The hooks that `attach` installs on a model, for caches with its `plans`.
 
     layers, plans, backends: in layer order. compressed: see `ForwardContext`. max_tokens: the longest prompt that the
     model takes.

@@ -25,7 +25,7 @@ from kvq_cli.models import model_shape, text_config
 
 #: Names of the list of layers in models, and of the attention in a layer.
 _LAYERS, _ATTENTION = ("layers", "h"), ("self_attn", "attention", "attn")
-#: One module for queries, keys and values: are those of each head together? Else all queries come first.
+#: Fused query-key-value modules -> whether outputs are grouped by head; else all queries come first.
 _FUSED = {"qkv_proj": False, "c_attn": False, "query_key_value": True}
 #: Modules that shape a key before RoPE, last one first.
 _KEY_NAMES = ("k_norm", "k_layernorm", "k_proj", *_FUSED)
@@ -64,8 +64,8 @@ class CapturePoint:
 class Probe:
     """The tensors of one attention module in a short forward pass.
 
-    tokens: how many there were. input: X `[1, tokens, hidden_size]`. inputs, outputs: of the candidates for capture
-    points, by id of the module. key, value: what the model gave to its cache.
+    tokens: their number. input: X `[1, tokens, hidden_size]`. inputs, outputs: of candidate modules for capture points,
+    by id of the module. key, value: as passed to the cache.
     """
 
     tokens: int
@@ -80,9 +80,9 @@ class Probe:
 class AttentionLayer:
     """One attention module of a model, and its capture points.
 
-    key, value: None where they were not asked for.
-    rotation: how the model turns the captured key into the cached one (style "none" for a layer without RoPE, and where
-    the captured one is not asked for). sliding_window: how many tokens back a query sees, itself included; None: all.
+    key, value: None where they were not requested.
+    rotation: the RoPE between captured and cached key (style "none" for a layer without RoPE, and where capture points
+    were not requested). sliding_window: newest tokens that a query sees, itself included; None: all.
     probe: the tensors of a short forward pass.
     score_form: how scores become weights; set by `attach`.
     """
@@ -121,11 +121,11 @@ def attention_modules(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
 
 
 def attention_layers(model: PreTrainedModel, points: bool = True) -> list[AttentionLayer]:
-    """All attention sites of `model` in layer order. Runs the decoder once on a few random embeddings.
+    """The attention layers of `model`, in order. Runs the decoder once on a few random embeddings.
 
-    points: also find where keys before RoPE and values come from; not asked for where keys are kept after it.
-    Raises UsageError naming the module where the capture points would not give what the model caches, KvqError where
-    that is NaN.
+    points: also find the capture points of keys before RoPE and values; not needed where keys are cached after RoPE.
+    Raises UsageError naming the module whose capture points do not give the tensors that the model caches, KvqError
+    where these contain NaN.
     """
     shape, config = model_shape(model), text_config(model.config)
     windows, decoder = sliding_windows(config), decoder_of(model)
@@ -210,7 +210,7 @@ def _capture_point(
 
 
 class _ProbeCache(DynamicCache):
-    """Puts what the model gives to its cache into the probes of its layers."""
+    """Stores keys and values passed to the cache in the probes of their layers."""
 
     def __init__(self, probes: list[Probe]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What one attention module computes with during one forward pass, and who computes it."""
+"""The state of an attention module during a forward pass, and the interface of attention backends."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class ForwardContext:
     layer:      the cached keys and values.
     forward:    the rows and columns of the pass.
     backend:    computes the attention of this layer.
-    compressed: every query sees what it would see in one-by-one decoding; else the tokens of the pass are seen in full
+    compressed: every query sees the tokens as in token-by-token decoding; else it sees tokens of the pass in full
                 precision.
     owner:      the hooks that started the pass; nested `attach` blocks put several on the same module.
-    scaling, score_form: what the module asked of its attention function, once it has called it.
+    scaling, score_form: arguments of the module's call of its attention function.
     computed:   the module has called its attention function.
     """
 

@@ -1,4 +1,4 @@
-"""Which layers the kernels of kvq_kernels can read, and a stream's tensors as they take them.
+"""Which layers the kernels of kvq_kernels support, and the conversion of a stream's tensors to kernel arguments.
 
 Importing this imports Triton.
 """
@@ -92,10 +92,12 @@ def norm_of(stream: StreamReader) -> Tensor | None:
 
 
 def side(stream: StreamReader, count: Tensor) -> Side:
-    """All tokens of a stream of `count` (int32 `[rows]`) packed ones per row, as they are: nothing is copied unless the
-    store has grown beyond the room that was made for it."""
+    """The kernel arguments of a stream. count: packed tokens of each row, int32 `[rows]`.
+
+    Nothing is copied unless the store has grown beyond its reserved room.
+    """
     if not isinstance(stream, Stream):
-        raise TypeError("keys or values that are computed of layer inputs are not stored")
+        raise TypeError("keys or values rematerialized from layer inputs are not stored")
     codec = _stored_as(stream.codec)
     sinks, ring = stream.sinks if stream.window.sinks else None, stream.ring
     packed = stream.store.whole()
@@ -111,7 +113,7 @@ def side(stream: StreamReader, count: Tensor) -> Side:
 
 
 def _packed(codec: AnyCodec, parts: Mapping[str, Tensor], *per_token: Tensor) -> Dense | Uniform | Codebook | PerHead:
-    """The parts of `codec` as the kernels take them. per_token: scales and zero-points that are applied after it."""
+    """The parts of `codec` as kernel arguments. per_token: scales and zero-points applied after decoding."""
     if isinstance(codec, OutlierCodec):
         return _packed(codec.base, parts)
     if isinstance(codec, PerTokenCodec):

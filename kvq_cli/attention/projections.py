@@ -1,7 +1,7 @@
-"""The projection of a layer input to keys (before RoPE) or values, so that these can be computed again later.
+"""The projection of a layer input to keys (before RoPE) or values, to rematerialize them later.
 
-norm(X W + b), with the module's own weights and norm, read where they are each time: nothing of the model is copied or
-changed. The result is checked against the keys and values of a short forward pass.
+norm(X W + b), with references to the module's weights and norm: nothing of the model is copied or changed. Checked
+against the keys and values of a short forward pass.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Projection:
 
 
 def projections(layer: AttentionLayer) -> tuple[Projection, Projection]:
-    """How `layer` computes keys and values of its input. UsageError where that is no projection that kvq knows."""
+    """The projections of `layer` to keys and values; UsageError where they are of an unsupported form."""
     return _projection(layer, layer.key, "k_proj", 1), _projection(layer, layer.value, "v_proj", 2)
 
 
 def _projection(layer: AttentionLayer, point: CapturePoint | None, name: str, place: int) -> Projection:
     if point is None:
-        raise ValueError(f"{layer.name}: its capture points were not asked for")
+        raise ValueError(f"{layer.name}: its capture points were not requested")
     linear, size, part = getattr(layer.module, name, None), point.heads * point.head_dim, slice(None)
     if linear is None:
         linear = getattr(layer.module, "qkv_proj", None)
@@ -82,7 +82,9 @@ def _projection(layer: AttentionLayer, point: CapturePoint | None, name: str, pl
     with torch.no_grad():
         error = (projection.rematerialize(probe.input.unsqueeze(1), None).float() - expected).abs().max()
     if not error <= 8 * torch.finfo(linear.weight.dtype).eps * expected.abs().max():
-        raise UsageError(f"{layer.name}: its keys or values are not made of the layer input by {name} and a norm alone")
+        raise UsageError(
+            f"{layer.name}: its keys or values are not computed from the layer input by {name} and a norm alone"
+        )
     return projection
 
 

@@ -26,7 +26,7 @@ from kvq_cli.methods.base import LayerPlan
 
 
 def unsupported(layer: AttentionLayer, plan: LayerPlan) -> str | None:
-    """Why the kernel cannot compute the attention of a layer that keeps its input; None: it can."""
+    """Why the kernel cannot compute the attention of a layer that caches its input; None: it can."""
     if plan.cross_layer is not None:
         return "packed layer inputs are sums over layers, which PyTorch adds up"
     if plan.keys.window != plan.values.window:
@@ -52,8 +52,8 @@ def _is_read(codec: AnyCodec, keys: bool) -> bool:
 def key_norm(keys: Projection) -> Norm | str | None:
     """The norm of each head's keys as the kernel takes it; None: there is none; in words: why the kernel cannot.
 
-    The module is tried: for alternating signs, whose mean is 0 and whose mean square 1, every norm of one head returns
-    its weight. Random numbers then show whether it is such a norm.
+    Found by evaluating the module: for alternating signs, with mean 0 and mean square 1, every norm over one head
+    returns its weight. Random numbers then verify the norm.
     """
     module = keys.norm
     if module is None:
@@ -83,8 +83,8 @@ def key_norm(keys: Projection) -> Norm | str | None:
 
 
 class RematerializeBackend:
-    """For the layers of an attached model that keep their input; see `Backend`. engine: the backend of the others,
-    which keeps lengths and tables of cosines for all of them. Layers share their workspace."""
+    """The backend of layers that cache their input; see `Backend`. engine: the backend of other layers, which holds
+    lengths and tables of cosines for all. Layers share their workspace."""
 
     prefill_attention = staticmethod(torch_backend.prefill_attention)
 
@@ -100,8 +100,10 @@ class RematerializeBackend:
         self._workspaces: dict[tuple, Workspace] = {}
 
     def decode_attention(self, query: Tensor, context: ForwardContext) -> Tensor:
-        """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; zeros for pads. Layers whose
-        scores are of another form are not given to kernels."""
+        """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; zeros for pads.
+
+        Not used for layers with soft-capping or attention sinks.
+        """
         layer, forward, engine, device = context.layer, context.forward, self._engine, query.device
         lengths = engine.lengths(forward, device)
         packed = engine.packed_lengths(forward, layer.streams[0].window, device)

@@ -1,8 +1,8 @@
-"""Rotary position embedding as the model does it, described once: style, width, frequencies, scale.
+"""The rotary position embedding of a model: style, width, frequencies, scale.
 
 A key of position p is R(p) k: each pair of channels (i, j) turned by p f, times `scale` (YaRN's), where (i, j) is
 (n, n + width / 2) in style "half" (Llama) and (2n, 2n + 1) in style "interleaved" (GLM, Cohere). Channels from `width`
-on are left alone (Phi3, GLM). Style "none" is a layer without RoPE.
+on are not rotated (Phi3, GLM). Style "none" is a layer without RoPE.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Rotation:
         return 2 * self.frequencies.numel()
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos `[*positions.shape, head_dim]`, 1 for channels that are left alone, sin `[*positions.shape, width / 2]`,
+        """cos `[*positions.shape, head_dim]`, 1 for channels that are not rotated, sin `[*positions.shape, width / 2]`,
         float32, both times the scale."""
         angles = positions.to(self.frequencies.device).float().unsqueeze(-1) * self.frequencies
         cos = angles.new_ones(*positions.shape, self.head_dim)
@@ -90,7 +90,7 @@ class Rotation:
         return self.tables(torch.arange(TILE))
 
     def _start_tables(self, starts: tuple[int, ...], ndim: int) -> tuple[Tensor, Tensor]:
-        """Tables of the positions -s, without the scale; kept for the other layers, which ask for the same ones."""
+        """Tables of the positions -s, without the scale; cached, since other layers need the same."""
         if self._kept.get("starts") != (starts, ndim):
             cos, sin = (x.view(-1, *[1] * (ndim - 1), x.shape[-1]) for x in self.tables(-torch.tensor(starts)))
             for channels in self._pair:
@@ -99,12 +99,12 @@ class Rotation:
         return self._kept["start_tables"]
 
     def same(self, other: Rotation) -> bool:
-        """Whether both rotate every key alike."""
+        """Whether both are the same rotation."""
         alike = self.style == other.style and self.scale == other.scale
         return alike and torch.equal(self.frequencies, other.frequencies)
 
     def agrees(self, cos: Tensor, sin: Tensor, position: int) -> bool:
-        """Whether (cos, sin) `[width]`, of pairs that lie apart or beside each other, are the tables of `position`."""
+        """Whether (cos, sin) `[width]`, in half or interleaved layout, are the tables of `position`."""
         half = self.width // 2
         all_cos, pair_sin = self.tables(torch.tensor(position))
         expected = torch.cat([all_cos[self._pair[0]], pair_sin])
@@ -125,7 +125,7 @@ def find_rotation(rotary: nn.Module | None, kind: str, before: Tensor, after: Te
     """The rotation that turns `before` into `after`, both `[1, kv_heads, tokens, head_dim]` at positions 0, 1, ....
 
     rotary: the model's own rotary module, whose frequencies are used. kind: the layer's entry in `layer_types`; it
-    chooses among several sets of frequencies (Gemma3). None where no style of rotation does it.
+    chooses among several sets of frequencies (Gemma3). None where no style of rotation matches.
     """
     tolerance = 8 * torch.finfo(after.dtype).eps * after.float().abs().max().item()
     if _near(before.float(), after, tolerance):

@@ -1,4 +1,4 @@
-"""How a model turns scores into attention weights, where that is more than a softmax."""
+"""Variants of softmax attention: logit soft-capping and attention sinks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 
 @dataclass(frozen=True, eq=False)
 class ScoreForm:
-    """softcap c: a score s is c tanh(s / c) (Gemma 2). sinks: `[query_heads]`, of each head a logit that takes part in
-    the softmax and has no value (GPT-OSS)."""
+    """softcap c: scores are c tanh(s / c) (Gemma 2). sinks: `[query_heads]`, a logit per head that takes part in the
+    softmax without a value (GPT-OSS)."""
 
     softcap: float | None = None
     sinks: Tensor | None = None
@@ -23,7 +23,7 @@ class ScoreForm:
 
     @property
     def unusual(self) -> str | None:
-        """How it differs from a plain softmax, in words; None: it does not."""
+        """The difference from a plain softmax, for messages; None: there is none."""
         if self.softcap is not None:
             return "its scores are capped"
         return None if self.sinks is None else "its softmax has a logit without a value"

@@ -24,7 +24,7 @@ from kvq_cli.cache.rows import RowGroup
 from kvq_cli.cache.stream import StreamReader
 from kvq_cli.codecs.base import Codec, Packed
 
-#: Numbers that are decoded at a time for one query per row: about what stays in a core's cache.
+#: Numbers decoded at a time for one query per row: about a core's cache.
 DECODE_NUMBERS = 1 << 19
 #: Tokens and queries of a tile of scores when there are many queries.
 PREFILL_TILE = 512
@@ -136,10 +136,10 @@ def _first_seen(layer: CompressedLayer, query: int) -> int:
 
 @dataclass
 class _Side:
-    """Keys or values during a prefill: which token is seen packed by which query, and both forms of the numbers.
+    """Keys or values during a prefill: which queries see which tokens packed, and both forms of the numbers.
 
-    boundary(n): the first token that is seen in full precision by the last of n tokens, sinks aside.
-    strip: full precision of tokens [strip_start, end): those that were not packed before this pass.
+    boundary(n): the first token after the sinks that the last of n tokens sees in full precision.
+    strip: tokens [strip_start, end) in full precision: those that were not packed before this pass.
     """
 
     stream: StreamReader

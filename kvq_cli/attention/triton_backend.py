@@ -1,6 +1,6 @@
-"""Attention of one query per row by the kernels of kvq_kernels, which read a layer's packed tensors as they are.
+"""Attention of one query per row by the kernels of kvq_kernels, which read packed tensors directly.
 
-Several queries per row are `torch_backend`'s. Importing this imports Triton: `backend` does so only where it is used.
+`torch_backend` computes several queries per row. Importing this imports Triton: `backend` does so only where needed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,11 @@ def interpreted() -> bool:
 
 
 class TritonBackend:
-    """For all layers of an attached model; see `Backend`. Holds the tensors that layers share, at the same place on the
-    device from step to step: tokens of each row, tables of cosines that grow with the longest text, workspaces."""
+    """The backend of all layers of an attached model; see `Backend`.
+
+    Holds the tensors that layers share, at fixed device addresses: tokens of each row, tables of cosines that grow with
+    the longest text, workspaces.
+    """
 
     prefill_attention = staticmethod(torch_backend.prefill_attention)
 
@@ -42,8 +45,10 @@ class TritonBackend:
         self._workspaces: dict[tuple, Workspace] = {}
 
     def decode_attention(self, query: Tensor, context: ForwardContext) -> Tensor:
-        """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; zeros for pads. Layers whose
-        scores are of another form are not given to kernels."""
+        """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; zeros for pads.
+
+        Not used for layers with soft-capping or attention sinks.
+        """
         layer, forward = context.layer, context.forward
         keys, values = layer.key_stream, layer.value_stream
         if not keys.ring.shape[3] == values.ring.shape[3] == query.shape[3]:
@@ -86,7 +91,7 @@ class TritonBackend:
         self._counts.advance(forward)
 
     def forget(self) -> None:
-        """Forget the counts, which may differ from the device's: the next step sends them."""
+        """Invalidate the counts, which may differ from the device's: the next step sends them again."""
         self._counts.forget()
 
     def _workspace(self, query: Tensor, keys: Side, values: Side, rope: Rope | None) -> Workspace:
@@ -125,7 +130,7 @@ class TritonBackend:
 
 
 class _Counts:
-    """Tokens of each row on the device. A step that adds one token to every row is counted there: nothing is sent."""
+    """Tokens of each row, on the device. A step that adds one token to every row increments them there."""
 
     def __init__(self) -> None:
         self._forward: Forward | None = None

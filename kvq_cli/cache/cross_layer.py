@@ -1,4 +1,4 @@
-"""X^ on its way from layer to layer: the sum that the layers of a cross-layer method add to, in one forward pass."""
+"""The cross-layer sum X^ of XQuant-CL: accumulated from layer to layer during a forward pass."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvq_cli.methods.base import CrossLayer, StreamPlan
 
 
 class CrossLayerSum:
-    """X^_i = X^_{i-1} + d_i U^T of all packed tokens, one sum for a cache; its layers take their turns in order.
+    """X^_i = X^_{i-1} + d_i U^T over all packed tokens, one sum per cache, updated layer by layer.
 
-    Only d_i = Q((X_i - X^_{i-1}) U) is stored. All layers of the sum have the same windows, so that a block of tokens
-    is packed in all of them in the same pass, and X^_{i-1} of that block is there when d_i is computed. X^ lives from
-    the first layer's turn to the last one's. U = 1 where X itself is kept.
+    Only d_i = Q((X_i - X^_{i-1}) U) is stored. All layers have the same windows, so that they pack a block of tokens in
+    the same pass, when X^_{i-1} of that block is available. X^ exists from the first layer to the last one of a pass.
+    U = 1 where X itself is cached.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""One layer of a compressed cache: its keys, its values, and the forward pass that is under way."""
+"""One layer of a compressed cache: its keys, its values, and the current forward pass."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class CompressedLayer(CacheLayerMixin):
     RoPE), `absorb` (with the query), then attention, which reads the streams, and `release`.
 
     rotation: how keys before RoPE are rotated when they are read. sliding_window: tokens that a query sees.
-    rematerialize: where the plan caches the layer input, how keys before RoPE and values are computed of it.
+    rematerialize: where the plan caches the layer input, how keys before RoPE and values are computed from it.
     cross_layer: the sum that the layers share, where the plan says so.
 
     streams: what is stored, keys and values, or one stream that serves both. key_stream, value_stream: what attention
@@ -84,15 +84,15 @@ class CompressedLayer(CacheLayerMixin):
         self.expected, self._key, self._input = forward, None, None
 
     def capture_input(self, x: Tensor) -> None:
-        """Take the layer input of the pass, `[batch, columns, hidden_size]`."""
+        """Store the layer input of the pass, `[batch, columns, hidden_size]`."""
         self._input = x.detach()
 
     def capture_key(self, key: Tensor) -> None:
-        """Take the keys of the pass before RoPE, `[batch, kv_heads, columns, head_dim]`."""
+        """Store the keys of the pass before RoPE, `[batch, kv_heads, columns, head_dim]`."""
         self._key = key
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Take in the keys (after RoPE) and values `[batch, kv_heads, columns, head_dim]` of the announced pass.
+        """Receive the keys (after RoPE) and values `[batch, kv_heads, columns, head_dim]` of the announced pass.
 
         Returns them as they are: the layer never gives out a decompressed cache. KvqError for numbers that are not
         finite, and outside `attach`.
@@ -165,14 +165,14 @@ class CompressedLayer(CacheLayerMixin):
             stream.advance(forward.row_groups)
 
     def release(self) -> None:
-        """After the attention of the pass: forget what only that needed."""
+        """After the attention of the pass: free tensors that only the attention needed."""
         self.tails, self._arrived = [], ()
         for stream in self.streams:
             if isinstance(stream, DifferenceStream):
                 stream.close()
 
     def _announce_prompts(self, forward: Forward, keys: Tensor, values: Tensor, queries: Tensor) -> None:
-        """Give the streams whose codecs are fit to prompts what these need of the pass."""
+        """Pass prompts and saliency to the streams whose codecs are fit to prompts."""
         prompts: dict[int, Prompt] = {}
         saliency: dict[int, Tensor] = {}
         needs_saliency = any(stream.needs_saliency for stream in self._prompt_streams)
@@ -191,7 +191,7 @@ class CompressedLayer(CacheLayerMixin):
             stream.announce(forward.row_groups, prompts, saliency)
 
     def _keep_tails(self, forward: Forward) -> None:
-        """Copy, before they may get packed, the tokens that several new queries still have to see in full precision."""
+        """Copy the tokens that new queries see in full precision, before this pass packs them."""
         self.tails = []
         if forward.columns > 1 and not forward.is_first:
             for group in forward.row_groups:

@@ -20,10 +20,10 @@ def new_stream(plan: StreamPlan) -> Stream:
 
 
 class PromptStream(Stream):
-    """A stream that also holds the `state` of its `PromptCodec`, and the prompts' packed tokens where these are apart.
+    """A stream with the `state` of its `PromptCodec`, and a separate store of packed prompts where the codec needs one.
 
-    Of a row, the first `prompt_tokens` packed tokens lie in `prompt_store`, later ones in `store`. A state with
-    `shares_state` is the first row's alone.
+    The first `prompt_tokens` packed tokens of a row are in `prompt_store`, later ones in `store`. With `shares_state`
+    the state has one row.
     """
 
     def __init__(self, plan: StreamPlan, codec: PromptCodec) -> None:
@@ -34,7 +34,7 @@ class PromptStream(Stream):
         super().reset()
         self.state: dict[str, Tensor] = {}
         self.prompt_store = PackedStore(self.codec.block_tokens)
-        #: Of each row, how many tokens lie in `prompt_store`.
+        #: Tokens of each row in `prompt_store`.
         self._prompt_lengths: list[int] = []
         self._prompts: dict[int, Prompt] = {}
         self._saliency: dict[int, Tensor] = {}
@@ -53,7 +53,7 @@ class PromptStream(Stream):
     def announce(
         self, groups: Sequence[RowGroup], prompts: Mapping[int, Prompt], saliency: Mapping[int, Tensor]
     ) -> None:
-        """What the codec needs of the tokens that `append` brings next; both by the first row of a group.
+        """Prompts and saliency of the tokens that `append` adds next, keyed by the first row of a group.
 
         prompts: of the groups whose first tokens they are. saliency: of the others, for a codec that `needs_saliency`.
         """

@@ -1,4 +1,4 @@
-"""Keys or values that are computed of a stream of layer inputs when they are read."""
+"""Keys or values rematerialized from a stream of layer inputs when they are read."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvq_cli.methods.window import Window
 
 @dataclass(frozen=True)
 class Rematerialize:
-    """How keys before RoPE, or values, are computed of the numbers of a stream.
+    """How keys before RoPE, or values, are computed from the layer inputs or latents of a stream.
 
     numbers: `[rows, 1, tokens, rank]` -> `[rows, kv_heads, tokens, head_dim]`.
-    sums: where that is linear, weighted sums over the tokens of the stream, `[rows, kv_heads, queries, rank]` with
-    weights that add up to 1 -> the same sums of values, `[..., head_dim]`: much less work than to compute every value.
+    sums:    where that is linear: weighted sums over the stream's tokens, `[rows, kv_heads, queries, rank]`, weights
+             adding up to 1 -> the same sums of values, `[..., head_dim]`; cheaper than computing every value.
     """
 
     numbers: Callable[[Tensor], Tensor]
@@ -27,7 +27,7 @@ class Rematerialize:
 
 
 class RematerializedStream:
-    """The tokens of `stream` in the same pieces, read as keys or as values; see `StreamReader`. Stores nothing."""
+    """Reads the tokens of `stream` as keys or values; see `StreamReader`. Stores nothing."""
 
     def __init__(self, stream: Stream, rematerialize: Rematerialize) -> None:
         self._stream, self.numbers = stream, rematerialize.numbers
@@ -76,7 +76,7 @@ class RematerializedStream:
 
 
 class _RematerializingCodec(Codec):
-    """Decodes what `base` decodes, and computes keys or values of it."""
+    """Decodes with `base`, then computes keys or values."""
 
     def __init__(self, base: Codec, numbers: Callable[[Tensor], Tensor]) -> None:
         self._base, self._numbers = base, numbers

@@ -1,4 +1,4 @@
-"""Which columns of a batch are padding, and what one forward pass adds to each row.
+"""Rows of a left-padded batch: padding, and the tokens and positions that a forward pass adds to each row.
 
 A batch is left-padded: row b of `columns` columns holds `pads[b]` pads and then its tokens. The cache keeps no pads:
 each row's tokens are counted 0, 1, ... from its first real one, so that a row is stored as if it were alone.

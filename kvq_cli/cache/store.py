@@ -1,4 +1,4 @@
-"""Packed tokens that grow without moving: a list of segments, each allocated once."""
+"""Storage of packed tokens that grows without moving: a list of segments, each allocated once."""
 
 from __future__ import annotations
 
@@ -35,9 +35,8 @@ class Segment:
 class PackedStore:
     """Packed runs of all rows of a batch, token 0 first. Rows may be filled to different lengths.
 
-    A first segment is as large as the first write, or as `room`, the tokens per row that are known to come; later
-    ones are at least `MIN_GROWTH` tokens and an eighth of the store, so that long generations make few segments and
-    little of the store is ever unused.
+    The first segment has the size of the first write, or `room`, the known final tokens per row; later segments have at
+    least `MIN_GROWTH` tokens and an eighth of the store, so that long generations need few segments and waste little.
     """
 
     def __init__(self, block_tokens: int, room: int = 0) -> None:
@@ -110,7 +109,7 @@ class PackedStore:
             segment.parts = {n: Part(p.tensor.index_select(0, index), p.unit) for n, p in segment.parts.items()}
 
     def bytes_used(self, tokens: int) -> Mapping[str, int]:
-        """Bytes by part of the `tokens` tokens (all rows together) that are really there."""
+        """Bytes by part of `tokens` tokens (all rows together)."""
         if not self.segments:
             return {}
         return {name: tokens * size // unit for name, (unit, size) in self._entry_sizes().items()}
@@ -143,7 +142,7 @@ class PackedStore:
 
 
 def _owned(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, contiguous and alone in its memory."""
+    """`tensor`, contiguous and the only tensor in its storage."""
     tensor = tensor.contiguous()
     alone = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
     return tensor if alone else tensor.clone()

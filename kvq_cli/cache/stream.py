@@ -18,7 +18,7 @@ from kvq_cli.methods.window import Window
 
 
 class StreamReader(Protocol):
-    """What attention reads: the tokens of a stream, in full precision and packed."""
+    """The interface that attention reads: tokens of a stream, in full precision and packed."""
 
     @property
     def window(self) -> Window: ...
@@ -53,11 +53,11 @@ class StreamReader(Protocol):
 
 
 class Stream:
-    """Numbers `[batch, kv_heads, tokens, head_dim]` of a growing batch, kept as the plan says.
+    """Cached numbers `[batch, kv_heads, tokens, head_dim]`, stored as the plan says.
 
-    What is stored of a row depends on its tokens alone: not on how many came at once, not on the other rows.
-    Row by row, tokens [0, sinks) lie in `sinks`, the next `window.packed(tokens)` in `store`, the newest in `ring`,
-    where token i has place (i - sinks) % ring_size. `PromptStream` is the kind for codecs that are fit to the prompt.
+    The stored bits of a row depend on its tokens only: not on how many are added at once, not on other rows. Tokens
+    [0, sinks) are in `sinks`, the next `window.packed(tokens)` in `store`, the newest in `ring`, token i at
+    (i - sinks) % ring_size. `PromptStream` is for codecs that are fit to the prompt.
     """
 
     def __init__(self, plan: StreamPlan) -> None:
@@ -102,7 +102,7 @@ class Stream:
         """Packed tokens of all rows together."""
         return sum(self.window.packed(length) for length in self.lengths)
 
-    # -- tokens come ---------------------------------------------------------------------------------------------
+    # -- append --------------------------------------------------------------------------------------------------
 
     def append(self, x: Tensor, groups: tuple[RowGroup, ...], cache_position: Tensor | None = None) -> None:
         """Add `x` `[batch, kv_heads, columns, head_dim]` to the rows as `groups` say; pads are dropped.
@@ -187,10 +187,10 @@ class Stream:
     def _recent(self, rows: slice, start: int, stop: int) -> list[Tensor]:
         return [self.ring[rows, :, begin:end] for begin, end in self._ring_slices(start, stop)]
 
-    # -- steps that a CUDA graph repeats -------------------------------------------------------------------------
+    # -- CUDA graphs ---------------------------------------------------------------------------------------------
 
     def can_capture(self, past: int) -> bool:
-        """Whether a token can be added to rows of `past` tokens each at a place that only the device knows."""
+        """Whether a token can be added to rows of `past` tokens each, at a position that only the device knows."""
         if not self.lengths or past < self.window.sinks:
             return False
         packed = self.window.packed(past + 1)
@@ -198,17 +198,17 @@ class Stream:
         return room or packed == self.window.packed(past)
 
     def tensors(self) -> list[Tensor]:
-        """All tensors that a decode step reads or writes: a captured step is valid while these are the same ones."""
+        """All tensors that a decode step reads or writes; a captured step is valid while they are the same."""
         parts = [part.tensor for segment in self.store.segments for part in segment.parts.values()]
         return [self.sinks, self.ring, *parts]
 
-    # -- tokens are read -----------------------------------------------------------------------------------------
+    # -- read ----------------------------------------------------------------------------------------------------
 
     def exact(
         self, rows: slice, tokens: int, start: int, stop: int, size: int = 1 << 30
     ) -> Iterator[tuple[int, int, Tensor]]:
-        """(first, last, numbers `[rows, kv_heads, last - first, head_dim]`) of what rows of `tokens` tokens hold in
-        full precision within [start, stop), in order, at most `size` tokens at a time; views."""
+        """The tokens of [start, stop) that rows of `tokens` tokens hold in full precision, in order: (first, last, view
+        `[rows, kv_heads, last - first, head_dim]`), at most `size` tokens each."""
         first, last = self.split(tokens)
         pieces = [(start, self.sinks, start, min(first, stop))]
         at = max(start, last)
@@ -221,8 +221,8 @@ class Stream:
                 yield at + cut - begin, at + upto - begin, numbers[rows, :, cut:upto]
 
     def packed(self, rows: slice, tokens: int, start: int, stop: int, size: int) -> Iterator[tuple[int, int, Packed]]:
-        """(first, last, packed) of what rows of `tokens` tokens hold packed within [start, stop), at most `size` tokens
-        at a time (rounded to whole blocks; a cut block is given whole, so `first` may lie before `start`)."""
+        """The tokens of [start, stop) that rows of `tokens` tokens hold packed: (first, last, packed), at most `size`
+        tokens each, rounded up to whole blocks; `first` may be before `start`."""
         sinks, end = self.split(tokens)
         block = self.codec.block_tokens
         first = (max(start, sinks) - sinks) // block * block
@@ -235,7 +235,7 @@ class Stream:
         return self.store.tiles(rows, start, stop, size)
 
     def read(self, row: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """All tokens of one row, `[1, kv_heads, tokens, head_dim]`: packed ones decoded, the others as they are."""
+        """All tokens of one row, `[1, kv_heads, tokens, head_dim]`: packed tokens decoded."""
         rows, tokens = slice(row, row + 1), self.lengths[row]
         pieces = [(first, x.to(dtype)) for first, _, x in self.exact(rows, tokens, 0, tokens)]
         coder = self.coder(rows)
@@ -243,14 +243,14 @@ class Stream:
             pieces.append((first, coder.decode(packed, dtype)))
         return torch.cat([x for _, x in sorted(pieces, key=lambda piece: piece[0])], dim=2)
 
-    # -- rows and tokens go --------------------------------------------------------------------------------------
+    # -- crop and select -----------------------------------------------------------------------------------------
 
     def crop(self, tokens: int) -> None:
         """Remove each row's last `tokens` tokens; see `croppable`."""
         self.lengths = [max(0, length - tokens) for length in self.lengths]
 
     def croppable(self, tokens: int) -> bool:
-        """Whether the last `tokens` tokens can be removed as if they had never come."""
+        """Whether the last `tokens` tokens can be removed: none of them is packed."""
         return all(self.window.packed(max(0, length - tokens)) == self.window.packed(length) for length in self.lengths)
 
     def select(self, index: Tensor) -> None:
@@ -265,7 +265,7 @@ class Stream:
     # -- bytes ---------------------------------------------------------------------------------------------------
 
     def bytes_by_part(self) -> dict[str, int]:
-        """Bytes of the tensors held: the packed parts, "sinks", "recent", "unused" (room for tokens to come)."""
+        """Bytes of the tensors held: the packed parts, "sinks", "recent", "unused" (allocated for later tokens)."""
         if not self.lengths:
             return {}
         parts = self._packed_bytes()
@@ -278,9 +278,9 @@ class Stream:
         return parts
 
     def _packed_bytes(self) -> dict[str, int]:
-        """Bytes by part of the packed tokens that are there; parts of no bytes are left out."""
+        """Bytes by part of the packed tokens; empty parts are omitted."""
         return dict(+Counter(self.store.bytes_used(self.packed_tokens)))
 
     def _allocated_bytes(self) -> int:
-        """Bytes of all packed parts, with the room for tokens to come."""
+        """Bytes of all packed parts, allocated room included."""
         return self.store.nbytes

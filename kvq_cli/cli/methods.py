@@ -57,7 +57,7 @@ def _about(cls: type[Method]) -> dict:
         "bits": choices,
         "caches": cls.caches,
         "calibrates": cls.calibrates,
-        "finds": cls.finds,
+        "finds": cls.calibration_result,
         "summary": cls.summary,
         "paper": cls.paper,
     }

@@ -30,7 +30,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Packed:
-    """A packed run of `tokens` tokens: named parts, truly bit-packed. Nothing else is kept of the numbers."""
+    """A packed run of `tokens` tokens: named, bit-packed parts. Nothing else is stored."""
 
     tokens: int
     parts: Mapping[str, Part]
@@ -43,7 +43,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The first tokens of some rows, in full precision, to which a `PromptCodec` is fit.
+    """The prompts of some rows in full precision, which a `PromptCodec` is fit to.
 
     keys, values: `[rows, kv_heads, tokens, head_dim]`, keys as they are cached (before or after RoPE). queries:
     `[rows, query_heads, tokens, head_dim]`, before or after RoPE as the keys are. No pads; rows of the same length.
@@ -54,28 +54,28 @@ class Prompt:
     queries: Tensor
 
 
-#: What a `PromptCodec` keeps of the prompt of each row: named tensors `[rows, ...]`, stored and counted with the rows.
+#: State of a `PromptCodec`, fit to each row's prompt: named tensors `[rows, ...]`, stored and counted with the rows.
 State = Mapping[str, Tensor]
 
-#: Numbers that are encoded in one go: bounds the scratch memory of a long prompt. Blocks are independent, so that
-#: cutting changes nothing.
+#: Numbers encoded at a time, which bounds the scratch memory of long prompts. Blocks are independent, so that tiling
+#: does not change the result.
 TILE = 1 << 22
 
 
 def side_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The 16-bit type in which scales, zeros and outliers are kept beside the codes of a `dtype` model.
+    """The 16-bit dtype of scales, zero-points and outliers for a model of `dtype`.
 
-    The model's own, or float16 for a model that computes in 32 bits: a 32-bit scale and zero cost too much.
+    The model's dtype, or float16 for a 32-bit model, since 32-bit scales and zero-points cost too much memory.
     """
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
 
 
 class BlockFormat:
-    """What both kinds of codec tell about the blocks that they store."""
+    """Block length, bits and constants: common to both kinds of codec."""
 
-    #: Tokens that must be encoded together; runs to be encoded are multiples of it.
+    #: Tokens that are encoded together; encoded runs are multiples of it.
     block_tokens: int = 1
-    #: Bits of the code per number, as the papers count them (no scales, no outliers).
+    #: Bits of the codes per number, as the papers count them: without scales and outliers.
     nominal_bits: float
 
     def constants(self) -> Mapping[str, Tensor]:
@@ -84,8 +84,8 @@ class BlockFormat:
 
 
 class Codec(BlockFormat, ABC):
-    """Encodes runs of whole blocks; independent blocks, so that a run may be cut, joined or appended anywhere
-    between two blocks without changing a bit of the result."""
+    """Encodes runs of whole blocks. Blocks are independent: runs may be split or joined between any two blocks without
+    changing a bit of the result."""
 
     def encode(self, x: Tensor) -> Packed:
         """Pack `x` `[batch, kv_heads, tokens, head_dim]` (floating point), tokens a multiple of `block_tokens`."""
@@ -107,27 +107,27 @@ class Codec(BlockFormat, ABC):
 
 
 class PromptCodec(BlockFormat, ABC):
-    """Encodes with a state that is fit to the prompt of each row, and stays as it is from then on.
+    """Encodes with a state that is fit to the prompt of each row and fixed from then on.
 
-    The cache calls `encode_prompt` once per row, on its first pass, and stores the state with the row. All other tokens
-    are encoded, and all tokens decoded, by the codec that `with_state` makes of it.
+    The cache calls `encode_prompt` once per row, on its first pass, and stores the state with the row. The codec that
+    `with_state` returns encodes later tokens and decodes all tokens.
     """
 
-    #: The prompt has other parts than later tokens, and is stored apart; decoding tells them by the names of the parts.
+    #: Whether the prompt has other parts than later tokens and is stored separately; decoding tells them by name.
     stores_prompt_apart: bool = False
-    #: The state of the batch's first row serves all rows: kept once, dimension 0 of its tensors is 1, and the prompts
-    #: of other rows are encoded as later tokens are.
+    #: Whether all rows use the state of the first row, which is stored once (dimension 0 of its tensors is 1); prompts
+    #: of other rows are encoded like later tokens.
     shares_state: bool = False
-    #: After the prompt `with_state` must be given the attention that the tokens to be encoded receive.
+    #: Whether `with_state` needs the attention that later tokens receive, to encode them.
     needs_saliency: bool = False
-    #: The codec whose parts are stored, for those that read them without decoding; None: no plain codec has such parts.
+    #: The plain codec with the same stored parts, for kernels that read these without decoding; None: there is none.
     stored_as: Codec | None = None
 
     def fit(self, prompt: Prompt) -> State:
-        """The state of rows whose first tokens are `prompt`, as far as it does not depend on which of them are packed.
+        """The state of rows with this prompt, as far as it does not depend on which tokens are packed.
 
-        Rows of different lengths are fit apart; tensors that depend on the length are padded with zeros to the longest
-        row's.
+        Rows of different lengths are fit separately; tensors that depend on the length are padded with zeros to the
+        longest row.
         """
         return {}
 
@@ -138,18 +138,18 @@ class PromptCodec(BlockFormat, ABC):
 
     @abstractmethod
     def with_state(self, state: State, saliency: Tensor | None = None) -> Codec:
-        """The codec of later tokens of the rows that `state` belongs to (views of it). It decodes the prompt, too.
+        """The codec of later tokens for the rows of `state`; it also decodes their prompt.
 
-        saliency: `[rows, kv_heads, tokens]` of the tokens that it is going to encode, if it `needs_saliency`.
+        saliency: `[rows, kv_heads, tokens]` of the tokens to encode, for a codec that `needs_saliency`.
         """
 
 
-#: What a stream may be planned with.
+#: The codec of a stream.
 AnyCodec = Codec | PromptCodec
 
 
 def concatenate(runs: Sequence[Packed]) -> Packed:
-    """Packed runs one after another, as one."""
+    """Concatenate packed runs along their tokens."""
     parts = {
         name: Part(torch.cat([run.parts[name].tensor for run in runs], dim=2), part.unit)
         for name, part in runs[0].parts.items()

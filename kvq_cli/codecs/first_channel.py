@@ -1,4 +1,4 @@
-"""The first channel in full precision, the others by another codec (XQuant, appendix B)."""
+"""The first channel in 16 bits, the others by another codec (XQuant, appendix B)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvq_cli.codecs.base import Codec, Packed, Part, side_dtype
 
 
 class FirstChannelCodec(Codec):
-    """`base` serves the channels 1, 2, ...; channel 0 is kept in 16 bits as the part `first` `[B, H, T, 1]`."""
+    """`base` encodes channels 1, 2, ...; channel 0 is stored in 16 bits as the part `first` `[B, H, T, 1]`."""
 
     def __init__(self, base: Codec, dtype: torch.dtype) -> None:
         self.base, self._dtype = base, side_dtype(dtype)

@@ -1,4 +1,4 @@
-"""GEAR: uniform quantization, its error approximated in low rank, and outliers kept exact."""
+"""GEAR: uniform quantization, a low-rank approximation of its error, and outliers in 16 bits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from kvq_cli.errors import UsageError
 class GearCodec(PromptCodec):
     """X ~ D + L R + S of a chunk of tokens of one head: D of the `base`, L R of low rank, S sparse.
 
-    S: of the numbers of each `chunk` tokens the largest and the smallest, `fraction` / 2 each, rounded down, in 16 bits
-    with their places. The base sees the smallest other number of their group in their place, so that they do not widen
-    the group's range; decoding puts them back last, so that they are exact.
+    S: the largest and the smallest numbers of each `chunk` tokens, `fraction` / 2 each, rounded down, in 16 bits with
+    their indices. The base encodes the smallest other number of their group in their place, so that they do not widen
+    its range; decoding writes them last, so that they are exact.
     L R: E = X - D, 0 at outliers, projected on r directions P `[head_dim, r]`: from a seeded random start `loops` times
     P <- E^T E P (a power iteration), made orthonormal; R = P^T, L = E P. The paper ends half a step earlier, with an
     orthonormal L. The prompt is one chunk of rank `rank`, whose R is the state; later chunks have rank `chunk_rank`.
@@ -141,7 +141,7 @@ class _ChunkCodec(Codec):
 
 
 def _order(x: Tensor) -> Tensor:
-    """int64, ordered as the float32 numbers `[..., N]` are and, among equals, by place: no two are the same."""
+    """Unique int64 ranks of float32 numbers `[..., N]`; equal numbers are ordered by index."""
     bits = x.contiguous().view(torch.int32)
     rank = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
     return rank * x.shape[-1] - torch.arange(x.shape[-1], device=x.device)

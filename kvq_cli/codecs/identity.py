@@ -1,4 +1,4 @@
-"""The codec that changes nothing."""
+"""The identity codec: no quantization."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvq_cli.codecs.base import Codec, Packed, Part
 
 
 class IdentityCodec(Codec):
-    """Keeps the numbers as they are, in the dtype in which they come. Part: `raw` `[B, H, T, D]`."""
+    """Stores numbers unchanged, in their dtype. Part: `raw` `[B, H, T, D]`."""
 
     block_tokens = 1
     nominal_bits = 16.0

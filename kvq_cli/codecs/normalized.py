@@ -16,7 +16,7 @@ class NormalizedCodec(PromptCodec):
     q . K = (q norm) . (K / norm): attention may fold the norm into its query. A channel that is 0 in the whole prompt
     has norm 1. State: `norm` `[rows, kv_heads, head_dim]` float32.
 
-    later: encodes the tokens after the prompt, into the same parts; None: `base` does.
+    later: encodes tokens after the prompt, into the same parts; None: `base`.
     """
 
     def __init__(self, base: Codec, later: Codec | None = None) -> None:

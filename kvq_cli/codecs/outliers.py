@@ -1,4 +1,4 @@
-"""Dense and sparse: the most extreme numbers of a block are kept exact beside any codec's codes."""
+"""Dense-and-sparse quantization: any codec, with the most extreme numbers of each block stored in 16 bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from kvq_cli.codecs.base import Codec, Packed, Part, side_dtype
 from kvq_cli.errors import UsageError
 
-#: Tokens of an outlier block. Longer blocks let outliers gather unevenly; these tokens wait exact until all are there.
+#: Tokens of an outlier block. Longer blocks allow uneven outliers, but keep more tokens in full precision until packed.
 BLOCK_TOKENS = 32
 
 
@@ -20,10 +20,10 @@ class OutlierCodec(Codec):
 
     lower, upper: `[kv_heads, head_dim]`, the thresholds. A number's rank is how far it lies outside them relative to
                   their distance; numbers inside rank below all that are outside.
-    fraction:     of the block's numbers that are kept, rounded down: `capacity` of them. A block with fewer outliers
-                  keeps its next most extreme numbers too, since the places are there and counted anyway.
+    fraction:     share of the block's numbers to keep, rounded down: `capacity` of them. A block with fewer outliers
+                  also keeps its next most extreme numbers, since their space is allocated anyway.
 
-    The base codec sees kept outliers moved to their threshold, so that they do not spoil their block's code.
+    The base codec encodes outliers moved to their threshold, so that they do not affect the rest of the block.
     Parts: the base codec's, and `outlier_index` int16 (token * head_dim + channel within the block) and
     `outlier_value`, both `[B, H, T / block_tokens, capacity]` with unit block_tokens: 32 bits per outlier.
     """
@@ -59,7 +59,7 @@ class OutlierCodec(Codec):
         return x
 
     def _most_extreme(self, x: Tensor) -> Tensor:
-        """int64 `[B, H, T / block_tokens, capacity]`: where the block's highest ranks are."""
+        """Positions of the highest ranks in each block, int64 `[B, H, T / block_tokens, capacity]`."""
         width = (self._upper - self._lower).clamp_min(torch.finfo(torch.float32).tiny)
         excess = torch.maximum(x - self._upper, self._lower - x).div_(width)
         return furthest(self._blocks(excess), self.capacity)
@@ -69,8 +69,8 @@ class OutlierCodec(Codec):
 
 
 def block_capacity(fraction: float, head_dim: int, tokens: int = BLOCK_TOKENS) -> int:
-    """How many outliers a block of `tokens` tokens of a head keeps. UsageError where that is none, or where a 16-bit
-    index does not reach all of the block's numbers."""
+    """Number of outliers of a block of `tokens` tokens of a head. UsageError where that is 0, or where 16-bit indices
+    cannot address the whole block."""
     numbers = tokens * head_dim
     if int(fraction * numbers) < 1 or numbers > 2**15:
         raise UsageError(
@@ -81,10 +81,10 @@ def block_capacity(fraction: float, head_dim: int, tokens: int = BLOCK_TOKENS) -
 
 
 def furthest(excess: Tensor, count: int) -> Tensor:
-    """Places of the `count` largest of `excess` `[..., numbers]` (float32), of equal ones the first: int64.
+    """Indices of the `count` largest of `excess` `[..., numbers]` (float32), the first of equal ones: int64.
 
-    Ranks are made unique (a float's bits as an ordered integer, then the place), so that the choice between two equal
-    numbers depends on no sorting algorithm.
+    Ranks are unique (the float's bits as an ordered integer, then the index), so that the choice between equal numbers
+    does not depend on the sorting algorithm.
     """
     bits, numbers = excess.view(torch.int32), excess.shape[-1]
     rank = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)

@@ -12,9 +12,9 @@ from kvq_cli.codecs.base import Codec, Packed, Part
 
 
 class PerHeadCodec(Codec):
-    """members: name -> (codec, the kv heads it serves); together they serve every head once.
+    """members: name -> (codec, its kv heads); every head has exactly one codec.
 
-    Parts and constants are the members', under `<name>.<part>`; dimension 1 holds the member's heads only.
+    Parts and constants are named `<member>.<part>`; dimension 1 holds the member's heads only.
     """
 
     def __init__(self, members: Mapping[str, tuple[Codec, Sequence[int]]], device: torch.device) -> None:
@@ -22,7 +22,7 @@ class PerHeadCodec(Codec):
         if sorted(served) != list(range(len(served))):
             raise ValueError(f"each kv head needs one codec, got heads {sorted(served)}")
         self._heads = len(served)
-        #: name -> (codec, kv heads), as numbers of the host.
+        #: name -> (codec, kv heads), as Python integers.
         self.members = {name: (codec, tuple(heads)) for name, (codec, heads) in members.items()}
         self._members = {name: (codec, torch.tensor(heads, device=device)) for name, (codec, heads) in members.items()}
         self.block_tokens = math.lcm(*(codec.block_tokens for codec, _ in members.values()))

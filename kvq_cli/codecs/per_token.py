@@ -1,4 +1,4 @@
-"""Every token scaled to [-1, 1] by its own range, without its own outliers: KVQuant's values."""
+"""Per-token scaling to [-1, 1], outliers excluded: KVQuant's values."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from kvq_cli.codecs.outliers import BLOCK_TOKENS, block_capacity, furthest
 
 
 class PerTokenCodec(Codec):
-    """x' = scale base((x - zero) / scale) + zero, where zero +- scale is the range of a token's numbers of all kv heads
-    that are left when its outliers are taken out. Outliers are kept in 16 bits with their places.
+    """x' = scale base((x - zero) / scale) + zero, where zero +- scale is the range of a token's numbers over all kv
+    heads, outliers excluded. Outliers are stored in 16 bits with their indices.
 
-    base:     a codec of single tokens; it sees numbers in [-1, 1], up to the rounding of zero and scale to 16 bits.
+    base:     a codec of single tokens; it encodes numbers in [-1, 1], up to the rounding of zero and scale to 16 bits.
     outliers: fraction of a token's `kv_heads * head_dim` numbers, see `capacity`; 0: none.
 
     As in KVQuant, a token has one range and one list of outliers for all heads: per head they would cost up to half a
-    bit per number. Outliers of `BLOCK_TOKENS` tokens lie together, those of head 0 first, so that a reader of one head
-    finds them without a search.
+    bit per number. Outliers of `BLOCK_TOKENS` tokens are stored together, those of head 0 first, so that each head's
+    are contiguous.
 
     Parts: the base codec's; `zero` and `scale` `[B, 1, T, 1]` in 16 bits, unit 1. With outliers, unit block_tokens:
     `outlier_index` int16 (token * head_dim + channel within the block) and `outlier_value` in 16 bits, both `[B, 1, T /
-    block_tokens, block_tokens * capacity]`; `outlier_start` int32 `[B, 1, T / block_tokens, kv_heads + 1]`, where each
-    head's begin.
+    block_tokens, block_tokens * capacity]`; `outlier_start` int32 `[B, 1, T / block_tokens, kv_heads + 1]`, where the
+    outliers of each head begin.
     """
 
     def __init__(self, base: Codec, kv_heads: int, head_dim: int, outliers: float, dtype: torch.dtype) -> None:
@@ -81,16 +81,16 @@ class PerTokenCodec(Codec):
 
 
 def capacity(outliers: float, numbers: int) -> int:
-    """How many outliers a token of `numbers` numbers keeps: the fraction `outliers` rounded down, but one at least."""
+    """Number of outliers of a token of `numbers` numbers: the fraction `outliers` rounded down, at least one."""
     return max(1, int(outliers * numbers)) if outliers else 0
 
 
 def split_outliers(x: Tensor, outliers: float) -> tuple[Tensor, Tensor]:
-    """(the tokens `x` `[..., numbers]` float32 with their outliers moved to the edge of the range of the others; the
-    outliers' places, int64 `[..., capacity]`).
+    """(tokens `x` `[..., numbers]` float32 with outliers clamped to the range of the other numbers, indices of the
+    outliers, int64 `[..., capacity]`).
 
-    A token's thresholds are its own quantiles outliers / 2 and 1 - outliers / 2 (interpolated). Its outliers are the
-    numbers that lie furthest outside of them: a fixed number, also where fewer do.
+    A token's thresholds are its quantiles outliers / 2 and 1 - outliers / 2 (interpolated). Its outliers are the
+    numbers furthest outside of them: a fixed number, even where fewer are outside.
     """
     numbers = x.shape[-1]
     if not outliers:

@@ -1,4 +1,4 @@
-"""One codec for the prompt and another one for later tokens, with the same parts (InnerQ's hybrid_prefill)."""
+"""Different codecs for the prompt and for later tokens, with the same parts (InnerQ's hybrid_prefill)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvq_cli.codecs.base import Codec, Packed, Prompt, PromptCodec, State
 
 
 class PhasedCodec(PromptCodec):
-    """`base` encodes the prompt and `later` what follows, into the same parts, which either decodes. No state."""
+    """`base` encodes the prompt, `later` the later tokens, into the same parts, which both decode. No state."""
 
     def __init__(self, base: Codec, later: Codec) -> None:
         self.stored_as = self.base = base

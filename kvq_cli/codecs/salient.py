@@ -13,14 +13,14 @@ from kvq_cli.codecs.base import TILE, Codec, Packed, Part, Prompt, PromptCodec, 
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.errors import UsageError
 
-#: The share of a prompt's queries, newest ones and random ones each, whose attention is looked at.
+#: Fraction of a prompt's queries that are probes: the newest, and as many random ones.
 PROBES = 0.05
 
 Side = Literal["keys", "values"]
 
 
 class SalientCodec(PromptCodec):
-    """Of each chunk of tokens of one head the share `ratio` that is most salient has `high` bits, the others `low`.
+    """In each chunk of tokens of a head, the fraction `ratio` of most salient tokens has `high` bits, the others `low`.
 
     keys:   groups are the salient tokens of a channel, and the others of a channel.
     values: divided by c_i = sqrt(max |V_i|) of their channel; groups are the channels of a token.

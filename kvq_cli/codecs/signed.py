@@ -1,4 +1,4 @@
-"""Symmetric uniform quantization, alone or in a choice per group with the asymmetric one (InnerQ's hybrid)."""
+"""Symmetric uniform quantization, or a choice of symmetric and asymmetric per group (InnerQ's hybrid)."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class SignedCodec(UniformCodec):
 
     sign "extra":  L = 2^b - 1; b bits are the magnitude's, sign bits are kept apart, one word of `group` bits a group.
     sign "inside": L = 2^(b-1) - 1; one of the b bits is the sign: the codes are sign(x) q + L.
-    hybrid:        "always": each group is kept so or as `UniformCodec` does it, whichever has the lower squared error;
-                   the sign of its scale says which (minus: asymmetric). "symmetric": the same parts, in which every
-                   group is symmetric. "no": symmetric groups, in parts of their own.
+    hybrid:        "always": each group is symmetric or asymmetric (as in `UniformCodec`), whichever has the lower
+                   squared error; a negative scale marks asymmetric groups. "symmetric": all groups are symmetric,
+                   in the parts of a hybrid. "no": symmetric groups, in parts without zero-points.
 
     Parts beside `codes` and `scale`, shaped as the scale: sign "extra": `sign`, int words, in a hybrid
     `sign_or_zero`, the same words with the zero-points of asymmetric groups in place; sign "inside" in a hybrid: `zero`

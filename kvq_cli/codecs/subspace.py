@@ -1,4 +1,4 @@
-"""Uniform quantization whose errors are kept off the subspace of the prompt's queries (SQuat's keys)."""
+"""Uniform quantization with errors moved off the subspace of the prompt's queries (SQuat's keys)."""
 
 from __future__ import annotations
 

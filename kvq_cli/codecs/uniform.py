@@ -13,7 +13,7 @@ from kvq_cli.codecs import kernels
 from kvq_cli.codecs.base import Codec, Packed, Part, side_dtype
 from kvq_cli.errors import UsageError
 
-#: What a group lies along: "channel": adjacent tokens of one channel; "token": adjacent channels of one token.
+#: A group is adjacent tokens of one channel ("channel") or adjacent channels of one token ("token").
 Axis = Literal["channel", "token"]
 
 
@@ -23,8 +23,8 @@ class UniformCodec(Codec):
     axis "channel": a group is `group` adjacent tokens of one channel (`block_tokens` = group).
     axis "token":   a group is `group` adjacent channels of one token (`block_tokens` = 1).
 
-    Scale and zero are kept in 16 bits (or the zero in `zero_dtype`) and the codes are computed against the kept values,
-    so that the codes make up for their rounding. A constant group has s = 0 and x' = z.
+    Scale and zero are stored in 16 bits (or the zero in `zero_dtype`), and codes are computed with the rounded values.
+    A constant group has s = 0 and x' = z.
 
     Parts: `codes` int32 `[B, H, T, words]`, planar (see `bits`), unit 1; `scale` and `zero` `[B, H, T / group, D]` with
     unit `group` (axis "channel") or `[B, H, T, D / group]` with unit 1 (axis "token").

@@ -1,4 +1,4 @@
-"""`Method`, the base of all compression methods: hyper-parameters in, one plan per layer out."""
+"""`Method`, the base of all compression methods: hyperparameters in, one plan per layer out."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvq_cli.methods.window import Window
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The numbers of an architecture that a method needs to know."""
+    """The architecture sizes of a model."""
 
     layers: int
     query_heads: int
@@ -30,11 +30,11 @@ class ModelShape:
 
 @dataclass(frozen=True)
 class StreamPlan:
-    """How one of the two streams of a layer (keys or values) is kept.
+    """How the keys or the values of a layer are cached.
 
     source: "post_rope" or "pre_rope" for keys, "value" for values; "input" for both: the layer input X `[batch, tokens,
-            hidden_size]` or its latents are kept, and keys (before RoPE) or values are computed of it when read.
-    down:   `[hidden_size, rank]`: the latents X down are kept; None: X itself.
+            hidden_size]` or its latents are cached, and keys (before RoPE) or values are rematerialized when read.
+    down:   `[hidden_size, rank]`: the latents X down are cached; None: X itself.
     up:     `[rank, kv_heads * head_dim]` turns latents into the output of the model's projection, without its bias;
             None: the model's projection is used.
     """
@@ -46,16 +46,16 @@ class StreamPlan:
     up: Tensor | None = None
 
     def latents(self, x: Tensor) -> Tensor:
-        """The numbers that are kept of the layer input, `[batch, 1, tokens, rank]`."""
+        """The cached latents of the layer input `[batch, tokens, hidden_size]`: `[batch, 1, tokens, rank]`."""
         return (x if self.down is None else x @ self.down).unsqueeze(1)
 
 
 @dataclass(frozen=True)
 class CrossLayer:
-    """The layer's part in a sum over layers: X^_i = X^_{i-1} + d_i, where only d_i is kept, of packed tokens.
+    """A layer's part in the cross-layer sum X^_i = X^_{i-1} + d_i over packed tokens, of which only d_i is stored.
 
-    first:       the sum starts here; this layer keeps its X whole, and X^ is X as decoded.
-    last:        no layer after it needs X^.
+    first:       the sum starts here: this layer stores X itself, and X^ is the decoded X.
+    last:        no later layer needs X^.
     accumulator: packs X^ from layer to layer while a pass runs; None: X^ stays in the model's dtype.
     """
 
@@ -66,7 +66,7 @@ class CrossLayer:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """shared: one store, planned as `keys`, gives keys and values (source "input"). cross_layer: see there."""
+    """The plans of a layer's keys and values. shared: one store, planned as `keys`, serves both (source "input")."""
 
     keys: StreamPlan
     values: StreamPlan
@@ -95,15 +95,15 @@ class BlockShape:
 
 @dataclass(frozen=True)
 class CodebookSpec:
-    """The calibration that one stream (keys or values) of a codebook method needs.
+    """Calibration of the codebooks of one stream: keys or values.
 
-    shapes:    the candidates, best by held-out Fisher-weighted error; `choice` (int8) holds indices into them.
+    shapes:    candidates, chosen by held-out Fisher-weighted error; the tensor `choice` (int8) holds indices into them.
     entries:   centroids per codebook.
     share:     adjacent channels that use one codebook: `head_dim / share` codebooks per kv head.
-    normalize: cluster (x - mean) / std, per channel; else as it is.
-    outliers:  fraction of the numbers that is kept exact; half of it lies beyond each of `lower`, `upper`. 0: none.
-    by_range:  for "mean" and "std" take the middle and half the distance of the outlier thresholds (KVQuant).
-    per_token: scale by the range of each token instead, found online with its outliers (KVQuant's values).
+    normalize: cluster (x - mean) / std, per channel; else x.
+    outliers:  fraction of numbers kept in 16 bits, half of them below `lower`, half above `upper`. 0: none.
+    by_range:  use the midpoint and half the distance of the outlier thresholds as mean and std (KVQuant).
+    per_token: scale by the range of each token instead, computed online with its outliers (KVQuant's values).
     across_heads: the kv heads share their codebooks, which are stored once (KVQuant).
     """
 
@@ -119,10 +119,10 @@ class CodebookSpec:
 
 @dataclass(frozen=True)
 class FactorSpec:
-    """Factors of the projection weights that a method needs, by layer: no text is read for them.
+    """Calibration by factorizing projection weights; no text is read.
 
-    Each layer names what is factorized: "k" for W_k = U S B^T, "v" for W_v, "x" for both side by side, [W_k W_v]. The
-    artifact gets U as `<name>.down` `[hidden_size, rank]`, and S B^T as `k.up`, `v.up` `[rank, kv_heads * head_dim]`.
+    layers: for each layer, the factorized weights: "k" for W_k = U S B^T, "v" for W_v, "x" for both, [W_k W_v]. The
+    artifact stores U as `<name>.down` `[hidden_size, rank]`, and S B^T as `k.up`, `v.up` `[rank, kv_heads * head_dim]`.
     """
 
     layers: tuple[tuple[str, ...], ...]
@@ -130,9 +130,9 @@ class FactorSpec:
 
 @dataclass(frozen=True)
 class CalibrationSpec:
-    """The calibration that a method needs, per layer.
+    """Calibration by clustering captured keys and values into codebooks.
 
-    skip:   first tokens of each sample that take no part (the sinks).
+    skip:   first tokens of each sample to leave out (attention sinks).
     fisher: weight k-means by squared gradients.
     hybrid: choose among a stream's shapes per "layer", per "head", or not at all ("off": the first shape).
     """
@@ -154,31 +154,31 @@ def option(
     at_most: float | None = None,
     runtime: bool = False,
 ) -> Any:
-    """A method's option: a dataclass field with what the command line says about it and what values it takes.
+    """A method's option: a dataclass field with help text and valid values.
 
-    runtime: an artifact may be used with another value than it was calibrated with.
+    why: reason for `choices`, for messages. runtime: can be changed when an artifact is used.
     """
     meta = {"help": help, "choices": choices, "why": why, "at_least": at_least, "at_most": at_most, "runtime": runtime}
     return dataclasses.field(default=default, metadata=meta)
 
 
-#: The metadata of a field that is not made by `option`: any value is valid.
+#: Metadata of fields declared without `option`: any value is valid.
 _ANYTHING = {"choices": None, "at_least": None, "at_most": None}
 
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """Base of all methods: a frozen dataclass of hyper-parameters, registered by class in `methods/registry.py`."""
+    """Base of all methods: a frozen dataclass of hyperparameters, registered with `registry.register`."""
 
     name: ClassVar[str]
     paper: ClassVar[str]  # link
     summary: ClassVar[str]  # one line for `kvq methods`
-    caches: ClassVar[str]  # the numbers that are kept of each token
-    finds: ClassVar[str] = ""  # the results of its calibration
+    caches: ClassVar[str]  # the tensors cached for each token
+    calibration_result: ClassVar[str] = ""  # the tensors that its calibration computes
     calibrates: ClassVar[bool] = False  # True: needs an artifact
 
     def __post_init__(self) -> None:
-        """Refuses values that an option does not take, naming those it takes and why."""
+        """Raise UsageError for invalid option values, naming the valid ones."""
         for field in dataclasses.fields(self):
             value, meta = getattr(self, field.name), {**_ANYTHING, **field.metadata}
             given = f"{self.name}: {field.name}={value}"
@@ -204,9 +204,9 @@ class Method(ABC):
         """
 
     def needs_artifact(self, shape: ModelShape) -> bool:
-        """Whether `plan` needs tensors for a model of this shape."""
+        """Whether `plan` needs calibrated tensors for a model of this shape."""
         return self.calibrates
 
     def calibration(self, shape: ModelShape) -> CalibrationSpec | FactorSpec:
-        """The calibration that `kvq calibrate` does for a model of this shape; UsageError if the method needs none."""
+        """The calibration for a model of this shape; UsageError if the method needs none."""
         raise UsageError(f"method {self.name} needs no calibration: use it directly with --method {self.name}")

@@ -20,7 +20,7 @@ class ChannelKV(CodebookMethod):
     name = "channelkv"
     paper = "https://arxiv.org/abs/2405.03917"
     summary = "codebooks over chunks of adjacent channels, calibrated with Fisher weights; pre-RoPE keys"
-    finds = "codebooks (Fisher k-means)"
+    calibration_result = "codebooks (Fisher k-means)"
 
     @property
     def chunk(self) -> int:

@@ -1,4 +1,4 @@
-"""The base of methods with calibrated codebooks: the same spec plans the calibration and the codec."""
+"""The base of methods with calibrated codebooks: one spec defines both the calibration and the codec."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class CodebookMethod(Method):
 
     bits: int = option(2, "bits per number", choices=(1, 2, 4), why="an 8-bit code stands for 8, 4 or 2 numbers")
     outliers: float = option(0.0, "fraction of the numbers kept in 16 bits (thesis: 0.01)", at_least=0.0, at_most=1.0)
-    sinks: int = option(8, "first tokens that stay exact", at_least=0, runtime=True)
-    recent: int = option(0, "newest tokens that always stay exact", at_least=0, runtime=True)
+    sinks: int = option(8, "first tokens kept in full precision (attention sinks)", at_least=0, runtime=True)
+    recent: int = option(0, "newest tokens kept in full precision", at_least=0, runtime=True)
     buffer: int | None = option(
         None,
-        "new tokens stay exact until a multiple of so many are there; none: a chunk, with outliers their block",
+        "pack tokens in multiples of this many; none: in chunks, with outliers in outlier blocks",
         at_least=1,
         runtime=True,
     )
@@ -55,8 +55,8 @@ class CodebookMethod(Method):
             prefix = f"{kind}."
             named = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
             codec = codec_of(spec, named, shape, f"layers.{layer}.{kind}")
-            # A layer of a hybrid waits for whole chunks of tokens whatever shape it has: packing token by token costs
-            # a CPU a tenth of the decode step, and all layers then keep the same tokens exact.
+            # All layers of a hybrid pack the longest candidate chunk at a time: packing token by token would cost a
+            # tenth of a decode step on a CPU, and all layers then keep the same tokens in full precision.
             flush = math.lcm(codec.block_tokens, self.buffer or 1, *(block.tokens for block in spec.shapes))
             return StreamPlan(source, codec, Window(self.sinks, self.recent, flush))
 
@@ -64,16 +64,16 @@ class CodebookMethod(Method):
 
 
 def check_outliers(outliers: float, shape: ModelShape) -> None:
-    """UsageError, before anything is calibrated, for a fraction so small that no block could keep an outlier."""
+    """Raise UsageError for a fraction that is too small for one outlier per block."""
     if outliers:
         block_capacity(outliers, shape.head_dim)
 
 
 def codec_of(spec: CodebookSpec, tensors: Mapping[str, Tensor], shape: ModelShape, where: str) -> Codec:
-    """One stream's codec: each head's blocks have the shape that `choice` says, codebooks `centroids.<shape>`.
+    """The codec of one stream: `choice` gives each head's block shape, `centroids.<shape>` the codebooks.
 
-    tensors: the calibrated ones, by the names that `calibrate_stream` gives them. where: their prefix in the
-    artifact. Raises KvqError naming a tensor that is missing or does not fit.
+    tensors: named as by `calibrate_stream`. where: their prefix in the artifact, for messages. Raises KvqError naming a
+    tensor that is missing or has the wrong shape.
     """
 
     def get(name: str) -> Tensor:

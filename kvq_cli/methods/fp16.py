@@ -1,4 +1,4 @@
-"""No compression: the same cache machinery with the numbers as they are. The baseline of every comparison."""
+"""No compression: uncompressed keys and values in the same cache. The baseline of every comparison."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ from kvq_cli.methods.window import Window
 @register
 @dataclass(frozen=True)
 class Gear(Method):
-    """X ~ D + L + S, per head: KIVI's groups D, a low-rank L of what D misses, the outliers S.
+    """X ~ D + L + S, per head: KIVI's groups D, a low-rank approximation L of their error, outliers S.
 
-    The first pass over a sequence is the prompt: what it packs is one chunk with one pair of factors. Later tokens of
-    both keys and values wait until `residual` of them are there, and are a chunk of their own. Levels are 2^bits - 1.
+    The first pass over a sequence is the prompt: its packed tokens are one chunk with one pair of factors. Later keys
+    and values are packed in chunks of `residual` tokens. Scales divide by 2^bits - 1.
     """
 
     name = "gear"
@@ -29,16 +29,16 @@ class Gear(Method):
     summary = "kivi, with a low-rank approximation of its error and with outliers in 16 bits"
     caches = "K post-RoPE, V"
 
-    bits: int = option(2, "bits per number", choices=(1, 2, 3, 4, 8), why="there is no packing for others")
+    bits: int = option(2, "bits per number", choices=(1, 2, 3, 4, 8), why="others cannot be packed")
     group: int = option(32, "numbers that share a scale and a zero-point", at_least=2)
     residual: int = option(128, "tokens that are packed together; a multiple of the group", at_least=1)
-    outliers: float = option(0.02, "fraction of the numbers that is kept in 16 bits", at_least=0.0, at_most=1.0)
-    rank: int = option(4, "rank of the error's approximation in the prompt; 0: none", at_least=0)
-    chunk_rank: int = option(2, "the same for each `residual` tokens after the prompt", at_least=0)
+    outliers: float = option(0.02, "fraction of numbers kept in 16 bits", at_least=0.0, at_most=1.0)
+    rank: int = option(4, "rank of the low-rank error approximation of the prompt; 0: none", at_least=0)
+    chunk_rank: int = option(2, "rank for each `residual` tokens after the prompt; 0: none", at_least=0)
     loops: int = option(3, "power iterations", at_least=1)
-    sinks: int = option(0, "first tokens that stay exact", at_least=0)
-    recent: int = option(0, "newest tokens that always stay exact", at_least=0)
-    seed: int = option(0, "start of the power iterations")
+    sinks: int = option(0, "first tokens kept in full precision (attention sinks)", at_least=0)
+    recent: int = option(0, "newest tokens kept in full precision", at_least=0)
+    seed: int = option(0, "seed of the power iterations")
 
     def __post_init__(self) -> None:
         super().__post_init__()

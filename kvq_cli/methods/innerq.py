@@ -34,7 +34,7 @@ class InnerQ(Method):
 
     A word per group holds its sign bits or its zero-point; the sign of the 16-bit scale tells which: 2 bits in groups
     of 32 are 2 + 1 + 0.5 bits per number (the paper keeps the choice apart: 1/32 more). The windows (4.2) hold in
-    decode too: the newest `recent` keys stay exact, and of the values up to a group more, which wait to be packed.
+    decode too: the newest `recent` keys and values stay in full precision, and values of incomplete groups.
     """
 
     name = "innerq"
@@ -42,13 +42,15 @@ class InnerQ(Method):
     summary = "uniform, symmetric or asymmetric per group: keys in groups of channels, values in groups of tokens"
     caches = "K post-RoPE, V"
 
-    bits: int = option(2, "bits per number, the sign not counted", choices=(1, 2, 3, 4, 8), why="there is no packing")
+    bits: int = option(
+        2, "bits per number, the sign not counted", choices=(1, 2, 3, 4, 8), why="others cannot be packed"
+    )
     mode: str = option("hybrid", "how groups are quantized", choices=(*HYBRIDS, "asymmetric"))
     group: int = option(32, "numbers that share a scale", choices=tuple(WORDS), why="their sign bits fill one word")
-    sinks: int = option(32, "first tokens that stay exact", at_least=0)
-    recent: int = option(96, "newest tokens that always stay exact", at_least=0)
+    sinks: int = option(32, "first tokens kept in full precision (attention sinks)", at_least=0)
+    recent: int = option(96, "newest tokens kept in full precision", at_least=0)
     norm: bool = option(True, "divide key channels by the square root of their maximum in the prompt")
-    sign: str = option("extra", "the sign is a bit of its own or one of the bits", choices=("extra", "inside"))
+    sign: str = option("extra", "sign bits: in addition to the bits, or one of them", choices=("extra", "inside"))
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -68,7 +70,7 @@ class InnerQ(Method):
         )
 
     def _codecs(self, axis: Axis, shape: ModelShape) -> tuple[Codec, Codec]:
-        """(codec of the prompt, codec of later tokens): the same one but for mode "hybrid_prefill"."""
+        """(codec of the prompt, codec of later tokens): different only in mode "hybrid_prefill"."""
         common = (self.bits, axis, self.group, shape.head_dim, shape.dtype)
         if self.mode == "asymmetric":
             # The zero-point is as wide as the word that sign bits would take, as in the paper.

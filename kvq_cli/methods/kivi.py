@@ -19,8 +19,8 @@ from kvq_cli.methods.window import Window
 class Kivi(Method):
     """Keys: groups of `group` tokens of a channel. Values: groups of `group` channels of a token.
 
-    KIVI's own windows: keys wait until `residual` of them can be packed at once; the newest `residual` values stay
-    exact. With `recent` set (KIVI+sink) the newest `recent` tokens of both stay exact and keys are packed by groups.
+    KIVI's residual windows: keys are packed `residual` at a time; the newest `residual` values stay in full precision.
+    With `recent` set (KIVI+sink), the newest `recent` keys and values do, and keys are packed one group at a time.
     """
 
     name = "kivi"
@@ -28,11 +28,11 @@ class Kivi(Method):
     summary = "uniform quantization: keys in groups of tokens per channel, values in groups of channels per token"
     caches = "K post- or pre-RoPE, V"
 
-    bits: int = option(2, "bits per number", choices=(1, 2, 3, 4, 8), why="there is no packing for others")
+    bits: int = option(2, "bits per number", choices=(1, 2, 3, 4, 8), why="others cannot be packed")
     group: int = option(32, "numbers that share a scale and a zero-point", at_least=1)
-    residual: int = option(128, "recent tokens of KIVI's own windows; a multiple of the group", at_least=1)
-    sinks: int = option(0, "first tokens that stay exact", at_least=0)
-    recent: int | None = option(None, "newest tokens that always stay exact, instead of `residual`", at_least=0)
+    residual: int = option(128, "length of KIVI's residual windows; a multiple of the group", at_least=1)
+    sinks: int = option(0, "first tokens kept in full precision (attention sinks)", at_least=0)
+    recent: int | None = option(None, "newest tokens kept in full precision, instead of `residual`", at_least=0)
     pre_rope: bool = option(False, "cache keys before RoPE (KIVI*)")
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""KVQuant (https://arxiv.org/abs/2401.18079): a non-uniform 1-D codebook per layer, outliers kept apart."""
+"""KVQuant (https://arxiv.org/abs/2401.18079): a non-uniform 1-D codebook per layer, outliers in 16 bits."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from kvq_cli.methods.registry import register
 @register
 @dataclass(frozen=True)
 class KVQuant(CodebookMethod):
-    """Every number alone, as the nearest of 2^bits points between -1 and 1: one codebook for the keys of a layer and
-    one for its values, clustered with Fisher weights and without the outliers.
+    """Each number as the nearest of 2^bits points in [-1, 1]: one codebook for a layer's keys and one for its values,
+    clustered with Fisher weights, outliers excluded.
 
     Keys (before RoPE) are scaled per channel: the outlier thresholds, quantiles of the calibration text, become -1 and
-    1. Values are scaled per token, by the range that the token's own outliers leave. Outliers are kept in 16 bits, a
-    fixed number of a head's keys in a block of tokens, or of a token's values (one at least); without them a channel's
-    or token's extremes are -1 and 1.
+    1. Values are scaled per token, by the range of its numbers without outliers. Outliers are kept in 16 bits, a fixed
+    number per head and block of tokens for keys, per token (one at least) for values; without outliers the extremes of
+    a channel or token become -1 and 1.
     """
 
     name = "kvquant"
     paper = "https://arxiv.org/abs/2401.18079"
     summary = "one non-uniform codebook of single numbers per layer, outliers in 16 bits; pre-RoPE keys"
-    finds = "codebooks (Fisher k-means), thresholds"
+    calibration_result = "codebooks (Fisher k-means), thresholds"
 
-    bits: int = option(2, "bits per number", choices=(1, 2, 3, 4, 8), why="there is no packing for others")
+    bits: int = option(2, "bits per number", choices=(1, 2, 3, 4, 8), why="others cannot be packed")
     outliers: float = option(0.01, "fraction of the numbers kept in 16 bits; 0: none", at_least=0.0, at_most=1.0)
 
     def calibration(self, shape: ModelShape) -> CalibrationSpec:

@@ -1,4 +1,4 @@
-"""Names of methods to their classes, and options to instances.
+"""The registry of compression methods: names to classes, options to instances.
 
 A method is one file of this package with one class under `@register`; nothing else lists it. Other packages add
 methods as entry points of the group `kvq.methods` (docs/ADD_A_METHOD.md).
@@ -26,7 +26,7 @@ PLUGINS = "kvq.methods"
 
 
 def register(cls: type[Method]) -> type[Method]:
-    """Class decorator: makes the method known under `cls.name`; a name can be taken once."""
+    """Class decorator: register a method under `cls.name`; ValueError for a name that is taken."""
     if cls.name in _CLASSES:
         raise ValueError(f"method name {cls.name!r} is already taken by {_CLASSES[cls.name].__qualname__}")
     _CLASSES[cls.name] = cls
@@ -40,7 +40,7 @@ def method_names() -> list[str]:
 
 
 def method_class(name: str) -> type[Method]:
-    """The class of a name; UsageError lists the names there are."""
+    """The class of a method; UsageError lists the valid names."""
     _load_all()
     if name not in _CLASSES:
         raise UsageError(f"unknown method {name!r}; there are: {', '.join(sorted(_CLASSES))}")
@@ -48,7 +48,7 @@ def method_class(name: str) -> type[Method]:
 
 
 def build(name: str, **options: Any) -> Method:
-    """The method `name` with `options`; strings are read as the option's type. UsageError names what was valid."""
+    """The method `name` with `options`; strings are parsed. UsageError names the valid options and values."""
     cls = method_class(name)
     return cls(**parse_options(cls, f"method {name}", options))
 
@@ -59,7 +59,7 @@ def has_option(name: str, option: str) -> bool:
 
 
 def check_shared(names: Iterable[str], options: Iterable[str]) -> None:
-    """UsageError for an option, meant for several methods, that none of them has; not so for `bits`."""
+    """Raise UsageError for an option that none of several methods has; `bits` is always accepted."""
     names = list(names)
     for option in options:
         if option != "bits" and not any(has_option(name, option) for name in names):
@@ -69,7 +69,7 @@ def check_shared(names: Iterable[str], options: Iterable[str]) -> None:
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
-    """`kivi-4bit:residual=32:sinks=8` as the name and its options, `bits` among them. A path keeps its `-4bit`."""
+    """Parse `kivi-4bit:residual=32:sinks=8` into a name and options, `bits` included. A path keeps its `-4bit`."""
     name, *pairs = text.split(":")
     options: dict[str, Any] = {}
     for pair in pairs:
@@ -83,7 +83,7 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def build_parsed(text: str, **shared: Any) -> Method:
-    """The method of `parse(text)`, with those of the `shared` options that it has and does not set itself."""
+    """The method of `parse(text)`, with those of the `shared` options that it has and the text does not set."""
     name, options = parse(text)
     return build(name, **{key: value for key, value in shared.items() if has_option(name, key)} | options)
 

@@ -19,8 +19,8 @@ BLOCK = 64
 @register
 @dataclass(frozen=True)
 class Squat(Kivi):
-    """KIVI's windows, storage and values. Keys are quantized a block of channels at a time; each block's error moves to
-    the channels after it so that the inner products with the prompt's queries stay (Algorithm 1, Eq. 6).
+    """KIVI's windows, storage and values. Keys are quantized a block of channels at a time; each block's error is
+    compensated in later channels to preserve inner products with the prompt's queries (Algorithm 1, Eq. 6).
 
     The subspace is that of the first pass's queries; keys before RoPE (SQuat-pre) go with queries before RoPE.
     `strength` = 0 is KIVI bit for bit. Appendix E.2: rank 5 to 60, strength 0.0005 or 0.001, block 32 or 64.
@@ -31,10 +31,10 @@ class Squat(Kivi):
     summary = "kivi with key errors moved off the subspace of the prompt's queries"
     caches = "K post- or pre-RoPE, V"
 
-    residual: int = option(32, "recent tokens of KIVI's own windows; a multiple of the group", at_least=1)
+    residual: int = option(32, "length of KIVI's residual windows; a multiple of the group", at_least=1)
     pre_rope: bool = option(False, "cache keys before RoPE, with a subspace of queries before RoPE (SQuat-pre)")
     rank: int = option(5, "dimensions of the queries' subspace (r)", at_least=1)
-    strength: float = option(0.001, "weight of the errors inside of the subspace (lambda)", at_least=0.0)
+    strength: float = option(0.001, "weight of errors inside the subspace (lambda)", at_least=0.0)
     block: int | None = option(None, "channels quantized at a time; none: 64, or half of a smaller head", at_least=1)
     shared_svd: bool = option(False, "use the first row's subspace for the whole batch, as the paper does")
 

@@ -19,19 +19,19 @@ class TemporalKV(CodebookMethod):
     name = "temporalkv"
     paper = "thesis: TemporalKV"
     summary = "codebooks over chunks of adjacent tokens, calibrated with Fisher weights; pre-RoPE keys"
-    finds = "codebooks (Fisher k-means), mean, std, thresholds"
+    calibration_result = "codebooks (Fisher k-means), mean, std, thresholds"
 
     hybrid: str = option(
-        "layer", "choose the chunk's shape per layer, per head, or not at all", choices=("layer", "head", "off")
+        "layer", "choose the block shape per layer, per head, or not at all", choices=("layer", "head", "off")
     )
     shapes: str = option(
         "thesis",
-        "shapes that hybrid chooses among: the thesis's two, or all of the bit budget",
+        "candidate block shapes: the thesis's two, or all of the bit budget",
         choices=("thesis", "all"),
     )
     share: int | None = option(None, "adjacent channels that share a codebook; none: the chunk's length", at_least=1)
     normalize_keys: bool = option(True, "cluster keys as (k - mean) / std per channel")
-    normalize_values: bool = option(False, "the same for values")
+    normalize_values: bool = option(False, "cluster values as (v - mean) / std per channel")
 
     @property
     def chunk(self) -> int:

@@ -1,4 +1,4 @@
-"""Which tokens of a sequence are sinks, packed, or recent."""
+"""Windows: which tokens of a sequence are sinks, packed, or recent."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from kvq_cli.errors import UsageError
 class Window:
     """The split `sinks | packed | recent` as a function of the total length alone.
 
-    sinks:  first tokens, kept in full precision for ever.
-    recent: newest tokens that must stay in full precision.
-    flush:  tokens are packed in runs of this many, as soon as that many lie between the two windows.
+    sinks:  first tokens, always kept in full precision.
+    recent: minimum number of newest tokens kept in full precision.
+    flush:  tokens are packed this many at a time, as soon as there are that many between the two windows.
 
     Because `packed(n)` depends on n only, feeding tokens one by one leaves the same state as feeding them at once.
     Examples: KIVI keys (R=128): Window(0, 0, 128); KIVI values: Window(0, 128, 1); KIVI+sink keys:

@@ -1,4 +1,4 @@
-"""XQuant (https://arxiv.org/abs/2508.10395): cache the layer input, and compute keys and values of it when read."""
+"""XQuant (https://arxiv.org/abs/2508.10395): cache the layer input, and rematerialize keys and values from it."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from kvq_cli.methods.base import FactorSpec, LayerPlan, Method, ModelShape, Stre
 from kvq_cli.methods.registry import register
 from kvq_cli.methods.window import Window
 
-#: Bits of the choice to quantize nothing.
+#: Bits that mean no quantization.
 EXACT = 16
 BITS = (1, 2, 3, 4, 8, EXACT)
 
 
 @dataclass(frozen=True)
 class LayerInputMethod(Method):
-    """The base of XQuant and XQuant-CL: groups and windows, and factors of the weights where X is too large."""
+    """The base of XQuant and XQuant-CL: groups, windows, and weight factors where X is larger than keys and values."""
 
     paper = "https://arxiv.org/abs/2508.10395"
     calibrates = True
 
-    bits: int = option(2, "bits per kept number; 16: as it is", choices=BITS, why="no packing", runtime=True)
+    bits: int = option(
+        2, "bits per number; 16: not quantized", choices=BITS, why="others cannot be packed", runtime=True
+    )
     group: int = option(128, "numbers that share a scale and a zero-point", at_least=4, runtime=True)
-    sinks: int = option(0, "first tokens that stay exact", at_least=0, runtime=True)
-    recent: int = option(0, "newest tokens that stay exact, besides those of a group", at_least=0, runtime=True)
+    sinks: int = option(0, "first tokens kept in full precision (attention sinks)", at_least=0, runtime=True)
+    recent: int = option(0, "newest tokens kept in full precision, beside incomplete groups", at_least=0, runtime=True)
 
     @property
     def window(self) -> Window:
@@ -45,20 +47,21 @@ class LayerInputMethod(Method):
 @register
 @dataclass(frozen=True)
 class XQuant(LayerInputMethod):
-    """X is what a layer's attention takes in, after the layer's first norm.
+    """Caches X, the input of a layer's attention after its norm.
 
-    Where X is smaller than keys and values together (MHA), X itself is kept, per token, once for both (section 3.1).
-    Elsewhere (GQA, MQA) X U_k is kept, per channel, and X U_v, per token, with W_k = U_k S_k B_k^T (section 3.3.1);
-    S B^T turns them back. Groups of channels have `group` of them or the largest divisor of the width below that.
+    Where X is smaller than keys and values together (MHA), X is quantized per token, once for both (section 3.1). Under
+    GQA and MQA, X U_k is quantized per channel and X U_v per token, with W_k = U_k S_k B_k^T (section 3.3.1); S B^T
+    turns them into keys and values. Groups of channels have `group` channels, or the largest divisor of the width below
+    that.
     """
 
     name = "xquant"
     summary = "the layer input instead of keys and values, quantized uniformly; under GQA its latents by an SVD"
     caches = "layer input X, or X U_k, X U_v"
-    finds = "SVD of W_k, W_v (GQA)"
+    calibration_result = "SVD of W_k, W_v (GQA)"
 
-    base_layers: int = option(0, "first layers that have other bits (Table 4: 3)", at_least=0, runtime=True)
-    base_bits: int = option(4, "bits of these", choices=BITS, why="no packing", runtime=True)
+    base_layers: int = option(0, "first layers with `base_bits` (Table 4: 3)", at_least=0, runtime=True)
+    base_bits: int = option(4, "bits of these layers", choices=BITS, why="others cannot be packed", runtime=True)
     first_channel: bool = option(False, "keep channel 0 of X U_k in 16 bits (appendix B)", runtime=True)
 
     def calibration(self, shape: ModelShape) -> FactorSpec:
@@ -88,7 +91,7 @@ def layer_plan(
     layer: int,
     first_channel: bool = False,
 ) -> LayerPlan:
-    """The plan of a layer of XQuant, with X itself or with latents, as the shape wants it."""
+    """The plan of a layer of XQuant: X itself or latents, depending on the shape."""
     if keeps_input(shape):
         return whole_input(bits, group, window, shape)
     streams = {}

@@ -1,5 +1,5 @@
-"""XQuant-CL (https://arxiv.org/abs/2508.10395, sections 3.2 and 3.3.2): cache how the layer input changes from layer
-to layer."""
+"""XQuant-CL (https://arxiv.org/abs/2508.10395, sections 3.2 and 3.3.2): cache the differences of layer inputs between
+layers."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ class XQuantCL(LayerInputMethod):
 
     X^ of all packed tokens goes from layer to layer while a pass runs, as numbers of the model's dtype or, as the paper
     counts memory, with 4 bits: then it is quantized again in each layer (which the next difference makes up for). It
-    is not kept between passes, and reports show it apart, as working memory.
+    is not kept between passes; reports list it separately, as working memory.
     """
 
     name = "xquant-cl"
-    summary = "the layer input's change from layer to layer, quantized uniformly; decode walks the layers in order"
+    summary = "differences of layer inputs between layers, quantized uniformly; decoded layer by layer"
     caches = "X's change by layer, or its latents"
-    finds = "SVD of W_k, W_v, [W_k W_v] (GQA)"
+    calibration_result = "SVD of W_k, W_v, [W_k W_v] (GQA)"
 
-    base_bits: int = option(4, "bits of the first layers", choices=BITS, why="no packing", runtime=True)
-    base_layers: int = option(3, "first layers that are kept without differences", at_least=1)
+    base_bits: int = option(4, "bits of the first layers", choices=BITS, why="others cannot be packed", runtime=True)
+    base_layers: int = option(3, "first layers cached without differences", at_least=1)
     axis: str = option("token", "direction of the groups of a difference", choices=("token", "channel"), runtime=True)
     accumulator_bits: int = option(
         EXACT, "bits of X^ between layers; 16: the model's dtype", choices=(4, 8, EXACT), runtime=True

@@ -21,9 +21,9 @@ class ZipCache(Method):
 
     Keys: per channel. Values: per token, after division by sqrt(max |V|) of the channel. The first pass over a sequence
     is the prompt, with one scale per channel and kind of token, and probes among its queries: the newest 5% and a
-    random 5%, whose attention to a token is divided by how many of them see it. Later tokens wait until `residual`
-    of them are there; of each such chunk the same share has `high` bits, by the attention of the query that completes
-    it, as the authors' code does it. That attention is taken among the chunk's tokens, not over the whole cache.
+    random 5%, whose attention to a token is divided by how many of them see it. Later tokens are packed
+    `residual` at a time; in each chunk the same share has `high` bits, by the attention of the query that completes it,
+    as in the authors' code. That attention is computed within the chunk, not over the whole cache.
     """
 
     name = "zipcache"
@@ -31,15 +31,15 @@ class ZipCache(Method):
     summary = "uniform quantization, with more bits for the tokens that receive more attention"
     caches = "K post-RoPE, V"
 
-    bits: int = option(2, "bits per number of most tokens", choices=(1, 2, 3, 4), why="salient ones have more")
+    bits: int = option(2, "bits per number of non-salient tokens", choices=(1, 2, 3, 4), why="salient ones have more")
     high: int | None = option(
         None, "bits per number of salient tokens; none: the next of 2, 4, 8", choices=(None, 1, 2, 3, 4, 8)
     )
-    ratio: float = option(0.4, "share of the tokens that is salient", at_least=0.0, at_most=1.0)
+    ratio: float = option(0.4, "fraction of salient tokens", at_least=0.0, at_most=1.0)
     residual: int = option(100, "tokens after the prompt that are packed together", at_least=1)
-    sinks: int = option(0, "first tokens that stay exact", at_least=0)
-    recent: int = option(0, "newest tokens that always stay exact", at_least=0)
-    seed: int = option(0, "choice of the random probes")
+    sinks: int = option(0, "first tokens kept in full precision (attention sinks)", at_least=0)
+    recent: int = option(0, "newest tokens kept in full precision", at_least=0)
+    seed: int = option(0, "seed of the random probes")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -21,7 +21,7 @@ from kvq_cli.methods.registry import to_config
 from kvq_cli.methods.window import Window
 from kvq_cli.models import model_shape
 
-sys.path.insert(0, str(Path(__file__).parent))  # for kept_cases, recorded
+sys.path.insert(0, str(Path(__file__).parent))  # for codec_methods, counted_graphs
 
 _NAMES = {"gptoss": "GptOss", "smollm3": "SmolLM3", "gpt_neox": "GPTNeoX", "gpt2": "GPT2", "opt": "OPT"}
 _NAMES |= {"diffllama": "DiffLlama", "hunyuan": "HunYuanDenseV1"}
@@ -56,7 +56,7 @@ def tiny() -> Callable[..., transformers.PreTrainedModel]:
 
 @dataclass(frozen=True)
 class Probe(Method):
-    """Any codec and window, for any source of keys: what a test wants to see in the cache."""
+    """A method with any codec, window and source of keys."""
 
     name = "probe"
     paper = summary = ""

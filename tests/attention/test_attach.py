@@ -1,4 +1,4 @@
-"""A model with a compressed cache: its own logits with an identity codec, on every family; the same by every path."""
+"""Attached models: logits equal the model's with an identity codec, on every family and by every path."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def logits(model, ids, mask, cache, chunk: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("source", ["post_rope", "pre_rope"])
 @pytest.mark.parametrize("family, options", CASES)
-def test_identity_codec_gives_the_models_own_logits(tiny, probe, prompt, family, options, source):
+def test_identity_codec_gives_the_logits_of_the_model(tiny, probe, prompt, family, options, source):
     model = tiny(family, **options)
     ids, mask = prompt(30, pads=(6, 0))
     real = mask.bool()
@@ -78,7 +78,7 @@ def test_identity_codec_gives_the_models_own_logits(tiny, probe, prompt, family,
             assert cache.report().compressed > 0
 
 
-def test_yarn_scales_the_rotation(tiny, probe, prompt):
+def test_yarn_rotation(tiny, probe, prompt):
     model = tiny("llama", rope_parameters=YARN)
     ids, mask = prompt(30)
     with attach(model, probe(codec="identity"), prefill="compressed") as kv:
@@ -86,7 +86,7 @@ def test_yarn_scales_the_rotation(tiny, probe, prompt):
 
 
 @pytest.mark.parametrize("family, options", [*FAMILIES.items(), ("gemma3", SLIDING["gemma3"])])
-def test_compressed_prefill_is_token_by_token(tiny, probe, prompt, family, options):
+def test_compressed_prefill_equals_token_by_token(tiny, probe, prompt, family, options):
     model = tiny(family, **options)
     ids, mask = prompt(40, pads=(0, 9))
     real, method = mask.bool(), probe(window=Window(3, 0, 4), value_window=Window(2, 5, 4))
@@ -99,7 +99,7 @@ def test_compressed_prefill_is_token_by_token(tiny, probe, prompt, family, optio
 
 
 @pytest.mark.parametrize("name, options", [("kivi", {}), ("kivi", {"pre_rope": True, "sinks": 4, "recent": 6})])
-def test_methods_compressed_prefill_is_token_by_token(tiny, prompt, name, options):
+def test_compressed_prefill_of_methods_equals_token_by_token(tiny, prompt, name, options):
     model = tiny("llama")
     ids, mask = prompt(60, pads=(0, 11))
     method = build(name, group=8, **{"residual": 16, **options})
@@ -111,7 +111,7 @@ def test_methods_compressed_prefill_is_token_by_token(tiny, prompt, name, option
 
 
 @pytest.mark.parametrize("prefill", ["exact", "compressed"])
-def test_left_padded_batch_is_single_rows(tiny, probe, prompt, prefill):
+def test_left_padded_batch_equals_single_rows(tiny, probe, prompt, prefill):
     model = tiny("llama")
     ids, mask = prompt(40, pads=(9, 0, 21))
     with attach(model, probe(), prefill=prefill) as kv:
@@ -123,8 +123,8 @@ def test_left_padded_batch_is_single_rows(tiny, probe, prompt, prefill):
             close(batch[row, pads:], torch.cat([first, rest], dim=1)[0])
 
 
-def test_positions_counted_by_column_are_followed(tiny, probe, prompt):
-    """A forward without position_ids counts pads: RoPE cares for differences only, so the logits are the same."""
+def test_positions_that_count_pads(tiny, probe, prompt):
+    """Without position_ids, pads are counted: RoPE depends on differences only, so the logits are the same."""
     model = tiny("llama")
     ids, mask = prompt(24, pads=(5,))
     with attach(model, probe(), prefill="compressed") as kv:
@@ -133,7 +133,7 @@ def test_positions_counted_by_column_are_followed(tiny, probe, prompt):
     close(by_column[:, 5:], by_token[:, 5:])
 
 
-def test_everything_is_undone(tiny, probe, prompt):
+def test_hooks_and_functions_are_restored_after_the_block(tiny, probe, prompt):
     model, (ids, _) = tiny("llama"), prompt(20)
     before, own = copy.deepcopy(model.config.to_dict()), model(ids).logits
 
@@ -149,7 +149,7 @@ def test_everything_is_undone(tiny, probe, prompt):
     assert torch.equal(model(ids).logits, own)
 
 
-def test_without_its_cache_the_model_is_itself(tiny, probe, prompt):
+def test_without_a_compressed_cache_logits_are_unchanged(tiny, probe, prompt):
     model, (ids, mask) = tiny("llama"), prompt(20, pads=(0, 4))
     own = model(ids, attention_mask=mask).logits
     with attach(model, probe(), prefill="compressed"):
@@ -158,14 +158,14 @@ def test_without_its_cache_the_model_is_itself(tiny, probe, prompt):
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gptoss"])
-def test_without_its_cache_scores_keep_their_form(tiny, probe, prompt, family):
+def test_without_a_compressed_cache_softcap_and_sinks_apply(tiny, probe, prompt, family):
     model, (ids, mask) = tiny(family, **FAMILIES[family]), prompt(20, pads=(0, 4))
     own = model(ids, attention_mask=mask).logits[mask.bool()]
     with attach(model, probe()):
         close(model(ids, attention_mask=mask).logits[mask.bool()], own)
 
 
-def test_nested_attaches_keep_apart(tiny, probe, prompt):
+def test_nested_attaches_are_independent(tiny, probe, prompt):
     model, (ids, mask) = tiny("llama"), prompt(30)
     with attach(model, probe(codec="identity"), prefill="compressed") as outer:
         one = logits(model, ids, mask, outer.new_cache(), 30)

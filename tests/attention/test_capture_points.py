@@ -1,4 +1,4 @@
-"""Capture points give what the model caches, and the rotation is the model's own."""
+"""Capture points give the tensors that the model caches, before its rotation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("family, options", FAMILIES.items())
-def test_captured_keys_rotated_are_the_cached_ones(tiny, prompt, family, options):
+def test_captured_keys_after_rotation_equal_cached_keys(tiny, prompt, family, options):
     model = tiny(family, **options)
     sites, (ids, _), seen = attention_layers(model), prompt(21), {}
     handles = []
@@ -51,7 +51,7 @@ def test_captured_keys_rotated_are_the_cached_ones(tiny, prompt, family, options
         torch.testing.assert_close(site.rotation.at(seen[site.index, "key"], 0), held.keys, atol=1e-5, rtol=1e-5)
 
 
-def test_what_is_known_of_a_site(tiny):
+def test_fields_of_an_attention_layer(tiny):
     sites = attention_layers(tiny("gemma3", **FAMILIES["gemma3"]))
     assert [site.sliding_window for site in sites] == [7, None, 7]
     assert not sites[0].rotation.same(sites[1].rotation)  # local and global layers have their own frequencies
@@ -64,7 +64,7 @@ def test_what_is_known_of_a_site(tiny):
     assert attention_layers(tiny("phi3", partial_rotary_factor=0.5))[0].rotation.width == 8
 
 
-def test_nothing_is_left_on_the_model(tiny):
+def test_probing_leaves_no_hooks(tiny):
     model = tiny("llama")
     attention_layers(model)
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -72,7 +72,7 @@ def test_nothing_is_left_on_the_model(tiny):
     assert [name for name, _ in attention_modules(model)] == [f"model.layers.{i}.self_attn" for i in range(3)]
 
 
-def test_models_of_another_build_are_refused(tiny):
+def test_unsupported_model_structures_are_refused(tiny):
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     unnumbered = tiny("llama")
@@ -92,7 +92,7 @@ def test_models_of_another_build_are_refused(tiny):
 
 @pytest.mark.parametrize("style", ["half", "interleaved", "none"])
 @pytest.mark.parametrize("start", [0, 5, 3000])
-def test_turning_the_query_back_is_turning_the_key_ahead(style, start):
+def test_rotating_the_query_back_equals_rotating_the_key_ahead(style, start):
     """q . R(s + i) k = (R(-s) q) . (R(i) k)."""
     noise = torch.Generator().manual_seed(0)
     turn = Rotation(style, 0.5 ** torch.arange(6), 16, 1.5)
@@ -104,7 +104,7 @@ def test_turning_the_query_back_is_turning_the_key_ahead(style, start):
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved"])
-def test_rotation_keeps_lengths_and_depends_on_distance(style):
+def test_rotation_preserves_norms_and_depends_on_distance(style):
     noise = torch.Generator().manual_seed(0)
     turn = Rotation(style, 0.5 ** torch.arange(4), 16)
     x, y = torch.randn(1, 16, generator=noise), torch.randn(1, 16, generator=noise)

@@ -1,4 +1,4 @@
-"""transformers' `generate` over a compressed cache: its ways to decode, and what is done to a cache between them."""
+"""transformers' `generate` over a compressed cache: decoding strategies, crop, reordering."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def generate(model, ids, mask, cache=None, **options) -> torch.Tensor:
 
 @pytest.mark.parametrize("prefill", ["exact", "compressed"])
 @pytest.mark.parametrize("way", WAYS)
-def test_identity_codec_generates_as_the_model(tiny, probe, prompt, way, prefill):
+def test_identity_codec_generates_the_same_tokens(tiny, probe, prompt, way, prefill):
     model, (ids, mask) = tiny("llama"), prompt(20, pads=(3, 0))
     options = {k: v for k, v in WAYS[way].items() if k != "prefill_chunk_size"}
     own = generate(model, ids, mask, **options)
@@ -36,8 +36,8 @@ def test_identity_codec_generates_as_the_model(tiny, probe, prompt, way, prefill
         assert torch.equal(generate(model, ids, mask, kv.new_cache(), **WAYS[way]), own)
 
 
-def test_compressed_beams_are_single_sequences(tiny, probe, prompt):
-    """After beam search reordered the cache, each beam's scores are those of its own text fed alone."""
+def test_beam_scores_equal_those_of_single_sequences(tiny, probe, prompt):
+    """After beam search has reordered the cache."""
     model, (ids, mask) = tiny("llama"), prompt(20, pads=(0, 5))
     with attach(model, probe(), prefill="compressed") as kv:
         out = generate(model, ids, mask, kv.new_cache(), num_beams=3, output_scores=True, return_dict_in_generate=True)
@@ -49,7 +49,7 @@ def test_compressed_beams_are_single_sequences(tiny, probe, prompt):
             torch.testing.assert_close(out.sequences_scores[row], chosen / new, atol=1e-4, rtol=1e-4)
 
 
-def test_generation_continues_in_the_cache(tiny, probe, prompt):
+def test_generation_continues_from_the_cache(tiny, probe, prompt):
     model, (ids, mask) = tiny("llama"), prompt(20)
     with attach(model, probe(), prefill="compressed") as kv:
         whole = generate(model, ids, mask, kv.new_cache(), max_new_tokens=24)
@@ -59,7 +59,7 @@ def test_generation_continues_in_the_cache(tiny, probe, prompt):
     assert torch.equal(both, whole)
 
 
-def test_crop_takes_back_what_is_not_packed(tiny, probe, prompt):
+def test_crop_removes_tokens_that_are_not_packed(tiny, probe, prompt):
     model, (ids, _) = tiny("llama"), prompt(25)
     with attach(model, probe(window=Window(4, 6, 4)), prefill="compressed") as kv:
         cache, fresh = kv.new_cache(), kv.new_cache()

@@ -1,4 +1,4 @@
-"""Captured and replayed steps equal steps that run as they are, bit for bit."""
+"""Captured and replayed decode steps equal steps without graphs, bit for bit."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager, ExitStack
 
 import pytest
 import torch
-from kept_cases import DEVICE, WINDOWS, Kept, codebook, outliers, per_head, per_token
-from recorded import RecordedGraph, counted_graphs
+from codec_methods import DEVICE, WINDOWS, CodecMethod, codebook, outliers, per_head, per_token
+from counted_graphs import RecordedGraph, counted_graphs
 from tiers import slow_cases
 
 from kvq_cli.attention.attach import Attached, attach
@@ -93,25 +93,25 @@ def tokens(batch: int = 2) -> torch.Tensor:
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_methods(small, name, options, replays):
+def test_replayed_steps_of_methods(small, name, options, replays):
     same(small(kv_heads=2 if name == "xquant" else 1), build(name, **options), tokens(1), replays)
 
 
 @pytest.mark.slow
-def test_layers_and_rows(small):
+def test_replayed_steps_of_several_layers_and_rows(small):
     same(small(layers=2), build("kivi", group=4, **WINDOWS), tokens(2), STEPS - 4)
 
 
 @pytest.mark.slow
-def test_stores_that_grow(small, monkeypatch):
-    """New tensors: graphs are thrown away, and steps captured again."""
+def test_store_growth_discards_graphs(small, monkeypatch):
+    """New tensors: steps are captured again."""
     monkeypatch.setattr("kvq_cli.cache.store.MIN_GROWTH", 8)
     same(small(), build("kivi", group=4, recent=4), tokens(1), 4, room=0)
     assert len(RecordedGraph.made) == 2
 
 
 @pytest.mark.slow
-def test_beams_that_change_places(small):
+def test_reordered_beams_discard_graphs(small):
     def swap(at: int, cache) -> None:
         if at == PROMPT + 5:
             cache.reorder_cache(torch.tensor([1, 0], device=DEVICE))
@@ -120,7 +120,7 @@ def test_beams_that_change_places(small):
 
 
 @pytest.mark.slow
-def test_steps_that_cannot_be_captured_run_as_they_are_and_the_report_says_so(small):
+def test_steps_that_cannot_be_captured_are_reported(small):
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     method = build("kivi", group=4, pre_rope=True, **WINDOWS)
     says = "not captured ("
@@ -129,7 +129,7 @@ def test_steps_that_cannot_be_captured_run_as_they_are_and_the_report_says_so(sm
     same(small(rope_parameters=rope), method, tokens(1), 0, says=says)
 
 
-def test_padded_batches_and_steps_that_ask_for_more_than_logits_run_as_they_are(small, prompt):
+def test_padded_batches_and_steps_with_more_outputs_are_not_captured(small, prompt):
     model, method = small(), build("kivi", group=4, **WINDOWS)
     ids, mask = (x.to(DEVICE) for x in prompt(PROMPT + 4, pads=(5, 0)))
     with torch.no_grad(), attach(model, method, backend="triton") as kv, captured(kv):
@@ -144,8 +144,8 @@ def test_padded_batches_and_steps_that_ask_for_more_than_logits_run_as_they_are(
     assert not RecordedGraph.made
 
 
-def test_generate_and_chat_on(small):
-    """`generate` replays captured steps; a second prompt to the same cache runs as it is."""
+def test_generate_replays_steps_before_and_after_a_second_prompt(small):
+    """The second prompt to the same cache is not captured."""
     model, method, texts = small(), build("kivi", group=4, **WINDOWS), []
     for replay in (False, True):
         with ExitStack() as stack:
@@ -172,11 +172,11 @@ def test_generate_and_chat_on(small):
     ],
     ids=["temporal", "scalars", "outliers", "per_head"],
 )
-def test_codebooks(small, keys, values, options):
-    same(small(kv_heads=2), Kept(keys, values, **options), tokens(1), STEPS - 4)
+def test_replayed_steps_of_codebooks(small, keys, values, options):
+    same(small(kv_heads=2), CodecMethod(keys, values, **options), tokens(1), STEPS - 4)
 
 
-def test_blocks_inside_of_each_other_leave_the_models_forward_as_it_was(small):
+def test_nested_blocks_restore_the_forward_of_the_model(small):
     model, ids = small(), tokens(1)
     outer, inner = build("kivi", group=4, **WINDOWS), build("kivi", bits=4, group=4, **WINDOWS)
     expected = decoded(model, outer, ids, False)[0]

@@ -1,4 +1,4 @@
-"""XQuant and XQuant-CL under a model: the layer input is cached, keys and values are made of it again.
+"""XQuant and XQuant-CL attached to a model: the layer input is cached, keys and values are rematerialized from it.
 
 The reference here is a float64 computation of the papers' equations on the X that hooks see, with a quantizer written
 out number by number; it shares nothing with the program but the factors U and S B^T.
@@ -47,7 +47,7 @@ def logits(model, ids, mask, cache, starts: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("name, base", [("xquant", 0), ("xquant-cl", 1), ("xquant-cl", 2)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_quantizer_the_model_is_itself(tiny, prompt, factored, family, name, base):
+def test_without_quantization_logits_are_unchanged(tiny, prompt, factored, family, name, base):
     model = with_random_biases(tiny(family, **FAMILIES[family]))
     (ids, mask), method = prompt(22, pads=(6, 0)), build(name, base_layers=base, **IDENTITY)
     own = model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits[mask.bool()]
@@ -111,7 +111,7 @@ def close(actual: torch.Tensor, expected: torch.Tensor, exact: slice) -> None:
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
-def test_xquant_is_its_definition(tiny, prompt, factored, heads, bits):
+def test_xquant_equals_its_definition(tiny, prompt, factored, heads, bits):
     model = with_random_biases(tiny("qwen2", num_key_value_heads=HEADS[heads]))
     (ids, _), method = prompt(28), build("xquant", bits=bits, group=8, sinks=3)
     artifact = factored(model, method)
@@ -139,7 +139,7 @@ def test_xquant_is_its_definition(tiny, prompt, factored, heads, bits):
 @pytest.mark.parametrize("accumulator", [16, 8])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("bits", [2, 4])
-def test_xquant_cl_is_its_definition(tiny, prompt, factored, heads, bits, accumulator):
+def test_xquant_cl_equals_its_definition(tiny, prompt, factored, heads, bits, accumulator):
     """K and V of layer i are X^_i W, X^_i = X^_{i-1} + Q((X_i - X^_{i-1}) U) U^T, from the base layer's X on."""
     model = with_random_biases(tiny("qwen2", num_key_value_heads=HEADS[heads], num_hidden_layers=5))
     method = build("xquant-cl", bits=bits, group=8, sinks=3, base_layers=2, accumulator_bits=accumulator)
@@ -184,7 +184,7 @@ def test_closed_loop_error_does_not_grow_with_depth(tiny, prompt, factored):
 
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("name, options", [("xquant", {}), ("xquant-cl", {"base_layers": 2})])
-def test_bytes_are_those_of_the_tensors_held(tiny, prompt, factored, name, options, heads):
+def test_report_counts_the_bytes_of_the_tensors_held(tiny, prompt, factored, name, options, heads):
     model = tiny("llama", num_key_value_heads=HEADS[heads])
     (ids, mask), method = prompt(60, pads=(5, 0)), build(name, bits=4, group=16, **options)
     with attach(model, factored(model, method)) as kv:
@@ -211,7 +211,7 @@ def test_bytes_are_those_of_the_tensors_held(tiny, prompt, factored, name, optio
         assert "accumulator" in str(report)
 
 
-def test_the_first_channel_may_stay_exact(tiny, prompt, factored):
+def test_first_channel_in_sixteen_bits(tiny, prompt, factored):
     model, (ids, _) = tiny("llama"), prompt(40)
     errors = []
     for first in (False, True):
@@ -229,7 +229,7 @@ CASES = [("xquant", {"bits": 2}), ("xquant-cl", {"bits": 3, "base_layers": 2}), 
 
 @pytest.mark.parametrize("heads, head_dim", [("MHA", 80), ("GQA", 64), ("GQA", 96), ("MQA", 128)])
 @pytest.mark.parametrize("name, options", CASES)
-def test_batches_and_chunks_are_single_rows_token_by_token(tiny, prompt, factored, name, options, heads, head_dim):
+def test_batches_and_chunks_equal_single_rows_token_by_token(tiny, prompt, factored, name, options, heads, head_dim):
     width = HEADS[heads] * head_dim * (1 if heads == "MHA" else 2)
     model = tiny("llama", num_key_value_heads=HEADS[heads], head_dim=head_dim, hidden_size=width)
     ids, mask = prompt(44, pads=(9, 0))
@@ -266,8 +266,8 @@ def test_one_pass_reads_the_newest_tokens_through_the_rounded_factors_too(tiny, 
 
 
 @pytest.mark.parametrize("name", ["xquant", "xquant-cl"])
-def test_beams(tiny, prompt, factored, name):
-    """Rows that are reordered take their layer inputs with them."""
+def test_reordered_beams_keep_their_layer_inputs(tiny, prompt, factored, name):
+    """Rows are reordered with their layer inputs."""
     model, (ids, mask) = tiny("llama"), prompt(17, pads=(4, 0))
     search = {"num_beams": 3, "max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False}
     own = model.generate(ids, attention_mask=mask, **search)
@@ -289,7 +289,7 @@ def test_errors_fall_as_bits_rise(tiny, prompt, factored):
         assert all(worse > 1.5 * better for worse, better in zip(errors, errors[1:], strict=False)), errors
 
 
-def test_an_artifact_is_needed_where_there_are_latents(tiny, prompt):
+def test_artifact_is_required_for_latents(tiny, prompt):
     with pytest.raises(UsageError, match="kvq calibrate --method xquant"), attach(tiny("llama"), build("xquant")):
         pass
     model, (ids, _) = tiny("llama", num_key_value_heads=4), prompt(20)
@@ -299,8 +299,8 @@ def test_an_artifact_is_needed_where_there_are_latents(tiny, prompt):
             assert kv.report().compressed > 0
 
 
-def test_an_artifact_serves_the_model_in_another_dtype(tiny, prompt, factored):
-    """It is the same model: factors made of 16-bit weights are used with 32-bit ones, and the other way round."""
+def test_artifact_works_for_the_model_in_another_dtype(tiny, prompt, factored):
+    """Factors of 16-bit weights are used with 32-bit weights, and the other way round."""
     (ids, _), method = prompt(20), build("xquant-cl", base_layers=2, **IDENTITY)
     model = tiny("llama").bfloat16()
     artifact = factored(model, method)

@@ -1,4 +1,4 @@
-"""A decode step works in tiles: what it allocates beyond the scores does not grow with the context."""
+"""A decode step works in tiles: its allocations, scores excepted, do not grow with the context."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Allocations(TorchDispatchMode):
 
 
 def largest(context: int, columns: int) -> int:
-    """The largest tensor that a pass of `columns` tokens after `context` makes, growth of the store left out."""
+    """The largest tensor allocated by a pass of `columns` tokens after `context`, store growth excluded."""
     turn = Rotation("half", 0.7 ** torch.arange(8), 16)
     keys = StreamPlan("pre_rope", UniformCodec(2, "channel", 8, 16), Window(8, 0, 8))
     values = StreamPlan("value", UniformCodec(2, "token", 8, 16), Window(8, 0, 1))
@@ -60,21 +60,21 @@ def largest(context: int, columns: int) -> int:
     return max(step(columns))
 
 
-def test_decode_step_is_bounded():
+def test_decode_step_memory_is_bounded():
     scores = 4 * 4  # bytes per token: four query heads in float32
     small, large = (largest(context, 1) for context in (5_000, 40_000))
     assert large <= max(small, scores * (40_000 + 2))
     assert large < 40_000 * 2 * 16 * 4 / 2  # far below the keys in float32
 
 
-def test_chunked_prefill_is_bounded(monkeypatch):
+def test_chunked_prefill_memory_is_bounded(monkeypatch):
     monkeypatch.setattr(torch_backend, "PREFILL_TILE", 128)
     assert largest(2_000, 200) == largest(9_000, 200)
 
 
 @pytest.mark.parametrize("columns", [1, 40])
-def test_nothing_of_the_pass_stays(tiny, probe, prompt, columns):
-    """After a pass the cache holds no activations, no masks and no copies of what it gave to the attention."""
+def test_cache_holds_no_tensors_of_a_finished_pass(tiny, probe, prompt, columns):
+    """No activations, no masks and no copies for the attention."""
     from kvq_cli.attention.attach import attach
 
     model, (ids, mask) = tiny("llama"), prompt(80, pads=(0, 5))

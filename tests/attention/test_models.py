@@ -1,4 +1,4 @@
-"""Loading a model, and the one line that says why it could not be."""
+"""Loading models, and the errors for models that cannot be loaded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvq_cli.models import load_model, model_context, model_shape, torch_device
 from kvq_cli.reference import model_path
 
 
-def test_shape_of_a_model(tiny):
+def test_model_shape(tiny):
     shape = model_shape(tiny("qwen3"))
     assert (shape.layers, shape.query_heads, shape.kv_heads, shape.head_dim) == (3, 4, 2, 16)
     assert (shape.hidden_size, shape.dtype) == (64, torch.float32)
@@ -21,21 +21,21 @@ def test_shape_of_a_model(tiny):
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere-here", "a/b/c", " ", ""])
-def test_no_such_folder(name):
+def test_missing_folder_is_refused(name):
     with pytest.raises(KvqError, match="no such folder"):
         load_model(name)
 
 
-def test_a_folder_without_a_model(tmp_path):
-    with pytest.raises(KvqError, match="no config.json"):
+def test_folder_without_a_config_is_refused(tmp_path):
+    with pytest.raises(KvqError, match="not a model folder: config.json is missing"):
         load_model(str(tmp_path))
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     with pytest.raises(KvqError, match="cannot load the model"):
         load_model(str(tmp_path))
 
 
-def test_weights_that_are_not_in_the_files(tiny, tmp_path):
-    """transformers would draw them at random, and every result would be wrong without a word."""
+def test_missing_weights_are_refused(tiny, tmp_path):
+    """transformers would initialize them at random without an error."""
     name, other = "model.layers.1.self_attn.k_proj.weight", "model.layers.2.mlp.up_proj.weight"
     AutoTokenizer.from_pretrained(model_path()).save_pretrained(tmp_path)
     tiny("llama").save_pretrained(tmp_path)
@@ -58,7 +58,7 @@ def test_weights_that_are_not_in_the_files(tiny, tmp_path):
         load_model(str(tmp_path))
 
 
-def test_a_folder_without_a_tokenizer(tiny, tmp_path):
+def test_folder_without_a_tokenizer_is_refused(tiny, tmp_path):
     tiny("llama").save_pretrained(tmp_path)
     with pytest.raises(KvqError, match="the folder has no tokenizer; save it there, too"):
         load_model(str(tmp_path))
@@ -67,7 +67,7 @@ def test_a_folder_without_a_tokenizer(tiny, tmp_path):
         load_model(str(tmp_path))
 
 
-def test_a_hub_model_without_a_network():
+def test_hub_model_without_a_network_is_refused():
     with pytest.raises(KvqError) as error:
         load_model("nobody/no-such-model-of-kvq")
     assert "nobody/no-such-model-of-kvq" in str(error.value) and "\n" not in str(error.value)
@@ -96,7 +96,7 @@ def test_devices_and_dtypes():
         (transformers.T5Config(), "T5Config"),
     ],
 )
-def test_sizes_of_models_that_kvq_does_not_compress_are_not_counted(fails, tmp_path, config, says):
+def test_sizes_of_unsupported_models_are_refused(fails, tmp_path, config, says):
     """A latent cache would be counted as if every head had its keys and values."""
     config.save_pretrained(tmp_path / "model")
     fails("bits", "--model", "model", "--method", "fp16", code=1 if "T5" in says else 2, says=says)

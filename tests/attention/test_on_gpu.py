@@ -1,4 +1,4 @@
-"""The built-in model decodes with kernels and CUDA graphs what it decodes with PyTorch's attention, on one GPU."""
+"""On a GPU, kernels and CUDA graphs decode the built-in model as PyTorch's attention does."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def decoded(model, chosen, ids, tokens=None, backend="triton") -> tuple[torch.Te
 
 
 @pytest.mark.parametrize("name", [*METHODS, *ARTIFACTS])
-def test_logits_are_those_of_pytorch(model, ids, name):
+def test_logits_equal_those_of_pytorch_attention(model, ids, name):
     chosen = build(name, **METHODS[name]) if name in METHODS else load_artifact(ROOT / "artifacts/reference" / name)
     expected, tokens, backend = decoded(model, chosen, ids, backend="torch")
     assert backend == "torch"

@@ -1,4 +1,4 @@
-"""What is not computed exactly is refused in one clear line, never computed wrongly."""
+"""Unsupported models, arguments and states are refused with one line, never computed wrongly."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refused(model, method, says: str, **options) -> None:
         ("llama4", {"attention_chunk_size": 8}, "chunked_attention"),
     ],
 )
-def test_attention_of_another_kind(tiny, probe, family, options, says):
+def test_unsupported_attention_is_refused(tiny, probe, family, options, says):
     refused(tiny(family, **options), probe(), says)
 
 
@@ -43,18 +43,18 @@ def test_attention_of_another_kind(tiny, probe, family, options, says):
         ("Falcon", {"num_attention_heads": 2, "num_hidden_layers": 1}, "Falcon.* not let transformers choose its att"),
     ],
 )
-def test_attention_with_biases_by_position(name, options, says):
-    """The last one has none, and is out of reach."""
+def test_alibi_is_refused(name, options, says):
+    """The last case has no ALiBi, and a model that is not downloaded."""
     size = {} if name == "Mpt" else {"hidden_size": 32}
     config = getattr(transformers, f"{name}Config")(vocab_size=20, **size, **options)
     refused(getattr(transformers, f"{name}ForCausalLM")(config).eval(), build("fp16"), says)
 
 
-def test_training_mode_with_dropout(tiny, probe):
+def test_training_mode_with_dropout_is_refused(tiny, probe):
     refused(tiny("llama", attention_dropout=0.1).train(), probe(), "eval")
 
 
-def test_wrong_arguments(tiny, probe):
+def test_unknown_arguments_are_refused(tiny, probe):
     model = tiny("llama")
     refused(model, probe(), "prefill 'fast'; valid: exact, compressed", prefill="fast")
     refused(model, probe(), "backend 'cuda'; valid: auto, triton, torch", backend="cuda")
@@ -62,7 +62,7 @@ def test_wrong_arguments(tiny, probe):
     refused(model, build("kivi", group=5, residual=5), "head_dim")
 
 
-def test_rotation_that_changes_with_the_length(tiny, probe, prompt):
+def test_length_dependent_rotation_is_refused_before_rope(tiny, probe, prompt):
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     model, (ids, _) = tiny("llama", rope_parameters=rope, max_position_embeddings=16), prompt(15)
     with attach(model, probe()) as kv:
@@ -77,7 +77,7 @@ def test_rotation_that_changes_with_the_length(tiny, probe, prompt):
             model(ids[:, token % 15 : token % 15 + 1], past_key_values=cache)
 
 
-def test_prompts(tiny, probe, prompt):
+def test_invalid_prompts_are_refused(tiny, probe, prompt):
     model, (ids, mask) = tiny("llama", max_position_embeddings=32), prompt(33)
     with attach(model, probe()) as kv:
         with pytest.raises(UsageError, match="33 tokens, the model's context is 32"):
@@ -94,7 +94,7 @@ def test_prompts(tiny, probe, prompt):
 @pytest.mark.parametrize("columns", [20, 1])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("which", ["k_proj", "v_proj"])
-def test_numbers_that_are_not_finite(tiny, probe, prompt, columns, value, which):
+def test_non_finite_numbers_are_refused(tiny, probe, prompt, columns, value, which):
     model, (ids, _) = tiny("llama"), prompt(20)
     with attach(model, probe()) as kv:
         cache = kv.new_cache()
@@ -106,7 +106,7 @@ def test_numbers_that_are_not_finite(tiny, probe, prompt, columns, value, which)
             model(ids[:, :1], past_key_values=cache)
 
 
-def test_cache_outside_of_its_attach(tiny, probe, prompt):
+def test_cache_outside_its_attach_is_refused(tiny, probe, prompt):
     model, (ids, _) = tiny("llama"), prompt(10)
     with attach(model, probe()) as kv:
         cache = kv.new_cache()
@@ -118,7 +118,7 @@ def test_cache_outside_of_its_attach(tiny, probe, prompt):
 
 
 @pytest.mark.parametrize("around", [False, True])
-def test_attention_taken_over_by_another(tiny, probe, prompt, around):
+def test_replaced_attention_function_is_refused(tiny, probe, prompt, around):
     """Another attention function set inside the block would see the new tokens alone. around: a block around it looks
     after its own passes only."""
     AttentionInterface.register("other", sdpa_attention_forward)
@@ -133,7 +133,7 @@ def test_attention_taken_over_by_another(tiny, probe, prompt, around):
         assert model(ids, past_key_values=DynamicCache(config=model.config)).logits.isfinite().all()
 
 
-def test_offloading(tiny, probe, prompt):
+def test_offloading_is_refused(tiny, probe, prompt):
     model, (ids, _) = tiny("llama"), prompt(10)
     with attach(model, probe()) as kv:
         cache = kv.new_cache()
@@ -142,7 +142,7 @@ def test_offloading(tiny, probe, prompt):
             cache.offload(0)
 
 
-def test_numbers_that_16_bits_cannot_scale(tiny, prompt):
+def test_numbers_beyond_16_bit_scales_are_refused(tiny, prompt):
     model, (ids, _) = tiny("llama"), prompt(40)
     with torch.no_grad():
         model.model.layers[1].self_attn.v_proj.weight.mul_(1e8)
@@ -155,8 +155,8 @@ def test_numbers_that_16_bits_cannot_scale(tiny, prompt):
                 model(ids, past_key_values=kv.new_cache())
 
 
-def test_attention_that_is_computed_twice(tiny, probe, prompt):
-    """Of the second call nothing would be in the cache."""
+def test_two_attention_calls_per_forward_are_refused(tiny, probe, prompt):
+    """The cache would not contain the second call."""
     model, (ids, _) = tiny("diffllama"), prompt(9)
     with (
         attach(model, probe(source="post_rope")) as kv,
@@ -165,7 +165,7 @@ def test_attention_that_is_computed_twice(tiny, probe, prompt):
         model(ids, past_key_values=kv.new_cache())
 
 
-def test_keys_that_are_normalized_after_rope_are_kept_after_it(tiny, probe, prompt):
+def test_keys_normalized_after_rope_need_a_post_rope_cache(tiny, probe, prompt):
     model, (ids, _) = tiny("hunyuan"), prompt(9)
     refused(model, probe(), "no rotation")
     with attach(model, probe(source="post_rope", codec="identity")) as kv:

@@ -1,4 +1,4 @@
-"""Attention over kept layer inputs by the kernel against PyTorch's, in the interpreter where there is no GPU."""
+"""Attention over cached layer inputs: kernel against PyTorch; in Triton's interpreter where there is no GPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def small_tiles():
 
 
 def logits(model, artifact, prompt, backend: str) -> tuple[torch.Tensor, str]:
-    """Of `STEPS` single tokens after a prompt, of a batch of two rows, the first padded; who computed."""
+    """(logits, backend) of `STEPS` single tokens after a prompt of two rows, the first padded."""
     ids, mask = (x.to(DEVICE) for x in prompt(COLUMNS + STEPS, pads=(13, 0)))
     positions, outs = (mask.cumsum(1) - 1).clamp(min=0), []
     with attach(model, artifact, backend=backend) as kv:
@@ -62,8 +62,8 @@ def one_layer(tiny):
 
 @pytest.mark.parametrize("kv_heads", [4, *slow(2, 1)])
 @pytest.mark.parametrize("options", [{"bits": 2}, *slow({"bits": 16}, {"bits": 3, "first_channel": True})])
-def test_heads_and_storage(one_layer, prompt, factored, kv_heads, options):
-    """With 4 kv heads the input itself is kept, once."""
+def test_kv_heads_and_storage_formats(one_layer, prompt, factored, kv_heads, options):
+    """With 4 kv heads the layer input itself is cached."""
     model = one_layer(num_key_value_heads=kv_heads)
     same(model, factored(model, build("xquant", **options, **SMALL)), prompt)
 
@@ -79,20 +79,20 @@ FAMILIES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_families(one_layer, prompt, factored, family):
+def test_model_families(one_layer, prompt, factored, family):
     model = one_layer(family, **FAMILIES[family])
     same(model, factored(model, build("xquant", bits=4, **SMALL)), prompt)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bits(one_layer, prompt, factored, dtype):
+def test_sixteen_bit_models(one_layer, prompt, factored, dtype):
     model = one_layer("qwen3").to(dtype)
     same(model, factored(model, build("xquant", bits=4, **SMALL)), prompt, 8 * torch.finfo(dtype).eps)
 
 
-def test_from_the_first_token_on(one_layer, factored):
-    """Nothing packed, rows that have no token yet, then one after the other."""
+def test_decoding_from_the_first_token(one_layer, factored):
+    """Nothing is packed, and some rows are still empty."""
     model, actual = one_layer(), []
     artifact = factored(model, build("xquant", group=4, sinks=1))
     ids = torch.arange(3, 15, device=DEVICE).view(2, 6)
@@ -106,7 +106,7 @@ def test_from_the_first_token_on(one_layer, factored):
     torch.testing.assert_close(actual[1], actual[0], atol=1e-3, rtol=1e-3)
 
 
-def test_keys_normalized_over_all_heads_are_left_to_torch(one_layer, factored):
+def test_keys_normalized_over_all_heads_use_torch(one_layer, factored):
     model = one_layer("olmo2")
     artifact = factored(model, build("xquant", **SMALL))
     says = "all layers: keys are normalized over all heads at once"
@@ -114,7 +114,7 @@ def test_keys_normalized_over_all_heads_are_left_to_torch(one_layer, factored):
         pass
 
 
-def test_sums_over_layers_are_left_to_torch(tiny, factored):
+def test_cross_layer_sums_use_torch(tiny, factored):
     model = tiny("llama").to(DEVICE)
     artifact = factored(model, build("xquant-cl", base_layers=2, **SMALL))
     says = "layers 1, 2: packed layer inputs are sums over layers"
@@ -123,7 +123,7 @@ def test_sums_over_layers_are_left_to_torch(tiny, factored):
 
 
 @pytest.mark.slow
-def test_the_built_in_model_says_the_same(factored):
+def test_built_in_model_generates_the_same_tokens(factored):
     loaded, said = load_model("reference", device=DEVICE.type, dtype="float32"), []
     artifact = factored(loaded.model, build("xquant", bits=4, group=8, sinks=1))
     ids = loaded.tokenizer(" The history of the town begins in the year", return_tensors="pt")["input_ids"].to(DEVICE)

@@ -1,4 +1,4 @@
-"""Attention over a compressed layer against a loop over queries and tokens that knows nothing of tiles and runs."""
+"""Attention over a compressed layer against a loop over queries and tokens, without tiles and row groups."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def turned(turn: Rotation, x: torch.Tensor, position: int) -> torch.Tensor:
 
 
 def seen(stream, x: torch.Tensor, known: int) -> torch.Tensor:
-    """Numbers of tokens [0, known) of `x` `[heads, tokens, dim]` as they look when a row holds `known` tokens."""
+    """Tokens [0, known) of `x` `[heads, tokens, dim]` as decoded when the row holds `known` tokens."""
     window, out = stream.window, x[:, :known].clone()
     count = window.packed(known)
     if count:
@@ -128,7 +128,7 @@ windows = st.builds(lambda s, r, f: (s, r, f), st.integers(0, 7), st.integers(0,
     sliding=st.sampled_from([None, 1, 6]),
     style=st.sampled_from(["half", "interleaved", "none"]),
 )
-def test_backend_is_the_definition(exact, source, keys, values, chunks, sliding, style):
+def test_backend_equals_the_definition(exact, source, keys, values, chunks, sliding, style):
     windows = Window(keys[0], keys[1], 4 * keys[2]), Window(*values)
     layer, turn = make(source, *windows, sliding, style)
     tokens, starts = sum(chunks), [sum(chunks[:i]) for i in range(len(chunks))]
@@ -140,7 +140,7 @@ def test_backend_is_the_definition(exact, source, keys, values, chunks, sliding,
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("chunk", [1, 7, 31])
-def test_left_padded_batch_is_single_rows(exact, chunk):
+def test_left_padded_batch_equals_single_rows(exact, chunk):
     pads, columns = [9, 0, 0, 17], 31
     mask = torch.tensor([[0] * n + [1] * (columns - n) for n in pads])
     q, k, v = (numbers(4, h, columns, DIM, seed=i) for i, h in enumerate((HEADS * GROUP, HEADS, HEADS)))
@@ -156,8 +156,8 @@ def test_left_padded_batch_is_single_rows(exact, chunk):
 
 
 @pytest.mark.parametrize("exact", [True, False])
-def test_many_tiles(exact, monkeypatch):
-    """A context of several tiles, cut anywhere, is the context in one tile."""
+def test_tile_size_does_not_change_the_result(exact, monkeypatch):
+    """A context in several tiles equals the context in one tile."""
     q, k, v = (numbers(1, h, 150, DIM, seed=i) for i, h in enumerate((HEADS * GROUP, HEADS, HEADS)))
     outs = []
     for size in (7, 1000):
@@ -168,7 +168,7 @@ def test_many_tiles(exact, monkeypatch):
     torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-4)
 
 
-def test_identity_codec_is_plain_attention():
+def test_identity_codec_equals_plain_attention():
     layer, turn = make("pre_rope", Window(2, 3, 4), Window(1, 0, 2), codec="identity")
     q, k, v = (numbers(2, h, 40, DIM, seed=i) for i, h in enumerate((HEADS * GROUP, HEADS, HEADS)))
     actual = run(layer, turn, q, k, v, [0, 20, *range(30, 40)], False)

@@ -1,4 +1,4 @@
-"""Attention by the kernels against PyTorch's, in the interpreter where there is no GPU; who is chosen, and why."""
+"""Attention: kernels against PyTorch, in Triton's interpreter where there is no GPU; choice of the backend."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kept_cases import DEVICE, WINDOWS, Kept, codebook, outliers, per_head, per_token
+from codec_methods import DEVICE, WINDOWS, CodecMethod, codebook, outliers, per_head, per_token
 from tiers import slow, slow_cases
 
 from kvq_cli.artifact import load_artifact
@@ -24,7 +24,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 
 
 def logits(model, method, prompt, backend: str) -> tuple[torch.Tensor, object]:
-    """Of `STEPS` single tokens after a prompt, of a batch of two rows, the first padded."""
+    """(logits, backend) of `STEPS` single tokens after a prompt of two rows, the first padded."""
     ids, mask = (x.to(DEVICE) for x in prompt(COLUMNS + STEPS, pads=(13, 0)))
     positions, outs = (mask.cumsum(1) - 1).clamp(min=0), []
     with attach(model, method, backend=backend) as kv:
@@ -90,17 +90,17 @@ def test_uniform_methods(one_layer, prompt, name, options):
     ],
     ids=["temporal", "channel", "post_rope", "scalars", "outliers", "per_head"],
 )
-def test_codebooks(one_layer, prompt, keys, values, options):
-    same(one_layer(), Kept(keys, values, **options), prompt)
+def test_codebook_storage_formats(one_layer, prompt, keys, values, options):
+    same(one_layer(), CodecMethod(keys, values, **options), prompt)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [(2, 2), (8, 1)])
-def test_query_heads(one_layer, prompt, heads):
+def test_query_heads_per_kv_head(one_layer, prompt, heads):
     same(one_layer(heads, hidden_size=32 * heads[0]), build("kivi", group=16, **WINDOWS), prompt)
 
 
-def test_rotations(one_layer, prompt):
+def test_interleaved_and_scaled_rope(one_layer, prompt):
     same(one_layer((2, 1), rope_parameters=YARN), build("kivi", bits=3, group=16, pre_rope=True, **WINDOWS), prompt)
 
 
@@ -116,12 +116,12 @@ def test_positions_that_count_pads(one_layer, prompt):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, *slow(torch.bfloat16)])
-def test_sixteen_bits(one_layer, prompt, dtype):
+def test_sixteen_bit_models(one_layer, prompt, dtype):
     same(one_layer((2, 1)).to(dtype), build("kivi", bits=4, group=16, **WINDOWS), prompt, 8 * torch.finfo(dtype).eps)
 
 
-def test_from_the_first_token_on(one_layer):
-    """Nothing packed, rows that have no token yet, then one after the other."""
+def test_decoding_from_the_first_token(one_layer):
+    """Nothing is packed, and some rows are still empty."""
     model, method, actual = one_layer(), build("innerq", group=16, sign="inside", sinks=2, recent=1), []
     ids = torch.arange(3, 15, device=DEVICE).view(2, 6)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]], device=DEVICE)
@@ -150,7 +150,7 @@ ARTIFACTS = Path(__file__).parents[2] / "artifacts" / "reference"
     ],
     ids=lambda method: method if isinstance(method, str) else method.name,
 )
-def test_the_built_in_model_says_the_same(method):
+def test_built_in_model_generates_the_same_tokens(method):
     loaded, said = load_model("reference", device=DEVICE.type, dtype="float32"), []
     method = load_artifact(ARTIFACTS / method) if isinstance(method, str) else method
     text = " The history of the town begins in the year in which the first of its houses were built beside the river"
@@ -172,7 +172,7 @@ def test_the_built_in_model_says_the_same(method):
         (build("innerq", group=16), "use group=32 or sign=inside"),
     ],
 )
-def test_what_kernels_do_not_read_is_refused_or_left_to_torch(one_layer, method, says):
+def test_unsupported_storage_is_refused_or_uses_torch(one_layer, method, says):
     model = one_layer()
     with (
         pytest.raises(UsageError, match=f"--backend triton: all layers: .*{says}"),
@@ -188,7 +188,7 @@ def test_what_kernels_do_not_read_is_refused_or_left_to_torch(one_layer, method,
 @pytest.mark.parametrize(
     ("family", "says"), [("gemma2", "its scores are capped"), ("gptoss", "a logit without a value")]
 )
-def test_scores_of_another_form_are_left_to_torch(tiny, family, says):
+def test_softcap_and_attention_sinks_use_torch(tiny, family, says):
     model = tiny(family, **({"num_local_experts": 2, "num_experts_per_tok": 1} if family == "gptoss" else {}))
     method = build("kivi", group=16, **WINDOWS)
     with pytest.raises(UsageError, match=f"all layers: .*{says}"), attach(model, method, backend="triton"):
@@ -198,7 +198,7 @@ def test_scores_of_another_form_are_left_to_torch(tiny, family, says):
     assert choose_backend("auto", torch.device("cuda"), layers).summary.startswith("torch (all layers: ")
 
 
-def test_layers_that_kernels_do_not_read_are_left_to_torch(tiny):
+def test_unsupported_layers_use_torch(tiny):
     model = tiny("llama", head_dim=32).to(DEVICE)
     with attach(model, build("kivi", group=16, **WINDOWS)) as kv, attach(model, build("gear")) as other:
         plans = [kv._plans[0], other._plans[1], kv._plans[2]]
@@ -214,8 +214,8 @@ def test_sliding_windows(tiny, prompt):
     same(model, build("kivi", group=16, **WINDOWS), prompt)
 
 
-def test_a_step_allocates_nothing_that_grows_and_reads_nothing_back(one_layer, prompt, monkeypatch):
-    """After the first step: counts, workspaces and stores stay where they are, and attention asks for no number."""
+def test_step_has_constant_allocations_and_no_host_reads(one_layer, prompt, monkeypatch):
+    """After the first step, counts, workspaces and stores keep their memory, and attention never synchronizes."""
     model, (ids, _) = one_layer((2, 1)), prompt(COLUMNS + 8)
     with attach(model, build("kivi", group=4, residual=4), backend="triton") as kv:
         cache = kv.new_cache(ids.shape[1])
@@ -249,12 +249,12 @@ def test_a_step_allocates_nothing_that_grows_and_reads_nothing_back(one_layer, p
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="there is a GPU")
-def test_a_cpu_without_the_interpreter_is_refused(fails, monkeypatch):
+def test_cpu_without_the_interpreter_is_refused(fails, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET")
     fails("generate", "a", "--backend", "triton", code=2, says="--backend triton needs a GPU, the model is on cpu")
 
 
-def test_commands_say_who_computed(kvq):
+def test_commands_report_the_backend(kvq):
     result = kvq("generate", "a", "-n", 2, "--method", "fp16", "--backend", "torch")
     assert result.exit_code == 0 and result.stderr.strip().endswith("attention by torch")
     result = kvq("generate", "a", "-n", 3, "--method", "fp16", "--backend", "triton", "--json")

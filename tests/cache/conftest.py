@@ -1,4 +1,4 @@
-"""Codecs, windows and whole layers to try the cache with, without any model."""
+"""Codecs and layers for tests of the cache without a model."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def codecs() -> dict:
 
 @pytest.fixture
 def layer(codecs) -> Callable[..., CompressedLayer]:
-    """`layer("channel", Window(...), "token", Window(...))`: keys after RoPE and values kept so."""
+    """`layer("channel", Window(...), "token", Window(...))`: a layer with these codecs of post-RoPE keys and values."""
 
     def make(keys: str, key_window: Window, values: str, value_window: Window) -> CompressedLayer:
         plan = LayerPlan(

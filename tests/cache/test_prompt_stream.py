@@ -1,4 +1,4 @@
-"""What codecs are fit to: the tokens of a row's own first pass. The state is kept and moved with the row."""
+"""Codecs are fit to the tokens of each row's first pass; the state is stored and reordered with the row."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ METHODS = {
 
 
 class Spy(PromptCodec):
-    """Keeps numbers less the mean of the prompt's keys, and all of the prompt as its state."""
+    """Subtracts the mean of the prompt's keys; its state is the whole prompt."""
 
     nominal_bits = 16.0
 
@@ -49,7 +49,7 @@ class Spy(PromptCodec):
 
 
 class LessMean(Codec):
-    """Keeps numbers less a mean, and whether they came after the prompt."""
+    """Subtracts a mean, and stores whether tokens came after the prompt."""
 
     nominal_bits = 16.0
 
@@ -80,7 +80,7 @@ def spying(source: str = "post_rope", rotation=None, shared: bool = False) -> Co
 
 
 def feed(layer, keys, values, queries, starts, mask=None, turn=None) -> CompressedLayer:
-    """Passes that begin at `starts`. turn(x, pads of each row, first column): what RoPE makes of keys and queries."""
+    """Passes that begin at `starts`. turn(x, pads of each row, first column): applies RoPE to keys and queries."""
     rows, columns = Rows(), keys.shape[2]
     pads = [0] * keys.shape[0] if mask is None else (mask == 0).sum(1).tolist()
     for begin, end in zip(starts, [*starts[1:], columns], strict=True):
@@ -97,7 +97,7 @@ def feed(layer, keys, values, queries, starts, mask=None, turn=None) -> Compress
 
 
 def padded(pads: list[int], *tensors: torch.Tensor) -> torch.Tensor:
-    """The mask; pads of `tensors` become NaN, which would be seen anywhere."""
+    """The mask; pads of `tensors` become NaN, so that reading them would be noticed."""
     mask = torch.ones(len(pads), COLUMNS, dtype=torch.int64)
     for row, count in enumerate(pads):
         mask[row, :count] = 0
@@ -107,7 +107,7 @@ def padded(pads: list[int], *tensors: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("starts", [[0], [0, 25], [0, 7, 30], [0, 1, 2, 50]])
-def test_the_prompt_is_a_rows_first_pass_without_pads(starts):
+def test_prompt_is_the_first_pass_of_a_row_without_pads(starts):
     pads, (keys, values, queries) = [0, 13, 40], inputs()
     layer = feed(spying(), keys, values, queries, starts, padded(pads, keys, values, queries))
     ends = [*starts[1:], COLUMNS]
@@ -129,7 +129,7 @@ def _all(layer: CompressedLayer, row: int) -> tuple:
 
 
 @pytest.mark.parametrize("style", ["half", "interleaved", "none"])
-def test_queries_of_pre_rope_keys_are_turned_back(style):
+def test_queries_are_rotated_back_for_pre_rope_keys(style):
     pads, (keys, values, queries) = [0, 9, 0], inputs()
     mask = padded(pads, keys, values, queries)
     rotation = Rotation(style, 0.7 ** torch.arange(0 if style == "none" else 6), DIM, 1.25)
@@ -146,7 +146,7 @@ def test_queries_of_pre_rope_keys_are_turned_back(style):
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("starts", [[0], [0, 33], [0, 20, *range(40, COLUMNS)]])
-def test_left_padded_batch_is_single_rows(name, starts):
+def test_left_padded_batch_equals_single_rows(name, starts):
     method, options = METHODS[name]
     plan, pads = build(method, **options).plan(0, SHAPE, {}), [0, 17, 0, 30]
     x = inputs(4)
@@ -160,7 +160,7 @@ def test_left_padded_batch_is_single_rows(name, starts):
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("prompt", [1, 40])
-def test_streamed_is_one_shot_after_the_same_prompt(name, prompt):
+def test_token_by_token_equals_one_pass_after_the_same_prompt(name, prompt):
     method, options = METHODS[name]
     plan, x = build(method, **options).plan(0, SHAPE, {}), inputs(2)
     layers = [
@@ -175,7 +175,7 @@ def test_streamed_is_one_shot_after_the_same_prompt(name, prompt):
             assert used[0] == used[1]
 
 
-def test_rows_take_their_state_along():
+def test_select_reorders_the_state():
     x = inputs()
     layer = feed(spying(), *x, [0, 20], padded([0, 13, 2], *x))
     before = [(layer.key_stream.read(row), layer.key_stream.state["mean"][row].clone()) for row in range(3)]
@@ -185,7 +185,7 @@ def test_rows_take_their_state_along():
         assert torch.equal(layer.key_stream.read(row), before[old][0])
 
 
-def test_a_shared_state_is_the_first_rows_and_kept_once():
+def test_shared_state_is_stored_once_for_the_first_row():
     keys, values, queries = inputs()
     layer = feed(spying(shared=True), keys, values, queries, [0, 20], padded([5, 0, 13], keys, values, queries))
     mean = layer.key_stream.state["mean"]
@@ -196,7 +196,7 @@ def test_a_shared_state_is_the_first_rows_and_kept_once():
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_bytes_are_those_of_the_tensors_held(name):
+def test_report_counts_the_bytes_of_the_tensors_held(name):
     method, options = METHODS[name]
     layer = feed(CompressedLayer(0, build(method, **options).plan(0, SHAPE, {})), *inputs(2), [0, 40])
     for stream in (layer.key_stream, layer.value_stream):
@@ -205,7 +205,7 @@ def test_bytes_are_those_of_the_tensors_held(name):
         assert sum(stream.bytes_by_part().values()) == sum(t.untyped_storage().nbytes() for t in held)
 
 
-def test_a_cache_without_tokens_is_fit_to_a_new_prompt():
+def test_reset_cache_is_fit_to_a_new_prompt():
     keys, values, queries = inputs(1)
     layer = feed(spying(), keys[:, :, :4], values[:, :, :4], queries[:, :, :4], [0])
     layer.crop(4)

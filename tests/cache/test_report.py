@@ -43,7 +43,7 @@ def held(thing: object) -> int:
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("pads", [(0,), (0, 13, 13)])
-def test_reported_bytes_are_the_bytes_held(layer, feed, case, pads):
+def test_report_counts_the_bytes_of_the_tensors_held(layer, feed, case, pads):
     rows, layers = Rows(), [layer(*case), layer(*case)]
     cache = CompressedCache(layers, "exact", 2.0)
     cache.rows = rows
@@ -71,7 +71,7 @@ def test_reported_bytes_are_the_bytes_held(layer, feed, case, pads):
     assert 0 < report.compressed <= tokens
 
 
-def test_parts_are_what_the_method_costs(layer, feed):
+def test_bytes_by_part_match_the_method(layer, feed):
     """2-bit codes with a 16-bit scale and zero for 8 numbers: 2 + 4 bits per packed number; all in whole blocks."""
     one = layer("channel", Window(0, 0, 8), "channel", Window(0, 0, 8))
     x = torch.randn(1, 2, 800, 16).half()
@@ -87,7 +87,7 @@ def test_parts_are_what_the_method_costs(layer, feed):
     assert report.measured_bits == 6 + 8 * ring / numbers
 
 
-def test_constants_are_counted_once_and_apart(layer, codecs):
+def test_constants_are_counted_once_and_separately(layer, codecs):
     case = ("temporal", Window(8, 0, 4), "temporal", Window(8, 0, 4))
     report = CompressedCache([layer(*case), layer(*case)], "exact", 2.0).report()
     sizes = {name: t.numel() * t.element_size() for name, t in codecs["temporal"].constants().items()}

@@ -9,12 +9,12 @@ from kvq_cli.cache.rows import RowGroup, Rows
 from kvq_cli.errors import UsageError
 
 
-def test_without_mask_all_rows_are_one_run():
+def test_without_mask_all_rows_are_one_group():
     forward = Rows().begin(0, 5, 3)
     assert forward.row_groups == (RowGroup(slice(0, 3), pads=0, past=0, tokens=5, offset=0),)
 
 
-def test_left_padded_rows_count_their_own_tokens():
+def test_left_padded_rows_count_tokens_without_pads():
     mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1], [1, 1, 1, 1]])
     rows = Rows()
     positions = mask.cumsum(1) - 1
@@ -26,7 +26,7 @@ def test_left_padded_rows_count_their_own_tokens():
 
 
 @pytest.mark.parametrize("pads", [(2, 0, 0), (0, 0, 0), (1, 1, 3)])
-def test_a_step_on_a_device_is_described_without_reading_it(pads, monkeypatch):
+def test_decode_step_on_a_device_needs_no_host_read(pads, monkeypatch):
     prompt = torch.tensor([[0] * n + [1] * (4 - n) for n in pads])
     positions = (prompt.cumsum(1) - 1).clamp(min=0) + 3
     known, blind = Rows(), Rows()
@@ -42,12 +42,12 @@ def test_a_step_on_a_device_is_described_without_reading_it(pads, monkeypatch):
             forward.check_mask(torch.zeros(3, 1, 1, 5 + step, dtype=torch.bool), None)
 
 
-def test_positions_counted_by_column_give_an_offset():
+def test_positions_that_count_pads_give_an_offset():
     mask = torch.tensor([[0, 0, 1, 1]])
     assert Rows().begin(0, 4, 1, mask).row_groups[0] == RowGroup(slice(0, 1), 2, 0, 2, offset=2)
 
 
-def test_a_chunk_of_nothing_but_pads():
+def test_chunk_of_pads_only():
     rows = Rows()
     first = rows.begin(0, 2, 2, torch.tensor([[0, 0], [1, 1]]))
     assert [(group.pads, group.tokens) for group in first.row_groups] == [(2, 0), (0, 2)]
@@ -56,12 +56,12 @@ def test_a_chunk_of_nothing_but_pads():
 
 
 @pytest.mark.parametrize("mask", [[[1, 1, 0]], [[1, 0, 1]], [[0, 1, 0]]])
-def test_pads_elsewhere_than_left_are_refused(mask):
+def test_pads_not_on_the_left_are_refused(mask):
     with pytest.raises(UsageError, match="left"):
         Rows().begin(0, 3, 1, torch.tensor(mask))
 
 
-def test_what_does_not_go_on_is_refused():
+def test_inconsistent_continuations_are_refused():
     rows = Rows()
     with pytest.raises(UsageError, match="empty"):
         rows.begin(0, 0, 1)
@@ -87,7 +87,7 @@ def _causal(total: int, columns: int) -> torch.Tensor:
     return (torch.arange(total) <= torch.arange(total - columns, total).unsqueeze(1)).view(1, 1, columns, total)
 
 
-def test_the_models_own_mask_is_checked():
+def test_mask_of_the_model_is_checked():
     forward = Rows().begin(0, 4, 1, torch.tensor([[0, 1, 1, 1]]))
     mask = _causal(4, 4) & torch.tensor([False, True, True, True])
     forward.check_mask(mask, None)

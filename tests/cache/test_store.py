@@ -1,4 +1,4 @@
-"""Room made at once: a store that knows what will come is one run of memory that never moves."""
+"""A store with reserved room is one segment that never moves."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from kvq_cli.codecs.base import Packed, Part
 
 
 def run(first: int, tokens: int) -> Packed:
-    """Tokens that say their own number: one entry per token, and one per 4."""
+    """Tokens whose numbers are their indices: one entry per token, and one per 4."""
     numbers = torch.arange(first, first + tokens).view(1, 1, tokens, 1).expand(2, 3, tokens, 5)
     return Packed(tokens, {"codes": Part(numbers.clone(), 1), "scale": Part(numbers[:, :, ::4].clone(), 4)})
 
 
 def written(store: PackedStore, sizes: list[int]) -> list[int]:
-    """Where the codes lie after each run."""
+    """Data pointers of the codes after each write."""
     places, at = [], 0
     for size in sizes:
         store.write(slice(0, 2), 2, at, run(at, size))
@@ -26,7 +26,7 @@ def written(store: PackedStore, sizes: list[int]) -> list[int]:
 
 
 @pytest.mark.parametrize("sizes", [[4] * 50, [100, 4, 4, 92], [200]])
-def test_a_store_with_room_stays_where_it_is(sizes):
+def test_store_with_room_does_not_move(sizes):
     store = PackedStore(4, room=200)
     assert len(set(written(store, sizes))) == 1
     assert store.capacity == 200 and store.joined == 0
@@ -34,7 +34,7 @@ def test_a_store_with_room_stays_where_it_is(sizes):
         assert torch.equal(store.whole().parts[name].tensor, part.tensor)
 
 
-def test_more_than_was_reserved_is_stored_all_the_same():
+def test_store_grows_beyond_its_room():
     store = PackedStore(4, room=40)
     written(store, [40, 4, 4])
     assert store.joined > 0

@@ -1,4 +1,4 @@
-"""What a stream stores depends on a row's tokens alone, bit for bit."""
+"""The stored bits of a row depend on its tokens only."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ windows = st.tuples(st.integers(0, 9), st.integers(0, 20), st.integers(1, 3))
 
 @pytest.mark.parametrize("name", CODECS)
 @given(window=windows, chunks=st.lists(st.integers(1, 40), min_size=1, max_size=6))
-def test_streamed_is_one_shot(codecs, name, window, chunks):
+def test_chunks_equal_one_pass(codecs, name, window, chunks):
     x = numbers(2, sum(chunks))
     streamed, rows, past = make(codecs, name, *window), Rows(), 0
     for chunk in chunks:
@@ -72,7 +72,7 @@ def test_streamed_is_one_shot(codecs, name, window, chunks):
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_token_by_token_is_one_shot(codecs, name):
+def test_token_by_token_equals_one_pass(codecs, name):
     """Long enough for several segments."""
     x = numbers(1, 700)
     streamed, rows = make(codecs, name, 5, 7, 2), Rows()
@@ -83,8 +83,8 @@ def test_token_by_token_is_one_shot(codecs, name):
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_a_store_in_one_run_of_memory_is_the_same_store(codecs, name):
-    """Joined again and again while it grows, and of the bytes of its segments."""
+def test_joined_store_has_the_same_contents_and_bytes(codecs, name):
+    """Joined repeatedly while it grows."""
     x = numbers(2, 300)
     joined, apart = (make(codecs, name, 5, 7, 1) for _ in range(2))
     rows, copies = [Rows(), Rows()], 0
@@ -103,7 +103,7 @@ def test_a_store_in_one_run_of_memory_is_the_same_store(codecs, name):
 
 @pytest.mark.parametrize("name", CODECS)
 @given(window=windows, pads=st.lists(st.integers(0, 30), min_size=2, max_size=4), chunk=st.integers(1, 50))
-def test_left_padded_batch_is_single_rows(codecs, name, window, pads, chunk):
+def test_left_padded_batch_equals_single_rows(codecs, name, window, pads, chunk):
     columns = 50
     x, mask = numbers(len(pads), columns), torch.ones(len(pads), columns)
     for row, count in enumerate(pads):
@@ -120,7 +120,7 @@ def test_left_padded_batch_is_single_rows(codecs, name, window, pads, chunk):
 
 @pytest.mark.parametrize("name", CODECS)
 @given(tokens=st.integers(1, 90), window=windows)
-def test_what_is_held_is_where_the_window_says(codecs, name, tokens, window):
+def test_tokens_are_split_as_the_window_says(codecs, name, tokens, window):
     x = numbers(1, tokens)
     stream = one_shot(make(codecs, name, *window), x)
     first, last = min(tokens, window[0]), min(tokens, window[0]) + stream.window.packed(tokens)
@@ -150,7 +150,7 @@ def test_any_range_can_be_read_in_tiles(codecs, name, tokens, start, size):
     assert sorted(seen) == list(range(start, tokens))
 
 
-def test_growing_moves_nothing(codecs):
+def test_growth_does_not_move_segments(codecs):
     stream, rows, x = make(codecs, "channel", 0, 0, 1), Rows(), numbers(1, 2000)
     append(stream, rows, x[:, :, :500], 0)
     places = {}
@@ -164,7 +164,7 @@ def test_growing_moves_nothing(codecs):
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_first_segment_is_as_large_as_the_prompt(codecs, name):
+def test_first_segment_has_the_size_of_the_prompt(codecs, name):
     stream = one_shot(make(codecs, name, 4, 0, 1), numbers(2, 500))
     assert [segment.tokens for segment in stream.store.segments] == [stream.window.packed(500)]
     # What is adopted owns its memory: no hidden rest of the prompt behind a view.
@@ -173,7 +173,7 @@ def test_first_segment_is_as_large_as_the_prompt(codecs, name):
 
 
 @given(tokens=st.integers(1, 80), remove=st.integers(1, 80), window=windows)
-def test_crop_undoes_appends_or_is_refused(codecs, tokens, remove, window):
+def test_crop_undoes_append_or_is_refused(codecs, tokens, remove, window):
     remove, x = min(remove, tokens), numbers(1, 80 + 30)
     stream = one_shot(make(codecs, "temporal", *window), x[:, :, :tokens])
     left = tokens - remove
@@ -198,6 +198,6 @@ def test_rows_can_be_selected(codecs):
         assert_same(state(stream, row), before[old])
 
 
-def test_a_flush_that_cuts_blocks_is_refused(codecs):
+def test_flush_that_splits_blocks_is_refused(codecs):
     with pytest.raises(UsageError, match="blocks of 8"):
         Stream(StreamPlan("value", codecs["channel"], Window(0, 0, 4)))

@@ -107,7 +107,9 @@ def test_flags_that_contradict_the_artifact(fails, artifact, flags, says):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_models_that_do_not_load(fails, tmp_path, command):
     (tmp_path / "empty").mkdir()
-    fails(*COMMANDS[command], "--model", "empty", code=1, says="--model empty: the folder has no config.json")
+    fails(
+        *COMMANDS[command], "--model", "empty", code=1, says="--model empty: not a model folder: config.json is missing"
+    )
 
 
 @pytest.mark.parametrize("command", ["generate", "eval"])

@@ -1,4 +1,4 @@
-"""Prompts for codecs that see one: random numbers, and a layer of the built-in model on text."""
+"""Prompts for prompt codecs: random numbers, and a layer of the built-in model on text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS = 256
 
 
 class _Recorder(PromptCodec):
-    """Keeps the prompt that it is fit to."""
+    """Records the prompt that it is fit to."""
 
     nominal_bits = 16.0
     seen: Prompt | None = None

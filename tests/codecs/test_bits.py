@@ -1,4 +1,4 @@
-"""Planar packing against the layout's definition, number by number."""
+"""Planar bit packing against the definition of the layout."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def test_round_trip(bits, count, seed):
 
 @pytest.mark.parametrize("count", [1, 31, 64, 80, 96, 128])
 @pytest.mark.parametrize("bits", BITS)
-def test_number_sits_where_the_layout_says(bits, count):
+def test_bit_positions_follow_the_layout(bits, count):
     codes = random_codes(count, (count,), bits)
     words = bitpack.pack(codes, bits).numpy().view(np.uint32).tolist()
     parts, at, low = ((2, 1) if bits == 3 else (bits,)), 0, 0
@@ -46,12 +46,12 @@ def test_number_sits_where_the_layout_says(bits, count):
 @pytest.mark.parametrize(
     ("bits", "count", "words"), [(2, 64, 4), (1, 64, 2), (3, 64, 6), (4, 80, 10), (2, 80, 5), (1, 80, 3)]
 )
-def test_no_word_is_wasted(bits, count, words):
+def test_words_per_row_is_minimal(bits, count, words):
     assert bitpack.words_per_row(bits, count) == words
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_unpacks_a_slice_of_a_larger_store(bits):
+def test_unpack_reads_slices_of_a_larger_tensor(bits):
     codes = random_codes(1, (2, 2, 20, 80), bits)
     words = bitpack.pack(codes, bits)
     assert torch.equal(bitpack.unpack(words[:, :, 3:11], bits, 80), codes[:, :, 3:11])

@@ -26,7 +26,7 @@ def numbers(tokens=16, head_dim=32, heads=2, seed=1):
 
 
 def by_loops(x, centroids, block, mean, std):
-    """Every block on its own: nearest centroid in float64, put back in place; NaN where two are equally near."""
+    """The nearest centroid of each block in float64; NaN where two are equally near."""
     (tokens, channels), (heads, groups) = block, centroids.shape[:2]
     share = x.shape[3] // groups
     u = (x.double() - mean.unsqueeze(1)) / std.unsqueeze(1)
@@ -45,7 +45,7 @@ def by_loops(x, centroids, block, mean, std):
 
 @pytest.mark.parametrize("block", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_equals_brute_force(block, dtype):
+def test_codec_equals_exhaustive_search(block, dtype):
     centroids, x = codebooks(block, dtype=dtype), numbers(8)
     mean, std = numbers(1)[0, :, 0], numbers(1, seed=2)[0, :, 0].abs() + 0.5
     codec = CodebookCodec(centroids, block, 32, mean, std)
@@ -55,7 +55,7 @@ def test_equals_brute_force(block, dtype):
 
 
 @pytest.mark.parametrize("length", [1, 2, 4, 8])
-def test_channel_chunks_of_the_transpose_are_temporal_chunks(length):
+def test_channel_blocks_of_the_transpose_equal_temporal_blocks(length):
     """With one codebook per head, ChannelKV on x^T is TemporalKV on x; at chunk length 1 they are the same codec."""
     x = numbers(tokens=24, head_dim=40)
     centroids = torch.randn(2, 1, 256, length).half()
@@ -66,7 +66,7 @@ def test_channel_chunks_of_the_transpose_are_temporal_chunks(length):
     assert torch.equal(temporal.decode(a, torch.float32), channel.decode(b, torch.float32).transpose(2, 3))
 
 
-def test_scalar_codebook_is_the_nearest_of_sorted_points():
+def test_scalar_codebook_gives_the_nearest_point():
     points = torch.randn(256).sort().values
     codec = CodebookCodec(points.view(1, 1, 256, 1).expand(2, 4, 256, 1), (1, 1), 32)
     x = numbers()
@@ -88,7 +88,7 @@ def test_small_codebooks_are_bit_packed(entries, bits):
 
 
 @pytest.mark.parametrize("block", [(1, 1), (4, 1), (1, 4)], ids=str)
-def test_one_heads_codebooks_serve_all_heads(block):
+def test_shared_codebooks_serve_all_heads(block):
     one, x = codebooks(block, heads=1), numbers(heads=3)
     mean, std = numbers(1, heads=3)[0, :, 0], numbers(1, heads=3, seed=2)[0, :, 0].abs() + 0.5
     shared, copied = (CodebookCodec(c, block, 32, mean, std) for c in (one, one.repeat(3, 1, 1, 1)))
@@ -97,7 +97,7 @@ def test_one_heads_codebooks_serve_all_heads(block):
     assert shared.constants()["centroids"].numel() * 3 == copied.constants()["centroids"].numel()
 
 
-def test_centroids_reproduce_themselves():
+def test_centroids_decode_to_themselves():
     centroids = codebooks((4, 1), share=4, dtype=torch.float16)  # 8 codebooks per head, 4 channels each
     x = centroids.permute(0, 2, 3, 1).reshape(1, 2, 1024, 8).repeat_interleave(4, dim=3)
     codec = CodebookCodec(centroids, (4, 1), 32)
@@ -107,8 +107,8 @@ def test_centroids_reproduce_themselves():
 
 
 @pytest.mark.parametrize("block", [(2, 1), (4, 1), (8, 1), (1, 4)], ids=str)
-def test_codebooks_anywhere_in_a_file(block):
-    """Tensors read from a file are slices of one storage, at whatever place they come to lie."""
+def test_unaligned_codebooks(block):
+    """Tensors read from a file are slices of one storage, at any offset."""
     centroids, x = codebooks(block, dtype=torch.float16), numbers(8)
     for place in (1, 3, 8):
         storage = torch.cat([torch.zeros(place, dtype=torch.float16), centroids.flatten()])
@@ -117,14 +117,14 @@ def test_codebooks_anywhere_in_a_file(block):
         assert torch.equal(codec.decode(codec.encode(x), x.dtype), expected.decode(expected.encode(x), x.dtype))
 
 
-def test_numbers_far_outside_the_codebook():
+def test_numbers_far_outside_the_codebook_get_the_nearest_centroid():
     centroids = torch.linspace(-1, 1, 256).view(1, 1, 256, 1).expand(2, 1, 256, 1)
     codec = CodebookCodec(centroids, (1, 1), 32)
     far = torch.tensor([1e30, -1e30, 60.0, -60.0]).repeat(8).expand(1, 2, 4, 32)
     assert torch.equal(codec.decode(codec.encode(far), torch.float32), far.sign())
 
 
-def test_dead_channel_decodes_to_its_mean():
+def test_constant_channel_decodes_to_its_mean():
     codec = CodebookCodec(codebooks((4, 1)), (4, 1), 32, torch.full((2, 32), 0.25), torch.zeros(2, 32))
     x = torch.full((1, 2, 4, 32), 0.25)
     assert torch.equal(codec.decode(codec.encode(x), torch.float32), x)
@@ -139,13 +139,13 @@ def test_dead_channel_decodes_to_its_mean():
         ((2, 8, 100, 4), (4, 1), 32),
     ],
 )
-def test_codebooks_that_do_not_fit_are_refused(shape, block, head_dim):
+def test_codebooks_that_do_not_fit_the_block_are_refused(shape, block, head_dim):
     with pytest.raises(UsageError, match="codebooks of"):
         CodebookCodec(torch.zeros(shape), block, head_dim)
 
 
-def test_a_gpu_keeps_bfloat16_centroids_as_float16():
-    """Which is exact, but next to zero, where a float16 has steps of 2^-24."""
+def test_bfloat16_centroids_are_stored_as_float16_on_a_gpu():
+    """Exact except near zero, where float16 has steps of 2^-24."""
     centroids = codebooks((4, 1), dtype=torch.bfloat16)
     halves = in_half(centroids)
     assert halves.dtype == torch.float16

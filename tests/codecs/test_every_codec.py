@@ -1,4 +1,4 @@
-"""What every codec must do: blocks are independent bit for bit, and bytes are those of its tensors."""
+"""Requirements of every codec: independent blocks, bit for bit, and bytes counted from its tensors."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def outliers(inner):
 
 
 def fitted(codec):
-    """Fit to the prompt of one row, which then serves all rows of a test."""
+    """A codec fit to the prompt of one row, used for all rows of a test."""
     return codec.with_state(codec.fit(Prompt(*(draw(1, HEADS, 20, HEAD_DIM) for _ in range(3)))))
 
 
@@ -91,7 +91,7 @@ def assert_same(a: Packed, b: Packed) -> None:
 @each_codec
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
-def test_cutting_a_run_changes_no_bit(codec, data):
+def test_splitting_a_run_changes_no_bit(codec, data):
     blocks = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
     seed, batch = data.draw(st.integers(0, 99)), data.draw(st.integers(1, 3))
     tokens = sum(blocks) * codec.block_tokens
@@ -107,7 +107,7 @@ def test_cutting_a_run_changes_no_bit(codec, data):
 
 
 @each_codec
-def test_tiles_change_no_bit(codec, monkeypatch):
+def test_tile_size_changes_no_bit(codec, monkeypatch):
     x = draw(BATCH, HEADS, 12 * codec.block_tokens, HEAD_DIM)
     whole = codec.encode(x)
     monkeypatch.setattr(base, "TILE", 5 * codec.block_tokens * x[:, :, 0].numel())
@@ -128,8 +128,8 @@ def test_number_of_threads_changes_no_bit(codec):
 
 
 @each_codec
-def test_parts_count_their_tokens_and_decode_from_views(codec):
-    """A store holds longer buffers; what it hands out are slices of them."""
+def test_parts_have_their_units_and_decode_from_views(codec):
+    """A store returns slices of longer buffers."""
     x = draw(BATCH, HEADS, 6 * codec.block_tokens, HEAD_DIM)
     packed = codec.encode(x)
     for part in packed.parts.values():
@@ -150,7 +150,7 @@ def test_parts_count_their_tokens_and_decode_from_views(codec):
 
 
 @each_codec
-def test_decoding_leaves_the_stored_bits_alone(codec):
+def test_decode_does_not_modify_its_input(codec):
     x = draw(BATCH, HEADS, 2 * codec.block_tokens, HEAD_DIM)
     packed = codec.encode(x)
     first = codec.decode(packed, torch.float32).clone()
@@ -159,13 +159,13 @@ def test_decoding_leaves_the_stored_bits_alone(codec):
 
 
 @each_codec
-def test_part_of_a_block_is_refused(codec):
+def test_incomplete_block_is_refused(codec):
     if codec.block_tokens > 1:
         with pytest.raises(ValueError, match="not a whole number of blocks"):
             codec.encode(draw(1, HEADS, codec.block_tokens + 1, HEAD_DIM))
 
 
-def test_per_head_is_its_members_side_by_side():
+def test_per_head_equals_its_members():
     x, codec = draw(BATCH, HEADS, 8, HEAD_DIM), per_head()
     packed, decoded = codec.encode(x), codec.decode(codec.encode(x), torch.float32)
     temporal, channel = codebook((4, 1), heads=2), codebook((1, 4), heads=1)
@@ -175,6 +175,6 @@ def test_per_head_is_its_members_side_by_side():
     assert set(codec.constants()) >= {"temporal.centroids", "channel.centroids", "channel.mean"}
 
 
-def test_per_head_needs_every_head_once():
+def test_per_head_requires_every_head_once():
     with pytest.raises(ValueError, match="each kv head"):
         PerHeadCodec({"a": (codebook((4, 1), heads=2), [0, 2])}, torch.device("cpu"))

@@ -25,7 +25,7 @@ def packed_prompt(one: GearCodec, prompt: Prompt) -> tuple[Packed, dict, torch.T
 
 
 def later(one: GearCodec) -> Codec:
-    """The codec of tokens after a prompt of which nothing was packed."""
+    """The codec of later tokens after a prompt without packed tokens."""
     return one.with_state({})
 
 
@@ -102,7 +102,7 @@ def test_error_falls_with_rank_and_full_rank_is_exact(prompts, kind, side):
         assert errors[0] > 0.1 and errors[-1] < 1e-3
 
 
-def test_power_iteration_is_near_the_best_of_its_rank(prompts):
+def test_power_iteration_is_close_to_the_truncated_svd(prompts):
     prompt, one = prompts["captured"], codec(fraction=0.0)
     x, base = prompt.keys, codec(fraction=0.0, rank=0)
     error = (x - packed_prompt(base, prompt)[2]).double()
@@ -111,7 +111,7 @@ def test_power_iteration_is_near_the_best_of_its_rank(prompts):
     assert (found >= best * 0.999).all() and (found < best * 1.05).all()
 
 
-def test_outliers_are_the_extremes_and_exact(prompts):
+def test_outliers_are_the_extremes_and_decode_exactly(prompts):
     x, one = prompts["captured"].values, codec("values", fraction=0.05)
     packed = later(one).encode(x)
     decoded = later(one).decode(packed, torch.float32).unflatten(2, (-1, CHUNK)).flatten(3)
@@ -124,7 +124,7 @@ def test_outliers_are_the_extremes_and_exact(prompts):
     assert torch.equal(kept[..., each:], numbers.sort(dim=3).values[..., -each:])
 
 
-def test_more_outliers_or_rank_lower_the_error_of_real_numbers(prompts):
+def test_more_outliers_or_rank_lower_the_error_of_real_keys_and_values(prompts):
     for side in SIDES:
         x = getattr(prompts["captured"], side)
 
@@ -146,7 +146,7 @@ def test_equal_numbers_give_no_nan_and_are_exact():
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_bytes(prompts, side):
+def test_bytes_of_codes_factors_and_outliers(prompts, side):
     x = getattr(prompts["random"], side)
     one, chunks = codec(side), x.shape[2] // CHUNK
     heads, numbers = 2 * 2, x.numel()
@@ -158,7 +158,7 @@ def test_bytes(prompts, side):
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_chunks_are_independent_and_the_prompts_tiles_decode_alone(prompts, side):
+def test_chunks_are_independent_and_prompt_tiles_decode_alone(prompts, side):
     x, one = getattr(prompts["captured"], side), codec(side)
     whole, pieces = later(one).encode(x), [later(one).encode(part) for part in x.split(CHUNK, dim=2)]
     for name, part in whole.parts.items():
@@ -175,7 +175,7 @@ def test_chunks_are_independent_and_the_prompts_tiles_decode_alone(prompts, side
         torch.testing.assert_close(tile, decoded[:, :, start : start + CHUNK], rtol=1e-6, atol=1e-6)
 
 
-def test_the_same_seed_gives_the_same_bits_and_another_other_factors(prompts):
+def test_factors_depend_on_the_seed(prompts):
     first, again, other = (packed_prompt(codec(seed=seed), prompts["random"]) for seed in (0, 0, 1))
     assert torch.equal(first[1]["right"], again[1]["right"])
     assert not torch.equal(first[1]["right"], other[1]["right"])
@@ -189,11 +189,11 @@ def test_the_same_seed_gives_the_same_bits_and_another_other_factors(prompts):
         ({"fraction": 1e-4}, "outliers=0.0001 of 64 by 64 numbers keeps none"),
     ],
 )
-def test_refusals(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(UsageError, match=message):
         codec(**options)
 
 
-def test_chunks_whose_places_16_bits_cannot_tell_are_refused():
+def test_chunks_beyond_16_bit_indices_are_refused():
     with pytest.raises(UsageError, match="residual=1024: at head_dim=64 a chunk may have at most 512 tokens"):
         GearCodec(UniformCodec(2, "channel", GROUP, DIM), 1024, 0.02, 4, 2, 3, 0)

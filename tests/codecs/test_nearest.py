@@ -1,4 +1,4 @@
-"""The search on the integer grid against exact integer arithmetic and against distances in float64."""
+"""Nearest-centroid search on the integer grid against exact integer arithmetic and float64 distances."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def grid_case(seed: int, books: int, count: int, entries: int, size: int, reach:
     st.sampled_from([1, 2, 4, 8]),
     st.sampled_from([2.0**17, GRID_MAX]),
 )
-def test_equals_integer_arithmetic(seed, books, count, entries, size, reach):
+def test_nearest_equals_integer_arithmetic(seed, books, count, entries, size, reach):
     centroids, scale, blocks = grid_case(seed, books, count, entries, size, reach)
     c = (centroids.double() * scale.view(-1, 1, 1)).round().long()
     assert c.abs().max() <= 2**17
@@ -45,7 +45,7 @@ def test_first_of_equal_centroids_wins():
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2]])
-def test_scalars_in_the_middle_go_to_the_first_in_the_codebook(order):
+def test_scalars_at_a_midpoint_get_the_first_centroid(order):
     points = torch.tensor([-1.0, 0.0, 0.0, 1.0])[order].view(1, 4, 1)
     scale = grid_scale(points)
     blocks = torch.tensor([-1.0, -0.5, 0.0, 0.5, 1.0]).view(1, 5, 1) * scale.view(1, 1, 1)
@@ -54,8 +54,8 @@ def test_scalars_in_the_middle_go_to_the_first_in_the_codebook(order):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
-def test_grid_loses_nothing_that_matters(size):
-    """Distances of the chosen centroids equal the least distances in float64."""
+def test_distances_equal_the_minimum_in_float64(size):
+    """Rounding to the grid does not change the distance of the chosen centroids."""
     generator = torch.Generator().manual_seed(size)
     centroids = torch.randn(3, 256, size, generator=generator)
     points = torch.randn(3, 500, size, generator=generator)

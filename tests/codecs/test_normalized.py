@@ -1,4 +1,4 @@
-"""Normalization frozen at the end of the prompt: InnerQ's section 4.3."""
+"""Per-channel normalization fit to the prompt (InnerQ, section 4.3)."""
 
 import torch
 
@@ -12,7 +12,7 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_norm_is_the_root_of_the_prompts_maximum():
+def test_norm_is_the_square_root_of_the_maximum_in_the_prompt():
     keys = numbers(3, 2, 40, 64) * 5
     keys[1, 0, :, 7] = 0
     norm = NormalizedCodec(IdentityCodec()).fit(Prompt(keys, keys, keys))["norm"]
@@ -23,7 +23,7 @@ def test_norm_is_the_root_of_the_prompts_maximum():
                 assert abs(norm[row, head, channel].item() - (top**0.5 if top else 1.0)) < 1e-6
 
 
-def test_scores_are_unchanged():
+def test_scores_with_the_norm_in_the_query_are_unchanged():
     """(q norm) . (K / norm) = q . K, for prompt tokens and later ones."""
     keys, query = numbers(2, 2, 30, 64), numbers(2, 2, 5, 64, seed=1)
     codec = NormalizedCodec(IdentityCodec())
@@ -36,7 +36,7 @@ def test_scores_are_unchanged():
     torch.testing.assert_close(query @ codec.decode(packed, torch.float32).mT, expected.float(), rtol=1e-5, atol=1e-5)
 
 
-def test_a_large_channel_harms_its_group_less():
+def test_norm_lowers_the_error_beside_a_large_channel():
     keys = numbers(1, 1, 64, 64)
     keys[..., 5] *= 50
     errors = []

@@ -1,4 +1,4 @@
-"""Dense and sparse: which numbers are kept, what they cost, and what they save."""
+"""Outliers in 16 bits: selection, bytes, and the error they save."""
 
 import pytest
 import torch
@@ -31,14 +31,14 @@ def temporal():
     return CodebookCodec(points.clamp(-10, 10), (4, 1), HEAD_DIM)
 
 
-def test_all_kept_is_exact():
+def test_all_numbers_as_outliers_decode_exactly():
     x = heavy_tailed()
     codec = OutlierCodec(uniform(), *thresholds(x), 1.0, x.dtype)
     assert torch.equal(codec.decode(codec.encode(x), x.dtype), x)
 
 
 @pytest.mark.parametrize("base", [uniform, temporal])
-def test_the_furthest_outside_are_kept_up_to_the_cap(base):
+def test_furthest_numbers_are_kept_up_to_the_capacity(base):
     x = heavy_tailed()
     lower, upper = thresholds(x, 0.05)  # five times more outliers than places
     codec = OutlierCodec(base(), lower, upper, 0.01, x.dtype)
@@ -58,7 +58,7 @@ def test_the_furthest_outside_are_kept_up_to_the_cap(base):
     assert torch.equal(blocks[0].gather(3, kept), blocks[1].gather(3, kept))
 
 
-def test_bytes_are_the_base_and_four_per_outlier():
+def test_bytes_are_the_codes_and_four_per_outlier():
     x = heavy_tailed()
     codec = OutlierCodec(temporal(), *thresholds(x), 0.01, x.dtype)
     blocks = 2 * HEADS * x.shape[2] // 32
@@ -67,7 +67,7 @@ def test_bytes_are_the_base_and_four_per_outlier():
 
 
 @pytest.mark.parametrize(("base", "group"), [(uniform, 32), (temporal, 4)])
-def test_keeping_outliers_lowers_the_error_of_their_neighbours(base, group):
+def test_outliers_lower_the_error_of_their_neighbours(base, group):
     x = heavy_tailed(seed=3)
     lower, upper = thresholds(x)
     codec = OutlierCodec(base(), lower, upper, 0.01, x.dtype)
@@ -80,7 +80,7 @@ def test_keeping_outliers_lowers_the_error_of_their_neighbours(base, group):
     assert error(codec) < 0.9 * error(base())
 
 
-def test_equal_numbers_keep_the_first():
+def test_first_of_equal_numbers_is_kept():
     x = torch.zeros(1, HEADS, 32, HEAD_DIM)
     x[0, :, 5:25] = 7.0
     codec = OutlierCodec(uniform(), -torch.ones(HEADS, HEAD_DIM), torch.ones(HEADS, HEAD_DIM), 0.01, x.dtype)
@@ -88,13 +88,13 @@ def test_equal_numbers_keep_the_first():
     assert kept[0, 0, 0].tolist() == list(range(5 * HEAD_DIM, 5 * HEAD_DIM + codec.capacity))
 
 
-def test_thresholds_that_coincide_give_no_nan():
+def test_equal_thresholds_give_no_nan():
     x = heavy_tailed()
     flat = torch.zeros(HEADS, HEAD_DIM)
     codec = OutlierCodec(uniform(8), flat, flat, 0.01, x.dtype)
     assert codec.decode(codec.encode(x), torch.float32).isfinite().all()
 
 
-def test_a_fraction_that_keeps_nothing_is_refused():
+def test_fraction_without_outliers_is_refused():
     with pytest.raises(UsageError, match=r"outliers=1e-05.*at least"):
         OutlierCodec(uniform(), torch.zeros(HEADS, HEAD_DIM), torch.ones(HEADS, HEAD_DIM), 1e-5, torch.float16)

@@ -1,4 +1,4 @@
-"""Values scaled by the range of their token: against a loop in float64, and what is kept of the outliers."""
+"""Per-token scaling against a loop in float64, and storage of outliers."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def codec(heads, dim, outliers, points=POINTS):
 
 
 def by_loop(x, outliers, points=POINTS):
-    """Token by token in float64: what decoding should give, NaN where two points, or two outliers, are about equal."""
+    """Decoded numbers by a float64 loop; NaN where two points, or two outliers, are about equal."""
     batch, heads, tokens, dim = x.shape
     out, points = np.empty(x.shape), np.array(points)
     for b in range(batch):
@@ -48,7 +48,7 @@ def by_loop(x, outliers, points=POINTS):
 
 @pytest.mark.parametrize("outliers", [0, 0.01, 0.04, 0.3])
 @pytest.mark.parametrize(("heads", "dim"), [(1, 64), (2, 64), (3, 80)])
-def test_equals_a_loop_in_float64(heads, dim, outliers):
+def test_codec_equals_a_loop_in_float64(heads, dim, outliers):
     x, own = numbers(heads, dim), codec(heads, dim, outliers)
     decoded, expected = own.decode(own.encode(x), torch.float64), by_loop(x, outliers)
     clear = ~expected.isnan()
@@ -56,13 +56,13 @@ def test_equals_a_loop_in_float64(heads, dim, outliers):
     torch.testing.assert_close(decoded[clear], expected[clear], rtol=1e-5, atol=1e-5)
 
 
-def test_all_kept_is_exact():
+def test_all_numbers_as_outliers_decode_exactly():
     x, own = numbers(2, 64), codec(2, 64, 1.0)
     assert torch.equal(own.decode(own.encode(x), x.dtype), x)
 
 
 @pytest.mark.parametrize(("heads", "dim", "outliers", "kept"), [(2, 64, 0.01, 1), (8, 128, 0.01, 10), (1, 64, 0.01, 1)])
-def test_bytes_are_codes_a_range_four_per_outlier_and_where_a_head_begins(heads, dim, outliers, kept):
+def test_bytes_of_codes_ranges_outliers_and_head_starts(heads, dim, outliers, kept):
     x = numbers(heads, dim)
     assert capacity(outliers, heads * dim) == kept
     packed = codec(heads, dim, outliers).encode(x)
@@ -70,7 +70,7 @@ def test_bytes_are_codes_a_range_four_per_outlier_and_where_a_head_begins(heads,
     assert codec(heads, dim, 0).encode(x).nbytes == 2 * 64 * (heads * dim * 2 // 8 + 2 + 2)
 
 
-def test_outliers_narrow_the_range_of_their_token_only():
+def test_outliers_narrow_only_the_range_of_their_token():
     x = torch.rand(1, 2, 32, 64).half()
     x[0, 1, 3, 7] = 500.0
     with_, without = codec(2, 64, 0.01), codec(2, 64, 0)
@@ -79,15 +79,15 @@ def test_outliers_narrow_the_range_of_their_token_only():
     assert with_.decode(with_.encode(x), torch.float32)[0, 1, 3, 7] == 500
 
 
-def test_a_token_of_equal_numbers_is_exact():
+def test_constant_token_is_exact():
     x = torch.full((1, 2, 32, 64), 0.25).half()
     for outliers in (0, 0.01):
         own = codec(2, 64, outliers)
         assert torch.equal(own.decode(own.encode(x), x.dtype), x)
 
 
-def test_each_head_finds_its_own():
-    """All of a token's outliers in one head, another one each time; heads without any have empty runs."""
+def test_outliers_of_each_head_are_found():
+    """All outliers of a token are in one head, alternating; heads without outliers have empty lists."""
     x = torch.rand(1, 3, 64, 64).half()
     for t in range(64):
         x[0, t % 2, t, t] = 100 + t
@@ -100,7 +100,7 @@ def test_each_head_finds_its_own():
     assert value[1].tolist() == [100 + t for t in (*range(32, 64, 2), *range(33, 64, 2))]
 
 
-def test_more_numbers_than_can_be_indexed_are_refused():
+def test_blocks_beyond_16_bit_indices_are_refused():
     assert codec(257, 128, 0.01).block_tokens == 32
     assert codec(2, 2048, 0).block_tokens == 1
     with pytest.raises(UsageError, match="32 tokens by 2048 channels needs .* at most 32768 numbers"):

@@ -1,4 +1,4 @@
-"""ZipCache against its equations in float64: saliency, which tokens have more bits, how both kinds are quantized."""
+"""ZipCache against its equations in float64: saliency, choice of tokens, quantization at both bit widths."""
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ def marked(packed: Packed) -> torch.Tensor:
 
 
 def received(prompt: Prompt, probes: list[int]) -> np.ndarray:
-    """Attention of the probes, token by token, over the probes that see it; float64, one query head at a time."""
+    """Mean attention that each token receives from the probes that see it; float64, one query head at a time."""
     queries, keys = prompt.queries.double().numpy(), prompt.keys.double().numpy()
     rows, heads, tokens, dim = keys.shape
     group = queries.shape[1] // heads
@@ -57,7 +57,7 @@ def test_saliency_is_the_mean_attention_of_the_probes_that_see_a_token(prompts, 
     np.testing.assert_allclose(found.double().numpy(), expected, rtol=1e-3, atol=1e-6)
 
 
-def test_with_all_queries_as_probes_saliency_is_the_column_mean_of_the_triangle(prompts, monkeypatch):
+def test_saliency_with_all_queries_is_the_column_mean_of_causal_attention(prompts, monkeypatch):
     prompt = Prompt(
         *(x[:1, :2, :60] for x in (prompts["random"].keys, prompts["random"].values, prompts["random"].queries))
     )
@@ -69,13 +69,13 @@ def test_with_all_queries_as_probes_saliency_is_the_column_mean_of_the_triangle(
     torch.testing.assert_close(prompt_saliency(prompt, 0).double(), expected, rtol=1e-4, atol=1e-6)
 
 
-def test_a_prompt_of_one_token_is_salient(prompts):
+def test_single_token_of_a_prompt_is_salient(prompts):
     one = Prompt(*(x[:, :, :1] for x in (prompts["random"].keys, prompts["random"].values, prompts["random"].queries)))
     assert torch.equal(prompt_saliency(one, 0), torch.full((2, 2, 1), 2.0))  # of two query heads, all of it
 
 
 def quantized(groups: np.ndarray, bits: int) -> np.ndarray:
-    """Groups along the last axis; scale and zero as kept in 16 bits."""
+    """Groups along the last axis; scale and zero-point in 16 bits."""
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
     scale = ((high - low).astype(np.float32) / (2**bits - 1)).astype(np.float16).astype(np.float64)
     zero = low.astype(np.float16).astype(np.float64)
@@ -96,7 +96,7 @@ def expected(x: np.ndarray, chosen: np.ndarray, side: str, low: int, high: int) 
 @pytest.mark.parametrize("kind", ["random", "captured"])
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize(("low", "high"), [(1, 2), (2, 4), (3, 4), (4, 8), (2, 3)])
-def test_equals_the_definition_in_float64(prompts, kind, side, low, high):
+def test_codec_equals_the_definition_in_float64(prompts, kind, side, low, high):
     prompt, one = prompts[kind], codec(side, low, high)
     x = getattr(prompt, side)[:, :, :TOKENS]
     packed, _, decoded = packed_prompt(one, prompt)
@@ -119,7 +119,7 @@ def test_equals_the_definition_in_float64(prompts, kind, side, low, high):
 
 @pytest.mark.parametrize("kind", ["random", "captured"])
 @pytest.mark.parametrize(("ratio", "bits"), [(0.0, 2), (1.0, 4)])
-def test_ratio_0_and_1_are_the_uniform_parts(prompts, kind, ratio, bits):
+def test_ratio_0_and_1_equal_the_uniform_codec(prompts, kind, ratio, bits):
     for side in SIDES:
         x = getattr(prompts[kind], side)[:, :, :TOKENS]
         for size, whole in ((TOKENS, True), (CHUNK, False)):
@@ -137,7 +137,7 @@ def test_ratio_0_and_1_are_the_uniform_parts(prompts, kind, ratio, bits):
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_bytes_have_no_slack(prompts, side):
+def test_bytes_are_minimal(prompts, side):
     heads, tokens = 2 * 2, 2 * 2 * TOKENS
     one, chunks = codec(side), TOKENS // CHUNK
     packed, state, _ = packed_prompt(one, prompts["random"])
@@ -167,7 +167,7 @@ def test_salient_tokens_have_the_smaller_error(prompts, side):
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_chunks_are_independent_and_the_prompts_tiles_decode_alone(prompts, side):
+def test_chunks_are_independent_and_prompt_tiles_decode_alone(prompts, side):
     prompt, one = prompts["captured"], codec(side)
     x, saliency = getattr(prompt, side)[:, :, :TOKENS], prompt_saliency(prompt, 0)[:, :, :TOKENS]
     whole = one.with_state({}, saliency).encode(x)
@@ -184,7 +184,7 @@ def test_chunks_are_independent_and_the_prompts_tiles_decode_alone(prompts, side
         assert torch.equal(one.with_state(state).decode(Packed(CHUNK, cut), torch.float32), decoded[:, :, start:stop])
 
 
-def test_later_tokens_are_weighed_by_one_query_among_themselves():
+def test_saliency_of_later_chunks_is_attention_within_the_chunk():
     query, keys = torch.randn(1, 4, 1, DIM), torch.randn(1, 2, CHUNK, DIM)
     weights = (query[0, :, 0].double().unflatten(0, (2, 2)) @ keys[0].double().mT / 8).softmax(-1).sum(1)
     torch.testing.assert_close(attention_received(query, keys)[0].double(), weights, rtol=1e-4, atol=1e-6)
@@ -197,13 +197,13 @@ def test_constant_numbers_are_exact():
         assert torch.equal(packed_prompt(codec(side), Prompt(x, x, x))[2], x[:, :, :TOKENS])
 
 
-def test_bits_that_leave_no_plane_to_pack_are_refused():
+def test_unpackable_bit_differences_are_refused():
     with pytest.raises(UsageError, match="bits=1 beside high=8: the difference"):
         codec(low=1, high=8)
 
 
-def test_attention_says_better_than_its_opposite_which_tokens_matter(prompts, monkeypatch):
-    """The error of the attention's output on real numbers, for the second half of the prompt's queries."""
+def test_attention_saliency_beats_its_inverse(prompts, monkeypatch):
+    """In the error of the attention output on real keys and values, for the second half of the prompt's queries."""
     prompt = prompts["captured"]
     queries = prompt.queries[:, :, TOKENS // 2 : TOKENS]
 

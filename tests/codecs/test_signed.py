@@ -44,7 +44,7 @@ def rounded(x: torch.Tensor, codec: UniformCodec, group: int) -> tuple[np.ndarra
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize(("bits", "sign"), [*((b, "extra") for b in (1, 2, 3, 4, 8)), (2, "inside"), (4, "inside")])
-def test_symmetric_is_equation_13(bits, sign, axis, dtype):
+def test_symmetric_groups_equal_equation_13(bits, sign, axis, dtype):
     x = numbers(bits, dtype, spread=3.0, offset=1.0)
     codec = SignedCodec(bits, axis, 32, HEAD_DIM, dtype, sign)
     groups, decoded = rounded(x, codec, 32)
@@ -69,7 +69,7 @@ def test_symmetric_is_equation_13(bits, sign, axis, dtype):
     st.floats(-30, 30),
     st.integers(0, 99),
 )
-def test_each_group_of_a_hybrid_is_the_better_of_both(bits, axis, group, sign, dtype, spread, offset, seed):
+def test_hybrid_takes_the_better_mode_per_group(bits, axis, group, sign, dtype, spread, offset, seed):
     if bits == 1:
         sign = "extra"
     x = numbers(seed, dtype, spread=spread, offset=offset)
@@ -91,8 +91,8 @@ def test_each_group_of_a_hybrid_is_the_better_of_both(bits, axis, group, sign, d
 
 @pytest.mark.parametrize("sign", ["extra", "inside"])
 @pytest.mark.parametrize("axis", AXES)
-def test_symmetric_groups_in_the_parts_of_a_hybrid(axis, sign):
-    """Either codec decodes them, which lets one encode the prompt and the other what follows."""
+def test_symmetric_groups_in_hybrid_storage(axis, sign):
+    """Both codecs decode them, so that one can encode the prompt and the other later tokens."""
     x = numbers(3, offset=0.7)
     always, later = (SignedCodec(2, axis, 32, HEAD_DIM, sign=sign, hybrid=hybrid) for hybrid in ("always", "symmetric"))
     symmetric = SignedCodec(2, axis, 32, HEAD_DIM, sign=sign)
@@ -105,7 +105,7 @@ def test_symmetric_groups_in_the_parts_of_a_hybrid(axis, sign):
 
 @pytest.mark.parametrize("sign", ["extra", "inside"])
 @pytest.mark.parametrize("norm", [False, True])
-def test_a_prompt_is_hybrid_and_later_tokens_are_symmetric(sign, norm):
+def test_hybrid_prompt_with_symmetric_later_tokens(sign, norm):
     x, always = numbers(3, offset=0.7), SignedCodec(2, "token", 32, HEAD_DIM, sign=sign, hybrid="always")
     later = SignedCodec(2, "token", 32, HEAD_DIM, sign=sign, hybrid="symmetric")
     codec = NormalizedCodec(always, later) if norm else PhasedCodec(always, later)
@@ -122,7 +122,7 @@ def test_a_prompt_is_hybrid_and_later_tokens_are_symmetric(sign, norm):
 @pytest.mark.parametrize("hybrid", ["no", "always"])
 @pytest.mark.parametrize("group", [16, 32, 64])
 @pytest.mark.parametrize("axis", AXES)
-def test_zeros_constants_and_tiny_numbers(axis, group, hybrid):
+def test_zeros_constants_and_tiny_numbers_decode_without_nan(axis, group, hybrid):
     x = torch.zeros(1, 2, 64, HEAD_DIM)
     x[0, 1] = -3.0
     x[0, 0, :, 32:] = 1e-30  # its scale is 0 in 16 bits
@@ -150,7 +150,7 @@ def test_bits_per_number(axis, bits, group, sign, hybrid, expected):
     assert packed.nbytes * 8 / x.numel() == expected
 
 
-def test_what_is_not_defined_is_refused():
+def test_undefined_combinations_are_refused():
     with pytest.raises(UsageError, match="bits=1 leaves no bit for the magnitude"):
         SignedCodec(1, "token", 32, 64, sign="inside")
     with pytest.raises(UsageError, match="group=8: .* one of 16, 32, 64"):

@@ -30,7 +30,7 @@ def made(dim=16, rows=2, heads=2, sharing=2, tokens=40, seed=0, **options):
 
 @pytest.mark.parametrize("dim", [64, 80, 96])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
-def test_without_strength_it_is_the_uniform_codec_bit_for_bit(bits, dim):
+def test_strength_0_equals_the_uniform_codec_bit_for_bit(bits, dim):
     x = numbers(2, 2, 64, dim).to(torch.bfloat16)
     codec = SubspaceCodec(bits, 32, dim, torch.bfloat16, rank=5, strength=0.0, block=24)
     codec = codec.with_state(codec.fit(Prompt(x, x, numbers(2, 4, 64, dim))))
@@ -43,8 +43,8 @@ def test_without_strength_it_is_the_uniform_codec_bit_for_bit(bits, dim):
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 40])
-def test_the_subspace_is_the_svd_of_all_query_heads_that_share_a_kv_head(tokens):
-    """Signs of singular vectors are free: Q^T Q is compared. A short prompt has fewer directions than the rank."""
+def test_subspace_is_the_svd_of_the_query_heads_of_a_kv_head(tokens):
+    """Q^T Q is compared, since signs of singular vectors are arbitrary. A short prompt has a lower rank."""
     prompt, _, _, state = made(tokens=tokens)
     queries = prompt.queries.double().numpy()
     for row in range(2):
@@ -77,7 +77,7 @@ def reference(keys: np.ndarray, subspace: np.ndarray, strength: float, block: in
 
 
 def per_channel(columns: np.ndarray) -> np.ndarray:
-    """2-bit asymmetric groups of GROUP tokens with the 16-bit scale and zero that are kept."""
+    """2-bit asymmetric groups of GROUP tokens; scale and zero-point in 16 bits."""
     groups = columns.reshape(-1, GROUP, columns.shape[1])
     zero = groups.min(1, keepdims=True).astype(np.float16).astype(np.float64)
     scale = ((groups.max(1, keepdims=True) - groups.min(1, keepdims=True)) / 3).astype(np.float16).astype(np.float64)
@@ -85,7 +85,7 @@ def per_channel(columns: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("dim", "block"), [(16, 8), (16, 4), (16, 1), (20, 8), (80, 40)])
-def test_it_is_algorithm_1_in_float64(dim, block):
+def test_codec_equals_algorithm_1_in_float64(dim, block):
     prompt, codec, bound, state = made(dim=dim, block=block)
     decoded = bound.decode(bound.encode(prompt.keys), torch.float32).double().numpy()
     far = 0
@@ -100,8 +100,8 @@ def test_it_is_algorithm_1_in_float64(dim, block):
 
 @settings(max_examples=20)
 @given(st.integers(0, 99), st.sampled_from([1e-3, 0.1, 10.0]), st.integers(1, 16), st.sampled_from([3, 8, 15]))
-def test_the_update_solves_equation_2(seed, strength, rank, cut):
-    """min |d|^2 + strength |Q d|^2 with the block's error given: least squares over the rest."""
+def test_update_solves_equation_2(seed, strength, rank, cut):
+    """min |d|^2 + strength |Q d|^2 with the block's error given: least squares over the later channels."""
     _, codec, bound, state = made(seed=seed, rows=1, heads=1, rank=rank, strength=strength, block=cut)
     subspace = state["subspace"][0, 0].double().numpy()
     error = numbers(5, cut, seed=seed).double().numpy()
@@ -112,7 +112,7 @@ def test_the_update_solves_equation_2(seed, strength, rank, cut):
     np.testing.assert_allclose(moved, direct, rtol=1e-3, atol=1e-4 * np.abs(direct).max())
 
 
-def test_errors_leave_the_subspace():
+def test_errors_in_the_subspace_are_smaller():
     prompt, _, bound, state = made(dim=64, block=16, strength=1.0)
     plain = UniformCodec(2, "channel", GROUP, 64, torch.float32)
     inside = [
@@ -122,7 +122,7 @@ def test_errors_leave_the_subspace():
     assert inside[1] < 0.5 * inside[0]
 
 
-def test_a_shared_subspace_serves_all_rows():
+def test_shared_subspace_serves_all_rows():
     prompt, _, _, _ = made()
     codec = SubspaceCodec(2, GROUP, 16, torch.float32, rank=3, strength=0.05, block=8, shared=True)
     first = Prompt(prompt.keys[:1], prompt.values[:1], prompt.queries[:1])
@@ -135,6 +135,6 @@ def test_a_shared_subspace_serves_all_rows():
 
 
 @pytest.mark.parametrize("block", [16, 64])
-def test_a_block_without_rest_is_refused(block):
+def test_block_without_later_channels_is_refused(block):
     with pytest.raises(UsageError, match=f"block={block}: at head_dim=16 no channels are left .* fewer than 16"):
         SubspaceCodec(2, GROUP, 16, rank=3, strength=0.1, block=block)

@@ -1,4 +1,4 @@
-"""The uniform quantizer against its definition in float64, and the bounds that follow from it."""
+"""The uniform quantizer against its definition and error bounds in float64."""
 
 import numpy as np
 import pytest
@@ -29,7 +29,7 @@ def groups_of(x: torch.Tensor, axis: str) -> np.ndarray:
 
 
 def side(packed, name: str, axis: str) -> np.ndarray:
-    """Stored scale or zero as float64, one per group of `groups_of`."""
+    """Stored scales or zero-points as float64, one per group of `groups_of`."""
     tensor = packed.parts[name].tensor.double().numpy()
     return np.moveaxis(tensor, 3, 2) if axis == "channel" else tensor
 
@@ -37,7 +37,7 @@ def side(packed, name: str, axis: str) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("bits", BITS)
-def test_equals_the_definition_in_float64(bits, axis, dtype):
+def test_codec_equals_the_definition_in_float64(bits, axis, dtype):
     x = numbers(bits, dtype, spread=3.0, offset=1.0)
     codec = UniformCodec(bits, axis, GROUP, HEAD_DIM, dtype)
     packed = codec.encode(x)
@@ -65,7 +65,7 @@ def test_equals_the_definition_in_float64(bits, axis, dtype):
     st.floats(-100, 100),
     st.integers(0, 99),
 )
-def test_error_is_at_most_half_a_step_and_rounding(bits, axis, dtype, spread, offset, seed):
+def test_error_is_at_most_half_a_step_plus_rounding(bits, axis, dtype, spread, offset, seed):
     x = numbers(seed, dtype, tokens=32, spread=spread, offset=offset)
     codec = UniformCodec(bits, axis, GROUP, HEAD_DIM, dtype)
     packed = codec.encode(x)
@@ -112,7 +112,7 @@ def test_bits_per_number(bits, group, axis, expected):
     assert packed.nbytes * 8 / x.numel() == expected
 
 
-def test_group_that_does_not_divide_the_head_names_those_that_do():
+def test_group_that_does_not_divide_head_dim_names_valid_groups():
     with pytest.raises(UsageError, match=r"group=32 does not divide head_dim=80; .* 4, 5, 8, 10, 16, 20, 40, 80"):
         UniformCodec(2, "token", 32, 80)
     x = torch.randn(1, 1, 32, 80)

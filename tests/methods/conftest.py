@@ -1,4 +1,4 @@
-"""Model shapes, tensors that a calibration would have made, drawn at random, and real ones of the built-in model."""
+"""Model shapes, random tensors in place of calibrated ones, and calibrated tensors of the built-in model."""
 
 from collections.abc import Callable
 
@@ -59,35 +59,35 @@ def shape_of():
 
 @pytest.fixture(scope="session")
 def captured() -> dict[str, CapturedStream]:
-    """Keys ("k") and values ("v") of a layer of the built-in model on real text, with the loss's gradients to them."""
+    """Keys ("k") and values ("v") of a layer of the built-in model on real text, with gradients of the loss."""
     loaded = load_model("reference", device="cpu", dtype="float32")
     windows = token_windows(loaded.tokenizer, load_text("prose", "calibration"), 328, 5, 0)
     actual: dict[str, list] = {}
 
-    def sink(layer: int, kind: str, what: str, numbers: torch.Tensor) -> None:
+    def store(layer: int, kind: str, quantity: str, numbers: torch.Tensor) -> None:
         if layer == 3:
-            actual.setdefault(kind + what, []).append(numbers[8:].bfloat16().clone())
+            actual.setdefault(kind + quantity, []).append(numbers[8:].bfloat16().clone())
 
     for window in windows:
-        capture.capture(loaded.model, attention_layers(loaded.model), window, sink, gradients=True)
+        capture.capture(loaded.model, attention_layers(loaded.model), window, store, gradients=True)
     x = {name: torch.stack(samples) for name, samples in actual.items()}
     return {kind: CapturedStream(x[f"{kind}x"], x[f"{kind}g"], held_out=1) for kind in "kv"}
 
 
 @pytest.fixture(scope="session")
 def calibrated(captured) -> Callable[[Method], tuple[LayerPlan, dict]]:
-    """`calibrated(method)`: its plan for the captured layer, and its tensors there."""
+    """`calibrated(method)`: (plan, tensors) of the method for the captured layer."""
     shape, done = model_shape(1, 2, 64, torch.bfloat16), {}
 
     def make(method: Method) -> tuple[LayerPlan, dict]:
         if method not in done:
             spec, tensors = method.calibration(shape), {}
-            recipe = ClusterSettings(
+            settings = ClusterSettings(
                 spec.fisher, spec.hybrid, points=1 << 20, iterations=50, seed=0, dtype=torch.bfloat16
             )
             for kind, stream in (("k", spec.keys), ("v", spec.values)):
-                own, _ = calibrate_stream(captured[kind], stream, recipe)
-                tensors |= {f"{kind}.{name}": tensor for name, tensor in own.items()}
+                stream_tensors, _ = calibrate_stream(captured[kind], stream, settings)
+                tensors |= {f"{kind}.{name}": tensor for name, tensor in stream_tensors.items()}
             done[method] = (method.plan(0, shape, tensors), tensors)
         return done[method]
 
@@ -96,10 +96,9 @@ def calibrated(captured) -> Callable[[Method], tuple[LayerPlan, dict]]:
 
 @pytest.fixture(scope="session")
 def held_out_error(captured, calibrated) -> Callable[..., float]:
-    """`held_out_error(method, "k")`: squared error of the codec on numbers that calibration has not seen, weighted by
-    squared gradients, as a share of the squared numbers; outliers count as they are stored. `seen`: on those that it
-    has seen, which is what Fisher-weighted k-means makes small (one window's gradients are too few to show it).
-    `weighted=False`: without gradients."""
+    """`held_out_error(method, "k")`: relative squared error of the codec on held-out samples, weighted by squared
+    gradients, outliers included. `seen=True`: on the training samples, whose error Fisher-weighted k-means minimizes
+    (gradients of one window are too few to show it). `weighted=False`: without gradients."""
 
     def measure(method: Method, kind: str, seen: bool = False, weighted: bool = True) -> float:
         plan, _ = calibrated(method)

@@ -1,4 +1,4 @@
-"""ChannelKV against its equations in float64, on random and on the built-in model's own numbers; cost and refusals."""
+"""ChannelKV against its equations in float64, on random and real keys and values; cost, refusals."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ def numbers(shape, tokens=64):
 
 
 def assert_nearest_chunks(codec, x, centroids):
-    """Every chunk of c channels is the nearest of its own group's 256 centroids, by distances in float64."""
+    """The nearest of 256 centroids for each chunk of c channels, by distances in float64."""
     heads, groups, entries, size = centroids.shape
     assert (entries, groups * size) == (256, x.shape[3])
     decoded = codec.decode(codec.encode(x), torch.float64)
@@ -51,33 +51,33 @@ def test_chunks_windows_and_cost(bits, chunk, shape, tensors_for):
 
 
 @pytest.mark.parametrize("bits", [1, 4])
-def test_real_numbers_by_equations(bits, captured, calibrated):
+def test_real_keys_and_values_equal_the_equations(bits, captured, calibrated):
     plan, tensors = calibrated(build("channelkv", bits=bits))
     for kind, stream in (("k", plan.keys), ("v", plan.values)):
         assert_nearest_chunks(stream.codec, captured[kind].x[:1].transpose(1, 2), tensors[f"{kind}.centroids.channel"])
 
 
-def test_nothing_is_normalized_or_shared(shape):
+def test_codebooks_are_neither_normalized_nor_shared(shape):
     spec = build("channelkv", bits=1, sinks=4, fisher=False).calibration(shape)
     assert (spec.skip, spec.fisher, spec.hybrid) == (4, False, "off")
     assert spec.keys == spec.values == CodebookSpec((BlockShape("channel", 1, 8),), 256, 8, False)
 
 
-def test_codebooks_of_llama_3_1_8b_take_what_the_thesis_says(shape_of, tensors_for):
-    """Table 13 counts TemporalKV's codebooks, which are made as large as ChannelKV's: 33.6 MB."""
+def test_codebook_bytes_of_llama_3_1_8b_match_table_13(shape_of, tensors_for):
+    """The thesis's Table 13 counts TemporalKV's codebooks, which have the size of ChannelKV's: 33.6 MB."""
     plan = plan_for(build("channelkv"), shape_of(32, 8, 128), tensors_for)
     held = [stream.codec.constants()["centroids"] for stream in (plan.keys, plan.values)]
     assert round(32 * sum(c.numel() * c.element_size() for c in held) / 1e6, 1) == 33.6
 
 
-def test_chunks_of_one_are_a_codebook_per_channel(captured):
-    """ChannelKV and TemporalKV with chunks of 1 are the same: each channel's nearest of its own 256 points."""
-    recipe = ClusterSettings(fisher=True, hybrid="off", points=1 << 20, iterations=10, seed=0, dtype=torch.float32)
+def test_chunks_of_one_channel_equal_chunks_of_one_token(captured):
+    """With chunks of 1, ChannelKV and TemporalKV are both a codebook of 256 points per channel."""
+    settings = ClusterSettings(fisher=True, hybrid="off", points=1 << 20, iterations=10, seed=0, dtype=torch.float32)
     x = captured["v"].x[:1].transpose(1, 2)
     small = dataclasses.replace(captured["v"], x=captured["v"].x[..., :4], g=captured["v"].g[..., :4])
     decoded = []
     for name in ("channel", "temporal"):
-        tensors, _ = calibrate_stream(small, CodebookSpec((BlockShape(name, 1, 1),), 256, 1, False), recipe)
+        tensors, _ = calibrate_stream(small, CodebookSpec((BlockShape(name, 1, 1),), 256, 1, False), settings)
         books = tensors[f"centroids.{name}"]
         codec = CodebookCodec(books, (1, 1), 4)
         decoded.append(codec.decode(codec.encode(x[..., :4]), torch.float32))
@@ -87,7 +87,7 @@ def test_chunks_of_one_are_a_codebook_per_channel(captured):
     torch.testing.assert_close((decoded[0] - x[..., :4]).abs().double(), nearest, rtol=0, atol=1e-4)
 
 
-def test_outliers_are_kept_beside(shape, tensors_for):
+def test_outliers_are_kept_in_sixteen_bits(shape, tensors_for):
     plan = plan_for(build("channelkv", outliers=0.01), shape, tensors_for)
     x = numbers(shape)
     for stream in (plan.keys, plan.values):
@@ -105,7 +105,7 @@ def test_outliers_and_bits_lower_the_error(held_out_error):
         assert error(kind, False, bits=4, outliers=0.01) < 0.9 * error(kind, False, bits=4)
 
 
-def test_refusals(shape, shape_of, tensors_for):
+def test_invalid_options_are_refused(shape, shape_of, tensors_for):
     with pytest.raises(UsageError, match=r"channelkv: bits=3 is not one of 1, 2, 4 \(an 8-bit code stands for 8, 4 or"):
         build("channelkv", bits=3)
     with pytest.raises(UsageError, match=r"bits=1 are chunks of 8 channels, .* head_dim=84; use bits=2 or 4"):
@@ -118,8 +118,8 @@ def test_refusals(shape, shape_of, tensors_for):
         method.plan(0, shape, {"k.choice": tensors["k.choice"]})
 
 
-def test_a_buffer_makes_the_codebook_methods_keep_the_same_tokens_exact(shape, tensors_for):
-    """Without it each waits for its own block: one token, a chunk, or the block that shares outliers."""
+def test_equal_buffers_keep_the_same_tokens_exact_for_all_codebook_methods(shape, tensors_for):
+    """Without a buffer the block decides: one token, a chunk, or an outlier block."""
     windows, own = set(), set()
     for name in ("channelkv", "temporalkv", "kvquant"):
         for outliers in (0.0, 0.01):

@@ -1,4 +1,4 @@
-"""GEAR's plans: windows, cost, and what is refused."""
+"""Plans of GEAR: windows, cost, refusals."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from kvq_cli.methods.registry import build
 from kvq_cli.methods.window import Window
 
 
-def test_keys_and_values_wait_for_whole_chunks(shape):
+def test_keys_and_values_are_packed_in_whole_chunks(shape):
     plan = build("gear").plan(0, shape, {})
     assert (plan.keys.source, plan.values.source) == ("post_rope", "value")
     assert plan.keys.window == plan.values.window == Window(0, 0, 128)
@@ -42,6 +42,6 @@ def test_cost_after_the_prompt(shape_of, bits, head_dim):
         ({"outliers": 1e-5}, 64, r"outliers=1e-05 of 128 by 64 numbers keeps none"),
     ],
 )
-def test_refusals_say_why(shape_of, options, head_dim, message):
+def test_invalid_options_are_refused(shape_of, options, head_dim, message):
     with pytest.raises(UsageError, match=message):
         build("gear", **options).plan(0, shape_of(head_dim=head_dim), {})

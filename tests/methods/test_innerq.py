@@ -1,4 +1,4 @@
-"""InnerQ's plans: groups along the inner dimension, windows, cost, and its modes on real keys and values."""
+"""Plans of InnerQ: groups along the inner dimension, windows, cost; its modes on real keys and values."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def test_windows_and_sources(shape):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
 def test_cost_at_every_head_dim(shape_of, bits, mode, head_dim):
-    """Codes, one word of `group` bits for signs or zero-point, a 16-bit scale: the choice rides on the scale's sign."""
+    """Codes, one word of `group` bits for signs or zero-point, a 16-bit scale, whose sign is the choice of mode."""
     shape = shape_of(head_dim=head_dim, dtype=torch.bfloat16)
     group = 16 if head_dim == 80 else 32
     plan, x = build("innerq", bits=bits, mode=mode, group=group).plan(0, shape, {}), torch.randn(1, 2, 64, head_dim)
@@ -53,7 +53,7 @@ def test_cost_at_every_head_dim(shape_of, bits, mode, head_dim):
         assert bits_per_number(stream, x.bfloat16()) == pytest.approx(bits + 1 + 16 / group + padding)
 
 
-def test_a_sign_inside_saves_its_word(shape):
+def test_sign_inside_saves_the_word_of_sign_bits(shape):
     x = torch.randn(1, 2, 64, 64).half()
     for mode, expected in (("symmetric", 2.5), ("asymmetric", 3.0), ("hybrid", 3.0)):
         plan = build("innerq", mode=mode, sign="inside").plan(0, shape, {})
@@ -74,8 +74,8 @@ def test_keys_share_a_scale_over_channels_and_values_over_tokens(shape):
 
 
 @pytest.mark.parametrize("kind", ["k", "v"])
-def test_modes_and_bits_on_captured_numbers(shape_of, captured, kind):
-    """Per group no mode is better than hybrid; hybrid_prefill is hybrid in the prompt; more bits, less error."""
+def test_error_by_mode_and_bits_on_real_keys_and_values(shape_of, captured, kind):
+    """Hybrid is the best mode in every group; hybrid_prefill equals hybrid in the prompt; more bits lower the error."""
     shape, x = shape_of(dtype=torch.bfloat16), captured[kind].x[0].transpose(0, 1)[None, :, :320]
     actual = {}
     for bits in (1, 2, 3, 4, 8):
@@ -103,12 +103,12 @@ def test_modes_and_bits_on_captured_numbers(shape_of, captured, kind):
         ({"sinks": -1}, "sinks=-1 must be at least 0"),
     ],
 )
-def test_refusals(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(UsageError, match=message):
         build("innerq", **options)
 
 
-def test_a_group_that_does_not_divide_the_head_names_one_that_does(shape_of):
+def test_group_that_does_not_divide_head_dim_names_valid_groups(shape_of):
     for mode in MODES:
         with pytest.raises(UsageError, match="group=32 does not divide head_dim=80; groups that do: .* 16"):
             build("innerq", mode=mode).plan(0, shape_of(head_dim=80), {})

@@ -1,4 +1,4 @@
-"""KIVI's and fp16's plans: sources, windows and cost."""
+"""Plans of KIVI and fp16: sources, windows, cost."""
 
 import pytest
 import torch
@@ -22,13 +22,13 @@ def test_two_bits_in_groups_of_32_cost_three(shape_of, dtype):
     assert build("kivi", bits=2).nominal_bits == 2
 
 
-def test_own_windows(shape):
+def test_residual_windows(shape):
     plan = build("kivi").plan(0, shape, {})
     assert (plan.keys.source, plan.keys.window) == ("post_rope", Window(0, 0, 128))
     assert (plan.values.source, plan.values.window) == ("value", Window(0, 128, 1))
 
 
-def test_sinks_and_recent(shape):
+def test_sink_and_recent_windows(shape):
     plan = build("kivi", sinks=32, recent=96).plan(0, shape, {})
     assert plan.keys.window == Window(32, 96, 32)
     assert plan.values.window == Window(32, 96, 1)
@@ -62,7 +62,7 @@ def test_keys_share_a_scale_over_tokens_and_values_over_channels(shape):
         assert (decoded - spoiled)[others].abs().max() < 0.04
 
 
-def test_head_dim_that_groups_do_not_divide(shape_of):
+def test_group_that_does_not_divide_head_dim_is_refused(shape_of):
     with pytest.raises(UsageError, match="group=32 does not divide head_dim=80.*16, 20, 40, 80"):
         build("kivi").plan(0, shape_of(head_dim=80), {})
     shape = shape_of(head_dim=80)
@@ -70,7 +70,7 @@ def test_head_dim_that_groups_do_not_divide(shape_of):
     assert bits_per_number(plan.values, shape) == 4  # 2 + 32 / 16: 80 numbers of 2 bits fill 5 words
 
 
-def test_fp16_keeps_every_bit(shape_of):
+def test_fp16_is_lossless(shape_of):
     shape = shape_of(dtype=torch.bfloat16)
     plan = build("fp16").plan(0, shape, {})
     x = torch.randn(1, 2, 5, 64).bfloat16()

@@ -1,4 +1,4 @@
-"""KVQuant against its equations in float64, on random and on the built-in model's own numbers; cost and refusals."""
+"""KVQuant against its equations in float64, on random and real keys and values; cost, refusals."""
 
 import numpy as np
 import pytest
@@ -57,7 +57,7 @@ def test_keys_are_the_nearest_points_of_scaled_channels(bits, outliers, shape, t
 
 
 @pytest.mark.parametrize("outliers", [0, 0.01])
-def test_real_keys_by_equations(outliers, captured, calibrated):
+def test_real_keys_equal_the_equations(outliers, captured, calibrated):
     plan, tensors = calibrated(build("kvquant", outliers=outliers))
     keys = captured["k"].x[:2].transpose(1, 2)
     assert_keys(plan.keys.codec, keys, tensors, int(outliers * 32 * 64))
@@ -73,8 +73,8 @@ def test_key_thresholds_are_quantiles_of_the_calibration_text(outliers, captured
 
 
 @pytest.mark.parametrize("kind", ["k", "v"])
-def test_points_are_weighted_means_of_their_numbers(kind, captured, calibrated):
-    """Lloyd's iterations in float64, from the calibrated points, on all numbers of the layer, gain next to nothing."""
+def test_calibrated_points_are_converged(kind, captured, calibrated):
+    """Further Lloyd iterations in float64 on all numbers of the layer lower the error little."""
     _, tensors = calibrated(build("kvquant", bits=3, outliers=0))
     x, g = (t[:4].double().numpy() for t in (captured[kind].x, captured[kind].g))
     if kind == "k":
@@ -101,7 +101,7 @@ def test_all_numbers_as_outliers_is_exact(shape_of, tensors_for):
 
 
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
-def test_cost(bits, shape_of, tensors_for):
+def test_bits_per_number(bits, shape_of, tensors_for):
     shape = shape_of(kv_heads=8, head_dim=128)
     x = numbers(shape, batch=1)
     kept = int(0.01 * 32 * 128) / (32 * 128)
@@ -116,7 +116,7 @@ def test_cost(bits, shape_of, tensors_for):
         assert plan.keys.codec.nominal_bits == plan.values.codec.nominal_bits == bits
 
 
-def test_one_codebook_per_layer_and_stream_is_stored(shape, tensors_for):
+def test_keys_and_values_of_a_layer_store_one_codebook_each(shape, tensors_for):
     plan = plan_for(build("kvquant", bits=3), shape, tensors_for)
     for stream in (plan.keys, plan.values):
         assert stream.codec.constants()["centroids"].shape == (1, 1, 8, 1)
@@ -146,8 +146,8 @@ def test_outliers_bits_and_weights_lower_the_error(held_out_error):
         assert fisher < plain
 
 
-def test_refusals(shape, tensors_for):
-    with pytest.raises(UsageError, match=r"kvquant: bits=5 is not one of 1, 2, 3, 4, 8 \(there is no packing"):
+def test_invalid_options_are_refused(shape, tensors_for):
+    with pytest.raises(UsageError, match=r"kvquant: bits=5 is not one of 1, 2, 3, 4, 8 \(others cannot be packed"):
         build("kvquant", bits=5)
     method = build("kvquant")
     with pytest.raises(UsageError, match="kvquant needs an artifact: run `kvq calibrate --method kvquant`"):

@@ -1,4 +1,4 @@
-"""What holds for every method, its bits, any number of kv heads and any head_dim (METHODS x bits x heads x head_dim).
+"""Requirements of every method (METHODS x bits x kv heads x head_dim).
 
 Streams of random numbers with random codebooks: what is stored depends on a row's tokens alone, bit for bit, and the
 bytes reported are those of the tensors. The model's side of it is at the end, with one head_dim for each case.
@@ -77,7 +77,7 @@ def feed(stream: Stream, x: torch.Tensor, chunks: list[int], pads: tuple[int, ..
 
 
 def state(stream: Stream, row: int) -> list[torch.Tensor]:
-    """What a row holds: full-precision tokens, then packed parts."""
+    """The tensors of a row: full-precision tokens, then packed parts."""
     rows, tokens = slice(row, row + 1), stream.lengths[row]
     held = [x for _, _, x in stream.exact(rows, tokens, 0, tokens, size=1)]
     for _, _, packed in stream.packed(rows, tokens, 0, tokens, 1 << 30):
@@ -93,7 +93,7 @@ def assert_same(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("heads", HEADS)
 @each_method
-def test_what_is_stored_depends_on_a_rows_tokens_alone(name, options, heads, head_dim, shape_of, tensors_for):
+def test_stored_bits_depend_only_on_the_tokens_of_a_row(name, options, heads, head_dim, shape_of, tensors_for):
     shape = shape_of(kv_heads=HEADS[heads][1], head_dim=head_dim)
     x = torch.randn(2, shape.kv_heads, TOKENS, head_dim, generator=torch.Generator().manual_seed(0)).half()
     method, pads = build(name, **options), (11, 0)
@@ -138,7 +138,7 @@ def model_of(heads: str, head_dim: int) -> LlamaForCausalLM:
 
 
 def ready(method: Method, model, shape, tensors_for) -> Method | Artifact:
-    """What `attach` takes: the method, or an artifact with random codebooks."""
+    """The method, or an artifact with random codebooks, for `attach`."""
     if not method.calibrates:
         return method
     spec, layers = method.calibration(shape), range(shape.layers)
@@ -155,7 +155,7 @@ CASES = list(zip(METHODS, itertools.cycle(itertools.product(HEADS, HEAD_DIMS)), 
 
 
 @pytest.mark.parametrize(("method", "kind"), CASES, ids=[f"{m[0]}-{i}-{k[0]}-{k[1]}" for i, (m, k) in enumerate(CASES)])
-def test_a_padded_batch_gives_what_single_rows_give_token_by_token(method, kind, shape_of, tensors_for):
+def test_padded_batch_equals_single_rows_token_by_token(method, kind, shape_of, tensors_for):
     model, built = model_of(*kind), build(method[0], **method[1])
     shape = shape_of(2, HEADS[kind[0]][1], kind[1], torch.float32)
     ids = torch.randint(3, 97, (2, TOKENS), generator=torch.Generator().manual_seed(1))
@@ -194,7 +194,7 @@ UNCALIBRATED = sorted({name for name, _ in METHODS if not build(name).calibrates
 
 @pytest.mark.parametrize("name", UNCALIBRATED)
 def test_errors_fall_as_bits_rise(name):
-    """Random codebooks say nothing of it: methods that calibrate have their own tests on real numbers."""
+    """Of methods without calibration: random codebooks have no meaningful error."""
     model, ids = model_of("GQA", 64), torch.randint(3, 97, (1, 60), generator=torch.Generator().manual_seed(1))
     own, errors = model(ids).logits, []
     for bits in (2, 3, 4, 8):

@@ -1,4 +1,4 @@
-"""What holds for methods whose prompt is packed as one whole, for any bits, number of kv heads and head_dim.
+"""Requirements of methods that are fit to the prompt, for any bits, number of kv heads and head_dim.
 
 All runs of a test share the first pass, whatever follows it; see `test_matrix.py` for methods without a first pass.
 """
@@ -53,7 +53,7 @@ def feed(layer: CompressedLayer, numbers: list[torch.Tensor], passes: list[int],
 
 
 def held(stream: Stream, row: int) -> list[torch.Tensor]:
-    """What a row holds: full-precision tokens, then packed parts, then what was frozen of its prompt."""
+    """The tensors of a row: full-precision tokens, then packed parts, then the state fit to its prompt."""
     rows, tokens = slice(row, row + 1), stream.lengths[row]
     actual = [x for _, _, x in stream.exact(rows, tokens, 0, tokens, size=1)]
     for _, _, packed in stream.packed(rows, tokens, 0, tokens, 1 << 30):
@@ -85,7 +85,7 @@ def tensor_bytes(stream: Stream) -> int:
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("heads", HEADS)
 @each_method
-def test_what_is_stored_depends_on_a_rows_tokens_and_first_pass_alone(name, options, heads, head_dim, shape_of):
+def test_stored_bits_depend_only_on_the_tokens_and_first_pass_of_a_row(name, options, heads, head_dim, shape_of):
     shape, (query_heads, kv_heads) = shape_of(kv_heads=HEADS[heads][1], head_dim=head_dim), HEADS[heads]
     noise = torch.Generator().manual_seed(0)
     numbers = [torch.randn(3, h, TOKENS, head_dim, generator=noise).half() for h in (query_heads, kv_heads, kv_heads)]
@@ -140,7 +140,7 @@ def logits(model, ids, mask, cache, passes: list[int]) -> torch.Tensor:
 
 @pytest.mark.parametrize("prefill", ["exact", "compressed"])
 @pytest.mark.parametrize(("method", "kind"), CASES, ids=[f"{m[0]}-{i}-{k[0]}-{k[1]}" for i, (m, k) in enumerate(CASES)])
-def test_a_padded_batch_gives_what_single_rows_give(method, kind, prefill):
+def test_padded_batch_equals_single_rows(method, kind, prefill):
     model, built = model_of(*kind), build(method[0], **method[1])
     ids = torch.randint(3, 97, (2, TOKENS), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
@@ -159,7 +159,7 @@ def test_a_padded_batch_gives_what_single_rows_give(method, kind, prefill):
 
 
 @pytest.mark.parametrize(("name", "options"), [METHODS[0], METHODS[9]], ids=["gear", "zipcache"])
-def test_compressed_prefill_after_the_first_pass_is_token_by_token(name, options):
+def test_compressed_prefill_after_the_first_pass_equals_token_by_token(name, options):
     model = model_of("GQA", 64)
     ids = torch.randint(3, 97, (1, TOKENS), generator=torch.Generator().manual_seed(1))
     with attach(model, build(name, **options), prefill="compressed") as kv:
@@ -192,7 +192,7 @@ def test_generation_from_prompts_of_any_length(name, prompt, dtype):
 
 
 @pytest.mark.parametrize(("name", "options"), [METHODS[0], METHODS[9]], ids=["gear", "zipcache"])
-def test_any_range_can_be_read_in_tiles_that_keep_the_prompt_apart(name, options, shape):
+def test_tiles_of_any_range_do_not_cross_the_end_of_the_prompt(name, options, shape):
     numbers = [torch.randn(1, heads, TOKENS, 64).half() for heads in (4, 2, 2)]
     layer = feed(CompressedLayer(0, build(name, **options).plan(0, shape, {})), numbers, [FIRST, TOKENS - FIRST])
     rows = slice(0, 1)

@@ -1,4 +1,4 @@
-"""Names, options and what is refused, in words that name what was valid."""
+"""The registry: names, options, and refusals that name valid values."""
 
 import dataclasses
 
@@ -9,12 +9,12 @@ from kvq_cli.methods import registry
 from kvq_cli.methods.base import Method
 
 
-def test_the_first_methods_are_there():
+def test_built_in_methods_are_registered():
     assert {"fp16", "kivi", "temporalkv"} <= set(registry.method_names())
 
 
 @pytest.mark.parametrize("name", registry.method_names())
-def test_configuration_round_trips_as_json_values(name):
+def test_config_round_trips_through_json(name):
     method = registry.build(name)
     config = registry.to_config(method)
     assert config["name"] == name
@@ -25,14 +25,14 @@ def test_configuration_round_trips_as_json_values(name):
 
 
 @pytest.mark.parametrize("name", registry.method_names())
-def test_every_option_says_what_it_is(name):
+def test_every_option_has_a_help_text(name):
     cls = registry.method_class(name)
     assert cls.summary
     for field in dataclasses.fields(cls):
         assert field.metadata["help"], field.name
 
 
-def test_options_are_read_from_strings():
+def test_options_are_parsed_from_strings():
     kivi = registry.build("kivi", bits="4", recent="None", pre_rope="true", sinks="32")
     assert (kivi.bits, kivi.recent, kivi.pre_rope, kivi.sinks) == (4, None, True, 32)
     temporal = registry.build("temporalkv", outliers="0.01", fisher="off", hybrid="off", share="16")
@@ -64,17 +64,17 @@ def test_options_are_read_from_strings():
         ("temporalkv", {"outliers": 1.5}, r"outliers=1.5 must be at most 1"),
     ],
 )
-def test_refusals_name_what_was_valid(name, options, message):
+def test_refusals_name_valid_values(name, options, message):
     with pytest.raises(UsageError, match=message):
         registry.build(name, **options)
 
 
-def test_a_configuration_without_a_name_is_refused():
+def test_config_without_a_name_is_refused():
     with pytest.raises(UsageError, match="'name'"):
         registry.from_config({"bits": 2})
 
 
-def test_a_name_is_taken_once():
+def test_duplicate_name_is_refused():
     class Second(Method):
         name = "kivi"
 
@@ -82,6 +82,6 @@ def test_a_name_is_taken_once():
         registry.register(Second)
 
 
-def test_a_method_without_calibration_says_so(shape):
+def test_method_without_calibration_is_refused(shape):
     with pytest.raises(UsageError, match="kivi needs no calibration"):
         registry.build("kivi").calibration(shape)

@@ -1,4 +1,4 @@
-"""SQuat's plans: KIVI's, but for the keys' codec; and what the updates do to real keys."""
+"""Plans of SQuat: KIVI's with another codec for keys; errors on real keys."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from kvq_cli.methods.window import Window
 
 
 @pytest.mark.parametrize("pre_rope", [False, True])
-def test_windows_and_values_are_kivis(shape, pre_rope):
+def test_windows_and_values_equal_those_of_kivi(shape, pre_rope):
     for options in ({}, {"residual": 64, "sinks": 4}, {"sinks": 32, "recent": 96, "group": 16}):
         own = build("squat", pre_rope=pre_rope, **options).plan(0, shape, {})
         kivi = build("kivi", pre_rope=pre_rope, **{"residual": 32, **options}).plan(0, shape, {})
@@ -21,7 +21,7 @@ def test_windows_and_values_are_kivis(shape, pre_rope):
 
 @pytest.mark.parametrize(("head_dim", "block"), [(64, 32), (80, 40), (96, 48), (128, 64), (256, 64)])
 @pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
-def test_without_strength_keys_are_kivis_bit_for_bit(shape_of, bits, head_dim, block):
+def test_strength_0_equals_kivi_bit_for_bit(shape_of, bits, head_dim, block):
     shape, x = shape_of(head_dim=head_dim, dtype=torch.bfloat16), torch.randn(2, 2, 64, head_dim).bfloat16()
     plans = [
         build(name, bits=bits, group=16, **o).plan(0, shape, {})
@@ -36,8 +36,8 @@ def test_without_strength_keys_are_kivis_bit_for_bit(shape_of, bits, head_dim, b
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_scores_of_captured_keys_with_queries_of_a_subspace_get_better(shape_of, captured, seed):
-    """Later queries of the subspace that the prompt's span see smaller errors than KIVI's."""
+def test_score_errors_are_smaller_than_those_of_kivi(shape_of, captured, seed):
+    """For later queries in the subspace of the prompt's queries, on real keys."""
     keys = captured["k"].x[seed].transpose(0, 1)[None, :, :320]
     noise = torch.Generator().manual_seed(seed)
     basis = torch.randn(5, 64, generator=noise)
@@ -61,11 +61,11 @@ def test_scores_of_captured_keys_with_queries_of_a_subspace_get_better(shape_of,
         ({"bits": 6}, "bits=6 is not one of 1, 2, 3, 4, 8"),
     ],
 )
-def test_refusals(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(UsageError, match=message):
         build("squat", **options)
 
 
-def test_a_block_that_leaves_no_channel_is_refused(shape):
+def test_block_without_later_channels_is_refused(shape):
     with pytest.raises(UsageError, match="block=64: at head_dim=64 no channels are left"):
         build("squat", block=64).plan(0, shape, {})

@@ -1,4 +1,4 @@
-"""TemporalKV's plans: block shapes, windows, codebook sizes of the thesis, and what is refused."""
+"""Plans of TemporalKV: block shapes, windows, codebook sizes of the thesis, refusals."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ TABLE_13 = {
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
 @pytest.mark.parametrize("name", TABLE_13)
-def test_centroid_storage_of_table_13(name, bits, shape_of, tensors_for):
+def test_centroid_bytes_match_table_13(name, bits, shape_of, tensors_for):
     layers, kv_heads, head_dim, megabytes = TABLE_13[name]
     shape = shape_of(layers, kv_heads, head_dim)
     plan = plan_for(build("temporalkv", bits=bits), shape, tensors_for)
@@ -51,7 +51,7 @@ def test_centroid_storage_of_table_13(name, bits, shape_of, tensors_for):
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4])
-def test_channel_chunks_have_codebooks_as_large(bits, shape, tensors_for):
+def test_channel_chunks_have_codebooks_of_the_same_size(bits, shape, tensors_for):
     method = build("temporalkv", bits=bits)
     temporal, channel = (plan_for(method, shape, tensors_for, [i, i]).keys.codec for i in (0, 1))
     assert temporal.block == (8 // bits, 1)
@@ -59,7 +59,7 @@ def test_channel_chunks_have_codebooks_as_large(bits, shape, tensors_for):
     assert temporal.centroids.numel() == channel.centroids.numel()
 
 
-def test_candidates(shape):
+def test_candidate_block_shapes(shape):
     def names(**options):
         spec = build("temporalkv", **options).calibration(shape)
         assert spec.keys.shapes == spec.values.shapes
@@ -73,14 +73,14 @@ def test_candidates(shape):
     assert names(shapes="all", bits=4) == ["temporal", "channel"]
 
 
-def test_what_calibration_is_asked_for(shape):
+def test_calibration_spec(shape):
     spec = build("temporalkv", outliers=0.01, sinks=4, fisher=False, share=16).calibration(shape)
     assert (spec.skip, spec.fisher, spec.hybrid) == (4, False, "layer")
     assert (spec.keys.normalize, spec.values.normalize) == (True, False)
     assert (spec.keys.share, spec.keys.entries, spec.keys.outliers) == (16, 256, 0.01)
 
 
-def test_normalization_uses_the_channels_own_mean_and_std(shape, tensors_for):
+def test_normalization_uses_mean_and_std_of_each_channel(shape, tensors_for):
     method = build("temporalkv")
     tensors = tensors_for(method.calibration(shape), shape, [0, 0])
     codec = method.plan(0, shape, tensors).keys.codec
@@ -92,7 +92,7 @@ def test_normalization_uses_the_channels_own_mean_and_std(shape, tensors_for):
     assert same.float().mean() > 0.999
 
 
-def test_heads_choose_on_their_own(shape, tensors_for):
+def test_heads_choose_their_block_shape(shape, tensors_for):
     method = build("temporalkv", hybrid="head")
     tensors = tensors_for(method.calibration(shape), shape, [1, 0])
     plan = method.plan(0, shape, tensors)
@@ -105,7 +105,7 @@ def test_heads_choose_on_their_own(shape, tensors_for):
         assert torch.equal(decoded[:, one], alone.decode(alone.encode(x[:, one]), torch.float32))
 
 
-def test_outliers_wait_for_their_block_and_cost_at_most_a_third_of_a_bit(shape, tensors_for):
+def test_outliers_are_packed_per_block_and_cost_at_most_a_third_of_a_bit(shape, tensors_for):
     plan = plan_for(build("temporalkv", outliers=0.01), shape, tensors_for)
     x = numbers(shape)
     for stream in (plan.keys, plan.values):
@@ -116,7 +116,7 @@ def test_outliers_wait_for_their_block_and_cost_at_most_a_third_of_a_bit(shape, 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
 @pytest.mark.parametrize("bits", [1, 2, 4])
-def test_head_dims(bits, head_dim, shape_of, tensors_for):
+def test_supported_head_dims(bits, head_dim, shape_of, tensors_for):
     shape = shape_of(head_dim=head_dim)
     plan = plan_for(build("temporalkv", bits=bits, hybrid="head", outliers=0.01), shape, tensors_for, [0, 1])
     x = numbers(shape)
@@ -128,7 +128,7 @@ def test_recent_and_sinks_are_windows(shape, tensors_for):
     assert plan.keys.window == Window(0, 16, 4)
 
 
-def test_refusals(shape, shape_of, tensors_for):
+def test_invalid_options_are_refused(shape, shape_of, tensors_for):
     method = build("temporalkv")
     with pytest.raises(UsageError, match="needs an artifact: run `kvq calibrate"):
         method.plan(0, shape, {})

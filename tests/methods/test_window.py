@@ -1,4 +1,4 @@
-"""sinks | packed | recent, as a function of the length alone."""
+"""The split sinks | packed | recent depends on the length only."""
 
 import pytest
 from hypothesis import given
@@ -11,7 +11,7 @@ windows = st.builds(Window, st.integers(0, 40), st.integers(0, 130), st.integers
 
 
 @given(windows, st.integers(0, 1000))
-def test_what_is_not_packed_is_bounded(window, tokens):
+def test_unpacked_tokens_are_bounded(window, tokens):
     packed = window.packed(tokens)
     assert packed % window.flush == 0
     exact = tokens - packed
@@ -21,7 +21,7 @@ def test_what_is_not_packed_is_bounded(window, tokens):
 
 @given(windows)
 def test_token_by_token_packs_one_flush_at_a_time(window):
-    """Tokens never leave the packed part, and join it one flush at a time: so feeding order cannot matter."""
+    """Packed tokens stay packed, so the result does not depend on how tokens are fed."""
     counts = [window.packed(tokens) for tokens in range(400)]
     assert {after - before for before, after in zip(counts, counts[1:], strict=False)} <= {0, window.flush}
 
@@ -39,7 +39,7 @@ def test_token_by_token_packs_one_flush_at_a_time(window):
         (Window(8, 0, 4), 12, 4),
     ],
 )
-def test_the_papers_windows(window, tokens, packed):
+def test_windows_of_the_papers(window, tokens, packed):
     assert window.packed(tokens) == packed
 
 

@@ -1,4 +1,4 @@
-"""ZipCache's plans: windows, bits, and what is refused."""
+"""Plans of ZipCache: windows, bits, refusals."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from kvq_cli.methods.registry import build
 from kvq_cli.methods.window import Window
 
 
-def test_keys_and_values_wait_for_whole_chunks(shape):
+def test_keys_and_values_are_packed_in_whole_chunks(shape):
     plan = build("zipcache").plan(0, shape, {})
     assert (plan.keys.source, plan.values.source) == ("post_rope", "value")
     assert plan.keys.window == plan.values.window == Window(0, 0, 100)
@@ -35,6 +35,6 @@ def test_salient_tokens_have_the_next_packable_bits(shape, bits, high, nominal):
         ({"residual": 0}, r"residual=0 must be at least 1"),
     ],
 )
-def test_refusals_say_why(shape, options, message):
+def test_invalid_options_are_refused(shape, options, message):
     with pytest.raises(UsageError, match=message):
         build("zipcache", **options).plan(0, shape, {})

@@ -1,4 +1,4 @@
-"""Graphs of decode steps that count themselves: CUDA graphs on a GPU, their stand-in on a CPU."""
+"""Graphs of decode steps that count their replays: CUDA graphs on a GPU, recorded operations on a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvq_cli.attention.graphs import CudaGraph
 
 
 class RecordedGraph:
-    """Operations and interpreted kernels, recorded with their tensors (see `fake_gpu.graph`)."""
+    """Records operations and interpreted kernels with their tensors (see `fake_gpu.graph`)."""
 
     made: ClassVar[list[RecordedGraph | CountedCudaGraph]] = []
 
@@ -50,7 +50,7 @@ class RecordedGraph:
 
 
 class CountedCudaGraph(CudaGraph):
-    """A CUDA graph that counts how often it was replayed."""
+    """A CUDA graph that counts its replays."""
 
     def __init__(self, pool: object) -> None:
         super().__init__(pool)
@@ -63,7 +63,7 @@ class CountedCudaGraph(CudaGraph):
 
 
 def counted_graphs() -> Callable[[], RecordedGraph | CountedCudaGraph]:
-    """What makes the graphs of one cache."""
+    """A factory of the graphs of one cache."""
     if not torch.cuda.is_available():
         return RecordedGraph
     pool = torch.cuda.graph_pool_handle()

@@ -1,4 +1,4 @@
-"""Methods whose codecs are made for a test, in all the forms that kernels read."""
+"""A method with arbitrary codecs, and codecs of every storage format that the kernels read."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ WINDOWS = {"sinks": 3, "recent": 5}
 
 
 @dataclass(frozen=True)
-class Kept(Method):
-    """Streams by codecs that are made for the heads and the head_dim of a model."""
+class CodecMethod(Method):
+    """Keys and values by given codecs. keys, values: make a codec for (kv_heads, head_dim)."""
 
-    name = "kept"
+    name = "codecs"
     keys: Callable[..., Codec]
     values: Callable[..., Codec]
     source: str = "pre_rope"
