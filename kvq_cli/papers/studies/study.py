@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
-from torch import LongTensor
+from torch import Tensor
 
 from kvq_cli.data.texts import SELF, load_text, sampled_windows, token_windows
 from kvq_cli.errors import UsageError
@@ -37,11 +37,11 @@ class StudyInput:
     seed: int
 
     @cached_property
-    def windows(self) -> LongTensor:
+    def windows(self) -> Tensor:
         """Token ids `[samples, seqlen]` of the dataset's evaluation split."""
         return self.tokens(self.dataset, "evaluation")
 
-    def tokens(self, dataset: str, split: str) -> LongTensor:
+    def tokens(self, dataset: str, split: str) -> Tensor:
         """Token ids `[samples, seqlen]` of a split of a dataset, drawn with `seed`."""
         if self.seqlen > self.loaded.context:
             raise UsageError(f"--seqlen {self.seqlen} is more than {self.loaded.name}'s context, {self.loaded.context}")
