@@ -1,4 +1,4 @@
-# Results are files: a target runs when its file is missing, and running again resumes.
+# Targets are result files: a target runs if its file is missing, and resumes after an interrupt.
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .ONESHELL:
@@ -11,7 +11,7 @@ KVQ := $(BIN)/kvq
 pytest = OMP_NUM_THREADS=1 MPLBACKEND=Agg $(1)/python -m pytest -n 2 --dist worksteal --durations=10 --durations-min=1
 PYTEST := $(call pytest,$(BIN))
 
-# Show a command as one would type it, then run it.
+# Print a kvq command, then run it.
 define kvq
 echo; echo "$$ kvq $(1)"
 $(KVQ) $(1)
@@ -19,12 +19,12 @@ endef
 
 DEMO := results/demo
 DEMO_ARTIFACT := $(DEMO)/temporalkv-2bit
-# Equal windows for all: without them KIVI keeps 128 recent tokens in 16 bits, TemporalKV none.
+# Equal windows for all methods: by default KIVI keeps 128 recent tokens in 16 bits, TemporalKV none.
 WINDOWS := --set sinks=8 --set recent=32
 DEMO_EVAL := --task ruler,perplexity --compare fp16,kivi,temporalkv --bits 2 $(WINDOWS) --context 512 --limit 2
 ARTIFACTS := $(foreach bits,1 2 4,temporalkv-$(bits)bit channelkv-$(bits)bit) $(foreach bits,1 2 3 4,kvquant-$(bits)bit) \
 	xquant xquant-cl
-# Tables and figures of the papers: the files of each are below results/reproduction/MODEL.
+# Tables and figures of the papers; their results are in results/reproduction/MODEL.
 MODEL ?= reference
 OPTIONS ?=
 COMPARED := results/reproduction/reference/compare
@@ -45,7 +45,7 @@ help:  ## Show this list.
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-# The versions of a machine with a GPU, in an environment of its own: what runs there is tried with them here.
+# A separate environment with the GPU machine's versions, to test here what runs there.
 .venv/device/.installed: tools/gpu/environment.txt tools/gpu/environment.sh
 	@tools/gpu/environment.sh $(@D)
 	touch $@
@@ -95,20 +95,20 @@ demo: $(DEMO_ARTIFACT)/config.json  ## Calibrate, generate and evaluate at 2 bit
 $(DEMO_ARTIFACT)/config.json: | .venv/.installed
 	@$(call kvq,calibrate --method temporalkv --bits 2 --out $(@D) --resume)
 
-list: .venv/.installed  ## List the papers' tables and figures: what each needs, and how far it is.
+list: .venv/.installed  ## List the papers' tables and figures: model, data, time and state of each.
 	@$(KVQ) reproduce --model $(MODEL)
 
-table-% figure-% figures-% perplexity-% roofline-% sizes-% compare-%: .venv/.installed  # one of them: make table-temporalkv-6 MODEL=...
+table-% figure-% figures-% perplexity-% roofline-% sizes-% compare-%: .venv/.installed  # a table or figure: make table-temporalkv-6 MODEL=...
 	@$(call kvq,reproduce $@ --model $(MODEL) $(if $(OPTIONS),--options '$(OPTIONS)'))
 
 repro: .venv/.installed  ## Make all tables and figures that need no GPU, on the built-in model; then docs/REPRODUCTION.md.
 	@$(call kvq,reproduce --all)
 	$(call kvq,reproduce --page docs/REPRODUCTION.md)
 
-repro-fast: .venv/.installed  ## Make those that take little time.
+repro-fast: .venv/.installed  ## Make only the tables and figures that take little time.
 	@$(call kvq,reproduce --all --fast)
 
-reproduction: .venv/.installed  ## Write docs/REPRODUCTION.md: the papers' claims, our numbers, what holds.
+reproduction: .venv/.installed  ## Write docs/REPRODUCTION.md: the papers' claims, the measured numbers, the verdicts.
 	@$(call kvq,reproduce --page docs/REPRODUCTION.md)
 
 compare: compare-fair compare-paper  ## Compare all methods at 4, 3, 2 and 1 bits; writes docs/COMPARISON.md.
@@ -121,13 +121,13 @@ compare: compare-fair compare-paper  ## Compare all methods at 4, 3, 2 and 1 bit
 	done; } > docs/COMPARISON.md
 	echo "written: docs/COMPARISON.md"
 
-bench: results/bench/generate.json  ## Measure decoding beside transformers' own caches.
+bench: results/bench/generate.json  ## Measure prefill and decoding beside transformers' caches.
 
 results/bench/generate.json: artifacts/reference/temporalkv-2bit/config.json | .venv/.installed
 	@$(call kvq,bench generate $(BENCH) --out $(@D))
 
-# On a machine with a GPU these need no .venv: the Python they are given has torch, triton, transformers, typer, rich and
-# pytest. Each resumes where it was stopped, and leaves an archive of its results (benchmarks/README.md).
+# Commands for a machine with a GPU. They need no .venv, but a Python with torch, triton, transformers, typer, rich and
+# pytest. Each resumes where it was stopped, and writes an archive of its results (benchmarks/README.md).
 GPU_OUT ?= results/gpu
 GPU_ARCHIVES ?= $(GPU_OUT)
 GPU_PACK ?= results/gpu/pack.tar.xz
@@ -138,7 +138,7 @@ GPU_METHODS := fp16,kivi,squat,innerq,temporalkv,xquant
 GPU_SHAPES := llama-2-7b,llama-3.1-8b,llama-3.2-1b
 gpu_path = $(CURDIR):$(CURDIR)/kernels:$(CURDIR)/tools
 ifdef DRY
-# A fake GPU, whose kernels are emulated, at tiny sizes.
+# Tiny sizes on a fake GPU, which emulates the kernels.
 FAKE := KVQ_FAKE_GPU=$(or $(filter none skip,$(DRY)),host)
 gpu_path := $(CURDIR)/tools/fake_gpu/site:$(CURDIR):$(CURDIR)/kernels:$(CURDIR)/tools
 GPU_PLACE ?= $(GPU_OUT)/dry
@@ -159,10 +159,10 @@ endif
 GPU_ENV = $(FAKE) PYTHONPATH=$(gpu_path) MPLBACKEND=Agg HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 OMP_NUM_THREADS=1
 GPU_RUN = $(PYTHON) tools/gpu/pack.py run $(GPU_CACHE) --pack $(GPU_PACK) env $(GPU_ENV) $(PYTHON)
 GPU_KVQ = $(GPU_RUN) -m kvq_cli
-# Keep the results of a command that failed, too: $(call gpu_archive,NAME) after its exit code.
+# Archive the results, of a failed command too: $(call gpu_archive,NAME), then exit with the command's code.
 gpu_archive = $(GPU_ENV) $(PYTHON) tools/gpu/archive.py pack $(1) $(GPU_PLACE) $(GPU_ARCHIVES)
 
-gpu: gpu-test gpu-bench gpu-tune gpu-growth  ## On a GPU: all of the following. DRY=1: on a fake one, tiny.
+gpu: gpu-test gpu-bench gpu-tune gpu-growth  ## On a GPU: all of the following. DRY=1: tiny sizes on a fake GPU.
 
 gpu-test:  ## On a GPU: check the shipped kernels, CUDA graphs and generation against PyTorch.
 	@code=0
@@ -177,26 +177,26 @@ gpu-bench:  ## On a GPU: time the kernels beside PyTorch's 16-bit attention.
 	$(call gpu_archive,gpu-bench)
 	exit $$code
 
-gpu-tune:  ## On a GPU: search faster configurations of the kernels.
+gpu-tune:  ## On a GPU: search faster kernel configurations.
 	@code=0
 	$(GPU_KVQ) bench tune $(GPU_TUNE) --out $(GPU_PLACE) || code=$$?
 	$(call gpu_archive,gpu-tune)
 	exit $$code
 
-gpu-growth:  ## On a GPU: decode at growing batch until memory ends; calibrate.
+gpu-growth:  ## On a GPU: decode at growing batch until out of memory; time a calibration.
 	@code=0
 	$(GPU_KVQ) bench calibrate $(GPU_CALIBRATE) --out $(GPU_PLACE) || code=$$?
 	$(GPU_KVQ) bench generate $(GPU_GROWTH) --bits 2 --grow --resume --out $(GPU_PLACE) || code=$$?
 	$(call gpu_archive,gpu-growth)
 	exit $$code
 
-gpu-unpack:  ## Put an archive's results and tuned tables where they belong: make gpu-unpack FILE=gpu-bench.tar.gz
+gpu-unpack:  ## Copy an archive's results to benchmarks/, merge its tuning tables: make gpu-unpack FILE=gpu-bench.tar.gz
 	@$(PYTHON) tools/gpu/archive.py unpack $(FILE)
 
-# What the four commands launch is compiled by running them on a fake GPU: at real sizes without memory (kernels are not
-# executed), the tests with emulated kernels. DRY=1: what they launch at tiny sizes.
+# Runs the four commands on a fake GPU, so that Triton compiles all kernels that they launch: benchmarks at real sizes on
+# meta tensors, without execution; tests with emulated kernels. DRY=1: the kernels of tiny sizes.
 DEVICE := $(CURDIR)/.venv/device/bin/python
-gpu-pack: .venv/device/.installed  ## Compile what the commands launch, with the GPU machine's Triton, into $(GPU_PACK).
+gpu-pack: .venv/device/.installed  ## Compile all kernels of these commands with the GPU machine's Triton into $(GPU_PACK).
 	@place=$(abspath $(GPU_OUT))/packing; mkdir -p $$place; used=$$place/used; : > $$used
 	rm -rf $$place/results $$place/failed
 	export KVQ_CACHE_USED=$$used KVQ_FAKE_LIBCUDA=$$place/libcuda
@@ -218,7 +218,7 @@ gpu-pack: .venv/device/.installed  ## Compile what the commands launch, with the
 	$(DEVICE) tools/gpu/pack.py make $$place/triton $$used $(GPU_PACK)
 	test ! -e $$place/failed
 
-gpu-memory:  # under the memory checker, where there is one that knows the GPU: its own errors end with 9
+gpu-memory:  # under compute-sanitizer, if it is installed and supports the GPU; exit code 9: it found errors
 	@command -v compute-sanitizer >/dev/null || { echo "no compute-sanitizer here: memory is not checked"; exit 0; }
 	export PYTHONPATH=$(gpu_path) PYTORCH_NO_CUDA_MEMORY_CACHING=1
 	timeout 60 compute-sanitizer --error-exitcode 9 $(PYTHON) -m kvq_cli bench kernels --check && exit 0 || code=$$?

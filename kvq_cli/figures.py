@@ -11,6 +11,7 @@ from kvq_cli.errors import UsageError
 from kvq_cli.files import cannot_write
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -26,6 +27,15 @@ def new_figure(width: float, height: float) -> Figure:
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")
+
+
+def integer_ticks(axes: Axes) -> None:
+    """Place the x axis's ticks at integers only."""
+    from matplotlib.ticker import MaxNLocator
+
+    locator = axes.xaxis.get_major_locator()
+    if isinstance(locator, MaxNLocator):
+        locator.set_params(integer=True)
 
 
 def check_format(path: Path) -> None:

@@ -52,7 +52,7 @@ class Report:
     """Resources of one launch on one target: registers and spilled bytes per thread, shared memory per program.
 
     per_number: instructions of the main loop per cached number and thread; 0 where it reads none. i2f: integer-to-float
-    conversions in that loop. bits: read per number. error: the compiler's message, the rest is then empty.
+    conversions in that loop. bits: read per number. error: the compiler's message; all other fields are then empty.
     """
 
     operation: str

@@ -4,7 +4,7 @@
 
 GPU family -> shape class -> values. Family "*" is for GPUs that were never measured, class "*" for any shape. Classes
 go from the general to the special, parts joined by "/": without "uniform/2bit/rows8" in the table, "uniform/2bit" is
-used, then "uniform". `kvq bench kernels --tune` adds what it measured.
+used, then "uniform". `kvq bench tune` adds its results.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ def configuration(operation: str, key: str, device: torch.device | str) -> dict[
     if trial is not None:
         if trial.key in (None, key):
             values |= trial.values
-        trial.asked[key] = dict(values)
+        trial.looked_up[key] = dict(values)
     return values
 
 
 @dataclass
 class Trial:
-    """Values that replace tuned ones, for one class or (key None) for all. asked: what `configuration` returned, by
-    class."""
+    """Values that replace tuned ones, for one class or (key None) for all. looked_up: class -> values that
+    `configuration` returned."""
 
     values: dict[str, int]
     key: str | None = None
-    asked: dict[str, dict[str, int]] = field(default_factory=dict)
+    looked_up: dict[str, dict[str, int]] = field(default_factory=dict)
 
 
 @contextmanager
@@ -83,7 +83,7 @@ def table(operation: str) -> dict[str, dict[str, dict[str, int]]]:
 def extend(operation: str, gpu: str, measured: dict[str, dict[str, int]]) -> Path:
     """Write measured values (class -> values) of a GPU family into the operation's table; returns its path.
 
-    Other classes stay as they are. OSError where the package's folder cannot be written.
+    Other classes are unchanged. OSError if the package's folder cannot be written.
     """
     updated = table(operation)
     updated[gpu] = dict(sorted((updated.get(gpu, {}) | measured).items()))

@@ -1,1 +1,1 @@
-"""Timing, memory and peers side by side."""
+"""Benchmarks of time and memory: generation, calibration and kernels, beside 16-bit and transformers baselines."""

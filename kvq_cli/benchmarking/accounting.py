@@ -1,7 +1,7 @@
-"""What a method's cache takes for a model of known numbers: the real cache, filled on PyTorch's meta device.
+"""Cache size of a method for a model's shape: the real cache classes, filled with tensors on PyTorch's meta device.
 
-Meta tensors have a shape and a dtype but no memory. The layers, streams and codecs are the ones that run; only the
-numbers are missing, so that a cache of 128k tokens of a 70B model is counted in seconds, without its weights.
+Meta tensors have a shape and a dtype but no memory. The layers, streams and codecs are the ones that run, so that a
+cache of 128k tokens of a 70B model is counted in seconds, without its weights.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ META = torch.device("meta")
 
 
 def account(method: Method, shape: ModelShape, context: int, batch: int = 1) -> CacheReport:
-    """The report of a cache of `batch` sequences of `context` tokens each, all prompt.
+    """Return the cache report after a prefill of `batch` sequences of `context` tokens each.
 
-    UsageError where the method's options do not fit the shape.
+    UsageError if the method's options do not fit the shape.
     """
     sums = CrossLayerSum()
     layers = []
-    turn = Rotation("none", torch.empty(0), shape.head_dim)
+    rotation = Rotation("none", torch.empty(0), shape.head_dim)
     for index in range(shape.layers):
         plan = method.plan(index, shape, artifact_tensors(method, shape, index))
-        layers.append(CompressedLayer(index, plan, turn, cross_layer=sums))
+        layers.append(CompressedLayer(index, plan, rotation, cross_layer=sums))
     forward = Rows().begin(0, context, batch)
     keys, queries = (
         torch.empty(batch, heads, context, shape.head_dim, dtype=shape.dtype, device=META)
@@ -52,28 +52,30 @@ def account(method: Method, shape: ModelShape, context: int, batch: int = 1) -> 
 
 
 def artifact_bytes(method: Method, shape: ModelShape) -> Mapping[str, int]:
-    """Bytes by kind of tensor ("centroids", "mean", "down", ...) of the method's artifact; empty where it has none."""
-    found: dict[str, int] = {}
+    """Return the bytes of the method's artifact by kind of tensor ("centroids", "mean", "down", ...); empty without
+    calibration."""
+    nbytes: dict[str, int] = {}
     for index in range(shape.layers):
         for name, tensor in artifact_tensors(method, shape, index).items():
             kind = name.split(".")[1]
-            found[kind] = found.get(kind, 0) + tensor.numel() * tensor.element_size()
-    return found
+            nbytes[kind] = nbytes.get(kind, 0) + tensor.numel() * tensor.element_size()
+    return nbytes
 
 
 @cache
 def artifact_tensors(method: Method, shape: ModelShape, layer: int) -> dict[str, Tensor]:
-    """A layer's tensors like an artifact's, with nothing in them; of a hybrid the first shape: all have one size."""
+    """Return a layer's artifact tensors on the meta device; of a hybrid's candidate shapes the first, as all have the
+    same size."""
     if not method.calibrates:
         return {}
     spec = method.calibration(shape)
     if isinstance(spec, FactorSpec):
         sizes = factor_shapes(spec.layers[layer], shape)
         return {name: torch.empty(size, dtype=shape.dtype, device=META) for name, size in sizes.items()}
-    found = {}
+    tensors = {}
     for kind, stream in (("k", spec.keys), ("v", spec.values)):
         for name, (size, dtype) in stream_tensors(stream, shape).items():
             name = name.replace("<shape>", stream.shapes[0].name)
-            # The choice is read when the plan is made.
-            found[f"{kind}.{name}"] = torch.zeros(size, dtype=dtype, device="cpu" if name == "choice" else META)
-    return found
+            # The plan reads the values of `choice`, so that it is a real tensor.
+            tensors[f"{kind}.{name}"] = torch.zeros(size, dtype=dtype, device="cpu" if name == "choice" else META)
+    return tensors

@@ -1,4 +1,4 @@
-"""Time and memory of a calibration, phase by phase."""
+"""Time of a calibration by phase, and its peak memory."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from kvq_cli.benchmarking.machine import PeakMemory, PeakResident
 from kvq_cli.calibration.pipeline import calibrate
 from kvq_cli.calibration.plan import CodebookPlan, FactorPlan
 
 
-class Phases:
-    """Seconds spent in each phase that is reported to it; `seconds` is in their order."""
+class PhaseTimer:
+    """A progress callback that sums up the seconds of each phase in `seconds`, and passes the calls on to `show`."""
 
-    def __init__(self, show: Callable[[str, int, int], None]):
+    def __init__(self, show: Callable[[str, int, int], None]) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._show = show
         self._phase, self._since = "prepare", time.perf_counter()
@@ -28,15 +29,15 @@ class Phases:
         self._show(phase, done, total)
 
 
-def measure(plan: CodebookPlan | FactorPlan, show: Callable[[str, int, int], None]) -> dict:
-    """Calibrate into a folder that is thrown away: seconds by phase and in all, peak memory, bytes of the tensors."""
-    phases = Phases(show)
+def measure(plan: CodebookPlan | FactorPlan, show: Callable[[str, int, int], None]) -> dict[str, Any]:
+    """Calibrate into a temporary folder; returns seconds by phase and in total, peak memory, and artifact bytes."""
+    timer = PhaseTimer(show)
     device = plan.loaded.model.device
     with TemporaryDirectory() as folder, PeakMemory(device) if device.type == "cuda" else PeakResident() as peak:
-        artifact = calibrate(plan, Path(folder) / "artifact", progress=phases)
+        artifact = calibrate(plan, Path(folder) / "artifact", progress=timer)
     return {
-        "phases_s": {name: round(seconds, 3) for name, seconds in phases.seconds.items()},
-        "total_s": round(sum(phases.seconds.values()), 3),
+        "phases_s": {name: round(seconds, 3) for name, seconds in timer.seconds.items()},
+        "total_s": round(sum(timer.seconds.values()), 3),
         "peak_bytes": peak.bytes,
         "artifact_bytes": sum(t.numel() * t.element_size() for t in artifact.tensors.values()),
     }

@@ -1,7 +1,7 @@
-"""Time, memory and cache bytes of prefill and decode, peer beside peer.
+"""Prefill and decode time, memory and cache bytes of several KV caches on the same model.
 
-Each round runs every peer once, in turn, so that a machine that slows down slows all of them; the first round warms up
-and is not counted. All peers read the same random tokens. One more round, outside of the timing, measures memory.
+Each round runs every cache once, in turn, so that a machine that slows down slows all of them; the first round is a
+warm-up and not counted. All caches process the same random tokens. A last round measures memory without timing.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from kvq_cli.benchmarking.baselines import BenchmarkedCache
 from kvq_cli.benchmarking.machine import PeakMemory
-from kvq_cli.benchmarking.peers import Peer
 from kvq_cli.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Settings:
-    """rounds: counted ones, after one of warm-up. tokens: decoded per round."""
+class BenchmarkGrid:
+    """Prompt lengths and batch sizes to measure. tokens: decoded per round. rounds: timed rounds, after a warm-up."""
 
     contexts: tuple[int, ...]
     batches: tuple[int, ...]
@@ -31,7 +32,7 @@ class Settings:
     seed: int
 
     def check(self, context: int, warm_up: int) -> None:
-        """UsageError where a case does not fit the model's context. warm_up: tokens that are decoded before others."""
+        """UsageError if a case exceeds the model's context. warm_up: tokens decoded before the timed ones."""
         decoded = warm_up + self.tokens
         if max(self.contexts) + decoded > context:
             raise UsageError(
@@ -39,18 +40,18 @@ class Settings:
             )
 
     def cases(self) -> list[tuple[int, int]]:
-        """(context, batch), small first."""
+        """Return all pairs (context, batch), small ones first."""
         return [(context, batch) for batch in self.batches for context in self.contexts]
 
     @property
     def runs(self) -> int:
-        """Runs per peer, the warm-up and the one for memory included: for a progress bar."""
+        """The number of runs per cache for a progress bar, with the warm-up and the memory round."""
         return len(self.cases()) * (self.rounds + 2)
 
 
 @dataclass(frozen=True)
-class Run:
-    """Seconds of the prefill and of each decoded token; bytes of the cache at the end."""
+class RunTimes:
+    """Seconds of the prefill and of each decoded token, and the bytes of the cache after the last one."""
 
     prefill: float
     tokens: list[float]
@@ -58,30 +59,31 @@ class Run:
 
 
 def measure(
-    model: PreTrainedModel, peers: Sequence[Peer], settings: Settings, step: Callable[[], None]
-) -> Iterator[dict]:
-    """One row per case and peer, as soon as its case is done; `step` is called after each run."""
-    for context, batch in settings.cases():
-        generator = torch.Generator().manual_seed(settings.seed)
+    model: PreTrainedModel, caches: Sequence[BenchmarkedCache], grid: BenchmarkGrid, step: Callable[[], None]
+) -> Iterator[dict[str, Any]]:
+    """Yield a row per case and cache when the case is complete; `step` is called after each run."""
+    for context, batch in grid.cases():
+        generator = torch.Generator().manual_seed(grid.seed)
         vocabulary = model.config.get_text_config().vocab_size
-        ids = torch.randint(vocabulary, (batch, context + settings.tokens), generator=generator).to(model.device)
-        runs: dict[Peer, list[Run]] = {peer: [] for peer in peers}
-        for round_ in range(settings.rounds + 1):
-            for peer in peers:
-                found = _run(model, peer, ids, context)
+        ids = torch.randint(vocabulary, (batch, context + grid.tokens), generator=generator).to(model.device)
+        runs: dict[BenchmarkedCache, list[RunTimes]] = {benchmarked: [] for benchmarked in caches}
+        for round_ in range(grid.rounds + 1):
+            for benchmarked in caches:
+                times = _run(model, benchmarked, ids, context)
                 if round_ > 0:
-                    runs[peer].append(found)
+                    runs[benchmarked].append(times)
                 step()
-        for peer in peers:
+        for benchmarked in caches:
             with PeakMemory(model.device) as peak:
-                _run(model, peer, ids, context)
+                _run(model, benchmarked, ids, context)
             step()
-            yield _row(peer, context, batch, runs[peer], peak.bytes)
+            yield _row(benchmarked, context, batch, runs[benchmarked], peak.bytes)
 
 
 @torch.no_grad()
-def _run(model: PreTrainedModel, peer: Peer, ids: Tensor, context: int) -> Run:
-    with peer.on(model) as new_cache:
+def _run(model: PreTrainedModel, benchmarked: BenchmarkedCache, ids: Tensor, context: int) -> RunTimes:
+    """Prefill the first `context` of the token ids `[batch, tokens]`, then decode the others step by step."""
+    with benchmarked.on(model) as new_cache:
         cache = new_cache(ids.shape[1])
 
         def forward(part: Tensor) -> float:
@@ -93,14 +95,16 @@ def _run(model: PreTrainedModel, peer: Peer, ids: Tensor, context: int) -> Run:
 
         prefill = forward(ids[:, :context])
         tokens = [forward(ids[:, at : at + 1]) for at in range(context, ids.shape[1])]
-        return Run(prefill, tokens, peer.nbytes(cache))
+        return RunTimes(prefill, tokens, benchmarked.nbytes(cache))
 
 
-def _row(peer: Peer, context: int, batch: int, runs: list[Run], peak: int | None) -> dict:
+def _row(
+    benchmarked: BenchmarkedCache, context: int, batch: int, runs: list[RunTimes], peak: int | None
+) -> dict[str, Any]:
     return {
-        "peer": peer.name,
-        "bits": peer.bits,
-        "backend": peer.backend,
+        "peer": benchmarked.name,
+        "bits": benchmarked.bits,
+        "backend": benchmarked.backend,
         "context": context,
         "batch": batch,
         "prefill_ms": _spread([run.prefill for run in runs]),
@@ -110,13 +114,13 @@ def _row(peer: Peer, context: int, batch: int, runs: list[Run], peak: int | None
     }
 
 
-def _spread(seconds: list[float]) -> dict:
-    """p20, p50 and p80 in milliseconds, and how many were measured."""
+def _spread(seconds: list[float]) -> dict[str, float]:
+    """Return the percentiles p20, p50 and p80 in milliseconds, and the number n of measurements."""
     p20, p50, p80 = np.percentile(np.array(seconds) * 1000, [20, 50, 80]).round(3).tolist()
     return {"p20": p20, "p50": p50, "p80": p80, "n": len(seconds)}
 
 
 def synchronize(model: PreTrainedModel) -> None:
-    """Wait until a GPU has done what it was given."""
+    """Wait until the GPU has finished all queued work; nothing on a CPU."""
     if model.device.type == "cuda":
         torch.cuda.synchronize(model.device)

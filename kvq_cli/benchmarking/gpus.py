@@ -1,4 +1,4 @@
-"""What GPUs can do at most, from their makers' data sheets: for estimates, never for a measured figure."""
+"""Peak arithmetic and memory bandwidth of GPUs, from their data sheets: for estimates, never for a measured figure."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from kvq_cli.errors import UsageError
 
 @dataclass(frozen=True)
 class Gpu:
-    """flops: dense 16-bit matrix products with 32-bit sums, per second. bandwidth: bytes of memory per second."""
+    """flops: dense 16-bit operations with 32-bit accumulation per second. bandwidth: bytes of memory per second."""
 
     flops: float
     bandwidth: float
 
     @property
     def ridge(self) -> float:
-        """Operations per byte above which arithmetic, not memory, takes the time."""
+        """The ridge point of the roofline: operations per byte above which a kernel is compute-bound."""
         return self.flops / self.bandwidth
 
 
@@ -35,7 +35,7 @@ GPUS = {
 
 
 def known_gpu(name: str) -> Gpu:
-    """The GPU of a name; UsageError lists those there are."""
+    """Return the GPU with this name; UsageError lists the known ones."""
     if name not in GPUS:
         raise UsageError(f"unknown GPU {name!r}; known: {', '.join(GPUS)}; or give flops and bandwidth")
     return GPUS[name]

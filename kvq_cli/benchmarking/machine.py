@@ -1,4 +1,4 @@
-"""What a measurement was made on, and how much memory it needed."""
+"""Description of the machine that a measurement ran on, and peak memory of a block of code."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 
-def machine(device: torch.device) -> dict:
-    """CPU or GPU, threads, versions and the time: stands at the head of every benchmark's result."""
+def machine(device: torch.device) -> dict[str, Any]:
+    """Return the device, threads, package versions and date: the header of every benchmark result."""
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu(),
         **({"gpu": _gpu(device)} if device.type == "cuda" else {}),
@@ -36,7 +36,7 @@ def machine(device: torch.device) -> dict:
 
 
 def kernels_digest() -> str:
-    """A hash of the kernels' sources and tables: results of others do not go on where these stopped."""
+    """Return a hash of the kernels' sources and tuning tables; --resume keeps no results of another hash."""
     folder = Path(kvq_kernels.__file__).parent
     files = sorted(path for ending in ("*.py", "*.json") for path in folder.rglob(ending))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
@@ -52,26 +52,26 @@ def _version(package: str) -> str | None:
         return None
 
 
-#: What is asked of nvidia-smi: the driver, and megahertz now and at most.
-_ASKED = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem")
+#: Queried from nvidia-smi: the driver version, and current and maximum clocks in MHz.
+_NVIDIA_SMI_FIELDS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem")
 
 
-def _gpu(device: torch.device) -> dict:
-    """Numbers of a GPU; its driver and clocks where nvidia-smi tells them."""
+def _gpu(device: torch.device) -> dict[str, Any]:
+    """Return a GPU's properties; driver and clocks too if nvidia-smi is there."""
     properties = torch.cuda.get_device_properties(device)
-    found = {
+    description = {
         "architecture": getattr(properties, "gcnArchName", "") or f"sm_{properties.major}{properties.minor}",
         "multiprocessors": properties.multi_processor_count,
         "memory_bytes": properties.total_memory,
         "l2_bytes": properties.L2_cache_size,
         "cuda": torch.version.cuda or torch.version.hip,
     }
-    words = ["nvidia-smi", f"--query-gpu={','.join(_ASKED)}", "--format=csv,noheader,nounits"]
-    words += [f"--id={torch.cuda.current_device() if device.index is None else device.index}"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(_NVIDIA_SMI_FIELDS)}", "--format=csv,noheader,nounits"]
+    command += [f"--id={torch.cuda.current_device() if device.index is None else device.index}"]
     with suppress(OSError, subprocess.SubprocessError):
-        told = subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout
-        found |= dict(zip(_ASKED, (part.strip() for part in told.split(",")), strict=True))
-    return found
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+        description |= dict(zip(_NVIDIA_SMI_FIELDS, (part.strip() for part in output.split(",")), strict=True))
+    return description
 
 
 def _cpu() -> str:
@@ -83,17 +83,18 @@ def _cpu() -> str:
 
 
 class PeakMemory:
-    """Bytes of tensors needed at a time, above what was held at the start of the `with` block; known after it.
+    """Peak bytes of tensors inside a `with` block, above those allocated at its start; `bytes` is set at its end.
 
-    As torch counts them: on a GPU in its allocator, on a CPU in the profiler, which sees this thread and slows it down.
+    Counted by torch: on a GPU by the allocator, on a CPU by the profiler, which sees this thread only and slows it.
     """
 
     bytes: int | None = None
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        on_cpu = {"activities": [ProfilerActivity.CPU], "profile_memory": True}
-        self._profiler = None if device.type == "cuda" else profile(**on_cpu)
+        self._profiler = (
+            None if device.type == "cuda" else profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        )
 
     def __enter__(self) -> PeakMemory:
         gc.collect()
@@ -110,13 +111,13 @@ class PeakMemory:
             self.bytes = torch.cuda.max_memory_allocated(self._device) - self._before
         else:
             self._profiler.__exit__(*error)
-            self.bytes = _most_allocated(self._profiler)
+            self.bytes = _peak_allocated(self._profiler)
 
 
-def _most_allocated(profiler: profile) -> int | None:
-    """Return the most bytes that were allocated at a time while `profiler` was on, above those before, from its trace.
+def _peak_allocated(profiler: profile) -> int | None:
+    """Return the peak bytes allocated while `profiler` was on, above those before, from its trace.
 
-    None where the folder for temporary files has no room for the trace: the profiler does not say so.
+    None if the temporary folder has no room for the trace: the profiler reports no error then.
     """
     with TemporaryDirectory() as folder:
         profiler.export_chrome_trace(str(path := Path(folder) / "trace.json"))
@@ -124,16 +125,16 @@ def _most_allocated(profiler: profile) -> int | None:
             events = json.loads(path.read_bytes())["traceEvents"]
         except (OSError, ValueError):
             return None
-    found = sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"])
-    totals = [event["args"]["Total Allocated"] for event in found]
-    return max(totals) - (totals[0] - found[0]["args"]["Bytes"]) if found else 0
+    changes = sorted((event for event in events if event.get("name") == "[memory]"), key=lambda event: event["ts"])
+    totals = [event["args"]["Total Allocated"] for event in changes]
+    return max(totals) - (totals[0] - changes[0]["args"]["Bytes"]) if changes else 0
 
 
 class PeakResident:
-    """Bytes of memory that the process needed above what it held at the start of the `with` block, all threads and
-    libraries included; None where the system has no high-water mark that can be started anew (Linux has).
+    """Peak resident memory of the process inside a `with` block, in bytes above that at its start; `bytes` is set at
+    its end, None if the system cannot reset its high-water mark (Linux can).
 
-    Memory that was freed before, but not given back to the system, counts as held: measure early in a process.
+    Memory that was freed before but not returned to the system hides allocations: measure early in a process.
     """
 
     bytes: int | None = None
@@ -157,7 +158,7 @@ def _reset_high_water_mark() -> bool:
 
 
 def _resident(mark: str) -> int:
-    """`VmRSS` (now) or `VmHWM` (highest) of this process in bytes."""
+    """Return `VmRSS` (current) or `VmHWM` (peak) of this process in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(mark + ":"):
             return int(line.split()[1]) * 1024

@@ -1,9 +1,9 @@
-"""The picture of a `kvq bench generate` result."""
+"""Figures of `kvq bench generate` results."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvq_cli.figures import new_figure, save
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def plot(rows: list[dict], title: str, path: Path) -> None:
-    """Time per token (p20 to p80 shaded) over cache size, contexts along x, a column per batch size."""
+def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Draw time per token (p20 to p80 shaded) above cache size over the context, a column per batch size."""
     batches = sorted({row["batch"] for row in rows})
     figure = new_figure(1.5 + 4.2 * len(batches), 7)
     axes = figure.subplots(2, len(batches), squeeze=False, sharex=True)
@@ -20,14 +20,14 @@ def plot(rows: list[dict], title: str, path: Path) -> None:
         upper, lower = axes[0][column], axes[1][column]
         upper.set_title(f"batch {batch}", fontsize=10)
         for peer in dict.fromkeys(row["peer"] for row in rows):
-            found = sorted((r for r in rows if r["batch"] == batch and r["peer"] == peer), key=lambda r: r["context"])
-            contexts = [row["context"] for row in found]
-            upper.plot(contexts, [row["token_ms"]["p50"] for row in found], marker="o", label=peer)
-            spread = [[row["token_ms"][p] for row in found] for p in ("p20", "p80")]
+            measured = sorted((r for r in rows if (r["batch"], r["peer"]) == (batch, peer)), key=lambda r: r["context"])
+            contexts = [row["context"] for row in measured]
+            upper.plot(contexts, [row["token_ms"]["p50"] for row in measured], marker="o", label=peer)
+            spread = [[row["token_ms"][p] for row in measured] for p in ("p20", "p80")]
             upper.fill_between(contexts, *spread, alpha=0.2)
-            lower.plot(contexts, [row["cache_bytes"] / 2**20 for row in found], marker="o")
-        _dress(upper, contexts)
-        _dress(lower, contexts)
+            lower.plot(contexts, [row["cache_bytes"] / 2**20 for row in measured], marker="o")
+        _style(upper, contexts)
+        _style(lower, contexts)
         lower.set_xlabel("context (tokens)")
     axes[0][0].set_ylabel("ms per decoded token (lower is better)")
     axes[1][0].set_ylabel("cache, MiB (lower is better)")
@@ -36,21 +36,21 @@ def plot(rows: list[dict], title: str, path: Path) -> None:
     save(figure, path)
 
 
-def _dress(axis: Axes, contexts: list[int]) -> None:
+def _style(axis: Axes, contexts: list[int]) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(contexts, [str(context) for context in contexts])
-    axis.set_ylim(bottom=0)  # so that twice as high is twice as much
+    axis.set_ylim(bottom=0)  # so that heights are proportional to values
     axis.grid(alpha=0.3)
 
 
-def plot_growth(rows: list[dict], title: str, path: Path) -> None:
-    """Throughput over batch size, one line per cache, which ends where memory does."""
+def plot_batch_sweep(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Draw throughput over batch size up to the largest that fits in memory, a line per cache."""
     figure = new_figure(7, 4.5)
     axis = figure.subplots()
     for peer in dict.fromkeys(row["peer"] for row in rows):
-        found = sorted((r for r in rows if r["peer"] == peer and "failed" not in r), key=lambda r: r["batch"])
-        batches = [row["batch"] for row in found]
-        axis.plot(batches, [row["tokens_s"] for row in found], marker="o", label=peer)
+        measured = sorted((r for r in rows if r["peer"] == peer and "failed" not in r), key=lambda r: r["batch"])
+        batches = [row["batch"] for row in measured]
+        axis.plot(batches, [row["tokens_s"] for row in measured], marker="o", label=peer)
     axis.set_xscale("log", base=2)
     axis.set_yscale("log")
     axis.set_xlabel("batch, up to the largest that fits in memory")

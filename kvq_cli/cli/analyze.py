@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,21 +44,24 @@ def analyze(
     """Run one of the papers' studies: print its table, write its numbers (JSON) and figure (PNG)."""
     out = Output(as_json=as_json, quiet=quiet)
     from kvq_cli.files import check_writable, write_json
-    from kvq_cli.papers.studies.study import StudyInput, build
+    from kvq_cli.papers.studies.study import ModelStudy, StudyInput, build
 
     if name is None:
         return _list(out)
     study = build(name, opt.method_options(set_))
     data = None
-    if study.needs_model:
+    if isinstance(study, ModelStudy):
         from kvq_cli.models import load_model
 
         loaded = load_model(model, device, dtype)
         length = seqlen or loaded.default_length(_USUAL)
         data = StudyInput(loaded, dataset, samples or study.samples, length, seed)
+        run = partial(study.run, data)
+    else:
+        run = study.run
     check_writable(out_dir)
     with out.phases() as progress:
-        findings = study.run(data, progress)
+        findings = run(progress)
     document = _about(study, data) | {
         "columns": list(findings.columns),
         "rows": [list(row) for row in findings.rows],

@@ -43,7 +43,7 @@ def calibrate(
     out = Output(as_json=as_json, quiet=quiet)
     from kvq_cli.benchmarking.calibrate import measure
     from kvq_cli.benchmarking.shapes import SHAPES
-    from kvq_cli.benchmarking.stand_ins import as_loaded
+    from kvq_cli.benchmarking.synthetic import as_loaded_model
     from kvq_cli.calibration.plan import plan_calibration
     from kvq_cli.calibration.settings import CalibrationOptions
     from kvq_cli.methods.registry import build, to_config
@@ -55,7 +55,7 @@ def calibrate(
         loaded = load_model(model, device, dtype)
     else:
         made, name = load(model, random, device, dtype, seed, layers)
-        loaded = as_loaded(made, name, seed)
+        loaded = as_loaded_model(made, name, seed)
     plan = plan_calibration(loaded, built, CalibrationOptions(dataset, samples, seqlen, seed=seed))
     check_writable(out_dir)
     with out.phases() as show:

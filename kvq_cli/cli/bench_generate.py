@@ -15,7 +15,7 @@ from kvq_cli.files import check_writable
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from kvq_cli.benchmarking.peers import Peer
+    from kvq_cli.benchmarking.baselines import BenchmarkedCache
 
 Compare = Annotated[str, measured("--compare", metavar="NAMES", help="kvq's methods to measure, joined by commas.")]
 Contexts = Annotated[str, measured("--context", metavar="LENGTHS", help="Prompt lengths in tokens, joined by commas.")]
@@ -75,11 +75,11 @@ def generate(
     shapes: list[str | None] = [None] if random is None else list(opt.names(random, "--random"))
     if grow and len(contexts) > 1:
         raise UsageError(f"--grow measures one prompt length: give --context one number, not {context}")
-    from kvq_cli.benchmarking.generate import Settings
-    from kvq_cli.benchmarking.growth import WARM_UP
+    from kvq_cli.benchmarking.batch_sweep import WARM_UP
+    from kvq_cli.benchmarking.generate import BenchmarkGrid
     from kvq_cli.models import model_context
 
-    settings = Settings(tuple(contexts), tuple(batches), tokens, rounds, seed)
+    settings = BenchmarkGrid(tuple(contexts), tuple(batches), tokens, rounds, seed)
     options = {"options": opt.method_options(set_), "bits": bits}
     compared = None if random else _compared(model, names, **options)
     check_writable(out_dir)
@@ -125,7 +125,7 @@ def _random_compared(
     model: PreTrainedModel, name: str, names: list[str], seed: int, bits: int | None, options: dict[str, str]
 ) -> list[Any]:
     """As `_compared`, with artifacts of random numbers."""
-    from kvq_cli.benchmarking.stand_ins import random_artifact
+    from kvq_cli.benchmarking.synthetic import random_artifact
     from kvq_cli.evaluation.compared_methods import compared_methods
     from kvq_cli.methods.registry import build, check_shared, has_option, parse
     from kvq_cli.models import model_shape
@@ -144,21 +144,21 @@ def _random_compared(
 
 def _peers(
     out: Output, chosen: list[Any], bits: int | None, prefill: str, backend: str, quanto_too: bool
-) -> tuple[list[Peer], list[str]]:
+) -> tuple[list[BenchmarkedCache], list[str]]:
     """What is measured, and why something is not."""
-    from kvq_cli.benchmarking.peers import Kvq, Plain, quanto
+    from kvq_cli.benchmarking.baselines import DynamicCacheBaseline, KvqCache, quanto_baseline
 
-    methods = [Kvq(one.attachable, one.label, one.method.nominal_bits, prefill, backend) for one in chosen]
+    methods = [KvqCache(one.attachable, one.label, one.method.nominal_bits, prefill, backend) for one in chosen]
     if not quanto_too:
-        return [Plain(), *methods], []
-    baseline = quanto(bits)
+        return [DynamicCacheBaseline(), *methods], []
+    baseline = quanto_baseline(bits)
     skipped = [baseline] if isinstance(baseline, str) else []
     for why in skipped:
         out.warn(why)
-    return [Plain(), *([] if skipped else [baseline]), *methods], skipped
+    return [DynamicCacheBaseline(), *([] if skipped else [baseline]), *methods], skipped
 
 
-def _measured(out: Output, model: PreTrainedModel, peers: list[Peer], settings: Any) -> dict:
+def _measured(out: Output, model: PreTrainedModel, peers: list[BenchmarkedCache], settings: Any) -> dict:
     from kvq_cli.benchmarking.generate import measure
 
     with out.progress() as progress:
@@ -171,7 +171,7 @@ def _measured(out: Output, model: PreTrainedModel, peers: list[Peer], settings: 
 def _grown(
     out: Output,
     model: PreTrainedModel,
-    peers: list[Peer],
+    peers: list[BenchmarkedCache],
     settings: Any,
     seconds: int | None,
     document: dict,
@@ -180,17 +180,17 @@ def _grown(
     resume: bool,
 ) -> None:
     """Fill the document's rows; it is written after each cache, so that nothing is lost when the command is stopped."""
-    from kvq_cli.benchmarking.growth import Growth, grow
+    from kvq_cli.benchmarking.batch_sweep import BatchSweep, sweep_batches
 
     kept = earlier(out, folder / f"{stem}.json", document) if resume else None
     document |= {"rows": [], "measured": []} if kept is None else {key: kept[key] for key in ("rows", "measured")}
-    growth = Growth(
+    growth = BatchSweep(
         settings.contexts[0], settings.tokens, max(settings.batches), settings.seed, seconds or float("inf")
     )
     left = [peer for peer in peers if peer.name not in document["measured"]]
     with out.progress() as progress:
         task = progress.add_task("measuring", total=None)
-        for peer, rows in grow(model, left, growth, lambda: progress.advance(task)):
+        for peer, rows in sweep_batches(model, left, growth, lambda: progress.advance(task)):
             document["rows"] += rows
             document["measured"].append(peer.name)
             write_result(folder, stem, document)
@@ -208,14 +208,14 @@ def _grown(
 
 def _draw(document: dict, path: Path, grow: bool, out: Output) -> bool:
     """Draw what was measured where matplotlib is installed; whether it is."""
-    from kvq_cli.benchmarking.plot import plot, plot_growth
+    from kvq_cli.benchmarking.plot import plot, plot_batch_sweep
     from kvq_cli.figures import has_matplotlib
 
     if not has_matplotlib():
         out.note("no picture: matplotlib is not installed")
         return False
     title = f"{document['model']}, {document['dtype']}, {document['machine']['device']}"
-    (plot_growth if grow else plot)(document["rows"], title, path)
+    (plot_batch_sweep if grow else plot)(document["rows"], title, path)
     return True
 
 

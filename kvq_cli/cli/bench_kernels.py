@@ -60,11 +60,11 @@ def kernels(
         raise UsageError("--target goes with --static: without it, kernels run on the GPU that is there")
     place = kernel_device(device, dry)
     from kvq_cli.benchmarking.kernels import run
-    from kvq_cli.benchmarking.kernels.catalog import chosen
+    from kvq_cli.benchmarking.kernels.catalog import select_experiments
     from kvq_cli.benchmarking.kernels.experiment import Sizes
     from kvq_cli.benchmarking.machine import machine
 
-    experiments, sizes = chosen(names), Sizes(dry)
+    experiments, sizes = select_experiments(names), Sizes(dry)
     if check:
         rows = list(run.check(experiments, sizes.to_check, place))
         columns = ["operation", "case", "error", "allowed", "failed"]
@@ -95,13 +95,13 @@ def _measure(
     kept = earlier(out, folder / "kernels.json", document) if resume else None
     if kept is not None:
         document["rows"] = kept["rows"]
-        out.note(f"{len({run.place(row) for row in kept['rows']})} shapes are measured already")
+        out.note(f"{len({run.shape_key(row) for row in kept['rows']})} shapes are measured already")
     document["checked"] = list(run.check(experiments, sizes.to_check, place))
     out.note(f"{sum(row['right'] for row in document['checked'])} of {len(document['checked'])} cases are right")
     timer = Timer(place, once=sizes.dry)
     document["copy_gb_s"] = round(timer.copy_rate() / 1e9, 1)
-    measured_before = {run.place(row) for row in document["rows"]}
-    left = [one for one in run.places(experiments, sizes, place) if one not in measured_before]
+    measured_before = {run.shape_key(row) for row in document["rows"]}
+    left = [one for one in run.all_shape_keys(experiments, sizes, place) if one not in measured_before]
     with out.progress() as progress:
         task = progress.add_task("measuring", total=len(left))
         groups = run.measure(
@@ -163,7 +163,7 @@ def _static(out: Output, names: list[str] | None, target: str | None, folder: Pa
     from kvq_kernels.aot_cases import operations
     from kvq_kernels.static import TARGETS, all_launches, reports
 
-    from kvq_cli.benchmarking.kernels.floors import GRID, floors
+    from kvq_cli.benchmarking.kernels.lower_bounds import GRID, lower_bounds
 
     targets = list(TARGETS) if target is None else opt.names(target, "--target")
     for name in targets:
@@ -190,7 +190,7 @@ def _static(out: Output, names: list[str] | None, target: str | None, folder: Pa
     for fault in faults:
         out.warn(fault)
     rows = [
-        {**vars(one), "faults": one.faults(), "floors_us": {f"{b} x {c}": floors(one, b, c) for b, c in GRID}}
+        {**vars(one), "faults": one.faults(), "floors_us": {f"{b} x {c}": lower_bounds(one, b, c) for b, c in GRID}}
         for one in ordered
     ]
     document = {"bench": "kernels", "static": True, "rows": rows, "faults": faults}
@@ -203,7 +203,7 @@ def _static(out: Output, names: list[str] | None, target: str | None, folder: Pa
 def _print_static(out: Output, target: str, found: Sequence[Report]) -> None:
     from kvq_kernels.static import SHARED
 
-    from kvq_cli.benchmarking.kernels.floors import OF_TARGET, floors
+    from kvq_cli.benchmarking.kernels.lower_bounds import OF_TARGET, lower_bounds
 
     table = []
     for one in found:
@@ -212,7 +212,7 @@ def _print_static(out: Output, target: str, found: Sequence[Report]) -> None:
         if one.kind == "none" or not one.per_number:  # computes no attention
             row += [None] * 3
         else:
-            least = floors(one, 1, 131072)
+            least = lower_bounds(one, 1, 131072)
             row += [round(least["issue"], 1), round(least["bytes"], 1), round(least["limit"], 2)]
         table.append(row)
     columns = ["operation", "launch", "registers", "spilled", "shared", "I2F", "instructions", "bits"]

@@ -22,14 +22,14 @@ def report(
 ) -> None:
     """Print measured results against the kernels' targets: which are reached, and by how much others are not."""
     out = Output(as_json=as_json, quiet=quiet)
-    from kvq_cli.benchmarking.kernels.targets import results, verdicts
+    from kvq_cli.benchmarking.kernels.performance_targets import compare_with_targets, load_gpu_results
 
-    found = results(folder)
+    found = load_gpu_results(folder)
     if not found:
         raise KvqError(f"no results of a GPU in {folder}: `make gpu` on a machine with one writes them to benchmarks/")
     documents = []
     for place, result in found.items():
-        rows = verdicts(result)
+        rows = compare_with_targets(result)
         machine = next(iter(result.values()))["machine"]
         versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items())
         title = f"{place}: {machine['device']}, {machine['date']}, {versions}"

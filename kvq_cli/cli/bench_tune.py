@@ -35,7 +35,7 @@ def tune(
     names = None if operation is None else opt.names(operation, "--operation")
     place = kernel_device(device, dry)
     from kvq_cli.benchmarking.kernels import tune as search
-    from kvq_cli.benchmarking.kernels.catalog import chosen
+    from kvq_cli.benchmarking.kernels.catalog import select_experiments
     from kvq_cli.benchmarking.kernels.experiment import Sizes
     from kvq_cli.benchmarking.kernels.timing import Timer
     from kvq_cli.benchmarking.machine import machine
@@ -43,7 +43,9 @@ def tune(
     check_writable(out_dir)
     document: dict[str, Any] = {"bench": "tune", "dry": dry, "machine": machine(place)}
     classes: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in search.tune(chosen(names), Sizes(dry), place, Timer(place, once=dry), seconds, write=not dry):
+    for row in search.tune(
+        select_experiments(names), Sizes(dry), place, Timer(place, once=dry), seconds, write=not dry
+    ):
         classes[row["operation"], row["class"]] = row
         gain = row["before_us"] / row["us"] if row["us"] else 1.0
         out.note(f"{row['operation']} {row['class']}: {gain:.2f}x after {row['tried']} configurations: {row['best']}")

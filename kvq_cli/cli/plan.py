@@ -34,7 +34,7 @@ def plan(
     depends on the model and on --prefill-chunk: --reserve holds it back.
     """
     out = Output(as_json=as_json)
-    from kvq_cli.benchmarking.plan import fit, parse_bytes
+    from kvq_cli.benchmarking.capacity import capacity, parse_bytes
     from kvq_cli.errors import UsageError
 
     total, held_back = parse_bytes(memory, "--memory"), parse_bytes(reserve, "--reserve")
@@ -46,7 +46,7 @@ def plan(
             f"holds {reserve} back; nothing is left for a cache"
         )
     found, rows = [], []
-    for label, one in for_each(compare, bits, set_, lambda method: fit(method, *sized, context, batch, room), out):
+    for label, one in for_each(compare, bits, set_, lambda method: capacity(method, *sized, context, batch, room), out):
         found.append({"method": label, **one.to_dict()})
         rows.append([label, human_bytes(one.cache), human_bytes(one.weights + one.artifact + one.cache)])
         rows[-1] += ["yes" if one.fits else "no", f"{one.context:,}", f"{one.batch:,}"]

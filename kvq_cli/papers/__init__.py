@@ -1,4 +1,4 @@
-"""The papers' laboratory: studies, published numbers, targets (tables and figures), claims, and the page of results.
+"""Reproduction of the papers: studies, published numbers, targets (tables and figures), claims, and their page.
 
 The product does not import this package; only the commands `kvq analyze`, `kvq reproduce`, `kvq results --against` and
 `kvq bits --papers` do, inside functions.

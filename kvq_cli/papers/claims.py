@@ -10,8 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from kvq_cli.benchmarking.kernels.targets import results as gpu_results
-from kvq_cli.benchmarking.kernels.targets import verdicts
+from kvq_cli.benchmarking.kernels.performance_targets import compare_with_targets, load_gpu_results
 from kvq_cli.evaluation.tabulate import tabulate
 from kvq_cli.methods.registry import build_parsed
 from kvq_cli.papers.published import value as published_value
@@ -124,8 +123,8 @@ class _Results:
 
     def gpu(self, wanted: str, where: str = "") -> list[float]:
         measured = []
-        for folder, result in gpu_results(GPU_RESULTS).items():
-            for verdict in verdicts(result):
+        for folder, result in load_gpu_results(GPU_RESULTS).items():
+            for verdict in compare_with_targets(result):
                 if verdict["target"] == wanted and where in verdict["where"] and verdict["measured"] is not None:
                     measured.append(verdict["measured"])
                     self._record(f"{wanted}, {verdict['where']}, {folder.name}", verdict["measured"])

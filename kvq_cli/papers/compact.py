@@ -1,4 +1,4 @@
-"""Compact result files: the part of a target's result that tables, plots, claims and pages are computed from.
+"""Compact result files: only what tables, plots, claims and pages are computed from.
 
 Only this part is in the repository. `kvq eval` leaves each method's full document beside it, in `METHOD/results.json`.
 """

@@ -1,4 +1,4 @@
-"""The page of the papers' claims (docs/REPRODUCTION.md), computed from result files alone."""
+"""Write docs/REPRODUCTION.md, the page of the papers' claims, from result files alone."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAPERS = ("TemporalKV", "SQuat", "InnerQ", "XQuant")
 
 
 def page_text(model: str, root: Path = ROOT) -> str:
-    """The page as Markdown: each claim with the measured numbers and its verdict, then each target with its state."""
+    """Return the page as Markdown: claims with their measured numbers and verdicts, then targets with their states."""
     verdicts = [judge(claim, model, root) for claim in claims()]
     parts = [
         "# Reproduction",

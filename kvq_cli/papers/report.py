@@ -1,4 +1,4 @@
-"""Writes a finished target's tables: measured, next to the paper's, and differences on the same samples."""
+"""Write a finished target's tables: measured and published scores, and paired differences between methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a target's command, records how its result was made, and reads from the files whether a target is finished."""
+"""Run the commands of targets, record how results were made, and tell from the files whether a target is finished."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq_cli import __version__
-from kvq_cli.benchmarking.kernels.targets import results as gpu_results
+from kvq_cli.benchmarking.kernels.performance_targets import load_gpu_results
 from kvq_cli.errors import KvqError
 from kvq_cli.files import write_json
 from kvq_cli.papers.compact import compact_file
@@ -37,7 +37,7 @@ def state(target: Target, model: str, root: Path = ROOT) -> str:
     if target.drawing:
         return NOTHING
     if target.gpu:
-        return DONE if gpu_results(GPU_RESULTS) else HARDWARE
+        return DONE if load_gpu_results(GPU_RESULTS) else HARDWARE
     record = _record(target, model, root)
     if record is None:
         return TO_DO
@@ -50,21 +50,21 @@ def run_target(
     target: Target,
     model: str,
     calibrations: Sequence[Sequence[str]],
-    say: Callable[[str], None],
+    report: Callable[[str], None],
     root: Path = ROOT,
     store: Path = STORE,
 ) -> float:
     """Run a target and return the seconds it took. An interrupted target continues where it stopped.
 
-    calibrations: commands that make missing artifacts first. say: called with each command line. KvqError when a
+    calibrations: commands that make missing artifacts first. report: called with each command line. KvqError when a
     command fails.
     """
     started = time.monotonic()
     for words in calibrations:
-        _run(words, say)
+        _run(words, report)
     record = current_record(target, model)
     write_json(target.folder(model, root) / RECORD, {**record, "finished": False})
-    printed = _run(target.command(model, root, store), say, keep=target.into is not None)
+    printed = _run(target.command(model, root, store), report, keep=target.into is not None)
     if target.into:
         write_json(target.result(model, root), json.loads(printed))
     if not target.result(model, root).is_file():
@@ -76,9 +76,9 @@ def run_target(
     return time.monotonic() - started
 
 
-def _run(words: Sequence[str], say: Callable[[str], None], keep: bool = False) -> str:
+def _run(words: Sequence[str], report: Callable[[str], None], keep: bool = False) -> str:
     """Run a `kvq` command in its own process, so that its memory is freed; returns its standard output if `keep`."""
-    say(f"$ kvq {shlex.join(words)}")
+    report(f"$ kvq {shlex.join(words)}")
     process = subprocess.run(
         [sys.executable, "-m", "kvq_cli", *words], stdout=subprocess.PIPE if keep else None, text=True, check=False
     )

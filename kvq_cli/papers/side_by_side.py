@@ -1,4 +1,4 @@
-"""Published tables next to measured ones: which rows are which methods, and how often both rank a pair alike."""
+"""Published tables next to measured ones, and how many pairs of methods both rank alike."""
 
 from __future__ import annotations
 
@@ -108,17 +108,20 @@ def _agreement(
     table: Table,
     methods: Mapping[str, Mapping],
 ) -> Agreement:
-    measured = {row: table.column(title)[label].value for row, label in labels.items()}
     better = next(column.better for column in table.columns if column.title == title)
     sign = -1 if source[1] in LOWER_IS_BETTER else 1
     configs = {row: methods[label]["config"]["method"] for row, label in labels.items()}
-    rows = [row for row in labels if configs[row]["name"] != EXACT and None not in (printed[row], measured[row])]
-    counts = {True: [0, 0], False: [0, 0]}  # by "equal bits": pairs ranked alike, pairs
-    for a, b in combinations(rows, 2):
-        if printed[a] == printed[b]:  # the paper ranks neither first
+    scores: dict[str, tuple[float, float]] = {}  # published, measured
+    for row, label in labels.items():
+        published, measured = printed[row], table.column(title)[label].value
+        if configs[row]["name"] != EXACT and published is not None and measured is not None:
+            scores[row] = (sign * published, better * measured)
+    pairs = same = equal_pairs = equal_same = 0
+    for (a, (published_a, measured_a)), (b, (published_b, measured_b)) in combinations(scores.items(), 2):
+        if published_a == published_b:  # the paper ranks neither first
             continue
-        same_bits = configs[a].get("bits") == configs[b].get("bits")
-        counts[same_bits][0] += sign * (printed[a] - printed[b]) * better * (measured[a] - measured[b]) > 0
-        counts[same_bits][1] += 1
-    total = [counts[True][index] + counts[False][index] for index in (0, 1)]
-    return Agreement(source[0], source[1], title, *total, tuple(counts[True]))
+        agrees = (published_a - published_b) * (measured_a - measured_b) > 0
+        pairs, same = pairs + 1, same + agrees
+        if configs[a].get("bits") == configs[b].get("bits"):
+            equal_pairs, equal_same = equal_pairs + 1, equal_same + agrees
+    return Agreement(source[0], source[1], title, same, pairs, (equal_same, equal_pairs))

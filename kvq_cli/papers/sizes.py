@@ -1,4 +1,4 @@
-"""Cache sizes that the papers print, and the sizes that kvq counts for the same method, model and length."""
+"""Cache sizes printed in the papers, beside those that kvq counts for the same method, model and length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILE = "sizes.csv"
 
 
 def compare_sizes() -> list[dict[str, Any]]:
-    """The rows of sizes.csv, each with the `published` number, the `counted` one in the same unit, and the `report`.
+    """Return the rows of sizes.csv with the `published` number, the `counted` one in the same unit, and the `report`.
 
     Figures: "packed ratio" leaves out windows (the papers' long-context limit); "ratio %" and "MB" (10^6 bytes) count
     the whole cache; "constants MB" the centroids alone; "outlier bits" the bits per number that outliers add.

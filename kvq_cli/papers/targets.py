@@ -1,4 +1,4 @@
-"""The targets, one per table or figure of the papers: the command to run, what it needs, and where its result goes."""
+"""Targets of `kvq reproduce`, one per table or figure of the papers: its command, its methods, its result file."""
 
 from __future__ import annotations
 
@@ -97,9 +97,13 @@ class Target:
         if self.analyze:
             return ["analyze", self.analyze, *_sizes("analyze", model), *shlex.split(self.options), *to]
         to += ["--store", str(store)] + (["--plot", str(folder / "plot.png")] if self.plot else [])
-        what = ["--config", self.config] if self.config else _sizes(self.eval, model)
-        what += [] if self.config else ["--compare", ",".join(self.rows(model).values())]
-        return ["eval", *what, *shlex.split(self.options), *to]
+        if self.config:
+            evaluated = ["--config", self.config]
+        elif self.eval:
+            evaluated = [*_sizes(self.eval, model), "--compare", ",".join(self.rows(model).values())]
+        else:
+            raise ValueError(f"{self.id} has no command: none of run, analyze, config, eval")
+        return ["eval", *evaluated, *shlex.split(self.options), *to]
 
 
 def size(model: str) -> str:

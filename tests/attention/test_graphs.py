@@ -125,7 +125,7 @@ def test_steps_that_cannot_be_captured_are_reported(small):
     method = build("kivi", group=4, pre_rope=True, **WINDOWS)
     says = "not captured ("
     if DEVICE.type == "cpu":
-        says += "_local_scalar_dense reads back from a device that records)"
+        says += "_local_scalar_dense synchronizes with the host during capture)"
     same(small(rope_parameters=rope), method, tokens(1), 0, says=says)
 
 

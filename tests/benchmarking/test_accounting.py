@@ -1,4 +1,4 @@
-"""`kvq bits`: what is counted without numbers is what a cache of numbers holds."""
+"""Cache sizes counted on the meta device, against real caches; `kvq bits`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SPECS = [*method_names(), "temporalkv:outliers=0.01", "kivi-3bit:sinks=8:recent=
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("shape", [GQA, MHA], ids=["gqa", "mha"])
 @pytest.mark.parametrize("context", [1, 333])
-def test_counts_what_a_cache_of_numbers_holds(spec, shape, context):
+def test_counted_bytes_equal_those_of_a_real_cache(spec, shape, context):
     method, batch = build_parsed(spec), 2
     generator = torch.Generator().manual_seed(0)
 
@@ -49,12 +49,12 @@ def test_counts_what_a_cache_of_numbers_holds(spec, shape, context):
         layer.update(keys, values)
         layer.absorb(numbers(batch, shape.query_heads, context, 64))
         layer.release()
-    held, counted = report(layers, method.nominal_bits), account(method, shape, context, batch)
-    assert counted.parts == held.parts
-    assert (counted.numbers, counted.tokens, counted.compressed) == (held.numbers, held.tokens, held.compressed)
+    real, counted = report(layers, method.nominal_bits), account(method, shape, context, batch)
+    assert counted.parts == real.parts
+    assert (counted.numbers, counted.tokens, counted.compressed) == (real.numbers, real.tokens, real.compressed)
 
 
-def test_centroids_of_the_thesis():
+def test_centroid_bytes_equal_the_thesis():
     sizes = {
         name: artifact_bytes(build_parsed("temporalkv"), SHAPES[name].model_shape())["centroids"]
         for name in ("llama-3.1-8b", "llama-3.2-1b", "llama-3.2-3b")
@@ -62,14 +62,14 @@ def test_centroids_of_the_thesis():
     assert [round(size / 1e6, 1) for size in sizes.values()] == [33.6, 8.4, 29.4]
 
 
-def test_shapes_count_their_weights():
+def test_shapes_count_the_parameters_of_their_models():
     model = random_model("tiny", torch.device("cpu"), torch.float32, 0)
     assert SHAPES["tiny"].parameters == sum(p.numel() for p in model.parameters())
     assert round(SHAPES["llama-3.1-8b"].parameters / 1e9, 2) == 8.03
     assert round(SHAPES["llama-2-7b"].parameters / 1e9, 2) == 6.74
 
 
-def test_the_command(kvq):
+def test_bits_command(kvq):
     result = kvq("bits", "--compare", "kivi-4bit,temporalkv:recent=32", "--shapes", "llama-3.1-8b", "--json")
     assert result.exit_code == 0, result.stderr
     kivi, temporal = json.loads(result.stdout)["methods"]

@@ -1,4 +1,4 @@
-"""`kvq bench kernels` as a command: what is refused, what a dry run leaves, what is read from compiled code."""
+"""`kvq bench kernels` and `kvq bench tune`: invalid options, dry runs, resuming, and --static."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GOOD = {"registers": 100, "shared": 4096, "per_number": 4.0, "bits": 3.0}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_what_to_do(fails):
+def test_a_missing_gpu_suggests_dry(fails):
     fails("bench", "kernels", code=2, says="use --dry")
 
 
@@ -25,11 +25,11 @@ def test_without_a_gpu_it_says_what_to_do(fails):
         (["--dry", "--operation", "nonsense"], "nothing is measured of it"),
     ],
 )
-def test_bad_input_is_one_line(fails, flags, says):
+def test_invalid_options_are_refused(fails, flags, says):
     fails("bench", "kernels", *flags, code=2, says=says)
 
 
-def test_a_dry_run(kvq, tmp_path):
+def test_a_dry_run_writes_rows_and_a_figure(kvq, tmp_path):
     flags = ["--dry", "--operation", "assign_centroids", "--out", "out", "--json"]
     result = kvq("bench", "kernels", *flags)
     assert result.exit_code == 0, result.stderr
@@ -41,7 +41,7 @@ def test_a_dry_run(kvq, tmp_path):
     assert "blocks of 4" in result.stderr
 
 
-def test_a_run_that_was_stopped_resumes(kvq, tmp_path):
+def test_resume_keeps_measured_shapes_of_the_same_machine(kvq, tmp_path):
     flags = ["bench", "kernels", "--dry", "--operation", "assign_centroids", "--out", "out", "--json"]
     first = json.loads(kvq(*flags).stdout)
     path, seven = tmp_path / "out/kernels.json", {"p20": 7.0, "p50": 7.0, "p80": 7.0, "n": 1}
@@ -54,7 +54,7 @@ def test_a_run_that_was_stopped_resumes(kvq, tmp_path):
     assert "measured anew" in result.stderr and len(json.loads(result.stdout)["rows"]) == 3
 
 
-def test_tuning_dry(kvq, tmp_path):
+def test_a_dry_tuning_run_writes_a_row_per_class(kvq, tmp_path):
     flags = ["--dry", "--operation", "assign_centroids", "--out", "out", "--seconds", 1, "--json"]
     result = kvq("bench", "tune", *flags)
     assert result.exit_code == 0, result.stderr
@@ -63,7 +63,7 @@ def test_tuning_dry(kvq, tmp_path):
     assert {row["class"] for row in found["rows"]} == {"assign/size2", "assign/size4", "assign/size8"}
 
 
-def test_only_checking_leaves_nothing(kvq, tmp_path):
+def test_check_writes_no_files(kvq, tmp_path):
     result = kvq("bench", "kernels", "--dry", "--check", "--operation", "assign_centroids", "--out", "out")
     assert result.exit_code == 0 and "blocks of 8" in result.stdout
     assert list(tmp_path.iterdir()) == []
@@ -71,12 +71,12 @@ def test_only_checking_leaves_nothing(kvq, tmp_path):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """`compiled(**changes)`: what compiling is to give, of one launch on two targets."""
+    """`compiled(**changes)` replaces compilation by reports of a launch on two targets."""
 
-    def set_(**changes):
+    def replace(**changes):
         def reports(chosen):
-            for one in reversed(chosen):
-                yield static.Report(*one, kind="uniform", **GOOD | changes)
+            for launch in reversed(chosen):
+                yield static.Report(*launch, kind="uniform", **GOOD | changes)
 
         targets = ("sm_90", "gfx942")
         monkeypatch.setattr(
@@ -84,10 +84,10 @@ def compiled(monkeypatch):
         )
         monkeypatch.setattr(static, "reports", reports)
 
-    return set_
+    return replace
 
 
-def test_compiled_code_as_a_table(kvq, compiled, tmp_path):
+def test_static_lists_compiled_code_and_its_floors(kvq, compiled, tmp_path):
     compiled()
     result = kvq("bench", "kernels", "--static", "--out", "out", "--json")
     assert result.exit_code == 0, result.stderr
@@ -98,7 +98,7 @@ def test_compiled_code_as_a_table(kvq, compiled, tmp_path):
     assert "floors of 1 x 131072 tokens on h200" in result.stderr and "mi300x" in result.stderr
 
 
-def test_faults_of_compiled_code_fail(kvq, compiled):
+def test_static_fails_on_faults(kvq, compiled):
     compiled(spills=8, per_number=5.0)
     result = kvq("bench", "kernels", "--static", "--target", "sm_90")
     assert result.exit_code == 1

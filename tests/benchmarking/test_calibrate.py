@@ -1,29 +1,29 @@
-"""`kvq bench calibrate`: the seconds of the phases are those of the whole."""
+"""`kvq bench calibrate`: times of phases, and the command."""
 
 import json
 import time
 
 import pytest
 
-from kvq_cli.benchmarking.calibrate import Phases
+from kvq_cli.benchmarking.calibrate import PhaseTimer
 
 
-def test_phases_share_out_all_the_time():
+def test_phase_times_sum_to_the_total():
     shown = []
-    phases = Phases(lambda *call: shown.append(call))
+    timer = PhaseTimer(lambda *call: shown.append(call))
     start = time.perf_counter()
     for phase, done in (("a", 0), ("a", 1), ("b", 0), ("b", 1)):
-        phases(phase, done, 1)
+        timer(phase, done, 1)
         time.sleep(0.02)
-    phases("b", 1, 1)
-    assert list(phases.seconds) == ["prepare", "a", "b"]
-    assert phases.seconds["a"] >= 0.04 and phases.seconds["b"] >= 0.04
-    assert sum(phases.seconds.values()) == pytest.approx(time.perf_counter() - start, abs=0.01)
+    timer("b", 1, 1)
+    assert list(timer.seconds) == ["prepare", "a", "b"]
+    assert timer.seconds["a"] >= 0.04 and timer.seconds["b"] >= 0.04
+    assert sum(timer.seconds.values()) == pytest.approx(time.perf_counter() - start, abs=0.01)
     assert shown[0] == ("a", 0, 1) and len(shown) == 5
 
 
 @pytest.mark.slow
-def test_the_command_leaves_a_result_and_no_artifact(kvq, tmp_path):
+def test_the_command_writes_a_result_but_no_artifact(kvq, tmp_path):
     flags = ["--samples", 2, "--bits", 4, "--set", "hybrid=off", "--out", "out", "--json"]
     result = kvq("bench", "calibrate", *flags)
     assert result.exit_code == 0, result.stderr
@@ -41,5 +41,5 @@ def test_the_command_leaves_a_result_and_no_artifact(kvq, tmp_path):
         (["--out", "/proc/nonsense"], 1, "cannot write /proc/nonsense"),
     ],
 )
-def test_bad_input_is_one_line(fails, flags, code, says):
+def test_invalid_options_are_refused(fails, flags, code, says):
     fails("bench", "calibrate", *flags, code=code, says=says)

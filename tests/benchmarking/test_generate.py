@@ -1,4 +1,4 @@
-"""`kvq bench generate`: what is measured, what it says of the machine, what is refused."""
+"""`kvq bench generate`: times, memory and cache bytes, the machine's description, invalid options."""
 
 import json
 import shutil
@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvq_cli.benchmarking import peers
-from kvq_cli.benchmarking.generate import Run, Settings, _row, measure
+from kvq_cli.benchmarking import baselines
+from kvq_cli.benchmarking.baselines import DynamicCacheBaseline, QuantoBaseline, quanto_baseline
+from kvq_cli.benchmarking.generate import BenchmarkGrid, RunTimes, _row, measure
 from kvq_cli.benchmarking.machine import PeakMemory, PeakResident, machine
-from kvq_cli.benchmarking.peers import Plain, Quanto, quanto
 from kvq_cli.benchmarking.plot import plot
 from kvq_cli.benchmarking.shapes import random_model
 from kvq_cli.errors import UsageError
@@ -30,7 +30,7 @@ def tiny():
 
 
 @pytest.mark.parametrize("bits", [3, pytest.param(4, marks=[pytest.mark.slow, needs_quanto])])
-def test_the_command(kvq, tmp_path, bits):
+def test_the_command_measures_all_caches_and_cases(kvq, tmp_path, bits):
     arguments = [
         "--random",
         "tiny",
@@ -62,65 +62,66 @@ def test_the_command(kvq, tmp_path, bits):
     assert f"kvq kivi-{bits}bit" in result.stderr  # the table
 
 
-def test_bytes_of_the_plain_cache_are_those_of_its_numbers(tiny):
+def test_bytes_of_the_dynamic_cache(tiny):
     cache = DynamicCache(config=tiny.config)
     tiny(input_ids=torch.zeros(3, 7, dtype=torch.long), past_key_values=cache)
-    assert Plain().nbytes(cache) == 2 * tiny.config.num_hidden_layers * 3 * 7 * 2 * 32 * 4
+    assert DynamicCacheBaseline().nbytes(cache) == 2 * tiny.config.num_hidden_layers * 3 * 7 * 2 * 32 * 4
 
 
 @pytest.mark.slow
 @needs_quanto
-def test_bytes_of_the_quantized_cache_count_codes_scales_and_rest(tiny):
+def test_bytes_of_the_quantized_cache_count_codes_scales_and_residual(tiny):
     """2 bits per number, a scale and a zero-point per group of 64; then the residual in full precision."""
-    peer = Quanto(2)
-    cache = peer.new_cache(tiny)
+    quanto = QuantoBaseline(2)
+    cache = quanto.new_cache(tiny)
     tiny(input_ids=torch.zeros(1, 128, dtype=torch.long), past_key_values=cache)
     numbers = 2 * tiny.config.num_hidden_layers * 128 * 2 * 32
     codes, groups = numbers // 4, numbers // 64
-    at_128 = peer.nbytes(cache)
+    at_128 = quanto.nbytes(cache)
     assert codes + groups * (4 + 1) <= at_128 <= codes + groups * (4 + 4)
     tiny(input_ids=torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
-    assert peer.nbytes(cache) - at_128 == 2 * tiny.config.num_hidden_layers * 2 * 32 * 4
+    assert quanto.nbytes(cache) - at_128 == 2 * tiny.config.num_hidden_layers * 2 * 32 * 4
 
 
-def test_peers_that_cannot_be_measured_say_why(monkeypatch):
-    assert "2 and 4 bits, not 3" in quanto(3)
-    monkeypatch.setattr(peers, "find_spec", lambda name: "found")
-    monkeypatch.setattr(peers, "_first_use", lambda: 1 / 0)
-    assert "does not compile here (ZeroDivisionError)" in quanto(2)
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
-    assert "pip install" in quanto(2)
+def test_a_missing_quanto_baseline_gives_the_reason(monkeypatch):
+    assert "2 and 4 bits, not 3" in quanto_baseline(3)
+    monkeypatch.setattr(baselines, "find_spec", lambda name: "found")
+    monkeypatch.setattr(baselines, "_compile_quanto", lambda: 1 / 0)
+    assert "does not compile here (ZeroDivisionError)" in quanto_baseline(2)
+    monkeypatch.setattr(baselines, "find_spec", lambda name: None)
+    assert "pip install" in quanto_baseline(2)
 
 
-def test_rounds_take_turns_and_the_first_is_not_counted(tiny):
-    """Peers run in turn within a round: A B A B ..., once more than the counted rounds, then once each for memory."""
+def test_rounds_alternate_caches_and_the_first_is_not_counted(tiny):
+    """Caches run in turn within a round, A B A B ...: a warm-up round, the counted ones, then one for memory."""
     seen = []
 
-    class Seen(Plain):
+    class Recorded(DynamicCacheBaseline):
         def __init__(self, name):
+            super().__init__()
             self.name = name
 
         def new_cache(self, model):
             seen.append(self.name)
             return super().new_cache(model)
 
-    settings = Settings((8,), (1,), tokens=2, rounds=2, seed=0)
+    grid = BenchmarkGrid((8,), (1,), tokens=2, rounds=2, seed=0)
     steps = []
-    rows = list(measure(tiny, [Seen("a"), Seen("b")], settings, lambda: steps.append(1)))
+    rows = list(measure(tiny, [Recorded("a"), Recorded("b")], grid, lambda: steps.append(1)))
     assert "".join(seen) == "ab" * 3 + "ab"
-    assert len(steps) == 2 * settings.runs
+    assert len(steps) == 2 * grid.runs
     assert [row["token_ms"]["n"] for row in rows] == [4, 4]
 
 
-def test_percentiles():
-    row = _row(Plain(), 8, 1, [Run(1.0, [0.001 * n for n in range(11)], 5)], None)
+def test_rows_have_percentiles_in_milliseconds():
+    row = _row(DynamicCacheBaseline(), 8, 1, [RunTimes(1.0, [0.001 * n for n in range(11)], 5)], None)
     assert row["token_ms"] == {"p20": 2.0, "p50": 5.0, "p80": 8.0, "n": 11}
     assert row["prefill_ms"]["p50"] == 1000.0 and row["peak_bytes"] is None
 
 
-def test_peak_memory_counts_tensors_that_live_at_the_same_time():
+def test_peak_memory_counts_simultaneous_tensors():
     kept = []
-    for _ in range(2):  # what the first block keeps is held before the second
+    for _ in range(2):  # the tensor kept by the first block is allocated before the second
         with PeakMemory(CPU) as peak:
             torch.ones(64 * 2**20, dtype=torch.uint8)
             torch.ones(16 * 2**20, dtype=torch.uint8)
@@ -132,7 +133,7 @@ def test_peak_memory_counts_tensors_that_live_at_the_same_time():
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the system has no high-water mark")
-def test_peak_resident_sees_what_was_needed_for_a_moment():
+def test_peak_resident_counts_temporary_memory():
     with PeakResident() as peak:
         torch.ones(256 * 2**20, dtype=torch.uint8)
     assert 200 * 2**20 < peak.bytes < 300 * 2**20
@@ -143,7 +144,7 @@ def test_machine_names_the_processor_and_versions():
     assert found["device"] and found["versions"]["transformers"] and found["date"].endswith("+00:00")
 
 
-def test_plot_is_a_picture(tmp_path):
+def test_plot_writes_a_figure(tmp_path):
     spread = {"p20": 1.0, "p50": 2.0, "p80": 3.0, "n": 3}
     rows = [
         {"peer": peer, "context": context, "batch": 1, "token_ms": spread, "cache_bytes": 1000}
@@ -154,7 +155,7 @@ def test_plot_is_a_picture(tmp_path):
     assert (tmp_path / "x.png").stat().st_size > 5000
 
 
-def test_shapes_are_checked():
+def test_unknown_shapes_are_refused():
     with pytest.raises(UsageError, match="valid: tiny, reference"):
         random_model("nonsense", CPU, torch.float32, 0)
 
@@ -172,7 +173,7 @@ def test_shapes_are_checked():
         (["--random", "tiny", "--out", "/proc/nonsense"], 1, "cannot write /proc/nonsense"),
     ],
 )
-def test_bad_input_is_one_line(kvq, arguments, code, says):
+def test_invalid_options_are_refused_in_one_line(kvq, arguments, code, says):
     result = kvq("bench", "generate", "--bits", 3, *arguments)
     lines = result.stderr.splitlines()
     assert result.exit_code == code and len(lines) == 1 and says in lines[0], result.output

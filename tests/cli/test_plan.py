@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvq_cli.benchmarking.accounting import account
-from kvq_cli.benchmarking.plan import fit, parse_bytes
+from kvq_cli.benchmarking.capacity import capacity, parse_bytes
 from kvq_cli.benchmarking.shapes import CONTEXT, SHAPES
 from kvq_cli.cli.app import app
 from kvq_cli.errors import UsageError
@@ -19,7 +19,7 @@ METHODS = [("fp16", {}), ("kivi", {"bits": 2}), ("temporalkv", {"bits": 2}), ("x
 @pytest.mark.parametrize(("name", "options"), METHODS)
 def test_the_longest_context_fits_and_a_longer_one_does_not(name, options):
     method, shape = build(name, **options), SHAPE.model_shape()
-    found = fit(method, shape, 1000, CONTEXT, context=3000, batch=2, room=400 * 10**6)
+    found = capacity(method, shape, 1000, CONTEXT, context=3000, batch=2, budget=400 * 10**6)
     left = 400 * 10**6 - 1000 - found.artifact
     assert found.cache == account(method, shape, 3000, 2).bytes and found.fits == (found.cache <= left)
     assert account(method, shape, found.context, 2).bytes <= left
@@ -29,9 +29,9 @@ def test_the_longest_context_fits_and_a_longer_one_does_not(name, options):
 
 def test_nothing_fits_and_all_fits():
     method, shape = build("kivi", bits=2), SHAPE.model_shape()
-    nothing = fit(method, shape, 1000, CONTEXT, context=512, batch=1, room=2000)
+    nothing = capacity(method, shape, 1000, CONTEXT, context=512, batch=1, budget=2000)
     assert (nothing.fits, nothing.context, nothing.batch) == (False, 0, 0)
-    assert fit(method, shape, 1000, 700, context=512, batch=1, room=10**12).context == 700
+    assert capacity(method, shape, 1000, 700, context=512, batch=1, budget=10**12).context == 700
 
 
 def test_the_command(tmp_path):

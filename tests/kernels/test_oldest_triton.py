@@ -34,7 +34,7 @@ def run(*arguments: str) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="Triton's disassembler is part of its wheel for x86_64")
 def test_instructions_are_within_the_limits():
-    """Its assembler spills some bytes outside of the main loops, 208 in SQuat's kernel."""
+    """Its ptxas spills a few bytes outside of the main loops, 208 in SQuat's kernel."""
     command = ["-m", "kvq_kernels.static", "--json", "--targets", "sm_90", "--jobs", "1"]
     reports = json.loads(run(*command, *NAMES, *OPERATIONS))
     assert {report["name"] for report in reports} >= set(NAMES) and {report["operation"] for report in reports} >= set(

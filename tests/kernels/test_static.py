@@ -150,7 +150,7 @@ def test_extremes_have_every_kernel():
     ("target", "slow"), [(static.LIMITED_TARGET, True), *((target, False) for target in static.TARGETS)]
 )
 def test_launches_keep_the_limits(target, slow):
-    """All launches on the limited target, slow ones in a test of their own; on other targets the extremes."""
+    """All launches on the limited target, slow ones in a separate test; on other targets the extremes."""
     keys = static.extremes(target)
     if target == static.LIMITED_TARGET:
         keys = [key for key in static.all_launches([target]) if launches(key[0], target)[key[1]].slow == slow]

@@ -67,7 +67,7 @@ def test_trying_replaces_values_and_records_classes(operation):
         with tuning.trying("any", {"stages": 2}):
             assert tuning.configuration("any", "dense", "sm_90") == {"warps": 8, "stages": 2}
         assert tuning.configuration("any", "dense", "sm_80") == {"warps": 7}
-    assert trial.asked == {"uniform/2bit": {"warps": 7}, "dense": {"warps": 7}}
+    assert trial.looked_up == {"uniform/2bit": {"warps": 7}, "dense": {"warps": 7}}
     assert tuning.configuration("any", "uniform/2bit", "sm_90") == {"warps": 4}
 
 

@@ -1,4 +1,4 @@
-"""Claims are judged by result files, and only by those that were made with the current options."""
+"""Verdicts on claims from result files of the current options, and the page of claims."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def result(tmp_path):
     """Writes a target's result as if it had been run."""
 
     def write(name, document, **record):
-        one = target(name)
-        write_json(one.result(REFERENCE, tmp_path), document)
-        write_json(one.folder(REFERENCE, tmp_path) / RECORD, {**current_record(one, REFERENCE), **record})
+        entry = target(name)
+        write_json(entry.result(REFERENCE, tmp_path), document)
+        write_json(entry.folder(REFERENCE, tmp_path) / RECORD, {**current_record(entry, REFERENCE), **record})
         return tmp_path
 
     return write
 
 
 def comparison(name, perplexities):
-    """What `kvq eval` writes for a target, with these perplexities in the order of its rows."""
+    """The comparison that `kvq eval` writes for a target, with these perplexities in the order of its rows."""
     methods = {}
     for number, (text, value) in enumerate(zip(target(name).rows(REFERENCE).values(), perplexities, strict=True)):
         methods[f"m{number}"] = {
@@ -60,27 +60,27 @@ def test_a_claim_on_an_evaluation(result, perplexities, verdict):
     }
 
 
-def test_results_that_are_missing_unfinished_or_made_with_other_options_do_not_count(result, tmp_path):
+def test_missing_unfinished_and_outdated_results_do_not_count(result, tmp_path):
     assert judge(LOWER, REFERENCE, tmp_path).state == NOT_MEASURED
-    document, one = comparison("table-temporalkv-4", [9.0, 5.0]), target("table-temporalkv-4")
-    assert state(one, REFERENCE, tmp_path) == TO_DO
+    document, entry = comparison("table-temporalkv-4", [9.0, 5.0]), target("table-temporalkv-4")
+    assert state(entry, REFERENCE, tmp_path) == TO_DO
     for record in ({"finished": False}, {"command": ["kvq", "eval", "--limit", "1"]}, {"model": "reference 0"}):
         root = result("table-temporalkv-4", document, **record)
         assert judge(LOWER, REFERENCE, root).state == NOT_MEASURED
-        assert state(one, REFERENCE, root) == PARTLY
-    assert state(one, REFERENCE, result("table-temporalkv-4", document)) == DONE
+        assert state(entry, REFERENCE, root) == PARTLY
+    assert state(entry, REFERENCE, result("table-temporalkv-4", document)) == DONE
 
 
-def test_a_claim_on_measurements_of_a_gpu(tmp_path, monkeypatch):
+def test_a_claim_on_gpu_results(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    one = claim('max(gpu("inner grouping\'s time saved, of outer\'s", "llama")) >= 0.22', gpu=True)
-    assert judge(one, REFERENCE, tmp_path).state == HARDWARE
+    entry = claim('max(gpu("inner grouping\'s time saved, of outer\'s", "llama")) >= 0.22', gpu=True)
+    assert judge(entry, REFERENCE, tmp_path).state == HARDWARE
     rows = [
         {"operation": "product", "case": case, "model": "llama", "context": 8192, "us": {"p50": us}}
         for case, us in (("inner grouping", 75.0), ("outer grouping", 100.0))
     ]
     write_json(tmp_path / "benchmarks" / "some-gpu" / "kernels.json", {"machine": {"gpu": "some"}, "rows": rows})
-    found = judge(one, REFERENCE, tmp_path)
+    found = judge(entry, REFERENCE, tmp_path)
     assert found.state == HOLDS
     assert found.numbers == {"inner grouping's time saved, of outer's, llama, 8192, some-gpu": 0.25}
 
@@ -102,16 +102,16 @@ def test_a_claim_on_a_study(result):
 
 
 def test_every_claim_names_targets_and_parses():
-    for one in claims():
-        assert ast.parse(one.check, mode="eval")
-        assert all(name in targets() for name in one.targets), one.claim
-        assert one.gpu == any(targets()[name].gpu for name in one.targets), one.claim
+    for entry in claims():
+        assert ast.parse(entry.check, mode="eval")
+        assert all(name in targets() for name in entry.targets), entry.claim
+        assert entry.gpu == any(targets()[name].gpu for name in entry.targets), entry.claim
 
 
 def test_claims_and_targets_name_existing_studies():
-    named = {one.analyze for one in targets().values() if one.analyze}
-    for one in claims():
-        for call in ast.walk(ast.parse(one.check, mode="eval")):
+    named = {entry.analyze for entry in targets().values() if entry.analyze}
+    for entry in claims():
+        for call in ast.walk(ast.parse(entry.check, mode="eval")):
             if isinstance(call, ast.Call) and getattr(call.func, "id", "") in ("study", "number"):
                 named.add(ast.literal_eval(call.args[0]))
     assert named <= set(studies())
@@ -127,18 +127,18 @@ def test_the_page_counts_pairs_ranked_alike(result):
     assert pairs == "140" and alike == "136 (97%)" and equal == "28 of 32 (88%)"
 
 
-def test_the_page_has_every_claim_and_computes_its_numbers(result, tmp_path):
+def test_the_page_has_all_claims_with_computed_numbers(result, tmp_path):
     root = result("table-temporalkv-4", comparison("table-temporalkv-4", [11.25, 5.5]))
     page = page_text(REFERENCE, root)
-    assert all(one.claim in page for one in claims())
+    assert all(entry.claim in page for entry in claims())
     assert "w/ sink compression perplexity: 11.25" in page and "w/o sink compression perplexity: 5.5" in page
     assert "11.25" not in page_text(REFERENCE, tmp_path / "empty")
 
 
-def test_every_abstract_has_rows():
-    papers = {one.paper: 0 for one in claims()}
-    for one in claims():
-        papers[one.paper] += one.source.startswith("abstract")
+def test_every_abstract_has_claims():
+    papers = {entry.paper: 0 for entry in claims()}
+    for entry in claims():
+        papers[entry.paper] += entry.source.startswith("abstract")
     assert set(papers) == {"TemporalKV", "SQuat", "InnerQ", "XQuant"} and min(papers.values()) >= 4
 
 

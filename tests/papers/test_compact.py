@@ -1,4 +1,4 @@
-"""Compact results: tables, plots and pages made from them are those of the full results."""
+"""Compact results give the same tables, plots and pages as full results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def evaluated(tmp_path_factory):
     return folder
 
 
-def test_a_compact_comparison_has_the_same_table_plot_and_differences(evaluated, tmp_path):
+def test_a_compact_comparison_gives_the_same_table_plot_and_differences(evaluated, tmp_path):
     full = json.loads((evaluated / "comparison.json").read_text())
     reduced = json.loads(compact_text(compact(full)))
     assert tabulate(reduced["methods"]) == tabulate(full["methods"])
@@ -59,7 +59,7 @@ def test_a_changed_method_is_a_changed_line():
     assert compact_text(document).splitlines() == ["{", '"methods":{', '"a":{"x":[1,2]},', '"b":{"x":[3,4]}', "}", "}"]
 
 
-def test_the_page_of_claims_is_computed_from_the_files_of_the_repository(tmp_path, monkeypatch):
+def test_reproduction_md_is_computed_from_the_repositorys_results(tmp_path, monkeypatch):
     # A folder without artifacts: a clone has the results, but not all artifacts that they were made with.
     for name in ("results", "benchmarks", "examples"):
         (tmp_path / name).symlink_to(REPOSITORY / name)
@@ -68,7 +68,7 @@ def test_the_page_of_claims_is_computed_from_the_files_of_the_repository(tmp_pat
 
 
 @pytest.mark.parametrize("windows", ["fair", "paper"])
-def test_the_page_of_the_comparison_is_computed_from_the_files_of_the_repository(windows):
+def test_comparison_md_is_computed_from_the_repositorys_results(windows):
     page = (REPOSITORY / "docs" / "COMPARISON.md").read_text(encoding="utf-8")
     folder = REPOSITORY / ROOT / REFERENCE / f"compare-{windows}"
     table = tabulate(json.loads((folder / "comparison.json").read_text(encoding="utf-8"))["methods"])

@@ -1,4 +1,4 @@
-"""The product works without the laboratory: only a few commands import kvq_cli.papers, and only inside functions."""
+"""Only four commands import kvq_cli.papers, and only inside functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COMMANDS = {"analyze.py", "bits.py", "reproduce.py", "results.py"}
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:
-    """Each imported module of a file, and whether the import runs only inside a function or for type checkers."""
+    """Yield each imported module of a file, and whether the import is inside a function or for type checkers."""
     deferred = {
         child
         for node in ast.walk(tree)
@@ -31,7 +31,7 @@ def below(module: str, package: str) -> bool:
     return f"{module}.".startswith(f"{package}.")
 
 
-def test_only_four_commands_import_the_papers_room():
+def test_only_four_commands_import_papers():
     importers = set()
     for path in PACKAGE.rglob("*.py"):
         name = path.relative_to(PACKAGE)

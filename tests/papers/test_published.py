@@ -22,10 +22,10 @@ TEXTS = {"TemporalKV": "temporalkv_thesis", "SQuat": "squat", "InnerQ": "innerq"
 
 @pytest.mark.parametrize("paper", PAPERS)
 def test_every_table_is_complete_and_has_no_duplicates(paper):
-    """Every table of the papers is there, each number once; whether they are the papers' own is the next test's."""
+    """All tables of the papers, each number once; test_numbers_agree_with_the_papers_texts checks the numbers."""
     found = rows(PAPERS[paper])
-    places = [tuple(row[key] for key in ("table", "model", "row", "column")) for row in found]
-    assert len(set(places)) == len(places)
+    keys = [tuple(row[key] for key in ("table", "model", "row", "column")) for row in found]
+    assert len(set(keys)) == len(keys)
     assert {row["paper"] for row in found} == {paper}
     assert {row["table"] for row in found} >= set(TABLES[paper])
     assert all(float(row["value"]) >= 0 for row in found)
@@ -64,7 +64,7 @@ MARKUP = {"Hybrid_Prefill": "Hybrid <sub>Prefill</sub>"}
 
 
 def _groups(paper: str, table: str) -> list[tuple[str, list[float]]]:
-    """(name, numbers) that a line has; numbers that belong to no model are groups of their own."""
+    """Return (row name, numbers) of each line of a table; numbers without a model are separate groups."""
     found: dict[tuple, list[float]] = defaultdict(list)
     for number, cell in enumerate(cells(paper, table)):
         by = (cell.model,) if (paper, table) in {("TemporalKV", "4"), ("TemporalKV", "5")} else (cell.model, cell.row)
@@ -80,9 +80,9 @@ def _caption(line: str) -> str | None:
 def _numbers(line: str) -> list[float]:
     line = re.sub(r"(?<=\d),(?=\d\d?(?!\d))", ".", line)  # 6,77
     line = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", line)  # 128,256
-    return [float(one) for one in re.findall(r"(?<![\w.])\d+(?:\.\d+)?", line)]
+    return [float(number) for number in re.findall(r"(?<![\w.])\d+(?:\.\d+)?", line)]
 
 
 def _within(wanted: list[float], line: list[float]) -> bool:
-    rest = iter(line)
-    return all(number in rest for number in wanted)
+    remaining = iter(line)
+    return all(number in remaining for number in wanted)

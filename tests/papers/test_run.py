@@ -21,39 +21,39 @@ from kvq_cli.papers.targets import REFERENCE, target
 TINY = "--windows 3 --seqlen 192 --set sinks=4 --set recent=4"
 
 
-def test_a_command_that_fails_is_an_error_and_leaves_the_target_unfinished(tmp_path, monkeypatch):
+def test_a_failing_command_leaves_the_target_unfinished(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    one, said = replace(target("table-temporalkv-13"), run="bits --papers --nonsense"), []
+    entry, reported = replace(target("table-temporalkv-13"), run="bits --papers --nonsense"), []
     with pytest.raises(KvqError, match=r"kvq bits failed \(exit code 2\)"):
-        run_target(one, REFERENCE, [], said.append)
-    assert said == ["$ kvq bits --papers --nonsense"]
-    assert state(one, REFERENCE) == PARTLY
+        run_target(entry, REFERENCE, [], reported.append)
+    assert reported == ["$ kvq bits --papers --nonsense"]
+    assert state(entry, REFERENCE) == PARTLY
 
 
 @pytest.mark.slow
 def test_the_output_of_a_command_is_the_result(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    one = replace(target("table-temporalkv-13"), run="bits --shapes tiny --method kivi --json")
-    run_target(one, REFERENCE, [], lambda text: None)
-    assert json.loads(one.result(REFERENCE).read_text())["methods"][0]["method"] == "kivi-2bit"
-    assert state(one, REFERENCE) == DONE
-    assert state(replace(one, run="bits --shapes tiny --json"), REFERENCE) == PARTLY
+    entry = replace(target("table-temporalkv-13"), run="bits --shapes tiny --method kivi --json")
+    run_target(entry, REFERENCE, [], lambda text: None)
+    assert json.loads(entry.result(REFERENCE).read_text())["methods"][0]["method"] == "kivi-2bit"
+    assert state(entry, REFERENCE) == DONE
+    assert state(replace(entry, run="bits --shapes tiny --json"), REFERENCE) == PARTLY
 
 
 def test_results_in_a_clone_without_artifacts_count_as_done(tmp_path, monkeypatch):
     """Artifacts with options are not in the repository; with another artifact the results would be others."""
     monkeypatch.chdir(tmp_path)
-    one, root = target("table-temporalkv-6"), tmp_path / "results"
-    folder, name = one.folder(REFERENCE, root), "kvquant-2bit-outliers-0.0"
-    write_json(folder / RECORD, {**current_record(one, REFERENCE), "artifacts": {name: "abc"}})
-    assert state(one, REFERENCE, root) == PARTLY  # its result is not there
-    write_json(one.result(REFERENCE, root), {})
-    assert state(one, REFERENCE, root) == DONE
+    entry, root = target("table-temporalkv-6"), tmp_path / "results"
+    folder, name = entry.folder(REFERENCE, root), "kvquant-2bit-outliers-0.0"
+    write_json(folder / RECORD, {**current_record(entry, REFERENCE), "artifacts": {name: "abc"}})
+    assert state(entry, REFERENCE, root) == PARTLY  # without its result
+    write_json(entry.result(REFERENCE, root), {})
+    assert state(entry, REFERENCE, root) == DONE
     config = Path("artifacts/reference") / name / "config.json"
     write_json(config, {"checksum": "abc"})
-    assert state(one, REFERENCE, root) == DONE
+    assert state(entry, REFERENCE, root) == DONE
     write_json(config, {"checksum": "def"})
-    assert state(one, REFERENCE, root) == PARTLY
+    assert state(entry, REFERENCE, root) == PARTLY
 
 
 def test_an_interrupt_ends_the_run(monkeypatch):

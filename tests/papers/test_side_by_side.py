@@ -1,4 +1,4 @@
-"""Published tables next to measured ones: which rows are which methods, and how many pairs are ranked alike."""
+"""Published tables next to measured ones: matching of rows to methods, and pairs that are ranked alike."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from kvq_cli.papers.side_by_side import side_by_side
 from kvq_cli.papers.targets import REFERENCE, target
 
 
-def compared(found):
-    """A comparison's documents of methods and the scores (0 ... 1) that they reached on two of RULER's tasks."""
+def compared(scores):
+    """A comparison's documents by label: label -> (method, score from 0 to 1 on two of RULER's tasks)."""
     methods = {}
-    for label, (text, score) in found.items():
+    for label, (text, score) in scores.items():
         results = {task: {"512,none": score} for task in ("vt", "qa_1", "ruler")}
         methods[label] = {
             "results": results,
@@ -41,7 +41,7 @@ def test_rows_and_the_agreement_of_rankings():
     assert found.lines[0] == ["Baseline", "plain", 5.84, 13.12, 51.02, 24.34, 100.0]
     assert found.lines[3] == ["InnerQ", "c", 5.69, 13.64, 49.58, 24.87, 62.5]
     # The paper: KIVI < KIVI+sink < InnerQ. Here: KIVI < InnerQ < KIVI+sink, which turns one of three pairs.
-    assert [(one.same, one.pairs, one.same_bits) for one in found.agreements] == [(2, 3, (2, 3))] * 4
+    assert [(entry.same, entry.pairs, entry.same_bits) for entry in found.agreements] == [(2, 3, (2, 3))] * 4
 
 
 def test_lower_is_better_in_tables_of_perplexity():
@@ -52,12 +52,12 @@ def test_lower_is_better_in_tables_of_perplexity():
         methods[label]["results"] = {"perplexity": {"perplexity,none": value}}
         methods[label]["higher_is_better"] = {"perplexity": {"perplexity": False}}
     found = side_by_side(target("table-xquant-1"), methods, REFERENCE)
-    one = next(one for one in found.agreements if (one.model, one.published) == ("Llama-3.1-8B", "C4"))
+    entry = next(entry for entry in found.agreements if (entry.model, entry.published) == ("Llama-3.1-8B", "C4"))
     # The paper: XQuant-3bit 9.89 < XQuant-2bit 12.27 < KIVI*-2bit 15.98; of equal bits only the last two.
-    assert (one.same, one.pairs, one.same_bits) == (2, 3, (1, 1))
+    assert (entry.same, entry.pairs, entry.same_bits) == (2, 3, (1, 1))
 
 
-def test_a_method_with_other_windows_is_the_same_row_with_other_options_not():
+def test_rows_match_methods_with_other_windows_but_not_with_other_options():
     methods = compared({"a": ("kivi-2bit:sinks=8:recent=32", 0.5), "b": ("squat-2bit:strength=0.01", 0.5)})
     assert side_by_side(target("table-squat-1"), methods, REFERENCE) is None  # KIVI alone
     methods |= compared({"c": ("squat-2bit:sinks=8:recent=32", 0.25)})
@@ -77,7 +77,7 @@ def test_the_command(kvq, fails, folder):
     shown = kvq("results", folder, "--against", "published", "--format", "markdown").stdout
     assert "InnerQ, GSM8K (table-innerq-1)" in shown and "| InnerQ | c | 5.69 |" in shown and "| 2 of 3 |" in shown
     found = json.loads(kvq("results", folder, "--against", "table-innerq-1", "--json").stdout)
-    assert [one["target"] for one in found] == ["table-innerq-1"]
+    assert [entry["target"] for entry in found] == ["table-innerq-1"]
     assert found[0]["agreements"][0]["same_bits"] == [2, 3]
     fails("results", folder, "--against", "table-xquant-4", code=1, says="it has no two of these methods")
     fails("results", folder, "--against", "table-9", code=2, says="no target 'table-9'")

@@ -1,4 +1,4 @@
-"""Sizes that kvq counts, against those that the papers print."""
+"""Counted cache sizes, against those that the papers print."""
 
 import pytest
 

@@ -13,7 +13,7 @@ from kvq_cli.methods.registry import build_parsed
 from kvq_cli.papers.published import PAPERS, cells, rows
 from kvq_cli.papers.targets import REFERENCE, target, targets
 
-TABLES = [one for one in targets().values() if one.table and one.rows(REFERENCE)]
+TABLES = [entry for entry in targets().values() if entry.table and entry.rows(REFERENCE)]
 SOME_MODEL = "meta-llama/Llama-3.1-8B"
 
 
@@ -27,28 +27,28 @@ def test_every_table_of_the_papers_is_a_target():
     assert wanted <= set(targets())
 
 
-@pytest.mark.parametrize("one", TABLES, ids=lambda one: one.id)
-def test_rows_and_columns_are_the_papers(one):
-    printed = cells(one.paper, one.table)
-    if one.columns:
+@pytest.mark.parametrize("entry", TABLES, ids=lambda entry: entry.id)
+def test_rows_and_columns_are_the_papers(entry):
+    printed = cells(entry.paper, entry.table)
+    if entry.columns:
         for model in (REFERENCE, SOME_MODEL):
-            assert set(one.columns_of(model)) <= {cell.column for cell in printed}
-        assert set(one.rows(REFERENCE)) <= {cell.row for cell in printed}
+            assert set(entry.columns_of(model)) <= {cell.column for cell in printed}
+        assert set(entry.rows(REFERENCE)) <= {cell.row for cell in printed}
 
 
 @pytest.mark.parametrize(("model", "shape"), [(REFERENCE, "reference"), (SOME_MODEL, "llama-3.1-8b")])
 def test_every_method_fits_the_model(model, shape):
-    for one in targets().values():
-        texts = list(one.rows(model).values())
-        assert len(set(texts)) == len(texts), one.id
+    for entry in targets().values():
+        texts = list(entry.rows(model).values())
+        assert len(set(texts)) == len(texts), entry.id
         for method in map(build_parsed, texts):
             if not method.calibrates:
-                method.plan(0, known_shape(shape, "--shapes").model_shape(), {})  # UsageError where it does not
+                method.plan(0, known_shape(shape, "--shapes").model_shape(), {})  # raises UsageError if it does not fit
 
 
 def test_commands_have_the_sizes_of_the_model(tmp_path):
-    one = target("table-temporalkv-6")
-    here, there = (shlex.join(one.command(model)) for model in (REFERENCE, SOME_MODEL))
+    entry = target("table-temporalkv-6")
+    here, there = (shlex.join(entry.command(model)) for model in (REFERENCE, SOME_MODEL))
     assert "--dataset" not in here and "--model" not in here
     assert "--dataset c4 --windows 256 --seqlen 2048" in there and f"--model {SOME_MODEL}" in there
     assert "/Llama-3.1-8B/table-temporalkv-6 " in there
@@ -59,8 +59,8 @@ def test_commands_have_the_sizes_of_the_model(tmp_path):
 
 def test_the_list(kvq):
     found = json.loads(kvq("reproduce", "--json").stdout)
-    assert {one["state"] for one in found} == {"to do", "needs hardware", "nothing to measure"}
-    by_name = {one["target"]: one for one in found}
+    assert {entry["state"] for entry in found} == {"to do", "needs hardware", "nothing to measure"}
+    by_name = {entry["target"]: entry for entry in found}
     assert by_name["table-temporalkv-6"]["needs"] == "meta-llama/Llama-3.1-8B and 2 more, c4"
     assert by_name["table-innerq-3"]["here"] is None
     assert kvq("reproduce", "figure-squat-1").exit_code == 2

@@ -1,4 +1,4 @@
-"""The fake GPU: it computes what PyTorch does, and refuses what CUDA refuses."""
+"""The fake GPU: PyTorch's results, and CUDA's errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(memory: str, code: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a process of its own that sees a fake GPU."""
+    """Run Python code in a process with a fake GPU."""
     paths = [ROOT / "tools/fake_gpu/site", ROOT, ROOT / "kernels"]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment |= {"KVQ_FAKE_GPU": memory, "PYTHONPATH": os.pathsep.join(map(str, paths))}
@@ -23,12 +23,13 @@ def run(memory: str, code: str) -> subprocess.CompletedProcess[str]:
 
 
 def check(memory: str, code: str) -> None:
+    """Run Python code with a fake GPU; it must succeed."""
     done = run(memory, code)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("memory", ["host", "none"])
-def test_devices(memory):
+def test_tensors_know_their_device(memory):
     check(
         memory,
         """
@@ -53,20 +54,20 @@ def test_two_devices_are_refused(memory, code):
     assert "Expected all tensors to be on the same device" in done.stderr
 
 
-def test_numbers_are_those_of_a_gpu():
+def test_division_by_a_host_number_multiplies_by_its_reciprocal():
     check(
         "host",
         """
 x = torch.arange(1, 1000, dtype=torch.float32)
 on_gpu = (x.cuda() / 3).cpu()
-assert torch.equal(on_gpu, x * (torch.ones(()) / 3)) and not torch.equal(on_gpu, x / 3)  # by the reciprocal
+assert torch.equal(on_gpu, x * (torch.ones(()) / 3)) and not torch.equal(on_gpu, x / 3)
 assert torch.equal((x.cuda() / torch.tensor(3.0).cuda()).cpu(), x / 3)
 assert x.cuda().sum().item() == x.sum().item() and x.cuda().tolist() == x.tolist()
 """,
     )
 
 
-def test_graphs_repeat_and_refuse_to_be_read():
+def test_graphs_replay_and_refuse_host_reads_during_capture():
     check(
         "host",
         """
@@ -82,7 +83,7 @@ try:
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
         x.sum().item()
 except RuntimeError as error:
-    assert "reads back" in str(error)
+    assert "synchronizes with the host" in str(error)
 else:
     raise AssertionError
 """,
@@ -91,8 +92,7 @@ else:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("memory", ["host", "none"])
-def test_kernels(memory):
-    """A launch runs as it is compiled; one with a pointer to the host's memory is refused."""
+def test_launches_run_compiled_code_and_refuse_host_pointers(memory):
     check(
         memory,
         f"""

@@ -1,4 +1,4 @@
-"""The `gpu-*` commands in the GPU machine's environment, on a fake GPU: packed kernels serve all that they launch."""
+"""The `make gpu-*` commands in the GPU machine's environment, on a fake GPU, with packed kernels."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ COMMANDS = ("gpu-test", "gpu-bench", "gpu-tune", "gpu-growth")
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not DEVICE.exists(), reason="it is not installed: make test-all does it"),
+    pytest.mark.skipif(
+        not DEVICE.exists(), reason="the GPU machine's environment is missing: make test-all installs it"
+    ),
 ]
 
 
 def make(*words: str, **environment: str) -> str:
-    """What `make` prints; it must succeed."""
+    """Run `make`, which must succeed, and return its output."""
     known = {key: value for key, value in os.environ.items() if key not in ("TRITON_INTERPRET", "MAKEFLAGS")}
     command = ["make", "-C", str(ROOT), f"PYTHON={DEVICE}", "DRY=1", *words]
     done = subprocess.run(command, env=known | environment, capture_output=True, text=True)
@@ -29,14 +31,15 @@ def make(*words: str, **environment: str) -> str:
     return done.stdout
 
 
-def test_the_environment_lacks_what_a_gpu_machine_may_lack():
+def test_the_environment_has_no_optional_packages():
+    """A GPU machine may lack them."""
     code = "import importlib.util as u, sys; print([n for n in sys.argv[1:] if u.find_spec(n)])"
     names = ["datasets", "faiss", "accelerate", "matplotlib", "hypothesis", "lm_eval", "wonderwords"]
     assert subprocess.run([DEVICE, "-c", code, *names], capture_output=True, text=True).stdout.strip() == "[]"
 
 
-def test_packed_kernels_serve_all_commands(tmp_path):
-    """`gpu-pack` compiles what the commands launch; then they run from another folder without compiling anything."""
+def test_commands_launch_only_packed_kernels(tmp_path):
+    """`gpu-pack` compiles the kernels; then the commands run from another folder with compilation forbidden."""
     packed = tmp_path / "pack.tar.xz"
     make("gpu-pack", f"GPU_OUT={tmp_path / 'here'}", f"GPU_PACK={packed}", f"DEVICE={DEVICE}", "GPU_JOBS=1")
     logs = list((tmp_path / "here/packing").glob("*.log"))
@@ -57,8 +60,7 @@ def test_packed_kernels_serve_all_commands(tmp_path):
     assert archives == {f"{name}.tar.gz" for name in COMMANDS}
 
 
-def test_tests_of_kernels_are_collected():
-    """All tests that are marked for a GPU import what is there."""
+def test_gpu_tests_are_collected_without_optional_packages():
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))}
     command = [
         DEVICE,

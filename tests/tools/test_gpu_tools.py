@@ -1,4 +1,4 @@
-"""What the `gpu-*` commands are made of: tests in processes, packs of compiled kernels, archives of results."""
+"""Scripts of the `make gpu-*` commands: parallel tests, packs of compiled kernels, archives of results."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_mended():
 
 
 def run_tests(folder: Path, mended: str) -> tuple[subprocess.CompletedProcess, dict, int]:
-    """The process, its result, and how many times a test that passes was run."""
+    """Run the script; returns the process, its result, and how often the passing tests ran."""
     (folder / "test_some.py").write_text(TESTS)
     (folder / "pytest.ini").write_text("[pytest]\n")
     runs = folder / f"runs-{mended}"
@@ -37,7 +37,7 @@ def run_tests(folder: Path, mended: str) -> tuple[subprocess.CompletedProcess, d
     return done, result, len(runs.read_text()) if runs.exists() else 0
 
 
-def test_tests_in_processes_are_all_run_once_and_resume(tmp_path):
+def test_parallel_tests_run_once_and_resume_after_failures(tmp_path):
     done, result, runs = run_tests(tmp_path, "no")
     assert done.returncode == 1 and "FAILED test_some.py::test_mended" in done.stdout and "not yet" in done.stdout
     assert (result["passed"], result["failed"], runs) == (5, 1, 5)
@@ -46,7 +46,7 @@ def test_tests_in_processes_are_all_run_once_and_resume(tmp_path):
     assert (result["passed"], result["failed"], runs) == (6, 0, 0)
 
 
-def test_a_pack_names_the_files_of_the_cache_that_it_fills(tmp_path):
+def test_installing_a_pack_rewrites_the_paths_of_its_entries(tmp_path):
     entry = tmp_path / "there" / "ABC"
     entry.mkdir(parents=True)
     names = ["kernel.cubin", "kernel.ttir", "kernel.json"]
@@ -62,11 +62,11 @@ def test_a_pack_names_the_files_of_the_cache_that_it_fills(tmp_path):
     assert paths == {name: str(here / "ABC" / name) for name in ("kernel.cubin", "kernel.json")}
     assert pack.count(here) == 1
     (here / "ABC/kernel.cubin").unlink()
-    pack.install(tmp_path / "pack.tar.xz", here)  # filled already: nothing is written again
+    pack.install(tmp_path / "pack.tar.xz", here)  # installed before: no file is written again
     assert not (here / "ABC/kernel.cubin").exists()
 
 
-def test_a_pack_of_another_compiler_is_said(tmp_path, monkeypatch, capsys):
+def test_a_pack_of_another_triton_is_reported(tmp_path, monkeypatch, capsys):
     (tmp_path / "used").write_text("")
     pack.make(tmp_path, tmp_path / "used", tmp_path / "pack.tar.xz")
     here = pack.versions()
@@ -75,11 +75,11 @@ def test_a_pack_of_another_compiler_is_said(tmp_path, monkeypatch, capsys):
     assert "another triton" in capsys.readouterr().out
 
 
-def test_an_archive_carries_results_and_tables(tmp_path, monkeypatch):
+def test_an_archive_restores_results_and_merges_tuning_tables(tmp_path, monkeypatch):
     results = tmp_path / "results"
     results.mkdir()
     (results / "kernels.json").write_text('{"rows": []}')
-    (results / "notes.txt").write_text("left out")
+    (results / "notes.txt").write_text("not packed")
     monkeypatch.setattr(archive, "gpu_name", lambda: "some-gpu")
     file = archive.pack("gpu-bench", results, tmp_path / "out")
     with tarfile.open(file) as content:
@@ -95,5 +95,5 @@ def test_an_archive_carries_results_and_tables(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("words", [[], ["pack"], ["unpack"], ["nonsense", "a"]])
-def test_wrong_words_print_how_to_use_it(words, capsys):
+def test_invalid_arguments_print_the_usage(words, capsys):
     assert archive.main(words) == 2 and "unpack FILE" in capsys.readouterr().err

@@ -1,8 +1,8 @@
-"""Write docs/API.md: signatures and docstrings of the public Python API, read by griffe without importing anything.
+"""Write docs/API.md: signatures and docstrings of the public Python API, which griffe reads without imports.
 
     python tools/docs/api.py [FOLDER]    into FOLDER instead of docs/
 
-Public is what `kvq_cli.__all__` names, the classes that these functions take, return or hold, and the `__all__` of each
+The public API is `kvq_cli.__all__`, the classes in the signatures and fields of its members, and the `__all__` of each
 operation of kvq_kernels.
 """
 
@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def page() -> str:
-    """The text of docs/API.md."""
+    """Return the text of docs/API.md."""
     loader = griffe.GriffeLoader(search_paths=[ROOT, ROOT / "kernels"])
     library, kernels = loader.load(LIBRARY), loader.load(KERNELS)
     loader.resolve_aliases()
@@ -83,7 +83,7 @@ def _reached(functions: list[griffe.Object]) -> list[griffe.Object]:
 
 
 def _annotations(member: griffe.Object) -> Iterator[griffe.Expr]:
-    """What a function or a class's public members say of types."""
+    """Yield the type annotations of a function, or of a class's public members."""
     if member.is_class:
         for child in _public(member):
             yield from _annotations(child)
@@ -93,7 +93,7 @@ def _annotations(member: griffe.Object) -> Iterator[griffe.Expr]:
 
 
 def _class(name: object) -> griffe.Object | None:
-    """The class of the library that a name in an annotation stands for."""
+    """Return the library's class that a name in an annotation refers to, or None."""
     if not isinstance(name, griffe.ExprName) or not name.canonical_path.startswith(f"{LIBRARY}."):
         return None
     try:
@@ -104,7 +104,7 @@ def _class(name: object) -> griffe.Object | None:
 
 
 def _public(cls: griffe.Object) -> list[griffe.Object]:
-    """A class's own public members: methods and properties with a docstring, fields of dataclasses."""
+    """Return a class's public members that are not inherited: documented methods and properties, dataclass fields."""
     members = [member for member in cls.members.values() if not member.name.startswith("_") and not member.is_alias]
     fields = [m for m in members if m.is_attribute and "dataclass" in cls.labels and "instance-attribute" in m.labels]
     fields = [field for field in fields if field.annotation is not None]
@@ -133,7 +133,7 @@ def _members(members: Iterable[griffe.Object]) -> Iterator[str]:
 
 
 def _names(member: griffe.Object) -> list[str]:
-    """Parameters of a function, fields of a class: what its docstring explains."""
+    """Return the names that a docstring explains: parameters of a function, fields of a class."""
     if member.is_class:
         return [child.name for child in _public(member) if child.is_attribute]
     return [parameter.name for parameter in member.parameters]
@@ -179,7 +179,7 @@ def _call(name: str, parameters: Iterable[griffe.Parameter], end: str) -> Iterat
 
 
 def _summary(docstring: griffe.Docstring | None) -> str:
-    """The first sentence."""
+    """Return the first sentence of a docstring."""
     return _paragraph(docstring.value if docstring else "").removesuffix(".") + "."
 
 

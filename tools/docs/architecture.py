@@ -2,8 +2,8 @@
 
     python tools/docs/architecture.py [FOLDER]    into FOLDER instead of docs/
 
-Imports are read from the sources, also those inside functions. Arrows that follow from others are left out; all others
-point downwards, or the program ends with the cycle that it saw.
+Imports are read from the sources, those inside functions included. The graph is drawn without transitive edges, from
+importers down to imported subpackages; a cycle of imports is an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def room_graph() -> networkx.DiGraph:
-    """Subpackages with an edge to each that they import, directly or through a plain module beside them."""
+    """Return the graph of imports between subpackages, direct or through a plain module of the package."""
     modules = {name: path for package, root in SOURCES.items() for name, path in _modules(root, package)}
     graph = networkx.DiGraph()
     for name, path in modules.items():
@@ -62,7 +62,7 @@ def _room(module: str) -> str:
 
 
 def _imports(path: Path, modules: dict[str, Path]) -> Iterator[str]:
-    """Modules of the two packages that a file imports."""
+    """Yield the modules of the two packages that a file imports."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
@@ -76,7 +76,7 @@ def _imports(path: Path, modules: dict[str, Path]) -> Iterator[str]:
 
 @dataclass(eq=False)
 class Place:
-    """A box, or the lane of an arrow that passes a rank."""
+    """A box, or the lane of an arrow that crosses a rank."""
 
     name: str
     width: float
@@ -89,7 +89,7 @@ class Place:
 
 
 def picture() -> str:
-    """The text of docs/architecture.svg."""
+    """Return the text of docs/architecture.svg."""
     graph = room_graph()
     if not networkx.is_directed_acyclic_graph(graph):
         sys.exit(f"subpackages import each other: {networkx.find_cycle(graph)}")
@@ -100,7 +100,7 @@ def picture() -> str:
 
 
 def _reduced(graph: networkx.DiGraph) -> networkx.DiGraph:
-    """Without the edges that follow from others of the same package: who uses which kernel stays to be seen."""
+    """Return the transitive reduction within each package, and those edges to the other package that it leaves."""
     reduced = networkx.DiGraph()
     for package in SOURCES:
         inside = graph.subgraph(node for node in graph if node.split(".")[0] == package)
@@ -115,8 +115,8 @@ def _reduced(graph: networkx.DiGraph) -> networkx.DiGraph:
 
 
 def _ranked(graph: networkx.DiGraph) -> tuple[list[list[Place]], list[tuple[Place, Place]]]:
-    """Places by rank, below all that import them, and the pieces of arrows from rank to rank."""
-    level = {}
+    """Return the places by rank, below all their importers, and the arrows cut into segments from rank to rank."""
+    level: dict[str, int] = {}
     for node in networkx.lexicographical_topological_sort(graph):
         level[node] = max((level[p] + 1 for p in graph.predecessors(node)), default=0)
     ranks: list[list[Place]] = [[] for _ in range(max(level.values()) + 1)]
@@ -135,7 +135,7 @@ def _ranked(graph: networkx.DiGraph) -> tuple[list[list[Place]], list[tuple[Plac
 
 
 def _description(room: str) -> str:
-    """The first sentence of a subpackage's docstring, without references in brackets."""
+    """Return the first sentence of a subpackage's docstring, without references in brackets."""
     package, name = room.split(".")
     source = (SOURCES[package] / package / name / "__init__.py").read_text(encoding="utf-8")
     first = (ast.get_docstring(ast.parse(source)) or "").split("\n\n")[0]
@@ -144,7 +144,7 @@ def _description(room: str) -> str:
 
 
 def _order(ranks: list[list[Place]], edges: list[tuple[Place, Place]]) -> None:
-    """Sort each rank so that few arrows cross: by the mean position of neighbours, swept down and up."""
+    """Sort each rank by the mean position of neighbours, in sweeps down and up, so that few arrows cross."""
     for sweep in range(24):
         above = sweep % 2 == 0
         for rank in ranks if above else ranks[::-1]:
@@ -158,7 +158,7 @@ def _order(ranks: list[list[Place]], edges: list[tuple[Place, Place]]) -> None:
 
 
 def _spread(ranks: list[list[Place]], edges: list[tuple[Place, Place]]) -> None:
-    """Set `x` of all places: near their neighbours, and as far apart as their widths need."""
+    """Set `x` of all places: near their neighbours, without overlap."""
     for rank in ranks:
         _separate(rank, {id(place): 0.0 for place in rank})
     for sweep in range(40):
@@ -171,7 +171,7 @@ def _spread(ranks: list[list[Place]], edges: list[tuple[Place, Place]]) -> None:
 
 
 def _separate(rank: list[Place], wanted: dict[int, float]) -> None:
-    """Positions in the rank's order that keep their distance and have the wanted mean."""
+    """Set `x` near the wanted positions, in the rank's order, without overlap and with the same mean."""
     x = -1e9
     for before, place in zip([None, *rank], rank, strict=False):
         distance = (before.width + place.width) / 2 + GAP if before else 0
@@ -185,7 +185,8 @@ def _separate(rank: list[Place], wanted: dict[int, float]) -> None:
 def _draw(ranks: list[list[Place]], edges: list[tuple[Place, Place]]) -> str:
     left = min(place.x - place.width / 2 for rank in ranks for place in rank) - MARGIN
     right = max(place.x + place.width / 2 for rank in ranks for place in rank) + MARGIN
-    tops, y = [], HEAD + MARGIN
+    tops: list[float] = []
+    y: float = HEAD + MARGIN
     for rank in ranks:
         tops.append(y)
         y += max(place.height for place in rank) + BETWEEN
@@ -214,7 +215,7 @@ def _draw(ranks: list[list[Place]], edges: list[tuple[Place, Place]]) -> str:
 
 
 def _port(place: Place, other: Place, edges: list[tuple[Place, Place]]) -> float:
-    """Where an arrow to or from `other` meets a place: the arrows of one side share its width, in their order."""
+    """Return where an arrow to or from `other` meets a place; the arrows of a side are evenly spaced in order."""
     down = any(a is place and b is other for a, b in edges)
     side = [b if down else a for a, b in edges if (a if down else b) is place]
     side.sort(key=lambda neighbour: neighbour.x)

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-# The Triton backend asks for a GPU or for this, when Triton is imported.
+# Without a GPU, the Triton backend needs this when Triton is imported.
 os.environ["TRITON_INTERPRET"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -46,7 +46,7 @@ FILLS = {MODEL: "#eef0f2", KERNELS: "#fdf0dd"}
 
 @dataclass(eq=False)
 class Call:
-    """A function that ran in a subpackage, how often, and the calls to other subpackages that it led to."""
+    """A function that ran in a subpackage, its number of calls, and its calls to other subpackages."""
 
     room: str
     name: str
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def record() -> Call:
-    """The calls of one decode step."""
+    """Return the calls of one decode step."""
     transformers.utils.logging.disable_progress_bar()
     model = load_model("reference", "cpu", "float32").model
     ids = torch.arange(2 * RESIDUAL) % model.config.vocab_size
@@ -78,7 +78,7 @@ def record() -> Call:
 
 
 class _Recorder(TorchDispatchMode):
-    """Follows the calls between subpackages, and which of them run operations of PyTorch; memory begins as zeros."""
+    """Records calls between subpackages and which of them run PyTorch operations; new memory is zeroed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _room(frame: FrameType) -> str | None:
-    """The subpackage that a frame's function belongs to; None for others than those drawn."""
+    """Return the subpackage of a frame's function; None if it is not drawn."""
     module = frame.f_globals.get("__name__", "")
     if module.startswith("transformers.models."):
         return MODEL
@@ -120,7 +120,7 @@ def _room(frame: FrameType) -> str | None:
 
 
 def _about(frame: FrameType) -> str:
-    """The first sentence of the function's docstring; of the model's own functions nothing."""
+    """Return the first sentence of the function's docstring; an empty string for the model's functions."""
     code = frame.f_code
     if _room(frame) == MODEL:
         return ""
@@ -131,7 +131,7 @@ def _about(frame: FrameType) -> str:
 
 
 def picture() -> str:
-    """The text of docs/decode-step.svg."""
+    """Return the text of docs/decode-step.svg."""
     rows = list(_rows(record(), ()))
     width = 2 * MARGIN + COLUMN * len(ROOMS) + TEXT
     drawing = Drawing(width, HEAD + ROW * len(rows) + MARGIN, "One decode step of kvq")
@@ -165,7 +165,7 @@ def picture() -> str:
 
 
 def _rows(call: Call, callers: tuple[Call, ...]) -> Iterator[tuple[tuple[Call, ...], Call]]:
-    """Each call that touches a tensor, after the calls that it is made in, in the order of the first time."""
+    """Yield each call that touches a tensor with its chain of callers, in the order of first calls."""
     yield callers, call
     for inner in call.calls:
         if inner.touches:

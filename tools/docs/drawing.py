@@ -1,4 +1,4 @@
-"""A small SVG writer: boxes, text and arrows, with the same bytes for the same drawing."""
+"""A small SVG writer with deterministic output: boxes, text and arrows."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ text {{ font-family: "Helvetica Neue", Helvetica, Arial, "DejaVu Sans", sans-ser
 
 
 def wrap(text: str, width: float, size: float) -> list[str]:
-    """`text` in lines that fit into `width` at a font size."""
+    """Return `text` in lines that fit into `width` at a font size."""
     return textwrap.wrap(text, max(8, int(width / (size * CHARACTER))))
 
 
 def shorten(text: str, width: float, size: float) -> str:
-    """The beginning of `text` that fits into `width`, without Markdown's backticks."""
+    """Return the beginning of `text` that fits into `width`, without Markdown's backticks."""
     return textwrap.shorten(text.replace("`", ""), int(width / (size * CHARACTER)), placeholder=" …") if text else ""
 
 
 class Drawing:
-    """Shapes on a white page; `svg()` gives the file's text."""
+    """A white page with shapes; `svg()` returns the file's text."""
 
     def __init__(self, width: float, height: float, title: str) -> None:
         self.width, self.height, self.title = width, height, title

@@ -1,10 +1,10 @@
-"""A CUDA device that is not there: PyTorch and Triton see an H200, whose memory is the host's, or nothing at all.
+"""A fake CUDA device: PyTorch and Triton see an H200, whose tensors are in host memory or have shapes only.
 
-`activate("host")` keeps the device's tensors in ordinary memory, with real numbers, and runs Triton's kernels in the
-emulator of `tests/kernels/ptx`, as they are compiled; `activate("skip")` compiles and binds kernels, but does not run
-them. `activate("none")` keeps shapes only (PyTorch's meta device): programs run at real sizes in no memory, kernels are
-not run, and reading a tensor back gives zeros, on which a program must not decide what to launch. In each of them an
-operation on tensors of two devices fails as it does with a GPU.
+    activate("host")   tensors in host memory; compiled kernels run in the PTX emulator of `tests/kernels/ptx`
+    activate("skip")   tensors in host memory; kernels are compiled and bound, but not run
+    activate("none")   tensors on PyTorch's meta device: real sizes without memory; kernels are compiled, but not run,
+                       and a host read gives zeros, so that a program must not decide by it what to launch
 
-A process activates it at start where KVQ_FAKE_GPU is set and `tools/fake_gpu/site` is on PYTHONPATH, its children too.
+In each mode an operation on tensors of two devices fails as on a GPU. A process and its children activate the fake
+device at start if KVQ_FAKE_GPU is set and `tools/fake_gpu/site` is on PYTHONPATH.
 """

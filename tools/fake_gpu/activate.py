@@ -1,4 +1,4 @@
-"""Put the fake device in the place of the real one, for the whole process."""
+"""Replace CUDA by the fake device for the whole process."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ MEMORIES = {"host": "cpu", "skip": "cpu", "none": "meta"}
 
 
 def activate(memory: str) -> None:
-    """memory: "host" (kernels are emulated), "skip" (kernels are not run) or "none" (shapes only)."""
+    """Activate the fake device. memory: "host" (kernels are emulated), "skip" (not run) or "none" (shapes only)."""
     replace_torch_cuda()
     FakeDevice.memory = torch.device(MEMORIES[memory])
     FakeDevice().__enter__()
-    _cover_threads()
+    _enter_in_new_threads()
     import triton
 
     if memory == "host":
@@ -31,23 +31,23 @@ def activate(memory: str) -> None:
         from fake_gpu.driver import Driver
 
     if memory == "none":
-        torch.fx.experimental._config.meta_nonzero_assume_all_nonzero = True  # sizes that depend on numbers
+        torch.fx.experimental._config.meta_nonzero_assume_all_nonzero = True  # for sizes that depend on values
     triton.runtime.driver.set_active(Driver())
 
 
-def _cover_threads() -> None:
-    """PyTorch's modes are of one thread: enter one in each that begins."""
+def _enter_in_new_threads() -> None:
+    """Enter the mode in every new thread: PyTorch's modes are thread-local."""
     run = threading.Thread.run
 
-    def covered(thread: threading.Thread) -> None:
+    def run_in_mode(thread: threading.Thread) -> None:
         with FakeDevice():
             run(thread)
 
-    threading.Thread.run = covered
+    threading.Thread.run = run_in_mode
 
 
 def forbid_compilation() -> None:
-    """Let Triton load kernels from its cache only."""
+    """Fail instead of compiling a kernel that is not in Triton's cache."""
     from triton.compiler import ASTSource
 
     def refuse(source: ASTSource, *_: object, **__: object) -> None:
@@ -57,13 +57,13 @@ def forbid_compilation() -> None:
 
 
 def record_cache_entries(file: Path) -> None:
-    """Append the folder of every entry of Triton's cache that is looked up, one per line."""
+    """Append the folder of every cache entry that Triton looks up to `file`, one per line."""
     from triton.runtime.cache import FileCacheManager
 
-    start = FileCacheManager.__init__
+    initialize = FileCacheManager.__init__
 
     def recorded(manager: FileCacheManager, key: str, *args: object, **options: object) -> None:
-        start(manager, key, *args, **options)
+        initialize(manager, key, *args, **options)
         with file.open("a") as lines:
             lines.write(f"{manager.cache_dir}\n")
 

@@ -1,4 +1,4 @@
-"""`torch.cuda` of the fake device: one H200, streams that do nothing, graphs that repeat what they recorded."""
+"""`torch.cuda` of the fake device: an H200, streams without effect, and graphs that replay recorded operations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROPERTIES = SimpleNamespace(
 
 
 class Stream:
-    """Work is done when it is asked for, so waiting is over at once."""
+    """A stream without effect: all work is synchronous."""
 
     device = CUDA
 
@@ -40,7 +40,7 @@ class Stream:
 
 
 class Event(Stream):
-    """Between any two of them lies a millisecond."""
+    """An event; a millisecond is between any two."""
 
     def record(self, *_: Any) -> None:
         pass
@@ -50,16 +50,16 @@ class Event(Stream):
 
 
 class Generator(torch.Generator):
-    """A CPU's generator for tensors of the fake device."""
+    """A generator of the CPU that reports the fake device."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
-        made = super().__new__(cls, "cpu")
-        made.place = torch.device(device)
-        return made
+        generator = super().__new__(cls, "cpu")
+        generator.fake_device = torch.device(device)
+        return generator
 
     @property
     def device(self) -> torch.device:
-        return self.place
+        return self.fake_device
 
 
 @contextmanager
@@ -74,12 +74,12 @@ def graph(recorded: Graph, pool: Any = None, stream: Any = None, **_: Any) -> It
 
 
 def replace_torch_cuda() -> None:
-    """Let torch.cuda tell of the fake device, for the rest of the process."""
-    numbers = {"memory_allocated": 0, "max_memory_allocated": 1 << 20, "current_device": 0, "device_count": 1}
-    nothing = ["synchronize", "empty_cache", "reset_peak_memory_stats", "set_device", "init", "_lazy_init"]
-    for name, number in numbers.items():
-        setattr(torch.cuda, name, lambda *_, number=number, **__: number)
-    for name in nothing:
+    """Replace the functions of torch.cuda by those of the fake device, for the rest of the process."""
+    constants = {"memory_allocated": 0, "max_memory_allocated": 1 << 20, "current_device": 0, "device_count": 1}
+    no_ops = ["synchronize", "empty_cache", "reset_peak_memory_stats", "set_device", "init", "_lazy_init"]
+    for name, value in constants.items():
+        setattr(torch.cuda, name, lambda *_, value=value, **__: value)
+    for name in no_ops:
         setattr(torch.cuda, name, lambda *_, **__: None)
     torch.cuda.is_available = lambda: True
     torch.cuda.is_initialized = lambda: True

@@ -1,8 +1,8 @@
-"""Which tensors are on the fake device, and what PyTorch's functions do with them."""
+"""Tensors of the fake device: a PyTorch function mode that tracks the device of every tensor."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 from torch.utils._pytree import tree_leaves, tree_map
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
-#: Move numbers between devices, or index with a CPU's numbers, on a GPU too.
+#: Functions that take tensors of two devices on a GPU, too: copies, and indexing with CPU indices.
 _CROSS_DEVICE = {"copy_", "__getitem__", "__setitem__", "index_put_", "index_put", "index", "set_", "__set__", "to"}
 _CROSS_DEVICE |= {"_has_compatible_shallow_copy_type"}
 _DIVISIONS = {"div", "divide", "true_divide", "__truediv__"}
@@ -20,7 +20,7 @@ _HOST_READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__"
 
 
 def on_device(tensor: Tensor) -> bool:
-    """Whether a tensor is on the fake device. Storage carries the mark, so views and parameters share it."""
+    """Whether a tensor is on the fake device. The mark is on its storage, which views and parameters share."""
     with torch._C.DisableTorchFunction():
         if tensor.is_meta:
             return FakeDevice.memory.type == "meta"
@@ -34,7 +34,7 @@ def _mark(tensor: Tensor, device: torch.device) -> None:
 
 
 class FakeDevice(TorchFunctionMode):
-    """memory: where the device's tensors are kept, PyTorch's "cpu" or "meta"; one for the process."""
+    """memory: the device that holds the fake device's tensors, PyTorch's "cpu" or "meta"; one per process."""
 
     memory = torch.device("cpu")
 
@@ -43,7 +43,7 @@ class FakeDevice(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = getattr(function, "__name__", "")
-        if function is torch.device or name == "_parse_to":  # name a device, make no tensor
+        if function is torch.device or name == "_parse_to":  # these only name a device
             return function(*args, **kwargs)
         owner = getattr(getattr(function, "__self__", None), "__name__", "")
         if name == "__get__":
@@ -53,7 +53,7 @@ class FakeDevice(TorchFunctionMode):
         if name in _HOST_READS and any(isinstance(x, Tensor) and x.is_meta for x in args[:1]):
             return self._host_read(name, args[0])
         if name == "register_hook":
-            return function(args[0], self._covered(args[1], _device_of(args[0])))
+            return function(args[0], self._in_mode(args[1], _device_of(args[0])))
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         before = {x.untyped_storage()._cdata for x in tensors} if self.memory.type == "cpu" else set()
         wanted = CUDA if name == "cuda" else _requested(args, kwargs)
@@ -65,20 +65,23 @@ class FakeDevice(TorchFunctionMode):
                 return _zeros(args, kwargs) if name == "to" else args[0].zero_()
         if name == "cuda":
             function, name, args = torch.Tensor.to, "to", (args[0], CUDA)
-        args, kwargs = tree_map(self._real, args), {key: tree_map(self._real, value) for key, value in kwargs.items()}
+        args, kwargs = (
+            tree_map(self._real_device, args),
+            {key: tree_map(self._real_device, value) for key, value in kwargs.items()},
+        )
         generator = kwargs.get("generator")
         if wanted == CUDA and self.memory.type == "meta" and generator is not None:
             kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
         if name in _DIVISIONS and len(args) == 2 and not kwargs and isinstance(args[1], (int, float)):
-            out = _divided(function, *args)
+            out = _divide(function, *args)
         else:
             out = function(*args, **kwargs)
-        return self._labelled(out, name, args, tensors, before, wanted)
+        return self._set_device(out, name, args, tensors, before, wanted)
 
-    def _labelled(
+    def _set_device(
         self, out: Any, name: str, args: tuple, tensors: list[Tensor], before: set[int], wanted: torch.device | None
     ) -> Any:
-        """The result, on the device that was asked for, or else that of the tensors it was made of."""
+        """Mark the result with the requested device, by default that of the arguments."""
         if self.memory.type == "meta":
             return out
         if name == "to" and isinstance(out, Tensor):
@@ -95,18 +98,18 @@ class FakeDevice(TorchFunctionMode):
                 _mark(x, target)
         return out
 
-    def _covered(self, hook: Callable, device: torch.device) -> Callable:
-        """A backward pass calls hooks from inside this mode, where none is on."""
+    def _in_mode(self, hook: Callable, device: torch.device) -> Callable:
+        """Wrap a hook so that it runs in this mode, which a backward pass disables."""
 
-        def covered(gradient: Tensor) -> Any:
+        def wrapped(gradient: Tensor) -> Any:
             _mark(gradient, device)
             with FakeDevice():
                 return hook(gradient)
 
-        return covered
+        return wrapped
 
-    def _real(self, x: Any) -> Any:
-        """The device on which numbers are kept, for the fake one."""
+    def _real_device(self, x: Any) -> Any:
+        """Return the device that holds the tensors for the fake device; anything else unchanged."""
         named = isinstance(x, torch.device) and x.type == "cuda" or isinstance(x, str) and x.partition(":")[0] == "cuda"
         return self.memory if named else x
 
@@ -136,7 +139,7 @@ class FakeDevice(TorchFunctionMode):
         return out
 
     def _host_read(self, name: str, tensor: Tensor) -> Any:
-        """Zeros for numbers that nobody computed; comparisons hold."""
+        """Return zeros for the values of a meta tensor; comparisons are True."""
         if name in ("equal", "allclose", "__bool__", "is_nonzero"):
             return True
         with torch._C.DisableTorchFunction():
@@ -144,8 +147,8 @@ class FakeDevice(TorchFunctionMode):
         return getattr(zeros, name)()
 
 
-def _divided(function: Callable, x: Tensor, number: float) -> Tensor:
-    """As CUDA divides by a number of the host: x times its reciprocal, rounded to the type that it computes in."""
+def _divide(function: Callable, x: Tensor, number: float) -> Tensor:
+    """Divide by a host number as CUDA does: multiply by its reciprocal, rounded to float32 (float64 for float64)."""
     if not on_device(x) or not x.is_floating_point():
         return function(x, number)
     wide = np.float64 if x.dtype == torch.float64 else np.float32
@@ -153,7 +156,7 @@ def _divided(function: Callable, x: Tensor, number: float) -> Tensor:
 
 
 def _zeros(args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """What `tensor.to("cpu", ...)` gives of a tensor without numbers."""
+    """Return the result of `tensor.to("cpu", ...)` for a meta tensor: zeros."""
     dtypes = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.dtype)]
     with torch._C.DisableTorchFunction():
         return torch.zeros(args[0].shape, dtype=dtypes[0] if dtypes else args[0].dtype)
@@ -164,8 +167,8 @@ def _device_of(tensor: Tensor) -> torch.device:
 
 
 def _requested(args: tuple, kwargs: dict[str, Any]) -> torch.device | None:
-    """The device that a call names, if any."""
-    for x in _flat((*args, kwargs.get("device"))):
+    """Return the device that a call names, if any."""
+    for x in (*args, kwargs.get("device")):
         if isinstance(x, torch.device):
             return torch.device(x.type, 0) if x.type == "cuda" else x
         if isinstance(x, str) and (x == "cpu" or x.startswith("cuda")):
@@ -173,12 +176,8 @@ def _requested(args: tuple, kwargs: dict[str, Any]) -> torch.device | None:
     return None
 
 
-def _flat(xs: tuple) -> Iterator[Any]:
-    return iter(x for x in xs if isinstance(x, (torch.device, str)))
-
-
 def _check_same_device(function: Callable, tensors: list[Tensor]) -> None:
-    """Fail as CUDA does; scalars of the CPU go with any device."""
+    """Raise CUDA's RuntimeError for tensors of two devices; CPU scalars may go with any device."""
     devices = {_device_of(x) for x in tensors if x.dim() > 0} | {CUDA for x in tensors if on_device(x)}
     if len(devices) > 1:
         shapes = [(tuple(x.shape), str(_device_of(x))) for x in tensors]

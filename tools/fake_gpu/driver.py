@@ -1,4 +1,4 @@
-"""Triton's driver of the fake device, whose launches compute nothing: kernels are compiled, bound and counted."""
+"""Triton's driver of the fake device without execution: kernels are compiled and bound, launches do nothing."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHARED = 232448
 
 
 class Driver(DriverBase):
-    """What Triton asks of a driver."""
+    """The interface that Triton expects of a driver."""
 
     launcher_cls: type
 
@@ -61,8 +61,8 @@ class Driver(DriverBase):
 
 
 class Launcher:
-    """One kernel's launches, which compute nothing. Triton's own launcher, a C extension of each signature, is compiled
-    into the cache as it would be on a GPU, where KVQ_FAKE_LIBCUDA names a folder for a `libcuda.so.1` to link with."""
+    """A kernel's launcher, which only checks its arguments. With KVQ_FAKE_LIBCUDA, a folder for a `libcuda.so.1` to
+    link with, Triton's launcher (a C extension per signature) is compiled into the cache as on a GPU."""
 
     def __init__(self, source: Any, metadata: Any) -> None:
         if "KVQ_FAKE_LIBCUDA" in os.environ:
@@ -75,7 +75,7 @@ class Launcher:
 
 @cache
 def load_libcuda(folder: Path) -> None:
-    """Compile a `libcuda.so.1` of functions that fail, load it, and compile what Triton asks a driver through."""
+    """Compile and load a `libcuda.so.1` whose functions fail, then compile Triton's C extension for the driver."""
     library = folder / "libcuda.so.1"
     if not library.exists():
         sources = Path(nvidia.dirname, "driver.c").read_text() + Path(nvidia.__file__).read_text()
@@ -92,7 +92,7 @@ def load_libcuda(folder: Path) -> None:
 
 
 def check_on_device(arguments: Any) -> None:
-    """Fail as the CUDA launcher does for a pointer to the host's memory."""
+    """Raise the CUDA launcher's ValueError for a pointer to host memory."""
     for argument in arguments:
         if isinstance(argument, (tuple, list)):
             check_on_device(argument)

@@ -1,4 +1,4 @@
-"""Triton's driver of the fake device, whose launches are executed as they are compiled (tests/kernels/ptx)."""
+"""Triton's driver of the fake device with execution: launches run the compiled PTX in `tests/kernels/ptx`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A CUDA graph's stand-in: operations and launches are recorded with their tensors, and repeated."""
+"""A fake CUDA graph: records operations and launches with their tensors, and replays them."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-#: What a GPU refuses while it records: they wait for it.
+#: Operations that synchronize with the host, which a GPU refuses during capture.
 HOST_READS = ("_local_scalar_dense", "item", "nonzero", "is_nonzero", "equal")
 
 
 class Graph:
-    """As torch.cuda.CUDAGraph. Recording computes here, which a CUDA graph does not: the first replay does nothing.
-
-    Nothing may be read back while it records (RuntimeError), and numbers of the host stay as they were.
+    """The interface of torch.cuda.CUDAGraph. Unlike a CUDA graph's, its capture computes the results, so that the first
+    replay does nothing. A host read during capture is a RuntimeError; host numbers keep their captured values.
     """
 
     active: ClassVar[Graph | None] = None
@@ -36,7 +35,7 @@ class Graph:
             Graph.active = None
 
     def add(self, launch: Callable[[], None]) -> None:
-        """Record a kernel's launch."""
+        """Record a kernel launch."""
         self.work.append(launch)
 
     def replay(self) -> None:
@@ -58,7 +57,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         name = function._schema.name.split("::")[1]
         if name in HOST_READS:
-            raise RuntimeError(f"{name} reads back from a device that records")
+            raise RuntimeError(f"{name} synchronizes with the host during capture")
         out = function(*args, **kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         known, shared = {id(x) for x in given}, {x.untyped_storage()._cdata for x in given}
@@ -69,7 +68,7 @@ class _Recorder(TorchDispatchMode):
             repeated = [x for x in tree_leaves(function(*args, **kwargs)) if isinstance(x, Tensor)]
             repeated = [x for x in repeated if id(x) not in known]
             for before, now, own in zip(results, repeated, owned, strict=True):
-                if own:  # a view shows what its base holds
+                if own:  # a view changes with its base
                     before.copy_(now)
 
         self._work.append(again)

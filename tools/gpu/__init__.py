@@ -1,4 +1,4 @@
-"""What the `make gpu-*` commands are made of: tests in parallel, compiled kernels as a pack, results as archives.
+"""Scripts of the `make gpu-*` commands: parallel tests, packs of compiled kernels, archives of results.
 
 Needs the standard library, torch and triton; runs on the machine with the GPU and on one without.
 """

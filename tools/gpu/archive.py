@@ -1,4 +1,4 @@
-"""Pack a command's results into one archive, and put an archive's parts where they belong in the repository.
+"""Pack a GPU command's results into an archive, and unpack an archive into the repository.
 
 python tools/gpu/archive.py pack NAME FOLDER INTO    FOLDER's results and the tuned tables -> INTO/NAME.tar.gz
 python tools/gpu/archive.py unpack FILE              results -> benchmarks/GPU/, tables merged into the kernels'
@@ -14,12 +14,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TABLES = "kernels/kvq_kernels/{}/tuning.json"
-#: Files of a command's folder that are results.
+#: Patterns of result files.
 RESULTS = ("*.json", "*.png", "*.log")
 
 
 def pack(name: str, folder: Path, into: Path) -> Path:
-    """Write `NAME.tar.gz` with a folder's results and every operation's table of configurations."""
+    """Write `INTO/NAME.tar.gz` with a folder's results and the tuning tables of all operations; returns its path."""
     into.mkdir(parents=True, exist_ok=True)
     target = into / f"{name}.tar.gz"
     with tarfile.open(target, "w:gz") as archive:
@@ -28,25 +28,24 @@ def pack(name: str, folder: Path, into: Path) -> Path:
         for path in sorted(ROOT.glob(TABLES.format("*"))):
             archive.add(path, f"tables/{path.parent.name}.json")
         text = json.dumps({"command": name, "gpu": gpu_name()}).encode()
-        about = tarfile.TarInfo("about.json")
-        about.size = len(text)
-        archive.addfile(about, io.BytesIO(text))
+        header = tarfile.TarInfo("about.json")
+        header.size = len(text)
+        archive.addfile(header, io.BytesIO(text))
     return target
 
 
 def gpu_name() -> str:
-    """`nvidia-h200`: the name of the folder of a GPU's results."""
+    """Return the name of the folder for the GPU's results, like `nvidia-h200`."""
     import torch
 
     return torch.cuda.get_device_name().lower().replace(" ", "-") if torch.cuda.is_available() else "cpu"
 
 
 def unpack(file: Path, root: Path = ROOT) -> list[Path]:
-    """Files that were written. Of a table only the families that the archive measured are taken: those whose rows
-    differ from the repository's."""
+    """Write results to benchmarks/GPU and merge tuning tables into the repository's; returns the changed files."""
     written = []
     with tarfile.open(file) as archive:
-        documents = {member.name: archive.extractfile(member).read() for member in archive if member.isfile()}
+        documents = {member.name: _read(archive, member) for member in archive if member.isfile()}
     about = json.loads(documents.pop("about.json"))
     for name, content in documents.items():
         kind, _, rest = name.partition("/")
@@ -62,8 +61,14 @@ def unpack(file: Path, root: Path = ROOT) -> list[Path]:
     return written
 
 
-def merge(path: Path, measured: dict) -> bool:
-    """Take another table's rows into the one at `path`; whether that changed it."""
+def _read(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
+    file = archive.extractfile(member)
+    assert file is not None, "a regular file has contents"
+    return file.read()
+
+
+def merge(path: Path, measured: dict[str, dict[str, dict[str, int]]]) -> bool:
+    """Add the rows of a tuning table to the table at `path`; returns whether that changed it."""
     sys.path.insert(0, str(ROOT / "kernels"))
     from kvq_kernels import tuning
 

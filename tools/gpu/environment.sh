@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Make a virtual environment with the GPU machine's versions (environment.txt): tools/gpu/environment.sh FOLDER
-# Takes Python 3.12 where there is one, else the newest of 3.11 to 3.14. PyTorch of that version comes with CUDA's
-# libraries, 5 GB on disk; on a machine without a GPU they are not used, but it does not load without them.
+# Create a virtual environment with the GPU machine's versions (environment.txt): tools/gpu/environment.sh FOLDER
+# Prefers Python 3.12, then 3.13, 3.14, 3.11. This PyTorch includes CUDA's libraries, 5 GB on disk; it does not load
+# without them, even on a machine without a GPU.
 set -euo pipefail
 folder=$1
 here=$(cd "$(dirname "$0")" && pwd)
@@ -15,7 +15,7 @@ find_python() {
             fi
         done
     done
-    echo "no Python of 3.11 or newer was found" >&2
+    echo "Python 3.11 or newer was not found" >&2
     return 1
 }
 test -x "$folder/bin/python" || "$(find_python)" -m venv "$folder"

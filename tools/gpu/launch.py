@@ -1,4 +1,4 @@
-"""Launch decode attention over one shipped store a few times, for a profiler.
+"""Launch decode attention over a shipped store three times, for a profiler.
 
     ncu --clock-control none --kernel-name split_kernel --launch-skip 2 --launch-count 1 --metrics ... \\
         python tools/gpu/launch.py temporal-2bit [BATCH CONTEXT]
@@ -9,16 +9,15 @@ from __future__ import annotations
 import sys
 
 import torch
-from kvq_kernels.decode_attention import decode_attention
 
-from kvq_cli.benchmarking.kernels.decode import Shape, aot_cases, store
+from kvq_cli.benchmarking.kernels.decode import DecodeShape, aot_cases, random_decode_step
 
 
 def main(name: str, batch: int = 1, context: int = 131072) -> None:
-    shape = Shape(batch, aot_cases.HEADS, context, torch.device("cuda"))
-    query, keys, values, lengths, rope = store(name, shape, 0)
+    shape = DecodeShape(batch, aot_cases.HEADS, context, torch.device("cuda"))
+    step = random_decode_step(name, shape, 0)
     for _ in range(3):
-        decode_attention(query, keys, values, lengths, query.shape[2] ** -0.5, rope=rope, backend="triton")
+        step.run()
     torch.cuda.synchronize()
 
 

@@ -1,11 +1,11 @@
-"""Carry compiled kernels to a machine with a GPU: Triton's cache as one file.
+"""Pack Triton's cache of compiled kernels into a file, to use it on a machine with a GPU.
 
-    python tools/gpu/pack.py make CACHE USED FILE      the entries of CACHE that USED lists -> FILE (.tar.xz)
+    python tools/gpu/pack.py make CACHE USED FILE      write the entries of CACHE that USED lists to FILE (.tar.xz)
     python tools/gpu/pack.py run CACHE [--pack FILE] COMMAND...
-        run COMMAND with this cache, filled from FILE where that is given; says how many kernels were compiled
+        run COMMAND with this cache, filled from FILE if given, and print how many kernels it compiled
 
-A cache's entry is found by a hash of the kernel's source, its arguments' types, the compiler and its options: the same
-versions of Triton and Python and the same sources use what was compiled elsewhere.
+The key of a cache entry is a hash of the kernel's source, argument types, the compiler and its options: with the same
+sources and the same versions of Triton and Python, entries compiled on another machine are found.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ import sys
 import tarfile
 from pathlib import Path
 
-#: What a launch needs of an entry, and the PTX, which is readable and executed in tests. The rest is the compiler's.
+#: Files of an entry that a launch needs, and the PTX, which tests execute.
 KEPT = {".cubin", ".ptx", ".json", ".so"}
 GROUP = "__grp__"
 
 
 def make(cache: Path, used: Path, target: Path) -> None:
-    """Write the pack. OSError where an entry is missing."""
+    """Write the entries of `cache` that the file `used` lists to `target`; missing entries are skipped."""
     entries = sorted({Path(line).name for line in used.read_text().splitlines() if line})
     target.parent.mkdir(parents=True, exist_ok=True)
     kernels = 0
     with tarfile.open(target, "w:xz", preset=6) as archive:
         text = json.dumps(versions()).encode()
-        about = tarfile.TarInfo("about.json")
-        about.size = len(text)
-        archive.addfile(about, io.BytesIO(text))
+        header = tarfile.TarInfo("about.json")
+        header.size = len(text)
+        archive.addfile(header, io.BytesIO(text))
         for entry in entries:
             for path in sorted((cache / entry).iterdir()) if (cache / entry).is_dir() else []:
                 if path.suffix in KEPT:
@@ -44,7 +44,7 @@ def make(cache: Path, used: Path, target: Path) -> None:
 
 
 def versions() -> dict[str, str]:
-    """Whatever Triton's keys are made of, beside the sources."""
+    """Return the versions that Triton's cache keys depend on."""
     import triton
     from triton.runtime.cache import triton_key
 
@@ -53,19 +53,23 @@ def versions() -> dict[str, str]:
 
 
 def so_suffix() -> str:
+    """Return the file ending of C extensions, which names Python's version and the platform."""
     import sysconfig
 
     return str(sysconfig.get_config_var("EXT_SUFFIX"))
 
 
 def install(file: Path, cache: Path) -> None:
-    """Fill a cache from a pack, once; entries name their files by absolute paths, which are those of this cache."""
+    """Fill a cache from a pack, once, and rewrite the absolute paths inside its entries."""
     mark, digest = cache / ".pack", hashlib.sha256(file.read_bytes()).hexdigest()
     if mark.exists() and mark.read_text() == digest:
         return
     cache.mkdir(parents=True, exist_ok=True)
     with tarfile.open(file) as archive:
-        made = json.load(archive.extractfile("about.json"))
+        about = archive.extractfile("about.json")
+        if about is None:
+            sys.exit(f"{file} is not a pack: about.json is not a file")
+        packed = json.load(about)
         archive.extractall(cache, filter="data")
     for path in cache.glob(f"*/{GROUP}*"):
         names = json.loads(path.read_text())["child_paths"]
@@ -73,13 +77,13 @@ def install(file: Path, cache: Path) -> None:
         path.write_text(json.dumps({"child_paths": present}))
     mark.write_text(digest)
     here = versions()
-    unlike = {key: (made[key], here[key]) for key in ("triton", "triton_key", "so") if made[key] != here[key]}
-    for key, (theirs, ours) in unlike.items():
-        print(f"the pack was made with another {key} ({theirs}, here {ours}): kernels are compiled here")
+    for key in ("triton", "triton_key", "so"):
+        if packed[key] != here[key]:
+            print(f"the pack was made with another {key} ({packed[key]}, here {here[key]}): kernels are compiled here")
 
 
 def run(cache: Path, file: Path | None, command: list[str]) -> int:
-    """The command's exit code."""
+    """Run the command with the cache and return its exit code."""
     cache = cache.absolute()
     if file is not None and file.exists():
         install(file, cache)
@@ -90,7 +94,7 @@ def run(cache: Path, file: Path | None, command: list[str]) -> int:
 
 
 def count(cache: Path) -> int:
-    """Compiled kernels."""
+    """Return the number of compiled kernels in a cache."""
     return sum(1 for _ in cache.glob(f"*/{GROUP}*"))
 
 

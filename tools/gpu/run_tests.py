@@ -1,9 +1,9 @@
-"""Run pytest in several processes, each with every n-th test, and write one result: `tests.json`.
+"""Run pytest in N processes, each with every N-th test, and write the results to `tests.json`.
 
     python tools/gpu/run_tests.py --out DIR [--jobs N] [--fresh] PYTEST_ARGUMENTS...
 
-Tests that passed in an earlier run into the same folder are not run again (--fresh: they are). Needs pytest only.
-Exit code 1 where a test failed or a process did not end as it should.
+Tests that passed in an earlier run into the same folder are not run again, unless with --fresh. Needs pytest only.
+Exit code 1 if a test failed or a process ended with an error.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 TOOLS = Path(__file__).parents[1]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--fresh", action="store_true")
@@ -52,8 +53,8 @@ def main() -> int:
     return 1 if failed or any(codes) else 0
 
 
-def run(out: Path, jobs: int, kept: list[dict], pytest_arguments: list[str]) -> list[int]:
-    """Exit codes of the processes."""
+def run(out: Path, jobs: int, kept: list[dict[str, Any]], pytest_arguments: list[str]) -> list[int]:
+    """Run the processes and return their exit codes."""
     passed = out / "passed.txt"
     passed.write_text("".join(f"{row['test']}\n" for row in kept))
     processes = []
@@ -73,10 +74,12 @@ def run(out: Path, jobs: int, kept: list[dict], pytest_arguments: list[str]) -> 
 
 
 def rows_of(out: Path, number: int) -> Path:
+    """Return the file for the results of process `number`."""
     return out / f"shard-{number}.jsonl"
 
 
-def read_rows(out: Path, jobs: int) -> list[dict]:
+def read_rows(out: Path, jobs: int) -> list[dict[str, Any]]:
+    """Return the results of all processes."""
     paths = [rows_of(out, number) for number in range(jobs)]
     return [json.loads(line) for path in paths if path.exists() for line in path.read_text().splitlines()]
 

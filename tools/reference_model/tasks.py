@@ -123,7 +123,7 @@ def chains(
 ) -> Task:
     """Chains of variables in noise or prose: RULER's variable tracking."""
     starts = rng.sample(range(10_000, 100_000), count)
-    names = set()
+    names: set[str] = set()
     while len(names) < count * (hops + 1):
         names.add("".join(rng.choices(string.ascii_uppercase, k=5)))
     drawn = rng.sample(sorted(names), len(names))

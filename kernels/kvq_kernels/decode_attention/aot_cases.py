@@ -119,7 +119,7 @@ def storage_cases() -> dict[str, tuple[Side, Side, Rope | None]]:
 
 
 def family(name: str) -> str:
-    """One of `kvq_kernels.aot_cases.KINDS`: what the main loop of a case reads."""
+    """Return the kind of data that the main loop of a case reads, one of `kvq_kernels.aot_cases.KINDS`."""
     keys, values, _ = storage_cases()[name]
     kinds = {type(side.packed) for side in (keys, values)}
     return "codebook" if Codebook in kinds else "uniform" if Uniform in kinds else "dense"
@@ -154,7 +154,7 @@ def launches(gpu: str) -> dict[str, Launch]:
 
 
 def _chunks(side: Side, tokens: int) -> int:
-    """Chunks of outliers per head in a tile of so many tokens, where all heads have equally many."""
+    """Return the chunks of outliers per head in a tile of `tokens` tokens, with equally many outliers per head."""
     if side.outliers is None:
         return 0
     return -(-side.outliers.index.numel() * tokens // (ROWS * HEADS * TOKENS * CHUNK.value))

@@ -25,7 +25,7 @@ def decode_attention_reference(
 
     query:    `[B, Q, D]`. lengths: int32 `[B]`.
     round_to: type that keys (after RoPE) and values are rounded to once they are dequantized; None: not rounded.
-    window:   newest tokens that are seen; None: all.
+    window:   number of newest tokens to attend to; None: all.
 
     Returns `[B, Q, D]` in `dtype`; zeros for rows without tokens.
     """

@@ -214,7 +214,7 @@ def has_zero_term(spec: SideSpec) -> bool:
 
 @triton.constexpr_function
 def zero_scale(spec: SideSpec) -> float:
-    """Factor from what is stored to the zero-point: -level where that is the scale, else 1."""
+    """Factor from the stored number to the zero-point: -level if the scale is stored, else 1."""
     return 1.0 if spec.has_zero or spec.hybrid else -spec.level
 
 

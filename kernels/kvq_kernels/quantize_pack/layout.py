@@ -55,7 +55,7 @@ class Layout:
 
     @property
     def has_zero(self) -> bool:
-        """Whether zero-points have a tensor of their own."""
+        """Whether zero-points are in a separate tensor."""
         return self.mode == "asymmetric" or (self.mode == "hybrid" and self.sign == "inside")
 
     @property

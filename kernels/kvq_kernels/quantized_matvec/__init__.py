@@ -1,4 +1,4 @@
-"""Quantized matrix-vector products: scores q K^T and outputs p V, each as its own kernel (InnerQ, Eq. 3 and 5).
+"""Quantized matrix-vector products: scores q K^T and outputs p V, a kernel each (InnerQ, Eq. 3 and 5).
 
 Groups along the dimension that is summed over are *inner*: `axis="token"` of keys, `axis="channel"` of values; the
 others are *outer*. `decode_attention` fuses both products with the softmax; these reproduce InnerQ's Tables 3 and 4.

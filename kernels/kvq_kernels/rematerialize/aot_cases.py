@@ -30,7 +30,7 @@ def _side(bits: int, axis: Literal["channel", "token"], rank: int, channels: int
     scale, zero = (_empty(ROWS, 1, *per_group, dtype=dtype) for _ in range(2))
     packed = Uniform(_empty(ROWS, 1, TOKENS, words, dtype=torch.int32), scale, bits, axis, GROUP, zero)
     held = Side(packed, _empty(ROWS, dtype=torch.int32), ring=_empty(ROWS, 1, 2 * GROUP, rank, dtype=dtype))
-    # S B^T, or a model's own projection, which is stored transposed.
+    # S B^T, or a model's projection, which is stored transposed.
     return Latents(held, _empty(rank, channels, dtype=dtype) if rank < WIDTH else _empty(channels, rank, dtype=dtype).T)
 
 

@@ -28,7 +28,7 @@ class Latents:
     """Layer inputs or their latents x, `[B, 1, T, R]`: keys (before RoPE) or values are norm(x W + b).
 
     held:   a `Side` with one head of R channels, packed as `Uniform` or `Dense`.
-    weight: W `[R, H * D]`, any strides: S B^T, or a view of the model's own projection. bias: b `[H * D]` or None.
+    weight: W `[R, H * D]`, any strides: S B^T, or a view of the model's projection. bias: b `[H * D]` or None.
     norm:   of keys, or None.
     first:  `[B, 1, T, 1]`: channel 0 of packed tokens, of which `held.packed` then has the R - 1 others; or None.
     """

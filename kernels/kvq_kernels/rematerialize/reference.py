@@ -26,7 +26,7 @@ def rematerialize_reference(
     """out = P X_v W_v + b_v, P = softmax(scaling q K^T), K = R(norm(X_k W_k + b_k)), over each row's first lengths[b]
     tokens, in `dtype`.
 
-    query:    `[B, Q, D]`. lengths: int32 `[B]`. window: newest tokens that are seen; None: all.
+    query:    `[B, Q, D]`. lengths: int32 `[B]`. window: number of newest tokens to attend to; None: all.
     round_to: type that X_k, keys before RoPE and P X_v are rounded to, as in a model of that type; None: not rounded.
 
     Returns `[B, Q, D]` in `dtype`; zeros for rows without tokens.

@@ -36,7 +36,7 @@ def score_kernel(
     rope,  # coarse, fine, offset, or None each
     ring_size,  # tokens that the ring buffer holds
     base,  # index in the source of the span's first token
-    window,  # newest tokens that are seen; 0: all
+    window,  # number of newest tokens to attend to; 0: all
     scale,  # softmax's, times log2(e)
     extent,  # words, fields of a line: run-time values, since loops with constant bounds are unrolled until they spill
     S: tl.constexpr,  # Source

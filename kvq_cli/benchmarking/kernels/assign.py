@@ -1,4 +1,4 @@
-"""Nearest of 256 centroids for keys and values of one layer at Llama-3.1-8B's shape: what encoding a prompt takes."""
+"""Assignment to the nearest of 256 centroids for one layer of Llama-3.1-8B: the time to encode a prompt."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from kvq_cli.benchmarking.kernels.experiment import Case, Sizes, generator, rand
 
 HEADS, DIM, ENTRIES = 8, 128, 256
 LENGTHS = (8192, 32768, 131072)
-#: Numbers of a block: 4, 2 and 1 bits per number.
+#: Numbers per block: 4, 2 and 1 bits per number.
 BLOCKS = (2, 4, 8)
+#: Keys and values.
 SIDES = 2
 
 
 class AssignCentroids:
-    """A case is keys and values, one after the other, with a codebook per channel (blocks of tokens)."""
+    """A case assigns keys, then values, with a codebook per channel (blocks of tokens)."""
 
     operation = "assign_centroids"
     tuned_at = LENGTHS.index(131072)
@@ -31,31 +32,36 @@ class AssignCentroids:
         for length in sizes.pick(LENGTHS, (128,), (1024,)):
             cases = []
             for block in BLOCKS:
-                given = books, length, block, device
                 nbytes = SIDES * books * length * 4 + SIDES * books * length // block
-                error = partial(_excess, *given)
-                cases.append(Case(f"blocks of {block}", partial(_assign, *given), nbytes, error=error))
+                make = partial(_assign, books, length, block, device)
+                error = partial(_excess_score, books, length, block, device)
+                cases.append(Case(f"blocks of {block}", make, nbytes, error=error))
             yield {"context": length}, cases
 
 
 def _operands(books: int, length: int, block: int, device: torch.device, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Return (points `[books, blocks, block]`, centroids `[books, entries, block]`) of keys and of values, float32."""
     random = generator(device, seed)
-    sizes = (books, length // block, block), (books, ENTRIES, block)
-    return [tuple(random_tensor(size, torch.float32, random) for size in sizes) for _ in range(SIDES)]
+    points, centroids = (books, length // block, block), (books, ENTRIES, block)
+    return [
+        (random_tensor(points, torch.float32, random), random_tensor(centroids, torch.float32, random))
+        for _ in range(SIDES)
+    ]
 
 
-def _assign(books: int, length: int, block: int, device: torch.device, seed: int) -> Callable[[], list]:
+def _assign(books: int, length: int, block: int, device: torch.device, seed: int) -> Callable[[], list[Any]]:
     operands = _operands(books, length, block, device, seed)
-    return lambda: [assign_centroids(*one, backend="triton") for one in operands]
+    return lambda: [assign_centroids(points, centroids, backend="triton") for points, centroids in operands]
 
 
-def _excess(books: int, length: int, block: int, device: torch.device) -> tuple[float, float]:
-    """By how much the chosen centroid's score is above the least, of |u| max|c|: equally near ones may be either. The
-    kernel's scores are exact to 2^-22 of that, two of them are compared."""
+def _excess_score(books: int, length: int, block: int, device: torch.device) -> tuple[float, float]:
+    """Return the largest excess of a chosen centroid's score over the least score, relative to |u| max|c|, and its
+    limit. Scores, not codes, are compared because centroids may be equally near. The limit is twice the kernel's error
+    of one score, 2^-22."""
     points, centroids = _operands(books, length, block, device, 0)[0]
     codes, _ = assign_centroids(points, centroids, backend="triton")
     worst = 0.0
-    for first in range(0, books, 64):  # so that the scores of all entries fit in memory
+    for first in range(0, books, 64):  # bounds the memory for the scores of all entries
         u, c = points[first : first + 64].double(), centroids[first : first + 64].double()
         _, least = assign_centroids_reference(u, c)
         chosen = c.gather(1, codes[first : first + 64].long()[:, :, None].expand(-1, -1, block))

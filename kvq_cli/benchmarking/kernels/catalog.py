@@ -1,4 +1,4 @@
-"""The experiments that there are, by the operation that they measure."""
+"""All experiments by the operation that they measure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from kvq_cli.benchmarking.kernels.quantize import QuantizePack
 from kvq_cli.errors import UsageError
 
 EXPERIMENTS: dict[str, Experiment] = {
-    one.operation: one for one in (DecodeAttention(), QuantizedMatvec(), QuantizePack(), AssignCentroids())
+    experiment.operation: experiment
+    for experiment in (DecodeAttention(), QuantizedMatvec(), QuantizePack(), AssignCentroids())
 }
 
 
-def chosen(names: list[str] | None) -> list[Experiment]:
-    """The experiments of these operations, all without names. UsageError lists those there are."""
+def select_experiments(names: list[str] | None) -> list[Experiment]:
+    """Return the experiments of these operations, all of them for None; UsageError for an unknown operation."""
     for name in names or []:
         if name not in EXPERIMENTS:
             raise UsageError(f"--operation {name}: nothing is measured of it; measured: {', '.join(EXPERIMENTS)}")

@@ -1,21 +1,24 @@
-"""What a measurement of kernels consists of: cases that compute the same at one shape, each with its check."""
+"""The interface of kernel benchmarks: an `Experiment` gives groups of `Case`s that compute the same result."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Case:
-    """One way to compute the experiment's product at one shape.
+    """An implementation of the experiment's operation at one shape.
 
-    make:     called with a number, gives a call that computes it over memory of its own, filled from that number.
-    nbytes:   that a call must read or write. baseline: the 16-bit ways, of which the fastest is compared with.
-    error:    largest error, and the largest that is right; None where it is not kvq's to check.
+    make: from a seed, allocates random operands and returns a function that computes the result from them.
+    nbytes: the bytes that a call must read or write. baseline: a 16-bit implementation; ratios are to the fastest one.
+    error: returns the largest error and the largest allowed one; None for implementations of other libraries.
+    extra: further columns of the result row.
     """
 
     name: str
@@ -23,45 +26,47 @@ class Case:
     nbytes: int
     baseline: bool = False
     error: Callable[[], tuple[float, float]] | None = None
-    about: dict[str, Any] = field(default_factory=dict)
+    extra: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """dry: so small that a CPU computes them in Triton's interpreter. small: the kernels that full sizes launch, on
-    short texts: to check them."""
+    """The sizes of operands. dry: tiny ones for Triton's interpreter on a CPU. small: short contexts that launch the
+    same kernels as full sizes, for checks."""
 
     dry: bool
     small: bool = False
 
-    def pick(self, full: Any, dry: Any, small: Any = None) -> Any:
-        """small: where it is not the full size."""
+    def pick(self, full: T, dry: T, small: T | None = None) -> T:
+        """Return the value for these sizes; without `small`, small sizes use the full one."""
         if self.dry:
             return dry
         return small if self.small and small is not None else full
 
     @property
     def to_check(self) -> Sizes:
-        """Sizes at which the kernels of these sizes are checked."""
+        """The sizes at which the kernels of these sizes are checked."""
         return replace(self, small=True)
 
 
 class Experiment(Protocol):
-    """operation: the folder of kvq_kernels that it measures. tuned_at: number of the group that is tuned for."""
+    """A benchmark of one operation. operation: its folder in kvq_kernels. tuned_at: index of the group that `tune`
+    times."""
 
     operation: str
     tuned_at: int
 
     def groups(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
-        """(shape, the cases at it), small first; memory is taken when a case is made."""
+        """Yield each shape with its cases, small shapes first; memory is allocated by `Case.make`."""
 
 
 def generator(device: torch.device, seed: int) -> torch.Generator:
+    """Return a random generator on `device` with this seed."""
     return torch.Generator(device).manual_seed(seed)
 
 
 def random_tensor(size: tuple[int, ...], dtype: torch.dtype, random: torch.Generator) -> torch.Tensor:
-    """Normal numbers, or all bits of an integer type."""
+    """Return normally distributed numbers, or uniform ones over the range of an integer type."""
     if dtype.is_floating_point:
         return torch.randn(size, dtype=dtype, device=random.device, generator=random)
     info = torch.iinfo(dtype)
@@ -69,7 +74,7 @@ def random_tensor(size: tuple[int, ...], dtype: torch.dtype, random: torch.Gener
 
 
 def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    """Of all numbers together, against float64; infinite where one is not finite."""
+    """Return |found - exact| / |exact| (L2 norms, float64); infinity if `found` has a non-finite number."""
     if not bool(found.isfinite().all()):
         return float("inf")
     exact = exact.double()

@@ -1,23 +1,24 @@
-"""Check kernels, then time them: the rows of a `kvq bench kernels` result."""
+"""Check and time the cases of experiments: the rows of a `kvq bench kernels` result."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from kvq_cli.benchmarking.kernels.experiment import Case, Experiment, Sizes
 from kvq_cli.benchmarking.kernels.timing import Timer
 
-#: Identifies a row: cases of the same place except "case" are compared with each other.
-PLACE = ("operation", "model", "batch", "context")
+#: Columns that identify a group of cases, which are compared with each other.
+KEY_COLUMNS = ("operation", "model", "batch", "context")
+ShapeKey: TypeAlias = tuple[Any, ...]
 
 
 def check(experiments: Sequence[Experiment], sizes: Sizes, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Compare each case with its reference at the first of these sizes: one row per case that has one.
+    """Compare each case with its reference at the first shape of these sizes; yields a row per case with a reference.
 
-    right: whether the error is at most what is allowed; failed: the exception, where there was one.
+    right: whether the error is at most the allowed one. failed: the exception, if one was raised.
     """
     for experiment in experiments:
         shape, cases = next(iter(experiment.groups(sizes, device)))
@@ -27,7 +28,7 @@ def check(experiments: Sequence[Experiment], sizes: Sizes, device: torch.device)
             row = {"operation": experiment.operation, "case": case.name, **shape}
             try:
                 error, allowed = case.error()
-            except Exception as failure:  # the other cases still count
+            except Exception as failure:  # of any type: the other cases are still checked
                 yield row | {"right": False, "failed": _first_line(failure)}
                 continue
             yield row | {"right": error <= allowed, "error": error, "allowed": allowed}
@@ -41,42 +42,42 @@ def measure(
     copy_rate: float,
     *,
     wrong: Collection[tuple[str, str]] = (),
-    measured: Collection[tuple] = (),
+    measured: Collection[ShapeKey] = (),
 ) -> Iterator[list[dict[str, Any]]]:
-    """Time the cases of one shape after the other, baselines first; each shape's rows together, as soon as they are.
+    """Time the cases shape by shape, baselines first; yields the rows of each shape when all its cases are timed.
 
-    wrong: (operation, case) whose results are not right: they are not timed. measured: `place` of shapes to leave out.
-    Columns: us: see `Timer.spread`. of_copy: bytes per second over those of a copy. ratio: the fastest baseline's
-    median over the case's own. failed: why there is no time.
+    wrong: pairs (operation, case) that failed the check and are not timed. measured: `shape_key` of shapes to skip.
+    Columns: us: see `Timer.spread`. gb_s: rate of memory traffic. of_copy: that rate over `copy_rate`. ratio: the
+    fastest baseline's median over the case's median. failed: why there is no time.
     """
     for experiment in experiments:
         for shape, cases in experiment.groups(sizes, device):
-            if place({"operation": experiment.operation, **shape}) in measured:
+            if shape_key({"operation": experiment.operation, **shape}) in measured:
                 continue
-            rows = []
+            rows: list[dict[str, Any]] = []
             for case in sorted(cases, key=lambda case: not case.baseline):
-                row = {"operation": experiment.operation, "case": case.name, "baseline": case.baseline}
+                row: dict[str, Any] = {"operation": experiment.operation, "case": case.name, "baseline": case.baseline}
                 if (experiment.operation, case.name) in wrong:
                     timed: dict[str, Any] = {"failed": "its result is wrong on this device"}
                 else:
                     timed = _timed(case, timer, copy_rate)
-                rows.append(row | shape | case.about | timed)
-            plain = [row["us"]["p50"] for row in rows if row["baseline"] and "us" in row]
+                rows.append(row | shape | case.extra | timed)
+            baselines = [row["us"]["p50"] for row in rows if row["baseline"] and "us" in row]
             for row in rows:
-                if plain and "us" in row:
-                    row["ratio"] = float(f"{min(plain) / row['us']['p50']:.3g}")
+                if baselines and "us" in row:
+                    row["ratio"] = float(f"{min(baselines) / row['us']['p50']:.3g}")
             yield rows
 
 
-def place(row: dict[str, Any]) -> tuple:
-    """The operation and shape of a row."""
-    return tuple(row.get(name) for name in PLACE)
+def shape_key(row: dict[str, Any]) -> ShapeKey:
+    """Return the operation and shape of a row."""
+    return tuple(row.get(name) for name in KEY_COLUMNS)
 
 
-def places(experiments: Sequence[Experiment], sizes: Sizes, device: torch.device) -> list[tuple]:
-    """All operations and shapes that `measure` goes through."""
+def all_shape_keys(experiments: Sequence[Experiment], sizes: Sizes, device: torch.device) -> list[ShapeKey]:
+    """Return the `shape_key` of all shapes that `measure` times."""
     return [
-        place({"operation": experiment.operation, **shape})
+        shape_key({"operation": experiment.operation, **shape})
         for experiment in experiments
         for shape, _ in experiment.groups(sizes, device)
     ]
@@ -84,10 +85,10 @@ def places(experiments: Sequence[Experiment], sizes: Sizes, device: torch.device
 
 def _timed(case: Case, timer: Timer, copy_rate: float) -> dict[str, Any]:
     try:
-        times = timer.spread([case.make(number) for number in range(timer.copies(case.nbytes))])
+        times = timer.spread([case.make(seed) for seed in range(timer.copies(case.nbytes))])
     except torch.OutOfMemoryError:
         return {"failed": "out of memory"}
-    except Exception as error:  # a baseline that this GPU or shape does not have, or a kernel that fails at this shape
+    except Exception as error:  # of any type: a baseline that does not support this GPU or shape, or a failing kernel
         return {"failed": _first_line(error)}
     rate = case.nbytes / (times["p50"] * 1e-6)
     return {"us": times, "gb_s": float(f"{rate / 1e9:.4g}"), "of_copy": round(rate / copy_rate, 3)}

@@ -1,4 +1,4 @@
-"""Better configurations by trying: one number of an operation's table at a time, halved and doubled, the best kept."""
+"""`kvq bench tune`: coordinate search of kernel configurations, which halves and doubles a parameter at a time."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from kvq_kernels import tuning
@@ -18,9 +18,9 @@ from kvq_kernels import tuning
 from kvq_cli.benchmarking.kernels.experiment import Case, Experiment, Sizes
 from kvq_cli.benchmarking.kernels.timing import Timer
 
-#: What the median must fall to, at most: less is noise.
-WORTH = 0.98
-#: Beyond which a number is not tried: tables of cosines, registers and what a matrix unit takes end there.
+#: A configuration replaces the best one if its median is below this share of it: smaller gains are noise.
+MIN_GAIN = 0.98
+#: Smallest and largest value of a parameter: limits of the RoPE tables, the register file and MMA tiles.
 BOUNDS = {
     "tokens": (16, 128),
     "columns": (16, 128),
@@ -30,8 +30,10 @@ BOUNDS = {
     "queries": (8, 16),
     "registers": (96, 255),
 }
-#: How far the next number to try is from one; others are halved and doubled.
+#: Parameters that change by a constant step; others are halved and doubled.
 STEPS = {"stages": 1, "registers": 24}
+#: A configuration, and a function that waits for its check and returns whether it passed.
+Trial: TypeAlias = tuple[dict[str, int], Callable[[], bool]]
 
 
 def tune(
@@ -42,13 +44,12 @@ def tune(
     seconds: float,
     write: bool = True,
 ) -> Iterator[dict[str, Any]]:
-    """Search each shape class's configuration: a row per class before the search and after each of its rounds.
+    """Search the fastest configuration of each shape class; yields its row before the search and after each round.
 
-    Classes are those that the experiments' cases ask for at the shape that an experiment is tuned at; a configuration
-    is timed with all cases of its class together. Every round tries all neighbours of each class's best and takes the
-    fastest that is right: on a GPU these are compiled and checked by processes side by side before they are timed.
-    Rounds end when `seconds` are over, or when nothing is faster. `write` extends the operations' tables after every
-    round, so that a search that is stopped goes on from there.
+    The classes are those that the cases look up at the experiment's `tuned_at` shape; a configuration's time is the sum
+    over all cases of its class. A round times all neighbours of each class's best configuration and takes the fastest
+    correct one; on a GPU, worker processes compile and check them first. The search ends after `seconds` or when no
+    neighbour is faster. `write` extends the tuning tables after every round, so that a stopped search can continue.
     """
     end = time.monotonic() + seconds
     searches = [search for experiment in experiments for search in _searches(experiment, sizes, device, timer)]
@@ -62,8 +63,8 @@ def tune(
         while active and time.monotonic() < end:
             trials = [search.begin(pool) for search in active]
             improved = []
-            for search, own_trials in zip(active, trials, strict=True):
-                if search.step(own_trials, end):
+            for search, neighbourhood in zip(active, trials, strict=True):
+                if search.step(neighbourhood, end):
                     improved.append(search)
                     if write:
                         tuning.extend(search.experiment.operation, gpu, {search.key: search.best})
@@ -80,26 +81,26 @@ def _searches(experiment: Experiment, sizes: Sizes, device: torch.device, timer:
         if case.error is not None:
             with tuning.trying(experiment.operation, {}) as trial:
                 case.make(0)()
-            for key in trial.asked:
+            for key in trial.looked_up:
                 classes.setdefault(key, []).append(case)
-    return [Search(experiment, key, own, shape, sizes, timer) for key, own in classes.items()]
+    return [Search(experiment, key, members, shape, sizes, timer) for key, members in classes.items()]
 
 
-def is_right(
-    experiment: Experiment, key: str, names: Sequence[str], numbers: dict[str, int], sizes: Sizes, device: str
+def is_correct(
+    experiment: Experiment, key: str, names: Sequence[str], values: dict[str, int], sizes: Sizes, device: str
 ) -> bool:
-    """Whether cases of these names compute right with a configuration of their class."""
-    with tuning.trying(experiment.operation, numbers, key):
+    """Whether the cases with these names pass their check with this configuration of the class `key`."""
+    with tuning.trying(experiment.operation, values, key):
         try:
             _, cases = next(iter(experiment.groups(sizes, torch.device(device))))
             errors = [case.error() for case in cases if case.name in names and case.error is not None]
-        except Exception:  # whichever of Triton's and the driver's errors: it cannot be used
+        except Exception:  # of any type, from Triton or the driver: the configuration cannot run
             return False
     return all(error <= allowed for error, allowed in errors)
 
 
 class Search:
-    """The best configuration of one class so far, `best`, and its microseconds."""
+    """The search of one class. best: its fastest configuration so far. fastest: that configuration's microseconds."""
 
     def __init__(
         self,
@@ -114,48 +115,53 @@ class Search:
         self.sizes, self.timer = sizes, timer
         self.best = tuning.configuration(experiment.operation, key, timer.device)
         self.tried = 0
-        self.first = self.fastest = self._timed(self.best)
+        self.initial = self.fastest = self._time(self.best)
 
-    def begin(self, pool: ProcessPoolExecutor | None) -> list[tuple[dict[str, int], Callable[[], bool]]]:
-        """All neighbours of the best, and of each what tells whether it is right."""
-        names, trials = [case.name for case in self.cases], []
+    def begin(self, pool: ProcessPoolExecutor | None) -> list[Trial]:
+        """Return all neighbours of the best configuration with their checks, which run in `pool` if there is one."""
+        names = [case.name for case in self.cases]
+        trials: list[Trial] = []
         for name, value in self.best.items():
             for other in neighbours(name, value):
-                numbers = self.best | {name: other}
-                given = self.experiment, self.key, names, numbers, self.sizes.to_check, self.timer.device.type
-                trials.append((numbers, pool.submit(is_right, *given).result if pool else partial(is_right, *given)))
+                values = self.best | {name: other}
+                check = partial(
+                    is_correct, self.experiment, self.key, names, values, self.sizes.to_check, self.timer.device.type
+                )
+                trials.append((values, pool.submit(check).result if pool else check))
         return trials
 
-    def step(self, trials: list[tuple[dict[str, int], Callable[[], bool]]], end: float) -> bool:
-        """Take the fastest of the neighbours; whether one was faster."""
+    def step(self, trials: list[Trial], end: float) -> bool:
+        """Time the correct trials until `end` and take the fastest; returns whether it is faster than the best."""
         times = []
-        for numbers, right in trials:
-            if time.monotonic() < end and right():
-                times.append((self._timed(numbers), numbers))
-        took, numbers = min(times, key=lambda one: one[0], default=(math.inf, {}))
-        if took >= WORTH * self.fastest:
+        for values, correct in trials:
+            if time.monotonic() < end and correct():
+                times.append((self._time(values), values))
+        fastest, values = min(times, key=lambda pair: pair[0], default=(math.inf, {}))
+        if fastest >= MIN_GAIN * self.fastest:
             return False
-        self.fastest, self.best = took, numbers
+        self.fastest, self.best = fastest, values
         return True
 
     def row(self, gpu: str) -> dict[str, Any]:
+        """Return the row of the result: times in microseconds before the search and now, and the best values."""
         row = {"operation": self.experiment.operation, "gpu": gpu, "class": self.key, **self.shape}
-        return row | {"before_us": self.first, "us": self.fastest, "tried": self.tried, "best": self.best}
+        return row | {"before_us": self.initial, "us": self.fastest, "tried": self.tried, "best": self.best}
 
-    def _timed(self, numbers: dict[str, int]) -> float:
+    def _time(self, values: dict[str, int]) -> float:
+        """Return the sum of the cases' medians with this configuration; infinity if it cannot run."""
         self.tried += 1
-        with tuning.trying(self.experiment.operation, numbers, self.key):
+        with tuning.trying(self.experiment.operation, values, self.key):
             try:
                 return sum(
-                    self.timer.spread([case.make(number) for number in range(self.timer.copies(case.nbytes))])["p50"]
+                    self.timer.spread([case.make(seed) for seed in range(self.timer.copies(case.nbytes))])["p50"]
                     for case in self.cases
                 )
-            except Exception:  # as above
+            except Exception:  # of any type, as in `is_correct`
                 return math.inf
 
 
 def neighbours(name: str, value: int) -> list[int]:
-    """Half and double, or a step less and more."""
+    """Return the next smaller and larger values of a parameter within its bounds."""
     low, high = BOUNDS.get(name, (1, 1 << 16))
     near = (value - STEPS[name], value + STEPS[name]) if name in STEPS else (value // 2, 2 * value)
     return [other for other in near if low <= other <= high]

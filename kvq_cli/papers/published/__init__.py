@@ -31,8 +31,11 @@ def rows(name: str) -> list[dict[str, str]]:
 @cache
 def cells(paper: str, table: str) -> tuple[Cell, ...]:
     """The cells of a table in the paper's order; empty for an unknown table."""
-    printed = [Cell(**{**row, "value": float(row["value"])}) for row in rows(PAPERS[paper])]
-    return tuple(cell for cell in printed if cell.table == table)
+    return tuple(
+        Cell(row["paper"], row["table"], row["model"], row["row"], row["column"], float(row["value"]))
+        for row in rows(PAPERS[paper])
+        if row["table"] == table
+    )
 
 
 def value(paper: str, table: str, model: str, row: str, column: str) -> float:

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvq_cli.methods.squat import Squat
 from kvq_cli.papers.studies.predictions import predictions
-from kvq_cli.papers.studies.study import Findings, Progress, Study, StudyInput, register
+from kvq_cli.papers.studies.study import Findings, ModelStudy, Progress, StudyInput, register
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 KIVI = "kivi"
+#: Rank and strength.
+GridPoint: TypeAlias = tuple[int, float]
 
 
 @register
 @dataclass(frozen=True)
-class Ablation(Study):
+class Ablation(ModelStudy):
     """SQuat with other ranks r and strengths lambda: KL divergence of predictions from the uncompressed model's.
 
     ranks, strengths: the grid, comma-separated. Divergence: KL(p_exact || p_method) per token of the second half of
@@ -38,19 +40,28 @@ class Ablation(Study):
     def __post_init__(self) -> None:
         self.methods()
 
-    def methods(self) -> dict[tuple[int, float] | str, Squat]:
+    def methods(self) -> dict[GridPoint | str, Squat]:
         """The method of each grid point, and the baseline; UsageError for values that SQuat refuses."""
-        common = {"bits": self.bits, "group": self.group, "residual": self.group, "pre_rope": self.pre_rope}
-        grid = {(r, s): Squat(**common, rank=r, strength=s) for r in self.ranks for s in self.strengths}
-        return {KIVI: Squat(**common, strength=0.0), **grid}
+        methods: dict[GridPoint | str, Squat] = {KIVI: self._squat(strength=0.0)}
+        return methods | {(r, s): self._squat(s, rank=r) for r in self.ranks for s in self.strengths}
+
+    def _squat(self, strength: float, rank: int = Squat.rank) -> Squat:
+        return Squat(
+            bits=self.bits,
+            group=self.group,
+            residual=self.group,
+            pre_rope=self.pre_rope,
+            rank=rank,
+            strength=strength,
+        )
 
     def run(self, data: StudyInput, progress: Progress) -> Findings:
-        """See `Study.run`."""
+        """See `ModelStudy.run`."""
         measured = predictions(data.loaded, data.windows, self.methods(), progress)
         kivi = measured[KIVI]
         grid = [[measured[r, s].kl for s in self.strengths] for r in self.ranks]
         rows = [[f"r={r}", *line] for r, line in zip(self.ranks, grid, strict=True)]
-        best, (rank, strength) = min((each.kl, key) for key, each in measured.items() if key != KIVI)
+        best, (rank, strength) = min((each.kl, key) for key, each in measured.items() if isinstance(key, tuple))
         numbers = {
             "ranks": list(self.ranks),
             "strengths": list(self.strengths),
@@ -67,7 +78,7 @@ class Ablation(Study):
         return Findings(columns, rows, numbers, lambda figure: _draw(figure, numbers), (8, 5), notes)
 
 
-def _draw(figure: Figure, numbers: dict) -> None:
+def _draw(figure: Figure, numbers: dict[str, Any]) -> None:
     """The grid as a heat map: blue where SQuat diverges less than KIVI, red where it diverges more."""
     axis, base = figure.subplots(), numbers["kivi"]["kl"]
     change = [[value / base - 1 for value in line] for line in numbers["kl"]]

@@ -1,13 +1,14 @@
-"""Callbacks that receive each layer's inputs, keys, values and queries during a forward pass; nothing is stored."""
+"""Hooks that pass each layer's inputs, keys, values and queries to a callback during a forward pass."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvq_cli.attention.attach import attach
@@ -32,7 +33,7 @@ def watch_inputs(
     with ExitStack() as hooks:
         for site in sites:
 
-            def before(_module, args, kwargs, layer=site.index) -> None:
+            def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], layer: int = site.index) -> None:
                 sink(layer, "x", layer_input(args, kwargs)[0])
 
             hooks.callback(site.module.register_forward_pre_hook(before, with_kwargs=True).remove)
@@ -41,7 +42,7 @@ def watch_inputs(
 
 @contextmanager
 def query_hooks(model: PreTrainedModel, pre_rope: bool) -> Iterator[Callable[[Tensor, PromptSink], None]]:
-    """Gives a function `run(tokens, sink)` that runs a window `[tokens]` through the model and calls `sink` with each
+    """Yields a function `run(tokens, sink)` that runs a window `[tokens]` through the model and calls `sink` with each
     layer's keys, values and queries; keys and queries before or after RoPE.
 
     The model is attached to a method whose codec reads the prompt, as SQuat's does, and stores nothing.

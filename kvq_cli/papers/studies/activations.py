@@ -1,4 +1,4 @@
-"""Captures a model's keys and values over windows of text on disk, to be read layer by layer in bounded memory.
+"""Capture keys and values of windows of text to disk, to read them layer by layer in bounded memory.
 
 with captured(data.loaded, data.windows, progress) as activations:
     for layer in activations.layers:
@@ -32,7 +32,7 @@ STREAMS = {"k": "keys", "v": "values"}
 
 
 class Store:
-    """Tensors by name in a folder: appended window by window, read back stacked."""
+    """Tensors by name in a folder: append window by window, then read all windows stacked."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -40,27 +40,26 @@ class Store:
         self._counts: dict[str, int] = {}
 
     def append(self, name: str, numbers: Tensor) -> None:
-        """Append a window's tensor, of the shape and dtype of the others of that name. KvqError if the disk is full."""
+        """Append a window's tensor of the same shape and dtype as the others of that name. KvqError on a full disk."""
         numbers = numbers.detach().contiguous().cpu()
         kind = self._kinds.setdefault(name, (numbers.shape, numbers.dtype))
         if kind != (numbers.shape, numbers.dtype):
             raise ValueError(f"{name}: {tuple(numbers.shape)} {numbers.dtype} after {kind}")
         try:
             with open(self._folder / name, "ab") as file:
-                file.write(numbers.view(-1).view(torch.uint8).numpy())
+                file.write(numbers.view(-1).view(torch.uint8).numpy().data)
         except OSError as error:
             raise KvqError(
-                f"cannot keep captured numbers in {self._folder} ({error.strerror}): set TMPDIR to a folder with more "
+                f"cannot write captured numbers to {self._folder} ({error.strerror}): set TMPDIR to a folder with more "
                 f"room, or take fewer --samples"
             ) from error
         self._counts[name] = self._counts.get(name, 0) + 1
 
     def read(self, name: str) -> Tensor:
-        """All windows `[windows, ...]` on the CPU, as a private memory map that is read page by page."""
-        shape, dtype = self._kinds[name]
-        shape = (self._counts[name], *shape)
-        size = torch.Size(shape).numel()
-        return torch.from_file(str(self._folder / name), shared=False, size=size, dtype=dtype).view(shape)
+        """Return all windows `[windows, ...]` on the CPU, as a private memory map."""
+        window_shape, dtype = self._kinds[name]
+        shape = torch.Size((self._counts[name], *window_shape))
+        return torch.from_file(str(self._folder / name), shared=False, size=shape.numel(), dtype=dtype).view(shape)
 
 
 @contextmanager
@@ -80,12 +79,12 @@ class Activations:
     store: Store
 
     def x(self, layer: int, kind: str) -> Tensor:
-        """Keys before RoPE ("k") or values ("v"), `[windows, tokens, kv_heads, head_dim]`, in the model's dtype and on
-        its device."""
+        """Return keys before RoPE (kind "k") or values ("v"), `[windows, tokens, kv_heads, head_dim]`, in the model's
+        dtype on its device."""
         return self.store.read(f"{layer}.{kind}.x").to(self.loaded.model.device)
 
     def g(self, layer: int, kind: str) -> Tensor:
-        """The gradients of the loss with respect to them, of the same shape and dtype; needs `gradients=True`."""
+        """Return the gradients of the loss with respect to `x(layer, kind)`; needs `gradients=True`."""
         return self.store.read(f"{layer}.{kind}.g").to(self.loaded.model.device)
 
 
@@ -99,7 +98,7 @@ def captured(
     gradients: bool = False,
     skip: int = 0,
 ) -> Iterator[Activations]:
-    """Capture the activations of `windows` `[windows, tokens]`, one window at a time; on disk until the block ends.
+    """Capture keys and values of `windows` `[windows, tokens]`, one window at a time; they are deleted with the block.
 
     layers: the layers to capture, None for all. gradients: capture the gradients of the loss, too. skip: how many first
     tokens of each window (attention sinks) to leave out; UsageError if no token is left.
@@ -123,7 +122,7 @@ def captured(
 
 
 def spread(layers: int, count: int) -> list[int]:
-    """`count` layer indices, evenly spaced from the first to the last; all if there are no more than `count`."""
+    """Return `count` layer indices, evenly spaced from first to last; all indices if there are at most `count`."""
     if count >= layers:
         return list(range(layers))
     if count == 1:

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from kvq_cli.calibration.statistics import mean_std
 from kvq_cli.errors import UsageError
+from kvq_cli.figures import integer_ticks
 from kvq_cli.papers.studies.activations import STREAMS, Activations, captured, spread
-from kvq_cli.papers.studies.study import Findings, Progress, Study, StudyInput, register
+from kvq_cli.papers.studies.study import Findings, ModelStudy, Progress, StudyInput, register
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure, FigureBase
@@ -75,7 +76,7 @@ def entropies(codes: Tensor, bins: int, coupled: int, seed: int) -> dict[str, li
     codes: `[channels, windows, tokens]`. "independent" is the same estimate for shuffled channel blocks. It shows the
     bias of estimates from so many samples: an entropy below it is a gain from coupling.
     """
-    entropy = {"channel": [], "temporal": [], "independent": []}
+    entropy: dict[str, list[float]] = {"channel": [], "temporal": [], "independent": []}
     for count in range(1, coupled + 1):
         groups = channel_blocks(codes, count)
         blocks = {"channel": groups, "temporal": token_blocks(codes, count), "independent": independent(groups, seed)}
@@ -86,7 +87,7 @@ def entropies(codes: Tensor, bins: int, coupled: int, seed: int) -> dict[str, li
 
 @register
 @dataclass(frozen=True)
-class Entropy(Study):
+class Entropy(ModelStudy):
     """Joint entropy per number of coupled channels (ChannelKV) and coupled tokens (TemporalKV), by binning.
 
     coupled: the largest block. bins: bins of a channel's range. skip: first tokens of a window to leave out.
@@ -108,7 +109,7 @@ class Entropy(Study):
             )
 
     def run(self, data: StudyInput, progress: Progress) -> Findings:
-        """See `Study.run`."""
+        """See `ModelStudy.run`."""
         if data.seqlen - self.skip < self.coupled or data.loaded.shape.head_dim < self.coupled:
             raise UsageError(
                 f"study entropy: coupled={self.coupled} is more than the {data.seqlen - self.skip} tokens after the "
@@ -178,14 +179,14 @@ def _table(layers: list[dict]) -> tuple[list[str], list[list]]:
     for layer, streams in enumerate(layers):
         for name, entropy in streams.items():
             last = {key: values[-1] for key, values in entropy.items()}
-            lower = min("channel", "temporal", key=last.get)
+            lower = "temporal" if last["temporal"] < last["channel"] else "channel"
             joint = [last[key] for key in ("independent", "channel", "temporal")]
             rows.append([layer, name, entropy["channel"][0], *joint, lower])
     return columns, rows
 
 
 def _draw(figure: Figure, numbers: dict) -> None:
-    above, middle, below = figure.subfigures(3, 1, height_ratios=(1, 1.15, 0.8))
+    above, middle, below = figure.subfigures(3, 1, height_ratios=(1, 1.15, 0.8), squeeze=False)[:, 0]
     _draw_histograms(above, numbers["histograms"])
     _draw_coupled(middle, numbers["entropy"])
     _draw_layers(below, numbers["entropy"])
@@ -237,5 +238,5 @@ def _draw_layers(figure: FigureBase, layers: list[dict]) -> None:
             axis.plot([entropy[kind][-1] for entropy in streams], "o-", color=_COLORS[kind], label=label)
         axis.plot([entropy["independent"][-1] for entropy in streams], ":", color="0.4", label="independent (shuffled)")
         axis.set(title=name, xlabel="layer", ylabel="bits per number")
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        integer_ticks(axis)
     axes[0].legend(fontsize="small")

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvq_cli.calibration.codebooks import ERROR_MEASURE, CapturedStream, ClusterSettings, calibrate_stream
 from kvq_cli.errors import UsageError
+from kvq_cli.figures import integer_ticks
 from kvq_cli.methods.temporalkv import TemporalKV
 from kvq_cli.papers.studies.activations import STREAMS, Activations, captured, clustered, spread
-from kvq_cli.papers.studies.study import Findings, Progress, Study, StudyInput, register
+from kvq_cli.papers.studies.study import Findings, ModelStudy, Progress, StudyInput, register
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,7 +47,7 @@ def wins(errors: list[dict], chunk: int) -> dict[str, float]:
 
 @register
 @dataclass(frozen=True)
-class Error(Study):
+class Error(ModelStudy):
     """Fisher-weighted error by layer and head: chunks of 2, 4, 8 channels (ChannelKV) against tokens (TemporalKV).
 
     channels: about how many of each head, or none for all. points: the most chunks that a codebook is clustered from.
@@ -69,7 +70,7 @@ class Error(Study):
             )
 
     def run(self, data: StudyInput, progress: Progress) -> Findings:
-        """See `Study.run`."""
+        """See `ModelStudy.run`."""
         shape, held_out = data.loaded.shape, max(1, data.samples // 5)
         if shape.head_dim % _WIDEST:
             raise UsageError(f"study error: chunks of {_WIDEST} channels do not divide head_dim={shape.head_dim}")
@@ -88,7 +89,10 @@ class Error(Study):
                 errors[layer][STREAMS[kind]][str(chunk)] = self._errors(activations, job, held_out, data.seed)
 
             clustered(measure, jobs, data.loaded.model.device, progress)
-        numbers = {"errors": errors, "temporal_lower": {str(chunk): wins(errors, chunk) for chunk in _CHUNKS}}
+        numbers: dict[str, Any] = {
+            "errors": errors,
+            "temporal_lower": {str(chunk): wins(errors, chunk) for chunk in _CHUNKS},
+        }
         size = (12, 2 + 3 * (0.9 + 0.11 * 2 * shape.kv_heads))
         channels = len(some_channels(shape.head_dim, self.channels))
         lower = [
@@ -149,7 +153,7 @@ def _draw(figure: Figure, by_layer: list[dict]) -> None:
             axis.set_yticks([(lines - 1) / 2, lines + (lines - 1) / 2], list(STREAMS.values()))
             axis.axhline(lines - 0.5, color="black", linewidth=0.8)
             axis.set_title(f"chunks of {chunk}, by {name}")
-            axis.xaxis.get_major_locator().set_params(integer=True)
+            integer_ticks(axis)
     for axis in axes[-1]:
         axis.set_xlabel("layer")
     label = "log2 of error of channels / of tokens\nchannels lower (purple) · tokens lower (yellow)"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.calibration.factors import factorize
+from kvq_cli.figures import integer_ticks
 from kvq_cli.papers.studies.activation_hooks import watch_inputs
 from kvq_cli.papers.studies.activations import spread
-from kvq_cli.papers.studies.study import Findings, Progress, Study, StudyInput, register
+from kvq_cli.papers.studies.study import Findings, ModelStudy, Progress, StudyInput, register
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -41,7 +42,7 @@ class _Layer:
 
     down: dict[str, Tensor]
     first_row: Tensor
-    means: dict[str, Tensor | float] = field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+    means: dict[str, Tensor] = field(default_factory=lambda: dict.fromkeys(KINDS, torch.zeros(())))
     peaks: dict[str, Tensor] = field(default_factory=dict)
     cosine: float = 0.0
     #: Per window, the keys' channel of the largest mean magnitude, and its rank in the first row.
@@ -63,7 +64,7 @@ class _Layer:
 
 @register
 @dataclass(frozen=True)
-class Latents(Study):
+class Latents(ModelStudy):
     """X, X U_k and X U_v by channel: whether X U_k has its outliers in channel 0, and B_k predicts those of keys.
 
     W_k = U_k S B_k^T, W_v likewise. Dominance: the mean magnitude of a channel over that of all others, for the largest
@@ -75,7 +76,7 @@ class Latents(Study):
     source = "XQuant Figs. B.2, B.3, Table B.2"
 
     def run(self, data: StudyInput, progress: Progress) -> Findings:
-        """See `Study.run`. Memory: the activations of one layer, and the factors of all weights."""
+        """See `ModelStudy.run`. Memory: the activations of one layer, and the factors of all weights."""
         sites, windows = attention_layers(data.loaded.model), data.windows
         layers = []
         for site in sites:
@@ -110,7 +111,7 @@ class Latents(Study):
                 }
         ranks = [rank for layer in layers for _, rank in layer.outliers]
         channels = len(layers[0].first_row)
-        numbers = {
+        numbers: dict[str, Any] = {
             "layers": drawn,
             "dominance": {kind: [row[column] for row in rows] for column, kind in enumerate(KINDS, start=1)},
             "outlier_channels": [[channel for channel, _ in layer.outliers] for layer in layers],
@@ -124,9 +125,9 @@ class Latents(Study):
         return Findings(columns, rows, numbers, lambda figure: _draw(figure, numbers), (12, 9.5), notes)
 
 
-def _draw(figure: Figure, numbers: dict) -> None:
+def _draw(figure: Figure, numbers: dict[str, Any]) -> None:
     """Above: magnitudes by channel of some layers. Below: dominance by layer, and how often the prediction is right."""
-    above, below = figure.subfigures(2, 1, height_ratios=(3, 1.1))
+    above, below = figure.subfigures(2, 1, height_ratios=(3, 1.1), squeeze=False)[:, 0]
     axes = above.subplots(len(numbers["layers"]), 3, squeeze=False)
     for line, (layer, kinds) in zip(axes, numbers["layers"].items(), strict=True):
         for axis, (kind, name) in zip(line, KINDS.items(), strict=True):
@@ -144,7 +145,7 @@ def _draw(figure: Figure, numbers: dict) -> None:
         ratios.plot(numbers["dominance"][kind], marker="o", markersize=4, label=f"{which} channel of {KINDS[kind]}")
     ratios.axhline(1, color="0.5", linewidth=1, linestyle=":")
     ratios.set(xlabel="layer", ylabel="times the others' mean", ylim=(0, None))
-    ratios.xaxis.get_major_locator().set_params(integer=True)
+    integer_ticks(ratios)
     ratios.legend(fontsize=8)
     for shift, key, label in ((-0.2, "hits", "from B_k alone"), (0.2, "by_chance", "by chance")):
         hits.bar(

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from kvq_cli.errors import UsageError
 from kvq_cli.papers.studies.activations import Activations, captured, spread
-from kvq_cli.papers.studies.study import Findings, Progress, Study, StudyInput, register
+from kvq_cli.papers.studies.study import Findings, ModelStudy, Progress, StudyInput, register
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -25,12 +25,13 @@ def shares(magnitudes: Tensor) -> tuple[float, float]:
     """
     x = magnitudes.double()
     total = x.var(correction=0).clamp_min(1e-300)
-    return tuple((x.mean(dim).var(correction=0) / total).item() for dim in (0, 1))
+    channels, tokens = ((x.mean(dim).var(correction=0) / total).item() for dim in (0, 1))
+    return channels, tokens
 
 
 @register
 @dataclass(frozen=True)
-class Magnitudes(Study):
+class Magnitudes(ModelStudy):
     """Magnitudes by channel and token: keys before and after RoPE, and values.
 
     layers, tokens: how many the figure shows. head: the kv head whose channels it shows. skip: first tokens of a window
@@ -50,7 +51,7 @@ class Magnitudes(Study):
             raise UsageError("study magnitudes: layers must be at least 1, tokens 2, head and skip 0")
 
     def run(self, data: StudyInput, progress: Progress) -> Findings:
-        """See `Study.run`."""
+        """See `ModelStudy.run`."""
         heads = data.loaded.shape.kv_heads
         if self.head >= heads:
             raise UsageError(f"study magnitudes: head={self.head}, but the model has {heads} kv heads, from 0 on")
@@ -68,7 +69,7 @@ class Magnitudes(Study):
             for layer, kinds in enumerate(explained)
             for kind, share in kinds.items()
         ]
-        numbers = {
+        numbers: dict[str, Any] = {
             "explained": explained,
             "drawn": {"layers": drawn, "head": self.head, "first_token": self.skip, "magnitudes": drawn_magnitudes},
         }
@@ -87,7 +88,7 @@ class Magnitudes(Study):
         )
 
     def _explained(self, activations: Activations, layer: int) -> dict[str, dict[str, float]]:
-        by_kind = {kind: [] for kind in _KINDS}
+        by_kind: dict[str, list[tuple[float, float]]] = {kind: [] for kind in _KINDS}
         for window in range(len(activations.x(layer, "k"))):
             for kind, numbers in self._numbers(activations, layer, window).items():
                 by_kind[kind] += [shares(head.abs()) for head in numbers]
@@ -108,7 +109,7 @@ class Magnitudes(Study):
         return dict(zip(_KINDS, (keys, rotated, values), strict=True))
 
 
-def _draw(figure: Figure, drawn: dict) -> None:
+def _draw(figure: Figure, drawn: dict[str, Any]) -> None:
     """A panel per layer and kind: rows are channels, columns tokens, blue small and red large, as in the thesis."""
     axes = figure.subplots(len(drawn["layers"]), len(_KINDS), squeeze=False)
     for row, (layer, kinds) in enumerate(zip(drawn["layers"], drawn["magnitudes"], strict=True)):

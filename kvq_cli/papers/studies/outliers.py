@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
 from kvq_cli.calibration.statistics import outlier_thresholds
 from kvq_cli.errors import UsageError
+from kvq_cli.figures import integer_ticks
 from kvq_cli.papers.studies.activations import STREAMS, captured
-from kvq_cli.papers.studies.study import Findings, Progress, Study, StudyInput, register
+from kvq_cli.papers.studies.study import Findings, ModelStudy, Progress, StudyInput, register
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+#: (layer, kind) -> lower and upper threshold.
+Thresholds: TypeAlias = dict[tuple[int, str], tuple[Tensor, Tensor]]
 
 
 def outlier_rate(x: Tensor, lower: Tensor, upper: Tensor) -> float:
@@ -25,7 +29,7 @@ def outlier_rate(x: Tensor, lower: Tensor, upper: Tensor) -> float:
 
 @register
 @dataclass(frozen=True)
-class Outliers(Study):
+class Outliers(ModelStudy):
     """Outlier rates on other texts than the one (--dataset) whose quantiles are the thresholds.
 
     fraction: the rate on the calibration text, half of it beyond each threshold. others: other texts, comma-separated:
@@ -47,10 +51,10 @@ class Outliers(Study):
             )
 
     def run(self, data: StudyInput, progress: Progress) -> Findings:
-        """See `Study.run`."""
+        """See `ModelStudy.run`."""
         texts = {f"{data.dataset} (calibration)": data.tokens(data.dataset, "calibration")}
         texts |= {name: data.tokens(name, "evaluation") for name in self.others}
-        limits: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
+        limits: Thresholds = {}
         rates = {}
         for name, windows in texts.items():
             rates[name] = self._rates(data, windows, limits, _named(progress, name))
@@ -72,9 +76,11 @@ class Outliers(Study):
             ],
         )
 
-    def _rates(self, data: StudyInput, windows: Tensor, limits: dict, progress: Progress) -> dict[str, list[float]]:
+    def _rates(
+        self, data: StudyInput, windows: Tensor, limits: Thresholds, progress: Progress
+    ) -> dict[str, list[float]]:
         """Rates by stream and layer. limits: the thresholds, which the first text sets."""
-        rates = {name: [] for name in STREAMS.values()}
+        rates: dict[str, list[float]] = {name: [] for name in STREAMS.values()}
         with captured(data.loaded, windows, progress, skip=self.skip) as activations:
             for layer in activations.layers:
                 progress("rates", layer, len(activations.layers))
@@ -99,6 +105,6 @@ def _draw(figure: Figure, numbers: dict) -> None:
             axis.plot([100 * rate for rate in streams[stream]], "o-", label=name)
         axis.axhline(100 * numbers["fraction"], color="0.4", linestyle=":", label="target")
         axis.set(title=stream, xlabel="layer")
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        integer_ticks(axis)
     axes[0].set(ylabel="outliers, % of all numbers", ylim=(0, None))
     axes[0].legend()

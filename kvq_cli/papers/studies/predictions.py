@@ -1,4 +1,4 @@
-"""Divergence of next-token predictions under several methods from the uncompressed model's, on the same text."""
+"""KL divergence of next-token predictions with a compressed cache from the uncompressed model's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 @dataclass(frozen=True)
 class Predictions:
-    """Means over the second half of all windows. kl: KL(p_exact || p_method) per token in nats; top1: share of tokens
+    """Means over the tokens of all second halves. kl: KL(p_exact || p_method) per token in nats; top1: share of tokens
     for which both have the same most probable token; packed_bits: bits per packed number, scales included."""
 
     kl: float
@@ -36,7 +36,7 @@ class Predictions:
 def predictions(
     loaded: LoadedModel, windows: Tensor, methods: Mapping[Key, Method], progress: Progress
 ) -> dict[Key, Predictions]:
-    """The predictions of the second half of each of `windows` `[windows, tokens]`, by key of `methods`.
+    """Compare predictions for the second half of each of `windows` `[windows, tokens]`, by key of `methods`.
 
     The first half is the prompt, from which a method may compute constants (SQuat's subspace, InnerQ's norms). Each
     token attends to what it would see in token-by-token decoding. Logits of one window and method are held at a time.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from kvq_cli.calibration.statistics import mean_std
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import BlockShape
 from kvq_cli.papers.studies.activations import STREAMS, Activations, captured, clustered, spread
-from kvq_cli.papers.studies.study import Findings, Progress, Study, StudyInput, register
+from kvq_cli.papers.studies.study import Findings, ModelStudy, Progress, StudyInput, register
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -76,7 +76,10 @@ class ResidualQuantizer:
 
     def decode(self, codes: list[Tensor]) -> Tensor:
         """The sum of the centroids, `[codebooks, points, size]`."""
-        return sum(_lookup(book, code) for book, code in zip(self.books, codes, strict=True))
+        total = _lookup(self.books[0], codes[0])
+        for book, code in zip(self.books[1:], codes[1:], strict=True):
+            total = total + _lookup(book, code)
+        return total
 
 
 def mean_squared_error(quantizer: ProductQuantizer | ResidualQuantizer, points: Tensor) -> float:
@@ -86,7 +89,7 @@ def mean_squared_error(quantizer: ProductQuantizer | ResidualQuantizer, points: 
 
 @register
 @dataclass(frozen=True)
-class Quantizers(Study):
+class Quantizers(ModelStudy):
     """Product against residual quantization of vectors of adjacent tokens of a channel, with two 8-bit codes each.
 
     layers: how many layers. codebooks: how many codebooks of a layer's keys or values. points: the most vectors that a
@@ -111,7 +114,7 @@ class Quantizers(Study):
             raise UsageError(f"study quantizers: points={self.points} must be at least entries={self.entries}")
 
     def run(self, data: StudyInput, progress: Progress) -> Findings:
-        """See `Study.run`."""
+        """See `ModelStudy.run`."""
         held_out, vectors = max(1, data.samples // 5), self._vectors(data)
         if vectors < self.entries:
             raise UsageError(
@@ -143,10 +146,9 @@ class Quantizers(Study):
         chosen = spread(len(blocks[0]), self.codebooks)
         training, held = (part[chosen] for part in blocks)
         training, _ = draw_coreset(training, torch.ones(training.shape[:2], device=x.device), self.points, seed)
-        return tuple(
-            mean_squared_error(cls.fit(training, _STAGES, self.entries, self.iterations, seed), held)
-            for cls in (ProductQuantizer, ResidualQuantizer)
-        )
+        product = ProductQuantizer.fit(training, _STAGES, self.entries, self.iterations, seed)
+        residual = ResidualQuantizer.fit(training, _STAGES, self.entries, self.iterations, seed)
+        return mean_squared_error(product, held), mean_squared_error(residual, held)
 
     def _vectors(self, data: StudyInput) -> int:
         """How many vectors a codebook can be clustered from, at the size of vector that has fewest."""
@@ -161,7 +163,7 @@ class Quantizers(Study):
             for dim in _DIMS
             for kind, name in STREAMS.items()
         ]
-        numbers = {"layers": layers, "sizes": _DIMS}
+        numbers: dict[str, Any] = {"layers": layers, "sizes": _DIMS}
         for index, name in enumerate(("product", "residual")):
             numbers[name] = {
                 stream: [[errors[dim, layer, kind][index] for layer in layers] for dim in _DIMS]

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import LongTensor, Tensor
+from torch import Tensor
 
 from kvq_cli.attention.capture_points import AttentionLayer, attention_layers
 from kvq_cli.codecs.base import Prompt, PromptCodec
 from kvq_cli.errors import UsageError
+from kvq_cli.figures import integer_ticks
 from kvq_cli.methods.kivi import Kivi
 from kvq_cli.methods.squat import Squat
 from kvq_cli.models import LoadedModel
 from kvq_cli.papers.studies.activation_hooks import query_hooks
 from kvq_cli.papers.studies.activations import spread
-from kvq_cli.papers.studies.study import Findings, Progress, Study, StudyInput, register
+from kvq_cli.papers.studies.study import Findings, ModelStudy, Progress, StudyInput, register
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,6 +30,7 @@ CURVES = {
     "text": "another text's",
     "response": "response only, from its prompt's",
 }
+LINE_STYLES: dict[str, dict[str, Any]] = {"whole": {"linewidth": 4, "alpha": 0.4}, "response": {"linestyle": "--"}}
 METHODS = ("kivi", "squat")
 #: How many layers' deviations the figure shows.
 DRAWN_LAYERS = 4
@@ -90,7 +92,7 @@ class Scores:
 
 @register
 @dataclass(frozen=True)
-class Queries(Study):
+class Queries(ModelStudy):
     """Distance of queries from r-dimensional subspaces of other queries; score errors of SQuat and KIVI.
 
     A sequence is a prompt and `response` tokens that the model samples after it. A subspace is spanned by the queries
@@ -122,11 +124,19 @@ class Queries(Study):
 
     def methods(self) -> dict[str, Kivi]:
         """Both methods, with the paper's residual window: a group is packed as soon as it is full (appendix E.2)."""
-        common = {"bits": self.bits, "group": self.group, "residual": self.group, "pre_rope": self.pre_rope}
-        return {"kivi": Kivi(**common), "squat": Squat(**common, rank=self.rank, strength=self.strength)}
+        kivi = Kivi(bits=self.bits, group=self.group, residual=self.group, pre_rope=self.pre_rope)
+        squat = Squat(
+            bits=self.bits,
+            group=self.group,
+            residual=self.group,
+            pre_rope=self.pre_rope,
+            rank=self.rank,
+            strength=self.strength,
+        )
+        return {"kivi": kivi, "squat": squat}
 
     def run(self, data: StudyInput, progress: Progress) -> Findings:
-        """See `Study.run`. Memory: queries and keys of one layer, and singular vectors of two other texts."""
+        """See `ModelStudy.run`. Memory: queries and keys of one layer, and singular vectors of two other texts."""
         prompt = data.seqlen - self.response
         if prompt < self.group:
             raise UsageError(
@@ -141,7 +151,11 @@ class Queries(Study):
         with query_hooks(data.loaded.model, self.pre_rope) as run:
             for index, (name, tokens) in enumerate(passes):
                 progress("windows", index, len(passes))
-                run(tokens, lambda layer, prompt, name=name: layers[layer].add(name, prompt))
+
+                def sink(layer: int, sequence: Prompt, name: str = name) -> None:
+                    layers[layer].add(name, sequence)
+
+                run(tokens, sink)
             progress("windows", len(passes), len(passes))
         return self._findings(layers, data)
 
@@ -149,7 +163,7 @@ class Queries(Study):
         head_dim = data.loaded.shape.head_dim
         r = min(head_dim // 4 if self.dimensions is None else self.dimensions, head_dim)
         count = data.samples
-        numbers = {
+        numbers: dict[str, Any] = {
             "deviation": {name: [(layer.curves[name] / count).tolist() for layer in layers] for name in CURVES},
             "score_error": {name: [layer.errors[name][0] / count for layer in layers] for name in METHODS},
             "moved_attention": {name: [layer.errors[name][1] / count for layer in layers] for name in METHODS},
@@ -178,7 +192,7 @@ class _Layer:
         plans = {name: method.plan(site.index, data.loaded.shape, {}) for name, method in study.methods().items()}
         self._plans = {name: plan.keys for name, plan in plans.items()}
         self._vectors: dict[str, Tensor] = {}
-        self.curves: dict[str, Tensor | float] = dict.fromkeys(CURVES, 0.0)
+        self.curves: dict[str, Tensor] = dict.fromkeys(CURVES, torch.zeros(()))
         self.errors = {name: [0.0, 0.0] for name in METHODS}
 
     def add(self, name: str, prompt: Prompt) -> None:
@@ -226,9 +240,7 @@ class _Layer:
         return distance < 0 if window is None else (distance < 0) | (distance >= window)
 
 
-def _with_responses(
-    loaded: LoadedModel, prompts: LongTensor, tokens: int, seed: int, progress: Progress
-) -> list[LongTensor]:
+def _with_responses(loaded: LoadedModel, prompts: Tensor, tokens: int, seed: int, progress: Progress) -> list[Tensor]:
     """Each prompt `[prompt]`, followed by `tokens` tokens that the model samples after it."""
     sequences, device = [], loaded.model.device
     for index, prompt in enumerate(prompts):
@@ -236,21 +248,28 @@ def _with_responses(
         ids = prompt[None].to(device)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
             torch.manual_seed(seed + index)
-            options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": True, "top_k": 0}
-            sequences.append(loaded.model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0].cpu())
+            # `nn.Module.__getattr__` hides the method's type from mypy.
+            out = loaded.model.generate(  # type: ignore[operator]
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                do_sample=True,
+                top_k=0,
+            )
+            sequences.append(out[0].cpu())
     progress("responses", len(prompts), len(prompts))
     return sequences
 
 
-def _draw(figure: Figure, numbers: dict) -> None:
+def _draw(figure: Figure, numbers: dict[str, Any]) -> None:
     """Above: deviation over dimensions, for some layers. Below: errors by layer."""
-    above, below = figure.subfigures(2, 1)
+    above, below = figure.subfigures(2, 1, squeeze=False)[:, 0]
     layers = len(numbers["score_error"]["kivi"])
     shown = spread(layers, DRAWN_LAYERS)
     for axis, layer in zip(above.subplots(1, len(shown), sharey=True, squeeze=False)[0], shown, strict=True):
         for name, label in CURVES.items():
-            style = {"whole": {"linewidth": 4, "alpha": 0.4}, "response": {"linestyle": "--"}}.get(name, {})
-            axis.plot(numbers["deviation"][name][layer], label=label, **style)
+            axis.plot(numbers["deviation"][name][layer], label=label, **LINE_STYLES.get(name, {}))
         axis.set(title=f"layer {layer}", xlabel="dimensions r", ylim=(0, 1))
         axis.grid(alpha=0.3)
     above.axes[0].set_ylabel("deviation of queries")
@@ -260,5 +279,5 @@ def _draw(figure: Figure, numbers: dict) -> None:
         for shift, name in ((-0.2, "kivi"), (0.2, "squat")):
             axis.bar([layer + shift for layer in range(layers)], numbers[key][name], 0.4, label=name)
         axis.set(xlabel="layer", ylabel=label)
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        integer_ticks(axis)
         axis.legend(fontsize=8)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.attention.projections import projections
-from kvq_cli.papers.studies.study import Findings, Progress, Study, StudyInput, register
+from kvq_cli.figures import integer_ticks
+from kvq_cli.papers.studies.study import Findings, ModelStudy, Progress, StudyInput, register
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,14 +27,14 @@ def effective_rank(weight: Tensor) -> float:
 
 @register
 @dataclass(frozen=True)
-class Rank(Study):
+class Rank(ModelStudy):
     """Effective rank of W_k and W_v by layer: how well low-rank factors can approximate them."""
 
     name = "rank"
     source = "TemporalKV Fig. 15"
 
     def run(self, data: StudyInput, progress: Progress) -> Findings:
-        """See `Study.run`."""
+        """See `ModelStudy.run`."""
         sites = attention_layers(data.loaded.model)
         ranks, full_rank = [], 0
         for site in sites:
@@ -49,7 +50,7 @@ class Rank(Study):
                 axis.plot([of_layer[index] for of_layer in ranks], "o-", color=color, label=name)
             axis.axhline(full_rank, color="0.4", linestyle=":", label="full rank")
             axis.set(xlabel="layer", ylabel="effective rank", ylim=(0, None))
-            axis.xaxis.get_major_locator().set_params(integer=True)
+            integer_ticks(axis)
             axis.legend()
 
         rows = [[layer, *of_layer] for layer, of_layer in enumerate(ranks)]

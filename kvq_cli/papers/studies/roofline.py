@@ -13,16 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import inf, isfinite, log10
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvq_cli.benchmarking.gpus import Gpu, known_gpu
-from kvq_cli.benchmarking.kernels.targets import results
-from kvq_cli.benchmarking.shapes import Shape, known_shape
+from kvq_cli.benchmarking.kernels.performance_targets import load_gpu_results
+from kvq_cli.benchmarking.shapes import LlamaShape, known_shape
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.xquant import keeps_input
-from kvq_cli.papers.studies.study import Findings, Progress, Study, register
+from kvq_cli.papers.studies.study import Findings, FormulaStudy, Progress, register
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,12 +54,12 @@ class Load:
         return np.maximum(self.work * tokens / gpu.flops, (self.cached * tokens + self.weights) / gpu.bandwidth)
 
 
-def plain(shape: Shape, bits: float) -> Load:
+def plain(shape: LlamaShape, bits: float) -> Load:
     """Keys and values stored with `bits` per number; the arithmetic of decoding is neglected."""
     return Load(0, 2 * bits / 8 * shape.kv_heads * shape.head_dim, 2 * shape.layer_parameters)
 
 
-def xquant(shape: Shape, bits: float) -> Load:
+def xquant(shape: LlamaShape, bits: float) -> Load:
     """XQuant stores X if it is smaller than keys and values (MHA, Eq. 3), else X U_k and X U_v (GQA, Eq. 4)."""
     d, width = shape.hidden_size, shape.kv_heads * shape.head_dim
     if keeps_input(shape.model_shape()):
@@ -67,13 +67,13 @@ def xquant(shape: Shape, bits: float) -> Load:
     return Load(2 * 2 * width**2, 2 * bits / 8 * width, 2 * shape.layer_parameters + 2 * 2 * width**2)
 
 
-def xquant_as_printed(shape: Shape, bits: float) -> Load:
+def xquant_as_printed(shape: LlamaShape, bits: float) -> Load:
     """XQuant with Eq. 4 as printed, which counts the e/8 l d/g bytes of one latent, while the text stores two."""
     load = xquant(shape, bits)
     return load if keeps_input(shape.model_shape()) else replace(load, cached=load.cached / 2)
 
 
-def xquant_cl(shape: Shape, bits: float, accumulator_bits: float) -> Load:
+def xquant_cl(shape: LlamaShape, bits: float, accumulator_bits: float) -> Load:
     """XQuant-CL (section 3.4): besides reading the difference, it reads, updates and writes the accumulator X^."""
     d, width = shape.hidden_size, shape.kv_heads * shape.head_dim
     accumulator = 2 * accumulator_bits / 8 * d
@@ -86,7 +86,7 @@ def xquant_cl(shape: Shape, bits: float, accumulator_bits: float) -> Load:
 
 @register
 @dataclass(frozen=True)
-class Roofline(Study):
+class Roofline(FormulaStudy):
     """Up to how many tokens recomputing keys and values from layer inputs costs no time, by the GPU's data sheet.
 
     gpu: a known name, or any with `teraflops` (dense 16-bit) and `bandwidth` (TB/s). shapes: names as in `kvq bits`,
@@ -96,7 +96,6 @@ class Roofline(Study):
 
     name = "roofline"
     source = "XQuant Eq. 3, 4"
-    needs_model = False
 
     gpu: str = "h100-pcie"
     teraflops: float | None = None
@@ -121,20 +120,21 @@ class Roofline(Study):
         flops = gpu.flops if self.teraflops is None else self.teraflops * 1e12
         return Gpu(flops, gpu.bandwidth if self.bandwidth is None else self.bandwidth * 1e12)
 
-    def run(self, data: None, progress: Progress) -> Findings:
-        """See `Study.run`."""
+    def run(self, progress: Progress) -> Findings:
+        """See `FormulaStudy.run`."""
         gpu, names, times = self.device, self.shapes, measured_times(Path(self.measured))
-        numbers = {"ridge": gpu.ridge, "flops": gpu.flops, "bandwidth": gpu.bandwidth, "shapes": {}}
+        shapes: dict[str, dict[str, Any]] = {}
         for index, name in enumerate(names):
             progress("shapes", index, len(names))
             timed = [time for time in times if time["shape"] == name]
-            numbers["shapes"][name] = self._shape(known_shape(name, "shapes"), gpu) | {"measured": timed}
+            shapes[name] = self._shape(known_shape(name, "shapes"), gpu) | {"measured": timed}
         progress("shapes", len(names), len(names))
-        rows = [[name, shape["group"], *shape["limits"].values()] for name, shape in numbers["shapes"].items()]
+        rows = [[name, shape["group"], *shape["limits"].values()] for name, shape in shapes.items()]
+        numbers = {"ridge": gpu.ridge, "flops": gpu.flops, "bandwidth": gpu.bandwidth, "shapes": shapes}
 
         def draw(figure: Figure) -> None:
             panels = figure.subplots(1, len(names), squeeze=False)[0]
-            for axis, (name, shape) in zip(panels, numbers["shapes"].items(), strict=True):
+            for axis, (name, shape) in zip(panels, shapes.items(), strict=True):
                 _draw(axis, shape)
                 axis.set_title(name)
 
@@ -146,37 +146,37 @@ class Roofline(Study):
         ]
         return Findings(columns, rows, numbers, draw, (5.5 * len(names), 4.5), notes)
 
-    def _shape(self, shape: Shape, gpu: Gpu) -> dict:
+    def _shape(self, shape: LlamaShape, gpu: Gpu) -> dict[str, Any]:
         """Limits in tokens (None: no limit), and a layer's time in µs over the number of cached tokens."""
-        exact, remade = plain(shape, 16), xquant(shape, self.bits)
+        exact, rematerialized = plain(shape, 16), xquant(shape, self.bits)
         cross_layer = xquant_cl(shape, self.bits, self.accumulator_bits)
         limits = {
             "printed": xquant_as_printed(shape, self.bits).limit(gpu.ridge),
-            "xquant": remade.limit(gpu.ridge),
+            "xquant": rematerialized.limit(gpu.ridge),
             "xquant_cl": cross_layer.limit(gpu.ridge),
-            "slower_than_16_bit": remade.limit(gpu.ridge, exact.cached),
+            "slower_than_16_bit": rematerialized.limit(gpu.ridge, exact.cached),
         }
-        limits = {key: round(value) if isfinite(value) else None for key, value in limits.items()}
-        tokens = np.logspace(2, max(5, log10(max(filter(None, limits.values()), default=1)) + 0.7), 200)
+        rounded = {key: round(limit) if isfinite(limit) else None for key, limit in limits.items()}
+        tokens = np.logspace(2, max(5, log10(max(filter(None, rounded.values()), default=1)) + 0.7), 200)
         loads = {
             "16-bit KV": exact,
             f"{self.bits:g}-bit KV": plain(shape, self.bits),
-            f"xquant, {self.bits:g} bit": remade,
+            f"xquant, {self.bits:g} bit": rematerialized,
             f"xquant-cl, {self.bits:g} bit": cross_layer,
         }
         return {
             "group": shape.heads // shape.kv_heads,
-            "limits": limits,
+            "limits": rounded,
             "tokens": tokens.tolist(),
             "microseconds": {label: (1e6 * load.seconds(tokens, gpu)).tolist() for label, load in loads.items()},
         }
 
 
-def measured_times(folder: Path) -> list[dict]:
+def measured_times(folder: Path) -> list[dict[str, Any]]:
     """Measured times of rematerialization from results of `kvq bench kernels`: shape, device, case, tokens of all
     sequences, and the median time per layer in microseconds."""
     times = []
-    for documents in results(folder).values():
+    for documents in load_gpu_results(folder).values():
         document = documents.get("kernels", {"rows": []})
         for row in document["rows"]:
             if row["operation"] == "rematerialize" and "us" in row:
@@ -186,7 +186,7 @@ def measured_times(folder: Path) -> list[dict]:
     return times
 
 
-def _draw(axis: Axes, shape: dict) -> None:
+def _draw(axis: Axes, shape: dict[str, Any]) -> None:
     for (label, times), style in zip(shape["microseconds"].items(), ("-", "-", "-", "--"), strict=True):
         axis.plot(shape["tokens"], times, style, label=label)
     for number, case in enumerate(dict.fromkeys((time["device"], time["case"]) for time in shape["measured"])):
@@ -196,8 +196,8 @@ def _draw(axis: Axes, shape: dict) -> None:
     limit = shape["limits"]["xquant"]
     if limit is not None:
         axis.axvline(limit, color="0.5", linestyle=":", linewidth=1)
-        style = {"xycoords": ("data", "axes fraction"), "ha": "right", "va": "top", "rotation": 90, "fontsize": 8}
-        axis.annotate(f"{limit:,} tokens", (limit, 0.97), **style)
+        at = ("data", "axes fraction")
+        axis.annotate(f"{limit:,} tokens", (limit, 0.97), xycoords=at, ha="right", va="top", rotation=90, fontsize=8)
     axis.set(xscale="log", yscale="log", xlabel="cached tokens", ylabel="µs per layer and decoded token")
     axis.legend(fontsize=8, loc="upper left")
     axis.grid(alpha=0.3)

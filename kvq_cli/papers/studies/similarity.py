@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +11,9 @@ from torch import Tensor
 
 from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.errors import UsageError
+from kvq_cli.figures import integer_ticks
 from kvq_cli.papers.studies.activation_hooks import watch_inputs
-from kvq_cli.papers.studies.study import Findings, Progress, Study, StudyInput, register
+from kvq_cli.papers.studies.study import Findings, ModelStudy, Progress, StudyInput, register
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,12 +47,13 @@ class _Sums:
     cosines: Tensor = field(init=False)
     ranges: Tensor = field(init=False)
     #: Per layer, each channel's mean over tokens.
-    means: list[Tensor | int] = field(init=False)
-    below: Tensor | None = None
+    means: list[Tensor] = field(init=False)
+    #: The layer below in the current window.
+    below: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.cosines, self.ranges = torch.zeros(2, self.layers - 1, dtype=torch.float64)
-        self.means = [0] * self.layers
+        self.means = [torch.zeros(())] * self.layers
 
     def add(self, layer: int, x: Tensor) -> None:
         self.means[layer] = self.means[layer] + x.double().mean(0).cpu()
@@ -60,7 +62,7 @@ class _Sums:
             self.ranges[layer - 1] += relative_range(x, self.below)
         self.below = x
 
-    def means_over(self, windows: int) -> dict:
+    def means_over(self, windows: int) -> dict[str, Any]:
         return {
             "cosine": (self.cosines / windows).tolist(),
             "range": (self.ranges / windows).tolist(),
@@ -70,7 +72,7 @@ class _Sums:
 
 @register
 @dataclass(frozen=True)
-class Similarity(Study):
+class Similarity(ModelStudy):
     """Similarity of layer inputs X between adjacent layers, compared with that of keys (before RoPE) and values.
 
     Cosine: of a token's vectors in adjacent layers. Range: of their difference over that of the upper layer's vector.
@@ -80,7 +82,7 @@ class Similarity(Study):
     source = "XQuant Fig. 3"
 
     def run(self, data: StudyInput, progress: Progress) -> Findings:
-        """See `Study.run`. Memory: X, keys and values of two adjacent layers."""
+        """See `ModelStudy.run`. Memory: X, keys and values of two adjacent layers."""
         sites, windows = attention_layers(data.loaded.model), data.windows
         if len(sites) < 2:
             raise UsageError(
@@ -101,15 +103,15 @@ class Similarity(Study):
         return Findings(columns, rows, numbers, lambda figure: _draw(figure, numbers), (11, 7))
 
 
-def _draw(figure: Figure, numbers: dict) -> None:
+def _draw(figure: Figure, numbers: dict[str, Any]) -> None:
     """Above: cosine and range by layer. Below: each channel's mean by layer; similar layers show as stripes."""
-    above, below = figure.subfigures(2, 1, height_ratios=(1, 1.1))
+    above, below = figure.subfigures(2, 1, height_ratios=(1, 1.1), squeeze=False)[:, 0]
     labels = (("cosine", "cosine with the layer below"), ("range", "range of the difference, relative"))
     for axis, (key, label) in zip(above.subplots(1, 2), labels, strict=True):
         for kind, name in KINDS.items():
             axis.plot(range(1, 1 + len(numbers[kind][key])), numbers[kind][key], marker="o", markersize=4, label=name)
         axis.set(xlabel="layer", ylabel=label)
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        integer_ticks(axis)
         axis.axhline(0 if key == "cosine" else 1, color="0.5", linewidth=1, linestyle=":")
         axis.grid(alpha=0.3)
     axis.legend()

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from kvq_cli.errors import UsageError
+from kvq_cli.figures import integer_ticks
 from kvq_cli.papers.studies.activations import STREAMS, captured
-from kvq_cli.papers.studies.study import Findings, Progress, Study, StudyInput, register
+from kvq_cli.papers.studies.study import Findings, ModelStudy, Progress, StudyInput, register
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,7 +46,7 @@ def summary(weights: Tensor, first: int) -> dict[str, float | None]:
 
 @register
 @dataclass(frozen=True)
-class Sinks(Study):
+class Sinks(ModelStudy):
     """Fisher weight by token position: how much larger it is for the first tokens.
 
     first: how many tokens count as first. layer: the layer that the figure shows (none: the middle one).
@@ -58,7 +59,7 @@ class Sinks(Study):
     layer: int | None = None
 
     def run(self, data: StudyInput, progress: Progress) -> Findings:
-        """See `Study.run`."""
+        """See `ModelStudy.run`."""
         layers = data.loaded.shape.layers
         drawn = layers // 2 if self.layer is None else self.layer
         if not 0 <= drawn < layers:
@@ -117,4 +118,4 @@ def _draw(figure: Figure, numbers: dict) -> None:
     left.legend()
     right.axhline(1, color="0.6", linewidth=0.8)
     right.set(title="token 0 over the median of later tokens", xlabel="layer", ylabel="ratio", yscale="log")
-    right.xaxis.get_major_locator().set_params(integer=True)
+    integer_ticks(right)

@@ -1,4 +1,4 @@
-"""The interface of a study: from options, a model and text to a table, its numbers and a figure; and the registry."""
+"""The interface of studies, from options, a model and text to a table, numbers and a figure; and their registry."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 
-from torch import LongTensor
+from torch import Tensor
 
 from kvq_cli.data.texts import SELF, load_text, sampled_windows, token_windows
 from kvq_cli.errors import UsageError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 #: Called with the phase, the steps finished and the steps in all.
 Progress = Callable[[str, int, int], None]
 
-_CLASSES: dict[str, type[Study]] = {}
+_CLASSES: dict[str, type[AnyStudy]] = {}
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,11 @@ class StudyInput:
     seed: int
 
     @cached_property
-    def windows(self) -> LongTensor:
+    def windows(self) -> Tensor:
         """Token ids `[samples, seqlen]` of the dataset's evaluation split."""
         return self.tokens(self.dataset, "evaluation")
 
-    def tokens(self, dataset: str, split: str) -> LongTensor:
+    def tokens(self, dataset: str, split: str) -> Tensor:
         """Token ids `[samples, seqlen]` of a split of a dataset, drawn with `seed`."""
         if self.seqlen > self.loaded.context:
             raise UsageError(f"--seqlen {self.seqlen} is more than {self.loaded.name}'s context, {self.loaded.context}")
@@ -69,29 +69,47 @@ class Findings:
 
 @dataclass(frozen=True)
 class Study(ABC):
-    """A study. The fields of a subclass are its options; the first line of its docstring is its help.
+    """Base of `ModelStudy` and `FormulaStudy`. The fields of a subclass are its options; the first line of its
+    docstring is its help.
 
-    name: as in `kvq analyze NAME`. source: the papers' figures or tables. needs_model: whether `run` gets a model and
-    text, or None. samples: windows of text, by default.
+    name: as in `kvq analyze NAME`. source: the papers' figures or tables.
     """
 
     name: ClassVar[str]
     source: ClassVar[str]
-    needs_model: ClassVar[bool] = True
+
+
+@dataclass(frozen=True)
+class ModelStudy(Study):
+    """A study that passes text through a model. samples: windows of text, by default."""
+
     samples: ClassVar[int] = 8
 
     @abstractmethod
-    def run(self, data: StudyInput | None, progress: Progress) -> Findings:
+    def run(self, data: StudyInput, progress: Progress) -> Findings:
         """Run the study in bounded memory: one layer or one window at a time."""
 
 
-def register(cls: type[Study]) -> type[Study]:
+@dataclass(frozen=True)
+class FormulaStudy(Study):
+    """A study that evaluates formulas, without a model."""
+
+    @abstractmethod
+    def run(self, progress: Progress) -> Findings:
+        """Run the study."""
+
+
+AnyStudy: TypeAlias = ModelStudy | FormulaStudy
+StudyClass = TypeVar("StudyClass", type[ModelStudy], type[FormulaStudy])
+
+
+def register(cls: StudyClass) -> StudyClass:
     """Class decorator: registers the study under `cls.name`."""
     _CLASSES[cls.name] = cls
     return cls
 
 
-def studies() -> dict[str, type[Study]]:
+def studies() -> dict[str, type[AnyStudy]]:
     """All studies by name, sorted."""
     package = importlib.import_module(__package__)
     for module in pkgutil.iter_modules(package.__path__):
@@ -99,7 +117,7 @@ def studies() -> dict[str, type[Study]]:
     return dict(sorted(_CLASSES.items()))
 
 
-def study_class(name: str) -> type[Study]:
+def study_class(name: str) -> type[AnyStudy]:
     """The study's class; UsageError with the valid names for an unknown one."""
     classes = studies()
     if name not in classes:
@@ -107,7 +125,7 @@ def study_class(name: str) -> type[Study]:
     return classes[name]
 
 
-def build(name: str, options: Mapping[str, Any]) -> Study:
+def build(name: str, options: Mapping[str, Any]) -> AnyStudy:
     """The study `name` with `options`, whose strings are converted. UsageError for unknown or invalid options."""
     cls = study_class(name)
     return cls(**parse_options(cls, f"study {name}", options))

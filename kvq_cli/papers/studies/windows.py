@@ -11,7 +11,7 @@ from kvq_cli.methods.base import Method
 from kvq_cli.methods.innerq import InnerQ
 from kvq_cli.methods.kivi import Kivi
 from kvq_cli.papers.studies.predictions import Predictions, predictions
-from kvq_cli.papers.studies.study import Findings, Progress, Study, StudyInput, register
+from kvq_cli.papers.studies.study import Findings, ModelStudy, Progress, StudyInput, register
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,7 +23,7 @@ Point = tuple[int, int]
 
 @register
 @dataclass(frozen=True)
-class Windows(Study):
+class Windows(ModelStudy):
     """KL divergence of predictions from the uncompressed model's, with more sinks or recent tokens in full precision.
 
     sinks, recent: the lengths to try, comma-separated, each with the other window at `at_recent` or `at_sinks`; then
@@ -50,10 +50,10 @@ class Windows(Study):
 
     def method(self, name: str, sinks: int, recent: int) -> Method:
         """The method with this name in `METHODS` and these windows; UsageError if it refuses them."""
-        common = {"bits": self.bits, "group": self.group, "sinks": sinks, "recent": recent}
         if name == "kivi":
-            return Kivi(**common)
-        return InnerQ(**common, mode="symmetric" if name.endswith("symmetric") else "hybrid")
+            return Kivi(bits=self.bits, group=self.group, sinks=sinks, recent=recent)
+        mode = "symmetric" if name.endswith("symmetric") else "hybrid"
+        return InnerQ(bits=self.bits, group=self.group, sinks=sinks, recent=recent, mode=mode)
 
     def sweeps(self) -> dict[str, list[Point]]:
         """The points of each sweep."""
@@ -65,7 +65,7 @@ class Windows(Study):
         }
 
     def run(self, data: StudyInput, progress: Progress) -> Findings:
-        """See `Study.run`."""
+        """See `ModelStudy.run`."""
         points = dict.fromkeys(point for sweep in self.sweeps().values() for point in sweep)
         longest = max(sinks + recent for sinks, recent in points)
         if data.seqlen < 2 * (longest + self.group):

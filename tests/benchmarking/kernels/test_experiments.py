@@ -1,4 +1,4 @@
-"""The experiments at tiny sizes, in the interpreter: all cases are right; what they say they read is what they hold."""
+"""Kernel experiments at tiny sizes in Triton's interpreter: correctness, byte counts, shapes, timer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from kvq_kernels.decode_attention import aot_cases
 
 from kvq_cli.benchmarking.kernels import decode, run
-from kvq_cli.benchmarking.kernels.catalog import EXPERIMENTS, chosen
+from kvq_cli.benchmarking.kernels.catalog import EXPERIMENTS, select_experiments
 from kvq_cli.benchmarking.kernels.experiment import Sizes, relative_error
 from kvq_cli.benchmarking.kernels.timing import Timer
 from kvq_cli.errors import UsageError
@@ -16,41 +16,43 @@ CPU, DRY = torch.device("cpu"), Sizes(dry=True)
 
 
 @pytest.mark.parametrize("name", ["quantize_pack", "assign_centroids"])
-def test_cases_are_right(name):
-    rows = list(run.check(chosen([name]), DRY, CPU))
+def test_cases_are_correct(name):
+    rows = list(run.check(select_experiments([name]), DRY, CPU))
     assert rows and all(row["right"] for row in rows)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["decode_attention", "quantized_matvec"])
-def test_slow_cases_are_right(name):
-    rows = list(run.check(chosen([name]), DRY, CPU))
+def test_slow_cases_are_correct(name):
+    rows = list(run.check(select_experiments([name]), DRY, CPU))
     assert rows and all(row["right"] for row in rows)
 
 
-def test_a_wrong_result_is_seen(monkeypatch):
+def test_a_wrong_result_exceeds_the_allowed_error(monkeypatch):
     real = decode.decode_attention
     monkeypatch.setattr(decode, "decode_attention", lambda *a, **k: 1.01 * real(*a, **k | {"backend": "torch"}))
-    case = next(case for case in next(iter(chosen(["decode_attention"])[0].groups(DRY, CPU)))[1] if case.error)
+    case = next(
+        case for case in next(iter(select_experiments(["decode_attention"])[0].groups(DRY, CPU)))[1] if case.error
+    )
     error, allowed = case.error()
     assert error > allowed
 
 
 @pytest.mark.parametrize("sizes", [Sizes(dry=False), DRY])
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_grids(name, sizes):
-    """Groups have names that are not told twice, and the one that is tuned for is there."""
+def test_shapes_and_cases_are_distinct(name, sizes):
+    """Without duplicates, and with the shape that `tune` times."""
     groups = list(EXPERIMENTS[name].groups(sizes, CPU))
-    places = [tuple(shape.items()) for shape, _ in groups]
-    assert len(set(places)) == len(places) and (sizes.dry or 0 <= EXPERIMENTS[name].tuned_at < len(groups))
+    shapes = [tuple(shape.items()) for shape, _ in groups]
+    assert len(set(shapes)) == len(shapes) and (sizes.dry or 0 <= EXPERIMENTS[name].tuned_at < len(groups))
     for _, cases in groups:
         names = [case.name for case in cases]
         assert len(set(names)) == len(names) and all(case.nbytes > 0 for case in cases)
-    assert len(run.places([EXPERIMENTS[name]], sizes, CPU)) == len(groups)
+    assert len(run.all_shape_keys([EXPERIMENTS[name]], sizes, CPU)) == len(groups)
 
 
-def test_bytes_of_stores_are_those_of_the_floors():
-    """KERNELS' floors: 4.3 TB/s read 2 bits with groups of 32 (3 bits with scales) of 1 x 128k tokens in 23 us."""
+def test_bytes_of_stores_agree_with_the_lower_bounds():
+    """KERNELS.md: 4.3 TB/s read 2 bits with groups of 32 (3 bits with scales) of 1 x 128k tokens in 23 us."""
     cases = {case.name: case for case in EXPERIMENTS["decode_attention"].groups(Sizes(dry=False), CPU).__next__()[1]}
     numbers = 2 * 4096 * 8 * 128
     assert cases["kvq fp16"].nbytes == cases["sdpa math"].nbytes == 2 * numbers
@@ -59,19 +61,20 @@ def test_bytes_of_stores_are_those_of_the_floors():
     assert numbers // 4 < cases["kvq temporal-2bit"].nbytes  # and its codebooks
 
 
-def test_a_store_has_the_shape_that_was_asked_for():
-    shape = decode.Shape(3, 2, 256, CPU)
-    query, keys, values, lengths, rope = decode.store("temporal-2bit", shape, 0)
-    assert query.shape == (3, 2 * aot_cases.GROUP, aot_cases.DIM) and lengths.tolist() == [256] * 3
+def test_random_decode_steps_have_the_given_shape_and_seed():
+    shape = decode.DecodeShape(3, 2, 256, CPU)
+    step = decode.random_decode_step("temporal-2bit", shape, 0)
+    keys = step.keys
+    assert step.query.shape == (3, 2 * aot_cases.GROUP, aot_cases.DIM) and step.lengths.tolist() == [256] * 3
     assert keys.packed.codes.shape == (3, 2, 64, 128) and keys.packed.centroids.shape[0] == 2
-    assert keys.packed.std.shape == (2, 128) and rope.coarse.shape[0] * 128 >= 256
+    assert keys.packed.std.shape == (2, 128) and step.rope.coarse.shape[0] * 128 >= 256
     assert int(keys.count[0]) + keys.sinks.shape[2] + decode.RECENT == 256 and keys.ring.shape[2] >= decode.RECENT
-    again = decode.store("temporal-2bit", shape, 0)
-    other = decode.store("temporal-2bit", shape, 1)
-    assert torch.equal(query, again[0]) and not torch.equal(query, other[0])
+    again = decode.random_decode_step("temporal-2bit", shape, 0)
+    other = decode.random_decode_step("temporal-2bit", shape, 1)
+    assert torch.equal(step.query, again.query) and not torch.equal(step.query, other.query)
 
 
-def test_relative_error():
+def test_relative_error_of_known_vectors():
     x = torch.tensor([3.0, 4.0])
     assert relative_error(x, x) == 0 and relative_error(2 * x, x) == 1
     assert relative_error(torch.tensor([1.0, float("nan")]), x) == float("inf")
@@ -79,10 +82,10 @@ def test_relative_error():
 
 def test_unknown_operations_are_refused():
     with pytest.raises(UsageError, match="measured: decode_attention"):
-        chosen(["nonsense"])
+        select_experiments(["nonsense"])
 
 
-def test_the_timer_counts_per_call():
+def test_the_timer_divides_by_the_number_of_calls():
     timer = Timer(CPU)
     found = timer.spread([lambda: None] * 4)
     assert 0 <= found["p20"] <= found["p50"] <= found["p80"] < 1e5 and found["n"] == 1

@@ -1,4 +1,4 @@
-"""Kernels are checked before they are timed; the fastest baseline is what others are compared with."""
+"""Checking, timing and tuning of kernels, with cases whose times are given."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from kvq_cli.benchmarking.kernels.tune import neighbours, tune
 CPU, DRY = torch.device("cpu"), Sizes(dry=True)
 
 
-class Clock(Timer):
-    """A call's own number is its time."""
+class FixedTimer(Timer):
+    """The time of a call is the number that it returns."""
 
     def spread(self, calls):
         p50 = sum(call() for call in calls) / len(calls)
         return {"p20": p50, "p50": p50, "p80": p50, "n": 1}
 
 
-class Fake:
+class FakeExperiment:
     operation, tuned_at = "fake", 0
 
     def __init__(self, *cases):
@@ -39,7 +39,7 @@ def case(name, us, baseline=False, error=0.0, nbytes=1000):
 
 
 def rows(*cases, **options):
-    groups = run.measure([Fake(*cases)], DRY, CPU, Clock(CPU), 1e9, **options)
+    groups = run.measure([FakeExperiment(*cases)], DRY, CPU, FixedTimer(CPU), 1e9, **options)
     return {row["case"]: row for group in groups for row in group}
 
 
@@ -49,12 +49,12 @@ def test_the_ratio_is_to_the_fastest_baseline():
     assert list(found)[-1] == "ours"
 
 
-def test_bytes_per_second_are_beside_a_copy():
+def test_rates_are_relative_to_a_copy():
     row = rows(case("ours", 5.0, nbytes=2000))["ours"]
     assert row["gb_s"] == 0.4 and row["of_copy"] == 0.4 and "ratio" not in row
 
 
-def test_a_case_that_fails_leaves_the_others():
+def test_other_cases_are_timed_after_a_failure():
     def fails(seed):
         raise RuntimeError("no such backend\nmore")
 
@@ -63,38 +63,38 @@ def test_a_case_that_fails_leaves_the_others():
     assert found["ours"]["ratio"] == 2.0
 
 
-def test_what_memory_refuses_is_said():
+def test_out_of_memory_is_reported():
     def fails(seed):
         raise torch.OutOfMemoryError
 
     assert rows(Case("ours", fails, 1))["ours"]["failed"] == "out of memory"
 
 
-def test_shapes_that_were_measured_are_left_out():
-    [place] = run.places([Fake(case("ours", 5.0))], DRY, CPU)
-    assert rows(case("ours", 5.0), measured={place}) == {}
-    assert run.place(rows(case("ours", 5.0))["ours"]) == place
+def test_measured_shapes_are_skipped():
+    [key] = run.all_shape_keys([FakeExperiment(case("ours", 5.0))], DRY, CPU)
+    assert rows(case("ours", 5.0), measured={key}) == {}
+    assert run.shape_key(rows(case("ours", 5.0))["ours"]) == key
 
 
 @pytest.mark.parametrize("error", [0.2, math.nan, math.inf])
 def test_a_wrong_kernel_is_not_timed(error):
     cases = case("good", 1.0), case("bad", 1.0, error=error)
-    checked = list(run.check([Fake(*cases)], DRY, CPU))
+    checked = list(run.check([FakeExperiment(*cases)], DRY, CPU))
     assert [row["right"] for row in checked] == [True, False]
     found = rows(*cases, wrong={("fake", "bad")})
     assert "wrong on this device" in found["bad"]["failed"] and "us" in found["good"]
 
 
-def test_a_kernel_that_fails_is_wrong():
+def test_a_failing_kernel_is_wrong():
     def error():
         raise RuntimeError("out of registers")
 
-    [row] = run.check([Fake(Case("bad", lambda seed: None, 1, error=error))], DRY, CPU)
+    [row] = run.check([FakeExperiment(Case("bad", lambda seed: None, 1, error=error))], DRY, CPU)
     assert row["right"] is False and row["failed"] == "RuntimeError: out of registers"
 
 
-def test_right_kernels_are_listed_with_their_errors():
-    [row] = run.check([Fake(case("good", 1.0, error=0.05))], DRY, CPU)
+def test_correct_kernels_are_listed_with_their_errors():
+    [row] = run.check([FakeExperiment(case("good", 1.0, error=0.05))], DRY, CPU)
     assert row == {
         "operation": "fake", "case": "good", "context": 64, "right": True, "error": 0.05, "allowed": 0.1
     }  # fmt: skip
@@ -110,46 +110,46 @@ def table(tmp_path, monkeypatch):
     tuning._find.cache_clear()
 
 
-def best_at(tokens, warps, error=lambda numbers: 0.0):
-    """A case that is fastest with these numbers."""
+def fastest_at(tokens, warps, error=lambda values: 0.0):
+    """A case whose time is least with these values and one stage."""
 
-    def numbers():
+    def values():
         return tuning.configuration("fake", "class", "cpu")
 
     def call():
-        own = numbers()
-        return 1 + abs(math.log2(own["tokens"] / tokens)) + abs(math.log2(own["warps"] / warps)) + own["stages"] / 10
+        now = values()
+        return 1 + abs(math.log2(now["tokens"] / tokens)) + abs(math.log2(now["warps"] / warps)) + now["stages"] / 10
 
-    return Case("ours", lambda seed: call, 1, error=lambda: (error(numbers()), 0.1))
+    return Case("ours", lambda seed: call, 1, error=lambda: (error(values()), 0.1))
 
 
 def test_tuning_finds_the_fastest_and_writes_it(table):
-    *_, row = tune([Fake(best_at(16, 4))], DRY, CPU, Clock(CPU), seconds=60)
+    *_, row = tune([FakeExperiment(fastest_at(16, 4))], DRY, CPU, FixedTimer(CPU), seconds=60)
     assert row["class"] == "class" and row["best"] == {"tokens": 16, "warps": 4, "stages": 1}
     assert row["us"] < row["before_us"]
     assert tuning.configuration("fake", "class", "cpu") == row["best"]
     assert tuning.configuration("fake", "class", "sm_90") == {"tokens": 64, "warps": 1, "stages": 2}
 
 
-def test_a_search_that_is_stopped_goes_on_from_its_table(table):
-    first = tune([Fake(best_at(16, 4))], DRY, CPU, Clock(CPU), seconds=60)
+def test_a_stopped_search_continues_from_the_table(table):
+    first = tune([FakeExperiment(fastest_at(16, 4))], DRY, CPU, FixedTimer(CPU), seconds=60)
     assert [next(first)["tried"], next(first)["tried"]][0] == 1
     first.close()
     begun = tuning.configuration("fake", "class", "cpu")
     assert begun != {"tokens": 64, "warps": 1, "stages": 2}
-    before, *_, row = tune([Fake(best_at(16, 4))], DRY, CPU, Clock(CPU), seconds=60)
+    before, *_, row = tune([FakeExperiment(fastest_at(16, 4))], DRY, CPU, FixedTimer(CPU), seconds=60)
     assert before["best"] == begun and row["best"] == {"tokens": 16, "warps": 4, "stages": 1}
 
 
-def test_tuning_takes_no_wrong_configuration(table):
-    only_two = best_at(64, 8, error=lambda numbers: 1.0 if numbers["warps"] > 2 else 0.0)
-    *_, row = tune([Fake(only_two)], DRY, CPU, Clock(CPU), seconds=60)
+def test_tuning_refuses_wrong_configurations(table):
+    only_two = fastest_at(64, 8, error=lambda values: 1.0 if values["warps"] > 2 else 0.0)
+    *_, row = tune([FakeExperiment(only_two)], DRY, CPU, FixedTimer(CPU), seconds=60)
     assert row["best"]["warps"] == 2
 
 
 def test_tuning_without_time_keeps_the_table(table):
     before = table.read_text()
-    [row] = tune([Fake(best_at(16, 4))], DRY, CPU, Clock(CPU), seconds=0, write=False)
+    [row] = tune([FakeExperiment(fastest_at(16, 4))], DRY, CPU, FixedTimer(CPU), seconds=0, write=False)
     assert row["tried"] == 1 and row["best"] == {"tokens": 64, "warps": 1, "stages": 2}
     assert table.read_text() == before
 

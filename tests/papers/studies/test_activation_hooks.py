@@ -46,7 +46,7 @@ def test_before_rope_differs_by_the_rotation_alone(model):
     sites = attention_layers(model)
     for site, before, after in zip(sites, queries_seen(model, True), queries_seen(model, False), strict=True):
         for x, turned in zip(before, after, strict=True):
-            expected = x if torch.equal(x, turned) else site.rotation.at(x, 0)  # values are not turned
+            expected = x if torch.equal(x, turned) else site.rotation.at(x, 0)  # values are not rotated
             torch.testing.assert_close(expected, turned, atol=1e-5, rtol=1e-5)
         assert not torch.equal(before[0], after[0]) and not torch.equal(before[2], after[2])
 

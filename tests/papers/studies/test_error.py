@@ -18,7 +18,7 @@ def loaded():
 
 
 def errors_of(loaded, windows: torch.Tensor, chunk: int) -> dict:
-    """What the study measures of keys `[windows, tokens, kv_heads, head_dim]`, all of which weigh the same."""
+    """Return the study's errors of keys `[windows, tokens, kv_heads, head_dim]` with equal Fisher weights."""
     with temporary_store() as store:
         for window in windows:
             store.append("0.k.x", window)

@@ -28,7 +28,7 @@ def first_direction(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.fixture
 def data(study_input):
-    """A random model whose W_k has one large direction, with outliers in channel 5, that all of X lies along."""
+    """A random model whose W_k has one large direction with outliers in channel 5, to which all of X is parallel."""
     made = study_input("tiny", torch.randint(0, 256, (2, 40), generator=torch.Generator().manual_seed(0)))
     for site in attention_layers(made.loaded.model):
         weight = site.module.k_proj.weight  # [channels, hidden_size]

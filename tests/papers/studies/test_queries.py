@@ -128,8 +128,8 @@ def test_squat_without_strength_equals_kivi(kvq, tmp_path):
     document = json.loads((tmp_path / "queries.json").read_text())
     assert [row[0] for row in document["rows"]] == [*range(8), "mean"]
     numbers = document["numbers"]
-    for what in ("score_error", "moved_attention"):
-        assert numbers[what][METHODS[0]] == numbers[what][METHODS[1]]
+    for error in ("score_error", "moved_attention"):
+        assert numbers[error][METHODS[0]] == numbers[error][METHODS[1]]
     for curves in numbers["deviation"].values():
         for curve in curves:
             assert curve[0] == 1 and curve[-1] == pytest.approx(0, abs=1e-6)

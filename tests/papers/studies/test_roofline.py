@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvq_cli.benchmarking.gpus import GPUS, Gpu
-from kvq_cli.benchmarking.shapes import SHAPES, Shape
+from kvq_cli.benchmarking.shapes import SHAPES, LlamaShape
 from kvq_cli.errors import UsageError
 from kvq_cli.figures import new_figure
 from kvq_cli.papers.studies.roofline import Load, Roofline, plain, xquant, xquant_as_printed, xquant_cl
@@ -23,7 +23,7 @@ def test_the_limits_that_the_paper_prints(shape, published):
 
 def test_equation_3_solved_by_hand():
     d = 4096
-    square = Shape(1, d, 0, 32, 32, 1)  # 4 d^2 numbers and two norms, where the paper's layer has 12 d^2
+    square = LlamaShape(1, d, 0, 32, 32, 1)  # 4 d^2 numbers and two norms, where the paper's layer has 12 d^2
     load = xquant(square, 2)
     assert (load.work, load.cached) == (4 * d * d, 2 / 8 * d)
     assert load.weights == 2 * (4 * d * d + 2 * d)
@@ -67,7 +67,7 @@ def test_a_gpu_given_by_its_two_numbers():
 @pytest.mark.parametrize("option", [{"gpu": "abacus"}, {"bits": "0"}, {"bandwidth": "-1"}, {"shapes": "llama-9"}])
 def test_bad_options_are_refused(option):
     with pytest.raises(UsageError):
-        build("roofline", option).run(None, lambda *_: None)
+        build("roofline", option).run(lambda *_: None)
 
 
 def test_the_command_needs_no_model(kvq, tmp_path):
@@ -95,7 +95,7 @@ def test_measured_times_are_drawn_beside_the_estimates(tmp_path):
     (tmp_path / "some-gpu").mkdir()
     document = {"machine": {"gpu": {}, "device": "Some GPU"}, "rows": rows}
     (tmp_path / "some-gpu" / "kernels.json").write_text(json.dumps(document))
-    found = Roofline(measured=str(tmp_path)).run(None, lambda *_: None)
+    found = Roofline(measured=str(tmp_path)).run(lambda *_: None)
     shapes = found.numbers["shapes"]
     own = {"device": "Some GPU", "case": "xquant-2bit"}
     assert shapes["llama-3.1-8b"]["measured"] == [

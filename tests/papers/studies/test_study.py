@@ -1,4 +1,4 @@
-"""`kvq analyze`: what holds for all studies."""
+"""`kvq analyze`: behaviour common to all studies."""
 
 import json
 

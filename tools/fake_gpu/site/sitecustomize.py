@@ -1,7 +1,7 @@
-"""Python reads this at start, in child processes too.
+"""Activates the fake GPU when Python starts, in child processes too.
 
-KVQ_FAKE_GPU=host|skip|none: put the fake device under the process. KVQ_COMPILE=forbid: a kernel that is not in Triton's
-cache fails instead of being compiled. KVQ_CACHE_USED=FILE: list the entries of Triton's cache that are looked up.
+KVQ_FAKE_GPU=host|skip|none: activate the fake device. KVQ_COMPILE=forbid: a kernel that is not in Triton's cache fails
+instead of being compiled. KVQ_CACHE_USED=FILE: list the entries of Triton's cache that are looked up.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""`kvq bench generate --grow`, and random weights' artifacts and text."""
+"""`kvq bench generate --grow`, and synthetic artifacts and text."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from kvq_cli.attention.attach import attach
-from kvq_cli.benchmarking import growth
-from kvq_cli.benchmarking.growth import WARM_UP, Growth, grow
-from kvq_cli.benchmarking.peers import Plain
+from kvq_cli.benchmarking import batch_sweep
+from kvq_cli.benchmarking.baselines import DynamicCacheBaseline
+from kvq_cli.benchmarking.batch_sweep import WARM_UP, BatchSweep, sweep_batches
 from kvq_cli.benchmarking.shapes import SHAPES, random_model
-from kvq_cli.benchmarking.stand_ins import RandomTokens, random_artifact
+from kvq_cli.benchmarking.synthetic import RandomTokens, random_artifact
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.registry import build_parsed
 
@@ -22,29 +22,29 @@ def tiny():
     return random_model("tiny", torch.device("cpu"), torch.float32, 0)
 
 
-def batches(monkeypatch, tiny, fits, most=4096, seconds=1e9):
-    """The batches that are tried where memory holds `fits` rows."""
+def swept_batches(monkeypatch, tiny, fits, max_batch=4096, seconds=1e9):
+    """The measured batches and those that run out of memory, if at most `fits` sequences fit."""
 
-    def decode(model, peer, batch, settings):
+    def decode(model, benchmarked, batch, sweep):
         if batch > fits:
             raise torch.OutOfMemoryError
         return {"tokens_s": float(batch)}
 
-    monkeypatch.setattr(growth, "_decode", decode)
-    [(_, rows)] = grow(tiny, [Plain()], Growth(8, 2, most, 0, seconds), lambda: None)
+    monkeypatch.setattr(batch_sweep, "_decode", decode)
+    [(_, rows)] = sweep_batches(tiny, [DynamicCacheBaseline()], BatchSweep(8, 2, max_batch, 0, seconds), lambda: None)
     return [row["batch"] for row in rows], [row["batch"] for row in rows if "failed" in row]
 
 
-def test_batches_grow_by_fours_then_close_in_on_the_largest(monkeypatch, tiny):
-    assert batches(monkeypatch, tiny, 100) == ([1, 4, 16, 64, 256, 160, 112, 88], [256, 160, 112])
-    assert batches(monkeypatch, tiny, 100, most=64) == ([1, 4, 16, 64], [])
-    assert batches(monkeypatch, tiny, 2) == ([1, 4, 2, 3], [4, 3])
-    assert batches(monkeypatch, tiny, 0) == ([1], [1])
-    assert batches(monkeypatch, tiny, 100, seconds=0) == ([1], [])
+def test_batches_grow_fourfold_then_bisect_to_the_largest(monkeypatch, tiny):
+    assert swept_batches(monkeypatch, tiny, 100) == ([1, 4, 16, 64, 256, 160, 112, 88], [256, 160, 112])
+    assert swept_batches(monkeypatch, tiny, 100, max_batch=64) == ([1, 4, 16, 64], [])
+    assert swept_batches(monkeypatch, tiny, 2) == ([1, 4, 2, 3], [4, 3])
+    assert swept_batches(monkeypatch, tiny, 0) == ([1], [1])
+    assert swept_batches(monkeypatch, tiny, 100, seconds=0) == ([1], [])
 
 
-def test_throughput_counts_all_rows_and_memory_the_repeated_cache(tiny):
-    [(_, rows)] = grow(tiny, [Plain()], Growth(32, 2, 4, 0), lambda: None)
+def test_throughput_and_cache_bytes_count_all_sequences(tiny):
+    [(_, rows)] = sweep_batches(tiny, [DynamicCacheBaseline()], BatchSweep(32, 2, 4, 0), lambda: None)
     assert [row["batch"] for row in rows] == [1, 4]
     for row in rows:
         assert row["tokens_s"] == pytest.approx(1000 * row["batch"] / row["token_ms"], rel=0.01)
@@ -54,7 +54,7 @@ def test_throughput_counts_all_rows_and_memory_the_repeated_cache(tiny):
 @pytest.mark.parametrize(
     "name", ["temporalkv", "channelkv", "kvquant", "xquant", "xquant-cl", "temporalkv:outliers=0.01"]
 )
-def test_random_artifacts_fit_their_model(tiny, name):
+def test_random_artifacts_are_reproducible_and_run(tiny, name):
     artifact = random_artifact(build_parsed(name), tiny, "tiny", 0)
     again = random_artifact(build_parsed(name), tiny, "tiny", 0)
     assert artifact.tensors and all(torch.equal(x, again.tensors[key]) for key, x in artifact.tensors.items())
@@ -66,43 +66,43 @@ def test_random_artifacts_fit_their_model(tiny, name):
     assert logits.isfinite().all()
 
 
-def test_random_text():
+def test_random_tokens_ignore_the_text():
     tokens = RandomTokens(100, 0)
     ids = tokens("x" * 4000, return_tensors="pt", verbose=False).input_ids
     assert ids.shape == (1, 1000) and len(tokens) == 100 and 0 <= int(ids.min()) <= int(ids.max()) < 100
     assert torch.equal(ids, tokens("y" * 4000).input_ids)
 
 
-def test_so_many_layers():
+def test_random_models_may_have_fewer_layers():
     model = random_model("reference", torch.device("cpu"), torch.float32, 0, layers=3)
     assert model.config.num_hidden_layers == 3 != SHAPES["reference"].layers
 
 
-def test_the_command(kvq, tmp_path):
+def test_the_command_writes_rows_and_a_figure(kvq, tmp_path):
     flags = ["--random", "tiny", "--grow", "--context", 64, "--tokens", 2, "--batch", 4, "--out", "out", "--json"]
     result = kvq("bench", "generate", *flags, "--compare", "kivi,temporalkv")
     assert result.exit_code == 0, result.stderr
     found = json.loads(result.stdout)
     assert json.loads((tmp_path / "out/growth.json").read_text()) == found
     assert (tmp_path / "out/growth.png").read_bytes()[:4] == b"\x89PNG"
-    places = {(row["peer"], row["batch"]) for row in found["rows"]}
-    assert places == {(peer, n) for peer in ("transformers DynamicCache", "kvq kivi-2bit", "kvq temporalkv-2bit")
+    cases = {(row["peer"], row["batch"]) for row in found["rows"]}
+    assert cases == {(name, n) for name in ("transformers DynamicCache", "kvq kivi-2bit", "kvq temporalkv-2bit")
                       for n in (1, 4)}  # fmt: skip
     assert found["weights_bytes"] == 2 * SHAPES["tiny"].parameters
 
 
-def test_several_models_leave_a_file_each(kvq, tmp_path):
+def test_several_models_have_a_file_each(kvq, tmp_path):
     flags = ["--random", "tiny,reference", "--grow", "--context", 40, "--tokens", 1, "--batch", 1, "--out", "out"]
     result = kvq("bench", "generate", *flags)
     assert result.exit_code == 0, result.stderr
     assert {path.stem for path in (tmp_path / "out").glob("*.json")} == {"growth-tiny", "growth-reference"}
 
 
-def test_growth_takes_one_prompt_length(fails):
+def test_a_batch_sweep_takes_one_prompt_length(fails):
     fails("bench", "generate", "--grow", "--context", "8,16", code=2, says="give --context one number, not 8,16")
 
 
-def test_calibration_of_random_weights(kvq, tmp_path):
+def test_calibration_of_a_model_with_random_weights(kvq, tmp_path):
     flags = ["--random", "tiny", "--layers", 1, "--samples", 3, "--seqlen", 256, "--set", "hybrid=off", "--out", "out"]
     result = kvq("bench", "calibrate", *flags, "--json")
     assert result.exit_code == 0, result.stderr

@@ -1,12 +1,13 @@
-"""What stands in for what was never trained, where only time and memory count: artifacts and text of random numbers."""
+"""Artifacts and token ids of random numbers, for benchmarks of time and memory without calibration or text."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import cast
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvq_cli.artifact import Artifact, fingerprint
 from kvq_cli.benchmarking.accounting import artifact_tensors
@@ -14,34 +15,34 @@ from kvq_cli.methods.base import Method
 from kvq_cli.methods.registry import to_config
 from kvq_cli.models import LoadedModel, model_shape
 
-#: Of text, roughly.
+#: A typical ratio for English text.
 _CHARACTERS_PER_TOKEN = 4
 
 
 def random_artifact(method: Method, model: PreTrainedModel, name: str, seed: int) -> Artifact:
-    """An artifact of the method for this model, of the right shapes and bytes, whose numbers are drawn from `seed`.
+    """Return an artifact of the method for this model with random numbers drawn with `seed`, in the right shapes.
 
-    Standard deviations are 1, means 0; of candidate shapes every head has the first.
+    Standard deviations are 1, means 0; every head of a hybrid uses the first candidate shape.
     """
     generator = torch.Generator().manual_seed(seed)
     shape, tensors = model_shape(model), {}
     for layer in range(shape.layers):
-        for own, like in artifact_tensors(method, shape, layer).items():
+        for tensor_name, like in artifact_tensors(method, shape, layer).items():
             x = torch.zeros(like.shape, dtype=like.dtype)
-            kind = own.split(".")[1]
+            kind = tensor_name.split(".")[1]
             if kind == "std":
                 x.fill_(1)
             elif kind != "mean" and like.dtype.is_floating_point:
-                rows = like.shape[0] if kind in ("up", "down") else 1  # so that products keep their size
+                rows = like.shape[0] if kind in ("up", "down") else 1  # keeps the variance of projections
                 x = (torch.randn(like.shape, generator=generator) / rows**0.5).to(like.dtype)
-            tensors[f"layers.{layer}.{own}"] = x
-    about = {"name": name, "fingerprint": fingerprint(model).to_dict()}
-    config = {"method": to_config(method), "model": about, "checksum": f"random numbers of seed {seed}"}
+            tensors[f"layers.{layer}.{tensor_name}"] = x
+    identity = {"name": name, "fingerprint": fingerprint(model).to_dict()}
+    config = {"method": to_config(method), "model": identity, "checksum": f"random numbers of seed {seed}"}
     return Artifact(config, tensors, Path(f"random artifact of {method.name}"))
 
 
 class RandomTokens:
-    """Takes the place of a tokenizer: a random token for every few characters."""
+    """A tokenizer that ignores the text: random token ids, one per `_CHARACTERS_PER_TOKEN` characters."""
 
     bos_token_id = eos_token_id = None
 
@@ -57,7 +58,9 @@ class RandomTokens:
         return SimpleNamespace(input_ids=ids)
 
 
-def as_loaded(model: PreTrainedModel, name: str, seed: int) -> LoadedModel:
-    """A model of random weights in the form in which calibration takes one."""
-    vocabulary = model.config.get_text_config().vocab_size
-    return LoadedModel(model, RandomTokens(vocabulary, seed), name, None, model_shape(model))
+def as_loaded_model(model: PreTrainedModel, name: str, seed: int) -> LoadedModel:
+    """Wrap a model with random weights as calibration takes it, with `RandomTokens` as its tokenizer."""
+    random_tokens = RandomTokens(model.config.get_text_config().vocab_size, seed)
+    # A cast: it has the only methods of a tokenizer that calibration calls.
+    tokenizer = cast(PreTrainedTokenizerBase, random_tokens)
+    return LoadedModel(model, tokenizer, name, None, model_shape(model))

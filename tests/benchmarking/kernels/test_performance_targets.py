@@ -1,4 +1,4 @@
-"""`kvq bench report`: what was measured against what is wanted."""
+"""`kvq bench report`: comparison of GPU results with the performance targets."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import pytest
 from kvq_kernels.decode_attention import aot_cases
 
-from kvq_cli.benchmarking.kernels.targets import results, targets, verdicts
+from kvq_cli.benchmarking.kernels.performance_targets import compare_with_targets, load_gpu_results, performance_targets
 
 MACHINE = {"device": "X", "gpu": {"architecture": "sm_90"}, "date": "2026-01-01", "versions": {"torch": "2"}}
 
@@ -23,7 +23,7 @@ def timed(operation, case, us, model="llama-3.1-8b", context=8192):
 
 
 def found(rows=(), **documents):
-    return verdicts({"kernels": {"machine": MACHINE, "rows": list(rows)}} | documents)
+    return compare_with_targets({"kernels": {"machine": MACHINE, "rows": list(rows)}} | documents)
 
 
 def at(rows, target, where):
@@ -34,18 +34,18 @@ def at(rows, target, where):
 @pytest.mark.parametrize(
     ("ratio", "verdict"), [(3.0, "reached"), (3.9, "stretch"), (2.7, "missed: 0.90 of it"), (None, "not measured")]
 )
-def test_decode(ratio, verdict):
+def test_verdicts_of_decode_attention(ratio, verdict):
     rows = [] if ratio is None else [decoded("kvq kivi-2bit-g32", 8, 32768, ratio)]
     row = at(found(rows), "2 bit", "kivi-2bit-g32, 8 x 32768")
     assert row["verdict"] == verdict and row["wanted"] == "at least 3" and row["bold"]
 
 
-def test_every_target_names_stores_that_are_shipped():
-    named = {store for target in targets()["decode"] for store in target["stores"]}
+def test_targets_name_shipped_stores():
+    named = {store for target in performance_targets()["decode"] for store in target["stores"]}
     assert named - set(aot_cases.storage_cases()) <= {"temporal-2bit-bytes", "channel-2bit-bytes"}
 
 
-def test_products_save_time():
+def test_verdicts_of_inner_grouping():
     rows = [
         timed("quantized_matvec", "inner grouping", 7.0),
         timed("quantized_matvec", "outer grouping", 10.0),
@@ -60,7 +60,7 @@ def test_products_save_time():
     assert not [row for row in all_rows if row["where"] == "llama-3.1-8b, 512"]
 
 
-def test_hybrid_and_assignment():
+def test_verdicts_of_hybrid_groups_and_assignment():
     rows = [
         timed("quantize_pack", "symmetric", 100.0),
         timed("quantize_pack", "hybrid", 106.0),
@@ -74,14 +74,14 @@ def test_hybrid_and_assignment():
 @pytest.mark.parametrize(
     ("changes", "measured"), [({}, 500.0), ({"layers": 2}, 8000.0), ({"calibration": {"samples": 8}}, None)]
 )
-def test_calibration_of_some_layers_counts_for_all(changes, measured):
+def test_calibration_times_are_extrapolated_to_all_layers(changes, measured):
     settings = {"samples": 64, "seqlen": 2048} | changes.pop("calibration", {})
     document = {"model": "m", "total_s": 500.0, "layers": 32, "layers_of_shape": 32, "calibration": settings} | changes
     row = at(found(calibrate=document), "calibration", found(calibrate=document)[-1]["where"])
     assert row["measured"] == measured
 
 
-def test_growth_compares_the_largest_batches_and_memory_with_weights():
+def test_batch_sweeps_compare_largest_batches_and_memory_with_weights():
     def row(peer, bits, batch, tokens_s, peak):
         return {"peer": peer, "bits": bits, "batch": batch, "tokens_s": tokens_s, "peak_bytes": peak}
 
@@ -97,7 +97,7 @@ def test_growth_compares_the_largest_batches_and_memory_with_weights():
     assert at(result, "TemporalKV's speed", "m, kvq temporalkv-2bit, batch 4")["measured"] == 1.2
 
 
-def test_growth_is_over_the_best_cache_of_16_bits():
+def test_batch_sweeps_compare_with_the_best_16_bit_cache():
     def row(peer, bits, batch, tokens_s, peak):
         return {"peer": peer, "bits": bits, "batch": batch, "tokens_s": tokens_s, "peak_bytes": peak}
 
@@ -111,7 +111,7 @@ def test_growth_is_over_the_best_cache_of_16_bits():
     assert at(result, "throughput", "m, kvq temporalkv-2bit")["measured"] == 2.0
     assert at(result, "memory", "m, kvq temporalkv-2bit, batch 4")["measured"] == 3.0
     assert at(result, "TemporalKV's speed", "m, kvq temporalkv-2bit, batch 4")["measured"] == 0.8
-    assert not [one for one in result if "fp16" in one["where"]]
+    assert not [row for row in result if "fp16" in row["where"]]
 
 
 def test_the_command(kvq, fails, tmp_path):
@@ -124,9 +124,9 @@ def test_the_command(kvq, fails, tmp_path):
     (folder.parent / "dry" / "kernels.json").write_text(json.dumps(document | {"dry": True}))
     result = kvq("bench", "report", "--json")
     assert result.exit_code == 0, result.stderr
-    [one] = json.loads(result.stdout)["results"]
-    assert at(one["rows"], "2 bit", "kivi-2bit-g32, 8 x 32768")["verdict"] == "missed: 0.67 of it"
+    [gpu] = json.loads(result.stdout)["results"]
+    assert at(gpu["rows"], "2 bit", "kivi-2bit-g32, 8 x 32768")["verdict"] == "missed: 0.67 of it"
     assert "missed: 0.67 of it" in result.stderr and "X, 2026-01-01, torch 2" in result.stderr
-    assert list(results(folder)) == [folder]
+    assert list(load_gpu_results(folder)) == [folder]
     (folder / "kernels.json").write_text("{")
     fails("bench", "report", code=1, says="cannot read benchmarks/x/kernels.json")

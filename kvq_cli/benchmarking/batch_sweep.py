@@ -1,0 +1,118 @@
+"""Decode throughput and peak memory at growing batch size, up to the first batch that runs out of memory.
+
+Prefill runs on one sequence, whose cache is then repeated to the batch: only decoding and its memory are measured.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedModel
+
+from kvq_cli.benchmarking.baselines import BenchmarkedCache
+from kvq_cli.benchmarking.generate import synchronize
+from kvq_cli.benchmarking.machine import PeakMemory
+
+#: Decode steps before timing starts: kernels are compiled and CUDA graphs captured by then.
+WARM_UP = 10
+#: Bisection steps between the largest batch that fits and the smallest that does not.
+BISECTIONS = 3
+
+
+@dataclass(frozen=True)
+class BatchSweep:
+    """Options of a sweep. context: prompt tokens. tokens: timed decode steps per batch. max_batch: the largest batch.
+    seconds: the time limit, shared equally by all caches; a cache that reaches its share keeps the rows so far."""
+
+    context: int
+    tokens: int
+    max_batch: int
+    seed: int
+    seconds: float = math.inf
+
+
+def sweep_batches(
+    model: PreTrainedModel, caches: Sequence[BenchmarkedCache], sweep: BatchSweep, step: Callable[[], None]
+) -> Iterator[tuple[BenchmarkedCache, list[dict[str, Any]]]]:
+    """Measure each cache at batches 1, 4, 16, ... up to the first that runs out of memory, then bisect `BISECTIONS`
+    times between the largest batch that fits and the smallest that does not. Yields each cache with its rows.
+
+    tokens_s: decoded tokens of all sequences per second. peak_bytes: weights excluded, cache included; None on a CPU.
+    A row with "failed" is a batch that ran out of memory. Kernels are compiled before the time limit starts. `step` is
+    called after each batch.
+    """
+    for benchmarked in caches:
+        _measure_batch(model, benchmarked, 1, sweep)
+    end = time.monotonic() + sweep.seconds
+    for index, benchmarked in enumerate(caches):
+        cache_end = time.monotonic() + max(0.0, end - time.monotonic()) / (len(caches) - index)
+        yield benchmarked, list(_sweep_cache(model, benchmarked, sweep, cache_end, step))
+
+
+def _sweep_cache(
+    model: PreTrainedModel, benchmarked: BenchmarkedCache, sweep: BatchSweep, end: float, step: Callable[[], None]
+) -> Iterator[dict[str, Any]]:
+    largest_fit, smallest_failed, bisections, batch = 0, None, BISECTIONS, 1
+    while largest_fit < batch <= sweep.max_batch and batch != smallest_failed:
+        row = _measure_batch(model, benchmarked, batch, sweep)
+        step()
+        yield row
+        largest_fit, smallest_failed = (largest_fit, batch) if "failed" in row else (batch, smallest_failed)
+        if time.monotonic() > end or (smallest_failed is not None and bisections == 0):
+            break
+        batch = 4 * batch if smallest_failed is None else (largest_fit + smallest_failed) // 2
+        bisections -= smallest_failed is not None
+
+
+def _measure_batch(
+    model: PreTrainedModel, benchmarked: BenchmarkedCache, batch: int, sweep: BatchSweep
+) -> dict[str, Any]:
+    case = {"peer": benchmarked.name, "bits": benchmarked.bits, "context": sweep.context, "batch": batch}
+    try:
+        measured = _decode(model, benchmarked, batch, sweep)
+    except torch.OutOfMemoryError:
+        measured = {"failed": "out of memory"}
+    if model.device.type == "cuda":
+        gc.collect()  # the exception's traceback holds tensors
+        torch.cuda.empty_cache()
+    return case | {"backend": benchmarked.backend} | measured
+
+
+@torch.no_grad()
+def _decode(model: PreTrainedModel, benchmarked: BenchmarkedCache, batch: int, sweep: BatchSweep) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(sweep.seed)
+    vocabulary, length = model.config.get_text_config().vocab_size, sweep.context + WARM_UP + sweep.tokens
+    ids = torch.randint(vocabulary, (1, length), generator=generator).to(model.device)
+    # On a CPU the memory profiler would slow down the timed steps.
+    memory = PeakMemory(model.device) if model.device.type == "cuda" else nullcontext()
+    with benchmarked.on(model) as new_cache, memory as peak:
+        cache = new_cache(length)
+        _forward(model, ids[:, : sweep.context], cache)
+        cache.batch_repeat_interleave(batch)
+        seconds = [_forward(model, ids[:, at : at + 1].expand(batch, 1), cache) for at in range(sweep.context, length)][
+            WARM_UP:
+        ]
+        cache_bytes = benchmarked.nbytes(cache)
+    return {
+        "token_ms": round(1000 * sum(seconds) / len(seconds), 3),
+        "tokens_s": round(batch * len(seconds) / sum(seconds), 2),
+        "cache_bytes": cache_bytes,
+        "peak_bytes": peak and peak.bytes,
+    }
+
+
+def _forward(model: PreTrainedModel, ids: Tensor, cache: Cache) -> float:
+    """Run a forward pass and return its seconds."""
+    synchronize(model)
+    start = time.perf_counter()
+    model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    synchronize(model)
+    return time.perf_counter() - start
