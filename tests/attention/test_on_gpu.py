@@ -25,9 +25,8 @@ METHODS = {
     "kivi": {"bits": 2, "sinks": 4, "recent": 32},
     "squat": {"bits": 2},
     "innerq": {"bits": 2},
-    "xquant": {"bits": 4},
 }
-ARTIFACTS = ["temporalkv-2bit", "channelkv-2bit", "kvquant-2bit"]
+ARTIFACTS = ["temporalkv-2bit", "channelkv-2bit", "kvquant-2bit", "xquant"]
 
 
 @pytest.fixture(scope="module")
