@@ -67,8 +67,8 @@ def _unread(codec: AnyCodec) -> str | None:
     if isinstance(codec, PerHeadCodec):
         return next(filter(None, (_unread(member) for member, _ in codec.members.values())), None)
     if isinstance(codec, SignedCodec):
-        if codec.hybrid != "no" and codec.sign == "extra" and codec.group != 32:
-            return f"zero-points lie in words of {codec.group} bits, not 32 (use group=32 or sign=inside)"
+        if codec.hybrid != "no" and codec.group != 32:
+            return f"zero-points are in words of {codec.group} bits, not 32 (use group=32)"
         return None
     if isinstance(codec, CodebookCodec):
         return _unread_codebook(codec)

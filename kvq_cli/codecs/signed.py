@@ -34,11 +34,11 @@ class SignedCodec(UniformCodec):
     sign "inside": L = 2^(b-1) - 1; one of the b bits is the sign: the codes are sign(x) q + L.
     hybrid:        "always": each group is symmetric or asymmetric (as in `UniformCodec`), whichever has the lower
                    squared error; a negative scale marks asymmetric groups. "symmetric": all groups are symmetric,
-                   in the parts of a hybrid. "no": symmetric groups, in parts without zero-points.
+                   in the parts of a hybrid. "no": symmetric groups, in parts without zero-points. A hybrid needs the
+                   words of sign bits for its zero-points.
 
-    Parts beside `codes` and `scale`, shaped as the scale: sign "extra": `sign`, int words, in a hybrid
-    `sign_or_zero`, the same words with the zero-points of asymmetric groups in place; sign "inside" in a hybrid: `zero`
-    in 16 bits.
+    Parts beside `codes` and `scale`, shaped as the scale: with sign "extra" `sign`, int words; in a hybrid
+    `sign_or_zero`, the same words with the zero-points of asymmetric groups in place.
     """
 
     def __init__(
@@ -53,53 +53,39 @@ class SignedCodec(UniformCodec):
     ) -> None:
         if sign == "inside" and bits == 1:
             raise UsageError("bits=1 leaves no bit for the magnitude with sign=inside; use 2 bits or sign=extra")
+        if sign == "inside" and hybrid != "no":
+            raise UsageError("a hybrid keeps zero-points in the words of sign bits; use sign=extra")
         self.sign, self.hybrid = sign, hybrid
         super().__init__(bits, axis, group, head_dim, dtype, zero_type(group, dtype) if sign == "extra" else None)
         self._largest = 2**bits - 1 if sign == "extra" else 2 ** (bits - 1) - 1
 
     def _encode_on_gpu(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]] | None:
-        chooses = self.hybrid == "always"
-        mode = "hybrid" if chooses else "symmetric"
+        mode = "hybrid" if self.hybrid == "always" else "symmetric"
         packed = kernels.quantize_pack(x, mode=mode, sign=self.sign, **self._layout())
         if packed is None:
             return None
-        if self.hybrid != "no":
-            zero = packed.zero if chooses else torch.zeros_like(packed.scale)
-            return packed.codes, self._named(packed.scale, packed.sign, zero)
-        return packed.codes, {"scale": packed.scale} | ({} if packed.sign is None else {"sign": packed.sign})
+        words = {} if packed.sign is None else {"sign" if self.hybrid == "no" else "sign_or_zero": packed.sign}
+        return packed.codes, {"scale": packed.scale} | words
 
     def quantize(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         codes, sides = self._symmetric(x)
         if self.hybrid == "no":
             return codes, sides
         if self.hybrid == "symmetric":
-            return codes, self._named(sides["scale"], sides.get("sign"), torch.zeros_like(sides["scale"]))
+            return codes, {"scale": sides["scale"], "sign_or_zero": sides["sign"]}
         other_codes, other = super().quantize(x)
         error = self._error(x, self._restore_symmetric(codes, sides))
         asymmetric = self._error(x, super().dequantize(other_codes.float(), other)) < error
         scale = torch.where(asymmetric, other["scale"].neg(), sides["scale"])
-        words = None
-        if self.sign == "extra":
-            words = torch.where(asymmetric, other["zero"].view(sides["sign"].dtype), sides["sign"])
+        words = torch.where(asymmetric, other["zero"].view(sides["sign"].dtype), sides["sign"])
         each = asymmetric.unsqueeze(self.group_dim)
         codes = torch.where(each, self.grouped(other_codes), self.grouped(codes)).view(x.shape)
-        return codes, self._named(scale, words, other["zero"])
-
-    def _named(self, scale: Tensor, words: Tensor | None, zero: Tensor | None) -> dict[str, Tensor]:
-        """The parts of a hybrid's groups: zero-points are in the words of sign bits where there are any."""
-        if words is not None:
-            return {"scale": scale, "sign_or_zero": words}
-        if zero is None:
-            raise ValueError("a hybrid without words of sign bits needs zero-points")
-        return {"scale": scale, "zero": zero}
+        return codes, {"scale": scale, "sign_or_zero": words}
 
     def dequantize(self, codes: Tensor, sides: Mapping[str, Tensor]) -> Tensor:
         if self.hybrid == "no":
             return self._restore_symmetric(codes, sides)
         asymmetric, scale = sides["scale"].signbit(), sides["scale"].abs()
-        if self.sign == "inside":
-            zero = torch.where(asymmetric, sides["zero"].float(), scale.float() * -self._largest)
-            return super().dequantize(codes, {"scale": scale, "zero": zero})
         word = sides["sign_or_zero"]
         zero = word.view(self.zero_dtype).float().masked_fill(~asymmetric, 0)
         return self._signed(super().dequantize(codes, {"scale": scale, "zero": zero}), word.masked_fill(asymmetric, 0))

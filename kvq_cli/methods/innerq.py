@@ -20,7 +20,6 @@ from kvq_cli.methods.window import Window
 
 #: mode -> `hybrid` of the `SignedCodec` that encodes the prompt, and of the one that encodes later tokens.
 HYBRIDS: dict[str, tuple[Hybrid, Hybrid]] = {
-    "symmetric": ("no", "no"),
     "hybrid_prefill": ("always", "symmetric"),
     "hybrid": ("always", "always"),
 }
@@ -45,7 +44,7 @@ class InnerQ(Method):
     bits: int = option(
         2, "bits per number, the sign not counted", choices=(1, 2, 3, 4, 8), why="others cannot be packed"
     )
-    mode: str = option("hybrid", "how groups are quantized", choices=(*HYBRIDS, "asymmetric"))
+    mode: str = option("hybrid", "how groups are quantized", choices=("symmetric", *HYBRIDS, "asymmetric"))
     group: int = option(32, "numbers that share a scale", choices=tuple(WORDS), why="their sign bits fill one word")
     sinks: int = option(32, "first tokens kept in full precision (attention sinks)", at_least=0)
     recent: int = option(96, "newest tokens kept in full precision", at_least=0)
@@ -59,6 +58,11 @@ class InnerQ(Method):
                 f"innerq: sign=inside leaves no bit for the magnitude at bits=1 in mode={self.mode}; "
                 "use sign=extra, mode=asymmetric or 2 bits"
             )
+        if self.sign == "inside" and self.mode in ("hybrid", "hybrid_prefill") and self.bits == 8:
+            raise UsageError(
+                f"innerq: sign=inside leaves 7 bits beside the sign at bits=8 in mode={self.mode}, which cannot be "
+                "packed; use sign=extra, mode=symmetric or 4 bits"
+            )
 
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
         prompt, later = self._codecs("token", shape)
@@ -71,12 +75,18 @@ class InnerQ(Method):
 
     def _codecs(self, axis: Axis, shape: ModelShape) -> tuple[Codec, Codec]:
         """(codec of the prompt, codec of later tokens): different only in mode "hybrid_prefill"."""
-        common = (self.bits, axis, self.group, shape.head_dim, shape.dtype)
+        layout = (axis, self.group, shape.head_dim, shape.dtype)
         if self.mode == "asymmetric":
             # The zero-point is as wide as the word that sign bits would take, as in the paper.
-            codec = UniformCodec(*common, zero_type(self.group, shape.dtype) if self.sign == "extra" else None)
+            zero = zero_type(self.group, shape.dtype) if self.sign == "extra" else None
+            codec = UniformCodec(self.bits, *layout, zero)
             return codec, codec
-        prompt, later = (SignedCodec(*common, cast(Sign, self.sign), hybrid) for hybrid in HYBRIDS[self.mode])
+        if self.mode == "symmetric":
+            symmetric = SignedCodec(self.bits, *layout, cast(Sign, self.sign))
+            return symmetric, symmetric
+        # With the sign inside, both kinds of groups have b - 1 bits beside the word of sign bits or zero-point.
+        bits = self.bits - 1 if self.sign == "inside" else self.bits
+        prompt, later = (SignedCodec(bits, *layout, hybrid=hybrid) for hybrid in HYBRIDS[self.mode])
         return prompt, prompt if later.hybrid == prompt.hybrid else later
 
 

@@ -55,7 +55,7 @@ CODECS = {
     **{f"codebook {block}": codebook(block) for block in ((1, 1), (4, 1), (8, 1), (1, 4), (2, 2))},
     **{
         f"signed {sign} {hybrid} {axis}": SignedCodec(2, axis, 16, HEAD_DIM, sign=sign, hybrid=hybrid)
-        for sign, hybrid in (("extra", "no"), ("extra", "always"), ("inside", "symmetric"))
+        for sign, hybrid in (("extra", "no"), ("extra", "always"), ("extra", "symmetric"), ("inside", "no"))
         for axis in ("channel", "token")
     },
     "normalized": fitted(NormalizedCodec(SignedCodec(2, "token", 16, HEAD_DIM))),

@@ -63,24 +63,19 @@ def test_symmetric_groups_equal_equation_13(bits, sign, axis, dtype):
     st.sampled_from([1, 2, 3, 4, 8]),
     st.sampled_from(AXES),
     st.sampled_from([16, 32, 64]),
-    st.sampled_from(["extra", "inside"]),
     st.sampled_from(DTYPES),
     st.floats(0.01, 30),
     st.floats(-30, 30),
     st.integers(0, 99),
 )
-def test_hybrid_takes_the_better_mode_per_group(bits, axis, group, sign, dtype, spread, offset, seed):
-    if bits == 1:
-        sign = "extra"
+def test_hybrid_takes_the_better_mode_per_group(bits, axis, group, dtype, spread, offset, seed):
     x = numbers(seed, dtype, spread=spread, offset=offset)
     x[0, 0, :32] = abs(x[0, 0, :32])  # groups of one sign, where asymmetric is the better
     asymmetric = UniformCodec(bits, axis, group, HEAD_DIM, dtype, SignedCodec(bits, axis, group, 64, dtype).zero_dtype)
-    if sign == "inside":
-        asymmetric = UniformCodec(bits, axis, group, HEAD_DIM, dtype)
     errors = []
     for codec in (
-        SignedCodec(bits, axis, group, HEAD_DIM, dtype, sign, "always"),
-        SignedCodec(bits, axis, group, HEAD_DIM, dtype, sign),
+        SignedCodec(bits, axis, group, HEAD_DIM, dtype, hybrid="always"),
+        SignedCodec(bits, axis, group, HEAD_DIM, dtype),
         asymmetric,
     ):
         groups, decoded = rounded(x, codec, group)
@@ -89,13 +84,12 @@ def test_hybrid_takes_the_better_mode_per_group(bits, axis, group, sign, dtype, 
     np.testing.assert_allclose(hybrid, np.minimum(*both), rtol=1e-3, atol=1e-7 * (spread + abs(offset)) ** 2)
 
 
-@pytest.mark.parametrize("sign", ["extra", "inside"])
 @pytest.mark.parametrize("axis", AXES)
-def test_symmetric_groups_in_hybrid_storage(axis, sign):
+def test_symmetric_groups_in_hybrid_storage(axis):
     """Both codecs decode them, so that one can encode the prompt and the other later tokens."""
     x = numbers(3, offset=0.7)
-    always, later = (SignedCodec(2, axis, 32, HEAD_DIM, sign=sign, hybrid=hybrid) for hybrid in ("always", "symmetric"))
-    symmetric = SignedCodec(2, axis, 32, HEAD_DIM, sign=sign)
+    always, later = (SignedCodec(2, axis, 32, HEAD_DIM, hybrid=hybrid) for hybrid in ("always", "symmetric"))
+    symmetric = SignedCodec(2, axis, 32, HEAD_DIM)
     packed = later.encode(x)
     assert packed.parts.keys() == always.encode(x).parts.keys()
     expected = symmetric.decode(symmetric.encode(x), torch.float32)
@@ -103,11 +97,10 @@ def test_symmetric_groups_in_hybrid_storage(axis, sign):
     assert torch.equal(always.decode(packed, torch.float32), later.decode(packed, torch.float32))
 
 
-@pytest.mark.parametrize("sign", ["extra", "inside"])
 @pytest.mark.parametrize("norm", [False, True])
-def test_hybrid_prompt_with_symmetric_later_tokens(sign, norm):
-    x, always = numbers(3, offset=0.7), SignedCodec(2, "token", 32, HEAD_DIM, sign=sign, hybrid="always")
-    later = SignedCodec(2, "token", 32, HEAD_DIM, sign=sign, hybrid="symmetric")
+def test_hybrid_prompt_with_symmetric_later_tokens(norm):
+    x, always = numbers(3, offset=0.7), SignedCodec(2, "token", 32, HEAD_DIM, hybrid="always")
+    later = SignedCodec(2, "token", 32, HEAD_DIM, hybrid="symmetric")
     codec = NormalizedCodec(always, later) if norm else PhasedCodec(always, later)
     packed, state = codec.encode_prompt(x, Prompt(x, x, x), 0)
     divided = x / state["norm"].unsqueeze(2) if norm else x
@@ -139,7 +132,6 @@ def test_zeros_constants_and_tiny_numbers_decode_without_nan(axis, group, hybrid
         (2, 16, "extra", "always", 2 + 1 + 1),
         (3, 64, "extra", "symmetric", 3 + 1 + 0.25),
         (2, 32, "inside", "no", 2 + 0.5),
-        (2, 32, "inside", "always", 2 + 0.5 + 0.5),
         (8, 32, "extra", "always", 8 + 1 + 0.5),
     ],
 )
@@ -153,6 +145,8 @@ def test_bits_per_number(axis, bits, group, sign, hybrid, expected):
 def test_undefined_combinations_are_refused():
     with pytest.raises(UsageError, match="bits=1 leaves no bit for the magnitude"):
         SignedCodec(1, "token", 32, 64, sign="inside")
+    with pytest.raises(UsageError, match="a hybrid keeps zero-points in the words of sign bits"):
+        SignedCodec(2, "token", 32, 64, sign="inside", hybrid="always")
     with pytest.raises(UsageError, match="group=8: .* one of 16, 32, 64"):
         SignedCodec(2, "token", 8, 64)
     with pytest.raises(UsageError, match="group=32 does not divide head_dim=80"):

@@ -31,22 +31,21 @@ def random_words(generator: torch.Generator, *shape: int) -> torch.Tensor:
 
 
 def uniform(g, shape, dtype, bits=2, axis="channel", group=32, mode="asymmetric") -> Uniform:
-    """mode: "asymmetric", "inside" (symmetric, signed codes), "extra" (symmetric, separate sign bits), "hybrid-..."."""
+    """mode: "asymmetric", "inside" (symmetric, signed codes), "extra" (symmetric, sign words), "hybrid-extra"."""
     rows, heads, tokens, dim = shape
     groups = (-(-tokens // group), dim) if axis == "channel" else (tokens, dim // group)
     size = (rows, heads, *groups)
     scale = (torch.rand(size, generator=g) + 0.2) * 3 / 2**bits
     zero, level, sign, hybrid = (torch.randn(size, generator=g) - 1.5).to(dtype), 0, None, mode.startswith("hybrid")
-    if mode != "asymmetric":
-        level = 2 ** (bits - 1) - 1 if mode.endswith("inside") else 0
+    if mode == "inside":
+        level = 2 ** (bits - 1) - 1
     if mode.endswith("extra"):
         sign = random_words(g, *size)
     if hybrid:
         flip = torch.rand(size, generator=g) < 0.5
         scale = torch.where(flip, -scale, scale)
-        if sign is not None:
-            sign = torch.where(flip, zero.float().view(torch.int32), sign)
-    keeps_zero = mode in ("asymmetric", "hybrid-inside")
+        sign = torch.where(flip, zero.float().view(torch.int32), sign)
+    keeps_zero = mode == "asymmetric"
     codes = random_words(g, rows, heads, tokens, words(bits, dim))
     return Uniform(codes, scale.to(dtype), bits, axis, group, zero if keeps_zero else None, level, sign, hybrid)
 

@@ -61,7 +61,7 @@ def test_groups(sides, group):
     Case(*(partial(make, group=group) for make in sides), [200], dim=128).check()
 
 
-MODES = ["inside", "extra", "hybrid-inside", "hybrid-extra"]
+MODES = ["inside", "extra", "hybrid-extra"]
 
 
 @pytest.mark.parametrize("mode", MODES)

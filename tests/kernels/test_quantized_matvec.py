@@ -42,7 +42,7 @@ def test_bits(side, axis, bits):
         "side": SIDES,
         "axis": AXES,
         "mode, bits, dim": [
-            *((mode, 2, 128) for mode in ("inside", "extra", "hybrid-inside", "hybrid-extra")),
+            *((mode, 2, 128) for mode in ("inside", "extra", "hybrid-extra")),
             ("extra", 1, 64),
             ("hybrid-extra", 4, 96),
         ],

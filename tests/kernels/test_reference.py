@@ -29,8 +29,7 @@ def test_uniform(bits, axis, dim):
     torch.testing.assert_close(unpack(side, torch.float32), codec.decode(packed, torch.float32))
 
 
-@pytest.mark.parametrize("sign", ["extra", "inside"])
-@pytest.mark.parametrize("hybrid", ["no", "always"])
+@pytest.mark.parametrize(("sign", "hybrid"), [("extra", "no"), ("extra", "always"), ("inside", "no")])
 @pytest.mark.parametrize("axis", ["channel", "token"])
 def test_signed(sign, hybrid, axis):
     codec = SignedCodec(3, axis, 32, 64, sign=sign, hybrid=hybrid)

@@ -55,9 +55,18 @@ def test_cost_at_every_head_dim(shape_of, bits, mode, head_dim):
 
 def test_sign_inside_saves_the_word_of_sign_bits(shape):
     x = torch.randn(1, 2, 64, 64).half()
-    for mode, expected in (("symmetric", 2.5), ("asymmetric", 3.0), ("hybrid", 3.0)):
+    for mode, expected in (("symmetric", 2.5), ("asymmetric", 3.0), ("hybrid", 2.5)):
         plan = build("innerq", mode=mode, sign="inside").plan(0, shape, {})
         assert bits_per_number(plan.keys, x) == bits_per_number(plan.values, x) == expected
+
+
+def test_a_hybrid_with_the_sign_inside_has_a_bit_less_beside_the_word(shape):
+    """Asymmetric groups, too: the word holds their zero-point."""
+    inside, extra = (build("innerq", bits=b, sign=s).plan(0, shape, {}) for b, s in ((3, "inside"), (2, "extra")))
+    x = torch.randn(1, 2, 64, 64).half()
+    for one, other in ((inside.keys, extra.keys), (inside.values, extra.values)):
+        assert torch.equal(error(one, x), error(other, x))
+    assert build("innerq", bits=3, sign="inside").nominal_bits == 3
 
 
 def test_keys_share_a_scale_over_channels_and_values_over_tokens(shape):
@@ -97,6 +106,7 @@ def test_error_by_mode_and_bits_on_real_keys_and_values(shape_of, captured, kind
     ("options", "message"),
     [
         ({"bits": 1, "sign": "inside"}, "bits=1 in mode=hybrid; use sign=extra, mode=asymmetric or 2 bits"),
+        ({"bits": 8, "sign": "inside"}, "7 bits beside the sign at bits=8 in mode=hybrid, which cannot be packed"),
         ({"group": 8}, r"group=8 is not one of 16, 32, 64 \(their sign bits fill one word\)"),
         ({"mode": "both"}, "mode=both is not one of symmetric, hybrid_prefill, hybrid, asymmetric"),
         ({"bits": 5}, "bits=5 is not one of 1, 2, 3, 4, 8"),

@@ -113,8 +113,6 @@ def _uniform(side, S: tl.constexpr, token, channel, mask):
         return subnormal_to_float(code | _sign(word, member)) * s
     elif get(S, "has_zero"):
         z = tl.load(side[2] + offset, mask=mask, other=0.0).to(tl.float32)
-        if get(S, "hybrid"):
-            z = tl.where(asymmetric, z, s * (-get(S, "level")))
         return subnormal_to_float(code) * s + z
     else:
         return (subnormal_to_float(code) - get(S, "level")) * s

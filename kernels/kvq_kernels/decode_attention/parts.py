@@ -31,7 +31,7 @@ class Uniform:
     level: without a zero, the code of 0.
     sign:  words of the scale's shape with one bit per number of the group (x' = -q s where it is set), or None. In a
            hybrid, the word (int32) of an asymmetric group is its float32 z.
-    hybrid: groups with a negative scale are asymmetric with |s|; their z is in `sign`, without it in `zero`.
+    hybrid: groups with a negative scale are asymmetric with |s|; their z is in `sign`.
     """
 
     codes: Tensor

@@ -128,9 +128,10 @@ def unpack_uniform(packed: Uniform, dtype: torch.dtype) -> Tensor:
         return per_group.repeat_interleave(packed.group, dim=dim)[:, :, : codes.shape[2]]
 
     scale = spread(packed.scale).to(dtype)
-    asymmetric = torch.full_like(scale, packed.zero is not None and not packed.hybrid, dtype=torch.bool)
     if packed.hybrid:
         asymmetric = spread(packed.scale).signbit()
+    else:
+        asymmetric = torch.full_like(scale, packed.zero is not None, dtype=torch.bool)
     number = codes.to(dtype) - packed.level
     if packed.sign is not None:
         position = torch.arange(codes.shape[dim], device=codes.device) % packed.group

@@ -235,11 +235,7 @@ def scale_magnitudes(raw, S: tl.constexpr):
 def zero_points(raw, stored, S: tl.constexpr):
     """Zero-points without `zero_scale`, from stored scales and what `zero_pointer` points to."""
     if get(S, "hybrid"):
-        if get(S, "sign_bits") > 0:
-            return (stored & asymmetric(raw)).to(tl.float32, bitcast=True)
-        else:
-            level = tl.abs(raw).to(tl.float32) * (-get(S, "level"))
-            return tl.where(asymmetric(raw) < 0, stored.to(tl.float32), level)
+        return (stored & asymmetric(raw)).to(tl.float32, bitcast=True)
     else:
         return stored
 
@@ -247,7 +243,7 @@ def zero_points(raw, stored, S: tl.constexpr):
 @triton.constexpr_function
 def zero_pointer(spec: SideSpec) -> int:
     """Index of the side's pointer that zero-points are loaded from (see `dequantize.py`): signs, zeros or scales."""
-    return 3 if spec.hybrid and spec.sign_bits else 2 if spec.has_zero else 1
+    return 3 if spec.hybrid else 2 if spec.has_zero else 1
 
 
 @triton.jit

@@ -26,7 +26,6 @@ def layouts() -> dict[str, Layout]:
         wide = Layout(2, axis, 32, DIM, zero_dtype=torch.float32)  # a zero-point replaces a word of 32 sign bits
         cases[f"{axis}-2bit-g32-symmetric-extra"] = replace(wide, mode="symmetric")
         cases[f"{axis}-2bit-g32-hybrid-extra"] = replace(wide, mode="hybrid")
-        cases[f"{axis}-2bit-g32-hybrid-inside"] = Layout(2, axis, 32, DIM, "hybrid", "inside")
     return cases
 
 

@@ -101,16 +101,12 @@ def _groups(
             signs = tl.sum(negative << offset, axis=A).to(WORD)
         if HYBRID:
             s_all, z_all, s_sym_all = tl.expand_dims(s, A), tl.expand_dims(z, A), tl.expand_dims(s_sym, A)
-            target = tl.abs(tile) if SIGN == "extra" else tile
-            lower: tl.constexpr = 0 if SIGN == "extra" else -MAX_CODE
+            magnitude = tl.abs(tile)
             error = _quantized(tile - z_all, s_all, 0.0, 1.0 * LEVELS, FUSED) * s_all + z_all - tile
-            error_sym = _quantized(target, s_sym_all, 1.0 * lower, 1.0 * MAX_CODE, FUSED) * s_sym_all - target
+            error_sym = _quantized(magnitude, s_sym_all, 0.0, 1.0 * MAX_CODE, FUSED) * s_sym_all - magnitude
             asymmetric = _less_error(error, error_sym, A, N, G)
             s_bits = tl.where(asymmetric, s_bits ^ -32768, s_sym_bits)
-            if SIGN == "extra":
-                signs = tl.where(asymmetric, z_bits, signs)
-            else:
-                tl.store(zero, z_bits, mask=mask)
+            signs = tl.where(asymmetric, z_bits, signs)
         else:
             s_bits = s_sym_bits
         if SIGN == "extra":
@@ -168,7 +164,7 @@ def _pack(
             tile = tl.load(token_pointers + channel, mask=channel_mask & mask[:, None], other=0.0).to(tl.float32)
             bits = tl.load(scale + offset, mask=group_mask, other=0)
             z_bits = bits
-            if SIGN == "none" or (HYBRID and SIGN == "inside"):
+            if SIGN == "none":
                 z_bits = tl.load(zero + offset, mask=group_mask, other=0)
             elif HYBRID:
                 z_bits = tl.load(sign + offset, mask=group_mask, other=0)
@@ -197,12 +193,7 @@ def _codes(
         asymmetric = bits < 0
         z_bits = tl.where(asymmetric, z_bits, 0)  # symmetric: signs, no zero-point
         distance = tile - from_bits(z_bits, ZERO)
-        if SIGN == "extra":
-            return _to_int(_quantized(tl.where(asymmetric, distance, tl.abs(tile)), s, 0.0, 1.0 * LEVELS, FUSED))
-        else:
-            level = tl.where(asymmetric, 0, LEVEL)
-            lower, upper = tl.where(asymmetric, 0.0, -1.0 * LEVEL), tl.where(asymmetric, 1.0 * LEVELS, 1.0 * LEVEL)
-            return _to_int(_quantized(tl.where(asymmetric, distance, tile), s, lower, upper, FUSED)) + level
+        return _to_int(_quantized(tl.where(asymmetric, distance, tl.abs(tile)), s, 0.0, 1.0 * LEVELS, FUSED))
 
 
 @triton.jit

@@ -20,7 +20,7 @@ class Layout:
     bits: 1, 2, 3, 4 or 8.
     mode: "asymmetric", "symmetric", "hybrid" (either per group).
     sign: of symmetric groups. "extra": a word of `group` (16, 32 or 64) sign bits per group, in a hybrid the zero-point
-          of asymmetric groups. "inside": codes are signed.
+          of asymmetric groups. "inside": codes are signed; not in a hybrid (ValueError).
     scale_dtype: float16 or bfloat16. zero_dtype: of zero-points; in words of sign bits, as wide as these.
     """
 
@@ -32,6 +32,10 @@ class Layout:
     sign: Literal["extra", "inside"] = "extra"
     scale_dtype: torch.dtype = torch.float16
     zero_dtype: torch.dtype = torch.float16
+
+    def __post_init__(self) -> None:
+        if self.mode == "hybrid" and self.sign == "inside":
+            raise ValueError("a hybrid keeps zero-points in the words of sign bits: sign is extra")
 
     @property
     def block_tokens(self) -> int:
@@ -56,7 +60,7 @@ class Layout:
     @property
     def has_zero(self) -> bool:
         """Whether zero-points are in a separate tensor."""
-        return self.mode == "asymmetric" or (self.mode == "hybrid" and self.sign == "inside")
+        return self.mode == "asymmetric"
 
     @property
     def level(self) -> int:

@@ -20,12 +20,10 @@ def quantize_pack_reference(x: Tensor, layout: Layout) -> Uniform:
         codes, scale, sign = _symmetric(groups, layout, dim)
     if layout.mode == "hybrid":
         q, s, zero = _asymmetric(groups, layout, dim)
-        target = groups.abs() if layout.sign == "extra" else groups
-        error = (codes - layout.level) * scale.float() - target
+        error = codes * scale.float() - groups.abs()
         better = _sum_of_squares(q * s.float() + zero.float() - groups, dim) < _sum_of_squares(error, dim)
         codes, scale = torch.where(better, q, codes), torch.where(better, -s, scale)
-        if sign is not None:
-            sign = torch.where(better, zero.view(sign.dtype), sign)
+        sign = torch.where(better, zero.view(sign.dtype), sign)
     return Uniform(
         pack(codes.to(torch.int32).view(x.shape), layout),
         scale.squeeze(dim),

@@ -15,7 +15,7 @@ from kvq_kernels.quantized_matvec.kernel import outputs_kernel, scores_kernel, s
 from kvq_kernels.quantized_matvec.launch import OPERATION, SUM_ELEMENTS, arguments, constants, shape_class
 
 ROWS, HEADS, GROUP, DIM, TOKENS, PACKED_GROUP = 8, 8, 4, 128, 4096, 32
-MODES = ("asymmetric", "symmetric", "inside", "hybrid", "hybrid-inside")
+MODES = ("asymmetric", "symmetric", "inside", "hybrid")
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -28,11 +28,11 @@ def uniform(bits: int, axis: Literal["channel", "token"], mode: str) -> Uniform:
     group = PACKED_GROUP
     size = (ROWS, HEADS, TOKENS // group, DIM) if axis == "channel" else (ROWS, HEADS, TOKENS, DIM // group)
     words = low_words(bits, DIM) + high_words(bits, DIM)
-    zero = _empty(*size) if mode in ("asymmetric", "hybrid-inside") else None
+    zero = _empty(*size) if mode == "asymmetric" else None
     sign = _empty(*size, dtype=torch.int32) if mode in ("symmetric", "hybrid") else None
-    level = 2 ** (bits - 1) - 1 if mode.endswith("inside") else 0
+    level = 2 ** (bits - 1) - 1 if mode == "inside" else 0
     codes = _empty(ROWS, HEADS, TOKENS, words, dtype=torch.int32)
-    return Uniform(codes, _empty(*size), bits, axis, group, zero, level, sign, mode.startswith("hybrid"))
+    return Uniform(codes, _empty(*size), bits, axis, group, zero, level, sign, mode == "hybrid")
 
 
 def cases() -> dict[str, tuple[str, Uniform]]:
@@ -52,7 +52,7 @@ def cases() -> dict[str, tuple[str, Uniform]]:
 def kind(packed: Uniform) -> str:
     """Kind of `Launch`: "uniform", whose instructions per number are limited, or "none" for 3-bit codes and signs,
     which take as many shifts again."""
-    return "none" if packed.bits == 3 or packed.sign is not None or packed.hybrid else "uniform"
+    return "none" if packed.bits == 3 or packed.sign is not None else "uniform"
 
 
 def launches(gpu: str) -> dict[str, Launch]:
