@@ -1,4 +1,4 @@
-"""`python -m kvq_cli` is `kvq`."""
+"""`python -m kvq_cli` runs the `kvq` command."""
 
 from kvq_cli.cli import main
 

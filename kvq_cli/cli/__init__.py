@@ -1,10 +1,10 @@
-"""The command line: one file per subcommand (parse, call, print). No algorithm lives here, and no heavy import."""
+"""Command line of kvq: one module per subcommand parses options, calls the library and prints. No heavy imports."""
 
 import sys
 
 
 def main() -> None:
-    """Entry point of `kvq`. The imports stand inside, so that Ctrl-C during them ends like any other."""
+    """Entry point of `kvq`. It imports the app itself, so that Ctrl-C during imports exits with 130, too."""
     try:
         from kvq_cli.cli.app import app
 

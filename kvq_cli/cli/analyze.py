@@ -1,8 +1,9 @@
-"""`kvq analyze`: runs one of the papers' studies and writes its table, numbers and figure."""
+"""`kvq analyze`: run a study of the papers and write its table, numbers and figure."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,17 +14,24 @@ from kvq_cli.cli import options as opt
 from kvq_cli.cli.output import Output
 
 if TYPE_CHECKING:
-    from kvq_cli.papers.studies.study import Findings, Study, StudyInput
+    from kvq_cli.papers.studies.study import Findings, Progress, Study, StudyInput
 
-Name = Annotated[str | None, typer.Argument(metavar="NAME", help="The study; without it, all are listed.")]
-Dataset = Annotated[str, typer.Option("--dataset", metavar="NAME", help="Text to study; see `kvq calibrate`.")]
-Samples = Annotated[int | None, typer.Option("--samples", min=1, help="Windows of text (default: the study's own).")]
-Seqlen = Annotated[int | None, typer.Option("--seqlen", min=2, help="Tokens of a window (default: the model's usual).")]
-OutDir = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for NAME.json and NAME.png.")]
-Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="OPTION=VALUE", help="An option of the study; may be repeated.")
+Name = Annotated[str | None, typer.Argument(metavar="NAME", help="Name of the study; without it, list all studies.")]
+Dataset = Annotated[
+    str,
+    typer.Option(
+        "--dataset", metavar="NAME", help="Text to analyze: prose, pydoc, self, wikitext2, c4, ptb or a text file."
+    ),
 ]
-_USUAL = 2048
+Samples = Annotated[int | None, typer.Option("--samples", min=1, help="Number of text windows (default: the study's).")]
+Seqlen = Annotated[
+    int | None, typer.Option("--seqlen", min=2, help="Tokens per window (default: 2048; the built-in model: 1024).")
+]
+OutDir = Annotated[Path, typer.Option("--out", metavar="DIR", help="Output folder for NAME.json and NAME.png.")]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="OPTION=VALUE", help="An option of the study; repeatable.")
+]
+DEFAULT_SEQLEN = 2048
 
 
 def analyze(
@@ -41,7 +49,7 @@ def analyze(
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Run one of the papers' studies: print its table, write its numbers (JSON) and figure (PNG)."""
+    """Run a study of the papers: print its table, write its numbers (JSON) and figure (PNG)."""
     out = Output(as_json=as_json, quiet=quiet)
     from kvq_cli.files import check_writable, write_json
     from kvq_cli.papers.studies.study import ModelStudy, StudyInput, build
@@ -50,11 +58,12 @@ def analyze(
         return _list(out)
     study = build(name, opt.method_options(set_))
     data = None
+    run: Callable[[Progress], Findings]
     if isinstance(study, ModelStudy):
         from kvq_cli.models import load_model
 
         loaded = load_model(model, device, dtype)
-        length = seqlen or loaded.default_length(_USUAL)
+        length = seqlen or loaded.default_length(DEFAULT_SEQLEN)
         data = StudyInput(loaded, dataset, samples or study.samples, length, seed)
         run = partial(study.run, data)
     else:
@@ -62,7 +71,7 @@ def analyze(
     check_writable(out_dir)
     with out.phases() as progress:
         findings = run(progress)
-    document = _about(study, data) | {
+    document = _inputs(study, data) | {
         "columns": list(findings.columns),
         "rows": [list(row) for row in findings.rows],
         "numbers": findings.numbers,
@@ -80,41 +89,29 @@ def analyze(
 def _list(out: Output) -> None:
     from kvq_cli.papers.studies.study import studies
 
-    listed = [
-        {
-            "name": name,
-            "source": cls.source,
-            "summary": cls.__doc__.splitlines()[0],
-            "options": {field.name: field.default for field in dataclasses.fields(cls)},
-        }
-        for name, cls in studies().items()
-    ]
-    rows = [
-        [
-            each["name"],
-            each["source"],
-            each["summary"],
-            " ".join(f"{k}={_typed(v)}" for k, v in each["options"].items()),
-        ]
-        for each in listed
-    ]
-    out.table(["study", "source", "what it shows", "options (--set)"], rows)
+    listed, rows = [], []
+    for name, cls in studies().items():
+        summary = (cls.__doc__ or "").partition("\n")[0]
+        options = {field.name: field.default for field in dataclasses.fields(cls)}
+        listed.append({"name": name, "source": cls.source, "summary": summary, "options": options})
+        rows.append([name, cls.source, summary, " ".join(f"{k}={_option_text(v)}" for k, v in options.items())])
+    out.table(["study", "source", "summary", "options (--set)"], rows)
     out.result(listed)
 
 
-def _typed(value: object) -> object:
-    """An option's value as a user types it."""
+def _option_text(value: object) -> object:
+    """An option's value as it is typed after `--set`."""
     return ",".join(map(str, value)) if isinstance(value, tuple) else value
 
 
-def _about(study: Study, data: StudyInput | None) -> dict[str, Any]:
-    """The part of the result that says what was studied: the study's options, the model and the text."""
-    about: dict[str, Any] = {"study": study.name, "source": study.source, "options": dataclasses.asdict(study)}
+def _inputs(study: Study, data: StudyInput | None) -> dict[str, Any]:
+    """The study's options, the model and the text, for the result file."""
+    inputs: dict[str, Any] = {"study": study.name, "source": study.source, "options": dataclasses.asdict(study)}
     if data is not None:
-        about["model"] = data.loaded.name
-        about |= {key: getattr(data, key) for key in ("dataset", "samples", "seqlen", "seed")}
-        about["dtype"] = str(data.loaded.model.dtype).removeprefix("torch.")
-    return about
+        inputs["model"] = data.loaded.name
+        inputs |= {key: getattr(data, key) for key in ("dataset", "samples", "seqlen", "seed")}
+        inputs["dtype"] = str(data.loaded.model.dtype).removeprefix("torch.")
+    return inputs
 
 
 def _draw(findings: Findings, title: str, path: Path) -> None:

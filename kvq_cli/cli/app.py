@@ -1,4 +1,4 @@
-"""The `kvq` command: its table of subcommands, and how any failure becomes one line and an exit code."""
+"""The `kvq` command: its subcommands, and the conversion of every failure to one line and an exit code."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from types import FrameType
@@ -20,7 +20,7 @@ from kvq_cli import __version__
 from kvq_cli.cli.examples import epilog
 from kvq_cli.errors import KvqError
 
-#: name, where it lives (module of kvq_cli.cli, attribute), help panel. None of these modules imports torch.
+#: Name, `module:attribute` in kvq_cli.cli, help panel. None of these modules imports torch.
 COMMANDS = (
     ("calibrate", "calibrate:calibrate", "Compress"),
     ("generate", "generate:generate", "Compress"),
@@ -39,19 +39,28 @@ ALIASES = {"evaluate": "eval"}
 
 
 class KvqGroup(TyperGroup):
-    """The top group: ends every failure in one line on stderr and the exit code that belongs to it."""
+    """The top-level command group: reports every failure as one line on stderr and an exit code."""
 
-    def get_command(self, ctx: typer.Context, name: str) -> Any:
-        return super().get_command(ctx, ALIASES.get(name, name))
+    # typer.Context derives from the vendored click's Context, which is not public.
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:  # type: ignore[override]
+        return super().get_command(ctx, ALIASES.get(cmd_name, cmd_name))
 
-    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
-        _mend_streams()
-        stdout = sys.stdout  # --json points it at stderr for the length of a command
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        _prepare_streams()
+        stdout = sys.stdout  # --json redirects it to stderr while a command runs
         with _interrupt() as interrupted:
             try:
-                code = super().main(*args, standalone_mode=False, **extra)
+                code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
             except Exception as error:
-                # Ctrl-C inside an import or a C extension can come out as another error.
+                # Ctrl-C inside an import or a C extension can be raised as another error.
                 code = 130 if interrupted else _report(error)
             finally:
                 sys.stdout = stdout
@@ -62,44 +71,49 @@ class KvqGroup(TyperGroup):
         return code
 
 
-def _mend_streams() -> None:
-    """Closed streams swallow what is printed; characters that an encoding lacks are printed as `?`; bytes that are no
-    text are handed on, for the command to refuse."""
+def _prepare_streams() -> None:
+    """Make all streams usable: closed output streams discard text, unencodable characters become `?`, and input bytes
+    that are not UTF-8 are kept as surrogates, which commands refuse."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (for the whole process)
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (open until the process ends)
         elif isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="replace")
 
 
 @contextmanager
 def _interrupt() -> Iterator[list[int]]:
-    """A list that is no longer empty once the process was told to end, by Ctrl-C or by `kill` and job schedulers.
+    """Turn SIGINT and SIGTERM into KeyboardInterrupt; yields the list of signals received.
 
-    Both raise KeyboardInterrupt, so that what is done is kept, children are ended, and what to do next is said.
+    SIGTERM comes from `kill` and job schedulers. KeyboardInterrupt lets commands keep finished work and say how to
+    resume.
     """
-    seen: list[int] = []
+    received: list[int] = []
 
     def handler(signum: int, frame: FrameType | None) -> None:
-        if _inside_import(frame):  # some libraries swallow KeyboardInterrupt there, and nothing is half-done yet
-            os.write(sys.__stderr__.fileno(), b"kvq: interrupted\n")
+        if _inside_import(frame):  # some libraries swallow KeyboardInterrupt there; no work has begun yet
+            if sys.__stderr__ is not None:
+                os.write(sys.__stderr__.fileno(), b"kvq: interrupted\n")
             os._exit(130)
-        seen.append(signum)
+        received.append(signum)
         signal.default_int_handler(signum, frame)
 
-    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
-    # Not where one is ignored, or somebody else's.
-    taken = [number for number, before in usual.items() if signal.getsignal(number) is before]
-    for number in taken:
+    defaults: dict[int, Callable[[int, FrameType | None], Any] | signal.Handlers] = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGTERM: signal.SIG_DFL,
+    }
+    # Leave a signal alone that is ignored or handled by someone else.
+    replaced = [number for number, default in defaults.items() if signal.getsignal(number) is default]
+    for number in replaced:
         signal.signal(number, handler)
     try:
-        yield seen
+        yield received
     finally:
-        for number in taken:
-            signal.signal(number, usual[number])
+        for number in replaced:
+            signal.signal(number, defaults[number])
 
 
 def _inside_import(frame: FrameType | None) -> bool:
@@ -111,16 +125,17 @@ def _inside_import(frame: FrameType | None) -> bool:
 
 
 def _report(error: Exception) -> int:
-    """Print `error` as one line (after its traceback with KVQ_DEBUG=1); return the exit code."""
+    """Print the error as one line, after its traceback with KVQ_DEBUG=1; returns the exit code."""
     if os.environ.get("KVQ_DEBUG") == "1":
         traceback.print_exception(error)
     message, code = _explain(error)
-    if message:  # `kvq` alone has printed its help and has no more to say
+    if message:  # empty where `kvq` without arguments has printed its help
         print(f"kvq: error: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 
 def _explain(error: Exception) -> tuple[str, int]:
+    """Message and exit code of an error."""
     if isinstance(error, KvqError):
         return str(error), error.exit_code
     if hasattr(error, "format_message"):  # typer's own errors: unknown flag, missing argument, bad value
@@ -133,7 +148,7 @@ def _explain(error: Exception) -> tuple[str, int]:
     # On a CPU, PyTorch's allocator raises a RuntimeError.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error):
         return "out of memory: use a shorter context, a smaller batch, fewer bits or --prefill-chunk", 1
-    return f"{type(error).__name__}: {error} (KVQ_DEBUG=1 shows where)", 1
+    return f"{type(error).__name__}: {error} (KVQ_DEBUG=1 shows the traceback)", 1
 
 
 def _version(show: bool) -> None:
@@ -142,15 +157,16 @@ def _version(show: bool) -> None:
         raise typer.Exit
 
 
-Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")]
+Version = Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")]
 
 
 def _root(version: Version = False) -> None:
-    """Compress the key-value cache of a transformer language model to 1-4 bits, and measure what that costs.
+    """Compress the KV cache of a transformer language model to 1-4 bits per number, and evaluate accuracy, memory and
+    speed.
 
-    Every command works on a small built-in model, offline, on a CPU.
+    Every command runs on a small built-in model by default: offline, on a CPU.
 
-    Exit codes: 0 done, 1 the run failed, 2 wrong usage, 130 interrupted. KVQ_DEBUG=1 shows where an error arose.
+    Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted. KVQ_DEBUG=1 prints the traceback of an error.
     """
 
 
@@ -159,11 +175,11 @@ def _build() -> typer.Typer:
     root.callback()(_root)
     for name, place, panel in COMMANDS:
         module, attribute = place.split(":")
-        found = getattr(import_module(f"kvq_cli.cli.{module}"), attribute)
-        if isinstance(found, typer.Typer):
-            root.add_typer(found, name=name, rich_help_panel=panel, epilog=epilog(name))
+        command = getattr(import_module(f"kvq_cli.cli.{module}"), attribute)
+        if isinstance(command, typer.Typer):
+            root.add_typer(command, name=name, rich_help_panel=panel, epilog=epilog(name))
         else:
-            root.command(name, rich_help_panel=panel, epilog=epilog(name))(found)
+            root.command(name, rich_help_panel=panel, epilog=epilog(name))(command)
     return root
 
 

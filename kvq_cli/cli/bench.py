@@ -1,4 +1,4 @@
-"""`kvq bench`: time and memory, measured beside what one would use otherwise."""
+"""`kvq bench`: benchmark time and memory against 16-bit baselines."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvq_cli.cli.bench_kernels import kernels
 from kvq_cli.cli.bench_report import report
 from kvq_cli.cli.bench_tune import tune
 
-app = typer.Typer(no_args_is_help=True, help="Measure time and memory.")
+app = typer.Typer(no_args_is_help=True, help="Benchmark time and memory of kernels, generation and calibration.")
 for _command in (kernels, tune, generate, calibrate, report):
     app.command()(_command)
 
 
 @app.callback()
 def bench() -> None:
-    """Measure time and memory."""
+    """Benchmark time and memory of kernels, generation and calibration."""

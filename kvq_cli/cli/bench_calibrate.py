@@ -1,4 +1,4 @@
-"""`kvq bench calibrate`: a calibration's time by phase, and its memory."""
+"""`kvq bench calibrate`: time of each phase of a calibration, and its peak memory."""
 
 from __future__ import annotations
 
@@ -6,18 +6,25 @@ from pathlib import Path
 from typing import Annotated
 
 from kvq_cli.cli import options as opt
-from kvq_cli.cli.bench_shared import OutDir, RandomShape, about, load, measured, write_result
+from kvq_cli.cli.bench_shared import OutDir, RandomShape, bench_option, load_or_randomize, result_header, write_result
 from kvq_cli.cli.output import Output, human_bytes
 from kvq_cli.files import check_writable
 
-Dataset = Annotated[str, measured("--dataset", metavar="NAME", help="Text to calibrate on; see `kvq calibrate`.")]
-Samples = Annotated[int, measured("--samples", min=2, help="Windows of text.")]
+Dataset = Annotated[
+    str,
+    bench_option(
+        "--dataset", metavar="NAME", help="Calibration text: prose, pydoc, self, wikitext2, c4, ptb or a text file."
+    ),
+]
+Samples = Annotated[int, bench_option("--samples", min=2, help="Number of text windows.")]
 Seqlen = Annotated[
-    int | None, measured("--seqlen", min=1, help="Tokens of a window (default: 2048, or what the model allows).")
+    int | None,
+    bench_option("--seqlen", min=1, help="Tokens per window (default: 2048, at most the model's context length)."),
 ]
 
 Layers = Annotated[
-    int | None, measured("--layers", min=1, help="With --random: only so many layers; the others take as long each.")
+    int | None,
+    bench_option("--layers", min=1, help="With --random: number of layers; the time grows linearly with it."),
 ]
 
 
@@ -39,7 +46,7 @@ def calibrate(
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """A calibration's time by phase, and its peak memory; the artifact is thrown away."""
+    """Measure the time of each phase of a calibration and its peak memory; the artifact is discarded."""
     out = Output(as_json=as_json, quiet=quiet)
     from kvq_cli.benchmarking.calibrate import measure
     from kvq_cli.benchmarking.shapes import SHAPES
@@ -54,14 +61,14 @@ def calibrate(
     if random is None:
         loaded = load_model(model, device, dtype)
     else:
-        made, name = load(model, random, device, dtype, seed, layers)
+        made, name = load_or_randomize(model, random, device, dtype, seed, layers)
         loaded = as_loaded_model(made, name, seed)
     plan = plan_calibration(loaded, built, CalibrationOptions(dataset, samples, seqlen, seed=seed))
     check_writable(out_dir)
     with out.phases() as show:
         found = measure(plan, show)
     document = {
-        **about("calibrate", loaded.model, loaded.name),
+        **result_header("calibrate", loaded.model, loaded.name),
         "method": to_config(built),
         "calibration": plan.settings_dict(),
         "layers": loaded.shape.layers,

@@ -1,4 +1,4 @@
-"""`kvq bench generate`: prefill, decode and memory of methods beside transformers' own caches."""
+"""`kvq bench generate`: time and memory of generation with compressed caches and with transformers' own caches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvq_cli.cli import options as opt
-from kvq_cli.cli.bench_shared import OutDir, about, earlier, load, measured, write_result
+from kvq_cli.cli.bench_shared import (
+    OutDir,
+    bench_option,
+    load_or_randomize,
+    result_header,
+    resumable_result,
+    write_result,
+)
 from kvq_cli.cli.output import Output, human_bytes
 from kvq_cli.errors import UsageError
 from kvq_cli.files import check_writable
@@ -16,26 +23,38 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from kvq_cli.benchmarking.baselines import BenchmarkedCache
+    from kvq_cli.evaluation.base import ComparedMethod
 
-Compare = Annotated[str, measured("--compare", metavar="NAMES", help="kvq's methods to measure, joined by commas.")]
-Contexts = Annotated[str, measured("--context", metavar="LENGTHS", help="Prompt lengths in tokens, joined by commas.")]
-Batches = Annotated[str, measured("--batch", metavar="SIZES", help="Batch sizes, joined by commas.")]
-Tokens = Annotated[int, measured("--tokens", min=1, help="Tokens decoded per round.")]
-Rounds = Annotated[int, measured("--rounds", min=1, help="Counted rounds, after one of warm-up.")]
+Compare = Annotated[str, bench_option("--compare", metavar="NAMES", help="Methods to measure, joined by commas.")]
+Contexts = Annotated[
+    str, bench_option("--context", metavar="LENGTHS", help="Prompt lengths in tokens, joined by commas.")
+]
+Batches = Annotated[str, bench_option("--batch", metavar="SIZES", help="Batch sizes, joined by commas.")]
+Tokens = Annotated[int, bench_option("--tokens", min=1, help="Tokens to decode per round.")]
+Rounds = Annotated[int, bench_option("--rounds", min=1, help="Timed rounds, after one warm-up round.")]
 Grow = Annotated[
     bool,
-    measured("--grow", help="Double the batch from 1 until memory ends or --batch is reached: throughput, memory."),
+    bench_option(
+        "--grow", help="Measure throughput and memory at batch sizes 1, 2, 4, ... up to --batch or out of memory."
+    ),
 ]
 Seconds = Annotated[
-    int | None, measured("--seconds", min=1, help="With --grow: for each model; what is not begun by then is left out.")
+    int | None,
+    bench_option(
+        "--seconds", min=1, help="With --grow: time limit per model; batch sizes not started by then are left out."
+    ),
 ]
 Resume = Annotated[
-    bool, measured("--resume", help="With --grow: keep the caches that --out holds already, and measure the others.")
+    bool, bench_option("--resume", help="With --grow: keep the results in --out and measure the remaining caches.")
 ]
-Layers = Annotated[int | None, measured("--layers", min=1, help="With --random: only so many layers.")]
+Layers = Annotated[int | None, bench_option("--layers", min=1, help="With --random: number of layers.")]
 Shapes = Annotated[
     str | None,
-    measured("--random", metavar="SHAPES", help="Random weights in known shapes, joined by commas; not --model."),
+    bench_option(
+        "--random",
+        metavar="SHAPES",
+        help="Random weights in the shapes of known models, joined by commas; instead of --model.",
+    ),
 ]
 
 
@@ -63,11 +82,11 @@ def generate(
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Prefill and decode of kvq's methods beside transformers' plain and quantized (quanto) caches.
+    """Measure prefill, decoding and memory of kvq's methods and of transformers' plain and quantized (quanto) caches.
 
-    Methods that calibrate have random codebooks with --random: time and memory are those of real ones.
+    With --random, methods that need calibration use random codebooks; time and memory are the same as with real ones.
     """
-    # Read when torch is imported: its profiler warns of memory that was allocated before it was on.
+    # Read when torch is imported: its profiler warns about memory that was allocated before it started.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     out = Output(as_json=as_json, quiet=quiet)
     names, contexts = opt.names(compare, "--compare"), opt.numbers(context, "--context")
@@ -80,17 +99,17 @@ def generate(
     from kvq_cli.models import model_context
 
     settings = BenchmarkGrid(tuple(contexts), tuple(batches), tokens, rounds, seed)
-    options = {"options": opt.method_options(set_), "bits": bits}
-    compared = None if random else _compared(model, names, **options)
+    options = opt.method_options(set_)
+    compared = [] if random else _compared(model, names, bits, options)
     check_writable(out_dir)
     documents = []
     for shape in shapes:
-        loaded, name = load(model, shape, device, dtype, seed, layers)
+        loaded, name = load_or_randomize(model, shape, device, dtype, seed, layers)
         settings.check(model_context(loaded.config), WARM_UP if grow else 0)
-        chosen = compared if shape is None else _random_compared(loaded, name, names, seed, **options)
+        chosen = compared if shape is None else _random_compared(loaded, name, names, seed, bits, options)
         peers, skipped = _peers(out, chosen, bits, prefill, backend, quanto_too=not grow)
         document = {
-            **about("generate", loaded, name),
+            **result_header("generate", loaded, name),
             "weights_bytes": sum(p.numel() * p.element_size() for p in loaded.parameters()),
             "prefill": prefill,
             "tokens": tokens,
@@ -106,15 +125,15 @@ def generate(
             write_result(out_dir, stem, document)
         for peer in peers:
             if peer.backend is not None:
-                out.note(f"{peer.name}: attention while decoding by {peer.backend}")
+                out.note(f"{peer.name}: decode attention: {peer.backend}")
         documents.append(document)
         drawn = _draw(document, out_dir / f"{stem}.png", grow, out)
         out.note(f"written: {out_dir / stem}.json" + (f" and {out_dir / stem}.png" if drawn else ""))
-        del loaded, peers, chosen  # the next one needs the memory
+        del loaded, peers, chosen  # free memory for the next model
     out.result(documents[0] if len(documents) == 1 else {"bench": "generate", "models": documents})
 
 
-def _compared(model: str, names: list[str], bits: int | None, options: dict[str, str]) -> list[Any]:
+def _compared(model: str, names: list[str], bits: int | None, options: dict[str, str]) -> list[ComparedMethod]:
     from kvq_cli.cli.resolve import resolve_compared
     from kvq_cli.evaluation.compared_methods import compared_methods
 
@@ -123,8 +142,8 @@ def _compared(model: str, names: list[str], bits: int | None, options: dict[str,
 
 def _random_compared(
     model: PreTrainedModel, name: str, names: list[str], seed: int, bits: int | None, options: dict[str, str]
-) -> list[Any]:
-    """As `_compared`, with artifacts of random numbers."""
+) -> list[ComparedMethod]:
+    """Methods of a model with random weights, with random artifacts."""
     from kvq_cli.benchmarking.synthetic import random_artifact
     from kvq_cli.evaluation.compared_methods import compared_methods
     from kvq_cli.methods.registry import build, check_shared, has_option, parse
@@ -143,22 +162,22 @@ def _random_compared(
 
 
 def _peers(
-    out: Output, chosen: list[Any], bits: int | None, prefill: str, backend: str, quanto_too: bool
+    out: Output, chosen: list[ComparedMethod], bits: int | None, prefill: str, backend: str, quanto_too: bool
 ) -> tuple[list[BenchmarkedCache], list[str]]:
-    """What is measured, and why something is not."""
+    """The caches to measure, and why some are skipped."""
     from kvq_cli.benchmarking.baselines import DynamicCacheBaseline, KvqCache, quanto_baseline
 
     methods = [KvqCache(one.attachable, one.label, one.method.nominal_bits, prefill, backend) for one in chosen]
     if not quanto_too:
         return [DynamicCacheBaseline(), *methods], []
     baseline = quanto_baseline(bits)
-    skipped = [baseline] if isinstance(baseline, str) else []
-    for why in skipped:
-        out.warn(why)
-    return [DynamicCacheBaseline(), *([] if skipped else [baseline]), *methods], skipped
+    if isinstance(baseline, str):  # the reason why there is none
+        out.warn(baseline)
+        return [DynamicCacheBaseline(), *methods], [baseline]
+    return [DynamicCacheBaseline(), baseline, *methods], []
 
 
-def _measured(out: Output, model: PreTrainedModel, peers: list[BenchmarkedCache], settings: Any) -> dict:
+def _measured(out: Output, model: PreTrainedModel, peers: list[BenchmarkedCache], settings: Any) -> dict[str, Any]:
     from kvq_cli.benchmarking.generate import measure
 
     with out.progress() as progress:
@@ -174,15 +193,15 @@ def _grown(
     peers: list[BenchmarkedCache],
     settings: Any,
     seconds: int | None,
-    document: dict,
+    document: dict[str, Any],
     folder: Path,
     stem: str,
     resume: bool,
 ) -> None:
-    """Fill the document's rows; it is written after each cache, so that nothing is lost when the command is stopped."""
+    """Measure growing batches; the document is written after each cache, so that an interrupted run can resume."""
     from kvq_cli.benchmarking.batch_sweep import BatchSweep, sweep_batches
 
-    kept = earlier(out, folder / f"{stem}.json", document) if resume else None
+    kept = resumable_result(out, folder / f"{stem}.json", document) if resume else None
     document |= {"rows": [], "measured": []} if kept is None else {key: kept[key] for key in ("rows", "measured")}
     growth = BatchSweep(
         settings.contexts[0], settings.tokens, max(settings.batches), settings.seed, seconds or float("inf")
@@ -206,20 +225,20 @@ def _grown(
     out.table(columns, table)
 
 
-def _draw(document: dict, path: Path, grow: bool, out: Output) -> bool:
-    """Draw what was measured where matplotlib is installed; whether it is."""
+def _draw(document: dict[str, Any], path: Path, grow: bool, out: Output) -> bool:
+    """Plot the results if matplotlib is installed; returns whether it is."""
     from kvq_cli.benchmarking.plot import plot, plot_batch_sweep
     from kvq_cli.figures import has_matplotlib
 
     if not has_matplotlib():
-        out.note("no picture: matplotlib is not installed")
+        out.note("no plot: matplotlib is not installed")
         return False
     title = f"{document['model']}, {document['dtype']}, {document['machine']['device']}"
     (plot_batch_sweep if grow else plot)(document["rows"], title, path)
     return True
 
 
-def _print(out: Output, rows: list[dict]) -> None:
+def _print(out: Output, rows: list[dict[str, Any]]) -> None:
     base = {(r["context"], r["batch"]): r for r in rows if r["bits"] is None}
     table = []
     for row in rows:

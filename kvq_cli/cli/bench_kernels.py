@@ -1,4 +1,4 @@
-"""`kvq bench kernels`: what kernels are compiled to, and how fast they are on the GPU that is there."""
+"""`kvq bench kernels`: check and time the kernels on a GPU, or analyze their compiled code without one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from kvq_cli.cli import options as opt
-from kvq_cli.cli.bench_shared import OutDir, earlier, kernel_device, measured, write_result
+from kvq_cli.cli.bench_shared import OutDir, bench_option, kernel_device, resumable_result, write_result
 from kvq_cli.cli.output import Output
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.files import check_writable
@@ -17,22 +17,29 @@ if TYPE_CHECKING:
     from kvq_kernels.static import Report
 
 Static = Annotated[
-    bool, measured("--static", help="Read the compiled code of everything that is shipped, without a GPU.")
+    bool, bench_option("--static", help="Compile all shipped kernels and analyze their code; needs no GPU.")
 ]
 Targets = Annotated[
-    str | None, measured("--target", metavar="NAMES", help="With --static: sm_80, sm_89, sm_90, sm_100, gfx942.")
+    str | None,
+    bench_option(
+        "--target",
+        metavar="NAMES",
+        help="With --static: architectures, joined by commas (default: sm_80,sm_89,sm_90,sm_100,gfx942).",
+    ),
 ]
 Operations = Annotated[
-    str | None, measured("--operation", metavar="NAMES", help="Only these, joined by commas (default: all).")
+    str | None, bench_option("--operation", metavar="NAMES", help="Operations, joined by commas (default: all).")
 ]
-Measuring = Annotated[
-    int | None, measured("--seconds", min=1, help="Begin no shape after so many seconds; --resume goes on from there.")
+Seconds = Annotated[
+    int | None, bench_option("--seconds", min=1, help="Start no further shape after this time; continue with --resume.")
 ]
-Resume = Annotated[bool, measured("--resume", help="Keep the shapes that --out holds already, and measure the others.")]
-Check = Annotated[bool, measured("--check", help="Only check that the kernels are right on this GPU, at small sizes.")]
+Resume = Annotated[bool, bench_option("--resume", help="Keep the results in --out and measure the remaining shapes.")]
+Check = Annotated[bool, bench_option("--check", help="Only check the kernels' results on this GPU, at small sizes.")]
 Dry = Annotated[
     bool,
-    measured("--dry", help="Use tiny sizes: everything runs, times say nothing; on a CPU in Triton's interpreter."),
+    bench_option(
+        "--dry", help="Test run with tiny sizes, whose times are meaningless; without a GPU, in Triton's interpreter."
+    ),
 ]
 
 
@@ -41,7 +48,7 @@ def kernels(
     check: Check = False,
     static: Static = False,
     target: Targets = None,
-    seconds: Measuring = None,
+    seconds: Seconds = None,
     resume: Resume = False,
     dry: Dry = False,
     out_dir: OutDir = Path("results/bench"),
@@ -50,14 +57,14 @@ def kernels(
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Check the kernels on this GPU, then time them cold, beside the best 16-bit attention of the same run."""
+    """Check the kernels on this GPU, then time them with a cold cache, next to the fastest 16-bit attention."""
     out = Output(as_json=as_json, quiet=quiet)
     names = None if operation is None else opt.names(operation, "--operation")
     if static:
         _static(out, names, target, out_dir)
         return
     if target is not None:
-        raise UsageError("--target goes with --static: without it, kernels run on the GPU that is there")
+        raise UsageError("--target needs --static: otherwise kernels run on the installed GPU")
     place = kernel_device(device, dry)
     from kvq_cli.benchmarking.kernels import run
     from kvq_cli.benchmarking.kernels.catalog import select_experiments
@@ -79,25 +86,25 @@ def kernels(
         out.result(document)
     wrong = [f"{row['operation']} {row['case']}" for row in rows if not row["right"]]
     if wrong:
-        raise KvqError(f"wrong on this device and therefore not timed: {', '.join(wrong)}")
+        raise KvqError(f"wrong results on this device, not timed: {', '.join(wrong)}")
 
 
 def _measure(
     out: Output, experiments: Sequence, sizes: Any, place: Any, seconds: int | None, folder: Path, resume: bool
 ) -> dict[str, Any]:
-    """Check and time; after each shape the document is written, so that nothing is lost when the command is stopped."""
+    """Check and time the kernels; the document is written after each shape, so that an interrupted run can resume."""
     from kvq_cli.benchmarking.kernels import run
     from kvq_cli.benchmarking.kernels.timing import Timer
     from kvq_cli.benchmarking.machine import machine
 
     end = time.monotonic() + (seconds or float("inf"))
     document: dict[str, Any] = {"bench": "kernels", "dry": sizes.dry, "machine": machine(place), "rows": []}
-    kept = earlier(out, folder / "kernels.json", document) if resume else None
+    kept = resumable_result(out, folder / "kernels.json", document) if resume else None
     if kept is not None:
         document["rows"] = kept["rows"]
-        out.note(f"{len({run.shape_key(row) for row in kept['rows']})} shapes are measured already")
+        out.note(f"{len({run.shape_key(row) for row in kept['rows']})} shapes were measured before")
     document["checked"] = list(run.check(experiments, sizes.to_check, place))
-    out.note(f"{sum(row['right'] for row in document['checked'])} of {len(document['checked'])} cases are right")
+    out.note(f"{sum(row['right'] for row in document['checked'])} of {len(document['checked'])} cases are correct")
     timer = Timer(place, once=sizes.dry)
     document["copy_gb_s"] = round(timer.copy_rate() / 1e9, 1)
     measured_before = {run.shape_key(row) for row in document["rows"]}
@@ -123,17 +130,17 @@ def _measure(
             if time.monotonic() > end:
                 break
     if document.get("shapes_left"):
-        out.warn(f"{document['shapes_left']} shapes are left: --resume measures them")
+        out.warn(f"{document['shapes_left']} shapes are not measured yet: continue with --resume")
     return document
 
 
 def draw(document: dict[str, Any], folder: Path, out: Output) -> str:
-    """Draw what was measured where matplotlib is installed; the files' names."""
+    """Plot the results if matplotlib is installed; returns the names of the written files, for a note."""
     from kvq_cli.benchmarking.kernels.plot import plot
     from kvq_cli.figures import has_matplotlib
 
     if not has_matplotlib():
-        out.note("no picture: matplotlib is not installed")
+        out.note("no plot: matplotlib is not installed")
         return f"{folder / 'kernels.json'}"
     plot(document, folder / "kernels.png")
     return f"{folder / 'kernels.json'} and {folder / 'kernels.png'}"

@@ -1,4 +1,4 @@
-"""`kvq bench report`: committed results beside the targets."""
+"""`kvq bench report`: compare GPU results with the performance targets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from kvq_cli.cli import options as opt
 from kvq_cli.cli.output import Output
 from kvq_cli.errors import KvqError
 
-Folder = Annotated[Path, typer.Argument(metavar="[DIR]", help="A GPU's folder of results, or one that holds several.")]
+Folder = Annotated[
+    Path, typer.Argument(metavar="[DIR]", help="Result folder of a GPU, or a folder that contains several.")
+]
 
 
 def report(
@@ -20,7 +22,7 @@ def report(
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Print measured results against the kernels' targets: which are reached, and by how much others are not."""
+    """Compare GPU results with the kernels' performance targets: which are reached, by how much others are missed."""
     out = Output(as_json=as_json, quiet=quiet)
     from kvq_cli.benchmarking.kernels.performance_targets import compare_with_targets, load_gpu_results
 

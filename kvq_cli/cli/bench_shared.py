@@ -1,4 +1,4 @@
-"""What the subcommands of `kvq bench` share: options, the model, the folder and the head of a result."""
+"""Shared by the subcommands of `kvq bench`: options, loading the model, reading and writing result files."""
 
 from __future__ import annotations
 
@@ -19,26 +19,27 @@ if TYPE_CHECKING:
 
     from kvq_cli.cli.output import Output
 
-measured = partial(typer.Option, rich_help_panel="What is measured")
+bench_option = partial(typer.Option, rich_help_panel="Benchmark")
 
-OutDir = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder for the results: JSON and a plot.")]
+OutDir = Annotated[Path, typer.Option("--out", metavar="DIR", help="Output folder for results (JSON) and plots.")]
 RandomShape = Annotated[
-    str | None, measured("--random", metavar="SHAPE", help="Random weights in a known shape, instead of --model.")
+    str | None,
+    bench_option("--random", metavar="SHAPE", help="Random weights in the shape of a known model, instead of --model."),
 ]
 
 
-def about(what: str, model: PreTrainedModel, name: str) -> dict:
-    """What stands at the head of every result of a model."""
+def result_header(benchmark: str, model: PreTrainedModel, name: str) -> dict[str, Any]:
+    """First entries of every result of a model: benchmark, machine, model and dtype."""
     from kvq_cli.benchmarking.machine import machine
 
     dtype = str(model.dtype).removeprefix("torch.")
-    return {"bench": what, "machine": machine(model.device), "model": name, "dtype": dtype}
+    return {"bench": benchmark, "machine": machine(model.device), "model": name, "dtype": dtype}
 
 
-def load(
+def load_or_randomize(
     model: str, shape: str | None, device: str, dtype: str, seed: int, layers: int | None = None
 ) -> tuple[Any, str]:
-    """The model, or one of random weights in a known shape (or of so many of its layers), and what to call it."""
+    """Load `model`, or make one with random weights in a known shape, with `layers` layers; returns it and a name."""
     if shape is None:
         from kvq_cli.models import load_model
 
@@ -53,11 +54,10 @@ def load(
 
 
 def kernel_device(device: str, dry: bool) -> torch.device:
-    """The GPU that kernels run on; with --dry a CPU, in Triton's interpreter, where there is none.
+    """The GPU that kernels run on; with --dry and without a GPU, the CPU with Triton's interpreter.
 
-    Call before Triton is imported, which settles whether kernels are interpreted.
+    Must be called before Triton is imported: the import decides whether kernels are interpreted.
     """
-
     from kvq_cli.models import torch_device
 
     place = torch_device(device)
@@ -73,10 +73,11 @@ def kernel_device(device: str, dry: bool) -> torch.device:
     return place
 
 
-def earlier(out: Output, path: Path, document: dict[str, Any]) -> dict[str, Any] | None:
-    """Return an earlier result of the same measurement, to go on from; None where there is none.
+def resumable_result(out: Output, path: Path, document: dict[str, Any]) -> dict[str, Any] | None:
+    """Read the result of an interrupted run, to resume it; None if there is none.
 
-    A result of another device, version, setting or kernel does not compare with new rows: a note says so.
+    Results of another device, version, setting or kernel are not comparable with new rows: they are discarded with a
+    note.
     """
     if not path.exists():
         return None
@@ -87,12 +88,12 @@ def earlier(out: Output, path: Path, document: dict[str, Any]) -> dict[str, Any]
         raise KvqError(f"--resume: cannot read {path}: {error}") from None
     if same and all(kept.get(key) == document.get(key) for key in ("dry", "model", "tokens", "seed", "prefill")):
         return kept
-    out.note(f"{path} is of another device, version, setting or kernel: everything is measured anew")
+    out.note(f"{path} is of another device, version, setting or kernel: measuring everything again")
     return None
 
 
-def write_result(folder: Path, name: str, document: dict) -> Path:
-    """Write a result as JSON; where."""
+def write_result(folder: Path, name: str, document: dict[str, Any]) -> Path:
+    """Write a result as JSON; returns its path."""
     path = folder / f"{name}.json"
     write_json(path, document)
     return path

@@ -1,4 +1,4 @@
-"""`kvq bench tune`: search the kernels' configurations for the GPU that is there."""
+"""`kvq bench tune`: search launch configurations of the kernels for the installed GPU."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from kvq_cli.cli import options as opt
-from kvq_cli.cli.bench_shared import OutDir, kernel_device, measured, write_result
+from kvq_cli.cli.bench_shared import OutDir, bench_option, kernel_device, write_result
 from kvq_cli.cli.output import Output
 from kvq_cli.files import check_writable
 
 Operations = Annotated[
-    str | None, measured("--operation", metavar="NAMES", help="Only these, joined by commas (default: all).")
+    str | None,
+    bench_option("--operation", metavar="NAMES", help="Operations to tune, joined by commas (default: all)."),
 ]
-Seconds = Annotated[int, measured("--seconds", min=1, help="How long to search.")]
-Dry = Annotated[bool, measured("--dry", help="Use tiny sizes and keep the tables: on a CPU, in Triton's interpreter.")]
+Seconds = Annotated[int, bench_option("--seconds", min=1, help="Duration of the search.")]
+Dry = Annotated[
+    bool,
+    bench_option("--dry", help="Use tiny sizes and do not write the tables; without a GPU, in Triton's interpreter."),
+]
 
 
 def tune(
@@ -27,9 +31,9 @@ def tune(
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Search faster configurations of the kernels and write them into their tables (kvq_kernels/*/tuning.json).
+    """Search faster launch configurations of the kernels and write them to kvq_kernels/*/tuning.json.
 
-    Begins with the tables as they are: a second run goes on where the first one stopped.
+    The search starts from the present tables: a second run continues the first.
     """
     out = Output(as_json=as_json, quiet=quiet)
     names = None if operation is None else opt.names(operation, "--operation")

@@ -1,4 +1,4 @@
-"""`kvq bits`: what a method's cache takes, by part, for a model of known numbers; no weights are needed."""
+"""`kvq bits`: bytes and bits of a method's cache by part, from the model's shape; needs no weights."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import typer
 
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.output import Output, human_bytes
-from kvq_cli.cli.sizes import Batch, Compare, Context, ModelName, ShapeName, for_each, size_of
+from kvq_cli.cli.sizes import Batch, Compare, Context, ModelName, ShapeName, each_method, model_size
 
 if TYPE_CHECKING:
     from kvq_cli.cache.report import CacheReport
     from kvq_cli.methods.base import Method
 
-Papers = Annotated[bool, typer.Option("--papers", help="The sizes that the papers print, beside what kvq counts.")]
+Papers = Annotated[bool, typer.Option("--papers", help="Compare the sizes that the papers print with kvq's counts.")]
 
 
 def bits(
@@ -29,10 +29,11 @@ def bits(
     model: ModelName = "reference",
     as_json: opt.Json = False,
 ) -> None:
-    """Count the bytes of a compressed cache by part, from the shapes of the tensors that it would hold.
+    """Count the bytes of a compressed cache by part, from its tensors' shapes; nothing is allocated.
 
-    Bits are per cached number (tokens x kv heads x head_dim, keys and values). `packed` leaves out windows and room for
-    tokens to come; `measured` counts all that a sequence holds. Constants are shared by all sequences.
+    Bits are per cached number (tokens x kv heads x head_dim, keys and values): `nominal` counts codes alone, `packed`
+    adds scales and outliers, `measured` adds full-precision windows and unused room. Constants (codebooks) are
+    shared by all sequences.
     """
     out = Output(as_json=as_json)
     if papers:
@@ -42,16 +43,16 @@ def bits(
     from kvq_cli.errors import UsageError
 
     if method is not None and compare is not None:
-        raise UsageError("--compare with --method: drop one of the two")
-    sized = size_of(shapes, model)
-    found, rows = [], []
+        raise UsageError("--compare with --method: use one of them")
+    size = model_size(shapes, model)
+    counted, rows = [], []
 
-    def count(one: Method) -> tuple[CacheReport, int]:
-        return account(one, sized.shape, context, batch), sum(artifact_bytes(one, sized.shape).values())
+    def count(method: Method) -> tuple[CacheReport, int]:
+        return account(method, size.shape, context, batch), sum(artifact_bytes(method, size.shape).values())
 
-    for label, (report, constants) in for_each(method if compare is None else compare, bits, set_, count, out):
-        share = constants / sized.weights
-        found.append(
+    for label, (report, constants) in each_method(method if compare is None else compare, bits, set_, count, out):
+        share = constants / size.weights_bytes
+        counted.append(
             {"method": label, **report.to_dict(), "artifact_bytes": constants, "artifact_share_of_weights": share}
         )
         rows.append([label, report.nominal_bits, round(report.packed_bits, 3), round(report.measured_bits, 3)])
@@ -60,11 +61,11 @@ def bits(
     columns = ["method", "nominal", "packed", "measured", "cache", "x smaller", "constants", "bits by part"]
     title = f"{shapes or model}: {batch} x {context:,} tokens, bits per cached number"
     out.table(columns, rows, title=title)
-    out.result({"shape": shapes or model, "context": context, "batch": batch, "methods": found})
+    out.result({"shape": shapes or model, "context": context, "batch": batch, "methods": counted})
 
 
 def _by_part(report: CacheReport) -> str:
-    """`codes 2 + scale 0.5 + ...`, in bits per cached number, the largest first."""
+    """`codes 2 + scale 0.5 + ...` in bits per cached number, largest first."""
     parts = sorted(report.parts.items(), key=lambda item: -item[1])
     return " + ".join(f"{name} {8 * size / report.numbers:.3g}" for name, size in parts if size)
 

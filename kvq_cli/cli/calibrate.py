@@ -1,11 +1,11 @@
-"""`kvq calibrate`: make the artifact of a method for a model."""
+"""`kvq calibrate`: calibrate a method for a model and write its artifact."""
 
 from __future__ import annotations
 
 import os
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -13,39 +13,58 @@ from kvq_cli.cli import options as opt
 from kvq_cli.cli.output import Output, human_bytes
 from kvq_cli.paths import artifact_folder
 
+if TYPE_CHECKING:
+    from kvq_cli.artifact import Artifact
+
 _data = partial(typer.Option, rich_help_panel="Calibration")
 
 Out = Annotated[
-    Path | None, _data("--out", metavar="DIR", help="Where to write (default: a folder of artifacts/MODEL).")
+    Path | None, _data("--out", metavar="DIR", help="Output folder (default: artifacts/MODEL/METHOD-BITSbit).")
 ]
 Dataset = Annotated[
     str,
-    _data("--dataset", metavar="NAME", help="prose, pydoc, self (all offline), wikitext2, c4, ptb, or a text file."),
+    _data(
+        "--dataset",
+        metavar="NAME",
+        help="Calibration text: prose, pydoc, self (offline), wikitext2, c4, ptb or a text file.",
+    ),
 ]
-Samples = Annotated[int | None, _data("--samples", min=2, help="Windows of text (default: 64 x 2048 tokens of them).")]
+Samples = Annotated[
+    int | None, _data("--samples", min=2, help="Number of text windows (default: 64 x 2048 tokens in total).")
+]
 Seqlen = Annotated[
-    int | None, _data("--seqlen", min=1, help="Tokens of each (default: 2048, or the model's own length).")
+    int | None, _data("--seqlen", min=1, help="Tokens per window (default: 2048, at most the model's context length).")
 ]
-Gradients = Annotated[int | None, _data("--gradients", min=2, help="Samples with gradients (default: all).")]
-Points = Annotated[int, _data("--points", min=256, help="Blocks that each codebook is clustered from.")]
-Iterations = Annotated[int, _data("--iterations", min=1, help="Iterations of k-means, at most.")]
+Gradients = Annotated[int | None, _data("--gradients", min=2, help="Number of windows with gradients (default: all).")]
+Points = Annotated[int, _data("--points", min=256, help="Training points of each codebook.")]
+Iterations = Annotated[int, _data("--iterations", min=1, help="Maximum number of k-means iterations.")]
 Kmeans = Annotated[
     Literal["auto", "kvq", "faiss"],
-    _data("--kmeans", help="K-means by kvq or faiss; auto: faiss for more than 1,024 entries, where it is installed."),
+    _data(
+        "--kmeans",
+        help="K-means engine; auto: faiss, if installed, for codebooks of more than 1,024 entries, else kvq.",
+    ),
 ]
 Damping = Annotated[
     float,
-    _data(
-        "--damping", min=0.0, help="Share of the mean Fisher weight added to every block's; 0: squared gradients alone."
-    ),
+    _data("--damping", min=0.0, help="Fraction of the mean Fisher weight that is added to each weight; 0: no damping."),
 ]
 Budget = Annotated[
-    float, _data("--budget", metavar="GIB", help="Disk for captured numbers; beyond it, a sample is kept.")
+    float,
+    _data(
+        "--budget",
+        metavar="GIB",
+        help="Disk space for captured keys and values in GiB; if they need more, a random sample is kept.",
+    ),
 ]
-Fisher = Annotated[bool, _data("--fisher/--no-fisher", help="Weight k-means by squared gradients.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted calibration.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print tensors, bytes and expected memory, and stop.")]
+Fisher = Annotated[
+    bool, _data("--fisher/--no-fisher", help="Weight k-means by squared gradients (diagonal Fisher information).")
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume an interrupted calibration.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite an existing artifact.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print tensors, bytes and expected memory, without calibrating.")
+]
 
 
 def calibrate(
@@ -74,12 +93,12 @@ def calibrate(
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Capture keys, values and gradients of a model, cluster them, and write a method's artifact.
+    """Calibrate a method for a model: capture keys, values and gradients, fit codebooks, and write an artifact.
 
-    Ctrl-C keeps what is done: the same command with --resume goes on from there.
+    After Ctrl-C, the same command with --resume continues.
     """
     output = Output(as_json=as_json, quiet=quiet)
-    # Threads that wait for each other sleep: where other programs run, too, spinning doubles the time. Read by torch.
+    # Waiting threads sleep instead of spinning, which doubles the time on a busy machine. Read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from kvq_cli.methods.registry import build
 
@@ -101,12 +120,12 @@ def calibrate(
         with output.phases() as progress:
             artifact = pipeline.calibrate(plan, folder, resume=resume, force=force, progress=progress)
     except KeyboardInterrupt:
-        output.note("interrupted; the same command with --resume goes on from here")
+        output.note("interrupted; continue with the same command and --resume")
         raise
     _print_artifact(output, artifact)
 
 
-def _print_dry_run(output: Output, found: dict) -> None:
+def _print_dry_run(output: Output, found: dict[str, Any]) -> None:
     rows = [[t["name"], "x".join(map(str, t["shape"])), t["dtype"], human_bytes(t["bytes"])] for t in found["tensors"]]
     output.table(["tensor (per layer)", "shape", "dtype", "bytes, all layers"], rows)
     settings = found["request"]["calibration"]
@@ -120,22 +139,24 @@ def _print_dry_run(output: Output, found: dict) -> None:
             f"{settings['gradients']} of them with gradients; {found['captured_share']:.0%} of the tokens kept"
         )
     else:
-        output.text("data       none: the method needs factors of the weights only")
+        output.text("data       none: the method only factorizes weights")
     if settings and found["gradient_checkpointing"]:
-        output.text("gradients  with checkpointing: layers run twice, to save memory")
+        output.text("gradients  with checkpointing: each layer runs twice, to save memory")
     output.result(found)
 
 
-def _print_artifact(output: Output, artifact) -> None:
+def _print_artifact(output: Output, artifact: Artifact) -> None:
     config = artifact.config
     layers = config["errors"]["layers"]
     if config["calibration"]:
         mean = {kind: sum(layer[kind]["chosen"]["fisher"] for layer in layers) / len(layers) for kind in ("k", "v")}
-        said = f"error on held-out text, Fisher-weighted: keys {mean['k']:.4f}, values {mean['v']:.4f}"
+        summary = f"error on held-out text, Fisher-weighted: keys {mean['k']:.4f}, values {mean['v']:.4f}"
     else:
         worst = max((one["residual"] for layer in layers for one in layer.values()), default=0.0)
-        said = (
-            f"factors of the weights, relative error at most {worst:.1e}" if worst else "nothing had to be calibrated"
+        summary = (
+            f"factors of the weights, relative error at most {worst:.1e}"
+            if worst
+            else "nothing to calibrate for this model"
         )
-    output.text(f"{artifact.path}: {human_bytes(config['sizes']['total'])}; {said}")
+    output.text(f"{artifact.path}: {human_bytes(config['sizes']['total'])}; {summary}")
     output.result({"artifact": str(artifact.path), "digest": artifact.digest, **config})

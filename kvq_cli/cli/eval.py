@@ -1,4 +1,4 @@
-"""`kvq eval` (also `kvq evaluate`): scores, perplexity and divergence of compressed caches, side by side."""
+"""`kvq eval` (also `kvq evaluate`): compare methods by perplexity, KL divergence, RULER and tasks of lm-eval."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -24,29 +24,28 @@ if TYPE_CHECKING:
     from kvq_cli.methods.base import Method
 
 MAX_COLUMNS = 10
-"""A table with more of them is printed with one column per method."""
+"""Wider tables are transposed: one column per method."""
 
-_what = partial(typer.Option, rich_help_panel="What to evaluate")
+_comparison = partial(typer.Option, rich_help_panel="Tasks and methods")
 _samples = partial(typer.Option, rich_help_panel="Samples")
 
 Tasks = Annotated[
     str,
-    _what(
+    _comparison(
         "--task",
         "--tasks",
         metavar="NAME,...",
-        help="perplexity, ruler, any of RULER's 13 tasks, or lm_eval:NAME with a task of lm-eval; of the papers: "
-        + ", ".join(group.name for group in GROUPS)
-        + ".",
+        help="perplexity, ruler (13 tasks), a single task of RULER, or lm_eval:NAME for any task of lm-eval; those of "
+        "the papers are " + ", ".join(group.name for group in GROUPS) + ".",
     ),
 ]
 Compare = Annotated[
     str | None,
-    _what(
+    _comparison(
         "--compare",
         metavar="NAME,...",
-        help="Several methods on the same samples: fp16,kivi,kivi-4bit:residual=32 or artifact folders; "
-        "--bits and --set go to all that take them.",
+        help="Methods to compare on the same samples, like fp16,kivi,kivi-4bit:residual=32, or artifact folders; "
+        "--bits and --set apply to all methods that have the option.",
     ),
 ]
 Artifacts = Annotated[
@@ -54,7 +53,7 @@ Artifacts = Annotated[
     typer.Option(
         "--artifact",
         metavar="DIR",
-        help="A calibrated artifact; may be repeated (default: ./artifacts/MODEL/METHOD-BITSbit).",
+        help="Folder of a calibrated artifact; repeatable (default: artifacts/MODEL/METHOD-BITSbit).",
         rich_help_panel=opt.METHOD,
     ),
 ]
@@ -63,92 +62,102 @@ Contexts = Annotated[
     _samples(
         "--context",
         metavar="N,...",
-        help="RULER: tokens of prompt and answer (default 4096; the built-in model: 1024).",
+        help="RULER: context lengths, prompt and answer, in tokens (default: 4096; the built-in model: 1024).",
     ),
 ]
-Limit = Annotated[int | None, _samples("--limit", min=1, help="Samples of each task (default: RULER 500, others all).")]
+Limit = Annotated[
+    int | None, _samples("--limit", min=1, help="Number of samples of each task (default: 500 for RULER, else all).")
+]
 Dataset = Annotated[
-    str, _samples("--dataset", metavar="NAME", help="Perplexity: prose, pydoc, self, wikitext2, c4, ptb or a file.")
+    str,
+    _samples("--dataset", metavar="NAME", help="Perplexity: prose, pydoc, self, wikitext2, c4, ptb or a text file."),
 ]
 Seqlen = Annotated[
     int | None,
-    _samples("--seqlen", min=2, help="Perplexity: tokens of a window (default 2048; the built-in model: 1024)."),
+    _samples("--seqlen", min=2, help="Perplexity: tokens per window (default: 2048; the built-in model: 1024)."),
 ]
 PromptTokens = Annotated[
     int | None,
     _samples(
         "--prompt-tokens",
         min=1,
-        help="Perplexity: first tokens of a window, from which methods take their state; those behind are scored "
-        "(default: half of the window).",
+        help="Perplexity: length of each window's prompt, to which methods fit their state; only the tokens after it "
+        "are scored (default: half of the window).",
     ),
 ]
-Windows = Annotated[
-    int | None, _samples("--windows", min=1, help="Perplexity: windows of text (default: as many as --limit says).")
+Windows = Annotated[int | None, _samples("--windows", min=1, help="Perplexity: number of windows (default: --limit).")]
+HaystackFile = Annotated[
+    str, _samples("--haystack", metavar="FILE", help="RULER: text to hide needles in: prose (built in) or a file.")
 ]
-HaystackFile = Annotated[str, _samples("--haystack", metavar="FILE", help="RULER: running text to hide needles in.")]
 QaFile = Annotated[
     list[Path] | None,
     _samples(
         "--qa-file",
         metavar="FILE",
-        help="RULER: questions in SQuAD's (qa_1) or HotpotQA's (qa_2) format; may be repeated.",
+        help="RULER: questions in the format of SQuAD (qa_1) or HotpotQA (qa_2); repeatable.",
     ),
 ]
 Templates = Annotated[
     Literal["auto", "standard", "reference"],
-    _samples("--templates", help="RULER: its own prompts, or the built-in model's; auto goes by the model."),
+    _samples(
+        "--templates",
+        help="RULER: prompt templates, RULER's own (standard) or the built-in model's (reference); auto: by model.",
+    ),
 ]
-ChatTemplate = Annotated[
-    bool, _samples("--chat-template", help="RULER, lm_eval: put prompts into the tokenizer's chat template.")
-]
+ChatTemplate = Annotated[bool, _samples("--chat-template", help="RULER, lm_eval: apply the tokenizer's chat template.")]
 SavePrompts = Annotated[
-    bool, _samples("--save-prompts", help="RULER: keep whole prompts in the sample files, not only hashes.")
+    bool, _samples("--save-prompts", help="RULER: write full prompts to the sample files, not only hashes.")
 ]
-Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Where results go (default: results/MODEL).")]
+Out = Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Result folder (default: results/MODEL).")]
 Store = Annotated[
     Path | None,
-    typer.Option("--store", metavar="DIR", help="Finished samples, shared by runs with this folder (default: --out)."),
+    typer.Option(
+        "--store", metavar="DIR", help="Folder of finished samples, shared by all runs that use it (default: --out)."
+    ),
 ]
 Plot = Annotated[
     Path | None,
-    typer.Option("--plot", metavar="FILE", help="Draw scores over measured bits: .png, .pdf or .svg."),
+    typer.Option("--plot", metavar="FILE", help="Plot scores over measured bits into a .png, .pdf or .svg file."),
 ]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Evaluate again what the folder already holds.")]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Ignore finished samples and evaluate everything again.")]
 DataDir = Annotated[
     Path | None,
     _samples(
         "--data-dir",
         metavar="DIR",
-        help="Local copies of data sets, in the place of the Hub: DIR/gsm8k/test.jsonl, DIR/wikitext2/test.txt, ...",
+        help="Local copies of data sets, used instead of the Hub: DIR/gsm8k/test.jsonl, DIR/wikitext2/test.txt, ...",
     ),
 ]
 Fewshot = Annotated[
     int | None,
-    _samples("--num-fewshot", min=0, help="lm_eval: examples in front of each question (default: the task's)."),
+    _samples("--num-fewshot", min=0, help="lm_eval: number of few-shot examples (default: the task's)."),
 ]
 MaxLength = Annotated[
     int | None,
-    _samples("--max-length", min=2, help="lm_eval: tokens of prompt and answer (default: the model's length)."),
+    _samples(
+        "--max-length",
+        min=2,
+        help="lm_eval: maximum tokens of prompt and answer (default: the model's context length).",
+    ),
 ]
 MaxNewTokens = Annotated[
-    int | None, _samples("--max-new-tokens", min=1, help="lm_eval: tokens of an answer (default: the task's).")
+    int | None, _samples("--max-new-tokens", min=1, help="lm_eval: maximum tokens of an answer (default: the task's).")
 ]
 Truncation = Annotated[
     Literal["left", "middle"],
-    _samples("--truncation", help="lm_eval: where prompts that are too long lose tokens; LongBench: middle."),
+    _samples("--truncation", help="lm_eval: where long prompts are truncated; LongBench uses middle."),
 ]
 Batch = Annotated[
-    int | None, typer.Option("--batch-size", min=1, help="Prompts answered at once (default: 8192 tokens' worth).")
+    int | None, typer.Option("--batch-size", min=1, help="Prompts per batch (default: about 8192 tokens).")
 ]
 
 
 @dataclass(frozen=True)
-class Subjects:
+class MethodOptions:
     """The methods to evaluate."""
 
     compare: Compare = None
-    method: opt.MethodName = None
+    method: opt.MethodOrDefault = None
     bits: opt.Bits = None
     artifact: Artifacts = None
     set_: opt.Set = None
@@ -156,8 +165,8 @@ class Subjects:
 
 
 @dataclass(frozen=True)
-class Samples:
-    """The tasks, and the samples of each."""
+class TaskOptions:
+    """The tasks and their samples."""
 
     task: Tasks = "perplexity"
     context: Contexts = None
@@ -178,17 +187,17 @@ class Samples:
     save_prompts: SavePrompts = False
     batch_size: Batch = None
 
-    def settings(self, prefill: str, computing: opt.Computing) -> EvaluationSettings:
-        """The evaluation's settings; UsageError for what cannot be evaluated."""
+    def settings(self, prefill: str, model_options: opt.ModelOptions) -> EvaluationSettings:
+        """Settings of the evaluation; UsageError for options that cannot work."""
         from kvq_cli.evaluation.settings import EvaluationSettings
 
         return EvaluationSettings(
             tasks=opt.names(self.task, "--task"),
             contexts=None if self.context is None else opt.numbers(self.context, "--context"),
             limit=self.limit,
-            seed=computing.seed,
+            seed=model_options.seed,
             prefill=prefill,
-            backend=computing.backend,
+            backend=model_options.backend,
             dataset=self.dataset,
             seqlen=self.seqlen,
             prompt_tokens=self.prompt_tokens,
@@ -208,8 +217,8 @@ class Samples:
 
 
 @dataclass(frozen=True)
-class Files:
-    """Where results go, and which of those there are used."""
+class ResultOptions:
+    """Result files, and whether finished samples are reused."""
 
     out: Out = None
     store: Store = None
@@ -217,7 +226,7 @@ class Files:
     fresh: Fresh = False
 
     def folder(self, model: str) -> Path:
-        """The folder of results; KvqError or UsageError where something cannot be written."""
+        """The result folder; KvqError or UsageError if one of the outputs cannot be written."""
         from kvq_cli.files import check_writable
         from kvq_cli.paths import short_name
 
@@ -235,76 +244,80 @@ class Files:
 
 @grouped
 def evaluate(
-    samples: Samples, subjects: Subjects, files: Files, computing: opt.Computing, reporting: opt.Reporting
+    tasks: TaskOptions,
+    methods: MethodOptions,
+    results: ResultOptions,
+    model_options: opt.ModelOptions,
+    output_options: opt.OutputOptions,
 ) -> None:
-    """Score methods with a compressed cache: RULER, perplexity, tasks of lm-eval; run again to go on where it stopped.
+    """Evaluate methods with a compressed cache: perplexity, RULER, tasks of lm-eval. Run again to resume.
 
-    With --json: lm-eval's result document; of several methods, one for each under `methods`.
+    With --json: lm-eval's result document, or for several methods one document each under `methods`.
     """
-    output = reporting.output()
+    output = output_options.output()
     from kvq_cli.evaluation.compared_methods import compared_methods
     from kvq_cli.evaluation.runner import evaluate as run
     from kvq_cli.models import load_model
 
-    settings = samples.settings(subjects.prefill, computing)
-    compared = compared_methods(_chosen(computing.model, subjects))
-    folder = files.folder(computing.model)
-    loaded = load_model(computing.model, computing.device, computing.dtype)
+    settings = tasks.settings(methods.prefill, model_options)
+    compared = compared_methods(_resolve_methods(model_options.model, methods))
+    folder = results.folder(model_options.model)
+    loaded = load_model(model_options.model, model_options.device, model_options.dtype)
     try:
         with output.progress() as progress:
             track = _tracker(progress)
-            document = run(loaded, compared, settings, folder, store=files.store, fresh=files.fresh, track=track)
+            document = run(loaded, compared, settings, folder, store=results.store, fresh=results.fresh, track=track)
     except KeyboardInterrupt:
-        output.note(f"finished samples are kept in {files.store or folder}: the same command goes on from there")
+        output.note(f"finished samples are kept in {results.store or folder}: run the same command to resume")
         raise
     _print_table(output, **document["table"])
-    if files.plot is not None:
+    if results.plot is not None:
         from kvq_cli.evaluation.plot import plot_comparison
 
-        plot_comparison(document, files.plot)
-        output.note(f"wrote {files.plot}")
+        plot_comparison(document, results.plot)
+        output.note(f"wrote {results.plot}")
     _print_notes(output, document, folder)
     single = next(iter(document["methods"].values()))
     output.result(single if len(compared) == 1 else document)
 
 
-def _print_notes(output: Output, document: dict, folder: Path) -> None:
-    """Say which backend computed, where results are, and what the evaluations have to say."""
+def _print_notes(output: Output, document: dict[str, Any], folder: Path) -> None:
+    """Print notes on the attention backend, the result files and the evaluations."""
     by_backend: dict[str, list[str]] = {}
-    for label, results in document["methods"].items():
-        by_backend.setdefault(results["config"]["backend"], []).append(label)
+    for label, result in document["methods"].items():
+        by_backend.setdefault(result["config"]["backend"], []).append(label)
     for backend, labels in by_backend.items():
         methods = f": {', '.join(labels)}" if len(by_backend) > 1 else ""
-        output.note(f"attention while decoding by {backend}{methods}")
-    output.note(f"results of this run: {folder / 'comparison.json'}; of each method: its folder beside it")
+        output.note(f"decode attention: {backend}{methods}")
+    output.note(f"results of this run: {folder / 'comparison.json'}; of each method: results.json in its folder there")
     configs = next(iter(document["methods"].values()))["configs"]
     for note in (config["note"] for config in configs.values() if "note" in config):
         output.note(note)
 
 
-def _chosen(model: str, subjects: Subjects) -> list[Method | Artifact]:
-    """The methods and artifacts that the flags name."""
+def _resolve_methods(model: str, methods: MethodOptions) -> list[Method | Artifact]:
+    """The methods and artifacts given by the options."""
     from kvq_cli.cli.resolve import resolve, resolve_compared
 
-    options, artifacts = opt.method_options(subjects.set_), subjects.artifact or []
-    if subjects.compare is None and len(artifacts) < 2:
-        return [resolve(model, subjects.method, subjects.bits, artifacts[0] if artifacts else None, options)]
-    flag = "--compare" if subjects.compare is not None else "several --artifact"
-    if subjects.method:
-        raise UsageError(f"{flag} with --method: --method is for a single method; drop one of the two")
-    names = opt.names(subjects.compare, "--compare") if subjects.compare else []
-    return resolve_compared(model, names, subjects.bits, artifacts, options)
+    options, artifacts = opt.method_options(methods.set_), methods.artifact or []
+    if methods.compare is None and len(artifacts) < 2:
+        return [resolve(model, methods.method, methods.bits, artifacts[0] if artifacts else None, options)]
+    flag = "--compare" if methods.compare is not None else "several --artifact"
+    if methods.method:
+        raise UsageError(f"{flag} with --method: use one of them")
+    names = opt.names(methods.compare, "--compare") if methods.compare else []
+    return resolve_compared(model, names, methods.bits, artifacts, options)
 
 
 def _tracker(progress: Progress) -> Callable[[str, int, int], Callable[[int], None]]:
-    def track(what: str, total: int, done: int) -> Callable[[int], None]:
-        bar = progress.add_task(what, total=total, completed=done)
+    def track(description: str, total: int, done: int) -> Callable[[int], None]:
+        bar = progress.add_task(description, total=total, completed=done)
         return lambda count: progress.advance(bar, count)
 
     return track
 
 
-def _print_table(output: Output, columns: list[str], rows: list[list]) -> None:
+def _print_table(output: Output, columns: list[str], rows: list[list[Any]]) -> None:
     if len(columns) > MAX_COLUMNS:
         columns, *rows = [list(line) for line in zip(columns, *rows, strict=True)]
     output.table(columns, rows)

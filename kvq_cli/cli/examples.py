@@ -1,4 +1,4 @@
-"""Examples of each subcommand: the end of its `--help`, and of its section in docs/CLI.md."""
+"""Examples of each subcommand, shown at the end of its `--help` and of its section in docs/CLI.md."""
 
 from __future__ import annotations
 
@@ -36,6 +36,6 @@ EXAMPLES = {
 
 
 def epilog(command: str) -> str | None:
-    """The examples of a subcommand as the text under its help; None where it has none."""
+    """Text with the examples of a subcommand, for the end of its help; None if it has none."""
     lines = EXAMPLES.get(command, ())
     return "\n\n".join(["Examples:", *lines]) if lines else None

@@ -1,9 +1,10 @@
-"""`kvq inspect`: what an artifact is, how large, and how well it did on held-out text."""
+"""`kvq inspect`: an artifact's options, origin, sizes and errors on held-out text."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,12 +13,12 @@ from kvq_cli.cli.output import Output, human_bytes
 
 ArtifactFolder = Annotated[Path, typer.Argument(metavar="ARTIFACT", help="Folder of an artifact.")]
 Plot = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", help="Draw the errors by layer into a .png, .pdf or .svg file.")
+    Path | None, typer.Option("--plot", metavar="FILE", help="Plot the errors by layer into a .png, .pdf or .svg file.")
 ]
 
 
 def inspect(artifact: ArtifactFolder, plot: Plot = None, as_json: Json = False) -> None:
-    """Show an artifact: its options, model, data, sizes, and the error and choice of each layer. Verifies its files."""
+    """Verify an artifact and show its options, model, calibration data, sizes and the error of each layer."""
     out = Output(as_json=as_json)
     from kvq_cli.artifact import load_artifact
 
@@ -33,18 +34,18 @@ def inspect(artifact: ArtifactFolder, plot: Plot = None, as_json: Json = False) 
     out.result({"artifact": str(artifact), **config})
 
 
-def _print_origin(out: Output, config: dict) -> None:
+def _print_origin(out: Output, config: Mapping[str, Any]) -> None:
     method, model, data = dict(config["method"]), config["model"], config["calibration"]
-    print_ = model["fingerprint"]
+    fingerprint = model["fingerprint"]
     out.text(f"method     {method.pop('name')}")
     out.text(f"options    {', '.join(f'{key}={value}' for key, value in method.items())}")
     revision = f" at {model['revision']}" if model["revision"] else ""
     out.text(
-        f"model      {model['name']}{revision}: {print_['model_type']}, {print_['layers']} layers, "
-        f"{print_['kv_heads']} kv heads of {print_['head_dim']}, {model['dtype']}"
+        f"model      {model['name']}{revision}: {fingerprint['model_type']}, {fingerprint['layers']} layers, "
+        f"{fingerprint['kv_heads']} kv heads of {fingerprint['head_dim']}, {model['dtype']}"
     )
     if not data:
-        return out.text("data       none: factors of the model's own weights")
+        return out.text("data       none: the method only factorizes weights")
     captured = config["captured"]
     out.text(
         f"data       {data['dataset']}, {data['samples']} samples of {data['seqlen']} tokens, seed {data['seed']}; "
@@ -52,15 +53,15 @@ def _print_origin(out: Output, config: dict) -> None:
     )
 
 
-def _errors(config: dict) -> tuple[list[str], list[list]]:
-    """Columns and rows: one row for each layer's keys and values, or for each of its factors."""
+def _errors(config: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows: one row per layer for keys and values each, or for each factorized weight."""
     layers = config["errors"]["layers"]
     if not config["calibration"]:
-        of = {"k": "W_k", "v": "W_v", "x": "[W_k W_v]"}
+        weights = {"k": "W_k", "v": "W_v", "x": "[W_k W_v]"}
         rows = [
-            [index, of[name], one["rank"], one["residual"], one["energy"]]
+            [index, weights[name], factor["rank"], factor["residual"], factor["energy"]]
             for index, layer in enumerate(layers)
-            for name, one in layer.items()
+            for name, factor in layer.items()
         ]
         return ["layer", "of", "rank", "residual", "energy of the first direction"], rows
     shapes = list(layers[0]["k"]["shapes"])
@@ -69,16 +70,16 @@ def _errors(config: dict) -> tuple[list[str], list[list]]:
     for index, layer in enumerate(layers):
         for kind, name in (("k", "keys"), ("v", "values")):
             measured = layer[kind]
-            of_shapes = [measured["shapes"][shape]["fisher"] for shape in shapes]
-            own = [_chosen(measured["choice"]), measured["chosen"]["fisher"], measured["chosen"]["plain"]]
-            rows.append([index, name, *own, *of_shapes, measured["adjacent_token_correlation"]])
-    # All layers together: what the choice of shapes gains over one shape everywhere.
+            by_shape = [measured["shapes"][shape]["fisher"] for shape in shapes]
+            chosen = [_choice_text(measured["choice"]), measured["chosen"]["fisher"], measured["chosen"]["plain"]]
+            rows.append([index, name, *chosen, *by_shape, measured["adjacent_token_correlation"]])
+    # Means over layers compare the chosen shapes with one shape for all layers.
     for name in ("keys", "values"):
         numbers = [row[3:] for row in rows if row[1] == name]
         rows.append(["mean", name, "", *(sum(column) / len(column) for column in zip(*numbers, strict=True))])
     return columns, rows
 
 
-def _chosen(choice: list[str]) -> str:
-    """One word where all heads agree, else one for each head."""
+def _choice_text(choice: list[str]) -> str:
+    """The common choice of all heads, else the choice of each head."""
     return choice[0] if len(set(choice)) == 1 else " ".join(choice)

@@ -1,9 +1,9 @@
-"""`kvq methods`: the compression methods, or the options of one."""
+"""`kvq methods`: list the compression methods, or the options of one method."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,42 +14,42 @@ if TYPE_CHECKING:
     from kvq_cli.methods.base import Method
 
 SHAPE, CONTEXT = "llama-3.1-8b", 4096
-"""The model and length that sizes are given for."""
+"""Model and context length for the sizes in the list."""
 
-Name = Annotated[str | None, typer.Argument(metavar="NAME", help="Show the options of this method.")]
+Name = Annotated[str | None, typer.Argument(metavar="NAME", help="Name of a method, to list its options.")]
 
 
 def methods(name: Name = None, as_json: Json = False) -> None:
-    """List the compression methods, or the options of one."""
+    """List the compression methods, or the options of one method."""
     out = Output(as_json=as_json)
     from kvq_cli.methods.registry import method_class, method_names
 
     if name is None:
-        found = [{**_about(method_class(each)), **_sizes(each)} for each in method_names()]
+        listed = [{**_description(method_class(each)), **_sizes(each)} for each in method_names()]
         rows = [
             [m["name"], m["bits"], m["caches"], m["finds"] or "-", m["nominal_bits"]]
             + [round(m["packed_bits"], 2), round(m["measured_bits"], 2)]
-            for m in found
+            for m in listed
         ]
         columns = ["method", "bits", "caches", "calibrates", "nominal", "packed", "measured"]
         out.table(columns, rows)
         out.text(f"nominal, packed, measured: bits per cached number at the defaults, {SHAPE}, {CONTEXT:,} tokens;")
-        out.text("packed has scales and outliers; measured, full-precision windows and unused room, too (`kvq bits`)")
+        out.text("packed adds scales and outliers; measured adds full-precision windows and unused room (`kvq bits`)")
         out.text("`kvq methods NAME` explains one method and its options")
-        out.result(found)
+        out.result(listed)
         return
-    about = _about(method_class(name))
+    about = _description(method_class(name))
     about["options"] = options = _options(method_class(name))
     out.text(f"{name}: {about['summary']}\n{about['paper']}")
     out.text(f"caches {about['caches']}" + (f"; calibrates {about['finds']}" if about["finds"] else ""))
     if options:
-        rows = [[o["name"], _said(o["default"]), o["help"], _valid(o)] for o in options]
-        out.table(["option", "default", "what it is", "valid"], rows)
+        rows = [[o["name"], _option_text(o["default"]), o["help"], _valid_values(o)] for o in options]
+        out.table(["option", "default", "description", "valid values"], rows)
         out.text("Set one with --set OPTION=VALUE (bits also with --bits).")
     out.result(about)
 
 
-def _about(cls: type[Method]) -> dict:
+def _description(cls: type[Method]) -> dict[str, Any]:
     bits = [f for f in dataclasses.fields(cls) if f.name == "bits"]
     choices = ", ".join(map(str, bits[0].metadata["choices"])) if bits else "-"
     return {
@@ -63,8 +63,8 @@ def _about(cls: type[Method]) -> dict:
     }
 
 
-def _sizes(name: str) -> dict:
-    """Bits per cached number of the method at its defaults; nothing is allocated."""
+def _sizes(name: str) -> dict[str, float]:
+    """Bits per cached number of the method with default options; nothing is allocated."""
     from kvq_cli.benchmarking.accounting import account
     from kvq_cli.benchmarking.shapes import SHAPES
     from kvq_cli.methods.registry import build
@@ -73,21 +73,23 @@ def _sizes(name: str) -> dict:
     return {key: report[key] for key in ("nominal_bits", "packed_bits", "measured_bits")}
 
 
-def _options(cls: type[Method]) -> list[dict]:
+def _options(cls: type[Method]) -> list[dict[str, Any]]:
     keys = ("help", "choices", "at_least", "at_most")
     return [
         {"name": f.name, "default": f.default, **{k: f.metadata.get(k) for k in keys}} for f in dataclasses.fields(cls)
     ]
 
 
-def _valid(option: dict) -> str:
+def _valid_values(option: dict[str, Any]) -> str:
     if option["choices"]:
-        return ", ".join(map(_said, option["choices"]))
-    ends = [f"{sign} {option[key]}" for key, sign in (("at_least", ">="), ("at_most", "<=")) if option[key] is not None]
-    return " and ".join(ends) or ("on, off" if isinstance(option["default"], bool) else "")
+        return ", ".join(map(_option_text, option["choices"]))
+    bounds = [
+        f"{sign} {option[key]}" for key, sign in (("at_least", ">="), ("at_most", "<=")) if option[key] is not None
+    ]
+    return " and ".join(bounds) or ("on, off" if isinstance(option["default"], bool) else "")
 
 
-def _said(value: object) -> str:
+def _option_text(value: object) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     return "none" if value is None else str(value)

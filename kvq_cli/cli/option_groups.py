@@ -1,4 +1,4 @@
-"""Commands whose parameters are a few dataclasses of options instead of dozens of arguments."""
+"""Commands that take dataclasses of options instead of dozens of parameters."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, get_type_hints
 
 
 def grouped(function: Callable[..., None]) -> Callable[..., None]:
-    """Show typer the fields of a command's dataclass parameters as options, and call it with the dataclasses.
+    """Decorator: expose the fields of a command's dataclass parameters to typer as options.
 
-    Each field is annotated as an option and has a default; names are unique over all groups.
+    Each field must be annotated as a typer option and have a default; field names must be unique over all groups.
     """
     hints = get_type_hints(function, include_extras=True)
     groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
@@ -35,6 +35,6 @@ def grouped(function: Callable[..., None]) -> Callable[..., None]:
         }
         function(**objects, **given)
 
-    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
+    command.__signature__ = Signature(parameters)  # type: ignore[attr-defined]  # functions have it at run time
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return command

@@ -1,8 +1,8 @@
-"""Options that several subcommands share, each defined once as an `Annotated` type, and groups of them.
+"""Options shared by several subcommands, each defined once as an `Annotated` type, and groups of options.
 
-A subcommand writes `seed: Seed = 0`, or takes a group of options (`computing: Computing`, see `groups`). Defaults <
-`--config FILE.yaml` < flags. Keys of the YAML file are the flags' names without the leading dashes; a list stands for
-values joined by commas.
+A subcommand declares `seed: Seed = 0`, or a group (`model_options: ModelOptions`, see `option_groups`). Flags take
+precedence over `--config FILE.yaml`, and the file over defaults. Keys of the YAML file are flag names without leading
+dashes; a list stands for comma-separated values.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _method = partial(typer.Option, rich_help_panel=METHOD)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file; UsageError where it is missing, unreadable or something else."""
+    """Read a mapping from a YAML file; UsageError if the file is missing, unreadable or contains something else."""
     import yaml
 
     try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror or error}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"--config {path}: not YAML: {error}") from None
-    if found is None:
+    if content is None:
         return {}
-    if not isinstance(found, dict):
-        raise UsageError(f"--config {path}: must hold `flag: value` lines, not a {type(found).__name__}")
-    return found
+    if not isinstance(content, dict):
+        raise UsageError(f"--config {path}: must contain `flag: value` lines, not a {type(content).__name__}")
+    return content
 
 
 def _as_flag(value: Any) -> Any:
-    """A YAML value in the form in which the flag would be typed."""
+    """Convert a YAML value to the form in which it is typed on the command line."""
     if isinstance(value, dict):
         return [f"{key}={_as_flag(item)}" for key, item in value.items()]
     if isinstance(value, bool):
@@ -51,24 +51,25 @@ def _as_flag(value: Any) -> Any:
 
 
 def _apply_config(ctx: typer.Context, path: Path | None) -> Path | None:
-    """Make the file's values the defaults of this command's parameters."""
+    """Make the values of a `--config` file the defaults of the command's parameters."""
     if path is None or ctx.resilient_parsing:
         return path
-    parameters = {}
-    for parameter in ctx.command.params:
-        for name in [parameter.name, *parameter.opts]:
-            parameters[name.lstrip("-").replace("-", "_")] = parameter
+    by_name = {
+        name.lstrip("-").replace("-", "_"): parameter
+        for parameter in ctx.command.params
+        for name in [parameter.name or "", *parameter.opts]
+    }
     defaults = {}
     for key, value in read_yaml(path).items():
-        parameter = parameters.get(str(key).replace("-", "_"))
-        if parameter is None or parameter.name in ("config", "help"):
+        parameter = by_name.get(str(key).replace("-", "_"))
+        if parameter is None or parameter.name in (None, "config", "help"):
             valid = sorted(p.opts[0].lstrip("-") for p in ctx.command.params if p.name not in ("config", "help"))
             raise UsageError(f"--config {path}: unknown key {str(key)!r}; valid: {', '.join(valid)}")
         value = _as_flag(value)
-        several = getattr(parameter, "multiple", False)
+        repeatable = getattr(parameter, "multiple", False)
         if isinstance(value, list):
-            value = [str(v) for v in value] if several else ",".join(str(v) for v in value)
-        elif several and value is not None:
+            value = [str(v) for v in value] if repeatable else ",".join(str(v) for v in value)
+        elif repeatable and value is not None:
             value = [str(value)]
         if value is not None:
             defaults[parameter.name] = value
@@ -77,13 +78,14 @@ def _apply_config(ctx: typer.Context, path: Path | None) -> Path | None:
 
 
 Model = Annotated[
-    str, _shared("--model", metavar="NAME", help="`reference` (built in), a Hugging Face id, or a folder.")
+    str, _shared("--model", metavar="NAME", help="`reference` (built in), a Hugging Face model id, or a folder.")
 ]
 Device = Annotated[str, _shared("--device", metavar="NAME", help="auto, cpu, cuda, cuda:0, ...")]
 Dtype = Annotated[
-    Literal["auto", "float32", "float16", "bfloat16"], _shared("--dtype", help="Numbers the model computes in.")
+    Literal["auto", "float32", "float16", "bfloat16"],
+    _shared("--dtype", help="Dtype of the model's weights and activations."),
 ]
-Seed = Annotated[int, _shared("--seed", min=0, max=2**32 - 1, help="Same seed, same result.")]
+Seed = Annotated[int, _shared("--seed", min=0, max=2**32 - 1, help="Random seed.")]
 Config = Annotated[
     Path | None,
     _shared(
@@ -91,14 +93,18 @@ Config = Annotated[
         metavar="FILE.yaml",
         is_eager=True,
         callback=_apply_config,
-        help="Read options from a YAML file; flags win over it.",
+        help="Read options from a YAML file; flags take precedence.",
     ),
 ]
-Json = Annotated[bool, _shared("--json", help="Print one JSON document to stdout, all else to stderr.")]
-Quiet = Annotated[bool, _shared("--quiet", "-q", help="No progress and no notes on stderr.")]
+Json = Annotated[bool, _shared("--json", help="Print one JSON document to stdout and everything else to stderr.")]
+Quiet = Annotated[bool, _shared("--quiet", "-q", help="Print no progress and no notes to stderr.")]
 
 MethodName = Annotated[
     str | None, _method("--method", metavar="NAME", help="Compression method; `kvq methods` lists them.")
+]
+MethodOrDefault = Annotated[
+    str | None,
+    _method("--method", metavar="NAME", help="Compression method (default: kivi); `kvq methods` lists them."),
 ]
 Bits = Annotated[int | None, _method("--bits", metavar="N", help="Bits per cached number (default: the method's).")]
 ArtifactDir = Annotated[
@@ -106,40 +112,46 @@ ArtifactDir = Annotated[
     _method(
         "--artifact",
         metavar="DIR",
-        help="A calibrated artifact (default: artifacts/MODEL/METHOD-BITSbit).",
+        help="Folder of a calibrated artifact (default: artifacts/MODEL/METHOD-BITSbit).",
     ),
 ]
 Set = Annotated[
-    list[str] | None, _method("--set", metavar="OPTION=VALUE", help="An option of the method; may be repeated.")
+    list[str] | None,
+    _method(
+        "--set", metavar="OPTION=VALUE", help="An option of the method (`kvq methods NAME` lists them); repeatable."
+    ),
 ]
 Prefill = Annotated[
     Literal["exact", "compressed"],
-    _method("--prefill", help="Whether the prompt attends to itself exactly or to its compressed cache."),
+    _method(
+        "--prefill",
+        help="Prompt tokens attend to each other in full precision (exact) or to the compressed cache (compressed).",
+    ),
 ]
 
 Backend = Annotated[
     Literal["auto", "triton", "torch"],
     _shared(
         "--backend",
-        help="Who computes attention while decoding: Triton kernels or PyTorch; auto: kernels on a GPU where they can "
-        "read what the method stores.",
+        help="Decode attention by Triton kernels or PyTorch; auto: kernels on a GPU if they support the method's "
+        "storage format, else PyTorch.",
     ),
 ]
 
 
 @dataclass(frozen=True)
-class Compression:
-    """The method to compress with."""
+class CompressionOptions:
+    """The compression method, or its artifact, and its options."""
 
-    method: MethodName = None
+    method: MethodOrDefault = None
     bits: Bits = None
     artifact: ArtifactDir = None
     set_: Set = None
 
 
 @dataclass(frozen=True)
-class Computing:
-    """The model, and where and how it computes."""
+class ModelOptions:
+    """The model, its device and dtype, the attention backend and the seed."""
 
     model: Model = "reference"
     device: Device = "auto"
@@ -149,8 +161,8 @@ class Computing:
 
 
 @dataclass(frozen=True)
-class Reporting:
-    """What a command prints. `config` has been read when a command runs."""
+class OutputOptions:
+    """Output format, and the YAML file of options, which was applied before the command runs."""
 
     config: Config = None
     as_json: Json = False
@@ -161,30 +173,30 @@ class Reporting:
 
 
 def method_options(pairs: list[str] | None) -> dict[str, str]:
-    """`--set sinks=8 --set hybrid=off` as keyword arguments of `methods.registry.build`, which reads the values."""
-    found = {}
+    """Parse `--set sinks=8 --set hybrid=off` to keyword arguments of `methods.registry.build`."""
+    options = {}
     for pair in pairs or []:
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
             raise UsageError(f"--set {pair}: must be OPTION=VALUE, like --set sinks=8")
-        found[key.strip().replace("-", "_")] = value.strip()
-    return found
+        options[key.strip().replace("-", "_")] = value.strip()
+    return options
 
 
 def numbers(text: str, flag: str) -> list[int]:
-    """`512,1024` as whole numbers above zero; `flag` names the option in the error."""
+    """Parse `512,1024` to positive integers; UsageError naming `flag` for anything else."""
     try:
-        found = [int(part) for part in text.split(",")]
+        values = [int(part) for part in text.split(",")]
     except ValueError:
-        found = []
-    if not found or min(found) < 1:
+        values = []
+    if not values or min(values) < 1:
         raise UsageError(f"{flag} {text}: must be whole numbers above 0, joined by commas, like {flag} 512,1024")
-    return found
+    return values
 
 
 def names(text: str, flag: str) -> list[str]:
-    """`fp16,kivi` as a list without blanks; `flag` names the option in the error."""
-    found = [part.strip() for part in text.split(",")]
-    if not all(found):
+    """Parse `fp16,kivi` to a list of names; UsageError naming `flag` if one is empty."""
+    values = [part.strip() for part in text.split(",")]
+    if not all(values):
         raise UsageError(f"{flag} {text!r}: must be names joined by commas")
-    return found
+    return values

@@ -1,4 +1,4 @@
-"""What a subcommand prints: results on stdout, the rest on stderr; with --json one document and no more on stdout."""
+"""Output of subcommands: results on stdout, notes on stderr; with --json, a single document on stdout."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Output:
-    """One per command run: `out = Output(as_json=as_json, quiet=quiet)` as its first line.
+    """Created by the first line of each command: `out = Output(as_json=as_json, quiet=quiet)`.
 
-    With `as_json` everything that is printed from now on goes to stderr, also what a library prints, and only `result`
-    reaches stdout.
+    With `as_json`, everything printed afterwards goes to stderr, output of libraries included; only `result` writes to
+    stdout.
     """
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
@@ -26,20 +26,20 @@ class Output:
         self.quiet = quiet
         self._stdout = sys.stdout
         if as_json:
-            sys.stdout = sys.stderr  # put back by the command line's `main`
+            sys.stdout = sys.stderr  # restored by KvqGroup.main
         silence_libraries()
 
     def note(self, text: str) -> None:
-        """A remark for a person: stderr, unless --quiet."""
+        """Print a note to stderr, unless --quiet."""
         if not self.quiet:
             print(text, file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
-        """A warning: stderr, always."""
+        """Print a warning to stderr, also with --quiet."""
         print(f"kvq: warning: {' '.join(text.split())}", file=sys.stderr, flush=True)
 
     def text(self, text: str) -> None:
-        """A line of the result for a person: stdout, or stderr with --json."""
+        """Print a line of the result to stdout, or to stderr with --json."""
         print(text, file=sys.stderr if self.as_json else self._stdout, flush=True)
 
     def table(
@@ -49,16 +49,16 @@ class Output:
         title: str | None = None,
         bold: Sequence[Collection[str]] = (),
     ) -> None:
-        """A table of the result: stdout, or stderr with --json. Columns in which all cells are numbers stand right.
+        """Print a table of the result to stdout, or to stderr with --json.
 
-        bold: for each column but the first, the first cells of the rows that are set in bold in it.
+        bold: for each column but the first, the row labels (first cells) whose cell is printed in bold.
         """
         from kvq_cli.cli.tables import print_table
 
         print_table(self.console(stderr=self.as_json), columns, [list(row) for row in rows], title, bold)
 
     def result(self, document: Any) -> None:
-        """With --json: `document` as the one JSON document on stdout. Without: nothing."""
+        """With --json, print `document` to stdout; without, print nothing."""
         if self.as_json:
             print(json.dumps(document, indent=2, default=str), file=self._stdout, flush=True)
 
@@ -66,11 +66,11 @@ class Output:
         from rich.console import Console
 
         file = sys.stderr if stderr else self._stdout
-        # A file or a pipe has no edge to wrap at; rich would take 80 columns.
+        # rich would wrap lines in files and pipes at 80 columns.
         return Console(file=file, highlight=False, width=None if file.isatty() else 240)
 
     def progress(self) -> Progress:
-        """Bars with time left, on a terminal and without --quiet: `with out.progress() as p: p.add_task(...)`."""
+        """Progress bars with remaining time, shown on a terminal and without --quiet."""
         from rich import progress
 
         columns = (
@@ -86,7 +86,7 @@ class Output:
 
     @contextmanager
     def phases(self) -> Iterator[Callable[[str, int, int], None]]:
-        """A progress bar for each phase: gives `show(phase, done, total)`."""
+        """Progress bars by phase; yields a function `show(phase, done, total)`."""
         with self.progress() as progress:
             tasks: dict[str, TaskID] = {}
 
@@ -99,7 +99,7 @@ class Output:
 
 
 def human_bytes(count: float) -> str:
-    """`1536` as `1.5 KiB`."""
+    """Format a number of bytes: 1536 as `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -108,12 +108,12 @@ def human_bytes(count: float) -> str:
 
 
 def silence_libraries() -> None:
-    """Keep libraries' own progress bars and chatter off the terminal; set before they are imported."""
+    """Suppress progress bars and messages of libraries; must be called before they are imported."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler: of levels 0 to 5, none
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler has levels 0 to 5: print none
     if "transformers" in sys.modules:
         from transformers.utils import logging
 

@@ -1,4 +1,4 @@
-"""`kvq reproduce`: makes tables and figures of the papers, by name or all that need no GPU."""
+"""`kvq reproduce`: reproduce tables and figures of the papers, by name or all that need no GPU."""
 
 from __future__ import annotations
 
@@ -17,16 +17,27 @@ if TYPE_CHECKING:
     from kvq_cli.papers.targets import Target
 
 Names = Annotated[
-    list[str] | None, typer.Argument(metavar="NAME...", help="Like table-temporalkv-6; without a name all are listed.")
+    list[str] | None,
+    typer.Argument(metavar="NAME...", help="Tables or figures, like table-temporalkv-6; without a name, list all."),
 ]
-Everything = Annotated[bool, typer.Option("--all", help="All that need no GPU and no other model.")]
-Fast = Annotated[bool, typer.Option("--fast", help="With --all: only those that take little time.")]
+Everything = Annotated[bool, typer.Option("--all", help="Reproduce everything that needs no GPU and no other model.")]
+Fast = Annotated[bool, typer.Option("--fast", help="With --all: only the quick ones.")]
 Options = Annotated[
-    str, typer.Option("--options", metavar="TEXT", help='More options of its command: "--device cuda --limit 50".')
+    str,
+    typer.Option(
+        "--options", metavar="TEXT", help='Further options of the underlying command: "--device cuda --limit 50".'
+    ),
 ]
-Page = Annotated[Path | None, typer.Option("--page", metavar="FILE", help="Write the page of the papers' claims.")]
-Root = Annotated[Path, typer.Option("--out", metavar="DIR", help="Folder of the results, with a folder per model.")]
-Store = Annotated[Path, typer.Option("--store", metavar="DIR", help="Finished samples, shared by all targets.")]
+Page = Annotated[
+    Path | None,
+    typer.Option(
+        "--page", metavar="FILE", help="Write a Markdown page of the papers' claims and the reproduced numbers."
+    ),
+]
+Root = Annotated[Path, typer.Option("--out", metavar="DIR", help="Result folder, with a subfolder per model.")]
+Store = Annotated[
+    Path, typer.Option("--store", metavar="DIR", help="Folder of finished samples, shared by all tables and figures.")
+]
 
 
 def reproduce(
@@ -41,9 +52,9 @@ def reproduce(
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
-    """Make tables and figures of the papers on the built-in model, or on the papers' models with --model.
+    """Reproduce tables and figures of the papers on the built-in model, or on any other with --model.
 
-    An interrupted run continues where it stopped. Without a name: list all of them, what each needs and its state.
+    An interrupted run resumes. Without a name: list all tables and figures, their requirements and their state.
     """
     output = Output(as_json=as_json, quiet=quiet)
     from kvq_cli.papers.targets import target, targets
@@ -56,9 +67,9 @@ def reproduce(
         output.note(f"written: {page}")
         return
     if names and everything:
-        raise UsageError("NAME with --all: drop one of the two")
+        raise UsageError("NAME with --all: use one of them")
     if fast and not everything:
-        raise UsageError("--fast goes with --all")
+        raise UsageError("--fast needs --all")
     try:
         shlex.split(options)
     except ValueError as error:
@@ -69,7 +80,7 @@ def reproduce(
         each for each in targets().values() if each.runs and not each.extra and (each.fast or not fast)
     ]
     if options and (fixed := [each.id for each in wanted if each.run and not everything]):
-        raise UsageError(f"--options: {', '.join(fixed)} takes none")
+        raise UsageError(f"--options: {', '.join(fixed)} has a fixed command without further options")
     wanted = [replace(each, options=f"{each.options} {options}".strip()) for each in wanted]
     failed = [each.id for each in wanted if not _make(output, each, model, out, store, stop=not everything)]
     if failed:
@@ -77,7 +88,7 @@ def reproduce(
 
 
 def _make(output: Output, wanted: Target, model: str, root: Path, store: Path, stop: bool) -> bool:
-    """Run a target unless it is finished; returns whether it is finished now. stop: let a failure end the command."""
+    """Run a target unless it is finished; returns whether it is finished now. stop: raise on failure."""
     from kvq_cli.papers.run import DONE, run_target, state
 
     if not wanted.runs:
@@ -87,7 +98,7 @@ def _make(output: Output, wanted: Target, model: str, root: Path, store: Path, s
         result = wanted.result(model, root)
         output.note(f"{wanted.id}: done, {result}")
         if wanted.analyze and not result.with_suffix(".png").exists():
-            output.note(f"{wanted.id}: its figure is not in the repository: `kvq analyze {wanted.analyze}` draws it")
+            output.note(f"{wanted.id}: its figure is missing: `kvq analyze {wanted.analyze}` draws it")
         return True
     try:
         seconds = run_target(wanted, model, _calibrations(wanted, model), output.note, root, store)
@@ -101,13 +112,17 @@ def _make(output: Output, wanted: Target, model: str, root: Path, store: Path, s
 
 
 def _calibrations(wanted: Target, model: str) -> list[list[str]]:
-    """The commands that make the missing artifacts of a target's methods."""
-    from kvq_cli.cli.resolve import calibration, needs_artifact
+    """Commands that calibrate the missing artifacts of a target's methods."""
+    from kvq_cli.cli.resolve import calibrate_command, needs_artifact
     from kvq_cli.papers.targets import calibration_options
     from kvq_cli.paths import artifact_folder
 
     missing = {
-        str(artifact_folder(model, method)): [*calibration(model, method), *calibration_options(model), "--resume"]
+        str(artifact_folder(model, method)): [
+            *calibrate_command(model, method),
+            *calibration_options(model),
+            "--resume",
+        ]
         for method in wanted.calibrated(model)
         if not artifact_folder(model, method).is_dir() and needs_artifact(model, method)
     }

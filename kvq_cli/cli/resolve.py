@@ -1,4 +1,4 @@
-"""From `--method`, `--bits`, `--artifact` and `--set` to what `attach` takes: a method, or a calibrated artifact."""
+"""Resolve `--method`, `--bits`, `--artifact` and `--set` to a method or a calibrated artifact for `attach`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.paths import artifact_folder
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvq_cli.artifact import Artifact
     from kvq_cli.methods.base import Method
 
-DEFAULT_METHOD = "kivi"  # needs no calibration, so that a command without flags works anywhere
+DEFAULT_METHOD = "kivi"  # needs no calibration: a command without flags works for every model
 
 
 def resolve(
@@ -25,14 +25,14 @@ def resolve(
     artifact: Path | None = None,
     options: Mapping[str, str] | None = None,
 ) -> Method | Artifact:
-    """The method to use, built, or its artifact, loaded and verified.
+    """Build the method, or load and verify its artifact if it needs calibration.
 
-    Raises UsageError for an unknown method or option, bits a method cannot do, or flags that contradict the artifact;
-    KvqError, with the `kvq calibrate` command that mends it, where an artifact is missing.
+    Raises UsageError for an unknown method or option, unsupported bits, or flags that contradict the artifact; KvqError
+    with the `kvq calibrate` command to run if the artifact is missing.
     """
     from kvq_cli.methods.registry import build
 
-    given = dict(options or {}) | ({} if bits is None else {"bits": bits})
+    given: dict[str, Any] = dict(options or {}) | ({} if bits is None else {"bits": bits})
     if artifact is not None:
         return _load(artifact, method, given)
     built = build(method or DEFAULT_METHOD, **given)
@@ -42,7 +42,7 @@ def resolve(
     if not folder.is_dir():
         if not needs_artifact(model, built):
             return built
-        command = shlex.join(["kvq", *calibration(model, built)])
+        command = shlex.join(["kvq", *calibrate_command(model, built)])
         raise KvqError(f"{built.name} needs calibration and {folder} does not exist: run `{command}`")
     return _load(folder, built.name, given)
 
@@ -54,84 +54,91 @@ def resolve_compared(
     artifacts: Sequence[Path] = (),
     options: Mapping[str, str] | None = None,
 ) -> list[Method | Artifact]:
-    """What `--compare fp16,kivi:residual=32,temporalkv --bits 2` compares.
+    """Resolve `--compare fp16,kivi:residual=32,temporalkv --bits 2` to methods and artifacts.
 
-    A name may carry its own bits (`kivi-4bit`) and options (`kivi:sinks=8:recent=32`), or be the folder of an artifact.
-    `bits` and `options` go to all methods that have them. artifacts: folders to use for the methods that they hold, in
-    the place of the default ones; those of methods that are not named come last.
+    names:         methods, with bits (`kivi-4bit`) and options (`kivi:sinks=8:recent=32`) of their own, or artifact
+                   folders.
+    bits, options: apply to all methods that have them.
+    artifacts:     folders that replace the default artifacts of their methods; those of unnamed methods come last.
     """
     from kvq_cli.artifact import load_artifact
     from kvq_cli.methods.registry import check_shared, has_option, parse
 
     if len(set(names)) < len(names):
         raise UsageError(f"--compare {','.join(names)}: names a method twice")
-    shared = dict(options or {}) | ({} if bits is None else {"bits": bits})
+    shared: dict[str, Any] = dict(options or {}) | ({} if bits is None else {"bits": bits})
     given = [load_artifact(folder) for folder in artifacts]
     compared: list[str] = []
-    chosen: list[Method | Artifact] = []
+    resolved: list[Method | Artifact] = []
 
-    def add(artifact: Artifact | None, name: str, own: Mapping) -> None:
-        all_options = {key: value for key, value in shared.items() if has_option(name, key)} | own
+    def add(name: str, own: Mapping[str, Any], artifact: Artifact | None = None) -> None:
+        all_options = {key: value for key, value in shared.items() if has_option(name, key)} | dict(own)
         compared.append(name)
-        chosen.append(_overridden(artifact, all_options) if artifact else resolve(model, name, options=all_options))
+        if artifact is not None:
+            resolved.append(_with_options(artifact, all_options))
+        else:
+            resolved.append(resolve(model, name, options=all_options))
 
     for text in names:
         name, own = (text, {}) if (Path(text) / "config.json").is_file() else parse(text)
         if (Path(name) / "config.json").is_file() or "/" in name:
-            found = load_artifact(Path(name))
-            add(found, found.method_config["name"], own)
+            artifact = load_artifact(Path(name))
+            add(artifact.method_config["name"], own, artifact)
             continue
         wanted = own.get("bits", shared.get("bits") if has_option(name, "bits") else None)
-        mine = [
-            one
-            for one in given
-            if one.method_config["name"] == name and str(wanted) in ("None", str(one.method_config.get("bits")))
+        matching = [
+            artifact
+            for artifact in given
+            if artifact.method_config["name"] == name
+            and str(wanted) in ("None", str(artifact.method_config.get("bits")))
         ]
-        given = [one for one in given if not any(one is other for other in mine)]
-        for one in mine or [None]:
-            add(one, name, own)
-    for one in given:
-        add(one, one.method_config["name"], {})
+        given = [artifact for artifact in given if not any(artifact is other for other in matching)]
+        if not matching:
+            add(name, own)
+        for artifact in matching:
+            add(name, own, artifact)
+    for artifact in given:
+        add(artifact.method_config["name"], {}, artifact)
     check_shared(compared, shared)
-    return chosen
+    return resolved
 
 
 def needs_artifact(model: str, method: Method) -> bool:
-    """Some methods that calibrate have nothing to calibrate for some models."""
+    """Whether the method needs an artifact for this model: some have nothing to calibrate for some models."""
     from kvq_cli.models import configured_shape
 
     try:
         return method.needs_artifact(configured_shape(model))
-    except KvqError:  # the name of a random model, or none that can be read: loading it says what is wrong
+    except KvqError:  # unreadable config, or name of a random model: loading the model reports the error
         return True
 
 
-def describe(chosen: Method | Artifact) -> dict:
-    """The method's name and options as plain values, with the artifact's folder where there is one."""
+def describe(attachable: Method | Artifact) -> dict[str, Any]:
+    """Name and options of the method as plain values, and the folder of its artifact, if any."""
     from kvq_cli.methods.base import Method
     from kvq_cli.methods.registry import to_config
 
-    if isinstance(chosen, Method):
-        return to_config(chosen)
-    return {**chosen.method_config, "artifact": str(chosen.path)}
+    if isinstance(attachable, Method):
+        return to_config(attachable)
+    return {**attachable.method_config, "artifact": str(attachable.path)}
 
 
-def _load(folder: Path, method: str | None, given: Mapping) -> Artifact:
+def _load(folder: Path, method: str | None, given: Mapping[str, Any]) -> Artifact:
     from kvq_cli.artifact import load_artifact
 
     loaded = load_artifact(folder)
     config = loaded.method_config
     if method is not None and method != config["name"]:
         raise UsageError(f"--method {method}: the artifact {folder} holds {config['name']}; drop one of the two flags")
-    return _overridden(loaded, given)
+    return _with_options(loaded, given)
 
 
-def _overridden(artifact: Artifact, given: Mapping) -> Artifact:
-    """The artifact with other values of the options that do not change what is calibrated (`runtime` options)."""
+def _with_options(artifact: Artifact, given: Mapping[str, Any]) -> Artifact:
+    """The artifact with changed run-time options; UsageError for options that need another calibration."""
     from kvq_cli.methods.registry import build, from_config, method_class
 
     config = artifact.method_config
-    held = from_config(config)  # an older artifact does not name an option that came later
+    held = from_config(config)  # older artifacts lack options that were added later
     runtime = {f.name for f in dataclasses.fields(method_class(config["name"])) if f.metadata.get("runtime")}
     wanted = build(config["name"], **given)
     changed = {key: getattr(wanted, key) for key in given if getattr(wanted, key) != getattr(held, key)}
@@ -144,8 +151,8 @@ def _overridden(artifact: Artifact, given: Mapping) -> Artifact:
     return dataclasses.replace(artifact, config={**artifact.config, "method": {**config, **changed}})
 
 
-def calibration(model: str, method: Method) -> list[str]:
-    """The command, after `kvq`, that makes the method's artifact; options that can be others later are left out."""
+def calibrate_command(model: str, method: Method) -> list[str]:
+    """Arguments of `kvq` that calibrate the method's artifact; options that can be changed at run time are left out."""
     words = ["calibrate", "--method", method.name]
     words += [] if model == "reference" else ["--model", model]
     for field in dataclasses.fields(method):

@@ -1,4 +1,4 @@
-"""`kvq results`: the tables of finished evaluations."""
+"""`kvq results`: print tables of finished evaluations."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ if TYPE_CHECKING:
 PUBLISHED = "published"
 
 Folder = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Folder of a `kvq eval` (--out), or of one of its methods.")
+    Path,
+    typer.Argument(metavar="DIR", help="Result folder of `kvq eval` (its --out), or the folder of one method in it."),
 ]
 Format = Annotated[
     Literal["table", "csv", "markdown", "json", "latex"],
-    typer.Option("--format", help="How to print tables; json is what --json prints."),
+    typer.Option("--format", help="Format of the table; json is the same as --json."),
 ]
 Baseline = Annotated[
     str | None,
     typer.Option(
         "--baseline",
         metavar="NAME",
-        help="Differences to this method on the same samples, with 95 % confidence intervals.",
+        help="Print paired differences to this method on the same samples, with 95 % confidence intervals.",
     ),
 ]
 Against = Annotated[
@@ -39,13 +40,14 @@ Against = Annotated[
     typer.Option(
         "--against",
         metavar="NAME",
-        help="`published`: every table of the papers that has two of these methods; or one, like table-temporalkv-6.",
+        help="Compare with published numbers: a table of the papers, like table-temporalkv-6, or `published` for all "
+        "that contain at least two of these methods.",
     ),
 ]
 
 Plot = Annotated[
     Path | None,
-    typer.Option("--plot", metavar="FILE", help="Draw scores over measured bits: .png, .pdf or .svg."),
+    typer.Option("--plot", metavar="FILE", help="Plot scores over measured bits into a .png, .pdf or .svg file."),
 ]
 
 
@@ -57,7 +59,7 @@ def results(
     plot: Plot = None,
     as_json: Json = False,
 ) -> None:
-    """Print the table of a finished evaluation: means ± standard errors, the best in bold."""
+    """Print the table of a finished evaluation: means ± standard errors, best values in bold."""
     out = Output(as_json=as_json or format == "json")
     methods = _methods(folder)
     if plot is not None:
@@ -66,7 +68,7 @@ def results(
         plot_comparison({"methods": methods}, plot)
         out.note(f"written: {plot}")
     if baseline is not None and against is not None:
-        raise UsageError("--baseline with --against: print one after the other; drop one of the two")
+        raise UsageError("--baseline with --against: use one of them")
     if baseline is not None:
         _differences(out, format, folder, methods, baseline)
     elif against is not None:
@@ -76,12 +78,13 @@ def results(
 
 
 def _methods(folder: Path) -> dict[str, Any]:
-    file, own = folder / "comparison.json", folder / "results.json"
-    if alone := own.is_file() and not file.exists():
-        file = own
+    """Result documents by label; KvqError if the folder contains none."""
+    file, single_file = folder / "comparison.json", folder / "results.json"
+    if single := single_file.is_file() and not file.exists():
+        file = single_file
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
-        methods = {folder.resolve().name: document} if alone else document["methods"]
+        methods = {folder.resolve().name: document} if single else document["methods"]
         return {label: one for label, one in methods.items() if one["results"] and one["config"]["method"]}
     except OSError as error:
         raise KvqError(f"{file}: {error.strerror or error}; give the folder that `kvq eval` wrote to") from None
@@ -91,7 +94,7 @@ def _methods(folder: Path) -> dict[str, Any]:
         raise KvqError(f"{file}: not the result of an evaluation; run it again") from None
 
 
-def _table(out: Output, format: str, methods: Mapping[str, Mapping]) -> None:
+def _table(out: Output, format: str, methods: Mapping[str, Mapping[str, Any]]) -> None:
     from kvq_cli.evaluation.formats import csv_text, latex, markdown, with_best, with_errors
     from kvq_cli.evaluation.tabulate import tabulate
 
@@ -111,20 +114,22 @@ def _table(out: Output, format: str, methods: Mapping[str, Mapping]) -> None:
     out.result({"columns": [asdict(column) for column in table.columns], "rows": rows})
 
 
-def _differences(out: Output, format: str, folder: Path, methods: Mapping[str, Mapping], baseline: str) -> None:
+def _differences(
+    out: Output, format: str, folder: Path, methods: Mapping[str, Mapping[str, Any]], baseline: str
+) -> None:
     from kvq_cli.evaluation.paired import CAPTION, difference_table, differences, match_label
 
-    found = differences(folder, methods, baseline)
-    if not any(found.values()):
-        raise KvqError(f"{folder}: no figure that {baseline} and another method were both measured by")
+    by_method = differences(folder, methods, baseline)
+    if not any(by_method.values()):
+        raise KvqError(f"{folder}: {baseline} and the other methods have no metric in common")
     base = match_label(baseline, methods)
-    out.note(f"differences to {base}: {CAPTION}; * where that leaves out zero")
-    _print(out, format, *difference_table(found))
-    rows = {label: {name: asdict(one) for name, one in row.items()} for label, row in found.items()}
+    out.note(f"differences to {base}: {CAPTION}; * where that excludes zero")
+    _print(out, format, *difference_table(by_method))
+    rows = {label: {name: asdict(one) for name, one in row.items()} for label, row in by_method.items()}
     out.result({"baseline": base, "methods": rows})
 
 
-def _against(out: Output, format: str, methods: Mapping[str, Mapping], name: str) -> None:
+def _against(out: Output, format: str, methods: Mapping[str, Mapping[str, Any]], name: str) -> None:
     from kvq_cli.papers.report import agreement_table
     from kvq_cli.papers.side_by_side import side_by_side
     from kvq_cli.papers.targets import target, targets
@@ -133,7 +138,7 @@ def _against(out: Output, format: str, methods: Mapping[str, Mapping], name: str
     wanted = targets().values() if name == PUBLISHED else [target(name)]
     tables: list[SideBySide] = [side for each in wanted if (side := side_by_side(each, methods, model))]
     if not tables:
-        raise KvqError(f"--against {name}: it has no two of these methods in a column that was measured here")
+        raise KvqError(f"--against {name}: no column with at least two of these methods was measured here")
     for side in tables:
         out.text(f"{side.target.paper}, {side.target.what} ({side.target.id})")
         _print(out, format, side.columns, side.lines)

@@ -1,4 +1,4 @@
-"""What `kvq bits` and `kvq plan` share: a model known by its numbers alone, and the methods to count."""
+"""Shared by `kvq bits` and `kvq plan`: options, the size of a model, and a loop over the methods."""
 
 from __future__ import annotations
 
@@ -14,70 +14,76 @@ if TYPE_CHECKING:
     from kvq_cli.methods.base import Method, ModelShape
 
 T = TypeVar("T")
-MOST = 2**24
-"""Tokens or sequences; sizes in bytes of far more overflow."""
+MAX_COUNT = 2**24
+"""Maximum number of tokens or sequences: far larger sizes in bytes would overflow."""
 
 Compare = Annotated[
     str | None,
-    typer.Option("--compare", metavar="NAME,...", help="Methods like kivi-4bit:residual=32 (default: all there are)."),
+    typer.Option("--compare", metavar="NAME,...", help="Methods, like kivi-4bit:residual=32 (default: all)."),
 ]
 ShapeName = Annotated[
     str | None,
-    typer.Option("--shapes", metavar="NAME", help="A known model: llama-3.1-8b, llama-2-7b, ...; instead of --model."),
+    typer.Option(
+        "--shapes", metavar="NAME", help="Shape of a known model, instead of --model: llama-3.1-8b, llama-2-7b, ..."
+    ),
 ]
 ModelName = Annotated[
-    str, typer.Option("--model", metavar="NAME", help="`reference`, a Hugging Face id or a folder: its config is read.")
+    str,
+    typer.Option(
+        "--model", metavar="NAME", help="`reference`, a Hugging Face model id or a folder; only its config is read."
+    ),
 ]
-Context = Annotated[int, typer.Option("--context", min=1, max=MOST, help="Tokens of each sequence.")]
-Batch = Annotated[int, typer.Option("--batch", min=1, max=MOST, help="Sequences.")]
+Context = Annotated[int, typer.Option("--context", min=1, max=MAX_COUNT, help="Tokens per sequence.")]
+Batch = Annotated[int, typer.Option("--batch", min=1, max=MAX_COUNT, help="Number of sequences.")]
 
 
-class Sized(NamedTuple):
-    """A model's numbers: shape, bytes of its weights in 16 bits, tokens that it was made for."""
+class ModelSize(NamedTuple):
+    """Shape of a model, bytes of its weights in 16 bits, and its context length in tokens."""
 
     shape: ModelShape
-    weights: int
-    limit: int
+    weights_bytes: int
+    context: int
 
 
-def size_of(name: str | None, model: str) -> Sized:
-    """Of the known shape `name`, or else of what the configuration of `model` says."""
+def model_size(name: str | None, model: str) -> ModelSize:
+    """Size of the known shape `name`, or of `model` by its configuration."""
     if name is not None:
         from kvq_cli.benchmarking.shapes import CONTEXT, known_shape
 
         known = known_shape(name, "--shapes")
-        return Sized(known.model_shape(), 2 * known.parameters, CONTEXT)
+        return ModelSize(known.model_shape(), 2 * known.parameters, CONTEXT)
     from kvq_cli.models import configured_shape, parameters_and_context
 
-    shape = configured_shape(model)  # first: it refuses what has no key-value cache
+    shape = configured_shape(model)  # first: refuses models without a KV cache
     parameters, context = parameters_and_context(model)
-    return Sized(shape, 2 * parameters, context)
+    return ModelSize(shape, 2 * parameters, context)
 
 
-def for_each(
-    chosen: str | None, bits: int | None, set_: list[str] | None, count: Callable[[Method], T], out: Output
+def each_method(
+    compare: str | None, bits: int | None, set_: list[str] | None, count: Callable[[Method], T], out: Output
 ) -> Iterator[tuple[str, T]]:
-    """(label that says the bits, what `count` gives) of each method of `chosen`, or of all there are.
+    """Yield `(label with bits, count(method))` for each method named in `compare`, or for all methods.
 
-    A method that does not fit is left out with a note where all were asked for, else its UsageError is raised.
+    A method that does not support the shape raises its UsageError if it was named, else it is skipped with a note.
     """
     from kvq_cli.errors import UsageError
     from kvq_cli.methods.registry import build_parsed, check_shared, method_names, parse
 
     options = opt.method_options(set_) | ({} if bits is None else {"bits": bits})
-    names = method_names() if chosen is None else opt.names(chosen, "--compare")
+    names = method_names() if compare is None else opt.names(compare, "--compare")
     if len(set(names)) < len(names):
-        raise UsageError(f"--compare {chosen}: names a method twice")
+        raise UsageError(f"--compare {compare}: names a method twice")
     check_shared((parse(text)[0] for text in names), options)
     for text in names:
         try:
             method = build_parsed(text, **options)
             counted = count(method)
         except UsageError as error:
-            if chosen:
+            if compare:
                 raise
             out.note(f"not counted: {error}")
             continue
-        name, *own = text.split(":")
-        has_bits = hasattr(method, "bits") and not name.endswith(f"-{method.bits}bit")
-        yield ":".join([f"{name}-{method.bits}bit" if has_bits else name, *own]), counted
+        name, *own_options = text.split(":")
+        suffix = f"-{method.bits}bit" if hasattr(method, "bits") else ""
+        label = name if name.endswith(suffix) else name + suffix
+        yield ":".join([label, *own_options]), counted

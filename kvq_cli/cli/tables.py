@@ -1,4 +1,4 @@
-"""Tables that fit where they are printed: columns side by side, or one record below the other."""
+"""Print tables that fit the terminal: as columns, or as one record per row if columns are too narrow."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-LINES = 4
-"""About as many lines a cell may take beside others."""
-_BETWEEN, _EDGES = 3, 2
-"""Blanks between two columns, and at both ends of a line."""
+MAX_CELL_LINES = 4
+"""Approximate number of lines that a cell may wrap to."""
+_COLUMN_GAP, _MARGINS = 3, 2
+"""Blanks between two columns, and at both ends of a line together."""
 
 
 def print_table(
@@ -24,34 +24,34 @@ def print_table(
     title: str | None = None,
     bold: Sequence[Collection[str]] = (),
 ) -> None:
-    """Print a table. On a terminal that is too narrow for columns that break no words, each row becomes a record, with
-    one line for each column. A file or a pipe has no edge.
+    """Print a table; numeric columns are aligned right. bold: as in `Output.table`.
 
-    Columns in which all cells are numbers stand right. bold: as `Output.table` takes it.
+    On a terminal too narrow for whole words, each row is printed as a record with one line per column. Files and pipes
+    have no width limit.
     """
     from rich.text import Text
 
     cells = [[_cell(value) for value in row] for row in rows]
-    sizes = [[_size(console, text) for text in texts] for texts in zip(columns, *cells, strict=True)]
-    least, most = ([max(size[bound] for size in column) for column in sizes] for bound in (0, 1))
-    best = [[False, *(row[0] in found for found in bold)] if bold else [False] * len(row) for row in rows]
-    frame = _BETWEEN * (len(columns) - 1) + _EDGES
+    widths = [[_min_max_width(console, text) for text in texts] for texts in zip(columns, *cells, strict=True)]
+    min_widths, max_widths = ([max(width[bound] for width in column) for column in widths] for bound in (0, 1))
+    is_bold = [[False, *(row[0] in labels for labels in bold)] if bold else [False] * len(row) for row in rows]
+    frame = _COLUMN_GAP * (len(columns) - 1) + _MARGINS
     if not console.is_terminal:
-        console.width = max(console.width, sum(most) + frame)
+        console.width = max(console.width, sum(max_widths) + frame)
     if title is not None:
         console.print(Text(title, style="italic"))
-    if sum(least) + frame > console.width:
-        console.print(_records(columns, cells, best, console.width))
+    if sum(min_widths) + frame > console.width:
+        console.print(_records(columns, cells, is_bold, console.width))
         return
     numeric = [all(_is_number(row[index]) for row in rows) for index in range(len(columns))]
-    widths = _shared(least, most, console.width - frame)
-    console.print(_side_by_side(columns, cells, best, numeric, widths))
+    column_widths = _distribute(min_widths, max_widths, console.width - frame)
+    console.print(_columns(columns, cells, is_bold, numeric, column_widths))
 
 
-def _side_by_side(
+def _columns(
     columns: Sequence[str],
     cells: Sequence[Sequence[str]],
-    best: Sequence[Sequence[bool]],
+    is_bold: Sequence[Sequence[bool]],
     numeric: Sequence[bool],
     widths: Sequence[int],
 ) -> Table:
@@ -61,7 +61,7 @@ def _side_by_side(
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column, right, width in zip(columns, numeric, widths, strict=True):
         table.add_column(column, justify="right" if right else "left", overflow="fold", width=width)
-    for row, bold in zip(cells, best, strict=True):
+    for row, bold in zip(cells, is_bold, strict=True):
         table.add_row(*map(_styled, row, bold))
     return table
 
@@ -69,7 +69,7 @@ def _side_by_side(
 def _records(
     columns: Sequence[str],
     cells: Sequence[Sequence[str]],
-    best: Sequence[Sequence[bool]],
+    is_bold: Sequence[Sequence[bool]],
     width: int,
 ) -> Table:
     from rich.table import Table
@@ -77,10 +77,10 @@ def _records(
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="bold", max_width=width // 2, overflow="fold")
     table.add_column(overflow="fold")
-    for row, bold in zip(cells, best, strict=True):
+    for row, bold in zip(cells, is_bold, strict=True):
         table.add_row("")
-        for column, cell, one in zip(columns, row, bold, strict=True):
-            table.add_row(column, _styled(cell, one))
+        for column, cell, cell_bold in zip(columns, row, bold, strict=True):
+            table.add_row(column, _styled(cell, cell_bold))
     table.add_row("")
     return table
 
@@ -91,23 +91,24 @@ def _styled(cell: str, bold: bool) -> Text:
     return Text(cell, style="bold" if bold else "")
 
 
-def _shared(least: Sequence[int], most: Sequence[int], room: int) -> list[int]:
-    """Widths of at least `least` and at most `most` that use `room`, as evenly as they can."""
-    widths, spare = list(least), room - sum(least)
-    wanting = sorted(range(len(least)), key=lambda index: most[index] - least[index])
-    for place, index in enumerate(wanting):
-        more = min(most[index] - least[index], spare // (len(wanting) - place))
-        widths[index] += more
-        spare -= more
+def _distribute(min_widths: Sequence[int], max_widths: Sequence[int], total: int) -> list[int]:
+    """Column widths between `min_widths` and `max_widths` that fill `total`, with the extra width shared evenly."""
+    widths, spare = list(min_widths), total - sum(min_widths)
+    growth = [high - low for low, high in zip(min_widths, max_widths, strict=True)]
+    by_growth = sorted(range(len(widths)), key=lambda index: growth[index])
+    for place, index in enumerate(by_growth):
+        extra = min(growth[index], spare // (len(by_growth) - place))
+        widths[index] += extra
+        spare -= extra
     return widths
 
 
-def _size(console: Console, text: str) -> tuple[int, int]:
-    """How narrow a column may be for this text, as its longest word and as wide as `LINES` lines need, and how wide."""
+def _min_max_width(console: Console, text: str) -> tuple[int, int]:
+    """Column widths for a text: minimum (longest word, at most `MAX_CELL_LINES` lines) and maximum (a single line)."""
     from rich.text import Text
 
     word, line = console.measure(Text(text), options=console.options.update(max_width=sys.maxsize))
-    return max(word, -(-line // LINES)), line
+    return max(word, -(-line // MAX_CELL_LINES)), line
 
 
 def _cell(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What `kvq generate` and `kvq chat` share: a model under an attached method that answers token ids with text."""
+"""Text generation with a compressed cache, shared by `kvq generate` and `kvq chat`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Decoding:
-    """How the next token is chosen. Temperature 0 is greedy."""
+    """Decoding parameters, named as in transformers' `generate`. Temperature 0 is greedy decoding.
+
+    Raises UsageError for parameters that contradict each other.
+    """
 
     max_new_tokens: int = 128
     temperature: float = 0.0
@@ -36,25 +39,29 @@ class Decoding:
             raise UsageError("--temperature inf: must be a number, like 0.7")
         sampled = {"--top-p": self.top_p != 1.0, "--top-k": self.top_k != 0}
         for flag in (flag for flag, is_set in sampled.items() if is_set and self.temperature == 0):
-            raise UsageError(f"{flag} chooses among sampled tokens: add --temperature, for example --temperature 0.7")
+            raise UsageError(f"{flag} needs sampling: add --temperature, for example --temperature 0.7")
         if self.num_beams > 1 and self.temperature > 0:
-            raise UsageError("--num-beams searches, --temperature samples: use one of them")
+            raise UsageError("--num-beams (beam search) with --temperature (sampling): use one of them")
 
-    def arguments(self, new_tokens: int) -> dict[str, Any]:
-        """As keyword arguments of transformers' `generate`."""
-        chosen: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": self.temperature > 0}
+    def arguments(self, max_new_tokens: int) -> dict[str, Any]:
+        """Keyword arguments of transformers' `generate`."""
+        arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": self.temperature > 0}
         if self.temperature > 0:
-            chosen |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+            arguments |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         if self.num_beams > 1:
-            chosen["num_beams"] = self.num_beams
+            arguments["num_beams"] = self.num_beams
         if self.prefill_chunk is not None:
-            chosen["prefill_chunk_size"] = self.prefill_chunk
-        return chosen
+            arguments["prefill_chunk_size"] = self.prefill_chunk
+        return arguments
 
 
 @dataclass(frozen=True)
-class Answer:
-    """One answer. ids: the new tokens, a stop token included. rate: new tokens per second after the first, or None."""
+class GeneratedText:
+    """A generated answer with its timing and the report of its cache.
+
+    ids: the new tokens, stop token included. rate: tokens per second after the first new token; None for a single token
+    and for beam search. cache: `CacheReport.to_dict()`.
+    """
 
     text: str
     ids: list[int]
@@ -62,9 +69,9 @@ class Answer:
     seconds: float
     prefill_seconds: float | None
     rate: float | None
-    cache: dict
+    cache: dict[str, Any]
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         return {
             "text": self.text,
             "prompt_tokens": self.prompt_tokens,
@@ -76,16 +83,16 @@ class Answer:
         }
 
     def summary(self) -> str:
-        """The two lines for stderr: speed, and cache bytes against 16 bit."""
+        """Two lines for stderr: speed, and cache size compared with 16 bit."""
         speed = f", {self.rate:.1f} tokens/s" if self.rate is not None else ""
-        prefill = f" after {self.prefill_seconds:.2f} s for the prompt" if self.prefill_seconds is not None else ""
+        prefill = f" after {self.prefill_seconds:.2f} s of prefill" if self.prefill_seconds is not None else ""
         return (
             f"{len(self.ids)} tokens in {self.seconds:.2f} s{speed}{prefill}; prompt {self.prompt_tokens} tokens\n"
             + cache_line(self.cache)
         )
 
 
-def cache_line(report: dict) -> str:
+def cache_line(report: dict[str, Any]) -> str:
     """`cache: 1.2 MiB instead of 7.1 MiB in 16 bit (5.9x smaller), 2.71 bits per number (nominal 2)`"""
     held, plain = report["bytes"], report["fp16_bytes"]
     if not held:
@@ -101,16 +108,16 @@ def cache_line(report: dict) -> str:
 
 
 @dataclass
-class Answerer:
-    """A loaded model with a method attached to it; `method` names it with its options."""
+class TextGenerator:
+    """A loaded model with an attached method. method: its name and options, as `resolve.describe` returns them."""
 
     loaded: LoadedModel
     attached: Attached
-    method: dict
+    method: dict[str, Any]
     decoding: Decoding
 
-    def room(self, prompt_tokens: int) -> int:
-        """New tokens that fit; UsageError where the prompt alone fills the context."""
+    def max_new_tokens(self, prompt_tokens: int) -> int:
+        """New tokens that fit behind the prompt; UsageError if the prompt alone fills the context."""
         context = self.loaded.context
         if prompt_tokens >= context:
             raise UsageError(
@@ -118,96 +125,101 @@ class Answerer:
             )
         return min(self.decoding.max_new_tokens, context - prompt_tokens)
 
-    def answer(self, ids: list[int], cache: CompressedCache, write: Callable[[str], None]) -> Answer:
-        """Continue `ids`, the beginning of which `cache` may hold already; text goes to `write` as it comes."""
+    def generate(self, ids: list[int], cache: CompressedCache, write: Callable[[str], None]) -> GeneratedText:
+        """Continue the tokens `ids`, a prefix of which `cache` may hold; `write` gets each new piece of text."""
         import torch
 
         model, tokenizer = self.loaded.model, self.loaded.tokenizer
-        new_tokens = self.room(len(ids))
+        max_new_tokens = self.max_new_tokens(len(ids))
         prompt = torch.tensor([ids], device=model.device)
         torch.manual_seed(self.decoding.seed)
-        stream = Stream(tokenizer, write)
-        arguments = self.decoding.arguments(new_tokens)
+        streamer = CharacterStreamer(tokenizer, write)
+        arguments = self.decoding.arguments(max_new_tokens)
         if self.decoding.num_beams == 1:
-            arguments["streamer"] = stream  # beam search knows its answer only at the end
+            arguments["streamer"] = streamer  # beam search knows its answer only at the end
         if tokenizer.pad_token_id is None:
             arguments["pad_token_id"] = tokenizer.eos_token_id
         start = time.perf_counter()
-        out = model.generate(prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, **arguments)
+        # `nn.Module.__getattr__` hides the method's type from mypy.
+        out = model.generate(  # type: ignore[operator]
+            prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, **arguments
+        )
         seconds = time.perf_counter() - start
-        found = out[0, len(ids) :].tolist()
+        new_ids = out[0, len(ids) :].tolist()
         if self.decoding.num_beams > 1:
-            stream.put(prompt)
-            stream.put(torch.tensor(found))
-            stream.end()
-        first = stream.first - start if self.decoding.num_beams == 1 else None
-        rate = (len(found) - 1) / (seconds - first) if first is not None and len(found) > 1 else None
+            streamer.put(prompt)
+            streamer.put(torch.tensor(new_ids))
+            streamer.end()
+        prefill_seconds = streamer.first_token_time - start if self.decoding.num_beams == 1 else None
+        rate = None
+        if prefill_seconds is not None and len(new_ids) > 1:
+            rate = (len(new_ids) - 1) / (seconds - prefill_seconds)
         report = self.attached.report(cache).to_dict()
-        return Answer("".join(stream.pieces), found, len(ids), seconds, first, rate, report)
+        return GeneratedText("".join(streamer.pieces), new_ids, len(ids), seconds, prefill_seconds, rate, report)
 
 
 @dataclass
-class Stream:
-    """A streamer for transformers' `generate`: hands on text as soon as its bytes make whole characters."""
+class CharacterStreamer:
+    """A streamer for transformers' `generate` that passes on text as soon as its bytes form whole characters."""
 
     tokenizer: Any
     write: Callable[[str], None]
-    first: float = 0.0  # time of the first new token
+    first_token_time: float = 0.0  # of `time.perf_counter`
     pieces: list[str] = field(default_factory=list)
     _prompt_seen: bool = False
     _ids: list[int] = field(default_factory=list)
-    _shown: int = 0
+    _written: int = 0
 
     def put(self, tokens: Any) -> None:
-        if not self._prompt_seen:  # generate's first call brings the prompt
+        if not self._prompt_seen:  # `generate` passes the prompt first
             self._prompt_seen = True
             return
-        self.first = self.first or time.perf_counter()
+        self.first_token_time = self.first_token_time or time.perf_counter()
         self._ids += tokens.flatten().tolist()
         text = self._text()
-        if not text.endswith("\ufffd"):  # half of a character
-            self._show(text)
+        if not text.endswith("\ufffd"):  # an incomplete character
+            self._write_new(text)
             if text.endswith("\n"):
-                self._ids, self._shown = [], 0  # a line is done: no need to decode it again with each token
+                self._ids, self._written = [], 0  # the line is complete: do not decode it again with every token
 
     def end(self) -> None:
-        self._show(self._text())
+        self._write_new(self._text())
 
     def _text(self) -> str:
         return self.tokenizer.decode(self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
-    def _show(self, text: str) -> None:
-        if piece := text[self._shown :]:
+    def _write_new(self, text: str) -> None:
+        if piece := text[self._written :]:
             self.pieces.append(piece)
             self.write(piece)
-            self._shown = len(text)
+            self._written = len(text)
 
 
 @contextmanager
-def answering(
-    computing: opt.Computing, compression: opt.Compression, prefill: str, decoding: Decoding
-) -> Iterator[Answerer]:
-    """Resolve the method (before the model, which takes longer), load the model, attach."""
+def attached_generator(
+    model_options: opt.ModelOptions, compression: opt.CompressionOptions, prefill: str, decoding: Decoding
+) -> Iterator[TextGenerator]:
+    """Load the model and attach the method; the method is resolved first, because loading the model takes longer."""
     from kvq_cli.attention.attach import attach
     from kvq_cli.cli.resolve import describe, resolve
     from kvq_cli.models import load_model
 
     options = opt.method_options(compression.set_)
-    chosen = resolve(computing.model, compression.method, compression.bits, compression.artifact, options)
-    loaded = load_model(computing.model, computing.device, computing.dtype)
-    with attach(loaded.model, chosen, prefill=prefill, backend=computing.backend) as attached:
-        yield Answerer(loaded, attached, describe(chosen), decoding)
+    attachable = resolve(model_options.model, compression.method, compression.bits, compression.artifact, options)
+    loaded = load_model(model_options.model, model_options.device, model_options.dtype)
+    with attach(loaded.model, attachable, prefill=prefill, backend=model_options.backend) as attached:
+        yield TextGenerator(loaded, attached, describe(attachable), decoding)
 
 
-def check_text(text: str, what: str) -> None:
-    """UsageError for bytes that were no UTF-8, which Python hands on as lone surrogates and no tokenizer takes."""
+def check_utf8(text: str, name: str) -> None:
+    """UsageError for text read from bytes that are not UTF-8: Python holds them as lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"{what} is not UTF-8 text") from None
+        raise UsageError(f"{name} is not UTF-8 text") from None
 
 
-def to_stdout(text: str) -> None:
-    """Write a piece of an answer at once."""
+def write_stdout(text: str) -> None:
+    """Write a piece of text to stdout and flush."""
     sys.stdout.write(text)
     sys.stdout.flush()

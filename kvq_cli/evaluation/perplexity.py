@@ -1,8 +1,8 @@
-"""Perplexity of text behind a prompt, and KL divergence from the uncompressed model on the same tokens.
+"""Perplexity of the tokens after a prompt, and KL divergence from the uncompressed model on the same tokens.
 
-The text is cut into non-overlapping windows, as GPTQ does. The first tokens of each are a prompt, to which methods fit
-their state; those behind it are scored as decoded one by one: every prediction reads the compressed cache, and no state
-comes from scored tokens.
+The text is cut into non-overlapping windows, as in GPTQ. The first tokens of each window are the prompt, to which
+methods fit their state. The tokens after it are scored as in token-by-token decoding: every prediction reads the
+compressed cache, and no state depends on scored tokens.
 
     perplexity = exp( sum of -ln q(x_t | x_<t) / number of scored tokens )
 """
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 class PerplexityEvaluation(Evaluation):
     """Perplexity, KL(p_fp16 || p_method) in nats per token, and top-1 agreement with the uncompressed model.
 
-    windows: token ids `[windows, seqlen]`; limit: number of windows to evaluate (None: all). prompt_tokens: of each
-    window, from 1 to seqlen - 1. prefill: as of `attach`, for the prompts.
+    windows: token ids `[windows, seqlen]`; limit: number of windows to evaluate (None: all); prompt_tokens: length of
+    each window's prompt, 1 to seqlen - 1; prefill: of `attach`, for the prompts.
     """
 
     task = "perplexity"

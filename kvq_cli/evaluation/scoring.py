@@ -1,8 +1,7 @@
-"""Logits of given tokens as generation would compute them: a prompt that sets the state, then tokens decoded behind it.
+"""Teacher-forced logits of a continuation, equal to those of token-by-token decoding after a prompt.
 
-What a method takes from the prompt (InnerQ's norms, SQuat's subspace, ZipCache's saliency, GEAR's low-rank factors) is
-taken from the prompt's pass alone, never from a token that is scored. The tokens behind it are computed in one pass
-that gives each of them what decoding one by one would.
+Methods fit their state (InnerQ's norms, SQuat's subspace, ZipCache's saliency, GEAR's low-rank factors) to the prompt
+alone, never to scored tokens. All tokens of the continuation are computed in one forward pass.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from kvq_cli.cache.report import CacheReport
 def continuation_logits(
     attached: Attached, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
 ) -> tuple[list[Tensor], CacheReport]:
-    """For each row the logits `[len(continuation), vocabulary]` that predict its continuation, and the cache's report.
+    """Logits `[len(continuation), vocabulary]` that predict each row's continuation, and the cache's report.
 
-    The prompt is the context but its last token, which is decoded with the continuation: so every logit is of a
-    decoding step that reads the compressed cache. A context of one token is itself the prompt. Rows of a batch may
-    have any lengths. ValueError for an empty context or continuation.
+    contexts, continuations: token ids of each row, of any lengths. The prompt is the context without its last token,
+    which is decoded with the continuation: every logit comes from a decode step that reads the compressed cache.
+    A context of one token is the prompt itself. ValueError for an empty context or continuation.
     """
     if not all(contexts) or not all(continuations):
         raise ValueError("a context or a continuation has no tokens")
@@ -41,7 +40,7 @@ def continuation_logits(
             for prompt, tokens in zip(prompts, decoded, strict=True)
         ]
     ).to(model.device)
-    # Tokens that fill up a row come behind all that is scored: no scored token sees them.
+    # Padding on the right follows all scored tokens of its row: none of them attends to it.
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * (len(prompt) + columns) for prompt in prompts])
     mask = mask.to(model.device)
     positions = (mask.cumsum(1) - 1).clamp(min=0)

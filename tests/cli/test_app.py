@@ -92,7 +92,7 @@ class Raises:
         (UsageError("--bits 9"), 2, "kvq: error: --bits 9"),
         (OSError(28, "No space left on device", "out/x"), 1, "kvq: error: out/x: No space left on device"),
         (PermissionError(13, "Permission denied", "/x"), 1, "kvq: error: /x: Permission denied"),
-        (ZeroDivisionError("oops"), 1, "kvq: error: ZeroDivisionError: oops (KVQ_DEBUG=1 shows where)"),
+        (ZeroDivisionError("oops"), 1, "kvq: error: ZeroDivisionError: oops (KVQ_DEBUG=1 shows the traceback)"),
         (KeyboardInterrupt(), 130, "kvq: interrupted"),
     ],
 )

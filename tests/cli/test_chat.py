@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from kvq_cli.cli.conversation import Conversation, plain_form
-from kvq_cli.cli.options import Compression, Computing
-from kvq_cli.cli.text_generator import Decoding, answering
+from kvq_cli.cli.conversation import Conversation, reference_prompt
+from kvq_cli.cli.options import CompressionOptions, ModelOptions
+from kvq_cli.cli.text_generator import Decoding, attached_generator
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -38,8 +38,8 @@ def test_commands(chat, tmp_path):
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("/nonsense", "unknown command '/nonsense'; there are /help"),
-        ("  /nonsense", "unknown command '/nonsense'; there are /help"),
+        ("/nonsense", "unknown command '/nonsense'; valid: /help"),
+        ("  /nonsense", "unknown command '/nonsense'; valid: /help"),
         ("/status now", "unknown command '/status now'"),
         ("/save", "/save needs a file name"),
         ("/save /dev/null/x", "cannot write /dev/null/x: File exists; choose another FILE"),
@@ -68,46 +68,48 @@ def test_end_of_input_ends_the_chat(chat):
 @pytest.mark.parametrize("method", ["fp16", "kivi"])
 def test_the_second_turn_reads_the_cache_of_the_first(method):
     """With an uncompressed cache both turns say what one pass over all tokens says; only new tokens are computed."""
-    with answering(Computing(dtype="float32"), Compression(method), "exact", Decoding(8)) as answerer:
-        talk = Conversation(answerer)
-        talk.ask(STORY, lambda piece: None)
-        held, cache = list(talk.ids), talk.cache
-        second = talk.ask("Where does the river flow?", lambda piece: None)
-        assert talk.cache is cache and talk.ids[: len(held)] == held
-        assert second.cache["tokens"] == len(talk.ids) - 1
+    with attached_generator(
+        ModelOptions(dtype="float32"), CompressionOptions(method), "exact", Decoding(8)
+    ) as generator:
+        conversation = Conversation(generator)
+        conversation.ask(STORY, lambda piece: None)
+        held, cache = list(conversation.ids), conversation.cache
+        second = conversation.ask("Where does the river flow?", lambda piece: None)
+        assert conversation.cache is cache and conversation.ids[: len(held)] == held
+        assert second.cache["tokens"] == len(conversation.ids) - 1
         if method == "fp16":
-            prompt = talk.ids[: len(talk.ids) - len(second.ids)]
-            again = answerer.answer(prompt, answerer.attached.new_cache(), lambda piece: None)
+            prompt = conversation.ids[: len(conversation.ids) - len(second.ids)]
+            again = generator.generate(prompt, generator.attached.new_cache(), lambda piece: None)
             assert again.ids == second.ids
 
 
 def test_a_failed_turn_leaves_the_talk_as_it_was():
-    with answering(Computing(), Compression("kivi"), "exact", Decoding(4)) as answerer:
-        talk = Conversation(answerer)
-        talk.ask("The town", lambda piece: None)
-        before = (list(talk.messages), list(talk.ids))
+    with attached_generator(ModelOptions(), CompressionOptions("kivi"), "exact", Decoding(4)) as generator:
+        conversation = Conversation(generator)
+        conversation.ask("The town", lambda piece: None)
+        before = (list(conversation.messages), list(conversation.ids))
 
         def broken(piece: str) -> None:
             raise OSError("pipe closed")
 
         with pytest.raises(OSError, match="pipe closed"):
-            talk.ask("and then", broken)
-        assert (talk.messages, talk.ids) == before
-        assert talk.ask("and then", lambda piece: None).cache["tokens"] == len(talk.ids) - 1
+            conversation.ask("and then", broken)
+        assert (conversation.messages, conversation.ids) == before
+        assert conversation.ask("and then", lambda piece: None).cache["tokens"] == len(conversation.ids) - 1
 
 
 def test_chat_template_is_used_and_the_cache_kept():
     """A template that shows history unchanged lets the second turn go on with the first one's cache."""
-    with answering(Computing(), Compression("fp16"), "exact", Decoding(5)) as answerer:
-        answerer.loaded.tokenizer.chat_template = TEMPLATE
-        talk = Conversation(answerer)
-        talk.ask("hello", lambda piece: None)
-        decode = answerer.loaded.tokenizer.decode
-        assert decode(talk.ids).startswith("[user]hello[assistant]")
-        cache = talk.cache
-        talk.ask("more", lambda piece: None)
-        assert "[user]more[assistant]" in decode(talk.ids)
-        assert talk.cache is cache
+    with attached_generator(ModelOptions(), CompressionOptions("fp16"), "exact", Decoding(5)) as generator:
+        generator.loaded.tokenizer.chat_template = TEMPLATE
+        conversation = Conversation(generator)
+        conversation.ask("hello", lambda piece: None)
+        decode = generator.loaded.tokenizer.decode
+        assert decode(conversation.ids).startswith("[user]hello[assistant]")
+        cache = conversation.cache
+        conversation.ask("more", lambda piece: None)
+        assert "[user]more[assistant]" in decode(conversation.ids)
+        assert conversation.cache is cache
 
 
 @pytest.mark.parametrize(
@@ -120,4 +122,4 @@ def test_chat_template_is_used_and_the_cache_kept():
     ],
 )
 def test_plain_form(message, form):
-    assert plain_form(message) == form
+    assert reference_prompt(message) == form

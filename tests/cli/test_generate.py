@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from kvq_cli.cli.text_generator import Decoding, Stream, cache_line
+from kvq_cli.cli.text_generator import CharacterStreamer, Decoding, cache_line
 from kvq_cli.errors import UsageError
 from kvq_cli.models import load_model
 from kvq_cli.reference import model_path
@@ -47,9 +47,7 @@ def test_text_streams_to_stdout_and_figures_to_stderr(kvq, generate):
     result = kvq("generate", PROMPT, "-n", 12)
     assert result.stdout == generate(PROMPT)["text"] + "\n"
     speed, cache = result.stderr.strip().splitlines()
-    assert re.fullmatch(
-        r"\d+ tokens in [\d.]+ s, [\d.]+ tokens/s after [\d.]+ s for the prompt; prompt \d+ tokens", speed
-    )
+    assert re.fullmatch(r"\d+ tokens in [\d.]+ s, [\d.]+ tokens/s after [\d.]+ s of prefill; prompt \d+ tokens", speed)
     assert "in 16 bit" in cache and "bits per number (nominal 2)" in cache
     assert kvq("generate", PROMPT, "-n", 2, "--quiet").stderr == ""
 
@@ -126,7 +124,7 @@ def test_stream_never_shows_half_of_a_character():
     text = " naïve café 日本語\n second line 🙂 end"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     pieces: list[str] = []
-    stream = Stream(tokenizer, pieces.append)
+    stream = CharacterStreamer(tokenizer, pieces.append)
     stream.put(torch.tensor([[1, 2, 3]]))  # the prompt
     for token in ids:
         stream.put(torch.tensor([token]))
