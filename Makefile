@@ -70,11 +70,12 @@ test-all: .venv/.installed .venv/device/.installed .venv/oldest/.installed  ## R
 	KVQ_TEST_PTX=sm_90 $(PYTEST) tests/kernels/test_compiled.py
 	$(call pytest,.venv/oldest/bin) -m "not slow" $(OLDEST_TESTS)
 
-lint: .venv/.installed  ## Check style, spelling, unused code and which room imports which.
+lint: .venv/.installed  ## Check style, types, spelling, unused code and which room imports which.
 	@$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	git ls-files '*.py' '*.md' '*.yaml' '*.toml' '*.sh' Makefile | xargs $(BIN)/codespell
 	$(BIN)/vulture
+	$(BIN)/mypy
 	PYTHONPATH=kernels $(BIN)/lint-imports --verbose | tail -n 1
 
 docs: .venv/.installed  ## Write the generated pages and pictures of docs/ anew.

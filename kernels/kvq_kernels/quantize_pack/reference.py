@@ -18,7 +18,7 @@ def quantize_pack_reference(x: Tensor, layout: Layout) -> Uniform:
         codes, scale, zero = _asymmetric(groups, layout, dim)
     else:
         codes, scale, sign = _symmetric(groups, layout, dim)
-    if layout.mode == "hybrid":
+    if layout.mode == "hybrid" and sign is not None:
         q, s, zero = _asymmetric(groups, layout, dim)
         error = codes * scale.float() - groups.abs()
         better = _sum_of_squares(q * s.float() + zero.float() - groups, dim) < _sum_of_squares(error, dim)
