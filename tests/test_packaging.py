@@ -61,8 +61,12 @@ def third_party(modules: Iterable[str]) -> set[str]:
     return {name.partition(".")[0] for name in modules} - set(sys.stdlib_module_names) - set(PACKAGES)
 
 
+#: Reads the metadata of every installed distribution, which takes a second.
+installed = cache(packages_distributions)
+
+
 def distributions(package: str) -> set[str]:
-    return {normal(one) for one in packages_distributions().get(package, [package])}
+    return {normal(one) for one in installed().get(package, [package])}
 
 
 def test_everything_that_is_imported_is_declared():

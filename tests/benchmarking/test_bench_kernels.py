@@ -19,7 +19,7 @@ def test_a_missing_gpu_suggests_dry(fails):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        (["--target", "sm_90"], "--target goes with --static"),
+        (["--target", "sm_90"], "--target needs --static"),
         (["--static", "--target", "sm_1"], "valid: sm_80"),
         (["--static", "--operation", "nonsense"], "--operation nonsense: unknown"),
         (["--dry", "--operation", "nonsense"], "nothing is measured of it"),
@@ -47,7 +47,7 @@ def test_resume_keeps_measured_shapes_of_the_same_machine(kvq, tmp_path):
     path, seven = tmp_path / "out/kernels.json", {"p20": 7.0, "p50": 7.0, "p80": 7.0, "n": 1}
     path.write_text(json.dumps(first | {"rows": [row | {"us": seven} for row in first["rows"]]}))
     result = kvq(*flags, "--resume")
-    assert "1 shapes are measured already" in result.stderr
+    assert "1 shapes were measured before" in result.stderr
     assert [row["us"] for row in json.loads(result.stdout)["rows"]] == [seven] * 3  # not measured again
     path.write_text(json.dumps(first | {"machine": first["machine"] | {"device": "another"}}))
     result = kvq(*flags, "--resume")

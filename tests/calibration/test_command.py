@@ -128,7 +128,7 @@ def test_ctrl_c_tells_how_to_resume(calibrate, kvq_process, tiny_folder, tmp_pat
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
-    assert "the same command with --resume goes on from here" in stderr and "Traceback" not in stderr
+    assert "interrupted; continue with the same command and --resume" in stderr and "Traceback" not in stderr
     assert not (tmp_path / "a").exists()
     assert json.loads(progress.read_text())["samples"] < 60
     assert calibrate("--samples", 60, "--out", "a", "--resume").exit_code == 0

@@ -1,4 +1,4 @@
-"""The command itself: help without torch, one line per error, exit codes, Ctrl-C."""
+"""The `kvq` command: imports, error lines, exit codes, Ctrl-C."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from kvq_cli.errors import KvqError, UsageError
 COMMANDS = [[], *[[name] for name, *_ in module.COMMANDS], ["evaluate"], ["bench", "generate"]]
 
 
-def test_every_help_answers_without_heavy_imports():
+def test_help_needs_no_heavy_imports():
     code = (
         "import sys\n"
         "from typer.testing import CliRunner\n"
@@ -31,7 +31,7 @@ def test_every_help_answers_without_heavy_imports():
     assert done.returncode == 0, done.stderr
 
 
-def test_help_takes_a_fraction_of_a_second():
+def test_help_is_fast():
     """The processor's time, best of five: what a machine that is busy with other tests cannot spoil."""
 
     def seconds() -> float:
@@ -49,7 +49,7 @@ def test_version_and_no_arguments(kvq):
     assert bare.exit_code == 2 and "Usage:" in bare.stdout and bare.stderr == ""
 
 
-def test_evaluate_is_eval(kvq):
+def test_evaluate_is_an_alias_of_eval(kvq):
     alias, name = (kvq(command, "--help").stdout.split() for command in ("evaluate", "eval"))
     assert [w.replace("evaluate", "eval") for w in alias] == [w.replace("evaluate", "eval") for w in name]
 
@@ -96,13 +96,13 @@ class Raises:
         (KeyboardInterrupt(), 130, "kvq: interrupted"),
     ],
 )
-def test_what_a_command_raises_ends_in_one_line(error, code, line):
+def test_errors_are_one_line(error, code, line):
     result = Raises(error)()
     assert (result.exit_code, result.stderr.strip(), result.stdout) == (code, line, "")
 
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: ...")])
-def test_out_of_memory_names_what_helps(error):
+def test_out_of_memory_error_names_remedies(error):
     assert "shorter context" in Raises(error)().stderr
 
 
@@ -113,7 +113,7 @@ def test_debug_shows_the_traceback(monkeypatch):
 
 
 @pytest.mark.parametrize("wait", [0.1, 0.4, 0.8, 1.4, 2.5])
-def test_interrupt_ends_with_130_at_any_time(kvq_process, wait):
+def test_interrupt_exits_with_130_at_any_time(kvq_process, wait):
     """Before, while and after torch is imported; chat waits for its input, so that it never ends by itself."""
     process = kvq_process("chat", "--method", "fp16")
     time.sleep(wait)
@@ -123,7 +123,7 @@ def test_interrupt_ends_with_130_at_any_time(kvq_process, wait):
     assert "Traceback" not in stderr
 
 
-def test_a_scheduler_that_ends_the_command_is_an_interrupt(kvq_process):
+def test_sigterm_is_an_interrupt(kvq_process):
     process = kvq_process("chat", "--method", "fp16")
     assert "/help" in process.stderr.readline()  # it waits for its input now
     process.terminate()
@@ -131,7 +131,7 @@ def test_a_scheduler_that_ends_the_command_is_an_interrupt(kvq_process):
     assert (process.returncode, stderr.strip()) == (130, "kvq: interrupted")
 
 
-def test_streams_that_are_closed_or_know_few_characters():
+def test_closed_and_ascii_streams():
     words = [sys.executable, "-m", "kvq_cli", "bench", "report"]
     closed = subprocess.run(["sh", "-c", 'exec "$@" >&-', "-", *words], capture_output=True, text=True)
     assert closed.returncode == 1 and closed.stderr.startswith("kvq: error: no results of a GPU"), closed.stderr

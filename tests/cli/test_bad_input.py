@@ -1,4 +1,4 @@
-"""Bad input of every kind ends in exit code 1 or 2 and one line that says what to change; nothing is half-written."""
+"""Invalid input ends in exit code 1 or 2 and one line that says what to change; no partial files remain."""
 
 import json
 import os
@@ -67,19 +67,19 @@ def artifact(made, tmp_path):
     return shutil.copytree(made / "artifact", tmp_path / "artifact")
 
 
-def test_the_artifact_works_before_it_is_damaged(kvq, made, artifact):
+def test_undamaged_artifact_works(kvq, made, artifact):
     result = kvq("generate", "a prompt", "-n", 2, "--model", made / "tiny", "--artifact", artifact, "--json")
     assert json.loads(result.stdout)["method"]["artifact"] == str(artifact)
 
 
 @pytest.mark.parametrize("command", ["generate", "eval", "chat"])
-def test_artifact_of_another_model_names_both(fails, artifact, made, command):
+def test_artifact_of_another_model_is_refused(fails, artifact, made, command):
     fails(*COMMANDS[command], "--artifact", artifact, code=2, says=f"belongs to the model '{made / 'tiny'}'")
 
 
 @pytest.mark.parametrize("command", ["generate", "eval", "chat"])
 @pytest.mark.parametrize("damage", ["cut", "flipped", "newer", "edited", "no tensors", "no config"])
-def test_damaged_artifacts_are_refused_with_the_file(fails, made, artifact, command, damage):
+def test_damaged_artifact_error_names_the_file(fails, made, artifact, command, damage):
     tensors, config = artifact / "tensors.safetensors", artifact / "config.json"
     document = json.loads(config.read_text())
     if damage == "cut":
@@ -100,12 +100,12 @@ def test_damaged_artifacts_are_refused_with_the_file(fails, made, artifact, comm
 
 
 @pytest.mark.parametrize(("flags", "says"), [(["--method", "fp16"], "holds kivi"), (["--bits", 4], "with bits=2")])
-def test_flags_that_contradict_the_artifact(fails, artifact, flags, says):
+def test_flags_contradicting_the_artifact_are_refused(fails, artifact, flags, says):
     fails(*COMMANDS["generate"], "--artifact", artifact, *flags, code=2, says=says)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_models_that_do_not_load(fails, tmp_path, command):
+def test_model_folder_without_config_is_an_error(fails, tmp_path, command):
     (tmp_path / "empty").mkdir()
     fails(
         *COMMANDS[command], "--model", "empty", code=1, says="--model empty: not a model folder: config.json is missing"
@@ -113,25 +113,25 @@ def test_models_that_do_not_load(fails, tmp_path, command):
 
 
 @pytest.mark.parametrize("command", ["generate", "eval"])
-def test_head_dim_that_the_method_cannot_divide(fails, made, command):
+def test_unsupported_head_dim_is_refused(fails, made, command):
     fails(*COMMANDS[command], "--method", "kivi", "--model", made / "odd", code=2, says="head_dim=24")
 
 
 @pytest.mark.parametrize("command", ["generate", "eval"])
-def test_nan_activations_name_the_layer(fails, made, command):
+def test_nan_error_names_the_layer(fails, made, command):
     fails(
         *COMMANDS[command], "--method", "kivi", "--model", made / "broken", code=1, says="layer 0: the keys contain NaN"
     )
 
 
-def test_data_that_is_not_there(fails):
+def test_missing_data_set_is_an_error(fails):
     perplexity = ["eval", "--task", "perplexity", "--limit", 1]
     fails(*perplexity, "--dataset", "gone.txt", code=2, says="gone.txt")
     fails(*perplexity, "--dataset", "wikitext2", code=1, says="wikitext2")
 
 
 @pytest.mark.parametrize("command", ["eval", "bench"])
-def test_output_folders_that_cannot_be_written(fails, made, tmp_path, command):
+def test_unwritable_output_folder_is_an_error(fails, made, tmp_path, command):
     (tmp_path / "file").write_text("in the way")
     flags = ["--model", made / "tiny", "--out", "file/out", "--quiet"]
     fails(*COMMANDS[command], *flags, code=1, says="file/out")
@@ -140,7 +140,7 @@ def test_output_folders_that_cannot_be_written(fails, made, tmp_path, command):
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="nothing is forbidden to root")
 @pytest.mark.parametrize("command", ["eval", "bench"])
-def test_output_folders_without_permission(fails, made, tmp_path, command):
+def test_output_folder_without_permission_is_an_error(fails, made, tmp_path, command):
     (tmp_path / "locked").mkdir(mode=0o500)
     flags = ["--model", made / "tiny", "--out", "locked/out", "--quiet"]
     fails(*COMMANDS[command], *flags, code=1, says="Permission denied")
@@ -148,7 +148,7 @@ def test_output_folders_without_permission(fails, made, tmp_path, command):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["eval", "bench"])
-def test_no_space_leaves_nothing_half_written(made, tmp_path, command):
+def test_full_disk_leaves_no_partial_files(made, tmp_path, command):
     """A limit on the size of files stands in for a full disk: writing beyond it fails in the same way."""
     words = [str(word) for word in [*COMMANDS[command], "--model", made / "tiny", "--out", tmp_path / "out", "--quiet"]]
     limited = (
@@ -167,7 +167,7 @@ def test_no_space_leaves_nothing_half_written(made, tmp_path, command):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["generate", "eval"])
-def test_interrupt_in_the_middle_of_the_work(kvq_process, tmp_path, command):
+def test_interrupt_during_work(kvq_process, tmp_path, command):
     long = {"generate": ["generate", "a", "-n", 3000], "eval": ["eval", "--task", "perplexity", "--out", "out"]}
     process = kvq_process(*long[command])
     seen = process.stdout.read(1) if command == "generate" else None

@@ -1,4 +1,4 @@
-"""`kvq chat` with piped input: commands, history over the compressed cache, prompt forms."""
+"""`kvq chat` with piped input: commands, cache reuse across turns, prompt formats."""
 
 import json
 
@@ -46,13 +46,13 @@ def test_commands(chat, tmp_path):
         ("word " * 5000, "the prompt has"),
     ],
 )
-def test_mistakes_are_told_and_the_talk_goes_on(chat, line, says):
+def test_errors_do_not_end_the_conversation(chat, line, says):
     result = chat(line, "/status")
     assert result.exit_code == 0
     assert says in result.stderr and "0 turns" in result.stdout
 
 
-def test_a_message_that_is_no_text_is_told(kvq_process):
+def test_binary_message_is_reported(kvq_process):
     process = kvq_process("chat")
     process.stdin.buffer.write(b"\xff\xfe\n/status\n")
     stdout, stderr = process.communicate(timeout=60)
@@ -66,7 +66,7 @@ def test_end_of_input_ends_the_chat(chat):
 
 
 @pytest.mark.parametrize("method", ["fp16", "kivi"])
-def test_the_second_turn_reads_the_cache_of_the_first(method):
+def test_second_turn_reuses_the_cache_of_the_first(method):
     """With an uncompressed cache both turns say what one pass over all tokens says; only new tokens are computed."""
     with attached_generator(
         ModelOptions(dtype="float32"), CompressionOptions(method), "exact", Decoding(8)
@@ -83,7 +83,7 @@ def test_the_second_turn_reads_the_cache_of_the_first(method):
             assert again.ids == second.ids
 
 
-def test_a_failed_turn_leaves_the_talk_as_it_was():
+def test_failed_turn_leaves_the_conversation_unchanged():
     with attached_generator(ModelOptions(), CompressionOptions("kivi"), "exact", Decoding(4)) as generator:
         conversation = Conversation(generator)
         conversation.ask("The town", lambda piece: None)
@@ -98,7 +98,7 @@ def test_a_failed_turn_leaves_the_talk_as_it_was():
         assert conversation.ask("and then", lambda piece: None).cache["tokens"] == len(conversation.ids) - 1
 
 
-def test_chat_template_is_used_and_the_cache_kept():
+def test_chat_template_is_applied_and_the_cache_reused():
     """A template that shows history unchanged lets the second turn go on with the first one's cache."""
     with attached_generator(ModelOptions(), CompressionOptions("fp16"), "exact", Decoding(5)) as generator:
         generator.loaded.tokenizer.chat_template = TEMPLATE
@@ -121,5 +121,5 @@ def test_chat_template_is_used_and_the_cache_kept():
         ("A is 5\nWhat is A? ", " A is 5\nQuestion: What is A?\nAnswer:"),
     ],
 )
-def test_plain_form(message, form):
+def test_reference_prompt(message, form):
     assert reference_prompt(message) == form

@@ -1,4 +1,4 @@
-"""`kvq generate` on the built-in model: where the prompt comes from, decoding, what is reported, what is refused."""
+"""`kvq generate` on the built-in model: prompt sources, decoding options, reports, errors."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def generate(kvq):
     return run
 
 
-def test_fp16_says_what_transformers_says(generate):
+def test_fp16_equals_transformers(generate):
     loaded = load_model("reference", dtype="float32")
     ids = loaded.tokenizer(PROMPT, return_tensors="pt")["input_ids"]
     out = loaded.model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
@@ -37,13 +37,13 @@ def test_fp16_says_what_transformers_says(generate):
     assert found["cache"]["tokens"] == ids.shape[1] + len(out) - 1  # the last token is never fed back
 
 
-def test_argument_file_and_stdin_are_the_same_prompt(generate, tmp_path):
+def test_prompt_from_argument_file_and_stdin(generate, tmp_path):
     (tmp_path / "prompt.txt").write_text(PROMPT + "\n")
     texts = [generate(PROMPT), generate("--file", "prompt.txt"), generate(input=PROMPT + "\n")]
     assert len({found["text"] for found in texts}) == 1
 
 
-def test_text_streams_to_stdout_and_figures_to_stderr(kvq, generate):
+def test_text_goes_to_stdout_and_summary_to_stderr(kvq, generate):
     result = kvq("generate", PROMPT, "-n", 12)
     assert result.stdout == generate(PROMPT)["text"] + "\n"
     speed, cache = result.stderr.strip().splitlines()
@@ -67,7 +67,7 @@ def test_beam_search_and_chunked_prefill(generate):
     assert beams["new_tokens"] > 0 and beams["tokens_per_second"] is None
 
 
-def test_a_long_prompt_is_held_in_fewer_bytes(generate):
+def test_long_prompt_is_cached_in_fewer_bytes(generate):
     found = generate(PROMPT * 40, "--method", "kivi", "--bits", 2, "--prefill", "compressed")
     cache = found["cache"]
     assert cache["bytes"] == sum(cache["parts"].values()) < 0.6 * cache["fp16_bytes"]
@@ -105,7 +105,7 @@ def test_bad_input_is_one_line(fails, arguments, code, says):
     fails("generate", *arguments, code=code, says=says)
 
 
-def test_a_file_that_is_no_text(fails, tmp_path):
+def test_binary_prompt_file_is_an_error(fails, tmp_path):
     (tmp_path / "prompt.bin").write_bytes(b"\xff\xfe\x00")
     fails("generate", "--file", "prompt.bin", code=1, says="not UTF-8")
 
@@ -118,7 +118,7 @@ def test_decoding_arguments():
         Decoding(top_k=3)
 
 
-def test_stream_never_shows_half_of_a_character():
+def test_streamer_writes_whole_characters():
     """A byte-level tokenizer cuts characters into tokens; the pieces join to the text and none holds a broken one."""
     tokenizer = AutoTokenizer.from_pretrained(model_path())
     text = " naïve café 日本語\n second line 🙂 end"
@@ -145,7 +145,7 @@ def test_cache_line():
 
 
 @pytest.mark.parametrize("locale", ["strict", "surrogateescape"])
-def test_input_that_is_no_text(kvq_process, monkeypatch, locale):
+def test_binary_stdin_is_refused(kvq_process, monkeypatch, locale):
     """What Python does with such bytes depends on the locale."""
     monkeypatch.setenv("PYTHONIOENCODING", f"utf-8:{locale}")
     process = kvq_process("generate", "-n", 2)

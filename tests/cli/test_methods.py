@@ -1,4 +1,4 @@
-"""`kvq methods` lists what the registry holds."""
+"""`kvq methods` lists the registered methods and their options."""
 
 import json
 
@@ -12,7 +12,7 @@ def test_all_methods(kvq):
     assert all(method["caches"] in table and method["finds"] in table for method in found)
 
 
-def test_options_of_one_method_are_those_that_it_takes(kvq):
+def test_listed_options_are_accepted(kvq):
     found = json.loads(kvq("methods", "kivi", "--json").stdout)
     defaults = {option["name"]: option["default"] for option in found["options"]}
     assert build("kivi", **defaults) == build("kivi")

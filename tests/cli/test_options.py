@@ -1,4 +1,4 @@
-"""Shared options: the YAML file, `--set`, and lists joined by commas."""
+"""Shared options: the YAML file, `--set`, and comma-separated lists."""
 
 import json
 from typing import Annotated
@@ -37,7 +37,7 @@ def run(tmp_path):
     return call
 
 
-def test_defaults_then_yaml_then_flags(run):
+def test_flags_override_yaml_and_yaml_overrides_defaults(run):
     yaml = "context: [256, 512]\nmax-new: 3\nset: {sinks: 4, pre_rope: true}\njson: true\n"
     assert json.loads(run("").stdout) == ["512", 7, None, {}, False]
     assert json.loads(run(yaml).stdout) == ["256,512", 3, None, {"sinks": "4", "pre_rope": "True"}, True]

@@ -1,4 +1,4 @@
-"""stdout carries the result, stderr the rest; --json is one document."""
+"""Results on stdout, everything else on stderr; --json prints one document."""
 
 import json
 import sys
@@ -23,7 +23,7 @@ def everything(out: Output) -> None:
     out.result({"answer": 42})
 
 
-def test_for_a_person(capsys):
+def test_output_without_json(capsys):
     everything(Output())
     stdout, stderr = capsys.readouterr()
     assert [word in stdout for word in ("library", "text", "table", "1.235", "answer")] == [True] * 4 + [False]

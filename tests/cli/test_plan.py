@@ -1,4 +1,4 @@
-"""`kvq plan` against the sizes that `kvq bits` counts."""
+"""`kvq plan` against the sizes counted by `kvq bits`."""
 
 import json
 
@@ -17,7 +17,7 @@ METHODS = [("fp16", {}), ("kivi", {"bits": 2}), ("temporalkv", {"bits": 2}), ("x
 
 
 @pytest.mark.parametrize(("name", "options"), METHODS)
-def test_the_longest_context_fits_and_a_longer_one_does_not(name, options):
+def test_longest_context_fits_and_a_longer_one_does_not(name, options):
     method, shape = build(name, **options), SHAPE.model_shape()
     found = capacity(method, shape, 1000, CONTEXT, context=3000, batch=2, budget=400 * 10**6)
     left = 400 * 10**6 - 1000 - found.artifact
@@ -27,7 +27,7 @@ def test_the_longest_context_fits_and_a_longer_one_does_not(name, options):
     assert account(method, shape, 3000, found.batch).bytes <= left < account(method, shape, 3000, found.batch + 1).bytes
 
 
-def test_nothing_fits_and_all_fits():
+def test_capacity_limits():
     method, shape = build("kivi", bits=2), SHAPE.model_shape()
     nothing = capacity(method, shape, 1000, CONTEXT, context=512, batch=1, budget=2000)
     assert (nothing.fits, nothing.context, nothing.batch) == (False, 0, 0)
@@ -55,12 +55,12 @@ def test_the_command(tmp_path):
         assert small.exit_code == 2 and f"--memory {memory} is {said}: the weights take 15.0 GiB" in small.stderr
 
 
-def test_a_models_weights_are_counted_from_its_configuration():
+def test_weight_bytes_are_counted_from_the_configuration():
     document = json.loads(CliRunner().invoke(app, ["plan", "--memory", "3GB", "--compare", "fp16", "--json"]).stdout)
     assert document["methods"][0]["weights"] == 2 * SHAPES["reference"].parameters
 
 
-def test_sizes_as_they_are_typed():
+def test_parse_bytes():
     assert [parse_bytes(text, "-m") for text in ("80GB", "1.5 GiB", "512MB", "7")] == [
         80 * 10**9,
         3 << 29,
@@ -80,5 +80,5 @@ def test_sizes_as_they_are_typed():
         (["--context", 10**20], "--context"),
     ],
 )
-def test_sizes_that_are_not_counted(fails, words, says):
+def test_invalid_sizes_are_refused(fails, words, says):
     fails("bits", *words, code=2, says=says)

@@ -1,4 +1,4 @@
-"""From flags to a method or its artifact, and what is said when that fails."""
+"""Resolving flags to methods and artifacts, and the error messages."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def test_artifact_folder(model, folder):
     assert artifact_folder(model, build("temporalkv", bits=2)) == Path(folder)
 
 
-def test_an_artifact_folder_says_what_was_calibrated():
+def test_artifact_folder_is_named_by_calibrated_options():
     def name(method, **options):
         return artifact_folder("reference", build(method, **options)).name
 
@@ -57,12 +57,12 @@ def test_methods_without_calibration_are_built():
         (["kivi", 2, None, {"sinks": "many"}], "sinks='many' is not a whole number"),
     ],
 )
-def test_wrong_requests(arguments, says):
+def test_unknown_methods_and_options_are_refused(arguments, says):
     with pytest.raises(UsageError, match=says):
         resolve("reference", *arguments)
 
 
-def test_a_missing_artifact_names_the_command_that_makes_it():
+def test_missing_artifact_error_names_the_calibrate_command():
     with pytest.raises(KvqError, match=r"run `kvq calibrate --method temporalkv --bits 2`$"):
         resolve("reference", "temporalkv")
     with pytest.raises(KvqError, match=r"`kvq calibrate --method temporalkv --model 'a b' --bits 4 --set share=8`"):
@@ -71,14 +71,14 @@ def test_a_missing_artifact_names_the_command_that_makes_it():
         resolve("reference", None, None, Path("gone"))
 
 
-def test_compared_methods_get_the_bits_they_can_use():
+def test_shared_bits_apply_to_methods_with_bits():
     fp16, kivi = resolve_compared("reference", ["fp16", "kivi"], 4)
     assert (fp16.name, kivi.name, kivi.bits) == ("fp16", "kivi", 4)
     with pytest.raises(UsageError, match="twice"):
         resolve_compared("reference", ["kivi", "kivi"])
 
 
-def test_compared_methods_take_options_of_their_own_and_shared_ones():
+def test_compared_methods_take_own_and_shared_options():
     names = ["fp16", "kivi-4bit:residual=32", "kivi"]
     fp16, own, shared = resolve_compared("reference", names, 2, options={"sinks": "8"})
     assert fp16.name == "fp16"

@@ -1,4 +1,4 @@
-"""Tables at any width: nothing is lost, nothing is wider than the terminal, no word is broken that has room."""
+"""Tables at any terminal width: complete, not too wide, words not broken."""
 
 import io
 
@@ -21,7 +21,7 @@ def printed(width, columns, rows, terminal=True, **options):
     return file.getvalue().splitlines()
 
 
-def test_a_narrow_terminal_shows_one_record_below_the_other():
+def test_narrow_terminal_shows_records():
     lines = [line.rstrip() for line in printed(40, SIZES, ROWS, title="llama-3.1-8b: 1 x 8,192 tokens")]
     assert lines[0] == "llama-3.1-8b: 1 x 8,192 tokens"
     assert printed(40, ["a"], [["b"]], title="wider than what it is about")[0] == "wider than what it is about"
@@ -36,14 +36,14 @@ def test_a_narrow_terminal_shows_one_record_below_the_other():
     assert "bits by part  codes 1.98 + scale 0.496 +" in lines and "              zero 0.496 + unused 0.126" in lines
 
 
-def test_a_wider_one_shows_columns_that_break_no_word():
+def test_wide_terminal_shows_columns_without_broken_words():
     lines = [line.rstrip() for line in printed(88, SIZES, ROWS)]
     heads = [line.split() for line in lines if "method" in line]
     assert len(heads) == 1 and heads[0][:3] == ["method", "nominal", "measured"]
     assert {"kivi-2bit", "temporalkv-2bit"} <= {line.split()[0] for line in lines if line}
 
 
-def test_a_pipe_has_no_edge():
+def test_pipe_has_no_width_limit():
     """One row is one line there, for grep."""
     long = ["x" * 300, "y " * 150]
     assert any(
@@ -62,7 +62,7 @@ tables = st.integers(1, 7).flatmap(
 
 
 @given(tables, st.integers(40, 160))
-def test_every_word_is_whole(table, width):
+def test_words_are_not_broken(table, width):
     columns, rows = table
     lines = printed(width, columns, rows)
     assert max(map(len, lines), default=0) <= width

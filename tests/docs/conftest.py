@@ -1,4 +1,4 @@
-"""Lets the tests of pages import what they share, and runs a page's commands where a user would."""
+"""Fixture that runs the commands and code of a documentation page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fenced blocks of a documentation page, and what the comment in front of each says about running it."""
+"""Fenced code blocks of documentation pages, and the comments that say how they are tested."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generated pages and pictures of docs/ are what `make docs` would write now."""
+"""Generated pages and diagrams of docs/ are up to date with `make docs`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def generate(script: str, folder: Path, **environment: str) -> str:
 @pytest.mark.parametrize(
     "script", [pytest.param(script, marks=[pytest.mark.slow] * (script == "decode_step.py")) for script in PAGES]
 )
-def test_the_committed_file_is_up_to_date(script, tmp_path):
+def test_committed_file_is_up_to_date(script, tmp_path):
     committed = (ROOT / "docs" / PAGES[script]).read_text(encoding="utf-8")
     assert generate(script, tmp_path) == committed, f"docs/{PAGES[script]} is out of date: run `make docs`"
 
@@ -72,7 +72,7 @@ def test_every_command_and_flag_is_on_the_page():
                         assert re.search(rf"{flag}\b", section), f"{name}: no {flag}"
 
 
-def test_the_decode_step_shows_the_way_from_the_model_to_the_kernel():
+def test_decode_step_diagram_shows_calls_from_model_to_kernel():
     nodes = ElementTree.parse(ROOT / "docs" / "decode-step.svg").iter("{http://www.w3.org/2000/svg}text")
     calls = [(node.text or "").split("  ×")[0] for node in nodes]
     order = [next(i for i, call in enumerate(calls) if call.endswith(name)) for name in ("Attention.forward", "encode")]

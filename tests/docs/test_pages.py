@@ -1,4 +1,4 @@
-"""What the pages tell a user to type works: commands, code, links, and the tutorial's method from its files."""
+"""Commands, code and links of the documentation work, and the tutorial's method passes its tests."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def parse(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("line", [line for lines in EXAMPLES.values() for line in lines])
-def test_examples_of_the_help_are_commands(line):
+def test_examples_in_help_can_be_parsed(line):
     program, *words = shlex.split(line)
     assert program == "kvq"
     parse(words)
@@ -58,7 +58,7 @@ def test_examples_of_the_help_are_commands(line):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_that_are_not_run_are_commands(page):
+def test_commands_that_are_not_run_can_be_parsed(page):
     for block in (block for block in blocks(page) if block.language == "bash" and not block.is_run):
         for words in block.commands:
             words = [word for word in words if not re.fullmatch(r"[A-Z_]+=\S*", word)]
@@ -69,7 +69,7 @@ def test_commands_that_are_not_run_are_commands(page):
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page):
+def test_links_are_valid(page):
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     headings = {
         re.sub(r"[^\w -]", "", heading.lower()).strip().replace(" ", "-")
@@ -120,11 +120,11 @@ def tutorial(tmp_path, monkeypatch) -> Iterator[Path]:
     registry._load_plugins.cache_clear()
 
 
-def test_the_tutorials_commands_run(tutorial, run_page):
+def test_tutorial_commands_run(tutorial, run_page):
     run_page(blocks(TUTORIAL))
 
 
-def test_the_tutorials_tests_pass(tutorial):
+def test_tutorial_tests_pass(tutorial):
     assert "absmax" in registry.method_names()
     tests = 0
     for file in sorted(tutorial.glob("test_*.py")):
@@ -135,7 +135,7 @@ def test_the_tutorials_tests_pass(tutorial):
     assert tests == 5
 
 
-def test_kernels_read_the_codec_that_the_tutorial_reuses(tutorial):
+def test_kernels_support_the_codec_reused_in_the_tutorial(tutorial):
     import kvq_absmax
 
     from kvq_cli.codecs.signed import SignedCodec
@@ -153,7 +153,7 @@ def test_kernels_read_the_codec_that_the_tutorial_reuses(tutorial):
         pass
 
 
-def test_a_plugin_that_cannot_be_used_is_named(tutorial, fails):
+def test_unusable_plugin_is_named(tutorial, fails):
     module = tutorial / "kvq_absmax.py"
     source = module.read_text()
     module.write_text(source.replace('name = "absmax"', 'name = "other"'))
@@ -166,7 +166,7 @@ def test_a_plugin_that_cannot_be_used_is_named(tutorial, fails):
     fails("methods", code=1, says="kvq-absmax: its method absmax cannot be imported: ModuleNotFoundError")
 
 
-def test_the_example_prints_the_answer_and_the_reports(monkeypatch, capsys):
+def test_example_program_prints_answers_and_reports(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["compress_a_model.py"])
     runpy.run_path(str(ROOT / "examples" / "compress_a_model.py"), run_name="__main__")
     answers = re.findall(

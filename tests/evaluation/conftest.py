@@ -1,4 +1,4 @@
-"""A tokenizer trained on the spot, what RULER's samples are made of, and a tiny random model."""
+"""Fixtures: a small trained tokenizer, text sources of RULER, and a tiny random model."""
 
 import pytest
 

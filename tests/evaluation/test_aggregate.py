@@ -1,4 +1,4 @@
-"""Means over tasks that were asked for under one name."""
+"""Mean scores of task groups."""
 
 from types import SimpleNamespace
 
@@ -19,7 +19,7 @@ def _tasks(weighted):
     return [SimpleNamespace(task=name, group=groups[name], weighted=weighted, count=counts[name]) for name in groups]
 
 
-def test_tasks_count_alike_or_by_their_samples():
+def test_group_mean_weights_tasks_equally_or_by_samples():
     plain = group_means(RESULTS, _tasks(False))
     assert set(plain) == {"both"} and set(plain["both"]) == {"alias", "acc,x", "acc_stderr,x", "f1,x", "f1_stderr,x"}
     assert plain["both"]["acc,x"] == pytest.approx(0.65)
@@ -30,5 +30,5 @@ def test_tasks_count_alike_or_by_their_samples():
     assert weighted["acc_stderr,x"] == pytest.approx(((0.25 * 0.1) ** 2 + (0.75 * 0.2) ** 2) ** 0.5)
 
 
-def test_a_task_without_a_group_takes_no_part():
+def test_task_without_group_has_no_mean():
     assert group_means(RESULTS, [SimpleNamespace(task="a", group=None, weighted=False, count=3)]) == {}

@@ -1,4 +1,4 @@
-"""`kvq eval` as a command: one document on stdout, one table, one line per error."""
+"""`kvq eval` end to end: documents, tables, resume, and one-line errors."""
 
 import json
 
@@ -21,7 +21,7 @@ def evaluate(kvq, folder):
     return run
 
 
-def test_one_method_prints_lm_evals_document(evaluate, folder, tmp_path):
+def test_single_method_prints_lm_evals_document(evaluate, folder, tmp_path):
     result = evaluate("--task", "vt,perplexity", "--context", 512, "--method", "kivi", "--bits", 2, "--json")
     assert result.exit_code == 0, result.stderr
     document = json.loads(result.stdout)
@@ -33,7 +33,7 @@ def test_one_method_prints_lm_evals_document(evaluate, folder, tmp_path):
     assert "kivi-2bit" in result.stderr  # the table
 
 
-def test_several_methods_print_one_table_and_a_document_each(evaluate):
+def test_several_methods_print_a_table_and_one_document_each(evaluate):
     arguments = ("--compare", "fp16,kivi-2bit,kivi", "--bits", 4, "--out", "here")
     shown = evaluate(*arguments)
     assert shown.exit_code == 0, shown.stderr
@@ -45,14 +45,14 @@ def test_several_methods_print_one_table_and_a_document_each(evaluate):
     assert kl[1] > kl[2] > kl[0]
 
 
-def test_many_columns_stand_upright(evaluate):
+def test_wide_table_is_transposed(evaluate):
     result = evaluate("--task", "vt,fwe,qa_1,qa_2,niah_single_1,perplexity", "--context", 640, "--method", "fp16")
     assert result.exit_code == 0, result.stderr
     words = [line.split()[0] for line in result.stdout.splitlines() if line.strip()]
     assert words[0] == "method" and {"vt", "qa_2", "perplexity"} <= set(words[1:])
 
 
-def test_quiet_says_nothing_beside_the_table(evaluate):
+def test_quiet_prints_only_the_table(evaluate):
     assert evaluate("--method", "fp16", "--quiet").stderr == ""
 
 
@@ -93,7 +93,7 @@ def test_bad_input_is_one_line(fails, folder, tmp_path, arguments, code, says):
     assert not (tmp_path / "results").exists()
 
 
-def test_ctrl_c_keeps_what_is_done(kvq, folder, tmp_path, monkeypatch):
+def test_ctrl_c_keeps_finished_samples(kvq, folder, tmp_path, monkeypatch):
     """Interrupted while the second sample is answered: 130, and the first one is not evaluated again."""
     from kvq_cli.evaluation.ruler import evaluation
 

@@ -1,4 +1,4 @@
-"""`--compare` with artifacts: which of them stands for which name."""
+"""Labels, result folders and identities of compared methods and artifacts."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def _labels(*arguments, **options):
     return [one.label for one in compared_methods(resolve_compared("reference", *arguments, **options))]
 
 
-def test_artifacts_below_the_current_folder_are_found(artifact):
+def test_default_artifacts_are_found(artifact):
     with pytest.raises(KvqError, match="run `kvq calibrate --method temporalkv --bits 2`"):
         _labels(["fp16", "temporalkv"], 2)
     artifact("artifacts/reference/temporalkv-2bit", 2)
@@ -35,7 +35,7 @@ def test_artifacts_below_the_current_folder_are_found(artifact):
     assert _labels(["fp16", "temporalkv", "temporalkv-4bit"], 2) == ["fp16", "temporalkv-2bit", "temporalkv-4bit"]
 
 
-def test_a_given_artifact_stands_for_its_method(artifact):
+def test_given_artifact_replaces_its_methods_default(artifact):
     mine = artifact("mine", 2, sinks=4)
     chosen = resolve_compared("reference", ["temporalkv", "fp16"], 2, [mine])
     assert chosen[0].path == mine and len(chosen) == 2
@@ -44,14 +44,14 @@ def test_a_given_artifact_stands_for_its_method(artifact):
     assert _labels(["fp16", str(artifact("with: a colon", 2))]) == ["fp16", "temporalkv-2bit"]
 
 
-def test_artifacts_of_one_method_are_told_apart_by_their_folders(artifact):
+def test_labels_of_artifacts_of_one_method_are_their_folders(artifact):
     both = [artifact("one", 2), artifact("other", 2, seed=1)]
     assert _labels([], None, both) == ["one", "other"]
     with pytest.raises(UsageError, match="twice"):
         _labels([], None, [both[0], both[0]])
 
 
-def test_an_artifact_changes_the_identity(artifact):
+def test_identity_depends_on_the_artifact(artifact):
     one, other = (
         compared_methods(resolve_compared("reference", [], None, [artifact(f"a{bits}", bits)]))[0] for bits in (2, 4)
     )
@@ -59,7 +59,7 @@ def test_an_artifact_changes_the_identity(artifact):
     assert one.identity["method"]["bits"] == 2
 
 
-def test_methods_are_told_apart_by_the_options_in_which_they_differ(artifact):
+def test_labels_name_the_options_that_differ(artifact):
     assert _labels(["kivi", "kivi:sinks=8", "kivi:sinks=8:recent=32"], 2) == [
         "kivi-2bit",
         "kivi-2bit,sinks=8",
@@ -69,7 +69,7 @@ def test_methods_are_told_apart_by_the_options_in_which_they_differ(artifact):
     assert _labels([], None, both) == ["temporalkv-2bit", "temporalkv-2bit,fisher=off"]
 
 
-def test_results_have_a_folder_that_is_their_own_whatever_they_are_compared_with(artifact):
+def test_result_folder_does_not_depend_on_the_comparison(artifact):
     def folders(*arguments, **options):
         return [one.folder for one in compared_methods(resolve_compared("reference", *arguments, **options))]
 
@@ -85,13 +85,13 @@ def test_results_have_a_folder_that_is_their_own_whatever_they_are_compared_with
 
 
 @pytest.mark.parametrize("name", method_names())
-def test_a_method_at_its_defaults_has_a_folder_that_names_bits_alone(name):
+def test_result_folder_of_default_options_names_bits_only(name):
     chosen = [build(name)]
     chosen += [build(name, bits=4)] if hasattr(chosen[0], "bits") else []
     assert all(one.folder == one.label for one in compared_methods(chosen))
 
 
-def test_windows_of_an_artifact_can_be_others_than_it_was_calibrated_with(artifact):
+def test_runtime_options_of_an_artifact_can_be_changed(artifact):
     mine = artifact("mine", 2)
     plain, other = resolve_compared("reference", [str(mine), f"{mine}:recent=32"])
     assert other.method_config == {**plain.method_config, "recent": 32}

@@ -1,4 +1,4 @@
-"""Divergence against closed forms and against the whole computed at once in float64."""
+"""KL divergence against closed forms and a direct float64 computation."""
 
 import math
 
@@ -18,7 +18,7 @@ def _direct(reference, logits, ids):
 
 
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 24])
-def test_chunks_make_no_difference(monkeypatch, chunk):
+def test_divergence_does_not_depend_on_chunk_size(monkeypatch, chunk):
     monkeypatch.setattr(module, "LOGITS_PER_CHUNK", chunk)
     torch.manual_seed(0)
     reference, logits, ids = torch.randn(37, 50), torch.randn(37, 50), torch.randint(50, (37,))
@@ -28,7 +28,7 @@ def test_chunks_make_no_difference(monkeypatch, chunk):
     assert (found.nll, found.nll_reference, found.kl, found.agreeing) == expected
 
 
-def test_a_distribution_does_not_diverge_from_itself():
+def test_divergence_of_equal_distributions_is_zero():
     logits = torch.randn(20, 30, dtype=torch.bfloat16)
     found = divergence(logits, logits, torch.randint(30, (20,)))
     assert (found.kl, found.agreeing) == (0.0, 19)

@@ -33,13 +33,13 @@ def records(loaded, windows):
     return found
 
 
-def test_windows_are_cut_as_gptq_cuts_them(windows, tokenizer):
+def test_windows_are_cut_as_in_gptq(windows, tokenizer):
     ids = tokenizer(prose("evaluation")[:8000]).input_ids
     assert windows.shape == (len(ids) // SEQLEN, SEQLEN)
     assert windows.flatten().tolist() == ids[: windows.numel()]
 
 
-def test_perplexity_of_fp16_is_that_of_a_plain_forward_pass(loaded, windows, records):
+def test_fp16_perplexity_equals_a_plain_forward_pass(loaded, windows, records):
     losses = []
     for window in windows[:3]:
         logits = loaded.model(window[None]).logits[0]
@@ -54,13 +54,13 @@ def test_perplexity_of_fp16_is_that_of_a_plain_forward_pass(loaded, windows, rec
     assert metrics["perplexity_stderr,none"] == pytest.approx(expected * spread, rel=1e-3)
 
 
-def test_fewer_bits_diverge_more(records):
+def test_divergence_grows_with_fewer_bits(records):
     kl = {label: sum(one["kl"] for one in some) for label, some in records.items()}
     assert kl["kivi-2bit"] > 2 * kl["kivi-4bit"] > 0.002
     assert all(one["agreeing"] <= one["tokens"] == SEQLEN - PROMPT for some in records.values() for one in some)
 
 
-def test_the_pass_sees_what_decoding_token_by_token_sees(loaded, windows, records):
+def test_scored_pass_equals_token_by_token_decoding(loaded, windows, records):
     """The score of one forward pass is that of a cache that grows, and is compressed, one token at a time."""
     with attach(loaded.model, build("kivi", bits=2, residual=32)) as attached, torch.inference_mode():
         cache = attached.new_cache()
@@ -72,7 +72,7 @@ def test_the_pass_sees_what_decoding_token_by_token_sees(loaded, windows, record
     assert record["nll_reference"] != pytest.approx(nll, rel=1e-3)
 
 
-def test_cache_bytes_are_recorded(records, loaded):
+def test_records_have_cache_bytes(records, loaded):
     shape = loaded.shape
     cached = SEQLEN - 1  # the last token is scored, and not decoded
     plain = 2 * 2 * shape.layers * shape.kv_heads * shape.head_dim * cached

@@ -1,4 +1,4 @@
-"""The picture of a comparison."""
+"""The plot of a comparison."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def method(name: str, bits: int, kl: float) -> dict:
     }
 
 
-def test_a_method_looks_the_same_in_all_panels_and_in_the_legend(monkeypatch, tmp_path):
+def test_style_of_a_method_is_the_same_in_all_panels_and_the_legend(monkeypatch, tmp_path):
     figures: list[matplotlib.figure.Figure] = []
     monkeypatch.setattr(plot, "save", lambda figure, *_: figures.append(figure))
     exact = {**method("fp16", 16, 0.0), "config": {"method": {"name": "fp16"}}}  # not in the panel of KL
@@ -30,7 +30,7 @@ def test_a_method_looks_the_same_in_all_panels_and_in_the_legend(monkeypatch, tm
     assert legend == looks[0] and looks[1].items() <= legend.items() and len(set(legend.values())) == 3
 
 
-def test_a_comparison_without_perplexity_and_ruler_is_refused(tmp_path):
+def test_plot_without_perplexity_and_ruler_is_an_error(tmp_path):
     scored = {**method("kivi", 2, 0.1), "results": {"lm_eval:gsm8k": {"exact_match,none": 0.5}}}
     with pytest.raises(KvqError, match="nothing to draw; evaluate --task perplexity or ruler"):
         plot.plot_comparison({"methods": {"kivi-2bit": scored}}, tmp_path / "x.png")

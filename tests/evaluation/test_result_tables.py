@@ -1,4 +1,4 @@
-"""Tables of finished evaluations: formats, the best in bold, differences on the same samples."""
+"""`kvq results`: table formats, best values, paired differences."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_student_has_the_quantiles_of_the_tables():
+def test_student_t_quantiles():
     for freedom, value in {1: 12.7062, 2: 4.3027, 3: 3.1824, 4: 2.7764, 9: 2.2622, 30: 2.0423, 500: 1.9647}.items():
         assert student_t(freedom) == pytest.approx(value, abs=6e-5)
 
 
-def test_without_scipy_the_error_names_the_extra(monkeypatch):
+def test_missing_scipy_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
     with pytest.raises(KvqError, match=r"need the package scipy.* pip install 'kvq-cli\[eval\]'"):
         paired([1.0, 2.0], [2.0, 2.0])
 
 
-def test_differences_are_of_pairs():
+def test_differences_are_paired():
     found = paired([1.1, 2.2, 3.3], [1.0, 2.0, 3.0])
     # mean 0.2, standard deviation 0.1, standard error 0.1 / sqrt(3), t of 2 degrees 4.3027
     assert found.mean == pytest.approx(0.2)
@@ -67,7 +67,7 @@ def test_differences_are_of_pairs():
     assert paired([1.0], [2.0]).low is None
 
 
-def test_the_best_of_a_column_leaves_out_the_uncompressed(folder):
+def test_best_values_exclude_the_uncompressed_cache(folder):
     methods = json.loads((folder / "comparison.json").read_text())["methods"]
     table = tabulate({"fp16": {**methods["a-2bit"]}, **methods})
     assert table.titles == [
@@ -112,7 +112,7 @@ def test_differences_to_a_baseline(kvq, fails, folder):
     fails("results", folder, "--baseline", "a", code=1, says="run the evaluation again")
 
 
-def test_samples_that_two_runs_at_once_left_count_once(kvq, folder):
+def test_duplicate_samples_count_once(kvq, folder):
     """Nor does a line that a kill cut short."""
     for path in folder.glob("*.jsonl"):
         key, *records = path.read_text().splitlines(keepends=True)
@@ -122,7 +122,7 @@ def test_samples_that_two_runs_at_once_left_count_once(kvq, folder):
     assert found["perplexity-1024 loss"]["mean"] == pytest.approx(0.2)
 
 
-def test_one_method_of_an_evaluation(kvq, fails, folder):
+def test_results_of_a_single_method(kvq, fails, folder):
     own = folder / "kivi-2bit,residual=64"
     own.mkdir()
     methods = json.loads((folder / "comparison.json").read_text())["methods"]
@@ -133,7 +133,7 @@ def test_one_method_of_an_evaluation(kvq, fails, folder):
     fails("results", own, code=1, says="results.json: not the result of an evaluation")
 
 
-def test_what_is_no_evaluation(kvq, fails, folder):
+def test_folder_without_evaluation_is_an_error(kvq, fails, folder):
     fails("results", folder / "gone", code=1, says="give the folder that `kvq eval` wrote to")
     (folder / "comparison.json").write_text("[1]")
     fails("results", folder, code=1, says="not the result of an evaluation")

@@ -1,4 +1,4 @@
-"""RULER's scores against those of lm-eval, where both agree, and where they do not."""
+"""RULER's scores against lm-eval's implementation, and the known differences."""
 
 from types import SimpleNamespace
 
@@ -23,37 +23,37 @@ def theirs(answer, references, metric):
 
 
 @given(ANSWERS.map("".join), REFERENCES)
-def test_string_match_all_is_lm_evals(answer, references):
+def test_string_match_all_equals_lm_eval(answer, references):
     assert score("string_match_all", answer, references) == pytest.approx(
         theirs(answer, references, "string_match_all")
     )
 
 
 @given(ANSWERS.map("".join), WORDS)
-def test_string_match_part_is_lm_evals_for_one_reference(answer, reference):
+def test_string_match_part_equals_lm_eval_for_one_reference(answer, reference):
     assert score("string_match_part", answer, [reference]) == theirs(answer, [reference], "string_match_part")
 
 
 @given(ANSWERS.map("".join), REFERENCES)
-def test_with_several_references_lm_eval_gives_the_share_that_matches(answer, references):
+def test_lm_eval_scores_the_fraction_of_matching_references(answer, references):
     """RULER, and kvq, ask whether any of them does: never less, equal where all or none match."""
     ours, share = score("string_match_part", answer, references), theirs(answer, references, "string_match_part")
     assert ours >= share and ours == float(share > 0)
     assert share == pytest.approx(theirs(answer, references, "string_match_all"))
 
 
-def test_the_known_difference_of_question_answering():
+def test_known_difference_in_question_answering():
     answer, references = "It was Denver.", ["Denver", "Denver Broncos"]
     assert string_match_part(answer, references) == 1
     assert theirs(answer, references, "string_match_part") == 0.5
 
 
-def test_the_means_are_lm_evals():
+def test_means_equal_lm_eval():
     scores = [1.0, 0.25, 0.0]
     assert common.aggregate_metrics([*scores, -1]) == pytest.approx(sum(scores) / 3)
 
 
-def test_tasks_and_budgets_are_lm_evals():
+def test_tasks_and_answer_lengths_equal_lm_eval():
     """Its 13 tasks under its names, each with as many tokens for the answer."""
     from lm_eval.tasks import TaskManager
 
@@ -67,7 +67,7 @@ def test_tasks_and_budgets_are_lm_evals():
         assert config["generation_kwargs"]["max_gen_toks"] == task.max_new_tokens, name
 
 
-def test_common_words_extraction_has_its_example_only_in_kvq(make_samples):
+def test_solved_example_of_common_words_is_missing_in_lm_eval(make_samples):
     """lm-eval builds a solved example and leaves it out of the prompt; RULER puts it in front, as kvq does."""
     from lm_eval.tasks.ruler import cwe_utils
 

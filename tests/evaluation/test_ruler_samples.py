@@ -1,4 +1,4 @@
-"""RULER samples: they fill the context with room for the answer, hold what is asked for, and depend on nothing else."""
+"""RULER samples: length, contents, references, and what they depend on."""
 
 import re
 from collections import Counter
@@ -27,7 +27,7 @@ def test_prompts_fill_the_context_and_leave_room_for_the_answer(make_samples, to
 
 @pytest.mark.parametrize("name", [n for n, t in TASKS.items() if t.family == "niah"])
 @pytest.mark.parametrize("wording", ["reference", "standard"])
-def test_needles_are_in_the_context_as_often_as_they_should(make_samples, name, wording):
+def test_number_of_needles(make_samples, name, wording):
     args = TASKS[name].args
     sample = make_samples(name, 1024, wording)[3]
     pairs = re.findall(r"One of the special magic (\w+) for (\S+) is: (\S+)\.", sample.prompt)
@@ -45,7 +45,7 @@ def test_needles_are_in_the_context_as_often_as_they_should(make_samples, name, 
 
 
 @pytest.mark.parametrize("wording", ["reference", "standard"])
-def test_chains_can_be_followed(make_samples, wording):
+def test_chain_references_follow_the_assignments(make_samples, wording):
     sample = make_samples("vt", 1024, wording)[1]
     if wording == "standard":
         example, prompt = sample.prompt.split("\n\nMemorize", 1)
@@ -95,7 +95,7 @@ def test_frequent_words_are_the_three_most_frequent(make_samples, context):
 
 @pytest.mark.parametrize("name", ["qa_1", "qa_2"])
 @pytest.mark.parametrize("wording", ["reference", "standard"])
-def test_the_documents_answer_the_question(make_samples, name, wording):
+def test_documents_contain_the_answer(make_samples, name, wording):
     samples = make_samples(name, 1024, wording)
     for index in (0, 7):
         sample = samples[index]
@@ -114,7 +114,7 @@ def test_two_documents_are_needed_for_qa_2(make_samples):
 
 
 @pytest.mark.parametrize("name", list(TASKS))
-def test_a_sample_depends_on_task_context_seed_and_index_only(make_samples, name):
+def test_sample_depends_on_task_context_seed_and_index_only(make_samples, name):
     one, other = make_samples(name, 1024), make_samples(name, 1024)
     backwards = [other[index] for index in (5, 2)]
     assert [one[2], one[5]] == backwards[::-1]
@@ -122,7 +122,7 @@ def test_a_sample_depends_on_task_context_seed_and_index_only(make_samples, name
     assert make_samples(name, 1024, seed=1)[2].references != one[2].references or name.startswith("qa")
 
 
-def test_needles_lie_at_all_depths(make_samples):
+def test_needles_are_at_all_depths(make_samples):
     samples = make_samples("niah_single_1", 1024)
     depths = []
     for index in range(24):
@@ -134,7 +134,7 @@ def test_needles_lie_at_all_depths(make_samples):
 @pytest.mark.parametrize(
     ("name", "wording"), [("vt", "standard"), ("cwe", "standard"), ("niah_multiquery", "reference")]
 )
-def test_a_context_that_is_too_short_says_what_it_takes(make_samples, name, wording):
+def test_too_short_context_error_names_a_sufficient_length(make_samples, name, wording):
     with pytest.raises(UsageError, match=rf"--context 256 is too short for {name}.*--context (\d+) or more") as raised:
         make_samples(name, 256, wording).check()
     enough = int(re.search(r"pass --context (\d+)", str(raised.value))[1])

@@ -1,4 +1,4 @@
-"""RULER's string match, against examples worked by hand."""
+"""RULER's string match against hand-computed examples."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Haystacks and question files."""
+"""RULER's haystacks and question files."""
 
 import json
 
@@ -9,7 +9,7 @@ from kvq_cli.evaluation.ruler.haystack import Haystack
 from kvq_cli.evaluation.ruler.questions import question_source, read_questions
 
 
-def test_haystack_is_the_first_words_over_and_over():
+def test_haystack_repeats_its_words():
     text = "= Head =\nOne two. Three\n\nfour   five! Six seven."
     hay = Haystack(text, "test")
     words = ["One", "two.", "Three", "four", "five!", "Six", "seven."]
@@ -17,7 +17,7 @@ def test_haystack_is_the_first_words_over_and_over():
         assert " ".join(hay.sentences(size)).split(" ") == (words * 3)[:size]
 
 
-def test_sentences_end_where_they_should():
+def test_sentence_ends():
     hay = Haystack(
         'J. R. Hartley met Mr. Smith at 3.5 a.m. there. "Why?" Nobody knew. (He left.) Then it rained.', "test"
     )
@@ -30,7 +30,7 @@ def test_sentences_end_where_they_should():
     ]
 
 
-def test_haystack_without_words():
+def test_haystack_without_words_is_an_error():
     with pytest.raises(KvqError, match="--haystack empty.txt"):
         Haystack(" \n", "empty.txt")
 
@@ -83,7 +83,7 @@ def test_hotpotqa_file(tmp_path):
     assert sorted(questions.draw(Random(0), 2, 0).documents) == ["T\nOne. Two.", "U\n3."]
 
 
-def test_a_file_serves_its_own_task_only(tmp_path):
+def test_question_file_is_used_for_its_format_only(tmp_path):
     source = question_source([_squad(tmp_path)], seed=0)
     assert source("squad").name.endswith("squad.json")
     assert source("hotpotqa").name == "generated"
@@ -92,14 +92,14 @@ def test_a_file_serves_its_own_task_only(tmp_path):
 @pytest.mark.parametrize(
     "content", ['{"data": [{"paragraphs": 3}]}', '{"rows": []}', '[{"question": "a"}]', "[1]", '{"data": []}', "[]"]
 )
-def test_malformed_question_files_are_named(tmp_path, content):
+def test_malformed_question_file_is_named(tmp_path, content):
     path = tmp_path / "bad.json"
     path.write_text(content)
     with pytest.raises(KvqError, match=r"--qa-file .*bad\.json"):
         read_questions(path)
 
 
-def test_missing_and_broken_question_files(tmp_path):
+def test_missing_and_invalid_question_files_are_errors(tmp_path):
     with pytest.raises(KvqError, match="No such file"):
         read_questions(tmp_path / "none.json")
     (tmp_path / "cut.json").write_text('{"data": [')

@@ -1,4 +1,4 @@
-"""The parameters of RULER's 13 tasks, and its prompts word for word."""
+"""Parameters of RULER's 13 tasks, and its prompts verbatim."""
 
 import pytest
 
@@ -25,7 +25,7 @@ def test_needle_parameters():
     assert {n: tuple(t.args[k] for k in names) for n, t in TASKS.items() if t.family == "niah"} == NIAH
 
 
-def test_budgets_and_metrics():
+def test_answer_lengths_and_metrics():
     budgets = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
     assert len(TASKS) == 13
     for task in TASKS.values():
@@ -37,20 +37,20 @@ def test_budgets_and_metrics():
     assert (TASKS["qa_1"].args["dataset"], TASKS["qa_2"].args["dataset"]) == ("squad", "hotpotqa")
 
 
-def test_unknown_names_list_the_valid_ones():
+def test_unknown_name_errors_list_valid_names():
     with pytest.raises(UsageError, match=r"niah_3.*niah_single_1.*qa_2"):
         ruler_task("niah_3")
     with pytest.raises(UsageError, match=r"auto, standard, reference"):
         select_templates("other", "reference")
 
 
-def test_templates_go_by_the_model():
+def test_auto_templates_depend_on_the_model():
     assert select_templates("auto", "reference").name == "reference"
     assert select_templates("auto", "meta-llama/Llama-3.1-8B").name == "standard"
     assert select_templates("standard", "reference").name == "standard"
 
 
-def test_one_needle():
+def test_prompt_with_one_needle():
     prompt = StandardTemplates().needles(Needles(["hay", "needle"], False, "numbers", ["calm-oak"], 1))
     assert str(prompt) == (
         "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about "
@@ -59,7 +59,7 @@ def test_one_needle():
     )
 
 
-def test_several_needles():
+def test_prompt_with_several_needles():
     prompt = StandardTemplates().needles(Needles(["hay", "needle"], True, "uuids", ["a-b", "c-d", "e-f"], 1))
     assert str(prompt) == (
         "Some special magic uuids are hidden within the following text. Make sure to memorize it. I will quiz you "
@@ -68,7 +68,7 @@ def test_several_needles():
     )
 
 
-def test_chain_with_its_example():
+def test_chain_prompt_with_example():
     standard = StandardTemplates()
     lines = [standard.assignment("AB", "111", True), standard.assignment("CD", "AB", False)]
     example = Chain(lines, "111", ["AB", "CD"])
@@ -86,7 +86,7 @@ def test_chain_with_its_example():
     assert both.prefix == prefix
 
 
-def test_words():
+def test_word_list_prompts():
     example = CommonWords(["b", "a", "b"], ["b"])
     prompt = str(StandardTemplates().common_words(CommonWords(["c", "d", "c"], ["c"], example)))
     first, second = prompt.split("\nBelow")
@@ -104,7 +104,7 @@ def test_words():
     )
 
 
-def test_passages():
+def test_passages_prompt():
     order = (
         "Answer the question based on the given documents. Only give me the answer and do not output any other words."
     )

@@ -1,4 +1,4 @@
-"""Whole runs on a tiny random model: several methods, resume, errors, documents."""
+"""Evaluation runs on a tiny random model: documents, resume, errors."""
 
 import json
 
@@ -32,7 +32,7 @@ def _lines(out):
     return {path.relative_to(out): sorted(path.read_text().splitlines()) for path in out.glob("*/*.jsonl")}
 
 
-def test_documents_follow_lm_eval(whole):
+def test_documents_follow_lm_evals_schema(whole):
     out, document = whole
     assert json.loads((out / "comparison.json").read_text()) == json.loads(json.dumps(document))
     one = json.loads((out / "kivi-2bit,residual=32" / "results.json").read_text())
@@ -50,7 +50,7 @@ def test_documents_follow_lm_eval(whole):
     assert one["cache"]["vt-512"]["compressed_tokens"] > 300
 
 
-def test_the_table_has_a_row_per_method(whole):
+def test_table_has_a_row_per_method(whole):
     table = whole[1]["table"]
     names = ["method", "vt", "perplexity", "KL to fp16", "top-1", "bits", "bits measured", "cache KiB", "x smaller"]
     assert table["columns"] == names
@@ -69,7 +69,7 @@ def test_methods_are_given_the_same_samples(whole):
 
 
 @pytest.mark.parametrize("after", [1, 4, 8])
-def test_an_interrupted_run_goes_on_to_the_same_results(loaded, whole, tmp_path, interrupt_after, after):
+def test_interrupted_run_resumes_to_the_same_results(loaded, whole, tmp_path, interrupt_after, after):
     before = loaded.model.config._attn_implementation
     with pytest.raises(KeyboardInterrupt):
         _run(loaded, tmp_path, batch_size=1, track=interrupt_after(after))
@@ -91,7 +91,7 @@ def test_an_interrupted_run_goes_on_to_the_same_results(loaded, whole, tmp_path,
     assert _lines(tmp_path) == _lines(whole[0])
 
 
-def test_a_finished_run_is_not_run_again(loaded, whole, monkeypatch):
+def test_finished_samples_are_not_evaluated_again(loaded, whole, monkeypatch):
     out, document = whole
     monkeypatch.setattr(loaded.model, "generate", None)
     monkeypatch.setattr(loaded.model, "forward", None)
@@ -100,7 +100,7 @@ def test_a_finished_run_is_not_run_again(loaded, whole, monkeypatch):
     assert _run(loaded, out, batch_size=1, limit=3) == document
 
 
-def test_each_configuration_of_a_method_keeps_its_own_results(loaded, tmp_path, monkeypatch, interrupt_after):
+def test_each_method_configuration_has_its_own_results(loaded, tmp_path, monkeypatch, interrupt_after):
     """Evaluated one by one or together, in the same folder; and together needs no more than each has done."""
     residuals, found = (32, 64), {}
     for residual in residuals:
@@ -119,7 +119,7 @@ def test_each_configuration_of_a_method_keeps_its_own_results(loaded, tmp_path, 
     assert list(together.values()) == list(found.values())
 
 
-def test_samples_begun_in_a_folder_of_another_name_are_taken_up(loaded, whole, tmp_path, monkeypatch):
+def test_samples_in_a_renamed_folder_are_reused(loaded, whole, tmp_path, monkeypatch):
     out, document = whole
     for path in out.glob("*/*.jsonl"):
         (tmp_path / path.parent.name.upper()).mkdir(exist_ok=True)
@@ -140,7 +140,7 @@ def test_samples_do_not_depend_on_the_limit(loaded, whole, tmp_path):
     assert document["methods"]["kivi-2bit"]["results"]["vt"]["512_stderr,none"] is None
 
 
-def test_a_batch_answers_as_each_prompt_alone(loaded):
+def test_batched_answers_equal_single_answers(loaded):
     prompts = [torch.arange(5, 5 + length).tolist() for length in (70, 40, 55)]
     with attach(loaded.model, COMPARED[1], prefill="compressed") as attached:
         together, _ = generate_answers(loaded, attached, prompts, 12)
@@ -149,7 +149,7 @@ def test_a_batch_answers_as_each_prompt_alone(loaded):
     assert [one.tokens for one in together] == [12] * 3
 
 
-def test_answers_stop_at_the_models_stop_token(loaded, monkeypatch):
+def test_answers_end_at_the_stop_token(loaded, monkeypatch):
     prompt = list(range(20, 90))
     with attach(loaded.model, COMPARED[0]) as attached:
         free = generate_answers(loaded, attached, [prompt], 8)[0][0]
@@ -182,19 +182,19 @@ def test_nothing_compressed_is_an_error(loaded, tmp_path):
         ({"chat_template": True}, r"--chat-template: the tokenizer of tiny has none"),
     ],
 )
-def test_wrong_settings_end_before_anything_is_written(loaded, tmp_path, changes, message):
+def test_invalid_settings_fail_before_anything_is_written(loaded, tmp_path, changes, message):
     with pytest.raises(UsageError, match=message):
         _run(loaded, tmp_path, **changes)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_written(loaded, tmp_path):
+def test_unwritable_folder_is_an_error(loaded, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(KvqError, match="choose another --out"):
         _run(loaded, tmp_path / "file")
 
 
-def test_labels_tell_subjects_apart():
+def test_labels_are_unique():
     same = [build("kivi", bits=2), build("kivi", bits=2, residual=64), build("kivi", bits=4)]
     labels = [one.label for one in compared_methods(same)]
     assert labels == ["kivi-2bit", "kivi-2bit,residual=64", "kivi-4bit"]

@@ -1,4 +1,4 @@
-"""Sample logs: kept as they come, resumed after a cut, never mixed; JSON whole or not at all."""
+"""Sample logs: resume, incomplete and damaged lines, separation by key."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from kvq_cli.evaluation.sample_log import SampleLog
 KEY = {"task": "vt", "seed": 0}
 
 
-def test_a_log_is_taken_up_where_it_stopped(tmp_path):
+def test_log_resumes(tmp_path):
     SampleLog(tmp_path, "vt-512", KEY).append([{"index": 0, "score": 1.0}, {"index": 1, "score": 0.5}])
     log = SampleLog(tmp_path, "vt-512", KEY)
     assert log.records == {0: {"index": 0, "score": 1.0}, 1: {"index": 1, "score": 0.5}}
@@ -23,7 +23,7 @@ def test_a_log_is_taken_up_where_it_stopped(tmp_path):
 
 
 @pytest.mark.parametrize("cut", range(1, 26, 4))
-def test_a_line_cut_short_is_evaluated_again(tmp_path, cut):
+def test_incomplete_last_line_is_evaluated_again(tmp_path, cut):
     log = SampleLog(tmp_path, "vt-512", KEY)
     log.append([{"index": 0, "score": 1.0}, {"index": 1, "score": 0.5}])
     os.truncate(log.path, log.path.stat().st_size - cut)
@@ -33,7 +33,7 @@ def test_a_line_cut_short_is_evaluated_again(tmp_path, cut):
     assert SampleLog(tmp_path, "vt-512", KEY).records[1]["score"] == 0.25
 
 
-def test_a_key_cut_short_starts_anew(tmp_path):
+def test_log_with_incomplete_key_starts_anew(tmp_path):
     log = SampleLog(tmp_path, "vt-512", KEY)
     os.truncate(log.path, 5)
     again = SampleLog(tmp_path, "vt-512", KEY)
@@ -42,12 +42,12 @@ def test_a_key_cut_short_starts_anew(tmp_path):
     assert list(SampleLog(tmp_path, "vt-512", KEY).records) == [0]
 
 
-def test_other_settings_have_another_file(tmp_path):
+def test_log_file_depends_on_settings(tmp_path):
     SampleLog(tmp_path, "vt-512", KEY).append([{"index": 0, "score": 1.0}])
     assert SampleLog(tmp_path, "vt-512", {**KEY, "seed": 1}).records == {}
 
 
-def test_damage_in_the_middle_is_named(tmp_path):
+def test_damaged_line_is_named(tmp_path):
     log = SampleLog(tmp_path, "vt-512", KEY)
     log.append([{"index": 0}, {"index": 1}])
     log.path.write_text(log.path.read_text().replace('{"index": 0}', '{"in'))

@@ -1,4 +1,4 @@
-"""Scores of given tokens: equal to decoding one by one, and blind to what comes later, for every method."""
+"""Teacher-forced logits of every method: equal to token-by-token decoding, independent of later tokens."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def scored(loaded, name, contexts, continuations, prefill="compressed"):
         return continuation_logits(kv, contexts, continuations)
 
 
-def test_every_method_is_here():
+def test_all_methods_are_covered():
     assert {name.split("-hybrid")[0] for name in METHODS} == set(method_names())
 
 
 @pytest.mark.parametrize("prefill", ["exact", "compressed"])
 @pytest.mark.parametrize("name", METHODS)
-def test_one_pass_is_decoding_one_by_one(loaded, ids, name, prefill):
+def test_one_pass_equals_token_by_token_decoding(loaded, ids, name, prefill):
     [whole], report = scored(loaded, name, [ids[:PROMPT]], [ids[PROMPT:]], prefill)
     assert report.compressed > 0 or name == "fp16"
     method = METHODS[name]
@@ -76,7 +76,7 @@ def test_one_pass_is_decoding_one_by_one(loaded, ids, name, prefill):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_later_tokens_never_move_a_logit(loaded, ids, name):
+def test_logits_do_not_depend_on_later_tokens(loaded, ids, name):
     change = 90  # of the continuation: within a group, after several
     other = [*ids[: PROMPT + change], *reversed(ids[PROMPT + change :])]
     assert other[PROMPT + change] != ids[PROMPT + change]
@@ -87,7 +87,7 @@ def test_later_tokens_never_move_a_logit(loaded, ids, name):
 
 
 @pytest.mark.parametrize("name", ["kivi", "innerq", "zipcache", "temporalkv"])
-def test_rows_of_a_batch_are_single_rows(loaded, ids, name):
+def test_batched_logits_equal_single_rows(loaded, ids, name):
     contexts, continuations = [ids[:PROMPT], ids[10:50], ids[:1]], [ids[PROMPT:140], ids[50:51], ids[1:40]]
     batch, _ = scored(loaded, name, contexts, continuations)
     for logits, context, continuation in zip(batch, contexts, continuations, strict=True):

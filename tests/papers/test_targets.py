@@ -69,8 +69,8 @@ def test_the_list(kvq):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--fast"], "--fast goes with --all"),
-        (["table-temporalkv-13", "--options", "--limit 2"], "--options: table-temporalkv-13 takes none"),
+        (["--fast"], "--fast needs --all"),
+        (["table-temporalkv-13", "--options", "--limit 2"], "--options: table-temporalkv-13 has a fixed command"),
         (["table-temporalkv-8", "--options", "--set 'a"], "--options --set 'a: No closing quotation"),
         (["table-9"], "no target 'table-9': `kvq reproduce` lists them"),
     ],

@@ -1,4 +1,4 @@
-"""Two small tasks of lm-eval with local data: sums to answer in words and numbers, and a choice among letters."""
+"""Fixtures: two small tasks of lm-eval with local data, one generative and one multiple choice."""
 
 import json
 from random import Random

@@ -1,4 +1,4 @@
-"""lm-eval's tasks through `kvq eval`: scores, compressed caches, resume."""
+"""Tasks of lm-eval in `kvq eval`: scores, compressed caches, resume."""
 
 import json
 import re
@@ -43,7 +43,7 @@ def records(out, label, task):
     return [json.loads(line) for line in path.read_text().splitlines()[1:]]
 
 
-def test_every_sample_is_kept_with_scores_and_compressed_bytes(whole):
+def test_records_have_scores_and_compressed_bytes(whole):
     out, document = whole
     for label in ("fp16", "kivi-2bit"):
         one = document["methods"][label]
@@ -65,13 +65,13 @@ def test_every_sample_is_kept_with_scores_and_compressed_bytes(whole):
         assert all(one["cache"]["compressed"] > 30 for one in packed)
 
 
-def test_the_table_has_them_beside_the_others(whole):
+def test_table_has_columns_of_lm_eval_tasks(whole):
     table = whole[1]["table"]
     assert [row[0] for row in table["rows"]] == ["fp16", "kivi-2bit"]
     assert {"sums exact_match,strict-match", "letters acc", "bits measured"} <= set(table["columns"])
 
 
-def test_scores_are_those_of_lm_evals_own_evaluator(whole, loaded, tasks, data_dir):
+def test_scores_equal_lm_evals_own_evaluator(whole, loaded, tasks, data_dir):
     from lm_eval.evaluator import evaluate as native
 
     document = whole[1]["methods"]["kivi-2bit"]["results"]
@@ -88,7 +88,7 @@ def test_scores_are_those_of_lm_evals_own_evaluator(whole, loaded, tasks, data_d
             assert document[task][name] == theirs[name] and document[task][error] == pytest.approx(theirs[error])
 
 
-def test_strict_and_flexible_match_as_gsm8k_has_them(run, loaded, tasks, data_dir, tmp_path, monkeypatch):
+def test_strict_and_flexible_match_of_gsm8k(run, loaded, tasks, data_dir, tmp_path, monkeypatch):
     """A model that writes the right sum, once behind #### and once in words; scored by hand beside it."""
     answers = [" #### {}", " it is {}", " #### 7", " {}.", " none", " 5 #### {} or 3"]
 
@@ -110,7 +110,7 @@ def test_strict_and_flexible_match_as_gsm8k_has_them(run, loaded, tasks, data_di
 
 
 @pytest.mark.parametrize("after", [2, 15])
-def test_an_interrupted_run_goes_on_to_the_same_results(run, whole, tmp_path, interrupt_after, after):
+def test_interrupted_run_resumes_to_the_same_results(run, whole, tmp_path, interrupt_after, after):
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path, track=interrupt_after(after))
     assert sum(len(path.read_text().splitlines()) - 1 for path in tmp_path.glob("*/*.jsonl")) == after
@@ -132,7 +132,7 @@ def test_samples_do_not_depend_on_the_limit(run, whole, tmp_path):
         assert records(tmp_path, "kivi-2bit", task) == records(whole[0], "kivi-2bit", task)[:2]
 
 
-def test_the_key_holds_all_that_changes_an_answer(loaded, tasks, data_dir, tmp_path):
+def test_resume_key_has_everything_that_changes_an_answer(loaded, tasks, data_dir, tmp_path):
     def config(seed=0, folder=data_dir, num_fewshot=None, **options):
         (task,) = load_tasks([tasks["sums"]], folder, num_fewshot)
         return LmEvalEvaluation(task, loaded, seed=seed, limit=2, prefill="compressed", **options).config
@@ -161,7 +161,7 @@ def test_nothing_compressed_is_an_error_only_when_no_sample_is(run, tasks, tmp_p
     assert not list(tmp_path.glob("none/**/results.json"))
 
 
-def test_wrong_settings_are_refused(run, tasks, tmp_path):
+def test_invalid_settings_are_refused(run, tasks, tmp_path):
     run(tmp_path, COMPARED[1:], tasks=[f"lm_eval:{tasks['sums']}"], prefill="exact", limit=1)
     with pytest.raises(UsageError, match="--data-dir nowhere: no such folder"):
         run(tmp_path, data_dir="nowhere")
@@ -172,7 +172,7 @@ def test_wrong_settings_are_refused(run, tasks, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_the_command_takes_tasks_of_all_kinds(kvq, tasks, data_dir, loaded, tmp_path_factory):
+def test_command_takes_tasks_of_all_kinds(kvq, tasks, data_dir, loaded, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny")
     loaded.model.save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)

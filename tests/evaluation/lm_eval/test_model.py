@@ -1,4 +1,4 @@
-"""The model that lm-eval sees: log-likelihoods and answers through a compressed cache."""
+"""The `lm_eval` model: log-likelihoods and answers with a compressed cache."""
 
 import pytest
 import torch
@@ -57,7 +57,7 @@ def one_by_one(loaded, method, context, continuation):
     return total, greedy
 
 
-def test_uncompressed_log_likelihoods_are_those_of_the_plain_model(loaded):
+def test_fp16_log_likelihoods_equal_the_plain_model(loaded):
     found, _ = run(loaded, EXACT, "loglikelihood", PAIRS)
     for (context, continuation), (total, greedy) in zip((one.args for one in PAIRS), found, strict=True):
         ids = loaded.tokenizer(context + continuation, return_tensors="pt").input_ids
@@ -69,7 +69,7 @@ def test_uncompressed_log_likelihoods_are_those_of_the_plain_model(loaded):
         assert greedy == bool((log_p.argmax(-1) == ids[0, 1:])[start - 1 :].all())
 
 
-def test_one_compressed_pass_is_what_decoding_token_by_token_would_give(loaded):
+def test_log_likelihoods_equal_token_by_token_decoding(loaded):
     found, model = run(loaded, KIVI, "loglikelihood", PAIRS)
     exact, plain = run(loaded, EXACT, "loglikelihood", PAIRS)
     for one, compressed in list(zip(PAIRS, found, strict=True))[2:]:  # the shorter ones
@@ -80,13 +80,13 @@ def test_one_compressed_pass_is_what_decoding_token_by_token_would_give(loaded):
     assert mean_cache_record(model.cache_records)["compressed"] > 50
 
 
-def test_padding_and_order_change_nothing(loaded):
+def test_log_likelihoods_do_not_depend_on_padding_and_order(loaded):
     alone, _ = run(loaded, KIVI, "loglikelihood", PAIRS)
     together, _ = run(loaded, KIVI, "loglikelihood", PAIRS[::-1], batch_size=4)
     assert [total for total, _ in together[::-1]] == pytest.approx([total for total, _ in alone], abs=1e-3)
 
 
-def test_choices_of_one_token_share_a_pass(loaded):
+def test_single_token_choices_share_a_forward_pass(loaded):
     letters = requests("loglikelihood", [(words(0, 300), letter) for letter in (" A", " B", " C")])
     assert {len(loaded.tokenizer(one.args[1], add_special_tokens=False).input_ids) for one in letters} == {1}
     found, model = run(loaded, KIVI, "loglikelihood", letters)
@@ -94,7 +94,7 @@ def test_choices_of_one_token_share_a_pass(loaded):
     assert sum(found_greedy for _, found_greedy in found) <= 1
 
 
-def test_a_long_text_is_read_in_windows(loaded):
+def test_long_text_is_scored_in_windows(loaded):
     text = requests("loglikelihood_rolling", [(TEXT[:600],)])
     (total,), _ = run(loaded, EXACT, "loglikelihood_rolling", text, max_length=64)
     ids = loaded.tokenizer(TEXT[:600]).input_ids
@@ -127,7 +127,7 @@ def test_answers_are_greedy_and_end_at_stop_strings(loaded):
 
 
 @pytest.mark.parametrize(("truncation", "head"), [("left", 0), ("middle", 25)])
-def test_long_prompts_lose_their_beginning_or_their_middle(loaded, monkeypatch, truncation, head):
+def test_long_prompts_are_truncated_left_or_in_the_middle(loaded, monkeypatch, truncation, head):
     seen = []
 
     def watch(loaded, attached, prompts, budget, stops=()):
@@ -145,7 +145,7 @@ def test_long_prompts_lose_their_beginning_or_their_middle(loaded, monkeypatch, 
         assert model.prompt_tokens(asked[0]) == (len(ids), len(ids) - 50)
 
 
-def test_what_would_measure_nothing_or_chance_is_refused(loaded):
+def test_sampling_and_too_long_answers_are_refused(loaded):
     for options, message in (
         ({"do_sample": True, "temperature": 0.7}, "samples its answers"),
         ({"temperature": 0.7}, "samples its answers"),

@@ -1,4 +1,4 @@
-"""The papers' tasks on tiny local copies: a right answer scores 1, a wrong one 0, by lm-eval's own rules."""
+"""The papers' tasks on tiny local copies: lm-eval scores right answers 1 and wrong answers 0."""
 
 import pytest
 
@@ -95,7 +95,7 @@ TASKS = {
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_right_answers_score_one_and_wrong_ones_zero(name, loaded, tmp_path, monkeypatch):
+def test_right_answers_score_1_and_wrong_answers_0(name, loaded, tmp_path, monkeypatch):
     split, row, right, wrong, figure = TASKS[name]
     write_lines(tmp_path / "data" / name / f"{split}.jsonl", [row | {"number": number} for number in range(7)])
     if name.startswith("mmlu_pro"):
@@ -120,7 +120,7 @@ def test_right_answers_score_one_and_wrong_ones_zero(name, loaded, tmp_path, mon
     assert evaluate(loaded, chosen, settings, tmp_path / "out") == document
 
 
-def test_answers_that_leave_no_room_for_a_prompt_are_refused_before_the_first(loaded, tmp_path):
+def test_too_long_answers_are_refused_before_the_first_sample(loaded, tmp_path):
     split, row, *_ = TASKS["mmlu_pro_law"]
     for place in (split, "validation"):
         write_lines(tmp_path / "data" / "mmlu_pro_law" / f"{place}.jsonl", [row] * 5)
@@ -129,7 +129,7 @@ def test_answers_that_leave_no_room_for_a_prompt_are_refused_before_the_first(lo
         evaluate(loaded, compared_methods([build("kivi")]), settings, tmp_path / "out")
 
 
-def test_a_groups_mean_is_a_figure_too(loaded, tmp_path, monkeypatch):
+def test_group_mean_is_reported(loaded, tmp_path, monkeypatch):
     names = next(group.tasks for group in GROUPS if group.name == "longbench_squat")
     for name in names:
         answers = ["Location"] if name == "longbench_trec" else LONG["answers"]

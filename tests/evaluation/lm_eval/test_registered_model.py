@@ -1,4 +1,4 @@
-"""The model `kvq` in lm-eval's own registry and command."""
+"""The model `kvq` in lm-eval's registry and command line."""
 
 import json
 
@@ -63,7 +63,7 @@ def answers(results):
     return [one["filtered_resps"] for one in results["samples"]["letters_here"]]
 
 
-def test_lm_eval_runs_a_task_and_reports_what_the_cache_took(run, loaded):
+def test_lm_eval_runs_a_task_and_reports_cache_sizes(run, loaded):
     packed, exact = run(**METHOD), run(method="fp16")
     assert answers(packed) != answers(exact)
     told = packed["config"]["kvq"]
@@ -78,7 +78,7 @@ def test_lm_eval_runs_a_task_and_reports_what_the_cache_took(run, loaded):
         assert model.loglikelihood(asked, disable_tqdm=True) == answers(packed)[0]
 
 
-def test_responses_are_kept_for_one_method_only(run, tmp_path):
+def test_response_cache_is_bound_to_one_method(run, tmp_path):
     cache = str(tmp_path / "responses")
     first = run(use_cache=cache, **METHOD)
     again = run(use_cache=cache, **METHOD)
@@ -95,7 +95,7 @@ def test_nothing_compressed_is_an_error(run):
         run(**{**METHOD, "residual": 1024})
 
 
-def test_arguments_that_contradict_each_other_or_are_unknown(folder, tmp_path):
+def test_contradictory_or_unknown_arguments_are_refused(folder, tmp_path):
     model = get_model("kvq")
     assert model is kvq_cli.evaluation.lm_eval.registered_model.KvqLM
     for arguments, message in (
@@ -109,7 +109,7 @@ def test_arguments_that_contradict_each_other_or_are_unknown(folder, tmp_path):
             model(folder, device="cpu", **arguments)
 
 
-def test_an_artifact_is_used_with_its_own_options(kvq, folder, tmp_path):
+def test_artifact_defines_the_options(kvq, folder, tmp_path):
     small = ["--samples", 6, "--seqlen", 100, "--gradients", 4, "--points", 300, "--iterations", 3]
     made = kvq("calibrate", "--model", folder, "--method", "channelkv", "--bits", 4, "--out", "made", *small)
     assert made.exit_code == 0, made.output
@@ -120,7 +120,7 @@ def test_an_artifact_is_used_with_its_own_options(kvq, folder, tmp_path):
     assert identity["artifact"] == load_artifact(tmp_path / "made").digest
 
 
-def test_the_command_is_lm_evals_own_and_errors_are_one_line(monkeypatch, capsys):
+def test_lm_evals_command_reports_errors_in_one_line(monkeypatch, capsys):
     def fail():
         assert get_model("kvq").__name__ == "KvqLM"
         raise UsageError("name a method")

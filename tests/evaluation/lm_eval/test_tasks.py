@@ -1,4 +1,4 @@
-"""lm-eval's tasks by name, and their data from local copies."""
+"""Loading tasks of lm-eval by name, with data from local copies."""
 
 import json
 import sys
@@ -21,7 +21,7 @@ def manager():
     return TaskManager(include_path=folders, include_defaults=False)
 
 
-def test_lm_eval_has_every_task_of_the_papers_in_the_folder_that_is_named(manager):
+def test_lm_eval_has_the_papers_tasks_in_the_named_folders(manager):
     for group in GROUPS:
         for task in group.tasks:
             assert task in manager.task_index, task
@@ -29,24 +29,24 @@ def test_lm_eval_has_every_task_of_the_papers_in_the_folder_that_is_named(manage
     assert filters == {"strict-match", "flexible-extract"}
 
 
-def test_groups_are_taken_apart_and_tasks_named_twice_count_once():
+def test_requested_groups_are_expanded_without_duplicates():
     found = requested_tasks(["perplexity", "lm_eval:longbench_squat", "lm_eval:longbench_qasper", "lm_eval:mine"])
     assert len(found) == 9 and found["longbench_qasper"] == "longbench_squat" and found["mine"] == "mine"
 
 
-def test_the_wanted_folder_and_file_are_found(tasks, data_dir):
+def test_local_copy_is_found_by_task_or_data_set(tasks, data_dir):
     sums, letters = load_tasks([tasks["sums"], tasks["letters"]], data_dir)
     assert (sums.task_name, len(sums.eval_docs), len(list(sums.training_docs()))) == ("sums", 6, 8)
     assert (letters.task_name, len(letters.eval_docs), letters.config.num_fewshot) == ("letters", 6, 0)
     assert sums.fewshot_instead_of is None and sums.VERSION == 3.0
 
 
-def test_the_number_of_examples_can_be_set_where_the_task_has_some(tasks, data_dir):
+def test_num_fewshot_applies_to_few_shot_tasks_only(tasks, data_dir):
     sums, letters = load_tasks([tasks["sums"], tasks["letters"]], data_dir, num_fewshot=4)
     assert (sums.config.num_fewshot, letters.config.num_fewshot) == (4, 0)
 
 
-def test_files_as_the_hub_keeps_them(tasks, data_dir, tmp_path):
+def test_parquet_parts_as_on_the_hub_are_read(tasks, data_dir, tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
@@ -59,7 +59,7 @@ def test_files_as_the_hub_keeps_them(tasks, data_dir, tmp_path):
     assert list(task.eval_docs) == rows
 
 
-def test_without_the_examples_split_they_are_other_questions(tasks, data_dir, tmp_path):
+def test_missing_fewshot_split_is_replaced_by_other_questions(tasks, data_dir, tmp_path):
     (tmp_path / "sums").mkdir()
     (tmp_path / "sums" / "test.jsonl").write_text((data_dir / "sums" / "test.jsonl").read_text())
     (task,) = load_tasks([tasks["sums"]], tmp_path)
@@ -70,7 +70,7 @@ def test_without_the_examples_split_they_are_other_questions(tasks, data_dir, tm
         assert prompt.count("####") == 2 and prompt.count(document["question"]) == 1
 
 
-def test_a_missing_copy_is_one_line_with_the_place_to_put_it(tasks, data_dir, tmp_path):
+def test_missing_local_copy_error_names_its_path(tasks, data_dir, tmp_path):
     with pytest.raises(KvqError, match=r"no copy of its data set nobody/sums small: it needs sums/test.jsonl"):
         load_tasks([tasks["sums"]], tmp_path)
     (tmp_path / "sums").mkdir()
@@ -79,7 +79,7 @@ def test_a_missing_copy_is_one_line_with_the_place_to_put_it(tasks, data_dir, tm
         load_tasks([tasks["sums"]], tmp_path)
 
 
-def test_offline_the_line_names_the_data_set_and_data_dir(tasks, capfd):
+def test_offline_error_names_the_data_set_and_data_dir(tasks, capfd):
     with pytest.raises(KvqError) as caught:
         load_tasks([tasks["sums"]])
     said = str(caught.value)
@@ -88,23 +88,23 @@ def test_offline_the_line_names_the_data_set_and_data_dir(tasks, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_wrong_names(tmp_path):
+def test_missing_task_file_is_an_error(tmp_path):
     with pytest.raises(UsageError, match="no such file"):
         load_tasks([str(tmp_path / "none.yaml")])
 
 
-def test_an_unknown_task_names_those_alike(manager):
+def test_unknown_task_error_names_similar_tasks(manager):
     with pytest.raises(UsageError, match="unknown task 'lm_eval:gsm8j': .*similar names: .*gsm8k"):
         list(task_names(manager, "gsm8j"))
 
 
-def test_groups_and_tags_of_lm_eval_are_taken_apart(manager):
+def test_groups_and_tags_are_expanded(manager):
     assert len(list(task_names(manager, "bbh"))) == 27
     longbench = list(task_names(manager, "longbench"))  # a group of groups; its tag names the same
     assert len(longbench) == 21 and sorted(longbench) == list(task_names(manager, "longbench_tasks"))
 
 
-def test_without_lm_eval_one_line_says_how_to_install_it(fails, tmp_path, monkeypatch):
+def test_missing_lm_eval_error_names_the_extra(fails, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     (tmp_path / "data").mkdir()
     arguments = ("--task", "lm_eval:gsm8k", "--method", "kivi", "--data-dir", "data")
@@ -113,6 +113,6 @@ def test_without_lm_eval_one_line_says_how_to_install_it(fails, tmp_path, monkey
     )
 
 
-def test_the_documented_table_is_that_of_the_program():
+def test_documented_task_table_is_up_to_date():
     page = Path(__file__).parents[3] / "docs" / "EVALUATION.md"
     assert task_table() in page.read_text()
