@@ -122,7 +122,8 @@ def test_sixteen_bit_models(one_layer, prompt, dtype):
 
 def test_decoding_from_the_first_token(one_layer):
     """Nothing is packed, and some rows are still empty."""
-    model, method, actual = one_layer(), build("innerq", group=16, mode="symmetric", sign="inside", sinks=2, recent=1), []
+    model, actual = one_layer(), []
+    method = build("innerq", group=16, mode="symmetric", sign="inside", sinks=2, recent=1)
     ids = torch.arange(3, 15, device=DEVICE).view(2, 6)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1]], device=DEVICE)
     for backend in ("torch", "triton"):

@@ -51,7 +51,7 @@ def test_resume_keeps_measured_shapes_of_the_same_machine(kvq, tmp_path):
     assert [row["us"] for row in json.loads(result.stdout)["rows"]] == [seven] * 3  # not measured again
     path.write_text(json.dumps(first | {"machine": first["machine"] | {"device": "another"}}))
     result = kvq(*flags, "--resume")
-    assert "measured anew" in result.stderr and len(json.loads(result.stdout)["rows"]) == 3
+    assert "measuring everything again" in result.stderr and len(json.loads(result.stdout)["rows"]) == 3
 
 
 def test_a_dry_tuning_run_writes_a_row_per_class(kvq, tmp_path):
