@@ -213,7 +213,7 @@ gpu-pack: .venv/device/.installed  ## Compile all kernels of these commands with
 	run test DRY=1 'GPU_TESTS=tests/kernels/test_compiled.py tests/attention/test_graphs.py tests/attention/test_on_gpu.py' GPU_JOBS=1 &
 	run bench DRY=none GPU_BENCH=; run tune DRY=none GPU_TUNE='--seconds 3600'
 	run growth DRY=skip GPU_CALIBRATE='--random llama-3.1-8b --layers 1 --samples 2 --seqlen 512' \
-	GPU_GROWTH='--random $(GPU_SHAPES) --layers 1 --context 2048 --tokens 2 --batch 64 --compare $(GPU_METHODS)'
+	GPU_GROWTH='--random $(GPU_SHAPES) --layers 1 --context 2048 --tokens 2 --batch 16 --compare $(GPU_METHODS)'
 	wait
 	fi
 	$(DEVICE) tools/gpu/pack.py make $$place/triton $$used $(GPU_PACK)

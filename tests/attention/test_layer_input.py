@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pairwise import parametrize_pairwise
 
 from kvq_cli.attention.attach import attach
 from kvq_cli.attention.capture_points import attention_modules
@@ -136,9 +137,7 @@ def test_xquant_equals_its_definition(tiny, prompt, factored, heads, bits):
             close(actual[:28], wanted, slice(0, 3))
 
 
-@pytest.mark.parametrize("accumulator", [16, 8])
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("bits", [2, 4])
+@parametrize_pairwise({"accumulator": [16, 8], "heads": HEADS, "bits": [2, 4]})
 def test_xquant_cl_equals_its_definition(tiny, prompt, factored, heads, bits, accumulator):
     """K and V of layer i are X^_i W, X^_i = X^_{i-1} + Q((X_i - X^_{i-1}) U) U^T, from the base layer's X on."""
     model = with_random_biases(tiny("qwen2", num_key_value_heads=HEADS[heads], num_hidden_layers=5))

@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import transformers
+from pairwise import parametrize_pairwise
 from transformers import AttentionInterface, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -91,9 +92,7 @@ def test_invalid_prompts_are_refused(tiny, probe, prompt):
             model(ids[:, :20], attention_mask=square, past_key_values=kv.new_cache())
 
 
-@pytest.mark.parametrize("columns", [20, 1])
-@pytest.mark.parametrize("value", [torch.nan, torch.inf])
-@pytest.mark.parametrize("which", ["k_proj", "v_proj"])
+@parametrize_pairwise({"columns": [20, 1], "value": [torch.nan, torch.inf], "which": ["k_proj", "v_proj"]})
 def test_non_finite_numbers_are_refused(tiny, probe, prompt, columns, value, which):
     model, (ids, _) = tiny("llama"), prompt(20)
     with attach(model, probe()) as kv:

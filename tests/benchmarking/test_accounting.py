@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-import pytest
 import torch
+from pairwise import parametrize_pairwise
 
 from kvq_cli.attention.rotary import Rotation
 from kvq_cli.benchmarking.accounting import META, account, artifact_bytes, artifact_tensors
@@ -22,9 +22,7 @@ MHA = ModelShape(4, 4, 4, 64, 256, torch.float16)
 SPECS = [*method_names(), "temporalkv:outliers=0.01", "kivi-3bit:sinks=8:recent=32", "innerq:sign=inside", "gear-4bit"]
 
 
-@pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("shape", [GQA, MHA], ids=["gqa", "mha"])
-@pytest.mark.parametrize("context", [1, 333])
+@parametrize_pairwise({"spec": SPECS, "shape": [GQA, MHA], "context": [1, 333]})
 def test_counted_bytes_equal_those_of_a_real_cache(spec, shape, context):
     method, batch = build_parsed(spec), 2
     generator = torch.Generator().manual_seed(0)

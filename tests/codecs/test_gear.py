@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from pairwise import parametrize_pairwise
 
 from kvq_cli.codecs.base import Codec, Packed, Part, Prompt
 from kvq_cli.codecs.gear import GearCodec
@@ -73,9 +74,9 @@ def expected(x: torch.Tensor, side: str, bits: int, fraction: float, rank: int, 
     return out
 
 
-@pytest.mark.parametrize("kind", ["random", "captured"])
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize(("bits", "fraction"), [(2, 0.02), (3, 0.1), (4, 0.0)])
+@parametrize_pairwise(
+    {"kind": ["random", "captured"], "side": SIDES, "bits, fraction": [(2, 0.02), (3, 0.1), (4, 0.0)]}
+)
 def test_equals_the_definition_in_float64(prompts, kind, side, bits, fraction):
     prompt, one = prompts[kind], codec(side, bits, fraction)
     x = getattr(prompt, side)

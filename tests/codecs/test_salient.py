@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from pairwise import parametrize_pairwise
 
 from kvq_cli.codecs import salient
 from kvq_cli.codecs.base import Packed, Part, Prompt
@@ -93,9 +94,9 @@ def expected(x: np.ndarray, chosen: np.ndarray, side: str, low: int, high: int) 
     return out * norm
 
 
-@pytest.mark.parametrize("kind", ["random", "captured"])
-@pytest.mark.parametrize("side", SIDES)
-@pytest.mark.parametrize(("low", "high"), [(1, 2), (2, 4), (3, 4), (4, 8), (2, 3)])
+@parametrize_pairwise(
+    {"kind": ["random", "captured"], "side": SIDES, "low, high": [(1, 2), (2, 4), (3, 4), (4, 8), (2, 3)]}
+)
 def test_codec_equals_the_definition_in_float64(prompts, kind, side, low, high):
     prompt, one = prompts[kind], codec(side, low, high)
     x = getattr(prompt, side)[:, :, :TOKENS]

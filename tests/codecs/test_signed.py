@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import parametrize_pairwise
 
 from kvq_cli.codecs.base import Prompt
 from kvq_cli.codecs.normalized import NormalizedCodec
@@ -41,9 +42,13 @@ def rounded(x: torch.Tensor, codec: UniformCodec, group: int) -> tuple[np.ndarra
     return groups_of(x, codec.axis, group), groups_of(codec.decode(codec.encode(x), torch.float32), codec.axis, group)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize(("bits", "sign"), [*((b, "extra") for b in (1, 2, 3, 4, 8)), (2, "inside"), (4, "inside")])
+@parametrize_pairwise(
+    {
+        "dtype": DTYPES,
+        "axis": AXES,
+        "bits, sign": [*((b, "extra") for b in (1, 2, 3, 4, 8)), (2, "inside"), (4, "inside")],
+    }
+)
 def test_symmetric_groups_equal_equation_13(bits, sign, axis, dtype):
     x = numbers(bits, dtype, spread=3.0, offset=1.0)
     codec = SignedCodec(bits, axis, 32, HEAD_DIM, dtype, sign)
@@ -112,9 +117,7 @@ def test_hybrid_prompt_with_symmetric_later_tokens(norm):
             assert torch.equal(actual.parts[name].tensor, part.tensor), name
 
 
-@pytest.mark.parametrize("hybrid", ["no", "always"])
-@pytest.mark.parametrize("group", [16, 32, 64])
-@pytest.mark.parametrize("axis", AXES)
+@parametrize_pairwise({"hybrid": ["no", "always"], "group": [16, 32, 64], "axis": AXES})
 def test_zeros_constants_and_tiny_numbers_decode_without_nan(axis, group, hybrid):
     x = torch.zeros(1, 2, 64, HEAD_DIM)
     x[0, 1] = -3.0

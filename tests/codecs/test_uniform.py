@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pairwise import parametrize_pairwise
 
 from kvq_cli.codecs import bits as bitpack
 from kvq_cli.codecs.uniform import UniformCodec
@@ -34,9 +35,7 @@ def side(packed, name: str, axis: str) -> np.ndarray:
     return np.moveaxis(tensor, 3, 2) if axis == "channel" else tensor
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("axis", AXES)
-@pytest.mark.parametrize("bits", BITS)
+@parametrize_pairwise({"dtype": [torch.float16, torch.bfloat16, torch.float32], "axis": AXES, "bits": BITS})
 def test_codec_equals_the_definition_in_float64(bits, axis, dtype):
     x = numbers(bits, dtype, spread=3.0, offset=1.0)
     codec = UniformCodec(bits, axis, GROUP, HEAD_DIM, dtype)

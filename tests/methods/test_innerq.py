@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pairwise import parametrize_pairwise
 
 from kvq_cli.codecs.base import Packed, Prompt, PromptCodec
 from kvq_cli.errors import UsageError
@@ -40,9 +41,7 @@ def test_windows_and_sources(shape):
     assert (plan.keys.window, plan.values.window) == (Window(4, 0, 1), Window(4, 0, 16))
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 8])
+@parametrize_pairwise({"head_dim": [64, 80, 96, 128, 256], "mode": MODES, "bits": [1, 2, 3, 4, 8]})
 def test_cost_at_every_head_dim(shape_of, bits, mode, head_dim):
     """Codes, one word of `group` bits for signs or zero-point, a 16-bit scale, whose sign is the choice of mode."""
     shape = shape_of(head_dim=head_dim, dtype=torch.bfloat16)

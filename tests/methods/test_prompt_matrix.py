@@ -9,6 +9,7 @@ import itertools
 
 import pytest
 import torch
+from pairwise import parametrize_pairwise
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvq_cli import attach
@@ -82,9 +83,7 @@ def tensor_bytes(stream: Stream) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.numel()}.values())
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("heads", HEADS)
-@each_method
+@parametrize_pairwise({"head_dim": HEAD_DIMS, "heads": HEADS, "name, options": METHODS})
 def test_stored_bits_depend_only_on_the_tokens_and_first_pass_of_a_row(name, options, heads, head_dim, shape_of):
     shape, (query_heads, kv_heads) = shape_of(kv_heads=HEADS[heads][1], head_dim=head_dim), HEADS[heads]
     noise = torch.Generator().manual_seed(0)
@@ -171,9 +170,7 @@ def test_compressed_prefill_after_the_first_pass_equals_token_by_token(name, opt
     assert error.quantile(0.9) < 1e-3 and error.max() < 0.1 * single.abs().max()
 
 
-@pytest.mark.parametrize("name", ["gear", "zipcache"])
-@pytest.mark.parametrize("prompt", [1, 5, 40])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@parametrize_pairwise({"name": ["gear", "zipcache"], "prompt": [1, 5, 40], "dtype": [torch.float32, torch.bfloat16]})
 def test_generation_from_prompts_of_any_length(name, prompt, dtype):
     """With beams and a padded row; `dtype` is the model's."""
     options = {"gear": {"group": 16, "residual": 16}, "zipcache": {"residual": 10}}[name]
