@@ -67,6 +67,21 @@ assert x.cuda().sum().item() == x.sum().item() and x.cuda().tolist() == x.tolist
     )
 
 
+def test_large_products_are_zeros_where_kernels_are_skipped():
+    check(
+        "skip",
+        """
+from torch.nn.functional import linear, scaled_dot_product_attention
+x, weight = torch.ones(1, 2048, 1024, device="cuda"), torch.ones(1024, 1024, device="cuda")
+assert linear(x, weight).shape == x.shape and linear(x, weight).is_cuda
+assert (linear(x, weight) == 0).all() and (linear(x[:, :2], weight) == 1024).all()
+assert (linear(x.cpu(), weight.cpu()) == 1024).all()
+q = torch.ones(1, 8, 2048, 64, device="cuda")
+assert scaled_dot_product_attention(q, q, q, is_causal=True).shape == q.shape
+""",
+    )
+
+
 def test_graphs_replay_and_refuse_host_reads_during_capture():
     check(
         "host",

@@ -17,9 +17,10 @@ MEMORIES = {"host": "cpu", "skip": "cpu", "none": "meta"}
 
 
 def activate(memory: str) -> None:
-    """Activate the fake device. memory: "host" (kernels are emulated), "skip" (not run) or "none" (shapes only)."""
+    """Activate the fake device. memory: "host" (kernels are emulated), "skip" (neither they nor large
+    products are computed) or "none" (shapes only)."""
     replace_torch_cuda()
-    FakeDevice.memory = torch.device(MEMORIES[memory])
+    FakeDevice.memory, FakeDevice.skip_products = torch.device(MEMORIES[memory]), memory == "skip"
     FakeDevice().__enter__()
     _enter_in_new_threads()
     import triton

@@ -16,6 +16,9 @@ CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 _CROSS_DEVICE = {"copy_", "__getitem__", "__setitem__", "index_put_", "index_put", "index", "set_", "__set__", "to"}
 _CROSS_DEVICE |= {"_has_compatible_shallow_copy_type"}
 _DIVISIONS = {"div", "divide", "true_divide", "__truediv__"}
+#: Products that take a CPU too long at a model's real size: their result is then zeros.
+_PRODUCTS = {"linear", "matmul", "__matmul__", "bmm", "scaled_dot_product_attention"}
+_LARGE_PRODUCT = 1 << 30  # multiply-adds
 _HOST_READS = {"item", "tolist", "__bool__", "__int__", "__float__", "__index__", "is_nonzero", "equal", "allclose"}
 
 
@@ -34,9 +37,13 @@ def _mark(tensor: Tensor, device: torch.device) -> None:
 
 
 class FakeDevice(TorchFunctionMode):
-    """memory: the device that holds the fake device's tensors, PyTorch's "cpu" or "meta"; one per process."""
+    """memory: the device that holds the fake device's tensors, PyTorch's "cpu" or "meta"; one per process.
+
+    skip_products: whether large products on the fake device are zeros.
+    """
 
     memory = torch.device("cpu")
+    skip_products = False
 
     def __torch_function__(
         self, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -72,7 +79,14 @@ class FakeDevice(TorchFunctionMode):
         generator = kwargs.get("generator")
         if wanted == CUDA and self.memory.type == "meta" and generator is not None:
             kwargs = {key: value for key, value in kwargs.items() if key != "generator"}
-        if name in _DIVISIONS and len(args) == 2 and not kwargs and isinstance(args[1], (int, float)):
+        if (
+            self.skip_products
+            and name in _PRODUCTS
+            and on_device(args[0])
+            and _multiply_adds(name, *args[:2]) > _LARGE_PRODUCT
+        ):
+            out = _zero_result(function, args, kwargs)
+        elif name in _DIVISIONS and len(args) == 2 and not kwargs and isinstance(args[1], (int, float)):
             out = _divide(function, *args)
         else:
             out = function(*args, **kwargs)
@@ -153,6 +167,20 @@ def _divide(function: Callable, x: Tensor, number: float) -> Tensor:
         return function(x, number)
     wide = np.float64 if x.dtype == torch.float64 else np.float32
     return x * float(wide(1) / wide(number))
+
+
+def _multiply_adds(name: str, x: Tensor, y: Tensor) -> int:
+    """Multiply-adds of a product of `_PRODUCTS`, about."""
+    with torch._C.DisableTorchFunction():
+        return x.numel() * (y.shape[-2] if name in ("linear", "scaled_dot_product_attention") else y.shape[-1])
+
+
+def _zero_result(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
+    """Return zeros of the shape and dtype of the function's result."""
+    with torch._C.DisableTorchFunction():
+        meta = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
+        out = function(*meta[0], **meta[1])
+        return torch.zeros(out.shape, dtype=out.dtype)
 
 
 def _zeros(args: tuple, kwargs: dict[str, Any]) -> Tensor:
