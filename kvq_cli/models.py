@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvq_cli import smollm2
 from kvq_cli.errors import KvqError, UsageError
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from kvq_cli.methods.base import ModelShape
 
 REFERENCE = "reference"
+SMOLLM2 = "smollm2"
 REFERENCE_LENGTH = 1024
 """Longest sequences that the built-in model was trained on; its context is longer."""
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -29,7 +31,7 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 class LoadedModel:
     """A causal language model in eval mode and its tokenizer.
 
-    name: as passed to `load_model`: "reference", a Hub id, a folder. revision: the Hub commit, None for local files.
+    name: as passed to `load_model`: "reference", "smollm2", a Hub id, a folder. revision: the Hub commit, None for local files.
     """
 
     model: PreTrainedModel
@@ -49,7 +51,7 @@ class LoadedModel:
 
 
 def load_model(name: str = REFERENCE, device: str = "auto", dtype: str = "auto") -> LoadedModel:
-    """Load `name`: "reference", a folder in the Hugging Face format, or a Hub id.
+    """Load `name`: "reference", "smollm2" (see `smollm2`), a folder in the Hugging Face format, or a Hub id.
 
     device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1". dtype: one of `DTYPES`; "auto" is the dtype of the
     stored weights. Raises KvqError where there is no such model, UsageError for an unknown device or dtype.
@@ -213,6 +215,8 @@ def _source(name: str) -> str:
         if not (folder / "config.json").is_file():
             raise KvqError(f"the reference model is not installed: {folder} has no config.json")
         return str(folder)
+    if name == SMOLLM2:
+        return str(smollm2.model_folder())
     if not name.strip():
         raise KvqError(f"--model {name!r}: no such folder")
     path = Path(name).expanduser()
