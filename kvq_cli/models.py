@@ -31,7 +31,8 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 class LoadedModel:
     """A causal language model in eval mode and its tokenizer.
 
-    name: as passed to `load_model`: "reference", "smollm2", a Hub id, a folder. revision: the Hub commit, None for local files.
+    name: as passed to `load_model`: "reference", "smollm2", a Hub id, a folder. revision: the Hub commit, None for
+    local files.
     """
 
     model: PreTrainedModel

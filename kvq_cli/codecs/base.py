@@ -97,6 +97,10 @@ class Codec(BlockFormat, ABC):
             return self._encode(x)
         return concatenate([self._encode(x[:, :, start : start + step]) for start in range(0, tokens, step)])
 
+    def encode_ignoring(self, x: Tensor, ignored: Tensor) -> Packed:
+        """As `encode`, where the numbers that are `ignored` (bool, of the shape of `x`) may decode to anything."""
+        return self.encode(x)
+
     @abstractmethod
     def _encode(self, x: Tensor) -> Packed:
         """`encode` for a run of at most about `TILE` numbers."""

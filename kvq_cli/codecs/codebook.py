@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvq_cli.codecs import bits as bitpack
 from kvq_cli.codecs.base import Codec, Packed, Part
-from kvq_cli.codecs.nearest import GRID_MAX, MAX_ENTRIES, grid_scale, nearest, ranked
+from kvq_cli.codecs.nearest import GRID_MAX, MAX_ENTRIES, grid_scale, nearest, nearest_ignoring, ranked
 from kvq_cli.errors import UsageError
 
 
@@ -66,26 +66,43 @@ class CodebookCodec(Codec):
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def _encode(self, x: Tensor) -> Packed:
-        codes = self._assign(x)
+        return self._pack(x, nearest(self._book_blocks(self._on_grid(x)), self._table()))
+
+    def encode_ignoring(self, x: Tensor, ignored: Tensor) -> Packed:
+        blocks, table = self._book_blocks(self._on_grid(x)), self._table()
+        codes = nearest(blocks, table)
+        if blocks.shape[2] > 1 and not x.is_meta:  # a block of one ignored number has nothing to choose by
+            mask = self._book_blocks(ignored)
+            books, places = mask.any(dim=2).nonzero(as_tuple=True)
+            codes[books, places] = nearest_ignoring(blocks[books, places], mask[books, places], books, table)
+        return self._pack(x, codes)
+
+    def _pack(self, x: Tensor, codes: Tensor) -> Packed:
+        """codes: uint8 `[H * G, n]`, in the order of `_book_blocks`."""
+        tokens, channels = self.block
+        heads, groups = self.centroids.shape[:2]
+        columns = x.shape[3] // channels // groups
+        codes = codes.view(heads, groups, -1, x.shape[2] // tokens, columns).permute(2, 0, 3, 1, 4)
+        codes = codes.reshape(*x.shape[:2], x.shape[2] // tokens, x.shape[3] // channels)
         if self._code_bits < 8:
             codes = bitpack.pack(codes, self._code_bits)
         return Packed(x.shape[2], {"codes": Part(codes, self.block_tokens)})
 
-    def _assign(self, x: Tensor) -> Tensor:
-        """`[B, H, T, D]` -> indices uint8 `[B, H, T / l, D / c]`."""
-        tokens, channels = self.block
-        heads, groups, _, size = self.centroids.shape
-        batch = x.shape[0] * x.shape[1] // heads  # one head's codebooks for all: heads are so many more rows
-        out = (*x.shape[:2], x.shape[2] // tokens, x.shape[3] // channels)
+    def _on_grid(self, x: Tensor) -> Tensor:
+        """`x` normalized, on the integer grid of its codebooks, float32."""
         x = x.float()
         if self._mean is not None:
             x = x - self._mean
-        grid = (x * self._gain).round_().clamp_(-GRID_MAX, GRID_MAX).reshape(batch, heads, *x.shape[2:])
-        grid = grid.unflatten(3, (groups, -1, channels)).unflatten(2, (-1, tokens))  # [B, H, N, l, G, K, c]
-        blocks = grid.permute(1, 4, 0, 2, 5, 3, 6)  # [H, G, B, N, K, l, c]
-        shape = blocks.shape[:5]
-        codes = nearest(blocks.reshape(heads * groups, -1, size), self._table())
-        return codes.view(shape).permute(2, 0, 3, 1, 4).reshape(out)
+        return (x * self._gain).round_().clamp_(-GRID_MAX, GRID_MAX)
+
+    def _book_blocks(self, x: Tensor) -> Tensor:
+        """`[B, H, T, D]` -> the blocks of each codebook, `[H * G, n, l * c]`."""
+        tokens, channels = self.block
+        heads, groups, _, size = self.centroids.shape
+        # One head's codebooks for all: heads are so many more rows.
+        x = x.reshape(-1, heads, *x.shape[2:])
+        x = x.unflatten(3, (groups, -1, channels)).unflatten(2, (-1, tokens))  # [B, H, N, l, G, K, c]
+        return x.permute(1, 4, 0, 2, 5, 3, 6).reshape(heads * groups, -1, size)  # [H, G, B, N, K, l, c]
 
     def _statistic(self, x: Tensor) -> Tensor:
         """`[H, D]` -> `[H, 1, D]`, float32, or float16 beside a GPU's float16 centroids: kernels multiply them."""

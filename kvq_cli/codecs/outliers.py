@@ -23,7 +23,8 @@ class OutlierCodec(Codec):
     fraction:     share of the block's numbers to keep, rounded down: `capacity` of them. A block with fewer outliers
                   also keeps its next most extreme numbers, since their space is allocated anyway.
 
-    The base codec encodes outliers moved to their threshold, so that they do not affect the rest of the block.
+    The base codec encodes outliers moved to their threshold, and a codebook chooses codes without them, so that they do
+    not affect the rest of the block.
     Parts: the base codec's, and `outlier_index` int16 (token * head_dim + channel within the block) and
     `outlier_value`, both `[B, H, T / block_tokens, capacity]` with unit block_tokens: 32 bits per outlier.
     """
@@ -44,7 +45,8 @@ class OutlierCodec(Codec):
         index = self._most_extreme(x.float())
         clipped = self._blocks(torch.minimum(torch.maximum(x.float(), self._lower), self._upper))
         dense = blocks.float().scatter(3, index, clipped.gather(3, index)).view(x.shape)
-        packed = self.base.encode(dense)
+        ignored = torch.zeros_like(blocks, dtype=torch.bool).scatter_(3, index, True).view(x.shape)
+        packed = self.base.encode_ignoring(dense, ignored)
         unit = self.block_tokens
         sparse = {
             "outlier_index": Part(index.to(torch.int16), unit),

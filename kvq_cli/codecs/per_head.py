@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -32,11 +32,19 @@ class PerHeadCodec(Codec):
         return {f"{name}.{k}": t for name, (codec, _) in self._members.items() for k, t in codec.constants().items()}
 
     def _encode(self, x: Tensor) -> Packed:
+        return self._joined(x.shape[2], lambda codec, heads: codec.encode(x.index_select(1, heads)))
+
+    def encode_ignoring(self, x: Tensor, ignored: Tensor) -> Packed:
+        def encode(codec: Codec, heads: Tensor) -> Packed:
+            return codec.encode_ignoring(x.index_select(1, heads), ignored.index_select(1, heads))
+
+        return self._joined(x.shape[2], encode)
+
+    def _joined(self, tokens: int, encode: Callable[[Codec, Tensor], Packed]) -> Packed:
         parts: dict[str, Part] = {}
         for name, (codec, heads) in self._members.items():
-            packed = codec.encode(x.index_select(1, heads))
-            parts |= {f"{name}.{key}": part for key, part in packed.parts.items()}
-        return Packed(x.shape[2], parts)
+            parts |= {f"{name}.{key}": part for key, part in encode(codec, heads).parts.items()}
+        return Packed(tokens, parts)
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         out: Tensor | None = None

@@ -98,3 +98,28 @@ def test_equal_thresholds_give_no_nan():
 def test_fraction_without_outliers_is_refused():
     with pytest.raises(UsageError, match=r"outliers=1e-05.*at least"):
         OutlierCodec(uniform(), torch.zeros(HEADS, HEAD_DIM), torch.ones(HEADS, HEAD_DIM), 1e-5, torch.float16)
+
+
+@pytest.mark.parametrize("channel", [False, True])
+def test_codes_are_those_nearest_to_the_other_numbers_of_their_block(channel):
+    """Brute force in float64: outliers are overwritten, so their distance does not count."""
+    x = heavy_tailed(64)
+    points = torch.randn(HEADS, HEAD_DIM // 4, 256, 4, generator=torch.Generator().manual_seed(9)).half()
+    base = CodebookCodec(points, (1, 4) if channel else (4, 1), HEAD_DIM)
+    codec = OutlierCodec(base, *thresholds(x, 0.05), 0.05, x.dtype)
+    packed = codec.encode(x)
+    outlier = torch.zeros(2, HEADS, 2, 32 * HEAD_DIM, dtype=torch.bool)
+    outlier.scatter_(3, packed.parts["outlier_index"].tensor.long(), True)
+    outlier = outlier.view(x.shape)
+
+    def blocks(y):  # [B, H, T / l, D / c, l * c]
+        if channel:
+            return y.unflatten(3, (-1, 4))
+        return y.unflatten(2, (-1, 4)).transpose(3, 4)
+
+    book = torch.arange(HEAD_DIM // (4 if channel else 1)) // (1 if channel else 4)
+    distances = (blocks(x.double()).unsqueeze(-2) - points.double()[:, None, book]).square()
+    distances = distances.masked_fill(blocks(outlier).unsqueeze(-2), 0).sum(-1)
+    chosen = distances.gather(-1, packed.parts["codes"].tensor.long().unsqueeze(-1)).squeeze(-1)
+    assert blocks(outlier).any(-1).float().mean() > 0.1
+    torch.testing.assert_close(chosen, distances.amin(-1), rtol=1e-3, atol=1e-3)
