@@ -78,7 +78,12 @@ def _apply_config(ctx: typer.Context, path: Path | None) -> Path | None:
 
 
 Model = Annotated[
-    str, _shared("--model", metavar="NAME", help="`reference` (built in), a Hugging Face model id, or a folder.")
+    str,
+    _shared(
+        "--model",
+        metavar="NAME",
+        help="`reference` (built in), `smollm2` (extra), a Hugging Face model id, or a folder.",
+    ),
 ]
 Device = Annotated[str, _shared("--device", metavar="NAME", help="auto, cpu, cuda, cuda:0, ...")]
 Dtype = Annotated[
