@@ -57,8 +57,9 @@ help:  ## Show this list.
 	@.venv/device/bin/python -m venv $(@D)
 	packages='import site; print(site.getsitepackages()[0])'
 	.venv/device/bin/python -c "$$packages" > "$$($(@D)/bin/python -c "$$packages")/device.pth"
-	$(BIN)/python tools/oldest.py > $(@D)/requirements.txt
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $(@D)/requirements.txt allpairspy hypothesis pytest-xdist
+	$(BIN)/python tools/oldest.py faiss > $(@D)/requirements.txt
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $(@D)/requirements.txt \
+	allpairspy hypothesis pytest-xdist scipy==1.14
 	touch $@
 
 test: .venv/.installed  ## Test every method, command and kernel family: about 5 minutes on two cores.
