@@ -83,6 +83,7 @@ def test_config_and_card_record_method_data_and_command(tiny, quick, tmp_path):
     artifact.check_model(tiny.model)
 
 
+@pytest.mark.slow
 def test_killed_at_any_step_and_resumed_gives_the_same_artifact(tiny_folder, tmp_path):
     script = Path(__file__).with_name("interrupted.py")
     command = [sys.executable, str(script), str(tiny_folder), str(tmp_path), "8"]

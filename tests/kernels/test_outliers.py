@@ -47,6 +47,7 @@ def test_several_chunks(capacity):
     Case(*scalars(2), [200], heads=2, **HALF, outliers=lists, unpacked=(8, 8)).check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", [0, *slow(1, 2)])
 def test_all_in_one_head(head):
 
@@ -58,6 +59,7 @@ def test_all_in_one_head(head):
     Case(*scalars(2), [170], heads=3, **HALF, outliers=(random_outliers, lists), unpacked=(8, 8)).check()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sides", [scalars(2), *slow(TEMPORAL)], ids=["scalars", "temporal"])
 @pytest.mark.parametrize("queries", [8, *slow(16)])
 def test_queries_are_padded(sides, queries):
