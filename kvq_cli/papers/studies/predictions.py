@@ -11,9 +11,9 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from kvq_cli.attention.attach import Attached, attach
-from kvq_cli.attention.capture_points import decoder_of
+from kvq_cli.attention.attach import attach
 from kvq_cli.evaluation.divergence import Divergence, divergence
+from kvq_cli.evaluation.scoring import continuation_logits
 from kvq_cli.methods.base import Method
 from kvq_cli.models import LoadedModel
 from kvq_cli.papers.studies.study import Progress
@@ -38,8 +38,8 @@ def predictions(
 ) -> dict[Key, Predictions]:
     """Compare predictions for the second half of each of `windows` `[windows, tokens]`, by key of `methods`.
 
-    The first half is the prompt, from which a method may compute constants (SQuat's subspace, InnerQ's norms). Each
-    token attends to what it would see in token-by-token decoding. Logits of one window and method are held at a time.
+    The first half is the prompt, to which methods fit their state; see `continuation_logits`. Logits of one window and
+    method are held at a time.
     """
     model, half = loaded.model, windows.shape[1] // 2
     divergences: dict[Key, list[Divergence]] = {key: [] for key in methods}
@@ -50,22 +50,15 @@ def predictions(
             for key, method in methods.items()
         }
         for window, tokens in enumerate(windows):
-            ids = tokens[None].to(model.device)
-            exact = model(ids, use_cache=False).logits[0, half:].clone()
+            ids, context, continuation = tokens[None].to(model.device), tokens[:half].tolist(), tokens[half:].tolist()
+            exact = model(ids, use_cache=False).logits[0, half - 1 :].clone()
             for number, (key, model_under_method) in enumerate(attached.items()):
                 progress("predictions", window * len(attached) + number, len(windows) * len(attached))
-                logits, bits[key] = _logits(model_under_method, ids, half)
-                divergences[key].append(divergence(exact, logits, ids[0, half:]))
+                [logits], report = continuation_logits(model_under_method, [context], [continuation])
+                bits[key] = report.packed_bits
+                divergences[key].append(divergence(exact, logits, tokens[half - 1 :]))
         progress("predictions", len(windows) * len(attached), len(windows) * len(attached))
     return {key: _mean(parts, bits[key]) for key, parts in divergences.items()}
-
-
-def _logits(attached: Attached, ids: Tensor, half: int) -> tuple[Tensor, float]:
-    """Logits of the second half, `[tokens, vocabulary]`, and bits per packed number."""
-    cache = attached.new_cache()
-    decoder_of(attached.model)(input_ids=ids[:, :half], past_key_values=cache, use_cache=True)
-    logits = attached.model(ids[:, half:], past_key_values=cache, use_cache=True).logits[0]
-    return logits, attached.report(cache).packed_bits
 
 
 def _mean(parts: list[Divergence], packed_bits: float) -> Predictions:
