@@ -112,21 +112,22 @@ class AttachedLM(TemplateLM):
         self, requests: Sequence[tuple[Any, list[int], list[int]]], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         """`(ln p(continuation | context), whether it is the greedy continuation)` of `(key, context, continuation)`."""
-        # Continuations of one token, such as the letters of a multiple choice, share their pass.
-        sharing: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        # Continuations that differ in their last token alone, such as the letters of a multiple choice, share a pass.
+        sharing: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, list[int]]]] = {}
         for index, (_key, context, continuation) in enumerate(requests):
-            decoded = tuple(continuation[-self.max_length :])
-            kept = tuple(context[max(0, len(context) + len(decoded) - self.max_length - 1) :])
-            sharing.setdefault((kept, decoded[:-1]), []).append(index)
+            scored = continuation[-self.max_length :]
+            kept = context[max(0, len(context) + len(scored) - self.max_length - 1) :]
+            sharing.setdefault((tuple(kept), tuple(scored[:-1])), []).append((index, scored))
         scores: dict[int, tuple[float, bool]] = {}
         longest_first = sorted(sharing, key=lambda tokens: len(tokens[0]) + len(tokens[1]), reverse=True)
         for batch in _batches(longest_first, self.batch_size):
-            continuations = [requests[sharing[tokens][0]][2][-self.max_length :] for tokens in batch]
-            rows, report = continuation_logits(self.attached, [context for context, _ in batch], continuations)
+            members = [sharing[tokens] for tokens in batch]
+            contexts, continuations = [context for context, _ in batch], [sharers[0][1] for sharers in members]
+            rows, report = continuation_logits(self.attached, contexts, continuations)
             self._keep_record(report, len(batch))
-            for tokens, logits in zip(batch, rows, strict=True):
-                for index in sharing[tokens]:
-                    scores[index] = _score(logits, requests[index][2][-self.max_length :])
+            for sharers, logits in zip(members, rows, strict=True):
+                for index, scored in sharers:
+                    scores[index] = _score(logits, scored)
                     if requests[index][0] is not None:  # None: a window of a longer text, not a request
                         self.cache_hook.add_partial("loglikelihood", requests[index][0], scores[index])
         return [scores[index] for index in range(len(requests))]
