@@ -133,15 +133,15 @@ def test_every_operation_has_launches():
 
 
 @pytest.mark.slow
-def test_extremes_have_every_kernel():
+def test_widest_formats_have_every_kernel():
     for target in static.TARGETS:
-        extremes, everything = static.extremes(target), static.all_launches([target])
-        assert set(extremes) <= set(everything) and len(set(extremes)) == len(extremes) < len(everything)
+        widest, everything = static.widest_formats(target), static.all_launches([target])
+        assert set(widest) <= set(everything) and len(set(widest)) == len(widest) < len(everything)
 
         def kernels(keys, target=target):
             return {launches(operation, target)[name].kernel.__name__ for operation, name, _ in keys}
 
-        assert kernels(extremes) == kernels(everything)
+        assert kernels(widest) == kernels(everything)
 
 
 @compiles
@@ -150,8 +150,8 @@ def test_extremes_have_every_kernel():
     ("target", "slow"), [(static.LIMITED_TARGET, True), *((target, False) for target in static.TARGETS)]
 )
 def test_launches_keep_the_limits(target, slow):
-    """All launches on the limited target, slow ones in a separate test; on other targets the extremes."""
-    keys = static.extremes(target)
+    """All launches on the limited target, slow ones in a separate test; on other targets the widest formats."""
+    keys = static.widest_formats(target)
     if target == static.LIMITED_TARGET:
         keys = [key for key in static.all_launches([target]) if launches(key[0], target)[key[1]].slow == slow]
     reports = {f"{report.operation}/{report.name}": report for report in static.reports(keys, WORKERS)}
