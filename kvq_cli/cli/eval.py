@@ -68,9 +68,13 @@ Contexts = Annotated[
 Limit = Annotated[
     int | None, _samples("--limit", min=1, help="Number of samples of each task (default: 500 for RULER, else all).")
 ]
-Dataset = Annotated[
+Datasets = Annotated[
     str,
-    _samples("--dataset", metavar="NAME", help="Perplexity: prose, pydoc, self, wikitext2, c4, ptb or a text file."),
+    _samples(
+        "--dataset",
+        metavar="NAME,...",
+        help="Perplexity: prose, pydoc, self, wikitext2, c4, ptb or text files; of several, each and their mean.",
+    ),
 ]
 Seqlen = Annotated[
     int | None,
@@ -171,7 +175,7 @@ class TaskOptions:
     task: Tasks = "perplexity"
     context: Contexts = None
     limit: Limit = None
-    dataset: Dataset = "prose"
+    dataset: Datasets = "prose"
     seqlen: Seqlen = None
     prompt_tokens: PromptTokens = None
     windows: Windows = None
@@ -198,7 +202,7 @@ class TaskOptions:
             seed=model_options.seed,
             prefill=prefill,
             backend=model_options.backend,
-            dataset=self.dataset,
+            datasets=opt.names(self.dataset, "--dataset"),
             seqlen=self.seqlen,
             prompt_tokens=self.prompt_tokens,
             windows=self.windows,

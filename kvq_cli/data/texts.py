@@ -87,6 +87,11 @@ def document_windows(
     return torch.stack(windows)
 
 
+def text_name(dataset: str) -> str:
+    """The name of a dataset in tables: of a file, its name without extensions."""
+    return Path(dataset).name.split(".")[0] if Path(dataset).is_file() else dataset
+
+
 def dataset_names() -> tuple[str, ...]:
     """The datasets that `--dataset` accepts beside files."""
     return (*_BUILT_IN, SELF, *HUB)

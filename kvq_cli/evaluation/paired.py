@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.evaluation.base import mean_and_stderr
+from kvq_cli.evaluation.perplexity import PERPLEXITY
 from kvq_cli.evaluation.sample_log import read_records
 
 CONFIDENCE = 0.95
@@ -56,6 +57,9 @@ def student_t(degrees_of_freedom: int, confidence: float = CONFIDENCE) -> float:
 def differences(folder: Path, methods: Mapping[str, Mapping], baseline: str) -> dict[str, dict[str, Difference]]:
     """Differences to the baseline, by label and metric (`vt-512`, `perplexity-1024 loss`, `perplexity-1024 KL`).
 
+    Of several texts: `perplexity_NAME-1024 loss` and KL of each, and over the windows of all texts `perplexity loss` and
+    KL.
+
     folder: results folder of `kvq eval`; methods: its documents by label; baseline: a label, or a unique prefix of one.
     Losses and KL divergences are in nats per token, scores in percent. KvqError if the sample files are missing.
     """
@@ -100,14 +104,14 @@ def match_label(baseline: str, methods: Mapping[str, Any]) -> str:
     return matches[0]
 
 
-def _common_samples(first: Mapping[int, float], second: Mapping[int, float]) -> Difference:
-    both = sorted(first.keys() & second.keys())
+def _common_samples(first: Mapping[Hashable, float], second: Mapping[Hashable, float]) -> Difference:
+    both = [sample for sample in first if sample in second]
     return paired([first[index] for index in both], [second[index] for index in both])
 
 
-def _scores(folder: Path, document: Mapping[str, Any]) -> dict[str, dict[int, float]]:
-    """Scores of a method by metric and sample index."""
-    scores: dict[str, dict[int, float]] = {}
+def _scores(folder: Path, document: Mapping[str, Any]) -> dict[str, dict[Hashable, float]]:
+    """Scores of a method by metric and sample."""
+    scores: dict[str, dict[Hashable, float]] = {}
     for name, path in document["samples"].items():
         try:
             records = read_records(folder / path)
@@ -117,6 +121,9 @@ def _scores(folder: Path, document: Mapping[str, Any]) -> dict[str, dict[int, fl
         for index in sorted(records)[: document["n-samples"][_task(name)]["effective"]]:
             for metric, value in _sample_scores(name, records[index]).items():
                 scores.setdefault(metric, {})[index] = value
+                if name.startswith(f"{PERPLEXITY}_"):
+                    pooled = f"{PERPLEXITY} {metric.rpartition(' ')[2]}"
+                    scores.setdefault(pooled, {})[name, index] = value
     return scores
 
 

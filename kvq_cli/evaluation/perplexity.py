@@ -27,24 +27,36 @@ if TYPE_CHECKING:
     from kvq_cli.models import LoadedModel
 
 
+PERPLEXITY = "perplexity"
+
+
 class PerplexityEvaluation(Evaluation):
     """Perplexity, KL(p_fp16 || p_method) in nats per token, and top-1 agreement with the uncompressed model.
 
     windows: token ids `[windows, seqlen]`; limit: number of windows to evaluate (None: all); prompt_tokens: length of
-    each window's prompt, 1 to seqlen - 1; prefill: of `attach`, for the prompts.
+    each window's prompt, 1 to seqlen - 1; prefill: of `attach`, for the prompts; text: the dataset's name where several
+    are scored, whose mean is reported as `perplexity`.
     """
 
-    task = "perplexity"
     version = 2
 
-    def __init__(self, windows: Tensor, dataset: str, limit: int | None, prompt_tokens: int, prefill: str) -> None:
+    def __init__(
+        self,
+        windows: Tensor,
+        dataset: str,
+        limit: int | None,
+        prompt_tokens: int,
+        prefill: str,
+        text: str | None = None,
+    ) -> None:
+        self.task, self.group = (f"{PERPLEXITY}_{text}", PERPLEXITY) if text else (PERPLEXITY, None)
         self._windows = windows if limit is None else windows[:limit]
         self.length = windows.shape[1]
         self.available = len(windows)
         self._prompt_tokens = prompt_tokens
         self.count = len(self._windows)
         self.config = {
-            "task": self.task,
+            "task": PERPLEXITY,
             "dataset": dataset,
             "seqlen": self.length,
             "prompt_tokens": prompt_tokens,

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvq_cli.data.texts import SELF, evaluation_windows, load_text, sampled_windows
+from kvq_cli.data.texts import SELF, evaluation_windows, load_text, sampled_windows, text_name
 from kvq_cli.errors import UsageError
 from kvq_cli.evaluation.base import Evaluation
 from kvq_cli.evaluation.lm_eval.task_groups import PREFIX, is_lm_eval, requested_tasks
 from kvq_cli.evaluation.lm_eval.tasks import load_tasks, require_lm_eval
-from kvq_cli.evaluation.perplexity import PerplexityEvaluation
+from kvq_cli.evaluation.perplexity import PERPLEXITY, PerplexityEvaluation
 from kvq_cli.evaluation.ruler.evaluation import RulerEvaluation
 from kvq_cli.evaluation.ruler.families import Sources
 from kvq_cli.evaluation.ruler.haystack import Haystack
@@ -23,7 +23,7 @@ from kvq_cli.evaluation.ruler.templates import select_templates
 if TYPE_CHECKING:
     from kvq_cli.models import LoadedModel
 
-RULER, PERPLEXITY = "ruler", "perplexity"
+RULER = "ruler"
 DEFAULT_CONTEXT, DEFAULT_SEQLEN = 4096, 2048
 """Default lengths of RULER and of perplexity windows, limited by the model's context length."""
 SELF_WINDOWS = 16  # default number of windows sampled from the model itself
@@ -37,17 +37,18 @@ class EvaluationSettings:
     limit:    samples (windows) of each task.
     prefill:  how prompt tokens attend to each other, "compressed" or "exact".
     backend:  implementation of decode attention, "auto", "triton" or "torch".
+    datasets: texts for perplexity; of several, each is scored, and their mean.
     data_dir: folder with local copies of data sets.
     """
 
     tasks: Sequence[str]
     contexts: Sequence[int] | None = None  # 4096, at most the model's context length; the built-in model: 1024
     limit: int | None = None  # RULER: 500; other tasks: all
-    windows: int | None = None  # perplexity: limit
+    windows: int | None = None  # perplexity, of each text: limit
     seed: int = 0
     prefill: str = "compressed"
     backend: str = "auto"
-    dataset: str = "prose"
+    datasets: Sequence[str] = ("prose",)
     prompt_tokens: int | None = None  # of each window of perplexity: half of it
     seqlen: int | None = None  # 2048, at most the model's context length; the built-in model: 1024
     templates: str = "auto"
@@ -81,7 +82,7 @@ def build_evaluations(settings: EvaluationSettings, loaded: LoadedModel) -> list
     """Build all requested evaluations; UsageError or KvqError for every setting that cannot work with the model."""
     evaluations: list[Evaluation] = [*_ruler(settings, loaded)] if settings.ruler_tasks else []
     evaluations += _lm_eval(settings, loaded)
-    return evaluations + ([_perplexity(settings, loaded)] if PERPLEXITY in settings.tasks else [])
+    return evaluations + ([*_perplexity(settings, loaded)] if PERPLEXITY in settings.tasks else [])
 
 
 def _ruler(settings: EvaluationSettings, loaded: LoadedModel) -> Iterator[Evaluation]:
@@ -135,7 +136,7 @@ def _lm_eval(settings: EvaluationSettings, loaded: LoadedModel) -> list[Evaluati
     ]
 
 
-def _perplexity(settings: EvaluationSettings, loaded: LoadedModel) -> Evaluation:
+def _perplexity(settings: EvaluationSettings, loaded: LoadedModel) -> Iterator[Evaluation]:
     seqlen = settings.seqlen or loaded.default_length(DEFAULT_SEQLEN)
     _check_length("--seqlen", seqlen, loaded)
     if seqlen < 2:
@@ -143,14 +144,18 @@ def _perplexity(settings: EvaluationSettings, loaded: LoadedModel) -> Evaluation
     prompt_tokens = settings.prompt_tokens or seqlen // 2
     if not prompt_tokens < seqlen:
         raise UsageError(f"--prompt-tokens {prompt_tokens}: windows of {seqlen} tokens leave none to score")
-    if settings.dataset == SELF:
-        windows = sampled_windows(
-            loaded.model, loaded.tokenizer, seqlen, settings.windows or settings.limit or SELF_WINDOWS, settings.seed
-        )
-    else:
-        windows = evaluation_windows(loaded.tokenizer, settings.dataset, seqlen, settings.seed, _data_dir(settings))
     limit = settings.windows or settings.limit
-    return PerplexityEvaluation(windows, settings.dataset, limit, prompt_tokens, settings.prefill)
+    names = [text_name(dataset) for dataset in settings.datasets]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UsageError(f"--dataset: several texts are named {', '.join(sorted(twice))}")
+    for dataset, name in zip(settings.datasets, names, strict=True):
+        if dataset == SELF:
+            windows = sampled_windows(loaded.model, loaded.tokenizer, seqlen, limit or SELF_WINDOWS, settings.seed)
+        else:
+            windows = evaluation_windows(loaded.tokenizer, dataset, seqlen, settings.seed, _data_dir(settings))
+        yield PerplexityEvaluation(
+            windows, dataset, limit, prompt_tokens, settings.prefill, text=name if len(names) > 1 else None
+        )
 
 
 def _data_dir(settings: EvaluationSettings) -> Path | None:

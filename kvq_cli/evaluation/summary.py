@@ -64,7 +64,8 @@ def _document(
         "group_subtasks": ({RULER: [task for task in tasks if task in TASKS]} if RULER in groups else {})
         | {name: [one.task for one in members] for name, members in tasks_by_group(evaluations).items()},
         "configs": {one.name: dict(one.config) for one in evaluations},
-        "versions": dict.fromkeys(results, Evaluation.version) | {one.task: one.version for one in evaluations},
+        "versions": dict.fromkeys(results, Evaluation.version)
+        | {name: one.version for one in evaluations for name in {one.task, one.group} & results.keys()},
         "n-shot": {one.task: one.config.get("num_fewshot", 0) for one in evaluations},
         "higher_is_better": {task: _higher_is_better(metrics) for task, metrics in results.items()}
         | {

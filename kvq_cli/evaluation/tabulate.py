@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvq_cli.evaluation.lm_eval.task_groups import PREFIX
-from kvq_cli.evaluation.settings import PERPLEXITY, RULER
+from kvq_cli.evaluation.perplexity import PERPLEXITY
+from kvq_cli.evaluation.settings import RULER
 
 EXACT = "fp16"  # label of the uncompressed cache
-#: Metric of the perplexity task -> column title, digits.
+#: Metric of perplexity -> column title, digits. Of several texts the titles of each follow with its name.
 _PERPLEXITY_COLUMNS = {"perplexity": ("perplexity", 3), "kl": ("KL to fp16", 5), "top1": ("top-1", 1)}
 
 
@@ -92,9 +94,10 @@ def _columns(documents: Mapping[str, Mapping[str, Any]]) -> list[Column]:
         for metric in _metrics(results[task]):
             name = metric.removesuffix(",none")
             higher = first["higher_is_better"][task].get(metric.split(",")[0], True)
-            if task == PERPLEXITY:
+            if text := re.fullmatch(f"{PERPLEXITY}(_.+)?", task):
                 if name in _PERPLEXITY_COLUMNS:
                     title, digits = _PERPLEXITY_COLUMNS[name]
+                    title += (text[1] or "").replace("_", " ", 1)
                     columns.append(Column(title, task, metric, 1 if higher else -1, digits, name == "top1"))
                 continue
             title = "ruler mean" if task == RULER else task.removeprefix(PREFIX)

@@ -9,6 +9,7 @@ from kvq_cli.attention.attach import attach
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.evaluation.compared_methods import compared_methods
 from kvq_cli.evaluation.generation import generate_answers
+from kvq_cli.evaluation.paired import differences
 from kvq_cli.evaluation.runner import evaluate
 from kvq_cli.evaluation.settings import EvaluationSettings
 from kvq_cli.methods.registry import build
@@ -48,6 +49,30 @@ def test_documents_follow_lm_evals_schema(whole):
     assert one["configs"]["vt-512"]["prefill"] == "compressed" and one["configs"]["vt-512"]["templates"] == "reference"
     assert document["methods"]["fp16"]["results"]["perplexity"]["kl,none"] == pytest.approx(0, abs=1e-6)
     assert one["cache"]["vt-512"]["compressed_tokens"] > 300
+
+
+def test_several_texts_are_scored_each_and_their_mean(loaded, tmp_path):
+    file = tmp_path / "numbers.txt"
+    file.write_text(" ".join(map(str, range(4000))))
+    document = _run(loaded, tmp_path / "out", tasks=["perplexity"], datasets=["prose", str(file)])
+    one = document["methods"]["kivi-2bit"]
+    means, texts = one["results"]["perplexity"], [one["results"][f"perplexity_{name}"] for name in ("prose", "numbers")]
+    for metric in ("perplexity,none", "kl,none", "top1,none"):
+        assert means[metric] == pytest.approx(sum(text[metric] for text in texts) / 2)
+    assert texts[0]["perplexity,none"] != texts[1]["perplexity,none"]
+    assert one["versions"]["perplexity"] == one["versions"]["perplexity_prose"] == 2
+    titles = ["perplexity prose", "KL to fp16 prose", "top-1 prose", "perplexity numbers", "KL to fp16 numbers"]
+    titles += ["top-1 numbers", "perplexity", "KL to fp16", "top-1"]
+    assert document["table"]["columns"][1:10] == titles
+    pooled = differences(tmp_path / "out", document["methods"], "fp16")["kivi-2bit"]["perplexity loss"]
+    alone = _run(loaded, tmp_path / "alone", tasks=["perplexity"], datasets=[str(file)])
+    assert pooled.samples == 6
+    assert alone["methods"]["kivi-2bit"]["results"]["perplexity"] == {**texts[1], "alias": "perplexity"}
+
+
+def test_two_texts_of_one_name_are_refused(loaded, tmp_path):
+    with pytest.raises(UsageError, match="several texts are named prose"):
+        _run(loaded, tmp_path, tasks=["perplexity"], datasets=["prose", "prose"])
 
 
 def test_table_has_a_row_per_method(whole):
