@@ -57,8 +57,7 @@ def student_t(degrees_of_freedom: int, confidence: float = CONFIDENCE) -> float:
 def differences(folder: Path, methods: Mapping[str, Mapping], baseline: str) -> dict[str, dict[str, Difference]]:
     """Differences to the baseline, by label and metric (`vt-512`, `perplexity-1024 loss`, `perplexity-1024 KL`).
 
-    Of several texts: `perplexity_NAME-1024 loss` and KL of each, and over the windows of all texts `perplexity loss` and
-    KL.
+    Of several texts: those of each, `perplexity_NAME-1024 loss`, and over all their windows, `perplexity loss`.
 
     folder: results folder of `kvq eval`; methods: its documents by label; baseline: a label, or a unique prefix of one.
     Losses and KL divergences are in nats per token, scores in percent. KvqError if the sample files are missing.

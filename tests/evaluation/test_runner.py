@@ -201,7 +201,7 @@ def test_nothing_compressed_is_an_error(loaded, tmp_path):
         ({"contexts": [4096]}, r"--context 4096: the context length of tiny is 2048 tokens"),
         ({"seqlen": 4096}, r"--seqlen 4096: the context length of tiny is 2048 tokens"),
         ({"contexts": [128]}, r"--context 128 is too short for vt"),
-        ({"dataset": "nothing"}, r"nothing"),
+        ({"datasets": ["nothing"]}, r"nothing"),
         ({"haystack": "nowhere.txt"}, r"nowhere.txt"),
         ({"templates": "mine"}, r"unknown templates 'mine'"),
         ({"chat_template": True}, r"--chat-template: the tokenizer of tiny has none"),
