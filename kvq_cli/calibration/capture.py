@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kvq_cli.attention.capture_points import AttentionLayer, CapturePoint, decoder_of
 from kvq_cli.calibration import blocked_attention
+from kvq_cli.calibration.cross_entropy import summed_cross_entropy
 from kvq_cli.errors import KvqError
 
 #: Receives the captured numbers: layer index, "k" or "v", "x" (activations) or "g" (gradients), and a tensor
@@ -50,9 +50,7 @@ def capture(
         if not gradients:
             decoder_of(model)(input_ids=ids, use_cache=False)
             return
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-        loss = F.cross_entropy(logits, ids[0, 1:], reduction="sum")
-        del logits
+        loss = summed_cross_entropy(model(input_ids=ids, use_cache=False).logits[0], ids[0, 1:])
         recorder.recording = False  # checkpointed layers run again in the backward pass
         loss.backward()
 

@@ -16,22 +16,31 @@ from kvq_cli.methods.base import CodebookSpec, ModelShape
 from kvq_cli.models import LoadedModel, text_config
 
 
+#: Activations of a sample on a CPU, where several samples run at once; above, layers are computed twice.
+_MAX_CPU_ACTIVATIONS = 1 << 30
+
+
 def needs_checkpointing(loaded: LoadedModel, seqlen: int) -> bool:
-    """Whether the activations of a backward pass over `seqlen` tokens would take over half of the free memory."""
-    return activation_bytes(loaded, seqlen, checkpointed=False) > _free_bytes(loaded.model.device) / 2
+    """Whether the activations of a backward pass over `seqlen` tokens would take over half of the free memory, on a CPU
+    also whether they would take over 1 GiB."""
+    device = loaded.model.device
+    limit = _free_bytes(device) // 2
+    if device.type == "cpu":
+        limit = min(limit, _MAX_CPU_ACTIVATIONS)
+    return activation_bytes(loaded, seqlen, checkpointed=False) > limit
 
 
 def activation_bytes(loaded: LoadedModel, seqlen: int, *, checkpointed: bool) -> int:
     """Rough bytes of a forward and backward pass over one sample of `seqlen` tokens, without the weights.
 
     Per token, a layer keeps about 14 tensors of the hidden size and 4 of the MLP's size; with checkpointing it keeps
-    one, and one layer at a time is recomputed. Logits and their gradients exist in the model's dtype and in float32.
+    one, and one layer at a time is recomputed. Logits and their gradients are in the model's dtype.
     """
     config, itemsize = text_config(loaded.model.config), loaded.shape.dtype.itemsize
     mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     hidden, layer = config.hidden_size * itemsize, (14 * config.hidden_size + 4 * mlp) * itemsize
     kept = loaded.shape.layers * hidden + layer if checkpointed else loaded.shape.layers * layer
-    return seqlen * (kept + config.vocab_size * 2 * (itemsize + 4))
+    return seqlen * (kept + config.vocab_size * 2 * itemsize)
 
 
 def clustering_bytes(settings: CalibrationSettings, tokens: int, shape: ModelShape) -> int:
@@ -46,9 +55,8 @@ def clustering_bytes(settings: CalibrationSettings, tokens: int, shape: ModelSha
 def capture_workers(plan: CodebookPlan) -> int:
     """How many samples run through the model in parallel."""
     loaded, seqlen = plan.loaded, plan.settings.seqlen
-    if needs_checkpointing(loaded, seqlen):
-        return 1
-    return _workers(loaded.model.device, activation_bytes(loaded, seqlen, checkpointed=False))
+    checkpointed = needs_checkpointing(loaded, seqlen)
+    return _workers(loaded.model.device, activation_bytes(loaded, seqlen, checkpointed=checkpointed))
 
 
 def cluster_workers(plan: CodebookPlan) -> int:
