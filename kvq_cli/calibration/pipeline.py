@@ -3,8 +3,10 @@ artifact."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import closing
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -36,28 +38,31 @@ def calibrate(
     *,
     resume: bool = False,
     force: bool = False,
+    captured: Path | None = None,
     progress: Progress = lambda *_: None,
 ) -> Artifact:
     """Calibrate and write the artifact to `out`. Finished steps are kept in `<out>.work` until the end.
 
     An interruption (also a kill) leaves that folder, and `resume` continues from it to the same bytes; a failure
-    removes it. Raises UsageError where `out` or the folder exists and neither `resume` nor `force` is given, KvqError
-    where another process uses the folder.
+    removes it. captured: folder in which captured activations are kept, for other calibrations that capture the same.
+    Raises UsageError where `out` or the folder exists and neither `resume` nor `force` is given, KvqError where another
+    process uses the folder.
     """
     request = plan.request()
-    with closing(WorkFolder(out)) as work:
+    with closing(WorkFolder(out.with_name(out.name + ".work"))) as work:
         if force:
             work.clear()
         elif out.exists() and resume and not work.path.exists():
             return _load_finished(out, request)
         check_replaceable(out, overwrite=force or resume)
-        work.open(request, resume=resume, disk_bytes=estimate.disk_bytes(plan))
+        work.open(request, resume=resume, disk_bytes=0 if captured else estimate.disk_bytes(plan))
         try:
             with deterministic(plan.loaded.model.device):
                 if isinstance(plan, FactorPlan):
                     tensors, measured = _factorize_all(plan, work, progress)
                 else:
-                    tensors, measured = _make_codebooks(plan, work, progress)
+                    with _captures(plan, work, captured) as captures:
+                        tensors, measured = _make_codebooks(plan, work, captures, progress)
             artifact = _write(plan, out, tensors, measured, progress)
         except (KvqError, OSError):
             work.remove()
@@ -96,12 +101,25 @@ def _factorize_all(plan: FactorPlan, work: WorkFolder, progress: Progress) -> tu
     return tensors, {"errors": {"measure": factors.ERROR_MEASURE, "layers": measured}}
 
 
+@contextmanager
+def _captures(plan: CodebookPlan, work: WorkFolder, captured: Path | None) -> Iterator[WorkFolder]:
+    """The folder of the captured activations: `work`, or one below `captured`, named by what it depends on."""
+    if captured is None:
+        yield work
+        return
+    request = plan.capture_request()
+    name = sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:16]
+    with closing(WorkFolder(captured / name)) as captures:
+        captures.open(request, resume=True, disk_bytes=estimate.disk_bytes(plan))
+        yield captures
+
+
 def _make_codebooks(
-    plan: CodebookPlan, work: WorkFolder, progress: Progress
+    plan: CodebookPlan, work: WorkFolder, captures: WorkFolder, progress: Progress
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Codebooks of every layer's keys and values: the artifact's tensors, and their errors."""
-    _capture_all(plan, work, progress)
-    errors = _cluster_all(plan, work, progress)
+    _capture_all(plan, captures, progress)
+    errors = _cluster_all(plan, work, captures, progress)
     tensors = {
         f"layers.{_name(layer, kind)}.{key}": tensor
         for layer in range(plan.loaded.shape.layers)
@@ -116,11 +134,11 @@ def _make_codebooks(
     return tensors, {"captured": captured, "errors": {"measure": ERROR_MEASURE, "layers": errors}}
 
 
-def _capture_all(plan: CodebookPlan, work: WorkFolder, progress: Progress) -> None:
+def _capture_all(plan: CodebookPlan, captures: WorkFolder, progress: Progress) -> None:
     """Run every sample through the model, and write its captured tokens to disk before the next ones run."""
     settings, loaded = plan.settings, plan.loaded
-    windows = _windows(plan, work, progress)
-    done = (work.read_json("captured") or {"samples": 0})["samples"]
+    windows = _windows(plan, captures, progress)
+    done = (captures.read_json("captured") or {"samples": 0})["samples"]
     progress("capture", done, settings.samples)
     if done == settings.samples:
         return
@@ -132,7 +150,7 @@ def _capture_all(plan: CodebookPlan, work: WorkFolder, progress: Progress) -> No
 
         def write(layer: int, kind: str, quantity: str, numbers: Tensor) -> None:
             numbers = numbers[tokens.to(numbers.device)].to("cpu", torch.bfloat16).contiguous()
-            work.write_sample(_name(layer, kind, quantity), sample, numbers)
+            captures.write_sample(_name(layer, kind, quantity), sample, numbers)
 
         gradients = sample < settings.gradients
         capture.capture(loaded.model, layers, windows[sample], write, gradients=gradients, threads=workers > 1)
@@ -145,13 +163,13 @@ def _capture_all(plan: CodebookPlan, work: WorkFolder, progress: Progress) -> No
             for _ in run_parallel(run_sample, batch, workers):
                 done += 1
                 progress("capture", done, settings.samples)
-            work.write_json("captured", {"samples": done})
+            captures.write_json("captured", {"samples": done})
 
 
-def _windows(plan: CodebookPlan, work: WorkFolder, progress: Progress) -> Tensor:
+def _windows(plan: CodebookPlan, captures: WorkFolder, progress: Progress) -> Tensor:
     """The samples, int64 `[samples, seqlen]`; stored, since sampling text from the model takes long."""
     progress("read text", 0, 1)
-    if not work.has_tensors("windows"):
+    if not captures.has_tensors("windows"):
         settings, loaded = plan.settings, plan.loaded
         seqlen, samples, seed = settings.seqlen, settings.samples, settings.seed
         if settings.dataset == SELF:
@@ -159,9 +177,9 @@ def _windows(plan: CodebookPlan, work: WorkFolder, progress: Progress) -> Tensor
         else:
             text = load_text(settings.dataset, "calibration")
             windows = token_windows(loaded.tokenizer, text, seqlen, samples, seed)
-        work.write_tensors("windows", {"windows": windows})
+        captures.write_tensors("windows", {"windows": windows})
     progress("read text", 1, 1)
-    return work.read_tensors("windows")["windows"]
+    return captures.read_tensors("windows")["windows"]
 
 
 def _captured_tokens(size: CaptureSize, seed: int, sample: int) -> Tensor:
@@ -171,7 +189,9 @@ def _captured_tokens(size: CaptureSize, seed: int, sample: int) -> Tensor:
     return (size.skip + units[:, None] * size.unit + torch.arange(size.unit)).flatten()
 
 
-def _cluster_all(plan: CodebookPlan, work: WorkFolder, progress: Progress) -> list[dict[str, Any]]:
+def _cluster_all(
+    plan: CodebookPlan, work: WorkFolder, captures: WorkFolder, progress: Progress
+) -> list[dict[str, Any]]:
     """Cluster every layer's keys and values; returns their errors, by layer."""
     streams = [(layer, kind) for layer in range(plan.loaded.shape.layers) for kind in _KINDS]
     missing = [stream for stream in streams if work.read_json(_name(*stream)) is None]
@@ -179,7 +199,7 @@ def _cluster_all(plan: CodebookPlan, work: WorkFolder, progress: Progress) -> li
     def cluster(stream: tuple[int, str]) -> None:
         layer, kind = stream
         spec = plan.spec.keys if kind == "k" else plan.spec.values
-        captured = _read_captured(plan, work, layer, kind)
+        captured = _read_captured(plan, captures, layer, kind)
         tensors, measured = calibrate_stream(captured, spec, _cluster_settings(plan, streams.index(stream)))
         work.write_tensors(_name(layer, kind), {key: tensor.cpu() for key, tensor in tensors.items()})
         work.write_json(_name(layer, kind), measured)  # last: marks the stream as finished
@@ -192,11 +212,11 @@ def _cluster_all(plan: CodebookPlan, work: WorkFolder, progress: Progress) -> li
     return [{kind: work.read_json(_name(layer, kind)) for kind in _KINDS} for layer in range(len(streams) // 2)]
 
 
-def _read_captured(plan: CodebookPlan, work: WorkFolder, layer: int, kind: str) -> CapturedStream:
+def _read_captured(plan: CodebookPlan, captures: WorkFolder, layer: int, kind: str) -> CapturedStream:
     settings, shape, device = plan.settings, plan.loaded.shape, plan.loaded.model.device
     sample = (plan.capture.tokens, shape.kv_heads, shape.head_dim)
-    x = work.read_samples(_name(layer, kind, "x"), (settings.samples, *sample)).to(device)
-    g = work.read_samples(_name(layer, kind, "g"), (settings.gradients, *sample)).to(device)
+    x = captures.read_samples(_name(layer, kind, "x"), (settings.samples, *sample)).to(device)
+    g = captures.read_samples(_name(layer, kind, "g"), (settings.gradients, *sample)).to(device)
     return CapturedStream(x, g, settings.held_out)
 
 

@@ -52,6 +52,15 @@ class CodebookPlan(CalibrationPlan):
     def settings_dict(self) -> dict[str, Any]:
         return self.settings.to_dict()
 
+    def capture_request(self) -> dict[str, Any]:
+        """Everything the captured activations depend on: plans with equal requests can share them."""
+        size, settings = self.capture, self.settings_dict()
+        tokens: dict[str, Any] = {"skip": size.skip, "tokens": size.tokens}
+        if size.units < size.possible:  # drawn at random in units
+            tokens["unit"] = size.unit
+        text = {key: settings[key] for key in ("dataset", "samples", "seqlen", "gradients", "seed")}
+        return {key: self.request()[key] for key in ("kvq", "model")} | text | tokens
+
 
 @dataclass(frozen=True)
 class FactorPlan(CalibrationPlan):

@@ -1,4 +1,4 @@
-"""The folder that holds the finished steps of a calibration, so that it can be interrupted and resumed."""
+"""Folders that hold the finished steps of a calibration, so that it can be interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvq_cli.files import cannot_write
 
 
 class WorkFolder:
-    """`<out>.work` beside the output: the request, the captured activations, and the finished tensors.
+    """The request, the captured activations, and the finished tensors of a calibration.
 
     Files are complete or absent, except the captured activations: `captured.json` counts the samples that are complete.
     One process at a time holds the folder's lock, from `open` or `clear` until `remove` or `close`.
     """
 
-    def __init__(self, out: Path) -> None:
-        self.path = out.with_name(out.name + ".work")
+    def __init__(self, path: Path) -> None:
+        self.path = path
         self._created: list[Path] = []  # parent folders that did not exist before
         self._lock: int | None = None  # file descriptor of the folder, open and locked
 

@@ -57,6 +57,15 @@ Budget = Annotated[
         help="Disk space for captured keys and values in GiB; if they need more, a random sample is kept.",
     ),
 ]
+Captured = Annotated[
+    Path | None,
+    _data(
+        "--captured",
+        metavar="DIR",
+        help="Keep the captured keys, values and gradients in this folder: calibrations of the same model, text and "
+        "sizes then capture once.",
+    ),
+]
 Fisher = Annotated[
     bool, _data("--fisher/--no-fisher", help="Weight k-means by squared gradients (diagonal Fisher information).")
 ]
@@ -81,6 +90,7 @@ def calibrate(
     kmeans: Kmeans = "auto",
     damping: Damping = 0.1,
     budget: Budget = 4.0,
+    captured: Captured = None,
     fisher: Fisher = True,
     resume: Resume = False,
     force: Force = False,
@@ -118,7 +128,9 @@ def calibrate(
     folder = out or artifact_folder(model, built)
     try:
         with output.phases() as progress:
-            artifact = pipeline.calibrate(plan, folder, resume=resume, force=force, progress=progress)
+            artifact = pipeline.calibrate(
+                plan, folder, resume=resume, force=force, captured=captured, progress=progress
+            )
     except KeyboardInterrupt:
         output.note("interrupted; continue with the same command and --resume")
         raise

@@ -271,6 +271,22 @@ def test_truncated_captured_samples_are_detected(tiny, quick, tmp_path):
         run(tiny, quick, tmp_path / "a", resume=True)
 
 
+def test_captured_activations_are_shared(tiny, quick, tmp_path, monkeypatch):
+    """The second method runs no text through the model, and its artifact is the one that its own capture gives."""
+    kept = tmp_path / "captured"
+    plans = [plan_calibration(tiny, build(*method), quick) for method in (("temporalkv",), ("kvquant",))]
+    pipeline.calibrate(plans[0], tmp_path / "first", captured=kept)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline.capture, "capture", lambda *args, **options: pytest.fail("captured again"))
+        pipeline.calibrate(plans[1], tmp_path / "second", captured=kept)
+    pipeline.calibrate(plans[1], tmp_path / "alone")
+    assert contents(tmp_path / "second") == contents(tmp_path / "alone")
+    assert len(os.listdir(kept)) == 1 and sorted(os.listdir(tmp_path)) == ["alone", "captured", "first", "second"]
+    other = plan_calibration(tiny, build("kvquant"), dataclasses.replace(quick, seed=1))
+    pipeline.calibrate(other, tmp_path / "third", captured=kept)
+    assert len(os.listdir(kept)) == 2
+
+
 def test_calibration_on_text_sampled_from_the_model(tiny, quick, tmp_path):
     artifact = run(tiny, dataclasses.replace(quick, dataset="self"), tmp_path / "a")
     assert artifact.config["calibration"]["dataset"] == "self"
