@@ -50,9 +50,41 @@ def capture(
         if not gradients:
             decoder_of(model)(input_ids=ids, use_cache=False)
             return
+        if threads and (head := model.get_output_embeddings()) is not None:
+            hooks.enter_context(_one_sample_of_logits(head))
         loss = summed_cross_entropy(model(input_ids=ids, use_cache=False).logits[0], ids[0, 1:])
         recorder.recording = False  # checkpointed layers run again in the backward pass
         loss.backward()
+
+
+#: Held by the thread whose sample has logits. They and their gradients take more memory than all else of a sample.
+_LOGITS = threading.Lock()
+
+
+@contextmanager
+def _one_sample_of_logits(head: nn.Module) -> Iterator[None]:
+    """Hold `_LOGITS` from this thread's call of the output embeddings until their backward pass is done."""
+    thread, held = threading.get_ident(), False
+
+    def acquire(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        nonlocal held
+        if threading.get_ident() == thread:
+            _LOGITS.acquire()
+            held = True
+            args[0].register_hook(lambda gradient: release())
+
+    def release() -> None:
+        nonlocal held
+        if held:
+            held = False
+            _LOGITS.release()
+
+    hook = head.register_forward_pre_hook(acquire)
+    try:
+        yield
+    finally:
+        hook.remove()
+        release()
 
 
 @contextmanager

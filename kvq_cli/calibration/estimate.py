@@ -15,7 +15,6 @@ from kvq_cli.calibration.settings import CalibrationSettings
 from kvq_cli.methods.base import CodebookSpec, ModelShape
 from kvq_cli.models import LoadedModel, text_config
 
-
 #: Activations of a sample on a CPU, where several samples run at once; above, layers are computed twice.
 _MAX_CPU_ACTIVATIONS = 1 << 30
 
