@@ -91,14 +91,20 @@ PromptTokens = Annotated[
 ]
 Windows = Annotated[int | None, _samples("--windows", min=1, help="Perplexity: number of windows (default: --limit).")]
 HaystackFile = Annotated[
-    str, _samples("--haystack", metavar="FILE", help="RULER: text to hide needles in: prose (built in) or a file.")
+    str,
+    _samples(
+        "--haystack",
+        metavar="FILE",
+        help="RULER: text to hide needles in: prose (built-in Wikipedia prose, not RULER's essays) or a file.",
+    ),
 ]
 QaFile = Annotated[
     list[Path] | None,
     _samples(
         "--qa-file",
         metavar="FILE",
-        help="RULER: questions in the format of SQuAD (qa_1) or HotpotQA (qa_2); repeatable.",
+        help="RULER: questions in the format of SQuAD (qa_1) or HotpotQA (qa_2); repeatable (default: synthetic questions "
+        "about invented facts).",
     ),
 ]
 Templates = Annotated[
