@@ -68,7 +68,8 @@ def test_chain_references_follow_the_assignments(make_samples, wording):
     assert prompt.count(prompts.NOISE) >= 5
 
 
-# RULER: 30 and 3, below 4096 tokens 6 and 1. The list does not fit 512 tokens: the built-in model's prompts have 3 and 1.
+# RULER: 30 and 3, below 4096 tokens 6 and 1. Its list does not fit 512 tokens: there, the built-in model's prompts have
+# 3 and 1.
 @pytest.mark.parametrize(
     ("context", "often", "seldom"), [(512, 3, 1), (640, 6, 1), (1023, 6, 1), (2048, 6, 1), (4095, 6, 1), (4096, 30, 3)]
 )
