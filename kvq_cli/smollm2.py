@@ -10,6 +10,7 @@ import hashlib
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -79,23 +80,34 @@ def _locked(path: Path) -> Iterator[None]:
     import fcntl  # not on all systems: only the conversion needs it
 
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("kvq: waiting for another process that converts SmolLM2-135M-Instruct", file=sys.stderr, flush=True)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _convert(source: Path, folder: Path) -> None:
     """Write the folder atomically: weights as float16, configuration, tokenizer and chat template."""
-    print("kvq: converting SmolLM2-135M-Instruct, once (half a minute)", file=sys.stderr)
+    start = time.monotonic()
+
+    def say(state: str) -> None:
+        print(f"kvq: converting SmolLM2-135M-Instruct, {state}", file=sys.stderr, flush=True)
+
+    say("once (half a minute)")
     try:
         model, tokenizer = _read(source)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise KvqError(f"--model smollm2: transformers cannot read {source.name} ({error}): {INSTALL}") from error
+    say(f"1/2: weights read, {time.monotonic() - start:.0f} s elapsed")
     partial = Path(mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         shutil.rmtree(folder, ignore_errors=True)
         partial.rename(folder)
+        say(f"2/2: written to {folder}, {time.monotonic() - start:.0f} s elapsed")
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

@@ -81,6 +81,24 @@ def test_without_the_package_the_error_says_how_to_install_it(monkeypatch, tmp_p
         load_model("smollm2")
 
 
+def test_the_conversion_says_where_it_is(monkeypatch, tmp_path, capsys):
+    class Saved:
+        def save_pretrained(self, folder):
+            (folder / "config.json").write_text("{}")
+
+    now = iter((100.0, 112.0, 115.0))
+    monkeypatch.setattr(smollm2.time, "monotonic", lambda: next(now))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(smollm2, "_model_file", lambda: tmp_path / "any.gguf")
+    monkeypatch.setattr(smollm2, "_read", lambda source: (Saved(), Saved()))
+    folder = smollm2.model_folder()
+    assert capsys.readouterr().err.splitlines() == [
+        "kvq: converting SmolLM2-135M-Instruct, once (half a minute)",
+        "kvq: converting SmolLM2-135M-Instruct, 1/2: weights read, 12 s elapsed",
+        f"kvq: converting SmolLM2-135M-Instruct, 2/2: written to {folder}, 15 s elapsed",
+    ]
+
+
 @needs_package
 def test_a_damaged_file_is_refused(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

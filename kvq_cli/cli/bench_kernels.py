@@ -103,7 +103,12 @@ def _measure(
     if kept is not None:
         document["rows"] = kept["rows"]
         out.note(f"{len({run.shape_key(row) for row in kept['rows']})} shapes were measured before")
-    document["checked"] = list(run.check(experiments, sizes.to_check, place))
+    document["checked"] = []
+    with out.progress() as progress:
+        task = progress.add_task("checking", total=None)
+        for row in run.check(experiments, sizes.to_check, place):
+            document["checked"].append(row)
+            progress.advance(task)
     out.note(f"{sum(row['right'] for row in document['checked'])} of {len(document['checked'])} cases are correct")
     timer = Timer(place, once=sizes.dry)
     document["copy_gb_s"] = round(timer.copy_rate() / 1e9, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,13 +48,17 @@ def tune(
     check_writable(out_dir)
     document: dict[str, Any] = {"bench": "tune", "dry": dry, "machine": machine(place)}
     classes: dict[tuple[str, str], dict[str, Any]] = {}
-    for row in search.tune(
-        select_experiments(names), Sizes(dry), place, Timer(place, once=dry), seconds, write=not dry
-    ):
-        classes[row["operation"], row["class"]] = row
-        gain = row["before_us"] / row["us"] if row["us"] else 1.0
-        out.note(f"{row['operation']} {row['class']}: {gain:.2f}x after {row['tried']} configurations: {row['best']}")
-        document["rows"] = list(classes.values())
-        write_result(out_dir, "tune", document)
+    start = time.monotonic()
+    rows = search.tune(select_experiments(names), Sizes(dry), place, Timer(place, once=dry), seconds, write=not dry)
+    with out.progress() as progress:
+        task = progress.add_task("seconds of search", total=seconds)
+        for row in rows:
+            classes[row["operation"], row["class"]] = row
+            gain = row["before_us"] / row["us"] if row["us"] else 1.0
+            text = f"{row['operation']} {row['class']}: {gain:.2f}x after {row['tried']} configurations: {row['best']}"
+            out.note(text)
+            document["rows"] = list(classes.values())
+            write_result(out_dir, "tune", document)
+            progress.update(task, completed=min(seconds, time.monotonic() - start))
     out.note(f"written: {out_dir / 'tune.json'}")
     out.result(document)

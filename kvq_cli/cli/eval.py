@@ -91,14 +91,20 @@ PromptTokens = Annotated[
 ]
 Windows = Annotated[int | None, _samples("--windows", min=1, help="Perplexity: number of windows (default: --limit).")]
 HaystackFile = Annotated[
-    str, _samples("--haystack", metavar="FILE", help="RULER: text to hide needles in: prose (built in) or a file.")
+    str,
+    _samples(
+        "--haystack",
+        metavar="FILE",
+        help="RULER: text to hide needles in: prose (built-in Wikipedia prose, not RULER's essays) or a file.",
+    ),
 ]
 QaFile = Annotated[
     list[Path] | None,
     _samples(
         "--qa-file",
         metavar="FILE",
-        help="RULER: questions in the format of SQuAD (qa_1) or HotpotQA (qa_2); repeatable.",
+        help="RULER: questions in the format of SQuAD (qa_1) or HotpotQA (qa_2); repeatable (default: synthetic "
+        "questions about invented facts).",
     ),
 ]
 Templates = Annotated[
@@ -108,7 +114,14 @@ Templates = Annotated[
         help="RULER: prompt templates, RULER's own (standard) or the built-in model's (reference); auto: by model.",
     ),
 ]
-ChatTemplate = Annotated[bool, _samples("--chat-template", help="RULER, lm_eval: apply the tokenizer's chat template.")]
+ChatTemplate = Annotated[
+    bool | None,
+    _samples(
+        "--chat-template/--no-chat-template",
+        help="RULER, lm_eval: apply the tokenizer's chat template (default: where it has one; of lm_eval, for tasks "
+        "that generate answers only: multiple choice and other log-likelihoods score plain text).",
+    ),
+]
 SavePrompts = Annotated[
     bool, _samples("--save-prompts", help="RULER: write full prompts to the sample files, not only hashes.")
 ]
@@ -182,7 +195,7 @@ class TaskOptions:
     haystack: HaystackFile = "prose"
     qa_file: QaFile = None
     templates: Templates = "auto"
-    chat_template: ChatTemplate = False
+    chat_template: ChatTemplate = None
     data_dir: DataDir = None
     num_fewshot: Fewshot = None
     max_length: MaxLength = None
@@ -287,6 +300,8 @@ def evaluate(
 
 def _print_notes(output: Output, document: dict[str, Any], folder: Path) -> None:
     """Print notes on the attention backend, the result files and the evaluations."""
+    from kvq_cli.evaluation.chat_template import chat_template_note
+
     by_backend: dict[str, list[str]] = {}
     for label, result in document["methods"].items():
         by_backend.setdefault(result["config"]["backend"], []).append(label)
@@ -294,8 +309,10 @@ def _print_notes(output: Output, document: dict[str, Any], folder: Path) -> None
         methods = f": {', '.join(labels)}" if len(by_backend) > 1 else ""
         output.note(f"decode attention: {backend}{methods}")
     output.note(f"results of this run: {folder / 'comparison.json'}; of each method: results.json in its folder there")
-    configs = next(iter(document["methods"].values()))["configs"]
-    for note in (config["note"] for config in configs.values() if "note" in config):
+    single = next(iter(document["methods"].values()))
+    if chat_template := chat_template_note(single["config"]["chat_template"]):
+        output.note(chat_template)
+    for note in (config["note"] for config in single["configs"].values() if "note" in config):
         output.note(note)
 
 

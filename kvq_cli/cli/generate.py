@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +14,9 @@ from kvq_cli.cli import options as opt
 from kvq_cli.cli.option_groups import grouped
 from kvq_cli.cli.text_generator import Decoding, attached_generator, check_utf8, write_stdout
 from kvq_cli.errors import KvqError, UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _decoding = partial(typer.Option, rich_help_panel="Decoding")
 
@@ -30,6 +33,14 @@ TopK = Annotated[int, _decoding("--top-k", min=0, help="Sample from this many li
 Beams = Annotated[int, _decoding("--num-beams", min=1, help="Number of beams; above 1: beam search.")]
 Chunk = Annotated[
     int | None, _decoding("--prefill-chunk", min=1, help="Prefill in chunks of this many tokens, to save memory.")
+]
+ChatTemplate = Annotated[
+    bool | None,
+    typer.Option(
+        "--chat-template/--no-chat-template",
+        help="Send the prompt as a user's message in the tokenizer's chat template, or continue it as it is (default: "
+        "the template, where the tokenizer has one).",
+    ),
 ]
 
 
@@ -58,15 +69,19 @@ def generate(
     output: opt.OutputOptions,
     prompt: Prompt = None,
     file: File = None,
+    chat_template: ChatTemplate = None,
     num_beams: Beams = 1,
     prefill: opt.Prefill = "exact",
 ) -> None:
     """Generate text from a prompt with a compressed cache: text goes to stdout, speed and cache size to stderr."""
     out = output.output()
+    from kvq_cli.evaluation.chat_template import uses_chat_template
+
     text = _read_prompt(prompt, file)
     parameters = decoding.decoding(model_options.seed, num_beams)
     with attached_generator(model_options, compression, prefill, parameters) as generator:
-        ids = generator.loaded.tokenizer(text)["input_ids"]
+        chat = uses_chat_template(generator.loaded, chat_template)
+        ids = _encode(generator.loaded.tokenizer, text, chat)
         max_new_tokens = generator.max_new_tokens(len(ids))
         if max_new_tokens < decoding.max_new_tokens:
             out.note(f"the context of {generator.loaded.name} leaves room for {max_new_tokens} new tokens")
@@ -75,7 +90,19 @@ def generate(
     if not output.as_json:
         write_stdout("\n")
     out.note(generated.summary())
-    out.result({"model": generator.loaded.name, "method": generator.method, "prefill": prefill, **generated.to_dict()})
+    if chat:
+        out.note("the prompt was sent in the model's chat template; --no-chat-template continues it as it is")
+    options = {"model": generator.loaded.name, "method": generator.method, "prefill": prefill, "chat_template": chat}
+    out.result({**options, **generated.to_dict()})
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> list[int]:
+    """Token ids of the prompt, as a user's message in the chat template or as it is."""
+    from kvq_cli.evaluation.chat_template import chat_prompt
+
+    if chat:
+        text = chat_prompt(tokenizer, [{"role": "user", "content": text}])
+    return tokenizer(text, add_special_tokens=not chat)["input_ids"]  # a chat template writes BOS itself
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:

@@ -70,9 +70,13 @@ class Output:
         return Console(file=file, highlight=False, width=None if file.isatty() else 240)
 
     def progress(self) -> Progress:
-        """Progress bars with remaining time, shown on a terminal and without --quiet."""
+        """Progress with remaining time: bars on a terminal, else plain lines; nothing with --quiet."""
         from rich import progress
 
+        if not self.quiet and not sys.stderr.isatty():
+            from kvq_cli.cli.progress_lines import ProgressLines
+
+            return ProgressLines(self.note)
         columns = (
             progress.TextColumn("{task.description}"),
             progress.BarColumn(),
@@ -81,19 +85,18 @@ class Output:
             progress.TextColumn("left"),
             progress.TimeRemainingColumn(),
         )
-        hidden = self.quiet or not sys.stderr.isatty()
-        return progress.Progress(*columns, console=self.console(), disable=hidden, redirect_stdout=False)
+        return progress.Progress(*columns, console=self.console(), disable=self.quiet, redirect_stdout=False)
 
     @contextmanager
     def phases(self) -> Iterator[Callable[[str, int, int], None]]:
-        """Progress bars by phase; yields a function `show(phase, done, total)`."""
+        """Progress by phase; yields a function `show(phase, done, total)`."""
         with self.progress() as progress:
             tasks: dict[str, TaskID] = {}
 
             def show(phase: str, done: int, total: int) -> None:
                 if phase not in tasks:
-                    tasks[phase] = progress.add_task(phase, total=total)
-                progress.update(tasks[phase], completed=done)
+                    tasks[phase] = progress.add_task(phase, total=total, completed=done)
+                progress.update(tasks[phase], completed=done, total=total)
 
             yield show
 

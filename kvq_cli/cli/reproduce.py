@@ -82,7 +82,12 @@ def reproduce(
     if options and (fixed := [each.id for each in wanted if each.run and not everything]):
         raise UsageError(f"--options: {', '.join(fixed)} has a fixed command without further options")
     wanted = [replace(each, options=f"{each.options} {options}".strip()) for each in wanted]
-    failed = [each.id for each in wanted if not _make(output, each, model, out, store, stop=not everything)]
+    failed = []
+    for number, each in enumerate(wanted, 1):
+        if len(wanted) > 1:
+            output.note(f"{each.id}: {number} of {len(wanted)}")
+        if not _make(output, each, model, out, store, stop=not everything):
+            failed.append(each.id)
     if failed:
         raise KvqError(f"not done: {', '.join(failed)}")
 

@@ -95,6 +95,7 @@ def _methods(folder: Path) -> dict[str, Any]:
 
 
 def _table(out: Output, format: str, methods: Mapping[str, Mapping[str, Any]]) -> None:
+    from kvq_cli.evaluation.chat_template import chat_template_note
     from kvq_cli.evaluation.formats import csv_text, latex, markdown, with_best, with_errors
     from kvq_cli.evaluation.tabulate import tabulate
 
@@ -107,6 +108,8 @@ def _table(out: Output, format: str, methods: Mapping[str, Mapping[str, Any]]) -
         out.text(markdown(table.titles, with_best(table, "**{}**")))
     else:
         out.table(table.titles, table.cells(), bold=[table.best(index) for index in range(len(table.columns))])
+    if note := chat_template_note(next(iter(methods.values()))["config"].get("chat_template", {})):
+        out.note(note)
     rows = {
         label: {column.title: asdict(entry) for column, entry in zip(table.columns, row, strict=True)}
         for label, row in table.rows.items()

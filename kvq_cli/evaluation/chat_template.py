@@ -1,13 +1,35 @@
-"""Prompts in a tokenizer's chat template."""
+"""Prompts in a tokenizer's chat template, and when it is applied."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvq_cli.errors import KvqError
+from kvq_cli.errors import KvqError, UsageError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from kvq_cli.models import LoadedModel
+
+
+def uses_chat_template(loaded: LoadedModel, wanted: bool | None, default: bool = True) -> bool:
+    """Whether prompts are put into the tokenizer's chat template.
+
+    wanted: None for `default` where the tokenizer has a chat template. UsageError if it is wanted and there is none.
+    """
+    has_template = bool(getattr(loaded.tokenizer, "chat_template", None))
+    if wanted and not has_template:
+        raise UsageError(f"--chat-template: the tokenizer of {loaded.name} has none; drop the flag")
+    return has_template and default if wanted is None else wanted
+
+
+def chat_template_note(applied: Mapping[str, bool]) -> str | None:
+    """A sentence on whether the chat template was applied, by task; None if no task has prompts."""
+    tasks = {value: ", ".join(task for task in applied if applied[task] == value) for value in applied.values()}
+    if len(tasks) > 1:
+        return f"chat template: applied to {tasks[True]}; not to {tasks[False]}"
+    return f"chat template: {'applied' if True in tasks else 'not applied'}" if tasks else None
 
 
 def chat_prompt(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from kvq_cli.data.texts import SELF, evaluation_windows, load_text, sampled_windows, text_name
 from kvq_cli.errors import UsageError
 from kvq_cli.evaluation.base import Evaluation
+from kvq_cli.evaluation.chat_template import uses_chat_template
 from kvq_cli.evaluation.lm_eval.task_groups import PREFIX, is_lm_eval, requested_tasks
 from kvq_cli.evaluation.lm_eval.tasks import load_tasks, require_lm_eval
 from kvq_cli.evaluation.perplexity import PERPLEXITY, PerplexityEvaluation
@@ -52,7 +53,7 @@ class EvaluationSettings:
     prompt_tokens: int | None = None  # of each window of perplexity: half of it
     seqlen: int | None = None  # 2048, at most the model's context length; the built-in model: 1024
     templates: str = "auto"
-    chat_template: bool = False
+    chat_template: bool | None = None  # where the tokenizer has one; lm-eval: for tasks that generate alone
     haystack: str = "prose"
     qa_files: Sequence[Path] = ()
     batch_size: int | None = None  # 8192 tokens of prompts
@@ -86,8 +87,7 @@ def build_evaluations(settings: EvaluationSettings, loaded: LoadedModel) -> list
 
 
 def _ruler(settings: EvaluationSettings, loaded: LoadedModel) -> Iterator[Evaluation]:
-    if settings.chat_template and not loaded.tokenizer.chat_template:
-        raise UsageError(f"--chat-template: the tokenizer of {loaded.name} has none; drop the flag")
+    chat = uses_chat_template(loaded, settings.chat_template)
     templates = select_templates(settings.templates, loaded.name)
     essay = Haystack(load_text(settings.haystack, "evaluation"), settings.haystack)
     sources = Sources(essay, question_source(settings.qa_files, settings.seed))
@@ -103,7 +103,7 @@ def _ruler(settings: EvaluationSettings, loaded: LoadedModel) -> Iterator[Evalua
                 seed=settings.seed,
                 limit=settings.limit,
                 prefill=settings.prefill,
-                chat=settings.chat_template,
+                chat=chat,
                 batch_size=settings.batch_size,
                 save_prompts=settings.save_prompts,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 from kvq_cli import __version__
@@ -85,6 +86,9 @@ def _document(
             "device": str(loaded.model.device),
             "limit": settings.limit,
             "random_seed": settings.seed,
+            "chat_template": {
+                one.task: one.config["chat_template"] for one in evaluations if "chat_template" in one.config
+            },
             "settings": {key: value for key, value in asdict(settings).items() if key not in ("limit", "seed")},
         },
         "cache": {one.name: cache_summary(records[one.name]) for one in evaluations},
@@ -95,13 +99,16 @@ def _document(
 
 
 def _ruler_average(results: Mapping[str, Mapping], evaluations: Sequence[Evaluation]) -> dict[str, dict]:
-    """RULER's overall score: by length, the mean over its tasks if there are at least two."""
-    means: dict[str, float] = {}
+    """RULER's overall score: by length, the mean over its tasks if there are at least two, and its standard error."""
+    means: dict[str, float | None] = {}
     for length in sorted({one.length for one in evaluations if one.task in TASKS}):
-        key = f"{length},none"
-        scores = [results[one.task][key] for one in evaluations if one.task in TASKS and one.length == length]
-        if len(scores) > 1:
-            means[key] = sum(scores) / len(scores)
+        key, error_key = f"{length},none", f"{length}_stderr,none"
+        tasks = [results[one.task] for one in evaluations if one.task in TASKS and one.length == length]
+        if len(tasks) > 1:
+            errors = [task[error_key] for task in tasks]
+            means[key] = sum(task[key] for task in tasks) / len(tasks)
+            # Tasks have samples of their own: their errors are independent.
+            means[error_key] = None if None in errors else sqrt(sum(error**2 for error in errors)) / len(tasks)
     return {RULER: {"alias": RULER, **means}} if means else {}
 
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -52,6 +53,22 @@ def test_text_goes_to_stdout_and_summary_to_stderr(kvq, generate):
     assert kvq("generate", PROMPT, "-n", 2, "--quiet").stderr == ""
 
 
+def test_prompt_is_a_message_where_the_tokenizer_has_a_chat_template(generate, kvq, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    tokenizer.chat_template = "[user]{{ messages[0]['content'] }}{% if add_generation_prompt %}[assistant]{% endif %}"
+    folder = tmp_path / "instruct"
+    shutil.copytree(model_path(), folder)
+    tokenizer.save_pretrained(folder)
+    exact = ["--model", folder, "--method", "fp16", "--dtype", "float32"]
+    found = generate("The town", *exact)
+    assert found["chat_template"] is True
+    assert found["prompt_tokens"] == len(tokenizer("[user]The town[assistant]", add_special_tokens=False)["input_ids"])
+    raw = generate("The town", *exact, "--no-chat-template")
+    assert raw["chat_template"] is False and raw["prompt_tokens"] == len(tokenizer("The town")["input_ids"])
+    assert "--no-chat-template continues it as it is" in kvq("generate", "The town", "-n", 2, *exact).stderr
+    assert generate("The town")["chat_template"] is False  # the built-in model has no chat template
+
+
 def test_sampling_is_repeatable_and_not_greedy(generate):
     hot = ["--temperature", 1.5, "--top-k", 50, "--top-p", 0.95]
     first, again = generate(PROMPT, *hot), generate(PROMPT, *hot)
@@ -96,6 +113,7 @@ def test_long_prompt_is_cached_in_fewer_bytes(generate):
         (["x", "--artifact", "gone"], 1, "no artifact at gone"),
         (["x", "--model", "./gone"], 1, "--model ./gone: no such folder"),
         (["x", "--model", "nobody/nothing"], 1, "--model nobody/nothing: no such folder"),
+        (["x", "--chat-template"], 2, "--chat-template: the tokenizer of reference has none"),
         (["x", "--device", "cuda:77"], 2, "--device cuda:77"),
         (["x", "--set", "group=48"], 2, "group=48"),  # head_dim is 64
         ([" word" * 5000], 2, "the prompt has"),

@@ -39,6 +39,7 @@ def test_several_methods_print_a_table_and_one_document_each(evaluate):
     assert shown.exit_code == 0, shown.stderr
     rows = [line.split()[0] for line in shown.stdout.splitlines() if line.startswith((" fp16", " kivi"))]
     assert rows == ["fp16", "kivi-2bit", "kivi-4bit"]
+    assert "chat template" not in shown.stderr  # perplexity has no prompts
     document = json.loads(evaluate(*arguments, "--json").stdout)
     assert list(document["methods"]) == rows
     kl = [document["methods"][label]["results"]["perplexity"]["kl,none"] for label in rows]
@@ -49,6 +50,7 @@ def test_wide_table_is_transposed(evaluate):
     result = evaluate("--task", "vt,fwe,qa_1,qa_2,niah_single_1,perplexity", "--context", 640, "--method", "fp16")
     assert result.exit_code == 0, result.stderr
     words = [line.split()[0] for line in result.stdout.splitlines() if line.strip()]
+    assert "chat template: not applied" in result.stderr
     assert words[0] == "method" and {"vt", "qa_2", "perplexity"} <= set(words[1:])
 
 

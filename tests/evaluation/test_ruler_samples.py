@@ -68,15 +68,49 @@ def test_chain_references_follow_the_assignments(make_samples, wording):
     assert prompt.count(prompts.NOISE) >= 5
 
 
-@pytest.mark.parametrize(("context", "often", "seldom"), [(512, 3, 1), (2048, 6, 1), (4096, 30, 3)])
+# RULER: 30 and 3, below 4096 tokens 6 and 1. Its list does not fit 512 tokens: there, the built-in model's prompts have
+# 3 and 1.
+@pytest.mark.parametrize(
+    ("context", "often", "seldom"), [(512, 3, 1), (640, 6, 1), (1023, 6, 1), (2048, 6, 1), (4095, 6, 1), (4096, 30, 3)]
+)
 def test_common_words_are_the_most_common(make_samples, context, often, seldom):
-    sample = make_samples("cwe", context)[2]
+    samples = make_samples("cwe", context)
+    assert (samples.config["often"], samples.config["seldom"]) == (often, seldom)
+    sample = samples[2]
     listed = re.findall(r"(\d+)\. (\S+)", sample.prompt)
     assert [int(number) for number, _ in listed] == list(range(1, len(listed) + 1))
     counts = Counter(word for _, word in listed)
     assert {word for word, count in counts.items() if count == often} == set(sample.references)
     assert {count for word, count in counts.items() if word not in sample.references} == {seldom}
     assert len(sample.references) == 10
+
+
+@pytest.mark.parametrize("context", [512, 700])
+def test_common_words_with_rulers_prompts_are_an_error_where_rulers_list_does_not_fit(make_samples, context):
+    """RULER itself never ends there."""
+    with pytest.raises(UsageError, match=f"--context {context} is too short for cwe"):
+        make_samples("cwe", context, "standard").check()
+
+
+@pytest.mark.parametrize(
+    ("context", "often", "seldom", "words", "example"),
+    [(1088, 6, 1, 10, (3, 1, 20)), (2048, 6, 1, 10, (3, 1, 20)), (4352, 30, 3, 10, (10, 3, 40))],
+)
+def test_solved_example_of_common_words(make_samples, context, often, seldom, words, example):
+    sample = make_samples("cwe", context, "standard")[0]
+    solved, asked = (text.split("\nQuestion")[0] for text in sample.prompt.split("ones that appear most often.\n")[1:])
+    for text, expected in ((solved, example[:2]), (asked, (often, seldom))):
+        counts = Counter(word for _, word in re.findall(r"(\d+)\. (\S+)", text))
+        assert sorted(set(counts.values()), reverse=True) == list(expected)
+        assert list(counts.values()).count(expected[0]) == words
+    assert len(set(re.findall(r"\d+\. (\S+)", solved))) == example[2]
+
+
+@pytest.mark.parametrize("context", [1024, 2048])
+def test_solved_example_of_variable_tracking_has_rulers_500_tokens(make_samples, tokenizer, context):
+    sample = make_samples("vt", context, "standard")[0]
+    solved = sample.prompt.split("\n\nMemorize")[0].rsplit("they are: ", 1)[0]
+    assert 470 <= len(tokenizer(solved).input_ids) <= 505
 
 
 @pytest.mark.parametrize("context", [512, 1024, 2048])

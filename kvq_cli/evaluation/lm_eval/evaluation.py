@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.metrics import mean
 
-from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.base import Evaluation, Record, mean_and_stderr
-from kvq_cli.evaluation.chat_template import chat_prompt
+from kvq_cli.evaluation.chat_template import chat_prompt, uses_chat_template
 from kvq_cli.evaluation.lm_eval.model import (
     AttachedLM,
     check_greedy,
@@ -43,8 +43,9 @@ CHARACTERS_PER_TOKEN = 4
 class LmEvalEvaluation(Evaluation):
     """One task of lm-eval. A record has `scores` by `metric,filter` and the model's raw `responses`.
 
-    chat: apply the tokenizer's chat template; batch_size: prompts per batch (None: about 8192 tokens); options: keyword
-    arguments of `AttachedLM`.
+    chat: apply the tokenizer's chat template (None: where it has one and the task generates answers, since multiple
+    choice scores continuations of plain text by convention); batch_size: prompts per batch (None: about 8192 tokens);
+    options: keyword arguments of `AttachedLM`.
     """
 
     equal_lengths = False
@@ -57,7 +58,7 @@ class LmEvalEvaluation(Evaluation):
         seed: int,
         limit: int | None,
         prefill: str,
-        chat: bool = False,
+        chat: bool | None = None,
         batch_size: int | None = None,
         group: str | None = None,
         weighted: bool = False,
@@ -72,6 +73,7 @@ class LmEvalEvaluation(Evaluation):
         self.available = len(documents)
         self.count = min(limit or self.available, self.available)
         self.higher_is_better = dict(task.higher_is_better())
+        chat = uses_chat_template(loaded, chat, default=task.OUTPUT_TYPE == "generate_until")
         self._requests = self._build(loaded, seed, chat)
         longest = max(len(text) for requests in self._requests for text in map(_text, requests)) // CHARACTERS_PER_TOKEN
         self.batch_size = batch_size or max(1, min(16, BATCH_TOKENS // max(1, longest)))
@@ -105,8 +107,6 @@ class LmEvalEvaluation(Evaluation):
 
     def _build(self, loaded: LoadedModel, seed: int, chat: bool) -> list[list[Instance]]:
         """Build the requests of each sample. Few-shot examples are drawn in sample order, whatever the limit."""
-        if chat and not loaded.tokenizer.chat_template:
-            raise UsageError(f"--chat-template: the tokenizer of {loaded.name} has none; drop the flag")
         with silence(), seeded(seed):
             self._task.set_fewshot_seed(seed)
             self._task.build_all_requests(

@@ -54,7 +54,7 @@ class RulerEvaluation(Evaluation):
             "task": task.name,
             "context": context,
             "family": task.family,
-            **task.args,
+            **self._samples.config,
             "tokens_to_generate": task.max_new_tokens,
             "metric": task.metric,
             "templates": templates.name,

@@ -15,20 +15,23 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 from kvq_cli.evaluation.ruler.haystack import Haystack
 from kvq_cli.evaluation.ruler.questions import QuestionSet
 from kvq_cli.evaluation.ruler.sample_types import Chain, CodedWords, CommonWords, Needles, Prompt
 from kvq_cli.evaluation.ruler.tasks import RulerTask
-from kvq_cli.evaluation.ruler.templates import Templates
+from kvq_cli.evaluation.ruler.templates import ReferenceTemplates, Templates
 from kvq_cli.evaluation.ruler.word_lists import adjectives, list_words, nouns
 from kvq_cli.reference.prompts import NOISE, needle
 
-SHORT_CONTEXT, SHORTEST_CONTEXT = 4096, 1024
-"""`cwe` repeats words less often below SHORT_CONTEXT, as in RULER, and again below SHORTEST_CONTEXT, which RULER does
-not use: the list would not fit otherwise."""
-MAX_EXAMPLE_TOKENS = 500
-"""Maximum length of the solved example of variable tracking."""
+SHORT_CONTEXT = 4096
+"""Below this length, RULER's `cwe` repeats words less often."""
+SHORTEST_CONTEXT = 640
+"""Below this length, `cwe` on the built-in model's prompts repeats words even less often: RULER's common words alone
+would fill the context. With RULER's prompts, a context that is too short is an error."""
+EXAMPLE_TOKENS = 500
+"""Length that RULER fills with the solved example of variable tracking, at every context length."""
 _ZETA = {2.0: math.pi**2 / 6}
 """Riemann's zeta function at RULER's values of alpha."""
 _DEPTHS = [round(index * 100 / 39) for index in range(40)]
@@ -53,6 +56,11 @@ class TaskFamily(ABC):
         self.templates = templates
         self.sources = sources
         self.count_tokens = count_tokens
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The parameters of the samples at this context length, for the result file and the resume key."""
+        return dict(self.args)
 
     @property
     def count(self) -> int | None:
@@ -113,6 +121,10 @@ class Niah(TaskFamily):
 class VariableTracking(TaskFamily):
     """Variable tracking (vt): a chain of assignments in noise. Size: lines of noise."""
 
+    @property
+    def config(self) -> dict[str, Any]:
+        return super().config | ({"example_tokens": EXAMPLE_TOKENS} if self.templates.examples else {})
+
     def min_size(self, index: int) -> int:
         return self.args["hops"] + 1
 
@@ -135,10 +147,9 @@ class VariableTracking(TaskFamily):
 
     @cached_property
     def _example_lines(self) -> int:
-        """Lines of the solved example: up to RULER's 500 tokens, or a quarter of a short context."""
-        limit = min(MAX_EXAMPLE_TOKENS, self.context // 4)
+        """Lines of the solved example."""
         lines = self.min_size(0)
-        while self._example_tokens(lines + 1) <= limit:
+        while self._example_tokens(lines + 1) <= EXAMPLE_TOKENS:
             lines += 1
         return lines
 
@@ -150,6 +161,11 @@ class CommonWordsExtraction(TaskFamily):
     """Common words extraction (cwe): ten words that a numbered list repeats more often. Size: distinct words."""
 
     @property
+    def config(self) -> dict[str, Any]:
+        often, seldom = self._occurrences
+        return super().config | {"often": often, "seldom": seldom}
+
+    @property
     def max_size(self) -> int:
         return len(list_words())
 
@@ -157,14 +173,21 @@ class CommonWordsExtraction(TaskFamily):
         return self.args["common"]
 
     def draw(self, rng: Random, size: int, index: int) -> tuple[Prompt, list[str]]:
-        short = self.context < SHORT_CONTEXT
         example = None
         if self.templates.examples:
+            short = self.context < SHORT_CONTEXT
             example = self._list(rng, 20, 3, 1) if short else self._list(rng, 40, 10, 3)
-        often, seldom = (6, 1) if short else (self.args["often"], self.args["seldom"])
-        often = 3 if self.context < SHORTEST_CONTEXT else often
-        content = self._list(rng, size, often, seldom, example)
+        content = self._list(rng, size, *self._occurrences, example)
         return self.templates.common_words(content), content.common
+
+    @property
+    def _occurrences(self) -> tuple[int, int]:
+        """How often the list has each common and each other word."""
+        if self.context >= SHORT_CONTEXT:
+            return self.args["often"], self.args["seldom"]
+        if self.context < SHORTEST_CONTEXT and self.templates.name == ReferenceTemplates.name:
+            return 3, 1
+        return 6, 1
 
     def _list(self, rng: Random, size: int, often: int, seldom: int, example: CommonWords | None = None) -> CommonWords:
         drawn = rng.sample(list_words(), size)

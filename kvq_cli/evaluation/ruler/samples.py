@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvq_cli.errors import UsageError
 from kvq_cli.evaluation.chat_template import chat_prompt
@@ -55,6 +55,11 @@ class RulerSamples:
         self._tokenizer = tokenizer
         self._chat = chat
         self._family = FAMILIES[task.family](task, context, templates, sources, self._count)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The family's parameters at this context length."""
+        return self._family.config
 
     @property
     def count(self) -> int | None:

@@ -1,5 +1,7 @@
 """Tasks of lm-eval in `kvq eval`: scores, compressed caches, resume."""
 
+import copy
+import dataclasses
 import json
 import re
 
@@ -149,6 +151,26 @@ def test_resume_key_has_everything_that_changes_an_answer(loaded, tasks, data_di
     changed += [config(truncation="middle"), config(folder=tmp_path)]
     keys = {json.dumps(one, sort_keys=True, default=str) for one in [plain, *changed]}
     assert len(keys) == 1 + len(changed)
+
+
+def test_chat_template_is_applied_to_generation_alone_unless_asked_for(loaded, tasks, data_dir):
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    instruct = dataclasses.replace(loaded, tokenizer=tokenizer)
+
+    def first_prompt(name, chat):
+        (task,) = load_tasks([tasks[name]], data_dir)
+        built = LmEvalEvaluation(task, instruct, seed=0, limit=1, prefill="compressed", chat=chat)
+        prompt = built._requests[0][0].args[0]
+        assert built.config["chat_template"] is prompt.startswith("[user]")
+        return prompt
+
+    chats = {(name, chat): first_prompt(name, chat) for name in ("sums", "letters") for chat in (None, True, False)}
+    assert chats["sums", None] == chats["sums", True] != chats["sums", False]
+    assert chats["sums", None].count("[user]") == 3 and chats["sums", None].endswith("Answer:>")  # 2 examples
+    assert chats["letters", None] == chats["letters", False] != chats["letters", True]
 
 
 def test_nothing_compressed_is_an_error_only_when_no_sample_is(run, tasks, tmp_path):
