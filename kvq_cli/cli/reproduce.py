@@ -40,6 +40,10 @@ Store = Annotated[
 ]
 
 
+#: Folder of the activations that the calibrations of a model share.
+CAPTURED = Path("results/captured")
+
+
 def reproduce(
     names: Names = None,
     everything: Everything = False,
@@ -120,13 +124,15 @@ def _calibrations(wanted: Target, model: str) -> list[list[str]]:
     """Commands that calibrate the missing artifacts of a target's methods."""
     from kvq_cli.cli.resolve import calibrate_command, needs_artifact
     from kvq_cli.papers.targets import calibration_options
-    from kvq_cli.paths import artifact_folder
+    from kvq_cli.paths import artifact_folder, short_name
 
     missing = {
         str(artifact_folder(model, method)): [
             *calibrate_command(model, method),
             *calibration_options(model),
             "--resume",
+            "--captured",
+            str(CAPTURED / short_name(model)),
         ]
         for method in wanted.calibrated(model)
         if not artifact_folder(model, method).is_dir() and needs_artifact(model, method)

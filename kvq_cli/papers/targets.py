@@ -17,7 +17,9 @@ from kvq_cli.paths import short_name
 if TYPE_CHECKING:
     from kvq_cli.methods.base import Method
 
-REFERENCE = "reference"
+REFERENCE, SMOLLM2 = "reference", "smollm2"
+#: The models that claims are checked on, at their own sizes.
+MEASURED = (SMOLLM2, REFERENCE)
 ROOT = Path("results/reproduction")
 STORE = Path("results/samples")
 
@@ -97,18 +99,15 @@ class Target:
         if self.analyze:
             return ["analyze", self.analyze, *_sizes("analyze", model), *shlex.split(self.options), *to]
         to += ["--store", str(store)] + (["--plot", str(folder / "plot.png")] if self.plot else [])
-        if self.config:
-            evaluated = ["--config", self.config]
-        elif self.eval:
-            evaluated = [*_sizes(self.eval, model), "--compare", ",".join(self.rows(model).values())]
-        else:
-            raise ValueError(f"{self.id} has no command: none of run, analyze, config, eval")
-        return ["eval", *evaluated, *shlex.split(self.options), *to]
+        if not self.eval:
+            raise ValueError(f"{self.id} has no command: none of run, analyze, eval")
+        compared = ["--config", self.config] if self.config else ["--compare", ",".join(self.rows(model).values())]
+        return ["eval", *_sizes(self.eval, model), *compared, *shlex.split(self.options), *to]
 
 
 def size(model: str) -> str:
-    """The key below `sizes` in targets.yaml: `here` for the built-in model, `paper` for all others."""
-    return "here" if model == REFERENCE else "paper"
+    """The key below `columns` and `words` in targets.yaml: `here` for the measured models, `paper` for all others."""
+    return "here" if model in MEASURED else "paper"
 
 
 def calibration_options(model: str) -> list[str]:
@@ -151,7 +150,8 @@ def _yaml(text: str) -> dict[str, Any]:
 
 
 def _sizes(name: str, model: str) -> list[str]:
-    return shlex.split(_document()["sizes"][name][size(model)])
+    by_model = _document()["sizes"][name]
+    return shlex.split(by_model.get(model, by_model["paper"]))
 
 
 def _words(model: str) -> dict[str, Any]:
