@@ -27,12 +27,12 @@ ARTIFACTS := $(foreach bits,1 2 4,temporalkv-$(bits)bit channelkv-$(bits)bit) $(
 # Tables and figures of the papers; their results are in results/reproduction/MODEL.
 MODEL ?= reference
 OPTIONS ?=
-COMPARED := results/reproduction/reference/compare
+MODELS := smollm2 reference
 BENCH := --compare kivi,temporalkv --bits 2
 # What depends on the versions of PyTorch, transformers and the other packages.
 OLDEST_TESTS := $(addprefix tests/,artifact attention cache calibration cli codecs data evaluation methods)
 
-.PHONY: help demo test lint docs artifacts list repro repro-fast reproduction compare bench \
+.PHONY: help demo test lint docs artifacts list repro repro-fast reproduction smollm2 compare comparison bench \
 	test-all gpu gpu-test gpu-bench gpu-tune gpu-growth gpu-pack gpu-unpack gpu-memory clean
 
 help:  ## Show this list.
@@ -115,13 +115,26 @@ repro-fast: .venv/.installed  ## Make only the tables and figures that take litt
 reproduction: .venv/.installed  ## Write docs/REPRODUCTION.md: the papers' claims, the measured numbers, the verdicts.
 	@$(call kvq,reproduce --page docs/REPRODUCTION.md)
 
-compare: compare-fair compare-paper  ## Compare all methods at 4, 3, 2 and 1 bits; writes docs/COMPARISON.md.
+smollm2: .venv/.installed  ## Calibrate and compare all methods on SmolLM2-135M, check the papers' claims: 3 hours.
+	@$(call kvq,reproduce compare-fair compare-paper compare-4096 compare-8192 --model smollm2)
+	$(call kvq,reproduce --all --model smollm2)
+	$(MAKE) --no-print-directory reproduction comparison
+
+compare: .venv/.installed  ## Compare all methods at 4, 3, 2 and 1 bits on both models; writes docs/COMPARISON.md.
+	@for model in $(MODELS); do $(call kvq,reproduce compare-fair compare-paper --model $$model); done
+	$(MAKE) --no-print-directory comparison
+
+comparison: .venv/.installed  # docs/COMPARISON.md from the tracked results
 	@{ cat docs/comparison-head.md
+	for model in $(MODELS); do
 	for windows in fair paper; do
-	test $$windows = fair && echo "## Equal windows" || echo "## Each paper's own windows"
-	echo; echo "![scores over measured bits](comparison-$$windows.png)"; echo
-	cat $(COMPARED)-$$windows/claims.md; echo
-	$(KVQ) results $(COMPARED)-$$windows --format markdown --plot docs/comparison-$$windows.png; echo
+	results=results/reproduction/$$model/compare-$$windows plot=comparison-$$model-$$windows.png
+	test $$model = smollm2 && title=SmolLM2-135M || title="Built-in model"
+	test $$windows = fair && echo "## $$title, equal windows" || echo "## $$title, each paper's own windows"
+	echo; echo "![scores over measured bits]($$plot)"; echo
+	cat $$results/claims.md; echo
+	$(KVQ) results $$results --format markdown --plot docs/$$plot; echo
+	done
 	done; } > docs/COMPARISON.md
 	echo "written: docs/COMPARISON.md"
 

@@ -61,13 +61,13 @@ def reproduce(
     An interrupted run resumes. Without a name: list all tables and figures, their requirements and their state.
     """
     output = Output(as_json=as_json, quiet=quiet)
-    from kvq_cli.papers.targets import target, targets
+    from kvq_cli.papers.targets import MEASURED, target, targets
 
     if page is not None:
         from kvq_cli.files import write_text
         from kvq_cli.papers.page import page_text
 
-        write_text(page, page_text(model, out), "--page")
+        write_text(page, page_text(MEASURED if model in MEASURED else (model,), out), "--page")
         output.note(f"written: {page}")
         return
     if names and everything:

@@ -31,7 +31,11 @@ class Claim:
     check: str = ""
     sizes: str = "here"
     gpu: bool = False
-    why: str = ""
+    why: str | Mapping[str, str] = ""
+
+    def reason(self, model: str) -> str:
+        """Why the claim does not hold on this model; empty where no reason is given."""
+        return self.why if isinstance(self.why, str) else self.why.get(model, "")
 
 
 @dataclass(frozen=True)

@@ -14,40 +14,49 @@ from kvq_cli.evaluation.formats import markdown
 from kvq_cli.papers.claims import FAILS, HARDWARE, HOLDS, NOT_MEASURED, Verdict, claims, judge
 from kvq_cli.papers.run import DONE, state
 from kvq_cli.papers.side_by_side import side_by_side
-from kvq_cli.papers.targets import REFERENCE, ROOT, Target, target, targets
+from kvq_cli.papers.targets import REFERENCE, ROOT, SMOLLM2, Target, target, targets
 
 #: How many values of a list a cell shows.
-MAX_SHOWN = 8
+MAX_SHOWN = 4
 PAPERS = ("TemporalKV", "SQuat", "InnerQ", "XQuant")
+#: How the page names the models.
+NAMES = {REFERENCE: "built-in model", SMOLLM2: "SmolLM2-135M"}
 
 
-def page_text(model: str, root: Path = ROOT) -> str:
-    """Return the page as Markdown: claims with their measured numbers and verdicts, then targets with their states."""
-    verdicts = [judge(claim, model, root) for claim in claims()]
+def page_text(models: Sequence[str], root: Path = ROOT) -> str:
+    """Return the page as Markdown: claims with each model's numbers and verdicts, then targets with their states."""
+    verdicts = {model: [judge(claim, model, root) for claim in claims()] for model in models}
     parts = [
         "# Reproduction",
-        _introduction(model),
+        _introduction(models),
         "## What holds",
-        markdown(["paper", "claims", HOLDS, FAILS, NOT_MEASURED, HARDWARE], _counts(verdicts)),
+        markdown(["paper", "claims", "model", HOLDS, FAILS, NOT_MEASURED, HARDWARE], _counts(verdicts)),
     ]
-    failing = [verdict for verdict in verdicts if verdict.state == FAILS]
-    if failing:
-        parts += ["## What does not hold, and why", "\n".join(_reason(verdict) for verdict in failing)]
+    for model, judged in verdicts.items():
+        if failing := [verdict for verdict in judged if verdict.state == FAILS]:
+            reasons = "\n".join(_reason(verdict, model) for verdict in failing)
+            parts += [f"## What does not hold on the {_name(model)}, and why", reasons]
+    columns = [column for model in models for column in (f"{_name(model)}: numbers", "holds")]
     for paper in PAPERS:
-        rows = [_row(verdict) for verdict in verdicts if verdict.claim.paper == paper]
-        parts += [f"## {paper}", markdown(["source", "claim", "command", "our numbers", "holds"], rows)]
-    rankings = [row for each in targets().values() if (row := _ranking(each, model, root))]
+        rows = [_row(each) for each in zip(*verdicts.values(), strict=True) if each[0].claim.paper == paper]
+        parts += [f"## {paper}", markdown(["source", "claim", "command", *columns], rows)]
+    rankings = [row for model in models for each in targets().values() if (row := _ranking(each, model, root))]
     if rankings:
-        columns = ["target", "pairs of methods that the paper ranks", "ranked alike here", "of those of equal bits"]
+        columns = ["target", "model", "pairs of methods that the paper ranks", "ranked alike", "of those of equal bits"]
         parts += ["## Rankings beside the papers'", RANKINGS, markdown(columns, rankings)]
-    parts += ["## Tables and figures", markdown(["target", "what", "state", "results"], _targets(model, root))]
+    columns = ["target", "what", *map(_name, models)]
+    parts += ["## Tables and figures", markdown(columns, [_target(each, models, root) for each in targets().values()])]
     return "\n\n".join(parts) + "\n"
+
+
+def _name(model: str) -> str:
+    return NAMES.get(model, model)
 
 
 #: The paragraph above the table of rankings.
 RANKINGS = (
-    "All columns of a published table, each beside ours for it; on the built-in model RULER's mean stands for task "
-    "scores, and its text for theirs. Pairs of equal bits are the hard ones: with more bits any method wins."
+    "All columns of a published table, each beside ours for it; on the models here RULER's mean stands for task "
+    "scores, and their texts for the paper's. Pairs of equal bits are the hard ones: with more bits any method wins."
 )
 
 
@@ -62,42 +71,56 @@ def _ranking(ranked: Target, model: str, root: Path) -> list[Any] | None:
     columns = compared.agreements
     pairs, same = sum(column.pairs for column in columns), sum(column.same for column in columns)
     equal = [sum(column.same_bits[index] for column in columns) for index in (0, 1)]
-    return [ranked.id, pairs, f"{same} ({_percent(same, pairs)})", f"{equal[0]} of {equal[1]} ({_percent(*equal)})"]
+    return [
+        ranked.id,
+        _name(model),
+        pairs,
+        f"{same} ({_percent(same, pairs)})",
+        f"{equal[0]} of {equal[1]} ({_percent(*equal)})",
+    ]
 
 
 def _percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.0f}%" if whole else "none"
 
 
-def _introduction(model: str) -> str:
-    where = "the built-in model" if model == REFERENCE else model
+def _introduction(models: Sequence[str]) -> str:
     return (
-        f"Made by `make reproduction` from the files below `{ROOT}`, with kvq {__version__} on {where}; no number here "
-        "is typed by hand. Each claim is checked by an expression in `kvq_cli/papers/claims.yaml`; the papers' "
-        "own numbers are in `kvq_cli/papers/published`. A claim about another model is checked here for its direction, "
-        "on a model a thousand times smaller: that it fails here does not say that it fails there. `make list` shows "
-        "what each target needs at the paper's sizes, and `make TARGET MODEL=...` makes it there."
+        f"Made by `make reproduction` from the files below `{ROOT}`, with kvq {__version__}, on the "
+        f"{' and the '.join(map(_name, models))}; no number here is typed by hand. Each claim is checked by an "
+        "expression in `kvq_cli/papers/claims.yaml`; the papers' own numbers are in `kvq_cli/papers/published`. A "
+        "claim about another model is checked here for its direction, on models fifty (SmolLM2-135M) and a thousand "
+        "(built-in) times smaller: that it fails here does not say that it fails there. `make list` shows what each "
+        "target needs at the paper's sizes, and `make TARGET MODEL=...` makes it there."
     )
 
 
-def _counts(verdicts: Sequence[Verdict]) -> list[list[Any]]:
+def _counts(verdicts: Mapping[str, Sequence[Verdict]]) -> list[list[Any]]:
     rows = []
     for paper in (*PAPERS, "all"):
-        states = Counter(verdict.state for verdict in verdicts if paper in ("all", verdict.claim.paper))
-        rows.append([paper, sum(states.values()), *(states[name] for name in (HOLDS, FAILS, NOT_MEASURED, HARDWARE))])
+        for model, judged in verdicts.items():
+            states = Counter(verdict.state for verdict in judged if paper in ("all", verdict.claim.paper))
+            counts = [states[name] for name in (HOLDS, FAILS, NOT_MEASURED, HARDWARE)]
+            rows.append([paper, sum(states.values()), _name(model), *counts])
     return rows
 
 
-def _reason(verdict: Verdict) -> str:
+def _reason(verdict: Verdict, model: str) -> str:
     claim = verdict.claim
-    return f"- **{claim.paper}, {claim.source}**: {claim.claim} *Why*: {claim.why or 'not found yet'}."
+    why = claim.reason(model) or "not found yet"
+    return f"- **{claim.paper}, {claim.source}**: {claim.claim} *Why*: {why}."
 
 
-def _row(verdict: Verdict) -> list[str]:
-    claim = verdict.claim
+def _row(verdicts: Sequence[Verdict]) -> list[str]:
+    """The row of one claim, with the verdict on each model."""
+    claim = verdicts[0].claim
     commands = "<br>".join("`make gpu`" if target(name).gpu else f"`make {name}`" for name in claim.targets)
-    numbers = "<br>".join(f"{name}: {_formatted(value)}" for name, value in verdict.numbers.items())
-    return [claim.source, claim.claim, commands or "`kvq methods`", numbers, verdict.state]
+    results = [cell for verdict in verdicts for cell in (_numbers(verdict), verdict.state)]
+    return [claim.source, claim.claim, commands or "`kvq methods`", *results]
+
+
+def _numbers(verdict: Verdict) -> str:
+    return "<br>".join(f"{name}: {_formatted(value)}" for name, value in verdict.numbers.items())
 
 
 def _formatted(value: Any) -> str:
@@ -113,11 +136,12 @@ def _formatted(value: Any) -> str:
     return str(value)
 
 
-def _targets(model: str, root: Path) -> list[list[str]]:
-    return [_target(each, model, root) for each in targets().values()]
+def _target(listed: Target, models: Sequence[str], root: Path) -> list[str]:
+    return [listed.id, f"{listed.paper}: {listed.what}", *(_state(listed, model, root) for model in models)]
 
 
-def _target(listed: Target, model: str, root: Path) -> list[str]:
+def _state(listed: Target, model: str, root: Path) -> str:
+    """The target's state, with the folder of its results."""
     folder = listed.folder(model, root)
-    shown = f"`{shlex.quote(str(folder))}`" if folder.is_dir() and listed.runs else ""
-    return [listed.id, f"{listed.paper}: {listed.what}", state(listed, model, root), shown]
+    shown = f": `{shlex.quote(str(folder))}`" if folder.is_dir() and listed.runs else ""
+    return state(listed, model, root) + shown
