@@ -25,7 +25,7 @@ META = torch.device("meta")
 
 
 def account(method: Method, shape: ModelShape, context: int, batch: int = 1) -> CacheReport:
-    """Return the cache report after a prefill of `batch` sequences of `context` tokens each.
+    """Return the cache report after a prefill of `batch` sequences of `context` tokens each, with a CPU's tables.
 
     UsageError if the method's options do not fit the shape.
     """
@@ -48,6 +48,8 @@ def account(method: Method, shape: ModelShape, context: int, batch: int = 1) -> 
         layer.update(keys, keys)
         layer.absorb(queries)
         layer.release()
+        for stream in layer.streams:
+            stream.read(0)  # the tables of decoding are made when it is first needed
     return report(layers, method.nominal_bits)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvq_cli.codecs.base import TABLES
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -21,6 +23,8 @@ class CacheReport:
     parts:           bytes by part, keys and values of all layers together: packed parts ("codes", "scale", ...),
                      "sinks" and "recent" (full precision), "unused" (allocated, not yet filled).
     constants:       bytes by name of the tensors that all sequences share (codebooks, channel statistics); apart.
+    tables:          bytes by name of the tensors that codecs computed from these and hold while they run: no part of
+                     the format. A CPU keeps `ranked` and `decoded`, several times as large as the codebooks; a GPU not.
     numbers:         cached numbers (tokens x kv heads x head_dim, keys and values of all layers).
     tokens:          tokens cached, all rows together.
     compressed:      how many of them are packed, averaged over layers, keys and values.
@@ -35,6 +39,7 @@ class CacheReport:
     numbers: int
     tokens: int
     compressed: float
+    tables: Mapping[str, int] = field(default_factory=dict)
     working: Mapping[str, int] = field(default_factory=dict)
     backend: str | None = None
 
@@ -46,6 +51,10 @@ class CacheReport:
     @property
     def constant_bytes(self) -> int:
         return sum(self.constants.values())
+
+    @property
+    def table_bytes(self) -> int:
+        return sum(self.tables.values())
 
     @property
     def fp16_bytes(self) -> int:
@@ -80,8 +89,10 @@ class CacheReport:
             "bytes": self.bytes,
             "fp16_bytes": self.fp16_bytes,
             "constant_bytes": self.constant_bytes,
+            "table_bytes": self.table_bytes,
             "parts": dict(self.parts),
             "constants": dict(self.constants),
+            "tables": dict(self.tables),
             "working": dict(self.working),
             "tokens": self.tokens,
             "compressed_tokens": self.compressed,
@@ -91,11 +102,12 @@ class CacheReport:
     def __str__(self) -> str:
         parts = ", ".join(f"{name} {size:,}" for name, size in self.parts.items() if size)
         working = "".join(f"; {name} during a pass {size:,} bytes" for name, size in self.working.items())
+        tables = f", tables made from them {self.table_bytes:,} bytes" if self.tables else ""
         backend = "" if self.backend is None else f"; attention by {self.backend}"
         return (
             f"{self.tokens:,} tokens, {self.compressed:,.0f} compressed; {self.bytes:,} bytes ({parts}) "
             f"against {self.fp16_bytes:,} in 16 bits; {self.measured_bits:.2f} bits per number "
-            f"(nominal {self.nominal_bits:g}); shared constants {self.constant_bytes:,} bytes{working}{backend}"
+            f"(nominal {self.nominal_bits:g}); shared constants {self.constant_bytes:,} bytes{tables}{working}{backend}"
         )
 
 
@@ -123,10 +135,13 @@ def report(layers: Sequence[CompressedLayer], nominal_bits: float, backend: str 
         if layer.cross_layer is not None and layer.cross_layer.peak:
             working["accumulator"] = layer.cross_layer.peak
     named: Counter[str] = Counter()
+    tables: Counter[str] = Counter()
     for name, tensor in constants.values():
-        named[name] += tensor.numel() * tensor.element_size()
+        kind = tables if name.rpartition(".")[2] in TABLES else named
+        kind[name] += tensor.numel() * tensor.element_size()
+    compressed = packed / max(1, streams)
     return CacheReport(
-        nominal_bits, dict(parts), dict(named), numbers, tokens, packed / max(1, streams), working, backend
+        nominal_bits, dict(parts), dict(named), numbers, tokens, compressed, dict(tables), working, backend
     )
 
 

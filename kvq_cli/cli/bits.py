@@ -33,7 +33,8 @@ def bits(
 
     Bits are per cached number (tokens x kv heads x head_dim, keys and values): `nominal` counts codes alone, `packed`
     adds scales and outliers, `measured` adds full-precision windows and unused room. Constants (codebooks) are
-    shared by all sequences.
+    shared by all sequences; so are the tables that a CPU makes from them and holds while it runs, which are no part
+    of the format.
     """
     out = Output(as_json=as_json)
     if papers:
@@ -57,8 +58,9 @@ def bits(
         )
         rows.append([label, report.nominal_bits, round(report.packed_bits, 3), round(report.measured_bits, 3)])
         rows[-1] += [human_bytes(report.bytes), round(report.fp16_bytes / report.bytes, 2)]
-        rows[-1] += [f"{human_bytes(constants)} ({share:.2%})" if constants else "-", _by_part(report)]
-    columns = ["method", "nominal", "packed", "measured", "cache", "x smaller", "constants", "bits by part"]
+        rows[-1] += [f"{human_bytes(constants)} ({share:.2%})" if constants else "-"]
+        rows[-1] += [human_bytes(report.table_bytes) if report.tables else "-", _by_part(report)]
+    columns = ["method", "nominal", "packed", "measured", "cache", "x smaller", "constants", "tables", "bits by part"]
     title = f"{shapes or model}: {batch} x {context:,} tokens, bits per cached number"
     out.table(columns, rows, title=title)
     out.result({"shape": shapes or model, "context": context, "batch": batch, "methods": counted})

@@ -70,6 +70,10 @@ def side_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
 
 
+#: Names of `constants` that a codec computes from the others, to encode and decode fast: no part of its format.
+TABLES = frozenset({"scale", "gain", "offset", "ranked", "decoded"})
+
+
 class BlockFormat:
     """Block length, bits and constants: common to both kinds of codec."""
 
@@ -79,7 +83,7 @@ class BlockFormat:
     nominal_bits: float
 
     def constants(self) -> Mapping[str, Tensor]:
-        """Tensors shared by all sequences (centroids, mean, std, thresholds): counted once, not per token."""
+        """Tensors held for all sequences (centroids, mean, std, thresholds, `TABLES`): counted once, not per token."""
         return {}
 
 

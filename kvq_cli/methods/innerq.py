@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
@@ -33,7 +34,8 @@ class InnerQ(Method):
 
     A word per group holds its sign bits or its zero-point; the sign of the 16-bit scale tells which: 2 bits in groups
     of 32 are 2 + 1 + 0.5 bits per number (the paper keeps the choice apart: 1/32 more). The windows (4.2) hold in
-    decode too: the newest `recent` keys and values stay in full precision, and values of incomplete groups.
+    decode too: the newest `recent` keys and values stay in full precision, and values of incomplete groups. Keys are
+    packed token by token, unless `buffer` makes them wait as values do.
     """
 
     name = "innerq"
@@ -48,6 +50,7 @@ class InnerQ(Method):
     group: int = option(32, "numbers that share a scale", choices=tuple(WORDS), why="their sign bits fill one word")
     sinks: int = option(32, "first tokens kept in full precision (attention sinks)", at_least=0)
     recent: int = option(96, "newest tokens kept in full precision", at_least=0)
+    buffer: int | None = option(None, "pack tokens in multiples of this many; none: as the paper does", at_least=1)
     norm: bool = option(True, "divide key channels by the square root of their maximum in the prompt")
     sign: str = option("extra", "sign bits: in addition to the bits, or one of them", choices=("extra", "inside"))
 
@@ -68,9 +71,11 @@ class InnerQ(Method):
         prompt, later = self._codecs("token", shape)
         keys = NormalizedCodec(prompt, later) if self.norm else _phased(prompt, later)
         values = _phased(*self._codecs("channel", shape))
+        key_window, value_window = (
+            Window(self.sinks, self.recent, math.lcm(flush, self.buffer or 1)) for flush in (1, self.group)
+        )
         return LayerPlan(
-            keys=StreamPlan("post_rope", keys, Window(self.sinks, self.recent, 1)),
-            values=StreamPlan("value", values, Window(self.sinks, self.recent, self.group)),
+            keys=StreamPlan("post_rope", keys, key_window), values=StreamPlan("value", values, value_window)
         )
 
     def _codecs(self, axis: Axis, shape: ModelShape) -> tuple[Codec, Codec]:

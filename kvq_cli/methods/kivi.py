@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -21,6 +22,7 @@ class Kivi(Method):
 
     KIVI's residual windows: keys are packed `residual` at a time; the newest `residual` values stay in full precision.
     With `recent` set (KIVI+sink), the newest `recent` keys and values do, and keys are packed one group at a time.
+    Values are packed token by token, unless `buffer` makes them wait as keys do.
     """
 
     name = "kivi"
@@ -33,6 +35,7 @@ class Kivi(Method):
     residual: int = option(128, "length of KIVI's residual windows; a multiple of the group", at_least=1)
     sinks: int = option(0, "first tokens kept in full precision (attention sinks)", at_least=0)
     recent: int | None = option(None, "newest tokens kept in full precision, instead of `residual`", at_least=0)
+    buffer: int | None = option(None, "pack tokens in multiples of this many; none: as the paper does", at_least=1)
     pre_rope: bool = option(False, "cache keys before RoPE (KIVI*)")
 
     def __post_init__(self) -> None:
@@ -50,10 +53,13 @@ class Kivi(Method):
         def codec(axis: Axis) -> UniformCodec:
             return UniformCodec(self.bits, axis, self.group, shape.head_dim, shape.dtype)
 
+        def window(recent: int, flush: int) -> Window:
+            return Window(self.sinks, recent, math.lcm(flush, self.buffer or 1))
+
         if self.recent is None:
-            key_window, value_window = Window(self.sinks, 0, self.residual), Window(self.sinks, self.residual, 1)
+            key_window, value_window = window(0, self.residual), window(self.residual, 1)
         else:
-            key_window, value_window = Window(self.sinks, self.recent, self.group), Window(self.sinks, self.recent, 1)
+            key_window, value_window = window(self.recent, self.group), window(self.recent, 1)
         return LayerPlan(
             keys=StreamPlan("pre_rope" if self.pre_rope else "post_rope", codec("channel"), key_window),
             values=StreamPlan("value", codec("token"), value_window),

@@ -15,7 +15,7 @@ from kvq_cli.papers.targets import Target
 #: Published columns in which lower is better; in all others higher is.
 LOWER_IS_BETTER = ("perplexity", "Wiki2", "C4")
 #: Options that say which tokens stay in full precision: a method with other windows is still the same published row.
-WINDOW_OPTIONS = ("sinks", "recent", "residual")
+WINDOW_OPTIONS = ("sinks", "recent", "residual", "buffer")
 
 
 @dataclass(frozen=True)

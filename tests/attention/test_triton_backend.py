@@ -64,8 +64,11 @@ def one_layer(tiny):
         ("kivi", {"bits": 2, "group": 16, "residual": 32}),
         *slow_cases(
             ("kivi", {"bits": 4, "group": 16, **WINDOWS}),
+            ("kivi", {"bits": 2, "group": 16, "buffer": 16, **WINDOWS}),
             ("squat", {"bits": 2, "group": 16, **WINDOWS}),
+            ("squat", {"bits": 2, "group": 16, "buffer": 16, **WINDOWS}),
             ("innerq", {"bits": 2, **WINDOWS}),
+            ("innerq", {"bits": 2, "buffer": 32, **WINDOWS}),
             ("innerq", {"bits": 4, "group": 16, "mode": "symmetric", **WINDOWS}),
             ("innerq", {"bits": 3, "group": 16, "mode": "symmetric", "sign": "inside", **WINDOWS}),
             ("innerq", {"bits": 2, "group": 16, "mode": "asymmetric", "norm": False, **WINDOWS}),

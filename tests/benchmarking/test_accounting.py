@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 import torch
 from pairwise import parametrize_pairwise
 
@@ -14,7 +15,8 @@ from kvq_cli.cache.cross_layer import CrossLayerSum
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.report import report
 from kvq_cli.cache.rows import Rows
-from kvq_cli.methods.base import ModelShape
+from kvq_cli.codecs.base import Codec
+from kvq_cli.methods.base import Method, ModelShape
 from kvq_cli.methods.registry import build_parsed, method_names
 
 GQA = ModelShape(4, 4, 2, 64, 512, torch.float16)
@@ -25,6 +27,39 @@ SPECS = [*method_names(), "temporalkv:outliers=0.01", "kivi-3bit:sinks=8:recent=
 @parametrize_pairwise({"spec": SPECS, "shape": [GQA, MHA], "context": [1, 333]})
 def test_counted_bytes_equal_those_of_a_real_cache(spec, shape, context):
     method, batch = build_parsed(spec), 2
+    real = report(filled_layers(method, shape, context, batch), method.nominal_bits)
+    counted = account(method, shape, context, batch)
+    assert counted.parts == real.parts
+    assert (counted.constants, counted.tables) == (real.constants, real.tables)
+    assert (counted.numbers, counted.tokens, counted.compressed) == (real.numbers, real.tokens, real.compressed)
+
+
+@pytest.mark.parametrize("spec", ["kvquant", "channelkv", "channelkv:outliers=0.01", "temporalkv", "temporalkv-1bit"])
+def test_counted_constants_and_tables_are_the_tensors_that_codecs_hold(spec):
+    method = build_parsed(spec)
+    held: dict[int, int] = {}
+    for layer in filled_layers(method, GQA, 333, 1):
+        for stream in layer.streams:
+            held |= storages(stream.codec)
+    counted = account(method, GQA, 333)
+    assert counted.constant_bytes + counted.table_bytes == sum(held.values())
+    sixteen_bits, size = counted.constants["centroids"], {"kvquant": 1, "temporalkv-1bit": 8}.get(spec, 4)
+    assert counted.tables["ranked"] == 4 * sixteen_bits * (size + 1) / size  # float64, and a constant per centroid
+
+
+def storages(codec: Codec) -> dict[int, int]:
+    """Address -> bytes of all tensors that the codec and the codecs inside it hold."""
+    found = {}
+    for value in vars(codec).values():
+        if isinstance(value, torch.Tensor):
+            found[value.untyped_storage().data_ptr()] = value.untyped_storage().nbytes()
+        elif isinstance(value, Codec):
+            found |= storages(value)
+    return found
+
+
+def filled_layers(method: Method, shape: ModelShape, context: int, batch: int) -> list[CompressedLayer]:
+    """Real layers with random numbers in them, which were read once."""
     generator = torch.Generator().manual_seed(0)
 
     def numbers(*size):
@@ -47,9 +82,9 @@ def test_counted_bytes_equal_those_of_a_real_cache(spec, shape, context):
         layer.update(keys, values)
         layer.absorb(numbers(batch, shape.query_heads, context, 64))
         layer.release()
-    real, counted = report(layers, method.nominal_bits), account(method, shape, context, batch)
-    assert counted.parts == real.parts
-    assert (counted.numbers, counted.tokens, counted.compressed) == (real.numbers, real.tokens, real.compressed)
+        for stream in layer.streams:
+            stream.read(0)
+    return layers
 
 
 def test_centroid_bytes_equal_the_thesis():
@@ -72,6 +107,9 @@ def test_bits_command(kvq):
     assert result.exit_code == 0, result.stderr
     kivi, temporal = json.loads(result.stdout)["methods"]
     assert kivi["method"] == "kivi-4bit" and kivi["packed_bits"] == 5.0 and kivi["artifact_bytes"] == 0
+    assert kivi["table_bytes"] == 0 and temporal["table_bytes"] == sum(temporal["tables"].values())
+    assert 4.9 < temporal["table_bytes"] / temporal["constant_bytes"] < 5  # float64: 4 x 5/4
+    assert temporal["measured_bits_with_constants"] < 6
     assert temporal["method"] == "temporalkv-2bit:recent=32" and 0.002 < temporal["artifact_share_of_weights"] < 0.003
     assert kvq("bits", "--json").exit_code == 0
     result = kvq("bits", "--shapes", "nonsense")

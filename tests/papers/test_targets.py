@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
+import torch
+import yaml
 
+from kvq_cli.attention.rotary import Rotation
+from kvq_cli.benchmarking.accounting import META, artifact_tensors
 from kvq_cli.benchmarking.shapes import known_shape
+from kvq_cli.cache.cross_layer import CrossLayerSum
+from kvq_cli.cache.layer import CompressedLayer
+from kvq_cli.cache.rows import Rows
+from kvq_cli.cache.stream import StreamReader
 from kvq_cli.errors import UsageError
+from kvq_cli.methods.base import Method, ModelShape
 from kvq_cli.methods.registry import build_parsed
 from kvq_cli.papers.published import PAPERS, cells, rows
 from kvq_cli.papers.targets import REFERENCE, target, targets
 
 TABLES = [entry for entry in targets().values() if entry.table and entry.rows(REFERENCE)]
+REPOSITORY = Path(__file__).parents[2]
 SOME_MODEL = "meta-llama/Llama-3.1-8B"
 
 
@@ -84,3 +95,40 @@ def test_several_targets_are_numbered(kvq, monkeypatch):
 )
 def test_invalid_requests_are_refused(fails, words, says):
     fails("reproduce", *words, code=2, says=says)
+
+
+def test_equal_windows_keep_the_same_tokens_exact_at_every_length():
+    """Counted from the caches of all methods of the comparison: keys and values of every layer."""
+    held: dict[tuple[int, ...], list[str]] = {}
+    shared = dict(pair.split("=") for pair in shlex.split(target("compare-fair").options) if "=" in pair)
+    for spec in yaml.safe_load((REPOSITORY / "examples/compare.yaml").read_text())["compare"]:
+        if spec != "fp16":
+            for stream in filled_streams(build_parsed(spec, **shared), tokens=200):
+                held.setdefault(exact_tokens(stream), []).append(spec)
+    (counts,) = held
+    assert counts == tuple(n if n < 40 else 40 + (n - 40) % 32 for n in range(201))
+
+
+def exact_tokens(stream: StreamReader) -> tuple[int, ...]:
+    """How many tokens the stream holds in full precision, of rows of 0, 1, ... tokens, up to its length."""
+    lengths = range(stream.lengths[0] + 1)
+    return tuple(sum(last - first for first, last, _ in stream.exact(slice(0, 1), n, 0, n)) for n in lengths)
+
+
+def filled_streams(method: Method, tokens: int) -> list[StreamReader]:
+    """All keys and values of a cache of `tokens` tokens of four layers, without numbers."""
+    shape, sums = ModelShape(4, 4, 2, 64, 512, torch.float16), CrossLayerSum()
+    forward, streams = Rows().begin(0, tokens, 1), []
+    sizes = (2, tokens, 64), (4, tokens, 64), (tokens, 512)
+    keys, queries, x = (torch.empty(1, *size, device=META) for size in sizes)
+    for index in range(shape.layers):
+        plan = method.plan(index, shape, artifact_tensors(method, shape, index))
+        layer = CompressedLayer(index, plan, Rotation("none", torch.empty(0), 64), cross_layer=sums)
+        layer.begin(forward)
+        layer.capture_key(keys)
+        layer.capture_input(x)
+        layer.update(keys, keys)
+        layer.absorb(queries)
+        layer.release()
+        streams += [layer.key_stream, layer.value_stream]
+    return streams
