@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from kvq_cli.attention.attach import attach
     from kvq_cli.methods.registry import build
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 __all__ = ["KvqError", "UsageError", "__version__", "attach", "build", "load_artifact"]
 
 _LAZY = {

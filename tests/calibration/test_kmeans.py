@@ -81,7 +81,7 @@ def test_integer_weights_equal_repeated_points():
 
 def test_more_iterations_never_raise_the_error():
     points, weights = data(3, 900, 4)
-    start = kmeans_plus_plus(points, weights, torch.rand(3, 32, generator=torch.Generator().manual_seed(0)))
+    start = kmeans_plus_plus(points, weights, torch.rand(3, 32, 1, generator=torch.Generator().manual_seed(0)))
     errors = torch.stack([error(points, weights, lloyd(points, weights, start, n, 0.0)) for n in (0, 1, 2, 5, 20)])
     assert (errors[1:] <= errors[:-1] * (1 + 1e-5)).all()
     assert (errors[-1] < 0.9 * errors[0]).all()
@@ -96,7 +96,7 @@ def test_early_stop_raises_the_error_little():
 def test_k_means_plus_plus_draws_proportional_to_weighted_squared_distance():
     points = torch.tensor([[[0.0], [1.0], [3.0], [7.0]]])
     weights = torch.tensor([[1.0, 2.0, 0.0, 0.5]])
-    draws = torch.rand(20_000, 2, generator=torch.Generator().manual_seed(0))
+    draws = torch.rand(20_000, 2, 1, generator=torch.Generator().manual_seed(0))
     chosen = kmeans_plus_plus(points.expand(20_000, -1, -1), weights.expand(20_000, -1), draws)[..., 0]
     counts = torch.zeros(4, 4, dtype=torch.float64)
     where = {0.0: 0, 1.0: 1, 3.0: 2, 7.0: 3}
@@ -141,3 +141,21 @@ def test_codebook_does_not_depend_on_others_in_the_batch():
 def test_too_few_points_are_refused():
     with pytest.raises(ValueError, match="16 centroids need as many points, not 15"):
         weighted_kmeans(torch.zeros(1, 15, 2), torch.ones(1, 15), 16)
+
+
+def heavy_tailed(points, size):
+    """Points and weights like activations and their squared gradients: Student's t with 2 degrees of freedom."""
+    noise = torch.Generator().manual_seed(1)
+    chi = torch.randn(2, points, 2, generator=noise).square().sum(-1, keepdim=True) / 2
+    u, gradients = torch.randn(2, points, size, generator=noise) / chi.sqrt()
+    return u[None], gradients.square().sum(-1)[None]
+
+
+@pytest.mark.parametrize(("size", "entries", "most"), [(1, 4, 1.002), (1, 16, 1.01), (4, 256, 1.05)])
+def test_every_seed_is_as_good_as_the_best_of_several_runs_of_scikit_learn(size, entries, most):
+    cluster = pytest.importorskip("sklearn.cluster")
+    points, weights = heavy_tailed(8192, size)
+    model = cluster.KMeans(entries, n_init=3, random_state=0, tol=0).fit(points[0].numpy(), sample_weight=weights[0])
+    best = error(points, weights, torch.from_numpy(model.cluster_centers_)[None].float()).item()
+    found = [error(points, weights, weighted_kmeans(points, weights, entries, seed=seed)).item() for seed in range(8)]
+    assert max(found) < most * best

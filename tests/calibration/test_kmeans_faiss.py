@@ -59,7 +59,7 @@ def by_faiss(points, weights, entries, start=None, **parameters):
 @pytest.mark.parametrize(("size", "entries"), [(1, 16), (4, 64), (8, 256)])
 def test_kvq_and_faiss_reach_the_same_error_from_the_same_start(kind, size, entries):
     points, weights = kind(3000, size)
-    start = kmeans_plus_plus(points, weights, torch.rand(1, entries, generator=torch.Generator().manual_seed(0)))
+    start = kmeans_plus_plus(points, weights, torch.rand(1, entries, 1, generator=torch.Generator().manual_seed(0)))
     ours = error(points, weights, lloyd(points, weights, start, ITERATIONS, 0.0)).item()
     theirs = error(points, weights, by_faiss(points, weights, entries, start)).item()
     assert ours == pytest.approx(theirs, rel=0.01)
@@ -93,7 +93,7 @@ def test_faiss_weights_its_means_but_not_its_objective():
 
 def test_lloyd_faiss_stops_by_the_weighted_error():
     points, weights = data(3, 4000, 4)
-    start = kmeans_plus_plus(points, weights, torch.rand(3, 64, generator=torch.Generator().manual_seed(0)))
+    start = kmeans_plus_plus(points, weights, torch.rand(3, 64, 1, generator=torch.Generator().manual_seed(0)))
     runs = {"none": (0, 0.0), "early": (200, 5e-3), "late": (200, 0.0)}  # iterations and tolerance
     none, early, late = (error(points, weights, lloyd_faiss(points, weights, start, *run)) for run in runs.values())
     assert (late < early).all() and (early <= 1.03 * late).all() and (early < 0.9 * none).all()
