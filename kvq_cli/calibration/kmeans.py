@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvq_cli.calibration.kmeans_scalar import scalar_kmeans
 from kvq_cli.codecs import kernels
 from kvq_cli.errors import KvqError
 
@@ -24,9 +25,6 @@ Engine = Literal["auto", "kvq", "faiss"]
 #: The largest codebook that "auto" clusters here: above, an index would take over ten bits of a score (see `_nearest`).
 MAX_KVQ_ENTRIES = 1024
 
-#: Codebooks of up to so many centroids are clustered from several starts: each takes milliseconds, and a local optimum
-#: of 16 centroids has up to 20% more error.
-_SMALL_ENTRIES, _STARTS = 16, 8
 _TILE_CPU, _TILE = 1 << 17, 1 << 26  # scores held at a time: within a core's cache, or a GPU's memory
 
 
@@ -40,8 +38,9 @@ def weighted_kmeans(
     seed: int = 0,
     engine: Engine = "auto",
 ) -> Tensor:
-    """Minimize sum_i w_i ||u_i - c_assign(i)||^2 (Eq. 3) for each codebook: k-means++, then Lloyd iterations; the best
-    of several runs for small codebooks.
+    """Minimize sum_i w_i ||u_i - c_assign(i)||^2 (Eq. 3) for each codebook: k-means++, then Lloyd iterations.
+
+    Codebooks of scalars start from the optimum of `kmeans_scalar` instead, unless faiss is requested.
 
     points:  `[codebooks, points, size]` float32, at least `entries` points. weights: `[codebooks, points]`, >= 0.
     A codebook stops after `iterations`, or when an iteration lowers its error by less than the fraction `tolerance`.
@@ -52,19 +51,8 @@ def weighted_kmeans(
         raise ValueError(f"{entries} centroids need as many points, not {points.shape[1]}")
     unweighted = weights.sum(-1, keepdim=True) == 0
     weights = torch.where(unweighted, torch.ones_like(weights), weights)
-    starts = _STARTS if entries <= _SMALL_ENTRIES else 1
-    points, weights = (x.repeat_interleave(starts, dim=0) for x in (points, weights))
-    centroids = _cluster(points, weights, entries, iterations, tolerance, seed, engine).unflatten(0, (-1, starts))
-    if starts == 1:
-        return centroids.squeeze(1)
-    best = _errors(points, weights, centroids.flatten(0, 1)).view(-1, starts).argmin(1)
-    return centroids[torch.arange(len(best), device=best.device), best]
-
-
-def _cluster(
-    points: Tensor, weights: Tensor, entries: int, iterations: int, tolerance: float, seed: int, engine: Engine
-) -> Tensor:
-    """`weighted_kmeans` from one start per codebook."""
+    if points.shape[2] == 1 and engine != "faiss":
+        return scalar_kmeans(points.squeeze(2), weights, entries, iterations).unsqueeze(2)
     tries = 2 + int(math.log(entries))  # scikit-learn's number
     draws = torch.rand(points.shape[0], entries, tries, generator=torch.Generator().manual_seed(seed)).to(points.device)
     seed_batch, lloyd_batch = _batch_sizes(points.shape[0], points.shape[1] * entries, points.device.type)
@@ -151,12 +139,6 @@ def lloyd(points: Tensor, weights: Tensor, centroids: Tensor, iterations: int, t
         if not active.any():
             break
     return centroids
-
-
-def _errors(points: Tensor, weights: Tensor, centroids: Tensor) -> Tensor:
-    """sum_i w_i ||u_i - c_assign(i)||^2 of each codebook, float64 `[codebooks]`."""
-    assigned = centroids.gather(1, nearest(points, centroids)[..., None].expand_as(points))
-    return (weights * (points - assigned).square().sum(-1)).sum(-1, dtype=torch.float64)
 
 
 def nearest(points: Tensor, centroids: Tensor) -> Tensor:

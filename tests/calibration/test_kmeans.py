@@ -52,8 +52,7 @@ def test_one_dimensional_k_means_reaches_the_global_optimum():
             mean = (w * x).sum(-1) / w.sum(-1)
             total += (w * (x - mean[:, None]) ** 2).sum(-1)
         best = torch.minimum(best, total)
-    runs = [error(points, weights, weighted_kmeans(points, weights, 3, tolerance=0.0, seed=s)) for s in range(12)]
-    assert torch.allclose(torch.stack(runs).min(0).values, best, rtol=1e-4)
+    assert torch.allclose(error(points, weights, weighted_kmeans(points, weights, 3)), best, rtol=1e-6)
 
 
 @pytest.mark.parametrize("engine", ["kvq", "faiss"])
