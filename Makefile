@@ -116,7 +116,7 @@ reproduction: .venv/.installed  ## Write docs/REPRODUCTION.md: the papers' claim
 	@$(call kvq,reproduce --page docs/REPRODUCTION.md)
 
 smollm2: .venv/.installed  ## Calibrate and compare all methods on SmolLM2-135M, check the papers' claims: 3 hours.
-	@$(call kvq,reproduce compare-fair compare-paper compare-4096 compare-8192 --model smollm2)
+	@$(call kvq,reproduce compare-2bit compare-paper compare-fair compare-4096 compare-8192 --model smollm2)
 	$(call kvq,reproduce --all --model smollm2)
 	$(MAKE) --no-print-directory reproduction comparison
 

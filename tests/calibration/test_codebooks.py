@@ -60,11 +60,13 @@ def test_reported_errors_are_those_of_the_codec(captured, hybrid, normalize):
 def test_outliers_are_excluded_from_errors(captured):
     spec = dataclasses.replace(SPEC, outliers=0.02)
     tensors, measured = calibrate_stream(captured, spec, SETTINGS)
-    _, without = calibrate_stream(captured, SPEC, SETTINGS)
     seen = torch.cat([captured.x[:6], captured.x[8:]]).float()
     inside = (seen >= tensors["lower"]) & (seen <= tensors["upper"])
     assert inside.float().mean() == pytest.approx(0.98, abs=0.005)
-    assert measured["chosen"]["fisher"] < 0.97 * without["chosen"]["fisher"]
+    fisher, plain = errors_by_codec(tensors, captured, TemporalKV(hybrid="layer", outliers=0.02))
+    # The codec ignores them also when it chooses codes, so that its errors are lower still.
+    assert 0.7 * measured["chosen"]["fisher"] < fisher <= measured["chosen"]["fisher"]
+    assert 0.7 * measured["chosen"]["plain"] < plain <= measured["chosen"]["plain"]
 
 
 def test_hybrid_chooses_the_shape_with_the_lowest_error(captured):

