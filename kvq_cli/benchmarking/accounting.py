@@ -6,8 +6,11 @@ cache of 128k tokens of a 70B model is counted in seconds, without its weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,11 +33,30 @@ def account(method: Method, shape: ModelShape, context: int, batch: int = 1) -> 
     UsageError if the method's options do not fit the shape.
     """
     sums = CrossLayerSum()
-    layers = []
     rotation = Rotation("none", torch.empty(0), shape.head_dim)
+    distinct: dict[Any, list[CompressedLayer]] = {}
     for index in range(shape.layers):
         plan = method.plan(index, shape, artifact_tensors(method, shape, index))
-        layers.append(CompressedLayer(index, plan, rotation, cross_layer=sums))
+        # Layers that take part in a sum over layers hold it one after another: none stands for others.
+        key = index if plan.cross_layer else _structure(plan)
+        distinct.setdefault(key, []).append(CompressedLayer(index, plan, rotation, cross_layer=sums))
+    _prefill([alike[0] for alike in distinct.values()], shape, context, batch)
+    return _total([(report(alike[:1], method.nominal_bits), len(alike)) for alike in distinct.values()])
+
+
+def _structure(value: Any) -> Any:
+    """A hashable description of a plan or a part of it, equal where both store the same numbers in the same form."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, None if value.is_meta else tuple(value.flatten().tolist())
+    if isinstance(value, Mapping):
+        return tuple((key, _structure(each)) for key, each in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_structure, value))
+    return (type(value), _structure(vars(value))) if hasattr(value, "__dict__") else value
+
+
+def _prefill(layers: Sequence[CompressedLayer], shape: ModelShape, context: int, batch: int) -> None:
+    """Fill layers with `batch` sequences of `context` tokens without memory."""
     forward = Rows().begin(0, context, batch)
     keys, queries = (
         torch.empty(batch, heads, context, shape.head_dim, dtype=shape.dtype, device=META)
@@ -50,7 +72,30 @@ def account(method: Method, shape: ModelShape, context: int, batch: int = 1) -> 
         layer.release()
         for stream in layer.streams:
             stream.read(0)  # the tables of decoding are made when it is first needed
-    return report(layers, method.nominal_bits)
+
+
+def _total(reports: Sequence[tuple[CacheReport, int]]) -> CacheReport:
+    """The report of all layers. reports: one per layer and how many layers it stands for."""
+    first, layers = reports[0][0], sum(count for _, count in reports)
+
+    def total(part: str) -> dict[str, int]:
+        sums: Counter[str] = Counter()
+        for each, count in reports:
+            sums.update({name: count * size for name, size in getattr(each, part).items()})
+        return dict(sums)
+
+    working: dict[str, int] = {}
+    for each, _ in reports:
+        working |= {name: max(size, working.get(name, 0)) for name, size in each.working.items()}
+    return replace(
+        first,
+        parts=total("parts"),
+        constants=total("constants"),
+        tables=total("tables"),
+        working=working,
+        numbers=sum(count * each.numbers for each, count in reports),
+        compressed=sum(count * each.compressed for each, count in reports) / layers,
+    )
 
 
 def artifact_bytes(method: Method, shape: ModelShape) -> Mapping[str, int]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kvq_cli.attention.capture_points import AttentionLayer
-from kvq_cli.attention.projections import projections
 from kvq_cli.methods.base import ModelShape
+
+if TYPE_CHECKING:
+    from kvq_cli.attention.capture_points import AttentionLayer
 
 ERROR_MEASURE = (
     "on the weights: || W - U S B^T || / || W || with the factors as stored; energy: sigma_1^2 / sum sigma^2"
@@ -25,6 +26,8 @@ def factorize(
     `k.up`, `v.up`, S B^T `[rank, kv_heads * head_dim]`. Errors: `rank`, `residual`, and `energy`, the share of the
     first singular direction.
     """
+    from kvq_cli.attention.projections import projections  # imports transformers
+
     weights = {kind: p.weight.detach().float().T for kind, p in zip(("k", "v"), projections(layer), strict=True)}
     tensors: dict[str, Tensor] = {}
     errors: dict[str, Any] = {}
