@@ -27,7 +27,7 @@ ARTIFACTS := $(foreach bits,1 2 4,temporalkv-$(bits)bit channelkv-$(bits)bit) $(
 # Tables and figures of the papers; their results are in results/reproduction/MODEL.
 MODEL ?= reference
 OPTIONS ?=
-MODELS := smollm2 reference
+COMPARED := smollm2/compare-2bit smollm2/compare-fair smollm2/compare-paper reference/compare-fair reference/compare-paper
 BENCH := --compare kivi,temporalkv --bits 2
 # What depends on the versions of PyTorch, transformers and the other packages.
 OLDEST_TESTS := $(addprefix tests/,artifact attention cache calibration cli codecs data evaluation methods)
@@ -121,20 +121,23 @@ smollm2: .venv/.installed  ## Calibrate and compare all methods on SmolLM2-135M,
 	$(MAKE) --no-print-directory reproduction comparison
 
 compare: .venv/.installed  ## Compare all methods at 4, 3, 2 and 1 bits on both models; writes docs/COMPARISON.md.
-	@for model in $(MODELS); do $(call kvq,reproduce compare-fair compare-paper --model $$model); done
+	@for model in smollm2 reference; do $(call kvq,reproduce compare-2bit compare-fair compare-paper --model $$model); done
 	$(MAKE) --no-print-directory comparison
 
 comparison: .venv/.installed  # docs/COMPARISON.md from the tracked results
 	@{ cat docs/comparison-head.md
-	for model in $(MODELS); do
-	for windows in fair paper; do
-	results=results/reproduction/$$model/compare-$$windows plot=comparison-$$model-$$windows.png
-	test $$model = smollm2 && title=SmolLM2-135M || title="Built-in model"
-	test $$windows = fair && echo "## $$title, equal windows" || echo "## $$title, each paper's own windows"
+	for compared in $(COMPARED); do
+	results=results/reproduction/$$compared plot=comparison-$${compared/\//-}.png
+	test -e $$results || continue
+	case $$compared in smollm2/*) title=SmolLM2-135M;; *) title="Built-in model";; esac
+	case $$compared in
+	*-fair) echo "## $$title, equal windows";;
+	*-2bit) echo "## $$title, 2 bits, each paper's own windows";;
+	*) echo "## $$title, each paper's own windows";;
+	esac
 	echo; echo "![scores over measured bits]($$plot)"; echo
 	cat $$results/claims.md; echo
 	$(KVQ) results $$results --format markdown --plot docs/$$plot; echo
-	done
 	done; } > docs/COMPARISON.md
 	echo "written: docs/COMPARISON.md"
 
