@@ -32,7 +32,7 @@ class LoadedModel:
     """A causal language model in eval mode and its tokenizer.
 
     name: as passed to `load_model`: "reference", "smollm2", a Hub id, a folder. revision: the Hub commit, None for
-    local files.
+    local files. trust_remote_code: whether Python code of the model's folder or repository was allowed to run.
     """
 
     model: PreTrainedModel
@@ -40,6 +40,12 @@ class LoadedModel:
     name: str
     revision: str | None
     shape: ModelShape
+    trust_remote_code: bool = False
+
+    @property
+    def label(self) -> str:
+        """The name, and that the model's own code was trusted, for messages and result files."""
+        return f"{self.name} (trusted remote code)" if self.trust_remote_code else self.name
 
     @property
     def context(self) -> int:
@@ -51,11 +57,15 @@ class LoadedModel:
         return min(limit, self.context, REFERENCE_LENGTH if self.name == REFERENCE else limit)
 
 
-def load_model(name: str = REFERENCE, device: str = "auto", dtype: str = "auto") -> LoadedModel:
+def load_model(
+    name: str = REFERENCE, device: str = "auto", dtype: str = "auto", *, trust_remote_code: bool = False
+) -> LoadedModel:
     """Load `name`: "reference", "smollm2" (see `smollm2`), a folder in the Hugging Face format, or a Hub id.
 
     device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1". dtype: one of `DTYPES`; "auto" is the dtype of the
-    stored weights. Raises KvqError where there is no such model, UsageError for an unknown device or dtype.
+    stored weights. trust_remote_code: run the Python code that the model's `auto_map` names; never asked for on stdin.
+    Raises KvqError where there is no such model, or one that needs code that is not trusted; UsageError for an unknown
+    device or dtype.
     """
     import transformers
 
@@ -63,10 +73,15 @@ def load_model(name: str = REFERENCE, device: str = "auto", dtype: str = "auto")
     weight_dtype = _torch_dtype(dtype)
     source = _source(name)
     local = Path(source).is_dir() or not _on_the_hub(source)
-    tokenizer = _load_tokenizer(name, source, local)
+    tokenizer = _load_tokenizer(name, source, local, trust_remote_code)
     with _loading(name):
         pair: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            source, dtype=weight_dtype, local_files_only=local, ignore_mismatched_sizes=True, output_loading_info=True
+            source,
+            dtype=weight_dtype,
+            local_files_only=local,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
         )
         model, info = pair  # its type says nothing of `output_loading_info`
     # transformers initializes missing weights, and weights of another shape, at random.
@@ -75,15 +90,16 @@ def load_model(name: str = REFERENCE, device: str = "auto", dtype: str = "auto")
         raise KvqError(f"cannot load the model {name!r}: its files lack the weights {missing[0]}{more}")
     model = model.eval().to(target)
     model.requires_grad_(False)
-    return LoadedModel(model, tokenizer, name, getattr(model.config, "_commit_hash", None), model_shape(model))
+    revision = getattr(model.config, "_commit_hash", None)
+    return LoadedModel(model, tokenizer, name, revision, model_shape(model), trust_remote_code)
 
 
-def _load_tokenizer(name: str, source: str, local: bool) -> PreTrainedTokenizerBase:
+def _load_tokenizer(name: str, source: str, local: bool, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
     try:
         with _loading(name, "its tokenizer: "):
-            return AutoTokenizer.from_pretrained(source, local_files_only=local)
+            return AutoTokenizer.from_pretrained(source, local_files_only=local, trust_remote_code=trust_remote_code)
     except KvqError as error:
         # transformers' message lists the tokenizer classes instead.
         if Path(source).is_dir() and not any(Path(source).glob("*token*")):
@@ -101,7 +117,18 @@ def _loading(name: str, part: str = "") -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError, ImportError, SafetensorError) as error:
-        raise KvqError(f"cannot load the model {name!r}: {part}{_first_line(error)}") from error
+        reason = f"{part}{_first_line(error)}"
+        raise _code_refused(name, error) or KvqError(f"cannot load the model {name!r}: {reason}") from error
+
+
+def _code_refused(name: str, error: BaseException) -> KvqError | None:
+    """The KvqError for transformers' refusal to run code that is not trusted; None for all other errors."""
+    if "trust_remote_code" not in str(error):
+        return None
+    return KvqError(
+        f"--model {name}: loading it would run Python code that comes with it; read that code, and pass "
+        "--trust-remote-code if you trust it"
+    )
 
 
 def model_shape(model: PreTrainedModel) -> ModelShape:
@@ -109,35 +136,36 @@ def model_shape(model: PreTrainedModel) -> ModelShape:
     return _shape_of(model.config, model.dtype)
 
 
-def configured_shape(name: str) -> ModelShape:
+def configured_shape(name: str, *, trust_remote_code: bool = False) -> ModelShape:
     """The architecture sizes of model `name` (as for `load_model`), from its configuration; weights are not read."""
     import torch
 
-    config = _config(name)
+    config = _config(name, trust_remote_code)
     return _shape_of(config, getattr(config, "dtype", None) or torch.float16)
 
 
-def parameters_and_context(name: str) -> tuple[int, int]:
+def parameters_and_context(name: str, *, trust_remote_code: bool = False) -> tuple[int, int]:
     """(number of parameters, maximum sequence length) of model `name`, from its configuration; weights are not read."""
     import torch
     from transformers import AutoModelForCausalLM
 
-    config = _config(name)
+    config = _config(name, trust_remote_code)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except ValueError as error:  # not a decoder
-        raise KvqError(f"--model {name}: {_first_line(error)}") from None
+        raise _code_refused(name, error) or KvqError(f"--model {name}: {_first_line(error)}") from None
     return sum(parameter.numel() for parameter in model.parameters()), model_context(config)
 
 
-def _config(name: str) -> PretrainedConfig:
+def _config(name: str, trust_remote_code: bool) -> PretrainedConfig:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(_source(name))
-    except (OSError, ValueError, TypeError) as error:
-        raise KvqError(f"--model {name}: cannot read its configuration ({_first_line(error)})") from None
+        return AutoConfig.from_pretrained(_source(name), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        unreadable = f"--model {name}: cannot read its configuration ({_first_line(error)})"
+        raise _code_refused(name, error) or KvqError(unreadable) from None
 
 
 def _shape_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelShape:

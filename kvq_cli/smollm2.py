@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvq_cli.errors import KvqError
 from kvq_cli.files import cannot_write
@@ -117,7 +117,8 @@ def _read(source: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, LlamaConfig, LlamaForCausalLM
 
-    location = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    location: dict[str, Any] = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    location["trust_remote_code"] = False
     quantization = GgufConfig(dequantize=True)
     loaded = AutoModelForCausalLM.from_pretrained(**location, dtype=torch.float32, quantization_config=quantization)
     # `save_pretrained` refuses models read from GGUF: the weights move to a fresh model.

@@ -86,5 +86,5 @@ def random_model(
     )
     torch.manual_seed(seed)
     with device:  # a GPU draws billions of random numbers fast
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     return model.to(device).eval().requires_grad_(False)

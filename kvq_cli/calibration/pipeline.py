@@ -243,7 +243,7 @@ def _write(
 ) -> Artifact:
     progress("write", 0, 1)
     config = {**plan.request(), "versions": _versions(plan), "sizes": tensor_sizes(tensors), **measured}
-    command = calibrate_command(plan.method, plan.loaded.name, plan.settings_dict())
+    command = calibrate_command(plan.method, plan.loaded, plan.settings_dict())
     artifact = save_artifact(out, config, tensors, card(config, command), overwrite=True)
     progress("write", 1, 1)
     return artifact

@@ -28,6 +28,7 @@ class CalibrationPlan:
     def request(self) -> dict[str, Any]:
         """Everything the tensors depend on: equal requests, equal artifacts. Saved in `config.json`."""
         loaded = self.loaded
+        trusted = {"trust_remote_code": True} if loaded.trust_remote_code else {}
         return {
             "kvq": kvq_cli.__version__,
             "method": to_config(self.method),
@@ -36,6 +37,7 @@ class CalibrationPlan:
                 "revision": loaded.revision,
                 "dtype": str(loaded.shape.dtype).removeprefix("torch."),
                 "fingerprint": fingerprint(loaded.model).to_dict(),
+                **trusted,
             },
             "calibration": self.settings_dict(),
         }

@@ -98,7 +98,7 @@ class CalibrationSettings:
         return asdict(self)
 
 
-def calibrate_command(method: Method, model: str, settings: Mapping[str, Any]) -> str:
+def calibrate_command(method: Method, loaded: LoadedModel, settings: Mapping[str, Any]) -> str:
     """The `kvq calibrate` command line that reproduces an artifact. settings: empty where no text is read."""
     config = to_config(method)
     words = ["kvq", "calibrate", "--method", config.pop("name")]
@@ -108,7 +108,8 @@ def calibrate_command(method: Method, model: str, settings: Mapping[str, Any]) -
     for key, value in config.items():
         if value != defaults[key]:
             words += ["--set", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
-    words += ["--model", model]
+    words += ["--model", loaded.name]
+    words += ["--trust-remote-code"] if loaded.trust_remote_code else []
     for name, value in settings.items():
         words += [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
     return shlex.join(words)

@@ -42,6 +42,7 @@ def analyze(
     seqlen: Seqlen = None,
     out_dir: OutDir = Path("results/analyze"),
     model: opt.Model = "reference",
+    trust_remote_code: opt.TrustRemoteCode = False,
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
     seed: opt.Seed = 0,
@@ -62,7 +63,7 @@ def analyze(
     if isinstance(study, ModelStudy):
         from kvq_cli.models import load_model
 
-        loaded = load_model(model, device, dtype)
+        loaded = load_model(model, device, dtype, trust_remote_code=trust_remote_code)
         length = seqlen or loaded.default_length(DEFAULT_SEQLEN)
         data = StudyInput(loaded, dataset, samples or study.samples, length, seed)
         run = partial(study.run, data)
@@ -108,7 +109,7 @@ def _inputs(study: Study, data: StudyInput | None) -> dict[str, Any]:
     """The study's options, the model and the text, for the result file."""
     inputs: dict[str, Any] = {"study": study.name, "source": study.source, "options": dataclasses.asdict(study)}
     if data is not None:
-        inputs["model"] = data.loaded.name
+        inputs["model"] = data.loaded.label
         inputs |= {key: getattr(data, key) for key in ("dataset", "samples", "seqlen", "seed")}
         inputs["dtype"] = str(data.loaded.model.dtype).removeprefix("torch.")
     return inputs

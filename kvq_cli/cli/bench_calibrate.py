@@ -39,6 +39,7 @@ def calibrate(
     layers: Layers = None,
     out_dir: OutDir = Path("results/bench"),
     model: opt.Model = "reference",
+    trust_remote_code: opt.TrustRemoteCode = False,
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
     seed: opt.Seed = 0,
@@ -59,16 +60,16 @@ def calibrate(
     given = opt.method_options(set_) | ({} if bits is None else {"bits": bits})
     built = build(method or "temporalkv", **given)
     if random is None:
-        loaded = load_model(model, device, dtype)
+        loaded = load_model(model, device, dtype, trust_remote_code=trust_remote_code)
     else:
-        made, name = load_or_randomize(model, random, device, dtype, seed, layers)
+        made, name = load_or_randomize(model, random, device, dtype, seed, layers=layers)
         loaded = as_loaded_model(made, name, seed)
     plan = plan_calibration(loaded, built, CalibrationOptions(dataset, samples, seqlen, seed=seed))
     check_writable(out_dir)
     with out.phases() as show:
         found = measure(plan, show)
     document = {
-        **result_header("calibrate", loaded.model, loaded.name),
+        **result_header("calibrate", loaded.model, loaded.label),
         "method": to_config(built),
         "calibration": plan.settings_dict(),
         "layers": loaded.shape.layers,

@@ -74,6 +74,7 @@ def generate(
     layers: Layers = None,
     out_dir: OutDir = Path("results/bench"),
     model: opt.Model = "reference",
+    trust_remote_code: opt.TrustRemoteCode = False,
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
     backend: opt.Backend = "auto",
@@ -100,11 +101,13 @@ def generate(
 
     settings = BenchmarkGrid(tuple(contexts), tuple(batches), tokens, rounds, seed)
     options = opt.method_options(set_)
-    compared = [] if random else _compared(model, names, bits, options)
+    compared = [] if random else _compared(model, names, bits, options, trust_remote_code)
     check_writable(out_dir)
     documents = []
     for shape in shapes:
-        loaded, name = load_or_randomize(model, shape, device, dtype, seed, layers)
+        loaded, name = load_or_randomize(
+            model, shape, device, dtype, seed, layers=layers, trust_remote_code=trust_remote_code
+        )
         settings.check(model_context(loaded.config), WARM_UP if grow else 0)
         chosen = compared if shape is None else _random_compared(loaded, name, names, seed, bits, options)
         peers, skipped = _peers(out, chosen, bits, prefill, backend, quanto_too=not grow)
@@ -133,11 +136,14 @@ def generate(
     out.result(documents[0] if len(documents) == 1 else {"bench": "generate", "models": documents})
 
 
-def _compared(model: str, names: list[str], bits: int | None, options: dict[str, str]) -> list[ComparedMethod]:
+def _compared(
+    model: str, names: list[str], bits: int | None, options: dict[str, str], trust_remote_code: bool
+) -> list[ComparedMethod]:
     from kvq_cli.cli.resolve import resolve_compared
     from kvq_cli.evaluation.compared_methods import compared_methods
 
-    return compared_methods(resolve_compared(model, names, bits, options=options))
+    resolved = resolve_compared(model, names, bits, options=options, trust_remote_code=trust_remote_code)
+    return compared_methods(resolved)
 
 
 def _random_compared(

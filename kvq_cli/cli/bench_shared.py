@@ -37,13 +37,21 @@ def result_header(benchmark: str, model: PreTrainedModel, name: str) -> dict[str
 
 
 def load_or_randomize(
-    model: str, shape: str | None, device: str, dtype: str, seed: int, layers: int | None = None
+    model: str,
+    shape: str | None,
+    device: str,
+    dtype: str,
+    seed: int,
+    *,
+    layers: int | None = None,
+    trust_remote_code: bool = False,
 ) -> tuple[Any, str]:
     """Load `model`, or make one with random weights in a known shape, with `layers` layers; returns it and a name."""
     if shape is None:
         from kvq_cli.models import load_model
 
-        return load_model(model, device, dtype).model, model
+        loaded = load_model(model, device, dtype, trust_remote_code=trust_remote_code)
+        return loaded.model, loaded.label
     import torch
 
     from kvq_cli.benchmarking.shapes import random_model

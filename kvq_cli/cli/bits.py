@@ -27,6 +27,7 @@ def bits(
     batch: Batch = 1,
     papers: Papers = False,
     model: ModelName = "reference",
+    trust_remote_code: opt.TrustRemoteCode = False,
     as_json: opt.Json = False,
 ) -> None:
     """Count the bytes of a compressed cache by part, from its tensors' shapes; nothing is allocated.
@@ -45,7 +46,7 @@ def bits(
 
     if method is not None and compare is not None:
         raise UsageError("--compare with --method: use one of them")
-    size = model_size(shapes, model)
+    size = model_size(shapes, model, trust_remote_code)
     counted, rows = [], []
 
     def count(method: Method) -> tuple[CacheReport, int]:

@@ -96,6 +96,7 @@ def calibrate(
     force: Force = False,
     dry_run: DryRun = False,
     model: opt.Model = "reference",
+    trust_remote_code: opt.TrustRemoteCode = False,
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
     seed: opt.Seed = 0,
@@ -122,7 +123,8 @@ def calibrate(
     from kvq_cli.models import load_model
 
     options = CalibrationOptions(dataset, samples, seqlen, gradients, points, iterations, damping, budget, seed, kmeans)
-    plan = plan_calibration(load_model(model, device, dtype), built, options)
+    loaded = load_model(model, device, dtype, trust_remote_code=trust_remote_code)
+    plan = plan_calibration(loaded, built, options)
     if dry_run:
         return _print_dry_run(output, dry_run_report(plan))
     folder = out or artifact_folder(model, built)

@@ -39,7 +39,7 @@ def chat(
     out = Output(quiet=quiet)
     parameters = decoding.decoding(model_options.seed)
     with attached_generator(model_options, compression, prefill, parameters) as generator:
-        out.note(f"{generator.loaded.name} with {generator.method['name']}; /help lists the commands")
+        out.note(f"{generator.loaded.label} with {generator.method['name']}; /help lists the commands")
         Chat(Conversation(generator), out).run(_lines())
 
 
@@ -101,7 +101,7 @@ class Chat:
             raise UsageError("/save needs a file name: /save talk.json")
         conversation = self.conversation
         document = {
-            "model": conversation.generator.loaded.name,
+            "model": conversation.generator.loaded.label,
             "method": conversation.generator.method,
             "messages": conversation.messages,
         }

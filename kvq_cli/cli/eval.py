@@ -274,12 +274,11 @@ def evaluate(
     output = output_options.output()
     from kvq_cli.evaluation.compared_methods import compared_methods
     from kvq_cli.evaluation.runner import evaluate as run
-    from kvq_cli.models import load_model
 
     settings = tasks.settings(methods.prefill, model_options)
-    compared = compared_methods(_resolve_methods(model_options.model, methods))
+    compared = compared_methods(_resolve_methods(model_options, methods))
     folder = results.folder(model_options.model)
-    loaded = load_model(model_options.model, model_options.device, model_options.dtype)
+    loaded = model_options.load()
     try:
         with output.progress() as progress:
             track = _tracker(progress)
@@ -310,24 +309,29 @@ def _print_notes(output: Output, document: dict[str, Any], folder: Path) -> None
         output.note(f"decode attention: {backend}{methods}")
     output.note(f"results of this run: {folder / 'comparison.json'}; of each method: results.json in its folder there")
     single = next(iter(document["methods"].values()))
+    model = single["config"]["model_args"]
+    if model.get("trust_remote_code"):
+        output.note(f"model: {model['name']}, with its own Python code (--trust-remote-code)")
     if chat_template := chat_template_note(single["config"]["chat_template"]):
         output.note(chat_template)
     for note in (config["note"] for config in single["configs"].values() if "note" in config):
         output.note(note)
 
 
-def _resolve_methods(model: str, methods: MethodOptions) -> list[Method | Artifact]:
+def _resolve_methods(model_options: opt.ModelOptions, methods: MethodOptions) -> list[Method | Artifact]:
     """The methods and artifacts given by the options."""
     from kvq_cli.cli.resolve import resolve, resolve_compared
 
     options, artifacts = opt.method_options(methods.set_), methods.artifact or []
+    model, trusted = model_options.model, model_options.trust_remote_code
     if methods.compare is None and len(artifacts) < 2:
-        return [resolve(model, methods.method, methods.bits, artifacts[0] if artifacts else None, options)]
+        given = artifacts[0] if artifacts else None
+        return [resolve(model, methods.method, methods.bits, given, options, trust_remote_code=trusted)]
     flag = "--compare" if methods.compare is not None else "several --artifact"
     if methods.method:
         raise UsageError(f"{flag} with --method: use one of them")
     names = opt.names(methods.compare, "--compare") if methods.compare else []
-    return resolve_compared(model, names, methods.bits, artifacts, options)
+    return resolve_compared(model, names, methods.bits, artifacts, options, trust_remote_code=trusted)
 
 
 def _tracker(progress: Progress) -> Callable[[str, int, int], Callable[[int], None]]:

@@ -92,7 +92,7 @@ def generate(
     out.note(generated.summary())
     if chat:
         out.note("the prompt was sent in the model's chat template; --no-chat-template continues it as it is")
-    options = {"model": generator.loaded.name, "method": generator.method, "prefill": prefill, "chat_template": chat}
+    options = {"model": generator.loaded.label, "method": generator.method, "prefill": prefill, "chat_template": chat}
     out.result({**options, **generated.to_dict()})
 
 

@@ -43,6 +43,7 @@ def _print_origin(out: Output, config: Mapping[str, Any]) -> None:
     out.text(
         f"model      {model['name']}{revision}: {fingerprint['model_type']}, {fingerprint['layers']} layers, "
         f"{fingerprint['kv_heads']} kv heads of {fingerprint['head_dim']}, {model['dtype']}"
+        + (", trusted remote code" if model.get("trust_remote_code") else "")
     )
     if not data:
         return out.text("data       none: the method only factorizes weights")

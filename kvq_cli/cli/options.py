@@ -10,12 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from kvq_cli.cli.output import Output
 from kvq_cli.errors import UsageError
+
+if TYPE_CHECKING:
+    from kvq_cli.models import LoadedModel
 
 SHARED, METHOD = "Shared options", "Compression"  # panels of the help text
 _shared = partial(typer.Option, rich_help_panel=SHARED)
@@ -84,6 +87,10 @@ Model = Annotated[
         metavar="NAME",
         help="`reference` (built in), `smollm2` (extra), a Hugging Face model id, or a folder.",
     ),
+]
+TrustRemoteCode = Annotated[
+    bool,
+    _shared("--trust-remote-code", help="Run the Python code in the model's folder or repository, if it needs any."),
 ]
 Device = Annotated[str, _shared("--device", metavar="NAME", help="auto, cpu, cuda, cuda:0, ...")]
 Dtype = Annotated[
@@ -159,10 +166,17 @@ class ModelOptions:
     """The model, its device and dtype, the attention backend and the seed."""
 
     model: Model = "reference"
+    trust_remote_code: TrustRemoteCode = False
     device: Device = "auto"
     dtype: Dtype = "auto"
     backend: Backend = "auto"
     seed: Seed = 0
+
+    def load(self) -> LoadedModel:
+        """Load the model."""
+        from kvq_cli.models import load_model
+
+        return load_model(self.model, self.device, self.dtype, trust_remote_code=self.trust_remote_code)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ def plan(
     batch: Batch = 1,
     reserve: Reserve = "2GB",
     model: ModelName = "reference",
+    trust_remote_code: opt.TrustRemoteCode = False,
     as_json: opt.Json = False,
 ) -> None:
     """Show which methods fit into a memory, with the longest context and the largest batch of each.
@@ -42,7 +43,7 @@ def plan(
     from kvq_cli.errors import UsageError
 
     total, held_back = parse_bytes(memory, "--memory"), parse_bytes(reserve, "--reserve")
-    size = model_size(shapes, model)
+    size = model_size(shapes, model, trust_remote_code)
     room = total - held_back
     if room <= size.weights_bytes:
         raise UsageError(

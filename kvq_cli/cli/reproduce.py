@@ -51,6 +51,7 @@ def reproduce(
     options: Options = "",
     page: Page = None,
     model: opt.Model = "reference",
+    trust_remote_code: opt.TrustRemoteCode = False,
     out: Root = Path("results/reproduction"),
     store: Store = Path("results/samples"),
     as_json: opt.Json = False,
@@ -61,6 +62,7 @@ def reproduce(
     An interrupted run resumes. Without a name: list all tables and figures, their requirements and their state.
     """
     output = Output(as_json=as_json, quiet=quiet)
+    from kvq_cli.models import REFERENCE, configured_shape
     from kvq_cli.papers.targets import MEASURED, target, targets
 
     if page is not None:
@@ -85,18 +87,23 @@ def reproduce(
     ]
     if options and (fixed := [each.id for each in wanted if each.run and not everything]):
         raise UsageError(f"--options: {', '.join(fixed)} has a fixed command without further options")
+    if model != REFERENCE and any(not each.run for each in wanted):  # fails here, before any process starts
+        configured_shape(model, trust_remote_code=trust_remote_code)
+    options += " --trust-remote-code" if trust_remote_code else ""
     wanted = [replace(each, options=f"{each.options} {options}".strip()) for each in wanted]
     failed = []
     for number, each in enumerate(wanted, 1):
         if len(wanted) > 1:
             output.note(f"{each.id}: {number} of {len(wanted)}")
-        if not _make(output, each, model, out, store, stop=not everything):
+        if not _make(output, each, model, trust_remote_code, out, store, stop=not everything):
             failed.append(each.id)
     if failed:
         raise KvqError(f"not done: {', '.join(failed)}")
 
 
-def _make(output: Output, wanted: Target, model: str, root: Path, store: Path, stop: bool) -> bool:
+def _make(
+    output: Output, wanted: Target, model: str, trust_remote_code: bool, root: Path, store: Path, stop: bool
+) -> bool:
     """Run a target unless it is finished; returns whether it is finished now. stop: raise on failure."""
     from kvq_cli.papers.run import DONE, run_target, state
 
@@ -110,7 +117,8 @@ def _make(output: Output, wanted: Target, model: str, root: Path, store: Path, s
             output.note(f"{wanted.id}: its figure is missing: `kvq analyze {wanted.analyze}` draws it")
         return True
     try:
-        seconds = run_target(wanted, model, _calibrations(wanted, model), output.note, root, store)
+        calibrations = _calibrations(wanted, model, trust_remote_code)
+        seconds = run_target(wanted, model, calibrations, output.note, root, store)
     except KvqError as error:
         if stop:
             raise
@@ -120,7 +128,7 @@ def _make(output: Output, wanted: Target, model: str, root: Path, store: Path, s
     return True
 
 
-def _calibrations(wanted: Target, model: str) -> list[list[str]]:
+def _calibrations(wanted: Target, model: str, trust_remote_code: bool) -> list[list[str]]:
     """Commands that calibrate the missing artifacts of a target's methods."""
     from kvq_cli.cli.resolve import calibrate_command, needs_artifact
     from kvq_cli.papers.targets import calibration_options
@@ -128,14 +136,14 @@ def _calibrations(wanted: Target, model: str) -> list[list[str]]:
 
     missing = {
         str(artifact_folder(model, method)): [
-            *calibrate_command(model, method),
+            *calibrate_command(model, method, trust_remote_code),
             *calibration_options(model),
             "--resume",
             "--captured",
             str(CAPTURED / short_name(model)),
         ]
         for method in wanted.calibrated(model)
-        if not artifact_folder(model, method).is_dir() and needs_artifact(model, method)
+        if not artifact_folder(model, method).is_dir() and needs_artifact(model, method, trust_remote_code)
     }
     return list(missing.values())
 

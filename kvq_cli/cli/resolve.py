@@ -24,6 +24,8 @@ def resolve(
     bits: int | None = None,
     artifact: Path | None = None,
     options: Mapping[str, str] | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> Method | Artifact:
     """Build the method, or load and verify its artifact if it needs calibration.
 
@@ -40,9 +42,9 @@ def resolve(
         return built
     folder = artifact_folder(model, built)
     if not folder.is_dir():
-        if not needs_artifact(model, built):
+        if not needs_artifact(model, built, trust_remote_code):
             return built
-        command = shlex.join(["kvq", *calibrate_command(model, built)])
+        command = shlex.join(["kvq", *calibrate_command(model, built, trust_remote_code)])
         raise KvqError(f"{built.name} needs calibration and {folder} does not exist: run `{command}`")
     return _load(folder, built.name, given)
 
@@ -53,6 +55,8 @@ def resolve_compared(
     bits: int | None = None,
     artifacts: Sequence[Path] = (),
     options: Mapping[str, str] | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> list[Method | Artifact]:
     """Resolve `--compare fp16,kivi:residual=32,temporalkv --bits 2` to methods and artifacts.
 
@@ -77,7 +81,7 @@ def resolve_compared(
         if artifact is not None:
             resolved.append(_with_options(artifact, all_options))
         else:
-            resolved.append(resolve(model, name, options=all_options))
+            resolved.append(resolve(model, name, options=all_options, trust_remote_code=trust_remote_code))
 
     for text in names:
         name, own = (text, {}) if (Path(text) / "config.json").is_file() else parse(text)
@@ -103,12 +107,12 @@ def resolve_compared(
     return resolved
 
 
-def needs_artifact(model: str, method: Method) -> bool:
+def needs_artifact(model: str, method: Method, trust_remote_code: bool = False) -> bool:
     """Whether the method needs an artifact for this model: some have nothing to calibrate for some models."""
     from kvq_cli.models import configured_shape
 
     try:
-        return method.needs_artifact(configured_shape(model))
+        return method.needs_artifact(configured_shape(model, trust_remote_code=trust_remote_code))
     except KvqError:  # unreadable config, or name of a random model: loading the model reports the error
         return True
 
@@ -151,10 +155,11 @@ def _with_options(artifact: Artifact, given: Mapping[str, Any]) -> Artifact:
     return dataclasses.replace(artifact, config={**artifact.config, "method": {**config, **changed}})
 
 
-def calibrate_command(model: str, method: Method) -> list[str]:
+def calibrate_command(model: str, method: Method, trust_remote_code: bool = False) -> list[str]:
     """Arguments of `kvq` that calibrate the method's artifact; options that can be changed at run time are left out."""
     words = ["calibrate", "--method", method.name]
     words += [] if model == "reference" else ["--model", model]
+    words += ["--trust-remote-code"] if trust_remote_code else []
     for field in dataclasses.fields(method):
         value = getattr(method, field.name)
         if field.metadata.get("runtime"):

@@ -45,7 +45,7 @@ class ModelSize(NamedTuple):
     context: int
 
 
-def model_size(name: str | None, model: str) -> ModelSize:
+def model_size(name: str | None, model: str, trust_remote_code: bool = False) -> ModelSize:
     """Size of the known shape `name`, or of `model` by its configuration."""
     if name is not None:
         from kvq_cli.benchmarking.shapes import CONTEXT, known_shape
@@ -54,8 +54,9 @@ def model_size(name: str | None, model: str) -> ModelSize:
         return ModelSize(known.model_shape(), 2 * known.parameters, CONTEXT)
     from kvq_cli.models import configured_shape, parameters_and_context
 
-    shape = configured_shape(model)  # first: refuses models without a KV cache
-    parameters, context = parameters_and_context(model)
+    # The shape first: it refuses models without a KV cache.
+    shape = configured_shape(model, trust_remote_code=trust_remote_code)
+    parameters, context = parameters_and_context(model, trust_remote_code=trust_remote_code)
     return ModelSize(shape, 2 * parameters, context)
 
 

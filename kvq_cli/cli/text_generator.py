@@ -202,11 +202,17 @@ def attached_generator(
     """Load the model and attach the method; the method is resolved first, because loading the model takes longer."""
     from kvq_cli.attention.attach import attach
     from kvq_cli.cli.resolve import describe, resolve
-    from kvq_cli.models import load_model
 
     options = opt.method_options(compression.set_)
-    attachable = resolve(model_options.model, compression.method, compression.bits, compression.artifact, options)
-    loaded = load_model(model_options.model, model_options.device, model_options.dtype)
+    attachable = resolve(
+        model_options.model,
+        compression.method,
+        compression.bits,
+        compression.artifact,
+        options,
+        trust_remote_code=model_options.trust_remote_code,
+    )
+    loaded = model_options.load()
     with attach(loaded.model, attachable, prefill=prefill, backend=model_options.backend) as attached:
         yield TextGenerator(loaded, attached, describe(attachable), decoding)
 

@@ -44,8 +44,14 @@ def evaluate(
     lm-eval's schema, one file per method configuration; `comparison.json` is overwritten by each run. Raises UsageError
     for invalid settings, KvqError if nothing was compressed or a folder cannot be written.
     """
-    model = {"name": loaded.name, "revision": loaded.revision, "fingerprint": fingerprint(loaded.model).to_dict()}
+    model: dict[str, Any] = {
+        "name": loaded.name,
+        "revision": loaded.revision,
+        "fingerprint": fingerprint(loaded.model).to_dict(),
+    }
     model["dtype"] = str(loaded.model.dtype).removeprefix("torch.")
+    if loaded.trust_remote_code:  # only then: samples of all other models keep their keys
+        model["trust_remote_code"] = True
     evaluations = build_evaluations(settings, loaded)
     with ExitStack() as attachments:
         # Attach all methods at once: a forward pass uses the method whose cache it is given. A method that does not

@@ -38,7 +38,8 @@ class KvqLM(AttachedLM):
     """A model with an attached compression method, built from `--model_args`.
 
     pretrained: "reference", a Hugging Face id or a folder. artifact: folder of a calibrated artifact; or method, bits
-    and the method's options (`kvq methods NAME` lists them). prefill, backend, device, dtype: as for `kvq eval`.
+    and the method's options (`kvq methods NAME` lists them). prefill, backend, device, dtype,
+    trust_remote_code: as for `kvq eval`.
     max_length, truncation, new_tokens: as for `AttachedLM`.
     """
 
@@ -58,13 +59,19 @@ class KvqLM(AttachedLM):
         max_length: int | None = None,
         truncation: str = "left",
         new_tokens: int | None = None,
+        trust_remote_code: bool = False,
         **options: Any,
     ) -> None:
         if not str(batch_size).isdigit():
             raise UsageError(f"--batch_size {batch_size}: must be a number")
         attachable = _attachable(artifact, method, options if bits is None else {"bits": bits, **options})
         # lm-eval's command line passes cuda:0 by default, also on a machine without a GPU.
-        loaded = load_model(pretrained, "auto" if device in (None, "cuda:0") else device, dtype)
+        loaded = load_model(
+            pretrained,
+            "auto" if device in (None, "cuda:0") else device,
+            dtype,
+            trust_remote_code=trust_remote_code,
+        )
         self._attachment = ExitStack()
         attached = self._attachment.enter_context(attach(loaded.model, attachable, prefill=prefill, backend=backend))
         super().__init__(
@@ -77,7 +84,7 @@ class KvqLM(AttachedLM):
         )
         self.identity = {
             "kvq": __version__,
-            "model": loaded.name,
+            "model": loaded.label,
             "revision": loaded.revision,
             "fingerprint": fingerprint(loaded.model).to_dict(),
             "dtype": str(loaded.model.dtype).removeprefix("torch."),
