@@ -1,8 +1,9 @@
 """The artifact format: a folder with `config.json`, `tensors.safetensors` and a card, `README.md`.
 
 `config.json` holds method, model, calibration settings, measured errors, and sizes and hashes of the files, its own
-included; truncated or altered files are refused by name. Equal inputs give equal bytes: no file contains a time or a
-path of the machine.
+included. Truncated or altered files are refused by name; so are configs and tensors that the method cannot have
+written, whatever their hashes: an artifact may come from anyone. Equal inputs give equal bytes: no file contains a time
+or a path of the machine.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from typing import TYPE_CHECKING, Any
 import safetensors.torch
 from torch import Tensor
 
+from kvq_cli.artifact.contents import check_contents
 from kvq_cli.artifact.fingerprint import Fingerprint, fingerprint
+from kvq_cli.artifact.schema import CONFIG, check_form, parse_json
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.files import cannot_write
 
@@ -83,24 +86,20 @@ class Artifact:
 
 
 def load_artifact(path: str | os.PathLike) -> Artifact:
-    """Read and verify an artifact. Raises KvqError naming a file that is missing, truncated, altered or too new."""
+    """Read and verify an artifact.
+
+    Raises KvqError naming a file that is missing, truncated, altered or too new, or the entry or tensor that the method
+    would not have written.
+    """
     folder = Path(path)
     if folder.is_file():
         raise KvqError(f"{folder} is a file: give the artifact's folder, {folder.parent}")
     if not folder.is_dir():
         raise KvqError(f"no artifact at {folder}: not a folder (make one with `kvq calibrate --out {folder}`)")
     config = _read_config(folder / CONFIG_FILE)
-    data = _read(folder / TENSOR_FILE)
-    expected = config["files"][TENSOR_FILE]
-    if len(data) != expected["bytes"]:
-        raise KvqError(
-            f"{folder / TENSOR_FILE} has {len(data):,} bytes instead of {expected['bytes']:,}: calibrate again"
-        )
-    if hashlib.sha256(data).hexdigest() != expected["sha256"]:
-        raise KvqError(
-            f"{folder / TENSOR_FILE} was altered (its hash is not the one in {CONFIG_FILE}): calibrate again"
-        )
-    return Artifact(config, safetensors.torch.load(data), folder)
+    tensors = _read_tensors(folder / TENSOR_FILE, config["files"][TENSOR_FILE])
+    check_contents(config, tensors, folder / CONFIG_FILE)
+    return Artifact(config, tensors, folder)
 
 
 def save_artifact(
@@ -174,16 +173,33 @@ def _replacing(folder: Path) -> Iterator[Path]:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(_read(path))
-    except ValueError as error:
+        config = parse_json(_read(path))
+        checksum = _checksum(config) if isinstance(config, dict) else None
+    except (ValueError, RecursionError) as error:
         raise KvqError(f"{path} is not valid JSON (truncated or altered): calibrate again") from error
-    if not isinstance(config, dict) or not isinstance(config.get("format"), int):
+    if not isinstance(config, dict) or type(config.get("format")) is not int:
         raise KvqError(f"{path} is not the config of a kvq artifact: it has no format number")
     if config["format"] > FORMAT:
         raise KvqError(f"{path} has format {config['format']}, this kvq reads up to {FORMAT}: install a newer kvq")
-    if config.get("checksum") != _checksum(config):
+    if config.get("checksum") != checksum:
         raise KvqError(f"{path} was altered (its checksum does not match): calibrate again")
+    check_form(config, CONFIG, str(path))
     return config
+
+
+def _read_tensors(path: Path, expected: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a file with `expected` bytes and sha256, which are compared before the file is parsed."""
+    data = _read(path)
+    if len(data) != expected["bytes"]:
+        raise KvqError(f"{path} has {len(data):,} bytes instead of {expected['bytes']:,}: calibrate again")
+    if hashlib.sha256(data).hexdigest() != expected["sha256"]:
+        raise KvqError(f"{path} was altered (its hash is not the one in {CONFIG_FILE}): calibrate again")
+    try:
+        return safetensors.torch.load(data)
+    except Exception as error:  # of safetensors, PyTorch or Python, depending on the damage
+        raise KvqError(
+            f"{path} is not a readable safetensors file ({type(error).__name__}): calibrate again"
+        ) from error
 
 
 def _checksum(config: Mapping[str, Any]) -> str:

@@ -20,9 +20,8 @@ from kvq_cli.cache.cross_layer import CrossLayerSum
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.report import CacheReport, report
 from kvq_cli.cache.rows import Rows
-from kvq_cli.calibration.estimate import stream_tensors
-from kvq_cli.calibration.factors import factor_shapes
-from kvq_cli.methods.base import FactorSpec, Method, ModelShape
+from kvq_cli.methods.base import Method, ModelShape
+from kvq_cli.methods.tensors import layer_layout
 
 META = torch.device("meta")
 
@@ -115,14 +114,10 @@ def artifact_tensors(method: Method, shape: ModelShape, layer: int) -> dict[str,
     same size."""
     if not method.calibrates:
         return {}
-    spec = method.calibration(shape)
-    if isinstance(spec, FactorSpec):
-        sizes = factor_shapes(spec.layers[layer], shape)
-        return {name: torch.empty(size, dtype=shape.dtype, device=META) for name, size in sizes.items()}
-    tensors = {}
-    for kind, stream in (("k", spec.keys), ("v", spec.values)):
-        for name, (size, dtype) in stream_tensors(stream, shape).items():
-            name = name.replace("<shape>", stream.shapes[0].name)
-            # The plan reads the values of `choice`, so that it is a real tensor.
-            tensors[f"{kind}.{name}"] = torch.zeros(size, dtype=dtype, device="cpu" if name == "choice" else META)
-    return tensors
+    first = [0] * shape.kv_heads
+    layout = layer_layout(method.calibration(shape), shape, layer, {"k": first, "v": first})
+    # The plan reads the values of `choice`, so that it is a real tensor.
+    return {
+        name: torch.zeros(size, dtype=dtype, device="cpu" if name.endswith(".choice") else META)
+        for name, (size, dtype) in layout.items()
+    }

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from kvq_cli.calibration.factors import factor_shapes
 from kvq_cli.calibration.plan import CodebookPlan, FactorPlan
 from kvq_cli.calibration.settings import CalibrationSettings
 from kvq_cli.methods.base import CodebookSpec, ModelShape
+from kvq_cli.methods.tensors import factor_layout, stream_layout
 from kvq_cli.models import LoadedModel, text_config
 
 #: Activations of a sample on a CPU, where several samples run at once; above, layers are computed twice.
@@ -71,24 +71,6 @@ def _workers(device: torch.device, bytes_per_task: int) -> int:
     return max(1, min(torch.get_num_threads(), _free_bytes(device) // (2 * bytes_per_task)))
 
 
-def stream_tensors(spec: CodebookSpec, shape: ModelShape) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name -> (shape, dtype) of the tensors of one stream.
-
-    Codebooks of all candidate block shapes have the same size: the first stands for whichever is chosen.
-    """
-    heads, channels = shape.kv_heads, (shape.kv_heads, shape.head_dim)
-    first = spec.shapes[0]
-    codebooks = (1 if spec.across_heads else heads, shape.head_dim // spec.share, spec.entries, first.size)
-    label = first.name if len(spec.shapes) == 1 else "<shape>"
-    tensors: dict[str, tuple[tuple[int, ...], torch.dtype]] = {f"centroids.{label}": (codebooks, shape.dtype)}
-    tensors["choice"] = ((heads,), torch.int8)
-    for name in ("mean", "std") if spec.normalize else ():
-        tensors[name] = (channels, torch.float32)
-    for name in ("lower", "upper") if spec.outliers and not spec.per_token else ():
-        tensors[name] = (channels, torch.float32)
-    return tensors
-
-
 def dry_run_report(plan: CodebookPlan | FactorPlan) -> dict[str, Any]:
     """The JSON document of `kvq calibrate --dry-run`. Sizes of captured data are included only where text is read."""
     tensors = planned_tensors(plan)
@@ -128,12 +110,17 @@ def planned_tensors(plan: CodebookPlan | FactorPlan) -> list[dict[str, Any]]:
     if isinstance(plan, CodebookPlan):
         streams = {"k": plan.spec.keys, "v": plan.spec.values}
         return [
-            _tensor_entry(f"{kind}.{name}", size, dtype, shape.layers)
+            _tensor_entry(f"{kind}.{_any_shape(name, spec)}", size, dtype, shape.layers)
             for kind, spec in streams.items()
-            for name, (size, dtype) in stream_tensors(spec, shape).items()
+            for name, (size, dtype) in stream_layout(spec, shape, [0] * shape.kv_heads).items()
         ]
-    counts = Counter(item for names in plan.spec.layers for item in factor_shapes(names, shape).items())
-    return [_tensor_entry(name, size, shape.dtype, layers) for (name, size), layers in counts.items()]
+    counts = Counter(item for names in plan.spec.layers for item in factor_layout(names, shape).items())
+    return [_tensor_entry(name, size, dtype, layers) for (name, (size, dtype)), layers in counts.items()]
+
+
+def _any_shape(name: str, spec: CodebookSpec) -> str:
+    """The name with `<shape>` for the block shape if there are several candidates, whose codebooks have one size."""
+    return name.replace(f".{spec.shapes[0].name}", ".<shape>") if len(spec.shapes) > 1 else name
 
 
 def _tensor_entry(name: str, size: tuple[int, ...], dtype: torch.dtype, layers: int) -> dict[str, Any]:

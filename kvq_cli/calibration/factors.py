@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvq_cli.methods.base import ModelShape
-
 if TYPE_CHECKING:
     from kvq_cli.attention.capture_points import AttentionLayer
 
@@ -46,14 +44,3 @@ def factorize(
         residual = (weight - down.float() @ up.float()).norm() / weight.norm()
         errors[name] = {"rank": len(s), "residual": residual.item(), "energy": (s[0] ** 2 / (s**2).sum()).item()}
     return tensors, errors
-
-
-def factor_shapes(names: tuple[str, ...], shape: ModelShape) -> dict[str, tuple[int, int]]:
-    """Name -> shape of the tensors that `factorize` gives."""
-    size = shape.kv_heads * shape.head_dim
-    shapes: dict[str, tuple[int, int]] = {}
-    for name in names:
-        rank = min(shape.hidden_size, 2 * size if name == "x" else size)
-        shapes[f"{name}.down"] = (shape.hidden_size, rank)
-        shapes |= {f"{kind}.up": (rank, size) for kind in (("k", "v") if name == "x" else (name,))}
-    return shapes

@@ -4,7 +4,7 @@ artifact."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -15,6 +15,7 @@ import transformers
 from torch import Tensor
 
 from kvq_cli.artifact import Artifact, check_replaceable, load_artifact, save_artifact
+from kvq_cli.artifact.contents import tensor_sizes
 from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.calibration import capture, estimate, factors
 from kvq_cli.calibration.card import card
@@ -257,16 +258,6 @@ def _versions(plan: CodebookPlan | FactorPlan) -> dict[str, str]:
 
         versions["faiss"] = faiss.__version__
     return versions
-
-
-def tensor_sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Bytes per kind of tensor ("k.centroids", "v.mean", ...) and in total."""
-    sizes: dict[str, int] = {}
-    for name in sorted(tensors):
-        _, _, stream, tensor = name.split(".")[:4]
-        kind = f"{stream}.{tensor}"
-        sizes[kind] = sizes.get(kind, 0) + tensors[name].numel() * tensors[name].element_size()
-    return sizes | {"total": sum(sizes.values())}
 
 
 def _name(layer: int, kind: str, quantity: str | None = None) -> str:

@@ -6,54 +6,50 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from random_artifacts import random_parts, tiny_model
 
-from kvq_cli.artifact import FORMAT, fingerprint, format, load_artifact, save_artifact
+from kvq_cli.artifact import FORMAT, Artifact, fingerprint, format, load_artifact, save_artifact
 from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.methods.registry import build, to_config
 
-TENSORS = {
-    "layers.0.k.centroids.temporal": torch.arange(24).view(2, 3, 4).bfloat16(),
-    "layers.0.v.choice": torch.tensor([0, 1], dtype=torch.int8),
-    "layers.10.k.mean": torch.tensor([0.5, -1.0]),
-}
+METHOD = build("temporalkv", bits=4, hybrid="head")
 
 
-def tiny(seed=0, **options):
-    torch.manual_seed(seed)
-    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2}
-    return LlamaForCausalLM(LlamaConfig(**{**sizes, "num_attention_heads": 4, "num_key_value_heads": 2, **options}))
-
-
-def config_of(model):
-    return {"method": {"name": "m", "bits": 2}, "model": {"name": "mine", "fingerprint": fingerprint(model).to_dict()}}
+def parts(seed=0):
+    """Config, tensors and card of an artifact for the tiny model of this seed."""
+    return *random_parts(METHOD, tiny_model(seed), seed=seed), "# card\n"
 
 
 @pytest.fixture
 def saved(tmp_path):
-    return save_artifact(tmp_path / "some" / "place", config_of(tiny()), TENSORS, "# card\n")
+    return save_artifact(tmp_path / "some" / "place", *parts())
 
 
 def test_save_and_load_round_trip(saved):
     loaded = load_artifact(saved.path)
     assert loaded.config == saved.config
     assert loaded.config["format"] == FORMAT
-    assert loaded.method_config == {"name": "m", "bits": 2}
+    assert loaded.method_config == to_config(METHOD)
     assert loaded.model_name == "mine"
     assert loaded.digest == saved.digest
-    assert loaded.tensors.keys() == TENSORS.keys()
-    assert all(torch.equal(loaded.tensors[k], v) and loaded.tensors[k].dtype == v.dtype for k, v in TENSORS.items())
+    _, tensors, _ = parts()
+    assert loaded.tensors.keys() == tensors.keys()
+    assert all(torch.equal(loaded.tensors[k], v) and loaded.tensors[k].dtype == v.dtype for k, v in tensors.items())
     assert (saved.path / "README.md").read_text() == "# card\n"
     assert sorted(p.name for p in saved.path.parent.iterdir()) == ["place"]
 
 
-def test_layer_returns_its_tensors_without_prefix(saved):
-    assert set(saved.layer(0)) == {"k.centroids.temporal", "v.choice"}
-    assert set(saved.layer(10)) == {"k.mean"}  # layer 1 is no prefix of layer 10
-    assert saved.layer(1) == {}
+def test_layer_returns_its_tensors_without_prefix():
+    tensors = {"layers.0.k.centroids.temporal": torch.ones(2), "layers.0.v.choice": torch.ones(1)}
+    artifact = Artifact({}, {**tensors, "layers.10.k.mean": torch.zeros(1)}, Path("nowhere"))
+    assert set(artifact.layer(0)) == {"k.centroids.temporal", "v.choice"}
+    assert set(artifact.layer(10)) == {"k.mean"}  # layer 1 is no prefix of layer 10
+    assert artifact.layer(1) == {}
 
 
 def test_equal_contents_give_equal_bytes_in_any_order(saved, tmp_path):
-    again = save_artifact(tmp_path / "b", config_of(tiny()), dict(reversed(TENSORS.items())), "# card\n")
+    config, tensors, card = parts()
+    again = save_artifact(tmp_path / "b", config, dict(reversed(tensors.items())), card)
     for name in ("config.json", "tensors.safetensors", "README.md"):
         assert (again.path / name).read_bytes() == (saved.path / name).read_bytes()
 
@@ -106,15 +102,15 @@ def test_malformed_config_is_refused(saved, text):
 
 def test_existing_artifact_is_replaced_only_with_overwrite(saved):
     with pytest.raises(UsageError, match="exists already.*--force"):
-        save_artifact(saved.path, config_of(tiny()), {}, "")
-    replaced = save_artifact(saved.path, config_of(tiny()), {}, "", overwrite=True)
-    assert load_artifact(saved.path).tensors == {} and replaced.tensors == {}
+        save_artifact(saved.path, *parts(1))
+    replaced = save_artifact(saved.path, *parts(1), overwrite=True)
+    assert load_artifact(saved.path).digest == replaced.digest != saved.digest
 
 
 def test_folder_without_an_artifact_is_never_replaced(tmp_path):
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(UsageError, match="not an artifact and will not be replaced"):
-        save_artifact(tmp_path, config_of(tiny()), TENSORS, "", overwrite=True)
+        save_artifact(tmp_path, *parts(), overwrite=True)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
@@ -132,7 +128,7 @@ def test_full_disk_leaves_existing_files_unchanged(saved, tmp_path, monkeypatch,
 
     monkeypatch.setattr(format, "write_synced", full)
     with pytest.raises(KvqError, match="no space left to write"):
-        save_artifact(target, config_of(tiny(1)), {}, "", overwrite=True)
+        save_artifact(target, *parts(1), overwrite=True)
     assert load_artifact(saved.path).digest == saved.digest
     assert target.exists() == before
     assert {p.name for p in target.parent.iterdir()} <= {"place", "some"}
@@ -141,25 +137,25 @@ def test_full_disk_leaves_existing_files_unchanged(saved, tmp_path, monkeypatch,
 def test_unwritable_path_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(KvqError, match=r"cannot write .*file/below"):
-        save_artifact(tmp_path / "file" / "below", config_of(tiny()), {}, "")
+        save_artifact(tmp_path / "file" / "below", *parts())
 
 
 def test_fingerprint_depends_on_architecture_and_weights_not_dtype():
-    model = tiny().bfloat16()
+    model = tiny_model().bfloat16()
     assert fingerprint(model) == fingerprint(model.float())
-    assert fingerprint(tiny()) == fingerprint(tiny())
-    assert fingerprint(tiny()) != fingerprint(tiny(seed=1))
-    assert fingerprint(tiny()) != fingerprint(tiny(num_attention_heads=8))
-    changed = tiny()
+    assert fingerprint(tiny_model()) == fingerprint(tiny_model())
+    assert fingerprint(tiny_model()) != fingerprint(tiny_model(seed=1))
+    assert fingerprint(tiny_model()) != fingerprint(tiny_model(num_attention_heads=8))
+    changed = tiny_model()
     with torch.no_grad():
         changed.model.layers[1].self_attn.v_proj.weight[3, 5] *= 1.5
-    assert fingerprint(changed) != fingerprint(tiny())
+    assert fingerprint(changed) != fingerprint(tiny_model())
 
 
 def test_artifact_of_another_model_is_refused_naming_both(saved):
-    saved.check_model(tiny())
+    saved.check_model(tiny_model())
     with pytest.raises(UsageError, match=r"belongs to the model 'mine' .*, not to 'other' .*--model mine"):
-        saved.check_model(tiny(seed=1), "other")
+        saved.check_model(tiny_model(seed=1), "other")
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), KeyboardInterrupt()])
@@ -173,7 +169,7 @@ def test_failure_between_the_two_renames_restores_the_old_artifact(saved, monkey
 
     monkeypatch.setattr(Path, "rename", failing)
     with pytest.raises((KvqError, KeyboardInterrupt)):
-        save_artifact(saved.path, config_of(tiny(1)), {}, "", overwrite=True)
+        save_artifact(saved.path, *parts(1), overwrite=True)
     assert load_artifact(saved.path).digest == saved.digest
     assert sorted(p.name for p in saved.path.parent.iterdir()) == ["place"]
 
@@ -187,5 +183,5 @@ def test_kill_between_the_two_renames_is_repaired_by_the_next_write(saved, monke
 
     monkeypatch.setattr(format, "write_synced", full)
     with pytest.raises(KvqError, match="no space left"):
-        save_artifact(saved.path, config_of(tiny(1)), {}, "", overwrite=True)
+        save_artifact(saved.path, *parts(1), overwrite=True)
     assert load_artifact(saved.path).digest == saved.digest

@@ -10,10 +10,11 @@ import time
 
 import pytest
 import torch
+from random_artifacts import random_parts
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from kvq_cli.artifact import fingerprint, save_artifact
-from kvq_cli.methods.registry import build, to_config
+from kvq_cli.artifact import save_artifact
+from kvq_cli.methods.registry import build
 from kvq_cli.reference import model_path
 
 COMMANDS = {
@@ -54,10 +55,8 @@ def made(tmp_path_factory):
     model = save_model(root / "tiny")
     save_model(root / "broken", broken=True)
     save_model(root / "odd", head_dim=24)
-    about = {"name": str(root / "tiny"), "fingerprint": fingerprint(model).to_dict()}
-    save_artifact(
-        root / "artifact", {"method": to_config(build("kivi")), "model": about}, {"x": torch.ones(99)}, "card"
-    )
+    parts = random_parts(build("channelkv", bits=2), model, str(root / "tiny"))
+    save_artifact(root / "artifact", *parts, "card")
     return root
 
 
@@ -99,7 +98,7 @@ def test_damaged_artifact_error_names_the_file(fails, made, artifact, command, d
     fails(*COMMANDS[command], *flags, code=1, says=f"{artifact / name}")
 
 
-@pytest.mark.parametrize(("flags", "says"), [(["--method", "fp16"], "holds kivi"), (["--bits", 4], "with bits=2")])
+@pytest.mark.parametrize(("flags", "says"), [(["--method", "fp16"], "holds channelkv"), (["--bits", 4], "with bits=2")])
 def test_flags_contradicting_the_artifact_are_refused(fails, artifact, flags, says):
     fails(*COMMANDS["generate"], "--artifact", artifact, *flags, code=2, says=says)
 

@@ -1,23 +1,23 @@
 """Labels, result folders and identities of compared methods and artifacts."""
 
 import pytest
-import torch
+from random_artifacts import random_parts, tiny_model
 
 from kvq_cli.artifact import save_artifact
 from kvq_cli.cli.resolve import resolve_compared
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.evaluation.compared_methods import compared_methods
-from kvq_cli.methods.registry import build, method_names, to_config
+from kvq_cli.methods.registry import build, method_names
 
 
 @pytest.fixture
 def artifact(tmp_path, monkeypatch):
-    """Makes an artifact of temporalkv in a folder; it says what it is and holds no centroids."""
+    """Makes an artifact of temporalkv in a folder, with random centroids for a tiny model."""
     monkeypatch.chdir(tmp_path)
 
     def make(folder, bits, seed=0, **options):
-        config = {"method": to_config(build("temporalkv", bits=bits, **options)), "model": {"name": "reference"}}
-        save_artifact(folder, config, {"x": torch.full((1,), seed)}, "card")
+        method = build("temporalkv", bits=bits, **options)
+        save_artifact(folder, *random_parts(method, tiny_model(), "reference", seed), "card")
         return tmp_path / folder
 
     return make

@@ -1,0 +1,162 @@
+"""The keys and types of an artifact's `config.json`; unknown, missing and repeated keys are refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from kvq_cli.errors import KvqError
+
+#: Largest number of layers, heads and channels: above all models, and small enough to compute with.
+MAX_SIZE = 2**20
+#: Largest integer of all other entries, which PyTorch takes as an index.
+MAX_INTEGER = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A whole number in a range."""
+
+    at_least: int = 0
+    at_most: int = MAX_INTEGER
+
+    def __str__(self) -> str:
+        return f"a whole number from {self.at_least:,} to {self.at_most:,}"
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """One of these values."""
+
+    values: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return " or ".join(json.dumps(value) for value in self.values)
+
+
+@dataclass(frozen=True)
+class OrNone:
+    """A value of this type, or null."""
+
+    type: type
+
+    def __str__(self) -> str:
+        return f"{_NAMES[self.type]} or null"
+
+
+@dataclass(frozen=True)
+class Many:
+    """A list of `count` items of one form; None: of any length."""
+
+    form: Form
+    count: int | None = None
+
+    def __str__(self) -> str:
+        return "a list" if self.count is None else f"a list of {self.count:,}"
+
+
+#: A mapping from keys to forms ("name?" may be absent), a class above, a list of forms, or a type.
+Form: TypeAlias = "dict[str, Form] | Whole | OneOf | OrNone | Many | type"
+
+_NUMBER, _SIZE = Whole(), Whole(1, MAX_SIZE)
+_FINGERPRINT: Form = {
+    "model_type": str,
+    "layers": _SIZE,
+    "query_heads": _SIZE,
+    "kv_heads": _SIZE,
+    "head_dim": _SIZE,
+    "hidden_size": _SIZE,
+    "weights": str,
+}
+CONFIG: Form = {
+    "format": Whole(1),
+    "kvq": str,
+    "method": dict,
+    "model": {
+        "name": str,
+        "revision": OrNone(str),
+        "dtype": OneOf(("bfloat16", "float16", "float32", "float64")),
+        "fingerprint": _FINGERPRINT,
+        "trust_remote_code?": OneOf((True,)),
+    },
+    "calibration": dict,
+    "versions": {"torch": str, "transformers": str, "faiss?": str},
+    "sizes": dict,
+    "captured?": {"tokens": _NUMBER, "tokens_with_gradients": _NUMBER, "tokens_held_out": _NUMBER},
+    "errors": {"measure": str, "layers": list},
+    "files": {"tensors.safetensors": {"bytes": _NUMBER, "sha256": str}},
+    "checksum": str,
+}
+#: `calibration` of a method that clusters activations: the fields of `CalibrationSettings`.
+CALIBRATION: Form = {
+    "dataset": str,
+    "samples": _NUMBER,
+    "seqlen": _NUMBER,
+    "gradients": _NUMBER,
+    "points": _NUMBER,
+    "iterations": _NUMBER,
+    "damping": float,
+    "budget": float,
+    "seed": _NUMBER,
+    "kmeans?": str,  # not in artifacts of version 0.1
+}
+_NAMES = {str: "a string", float: "a finite number", dict: "a mapping", list: "a list"}
+
+
+def parse_json(data: bytes) -> Any:
+    """The JSON value in `data`. Raises ValueError for anything else, for repeated keys and for NaN, RecursionError for
+    deep nesting."""
+
+    def refuse_repeated(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(found := dict(pairs)) < len(pairs):
+            raise ValueError("a key is repeated")
+        return found
+
+    def refuse_constant(text: str) -> Any:
+        raise ValueError(f"{text} is not a JSON number")
+
+    return json.loads(data, object_pairs_hook=refuse_repeated, parse_constant=refuse_constant)
+
+
+def check_form(value: Any, form: Form, where: str) -> None:
+    """Raise KvqError, naming the entry, unless `value` has the form. where: the entry's name, `FILE: key.key`."""
+    if isinstance(form, dict):
+        _check_keys(value, form, where)
+    elif isinstance(form, Many):
+        if type(value) is not list or form.count not in (None, len(value)):
+            raise KvqError(f"{where} must be {form}")
+        for index, item in enumerate(value):
+            check_form(item, form.form, f"{where}[{index}]")
+    elif not _fits(value, form):
+        raise KvqError(f"{where} must be {_NAMES[form] if isinstance(form, type) else form}")
+
+
+def _fits(value: Any, form: Whole | OneOf | OrNone | type) -> bool:
+    if isinstance(form, Whole):
+        return type(value) is int and form.at_least <= value <= form.at_most
+    if isinstance(form, OneOf):
+        return any(type(value) is type(valid) and value == valid for valid in form.values)
+    if isinstance(form, OrNone):
+        return value is None or type(value) is form.type
+    if form is float:
+        return type(value) in (int, float) and abs(value) <= MAX_INTEGER and math.isfinite(value)
+    return type(value) is form
+
+
+def _check_keys(value: Any, form: Mapping[str, Form], where: str) -> None:
+    if type(value) is not dict:
+        raise KvqError(f"{where} must be a mapping")
+    forms = {key.removesuffix("?"): item for key, item in form.items()}
+    required = {key for key in form if not key.endswith("?")}
+    separator = "." if ": " in where else ": "
+    for key in value:
+        if key not in forms:
+            raise KvqError(f"{where}{separator}{key[:80]} is unknown; valid: {', '.join(forms) or 'none'}")
+    for key, item in forms.items():
+        if key in value:
+            check_form(value[key], item, f"{where}{separator}{key}")
+        elif key in required:
+            raise KvqError(f"{where}{separator}{key} is missing")

@@ -1,0 +1,268 @@
+"""Artifacts whose hashes are right and whose contents the method cannot have written are refused."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import struct
+from hashlib import sha256
+
+import pytest
+import safetensors.torch
+import torch
+from random_artifacts import random_parts, tiny_model
+
+from kvq_cli import attach
+from kvq_cli.artifact import load_artifact, save_artifact
+from kvq_cli.artifact.format import _checksum
+from kvq_cli.artifact.schema import CALIBRATION
+from kvq_cli.calibration.settings import CalibrationSettings
+from kvq_cli.errors import KvqError
+from kvq_cli.methods.registry import build
+
+METHODS = {
+    "temporalkv": build("temporalkv", bits=4, hybrid="head", outliers=0.01, normalize_values=True),
+    "temporalkv by layer": build("temporalkv", bits=4),
+    "channelkv": build("channelkv", bits=4),
+    "kvquant": build("kvquant", bits=2),
+    "xquant": build("xquant"),
+    "xquant-cl": build("xquant-cl", base_layers=1),
+}
+FIRST = "layers.0.k."
+
+
+@pytest.fixture(scope="module")
+def parts_of():
+    """`parts_of("kvquant")`: config and tensors of an artifact for the tiny model, to change."""
+    made = {name: random_parts(method, tiny_model()) for name, method in METHODS.items()}
+    return lambda name: (copy.deepcopy(made[name][0]), dict(made[name][1]))
+
+
+@pytest.fixture
+def refused(tmp_path):
+    """`refused(config, tensors, says)`: signs the artifact, and checks that loading it is refused."""
+
+    def check(config, tensors, says):
+        save_artifact(tmp_path / "a", config, tensors, "card", overwrite=True)
+        with pytest.raises(KvqError, match=says) as caught:
+            load_artifact(tmp_path / "a")
+        assert caught.value.exit_code == 1 and str(tmp_path / "a") in str(caught.value)
+
+    return check
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_undamaged_artifacts_load_and_attach(parts_of, tmp_path, name):
+    save_artifact(tmp_path / "a", *parts_of(name), "card")
+    model = tiny_model()
+    with attach(model, load_artifact(tmp_path / "a")) as kv:
+        model(torch.arange(20).unsqueeze(0), past_key_values=kv.new_cache())
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda t: t[:1], r"is \[1, 4, 256, 2\] float32 instead of \[2, 4, 256, 2\] float32"),
+        (lambda t: t.int(), "int32 instead of"),
+        (lambda t: t.half(), "float16 instead of"),
+        (lambda t: t.flatten(), "instead of"),
+        (lambda t: t.where(t != t.max(), torch.nan), "infinite numbers or NaN"),
+        (lambda t: t.where(t != t.max(), torch.inf), "infinite numbers or NaN"),
+    ],
+)
+def test_centroids_of_wrong_form_are_refused(parts_of, refused, change, says):
+    config, tensors = parts_of("channelkv")
+    name = f"{FIRST}centroids.channel"
+    refused(config, {**tensors, name: change(tensors[name]).contiguous()}, f"{name} .*{says}")
+
+
+@pytest.mark.parametrize("name", ["mean", "std", "lower", "upper"])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+def test_statistics_that_are_not_finite_are_refused(parts_of, refused, name, number):
+    config, tensors = parts_of("temporalkv")
+    tensors[FIRST + name] = tensors[FIRST + name].index_fill(1, torch.tensor(3), number)
+    refused(config, tensors, f"{FIRST}{name} has infinite numbers or NaN")
+
+
+@pytest.mark.parametrize("method", ["temporalkv", "kvquant"])
+def test_statistics_out_of_range_are_refused(parts_of, refused, method):
+    config, tensors = parts_of(method)
+    refused(config, {**tensors, f"{FIRST}std": -tensors[f"{FIRST}std"]}, "k.std has negative numbers")
+    swapped = {f"{FIRST}lower": tensors[f"{FIRST}upper"], f"{FIRST}upper": tensors[f"{FIRST}lower"]}
+    refused(config, {**tensors, **swapped}, "k.lower exceeds")
+
+
+def test_statistics_that_thresholds_determine_are_compared(parts_of, refused):
+    config, tensors = parts_of("kvquant")
+    refused(config, {**tensors, f"{FIRST}mean": tensors[f"{FIRST}mean"] + 0.5}, "mean is not computed from")
+
+
+@pytest.mark.parametrize(
+    ("method", "choice", "says"),
+    [
+        ("temporalkv", [0, 2], "numbers from 0 to 1"),
+        ("temporalkv", [0, -1], "numbers from 0 to 1"),
+        ("temporalkv", [0, 0], "centroids.channel|centroids.temporal"),
+        ("temporalkv", [1, 0], "choice"),  # the errors say [0, 1]
+        ("temporalkv", [0], r"is \[1\]"),
+        ("temporalkv by layer", [0, 1], "one block shape for all heads"),
+        ("kvquant", [0, 1], "numbers from 0 to 0"),
+    ],
+)
+def test_choices_out_of_range_are_refused(parts_of, refused, method, choice, says):
+    config, tensors = parts_of(method)
+    refused(config, {**tensors, f"{FIRST}choice": torch.tensor(choice, dtype=torch.int8)}, says)
+
+
+@pytest.mark.parametrize(
+    ("method", "option", "value", "says"),
+    [
+        ("temporalkv", "normalize_keys", False, "do not allow a tensor layers.0.k.(mean|std)"),
+        ("temporalkv by layer", "normalize_values", True, "layers.0.v.mean is missing"),
+        ("temporalkv", "outliers", 0.0, "do not allow a tensor layers.0.k.(lower|upper)"),
+        ("temporalkv", "bits", 2, "layers.0.k.centroids"),
+        ("temporalkv", "share", 4, "layers.0.k.centroids"),
+        ("temporalkv", "hybrid", "layer", "one block shape"),
+        ("kvquant", "bits", 3, "centroids.scalar is"),
+        ("kvquant", "bits", "2", "method.bits must be 2"),
+        ("kvquant", "bits", 2.0, "method"),
+        ("kvquant", "unheard_of", 1, "no option 'unheard_of'"),
+        ("xquant-cl", "base_layers", 2, "layers.0.k.down is missing"),
+        ("xquant", "name", "kivi", "kivi"),
+        ("xquant", "name", "gone", "unknown method 'gone'"),
+        ("xquant", "name", ["xquant"], "method.name"),
+    ],
+)
+def test_options_that_contradict_the_tensors_are_refused(parts_of, refused, method, option, value, says):
+    config, tensors = parts_of(method)
+    config["method"][option] = value
+    refused(config, tensors, says)
+
+
+@pytest.mark.parametrize("key", ["layers", "kv_heads", "head_dim", "hidden_size"])
+@pytest.mark.parametrize("method", ["temporalkv", "xquant"])
+@pytest.mark.parametrize("value", [1, 3, 64, 2**20, 2**70, 0, -2, 2.0, "2", True, None])
+def test_a_model_section_of_another_shape_is_refused(parts_of, refused, method, key, value):
+    if method == "temporalkv" and key == "hidden_size" and value in (1, 3, 64, 2**20) and type(value) is int:
+        return  # codebooks do not depend on it: `check_model` compares it with the model
+    config, tensors = parts_of(method)
+    config["model"]["fingerprint"][key] = value
+    refused(config, tensors, "layers|model|tensor|head_dim")
+
+
+@pytest.mark.parametrize(
+    ("path", "says"),
+    [
+        ("news", "news is unknown"),
+        ("model.news", "model.news is unknown"),
+        ("model.fingerprint.news", "model.fingerprint.news is unknown"),
+        ("calibration.news", "calibration.*news is unknown"),
+        ("errors.news", "errors.news is unknown"),
+        ("versions.news", "versions.news is unknown"),
+    ],
+)
+@pytest.mark.parametrize("method", ["kvquant", "xquant"])
+def test_unknown_keys_are_refused(parts_of, refused, method, path, says):
+    config, tensors = parts_of(method)
+    *parents, last = path.split(".")
+    place = config
+    for key in parents:
+        place = place[key]
+    place[last] = 1
+    refused(config, tensors, says)
+
+
+@pytest.mark.parametrize("key", ["method", "model", "calibration", "errors", "sizes", "captured", "versions", "kvq"])
+def test_missing_sections_are_refused(parts_of, refused, key):
+    config, tensors = parts_of("kvquant")
+    del config[key]
+    refused(config, tensors, f"{key}")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_missing_doubled_and_foreign_layers_are_refused(parts_of, refused, method):
+    config, tensors = parts_of(method)
+    last = {name: tensor for name, tensor in tensors.items() if name.startswith("layers.1.")}
+    refused(config, {name: t for name, t in tensors.items() if name not in last}, "layers.1.* is missing")
+    for index in ("2", "-1", "01", "x", "1.0", ""):
+        more = {name.replace("layers.1.", f"layers.{index}."): tensor.clone() for name, tensor in last.items()}
+        refused(config, {**tensors, **more}, "unknown tensor|do not allow")
+
+
+def signed(folder, config):
+    """Write a config with its checksum; `config` may be of any form that JSON has."""
+    text = json.dumps({**config, "checksum": _checksum(config)})
+    (folder / "config.json").write_text(text)
+
+
+@pytest.mark.parametrize("number", [0, -5, True, 1.0])
+def test_formats_that_never_were_are_refused(parts_of, tmp_path, number):
+    folder = save_artifact(tmp_path / "a", *parts_of("kvquant"), "card").path
+    signed(folder, {**json.loads((folder / "config.json").read_text()), "format": number})
+    with pytest.raises(KvqError, match="format"):
+        load_artifact(folder)
+
+
+def test_deep_nesting_repeated_keys_and_nan_are_not_valid_json(parts_of, tmp_path):
+    folder = save_artifact(tmp_path / "a", *parts_of("kvquant"), "card").path
+    text = (folder / "config.json").read_text()
+    for bad in (
+        "[" * 100_000,
+        '{"a":' * 100_000,
+        text.replace('"bits"', '"bits": 3, "bits"', 1),
+        text.replace("0.25", "NaN", 1),
+    ):
+        (folder / "config.json").write_text(bad)
+        with pytest.raises(KvqError, match="config.json is not valid JSON"):
+            load_artifact(folder)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        {"layers.0.k.choice": {"dtype": "I8", "shape": [2**62], "data_offsets": [0, 2**62]}},
+        {"layers.0.k.choice": {"dtype": "I8", "shape": [2**62, 0], "data_offsets": [0, 0]}},
+        {"layers.0.k.choice": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}},
+        {"layers.0.k.choice": {"dtype": "I8", "shape": [-1], "data_offsets": [0, 1]}},
+        {},
+    ],
+)
+@pytest.mark.parametrize("claimed", [None, 2**60])
+def test_tensor_files_with_huge_declared_sizes_are_refused(parts_of, tmp_path, header, claimed):
+    folder = save_artifact(tmp_path / "a", *parts_of("kvquant"), "card").path
+    text = json.dumps(header).encode()
+    data = struct.pack("<Q", claimed or len(text)) + text + b"\0"
+    (folder / "tensors.safetensors").write_bytes(data)
+    config = json.loads((folder / "config.json").read_text())
+    config["files"] = {"tensors.safetensors": {"bytes": len(data), "sha256": sha256(data).hexdigest()}}
+    signed(folder, config)
+    with pytest.raises(KvqError, match="tensors"):
+        load_artifact(folder)
+
+
+def test_a_file_of_another_size_than_declared_is_refused(parts_of, tmp_path):
+    folder = save_artifact(tmp_path / "a", *parts_of("xquant"), "card").path
+    config = json.loads((folder / "config.json").read_text())
+    config["files"]["tensors.safetensors"]["bytes"] = 2**62
+    signed(folder, config)
+    with pytest.raises(KvqError, match=f"instead of {2**62:,}"):
+        load_artifact(folder)
+
+
+def test_sizes_are_those_of_the_tensors(parts_of, refused):
+    config, tensors = parts_of("xquant")
+    config["sizes"]["total"] += 1
+    refused(config, tensors, "sizes are not those of the tensors")
+
+
+def test_the_schema_knows_every_calibration_setting():
+    assert {key.removesuffix("?") for key in CALIBRATION} == {f.name for f in dataclasses.fields(CalibrationSettings)}
+
+
+def test_inspect_refuses_in_one_line(fails, parts_of, tmp_path):
+    config, tensors = parts_of("kvquant")
+    data = {**tensors, f"{FIRST}std": tensors[f"{FIRST}std"][:1].contiguous()}
+    save_artifact(tmp_path / "a", config, data, "card")
+    assert safetensors.torch.load_file(tmp_path / "a" / "tensors.safetensors").keys() == tensors.keys()
+    fails("inspect", tmp_path / "a", code=1, says="layers.0.k.std is [1, 8] float32 instead of [2, 8] float32")

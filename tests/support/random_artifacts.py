@@ -1,0 +1,102 @@
+"""Complete artifacts of random numbers: what calibration writes, without its minutes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from kvq_cli.artifact import fingerprint
+from kvq_cli.artifact.contents import tensor_sizes
+from kvq_cli.calibration.settings import CalibrationSettings
+from kvq_cli.methods.base import CalibrationSpec, CodebookSpec, FactorSpec, Method, ModelShape
+from kvq_cli.methods.registry import to_config
+from kvq_cli.methods.tensors import layer_layout
+from kvq_cli.models import model_shape
+
+CAPTURED = {"tokens": 9, "tokens_with_gradients": 9, "tokens_held_out": 3}
+SETTINGS = CalibrationSettings("prose", 6, 100, 4, 300, 5, 0.1, 4.0, 0, "kvq")
+
+
+def tiny_model(seed: int = 0, **options: Any) -> LlamaForCausalLM:
+    """A random Llama of 2 layers, 2 kv heads, head_dim 8, whose keys and values are as large as its layer input."""
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    model = LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, **options})).eval().requires_grad_(False)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.normal_(std=1.5 * weight.shape[1] ** -0.5)
+    return model
+
+
+def random_parts(
+    method: Method, model: PreTrainedModel, name: str = "mine", seed: int = 0
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors for `save_artifact`. Heads take turns among the block shapes that `hybrid` allows them."""
+    shape = model_shape(model)
+    spec, tensors = method.calibration(shape), {}
+    generator = torch.Generator().manual_seed(seed)
+    for layer in range(shape.layers):
+        drawn = _layer(spec, shape, layer, generator)
+        tensors |= {f"layers.{layer}.{key}": tensor for key, tensor in drawn.items()}
+    model_entry = {"name": name, "revision": None, "dtype": str(shape.dtype).removeprefix("torch.")}
+    codebooks = isinstance(spec, CalibrationSpec)
+    config = {
+        "kvq": "0.0",
+        "method": to_config(method),
+        "model": {**model_entry, "fingerprint": fingerprint(model).to_dict()},
+        "calibration": SETTINGS.to_dict() if codebooks else {},
+        "versions": {"torch": "0", "transformers": "0"},
+        "sizes": tensor_sizes(tensors),
+        **({"captured": CAPTURED} if codebooks else {}),
+        "errors": {
+            "measure": "none",
+            "layers": [_errors(spec, shape, layer, tensors) for layer in range(shape.layers)],
+        },
+    }
+    return config, tensors
+
+
+def _choice(spec: CalibrationSpec, stream: CodebookSpec, shape: ModelShape) -> list[int]:
+    return [head % len(stream.shapes) if spec.hybrid == "head" else 0 for head in range(shape.kv_heads)]
+
+
+def _layer(
+    spec: CalibrationSpec | FactorSpec, shape: ModelShape, layer: int, generator: torch.Generator
+) -> dict[str, Tensor]:
+    streams = {"k": spec.keys, "v": spec.values} if isinstance(spec, CalibrationSpec) else {}
+    choices = {kind: _choice(spec, stream, shape) for kind, stream in streams.items()}
+    layout = layer_layout(spec, shape, layer, choices)
+    tensors = {name: torch.randn(size, generator=generator).to(dtype) for name, (size, dtype) in layout.items()}
+    for kind, stream in streams.items():
+        tensors[f"{kind}.choice"] = torch.tensor(choices[kind], dtype=torch.int8)
+        if f"{kind}.std" in tensors:
+            tensors[f"{kind}.std"] = tensors[f"{kind}.std"].abs() + 0.5
+        if f"{kind}.lower" in tensors:
+            lower, upper = -tensors[f"{kind}.lower"].abs() - 1, tensors[f"{kind}.upper"].abs() + 1
+            tensors |= {f"{kind}.lower": lower, f"{kind}.upper": upper}
+            if stream.by_range:
+                tensors |= {f"{kind}.mean": (lower + upper) / 2, f"{kind}.std": (upper - lower) / 2}
+    return tensors
+
+
+def _errors(
+    spec: CalibrationSpec | FactorSpec, shape: ModelShape, layer: int, tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    if isinstance(spec, FactorSpec):
+        ranks = {name: tensors[f"layers.{layer}.{name}.down"].shape[1] for name in spec.layers[layer]}
+        return {name: {"rank": rank, "residual": 0.01, "energy": 0.5} for name, rank in ranks.items()}
+    entry = {"fisher": 0.25, "plain": 0.25, "fisher_per_head": [0.25] * shape.kv_heads}
+    return {
+        kind: {
+            "choice": [stream.shapes[index].name for index in _choice(spec, stream, shape)],
+            "chosen": entry,
+            "shapes": {block.name: entry for block in stream.shapes},
+            "adjacent_token_correlation": 0.5,
+        }
+        for kind, stream in (("k", spec.keys), ("v", spec.values))
+    }
