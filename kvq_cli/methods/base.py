@@ -162,6 +162,8 @@ def option(
     return dataclasses.field(default=default, metadata=meta)
 
 
+#: Largest whole number of an option without `at_most`: windows are allocated, whatever they hold.
+MAX_OPTION = 2**20
 #: Metadata of fields declared without `option`: any value is valid.
 _ANYTHING = {"choices": None, "at_least": None, "at_most": None}
 
@@ -187,8 +189,9 @@ class Method(ABC):
                 raise UsageError(f"{given} is not one of {', '.join(map(str, meta['choices']))}{because}")
             if value is not None and meta["at_least"] is not None and value < meta["at_least"]:
                 raise UsageError(f"{given} must be at least {meta['at_least']}")
-            if value is not None and meta["at_most"] is not None and value > meta["at_most"]:
-                raise UsageError(f"{given} must be at most {meta['at_most']}")
+            at_most = MAX_OPTION if meta["at_most"] is None and isinstance(value, int) else meta["at_most"]
+            if value is not None and at_most is not None and value > at_most:
+                raise UsageError(f"{given} must be at most {at_most}")
 
     @property
     def nominal_bits(self) -> float:
