@@ -34,26 +34,31 @@ def check_contents(config: Mapping[str, Any], tensors: Mapping[str, Tensor], whe
         check_form(config["calibration"], CALIBRATION if codebooks else {}, "calibration")
         if codebooks != ("captured" in config):
             raise KvqError(f"captured must be {'given' if codebooks else 'absent'} for {method.name}")
-    by_layer = _by_layer(tensors, shape.layers, where.parent)
-    for layer, found in enumerate(by_layer):
-        prefix = f"layers.{layer}."
-        choices: dict[str, list[int]] = {}
+    for layer, found in enumerate(_by_layer(tensors, shape.layers, where.parent)):
         with _refused(where.parent):
-            if isinstance(spec, CalibrationSpec):
-                streams = {"k": spec.keys, "v": spec.values}
-                choices = {
-                    kind: _choice(found, kind, stream, spec.hybrid, shape, prefix) for kind, stream in streams.items()
-                }
-            layout = layer_layout(spec, shape, layer, choices)
-            _check_layout(found, layout, prefix)
-            if isinstance(spec, CalibrationSpec):
-                for kind, stream in streams.items():
-                    _check_statistics(found, kind, stream, prefix)
+            choices = _check_layer(found, spec, shape, layer)
         with _refused(where):
             form = _error_form(spec, shape, layer, choices, found)
             check_form(config["errors"]["layers"][layer], form, f"errors.layers[{layer}]")
     if config["sizes"] != tensor_sizes(tensors):
         raise KvqError(f"{where}: sizes are not those of the tensors: calibrate again")
+
+
+def _check_layer(
+    tensors: Mapping[str, Tensor], spec: CalibrationSpec | FactorSpec, shape: ModelShape, layer: int
+) -> dict[str, list[int]]:
+    """Check names, shapes, dtypes and ranges of a layer's tensors; returns the block shapes of the kv heads by stream,
+    for codebooks."""
+    prefix = f"layers.{layer}."
+    if isinstance(spec, FactorSpec):
+        _check_layout(tensors, layer_layout(spec, shape, layer, {}), prefix)
+        return {}
+    streams = {"k": spec.keys, "v": spec.values}
+    choices = {kind: _choice(tensors, kind, one, spec.hybrid, shape, prefix) for kind, one in streams.items()}
+    _check_layout(tensors, layer_layout(spec, shape, layer, choices), prefix)
+    for kind, one in streams.items():
+        _check_statistics(tensors, kind, one, prefix)
+    return choices
 
 
 def tensor_sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
