@@ -125,9 +125,9 @@ compare: .venv/.installed  ## Compare all methods at 4, 3, 2 and 1 bits on both 
 	$(MAKE) --no-print-directory comparison
 
 comparison: .venv/.installed  # docs/COMPARISON.md from the tracked results
-	@{ cat docs/comparison-head.md
+	@{ cat docs/comparison-head.md; echo
 	for compared in $(COMPARED); do
-	results=results/reproduction/$$compared plot=comparison-$${compared/\//-}.png
+	results=results/reproduction/$$compared plot=comparison-$${compared/\/compare/}.png
 	test -e $$results || continue
 	case $$compared in smollm2/*) title=SmolLM2-135M;; *) title="Built-in model";; esac
 	case $$compared in
