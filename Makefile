@@ -62,7 +62,7 @@ help:  ## Show this list.
 	allpairspy hypothesis pytest-xdist scipy==1.14
 	touch $@
 
-test: .venv/.installed  ## Test every method, command and kernel family: about 5 minutes on two cores.
+test: .venv/.installed  ## Test every method, command and kernel family: about 6 minutes on two cores.
 	@$(PYTEST) -m "not slow" tests
 	# A launch of each kernel family, executed as compiled for a GPU.
 	KVQ_TEST_PTX=sm_90 $(PYTEST) -m "not slow" tests/kernels/test_compiled.py
@@ -115,7 +115,7 @@ repro-fast: .venv/.installed  ## Make only the tables and figures that take litt
 reproduction: .venv/.installed  ## Write docs/REPRODUCTION.md: the papers' claims, the measured numbers, the verdicts.
 	@$(call kvq,reproduce --page docs/REPRODUCTION.md)
 
-smollm2: .venv/.installed  ## Calibrate and compare all methods on SmolLM2-135M, check the papers' claims: 3 hours.
+smollm2: .venv/.installed  ## Calibrate and compare all methods on SmolLM2-135M, check the papers' claims: some hours.
 	@$(call kvq,reproduce compare-2bit compare-paper compare-fair compare-4096 compare-8192 --model smollm2)
 	$(call kvq,reproduce --all --model smollm2)
 	$(MAKE) --no-print-directory reproduction comparison

@@ -39,7 +39,7 @@ def account(method: Method, shape: ModelShape, context: int, batch: int = 1) -> 
         # Layers that take part in a sum over layers hold it one after another: none stands for others.
         key = index if plan.cross_layer else _structure(plan)
         distinct.setdefault(key, []).append(CompressedLayer(index, plan, rotation, cross_layer=sums))
-    _prefill([alike[0] for alike in distinct.values()], shape, context, batch)
+    prefill([alike[0] for alike in distinct.values()], shape, context, batch)
     return _total([(report(alike[:1], method.nominal_bits), len(alike)) for alike in distinct.values()])
 
 
@@ -47,6 +47,8 @@ def _structure(value: Any) -> Any:
     """A hashable description of a plan or a part of it, equal where both store the same numbers in the same form."""
     if isinstance(value, Tensor):
         return value.shape, value.dtype, None if value.is_meta else tuple(value.flatten().tolist())
+    if callable(value):  # a class or a function: equal only to itself
+        return value
     if isinstance(value, Mapping):
         return tuple((key, _structure(each)) for key, each in value.items())
     if isinstance(value, (list, tuple)):
@@ -54,7 +56,7 @@ def _structure(value: Any) -> Any:
     return (type(value), _structure(vars(value))) if hasattr(value, "__dict__") else value
 
 
-def _prefill(layers: Sequence[CompressedLayer], shape: ModelShape, context: int, batch: int) -> None:
+def prefill(layers: Sequence[CompressedLayer], shape: ModelShape, context: int, batch: int) -> None:
     """Fill layers with `batch` sequences of `context` tokens without memory."""
     forward = Rows().begin(0, context, batch)
     keys, queries = (

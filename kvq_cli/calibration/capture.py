@@ -68,7 +68,7 @@ def _one_sample_of_logits(head: nn.Module) -> Iterator[None]:
 
     def acquire(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
         nonlocal held
-        if threading.get_ident() == thread:
+        if threading.get_ident() == thread and not held:
             _LOGITS.acquire()
             held = True
             args[0].register_hook(lambda gradient: release())

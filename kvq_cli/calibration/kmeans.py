@@ -42,7 +42,7 @@ def weighted_kmeans(
 ) -> Tensor:
     """Minimize sum_i w_i ||u_i - c_assign(i)||^2 (Eq. 3) for each codebook: k-means++, then Lloyd iterations.
 
-    Codebooks of scalars start from the optimum of `kmeans_scalar` instead, unless faiss is requested.
+    Codebooks of scalars are clustered by `kmeans_scalar` instead, unless faiss is requested.
 
     points:  `[codebooks, points, size]` float32, at least `entries` points. weights: `[codebooks, points]`, >= 0.
     A codebook stops after `iterations`, or when an iteration lowers its error by less than the fraction `tolerance`.

@@ -11,11 +11,10 @@ import torch
 import yaml
 
 from kvq_cli.attention.rotary import Rotation
-from kvq_cli.benchmarking.accounting import META, artifact_tensors
+from kvq_cli.benchmarking.accounting import artifact_tensors, prefill
 from kvq_cli.benchmarking.shapes import known_shape
 from kvq_cli.cache.cross_layer import CrossLayerSum
 from kvq_cli.cache.layer import CompressedLayer
-from kvq_cli.cache.rows import Rows
 from kvq_cli.cache.stream import StreamReader
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import Method, ModelShape
@@ -118,17 +117,8 @@ def exact_tokens(stream: StreamReader) -> tuple[int, ...]:
 def filled_streams(method: Method, tokens: int) -> list[StreamReader]:
     """All keys and values of a cache of `tokens` tokens of four layers, without numbers."""
     shape, sums = ModelShape(4, 4, 2, 64, 512, torch.float16), CrossLayerSum()
-    forward, streams = Rows().begin(0, tokens, 1), []
-    sizes = (2, tokens, 64), (4, tokens, 64), (tokens, 512)
-    keys, queries, x = (torch.empty(1, *size, device=META) for size in sizes)
-    for index in range(shape.layers):
-        plan = method.plan(index, shape, artifact_tensors(method, shape, index))
-        layer = CompressedLayer(index, plan, Rotation("none", torch.empty(0), 64), cross_layer=sums)
-        layer.begin(forward)
-        layer.capture_key(keys)
-        layer.capture_input(x)
-        layer.update(keys, keys)
-        layer.absorb(queries)
-        layer.release()
-        streams += [layer.key_stream, layer.value_stream]
-    return streams
+    plans = [method.plan(index, shape, artifact_tensors(method, shape, index)) for index in range(shape.layers)]
+    rotation = Rotation("none", torch.empty(0), 64)
+    layers = [CompressedLayer(index, plan, rotation, cross_layer=sums) for index, plan in enumerate(plans)]
+    prefill(layers, shape, tokens, 1)
+    return [stream for layer in layers for stream in (layer.key_stream, layer.value_stream)]
