@@ -69,6 +69,8 @@ def load_model(
     """
     import transformers
 
+    from kvq_cli.upcast import upcast_forward_passes
+
     target = torch_device(device)
     weight_dtype = _torch_dtype(dtype)
     source = _source(name)
@@ -90,6 +92,7 @@ def load_model(
         raise KvqError(f"cannot load the model {name!r}: its files lack the weights {missing[0]}{more}")
     model = model.eval().to(target)
     model.requires_grad_(False)
+    upcast_forward_passes(model)
     revision = getattr(model.config, "_commit_hash", None)
     return LoadedModel(model, tokenizer, name, revision, model_shape(model), trust_remote_code)
 

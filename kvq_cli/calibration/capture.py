@@ -16,6 +16,7 @@ from kvq_cli.attention.capture_points import AttentionLayer, CapturePoint, decod
 from kvq_cli.calibration import blocked_attention
 from kvq_cli.calibration.cross_entropy import summed_cross_entropy
 from kvq_cli.errors import KvqError
+from kvq_cli.upcast import upcast_products
 
 #: Receives the captured numbers: layer index, "k" or "v", "x" (activations) or "g" (gradients), and a tensor
 #: `[tokens, kv_heads, head_dim]` in the model's dtype.
@@ -41,7 +42,8 @@ def capture(
     """
     recorder = _Recorder(on_capture, gradients, threading.get_ident() if threads else None)
     ids = tokens[None].to(model.device)
-    with ExitStack() as hooks, torch.set_grad_enabled(gradients):
+    # The backward pass recomputes checkpointed layers outside of the model's own context.
+    with ExitStack() as hooks, torch.set_grad_enabled(gradients), upcast_products(model):
         for layer in layers:
             for kind, point in (("k", layer.key), ("v", layer.value)):
                 if point is None:

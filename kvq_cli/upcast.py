@@ -1,0 +1,102 @@
+"""Compute products of 16-bit matrices in float32 on CPUs that have no instructions for 16-bit matrices.
+
+There PyTorch multiplies bfloat16 and float16 matrices 4 to 7 times slower than float32 ones. Converting the operands,
+multiplying in float32 and rounding the product to 16 bits is what other hardware does in one instruction. Weights stay
+in 16 bits; only a product's operands are converted, and released after it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+#: Rows of a product from which on converting costs less than it saves.
+MIN_ROWS = 8
+
+
+def upcast_products(model: nn.Module) -> AbstractContextManager:
+    """Context in which this thread computes the products of `model`'s dtype in float32, if this CPU needs that."""
+    parameter = next(model.parameters(), None)
+    if parameter is None or parameter.device.type != "cpu" or _native(parameter.dtype):
+        return nullcontext()
+    return _Upcast()
+
+
+def upcast_forward_passes(model: nn.Module) -> None:
+    """Compute forward passes of `model` over at least `MIN_ROWS` tokens inside `upcast_products`."""
+    if isinstance(upcast_products(model), nullcontext):
+        return
+    of_thread = threading.local()  # calibration runs samples of several threads through one model
+
+    def enter(_module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        ids = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+        of_thread.mode = _Upcast() if ids is not None and ids.numel() >= MIN_ROWS else nullcontext()
+        of_thread.mode.__enter__()
+
+    def leave(_module: nn.Module, _args: tuple, _output: object) -> None:
+        of_thread.mode.__exit__(None, None, None)
+
+    model.register_forward_pre_hook(enter, with_kwargs=True)
+    model.register_forward_hook(leave, always_call=True)
+
+
+def _native(dtype: torch.dtype) -> bool:
+    """Whether PyTorch multiplies matrices of this dtype on this CPU about as fast as float32 ones."""
+    if dtype not in (torch.bfloat16, torch.float16):
+        return True
+    has = torch.cpu.get_capabilities()
+    if has.get("architecture") != "x86_64":
+        return True
+    wanted = ("amx_bf16", "avx512_bf16") if dtype == torch.bfloat16 else ("avx512_f",)
+    return any(has.get(name, False) for name in wanted)
+
+
+class _Upcast(TorchFunctionMode):
+    """Replaces products of large 16-bit matrices by `_upcast`."""
+
+    def __torch_function__(
+        self, func: Callable, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _PRODUCTS and args[0].ndim > 1 and args[0].shape[:-1].numel() >= MIN_ROWS:
+            return _upcast(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+_PRODUCTS = {F.linear, F.scaled_dot_product_attention, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm}
+_PRODUCTS |= {torch.addmm, torch.mm}
+
+
+def _upcast(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    dtype = args[-1].dtype if func is torch.addmm else args[0].dtype
+    if dtype not in (torch.bfloat16, torch.float16):
+        return func(*args, **kwargs)
+    if func is F.linear:
+        return _Linear.apply(*args, *[kwargs[name] for name in ("weight", "bias") if name in kwargs])
+    wide = {key: _float(value) for key, value in kwargs.items()}
+    return func(*map(_float, args), **wide).to(dtype)
+
+
+def _float(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value
+
+
+class _Linear(torch.autograd.Function):
+    """x W^T + b; keeps the 16-bit weight for the backward pass, not its float32 copy. The weight gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        ctx.save_for_backward(weight)
+        return F.linear(x.float(), weight.float(), _float(bias)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        return (gradients[0].float() @ weight.float()).to(gradients[0].dtype), None, None

@@ -1,0 +1,79 @@
+"""Products of 16-bit matrices in float32: the values, the gradients, and where they apply."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kvq_cli import upcast
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+@pytest.fixture
+def slow_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", "avx512_f": False})
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(40, 24)
+        self.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor, fail: bool = False) -> torch.Tensor:
+        if fail:
+            raise KeyError("fail")
+        y = self.linear(x)
+        self.mode = torch.overrides._get_current_function_mode()
+        return (y @ y.transpose(-1, -2)).softmax(-1) @ y
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_are_those_of_float32_rounded_once(slow_cpu, dtype):
+    torch.manual_seed(0)
+    model = Model().to(dtype)
+    x, q = torch.randn(2, 9, 40, dtype=dtype), torch.randn(1, 2, 9, 8, dtype=dtype)
+    with upcast.upcast_products(model):
+        y = F.linear(x, model.linear.weight, bias=model.linear.bias)
+        actual = [y, y @ y.mT, torch.matmul(y, y.mT), F.scaled_dot_product_attention(q, q, q, is_causal=True)]
+    wide = model.linear(torch.zeros(1, 40, dtype=dtype))  # outside of the context: PyTorch's own
+    assert wide.dtype == dtype
+    y = F.linear(x.float(), model.linear.weight.float(), model.linear.bias.float()).to(dtype)
+    product, q = (y.float() @ y.float().mT).to(dtype), q.float()
+    attended = F.scaled_dot_product_attention(q, q, q, is_causal=True).to(dtype)
+    for one, other in zip(actual, [y, product, product, attended], strict=True):
+        assert one.dtype == dtype and torch.equal(one, other)
+
+
+def test_gradients_equal_those_of_float32(slow_cpu):
+    torch.manual_seed(0)
+    model, gradients = Model(), []
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.randn(30, 40, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+        with upcast.upcast_products(model.to(dtype)):
+            model(x).square().sum().backward()
+        gradients.append(x.grad.float())
+    error = (gradients[0] - gradients[1]).norm() / gradients[0].norm()
+    assert 0 < error < 0.02
+
+
+def test_only_long_forward_passes_and_slow_cpus(slow_cpu, monkeypatch):
+    def mode_in(model: Model, rows: int) -> object:
+        model(x[:rows])
+        return model.mode
+
+    x = torch.ones(50, 40, dtype=torch.bfloat16)
+    model = Model().bfloat16()
+    upcast.upcast_forward_passes(model)
+    monkeypatch.setattr(upcast, "MIN_ROWS", 8 * 40)  # numbers of the first argument, which for a model are token ids
+    assert isinstance(mode_in(model, 8), upcast._Upcast) and mode_in(model, 7) is None
+    with pytest.raises(KeyError):
+        model(x, fail=True)
+    assert torch.overrides._get_current_function_mode() is None
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", "avx512_bf16": True})
+    fast = Model().bfloat16()
+    upcast.upcast_forward_passes(fast)
+    assert not fast._forward_hooks and mode_in(fast, 50) is None
