@@ -6,7 +6,8 @@ import errno
 import glob
 import json
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -24,11 +25,21 @@ def write_text(path: Path, text: str, option: str = "--out") -> None:
 
     option: the flag that chooses another path, named by the KvqError where the file cannot be written.
     """
+    with replacing(path, option) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def replacing(path: Path, option: str = "--out") -> Iterator[Path]:
+    """The path of a file beside `path` that replaces it when the block succeeds; creates the folder.
+
+    option: the flag that chooses another path, named by the KvqError where the file cannot be written.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # two processes may write the same file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_partial(path)
-        partial.write_text(text, encoding="utf-8")
+        yield partial
         os.replace(partial, path)
     except OSError as error:
         with suppress(OSError):

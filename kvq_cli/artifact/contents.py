@@ -113,7 +113,7 @@ def _choice(
     name = f"{kind}.choice"
     if name not in tensors:
         raise KvqError(f"tensor {prefix}{name} is missing")
-    _check_tensor(tensors[name], (shape.kv_heads,), torch.int8, prefix + name)
+    check_tensor(tensors[name], (shape.kv_heads,), torch.int8, prefix + name)
     choice = cast("list[int]", tensors[name].tolist())
     if min(choice) < 0 or max(choice) >= len(spec.shapes):
         raise KvqError(f"tensor {prefix}{name} must hold numbers from 0 to {len(spec.shapes) - 1}")
@@ -133,10 +133,11 @@ def _check_layout(
     for name, (size, dtype) in layout.items():
         if name not in tensors:
             raise KvqError(f"tensor {prefix}{name} is missing")
-        _check_tensor(tensors[name], size, dtype, prefix + name)
+        check_tensor(tensors[name], size, dtype, prefix + name)
 
 
-def _check_tensor(tensor: Tensor, size: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
+def check_tensor(tensor: Tensor, size: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
+    """Raise KvqError, naming the tensor, for another shape or dtype, or numbers that are not finite."""
     if tuple(tensor.shape) != size or tensor.dtype != dtype:
         actual, valid = (
             f"{list(s)} {str(d).removeprefix('torch.')}" for s, d in ((tensor.shape, tensor.dtype), (size, dtype))

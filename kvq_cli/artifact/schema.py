@@ -62,7 +62,8 @@ class Many:
 Form: TypeAlias = "dict[str, Form] | Whole | OneOf | OrNone | Many | type"
 
 _NUMBER, _SIZE = Whole(), Whole(1, MAX_SIZE)
-_FINGERPRINT: Form = {
+#: `Fingerprint.to_dict`.
+FINGERPRINT: Form = {
     "model_type": str,
     "layers": _SIZE,
     "query_heads": _SIZE,
@@ -71,6 +72,8 @@ _FINGERPRINT: Form = {
     "hidden_size": _SIZE,
     "weights": str,
 }
+#: A model's dtype.
+DTYPE = OneOf(("bfloat16", "float16", "float32", "float64"))
 CONFIG: Form = {
     "format": Whole(1),
     "kvq": str,
@@ -78,8 +81,8 @@ CONFIG: Form = {
     "model": {
         "name": str,
         "revision": OrNone(str),
-        "dtype": OneOf(("bfloat16", "float16", "float32", "float64")),
-        "fingerprint": _FINGERPRINT,
+        "dtype": DTYPE,
+        "fingerprint": FINGERPRINT,
         "trust_remote_code?": OneOf((True,)),
     },
     "calibration": dict,

@@ -7,15 +7,17 @@ since no hook can skip a forward pass that a graph replays. Everything is undone
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvq_cli.artifact import Artifact
+from kvq_cli.artifact.fingerprint import fingerprint
 from kvq_cli.attention.attention_hooks import NAME, AttentionHooks, recorded_score_forms, register
 from kvq_cli.attention.backend import ChosenBackend, check_backend, choose_backend
 from kvq_cli.attention.capture_points import AttentionLayer, attention_layers, attention_modules, decoder_of
@@ -28,10 +30,11 @@ from kvq_cli.cache.cross_layer import CrossLayerSum
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.rematerialize import Rematerialize
 from kvq_cli.cache.report import CacheReport
+from kvq_cli.cache.saved_cache import LayerShape, Origin, SavedCache
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method
-from kvq_cli.methods.registry import from_config
-from kvq_cli.models import model_context, model_shape
+from kvq_cli.methods.registry import from_config, to_config
+from kvq_cli.models import model_context, model_shape, text_config
 
 PREFILLS = ("exact", "compressed")
 
@@ -47,8 +50,10 @@ class Attached:
         layers: list[AttentionLayer],
         prefill: str,
         backend: ChosenBackend,
+        artifact: str | None = None,
     ) -> None:
         self.model, self.method, self.prefill, self.backend = model, method, prefill, backend
+        self._artifact = artifact
         self._plans, self._layers = plans, layers
         self._rematerializers = [_rematerializers(layer, plan) for layer, plan in zip(layers, plans, strict=True)]
         backends = [backend.of(layer.index) for layer in layers]
@@ -71,8 +76,32 @@ class Attached:
         for cache in caches:
             if tokens and self.backend.by_kernels(cache.index):
                 cache.reserve(tokens)
-        self._latest = CompressedCache(caches, self.prefill, self.method.nominal_bits, self.backend.summary)
+        self._latest = CompressedCache(
+            caches, self.prefill, self.method.nominal_bits, self.backend.summary, lambda: self.origin
+        )
         return self._latest
+
+    def load_cache(self, path: str | os.PathLike, tokens: int = 0) -> CompressedCache:
+        """The cache that `CompressedCache.save` wrote, with its prompt as `cache.loaded`.
+
+        It continues as the saved one would. tokens: see `new_cache`. Raises UsageError, naming both, where it belongs
+        to another model or was saved with another method, option or artifact; KvqError, naming the file, where that is
+        missing, truncated or altered.
+        """
+        saved = SavedCache(path)
+        saved.check_origin(self.origin)
+        config = text_config(self.model.config)
+        prompt = saved.prompt(config.vocab_size)
+        cache = self.new_cache(tokens)
+        cache.rows, cache.loaded = saved.rows(prompt.ids.shape[1], model_context(config)), prompt
+        saved.restore(cache, [_layer_shape(*each) for each in zip(self._layers, self._plans, strict=True)])
+        return cache
+
+    @cached_property
+    def origin(self) -> Origin:
+        """What the caches of this attach belong to."""
+        dtype = str(self.model.dtype).removeprefix("torch.")
+        return Origin(fingerprint(self.model), dtype, to_config(self.method), self._artifact, self.prefill)
 
     def one_by_one(self) -> AbstractContextManager[None]:
         """Inside the block, a pass over several tokens gives what decoding them one by one would, whatever `prefill`
@@ -112,6 +141,7 @@ def attach(
         raise UsageError(f"unknown prefill {prefill!r}; valid: {', '.join(PREFILLS)}")
     check_backend(backend)
     register()
+    digest = None if isinstance(method, Method) else method.config.get("checksum")
     method, plans = _plans(model, method)
     decoder = decoder_of(model)
     before = decoder.config._attn_implementation
@@ -129,7 +159,7 @@ def attach(
             layers = _with_shared_rotations(attention_layers(model, points))
         layers = [replace(layer, score_form=forms.get(layer.module, PLAIN)) for layer in layers]
         chosen = choose_backend(backend, model.device, list(zip(layers, plans, strict=True)))
-        attached = Attached(model, method, plans, layers, prefill, chosen)
+        attached = Attached(model, method, plans, layers, prefill, chosen, digest)
         attached.hooks.install(undo)
         if graphs and model.device.type == "cuda" and chosen.engine is not None:
             undo.enter_context(captured_steps(model, attached.hooks, chosen))
@@ -162,6 +192,17 @@ def _rematerializers(layer: AttentionLayer, plan: LayerPlan) -> tuple[Rematerial
         Rematerialize(partial(keys.rematerialize, up=plan.keys.up)),
         Rematerialize(partial(values.rematerialize, up=plan.values.up), sums),
     )
+
+
+def _layer_shape(layer: AttentionLayer, plan: LayerPlan) -> LayerShape:
+    """The sizes that the model's own tensors give to the cache of a layer."""
+    probe = layer.probe
+    if plan.keys.source == "input":
+        streams = [stream.latents(probe.input) for stream in plan.kept]
+    else:
+        streams = [probe.key, probe.value]
+    heads = probe.key.shape[1]
+    return LayerShape(streams, heads, heads * (probe.key.shape[3] + probe.value.shape[3]))
 
 
 def _with_shared_rotations(layers: list[AttentionLayer]) -> list[AttentionLayer]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from kvq_cli.cache.cross_layer import CrossLayerSum
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.report import CacheReport, report
 from kvq_cli.cache.rows import Forward, Rows
+from kvq_cli.cache.saved_cache import Origin, SavedPrompt, save
 from kvq_cli.errors import KvqError, UsageError
 
 
@@ -20,15 +24,24 @@ class CompressedCache(Cache):
     prefill: "exact" (a forward pass over several tokens attends to its own tokens in full precision and to earlier ones
     as they are stored) or "compressed" (every token attends to what it would see had it been decoded one by one).
     nominal_bits: the method's bits per number, backend: who computes attention over it; both for the report.
+    origin: the model and the method that the cache belongs to, for `save`.
+    loaded: of a cache from `Attached.load_cache`, the token ids and the text that were saved with it.
     """
 
     layers: list[CompressedLayer]  # type: ignore[assignment]  # transformers' own may be of any kind
 
     def __init__(
-        self, layers: list[CompressedLayer], prefill: str, nominal_bits: float, backend: str | None = None
+        self,
+        layers: list[CompressedLayer],
+        prefill: str,
+        nominal_bits: float,
+        backend: str | None = None,
+        origin: Callable[[], Origin] | None = None,
     ) -> None:
         super().__init__(layers=list(layers))
-        self.prefill, self.nominal_bits, self.backend = prefill, nominal_bits, backend
+        self.prefill, self.nominal_bits, self.backend, self._origin = prefill, nominal_bits, backend, origin
+        #: The prompt of a cache that was loaded from a file.
+        self.loaded: SavedPrompt | None = None
         self.rows = Rows()
         #: While a decode step is captured or replayed: see `Forward.cache_position`.
         self.cache_position: Tensor | None = None
@@ -81,6 +94,27 @@ class CompressedCache(Cache):
         """Rows held, -1 before the first forward pass."""
         return len(self.rows.pads) or -1
 
+    def clone(self) -> CompressedCache:
+        """A copy that shares no tensor of the sequences: what is appended to one is not in the other."""
+        sums = CrossLayerSum()
+        layers = [layer.clone(sums) for layer in self.layers]
+        copy = CompressedCache(layers, self.prefill, self.nominal_bits, self.backend, self._origin)
+        copy.rows, copy.loaded = self.rows.copy(), self.loaded
+        return copy
+
+    def save(self, path: str | os.PathLike, prompt: Tensor | SavedPrompt, option: str = "path") -> int:
+        """Write the cache and the tokens that it holds to a safetensors file, atomically; returns the file's bytes.
+
+        prompt: the token ids `[batch, tokens]` of all columns so far, pads included, or these with their text.
+        `Attached.load_cache` reads the file. option: the flag that chooses another path, for messages.
+        Raises UsageError where the ids are not as many as the cache holds, KvqError where the file cannot be written.
+        """
+        if self._origin is None:
+            raise UsageError("only a cache made by an attach() can be saved")
+        if isinstance(prompt, Tensor):
+            prompt = SavedPrompt(prompt)
+        return save(self, path, prompt, self._origin(), option)
+
     def reset(self) -> None:
         super().reset()
         self.rows = Rows()
@@ -121,4 +155,6 @@ class CompressedCache(Cache):
             raise UsageError(f"crop({-count}): some of these tokens are compressed already and cannot be taken back")
         for layer in self.layers:
             layer.crop(count)
-        self.rows.pads = [min(pads, self.get_seq_length()) for pads in self.rows.pads]
+        left = self.get_seq_length()
+        self.rows.pads = [min(pads, left) for pads in self.rows.pads]
+        self.rows.prompts = [n if pads < left else 0 for n, pads in zip(self.rows.prompts, self.rows.pads, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from kvq_cli.cache.cross_layer import CrossLayerSum, DifferenceStream
 from kvq_cli.cache.prompt_stream import PromptStream, new_stream
 from kvq_cli.cache.rematerialize import Rematerialize, RematerializedStream
 from kvq_cli.cache.rows import Forward, RowGroup, would_sync
+from kvq_cli.cache.snapshot import Snapshot
 from kvq_cli.cache.stream import Stream, StreamReader
 from kvq_cli.codecs.base import Prompt, side_dtype
 from kvq_cli.codecs.salient import attention_received
@@ -53,7 +54,7 @@ class CompressedLayer(CacheLayerMixin):
     ) -> None:
         super().__init__()
         self.index, self.plan, self.rotation, self.sliding_window = index, plan, rotation, sliding_window
-        self.cross_layer = cross_layer if plan.cross_layer else None
+        self.cross_layer, self._rematerialize = cross_layer if plan.cross_layer else None, rematerialize
         new = DifferenceStream if self.cross_layer else new_stream
         self.streams: tuple[Stream, ...] = tuple(new(stream) for stream in plan.kept)
         self._prompt_streams = [stream for stream in self.streams if isinstance(stream, PromptStream)]
@@ -241,6 +242,26 @@ class CompressedLayer(CacheLayerMixin):
         for stream in self.streams:
             stream.reset()
         self.columns, self.is_initialized, self.forward, self.tails = 0, False, None, []
+
+    # -- copies --------------------------------------------------------------------------------------------------
+
+    def clone(self, cross_layer: CrossLayerSum | None) -> CompressedLayer:
+        """A copy that shares no tensor of the sequences; `cross_layer` is the sum of the copy's layers."""
+        settings = (self.plan, self.rotation, self.sliding_window, self._rematerialize, cross_layer)
+        copy = CompressedLayer(self.index, *settings)
+        for stream, own in zip(copy.streams, self.streams, strict=True):
+            stream.reserve_like(own)
+        if self.columns:
+            snapshots = [stream.snapshot().map(lambda _, tensor: tensor.clone()) for stream in self.streams]
+            copy.restore(snapshots, self.columns, self.kv_heads, self.numbers_per_token)
+        return copy
+
+    def restore(self, snapshots: Iterable[Snapshot], columns: int, kv_heads: int, numbers_per_token: int) -> None:
+        """Hold the tokens of the streams' snapshots instead, which are taken one at a time; see `Stream.restore`."""
+        for stream, snapshot in zip(self.streams, snapshots, strict=True):
+            stream.restore(snapshot)
+        self.columns, self.kv_heads, self.numbers_per_token = columns, kv_heads, numbers_per_token
+        self.is_initialized = True
 
     # -- rows ----------------------------------------------------------------------------------------------------
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from kvq_cli.cache.rows import RowGroup
+from kvq_cli.cache.snapshot import Snapshot
 from kvq_cli.cache.store import PackedStore
 from kvq_cli.cache.stream import Stream
 from kvq_cli.codecs.base import Codec, Packed, Prompt, PromptCodec, State
@@ -117,6 +119,22 @@ class PromptStream(Stream):
 
     def tensors(self) -> list[Tensor]:
         return [*super().tensors(), *self.state.values()]
+
+    def snapshot(self) -> Snapshot:
+        apart = self._used(self.prompt_store, self._prompt_lengths)
+        return replace(super().snapshot(), prompt=apart, prompt_lengths=tuple(self._prompt_lengths), state=self.state)
+
+    def restore(self, snapshot: Snapshot) -> None:
+        super().restore(snapshot)
+        self.state, self._prompt_lengths = dict(snapshot.state), list(snapshot.prompt_lengths)
+        if snapshot.prompt is not None:
+            self.prompt_store.write(slice(0, len(self.lengths)), len(self.lengths), 0, snapshot.prompt)
+
+    def check(self) -> None:
+        for row, tokens in enumerate(self.lengths):
+            if tokens:
+                self._prompt_codec.check_state(self._state_of(slice(row, row + 1)))
+        super().check()
 
     def crop(self, tokens: int) -> None:
         super().crop(tokens)

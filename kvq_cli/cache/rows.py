@@ -86,10 +86,12 @@ class Forward:
 
 @dataclass
 class Rows:
-    """Of each row of the cache, the leading pads so far, and the offset of its positions."""
+    """Of each row of the cache, the leading pads so far, the offset of its positions, and the tokens of its prompt, the
+    first pass that had any."""
 
     pads: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
+    prompts: list[int] = field(default_factory=list)
 
     def begin(
         self, past: int, columns: int, batch: int, mask: Tensor | None = None, positions: Tensor | None = None
@@ -102,7 +104,7 @@ class Rows:
         if columns == 0:
             raise UsageError("the prompt is empty: give at least one token")
         if past == 0:
-            self.pads, self.offsets = [0] * batch, [0] * batch
+            self.pads, self.offsets, self.prompts = [0] * batch, [0] * batch, [0] * batch
         if batch != len(self.pads):
             raise UsageError(f"the cache holds a batch of {len(self.pads)} rows, the input has {batch}")
         pads = self._leading_pads(past, columns, mask)
@@ -115,6 +117,7 @@ class Rows:
                 if before and offset != self.offsets[row]:
                     raise UsageError(f"row {row}: position_ids do not count on from the tokens in the cache")
                 self.offsets[row] = offset
+                self.prompts[row] = self.prompts[row] if before else columns - skip
             situations.append((skip, before, self.offsets[row]))
         self.pads = pads
         return Forward(columns, past, tuple(_join(situations, columns)), tuple(pads))
@@ -123,6 +126,11 @@ class Rows:
         """Keep the rows `index`, in that order (beam search, batch selection)."""
         self.pads = [self.pads[i] for i in index]
         self.offsets = [self.offsets[i] for i in index]
+        self.prompts = [self.prompts[i] for i in index]
+
+    def copy(self) -> Rows:
+        """Rows that share no list with these."""
+        return Rows(list(self.pads), list(self.offsets), list(self.prompts))
 
     def _leading_pads(self, past: int, columns: int, mask: Tensor | None) -> list[int]:
         if mask is None:

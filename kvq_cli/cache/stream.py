@@ -8,8 +8,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from kvq_cli.cache.rows import RowGroup
+from kvq_cli.cache.snapshot import Snapshot
 from kvq_cli.cache.store import PackedStore
 from kvq_cli.codecs.base import Codec, Packed, PromptCodec
 from kvq_cli.errors import UsageError
@@ -74,6 +76,10 @@ class Stream:
     def reserve(self, tokens: int) -> None:
         """Make room for rows of `tokens` tokens at once, when the first of them are packed."""
         self._room = self.store.room = self.window.packed(tokens)
+
+    def reserve_like(self, other: Stream) -> None:
+        """Make as much room as was reserved in another stream of this plan."""
+        self._room = self.store.room = other._room
 
     def reset(self) -> None:
         """Forget all rows and free their memory."""
@@ -242,6 +248,51 @@ class Stream:
         for first, _, packed in self.packed(rows, tokens, 0, tokens, tokens or 1):
             pieces.append((first, coder.decode(packed, dtype)))
         return torch.cat([x for _, x in sorted(pieces, key=lambda piece: piece[0])], dim=2)
+
+    # -- snapshots -----------------------------------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """All tokens, as tensors that may be views of the stream's own. Of a stream that holds rows."""
+        recent = [self.ring[row].index_select(1, self._ring_index(length)) for row, length in enumerate(self.lengths)]
+        # Rows that were cropped may have held more sinks than they have tokens.
+        sinks = self.sinks[:, :, : min(max(self.lengths), self.window.sinks)]
+        lengths = torch.tensor(self.lengths, device=sinks.device).view(-1, 1, 1, 1)
+        places = torch.arange(sinks.shape[2], device=sinks.device).view(1, 1, -1, 1)
+        return Snapshot(
+            tuple(self.lengths),
+            sinks.masked_fill(places >= lengths, 0),
+            pad_sequence([x.transpose(0, 1) for x in recent], batch_first=True).transpose(1, 2),
+            self._used(self.store, [self._stored(slice(row, row + 1), n) for row, n in enumerate(self.lengths)]),
+        )
+
+    def restore(self, snapshot: Snapshot) -> None:
+        """Hold the tokens of `snapshot` instead; its packed tensors may become the stream's own."""
+        self.reset()
+        self._allocate(snapshot.sinks)
+        self.lengths = list(snapshot.lengths)
+        self.sinks[:, :, : snapshot.sinks.shape[2]] = snapshot.sinks
+        for row, length in enumerate(self.lengths):
+            index = self._ring_index(length)
+            self.ring[row].index_copy_(1, index, snapshot.recent[row, :, : len(index)])
+        if snapshot.packed is not None:
+            self.store.write(slice(0, len(self.lengths)), len(self.lengths), 0, snapshot.packed)
+
+    def check(self) -> None:
+        """Raise KvqError for packed numbers that the codec cannot have stored; see `Codec.check`."""
+        for row, tokens in enumerate(self.lengths):
+            rows = slice(row, row + 1)
+            for _, _, packed in self.packed(rows, tokens, 0, tokens, tokens or 1):
+                self.coder(rows).check(packed)
+
+    def _ring_index(self, length: int) -> Tensor:
+        """The places in the ring of the recent tokens of a row of `length` tokens."""
+        recent = torch.arange(self.split(length)[1], length, device=self.ring.device)
+        return (recent - self.window.sinks) % self.ring_size
+
+    @staticmethod
+    def _used(store: PackedStore, stored: list[int]) -> Packed | None:
+        """The packed tokens of a store whose rows hold so many; None where there are none."""
+        return store.read(slice(0, len(stored)), 0, max(stored)) if any(stored) else None
 
     # -- crop and select -----------------------------------------------------------------------------------------
 

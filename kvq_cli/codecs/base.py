@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvq_cli.errors import KvqError
+
 
 @dataclass(frozen=True)
 class Part:
@@ -105,6 +107,11 @@ class Codec(BlockFormat, ABC):
         """As `encode`, where the numbers that are `ignored` (bool, of the shape of `x`) may decode to anything."""
         return self.encode(x)
 
+    def check(self, packed: Packed) -> None:
+        """Raise KvqError for parts that `encode` cannot have written, like indices out of range, which `decode` does not
+        check. Their shapes and dtypes are right, and floating-point numbers finite."""
+        return None
+
     @abstractmethod
     def _encode(self, x: Tensor) -> Packed:
         """`encode` for a run of at most about `TILE` numbers."""
@@ -139,6 +146,10 @@ class PromptCodec(BlockFormat, ABC):
         """
         return {}
 
+    def check_state(self, state: State) -> None:
+        """Raise KvqError for a finite state that no prompt leads to; see `Codec.check`."""
+        return None
+
     def encode_prompt(self, x: Tensor, prompt: Prompt, first: int) -> tuple[Packed, State]:
         """Fit to `prompt` and pack `x` `[rows, kv_heads, tokens, head_dim]`, its keys or values from `first` on."""
         state = self.fit(prompt)
@@ -150,6 +161,12 @@ class PromptCodec(BlockFormat, ABC):
 
         saliency: `[rows, kv_heads, tokens]` of the tokens to encode, for a codec that `needs_saliency`.
         """
+
+
+def refuse_unless(valid: Tensor, part: str) -> None:
+    """Raise KvqError, naming the part of a packed block, unless all of `valid` is true."""
+    if not valid.all():
+        raise KvqError(f"{part} holds numbers that cannot have been packed")
 
 
 #: The codec of a stream.

@@ -24,6 +24,13 @@ class FirstChannelCodec(Codec):
         packed = self.base.encode(x[..., 1:])
         return Packed(packed.tokens, {**packed.parts, "first": Part(x[..., :1].to(self._dtype, copy=True), 1)})
 
+    def check(self, packed: Packed) -> None:
+        self.base.check(_others(packed))
+
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
-        others = Packed(packed.tokens, {name: part for name, part in packed.parts.items() if name != "first"})
-        return torch.cat([packed.parts["first"].tensor.to(dtype), self.base.decode(others, dtype)], dim=-1)
+        return torch.cat([packed.parts["first"].tensor.to(dtype), self.base.decode(_others(packed), dtype)], dim=-1)
+
+
+def _others(packed: Packed) -> Packed:
+    """The parts of channels 1, 2, ..."""
+    return Packed(packed.tokens, {name: part for name, part in packed.parts.items() if name != "first"})

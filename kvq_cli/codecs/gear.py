@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvq_cli.codecs.base import TILE, Codec, Packed, Part, Prompt, PromptCodec, State
+from kvq_cli.codecs.outliers import check_index
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.errors import UsageError
 
@@ -66,6 +67,12 @@ class GearCodec(PromptCodec):
             left, right = self._factors(self._chunks(error), self.chunk_rank)
             parts |= {"left": Part(left.flatten(2, 3), 1), "right": Part(right, self.block_tokens)}
         return Packed(x.shape[2], parts)
+
+    def check_parts(self, packed: Packed) -> None:
+        """`Codec.check` of the prompt or of later chunks."""
+        self.base.check(packed)
+        if self._each:
+            check_index(packed.parts["outlier_index"].tensor, self.block_tokens * self.base.head_dim)
 
     def restore(self, packed: Packed, prompt_right: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Unpack the prompt, with the R of its state, or later chunks, which store theirs."""
@@ -132,6 +139,9 @@ class _ChunkCodec(Codec):
     def __init__(self, gear: GearCodec, right: Tensor | None) -> None:
         self._gear, self._right = gear, right
         self.block_tokens, self.nominal_bits = gear.block_tokens, gear.nominal_bits
+
+    def check(self, packed: Packed) -> None:
+        self._gear.check_parts(packed)
 
     def _encode(self, x: Tensor) -> Packed:
         return self._gear.encode_chunks(x)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvq_cli.codecs.base import Codec, Packed, Prompt, PromptCodec, State
+from kvq_cli.codecs.base import Codec, Packed, Prompt, PromptCodec, State, refuse_unless
 
 
 class NormalizedCodec(PromptCodec):
@@ -28,6 +28,9 @@ class NormalizedCodec(PromptCodec):
         norm = prompt.keys.float().abs().amax(dim=2).sqrt_()
         return {"norm": norm.masked_fill_(norm == 0, 1)}
 
+    def check_state(self, state: State) -> None:
+        refuse_unless(state["norm"] > 0, "norm")
+
     def encode_prompt(self, x: Tensor, prompt: Prompt, first: int) -> tuple[Packed, State]:
         state = self.fit(prompt)
         return _DividedCodec(self.base, state["norm"]).encode(x), state
@@ -45,6 +48,9 @@ class _DividedCodec(Codec):
     def __init__(self, base: Codec, norm: Tensor) -> None:
         self._base, self._norm = base, norm.unsqueeze(2)
         self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits
+
+    def check(self, packed: Packed) -> None:
+        self._base.check(packed)
 
     def _encode(self, x: Tensor) -> Packed:
         return self._base.encode(x / self._norm)

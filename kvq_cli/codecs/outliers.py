@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvq_cli.codecs.base import Codec, Packed, Part, side_dtype
+from kvq_cli.codecs.base import Codec, Packed, Part, refuse_unless, side_dtype
 from kvq_cli.errors import UsageError
 
 #: Tokens of an outlier block. Longer blocks allow uneven outliers, but keep more tokens in full precision until packed.
@@ -54,6 +54,10 @@ class OutlierCodec(Codec):
         }
         return Packed(x.shape[2], {**packed.parts, **sparse})
 
+    def check(self, packed: Packed) -> None:
+        self.base.check(packed)
+        check_index(packed.parts["outlier_index"].tensor, self._numbers)
+
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         x = self.base.decode(packed, dtype)
         index, value = packed.parts["outlier_index"].tensor, packed.parts["outlier_value"].tensor
@@ -80,6 +84,11 @@ def block_capacity(fraction: float, head_dim: int, tokens: int = BLOCK_TOKENS) -
             f"{1 / numbers:.2g} and at most {2**15} numbers"
         )
     return int(fraction * numbers)
+
+
+def check_index(index: Tensor, numbers: int) -> None:
+    """Raise KvqError for indices of outliers beyond a block of `numbers` numbers."""
+    refuse_unless((index >= 0) & (index.to(torch.int64) < numbers), "outlier_index")
 
 
 def furthest(excess: Tensor, count: int) -> Tensor:

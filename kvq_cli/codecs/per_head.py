@@ -46,15 +46,24 @@ class PerHeadCodec(Codec):
             parts |= {f"{name}.{key}": part for key, part in encode(codec, heads).parts.items()}
         return Packed(tokens, parts)
 
+    def check(self, packed: Packed) -> None:
+        for name, (codec, _) in self.members.items():
+            codec.check(_of_member(packed, name))
+
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         out: Tensor | None = None
         for name, (codec, heads) in self._members.items():
-            prefix = f"{name}."
-            parts = {k.removeprefix(prefix): part for k, part in packed.parts.items() if k.startswith(prefix)}
-            x = codec.decode(Packed(packed.tokens, parts), dtype)
+            x = codec.decode(_of_member(packed, name), dtype)
             if out is None:
                 out = x.new_empty(x.shape[0], self._heads, *x.shape[2:])
             out.index_copy_(1, heads, x)
         if out is None:
             raise ValueError("there are no heads to decode")
         return out
+
+
+def _of_member(packed: Packed, name: str) -> Packed:
+    """The parts of one member, under its own names."""
+    prefix = f"{name}."
+    parts = {k.removeprefix(prefix): part for k, part in packed.parts.items() if k.startswith(prefix)}
+    return Packed(packed.tokens, parts)

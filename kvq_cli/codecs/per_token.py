@@ -8,8 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvq_cli.codecs.base import Codec, Packed, Part, side_dtype
-from kvq_cli.codecs.outliers import BLOCK_TOKENS, block_capacity, furthest
+from kvq_cli.codecs.base import Codec, Packed, Part, refuse_unless, side_dtype
+from kvq_cli.codecs.outliers import BLOCK_TOKENS, block_capacity, check_index, furthest
 
 
 class PerTokenCodec(Codec):
@@ -30,7 +30,7 @@ class PerTokenCodec(Codec):
     """
 
     def __init__(self, base: Codec, kv_heads: int, head_dim: int, outliers: float, dtype: torch.dtype) -> None:
-        self.base, self.dtype, self.outliers = base, side_dtype(dtype), outliers
+        self.base, self.dtype, self.outliers, self._head_dim = base, side_dtype(dtype), outliers, head_dim
         self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits
         if outliers:
             self.block_tokens = math.lcm(BLOCK_TOKENS, base.block_tokens)
@@ -65,6 +65,15 @@ class PerTokenCodec(Codec):
             "outlier_value": value.reshape(lists).gather(2, order),
             "outlier_start": torch.searchsorted(place, bounds.expand(*lists[:2], -1).contiguous(), out_int32=True),
         }
+
+    def check(self, packed: Packed) -> None:
+        self.base.check(packed)
+        refuse_unless(packed.parts["scale"].tensor >= 0, "scale")
+        if self.outliers:
+            index, start = (packed.parts[f"outlier_{name}"].tensor for name in ("index", "start"))
+            check_index(index, self.block_tokens * self._head_dim)
+            refuse_unless(start.diff(dim=3) >= 0, "outlier_start")
+            refuse_unless((start[..., 0] == 0) & (start[..., -1] == index.shape[3]), "outlier_start")
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         parts = {name: part.tensor for name, part in packed.parts.items()}

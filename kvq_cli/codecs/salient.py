@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvq_cli.codecs import bits as bitpack
-from kvq_cli.codecs.base import TILE, Codec, Packed, Part, Prompt, PromptCodec, State, side_dtype
+from kvq_cli.codecs.base import TILE, Codec, Packed, Part, Prompt, PromptCodec, State, refuse_unless, side_dtype
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.errors import UsageError
 
@@ -78,6 +78,21 @@ class SalientCodec(PromptCodec):
         salient = self._top(saliency.unflatten(2, (-1, self.block_tokens)))
         tokens, chunks = self._quantize(x.unflatten(2, (-1, self.block_tokens)), salient)
         return self._packed(tokens, {"salient": bitpack.pack(salient, 1), **chunks})
+
+    def check_state(self, state: State) -> None:
+        _check_sides(state)
+
+    def check_parts(self, packed: Packed) -> None:
+        """`Codec.check` of the prompt or of later chunks: as many tokens are salient as are counted."""
+        part = {name: part.tensor for name, part in packed.parts.items()}
+        counts = bitpack.unpack(part["salient"], 1, self.block_tokens).sum(dim=3)
+        if "before" in part:
+            before = part["before"].squeeze(3)
+            refuse_unless(before == counts.cumsum(2) - counts, "before")
+            refuse_unless(counts.sum(dim=2) == self.count(packed.tokens), "salient")
+        else:
+            refuse_unless(counts == self.count(self.block_tokens), "salient")
+        _check_sides(part)
 
     def restore(self, packed: Packed, state: State, dtype: torch.dtype) -> Tensor:
         """Unpack the prompt, with the state of its rows, or later chunks, which need none."""
@@ -171,6 +186,9 @@ class _ChunkCodec(Codec):
         self._salient, self._state, self._saliency = salient, state, saliency
         self.block_tokens, self.nominal_bits = salient.block_tokens, salient.nominal_bits
 
+    def check(self, packed: Packed) -> None:
+        self._salient.check_parts(packed)
+
     def _encode(self, x: Tensor) -> Packed:
         if self._saliency is None:
             raise ValueError("tokens after the prompt are packed by their saliency, which is not given")
@@ -180,6 +198,15 @@ class _ChunkCodec(Codec):
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         return self._salient.restore(packed, self._state, dtype)
+
+
+def _check_sides(tensors: Mapping[str, Tensor]) -> None:
+    """Raise KvqError for negative scales, and norms that are not positive."""
+    for name, side in tensors.items():
+        if name in ("scale", "key_scale"):
+            refuse_unless(side >= 0, name)
+        elif name == "norm":
+            refuse_unless(side > 0, name)
 
 
 def prompt_saliency(prompt: Prompt, seed: int) -> Tensor:

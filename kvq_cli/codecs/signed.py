@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvq_cli.codecs import kernels
-from kvq_cli.codecs.base import side_dtype
+from kvq_cli.codecs.base import Packed, refuse_unless, side_dtype
 from kvq_cli.codecs.uniform import Axis, UniformCodec
 from kvq_cli.errors import UsageError
 
@@ -58,6 +58,14 @@ class SignedCodec(UniformCodec):
         self.sign, self.hybrid = sign, hybrid
         super().__init__(bits, axis, group, head_dim, dtype, zero_type(group, dtype) if sign == "extra" else None)
         self._largest = 2**bits - 1 if sign == "extra" else 2 ** (bits - 1) - 1
+
+    def check(self, packed: Packed) -> None:
+        if self.hybrid == "no":
+            super().check(packed)
+            return
+        asymmetric = packed.parts["scale"].tensor.signbit()
+        zero = packed.parts["sign_or_zero"].tensor.contiguous().view(self.zero_dtype)
+        refuse_unless(zero.isfinite() | ~asymmetric, "sign_or_zero")
 
     def _encode_on_gpu(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]] | None:
         mode = "hybrid" if self.hybrid == "always" else "symmetric"

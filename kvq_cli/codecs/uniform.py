@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvq_cli.codecs import bits as bitpack
 from kvq_cli.codecs import kernels
-from kvq_cli.codecs.base import Codec, Packed, Part, side_dtype
+from kvq_cli.codecs.base import Codec, Packed, Part, refuse_unless, side_dtype
 from kvq_cli.errors import UsageError
 
 #: A group is adjacent tokens of one channel ("channel") or adjacent channels of one token ("token").
@@ -65,6 +65,9 @@ class UniformCodec(Codec):
         codes = bitpack.unpack(packed.parts["codes"].tensor, self.bits, self.head_dim).float()
         sides = {name: part.tensor for name, part in packed.parts.items() if name != "codes"}
         return self.dequantize(codes, sides).to(dtype)
+
+    def check(self, packed: Packed) -> None:
+        refuse_unless(packed.parts["scale"].tensor >= 0, "scale")
 
     def _encode_on_gpu(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]] | None:
         """The words and the parts of groups that `_encode` packs, by the kernel. None where there is no kernel: on a

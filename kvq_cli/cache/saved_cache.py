@@ -1,0 +1,345 @@
+"""Caches on disk: one safetensors file with the packed tensors, the token ids of the prompt, and what it belongs to.
+
+The file's metadata has one entry, `kvq`, a JSON document of the form `FORM`. A file that was truncated or altered is
+refused, and so is one for another model, method, option, artifact or format. Its tensors must have the names, shapes
+and dtypes that the method stores for as many tokens, and numbers that its codecs can have written: a file may come from
+anyone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kvq_cli.artifact.contents import check_tensor
+from kvq_cli.artifact.fingerprint import Fingerprint
+from kvq_cli.artifact.schema import DTYPE, FINGERPRINT, Form, Many, OneOf, OrNone, Whole, check_form, parse_json
+from kvq_cli.cache.rows import Rows
+from kvq_cli.cache.snapshot import Snapshot, expected
+from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.files import replacing
+
+if TYPE_CHECKING:
+    from kvq_cli.cache.cache import CompressedCache
+    from kvq_cli.cache.layer import CompressedLayer
+    from kvq_cli.cache.stream import Stream
+
+FORMAT = 1
+FORM: Form = {
+    "format": OneOf((FORMAT,)),
+    "kvq": str,
+    "model": FINGERPRINT,
+    "dtype": DTYPE,
+    "method": dict,
+    "artifact": OrNone(str),
+    "prefill": OneOf(("exact", "compressed")),
+    "rows": {name: Many(Whole(0, 2**31)) for name in ("pads", "offsets", "prompts")},
+    "document": Whole(),
+    "template": OrNone(str),
+    "sha256": str,
+    "checksum": str,
+}
+_KEY, _IDS, _TEXT = "kvq", "prompt.ids", "prompt.text"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a cache belongs to: it continues correctly only with the same.
+
+    method: name and options, as `methods.registry.to_config` gives them. artifact: the digest of the artifact, None for
+    a method without one. dtype: of the model. prefill: see `attach`.
+    """
+
+    model: Fingerprint
+    dtype: str
+    method: Mapping[str, Any]
+    artifact: str | None
+    prefill: str
+
+
+@dataclass(frozen=True)
+class SavedPrompt:
+    """The prompt of a saved cache.
+
+    ids:      int64 `[batch, tokens]`, pads included.
+    text:     the text of a single row, if known: the last `document` characters are the user's, the others a chat
+              template's.
+    template: sha256 of that chat template; None where the text was not put into one.
+    """
+
+    ids: Tensor
+    text: str = ""
+    document: int = 0
+    template: str | None = None
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of a layer of the model, from its own tensors.
+
+    streams: numbers of each stream, `[..., kv_heads, ..., head_dim]`, of which shape and dtype count.
+    numbers_per_token: cached numbers of a token, keys and values.
+    """
+
+    streams: Sequence[Tensor]
+    kv_heads: int
+    numbers_per_token: int
+
+
+# -- write -------------------------------------------------------------------------------------------------------------
+
+
+def save(cache: CompressedCache, path: str | os.PathLike, prompt: SavedPrompt, origin: Origin, option: str) -> int:
+    """Write a cache with its prompt, atomically; returns the bytes of the file. option: see `files.replacing`.
+
+    Raises UsageError where the prompt is not the one that the cache holds, KvqError where the file cannot be written.
+    """
+    from kvq_cli import __version__
+
+    columns = {layer.columns for layer in cache.layers}
+    held = (len(cache.rows.pads), *columns)
+    if len(columns) != 1 or not held[1]:
+        raise UsageError("this cache holds no complete forward pass: there is nothing to save")
+    if tuple(prompt.ids.shape) != held:
+        raise UsageError(
+            f"ids of shape {tuple(prompt.ids.shape)} for a cache of (rows, tokens) = {held}: give all tokens that it "
+            "holds (the last generated token is not in the cache)"
+        )
+    tensors = {_IDS: prompt.ids.to("cpu", torch.int64).contiguous()}
+    if prompt.text:
+        tensors[_TEXT] = torch.frombuffer(bytearray(prompt.text.encode()), dtype=torch.uint8)
+    tensors |= _tensors(cache)
+    about = {
+        "format": FORMAT,
+        "kvq": __version__,
+        "model": origin.model.to_dict(),
+        "dtype": origin.dtype,
+        "method": dict(origin.method),
+        "artifact": origin.artifact,
+        "prefill": origin.prefill,
+        "rows": {"pads": cache.rows.pads, "offsets": cache.rows.offsets, "prompts": cache.rows.prompts},
+        "document": prompt.document,
+        "template": prompt.template,
+        "sha256": _digest((name, tensors[name]) for name in sorted(tensors)),
+    }
+    about["checksum"] = _checksum(about)
+    with replacing(Path(path), option) as partial:
+        try:
+            save_file(tensors, partial, {_KEY: json.dumps(about)})
+        except SafetensorError as error:
+            raise _os_error(error) from error
+    return Path(path).stat().st_size
+
+
+def _os_error(error: SafetensorError) -> OSError:
+    """The system's error behind one of safetensors."""
+    number = re.search(r"os error (\d+)", str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else OSError(str(error))
+
+
+def _streams(index: int, layer: CompressedLayer) -> Iterator[tuple[str, Stream]]:
+    """The streams of a layer by their names in the file: `layers.<i>.keys` and `.values`, or `.shared` for both."""
+    names = ("keys", "values") if len(layer.streams) == 2 else ("shared",)
+    yield from zip((f"layers.{index}.{name}" for name in names), layer.streams, strict=True)
+
+
+def _tensors(cache: CompressedCache) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of all streams, on the CPU."""
+    for name, stream in (pair for index, layer in enumerate(cache.layers) for pair in _streams(index, layer)):
+        wanted = expected(stream.codec, stream.window, stream.ring, stream.lengths, cache.rows.prompts).tensors()
+        for part, tensor in stream.snapshot().tensors().items():
+            # The state of rows that were removed may have been larger.
+            kept = tensor[tuple(slice(0, size) for size in wanted[part].shape)]
+            yield f"{name}.{part}", kept.detach().to("cpu").contiguous()
+
+
+def _digest(tensors: Iterator[tuple[str, Tensor]]) -> str:
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _checksum(about: Mapping[str, Any]) -> str:
+    hashed = {key: value for key, value in about.items() if key != "checksum"}
+    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
+
+
+# -- read --------------------------------------------------------------------------------------------------------------
+
+
+class SavedCache:
+    """An opened file, whose hashes agree with its contents. Tensors are read when they are asked for.
+
+    Raises KvqError, naming the file, where it is missing, truncated, altered, or of another format.
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        self.path = Path(path)
+        if self.path.is_dir():
+            raise KvqError(f"{self.path} is a folder: give the file of a saved cache")
+        try:
+            self.size = self.path.stat().st_size
+            self._file: Any = safe_open(self.path, "pt")
+            document = (self._file.metadata() or {}).get(_KEY)
+            self._names = set(self._file.keys())
+        except OSError as error:
+            raise KvqError(f"cannot read {self.path}: {error.strerror or error}") from error
+        except Exception as error:  # of safetensors or Python, depending on the damage
+            raise KvqError(f"{self.path} is not a readable safetensors file (truncated or altered?)") from error
+        self.about = self._parse(document)
+        if _digest((name, self.read(name)) for name in sorted(self._names)) != self.about["sha256"]:
+            raise KvqError(f"{self.path} was altered (its hash does not match its tensors): save it again")
+
+    def _parse(self, document: str | None) -> dict[str, Any]:
+        if document is None:
+            raise KvqError(f"{self.path} is not a saved cache of kvq: its metadata has no entry {_KEY!r}")
+        try:
+            about = parse_json(document.encode())
+        except (ValueError, RecursionError) as error:
+            raise KvqError(f"{self.path} was altered (its metadata is not valid JSON): save it again") from error
+        if not isinstance(about, dict) or type(about.get("format")) is not int:
+            raise KvqError(f"{self.path} is not a saved cache of kvq: it has no format number")
+        if about["format"] != FORMAT:
+            raise KvqError(
+                f"{self.path} has format {about['format']}, this kvq reads format {FORMAT}: save it again with this "
+                "version"
+            )
+        if about.get("checksum") != _checksum(about):
+            raise KvqError(f"{self.path} was altered (its checksum does not match): save it again")
+        with self.refusing():
+            check_form(about, FORM, "metadata")
+        return about
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Name the file in the errors of a check. A UsageError would blame the command line."""
+        try:
+            yield
+        except KvqError as error:
+            raise KvqError(f"{self.path}: {error}: save it again") from error
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as the file holds it: its memory is the file's."""
+        try:
+            return self._file.get_tensor(name)
+        except Exception as error:  # a dtype that PyTorch does not have, a shape that is too large for it
+            raise KvqError(f"{self.path}: cannot read the tensor {name[:80]}: save it again") from error
+
+    def checked(self, name: str, like: Tensor) -> Tensor:
+        """A copy of a tensor, which must have the shape and dtype of `like` and finite numbers."""
+        if name not in self._names:
+            raise KvqError(f"tensor {name} is missing")
+        tensor = self.read(name)
+        check_tensor(tensor, tuple(like.shape), like.dtype, name)
+        return tensor.clone()
+
+    def check_origin(self, origin: Origin) -> None:
+        """Raise UsageError, naming both, for another model, method, option or artifact."""
+        about, path = self.about, self.path
+        model = Fingerprint(**about["model"])
+        if model != origin.model:
+            raise UsageError(f"{path} belongs to the model {model}, not to {origin.model}: pass its --model")
+        held, given = about["method"], json.loads(json.dumps(dict(origin.method)))
+        if held.get("name") != given["name"]:
+            raise UsageError(f"{path} holds a cache of {held.get('name')}, not of {given['name']}: pass its --method")
+        sides = [{"dtype": about["dtype"], "prefill": about["prefill"], "artifact": about["artifact"], **held}]
+        sides.append({"dtype": origin.dtype, "prefill": origin.prefill, "artifact": origin.artifact, **given})
+        for key in [*sides[1], *sides[0]]:
+            one, other = (_short(side.get(key)) for side in sides)
+            if one != other or (key in sides[0]) != (key in sides[1]):
+                raise UsageError(f"{path} was saved with {key}={one}, not {key}={other}: pass the same, or save again")
+
+    def prompt(self, vocabulary: int) -> SavedPrompt:
+        """The token ids and the text; KvqError for ids that a model of this vocabulary does not have."""
+        rows, about = len(self.about["rows"]["pads"]), self.about
+        with self.refusing():
+            shape = self.read(_IDS).shape if _IDS in self._names else (0,)
+            columns = shape[1] if len(shape) == 2 else 1
+            ids = self.checked(_IDS, torch.empty(rows, columns, dtype=torch.int64, device="meta"))
+            if not ids.numel() or ids.min() < 0 or ids.max() >= vocabulary:
+                raise KvqError(f"tensor {_IDS} must hold numbers from 0 to {vocabulary - 1}")
+            text = self._text()
+            if about["document"] > len(text) or (text and rows > 1) or (about["template"] is not None and not text):
+                raise KvqError("document and template do not fit the text")
+        return SavedPrompt(ids, text, about["document"], about["template"])
+
+    def _text(self) -> str:
+        if _TEXT not in self._names:
+            return ""
+        octets = self.read(_TEXT)
+        check_tensor(octets, (octets.numel(),), torch.uint8, _TEXT)
+        try:
+            return octets.numpy().tobytes().decode()
+        except UnicodeDecodeError:
+            raise KvqError(f"tensor {_TEXT} is not UTF-8 text") from None
+
+    def rows(self, columns: int, context: int) -> Rows:
+        """The rows of a cache of `columns` columns. context: the longest text that the model takes."""
+        rows = Rows(**self.about["rows"])
+        with self.refusing():
+            if not len(rows.pads) == len(rows.offsets) == len(rows.prompts) > 0:
+                raise KvqError("rows.pads, rows.offsets and rows.prompts must have as many entries")
+            for pads, offset, prompt in zip(rows.pads, rows.offsets, rows.prompts, strict=True):
+                if pads > columns or offset > max(context, columns) or (prompt == 0) != (pads == columns):
+                    raise KvqError("rows.pads, rows.offsets and rows.prompts do not fit the ids")
+        return rows
+
+    def restore(self, cache: CompressedCache, layers: Sequence[LayerShape]) -> None:
+        """Fill an empty cache, whose `rows` are set. layers: of the model, on whose devices the cache is put."""
+        rows, columns = cache.rows, self.read(_IDS).shape[1]
+        lengths = [columns - pads for pads in rows.pads]
+        known = {_IDS, _TEXT}
+        with self.refusing():
+            for index, (layer, shape) in enumerate(zip(cache.layers, layers, strict=True)):
+                streams = list(_streams(index, layer))
+                wanted = {
+                    name: _expected(stream, like, lengths, rows.prompts)
+                    for (name, stream), like in zip(streams, shape.streams, strict=True)
+                }
+                known |= {f"{name}.{part}" for name, snapshot in wanted.items() for part in snapshot.tensors()}
+                device = shape.streams[0].device
+                snapshots = (self._snapshot(name, snapshot, device) for name, snapshot in wanted.items())
+                layer.restore(snapshots, columns, shape.kv_heads, shape.numbers_per_token)
+                for name, stream in streams:
+                    with _named(name):
+                        stream.check()
+            if unknown := sorted(self._names - known):
+                raise KvqError(f"the method stores no tensor {unknown[0][:80]}")
+
+    def _snapshot(self, name: str, wanted: Snapshot, device: torch.device) -> Snapshot:
+        return wanted.map(lambda part, like: self.checked(f"{name}.{part}", like).to(device))
+
+
+def _expected(stream: Stream, like: Tensor, lengths: Sequence[int], prompts: Sequence[int]) -> Snapshot:
+    packed = stream.window.packed
+    if any(packed(prompt) > packed(length) for prompt, length in zip(prompts, lengths, strict=True)):
+        raise KvqError("rows.prompts exceed the tokens of the rows")
+    return expected(stream.codec, stream.window, like, lengths, prompts)
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Name the stream in the errors of its codec's check."""
+    try:
+        yield
+    except KvqError as error:
+        raise KvqError(f"{name}: {error}") from error
+
+
+def _short(value: Any) -> str:
+    """A value for a message; hashes by their first digits."""
+    return str(value)[:8] if isinstance(value, str) and len(value) == 64 else str(value)
