@@ -81,18 +81,18 @@ class Attached:
         )
         return self._latest
 
-    def load_cache(self, path: str | os.PathLike, tokens: int = 0) -> CompressedCache:
-        """The cache that `CompressedCache.save` wrote, with its prompt as `cache.loaded`.
+    def load_cache(self, path: str | os.PathLike, room: int = 0) -> CompressedCache:
+        """The cache that `CompressedCache.save` wrote, with its prompt as `cache.loaded`; it continues as that one would.
 
-        It continues as the saved one would. tokens: see `new_cache`. Raises UsageError, naming both, where it belongs
-        to another model or was saved with another method, option or artifact; KvqError, naming the file, where that is
-        missing, truncated or altered.
+        room: tokens that will follow, where known; see `new_cache`. Raises UsageError, naming both, for a cache of
+        another model, method, option or artifact; KvqError, naming the file, for one that is missing, truncated or
+        altered.
         """
         saved = SavedCache(path)
         saved.check_origin(self.origin)
         config = text_config(self.model.config)
         prompt = saved.prompt(config.vocab_size)
-        cache = self.new_cache(tokens)
+        cache = self.new_cache(prompt.ids.shape[1] + room if room else 0)
         cache.rows, cache.loaded = saved.rows(prompt.ids.shape[1], model_context(config)), prompt
         saved.restore(cache, [_layer_shape(*each) for each in zip(self._layers, self._plans, strict=True)])
         return cache

@@ -17,7 +17,7 @@ class Snapshot:
     """The tokens of a stream, without room for later ones: as long as the longest row, others filled up with zeros.
 
     lengths:        tokens of each row.
-    sinks, recent:  the tokens in full precision before and after the packed ones, `[batch, kv_heads, tokens, head_dim]`.
+    sinks, recent:  tokens in full precision, before and after the packed ones, `[batch, kv_heads, tokens, head_dim]`.
     packed:         the packed tokens; None where there are none.
     prompt:         of a codec that stores prompts apart, their packed tokens, likewise.
     prompt_lengths: how many of them each row has; empty for other codecs.

@@ -12,6 +12,7 @@ import typer
 
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.option_groups import grouped
+from kvq_cli.cli.prompt_cache import check_files, load_document, save_document
 from kvq_cli.cli.text_generator import Decoding, attached_generator, check_utf8, write_stdout
 from kvq_cli.errors import KvqError, UsageError
 
@@ -40,6 +41,22 @@ ChatTemplate = Annotated[
         "--chat-template/--no-chat-template",
         help="Send the prompt as a user's message in the tokenizer's chat template, or continue it as it is (default: "
         "the template, where the tokenizer has one).",
+    ),
+]
+SaveCache = Annotated[
+    Path | None,
+    typer.Option(
+        "--save-cache",
+        metavar="FILE",
+        help="Prefill the prompt and write its packed cache to a safetensors file; nothing is generated.",
+    ),
+]
+LoadCache = Annotated[
+    Path | None,
+    typer.Option(
+        "--load-cache",
+        metavar="FILE",
+        help="Continue a document saved by --save-cache: the prompt follows it on a new line.",
     ),
 ]
 
@@ -72,6 +89,8 @@ def generate(
     chat_template: ChatTemplate = None,
     num_beams: Beams = 1,
     prefill: opt.Prefill = "exact",
+    save_cache: SaveCache = None,
+    load_cache: LoadCache = None,
 ) -> None:
     """Generate text from a prompt with a compressed cache: text goes to stdout, speed and cache size to stderr."""
     out = output.output()
@@ -79,21 +98,33 @@ def generate(
 
     text = _read_prompt(prompt, file)
     parameters = decoding.decoding(model_options.seed, num_beams)
+    check_files(save_cache, load_cache)
     with attached_generator(model_options, compression, prefill, parameters) as generator:
         chat = uses_chat_template(generator.loaded, chat_template)
-        ids = _encode(generator.loaded.tokenizer, text, chat)
+        options = {"model": generator.loaded.label, "method": generator.method, "prefill": prefill}
+        if save_cache is not None:
+            saved = save_document(generator, save_cache, [{"role": "user", "content": text}], chat)
+            out.note(saved.summary())
+            out.result({**options, "chat_template": chat, **saved.to_dict()})
+            return
+        cache = None
+        if load_cache is not None:
+            ids, cache = load_document(generator, load_cache, text, chat_template)
+            chat = cache.loaded is not None and cache.loaded.template is not None
+        else:
+            ids = _encode(generator.loaded.tokenizer, text, chat)
         max_new_tokens = generator.max_new_tokens(len(ids))
         if max_new_tokens < decoding.max_new_tokens:
             out.note(f"the context of {generator.loaded.name} leaves room for {max_new_tokens} new tokens")
-        cache = generator.attached.new_cache(len(ids) + max_new_tokens)
+        if cache is None:
+            cache = generator.attached.new_cache(len(ids) + max_new_tokens)
         generated = generator.generate(ids, cache, (lambda piece: None) if output.as_json else write_stdout)
     if not output.as_json:
         write_stdout("\n")
     out.note(generated.summary())
     if chat:
         out.note("the prompt was sent in the model's chat template; --no-chat-template continues it as it is")
-    options = {"model": generator.loaded.label, "method": generator.method, "prefill": prefill, "chat_template": chat}
-    out.result({**options, **generated.to_dict()})
+    out.result({**options, "chat_template": chat, **generated.to_dict()})
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> list[int]:

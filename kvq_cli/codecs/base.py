@@ -108,8 +108,8 @@ class Codec(BlockFormat, ABC):
         return self.encode(x)
 
     def check(self, packed: Packed) -> None:
-        """Raise KvqError for parts that `encode` cannot have written, like indices out of range, which `decode` does not
-        check. Their shapes and dtypes are right, and floating-point numbers finite."""
+        """Raise KvqError for parts that `encode` cannot have written, such as indices out of range, which `decode` does
+        not check. Their shapes and dtypes are right, and floating-point numbers finite."""
         return None
 
     @abstractmethod

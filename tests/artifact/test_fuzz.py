@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import random
-import struct
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,26 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+from mutations import (
+    SCALARS,
+    WORDS,
+    Mutant,
+    config_added,
+    config_deleted,
+    config_renamed,
+    config_text,
+    config_type,
+    config_value,
+    shapes_swapped,
+    tensor_bytes,
+    tensor_deleted,
+    tensor_doubled,
+    tensor_not_finite,
+    tensor_renamed,
+    tensor_reshaped,
+    tensor_retyped,
+    values_swapped,
+)
 from random_artifacts import random_parts, tiny_model
 from torch import Tensor
 
@@ -36,59 +54,7 @@ METHODS = {
     ],
     "factors": [build("xquant", bits=4, group=16), build("xquant-cl", bits=4, group=16, base_layers=1)],
 }
-#: Words and scalars of an artifact, so that changes come close to valid contents.
-WORDS = ["layers", "k", "v", "x", "0", "1", "2", "00", "-1", "centroids", "temporal", "channel", "scalar", "choice"]
-WORDS += ["mean", "std", "lower", "upper", "down", "up", "bits", "sinks", "share", "hybrid", "head", "layer", "off"]
-WORDS += ["thesis", "all", "kvquant", "xquant", "xquant-cl", "token", "float32", "float16", "llama"]
-SCALARS = [None, True, False, 0, 1, 2, 3, 4, 8, 16, 64, -1, 2**31, 2**63, 10**30, 0.0, 0.5, 1.0, -0.5, 1e300]
-SCALARS += [float("nan"), float("inf"), "", "2", "none", [], {}, [[]], [1, 2], {"a": 1}]
-DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int8, torch.uint8, torch.bool)
 TOKENS = 80  # above an outlier block of 32 and a group of 16, behind the sinks
-
-
-@dataclass
-class Mutant:
-    """A changed artifact, before it is signed. text, data: contents of the files, instead of config and tensors."""
-
-    config: dict[str, Any]
-    tensors: dict[str, Tensor]
-    draw: random.Random
-    text: str | None = None
-    data: bytes | None = None
-
-    def entry(self) -> tuple[Any, Any]:
-        """A container somewhere in the config, and one of its keys."""
-        place: Any = self.config
-        while True:
-            key = self.draw.choice(list(place) if isinstance(place, dict) else range(len(place)))
-            if not isinstance(place[key], dict | list) or not place[key] or self.draw.random() < 0.1:
-                return place, key
-            place = place[key]
-
-    def name(self, *kinds: str) -> str:
-        """A tensor, of one of these kinds ("mean", ...) if there is any."""
-        names = sorted(name for name in self.tensors if not kinds or name.split(".")[3] in kinds)
-        return self.draw.choice(names or sorted(self.tensors))
-
-
-def config_value(mutant: Mutant) -> None:
-    place, key = mutant.entry()
-    value, draw = place[key], mutant.draw
-    if isinstance(value, bool):
-        place[key] = not value
-    elif isinstance(value, int):
-        place[key] = draw.choice([value + 1, value - 1, 2 * value, -value, value + 2**40, draw.randrange(64)])
-    elif isinstance(value, float):
-        place[key] = draw.choice([value / 2, 3 * value, -value, value + 1e-3, 1e30, draw.random()])
-    elif isinstance(value, str):
-        place[key] = draw.choice([*WORDS, value + "x", value[:-1], value.upper()])
-    else:
-        place[key] = draw.choice(SCALARS)
-
-
-def config_type(mutant: Mutant) -> None:
-    place, key = mutant.entry()
-    place[key] = mutant.draw.choice([other for other in SCALARS if type(other) is not type(place[key])])
 
 
 def method_option(mutant: Mutant) -> None:
@@ -103,58 +69,6 @@ def model_section(mutant: Mutant) -> None:
     place[key] = mutant.draw.choice([*SCALARS, *WORDS, 32, 2**20])
 
 
-def config_deleted(mutant: Mutant) -> None:
-    place, key = mutant.entry()
-    del place[key]
-
-
-def config_added(mutant: Mutant) -> None:
-    place, key = mutant.entry()
-    value = copy.deepcopy(mutant.draw.choice([*SCALARS, place[key]]))
-    if isinstance(place, dict):
-        place[mutant.draw.choice(WORDS)] = value
-    else:
-        place.insert(key, value)
-
-
-def config_renamed(mutant: Mutant) -> None:
-    place, key = mutant.entry()
-    if isinstance(place, dict):
-        place[mutant.draw.choice([*WORDS, *place, key + "x"])] = place.pop(key)
-    else:
-        mutant.draw.shuffle(place)
-
-
-def config_text(mutant: Mutant) -> None:
-    text, draw = json.dumps(mutant.config), mutant.draw
-    depth, cut = draw.choice([10, 900, 50_000]), draw.randrange(len(text))
-    nested = "[" * depth + "]" * depth
-    mutant.text = draw.choice(
-        [nested, text.replace('"bits"', '"bits": 1, "bits"', 1), text[:cut], text[:cut] + nested + text[cut:]]
-    )
-
-
-def tensor_deleted(mutant: Mutant) -> None:
-    del mutant.tensors[mutant.name()]
-
-
-def tensor_renamed(mutant: Mutant) -> None:
-    name = mutant.name()
-    mutant.tensors[other_name(mutant, name)] = mutant.tensors.pop(name)
-
-
-def tensor_doubled(mutant: Mutant) -> None:
-    name = mutant.name()
-    mutant.tensors[other_name(mutant, name)] = mutant.tensors[name].clone()
-
-
-def other_name(mutant: Mutant, name: str) -> str:
-    """A name that no tensor has, with another part in one place."""
-    parts = name.split(".")
-    parts[mutant.draw.randrange(len(parts))] = mutant.draw.choice(WORDS)
-    return ".".join(parts) if ".".join(parts) not in mutant.tensors else f"{name}.x"
-
-
 def layer_moved(mutant: Mutant) -> None:
     """A layer has another index, or is doubled under it."""
     old, new = mutant.draw.choice(["0", "1"]), mutant.draw.choice(["2", "01", "-1", "1e0", "100000000000"])
@@ -164,28 +78,6 @@ def layer_moved(mutant: Mutant) -> None:
         for name in layer:
             del mutant.tensors[name]
     mutant.tensors |= moved
-
-
-def tensor_retyped(mutant: Mutant) -> None:
-    name = mutant.name()
-    tensor = mutant.tensors[name]
-    mutant.tensors[name] = tensor.to(mutant.draw.choice([dtype for dtype in DTYPES if dtype != tensor.dtype]))
-
-
-def tensor_reshaped(mutant: Mutant) -> None:
-    name = mutant.name()
-    x = mutant.tensors[name]
-    forms = [x.flatten(), x.unsqueeze(0), x[:1], x[:0], torch.cat([x, x]), x.transpose(0, -1), x[..., :1]]
-    others = [form for form in forms if form.shape != x.shape]
-    mutant.tensors[name] = mutant.draw.choice(others).contiguous().clone()
-
-
-def tensor_not_finite(mutant: Mutant) -> None:
-    name = mutant.draw.choice([n for n in sorted(mutant.tensors) if mutant.tensors[n].is_floating_point()])
-    tensor = mutant.tensors[name].clone()
-    number = mutant.draw.choice([float("nan"), float("inf"), -float("inf")])
-    tensor.view(-1)[mutant.draw.randrange(tensor.numel())] = number
-    mutant.tensors[name] = tensor
 
 
 def statistic_out_of_range(mutant: Mutant) -> None:
@@ -201,50 +93,10 @@ def choice_permuted(mutant: Mutant) -> None:
     mutant.tensors[name] = mutant.tensors[name].flip(0).contiguous()
 
 
-def shapes_swapped(mutant: Mutant) -> None:
-    """Two tensors of different shapes or dtypes change their names."""
-    one = mutant.name()
-    form = lambda name: (mutant.tensors[name].shape, mutant.tensors[name].dtype)  # noqa: E731
-    if others := [name for name in sorted(mutant.tensors) if form(name) != form(one)]:
-        other = mutant.draw.choice(others)
-        mutant.tensors[one], mutant.tensors[other] = mutant.tensors[other], mutant.tensors[one]
-    else:
-        del mutant.tensors[one]
-
-
-def tensor_bytes(mutant: Mutant) -> None:
-    """Headers that declare huge or impossible sizes; bytes that are cut or are none of a header."""
-    draw, data = mutant.draw, safetensors.torch.save(mutant.tensors)
-    length = struct.unpack("<Q", data[:8])[0]
-    header = json.loads(data[8 : 8 + length])
-    entry = header[draw.choice(sorted(key for key in header if key != "__metadata__"))]
-    entry[draw.choice(["shape", "data_offsets"])] = draw.choice(
-        [[2**62], [2**62, 4], [2**63, 0], [-1], [0, 2**60], [], [0.5]]
-    )
-    entry["dtype"] = draw.choice([entry["dtype"], "F4", "C64", "BOOL", "X", 1])
-    text = json.dumps(header).encode()
-    mutant.data = draw.choice(
-        [
-            struct.pack("<Q", len(text)) + text + data[8 + length :],
-            struct.pack("<Q", 2**62) + data[8:],
-            data[: draw.randrange(len(data))],
-            draw.randbytes(64),
-        ]
-    )
-
-
 def other_values(mutant: Mutant) -> None:
     """Other numbers that calibration could have written."""
     name = mutant.name("centroids", "mean", "std", "down", "up")
     mutant.tensors[name] = mutant.tensors[name] * 1.5
-
-
-def values_swapped(mutant: Mutant) -> None:
-    """Two tensors of one shape and dtype change their names: most have the same range."""
-    one = mutant.name()
-    form = (mutant.tensors[one].shape, mutant.tensors[one].dtype)
-    other = mutant.draw.choice([n for n, t in sorted(mutant.tensors.items()) if (t.shape, t.dtype) == form])
-    mutant.tensors[one], mutant.tensors[other] = mutant.tensors[other], mutant.tensors[one]
 
 
 MUTATIONS = [config_value, config_type, method_option, model_section, config_deleted, config_added, config_renamed]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import struct
 from pathlib import Path
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 from random_artifacts import random_parts, tiny_model
 
-from kvq_cli import KvqError, attach
+from kvq_cli import attach
 from kvq_cli.artifact import Artifact
 from kvq_cli.cache.cache import CompressedCache
 from kvq_cli.methods.registry import build, method_names
