@@ -82,7 +82,7 @@ class Attached:
         return self._latest
 
     def load_cache(self, path: str | os.PathLike, room: int = 0) -> CompressedCache:
-        """The cache that `CompressedCache.save` wrote, with its prompt as `cache.loaded`; it continues as that one would.
+        """The cache that `CompressedCache.save` wrote, with its prompt as `cache.loaded`; it continues bit for bit.
 
         room: tokens that will follow, where known; see `new_cache`. Raises UsageError, naming both, for a cache of
         another model, method, option or artifact; KvqError, naming the file, for one that is missing, truncated or

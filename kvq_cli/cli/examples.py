@@ -11,7 +11,7 @@ EXAMPLES = {
         'kvq generate "The old harbour" --method kivi --bits 2',
         "kvq generate --file examples/needle.txt --artifact artifacts/reference/temporalkv-2bit",
         "kvq generate --file document.txt --save-cache document.safetensors",
-        'kvq generate "Question: Who wrote it?\nAnswer:" --load-cache document.safetensors',
+        'kvq generate "Question: Who wrote it? Answer:" --load-cache document.safetensors',
     ),
     "chat": ("kvq chat --method kivi --bits 4 --set sinks=32",),
     "eval": (

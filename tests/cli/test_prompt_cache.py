@@ -51,9 +51,8 @@ def test_questions_about_a_saved_document(run, kvq, fails, tmp_path):
 
 def test_a_packed_document_in_a_chat_template(run, kvq, fails, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(model_path())
-    tokenizer.chat_template = (
-        "[user]{{ messages[-1]['content'] | trim }}{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
+    end = "{% if add_generation_prompt %}[assistant]{% endif %}"
+    tokenizer.chat_template = "[user]{{ messages[-1]['content'] | trim }}" + end
     folder = tmp_path / "instruct"
     shutil.copytree(model_path(), folder)
     tokenizer.save_pretrained(folder)
