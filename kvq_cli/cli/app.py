@@ -17,6 +17,7 @@ import typer
 from typer.core import TyperGroup
 
 from kvq_cli import __version__
+from kvq_cli.cli.command_line import remember
 from kvq_cli.cli.examples import epilog
 from kvq_cli.errors import KvqError
 
@@ -55,6 +56,7 @@ class KvqGroup(TyperGroup):
         **extra: Any,
     ) -> Any:
         _prepare_streams()
+        remember(sys.argv[1:] if args is None else args)
         stdout = sys.stdout  # --json redirects it to stderr while a command runs
         with _interrupt() as interrupted:
             try:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kvq_cli.cli import options as opt
+from kvq_cli.cli.command_line import command_line
 from kvq_cli.cli.option_groups import grouped
 from kvq_cli.cli.output import Output
 from kvq_cli.errors import UsageError
@@ -274,6 +275,7 @@ def evaluate(
     output = output_options.output()
     from kvq_cli.evaluation.compared_methods import compared_methods
     from kvq_cli.evaluation.runner import evaluate as run
+    from kvq_cli.evaluation.runs import describe_run
 
     settings = tasks.settings(methods.prefill, model_options)
     compared = compared_methods(_resolve_methods(model_options, methods))
@@ -282,11 +284,21 @@ def evaluate(
     try:
         with output.progress() as progress:
             track = _tracker(progress)
-            document = run(loaded, compared, settings, folder, store=results.store, fresh=results.fresh, track=track)
+            document = run(
+                loaded,
+                compared,
+                settings,
+                folder,
+                store=results.store,
+                fresh=results.fresh,
+                command=command_line(),
+                track=track,
+                note=output.note,
+            )
     except KeyboardInterrupt:
         output.note(f"finished samples are kept in {results.store or folder}: run the same command to resume")
         raise
-    _print_table(output, **document["table"])
+    _print_table(output, **document["table"], title=describe_run(next(iter(document["methods"].values()))))
     if results.plot is not None:
         from kvq_cli.evaluation.plot import plot_comparison
 
@@ -307,8 +319,9 @@ def _print_notes(output: Output, document: dict[str, Any], folder: Path) -> None
     for backend, labels in by_backend.items():
         methods = f": {', '.join(labels)}" if len(by_backend) > 1 else ""
         output.note(f"decode attention: {backend}{methods}")
-    output.note(f"results of this run: {folder / 'comparison.json'}; of each method: results.json in its folder there")
     single = next(iter(document["methods"].values()))
+    number = single["config"]["run"]["id"]
+    output.note(f"results: {folder / 'runs' / str(number)}.json; `kvq results {folder} --run {number}` prints them")
     model = single["config"]["model_args"]
     if model.get("trust_remote_code"):
         output.note(f"model: {model['name']}, with its own Python code (--trust-remote-code)")
@@ -342,7 +355,7 @@ def _tracker(progress: Progress) -> Callable[[str, int, int], Callable[[int], No
     return track
 
 
-def _print_table(output: Output, columns: list[str], rows: list[list[Any]]) -> None:
+def _print_table(output: Output, columns: list[str], rows: list[list[Any]], title: str) -> None:
     if len(columns) > MAX_COLUMNS:
         columns, *rows = [list(line) for line in zip(columns, *rows, strict=True)]
-    output.table(columns, rows)
+    output.table(columns, rows, title)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +14,7 @@ from kvq_cli.cli.output import Output
 from kvq_cli.errors import KvqError, UsageError
 
 if TYPE_CHECKING:
+    from kvq_cli.evaluation.runs import Run
     from kvq_cli.papers.side_by_side import SideBySide
 
 PUBLISHED = "published"
@@ -51,8 +51,22 @@ Plot = Annotated[
 ]
 
 
+RunNumber = Annotated[
+    int | None,
+    typer.Option(
+        "--run",
+        metavar="N",
+        min=1,
+        help="Show one run (default: the newest, with each method's result of most samples).",
+    ),
+]
+Runs = Annotated[bool, typer.Option("--runs", help="List all runs: time, samples, methods and command.")]
+
+
 def results(
     folder: Folder,
+    run: RunNumber = None,
+    runs: Runs = False,
     format: Format = "table",
     baseline: Baseline = None,
     against: Against = None,
@@ -61,14 +75,23 @@ def results(
 ) -> None:
     """Print the table of a finished evaluation: means ± standard errors, best values in bold."""
     out = Output(as_json=as_json or format == "json")
-    methods = _methods(folder)
+    from kvq_cli.evaluation.runs import load_runs, shown_results
+
+    if baseline is not None and against is not None:
+        raise UsageError("--baseline with --against: use one of them")
+    shown = shown_results(folder, run)
+    if runs:
+        return _runs(out, format, load_runs(folder), folder)
+    methods = shown.methods
     if plot is not None:
         from kvq_cli.evaluation.plot import plot_comparison
 
         plot_comparison({"methods": methods}, plot)
         out.note(f"written: {plot}")
-    if baseline is not None and against is not None:
-        raise UsageError("--baseline with --against: use one of them")
+    for number, label, count in shown.fewer:
+        out.note(f"run {number} has fewer samples of {label} ({count}): --run {number} shows it")
+    if shown.others:
+        out.note(f"with other tasks or settings: run {', '.join(map(str, shown.others))}; --runs lists all")
     if baseline is not None:
         _differences(out, format, folder, methods, baseline)
     elif against is not None:
@@ -77,44 +100,76 @@ def results(
         _table(out, format, methods)
 
 
-def _methods(folder: Path) -> dict[str, Any]:
-    """Result documents by label; KvqError if the folder contains none."""
-    file, single_file = folder / "comparison.json", folder / "results.json"
-    if single := single_file.is_file() and not file.exists():
-        file = single_file
-    try:
-        document = json.loads(file.read_text(encoding="utf-8"))
-        methods = {folder.resolve().name: document} if single else document["methods"]
-        return {label: one for label, one in methods.items() if one["results"] and one["config"]["method"]}
-    except OSError as error:
-        raise KvqError(f"{file}: {error.strerror or error}; give the folder that `kvq eval` wrote to") from None
-    except ValueError as error:
-        raise KvqError(f"{file}: not JSON ({error}); run the evaluation again") from None
-    except (KeyError, TypeError, AttributeError):
-        raise KvqError(f"{file}: not the result of an evaluation; run it again") from None
+def _runs(out: Output, format: str, recorded: Sequence[Run], folder: Path) -> None:
+    from kvq_cli.evaluation.runs import samples
+
+    if not recorded:
+        out.note(f"{folder}: a version of kvq without records of runs wrote these results")
+    columns = ["run", "time", "tasks", "n", "methods", "command"]
+    listed = []
+    for run in recorded:
+        first = next(iter(run.methods.values()))
+        listed.append(
+            {
+                "run": run.id,
+                "time": run.time,
+                "seconds": run.seconds,
+                "tasks": list(first["n-samples"]),
+                "n": samples(first),
+                "methods": list(run.methods),
+                "command": run.command,
+            }
+        )
+    rows = [[", ".join(map(str, v)) if isinstance(v := run[c], list) else v for c in columns] for run in listed]
+    _print(out, format, columns, rows)
+    out.result(listed)
 
 
 def _table(out: Output, format: str, methods: Mapping[str, Mapping[str, Any]]) -> None:
     from kvq_cli.evaluation.chat_template import chat_template_note
     from kvq_cli.evaluation.formats import csv_text, latex, markdown, with_best, with_errors
+    from kvq_cli.evaluation.runs import describe_run, run_of
     from kvq_cli.evaluation.tabulate import tabulate
 
     table = tabulate(methods)
+    caption, origins = describe_run(next(iter(methods.values()))), _origins(methods)
+
+    def with_origins(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> tuple[list[str], list[list[Any]]]:
+        if origins is None:
+            return [*columns], [[*row] for row in rows]
+        return [*columns, "n", "run"], [[*row, *origins[row[0]]] for row in rows]
+
     if format == "csv":
-        out.text(csv_text(*with_errors(table)))
+        out.text(csv_text(*with_origins(*with_errors(table))))
     elif format == "latex":
-        out.text(latex(table.titles, with_best(table, r"\textbf{{{}}}")))
+        out.text(latex(*with_origins(table.titles, with_best(table, r"\textbf{{{}}}"))))
     elif format == "markdown":
-        out.text(markdown(table.titles, with_best(table, "**{}**")))
+        out.text(markdown(*with_origins(table.titles, with_best(table, "**{}**"))))
     else:
-        out.table(table.titles, table.cells(), bold=[table.best(index) for index in range(len(table.columns))])
+        best = [table.best(index) for index in range(len(table.columns))] + ([] if origins is None else [set(), set()])
+        titles, cells = with_origins(table.titles, table.cells())
+        out.table(titles, cells, title=caption if origins is None else None, bold=best)
+    if origins is None and format in ("csv", "latex", "markdown"):
+        out.note(caption)
     if note := chat_template_note(next(iter(methods.values()))["config"].get("chat_template", {})):
         out.note(note)
     rows = {
         label: {column.title: asdict(entry) for column, entry in zip(table.columns, row, strict=True)}
         for label, row in table.rows.items()
     }
-    out.result({"columns": [asdict(column) for column in table.columns], "rows": rows})
+    runs = {label: run_of(one) for label, one in methods.items()}
+    counts = {label: one["n-samples"] for label, one in methods.items()}
+    out.result(
+        {"columns": [asdict(column) for column in table.columns], "rows": rows, "runs": runs, "n-samples": counts}
+    )
+
+
+def _origins(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, int | None]] | None:
+    """Number of samples and run of each method, by label; None if these are the same for all."""
+    from kvq_cli.evaluation.runs import run_of, samples
+
+    origins = {label: (samples(one), (run_of(one) or {}).get("id")) for label, one in methods.items()}
+    return origins if len(set(origins.values())) > 1 else None
 
 
 def _differences(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from math import sqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,7 @@ class Evaluation(ABC):
     group:            name under which several tasks were requested; their mean is reported, too.
     weighted:         weight the group's mean by the number of samples (lm-eval's `weight_by_size`).
     equal_lengths:    all samples have about the same length: if one is not compressed at all, none is.
+    batch_size:       samples of a method that `run` evaluates together.
     """
 
     task: str
@@ -61,10 +63,20 @@ class Evaluation(ABC):
     group: str | None = None
     weighted: bool = False
     equal_lengths: bool = True
+    batch_size: int = 1
 
     @property
     def name(self) -> str:
         return f"{self.task}-{self.length}"
+
+    def units(self, pending: Mapping[str, Sequence[int]]) -> Iterator[dict[str, list[int]]]:
+        """Split pending samples into the smallest parts for `run`: a batch of one method.
+
+        Batches begin at multiples of `batch_size`: equal runs at the same time form equal batches.
+        """
+        for label, indices in pending.items():
+            for _, batch in groupby(indices, key=lambda index: index // self.batch_size):
+                yield {label: list(batch)}
 
     @abstractmethod
     def run(

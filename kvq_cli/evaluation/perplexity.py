@@ -64,11 +64,15 @@ class PerplexityEvaluation(Evaluation):
             "windows_sha256": sha256(windows.numpy().tobytes()).hexdigest(),
         }
 
+    def units(self, pending: Mapping[str, Sequence[int]]) -> Iterator[dict[str, list[int]]]:
+        # All methods on one window before the next: the uncompressed model runs once per window, and only one window's
+        # logits are in memory.
+        for index in sorted(set().union(*pending.values())):
+            yield {label: [index] for label, indices in pending.items() if index in indices}
+
     def run(
         self, loaded: LoadedModel, attached: Mapping[str, Attached], pending: Mapping[str, Sequence[int]]
     ) -> Iterator[tuple[str, list[Record]]]:
-        # All methods on one window before the next: the uncompressed model runs once per window, and only one window's
-        # logits are in memory.
         for index in sorted(set().union(*pending.values())):
             reference = self._reference_logits(loaded, index)
             for label, indices in pending.items():

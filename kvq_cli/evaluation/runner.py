@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import glob
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from datetime import UTC, datetime
 from os.path import relpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,16 +16,18 @@ from kvq_cli.artifact.fingerprint import fingerprint
 from kvq_cli.attention.attach import Attached, attach
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.base import ComparedMethod, Evaluation, Record
+from kvq_cli.evaluation.runs import save_run
 from kvq_cli.evaluation.sample_log import SampleLog, log_name
 from kvq_cli.evaluation.settings import EvaluationSettings, build_evaluations
 from kvq_cli.evaluation.summary import comparison_document
-from kvq_cli.files import write_json
 
 if TYPE_CHECKING:
     from kvq_cli.models import LoadedModel
 
 Tracker = Callable[[str, int, int], Callable[[int], None]]
 """`(description, total samples, samples already done)` -> callback with the number of newly finished samples."""
+POLL_SECONDS = 0.5
+"""How often a run looks whether samples that another run has claimed are finished."""
 
 
 def evaluate(
@@ -34,16 +38,21 @@ def evaluate(
     *,
     store: Path | None = None,
     fresh: bool = False,
+    command: str | None = None,
     track: Tracker = lambda description, total, done: lambda count: None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Evaluate all methods on the same samples; returns the content of `OUT/comparison.json`.
 
     Each finished sample is appended to `OUT/<folder>/<task>-<length>-<key>.jsonl` (folder: `ComparedMethod.folder`) and
     not evaluated again unless `fresh`. With `store`, samples go to `STORE/<method>/` instead and are shared by all runs
-    with that store; documents name the paths of their samples under `samples`. `OUT/<folder>/results.json` follows
-    lm-eval's schema, one file per method configuration; `comparison.json` is overwritten by each run. Raises UsageError
-    for invalid settings, KvqError if nothing was compressed or a folder cannot be written.
+    with that store; documents name the paths of their samples under `samples`. Two runs at the same time with the same
+    samples share the work. `OUT/runs/<id>.json` is the record of this run, with its time and `command`; documents
+    follow lm-eval's schema. `OUT/<folder>/results.json` has the document of most samples of each method configuration,
+    `OUT/comparison.json` the last run. Raises UsageError for invalid settings, KvqError if nothing was compressed or a
+    folder cannot be written.
     """
+    started = datetime.now(UTC)
     model: dict[str, Any] = {
         "name": loaded.name,
         "revision": loaded.revision,
@@ -73,9 +82,11 @@ def evaluate(
                     folder, option = _log_folder(out, method, log_name(evaluation.name, key)), "--out"
                 else:
                     folder, option = store / method.method.name, "--store"
-                logs[method.label, evaluation.name] = SampleLog(folder, evaluation.name, key, fresh, option)
+                logs[method.label, evaluation.name] = SampleLog(
+                    folder, evaluation.name, key, evaluation.count if fresh else 0, option
+                )
         for evaluation in evaluations:
-            _run(loaded, evaluation, attached, {label: logs[label, evaluation.name] for label in attached}, track)
+            _run(loaded, evaluation, attached, {label: logs[label, evaluation.name] for label in attached}, track, note)
     records = {
         method.label: {each.name: _records(each, logs[method.label, each.name]) for each in evaluations}
         for method in methods
@@ -83,10 +94,9 @@ def evaluate(
     document = comparison_document(loaded, model, methods, evaluations, records, settings)
     for method in methods:
         results = document["methods"][method.label]
-        results["config"]["backend"] = attached[method.label].backend.summary
+        results["config"] |= {"backend": attached[method.label].backend.summary, "folder": method.folder}
         results["samples"] = {each.name: relpath(logs[method.label, each.name].path, out) for each in evaluations}
-        write_json(out / method.folder / "results.json", results)
-    write_json(out / "comparison.json", document)
+    save_run(out, document, command, started)
     return document
 
 
@@ -102,18 +112,57 @@ def _run(
     attached: Mapping[str, Attached],
     logs: Mapping[str, SampleLog],
     track: Tracker,
+    note: Callable[[str], None],
 ) -> None:
-    """Evaluate the samples that the logs lack."""
-    pending = {label: [i for i in range(evaluation.count) if i not in log.records] for label, log in logs.items()}
-    total, left = evaluation.count * len(attached), sum(map(len, pending.values()))
-    advance = track(evaluation.name, total, total - left)
-    for label, records in evaluation.run(loaded, attached, pending):
-        if evaluation.equal_lengths:  # fail on the first batch, not after an hour
-            _check_compressed(evaluation, attached[label], label, records)
-        logs[label].append(records)
-        advance(len(records))
+    """Evaluate the samples that the logs lack, except those that another run evaluates at the same time."""
+    with ExitStack() as opened:
+        for log in logs.values():
+            opened.enter_context(log)
+        finished = _count_finished(evaluation, logs)
+        advance = track(evaluation.name, evaluation.count * len(logs), finished)
+
+        def show_progress() -> None:
+            nonlocal finished
+            finished, before = _count_finished(evaluation, logs), finished
+            if finished > before:
+                advance(finished - before)
+
+        waiting = False
+        while pending := _pending(evaluation, logs):
+            show_progress()
+            evaluated = False
+            for unit in evaluation.units(pending):
+                claimed = {label: left for label, each in unit.items() if (left := logs[label].claim(each))}
+                for label, records in evaluation.run(loaded, attached, claimed):
+                    if evaluation.equal_lengths:  # fail on the first batch, not after an hour
+                        _check_compressed(evaluation, attached[label], label, records)
+                    logs[label].append(records)
+                    show_progress()
+                for label in claimed:
+                    logs[label].release(unit[label])
+                evaluated = evaluated or bool(claimed)
+            if not evaluated and _pending(evaluation, logs):
+                if not waiting:
+                    note(f"{evaluation.name}: waiting for samples that another run is evaluating")
+                waiting = True
+                time.sleep(POLL_SECONDS)
+        show_progress()
     for label, log in logs.items():
         _check_compressed(evaluation, attached[label], label, _records(evaluation, log))
+
+
+def _pending(evaluation: Evaluation, logs: Mapping[str, SampleLog]) -> dict[str, list[int]]:
+    """Samples that no run has finished yet, by label, after reading what other runs have written."""
+    pending = {}
+    for label, log in logs.items():
+        log.refresh()
+        if left := [index for index in range(evaluation.count) if index not in log.records]:
+            pending[label] = left
+    return pending
+
+
+def _count_finished(evaluation: Evaluation, logs: Mapping[str, SampleLog]) -> int:
+    return sum(index in log.records for log in logs.values() for index in range(evaluation.count))
 
 
 def _check_compressed(evaluation: Evaluation, attached: Attached, label: str, records: Sequence[Record]) -> None:

@@ -1,16 +1,31 @@
-"""Sample logs: one JSONL line per finished sample, so that an interrupted evaluation resumes where it stopped."""
+"""Sample logs: one JSONL line per finished sample, shared by runs that resume it and by runs at the same time.
+
+The first line holds the key. A line `{"fresh": n}` discards the records of the first n samples above it. Lines are only
+ever appended, each batch by one write.
+
+A process claims the samples that it evaluates by locks on bytes of the file far behind its end. The kernel releases the
+locks of a process that ends, however it ends: no claim outlives its process.
+"""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.base import Record
 from kvq_cli.files import cannot_write
+
+FRESH = "fresh"
+_CLAIMS = 1 << 40
+"""Offset of the byte whose lock claims sample 0; the byte before it is locked while lines are written."""
 
 
 def digest(key: Mapping[str, Any]) -> str:
@@ -26,58 +41,136 @@ def log_name(evaluation: str, key: Mapping[str, Any]) -> str:
 def read_records(path: Path) -> dict[int, Record]:
     """Read a log's records by sample index.
 
-    An incomplete last line is ignored. If two concurrent runs wrote the same sample, the later record counts. KvqError
-    if a line is damaged.
+    An incomplete last line is ignored. If a sample was written twice, the later record counts. KvqError if a line is
+    damaged.
     """
-    records = {}
-    for number, line in enumerate(path.read_bytes().rpartition(b"\n")[0].splitlines(), start=1):
-        try:
-            record = json.loads(line)
-            if number > 1:  # the first line holds the key
-                records[record["index"]] = record
-        except (ValueError, KeyError, TypeError):
-            raise KvqError(f"{path}, line {number} is damaged: delete the file to evaluate again") from None
+    records: dict[int, Record] = {}
+    _apply_lines(records, path.read_bytes().rpartition(b"\n")[0].splitlines(), 1, path)
     return records
 
 
+def _apply_lines(records: dict[int, Record], lines: Iterable[bytes], first: int, path: Path) -> None:
+    """Add the records of a log's lines, numbered from `first`; line 1 holds the key."""
+    for number, line in enumerate(lines, start=first):
+        try:
+            record = json.loads(line)
+            if number == 1:
+                continue
+            if FRESH in record:
+                for index in [index for index in records if index < record[FRESH]]:
+                    del records[index]
+            else:
+                records[record["index"]] = record
+        except (ValueError, KeyError, TypeError):
+            raise KvqError(f"{path}, line {number} is damaged: delete the file to evaluate again") from None
+
+
 class SampleLog:
-    """A JSONL file: the key in its first line, then one record for each finished sample.
+    """A log that this process reads, appends to, and claims samples of. Claims need the log open (`with log:`).
 
     An incomplete last line, left by a killed process, is removed and its sample evaluated again. fresh: discard the
-    records of an earlier run. option: the flag that an error about an unwritable folder names.
+    records of that many samples. option: the flag that an error about an unwritable folder names.
     """
 
-    def __init__(
-        self, folder: Path, name: str, key: Mapping[str, Any], fresh: bool = False, option: str = "--out"
-    ) -> None:
+    def __init__(self, folder: Path, name: str, key: Mapping[str, Any], fresh: int = 0, option: str = "--out") -> None:
         self.path = folder / log_name(name, key)
         self.option = option
         self.records: dict[int, Record] = {}
-        try:
+        # One descriptor for everything: closing any other one of the file would release this process's locks.
+        self._file: int | None = None
+        self._offset = self._lines = 0  # of the complete lines read so far
+        with self._write_errors():
             folder.mkdir(parents=True, exist_ok=True)
-            if fresh or not self._read():
-                self.path.write_text(json.dumps({"key": key}, default=str) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise cannot_write(self.path, error, self.option) from error
+        with self, self._writing():
+            if not self._lines:
+                self._write(json.dumps({"key": key}, default=str))
+            if any(index < fresh for index in self.records):
+                self._write(json.dumps({FRESH: fresh}))
+
+    def __enter__(self) -> SampleLog:
+        if self._file is None:
+            with self._write_errors():
+                self._file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Append the records of finished samples; they are on disk when this returns."""
-        lines = ""
-        for record in records:
-            self.records[record["index"]] = dict(record)
-            lines += json.dumps(record, ensure_ascii=False) + "\n"
+        lines = [json.dumps(record, ensure_ascii=False) for record in records]
+        with nullcontext() if self._file is not None else self, self._writing():
+            self._write(*lines)
+
+    def claim(self, indices: Sequence[int]) -> list[int]:
+        """Claim samples for this process; returns those that are to be evaluated.
+
+        Empty if all are finished, or if another process has claimed any sample between the first and the last.
+        """
         try:
-            with open(self.path, "a", encoding="utf-8") as file:
-                file.write(lines)
+            self._lock(fcntl.LOCK_EX | fcntl.LOCK_NB, _CLAIMS + min(indices), max(indices) - min(indices) + 1)
+        except (BlockingIOError, PermissionError):
+            return []
+        self.refresh()  # another process may have finished them since
+        missing = [index for index in indices if index not in self.records]
+        if not missing:
+            self.release(indices)
+        return missing
+
+    def release(self, indices: Sequence[int]) -> None:
+        """Release the claim on samples."""
+        self._lock(fcntl.LOCK_UN, _CLAIMS + min(indices), max(indices) - min(indices) + 1)
+
+    def refresh(self) -> None:
+        """Read the lines that any process has appended since the last call."""
+        size = os.fstat(self._descriptor).st_size
+        if size < self._offset:  # made anew by someone
+            self._offset = self._lines = 0
+        data = os.pread(self._descriptor, size - self._offset, self._offset)
+        complete = data[: data.rfind(b"\n") + 1]
+        lines = complete.splitlines()
+        _apply_lines(self.records, lines, self._lines + 1, self.path)
+        self._offset += len(complete)
+        self._lines += len(lines)
+
+    @property
+    def _descriptor(self) -> int:
+        if self._file is None:
+            raise ValueError(f"{self.path} is not open")
+        return self._file
+
+    @contextmanager
+    def _writing(self) -> Iterator[None]:
+        """Lock the end of the file, without an incomplete line: whoever wrote it has been killed."""
+        with self._write_errors():
+            self._lock(fcntl.LOCK_EX, _CLAIMS - 1, 1)
+            try:
+                self.refresh()
+                os.ftruncate(self._descriptor, self._offset)
+                yield
+                self.refresh()
+            finally:
+                self._lock(fcntl.LOCK_UN, _CLAIMS - 1, 1)
+
+    def _write(self, *lines: str) -> None:
+        data = "".join(line + "\n" for line in lines).encode()
+        while data:
+            data = data[os.write(self._descriptor, data) :]
+
+    def _lock(self, command: int, start: int, length: int) -> None:
+        try:
+            fcntl.lockf(self._descriptor, command, length, start)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise
+            # A file system without locks: two runs at once may evaluate a sample twice, the later record counts.
+
+    @contextmanager
+    def _write_errors(self) -> Iterator[None]:
+        """Raise KvqError for a failed write inside the block."""
+        try:
+            yield
         except OSError as error:
             raise cannot_write(self.path, error, self.option) from error
-
-    def _read(self) -> bool:
-        """Read the records of an earlier run; returns whether the file has a complete key line."""
-        data = self.path.read_bytes() if self.path.exists() else b""
-        complete, newline, incomplete = data.rpartition(b"\n")
-        if incomplete:
-            with open(self.path, "r+b") as file:
-                file.truncate(len(complete) + len(newline))
-        self.records = read_records(self.path) if complete else {}
-        return bool(complete)

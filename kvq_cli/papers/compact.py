@@ -14,6 +14,8 @@ from kvq_cli.files import write_text
 
 #: Keys of a method's document, in lm-eval's schema, that tables, plots and paired differences read.
 METHOD_KEYS = ("results", "higher_is_better", "n-samples", "samples", "config", "cache", "kvq_version")
+#: Values of a method's `config` that differ from run to run, or that its other values determine.
+RUN_KEYS = ("run", "folder")
 #: Values of an evaluation's cache summary that tables and plots read.
 CACHE_KEYS = ("nominal_bits", "measured_bits", "bytes", "ratio", "tokens")
 
@@ -41,6 +43,7 @@ def compact_text(document: Any) -> str:
 
 def _compact_method(method: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: method[key] for key in METHOD_KEYS if key in method}
+    kept["config"] = {key: value for key, value in kept["config"].items() if key not in RUN_KEYS}
     kept["cache"] = {
         name: {key: value for key, value in summary.items() if key in CACHE_KEYS}
         for name, summary in method["cache"].items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Any
 from kvq_cli import __version__
 from kvq_cli.benchmarking.kernels.performance_targets import load_gpu_results
 from kvq_cli.errors import KvqError
+from kvq_cli.evaluation.runs import RUNS
 from kvq_cli.files import write_json
 from kvq_cli.papers.compact import compact_file
 from kvq_cli.papers.report import write_report
@@ -72,6 +74,7 @@ def run_target(
     if target.eval or target.config:
         write_report(target, model, target.folder(model, root))
     compact_file(target.result(model, root))
+    shutil.rmtree(target.folder(model, root) / RUNS, ignore_errors=True)  # RECORD is the record of a target's run
     write_json(target.folder(model, root) / RECORD, {**record, "finished": True})
     return time.monotonic() - started
 

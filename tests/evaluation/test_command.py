@@ -51,7 +51,7 @@ def test_wide_table_is_transposed(evaluate):
     assert result.exit_code == 0, result.stderr
     words = [line.split()[0] for line in result.stdout.splitlines() if line.strip()]
     assert "chat template: not applied" in result.stderr
-    assert words[0] == "method" and {"vt", "qa_2", "perplexity"} <= set(words[1:])
+    assert words[:2] == ["run", "method"] and {"vt", "qa_2", "perplexity"} <= set(words[2:])
 
 
 def test_quiet_prints_only_the_table(evaluate):

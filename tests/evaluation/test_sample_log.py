@@ -7,7 +7,7 @@ import pytest
 
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.base import mean_and_stderr
-from kvq_cli.evaluation.sample_log import SampleLog
+from kvq_cli.evaluation.sample_log import SampleLog, read_records
 
 KEY = {"task": "vt", "seed": 0}
 
@@ -19,7 +19,16 @@ def test_log_resumes(tmp_path):
     log.append([{"index": 2, "score": 0.0}])
     lines = [json.loads(line) for line in log.path.read_text().splitlines()]
     assert lines[0] == {"key": KEY} and [line["index"] for line in lines[1:]] == [0, 1, 2]
-    assert SampleLog(tmp_path, "vt-512", KEY, fresh=True).records == {}
+
+
+def test_fresh_discards_the_samples_of_the_run_alone(tmp_path):
+    """A run of 2 samples leaves the third one of a longer run; what is discarded stays so."""
+    SampleLog(tmp_path, "vt-512", KEY).append([{"index": index, "score": 1.0} for index in range(3)])
+    log = SampleLog(tmp_path, "vt-512", KEY, fresh=2)
+    assert list(log.records) == [2]
+    log.append([{"index": 0, "score": 0.5}])
+    again = SampleLog(tmp_path, "vt-512", KEY).records
+    assert again == read_records(log.path) == {0: {"index": 0, "score": 0.5}, 2: {"index": 2, "score": 1.0}}
 
 
 @pytest.mark.parametrize("cut", range(1, 26, 4))
