@@ -143,7 +143,7 @@ def configured_shape(name: str, *, trust_remote_code: bool = False) -> ModelShap
     """The architecture sizes of model `name` (as for `load_model`), from its configuration; weights are not read."""
     import torch
 
-    config = _config(name, trust_remote_code)
+    config = model_config(name, trust_remote_code)
     return _shape_of(config, getattr(config, "dtype", None) or torch.float16)
 
 
@@ -152,7 +152,7 @@ def parameters_and_context(name: str, *, trust_remote_code: bool = False) -> tup
     import torch
     from transformers import AutoModelForCausalLM
 
-    config = _config(name, trust_remote_code)
+    config = model_config(name, trust_remote_code)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
@@ -161,7 +161,8 @@ def parameters_and_context(name: str, *, trust_remote_code: bool = False) -> tup
     return sum(parameter.numel() for parameter in model.parameters()), model_context(config)
 
 
-def _config(name: str, trust_remote_code: bool) -> PretrainedConfig:
+def model_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
+    """The configuration of model `name`, as for `load_model`; weights are not read."""
     from transformers import AutoConfig
 
     try:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 #: Names of the weights that compute keys and values in transformers' models.
 _KEY_VALUE_WEIGHTS = re.compile(r"\.(k_proj|v_proj|qkv_proj|kv_proj|k_norm|query_key_value|Wqkv|c_attn)\.")
@@ -45,17 +45,21 @@ def fingerprint(model: PreTrainedModel) -> Fingerprint:
     Weights are hashed as bfloat16, so that the fingerprint of a 16-bit checkpoint depends neither on the dtype it is
     loaded in nor on the device.
     """
-    config = model.config.get_text_config()
+    return Fingerprint(**architecture(model.config), weights=_hash_weights(model))
+
+
+def architecture(config: PretrainedConfig) -> dict[str, Any]:
+    """The values of a model's fingerprint but `weights`, from its configuration."""
+    config = config.get_text_config()
     heads = config.num_attention_heads
-    return Fingerprint(
-        model_type=config.model_type,
-        layers=config.num_hidden_layers,
-        query_heads=heads,
-        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        hidden_size=config.hidden_size,
-        weights=_hash_weights(model),
-    )
+    return {
+        "model_type": config.model_type,
+        "layers": config.num_hidden_layers,
+        "query_heads": heads,
+        "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "hidden_size": config.hidden_size,
+    }
 
 
 def _hash_weights(model: PreTrainedModel) -> str:

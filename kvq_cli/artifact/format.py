@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,13 +23,13 @@ import safetensors.torch
 from torch import Tensor
 
 from kvq_cli.artifact.contents import check_contents
-from kvq_cli.artifact.fingerprint import Fingerprint, fingerprint
+from kvq_cli.artifact.fingerprint import Fingerprint, architecture, fingerprint
 from kvq_cli.artifact.schema import CONFIG, check_form, parse_json
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.files import cannot_write
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 FORMAT = 1
 CONFIG_FILE, TENSOR_FILE, CARD_FILE = "config.json", "tensors.safetensors", "README.md"
@@ -73,6 +73,19 @@ class Artifact:
         """The tensors of one layer without their prefix: `k.centroids.temporal`, `v.mean`, ..."""
         prefix = f"layers.{index}."
         return {name[len(prefix) :]: tensor for name, tensor in self.tensors.items() if name.startswith(prefix)}
+
+    def check_config(self, config: PretrainedConfig, name: str) -> None:
+        """Raise UsageError, naming both models, if a model of this configuration has another architecture.
+
+        Needs no weights; `check_model` compares these, too.
+        """
+        expected = asdict(self.fingerprint)
+        for key, value in architecture(config).items():
+            if value != expected[key]:
+                raise UsageError(
+                    f"artifact {self.path} belongs to the model {self.model_name!r} ({key} {expected[key]}), not to "
+                    f"{name!r} ({key} {value}): pass --model {self.model_name} or calibrate for {name!r}"
+                )
 
     def check_model(self, model: PreTrainedModel, name: str | None = None) -> None:
         """Raise UsageError, naming both models, unless the artifact was calibrated for `model`."""

@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from kvq_cli import __version__
 from kvq_cli.cli.command_line import remember
 from kvq_cli.cli.examples import epilog
+from kvq_cli.cli.unused_options import AnnouncingCommand
 from kvq_cli.errors import KvqError
 
 #: Name, `module:attribute` in kvq_cli.cli, help panel. None of these modules imports torch.
@@ -181,7 +182,7 @@ def _build() -> typer.Typer:
         if isinstance(command, typer.Typer):
             root.add_typer(command, name=name, rich_help_panel=panel, epilog=epilog(name))
         else:
-            root.command(name, rich_help_panel=panel, epilog=epilog(name))(command)
+            root.command(name, cls=AnnouncingCommand, rich_help_panel=panel, epilog=epilog(name))(command)
     return root
 
 

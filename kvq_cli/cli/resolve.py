@@ -36,7 +36,7 @@ def resolve(
 
     given: dict[str, Any] = dict(options or {}) | ({} if bits is None else {"bits": bits})
     if artifact is not None:
-        return _load(artifact, method, given)
+        return _with_options(load_for_model(artifact, model, trust_remote_code, method), given)
     built = build(method or DEFAULT_METHOD, **given)
     if not built.calibrates:
         return built
@@ -46,7 +46,7 @@ def resolve(
             return built
         command = shlex.join(["kvq", *calibrate_command(model, built, trust_remote_code)])
         raise KvqError(f"{built.name} needs calibration and {folder} does not exist: run `{command}`")
-    return _load(folder, built.name, given)
+    return _with_options(load_for_model(folder, model, trust_remote_code, built.name), given)
 
 
 def resolve_compared(
@@ -65,13 +65,12 @@ def resolve_compared(
     bits, options: apply to all methods that have them.
     artifacts:     folders that replace the default artifacts of their methods; those of unnamed methods come last.
     """
-    from kvq_cli.artifact import load_artifact
     from kvq_cli.methods.registry import check_shared, has_option, parse
 
     if len(set(names)) < len(names):
         raise UsageError(f"--compare {','.join(names)}: names a method twice")
     shared: dict[str, Any] = dict(options or {}) | ({} if bits is None else {"bits": bits})
-    given = [load_artifact(folder) for folder in artifacts]
+    given = [load_for_model(folder, model, trust_remote_code) for folder in artifacts]
     compared: list[str] = []
     resolved: list[Method | Artifact] = []
 
@@ -86,7 +85,7 @@ def resolve_compared(
     for text in names:
         name, own = (text, {}) if (Path(text) / "config.json").is_file() else parse(text)
         if (Path(name) / "config.json").is_file() or "/" in name:
-            artifact = load_artifact(Path(name))
+            artifact = load_for_model(Path(name), model, trust_remote_code)
             add(artifact.method_config["name"], own, artifact)
             continue
         wanted = own.get("bits", shared.get("bits") if has_option(name, "bits") else None)
@@ -127,14 +126,21 @@ def describe(attachable: Method | Artifact) -> dict[str, Any]:
     return {**attachable.method_config, "artifact": str(attachable.path)}
 
 
-def _load(folder: Path, method: str | None, given: Mapping[str, Any]) -> Artifact:
+def load_for_model(folder: Path, model: str, trust_remote_code: bool = False, method: str | None = None) -> Artifact:
+    """Load an artifact and compare its method and its model's architecture; the model's weights are not read."""
     from kvq_cli.artifact import load_artifact
+    from kvq_cli.models import model_config
 
     loaded = load_artifact(folder)
-    config = loaded.method_config
-    if method is not None and method != config["name"]:
-        raise UsageError(f"--method {method}: the artifact {folder} holds {config['name']}; drop one of the two flags")
-    return _with_options(loaded, given)
+    held = loaded.method_config["name"]
+    if method is not None and method != held:
+        raise UsageError(f"--method {method}: the artifact {folder} holds {held}; drop one of the two flags")
+    try:
+        config = model_config(model, trust_remote_code)
+    except KvqError:  # loading the model reports the error
+        return loaded
+    loaded.check_config(config, model)
+    return loaded
 
 
 def _with_options(artifact: Artifact, given: Mapping[str, Any]) -> Artifact:

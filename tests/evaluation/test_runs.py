@@ -150,7 +150,7 @@ def test_appending_repairs_the_line_of_a_process_killed_while_writing(tmp_path):
 
 
 WORDS = ["eval", "--task", "niah_single_1,perplexity", "--compare", "fp16,kivi-2bit:residual=32", "--limit", "6"]
-WORDS += ["--context", "192", "--seqlen", "192"]
+WORDS += ["--context", "320", "--seqlen", "192"]
 
 
 def _start(folder, out):
@@ -166,7 +166,8 @@ def _count(out):
 def test_two_runs_at_once_share_the_samples(tmp_path):
     """Each sample is evaluated once, also where one of the runs is killed, and results are those of a single run."""
     once, shared, killed = (tmp_path / name for name in ("once", "shared", "killed"))
-    assert _start(tmp_path, once).wait() == 0
+    process = _start(tmp_path, once)
+    assert process.wait() == 0, process.stderr.read()
     results = without_run(json.loads((once / "comparison.json").read_text()))
     both = [_start(tmp_path, shared) for _ in range(2)]
     for process in both:

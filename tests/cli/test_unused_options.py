@@ -1,0 +1,148 @@
+"""Options that a command does not read are announced or refused, and artifacts are checked before the model loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import typer
+
+from kvq_cli.cli.app import app
+from kvq_cli.cli.unused_options import RULES, unused
+from kvq_cli.errors import UsageError
+
+ARTIFACTS = Path(__file__).parents[2] / "artifacts" / "reference"
+
+
+def _commands():
+    root = typer.main.get_command(app)
+    for name, command in root.commands.items():
+        yield from ({name: command} if not hasattr(command, "commands") else {
+            f"{name} {child}": one for child, one in command.commands.items()
+        }).items()  # fmt: skip
+
+
+def test_every_option_of_every_command_has_a_rule():
+    """A new option needs a line in RULES: `read`, or when the command reads it."""
+    options = {path: {p.name for p in command.params} - {"help"} for path, command in _commands()}
+    assert {path: set(rules) for path, rules in RULES.items()} == options
+
+
+def _notes(line):
+    """Notes on a command line, parsed as the command does."""
+    words = line.split()
+    path = " ".join(words[: 2 if words[0] == "bench" else 1])
+    command = dict(_commands())[path]
+    ctx = command.make_context(path, words[len(path.split()) :])
+    given = [name for name in ctx.params if ctx.get_parameter_source(name).name == "COMMANDLINE"]
+    return unused(path, ctx.params, given, {p.name: p.opts[0] for p in command.params})
+
+
+@pytest.mark.parametrize(
+    ("line", "announced"),
+    [
+        ("eval --task perplexity --limit 2 --seqlen 96 --dataset prose", []),
+        ("eval --task perplexity --context 512 --batch-size 2", ["--context", "--batch-size"]),
+        ("eval --task ruler,perplexity --context 512 --limit 2 --plot x.png --qa-file f --haystack f --seed 1", []),
+        ("eval --task vt --qa-file f --haystack f --seqlen 96 --max-length 512", ["--qa-file", "--haystack", "--seqlen",
+         "--max-length"]),
+        ("eval --task niah_single_2,qa_2 --qa-file f --haystack f --windows 2", ["--windows"]),
+        ("eval --task perplexity --windows 2 --limit 3", ["--limit"]),
+        ("eval --task perplexity,vt --windows 2 --limit 3", []),
+        ("eval --task perplexity --data-dir d --seed 1", ["--data-dir", "--seed"]),
+        ("eval --task perplexity --dataset c4 --data-dir d --seed 1", []),
+        ("eval --task lm_eval:gsm8k --data-dir d --num-fewshot 2 --truncation middle --chat-template", []),
+        ("eval --task perplexity --chat-template --num-fewshot 2", ["--chat-template", "--num-fewshot"]),
+        ("eval --method fp16 --prefill exact --trust-remote-code", ["--prefill", "--trust-remote-code"]),
+        ("eval --compare fp16,kivi --bits 2 --prefill exact", []),
+        ("eval --compare kivi-4bit,kivi-2bit --bits 2", ["--bits has no effect: set in kivi-4bit, kivi-2bit"]),
+        ("eval --compare fp16 --bits 2", ["--bits has no effect: no method has it"]),
+        ("eval --compare kivi,innerq --set sign=inside",
+         ["--set sign applies to innerq; not to kivi (no such option)"]),
+        ("eval --compare kivi:sinks=8,innerq --set sinks=32",
+         ["--set sinks applies to innerq; not to kivi:sinks=8 (its own)"]),
+        ("generate x --seed 1", ["--seed"]),
+        ("generate x --seed 1 --temperature 0.5 --prefill compressed", []),
+        ("chat --method fp16 --prefill compressed", ["--prefill"]),
+        ("calibrate --method xquant --dataset prose --damping 0.2", ["--dataset", "--damping"]),
+        ("calibrate --method temporalkv --dataset prose --damping 0.2 --out x", []),
+        ("calibrate --no-fisher --damping 0.2", ["--damping"]),
+        ("calibrate --set fisher=off --damping 0.2", ["--damping"]),
+        ("calibrate --dry-run --out x --force --captured y", ["--out", "--force", "--captured"]),
+        ("bench generate --grow --rounds 2 --seconds 5", ["--rounds"]),
+        ("bench kernels --static --check --seconds 3 --device cpu", ["--check", "--seconds", "--device"]),
+        ("bench kernels --check --out x", ["--out"]),
+        ("bits --papers --context 512 --bits 2", ["--context", "--bits"]),
+        ("bits --method kivi --bits 2 --context 512", []),
+        ("plan --memory 8GB --compare kivi,innerq --set sign=inside", ["--set sign applies to innerq"]),
+        ("analyze --samples 2 --seed 1", ["--samples", "--seed"]),
+        ("analyze roofline --seqlen 96", ["--seqlen"]),
+        ("analyze error --seqlen 96", []),
+        ("results d --runs --baseline kivi", ["--baseline"]),
+        ("reproduce --page x --fast", ["--fast"]),
+        ("reproduce --store x", ["--store"]),
+    ],
+)  # fmt: skip
+def test_options_without_effect_are_announced(line, announced):
+    notes = _notes(line)
+    assert len(notes) == len(announced), notes
+    for note, start in zip(sorted(notes), sorted(announced), strict=True):
+        assert note.startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("eval --task vt --plot x.png", "--plot has no effect: it draws perplexity and RULER's mean"),
+        ("bench generate --seconds 5", "--seconds has no effect: it needs --grow"),
+        ("bench generate --layers 2", "--layers has no effect: it needs --random"),
+        ("bench calibrate --random tiny --model x", "--random replaces the model"),
+        ("plan --memory 8GB --shapes tiny --model x", "--shapes replaces the model"),
+    ],
+)
+def test_requests_that_contradict_themselves_are_refused(line, says):
+    with pytest.raises(UsageError, match=says):
+        _notes(line)
+
+
+def test_notes_are_lines_on_stderr_also_for_options_of_a_file(kvq, tmp_path):
+    (tmp_path / "run.yaml").write_text("context: 512\n")
+    shown = kvq("bits", "--papers", "--help")  # asks for help alone
+    assert shown.exit_code == 0 and shown.stderr == ""
+    result = kvq(
+        "plan",
+        "--memory",
+        "1GB",
+        "--reserve",
+        "1MB",
+        "--compare",
+        "kivi,innerq",
+        "--set",
+        "sign=inside",
+        "--shapes",
+        "tiny",
+    )
+    assert result.exit_code == 0
+    assert result.stderr.splitlines()[0] == "note: --set sign applies to innerq; not to kivi (no such option)"
+    failed = kvq("eval", "--config", "run.yaml", "--dataset", "no-such-data", "--method", "fp16")
+    assert failed.stderr.splitlines()[0] == "note: --context has no effect: only tasks of RULER read it"
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "says"),
+    [
+        (["--artifact", "gone"], 1, "no artifact at gone"),
+        (["--artifact", ARTIFACTS / "temporalkv-2bit", "--method", "kivi"], 2, "holds temporalkv"),
+        (["--artifact", ARTIFACTS / "temporalkv-2bit", "--bits", "4"], 2, "was calibrated with bits=2"),
+        (["--artifact", ARTIFACTS / "temporalkv-2bit", "--model", "other"], 2,
+         "belongs to the model 'reference' (layers 8), not to 'other' (layers 2)"),
+        (["--method", "temporalkv", "--bits", "3"], 2, "bits=3"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("command", ["generate", "chat", "eval"])
+def test_wrong_artifacts_are_found_before_the_model_loads(fails, monkeypatch, tmp_path, command, words, code, says):
+    from transformers import LlamaConfig
+
+    monkeypatch.setattr("kvq_cli.models.load_model", None)
+    LlamaConfig(num_hidden_layers=2).save_pretrained(tmp_path / "other")
+    fails(command, *(["x"] if command == "generate" else []), *words, code=code, says=says)
