@@ -32,6 +32,7 @@ EXAMPLES = {
     "results": (
         "kvq results results/reference --format markdown",
         "kvq results results/reference --baseline kivi",
+        "kvq results results/reference --runs",
     ),
     "reproduce": ("kvq reproduce", "kvq reproduce table-temporalkv-6"),
 }
