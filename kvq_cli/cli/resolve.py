@@ -36,7 +36,7 @@ def resolve(
 
     given: dict[str, Any] = dict(options or {}) | ({} if bits is None else {"bits": bits})
     if artifact is not None:
-        return _with_options(load_for_model(artifact, model, trust_remote_code, method), given)
+        return _fitted(_load(artifact, method), given, model, trust_remote_code)
     built = build(method or DEFAULT_METHOD, **given)
     if not built.calibrates:
         return built
@@ -46,7 +46,7 @@ def resolve(
             return built
         command = shlex.join(["kvq", *calibrate_command(model, built, trust_remote_code)])
         raise KvqError(f"{built.name} needs calibration and {folder} does not exist: run `{command}`")
-    return _with_options(load_for_model(folder, model, trust_remote_code, built.name), given)
+    return _fitted(_load(folder, built.name), given, model, trust_remote_code)
 
 
 def resolve_compared(
@@ -70,7 +70,7 @@ def resolve_compared(
     if len(set(names)) < len(names):
         raise UsageError(f"--compare {','.join(names)}: names a method twice")
     shared: dict[str, Any] = dict(options or {}) | ({} if bits is None else {"bits": bits})
-    given = [load_for_model(folder, model, trust_remote_code) for folder in artifacts]
+    given = [_load(folder) for folder in artifacts]
     compared: list[str] = []
     resolved: list[Method | Artifact] = []
 
@@ -78,14 +78,14 @@ def resolve_compared(
         all_options = {key: value for key, value in shared.items() if has_option(name, key)} | dict(own)
         compared.append(name)
         if artifact is not None:
-            resolved.append(_with_options(artifact, all_options))
+            resolved.append(_fitted(artifact, all_options, model, trust_remote_code))
         else:
             resolved.append(resolve(model, name, options=all_options, trust_remote_code=trust_remote_code))
 
     for text in names:
         name, own = (text, {}) if (Path(text) / "config.json").is_file() else parse(text)
         if (Path(name) / "config.json").is_file() or "/" in name:
-            artifact = load_for_model(Path(name), model, trust_remote_code)
+            artifact = _load(Path(name))
             add(artifact.method_config["name"], own, artifact)
             continue
         wanted = own.get("bits", shared.get("bits") if has_option(name, "bits") else None)
@@ -126,21 +126,27 @@ def describe(attachable: Method | Artifact) -> dict[str, Any]:
     return {**attachable.method_config, "artifact": str(attachable.path)}
 
 
-def load_for_model(folder: Path, model: str, trust_remote_code: bool = False, method: str | None = None) -> Artifact:
-    """Load an artifact and compare its method and its model's architecture; the model's weights are not read."""
+def _load(folder: Path, method: str | None = None) -> Artifact:
     from kvq_cli.artifact import load_artifact
-    from kvq_cli.models import model_config
 
     loaded = load_artifact(folder)
     held = loaded.method_config["name"]
     if method is not None and method != held:
         raise UsageError(f"--method {method}: the artifact {folder} holds {held}; drop one of the two flags")
+    return loaded
+
+
+def _fitted(artifact: Artifact, given: Mapping[str, Any], model: str, trust_remote_code: bool) -> Artifact:
+    """The artifact with the given options, checked against the model's architecture; its weights are not read."""
+    from kvq_cli.models import model_config
+
+    changed = _with_options(artifact, given)
     try:
         config = model_config(model, trust_remote_code)
     except KvqError:  # loading the model reports the error
-        return loaded
-    loaded.check_config(config, model)
-    return loaded
+        return changed
+    changed.check_config(config, model)
+    return changed
 
 
 def _with_options(artifact: Artifact, given: Mapping[str, Any]) -> Artifact:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -23,7 +24,7 @@ CHANGES = {
     "prompt_tokens": ("prompt_tokens", 40),
     "windows": ("windows", 1),
     "haystack": ("haystack", "words.txt"),
-    "qa_file": ("qa_files", ("squad.json",)),
+    "qa_file": ("qa_files", (Path("squad.json"),)),
     "templates": ("templates", "standard"),
     "chat_template": ("chat_template", False),
     "data_dir": ("data_dir", "data"),
