@@ -1,52 +1,131 @@
-"""Cache size of a method for a model's shape: the real cache classes, filled with tensors on PyTorch's meta device.
+"""Cache size of a method for a model's shape: real streams, filled with tensors without memory.
 
-Meta tensors have a shape and a dtype but no memory. The layers, streams and codecs are the ones that run, so that a
-cache of 128k tokens of a 70B model is counted in seconds, without its weights.
+Meta tensors have a shape and a dtype but no memory. The streams are the ones that run, and codecs encode one real block
+(`sized`), so that a cache of 128k tokens of a 70B model is counted in milliseconds, without its weights.
 """
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvq_cli.attention.rotary import Rotation
-from kvq_cli.cache.cross_layer import CrossLayerSum
-from kvq_cli.cache.layer import CompressedLayer
+from kvq_cli.benchmarking.sized import META, SizedCodec, sized
+from kvq_cli.cache.prompt_stream import PromptStream, new_stream
 from kvq_cli.cache.report import CacheReport, report
 from kvq_cli.cache.rows import Rows
-from kvq_cli.methods.base import Method, ModelShape
-from kvq_cli.methods.tensors import layer_layout
+from kvq_cli.cache.stream import Stream
+from kvq_cli.codecs.base import Prompt
+from kvq_cli.methods.base import CrossLayer, LayerPlan, Method, ModelShape, StreamPlan
+from kvq_cli.methods.tensors import Layout, layer_layout
 
-META = torch.device("meta")
+
+@dataclass(frozen=True)
+class Accumulator:
+    """The sum X^ over layers at one layer. peak: the most bytes that it took."""
+
+    peak: int
+
+
+@dataclass(frozen=True)
+class CountedLayer:
+    """A layer as `report` counts it: streams that hold tensors without memory, and how many layers it stands for."""
+
+    plan: LayerPlan
+    streams: tuple[Stream, ...]
+    numbers_per_token: int
+    cross_layer: Accumulator | None
+    count: int
+
+    @property
+    def key_stream(self) -> Stream:
+        return self.streams[0]
+
+    @property
+    def value_stream(self) -> Stream:
+        return self.streams[-1]
 
 
 def account(method: Method, shape: ModelShape, context: int, batch: int = 1) -> CacheReport:
-    """Return the cache report after a prefill of `batch` sequences of `context` tokens each, with a CPU's tables.
+    """Return the cache report after a prefill of `batch` sequences of `context` tokens each, with the tables that a CPU
+    holds once it has packed and read a token.
 
     UsageError if the method's options do not fit the shape.
     """
-    sums = CrossLayerSum()
-    rotation = Rotation("none", torch.empty(0), shape.head_dim)
-    distinct: dict[Any, list[CompressedLayer]] = {}
+    layers = counted_layers(method, shape, context, batch)
+    return _total([(report([layer], method.nominal_bits), layer.count) for layer in layers])
+
+
+def counted_layers(method: Method, shape: ModelShape, context: int, batch: int = 1) -> list[CountedLayer]:
+    """The distinct layers of a cache after a prefill of `batch` sequences of `context` tokens, without memory."""
+    layers = []
+    for plan, count in _distinct_plans(method, shape):
+        streams = tuple(_filled(stream, shape, context, batch) for stream in plan.kept)
+        accumulator = None
+        if plan.cross_layer is not None:
+            packed = streams[0].window.packed(context)
+            accumulator = Accumulator(_accumulator_bytes(plan.cross_layer, shape, packed, batch))
+        layers.append(CountedLayer(plan, streams, 2 * shape.kv_heads * shape.head_dim, accumulator, count))
+    return layers
+
+
+@lru_cache(maxsize=32)
+def _distinct_plans(method: Method, shape: ModelShape) -> tuple[tuple[LayerPlan, int], ...]:
+    """The plans that differ, with codecs that encode tensors without memory, and how many layers have each."""
+    distinct: dict[Any, list[LayerPlan]] = {}
     for index in range(shape.layers):
         plan = method.plan(index, shape, artifact_tensors(method, shape, index))
-        # Layers that take part in a sum over layers hold it one after another: none stands for others.
-        key = index if plan.cross_layer else _structure(plan)
-        distinct.setdefault(key, []).append(CompressedLayer(index, plan, rotation, cross_layer=sums))
-    prefill([alike[0] for alike in distinct.values()], shape, context, batch)
-    return _total([(report(alike[:1], method.nominal_bits), len(alike)) for alike in distinct.values()])
+        distinct.setdefault(_structure(plan), []).append(plan)
+    return tuple((_without_memory(plans[0], shape), len(plans)) for plans in distinct.values())
+
+
+def _without_memory(plan: LayerPlan, shape: ModelShape) -> LayerPlan:
+    def stream(each: StreamPlan) -> StreamPlan:
+        heads, dim = _heads_and_dim(each, shape)
+        return replace(each, codec=sized(each.codec, heads, dim, shape.query_heads, shape.dtype))
+
+    keys = stream(plan.keys)
+    return replace(plan, keys=keys, values=plan.values if plan.shared else stream(plan.values))
+
+
+def _heads_and_dim(plan: StreamPlan, shape: ModelShape) -> tuple[int, int]:
+    if plan.source != "input":
+        return shape.kv_heads, shape.head_dim
+    return 1, shape.hidden_size if plan.down is None else plan.down.shape[1]
+
+
+def _filled(plan: StreamPlan, shape: ModelShape, context: int, batch: int) -> Stream:
+    """A stream of `batch` rows of `context` tokens."""
+    stream, groups = new_stream(plan), Rows().begin(0, context, batch).row_groups
+    heads, dim = _heads_and_dim(plan, shape)
+    x = torch.empty(batch, heads, context, dim, dtype=shape.dtype, device=META)
+    if isinstance(stream, PromptStream):
+        stream.announce(groups, {group.rows.start: Prompt(x, x, x) for group in groups}, {})
+    stream.append(x, groups)
+    return stream
+
+
+def _accumulator_bytes(part: CrossLayer, shape: ModelShape, packed: int, batch: int) -> int:
+    """Bytes of X^ of `packed` tokens between this layer and the next."""
+    if part.last or not packed:
+        return 0
+    total = torch.empty(batch, 1, packed, shape.hidden_size, dtype=shape.dtype, device=META)
+    if part.accumulator is None:
+        return total.nbytes
+    block = torch.zeros(1, 1, part.accumulator.block_tokens, shape.hidden_size, dtype=shape.dtype)
+    return SizedCodec(part.accumulator, block).encode(total).nbytes
 
 
 def _structure(value: Any) -> Any:
     """A hashable description of a plan or a part of it, equal where both store the same numbers in the same form."""
     if isinstance(value, Tensor):
-        return value.shape, value.dtype, None if value.is_meta else tuple(value.flatten().tolist())
+        return value.shape, value.dtype
     if callable(value):  # a class or a function: equal only to itself
         return value
     if isinstance(value, Mapping):
@@ -54,25 +133,6 @@ def _structure(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return tuple(map(_structure, value))
     return (type(value), _structure(vars(value))) if hasattr(value, "__dict__") else value
-
-
-def prefill(layers: Sequence[CompressedLayer], shape: ModelShape, context: int, batch: int) -> None:
-    """Fill layers with `batch` sequences of `context` tokens without memory."""
-    forward = Rows().begin(0, context, batch)
-    keys, queries = (
-        torch.empty(batch, heads, context, shape.head_dim, dtype=shape.dtype, device=META)
-        for heads in (shape.kv_heads, shape.query_heads)
-    )
-    x = torch.empty(batch, context, shape.hidden_size, dtype=shape.dtype, device=META)
-    for layer in layers:
-        layer.begin(forward)
-        layer.capture_key(keys)
-        layer.capture_input(x)
-        layer.update(keys, keys)
-        layer.absorb(queries)
-        layer.release()
-        for stream in layer.streams:
-            stream.read(0)  # the tables of decoding are made when it is first needed
 
 
 def _total(reports: Sequence[tuple[CacheReport, int]]) -> CacheReport:
@@ -102,24 +162,27 @@ def _total(reports: Sequence[tuple[CacheReport, int]]) -> CacheReport:
 def artifact_bytes(method: Method, shape: ModelShape) -> Mapping[str, int]:
     """Return the bytes of the method's artifact by kind of tensor ("centroids", "mean", "down", ...); empty without
     calibration."""
-    nbytes: dict[str, int] = {}
+    nbytes: Counter[str] = Counter()
     for index in range(shape.layers):
-        for name, tensor in artifact_tensors(method, shape, index).items():
-            kind = name.split(".")[1]
-            nbytes[kind] = nbytes.get(kind, 0) + tensor.numel() * tensor.element_size()
-    return nbytes
+        for name, (size, dtype) in _layout(method, shape, index).items():
+            nbytes[name.split(".")[1]] += math.prod(size) * dtype.itemsize
+    return dict(nbytes)
+
+
+def artifact_tensors(method: Method, shape: ModelShape, layer: int) -> dict[str, Tensor]:
+    """Return a layer's artifact tensors, all zero and shared with other layers; of a hybrid's candidate shapes the first,
+    as all have the same size."""
+    return {name: _zeros(name, size, dtype) for name, (size, dtype) in _layout(method, shape, layer).items()}
 
 
 @cache
-def artifact_tensors(method: Method, shape: ModelShape, layer: int) -> dict[str, Tensor]:
-    """Return a layer's artifact tensors on the meta device; of a hybrid's candidate shapes the first, as all have the
-    same size."""
+def _layout(method: Method, shape: ModelShape, layer: int) -> Layout:
     if not method.calibrates:
         return {}
     first = [0] * shape.kv_heads
-    layout = layer_layout(method.calibration(shape), shape, layer, {"k": first, "v": first})
-    # The plan reads the values of `choice`, so that it is a real tensor.
-    return {
-        name: torch.zeros(size, dtype=dtype, device="cpu" if name.endswith(".choice") else META)
-        for name, (size, dtype) in layout.items()
-    }
+    return layer_layout(method.calibration(shape), shape, layer, {"k": first, "v": first})
+
+
+@lru_cache(maxsize=64)
+def _zeros(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.zeros(size, dtype=dtype)

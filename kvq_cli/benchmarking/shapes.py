@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import ModelShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: Maximum context of all models with random weights, in tokens.
 CONTEXT = 131072
@@ -73,6 +76,8 @@ def random_model(
 
     UsageError for an unknown shape.
     """
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
     sizes = known_shape(shape, "--random")
     config = LlamaConfig(
         num_hidden_layers=layers or sizes.layers,

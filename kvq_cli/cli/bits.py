@@ -77,13 +77,12 @@ def _papers(out: Output) -> None:
     from kvq_cli.papers.sizes import compare_sizes
 
     sizes = compare_sizes()
-    columns = ["paper", "table", "row", "method", "shape", "figure", "published", "kvq", "difference"]
-    columns.append("kvq's bits by part")
+    columns = ["table", "row", "method", "shape", "figure", "paper", "kvq", "error", "kvq's bits by part"]
     rows = [
-        [size[key] for key in (*columns[:6], "published")]
-        + [round(size["counted"], 3)]
+        [f"{size['paper']} {size['table']}", size["row"], size["method"].replace(":", " "), size["shape"]]
+        + [size["figure"], size["published"], round(size["counted"], 3)]
         + [f"{100 * (size['counted'] / size['published'] - 1):+.1f} %", _by_part(size["report"])]
         for size in sizes
     ]
-    out.table(columns, rows)
+    out.table(columns, rows, labels=2)
     out.result([{key: value for key, value in size.items() if key != "report"} for size in sizes])

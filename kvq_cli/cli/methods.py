@@ -33,19 +33,21 @@ def methods(name: Name = None, as_json: Json = False) -> None:
         ]
         columns = ["method", "bits", "caches", "calibrates", "nominal", "packed", "measured"]
         out.table(columns, rows)
-        out.text(f"nominal, packed, measured: bits per cached number at the defaults, {SHAPE}, {CONTEXT:,} tokens;")
-        out.text("packed adds scales and outliers; measured adds full-precision windows and unused room (`kvq bits`)")
-        out.text("`kvq methods NAME` explains one method and its options")
+        out.prose(
+            f"nominal, packed, measured: bits per cached number at the defaults, {SHAPE}, {CONTEXT:,} tokens; packed adds "
+            "scales and outliers; measured adds full-precision windows and unused room (`kvq bits`)"
+        )
+        out.prose("`kvq methods NAME` explains one method and its options")
         out.result(listed)
         return
     about = _description(method_class(name))
     about["options"] = options = _options(method_class(name))
-    out.text(f"{name}: {about['summary']}\n{about['paper']}")
-    out.text(f"caches {about['caches']}" + (f"; calibrates {about['finds']}" if about["finds"] else ""))
+    out.prose(f"{name}: {about['summary']}\n{about['paper']}".strip())
+    out.prose(f"caches {about['caches']}" + (f"; calibrates {about['finds']}" if about["finds"] else ""))
     if options:
         rows = [[o["name"], _option_text(o["default"]), o["help"], _valid_values(o)] for o in options]
         out.table(["option", "default", "description", "valid values"], rows)
-        out.text("Set one with --set OPTION=VALUE (bits also with --bits).")
+        out.prose("Set one with --set OPTION=VALUE (bits also with --bits).")
     out.result(about)
 
 

@@ -42,20 +42,28 @@ class Output:
         """Print a line of the result to stdout, or to stderr with --json."""
         print(text, file=sys.stderr if self.as_json else self._stdout, flush=True)
 
+    def prose(self, text: str) -> None:
+        """Print sentences of the result as `text` does; on a terminal, lines end between words."""
+        from rich.text import Text
+
+        self.console(stderr=self.as_json).print(Text(text), soft_wrap=not (self.as_json or self._stdout.isatty()))
+
     def table(
         self,
         columns: Sequence[str],
         rows: Iterable[Sequence[Any]],
         title: str | None = None,
         bold: Sequence[Collection[str]] = (),
+        labels: int = 1,
     ) -> None:
         """Print a table of the result to stdout, or to stderr with --json.
 
         bold: for each column but the first, the row labels (first cells) whose cell is printed in bold.
+        labels: number of first columns that name a row; repeated where a terminal is too narrow for one table.
         """
         from kvq_cli.cli.tables import print_table
 
-        print_table(self.console(stderr=self.as_json), columns, [list(row) for row in rows], title, bold)
+        print_table(self.console(stderr=self.as_json), columns, [list(row) for row in rows], title, bold, labels)
 
     def result(self, document: Any) -> None:
         """With --json, print `document` to stdout; without, print nothing."""

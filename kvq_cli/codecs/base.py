@@ -155,6 +155,11 @@ class PromptCodec(BlockFormat, ABC):
         state = self.fit(prompt)
         return self.with_state(state).encode(x), state
 
+    def state_like(self, state: State, tokens: int) -> State:
+        """Tensors of the shapes and dtypes of a state that `encode_prompt` gives for `tokens` packed tokens, whatever they
+        hold. state: one of fewer tokens."""
+        return state
+
     @abstractmethod
     def with_state(self, state: State, saliency: Tensor | None = None) -> Codec:
         """The codec of later tokens for the rows of `state`; it also decodes their prompt.

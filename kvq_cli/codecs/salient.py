@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Literal
 
@@ -69,6 +70,12 @@ class SalientCodec(PromptCodec):
         counts = marks.sum(dim=3, dtype=torch.int32, keepdim=True)
         before = {"salient": bitpack.pack(marks, 1), "before": counts.cumsum(2, dtype=torch.int32) - counts}
         return self._packed(tokens, before), {name: x.squeeze(2) for name, x in chunks.items()}
+
+    def state_like(self, state: State, tokens: int) -> State:
+        rows, heads = next(iter(state.values())).shape[:2]
+        words = bitpack.words_per_row(self._upper, self.head_dim) if self._upper else 0
+        shape = (rows, heads, self.count(tokens), words)
+        return {**state, "upper": torch.empty(shape, dtype=torch.int32, device="meta")} if math.prod(shape) else state
 
     def with_state(self, state: State, saliency: Tensor | None = None) -> Codec:
         return _ChunkCodec(self, state, saliency)

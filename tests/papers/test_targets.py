@@ -10,11 +10,8 @@ import pytest
 import torch
 import yaml
 
-from kvq_cli.attention.rotary import Rotation
-from kvq_cli.benchmarking.accounting import artifact_tensors, prefill
+from kvq_cli.benchmarking.accounting import counted_layers
 from kvq_cli.benchmarking.shapes import known_shape
-from kvq_cli.cache.cross_layer import CrossLayerSum
-from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.stream import StreamReader
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import Method, ModelShape
@@ -116,9 +113,5 @@ def exact_tokens(stream: StreamReader) -> tuple[int, ...]:
 
 def filled_streams(method: Method, tokens: int) -> list[StreamReader]:
     """All keys and values of a cache of `tokens` tokens of four layers, without numbers."""
-    shape, sums = ModelShape(4, 4, 2, 64, 512, torch.float16), CrossLayerSum()
-    plans = [method.plan(index, shape, artifact_tensors(method, shape, index)) for index in range(shape.layers)]
-    rotation = Rotation("none", torch.empty(0), 64)
-    layers = [CompressedLayer(index, plan, rotation, cross_layer=sums) for index, plan in enumerate(plans)]
-    prefill(layers, shape, tokens, 1)
+    layers = counted_layers(method, ModelShape(4, 4, 2, 64, 512, torch.float16), tokens)
     return [stream for layer in layers for stream in (layer.key_stream, layer.value_stream)]
