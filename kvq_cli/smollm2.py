@@ -7,12 +7,13 @@ float16 weights, in the user's cache folder.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import mkdtemp
@@ -97,7 +98,8 @@ def _convert(source: Path, folder: Path) -> None:
 
     say("once (half a minute)")
     try:
-        model, tokenizer = _read(source)
+        with redirect_stderr(io.StringIO()):  # transformers draws a bar there, also where it is no terminal
+            model, tokenizer = _read(source)
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise KvqError(f"--model smollm2: transformers cannot read {source.name} ({error}): {INSTALL}") from error
     say(f"1/2: weights read, {time.monotonic() - start:.0f} s elapsed")

@@ -8,6 +8,7 @@ which finds the module's context and lets its backend compute; `_after_forward` 
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -56,7 +57,7 @@ class AttentionHooks:
         max_tokens: int,
     ) -> None:
         self._decoder, self._layers, self._plans, self._backends = decoder, layers, plans, backends
-        self._compressed, self._max_tokens = compressed, max_tokens
+        self._compressed, self._max_tokens, self._warned = compressed, max_tokens, False
 
     @contextmanager
     def one_by_one(self) -> Iterator[None]:
@@ -122,9 +123,19 @@ class AttentionHooks:
         longest = max(group.tokens for group in forward.row_groups)
         if columns > 1 and longest > self._max_tokens:
             raise UsageError(f"the prompt has {longest} tokens, the model's context is {self._max_tokens}: shorten it")
+        self.check_context(longest)
         for layer, backend, cached in zip(self._layers, self._backends, cache.layers, strict=True):
             cached.begin(forward)
             active[layer.module] = ForwardContext(cached, forward, backend, self._compressed, owner=self)
+
+    def check_context(self, tokens: int) -> None:
+        """Warn, once per attach, of a sequence of more `tokens` than the model's context."""
+        if tokens > self._max_tokens and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"decoding beyond the model's context of {self._max_tokens} tokens: it was not trained for longer ones",
+                stacklevel=2,
+            )
 
     def _after_forward(self, _decoder: nn.Module, _args: tuple, _output: object) -> None:
         for layer in self._layers:

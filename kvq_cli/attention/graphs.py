@@ -159,6 +159,7 @@ class _Steps:
         if pattern in self._graphs:
             graph, logits = self._graphs[pattern]
             graph.replay()
+            self._hooks.check_context(past + 1)
             engine.advance(cache.advance(self._positions))
         elif pattern not in self._warm or len(self._graphs) == MAX_GRAPHS:
             self._warm.add(pattern)

@@ -170,8 +170,8 @@ def artifact_bytes(method: Method, shape: ModelShape) -> Mapping[str, int]:
 
 
 def artifact_tensors(method: Method, shape: ModelShape, layer: int) -> dict[str, Tensor]:
-    """Return a layer's artifact tensors, all zero and shared with other layers; of a hybrid's candidate shapes the first,
-    as all have the same size."""
+    """Return a layer's artifact tensors, all zero and shared with other layers; of a hybrid's candidate shapes the
+    first, as all have the same size."""
     return {name: _zeros(name, size, dtype) for name, (size, dtype) in _layout(method, shape, layer).items()}
 
 

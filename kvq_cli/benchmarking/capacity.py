@@ -7,11 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from kvq_cli.benchmarking.accounting import account, artifact_bytes
-from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import Method, ModelShape
-
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
 
 
 @dataclass(frozen=True)
@@ -32,19 +28,6 @@ class Capacity:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def parse_bytes(text: str, flag: str) -> int:
-    """Parse a size such as `80GB`, `16 GiB` or `2e9` into bytes; UsageError naming `flag`."""
-    compact = text.replace(" ", "").lower()
-    number = compact.rstrip("kmgtib")
-    try:
-        size = int(float(number) * _UNITS[compact[len(number) :]])
-    except (ValueError, KeyError, OverflowError):
-        size = 0
-    if size < 1:
-        raise UsageError(f"{flag} {text}: must be a size above 0 like 80GB, 24GiB or 512MB")
-    return size
 
 
 def capacity(

@@ -18,6 +18,7 @@ from torch import Tensor
 from kvq_cli.artifact.format import write_synced
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.files import cannot_write
+from kvq_cli.units import human_bytes
 
 
 class WorkFolder:
@@ -36,16 +37,18 @@ class WorkFolder:
         """Start a calibration, or resume an interrupted one with the same `request`.
 
         disk_bytes: bytes that the run will write. Raises UsageError where unfinished work exists and `resume` is off or
-        the request differs; KvqError where the folder cannot be written or the disk has no space.
+        the request differs; KvqError where another process calibrates there, the folder cannot be written or the disk
+        has no space.
         """
         if not self.path.exists():
             self._create(request, disk_bytes)
             return
+        self._acquire_lock()
         if not resume:
+            self.close()
             raise UsageError(
                 f"{self.path} holds an unfinished calibration: continue it with --resume, or start over with --force"
             )
-        self._acquire_lock()
         if (before := self.read_json("request")) is None:
             self.write_json("request", request)
         elif different := [key for key in request if before.get(key) != request[key]]:
@@ -131,8 +134,8 @@ class WorkFolder:
             if free < disk_bytes:
                 self.remove()
                 raise KvqError(
-                    f"no space left in {self.path.parent}: {disk_bytes / 1e9:.1f} GB are needed while calibrating and "
-                    f"{free / 1e9:.1f} GB are free: lower --budget, or choose another --out"
+                    f"no space left in {self.path.parent}: {human_bytes(disk_bytes)} are needed while "
+                    f"calibrating and {human_bytes(free)} are free: lower --budget, or choose another --out"
                 )
             self.path.mkdir()
         except OSError as error:
@@ -142,7 +145,7 @@ class WorkFolder:
 
     def _acquire_lock(self) -> None:
         """Lock the folder until `remove` or `close`: two processes writing the same files would mix their numbers."""
-        in_use = KvqError(f"{self.path} is in use by another calibration: wait for its end, or choose another --out")
+        in_use = KvqError(f"{self.path} is in use by a running calibration: wait for its end, or choose another --out")
         try:
             self._lock = os.open(self.path, os.O_RDONLY)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

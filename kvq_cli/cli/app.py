@@ -38,6 +38,8 @@ COMMANDS = (
     ("reproduce", "reproduce:reproduce", "Evaluate"),
 )
 ALIASES = {"evaluate": "eval"}
+#: Options of all commands that print their help.
+HELP = {"help_option_names": ["-h", "--help"]}
 
 
 class KvqGroup(TyperGroup):
@@ -174,7 +176,7 @@ def _root(version: Version = False) -> None:
 
 
 def _build() -> typer.Typer:
-    root = typer.Typer(cls=KvqGroup, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+    root = typer.Typer(cls=KvqGroup, no_args_is_help=True, pretty_exceptions_enable=False, context_settings=HELP)
     root.callback()(_root)
     for name, place, panel in COMMANDS:
         module, attribute = place.split(":")

@@ -293,6 +293,7 @@ def evaluate(
                 fresh=results.fresh,
                 command=command_line(),
                 track=track,
+                overall=track,
                 note=output.note,
             )
     except KeyboardInterrupt:

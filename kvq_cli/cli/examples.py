@@ -28,7 +28,10 @@ EXAMPLES = {
     "inspect": ("kvq inspect artifacts/reference/temporalkv-2bit",),
     "methods": ("kvq methods", "kvq methods kivi"),
     "bits": ("kvq bits --shapes llama-3.1-8b --context 131072", "kvq bits --papers"),
-    "plan": ("kvq plan --shapes llama-3.1-8b --memory 80GB --context 131072 --batch 8",),
+    "plan": (
+        "kvq plan --shapes llama-3.1-8b --memory 80GB --context 131072 --batch 8",
+        "kvq plan --shapes llama-3.1-8b --gpu rtx4090 --compare fp16,kivi,temporalkv",
+    ),
     "results": (
         "kvq results results/reference --format markdown",
         "kvq results results/reference --baseline kivi",

@@ -34,8 +34,8 @@ def methods(name: Name = None, as_json: Json = False) -> None:
         columns = ["method", "bits", "caches", "calibrates", "nominal", "packed", "measured"]
         out.table(columns, rows)
         out.prose(
-            f"nominal, packed, measured: bits per cached number at the defaults, {SHAPE}, {CONTEXT:,} tokens; packed adds "
-            "scales and outliers; measured adds full-precision windows and unused room (`kvq bits`)"
+            f"nominal, packed, measured: bits per cached number at the defaults, {SHAPE}, {CONTEXT:,} tokens; packed "
+            "adds scales and outliers; measured adds full-precision windows and unused room (`kvq bits`)"
         )
         out.prose("`kvq methods NAME` explains one method and its options")
         out.result(listed)

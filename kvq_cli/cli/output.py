@@ -9,6 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from kvq_cli.units import human_bytes as human_bytes  # commands import it with `Output`
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import Progress, TaskID
@@ -46,7 +48,8 @@ class Output:
         """Print sentences of the result as `text` does; on a terminal, lines end between words."""
         from rich.text import Text
 
-        self.console(stderr=self.as_json).print(Text(text), soft_wrap=not (self.as_json or self._stdout.isatty()))
+        console = self.console(stderr=self.as_json)
+        console.print(Text(text), soft_wrap=not console.is_terminal)
 
     def table(
         self,
@@ -107,15 +110,6 @@ class Output:
                 progress.update(tasks[phase], completed=done, total=total)
 
             yield show
-
-
-def human_bytes(count: float) -> str:
-    """Format a number of bytes: 1536 as `1.5 KiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
 
 
 def silence_libraries() -> None:

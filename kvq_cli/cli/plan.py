@@ -9,19 +9,26 @@ import typer
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.output import Output, human_bytes
 from kvq_cli.cli.sizes import Batch, Compare, Context, ModelName, ShapeName, each_method, model_size
+from kvq_cli.errors import UsageError
+from kvq_cli.units import parse_bytes
 
 if TYPE_CHECKING:
     from kvq_cli.benchmarking.capacity import Capacity
     from kvq_cli.methods.base import Method
 
-Memory = Annotated[str, typer.Option("--memory", metavar="SIZE", help="Memory of the device: 80GB, 24GiB, ...")]
+Memory = Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="Memory of the device: 80GB, 24GiB, ...")]
+GpuName = Annotated[
+    str | None,
+    typer.Option("--gpu", metavar="NAME", help="Memory of this GPU, instead of --memory: h100, rtx4090, l4, ..."),
+]
 Reserve = Annotated[
     str, typer.Option("--reserve", metavar="SIZE", help="Memory reserved for activations and libraries.")
 ]
 
 
 def plan(
-    memory: Memory,
+    memory: Memory = None,
+    gpu: GpuName = None,
     compare: Compare = None,
     bits: opt.Bits = None,
     set_: opt.Set = None,
@@ -39,15 +46,14 @@ def plan(
     depends on the model and on --prefill-chunk: cover it with --reserve.
     """
     out = Output(as_json=as_json)
-    from kvq_cli.benchmarking.capacity import capacity, parse_bytes
-    from kvq_cli.errors import UsageError
+    total, held_back = _memory_bytes(memory, gpu), parse_bytes(reserve, "--reserve")
+    from kvq_cli.benchmarking.capacity import capacity
 
-    total, held_back = parse_bytes(memory, "--memory"), parse_bytes(reserve, "--reserve")
     size = model_size(shapes, model, trust_remote_code)
-    room = total - held_back
+    room, device = total - held_back, f"--memory {memory}" if gpu is None else f"--gpu {gpu}"
     if room <= size.weights_bytes:
         raise UsageError(
-            f"--memory {memory} is {human_bytes(total)}: the weights take {human_bytes(size.weights_bytes)} and "
+            f"{device} is {human_bytes(total)}: the weights take {human_bytes(size.weights_bytes)} and "
             f"--reserve takes {reserve}; nothing is left for a cache"
         )
     found, rows = [], []
@@ -60,7 +66,19 @@ def plan(
         rows.append([label, human_bytes(one.cache), human_bytes(one.weights + one.artifact + one.cache)])
         rows[-1] += ["yes" if one.fits else "no", f"{one.context:,}", f"{one.batch:,}"]
     columns = ["method", "cache", "with weights", "fits", f"longest context x {batch}", f"largest batch x {context:,}"]
-    title = f"{shapes or model} in {memory}, {reserve} of it reserved: weights {human_bytes(size.weights_bytes)}"
+    where = memory or f"{human_bytes(total)} of {gpu}"
+    title = f"{shapes or model} in {where}, {reserve} of it reserved: weights {human_bytes(size.weights_bytes)}"
     out.table(columns, rows, title=f"{title}, {batch} x {context:,} tokens")
     document = {"shape": shapes or model, "memory": total, "reserve": held_back, "context": context, "batch": batch}
     out.result({**document, "methods": found})
+
+
+def _memory_bytes(memory: str | None, gpu: str | None) -> int:
+    """The size given by `--memory` or `--gpu`; UsageError unless it is one of them."""
+    from kvq_cli.benchmarking.gpus import known_gpu
+
+    if (memory is None) == (gpu is None):
+        raise UsageError(
+            "give --memory SIZE, like 80GB, or --gpu NAME, like h100" + ("" if gpu is None else ", not both")
+        )
+    return parse_bytes(memory, "--memory") if memory is not None else int(known_gpu(str(gpu), "give --memory").memory)

@@ -118,7 +118,7 @@ def _make(
         return True
     try:
         calibrations = _calibrations(wanted, model, trust_remote_code)
-        seconds = run_target(wanted, model, calibrations, output.note, root, store)
+        seconds = run_target(wanted, model, calibrations, output.note, root, store, output.quiet)
     except KvqError as error:
         if stop:
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
@@ -52,12 +53,26 @@ def model_size(name: str | None, model: str, trust_remote_code: bool = False) ->
 
         known = known_shape(name, "--shapes")
         return ModelSize(known.model_shape(), 2 * known.parameters, CONTEXT)
-    from kvq_cli.models import configured_shape, parameters_and_context
+    from kvq_cli.models import REFERENCE, configured_shape, parameters_and_context
 
+    if model == REFERENCE:
+        return _reference_size()
     # The shape first: it refuses models without a KV cache.
     shape = configured_shape(model, trust_remote_code=trust_remote_code)
     parameters, context = parameters_and_context(model, trust_remote_code=trust_remote_code)
     return ModelSize(shape, 2 * parameters, context)
+
+
+def _reference_size() -> ModelSize:
+    """Size of the built-in model, without transformers, whose import takes seconds."""
+    import torch
+
+    from kvq_cli.benchmarking.shapes import SHAPES
+    from kvq_cli.reference import model_path
+
+    config, known = json.loads((model_path() / "config.json").read_text(encoding="utf-8")), SHAPES["reference"]
+    dtype = getattr(torch, config["dtype"])
+    return ModelSize(known.model_shape(dtype), 2 * known.parameters, config["max_position_embeddings"])
 
 
 def each_method(

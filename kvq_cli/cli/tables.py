@@ -31,8 +31,8 @@ def print_table(
     """Print a table; numeric columns are aligned right. bold, labels: as in `Output.table`.
 
     On a terminal too narrow for all columns, several tables are printed, each with the `labels`; on one too narrow for
-    the whole words of one more column, each row is printed as a record with one line per column. Files and pipes have no
-    width limit.
+    the whole words of one more column, each row is printed as a record with one line per column. Files and pipes
+    have no width limit.
     """
     from rich.text import Text
 

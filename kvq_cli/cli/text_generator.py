@@ -98,13 +98,22 @@ def cache_line(report: dict[str, Any]) -> str:
     if not held:
         return "cache: empty"
     shared = report["constant_bytes"]
-    ratio = f"{plain / held:.1f}x smaller" if held <= plain else f"{held / plain:.1f}x larger: windows are not full yet"
+    ratio = f"{plain / held:.1f}x smaller" if held <= plain else f"{held / plain:.1f}x larger: {_excess(report)}"
     return (
         f"cache: {human_bytes(held)} instead of {human_bytes(plain)} in 16 bit ({ratio}), "
         f"{report['measured_bits']:.2f} bits per number (nominal {report['nominal_bits']:g})"
         + (f"; shared by all sequences: {human_bytes(shared)}" if shared else "")
         + (f"; attention by {report['backend']}" if report.get("backend") else "")
     )
+
+
+def _excess(report: dict[str, Any]) -> str:
+    """Why a cache takes more bytes than its numbers in 16 bits: room that no token fills yet, else its largest part."""
+    parts = report["parts"]
+    if report["bytes"] - parts.get("unused", 0) <= report["fp16_bytes"]:
+        return f"{human_bytes(parts['unused'])} are allocated for later tokens"
+    largest = max(parts, key=parts.__getitem__)
+    return f"{human_bytes(parts[largest])} are {largest}"
 
 
 @dataclass

@@ -156,8 +156,8 @@ class PromptCodec(BlockFormat, ABC):
         return self.with_state(state).encode(x), state
 
     def state_like(self, state: State, tokens: int) -> State:
-        """Tensors of the shapes and dtypes of a state that `encode_prompt` gives for `tokens` packed tokens, whatever they
-        hold. state: one of fewer tokens."""
+        """Tensors of the shapes and dtypes of a state that `encode_prompt` gives for `tokens` packed tokens, whatever
+        they hold. state: one of fewer tokens."""
         return state
 
     @abstractmethod

@@ -15,18 +15,35 @@ from kvq_cli.methods.registry import from_config, to_config
 if TYPE_CHECKING:
     from kvq_cli.methods.base import Method
 
+#: Options that say which tokens stay in full precision: measured bits show their effect.
+WINDOW_OPTIONS = ("sinks", "recent", "residual", "buffer")
+
 
 def compared_methods(attachables: Sequence[Method | Artifact]) -> list[ComparedMethod]:
-    """Give each method or artifact a unique label like `kivi-2bit`, with options or folder added where labels collide.
+    """Give each method or artifact a unique label like `kivi-2bit` or `innerq-2bit,sign=inside`.
 
+    A label has the options that are not the default, but for windows, and for those that all methods with the option
+    share (`--set`); where labels collide, it has the windows or the artifact's folder, too.
     Result folders are named by all non-default options and the artifact's digest. UsageError if two are identical.
     """
     compared = [_compared_method(attachable) for attachable in attachables]
     if len({digest(one.identity) for one in compared}) < len(compared):
         raise UsageError("the comparison names the same method with the same options twice")
+    compared = [replace(one, label=_label_with_format(one, compared)) for one in compared]
     compared = _relabel_collisions(compared, _label_with_options)
     compared = _relabel_collisions(compared, lambda one, _: _artifact_name(one))
     return _relabel_collisions(compared, lambda one, _: f"{one.label}-{digest(one.identity)[:4]}")
+
+
+def _label_with_format(one: ComparedMethod, compared: Sequence[ComparedMethod]) -> str:
+    """The label and the non-default options, windows aside, that not all of several methods share."""
+
+    def shared(key: str, value: object) -> bool:
+        values = [other.identity["method"][key] for other in compared if key in other.identity["method"]]
+        return len(values) > 1 and all(each == value for each in values)
+
+    options = _non_default_options(one.method).items()
+    return _join_options(one.label, {k: v for k, v in options if k not in WINDOW_OPTIONS and not shared(k, v)})
 
 
 def _relabel_collisions(

@@ -40,6 +40,7 @@ def evaluate(
     fresh: bool = False,
     command: str | None = None,
     track: Tracker = lambda description, total, done: lambda count: None,
+    overall: Tracker = lambda description, total, done: lambda count: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Evaluate all methods on the same samples; returns the content of `OUT/comparison.json`.
@@ -50,7 +51,8 @@ def evaluate(
     samples share the work. `OUT/runs/<id>.json` is the record of this run, with its time and `command`; documents
     follow lm-eval's schema. `OUT/<folder>/results.json` has the document of most samples of each method configuration,
     `OUT/comparison.json` the last run. Raises UsageError for invalid settings, KvqError if nothing was compressed or a
-    folder cannot be written.
+    folder cannot be written. track: shows the progress of each evaluation; overall: of all together, and of their
+    preparation.
     """
     started = datetime.now(UTC)
     model: dict[str, Any] = {
@@ -61,7 +63,7 @@ def evaluate(
     model["dtype"] = str(loaded.model.dtype).removeprefix("torch.")
     if loaded.trust_remote_code:  # only then: samples of all other models keep their keys
         model["trust_remote_code"] = True
-    evaluations = build_evaluations(settings, loaded)
+    evaluations = build_evaluations(settings, loaded, overall)
     with ExitStack() as attachments:
         # Attach all methods at once: a forward pass uses the method whose cache it is given. A method that does not
         # support the model is refused here, before anything is written.
@@ -85,6 +87,7 @@ def evaluate(
                 logs[method.label, evaluation.name] = SampleLog(
                     folder, evaluation.name, key, evaluation.count if fresh else 0, option
                 )
+        track = _with_total(track, overall, evaluations, logs)
         for evaluation in evaluations:
             _run(loaded, evaluation, attached, {label: logs[label, evaluation.name] for label in attached}, track, note)
     records = {
@@ -98,6 +101,28 @@ def evaluate(
         results["samples"] = {each.name: relpath(logs[method.label, each.name].path, out) for each in evaluations}
     save_run(out, document, command, started)
     return document
+
+
+def _with_total(
+    track: Tracker, overall: Tracker, evaluations: Sequence[Evaluation], logs: Mapping[tuple[str, str], SampleLog]
+) -> Tracker:
+    """`track` that also shows `overall` how many samples of all evaluations are finished, where there are several."""
+    if len(evaluations) < 2:
+        return track
+    counts = {each.name: each.count for each in evaluations}
+    done = sum(index in log.records for (_, name), log in logs.items() for index in range(counts[name]))
+    advance_total = overall("all evaluations", sum(counts[name] for _, name in logs), done)
+
+    def tracked(description: str, total: int, done: int) -> Callable[[int], None]:
+        advance = track(description, total, done)
+
+        def both(count: int) -> None:
+            advance_total(count)
+            advance(count)
+
+        return both
+
+    return tracked
 
 
 def _log_folder(out: Path, method: ComparedMethod, log: str) -> Path:

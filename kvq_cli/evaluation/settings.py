@@ -22,6 +22,7 @@ from kvq_cli.evaluation.ruler.tasks import TASKS
 from kvq_cli.evaluation.ruler.templates import select_templates
 
 if TYPE_CHECKING:
+    from kvq_cli.evaluation.runner import Tracker
     from kvq_cli.models import LoadedModel
 
 RULER = "ruler"
@@ -79,19 +80,24 @@ class EvaluationSettings:
         return list(TASKS) if RULER in self.tasks else [name for name in TASKS if name in self.tasks]
 
 
-def build_evaluations(settings: EvaluationSettings, loaded: LoadedModel) -> list[Evaluation]:
-    """Build all requested evaluations; UsageError or KvqError for every setting that cannot work with the model."""
-    evaluations: list[Evaluation] = [*_ruler(settings, loaded)] if settings.ruler_tasks else []
+def build_evaluations(settings: EvaluationSettings, loaded: LoadedModel, track: Tracker) -> list[Evaluation]:
+    """Build all requested evaluations; UsageError or KvqError for every setting that cannot work with the model.
+
+    track: shows the progress of fitting RULER's prompts to each context, which takes seconds where it is long.
+    """
+    evaluations: list[Evaluation] = [*_ruler(settings, loaded, track)] if settings.ruler_tasks else []
     evaluations += _lm_eval(settings, loaded)
     return evaluations + ([*_perplexity(settings, loaded)] if PERPLEXITY in settings.tasks else [])
 
 
-def _ruler(settings: EvaluationSettings, loaded: LoadedModel) -> Iterator[Evaluation]:
+def _ruler(settings: EvaluationSettings, loaded: LoadedModel, track: Tracker) -> Iterator[Evaluation]:
     chat = uses_chat_template(loaded, settings.chat_template)
     templates = select_templates(settings.templates, loaded.name)
     essay = Haystack(load_text(settings.haystack, "evaluation"), settings.haystack)
     sources = Sources(essay, question_source(settings.qa_files, settings.seed))
-    for context in settings.contexts or [loaded.default_length(DEFAULT_CONTEXT)]:
+    contexts = settings.contexts or [loaded.default_length(DEFAULT_CONTEXT)]
+    advance = track("fitting RULER's prompts", len(contexts) * len(settings.ruler_tasks), 0)
+    for context in contexts:
         _check_length("--context", context, loaded)
         for name in settings.ruler_tasks:
             yield RulerEvaluation(
@@ -107,6 +113,7 @@ def _ruler(settings: EvaluationSettings, loaded: LoadedModel) -> Iterator[Evalua
                 batch_size=settings.batch_size,
                 save_prompts=settings.save_prompts,
             )
+            advance(1)
 
 
 def _lm_eval(settings: EvaluationSettings, loaded: LoadedModel) -> list[Evaluation]:

@@ -55,18 +55,22 @@ def run_target(
     report: Callable[[str], None],
     root: Path = ROOT,
     store: Path = STORE,
+    quiet: bool = False,
 ) -> float:
     """Run a target and return the seconds it took. An interrupted target continues where it stopped.
 
-    calibrations: commands that make missing artifacts first. report: called with each command line. KvqError when a
-    command fails.
+    calibrations: commands that make missing artifacts first. report: called with each command line. quiet: the
+    commands print no progress and no notes. KvqError when a command fails.
     """
     started = time.monotonic()
+    silence = ["--quiet"] if quiet else []
     for words in calibrations:
-        _run(words, report)
+        _run([*words, *silence], report)
     record = current_record(target, model)
     write_json(target.folder(model, root) / RECORD, {**record, "finished": False})
-    printed = _run(target.command(model, root, store), report, keep=target.into is not None)
+    command = target.command(model, root, store)
+    # Fixed commands, like `bits --papers`, print nothing but their result, and have no such flag.
+    printed = _run([*command, *([] if target.run else silence)], report, keep=target.into is not None)
     if target.into:
         write_json(target.result(model, root), json.loads(printed))
     if not target.result(model, root).is_file():

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from kvq_cli.evaluation.compared_methods import WINDOW_OPTIONS
 from kvq_cli.evaluation.tabulate import EXACT, Table, tabulate
 from kvq_cli.methods.registry import build_parsed, from_config, to_config
 from kvq_cli.papers.published import cells
@@ -14,8 +15,6 @@ from kvq_cli.papers.targets import Target
 
 #: Published columns in which lower is better; in all others higher is.
 LOWER_IS_BETTER = ("perplexity", "Wiki2", "C4")
-#: Options that say which tokens stay in full precision: a method with other windows is still the same published row.
-WINDOW_OPTIONS = ("sinks", "recent", "residual", "buffer")
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,19 @@ def test_invalid_prompts_are_refused(tiny, probe, prompt):
             model(ids[:, :20], attention_mask=square, past_key_values=kv.new_cache())
 
 
+def test_decoding_beyond_the_context_is_said_once(tiny, probe, prompt, recwarn):
+    model, (ids, _) = tiny("llama", max_position_embeddings=32), prompt(32)
+    with attach(model, probe()) as kv:
+        cache = kv.new_cache()
+        model(ids, past_key_values=cache)
+        assert not recwarn.list
+        for _ in range(3):
+            model(ids[:, :1], past_key_values=cache)
+    assert [str(one.message) for one in recwarn.list] == [
+        "decoding beyond the model's context of 32 tokens: it was not trained for longer ones"
+    ]
+
+
 @parametrize_pairwise({"columns": [20, 1], "value": [torch.nan, torch.inf], "which": ["k_proj", "v_proj"]})
 def test_non_finite_numbers_are_refused(tiny, probe, prompt, columns, value, which):
     model, (ids, _) = tiny("llama"), prompt(20)

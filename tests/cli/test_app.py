@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
+import click
 import pytest
 import typer
 
@@ -29,6 +31,31 @@ def test_help_needs_no_heavy_imports():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The words of every command and group below `group`."""
+    for name, command in group.commands.items():
+        yield (*path, name)
+        if hasattr(command, "commands"):
+            yield from commands(command, (*path, name))
+
+
+@pytest.mark.parametrize("words", [(), *commands(typer.main.get_command(module.app))], ids=" ".join)
+def test_short_help_is_the_help_and_fits_100_columns(kvq, monkeypatch, words):
+    monkeypatch.setenv("COLUMNS", "100")
+    short, long = (kvq(*words, flag) for flag in ("-h", "--help"))
+    assert short.exit_code == 0 and short.stdout == long.stdout and "Usage:" in short.stdout
+    assert max(map(len, short.stdout.splitlines())) <= 100
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_shells_complete_commands(shell):
+    given = {"COMP_WORDS": "kvq me", "COMP_CWORD": "1", "_TYPER_COMPLETE_ARGS": "kvq me"}
+    given |= {"_KVQ_COMPLETE": f"complete_{shell}", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    code = "from kvq_cli.cli.app import app; app(prog_name='kvq')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | given)
+    assert "methods" in done.stdout and "bench" not in done.stdout, done.stderr
 
 
 def test_help_is_fast():

@@ -153,12 +153,15 @@ def test_streamer_writes_whole_characters():
 
 def test_cache_line():
     report = {"bytes": 2**20, "fp16_bytes": 2**23, "measured_bits": 2.0, "nominal_bits": 2.0, "constant_bytes": 0}
+    report["parts"] = {"recent": 2**18, "unused": 3 * 2**18}
     assert (
         cache_line(report)
         == "cache: 1.0 MiB instead of 8.0 MiB in 16 bit (8.0x smaller), 2.00 bits per number (nominal 2)"
     )
     assert cache_line({**report, "constant_bytes": 512}).endswith("; shared by all sequences: 512 B")
-    assert "(2.0x larger: windows" in cache_line({**report, "fp16_bytes": 2**19})
+    assert "(2.0x larger: 768.0 KiB are allocated for later tokens)" in cache_line({**report, "fp16_bytes": 2**19})
+    in_32_bits = {**report, "fp16_bytes": 2**19, "parts": {"raw": 2**20}}
+    assert "(2.0x larger: 1.0 MiB are raw)" in cache_line(in_32_bits)
     assert cache_line({**report, "bytes": 0}) == "cache: empty"
 
 

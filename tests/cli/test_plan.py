@@ -6,11 +6,14 @@ import pytest
 from typer.testing import CliRunner
 
 from kvq_cli.benchmarking.accounting import account
-from kvq_cli.benchmarking.capacity import capacity, parse_bytes
+from kvq_cli.benchmarking.capacity import capacity
 from kvq_cli.benchmarking.shapes import CONTEXT, SHAPES
 from kvq_cli.cli.app import app
+from kvq_cli.cli.sizes import ModelSize, model_size
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.registry import build
+from kvq_cli.models import configured_shape, parameters_and_context
+from kvq_cli.units import parse_bytes
 
 SHAPE = SHAPES["llama-3.2-1b"]
 METHODS = [("fp16", {}), ("kivi", {"bits": 2}), ("temporalkv", {"bits": 2}), ("xquant", {"bits": 4})]
@@ -50,18 +53,41 @@ def test_the_command(tmp_path):
     fp16, kivi = json.loads(result.stdout)["methods"]
     assert fp16["weights"] == 2 * SHAPES["llama-3.1-8b"].parameters
     assert kivi["context"] > 4 * fp16["context"] and kivi["batch"] > 4 * fp16["batch"] > 0
-    for memory, said in (("12GB", "11.2 GiB"), ("80", "80 B")):
-        small = CliRunner().invoke(app, [*words[:3], "--memory", memory])
-        assert small.exit_code == 2 and f"--memory {memory} is {said}: the weights take 15.0 GiB" in small.stderr
+    small = CliRunner().invoke(app, [*words[:3], "--memory", "12GB"])
+    assert small.exit_code == 2 and "--memory 12GB is 11.2 GiB: the weights take 15.0 GiB" in small.stderr
 
 
 def test_weight_bytes_are_counted_from_the_configuration():
     document = json.loads(CliRunner().invoke(app, ["plan", "--memory", "3GB", "--compare", "fp16", "--json"]).stdout)
     assert document["methods"][0]["weights"] == 2 * SHAPES["reference"].parameters
+    shape, (parameters, context) = configured_shape("reference"), parameters_and_context("reference")
+    assert model_size(None, "reference") == ModelSize(shape, 2 * parameters, context)
+
+
+@pytest.mark.parametrize(("name", "memory"), [("rtx4090", 24), ("RTX-4090", 24), ("h100", 80), ("a100-40gb", 40)])
+def test_gpu_instead_of_memory(kvq, name, memory):
+    words = ("plan", "--compare", "fp16", "--json")
+    by_gpu, by_size = (
+        json.loads(kvq(*words, *device).stdout) for device in (["--gpu", name], ["--memory", f"{memory}GB"])
+    )
+    assert by_gpu == by_size
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--memory", "24"], "--memory 24: has no unit; 24GB?"),
+        (["--gpu", "h300"], "unknown GPU 'h300'; known: a10, a100-40gb, a100-80gb, b200, h100-pcie,"),
+        ([], "give --memory SIZE, like 80GB, or --gpu NAME, like h100"),
+        (["--gpu", "h100", "--memory", "80GB"], "or --gpu NAME, like h100, not both"),
+    ],
+)
+def test_memory_is_given_once_and_with_a_unit(fails, words, says):
+    fails("plan", *words, code=2, says=says)
 
 
 def test_parse_bytes():
-    assert [parse_bytes(text, "-m") for text in ("80GB", "1.5 GiB", "512MB", "7")] == [
+    assert [parse_bytes(text, "-m") for text in ("80GB", "1.5 GiB", "512MB", "7B")] == [
         80 * 10**9,
         3 << 29,
         512 * 10**6,

@@ -86,3 +86,17 @@ def test_phases_write_to_stderr_unless_quiet(capsys):
         stdout, stderr = capsys.readouterr()
         lines = [] if quiet else ["capture: 0/2", "capture: 2/2, 0:00:00 elapsed", "write: 1/1"]
         assert (stdout, stderr.splitlines()) == ("", lines)
+
+
+def test_a_line_every_30_seconds_also_where_nothing_is_reported(progress, lines, clock):
+    with progress:
+        progress.add_task("loading", total=1, completed=1)
+        task = progress.add_task("measuring", total=3)
+        for seconds in (29, 1, 30):
+            clock.now += seconds
+            progress.say_running()
+        assert lines[2:] == ["measuring: 0/3, 0:00:30 elapsed", "measuring: 0/3, 0:01:00 elapsed"]
+        progress.advance(task, 3)
+        clock.now += 100
+        progress.say_running()
+    assert lines[4:] == ["measuring: 3/3, 0:01:00 elapsed"]

@@ -22,9 +22,9 @@ def printed(width, columns, rows, terminal=True, **options):
 
 
 def test_narrow_terminal_shows_records():
-    lines = [line.rstrip() for line in printed(40, SIZES, ROWS, title="llama-3.1-8b: 1 x 8,192 tokens")]
-    assert lines[0] == "llama-3.1-8b: 1 x 8,192 tokens"
-    assert printed(40, ["a"], [["b"]], title="wider than what it is about")[0] == "wider than what it is about"
+    lines = [line.rstrip() for line in printed(30, SIZES, ROWS, title="llama-3.1-8b: 8,192 tokens")]
+    assert lines[0] == "llama-3.1-8b: 8,192 tokens"
+    assert printed(30, ["a"], [["b"]], title="wider than what it is about")[0] == "wider than what it is about"
     assert [line for line in lines if line.startswith(("method", "cache", "x smaller"))] == [
         "method        kivi-2bit",
         "cache         206.6 MiB",
@@ -33,7 +33,19 @@ def test_narrow_terminal_shows_records():
         "cache         129.4 MiB",
         "x smaller     7.91",
     ]
-    assert "bits by part  codes 1.98 + scale 0.496 +" in lines and "              zero 0.496 + unused 0.126" in lines
+    assert "bits by part  codes 1.98 +" in lines and "              scale 0.496 +" in lines
+
+
+def test_columns_that_do_not_fit_are_printed_below_with_the_labels():
+    heads, seen = [], []
+    for line in printed(44, SIZES, ROWS):
+        if line.strip().startswith("method"):
+            heads.append(line.split()[1:])
+        seen += [line.split()[0]] if "-2bit" in line else []
+    assert [head[0] for head in heads] == ["nominal", "cache", "bits"]
+    assert seen == ["kivi-2bit", "temporalkv-2bit"] * 3
+    heads = [line.split()[:2] for line in printed(60, SIZES, ROWS, labels=2) if "method" in line]
+    assert len(heads) == 2 and heads[0] == heads[1] == ["method", "nominal"]
 
 
 def test_wide_terminal_shows_columns_without_broken_words():

@@ -65,6 +65,10 @@ def test_labels_name_the_options_that_differ(artifact):
         "kivi-2bit,sinks=8",
         "kivi-2bit,sinks=8,recent=32",
     ]
+    assert _labels(["kivi-4bit", "innerq:sign=inside"]) == ["kivi-4bit", "innerq-2bit,sign=inside"]
+    assert _labels(["innerq"], options={"sign": "inside"}) == ["innerq-2bit,sign=inside"]
+    shared = {"options": {"sinks": "8", "recent": "64"}}
+    assert _labels(["kivi", "innerq:sign=inside"], 2, **shared) == ["kivi-2bit", "innerq-2bit,sign=inside"]
     both = [artifact("with", 2), artifact("without", 2, fisher=False)]
     assert _labels([], None, both) == ["temporalkv-2bit", "temporalkv-2bit,fisher=off"]
 
