@@ -29,6 +29,14 @@ _NAMES |= {"diffllama": "DiffLlama", "hunyuan": "HunYuanDenseV1"}
 _MULTI_HEAD = ("gpt_neox", "gpt2", "opt", "persimmon")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def few_splits():
+    """Interpreted kernels divide a row into few splits: a GPU's multiprocessors would run dozens of empty programs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvq_kernels.decode_attention.launch.DEFAULT_SM_COUNT", 1)
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny() -> Callable[..., transformers.PreTrainedModel]:
     """`tiny("qwen3", sliding_window=9)`: a random model of 3 layers, 4 query heads, 2 kv heads, 97 words."""
