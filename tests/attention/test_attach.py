@@ -67,11 +67,11 @@ def logits(model, ids, mask, cache, chunk: int) -> torch.Tensor:
 @pytest.mark.parametrize("family, options", CASES)
 def test_identity_codec_gives_the_logits_of_the_model(tiny, probe, prompt, family, options, source):
     model = tiny(family, **options)
-    ids, mask = prompt(30, pads=(6, 0))
+    ids, mask = prompt(20, pads=(6, 0))
     real = mask.bool()
-    own = logits(model, ids, mask, None, 30)[real]
+    own = logits(model, ids, mask, None, 20)[real]
     method = probe(source=source, codec="identity", window=Window(3, 2, 4), value_window=Window(1, 0, 2))
-    for prefill, chunk in (("exact", 30), ("compressed", 30), ("compressed", 1), ("exact", 7)):
+    for prefill, chunk in (("exact", 20), ("compressed", 20), ("compressed", 1), ("exact", 7)):
         with attach(model, method, prefill=prefill) as kv:
             cache = kv.new_cache()
             close(logits(model, ids, mask, cache, chunk)[real], own)
@@ -88,10 +88,10 @@ def test_yarn_rotation(tiny, probe, prompt):
 @pytest.mark.parametrize("family, options", [*FAMILIES.items(), ("gemma3", SLIDING["gemma3"])])
 def test_compressed_prefill_equals_token_by_token(tiny, probe, prompt, family, options):
     model = tiny(family, **options)
-    ids, mask = prompt(40, pads=(0, 9))
+    ids, mask = prompt(25, pads=(0, 9))
     real, method = mask.bool(), probe(window=Window(3, 0, 4), value_window=Window(2, 5, 4))
     with attach(model, method, prefill="compressed") as kv:
-        whole, *others = (logits(model, ids, mask, kv.new_cache(), chunk)[real] for chunk in (40, 1, 13))
+        whole, *others = (logits(model, ids, mask, kv.new_cache(), chunk)[real] for chunk in (25, 1, 13))
     for other in others:
         close(other, whole)
     own = model(ids, attention_mask=mask).logits[real]

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
 
 import pytest
@@ -118,17 +119,31 @@ def test_each_phase_has_a_progress_bar_with_its_total(calibrate, monkeypatch):
     assert tasks == [("read text", 1, 1), ("capture", 6, 6), ("cluster", 4, 4), ("write", 1, 1)]
 
 
-def test_ctrl_c_tells_how_to_resume(calibrate, kvq_process, tiny_folder, tmp_path):
-    words = [*SMALL, "--samples", 60, "--model", tiny_folder, "--device", "cpu", "--out", "a"]
-    process = kvq_process("calibrate", *words)
+@pytest.fixture
+def default_sigint():
+    """As in a terminal: a runner in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("default_sigint")
+def test_ctrl_c_tells_how_to_resume(calibrate, tmp_path):
     progress = tmp_path / "a.work" / "captured.json"
-    deadline = time.monotonic() + 120
-    while not progress.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 130, stderr
-    assert "interrupted; continue with the same command and --resume" in stderr and "Traceback" not in stderr
+
+    def interrupt() -> None:
+        deadline = time.monotonic() + 120
+        while not progress.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    watch = threading.Thread(target=interrupt)
+    watch.start()
+    result = calibrate("--samples", 60, "--out", "a")
+    watch.join()
+    assert result.exit_code == 130, result.output
+    said = result.stderr
+    assert "interrupted; continue with the same command and --resume" in said and "Traceback" not in said
     assert not (tmp_path / "a").exists()
     assert json.loads(progress.read_text())["samples"] < 60
     assert calibrate("--samples", 60, "--out", "a", "--resume").exit_code == 0

@@ -67,7 +67,7 @@ def test_help_is_fast():
         after = os.times()
         return after.children_user + after.children_system - before.children_user - before.children_system
 
-    assert min(seconds() for _ in range(5)) < 0.5  # 0.2 s on an idle core; importing torch takes 1 s or more
+    assert any(seconds() < 0.5 for _ in range(5))  # 0.2 s on an idle core; importing torch takes 1 s or more
 
 
 def test_version_and_no_arguments(kvq):
@@ -148,14 +148,6 @@ def test_interrupt_exits_with_130_at_any_time(kvq_process, wait):
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr
     assert "Traceback" not in stderr
-
-
-def test_sigterm_is_an_interrupt(kvq_process):
-    process = kvq_process("chat", "--method", "fp16")
-    assert "/help" in process.stderr.readline()  # it waits for its input now
-    process.terminate()
-    _, stderr = process.communicate(timeout=60)
-    assert (process.returncode, stderr.strip()) == (130, "kvq: interrupted")
 
 
 def test_closed_and_ascii_streams():

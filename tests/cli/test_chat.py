@@ -52,12 +52,17 @@ def test_errors_do_not_end_the_conversation(chat, line, says):
     assert says in result.stderr and "0 turns" in result.stdout
 
 
-def test_binary_message_is_reported(kvq_process):
-    process = kvq_process("chat")
-    process.stdin.buffer.write(b"\xff\xfe\n/status\n")
+def test_binary_message_is_reported_and_sigterm_is_an_interrupt(kvq_process):
+    process = kvq_process("chat", "--method", "fp16")
+    assert "/help" in process.stderr.readline()
+    process.stdin.buffer.write(b"\xff\xfe\n/status\n/nonsense\n")
+    process.stdin.flush()
+    assert process.stderr.readline().startswith("kvq: error: the message is not UTF-8 text")
+    assert "unknown command" in process.stderr.readline()  # it waits for its input now
+    process.terminate()
     stdout, stderr = process.communicate(timeout=60)
-    assert process.returncode == 0 and "0 turns" in stdout
-    assert "kvq: error: the message is not UTF-8 text" in stderr
+    assert "0 turns" in stdout
+    assert (process.returncode, stderr.strip()) == (130, "kvq: interrupted")
 
 
 def test_end_of_input_ends_the_chat(chat):
