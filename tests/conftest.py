@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -23,6 +24,9 @@ try:
 except ModuleNotFoundError:  # on a machine with a GPU: tests that need it are not among those that run there
     hypothesis = None
 
+# Importing and collecting leave a million objects: looking for garbage among them again and again takes seconds.
+gc.disable()
+
 # Kernels run in Triton's interpreter where there is no GPU, which is settled when Triton is imported: transformers'
 # models do that, too.
 if not torch.cuda.is_available() and "KVQ_TEST_PTX" not in os.environ:
@@ -38,6 +42,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.g
 if hypothesis is not None:
     hypothesis.settings.register_profile("kvq", deadline=None, derandomize=True, max_examples=50)
     hypothesis.settings.load_profile("kvq")
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture
