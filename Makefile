@@ -28,12 +28,14 @@ ARTIFACTS := $(foreach bits,1 2 4,temporalkv-$(bits)bit channelkv-$(bits)bit) $(
 MODEL ?= reference
 OPTIONS ?=
 COMPARED := smollm2/compare-2bit smollm2/compare-fair smollm2/compare-paper reference/compare-fair reference/compare-paper
+# Comparisons on SmolLM2 with an HTML page in docs/.
+PAGES := $(patsubst %/comparison.json,%,$(wildcard results/reproduction/smollm2/compare-*/comparison.json))
 BENCH := --compare kivi,temporalkv --bits 2
 # What depends on the versions of PyTorch, transformers and the other packages.
 OLDEST_TESTS := $(addprefix tests/,artifact attention cache calibration cli codecs data evaluation methods)
 
 .PHONY: help demo test lint docs artifacts list repro repro-fast reproduction smollm2 compare comparison bench \
-	test-all gpu gpu-test gpu-bench gpu-tune gpu-growth gpu-pack gpu-unpack gpu-memory clean
+	pages session test-all gpu gpu-test gpu-bench gpu-tune gpu-growth gpu-pack gpu-unpack gpu-memory clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -124,7 +126,7 @@ compare: .venv/.installed  ## Compare all methods at 4, 3, 2 and 1 bits on both 
 	@for model in smollm2 reference; do $(call kvq,reproduce compare-2bit compare-fair compare-paper --model $$model); done
 	$(MAKE) --no-print-directory comparison
 
-comparison: .venv/.installed  # docs/COMPARISON.md from the tracked results
+comparison: .venv/.installed pages  # docs/COMPARISON.md from the tracked results
 	@{ cat docs/comparison-head.md; echo
 	for compared in $(COMPARED); do
 	results=results/reproduction/$$compared plot=comparison-$${compared/\/compare/}.png
@@ -140,6 +142,15 @@ comparison: .venv/.installed  # docs/COMPARISON.md from the tracked results
 	$(KVQ) results $$results --format markdown --plot docs/$$plot; echo
 	done; } > docs/COMPARISON.md
 	echo "written: docs/COMPARISON.md"
+
+pages: .venv/.installed  ## Write the HTML pages of SmolLM2's comparisons and the README's picture, from tracked results.
+	@for results in $(PAGES); do
+	$(KVQ) report $$results --out docs/comparison-smollm2-$${results##*compare-}.html
+	done
+	$(BIN)/python tools/docs/picture.py results/reproduction/smollm2/compare-2bit docs/quality.svg
+
+session: .venv/.installed  ## Record docs/session.svg: a terminal in which SmolLM2 continues a text from a cache of 2 bits.
+	@PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python tools/docs/session.py
 
 bench: results/bench/generate.json  ## Measure prefill and decoding beside transformers' caches.
 

@@ -35,6 +35,7 @@ COMMANDS = (
     ("bits", "bits:bits", "Inspect"),
     ("plan", "plan:plan", "Inspect"),
     ("results", "results:results", "Inspect"),
+    ("report", "report:report", "Inspect"),
     ("reproduce", "reproduce:reproduce", "Evaluate"),
 )
 ALIASES = {"evaluate": "eval"}

@@ -37,6 +37,10 @@ EXAMPLES = {
         "kvq results results/reference --baseline kivi",
         "kvq results results/reference --runs",
     ),
+    "report": (
+        "kvq report results/reference",
+        "kvq report results/reproduction/smollm2/compare-2bit --out compare.html",
+    ),
     "reproduce": ("kvq reproduce", "kvq reproduce table-temporalkv-6"),
 }
 

@@ -32,9 +32,9 @@ def plot_comparison(document: Mapping[str, Any], path: Path) -> None:
     """
     from matplotlib.lines import Line2D
 
-    lines = _lines(document["methods"])
-    documents = [result for results in lines.values() for result in results]
-    panels = [panel for panel in PANELS if any(panel.score(result) is not None for result in documents)]
+    methods = document["methods"]
+    lines = {name: [methods[label] for label in labels] for name, labels in lines_by_method(methods).items()}
+    panels = [panel for panel in PANELS if any(panel.score(result) is not None for result in methods.values())]
     if not panels:
         raise KvqError(f"--plot {path}: nothing to draw; evaluate --task perplexity or ruler")
     figure = new_figure(1 + 5 * len(panels), 5.5)
@@ -61,12 +61,12 @@ def plot_comparison(document: Mapping[str, Any], path: Path) -> None:
     save(figure, path, "--plot")
 
 
-def _lines(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Result documents grouped by label without bits: the points of each line."""
-    lines: dict[str, list[Mapping[str, Any]]] = {}
+def lines_by_method(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Labels of the result documents that differ in bits alone, by label without bits: the points of each line."""
+    lines: dict[str, list[str]] = {}
     for label, result in methods.items():
         bits = result["config"]["method"].get("bits")
-        lines.setdefault(label.replace(f"-{bits}bit", "", 1), []).append(result)
+        lines.setdefault(label.replace(f"-{bits}bit", "", 1), []).append(label)
     return lines
 
 

@@ -1,0 +1,58 @@
+"""`kvq report`: write an HTML page of finished results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kvq_cli.cli.options import Json, Quiet
+from kvq_cli.cli.output import Output, human_bytes
+
+Folder = Annotated[
+    Path,
+    typer.Argument(
+        metavar="DIR",
+        help="Folder that `kvq eval`, `reproduce`, `analyze` or `bench` wrote to, or one with several of them.",
+    ),
+]
+Out = Annotated[Path | None, typer.Option("--out", metavar="FILE", help="The page (default: DIR/report.html).")]
+Artifacts = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--artifact",
+        metavar="DIR",
+        help="Artifact whose errors by layer are shown; repeatable (default: those that the results used, in "
+        "artifacts/MODEL/).",
+    ),
+]
+Baseline = Annotated[
+    str | None,
+    typer.Option(
+        "--baseline",
+        metavar="NAME",
+        help="Method that paired differences are taken to (default: the first compressed one).",
+    ),
+]
+
+
+def report(
+    folder: Folder,
+    out: Out = None,
+    artifact: Artifacts = None,
+    baseline: Baseline = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write results as one HTML page that needs no network: plots, tables, settings, artifacts' errors."""
+    output = Output(as_json=as_json, quiet=quiet)
+    from kvq_cli.files import check_writable, write_text
+    from kvq_cli.report.page import page
+
+    path = folder / "report.html" if out is None else out
+    text = page(folder, artifact or [], baseline)
+    check_writable(path.parent)
+    write_text(path, text)
+    output.note(f"written: {path} ({human_bytes(len(text.encode()))})")
+    output.result({"page": str(path)})

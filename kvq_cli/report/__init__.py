@@ -1,0 +1,1 @@
+"""Self-contained HTML pages of result folders: evaluations, reproductions, studies and benchmarks."""

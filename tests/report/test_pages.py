@@ -1,0 +1,115 @@
+"""Pages of artifacts, studies and benchmarks, and the committed pages of SmolLM2."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import shutil
+from pathlib import Path
+
+import pytest
+from html_pages import loaded_urls, read_page
+
+from kvq_cli.evaluation.tabulate import tabulate
+
+ROOT = Path(__file__).parents[2]
+SMOLLM2 = ROOT / "results" / "reproduction" / "smollm2"
+COMMITTED = [path.stem.removeprefix("comparison-smollm2-") for path in ROOT.glob("docs/comparison-smollm2-*.html")]
+
+
+def report(kvq, folder, *options):
+    found = kvq("report", folder, "--out", "page.html", *options)
+    assert found.exit_code == 0, found.stderr
+    html = Path("page.html").read_text(encoding="utf-8")
+    assert loaded_urls(html) == []
+    return read_page(html)
+
+
+def test_errors_of_artifacts_by_layer(kvq, tmp_path):
+    (tmp_path / "bits.json").write_text("[]")
+    folders = [ROOT / "artifacts" / "reference" / name for name in ("temporalkv-2bit", "xquant")]
+    page = report(kvq, tmp_path, *(word for folder in folders for word in ("--artifact", folder)))
+    calibrated, factored = (json.loads((folder / "config.json").read_text())["errors"]["layers"] for folder in folders)
+    [head, *rows] = page.tables["temporalkv-2bit: errors of each layer"]
+    assert len(rows) == 2 * len(calibrated) + 2  # the last ones are means
+    fisher = [cell.text for cell in head].index("fisher")
+    for layer, errors in enumerate(calibrated):
+        for row, kind in zip(rows[2 * layer : 2 * layer + 2], ("k", "v"), strict=True):
+            assert row[fisher].value == errors[kind]["chosen"]["fisher"]
+    residuals = [row[3].value for row in page.tables["xquant: errors of each layer"][1:]]
+    assert residuals == [factor["residual"] for layer in factored for factor in layer.values()]
+
+
+def test_artifact_of_another_checksum_is_not_shown(kvq, tmp_path, monkeypatch):
+    """The default folder may hold a newer artifact than the one that was evaluated."""
+    methods = json.loads((ROOT / "results/reproduction/reference/compare-fair/comparison.json").read_text())["methods"]
+    document = methods["temporalkv-2bit"]
+    document["config"]["method"] = json.loads((ROOT / "artifacts/reference/temporalkv-2bit/config.json").read_text())[
+        "method"
+    ]
+    checksum = json.loads((ROOT / "artifacts/reference/temporalkv-2bit/config.json").read_text())["checksum"]
+    (tmp_path / "artifacts").symlink_to(ROOT / "artifacts")
+    for digest, shown in ((checksum, True), ("0" * 64, False)):
+        document["config"]["artifact"] = digest
+        (tmp_path / "comparison.json").write_text(json.dumps({"methods": {"temporalkv-2bit": document}}))
+        page = report(kvq, tmp_path)
+        assert ("temporalkv-2bit: errors of each layer" in page.tables) is shown
+
+
+def test_benchmark(kvq, tmp_path):
+    spread = {"p20": 1.5, "p50": 2.25, "p80": 3.0, "n": 12}
+    rows = [
+        {"peer": peer, "context": context, "batch": 1, "token_ms": spread, "cache_bytes": context * 1024}
+        for peer in ("plain", "kvq kivi-2bit")
+        for context in (128, 256, 512)
+    ]
+    machine = {"device": "a <GPU>", "versions": {"torch": "2.13.0"}}
+    document = {"bench": "generate", "machine": machine, "model": "reference", "rounds": 4, "rows": rows}
+    (tmp_path / "generate.json").write_text(json.dumps(document))
+    page = report(kvq, tmp_path)
+    [head, *shown] = page.tables["generate"]
+    column = [cell.text for cell in head].index("token_ms")
+    assert [row[column].text for row in shown] == ["2.25 [1.5, 3], n = 12"] * 6
+    assert sum(attributes.get("class") == "plot" for _, attributes in page.elements) == 2
+    assert "a <GPU>" in page.text and "torch=2.13.0" in page.text
+
+
+def test_folder_of_several_results(kvq, tmp_path):
+    """A section per study and comparison; tables as in the result files."""
+    folder = tmp_path / "several"
+    for name in ("study-rank", "sizes", "table-squat-1"):
+        shutil.copytree(ROOT / "results" / "reproduction" / "reference" / name, folder / name)
+    study = json.loads((folder / "study-rank" / "rank.json").read_text())
+    page = report(kvq, folder)
+    links = [attributes["href"] for tag, attributes in page.elements if tag == "a"]
+    ids = {attributes.get("id") for _, attributes in page.elements}
+    assert len(links) == 3 and all(link[1:] in ids for link in links)
+    tables = page.tables["study-rank"]
+    assert [cell.text for cell in tables[0]] == study["columns"] and len(tables) == len(study["rows"]) + 1
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_committed_page_has_the_tracked_numbers(name):
+    path = ROOT / "docs" / f"comparison-smollm2-{name}.html"
+    assert path.stat().st_size < 400_000
+    html = path.read_text(encoding="utf-8")
+    assert loaded_urls(html) == []
+    rows = read_page(html).rows("Scores")
+    methods = json.loads((SMOLLM2 / f"compare-{name}" / "comparison.json").read_text())["methods"]
+    table = tabulate(methods)
+    assert list(rows) == list(methods)
+    for label, entries in table.rows.items():
+        shown = [cell.value for title, cell in rows[label].items() if title != "method"]
+        assert shown == [entry.value for entry in entries]
+
+
+def test_pages_of_smollm2_are_committed():
+    assert "2bit" in COMMITTED
+
+
+def test_committed_picture_is_up_to_date():
+    module = runpy.run_path(str(ROOT / "tools" / "docs" / "picture.py"))
+
+    assert (ROOT / "docs" / "quality.svg").read_text(encoding="utf-8") == module["picture"](
+        SMOLLM2 / "compare-2bit"
+    ) + "\n"
