@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvq_cli.attention import torch_backend
+from kvq_cli.attention import torch_backend, torch_prefill
 from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.rotary import Rotation
 from kvq_cli.cache.layer import CompressedLayer
@@ -68,7 +68,7 @@ def test_decode_step_memory_is_bounded():
 
 
 def test_chunked_prefill_memory_is_bounded(monkeypatch):
-    monkeypatch.setattr(torch_backend, "PREFILL_TILE", 128)
+    monkeypatch.setattr(torch_prefill, "TILE", 128)
     assert largest(2_000, 200) == largest(9_000, 200)
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvq_cli.attention import torch_backend
+from kvq_cli.attention import torch_backend, torch_prefill
 from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.rotary import Rotation
 from kvq_cli.cache.layer import CompressedLayer
@@ -127,14 +127,20 @@ windows = st.builds(lambda s, r, f: (s, r, f), st.integers(0, 7), st.integers(0,
     chunks=st.lists(st.integers(1, 25), min_size=1, max_size=4),
     sliding=st.sampled_from([None, 1, 6]),
     style=st.sampled_from(["half", "interleaved", "none"]),
+    tile=st.sampled_from([5, 16, 2048]),
+    queries=st.sampled_from([(3, 2), (16, 4), (512, 128)]),
 )
-def test_backend_equals_the_definition(exact, source, keys, values, chunks, sliding, style):
+def test_backend_equals_the_definition(exact, source, keys, values, chunks, sliding, style, tile, queries):
     windows = Window(keys[0], keys[1], 4 * keys[2]), Window(*values)
     layer, turn = make(source, *windows, sliding, style)
     tokens, starts = sum(chunks), [sum(chunks[:i]) for i in range(len(chunks))]
     q, k, v = (numbers(1, h, tokens, DIM, seed=i) for i, h in enumerate((HEADS * GROUP, HEADS, HEADS)))
     expected = simulate(layer, turn, q[0], k[0], v[0], starts, exact)
-    actual = run(layer, turn, q, k, v, starts, exact)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_prefill, "TILE", tile)
+        patch.setattr(torch_prefill, "QUERIES", queries[0])
+        patch.setattr(torch_prefill, "MASKED_QUERIES", queries[1])
+        actual = run(layer, turn, q, k, v, starts, exact)
     torch.testing.assert_close(actual[0].double(), expected, atol=2e-5, rtol=1e-4)
 
 
@@ -161,7 +167,8 @@ def test_tile_size_does_not_change_the_result(exact, monkeypatch):
     q, k, v = (numbers(1, h, 150, DIM, seed=i) for i, h in enumerate((HEADS * GROUP, HEADS, HEADS)))
     outs = []
     for size in (7, 1000):
-        monkeypatch.setattr(torch_backend, "PREFILL_TILE", size)
+        monkeypatch.setattr(torch_prefill, "TILE", size)
+        monkeypatch.setattr(torch_prefill, "MASKED_QUERIES", min(size, 128))
         monkeypatch.setattr(torch_backend, "DECODE_NUMBERS", size * HEADS * DIM)
         layer, turn = make("pre_rope", Window(3, 10, 8), Window(5, 21, 1))
         outs.append(run(layer, turn, q, k, v, [0, 60, 130, *range(140, 150)], exact))
