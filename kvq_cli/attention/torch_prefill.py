@@ -60,7 +60,7 @@ def group_attention(
     for first in range(int(low[0]), group.tokens, TILE):
         last = min(first + TILE, group.tokens)
         key_tile, value_tile = (side.tile(first, last) for side in (keys, values))
-        for part in _blocks(max(first, group.past) - group.past, last, keys.edges, values.edges, low[-1] <= first):
+        for part in _blocks(max(first, group.past) - group.past, last, keys.edges, values.edges, int(low[-1]) <= first):
             runs = _runs(low[part], keys.edges[part], values.edges[part], ends[part])
             for k, v, mask in _pieces(runs, first, last, key_tile, value_tile):
                 new, new_sums = _attend(query[:, :, part], k, v, context.scaling, form, mask)

@@ -249,19 +249,21 @@ def _print(out: Output, rows: list[dict[str, Any]]) -> None:
     table = []
     for row in rows:
         plain = base[row["context"], row["batch"]]
-        spread = row["token_ms"]
+        spread, prefill = row["token_ms"], row["prefill_ms"]["p50"]
         table.append(
             [
                 row["context"],
                 row["batch"],
                 row["peer"],
-                f"{row['prefill_ms']['p50']:.0f}",
+                f"{prefill:.0f}",
+                f"{prefill / plain['prefill_ms']['p50']:.2f}x",
                 f"{spread['p50']:.2f}",
+                f"{spread['p50'] / plain['token_ms']['p50']:.2f}x",
                 f"{spread['p20']:.2f}-{spread['p80']:.2f}",
                 human_bytes(row["cache_bytes"]),
                 f"{plain['cache_bytes'] / row['cache_bytes']:.1f}x",
                 "-" if row["peak_bytes"] is None else human_bytes(row["peak_bytes"]),
             ]
         )
-    columns = ["context", "batch", "cache", "prefill ms", "ms/token p50", "p20-p80", "bytes", "smaller", "peak memory"]
-    out.table(columns, table)
+    times = ["prefill ms", "of plain", "ms/token p50", "of plain", "p20-p80"]
+    out.table(["context", "batch", "cache", *times, "bytes", "smaller", "peak memory"], table)
