@@ -26,7 +26,7 @@ from kvq_cli.methods.window import Window
 TILE = 2048
 #: Queries of a block, where they see all tokens of a tile alike, and where some need a mask. Runs of fewer tokens than
 #: `MASKED_QUERIES` are computed with the mask, too.
-QUERIES, MASKED_QUERIES = 512, 128
+QUERIES, MASKED_QUERIES = 256, 128
 #: Added to scores of hidden tokens: finite, so that a query that sees no token of a tile gives no NaN but a result that
 #: merging ignores.
 HIDDEN = -1e30

@@ -28,11 +28,9 @@ def words_per_row(bits: int, count: int) -> int:
 def pack(codes: Tensor, bits: int) -> Tensor:
     """`codes` `[..., count]` (integers in `[0, 2^bits)`, any integer dtype) -> int32 words `[..., words_per_row]`."""
     codes = codes.to(torch.int32)
-    words, shift = [], 0
-    for part in SPLIT[bits]:
-        words.append(_pack_part((codes >> shift) & (2**part - 1), part))
-        shift += part
-    return words[0] if len(words) == 1 else torch.cat(words, dim=-1)
+    if bits != 3:
+        return _pack_part(codes, bits)
+    return torch.cat([_pack_part(codes & 3, 2), _pack_part(codes >> 2, 1)], dim=-1)
 
 
 def unpack(words: Tensor, bits: int, count: int) -> Tensor:
