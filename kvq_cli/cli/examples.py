@@ -21,6 +21,7 @@ EXAMPLES = {
     ),
     "bench": (
         "kvq bench generate --compare kivi,temporalkv --bits 2",
+        "kvq bench generate --model smollm2 --compare kivi --bits 2 --context 2048 --batch 1 --prefill compressed",
         "kvq bench kernels --check",
         "kvq bench report",
     ),
