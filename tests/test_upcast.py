@@ -31,8 +31,9 @@ class Model(nn.Module):
         return (y @ y.transpose(-1, -2)).softmax(-1) @ y
 
 
+@pytest.mark.usefixtures("slow_cpu")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_are_those_of_float32_rounded_once(slow_cpu, dtype):
+def test_products_are_those_of_float32_rounded_once(dtype):
     torch.manual_seed(0)
     model = Model().to(dtype)
     x, q = torch.randn(2, 9, 40, dtype=dtype), torch.randn(1, 2, 9, 8, dtype=dtype)
@@ -48,7 +49,8 @@ def test_products_are_those_of_float32_rounded_once(slow_cpu, dtype):
         assert one.dtype == dtype and torch.equal(one, other)
 
 
-def test_gradients_equal_those_of_float32(slow_cpu):
+@pytest.mark.usefixtures("slow_cpu")
+def test_gradients_equal_those_of_float32():
     torch.manual_seed(0)
     model, gradients = Model(), []
     for dtype in (torch.float32, torch.bfloat16):
@@ -60,7 +62,8 @@ def test_gradients_equal_those_of_float32(slow_cpu):
     assert 0 < error < 0.02
 
 
-def test_only_long_forward_passes_and_slow_cpus(slow_cpu, monkeypatch):
+@pytest.mark.usefixtures("slow_cpu")
+def test_only_long_forward_passes_and_slow_cpus(monkeypatch):
     def mode_in(model: Model, rows: int) -> object:
         model(x[:rows])
         return model.mode
