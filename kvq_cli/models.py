@@ -185,8 +185,13 @@ def _shape_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelShape:
     heads = getattr(config, "num_attention_heads", None)
     if not heads:
         raise UsageError(f"a model of type {config.model_type} has no attention heads, and so no key-value cache")
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    try:
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    except RuntimeError as error:  # transformers: an attribute that differs between layers
+        raise UsageError(
+            f"a model of type {config.model_type} has layers of different sizes, which kvq does not compress"
+        ) from error
     return ModelShape(
         layers=config.num_hidden_layers,
         query_heads=heads,

@@ -1,0 +1,50 @@
+"""Every family of docs/MODELS.md: exact at 16 bits, decoded by every method, or refused; and the page says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import transformers
+from model_matrix import FAMILIES, LARGE_BIASES, REFUSED, examine, refusal
+from tiers import slow
+
+from kvq_cli.evaluation.formats import markdown
+
+PAGE = (Path(__file__).parents[2] / "docs" / "MODELS.md").read_text(encoding="utf-8").splitlines()
+#: One family for each kind of attention.
+FIRST = ("cohere2", "gpt2", "gpt_oss", "phi3", "qwen2", "smollm3")
+
+
+def known(families: object) -> list[str]:
+    """The families that the installed transformers has."""
+    return [name for name in families if name in transformers.CONFIG_MAPPING]
+
+
+def test_the_page_lists_all_families():
+    listed = [line.split("`")[1] for line in PAGE if line.startswith("| `")]
+    assert listed == [*FAMILIES, *REFUSED] and len(FAMILIES) >= 25
+
+
+@pytest.mark.parametrize("family", [*known(FIRST), *slow(*(f for f in known(FAMILIES) if f not in FIRST))])
+def test_family_is_exact_and_every_method_decodes(family):
+    row = examine(family)
+    # Scores of keys with biases of hundreds are thousands, and rounded to float32 as such.
+    limit = 2e-4 if family in LARGE_BIASES else 2e-5
+    assert row.errors and max(row.errors.values()) < limit, row.errors
+    assert shown(row) in PAGE
+
+
+def shown(row) -> str:
+    """The row of the page, computed by the page's own script."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("models_page", Path(__file__).parents[2] / "tools/docs/models.py")
+    page = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(page)
+    return markdown(["model_type", "attention", "exact", "methods"], [page.cells(row)]).splitlines()[-1]
+
+
+@pytest.mark.parametrize("family", known(REFUSED))
+def test_family_is_refused(family):
+    assert any(line.startswith(f"| `{family}` |") and refusal(family) in line for line in PAGE)

@@ -1,0 +1,257 @@
+"""Tiny random models of transformers' families, and what kvq does with each: docs/MODELS.md and its test."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from random_artifacts import random_parts
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from kvq_cli.artifact import Artifact, fingerprint
+from kvq_cli.attention.attach import attach
+from kvq_cli.attention.capture_points import AttentionLayer, attention_layers
+from kvq_cli.calibration.factors import factorize
+from kvq_cli.codecs.identity import IdentityCodec
+from kvq_cli.errors import KvqError
+from kvq_cli.methods.base import FactorSpec, LayerPlan, Method, ModelShape, StreamPlan
+from kvq_cli.methods.registry import build, method_class, method_names, to_config
+from kvq_cli.methods.window import Window
+from kvq_cli.models import model_shape
+
+LAYERS, VOCABULARY, TOKENS = 3, 97, 44
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+#: transformers' model types that kvq computes, with options that show what is special about each.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "apertus": {},
+    "arcee": {},
+    "biogpt": {},
+    "bitnet": {},
+    "cohere": {"use_qk_norm": True},
+    "cohere2": {"sliding_window": 7, "layer_types": SLIDING},
+    "ernie4_5": {},
+    "exaone4": {"sliding_window": 7, "layer_types": SLIDING},
+    "gemma": {},
+    "gemma2": {"sliding_window": 7, "attn_logit_softcapping": 2.0},
+    "gemma3_text": {"sliding_window": 7, "layer_types": SLIDING},
+    "glm": {},
+    "glm4": {},
+    "glm4_moe": {},
+    "gpt2": {},
+    "gpt_bigcode": {},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "gpt_oss": {"sliding_window": 7, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "granite": {"attention_multiplier": 0.3},
+    "granitemoe": {},
+    "helium": {},
+    "hunyuan_v1_dense": {},
+    "llama": {},
+    "ministral": {"sliding_window": 7, "layer_types": SLIDING},
+    "mistral": {"sliding_window": 9},
+    "mixtral": {},
+    "modernbert-decoder": {"sliding_window": 8},
+    "nanochat": {},
+    "nemotron": {"partial_rotary_factor": 0.5},
+    "olmo": {"clip_qkv": 2.0},
+    "olmo2": {},
+    "olmo3": {"sliding_window": 7, "layer_types": SLIDING},
+    "olmoe": {},
+    "opt": {},
+    "persimmon": {"qk_layernorm": True},
+    "phi": {"partial_rotary_factor": 0.5},
+    "phi3": {"partial_rotary_factor": 0.5, "sliding_window": 9},
+    "phimoe": {},
+    "qwen2": {},
+    "qwen2_moe": {},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 5, "layer_types": SLIDING},
+    "qwen3_moe": {},
+    "seed_oss": {},
+    "smollm3": {"no_rope_layers": [1, 0, 1]},
+    "stablelm": {"qk_layernorm": True},
+    "starcoder2": {"sliding_window": 9},
+    "vaultgemma": {"sliding_window": 7, "layer_types": SLIDING},
+}
+#: Model types that kvq refuses, for different reasons.
+REFUSED: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "bloom": {},
+    "codegen": {"rotary_dim": 8},
+    "deepseek_v3": {},
+    "diffllama": {},
+    "falcon": {},
+    "falcon_h1": {},
+    "gemma4_text": {},
+    "gptj": {"rotary_dim": 8},
+    "jetmoe": {},
+    "llama4_text": {},
+    "mamba": {},
+    "mpt": {},
+    "qwen3_next": {},
+    "recurrent_gemma": {},
+    "rwkv": {},
+}
+#: Standard deviation of the key biases of Qwen 2.5, which reach hundreds.
+LARGE_BIASES = {"qwen2": 150.0}
+
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim"), 80),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), LAYERS),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads"), 4),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 512),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **{"num_key_value_heads": 2, "head_dim": 16, "num_experts_per_tok": 2},
+    # Latent and linear attention, which is refused: small enough to be built.
+    **dict.fromkeys(("kv_lora_rank", "q_lora_rank"), 16),
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False},
+}
+
+
+def tiny_model(model_type: str, **options: Any) -> PreTrainedModel:
+    """A random float32 model of 3 layers, 4 query heads, 2 kv heads (or 4) of 16 channels, and 97 words."""
+    torch.manual_seed(0)
+    config_class = transformers.CONFIG_MAPPING[model_type]
+    names = {name for base in config_class.__mro__ for name in getattr(base, "__annotations__", {})}
+    names |= {*inspect.signature(config_class.__init__).parameters, *getattr(config_class, "attribute_map", {})}
+    config = config_class(**{**{key: size for key, size in _SIZES.items() if key in names}, **options})
+    model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])(config)
+    model = model.float().eval().requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim > 1:  # the library's own start is so flat that all attention is alike
+            parameter.normal_(std=1.5 * parameter.shape[1] ** -0.5)
+        elif name.endswith("k_proj.bias"):
+            parameter.normal_(std=LARGE_BIASES.get(model_type, 1.0))
+    if getattr(config, "attn_logit_softcapping", None):
+        # transformers 5.17 computes Gemma 2 by SDPA, which leaves out the cap of the scores.
+        model.set_attn_implementation("eager")
+    return model
+
+
+@dataclass(frozen=True)
+class Row:
+    """What kvq does with a family. errors: largest difference of the logits from the model's own, relative to the
+    largest logit, by what is cached in 16 bits or more; refused: reasons by method or kind of cache."""
+
+    model_type: str
+    features: str
+    errors: Mapping[str, float] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+
+class PreRope(Method):
+    """Keys before RoPE and values, not compressed."""
+
+    name, paper, summary = "pre-rope", "", ""
+
+    @property
+    def nominal_bits(self) -> float:
+        return 16.0
+
+    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+        window = Window(3, 2, 4)
+        return LayerPlan(StreamPlan("pre_rope", IdentityCodec(), window), StreamPlan("value", IdentityCodec(), window))
+
+
+def examine(model_type: str) -> Row:
+    """Build the family's model, compare exact caches with the model's own logits, and decode with every method."""
+    model = tiny_model(model_type, **FAMILIES[model_type])
+    exact = {"after RoPE": build("fp16"), "before RoPE": PreRope(), "layer input": build("xquant", bits=16, group=16)}
+    errors, refused = {}, {}
+    own = model(_ids()).logits
+    for name, method in exact.items():
+        try:
+            errors[name] = ((_decoded(model, method) - own).abs().max() / own.abs().max()).item()
+        except KvqError as error:
+            refused[name] = str(error)
+    for name in method_names():
+        try:
+            if not _decoded(model, _small(name)).isfinite().all():
+                raise ValueError(f"{model_type}: {name} gives logits that are not finite")
+        except KvqError as error:
+            refused[name] = str(error)
+    layers = attention_layers(model, points="before RoPE" in errors)
+    return Row(model_type, features(model, layers, "before RoPE" in errors), errors, refused)
+
+
+def refusal(model_type: str) -> str:
+    """The message with which kvq refuses the family; ValueError if it does not."""
+    try:
+        model = tiny_model(model_type, **REFUSED[model_type])
+        with attach(model, build("fp16")) as kv:
+            model(_ids(), past_key_values=kv.new_cache())
+        raise ValueError(f"{model_type} is not refused")
+    except KvqError as error:
+        return str(error)
+
+
+def features(model: PreTrainedModel, layers: list[AttentionLayer], rotations: bool) -> str:
+    """What is special about a model's attention, as words between commas. rotations: those of `layers` are known."""
+    shape, config = model_shape(model), model.config
+    styles = {layer.rotation.style for layer in layers} if rotations else set()
+    heads = {shape.query_heads: "MHA", 1: "MQA"}.get(shape.kv_heads, "GQA")
+    words = [heads, "no RoPE" if styles == {"none"} else "layers without RoPE" if "none" in styles else ""]
+    words.append("interleaved RoPE" if "interleaved" in styles else "")
+    if any(0 < layer.rotation.width < shape.head_dim for layer in layers):
+        words.append("partial RoPE")
+    if any(layer.sliding_window for layer in layers):
+        words.append("sliding window")
+    if any(layer.key and type(layer.key.module).__name__.endswith("Norm") for layer in layers):
+        words.append("key norm")
+    if getattr(config, "attn_logit_softcapping", None):
+        words.append("capped scores")
+    if any(hasattr(layer.module, "sinks") for layer in layers):
+        words.append("sink logits")
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    if names & {"experts", "router", "block_sparse_moe"}:
+        words.append("MoE")
+    if any(getattr(getattr(layer.module, "k_proj", None), "bias", None) is not None for layer in layers):
+        words.append("biases of hundreds" if config.model_type in LARGE_BIASES else "biases")
+    return ", ".join(sorted({*words} - {""}, key=lambda word: (word != heads, word)))
+
+
+def _ids() -> Tensor:
+    return torch.randint(3, VOCABULARY, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def _decoded(model: PreTrainedModel, method: Method) -> Tensor:
+    """Logits of a prompt, a chunk and single tokens, read from the compressed cache; some tokens must be packed."""
+    ids, starts = _ids(), [0, 20, 37, *range(38, TOKENS + 1)]
+    with attach(model, _ready(model, method), prefill="compressed") as kv:
+        cache = kv.new_cache()
+        parts = [model(ids[:, a:b], past_key_values=cache).logits for a, b in zip(starts, starts[1:], strict=False)]
+        assert cache.report().compressed > 0 or method.nominal_bits == 16
+    return torch.cat(parts, dim=1)
+
+
+def _small(name: str) -> Method:
+    """The method at 2 bits with groups and windows that fit the tiny models."""
+    wanted = {"bits": 2, "group": 16, "residual": 16, "sinks": 2, "recent": 4}
+    known = {option.name for option in fields(method_class(name))}
+    return build(name, **{key: value for key, value in wanted.items() if key in known})
+
+
+def _ready(model: PreTrainedModel, method: Method) -> Method | Artifact:
+    """The method, or its artifact: real factors of the weights, random codebooks."""
+    shape = model_shape(model)
+    if not method.needs_artifact(shape):
+        return method
+    spec = method.calibration(shape)
+    if not isinstance(spec, FactorSpec):
+        config, tensors = random_parts(method, model)
+        return Artifact(config, tensors, Path("nowhere"))
+    tensors = {}
+    for layer, names in zip(attention_layers(model), spec.layers, strict=True):
+        factors, _ = factorize(layer, names, shape.dtype)
+        tensors |= {f"layers.{layer.index}.{name}": tensor for name, tensor in factors.items()}
+    made_for = {"name": "tiny", "fingerprint": fingerprint(model).to_dict()}
+    return Artifact({"method": to_config(method), "model": made_for}, tensors, Path("nowhere"))
