@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from kvq_cli.artifact import Artifact, fingerprint
 from kvq_cli.attention.attach import attach
-from kvq_cli.attention.capture_points import AttentionLayer, attention_layers
+from kvq_cli.attention.capture_points import AttentionLayer, attention_layers, decoder_of
 from kvq_cli.calibration.factors import factorize
 from kvq_cli.codecs.identity import IdentityCodec
 from kvq_cli.errors import KvqError
@@ -199,7 +199,8 @@ def features(model: PreTrainedModel, layers: list[AttentionLayer], rotations: bo
     shape, config = model_shape(model), model.config
     styles = {layer.rotation.style for layer in layers} if rotations else set()
     heads = {shape.query_heads: "MHA", 1: "MQA"}.get(shape.kv_heads, "GQA")
-    words = [heads, "no RoPE" if styles == {"none"} else "layers without RoPE" if "none" in styles else ""]
+    rotated = "no RoPE" if not hasattr(decoder_of(model), "rotary_emb") else "RoPE before the key norm"
+    words = [heads, rotated if styles == {"none"} else "layers without RoPE" if "none" in styles else ""]
     words.append("interleaved RoPE" if "interleaved" in styles else "")
     if any(0 < layer.rotation.width < shape.head_dim for layer in layers):
         words.append("partial RoPE")

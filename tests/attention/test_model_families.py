@@ -13,7 +13,7 @@ from kvq_cli.evaluation.formats import markdown
 
 PAGE = (Path(__file__).parents[2] / "docs" / "MODELS.md").read_text(encoding="utf-8").splitlines()
 #: One family for each kind of attention.
-FIRST = ("cohere2", "gpt2", "gpt_oss", "phi3", "qwen2", "smollm3")
+FIRST = ("cohere2", "gpt2", "gpt_oss", "phi3", "qwen2")
 
 
 def known(families: object) -> list[str]:

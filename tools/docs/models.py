@@ -29,7 +29,7 @@ what it captures with what the model caches, and refuses a model where these dif
 REFUSED_HEAD = """\
 ## Refused
 
-`kvq` refuses these families in one line, before anything is computed.
+`kvq` refuses these families in one line.
 """
 
 
