@@ -16,6 +16,11 @@ def short_name(model: str) -> str:
     return re.sub(r"[^\w.-]+", "-", model.rstrip("/").rsplit("/", 1)[-1]) or "model"
 
 
+def model_artifacts(model: str) -> Path:
+    """The default folder of a model's artifacts, such as artifacts/reference."""
+    return Path("artifacts") / short_name(model)
+
+
 def artifact_folder(model: str, method: Method) -> Path:
     """The default folder of a method's artifact, such as artifacts/reference/temporalkv-2bit.
 
@@ -31,4 +36,4 @@ def artifact_folder(model: str, method: Method) -> Path:
         elif value != field.default:
             text = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
             name += f"-{field.name.replace('_', '-')}-{text}"
-    return Path("artifacts") / short_name(model) / name
+    return model_artifacts(model) / name

@@ -109,7 +109,7 @@ def load_artifact(path: str | os.PathLike) -> Artifact:
         raise KvqError(f"{folder} is a file: give the artifact's folder, {folder.parent}")
     if not folder.is_dir():
         raise KvqError(f"no artifact at {folder}: not a folder (make one with `kvq calibrate --out {folder}`)")
-    config = _read_config(folder / CONFIG_FILE)
+    config = read_config(folder)
     tensors = _read_tensors(folder / TENSOR_FILE, config["files"][TENSOR_FILE])
     check_contents(config, tensors, folder / CONFIG_FILE)
     return Artifact(config, tensors, folder)
@@ -184,7 +184,9 @@ def _replacing(folder: Path) -> Iterator[Path]:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _read_config(path: Path) -> dict[str, Any]:
+def read_config(folder: Path) -> dict[str, Any]:
+    """Read and verify an artifact's `config.json` alone, without the tensors; KvqError as in `load_artifact`."""
+    path = folder / CONFIG_FILE
     try:
         config = parse_json(_read(path))
         checksum = _checksum(config) if isinstance(config, dict) else None

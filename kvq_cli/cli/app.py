@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 from kvq_cli import __version__
 from kvq_cli.cli.command_line import remember
 from kvq_cli.cli.examples import epilog
+from kvq_cli.cli.interrupts import inside_import
 from kvq_cli.cli.unused_options import AnnouncingCommand
 from kvq_cli.errors import KvqError
 
@@ -100,7 +101,7 @@ def _interrupt() -> Iterator[list[int]]:
     received: list[int] = []
 
     def handler(signum: int, frame: FrameType | None) -> None:
-        if _inside_import(frame):  # some libraries swallow KeyboardInterrupt there; no work has begun yet
+        if inside_import(frame):  # no work has begun yet
             if sys.__stderr__ is not None:
                 os.write(sys.__stderr__.fileno(), b"kvq: interrupted\n")
             os._exit(130)
@@ -119,15 +120,8 @@ def _interrupt() -> Iterator[list[int]]:
         yield received
     finally:
         for number in replaced:
-            signal.signal(number, defaults[number])
-
-
-def _inside_import(frame: FrameType | None) -> bool:
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
-            return True
-        frame = frame.f_back
-    return False
+            if signal.getsignal(number) is handler:  # `kvq chat` ignores Ctrl-C at its end
+                signal.signal(number, defaults[number])
 
 
 def _report(error: Exception) -> int:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvq_cli.errors import UsageError
 from kvq_cli.reference import prompts
 
 if TYPE_CHECKING:
@@ -17,46 +18,98 @@ if TYPE_CHECKING:
 
 @dataclass
 class Conversation:
-    """Messages, their token ids, and the cache with all tokens but the last."""
+    """Messages, their token ids, and the cache with all tokens but the last.
+
+    messages: of the user and the model, in turns. system: the system message, if any. ids: without the next turn's;
+    empty where they are to be encoded again. turn_start: number of ids before the last turn. attempt: of the last
+    answer, counted from 0.
+    """
 
     generator: TextGenerator
+    system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     cache: CompressedCache | None = None
+    turn_start: int = 0
+    attempt: int = 0
 
-    def ask(self, message: str, write: Callable[[str], None]) -> GeneratedText:
-        """Append a message and the generated answer; on an error, the conversation is unchanged."""
-        messages = [*self.messages, {"role": "user", "content": message}]
-        ids = self._extend_ids(messages)
+    def ask(
+        self,
+        message: str,
+        write: Callable[[str], None],
+        stop: Callable[[], bool] | None = None,
+        attempt: int = 0,
+    ) -> GeneratedText:
+        """Append a message and the generated answer; on an error, the conversation is unchanged.
+
+        write, stop, attempt: as in `TextGenerator.generate`. An answer that is stopped is kept as far as it goes.
+        """
+        ids = self.prompt_ids(message)
         self.generator.max_new_tokens(len(ids))  # refuses a prompt that is too long before the cache is changed
-        cache = self.cache
-        if cache is None or ids[: len(self.ids)] != self.ids:
+        cache, goes_on = self.cache, ids[: len(self.ids)] == self.ids
+        if cache is None or not goes_on:
             cache = self.generator.attached.new_cache()
-        self.cache = None  # an interrupted answer leaves the cache inconsistent: keep it only when complete
-        answer = self.generator.generate(ids, cache, write)
-        self.messages = [*messages, {"role": "assistant", "content": answer.text}]
-        self.ids, self.cache = ids + answer.ids, cache
+        self.cache = None  # an error leaves the cache inconsistent: keep it only when the answer is complete
+        answer = self.generator.generate(ids, cache, write, stop, attempt)
+        self.turn_start = len(self.ids) if goes_on else 0
+        self.messages = [*self._with(message), {"role": "assistant", "content": answer.text}]
+        self.ids, self.cache, self.attempt = ids + answer.ids, cache, attempt
         return answer
 
-    def clear(self) -> None:
-        self.messages, self.ids, self.cache = [], [], None
+    def ask_again(self, write: Callable[[str], None], stop: Callable[[], bool] | None = None) -> GeneratedText:
+        """Replace the last answer by another one, from another seed; on an error, the conversation is unchanged."""
+        if not self.messages:
+            raise UsageError("there is no answer to replace")
+        before = self.messages, self.ids, self.turn_start
+        message = self.messages[-2]["content"]
+        # The last turn's tokens are compressed together with earlier ones: the cache is computed again.
+        self.messages, self.ids, self.cache = self.messages[:-2], self.ids[: self.turn_start], None
+        try:
+            return self.ask(message, write, stop, self.attempt + 1)
+        except BaseException:
+            (self.messages, self.ids, self.turn_start), self.cache = before, None
+            raise
 
-    def _extend_ids(self, messages: list[dict[str, str]]) -> list[int]:
-        """Token ids of all messages, up to the beginning of the answer.
+    def clear(self) -> None:
+        """Forget all turns; the system message stays."""
+        self.load([])
+
+    def load(self, messages: list[dict[str, str]]) -> None:
+        """Continue from these turns; their cache is computed with the next message."""
+        self.messages, self.ids, self.cache, self.turn_start, self.attempt = messages, [], None, 0, 0
+        if self.has_template:
+            return
+        encode = self.generator.loaded.tokenizer
+        for message in messages:
+            text = message["content"]
+            if message["role"] == "user":
+                self.turn_start, text = len(self.ids), reference_prompt(text)
+            self.ids = self.ids + encode(text, add_special_tokens=not self.ids)["input_ids"]
+
+    @property
+    def has_template(self) -> bool:
+        return getattr(self.generator.loaded.tokenizer, "chat_template", None) is not None
+
+    def prompt_ids(self, message: str) -> list[int]:
+        """Token ids of all turns and a new message, up to the beginning of its answer.
 
         Earlier answers keep the ids that were generated: decoding and encoding them again may give different ids.
         """
         tokenizer = self.generator.loaded.tokenizer
-        if getattr(tokenizer, "chat_template", None) is None:
-            text = reference_prompt(messages[-1]["content"])
-            return self.ids + tokenizer(text, add_special_tokens=not self.ids)["input_ids"]
-        from kvq_cli.evaluation.chat_template import chat_prompt
+        if not self.has_template:
+            return self.ids + tokenizer(reference_prompt(message), add_special_tokens=not self.ids)["input_ids"]
+        from kvq_cli.evaluation.chat_template import chat_prompt, system_message
 
-        text = chat_prompt(tokenizer, messages)
-        past = tokenizer.decode(self.ids) if self.ids else ""
-        if isinstance(past, str) and past and text.startswith(past):
-            return self.ids + tokenizer(text[len(past) :], add_special_tokens=False)["input_ids"]
+        system = [] if self.system is None else [system_message(self.system)]
+        text = chat_prompt(tokenizer, system + self._with(message))
+        past = str(tokenizer.decode(self.ids))
+        for known in (past, past.rstrip()):  # templates may strip an answer that was stopped behind a space
+            if known and text.startswith(known):
+                return self.ids + tokenizer(text[len(known) :], add_special_tokens=False)["input_ids"]
         return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def _with(self, message: str) -> list[dict[str, str]]:
+        return [*self.messages, {"role": "user", "content": message}]
 
 
 def reference_prompt(message: str) -> str:

@@ -12,8 +12,9 @@ EXAMPLES = {
         "kvq generate --file examples/needle.txt --artifact artifacts/reference/temporalkv-2bit",
         "kvq generate --file document.txt --save-cache document.safetensors",
         'kvq generate "Question: Who wrote it? Answer:" --load-cache document.safetensors',
+        'kvq generate "What is the capital of France?" --model smollm2 --system "Answer in one word."',
     ),
-    "chat": ("kvq chat --method kivi --bits 4 --set sinks=32",),
+    "chat": ("kvq chat --model smollm2", "kvq chat --method kivi --bits 4 --set sinks=32"),
     "eval": (
         "kvq eval --task perplexity --compare fp16,kivi,temporalkv --bits 2 --limit 8",
         "kvq eval --task ruler --compare kivi-2bit,innerq:sign=inside --set sinks=32 --set recent=96 --context 512",

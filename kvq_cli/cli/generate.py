@@ -19,6 +19,8 @@ from kvq_cli.errors import KvqError, UsageError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from kvq_cli.models import LoadedModel
+
 _decoding = partial(typer.Option, rich_help_panel="Decoding")
 
 Prompt = Annotated[
@@ -35,12 +37,18 @@ Beams = Annotated[int, _decoding("--num-beams", min=1, help="Number of beams; ab
 Chunk = Annotated[
     int | None, _decoding("--prefill-chunk", min=1, help="Prefill in chunks of this many tokens, to save memory.")
 ]
-ChatTemplate = Annotated[
-    bool | None,
+Raw = Annotated[
+    bool,
     typer.Option(
-        "--chat-template/--no-chat-template",
-        help="Send the prompt as a user's message in the tokenizer's chat template, or continue it as it is (default: "
-        "the template, where the tokenizer has one).",
+        "--raw",
+        help="Continue the prompt as it is (default: it is a user's message in the tokenizer's chat template, where it "
+        "has one).",
+    ),
+]
+System = Annotated[
+    str | None,
+    typer.Option(
+        "--system", metavar="TEXT", help="The system message, for tokenizers with a chat template: how to answer."
     ),
 ]
 SaveCache = Annotated[
@@ -86,34 +94,43 @@ def generate(
     output: opt.OutputOptions,
     prompt: Prompt = None,
     file: File = None,
-    chat_template: ChatTemplate = None,
+    raw: Raw = False,
+    system: System = None,
     num_beams: Beams = 1,
     prefill: opt.Prefill = "exact",
     save_cache: SaveCache = None,
     load_cache: LoadCache = None,
 ) -> None:
-    """Generate text from a prompt with a compressed cache: text goes to stdout, speed and cache size to stderr."""
+    """Generate text from a prompt with a compressed cache: text on stdout; method, speed and cache size on stderr."""
     out = output.output()
     from kvq_cli.evaluation.chat_template import uses_chat_template
 
+    if raw and system is not None:
+        raise UsageError("--raw with --system: plain text has no system message; use one of them")
     text = _read_prompt(prompt, file)
     parameters = decoding.decoding(model_options.seed, num_beams)
     check_files(save_cache, load_cache)
+    if system is not None and load_cache is not None:
+        raise UsageError("--system with --load-cache: the system message is saved with the document, by --save-cache")
     with attached_generator(model_options, compression, prefill, parameters) as generator:
-        chat = uses_chat_template(generator.loaded, chat_template)
+        template = False if raw else None
+        chat = uses_chat_template(generator.loaded, template)
+        messages = _messages(generator.loaded, text, system)
         options = {"model": generator.loaded.label, "method": generator.method, "prefill": prefill}
         if save_cache is not None:
-            saved = save_document(generator, save_cache, [{"role": "user", "content": text}], chat)
-            out.note(saved.summary())
+            saved = save_document(generator, save_cache, messages, chat)
+            out.note("\n".join([*generator.notes, saved.summary()]))
             out.result({**options, "chat_template": chat, **saved.to_dict()})
             return
         cache = None
         if load_cache is not None:
-            ids, cache = load_document(generator, load_cache, text, chat_template)
+            ids, cache = load_document(generator, load_cache, text, template)
             chat = cache.loaded is not None and cache.loaded.template is not None
         else:
-            ids = _encode(generator.loaded.tokenizer, text, chat)
+            ids = _encode(generator.loaded.tokenizer, messages, chat)
         max_new_tokens = generator.max_new_tokens(len(ids))
+        for line in generator.notes:
+            out.note(line)
         if max_new_tokens < decoding.max_new_tokens:
             out.note(f"the context of {generator.loaded.name} leaves room for {max_new_tokens} new tokens")
         if cache is None:
@@ -121,18 +138,31 @@ def generate(
         generated = generator.generate(ids, cache, (lambda piece: None) if output.as_json else write_stdout)
     if not output.as_json:
         write_stdout("\n")
+    if generated.is_empty:
+        out.note("the model ended its answer at once")
     out.note(generated.summary())
     if chat:
-        out.note("the prompt was sent in the model's chat template; --no-chat-template continues it as it is")
+        out.note("the prompt was sent in the model's chat template; --raw continues it as it is")
     out.result({**options, "chat_template": chat, **generated.to_dict()})
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool) -> list[int]:
-    """Token ids of the prompt, as a user's message in the chat template or as it is."""
+def _messages(loaded: LoadedModel, text: str, system: str | None) -> list[dict[str, str]]:
+    """The prompt as messages for a chat template; UsageError where the template has no system message."""
+    from kvq_cli.evaluation.chat_template import check_system, system_message
+
+    messages = [{"role": "user", "content": text}]
+    if system is None:
+        return messages
+    check_utf8(system, "--system")
+    check_system(loaded, system)
+    return [system_message(system), *messages]
+
+
+def _encode(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], chat: bool) -> list[int]:
+    """Token ids of the prompt, in the chat template or as it is."""
     from kvq_cli.evaluation.chat_template import chat_prompt
 
-    if chat:
-        text = chat_prompt(tokenizer, [{"role": "user", "content": text}])
+    text = chat_prompt(tokenizer, messages) if chat else messages[-1]["content"]
     return tokenizer(text, add_special_tokens=not chat)["input_ids"]  # a chat template writes BOS itself
 
 

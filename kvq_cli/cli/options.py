@@ -118,6 +118,16 @@ MethodOrDefault = Annotated[
     str | None,
     _method("--method", metavar="NAME", help="Compression method (default: kivi); `kvq methods` lists them."),
 ]
+MethodOrBest = Annotated[
+    str | None,
+    _method(
+        "--method",
+        metavar="NAME",
+        help="Compression method; `kvq methods` lists them, fp16: no compression (default: the artifact in "
+        "artifacts/MODEL with the lowest calibration error at --bits, 2 bits if not given; without one, or with --set: "
+        "kivi).",
+    ),
+]
 Bits = Annotated[int | None, _method("--bits", metavar="N", help="Bits per cached number (default: the method's).")]
 ArtifactDir = Annotated[
     Path | None,
@@ -155,10 +165,15 @@ Backend = Annotated[
 class CompressionOptions:
     """The compression method, or its artifact, and its options."""
 
-    method: MethodOrDefault = None
+    method: MethodOrBest = None
     bits: Bits = None
     artifact: ArtifactDir = None
     set_: Set = None
+
+    @property
+    def is_default(self) -> bool:
+        """Whether no method was chosen: the model's best artifact is used, if it has one."""
+        return self.method is None and self.artifact is None and not self.set_
 
 
 @dataclass(frozen=True)

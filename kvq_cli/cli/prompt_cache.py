@@ -143,7 +143,7 @@ def _place(text: str, message: str) -> int:
     if start < 0:
         raise UsageError(
             "the model's chat template changes the message, so that a question cannot follow a saved document: "
-            "add --no-chat-template"
+            "add --raw"
         )
     return start
 

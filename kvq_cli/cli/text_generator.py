@@ -12,10 +12,13 @@ from typing import TYPE_CHECKING, Any
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.output import human_bytes
 from kvq_cli.errors import UsageError
+from kvq_cli.paths import model_artifacts
 
 if TYPE_CHECKING:
+    from kvq_cli.artifact import Artifact
     from kvq_cli.attention.attach import Attached
     from kvq_cli.cache.cache import CompressedCache
+    from kvq_cli.methods.base import Method
     from kvq_cli.models import LoadedModel
 
 
@@ -60,7 +63,7 @@ class GeneratedText:
     """A generated answer with its timing and the report of its cache.
 
     ids: the new tokens, stop token included. rate: tokens per second after the first new token; None for a single token
-    and for beam search. cache: `CacheReport.to_dict()`.
+    and for beam search. cache: `CacheReport.to_dict()`; empty for an uncompressed cache of transformers.
     """
 
     text: str
@@ -70,6 +73,11 @@ class GeneratedText:
     prefill_seconds: float | None
     rate: float | None
     cache: dict[str, Any]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the first token was a stop token, or the tokens have no text."""
+        return not self.text
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -118,12 +126,17 @@ def _excess(report: dict[str, Any]) -> str:
 
 @dataclass
 class TextGenerator:
-    """A loaded model with an attached method. method: its name and options, as `resolve.describe` returns them."""
+    """A loaded model with an attached method.
+
+    method: its name and options, as `resolve.describe` returns them. notes: lines that name it, and artifacts that were
+    passed over.
+    """
 
     loaded: LoadedModel
     attached: Attached
     method: dict[str, Any]
     decoding: Decoding
+    notes: list[str] = field(default_factory=list)
 
     def max_new_tokens(self, prompt_tokens: int) -> int:
         """New tokens that fit behind the prompt; UsageError if the prompt alone fills the context."""
@@ -134,18 +147,34 @@ class TextGenerator:
             )
         return min(self.decoding.max_new_tokens, context - prompt_tokens)
 
-    def generate(self, ids: list[int], cache: CompressedCache, write: Callable[[str], None]) -> GeneratedText:
-        """Continue the tokens `ids`, a prefix of which `cache` may hold; `write` gets each new piece of text."""
+    def generate(
+        self,
+        ids: list[int],
+        cache: CompressedCache | None,
+        write: Callable[[str], None],
+        stop: Callable[[], bool] | None = None,
+        attempt: int = 0,
+    ) -> GeneratedText:
+        """Continue the tokens `ids`, a prefix of which `cache` may hold; `write` gets each new piece of text.
+
+        cache: None: transformers' own, uncompressed. stop: called after each token; True ends the text, and leaves the
+        cache as a text that ended by itself. attempt: added to the seed, for other samples.
+        """
         import torch
+        from transformers import StoppingCriteriaList
 
         model, tokenizer = self.loaded.model, self.loaded.tokenizer
         max_new_tokens = self.max_new_tokens(len(ids))
         prompt = torch.tensor([ids], device=model.device)
-        torch.manual_seed(self.decoding.seed)
+        torch.manual_seed(self.decoding.seed + attempt)
         streamer = CharacterStreamer(tokenizer, write)
         arguments = self.decoding.arguments(max_new_tokens)
         if self.decoding.num_beams == 1:
             arguments["streamer"] = streamer  # beam search knows its answer only at the end
+        if stop is not None:
+            arguments["stopping_criteria"] = StoppingCriteriaList(
+                [lambda ids, _: ids.new_full(ids.shape[:1], stop(), dtype=torch.bool)]
+            )
         if tokenizer.pad_token_id is None:
             arguments["pad_token_id"] = tokenizer.eos_token_id
         start = time.perf_counter()
@@ -163,7 +192,7 @@ class TextGenerator:
         rate = None
         if prefill_seconds is not None and len(new_ids) > 1:
             rate = (len(new_ids) - 1) / (seconds - prefill_seconds)
-        report = self.attached.report(cache).to_dict()
+        report = {} if cache is None else self.attached.report(cache).to_dict()
         return GeneratedText("".join(streamer.pieces), new_ids, len(ids), seconds, prefill_seconds, rate, report)
 
 
@@ -210,6 +239,7 @@ def attached_generator(
 ) -> Iterator[TextGenerator]:
     """Load the model and attach the method; the method is resolved first, because loading the model takes longer."""
     from kvq_cli.attention.attach import attach
+    from kvq_cli.cli.best_artifact import DEFAULT_BITS, best_artifact
     from kvq_cli.cli.resolve import describe, resolve
 
     options = opt.method_options(compression.set_)
@@ -222,8 +252,26 @@ def attached_generator(
         trust_remote_code=model_options.trust_remote_code,
     )
     loaded = model_options.load()
+    reason, notes = "", list[str]()
+    if compression.is_default:
+        best, notes = best_artifact(loaded, bits := compression.bits or DEFAULT_BITS)
+        attachable = best or attachable
+        found = "lowest calibration error" if best else f"no {bits}-bit artifact in {model_artifacts(loaded.name)}"
+        reason = f" (default: {found})"
     with attach(loaded.model, attachable, prefill=prefill, backend=model_options.backend) as attached:
-        yield TextGenerator(loaded, attached, describe(attachable), decoding)
+        notes.append(_method_line(attached.method, attachable, reason))
+        yield TextGenerator(loaded, attached, describe(attachable), decoding, notes)
+
+
+def _method_line(method: Method, attachable: Method | Artifact, reason: str) -> str:
+    """`method: kivi, 2 bits (default: no 2-bit artifact in artifacts/smollm2); uncompressed: --method fp16`"""
+    if method.nominal_bits == 16:
+        return f"method: {method.name}, no compression"
+    from kvq_cli.cli.resolve import describe
+
+    folder = "" if isinstance(attachable, type(method)) else f", {describe(attachable)['artifact']}"
+    unit = "bit" if method.nominal_bits == 1 else "bits"
+    return f"method: {method.name}, {method.nominal_bits:g} {unit}{folder}{reason}; uncompressed: --method fp16"
 
 
 def check_utf8(text: str, name: str) -> None:

@@ -296,15 +296,15 @@ RULES: dict[str, dict[str, Rule]] = {
         "trust_remote_code": _code,
     },
     "generate": {
-        **_all_read("prompt", "file", "chat_template", "num_beams", "max_new_tokens", "temperature", "top_p", "top_k"),
-        **_all_read("prefill_chunk", "method", "bits", "artifact", "set_"),
+        **_all_read("prompt", "file", "raw", "system", "num_beams", "max_new_tokens", "temperature", "top_p", "top_k"),
+        **_all_read("prefill_chunk", "method", "bits", "artifact", "set_", "save_cache", "load_cache"),
         **_all_read("model", "device", "dtype", "backend", "config", "as_json", "quiet"),
         "prefill": _prefill,
         "seed": _sampled,
         "trust_remote_code": _code,
     },
     "chat": {
-        **_all_read("max_new_tokens", "temperature", "top_p", "top_k", "prefill_chunk"),
+        **_all_read("system", "max_new_tokens", "temperature", "top_p", "top_k", "prefill_chunk"),
         **_all_read("method", "bits", "artifact", "set_", "model", "device", "dtype", "backend", "config", "quiet"),
         "prefill": _prefill,
         "seed": _sampled,

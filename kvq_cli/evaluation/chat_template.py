@@ -24,6 +24,25 @@ def uses_chat_template(loaded: LoadedModel, wanted: bool | None, default: bool =
     return has_template and default if wanted is None else wanted
 
 
+def check_system(loaded: LoadedModel, system: str) -> None:
+    """UsageError unless the tokenizer's chat template writes the system message into the prompt."""
+    if not uses_chat_template(loaded, None):
+        raise UsageError(f"the tokenizer of {loaded.name} has no chat template, which a system message needs")
+    if not system.strip():
+        raise UsageError("the system message is empty")
+    try:
+        written = chat_prompt(loaded.tokenizer, [system_message(system), {"role": "user", "content": "?"}])
+    except UsageError:
+        written = ""
+    if system.strip() not in written:
+        raise UsageError(f"the chat template of {loaded.name} has no place for a system message")
+
+
+def system_message(text: str) -> dict[str, str]:
+    """The first message of a conversation, which instructs the model."""
+    return {"role": "system", "content": text}
+
+
 def chat_template_note(applied: Mapping[str, bool]) -> str | None:
     """A sentence on whether the chat template was applied, by task; None if no task has prompts."""
     tasks = {value: ", ".join(task for task in applied if applied[task] == value) for value in applied.values()}
@@ -38,13 +57,19 @@ def chat_prompt(
     """Text of the messages in the tokenizer's chat template.
 
     messages: `{"role": ..., "content": ...}`. Without a generation prompt, the last message is left open to continue.
+    UsageError where the template refuses them.
     """
-    text = tokenizer.apply_chat_template(
-        messages,
-        tokenize=False,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=not add_generation_prompt,
-    )
+    import jinja2
+
+    try:
+        text = tokenizer.apply_chat_template(
+            messages,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+    except jinja2.TemplateError as error:
+        raise UsageError(f"the tokenizer's chat template refuses these messages: {error}") from error
     if not isinstance(text, str):
         raise KvqError("the tokenizer's chat template does not return text")
     return text

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +13,9 @@ from kvq_cli.cli.text_generator import CharacterStreamer, Decoding, cache_line
 from kvq_cli.errors import UsageError
 from kvq_cli.models import load_model
 from kvq_cli.reference import model_path
+from kvq_cli.reference.prompts import NOISE
 
+ROOT = Path(__file__).parents[2]
 PROMPT = " The history of the town begins in the year"
 
 
@@ -47,7 +50,10 @@ def test_prompt_from_argument_file_and_stdin(generate, tmp_path):
 def test_text_goes_to_stdout_and_summary_to_stderr(kvq, generate):
     result = kvq("generate", PROMPT, "-n", 12)
     assert result.stdout == generate(PROMPT)["text"] + "\n"
-    speed, cache = result.stderr.strip().splitlines()
+    method, speed, cache = result.stderr.strip().splitlines()
+    assert method.startswith(
+        "method: kivi, 2 bits (default: no 2-bit artifact in artifacts/reference); uncompressed: --method fp16"
+    )
     assert re.fullmatch(r"\d+ tokens in [\d.]+ s, [\d.]+ tokens/s after [\d.]+ s of prefill; prompt \d+ tokens", speed)
     assert "in 16 bit" in cache and "bits per number (nominal 2)" in cache
     assert kvq("generate", PROMPT, "-n", 2, "--quiet").stderr == ""
@@ -55,7 +61,10 @@ def test_text_goes_to_stdout_and_summary_to_stderr(kvq, generate):
 
 def test_prompt_is_a_message_where_the_tokenizer_has_a_chat_template(generate, kvq, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(model_path())
-    tokenizer.chat_template = "[user]{{ messages[0]['content'] }}{% if add_generation_prompt %}[assistant]{% endif %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
     folder = tmp_path / "instruct"
     shutil.copytree(model_path(), folder)
     tokenizer.save_pretrained(folder)
@@ -63,10 +72,36 @@ def test_prompt_is_a_message_where_the_tokenizer_has_a_chat_template(generate, k
     found = generate("The town", *exact)
     assert found["chat_template"] is True
     assert found["prompt_tokens"] == len(tokenizer("[user]The town[assistant]", add_special_tokens=False)["input_ids"])
-    raw = generate("The town", *exact, "--no-chat-template")
+    system = generate("The town", *exact, "--system", "Be brief.")
+    prompt = "[system]Be brief.[user]The town[assistant]"
+    assert system["prompt_tokens"] == len(tokenizer(prompt, add_special_tokens=False)["input_ids"])
+    raw = generate("The town", *exact, "--raw")
     assert raw["chat_template"] is False and raw["prompt_tokens"] == len(tokenizer("The town")["input_ids"])
-    assert "--no-chat-template continues it as it is" in kvq("generate", "The town", "-n", 2, *exact).stderr
+    assert "--raw continues it as it is" in kvq("generate", "The town", "-n", 2, *exact).stderr
     assert generate("The town")["chat_template"] is False  # the built-in model has no chat template
+
+
+def test_end_token_at_once_is_said(kvq):
+    """Behind a complete answer, the model has only its stop token left."""
+    needle = "One of the special magic numbers for calm-oak is: 7654321."
+    question = "\nQuestion: What is the special magic number for calm-oak?\nAnswer:"
+    result = kvq("generate", f" {needle} {NOISE}{question} calm-oak is: 7654321.", "--method", "fp16")
+    assert (result.exit_code, result.stdout) == (0, "\n")
+    assert "the model ended its answer at once\n1 tokens in" in result.stderr
+
+
+def test_default_is_the_best_artifact(kvq, tmp_path):
+    for name in ("kvquant-2bit", "channelkv-2bit", "temporalkv-1bit"):
+        shutil.copytree(ROOT / "artifacts" / "reference" / name, tmp_path / "artifacts" / "reference" / name)
+    best = "method: channelkv, 2 bits, artifacts/reference/channelkv-2bit (default: lowest calibration error)"
+    assert best in kvq("generate", PROMPT, "-n", 2).stderr
+    one_bit = kvq("generate", PROMPT, "-n", 2, "--bits", 1).stderr
+    assert "method: temporalkv, 1 bit, artifacts/reference/temporalkv-1bit (default" in one_bit
+    assert (
+        "method: kivi, 2 bits; uncompressed: --method fp16\n"
+        in kvq("generate", PROMPT, "-n", 2, "--set", "sinks=8").stderr
+    )
+    assert "method: fp16, no compression\n" in kvq("generate", PROMPT, "-n", 2, "--method", "fp16").stderr
 
 
 def test_sampling_is_repeatable_and_not_greedy(generate):
@@ -113,7 +148,8 @@ def test_long_prompt_is_cached_in_fewer_bytes(generate):
         (["x", "--artifact", "gone"], 1, "no artifact at gone"),
         (["x", "--model", "./gone"], 1, "--model ./gone: no such folder"),
         (["x", "--model", "nobody/nothing"], 1, "--model nobody/nothing: no such folder"),
-        (["x", "--chat-template"], 2, "--chat-template: the tokenizer of reference has none"),
+        (["x", "--system", "Be brief."], 2, "the tokenizer of reference has no chat template"),
+        (["x", "--system", "Be brief.", "--raw"], 2, "--raw with --system"),
         (["x", "--device", "cuda:77"], 2, "--device cuda:77"),
         (["x", "--set", "group=48"], 2, "group=48"),  # head_dim is 64
         ([" word" * 5000], 2, "the prompt has"),

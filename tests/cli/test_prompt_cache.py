@@ -37,7 +37,7 @@ def test_questions_about_a_saved_document(run, kvq, fails, tmp_path):
         assert (asked["text"], asked["prompt_tokens"]) == (whole["text"], whole["prompt_tokens"])
     assert "7412" in whole["text"]
     loaded = ["generate", QUESTION, "--load-cache", "sub/cache"]
-    fails(*loaded, *exact, "--chat-template", code=2, says="--chat-template: the tokenizer of reference has none")
+    fails(*loaded, *exact, "--system", "Be brief.", code=2, says="--system with --load-cache")
     fails(*loaded, code=2, says="sub/cache holds a cache of fp16, not of kivi")
     fails(*loaded, "--method", "fp16", code=2, says="saved with dtype=float32, not dtype=bfloat16")
     fails(*loaded, *exact, "--prefill", "compressed", code=2, says="saved with prefill=exact, not prefill=compressed")
@@ -67,7 +67,7 @@ def test_a_packed_document_in_a_chat_template(run, kvq, fails, tmp_path):
     whole = run(f"{DOCUMENT.strip()}\n{QUESTION}", *own)
     assert asked["prompt_tokens"] == whole["prompt_tokens"] and asked["chat_template"]
     loaded = ["generate", QUESTION, "--load-cache", "cache", *own]
-    fails(*loaded, "--no-chat-template", code=2, says="the document was saved in a chat template")
+    fails(*loaded, "--raw", code=2, says="the document was saved in a chat template")
     tokenizer.chat_template += " "
     tokenizer.save_pretrained(folder)
     fails(*loaded, code=2, says="was saved in another chat template")

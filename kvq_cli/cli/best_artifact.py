@@ -1,0 +1,70 @@
+"""The default of `kvq generate` and `kvq chat`: the model's calibrated artifact with the lowest error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvq_cli.errors import KvqError
+from kvq_cli.paths import model_artifacts
+
+if TYPE_CHECKING:
+    from kvq_cli.artifact import Artifact
+    from kvq_cli.models import LoadedModel
+
+DEFAULT_BITS = 2
+
+
+def best_artifact(loaded: LoadedModel, bits: int) -> tuple[Artifact | None, list[str]]:
+    """The artifact of the model in artifacts/MODEL with the lowest calibration error at `bits` bits; None without.
+
+    Also returns a line for each artifact that was passed over: damaged, or calibrated for another model.
+    """
+    from kvq_cli.artifact import fingerprint, load_artifact
+
+    candidates, refused = _by_error(model_artifacts(loaded.name), bits)
+    model = fingerprint(loaded.model) if candidates else None
+    for path in candidates:
+        try:
+            artifact = load_artifact(path)
+        except KvqError as error:
+            refused.append(f"passed over: {error}")
+            continue
+        if artifact.fingerprint == model:
+            return artifact, refused
+        refused.append(f"passed over: {path} was calibrated for other weights than those of {loaded.name!r}")
+    return None, refused
+
+
+def _by_error(folder: Path, bits: int) -> tuple[list[Path], list[str]]:
+    """The artifacts of `bits` bits in `folder`, the lowest error first, and a line for each unreadable config."""
+    from kvq_cli.artifact import read_config
+
+    found: list[tuple[float, Path]] = []
+    refused: list[str] = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if path.name.startswith(".") or not (path / "config.json").is_file():
+            continue  # a calibration that is running or was interrupted
+        try:
+            config = read_config(path)
+        except KvqError as error:
+            refused.append(f"passed over: {error}")
+            continue
+        measured = calibration_error(config)
+        if measured is not None and config["method"].get("bits") == bits:
+            found.append((measured, path))
+    return [path for _, path in sorted(found)], refused
+
+
+def calibration_error(config: Mapping[str, Any]) -> float | None:
+    """The mean error on held-out samples of all layers' keys and values, with Fisher weights; None where the artifact
+    has none: XQuant's factors are computed from the weights.
+
+    config: an artifact's.
+    """
+    try:
+        errors = [float(layer[kind]["chosen"]["fisher"]) for layer in config["errors"]["layers"] for kind in ("k", "v")]
+    except (KeyError, TypeError, ValueError):
+        return None
+    return sum(errors) / len(errors) if errors else None
