@@ -363,7 +363,7 @@ RULES: dict[str, dict[str, Rule]] = {
         **_rules(_either(_not_papers, _not_shapes), "model", "trust_remote_code"),
     },
     "plan": {
-        **_all_read("memory", "compare", "shapes", "context", "batch", "reserve", "as_json"),
+        **_all_read("memory", "gpu", "compare", "shapes", "context", "batch", "reserve", "as_json"),
         **_rules(_shared, "bits", "set_"),
         **_rules(_not_shapes, "model", "trust_remote_code"),
     },
@@ -371,6 +371,7 @@ RULES: dict[str, dict[str, Rule]] = {
         **_all_read("folder", "runs", "format", "as_json"),
         **_rules(_shown, "run", "baseline", "against", "plot"),
     },
+    "report": _all_read("folder", "out", "artifact", "baseline", "as_json", "quiet"),
     "reproduce": {
         **_all_read("page", "model", "out", "as_json", "quiet"),
         **_rules(_not_page, "names", "everything", "fast"),
