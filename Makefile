@@ -84,7 +84,7 @@ lint: .venv/.installed  ## Check style, types, spelling, unused code and which r
 	PYTHONPATH=kernels $(BIN)/lint-imports --verbose | tail -n 1
 
 docs: .venv/.installed  ## Write the generated pages and pictures of docs/ anew.
-	@for page in tools/docs/{cli,api,architecture,decode_step,models}.py; do $(BIN)/python $$page; done
+	@for page in tools/docs/{cli,api,architecture,decode_step,models}.py; do PYTHONPATH=tools:tests/support $(BIN)/python $$page; done
 
 artifacts: $(ARTIFACTS:%=artifacts/reference/%/config.json)  ## Calibrate the artifacts of the built-in model.
 

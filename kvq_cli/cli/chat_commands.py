@@ -46,7 +46,8 @@ def run(chat: ChatSession, line: str) -> None:
 def show_help(chat: ChatSession, _argument: str) -> None:
     rows = [(f"{command.name} {command.argument}", command.help) for command in COMMANDS]
     rows.append(("/exit", "leave, as do Ctrl-D and the second Ctrl-C in a row"))
-    chat.out.text("\n".join(f"{name:<20} {text}" for name, text in rows) + "\n" + NOTES)
+    chat.out.text("\n".join(f"{name:<20} {text}" for name, text in rows))
+    chat.out.prose(NOTES)
 
 
 def status(chat: ChatSession, _argument: str) -> None:

@@ -176,7 +176,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
         except OSError as error:
             raise KvqError(f"--file {file}: {error.strerror}") from None
         except UnicodeDecodeError:
-            raise KvqError(f"--file {file}: not UTF-8 text") from None
+            raise UsageError(f"--file {file}: not UTF-8 text") from None
     elif prompt is not None:
         text = prompt
     elif sys.stdin.isatty():

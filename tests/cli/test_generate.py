@@ -161,7 +161,7 @@ def test_bad_input_is_one_line(fails, arguments, code, says):
 
 def test_binary_prompt_file_is_an_error(fails, tmp_path):
     (tmp_path / "prompt.bin").write_bytes(b"\xff\xfe\x00")
-    fails("generate", "--file", "prompt.bin", code=1, says="not UTF-8")
+    fails("generate", "--file", "prompt.bin", code=2, says="not UTF-8")
 
 
 def test_decoding_arguments():

@@ -1,14 +1,12 @@
 """Write docs/MODELS.md: which model families kvq computes exactly, and which it refuses.
 
-    python tools/docs/models.py [FOLDER]    into FOLDER instead of docs/
+python tools/docs/models.py [FOLDER]    into FOLDER instead of docs/
 """
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
-
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tests" / "support")]
 
 import transformers
 from model_matrix import FAMILIES, REFUSED, Row, examine, refusal
@@ -20,11 +18,11 @@ PAGE = Path(__file__).parents[2] / "docs" / "MODELS.md"
 HEAD = """\
 # Models
 
-Made by `make docs`, and checked by `tests/attention/test_model_families.py`; do not edit. Each row is a small random model
-of a family of transformers (its `model_type`), with the options that are special about it. *Exact*: caches that keep keys
-after RoPE, keys before RoPE, or the layer input, in full precision, give the model's own logits within float32 rounding, for
-a prompt, a chunk and single tokens. *Methods*: those that decode it at 2 bits. Other families often work, too: kvq compares
-what it captures with what the model caches, and refuses a model where these differ.
+Made by `make docs`, and checked by `tests/attention/test_model_families.py`; do not edit. Each row is a small random
+model of a family of transformers (its `model_type`), with the options that are special about it. *Exact*: caches that
+keep keys after RoPE, keys before RoPE, or the layer input, in full precision, give the model's own logits within
+float32 rounding, for a prompt, a chunk and single tokens. *Methods*: those that decode it at 2 bits. Other families
+often work, too: kvq compares what it captures with what the model caches, and refuses a model where these differ.
 """
 REFUSED_HEAD = """\
 ## Refused
