@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvq_cli.codecs.base import Packed, Part, concatenate
 
-#: Tokens that a store grows by at least and at most; in between, by an eighth. At 131,072 tokens, at most 3 % are unused.
+#: Tokens that a store grows by, at least and at most; in between, by an eighth. At 131,072, 3 % or less are unused.
 MIN_GROWTH, MAX_GROWTH = 32, 4096
 
 
