@@ -32,7 +32,7 @@ def artifact_folder(model: str, method: Method) -> Path:
         if field.metadata.get("runtime"):
             continue
         if field.name == "bits":
-            name += f"-{value}bit"
+            name += f"-{value:g}bit"
         elif value != field.default:
             text = {True: "on", False: "off"}.get(value, value) if isinstance(value, bool) else value
             name += f"-{field.name.replace('_', '-')}-{text}"

@@ -11,10 +11,14 @@ import torch
 from torch import Tensor
 
 from kvq_cli.artifact.schema import CALIBRATION, Form, Many, OneOf, Whole, check_form
+from kvq_cli.codecs.transform import CHUNKS
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.methods.base import CalibrationSpec, CodebookSpec, FactorSpec, Method, ModelShape
+from kvq_cli.methods.base import AnySpec, CodebookSpec, FactorSpec, Method, ModelShape, TransformSpec
 from kvq_cli.methods.registry import from_config, to_config
-from kvq_cli.methods.tensors import layer_layout
+from kvq_cli.methods.tensors import code_budget, kept_components, layer_layout
+
+#: The synthesis of stored transforms undoes their analysis to this much: they are rounded to 32 bits.
+_INVERSE_TOLERANCE = 1e-3
 
 
 def check_contents(config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: Path) -> None:
@@ -30,29 +34,40 @@ def check_contents(config: Mapping[str, Any], tensors: Mapping[str, Tensor], whe
         # A list that was read bounds the number of layers, for which specs hold an entry each.
         check_form(config["errors"]["layers"], Many(dict, shape.layers), "errors.layers")
         spec = method.calibration(shape)
-        codebooks = isinstance(spec, CalibrationSpec)
-        check_form(config["calibration"], CALIBRATION if codebooks else {}, "calibration")
-        if codebooks != ("captured" in config):
-            raise KvqError(f"captured must be {'given' if codebooks else 'absent'} for {method.name}")
+        text = not isinstance(spec, FactorSpec)
+        check_form(config["calibration"], CALIBRATION if text else {}, "calibration")
+        if text != ("captured" in config):
+            raise KvqError(f"captured must be {'given' if text else 'absent'} for {method.name}")
+    codes = 0
     for layer, found in enumerate(_by_layer(tensors, shape.layers, where.parent)):
         with _refused(where.parent):
             choices = _check_layer(found, spec, shape, layer)
         with _refused(where):
             form = _error_form(spec, shape, layer, choices, found)
             check_form(config["errors"]["layers"][layer], form, f"errors.layers[{layer}]")
+        if isinstance(spec, TransformSpec):
+            codes += sum(sum(row) for rows in choices.values() for row in rows)
+    if isinstance(spec, TransformSpec) and codes > (most := code_budget(spec, shape)):
+        raise KvqError(
+            f"{where.parent}: the layers have {codes} codes, above the {most} of the method: calibrate again"
+        )
     if config["sizes"] != tensor_sizes(tensors):
         raise KvqError(f"{where}: sizes are not those of the tensors: calibrate again")
 
 
-def _check_layer(
-    tensors: Mapping[str, Tensor], spec: CalibrationSpec | FactorSpec, shape: ModelShape, layer: int
-) -> dict[str, list[int]]:
-    """Check names, shapes, dtypes and ranges of a layer's tensors; returns the block shapes of the kv heads by stream,
-    for codebooks."""
+def _check_layer(tensors: Mapping[str, Tensor], spec: AnySpec, shape: ModelShape, layer: int) -> dict[str, list[Any]]:
+    """Check names, shapes, dtypes and ranges of a layer's tensors; returns by stream, for codebooks, the block shapes
+    of the kv heads, for transforms the allocation of each group."""
     prefix = f"layers.{layer}."
     if isinstance(spec, FactorSpec):
         _check_layout(tensors, layer_layout(spec, shape, layer, {}), prefix)
         return {}
+    if isinstance(spec, TransformSpec):
+        rows = {kind: _allocation(tensors, kind, spec, shape, prefix) for kind in "kv"}
+        _check_layout(tensors, layer_layout(spec, shape, layer, rows), prefix)
+        for kind, allocation in rows.items():
+            _check_transform(tensors, kind, allocation, prefix)
+        return rows
     streams = {"k": spec.keys, "v": spec.values}
     choices = {kind: _choice(tensors, kind, one, spec.hybrid, shape, prefix) for kind, one in streams.items()}
     _check_layout(tensors, layer_layout(spec, shape, layer, choices), prefix)
@@ -124,6 +139,36 @@ def _choice(
     return choice
 
 
+def _allocation(
+    tensors: Mapping[str, Tensor], kind: str, spec: TransformSpec, shape: ModelShape, prefix: str
+) -> list[list[int]]:
+    """For each group, how many chunks have 1, 2, 4 and 8 components."""
+    name = f"{kind}.allocation"
+    groups, width = spec.groups(kind, shape)
+    if name not in tensors:
+        raise KvqError(f"tensor {prefix}{name} is missing")
+    _check_tensor(tensors[name], (groups, len(CHUNKS)), torch.int16, prefix + name)
+    rows = cast("list[list[int]]", tensors[name].tolist())
+    for row in rows:
+        if min(row) < 0 or not 1 <= kept_components(row) <= width:
+            raise KvqError(f"tensor {prefix}{name} must give out from 1 to {width} components, not as {row}")
+    return rows
+
+
+def _check_transform(tensors: Mapping[str, Tensor], kind: str, allocation: list[list[int]], prefix: str) -> None:
+    """The synthesis of the kept components undoes their analysis; there are no others."""
+    if (tensors[f"{kind}.std"] < 0).any():
+        raise KvqError(f"tensor {prefix}{kind}.std has negative numbers")
+    analysis, synthesis = (tensors[f"{kind}.{name}"].double() for name in ("analysis", "synthesis"))
+    for group, row in enumerate(allocation):
+        kept = kept_components(row)
+        unused = analysis[group, kept:].any() or synthesis[group, :, kept:].any()
+        undone = analysis[group, :kept] @ synthesis[group, :, :kept]
+        identity = torch.eye(kept, dtype=torch.float64)
+        if unused or not torch.allclose(undone, identity, rtol=0, atol=_INVERSE_TOLERANCE):
+            raise KvqError(f"tensor {prefix}{kind}.synthesis does not undo {prefix}{kind}.analysis")
+
+
 def _check_layout(
     tensors: Mapping[str, Tensor], layout: Mapping[str, tuple[tuple[int, ...], torch.dtype]], prefix: str
 ) -> None:
@@ -163,17 +208,20 @@ def _check_statistics(tensors: Mapping[str, Tensor], kind: str, spec: CodebookSp
 
 
 def _error_form(
-    spec: CalibrationSpec | FactorSpec,
+    spec: AnySpec,
     shape: ModelShape,
     layer: int,
-    choices: Mapping[str, list[int]],
+    choices: Mapping[str, list[Any]],
     tensors: Mapping[str, Tensor],
 ) -> Form:
-    """The form of a layer's entry in `errors.layers`; block shapes and ranks are those of the tensors."""
+    """The form of a layer's entry in `errors.layers`; block shapes, codes and ranks are those of the tensors."""
     if isinstance(spec, FactorSpec):
         ranks = {name: tensors[f"{name}.down"].shape[1] for name in spec.layers[layer]}
         return {name: {"rank": Whole(rank, rank), "residual": float, "energy": float} for name, rank in ranks.items()}
     entry: Form = {"fisher": float, "plain": float, "fisher_per_head": Many(float, shape.kv_heads)}
+    if isinstance(spec, TransformSpec):
+        codes = {kind: sum(map(sum, choices[kind])) for kind in "kv"}
+        return {kind: {"codes": Whole(n, n), "chosen": {**entry, "loss": float}} for kind, n in codes.items()}
     return {
         kind: {
             "choice": OneOf(([stream.shapes[index].name for index in choices[kind]],)),
@@ -181,5 +229,5 @@ def _error_form(
             "shapes": {block.name: entry for block in stream.shapes},
             "adjacent_token_correlation": float,
         }
-        for kind, stream in (("k", spec.keys), ("v", spec.values))
+        for kind, stream in zip("kv", spec.streams, strict=True)
     }

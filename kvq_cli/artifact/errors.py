@@ -17,6 +17,8 @@ def error_table(config: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
             for name, factor in layer.items()
         ]
         return ["layer", "of", "rank", "residual", "energy of the first direction"], rows
+    if "codes" in layers[0]["k"]:
+        return _transform_errors(layers)
     shapes = list(layers[0]["k"]["shapes"])
     columns = ["layer", "of", "chosen", "fisher", "plain", *(f"fisher, {shape}" for shape in shapes), "correlation"]
     rows = []
@@ -31,6 +33,19 @@ def error_table(config: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
         numbers = [row[3:] for row in rows if row[1] == name]
         rows.append(["mean", name, "", *(sum(column) / len(column) for column in zip(*numbers, strict=True))])
     return columns, rows
+
+
+def _transform_errors(layers: list[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows of transform codes: the codes of a token, which differ between layers, and the errors."""
+    rows = [
+        [index, name, layer[kind]["codes"], *(layer[kind]["chosen"][each] for each in ("loss", "fisher", "plain"))]
+        for index, layer in enumerate(layers)
+        for kind, name in (("k", "keys"), ("v", "values"))
+    ]
+    for name in ("keys", "values"):
+        numbers = [row[2:] for row in rows if row[1] == name]
+        rows.append(["mean", name, *(sum(column) / len(column) for column in zip(*numbers, strict=True))])
+    return ["layer", "of", "codes", "loss", "fisher", "plain"], rows
 
 
 def _choice_text(choice: list[str]) -> str:

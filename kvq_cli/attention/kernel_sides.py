@@ -23,6 +23,7 @@ from kvq_cli.codecs.per_head import PerHeadCodec
 from kvq_cli.codecs.per_token import PerTokenCodec
 from kvq_cli.codecs.salient import SalientCodec
 from kvq_cli.codecs.signed import SignedCodec
+from kvq_cli.codecs.transform import TransformCodec
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.methods.base import LayerPlan
 
@@ -34,6 +35,7 @@ MAX_BLOCK_TOKENS = 8
 _REASONS = {
     GearCodec: "a low-rank approximation and outliers are kept beside the codes",
     SalientCodec: "tokens of the prompt have different numbers of bits",
+    TransformCodec: "codes stand for components of a transform",
 }
 
 

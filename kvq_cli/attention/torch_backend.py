@@ -86,9 +86,9 @@ def _value_sum(weights: Tensor, layer: CompressedLayer, group: RowGroup, start: 
     values, shape = _pieces(stream, group, start), weights.shape[:3]
     heads = layer.kv_heads if finish is None else 1  # layer inputs and latents have one head
     weights = weights.view(shape[0], heads, -1, weights.shape[3])
-    out = weights[..., : values[0].last - start] @ values[0].numbers()
+    out = values[0].weighted_sum(weights[..., : values[0].last - start])
     for piece in values[1:]:
-        out += weights[..., piece.first - start : piece.last - start] @ piece.numbers()
+        out += piece.weighted_sum(weights[..., piece.first - start : piece.last - start])
     return out if finish is None else finish(out.view(*shape, -1))
 
 
@@ -106,6 +106,12 @@ class _Piece(NamedTuple):
         if isinstance(self.stored, Tensor):
             return self.stored.float()
         return self.codec.decode(self.stored, torch.float32)[:, :, self.cut :]
+
+    def weighted_sum(self, weights: Tensor) -> Tensor:
+        """Sums over the tokens: weights `[rows, kv_heads, group, tokens]` -> `[rows, kv_heads, group, head_dim]`."""
+        if isinstance(self.stored, Tensor) or self.cut:
+            return weights @ self.numbers()
+        return self.codec.weighted_sum(weights, self.stored)
 
 
 def _pieces(stream: StreamReader, group: RowGroup, start: int) -> list[_Piece]:

@@ -17,6 +17,7 @@ from kvq_cli.models import LoadedModel, model_shape
 
 #: A typical ratio for English text.
 _CHARACTERS_PER_TOKEN = 4
+_TRANSFORMS = ("analysis", "synthesis")
 
 
 def random_artifact(method: Method, model: PreTrainedModel, name: str, seed: int) -> Artifact:
@@ -28,12 +29,13 @@ def random_artifact(method: Method, model: PreTrainedModel, name: str, seed: int
     shape, tensors = model_shape(model), {}
     for layer in range(shape.layers):
         for tensor_name, like in artifact_tensors(method, shape, layer).items():
-            x = torch.zeros(like.shape, dtype=like.dtype)
+            x = torch.zeros(like.shape, dtype=like.dtype) if like.is_meta else like.clone()
             kind = tensor_name.split(".")[1]
             if kind == "std":
                 x.fill_(1)
             elif kind != "mean" and like.dtype.is_floating_point:
-                rows = like.shape[0] if kind in ("up", "down") else 1  # keeps the variance of projections
+                # keeps the variance of projections
+                rows = like.shape[0] if kind in ("up", "down") else like.shape[2] if kind in _TRANSFORMS else 1
                 x = (torch.randn(like.shape, generator=generator) / rows**0.5).to(like.dtype)
             tensors[f"layers.{layer}.{tensor_name}"] = x
     identity = {"name": name, "fingerprint": fingerprint(model).to_dict()}

@@ -11,7 +11,11 @@ def card(config: Mapping[str, Any], command: str) -> str:
     method, model, layers = config["method"], config["model"], config["errors"]["layers"]
     options = ", ".join(f"{key}={value}" for key, value in method.items() if key != "name")
     revision = f" at revision {model['revision']}" if model["revision"] else ""
-    if config["calibration"]:
+    if config["calibration"] and "codes" in layers[0]["k"]:
+        data, more = _data(config), " Codes: 8-bit codes of a token."
+        head = ["layer", "keys: codes, loss, fisher, plain", "values: codes, loss, fisher, plain"]
+        rows = [[_coded(layer["k"]), _coded(layer["v"])] for layer in layers]
+    elif config["calibration"]:
         data = _data(config)
         head = ["layer", "keys: shape, fisher, plain, correlation", "values: shape, fisher, plain, correlation"]
         rows = [[_stream(layer["k"]), _stream(layer["v"])] for layer in layers]
@@ -59,6 +63,11 @@ def _data(config: Mapping[str, Any]) -> str:
 
 def _factors(name: str, errors: Mapping[str, Any]) -> str:
     return f"{name}: {errors['rank']}, {errors['residual']:.1e}, {errors['energy']:.3f}"
+
+
+def _coded(errors: Mapping[str, Any]) -> str:
+    chosen = errors["chosen"]
+    return f"{errors['codes']}, {chosen['loss']:.4f}, {chosen['fisher']:.4f}, {chosen['plain']:.4f}"
 
 
 def _stream(errors: Mapping[str, Any]) -> str:

@@ -222,16 +222,17 @@ def _error_report(
     def entry(errors: Tensor) -> dict[str, Any]:
         fisher, plain = (errors.sum(1) / spread.sum(1).clamp_min(1e-300)).tolist()
         heads = (errors[0] / spread[0].clamp_min(1e-300)).tolist()
-        return {"fisher": _round(fisher), "plain": _round(plain), "fisher_per_head": [_round(h) for h in heads]}
+        return {"fisher": rounded(fisher), "plain": rounded(plain), "fisher_per_head": [rounded(h) for h in heads]}
 
     chosen = errors[choice, :, torch.arange(len(choice))].T  # [2, kv_heads]
     return {
         "choice": [shapes[i].name for i in choice.tolist()],
         "chosen": entry(chosen),
         "shapes": {shape.name: entry(errors[i]) for i, shape in enumerate(shapes)},
-        "adjacent_token_correlation": _round(stream.correlation),
+        "adjacent_token_correlation": rounded(stream.correlation),
     }
 
 
-def _round(number: float) -> float:
+def rounded(number: float) -> float:
+    """The number with six significant digits."""
     return float(f"{number:.6g}")

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from kvq_cli.calibration.plan import CodebookPlan, FactorPlan
+from kvq_cli.calibration.plan import AnyPlan, CapturePlan, FactorPlan, TransformPlan
 from kvq_cli.calibration.settings import CalibrationSettings
 from kvq_cli.methods.base import CodebookSpec, ModelShape
-from kvq_cli.methods.tensors import factor_layout, stream_layout
+from kvq_cli.methods.tensors import even_allocation, factor_layout, layer_layout, stream_layout
 from kvq_cli.models import LoadedModel, text_config
 
 #: Activations of a sample on a CPU, where several samples run at once; above, layers are computed twice.
@@ -51,14 +51,14 @@ def clustering_bytes(settings: CalibrationSettings, tokens: int, shape: ModelSha
     return per_sample * (settings.samples * 2 * 2 + settings.gradients * 14 * 4)
 
 
-def capture_workers(plan: CodebookPlan) -> int:
+def capture_workers(plan: CapturePlan) -> int:
     """How many samples run through the model in parallel."""
     loaded, seqlen = plan.loaded, plan.settings.seqlen
     checkpointed = needs_checkpointing(loaded, seqlen)
     return _workers(loaded.model.device, activation_bytes(loaded, seqlen, checkpointed=checkpointed))
 
 
-def cluster_workers(plan: CodebookPlan) -> int:
+def cluster_workers(plan: CapturePlan) -> int:
     """How many streams (keys or values of a layer) are clustered in parallel."""
     bytes_per_task = clustering_bytes(plan.settings, plan.capture.tokens, plan.loaded.shape)
     return _workers(plan.loaded.model.device, bytes_per_task)
@@ -71,7 +71,7 @@ def _workers(device: torch.device, bytes_per_task: int) -> int:
     return max(1, min(torch.get_num_threads(), _free_bytes(device) // (2 * bytes_per_task)))
 
 
-def dry_run_report(plan: CodebookPlan | FactorPlan) -> dict[str, Any]:
+def dry_run_report(plan: AnyPlan) -> dict[str, Any]:
     """The JSON document of `kvq calibrate --dry-run`. Sizes of captured data are included only where text is read."""
     tensors = planned_tensors(plan)
     document = {
@@ -97,25 +97,29 @@ def dry_run_report(plan: CodebookPlan | FactorPlan) -> dict[str, Any]:
     }
 
 
-def disk_bytes(plan: CodebookPlan | FactorPlan) -> int:
+def disk_bytes(plan: AnyPlan) -> int:
     """Bytes that a calibration writes to disk while it runs."""
-    if isinstance(plan, CodebookPlan):
+    if isinstance(plan, CapturePlan):
         return plan.capture.nbytes
     return sum(tensor["bytes"] for tensor in planned_tensors(plan))
 
 
-def planned_tensors(plan: CodebookPlan | FactorPlan) -> list[dict[str, Any]]:
-    """Name, shape, dtype and bytes (all layers together) of each kind of tensor in the artifact."""
+def planned_tensors(plan: AnyPlan) -> list[dict[str, Any]]:
+    """Name, shape, dtype and bytes (all layers together) of each kind of tensor in the artifact; for transforms, as if
+    all their components had the same bits."""
     shape = plan.loaded.shape
-    if isinstance(plan, CodebookPlan):
-        streams = {"k": plan.spec.keys, "v": plan.spec.values}
-        return [
-            _tensor_entry(f"{kind}.{_any_shape(name, spec)}", size, dtype, shape.layers)
-            for kind, spec in streams.items()
-            for name, (size, dtype) in stream_layout(spec, shape, [0] * shape.kv_heads).items()
-        ]
-    counts = Counter(item for names in plan.spec.layers for item in factor_layout(names, shape).items())
-    return [_tensor_entry(name, size, dtype, layers) for (name, (size, dtype)), layers in counts.items()]
+    if isinstance(plan, FactorPlan):
+        counts = Counter(item for names in plan.spec.layers for item in factor_layout(names, shape).items())
+        return [_tensor_entry(name, size, dtype, layers) for (name, (size, dtype)), layers in counts.items()]
+    if isinstance(plan, TransformPlan):
+        even = {kind: even_allocation(plan.spec, kind, shape) for kind in "kv"}
+        layout = layer_layout(plan.spec, shape, 0, even)
+        return [_tensor_entry(name, size, dtype, shape.layers) for name, (size, dtype) in layout.items()]
+    return [
+        _tensor_entry(f"{kind}.{_any_shape(name, spec)}", size, dtype, shape.layers)
+        for kind, spec in zip("kv", plan.spec.streams, strict=True)
+        for name, (size, dtype) in stream_layout(spec, shape, [0] * shape.kv_heads).items()
+    ]
 
 
 def _any_shape(name: str, spec: CodebookSpec) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import transformers
@@ -17,11 +17,11 @@ from torch import Tensor
 from kvq_cli.artifact import Artifact, check_replaceable, load_artifact, save_artifact
 from kvq_cli.artifact.contents import tensor_sizes
 from kvq_cli.attention.capture_points import attention_layers
-from kvq_cli.calibration import capture, estimate, factors
+from kvq_cli.calibration import capture, estimate, factors, transforms
 from kvq_cli.calibration.card import card
 from kvq_cli.calibration.codebooks import ERROR_MEASURE, CapturedStream, ClusterSettings, calibrate_stream
 from kvq_cli.calibration.parallel import deterministic, run_parallel
-from kvq_cli.calibration.plan import CodebookPlan, FactorPlan
+from kvq_cli.calibration.plan import AnyPlan, CapturePlan, CodebookPlan, FactorPlan, TransformPlan
 from kvq_cli.calibration.settings import CaptureSize, calibrate_command
 from kvq_cli.calibration.work_folder import WorkFolder
 from kvq_cli.data.texts import SELF, load_text, sampled_windows, token_windows
@@ -31,10 +31,14 @@ from kvq_cli.errors import KvqError, UsageError
 Progress = Callable[[str, int, int], None]
 #: Keys and values, as they are called in names of tensors.
 _KINDS = ("k", "v")
+#: A stream: layer and kind.
+_Stream: TypeAlias = tuple[int, str]
+#: The tensors of a stream, and their errors as plain JSON values.
+_Calibrated: TypeAlias = tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def calibrate(
-    plan: CodebookPlan | FactorPlan,
+    plan: AnyPlan,
     out: Path,
     *,
     resume: bool = False,
@@ -63,6 +67,7 @@ def calibrate(
                     tensors, measured = _factorize_all(plan, work, progress)
                 else:
                     with _captures(plan, work, captured) as captures:
+                        _capture_all(plan, captures, progress)
                         tensors, measured = _make_codebooks(plan, work, captures, progress)
             artifact = _write(plan, out, tensors, measured, progress)
         except (KvqError, OSError):
@@ -103,7 +108,7 @@ def _factorize_all(plan: FactorPlan, work: WorkFolder, progress: Progress) -> tu
 
 
 @contextmanager
-def _captures(plan: CodebookPlan, work: WorkFolder, captured: Path | None) -> Iterator[WorkFolder]:
+def _captures(plan: CapturePlan, work: WorkFolder, captured: Path | None) -> Iterator[WorkFolder]:
     """The folder of the captured activations: `work`, or one below `captured`, named by what it depends on."""
     if captured is None:
         yield work
@@ -116,11 +121,13 @@ def _captures(plan: CodebookPlan, work: WorkFolder, captured: Path | None) -> It
 
 
 def _make_codebooks(
-    plan: CodebookPlan, work: WorkFolder, captures: WorkFolder, progress: Progress
+    plan: CodebookPlan | TransformPlan, work: WorkFolder, captures: WorkFolder, progress: Progress
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Codebooks of every layer's keys and values: the artifact's tensors, and their errors."""
-    _capture_all(plan, captures, progress)
-    errors = _cluster_all(plan, work, captures, progress)
+    cluster = (
+        _clustering(plan, captures) if isinstance(plan, CodebookPlan) else _transforms(plan, work, captures, progress)
+    )
+    errors = _cluster_all(plan, work, cluster, progress)
     tensors = {
         f"layers.{_name(layer, kind)}.{key}": tensor
         for layer in range(plan.loaded.shape.layers)
@@ -132,10 +139,11 @@ def _make_codebooks(
         "tokens_with_gradients": plan.capture.tokens * plan.settings.gradients,
         "tokens_held_out": plan.capture.tokens * plan.settings.held_out,
     }
-    return tensors, {"captured": captured, "errors": {"measure": ERROR_MEASURE, "layers": errors}}
+    measure = ERROR_MEASURE if isinstance(plan, CodebookPlan) else transforms.ERROR_MEASURE
+    return tensors, {"captured": captured, "errors": {"measure": measure, "layers": errors}}
 
 
-def _capture_all(plan: CodebookPlan, captures: WorkFolder, progress: Progress) -> None:
+def _capture_all(plan: CapturePlan, captures: WorkFolder, progress: Progress) -> None:
     """Run every sample through the model, and write its captured tokens to disk before the next ones run."""
     settings, loaded = plan.settings, plan.loaded
     windows = _windows(plan, captures, progress)
@@ -167,7 +175,7 @@ def _capture_all(plan: CodebookPlan, captures: WorkFolder, progress: Progress) -
             captures.write_json("captured", {"samples": done})
 
 
-def _windows(plan: CodebookPlan, captures: WorkFolder, progress: Progress) -> Tensor:
+def _windows(plan: CapturePlan, captures: WorkFolder, progress: Progress) -> Tensor:
     """The samples, int64 `[samples, seqlen]`; stored, since sampling text from the model takes long."""
     progress("read text", 0, 1)
     if not captures.has_tensors("windows"):
@@ -190,30 +198,74 @@ def _captured_tokens(size: CaptureSize, seed: int, sample: int) -> Tensor:
     return (size.skip + units[:, None] * size.unit + torch.arange(size.unit)).flatten()
 
 
+def _streams(plan: CapturePlan) -> list[_Stream]:
+    return [(layer, kind) for layer in range(plan.loaded.shape.layers) for kind in _KINDS]
+
+
+def _clustering(plan: CodebookPlan, captures: WorkFolder) -> Callable[[_Stream], _Calibrated]:
+    """The function that clusters a stream's codebooks."""
+
+    def cluster(stream: _Stream) -> _Calibrated:
+        spec = plan.spec.keys if stream[1] == "k" else plan.spec.values
+        return calibrate_stream(_read_captured(plan, captures, *stream), spec, _cluster_settings(plan, stream))
+
+    return cluster
+
+
+def _transforms(
+    plan: TransformPlan, work: WorkFolder, captures: WorkFolder, progress: Progress
+) -> Callable[[_Stream], _Calibrated]:
+    """Fit all transforms and give out the codes; returns the function that clusters a stream's codebooks."""
+    spec, shape, streams = plan.spec, plan.loaded.shape, _streams(plan)
+
+    def step(stream: _Stream) -> str:
+        return f"{_name(*stream)}.transform"
+
+    def fit(stream: _Stream) -> None:
+        groups, _ = spec.groups(stream[1], shape)
+        fitted = transforms.fit_transform(_read_captured(plan, captures, *stream), groups, spec.metric)
+        work.write_tensors(step(stream), {key: tensor.cpu() for key, tensor in fitted.tensors().items()})
+
+    missing = [stream for stream in streams if not work.has_tensors(step(stream))]
+    for done, _ in enumerate(run_parallel(fit, missing, estimate.cluster_workers(plan)), len(streams) - len(missing)):
+        progress("transform", done + 1, len(streams))
+    lengths = transforms.allocate_codes(
+        {stream: work.read_tensors(step(stream))["variances"] for stream in streams}, spec, shape
+    )
+
+    def cluster(stream: _Stream) -> _Calibrated:
+        captured = _read_captured(plan, captures, *stream)
+        fitted = {key: tensor.to(captured.x.device) for key, tensor in work.read_tensors(step(stream)).items()}
+        settings = _cluster_settings(plan, stream)
+        return transforms.calibrate_transform(captured, transforms.Transform(**fitted), lengths[stream], settings)
+
+    return cluster
+
+
 def _cluster_all(
-    plan: CodebookPlan, work: WorkFolder, captures: WorkFolder, progress: Progress
+    plan: CodebookPlan | TransformPlan,
+    work: WorkFolder,
+    cluster: Callable[[_Stream], _Calibrated],
+    progress: Progress,
 ) -> list[dict[str, Any]]:
     """Cluster every layer's keys and values; returns their errors, by layer."""
-    streams = [(layer, kind) for layer in range(plan.loaded.shape.layers) for kind in _KINDS]
+    streams = _streams(plan)
     missing = [stream for stream in streams if work.read_json(_name(*stream)) is None]
 
-    def cluster(stream: tuple[int, str]) -> None:
-        layer, kind = stream
-        spec = plan.spec.keys if kind == "k" else plan.spec.values
-        captured = _read_captured(plan, captures, layer, kind)
-        tensors, measured = calibrate_stream(captured, spec, _cluster_settings(plan, streams.index(stream)))
-        work.write_tensors(_name(layer, kind), {key: tensor.cpu() for key, tensor in tensors.items()})
-        work.write_json(_name(layer, kind), measured)  # last: marks the stream as finished
+    def run(stream: _Stream) -> None:
+        tensors, measured = cluster(stream)
+        work.write_tensors(_name(*stream), {key: tensor.cpu() for key, tensor in tensors.items()})
+        work.write_json(_name(*stream), measured)  # last: marks the stream as finished
 
     done = len(streams) - len(missing)
     progress("cluster", done, len(streams))
-    for _ in run_parallel(cluster, missing, estimate.cluster_workers(plan)):
+    for _ in run_parallel(run, missing, estimate.cluster_workers(plan)):
         done += 1
         progress("cluster", done, len(streams))
     return [{kind: work.read_json(_name(layer, kind)) for kind in _KINDS} for layer in range(len(streams) // 2)]
 
 
-def _read_captured(plan: CodebookPlan, captures: WorkFolder, layer: int, kind: str) -> CapturedStream:
+def _read_captured(plan: CapturePlan, captures: WorkFolder, layer: int, kind: str) -> CapturedStream:
     settings, shape, device = plan.settings, plan.loaded.shape, plan.loaded.model.device
     sample = (plan.capture.tokens, shape.kv_heads, shape.head_dim)
     x = captures.read_samples(_name(layer, kind, "x"), (settings.samples, *sample)).to(device)
@@ -221,14 +273,14 @@ def _read_captured(plan: CodebookPlan, captures: WorkFolder, layer: int, kind: s
     return CapturedStream(x, g, settings.held_out)
 
 
-def _cluster_settings(plan: CodebookPlan, stream: int) -> ClusterSettings:
-    settings, spec = plan.settings, plan.spec
+def _cluster_settings(plan: CodebookPlan | TransformPlan, stream: _Stream) -> ClusterSettings:
+    settings = plan.settings
     return ClusterSettings(
-        fisher=spec.fisher,
-        hybrid=spec.hybrid,
+        fisher=plan.spec.fisher,
+        hybrid=plan.spec.hybrid if isinstance(plan, CodebookPlan) else "off",
         points=settings.points,
         iterations=settings.iterations,
-        seed=stream + settings.seed * 1_000_003,
+        seed=_streams(plan).index(stream) + settings.seed * 1_000_003,
         dtype=plan.loaded.shape.dtype,
         damping=settings.damping,
         engine=settings.kmeans,
@@ -236,7 +288,7 @@ def _cluster_settings(plan: CodebookPlan, stream: int) -> ClusterSettings:
 
 
 def _write(
-    plan: CodebookPlan | FactorPlan,
+    plan: AnyPlan,
     out: Path,
     tensors: dict[str, Tensor],
     measured: dict[str, Any],
@@ -250,10 +302,10 @@ def _write(
     return artifact
 
 
-def _versions(plan: CodebookPlan | FactorPlan) -> dict[str, str]:
+def _versions(plan: AnyPlan) -> dict[str, str]:
     """Versions of the libraries that computed the tensors."""
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    if isinstance(plan, CodebookPlan) and plan.settings.kmeans == "faiss":
+    if isinstance(plan, CapturePlan) and plan.settings.kmeans == "faiss":
         import faiss
 
         versions["faiss"] = faiss.__version__

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import kvq_cli
 from kvq_cli.artifact import fingerprint
-from kvq_cli.calibration.settings import CalibrationOptions, CalibrationSettings, CaptureSize, capture_size
-from kvq_cli.methods.base import CalibrationSpec, FactorSpec, Method
+from kvq_cli.calibration.settings import (
+    CalibrationOptions,
+    CalibrationSettings,
+    CaptureSize,
+    capture_size,
+    check_enough,
+)
+from kvq_cli.codecs.nearest import MAX_ENTRIES
+from kvq_cli.methods.base import CalibrationSpec, FactorSpec, Method, TransformSpec
 from kvq_cli.methods.registry import to_config
 from kvq_cli.models import LoadedModel
 
 
 @dataclass(frozen=True)
 class CalibrationPlan:
-    """The model and the method; see `CodebookPlan` and `FactorPlan`."""
+    """The model and the method; see `CapturePlan` and `FactorPlan`."""
 
     loaded: LoadedModel
     method: Method
@@ -44,10 +51,9 @@ class CalibrationPlan:
 
 
 @dataclass(frozen=True)
-class CodebookPlan(CalibrationPlan):
-    """Capture activations on text, then cluster them into codebooks."""
+class CapturePlan(CalibrationPlan):
+    """Capture activations on text; see `CodebookPlan` and `TransformPlan`."""
 
-    spec: CalibrationSpec
     settings: CalibrationSettings
     capture: CaptureSize
 
@@ -65,13 +71,31 @@ class CodebookPlan(CalibrationPlan):
 
 
 @dataclass(frozen=True)
+class CodebookPlan(CapturePlan):
+    """Cluster captured activations into codebooks."""
+
+    spec: CalibrationSpec
+
+
+@dataclass(frozen=True)
+class TransformPlan(CapturePlan):
+    """Fit transforms to captured activations, give out codes over their components, and cluster these."""
+
+    spec: TransformSpec
+
+
+@dataclass(frozen=True)
 class FactorPlan(CalibrationPlan):
     """Factorize projection weights; no text is read."""
 
     spec: FactorSpec
 
 
-def plan_calibration(loaded: LoadedModel, method: Method, options: CalibrationOptions) -> CodebookPlan | FactorPlan:
+#: A plan that `plan_calibration` makes.
+AnyPlan: TypeAlias = CodebookPlan | TransformPlan | FactorPlan
+
+
+def plan_calibration(loaded: LoadedModel, method: Method, options: CalibrationOptions) -> AnyPlan:
     """Check the request and fill in defaults.
 
     Raises UsageError for bits, head_dim, budgets and sizes that cannot work; KvqError where a package is missing.
@@ -79,6 +103,17 @@ def plan_calibration(loaded: LoadedModel, method: Method, options: CalibrationOp
     spec = method.calibration(loaded.shape)
     if isinstance(spec, FactorSpec):
         return FactorPlan(loaded, method, spec)
-    settings = options.resolve(loaded, max(spec.keys.entries, spec.values.entries))
-    unit = math.lcm(2, *(shape.tokens for stream in (spec.keys, spec.values) for shape in stream.shapes))
-    return CodebookPlan(loaded, method, spec, settings, capture_size(settings, spec, unit, loaded))
+    if isinstance(spec, TransformSpec):
+        settings = options.resolve(loaded, MAX_ENTRIES)
+        # A covariance needs as many tokens as channels, a codebook as many as entries.
+        least = max(MAX_ENTRIES, *(spec.groups(kind, loaded.shape)[1] for kind in "kv"))
+        size = capture_size(settings, spec.skip, 2, loaded)
+        check_enough(settings, size, least, f"{spec.groups('v', loaded.shape)[1]} channels and {MAX_ENTRIES} entries")
+        return TransformPlan(loaded, method, settings, size, spec)
+    settings = options.resolve(loaded, max(stream.entries for stream in spec.streams))
+    unit = math.lcm(2, *(shape.tokens for stream in spec.streams for shape in stream.shapes))
+    size = capture_size(settings, spec.skip, unit, loaded)
+    for stream in spec.streams:
+        least = -(-stream.entries * max(shape.size for shape in stream.shapes) // stream.share)
+        check_enough(settings, size, least, f"codebooks of {stream.entries} entries")
+    return CodebookPlan(loaded, method, settings, size, spec)

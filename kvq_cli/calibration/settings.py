@@ -9,7 +9,7 @@ from typing import Any
 
 from kvq_cli.calibration.kmeans import Engine, choose_engine
 from kvq_cli.errors import UsageError
-from kvq_cli.methods.base import CalibrationSpec, Method
+from kvq_cli.methods.base import Method
 from kvq_cli.methods.registry import to_config
 from kvq_cli.models import LoadedModel
 
@@ -104,7 +104,7 @@ def calibrate_command(method: Method, loaded: LoadedModel, settings: Mapping[str
     words = ["kvq", "calibrate", "--method", config.pop("name")]
     defaults = to_config(type(method)())
     if "bits" in config:
-        words += ["--bits", str(config.pop("bits"))]
+        words += ["--bits", f"{config.pop('bits'):g}"]
     for key, value in config.items():
         if value != defaults[key]:
             words += ["--set", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
@@ -145,22 +145,23 @@ class CaptureSize:
         return (self.samples + self.gradients) * self.tokens * self.bytes_per_token
 
 
-def capture_size(settings: CalibrationSettings, spec: CalibrationSpec, unit: int, loaded: LoadedModel) -> CaptureSize:
-    """The largest capture within `settings.budget`; UsageError where that is too little for the codebooks."""
+def capture_size(settings: CalibrationSettings, skip: int, unit: int, loaded: LoadedModel) -> CaptureSize:
+    """The largest capture within `settings.budget`, of `unit` tokens at a time after the first `skip`."""
     shape = loaded.shape
-    possible = max(0, settings.seqlen - spec.skip) // unit
+    possible = max(0, settings.seqlen - skip) // unit
     per_token = shape.layers * 2 * shape.kv_heads * shape.head_dim * 2  # 16 bits per number
     affordable = int(settings.budget * GIB) // ((settings.samples + settings.gradients) * unit * per_token)
     units = min(possible, affordable)
-    size = CaptureSize(spec.skip, unit, units, possible, settings.samples, settings.gradients, per_token)
+    return CaptureSize(skip, unit, units, possible, settings.samples, settings.gradients, per_token)
+
+
+def check_enough(settings: CalibrationSettings, size: CaptureSize, least: int, what: str) -> None:
+    """Raise UsageError for a capture of fewer than `least` training tokens, as `what` needs them."""
     training = (settings.gradients - settings.held_out) * size.tokens
-    for stream in (spec.keys, spec.values):
-        block = max(shape.size for shape in stream.shapes)
-        if units == 0 or training * stream.share < stream.entries * block:
-            option = "--budget" if affordable < possible else "--seqlen or --gradients"
-            raise UsageError(
-                f"{training} tokens are too few for codebooks of {stream.entries} entries, which need "
-                f"{stream.entries * block // stream.share}: raise {option} (--seqlen {settings.seqlen}, --gradients "
-                f"{settings.gradients} with {settings.held_out} of them held out, --budget {settings.budget:g})"
-            )
-    return size
+    if size.units == 0 or training < least:
+        option = "--budget" if size.units < size.possible else "--seqlen or --gradients"
+        raise UsageError(
+            f"{training} tokens are too few for {what}, which need {least}: raise {option} (--seqlen "
+            f"{settings.seqlen}, --gradients {settings.gradients} with {settings.held_out} of them held out, --budget "
+            f"{settings.budget:g})"
+        )

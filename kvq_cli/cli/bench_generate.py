@@ -137,7 +137,7 @@ def generate(
 
 
 def _compared(
-    model: str, names: list[str], bits: int | None, options: dict[str, str], trust_remote_code: bool
+    model: str, names: list[str], bits: float | None, options: dict[str, str], trust_remote_code: bool
 ) -> list[ComparedMethod]:
     from kvq_cli.cli.resolve import resolve_compared
     from kvq_cli.evaluation.compared_methods import compared_methods
@@ -147,7 +147,7 @@ def _compared(
 
 
 def _random_compared(
-    model: PreTrainedModel, name: str, names: list[str], seed: int, bits: int | None, options: dict[str, str]
+    model: PreTrainedModel, name: str, names: list[str], seed: int, bits: float | None, options: dict[str, str]
 ) -> list[ComparedMethod]:
     """Methods of a model with random weights, with random artifacts."""
     from kvq_cli.benchmarking.synthetic import random_artifact
@@ -168,7 +168,7 @@ def _random_compared(
 
 
 def _peers(
-    out: Output, chosen: list[ComparedMethod], bits: int | None, prefill: str, backend: str, quanto_too: bool
+    out: Output, chosen: list[ComparedMethod], bits: float | None, prefill: str, backend: str, quanto_too: bool
 ) -> tuple[list[BenchmarkedCache], list[str]]:
     """The caches to measure, and why some are skipped."""
     from kvq_cli.benchmarking.baselines import DynamicCacheBaseline, KvqCache, quanto_baseline

@@ -128,7 +128,21 @@ MethodOrBest = Annotated[
         "kivi).",
     ),
 ]
-Bits = Annotated[int | None, _method("--bits", metavar="N", help="Bits per cached number (default: the method's).")]
+
+
+def _bits(text: str) -> float:
+    """A number of bits: whole, or with a fraction, which some methods have."""
+    try:
+        bits = float(text)
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a number") from None
+    return int(bits) if bits.is_integer() else bits
+
+
+Bits = Annotated[
+    float | None,
+    _method("--bits", metavar="N", parser=_bits, help="Bits per cached number (default: the method's)."),
+]
 ArtifactDir = Annotated[
     Path | None,
     _method(

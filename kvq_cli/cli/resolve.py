@@ -21,7 +21,7 @@ DEFAULT_METHOD = "kivi"  # needs no calibration: a command without flags works f
 def resolve(
     model: str,
     method: str | None = None,
-    bits: int | None = None,
+    bits: float | None = None,
     artifact: Path | None = None,
     options: Mapping[str, str] | None = None,
     *,
@@ -52,7 +52,7 @@ def resolve(
 def resolve_compared(
     model: str,
     names: Sequence[str],
-    bits: int | None = None,
+    bits: float | None = None,
     artifacts: Sequence[Path] = (),
     options: Mapping[str, str] | None = None,
     *,
@@ -92,8 +92,7 @@ def resolve_compared(
         matching = [
             artifact
             for artifact in given
-            if artifact.method_config["name"] == name
-            and str(wanted) in ("None", str(artifact.method_config.get("bits")))
+            if artifact.method_config["name"] == name and _fits_bits(wanted, artifact.method_config.get("bits"))
         ]
         given = [artifact for artifact in given if not any(artifact is other for other in matching)]
         if not matching:
@@ -104,6 +103,11 @@ def resolve_compared(
         add(artifact.method_config["name"], {}, artifact)
     check_shared(compared, shared)
     return resolved
+
+
+def _fits_bits(wanted: Any, held: float | None) -> bool:
+    """Whether an artifact of `held` bits has the bits that a comparison asks for: all have where it names none."""
+    return wanted is None or str(wanted) in {str(held), "None" if held is None else f"{held:g}"}
 
 
 def needs_artifact(model: str, method: Method, trust_remote_code: bool = False) -> bool:
@@ -177,7 +181,7 @@ def calibrate_command(model: str, method: Method, trust_remote_code: bool = Fals
         if field.metadata.get("runtime"):
             continue
         if field.name == "bits":
-            words += ["--bits", str(value)]
+            words += ["--bits", f"{value:g}"]
         elif value != field.default:
             words += ["--set", f"{field.name}={value}"]
     return words

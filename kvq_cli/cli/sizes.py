@@ -76,7 +76,7 @@ def _reference_size() -> ModelSize:
 
 
 def each_method(
-    compare: str | None, bits: int | None, set_: list[str] | None, count: Callable[[Method], T], out: Output
+    compare: str | None, bits: float | None, set_: list[str] | None, count: Callable[[Method], T], out: Output
 ) -> Iterator[tuple[str, T]]:
     """Yield `(label with bits, count(method))` for each method named in `compare`, or for all methods.
 
@@ -100,6 +100,6 @@ def each_method(
             out.note(f"not counted: {error}")
             continue
         name, *own_options = text.split(":")
-        suffix = f"-{method.bits}bit" if hasattr(method, "bits") else ""
+        suffix = f"-{method.bits:g}bit" if hasattr(method, "bits") else ""
         label = name if name.endswith(suffix) else name + suffix
         yield ":".join([label, *own_options]), counted

@@ -120,6 +120,13 @@ class Codec(BlockFormat, ABC):
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         """Unpack to `[batch, kv_heads, tokens, head_dim]` in `dtype`."""
 
+    def weighted_sum(self, weights: Tensor, packed: Packed) -> Tensor:
+        """Sums over tokens of weight times number, `[batch, kv_heads, queries, head_dim]` float32.
+
+        weights: `[batch, kv_heads, queries, tokens]` float32.
+        """
+        return weights @ self.decode(packed, torch.float32)
+
 
 class PromptCodec(BlockFormat, ABC):
     """Encodes with a state that is fit to the prompt of each row and fixed from then on.

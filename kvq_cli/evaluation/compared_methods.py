@@ -90,7 +90,7 @@ def _compared_method(attachable: Method | Artifact) -> ComparedMethod:
         method = attachable
         identity = {"method": to_config(method)}
     bits = getattr(method, "bits", None)
-    label = method.name if bits is None else f"{method.name}-{bits}bit"
+    label = method.name if bits is None else f"{method.name}-{bits:g}bit"
     artifact = {"artifact": attachable.digest[:8]} if isinstance(attachable, Artifact) else {}
     folder = _join_options(label, _non_default_options(method) | artifact)
     return ComparedMethod(label, folder, method, attachable, identity)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,17 +24,18 @@ class Panel:
     log: bool = True
 
 
-def plot_comparison(document: Mapping[str, Any], path: Path) -> None:
+def plot_comparison(document: Mapping[str, Any], path: Path, only: Sequence[Panel] | None = None) -> None:
     """Plot perplexity, KL divergence and mean RULER score, as far as evaluated, over measured bits per number.
 
-    document: a comparison as `kvq eval --compare` writes it. A line joins results that differ in bits alone. KvqError
+    document: a comparison as `kvq eval --compare` writes it. only: draw these panels; None: `PANELS`. A line joins results that differ in bits alone. KvqError
     if there is neither perplexity nor RULER to draw.
     """
     from matplotlib.lines import Line2D
 
     methods = document["methods"]
     lines = {name: [methods[label] for label in labels] for name, labels in lines_by_method(methods).items()}
-    panels = [panel for panel in PANELS if any(panel.score(result) is not None for result in methods.values())]
+    shown = PANELS if only is None else only
+    panels = [panel for panel in shown if any(panel.score(result) is not None for result in methods.values())]
     if not panels:
         raise KvqError(f"--plot {path}: nothing to draw; evaluate --task perplexity or ruler")
     figure = new_figure(1 + 5 * len(panels), 5.5)
@@ -46,7 +47,7 @@ def plot_comparison(document: Mapping[str, Any], path: Path) -> None:
     }
     for axis, panel in zip(axes[0], panels, strict=True):
         for name, results in lines.items():
-            scores = [(_bits(result), panel.score(result)) for result in results]
+            scores = [(measured_bits(result), panel.score(result)) for result in results]
             if points := sorted((bits, score) for bits, score in scores if score is not None):
                 axis.plot(*zip(*points, strict=True), label=name, **styles[name])
         axis.set_ylabel(panel.label)
@@ -66,11 +67,12 @@ def lines_by_method(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, list[
     lines: dict[str, list[str]] = {}
     for label, result in methods.items():
         bits = result["config"]["method"].get("bits")
-        lines.setdefault(label.replace(f"-{bits}bit", "", 1), []).append(label)
+        suffix = "" if bits is None else f"-{bits:g}bit"
+        lines.setdefault(label.replace(suffix, "", 1), []).append(label)
     return lines
 
 
-def _bits(result: Mapping[str, Any]) -> float:
+def measured_bits(result: Mapping[str, Any]) -> float:
     """Measured bits of the perplexity evaluation, or of the first one if there is none."""
     name = next((name for name in result["cache"] if name.startswith(PERPLEXITY)), next(iter(result["cache"])))
     return result["cache"][name]["measured_bits"]
@@ -81,7 +83,8 @@ def _perplexity(result: Mapping[str, Any]) -> float | None:
     return metrics["perplexity,none"] if metrics else None
 
 
-def _divergence(result: Mapping[str, Any]) -> float | None:
+def divergence(result: Mapping[str, Any]) -> float | None:
+    """KL divergence to the uncompressed model; None where the cache is exact."""
     metrics = result["results"].get(PERPLEXITY)
     # The rounding error of an exact cache would dominate the logarithmic axis: leave it out.
     return metrics["kl,none"] if metrics and metrics["kl,none"] > 1e-3 else None
@@ -92,8 +95,9 @@ def _ruler(result: Mapping[str, Any]) -> float | None:
     return 100 * sum(scores) / len(scores) if scores else None
 
 
+DIVERGENCE = Panel("KL divergence to the uncompressed model", divergence)
 PANELS = (
     Panel("perplexity", _perplexity),
-    Panel("KL divergence to the uncompressed model", _divergence),
+    DIVERGENCE,
     Panel("RULER, mean of the tasks (%)", _ruler, log=False),
 )

@@ -6,7 +6,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
@@ -129,6 +129,33 @@ class FactorSpec:
 
 
 @dataclass(frozen=True)
+class TransformSpec:
+    """Calibration of Karhunen-Loeve transforms, and of codebooks for chunks of their components.
+
+    bits:      bits per number of the codes of all layers' keys and values together, at most.
+    join_keys, join_values: one transform for all kv heads of a layer; else one per head.
+    skip:      first tokens of each sample to leave out (attention sinks).
+    fisher:    weight k-means by squared gradients.
+    metric:    the quadratic form in which errors count: "full", the matrix E[g g^T] of the gradients, "diagonal" (of
+               that matrix) or "none" (squared errors).
+    allocate:  codes are given out over the whole "model", or to each "stream" by its share of the numbers.
+    """
+
+    bits: float
+    join_keys: bool
+    join_values: bool
+    skip: int
+    fisher: bool
+    metric: str
+    allocate: str
+
+    def groups(self, kind: str, shape: ModelShape) -> tuple[int, int]:
+        """(groups, channels of a group) of a layer's keys ("k") or values ("v")."""
+        joined = self.join_keys if kind == "k" else self.join_values
+        return (1, shape.kv_heads * shape.head_dim) if joined else (shape.kv_heads, shape.head_dim)
+
+
+@dataclass(frozen=True)
 class CalibrationSpec:
     """Calibration by clustering captured keys and values into codebooks.
 
@@ -142,6 +169,15 @@ class CalibrationSpec:
     skip: int
     fisher: bool
     hybrid: str
+
+    @property
+    def streams(self) -> tuple[CodebookSpec, CodebookSpec]:
+        """Keys, values."""
+        return self.keys, self.values
+
+
+#: The calibration of a method.
+AnySpec: TypeAlias = CalibrationSpec | TransformSpec | FactorSpec
 
 
 def option(
@@ -210,6 +246,6 @@ class Method(ABC):
         """Whether `plan` needs calibrated tensors for a model of this shape."""
         return self.calibrates
 
-    def calibration(self, shape: ModelShape) -> CalibrationSpec | FactorSpec:
+    def calibration(self, shape: ModelShape) -> AnySpec:
         """The calibration for a model of this shape; UsageError if the method needs none."""
         raise UsageError(f"method {self.name} needs no calibration: use it directly with --method {self.name}")

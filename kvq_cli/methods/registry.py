@@ -77,8 +77,8 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
         if not equals or not key.strip():
             raise UsageError(f"{text}: an option must be OPTION=VALUE, like kivi:sinks=8")
         options[key.strip().replace("-", "_")] = value.strip()
-    if "/" not in name and (match := re.fullmatch(r"(.+)-(\d+)bit", name)):
-        name, options["bits"] = match[1], int(match[2])
+    if "/" not in name and (match := re.fullmatch(r"(.+)-(\d+(?:\.\d+)?)bit", name)):
+        name, options["bits"] = match[1], float(match[2]) if "." in match[2] else int(match[2])
     return name, options
 
 

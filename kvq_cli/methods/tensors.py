@@ -3,31 +3,65 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
-from kvq_cli.methods.base import CalibrationSpec, CodebookSpec, FactorSpec, ModelShape
+from kvq_cli.codecs.nearest import MAX_ENTRIES
+from kvq_cli.codecs.transform import CHUNKS
+from kvq_cli.methods.base import AnySpec, CodebookSpec, FactorSpec, ModelShape, TransformSpec
 
 #: Name -> (shape, dtype).
 Layout: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 
-def layer_layout(
-    spec: CalibrationSpec | FactorSpec, shape: ModelShape, layer: int, choices: Mapping[str, Sequence[int]]
-) -> Layout:
+def layer_layout(spec: AnySpec, shape: ModelShape, layer: int, choices: Mapping[str, Sequence[Any]]) -> Layout:
     """The tensors of a layer, named without their prefix `layers.<i>.`.
 
-    choices: for codebooks, by stream ("k", "v"), the index of each kv head's block shape.
+    choices: by stream ("k", "v"): for codebooks, the index of each kv head's block shape; for transforms, the
+    allocation of each group.
     """
     if isinstance(spec, FactorSpec):
         return factor_layout(spec.layers[layer], shape)
-    streams = {"k": spec.keys, "v": spec.values}
-    return {
-        f"{kind}.{name}": size_and_dtype
-        for kind, stream in streams.items()
-        for name, size_and_dtype in stream_layout(stream, shape, choices[kind]).items()
-    }
+    if isinstance(spec, TransformSpec):
+        streams = {kind: transform_layout(choices[kind], spec.groups(kind, shape)[1], shape.dtype) for kind in "kv"}
+    else:
+        streams = {kind: stream_layout(one, shape, choices[kind]) for kind, one in zip("kv", spec.streams, strict=True)}
+    return {f"{kind}.{name}": form for kind, layout in streams.items() for name, form in layout.items()}
+
+
+def transform_layout(allocation: Sequence[Sequence[int]], width: int, dtype: torch.dtype) -> Layout:
+    """The tensors of one stream of transform codes; see `TransformCodec`. allocation: for each group of `width`
+    channels, how many chunks have 1, 2, 4 and 8 components."""
+    groups, kept = len(allocation), max(kept_components(row) for row in allocation)
+    layout: Layout = {"allocation": ((groups, len(CHUNKS)), torch.int16)}
+    layout |= dict.fromkeys(("mean", "std"), ((groups, width), torch.float32))
+    layout |= {"analysis": ((groups, kept, width), torch.float32), "synthesis": ((groups, width, kept), torch.float32)}
+    for size, chunks in zip(CHUNKS, zip(*allocation, strict=True), strict=True):
+        if sum(chunks):
+            layout[f"centroids.{size}"] = ((sum(chunks), MAX_ENTRIES, size), dtype)
+    return layout
+
+
+def kept_components(row: Sequence[int]) -> int:
+    """Components of a group's chunks of 1, 2, 4 and 8 components."""
+    return sum(size * chunks for size, chunks in zip(CHUNKS, row, strict=True))
+
+
+def even_allocation(spec: TransformSpec, kind: str, shape: ModelShape) -> list[list[int]]:
+    """The allocation that spends the same bits on all components of all groups, for estimates of sizes: all chunks
+    have one length, or two where no length fits."""
+    groups, width = spec.groups(kind, shape)
+    codes = max(1, int(spec.bits * width / 8))
+    size = max(size for size in CHUNKS if codes * size <= width)
+    longer = (width - codes * size) // size if size < CHUNKS[-1] else 0
+    row = {size: codes - longer, 2 * size: longer}
+    return [[row.get(each, 0) for each in CHUNKS]] * groups
+
+
+def code_budget(spec: TransformSpec, shape: ModelShape) -> int:
+    """The codes of 8 bits of a token: those of all layers' keys and values together."""
+    return int(spec.bits * shape.layers * 2 * shape.kv_heads * shape.head_dim / 8)
 
 
 def stream_layout(spec: CodebookSpec, shape: ModelShape, choice: Sequence[int]) -> Layout:

@@ -50,6 +50,7 @@ class Target:
     config: str | None = None
     options: str = ""
     pairs: tuple[tuple[str, str, str], ...] = ()
+    goals: bool = False
 
     @property
     def runs(self) -> bool:

@@ -26,6 +26,8 @@ METHODS = {
     "temporalkv by layer": build("temporalkv", bits=4),
     "channelkv": build("channelkv", bits=4),
     "kvquant": build("kvquant", bits=2),
+    "klt": build("klt", bits=4),
+    "klt joined": build("klt", bits=2, join_keys=True),
     "xquant": build("xquant"),
     "xquant-cl": build("xquant-cl", base_layers=1),
 }
@@ -91,6 +93,31 @@ def test_statistics_out_of_range_are_refused(parts_of, refused, method):
     refused(config, {**tensors, f"{FIRST}std": -tensors[f"{FIRST}std"]}, "k.std has negative numbers")
     swapped = {f"{FIRST}lower": tensors[f"{FIRST}upper"], f"{FIRST}upper": tensors[f"{FIRST}lower"]}
     refused(config, {**tensors, **swapped}, "k.lower exceeds")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("allocation", lambda t: t + 8, "allocation must give out from 1 to 8 components"),
+        ("allocation", lambda t: t.flip(0) * 0, "allocation must give out from 1 to 8 components"),
+        ("allocation", lambda t: t - 1, "allocation must give out"),
+        ("allocation", lambda t: torch.stack([t[0], t[1] - t[1]]), "allocation must give out"),
+        ("analysis", lambda t: 1.5 * t, "k.synthesis does not undo .*k.analysis"),
+        ("synthesis", lambda t: t.flip(0), "k.synthesis does not undo"),
+        ("synthesis", lambda t: t[:, :, :4], r"is \[2, 8, 4\]"),
+        ("std", lambda t: -t, "k.std has negative numbers"),
+    ],
+)
+def test_transforms_that_do_not_fit_are_refused(parts_of, refused, name, change, says):
+    config, tensors = parts_of("klt")
+    refused(config, {**tensors, FIRST + name: change(tensors[FIRST + name]).contiguous()}, says)
+
+
+def test_more_codes_than_the_bits_allow_are_refused(parts_of, refused):
+    """Valid layer by layer: every layer has the codes of 4 bits, and the method says 3."""
+    config, tensors = parts_of("klt")
+    config["method"]["bits"] = 3.0
+    refused(config, tensors, "the layers have 32 codes, above the 24 of the method")
 
 
 def test_statistics_that_thresholds_determine_are_compared(parts_of, refused):

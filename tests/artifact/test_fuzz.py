@@ -52,6 +52,10 @@ METHODS = {
         build("kvquant", bits=2, sinks=2),
         build("channelkv", bits=4, sinks=2),
     ],
+    "transforms": [
+        build("klt", bits=4, sinks=2),
+        build("klt", bits=3, sinks=2, join_keys=True, join_values=False),
+    ],
     "factors": [build("xquant", bits=4, group=16), build("xquant-cl", bits=4, group=16, base_layers=1)],
 }
 TOKENS = 80  # above an outlier block of 32 and a group of 16, behind the sinks
@@ -81,9 +85,11 @@ def layer_moved(mutant: Mutant) -> None:
 
 
 def statistic_out_of_range(mutant: Mutant) -> None:
-    name = mutant.name("std", "lower", "upper", "choice")
+    name = mutant.name("std", "lower", "upper", "choice", "allocation")
     kind, tensor = name.split(".")[3], mutant.tensors[name].clone()
-    number = {"std": -0.5, "lower": 1e9, "upper": -1e9, "choice": mutant.draw.choice([-1, 2, 100])}.get(kind)
+    out_of_range = {"std": -0.5, "lower": 1e9, "upper": -1e9}
+    out_of_range |= {"choice": mutant.draw.choice([-1, 2, 100]), "allocation": mutant.draw.choice([-1, 3, 9, 1000])}
+    number = out_of_range.get(kind)
     tensor.view(-1)[mutant.draw.randrange(tensor.numel())] = float("nan") if number is None else number
     mutant.tensors[name] = tensor
 

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from random_transforms import random_transform
 
 from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.codecs.outliers import OutlierCodec
 from kvq_cli.codecs.per_head import PerHeadCodec
 from kvq_cli.codecs.per_token import PerTokenCodec
+from kvq_cli.codecs.transform import TransformCodec
 from kvq_cli.methods.base import LayerPlan, Method, StreamPlan
 from kvq_cli.methods.window import Window
 
@@ -56,6 +58,13 @@ def per_token(outliers: float) -> Callable[..., Codec]:
 def outliers(heads: int, dim: int) -> Codec:
     edge = torch.ones(heads, dim, device=DEVICE)
     return OutlierCodec(codebook()(heads, dim), -edge, edge, 0.01, torch.float32)
+
+
+def transform(heads: int, dim: int) -> Codec:
+    rows, noise = [[0, 0, dim // 4, 0]] * heads, torch.Generator().manual_seed(0)
+    drawn = {name: x.to(DEVICE) for name, x in random_transform(rows, dim, torch.float32, noise).items()}
+    statistics = [drawn[name] for name in ("mean", "std", "analysis", "synthesis")]
+    return TransformCodec(heads, rows, *statistics, {4: drawn["centroids.4"]})
 
 
 def per_head(heads: int, dim: int) -> Codec:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from codec_methods import DEVICE, WINDOWS, CodecMethod, codebook, outliers, per_head, per_token
+from codec_methods import DEVICE, WINDOWS, CodecMethod, codebook, outliers, per_head, per_token, transform
 from tiers import slow, slow_cases
 
 from kvq_cli.artifact import load_artifact
@@ -174,6 +174,7 @@ def test_built_in_model_generates_the_same_tokens(method):
         (build("gear"), "a low-rank approximation"),
         (build("zipcache"), "different numbers of bits"),
         (build("innerq", group=16), "use group=32"),
+        (CodecMethod(transform, transform), "components of a transform"),
     ],
 )
 def test_unsupported_storage_is_refused_or_uses_torch(one_layer, method, says):

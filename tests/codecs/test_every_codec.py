@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_transforms import random_transform
 
 from kvq_cli.codecs import base
 from kvq_cli.codecs.base import Packed, Part, Prompt
@@ -15,6 +16,7 @@ from kvq_cli.codecs.per_head import PerHeadCodec
 from kvq_cli.codecs.per_token import PerTokenCodec
 from kvq_cli.codecs.signed import SignedCodec
 from kvq_cli.codecs.subspace import SubspaceCodec
+from kvq_cli.codecs.transform import CHUNKS, TransformCodec
 from kvq_cli.codecs.uniform import UniformCodec
 
 BATCH, HEADS, HEAD_DIM = 2, 3, 80
@@ -34,6 +36,13 @@ def per_head():
         {"temporal": (codebook((4, 1), heads=2), [2, 0]), "channel": (codebook((1, 4), heads=1), [1])},
         torch.device("cpu"),
     )
+
+
+def transform(allocation):
+    width = HEADS * HEAD_DIM // len(allocation)
+    tensors = random_transform(allocation, width, torch.float32, torch.Generator().manual_seed(0))
+    centroids = {size: tensors[f"centroids.{size}"] for size in CHUNKS if f"centroids.{size}" in tensors}
+    return TransformCodec(HEADS, allocation, *list(tensors.values())[1:5], centroids)
 
 
 def one_for_all(entries):
@@ -61,6 +70,8 @@ CODECS = {
     "normalized": fitted(NormalizedCodec(SignedCodec(2, "token", 16, HEAD_DIM))),
     "subspace": fitted(SubspaceCodec(2, 16, HEAD_DIM, rank=5, strength=0.1, block=24)),
     "codebook of 16": codebook((1, 1), entries=16),
+    "transform per head": transform([[2, 1, 2, 0]] * HEADS),
+    "transform of all heads": transform([[0, 2, 3, 1]]),
     "one codebook for all heads": one_for_all(8),
     "per token": PerTokenCodec(one_for_all(4), HEADS, HEAD_DIM, 0, torch.float32),
     "per token with outliers": PerTokenCodec(one_for_all(8), HEADS, HEAD_DIM, 0.02, torch.bfloat16),
@@ -88,6 +99,14 @@ def assert_same(a: Packed, b: Packed) -> None:
         assert torch.equal(part.tensor, b.parts[key].tensor), key
 
 
+def assert_same_numbers(codec, a: torch.Tensor, b: torch.Tensor) -> None:
+    """Bit for bit, but for matrix products, which round differently for other numbers of tokens."""
+    if isinstance(codec, TransformCodec):
+        torch.testing.assert_close(a, b, rtol=1e-5 if a.dtype == torch.float32 else 1e-2, atol=1e-5)
+    else:
+        assert torch.equal(a, b)
+
+
 @each_codec
 @settings(max_examples=12, deadline=None)
 @given(data=st.data())
@@ -100,7 +119,7 @@ def test_splitting_a_run_changes_no_bit(codec, data):
     runs = x.split([n * codec.block_tokens for n in blocks], dim=2)
     assert_same(whole, joined([codec.encode(run) for run in runs]))
     decoded = torch.cat([codec.decode(codec.encode(run), torch.float32) for run in runs], 2)
-    assert torch.equal(codec.decode(whole, torch.float32), decoded)
+    assert_same_numbers(codec, codec.decode(whole, torch.float32), decoded)
     one_row = codec.encode(x[-1:])
     for key, part in one_row.parts.items():
         assert torch.equal(part.tensor, whole.parts[key].tensor[-1:])
@@ -146,7 +165,7 @@ def test_parts_have_their_units_and_decode_from_views(codec):
     for dtype in (torch.float32, torch.bfloat16):
         decoded = codec.decode(view, dtype)
         assert decoded.dtype == dtype
-        assert torch.equal(decoded, codec.decode(packed, dtype)[:, :, start:end])
+        assert_same_numbers(codec, decoded, codec.decode(packed, dtype)[:, :, start:end])
 
 
 @each_codec

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
 from kvq_cli import attach, build, load_artifact
+from kvq_cli.artifact import Artifact
+from kvq_cli.calibration.pipeline import calibrate
+from kvq_cli.calibration.plan import plan_calibration
+from kvq_cli.calibration.settings import CalibrationOptions
 from kvq_cli.evaluation.scoring import continuation_logits
+from kvq_cli.methods.base import Method
 from kvq_cli.methods.registry import method_names
 from kvq_cli.models import load_model
 
@@ -22,6 +29,7 @@ METHODS = {
     "innerq-hybrid_prefill": build("innerq", mode="hybrid_prefill", **SMALL),
     "gear": build("gear", group=16, residual=16),
     "zipcache": build("zipcache", residual=16),
+    "klt": build("klt", buffer=4),
     "temporalkv": "temporalkv-2bit",
     "channelkv": "channelkv-2bit",
     "kvquant": "kvquant-2bit",
@@ -42,9 +50,21 @@ def ids(loaded) -> list[int]:
     return loaded.tokenizer(9 * text).input_ids[:TOKENS]
 
 
-def scored(loaded, name, contexts, continuations, prefill="compressed"):
+@cache
+def ready(loaded, name) -> Method | Artifact:
+    """The method, or its artifact: from the repository, or one made of little text."""
     method = METHODS[name]
-    method = load_artifact(ARTIFACTS / method) if isinstance(method, str) else method
+    if isinstance(method, str):
+        return load_artifact(ARTIFACTS / method)
+    if not method.calibrates:
+        return method
+    plan = plan_calibration(loaded, method, CalibrationOptions(samples=2, seqlen=400, points=256, iterations=1))
+    with TemporaryDirectory() as folder:
+        return calibrate(plan, Path(folder) / "artifact")
+
+
+def scored(loaded, name, contexts, continuations, prefill="compressed"):
+    method = ready(loaded, name)
     with attach(loaded.model, method, prefill=prefill) as kv:
         return continuation_logits(kv, contexts, continuations)
 
@@ -58,8 +78,7 @@ def test_all_methods_are_covered():
 def test_one_pass_equals_token_by_token_decoding(loaded, ids, name, prefill):
     [whole], report = scored(loaded, name, [ids[:PROMPT]], [ids[PROMPT:]], prefill)
     assert report.compressed > 0 or name == "fp16"
-    method = METHODS[name]
-    method = load_artifact(ARTIFACTS / method) if isinstance(method, str) else method
+    method = ready(loaded, name)
     with torch.no_grad(), attach(loaded.model, method, prefill=prefill) as kv:
         cache, steps = kv.new_cache(), []
         loaded.model(torch.tensor([ids[: PROMPT - 1]]), past_key_values=cache)

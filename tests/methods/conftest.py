@@ -4,12 +4,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from random_transforms import random_layer
 
 from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.calibration import capture
 from kvq_cli.calibration.codebooks import CapturedStream, ClusterSettings, calibrate_stream
 from kvq_cli.data.texts import load_text, token_windows
-from kvq_cli.methods.base import CalibrationSpec, LayerPlan, Method, ModelShape
+from kvq_cli.methods.base import CalibrationSpec, LayerPlan, Method, ModelShape, TransformSpec
 from kvq_cli.models import load_model
 
 
@@ -23,10 +24,12 @@ def model_shape(layers=2, kv_heads=2, head_dim=64, dtype=torch.float16) -> Model
 
 
 def layer_tensors(
-    spec: CalibrationSpec, shape: ModelShape, choice: list[int], seed: int = 0
+    spec: CalibrationSpec | TransformSpec, shape: ModelShape, choice: list[int], seed: int = 0
 ) -> dict[str, torch.Tensor]:
     """One layer's tensors under their names in the artifact, without `layers.<i>.`."""
     generator = torch.Generator().manual_seed(seed)
+    if isinstance(spec, TransformSpec):
+        return random_layer(spec, shape, generator)
 
     def draw(*size: int) -> torch.Tensor:
         return torch.randn(*size, generator=generator)

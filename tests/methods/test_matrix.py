@@ -39,6 +39,9 @@ METHODS = [
     ("innerq", {"mode": "hybrid_prefill", "norm": False, "group": 16, "sinks": 3, "recent": 5}),
     *(("squat", {"bits": bits, "group": 16, "sinks": 3, "recent": 5}) for bits in (1, 2, 3, 4, 8)),
     ("squat", {"residual": 16, "group": 16, "pre_rope": True}),
+    *(("klt", {"bits": bits, "recent": 3}) for bits in (1, 1.5, 4)),
+    ("klt", {"bits": 3, "buffer": 1, "join_keys": True}),
+    ("klt", {"join_values": False}),
 ]
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 HEAD_DIMS = (64, 80, 96, 128)

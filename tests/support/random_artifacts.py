@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from random_transforms import random_layer
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvq_cli.artifact import fingerprint
 from kvq_cli.artifact.contents import tensor_sizes
 from kvq_cli.calibration.settings import CalibrationSettings
-from kvq_cli.methods.base import CalibrationSpec, CodebookSpec, FactorSpec, Method, ModelShape
+from kvq_cli.methods.base import AnySpec, CalibrationSpec, CodebookSpec, FactorSpec, Method, ModelShape, TransformSpec
 from kvq_cli.methods.registry import to_config
 from kvq_cli.methods.tensors import layer_layout
 from kvq_cli.models import model_shape
@@ -44,15 +45,15 @@ def random_parts(
         drawn = _layer(spec, shape, layer, generator)
         tensors |= {f"layers.{layer}.{key}": tensor for key, tensor in drawn.items()}
     model_entry = {"name": name, "revision": None, "dtype": str(shape.dtype).removeprefix("torch.")}
-    codebooks = isinstance(spec, CalibrationSpec)
+    text = not isinstance(spec, FactorSpec)
     config = {
         "kvq": "0.0",
         "method": to_config(method),
         "model": {**model_entry, "fingerprint": fingerprint(model).to_dict()},
-        "calibration": SETTINGS.to_dict() if codebooks else {},
+        "calibration": SETTINGS.to_dict() if text else {},
         "versions": {"torch": "0", "transformers": "0"},
         "sizes": tensor_sizes(tensors),
-        **({"captured": CAPTURED} if codebooks else {}),
+        **({"captured": CAPTURED} if text else {}),
         "errors": {
             "measure": "none",
             "layers": [_errors(spec, shape, layer, tensors) for layer in range(shape.layers)],
@@ -65,9 +66,9 @@ def _choice(spec: CalibrationSpec, stream: CodebookSpec, shape: ModelShape) -> l
     return [head % len(stream.shapes) if spec.hybrid == "head" else 0 for head in range(shape.kv_heads)]
 
 
-def _layer(
-    spec: CalibrationSpec | FactorSpec, shape: ModelShape, layer: int, generator: torch.Generator
-) -> dict[str, Tensor]:
+def _layer(spec: AnySpec, shape: ModelShape, layer: int, generator: torch.Generator) -> dict[str, Tensor]:
+    if isinstance(spec, TransformSpec):
+        return random_layer(spec, shape, generator)
     streams = {"k": spec.keys, "v": spec.values} if isinstance(spec, CalibrationSpec) else {}
     choices = {kind: _choice(spec, stream, shape) for kind, stream in streams.items()}
     layout = layer_layout(spec, shape, layer, choices)
@@ -84,13 +85,14 @@ def _layer(
     return tensors
 
 
-def _errors(
-    spec: CalibrationSpec | FactorSpec, shape: ModelShape, layer: int, tensors: Mapping[str, Tensor]
-) -> dict[str, Any]:
+def _errors(spec: AnySpec, shape: ModelShape, layer: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     if isinstance(spec, FactorSpec):
         ranks = {name: tensors[f"layers.{layer}.{name}.down"].shape[1] for name in spec.layers[layer]}
         return {name: {"rank": rank, "residual": 0.01, "energy": 0.5} for name, rank in ranks.items()}
-    entry = {"fisher": 0.25, "plain": 0.25, "fisher_per_head": [0.25] * shape.kv_heads}
+    entry: dict[str, Any] = {"fisher": 0.25, "plain": 0.25, "fisher_per_head": [0.25] * shape.kv_heads}
+    if isinstance(spec, TransformSpec):
+        codes = {kind: int(tensors[f"layers.{layer}.{kind}.allocation"].sum()) for kind in "kv"}
+        return {kind: {"codes": count, "chosen": {**entry, "loss": 0.25}} for kind, count in codes.items()}
     return {
         kind: {
             "choice": [stream.shapes[index].name for index in _choice(spec, stream, shape)],

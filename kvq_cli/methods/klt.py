@@ -1,0 +1,84 @@
+"""KLT: codes for the components of a Karhunen-Loeve transform in the metric of the loss (docs/METHOD.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvq_cli.codecs.transform import CHUNKS, TransformCodec
+from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, TransformSpec, option
+from kvq_cli.methods.registry import register
+from kvq_cli.methods.window import Window
+
+#: Bits per number: one 8-bit code stands for 8 / bits numbers on average.
+BITS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
+
+
+@register
+@dataclass(frozen=True)
+class KLT(Method):
+    """Keys before RoPE and values, transformed to uncorrelated components in which every error costs the same loss;
+    chunks of 1, 2, 4 or 8 components are 8-bit codes of calibrated codebooks, and the least components are dropped.
+
+    The transform diagonalizes the covariance of G^(1/2) (x - mean), where G = E[g g^T] is the Fisher matrix of the
+    loss's gradients g. All codes of a token are given out over the components of all layers' keys and values so that
+    the expected loss is least.
+    """
+
+    name = "klt"
+    paper = "docs/METHOD.md"
+    summary = "codes for chunks of Karhunen-Loeve components in the Fisher metric, bits by expected loss; pre-RoPE keys"
+    caches = "K pre-RoPE, V"
+    calibration_result = "transforms, codebooks (Fisher k-means), bits of each component"
+    calibrates = True
+
+    bits: float = option(2.0, "bits per number, on average over the model", choices=BITS)
+    join_keys: bool = option(False, "one transform for the keys of all kv heads of a layer; off: one per head")
+    join_values: bool = option(True, "one transform for the values of all kv heads of a layer; off: one per head")
+    metric: str = option(
+        "full",
+        "errors that the transform minimizes: Fisher matrix, its diagonal, or plain",
+        choices=("full", "diagonal", "none"),
+    )
+    allocate: str = option("model", "give out codes over the whole model, or per stream", choices=("model", "stream"))
+    fisher: bool = option(True, "weight k-means by squared gradients")
+    sinks: int = option(8, "first tokens kept in full precision (attention sinks)", at_least=0, runtime=True)
+    recent: int = option(0, "newest tokens kept in full precision", at_least=0, runtime=True)
+    buffer: int = option(8, "pack tokens in multiples of this many", at_least=1, runtime=True)
+
+    def calibration(self, shape: ModelShape) -> TransformSpec:
+        return TransformSpec(
+            bits=self.bits,
+            join_keys=self.join_keys,
+            join_values=self.join_values,
+            skip=self.sinks,
+            fisher=self.fisher,
+            metric=self.metric,
+            allocate=self.allocate,
+        )
+
+    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+        if not tensors:
+            raise UsageError("klt needs an artifact: run `kvq calibrate --method klt`, then give --artifact")
+        window = Window(self.sinks, self.recent, self.buffer)
+
+        def stream(source: str, kind: str) -> StreamPlan:
+            prefix = f"{kind}."
+            named = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+            return StreamPlan(source, transform_codec(named, shape, f"layers.{layer}.{kind}"), window)
+
+        return LayerPlan(keys=stream("pre_rope", "k"), values=stream("value", "v"))
+
+
+def transform_codec(tensors: Mapping[str, Tensor], shape: ModelShape, where: str) -> TransformCodec:
+    """The codec of one stream. tensors: see `transform_layout`. where: their prefix in the artifact, for messages.
+    Raises KvqError naming a tensor that is missing."""
+    names = ("mean", "std", "analysis", "synthesis")
+    for name in ("allocation", *names):
+        if name not in tensors:
+            raise KvqError(f"the artifact has no tensor {where}.{name}; calibrate again with these options")
+    centroids = {size: tensors[f"centroids.{size}"] for size in CHUNKS if f"centroids.{size}" in tensors}
+    return TransformCodec(shape.kv_heads, tensors["allocation"].tolist(), *(tensors[name] for name in names), centroids)

@@ -1,0 +1,106 @@
+"""Goals of `klt`: half the divergence of the best other method at the same measured bits, and little perplexity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvq_cli.evaluation.perplexity import PERPLEXITY
+from kvq_cli.evaluation.plot import divergence, lines, measured_bits
+from kvq_cli.evaluation.tabulate import EXACT
+
+METHOD = "klt"
+#: Goals: KL divergence relative to the best other method's; perplexity relative to fp16's, by nominal bits.
+MAX_KL_RATIO = 0.5
+MAX_PERPLEXITY_RATIO = {2.0: 1.03, 3.0: 1.005}
+
+
+@dataclass(frozen=True)
+class Reached:
+    """One setting of the method beside the best other method. other: the line of a method at all its bits; other_kl: its
+    KL at the same measured bits, None where no other method has points on both sides. perplexity: ratio to fp16, mean
+    over the texts."""
+
+    label: str
+    nominal_bits: float
+    bits: float
+    kl: float
+    other: str
+    other_kl: float | None
+    perplexity: float
+
+    @property
+    def ratio(self) -> float | None:
+        """KL divergence relative to the best other method's."""
+        return None if self.other_kl is None else self.kl / self.other_kl
+
+    def verdicts(self) -> list[str]:
+        """Whether each goal that applies is met."""
+        found = [] if self.ratio is None else [f"KL {_met(self.ratio <= MAX_KL_RATIO)}"]
+        if (most := MAX_PERPLEXITY_RATIO.get(self.nominal_bits)) is not None:
+            found.append(f"perplexity {_met(self.perplexity <= most)} (at most {most:g})")
+        return found
+
+
+def reached(methods: Mapping[str, Mapping[str, Any]]) -> list[Reached]:
+    """What each setting of the method reached. methods: the documents of a comparison, by label."""
+    by_line = lines({label: document for label, document in methods.items() if label != EXACT})
+    others = {name: sorted(_points(found)) for name, found in by_line.items() if not _is_own(name)}
+    results = []
+    for label, document in methods.items():
+        kl = divergence(document)
+        if not _is_own(label) or kl is None:
+            continue
+        bits = measured_bits(document)
+        rivals = {name: at for name, points in others.items() if (at := interpolated(points, bits)) is not None}
+        best = min(rivals, key=lambda name: rivals[name], default="")
+        nominal = float(document["config"]["method"]["bits"])
+        results.append(Reached(label, nominal, bits, kl, best, rivals.get(best), perplexity_ratio(document)))
+    return results
+
+
+def interpolated(points: list[tuple[float, float]], bits: float) -> float | None:
+    """KL at `bits`, linear in log KL between the neighbors of sorted points (bits, KL); None outside of them."""
+    for (low, first), (high, second) in zip(points, points[1:], strict=False):
+        if low <= bits <= high:
+            share = (bits - low) / (high - low) if high > low else 0.0
+            return math.exp((1 - share) * math.log(first) + share * math.log(second))
+    return None
+
+
+def perplexity_ratio(document: Mapping[str, Any]) -> float:
+    """Perplexity relative to the uncompressed cache's, mean over the texts; the entry of their mean does not count."""
+    results = document["results"]
+    texts = [each for name, each in results.items() if name.startswith(f"{PERPLEXITY}_")] or [results[PERPLEXITY]]
+    ratios = [each["perplexity,none"] / each["perplexity_uncompressed,none"] for each in texts]
+    return sum(ratios) / len(ratios)
+
+
+def goals_table(methods: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows of the goals' table."""
+    columns = ["method", "bits measured", "KL", "best other method", "its KL", "ratio", "perplexity x", "goals"]
+    rows = []
+    for one in reached(methods):
+        other = [one.other or "none at these bits", _number(one.other_kl, 4), _number(one.ratio, 2)]
+        own = [one.label, _number(one.bits, 2), _number(one.kl, 4)]
+        rows.append([*own, *other, _number(one.perplexity, 4), ", ".join(one.verdicts())])
+    return columns, rows
+
+
+def _points(documents: Iterable[Mapping[str, Any]]) -> list[tuple[float, float]]:
+    found = [(measured_bits(document), divergence(document)) for document in documents]
+    return [(bits, kl) for bits, kl in found if kl is not None]
+
+
+def _is_own(label: str) -> bool:
+    return label.split("-")[0].split(",")[0] == METHOD
+
+
+def _met(holds: bool) -> str:
+    return "met" if holds else "not met"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"

@@ -1,0 +1,84 @@
+"""Transform codes against explicit matrices, and weighted sums against decoded numbers."""
+
+import pytest
+import torch
+from random_transforms import random_transform
+
+from kvq_cli.codecs.transform import CHUNKS, TransformCodec
+
+HEADS, DIM = 3, 8
+#: Chunks of 1, 2, 4 and 8 components of each group: of one for all heads, and of one per head.
+ALLOCATIONS = {"joined": [[2, 1, 2, 1]], "per head": [[0, 0, 2, 0], [3, 2, 0, 0], [0, 0, 0, 1]]}
+
+
+def made(name: str, seed: int = 0):
+    """A codec and its tensors."""
+    rows = ALLOCATIONS[name]
+    tensors = random_transform(rows, HEADS * DIM // len(rows), torch.float32, torch.Generator().manual_seed(seed))
+    centroids = {size: tensors[f"centroids.{size}"] for size in CHUNKS if f"centroids.{size}" in tensors}
+    statistics = [tensors[key] for key in ("mean", "std", "analysis", "synthesis")]
+    return TransformCodec(HEADS, rows, *statistics, centroids), tensors
+
+
+def numbers(tokens: int, batch: int = 2) -> torch.Tensor:
+    return torch.randn(batch, HEADS, tokens, DIM, generator=torch.Generator().manual_seed(1)) * 2
+
+
+def by_hand(x: torch.Tensor, name: str, tensors: dict) -> torch.Tensor:
+    """One token `[HEADS, DIM]`: transformed, every chunk replaced by its nearest centroid, transformed back."""
+    rows = ALLOCATIONS[name]
+    out, used = [], dict.fromkeys(CHUNKS, 0)
+    for group, (row, channels) in enumerate(zip(rows, x.double().reshape(len(rows), -1), strict=True)):
+        mean, analysis, synthesis = (tensors[key][group].double() for key in ("mean", "analysis", "synthesis"))
+        z, kept = analysis @ (channels - mean), []
+        for size, chunks in zip(CHUNKS, row, strict=True):
+            for _ in range(chunks):
+                book = tensors[f"centroids.{size}"][used[size]].double()
+                chunk = z[len(kept) : len(kept) + size]
+                kept += book[(book - chunk).square().sum(1).argmin()].tolist()
+                used[size] += 1
+        kept += [0.0] * (len(z) - len(kept))
+        out.append(synthesis @ torch.tensor(kept, dtype=torch.float64) + mean)
+    return torch.stack(out).view(HEADS, DIM)
+
+
+@pytest.mark.parametrize("name", ALLOCATIONS)
+def test_decoded_numbers_are_those_of_explicit_matrices(name):
+    codec, tensors = made(name)
+    x = numbers(40)
+    packed = codec.encode(x)
+    assert packed.parts["codes"].tensor.shape == (2, 1, 40, sum(map(sum, ALLOCATIONS[name])))
+    assert codec.nominal_bits == 8 * packed.nbytes / x.numel()
+    decoded = codec.decode(packed, torch.float32)
+    expected = torch.stack([torch.stack([by_hand(x[b, :, t], name, tensors) for t in range(40)], 1) for b in range(2)])
+    # A chunk in the middle of two centroids may get either: at most one in a thousand.
+    assert ((decoded - expected).abs().amax(3) < 1e-4).float().mean() > 0.999
+
+
+@pytest.mark.parametrize("name", ALLOCATIONS)
+def test_codes_of_a_token_do_not_depend_on_others(name):
+    """Bit for bit, also for numbers far outside of the calibrated range."""
+    codec, _ = made(name)
+    x = numbers(64)
+    x[:, :, 5] *= 1e4
+    whole = codec.encode(x).parts["codes"].tensor
+    for tokens in (1, 7):
+        runs = [codec.encode(run).parts["codes"].tensor for run in x[1:].split(tokens, dim=2)]
+        assert torch.equal(torch.cat(runs, dim=2), whole[1:])
+
+
+@pytest.mark.parametrize("name", ALLOCATIONS)
+def test_weighted_sums_are_those_of_decoded_numbers(name):
+    codec, _ = made(name)
+    packed = codec.encode(numbers(50))
+    weights = torch.rand(2, HEADS, 4, 50, generator=torch.Generator().manual_seed(2))
+    expected = weights.double() @ codec.decode(packed, torch.float64)
+    assert codec.joined == (name == "joined")
+    assert torch.allclose(codec.weighted_sum(weights, packed).double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_synthesis_is_stored_once_and_without_dropped_components():
+    codec, tensors = made("per head")
+    kept = (8, 7, 8)
+    assert codec.constants()["synthesis"].numel() == DIM * sum(kept)
+    assert torch.equal(codec.constants()["mean"], tensors["mean"])

@@ -1,0 +1,41 @@
+"""Random transforms with codebooks, in the form that calibration writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kvq_cli.codecs.transform import CHUNKS
+from kvq_cli.methods.base import ModelShape, TransformSpec
+from kvq_cli.methods.tensors import even_allocation, transform_layout
+
+
+def random_transform(
+    allocation: Sequence[Sequence[int]], width: int, dtype: torch.dtype, generator: torch.Generator
+) -> dict[str, Tensor]:
+    """The tensors of one stream: a random invertible matrix per group, and random centroids."""
+    layout = transform_layout(allocation, width, dtype)
+    tensors = {name: torch.randn(size, generator=generator).to(kind) for name, (size, kind) in layout.items()}
+    tensors["allocation"] = torch.tensor(allocation, dtype=torch.int16)
+    tensors["std"] = tensors["std"].abs() + 0.5
+    for group, row in enumerate(allocation):
+        kept = sum(size * chunks for size, chunks in zip(CHUNKS, row, strict=True))
+        basis = torch.linalg.qr(torch.randn(width, width, generator=generator).double()).Q
+        stretch = torch.linspace(2, 0.5, width).double()
+        for name in ("analysis", "synthesis"):
+            tensors[name][group] = 0
+        tensors["analysis"][group, :kept] = (basis.T * stretch[:, None])[:kept].float()
+        tensors["synthesis"][group, :, :kept] = (basis / stretch)[:, :kept].float()
+    return tensors
+
+
+def random_layer(spec: TransformSpec, shape: ModelShape, generator: torch.Generator) -> dict[str, Tensor]:
+    """One layer's tensors, named as in `Method.plan`; all components have the same bits."""
+    tensors = {}
+    for kind in "kv":
+        allocation, width = even_allocation(spec, kind, shape), spec.groups(kind, shape)[1]
+        drawn = random_transform(allocation, width, shape.dtype, generator)
+        tensors |= {f"{kind}.{name}": tensor for name, tensor in drawn.items()}
+    return tensors
