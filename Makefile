@@ -30,11 +30,12 @@ OPTIONS ?=
 COMPARED := smollm2/compare-2bit smollm2/compare-fair smollm2/compare-paper reference/compare-fair reference/compare-paper
 # Comparisons on SmolLM2 with an HTML page in docs/.
 PAGES := $(patsubst %/comparison.json,%,$(wildcard results/reproduction/smollm2/compare-*/comparison.json))
+BEYOND_MODEL := $(if $(filter reference,$(MODEL)),smollm2,$(MODEL))
 BENCH := --compare kivi,temporalkv --bits 2
 # What depends on the versions of PyTorch, transformers and the other packages.
 OLDEST_TESTS := $(addprefix tests/,artifact attention cache calibration cli codecs data evaluation methods)
 
-.PHONY: help demo test lint docs artifacts list repro repro-fast reproduction smollm2 compare comparison bench \
+.PHONY: help demo test lint docs artifacts list repro repro-fast reproduction smollm2 compare comparison beyond bench \
 	pages session test-all gpu gpu-test gpu-bench gpu-tune gpu-growth gpu-pack gpu-unpack gpu-memory clean
 
 help:  ## Show this list.
@@ -125,6 +126,12 @@ smollm2: .venv/.installed  ## Calibrate and compare all methods on SmolLM2-135M,
 compare: .venv/.installed  ## Compare all methods at 4, 3, 2 and 1 bits on both models; writes docs/COMPARISON.md.
 	@for model in smollm2 reference; do $(call kvq,reproduce compare-2bit compare-fair compare-paper --model $$model); done
 	$(MAKE) --no-print-directory comparison
+
+beyond: .venv/.installed  ## Compare klt with all methods on SmolLM2; print which of its goals are met (docs/METHOD.md).
+	@$(call kvq,reproduce beyond --model $(BEYOND_MODEL) $(if $(OPTIONS),--options '$(OPTIONS)'))
+	results=results/reproduction/$(BEYOND_MODEL)/beyond
+	cp "$$results/pareto.png" docs/pareto.png
+	echo; cat "$$results/goals.md"
 
 comparison: .venv/.installed pages  # docs/COMPARISON.md from the tracked results
 	@{ cat docs/comparison-head.md; echo

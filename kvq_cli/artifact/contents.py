@@ -218,7 +218,7 @@ def _error_form(
     if isinstance(spec, FactorSpec):
         ranks = {name: tensors[f"{name}.down"].shape[1] for name in spec.layers[layer]}
         return {name: {"rank": Whole(rank, rank), "residual": float, "energy": float} for name, rank in ranks.items()}
-    entry: Form = {"fisher": float, "plain": float, "fisher_per_head": Many(float, shape.kv_heads)}
+    entry: dict[str, Form] = {"fisher": float, "plain": float, "fisher_per_head": Many(float, shape.kv_heads)}
     if isinstance(spec, TransformSpec):
         codes = {kind: sum(map(sum, choices[kind])) for kind in "kv"}
         return {kind: {"codes": Whole(n, n), "chosen": {**entry, "loss": float}} for kind, n in codes.items()}

@@ -108,7 +108,7 @@ def _factorize_all(plan: FactorPlan, work: WorkFolder, progress: Progress) -> tu
 
 
 @contextmanager
-def _captures(plan: CapturePlan, work: WorkFolder, captured: Path | None) -> Iterator[WorkFolder]:
+def _captures(plan: CodebookPlan | TransformPlan, work: WorkFolder, captured: Path | None) -> Iterator[WorkFolder]:
     """The folder of the captured activations: `work`, or one below `captured`, named by what it depends on."""
     if captured is None:
         yield work

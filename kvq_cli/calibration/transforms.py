@@ -132,9 +132,7 @@ def calibrate_transform(
     weights = (g @ tensors["synthesis"]).square_()  # squared gradients to the components
     centroids = _cluster(z, weights, allocation, settings)
     tensors |= {f"centroids.{size}": books for size, books in centroids.items()}
-    heads = captured.x.shape[2]
-    codec = TransformCodec(heads, allocation, *list(tensors.values())[1:5], centroids)
-    return tensors, _errors(captured, codec, transform.mean)
+    return tensors, _errors(captured, TransformCodec(captured.x.shape[2], tensors), transform.mean)
 
 
 def _order_and_scale(variances: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:

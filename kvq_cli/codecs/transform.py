@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -21,12 +21,12 @@ class TransformCodec(Codec):
     """z = A (x - mean); chunks of z are kept as the index of their nearest centroid; x' = S z' + mean, with A S = 1.
 
     A group of channels has one transform: the head_dim channels of a head, or those of all kv heads together. With G
-    groups of W channels, of whose components at most K are kept:
+    groups of W channels, of whose components at most K are kept, the tensors are:
 
-    mean, std:  `[G, W]`, mean and deviation of each channel.
-    analysis:   A, `[G, K, W]`; synthesis: S, `[G, W, K]`. A group that keeps fewer components than K has zeros there.
-    allocation: for each group, how many chunks have 1, 2, 4 and 8 components, in the order of the components.
-    centroids:  chunk length -> `[chunks of all groups, 256, length]`.
+    mean, std:   `[G, W]`, mean and deviation of each channel.
+    analysis:    A, `[G, K, W]`; synthesis: S, `[G, W, K]`. A group that keeps fewer components than K has zeros there.
+    allocation:  `[G, 4]`: how many chunks have 1, 2, 4 and 8 components, in the order of the components.
+    centroids.n: of chunks of n components, `[chunks of all groups, 256, n]`; absent where there are none.
 
     z is exact: numbers and A are rounded to integers whose products and sums are below 2^53, so that a token gets the
     same codes alone as among others.
@@ -34,25 +34,16 @@ class TransformCodec(Codec):
     Part: `codes` uint8 `[B, 1, T, chunks]`, chunks of 1 component of all groups first, then those of 2, 4 and 8.
     """
 
-    def __init__(
-        self,
-        heads: int,
-        allocation: Sequence[Sequence[int]],
-        mean: Tensor,
-        std: Tensor,
-        analysis: Tensor,
-        synthesis: Tensor,
-        centroids: Mapping[int, Tensor],
-    ) -> None:
-        groups, width = mean.shape
+    def __init__(self, heads: int, tensors: Mapping[str, Tensor]) -> None:
+        allocation: list[list[int]] = tensors["allocation"].tolist()
+        centroids = {size: tensors[f"centroids.{size}"] for size in CHUNKS if f"centroids.{size}" in tensors}
+        groups, width = tensors["mean"].shape
         self._heads, self._per_group = heads, heads // groups
         self.head_dim = width // self._per_group
-        self._allocation = [tuple(row) for row in allocation]
-        self._mean, self._std = mean.float(), std.float()
-        self._analysis = analysis.float()
+        self._mean, self._std, self._analysis = (tensors[name].float() for name in ("mean", "std", "analysis"))
         self._members = {
             size: CodebookCodec(books.unsqueeze(0), (1, size), books.shape[0] * size)
-            for size, books in sorted(centroids.items())
+            for size, books in centroids.items()
         }
         self.codes = sum(books.shape[0] for books in centroids.values())
         self.nominal_bits = 8 * self.codes / (groups * width)
@@ -64,8 +55,7 @@ class TransformCodec(Codec):
             for i, size in enumerate(CHUNKS)
             if size in self._members
         }
-        self._synthesis, self._blocks = self._by_chunk_length(synthesis.float())
-        self._head_mean = self._mean.view(heads, self.head_dim)
+        self._synthesis, self._blocks = self._by_chunk_length(tensors["synthesis"].float())
 
     @property
     def joined(self) -> bool:
@@ -79,18 +69,16 @@ class TransformCodec(Codec):
         return named | {"gain": self._integers}
 
     def _by_chunk_length(self, synthesis: Tensor) -> tuple[Tensor, dict[int, list[Tensor]]]:
-        """S in one tensor, and its views by chunk length: of each head, `[components of its group, head_dim]`."""
-        rows = synthesis.transpose(1, 2).unflatten(2, (self._per_group, self.head_dim))  # [G, K, heads of a group, D]
-        shapes, cuts = [], []
-        for size, spans in self._spans.items():
-            for head in range(self._heads):
-                group, member = divmod(head, self._per_group)
-                cuts.append(rows[group, slice(*spans[group]), member])
-                shapes.append((size, cuts[-1].shape))
-        flat = torch.cat([cut.flatten() for cut in cuts])
+        """S without dropped components in one tensor, and its views by chunk length: a group's `[components, W]`."""
+        cuts = [
+            (size, synthesis[group, :, first:last].T)
+            for size, spans in self._spans.items()
+            for group, (first, last) in enumerate(spans)
+        ]
+        flat = torch.cat([cut.flatten() for _, cut in cuts])
         blocks: dict[int, list[Tensor]] = {size: [] for size in self._spans}
-        for (size, shape), numbers in zip(shapes, flat.split([cut.numel() for cut in cuts]), strict=True):
-            blocks[size].append(numbers.view(shape))
+        for (size, cut), numbers in zip(cuts, flat.split([cut.numel() for _, cut in cuts]), strict=True):
+            blocks[size].append(numbers.view(cut.shape))
         return flat, blocks
 
     def components(self, x: Tensor) -> Tensor:
@@ -98,12 +86,9 @@ class TransformCodec(Codec):
         groups = self._mean.shape[0]
         x = x.float().unflatten(1, (groups, self._per_group)).transpose(2, 3).flatten(3)  # [B, G, T, W]
         grid = (x - self._mean.unsqueeze(1)) * self._to_grid
-        limit = float(self._to_grid_limit())
+        limit = 2.0 ** _grid_bits(self._mean.shape[1])
         grid = grid.round_().clamp_(-limit, limit).double()
         return (grid @ self._integers.transpose(1, 2)).mul_(self._step.unsqueeze(1)).float()
-
-    def _to_grid_limit(self) -> float:
-        return 2.0 ** _grid_bits(self._mean.shape[1])
 
     def _encode(self, x: Tensor) -> Packed:
         z = self.components(x)
@@ -115,40 +100,28 @@ class TransformCodec(Codec):
         return Packed(x.shape[2], {"codes": Part(torch.cat(codes, dim=-1), 1)})
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
-        pieces = self._pieces(packed)
         batch, tokens = packed.parts["codes"].tensor.shape[0], packed.tokens
-        out = self._mean.new_empty(batch, self._heads, tokens, self.head_dim)
-        for head in range(self._heads):
-            out[:, head] = self._synthesized(pieces, head)
-        return out.to(dtype)
+        groups, width = self._mean.shape
+        out = self._mean.flatten().repeat(batch * tokens, 1)  # [B * T, G * W]
+        for size, z in self._pieces(packed).items():
+            z, first = z.flatten(0, 1), 0
+            for group, block in enumerate(self._blocks[size]):
+                last = first + len(block)
+                out[:, group * width : (group + 1) * width].addmm_(z[:, first:last], block)
+                first = last
+        return out.view(batch, tokens, self._heads, self.head_dim).transpose(1, 2).to(dtype)
 
     def weighted_sum(self, weights: Tensor, packed: Packed) -> Tensor:
         """As `Codec.weighted_sum`; a common transform of all heads is applied once, to the sums of components."""
         if not self.joined:
             return super().weighted_sum(weights, packed)
-        rows, heads, queries, tokens = weights.shape
         flat = weights.flatten(1, 2)
-        sums = {size: (flat @ z).view(rows, heads, queries, -1) for size, z in self._pieces(packed).items()}
-        out = weights.sum(dim=3, keepdim=True) * self._head_mean.unsqueeze(1)
-        for size, components in sums.items():
-            for head in range(heads):
-                out[:, head] += components[:, head] @ self._blocks[size][head]
+        out = weights.sum(dim=3, keepdim=True) * self._mean.view(self._heads, 1, self.head_dim)
+        for size, z in self._pieces(packed).items():
+            components = (flat @ z).view(*weights.shape[:3], -1)
+            # [n, H * D] -> [H, n, D]
+            out += components @ self._blocks[size][0].unflatten(1, (self._heads, self.head_dim)).transpose(0, 1)
         return out
-
-    def _synthesized(self, pieces: Mapping[int, Tensor], head: int) -> Tensor:
-        """x' of one head from the components of all groups, `[B, T, head_dim]`."""
-        group = head // self._per_group
-        out = self._head_mean[head]
-        for size, z in pieces.items():
-            first, last = self._columns(size, group)
-            if first < last:
-                out = out + z[:, :, first:last] @ self._blocks[size][head]
-        return out
-
-    def _columns(self, size: int, group: int) -> tuple[int, int]:
-        """Where the components of a group stand among the chunks of this length."""
-        widths = [last - first for first, last in self._spans[size]]
-        return sum(widths[:group]), sum(widths[: group + 1])
 
     def _pieces(self, packed: Packed) -> dict[int, Tensor]:
         """z' by chunk length, `[B, T, components of all groups]` float32."""

@@ -27,8 +27,8 @@ class Panel:
 def plot_comparison(document: Mapping[str, Any], path: Path, only: Sequence[Panel] | None = None) -> None:
     """Plot perplexity, KL divergence and mean RULER score, as far as evaluated, over measured bits per number.
 
-    document: a comparison as `kvq eval --compare` writes it. only: draw these panels; None: `PANELS`. A line joins results that differ in bits alone. KvqError
-    if there is neither perplexity nor RULER to draw.
+    document: a comparison as `kvq eval --compare` writes it. only: draw these panels; None: `PANELS`. A line joins
+    results that differ in bits alone. KvqError if there is neither perplexity nor RULER to draw.
     """
     from matplotlib.lines import Line2D
 

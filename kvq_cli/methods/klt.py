@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvq_cli.codecs.transform import CHUNKS, TransformCodec
+from kvq_cli.codecs.transform import TransformCodec
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, TransformSpec, option
 from kvq_cli.methods.registry import register
@@ -76,9 +76,7 @@ class KLT(Method):
 def transform_codec(tensors: Mapping[str, Tensor], shape: ModelShape, where: str) -> TransformCodec:
     """The codec of one stream. tensors: see `transform_layout`. where: their prefix in the artifact, for messages.
     Raises KvqError naming a tensor that is missing."""
-    names = ("mean", "std", "analysis", "synthesis")
-    for name in ("allocation", *names):
+    for name in ("allocation", "mean", "std", "analysis", "synthesis"):
         if name not in tensors:
             raise KvqError(f"the artifact has no tensor {where}.{name}; calibrate again with these options")
-    centroids = {size: tensors[f"centroids.{size}"] for size in CHUNKS if f"centroids.{size}" in tensors}
-    return TransformCodec(shape.kv_heads, tensors["allocation"].tolist(), *(tensors[name] for name in names), centroids)
+    return TransformCodec(shape.kv_heads, tensors)

@@ -19,9 +19,12 @@ MAX_PERPLEXITY_RATIO = {2.0: 1.03, 3.0: 1.005}
 
 @dataclass(frozen=True)
 class Reached:
-    """One setting of the method beside the best other method. other: the line of a method at all its bits; other_kl: its
-    KL at the same measured bits, None where no other method has points on both sides. perplexity: ratio to fp16, mean
-    over the texts."""
+    """One setting of the method beside the best other method.
+
+    other:      the best other method, as a line through all its bits; empty where none has points on both sides.
+    other_kl:   its KL at the same measured bits.
+    perplexity: ratio to fp16, mean over the texts.
+    """
 
     label: str
     nominal_bits: float

@@ -63,8 +63,7 @@ def outliers(heads: int, dim: int) -> Codec:
 def transform(heads: int, dim: int) -> Codec:
     rows, noise = [[0, 0, dim // 4, 0]] * heads, torch.Generator().manual_seed(0)
     drawn = {name: x.to(DEVICE) for name, x in random_transform(rows, dim, torch.float32, noise).items()}
-    statistics = [drawn[name] for name in ("mean", "std", "analysis", "synthesis")]
-    return TransformCodec(heads, rows, *statistics, {4: drawn["centroids.4"]})
+    return TransformCodec(heads, drawn)
 
 
 def per_head(heads: int, dim: int) -> Codec:

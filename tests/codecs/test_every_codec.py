@@ -16,7 +16,7 @@ from kvq_cli.codecs.per_head import PerHeadCodec
 from kvq_cli.codecs.per_token import PerTokenCodec
 from kvq_cli.codecs.signed import SignedCodec
 from kvq_cli.codecs.subspace import SubspaceCodec
-from kvq_cli.codecs.transform import CHUNKS, TransformCodec
+from kvq_cli.codecs.transform import TransformCodec
 from kvq_cli.codecs.uniform import UniformCodec
 
 BATCH, HEADS, HEAD_DIM = 2, 3, 80
@@ -41,8 +41,7 @@ def per_head():
 def transform(allocation):
     width = HEADS * HEAD_DIM // len(allocation)
     tensors = random_transform(allocation, width, torch.float32, torch.Generator().manual_seed(0))
-    centroids = {size: tensors[f"centroids.{size}"] for size in CHUNKS if f"centroids.{size}" in tensors}
-    return TransformCodec(HEADS, allocation, *list(tensors.values())[1:5], centroids)
+    return TransformCodec(HEADS, tensors)
 
 
 def one_for_all(entries):

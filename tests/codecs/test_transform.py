@@ -15,9 +15,7 @@ def made(name: str, seed: int = 0):
     """A codec and its tensors."""
     rows = ALLOCATIONS[name]
     tensors = random_transform(rows, HEADS * DIM // len(rows), torch.float32, torch.Generator().manual_seed(seed))
-    centroids = {size: tensors[f"centroids.{size}"] for size in CHUNKS if f"centroids.{size}" in tensors}
-    statistics = [tensors[key] for key in ("mean", "std", "analysis", "synthesis")]
-    return TransformCodec(HEADS, rows, *statistics, centroids), tensors
+    return TransformCodec(HEADS, tensors), tensors
 
 
 def numbers(tokens: int, batch: int = 2) -> torch.Tensor:
