@@ -147,7 +147,7 @@ def _allocation(
     groups, width = spec.groups(kind, shape)
     if name not in tensors:
         raise KvqError(f"tensor {prefix}{name} is missing")
-    _check_tensor(tensors[name], (groups, len(CHUNKS)), torch.int16, prefix + name)
+    check_tensor(tensors[name], (groups, len(CHUNKS)), torch.int16, prefix + name)
     rows = cast("list[list[int]]", tensors[name].tolist())
     for row in rows:
         if min(row) < 0 or not 1 <= kept_components(row) <= width:

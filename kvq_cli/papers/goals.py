@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvq_cli.evaluation.perplexity import PERPLEXITY
-from kvq_cli.evaluation.plot import divergence, lines, measured_bits
+from kvq_cli.evaluation.plot import divergence, lines_by_method, measured_bits
 from kvq_cli.evaluation.tabulate import EXACT
 
 METHOD = "klt"
@@ -49,8 +49,11 @@ class Reached:
 
 def reached(methods: Mapping[str, Mapping[str, Any]]) -> list[Reached]:
     """What each setting of the method reached. methods: the documents of a comparison, by label."""
-    by_line = lines({label: document for label, document in methods.items() if label != EXACT})
-    others = {name: sorted(_points(found)) for name, found in by_line.items() if not _is_own(name)}
+    others = {
+        name: sorted(_points(methods[label] for label in labels))
+        for name, labels in lines_by_method(methods).items()
+        if name != EXACT and not _is_own(name)
+    }
     results = []
     for label, document in methods.items():
         kl = divergence(document)
