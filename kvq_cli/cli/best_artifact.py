@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 DEFAULT_BITS = 2
 
 
-def best_artifact(loaded: LoadedModel, bits: int) -> tuple[Artifact | None, list[str]]:
+def best_artifact(loaded: LoadedModel, bits: float) -> tuple[Artifact | None, list[str]]:
     """The artifact of the model in artifacts/MODEL with the lowest calibration error at `bits` bits; None without.
 
     Also returns a line for each artifact that was passed over: damaged, or calibrated for another model.
@@ -37,7 +37,7 @@ def best_artifact(loaded: LoadedModel, bits: int) -> tuple[Artifact | None, list
     return None, refused
 
 
-def _by_error(folder: Path, bits: int) -> tuple[list[Path], list[str]]:
+def _by_error(folder: Path, bits: float) -> tuple[list[Path], list[str]]:
     """The artifacts of `bits` bits in `folder`, the lowest error first, and a line for each unreadable config."""
     from kvq_cli.artifact import read_config
 

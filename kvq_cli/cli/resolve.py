@@ -92,7 +92,7 @@ def resolve_compared(
         matching = [
             artifact
             for artifact in given
-            if artifact.method_config["name"] == name and _fits_bits(wanted, artifact.method_config.get("bits"))
+            if artifact.method_config["name"] == name and fits_bits(wanted, artifact.method_config.get("bits"))
         ]
         given = [artifact for artifact in given if not any(artifact is other for other in matching)]
         if not matching:
@@ -105,7 +105,7 @@ def resolve_compared(
     return resolved
 
 
-def _fits_bits(wanted: Any, held: float | None) -> bool:
+def fits_bits(wanted: Any, held: float | None) -> bool:
     """Whether an artifact of `held` bits has the bits that a comparison asks for: all have where it names none."""
     return wanted is None or str(wanted) in {str(held), "None" if held is None else f"{held:g}"}
 

@@ -256,7 +256,7 @@ def attached_generator(
     if compression.is_default:
         best, notes = best_artifact(loaded, bits := compression.bits or DEFAULT_BITS)
         attachable = best or attachable
-        found = "lowest calibration error" if best else f"no {bits}-bit artifact in {model_artifacts(loaded.name)}"
+        found = "lowest calibration error" if best else f"no {bits:g}-bit artifact in {model_artifacts(loaded.name)}"
         reason = f" (default: {found})"
     with attach(loaded.model, attachable, prefill=prefill, backend=model_options.backend) as attached:
         notes.append(_method_line(attached.method, attachable, reason))

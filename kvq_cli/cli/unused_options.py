@@ -210,6 +210,7 @@ def _named(folder: str | Path) -> tuple[str, dict[str, Any]]:
 
 def _artifact_notes(values: Values, flag: str) -> Iterator[str]:
     """Artifacts of methods or bits that `--compare` does not name: they are compared, too."""
+    from kvq_cli.cli.resolve import fits_bits
     from kvq_cli.methods.registry import parse
 
     if values["compare"] is None:
@@ -218,10 +219,10 @@ def _artifact_notes(values: Values, flag: str) -> Iterator[str]:
     for folder in values["artifact"] or []:
         name, own = _named(folder)
         if not any(
-            name == other and str(options.get("bits", values["bits"])) in ("None", str(own.get("bits")))
+            name == other and fits_bits(options.get("bits", values["bits"]), own.get("bits"))
             for other, options in named
         ):
-            label = f"{name}-{own['bits']}bit" if own else name
+            label = f"{name}-{own['bits']:g}bit" if own else name
             yield f"{flag} {folder}: --compare does not name {label}, which is compared, too"
 
 
