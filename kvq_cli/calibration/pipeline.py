@@ -49,7 +49,8 @@ def calibrate(
     """Calibrate and write the artifact to `out`. Finished steps are kept in `<out>.work` until the end.
 
     An interruption (also a kill) leaves that folder, and `resume` continues from it to the same bytes; a failure
-    removes it. captured: folder in which captured activations are kept, for other calibrations that capture the same.
+    removes it, unless it was resumed. captured: folder in which captured activations are kept, for other calibrations
+    that capture the same.
     Raises UsageError where `out` or the folder exists and neither `resume` nor `force` is given, KvqError where another
     process uses the folder.
     """
@@ -71,7 +72,8 @@ def calibrate(
                         tensors, measured = _make_codebooks(plan, work, captures, progress)
             artifact = _write(plan, out, tensors, measured, progress)
         except (KvqError, OSError):
-            work.remove()
+            if not resume:  # the steps that earlier runs finished are not this failure's to remove
+                work.remove()
             raise
         work.remove()
     return artifact

@@ -232,7 +232,10 @@ read = Rule(lambda values, flag: [])
 _shared = Rule(lambda values, flag: list(_shared_notes(values, flag)))
 _artifacts = Rule(lambda values, flag: list(_artifact_notes(values, flag)))
 _code = unless(lambda values: values["model"] not in WITHOUT_CODE, "the model has no Python code of its own")
-_prefill = unless(_compresses, "fp16 compresses nothing")
+_prefill = unless(
+    lambda values: _compresses(values) or bool(values.get("load_cache")),  # a saved cache is of one kind of prefill
+    "fp16 compresses nothing",
+)
 
 
 def _all_read(*names: str) -> dict[str, Rule]:

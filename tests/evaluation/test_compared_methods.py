@@ -14,6 +14,7 @@ from kvq_cli.methods.registry import build, method_names
 def artifact(tmp_path, monkeypatch):
     """Makes an artifact of temporalkv in a folder, with random centroids for a tiny model."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvq_cli.models.model_config", lambda *_, **__: tiny_model().config)
 
     def make(folder, bits, seed=0, **options):
         method = build("temporalkv", bits=bits, **options)
