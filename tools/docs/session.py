@@ -20,8 +20,8 @@ from kvq_cli.files import write_text
 
 PICTURE = Path("docs/session.svg")
 COMMAND = """\
-xz -dc examples/texts/kjv.txt.xz | head -c 2460 |
-  kvq generate --no-chat-template --model smollm2 --method innerq --bits 2 -n 32"""
+xz -dc examples/texts/kjv.txt.xz | head -c 3600 |
+  kvq generate --raw --model smollm2 --method innerq --bits 2 -n 40"""
 WIDTH = 108
 #: rich's frame of a terminal without its fonts, which a browser would load from the network.
 FRAME = re.sub(r"@font-face \{\{.*?\}\}", "", Console.export_svg.__kwdefaults__["code_format"], flags=re.DOTALL)
@@ -29,7 +29,7 @@ FRAME = re.sub(r"@font-face \{\{.*?\}\}", "", Console.export_svg.__kwdefaults__[
 
 def record(command: str) -> str:
     """Run a command of a shell and return the SVG of what a terminal shows of it."""
-    shell = f'set -eo pipefail; kvq() {{ {shlex.quote(sys.executable)} -m kvq_cli "$@"; }}; {command}'
+    shell = f'set -e; kvq() {{ {shlex.quote(sys.executable)} -m kvq_cli "$@"; }}; {command}'
     done = subprocess.run(
         ["bash", "-c", shell], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True
     )
