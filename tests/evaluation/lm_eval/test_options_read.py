@@ -64,7 +64,7 @@ def test_the_table_agrees_with_what_options_change(task, chatting, tasks, data_d
 
     def observed(**changes):
         settings = EvaluationSettings([name], **{**BASE, "data_dir": str(data_dir), **changes})
-        [one] = build_evaluations(settings, chatting)
+        [one] = build_evaluations(settings, chatting, lambda *_: lambda _: None)
         batch = None if task == "perplexity" else one.batch_size
         return [one.name, one.config, one.count, batch] + [vars(one).get(key) for key in ("_save_prompts", "_options")]
 
