@@ -43,8 +43,7 @@ class AnnouncingCommand(TyperCommand):
     """A command that announces, before it runs, the options that it will not read."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
-        given = [name for name in ctx.params if _is_given(ctx, name)]
-        for note in unused(_path(ctx), ctx.params, given, {p.name: p.opts[0] for p in self.params}):
+        for note in unused(_path(ctx), ctx.params, given_options(ctx), {p.name: p.opts[0] for p in self.params}):
             if not ctx.params.get("quiet"):
                 print(f"note: {note}", file=sys.stderr)
         return super().invoke(ctx)
@@ -75,6 +74,12 @@ def unused(command: str, values: Values, given: Sequence[str], flags: Mapping[st
             raise UsageError(found[0])
         notes += found
     return notes
+
+
+def given_options(ctx: typer.Context) -> list[str]:
+    """Names of the parameters that the command line or `--config` gave."""
+    # Older versions of typer call a list that was left out given, and empty.
+    return [name for name, value in ctx.params.items() if _is_given(ctx, name) and value not in (None, [], ())]
 
 
 def _is_given(ctx: typer.Context, name: str) -> bool:

@@ -32,6 +32,7 @@ CASES = [
     ("channelkv", {"bits": 4, "sinks": 3}),
     ("temporalkv", {"bits": 4, "sinks": 3, "hybrid": "head", "outliers": 0.05}),
     ("temporalkv", {"bits": 2, "sinks": 3, "recent": 6}),
+    ("klt", {"bits": 2, "sinks": 3, "recent": 5, "join_keys": True}),
     ("xquant", {"bits": 4, "group": 8, "sinks": 3, "first_channel": True}),
     ("xquant-cl", {"bits": 4, "group": 8, "base_layers": 1}),
     ("xquant-cl", {"bits": 4, "group": 8, "base_layers": 2, "recent": 3, "accumulator_bits": 4}),

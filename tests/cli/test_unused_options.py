@@ -8,7 +8,7 @@ import pytest
 import typer
 
 from kvq_cli.cli.app import app
-from kvq_cli.cli.unused_options import RULES, unused
+from kvq_cli.cli.unused_options import RULES, given_options, unused
 from kvq_cli.errors import UsageError
 
 ARTIFACTS = Path(__file__).parents[2] / "artifacts" / "reference"
@@ -34,8 +34,7 @@ def _notes(line):
     path = " ".join(words[: 2 if words[0] == "bench" else 1])
     command = dict(_commands())[path]
     ctx = command.make_context(path, words[len(path.split()) :])
-    given = [name for name in ctx.params if ctx.get_parameter_source(name).name == "COMMANDLINE"]
-    return unused(path, ctx.params, given, {p.name: p.opts[0] for p in command.params})
+    return unused(path, ctx.params, given_options(ctx), {p.name: p.opts[0] for p in command.params})
 
 
 @pytest.mark.parametrize(
