@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,6 @@ def capture(
     """
     recorder = _Recorder(on_capture, gradients, threading.get_ident() if threads else None)
     ids = tokens[None].to(model.device)
-    # The backward pass recomputes checkpointed layers outside of the model's own context.
     with ExitStack() as hooks, torch.set_grad_enabled(gradients), upcast_products(model):
         for layer in layers:
             for kind, point in (("k", layer.key), ("v", layer.value)):
@@ -117,7 +116,9 @@ def gradient_checkpointing(model: PreTrainedModel, enabled: bool) -> Iterator[No
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # renamed in transformers 5.23, not in 5.17
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        # The backward pass runs outside of all contexts of the forward pass.
+        recompute = {"context_fn": lambda: (nullcontext(), upcast_products(model))}
+        model.gradient_checkpointing_enable({"use_reentrant": False, **recompute})
         try:
             for layer in layers:  # transformers checkpoints in training only; dropout below stays off
                 layer.training = True

@@ -30,8 +30,10 @@ def test_the_page_lists_all_families():
 def test_family_is_exact_and_every_method_decodes(family):
     row = examine(family)
     # Scores of keys with biases of hundreds are thousands, and rounded to float32 as such.
-    limit = 2e-4 if family in LARGE_BIASES else 2e-5
-    assert row.errors and max(row.errors.values()) < limit, row.errors
+    # The layer input is projected again, in another order of additions, as in test_layer_input.
+    limits = {"after RoPE": 2e-5, "before RoPE": 2e-5, "layer input": 5e-5}
+    scale = 4 if family in LARGE_BIASES else 1
+    assert row.errors and all(error < scale * limits[name] for name, error in row.errors.items()), row.errors
     assert shown(row) in PAGE
 
 

@@ -7,6 +7,7 @@ import transformers
 from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.calibration.capture import capture, gradient_checkpointing
 from kvq_cli.errors import KvqError
+from kvq_cli.upcast import upcast_forward_passes
 
 FAMILIES = {
     "Llama": {"head_dim": 8},
@@ -120,6 +121,18 @@ def test_activations_do_not_depend_on_gradients_and_checkpointing():
     assert plain.keys() == saved.keys() and len(plain) == 3 * 2 * 2
     assert all(torch.equal(plain[key], saved[key]) for key in plain)
     assert all(torch.equal(plain[key], forward[key]) for key in forward)
+
+
+def test_checkpointed_layers_of_16_bits_are_recomputed_with_the_same_products(monkeypatch):
+    """Where this CPU multiplies 16-bit matrices in float32, in the backward pass, too."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64"})
+    model, layers = model_of("Llama")
+    model.bfloat16()
+    upcast_forward_passes(model)
+    plain = captured(model, layers)
+    with gradient_checkpointing(model, True):
+        saved = captured(model, layers)
+    assert all(torch.equal(plain[key], saved[key]) for key in plain)
 
 
 def test_checkpointing_recomputes_layers_in_the_backward_pass():
