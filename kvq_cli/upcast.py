@@ -65,19 +65,19 @@ class _Upcast(TorchFunctionMode):
         self, func: Callable, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _PRODUCTS and args[0].ndim > 1 and args[0].shape[:-1].numel() >= MIN_ROWS:
-            return _upcast(func, args, kwargs)
+        if func in _PRODUCTS and len(args) > _PRODUCTS[func]:  # operands by keyword: as PyTorch computes them
+            left = args[_PRODUCTS[func]]
+            if left.dtype in (torch.bfloat16, torch.float16) and left.shape[:-1].numel() >= MIN_ROWS:
+                return _upcast(func, args, kwargs, left.dtype)
         return func(*args, **kwargs)
 
 
-_PRODUCTS = {F.linear, F.scaled_dot_product_attention, torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm}
-_PRODUCTS |= {torch.addmm, torch.mm}
+#: Products, and which argument is the left operand.
+_PRODUCTS = {F.linear: 0, F.scaled_dot_product_attention: 0, torch.bmm: 0, torch.mm: 0, torch.addmm: 1}
+_PRODUCTS |= {torch.matmul: 0, Tensor.matmul: 0, Tensor.__matmul__: 0}
 
 
-def _upcast(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    dtype = args[-1].dtype if func is torch.addmm else args[0].dtype
-    if dtype not in (torch.bfloat16, torch.float16):
-        return func(*args, **kwargs)
+def _upcast(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
     if func is F.linear:
         return _Linear.apply(*args, *[kwargs[name] for name in ("weight", "bias") if name in kwargs])
     wide = {key: _float(value) for key, value in kwargs.items()}

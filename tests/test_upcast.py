@@ -40,6 +40,9 @@ def test_products_are_those_of_float32_rounded_once(dtype):
     with upcast.upcast_products(model):
         y = F.linear(x, model.linear.weight, bias=model.linear.bias)
         actual = [y, y @ y.mT, torch.matmul(y, y.mT), F.scaled_dot_product_attention(q, q, q, is_causal=True)]
+        added = torch.addmm(model.linear.bias, x[0], model.linear.weight.T)  # GPT-2's layers
+        assert F.scaled_dot_product_attention(query=q, key=q, value=q).dtype == F.linear(input=x, weight=x[0]).dtype
+    assert torch.equal(added, (x[0].float() @ model.linear.weight.float().T + model.linear.bias.float()).to(dtype))
     wide = model.linear(torch.zeros(1, 40, dtype=dtype))  # outside of the context: PyTorch's own
     assert wide.dtype == dtype
     y = F.linear(x.float(), model.linear.weight.float(), model.linear.bias.float()).to(dtype)
