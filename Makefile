@@ -65,7 +65,7 @@ help:  ## Show this list.
 	allpairspy hypothesis pytest-xdist scipy==1.14
 	touch $@
 
-test: .venv/.installed  ## Test every method, command and kernel family: about 6 minutes on two cores.
+test: .venv/.installed  ## Test every method, command and kernel family: some minutes on two cores.
 	@$(PYTEST) -m "not slow" tests
 	# A launch of each kernel family, executed as compiled for a GPU.
 	KVQ_TEST_PTX=sm_90 $(PYTEST) -m "not slow" tests/kernels/test_compiled.py
