@@ -1,0 +1,128 @@
+"""Effects of options from result files: paired intervals, equal bits, verdicts, and what is made of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from scipy import stats
+
+from kvq_cli.errors import UsageError
+from kvq_cli.files import write_json
+from kvq_cli.methods.registry import build_parsed, method_names, to_config
+from kvq_cli.papers.claims import Claim, claims
+from kvq_cli.papers.report import WINDOWS
+from kvq_cli.papers.run import RECORD
+from kvq_cli.papers.settings import BETTER, CHANCE, UNKNOWN, WORSE, Measured, defaults_at, effect, load_sweep
+from kvq_cli.papers.targets import REFERENCE, SMOLLM2, target, targets
+
+SWEEPS = [entry for entry in targets().values() if entry.sweep]
+
+
+def measured(change, bits, *kl):
+    return Measured(change, bits, kl, {}, 0.0, {})
+
+
+TWO, THREE = measured("2 bits", 2.0, 0.4, 0.2, 0.3), measured("3 bits", 3.0, 0.1, 0.05, 0.075)
+
+
+def test_intervals_are_those_of_a_paired_t_test():
+    found = effect(measured("sinks=8", 2.0, 0.35, 0.17, 0.22), [TWO, THREE])
+    expected = stats.ttest_rel([0.35, 0.17, 0.22], [0.4, 0.2, 0.3]).confidence_interval(0.95)
+    assert (found.difference.low, found.difference.high) == pytest.approx((expected.low, expected.high))
+    assert found.same_bits == found.difference and found.line_kl == pytest.approx(0.3)
+    assert found.relative == pytest.approx((-0.16 / 3 / 0.3, expected.low / 0.3, expected.high / 0.3))
+
+
+def test_defaults_between_two_numbers_of_bits_are_geometric_means():
+    assert defaults_at(2.5, [THREE, TWO]) == pytest.approx(
+        [math.sqrt(a * b) for a, b in zip(TWO.kl, THREE.kl, strict=True)]
+    )
+    assert defaults_at(1.9, [TWO, THREE]) is None and defaults_at(3.1, [TWO, THREE]) is None
+
+
+@pytest.mark.parametrize(
+    ("bits", "kl", "verdict"),
+    [
+        (2.0, (0.38, 0.19, 0.285), BETTER),
+        (2.0, (0.42, 0.21, 0.315), WORSE),
+        (2.0, (0.38, 0.22, 0.30), CHANCE),
+        (2.5, (0.38, 0.19, 0.285), WORSE),  # than 2 bits it is better, at half a bit more it ought to be 0.2, 0.1, 0.15
+        (2.5, (0.19, 0.095, 0.1425), BETTER),
+        (1.9, (0.38, 0.19, 0.285), BETTER),  # fewer bits than any default, and yet a lower KL
+        (1.9, (0.42, 0.21, 0.315), UNKNOWN),
+        (3.5, (0.05, 0.02, 0.03), UNKNOWN),
+        (3.5, (0.42, 0.21, 0.315), WORSE),
+    ],
+)
+def test_verdicts_count_bits(bits, kl, verdict):
+    assert effect(measured("x=1", bits, *kl), [TWO, THREE]).verdict == verdict
+
+
+def write_sweep(name, root, bits, kl):
+    """A sweep's result as if it had been run, of the rows that `kl` names: KL of its windows by row."""
+    entry = target(name)
+    methods, windows = {}, {}
+    for row, text in entry.rows(REFERENCE).items():
+        if row in kl:
+            methods[row] = {
+                "results": {"perplexity": {"perplexity,none": 9.0, "kl,none": sum(kl[row]) / len(kl[row])}},
+                "cache": {"perplexity-64": {"measured_bits": bits[row], "tokens": 63}},
+                "config": {"method": to_config(build_parsed(text)), "model_args": {"fingerprint": {}}},
+            }
+            windows[row] = {"perplexity-64 KL": kl[row], "perplexity-64 loss": kl[row]}
+    folder = entry.folder(REFERENCE, root)
+    write_json(entry.result(REFERENCE, root), {"methods": methods})
+    write_json(folder / WINDOWS, windows)
+    write_json(folder / RECORD, {"kvq": "0", "finished": True})
+
+
+def test_a_sweep_is_read_from_its_files(tmp_path):
+    assert load_sweep(target("settings-kivi"), REFERENCE, tmp_path) is None
+    kl = {"2 bits": [0.4, 0.2], "3 bits": [0.1, 0.05], "sinks=8": [0.36, 0.18], "group=16": [0.38, 0.21]}
+    write_sweep("settings-kivi", tmp_path, dict.fromkeys(kl, 2.0) | {"3 bits": 3.0}, kl)
+    found = load_sweep(target("settings-kivi"), REFERENCE, tmp_path)
+    assert found is not None and found.method == "kivi" and found.default.change == "2 bits"
+    assert [each.measured.change for each in found.effects] == ["group=16", "sinks=8"]
+    assert found.effect("sinks=8").measured.method["sinks"] == 8 and found.effect("sinks=4") is None
+    assert "1 bits" in found.missing and "sinks=4" in found.missing
+    write_json(target("settings-kivi").folder(REFERENCE, tmp_path) / RECORD, {"kvq": "0", "finished": False})
+    assert load_sweep(target("settings-kivi"), REFERENCE, tmp_path) is None
+
+
+def test_reasons_of_a_claim_are_measured_effects(tmp_path):
+    claim = Claim("SQuat", "abstract", "that", [], tried={"settings-kivi": ["sinks=8", "sinks=4"]})
+    assert claim.measured_reasons(REFERENCE, tmp_path) == []
+    kl = {"2 bits": [0.4, 0.2, 0.3], "sinks=8": [0.36, 0.18, 0.27]}
+    write_sweep("settings-kivi", tmp_path, dict.fromkeys(kl, 2.0), kl)
+    ((sweep, found),) = claim.measured_reasons(REFERENCE, tmp_path)
+    assert sweep.method == "kivi" and found.measured.change == "sinks=8" and found.relative[0] == pytest.approx(-0.1)
+
+
+def test_claims_name_measured_settings():
+    for claim in claims():
+        for name, changes in claim.tried.items():
+            assert set(changes) <= set(target(name).rows(SMOLLM2)), (claim.source, name)
+
+
+@pytest.mark.parametrize("entry", SWEEPS, ids=lambda entry: entry.id)
+def test_settings_change_the_defaults(entry):
+    """Each row differs from the default at the same bits, in the options that it names alone."""
+    rows = {row: to_config(build_parsed(text)) for row, text in entry.rows(SMOLLM2).items()}
+    default, *_ = rows.values()
+    for row, config in rows.items():
+        changed = {key for key in config if config[key] != default[key]}
+        named = {"bits"} if row.endswith(" bits") else {pair.split("=")[0] for pair in row.split(":")}
+        assert changed == (named if config != default else set()), row
+    assert entry.id == f"settings-{default['name']}"
+
+
+def test_every_method_with_options_is_swept():
+    assert {f"settings-{name}" for name in method_names()} - {"settings-fp16"} == {entry.id for entry in SWEEPS}
+
+
+def test_a_wrong_setting_is_refused():
+    entry = replace(target("settings-kivi"), sweep={"method": "kivi", "bits": [2], "changes": ["nonsense=1"]})
+    with pytest.raises(UsageError, match="no option 'nonsense'"):
+        entry.calibrated(SMOLLM2)
