@@ -16,8 +16,9 @@ class Recommendation:
     """A change of the defaults that lowers the KL divergence to the uncompressed model at the same measured bits.
 
     change:      `option=value`, or several joined by `:`.
-    kl:          change of KL beside the defaults at the same bits, as a fraction of it; low, high: 95 % interval.
-    bits, default_bits: measured bits per cached number, with the change and without.
+    kl:          change of KL beside the default at the same bits, as a fraction of it; low, high: 95 % interval.
+    bits, long_bits: bits per cached number more than with the default, in the measured windows and at `long` tokens.
+    long_only:   a gain at the bits of `long` tokens alone; in the measured windows it is not worth its bits.
     model, windows, tokens: what it was measured on: a model, and so many windows of so many tokens.
     """
 
@@ -26,18 +27,27 @@ class Recommendation:
     low: float
     high: float
     bits: float
-    default_bits: float
+    long_bits: float
+    long_only: bool
     model: str
     windows: int
     tokens: int
+    long: int
 
     def __str__(self) -> str:
-        same = f"{self.bits:.2f}" == f"{self.default_bits:.2f}"
-        bits = "" if same else f" ({self.bits:.2f} instead of {self.default_bits:.2f})"
+        where = f"at the bits of {self.long:,} tokens" if self.long_only else "at equal bits"
         return (
             f"on {self.model}, {self.change}: KL {100 * self.kl:+.0f} % (95 %: {100 * self.low:+.0f} to "
-            f"{100 * self.high:+.0f}) at the same measured bits{bits}"
+            f"{100 * self.high:+.0f}) {where} ({self.cost})"
         )
+
+    @property
+    def cost(self) -> str:
+        """The bits more at both lengths, as text."""
+        bits, long_bits = (f"{more:+.2f}".replace("-0.00", "+0.00") for more in (self.bits, self.long_bits))
+        if bits == long_bits == "+0.00":
+            return "no more bits"
+        return f"{bits} bits at {self.tokens:,} tokens, {long_bits} at {self.long:,}"
 
 
 def recommended(method: str) -> list[Recommendation]:

@@ -117,11 +117,11 @@ def _reason(verdict: Verdict, model: str, root: Path) -> str:
 def _setting(sweep: Sweep, effect: Effect) -> str:
     """What an option's value is worth beside the default: bits, KL and the verdict at equal bits."""
     row, default = effect.measured, effect.default
-    at = f"KL {row.mean_kl:.3g} with {row.bits:.3g} bits, {default.mean_kl:.3g} with {default.bits:.3g} by default"
-    if effect.judged is None:
-        return f"{sweep.method} `{row.change}`: {at}"
-    mean, low, high = (f"{100 * value:+.0f}" for value in effect.relative)
-    return f"{sweep.method} `{row.change}`: {at}; {mean} % (95 %: {low} to {high}) at equal bits"
+    mean, low, high = (f"{100 * value:+.0f}" for value in effect.judged.relative)
+    return (
+        f"{sweep.method} `{row.change}`: KL {row.mean_kl:.3g} with {row.bits:.3g} bits, {default.mean_kl:.3g} with "
+        f"{default.bits:.3g} by default ({effect.verdict}: {mean} %, 95 %: {low} to {high})"
+    )
 
 
 def _row(verdicts: Sequence[Verdict]) -> list[str]:

@@ -2,41 +2,50 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+import torch
+
+from kvq_cli.benchmarking.accounting import account
 from kvq_cli.evaluation.paired import Difference, paired
 from kvq_cli.evaluation.perplexity import PERPLEXITY
 from kvq_cli.evaluation.plot import measured_bits
+from kvq_cli.methods.base import ModelShape
 from kvq_cli.methods.registry import build_parsed, from_config, to_config
 from kvq_cli.papers.report import WINDOWS
 from kvq_cli.papers.run import RECORD
 from kvq_cli.papers.targets import ROOT, Target
 
-#: Verdicts on an option's value beside the default, at equal bits.
-BETTER, WORSE, CHANCE, UNKNOWN = "better", "worse", "chance", "no equal bits"
+#: Verdicts on a setting beside the default.
+BETTER, LONGER, WORSE, FEWER, CHANCE = "better", "better in long contexts", "worse", "fewer bits", "chance"
+#: A context in which sinks and recent tokens are a small part of the cache.
+LONG = 32768
+#: Differences of bits that do not count: a window of a few tokens more in a long context.
+ROUNDING = 0.005
+_SHAPE = ("layers", "query_heads", "kv_heads", "head_dim", "hidden_size")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One row of a sweep. change: `option=value`, or `2 bits` for the defaults.
+    """One row of a sweep. change: `option=value`, several joined by `:`, or `2 bits` for the defaults.
 
     bits:       measured per cached number, windows, scales and outliers included.
+    long_bits:  the same, counted for a context of LONG tokens.
     kl:         KL to the uncompressed model of each window, nats per token.
     texts:      text -> (perplexity, KL), over its windows.
-    method:     its options, as `registry.to_config` gives them.
     """
 
     change: str
     bits: float
+    long_bits: float
     kl: Sequence[float]
     texts: Mapping[str, tuple[float, float]]
     perplexity: float
-    method: Mapping[str, Any]
 
     @property
     def mean_kl(self) -> float:
@@ -45,49 +54,66 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Effect:
-    """An option's value beside the default. Differences of KL are paired by window, in nats per token.
+class AtEqualBits:
+    """A setting's KL less the default's, paired by window, at one context length.
 
-    difference: to the default.
-    same_bits:  to the defaults at this row's measured bits, `defaults_at`; None outside of their bits.
-    line_kl:    mean KL of the defaults at these bits.
+    more:       bits more than the default's.
+    difference: to the default; where the setting has more bits, to KL at its bits between the default and the default
+                with the next number of bits.
+    kl:         mean KL that the difference is relative to.
     """
+
+    more: float
+    difference: Difference
+    kl: float
+
+    @property
+    def verdict(self) -> str:
+        """BETTER or WORSE if the 95 % interval excludes zero. FEWER: fewer bits, and no lower KL."""
+        if self.difference.differs and self.difference.mean < 0:
+            return BETTER
+        if self.more < -ROUNDING:
+            return FEWER
+        return WORSE if self.difference.differs else CHANCE
+
+    @property
+    def relative(self) -> tuple[float, float, float]:
+        """Mean, low and high of the difference as fractions of `kl`."""
+        low, high = self.difference.low, self.difference.high
+        return (
+            self.difference.mean / self.kl,
+            -math.inf if low is None else low / self.kl,
+            math.inf if high is None else high / self.kl,
+        )
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A setting beside the default. difference: of KL, paired by window, in nats per token; short, long: at equal bits
+    of the measured windows, and of LONG tokens with the same KL."""
 
     measured: Measured
     default: Measured
     difference: Difference
-    same_bits: Difference | None
-    line_kl: float | None
-
-    @property
-    def judged(self) -> tuple[Difference, float] | None:
-        """The difference that the verdict rests on, and the KL that it is relative to; None where no bits compare.
-
-        At equal bits; outside of the defaults' bits the plain difference, if more bits do not explain it.
-        """
-        if self.same_bits is not None and self.line_kl is not None:
-            return self.same_bits, self.line_kl
-        fewer = self.measured.bits <= self.default.bits
-        return (self.difference, self.default.mean_kl) if fewer == (self.difference.mean < 0) else None
+    short: AtEqualBits
+    long: AtEqualBits
 
     @property
     def verdict(self) -> str:
-        """BETTER or WORSE only if the 95 % interval excludes zero; else CHANCE."""
-        if self.judged is None:
-            return UNKNOWN
-        difference, _ = self.judged
-        if not difference.differs:
-            return CHANCE
-        return BETTER if difference.mean < 0 else WORSE
+        """BETTER or WORSE only if it is so at the bits of both lengths."""
+        verdicts = (self.short.verdict, self.long.verdict)
+        if verdicts[0] == verdicts[1]:
+            return verdicts[0]
+        if self.long.verdict == BETTER:
+            return LONGER
+        return FEWER if FEWER in verdicts else CHANCE
 
     @property
-    def relative(self) -> tuple[float, float, float]:
-        """Mean, low and high of the judged difference as fractions of the KL that it is relative to."""
-        if self.judged is None:
-            raise ValueError(f"{self.measured.change}: no defaults at {self.measured.bits:g} bits")
-        difference, kl = self.judged
-        low, high = difference.low, difference.high
-        return difference.mean / kl, (-math.inf if low is None else low / kl), (math.inf if high is None else high / kl)
+    def judged(self) -> AtEqualBits:
+        """The comparison that the verdict rests on: of LONGER the long one, else the less favorable one."""
+        if self.verdict == LONGER:
+            return self.long
+        return max(self.short, self.long, key=lambda each: each.relative[0])
 
 
 @dataclass(frozen=True)
@@ -99,8 +125,6 @@ class Sweep:
     effects: Sequence[Effect]
     missing: Sequence[str]
     tokens: int
-    shape: Mapping[str, Any]
-    version: str
 
     @property
     def method(self) -> str:
@@ -115,12 +139,13 @@ class Sweep:
         return next((each for each in self.effects if each.measured.change == change), None)
 
     def better(self) -> list[Effect]:
-        """Values that are better beyond chance, the greatest gain first."""
-        return sorted((each for each in self.effects if each.verdict == BETTER), key=lambda each: each.relative[0])
+        """Settings that are better beyond chance, in all contexts before those in long ones, then by their gain."""
+        found = [each for each in self.effects if each.verdict in (BETTER, LONGER)]
+        return sorted(found, key=lambda each: (each.verdict == LONGER, each.judged.relative[0]))
 
 
 def load_sweep(target: Target, model: str, root: Path = ROOT) -> Sweep | None:
-    """The sweep that a finished target measured; None without results, or without those of the default."""
+    """The sweep that a finished target measured; None without the results of its defaults."""
     folder = target.folder(model, root)
     try:
         record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
@@ -138,61 +163,64 @@ def load_sweep(target: Target, model: str, root: Path = ROOT) -> Sweep | None:
         if label is None:
             missing.append(change)
         else:
-            rows.append(_measured(change, methods[label], windows[label], config))
-    defaults = [row for row in rows if row.change.endswith(" bits")]
-    if not defaults or defaults[0].change != next(iter(target.rows(model))):
+            rows.append(_measured(change, methods[label], windows[label]))
+    defaults = [row for row in rows if "=" not in row.change]
+    if any("=" not in row for row in missing):
         return None
-    first = next(iter(methods.values()))
     return Sweep(
         target,
         defaults,
         [effect(row, defaults) for row in rows if row not in defaults],
         missing,
-        max(cache["tokens"] for cache in first["cache"].values()),
-        first["config"]["model_args"]["fingerprint"],
-        record["kvq"],
+        next(iter(methods.values()))["config"]["settings"]["seqlen"],
     )
 
 
 def effect(row: Measured, defaults: Sequence[Measured]) -> Effect:
-    """The effect of a row beside the first of `defaults`, and beside all of them at the row's bits."""
-    default = defaults[0]
-    line = defaults_at(row.bits, defaults)
-    return Effect(
-        row,
-        default,
-        paired(row.kl, default.kl),
-        None if line is None else paired(row.kl, line),
-        None if line is None else sum(line) / len(line),
-    )
+    """The effect of a row beside the first of `defaults`, at the row's bits."""
+    short = at_equal_bits(row.kl, row.bits, [(each.bits, each.kl) for each in defaults])
+    long = at_equal_bits(row.kl, row.long_bits, [(each.long_bits, each.kl) for each in defaults])
+    return Effect(row, defaults[0], paired(row.kl, defaults[0].kl), short, long)
 
 
-def defaults_at(bits: float, defaults: Sequence[Measured]) -> list[float] | None:
-    """KL of each window at `bits`: linear in log KL between the two defaults with the nearest measured bits.
+def at_equal_bits(kl: Sequence[float], bits: float, defaults: Sequence[tuple[float, Sequence[float]]]) -> AtEqualBits:
+    """The windows' KL beside that of the first default, or at more bits beside that of the defaults at `bits`.
 
-    None if `bits` are fewer or more than those of all defaults.
+    defaults: (bits, KL of each window), with rising bits, at least two. KL is linear in its logarithm between two of
+    them, and beyond the last two.
     """
-    points = sorted(defaults, key=lambda each: each.bits)
-    for low, high in zip(points, points[1:], strict=False):
-        if low.bits <= bits <= high.bits:
-            share = (bits - low.bits) / (high.bits - low.bits) if high.bits > low.bits else 0.0
-            return [
-                math.exp((1 - share) * math.log(first) + share * math.log(second))
-                for first, second in zip(low.kl, high.kl, strict=True)
-            ]
-    return None
+    more = bits - defaults[0][0]
+    beside = defaults[0][1] if more <= ROUNDING else _line(bits, defaults)
+    return AtEqualBits(more, paired(kl, beside), sum(beside) / len(beside))
 
 
-def _measured(change: str, document: Mapping, windows: Mapping[str, Sequence[float]], config: Mapping) -> Measured:
+def _line(bits: float, defaults: Sequence[tuple[float, Sequence[float]]]) -> list[float]:
+    segments = list(itertools.pairwise(defaults))
+    (low, first), (high, second) = next((each for each in segments if bits <= each[1][0]), segments[-1])
+    share = (bits - low) / (high - low)
+    return [math.exp((1 - share) * math.log(a) + share * math.log(b)) for a, b in zip(first, second, strict=True)]
+
+
+def _measured(change: str, document: Mapping, windows: Mapping[str, Sequence[float]]) -> Measured:
     results = document["results"]
-    texts = {
-        name.removeprefix(f"{PERPLEXITY}_"): results[name] for name in results if name.startswith(f"{PERPLEXITY}_")
-    }
+    names = [name for name in results if name.startswith(f"{PERPLEXITY}_")]
     return Measured(
         change,
         measured_bits(document),
+        _long_bits(document),
         [value for metric in sorted(windows) if metric.endswith(" KL") for value in windows[metric]],
-        {name: (each["perplexity,none"], each["kl,none"]) for name, each in texts.items()},
+        {
+            name.removeprefix(f"{PERPLEXITY}_"): (results[name]["perplexity,none"], results[name]["kl,none"])
+            for name in names
+        },
         results[PERPLEXITY]["perplexity,none"],
-        config,
     )
+
+
+def _long_bits(document: Mapping) -> float:
+    """Measured bits per cached number of a context of LONG tokens, as counted for the document's model."""
+    model = document["config"]["model_args"]
+    shape = {key: model["fingerprint"][key] for key in _SHAPE}
+    return account(
+        from_config(document["config"]["method"]), ModelShape(**shape, dtype=getattr(torch, model["dtype"])), LONG
+    ).measured_bits

@@ -111,7 +111,7 @@ class Target:
 
 def _sweep_rows(method: str, bits: list[float], changes: list[str]) -> dict[str, str]:
     """`2 bits` -> the defaults at each number of bits, the first of which is changed; then `option=value` -> method."""
-    defaults = {f"{each:g} bits": f"{method}-{each:g}bit" for each in bits}
+    defaults = {f"{each:g} bit" + "s" * (each != 1): f"{method}-{each:g}bit" for each in bits}
     default = next(iter(defaults.values()))
     return defaults | {change: f"{default}:{change}" for change in changes}
 

@@ -22,14 +22,15 @@ def test_listed_options_are_accepted(kvq):
 
 
 def test_recommended_settings_are_printed(kvq, monkeypatch):
-    entry = {"change": "sinks=8", "kl": -0.12, "low": -0.15, "high": -0.09, "bits": 2.6, "default_bits": 2.6}
-    entry |= {"model": "SmolLM2-135M", "windows": 6, "tokens": 1024}
-    more = {**entry, "change": "group=16:sinks=8", "bits": 3.1}
+    entry = {"change": "sinks=8", "kl": -0.12, "low": -0.15, "high": -0.09, "bits": 0.25, "long_bits": 0.01}
+    entry |= {"long_only": False, "model": "SmolLM2-135M", "windows": 6, "tokens": 1024, "long": 32768}
+    more = {**entry, "change": "sinks=32", "long_only": True, "bits": 0.001, "long_bits": -0.004}
     monkeypatch.setattr("kvq_cli.methods.recommended._document", lambda: {"kivi": [entry, more]})
     text = kvq("methods", "kivi").stdout
     assert "6 windows of 1,024 tokens" in text
-    assert "on SmolLM2-135M, sinks=8: KL -12 % (95 %: -15 to -9) at the same measured bits\n" in text
-    assert "group=16:sinks=8: KL -12 % (95 %: -15 to -9) at the same measured bits (3.10 instead of 2.60)" in text
+    bits = "(+0.25 bits at 1,024 tokens, +0.01 at 32,768)"
+    assert f"on SmolLM2-135M, sinks=8: KL -12 % (95 %: -15 to -9) at equal bits {bits}\n" in text
+    assert "on SmolLM2-135M, sinks=32: KL -12 % (95 %: -15 to -9) at the bits of 32,768 tokens (no more bits)\n" in text
     assert json.loads(kvq("methods", "kivi", "--json").stdout)["recommended"] == [entry, more]
     assert "Better than the defaults" not in kvq("methods", "fp16").stdout
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -14,14 +13,15 @@ from kvq_cli.methods.registry import build_parsed, method_names, to_config
 from kvq_cli.papers.claims import Claim, claims
 from kvq_cli.papers.report import WINDOWS
 from kvq_cli.papers.run import RECORD
-from kvq_cli.papers.settings import BETTER, CHANCE, UNKNOWN, WORSE, Measured, defaults_at, effect, load_sweep
+from kvq_cli.papers.settings import BETTER, CHANCE, FEWER, LONGER, WORSE, Measured, at_equal_bits, effect, load_sweep
 from kvq_cli.papers.targets import REFERENCE, SMOLLM2, target, targets
 
+SHAPE = {"layers": 2, "query_heads": 4, "kv_heads": 2, "head_dim": 64, "hidden_size": 256}
 SWEEPS = [entry for entry in targets().values() if entry.sweep]
 
 
-def measured(change, bits, *kl):
-    return Measured(change, bits, kl, {}, 0.0, {})
+def measured(change, bits, *kl, long_bits=None):
+    return Measured(change, bits, bits if long_bits is None else long_bits, kl, {}, 0.0)
 
 
 TWO, THREE = measured("2 bits", 2.0, 0.4, 0.2, 0.3), measured("3 bits", 3.0, 0.1, 0.05, 0.075)
@@ -31,33 +31,35 @@ def test_intervals_are_those_of_a_paired_t_test():
     found = effect(measured("sinks=8", 2.0, 0.35, 0.17, 0.22), [TWO, THREE])
     expected = stats.ttest_rel([0.35, 0.17, 0.22], [0.4, 0.2, 0.3]).confidence_interval(0.95)
     assert (found.difference.low, found.difference.high) == pytest.approx((expected.low, expected.high))
-    assert found.same_bits == found.difference and found.line_kl == pytest.approx(0.3)
-    assert found.relative == pytest.approx((-0.16 / 3 / 0.3, expected.low / 0.3, expected.high / 0.3))
+    assert found.short.difference == found.difference and found.short.more == 0
+    assert found.judged.relative == pytest.approx((-0.16 / 3 / 0.3, expected.low / 0.3, expected.high / 0.3))
 
 
-def test_defaults_between_two_numbers_of_bits_are_geometric_means():
-    assert defaults_at(2.5, [THREE, TWO]) == pytest.approx(
-        [math.sqrt(a * b) for a, b in zip(TWO.kl, THREE.kl, strict=True)]
-    )
-    assert defaults_at(1.9, [TWO, THREE]) is None and defaults_at(3.1, [TWO, THREE]) is None
+@pytest.mark.parametrize(("bits", "factor"), [(1.0, 1), (2.0, 1), (2.5, 1 / 2), (3.0, 1 / 4), (3.5, 1 / 8)])
+def test_defaults_at_more_bits_are_on_the_line_through_log_kl(bits, factor):
+    """Two bits have four times the KL of three: each half of a bit halves it. At fewer bits it stays the default's."""
+    found = at_equal_bits([0.0] * 3, bits, [(each.bits, each.kl) for each in (TWO, THREE)])
+    assert found.kl == pytest.approx(0.3 * factor) and found.difference.mean == pytest.approx(-0.3 * factor)
+    assert found.more == pytest.approx(bits - 2)
 
 
 @pytest.mark.parametrize(
-    ("bits", "kl", "verdict"),
+    ("bits", "long_bits", "kl", "verdict"),
     [
-        (2.0, (0.38, 0.19, 0.285), BETTER),
-        (2.0, (0.42, 0.21, 0.315), WORSE),
-        (2.0, (0.38, 0.22, 0.30), CHANCE),
-        (2.5, (0.38, 0.19, 0.285), WORSE),  # than 2 bits it is better, at half a bit more it ought to be 0.2, 0.1, 0.15
-        (2.5, (0.19, 0.095, 0.1425), BETTER),
-        (1.9, (0.38, 0.19, 0.285), BETTER),  # fewer bits than any default, and yet a lower KL
-        (1.9, (0.42, 0.21, 0.315), UNKNOWN),
-        (3.5, (0.05, 0.02, 0.03), UNKNOWN),
-        (3.5, (0.42, 0.21, 0.315), WORSE),
+        (2.0, 2.0, (0.38, 0.19, 0.285), BETTER),
+        (2.0, 2.0, (0.42, 0.21, 0.315), WORSE),
+        (2.0, 2.0, (0.38, 0.22, 0.30), CHANCE),
+        (2.5, 2.5, (0.38, 0.19, 0.285), WORSE),  # lower than with 2 bits, but half a bit more ought to halve it
+        (2.5, 2.5, (0.19, 0.095, 0.1425), BETTER),
+        (2.5, 2.0, (0.38, 0.19, 0.285), LONGER),
+        (1.9, 1.9, (0.38, 0.19, 0.285), BETTER),
+        (1.9, 1.9, (0.42, 0.21, 0.315), FEWER),
+        (1.9, 2.0, (0.42, 0.21, 0.315), FEWER),
+        (3.5, 3.5, (0.06, 0.03, 0.045), WORSE),  # lower than with 3 bits
     ],
 )
-def test_verdicts_count_bits(bits, kl, verdict):
-    assert effect(measured("x=1", bits, *kl), [TWO, THREE]).verdict == verdict
+def test_verdicts_count_bits(bits, long_bits, kl, verdict):
+    assert effect(measured("x=1", bits, *kl, long_bits=long_bits), [TWO, THREE]).verdict == verdict
 
 
 def write_sweep(name, root, bits, kl):
@@ -69,7 +71,11 @@ def write_sweep(name, root, bits, kl):
             methods[row] = {
                 "results": {"perplexity": {"perplexity,none": 9.0, "kl,none": sum(kl[row]) / len(kl[row])}},
                 "cache": {"perplexity-64": {"measured_bits": bits[row], "tokens": 63}},
-                "config": {"method": to_config(build_parsed(text)), "model_args": {"fingerprint": {}}},
+                "config": {
+                    "method": to_config(build_parsed(text)),
+                    "model_args": {"fingerprint": SHAPE, "dtype": "float16"},
+                    "settings": {"seqlen": 64},
+                },
             }
             windows[row] = {"perplexity-64 KL": kl[row], "perplexity-64 loss": kl[row]}
     folder = entry.folder(REFERENCE, root)
@@ -85,8 +91,11 @@ def test_a_sweep_is_read_from_its_files(tmp_path):
     found = load_sweep(target("settings-kivi"), REFERENCE, tmp_path)
     assert found is not None and found.method == "kivi" and found.default.change == "2 bits"
     assert [each.measured.change for each in found.effects] == ["group=16", "sinks=8"]
-    assert found.effect("sinks=8").measured.method["sinks"] == 8 and found.effect("sinks=4") is None
-    assert "1 bits" in found.missing and "sinks=4" in found.missing
+    assert found.effect("sinks=8").measured.kl == [0.36, 0.18] and found.effect("sinks=4") is None
+    assert "sinks=4" in found.missing and found.tokens == 64
+    # 32,768 tokens: sinks take 16 bits, the rest of keys and values 2 bits and 16 + 16 per group of 32.
+    assert found.default.long_bits == pytest.approx(3, abs=0.1)
+    assert found.effect("group=16").measured.long_bits == pytest.approx(4, abs=0.1)
     write_json(target("settings-kivi").folder(REFERENCE, tmp_path) / RECORD, {"kvq": "0", "finished": False})
     assert load_sweep(target("settings-kivi"), REFERENCE, tmp_path) is None
 
@@ -94,10 +103,14 @@ def test_a_sweep_is_read_from_its_files(tmp_path):
 def test_reasons_of_a_claim_are_measured_effects(tmp_path):
     claim = Claim("SQuat", "abstract", "that", [], tried={"settings-kivi": ["sinks=8", "sinks=4"]})
     assert claim.measured_reasons(REFERENCE, tmp_path) == []
-    kl = {"2 bits": [0.4, 0.2, 0.3], "sinks=8": [0.36, 0.18, 0.27]}
+    kl = {"2 bits": [0.4, 0.2, 0.3], "3 bits": [0.1, 0.05, 0.1], "sinks=8": [0.36, 0.18, 0.27]}
     write_sweep("settings-kivi", tmp_path, dict.fromkeys(kl, 2.0), kl)
     ((sweep, found),) = claim.measured_reasons(REFERENCE, tmp_path)
-    assert sweep.method == "kivi" and found.measured.change == "sinks=8" and found.relative[0] == pytest.approx(-0.1)
+    assert (
+        sweep.method == "kivi"
+        and found.measured.change == "sinks=8"
+        and found.judged.relative[0] == pytest.approx(-0.1)
+    )
 
 
 def test_claims_name_measured_settings():
@@ -113,7 +126,7 @@ def test_settings_change_the_defaults(entry):
     default, *_ = rows.values()
     for row, config in rows.items():
         changed = {key for key in config if config[key] != default[key]}
-        named = {"bits"} if row.endswith(" bits") else {pair.split("=")[0] for pair in row.split(":")}
+        named = {"bits"} if "=" not in row else {pair.split("=")[0] for pair in row.split(":")}
         assert changed == (named if config != default else set()), row
     assert entry.id == f"settings-{default['name']}"
 

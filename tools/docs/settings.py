@@ -10,24 +10,37 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-import torch
-
-from kvq_cli.benchmarking.accounting import account
 from kvq_cli.evaluation.formats import markdown
 from kvq_cli.evaluation.paired import interval
 from kvq_cli.files import write_text
-from kvq_cli.methods.base import ModelShape
 from kvq_cli.methods.recommended import FILE, Recommendation
-from kvq_cli.methods.registry import from_config
 from kvq_cli.papers.page import NAMES
-from kvq_cli.papers.settings import BETTER, CHANCE, UNKNOWN, WORSE, Effect, Measured, Sweep, load_sweep
+from kvq_cli.papers.settings import (
+    BETTER,
+    CHANCE,
+    FEWER,
+    LONG,
+    LONGER,
+    WORSE,
+    AtEqualBits,
+    Effect,
+    Measured,
+    Sweep,
+    load_sweep,
+)
 from kvq_cli.papers.targets import SMOLLM2, Target, targets
 
 ROOT = Path(__file__).parents[2]
-#: A length at which sinks and recent tokens are a small part of the cache.
-LONG = 32768
+#: How the sentences above the tables introduce the settings of each other verdict.
+VERDICTS = {
+    WORSE: "Worse",
+    CHANCE: "No difference beyond chance",
+    FEWER: "A smaller cache, but no lower KL",
+}
 HEAD = """\
 # Settings
 
@@ -40,13 +53,14 @@ lists the settings that are better.
   `kvq bits` counts for a context of {long:,} tokens, where exact windows are a small part. Cells of texts are
   perplexity and KL divergence to the uncompressed model, in nats per token; *KL* is the mean over all windows.
 - *difference* is that of KL to the default, window by window, with its 95 % confidence interval (Student's t).
-- *at equal bits* compares with the defaults at the row's own measured bits: in each window, KL between the defaults of
-  the table at two numbers of bits, linear in the logarithm; in percent of that KL, with its interval. A setting is
-  **better** or **worse** if this interval excludes zero. Below or above the bits of all defaults there is no such KL:
-  there a setting is better if it has no more bits than the default and the interval of the difference is below zero,
-  worse if it has more and the interval is above zero.
+- *at equal bits* is this difference in percent of the default's KL. Where a setting takes more bits than the default,
+  it is compared with the defaults at its own bits instead: in each window, KL between (or beyond) the defaults at two
+  numbers of bits, linear in the logarithm. *at {long:,}* does the same with the bits of the long context.
+- A setting is **better** or **worse** if both intervals exclude zero. Exact windows cost many bits in a short context
+  and few in a long one: some settings are **better in long contexts** alone, if KL differs there as it does here.
+  *fewer bits*: a smaller cache, but no lower KL.
 - {comparisons} settings were compared. Of as many without any effect, 95 % intervals would show about {chance:.0f} as
-  better and as many as worse. A gain here says little about other lengths, models or bits.
+  better by chance. A gain here says little about other models and bits, and nothing about several changes together.
 """
 
 
@@ -58,19 +72,26 @@ def main() -> None:
     swept = [(each, load_sweep(each, SMOLLM2)) for each in targets().values() if each.sweep]
     sweeps = [each for _, each in swept if each is not None]
     write_text(page / "SETTINGS.md", page_text(swept, sweeps))
-    recommended = {each.method: [vars(entry) for entry in recommendations(each)] for each in sweeps}
+    recommended = {each.method: [asdict(recommendation(effect, each)) for effect in each.better()] for each in sweeps}
     write_text(package / FILE, json.dumps(recommended, indent=1, ensure_ascii=False) + "\n")
 
 
-def recommendations(sweep: Sweep) -> list[Recommendation]:
-    """The settings of a method that are better beyond chance, with rounded numbers."""
-    found = []
-    for each in sweep.better():
-        kl, low, high = (round(value, 4) for value in each.relative)
-        bits = round(each.measured.bits, 3), round(sweep.default.bits, 3)
-        windows = len(sweep.default.kl)
-        found.append(Recommendation(each.measured.change, kl, low, high, *bits, NAMES[SMOLLM2], windows, sweep.tokens))
-    return found
+def recommendation(effect: Effect, sweep: Sweep) -> Recommendation:
+    """A setting that is better beyond chance, with rounded numbers."""
+    kl, low, high = effect.judged.relative
+    return Recommendation(
+        effect.measured.change,
+        round(kl, 4),
+        round(low, 4),
+        round(high, 4),
+        bits=round(effect.short.more, 3),
+        long_bits=round(effect.long.more, 3),
+        long_only=effect.verdict == LONGER,
+        model=NAMES[SMOLLM2],
+        windows=len(sweep.default.kl),
+        tokens=sweep.tokens,
+        long=LONG,
+    )
 
 
 def page_text(swept: list[tuple[Target, Sweep | None]], sweeps: list[Sweep]) -> str:
@@ -104,59 +125,52 @@ def section(target: Target, sweep: Sweep | None) -> str:
 def conclusion(sweep: Sweep) -> str:
     """What to set, what it is worth, and at what cost in bits; then what makes no difference, and what is worse."""
     sentences = []
-    better = sweep.better()
-    if better:
-        sentences.append(f"Set {_gain(better[0], sweep)}.")
+    always = [each for each in sweep.better() if each.verdict == BETTER]
+    longer = [each for each in sweep.better() if each.verdict == LONGER]
+    if always:
+        sentences.append(f"Set {_gain(always[0], sweep)}.")
+    elif longer:
+        sentences.append(f"In long contexts set {_gain(longer.pop(0), sweep)}.")
     else:
         sentences.append("Keep the defaults: no setting below is better beyond chance at equal bits.")
-    if better[1:]:
-        sentences.append(f"Also better, by themselves: {'; '.join(_gain(each, sweep) for each in better[1:])}.")
-    for verdict, text in ((WORSE, "Worse"), (CHANCE, "No difference beyond chance"), (UNKNOWN, "Not comparable")):
+    for effects, text in ((always[1:], "Better by itself, too"), (longer, "Better in long contexts")):
+        if effects:
+            sentences.append(f"{text}: {'; '.join(_gain(each, sweep) for each in effects)}.")
+    for verdict, text in VERDICTS.items():
         if found := [each.measured.change for each in sweep.effects if each.verdict == verdict]:
             sentences.append(f"{text}: {_listed(found)}.")
     return " ".join(sentences)
 
 
 def _gain(effect: Effect, sweep: Sweep) -> str:
-    short = effect.measured.bits - sweep.default.bits
-    long = long_bits(effect.measured, sweep) - long_bits(sweep.default, sweep)
-    costs = f"{short:+.2f} bits here, {long:+.2f} at {LONG:,} tokens"
-    return f"`{effect.measured.change}`: KL {_percent(effect)} at equal bits ({costs})"
+    return f"`{effect.measured.change}`: KL {_percent(effect.judged)} ({recommendation(effect, sweep).cost})"
 
 
 def table(sweep: Sweep) -> str:
     """A row per setting, the default first."""
     texts = list(sweep.default.texts)
-    columns = ["setting", "bits", f"at {LONG:,}", *texts, "perplexity", "KL", "difference", "at equal bits", ""]
-    rows = [[*_cells(each, sweep, texts), "", "", ""] for each in sweep.defaults]
+    columns = ["setting", "bits", f"at {LONG:,}", *texts, "perplexity", "KL", "difference", "at equal bits"]
+    rows = [[*_cells(each, texts), "", "", "", ""] for each in sweep.defaults]
     rows[0][0] += " (default)"
     for each in sweep.effects:
-        shown = each.verdict if each.verdict in (BETTER, WORSE) else ""
-        equal = "" if each.verdict == UNKNOWN else _percent(each)
-        rows.append(
-            [*_cells(each.measured, sweep, texts), interval(each.difference), equal, f"**{shown}**" if shown else ""]
-        )
-    return markdown(columns, rows)
+        verdict = f"**{each.verdict}**" if each.verdict in (BETTER, LONGER, WORSE) else each.verdict
+        compared = [interval(each.difference), _percent(each.short), _percent(each.long), verdict]
+        rows.append([*_cells(each.measured, texts), *compared])
+    return markdown([*columns, f"at {LONG:,}", "verdict"], rows)
 
 
-def _cells(row: Measured, sweep: Sweep, texts: list[str]) -> list[str]:
+def _cells(row: Measured, texts: list[str]) -> list[str]:
     scores = [f"{row.texts[text][0]:.2f}, {row.texts[text][1]:.3f}" for text in texts]
-    long = f"{long_bits(row, sweep):.2f}"
-    return [f"`{row.change}`", f"{row.bits:.2f}", long, *scores, f"{row.perplexity:.2f}", f"{row.mean_kl:.4f}"]
+    bits = [f"{row.bits:.2f}", f"{row.long_bits:.2f}"]
+    return [f"`{row.change}`", *bits, *scores, f"{row.perplexity:.2f}", f"{row.mean_kl:.4f}"]
 
 
-def long_bits(row: Measured, sweep: Sweep) -> float:
-    """Measured bits per cached number at a context of LONG tokens, for the sweep's model."""
-    sizes = {key: sweep.shape[key] for key in ("layers", "query_heads", "kv_heads", "head_dim", "hidden_size")}
-    return account(from_config(row.method), ModelShape(**sizes, dtype=torch.float16), LONG).measured_bits
-
-
-def _percent(effect: Effect) -> str:
-    mean, low, high = (f"{100 * value:+.1f}" for value in effect.relative)
+def _percent(compared: AtEqualBits) -> str:
+    mean, low, high = (f"{100 * value:+.1f}" for value in compared.relative)
     return f"{mean} % [{low}, {high}]"
 
 
-def _listed(settings: list[str] | tuple[str, ...]) -> str:
+def _listed(settings: Sequence[str]) -> str:
     return ", ".join(f"`{each}`" for each in settings)
 
 
