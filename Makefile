@@ -28,7 +28,8 @@ ARTIFACTS := $(foreach bits,1 2 4,temporalkv-$(bits)bit channelkv-$(bits)bit) $(
 MODEL ?= reference
 OPTIONS ?=
 COMPARED := smollm2/compare-2bit smollm2/compare-fair smollm2/compare-paper reference/compare-fair reference/compare-paper
-SETTINGS := $(addprefix settings-,kivi innerq squat gear zipcache xquant xquant-cl kvquant channelkv temporalkv klt)
+CODEBOOKS := kvquant channelkv temporalkv klt
+SETTINGS := $(addprefix settings-,kivi innerq squat gear zipcache xquant xquant-cl $(CODEBOOKS) $(CODEBOOKS:%=%-calibration))
 # Comparisons on SmolLM2 with an HTML page in docs/.
 PAGES := $(patsubst %/comparison.json,%,$(wildcard results/reproduction/smollm2/compare-*/comparison.json))
 BEYOND_MODEL := $(if $(filter reference,$(MODEL)),smollm2,$(MODEL))

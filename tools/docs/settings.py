@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from kvq_cli.evaluation.formats import markdown
 from kvq_cli.evaluation.paired import interval
@@ -72,7 +73,9 @@ def main() -> None:
     swept = [(each, load_sweep(each, SMOLLM2)) for each in targets().values() if each.sweep]
     sweeps = [each for _, each in swept if each is not None]
     write_text(page / "SETTINGS.md", page_text(swept, sweeps))
-    recommended = {each.method: [asdict(recommendation(effect, each)) for effect in each.better()] for each in sweeps}
+    recommended: dict[str, list[dict[str, Any]]] = {each.method: [] for each in sweeps}
+    for each in sweeps:
+        recommended[each.method] += [asdict(recommendation(effect, each)) for effect in each.better()]
     write_text(package / FILE, json.dumps(recommended, indent=1, ensure_ascii=False) + "\n")
 
 
@@ -112,7 +115,7 @@ def page_text(swept: list[tuple[Target, Sweep | None]], sweeps: list[Sweep]) -> 
 def section(target: Target, sweep: Sweep | None) -> str:
     """The commands, the conclusion and the table of one method."""
     command = shlex.join(["kvq", "reproduce", target.id, "--model", SMOLLM2])
-    title = f"## {target.sweep['method']}" if target.sweep else ""
+    title = f"## {target.what[0].upper()}{target.what[1:]}"
     commands = f"<!-- not run: takes minutes to hours -->\n```bash\n{command}\nmake docs\n```"
     if sweep is None:
         return "\n\n".join([title, commands, "Not measured yet."])
