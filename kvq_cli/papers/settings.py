@@ -22,7 +22,7 @@ from kvq_cli.papers.run import RECORD
 from kvq_cli.papers.targets import ROOT, Target
 
 #: Verdicts on a setting beside the default.
-BETTER, LONGER, WORSE, FEWER, CHANCE = "better", "better in long contexts", "worse", "fewer bits", "chance"
+BETTER, WORSE, SAVES, CHANCE = "better", "worse", "saves bits", "chance"
 #: A context in which sinks and recent tokens are a small part of the cache.
 LONG = 32768
 #: Differences of bits that do not count: a window of a few tokens more in a long context.
@@ -55,26 +55,19 @@ class Measured:
 
 @dataclass(frozen=True)
 class AtEqualBits:
-    """A setting's KL less the default's, paired by window, at one context length.
+    """A setting's KL beside the default's at equal bits of one context length; `at_equal_bits` says how.
 
     more:       bits more than the default's.
-    difference: to the default; where the setting has more bits, to KL at its bits between the default and the default
-                with the next number of bits.
+    difference: of KL, paired by window, in nats per token.
     kl:         mean KL that the difference is relative to.
+    verdict:    BETTER: lower KL with no more bits, or lower than more bits by default would have. SAVES: higher KL,
+                but lower than fewer bits by default would have. WORSE: higher KL. CHANCE: the 95 % interval contains 0.
     """
 
     more: float
     difference: Difference
     kl: float
-
-    @property
-    def verdict(self) -> str:
-        """BETTER or WORSE if the 95 % interval excludes zero. FEWER: fewer bits, and no lower KL."""
-        if self.difference.differs and self.difference.mean < 0:
-            return BETTER
-        if self.more < -ROUNDING:
-            return FEWER
-        return WORSE if self.difference.differs else CHANCE
+    verdict: str
 
     @property
     def relative(self) -> tuple[float, float, float]:
@@ -99,21 +92,27 @@ class Effect:
     long: AtEqualBits
 
     @property
+    def better(self) -> bool:
+        """Whether the setting is better in long contexts, where its windows cost few bits, or in all."""
+        return self.long.verdict == BETTER
+
+    @property
+    def long_only(self) -> bool:
+        """Whether it is better in long contexts alone."""
+        return self.better and self.short.verdict != BETTER
+
+    @property
     def verdict(self) -> str:
-        """BETTER or WORSE only if it is so at the bits of both lengths."""
-        verdicts = (self.short.verdict, self.long.verdict)
-        if verdicts[0] == verdicts[1]:
-            return verdicts[0]
-        if self.long.verdict == BETTER:
-            return LONGER
-        return FEWER if FEWER in verdicts else CHANCE
+        """The verdict where it is the same in both contexts; else those that are not CHANCE, and where they hold."""
+        if self.short.verdict == self.long.verdict:
+            return self.short.verdict
+        places = (("short", self.short), ("long", self.long))
+        return ", ".join(f"{each.verdict} in {name} contexts" for name, each in places if each.verdict != CHANCE)
 
     @property
     def judged(self) -> AtEqualBits:
-        """The comparison that the verdict rests on: of LONGER the long one, else the less favorable one."""
-        if self.verdict == LONGER:
-            return self.long
-        return max(self.short, self.long, key=lambda each: each.relative[0])
+        """The comparison to quote: the long one where only that is better, else the less favorable one."""
+        return self.long if self.long_only else max(self.short, self.long, key=lambda each: each.relative[0])
 
 
 @dataclass(frozen=True)
@@ -140,8 +139,8 @@ class Sweep:
 
     def better(self) -> list[Effect]:
         """Settings that are better beyond chance, in all contexts before those in long ones, then by their gain."""
-        found = [each for each in self.effects if each.verdict in (BETTER, LONGER)]
-        return sorted(found, key=lambda each: (each.verdict == LONGER, each.judged.relative[0]))
+        found = [each for each in self.effects if each.better]
+        return sorted(found, key=lambda each: (each.long_only, each.judged.relative[0]))
 
 
 def load_sweep(target: Target, model: str, root: Path = ROOT) -> Sweep | None:
@@ -184,14 +183,25 @@ def effect(row: Measured, defaults: Sequence[Measured]) -> Effect:
 
 
 def at_equal_bits(kl: Sequence[float], bits: float, defaults: Sequence[tuple[float, Sequence[float]]]) -> AtEqualBits:
-    """The windows' KL beside that of the first default, or at more bits beside that of the defaults at `bits`.
+    """The windows' KL beside that of the first default or, at other bits, beside that of the defaults at `bits`.
 
     defaults: (bits, KL of each window), with rising bits, at least two. KL is linear in its logarithm between two of
-    them, and beyond the last two.
+    them, and beyond them. A lower KL with no more bits is compared with the default itself, which is to its advantage.
     """
-    more = bits - defaults[0][0]
-    beside = defaults[0][1] if more <= ROUNDING else _line(bits, defaults)
-    return AtEqualBits(more, paired(kl, beside), sum(beside) / len(beside))
+    more, default = bits - defaults[0][0], defaults[0][1]
+    plain = paired(kl, default)
+    if abs(more) <= ROUNDING or (more < 0 and plain.mean < 0):
+        beside, difference = default, plain
+    else:
+        beside = _line(bits, defaults)
+        difference = paired(kl, beside)
+    if not difference.differs:
+        verdict = CHANCE
+    elif difference.mean > 0:
+        verdict = WORSE
+    else:
+        verdict = BETTER if plain.mean < 0 else SAVES
+    return AtEqualBits(more, difference, sum(beside) / len(beside), verdict)
 
 
 def _line(bits: float, defaults: Sequence[tuple[float, Sequence[float]]]) -> list[float]:

@@ -13,7 +13,7 @@ from kvq_cli.methods.registry import build_parsed, method_names, to_config
 from kvq_cli.papers.claims import Claim, claims
 from kvq_cli.papers.report import WINDOWS
 from kvq_cli.papers.run import RECORD
-from kvq_cli.papers.settings import BETTER, CHANCE, FEWER, LONGER, WORSE, Measured, at_equal_bits, effect, load_sweep
+from kvq_cli.papers.settings import BETTER, CHANCE, SAVES, WORSE, Measured, at_equal_bits, effect, load_sweep
 from kvq_cli.papers.targets import REFERENCE, SMOLLM2, target, targets
 
 SHAPE = {"layers": 2, "query_heads": 4, "kv_heads": 2, "head_dim": 64, "hidden_size": 256}
@@ -35,9 +35,10 @@ def test_intervals_are_those_of_a_paired_t_test():
     assert found.judged.relative == pytest.approx((-0.16 / 3 / 0.3, expected.low / 0.3, expected.high / 0.3))
 
 
-@pytest.mark.parametrize(("bits", "factor"), [(1.0, 1), (2.0, 1), (2.5, 1 / 2), (3.0, 1 / 4), (3.5, 1 / 8)])
+@pytest.mark.parametrize(("bits", "factor"), [(1.0, 1), (2.004, 1), (2.5, 1 / 2), (3.0, 1 / 4), (3.5, 1 / 8)])
 def test_defaults_at_more_bits_are_on_the_line_through_log_kl(bits, factor):
-    """Two bits have four times the KL of three: each half of a bit halves it. At fewer bits it stays the default's."""
+    """Two bits have four times the KL of three: each half of a bit halves it. A lower KL with fewer bits is compared
+    with the default's."""
     found = at_equal_bits([0.0] * 3, bits, [(each.bits, each.kl) for each in (TWO, THREE)])
     assert found.kl == pytest.approx(0.3 * factor) and found.difference.mean == pytest.approx(-0.3 * factor)
     assert found.more == pytest.approx(bits - 2)
@@ -51,10 +52,12 @@ def test_defaults_at_more_bits_are_on_the_line_through_log_kl(bits, factor):
         (2.0, 2.0, (0.38, 0.22, 0.30), CHANCE),
         (2.5, 2.5, (0.38, 0.19, 0.285), WORSE),  # lower than with 2 bits, but half a bit more ought to halve it
         (2.5, 2.5, (0.19, 0.095, 0.1425), BETTER),
-        (2.5, 2.0, (0.38, 0.19, 0.285), LONGER),
+        (2.5, 2.0, (0.38, 0.19, 0.285), "worse in short contexts, better in long contexts"),
+        (2.3, 2.0, (0.26, 0.14, 0.19), "better in long contexts"),
         (1.9, 1.9, (0.38, 0.19, 0.285), BETTER),
-        (1.9, 1.9, (0.42, 0.21, 0.315), FEWER),
-        (1.9, 2.0, (0.42, 0.21, 0.315), FEWER),
+        (1.9, 1.9, (0.42, 0.21, 0.315), SAVES),  # a tenth of a bit less ought to raise it by 15 %
+        (1.9, 2.0, (0.42, 0.21, 0.315), "saves bits in short contexts, worse in long contexts"),
+        (1.99, 1.99, (0.42, 0.21, 0.315), WORSE),
         (3.5, 3.5, (0.06, 0.03, 0.045), WORSE),  # lower than with 3 bits
     ],
 )

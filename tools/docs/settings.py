@@ -20,28 +20,10 @@ from kvq_cli.evaluation.paired import interval
 from kvq_cli.files import write_text
 from kvq_cli.methods.recommended import FILE, Recommendation
 from kvq_cli.papers.page import NAMES
-from kvq_cli.papers.settings import (
-    BETTER,
-    CHANCE,
-    FEWER,
-    LONG,
-    LONGER,
-    WORSE,
-    AtEqualBits,
-    Effect,
-    Measured,
-    Sweep,
-    load_sweep,
-)
+from kvq_cli.papers.settings import CHANCE, LONG, AtEqualBits, Effect, Measured, Sweep, load_sweep
 from kvq_cli.papers.targets import SMOLLM2, Target, targets
 
 ROOT = Path(__file__).parents[2]
-#: How the sentences above the tables introduce the settings of each other verdict.
-VERDICTS = {
-    WORSE: "Worse",
-    CHANCE: "No difference beyond chance",
-    FEWER: "A smaller cache, but no lower KL",
-}
 HEAD = """\
 # Settings
 
@@ -54,12 +36,13 @@ lists the settings that are better.
   `kvq bits` counts for a context of {long:,} tokens, where exact windows are a small part. Cells of texts are
   perplexity and KL divergence to the uncompressed model, in nats per token; *KL* is the mean over all windows.
 - *difference* is that of KL to the default, window by window, with its 95 % confidence interval (Student's t).
-- *at equal bits* is this difference in percent of the default's KL. Where a setting takes more bits than the default,
-  it is compared with the defaults at its own bits instead: in each window, KL between (or beyond) the defaults at two
-  numbers of bits, linear in the logarithm. *at {long:,}* does the same with the bits of the long context.
-- A setting is **better** or **worse** if both intervals exclude zero. Exact windows cost many bits in a short context
-  and few in a long one: some settings are **better in long contexts** alone, if KL differs there as it does here.
-  *fewer bits*: a smaller cache, but no lower KL.
+- *at equal bits* is this difference in percent of the default's KL. A setting with more bits, or with fewer bits and a
+  higher KL, is compared with the defaults at its own bits instead: in each window, KL on the line through the defaults
+  at two numbers of bits, in the logarithm of KL. *at {long:,}* does the same with the bits of the long context.
+- A verdict needs an interval without zero. **better**: lower KL with no more bits, or lower than the defaults would
+  have with as many. *saves bits*: a higher KL, but lower than the defaults would have with as few. *worse*: higher.
+  Exact windows cost many bits in a short context and few in a long one: some settings are better in long contexts
+  alone, if KL differs there as it does here.
 - {comparisons} settings were compared. Of as many without any effect, 95 % intervals would show about {chance:.0f} as
   better by chance. A gain here says little about other models and bits, and nothing about several changes together.
 """
@@ -89,7 +72,7 @@ def recommendation(effect: Effect, sweep: Sweep) -> Recommendation:
         round(high, 4),
         bits=round(effect.short.more, 3),
         long_bits=round(effect.long.more, 3),
-        long_only=effect.verdict == LONGER,
+        long_only=effect.long_only,
         model=NAMES[SMOLLM2],
         windows=len(sweep.default.kl),
         tokens=sweep.tokens,
@@ -128,8 +111,8 @@ def section(target: Target, sweep: Sweep | None) -> str:
 def conclusion(sweep: Sweep) -> str:
     """What to set, what it is worth, and at what cost in bits; then what makes no difference, and what is worse."""
     sentences = []
-    always = [each for each in sweep.better() if each.verdict == BETTER]
-    longer = [each for each in sweep.better() if each.verdict == LONGER]
+    always = [each for each in sweep.better() if not each.long_only]
+    longer = [each for each in sweep.better() if each.long_only]
     if always:
         sentences.append(f"Set {_gain(always[0], sweep)}.")
     elif longer:
@@ -139,9 +122,11 @@ def conclusion(sweep: Sweep) -> str:
     for effects, text in ((always[1:], "Better by itself, too"), (longer, "Better in long contexts")):
         if effects:
             sentences.append(f"{text}: {'; '.join(_gain(each, sweep) for each in effects)}.")
-    for verdict, text in VERDICTS.items():
-        if found := [each.measured.change for each in sweep.effects if each.verdict == verdict]:
-            sentences.append(f"{text}: {_listed(found)}.")
+    others = [each for each in sweep.effects if not each.better]
+    for verdict in sorted({each.verdict for each in others}):
+        text = "no difference beyond chance" if verdict == CHANCE else verdict
+        settings = _listed([each.measured.change for each in others if each.verdict == verdict])
+        sentences.append(f"{text[0].upper()}{text[1:]}: {settings}.")
     return " ".join(sentences)
 
 
@@ -156,7 +141,7 @@ def table(sweep: Sweep) -> str:
     rows = [[*_cells(each, texts), "", "", "", ""] for each in sweep.defaults]
     rows[0][0] += " (default)"
     for each in sweep.effects:
-        verdict = f"**{each.verdict}**" if each.verdict in (BETTER, LONGER, WORSE) else each.verdict
+        verdict = f"**{each.verdict}**" if each.better else each.verdict
         compared = [interval(each.difference), _percent(each.short), _percent(each.long), verdict]
         rows.append([*_cells(each.measured, texts), *compared])
     return markdown([*columns, f"at {LONG:,}", "verdict"], rows)
