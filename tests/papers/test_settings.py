@@ -10,9 +10,10 @@ from scipy import stats
 from kvq_cli.errors import UsageError
 from kvq_cli.files import write_json
 from kvq_cli.methods.registry import build_parsed, method_names, to_config
-from kvq_cli.papers.claims import Claim, claims
+from kvq_cli.papers.claims import claims
+from kvq_cli.papers.page import page_text
 from kvq_cli.papers.report import WINDOWS
-from kvq_cli.papers.run import RECORD
+from kvq_cli.papers.run import RECORD, current_record
 from kvq_cli.papers.settings import BETTER, CHANCE, SAVES, WORSE, Measured, at_equal_bits, effect, load_sweep
 from kvq_cli.papers.targets import REFERENCE, SMOLLM2, target, targets
 
@@ -103,17 +104,29 @@ def test_a_sweep_is_read_from_its_files(tmp_path):
     assert load_sweep(target("settings-kivi"), REFERENCE, tmp_path) is None
 
 
-def test_reasons_of_a_claim_are_measured_effects(tmp_path):
-    claim = Claim("SQuat", "abstract", "that", [], tried={"settings-kivi": ["sinks=8", "sinks=4"]})
-    assert claim.measured_reasons(REFERENCE, tmp_path) == []
-    kl = {"2 bits": [0.4, 0.2, 0.3], "3 bits": [0.1, 0.05, 0.1], "sinks=8": [0.36, 0.18, 0.27]}
-    write_sweep("settings-kivi", tmp_path, dict.fromkeys(kl, 2.0), kl)
-    ((sweep, found),) = claim.measured_reasons(REFERENCE, tmp_path)
-    assert (
-        sweep.method == "kivi"
-        and found.measured.change == "sinks=8"
-        and found.judged.relative[0] == pytest.approx(-0.1)
-    )
+def test_measured_settings_are_printed_beside_the_reason_of_a_claim_that_fails(tmp_path):
+    """In the claim's own target symmetric groups are better than hybrid ones; the sweep says whether by chance."""
+    entry = target("perplexity-innerq-modes")
+    methods = {
+        row: {
+            "results": {"perplexity": {"perplexity,none": 9.0, "kl,none": 0.2 if "Hybrid" in row else 0.1}},
+            "higher_is_better": {"perplexity": {"perplexity": False, "kl": False}},
+            "cache": {},
+            "config": {"method": to_config(build_parsed(text))},
+        }
+        for row, text in entry.rows(REFERENCE).items()
+    }
+    write_json(entry.result(REFERENCE, tmp_path), {"methods": methods})
+    write_json(entry.folder(REFERENCE, tmp_path) / RECORD, current_record(entry, REFERENCE))
+    assert "*Measured*" not in page_text([REFERENCE], tmp_path)
+    kl = {"2 bits": [0.4, 0.2, 0.3], "3 bits": [0.1, 0.05, 0.1], "mode=symmetric": [0.36, 0.18, 0.27]}
+    write_sweep("settings-innerq", tmp_path, dict.fromkeys(kl, 2.0) | {"3 bits": 3.0}, kl)
+    lines = [line for line in page_text([REFERENCE], tmp_path).splitlines() if "*Measured*" in line]
+    (line,) = (line for line in lines if "Choosing the mode per group" in line)
+    assert "mode=asymmetric" not in line
+    low, high = stats.t.interval(0.95, 2, -0.03, 0.01 / 3**0.5)
+    expected = f"(better: -10 %, 95 %: {100 * low / 0.3:+.0f} to {100 * high / 0.3:+.0f})"
+    assert f"innerq `mode=symmetric`: KL 0.27 with 2 bits, 0.3 with 2 bits by default {expected}" in line
 
 
 def test_claims_name_measured_settings():
