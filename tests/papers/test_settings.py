@@ -126,7 +126,7 @@ def test_measured_settings_are_printed_beside_the_reason_of_a_claim_that_fails(t
     assert "mode=asymmetric" not in line
     low, high = stats.t.interval(0.95, 2, -0.03, 0.01 / 3**0.5)
     expected = f"(better: -10 %, 95 %: {100 * low / 0.3:+.0f} to {100 * high / 0.3:+.0f})"
-    assert f"innerq `mode=symmetric`: KL 0.27 with 2 bits, 0.3 with 2 bits by default {expected}" in line
+    assert f"innerq `mode=symmetric`: KL 0.27 with 2 bits, 0.3 with 2 by default {expected}" in line
 
 
 def test_claims_name_measured_settings():
