@@ -16,7 +16,7 @@ class Recommendation:
     """A change of the defaults that lowers the KL divergence to the uncompressed model at the same measured bits.
 
     change:      `option=value`, or several joined by `:`.
-    kl:          change of KL beside the default at the same bits, as a fraction of it; low, high: 95 % interval.
+    kl:          KL beside the default's at the same bits, less 1; low, high: 95 % interval.
     bits, long_bits: bits per cached number more than with the default, in the measured windows and at `long` tokens.
     long_only:   a gain at the bits of `long` tokens alone; in the measured windows it is not worth its bits.
     model, windows, tokens: what it was measured on: a model, and so many windows of so many tokens.

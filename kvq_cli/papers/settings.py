@@ -58,25 +58,23 @@ class AtEqualBits:
     """A setting's KL beside the default's at equal bits of one context length; `at_equal_bits` says how.
 
     more:       bits more than the default's.
-    difference: of KL, paired by window, in nats per token.
-    kl:         mean KL that the difference is relative to.
+    difference: of ln KL, paired by window.
     verdict:    BETTER: lower KL with no more bits, or lower than more bits by default would have. SAVES: higher KL,
                 but lower than fewer bits by default would have. WORSE: higher KL. CHANCE: the 95 % interval contains 0.
     """
 
     more: float
     difference: Difference
-    kl: float
     verdict: str
 
     @property
     def relative(self) -> tuple[float, float, float]:
-        """Mean, low and high of the difference as fractions of `kl`."""
+        """KL beside the default's, less 1: geometric mean over the windows, low and high end of the 95 % interval."""
         low, high = self.difference.low, self.difference.high
         return (
-            self.difference.mean / self.kl,
-            -math.inf if low is None else low / self.kl,
-            math.inf if high is None else high / self.kl,
+            math.expm1(self.difference.mean),
+            -1.0 if low is None else math.expm1(low),
+            math.inf if high is None else math.expm1(high),
         )
 
 
@@ -185,30 +183,33 @@ def effect(row: Measured, defaults: Sequence[Measured]) -> Effect:
 def at_equal_bits(kl: Sequence[float], bits: float, defaults: Sequence[tuple[float, Sequence[float]]]) -> AtEqualBits:
     """The windows' KL beside that of the first default or, at other bits, beside that of the defaults at `bits`.
 
-    defaults: (bits, KL of each window), with rising bits, at least two. KL is linear in its logarithm between two of
-    them, and beyond them. A lower KL with no more bits is compared with the default itself, which is to its advantage.
+    defaults: (bits, KL of each window), with rising bits, at least two. ln KL is linear between two of them, and
+    beyond them. A lower KL with no more bits is compared with the default itself, which is to the default's advantage.
+    BETTER also takes a difference of KL to the default (in nats) whose interval excludes zero.
     """
     more, default = bits - defaults[0][0], defaults[0][1]
-    plain = paired(kl, default)
+    plain, logs = paired(kl, default), [math.log(each) for each in kl]
     if abs(more) <= ROUNDING or (more < 0 and plain.mean < 0):
-        beside, difference = default, plain
+        difference = paired(logs, [math.log(each) for each in default])
     else:
-        beside = _line(bits, defaults)
-        difference = paired(kl, beside)
+        difference = paired(logs, _line(bits, defaults))
     if not difference.differs:
         verdict = CHANCE
     elif difference.mean > 0:
         verdict = WORSE
+    elif plain.mean < 0:
+        verdict = BETTER if plain.differs else CHANCE
     else:
-        verdict = BETTER if plain.mean < 0 else SAVES
-    return AtEqualBits(more, difference, sum(beside) / len(beside), verdict)
+        verdict = SAVES
+    return AtEqualBits(more, difference, verdict)
 
 
 def _line(bits: float, defaults: Sequence[tuple[float, Sequence[float]]]) -> list[float]:
+    """ln KL of each window on the line through two neighboring defaults, at `bits`."""
     segments = list(itertools.pairwise(defaults))
     (low, first), (high, second) = next((each for each in segments if bits <= each[1][0]), segments[-1])
     share = (bits - low) / (high - low)
-    return [math.exp((1 - share) * math.log(a) + share * math.log(b)) for a, b in zip(first, second, strict=True)]
+    return [(1 - share) * math.log(a) + share * math.log(b) for a, b in zip(first, second, strict=True)]
 
 
 def _measured(change: str, document: Mapping, windows: Mapping[str, Sequence[float]]) -> Measured:

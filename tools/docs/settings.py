@@ -36,13 +36,14 @@ lists the settings that are better.
   `kvq bits` counts for a context of {long:,} tokens, where exact windows are a small part. Cells of texts are
   perplexity and KL divergence to the uncompressed model, in nats per token; *KL* is the mean over all windows.
 - *difference* is that of KL to the default, window by window, with its 95 % confidence interval (Student's t).
-- *at equal bits* is this difference in percent of the default's KL. A setting with more bits, or with fewer bits and a
-  higher KL, is compared with the defaults at its own bits instead: in each window, KL on the line through the defaults
-  at two numbers of bits, in the logarithm of KL. *at {long:,}* does the same with the bits of the long context.
+- *at equal bits* is KL beside the default's, as the geometric mean of the windows' ratios, less 100 %, with its
+  interval. A setting with more bits, or with fewer bits and a higher KL, is compared with the defaults at its own bits
+  instead: in each window, on the line through the defaults at two numbers of bits, in the logarithm of KL.
+  *at {long:,}* does the same with the bits of the long context.
 - A verdict needs an interval without zero. **better**: lower KL with no more bits, or lower than the defaults would
-  have with as many. *saves bits*: a higher KL, but lower than the defaults would have with as few. *worse*: higher.
-  Exact windows cost many bits in a short context and few in a long one: some settings are better in long contexts
-  alone, if KL differs there as it does here.
+  have with as many; then the interval of the difference has to exclude zero, too. *saves bits*: a higher KL, but lower
+  than the defaults would have with as few. *worse*: higher. Exact windows cost many bits in a short context and few
+  in a long one: some settings are better in long contexts alone, if KL differs there as it does here.
 - {comparisons} settings were compared. Of as many without any effect, 95 % intervals would show about {chance:.0f} as
   better by chance. A gain here says little about other models and bits, and nothing about several changes together.
 """
