@@ -24,6 +24,7 @@ SMALL = {"sinks": 2, "recent": 8}
 METHODS = {
     "fp16": build("fp16"),
     "kivi": build("kivi", group=16, **SMALL),
+    "turboquant": build("turboquant", **SMALL),
     "squat": build("squat", group=16, **SMALL),
     "innerq": build("innerq", **SMALL),
     "innerq-hybrid_prefill": build("innerq", mode="hybrid_prefill", **SMALL),
