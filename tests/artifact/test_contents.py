@@ -30,6 +30,8 @@ METHODS = {
     "klt joined": build("klt", bits=2, join_keys=True),
     "xquant": build("xquant"),
     "xquant-cl": build("xquant-cl", base_layers=1),
+    "palu": build("palu"),
+    "palu of the weights": build("palu", heads=1, whiten=False),
 }
 FIRST = "layers.0.k."
 

@@ -37,6 +37,8 @@ CASES = [
     ("temporalkv", {"bits": 2, "sinks": 3, "recent": 6}),
     ("klt", {"bits": 2, "sinks": 3, "recent": 5, "join_keys": True}),
     ("xquant", {"bits": 4, "group": 8, "sinks": 3, "first_channel": True}),
+    ("palu", {"bits": 4, "sinks": 3, "recent": 5, "heads": 1}),
+    ("palu", {"bits": 16, "share": 1.0, "buffer": 4}),
     ("xquant-cl", {"bits": 4, "group": 8, "base_layers": 1}),
     ("xquant-cl", {"bits": 4, "group": 8, "base_layers": 2, "recent": 3, "accumulator_bits": 4}),
 ]

@@ -31,6 +31,7 @@ METHODS = {
     "gear": build("gear", group=16, residual=16),
     "zipcache": build("zipcache", residual=16),
     "klt": build("klt", buffer=4),
+    "palu": build("palu", **SMALL),
     "temporalkv": "temporalkv-2bit",
     "channelkv": "channelkv-2bit",
     "kvquant": "kvquant-2bit",
