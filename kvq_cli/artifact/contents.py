@@ -193,7 +193,19 @@ def check_tensor(tensor: Tensor, size: tuple[int, ...], dtype: torch.dtype, name
         raise KvqError(f"tensor {name} has infinite numbers or NaN")
 
 
+def _check_rotation(rotation: Tensor, spread: Tensor, where: str) -> None:
+    product = rotation.double() @ rotation.double().mT
+    if not torch.allclose(
+        product, torch.eye(rotation.shape[1]).double().expand_as(product), rtol=0, atol=_INVERSE_TOLERANCE
+    ):
+        raise KvqError(f"tensor {where}.rotation is not orthogonal")
+    if (spread < 0).any():
+        raise KvqError(f"tensor {where}.spread has negative numbers")
+
+
 def _check_statistics(tensors: Mapping[str, Tensor], kind: str, spec: CodebookSpec, prefix: str) -> None:
+    if spec.rotation == "opq":
+        _check_rotation(tensors[f"{kind}.rotation"], tensors[f"{kind}.spread"], prefix + kind)
     named = {name: tensors.get(f"{kind}.{name}") for name in ("mean", "std", "lower", "upper")}
     mean, std, lower, upper = named.values()
     if std is not None and (std < 0).any():

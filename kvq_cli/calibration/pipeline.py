@@ -18,8 +18,9 @@ from kvq_cli.artifact import Artifact, check_replaceable, load_artifact, save_ar
 from kvq_cli.artifact.contents import tensor_sizes
 from kvq_cli.attention.capture_points import AttentionLayer, attention_layers
 from kvq_cli.calibration import capture, estimate, factors, low_rank, transforms
+from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
 from kvq_cli.calibration.card import card
-from kvq_cli.calibration.codebooks import ERROR_MEASURE, CapturedStream, ClusterSettings, calibrate_stream
+from kvq_cli.calibration.codebooks import ERROR_MEASURE, calibrate_stream
 from kvq_cli.calibration.parallel import deterministic, run_parallel
 from kvq_cli.calibration.plan import AnyPlan, CapturePlan, CodebookPlan, FactorPlan, TransformPlan, WhitenedPlan
 from kvq_cli.calibration.settings import CaptureSize, calibrate_command

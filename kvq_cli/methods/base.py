@@ -105,6 +105,8 @@ class CodebookSpec:
     by_range:  use the midpoint and half the distance of the outlier thresholds as mean and std (KVQuant).
     per_token: scale by the range of each token instead, computed online with its outliers (KVQuant's values).
     across_heads: the kv heads share their codebooks, which are stored once (KVQuant).
+    rotation:  rotate the channels of each head first: "none", by a "hadamard" matrix, or by a calibrated matrix
+               ("opq"), the tensor `rotation`.
     """
 
     shapes: tuple[BlockShape, ...]
@@ -115,6 +117,7 @@ class CodebookSpec:
     by_range: bool = False
     per_token: bool = False
     across_heads: bool = False
+    rotation: str = "none"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvq_cli.codecs.base import Codec
-from kvq_cli.codecs.rotated import RotatedCodec
+from kvq_cli.codecs.rotated import HadamardRotation, RotatedCodec
 from kvq_cli.codecs.uniform import Axis, UniformCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, option
@@ -99,5 +99,5 @@ class Kivi(KiviGroups):
         keys: Codec = self.quantizer("token" if self.key_axis == "token" else "channel", shape)
         values: Codec = self.quantizer("token", shape)
         if self.rotation == "hadamard":
-            keys, values = (RotatedCodec(codec, shape.head_dim) for codec in (keys, values))
+            keys, values = (RotatedCodec(codec, HadamardRotation(shape.head_dim)) for codec in (keys, values))
         return self.plan_of(keys, values)

@@ -75,6 +75,9 @@ def stream_layout(spec: CodebookSpec, shape: ModelShape, choice: Sequence[int]) 
     layout["choice"] = ((shape.kv_heads,), torch.int8)
     for name in ("mean", "std") if spec.normalize else ():
         layout[name] = (channels, torch.float32)
+    if spec.rotation == "opq":
+        layout["rotation"] = ((*channels, shape.head_dim), torch.float32)
+        layout["spread"] = (channels, torch.float32)
     for name in ("lower", "upper") if spec.outliers and not spec.per_token else ():
         layout[name] = (channels, torch.float32)
     return layout

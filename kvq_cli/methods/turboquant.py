@@ -10,7 +10,7 @@ from torch import Tensor
 from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.identity import IdentityCodec
 from kvq_cli.codecs.lloyd_max import BITS, LloydMaxCodec
-from kvq_cli.codecs.rotated import RotatedCodec
+from kvq_cli.codecs.rotated import HadamardRotation, RotatedCodec
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, option
@@ -76,4 +76,5 @@ class TurboQuant(Method):
         )
 
     def _rotated(self, bits: int, shape: ModelShape) -> Codec:
-        return RotatedCodec(LloydMaxCodec(bits, shape.head_dim, self.correct_norm), shape.head_dim, self.flip)
+        rotation = HadamardRotation(shape.head_dim, self.flip)
+        return RotatedCodec(LloydMaxCodec(bits, shape.head_dim, self.correct_norm), rotation)

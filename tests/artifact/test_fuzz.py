@@ -51,6 +51,7 @@ METHODS = {
         build("temporalkv", bits=4, normalize_values=True, sinks=2),
         build("kvquant", bits=2, sinks=2),
         build("channelkv", bits=4, sinks=2),
+        build("channelkv", bits=4, sinks=2, rotation="opq"),
     ],
     "transforms": [
         build("klt", bits=4, sinks=2),

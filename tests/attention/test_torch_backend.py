@@ -13,7 +13,7 @@ from kvq_cli.attention.rotary import Rotation
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.rows import Rows
 from kvq_cli.codecs.identity import IdentityCodec
-from kvq_cli.codecs.rotated import RotatedCodec
+from kvq_cli.codecs.rotated import HadamardRotation, RotatedCodec
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.methods.base import LayerPlan, StreamPlan
 from kvq_cli.methods.window import Window
@@ -106,7 +106,7 @@ def make(source, key_window, value_window, sliding=None, style="half", codec="un
     codecs = {
         "uniform": (UniformCodec(2, "channel", 4, DIM), UniformCodec(2, "token", 4, DIM)),
         "identity": (IdentityCodec(), IdentityCodec()),
-        "rotated": (RotatedCodec(IdentityCodec(), DIM), RotatedCodec(IdentityCodec(), DIM, flip=True)),
+        "rotated": tuple(RotatedCodec(IdentityCodec(), HadamardRotation(DIM, flip)) for flip in (False, True)),
     }
     keys, values = codecs[codec]
     plan = LayerPlan(StreamPlan(source, keys, key_window), StreamPlan("value", values, value_window))

@@ -33,6 +33,7 @@ CASES = [
     ("innerq", {"group": 16, "sinks": 3, "recent": 5, "mode": "symmetric", "sign": "inside", "norm": False}),
     ("kvquant", {"bits": 2, "sinks": 3, "recent": 4, "outliers": 0.05}),
     ("channelkv", {"bits": 4, "sinks": 3}),
+    ("channelkv", {"bits": 4, "sinks": 3, "rotation": "opq"}),
     ("temporalkv", {"bits": 4, "sinks": 3, "hybrid": "head", "outliers": 0.05}),
     ("temporalkv", {"bits": 2, "sinks": 3, "recent": 6}),
     ("klt", {"bits": 2, "sinks": 3, "recent": 5, "join_keys": True}),

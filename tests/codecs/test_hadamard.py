@@ -6,7 +6,7 @@ from sylvester import sylvester
 
 from kvq_cli.codecs.hadamard import factors, hadamard, paley
 from kvq_cli.codecs.identity import IdentityCodec
-from kvq_cli.codecs.rotated import RotatedCodec
+from kvq_cli.codecs.rotated import HadamardRotation, RotatedCodec
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.errors import UsageError
 
@@ -45,7 +45,7 @@ def test_factors():
 @pytest.mark.parametrize("width", [64, 80, 96])
 @pytest.mark.parametrize("flip", [False, True])
 def test_rotation_around_no_quantization_changes_no_number(width, flip):
-    codec = RotatedCodec(IdentityCodec(), width, flip)
+    codec = RotatedCodec(IdentityCodec(), HadamardRotation(width, flip))
     x = torch.randn(2, 3, 9, width, generator=torch.Generator().manual_seed(2))
     torch.testing.assert_close(codec.decode(codec.encode(x), torch.float32), x, rtol=1e-5, atol=2e-6)
 
@@ -54,7 +54,7 @@ def test_codes_are_those_of_rotated_numbers():
     x = torch.randn(1, 2, 32, 64, generator=torch.Generator().manual_seed(3))
     x[..., 7] *= 30  # an outlier channel, which a group of a token's channels shares its range with
     base, matrix = UniformCodec(2, "token", 64, 64), sylvester(64) / 8
-    codec = RotatedCodec(base, 64)
+    codec = RotatedCodec(base, HadamardRotation(64))
     packed, expected = codec.encode(x), base.encode((x.double() @ matrix.T).float())
     assert (packed.parts["codes"].tensor == expected.parts["codes"].tensor).double().mean() > 0.99
     error, plain = (

@@ -10,7 +10,7 @@ from sylvester import sylvester
 from kvq_cli.codecs import lloyd_max as module
 from kvq_cli.codecs.bits import unpack
 from kvq_cli.codecs.lloyd_max import LloydMaxCodec, lloyd_max
-from kvq_cli.codecs.rotated import RotatedCodec
+from kvq_cli.codecs.rotated import HadamardRotation, RotatedCodec
 from kvq_cli.errors import KvqError, UsageError
 
 #: Max (1960), "Quantizing for minimum distortion", table I: positive levels and mean squared errors.
@@ -78,7 +78,7 @@ def test_keys_equal_those_of_vllm(bits, dim, correct, monkeypatch):
     monkeypatch.setattr(module, "_tables", lambda *_: tables)
     noise = torch.Generator().manual_seed(bits)
     x = torch.randn(1, 2, 200, dim, generator=noise) * torch.rand(1, 2, 200, 1, generator=noise) * 20
-    codec = RotatedCodec(LloydMaxCodec(bits, dim, correct), dim)
+    codec = RotatedCodec(LloydMaxCodec(bits, dim, correct), HadamardRotation(dim))
     packed = codec.encode(x)
     codes, decoded = vllm_decoded(x.flatten(0, 2).double().numpy(), bits, correct)
     own = unpack(packed.parts["codes"].tensor, bits, dim).flatten(0, 2).numpy()
@@ -94,7 +94,7 @@ def test_errors_of_random_directions_are_the_distortions_of_the_paper(bits):
     """Relative squared error without norm correction: that of the scalar quantizer, for any direction rotated at
     random; here directions are random."""
     x = torch.randn(1, 1, 4000, 128, generator=torch.Generator().manual_seed(0))
-    codec = RotatedCodec(LloydMaxCodec(bits, 128, correct_norm=False), 128)
+    codec = RotatedCodec(LloydMaxCodec(bits, 128, correct_norm=False), HadamardRotation(128))
     error = (codec.decode(codec.encode(x), torch.float64) - x).square().sum() / x.double().square().sum()
     assert error.item() == pytest.approx(MAX_1960[bits][1], rel=0.03)
 

@@ -36,6 +36,8 @@ METHODS = [
     ("channelkv", {"outliers": 0.01}),
     *(("temporalkv", {"bits": bits, "recent": 3}) for bits in (1, 2, 4)),
     ("temporalkv", {"outliers": 0.01}),
+    ("channelkv", {"rotation": "hadamard", "outliers": 0.01}),
+    ("temporalkv", {"rotation": "opq", "recent": 3}),
     *(("innerq", {"bits": bits, "group": 16, "sinks": 3, "recent": 5}) for bits in (1, 2, 3, 4, 8)),
     *(
         ("innerq", {"mode": mode, "sign": sign, "group": 16, "sinks": 3, "recent": 5})

@@ -87,6 +87,9 @@ def _layer(spec: AnySpec, shape: ModelShape, layer: int, generator: torch.Genera
         tensors[f"{kind}.choice"] = torch.tensor(choices[kind], dtype=torch.int8)
         if f"{kind}.std" in tensors:
             tensors[f"{kind}.std"] = tensors[f"{kind}.std"].abs() + 0.5
+        if f"{kind}.rotation" in tensors:
+            tensors[f"{kind}.rotation"] = torch.linalg.qr(tensors[f"{kind}.rotation"]).Q.contiguous()
+            tensors[f"{kind}.spread"] = tensors[f"{kind}.spread"].abs() + 0.5
         if f"{kind}.lower" in tensors:
             lower, upper = -tensors[f"{kind}.lower"].abs() - 1, tensors[f"{kind}.upper"].abs() + 1
             tensors |= {f"{kind}.lower": lower, f"{kind}.upper": upper}
