@@ -13,11 +13,21 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from kvq_cli.artifact import fingerprint
 from kvq_cli.artifact.contents import tensor_sizes
 from kvq_cli.calibration.settings import CalibrationSettings
-from kvq_cli.methods.base import AnySpec, CalibrationSpec, CodebookSpec, FactorSpec, Method, ModelShape, TransformSpec
+from kvq_cli.methods.base import (
+    AnySpec,
+    CalibrationSpec,
+    CodebookSpec,
+    FactorSpec,
+    Method,
+    ModelShape,
+    TransformSpec,
+    reads_text,
+)
 from kvq_cli.methods.registry import to_config
 from kvq_cli.methods.tensors import layer_layout
 from kvq_cli.models import model_shape
 
+TEXT = {"dataset": "prose", "samples": 6, "seqlen": 100, "seed": 0}
 CAPTURED = {"tokens": 9, "tokens_with_gradients": 9, "tokens_held_out": 3}
 SETTINGS = CalibrationSettings("prose", 6, 100, 4, 300, 5, 0.1, 4.0, 0, "kvq")
 
@@ -50,7 +60,7 @@ def random_parts(
         "kvq": "0.0",
         "method": to_config(method),
         "model": {**model_entry, "fingerprint": fingerprint(model).to_dict()},
-        "calibration": SETTINGS.to_dict() if text else {},
+        "calibration": SETTINGS.to_dict() if text else TEXT if reads_text(spec) else {},
         "versions": {"torch": "0", "transformers": "0"},
         "sizes": tensor_sizes(tensors),
         **({"captured": CAPTURED} if text else {}),
@@ -77,6 +87,9 @@ def _layer(spec: AnySpec, shape: ModelShape, layer: int, generator: torch.Genera
         tensors[f"{kind}.choice"] = torch.tensor(choices[kind], dtype=torch.int8)
         if f"{kind}.std" in tensors:
             tensors[f"{kind}.std"] = tensors[f"{kind}.std"].abs() + 0.5
+        if f"{kind}.rotation" in tensors:
+            tensors[f"{kind}.rotation"] = torch.linalg.qr(tensors[f"{kind}.rotation"]).Q.contiguous()
+            tensors[f"{kind}.spread"] = tensors[f"{kind}.spread"].abs() + 0.5
         if f"{kind}.lower" in tensors:
             lower, upper = -tensors[f"{kind}.lower"].abs() - 1, tensors[f"{kind}.upper"].abs() + 1
             tensors |= {f"{kind}.lower": lower, f"{kind}.upper": upper}
