@@ -183,8 +183,8 @@ def effect(row: Measured, defaults: Sequence[Measured]) -> Effect:
 def at_equal_bits(kl: Sequence[float], bits: float, defaults: Sequence[tuple[float, Sequence[float]]]) -> AtEqualBits:
     """The windows' KL beside that of the first default or, at other bits, beside that of the defaults at `bits`.
 
-    defaults: (bits, KL of each window), with rising bits, at least two. ln KL is linear between two of them, and
-    beyond them. A lower KL with no more bits is compared with the default itself, which is to the default's advantage.
+    defaults: (bits, KL of each window), the one that is changed first, at least two. ln KL is linear between two of
+    them, and beyond them. A lower KL with no more bits is compared with the default itself, to the default's advantage.
     BETTER also takes a difference of KL to the default (in nats) whose interval excludes zero.
     """
     more, default = bits - defaults[0][0], defaults[0][1]
@@ -206,7 +206,7 @@ def at_equal_bits(kl: Sequence[float], bits: float, defaults: Sequence[tuple[flo
 
 def _line(bits: float, defaults: Sequence[tuple[float, Sequence[float]]]) -> list[float]:
     """ln KL of each window on the line through two neighboring defaults, at `bits`."""
-    segments = list(itertools.pairwise(defaults))
+    segments = list(itertools.pairwise(sorted(defaults, key=lambda each: each[0])))
     (low, first), (high, second) = next((each for each in segments if bits <= each[1][0]), segments[-1])
     share = (bits - low) / (high - low)
     return [(1 - share) * math.log(a) + share * math.log(b) for a, b in zip(first, second, strict=True)]

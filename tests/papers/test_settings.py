@@ -28,6 +28,8 @@ def measured(change, bits, *kl, long_bits=None):
 
 TWO, THREE = measured("2 bits", 2.0, 0.4, 0.2, 0.3), measured("3 bits", 3.0, 0.1, 0.05, 0.075)
 
+FOUR = measured("4 bits", 4.0, 0.025, 0.0125, 0.01875)  # a quarter again
+
 
 def test_intervals_are_those_of_a_paired_t_test():
     found = effect(measured("sinks=8", 2.0, 0.35, 0.17, 0.22), [TWO, THREE])
@@ -44,6 +46,8 @@ def test_defaults_at_other_bits_are_on_the_line_through_log_kl(bits, factor):
     """Two bits have four times the KL of three: each half of a bit halves it."""
     found = at_equal_bits([0.48, 0.24, 0.36], bits, [(each.bits, each.kl) for each in (TWO, THREE)])
     assert found.relative[0] == pytest.approx(1.2 / factor - 1) and found.more == pytest.approx(bits - 2)
+    fallen = at_equal_bits([0.48, 0.24, 0.36], bits, [(each.bits, each.kl) for each in (TWO, FOUR, THREE)])
+    assert fallen.relative[0] == pytest.approx(found.relative[0])
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,9 @@ HEAD = """\
 # Settings
 
 Made by `make docs` from results/reproduction/smollm2/settings-*; do not edit. Each table changes single options of a
-method at 2 bits, on {model}: {windows} windows of {tokens:,} tokens from three texts (Wikipedia, GSM8K, the Bible).
-The second half of each window is scored after the first. The defaults stay those of the papers; `kvq methods NAME`
-lists the settings that are better.
+method at the bits of its first row, on {model}: {windows} windows of {tokens:,} tokens from three texts (Wikipedia,
+GSM8K, the Bible). The second half of each window is scored after the first. The defaults stay those of the papers;
+`kvq methods NAME` lists the settings that are better.
 
 - *bits* are measured per cached number, with scales, outliers and exact windows; *at {long:,}* are those that
   `kvq bits` counts for a context of {long:,} tokens, where exact windows are a small part. Cells of texts are
