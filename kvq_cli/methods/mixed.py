@@ -37,7 +37,7 @@ class Mixed(Method):
     calibration_result = "the tensors of each stream's method"
     calibrates = True
 
-    bits: float = option(2.0, "bits per number that the codes take at most, on average", at_least=0.01, at_most=16.0)
+    bits: float = option(2.0, "bits per number that the codes take at most, on average", at_least=0.001, at_most=16.0)
     keys: str = option("klt", "method of each layer's keys, separated by spaces")
     values: str = option("klt", "method of each layer's values, separated by spaces")
     sinks: int = option(8, "first tokens kept in full precision (attention sinks)", at_least=0, runtime=True)
@@ -49,7 +49,7 @@ class Mixed(Method):
         if not self._names("k") or not self._names("v"):
             raise UsageError("mixed: keys and values each name one method at least, like keys=klt-2bit")
         if self.nominal_bits > self.bits + 1e-3:  # names of methods round their bits
-            raise UsageError(f"mixed: its methods take {self.nominal_bits:.6g} bits, more than bits={self.bits:g}")
+            raise UsageError(f"mixed: its methods take {self.nominal_bits:.6g} bits on average, more than bits={self.bits:g}")
 
     @property
     def nominal_bits(self) -> float:
@@ -90,9 +90,7 @@ class Mixed(Method):
     def _check_layers(self, shape: ModelShape) -> None:
         for option_, names in (("keys", self._names("k")), ("values", self._names("v"))):
             if len(names) not in (1, shape.layers):
-                raise UsageError(
-                    f"mixed: {option_} names {len(names)} methods; give one, or {shape.layers}, one per layer"
-                )
+                raise UsageError(f"mixed: {option_} names {len(names)} methods: give one, or one for each layer")
 
 
 @lru_cache(maxsize=1024)

@@ -33,6 +33,10 @@ CASES = [
     ("temporalkv", {"bits": 4, "sinks": 3, "hybrid": "head", "outliers": 0.05}),
     ("temporalkv", {"bits": 2, "sinks": 3, "recent": 6}),
     ("klt", {"bits": 2, "sinks": 3, "recent": 5, "join_keys": True}),
+    (
+        "mixed",
+        {"bits": 9, "keys": "kivi-2bit:group=16 klt-2bit", "values": "temporalkv-4bit fp16", "sinks": 3, "recent": 5},
+    ),
     ("xquant", {"bits": 4, "group": 8, "sinks": 3, "first_channel": True}),
     ("xquant-cl", {"bits": 4, "group": 8, "base_layers": 1}),
     ("xquant-cl", {"bits": 4, "group": 8, "base_layers": 2, "recent": 3, "accumulator_bits": 4}),
