@@ -49,7 +49,9 @@ class Mixed(Method):
         if not self._names("k") or not self._names("v"):
             raise UsageError("mixed: keys and values each name one method at least, like keys=klt-2bit")
         if self.nominal_bits > self.bits + 1e-3:  # names of methods round their bits
-            raise UsageError(f"mixed: its methods take {self.nominal_bits:.6g} bits on average, more than bits={self.bits:g}")
+            raise UsageError(
+                f"mixed: its methods take {self.nominal_bits:.6g} bits on average, more than bits={self.bits:g}"
+            )
 
     @property
     def nominal_bits(self) -> float:

@@ -35,6 +35,8 @@ from kvq_cli.tuning.settings import TuneOptions
 _FLOOR = 1e-3
 #: Share of a stream's mean bytes that a swap moves.
 _SWAP = 0.1
+#: Share of `--kl` that is aimed at, so that the measured KL is seldom above it.
+_MARGIN = 0.95
 _UNCOMPRESSED = "fp16"
 
 
@@ -90,10 +92,12 @@ class Search:
         return self._swap(best)
 
     def curve(self) -> list[tuple[float, float]]:
-        """Predicted (bits, KL) of the best choices at other budgets, scaled to the measured KL of the best choice."""
+        """Predicted (bits, KL) of the best choices from 0.5 to 4.25 bits; empty before streams were measured alone."""
+        if not all(self.alone.values()):
+            return []
         menus = self._menus()
         points = []
-        for quarter in range(2, 33):
+        for quarter in range(2, 18):
             if quarter / 4 * self.numbers * len(self.streams) / 8 >= len(self.streams):
                 points.append((quarter / 4, sum(x.loss for x in choose(menus, self._bytes(quarter / 4)).values())))
         return points
@@ -143,9 +147,9 @@ class Search:
         return (giver, taker), {**names, giver: change[giver][-1][1], taker: change[taker][1][1]}
 
     def _budget_for_kl(self) -> int:
-        """The least bytes whose predicted KL, times measured over predicted of the choice nearest to `--kl`, is not
-        above `--kl`."""
-        target = self.options.kl or 0.0
+        """The least bytes whose predicted KL, times measured over predicted of the choice nearest to `--kl`, is a
+        little below `--kl`."""
+        target = _MARGIN * (self.options.kl or 0.0)
         menus = self._menus()
         nearest = min(self.tried, key=lambda tried: abs(tried.kl - target))
         ratio = nearest.kl / self._predicted(nearest.names)
