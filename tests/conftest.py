@@ -66,14 +66,15 @@ def kvq(tmp_path, monkeypatch) -> Callable:
 
 @pytest.fixture
 def kvq_process(tmp_path) -> Callable:
-    """`kvq_process("chat")` starts the command as a process of its own, in an empty folder, when Python is up."""
+    """`kvq_process("chat")` starts the command as a process of its own, in an empty folder; returns when its entry point
+    is imported. Until then Python itself answers Ctrl-C."""
 
     def start(*arguments: object) -> subprocess.Popen:
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
         # A runner in the background ignores Ctrl-C, and its children inherit that.
         code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)"
-        code += f"; sys.argv = {['kvq', *map(str, arguments)]!r}; print('up', flush=True)"
-        words = [sys.executable, "-c", f"{code}; from kvq_cli.cli import main; main()"]
+        code += f"; sys.argv = {['kvq', *map(str, arguments)]!r}; from kvq_cli.cli import main"
+        words = [sys.executable, "-c", f"{code}; print('up', flush=True); main()"]
         process = subprocess.Popen(words, cwd=tmp_path, text=True, **pipes)
         assert process.stdout.readline() == "up\n"
         return process

@@ -14,7 +14,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 
 @pytest.fixture
 def slow_cpu(monkeypatch):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", "avx512_f": False})
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", "avx512_f": True})
 
 
 class Model(nn.Module):

@@ -38,6 +38,16 @@ class ComparedMethod:
     identity: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class Work:
+    """Tokens of a sample, for estimates of time. prompt: read in passes; scored: those of them with logits, which the
+    uncompressed model computes, too; decoded: generated one by one, at most."""
+
+    prompt: int
+    scored: int = 0
+    decoded: int = 0
+
+
 class Evaluation(ABC):
     """One task at one length. Samples are numbered from 0; the first `count` are evaluated.
 
@@ -51,6 +61,7 @@ class Evaluation(ABC):
     weighted:         weight the group's mean by the number of samples (lm-eval's `weight_by_size`).
     equal_lengths:    all samples have about the same length: if one is not compressed at all, none is.
     batch_size:       samples of a method that `run` evaluates together.
+    work:             tokens of a sample, on average.
     """
 
     task: str
@@ -64,6 +75,7 @@ class Evaluation(ABC):
     weighted: bool = False
     equal_lengths: bool = True
     batch_size: int = 1
+    work: Work
 
     @property
     def name(self) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvq_cli.evaluation.base import Evaluation, Record, cache_record, mean_and_stderr
+from kvq_cli.evaluation.base import Evaluation, Record, Work, cache_record, mean_and_stderr
 from kvq_cli.evaluation.divergence import divergence
 from kvq_cli.evaluation.scoring import continuation_logits
 
@@ -55,6 +55,7 @@ class PerplexityEvaluation(Evaluation):
         self.available = len(windows)
         self._prompt_tokens = prompt_tokens
         self.count = len(self._windows)
+        self.work = Work(prompt=self.length, scored=self.length - prompt_tokens)
         self.config = {
             "task": PERPLEXITY,
             "dataset": dataset,

@@ -16,6 +16,7 @@ from kvq_cli.artifact.fingerprint import fingerprint
 from kvq_cli.attention.attach import Attached, attach
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.base import ComparedMethod, Evaluation, Record
+from kvq_cli.evaluation.estimate import estimate
 from kvq_cli.evaluation.runs import save_run
 from kvq_cli.evaluation.sample_log import SampleLog, log_name
 from kvq_cli.evaluation.settings import EvaluationSettings, build_evaluations
@@ -87,6 +88,8 @@ def evaluate(
                 logs[method.label, evaluation.name] = SampleLog(
                     folder, evaluation.name, key, evaluation.count if fresh else 0, option
                 )
+        if text := estimate(loaded, evaluations, attached, logs):
+            note(text)
         track = _with_total(track, overall, evaluations, logs)
         for evaluation in evaluations:
             _run(loaded, evaluation, attached, {label: logs[label, evaluation.name] for label in attached}, track, note)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval.api.metrics import mean
 
 from kvq_cli.errors import KvqError
-from kvq_cli.evaluation.base import Evaluation, Record, mean_and_stderr
+from kvq_cli.evaluation.base import Evaluation, Record, Work, mean_and_stderr
 from kvq_cli.evaluation.chat_template import chat_prompt, uses_chat_template
 from kvq_cli.evaluation.lm_eval.model import (
     AttachedLM,
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 BATCH_TOKENS = 8192
 """Prompt tokens per batch if no batch size is given."""
 CHARACTERS_PER_TOKEN = 4
-"""Approximate; used to choose the batch size only."""
+"""Approximate; used to choose the batch size and to estimate times."""
 
 
 class LmEvalEvaluation(Evaluation):
@@ -75,6 +75,7 @@ class LmEvalEvaluation(Evaluation):
         self.higher_is_better = dict(task.higher_is_better())
         chat = uses_chat_template(loaded, chat, default=task.OUTPUT_TYPE == "generate_until")
         self._requests = self._build(loaded, seed, chat)
+        self.work = self._work()
         longest = max(len(text) for requests in self._requests for text in map(_text, requests)) // CHARACTERS_PER_TOKEN
         self.batch_size = batch_size or max(1, min(16, BATCH_TOKENS // max(1, longest)))
         self.config = {
@@ -120,6 +121,16 @@ class LmEvalEvaluation(Evaluation):
         for request in self._task.instances:
             requests[request.doc_id].append(request)
         return requests
+
+    def _work(self) -> Work:
+        """Mean tokens of a sample. Continuations of one letter share a pass (`AttachedLM`)."""
+        generation = self._task.config.generation_kwargs or {}
+        decoded = 0
+        if self._task.OUTPUT_TYPE == "generate_until":
+            decoded = self.length - max_prompt_tokens(generation, self.length, self._options.get("new_tokens"))
+        passes = [{_text(request)[:-2] for request in requests} for requests in self._requests]
+        characters = sum(len(text) for texts in passes for text in texts)
+        return Work(prompt=max(1, characters // CHARACTERS_PER_TOKEN // self.count), decoded=decoded)
 
     def run(
         self, loaded: LoadedModel, attached: Mapping[str, Attached], pending: Mapping[str, Sequence[int]]

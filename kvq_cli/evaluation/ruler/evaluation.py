@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvq_cli.evaluation.base import Evaluation, Record, cache_record, mean_and_stderr
+from kvq_cli.evaluation.base import Evaluation, Record, Work, cache_record, mean_and_stderr
 from kvq_cli.evaluation.generation import generate_answers
 from kvq_cli.evaluation.ruler.families import Sources
 from kvq_cli.evaluation.ruler.samples import RulerSamples
@@ -50,6 +50,7 @@ class RulerEvaluation(Evaluation):
         self.count = min(limit or SAMPLES, self.available or limit or SAMPLES)
         self.batch_size = batch_size or max(1, min(16, BATCH_TOKENS // context))
         self._samples.check()
+        self.work = Work(prompt=context - task.max_new_tokens, decoded=task.max_new_tokens)
         self.config = {
             "task": task.name,
             "context": context,

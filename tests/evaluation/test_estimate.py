@@ -1,0 +1,70 @@
+"""The estimate of an evaluation's time: from trials, before the first sample, of unfinished samples alone."""
+
+import pytest
+
+from kvq_cli.evaluation import estimate as module
+from kvq_cli.evaluation.compared_methods import compared_methods
+from kvq_cli.evaluation.estimate import Speed
+from kvq_cli.evaluation.runner import evaluate
+from kvq_cli.evaluation.settings import EvaluationSettings
+from kvq_cli.methods.registry import build
+
+COMPARED = (build("kivi", bits=2, residual=32), build("kivi", bits=4, residual=32), build("innerq", recent=32))
+
+
+def _evaluate(loaded, out, **settings):
+    said: list[str] = []
+    settings = {"tasks": ["perplexity"], "seqlen": 96, "prompt_tokens": 32, "limit": 3, **settings}
+
+    def track(description, total, done):
+        said.append(f"{description}: {done} of {total}")
+        return lambda count: None
+
+    evaluate(loaded, compared_methods(COMPARED), EvaluationSettings(**settings), out, track=track, note=said.append)
+    return said
+
+
+@pytest.fixture
+def speeds(monkeypatch):
+    """Known speeds in place of measured ones; yields the methods that were timed, with their numbers of tokens."""
+    timed = []
+
+    def measure(attached, tokens, scores, decodes):
+        timed.append((attached.method.name, tokens, scores, decodes))
+        return Speed(1.0, 2.0, 10.0) if attached.method.name == "kivi" else Speed(3.0, 4.0, 50.0)
+
+    monkeypatch.setattr(module, "measure_speed", measure)
+    monkeypatch.setattr(module, "_measure_plain", lambda loaded, tokens: 0.5)
+    return timed
+
+
+def test_the_time_of_each_method_counts_its_own_tokens(loaded, tmp_path, speeds):
+    # kivi: 2 configurations x 3 windows of 32 + 2 x 64 s; innerq: 3 windows of 3 x 32 + 4 x 64 s; plain: 3 x 96 / 2 s
+    said = _evaluate(loaded, tmp_path)
+    assert said[0] == "about 0:36:00 for 9 samples (from 16 tokens with 2 methods)"
+    assert 2 * 3 * 160 + 3 * 352 + 144 == 36 * 60
+    assert speeds == [("kivi", 16, True, False), ("innerq", 16, True, False)]
+
+
+def test_finished_samples_take_no_time(loaded, tmp_path, speeds):
+    _evaluate(loaded, tmp_path, limit=1)
+    assert _evaluate(loaded, tmp_path)[0].startswith("about 0:24:00 for 6 samples")
+    assert _evaluate(loaded, tmp_path)[0].startswith("perplexity-96: 9 of 9")
+    assert len(speeds) == 4
+
+
+def test_answers_are_taken_to_be_as_long_as_they_may_be(loaded, tmp_path, speeds):
+    said = _evaluate(loaded, tmp_path, tasks=["vt"], contexts=[512], templates="reference", limit=2, batch_size=2)
+    note = next(line for line in said if line.startswith("about"))
+    assert "for 6 samples, if answers are as long as they may be (from " in note
+    assert said.index(note) < said.index("vt-512: 0 of 6")
+    assert {(scores, decodes) for _, _, scores, decodes in speeds} == {(False, True)}
+
+
+@pytest.mark.parametrize(("scores", "decodes"), [(True, False), (False, True)])
+def test_speeds_are_measured(loaded, scores, decodes):
+    from kvq_cli.attention.attach import attach
+
+    with attach(loaded.model, COMPARED[0]) as attached:
+        speed = module.measure_speed(attached, 64, scores, decodes)
+    assert 0 < speed.token <= speed.scored and (speed.step > 0) == decodes
