@@ -52,13 +52,18 @@ def tune(
             work.clear()
         check_replaceable(out, overwrite=force or resume)
         work.open(request, resume=resume, disk_bytes=0 if captured else estimate.disk_bytes(plan))
-        text = (options.text, options.seqlen, options.windows, plan.settings.seed)
-        meter = Meter(plan.loaded, held_out_windows(plan.loaded, *text))
-        with deterministic(plan.loaded.model.device), captures_folder(plan, work, captured) as captures:
-            capture_all(plan, captures, progress)
-            search = Search(plan, options, work, captures, meter, progress)
-            best = search.run()
-            artifact = _write(search, best, out)
+        try:
+            text = (options.text, options.seqlen, options.windows, plan.settings.seed)
+            meter = Meter(plan.loaded, held_out_windows(plan.loaded, *text))
+            with deterministic(plan.loaded.model.device), captures_folder(plan, work, captured) as captures:
+                capture_all(plan, captures, progress)
+                search = Search(plan, options, work, captures, meter, progress)
+                best = search.run()
+                artifact = _write(search, best, out)
+        except UsageError:  # a request that cannot work: nothing to resume
+            if not resume:
+                work.remove()
+            raise
         work.remove()
     return artifact
 

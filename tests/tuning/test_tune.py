@@ -115,7 +115,7 @@ def test_a_divergence_out_of_reach_is_an_error(tune):
     ("words", "says"),
     [
         (["--budget", 17], "--budget 17 must be above 0 and at most 16"),
-        (["--budget", 0.1], "--budget: 1 bytes a token are too few"),
+        (["--budget", 0.1], "--budget: 0 bytes a token are too few, the smallest choice takes 4"),
         (["--objective", "memory"], "--objective memory needs --kl"),
         (["--candidates", "kivi"], "the first must be klt without bits"),
         (["--candidates", "klt,xquant"], "--candidates xquant: not one of fp16"),
@@ -126,6 +126,7 @@ def test_a_divergence_out_of_reach_is_an_error(tune):
 def test_wrong_requests_say_what_to_change(tune, words, says):
     result = tune(*words)
     assert result.exit_code == 2 and says in result.stderr, result.stderr
+    assert not list(Path().glob("artifacts/tiny/*.work"))
 
 
 def test_records_that_do_not_belong_to_the_artifact_are_refused(tmp_path):
