@@ -28,6 +28,8 @@ ARTIFACTS := $(foreach bits,1 2 4,temporalkv-$(bits)bit channelkv-$(bits)bit) $(
 MODEL ?= reference
 OPTIONS ?=
 COMPARED := smollm2/compare-2bit smollm2/compare-fair smollm2/compare-paper reference/compare-fair reference/compare-paper
+CODEBOOKS := kvquant channelkv temporalkv klt
+SETTINGS := $(addprefix settings-,kivi innerq squat gear zipcache xquant xquant-cl $(CODEBOOKS) $(CODEBOOKS:%=%-calibration))
 # Comparisons on SmolLM2 with an HTML page in docs/.
 PAGES := $(patsubst %/comparison.json,%,$(wildcard results/reproduction/smollm2/compare-*/comparison.json))
 BEYOND_MODEL := $(if $(filter reference,$(MODEL)),smollm2,$(MODEL))
@@ -35,7 +37,7 @@ BENCH := --compare kivi,temporalkv --bits 2
 # What depends on the versions of PyTorch, transformers and the other packages.
 OLDEST_TESTS := $(addprefix tests/,artifact attention cache calibration cli codecs data evaluation methods)
 
-.PHONY: help demo test lint docs artifacts list repro repro-fast reproduction smollm2 compare comparison beyond bench \
+.PHONY: help demo test lint docs artifacts list repro repro-fast reproduction smollm2 compare comparison beyond settings bench \
 	pages session test-all gpu gpu-test gpu-bench gpu-tune gpu-growth gpu-pack gpu-unpack gpu-memory clean
 
 help:  ## Show this list.
@@ -85,7 +87,7 @@ lint: .venv/.installed  ## Check style, types, spelling, unused code and which r
 	PYTHONPATH=kernels $(BIN)/lint-imports --verbose | tail -n 1
 
 docs: .venv/.installed  ## Write the generated pages and pictures of docs/ anew.
-	@for page in tools/docs/{cli,api,architecture,decode_step,models}.py; do PYTHONPATH=tools:tests/support $(BIN)/python $$page; done
+	@for page in tools/docs/{cli,api,architecture,decode_step,models,settings}.py; do PYTHONPATH=tools:tests/support $(BIN)/python $$page; done
 
 artifacts: $(ARTIFACTS:%=artifacts/reference/%/config.json)  ## Calibrate the artifacts of the built-in model.
 
@@ -105,7 +107,7 @@ $(DEMO_ARTIFACT)/config.json: | .venv/.installed
 list: .venv/.installed  ## List the papers' tables and figures: model, data, time and state of each.
 	@$(KVQ) reproduce --model $(MODEL)
 
-table-% figure-% figures-% perplexity-% roofline-% sizes-% compare-%: .venv/.installed  # a table or figure: make table-temporalkv-6 MODEL=...
+table-% figure-% figures-% perplexity-% roofline-% sizes-% compare-% settings-%: .venv/.installed  # a table or figure: make table-temporalkv-6 MODEL=...
 	@$(call kvq,reproduce $@ --model $(MODEL) $(if $(OPTIONS),--options '$(OPTIONS)'))
 
 repro: .venv/.installed  ## Make all tables and figures that need no GPU, on the built-in model; then docs/REPRODUCTION.md.
@@ -132,6 +134,10 @@ beyond: .venv/.installed  ## Compare klt with all methods on SmolLM2; print whic
 	results=results/reproduction/$(BEYOND_MODEL)/beyond
 	cp "$$results/pareto.png" docs/pareto.png
 	echo; cat "$$results/goals.md"
+
+settings: .venv/.installed  ## Measure the options of each method on SmolLM2-135M, one at a time; writes docs/SETTINGS.md: some hours.
+	@$(call kvq,reproduce $(SETTINGS) --model smollm2)
+	$(BIN)/python tools/docs/settings.py
 
 comparison: .venv/.installed pages  # docs/COMPARISON.md from the tracked results
 	@{ cat docs/comparison-head.md; echo

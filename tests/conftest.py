@@ -66,8 +66,8 @@ def kvq(tmp_path, monkeypatch) -> Callable:
 
 @pytest.fixture
 def kvq_process(tmp_path) -> Callable:
-    """`kvq_process("chat")` starts the command as a process of its own, in an empty folder; returns when its entry point
-    is imported. Until then Python itself answers Ctrl-C."""
+    """`kvq_process("chat")` starts the command as a process of its own, in an empty folder; returns when its entry
+    point is imported. Until then Python itself answers Ctrl-C."""
 
     def start(*arguments: object) -> subprocess.Popen:
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)

@@ -10,7 +10,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvq_cli.artifact.schema import CALIBRATION, TUNING, Form, Many, OneOf, Whole, check_form
+from kvq_cli.artifact.schema import CALIBRATION, TEXT, TUNING, Form, Many, OneOf, Whole, check_form
 from kvq_cli.codecs.transform import CHUNKS
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.base import (
@@ -21,6 +21,7 @@ from kvq_cli.methods.base import (
     MixedSpec,
     ModelShape,
     TransformSpec,
+    reads_text,
     stream_spec,
 )
 from kvq_cli.methods.mixed import Mixed
@@ -44,10 +45,11 @@ def check_contents(config: Mapping[str, Any], tensors: Mapping[str, Tensor], whe
         # A list that was read bounds the number of layers, for which specs hold an entry each.
         check_form(config["errors"]["layers"], Many(dict, shape.layers), "errors.layers")
         spec = method.calibration(shape)
-        text = not isinstance(spec, FactorSpec)
-        check_form(config["calibration"], CALIBRATION if text else {}, "calibration")
-        if text != ("captured" in config):
-            raise KvqError(f"captured must be {'given' if text else 'absent'} for {method.name}")
+        clusters = not isinstance(spec, FactorSpec)
+        form = CALIBRATION if clusters else TEXT if reads_text(spec) else {}
+        check_form(config["calibration"], form, "calibration")
+        if clusters != ("captured" in config):
+            raise KvqError(f"captured must be {'given' if clusters else 'absent'} for {method.name}")
         if "tuning" in config:
             _check_tuning(config["tuning"], method)
     allocations: list[list[int]] = []
@@ -223,7 +225,19 @@ def check_tensor(tensor: Tensor, size: tuple[int, ...], dtype: torch.dtype, name
         raise KvqError(f"tensor {name} has infinite numbers or NaN")
 
 
+def _check_rotation(rotation: Tensor, spread: Tensor, where: str) -> None:
+    product = rotation.double() @ rotation.double().mT
+    if not torch.allclose(
+        product, torch.eye(rotation.shape[1]).double().expand_as(product), rtol=0, atol=_INVERSE_TOLERANCE
+    ):
+        raise KvqError(f"tensor {where}.rotation is not orthogonal")
+    if (spread < 0).any():
+        raise KvqError(f"tensor {where}.spread has negative numbers")
+
+
 def _check_statistics(tensors: Mapping[str, Tensor], kind: str, spec: CodebookSpec, prefix: str) -> None:
+    if spec.rotation == "opq":
+        _check_rotation(tensors[f"{kind}.rotation"], tensors[f"{kind}.spread"], prefix + kind)
     named = {name: tensors.get(f"{kind}.{name}") for name in ("mean", "std", "lower", "upper")}
     mean, std, lower, upper = named.values()
     if std is not None and (std < 0).any():

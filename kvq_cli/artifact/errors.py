@@ -9,7 +9,7 @@ from typing import Any
 def error_table(config: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
     """Columns and rows: one row per layer for keys and values each, or for each factorized weight."""
     layers = config["errors"]["layers"]
-    if not config["calibration"]:
+    if "captured" not in config:
         weights = {"k": "W_k", "v": "W_v", "x": "[W_k W_v]"}
         rows = [
             [index, weights[name], factor["rank"], factor["residual"], factor["energy"]]

@@ -123,6 +123,8 @@ CALIBRATION: Form = {
     "seed": _NUMBER,
     "kmeans?": str,  # not in artifacts of version 0.1
 }
+#: `calibration` of a method that factorizes weights for activations on text.
+TEXT: Form = {"dataset": str, "samples": _NUMBER, "seqlen": _NUMBER, "seed": _NUMBER}
 _NAMES = {str: "a string", float: "a finite number", dict: "a mapping", list: "a list"}
 
 

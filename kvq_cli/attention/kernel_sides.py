@@ -21,6 +21,7 @@ from kvq_cli.codecs.normalized import NormalizedCodec
 from kvq_cli.codecs.outliers import OutlierCodec
 from kvq_cli.codecs.per_head import PerHeadCodec
 from kvq_cli.codecs.per_token import PerTokenCodec
+from kvq_cli.codecs.rotated import RotatedCodec
 from kvq_cli.codecs.salient import SalientCodec
 from kvq_cli.codecs.signed import SignedCodec
 from kvq_cli.codecs.transform import TransformCodec
@@ -35,6 +36,7 @@ MAX_BLOCK_TOKENS = 8
 _REASONS = {
     GearCodec: "a low-rank approximation and outliers are kept beside the codes",
     SalientCodec: "tokens of the prompt have different numbers of bits",
+    RotatedCodec: "channels are rotated before they are packed",
     TransformCodec: "codes stand for components of a transform",
 }
 

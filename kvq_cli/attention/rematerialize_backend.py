@@ -36,6 +36,8 @@ def unsupported(layer: AttentionLayer, plan: LayerPlan) -> str | None:
         return "values are normalized after their projection"
     if isinstance(norm := key_norm(keys), str):
         return norm
+    if not plan.shared and isinstance(plan.keys.codec, UniformCodec) and plan.keys.codec.axis == "token":
+        return "latents of keys are in groups of a token's channels"
     for codec in (plan.keys.codec, plan.values.codec):
         if not _is_read(codec, codec is plan.keys.codec):
             return f"the storage of {type(codec).__name__} is not read by a kernel"

@@ -68,7 +68,7 @@ def _key_scores(q: Tensor, layer: CompressedLayer, group: RowGroup, start: int) 
     """q . k of all tokens from `start` on: `[rows, kv_heads, group, head_dim]` -> `[..., tokens - start]`, float32."""
     keys = _pieces(layer.key_stream, group, start)
     if layer.plan.keys.source == "post_rope":
-        return torch.cat([q @ piece.numbers().transpose(2, 3) for piece in keys], dim=-1)
+        return torch.cat([piece.products(q) for piece in keys], dim=-1)
     turn = layer.rotation
     queries = turn.back(q, tuple(piece.first + group.offset for piece in keys))
     products = [x @ turn.ahead(piece.numbers()).transpose(2, 3) for x, piece in zip(queries, keys, strict=True)]
@@ -106,6 +106,12 @@ class _Piece(NamedTuple):
         if isinstance(self.stored, Tensor):
             return self.stored.float()
         return self.codec.decode(self.stored, torch.float32)[:, :, self.cut :]
+
+    def products(self, q: Tensor) -> Tensor:
+        """q . k of the tokens: `[rows, kv_heads, group, head_dim]` -> `[rows, kv_heads, group, last - first]`."""
+        if isinstance(self.stored, Tensor) or self.cut:
+            return q @ self.numbers().transpose(2, 3)
+        return self.codec.products(q, self.stored)
 
     def weighted_sum(self, weights: Tensor) -> Tensor:
         """Sums over the tokens: weights `[rows, kv_heads, group, tokens]` -> `[rows, kv_heads, group, head_dim]`."""

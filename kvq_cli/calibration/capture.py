@@ -58,6 +58,12 @@ def capture(
         loss.backward()
 
 
+def forward(model: PreTrainedModel, tokens: Tensor) -> None:
+    """Run one sample `[tokens]` through the model's layers, without gradients, for the hooks on its modules."""
+    with torch.no_grad(), upcast_products(model):
+        decoder_of(model)(input_ids=tokens[None].to(model.device), use_cache=False)
+
+
 #: Held by the thread whose sample has logits. They and their gradients take more memory than all else of a sample.
 _LOGITS = threading.Lock()
 

@@ -17,17 +17,17 @@ def card(config: Mapping[str, Any], command: str) -> str:
         data, more = _data(config), ""
         head = ["layer", "keys: method, fisher, plain", "values: method, fisher, plain"]
         rows = [[_part(config, index, kind) for kind in "kv"] for index in range(len(layers))]
-    elif config["calibration"] and "codes" in layers[0]["k"]:
+    elif "captured" in config and "codes" in layers[0]["k"]:
         data, more = _data(config), " Codes: 8-bit codes of a token."
         head = ["layer", "keys: codes, loss, fisher, plain", "values: codes, loss, fisher, plain"]
         rows = [[_coded(layer["k"]), _coded(layer["v"])] for layer in layers]
-    elif config["calibration"]:
+    elif "captured" in config:
         data = _data(config)
         head = ["layer", "keys: shape, fisher, plain, correlation", "values: shape, fisher, plain, correlation"]
         rows = [[_stream(layer["k"]), _stream(layer["v"])] for layer in layers]
         more = " Then the correlation of adjacent tokens."
     else:
-        data, more = "none; factors of the model's own weights", ""
+        data, more = _text(config["calibration"]) or "none; factors of the model's own weights", ""
         head = ["layer", "factors: rank, residual, energy"]
         rows = [["; ".join(_factors(name, errors) for name, errors in layer.items()) or "none"] for layer in layers]
     return "\n".join(
@@ -58,11 +58,17 @@ def card(config: Mapping[str, Any], command: str) -> str:
     )
 
 
+def _text(settings: Mapping[str, Any]) -> str:
+    if not settings:
+        return ""
+    samples = f"{settings['samples']} samples of {settings['seqlen']} tokens"
+    return f"`{settings['dataset']}`, {samples}, seed {settings['seed']}"
+
+
 def _data(config: Mapping[str, Any]) -> str:
-    settings, captured = config["calibration"], config["captured"]
+    captured = config["captured"]
     return (
-        f"`{settings['dataset']}`, {settings['samples']} samples of {settings['seqlen']} tokens, "
-        f"seed {settings['seed']}; {captured['tokens']:,} tokens captured, "
+        f"{_text(config['calibration'])}; {captured['tokens']:,} tokens captured, "
         f"{captured['tokens_with_gradients']:,} of them with gradients, "
         f"{captured['tokens_held_out']:,} of these held out"
     )

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from kvq_cli.calibration.blocks import block_sums, draw_coreset, to_blocks
-from kvq_cli.calibration.kmeans import Engine, nearest, weighted_kmeans
+from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
+from kvq_cli.calibration.kmeans import nearest, weighted_kmeans
+from kvq_cli.calibration.rotations import rotate_stream
 from kvq_cli.calibration.statistics import adjacent_correlation, mean_std, outlier_thresholds
 from kvq_cli.codecs import per_token
 from kvq_cli.codecs.base import side_dtype
@@ -22,49 +24,19 @@ ERROR_MEASURE = (
 )
 
 
-@dataclass(frozen=True)
-class CapturedStream:
-    """Captured keys or values of one layer, `[samples, tokens, kv_heads, head_dim]` bfloat16.
-
-    x:        activations of all samples, those with gradients first.
-    g:        gradients of the first `len(g)` samples.
-    held_out: how many of these, the last ones, are held out.
-    """
-
-    x: Tensor
-    g: Tensor
-    held_out: int
-
-
-@dataclass(frozen=True)
-class ClusterSettings:
-    """Settings of the clustering.
-
-    fisher, hybrid: as in `CalibrationSpec`. points, iterations, damping: as in `CalibrationOptions`.
-    dtype: dtype of the stored centroids. engine: see `kmeans.choose_engine`.
-    """
-
-    fisher: bool
-    hybrid: str
-    points: int
-    iterations: int
-    seed: int
-    dtype: torch.dtype
-    damping: float = 0.0
-    engine: Engine = "auto"
-
-
 def calibrate_stream(
     captured: CapturedStream, spec: CodebookSpec, settings: ClusterSettings
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Codebooks and statistics of a stream: tensors (`centroids.<shape>`, `choice`, `mean`, `std`, `lower`, `upper`),
-    and their errors as plain JSON values.
+    and their errors as plain JSON values; with `rotation` "opq" also `rotation` and `spread`.
 
     Errors are measured on the held-out samples with centroids in their stored dtype: "fisher" is
     sum g^2 (x - x')^2 / sum g^2 (x - mean)^2, comparable between shapes and predictive of the loss; "plain" is the same
-    without g^2. The shape with the lowest "fisher" error is chosen.
+    without g^2. Of a rotated stream, channels are those after the rotation. The shape with the lowest "fisher"
+    error is chosen.
     """
-    stream = _prepare(captured, spec, settings.dtype)
+    rotated, rotation = rotate_stream(captured, spec, settings)
+    stream = _prepare(rotated, spec, settings.dtype)
     codebooks = [_cluster(stream, shape, spec, settings) for shape in spec.shapes]
     errors = torch.stack(
         [
@@ -73,7 +45,7 @@ def calibrate_stream(
         ]
     ).cpu()  # [shapes, 2, kv_heads]
     choice = choose_shapes(errors[:, 0], settings.hybrid)
-    tensors = {"choice": choice.to(torch.int8), **stream.constants}
+    tensors = {"choice": choice.to(torch.int8), **stream.constants, **rotation}
     for i, (shape, centroids) in enumerate(zip(spec.shapes, codebooks, strict=True)):
         if (heads := choice == i).any():
             tensors[f"centroids.{shape.name}"] = centroids if spec.across_heads else centroids[heads]

@@ -109,7 +109,7 @@ def planned_tensors(plan: AnyPlan) -> list[dict[str, Any]]:
     all their components had the same bits."""
     shape = plan.loaded.shape
     if isinstance(plan, FactorPlan):
-        counts = Counter(item for names in plan.spec.layers for item in factor_layout(names, shape).items())
+        counts = Counter(item for i in range(shape.layers) for item in factor_layout(plan.spec, i, shape).items())
         return [_tensor_entry(name, size, dtype, layers) for (name, (size, dtype)), layers in counts.items()]
     if isinstance(plan, TransformPlan):
         even = {kind: even_allocation(plan.spec, kind, shape) for kind in "kv"}

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from kvq_cli.calibration.allocation import allocate
-from kvq_cli.calibration.codebooks import CapturedStream, ClusterSettings, calibrate_stream
+from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
+from kvq_cli.calibration.codebooks import calibrate_stream
 from kvq_cli.calibration.transforms import Transform, calibrate_transform, held_out_errors
 from kvq_cli.codecs.base import Codec
 from kvq_cli.methods.base import CalibrationSpec, Method, ModelShape, TransformSpec

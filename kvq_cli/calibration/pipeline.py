@@ -4,7 +4,7 @@ artifact."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -16,17 +16,26 @@ from torch import Tensor
 
 from kvq_cli.artifact import Artifact, check_replaceable, load_artifact, save_artifact
 from kvq_cli.artifact.contents import tensor_sizes
-from kvq_cli.attention.capture_points import attention_layers
-from kvq_cli.calibration import capture, estimate, factors, mixed, transforms
+from kvq_cli.attention.capture_points import AttentionLayer, attention_layers
+from kvq_cli.calibration import capture, estimate, factors, low_rank, mixed, transforms
+from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
 from kvq_cli.calibration.card import card
-from kvq_cli.calibration.codebooks import ERROR_MEASURE, CapturedStream, ClusterSettings, calibrate_stream
+from kvq_cli.calibration.codebooks import ERROR_MEASURE, calibrate_stream
 from kvq_cli.calibration.parallel import deterministic, run_parallel
-from kvq_cli.calibration.plan import AnyPlan, CapturePlan, CodebookPlan, FactorPlan, MixedPlan, TransformPlan
+from kvq_cli.calibration.plan import (
+    AnyPlan,
+    CapturePlan,
+    CodebookPlan,
+    FactorPlan,
+    MixedPlan,
+    TransformPlan,
+    WhitenedPlan,
+)
 from kvq_cli.calibration.settings import CaptureSize, calibrate_command
 from kvq_cli.calibration.work_folder import WorkFolder
 from kvq_cli.data.texts import SELF, load_text, sampled_windows, token_windows
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.methods.base import Method
+from kvq_cli.methods.base import LowRankSpec, Method
 from kvq_cli.methods.mixed import Mixed
 
 #: Called as progress(phase, done, total) when a phase begins and after each of its steps.
@@ -97,19 +106,44 @@ def _factorize_all(plan: FactorPlan, work: WorkFolder, progress: Progress) -> tu
     steps = plan.spec.layers
     progress("factorize", 0, len(steps))
     layers = attention_layers(plan.loaded.model)
+    if isinstance(plan, WhitenedPlan):
+        _second_moments(plan, work, layers, progress)
     tensors: dict[str, Tensor] = {}
     measured = []
     for layer, names in zip(layers, steps, strict=True):
         step = f"{layer.index}.factors"
         errors = work.read_json(step)
         if errors is None:
-            factorized, errors = factors.factorize(layer, names, plan.loaded.shape.dtype)
+            factorized, errors = _factorized(plan, work, layer, names)
             work.write_tensors(step, {key: tensor.cpu() for key, tensor in factorized.items()})
             work.write_json(step, errors)  # last: marks the step as finished
         tensors |= {f"layers.{layer.index}.{key}": tensor for key, tensor in work.read_tensors(step).items()}
         measured.append(errors)
         progress("factorize", layer.index + 1, len(steps))
-    return tensors, {"errors": {"measure": factors.ERROR_MEASURE, "layers": measured}}
+    measure = low_rank.ERROR_MEASURE if isinstance(plan.spec, LowRankSpec) else factors.ERROR_MEASURE
+    return tensors, {"errors": {"measure": measure, "layers": measured}}
+
+
+def _factorized(plan: FactorPlan, work: WorkFolder, layer: AttentionLayer, names: tuple[str, ...]) -> _Calibrated:
+    """The factors of a layer's weights, and their errors."""
+    if not isinstance(plan.spec, LowRankSpec):
+        return factors.factorize(layer, names, plan.loaded.shape.dtype)
+    moments = work.read_tensors(f"{layer.index}.moments") if plan.spec.whiten else None
+    return low_rank.factorize_groups(layer, plan.spec, plan.loaded.shape, moments)
+
+
+def _second_moments(plan: WhitenedPlan, work: WorkFolder, layers: Sequence[AttentionLayer], progress: Progress) -> None:
+    """Write the second moments of what W_k and W_v give on the text, by layer."""
+    windows = _windows(plan, work, progress)
+    progress("read activations", 0, len(windows))
+    if not work.has_tensors(f"{layers[-1].index}.moments"):  # the last that is written
+        with low_rank.SecondMoments(layers, plan.spec, plan.loaded.shape) as moments:
+            for done, window in enumerate(windows):
+                capture.forward(plan.loaded.model, window)
+                progress("read activations", done + 1, len(windows))
+        for layer, found in moments.by_layer().items():
+            work.write_tensors(f"{layer}.moments", {kind: moment.cpu() for kind, moment in found.items()})
+    progress("read activations", len(windows), len(windows))
 
 
 @contextmanager
@@ -186,7 +220,7 @@ def capture_all(plan: CapturePlan, captures: WorkFolder, progress: Progress) -> 
             captures.write_json("captured", {"samples": done})
 
 
-def _windows(plan: CapturePlan, captures: WorkFolder, progress: Progress) -> Tensor:
+def _windows(plan: CapturePlan | WhitenedPlan, captures: WorkFolder, progress: Progress) -> Tensor:
     """The samples, int64 `[samples, seqlen]`; stored, since sampling text from the model takes long."""
     progress("read text", 0, 1)
     if not captures.has_tensors("windows"):

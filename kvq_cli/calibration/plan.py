@@ -17,7 +17,16 @@ from kvq_cli.calibration.settings import (
     check_enough,
 )
 from kvq_cli.codecs.nearest import MAX_ENTRIES
-from kvq_cli.methods.base import CalibrationSpec, FactorSpec, Method, MixedSpec, ModelShape, TransformSpec
+from kvq_cli.errors import UsageError
+from kvq_cli.methods.base import (
+    CalibrationSpec,
+    FactorSpec,
+    LowRankSpec,
+    Method,
+    MixedSpec,
+    ModelShape,
+    TransformSpec,
+)
 from kvq_cli.methods.registry import to_config
 from kvq_cli.models import LoadedModel
 
@@ -99,6 +108,17 @@ class FactorPlan(CalibrationPlan):
     spec: FactorSpec
 
 
+@dataclass(frozen=True)
+class WhitenedPlan(FactorPlan):
+    """Factorize projection weights for the keys and values that they give on text."""
+
+    spec: LowRankSpec
+    settings: CalibrationSettings
+
+    def settings_dict(self) -> dict[str, Any]:
+        return {key: getattr(self.settings, key) for key in ("dataset", "samples", "seqlen", "seed")}
+
+
 #: A plan that `plan_calibration` makes.
 AnyPlan: TypeAlias = CodebookPlan | TransformPlan | MixedPlan | FactorPlan
 
@@ -109,6 +129,12 @@ def plan_calibration(loaded: LoadedModel, method: Method, options: CalibrationOp
     Raises UsageError for bits, head_dim, budgets and sizes that cannot work; KvqError where a package is missing.
     """
     spec = method.calibration(loaded.shape)
+    if isinstance(spec, LowRankSpec) and spec.whiten:
+        text = options.resolve(loaded, MAX_ENTRIES)
+        width = loaded.shape.head_dim * spec.heads
+        if (tokens := text.samples * (text.seqlen - spec.skip)) < width:
+            raise UsageError(f"{tokens} tokens are too few for {width} channels: raise --seqlen or --samples")
+        return WhitenedPlan(loaded, method, spec, text)
     if isinstance(spec, FactorSpec):
         return FactorPlan(loaded, method, spec)
     if isinstance(spec, TransformSpec):

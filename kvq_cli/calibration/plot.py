@@ -25,7 +25,7 @@ def plot_errors(config: Mapping[str, Any], path: Path) -> None:
     where the file cannot be written.
     """
     layers = config["errors"]["layers"]
-    if not config["calibration"]:
+    if "captured" not in config:
         raise UsageError(f"--plot {path}: {config['method']['name']} has no calibration errors to plot")
     figure = new_figure(10, 6)
     below, label = ("codes", "codes of\na token") if "codes" in layers[0]["k"] else _CORRELATION

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from kvq_cli.calibration.allocation import allocate
 from kvq_cli.calibration.blocks import draw_coreset
-from kvq_cli.calibration.codebooks import CapturedStream, ClusterSettings, rounded
+from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
+from kvq_cli.calibration.codebooks import rounded
 from kvq_cli.calibration.kmeans import weighted_kmeans
 from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.nearest import MAX_ENTRIES

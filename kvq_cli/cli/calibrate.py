@@ -147,19 +147,21 @@ def calibrate(
 def _print_dry_run(output: Output, found: dict[str, Any]) -> None:
     rows = [[t["name"], "x".join(map(str, t["shape"])), t["dtype"], human_bytes(t["bytes"])] for t in found["tensors"]]
     output.table(["tensor (per layer)", "shape", "dtype", "bytes, all layers"], rows)
-    settings = found["request"]["calibration"]
+    settings, clusters = found["request"]["calibration"], "captured_bytes" in found
     output.text(f"artifact   {human_bytes(found['artifact_bytes'])}")
-    if settings:
+    if clusters:
         output.text(f"disk       {human_bytes(found['captured_bytes'])} while calibrating")
     output.text(f"memory     about {human_bytes(found['memory_bytes'])}, model and libraries included")
-    if settings:
+    if settings and not clusters:
+        output.text(f"data       {settings['samples']} samples of {settings['seqlen']} tokens")
+    elif settings:
         output.text(
             f"data       {settings['samples']} samples of {settings['seqlen']} tokens, "
             f"{settings['gradients']} of them with gradients; {found['captured_share']:.0%} of the tokens kept"
         )
     else:
         output.text("data       none: the method only factorizes weights")
-    if settings and found["gradient_checkpointing"]:
+    if clusters and found["gradient_checkpointing"]:
         output.text("gradients  with checkpointing: each layer runs twice, to save memory")
     output.result(found)
 
@@ -167,14 +169,14 @@ def _print_dry_run(output: Output, found: dict[str, Any]) -> None:
 def _print_artifact(output: Output, artifact: Artifact) -> None:
     config = artifact.config
     layers = config["errors"]["layers"]
-    if config["calibration"]:
+    if "captured" in config:
         mean = {kind: sum(layer[kind]["chosen"]["fisher"] for layer in layers) / len(layers) for kind in ("k", "v")}
         summary = f"error on held-out text, Fisher-weighted: keys {mean['k']:.4f}, values {mean['v']:.4f}"
     else:
-        worst = max((one["residual"] for layer in layers for one in layer.values()), default=0.0)
+        residuals = [one["residual"] for layer in layers for one in layer.values()]
         summary = (
-            f"factors of the weights, relative error at most {worst:.1e}"
-            if worst
+            f"factors of the weights, relative error at most {max(residuals):.1e}"
+            if residuals
             else "nothing to calibrate for this model"
         )
     output.text(f"{artifact.path}: {human_bytes(config['sizes']['total'])}; {summary}")

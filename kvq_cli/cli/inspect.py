@@ -52,8 +52,8 @@ def _print_origin(out: Output, config: Mapping[str, Any]) -> None:
     )
     if not data:
         return out.text("data       none: the method only factorizes weights")
-    captured = config["captured"]
-    out.text(
-        f"data       {data['dataset']}, {data['samples']} samples of {data['seqlen']} tokens, seed {data['seed']}; "
-        f"{captured['tokens_with_gradients']:,} tokens with gradients, {captured['tokens_held_out']:,} of them held out"
-    )
+    text = f"data       {data['dataset']}, {data['samples']} samples of {data['seqlen']} tokens, seed {data['seed']}"
+    if captured := config.get("captured"):
+        gradients, held_out = captured["tokens_with_gradients"], captured["tokens_held_out"]
+        text += f"; {gradients:,} tokens with gradients, {held_out:,} of them held out"
+    out.text(text)

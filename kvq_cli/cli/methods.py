@@ -22,6 +22,7 @@ Name = Annotated[str | None, typer.Argument(metavar="NAME", help="Name of a meth
 def methods(name: Name = None, as_json: Json = False) -> None:
     """List the compression methods, or the options of one method."""
     out = Output(as_json=as_json)
+    from kvq_cli.methods.recommended import recommended
     from kvq_cli.methods.registry import method_class, method_names
 
     if name is None:
@@ -48,6 +49,15 @@ def methods(name: Name = None, as_json: Json = False) -> None:
         rows = [[o["name"], _option_text(o["default"]), o["help"], _valid_values(o)] for o in options]
         out.table(["option", "default", "description", "valid values"], rows)
         out.prose("Set one with --set OPTION=VALUE (bits also with --bits).")
+    about["recommended"] = [dataclasses.asdict(each) for each in recommended(name)]
+    if found := recommended(name):
+        first = found[0]
+        out.prose(
+            f"Better than the defaults beyond chance ({first.windows} windows of {first.tokens:,} tokens; "
+            "docs/SETTINGS.md has all settings measured):"
+        )
+        for each in found:
+            out.prose(str(each))
     out.result(about)
 
 

@@ -146,6 +146,14 @@ def _compresses(values: Values) -> bool:
 def _reads_text(values: Values) -> bool:
     """Whether calibrating the method reads text, instead of factorizing weights."""
     from kvq_cli.benchmarking.shapes import SHAPES
+    from kvq_cli.methods.base import reads_text
+
+    return reads_text(_calibrated(values).calibration(SHAPES["llama-3.1-8b"].model_shape()))
+
+
+def _captures(values: Values) -> bool:
+    """Whether calibrating the method captures keys, values and gradients on text, to cluster them."""
+    from kvq_cli.benchmarking.shapes import SHAPES
     from kvq_cli.methods.base import FactorSpec
 
     return not isinstance(_calibrated(values).calibration(SHAPES["llama-3.1-8b"].model_shape()), FactorSpec)
@@ -153,7 +161,7 @@ def _reads_text(values: Values) -> bool:
 
 def _weighted(values: Values) -> bool:
     """Whether k-means is weighted by squared gradients."""
-    return _reads_text(values) and values.get("fisher", True) and getattr(_calibrated(values), "fisher", True)
+    return _captures(values) and values.get("fisher", True) and getattr(_calibrated(values), "fisher", True)
 
 
 def _calibrated(values: Values) -> Any:
@@ -256,6 +264,7 @@ _only_ruler = unless(_ruler, "only tasks of RULER read it")
 _only_lm_eval = unless(_lm_eval, "only tasks of lm-eval read it")
 _sampled = unless(lambda values: values["temperature"] > 0, "decoding is greedy without --temperature")
 _text = unless(_reads_text, "the method factorizes weights and reads no text")
+_clusters = unless(_captures, "the method factorizes weights and clusters nothing")
 _grows = unless(lambda values: values["grow"], "it needs --grow", refuse=True)
 _random = unless(lambda values: values["random"] is not None, "it needs --random", refuse=True)
 _not_random = unless(lambda values: values["random"] is None, "--random replaces the model: use one", refuse=True)
@@ -322,11 +331,12 @@ RULES: dict[str, dict[str, Rule]] = {
     "calibrate": {
         **_all_read("method", "bits", "set_", "fisher", "dry_run", "model", "device", "dtype"),
         **_all_read("config", "as_json", "quiet"),
-        **_rules(
-            _text, "dataset", "samples", "seqlen", "gradients", "points", "iterations", "kmeans", "budget", "seed"
-        ),
+        **_rules(_text, "dataset", "samples", "seqlen", "seed"),
+        **_rules(_either(_text, _clusters), "gradients", "points", "iterations", "kmeans", "budget"),
         **_rules(unless(lambda values: not values["dry_run"], "--dry-run writes nothing"), "out", "resume", "force"),
-        "captured": _either(_text, unless(lambda values: not values["dry_run"], "--dry-run captures nothing")),
+        "captured": _either(
+            _text, _clusters, unless(lambda values: not values["dry_run"], "--dry-run captures nothing")
+        ),
         "damping": _either(_text, unless(_weighted, "k-means is not weighted by gradients")),
         "trust_remote_code": _code,
     },

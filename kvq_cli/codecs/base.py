@@ -120,6 +120,13 @@ class Codec(BlockFormat, ABC):
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         """Unpack to `[batch, kv_heads, tokens, head_dim]` in `dtype`."""
 
+    def products(self, queries: Tensor, packed: Packed) -> Tensor:
+        """Products of queries with all tokens, `[batch, kv_heads, queries, tokens]` float32.
+
+        queries: `[batch, kv_heads, queries, head_dim]` float32.
+        """
+        return queries @ self.decode(packed, torch.float32).transpose(2, 3)
+
     def weighted_sum(self, weights: Tensor, packed: Packed) -> Tensor:
         """Sums over tokens of weight times number, `[batch, kv_heads, queries, head_dim]` float32.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -10,11 +9,10 @@ from torch import Tensor
 
 from kvq_cli.codecs.base import Codec, Packed, Part
 from kvq_cli.codecs.codebook import CodebookCodec
+from kvq_cli.codecs.exact_product import ExactProduct
 
 #: Components of a chunk, which is one 8-bit code: 8, 4, 2 or 1 bits per component.
 CHUNKS = (1, 2, 4, 8)
-#: Numbers are clamped to this many deviations (a power of two) from the mean of their channel.
-_MAX_DEVIATIONS = 2.0**7
 
 
 class TransformCodec(Codec):
@@ -28,8 +26,7 @@ class TransformCodec(Codec):
     allocation:  `[G, 4]`: how many chunks have 1, 2, 4 and 8 components, in the order of the components.
     centroids.n: of chunks of n components, `[chunks of all groups, 256, n]`; absent where there are none.
 
-    z is exact: numbers and A are rounded to integers whose products and sums are below 2^53, so that a token gets the
-    same codes alone as among others.
+    z is an `ExactProduct`: a token gets the same codes alone as among others.
 
     Part: `codes` uint8 `[B, 1, T, chunks]`, chunks of 1 component of all groups first, then those of 2, 4 and 8.
     """
@@ -47,7 +44,7 @@ class TransformCodec(Codec):
         }
         self.codes = sum(books.shape[0] for books in centroids.values())
         self.nominal_bits = 8 * self.codes / (groups * width)
-        self._to_grid, self._integers, self._step = _integer_transform(self._std, self._analysis)
+        self._product = ExactProduct(self._std, self._analysis)
         # Of each chunk length, the components of each group: where they stand in its transform.
         starts = [[sum(n * s for n, s in zip(row[:i], CHUNKS, strict=False)) for i in range(4)] for row in allocation]
         self._spans = {
@@ -66,7 +63,7 @@ class TransformCodec(Codec):
         named = {"mean": self._mean, "std": self._std, "analysis": self._analysis, "synthesis": self._synthesis}
         for size, member in self._members.items():
             named |= {f"{size}.{name}": tensor for name, tensor in member.constants().items()}
-        return named | {"gain": self._integers}
+        return named | {"gain": self._product.integers}
 
     def _by_chunk_length(self, synthesis: Tensor) -> tuple[Tensor, dict[int, list[Tensor]]]:
         """S without dropped components in one tensor, and its views by chunk length: a group's `[components, W]`."""
@@ -85,10 +82,7 @@ class TransformCodec(Codec):
         """z of `x` `[B, H, T, D]`: `[B, G, T, K]` float32, the same for a token alone and among others."""
         groups = self._mean.shape[0]
         x = x.float().unflatten(1, (groups, self._per_group)).transpose(2, 3).flatten(3)  # [B, G, T, W]
-        grid = (x - self._mean.unsqueeze(1)) * self._to_grid
-        limit = 2.0 ** _grid_bits(self._mean.shape[1])
-        grid = grid.round_().clamp_(-limit, limit).double()
-        return (grid @ self._integers.transpose(1, 2)).mul_(self._step.unsqueeze(1)).float()
+        return self._product(x - self._mean.unsqueeze(1))
 
     def _encode(self, x: Tensor) -> Packed:
         z = self.components(x)
@@ -131,22 +125,3 @@ class TransformCodec(Codec):
             part = Packed(packed.tokens, {"codes": Part(codes[..., first:last], 1)})
             pieces[size], first = member.decode(part, torch.float32)[:, 0], last
         return pieces
-
-
-def _grid_bits(width: int) -> int:
-    """Bits of the integers whose products, summed over `width` channels, stay below 2^53."""
-    return (53 - math.ceil(math.log2(max(2, width)))) // 2
-
-
-def _integer_transform(std: Tensor, analysis: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(factor of a channel to its integer grid `[G, 1, W]`, A in integers `[G, K, W]` float64, value of a unit of their
-    product `[G, K]` float64, a power of two)."""
-    bits = _grid_bits(std.shape[1])
-    safe = std.masked_fill(std <= 0, 1)
-    to_grid = (2.0**bits / _MAX_DEVIATIONS) / safe
-    scaled = analysis.double() * safe.double().unsqueeze(1)
-    exponent = torch.frexp(scaled.abs().amax(dim=2)).exponent  # the largest of a row is below 2^exponent
-    one = torch.ones_like(scaled[:, :, 0])
-    integers = (scaled * torch.ldexp(one, bits - exponent).unsqueeze(2)).round()
-    step = torch.ldexp(one, exponent - bits) * (_MAX_DEVIATIONS / 2.0**bits)
-    return to_grid.unsqueeze(1), integers, step

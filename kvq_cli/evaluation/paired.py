@@ -63,7 +63,7 @@ def differences(folder: Path, methods: Mapping[str, Mapping], baseline: str) -> 
     Losses and KL divergences are in nats per token, scores in percent. KvqError if the sample files are missing.
     """
     base = match_label(baseline, methods)
-    scores = {label: _scores(folder, document) for label, document in methods.items()}
+    scores = {label: sample_scores(folder, document) for label, document in methods.items()}
     return {
         label: {
             name: _common_samples(values, scores[base][name])
@@ -108,8 +108,11 @@ def _common_samples(first: Mapping[Hashable, float], second: Mapping[Hashable, f
     return paired([first[index] for index in both], [second[index] for index in both])
 
 
-def _scores(folder: Path, document: Mapping[str, Any]) -> dict[str, dict[Hashable, float]]:
-    """Scores of a method by metric and sample."""
+def sample_scores(folder: Path, document: Mapping[str, Any]) -> dict[str, dict[Hashable, float]]:
+    """Scores of a method by metric and sample: losses and KL in nats per token, others in percent.
+
+    Samples are numbers, or (evaluation, number) in the metrics of several texts together: `perplexity loss`.
+    """
     scores: dict[str, dict[Hashable, float]] = {}
     for name, path in document["samples"].items():
         try:

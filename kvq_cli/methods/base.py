@@ -109,6 +109,8 @@ class CodebookSpec:
     by_range:  use the midpoint and half the distance of the outlier thresholds as mean and std (KVQuant).
     per_token: scale by the range of each token instead, computed online with its outliers (KVQuant's values).
     across_heads: the kv heads share their codebooks, which are stored once (KVQuant).
+    rotation:  rotate the channels of each head first: "none", by a "hadamard" matrix, or by a calibrated matrix
+               ("opq"), the tensor `rotation`.
     """
 
     shapes: tuple[BlockShape, ...]
@@ -119,6 +121,7 @@ class CodebookSpec:
     by_range: bool = False
     per_token: bool = False
     across_heads: bool = False
+    rotation: str = "none"
 
 
 @dataclass(frozen=True)
@@ -130,6 +133,46 @@ class FactorSpec:
     """
 
     layers: tuple[tuple[str, ...], ...]
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the factors depend on activations on text, beside the weights."""
+        return False
+
+    def rank(self, name: str, shape: ModelShape) -> int:
+        """The latents of a factorized weight: of W_k and W_v all."""
+        size = shape.kv_heads * shape.head_dim
+        return min(shape.hidden_size, 2 * size if name == "x" else size)
+
+
+@dataclass(frozen=True)
+class LowRankSpec(FactorSpec):
+    """Calibration by low-rank factors of W_k and W_v, for groups of heads (PALU).
+
+    heads:    kv heads of a group.
+    latents:  of a group, together.
+    whiten:   minimize the error of W x on text; else of W itself.
+    hadamard: rotate the latents of each group by a Hadamard matrix, which is multiplied into the factors.
+    skip:     first tokens of each sample to leave out (attention sinks).
+    """
+
+    heads: int
+    latents: int
+    whiten: bool
+    hadamard: bool
+    skip: int
+
+    @property
+    def reads_text(self) -> bool:
+        return self.whiten
+
+    def rank(self, name: str, shape: ModelShape) -> int:
+        return shape.kv_heads // self.heads * self.latents
+
+
+def reads_text(spec: AnySpec) -> bool:
+    """Whether a calibration runs the model on text; else it factorizes weights alone."""
+    return not isinstance(spec, FactorSpec) or spec.reads_text
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import BlockShape, CalibrationSpec, CodebookSpec, ModelShape
-from kvq_cli.methods.codebooks import ENTRIES, CodebookMethod, check_outliers
+from kvq_cli.methods.codebooks import ENTRIES, CodebookMethod, check_outliers, check_rotation, rotation_option
 from kvq_cli.methods.registry import register
 
 
@@ -20,7 +20,9 @@ class ChannelKV(CodebookMethod):
     name = "channelkv"
     paper = "https://arxiv.org/abs/2405.03917"
     summary = "codebooks over chunks of adjacent channels, calibrated with Fisher weights; pre-RoPE keys"
-    calibration_result = "codebooks (Fisher k-means)"
+    calibration_result = "codebooks (Fisher k-means), rotations (OPQ)"
+
+    rotation: str = rotation_option()
 
     @property
     def chunk(self) -> int:
@@ -36,5 +38,7 @@ class ChannelKV(CodebookMethod):
                 f"head_dim={shape.head_dim}; {mend}"
             )
         check_outliers(self.outliers, shape)
-        stream = CodebookSpec((BlockShape("channel", 1, self.chunk),), ENTRIES, self.chunk, False, self.outliers)
+        check_rotation(self.rotation, shape)
+        block = BlockShape("channel", 1, self.chunk)
+        stream = CodebookSpec((block,), ENTRIES, self.chunk, False, self.outliers, rotation=self.rotation)
         return CalibrationSpec(stream, stream, skip=self.sinks, fisher=self.fisher, hybrid="off")

@@ -6,14 +6,17 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.codebook import CodebookCodec
+from kvq_cli.codecs.hadamard import factors
 from kvq_cli.codecs.outliers import OutlierCodec, block_capacity
 from kvq_cli.codecs.per_head import PerHeadCodec
 from kvq_cli.codecs.per_token import PerTokenCodec
+from kvq_cli.codecs.rotated import HadamardRotation, MatrixRotation, RotatedCodec
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.base import (
     SOURCES,
@@ -27,6 +30,8 @@ from kvq_cli.methods.base import (
 )
 from kvq_cli.methods.window import Window
 
+#: Values of the option `rotation`.
+ROTATIONS = ("none", "hadamard", "opq")
 #: Entries of a codebook with 8-bit codes.
 ENTRIES = 256
 
@@ -71,6 +76,21 @@ class CodebookMethod(Method):
         return StreamPlan(SOURCES[kind], codec, Window(self.sinks, self.recent, flush))
 
 
+def rotation_option() -> Any:
+    """The option of methods that can rotate the channels of each head before they are split into chunks."""
+    return option(
+        "none",
+        "rotate the channels of each head first: by a Hadamard matrix, or by a calibrated one (OPQ)",
+        choices=ROTATIONS,
+    )
+
+
+def check_rotation(rotation: str, shape: ModelShape) -> None:
+    """Raise UsageError for a head_dim without a Hadamard matrix, where one is asked for."""
+    if rotation == "hadamard":
+        factors(shape.head_dim)
+
+
 def check_outliers(outliers: float, shape: ModelShape) -> None:
     """Raise UsageError for a fraction that is too small for one outlier per block."""
     if outliers:
@@ -103,5 +123,9 @@ def codec_of(spec: CodebookSpec, tensors: Mapping[str, Tensor], shape: ModelShap
     if spec.per_token:
         return PerTokenCodec(codec, shape.kv_heads, shape.head_dim, spec.outliers, shape.dtype)
     if spec.outliers:
-        return OutlierCodec(codec, get("lower"), get("upper"), spec.outliers, shape.dtype)
+        codec = OutlierCodec(codec, get("lower"), get("upper"), spec.outliers, shape.dtype)
+    if spec.rotation == "hadamard":
+        return RotatedCodec(codec, HadamardRotation(shape.head_dim))
+    if spec.rotation == "opq":
+        return RotatedCodec(codec, MatrixRotation(get("rotation"), get("spread")))
     return codec

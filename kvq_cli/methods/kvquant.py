@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvq_cli.methods.base import BlockShape, CalibrationSpec, CodebookSpec, ModelShape, option
 from kvq_cli.methods.codebooks import CodebookMethod, check_outliers
@@ -32,15 +32,13 @@ class KVQuant(CodebookMethod):
     def calibration(self, shape: ModelShape) -> CalibrationSpec:
         check_outliers(self.outliers, shape)
 
-        def stream(**scaling: bool) -> CodebookSpec:
-            scalar = (BlockShape("scalar", 1, 1),)
-            return CodebookSpec(
-                scalar, 2**self.bits, shape.head_dim, outliers=self.outliers, across_heads=True, **scaling
-            )
-
+        scalar = (BlockShape("scalar", 1, 1),)
+        base = CodebookSpec(
+            scalar, 2**self.bits, shape.head_dim, normalize=False, outliers=self.outliers, across_heads=True
+        )
         return CalibrationSpec(
-            keys=stream(normalize=True, by_range=True),
-            values=stream(normalize=False, per_token=True),
+            keys=replace(base, normalize=True, by_range=True),
+            values=replace(base, per_token=True),
             skip=self.sinks,
             fisher=self.fisher,
             hybrid="off",

@@ -20,7 +20,7 @@ from kvq_cli.methods.base import Method
 from kvq_cli.options import parse_options
 
 _CLASSES: dict[str, type[Method]] = {}
-_NO_METHODS = {"base", "codebooks", "registry", "tensors", "window"}
+_NO_METHODS = {"base", "codebooks", "recommended", "registry", "tensors", "window"}
 #: Group of the entry points `NAME = "module:Class"` of other packages' methods.
 PLUGINS = "kvq.methods"
 

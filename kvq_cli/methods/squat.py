@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvq_cli.codecs.subspace import SubspaceCodec
 from kvq_cli.methods.base import LayerPlan, ModelShape, option
-from kvq_cli.methods.kivi import Kivi
+from kvq_cli.methods.kivi import KiviGroups
 from kvq_cli.methods.registry import register
 
 #: Channels of a block in the paper: two blocks of a head of 128.
@@ -18,7 +18,7 @@ BLOCK = 64
 
 @register
 @dataclass(frozen=True)
-class Squat(Kivi):
+class Squat(KiviGroups):
     """KIVI's windows, storage and values. Keys are quantized a block of channels at a time; each block's error is
     compensated in later channels to preserve inner products with the prompt's queries (Algorithm 1, Eq. 6).
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import BlockShape, CalibrationSpec, CodebookSpec, ModelShape, option
-from kvq_cli.methods.codebooks import ENTRIES, CodebookMethod, check_outliers
+from kvq_cli.methods.codebooks import ENTRIES, CodebookMethod, check_outliers, check_rotation, rotation_option
 from kvq_cli.methods.registry import register
 
 
@@ -19,7 +19,7 @@ class TemporalKV(CodebookMethod):
     name = "temporalkv"
     paper = "thesis: TemporalKV"
     summary = "codebooks over chunks of adjacent tokens, calibrated with Fisher weights; pre-RoPE keys"
-    calibration_result = "codebooks (Fisher k-means), mean, std, thresholds"
+    calibration_result = "codebooks (Fisher k-means), mean, std, thresholds, rotations (OPQ)"
 
     hybrid: str = option(
         "layer", "choose the block shape per layer, per head, or not at all", choices=("layer", "head", "off")
@@ -32,6 +32,7 @@ class TemporalKV(CodebookMethod):
     share: int | None = option(None, "adjacent channels that share a codebook; none: the chunk's length", at_least=1)
     normalize_keys: bool = option(True, "cluster keys as (k - mean) / std per channel")
     normalize_values: bool = option(False, "cluster values as (v - mean) / std per channel")
+    rotation: str = rotation_option()
 
     @property
     def chunk(self) -> int:
@@ -48,9 +49,10 @@ class TemporalKV(CodebookMethod):
 
     def calibration(self, shape: ModelShape) -> CalibrationSpec:
         check_outliers(self.outliers, shape)
+        check_rotation(self.rotation, shape)
         share = self._share(shape)
         keys, values = (
-            CodebookSpec(self.block_shapes(), ENTRIES, share, normalize, self.outliers)
+            CodebookSpec(self.block_shapes(), ENTRIES, share, normalize, self.outliers, rotation=self.rotation)
             for normalize in (self.normalize_keys, self.normalize_values)
         )
         return CalibrationSpec(keys, values, skip=self.sinks, fisher=self.fisher, hybrid=self.hybrid)

@@ -22,7 +22,7 @@ def layer_layout(spec: AnySpec, shape: ModelShape, layer: int, choices: Mapping[
     allocation of each group.
     """
     if isinstance(spec, FactorSpec):
-        return factor_layout(spec.layers[layer], shape)
+        return factor_layout(spec, layer, shape)
     layout: Layout = {}
     for kind in "kv":
         one = stream_spec(spec, layer, kind)
@@ -91,17 +91,20 @@ def stream_layout(spec: CodebookSpec, shape: ModelShape, choice: Sequence[int]) 
     layout["choice"] = ((shape.kv_heads,), torch.int8)
     for name in ("mean", "std") if spec.normalize else ():
         layout[name] = (channels, torch.float32)
+    if spec.rotation == "opq":
+        layout["rotation"] = ((*channels, shape.head_dim), torch.float32)
+        layout["spread"] = (channels, torch.float32)
     for name in ("lower", "upper") if spec.outliers and not spec.per_token else ():
         layout[name] = (channels, torch.float32)
     return layout
 
 
-def factor_layout(names: tuple[str, ...], shape: ModelShape) -> Layout:
-    """The factors of a layer's projections. names: the factorized weights, see `FactorSpec`."""
+def factor_layout(spec: FactorSpec, layer: int, shape: ModelShape) -> Layout:
+    """The factors of a layer's projections."""
     size = shape.kv_heads * shape.head_dim
     layout: Layout = {}
-    for name in names:
-        rank = min(shape.hidden_size, 2 * size if name == "x" else size)
+    for name in spec.layers[layer]:
+        rank = spec.rank(name, shape)
         layout[f"{name}.down"] = ((shape.hidden_size, rank), shape.dtype)
         layout |= {f"{kind}.up": ((rank, size), shape.dtype) for kind in (("k", "v") if name == "x" else (name,))}
     return layout

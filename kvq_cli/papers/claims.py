@@ -15,6 +15,7 @@ from kvq_cli.evaluation.tabulate import tabulate
 from kvq_cli.methods.registry import build_parsed
 from kvq_cli.papers.published import value as published_value
 from kvq_cli.papers.run import DONE, GPU_RESULTS, state
+from kvq_cli.papers.settings import Effect, Sweep, load_sweep
 from kvq_cli.papers.targets import ROOT, Target, target, targets
 
 HOLDS, FAILS, NOT_MEASURED, HARDWARE = "holds", "does not hold", "not measured", "needs hardware"
@@ -32,10 +33,19 @@ class Claim:
     sizes: str = "here"
     gpu: bool = False
     why: str | Mapping[str, str] = ""
+    tried: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def reason(self, model: str) -> str:
         """Why the claim does not hold on this model; empty where no reason is given."""
         return self.why if isinstance(self.why, str) else self.why.get(model, "")
+
+    def measured_reasons(self, model: str, root: Path = ROOT) -> list[tuple[Sweep, Effect]]:
+        """What other settings of the methods are worth on this model, as far as their sweeps were measured."""
+        sweeps = {name: load_sweep(target(name), model, root) for name in self.tried}
+        found = [
+            (sweep, sweep.effect(change)) for name, sweep in sweeps.items() if sweep for change in self.tried[name]
+        ]
+        return [(sweep, effect) for sweep, effect in found if effect is not None]
 
 
 @dataclass(frozen=True)

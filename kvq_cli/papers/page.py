@@ -13,6 +13,7 @@ from kvq_cli import __version__
 from kvq_cli.evaluation.formats import markdown
 from kvq_cli.papers.claims import FAILS, HARDWARE, HOLDS, NOT_MEASURED, Verdict, claims, judge
 from kvq_cli.papers.run import DONE, state
+from kvq_cli.papers.settings import Effect, Sweep
 from kvq_cli.papers.side_by_side import side_by_side
 from kvq_cli.papers.targets import REFERENCE, ROOT, SMOLLM2, Target, target, targets
 
@@ -34,7 +35,7 @@ def page_text(models: Sequence[str], root: Path = ROOT) -> str:
     ]
     for model, judged in verdicts.items():
         if failing := [verdict for verdict in judged if verdict.state == FAILS]:
-            reasons = "\n".join(_reason(verdict, model) for verdict in failing)
+            reasons = "\n".join(_reason(verdict, model, root) for verdict in failing)
             parts += [f"## What does not hold on the {_name(model)}, and why", reasons]
     columns = [column for model in models for column in (f"{_name(model)}: numbers", "holds")]
     for paper in PAPERS:
@@ -105,10 +106,22 @@ def _counts(verdicts: Mapping[str, Sequence[Verdict]]) -> list[list[Any]]:
     return rows
 
 
-def _reason(verdict: Verdict, model: str) -> str:
+def _reason(verdict: Verdict, model: str, root: Path) -> str:
     claim = verdict.claim
     why = claim.reason(model) or "not found yet"
-    return f"- **{claim.paper}, {claim.source}**: {claim.claim} *Why*: {why}."
+    text = f"- **{claim.paper}, {claim.source}**: {claim.claim} *Why*: {why}."
+    measured = [_setting(sweep, effect) for sweep, effect in claim.measured_reasons(model, root)]
+    return f"{text} *Measured* ([SETTINGS.md](SETTINGS.md)): {'; '.join(measured)}." if measured else text
+
+
+def _setting(sweep: Sweep, effect: Effect) -> str:
+    """What an option's value is worth beside the default: bits, KL and the verdict at equal bits."""
+    row, default = effect.measured, effect.default
+    mean, low, high = (f"{100 * value:+.0f}" for value in effect.judged.relative)
+    return (
+        f"{sweep.method} `{row.change}`: KL {row.mean_kl:.3g} with {row.bits:.3g} bits, {default.mean_kl:.3g} with "
+        f"{default.bits:.3g} by default ({effect.verdict}: {mean} %, 95 %: {low} to {high})"
+    )
 
 
 def _row(verdicts: Sequence[Verdict]) -> list[str]:

@@ -41,6 +41,7 @@ class Target:
     eval: str | None = None
     methods: Mapping[str, str] = field(default_factory=dict)
     grid: Mapping[str, Any] | None = None
+    sweep: Mapping[str, Any] | None = None
     columns: Mapping[str, Any] = field(default_factory=dict)
     plot: bool = False
     note: str = ""
@@ -59,6 +60,8 @@ class Target:
 
     def rows(self, model: str) -> dict[str, str]:
         """Published row -> method, like `kivi-2bit:residual=32`, at the sizes for this model."""
+        if self.sweep is not None:
+            return _sweep_rows(**self.sweep)
         if self.grid is None:
             return {row: text.format(**_words(model)) for row, text in self.methods.items()}
         axes = {key: values for key, values in self.grid.items() if isinstance(values, list)}
@@ -104,6 +107,13 @@ class Target:
             raise ValueError(f"{self.id} has no command: none of run, analyze, eval")
         compared = ["--config", self.config] if self.config else ["--compare", ",".join(self.rows(model).values())]
         return ["eval", *_sizes(self.eval, model), *compared, *shlex.split(self.options), *to]
+
+
+def _sweep_rows(method: str, bits: list[float], changes: list[str]) -> dict[str, str]:
+    """`2 bits` -> the defaults at each number of bits, the first of which is changed; then `option=value` -> method."""
+    defaults = {f"{each:g} bit" + "s" * (each != 1): f"{method}-{each:g}bit" for each in bits}
+    default = next(iter(defaults.values()))
+    return defaults | {change: f"{default}:{change}" for change in changes}
 
 
 def size(model: str) -> str:

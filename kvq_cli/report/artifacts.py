@@ -69,7 +69,7 @@ def _plots(
         series = []
         for style, artifact in enumerate(artifacts):
             layers = artifact.config["errors"]["layers"]
-            if bool(artifact.config["calibration"]) is not calibrated or not all(kind in layer for layer in layers):
+            if ("captured" in artifact.config) is not calibrated or not all(kind in layer for layer in layers):
                 continue
             points = [
                 Point(index, value(layer[kind]), f"{artifact.path.name}, layer {index}: {value(layer[kind]):.4g}")

@@ -25,12 +25,15 @@ METHODS = {
     "temporalkv": build("temporalkv", bits=4, hybrid="head", outliers=0.01, normalize_values=True),
     "temporalkv by layer": build("temporalkv", bits=4),
     "channelkv": build("channelkv", bits=4),
+    "channelkv with opq": build("channelkv", bits=4, rotation="opq"),
     "kvquant": build("kvquant", bits=2),
     "klt": build("klt", bits=4),
     "klt joined": build("klt", bits=2, join_keys=True),
     "mixed": build("mixed", bits=9, keys="klt-4bit temporalkv-4bit", values="fp16 kvquant-2bit"),
     "xquant": build("xquant"),
     "xquant-cl": build("xquant-cl", base_layers=1),
+    "palu": build("palu"),
+    "palu of the weights": build("palu", heads=1, whiten=False),
 }
 FIRST = "layers.0.k."
 
@@ -111,6 +114,18 @@ def test_statistics_out_of_range_are_refused(parts_of, refused, method):
 )
 def test_transforms_that_do_not_fit_are_refused(parts_of, refused, name, change, says):
     config, tensors = parts_of("klt")
+    refused(config, {**tensors, FIRST + name: change(tensors[FIRST + name]).contiguous()}, says)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "says"),
+    [
+        ("rotation", lambda t: 1.5 * t, "k.rotation is not orthogonal"),
+        ("spread", lambda t: -t, "k.spread has negative numbers"),
+    ],
+)
+def test_rotations_that_are_none_are_refused(parts_of, refused, name, change, says):
+    config, tensors = parts_of("channelkv with opq")
     refused(config, {**tensors, FIRST + name: change(tensors[FIRST + name]).contiguous()}, says)
 
 

@@ -13,6 +13,7 @@ from kvq_cli.attention.rotary import Rotation
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.rows import Rows
 from kvq_cli.codecs.identity import IdentityCodec
+from kvq_cli.codecs.rotated import HadamardRotation, RotatedCodec
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.methods.base import LayerPlan, StreamPlan
 from kvq_cli.methods.window import Window
@@ -102,11 +103,12 @@ def run(layer, turn, q, k, v, starts, exact, mask=None) -> torch.Tensor:
 
 def make(source, key_window, value_window, sliding=None, style="half", codec="uniform") -> tuple:
     turn = rotation(style if source == "pre_rope" else "none")
-    keys, values = (
-        (IdentityCodec(), IdentityCodec())
-        if codec == "identity"
-        else (UniformCodec(2, "channel", 4, DIM), UniformCodec(2, "token", 4, DIM))
-    )
+    codecs = {
+        "uniform": (UniformCodec(2, "channel", 4, DIM), UniformCodec(2, "token", 4, DIM)),
+        "identity": (IdentityCodec(), IdentityCodec()),
+        "rotated": tuple(RotatedCodec(IdentityCodec(), HadamardRotation(DIM, flip)) for flip in (False, True)),
+    }
+    keys, values = codecs[codec]
     plan = LayerPlan(StreamPlan(source, keys, key_window), StreamPlan("value", values, value_window))
     return CompressedLayer(0, plan, turn, sliding), turn
 
@@ -175,11 +177,15 @@ def test_tile_size_does_not_change_the_result(exact, monkeypatch):
     torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-4)
 
 
-def test_identity_codec_equals_plain_attention():
-    layer, turn = make("pre_rope", Window(2, 3, 4), Window(1, 0, 2), codec="identity")
+@pytest.mark.parametrize(
+    ("codec", "source"), [("identity", "pre_rope"), ("rotated", "pre_rope"), ("rotated", "post_rope")]
+)
+def test_identity_codec_equals_plain_attention(codec, source):
+    """Rotating keys, queries and values by a Hadamard matrix changes nothing where nothing is quantized."""
+    layer, turn = make(source, Window(2, 3, 4), Window(1, 0, 2), codec=codec)
     q, k, v = (numbers(2, h, 40, DIM, seed=i) for i, h in enumerate((HEADS * GROUP, HEADS, HEADS)))
     actual = run(layer, turn, q, k, v, [0, 20, *range(30, 40)], False)
-    queries, keys = turn.at(q, 0), turn.at(k, 0)
+    queries, keys = (turn.at(q, 0), turn.at(k, 0)) if turn.style != "none" else (q, k)
     expected = torch.nn.functional.scaled_dot_product_attention(
         queries, keys, v, is_causal=True, scale=SCALING, enable_gqa=True
     )

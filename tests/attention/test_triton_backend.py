@@ -174,6 +174,8 @@ def test_built_in_model_generates_the_same_tokens(method):
         (build("gear"), "a low-rank approximation"),
         (build("zipcache"), "different numbers of bits"),
         (build("innerq", group=16), "use group=32"),
+        (build("kivi", rotation="hadamard"), "channels are rotated"),
+        (build("turboquant"), "channels are rotated"),
         (CodecMethod(transform, transform), "components of a transform"),
     ],
 )

@@ -6,7 +6,8 @@ import itertools
 import pytest
 import torch
 
-from kvq_cli.calibration.codebooks import CapturedStream, ClusterSettings, calibrate_stream, choose_shapes
+from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
+from kvq_cli.calibration.codebooks import calibrate_stream, choose_shapes
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.codecs.per_token import PerTokenCodec, split_outliers
 from kvq_cli.methods.base import BlockShape, CodebookSpec, ModelShape

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvq_cli.calibration.allocation import EXCESS, allocate, chunk_losses
-from kvq_cli.calibration.codebooks import CapturedStream, ClusterSettings
+from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
 from kvq_cli.calibration.transforms import SHRINKAGE, calibrate_transform, fit_transform
 from kvq_cli.codecs.transform import CHUNKS
 

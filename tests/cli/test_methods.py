@@ -2,7 +2,8 @@
 
 import json
 
-from kvq_cli.methods.registry import build, method_names
+from kvq_cli.methods.recommended import recommended
+from kvq_cli.methods.registry import build, build_parsed, method_names
 
 
 def test_all_methods(kvq):
@@ -18,6 +19,27 @@ def test_listed_options_are_accepted(kvq):
     assert build("kivi", **defaults) == build("kivi")
     table = kvq("methods", "kivi").stdout
     assert all(option["help"] in table for option in found["options"])
+
+
+def test_recommended_settings_are_printed(kvq, monkeypatch):
+    entry = {"change": "sinks=8", "kl": -0.12, "low": -0.15, "high": -0.09, "bits": 0.25, "long_bits": 0.01}
+    entry |= {"long_only": False, "model": "SmolLM2-135M", "windows": 6, "tokens": 1024, "long": 32768}
+    more = {**entry, "change": "sinks=32", "long_only": True, "bits": 0.001, "long_bits": -0.004}
+    monkeypatch.setattr("kvq_cli.methods.recommended._document", lambda: {"kivi": [entry, more]})
+    text = kvq("methods", "kivi").stdout
+    assert "6 windows of 1,024 tokens" in text
+    bits = "(+0.25 bits at 1,024 tokens, +0.01 at 32,768)"
+    assert f"on SmolLM2-135M, sinks=8: KL -12 % (95 %: -15 to -9) at equal bits {bits}\n" in text
+    assert "on SmolLM2-135M, sinks=32: KL -12 % (95 %: -15 to -9) at the bits of 32,768 tokens (no more bits)\n" in text
+    assert json.loads(kvq("methods", "kivi", "--json").stdout)["recommended"] == [entry, more]
+    assert "Better than the defaults" not in kvq("methods", "fp16").stdout
+
+
+def test_recommended_settings_are_valid():
+    for name in method_names():
+        for each in recommended(name):
+            assert build_parsed(f"{name}:{each.change}") != build(name)
+            assert each.low <= each.kl <= each.high < 0
 
 
 def test_unknown_method(fails):

@@ -10,10 +10,12 @@ from kvq_cli.codecs import base
 from kvq_cli.codecs.base import Packed, Part, Prompt
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.codecs.identity import IdentityCodec
+from kvq_cli.codecs.lloyd_max import LloydMaxCodec
 from kvq_cli.codecs.normalized import NormalizedCodec
 from kvq_cli.codecs.outliers import OutlierCodec
 from kvq_cli.codecs.per_head import PerHeadCodec
 from kvq_cli.codecs.per_token import PerTokenCodec
+from kvq_cli.codecs.rotated import HadamardRotation, MatrixRotation, RotatedCodec
 from kvq_cli.codecs.signed import SignedCodec
 from kvq_cli.codecs.subspace import SubspaceCodec
 from kvq_cli.codecs.transform import TransformCodec
@@ -42,6 +44,10 @@ def transform(allocation):
     width = HEADS * HEAD_DIM // len(allocation)
     tensors = random_transform(allocation, width, torch.float32, torch.Generator().manual_seed(0))
     return TransformCodec(HEADS, tensors)
+
+
+def matrix_rotation():
+    return MatrixRotation(torch.linalg.qr(draw(HEADS, HEAD_DIM, HEAD_DIM)).Q, torch.ones(HEADS, HEAD_DIM))
 
 
 def one_for_all(entries):
@@ -75,6 +81,10 @@ CODECS = {
     "per token": PerTokenCodec(one_for_all(4), HEADS, HEAD_DIM, 0, torch.float32),
     "per token with outliers": PerTokenCodec(one_for_all(8), HEADS, HEAD_DIM, 0.02, torch.bfloat16),
     "per head": per_head(),
+    "lloyd-max": LloydMaxCodec(3, HEAD_DIM, correct_norm=False),
+    "rotated lloyd-max": RotatedCodec(LloydMaxCodec(2, HEAD_DIM), HadamardRotation(HEAD_DIM, flip=True)),
+    "rotated uniform": RotatedCodec(UniformCodec(2, "channel", 16, HEAD_DIM), HadamardRotation(HEAD_DIM)),
+    "rotated by a matrix": RotatedCodec(UniformCodec(2, "token", 16, HEAD_DIM), matrix_rotation()),
     "outliers on uniform": outliers(UniformCodec(2, "channel", 16, HEAD_DIM)),
     "outliers per head": outliers(per_head()),
 }
@@ -100,7 +110,8 @@ def assert_same(a: Packed, b: Packed) -> None:
 
 def assert_same_numbers(codec, a: torch.Tensor, b: torch.Tensor) -> None:
     """Bit for bit, but for matrix products, which round differently for other numbers of tokens."""
-    if isinstance(codec, TransformCodec):
+    products = isinstance(codec, RotatedCodec) and isinstance(codec.rotation, MatrixRotation)
+    if products or isinstance(codec, TransformCodec):
         torch.testing.assert_close(a, b, rtol=1e-5 if a.dtype == torch.float32 else 1e-2, atol=1e-5)
     else:
         assert torch.equal(a, b)
@@ -174,6 +185,16 @@ def test_decode_does_not_modify_its_input(codec):
     first = codec.decode(packed, torch.float32).clone()
     codec.decode(packed, torch.bfloat16)
     assert torch.equal(codec.decode(packed, torch.float32), first)
+
+
+@each_codec
+def test_products_and_weighted_sums_are_those_of_decoded_numbers(codec):
+    packed = codec.encode(draw(BATCH, HEADS, 4 * codec.block_tokens, HEAD_DIM))
+    x = codec.decode(packed, torch.float32).double()
+    queries, weights = draw(BATCH, HEADS, 2, HEAD_DIM), draw(BATCH, HEADS, 2, packed.tokens)
+    products = codec.products(queries, packed).double()
+    torch.testing.assert_close(products, queries.double() @ x.mT, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(codec.weighted_sum(weights, packed).double(), weights.double() @ x, rtol=1e-4, atol=1e-3)
 
 
 @each_codec

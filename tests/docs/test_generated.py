@@ -19,6 +19,7 @@ PAGES = {
     "api.py": "API.md",
     "architecture.py": "architecture.svg",
     "decode_step.py": "decode-step.svg",
+    "settings.py": "SETTINGS.md",
 }
 
 
@@ -48,6 +49,12 @@ def test_every_script_is_part_of_make_docs():
     assert scripts == {*PAGES, *by_rows}
     line = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "tools/docs/{" in line)
     assert set(line.split("{")[1].split("}")[0].split(",")) == {Path(script).stem for script in scripts}
+
+
+def test_recommended_settings_are_those_of_the_results(tmp_path):
+    generate("settings.py", tmp_path)
+    committed = ROOT / "kvq_cli" / "methods" / "recommended.json"
+    assert (tmp_path / committed.name).read_text() == committed.read_text(), "out of date: run `make docs`"
 
 
 def test_commands_do_not_depend_on_the_terminal(tmp_path):

@@ -24,6 +24,7 @@ SMALL = {"sinks": 2, "recent": 8}
 METHODS = {
     "fp16": build("fp16"),
     "kivi": build("kivi", group=16, **SMALL),
+    "turboquant": build("turboquant", **SMALL),
     "squat": build("squat", group=16, **SMALL),
     "innerq": build("innerq", **SMALL),
     "innerq-hybrid_prefill": build("innerq", mode="hybrid_prefill", **SMALL),
@@ -31,6 +32,7 @@ METHODS = {
     "zipcache": build("zipcache", residual=16),
     "klt": build("klt", buffer=4),
     "mixed": build("mixed", bits=6, keys="kivi-4bit:group=8:pre_rope=on", values="klt", buffer=8),
+    "palu": build("palu", **SMALL),
     "temporalkv": "temporalkv-2bit",
     "channelkv": "channelkv-2bit",
     "kvquant": "kvquant-2bit",

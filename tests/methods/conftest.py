@@ -8,7 +8,8 @@ from random_transforms import random_layer
 
 from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.calibration import capture
-from kvq_cli.calibration.codebooks import CapturedStream, ClusterSettings, calibrate_stream
+from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
+from kvq_cli.calibration.codebooks import calibrate_stream
 from kvq_cli.data.texts import load_text, token_windows
 from kvq_cli.methods.base import CalibrationSpec, LayerPlan, Method, MixedSpec, ModelShape, TransformSpec
 from kvq_cli.models import load_model
@@ -47,6 +48,9 @@ def layer_tensors(
         if stream.normalize:
             tensors[f"{kind}.mean"] = draw(shape.kv_heads, shape.head_dim)
             tensors[f"{kind}.std"] = draw(shape.kv_heads, shape.head_dim).abs() + 0.5
+        if stream.rotation == "opq":
+            tensors[f"{kind}.rotation"] = torch.linalg.qr(draw(shape.kv_heads, shape.head_dim, shape.head_dim)).Q
+            tensors[f"{kind}.spread"] = torch.ones(shape.kv_heads, shape.head_dim)
         if stream.outliers and not stream.per_token:
             tensors[f"{kind}.lower"] = -draw(shape.kv_heads, shape.head_dim).abs() - 1
             tensors[f"{kind}.upper"] = draw(shape.kv_heads, shape.head_dim).abs() + 1

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from kvq_cli.calibration.codebooks import ClusterSettings, calibrate_stream
+from kvq_cli.calibration.captured import ClusterSettings
+from kvq_cli.calibration.codebooks import calibrate_stream
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.base import BlockShape, CodebookSpec

@@ -78,3 +78,20 @@ def test_fp16_is_lossless(shape_of):
         assert (stream.source, stream.window) == (source, Window(0, 0, 1))
         assert torch.equal(stream.codec.decode(stream.codec.encode(x), x.dtype), x)
         assert bits_per_number(stream, shape) == 16
+
+
+@pytest.mark.parametrize("key_axis", ["channel", "token"])
+def test_rotation_changes_neither_bytes_nor_windows(shape, key_axis):
+    plain, rotated = (
+        build("kivi", rotation=rotation, key_axis=key_axis).plan(0, shape, {}) for rotation in ("none", "hadamard")
+    )
+    for before, after in zip(plain.kept, rotated.kept, strict=True):
+        assert (after.source, after.window) == (before.source, before.window)
+        assert bits_per_number(after, shape) == bits_per_number(before, shape)
+        assert after.codec.base.axis == before.codec.axis
+    assert plain.keys.window == (Window(0, 0, 128) if key_axis == "channel" else Window(0, 128, 1))
+
+
+def test_rotation_refuses_other_head_dims(shape_of):
+    with pytest.raises(UsageError, match="Hadamard rotation of 112 channels"):
+        build("kivi", rotation="hadamard", group=16).plan(0, shape_of(head_dim=112), {})

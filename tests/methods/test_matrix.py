@@ -6,6 +6,7 @@ bytes reported are those of the tensors. The model's side of it is at the end, w
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -21,16 +22,22 @@ from kvq_cli.cache.rows import Rows
 from kvq_cli.cache.stream import Stream
 from kvq_cli.codecs.base import Prompt
 from kvq_cli.methods.base import Method
-from kvq_cli.methods.registry import build, to_config
+from kvq_cli.methods.registry import build, has_option, method_class, to_config
 
 METHODS = [
     *(("kivi", {"bits": bits, "group": 16, "sinks": 3, "recent": 5}) for bits in (1, 2, 3, 4, 8)),
+    ("kivi", {"bits": 4, "group": 16, "residual": 16, "rotation": "hadamard"}),
+    ("kivi", {"group": 16, "recent": 5, "rotation": "hadamard", "key_axis": "token", "pre_rope": True}),
+    *(("turboquant", {"bits": bits, "sinks": 3}) for bits in (1, 2, 3, 4)),
+    ("turboquant", {"bits": 3, "values": "lloyd_max", "flip": True, "recent": 5, "buffer": 4}),
     *(("kvquant", {"bits": bits, "recent": 3}) for bits in (1, 2, 3, 4, 8)),
     ("kvquant", {"outliers": 0.0}),
     *(("channelkv", {"bits": bits, "recent": 3}) for bits in (1, 2, 4)),
     ("channelkv", {"outliers": 0.01}),
     *(("temporalkv", {"bits": bits, "recent": 3}) for bits in (1, 2, 4)),
     ("temporalkv", {"outliers": 0.01}),
+    ("channelkv", {"rotation": "hadamard", "outliers": 0.01}),
+    ("temporalkv", {"rotation": "opq", "recent": 3}),
     *(("innerq", {"bits": bits, "group": 16, "sinks": 3, "recent": 5}) for bits in (1, 2, 3, 4, 8)),
     *(
         ("innerq", {"mode": mode, "sign": sign, "group": 16, "sinks": 3, "recent": 5})
@@ -199,8 +206,9 @@ UNCALIBRATED = sorted({n for n, options in METHODS if options.get("bits") == 3 a
 def test_errors_fall_as_bits_rise(name):
     """Of methods without calibration: random codebooks have no meaningful error."""
     model, ids = model_of("GQA", 64), torch.randint(3, 97, (1, 60), generator=torch.Generator().manual_seed(1))
-    own, errors = model(ids).logits, []
-    for bits in (2, 3, 4, 8):
-        with attach(model, build(name, bits=bits, group=16, sinks=2, recent=2), prefill="compressed") as kv:
+    own, errors, group = model(ids).logits, [], {"group": 16} if has_option(name, "group") else {}
+    choices = {field.name: field.metadata["choices"] for field in dataclasses.fields(method_class(name))}["bits"]
+    for bits in sorted({2, 3, 4, 8} & set(choices)):
+        with attach(model, build(name, bits=bits, sinks=2, recent=2, **group), prefill="compressed") as kv:
             errors.append((model(ids, past_key_values=kv.new_cache()).logits - own).square().mean().item())
     assert all(worse > 1.5 * better for worse, better in zip(errors, errors[1:], strict=False)), errors

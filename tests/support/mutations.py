@@ -17,7 +17,7 @@ from torch import Tensor
 WORDS = ["layers", "k", "v", "x", "0", "1", "2", "00", "-1", "centroids", "temporal", "channel", "scalar", "choice"]
 WORDS += ["allocation", "analysis", "synthesis", "join_keys", "klt", "1.5"]
 WORDS += ["mean", "std", "lower", "upper", "down", "up", "bits", "sinks", "share", "hybrid", "head", "layer", "off"]
-WORDS += ["thesis", "all", "kvquant", "xquant", "xquant-cl", "token", "float32", "float16", "llama"]
+WORDS += ["thesis", "all", "kvquant", "xquant", "xquant-cl", "palu", "token", "float32", "float16", "llama"]
 SCALARS = [None, True, False, 0, 1, 2, 3, 4, 8, 16, 64, -1, 2**31, 2**63, 10**30, 0.0, 0.5, 1.0, -0.5, 1e300]
 SCALARS += [float("nan"), float("inf"), "", "2", "none", [], {}, [[]], [1, 2], {"a": 1}]
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int8, torch.uint8, torch.bool)

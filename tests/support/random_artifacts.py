@@ -21,6 +21,7 @@ from kvq_cli.methods.base import (
     Method,
     ModelShape,
     TransformSpec,
+    reads_text,
     stream_spec,
 )
 from kvq_cli.methods.mixed import Mixed
@@ -29,6 +30,7 @@ from kvq_cli.methods.tensors import layer_layout, stream_layout
 from kvq_cli.models import model_shape
 from kvq_cli.tuning.settings import TuneOptions
 
+TEXT = {"dataset": "prose", "samples": 6, "seqlen": 100, "seed": 0}
 CAPTURED = {"tokens": 9, "tokens_with_gradients": 9, "tokens_held_out": 3}
 SETTINGS = CalibrationSettings("prose", 6, 100, 4, 300, 5, 0.1, 4.0, 0, "kvq")
 
@@ -62,7 +64,7 @@ def random_parts(
         "kvq": "0.0",
         "method": to_config(method),
         "model": {**model_entry, "fingerprint": fingerprint(model).to_dict()},
-        "calibration": SETTINGS.to_dict() if text else {},
+        "calibration": SETTINGS.to_dict() if text else TEXT if reads_text(spec) else {},
         "versions": {"torch": "0", "transformers": "0"},
         "sizes": tensor_sizes(tensors),
         **({"captured": CAPTURED} if text else {}),
@@ -114,6 +116,9 @@ def _codebooks(spec: CalibrationSpec, kind: str, shape: ModelShape, generator: t
     tensors["choice"] = torch.tensor(choice, dtype=torch.int8)
     if "std" in tensors:
         tensors["std"] = tensors["std"].abs() + 0.5
+    if "rotation" in tensors:
+        tensors["rotation"] = torch.linalg.qr(tensors["rotation"]).Q.contiguous()
+        tensors["spread"] = tensors["spread"].abs() + 0.5
     if "lower" in tensors:
         lower, upper = -tensors["lower"].abs() - 1, tensors["upper"].abs() + 1
         tensors |= {"lower": lower, "upper": upper}

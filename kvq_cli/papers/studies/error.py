@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvq_cli.calibration.codebooks import ERROR_MEASURE, CapturedStream, ClusterSettings, calibrate_stream
+from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
+from kvq_cli.calibration.codebooks import ERROR_MEASURE, calibrate_stream
 from kvq_cli.errors import UsageError
 from kvq_cli.figures import integer_ticks
 from kvq_cli.methods.temporalkv import TemporalKV

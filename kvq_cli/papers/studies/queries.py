@@ -12,7 +12,7 @@ from kvq_cli.attention.capture_points import AttentionLayer, attention_layers
 from kvq_cli.codecs.base import Prompt, PromptCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.figures import integer_ticks
-from kvq_cli.methods.kivi import Kivi
+from kvq_cli.methods.kivi import Kivi, KiviGroups
 from kvq_cli.methods.squat import Squat
 from kvq_cli.models import LoadedModel
 from kvq_cli.papers.studies.activation_hooks import query_hooks
@@ -122,7 +122,7 @@ class Queries(ModelStudy):
             raise UsageError(f"study queries: dimensions={self.dimensions} must be at least 1")
         self.methods()
 
-    def methods(self) -> dict[str, Kivi]:
+    def methods(self) -> dict[str, KiviGroups]:
         """Both methods, with the paper's residual window: a group is packed as soon as it is full (appendix E.2)."""
         kivi = Kivi(bits=self.bits, group=self.group, residual=self.group, pre_rope=self.pre_rope)
         squat = Squat(

@@ -1,0 +1,41 @@
+"""Products with a matrix that are the same for a token alone and among others."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+#: Numbers are clamped to this many deviations (a power of two).
+_MAX_DEVIATIONS = 2.0**7
+
+
+class ExactProduct:
+    """z = A x. Numbers and A are rounded to integers whose products and sums are below 2^53, so that nothing else is
+    rounded, in whatever order it is added. Numbers beyond 128 deviations are clamped.
+
+    std: `[G, W]`, deviation of each number, 0 where it is always 0. matrix: A, `[G, K, W]`.
+    """
+
+    def __init__(self, std: Tensor, matrix: Tensor) -> None:
+        bits = _grid_bits(std.shape[1])
+        safe = std.masked_fill(std <= 0, 1)
+        self._limit = 2.0**bits
+        self._to_grid = ((2.0**bits / _MAX_DEVIATIONS) / safe).unsqueeze(1)  # [G, 1, W]
+        scaled = matrix.double() * safe.double().unsqueeze(1)
+        exponent = torch.frexp(scaled.abs().amax(dim=2)).exponent  # the largest of a row is below 2^exponent
+        one = torch.ones_like(scaled[:, :, 0])
+        #: A in integers, `[G, K, W]` float64.
+        self.integers = (scaled * torch.ldexp(one, bits - exponent).unsqueeze(2)).round()
+        self._step = torch.ldexp(one, exponent - bits) * (_MAX_DEVIATIONS / 2.0**bits)  # [G, K], powers of two
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """`[B, G, T, W]` -> `[B, G, T, K]`, float32."""
+        grid = (x * self._to_grid).round_().clamp_(-self._limit, self._limit).double()
+        return (grid @ self.integers.transpose(1, 2)).mul_(self._step.unsqueeze(1)).float()
+
+
+def _grid_bits(width: int) -> int:
+    """Bits of the integers whose products, summed over `width` numbers, stay below 2^53."""
+    return (53 - math.ceil(math.log2(max(2, width)))) // 2

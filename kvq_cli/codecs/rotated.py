@@ -1,0 +1,113 @@
+"""A rotation of the channels of each head around any codec (QuaRot, TurboQuant, OPQ)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from kvq_cli.codecs.base import Codec, Packed
+from kvq_cli.codecs.exact_product import ExactProduct
+from kvq_cli.codecs.hadamard import factors, hadamard
+
+
+class ChannelRotation(ABC):
+    """An orthogonal matrix R for the channels of each kv head."""
+
+    @abstractmethod
+    def ahead(self, x: Tensor) -> Tensor:
+        """R x of `[batch, kv_heads, tokens, head_dim]`, float32: the same for a token alone and among others."""
+
+    def queries(self, q: Tensor) -> Tensor:
+        """R q, float32."""
+        return self.ahead(q)
+
+    @abstractmethod
+    def back(self, y: Tensor) -> Tensor:
+        """R^T y, float32."""
+
+    def constants(self) -> Mapping[str, Tensor]:
+        """Tensors held for all sequences."""
+        return {}
+
+
+class HadamardRotation(ChannelRotation):
+    """R = H D: H is the orthonormal Hadamard matrix of head_dim, D flips signs.
+
+    flip: D flips random signs, the same for all heads and layers; off: D is the identity.
+    Raises UsageError for a head_dim that has no Hadamard matrix here (`hadamard.factors`).
+    """
+
+    def __init__(self, head_dim: int, flip: bool = False) -> None:
+        factors(head_dim)
+        self._head_dim, self._flip = head_dim, flip
+
+    def ahead(self, x: Tensor) -> Tensor:
+        return hadamard(x.float() * random_signs(self._head_dim, x.device) if self._flip else x)
+
+    def back(self, y: Tensor) -> Tensor:
+        x = hadamard(y, inverse=True)
+        return x.mul_(random_signs(self._head_dim, x.device)) if self._flip else x
+
+    def constants(self) -> Mapping[str, Tensor]:
+        return {"signs": random_signs(self._head_dim, torch.device("cpu"))} if self._flip else {}
+
+
+class MatrixRotation(ChannelRotation):
+    """R of each kv head, calibrated. matrix: `[kv_heads, head_dim, head_dim]` float32. spread: root mean square of each
+    channel before the rotation, `[kv_heads, head_dim]`: numbers above 128 times it are clamped."""
+
+    def __init__(self, matrix: Tensor, spread: Tensor) -> None:
+        self._matrix, self._spread, self._product = matrix, spread, ExactProduct(spread, matrix)
+
+    def ahead(self, x: Tensor) -> Tensor:
+        return self._product(x.float())
+
+    def queries(self, q: Tensor) -> Tensor:
+        return q.float() @ self._matrix.mT
+
+    def back(self, y: Tensor) -> Tensor:
+        return y.float() @ self._matrix
+
+    def constants(self) -> Mapping[str, Tensor]:
+        return {"rotation": self._matrix, "spread": self._spread, "gain": self._product.integers}
+
+
+class RotatedCodec(Codec):
+    """`base` encodes R x with an orthogonal matrix R of each head's channels; decoding applies R^T.
+
+    A weighted sum of values is rotated back once, instead of each value. Parts are those of `base`.
+    """
+
+    def __init__(self, base: Codec, rotation: ChannelRotation) -> None:
+        self.base, self.rotation = base, rotation
+        self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits
+
+    def constants(self) -> Mapping[str, Tensor]:
+        return {**self.base.constants(), **{f"rotated.{k}": x for k, x in self.rotation.constants().items()}}
+
+    def check(self, packed: Packed) -> None:
+        self.base.check(packed)
+
+    def _encode(self, x: Tensor) -> Packed:
+        return self.base.encode(self.rotation.ahead(x))
+
+    def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
+        return self.rotation.back(self.base.decode(packed, torch.float32)).to(dtype)
+
+    def products(self, queries: Tensor, packed: Packed) -> Tensor:
+        """As `Codec.products`: q . (R^T y) = (R q) . y, so that queries are rotated instead of keys."""
+        return self.base.products(self.rotation.queries(queries), packed)
+
+    def weighted_sum(self, weights: Tensor, packed: Packed) -> Tensor:
+        return self.rotation.back(self.base.weighted_sum(weights, packed))
+
+
+@cache
+def random_signs(width: int, device: torch.device) -> Tensor:
+    """1 or -1 for each channel, float32 `[width]`, the same on all machines."""
+    bits = torch.randint(0, 2, (width,), generator=torch.Generator().manual_seed(0))
+    return (2.0 * bits - 1).to(device)
