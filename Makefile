@@ -29,7 +29,7 @@ MODEL ?= reference
 OPTIONS ?=
 COMPARED := smollm2/compare-2bit smollm2/compare-fair smollm2/compare-paper reference/compare-fair reference/compare-paper
 CODEBOOKS := kvquant channelkv temporalkv klt
-SETTINGS := $(addprefix settings-,kivi innerq squat gear zipcache xquant xquant-cl $(CODEBOOKS) $(CODEBOOKS:%=%-calibration))
+SETTINGS := $(addprefix settings-,kivi innerq squat gear zipcache xquant xquant-cl turboquant palu $(CODEBOOKS) $(CODEBOOKS:%=%-calibration))
 # Comparisons on SmolLM2 with an HTML page in docs/.
 PAGES := $(patsubst %/comparison.json,%,$(wildcard results/reproduction/smollm2/compare-*/comparison.json))
 BEYOND_MODEL := $(if $(filter reference,$(MODEL)),smollm2,$(MODEL))
