@@ -107,8 +107,8 @@ def test_fewest_bits_within_a_divergence(tune):
 
 
 def test_a_divergence_out_of_reach_is_an_error(tune):
-    result = tune("--objective", "memory", "--kl", 1e-12, "--rounds", 1, "--swaps", 0, "--out", "a")
-    assert result.exit_code == 1 and "--kl 1e-12: not reached, the least that was measured is" in result.stderr
+    result = tune("--objective", "memory", "--kl", 1e-9, "--budget", 1, "--rounds", 0, "--swaps", 0, "--out", "a")
+    assert result.exit_code == 1 and "--kl 1e-09: not reached, the least that was measured is" in result.stderr
 
 
 @pytest.mark.parametrize(
