@@ -10,12 +10,23 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from kvq_cli.artifact.schema import CALIBRATION, TEXT, Form, Many, OneOf, Whole, check_form
+from kvq_cli.artifact.schema import CALIBRATION, TEXT, TUNING, Form, Many, OneOf, Whole, check_form
 from kvq_cli.codecs.transform import CHUNKS
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.methods.base import AnySpec, CodebookSpec, FactorSpec, Method, ModelShape, TransformSpec, reads_text
+from kvq_cli.methods.base import (
+    AnySpec,
+    CodebookSpec,
+    FactorSpec,
+    Method,
+    MixedSpec,
+    ModelShape,
+    TransformSpec,
+    reads_text,
+    stream_spec,
+)
+from kvq_cli.methods.mixed import Mixed
 from kvq_cli.methods.registry import from_config, to_config
-from kvq_cli.methods.tensors import code_budget, kept_components, layer_layout
+from kvq_cli.methods.tensors import code_budget, kept_components, layer_layout, stream_codes
 
 #: The synthesis of stored transforms undoes their analysis to this much: they are rounded to 32 bits.
 _INVERSE_TOLERANCE = 1e-3
@@ -39,21 +50,33 @@ def check_contents(config: Mapping[str, Any], tensors: Mapping[str, Tensor], whe
         check_form(config["calibration"], form, "calibration")
         if clusters != ("captured" in config):
             raise KvqError(f"captured must be {'given' if clusters else 'absent'} for {method.name}")
-    codes = 0
+        if "tuning" in config:
+            _check_tuning(config["tuning"], method)
+    allocations: list[list[int]] = []
     for layer, found in enumerate(_by_layer(tensors, shape.layers, where.parent)):
         with _refused(where.parent):
             choices = _check_layer(found, spec, shape, layer)
         with _refused(where):
             form = _error_form(spec, shape, layer, choices, found)
             check_form(config["errors"]["layers"][layer], form, f"errors.layers[{layer}]")
-        if isinstance(spec, TransformSpec):
-            codes += sum(sum(row) for rows in choices.values() for row in rows)
-    if isinstance(spec, TransformSpec) and codes > (most := code_budget(spec, shape)):
-        raise KvqError(
-            f"{where.parent}: the layers have {codes} codes, above the {most} of the method: calibrate again"
-        )
+        allocations += [row for rows in choices.values() for row in rows]
+    if isinstance(spec, TransformSpec):
+        with _refused(where.parent):
+            _check_codes(allocations, code_budget(spec, shape), "the layers have")
     if config["sizes"] != tensor_sizes(tensors):
         raise KvqError(f"{where}: sizes are not those of the tensors: calibrate again")
+
+
+def _check_tuning(tuning: Any, method: Method) -> None:
+    """The record of a search belongs to a mixed method, which is the one that it chose."""
+    if not isinstance(method, Mixed):
+        raise KvqError(f"tuning must be absent for {method.name}")
+    check_form(tuning, TUNING, "tuning")
+    if tuning["chosen"] >= len(tuning["tried"]):
+        raise KvqError(f"tuning.chosen must be below {len(tuning['tried'])}, the number of those tried")
+    chosen = tuning["tried"][tuning["chosen"]]
+    if (chosen["keys"], chosen["values"]) != (method.keys, method.values):
+        raise KvqError("tuning.chosen is not the method of the artifact")
 
 
 def _check_layer(tensors: Mapping[str, Tensor], spec: AnySpec, shape: ModelShape, layer: int) -> dict[str, list[Any]]:
@@ -63,18 +86,27 @@ def _check_layer(tensors: Mapping[str, Tensor], spec: AnySpec, shape: ModelShape
     if isinstance(spec, FactorSpec):
         _check_layout(tensors, layer_layout(spec, shape, layer, {}), prefix)
         return {}
-    if isinstance(spec, TransformSpec):
-        rows = {kind: _allocation(tensors, kind, spec, shape, prefix) for kind in "kv"}
-        _check_layout(tensors, layer_layout(spec, shape, layer, rows), prefix)
-        for kind, allocation in rows.items():
-            _check_transform(tensors, kind, allocation, prefix)
-        return rows
-    streams = {"k": spec.keys, "v": spec.values}
-    choices = {kind: _choice(tensors, kind, one, spec.hybrid, shape, prefix) for kind, one in streams.items()}
+    streams = {kind: stream_spec(spec, layer, kind) for kind in "kv"}
+    choices: dict[str, list[Any]] = {}
+    for kind, one in streams.items():
+        if isinstance(one, TransformSpec):
+            choices[kind] = _allocation(tensors, kind, one, shape, prefix)
+        elif one is not None:
+            choices[kind] = _choice(tensors, kind, one.stream(kind), one.hybrid, shape, prefix)
     _check_layout(tensors, layer_layout(spec, shape, layer, choices), prefix)
     for kind, one in streams.items():
-        _check_statistics(tensors, kind, one, prefix)
+        if isinstance(one, TransformSpec):
+            _check_transform(tensors, kind, choices[kind], prefix)
+            if isinstance(spec, MixedSpec):
+                _check_codes(choices[kind], stream_codes(one, kind, shape), f"{prefix}{kind}.allocation gives")
+        elif one is not None:
+            _check_statistics(tensors, kind, one.stream(kind), prefix)
     return choices
+
+
+def _check_codes(rows: list[list[int]], most: int, what: str) -> None:
+    if (codes := sum(map(sum, rows))) > most:
+        raise KvqError(f"{what} {codes} codes, above the {most} of the method")
 
 
 def tensor_sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -232,15 +264,20 @@ def _error_form(
         ranks = {name: tensors[f"{name}.down"].shape[1] for name in spec.layers[layer]}
         return {name: {"rank": Whole(rank, rank), "residual": float, "energy": float} for name, rank in ranks.items()}
     entry: dict[str, Form] = {"fisher": float, "plain": float, "fisher_per_head": Many(float, shape.kv_heads)}
-    if isinstance(spec, TransformSpec):
-        codes = {kind: sum(map(sum, choices[kind])) for kind in "kv"}
-        return {kind: {"codes": Whole(n, n), "chosen": {**entry, "loss": float}} for kind, n in codes.items()}
-    return {
-        kind: {
-            "choice": OneOf(([stream.shapes[index].name for index in choices[kind]],)),
-            "chosen": entry,
-            "shapes": {block.name: entry for block in stream.shapes},
-            "adjacent_token_correlation": float,
-        }
-        for kind, stream in zip("kv", spec.streams, strict=True)
-    }
+    form: dict[str, Form] = {}
+    for kind in "kv":
+        one = stream_spec(spec, layer, kind)
+        if one is None:
+            form[kind] = {"chosen": {**entry, "loss": float}}
+        elif isinstance(one, TransformSpec):
+            codes = sum(map(sum, choices[kind]))
+            form[kind] = {"codes": Whole(codes, codes), "chosen": {**entry, "loss": float}}
+        else:
+            shapes = one.stream(kind).shapes
+            form[kind] = {
+                "choice": OneOf(([shapes[index].name for index in choices[kind]],)),
+                "chosen": entry,
+                "shapes": {block.name: entry for block in shapes},
+                "adjacent_token_correlation": float,
+            }
+    return form

@@ -17,6 +17,8 @@ def error_table(config: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
             for name, factor in layer.items()
         ]
         return ["layer", "of", "rank", "residual", "energy of the first direction"], rows
+    if config["method"]["name"] == "mixed":
+        return _mixed_errors(config)
     if "codes" in layers[0]["k"]:
         return _transform_errors(layers)
     shapes = list(layers[0]["k"]["shapes"])
@@ -46,6 +48,22 @@ def _transform_errors(layers: list[Mapping[str, Any]]) -> tuple[list[str], list[
         numbers = [row[2:] for row in rows if row[1] == name]
         rows.append(["mean", name, *(sum(column) / len(column) for column in zip(*numbers, strict=True))])
     return ["layer", "of", "codes", "loss", "fisher", "plain"], rows
+
+
+def _mixed_errors(config: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
+    """Columns and rows of a mixed artifact: the method of each stream, and errors that all methods have."""
+    rows = []
+    for index, layer in enumerate(config["errors"]["layers"]):
+        for kind, name in (("k", "keys"), ("v", "values")):
+            chosen = layer[kind]["chosen"]
+            rows.append([index, name, method_of(config, index, kind), chosen["fisher"], chosen["plain"]])
+    return ["layer", "of", "method", "fisher", "plain"], rows
+
+
+def method_of(config: Mapping[str, Any], layer: int, kind: str) -> str:
+    """The method of a layer's keys ("k") or values ("v") in a mixed artifact, as its options name it."""
+    names = config["method"]["keys" if kind == "k" else "values"].split()
+    return names[0] if len(names) == 1 else names[layer]
 
 
 def _choice_text(choice: list[str]) -> str:

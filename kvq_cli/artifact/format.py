@@ -122,11 +122,12 @@ def save_artifact(
     card: str,
     *,
     overwrite: bool = False,
+    pictures: Mapping[str, bytes] | None = None,
 ) -> Artifact:
     """Write an artifact atomically: the folder appears complete or not at all.
 
-    config: without `format`, `files` and `checksum`, which are added. Raises KvqError where the folder cannot be
-    written, UsageError where it exists and `overwrite` is off.
+    config: without `format`, `files` and `checksum`, which are added. pictures: files of the card, by name. Raises
+    KvqError where the folder cannot be written, UsageError where it exists and `overwrite` is off.
     """
     folder = Path(path)
     check_replaceable(folder, overwrite=overwrite)
@@ -138,6 +139,8 @@ def save_artifact(
     with _replacing(folder) as partial:
         write_synced(partial / TENSOR_FILE, data)
         write_synced(partial / CARD_FILE, card.encode())
+        for name, picture in (pictures or {}).items():
+            write_synced(partial / name, picture)
         write_synced(partial / CONFIG_FILE, (json.dumps(config, indent=1) + "\n").encode())
     return Artifact(config, tensors, folder)
 

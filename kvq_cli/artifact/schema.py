@@ -74,6 +74,22 @@ FINGERPRINT: Form = {
 }
 #: A model's dtype.
 DTYPE = OneOf(("bfloat16", "float16", "float32", "float64"))
+_MEASURED: Form = {"bits": float, "kl": float}
+#: The record of `kvq tune`. tried: configurations in order, of which `chosen` is an index; predicted: the least KL at
+#: other bits; alone: of each stream, KL where it alone is compressed by so many codes.
+TUNING: Form = {
+    "objective": OneOf(("kl", "memory")),
+    "budget": float,
+    "kl": OrNone(float),
+    "candidates": Many(str),
+    "text": Many(str),
+    "windows": _NUMBER,
+    "seqlen": _NUMBER,
+    "chosen": _NUMBER,
+    "tried": Many({"step": str, "bits": float, "kl": float, "keys": str, "values": str}),
+    "predicted": Many(_MEASURED),
+    "alone": Many(Many({"codes": _NUMBER, "kl": float})),
+}
 CONFIG: Form = {
     "format": Whole(1),
     "kvq": str,
@@ -90,6 +106,7 @@ CONFIG: Form = {
     "sizes": dict,
     "captured?": {"tokens": _NUMBER, "tokens_with_gradients": _NUMBER, "tokens_held_out": _NUMBER},
     "errors": {"measure": str, "layers": list},
+    "tuning?": dict,
     "files": {"tensors.safetensors": {"bytes": _NUMBER, "sha256": str}},
     "checksum": str,
 }
@@ -145,7 +162,7 @@ def _fits(value: Any, form: Whole | OneOf | OrNone | type) -> bool:
     if isinstance(form, OneOf):
         return any(type(value) is type(valid) and value == valid for valid in form.values)
     if isinstance(form, OrNone):
-        return value is None or type(value) is form.type
+        return value is None or _fits(value, form.type)
     if form is float:
         return type(value) in (int, float) and abs(value) <= MAX_INTEGER and math.isfinite(value)
     return type(value) is form

@@ -22,8 +22,8 @@ from kvq_cli.cache.report import CacheReport, report
 from kvq_cli.cache.rows import Rows
 from kvq_cli.cache.stream import Stream
 from kvq_cli.codecs.base import Prompt
-from kvq_cli.methods.base import CrossLayer, LayerPlan, Method, ModelShape, StreamPlan, TransformSpec
-from kvq_cli.methods.tensors import Layout, even_allocation, layer_layout
+from kvq_cli.methods.base import CrossLayer, FactorSpec, LayerPlan, Method, ModelShape, StreamPlan, stream_spec
+from kvq_cli.methods.tensors import Layout, first_choice, layer_layout
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ def artifact_tensors(method: Method, shape: ModelShape, layer: int) -> dict[str,
     """Return a layer's artifact tensors, all zero and shared with other layers; of a hybrid's candidate shapes the
     first, as all have the same size; of transforms, the allocation that gives all components the same bits."""
     tensors = {name: _zeros(name, size, dtype) for name, (size, dtype) in _layout(method, shape, layer).items()}
-    rows = {f"{kind}.allocation": rows for kind, rows in _choices(method, shape).items()}
+    rows = {f"{kind}.allocation": rows for kind, rows in _choices(method, shape, layer).items()}
     return tensors | {name: torch.tensor(rows[name], dtype=torch.int16) for name in tensors.keys() & rows.keys()}
 
 
@@ -181,15 +181,16 @@ def artifact_tensors(method: Method, shape: ModelShape, layer: int) -> dict[str,
 def _layout(method: Method, shape: ModelShape, layer: int) -> Layout:
     if not method.calibrates:
         return {}
-    return layer_layout(method.calibration(shape), shape, layer, _choices(method, shape))
+    return layer_layout(method.calibration(shape), shape, layer, _choices(method, shape, layer))
 
 
-def _choices(method: Method, shape: ModelShape) -> dict[str, list[Any]]:
-    """By stream, the first block shape for each head; for transforms, the even allocation."""
+@cache
+def _choices(method: Method, shape: ModelShape, layer: int) -> dict[str, list[Any]]:
+    """By stream, what `layer_layout` takes before anything is measured."""
     spec = method.calibration(shape) if method.calibrates else None
-    if isinstance(spec, TransformSpec):
-        return {kind: even_allocation(spec, kind, shape) for kind in "kv"}
-    return {kind: [0] * shape.kv_heads for kind in "kv"}
+    if spec is None or isinstance(spec, FactorSpec):
+        return {}
+    return {kind: first_choice(stream_spec(spec, layer, kind), kind, shape) for kind in "kv"}
 
 
 @lru_cache(maxsize=64)

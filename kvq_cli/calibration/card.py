@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kvq_cli.artifact.errors import method_of
+
 
 def card(config: Mapping[str, Any], command: str) -> str:
     """The card as Markdown. config: the artifact's. command: the `kvq calibrate` command line that reproduces it."""
     method, model, layers = config["method"], config["model"], config["errors"]["layers"]
     options = ", ".join(f"{key}={value}" for key, value in method.items() if key != "name")
     revision = f" at revision {model['revision']}" if model["revision"] else ""
-    if "captured" in config and "codes" in layers[0]["k"]:
+    if method["name"] == "mixed":
+        data, more = _data(config), ""
+        head = ["layer", "keys: method, fisher, plain", "values: method, fisher, plain"]
+        rows = [[_part(config, index, kind) for kind in "kv"] for index in range(len(layers))]
+    elif "captured" in config and "codes" in layers[0]["k"]:
         data, more = _data(config), " Codes: 8-bit codes of a token."
         head = ["layer", "keys: codes, loss, fisher, plain", "values: codes, loss, fisher, plain"]
         rows = [[_coded(layer["k"]), _coded(layer["v"])] for layer in layers]
@@ -47,6 +53,7 @@ def card(config: Mapping[str, Any], command: str) -> str:
             f"|{'---|' * len(head)}",
             *(f"| {' | '.join([str(index), *row])} |" for index, row in enumerate(rows)),
             "",
+            *(_tuning(config["tuning"]) if "tuning" in config else ()),
         ]
     )
 
@@ -65,6 +72,43 @@ def _data(config: Mapping[str, Any]) -> str:
         f"{captured['tokens_with_gradients']:,} of them with gradients, "
         f"{captured['tokens_held_out']:,} of these held out"
     )
+
+
+def _part(config: Mapping[str, Any], layer: int, kind: str) -> str:
+    chosen = config["errors"]["layers"][layer][kind]["chosen"]
+    return f"{method_of(config, layer, kind)}, {chosen['fisher']:.4f}, {chosen['plain']:.4f}"
+
+
+def _tuning(tuning: Mapping[str, Any]) -> list[str]:
+    """How the methods were chosen: what was tried, and the least KL predicted at other bits."""
+    goal = f"least KL within {tuning['budget']:g} bits"
+    if tuning["objective"] == "memory":
+        goal = f"fewest bits with a KL of at most {tuning['kl']:g}"
+    chosen = tuning["chosen"]
+    return [
+        "## Choice",
+        "",
+        f"Chosen by `kvq tune` for {goal}: packed bits per number, and KL to the uncompressed model in nats per token "
+        f"on {tuning['windows']} windows of {tuning['seqlen']} tokens of each of {', '.join(tuning['text'])}, of which "
+        "the second half is scored.",
+        "",
+        "![KL over bits, and bits of each layer](tuning.png)",
+        "",
+        "| tried | bits | KL |",
+        "|---|---|---|",
+        *(
+            f"| {one['step']}{' (chosen)' if index == chosen else ''} | {one['bits']:.3f} | {one['kl']:.5f} |"
+            for index, one in enumerate(tuning["tried"])
+        ),
+        "",
+        f"Candidates: {', '.join(tuning['candidates'])}. Least KL predicted at other bits, from the KL of each stream "
+        "alone:",
+        "",
+        "| bits | KL |",
+        "|---|---|",
+        *(f"| {one['bits']:g} | {one['kl']:.5f} |" for one in tuning["predicted"]),
+        "",
+    ]
 
 
 def _factors(name: str, errors: Mapping[str, Any]) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from kvq_cli.calibration.plan import AnyPlan, CapturePlan, FactorPlan, TransformPlan
+from kvq_cli.calibration.plan import AnyPlan, CapturePlan, FactorPlan, MixedPlan, TransformPlan
 from kvq_cli.calibration.settings import CalibrationSettings
 from kvq_cli.methods.base import CodebookSpec, ModelShape
-from kvq_cli.methods.tensors import even_allocation, factor_layout, layer_layout, stream_layout
+from kvq_cli.methods.tensors import even_allocation, factor_layout, first_choice, layer_layout, stream_layout
 from kvq_cli.models import LoadedModel, text_config
 
 #: Activations of a sample on a CPU, where several samples run at once; above, layers are computed twice.
@@ -115,6 +115,14 @@ def planned_tensors(plan: AnyPlan) -> list[dict[str, Any]]:
         even = {kind: even_allocation(plan.spec, kind, shape) for kind in "kv"}
         layout = layer_layout(plan.spec, shape, 0, even)
         return [_tensor_entry(name, size, dtype, shape.layers) for name, (size, dtype) in layout.items()]
+    if isinstance(plan, MixedPlan):
+        return [
+            _tensor_entry(name, size, dtype, 1, f"layers.{layer}")
+            for layer, specs in enumerate(plan.spec.layers)
+            for name, (size, dtype) in layer_layout(
+                plan.spec, shape, layer, {k: first_choice(one, k, shape) for k, one in zip("kv", specs, strict=True)}
+            ).items()
+        ]
     return [
         _tensor_entry(f"{kind}.{_any_shape(name, spec)}", size, dtype, shape.layers)
         for kind, spec in zip("kv", plan.spec.streams, strict=True)
@@ -127,9 +135,11 @@ def _any_shape(name: str, spec: CodebookSpec) -> str:
     return name.replace(f".{spec.shapes[0].name}", ".<shape>") if len(spec.shapes) > 1 else name
 
 
-def _tensor_entry(name: str, size: tuple[int, ...], dtype: torch.dtype, layers: int) -> dict[str, Any]:
+def _tensor_entry(
+    name: str, size: tuple[int, ...], dtype: torch.dtype, layers: int, prefix: str = "layers.*"
+) -> dict[str, Any]:
     return {
-        "name": f"layers.*.{name}",
+        "name": f"{prefix}.{name}",
         "shape": list(size),
         "dtype": str(dtype).removeprefix("torch."),
         "bytes": layers * torch.Size(size).numel() * dtype.itemsize,

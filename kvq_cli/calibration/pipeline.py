@@ -17,26 +17,36 @@ from torch import Tensor
 from kvq_cli.artifact import Artifact, check_replaceable, load_artifact, save_artifact
 from kvq_cli.artifact.contents import tensor_sizes
 from kvq_cli.attention.capture_points import AttentionLayer, attention_layers
-from kvq_cli.calibration import capture, estimate, factors, low_rank, transforms
+from kvq_cli.calibration import capture, estimate, factors, low_rank, mixed, transforms
 from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
 from kvq_cli.calibration.card import card
 from kvq_cli.calibration.codebooks import ERROR_MEASURE, calibrate_stream
 from kvq_cli.calibration.parallel import deterministic, run_parallel
-from kvq_cli.calibration.plan import AnyPlan, CapturePlan, CodebookPlan, FactorPlan, TransformPlan, WhitenedPlan
+from kvq_cli.calibration.plan import (
+    AnyPlan,
+    CapturePlan,
+    CodebookPlan,
+    FactorPlan,
+    MixedPlan,
+    TransformPlan,
+    WhitenedPlan,
+)
 from kvq_cli.calibration.settings import CaptureSize, calibrate_command
 from kvq_cli.calibration.work_folder import WorkFolder
 from kvq_cli.data.texts import SELF, load_text, sampled_windows, token_windows
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.methods.base import LowRankSpec
+from kvq_cli.methods.base import LowRankSpec, Method
+from kvq_cli.methods.mixed import Mixed
 
 #: Called as progress(phase, done, total) when a phase begins and after each of its steps.
 Progress = Callable[[str, int, int], None]
 #: Keys and values, as they are called in names of tensors.
 _KINDS = ("k", "v")
-#: A stream: layer and kind.
-_Stream: TypeAlias = tuple[int, str]
+#: A stream: layer, and "k" for keys or "v" for values.
+Stream: TypeAlias = tuple[int, str]
 #: The tensors of a stream, and their errors as plain JSON values.
 _Calibrated: TypeAlias = tuple[dict[str, Tensor], dict[str, Any]]
+_StreamsPlan: TypeAlias = CodebookPlan | TransformPlan | MixedPlan
 
 
 def calibrate(
@@ -69,8 +79,8 @@ def calibrate(
                 if isinstance(plan, FactorPlan):
                     tensors, measured = _factorize_all(plan, work, progress)
                 else:
-                    with _captures(plan, work, captured) as captures:
-                        _capture_all(plan, captures, progress)
+                    with captures_folder(plan, work, captured) as captures:
+                        capture_all(plan, captures, progress)
                         tensors, measured = _make_codebooks(plan, work, captures, progress)
             artifact = _write(plan, out, tensors, measured, progress)
         except (KvqError, OSError):
@@ -137,7 +147,7 @@ def _second_moments(plan: WhitenedPlan, work: WorkFolder, layers: Sequence[Atten
 
 
 @contextmanager
-def _captures(plan: CodebookPlan | TransformPlan, work: WorkFolder, captured: Path | None) -> Iterator[WorkFolder]:
+def captures_folder(plan: CapturePlan, work: WorkFolder, captured: Path | None) -> Iterator[WorkFolder]:
     """The folder of the captured activations: `work`, or one below `captured`, named by what it depends on."""
     if captured is None:
         yield work
@@ -145,17 +155,20 @@ def _captures(plan: CodebookPlan | TransformPlan, work: WorkFolder, captured: Pa
     request = plan.capture_request()
     name = sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:16]
     with closing(WorkFolder(captured / name)) as captures:
-        captures.open(request, resume=True, disk_bytes=estimate.disk_bytes(plan))
+        captures.open(request, resume=True, disk_bytes=plan.capture.nbytes)
         yield captures
 
 
 def _make_codebooks(
-    plan: CodebookPlan | TransformPlan, work: WorkFolder, captures: WorkFolder, progress: Progress
+    plan: _StreamsPlan, work: WorkFolder, captures: WorkFolder, progress: Progress
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Codebooks of every layer's keys and values: the artifact's tensors, and their errors."""
-    cluster = (
-        _clustering(plan, captures) if isinstance(plan, CodebookPlan) else _transforms(plan, work, captures, progress)
-    )
+    if isinstance(plan, CodebookPlan):
+        cluster, measure = _clustering(plan, captures), ERROR_MEASURE
+    elif isinstance(plan, TransformPlan):
+        cluster, measure = _transforms(plan, work, captures, progress), transforms.ERROR_MEASURE
+    else:
+        cluster, measure = _mixed(plan, work, captures), mixed.ERROR_MEASURE
     errors = _cluster_all(plan, work, cluster, progress)
     tensors = {
         f"layers.{_name(layer, kind)}.{key}": tensor
@@ -163,16 +176,19 @@ def _make_codebooks(
         for kind in _KINDS
         for key, tensor in work.read_tensors(_name(layer, kind)).items()
     }
-    captured = {
+    return tensors, {"captured": captured_tokens(plan), "errors": {"measure": measure, "layers": errors}}
+
+
+def captured_tokens(plan: CapturePlan) -> dict[str, int]:
+    """The entry `captured` of an artifact's config."""
+    return {
         "tokens": plan.capture.tokens * plan.settings.samples,
         "tokens_with_gradients": plan.capture.tokens * plan.settings.gradients,
         "tokens_held_out": plan.capture.tokens * plan.settings.held_out,
     }
-    measure = ERROR_MEASURE if isinstance(plan, CodebookPlan) else transforms.ERROR_MEASURE
-    return tensors, {"captured": captured, "errors": {"measure": measure, "layers": errors}}
 
 
-def _capture_all(plan: CapturePlan, captures: WorkFolder, progress: Progress) -> None:
+def capture_all(plan: CapturePlan, captures: WorkFolder, progress: Progress) -> None:
     """Run every sample through the model, and write its captured tokens to disk before the next ones run."""
     settings, loaded = plan.settings, plan.loaded
     windows = _windows(plan, captures, progress)
@@ -227,32 +243,33 @@ def _captured_tokens(size: CaptureSize, seed: int, sample: int) -> Tensor:
     return (size.skip + units[:, None] * size.unit + torch.arange(size.unit)).flatten()
 
 
-def _streams(plan: CapturePlan) -> list[_Stream]:
+def _streams(plan: CapturePlan) -> list[Stream]:
     return [(layer, kind) for layer in range(plan.loaded.shape.layers) for kind in _KINDS]
 
 
-def _clustering(plan: CodebookPlan, captures: WorkFolder) -> Callable[[_Stream], _Calibrated]:
+def _clustering(plan: CodebookPlan, captures: WorkFolder) -> Callable[[Stream], _Calibrated]:
     """The function that clusters a stream's codebooks."""
 
-    def cluster(stream: _Stream) -> _Calibrated:
+    def cluster(stream: Stream) -> _Calibrated:
         spec = plan.spec.keys if stream[1] == "k" else plan.spec.values
-        return calibrate_stream(_read_captured(plan, captures, *stream), spec, _cluster_settings(plan, stream))
+        settings = cluster_settings(plan, stream, plan.spec.fisher, plan.spec.hybrid)
+        return calibrate_stream(read_captured(plan, captures, *stream), spec, settings)
 
     return cluster
 
 
 def _transforms(
     plan: TransformPlan, work: WorkFolder, captures: WorkFolder, progress: Progress
-) -> Callable[[_Stream], _Calibrated]:
+) -> Callable[[Stream], _Calibrated]:
     """Fit all transforms and give out the codes; returns the function that clusters a stream's codebooks."""
     spec, shape, streams = plan.spec, plan.loaded.shape, _streams(plan)
 
-    def step(stream: _Stream) -> str:
+    def step(stream: Stream) -> str:
         return f"{_name(*stream)}.transform"
 
-    def fit(stream: _Stream) -> None:
+    def fit(stream: Stream) -> None:
         groups, _ = spec.groups(stream[1], shape)
-        fitted = transforms.fit_transform(_read_captured(plan, captures, *stream), groups, spec.metric)
+        fitted = transforms.fit_transform(read_captured(plan, captures, *stream), groups, spec.metric)
         work.write_tensors(step(stream), {key: tensor.cpu() for key, tensor in fitted.tensors().items()})
 
     missing = [stream for stream in streams if not work.has_tensors(step(stream))]
@@ -262,26 +279,57 @@ def _transforms(
         {stream: work.read_tensors(step(stream))["variances"] for stream in streams}, spec, shape
     )
 
-    def cluster(stream: _Stream) -> _Calibrated:
-        captured = _read_captured(plan, captures, *stream)
+    def cluster(stream: Stream) -> _Calibrated:
+        captured = read_captured(plan, captures, *stream)
         fitted = {key: tensor.to(captured.x.device) for key, tensor in work.read_tensors(step(stream)).items()}
-        settings = _cluster_settings(plan, stream)
+        settings = cluster_settings(plan, stream, spec.fisher)
         return transforms.calibrate_transform(captured, transforms.Transform(**fitted), lengths[stream], settings)
 
     return cluster
 
 
+def _mixed(plan: MixedPlan, work: WorkFolder, captures: WorkFolder) -> Callable[[Stream], _Calibrated]:
+    """The function that calibrates a stream by its method."""
+    method = plan.method
+    assert isinstance(method, Mixed)
+    return lambda stream: calibrate_part(plan, work, captures, stream, method.component(*stream))
+
+
+def calibrate_part(
+    plan: CapturePlan, work: WorkFolder, captures: WorkFolder, stream: Stream, method: Method
+) -> _Calibrated:
+    """Tensors and errors of a stream that `method` serves; transforms are kept in `work` for its next methods."""
+    captured, settings = read_captured(plan, captures, *stream), cluster_settings(plan, stream)
+
+    def transform(groups: int, metric: str) -> transforms.Transform:
+        return stored_transform(plan, work, captures, stream, groups, metric)
+
+    return mixed.calibrate_component(captured, method, *stream, plan.loaded.shape, settings, transform)
+
+
+def stored_transform(
+    plan: CapturePlan, work: WorkFolder, captures: WorkFolder, stream: Stream, groups: int, metric: str
+) -> transforms.Transform:
+    """The transforms of a stream, fitted once and kept in `work`."""
+    step = f"{_name(*stream)}.transform.{groups}.{metric}"
+    if not work.has_tensors(step):
+        fitted = transforms.fit_transform(read_captured(plan, captures, *stream), groups, metric)
+        work.write_tensors(step, {key: tensor.cpu() for key, tensor in fitted.tensors().items()})
+    device = plan.loaded.model.device
+    return transforms.Transform(**{key: tensor.to(device) for key, tensor in work.read_tensors(step).items()})
+
+
 def _cluster_all(
-    plan: CodebookPlan | TransformPlan,
+    plan: _StreamsPlan,
     work: WorkFolder,
-    cluster: Callable[[_Stream], _Calibrated],
+    cluster: Callable[[Stream], _Calibrated],
     progress: Progress,
 ) -> list[dict[str, Any]]:
     """Cluster every layer's keys and values; returns their errors, by layer."""
     streams = _streams(plan)
     missing = [stream for stream in streams if work.read_json(_name(*stream)) is None]
 
-    def run(stream: _Stream) -> None:
+    def run(stream: Stream) -> None:
         tensors, measured = cluster(stream)
         work.write_tensors(_name(*stream), {key: tensor.cpu() for key, tensor in tensors.items()})
         work.write_json(_name(*stream), measured)  # last: marks the stream as finished
@@ -294,7 +342,8 @@ def _cluster_all(
     return [{kind: work.read_json(_name(layer, kind)) for kind in _KINDS} for layer in range(len(streams) // 2)]
 
 
-def _read_captured(plan: CapturePlan, captures: WorkFolder, layer: int, kind: str) -> CapturedStream:
+def read_captured(plan: CapturePlan, captures: WorkFolder, layer: int, kind: str) -> CapturedStream:
+    """A stream's captured activations and gradients, on the model's device."""
     settings, shape, device = plan.settings, plan.loaded.shape, plan.loaded.model.device
     sample = (plan.capture.tokens, shape.kv_heads, shape.head_dim)
     x = captures.read_samples(_name(layer, kind, "x"), (settings.samples, *sample)).to(device)
@@ -302,11 +351,12 @@ def _read_captured(plan: CapturePlan, captures: WorkFolder, layer: int, kind: st
     return CapturedStream(x, g, settings.held_out)
 
 
-def _cluster_settings(plan: CodebookPlan | TransformPlan, stream: _Stream) -> ClusterSettings:
+def cluster_settings(plan: CapturePlan, stream: Stream, fisher: bool = True, hybrid: str = "off") -> ClusterSettings:
+    """The settings of a stream's clustering; its seed is the stream's own."""
     settings = plan.settings
     return ClusterSettings(
-        fisher=plan.spec.fisher,
-        hybrid=plan.spec.hybrid if isinstance(plan, CodebookPlan) else "off",
+        fisher=fisher,
+        hybrid=hybrid,
         points=settings.points,
         iterations=settings.iterations,
         seed=_streams(plan).index(stream) + settings.seed * 1_000_003,
@@ -324,14 +374,14 @@ def _write(
     progress: Progress,
 ) -> Artifact:
     progress("write", 0, 1)
-    config = {**plan.request(), "versions": _versions(plan), "sizes": tensor_sizes(tensors), **measured}
+    config = {**plan.request(), "versions": versions(plan), "sizes": tensor_sizes(tensors), **measured}
     command = calibrate_command(plan.method, plan.loaded, plan.settings_dict())
     artifact = save_artifact(out, config, tensors, card(config, command), overwrite=True)
     progress("write", 1, 1)
     return artifact
 
 
-def _versions(plan: AnyPlan) -> dict[str, str]:
+def versions(plan: AnyPlan) -> dict[str, str]:
     """Versions of the libraries that computed the tensors."""
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     if isinstance(plan, CapturePlan) and plan.settings.kmeans == "faiss":

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import kvq_cli
 from kvq_cli.artifact import fingerprint
+from kvq_cli.calibration.mixed import UNIT
 from kvq_cli.calibration.settings import (
     CalibrationOptions,
     CalibrationSettings,
@@ -17,7 +18,15 @@ from kvq_cli.calibration.settings import (
 )
 from kvq_cli.codecs.nearest import MAX_ENTRIES
 from kvq_cli.errors import UsageError
-from kvq_cli.methods.base import CalibrationSpec, FactorSpec, LowRankSpec, Method, TransformSpec
+from kvq_cli.methods.base import (
+    CalibrationSpec,
+    FactorSpec,
+    LowRankSpec,
+    Method,
+    MixedSpec,
+    ModelShape,
+    TransformSpec,
+)
 from kvq_cli.methods.registry import to_config
 from kvq_cli.models import LoadedModel
 
@@ -86,6 +95,13 @@ class TransformPlan(CapturePlan):
 
 
 @dataclass(frozen=True)
+class MixedPlan(CapturePlan):
+    """Calibrate each stream by the method that serves it."""
+
+    spec: MixedSpec
+
+
+@dataclass(frozen=True)
 class FactorPlan(CalibrationPlan):
     """Factorize projection weights; no text is read."""
 
@@ -104,7 +120,7 @@ class WhitenedPlan(FactorPlan):
 
 
 #: A plan that `plan_calibration` makes.
-AnyPlan: TypeAlias = CodebookPlan | TransformPlan | FactorPlan
+AnyPlan: TypeAlias = CodebookPlan | TransformPlan | MixedPlan | FactorPlan
 
 
 def plan_calibration(loaded: LoadedModel, method: Method, options: CalibrationOptions) -> AnyPlan:
@@ -123,15 +139,32 @@ def plan_calibration(loaded: LoadedModel, method: Method, options: CalibrationOp
         return FactorPlan(loaded, method, spec)
     if isinstance(spec, TransformSpec):
         settings = options.resolve(loaded, MAX_ENTRIES)
-        # A covariance needs as many tokens as channels, a codebook as many as entries.
-        least = max(MAX_ENTRIES, *(spec.groups(kind, loaded.shape)[1] for kind in "kv"))
         size = capture_size(settings, spec.skip, 2, loaded)
-        check_enough(settings, size, least, f"{spec.groups('v', loaded.shape)[1]} channels and {MAX_ENTRIES} entries")
+        _check_transforms(settings, size, spec, loaded.shape)
         return TransformPlan(loaded, method, settings, size, spec)
+    if isinstance(spec, MixedSpec):
+        settings = options.resolve(loaded, MAX_ENTRIES)
+        size = capture_size(settings, spec.skip, UNIT, loaded)
+        for one in {each for layer in spec.layers for each in layer}:
+            if isinstance(one, TransformSpec):
+                _check_transforms(settings, size, one, loaded.shape)
+            elif one is not None:
+                _check_codebooks(settings, size, one)
+        return MixedPlan(loaded, method, settings, size, spec)
     settings = options.resolve(loaded, max(stream.entries for stream in spec.streams))
     unit = math.lcm(2, *(shape.tokens for stream in spec.streams for shape in stream.shapes))
     size = capture_size(settings, spec.skip, unit, loaded)
+    _check_codebooks(settings, size, spec)
+    return CodebookPlan(loaded, method, settings, size, spec)
+
+
+def _check_transforms(settings: CalibrationSettings, size: CaptureSize, spec: TransformSpec, shape: ModelShape) -> None:
+    """A covariance needs as many tokens as channels, a codebook as many as entries."""
+    widest = max(spec.groups(kind, shape)[1] for kind in "kv")
+    check_enough(settings, size, max(MAX_ENTRIES, widest), f"{widest} channels and {MAX_ENTRIES} entries")
+
+
+def _check_codebooks(settings: CalibrationSettings, size: CaptureSize, spec: CalibrationSpec) -> None:
     for stream in spec.streams:
         least = -(-stream.entries * max(shape.size for shape in stream.shapes) // stream.share)
         check_enough(settings, size, least, f"codebooks of {stream.entries} entries")
-    return CodebookPlan(loaded, method, settings, size, spec)

@@ -14,6 +14,7 @@ from kvq_cli.calibration.blocks import draw_coreset
 from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
 from kvq_cli.calibration.codebooks import rounded
 from kvq_cli.calibration.kmeans import weighted_kmeans
+from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.nearest import MAX_ENTRIES
 from kvq_cli.codecs.transform import CHUNKS, TransformCodec
 from kvq_cli.methods.base import ModelShape, TransformSpec
@@ -133,7 +134,8 @@ def calibrate_transform(
     weights = (g @ tensors["synthesis"]).square_()  # squared gradients to the components
     centroids = _cluster(z, weights, allocation, settings)
     tensors |= {f"centroids.{size}": books for size, books in centroids.items()}
-    return tensors, _errors(captured, TransformCodec(captured.x.shape[2], tensors), transform.mean)
+    codec = TransformCodec(captured.x.shape[2], tensors)
+    return tensors, {"codes": codec.codes, "chosen": held_out_errors(captured, codec, groups)}
 
 
 def _order_and_scale(variances: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -186,13 +188,16 @@ def _codebooks(blocks: Tensor, weights: Tensor, settings: ClusterSettings) -> Te
     )
 
 
-def _errors(captured: CapturedStream, codec: TransformCodec, mean: Tensor) -> dict[str, Any]:
-    """The stream's entry of the artifact's `errors`."""
+def held_out_errors(captured: CapturedStream, codec: Codec, groups: int) -> dict[str, Any]:
+    """Errors of a codec on the held-out samples, as plain JSON values; see `ERROR_MEASURE`. "loss" sums the products of
+    error and gradient within each of `groups` groups of heads."""
     training = len(captured.g) - captured.held_out
-    x, g = (t[training : len(captured.g)].float().transpose(1, 2) for t in (captured.x, captured.g))  # [S, H, T, D]
+    tokens = captured.x.shape[1] // codec.block_tokens * codec.block_tokens
+    held = (t[training : len(captured.g), :tokens].float().transpose(1, 2) for t in (captured.x, captured.g))
+    x, g = held  # [S, H, T, D]
+    mean = torch.stack([each.double().mean(0) for each in _grouped(captured.x[:training], len(x[0]))])  # [H, D]
     lost = codec.decode(codec.encode(x), torch.float32) - x
-    spread = x - mean.float().view(x.shape[1], 1, x.shape[3])
-    groups = len(mean)
+    spread = x - mean.float().unsqueeze(1)
 
     def loss(error: Tensor) -> Tensor:
         return (error * g).unflatten(1, (groups, -1)).sum((2, 4)).double().square().sum()
@@ -202,11 +207,8 @@ def _errors(captured: CapturedStream, codec: TransformCodec, mean: Tensor) -> di
 
     weighted, whole = ((each * g).double().square().sum((0, 2, 3)) for each in (lost, spread))
     return {
-        "codes": codec.codes,
-        "chosen": {
-            "fisher": ratio(weighted, whole),
-            "plain": ratio(lost.double().square(), spread.double().square()),
-            "loss": ratio(loss(lost), loss(spread)),
-            "fisher_per_head": [ratio(one, all_) for one, all_ in zip(weighted, whole, strict=True)],
-        },
+        "fisher": ratio(weighted, whole),
+        "plain": ratio(lost.double().square(), spread.double().square()),
+        "loss": ratio(loss(lost), loss(spread)),
+        "fisher_per_head": [ratio(one, all_) for one, all_ in zip(weighted, whole, strict=True)],
     }

@@ -26,6 +26,7 @@ from kvq_cli.errors import KvqError
 #: Name, `module:attribute` in kvq_cli.cli, help panel. None of these modules imports torch.
 COMMANDS = (
     ("calibrate", "calibrate:calibrate", "Compress"),
+    ("tune", "tune:tune", "Compress"),
     ("generate", "generate:generate", "Compress"),
     ("chat", "chat:chat", "Compress"),
     ("eval", "eval:evaluate", "Evaluate"),

@@ -16,42 +16,47 @@ from kvq_cli.paths import artifact_folder
 if TYPE_CHECKING:
     from kvq_cli.artifact import Artifact
 
-_data = partial(typer.Option, rich_help_panel="Calibration")
+data_option = partial(typer.Option, rich_help_panel="Calibration")
 
 Out = Annotated[
-    Path | None, _data("--out", metavar="DIR", help="Output folder (default: artifacts/MODEL/METHOD-BITSbit).")
+    Path | None, data_option("--out", metavar="DIR", help="Output folder (default: artifacts/MODEL/METHOD-BITSbit).")
 ]
 Dataset = Annotated[
     str,
-    _data(
+    data_option(
         "--dataset",
         metavar="NAME",
         help="Calibration text: prose, pydoc, self (offline), wikitext2, c4, ptb or a text file.",
     ),
 ]
 Samples = Annotated[
-    int | None, _data("--samples", min=2, help="Number of text windows (default: 64 x 2048 tokens in total).")
+    int | None, data_option("--samples", min=2, help="Number of text windows (default: 64 x 2048 tokens in total).")
 ]
 Seqlen = Annotated[
-    int | None, _data("--seqlen", min=1, help="Tokens per window (default: 2048, at most the model's context length).")
+    int | None,
+    data_option("--seqlen", min=1, help="Tokens per window (default: 2048, at most the model's context length)."),
 ]
-Gradients = Annotated[int | None, _data("--gradients", min=2, help="Number of windows with gradients (default: all).")]
-Points = Annotated[int, _data("--points", min=256, help="Training points of each codebook.")]
-Iterations = Annotated[int, _data("--iterations", min=1, help="Maximum number of k-means iterations.")]
+Gradients = Annotated[
+    int | None, data_option("--gradients", min=2, help="Number of windows with gradients (default: all).")
+]
+Points = Annotated[int, data_option("--points", min=256, help="Training points of each codebook.")]
+Iterations = Annotated[int, data_option("--iterations", min=1, help="Maximum number of k-means iterations.")]
 Kmeans = Annotated[
     Literal["auto", "kvq", "faiss"],
-    _data(
+    data_option(
         "--kmeans",
         help="K-means engine; auto: faiss, if installed, for codebooks of more than 1,024 entries, else kvq.",
     ),
 ]
 Damping = Annotated[
     float,
-    _data("--damping", min=0.0, help="Fraction of the mean Fisher weight that is added to each weight; 0: no damping."),
+    data_option(
+        "--damping", min=0.0, help="Fraction of the mean Fisher weight that is added to each weight; 0: no damping."
+    ),
 ]
 Budget = Annotated[
     float,
-    _data(
+    data_option(
         "--budget",
         metavar="GIB",
         help="Disk space for captured keys and values in GiB; if they need more, a random sample is kept.",
@@ -59,7 +64,7 @@ Budget = Annotated[
 ]
 Captured = Annotated[
     Path | None,
-    _data(
+    data_option(
         "--captured",
         metavar="DIR",
         help="Keep the captured keys, values and gradients in this folder: calibrations of the same model, text and "
@@ -67,7 +72,7 @@ Captured = Annotated[
     ),
 ]
 Fisher = Annotated[
-    bool, _data("--fisher/--no-fisher", help="Weight k-means by squared gradients (diagonal Fisher information).")
+    bool, data_option("--fisher/--no-fisher", help="Weight k-means by squared gradients (diagonal Fisher information).")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume an interrupted calibration.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite an existing artifact.")]

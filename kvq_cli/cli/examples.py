@@ -7,6 +7,11 @@ EXAMPLES = {
         "kvq calibrate --method temporalkv --bits 2 --out results/mine",
         "kvq calibrate --method kvquant --bits 3 --model meta-llama/Llama-3.1-8B --dataset wikitext2 --dry-run",
     ),
+    "tune": (
+        "kvq tune --budget 2.25 --set recent=32 --set buffer=32",
+        "kvq tune --budget 3 --candidates klt:join_keys=on,kivi-4bit:pre_rope=on,fp16 --minutes 30",
+        "kvq tune --objective memory --kl 0.01 --model smollm2",
+    ),
     "generate": (
         'kvq generate "The old harbour" --method kivi --bits 2',
         "kvq generate --file examples/needle.txt --artifact artifacts/reference/temporalkv-2bit",

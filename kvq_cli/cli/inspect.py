@@ -26,12 +26,16 @@ def inspect(artifact: ArtifactFolder, plot: Plot = None, as_json: Json = False) 
     config = load_artifact(artifact).config
     if plot is not None:
         from kvq_cli.calibration.plot import plot_errors
+        from kvq_cli.tuning.plot import plot_tuning
 
-        plot_errors(config, plot)
+        (plot_tuning if "tuning" in config else plot_errors)(config, plot)
         out.note(f"wrote {plot}")
     _print_origin(out, config)
     out.table(["tensors", "bytes", "size"], [[kind, size, human_bytes(size)] for kind, size in config["sizes"].items()])
     out.table(*error_table(config), title=f"error {config['errors']['measure'].replace(';', chr(10))}")
+    if "tuning" in config:
+        rows = [[one["step"], round(one["bits"], 3), one["kl"]] for one in config["tuning"]["tried"]]
+        out.table(["tried by kvq tune", "packed bits", "KL"], rows)
     out.result({"artifact": str(artifact), **config})
 
 

@@ -161,7 +161,7 @@ def _captures(values: Values) -> bool:
 
 def _weighted(values: Values) -> bool:
     """Whether k-means is weighted by squared gradients."""
-    return _captures(values) and values.get("fisher", True) and getattr(_calibrated(values), "fisher", False)
+    return _captures(values) and values.get("fisher", True) and getattr(_calibrated(values), "fisher", True)
 
 
 def _calibrated(values: Values) -> Any:
@@ -338,6 +338,16 @@ RULES: dict[str, dict[str, Rule]] = {
             _text, _clusters, unless(lambda values: not values["dry_run"], "--dry-run captures nothing")
         ),
         "damping": _either(_text, unless(_weighted, "k-means is not weighted by gradients")),
+        "trust_remote_code": _code,
+    },
+    "tune": {
+        **_all_read(
+            "budget", "objective", "candidates", "text", "windows", "text_seqlen", "rounds", "swaps", "minutes"
+        ),
+        **_all_read("set_", "out", "dataset", "samples", "seqlen", "gradients", "points", "iterations", "kmeans"),
+        **_all_read("damping", "disk", "captured", "resume", "force", "model", "device", "dtype", "seed"),
+        **_all_read("config", "as_json", "quiet"),
+        "kl": unless(lambda values: values["objective"] == "memory", "only --objective memory has a goal for KL"),
         "trust_remote_code": _code,
     },
     "bench generate": {

@@ -50,6 +50,10 @@ class StreamPlan:
         return (x if self.down is None else x @ self.down).unsqueeze(1)
 
 
+#: What methods that keep keys before RoPE cache of each stream.
+SOURCES = {"k": "pre_rope", "v": "value"}
+
+
 @dataclass(frozen=True)
 class CrossLayer:
     """A layer's part in the cross-layer sum X^_i = X^_{i-1} + d_i over packed tokens, of which only d_i is stored.
@@ -218,9 +222,35 @@ class CalibrationSpec:
         """Keys, values."""
         return self.keys, self.values
 
+    def stream(self, kind: str) -> CodebookSpec:
+        """Keys ("k") or values ("v")."""
+        return self.streams["kv".index(kind)]
+
+
+#: The calibration of one stream; None: it needs none.
+StreamSpec: TypeAlias = CalibrationSpec | TransformSpec | None
+
+
+@dataclass(frozen=True)
+class MixedSpec:
+    """Calibration of each stream by the method that serves it.
+
+    layers: for each layer, the calibrations of its keys and of its values. A `TransformSpec` gives out its bits inside
+            the stream.
+    skip:   first tokens of each sample to leave out (attention sinks).
+    """
+
+    skip: int
+    layers: tuple[tuple[StreamSpec, StreamSpec], ...]
+
 
 #: The calibration of a method.
-AnySpec: TypeAlias = CalibrationSpec | TransformSpec | FactorSpec
+AnySpec: TypeAlias = CalibrationSpec | TransformSpec | FactorSpec | MixedSpec
+
+
+def stream_spec(spec: CalibrationSpec | TransformSpec | MixedSpec, layer: int, kind: str) -> StreamSpec:
+    """The calibration of a layer's keys ("k") or values ("v")."""
+    return spec.layers[layer]["kv".index(kind)] if isinstance(spec, MixedSpec) else spec
 
 
 def option(
@@ -284,6 +314,11 @@ class Method(ABC):
         tensors: the artifact's tensors of this layer without the `layers.<i>.` prefix ("k.centroids.temporal",
         "v.mean"); empty for methods that do not calibrate. Raises UsageError where the shape does not allow them.
         """
+
+    def stream_plan(self, kind: str, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> StreamPlan:
+        """The plan of a layer's keys ("k") or values ("v") alone; tensors: as for `plan`, those of this stream."""
+        plan = self.plan(layer, shape, tensors)
+        return plan.keys if kind == "k" else plan.values
 
     def needs_artifact(self, shape: ModelShape) -> bool:
         """Whether `plan` needs calibrated tensors for a model of this shape."""

@@ -18,7 +18,16 @@ from kvq_cli.codecs.per_head import PerHeadCodec
 from kvq_cli.codecs.per_token import PerTokenCodec
 from kvq_cli.codecs.rotated import HadamardRotation, MatrixRotation, RotatedCodec
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.methods.base import CalibrationSpec, CodebookSpec, LayerPlan, Method, ModelShape, StreamPlan, option
+from kvq_cli.methods.base import (
+    SOURCES,
+    CalibrationSpec,
+    CodebookSpec,
+    LayerPlan,
+    Method,
+    ModelShape,
+    StreamPlan,
+    option,
+)
 from kvq_cli.methods.window import Window
 
 #: Values of the option `rotation`.
@@ -50,22 +59,21 @@ class CodebookMethod(Method):
     def calibration(self, shape: ModelShape) -> CalibrationSpec: ...
 
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+        keys, values = (self.stream_plan(kind, layer, shape, tensors) for kind in "kv")
+        return LayerPlan(keys, values)
+
+    def stream_plan(self, kind: str, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> StreamPlan:
         if not tensors:
             raise UsageError(
                 f"{self.name} needs an artifact: run `kvq calibrate --method {self.name}`, then give --artifact"
             )
-        calibrated = self.calibration(shape)
-
-        def stream(source: str, kind: str, spec: CodebookSpec) -> StreamPlan:
-            prefix = f"{kind}."
-            named = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-            codec = codec_of(spec, named, shape, f"layers.{layer}.{kind}")
-            # All layers of a hybrid pack the longest candidate chunk at a time: packing token by token would cost a
-            # tenth of a decode step on a CPU, and all layers then keep the same tokens in full precision.
-            flush = math.lcm(codec.block_tokens, self.buffer or 1, *(block.tokens for block in spec.shapes))
-            return StreamPlan(source, codec, Window(self.sinks, self.recent, flush))
-
-        return LayerPlan(keys=stream("pre_rope", "k", calibrated.keys), values=stream("value", "v", calibrated.values))
+        spec, prefix = self.calibration(shape).stream(kind), f"{kind}."
+        named = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+        codec = codec_of(spec, named, shape, f"layers.{layer}.{kind}")
+        # All layers of a hybrid pack the longest candidate chunk at a time: packing token by token would cost a
+        # tenth of a decode step on a CPU, and all layers then keep the same tokens in full precision.
+        flush = math.lcm(codec.block_tokens, self.buffer or 1, *(block.tokens for block in spec.shapes))
+        return StreamPlan(SOURCES[kind], codec, Window(self.sinks, self.recent, flush))
 
 
 def rotation_option() -> Any:

@@ -9,12 +9,9 @@ from torch import Tensor
 
 from kvq_cli.codecs.transform import TransformCodec
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, TransformSpec, option
+from kvq_cli.methods.base import SOURCES, LayerPlan, Method, ModelShape, StreamPlan, TransformSpec, option
 from kvq_cli.methods.registry import register
 from kvq_cli.methods.window import Window
-
-#: Bits per number: one 8-bit code stands for 8 / bits numbers on average.
-BITS = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0)
 
 
 @register
@@ -35,7 +32,7 @@ class KLT(Method):
     calibration_result = "transforms, codebooks (Fisher k-means), bits of each component"
     calibrates = True
 
-    bits: float = option(2.0, "bits per number, on average over the model", choices=BITS)
+    bits: float = option(2.0, "bits per number, on average over the model", at_least=0.001, at_most=8.0)
     join_keys: bool = option(False, "one transform for the keys of all kv heads of a layer; off: one per head")
     join_values: bool = option(True, "one transform for the values of all kv heads of a layer; off: one per head")
     metric: str = option(
@@ -61,16 +58,16 @@ class KLT(Method):
         )
 
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+        keys, values = (self.stream_plan(kind, layer, shape, tensors) for kind in "kv")
+        return LayerPlan(keys, values)
+
+    def stream_plan(self, kind: str, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> StreamPlan:
         if not tensors:
             raise UsageError("klt needs an artifact: run `kvq calibrate --method klt`, then give --artifact")
-        window = Window(self.sinks, self.recent, self.buffer)
-
-        def stream(source: str, kind: str) -> StreamPlan:
-            prefix = f"{kind}."
-            named = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-            return StreamPlan(source, transform_codec(named, shape, f"layers.{layer}.{kind}"), window)
-
-        return LayerPlan(keys=stream("pre_rope", "k"), values=stream("value", "v"))
+        prefix = f"{kind}."
+        named = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+        codec = transform_codec(named, shape, f"layers.{layer}.{kind}")
+        return StreamPlan(SOURCES[kind], codec, Window(self.sinks, self.recent, self.buffer))
 
 
 def transform_codec(tensors: Mapping[str, Tensor], shape: ModelShape, where: str) -> TransformCodec:

@@ -9,7 +9,7 @@ import torch
 
 from kvq_cli.codecs.nearest import MAX_ENTRIES
 from kvq_cli.codecs.transform import CHUNKS
-from kvq_cli.methods.base import AnySpec, CodebookSpec, FactorSpec, ModelShape, TransformSpec
+from kvq_cli.methods.base import AnySpec, CodebookSpec, FactorSpec, ModelShape, StreamSpec, TransformSpec, stream_spec
 
 #: Name -> (shape, dtype).
 Layout: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
@@ -23,11 +23,15 @@ def layer_layout(spec: AnySpec, shape: ModelShape, layer: int, choices: Mapping[
     """
     if isinstance(spec, FactorSpec):
         return factor_layout(spec, layer, shape)
-    if isinstance(spec, TransformSpec):
-        streams = {kind: transform_layout(choices[kind], spec.groups(kind, shape)[1], shape.dtype) for kind in "kv"}
-    else:
-        streams = {kind: stream_layout(one, shape, choices[kind]) for kind, one in zip("kv", spec.streams, strict=True)}
-    return {f"{kind}.{name}": form for kind, layout in streams.items() for name, form in layout.items()}
+    layout: Layout = {}
+    for kind in "kv":
+        one = stream_spec(spec, layer, kind)
+        if isinstance(one, TransformSpec):
+            named = transform_layout(choices[kind], one.groups(kind, shape)[1], shape.dtype)
+        else:
+            named = {} if one is None else stream_layout(one.stream(kind), shape, choices[kind])
+        layout |= {f"{kind}.{name}": form for name, form in named.items()}
+    return layout
 
 
 def transform_layout(allocation: Sequence[Sequence[int]], width: int, dtype: torch.dtype) -> Layout:
@@ -62,6 +66,18 @@ def even_allocation(spec: TransformSpec, kind: str, shape: ModelShape) -> list[l
 def code_budget(spec: TransformSpec, shape: ModelShape) -> int:
     """The codes of 8 bits of a token: those of all layers' keys and values together."""
     return int(spec.bits * shape.layers * 2 * shape.kv_heads * shape.head_dim / 8)
+
+
+def stream_codes(spec: TransformSpec, kind: str, shape: ModelShape) -> int:
+    """The codes of 8 bits of a token of one stream that has `bits` of its own; at least one per group."""
+    groups, width = spec.groups(kind, shape)
+    return max(groups, int(spec.bits * groups * width / 8))
+
+
+def first_choice(spec: StreamSpec, kind: str, shape: ModelShape) -> list[Any]:
+    """The `choices` of `layer_layout` before anything is measured: the first block shape for each head; for
+    transforms, the even allocation."""
+    return even_allocation(spec, kind, shape) if isinstance(spec, TransformSpec) else [0] * shape.kv_heads
 
 
 def stream_layout(spec: CodebookSpec, shape: ModelShape, choice: Sequence[int]) -> Layout:

@@ -29,6 +29,7 @@ METHODS = {
     "kvquant": build("kvquant", bits=2),
     "klt": build("klt", bits=4),
     "klt joined": build("klt", bits=2, join_keys=True),
+    "mixed": build("mixed", bits=9, keys="klt-4bit temporalkv-4bit", values="fp16 kvquant-2bit"),
     "xquant": build("xquant"),
     "xquant-cl": build("xquant-cl", base_layers=1),
     "palu": build("palu"),

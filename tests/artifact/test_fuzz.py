@@ -57,6 +57,7 @@ METHODS = {
         build("klt", bits=4, sinks=2),
         build("klt", bits=3, sinks=2, join_keys=True, join_values=False),
     ],
+    "mixed": [build("mixed", bits=9, keys="klt-4bit temporalkv-4bit", values="fp16 kvquant-2bit", sinks=2)],
     "factors": [build("xquant", bits=4, group=16), build("xquant-cl", bits=4, group=16, base_layers=1), build("palu")],
 }
 TOKENS = 80  # above an outlier block of 32 and a group of 16, behind the sinks

@@ -37,6 +37,10 @@ CASES = [
     ("temporalkv", {"bits": 4, "sinks": 3, "hybrid": "head", "outliers": 0.05}),
     ("temporalkv", {"bits": 2, "sinks": 3, "recent": 6}),
     ("klt", {"bits": 2, "sinks": 3, "recent": 5, "join_keys": True}),
+    (
+        "mixed",
+        {"bits": 9, "keys": "kivi-2bit:group=16 klt-2bit", "values": "temporalkv-4bit fp16", "sinks": 3, "recent": 5},
+    ),
     ("xquant", {"bits": 4, "group": 8, "sinks": 3, "first_channel": True}),
     ("palu", {"bits": 4, "sinks": 3, "recent": 5, "heads": 1}),
     ("palu", {"bits": 16, "share": 1.0, "buffer": 4}),

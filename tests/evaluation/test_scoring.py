@@ -31,6 +31,7 @@ METHODS = {
     "gear": build("gear", group=16, residual=16),
     "zipcache": build("zipcache", residual=16),
     "klt": build("klt", buffer=4),
+    "mixed": build("mixed", bits=6, keys="kivi-4bit:group=8:pre_rope=on", values="klt", buffer=8),
     "palu": build("palu", **SMALL),
     "temporalkv": "temporalkv-2bit",
     "channelkv": "channelkv-2bit",

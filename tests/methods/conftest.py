@@ -11,7 +11,7 @@ from kvq_cli.calibration import capture
 from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
 from kvq_cli.calibration.codebooks import calibrate_stream
 from kvq_cli.data.texts import load_text, token_windows
-from kvq_cli.methods.base import CalibrationSpec, LayerPlan, Method, ModelShape, TransformSpec
+from kvq_cli.methods.base import CalibrationSpec, LayerPlan, Method, MixedSpec, ModelShape, TransformSpec
 from kvq_cli.models import load_model
 
 
@@ -25,9 +25,12 @@ def model_shape(layers=2, kv_heads=2, head_dim=64, dtype=torch.float16) -> Model
 
 
 def layer_tensors(
-    spec: CalibrationSpec | TransformSpec, shape: ModelShape, choice: list[int], seed: int = 0
+    spec: CalibrationSpec | TransformSpec | MixedSpec, shape: ModelShape, choice: list[int], seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """One layer's tensors under their names in the artifact, without `layers.<i>.`."""
+    """One layer's tensors under their names in the artifact, without `layers.<i>.`; of a mixed method the first's."""
+    if isinstance(spec, MixedSpec):
+        drawn = {kind: layer_tensors(one, shape, choice, seed) for kind, one in zip("kv", spec.layers[0], strict=True)}
+        return {name: x for kind, tensors in drawn.items() for name, x in tensors.items() if name[0] == kind}
     generator = torch.Generator().manual_seed(seed)
     if isinstance(spec, TransformSpec):
         return random_layer(spec, shape, generator)

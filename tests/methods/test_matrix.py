@@ -49,6 +49,7 @@ METHODS = [
     *(("klt", {"bits": bits, "recent": 3}) for bits in (1, 1.5, 4)),
     ("klt", {"bits": 3, "buffer": 1, "join_keys": True}),
     ("klt", {"join_values": False}),
+    ("mixed", {"bits": 3, "keys": "klt-1.5bit", "values": "temporalkv-4bit", "recent": 3}),
 ]
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}
 HEAD_DIMS = (64, 80, 96, 128)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from random_transforms import random_layer
+from random_transforms import random_stream
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -22,10 +22,13 @@ from kvq_cli.methods.base import (
     ModelShape,
     TransformSpec,
     reads_text,
+    stream_spec,
 )
+from kvq_cli.methods.mixed import Mixed
 from kvq_cli.methods.registry import to_config
-from kvq_cli.methods.tensors import layer_layout
+from kvq_cli.methods.tensors import layer_layout, stream_layout
 from kvq_cli.models import model_shape
+from kvq_cli.tuning.settings import TuneOptions
 
 TEXT = {"dataset": "prose", "samples": 6, "seqlen": 100, "seed": 0}
 CAPTURED = {"tokens": 9, "tokens_with_gradients": 9, "tokens_held_out": 3}
@@ -56,6 +59,7 @@ def random_parts(
         tensors |= {f"layers.{layer}.{key}": tensor for key, tensor in drawn.items()}
     model_entry = {"name": name, "revision": None, "dtype": str(shape.dtype).removeprefix("torch.")}
     text = not isinstance(spec, FactorSpec)
+    tuning = {"tuning": _tuning(method)} if isinstance(method, Mixed) else {}
     config = {
         "kvq": "0.0",
         "method": to_config(method),
@@ -68,8 +72,22 @@ def random_parts(
             "measure": "none",
             "layers": [_errors(spec, shape, layer, tensors) for layer in range(shape.layers)],
         },
+        **tuning,
     }
     return config, tensors
+
+
+def _tuning(method: Mixed) -> dict[str, Any]:
+    """The record of a search that tried two configurations."""
+    tried = {"step": "start", "bits": 2.0, "kl": 0.1, "keys": "klt-2bit", "values": "klt-2bit"}
+    chosen = {"step": "choice 1", "bits": 2.0, "kl": 0.05, "keys": method.keys, "values": method.values}
+    return {
+        **TuneOptions(budget=4.0).to_dict(),
+        "chosen": 1,
+        "tried": [tried, chosen],
+        "predicted": [{"bits": 2.0, "kl": 0.06}],
+        "alone": [[{"codes": 3, "kl": 0.01}]],
+    }
 
 
 def _choice(spec: CalibrationSpec, stream: CodebookSpec, shape: ModelShape) -> list[int]:
@@ -77,25 +95,36 @@ def _choice(spec: CalibrationSpec, stream: CodebookSpec, shape: ModelShape) -> l
 
 
 def _layer(spec: AnySpec, shape: ModelShape, layer: int, generator: torch.Generator) -> dict[str, Tensor]:
-    if isinstance(spec, TransformSpec):
-        return random_layer(spec, shape, generator)
-    streams = {"k": spec.keys, "v": spec.values} if isinstance(spec, CalibrationSpec) else {}
-    choices = {kind: _choice(spec, stream, shape) for kind, stream in streams.items()}
-    layout = layer_layout(spec, shape, layer, choices)
-    tensors = {name: torch.randn(size, generator=generator).to(dtype) for name, (size, dtype) in layout.items()}
-    for kind, stream in streams.items():
-        tensors[f"{kind}.choice"] = torch.tensor(choices[kind], dtype=torch.int8)
-        if f"{kind}.std" in tensors:
-            tensors[f"{kind}.std"] = tensors[f"{kind}.std"].abs() + 0.5
-        if f"{kind}.rotation" in tensors:
-            tensors[f"{kind}.rotation"] = torch.linalg.qr(tensors[f"{kind}.rotation"]).Q.contiguous()
-            tensors[f"{kind}.spread"] = tensors[f"{kind}.spread"].abs() + 0.5
-        if f"{kind}.lower" in tensors:
-            lower, upper = -tensors[f"{kind}.lower"].abs() - 1, tensors[f"{kind}.upper"].abs() + 1
-            tensors |= {f"{kind}.lower": lower, f"{kind}.upper": upper}
-            if stream.by_range:
-                tensors |= {f"{kind}.mean": (lower + upper) / 2, f"{kind}.std": (upper - lower) / 2}
+    if isinstance(spec, FactorSpec):
+        layout = layer_layout(spec, shape, layer, {})
+        return {name: torch.randn(size, generator=generator).to(dtype) for name, (size, dtype) in layout.items()}
+    tensors = {}
+    for kind in "kv":
+        one = stream_spec(spec, layer, kind)
+        if isinstance(one, TransformSpec):
+            tensors |= random_stream(one, kind, shape, generator)
+        elif one is not None:
+            tensors |= _codebooks(one, kind, shape, generator)
     return tensors
+
+
+def _codebooks(spec: CalibrationSpec, kind: str, shape: ModelShape, generator: torch.Generator) -> dict[str, Tensor]:
+    stream = spec.stream(kind)
+    choice = _choice(spec, stream, shape)
+    layout = stream_layout(stream, shape, choice)
+    tensors = {name: torch.randn(size, generator=generator).to(dtype) for name, (size, dtype) in layout.items()}
+    tensors["choice"] = torch.tensor(choice, dtype=torch.int8)
+    if "std" in tensors:
+        tensors["std"] = tensors["std"].abs() + 0.5
+    if "rotation" in tensors:
+        tensors["rotation"] = torch.linalg.qr(tensors["rotation"]).Q.contiguous()
+        tensors["spread"] = tensors["spread"].abs() + 0.5
+    if "lower" in tensors:
+        lower, upper = -tensors["lower"].abs() - 1, tensors["upper"].abs() + 1
+        tensors |= {"lower": lower, "upper": upper}
+        if stream.by_range:
+            tensors |= {"mean": (lower + upper) / 2, "std": (upper - lower) / 2}
+    return {f"{kind}.{name}": tensor for name, tensor in tensors.items()}
 
 
 def _errors(spec: AnySpec, shape: ModelShape, layer: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -103,15 +132,20 @@ def _errors(spec: AnySpec, shape: ModelShape, layer: int, tensors: Mapping[str, 
         ranks = {name: tensors[f"layers.{layer}.{name}.down"].shape[1] for name in spec.layers[layer]}
         return {name: {"rank": rank, "residual": 0.01, "energy": 0.5} for name, rank in ranks.items()}
     entry: dict[str, Any] = {"fisher": 0.25, "plain": 0.25, "fisher_per_head": [0.25] * shape.kv_heads}
-    if isinstance(spec, TransformSpec):
-        codes = {kind: int(tensors[f"layers.{layer}.{kind}.allocation"].sum()) for kind in "kv"}
-        return {kind: {"codes": count, "chosen": {**entry, "loss": 0.25}} for kind, count in codes.items()}
-    return {
-        kind: {
-            "choice": [stream.shapes[index].name for index in _choice(spec, stream, shape)],
-            "chosen": entry,
-            "shapes": {block.name: entry for block in stream.shapes},
-            "adjacent_token_correlation": 0.5,
-        }
-        for kind, stream in (("k", spec.keys), ("v", spec.values))
-    }
+    errors = {}
+    for kind in "kv":
+        one = stream_spec(spec, layer, kind)
+        if one is None:
+            errors[kind] = {"chosen": {**entry, "loss": 0.25}}
+        elif isinstance(one, TransformSpec):
+            codes = int(tensors[f"layers.{layer}.{kind}.allocation"].sum())
+            errors[kind] = {"codes": codes, "chosen": {**entry, "loss": 0.25}}
+        else:
+            stream = one.stream(kind)
+            errors[kind] = {
+                "choice": [stream.shapes[index].name for index in _choice(one, stream, shape)],
+                "chosen": entry,
+                "shapes": {block.name: entry for block in stream.shapes},
+                "adjacent_token_correlation": 0.5,
+            }
+    return errors

@@ -33,9 +33,11 @@ def random_transform(
 
 def random_layer(spec: TransformSpec, shape: ModelShape, generator: torch.Generator) -> dict[str, Tensor]:
     """One layer's tensors, named as in `Method.plan`; all components have the same bits."""
-    tensors = {}
-    for kind in "kv":
-        allocation, width = even_allocation(spec, kind, shape), spec.groups(kind, shape)[1]
-        drawn = random_transform(allocation, width, shape.dtype, generator)
-        tensors |= {f"{kind}.{name}": tensor for name, tensor in drawn.items()}
-    return tensors
+    return {name: x for kind in "kv" for name, x in random_stream(spec, kind, shape, generator).items()}
+
+
+def random_stream(spec: TransformSpec, kind: str, shape: ModelShape, generator: torch.Generator) -> dict[str, Tensor]:
+    """The tensors of a layer's keys ("k") or values ("v"), named as in `Method.plan`."""
+    allocation, width = even_allocation(spec, kind, shape), spec.groups(kind, shape)[1]
+    drawn = random_transform(allocation, width, shape.dtype, generator)
+    return {f"{kind}.{name}": tensor for name, tensor in drawn.items()}

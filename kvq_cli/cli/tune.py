@@ -1,0 +1,164 @@
+"""`kvq tune`: choose the method and the bits of each layer's keys and values, and write one mixed artifact."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from kvq_cli.cli import calibrate as cal
+from kvq_cli.cli import options as opt
+from kvq_cli.cli.output import Output, human_bytes
+from kvq_cli.paths import model_artifacts
+
+if TYPE_CHECKING:
+    from kvq_cli.artifact import Artifact
+
+_search = partial(typer.Option, rich_help_panel="Search")
+
+Budget = Annotated[
+    float,
+    _search(
+        "--budget",
+        metavar="BITS",
+        help="Bits per number: codes, scales and outliers of packed tokens, as `kvq bits` counts them (`packed`). With "
+        "--objective memory: the bits to begin with.",
+    ),
+]
+Objective = Annotated[
+    Literal["kl", "memory"],
+    _search(
+        "--objective", help="kl: least KL divergence within --budget; memory: fewest bits whose KL is within --kl."
+    ),
+]
+Kl = Annotated[
+    float | None,
+    _search(
+        "--kl", metavar="NATS", help="With --objective memory: KL divergence to the uncompressed model, per token."
+    ),
+]
+Candidates = Annotated[
+    str | None,
+    _search(
+        "--candidates",
+        metavar="NAMES",
+        help="Methods of single streams, separated by commas, named as for --compare; klt first, which takes any "
+        "number of bits (default: klt, temporalkv, kvquant and kivi at several bits, fp16).",
+    ),
+]
+Text = Annotated[
+    str,
+    _search(
+        "--text",
+        metavar="NAMES",
+        help="Texts on whose evaluation split KL is measured, separated by commas: names or files as for --dataset.",
+    ),
+]
+Windows = Annotated[int, _search("--windows", min=1, help="Windows of each text.")]
+TextSeqlen = Annotated[
+    int, _search("--text-seqlen", min=2, help="Tokens per window; the second half of a window is scored.")
+]
+Rounds = Annotated[int, _search("--rounds", min=0, help="Choices from measured sensitivities, at most.")]
+Swaps = Annotated[int, _search("--swaps", min=0, help="Exchanges of bits between two streams to try, at most.")]
+Minutes = Annotated[
+    float | None, _search("--minutes", min=0.0, help="Begin no new step of the search after this time.")
+]
+Disk = Annotated[
+    float,
+    cal.data_option(
+        "--disk", metavar="GIB", help="Disk space for captured keys and values in GiB, as calibrate's --budget."
+    ),
+]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume an interrupted search.")]
+
+
+def tune(
+    budget: Budget = 2.0,
+    objective: Objective = "kl",
+    kl: Kl = None,
+    candidates: Candidates = None,
+    text: Text = "prose,pydoc",
+    windows: Windows = 2,
+    text_seqlen: TextSeqlen = 1024,
+    rounds: Rounds = 3,
+    swaps: Swaps = 8,
+    minutes: Minutes = None,
+    set_: opt.Set = None,
+    out: cal.Out = None,
+    dataset: cal.Dataset = "prose",
+    samples: cal.Samples = None,
+    seqlen: cal.Seqlen = None,
+    gradients: cal.Gradients = None,
+    points: cal.Points = 8192,
+    iterations: cal.Iterations = 50,
+    kmeans: cal.Kmeans = "auto",
+    damping: cal.Damping = 0.1,
+    disk: Disk = 4.0,
+    captured: cal.Captured = None,
+    resume: Resume = False,
+    force: cal.Force = False,
+    model: opt.Model = "reference",
+    trust_remote_code: opt.TrustRemoteCode = False,
+    device: opt.Device = "auto",
+    dtype: opt.Dtype = "auto",
+    seed: opt.Seed = 0,
+    config: opt.Config = None,
+    as_json: opt.Json = False,
+    quiet: opt.Quiet = False,
+) -> None:
+    """Choose the method and the bits of each layer's keys and values, and write one mixed artifact.
+
+    Calibrates candidates, measures how much KL divergence each stream costs, finds the choice of least KL within the
+    budget, checks it on held-out text, and improves it by exchanging bits. The artifact's card lists what was tried.
+    --set sets the windows (sinks, recent, buffer) that the artifact is tuned for. After Ctrl-C, the same command with
+    --resume continues.
+    """
+    output = Output(as_json=as_json, quiet=quiet)
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as for `kvq calibrate`
+    from kvq_cli.tuning.settings import CANDIDATES, TuneOptions, windows_options
+
+    named = CANDIDATES if candidates is None else tuple(opt.names(candidates, "--candidates"))
+    texts = tuple(opt.names(text, "--text"))
+    options = TuneOptions(objective, budget, kl, named, texts, windows, text_seqlen, rounds, swaps, minutes)
+    chosen_windows = windows_options(opt.method_options(set_))
+
+    from kvq_cli.calibration.plan import MixedPlan, plan_calibration
+    from kvq_cli.calibration.settings import CalibrationOptions
+    from kvq_cli.methods.registry import build
+    from kvq_cli.models import load_model
+    from kvq_cli.tuning.run import tune as run_search
+
+    data = CalibrationOptions(dataset, samples, seqlen, gradients, points, iterations, damping, disk, seed, kmeans)
+    loaded = load_model(model, device, dtype, trust_remote_code=trust_remote_code)
+    first = build("mixed", bits=16, keys="klt-1bit", values="klt-1bit", **chosen_windows)
+    plan = plan_calibration(loaded, first, data)
+    assert isinstance(plan, MixedPlan)
+    goal = f"{budget:g}bit" if objective == "kl" else f"kl-{kl:g}"
+    folder = out or model_artifacts(model) / f"mixed-{goal}"
+    try:
+        with output.phases() as progress:
+            artifact = run_search(
+                plan, options, folder, resume=resume, force=force, captured=captured, progress=progress
+            )
+    except KeyboardInterrupt:
+        output.note("interrupted; continue with the same command and --resume")
+        raise
+    _print_artifact(output, artifact)
+
+
+def _print_artifact(output: Output, artifact: Artifact) -> None:
+    from kvq_cli.artifact.errors import method_of
+
+    config = artifact.config
+    tuning, layers = config["tuning"], range(config["model"]["fingerprint"]["layers"])
+    output.table(["layer", "keys", "values"], [[i, *(method_of(config, i, kind) for kind in "kv")] for i in layers])
+    chosen = tuning["chosen"]
+    rows = [
+        [one["step"] + (" (chosen)" if index == chosen else ""), round(one["bits"], 3), one["kl"]]
+        for index, one in enumerate(tuning["tried"])
+    ]
+    output.table(["tried", "packed bits", "KL"], rows, title=f"KL in nats per token on {', '.join(tuning['text'])}")
+    output.text(f"{artifact.path}: {human_bytes(config['sizes']['total'])}")
+    output.result({"artifact": str(artifact.path), "digest": artifact.digest, **config})

@@ -1,0 +1,108 @@
+"""Mixed: another method, or other bits, for the keys and the values of each layer (docs/TUNE.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import cast
+
+from torch import Tensor
+
+from kvq_cli.errors import UsageError
+from kvq_cli.methods.base import LayerPlan, Method, MixedSpec, ModelShape, StreamSpec, option
+from kvq_cli.methods.registry import build, has_option, parse, register
+
+#: Methods that pack the keys of a layer without its values, token blocks alone, without a state of each prompt.
+PARTS = ("fp16", "kivi", "kvquant", "channelkv", "temporalkv", "klt")
+#: Options of the windows, which all streams share.
+_WINDOWS = ("sinks", "recent", "buffer")
+
+
+@register
+@dataclass(frozen=True)
+class Mixed(Method):
+    """The keys and the values of each layer, each served by a method of its own, as `kvq tune` chooses them.
+
+    `keys` and `values` name a method per layer, first layer first, separated by spaces; one name alone is that of all
+    layers. Names are those of `--compare`: `klt-1.75bit`, `kivi-4bit:group=64`; without bits, `bits` applies. All
+    streams have the same windows. Bits of `klt` are those of the stream, given out over its heads where each has a
+    transform of its own.
+    """
+
+    name = "mixed"
+    paper = "docs/TUNE.md"
+    summary = "another method or other bits for the keys and values of each layer, chosen by kvq tune"
+    caches = "as the methods do, K and V apart"
+    calibration_result = "the tensors of each stream's method"
+    calibrates = True
+
+    bits: float = option(2.0, "bits per number that the codes take at most, on average", at_least=0.001, at_most=16.0)
+    keys: str = option("klt", "method of each layer's keys, separated by spaces")
+    values: str = option("klt", "method of each layer's values, separated by spaces")
+    sinks: int = option(8, "first tokens kept in full precision (attention sinks)", at_least=0, runtime=True)
+    recent: int = option(0, "newest tokens kept in full precision", at_least=0, runtime=True)
+    buffer: int = option(8, "pack tokens in multiples of this many", at_least=1, runtime=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self._names("k") or not self._names("v"):
+            raise UsageError("mixed: keys and values each name one method at least, like keys=klt-2bit")
+        if self.nominal_bits > self.bits + 1e-3:  # names of methods round their bits
+            raise UsageError(
+                f"mixed: its methods take {self.nominal_bits:.6g} bits on average, more than bits={self.bits:g}"
+            )
+
+    @property
+    def nominal_bits(self) -> float:
+        means = [sum(each.nominal_bits for each in methods) / len(methods) for methods in map(self._methods, "kv")]
+        return sum(means) / 2
+
+    def component(self, layer: int, kind: str) -> Method:
+        """The method of a layer's keys ("k") or values ("v"), with the windows of all."""
+        methods = self._methods(kind)
+        return methods[0] if len(methods) == 1 else methods[layer]
+
+    def calibration(self, shape: ModelShape) -> MixedSpec:
+        self._check_layers(shape)
+
+        def spec(layer: int, kind: str) -> StreamSpec:
+            method = self.component(layer, kind)
+            if not method.calibrates:
+                return None
+            return cast("StreamSpec", method.calibration(shape))
+
+        return MixedSpec(self.sinks, tuple((spec(layer, "k"), spec(layer, "v")) for layer in range(shape.layers)))
+
+    def needs_artifact(self, shape: ModelShape) -> bool:
+        return any(spec is not None for layer in self.calibration(shape).layers for spec in layer)
+
+    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+        self._check_layers(shape)
+        keys, values = (self.component(layer, kind).stream_plan(kind, layer, shape, tensors) for kind in "kv")
+        return LayerPlan(keys, values)
+
+    def _names(self, kind: str) -> list[str]:
+        return (self.keys if kind == "k" else self.values).split()
+
+    def _methods(self, kind: str) -> list[Method]:
+        windows = tuple((option, getattr(self, option)) for option in _WINDOWS)
+        return [_component(name, self.bits, windows) for name in self._names(kind)]
+
+    def _check_layers(self, shape: ModelShape) -> None:
+        for option_, names in (("keys", self._names("k")), ("values", self._names("v"))):
+            if len(names) not in (1, shape.layers):
+                raise UsageError(f"mixed: {option_} names {len(names)} methods: give one, or one for each layer")
+
+
+@lru_cache(maxsize=1024)
+def _component(text: str, bits: float, windows: tuple[tuple[str, int], ...]) -> Method:
+    """The method that `text` names, with the windows' options that it has, and `bits` where the text gives none;
+    UsageError where it cannot be a part."""
+    name, options = parse(text)
+    if taken := [option for option, _ in windows if option in options]:
+        raise UsageError(f"mixed: {text}: set {taken[0]} once for all streams, with --set {taken[0]}=...")
+    if name not in PARTS:
+        raise UsageError(f"mixed: {name or text!r} cannot serve a single stream; valid: {', '.join(PARTS)}")
+    shared = {"bits": int(bits) if bits == int(bits) else bits, **dict(windows)}
+    return build(name, **{option: value for option, value in shared.items() if has_option(name, option)} | options)

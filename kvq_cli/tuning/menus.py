@@ -1,0 +1,92 @@
+"""What can serve a stream, at what cost and predicted loss; and the choice of least loss within a budget, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvq_cli.calibration.allocation import Layouts
+from kvq_cli.errors import UsageError
+
+Floats: TypeAlias = NDArray[np.float64]
+#: A stream: layer, and "k" for keys or "v" for values.
+Stream: TypeAlias = tuple[int, str]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One way to serve a stream. cost: bytes of a token, rounded up. loss: predicted KL in nats per token."""
+
+    name: str
+    cost: int
+    loss: float
+
+
+def klt_losses(variances: Sequence[Floats]) -> Floats:
+    """Expected loss of a stream's transform codes for every number of codes, `[codes + 1]`; infinite where there are
+    fewer codes than groups. variances: of each group's components, descending."""
+    total = np.zeros(1)
+    for row in variances:
+        losses = Layouts(row).losses
+        losses[0] = np.inf  # each group has one code at least
+        reached = np.full(len(total) + len(losses) - 1, np.inf)
+        for codes in range(1, len(losses)):
+            part = slice(codes, codes + len(total))
+            reached[part] = np.minimum(reached[part], total + losses[codes])
+        total = reached
+    return total
+
+
+def klt_name(text: str, codes: int, numbers: int) -> str:
+    """`klt:join_keys=on` with bits for `codes` codes of 8 bits for `numbers` numbers: `klt-1.75bit:join_keys=on`. Bits
+    are rounded up to 4 decimals, so that they give the same codes."""
+    name, colon, options = text.partition(":")
+    return f"{name}-{-(-80_000 * codes // numbers) / 10_000:g}bit{colon}{options}"
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """The KL of a stream compressed alone, by `codes` codes."""
+
+    codes: int
+    kl: float
+
+
+def scaled(expected: Floats, anchors: Sequence[Anchor]) -> Floats:
+    """Expected losses times KL over expected loss at the anchors: between anchors, the factor's logarithm is
+    interpolated, outside, the nearest anchor's is taken. A curve that falls with codes stays as it is or falls."""
+    known = sorted(anchors, key=lambda anchor: anchor.codes)
+    factors = [np.log(anchor.kl / expected[anchor.codes]) for anchor in known]
+    codes = np.arange(len(expected))
+    curve = expected * np.exp(np.interp(codes, [anchor.codes for anchor in known], factors))
+    return np.minimum.accumulate(curve)
+
+
+def choose(menus: Mapping[Stream, Sequence[Item]], budget: int) -> dict[Stream, Item]:
+    """One item per stream whose costs are `budget` at most and whose losses have the least sum of all such choices, by
+    dynamic programming over the streams. UsageError where the cheapest items cost more."""
+    cheapest = sum(min(item.cost for item in menu) for menu in menus.values())
+    if cheapest > budget:
+        raise UsageError(f"--budget: {budget:,} bytes a token are too few, the smallest choice takes {cheapest:,}")
+    best = np.zeros(budget + 1)  # least loss of the streams so far, within so many bytes
+    chosen = []
+    for menu in menus.values():
+        reached, index = np.full(budget + 1, np.inf), np.zeros(budget + 1, dtype=np.int32)
+        for number, item in enumerate(menu):
+            if item.cost > budget:
+                continue
+            total = best[: budget + 1 - item.cost] + item.loss
+            better = total < reached[item.cost :]
+            reached[item.cost :][better] = total[better]
+            index[item.cost :][better] = number
+        best = reached
+        chosen.append(index)
+    left, found = budget, {}
+    for (stream, menu), index in zip(reversed(list(menus.items())), reversed(chosen), strict=True):
+        found[stream] = menu[index[left]]
+        left -= found[stream].cost
+    return dict(reversed(found.items()))

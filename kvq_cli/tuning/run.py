@@ -1,0 +1,109 @@
+"""Run `kvq tune` in resumable steps, and write the artifact of the best configuration with its card and pictures."""
+
+from __future__ import annotations
+
+import math
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from kvq_cli.artifact import Artifact, check_replaceable, save_artifact
+from kvq_cli.artifact.contents import tensor_sizes
+from kvq_cli.calibration import estimate
+from kvq_cli.calibration.card import card
+from kvq_cli.calibration.mixed import ERROR_MEASURE
+from kvq_cli.calibration.parallel import deterministic
+from kvq_cli.calibration.pipeline import Progress, capture_all, captured_tokens, captures_folder, versions
+from kvq_cli.calibration.plan import MixedPlan
+from kvq_cli.calibration.settings import calibrate_command
+from kvq_cli.calibration.work_folder import WorkFolder
+from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.figures import has_matplotlib
+from kvq_cli.methods.registry import to_config
+from kvq_cli.tuning.measure import Meter, held_out_windows
+from kvq_cli.tuning.plot import pictures
+from kvq_cli.tuning.search import Search, Tried
+from kvq_cli.tuning.settings import TuneOptions
+
+
+def tune(
+    plan: MixedPlan,
+    options: TuneOptions,
+    out: Path,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    captured: Path | None = None,
+    progress: Progress = lambda *_: None,
+) -> Artifact:
+    """Search, and write the artifact to `out`. Finished steps are kept in `<out>.work` until the end.
+
+    plan: of a `mixed` method with the windows to use; its methods are replaced. resume, force, captured: as in
+    `calibration.pipeline.calibrate`. Raises UsageError for options that cannot work together, KvqError where the goal
+    of the objective "memory" was not reached.
+    """
+    request = {**plan.request(), "tuning": options.to_dict()}
+    if options.seqlen > plan.loaded.context:
+        raise UsageError(
+            f"--text-seqlen {options.seqlen} is more than the {plan.loaded.context} tokens of the model's context"
+        )
+    with closing(WorkFolder(out.with_name(out.name + ".work"))) as work:
+        if force:
+            work.clear()
+        check_replaceable(out, overwrite=force or resume)
+        work.open(request, resume=resume, disk_bytes=0 if captured else estimate.disk_bytes(plan))
+        try:
+            text = (options.text, options.seqlen, options.windows, plan.settings.seed)
+            meter = Meter(plan.loaded, held_out_windows(plan.loaded, *text))
+            with deterministic(plan.loaded.model.device), captures_folder(plan, work, captured) as captures:
+                capture_all(plan, captures, progress)
+                search = Search(plan, options, work, captures, meter, progress)
+                best = search.run()
+                artifact = _write(search, best, out)
+        except UsageError:  # a request that cannot work: nothing to resume
+            if not resume:
+                work.remove()
+            raise
+        work.remove()
+    return artifact
+
+
+def _write(search: Search, best: Tried, out: Path) -> Artifact:
+    options, plan = search.options, search.plan
+    bits = options.budget if options.objective == "kl" else math.ceil(best.bits * 100) / 100
+    if options.kl is not None and options.objective == "memory" and best.kl > options.kl:
+        raise KvqError(
+            f"--kl {options.kl:g}: not reached, the least that was measured is {best.kl:.4g} at {best.bits:.3f} bits: "
+            f"raise --kl or --rounds, then continue with --resume"
+        )
+    method, tensors = search.method(best.names, bits), search.tensors(best.names)
+    config: dict[str, Any] = {
+        **plan.request(),
+        "method": to_config(method),
+        "versions": versions(plan),
+        "sizes": tensor_sizes(tensors),
+        "captured": captured_tokens(plan),
+        "errors": {"measure": ERROR_MEASURE, "layers": search.errors(best.names)},
+        "tuning": _record(search, best),
+    }
+    command = calibrate_command(method, plan.loaded, plan.settings_dict())
+    drawn = pictures(config) if has_matplotlib() else {}
+    return save_artifact(out, config, tensors, card(config, command), overwrite=True, pictures=drawn)
+
+
+def _record(search: Search, best: Tried) -> dict[str, Any]:
+    """The entry `tuning` of the artifact's config; see `artifact.schema.TUNING`."""
+
+    def tried(one: Tried) -> dict[str, Any]:
+        method = search.method(one.names)
+        return {"step": one.step, "bits": one.bits, "kl": one.kl, "keys": method.keys, "values": method.values}
+
+    return {
+        **search.options.to_dict(),
+        "chosen": next(index for index, one in enumerate(search.tried) if one is best),
+        "tried": [tried(one) for one in search.tried],
+        "predicted": [{"bits": bits, "kl": kl} for bits, kl in search.curve()],
+        "alone": [
+            [{"codes": anchor.codes, "kl": anchor.kl} for anchor in search.alone[stream]] for stream in search.streams
+        ],
+    }

@@ -1,0 +1,28 @@
+"""Write a tiny random model with a tokenizer as a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from reference_model.tokenizer import BOS, EOS, PAD, build
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from kvq_cli.reference import prose
+
+
+def write_tiny_model(folder: Path) -> Path:
+    """A Llama of 2 layers, 2 kv heads, head_dim 8, in the Hugging Face format."""
+    built = build([prose("calibration")[:50_000]], vocabulary=320)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=built, bos_token=BOS, eos_token=EOS, pad_token=PAD)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(tokenizer), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 256}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, **heads, bos_token_id=tokenizer.bos_token_id))
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.ndim > 1:
+                weight.normal_(std=1.5 * weight.shape[1] ** -0.5)
+    model.save_pretrained(folder)
+    return folder

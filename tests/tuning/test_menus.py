@@ -1,0 +1,61 @@
+"""Menus of streams and the choice within a budget, against trying everything."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from kvq_cli.calibration.allocation import Layouts
+from kvq_cli.errors import UsageError
+from kvq_cli.tuning.menus import Anchor, Item, choose, klt_losses, klt_name, scaled
+
+DRAW = np.random.default_rng(0)
+
+
+def random_menus(streams: int, items: int) -> dict:
+    return {
+        (layer, "k"): [
+            Item(f"{layer}.{n}", int(cost), float(loss))
+            for n, (cost, loss) in enumerate(zip(DRAW.integers(1, 9, items), DRAW.random(items), strict=True))
+        ]
+        for layer in range(streams)
+    }
+
+
+@pytest.mark.parametrize("budget", [9, 12, 17, 40])
+def test_the_choice_is_the_best_of_all_within_the_budget(budget):
+    menus = random_menus(4, 5)
+    within = [each for each in itertools.product(*menus.values()) if sum(item.cost for item in each) <= budget]
+    if not within:
+        with pytest.raises(UsageError, match="--budget"):
+            choose(menus, budget)
+        return
+    chosen = choose(menus, budget)
+    assert list(chosen) == list(menus) and sum(item.cost for item in chosen.values()) <= budget
+    least = min(sum(item.loss for item in each) for each in within)
+    assert sum(item.loss for item in chosen.values()) == pytest.approx(least)
+
+
+def test_losses_of_several_groups_are_the_least_over_all_splits():
+    rows = [np.sort(DRAW.random(6))[::-1], np.sort(DRAW.random(4))[::-1]]
+    first, second = (Layouts(row).losses for row in rows)
+    losses = klt_losses(rows)
+    assert len(losses) == 11 and np.isinf(losses[:2]).all()  # one code per group at least
+    for codes in range(2, 11):
+        splits = [first[n] + second[codes - n] for n in range(1, 7) if 1 <= codes - n <= 4]
+        assert losses[codes] == pytest.approx(min(splits))
+
+
+def test_scaled_losses_meet_their_anchors_and_never_rise():
+    expected = np.array([np.inf, 8.0, 4.0, 2.0, 1.0, 0.5])
+    one = scaled(expected, [Anchor(2, 40.0)])
+    np.testing.assert_allclose(one[1:], 10 * expected[1:])
+    two = scaled(expected, [Anchor(4, 1.0), Anchor(2, 40.0)])
+    np.testing.assert_allclose(two[[1, 2, 4, 5]], [80, 40, 1, 0.5])
+    assert two[3] == pytest.approx(2 * 10**0.5)  # half way between factors 10 and 1
+    assert (np.diff(scaled(expected, [Anchor(1, 1.0), Anchor(2, 9.0)])[1:]) <= 0).all()
+
+
+def test_names_of_klt_keep_their_options():
+    assert klt_name("klt:join_keys=on", 28, 128) == "klt-1.75bit:join_keys=on"
+    assert klt_name("klt", 67, 192) == "klt-2.7917bit"
