@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -27,6 +26,8 @@ class LloydMaxCodec(Codec):
 
     correct_norm: c[q] is divided by its own norm, so that ||x'|| = n.
 
+    The centroids are no `constants`: all layers of all models of a process read one table of 2^bits numbers.
+
     Parts: `codes` int32 `[B, H, T, words]`, planar (see `bits`); `norm` float16 `[B, H, T, 1]`, at most 65,504. Both
     have unit 1.
     """
@@ -38,10 +39,6 @@ class LloydMaxCodec(Codec):
             raise UsageError(f"bits={bits}: Lloyd-Max codes have 1, 2, 3 or 4 bits")
         self.bits, self.head_dim, self.correct_norm = bits, head_dim, correct_norm
         self.nominal_bits = float(bits)
-
-    def constants(self) -> Mapping[str, Tensor]:
-        centroids, midpoints = _tables(self.bits, self.head_dim, torch.device("cpu"))
-        return {"centroids": centroids, "midpoints": midpoints}
 
     def check(self, packed: Packed) -> None:
         refuse_unless(packed.parts["norm"].tensor >= 0, "norm")

@@ -37,7 +37,7 @@ class ChannelRotation(ABC):
 class HadamardRotation(ChannelRotation):
     """R = H D: H is the orthonormal Hadamard matrix of head_dim, D flips signs.
 
-    flip: D flips random signs, the same for all heads and layers; off: D is the identity.
+    flip: D flips random signs, one table for all heads and layers of a process; off: D is the identity.
     Raises UsageError for a head_dim that has no Hadamard matrix here (`hadamard.factors`).
     """
 
@@ -51,9 +51,6 @@ class HadamardRotation(ChannelRotation):
     def back(self, y: Tensor) -> Tensor:
         x = hadamard(y, inverse=True)
         return x.mul_(random_signs(self._head_dim, x.device)) if self._flip else x
-
-    def constants(self) -> Mapping[str, Tensor]:
-        return {"signs": random_signs(self._head_dim, torch.device("cpu"))} if self._flip else {}
 
 
 class MatrixRotation(ChannelRotation):
