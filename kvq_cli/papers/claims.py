@@ -16,7 +16,7 @@ from kvq_cli.methods.registry import build_parsed
 from kvq_cli.papers.published import value as published_value
 from kvq_cli.papers.run import DONE, GPU_RESULTS, state
 from kvq_cli.papers.settings import Effect, Sweep, load_sweep
-from kvq_cli.papers.targets import ROOT, Target, target, targets
+from kvq_cli.papers.targets import REFERENCE, ROOT, Target, target, targets
 
 HOLDS, FAILS, NOT_MEASURED, HARDWARE = "holds", "does not hold", "not measured", "needs hardware"
 
@@ -37,7 +37,9 @@ class Claim:
 
     def reason(self, model: str) -> str:
         """Why the claim does not hold on this model; empty where no reason is given."""
-        return self.why if isinstance(self.why, str) else self.why.get(model, "")
+        if isinstance(self.why, str):
+            return self.why if model == REFERENCE or self.sizes == "any" else ""
+        return self.why.get(model, "")
 
     def measured_reasons(self, model: str, root: Path = ROOT) -> list[tuple[Sweep, Effect]]:
         """What other settings of the methods are worth on this model, as far as their sweeps were measured."""

@@ -18,6 +18,8 @@ METHOD_KEYS = ("results", "higher_is_better", "n-samples", "samples", "config", 
 RUN_KEYS = ("run", "folder")
 #: Values of an evaluation's cache summary that tables and plots read.
 CACHE_KEYS = ("nominal_bits", "measured_bits", "bytes", "ratio", "tokens")
+#: Significant digits of the numbers of studies: their claims compare them, and pages print four.
+DIGITS = 6
 
 
 def compact_file(path: Path) -> None:
@@ -32,8 +34,18 @@ def compact(document: Any) -> Any:
     if "table" in document:  # a comparison; the table repeats its methods' results
         return {"methods": {label: _compact_method(method) for label, method in document["methods"].items()}}
     if "study" in document:  # `drawn` holds the points of the figure
-        return {**document, "numbers": {key: value for key, value in document["numbers"].items() if key != "drawn"}}
+        numbers = {key: value for key, value in document["numbers"].items() if key != "drawn"}
+        return _rounded({**document, "numbers": numbers})
     return document
+
+
+def _rounded(value: Any) -> Any:
+    """The same with `DIGITS` significant digits of each float."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {key: _rounded(each) for key, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def compact_text(document: Any) -> str:

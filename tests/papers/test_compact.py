@@ -47,6 +47,7 @@ def test_a_compact_comparison_gives_the_same_table_plot_and_differences(evaluate
 def test_a_compact_study_lacks_only_the_points_of_its_figure():
     study = {"study": "sinks", "rows": [[0, 1.5]], "numbers": {"layers": [{"ratio": 0.1}], "drawn": [1.0] * 100}}
     assert compact(study) == {**study, "numbers": {"layers": [{"ratio": 0.1}]}}
+    assert compact({"study": "rank", "rows": [[1, 1 / 3]], "numbers": {}})["rows"] == [[1, 0.333333]]
 
 
 @pytest.mark.parametrize("document", [[{"a": 0.1}, {"b": None}], {}, [], {"x": {"ä": [1e-300, 2.5e16]}, "y": {}}])
