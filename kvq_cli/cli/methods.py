@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -62,17 +63,22 @@ def methods(name: Name = None, as_json: Json = False) -> None:
 
 
 def _description(cls: type[Method]) -> dict[str, Any]:
-    bits = [f for f in dataclasses.fields(cls) if f.name == "bits"]
-    choices = ", ".join(map(str, bits[0].metadata["choices"])) if bits else "-"
+    bits = {field.name: field.metadata for field in dataclasses.fields(cls)}.get("bits")
     return {
         "name": cls.name,
-        "bits": choices,
+        "bits": "-" if bits is None else _range_text(bits),
         "caches": cls.caches,
         "calibrates": cls.calibrates,
         "finds": cls.calibration_result,
         "summary": cls.summary,
         "paper": cls.paper,
     }
+
+
+def _range_text(meta: Mapping[str, Any]) -> str:
+    """`2, 3, 4`, or `1 to 8` where all numbers between are valid."""
+    choices = meta["choices"]
+    return ", ".join(map(str, choices)) if choices else f"{meta['at_least']:g} to {meta['at_most']:g}"
 
 
 def _sizes(name: str) -> dict[str, float]:
