@@ -67,13 +67,13 @@ help:  ## Show this list.
 	allpairspy hypothesis pytest-xdist scipy==1.14
 	touch $@
 
-test: .venv/.installed  ## Test every method, command and kernel family: 4 minutes on two cores.
+test: .venv/.installed  ## Test every method, command and kernel family: under 5 minutes on two cores.
 	@$(PYTEST) -m "not slow" tests
 	# A launch of each kernel family, executed as compiled for a GPU.
 	KVQ_TEST_PTX=sm_90 $(PYTEST) -m "not slow" tests/kernels/test_compiled.py
 
 # The oldest versions come last: they need the other environments.
-test-all: .venv/.installed .venv/device/.installed .venv/oldest/.installed  ## Run all tests, also with the oldest supported versions: 19 minutes.
+test-all: .venv/.installed .venv/device/.installed .venv/oldest/.installed  ## Run all tests, also with the oldest supported versions: about 20 minutes.
 	@$(PYTEST) tests
 	KVQ_TEST_PTX=sm_90 $(PYTEST) tests/kernels/test_compiled.py
 	$(call pytest,.venv/oldest/bin) -m "not slow" $(OLDEST_TESTS)
