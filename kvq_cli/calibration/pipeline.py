@@ -146,7 +146,7 @@ def captures_folder(plan: CapturePlan, work: WorkFolder, captured: Path | None) 
     request = plan.capture_request()
     name = sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:16]
     with closing(WorkFolder(captured / name)) as captures:
-        captures.open(request, resume=True, disk_bytes=plan.capture.nbytes)
+        captures.open(request, resume=True, disk_bytes=plan.capture.nbytes, shared=True)
         yield captures
 
 
@@ -180,13 +180,16 @@ def captured_tokens(plan: CapturePlan) -> dict[str, int]:
 
 
 def capture_all(plan: CapturePlan, captures: WorkFolder, progress: Progress) -> None:
-    """Run every sample through the model, and write its captured tokens to disk before the next ones run."""
+    """Run every sample through the model, and write its captured tokens to disk before the next ones run.
+
+    captures: of `captures_folder`; other calibrations may read it from then on.
+    """
     settings, loaded = plan.settings, plan.loaded
     windows = _windows(plan, captures, progress)
     done = (captures.read_json("captured") or {"samples": 0})["samples"]
     progress("capture", done, settings.samples)
     if done == settings.samples:
-        return
+        return captures.share()
     layers = attention_layers(loaded.model)
     workers = estimate.capture_workers(plan)
 
@@ -209,6 +212,7 @@ def capture_all(plan: CapturePlan, captures: WorkFolder, progress: Progress) -> 
                 done += 1
                 progress("capture", done, settings.samples)
             captures.write_json("captured", {"samples": done})
+    captures.share()
 
 
 def _windows(plan: CapturePlan | WhitenedPlan, captures: WorkFolder, progress: Progress) -> Tensor:
