@@ -25,8 +25,7 @@ class WorkFolder:
     """The request, the captured activations, and the finished tensors of a calibration.
 
     Files are complete or absent, except the captured activations: `captured.json` counts the samples that are complete.
-    One process at a time holds the folder's lock, from `open` or `clear` until `remove` or `close`, unless the folder is
-    shared.
+    One process at a time holds the lock, from `open` or `clear` until `remove` or `close`, unless the folder is shared.
     """
 
     def __init__(self, path: Path) -> None:
