@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvq_cli.evaluation.base import Evaluation, Record, Work, cache_record, mean_and_stderr
+from kvq_cli.evaluation.base import Evaluation, Record, Work, cache_record, mean_and_stderr, named_failure
 from kvq_cli.evaluation.divergence import divergence
 from kvq_cli.evaluation.scoring import continuation_logits
 
@@ -78,7 +78,9 @@ class PerplexityEvaluation(Evaluation):
             reference = self.reference_logits(loaded, index)
             for label, indices in pending.items():
                 if index in indices:
-                    yield label, [self.record(loaded, attached[label], index, reference)]
+                    with named_failure(label):
+                        record = self.record(loaded, attached[label], index, reference)
+                    yield label, [record]
 
     def metrics(self, records: Sequence[Record]) -> dict[str, float | None]:
         tokens = sum(record["tokens"] for record in records)
