@@ -127,7 +127,9 @@ def test_rope_that_changes_with_the_length_is_refused():
     ids, before_rope = torch.tensor([texts(1)[0][0]]), build("kivi", bits=2, group=16, residual=16, pre_rope=True)
     with torch.no_grad(), attach(model, build("fp16")) as first, attach(model, before_rope) as second:
         rotary = model.model.rotary_emb  # shortened after `attach`, which would refuse the prompt as too long
-        rotary.config.max_position_embeddings = rotary.original_max_seq_len = rotary.max_seq_len_cached = 16
+        rotary.config.max_position_embeddings = 16
+        for name in ("original_max_seq_len", "max_seq_len_cached"):
+            setattr(rotary, name, 16)
         prompts = SharedPrompts([first, second])
         with prompts.used_by(first):
             model(ids, past_key_values=first.new_cache())
