@@ -294,7 +294,7 @@ def evaluate(
                 command=command_line(),
                 track=track,
                 overall=track,
-                note=output.note,
+                note=None if output.quiet else output.note,
             )
     except KeyboardInterrupt:
         output.note(f"finished samples are kept in {results.store or folder}: run the same command to resume")

@@ -109,7 +109,7 @@ def estimate(
     samples = sum(pending for _, _, pending in left)
     return (
         f"about {timedelta(seconds=round(seconds))} for {samples} samples{answers}"
-        f" (from {tokens} tokens with {_count(len(speeds), 'method')})"
+        f" ({_count(len(speeds), 'method')} timed on {_count(tokens, 'token')})"
     )
 
 

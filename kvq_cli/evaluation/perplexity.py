@@ -72,12 +72,12 @@ class PerplexityEvaluation(Evaluation):
         # All methods on one window before the next: the uncompressed model runs once per window, and only one window's
         # logits are in memory.
         for index in sorted(set().union(*pending.values())):
-            reference = self._reference_logits(loaded, index)
+            reference = self.reference_logits(loaded, index)
             labels = [label for label, indices in pending.items() if index in indices]
             prompts = SharedPrompts([attached[label] for label in labels])
             for label in labels:
                 with prompts.used_by(attached[label]):
-                    record = self._record(loaded, attached[label], index, reference)
+                    record = self.record(loaded, attached[label], index, reference)
                 yield label, [record]
 
     def metrics(self, records: Sequence[Record]) -> dict[str, float | None]:
@@ -98,13 +98,14 @@ class PerplexityEvaluation(Evaluation):
         }
 
     @torch.inference_mode()
-    def _reference_logits(self, loaded: LoadedModel, index: int) -> Tensor:
+    def reference_logits(self, loaded: LoadedModel, index: int) -> Tensor:
         """Logits `[scored tokens + 1, vocabulary]` of the uncompressed model, from the prompt's last token on."""
         ids = self._windows[index : index + 1].to(loaded.model.device)
         return loaded.model(ids, use_cache=False, logits_to_keep=self.length - self._prompt_tokens + 1).logits[0]
 
     @torch.inference_mode()
-    def _record(self, loaded: LoadedModel, attached: Attached, index: int, reference: Tensor) -> Record:
+    def record(self, loaded: LoadedModel, attached: Attached, index: int, reference: Tensor) -> Record:
+        """The record of window `index` under a method; reference: its `reference_logits`."""
         ids = self._windows[index]
         context, continuation = (part.tolist() for part in ids.tensor_split([self._prompt_tokens]))
         [logits], report = continuation_logits(attached, [context], [continuation])

@@ -42,7 +42,7 @@ def evaluate(
     command: str | None = None,
     track: Tracker = lambda description, total, done: lambda count: None,
     overall: Tracker = lambda description, total, done: lambda count: None,
-    note: Callable[[str], None] = lambda text: None,
+    note: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Evaluate all methods on the same samples; returns the content of `OUT/comparison.json`.
 
@@ -53,7 +53,7 @@ def evaluate(
     follow lm-eval's schema. `OUT/<folder>/results.json` has the document of most samples of each method configuration,
     `OUT/comparison.json` the last run. Raises UsageError for invalid settings, KvqError if nothing was compressed or a
     folder cannot be written. track: shows the progress of each evaluation; overall: of all together, and of their
-    preparation.
+    preparation; note: prints what to expect, which short trials measure first.
     """
     started = datetime.now(UTC)
     model: dict[str, Any] = {
@@ -88,11 +88,18 @@ def evaluate(
                 logs[method.label, evaluation.name] = SampleLog(
                     folder, evaluation.name, key, evaluation.count if fresh else 0, option
                 )
-        if text := estimate(loaded, evaluations, attached, logs):
+        if note is not None and (text := estimate(loaded, evaluations, attached, logs)):
             note(text)
         track = _with_total(track, overall, evaluations, logs)
         for evaluation in evaluations:
-            _run(loaded, evaluation, attached, {label: logs[label, evaluation.name] for label in attached}, track, note)
+            _run(
+                loaded,
+                evaluation,
+                attached,
+                {label: logs[label, evaluation.name] for label in attached},
+                track,
+                note or _ignore,
+            )
     records = {
         method.label: {each.name: _records(each, logs[method.label, each.name]) for each in evaluations}
         for method in methods
@@ -104,6 +111,10 @@ def evaluate(
         results["samples"] = {each.name: relpath(logs[method.label, each.name].path, out) for each in evaluations}
     save_run(out, document, command, started)
     return document
+
+
+def _ignore(_text: str) -> None:
+    """Takes what nobody reads."""
 
 
 def _with_total(
