@@ -10,6 +10,7 @@ from typing import Any
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.perplexity import PERPLEXITY
 from kvq_cli.evaluation.settings import RULER
+from kvq_cli.evaluation.tabulate import EXACT
 from kvq_cli.figures import new_figure, save
 
 MARKERS = "osD^vP*X<>hpd"
@@ -84,10 +85,11 @@ def _perplexity(result: Mapping[str, Any]) -> float | None:
 
 
 def divergence(result: Mapping[str, Any]) -> float | None:
-    """KL divergence to the uncompressed model; None where the cache is exact."""
+    """KL divergence to the uncompressed model; None for fp16: its rounding error would dominate a logarithmic axis."""
     metrics = result["results"].get(PERPLEXITY)
-    # The rounding error of an exact cache would dominate the logarithmic axis: leave it out.
-    return metrics["kl,none"] if metrics and metrics["kl,none"] > 1e-3 else None
+    if not metrics or result["config"]["method"]["name"] == EXACT or metrics["kl,none"] <= 0:
+        return None
+    return metrics["kl,none"]
 
 
 def _ruler(result: Mapping[str, Any]) -> float | None:
