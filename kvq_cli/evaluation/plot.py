@@ -64,7 +64,9 @@ def plot_comparison(
         if panel.log:
             axis.set_yscale("log")
     handles = [Line2D([], [], label=name, **style) for name, style in styles.items() if name in drawn]
-    figure.legend(handles=handles, loc="outside lower center", ncols=min(5, 1 + 2 * len(panels)), fontsize=8, frameon=False)
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=min(5, 1 + 2 * len(panels)), fontsize=8, frameon=False
+    )
     save(figure, path, "--plot")
 
 
