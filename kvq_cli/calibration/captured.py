@@ -23,6 +23,9 @@ class CapturedStream:
     g: Tensor
     held_out: int
 
+    def to(self, device: torch.device) -> CapturedStream:
+        return CapturedStream(self.x.to(device), self.g.to(device), self.held_out)
+
 
 @dataclass(frozen=True)
 class ClusterSettings:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch import Tensor
 from kvq_cli.calibration.allocation import allocate
 from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
 from kvq_cli.calibration.codebooks import calibrate_stream
-from kvq_cli.calibration.transforms import Transform, calibrate_transform, held_out_errors
+from kvq_cli.calibration.transforms import Transform, calibrate_transform, fit_transform, held_out_errors
 from kvq_cli.codecs.base import Codec
 from kvq_cli.methods.base import CalibrationSpec, Method, ModelShape, TransformSpec
 from kvq_cli.methods.tensors import stream_codes
@@ -31,16 +32,17 @@ def calibrate_component(
     kind: str,
     shape: ModelShape,
     settings: ClusterSettings,
-    transform: Callable[[int, str], Transform],
+    transform: Callable[[int, str], Transform] | None = None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors of the stream's method, named without `layers.<i>.<kind>.`, and errors as plain JSON values.
 
     kind: "k" or "v". settings: `fisher` and `hybrid` are those of the method instead. transform: returns the stream's
-    transforms, from the number of groups and the metric. Transform codes are given out inside the stream.
+    transforms, from the number of groups and the metric; None: fit them. Transform codes are given out inside the
+    stream.
     """
     spec = method.calibration(shape) if method.calibrates else None
     if isinstance(spec, TransformSpec):
-        fitted = transform(spec.groups(kind, shape)[0], spec.metric)
+        fitted = (transform or partial(fit_transform, captured))(spec.groups(kind, shape)[0], spec.metric)
         lengths = allocate([row.cpu().numpy() for row in fitted.variances], stream_codes(spec, kind, shape))
         return calibrate_transform(captured, fitted, lengths, replace(settings, fisher=spec.fisher))
     if isinstance(spec, CalibrationSpec):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ from torch import Tensor
 from kvq_cli.artifact import Artifact, check_replaceable, load_artifact, save_artifact
 from kvq_cli.artifact.contents import tensor_sizes
 from kvq_cli.attention.capture_points import AttentionLayer, attention_layers
-from kvq_cli.calibration import capture, estimate, factors, low_rank, mixed, transforms
+from kvq_cli.calibration import capture, estimate, factors, low_rank, mixed, remote, transforms
 from kvq_cli.calibration.card import card
 from kvq_cli.calibration.codebooks import ERROR_MEASURE
 from kvq_cli.calibration.parallel import deterministic, run_parallel
 from kvq_cli.calibration.plan import AnyPlan, CapturePlan, CodebookPlan, FactorPlan, TransformPlan, WhitenedPlan
-from kvq_cli.calibration.settings import CaptureSize, calibrate_command
+from kvq_cli.calibration.samples import SampleCapture, capturing
+from kvq_cli.calibration.settings import calibrate_command
 from kvq_cli.calibration.streams import (
     KINDS,
     Calibrated,
@@ -36,6 +38,7 @@ from kvq_cli.calibration.streams import (
 )
 from kvq_cli.calibration.work_folder import WorkFolder
 from kvq_cli.data.texts import SELF, load_text, sampled_windows, token_windows
+from kvq_cli.distributed import Workers
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.base import LowRankSpec
 
@@ -48,12 +51,14 @@ def calibrate(
     force: bool = False,
     captured: Path | None = None,
     progress: Progress = lambda *_: None,
+    workers: Workers | None = None,
 ) -> Artifact:
     """Calibrate and write the artifact to `out`. Finished steps are kept in `<out>.work` until the end.
 
     An interruption (also a kill) leaves that folder, and `resume` continues from it to the same bytes; a failure
     removes it, unless it was resumed. captured: folder in which captured activations are kept, for other calibrations
-    that capture the same.
+    that capture the same. workers: capture samples and calibrate streams there, to the same bytes; factors of
+    weights are computed here.
     Raises UsageError where `out` or the folder exists and neither `resume` nor `force` is given, KvqError where another
     process uses the folder.
     """
@@ -71,8 +76,8 @@ def calibrate(
                     tensors, measured = _factorize_all(plan, work, progress)
                 else:
                     with captures_folder(plan, work, captured) as captures:
-                        capture_all(plan, captures, progress)
-                        tensors, measured = _make_codebooks(plan, work, captures, progress)
+                        capture_all(plan, captures, progress, workers)
+                        tensors, measured = _make_codebooks(plan, work, captures, progress, workers)
             artifact = _write(plan, out, tensors, measured, progress)
         except (KvqError, OSError):
             if not resume:  # the steps that earlier runs finished are not this failure's to remove
@@ -151,16 +156,16 @@ def captures_folder(plan: CapturePlan, work: WorkFolder, captured: Path | None) 
 
 
 def _make_codebooks(
-    plan: StreamsPlan, work: WorkFolder, captures: WorkFolder, progress: Progress
+    plan: StreamsPlan, work: WorkFolder, captures: WorkFolder, progress: Progress, workers: Workers | None
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Codebooks of every layer's keys and values: the artifact's tensors, and their errors."""
     if isinstance(plan, CodebookPlan):
-        cluster, measure = clustering(plan, captures), ERROR_MEASURE
+        cluster, measure = clustering(plan), ERROR_MEASURE
     elif isinstance(plan, TransformPlan):
-        cluster, measure = transform_codes(plan, work, captures, progress), transforms.ERROR_MEASURE
+        cluster, measure = transform_codes(plan, work, captures, progress, workers), transforms.ERROR_MEASURE
     else:
-        cluster, measure = by_own_method(plan, work, captures), mixed.ERROR_MEASURE
-    errors = cluster_all(plan, work, cluster, progress)
+        cluster, measure = by_own_method(plan), mixed.ERROR_MEASURE
+    errors = cluster_all(plan, work, captures, cluster, progress, workers)
     tensors = {
         f"layers.{stream_name(layer, kind)}.{key}": tensor
         for layer in range(plan.loaded.shape.layers)
@@ -179,40 +184,61 @@ def captured_tokens(plan: CapturePlan) -> dict[str, int]:
     }
 
 
-def capture_all(plan: CapturePlan, captures: WorkFolder, progress: Progress) -> None:
+def capture_all(plan: CapturePlan, captures: WorkFolder, progress: Progress, workers: Workers | None = None) -> None:
     """Run every sample through the model, and write its captured tokens to disk before the next ones run.
 
     captures: of `captures_folder`; other calibrations may read it from then on.
     """
-    settings, loaded = plan.settings, plan.loaded
+    settings = plan.settings
     windows = _windows(plan, captures, progress)
     done = (captures.read_json("captured") or {"samples": 0})["samples"]
     progress("capture", done, settings.samples)
     if done == settings.samples:
         return captures.share()
-    layers = attention_layers(loaded.model)
-    workers = estimate.capture_workers(plan)
+    sampled = SampleCapture(windows, plan.capture, settings.gradients, settings.seed)
+
+    if workers is None:
+        finished = _capture_here(plan, sampled, captures, done)
+    else:
+        finished = _capture_on(workers, plan, sampled, captures, done)
+    for done in finished:
+        progress("capture", done, settings.samples)
+    captures.share()
+
+
+def _capture_here(plan: CapturePlan, sampled: SampleCapture, captures: WorkFolder, done: int) -> Iterator[int]:
+    """Capture the samples from `done` on in parallel; yields how many are captured."""
+    loaded, samples = plan.loaded, plan.settings.samples
+    layers, workers = attention_layers(loaded.model), estimate.capture_workers(plan)
 
     def run_sample(sample: int) -> None:
-        tokens = _captured_tokens(plan.capture, settings.seed, sample)
+        sampled.run(loaded, layers, sample, partial(_write_sample, captures, sample), threads=workers > 1)
 
-        def write(layer: int, kind: str, quantity: str, numbers: Tensor) -> None:
-            numbers = numbers[tokens.to(numbers.device)].to("cpu", torch.bfloat16).contiguous()
-            captures.write_sample(stream_name(layer, kind, quantity), sample, numbers)
-
-        gradients = sample < settings.gradients
-        capture.capture(loaded.model, layers, windows[sample], write, gradients=gradients, threads=workers > 1)
-
-    checkpointing = capture.gradient_checkpointing(loaded.model, estimate.needs_checkpointing(loaded, settings.seqlen))
-    with checkpointing, capture.blocked_attention_on_cpu(loaded.model, layers):
-        while done < settings.samples:
+    with capturing(loaded, layers, plan.settings.seqlen):
+        while done < samples:
             # A batch ends before the next one starts, so that the samples counted as done have no gaps.
-            batch = range(done, min(done + workers, settings.samples))
+            batch = range(done, min(done + workers, samples))
             for _ in run_parallel(run_sample, batch, workers):
                 done += 1
-                progress("capture", done, settings.samples)
+                yield done
             captures.write_json("captured", {"samples": done})
-    captures.share()
+
+
+def _capture_on(
+    workers: Workers, plan: CapturePlan, sampled: SampleCapture, captures: WorkFolder, done: int
+) -> Iterator[int]:
+    """The same on workers."""
+    for sample, numbers in remote.capture_on(workers, plan.loaded, sampled, range(done, plan.settings.samples)):
+        for captured in numbers:
+            _write_sample(captures, sample, *captured)
+        if sample == done:  # after Ctrl-C, the samples that arrive have gaps
+            done += 1
+            captures.write_json("captured", {"samples": done})
+            yield done
+
+
+def _write_sample(captures: WorkFolder, sample: int, layer: int, kind: str, quantity: str, numbers: Tensor) -> None:
+    captures.write_sample(stream_name(layer, kind, quantity), sample, numbers)
 
 
 def _windows(plan: CapturePlan | WhitenedPlan, captures: WorkFolder, progress: Progress) -> Tensor:
@@ -229,13 +255,6 @@ def _windows(plan: CapturePlan | WhitenedPlan, captures: WorkFolder, progress: P
         captures.write_tensors("windows", {"windows": windows})
     progress("read text", 1, 1)
     return captures.read_tensors("windows")["windows"]
-
-
-def _captured_tokens(size: CaptureSize, seed: int, sample: int) -> Tensor:
-    """Indices of a sample's captured tokens: all after the sinks, or as many random units as the budget allows."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + sample)
-    units = torch.randperm(size.possible, generator=generator)[: size.units].sort().values
-    return (size.skip + units[:, None] * size.unit + torch.arange(size.unit)).flatten()
 
 
 def _write(

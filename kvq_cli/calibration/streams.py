@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from kvq_cli.calibration import estimate, mixed, transforms
+from kvq_cli.calibration import estimate, mixed, remote, transforms
 from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
 from kvq_cli.calibration.codebooks import calibrate_stream
 from kvq_cli.calibration.parallel import run_parallel
 from kvq_cli.calibration.plan import CapturePlan, CodebookPlan, MixedPlan, TransformPlan
 from kvq_cli.calibration.work_folder import WorkFolder
+from kvq_cli.distributed import Workers
 from kvq_cli.methods.base import Method
 from kvq_cli.methods.mixed import Mixed
 
@@ -24,6 +26,8 @@ KINDS = ("k", "v")
 Stream: TypeAlias = tuple[int, str]
 #: The tensors of a stream, and their errors as plain JSON values.
 Calibrated: TypeAlias = tuple[dict[str, Tensor], dict[str, Any]]
+#: Calibrates a stream from what was captured of it; made by a function of the stream, and pickled for workers.
+StreamFunction: TypeAlias = Callable[[CapturedStream], Any]
 #: Plans whose streams are calibrated from captured activations.
 StreamsPlan: TypeAlias = CodebookPlan | TransformPlan | MixedPlan
 
@@ -33,45 +37,67 @@ def streams_of(plan: CapturePlan) -> list[Stream]:
     return [(layer, kind) for layer in range(plan.loaded.shape.layers) for kind in KINDS]
 
 
-def clustering(plan: CodebookPlan, captures: WorkFolder) -> Callable[[Stream], Calibrated]:
-    """The function that clusters a stream's codebooks."""
+def clustering(plan: CodebookPlan) -> Callable[[Stream], StreamFunction]:
+    """The functions that cluster a stream's codebooks."""
 
-    def cluster(stream: Stream) -> Calibrated:
-        spec = plan.spec.stream(stream[1])
+    def cluster(stream: Stream) -> StreamFunction:
         settings = cluster_settings(plan, stream, plan.spec.fisher, plan.spec.hybrid)
-        return calibrate_stream(read_captured(plan, captures, *stream), spec, settings)
+        return partial(calibrate_stream, spec=plan.spec.stream(stream[1]), settings=settings)
 
     return cluster
 
 
 def transform_codes(
-    plan: TransformPlan, work: WorkFolder, captures: WorkFolder, progress: Progress
-) -> Callable[[Stream], Calibrated]:
-    """Fit all transforms and give out the codes; returns the function that clusters a stream's codebooks."""
+    plan: TransformPlan, work: WorkFolder, captures: WorkFolder, progress: Progress, workers: Workers | None
+) -> Callable[[Stream], StreamFunction]:
+    """Fit all transforms and give out the codes; returns the functions that cluster a stream's codebooks."""
     spec, shape, streams = plan.spec, plan.loaded.shape, streams_of(plan)
 
+    def groups(stream: Stream) -> int:
+        return spec.groups(stream[1], shape)[0]
+
     def transform(stream: Stream) -> transforms.Transform:
-        return stored_transform(plan, work, captures, stream, spec.groups(stream[1], shape)[0], spec.metric)
+        return stored_transform(plan, work, captures, stream, groups(stream), spec.metric)
 
-    def fit(stream: Stream) -> None:
-        transform(stream)
+    def fit(stream: Stream) -> StreamFunction:
+        return partial(transforms.fit_transform, groups=groups(stream), metric=spec.metric)
 
-    for done, _ in enumerate(run_parallel(fit, streams, estimate.cluster_workers(plan)), 1):
+    def write(stream: Stream, fitted: transforms.Transform) -> None:
+        _write_transform(work, _transform_step(stream, groups(stream), spec.metric), fitted)
+
+    missing = [each for each in streams if not work.has_tensors(_transform_step(each, groups(each), spec.metric))]
+    done = len(streams) - len(missing)
+    progress("transform", done, len(streams))
+    for _ in apply_to_streams(plan, captures, fit, missing, write, workers):
+        done += 1
         progress("transform", done, len(streams))
     lengths = transforms.allocate_codes({stream: transform(stream).variances.cpu() for stream in streams}, spec, shape)
 
-    def cluster(stream: Stream) -> Calibrated:
-        captured, settings = read_captured(plan, captures, *stream), cluster_settings(plan, stream, spec.fisher)
-        return transforms.calibrate_transform(captured, transform(stream), lengths[stream], settings)
+    def cluster(stream: Stream) -> StreamFunction:
+        settings = cluster_settings(plan, stream, spec.fisher)
+        fitted = transform(stream)
+        return partial(transforms.calibrate_transform, transform=fitted, lengths=lengths[stream], settings=settings)
 
     return cluster
 
 
-def by_own_method(plan: MixedPlan, work: WorkFolder, captures: WorkFolder) -> Callable[[Stream], Calibrated]:
-    """The function that calibrates a stream by its method."""
+def by_own_method(plan: MixedPlan) -> Callable[[Stream], StreamFunction]:
+    """The functions that calibrate a stream by its method."""
     method = plan.method
     assert isinstance(method, Mixed)
-    return lambda stream: calibrate_part(plan, work, captures, stream, method.component(*stream))
+
+    def calibrate(stream: Stream) -> StreamFunction:
+        layer, kind = stream
+        return partial(
+            mixed.calibrate_component,
+            method=method.component(*stream),
+            layer=layer,
+            kind=kind,
+            shape=plan.loaded.shape,
+            settings=cluster_settings(plan, stream),
+        )
+
+    return calibrate
 
 
 def calibrate_part(
@@ -90,43 +116,80 @@ def stored_transform(
     plan: CapturePlan, work: WorkFolder, captures: WorkFolder, stream: Stream, groups: int, metric: str
 ) -> transforms.Transform:
     """The transforms of a stream, fitted once and kept in `work`."""
-    step = f"{stream_name(*stream)}.transform.{groups}.{metric}"
+    step = _transform_step(stream, groups, metric)
     if not work.has_tensors(step):
         fitted = transforms.fit_transform(read_captured(plan, captures, *stream), groups, metric)
-        work.write_tensors(step, {key: tensor.cpu() for key, tensor in fitted.tensors().items()})
+        _write_transform(work, step, fitted)
     device = plan.loaded.model.device
     return transforms.Transform(**{key: tensor.to(device) for key, tensor in work.read_tensors(step).items()})
+
+
+def _transform_step(stream: Stream, groups: int, metric: str) -> str:
+    return f"{stream_name(*stream)}.transform.{groups}.{metric}"
+
+
+def _write_transform(work: WorkFolder, step: str, fitted: transforms.Transform) -> None:
+    work.write_tensors(step, {key: tensor.cpu() for key, tensor in fitted.tensors().items()})
 
 
 def cluster_all(
     plan: StreamsPlan,
     work: WorkFolder,
-    cluster: Callable[[Stream], Calibrated],
+    captures: WorkFolder,
+    cluster: Callable[[Stream], StreamFunction],
     progress: Progress,
+    workers: Workers | None,
 ) -> list[dict[str, Any]]:
     """Cluster every layer's keys and values; returns their errors, by layer."""
     streams = streams_of(plan)
     missing = [stream for stream in streams if work.read_json(stream_name(*stream)) is None]
 
-    def run(stream: Stream) -> None:
-        tensors, measured = cluster(stream)
+    def write(stream: Stream, calibrated: Calibrated) -> None:
+        tensors, measured = calibrated
         work.write_tensors(stream_name(*stream), {key: tensor.cpu() for key, tensor in tensors.items()})
         work.write_json(stream_name(*stream), measured)  # last: marks the stream as finished
 
     done = len(streams) - len(missing)
     progress("cluster", done, len(streams))
-    for _ in run_parallel(run, missing, estimate.cluster_workers(plan)):
+    for _ in apply_to_streams(plan, captures, cluster, missing, write, workers):
         done += 1
         progress("cluster", done, len(streams))
     return [{kind: work.read_json(stream_name(layer, kind)) for kind in KINDS} for layer in range(len(streams) // 2)]
 
 
+def apply_to_streams(
+    plan: CapturePlan,
+    captures: WorkFolder,
+    function: Callable[[Stream], StreamFunction],
+    streams: Sequence[Stream],
+    write: Callable[[Stream, Any], None],
+    workers: Workers | None,
+) -> Iterator[None]:
+    """Apply each stream's function to what was captured of it, and `write` to the result; yields after each."""
+
+    def run(stream: Stream) -> None:
+        write(stream, function(stream)(read_captured(plan, captures, *stream)))
+
+    if workers is None:
+        yield from run_parallel(run, streams, estimate.cluster_workers(plan))
+        return
+    device = plan.loaded.model.device
+    tasks = ((stream, function(stream), _read(plan, captures, *stream)) for stream in streams)
+    for stream, result in remote.apply_on(workers, device, tasks):
+        write(stream, result)
+        yield
+
+
 def read_captured(plan: CapturePlan, captures: WorkFolder, layer: int, kind: str) -> CapturedStream:
     """A stream's captured activations and gradients, on the model's device."""
-    settings, shape, device = plan.settings, plan.loaded.shape, plan.loaded.model.device
+    return _read(plan, captures, layer, kind).to(plan.loaded.model.device)
+
+
+def _read(plan: CapturePlan, captures: WorkFolder, layer: int, kind: str) -> CapturedStream:
+    settings, shape = plan.settings, plan.loaded.shape
     sample = (plan.capture.tokens, shape.kv_heads, shape.head_dim)
-    x = captures.read_samples(stream_name(layer, kind, "x"), (settings.samples, *sample)).to(device)
-    g = captures.read_samples(stream_name(layer, kind, "g"), (settings.gradients, *sample)).to(device)
+    x = captures.read_samples(stream_name(layer, kind, "x"), (settings.samples, *sample))
+    g = captures.read_samples(stream_name(layer, kind, "g"), (settings.gradients, *sample))
     return CapturedStream(x, g, settings.held_out)
 
 

@@ -131,6 +131,7 @@ def calibrate(
     budget: Budget = 4.0,
     fisher: Fisher = True,
     dry_run: DryRun = False,
+    worker_options: opt.WorkerOptions,
     model_options: opt.LoadOptions,
     output_options: opt.OutputOptions,
 ) -> None:
@@ -154,8 +155,9 @@ def calibrate(
     if dry_run:
         return _print_dry_run(output, dry_run_report(plan))
     folder = data.out or artifact_folder(model_options.model, built)
-    with data.resumable(output) as arguments:
-        artifact = pipeline.calibrate(plan, folder, **arguments)
+    device = plan.loaded.model.device.type
+    with worker_options.connected(device) as workers, data.resumable(output) as arguments:
+        artifact = pipeline.calibrate(plan, folder, **arguments, workers=workers)
     _print_artifact(output, artifact)
 
 

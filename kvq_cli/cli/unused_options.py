@@ -338,6 +338,14 @@ RULES: dict[str, dict[str, Rule]] = {
             _text, _clusters, unless(lambda values: not values["dry_run"], "--dry-run captures nothing")
         ),
         "damping": _either(_text, unless(_weighted, "k-means is not weighted by gradients")),
+        **_rules(
+            _either(
+                unless(_captures, "the method factorizes weights, in one process"),
+                unless(lambda values: not values["dry_run"], "--dry-run runs nothing"),
+            ),
+            "workers",
+            "ray",
+        ),
         "trust_remote_code": _code,
     },
     "tune": {

@@ -16,6 +16,7 @@ from kvq_cli.artifact import load_artifact
 from kvq_cli.calibration import pipeline, work_folder
 from kvq_cli.calibration.estimate import dry_run_report
 from kvq_cli.calibration.plan import plan_calibration
+from kvq_cli.calibration.samples import SampleCapture
 from kvq_cli.calibration.settings import CalibrationOptions
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.registry import build
@@ -158,7 +159,8 @@ def test_budget_captures_random_units_of_tokens(tiny, quick, tmp_path, monkeypat
     assert artifact.config["captured"]["tokens"] == 6 * 120
     captured = sum(path.stat().st_size for path in (tmp_path / "a.work").glob("*.bf16"))
     assert captured == plan.capture.nbytes
-    kept = [pipeline._captured_tokens(plan.capture, 0, sample) for sample in range(6)]
+    sampled = SampleCapture(torch.empty(6, 200), plan.capture, gradients=4, seed=0)
+    kept = [sampled.tokens(sample) for sample in range(6)]
     for tokens in kept:
         runs = tokens.view(-1, 4)
         assert (runs[:, 0] % 4 == 0).all() and (runs.diff(dim=1) == 1).all()  # 8 + 4 i, and then in order

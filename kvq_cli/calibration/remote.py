@@ -1,0 +1,93 @@
+"""The steps of a calibration on workers: they send numbers back, and write no files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvq_cli.artifact.fingerprint import Fingerprint, fingerprint
+from kvq_cli.attention.capture_points import AttentionLayer, attention_layers
+from kvq_cli.calibration.captured import CapturedStream
+from kvq_cli.calibration.parallel import deterministic
+from kvq_cli.calibration.samples import SampleCapture, capturing
+from kvq_cli.distributed import Workers
+from kvq_cli.errors import KvqError
+from kvq_cli.models import LoadedModel, load_model
+
+#: Captured numbers of a sample: layer, "k" or "v", "x" or "g", and bfloat16 `[tokens, kv_heads, head_dim]` on the CPU.
+Numbers = list[tuple[int, str, str, Tensor]]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """The arguments of `load_model`, the folder to which paths are relative, and the fingerprint of the model that this
+    process has loaded."""
+
+    name: str
+    device: str
+    dtype: str
+    trust_remote_code: bool
+    fingerprint: Fingerprint
+    folder: str = field(default_factory=os.getcwd)
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> ModelSource:
+        device, dtype = loaded.model.device.type, str(loaded.model.dtype).removeprefix("torch.")
+        return cls(loaded.name, device, dtype, loaded.trust_remote_code, fingerprint(loaded.model))
+
+
+@lru_cache(maxsize=1)
+def _load(source: ModelSource) -> tuple[LoadedModel, list[AttentionLayer]]:
+    """The model and its layers, loaded once per worker; KvqError if it is not the same as the sender's."""
+    with suppress(OSError):  # a machine without this folder finds files by absolute paths
+        os.chdir(source.folder)
+    loaded = load_model(source.name, source.device, source.dtype, trust_remote_code=source.trust_remote_code)
+    if (found := fingerprint(loaded.model)) != source.fingerprint:
+        raise KvqError(f"--model {source.name}: a worker has another model ({found} instead of {source.fingerprint})")
+    return loaded, attention_layers(loaded.model)
+
+
+def capture_on(
+    workers: Workers, loaded: LoadedModel, capture: SampleCapture, samples: Iterable[int]
+) -> Iterator[tuple[int, Numbers]]:
+    """Capture samples; yields `(sample, numbers)` in their order, after Ctrl-C those that are finished, with gaps."""
+    yield from workers.run(_capture, (ModelSource.of(loaded), capture), samples)
+
+
+def _capture(shared: tuple[ModelSource, SampleCapture], sample: int) -> Numbers:
+    """Runs in a worker."""
+    source, capture = shared
+    torch.set_num_threads(1)  # as in `parallel.run_parallel`
+    loaded, layers = _load(source)
+    numbers: Numbers = []
+    with deterministic(loaded.model.device), capturing(loaded, layers, capture.windows.shape[1]):
+        capture.run(loaded, layers, sample, lambda *captured: numbers.append(captured))
+    return numbers
+
+
+#: Name of a stream, function of what was captured of it, and these activations on the CPU. Functions are pickled.
+StreamTask = tuple[Any, Callable[[CapturedStream], Any], CapturedStream]
+
+
+def apply_on(workers: Workers, device: torch.device, tasks: Iterable[StreamTask]) -> Iterator[tuple[Any, Any]]:
+    """Apply functions to captured streams; yields `(name, result)` in order, after Ctrl-C of those that are finished.
+
+    A task is taken when a worker needs one.
+    """
+    for (name, _, _), result in workers.run(_apply, device.type, tasks):
+        yield name, result
+
+
+def _apply(device: str, task: StreamTask) -> Any:
+    """Runs in a worker."""
+    torch.set_num_threads(1)  # as in `parallel.run_parallel`
+    _, function, captured = task
+    with deterministic(torch.device(device)):
+        return function(captured.to(torch.device(device)))
