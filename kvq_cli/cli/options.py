@@ -251,6 +251,12 @@ class WorkerOptions:
 
         return connected(self.workers, self.ray, device)
 
+    def address(self) -> AbstractContextManager[str | None]:
+        """The address of the cluster for commands that run inside the block; None: they run in their own process."""
+        from kvq_cli.distributed import cluster_address
+
+        return cluster_address(self.workers, self.ray)
+
 
 @dataclass(frozen=True)
 class OutputOptions:

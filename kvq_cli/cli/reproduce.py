@@ -54,6 +54,8 @@ def reproduce(
     trust_remote_code: opt.TrustRemoteCode = False,
     out: Root = Path("results/reproduction"),
     store: Store = Path("results/samples"),
+    workers: opt.WorkerCount = None,
+    ray: opt.RayAddress = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:
@@ -92,19 +94,28 @@ def reproduce(
     options += " --trust-remote-code" if trust_remote_code else ""
     wanted = [replace(each, options=f"{each.options} {options}".strip()) for each in wanted]
     failed = []
-    for number, each in enumerate(wanted, 1):
-        if len(wanted) > 1:
-            output.note(f"{each.id}: {number} of {len(wanted)}")
-        if not _make(output, each, model, trust_remote_code, out, store, stop=not everything):
-            failed.append(each.id)
+    with opt.WorkerOptions(workers, ray).address() as address:
+        for number, each in enumerate(wanted, 1):
+            if len(wanted) > 1:
+                output.note(f"{each.id}: {number} of {len(wanted)}")
+            if not _make(output, each, model, trust_remote_code, out, store, address, stop=not everything):
+                failed.append(each.id)
     if failed:
         raise KvqError(f"not done: {', '.join(failed)}")
 
 
 def _make(
-    output: Output, wanted: Target, model: str, trust_remote_code: bool, root: Path, store: Path, stop: bool
+    output: Output,
+    wanted: Target,
+    model: str,
+    trust_remote_code: bool,
+    root: Path,
+    store: Path,
+    ray: str | None,
+    stop: bool,
 ) -> bool:
-    """Run a target unless it is finished; returns whether it is finished now. stop: raise on failure."""
+    """Run a target unless it is finished; returns whether it is finished now. ray: the cluster's address; stop: raise
+    on failure."""
     from kvq_cli.papers.run import DONE, run_target, state
 
     if not wanted.runs:
@@ -118,7 +129,7 @@ def _make(
         return True
     try:
         calibrations = _calibrations(wanted, model, trust_remote_code)
-        seconds = run_target(wanted, model, calibrations, output.note, root, store, output.quiet)
+        seconds = run_target(wanted, model, calibrations, output.note, root, store, output.quiet, ray)
     except KvqError as error:
         if stop:
             raise

@@ -412,7 +412,7 @@ RULES: dict[str, dict[str, Rule]] = {
     "reproduce": {
         **_all_read("page", "model", "out", "as_json", "quiet"),
         **_rules(_not_page, "names", "everything", "fast"),
-        **_rules(_either(_not_page, _made), "options", "store"),
+        **_rules(_either(_not_page, _made), "options", "store", "workers", "ray"),
         "trust_remote_code": _either(_not_page, _code),
     },
 }

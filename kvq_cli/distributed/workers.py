@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -91,6 +93,7 @@ def connected(workers: int | None, address: str | None, device: str = "cpu") -> 
         raise KvqError("--workers and --ray need Ray: pip install 'kvq-cli[ray]'") from None
     gpus = int(device == "cuda")
     quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+    terminate = signal.getsignal(signal.SIGTERM)
     try:
         if address is None:
             ray.init(address="local", num_cpus=workers, include_dashboard=False, **quiet)
@@ -98,7 +101,11 @@ def connected(workers: int | None, address: str | None, device: str = "cpu") -> 
             _check_reachable(address)
             ray.init(address=address, **quiet)
     except (OSError, ValueError, RuntimeError) as error:
-        raise KvqError(f"--ray {address}: {str(error).strip().splitlines()[0]}") from None
+        option = f"--workers {workers}" if address is None else f"--ray {address}"
+        raise KvqError(f"{option}: {str(error).strip().splitlines()[0]}") from None
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, terminate)  # Ray sets its own, which keeps no finished work
     try:
         count = int(ray.cluster_resources().get("GPU" if gpus else "CPU", 0))
         if not count:
@@ -116,3 +123,16 @@ def _check_reachable(address: str) -> None:
     if not host or not port.isdecimal():
         raise ValueError("must be HOST:PORT or auto")
     socket.create_connection((host, int(port)), timeout=10).close()
+
+
+@contextmanager
+def cluster_address(workers: int | None, address: str | None) -> Iterator[str | None]:
+    """Inside the block, the address of a cluster that several processes use one after the other: `address`, or of one
+    with so many workers on this machine; None where neither is given. Errors as for `connected`."""
+    if workers is None:
+        yield address
+        return
+    with connected(workers, address):
+        import ray
+
+        yield ray.get_runtime_context().gcs_address

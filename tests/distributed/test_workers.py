@@ -72,7 +72,9 @@ def held(folder: str, task: int) -> int:
 
 @pytest.mark.slow
 def test_results_come_in_the_order_of_the_tasks_and_errors_as_they_were_raised(cluster):
+    terminate = signal.getsignal(signal.SIGTERM)
     with connected(None, cluster.address) as workers:
+        assert signal.getsignal(signal.SIGTERM) is terminate  # kvq's, which keeps finished work
         assert workers.count == 2
         assert list(workers.run(square, 3, range(9))) == [(task, 3 * task * task) for task in range(9)]
         with pytest.raises(NotFiniteError, match="too small") as raised:

@@ -1,0 +1,38 @@
+"""`kvq reproduce` on workers: one cluster for all commands, which records do not name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvq_cli.papers import run
+
+WORDS = ("reproduce", "table-innerq-2", "--options", "--task perplexity --windows 2 --seqlen 192 --set sinks=4")
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Samples, the comparison and the target's record; each method's own document has the time of its run."""
+    paths = [*folder.rglob("*.jsonl"), *folder.rglob("comparison.json"), *folder.rglob("target.json")]
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(paths)}
+
+
+@pytest.mark.slow
+def test_results_and_records_are_those_of_one_process(kvq, tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    executed, execute = [], run._run
+    monkeypatch.setattr(
+        run, "_run", lambda words, *more, **options: executed.append(words) or execute(words, *more, **options)
+    )
+    for name, flags in (("one", []), ("two", ["--workers", 2])):
+        result = kvq(*WORDS, "--out", f"{name}/out", "--store", f"{name}/store", "--quiet", *flags)
+        assert result.exit_code == 0, result.stderr
+    assert ["--ray" in words for words in executed] == [False, True]
+    one, two = (
+        {path: content.replace(b"two/", b"one/") for path, content in contents(tmp_path / name).items()}
+        for name in ("one", "two")
+    )
+    assert list(one) == list(two) and any(path.endswith(".jsonl") for path in one)
+    assert one == two
+    assert json.loads(next(content for path, content in two.items() if path.endswith("target.json")))["finished"]
