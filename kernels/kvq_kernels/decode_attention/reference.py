@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from kvq_kernels.decode_attention.pages import gathered
 from kvq_kernels.decode_attention.parts import Codebook, Dense, Packed, PerHead, Rope, Side, Uniform
 
 
@@ -30,6 +31,7 @@ def decode_attention_reference(
     Returns `[B, Q, D]` in `dtype`; zeros for rows without tokens.
     """
     out = torch.zeros(query.shape, dtype=dtype, device=query.device)
+    keys, values = gathered(keys), gathered(values)
     packed_keys, packed_values = (unpack_side(side, dtype, query.shape[2]) for side in (keys, values))
     heads = packed_keys.shape[1]
     for row, length in enumerate(lengths.tolist()):
