@@ -25,12 +25,13 @@ from kvq_kernels.planar import high_words, low_words
 ROWS, HEADS, GROUP, DIM, TOKENS = 8, 8, 4, 128, 4096
 
 Axis = Literal["channel", "token"]
-#: Cases that are read from pages, too -> tokens of a cell.
+#: Cases that are read from pages, too -> tokens of a cell. Not innerq-2bit-hybrid: 4.58 instructions per number on
+#: sm_90, above the limit of 4.5 (without pages 4.4).
 PAGED = {
     "fp16": 64,
     "kivi-2bit-g32": 32,
     "kivi-4bit-g128": 128,
-    "innerq-2bit-hybrid": 128,
+    "innerq-2bit": 128,
     "temporal-2bit": 128,
     "temporal-2bit-outliers": 128,
     "channel-2bit": 128,

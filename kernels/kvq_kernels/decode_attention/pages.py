@@ -135,12 +135,8 @@ def _check_sizes(name: str, side: Side, block_size: int) -> None:
     """Check that each tensor has `block_size` tokens in each of the same number of pages."""
     sizes = set()
     for part, tensor, tokens in stored_tensors(side):
-        if block_size <= 0 or block_size % tokens:
-            raise ValueError(
-                f"{name}.pages.block_size={block_size} is not a multiple of {tokens}, which {part} has together"
-            )
         held = math.prod(tensor.shape[2:-1]) * tokens
-        if tensor.dim() not in (4, 5) or held != block_size:
+        if tensor.dim() not in (4, 5) or held != block_size or block_size <= 0:
             raise ValueError(f"pages of {part} of {name} have {held} tokens, not block_size={block_size}")
         sizes.add((tensor.shape[0], *tensor.shape[2:-2]))
     if len(sizes) > 1:

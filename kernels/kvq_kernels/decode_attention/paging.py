@@ -88,7 +88,7 @@ def at_cell(side, S: tl.constexpr, page, cell):
     """The side's pointers at the row's cell `cell`, which is in page `page`."""
     offset = page.to(tl.int64) * side[13]
     if get(S, "cells") > 1:
-        offset += (cell % get(S, "cells")).to(tl.int64) * side[14]
+        offset += tl.cast(cell % get(S, "cells"), tl.int64) * side[14]
     first, zero, sign, scales, zeros = side[1], side[2], side[3], side[4], side[5]
     index, value, start = side[9], side[10], side[11]
     if get(S, "kind") == "uniform":

@@ -90,12 +90,13 @@ def unpack_side(side: Side, dtype: torch.dtype, dim: int) -> Tensor:
         x = unpack(side.packed, dtype, dim)
     if side.outliers is None:
         return x
-    index, value = side.outliers.index.long(), side.outliers.value.to(dtype)
     blocks = x.unflatten(2, (-1, side.outliers.tokens)).flatten(3)
+    # Blocks past a row's count may have any bits.
+    index, value = side.outliers.index.long().clamp(0, blocks.shape[3] - 1), side.outliers.value.to(dtype)
     if side.outliers.start is None:
         return blocks.scatter(3, index, value).view(x.shape)
     slot = torch.arange(index.shape[3], device=index.device)
-    head = (slot[:, None] >= side.outliers.start[..., None, 1:]).sum(-1)  # [B, 1, T / tokens, K]
+    head = (slot[:, None] >= side.outliers.start[..., None, 1:-1]).sum(-1)  # [B, 1, T / tokens, K]
     numbers = blocks.shape[3]
     pooled = blocks.transpose(1, 2).flatten(2)  # [B, T / tokens, H * numbers]
     pooled = pooled.scatter(2, (head * numbers + index)[:, 0], value[:, 0])
