@@ -38,7 +38,8 @@ class Workers:
 
         Everything is pickled; `shared` once. A task whose worker dies runs again on another one, `RETRIES` times, then
         KvqError. An exception of `function` is raised here. After Ctrl-C, the results that have arrived are yielded
-        before KeyboardInterrupt.
+        before KeyboardInterrupt. Other tasks end with the connection: `ray.cancel` of a task that is just finishing
+        aborts this process (Ray 2.60: "Tried to complete task that was not pending").
         """
         import ray
 
@@ -57,9 +58,6 @@ class Workers:
                 if ray.wait([reference], timeout=0)[0]:
                     yield task, _result(reference)
             raise
-        finally:
-            for _, reference in waiting:
-                ray.cancel(reference, force=True)
 
 
 def _result(reference: Any) -> Any:
