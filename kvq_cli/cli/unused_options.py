@@ -328,6 +328,10 @@ RULES: dict[str, dict[str, Rule]] = {
         "seed": _sampled,
         "trust_remote_code": _code,
     },
+    "serve": {
+        **_all_read("method", "bits", "artifact", "set_", "dry_run", "model", "dtype", "quiet"),
+        "trust_remote_code": _code,
+    },
     "calibrate": {
         **_all_read("method", "bits", "set_", "fisher", "dry_run", "model", "device", "dtype"),
         **_all_read("config", "as_json", "quiet"),
