@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvq_cli.attention.capture_points import sliding_windows
 from kvq_cli.codecs.base import PromptCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method
-from kvq_cli.attention.capture_points import sliding_windows
 from kvq_cli.models import text_config
 
 if TYPE_CHECKING:

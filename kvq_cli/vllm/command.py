@@ -47,9 +47,10 @@ class ServePlan:
         layout, exact = self.layout, self.layout.exact
         per_token = layout.page_bytes * self.shape.layers / layout.block_size
         plain = token_bytes(self.shape) * self.shape.layers
+        dtype = str(self.shape.dtype).removeprefix("torch.")
         text = (
             f"a block: {layout.block_size} tokens in {layout.page_bytes:,} bytes a layer; {per_token:,.0f} bytes a "
-            f"token, {plain / per_token:.2f} times fewer than {plain:,} in {str(self.shape.dtype).removeprefix('torch.')}"
+            f"token, {plain / per_token:.2f} times fewer than {plain:,} in {dtype}"
         )
         if exact is not None:
             text += (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -10,7 +11,8 @@ import torch
 from vllm.config import VllmConfig
 from vllm.model_executor.models.utils import extract_layer_index
 
-from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.attention.rotary import Rotation
+from kvq_cli.errors import KvqError
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.vllm import rope
 from kvq_cli.vllm.checks import check_flags, check_model, check_plans
@@ -34,16 +36,18 @@ class Engine:
         served = ServedMethod.of_flags(config.cache_config.cache_dtype, config.additional_config)
         if served.artifact is not None:
             served.artifact.check_config(model.hf_config, model.model)
-        with _plain_defaults():
-            self.plans = served.plans(self.shape, torch.empty(0).device)
-            check_plans(served.method, self.plans)
+        device = torch.empty(0).device  # vLLM makes models on theirs
+        with _plain_defaults(), torch.device("cpu"):
+            plans = served.plans(self.shape)
+            check_plans(served.method, plans)
             self.rotations = [rope.unrotated(head_dim)] * layers
-            if any(plan.keys.source == "pre_rope" for plan in self.plans):
-                self.rotations = rope.layer_rotations(model.hf_config, head_dim)
+            if any(plan.keys.source == "pre_rope" for plan in plans):
+                self.rotations = [_moved(r, device) for r in rope.layer_rotations(model.hf_config, head_dim)]
                 rope.check_tables(self.rotations, model.max_model_len)
-            with torch.device("cpu"):
-                # Kept: vLLM writes the size of its smallest blocks, those of exact tokens, into its configuration.
-                self.layout: CacheLayout = cache_layout(self.plans, self.shape, config.cache_config.block_size)
+            # Kept: vLLM writes the size of its smallest blocks, those of exact tokens, into its configuration.
+            self.layout: CacheLayout = cache_layout(plans, self.shape, config.cache_config.block_size)
+        with _plain_defaults():
+            self.plans = plans if device.type == "cpu" else served.plans(self.shape, device)
         self._layers = 0
 
     @classmethod
@@ -83,6 +87,10 @@ def _check_engine(config: VllmConfig) -> None:
         "--disable-hybrid-kv-cache-manager": bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
     }
     check_flags([flag for flag, is_given in given.items() if is_given])
+
+
+def _moved(rotation: Rotation, device: torch.device) -> Rotation:
+    return dataclasses.replace(rotation, frequencies=rotation.frequencies.to(device))
 
 
 @contextmanager

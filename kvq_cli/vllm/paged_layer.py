@@ -10,12 +10,13 @@ from torch import Tensor
 from kvq_cli.attention import torch_backend
 from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.rotary import Rotation
-from kvq_cli.attention.score_form import PLAIN, ScoreForm
+from kvq_cli.attention.score_form import ScoreForm
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.rows import Forward, RowGroup
 from kvq_cli.methods.base import LayerPlan, ModelShape
 from kvq_cli.vllm.layout import CacheLayout
 from kvq_cli.vllm.pages import PagedStream
+from kvq_cli.vllm.rope import unrotate
 
 
 class Sequence(NamedTuple):
@@ -84,13 +85,10 @@ class PagedLayer(CompressedLayer):
         self._keep_tails(forward)
         cached = key
         if self.plan.keys.source == "pre_rope":
-            cached = self.rotation.undo(key.float(), past).to(key.dtype)
+            cached = unrotate(self.rotation, key, past)
         for stream, x in zip(self.streams, (cached, value), strict=True):
             stream.append(x, forward.row_groups)
         context = ForwardContext(self, forward, torch_backend, True, scaling=scaling, score_form=form)
         if columns == 1:
             return torch_backend.decode_attention(query, context)
         return torch_backend.prefill_attention(query, key, value, context)
-
-
-__all__ = ["PLAIN", "PagedLayer", "Sequence"]

@@ -11,6 +11,7 @@ import copy
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.attention.rotary import Rotation
@@ -42,6 +43,26 @@ def layer_rotations(config: PretrainedConfig, head_dim: int) -> list[Rotation]:
             return [layer.rotation for layer in attention_layers(model)]
 
 
+def unrotate(rotation: Rotation, keys: Tensor, start: int) -> Tensor:
+    """Keys `[..., tokens, head_dim]` of positions start, start + 1, ... before RoPE, in their dtype.
+
+    In float64, and by the inverse of the rounded tables: what is left is the error with which vLLM rounded the rotated
+    keys, which flips a code now and then.
+    """
+    if rotation.style == "none":
+        return keys
+    positions = torch.arange(start, start + keys.shape[-2], device=keys.device)
+    cos, sin = (table.double() for table in rotation.tables(positions))
+    half = rotation.width // 2
+    first, second = (slice(0, half), slice(half, 2 * half))
+    if rotation.style == "interleaved":
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    norm = cos[..., first] ** 2 + sin**2
+    for channels in (first, second):
+        cos[..., channels] /= norm
+    return rotation.rotate(keys.double(), cos, -sin / norm).to(keys.dtype)
+
+
 def check_tables(rotations: list[Rotation], positions: int) -> None:
     """Raise UsageError unless vLLM's rotary modules rotate by the same angles, up to `positions`."""
     from vllm.model_executor.layers import rotary_embedding
@@ -56,7 +77,7 @@ def check_tables(rotations: list[Rotation], positions: int) -> None:
             )
 
 
-def _agree(rotation: Rotation, table: torch.Tensor, positions: list[int]) -> bool:
+def _agree(rotation: Rotation, table: Tensor, positions: list[int]) -> bool:
     """Whether `table` `[positions, width]`, cosines and then sines, is that of the rotation."""
     if table.ndim != 2 or table.shape[1] != rotation.width or table.shape[0] <= positions[-1]:
         return False
@@ -69,7 +90,7 @@ def _agree(rotation: Rotation, table: torch.Tensor, positions: list[int]) -> boo
     )
 
 
-def _within(rotation: Rotation, row: torch.Tensor, position: int, step: float) -> bool:
+def _within(rotation: Rotation, row: Tensor, position: int, step: float) -> bool:
     """Whether a row that was rounded to 16 bits is that of `position`."""
     angles = position * rotation.frequencies.cpu()
     expected = torch.cat([angles.cos(), angles.sin()]) * rotation.scale
