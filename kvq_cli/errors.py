@@ -11,6 +11,15 @@ class KvqError(Exception):
     exit_code = 1
 
 
+class NotFiniteError(KvqError):
+    """Activations with NaN or infinity: the model, or what the compressed cache makes of it, leaves its dtype's range.
+
+    method: the label of the compared method that was attached; empty where there is no comparison.
+    """
+
+    method = ""
+
+
 class UsageError(KvqError):
     """The request is invalid (exit code 2): an unknown method or option, unsupported bits, an empty prompt."""
 

@@ -18,7 +18,7 @@ from kvq_cli.cache.snapshot import Snapshot
 from kvq_cli.cache.stream import Stream, StreamReader
 from kvq_cli.codecs.base import Prompt, side_dtype
 from kvq_cli.codecs.salient import attention_received
-from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.errors import KvqError, NotFiniteError, UsageError
 from kvq_cli.methods.base import LayerPlan
 
 
@@ -210,7 +210,9 @@ class CompressedLayer(CacheLayerMixin):
                     continue
                 # One sum is finite only if all numbers are; 32 bits cannot overflow on numbers of 16.
                 if not math.isfinite(x.sum(dtype=torch.float32).item()):
-                    raise KvqError(f"layer {self.index}: the {name} contain NaN or infinity (try --dtype float32)")
+                    raise NotFiniteError(
+                        f"layer {self.index}: the {name} contain NaN or infinity (try --dtype float32)"
+                    )
                 most = torch.finfo(side_dtype(x.dtype)).max
                 if x.dtype == torch.float32 and stream.codec.nominal_bits < 16 and x.abs().amax() > most:
                     raise KvqError(

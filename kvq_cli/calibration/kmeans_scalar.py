@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CUTS = 512  # places at which dynamic programming may cut
-_BATCH = 4  # codebooks at a time: [CUTS + 1, CUTS + 1] costs of each
+_BATCH = 64  # codebooks at a time
+_NONE = torch.iinfo(torch.int64).max
 
 
 def scalar_kmeans(points: Tensor, weights: Tensor, entries: int, iterations: int) -> Tensor:
@@ -48,12 +49,11 @@ def _best_cuts(sums: Tensor, entries: int) -> Tensor:
     sums: prefix sums of w, w u and w u^2, `[3, codebooks, points + 1]`.
     """
     grid = _grid(sums, max(CUTS, 4 * entries))
-    w, wu, wuu = (side.unsqueeze(1) - side.unsqueeze(2) for side in sums.gather(2, grid.expand(3, -1, -1)))
-    cost = (wuu - wu.square() / w.clamp_min(1e-300)).clamp_min_(0)  # of the interval [row, column) of the grid
-    cost = torch.where(grid.unsqueeze(2) < grid.unsqueeze(1), cost, torch.inf)  # every cluster has a point
-    best, came_from = cost[:, 0], []
+    moments = sums.gather(2, grid.expand(3, -1, -1))
+    best = _cost(moments - moments[:, :, :1], grid > 0)
+    came_from = []
     for _ in range(entries - 1):
-        best, start = (best.unsqueeze(2) + cost).min(dim=1)
+        best, start = _extend(best, moments, grid)
         came_from.append(start)
     place = torch.full((len(best), 1), grid.shape[1] - 1, device=sums.device)
     path = [place]
@@ -61,6 +61,47 @@ def _best_cuts(sums: Tensor, entries: int) -> Tensor:
         place = start.gather(1, place)
         path.append(place)
     return grid.gather(1, torch.cat([torch.zeros_like(place), *reversed(path)], dim=1))
+
+
+def _cost(moments: Tensor, has_points: Tensor) -> Tensor:
+    """Squared errors of intervals around their weighted means; infinite for those without a point. moments: sums of w,
+    w u and w u^2, `[3, ...]`."""
+    w, wu, wuu = moments
+    cost = (wuu - wu.square() / w.clamp_min(1e-300)).clamp_min_(0)
+    return torch.where(has_points, cost, torch.inf)
+
+
+def _extend(best: Tensor, moments: Tensor, grid: Tensor) -> tuple[Tensor, Tensor]:
+    """(least best[start] + cost of [start, end) over all starts, that start) for each end: `[codebooks, places]` each.
+
+    The best start rises with the end, since the costs of intervals obey the quadrangle inequality: for the ends in the
+    middle between known ones, only starts between theirs are tried (divide and conquer, as Ckmeans.1d.dp does).
+
+    best: `[codebooks, places]`; moments: prefix sums at the places, `[3, codebooks, places]`; grid: the places.
+    """
+    books, places = best.shape
+    first_row = (torch.arange(books, device=best.device) * places).unsqueeze(1)  # of a codebook in flattened tensors
+    least, start = best.new_full(best.shape, torch.inf), torch.zeros_like(grid)
+    feasible = best.isfinite().int().argmax(dim=1, keepdim=True)  # the first place with enough points before it
+    flat_best, flat_moments, flat_grid = best.flatten(), moments.flatten(1), grid.flatten()
+    step = 1 << (places - 1).bit_length()
+    while step := step // 2:
+        ends = torch.arange(step, places, 2 * step, device=best.device)
+        low = start[:, ends - step].maximum(feasible)
+        high = torch.where(ends + step < places, start[:, (ends + step).clamp_max(places - 1)], places)
+        counts = (high.minimum(ends - 1) - low + 1).clamp_min(1).flatten()
+        # All tries of all ends one behind the other, since their numbers differ.
+        owner = torch.repeat_interleave(torch.arange(len(counts), device=best.device), counts)
+        offset = torch.arange(len(owner), device=best.device) - (counts.cumsum(0) - counts)[owner]
+        tried = (low + first_row).flatten()[owner] + offset
+        end = (ends + first_row).flatten()[owner]
+        cost = _cost(flat_moments[:, end] - flat_moments[:, tried], flat_grid[tried] < flat_grid[end])
+        total = flat_best[tried] + cost
+        minimum = total.new_full(counts.shape, torch.inf).scatter_reduce_(0, owner, total, "amin")
+        hit = torch.where(total == minimum[owner], tried, _NONE)
+        at = torch.full_like(counts, _NONE).scatter_reduce_(0, owner, hit, "amin")
+        least[:, ends], start[:, ends] = minimum.view(books, -1), at.view(books, -1) - first_row
+    return least, start
 
 
 def _grid(sums: Tensor, cuts: int) -> Tensor:

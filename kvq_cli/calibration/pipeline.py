@@ -4,11 +4,11 @@ artifact."""
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import transformers
@@ -18,35 +18,26 @@ from kvq_cli.artifact import Artifact, check_replaceable, load_artifact, save_ar
 from kvq_cli.artifact.contents import tensor_sizes
 from kvq_cli.attention.capture_points import AttentionLayer, attention_layers
 from kvq_cli.calibration import capture, estimate, factors, low_rank, mixed, transforms
-from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
 from kvq_cli.calibration.card import card
-from kvq_cli.calibration.codebooks import ERROR_MEASURE, calibrate_stream
+from kvq_cli.calibration.codebooks import ERROR_MEASURE
 from kvq_cli.calibration.parallel import deterministic, run_parallel
-from kvq_cli.calibration.plan import (
-    AnyPlan,
-    CapturePlan,
-    CodebookPlan,
-    FactorPlan,
-    MixedPlan,
-    TransformPlan,
-    WhitenedPlan,
-)
+from kvq_cli.calibration.plan import AnyPlan, CapturePlan, CodebookPlan, FactorPlan, TransformPlan, WhitenedPlan
 from kvq_cli.calibration.settings import CaptureSize, calibrate_command
+from kvq_cli.calibration.streams import (
+    KINDS,
+    Calibrated,
+    Progress,
+    StreamsPlan,
+    by_own_method,
+    cluster_all,
+    clustering,
+    stream_name,
+    transform_codes,
+)
 from kvq_cli.calibration.work_folder import WorkFolder
 from kvq_cli.data.texts import SELF, load_text, sampled_windows, token_windows
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.methods.base import LowRankSpec, Method
-from kvq_cli.methods.mixed import Mixed
-
-#: Called as progress(phase, done, total) when a phase begins and after each of its steps.
-Progress = Callable[[str, int, int], None]
-#: Keys and values, as they are called in names of tensors.
-_KINDS = ("k", "v")
-#: A stream: layer, and "k" for keys or "v" for values.
-Stream: TypeAlias = tuple[int, str]
-#: The tensors of a stream, and their errors as plain JSON values.
-_Calibrated: TypeAlias = tuple[dict[str, Tensor], dict[str, Any]]
-_StreamsPlan: TypeAlias = CodebookPlan | TransformPlan | MixedPlan
+from kvq_cli.methods.base import LowRankSpec
 
 
 def calibrate(
@@ -124,7 +115,7 @@ def _factorize_all(plan: FactorPlan, work: WorkFolder, progress: Progress) -> tu
     return tensors, {"errors": {"measure": measure, "layers": measured}}
 
 
-def _factorized(plan: FactorPlan, work: WorkFolder, layer: AttentionLayer, names: tuple[str, ...]) -> _Calibrated:
+def _factorized(plan: FactorPlan, work: WorkFolder, layer: AttentionLayer, names: tuple[str, ...]) -> Calibrated:
     """The factors of a layer's weights, and their errors."""
     if not isinstance(plan.spec, LowRankSpec):
         return factors.factorize(layer, names, plan.loaded.shape.dtype)
@@ -155,26 +146,26 @@ def captures_folder(plan: CapturePlan, work: WorkFolder, captured: Path | None) 
     request = plan.capture_request()
     name = sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:16]
     with closing(WorkFolder(captured / name)) as captures:
-        captures.open(request, resume=True, disk_bytes=plan.capture.nbytes)
+        captures.open(request, resume=True, disk_bytes=plan.capture.nbytes, shared=True)
         yield captures
 
 
 def _make_codebooks(
-    plan: _StreamsPlan, work: WorkFolder, captures: WorkFolder, progress: Progress
+    plan: StreamsPlan, work: WorkFolder, captures: WorkFolder, progress: Progress
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Codebooks of every layer's keys and values: the artifact's tensors, and their errors."""
     if isinstance(plan, CodebookPlan):
-        cluster, measure = _clustering(plan, captures), ERROR_MEASURE
+        cluster, measure = clustering(plan, captures), ERROR_MEASURE
     elif isinstance(plan, TransformPlan):
-        cluster, measure = _transforms(plan, work, captures, progress), transforms.ERROR_MEASURE
+        cluster, measure = transform_codes(plan, work, captures, progress), transforms.ERROR_MEASURE
     else:
-        cluster, measure = _mixed(plan, work, captures), mixed.ERROR_MEASURE
-    errors = _cluster_all(plan, work, cluster, progress)
+        cluster, measure = by_own_method(plan, work, captures), mixed.ERROR_MEASURE
+    errors = cluster_all(plan, work, cluster, progress)
     tensors = {
-        f"layers.{_name(layer, kind)}.{key}": tensor
+        f"layers.{stream_name(layer, kind)}.{key}": tensor
         for layer in range(plan.loaded.shape.layers)
-        for kind in _KINDS
-        for key, tensor in work.read_tensors(_name(layer, kind)).items()
+        for kind in KINDS
+        for key, tensor in work.read_tensors(stream_name(layer, kind)).items()
     }
     return tensors, {"captured": captured_tokens(plan), "errors": {"measure": measure, "layers": errors}}
 
@@ -189,13 +180,16 @@ def captured_tokens(plan: CapturePlan) -> dict[str, int]:
 
 
 def capture_all(plan: CapturePlan, captures: WorkFolder, progress: Progress) -> None:
-    """Run every sample through the model, and write its captured tokens to disk before the next ones run."""
+    """Run every sample through the model, and write its captured tokens to disk before the next ones run.
+
+    captures: of `captures_folder`; other calibrations may read it from then on.
+    """
     settings, loaded = plan.settings, plan.loaded
     windows = _windows(plan, captures, progress)
     done = (captures.read_json("captured") or {"samples": 0})["samples"]
     progress("capture", done, settings.samples)
     if done == settings.samples:
-        return
+        return captures.share()
     layers = attention_layers(loaded.model)
     workers = estimate.capture_workers(plan)
 
@@ -204,7 +198,7 @@ def capture_all(plan: CapturePlan, captures: WorkFolder, progress: Progress) -> 
 
         def write(layer: int, kind: str, quantity: str, numbers: Tensor) -> None:
             numbers = numbers[tokens.to(numbers.device)].to("cpu", torch.bfloat16).contiguous()
-            captures.write_sample(_name(layer, kind, quantity), sample, numbers)
+            captures.write_sample(stream_name(layer, kind, quantity), sample, numbers)
 
         gradients = sample < settings.gradients
         capture.capture(loaded.model, layers, windows[sample], write, gradients=gradients, threads=workers > 1)
@@ -218,6 +212,7 @@ def capture_all(plan: CapturePlan, captures: WorkFolder, progress: Progress) -> 
                 done += 1
                 progress("capture", done, settings.samples)
             captures.write_json("captured", {"samples": done})
+    captures.share()
 
 
 def _windows(plan: CapturePlan | WhitenedPlan, captures: WorkFolder, progress: Progress) -> Tensor:
@@ -243,129 +238,6 @@ def _captured_tokens(size: CaptureSize, seed: int, sample: int) -> Tensor:
     return (size.skip + units[:, None] * size.unit + torch.arange(size.unit)).flatten()
 
 
-def _streams(plan: CapturePlan) -> list[Stream]:
-    return [(layer, kind) for layer in range(plan.loaded.shape.layers) for kind in _KINDS]
-
-
-def _clustering(plan: CodebookPlan, captures: WorkFolder) -> Callable[[Stream], _Calibrated]:
-    """The function that clusters a stream's codebooks."""
-
-    def cluster(stream: Stream) -> _Calibrated:
-        spec = plan.spec.keys if stream[1] == "k" else plan.spec.values
-        settings = cluster_settings(plan, stream, plan.spec.fisher, plan.spec.hybrid)
-        return calibrate_stream(read_captured(plan, captures, *stream), spec, settings)
-
-    return cluster
-
-
-def _transforms(
-    plan: TransformPlan, work: WorkFolder, captures: WorkFolder, progress: Progress
-) -> Callable[[Stream], _Calibrated]:
-    """Fit all transforms and give out the codes; returns the function that clusters a stream's codebooks."""
-    spec, shape, streams = plan.spec, plan.loaded.shape, _streams(plan)
-
-    def step(stream: Stream) -> str:
-        return f"{_name(*stream)}.transform"
-
-    def fit(stream: Stream) -> None:
-        groups, _ = spec.groups(stream[1], shape)
-        fitted = transforms.fit_transform(read_captured(plan, captures, *stream), groups, spec.metric)
-        work.write_tensors(step(stream), {key: tensor.cpu() for key, tensor in fitted.tensors().items()})
-
-    missing = [stream for stream in streams if not work.has_tensors(step(stream))]
-    for done, _ in enumerate(run_parallel(fit, missing, estimate.cluster_workers(plan)), len(streams) - len(missing)):
-        progress("transform", done + 1, len(streams))
-    lengths = transforms.allocate_codes(
-        {stream: work.read_tensors(step(stream))["variances"] for stream in streams}, spec, shape
-    )
-
-    def cluster(stream: Stream) -> _Calibrated:
-        captured = read_captured(plan, captures, *stream)
-        fitted = {key: tensor.to(captured.x.device) for key, tensor in work.read_tensors(step(stream)).items()}
-        settings = cluster_settings(plan, stream, spec.fisher)
-        return transforms.calibrate_transform(captured, transforms.Transform(**fitted), lengths[stream], settings)
-
-    return cluster
-
-
-def _mixed(plan: MixedPlan, work: WorkFolder, captures: WorkFolder) -> Callable[[Stream], _Calibrated]:
-    """The function that calibrates a stream by its method."""
-    method = plan.method
-    assert isinstance(method, Mixed)
-    return lambda stream: calibrate_part(plan, work, captures, stream, method.component(*stream))
-
-
-def calibrate_part(
-    plan: CapturePlan, work: WorkFolder, captures: WorkFolder, stream: Stream, method: Method
-) -> _Calibrated:
-    """Tensors and errors of a stream that `method` serves; transforms are kept in `work` for its next methods."""
-    captured, settings = read_captured(plan, captures, *stream), cluster_settings(plan, stream)
-
-    def transform(groups: int, metric: str) -> transforms.Transform:
-        return stored_transform(plan, work, captures, stream, groups, metric)
-
-    return mixed.calibrate_component(captured, method, *stream, plan.loaded.shape, settings, transform)
-
-
-def stored_transform(
-    plan: CapturePlan, work: WorkFolder, captures: WorkFolder, stream: Stream, groups: int, metric: str
-) -> transforms.Transform:
-    """The transforms of a stream, fitted once and kept in `work`."""
-    step = f"{_name(*stream)}.transform.{groups}.{metric}"
-    if not work.has_tensors(step):
-        fitted = transforms.fit_transform(read_captured(plan, captures, *stream), groups, metric)
-        work.write_tensors(step, {key: tensor.cpu() for key, tensor in fitted.tensors().items()})
-    device = plan.loaded.model.device
-    return transforms.Transform(**{key: tensor.to(device) for key, tensor in work.read_tensors(step).items()})
-
-
-def _cluster_all(
-    plan: _StreamsPlan,
-    work: WorkFolder,
-    cluster: Callable[[Stream], _Calibrated],
-    progress: Progress,
-) -> list[dict[str, Any]]:
-    """Cluster every layer's keys and values; returns their errors, by layer."""
-    streams = _streams(plan)
-    missing = [stream for stream in streams if work.read_json(_name(*stream)) is None]
-
-    def run(stream: Stream) -> None:
-        tensors, measured = cluster(stream)
-        work.write_tensors(_name(*stream), {key: tensor.cpu() for key, tensor in tensors.items()})
-        work.write_json(_name(*stream), measured)  # last: marks the stream as finished
-
-    done = len(streams) - len(missing)
-    progress("cluster", done, len(streams))
-    for _ in run_parallel(run, missing, estimate.cluster_workers(plan)):
-        done += 1
-        progress("cluster", done, len(streams))
-    return [{kind: work.read_json(_name(layer, kind)) for kind in _KINDS} for layer in range(len(streams) // 2)]
-
-
-def read_captured(plan: CapturePlan, captures: WorkFolder, layer: int, kind: str) -> CapturedStream:
-    """A stream's captured activations and gradients, on the model's device."""
-    settings, shape, device = plan.settings, plan.loaded.shape, plan.loaded.model.device
-    sample = (plan.capture.tokens, shape.kv_heads, shape.head_dim)
-    x = captures.read_samples(_name(layer, kind, "x"), (settings.samples, *sample)).to(device)
-    g = captures.read_samples(_name(layer, kind, "g"), (settings.gradients, *sample)).to(device)
-    return CapturedStream(x, g, settings.held_out)
-
-
-def cluster_settings(plan: CapturePlan, stream: Stream, fisher: bool = True, hybrid: str = "off") -> ClusterSettings:
-    """The settings of a stream's clustering; its seed is the stream's own."""
-    settings = plan.settings
-    return ClusterSettings(
-        fisher=fisher,
-        hybrid=hybrid,
-        points=settings.points,
-        iterations=settings.iterations,
-        seed=_streams(plan).index(stream) + settings.seed * 1_000_003,
-        dtype=plan.loaded.shape.dtype,
-        damping=settings.damping,
-        engine=settings.kmeans,
-    )
-
-
 def _write(
     plan: AnyPlan,
     out: Path,
@@ -389,7 +261,3 @@ def versions(plan: AnyPlan) -> dict[str, str]:
 
         versions["faiss"] = faiss.__version__
     return versions
-
-
-def _name(layer: int, kind: str, quantity: str | None = None) -> str:
-    return f"{layer}.{kind}" if quantity is None else f"{layer}.{kind}.{quantity}"

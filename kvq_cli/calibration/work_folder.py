@@ -25,21 +25,24 @@ class WorkFolder:
     """The request, the captured activations, and the finished tensors of a calibration.
 
     Files are complete or absent, except the captured activations: `captured.json` counts the samples that are complete.
-    One process at a time holds the folder's lock, from `open` or `clear` until `remove` or `close`.
+    One process at a time holds the lock, from `open` or `clear` until `remove` or `close`, unless the folder is shared.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._created: list[Path] = []  # parent folders that did not exist before
+        self._shared = False
         self._lock: int | None = None  # file descriptor of the folder, open and locked
 
-    def open(self, request: Mapping[str, Any], *, resume: bool, disk_bytes: int) -> None:
+    def open(self, request: Mapping[str, Any], *, resume: bool, disk_bytes: int, shared: bool = False) -> None:
         """Start a calibration, or resume an interrupted one with the same `request`.
 
-        disk_bytes: bytes that the run will write. Raises UsageError where unfinished work exists and `resume` is off or
+        disk_bytes: bytes that the run will write. shared: several processes may have it open, once they `share` it.
+        Raises UsageError where unfinished work exists and `resume` is off or
         the request differs; KvqError where another process calibrates there, the folder cannot be written or the disk
         has no space.
         """
+        self._shared = shared
         if not self.path.exists():
             self._create(request, disk_bytes)
             return
@@ -70,6 +73,12 @@ class WorkFolder:
         for folder in self._created:
             with suppress(OSError):
                 folder.rmdir()
+
+    def share(self) -> None:
+        """Let other processes open the folder, if it was opened as shared: this one writes no more to it."""
+        if self._shared and self._lock is not None:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def close(self) -> None:
         """Release the lock; files stay."""
@@ -148,7 +157,12 @@ class WorkFolder:
         in_use = KvqError(f"{self.path} is in use by a running calibration: wait for its end, or choose another --out")
         try:
             self._lock = os.open(self.path, os.O_RDONLY)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if not self._shared:
+                    raise
+                fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             acquired = os.fstat(self._lock).st_ino == self.path.stat().st_ino  # not removed and created anew meanwhile
         except (BlockingIOError, FileNotFoundError):
             raise in_use from None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kvq_cli.cli import options as opt
+from kvq_cli.cli.option_groups import grouped
 from kvq_cli.cli.output import Output
 
 if TYPE_CHECKING:
@@ -34,24 +35,19 @@ Set = Annotated[
 DEFAULT_SEQLEN = 2048
 
 
+@grouped
 def analyze(
+    model_options: opt.LoadOptions,
+    output: opt.OutputOptions,
     name: Name = None,
     set_: Set = None,
     dataset: Dataset = "prose",
     samples: Samples = None,
     seqlen: Seqlen = None,
     out_dir: OutDir = Path("results/analyze"),
-    model: opt.Model = "reference",
-    trust_remote_code: opt.TrustRemoteCode = False,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    seed: opt.Seed = 0,
-    config: opt.Config = None,
-    as_json: opt.Json = False,
-    quiet: opt.Quiet = False,
 ) -> None:
     """Run a study of the papers: print its table, write its numbers (JSON) and figure (PNG)."""
-    out = Output(as_json=as_json, quiet=quiet)
+    out = output.output()
     from kvq_cli.files import check_writable, write_json
     from kvq_cli.papers.studies.study import ModelStudy, StudyInput, build
 
@@ -61,11 +57,9 @@ def analyze(
     data = None
     run: Callable[[Progress], Findings]
     if isinstance(study, ModelStudy):
-        from kvq_cli.models import load_model
-
-        loaded = load_model(model, device, dtype, trust_remote_code=trust_remote_code)
+        loaded = model_options.load()
         length = seqlen or loaded.default_length(DEFAULT_SEQLEN)
-        data = StudyInput(loaded, dataset, samples or study.samples, length, seed)
+        data = StudyInput(loaded, dataset, samples or study.samples, length, model_options.seed)
         run = partial(study.run, data)
     else:
         run = study.run

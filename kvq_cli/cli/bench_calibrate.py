@@ -7,7 +7,8 @@ from typing import Annotated
 
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.bench_shared import OutDir, RandomShape, bench_option, load_or_randomize, result_header, write_result
-from kvq_cli.cli.output import Output, human_bytes
+from kvq_cli.cli.option_groups import grouped
+from kvq_cli.cli.output import human_bytes
 from kvq_cli.files import check_writable
 
 Dataset = Annotated[
@@ -28,7 +29,10 @@ Layers = Annotated[
 ]
 
 
+@grouped
 def calibrate(
+    model_options: opt.LoadOptions,
+    output: opt.OutputOptions,
     method: opt.MethodName = "temporalkv",
     bits: opt.Bits = 2,
     set_: opt.Set = None,
@@ -38,33 +42,26 @@ def calibrate(
     random: RandomShape = None,
     layers: Layers = None,
     out_dir: OutDir = Path("results/bench"),
-    model: opt.Model = "reference",
-    trust_remote_code: opt.TrustRemoteCode = False,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    seed: opt.Seed = 0,
-    config: opt.Config = None,
-    as_json: opt.Json = False,
-    quiet: opt.Quiet = False,
 ) -> None:
     """Measure the time of each phase of a calibration and its peak memory; the artifact is discarded."""
-    out = Output(as_json=as_json, quiet=quiet)
+    out = output.output()
     from kvq_cli.benchmarking.calibrate import measure
     from kvq_cli.benchmarking.shapes import SHAPES
     from kvq_cli.benchmarking.synthetic import as_loaded_model
     from kvq_cli.calibration.plan import plan_calibration
     from kvq_cli.calibration.settings import CalibrationOptions
     from kvq_cli.methods.registry import build, to_config
-    from kvq_cli.models import load_model
 
     given = opt.method_options(set_) | ({} if bits is None else {"bits": bits})
     built = build(method or "temporalkv", **given)
     if random is None:
-        loaded = load_model(model, device, dtype, trust_remote_code=trust_remote_code)
+        loaded = model_options.load()
     else:
-        made, name = load_or_randomize(model, random, device, dtype, seed, layers=layers)
-        loaded = as_loaded_model(made, name, seed)
-    plan = plan_calibration(loaded, built, CalibrationOptions(dataset, samples, seqlen, seed=seed))
+        made, name = load_or_randomize(
+            model_options.model, random, model_options.device, model_options.dtype, model_options.seed, layers=layers
+        )
+        loaded = as_loaded_model(made, name, model_options.seed)
+    plan = plan_calibration(loaded, built, CalibrationOptions(dataset, samples, seqlen, seed=model_options.seed))
     check_writable(out_dir)
     with out.phases() as show:
         found = measure(plan, show)

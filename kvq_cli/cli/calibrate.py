@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,11 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kvq_cli.cli import options as opt
+from kvq_cli.cli.option_groups import grouped
 from kvq_cli.cli.output import Output, human_bytes
 from kvq_cli.paths import artifact_folder
 
 if TYPE_CHECKING:
     from kvq_cli.artifact import Artifact
+    from kvq_cli.calibration.settings import CalibrationOptions
 
 data_option = partial(typer.Option, rich_help_panel="Calibration")
 
@@ -74,46 +79,66 @@ Captured = Annotated[
 Fisher = Annotated[
     bool, data_option("--fisher/--no-fisher", help="Weight k-means by squared gradients (diagonal Fisher information).")
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Resume an interrupted calibration.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.")]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite an existing artifact.")]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print tensors, bytes and expected memory, without calibrating.")
 ]
 
 
+@dataclass(frozen=True)
+class DataOptions:
+    """Calibration text and sizes, and what becomes of existing files."""
+
+    out: Out = None
+    dataset: Dataset = "prose"
+    samples: Samples = None
+    seqlen: Seqlen = None
+    gradients: Gradients = None
+    points: Points = 8192
+    iterations: Iterations = 50
+    kmeans: Kmeans = "auto"
+    damping: Damping = 0.1
+    captured: Captured = None
+    resume: Resume = False
+    force: Force = False
+
+    def options(self, disk_gib: float, seed: int) -> CalibrationOptions:
+        """The options of `plan_calibration`; disk_gib: space for captured keys and values."""
+        from kvq_cli.calibration.settings import CalibrationOptions
+
+        sizes = (self.dataset, self.samples, self.seqlen, self.gradients, self.points, self.iterations)
+        return CalibrationOptions(*sizes, self.damping, disk_gib, seed, self.kmeans)
+
+    @contextmanager
+    def resumable(self, output: Output) -> Iterator[dict[str, Any]]:
+        """Arguments of a resumable run, with its progress; Ctrl-C inside the block prints how to continue."""
+        try:
+            with output.phases() as progress:
+                yield {"resume": self.resume, "force": self.force, "captured": self.captured, "progress": progress}
+        except KeyboardInterrupt:
+            output.note("interrupted; continue with the same command and --resume")
+            raise
+
+
+@grouped
 def calibrate(
+    *,
     method: opt.MethodName = "temporalkv",
     bits: opt.Bits = None,
     set_: opt.Set = None,
-    out: Out = None,
-    dataset: Dataset = "prose",
-    samples: Samples = None,
-    seqlen: Seqlen = None,
-    gradients: Gradients = None,
-    points: Points = 8192,
-    iterations: Iterations = 50,
-    kmeans: Kmeans = "auto",
-    damping: Damping = 0.1,
+    data: DataOptions,
     budget: Budget = 4.0,
-    captured: Captured = None,
     fisher: Fisher = True,
-    resume: Resume = False,
-    force: Force = False,
     dry_run: DryRun = False,
-    model: opt.Model = "reference",
-    trust_remote_code: opt.TrustRemoteCode = False,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    seed: opt.Seed = 0,
-    config: opt.Config = None,
-    as_json: opt.Json = False,
-    quiet: opt.Quiet = False,
+    model_options: opt.LoadOptions,
+    output_options: opt.OutputOptions,
 ) -> None:
     """Calibrate a method for a model: capture keys, values and gradients, fit codebooks, and write an artifact.
 
     After Ctrl-C, the same command with --resume continues.
     """
-    output = Output(as_json=as_json, quiet=quiet)
+    output = output_options.output()
     # Waiting threads sleep instead of spinning, which doubles the time on a busy machine. Read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from kvq_cli.methods.registry import build
@@ -124,23 +149,13 @@ def calibrate(
     from kvq_cli.calibration import pipeline
     from kvq_cli.calibration.estimate import dry_run_report
     from kvq_cli.calibration.plan import plan_calibration
-    from kvq_cli.calibration.settings import CalibrationOptions
-    from kvq_cli.models import load_model
 
-    options = CalibrationOptions(dataset, samples, seqlen, gradients, points, iterations, damping, budget, seed, kmeans)
-    loaded = load_model(model, device, dtype, trust_remote_code=trust_remote_code)
-    plan = plan_calibration(loaded, built, options)
+    plan = plan_calibration(model_options.load(), built, data.options(budget, model_options.seed))
     if dry_run:
         return _print_dry_run(output, dry_run_report(plan))
-    folder = out or artifact_folder(model, built)
-    try:
-        with output.phases() as progress:
-            artifact = pipeline.calibrate(
-                plan, folder, resume=resume, force=force, captured=captured, progress=progress
-            )
-    except KeyboardInterrupt:
-        output.note("interrupted; continue with the same command and --resume")
-        raise
+    folder = data.out or artifact_folder(model_options.model, built)
+    with data.resumable(output) as arguments:
+        artifact = pipeline.calibrate(plan, folder, **arguments)
     _print_artifact(output, artifact)
 
 

@@ -294,7 +294,7 @@ def evaluate(
                 command=command_line(),
                 track=track,
                 overall=track,
-                note=output.note,
+                note=None if output.quiet else output.note,
             )
     except KeyboardInterrupt:
         output.note(f"finished samples are kept in {results.store or folder}: run the same command to resume")
@@ -306,6 +306,8 @@ def evaluate(
         plot_comparison(document, results.plot)
         output.note(f"wrote {results.plot}")
     _print_notes(output, document, folder)
+    for label, message in document.get("failed", {}).items():
+        output.note(f"left out: {label}: {message}")
     single = next(iter(document["methods"].values()))
     output.result(single if len(compared) == 1 else document)
 

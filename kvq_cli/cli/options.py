@@ -191,14 +191,13 @@ class CompressionOptions:
 
 
 @dataclass(frozen=True)
-class ModelOptions:
-    """The model, its device and dtype, the attention backend and the seed."""
+class LoadOptions:
+    """The model, its device and dtype, and the seed."""
 
     model: Model = "reference"
     trust_remote_code: TrustRemoteCode = False
     device: Device = "auto"
     dtype: Dtype = "auto"
-    backend: Backend = "auto"
     seed: Seed = 0
 
     def load(self) -> LoadedModel:
@@ -206,6 +205,13 @@ class ModelOptions:
         from kvq_cli.models import load_model
 
         return load_model(self.model, self.device, self.dtype, trust_remote_code=self.trust_remote_code)
+
+
+@dataclass(frozen=True)
+class ModelOptions(LoadOptions):
+    """The model, and the attention backend."""
+
+    backend: Backend = "auto"
 
 
 @dataclass(frozen=True)

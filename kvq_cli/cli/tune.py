@@ -10,6 +10,7 @@ import typer
 
 from kvq_cli.cli import calibrate as cal
 from kvq_cli.cli import options as opt
+from kvq_cli.cli.option_groups import grouped
 from kvq_cli.cli.output import Output, human_bytes
 from kvq_cli.paths import model_artifacts
 
@@ -71,10 +72,11 @@ Disk = Annotated[
         "--disk", metavar="GIB", help="Disk space for captured keys and values in GiB, as calibrate's --budget."
     ),
 ]
-Resume = Annotated[bool, typer.Option("--resume", help="Resume an interrupted search.")]
 
 
+@grouped
 def tune(
+    *,
     budget: Budget = 2.0,
     objective: Objective = "kl",
     kl: Kl = None,
@@ -86,27 +88,10 @@ def tune(
     swaps: Swaps = 8,
     minutes: Minutes = None,
     set_: opt.Set = None,
-    out: cal.Out = None,
-    dataset: cal.Dataset = "prose",
-    samples: cal.Samples = None,
-    seqlen: cal.Seqlen = None,
-    gradients: cal.Gradients = None,
-    points: cal.Points = 8192,
-    iterations: cal.Iterations = 50,
-    kmeans: cal.Kmeans = "auto",
-    damping: cal.Damping = 0.1,
+    data: cal.DataOptions,
     disk: Disk = 4.0,
-    captured: cal.Captured = None,
-    resume: Resume = False,
-    force: cal.Force = False,
-    model: opt.Model = "reference",
-    trust_remote_code: opt.TrustRemoteCode = False,
-    device: opt.Device = "auto",
-    dtype: opt.Dtype = "auto",
-    seed: opt.Seed = 0,
-    config: opt.Config = None,
-    as_json: opt.Json = False,
-    quiet: opt.Quiet = False,
+    model_options: opt.LoadOptions,
+    output_options: opt.OutputOptions,
 ) -> None:
     """Choose the method and the bits of each layer's keys and values, and write one mixed artifact.
 
@@ -115,7 +100,7 @@ def tune(
     --set sets the windows (sinks, recent, buffer) that the artifact is tuned for. After Ctrl-C, the same command with
     --resume continues.
     """
-    output = Output(as_json=as_json, quiet=quiet)
+    output = output_options.output()
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as for `kvq calibrate`
     from kvq_cli.tuning.settings import CANDIDATES, TuneOptions, windows_options
 
@@ -125,26 +110,16 @@ def tune(
     chosen_windows = windows_options(opt.method_options(set_))
 
     from kvq_cli.calibration.plan import MixedPlan, plan_calibration
-    from kvq_cli.calibration.settings import CalibrationOptions
     from kvq_cli.methods.registry import build
-    from kvq_cli.models import load_model
     from kvq_cli.tuning.run import tune as run_search
 
-    data = CalibrationOptions(dataset, samples, seqlen, gradients, points, iterations, damping, disk, seed, kmeans)
-    loaded = load_model(model, device, dtype, trust_remote_code=trust_remote_code)
     first = build("mixed", bits=16, keys="klt-1bit", values="klt-1bit", **chosen_windows)
-    plan = plan_calibration(loaded, first, data)
+    plan = plan_calibration(model_options.load(), first, data.options(disk, model_options.seed))
     assert isinstance(plan, MixedPlan)
     goal = f"{budget:g}bit" if objective == "kl" else f"kl-{kl:g}"
-    folder = out or model_artifacts(model) / f"mixed-{goal}"
-    try:
-        with output.phases() as progress:
-            artifact = run_search(
-                plan, options, folder, resume=resume, force=force, captured=captured, progress=progress
-            )
-    except KeyboardInterrupt:
-        output.note("interrupted; continue with the same command and --resume")
-        raise
+    folder = data.out or model_artifacts(model_options.model) / f"mixed-{goal}"
+    with data.resumable(output) as arguments:
+        artifact = run_search(plan, options, folder, **arguments)
     _print_artifact(output, artifact)
 
 

@@ -44,13 +44,18 @@ def hadamard(x: Tensor, inverse: bool = False) -> Tensor:
         y = torch.stack([low + high, low - high], dim=-2).flatten(-3)
         step *= 2
     if base > 1:
-        signs = paley(base).to(y.device)
+        signs = _paley_on(base, y.device)
         signs = signs if inverse else signs.T  # row i: the signs with which input i is added to each output
         total = y[..., :1, :] * signs[0].unsqueeze(1)
         for i in range(1, base):
             total = total + y[..., i : i + 1, :] * signs[i].unsqueeze(1)
         y = total
     return y.flatten(-2) * (1 / math.sqrt(x.shape[-1]))
+
+
+@cache
+def _paley_on(order: int, device: torch.device) -> Tensor:
+    return paley(order).to(device)
 
 
 @cache

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from math import sqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
+
+from kvq_cli.errors import NotFiniteError
 
 if TYPE_CHECKING:
     from kvq_cli.artifact import Artifact
@@ -99,6 +102,16 @@ class Evaluation(ABC):
     @abstractmethod
     def metrics(self, records: Sequence[Record]) -> dict[str, float | None]:
         """`{"metric,none": value, "metric_stderr,none": error}` over all records."""
+
+
+@contextmanager
+def named_failure(label: str) -> Iterator[None]:
+    """A NotFiniteError that leaves the block names the method."""
+    try:
+        yield
+    except NotFiniteError as error:
+        error.method = label
+        raise
 
 
 def cache_record(report: CacheReport, rows: int) -> dict[str, float]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 
+from kvq_cli.errors import NotFiniteError
 from kvq_cli.evaluation.base import Evaluation
 from kvq_cli.evaluation.divergence import divergence
 from kvq_cli.evaluation.scoring import continuation_logits
@@ -97,7 +99,13 @@ def estimate(
     longest = min(LONGEST, loaded.context - STEPS, max(evaluation.work.prompt for _, evaluation, _ in left))
     tokens = min(longest, max(SHORTEST, total // (SHARE * len(names))))
     scores, decodes = (any(getattr(each.work, kind) for _, each, _ in left) for kind in ("scored", "decoded"))
-    speeds = {name: measure_speed(attached[label], tokens, scores, decodes) for name, label in names.items()}
+    speeds = {}
+    for name, label in names.items():
+        with suppress(NotFiniteError):  # of the trial's tokens, perhaps not of the samples'
+            speeds[name] = measure_speed(attached[label], tokens, scores, decodes)
+    if not speeds:
+        return None
+    left = [each for each in left if family[each[0]] in speeds]
     seconds = sum(pending * _seconds(evaluation, speeds[family[label]]) for label, evaluation, pending in left)
     if scores:  # methods share the uncompressed model's pass
         passes = {
@@ -109,7 +117,7 @@ def estimate(
     samples = sum(pending for _, _, pending in left)
     return (
         f"about {timedelta(seconds=round(seconds))} for {samples} samples{answers}"
-        f" (from {tokens} tokens with {_count(len(speeds), 'method')})"
+        f" ({_count(len(speeds), 'method')} timed on {_count(tokens, 'token')})"
     )
 
 

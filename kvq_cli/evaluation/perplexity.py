@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvq_cli.evaluation.base import Evaluation, Record, Work, cache_record, mean_and_stderr
+from kvq_cli.evaluation.base import Evaluation, Record, Work, cache_record, mean_and_stderr, named_failure
 from kvq_cli.evaluation.divergence import divergence
 from kvq_cli.evaluation.scoring import continuation_logits
 
@@ -75,10 +75,12 @@ class PerplexityEvaluation(Evaluation):
         self, loaded: LoadedModel, attached: Mapping[str, Attached], pending: Mapping[str, Sequence[int]]
     ) -> Iterator[tuple[str, list[Record]]]:
         for index in sorted(set().union(*pending.values())):
-            reference = self._reference_logits(loaded, index)
+            reference = self.reference_logits(loaded, index)
             for label, indices in pending.items():
                 if index in indices:
-                    yield label, [self._record(loaded, attached[label], index, reference)]
+                    with named_failure(label):
+                        record = self.record(loaded, attached[label], index, reference)
+                    yield label, [record]
 
     def metrics(self, records: Sequence[Record]) -> dict[str, float | None]:
         tokens = sum(record["tokens"] for record in records)
@@ -98,13 +100,14 @@ class PerplexityEvaluation(Evaluation):
         }
 
     @torch.inference_mode()
-    def _reference_logits(self, loaded: LoadedModel, index: int) -> Tensor:
+    def reference_logits(self, loaded: LoadedModel, index: int) -> Tensor:
         """Logits `[scored tokens + 1, vocabulary]` of the uncompressed model, from the prompt's last token on."""
         ids = self._windows[index : index + 1].to(loaded.model.device)
         return loaded.model(ids, use_cache=False, logits_to_keep=self.length - self._prompt_tokens + 1).logits[0]
 
     @torch.inference_mode()
-    def _record(self, loaded: LoadedModel, attached: Attached, index: int, reference: Tensor) -> Record:
+    def record(self, loaded: LoadedModel, attached: Attached, index: int, reference: Tensor) -> Record:
+        """The record of window `index` under a method; reference: its `reference_logits`."""
         ids = self._windows[index]
         context, continuation = (part.tolist() for part in ids.tensor_split([self._prompt_tokens]))
         [logits], report = continuation_logits(attached, [context], [continuation])

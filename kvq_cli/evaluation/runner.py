@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from os.path import relpath
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvq_cli import __version__
 from kvq_cli.artifact.fingerprint import fingerprint
 from kvq_cli.attention.attach import Attached, attach
-from kvq_cli.errors import KvqError
+from kvq_cli.errors import KvqError, NotFiniteError
 from kvq_cli.evaluation.base import ComparedMethod, Evaluation, Record
 from kvq_cli.evaluation.estimate import estimate
 from kvq_cli.evaluation.runs import save_run
@@ -42,7 +42,7 @@ def evaluate(
     command: str | None = None,
     track: Tracker = lambda description, total, done: lambda count: None,
     overall: Tracker = lambda description, total, done: lambda count: None,
-    note: Callable[[str], None] = lambda text: None,
+    note: Callable[[str], None] | None = None,
 ) -> dict[str, Any]:
     """Evaluate all methods on the same samples; returns the content of `OUT/comparison.json`.
 
@@ -52,8 +52,9 @@ def evaluate(
     samples share the work. `OUT/runs/<id>.json` is the record of this run, with its time and `command`; documents
     follow lm-eval's schema. `OUT/<folder>/results.json` has the document of most samples of each method configuration,
     `OUT/comparison.json` the last run. Raises UsageError for invalid settings, KvqError if nothing was compressed or a
-    folder cannot be written. track: shows the progress of each evaluation; overall: of all together, and of their
-    preparation.
+    folder cannot be written, NotFiniteError if all methods fail; one that fails among others is left out of the
+    documents, and `failed` of `comparison.json` says why. track: shows the progress of each evaluation; overall: of
+    all together, and of their preparation; note: prints what to expect, which short trials measure first.
     """
     started = datetime.now(UTC)
     model: dict[str, Any] = {
@@ -88,11 +89,16 @@ def evaluate(
                 logs[method.label, evaluation.name] = SampleLog(
                     folder, evaluation.name, key, evaluation.count if fresh else 0, option
                 )
-        if text := estimate(loaded, evaluations, attached, logs):
+        if note is not None and (text := estimate(loaded, evaluations, attached, logs)):
             note(text)
         track = _with_total(track, overall, evaluations, logs)
+        failed: dict[str, NotFiniteError] = {}
         for evaluation in evaluations:
-            _run(loaded, evaluation, attached, {label: logs[label, evaluation.name] for label in attached}, track, note)
+            own = {label: logs[label, evaluation.name] for label in attached if label not in failed}
+            failed |= _run(loaded, evaluation, attached, own, track, note or _ignore)
+            if failed and not any(method.label not in failed and method.method.name != "fp16" for method in methods):
+                raise next(iter(failed.values()))
+    methods = [method for method in methods if method.label not in failed]
     records = {
         method.label: {each.name: _records(each, logs[method.label, each.name]) for each in evaluations}
         for method in methods
@@ -102,8 +108,14 @@ def evaluate(
         results = document["methods"][method.label]
         results["config"] |= {"backend": attached[method.label].backend.summary, "folder": method.folder}
         results["samples"] = {each.name: relpath(logs[method.label, each.name].path, out) for each in evaluations}
+    if failed:
+        document["failed"] = {label: str(error) for label, error in failed.items()}
     save_run(out, document, command, started)
     return document
+
+
+def _ignore(_text: str) -> None:
+    """Takes what nobody reads."""
 
 
 def _with_total(
@@ -141,8 +153,12 @@ def _run(
     logs: Mapping[str, SampleLog],
     track: Tracker,
     note: Callable[[str], None],
-) -> None:
-    """Evaluate the samples that the logs lack, except those that another run evaluates at the same time."""
+) -> dict[str, NotFiniteError]:
+    """Evaluate the samples that the logs lack, except those that another run evaluates at the same time.
+
+    Returns the methods that led the model out of its dtype's range, with the error; their other samples are left out.
+    """
+    failed: dict[str, NotFiniteError] = {}
     with ExitStack() as opened:
         for log in logs.values():
             opened.enter_context(log)
@@ -156,34 +172,45 @@ def _run(
                 advance(finished - before)
 
         waiting = False
-        while pending := _pending(evaluation, logs):
+        while pending := _pending(evaluation, logs, failed):
             show_progress()
             evaluated = False
             for unit in evaluation.units(pending):
                 claimed = {label: left for label, each in unit.items() if (left := logs[label].claim(each))}
-                for label, records in evaluation.run(loaded, attached, claimed):
-                    if evaluation.equal_lengths:  # fail on the first batch, not after an hour
-                        _check_compressed(evaluation, attached[label], label, records)
-                    logs[label].append(records)
-                    show_progress()
+                try:
+                    for label, records in evaluation.run(loaded, attached, claimed):
+                        if evaluation.equal_lengths:  # fail on the first batch, not after an hour
+                            _check_compressed(evaluation, attached[label], label, records)
+                        logs[label].append(records)
+                        show_progress()
+                except NotFiniteError as error:
+                    if len(logs) == 1 or not error.method:
+                        raise
+                    failed[error.method] = error
+                    note(f"{error.method} is left out: {error}")
                 for label in claimed:
                     logs[label].release(unit[label])
                 evaluated = evaluated or bool(claimed)
-            if not evaluated and _pending(evaluation, logs):
+            if not evaluated and _pending(evaluation, logs, failed):
                 if not waiting:
                     note(f"{evaluation.name}: waiting for samples that another run is evaluating")
                 waiting = True
                 time.sleep(POLL_SECONDS)
         show_progress()
     for label, log in logs.items():
-        _check_compressed(evaluation, attached[label], label, _records(evaluation, log))
+        if label not in failed:
+            _check_compressed(evaluation, attached[label], label, _records(evaluation, log))
+    return failed
 
 
-def _pending(evaluation: Evaluation, logs: Mapping[str, SampleLog]) -> dict[str, list[int]]:
-    """Samples that no run has finished yet, by label, after reading what other runs have written."""
+def _pending(evaluation: Evaluation, logs: Mapping[str, SampleLog], failed: Collection[str]) -> dict[str, list[int]]:
+    """Samples that no run has finished yet, by label, after reading what other runs have written; of methods that did
+    not fail."""
     pending = {}
     for label, log in logs.items():
         log.refresh()
+        if label in failed:
+            continue
         if left := [index for index in range(evaluation.count) if index not in log.records]:
             pending[label] = left
     return pending

@@ -12,8 +12,7 @@ from torch import Tensor
 from kvq_cli.artifact import Artifact
 from kvq_cli.attention.attach import attach
 from kvq_cli.data.texts import evaluation_windows
-from kvq_cli.evaluation.divergence import divergence
-from kvq_cli.evaluation.scoring import continuation_logits
+from kvq_cli.evaluation.perplexity import PerplexityEvaluation
 from kvq_cli.models import LoadedModel
 
 #: Share of a window that is its prompt, as in `kvq eval --task perplexity`.
@@ -27,27 +26,21 @@ class Meter:
     """
 
     def __init__(self, loaded: LoadedModel, windows: Tensor) -> None:
-        self._loaded, self._windows = loaded, windows
+        length = windows.shape[1]
+        self._loaded = loaded
+        self._evaluation = PerplexityEvaluation(windows, "held-out", None, length // _PROMPT, "compressed")
         self._references: dict[int, Tensor] = {}
 
-    @torch.inference_mode()
     def __call__(self, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> tuple[float, float]:
         """(KL in nats per token, packed bits per number) of an artifact's config and tensors."""
-        total, tokens = 0.0, 0
-        length = self._windows.shape[1]
-        prompt = length // _PROMPT
-        artifact = Artifact(config, tensors, Path())
-        with attach(self._loaded.model, artifact, prefill="compressed") as attached:
-            for index, ids in enumerate(self._windows):
+        records = []
+        with attach(self._loaded.model, Artifact(config, tensors, Path()), prefill="compressed") as attached:
+            for index in range(self._evaluation.count):
                 if index not in self._references:
-                    inputs = ids.unsqueeze(0).to(self._loaded.model.device)
-                    keep = length - prompt + 1
-                    self._references[index] = self._loaded.model(inputs, use_cache=False, logits_to_keep=keep).logits[0]
-                parts = [part.tolist() for part in ids.tensor_split([prompt])]
-                [logits], report = continuation_logits(attached, [parts[0]], [parts[1]])
-                sums = divergence(self._references[index], logits, ids[prompt - 1 :])
-                total, tokens = total + sums.kl, tokens + sums.tokens
-        return total / tokens, report.packed_bits
+                    self._references[index] = self._evaluation.reference_logits(self._loaded, index)
+                records.append(self._evaluation.record(self._loaded, attached, index, self._references[index]))
+        kl = sum(record["kl"] for record in records) / sum(record["tokens"] for record in records)
+        return kl, records[-1]["cache"]["packed_bits"]
 
 
 def held_out_windows(loaded: LoadedModel, names: tuple[str, ...], seqlen: int, count: int, seed: int) -> Tensor:

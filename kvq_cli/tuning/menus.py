@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvq_cli.calibration.allocation import Layouts
+from kvq_cli.calibration.streams import Stream
 from kvq_cli.errors import UsageError
 
 Floats: TypeAlias = NDArray[np.float64]
-#: A stream: layer, and "k" for keys or "v" for values.
-Stream: TypeAlias = tuple[int, str]
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,10 @@ def choose(menus: Mapping[Stream, Sequence[Item]], budget: int) -> dict[Stream, 
     dynamic programming over the streams. UsageError where the cheapest items cost more."""
     cheapest = sum(min(item.cost for item in menu) for menu in menus.values())
     if cheapest > budget:
-        raise UsageError(f"--budget: {budget:,} bytes a token are too few, the smallest choice takes {cheapest:,}")
+        raise UsageError(
+            f"--budget: {budget:,} bytes a token are too few, the smallest choice takes {cheapest:,}: raise it "
+            f"{cheapest / max(budget, 1):.2f} times"
+        )
     best = np.zeros(budget + 1)  # least loss of the streams so far, within so many bytes
     chosen = []
     for menu in menus.values():

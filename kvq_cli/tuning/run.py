@@ -13,9 +13,10 @@ from kvq_cli.calibration import estimate
 from kvq_cli.calibration.card import card
 from kvq_cli.calibration.mixed import ERROR_MEASURE
 from kvq_cli.calibration.parallel import deterministic
-from kvq_cli.calibration.pipeline import Progress, capture_all, captured_tokens, captures_folder, versions
+from kvq_cli.calibration.pipeline import capture_all, captured_tokens, captures_folder, versions
 from kvq_cli.calibration.plan import MixedPlan
 from kvq_cli.calibration.settings import calibrate_command
+from kvq_cli.calibration.streams import Progress
 from kvq_cli.calibration.work_folder import WorkFolder
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.figures import has_matplotlib
@@ -45,7 +46,7 @@ def tune(
     request = {**plan.request(), "tuning": options.to_dict()}
     if options.seqlen > plan.loaded.context:
         raise UsageError(
-            f"--text-seqlen {options.seqlen} is more than the {plan.loaded.context} tokens of the model's context"
+            f"--text-seqlen {options.seqlen} is more than the model's context: give at most {plan.loaded.context}"
         )
     with closing(WorkFolder(out.with_name(out.name + ".work"))) as work:
         if force:

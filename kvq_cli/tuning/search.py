@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,12 +20,12 @@ from torch import Tensor
 
 from kvq_cli.calibration import estimate
 from kvq_cli.calibration.parallel import run_parallel
-from kvq_cli.calibration.pipeline import Progress, calibrate_part, read_captured, stored_transform
 from kvq_cli.calibration.plan import MixedPlan
+from kvq_cli.calibration.streams import Progress, calibrate_part, read_captured, stored_transform, streams_of
 from kvq_cli.calibration.transforms import held_out_errors
 from kvq_cli.calibration.work_folder import WorkFolder
 from kvq_cli.codecs.base import Codec
-from kvq_cli.methods.base import TransformSpec
+from kvq_cli.methods.base import Method, TransformSpec
 from kvq_cli.methods.mixed import Mixed
 from kvq_cli.methods.registry import build, parse, to_config
 from kvq_cli.tuning.measure import Meter
@@ -65,13 +66,13 @@ class Search:
         self.plan, self.options, self.work, self.captures = plan, options, work, captures
         self.meter, self.progress = meter, progress
         self.shape = plan.loaded.shape
-        self.streams: list[Stream] = [(layer, kind) for layer in range(self.shape.layers) for kind in "kv"]
+        self.streams = streams_of(plan)
         self.numbers = self.shape.kv_heads * self.shape.head_dim
         self.tried: list[Tried] = []
         self.alone: dict[Stream, list[Anchor]] = {stream: [] for stream in self.streams}
         self._measured: dict[str, Any] = work.read_json("measured") or {}
         self._expected: dict[Stream, Floats] = {}
-        self._deadline = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
+        self._deadline = time.monotonic() + 60 * options.minutes if options.minutes is not None else float("inf")
 
     def run(self) -> Tried:
         """The best configuration; `tried` lists all."""
@@ -260,8 +261,8 @@ class Search:
             for other in self.options.candidates[1:]:
                 loss = self._relative_loss(stream, other)
                 own = max(self._relative_loss(stream, name), 1e-12)
-                cost = -(-self._measured[f"cost {_step(stream, other)}"] // 1)
-                menus[stream].append(Item(other, int(cost), anchor.kl * loss / own))
+                cost = math.ceil(self._measured[f"cost {_step(stream, other)}"])
+                menus[stream].append(Item(other, cost, anchor.kl * loss / own))
         return menus
 
     def _scaled(self, stream: Stream) -> Floats:
@@ -291,7 +292,7 @@ class Search:
     def _named(self, choice: Mapping[Stream, Item] | Mapping[Stream, str]) -> dict[Stream, str]:
         return {stream: item.name if isinstance(item, Item) else item for stream, item in choice.items()}
 
-    def component(self, stream: Stream, name: str) -> Any:
+    def component(self, stream: Stream, name: str) -> Method:
         return self.method(dict.fromkeys(self.streams, name)).component(*stream)
 
     def method(self, names: Mapping[Stream, str], bits: float = 16.0) -> Mixed:

@@ -48,19 +48,11 @@ def test_cross_layer_factors_share_one_subspace_for_keys_and_values(tiny, tmp_pa
         torch.testing.assert_close(down @ artifact.tensors[f"layers.1.{kind}.up"].double(), weight, atol=1e-5, rtol=0)
 
 
-def test_interrupted_factorization_resumes_to_the_same_bytes(tiny, tmp_path, monkeypatch):
-    plan, calls, factorize = plan_calibration(tiny, build("xquant"), CalibrationOptions()), [], factors.factorize
+def test_interrupted_factorization_resumes_to_the_same_bytes(tiny, tmp_path, interrupted):
+    plan = plan_calibration(tiny, build("xquant"), CalibrationOptions())
     whole = pipeline.calibrate(plan, tmp_path / "whole")
 
-    def interrupted(layer, *more):
-        calls.append(layer.index)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return factorize(layer, *more)
-
-    monkeypatch.setattr(factors, "factorize", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        pipeline.calibrate(plan, tmp_path / "a")
+    calls = interrupted(factors, "factorize", lambda: pipeline.calibrate(plan, tmp_path / "a"))
     with pytest.raises(UsageError, match="--resume"):
         pipeline.calibrate(plan, tmp_path / "a")
     again = pipeline.calibrate(plan, tmp_path / "a", resume=True)

@@ -1,13 +1,16 @@
 """Weighted k-means against definitions and exhaustive search; test_kmeans_faiss.py compares it with faiss."""
 
 import itertools
+from math import inf
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvq_cli.calibration import kmeans_scalar
 from kvq_cli.calibration.kmeans import _nearest, kmeans_plus_plus, lloyd, nearest, weighted_kmeans
 
 
@@ -53,6 +56,34 @@ def test_one_dimensional_k_means_reaches_the_global_optimum():
             total += (w * (x - mean[:, None]) ** 2).sum(-1)
         best = torch.minimum(best, total)
     assert torch.allclose(error(points, weights, weighted_kmeans(points, weights, 3)), best, rtol=1e-6)
+
+
+@pytest.mark.parametrize("points, entries, repeated", [(40, 5, 0), (300, 16, 0), (64, 64, 0), (120, 16, 60)])
+def test_cuts_of_scalars_are_those_of_trying_all_starts(points, entries, repeated):
+    """Their costs, at least: among repeated points and points without weight several partitions are as good."""
+    generator = torch.Generator().manual_seed(points)
+    u = (torch.randn(6, points, generator=generator) ** 3).double().sort().values
+    u[:, 1 : repeated + 1] = u[:, :1]
+    w = torch.rand(6, points, generator=generator).double()
+    w[3:, ::3] = 0
+    sums = F.pad(torch.stack([w, w * u, w * u * u]).cumsum(-1), (1, 0))
+    cuts = kmeans_scalar._best_cuts(sums, entries)
+    assert (cuts.diff() > 0).all() and (cuts[:, 0] == 0).all() and (cuts[:, -1] == points).all()
+    for codebook in range(6):
+        cost = [
+            [_interval(sums[:, codebook], i, j) if i < j else inf for j in range(points + 1)] for i in range(points)
+        ]
+        cost = torch.tensor(cost, dtype=torch.float64)
+        best = cost[0]
+        for _ in range(entries - 1):
+            best = (best[:points, None] + cost).amin(0)
+        chosen = sum(_interval(sums[:, codebook], i, j) for i, j in itertools.pairwise(cuts[codebook].tolist()))
+        assert chosen == pytest.approx(best[points].item(), rel=1e-9, abs=1e-12)
+
+
+def _interval(sums, start, end):
+    w, wu, wuu = (sums[:, end] - sums[:, start]).tolist()
+    return max(wuu - wu * wu / max(w, 1e-300), 0.0)
 
 
 @pytest.mark.parametrize("engine", ["kvq", "faiss"])

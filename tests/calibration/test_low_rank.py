@@ -119,23 +119,13 @@ def test_whitening_lowers_the_error_of_keys_and_values(tiny, tmp_path):
     assert all(ours < plain for ours, plain in zip(lost[True], lost[False], strict=True))
 
 
-def test_interrupted_calibration_resumes_to_the_same_bytes(tiny, tmp_path, monkeypatch):
+def test_interrupted_calibration_resumes_to_the_same_bytes(tiny, tmp_path, monkeypatch, interrupted):
     whole = calibrated(tiny, tmp_path / "whole")
     plan = plan_calibration(tiny, build("palu"), CalibrationOptions(**TEXT))
-    factorize, calls = low_rank.factorize_groups, []
-
-    def interrupted(layer, *more):
-        calls.append(layer.index)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return factorize(layer, *more)
-
-    monkeypatch.setattr(low_rank, "factorize_groups", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        pipeline.calibrate(plan, tmp_path / "a")
-    monkeypatch.setattr(low_rank, "factorize_groups", factorize)
+    calls = interrupted(low_rank, "factorize_groups", lambda: pipeline.calibrate(plan, tmp_path / "a"))
     monkeypatch.setattr(pipeline.capture, "forward", lambda *_: pytest.fail("the text was read already"))
     again = pipeline.calibrate(plan, tmp_path / "a", resume=True)
+    assert calls == [0, 1, 1]
     assert (again.path / "tensors.safetensors").read_bytes() == (whole.path / "tensors.safetensors").read_bytes()
 
 

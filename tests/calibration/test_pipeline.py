@@ -231,6 +231,22 @@ def test_full_disk_leaves_no_files(tiny, quick, tmp_path, monkeypatch, file):
     assert os.listdir(tmp_path) == []
 
 
+def test_calibrations_share_a_finished_capture_at_the_same_time(tiny, quick, tmp_path):
+    """While the first one captures, a second one is refused; once it clusters, a second one reads what it captured."""
+    refused, made = [], []
+
+    def second(phase, done, total):
+        if phase == "capture" and done == 1:
+            with pytest.raises(KvqError, match="in use by a running calibration"):
+                run(tiny, quick, tmp_path / "b", captured=tmp_path / "captured")
+            refused.append(phase)
+        if phase == "cluster" and not made:
+            made.append(run(tiny, quick, tmp_path / "b", captured=tmp_path / "captured", force=True))
+
+    first = run(tiny, quick, tmp_path / "a", captured=tmp_path / "captured", progress=second)
+    assert refused and made[0].digest == first.digest == run(tiny, quick, tmp_path / "c").digest
+
+
 @pytest.mark.parametrize("flags", [{}, {"resume": True}, {"force": True}])
 def test_second_process_in_the_same_folder_is_refused(tiny, quick, tmp_path, flags):
     """The first process still writes the same artifact as alone."""

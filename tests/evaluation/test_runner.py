@@ -7,7 +7,8 @@ import torch
 from run_records import without_run
 
 from kvq_cli.attention.attach import attach
-from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.cache.layer import CompressedLayer
+from kvq_cli.errors import KvqError, NotFiniteError, UsageError
 from kvq_cli.evaluation.compared_methods import compared_methods
 from kvq_cli.evaluation.generation import generate_answers
 from kvq_cli.evaluation.paired import differences
@@ -218,6 +219,28 @@ def test_unwritable_folder_is_an_error(loaded, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(KvqError, match="choose another --out"):
         _run(loaded, tmp_path / "file")
+
+
+def test_method_that_overflows_is_left_out_and_the_others_finish(loaded, tmp_path, monkeypatch):
+    check = CompressedLayer._check_finite
+
+    def overflow(layer, forward):
+        if layer.index == 1 and layer.key_stream.codec.nominal_bits == 1:
+            raise NotFiniteError("layer 1: the keys contain NaN or infinity (try --dtype float32)")
+        check(layer, forward)
+
+    monkeypatch.setattr(CompressedLayer, "_check_finite", overflow)
+    said = []
+    bad = build("kivi", bits=1, residual=32)
+    methods, settings = compared_methods([*COMPARED, bad]), EvaluationSettings(**SETTINGS)
+    document = evaluate(loaded, methods, settings, tmp_path / "a", note=said.append)
+    assert list(document["methods"]) == ["fp16", "kivi-2bit"]
+    assert document["failed"] == {"kivi-1bit": "layer 1: the keys contain NaN or infinity (try --dtype float32)"}
+    assert [line for line in said if "kivi-1bit is left out: layer 1" in line] == said[1:2]
+    with pytest.raises(NotFiniteError, match="layer 1"):
+        _run(loaded, tmp_path / "c", (bad,))
+    with pytest.raises(NotFiniteError, match="layer 1"):
+        _run(loaded, tmp_path / "d", (build("fp16"), bad))
 
 
 def test_labels_are_unique():

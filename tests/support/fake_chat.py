@@ -22,7 +22,8 @@ class FakeConversation:
         """Echo the message and count words; for "prefill", there is a long time before the first word."""
         write(f"<{message}>")
         if message == "prefill":
-            time.sleep(30)
+            for _ in range(600):  # one long sleep would outlast a Ctrl-C that comes just before its system call
+                time.sleep(0.05)
         count = 3 if message.startswith("short") else 600
         words: list[int] = []
         while len(words) < count:

@@ -1,13 +1,15 @@
-"""Write a tiny random model with a tokenizer as a folder."""
+"""A tiny random model with a tokenizer as a folder, and fixtures of it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from reference_model.tokenizer import BOS, EOS, PAD, build
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from kvq_cli.models import LoadedModel, load_model
 from kvq_cli.reference import prose
 
 
@@ -26,3 +28,14 @@ def write_tiny_model(folder: Path) -> Path:
                 weight.normal_(std=1.5 * weight.shape[1] ** -0.5)
     model.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory) -> Path:
+    """The folder of `write_tiny_model`."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture
+def tiny(tiny_folder) -> LoadedModel:
+    return load_model(str(tiny_folder), device="cpu")

@@ -1,19 +1,5 @@
-"""A tiny random model with a tokenizer, loaded or as a folder."""
+"""The tiny model."""
 
 from __future__ import annotations
 
-import pytest
-from tiny_folder import write_tiny_model
-
-from kvq_cli.models import LoadedModel, load_model
-
-
-@pytest.fixture(scope="session")
-def tiny_folder(tmp_path_factory):
-    """The folder of `write_tiny_model`."""
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture
-def tiny(tiny_folder) -> LoadedModel:
-    return load_model(str(tiny_folder), device="cpu")
+from tiny_folder import tiny, tiny_folder  # noqa: F401  # fixtures

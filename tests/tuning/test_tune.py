@@ -120,7 +120,7 @@ def test_a_divergence_out_of_reach_is_an_error(tune):
         (["--candidates", "kivi"], "the first must be klt without bits"),
         (["--candidates", "klt,xquant"], "--candidates xquant: not one of fp16"),
         (["--set", "bits=3"], "--set bits=...: kvq tune chooses methods; what can be set is sinks, recent, buffer"),
-        (["--text-seqlen", 4096], "--text-seqlen 4096 is more than the 256 tokens"),
+        (["--text-seqlen", 4096], "--text-seqlen 4096 is more than the model's context: give at most 256"),
     ],
 )
 def test_wrong_requests_say_what_to_change(tune, words, says):

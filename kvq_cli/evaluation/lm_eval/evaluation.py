@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lm_eval.api.metrics import mean
 
 from kvq_cli.errors import KvqError
-from kvq_cli.evaluation.base import Evaluation, Record, Work, mean_and_stderr
+from kvq_cli.evaluation.base import Evaluation, Record, Work, mean_and_stderr, named_failure
 from kvq_cli.evaluation.chat_template import chat_prompt, uses_chat_template
 from kvq_cli.evaluation.lm_eval.model import (
     AttachedLM,
@@ -138,7 +138,9 @@ class LmEvalEvaluation(Evaluation):
         for label, indices in pending.items():
             model = AttachedLM(loaded, attached[label], batch_size=self.batch_size, **self._options)
             for start in range(0, len(indices), self.batch_size):
-                yield label, self._batch(model, indices[start : start + self.batch_size])
+                with named_failure(label):
+                    records = self._batch(model, indices[start : start + self.batch_size])
+                yield label, records
 
     def _batch(self, model: AttachedLM, indices: Sequence[int]) -> list[Record]:
         requests = [request for index in indices for request in self._requests[index]]

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvq_cli.evaluation.base import Evaluation, Record, Work, cache_record, mean_and_stderr
+from kvq_cli.evaluation.base import Evaluation, Record, Work, cache_record, mean_and_stderr, named_failure
 from kvq_cli.evaluation.generation import generate_answers
 from kvq_cli.evaluation.ruler.families import Sources
 from kvq_cli.evaluation.ruler.samples import RulerSamples
@@ -71,7 +71,9 @@ class RulerEvaluation(Evaluation):
     ) -> Iterator[tuple[str, list[Record]]]:
         for label, indices in pending.items():
             for start in range(0, len(indices), self.batch_size):
-                yield label, self._batch(loaded, attached[label], indices[start : start + self.batch_size])
+                with named_failure(label):
+                    records = self._batch(loaded, attached[label], indices[start : start + self.batch_size])
+                yield label, records
 
     def _batch(self, loaded: LoadedModel, attached: Attached, indices: Sequence[int]) -> list[Record]:
         samples = [self._samples[index] for index in indices]
