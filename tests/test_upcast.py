@@ -53,6 +53,27 @@ def test_products_are_those_of_float32_rounded_once(dtype):
 
 
 @pytest.mark.usefixtures("slow_cpu")
+def test_weights_of_small_models_are_converted_once(monkeypatch):
+    torch.manual_seed(0)
+    model, x, converted = Model().bfloat16(), torch.randn(9, 40, dtype=torch.bfloat16), []
+    weight, detach = model.linear.weight, torch.Tensor.detach
+    monkeypatch.setattr(nn.Parameter, "detach", lambda self: converted.append(1) or detach(self), raising=False)
+    with torch.inference_mode(), upcast.upcast_products(model):
+        before = [model(x), model(x)]
+    weight.mul_(2)
+    assert len(converted) == 1 and torch.equal(*before)
+    upcast.upcast_forward_passes(model)
+    y = x.clone().requires_grad_()
+    model(y).sum().backward()
+    monkeypatch.setattr(upcast, "MAX_KEPT_BYTES", 0)
+    z = x.clone().requires_grad_()
+    with upcast.upcast_products(model):
+        large = model(z)
+    large.sum().backward()
+    assert len(converted) == 2 and torch.equal(y.grad, z.grad) and not torch.equal(large, before[0])
+
+
+@pytest.mark.usefixtures("slow_cpu")
 def test_gradients_equal_those_of_float32():
     torch.manual_seed(0)
     model, gradients = Model(), []

@@ -175,7 +175,7 @@ def examine(model_type: str) -> Row:
             refused[name] = str(error)
     for name in method_names():
         try:
-            if not _decoded(model, _small(name)).isfinite().all():
+            if not _decoded(model, small_method(name)).isfinite().all():
                 raise ValueError(f"{model_type}: {name} gives logits that are not finite")
         except KvqError as error:
             refused[name] = str(error)
@@ -227,21 +227,21 @@ def _ids() -> Tensor:
 def _decoded(model: PreTrainedModel, method: Method) -> Tensor:
     """Logits of a prompt, a chunk and single tokens, read from the compressed cache; some tokens must be packed."""
     ids, starts = _ids(), [0, 20, 37, *range(38, TOKENS + 1)]
-    with attach(model, _ready(model, method), prefill="compressed") as kv:
+    with attach(model, ready_method(model, method), prefill="compressed") as kv:
         cache = kv.new_cache()
         parts = [model(ids[:, a:b], past_key_values=cache).logits for a, b in zip(starts, starts[1:], strict=False)]
         assert cache.report().compressed > 0 or method.nominal_bits == 16
     return torch.cat(parts, dim=1)
 
 
-def _small(name: str) -> Method:
+def small_method(name: str) -> Method:
     """The method at 2 bits with groups and windows that fit the tiny models."""
     wanted = {"bits": 2, "group": 16, "residual": 16, "sinks": 2, "recent": 4}
     known = {option.name for option in fields(method_class(name))}
     return build(name, **{key: value for key, value in wanted.items() if key in known})
 
 
-def _ready(model: PreTrainedModel, method: Method) -> Method | Artifact:
+def ready_method(model: PreTrainedModel, method: Method) -> Method | Artifact:
     """The method, or its artifact: real factors of the weights, random codebooks."""
     shape = model_shape(model)
     if not method.needs_artifact(shape):

@@ -54,7 +54,7 @@ class Attached:
     ) -> None:
         self.model, self.method, self.prefill, self.backend = model, method, prefill, backend
         self._artifact = artifact
-        self._plans, self._layers = plans, layers
+        self.plans, self.layers = plans, layers
         self._rematerializers = [_rematerializers(layer, plan) for layer, plan in zip(layers, plans, strict=True)]
         backends = [backend.of(layer.index) for layer in layers]
         self.hooks = AttentionHooks(
@@ -71,7 +71,7 @@ class Attached:
         cross_layer = CrossLayerSum()
         caches = [
             CompressedLayer(layer.index, plan, layer.rotation, layer.sliding_window, rematerializers, cross_layer)
-            for layer, plan, rematerializers in zip(self._layers, self._plans, self._rematerializers, strict=True)
+            for layer, plan, rematerializers in zip(self.layers, self.plans, self._rematerializers, strict=True)
         ]
         for cache in caches:
             if tokens and self.backend.by_kernels(cache.index):
@@ -94,7 +94,7 @@ class Attached:
         prompt = saved.prompt(config.vocab_size)
         cache = self.new_cache(prompt.ids.shape[1] + room if room else 0)
         cache.rows, cache.loaded = saved.rows(prompt.ids.shape[1], model_context(config)), prompt
-        saved.restore(cache, [_layer_shape(*each) for each in zip(self._layers, self._plans, strict=True)])
+        saved.restore(cache, [_layer_shape(*each) for each in zip(self.layers, self.plans, strict=True)])
         return cache
 
     @cached_property

@@ -26,7 +26,7 @@ from kvq_cli.attention.forward_context import Backend, ForwardContext
 from kvq_cli.attention.rotary import Rotation, has_fixed_rope
 from kvq_cli.attention.score_form import PLAIN, ScoreForm
 from kvq_cli.cache.cache import CompressedCache
-from kvq_cli.cache.rows import would_sync
+from kvq_cli.cache.rows import Forward, would_sync
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.base import LayerPlan
 
@@ -172,18 +172,24 @@ class AttentionHooks:
 
         def hook(module: nn.Module, _args: tuple, kwargs: dict[str, Any]) -> None:
             embeddings, context = kwargs.get("position_embeddings"), self._context(module)
-            if embeddings is None or context is None or layer.rotation.style == "none":
+            if embeddings is None or context is None:
                 return
-            if fixed and would_sync(embeddings[0].device, context.forward.columns):
-                return
-            group, (cos, sin) = context.forward.row_groups[0], (table[0, -1] for table in embeddings)
-            if group.tokens > group.past and not layer.rotation.agrees(cos, sin, group.last_position):
-                raise UsageError(
-                    f"{layer.name}: this model's RoPE changes with the length of the text, so that keys cached before "
-                    "RoPE cannot be turned later: use a method that caches keys after RoPE"
-                )
+            if not (fixed and would_sync(embeddings[0].device, context.forward.columns)):
+                check_rotation(layer, embeddings, context.forward)
 
         return hook
+
+
+def check_rotation(layer: AttentionLayer, embeddings: tuple[Tensor, Tensor], forward: Forward) -> None:
+    """UsageError where the model's (cos, sin) of a pass, `[batch, columns, width]`, is not the layer's rotation."""
+    group, (cos, sin) = forward.row_groups[0], (table[0, -1] for table in embeddings)
+    if layer.rotation.style == "none" or group.tokens == group.past:
+        return
+    if not layer.rotation.agrees(cos, sin, group.last_position):
+        raise UsageError(
+            f"{layer.name}: this model's RoPE changes with the length of the text, so that keys cached before "
+            "RoPE cannot be turned later: use a method that caches keys after RoPE"
+        )
 
 
 def register() -> None:
@@ -193,19 +199,30 @@ def register() -> None:
 
 
 @contextmanager
+def watched_attention(watch: Callable[..., None]) -> Iterator[None]:
+    """Inside the block, calls `watch` with the arguments of each call of `attention`, before it."""
+
+    def watched(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        watch(module, *args, **kwargs)
+        return attention(module, *args, **kwargs)
+
+    AttentionInterface.register(NAME, watched)
+    try:
+        yield
+    finally:
+        AttentionInterface.register(NAME, attention)
+
+
+@contextmanager
 def recorded_score_forms() -> Iterator[dict[nn.Module, ScoreForm]]:
     """Inside the block, fills a table with the score form that each attention module asks for when it runs."""
     forms: dict[nn.Module, ScoreForm] = {}
 
-    def recording(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def record(module: nn.Module, *_: Any, **kwargs: Any) -> None:
         forms[module] = ScoreForm.of(kwargs.get("softcap"), kwargs.get("s_aux"))
-        return attention(module, *args, **kwargs)
 
-    AttentionInterface.register(NAME, recording)
-    try:
+    with watched_attention(record):
         yield forms
-    finally:
-        AttentionInterface.register(NAME, attention)
 
 
 def mask(*args: Any, **kwargs: Any) -> Tensor | None:

@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import groupby
 from math import sqrt
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -85,13 +84,16 @@ class Evaluation(ABC):
         return f"{self.task}-{self.length}"
 
     def units(self, pending: Mapping[str, Sequence[int]]) -> Iterator[dict[str, list[int]]]:
-        """Split pending samples into the smallest parts for `run`: a batch of one method.
+        """Split pending samples into the smallest parts for `run`: a batch of all methods, which share its prompts.
 
         Batches begin at multiples of `batch_size`: equal runs at the same time form equal batches.
         """
-        for label, indices in pending.items():
-            for _, batch in groupby(indices, key=lambda index: index // self.batch_size):
-                yield {label: list(batch)}
+        for batch in sorted({index // self.batch_size for index in set().union(*pending.values())}):
+            unit = {
+                label: [index for index in indices if index // self.batch_size == batch]
+                for label, indices in pending.items()
+            }
+            yield {label: indices for label, indices in unit.items() if indices}
 
     @abstractmethod
     def run(

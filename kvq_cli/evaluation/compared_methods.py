@@ -17,13 +17,15 @@ if TYPE_CHECKING:
 
 #: Options that say which tokens stay in full precision: measured bits show their effect.
 WINDOW_OPTIONS = ("sinks", "recent", "residual", "buffer")
+#: Longer texts, such as the methods of all layers of `mixed`, are named by their digest: file names have 255 bytes.
+MAX_TEXT = 40
 
 
 def compared_methods(attachables: Sequence[Method | Artifact]) -> list[ComparedMethod]:
     """Give each method or artifact a unique label like `kivi-2bit` or `innerq-2bit,sign=inside`.
 
-    A label has the options that are not the default, but for windows, and for those that all methods with the option
-    share (`--set`); where labels collide, it has the windows or the artifact's folder, too.
+    A label has the options that are not the default, but for windows, long texts, and those that all methods with the
+    option share (`--set`); where labels collide, it has these or the artifact's folder, too.
     Result folders are named by all non-default options and the artifact's digest. UsageError if two are identical.
     """
     compared = [_compared_method(attachable) for attachable in attachables]
@@ -36,14 +38,16 @@ def compared_methods(attachables: Sequence[Method | Artifact]) -> list[ComparedM
 
 
 def _label_with_format(one: ComparedMethod, compared: Sequence[ComparedMethod]) -> str:
-    """The label and the non-default options, windows aside, that not all of several methods share."""
+    """The label and the non-default options, windows and long texts aside, that not all of several methods share."""
 
-    def shared(key: str, value: object) -> bool:
+    def hidden(key: str, value: object) -> bool:
+        if key in WINDOW_OPTIONS or len(str(value)) > MAX_TEXT:
+            return True
         values = [other.identity["method"][key] for other in compared if key in other.identity["method"]]
         return len(values) > 1 and all(each == value for each in values)
 
     options = _non_default_options(one.method).items()
-    return _join_options(one.label, {k: v for k, v in options if k not in WINDOW_OPTIONS and not shared(k, v)})
+    return _join_options(one.label, {k: v for k, v in options if not hidden(k, v)})
 
 
 def _relabel_collisions(
@@ -79,7 +83,9 @@ def _join_options(label: str, options: Mapping[str, object]) -> str:
 
 
 def _option_text(value: object) -> object:
-    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return digest({"text": value})[:8] if len(str(value)) > MAX_TEXT else value
 
 
 def _compared_method(attachable: Method | Artifact) -> ComparedMethod:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvq_cli.attention.shared_prompts import SharedPrompts
 from kvq_cli.evaluation.base import Evaluation, Record, Work, cache_record, mean_and_stderr, named_failure
 from kvq_cli.evaluation.divergence import divergence
 from kvq_cli.evaluation.scoring import continuation_logits
@@ -65,22 +66,19 @@ class PerplexityEvaluation(Evaluation):
             "windows_sha256": sha256(windows.numpy().tobytes()).hexdigest(),
         }
 
-    def units(self, pending: Mapping[str, Sequence[int]]) -> Iterator[dict[str, list[int]]]:
-        # All methods on one window before the next: the uncompressed model runs once per window, and only one window's
-        # logits are in memory.
-        for index in sorted(set().union(*pending.values())):
-            yield {label: [index] for label, indices in pending.items() if index in indices}
-
     def run(
         self, loaded: LoadedModel, attached: Mapping[str, Attached], pending: Mapping[str, Sequence[int]]
     ) -> Iterator[tuple[str, list[Record]]]:
+        # All methods on one window before the next: the uncompressed model runs once per window, and only one window's
+        # logits are in memory.
         for index in sorted(set().union(*pending.values())):
             reference = self.reference_logits(loaded, index)
-            for label, indices in pending.items():
-                if index in indices:
-                    with named_failure(label):
-                        record = self.record(loaded, attached[label], index, reference)
-                    yield label, [record]
+            labels = [label for label, indices in pending.items() if index in indices]
+            prompts = SharedPrompts([attached[label] for label in labels])
+            for label in labels:
+                with prompts.used_by(attached[label]), named_failure(label):
+                    record = self.record(loaded, attached[label], index, reference)
+                yield label, [record]
 
     def metrics(self, records: Sequence[Record]) -> dict[str, float | None]:
         tokens = sum(record["tokens"] for record in records)

@@ -10,9 +10,11 @@ from typing import Any
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.perplexity import PERPLEXITY
 from kvq_cli.evaluation.settings import RULER
+from kvq_cli.evaluation.tabulate import EXACT
 from kvq_cli.figures import new_figure, save
 
 MARKERS = "osD^vP*X<>hpd"
+TICKS = (1, 2, 3, 4, 5, 6, 8, 16)
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,14 @@ class Panel:
     log: bool = True
 
 
-def plot_comparison(document: Mapping[str, Any], path: Path, only: Sequence[Panel] | None = None) -> None:
+def plot_comparison(
+    document: Mapping[str, Any], path: Path, only: Sequence[Panel] | None = None, *, bold: str | None = None
+) -> None:
     """Plot perplexity, KL divergence and mean RULER score, as far as evaluated, over measured bits per number.
 
     document: a comparison as `kvq eval --compare` writes it. only: draw these panels; None: `PANELS`. A line joins
-    results that differ in bits alone. KvqError if there is neither perplexity nor RULER to draw.
+    results that differ in bits alone. bold: draw lines of this method thick and black. KvqError if there is neither
+    perplexity nor RULER to draw.
     """
     from matplotlib.lines import Line2D
 
@@ -41,25 +46,37 @@ def plot_comparison(document: Mapping[str, Any], path: Path, only: Sequence[Pane
     figure = new_figure(1 + 5 * len(panels), 5.5)
     axes = figure.subplots(1, len(panels), squeeze=False)
     # A method has the same color and marker in all panels, also if one of the panels lacks some methods.
-    styles: dict[str, dict[str, Any]] = {
-        name: {"color": f"C{number % 10}", "marker": MARKERS[number % len(MARKERS)], "markersize": 5, "lw": 1}
-        for number, name in enumerate(lines)
-    }
+    styles = {name: _style(number, name.split(",")[0] == bold) for number, name in enumerate(lines)}
+    drawn: set[str] = set()
     for axis, panel in zip(axes[0], panels, strict=True):
         for name, results in lines.items():
             scores = [(measured_bits(result), panel.score(result)) for result in results]
             if points := sorted((bits, score) for bits, score in scores if score is not None):
                 axis.plot(*zip(*points, strict=True), label=name, **styles[name])
+                drawn.add(name)
         axis.set_ylabel(panel.label)
         axis.set_xlabel("measured bits per cached number")
         axis.set_xscale("log", base=2)
-        axis.set_xticks([1, 2, 3, 4, 6, 8, 16], ["1", "2", "3", "4", "6", "8", "16"])
+        limits = axis.get_xlim()
+        axis.set_xticks(TICKS, [f"{tick}" for tick in TICKS])
+        axis.set_xlim(limits)  # ticks outside of the data would widen the axis
         axis.grid(alpha=0.3)
         if panel.log:
             axis.set_yscale("log")
-    handles = [Line2D([], [], label=name, **style) for name, style in styles.items()]
-    figure.legend(handles=handles, loc="outside lower center", ncols=5, fontsize=8, frameon=False)
+    handles = [Line2D([], [], label=name, **style) for name, style in styles.items() if name in drawn]
+    figure.legend(
+        handles=handles, loc="outside lower center", ncols=min(5, 1 + 2 * len(panels)), fontsize=8, frameon=False
+    )
     save(figure, path, "--plot")
+
+
+def _style(number: int, bold: bool) -> dict[str, Any]:
+    """Color, marker and width of the numbered line: the ten dark colors of tab20, then its ten light ones."""
+    from matplotlib import colormaps
+
+    color = colormaps["tab20"](2 * (number % 10) + number // 10 % 2)
+    style = {"color": color, "marker": MARKERS[number % len(MARKERS)], "markersize": 5, "lw": 1}
+    return style | {"color": "black", "markersize": 7, "lw": 2.5, "zorder": 3} if bold else style
 
 
 def lines_by_method(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
@@ -84,10 +101,11 @@ def _perplexity(result: Mapping[str, Any]) -> float | None:
 
 
 def divergence(result: Mapping[str, Any]) -> float | None:
-    """KL divergence to the uncompressed model; None where the cache is exact."""
+    """KL divergence to the uncompressed model; None for fp16: its rounding error would dominate a logarithmic axis."""
     metrics = result["results"].get(PERPLEXITY)
-    # The rounding error of an exact cache would dominate the logarithmic axis: leave it out.
-    return metrics["kl,none"] if metrics and metrics["kl,none"] > 1e-3 else None
+    if not metrics or result["config"]["method"]["name"] == EXACT or metrics["kl,none"] <= 0:
+        return None
+    return metrics["kl,none"]
 
 
 def _ruler(result: Mapping[str, Any]) -> float | None:

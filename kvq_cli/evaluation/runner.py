@@ -176,6 +176,7 @@ def _run(
             show_progress()
             evaluated = False
             for unit in evaluation.units(pending):
+                unit = {label: each for label, each in unit.items() if label not in failed}
                 claimed = {label: left for label, each in unit.items() if (left := logs[label].claim(each))}
                 try:
                     for label, records in evaluation.run(loaded, attached, claimed):

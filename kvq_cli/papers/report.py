@@ -14,7 +14,7 @@ from kvq_cli.evaluation.plot import DIVERGENCE, plot_comparison
 from kvq_cli.evaluation.tabulate import EXACT, Table, tabulate
 from kvq_cli.files import write_json, write_text
 from kvq_cli.papers.compact import compact_text
-from kvq_cli.papers.goals import goals_table
+from kvq_cli.papers.goals import METHOD, goals_table
 from kvq_cli.papers.side_by_side import Agreement, SideBySide, side_by_side
 from kvq_cli.papers.targets import Target
 
@@ -44,7 +44,7 @@ def write_report(target: Target, model: str, folder: Path) -> None:
         write_text(folder / CLAIMS, markdown(*claims_table(target, folder, methods, table)) + "\n")
     if target.goals:
         write_text(folder / GOALS, markdown(*goals_table(methods)) + "\n")
-        plot_comparison({"methods": methods}, folder / PARETO, only=[DIVERGENCE])
+        plot_comparison({"methods": methods}, folder / PARETO, only=[DIVERGENCE], bold=METHOD)
     if target.sweep:
         write_text(folder / WINDOWS, compact_text(window_scores(folder, methods)))
     if by_method:

@@ -187,7 +187,7 @@ def test_unsupported_storage_is_refused_or_uses_torch(one_layer, method, says):
     ):
         pass
     with attach(model, method) as kv:
-        layers = list(zip(kv._layers, kv._plans, strict=True))
+        layers = list(zip(kv.layers, kv.plans, strict=True))
     chosen = choose_backend("auto", torch.device("cuda"), layers)
     assert chosen.summary.startswith("torch (all layers: ") and says in chosen.summary
 
@@ -201,15 +201,15 @@ def test_softcap_and_attention_sinks_use_torch(tiny, family, says):
     with pytest.raises(UsageError, match=f"all layers: .*{says}"), attach(model, method, backend="triton"):
         pass
     with attach(model, method) as kv:
-        layers = list(zip(kv._layers, kv._plans, strict=True))
+        layers = list(zip(kv.layers, kv.plans, strict=True))
     assert choose_backend("auto", torch.device("cuda"), layers).summary.startswith("torch (all layers: ")
 
 
 def test_unsupported_layers_use_torch(tiny):
     model = tiny("llama", head_dim=32).to(DEVICE)
     with attach(model, build("kivi", group=16, **WINDOWS)) as kv, attach(model, build("gear")) as other:
-        plans = [kv._plans[0], other._plans[1], kv._plans[2]]
-        chosen = choose_backend("auto", torch.device("cuda"), list(zip(kv._layers, plans, strict=True)))
+        plans = [kv.plans[0], other.plans[1], kv.plans[2]]
+        chosen = choose_backend("auto", torch.device("cuda"), list(zip(kv.layers, plans, strict=True)))
     assert chosen.summary.startswith("triton") and "partly torch (layer 1: of the keys a low-rank" in chosen.summary
     assert [chosen.by_kernels(layer) for layer in range(3)] == [True, False, True]
 

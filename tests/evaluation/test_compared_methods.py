@@ -104,3 +104,13 @@ def test_runtime_options_of_an_artifact_can_be_changed(artifact):
     assert one.identity != two.identity
     with pytest.raises(UsageError, match="was calibrated with share=None"):
         resolve_compared("reference", [f"{mine}:share=8"])
+
+
+def test_methods_of_many_layers_are_named_by_a_digest():
+    """File names have at most 255 bytes."""
+    keys, values = (" ".join(["kivi-4bit:pre_rope=on"] * number + ["kivi-2bit"] * (32 - number)) for number in (3, 9))
+    chosen = [build("mixed", bits=4, keys=keys, values=each) for each in (keys, values)]
+    one, other = compared_methods(chosen)
+    assert one.folder != other.folder and all(len(each.folder) < 60 and " " not in each.folder for each in (one, other))
+    assert one.label.startswith("mixed-4bit,values=") and one.label != other.label
+    assert [each.label for each in compared_methods([build("fp16"), chosen[0]])] == ["fp16", "mixed-4bit"]

@@ -34,3 +34,8 @@ def test_plot_without_perplexity_and_ruler_is_an_error(tmp_path):
     scored = {**method("kivi", 2, 0.1), "results": {"lm_eval:gsm8k": {"exact_match,none": 0.5}}}
     with pytest.raises(KvqError, match="nothing to draw; evaluate --task perplexity or ruler"):
         plot.plot_comparison({"methods": {"kivi-2bit": scored}}, tmp_path / "x.png")
+
+
+def test_a_small_divergence_is_a_point_and_the_exact_cache_is_none():
+    assert plot.divergence(method("klt", 6, 2e-4)) == 2e-4
+    assert plot.divergence({**method("fp16", 16, 2e-4), "config": {"method": {"name": "fp16"}}}) is None

@@ -146,6 +146,21 @@ def test_each_method_configuration_has_its_own_results(loaded, tmp_path, monkeyp
     assert list(map(without_run, together.values())) == list(map(without_run, found.values()))
 
 
+def test_methods_share_prompts_of_exact_prefill(loaded, tmp_path):
+    """The model reads each prompt once for all methods, and samples are those of runs of one method each."""
+    chosen = [build("fp16"), build("kivi", bits=2, residual=32), build("squat", bits=2, residual=32)]
+    columns = []
+    hook = loaded.model.model.layers[0].register_forward_pre_hook(lambda _, args: columns.append(args[0].shape[1]))
+    for method in chosen:
+        _run(loaded, tmp_path / "alone", [method], prefill="exact", batch_size=2)
+    alone = [count for count in columns if count > 96]
+    columns.clear()
+    _run(loaded, tmp_path / "together", chosen, prefill="exact", batch_size=2)
+    hook.remove()
+    assert _lines(tmp_path / "alone") == _lines(tmp_path / "together")
+    assert len([count for count in columns if count > 96]) == len(alone) / 3 == 2
+
+
 def test_samples_in_a_renamed_folder_are_reused(loaded, whole, tmp_path, monkeypatch):
     out, document = whole
     for path in out.glob("*/*.jsonl"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,6 +16,7 @@ from kvq_cli.artifact import Artifact
 from kvq_cli.calibration.pipeline import calibrate
 from kvq_cli.calibration.plan import plan_calibration
 from kvq_cli.calibration.settings import CalibrationOptions
+from kvq_cli.evaluation.perplexity import PerplexityEvaluation
 from kvq_cli.evaluation.scoring import continuation_logits
 from kvq_cli.methods.base import Method
 from kvq_cli.methods.registry import method_names
@@ -106,6 +109,20 @@ def test_logits_do_not_depend_on_later_tokens(loaded, ids, name):
     # Logit i predicts token i of the continuation and sees those before it.
     torch.testing.assert_close(second[0][: change + 1], first[0][: change + 1], rtol=0, atol=0)
     assert (second[0][change + 1 :] - first[0][change + 1 :]).abs().amax(-1).min() > 1e-3
+
+
+def test_shared_prompts_leave_all_records_as_they_are(loaded, ids):
+    windows = torch.tensor(ids[:220]).view(2, 110)
+    evaluation = PerplexityEvaluation(windows, "test", 2, PROMPT, "exact")
+    with ExitStack() as undo:
+        attached = {name: undo.enter_context(attach(loaded.model, ready(loaded, name))) for name in METHODS}
+        alone = [
+            (name, json.dumps(record))
+            for name, each in attached.items()
+            for _, [record] in evaluation.run(loaded, {name: each}, {name: [0, 1]})
+        ]
+        together = evaluation.run(loaded, attached, dict.fromkeys(attached, [0, 1]))
+        assert sorted((name, json.dumps(record)) for name, [record] in together) == sorted(alone)
 
 
 @pytest.mark.parametrize("name", ["kivi", "innerq", "zipcache", "temporalkv"])

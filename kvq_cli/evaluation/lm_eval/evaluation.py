@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from lm_eval.api.metrics import mean
 
+from kvq_cli.attention.shared_prompts import SharedPrompts
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.base import Evaluation, Record, Work, mean_and_stderr, named_failure
 from kvq_cli.evaluation.chat_template import chat_prompt, uses_chat_template
@@ -135,11 +136,12 @@ class LmEvalEvaluation(Evaluation):
     def run(
         self, loaded: LoadedModel, attached: Mapping[str, Attached], pending: Mapping[str, Sequence[int]]
     ) -> Iterator[tuple[str, list[Record]]]:
-        for label, indices in pending.items():
-            model = AttachedLM(loaded, attached[label], batch_size=self.batch_size, **self._options)
-            for start in range(0, len(indices), self.batch_size):
-                with named_failure(label):
-                    records = self._batch(model, indices[start : start + self.batch_size])
+        for unit in self.units(pending):
+            prompts = SharedPrompts([attached[label] for label in unit])
+            for label, indices in unit.items():
+                model = AttachedLM(loaded, attached[label], batch_size=self.batch_size, **self._options)
+                with prompts.used_by(attached[label]), named_failure(label):
+                    records = self._batch(model, indices)
                 yield label, records
 
     def _batch(self, model: AttachedLM, indices: Sequence[int]) -> list[Record]:

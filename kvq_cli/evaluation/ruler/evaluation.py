@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from kvq_cli.attention.shared_prompts import SharedPrompts
 from kvq_cli.evaluation.base import Evaluation, Record, Work, cache_record, mean_and_stderr, named_failure
 from kvq_cli.evaluation.generation import generate_answers
 from kvq_cli.evaluation.ruler.families import Sources
@@ -69,10 +70,11 @@ class RulerEvaluation(Evaluation):
     def run(
         self, loaded: LoadedModel, attached: Mapping[str, Attached], pending: Mapping[str, Sequence[int]]
     ) -> Iterator[tuple[str, list[Record]]]:
-        for label, indices in pending.items():
-            for start in range(0, len(indices), self.batch_size):
-                with named_failure(label):
-                    records = self._batch(loaded, attached[label], indices[start : start + self.batch_size])
+        for unit in self.units(pending):
+            prompts = SharedPrompts([attached[label] for label in unit])
+            for label, indices in unit.items():
+                with prompts.used_by(attached[label]), named_failure(label):
+                    records = self._batch(loaded, attached[label], indices)
                 yield label, records
 
     def _batch(self, loaded: LoadedModel, attached: Attached, indices: Sequence[int]) -> list[Record]:

@@ -129,6 +129,16 @@ def test_interrupted_run_resumes_to_the_same_results(run, whole, tmp_path, inter
         assert (tmp_path / path.relative_to(whole[0])).read_text() == path.read_text()
 
 
+def test_methods_share_prompts_of_exact_prefill(run, tmp_path):
+    for method in COMPARED:
+        run(tmp_path / "alone", [method], prefill="exact", limit=2)
+    run(tmp_path / "together", COMPARED, prefill="exact", limit=2)
+    for method in ("fp16", "kivi-2bit"):
+        for task in ("sums", "letters"):
+            alone, together = (records(tmp_path / folder, method, task) for folder in ("alone", "together"))
+            assert alone == together and len(alone) == 2
+
+
 def test_samples_do_not_depend_on_the_limit(run, whole, tmp_path):
     run(tmp_path, COMPARED[1:], limit=2)
     for task in ("sums", "letters"):
