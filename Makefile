@@ -84,7 +84,7 @@ test: .venv/.installed  ## Test every method, command and kernel family: under 5
 	KVQ_TEST_PTX=sm_90 $(PYTEST) -m "not slow" tests/kernels/test_compiled.py
 
 test-vllm: .venv/vllm/.installed  ## Test kvq inside vLLM, in an environment of its own: about 10 minutes.
-	@OMP_NUM_THREADS=1 $(<D)/bin/python -m pytest --durations=10 --durations-min=1 -m vllm tests/vllm
+	@OMP_NUM_THREADS=1 $(<D)/bin/python -m pytest --durations=10 --durations-min=1 tests/vllm
 
 # The oldest versions come last: they need the other environments.
 test-all: .venv/.installed .venv/device/.installed .venv/oldest/.installed  ## Run all tests, also with the oldest supported versions: about 20 minutes.

@@ -53,10 +53,10 @@ def test_chunked_prefill_and_preemption_in_a_new_engine_equal_generate(method, c
         return original(self, request, *args, **kwargs)
 
     monkeypatch.setattr(Scheduler, "_preempt_request", counting)
-    layout = case(method).layout
+    layout = case(method).smallest
     exact = 0 if layout.exact is None else layout.exact.blocks + -(-48 // layout.exact.block_size) + 1
-    blocks = -(-1024 // layout.block_size) + exact + 2
-    with start(method, max_num_batched_tokens=48, num_gpu_blocks_override=blocks) as engine:
+    few = {"max_model_len": 736, "num_gpu_blocks_override": -(-736 // layout.block_size) + exact + 2}
+    with start(method, layout.block_size, max_num_batched_tokens=48, **few) as engine:
         assert token_ids(engine.tokens(prompts)) == case(method).expected
         assert engine.free_blocks == engine.all_blocks
     assert preempted
