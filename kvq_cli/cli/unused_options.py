@@ -396,7 +396,7 @@ RULES: dict[str, dict[str, Rule]] = {
         **_rules(_either(_not_papers, _not_shapes), "model", "trust_remote_code"),
     },
     "plan": {
-        **_all_read("memory", "gpu", "compare", "shapes", "context", "batch", "reserve", "as_json"),
+        **_all_read("memory", "gpu", "compare", "shapes", "context", "batch", "engine", "reserve", "as_json"),
         **_rules(_shared, "bits", "set_"),
         **_rules(_not_shapes, "model", "trust_remote_code"),
     },

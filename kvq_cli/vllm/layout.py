@@ -175,7 +175,8 @@ def _suits(layout: CacheLayout, shape: ModelShape) -> bool:
 
 
 def _layout(plans: Sequence[LayerPlan], shape: ModelShape, block_size: int) -> CacheLayout | None:
-    layers = tuple(page_layout(plan, shape, block_size) for plan in plans)
+    different = {id(plan): page_layout(plan, shape, block_size) for plan in plans}
+    layers = tuple(different[id(plan)] for plan in plans)
     page = max(layer.nbytes for layer in layers)
     windows = tuple(sorted({stream.window for plan in plans for stream in plan.kept}, key=str))
     sinks = max(window.sinks for window in windows)
