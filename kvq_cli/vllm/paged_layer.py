@@ -80,8 +80,8 @@ class PagedLayer(CompressedLayer):
         past, columns = sequence.past, sequence.stop - sequence.start
         group = RowGroup(slice(0, 1), 0, past, past + columns, 0)
         forward = Forward(columns, past, (group,), (0,))
-        for stream in self.paged:
-            stream.open(past, sequence.blocks, sequence.exact_blocks)
+        for paged in self.paged:
+            paged.open(past, sequence.blocks, sequence.exact_blocks)
         self._keep_tails(forward)
         cached = key
         if self.plan.keys.source == "pre_rope":
