@@ -75,7 +75,7 @@ help:  ## Show this list.
 	grep -E '^(torch|triton)==' constraints.txt > $(@D)/constraints.txt
 	$$install -c $(@D)/constraints.txt torch -r tools/vllm/requirements.txt
 	$$install --no-deps -r tools/vllm/wheels.txt
-	$$install -c $(@D)/constraints.txt -e . -e tests/vllm/platform pytest
+	$$install -c $(@D)/constraints.txt -e . -e tests/vllm/platform pytest hypothesis
 	touch $@
 
 test: .venv/.installed  ## Test every method, command and kernel family: under 5 minutes on two cores.
