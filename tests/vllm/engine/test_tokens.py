@@ -16,6 +16,7 @@ METHODS = (
     "temporalkv",
     "temporalkv:outliers=0.01:hybrid=head",
     "klt",
+    "mixed:keys=klt-1bit kivi-2bit:values=temporalkv-2bit",
 )
 each_method = pytest.mark.parametrize("method", METHODS)
 
