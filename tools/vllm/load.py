@@ -1,6 +1,7 @@
 """Load test: `kvq serve` under vLLM's own `bench serve`, one server per method with the same memory for the cache.
 
-    python tools/vllm/load.py --model smollm2 --cache 48MiB --methods fp16 kivi-2bit
+    .venv/vllm/bin/python tools/vllm/load.py --model smollm2 --dtype bfloat16 --cache 96MiB \
+        --methods fp16 kivi-2bit:residual=32 turboquant-2bit
 
 Prints requests per minute, output tokens per second and preemptions of each method, and the blocks of its server. All
 requests arrive at once. Times on a machine without a GPU are of vLLM's scheduler and kvq's references in PyTorch; the
@@ -57,11 +58,14 @@ def preemptions(port: int) -> int:
 
 def measure(method: str, arguments: argparse.Namespace, folder: Path) -> list[str]:
     """A row of the table."""
-    name, _, bits = method.partition("-")
+    name, *pairs = method.split(":")
+    name, _, bits = name.partition("-")
     options = ["--bits", bits.removesuffix("bit")] if bits else []
+    options += [word for pair in pairs for word in ("--set", pair)]
+    options += ["--dtype", arguments.dtype, "--max-num-batched-tokens", str(arguments.step)]
     cache = ["--kv-cache-memory-bytes", str(parse_bytes(arguments.cache, "--cache"))]
     words = ["--model", arguments.model, "--method", name, *options, *cache, "--max-model-len", str(arguments.length)]
-    log = folder / f"{method}.log"
+    log, answer = folder / "server.log", folder / "answer.json"
     with server([*words, "--served-model-name", "model"], arguments.port, log, arguments.timeout):
         subprocess.run(
             [
@@ -69,13 +73,13 @@ def measure(method: str, arguments: argparse.Namespace, folder: Path) -> list[st
                 *("--model", "model", "--tokenizer", model_source(arguments.model), "--dataset-name", "random"),
                 *("--random-input-len", str(arguments.input), "--random-output-len", str(arguments.output)),
                 *("--random-range-ratio", "0.5", "--num-prompts", str(arguments.requests), "--ignore-eos"),
-                *("--save-result", "--result-dir", str(folder), "--result-filename", f"{method}.json"),
+                *("--save-result", "--result-dir", str(folder), "--result-filename", answer.name),
             ],
             check=True,
             stdout=sys.stderr,
         )
         preempted = preemptions(arguments.port)
-    result = json.loads((folder / f"{method}.json").read_text())
+    result = json.loads(answer.read_text())
     blocks = re.search(r"GPU KV cache size: ([\d,]+) tokens", log.read_text())
     return [
         method,
@@ -90,8 +94,10 @@ def measure(method: str, arguments: argparse.Namespace, folder: Path) -> list[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2")
-    parser.add_argument("--methods", nargs="+", default=["fp16", "kivi-2bit"])
-    parser.add_argument("--cache", default="48MiB", help="memory of the cache")
+    parser.add_argument("--dtype", default="auto", help="of the model")
+    parser.add_argument("--methods", nargs="+", default=["fp16", "kivi-2bit"], help="NAME-BITSbit:OPTION=VALUE")
+    parser.add_argument("--cache", default="96MiB", help="memory of the cache")
+    parser.add_argument("--step", type=int, default=256, help="tokens of all requests that a step computes at most")
     parser.add_argument("--requests", type=int, default=16)
     parser.add_argument("--input", type=int, default=300, help="tokens of a prompt, on average")
     parser.add_argument("--output", type=int, default=100, help="new tokens of a request, on average")
