@@ -11,26 +11,34 @@ def tokens(count):
     return SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
 
 
-METHODS = ("fp16", "kivi:sinks=32:recent=96", "temporalkv")
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_random_arrivals_and_aborts_leave_no_block_behind(method, case, start, prompts):
+@pytest.mark.parametrize(("method", "requests"), [("fp16", 30), ("kivi:sinks=32:recent=96", 200), ("temporalkv", 30)])
+def test_random_arrivals_and_aborts_leave_no_block_behind(method, requests, case, start, prompts):
     draw = random.Random(0)
     with start(method, max_num_batched_tokens=64, num_gpu_blocks_override=180) as engine:
         core = engine.llm.llm_engine
-        waiting = [f"r{i}" for i in range(30)]
+        waiting = {
+            f"r{i}": (prompts[draw.randrange(4, 8)][: draw.randrange(1, 200)], draw.randrange(1, 40))
+            for i in range(requests)
+        }
+        sent: dict[str, tuple[list[int], int]] = {}
         running: list[str] = []
+        answers: dict[str, list[int]] = {}
         while waiting or core.has_unfinished_requests():
-            for _ in range(draw.randrange(3)):
-                if waiting:
-                    running.append(waiting.pop())
-                    source, length = prompts[draw.randrange(4, 8)], draw.randrange(1, 200)
-                    core.add_request(running[-1], {"prompt_token_ids": source[:length]}, tokens(draw.randrange(1, 40)))
+            for _ in range(min(draw.randrange(3), len(waiting))):
+                name, (prompt, count) = waiting.popitem()
+                sent[name] = prompt, count
+                running.append(name)
+                core.add_request(name, {"prompt_token_ids": prompt}, tokens(count))
             if running and draw.random() < 0.2:
                 core.abort_request([running.pop(draw.randrange(len(running)))])
-            core.step()
+            for output in core.step():
+                if output.finished and output.outputs[0].finish_reason == "length":
+                    answers[output.request_id] = list(output.outputs[0].token_ids)
         assert engine.free_blocks == engine.all_blocks
+        assert requests // 4 < len(answers) < requests
+    with start(method, enable_prefix_caching=False) as engine:
+        again = engine.tokens([sent[name][0] for name in answers], tuple(sent[name][1] for name in answers))
+        assert [list(output.outputs[0].token_ids) for output in again] == list(answers.values())
         answer = engine.tokens(prompts[:1], (40,))[0]
         assert list(answer.outputs[0].token_ids) == case(method).expected[0]
 
