@@ -83,7 +83,7 @@ test: .venv/.installed  ## Test every method, command and kernel family: under 5
 	# A launch of each kernel family, executed as compiled for a GPU.
 	KVQ_TEST_PTX=sm_90 $(PYTEST) -m "not slow" tests/kernels/test_compiled.py
 
-test-vllm: .venv/vllm/.installed  ## Test kvq inside vLLM, in an environment of its own: about 10 minutes.
+test-vllm: .venv/vllm/.installed  ## Test kvq inside vLLM, in an environment of its own: about 8 minutes.
 	@OMP_NUM_THREADS=1 $(<D)/bin/python -m pytest --durations=10 --durations-min=1 tests/vllm
 
 # The oldest versions come last: they need the other environments.
