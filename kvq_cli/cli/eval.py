@@ -265,6 +265,7 @@ def evaluate(
     tasks: TaskOptions,
     methods: MethodOptions,
     results: ResultOptions,
+    worker_options: opt.WorkerOptions,
     model_options: opt.ModelOptions,
     output_options: opt.OutputOptions,
 ) -> None:
@@ -282,7 +283,7 @@ def evaluate(
     folder = results.folder(model_options.model)
     loaded = model_options.load()
     try:
-        with output.progress() as progress:
+        with worker_options.connected(loaded.model.device.type) as workers, output.progress() as progress:
             track = _tracker(progress)
             document = run(
                 loaded,
@@ -295,6 +296,7 @@ def evaluate(
                 track=track,
                 overall=track,
                 note=None if output.quiet else output.note,
+                workers=workers,
             )
     except KeyboardInterrupt:
         output.note(f"finished samples are kept in {results.store or folder}: run the same command to resume")

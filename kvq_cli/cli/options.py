@@ -18,9 +18,12 @@ from kvq_cli.cli.output import Output
 from kvq_cli.errors import UsageError
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from kvq_cli.distributed import Workers
     from kvq_cli.models import LoadedModel
 
-SHARED, METHOD = "Shared options", "Compression"  # panels of the help text
+SHARED, METHOD, WORKERS = "Shared options", "Compression", "Workers"  # panels of the help text
 _shared = partial(typer.Option, rich_help_panel=SHARED)
 _method = partial(typer.Option, rich_help_panel=METHOD)
 
@@ -212,6 +215,41 @@ class ModelOptions(LoadOptions):
     """The model, and the attention backend."""
 
     backend: Backend = "auto"
+
+
+WorkerCount = Annotated[
+    int | None,
+    typer.Option(
+        "--workers",
+        min=1,
+        metavar="N",
+        help="Run on so many processes of this machine, by Ray (extra `ray`); results are those of one process.",
+        rich_help_panel=WORKERS,
+    ),
+]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--ray",
+        metavar="ADDRESS",
+        help="Run on all machines of a Ray cluster: its address, or auto (docs/SWEEPS.md).",
+        rich_help_panel=WORKERS,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Where the work runs."""
+
+    workers: WorkerCount = None
+    ray: RayAddress = None
+
+    def connected(self, device: str = "cpu") -> AbstractContextManager[Workers | None]:
+        """The workers inside the block; None: this process. UsageError or KvqError without them."""
+        from kvq_cli.distributed import connected
+
+        return connected(self.workers, self.ray, device)
 
 
 @dataclass(frozen=True)

@@ -291,7 +291,7 @@ _made = unless(
 
 RULES: dict[str, dict[str, Rule]] = {
     "eval": {
-        **_all_read("task", "compare", "method", "out", "store", "fresh"),
+        **_all_read("task", "compare", "method", "out", "store", "fresh", "workers", "ray"),
         **_all_read("model", "device", "dtype", "backend", "config", "as_json", "quiet"),
         **_rules(_shared, "bits", "set_"),
         **_rules(_only_perplexity, "dataset", "seqlen", "prompt_tokens", "windows"),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvq_cli.distributed import Workers
 from kvq_cli.errors import NotFiniteError
 from kvq_cli.evaluation.base import Evaluation
 from kvq_cli.evaluation.divergence import divergence
@@ -79,11 +80,12 @@ def estimate(
     evaluations: Sequence[Evaluation],
     attached: Mapping[str, Attached],
     logs: Mapping[tuple[str, str], SampleLog],
+    workers: Workers | None = None,
 ) -> str | None:
     """`about 0:12:30 for 513 samples, ...`: the time that the unfinished samples take; None if all are finished.
 
     logs: finished samples by label and evaluation. Configurations of a method are taken to be equally fast; answers to
-    be as long as they may be.
+    be as long as they may be; workers to be as fast as this process, and ready.
     """
     left = [
         (label, evaluation, pending)
@@ -113,11 +115,15 @@ def estimate(
         }
         read = sum(pending * each.work.prompt for each, pending in passes.items() if each.work.scored)
         seconds += read * _measure_plain(loaded, tokens)
+    if workers is not None:
+        seconds /= workers.count
     answers = ", if answers are as long as they may be" if any(each.work.decoded for _, each, _ in left) else ""
     samples = sum(pending for _, _, pending in left)
     return (
         f"about {timedelta(seconds=round(seconds))} for {samples} samples{answers}"
-        f" ({_count(len(speeds), 'method')} timed on {_count(tokens, 'token')})"
+        f" ({_count(len(speeds), 'method')} timed on {_count(tokens, 'token')}"
+        + ("" if workers is None else f", {_count(workers.count, 'worker')}")
+        + ")"
     )
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import glob
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
+from functools import partial
 from os.path import relpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 from kvq_cli import __version__
 from kvq_cli.artifact.fingerprint import fingerprint
 from kvq_cli.attention.attach import Attached, attach
+from kvq_cli.distributed import Workers
 from kvq_cli.errors import KvqError, NotFiniteError
 from kvq_cli.evaluation.base import ComparedMethod, Evaluation, Record
 from kvq_cli.evaluation.estimate import estimate
+from kvq_cli.evaluation.remote import RemoteEvaluation, Unit
 from kvq_cli.evaluation.runs import save_run
 from kvq_cli.evaluation.sample_log import SampleLog, log_name
 from kvq_cli.evaluation.settings import EvaluationSettings, build_evaluations
@@ -43,6 +46,7 @@ def evaluate(
     track: Tracker = lambda description, total, done: lambda count: None,
     overall: Tracker = lambda description, total, done: lambda count: None,
     note: Callable[[str], None] | None = None,
+    workers: Workers | None = None,
 ) -> dict[str, Any]:
     """Evaluate all methods on the same samples; returns the content of `OUT/comparison.json`.
 
@@ -54,7 +58,8 @@ def evaluate(
     `OUT/comparison.json` the last run. Raises UsageError for invalid settings, KvqError if nothing was compressed or a
     folder cannot be written, NotFiniteError if all methods fail; one that fails among others is left out of the
     documents, and `failed` of `comparison.json` says why. track: shows the progress of each evaluation; overall: of
-    all together, and of their preparation; note: prints what to expect, which short trials measure first.
+    all together, and of their preparation; note: prints what to expect, which short trials measure first. workers:
+    evaluate there; the same results are appended in the same order.
     """
     started = datetime.now(UTC)
     model: dict[str, Any] = {
@@ -89,13 +94,17 @@ def evaluate(
                 logs[method.label, evaluation.name] = SampleLog(
                     folder, evaluation.name, key, evaluation.count if fresh else 0, option
                 )
-        if note is not None and (text := estimate(loaded, evaluations, attached, logs)):
+        if note is not None and (text := estimate(loaded, evaluations, attached, logs, workers)):
             note(text)
+        remote = workers and RemoteEvaluation(workers, loaded, settings, methods, evaluations, attached)
         track = _with_total(track, overall, evaluations, logs)
         failed: dict[str, NotFiniteError] = {}
         for evaluation in evaluations:
             own = {label: logs[label, evaluation.name] for label in attached if label not in failed}
-            failed |= _run(loaded, evaluation, attached, own, track, note or _ignore)
+            execute = (
+                partial(remote.run, evaluation.name) if remote else partial(_run_here, loaded, evaluation, attached)
+            )
+            failed |= _run(evaluation, attached, own, execute, track, note or _ignore)
             if failed and not any(method.label not in failed and method.method.name != "fp16" for method in methods):
                 raise next(iter(failed.values()))
     methods = [method for method in methods if method.label not in failed]
@@ -146,11 +155,22 @@ def _log_folder(out: Path, method: ComparedMethod, log: str) -> Path:
     return existing[0].parent if existing else out / method.folder
 
 
+Execute = Callable[[Iterator[Unit]], Iterator[tuple[Unit, Iterator[tuple[str, list[Record]]]]]]
+"""Takes units one after another, and yields each with an iterator like that of `Evaluation.run`, in the same order."""
+
+
+def _run_here(
+    loaded: LoadedModel, evaluation: Evaluation, attached: Mapping[str, Attached], units: Iterator[Unit]
+) -> Iterator[tuple[Unit, Iterator[tuple[str, list[Record]]]]]:
+    for unit in units:
+        yield unit, evaluation.run(loaded, attached, unit)
+
+
 def _run(
-    loaded: LoadedModel,
     evaluation: Evaluation,
     attached: Mapping[str, Attached],
     logs: Mapping[str, SampleLog],
+    execute: Execute,
     track: Tracker,
     note: Callable[[str], None],
 ) -> dict[str, NotFiniteError]:
@@ -175,11 +195,10 @@ def _run(
         while pending := _pending(evaluation, logs, failed):
             show_progress()
             evaluated = False
-            for unit in evaluation.units(pending):
-                unit = {label: each for label, each in unit.items() if label not in failed}
-                claimed = {label: left for label, each in unit.items() if (left := logs[label].claim(each))}
+            for unit, results in execute(_claimed(evaluation.units(pending), logs, failed)):
+                evaluated = True
                 try:
-                    for label, records in evaluation.run(loaded, attached, claimed):
+                    for label, records in results:
                         if evaluation.equal_lengths:  # fail on the first batch, not after an hour
                             _check_compressed(evaluation, attached[label], label, records)
                         logs[label].append(records)
@@ -187,11 +206,11 @@ def _run(
                 except NotFiniteError as error:
                     if len(logs) == 1 or not error.method:
                         raise
+                    if error.method not in failed:
+                        note(f"{error.method} is left out: {error}")
                     failed[error.method] = error
-                    note(f"{error.method} is left out: {error}")
-                for label in claimed:
-                    logs[label].release(unit[label])
-                evaluated = evaluated or bool(claimed)
+                for label, indices in unit.items():
+                    logs[label].release(indices)
             if not evaluated and _pending(evaluation, logs, failed):
                 if not waiting:
                     note(f"{evaluation.name}: waiting for samples that another run is evaluating")
@@ -202,6 +221,14 @@ def _run(
         if label not in failed:
             _check_compressed(evaluation, attached[label], label, _records(evaluation, log))
     return failed
+
+
+def _claimed(units: Iterator[Unit], logs: Mapping[str, SampleLog], failed: Collection[str]) -> Iterator[Unit]:
+    """The samples of each unit that no other run has claimed or finished, of methods that have not failed by then."""
+    for unit in units:
+        claims = {label: logs[label].claim(indices) for label, indices in unit.items() if label not in failed}
+        if claimed := {label: indices for label, indices in claims.items() if indices}:
+            yield claimed
 
 
 def _pending(evaluation: Evaluation, logs: Mapping[str, SampleLog], failed: Collection[str]) -> dict[str, list[int]]:

@@ -115,8 +115,9 @@ class SampleLog:
             return []
         self.refresh()  # another process may have finished them since
         missing = [index for index in indices if index not in self.records]
-        if not missing:
-            self.release(indices)
+        for index in indices:
+            if not missing or not missing[0] <= index <= missing[-1]:
+                self.release([index])
         return missing
 
     def release(self, indices: Sequence[int]) -> None:

@@ -19,11 +19,13 @@ from kvq_kernels import static, tuning
 from kvq_kernels.aot_cases import Launch, launches, operations
 from kvq_kernels.assign_centroids.kernel import assign_kernel
 from kvq_kernels.decode_attention import Codebook, Dense, Outliers, Side, Uniform
-from kvq_kernels.decode_attention.aot_cases import DIM, GROUP, HEADS, storage_cases
+from kvq_kernels.decode_attention.aot_cases import DIM, GROUP, HEADS, launch_cases
+from kvq_kernels.decode_attention.pages import cells
 from kvq_kernels.quantize_pack.aot_cases import layouts
 from kvq_kernels.quantized_matvec.aot_cases import cases
 from kvq_kernels.rematerialize.aot_cases import SPAN, SPLITS, calls
 from kvq_kernels.squat_quantize.aot_cases import RANK
+from paged_cases import paged
 from triton.runtime.jit import JITFunction
 
 from kvq_cli.codecs.subspace import SubspaceCodec
@@ -133,14 +135,14 @@ def outliers_like(lists: Outliers | None):
     """Maker of random outliers in the format of a case; None: without."""
     if lists is None:
         return None
-    return partial(random_outliers, capacity=lists.index.shape[3], pooled=lists.start is not None)
+    return partial(random_outliers, capacity=lists.index.shape[-1], pooled=lists.start is not None)
 
 
 def attention_case(name: str, lengths: list[int]) -> Case:
-    """Random numbers for one of `storage_cases`."""
-    keys, values, rope = storage_cases()[name]
+    """Random numbers for one of `launch_cases`."""
+    keys, values, rope = launch_cases()[name]
     sides: tuple[Side, Side] = (keys, values)
-    return Case(
+    case = Case(
         *(random_like(side.packed) for side in sides),
         lengths,
         dim=DIM,
@@ -153,13 +155,16 @@ def attention_case(name: str, lengths: list[int]) -> Case:
         outliers=tuple(outliers_like(side.outliers) for side in sides),
         norm=keys.norm is not None,
     )
+    if keys.pages is None:
+        return case
+    return paged(case, keys.pages.block_size, cells(keys)[1])[1]
 
 
 @each_case(
     "decode_attention",
-    storage_cases(),
+    launch_cases(),
     default="fp16",
-    families=("fp16", "kivi-2bit-g32", "innerq-2bit-hybrid", "channel-2bit", "kvquant-2bit"),
+    families=("fp16", "kivi-2bit-g32", "innerq-2bit-hybrid", "channel-2bit", "kvquant-2bit", "kivi-2bit-g32-paged"),
 )
 def test_decode_attention(name, launch_names, recorder):
     # A store for 512 tokens: strides are multiples of 16, as in the case.

@@ -9,11 +9,14 @@ Make a `Workspace.like(query, splits)` once and pass it at every step:
     keys = Side(Uniform(codes, scale, bits=2, axis="channel", group=32, zero=zero), count, sinks, ring)
     out = decode_attention(query[:, :, 0], keys, values, lengths, scaling, workspace=workspace)[:, :, None]
 
+Packed tokens may be in pages (`Side.pages`), as vLLM keeps them: a store then has pages instead of rows.
+
 No argument is read on the host: both launches can be captured in a CUDA graph, which is replayed after updating
 `lengths` and both `count`s in place.
 
     parts.py            tensors and storage formats        reference.py  the same in PyTorch
-    spec.py, configs.py compile-time format, tuned tiles   launch.py     arguments, splits, workspace
+    pages.py, paging.py packed tokens in pages: on the host, in kernels
+    spec.py, configs.py compile-time format, tuned tiles   launch.py     splits, workspace; arguments.py
     kernel.py           split pass, tail, combination      main_loop.py  online softmax over whole tiles
     uniform*.py, vector_codebook.py, scalar_codebook.py with byte_permute.py, dequantize.py: four ways to read a tile
     outliers.py, one_hot_mma.py, outlier_corrections.py, rope.py, layout_hints.py: shared by these
@@ -26,8 +29,10 @@ from typing import Literal
 from torch import Tensor
 from triton import knobs
 
-from kvq_kernels.decode_attention.launch import Workspace, kv_heads, plan_splits, run_kernels
-from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, PerHead, Rope, Side, Uniform
+from kvq_kernels.decode_attention.arguments import kv_heads
+from kvq_kernels.decode_attention.launch import Workspace, plan_splits, run_kernels
+from kvq_kernels.decode_attention.pages import check_pages
+from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, Pages, PerHead, Rope, Side, Uniform
 from kvq_kernels.decode_attention.reference import decode_attention_reference
 from kvq_kernels.decode_attention.spec import Tile
 
@@ -35,6 +40,7 @@ __all__ = [
     "Codebook",
     "Dense",
     "Outliers",
+    "Pages",
     "PerHead",
     "Rope",
     "Side",
@@ -85,6 +91,8 @@ def decode_attention(
 
 def _check(query: Tensor, keys: Side, values: Side, lengths: Tensor) -> None:
     rows, heads, dim = query.shape
+    check_pages("keys", keys, rows)
+    check_pages("values", values, rows)
     if heads % kv_heads(keys) or kv_heads(keys) != kv_heads(values):
         raise ValueError(f"{heads} query heads over {kv_heads(keys)} and {kv_heads(values)} kv heads")
     for name, x in (("lengths", lengths), ("keys.count", keys.count), ("values.count", values.count)):

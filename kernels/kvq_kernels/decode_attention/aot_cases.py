@@ -17,13 +17,26 @@ from kvq_kernels.decode_attention.configs import choose_tile
 from kvq_kernels.decode_attention.kernel import combine_kernel, split_kernel
 from kvq_kernels.decode_attention.launch import Workspace, arguments, constants
 from kvq_kernels.decode_attention.outliers import CHUNK
-from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, Packed, PerHead, Rope, Side, Uniform
-from kvq_kernels.decode_attention.spec import SideSpec, Tile
+from kvq_kernels.decode_attention.pages import cell_views, changed, stored_tensors
+from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, Packed, Pages, PerHead, Rope, Side, Uniform
+from kvq_kernels.decode_attention.spec import SideSpec
 from kvq_kernels.planar import high_words, low_words
 
 ROWS, HEADS, GROUP, DIM, TOKENS = 8, 8, 4, 128, 4096
 
 Axis = Literal["channel", "token"]
+#: Cases that are read from pages, too -> tokens of a cell. Above the limits of instructions per number on sm_90, and left
+#: out: innerq-2bit-hybrid, 4.58 (limit 4.5; without pages 4.4), kvquant-2bit-outliers, 6.23 (limit 6).
+PAGED = {
+    "fp16": 64,
+    "kivi-2bit-g32": 32,
+    "kivi-4bit-g128": 128,
+    "innerq-2bit": 128,
+    "temporal-2bit": 128,
+    "temporal-2bit-outliers": 128,
+    "channel-2bit": 128,
+    "kvquant-2bit": 128,
+}
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -92,6 +105,18 @@ def rope() -> Rope:
     return Rope("half", _empty(DIM // 2, dtype=torch.float32), 1.0, coarse, fine, _empty(Rope.STEP, 2, DIM // 2))
 
 
+def paged(side: Side, cell: int) -> Side:
+    """The side in pages of two cells of `cell` tokens, in one allocation."""
+    count, stored = ROWS * TOKENS // cell, list(stored_tensors(side))
+    # Strides of heads and cells are multiples of 64 bytes.
+    pool = _empty(count, 1, HEADS, 1 << 16, dtype=torch.uint8).transpose(1, 2)
+    parts = [((cell // unit, tensor.shape[3]), tensor.dtype) for _, tensor, unit in stored]
+    pairs = zip(cell_views(pool, parts), stored, strict=True)
+    views = iter([view[:, : tensor.shape[1]] for view, (_, tensor, _) in pairs])
+    table, slots = _empty(ROWS, TOKENS // cell, dtype=torch.int32), _empty(ROWS, dtype=torch.int32)
+    return replace(changed(side, lambda _: next(views)), pages=Pages(table, cell, slots))
+
+
 def storage_cases() -> dict[str, tuple[Side, Side, Rope | None]]:
     """name -> (keys, values, rope) of every storage family."""
     axes: tuple[Axis, Axis] = ("channel", "token")
@@ -118,27 +143,30 @@ def storage_cases() -> dict[str, tuple[Side, Side, Rope | None]]:
     return cases
 
 
-def family(name: str) -> str:
+def launch_cases() -> dict[str, tuple[Side, Side, Rope | None]]:
+    """`storage_cases`, and those of `PAGED` in pages, as NAME-paged."""
+    cases = storage_cases()
+    paged_cases = {}
+    for name, cell in PAGED.items():
+        keys, values, rotation = cases[name]
+        paged_cases[f"{name}-paged"] = (paged(keys, cell), paged(values, cell), rotation)
+    return cases | paged_cases
+
+
+def family(keys: Side, values: Side) -> str:
     """Return the kind of data that the main loop of a case reads, one of `kvq_kernels.aot_cases.KINDS`."""
-    keys, values, _ = storage_cases()[name]
     kinds = {type(side.packed) for side in (keys, values)}
     return "codebook" if Codebook in kinds else "uniform" if Uniform in kinds else "dense"
-
-
-def tile_of(name: str, gpu: str) -> Tile:
-    """Tuned tile of a case on a GPU family."""
-    keys, values, _ = storage_cases()[name]
-    return choose_tile(gpu, SideSpec.of(keys, DIM), SideSpec.of(values, DIM))
 
 
 def launches(gpu: str) -> dict[str, Launch]:
     """The split pass of every case, and the combination."""
     cases = {}
-    for name, (keys, values, rotation) in storage_cases().items():
+    for name, (keys, values, rotation) in launch_cases().items():
         assert keys.ring is not None
         query = _empty(ROWS, HEADS * GROUP, DIM, dtype=keys.ring.dtype)
         workspace = Workspace.like(query, 8)
-        tile = tile_of(name, gpu)
+        tile = choose_tile(gpu, SideSpec.of(keys, DIM), SideSpec.of(values, DIM))
         fixed = constants(query.dtype, keys, values, rotation, GROUP, DIM, tile)
         given = arguments(query, keys, values, keys.count, rotation, DIM**-0.5, workspace)
         numbers = 2 * fixed["N"] * DIM
@@ -146,7 +174,7 @@ def launches(gpu: str) -> dict[str, Launch]:
         chunks = max(_chunks(side, fixed["N"]) for side in (keys, values))
         options = tile.options()
         cases[name] = Launch(
-            split_kernel, given, fixed, options, family(name), numbers, bits, max(1, chunks), slow=chunks > 0
+            split_kernel, given, fixed, options, family(keys, values), numbers, bits, max(1, chunks), slow=chunks > 0
         )
     given = (workspace.partial, workspace.logsum, query, workspace.splits + 1)
     cases["combine"] = Launch(combine_kernel, given, {"D": DIM, "WIDE": DIM, "S": triton.next_power_of_2(9)})

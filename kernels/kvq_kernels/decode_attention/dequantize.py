@@ -14,6 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvq_kernels.decode_attention.paging import at_tokens
 from kvq_kernels.decode_attention.spec import get, row_width
 
 #: 2^24: undoes the subnormal bitcast.
@@ -153,9 +154,10 @@ def load_cached(side, S: tl.constexpr, SINKS: tl.constexpr, ring_size, count, to
     D: tl.constexpr = get(S, "dim")
     index = token - SINKS
     packed = mask & (index >= 0) & (index < count)
-    x = dequantize(side, S, index, channel, packed)
+    stored, within = at_tokens(side, S, index, (index >= 0) & (index < count))
+    x = dequantize(stored, S, within, channel, packed)
     if get(S, "outliers") > 0:
-        x = _with_outliers(x, side, S, index, channel, packed)
+        x = _with_outliers(x, stored, S, within, channel, packed)
     x = tl.where(packed, x, 0.0)
     exact = tl.zeros(x.shape, tl.float32)
     if SINKS > 0:

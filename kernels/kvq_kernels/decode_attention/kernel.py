@@ -13,6 +13,7 @@ import triton.language as tl
 
 from kvq_kernels.decode_attention.dequantize import at_stored_head, load_cached
 from kvq_kernels.decode_attention.main_loop import attend_tiles, split_output
+from kvq_kernels.decode_attention.paging import at_paged_head
 from kvq_kernels.decode_attention.rope import pair_channels, position_cos_sin
 from kvq_kernels.decode_attention.spec import column_tiles, get, tail_out_of_line
 
@@ -33,6 +34,7 @@ def split_kernel(
     values,  # tuples of pointers, see `dequantize.py`
     key_strides,
     value_strides,
+    pages,  # (block table, slots) x 2 of the keys and the values; or None: no side has pages
     ring_size,  # tokens that the keys' and the values' ring buffers hold
     rope,  # coarse, fine, fine_half, offset
     scale,  # softmax's, times log2(e)
@@ -61,8 +63,14 @@ def split_kernel(
     else:
         head, key_head = tl.load(heads[0] + stored_head), tl.load(heads[1] + stored_head)
         value_head = tl.load(heads[2] + stored_head)
-    k = at_stored_head(keys, key_strides, SK, row, head, key_head)
-    v = at_stored_head(values, value_strides, SV, row, head, value_head)
+    if get(SK, "cell") > 0:
+        k = at_paged_head(keys, key_strides, SK, row, head, key_head, pages[0], pages[1])
+    else:
+        k = at_stored_head(keys, key_strides, SK, row, head, key_head)
+    if get(SV, "cell") > 0:
+        v = at_paged_head(values, value_strides, SV, row, head, value_head, pages[2], pages[3])
+    else:
+        v = at_stored_head(values, value_strides, SV, row, head, value_head)
     D: tl.constexpr = get(SK, "dim")
     first_query = row * (HEADS * GROUP) + head * GROUP
     q = query + first_query.to(tl.int64) * D

@@ -16,9 +16,10 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from kvq_kernels.decode_attention.arguments import codes_of, kv_heads, page_arguments, pointers
 from kvq_kernels.decode_attention.configs import choose_splits, choose_tile
 from kvq_kernels.decode_attention.kernel import TAIL_COST, combine_kernel, split_kernel
-from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, Packed, PerHead, Rope, Side
+from kvq_kernels.decode_attention.parts import Codebook, Dense, Packed, PerHead, Rope, Side
 from kvq_kernels.decode_attention.spec import SideSpec, Tile, block_tokens, padded_dim
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -53,64 +54,6 @@ class Workspace:
         return self.logsum.shape[2] - 1
 
 
-def kv_heads(side: Side) -> int:
-    """Number of kv heads."""
-    if isinstance(side.packed, PerHead):
-        return sum(map(len, side.packed.heads))
-    return _codes(side.packed).shape[1]
-
-
-def _codes(packed: Packed) -> Tensor:
-    return packed.numbers if isinstance(packed, Dense) else packed.codes
-
-
-def pointers(side: Side) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """(tensors, strides) of a side, as `dequantize.at_head` takes them."""
-    packed = side.packed
-    assert not isinstance(packed, PerHead)
-    codes = _codes(packed)
-    stored: tuple[Tensor | None, ...]
-    if isinstance(packed, Dense):
-        stored, strides = (codes, None, None, None, None, None), (*_strides(codes), 0, 0, 0)
-    elif isinstance(packed, Codebook):
-        stored = (codes, packed.centroids, packed.mean, packed.std, packed.token_scale, packed.token_zero)
-        token = 0 if packed.token_scale is None else packed.token_scale.stride(0)
-        strides = (*_strides(codes), 0, 0, token)
-    else:
-        stored = (codes, packed.scale, packed.zero, packed.sign, None, None)
-        strides = (*_strides(codes), *_strides(packed.scale), 0)
-        for tensor in (packed.zero, packed.sign):
-            if tensor is not None and tensor.stride() != packed.scale.stride():
-                raise ValueError("zero and sign must be laid out as the scale is")
-    windows: list[int] = []
-    for tensor in (side.sinks, side.ring):
-        windows += (0, 0) if tensor is None else _strides(tensor)
-    windows += (0, 0) if side.norm is None else side.norm.stride()[:2]
-    lists = side.outliers
-    outliers = (None, None, None) if lists is None else (lists.index, lists.value, lists.start)
-    # Missing tensors are never read; a kernel's function cannot return a pointer that is None.
-    tensors = tuple(
-        codes if tensor is None else tensor for tensor in (*stored, side.sinks, side.ring, side.norm, *outliers)
-    )
-    return tensors, (*strides, 0, *windows, *((0, 0, 0) if lists is None else _outlier_strides(lists)))
-
-
-def _strides(tensor: Tensor) -> tuple[int, int]:
-    """Strides of (row, head)."""
-    if tensor.stride(3) != 1 or (tensor.shape[2] > 1 and tensor.stride(2) != tensor.shape[3]):
-        raise ValueError(f"the tokens of a head must be contiguous, not of strides {tensor.stride()}")
-    return tensor.stride(0), tensor.stride(1)
-
-
-def _outlier_strides(lists: Outliers) -> tuple[int, int, int]:
-    """Strides of (row, head) of index and value, and of the row of start."""
-    if _strides(lists.index) != _strides(lists.value):
-        raise ValueError("an outlier's value must be laid out as its index is")
-    if lists.start is None:
-        return *_strides(lists.index), 0
-    return lists.index.stride(0), 0, _strides(lists.start)[0]
-
-
 def constants(
     query_type: torch.dtype,
     keys: Side,
@@ -132,6 +75,8 @@ def constants(
             if spec.axis == "channel" and math.gcd(spec.group, tokens) >= 16:
                 tokens = math.gcd(spec.group, tokens)
     tokens = max([tokens, *(spec.outlier_block for spec in (sk, sv) if spec.outliers)])
+    for side, spec in ((keys, sk), (values, sv)):
+        tokens = _tile_in_cells(tokens, side, spec, block_tokens(sk, sv))
     return {
         "SK": sk,
         "SV": sv,
@@ -149,6 +94,20 @@ def constants(
         "TAIL_TILE": TAIL_TILE,
         "STAGES": tile.stages,
     }
+
+
+def _tile_in_cells(tokens: int, side: Side, spec: SideSpec, code_tokens: int) -> int:
+    """Tokens of a tile, at most `tokens`, that divide the cells of a side's pages. ValueError if there are none.
+    code_tokens: of a code of either side."""
+    if side.pages is None or spec.cell % tokens == 0:
+        return tokens
+    least, fitting = max(16 * code_tokens, spec.outlier_block), math.gcd(spec.cell, tokens)
+    if fitting % least:
+        raise ValueError(
+            f"pages of {side.pages.block_size} tokens, {spec.cell} in a contiguous run, are no whole number of tiles "
+            f"of {least} tokens: use a block size that is a multiple of {least}"
+        )
+    return fitting
 
 
 def arguments(
@@ -176,6 +135,7 @@ def arguments(
         value_tensors,
         key_strides,
         value_strides,
+        page_arguments(keys, values),
         tuple(1 if side.ring is None else side.ring.shape[2] for side in (keys, values)),
         (None,) * 4 if rope is None else (rope.coarse, rope.fine, rope.fine_half, rope.offset),
         scaling * math.log2(math.e),
@@ -203,8 +163,10 @@ def product_type(side: Side, query_type: torch.dtype) -> tl.dtype:
 
 def capacity(side: Side) -> int:
     """Tokens per row that the packed store has room for."""
+    if side.pages is not None:
+        return side.pages.block_table.shape[1] * side.pages.block_size
     packed = side.packed.members[0] if isinstance(side.packed, PerHead) else side.packed
-    return _codes(packed).shape[2] * (packed.block[0] if isinstance(packed, Codebook) else 1)
+    return codes_of(packed).shape[2] * (packed.block[0] if isinstance(packed, Codebook) else 1)
 
 
 def sm_count(device: torch.device) -> int:

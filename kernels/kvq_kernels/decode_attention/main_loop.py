@@ -14,6 +14,7 @@ from kvq_kernels.decode_attention.byte_permute import load_table
 from kvq_kernels.decode_attention.dequantize import dequantize
 from kvq_kernels.decode_attention.one_hot_mma import mma_layout_zeros
 from kvq_kernels.decode_attention.outlier_corrections import correct_scores, correct_values
+from kvq_kernels.decode_attention.paging import at_tile, tile_page
 from kvq_kernels.decode_attention.rope import load_cos_sin, pair_channels, position_cos_sin
 from kvq_kernels.decode_attention.scalar_codebook import (
     scalar_codebook_accumulate,
@@ -47,7 +48,7 @@ LIFT = tl.constexpr(4.0)
 
 @triton.jit
 def attend_tiles(
-    q, partial, logsum, query_split, splits, k, v, first, last, rope, start, scale,
+    q, partial, logsum, query_split, splits, keys, values, first, last, rope, start, scale,
     SK: tl.constexpr, SV: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, E: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -82,36 +83,42 @@ def attend_tiles(
         acc = scalar_codebook_init(SV, M)
     else:
         acc = generic_init(SV, M, E)
-    key_table = load_table(k, SK) if SCALAR_KEYS else ()
-    value_table = load_table(v, SV) if SCALAR_VALUES else ()
+    key_table = load_table(keys, SK) if SCALAR_KEYS else ()
+    value_table = load_table(values, SV) if SCALAR_VALUES else ()
     mma_layout = mma_layout_zeros(q, get(SK, "dim")) if get(SK, "outliers") + get(SV, "outliers") > 0 else 0
+    key_page, value_page = tile_page(keys, SK, first, N, last), tile_page(values, SV, first, N, last)
     for tile in tl.range(first, last, num_stages=STAGES):
+        k, k_tile, k_start = at_tile(keys, SK, tile, N, key_page, start)
+        v, v_tile, _ = at_tile(values, SV, tile, N, value_page, start)
+        # The next tile's pages, now: a tile's loads wait for them.
+        key_page, value_page = tile_page(keys, SK, tile + 1, N, last), tile_page(values, SV, tile + 1, N, last)
         qk = ()
         if UNIFORM_KEYS:
-            unscaled = (uniform_scores(queries, k, SK, tile, M, N, KD, PRECISION),)
+            unscaled = (uniform_scores(queries, k, SK, k_tile, M, N, KD, PRECISION),)
         elif VECTOR_KEYS:
             unscaled = vector_codebook_scores(
-                queries, k, SK, tile * N, rope, start, STYLE, WIDTH, GROUP, M, L, BLOCK, KD, PRECISION
+                queries, k, SK, k_tile * N, rope, k_start, STYLE, WIDTH, GROUP, M, L, BLOCK, KD, PRECISION
             )
         elif SCALAR_KEYS:
             unscaled = scalar_codebook_scores(
-                queries, key_table, k, SK, tile * N, rope, start, STYLE, WIDTH, GROUP, M, L, R, BLOCK, KD, PRECISION
+                queries, key_table, k, SK, k_tile * N, rope, k_start, STYLE, WIDTH, GROUP, M, L, R, BLOCK, KD, PRECISION
             )
         else:
             unscaled = ()
             for i in tl.static_range(L):
                 within = subtile_tokens(line, i, R, BLOCK)
                 s = generic_scores(
-                    queries, k, SK, tile * N, tile * N + within, within, rope, start, STYLE, WIDTH, M, R, E, KD,
-                    PRECISION,
+                    queries, k, SK, k_tile * N, k_tile * N + within, within, rope, k_start, STYLE, WIDTH, M, R, E,
+                    KD, PRECISION,
                 )  # fmt: skip
                 unscaled = unscaled + (s,)
         if UNIFORM_VALUES:
-            prefetched = uniform_prefetch(v, SV, tile * N, M, N)
+            prefetched = uniform_prefetch(v, SV, v_tile * N, M, N)
         if get(SK, "outliers") > 0:
             unscaled = correct_scores(
-                unscaled, mma_layout, q, k, SK, tile * N, rope, start, STYLE, WIDTH, GROUP, M, L, R, BLOCK, PRECISION
-            )
+                unscaled, mma_layout, q, k, SK, k_tile * N, rope, k_start, STYLE, WIDTH, GROUP, M, L, R, BLOCK,
+                PRECISION,
+            )  # fmt: skip
         for i in tl.static_range(L):
             qk = qk + (unscaled[i] * scale,)
         largest = qk[0]
@@ -128,16 +135,18 @@ def attend_tiles(
             p = p + (w,)
         l_i = l_i * alpha + tl.sum(p_sum, axis=1)
         if UNIFORM_VALUES:
-            acc = uniform_accumulate(acc, p[0], alpha, prefetched, v, SV, tile, M, N, VD, PRECISION)
+            acc = uniform_accumulate(acc, p[0], alpha, prefetched, v, SV, v_tile, M, N, VD, PRECISION)
         elif VECTOR_VALUES:
-            acc = vector_codebook_accumulate(acc, p, alpha, v, SV, tile * N, M, L, BLOCK, VD, PRECISION)
+            acc = vector_codebook_accumulate(acc, p, alpha, v, SV, v_tile * N, M, L, BLOCK, VD, PRECISION)
         elif SCALAR_VALUES:
-            acc = scalar_codebook_accumulate(acc, value_table, p, alpha, v, SV, tile * N, M, L, R, BLOCK, VD, PRECISION)
+            acc = scalar_codebook_accumulate(
+                acc, value_table, p, alpha, v, SV, v_tile * N, M, L, R, BLOCK, VD, PRECISION
+            )
         else:
-            acc = generic_accumulate(acc, p, alpha, v, SV, tile * N, L, R, BLOCK, E, VD, PRECISION)
+            acc = generic_accumulate(acc, p, alpha, v, SV, v_tile * N, L, R, BLOCK, E, VD, PRECISION)
         if get(SV, "outliers") > 0:
             sums = correct_values(
-                acc[0] if SCALAR_VALUES else acc, mma_layout, p, v, SV, tile * N, VECTOR_VALUES, SCALAR_VALUES,
+                acc[0] if SCALAR_VALUES else acc, mma_layout, p, v, SV, v_tile * N, VECTOR_VALUES, SCALAR_VALUES,
                 GROUP, M, L, R, BLOCK, E, PRECISION,
             )  # fmt: skip
             acc = (sums, acc[1]) if SCALAR_VALUES else sums

@@ -94,6 +94,26 @@ class PerHead:
 
 
 @dataclass(frozen=True)
+class Pages:
+    """Block table of a side whose packed tokens are in pages: packed token t of row b is token t % block_size of page
+    block_table[b, t // block_size].
+
+    Stored tensors of `Side.packed` and `Side.outliers` then have pages instead of rows: `[pages, H, T, W]` with T for
+    `block_size` tokens, or `[pages, H, cells, T, W]`, where the T of a cell are contiguous. They are views of one
+    allocation (`pages.cell_views`), with the same strides of pages and cells in bytes. Constants (centroids, mean, std)
+    have no pages.
+
+    block_table: int32 `[B, blocks]`; entries from a row's count on are not read. Rows may share pages.
+    block_size: tokens of a page: whole groups of each tensor, and of each cell whole tiles of the kernel.
+    slots: int32 `[B]`, the index of row b in `sinks`, `ring` and `norm`; None: b.
+    """
+
+    block_table: Tensor
+    block_size: int
+    slots: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Side:
     """Keys or values of one layer: row b's tokens [0, sinks) are in `sinks`, the next count[b] in `packed`, later ones
     in the ring buffer `ring`, token t at (t - sinks) % ring_size.
@@ -102,6 +122,7 @@ class Side:
     tokens are packed. Tensors may be views; tokens of a head are contiguous. outliers: of the packed tokens.
     norm: float32 `[B, H, D]` that packed numbers were divided by; kernels divide sinks and ring by it when they read
     them. For keys, q . k = (q norm) . (k / norm), where the caller multiplies the query. None: 1.
+    pages: the block table of packed tokens and outliers; None: row b's are one run of memory.
     """
 
     packed: Packed | PerHead
@@ -110,6 +131,7 @@ class Side:
     ring: Tensor | None = None
     outliers: Outliers | None = None
     norm: Tensor | None = None
+    pages: Pages | None = None
 
 
 @dataclass(frozen=True)

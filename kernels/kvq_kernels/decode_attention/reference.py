@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from kvq_kernels.decode_attention.pages import gathered
 from kvq_kernels.decode_attention.parts import Codebook, Dense, Packed, PerHead, Rope, Side, Uniform
 
 
@@ -30,6 +31,7 @@ def decode_attention_reference(
     Returns `[B, Q, D]` in `dtype`; zeros for rows without tokens.
     """
     out = torch.zeros(query.shape, dtype=dtype, device=query.device)
+    keys, values = gathered(keys), gathered(values)
     packed_keys, packed_values = (unpack_side(side, dtype, query.shape[2]) for side in (keys, values))
     heads = packed_keys.shape[1]
     for row, length in enumerate(lengths.tolist()):
@@ -88,12 +90,13 @@ def unpack_side(side: Side, dtype: torch.dtype, dim: int) -> Tensor:
         x = unpack(side.packed, dtype, dim)
     if side.outliers is None:
         return x
-    index, value = side.outliers.index.long(), side.outliers.value.to(dtype)
     blocks = x.unflatten(2, (-1, side.outliers.tokens)).flatten(3)
+    # Blocks past a row's count may have any bits.
+    index, value = side.outliers.index.long().clamp(0, blocks.shape[3] - 1), side.outliers.value.to(dtype)
     if side.outliers.start is None:
         return blocks.scatter(3, index, value).view(x.shape)
     slot = torch.arange(index.shape[3], device=index.device)
-    head = (slot[:, None] >= side.outliers.start[..., None, 1:]).sum(-1)  # [B, 1, T / tokens, K]
+    head = (slot[:, None] >= side.outliers.start[..., None, 1:-1]).sum(-1)  # [B, 1, T / tokens, K]
     numbers = blocks.shape[3]
     pooled = blocks.transpose(1, 2).flatten(2)  # [B, T / tokens, H * numbers]
     pooled = pooled.scatter(2, (head * numbers + index)[:, 0], value[:, 0])

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 
+from kvq_kernels.decode_attention.pages import cells
 from kvq_kernels.decode_attention.parts import Dense, Packed, PerHead, Side, Uniform
 from kvq_kernels.planar import high_words, low_bits, low_words
 
@@ -50,17 +51,21 @@ class SideSpec:
     pooled_heads: int = 0  # heads whose outliers share one list; 0: each head has its list
     fenced: bool = True  # scheduling fences between loads of codebook entries (see `vector_codebook.fence`)
     nvidia: bool = True  # PTX assembly may be used
+    cell: int = 0  # packed tokens are in pages (`parts.Pages`), so many in a contiguous run; 0: a row is one run
+    cells: int = 1  # such runs of a page
 
     @classmethod
     def of(cls, side: Side, dim: int) -> SideSpec:
         """Spec of a side whose heads are all stored alike."""
         assert not isinstance(side.packed, PerHead)
+        cell, runs = (0, 1) if side.pages is None else cells(side)
         spec = replace(cls._stored(side.packed, dim), ring=side.ring is not None, normed=side.norm is not None)
+        spec = replace(spec, cell=cell, cells=runs)
         lists = side.outliers
         if lists is None:
             return spec
-        pooled = 0 if lists.start is None else lists.start.shape[3] - 1
-        return replace(spec, outliers=lists.index.shape[3], outlier_block=lists.tokens, pooled_heads=pooled)
+        pooled = 0 if lists.start is None else lists.start.shape[-1] - 1
+        return replace(spec, outliers=lists.index.shape[-1], outlier_block=lists.tokens, pooled_heads=pooled)
 
     @classmethod
     def _stored(cls, packed: Packed, dim: int) -> SideSpec:

@@ -10,8 +10,9 @@ import triton
 from torch import Tensor
 
 from kvq_kernels import tuning
+from kvq_kernels.decode_attention.arguments import pointers
 from kvq_kernels.decode_attention.configs import choose_splits
-from kvq_kernels.decode_attention.launch import pointers, product_type, sm_count
+from kvq_kernels.decode_attention.launch import product_type, sm_count
 from kvq_kernels.decode_attention.parts import Side, Uniform
 from kvq_kernels.decode_attention.spec import SideSpec
 from kvq_kernels.decode_attention.uniform import uniform_fits

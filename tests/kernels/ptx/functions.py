@@ -7,7 +7,7 @@ import re
 _HEAD = re.compile(r"\.(entry|func)\s+([\w$]+)\s*\(([^)]*)\)\s*(?=([;{.]))")
 _CALL = re.compile(r"\bcall(?:\.uni)?\s+([\w$]+)\s*,\s*\([^)]*\)\s*;")
 _GIVEN = re.compile(r"\bst\.param\.b(\d+)\s+\[param(\d+)(?:\+0)?\]\s*,")
-_TAKEN = re.compile(r"\bld\.param\.b(\d+)\s+([^,]+),\s*\[[\w$]+_param_(\d+)\]")
+_TAKEN = re.compile(r"\bld\.param\.([bsu])(\d+)\s+([^,]+),\s*\[[\w$]+_param_(\d+)\]")
 #: First number of the registers of an inlined function; its arguments are numbered from the middle.
 _APART = 100_000
 
@@ -48,10 +48,19 @@ def _body(text: str, start: int) -> str:
 
 def _in_place(body: str, number: int) -> str:
     """Body of a function for call `number`, with registers and labels of its own."""
-    body = _TAKEN.sub(lambda m: f"mov.b{m[1]} {m[2]}, {_argument(0, m[1], m[3])}", body)
+    body = _TAKEN.sub(_taken, body)
     body = re.sub(r"(%(?:p|rs|rd|r|f|fd|rh))(\d+)\b", lambda m: f"{m[1]}{number * _APART + int(m[2])}", body)
     body = re.sub(r"(\$L_\w+)", rf"\1_call_{number}", body)
     return re.sub(r"\bret\b", f"bra $returned_{number}", body) + f"\n$returned_{number}:\n"
+
+
+def _taken(load: re.Match[str]) -> str:
+    """Copy of an argument instead of its load, which may extend it to 64 bits."""
+    kind, bits, register, place = load.groups()
+    argument = _argument(0, bits, place)
+    if kind != "b" and bits != "64" and register.startswith("%rd"):
+        return f"cvt.{kind}64.{kind}{bits} {register}, {argument}"
+    return f"mov.b{bits} {register}, {argument}"
 
 
 def _argument(number: int, bits: str, place: str) -> str:

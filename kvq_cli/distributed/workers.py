@@ -1,0 +1,118 @@
+"""Workers of a Ray cluster. Ray is an extra: it is imported when a cluster is asked for."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kvq_cli.errors import KvqError, UsageError
+
+Task = TypeVar("Task")
+Result = TypeVar("Result")
+#: Tasks that are submitted for each worker, so that none waits for the next one.
+AHEAD = 2
+#: How often a task is repeated whose worker or machine died.
+RETRIES = 3
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers of a cluster that this process is connected to.
+
+    count: tasks that run at the same time. gpus: GPUs of each task. threads: CPU threads of each task.
+    """
+
+    count: int
+    gpus: int
+    threads: int
+
+    def run(self, function: Callable[[Any, Task], Result], shared: Any, tasks: Iterable[Task]) -> Iterator[Any]:
+        """Yield `(task, function(shared, task))` in the order of the tasks; `AHEAD` of them per worker are taken early.
+
+        Everything is pickled; `shared` once. A task whose worker dies runs again on another one, `RETRIES` times, then
+        KvqError. An exception of `function` is raised here. After Ctrl-C, the results that have arrived are yielded
+        before KeyboardInterrupt.
+        """
+        import ray
+
+        call = ray.remote(num_cpus=1, num_gpus=self.gpus, max_retries=RETRIES)(function)
+        sent, waiting, left = ray.put(shared), deque[tuple[Task, Any]](), iter(tasks)
+        try:
+            while True:
+                while len(waiting) < AHEAD * self.count and (task := next(left, None)) is not None:
+                    waiting.append((task, call.remote(sent, task)))
+                if not waiting:
+                    return
+                result = _result(waiting[0][1])
+                yield waiting.popleft()[0], result
+        except KeyboardInterrupt:
+            for task, reference in waiting:
+                if ray.wait([reference], timeout=0)[0]:
+                    yield task, _result(reference)
+            raise
+        finally:
+            for _, reference in waiting:
+                ray.cancel(reference, force=True)
+
+
+def _result(reference: Any) -> Any:
+    """The result of a task; the exception that it raised."""
+    import ray
+
+    try:
+        return ray.get(reference)
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    except ray.exceptions.RayError as error:
+        raise KvqError(f"a worker died {RETRIES + 1} times: {str(error).strip().splitlines()[0]}") from None
+
+
+@contextmanager
+def connected(workers: int | None, address: str | None, device: str = "cpu") -> Iterator[Workers | None]:
+    """Inside the block, the workers of a cluster; None where neither is given: everything runs in this process.
+
+    workers: as many processes on this machine. address: HOST:PORT of a running cluster, or "auto"; each CPU of it is a
+    worker, or each GPU where device is "cuda". Raises UsageError for both, KvqError without Ray or a cluster.
+    """
+    if workers is None and address is None:
+        yield None
+        return
+    if workers is not None and address is not None:
+        raise UsageError("--workers with --ray: use one of them")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ModuleNotFoundError:
+        raise KvqError("--workers and --ray need Ray: pip install 'kvq-cli[ray]'") from None
+    gpus = int(device == "cuda")
+    quiet: dict[str, Any] = {"logging_level": "ERROR", "log_to_driver": False}
+    try:
+        if address is None:
+            ray.init(address="local", num_cpus=workers, include_dashboard=False, **quiet)
+        else:
+            _check_reachable(address)
+            ray.init(address=address, **quiet)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise KvqError(f"--ray {address}: {str(error).strip().splitlines()[0]}") from None
+    try:
+        count = int(ray.cluster_resources().get("GPU" if gpus else "CPU", 0))
+        if not count:
+            raise KvqError(f"--ray {address}: the cluster has no {'GPU' if gpus else 'CPU'}")
+        yield Workers(count, gpus, 1 if workers is None else max(1, (os.cpu_count() or 1) // workers))
+    finally:
+        ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Raise OSError or ValueError for an address where nothing listens: Ray would try for minutes."""
+    if address == "auto":
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise ValueError("must be HOST:PORT or auto")
+    socket.create_connection((host, int(port)), timeout=10).close()

@@ -1,0 +1,120 @@
+"""Tasks on a Ray cluster of two nodes: order, errors, Ctrl-C, and a node that dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from kvq_cli.distributed import connected
+from kvq_cli.errors import KvqError, NotFiniteError, UsageError
+
+
+def test_without_options_there_are_no_workers():
+    with connected(None, None) as workers:
+        assert workers is None
+
+
+def test_both_options_contradict(kvq):
+    with pytest.raises(UsageError, match="--workers with --ray"), connected(2, "auto"):
+        pass
+    assert kvq("eval", "--workers", "0").exit_code == 2
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(KvqError, match=r"pip install 'kvq-cli\[ray\]'"), connected(2, None):
+        pass
+
+
+@pytest.mark.parametrize(("address", "reason"), [("127.0.0.1:1", "refused"), ("head", "must be HOST:PORT or auto")])
+def test_a_missing_cluster_is_an_error(address, reason):
+    with pytest.raises(KvqError, match=f"--ray {address}: .*{reason}"), connected(None, address):
+        pass
+
+
+def square(factor: int, task: int) -> int:
+    if task < 0:
+        error = NotFiniteError("too small")
+        error.method = "kivi"
+        raise error
+    return factor * task * task
+
+
+def wait_for(path: Path, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < end, path
+        time.sleep(0.05)
+
+
+def once_held(folder: str, task: int) -> int:
+    """The second task writes its process and waits to be killed when it runs for the first time."""
+    started = Path(folder) / f"{task}-{time.time_ns()}"
+    started.write_text(str(os.getpid()))
+    if task == 1 and len(list(Path(folder).glob("1-*"))) == 1:
+        time.sleep(120)
+    return task
+
+
+def held(folder: str, task: int) -> int:
+    if task == 1:
+        (Path(folder) / "waits").touch()
+        time.sleep(120)
+    (Path(folder) / f"done-{task}").touch()
+    return task
+
+
+@pytest.mark.slow
+def test_results_come_in_the_order_of_the_tasks_and_errors_as_they_were_raised(cluster):
+    with connected(None, cluster.address) as workers:
+        assert workers.count == 2
+        assert list(workers.run(square, 3, range(9))) == [(task, 3 * task * task) for task in range(9)]
+        with pytest.raises(NotFiniteError, match="too small") as raised:
+            list(workers.run(square, 3, [1, -1, 2]))
+        assert raised.value.method == "kivi"
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_the_results_that_have_arrived(cluster, tmp_path):
+    def interrupt():
+        for name in ("waits", "done-2"):
+            wait_for(tmp_path / name)
+        time.sleep(1)  # until the result of task 2 is on its way
+        os.kill(os.getpid(), signal.SIGINT)
+
+    arrived = []
+    with connected(None, cluster.address) as workers:
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            for task, _ in workers.run(held, str(tmp_path), range(8)):
+                arrived.append(task)
+        thread.join()
+    assert arrived[:2] == [0, 2] and 1 not in arrived
+
+
+@pytest.mark.slow
+def test_a_task_on_a_node_that_dies_runs_again(two_nodes, tmp_path):
+    """Its worker is killed, too: a node that is only removed lets its task finish."""
+    cluster, node = two_nodes
+
+    def kill():
+        deadline = time.monotonic() + 60
+        while not (started := list(tmp_path.glob("1-*"))) or not started[0].read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        cluster.remove_node(node, allow_graceful=False)
+        os.kill(int(started[0].read_text()), signal.SIGKILL)
+
+    with connected(None, cluster.address) as workers:
+        thread = threading.Thread(target=kill)
+        thread.start()
+        assert [result for _, result in workers.run(once_held, str(tmp_path), range(6))] == list(range(6))
+        thread.join()
+    assert len(list(tmp_path.glob("1-*"))) == 2
