@@ -80,7 +80,7 @@ def measure(method: str, arguments: argparse.Namespace, folder: Path) -> list[st
         )
         preempted = preemptions(arguments.port)
     result = json.loads(answer.read_text())
-    blocks = re.search(r"GPU KV cache size: ([\d,]+) tokens", log.read_text())
+    blocks = re.search(r"KV cache size: ([\d,]+) tokens", log.read_text())
     return [
         method,
         blocks[1] if blocks else "-",
