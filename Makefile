@@ -38,7 +38,7 @@ BENCH := --compare kivi,temporalkv --bits 2
 OLDEST_TESTS := $(addprefix tests/,artifact attention cache calibration cli codecs data evaluation methods)
 
 .PHONY: help demo test lint docs artifacts list repro repro-fast reproduction smollm2 compare comparison beyond settings bench \
-	pages session test-all gpu gpu-test gpu-bench gpu-tune gpu-growth gpu-pack gpu-unpack gpu-memory clean
+	pages session test-all test-vllm gpu gpu-test gpu-bench gpu-tune gpu-growth gpu-pack gpu-unpack gpu-memory clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -67,10 +67,24 @@ help:  ## Show this list.
 	allpairspy hypothesis pytest-xdist scipy==1.14
 	touch $@
 
+# vLLM's own environment: its packages are older than those of .venv. PyTorch comes first, since the wheel pins the CUDA
+# build of another version, which runs nowhere else.
+.venv/vllm/.installed: pyproject.toml constraints.txt tools/vllm/requirements.txt tests/vllm/platform/pyproject.toml
+	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	install="$(@D)/bin/python -m pip install --quiet --disable-pip-version-check"
+	grep -E '^(torch|triton)==' constraints.txt > $(@D)/constraints.txt
+	$$install -c $(@D)/constraints.txt torch -r tools/vllm/requirements.txt
+	$$install --no-deps -r tools/vllm/wheels.txt
+	$$install -c $(@D)/constraints.txt -e . -e tests/vllm/platform pytest hypothesis
+	touch $@
+
 test: .venv/.installed  ## Test every method, command and kernel family: under 5 minutes on two cores.
 	@$(PYTEST) -m "not slow" tests
 	# A launch of each kernel family, executed as compiled for a GPU.
 	KVQ_TEST_PTX=sm_90 $(PYTEST) -m "not slow" tests/kernels/test_compiled.py
+
+test-vllm: .venv/vllm/.installed  ## Test kvq inside vLLM, in an environment of its own: about 8 minutes.
+	@OMP_NUM_THREADS=1 $(<D)/bin/python -m pytest --durations=10 --durations-min=1 tests/vllm
 
 # The oldest versions come last: they need the other environments.
 test-all: .venv/.installed .venv/device/.installed .venv/oldest/.installed  ## Run all tests, also with the oldest supported versions: about 20 minutes.

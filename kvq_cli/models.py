@@ -73,7 +73,7 @@ def load_model(
 
     target = torch_device(device)
     weight_dtype = _torch_dtype(dtype)
-    source = _source(name)
+    source = model_source(name)
     local = Path(source).is_dir() or not _on_the_hub(source)
     tokenizer = _load_tokenizer(name, source, local, trust_remote_code)
     with _loading(name):
@@ -166,7 +166,7 @@ def model_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(_source(name), trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(model_source(name), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, TypeError, ImportError) as error:
         unreadable = f"--model {name}: cannot read its configuration ({_first_line(error)})"
         raise _code_refused(name, error) or KvqError(unreadable) from None
@@ -244,7 +244,7 @@ def _torch_dtype(name: str) -> torch.dtype | str:
     return name if name == "auto" else getattr(torch, name)
 
 
-def _source(name: str) -> str:
+def model_source(name: str) -> str:
     """The folder or the Hub id that `name` is loaded from."""
     from kvq_cli.reference import model_path
 

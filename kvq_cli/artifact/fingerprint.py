@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +46,8 @@ def fingerprint(model: PreTrainedModel) -> Fingerprint:
     Weights are hashed as bfloat16, so that the fingerprint of a 16-bit checkpoint depends neither on the dtype it is
     loaded in nor on the device.
     """
-    return Fingerprint(**architecture(model.config), weights=_hash_weights(model))
+    weights = sorted((name, weight) for name, weight in model.named_parameters() if is_hashed(name))
+    return Fingerprint(**architecture(model.config), weights=hash_weights(weights))
 
 
 def architecture(config: PretrainedConfig) -> dict[str, Any]:
@@ -62,11 +64,16 @@ def architecture(config: PretrainedConfig) -> dict[str, Any]:
     }
 
 
-def _hash_weights(model: PreTrainedModel) -> str:
+def is_hashed(name: str) -> bool:
+    """Whether the weight is part of a fingerprint."""
+    return _KEY_VALUE_WEIGHTS.search(name) is not None
+
+
+def hash_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """The sha256 of named key and value weights, in this order."""
     digest = hashlib.sha256()
-    for name, weight in sorted(model.named_parameters()):
-        if _KEY_VALUE_WEIGHTS.search(name):
-            digest.update(f"{name} {tuple(weight.shape)}\n".encode())
-            exact = weight.detach().to("cpu", torch.bfloat16 if weight.is_floating_point() else weight.dtype)
-            digest.update(exact.contiguous().view(torch.uint8).flatten().numpy().data)
+    for name, weight in weights:
+        digest.update(f"{name} {tuple(weight.shape)}\n".encode())
+        exact = weight.detach().to("cpu", torch.bfloat16 if weight.is_floating_point() else weight.dtype)
+        digest.update(exact.contiguous().view(torch.uint8).flatten().numpy().data)
     return digest.hexdigest()

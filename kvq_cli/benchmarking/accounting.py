@@ -78,11 +78,19 @@ def counted_layers(method: Method, shape: ModelShape, context: int, batch: int =
 @lru_cache(maxsize=32)
 def _distinct_plans(method: Method, shape: ModelShape) -> tuple[tuple[LayerPlan, int], ...]:
     """The plans that differ, with codecs that encode tensors without memory, and how many layers have each."""
+    return tuple((_without_memory(plan, shape), count) for plan, count in distinct_plans(method, shape))
+
+
+def distinct_plans(method: Method, shape: ModelShape) -> list[tuple[LayerPlan, int]]:
+    """The plans that differ in what they store, and how many layers have each; tensors of artifacts are stand-ins.
+
+    UsageError if the method's options do not fit the shape.
+    """
     distinct: dict[Any, list[LayerPlan]] = {}
     for index in range(shape.layers):
         plan = method.plan(index, shape, artifact_tensors(method, shape, index))
         distinct.setdefault(_structure(plan), []).append(plan)
-    return tuple((_without_memory(plans[0], shape), len(plans)) for plans in distinct.values())
+    return [(plans[0], len(plans)) for plans in distinct.values()]
 
 
 def _without_memory(plan: LayerPlan, shape: ModelShape) -> LayerPlan:

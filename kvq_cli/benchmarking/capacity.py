@@ -1,13 +1,18 @@
-"""The longest context and largest batch that fit into a memory budget beside the weights, for a method's cache."""
+"""The longest context and largest batch that fit into a memory budget beside the weights, for a method's cache.
+
+The cache is kvq's own, or held in vLLM's blocks as `kvq serve` lays them out (docs/SERVING.md).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from kvq_cli.benchmarking.accounting import account, artifact_bytes
+from kvq_cli.benchmarking.accounting import account, artifact_bytes, distinct_plans
 from kvq_cli.methods.base import Method, ModelShape
+from kvq_cli.vllm.checks import check_plans
+from kvq_cli.vllm.layout import CacheLayout, cache_layout
 
 
 @dataclass(frozen=True)
@@ -16,7 +21,8 @@ class Capacity:
 
     weights, artifact, cache: bytes of the model, the method's constants, and the cache at the given context and batch.
     fits: whether their sum is within the budget. context: the longest context at the given batch. batch: the largest
-    batch at the given context. Both are 0 if nothing fits.
+    batch at the given context. Both are 0 if nothing fits. block_tokens, blocks: of vLLM, in the memory that weights
+    and constants leave; None for kvq's own cache.
     """
 
     weights: int
@@ -25,9 +31,11 @@ class Capacity:
     fits: bool
     context: int
     batch: int
+    block_tokens: int | None = None
+    blocks: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def capacity(
@@ -37,12 +45,52 @@ def capacity(
 
     limit: the model's maximum context. UsageError if the method's options do not fit the shape.
     """
-    artifact = sum(artifact_bytes(method, shape).values())
-    available = budget - weights - artifact
 
     def cache_bytes(tokens: int, rows: int) -> int:
         return account(method, shape, tokens, rows).bytes
 
+    return _capacity(cache_bytes, artifact_bytes(method, shape), weights, limit, context, batch, budget)
+
+
+def serving_capacity(
+    method: Method, shape: ModelShape, weights: int, limit: int, context: int, batch: int, budget: int
+) -> Capacity:
+    """`capacity` in vLLM's blocks: `batch` requests that decode at the same time, `context` tokens each.
+
+    A request holds the blocks of its packed tokens and those of its sinks and newest tokens; one block is vLLM's own.
+    Blocks of the prompt tokens that a step computes come on top. UsageError for a method that cannot be served.
+    """
+    layout = serving_layout(method, shape)
+    block = layout.page_bytes * shape.layers
+
+    def cache_bytes(tokens: int, rows: int) -> int:
+        return (1 + rows * layout.blocks_of(tokens)) * block
+
+    constants = artifact_bytes(method, shape)
+    found = _capacity(cache_bytes, constants, weights, limit, context, batch, budget)
+    blocks = max(0, layout.blocks(budget - weights - found.artifact))
+    return replace(found, block_tokens=layout.block_size, blocks=blocks)
+
+
+def serving_layout(method: Method, shape: ModelShape) -> CacheLayout:
+    """The layout of vLLM's pages that `kvq serve` chooses. UsageError for a method that cannot be served."""
+    plans = [plan for plan, count in distinct_plans(method, shape) for _ in range(count)]
+    check_plans(method, plans)
+    return cache_layout(plans, shape)
+
+
+def _capacity(
+    cache_bytes: Callable[[int, int], int],
+    constants: Mapping[str, int],
+    weights: int,
+    limit: int,
+    context: int,
+    batch: int,
+    budget: int,
+) -> Capacity:
+    """cache_bytes: `(tokens, sequences)` -> bytes."""
+    artifact = sum(constants.values())
+    available = budget - weights - artifact
     cache = cache_bytes(context, batch)
     longest = _largest(lambda tokens: cache_bytes(tokens, batch) <= available, context, limit)
     # Bytes are linear in the batch: every tensor of the cache has one entry per sequence.

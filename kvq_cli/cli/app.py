@@ -29,6 +29,7 @@ COMMANDS = (
     ("tune", "tune:tune", "Compress"),
     ("generate", "generate:generate", "Compress"),
     ("chat", "chat:chat", "Compress"),
+    ("serve", "serve:serve", "Compress"),
     ("eval", "eval:evaluate", "Evaluate"),
     ("bench", "bench:app", "Evaluate"),
     ("analyze", "analyze:analyze", "Evaluate"),
@@ -41,6 +42,8 @@ COMMANDS = (
     ("reproduce", "reproduce:reproduce", "Evaluate"),
 )
 ALIASES = {"evaluate": "eval"}
+#: Commands that pass on options which they do not know.
+PASSING = {"serve": {"allow_extra_args": True, "ignore_unknown_options": True}}
 #: Options of all commands that print their help.
 HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -180,7 +183,11 @@ def _build() -> typer.Typer:
         if isinstance(command, typer.Typer):
             root.add_typer(command, name=name, rich_help_panel=panel, epilog=epilog(name))
         else:
-            root.command(name, cls=AnnouncingCommand, rich_help_panel=panel, epilog=epilog(name))(command)
+            settings: dict[str, Any] = PASSING.get(name, {})
+            add = root.command(
+                name, cls=AnnouncingCommand, context_settings=settings, rich_help_panel=panel, epilog=epilog(name)
+            )
+            add(command)
     return root
 
 

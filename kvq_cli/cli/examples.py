@@ -20,6 +20,10 @@ EXAMPLES = {
         'kvq generate "What is the capital of France?" --model smollm2 --system "Answer in one word."',
     ),
     "chat": ("kvq chat --model smollm2", "kvq chat --method kivi --bits 4 --set sinks=32"),
+    "serve": (
+        "kvq serve --model smollm2 --method kivi --bits 2 --port 8000",
+        "kvq serve --artifact artifacts/reference/temporalkv-2bit --max-model-len 1024 --dry-run",
+    ),
     "eval": (
         "kvq eval --task perplexity --compare fp16,kivi,temporalkv --bits 2 --limit 8",
         "kvq eval --task ruler --compare kivi-2bit,innerq:sign=inside --set sinks=32 --set recent=96 --context 512",

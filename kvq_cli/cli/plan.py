@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +12,8 @@ from kvq_cli.cli.output import Output, human_bytes
 from kvq_cli.cli.sizes import Batch, Compare, Context, ModelName, ShapeName, each_method, model_size
 from kvq_cli.errors import UsageError
 from kvq_cli.units import parse_bytes
+
+Engine = StrEnum("Engine", ["kvq", "vllm"])
 
 if TYPE_CHECKING:
     from kvq_cli.benchmarking.capacity import Capacity
@@ -24,6 +27,10 @@ GpuName = Annotated[
 Reserve = Annotated[
     str, typer.Option("--reserve", metavar="SIZE", help="Memory reserved for activations and libraries.")
 ]
+Held = Annotated[
+    Engine,
+    typer.Option("--engine", help="Who holds the cache: kvq (`kvq generate`), or vllm (`kvq serve`), in blocks."),
+]
 
 
 def plan(
@@ -35,6 +42,7 @@ def plan(
     shapes: ShapeName = None,
     context: Context = 8192,
     batch: Batch = 1,
+    engine: Held = Engine.kvq,
     reserve: Reserve = "2GB",
     model: ModelName = "reference",
     trust_remote_code: opt.TrustRemoteCode = False,
@@ -43,11 +51,12 @@ def plan(
     """Show which methods fit into a memory, with the longest context and the largest batch of each.
 
     Counts 16-bit weights and each method's cache from tensor shapes; no weights are read. The memory of activations
-    depends on the model and on --prefill-chunk: cover it with --reserve.
+    depends on the model and on --prefill-chunk: cover it with --reserve. With --engine vllm, the batch is the number
+    of requests that decode at the same time, and methods that cannot be served are left out.
     """
     out = Output(as_json=as_json)
     total, held_back = _memory_bytes(memory, gpu), parse_bytes(reserve, "--reserve")
-    from kvq_cli.benchmarking.capacity import capacity
+    from kvq_cli.benchmarking.capacity import capacity, serving_capacity
 
     size = model_size(shapes, model, trust_remote_code)
     room, device = total - held_back, f"--memory {memory}" if gpu is None else f"--gpu {gpu}"
@@ -59,17 +68,22 @@ def plan(
     found, rows = [], []
 
     def count(method: Method) -> Capacity:
-        return capacity(method, *size, context, batch, room)
+        counted = serving_capacity if engine is Engine.vllm else capacity
+        return counted(method, *size, context, batch, room)
 
     for label, one in each_method(compare, bits, set_, count, out):
         found.append({"method": label, **one.to_dict()})
         rows.append([label, human_bytes(one.cache), human_bytes(one.weights + one.artifact + one.cache)])
         rows[-1] += ["yes" if one.fits else "no", f"{one.context:,}", f"{one.batch:,}"]
+        if one.blocks is not None:
+            rows[-1].append(f"{one.blocks:,} x {one.block_tokens}")
     columns = ["method", "cache", "with weights", "fits", f"longest context x {batch}", f"largest batch x {context:,}"]
+    columns += ["blocks x tokens"] if engine is Engine.vllm else []
     where = memory or f"{human_bytes(total)} of {gpu}"
     title = f"{shapes or model} in {where}, {reserve} of it reserved: weights {human_bytes(size.weights_bytes)}"
     out.table(columns, rows, title=f"{title}, {batch} x {context:,} tokens")
     document = {"shape": shapes or model, "memory": total, "reserve": held_back, "context": context, "batch": batch}
+    document |= {"engine": engine.value}
     out.result({**document, "methods": found})
 
 

@@ -328,6 +328,10 @@ RULES: dict[str, dict[str, Rule]] = {
         "seed": _sampled,
         "trust_remote_code": _code,
     },
+    "serve": {
+        **_all_read("method", "bits", "artifact", "set_", "dry_run", "model", "dtype", "quiet"),
+        "trust_remote_code": _code,
+    },
     "calibrate": {
         **_all_read("method", "bits", "set_", "fisher", "dry_run", "model", "device", "dtype"),
         **_all_read("config", "as_json", "quiet"),
@@ -400,7 +404,7 @@ RULES: dict[str, dict[str, Rule]] = {
         **_rules(_either(_not_papers, _not_shapes), "model", "trust_remote_code"),
     },
     "plan": {
-        **_all_read("memory", "gpu", "compare", "shapes", "context", "batch", "reserve", "as_json"),
+        **_all_read("memory", "gpu", "compare", "shapes", "context", "batch", "engine", "reserve", "as_json"),
         **_rules(_shared, "bits", "set_"),
         **_rules(_not_shapes, "model", "trust_remote_code"),
     },

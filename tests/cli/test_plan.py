@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvq_cli.benchmarking.accounting import account
-from kvq_cli.benchmarking.capacity import capacity
+from kvq_cli.benchmarking.capacity import capacity, serving_capacity, serving_layout
 from kvq_cli.benchmarking.shapes import CONTEXT, SHAPES
 from kvq_cli.cli.app import app
 from kvq_cli.cli.sizes import ModelSize, model_size
@@ -36,6 +36,28 @@ def test_capacity_limits():
     nothing = capacity(method, shape, 1000, CONTEXT, context=512, batch=1, budget=2000)
     assert (nothing.fits, nothing.context, nothing.batch) == (False, 0, 0)
     assert capacity(method, shape, 1000, 700, context=512, batch=1, budget=10**12).context == 700
+
+
+@pytest.mark.parametrize(("name", "options"), METHODS[:3])
+def test_requests_that_fit_into_blocks_of_vllm(name, options):
+    method, shape = build(name, **options), replace(SHAPE.model_shape(), layers=2)
+    found = serving_capacity(method, shape, 1000, CONTEXT, context=3000, batch=2, budget=50 * 10**6)
+    layout = serving_layout(method, shape)
+    assert (found.block_tokens, found.blocks) == (layout.block_size, layout.blocks(50 * 10**6 - 1000 - found.artifact))
+
+    def left(requests, tokens):  # of the blocks that requests can have: vLLM keeps one
+        return found.blocks - 1 - requests * layout.blocks_of(tokens)
+
+    assert left(found.batch, 3000) >= 0 > left(found.batch + 1, 3000)
+    assert left(2, found.context) >= 0 > left(2, int(found.context * 1.01) + layout.block_size)
+
+
+def test_methods_that_cannot_be_served_have_no_plan(kvq):
+    words = ("plan", "--engine", "vllm", "--shapes", "llama-3.2-1b", "--memory", "8GB", "--bits", "2", "--json")
+    result = kvq(*words, "--compare", "kivi")
+    assert json.loads(result.stdout)["methods"][0]["block_tokens"] == 96
+    assert "its codes depend on the whole prompt" in kvq(*words, "--compare", "kivi,squat").stderr
+    assert "it caches layer inputs" in kvq(*words, "--compare", "xquant").stderr
 
 
 def test_the_command(tmp_path):

@@ -1,0 +1,66 @@
+"""`kvq serve`: a vLLM server whose cache is compressed by a method of kvq."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from importlib.metadata import PackageNotFoundError
+from typing import Annotated
+
+import typer
+
+from kvq_cli.cli import options as opt
+from kvq_cli.cli.output import Output
+from kvq_cli.cli.resolve import resolve
+from kvq_cli.errors import KvqError
+
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and print the command; start no server.")]
+
+
+def serve(
+    ctx: typer.Context,
+    method: opt.MethodOrDefault = None,
+    bits: opt.Bits = None,
+    artifact: opt.ArtifactDir = None,
+    set_: opt.Set = None,
+    dry_run: DryRun = False,
+    model: opt.Model = "reference",
+    trust_remote_code: opt.TrustRemoteCode = False,
+    dtype: opt.Dtype = "auto",
+    quiet: opt.Quiet = False,
+) -> None:
+    """Serve a model with vLLM (extra `vllm`), its cache compressed. All other flags are vLLM's own, such as --port.
+
+    Checks the method and its artifact against the model, computes the block size, prints the `vllm serve` command and
+    becomes it. docs/SERVING.md has the methods, their windows and what they cost.
+    """
+    out = Output(quiet=quiet)
+    from kvq_cli.vllm.plugin import check_version
+    from kvq_cli.vllm.prepare import prepare
+
+    if not dry_run:
+        try:
+            check_version()
+        except PackageNotFoundError:
+            raise KvqError("vLLM is not installed: pip install 'kvq-cli[vllm]'") from None
+    attachable = resolve(
+        model, method, bits, artifact, _options(method, artifact, set_), trust_remote_code=trust_remote_code
+    )
+    flags = [*ctx.args, *(["--trust-remote-code"] if trust_remote_code else [])]
+    plan = prepare(attachable, model, dtype, trust_remote_code, flags)
+    out.note(plan.summary())
+    arguments = plan.arguments()
+    print(shlex.join(["vllm", *arguments]))
+    if not dry_run:
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", *arguments])
+
+
+def _options(method: str | None, artifact: object, pairs: list[str] | None) -> dict[str, str]:
+    """`--set`, and for methods without an artifact what a server sets unless it is given."""
+    from kvq_cli.cli.resolve import DEFAULT_METHOD
+    from kvq_cli.vllm.served import served_options
+
+    given = opt.method_options(pairs)
+    return given if artifact is not None else served_options(method or DEFAULT_METHOD, given)

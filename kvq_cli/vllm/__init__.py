@@ -1,0 +1,12 @@
+"""kvq's methods inside vLLM: a plugin for its server, and what `kvq serve` checks before it starts one.
+
+    layout.py        where packed tensors lie in a page; block sizes; blocks in a memory
+    pages.py         a stream of the cache over pages
+    paged_layer.py   attention of a batch of sequences over pages
+    exact_blocks.py  vLLM's blocks of tokens in full precision
+    backend.py       vLLM's attention backend     engine.py  what the layers of an engine share
+    rope.py          undoing RoPE on write        served.py  the method in vLLM's flags
+    checks.py        reasons to refuse            plugin.py  registration
+
+vllm itself is imported by backend.py, engine.py, exact_blocks.py and, inside functions, plugin.py and rope.py.
+"""

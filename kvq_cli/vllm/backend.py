@@ -1,0 +1,201 @@
+"""The attention backend: vLLM's interfaces over `PagedLayer`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, KVQuantMode
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from kvq_cli.attention.score_form import ScoreForm
+from kvq_cli.errors import UsageError
+from kvq_cli.methods.base import ModelShape
+from kvq_cli.vllm.engine import Engine
+from kvq_cli.vllm.exact_blocks import ExactManager, ExactSpec
+from kvq_cli.vllm.layout import ExactWindow
+from kvq_cli.vllm.paged_layer import PagedLayer, Sequence
+from kvq_cli.vllm.served import cache_dtypes
+
+
+@dataclass
+class KvqMetadata:
+    """A batch: request i has the queries [starts[i], starts[i + 1]) and `lengths[i]` tokens with them."""
+
+    starts: list[int]
+    lengths: list[int]
+    blocks: Tensor
+
+
+class KvqBuilder(AttentionMetadataBuilder[KvqMetadata]):
+    def __init__(
+        self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: Any
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> KvqMetadata:
+        m = common_attn_metadata
+        return KvqMetadata(m.query_start_loc_cpu.tolist(), m.seq_lens.tolist(), m.block_table_tensor.long())
+
+
+class KvqBackend(AttentionBackend):
+    """Attention over pages of packed tokens."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"  # the name of backends that plugins add
+
+    @staticmethod
+    def get_impl_cls() -> type[KvqImpl]:
+        return KvqImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[KvqBuilder]:
+        return KvqBuilder
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: Any) -> bool:
+        return kv_cache_dtype in cache_dtypes()
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """One state of `page_bytes` bytes for a block; nothing is known of heads and tokens in it."""
+        engine = Engine.current
+        if engine is None or spec.kv_quant_mode == KVQuantMode.NONE or spec.state_content_bytes is not None:
+            return spec
+        layout = engine.layout
+        spec = replace(spec, num_head_slots=1, block_size=layout.block_size, tokens_per_state=layout.block_size)
+        return replace(spec, state_content_bytes=layout.page_bytes)
+
+
+class ExactBackend(KvqBackend):
+    """The blocks of exact tokens, which have no attention of their own."""
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        return spec
+
+
+class ExactTokens(torch.nn.Module, AttentionLayerBase):
+    """The exact tokens of one layer, as vLLM sees them: a second layer with a cache."""
+
+    def __init__(self, engine: Engine, shape: ModelShape) -> None:
+        super().__init__()
+        self.engine, self.shape, self.kv_cache = engine, shape, torch.empty(0)
+
+    def get_attn_backend(self) -> type[AttentionBackend]:
+        return ExactBackend
+
+    def get_kv_cache_spec(self, vllm_config: VllmConfig) -> KVCacheSpec:
+        layout, exact = self.engine.layout, self.engine.layout.exact
+        assert isinstance(exact, ExactWindow)
+        return ExactSpec(
+            block_size=exact.block_size,
+            num_kv_heads=1,
+            head_size=self.shape.head_dim,
+            dtype=torch.uint8,
+            kv_quant_mode=KVQuantMode.CUSTOM,
+            num_head_slots=1,
+            tokens_per_state=exact.block_size,
+            state_content_bytes=layout.page_bytes,
+            sliding_window=exact.recent + 1,
+            sinks=exact.sinks,
+            windows=exact.windows,
+        )
+
+
+class KvqImpl(AttentionImpl[KvqMetadata]):
+    """The attention of one layer."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        **others: Any,
+    ) -> None:
+        if alibi_slopes is not None or sliding_window is not None or kv_sharing_target_layer_name is not None:
+            raise UsageError("kvq serves attention without ALiBi, sliding windows and layers that share a cache")
+        self.scaling, self.form = float(scale), ScoreForm.of(logits_soft_cap or None, None)
+        self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
+        self.engine = Engine.for_config(get_current_vllm_config(), num_heads, self.num_kv_heads, head_size)
+        self.index = self.engine.next_layer()
+        self.exact_name: str | None = None
+        if self.engine.has_exact_tokens:
+            register_exact_tokens()
+            context = get_current_vllm_config().compilation_config.static_forward_context
+            self.exact_name = f"model.layers.{self.index}.self_attn.kvq_exact"
+            self.exact = context[self.exact_name] = ExactTokens(self.engine, self.engine.shape)
+        self.layer: PagedLayer | None = None
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: KvqMetadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if attn_metadata is None:  # vLLM measures its memory before there is a cache
+            return output.zero_()
+        if self.layer is None:
+            self.layer = self.engine.paged_layer(self.index, layer.layer_name)
+            self.layer.bind(_pages(kv_cache), None if self.exact_name is None else _pages(self.exact.kv_cache))
+        exact = None
+        if self.exact_name is not None:
+            exact = get_forward_context().attn_metadata[self.exact_name].blocks
+        batch, count = attn_metadata, attn_metadata.starts[-1]
+        sequences = [
+            Sequence(start, stop, length - (stop - start), batch.blocks[i], None if exact is None else exact[i])
+            for i, (start, stop, length) in enumerate(
+                zip(batch.starts[:-1], batch.starts[1:], batch.lengths, strict=False)
+            )
+            if stop > start
+        ]
+        output[:count] = self.layer.attend(
+            query[:count], key[:count], value[:count], sequences, self.scaling, self.form
+        )
+        return output
+
+
+def _pages(cache: Tensor) -> Tensor:
+    """uint8 `[pages, bytes]`."""
+    return cache.view(torch.uint8)[:, 0, 0]
+
+
+def register_exact_tokens() -> None:
+    """Register `ExactSpec` with vLLM."""
+    KVCacheSpecRegistry._ensure_registered()
+    KVCacheSpecRegistry.register(ExactSpec, ExactManager)

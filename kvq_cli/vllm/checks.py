@@ -1,0 +1,67 @@
+"""Reasons to refuse a method or a model before an engine starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from kvq_cli.attention.capture_points import sliding_windows
+from kvq_cli.codecs.base import PromptCodec
+from kvq_cli.errors import UsageError
+from kvq_cli.methods.base import LayerPlan, Method
+from kvq_cli.models import text_config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def check_plans(method: Method, plans: Sequence[LayerPlan]) -> None:
+    """Raise UsageError for a method that cannot be paged."""
+    for plan in plans:
+        if plan.cross_layer is not None or plan.keys.source == "input":
+            raise UsageError(
+                f"method {method.name} cannot be served: it caches layer inputs, of which vLLM passes none to its "
+                "attention"
+            )
+        if any(isinstance(stream.codec, PromptCodec) for stream in plan.kept):
+            mend = "; use --set norm=off, with a mode other than hybrid_prefill" if method.name == "innerq" else ""
+            raise UsageError(
+                f"method {method.name} cannot be served with these options: its codes depend on the whole prompt, but "
+                f"vLLM's blocks may depend on the tokens before their end alone{mend}"
+            )
+
+
+def check_model(config: PretrainedConfig, name: str) -> None:
+    """Raise UsageError for a model whose attention kvq does not page."""
+    text = text_config(config)
+    if getattr(text, "kv_lora_rank", None):
+        raise UsageError(f"{name} has multi-head latent attention (MLA), whose latents kvq does not compress")
+    if any(window is not None for window in sliding_windows(text)):
+        raise UsageError(f"{name} has sliding-window attention, which kvq does not serve: use `kvq generate`")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UsageError(f"{name} is no decoder-only model")
+
+
+#: vLLM's flags with which kvq does not serve -> the reason, and the values that change nothing.
+REFUSED_FLAGS = {
+    "--tensor-parallel-size": ("a layer's heads are packed together", ("1",)),
+    "--pipeline-parallel-size": ("all layers must be in one process", ("1",)),
+    "--decode-context-parallel-size": ("a sequence's tokens are packed together", ("1",)),
+    "--speculative-config": ("drafted tokens would be packed before they are rejected", ()),
+    "--kv-transfer-config": ("blocks of exact tokens cannot be transferred", ()),
+    "--disable-hybrid-kv-cache-manager": ("exact tokens have blocks of their own", ()),
+}
+#: Short forms of these flags.
+_ALIASES = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-sc": "--speculative-config"}
+
+
+def check_flags(flags: Sequence[str]) -> None:
+    """Raise UsageError for flags of vLLM with which kvq does not serve, and for those that `kvq serve` sets."""
+    for i, word in enumerate(flags):
+        name, equals, value = word.partition("=")
+        name = _ALIASES.get(name, name)
+        value = value if equals else next(iter(flags[i + 1 : i + 2]), "")
+        if name in REFUSED_FLAGS and value not in REFUSED_FLAGS[name][1]:
+            raise UsageError(f"kvq does not serve with {name}: {REFUSED_FLAGS[name][0]}")
+        if name in ("--kv-cache-dtype", "--attention-backend"):
+            raise UsageError(f"{name} {value}: kvq serve sets it; choose a method with --method and --bits")

@@ -1,0 +1,104 @@
+"""What all layers of a vLLM engine share: the method, its plans, the page layout, the rotations."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.models.utils import extract_layer_index
+
+from kvq_cli.attention.rotary import Rotation
+from kvq_cli.errors import KvqError
+from kvq_cli.methods.base import ModelShape
+from kvq_cli.vllm import rope
+from kvq_cli.vllm.checks import check_flags, check_model, check_plans
+from kvq_cli.vllm.layout import CacheLayout, cache_layout
+from kvq_cli.vllm.paged_layer import PagedLayer
+from kvq_cli.vllm.served import ServedMethod
+
+
+class Engine:
+    """One engine's cache. vLLM gives a backend no place to keep it: `current` is the newest of this process."""
+
+    current: ClassVar[Engine | None] = None
+
+    def __init__(self, config: VllmConfig, query_heads: int, kv_heads: int, head_dim: int) -> None:
+        model = config.model_config
+        _check_engine(config)
+        check_model(model.hf_config, model.model)
+        self.config = config
+        layers = model.hf_text_config.num_hidden_layers
+        self.shape = ModelShape(layers, query_heads, kv_heads, head_dim, model.hf_text_config.hidden_size, model.dtype)
+        served = ServedMethod.of_flags(config.cache_config.cache_dtype, config.additional_config)
+        if served.artifact is not None:
+            served.artifact.check_config(model.hf_config, model.model)
+        device = torch.empty(0).device  # vLLM makes models on theirs
+        with _plain_defaults(), torch.device("cpu"):
+            plans = served.plans(self.shape)
+            check_plans(served.method, plans)
+            self.rotations = [rope.unrotated(head_dim)] * layers
+            if any(plan.keys.source == "pre_rope" for plan in plans):
+                self.rotations = [_moved(r, device) for r in rope.layer_rotations(model.hf_config, head_dim)]
+                rope.check_tables(self.rotations, model.max_model_len)
+            # Kept: vLLM writes the size of its smallest blocks, those of exact tokens, into its configuration.
+            self.layout: CacheLayout = cache_layout(plans, self.shape, config.cache_config.block_size)
+        with _plain_defaults():
+            self.plans = plans if device.type == "cpu" else served.plans(self.shape, device)
+        self._layers = 0
+
+    @classmethod
+    def for_config(cls, config: VllmConfig, query_heads: int, kv_heads: int, head_dim: int) -> Engine:
+        """The engine of this configuration: a new one when the first layer is made."""
+        if cls.current is None or cls.current.config is not config:
+            cls.current = cls(config, query_heads, kv_heads, head_dim)
+        return cls.current
+
+    @property
+    def has_exact_tokens(self) -> bool:
+        """Whether any token is kept in full precision."""
+        windows = [stream.window for plan in self.plans for stream in plan.kept]
+        return any(window.sinks or window.recent or window.flush > 1 for window in windows)
+
+    def next_layer(self) -> int:
+        """The number of the layer that is being made: vLLM makes them in order."""
+        self._layers += 1
+        return self._layers - 1
+
+    def paged_layer(self, index: int, name: str) -> PagedLayer:
+        """The layer `index`, which vLLM calls `name`."""
+        if extract_layer_index(name) != index:
+            raise KvqError(f"vLLM made the layer {name} as number {index}: models of this kind are not supported")
+        return PagedLayer(index, self.plans[index], self.shape, self.layout, self.rotations[index])
+
+
+def _check_engine(config: VllmConfig) -> None:
+    """Raise UsageError for vLLM's flags that kvq does not support."""
+    parallel = config.parallel_config
+    given = {
+        "--tensor-parallel-size": parallel.tensor_parallel_size > 1,
+        "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
+        "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
+        "--speculative-config": config.speculative_config is not None,
+        "--kv-transfer-config": config.kv_transfer_config is not None,
+        "--disable-hybrid-kv-cache-manager": bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
+    }
+    check_flags([flag for flag, is_given in given.items() if is_given])
+
+
+def _moved(rotation: Rotation, device: torch.device) -> Rotation:
+    return dataclasses.replace(rotation, frequencies=rotation.frequencies.to(device))
+
+
+@contextmanager
+def _plain_defaults() -> Iterator[None]:
+    """While vLLM makes a model, new tensors have its dtype: codecs compute their tables in float32."""
+    dtype: Any = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(dtype)

@@ -1,0 +1,201 @@
+"""The layout of a page: where the packed parts of a block of tokens lie, and how many tokens fit.
+
+A page is the memory of one vLLM block in one layer. It holds the parts of the codec's `Packed` for `block_size` tokens,
+keys first, each part contiguous `[heads, block_size // unit, ...]`: a page viewed part by part is what `Codec.decode`
+takes, with the pages as rows of a batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvq_cli.codecs.base import Codec
+from kvq_cli.errors import UsageError
+from kvq_cli.methods.base import LayerPlan, ModelShape, StreamPlan
+
+#: Bytes to which the parts of a page are aligned: the widest load of a GPU.
+ALIGNMENT = 16
+#: The block size chosen is the least up to `MAX_BLOCK` with which blocks of exact tokens hold `MIN_EXACT` and leave at
+#: most the share `FEW_UNUSED` of a page unused.
+MAX_BLOCK, MIN_EXACT, FEW_UNUSED = 1024, 8, 0.13
+
+
+@dataclass(frozen=True)
+class PagePart:
+    """One packed tensor in a page: `[heads, tokens // unit, *entry]` of `dtype` from byte `offset` on."""
+
+    dtype: torch.dtype
+    heads: int
+    unit: int
+    entry: tuple[int, ...]
+    offset: int
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes for `tokens` tokens."""
+        return self.heads * (tokens // self.unit) * math.prod(self.entry) * self.dtype.itemsize
+
+    def view(self, pages: Tensor, tokens: int) -> Tensor:
+        """The part in all `pages`, uint8 `[pages, bytes]`: `[pages, heads, tokens // unit, *entry]`, without a copy."""
+        numbers = pages[:, self.offset : self.offset + self.nbytes(tokens)].view(self.dtype)
+        return numbers.unflatten(1, (self.heads, tokens // self.unit, *self.entry))
+
+
+@dataclass(frozen=True)
+class PageLayout:
+    """The parts of a layer's keys and values in a page of `block_size` tokens, and the bytes that they take."""
+
+    block_size: int
+    keys: dict[str, PagePart]
+    values: dict[str, PagePart]
+    nbytes: int
+
+
+def page_layout(plan: LayerPlan, shape: ModelShape, block_size: int) -> PageLayout:
+    """The layout of one layer's pages."""
+    end = 0
+    sides = []
+    for stream in plan.kept:
+        parts = {}
+        for name, part in _parts(stream, shape).items():
+            parts[name] = PagePart(part.dtype, part.heads, part.unit, part.entry, end)
+            end += -(-part.nbytes(block_size) // ALIGNMENT) * ALIGNMENT
+        sides.append(parts)
+    return PageLayout(block_size, sides[0], sides[1], end)
+
+
+def _parts(stream: StreamPlan, shape: ModelShape) -> dict[str, PagePart]:
+    """The parts of a stream, found by packing one block of zeros."""
+    codec = codec_of(stream)
+    packed = codec.encode(torch.zeros(1, shape.kv_heads, codec.block_tokens, shape.head_dim, dtype=shape.dtype))
+    return {
+        name: PagePart(part.tensor.dtype, part.tensor.shape[1], part.unit, tuple(part.tensor.shape[3:]), 0)
+        for name, part in packed.parts.items()
+    }
+
+
+def codec_of(stream: StreamPlan) -> Codec:
+    """The codec of a stream that can be paged; see `checks.check_plans`."""
+    if not isinstance(stream.codec, Codec):
+        raise TypeError(f"{type(stream.codec).__name__} depends on a prompt")
+    return stream.codec
+
+
+@dataclass(frozen=True)
+class ExactWindow:
+    """The tokens of a sequence that are kept in full precision, in blocks of their own.
+
+    sinks: first tokens. recent: newest tokens, those that wait to be packed included. block_size: tokens of a block.
+    windows: (sinks, recent, flush) of all streams.
+    """
+
+    sinks: int
+    recent: int
+    block_size: int
+    windows: tuple[tuple[int, int, int], ...]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a long sequence while it decodes, at most."""
+        return -(-self.sinks // self.block_size) + -(-(self.recent + 1) // self.block_size) + 1
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """The pages of all layers. page_bytes: those of the largest layer, which all layers take.
+
+    exact: None where no token is kept in full precision.
+    """
+
+    layers: tuple[PageLayout, ...]
+    block_size: int
+    page_bytes: int
+    exact: ExactWindow | None
+
+    @property
+    def unused(self) -> float:
+        """Share of a page that no layer on average uses."""
+        return 1 - sum(layer.nbytes for layer in self.layers) / len(self.layers) / self.page_bytes
+
+    def blocks(self, memory: int) -> int:
+        """vLLM's blocks in `memory` bytes."""
+        return memory // (self.page_bytes * len(self.layers))
+
+    def blocks_of(self, tokens: int) -> int:
+        """Blocks of a sequence of `tokens` tokens while it decodes."""
+        exact = 0 if self.exact is None else min(self.exact.blocks, -(-tokens // self.exact.block_size))
+        return -(-tokens // self.block_size) + exact
+
+
+def packing_unit(plans: Sequence[LayerPlan]) -> int:
+    """Tokens of which every block must hold a whole number: the codecs' blocks."""
+    return math.lcm(*(stream.codec.block_tokens for plan in plans for stream in plan.kept))
+
+
+def cache_layout(plans: Sequence[LayerPlan], shape: ModelShape, block_size: int | None = None) -> CacheLayout:
+    """The pages of blocks of `block_size` tokens; None: of the smallest blocks of which little is unused.
+
+    Raises UsageError for a block size that cuts the codecs' blocks or has no room for a token in full precision.
+    """
+    unit = packing_unit(plans)
+    if block_size is None:
+        return _best(plans, shape, math.lcm(unit, 16))
+    if block_size % unit:
+        raise UsageError(
+            f"--block-size {block_size} cuts blocks of {unit} tokens, which are packed together; "
+            f"use a multiple, such as {_best(plans, shape, math.lcm(unit, 16)).block_size}"
+        )
+    layout = _layout(plans, shape, block_size)
+    if layout is None:
+        raise UsageError(
+            f"--block-size {block_size}: a page of so few packed tokens has no room for one in full precision; "
+            f"use {_best(plans, shape, math.lcm(unit, 16)).block_size}"
+        )
+    return layout
+
+
+def _best(plans: Sequence[LayerPlan], shape: ModelShape, step: int) -> CacheLayout:
+    layouts = [_layout(plans, shape, size) for size in range(step, max(MAX_BLOCK, step) + 1, step)]
+    fitting = [layout for layout in layouts if layout is not None]
+    if not fitting:
+        raise UsageError(f"no block of up to {MAX_BLOCK} tokens has room for a token in full precision")
+    least = next((layout for layout in fitting if _suits(layout, shape)), None)
+    return least or min(fitting, key=lambda layout: _exact_unused(layout, shape))
+
+
+def _suits(layout: CacheLayout, shape: ModelShape) -> bool:
+    exact = layout.exact
+    if exact is None:
+        return True
+    return exact.block_size >= min(MIN_EXACT, exact.sinks + exact.recent) and _exact_unused(layout, shape) <= FEW_UNUSED
+
+
+def _layout(plans: Sequence[LayerPlan], shape: ModelShape, block_size: int) -> CacheLayout | None:
+    different = {id(plan): page_layout(plan, shape, block_size) for plan in plans}
+    layers = tuple(different[id(plan)] for plan in plans)
+    page = max(layer.nbytes for layer in layers)
+    windows = tuple(sorted({stream.window for plan in plans for stream in plan.kept}, key=str))
+    sinks = max(window.sinks for window in windows)
+    recent = max(window.recent + window.flush - 1 for window in windows)
+    if not sinks and not recent:
+        return CacheLayout(layers, block_size, page, None)
+    token = token_bytes(shape)
+    fitting = [size for size in range(1, block_size + 1) if block_size % size == 0 and size * token <= page]
+    if not fitting:
+        return None
+    exact = ExactWindow(sinks, recent, max(fitting), tuple((w.sinks, w.recent, w.flush) for w in windows))
+    return CacheLayout(layers, block_size, page, exact)
+
+
+def _exact_unused(layout: CacheLayout, shape: ModelShape) -> float:
+    """Share of a page of exact tokens that is unused."""
+    return 0.0 if layout.exact is None else 1 - layout.exact.block_size * token_bytes(shape) / layout.page_bytes
+
+
+def token_bytes(shape: ModelShape) -> int:
+    """Bytes of the keys and values of one token in one layer, in the model's dtype."""
+    return 2 * shape.kv_heads * shape.head_dim * shape.dtype.itemsize

@@ -1,0 +1,45 @@
+"""Entry point `vllm.general_plugins`: registers kvq's cache types and attention backend with vLLM."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import version
+
+from kvq_cli.errors import KvqError
+from kvq_cli.vllm.served import cache_dtypes
+
+#: The versions of vLLM whose interfaces the plugin implements.
+VLLM = "0.33"
+
+
+def check_version() -> None:
+    """Raise KvqError for another version of vLLM than `VLLM`."""
+    found = version("vllm")
+    if not found.startswith(f"{VLLM}."):
+        raise KvqError(
+            f"kvq serves with vLLM {VLLM}.x, found {found}: the interfaces for cache types and attention backends "
+            "change from version to version. Install kvq-cli[vllm]"
+        )
+
+
+@cache
+def register() -> None:
+    """Register kvq with this process's vLLM. vLLM calls it in every process that it starts."""
+    check_version()
+    import torch
+    from vllm.config.cache import register_kv_cache_dtype
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    class Handler:
+        """Pages are bytes, which only kvq's backend reads."""
+
+        def torch_dtype(self) -> torch.dtype:
+            return torch.uint8
+
+        def quant_mode(self) -> KVQuantMode:
+            return KVQuantMode.CUSTOM
+
+    for name in cache_dtypes():
+        register_kv_cache_dtype(name)(type("Handler", (Handler,), {"name": name}))
+    register_backend(AttentionBackendEnum.CUSTOM, "kvq_cli.vllm.backend.KvqBackend")

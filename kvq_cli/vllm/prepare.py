@@ -1,0 +1,80 @@
+"""Read what `kvq serve` needs of a model without loading it, and plan the server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvq_cli.artifact import Artifact
+from kvq_cli.artifact.fingerprint import Fingerprint, architecture, hash_weights, is_hashed
+from kvq_cli.errors import UsageError
+from kvq_cli.methods.base import Method, ModelShape
+from kvq_cli.models import configured_shape, model_config, model_source
+from kvq_cli.vllm.command import ServePlan, serve_plan
+from kvq_cli.vllm.served import ServedMethod
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def prepare(
+    attachable: Method | Artifact, model: str, dtype: str, trust_remote_code: bool, flags: Sequence[str]
+) -> ServePlan:
+    """The plan of a server of `model`. Raises UsageError where the method, its artifact, the model or vLLM's flags do
+    not fit each other."""
+    config = model_config(model, trust_remote_code)
+    shape = configured_shape(model, trust_remote_code=trust_remote_code)
+    if dtype != "auto":
+        shape = _with_dtype(shape, getattr(torch, dtype))
+    source = model_source(model)
+    if isinstance(attachable, Artifact):
+        attachable.check_config(config, model)
+        check_weights(attachable, config, Path(source), model)
+    return serve_plan(ServedMethod.of(attachable), config, shape, source, model, flags)
+
+
+def _with_dtype(shape: ModelShape, dtype: torch.dtype) -> ModelShape:
+    from dataclasses import replace
+
+    return replace(shape, dtype=dtype)
+
+
+def check_weights(artifact: Artifact, config: PretrainedConfig, folder: Path, name: str) -> None:
+    """Raise UsageError if the key and value weights in the model's folder are not those of the artifact's model.
+
+    Reads these weights alone. Models on the Hub, which vLLM downloads itself, and files that name their weights unlike
+    transformers does, are compared by architecture only.
+    """
+    weights = dict(_stored_weights(folder))
+    if not weights or any(key not in weights for key in _expected_names(config)):
+        return
+    actual = Fingerprint(**architecture(config), weights=hash_weights(sorted(weights.items())))
+    if actual != artifact.fingerprint:
+        raise UsageError(
+            f"artifact {artifact.path} belongs to the model {artifact.model_name!r} ({artifact.fingerprint}), not to "
+            f"{name!r} ({actual}): pass --model {artifact.model_name} or calibrate for {name!r}"
+        )
+
+
+def _stored_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """The key and value weights in the folder's safetensors files."""
+    from safetensors import safe_open
+
+    for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
+        with safe_open(file, "pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 (not a mapping)
+                if is_hashed(key):
+                    yield key, tensors.get_tensor(key)
+
+
+def _expected_names(config: PretrainedConfig) -> list[str]:
+    """The names of transformers' key and value weights."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return [name for name, _ in model.named_parameters() if is_hashed(name)]

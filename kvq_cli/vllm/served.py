@@ -1,0 +1,115 @@
+"""The method that a vLLM engine caches with: read from vLLM's flags, and planned for the model's layers.
+
+`--kv-cache-dtype kvq` takes it from `--additional-config '{"kvq": {"method": {"name": "kivi", "bits": 2},
+"artifact": DIR}}'`; names such as `kvq_kivi_2` are methods without calibration with their default options.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kvq_cli.artifact import Artifact, load_artifact
+from kvq_cli.errors import UsageError
+from kvq_cli.methods.base import LayerPlan, Method, ModelShape
+from kvq_cli.methods.registry import build, from_config, method_class, to_config
+
+#: vLLM's `--kv-cache-dtype` for a method in `--additional-config`, and the key there.
+CACHE_DTYPE = KEY = "kvq"
+#: Methods with shorthands `kvq_NAME_BITS`, and the bits.
+_SHORTHANDS = {"kivi": (1, 2, 3, 4, 8), "innerq": (1, 2, 3, 4, 8), "turboquant": (1, 2, 3, 4)}
+#: Options that a server sets unless they are given: a page cannot depend on the prompt of one sequence.
+SERVER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {"innerq": {"norm": False}}
+
+
+def shorthands() -> dict[str, dict[str, Any]]:
+    """`--kv-cache-dtype` names -> the method's name and options."""
+    names: dict[str, dict[str, Any]] = {"kvq_fp16": {"name": "fp16"}}
+    for name, bits in _SHORTHANDS.items():
+        names |= {f"kvq_{name}_{b}": {"name": name, "bits": b, **SERVER_DEFAULTS.get(name, {})} for b in bits}
+    return names
+
+
+def cache_dtypes() -> list[str]:
+    """All values of `--kv-cache-dtype` that kvq adds."""
+    return [CACHE_DTYPE, *shorthands()]
+
+
+@dataclass(frozen=True)
+class ServedMethod:
+    """A method and, where it calibrates, its artifact."""
+
+    method: Method
+    artifact: Artifact | None = None
+
+    @classmethod
+    def of(cls, attachable: Method | Artifact) -> ServedMethod:
+        """The method, or the artifact's."""
+        if isinstance(attachable, Method):
+            return cls(attachable)
+        return cls(from_config(attachable.method_config), attachable)
+
+    @classmethod
+    def of_flags(cls, cache_dtype: str, additional_config: Mapping[str, Any]) -> ServedMethod:
+        """The method of vLLM's `--kv-cache-dtype` and `--additional-config`; UsageError for others."""
+        if cache_dtype != CACHE_DTYPE:
+            return cls(from_config(shorthands()[cache_dtype]))
+        config = additional_config.get(KEY)
+        example = '--additional-config \'{"kvq": {"method": {"name": "kivi", "bits": 2}}}\''
+        if not isinstance(config, Mapping) or not config:
+            raise UsageError(f"--kv-cache-dtype kvq needs a method: {example}")
+        if unknown := set(config) - {"method", "artifact"}:
+            raise UsageError(f'--additional-config: "kvq" has no {sorted(unknown)[0]!r}; it has "method", "artifact"')
+        method = from_config(config["method"]) if "method" in config else None
+        if "artifact" not in config:
+            if method is None:
+                raise UsageError(f"--kv-cache-dtype kvq needs a method: {example}")
+            return cls(method)
+        artifact = load_artifact(Path(config["artifact"]))
+        held = from_config(artifact.method_config)
+        _check_runtime(method or held, held, artifact)
+        return cls(method or held, artifact)
+
+    def additional_config(self) -> dict[str, Any]:
+        """The inverse of `of_flags`, for `--kv-cache-dtype kvq`."""
+        config: dict[str, Any] = {"method": to_config(self.method)}
+        if self.artifact is not None:
+            config["artifact"] = str(self.artifact.path.resolve())
+        return {KEY: config}
+
+    def plans(self, shape: ModelShape, device: Any = "cpu") -> list[LayerPlan]:
+        """The plan of each layer, tensors on `device`. Raises UsageError where an artifact is needed."""
+        if self.artifact is None and self.method.needs_artifact(shape):
+            raise UsageError(
+                f"method {self.method.name} needs an artifact: make one with `kvq calibrate --method "
+                f"{self.method.name}`, then give its folder"
+            )
+        return [self.method.plan(layer, shape, self._tensors(layer, device)) for layer in range(shape.layers)]
+
+    def _tensors(self, layer: int, device: Any) -> dict[str, Tensor]:
+        if self.artifact is None:
+            return {}
+        return {name: tensor.to(device) for name, tensor in self.artifact.layer(layer).items()}
+
+
+def served_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a method on a server: those given, and the `SERVER_DEFAULTS`."""
+    return {**SERVER_DEFAULTS.get(name, {}), **options}
+
+
+def _check_runtime(given: Method, held: Method, artifact: Artifact) -> None:
+    """Raise UsageError where options differ that only a calibration can change."""
+    if given.name != held.name:
+        raise UsageError(f"the artifact {artifact.path} holds {held.name}, not {given.name}")
+    runtime = {field.name for field in dataclasses.fields(method_class(held.name)) if field.metadata.get("runtime")}
+    for name, value in to_config(given).items():
+        if name not in runtime and value != to_config(held)[name]:
+            raise UsageError(f"the artifact {artifact.path} was calibrated with another {name} than {value}")
+
+
+__all__ = ["CACHE_DTYPE", "ServedMethod", "build", "cache_dtypes", "served_options", "shorthands"]

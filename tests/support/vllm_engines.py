@@ -1,0 +1,100 @@
+"""vLLM engines on a CPU in this process, and what `generate` gives for the same prompts."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from kvq_cli import attach
+from kvq_cli.cache.layer import CompressedLayer
+from kvq_cli.vllm.rope import unrotate
+from kvq_cli.vllm.served import ServedMethod
+
+#: Prompt lengths and new tokens of eight requests.
+LENGTHS, NEW = (5, 77, 31, 32, 200, 333, 128, 700), (40, 24, 70, 33, 50, 40, 30, 20)
+
+
+def generated(
+    model: Any, attachable: Any, prompts: list[list[int]], new: tuple[int, ...], rounded: bool = False
+) -> list[list[int]]:
+    """Greedy tokens of each prompt alone. Compressed prefill: every token sees what it would see decoded alone, which
+    does not depend on how a scheduler cuts a prompt. rounded: keys are un-rotated keys after RoPE, as in vLLM."""
+    tokens = []
+    with attach(model, attachable, prefill="compressed") as attached, pytest.MonkeyPatch.context() as patch:
+        if rounded:
+            patch.setattr(CompressedLayer, "update", _update_with_unrotated_keys(CompressedLayer.update))
+        for prompt, count in zip(prompts, new, strict=True):
+            cache, ids = attached.new_cache(), torch.tensor([prompt])
+            options = {"max_new_tokens": count, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            tokens.append(model.generate(ids, past_key_values=cache, **options)[0, len(prompt) :].tolist())
+    return tokens
+
+
+def _update_with_unrotated_keys(update: Callable) -> Callable:
+    def patched(layer: CompressedLayer, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        layer.capture_key(unrotate(layer.rotation, key, layer.columns))
+        return update(layer, key, value, *args, **kwargs)
+
+    return patched
+
+
+class RunningEngine:
+    """An `LLM` and the parts of it that tests look at."""
+
+    def __init__(self, llm: Any) -> None:
+        self.llm = llm
+        core = llm.llm_engine.engine_core.engine_core
+        self.scheduler = core.scheduler
+        self.kv_cache_config = core.model_executor.driver_worker.worker.model_runner.kv_cache_config
+
+    @property
+    def free_blocks(self) -> int:
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    @property
+    def all_blocks(self) -> int:
+        """All but the null block."""
+        return self.kv_cache_config.num_blocks - 1
+
+    def tokens(self, prompts: list[list[int]], new: tuple[int, ...] = NEW, **options: Any) -> list[Any]:
+        """vLLM's outputs of concurrent requests, greedy."""
+        from vllm import SamplingParams
+
+        greedy = {"temperature": 0, "ignore_eos": True, "detokenize": False, **options}
+        parameters = [SamplingParams(max_tokens=count, **greedy) for count in new]
+        return self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], parameters, use_tqdm=False)
+
+
+@contextmanager
+def running(folder: Any, served: ServedMethod, block_size: int, **options: Any) -> Iterator[RunningEngine]:
+    """An engine with 64 MiB of cache, unless `options` say otherwise."""
+    from vllm import LLM
+
+    llm: Any = LLM(
+        model=str(folder),
+        enforce_eager=True,
+        kv_cache_dtype="kvq",
+        block_size=block_size,
+        attention_config={"backend": "CUSTOM"},
+        additional_config=served.additional_config(),
+        disable_log_stats=True,
+        **{
+            "skip_tokenizer_init": True,
+            "dtype": "float32",
+            "kv_cache_memory_bytes": 64 << 20,
+            "max_model_len": 1024,
+            "max_num_seqs": 8,
+            **options,
+        },
+    )
+    try:
+        yield RunningEngine(llm)
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()

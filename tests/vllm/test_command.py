@@ -1,0 +1,128 @@
+"""`kvq serve`: the command that it prints, and what it refuses before an engine starts."""
+
+import json
+import shlex
+
+import pytest
+from random_artifacts import random_parts, tiny_model
+from transformers import LlamaConfig, MistralConfig
+
+from kvq_cli.artifact import save_artifact
+from kvq_cli.methods.registry import build_parsed
+from kvq_cli.vllm.served import ServedMethod, cache_dtypes, shorthands
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(head_dim=64, hidden_size=128)
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    model.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def artifact(model, tmp_path_factory):
+    path = tmp_path_factory.mktemp("artifact") / "temporal"
+    config, tensors = random_parts(build_parsed("temporalkv", bits=2), model)
+    save_artifact(path, config, tensors, "card")
+    return path
+
+
+def command(result):
+    assert result.exit_code == 0, result.stderr
+    words = shlex.split(result.stdout)
+    return words, json.loads(words[words.index("--additional-config") + 1])
+
+
+def test_prints_the_whole_command(kvq, folder):
+    result = kvq("serve", "--model", str(folder), "--method", "kivi", "--bits", "2", "--dry-run", "--port", "8123")
+    words, config = command(result)
+    assert words[:3] == ["vllm", "serve", str(folder)]
+    assert words[-2:] == ["--port", "8123"]
+    flags = dict(zip(words[3::2], words[4::2], strict=True))
+    assert flags["--kv-cache-dtype"] == "kvq" and flags["--attention-backend"] == "CUSTOM"
+    assert flags["--dtype"] == "float32" and int(flags["--block-size"]) % 32 == 0
+    assert ServedMethod.of_flags("kvq", config).method == build_parsed("kivi", bits=2)
+
+
+def test_an_artifact_with_other_windows(kvq, folder, artifact):
+    result = kvq("serve", "--model", str(folder), "--artifact", str(artifact), "--set", "recent=16", "--dry-run")
+    served = ServedMethod.of_flags("kvq", command(result)[1])
+    assert served.method == build_parsed("temporalkv", bits=2, recent=16)
+    assert served.artifact.path == artifact
+
+
+def test_innerq_takes_no_norms_from_prompts(kvq, folder):
+    result = kvq("serve", "--model", str(folder), "--method", "innerq", "--dry-run")
+    assert command(result)[1]["kvq"]["method"]["norm"] is False
+
+
+def test_own_additional_config_and_block_size_are_kept(kvq, folder):
+    flags = ("--additional-config", '{"mine": 1}', "--block-size=64")
+    words, config = command(kvq("serve", "--model", str(folder), "--method", "kivi", "--dry-run", *flags))
+    assert config["mine"] == 1 and words[words.index("--block-size") + 1] == "64"
+    assert sum(word.startswith("--additional-config") for word in words) == 1
+
+
+@pytest.mark.parametrize(
+    ("method", "flags", "message"),
+    [
+        ("squat", (), "squat cannot be served"),
+        ("zipcache", (), "zipcache cannot be served"),
+        ("gear", (), "gear cannot be served"),
+        ("xquant", (), "xquant"),
+        ("innerq", ("--set", "norm=on"), "use --set norm=off"),
+        ("temporalkv", (), "kvq calibrate"),
+        ("kivi", ("--block-size", "40"), "cuts blocks of 32 tokens"),
+        ("kivi", ("--tensor-parallel-size", "2"), "heads are packed together"),
+        ("kivi", ("-tp=2",), "--tensor-parallel-size"),
+        ("kivi", ("--speculative-config", "{}"), "drafted tokens"),
+        ("kivi", ("--kv-cache-dtype", "fp8"), "kvq serve sets it"),
+        ("kivi", ("--additional-config", "{"), "must be a JSON object"),
+        ("kivi", ("--set", "pages=1"), "pages"),
+    ],
+)
+def test_refusals(kvq, folder, method, flags, message):
+    result = kvq("serve", "--model", str(folder), "--method", method, "--dry-run", *flags)
+    assert result.exit_code in (1, 2)
+    assert message in result.stderr
+
+
+def test_artifact_of_another_model(kvq, artifact, tmp_path):
+    for name, options in (("sizes", {"num_hidden_layers": 3}), ("weights", {"seed": 1})):
+        other = tiny_model(**{"head_dim": 64, "hidden_size": 128, **options})
+        other.save_pretrained(tmp_path / name)
+        result = kvq("serve", "--model", str(tmp_path / name), "--artifact", str(artifact), "--dry-run")
+        assert result.exit_code == 2
+        assert "belongs to the model 'mine'" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (MistralConfig(sliding_window=64, num_hidden_layers=2), "sliding-window attention"),
+        (LlamaConfig(num_hidden_layers=2, kv_lora_rank=8), "latent attention"),
+    ],
+)
+def test_models_whose_attention_is_not_paged(kvq, tmp_path, config, message):
+    config.save_pretrained(tmp_path)
+    result = kvq("serve", "--model", str(tmp_path), "--method", "kivi", "--dry-run")
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_shorthands_are_methods_without_calibration():
+    for name in shorthands():
+        method = ServedMethod.of_flags(name, {}).method
+        assert not method.calibrates and name in cache_dtypes()
+    assert ServedMethod.of_flags("kvq_kivi_2", {}).method == build_parsed("kivi", bits=2)
+
+
+def test_head_dims_that_do_not_fit(kvq, tmp_path):
+    tiny_model(head_dim=24, hidden_size=128).save_pretrained(tmp_path)
+    result = kvq("serve", "--model", str(tmp_path), "--method", "kivi", "--dry-run")
+    assert result.exit_code == 2 and "head_dim" in result.stderr
