@@ -25,8 +25,8 @@ from kvq_kernels.planar import high_words, low_words
 ROWS, HEADS, GROUP, DIM, TOKENS = 8, 8, 4, 128, 4096
 
 Axis = Literal["channel", "token"]
-#: Cases that are read from pages, too -> tokens of a cell. Above the limits of instructions per number on sm_90, and left
-#: out: innerq-2bit-hybrid, 4.58 (limit 4.5; without pages 4.4), kvquant-2bit-outliers, 6.23 (limit 6).
+#: Cases that are read from pages, too -> tokens of a cell. Above the limits of instructions per number on sm_90, and
+#: left out: innerq-2bit-hybrid, 4.58 (limit 4.5; without pages 4.4), kvquant-2bit-outliers, 6.23 (limit 6).
 PAGED = {
     "fp16": 64,
     "kivi-2bit-g32": 32,
