@@ -13,24 +13,28 @@ from kvq_kernels.decode_attention import Pages, Side
 from kvq_kernels.decode_attention.pages import cell_bytes, cell_views, changed, stored_tensors
 
 
-def paged(case: Case, block_size: int, cells: int = 1, shared: int = 0, seed: int = 0) -> tuple[Case, Case]:
+def paged(case: Case, block_size: int, cells: int = 1, shared: int = 0, first: int = 0) -> tuple[Case, Case]:
     """(case, the same in pages): shuffled pages of `cells` cells, in which keys and values lie side by side.
 
-    shared: the first so many pages of all rows are row 0's, in both cases. Free pages and gaps have bits of NaN.
+    shared: the first so many pages of all rows are row 0's, in both cases. first: place of packed token 0. Free pages
+    and gaps have bits of NaN.
     """
-    g = torch.Generator().manual_seed(seed)
-    sides = [share_prefix(side, shared * block_size) for side in case.sides]
-    rows, room = len(case.lengths), max(int(side.count.max()) for side in sides)
+    g = torch.Generator().manual_seed(0)
+    sides = [share_prefix(side, max(0, shared * block_size - first)) for side in case.sides]
+    rows, room = len(case.lengths), first + max(int(side.count.max()) for side in sides)
     blocks = -(-room // block_size) + 1
     ids = torch.randperm(rows * blocks + 3, generator=g)[: rows * blocks].view(rows, blocks)
     table = torch.full((rows, -(-blocks // 16) * 16), -1, dtype=torch.int32)  # as wide as ahead of time: by 16
     table[:, :blocks] = ids
     table[:, :shared] = table[0, :shared]
     slots = torch.randperm(rows + 2, generator=g)[:rows].int()
-    stored = [tensor for side in sides for _, tensor in in_cells(side, block_size, cells, blocks)]
+    stored = [tensor for side in sides for _, tensor in in_cells(side, block_size, cells, blocks, first)]
     pool = iter(in_pages(stored, table[:, :blocks].long()))
     plain, new = copy(case), copy(case)
-    plain.sides, new.sides = sides, [side_in_pages(side, pool, Pages(table, block_size, slots)) for side in sides]
+    plain.sides, new.sides = (
+        sides,
+        [side_in_pages(side, pool, Pages(table, block_size, slots, first)) for side in sides],
+    )
     return plain, new
 
 
@@ -47,13 +51,14 @@ def share_prefix(side: Side, tokens: int) -> Side:
     return changed(side, shared)
 
 
-def in_cells(side: Side, block_size: int, cells: int, blocks: int) -> Iterator[tuple[str, torch.Tensor]]:
+def in_cells(side: Side, block_size: int, cells: int, blocks: int, first: int) -> Iterator[tuple[str, torch.Tensor]]:
     """(name, `[B, H, blocks, cells, T, W]`) of each stored tensor, in as many blocks as the table has."""
     for name, tensor, unit in stored_tensors(side):
-        units = blocks * block_size // unit
+        units, skipped = blocks * block_size // unit, first // unit
         whole = torch.zeros(*tensor.shape[:2], units, tensor.shape[3], dtype=tensor.dtype)
-        kept = min(units, tensor.shape[2])
-        whole[:, :, :kept] = tensor[:, :, :kept]
+        whole[:, :, :skipped].view(torch.uint8).fill_(255)
+        kept = min(units - skipped, tensor.shape[2])
+        whole[:, :, skipped : skipped + kept] = tensor[:, :, :kept]
         yield name, whole.unflatten(2, (blocks, cells, -1))
 
 

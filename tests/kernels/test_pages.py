@@ -37,10 +37,21 @@ FAMILIES = {
 }
 
 
-def check(family: str, lengths: list[int], block_size: int, cells: int = 1, shared: int = 0) -> None:
+def check(
+    family: str,
+    lengths: list[int],
+    block_size: int,
+    cells: int = 1,
+    shared: int = 0,
+    first: int = 0,
+    near: bool = False,
+) -> None:
     keys, values, options = FAMILIES[family]
-    plain, case = paged(Case(keys, values, lengths, **options), block_size, cells, shared)
-    assert torch.equal(case.run(), plain.run())
+    plain, case = paged(Case(keys, values, lengths, **options), block_size, cells, shared, first)
+    if near:
+        case.check()
+    else:
+        assert torch.equal(case.run(), plain.run())
     assert torch.equal(case.reference(torch.float64), plain.reference(torch.float64))
 
 
@@ -63,6 +74,29 @@ def test_pages_of_several_cells(family):
 @pytest.mark.parametrize("family", ["dense", "kivi", "channel"])
 def test_rows_share_pages(family):
     check(family, [200, 150, 290], 128, shared=1)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "rotated"])
+def test_first_token_at_a_later_place(family):
+    """Whole tiles before it: bit for bit as without them."""
+    check(family, [0, 1, 290], 128, first=128)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_first_token_within_a_tile(family):
+    """The tail has the tokens of its tile; without a page of the row's, too."""
+    check(family, [5, 60, 300], 128, first=96 if family == "kivi" else 32, near=True)
+
+
+def test_first_token_of_shared_pages():
+    check("channel", [200, 150, 290], 128, shared=2, first=40, near=True)
+
+
+def test_first_place_of_keys_and_values_is_the_same():
+    _, case = paged(Case(dense, dense, [40]), 64, first=16)
+    case.sides = [case.sides[0], replace(case.sides[1], pages=replace(case.sides[1].pages, first=0))]
+    with pytest.raises(ValueError, match="at place 16 of the keys, but 0 of the values"):
+        case.run()
 
 
 def test_small_pages():
@@ -106,6 +140,7 @@ def on_table(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Pages]
         (on_table(lambda table: table + 1000), "block_table has ids"),
         (lambda pages: replace(pages, slots=pages.slots.long()), "slots must be int32"),
         (lambda pages: replace(pages, block_size=64), "not block_size=64"),
+        (lambda pages: replace(pages, first=8), "first=8 is no whole number of scale's 32 tokens"),
     ],
 )
 def test_pages_that_do_not_fit_are_refused(change, message):

@@ -75,12 +75,14 @@ def split_kernel(
     first_query = row * (HEADS * GROUP) + head * GROUP
     q = query + first_query.to(tl.int64) * D
     start = 0 if rope[3] is None else tl.load(rope[3] + row)
-    tiles = tl.minimum(key_count, value_count) // N
+    FIRST: tl.constexpr = get(SK, "first")  # tiles are counted from place 0, which would be token BASE
+    BASE: tl.constexpr = SINKS - FIRST
+    tiles = (tl.minimum(key_count, value_count) + FIRST) // N
     oldest = tl.maximum(length - window, 0)
-    begin = tl.minimum(tl.cdiv(tl.maximum(oldest - SINKS, 0), N), tiles)
+    begin = tl.minimum(tl.cdiv(tl.maximum(oldest - SINKS, 0) + FIRST, N), tiles)
     query_split = first_query * programs + split
-    early = tl.maximum(tl.minimum(length, SINKS + begin * N) - oldest, 0)
-    late = tl.maximum(SINKS + tiles * N, oldest)
+    early = tl.maximum(tl.minimum(length, BASE + begin * N) - oldest, 0)
+    late = tl.maximum(BASE + tiles * N, oldest)
     tail = early + tl.maximum(length - late, 0)
     splits = programs - _tail_programs(programs, (tiles - begin) * N, tl.cdiv(tail, TAIL_TILE), TAIL_TILE)
     if split < splits:
@@ -88,7 +90,7 @@ def split_kernel(
         first = tl.minimum(begin + split * each, tiles)
         last = tl.minimum(first + each, tiles)
         attend_tiles(
-            q, partial, logsum, query_split, programs, k, v, first, last, rope, start + SINKS, scale,
+            q, partial, logsum, query_split, programs, k, v, first, last, rope, start + BASE, scale,
             SK, SV, STYLE, WIDTH, GROUP, M, N, E, KD, VD, PRECISION, STAGES,
         )  # fmt: skip
     else:

@@ -75,6 +75,8 @@ def constants(
             if spec.axis == "channel" and math.gcd(spec.group, tokens) >= 16:
                 tokens = math.gcd(spec.group, tokens)
     tokens = max([tokens, *(spec.outlier_block for spec in (sk, sv) if spec.outliers)])
+    if sk.first != sv.first:
+        raise ValueError(f"the first packed token is at place {sk.first} of the keys, but {sv.first} of the values")
     for side, spec in ((keys, sk), (values, sv)):
         tokens = _tile_in_cells(tokens, side, spec, block_tokens(sk, sv))
     return {
@@ -164,7 +166,7 @@ def product_type(side: Side, query_type: torch.dtype) -> tl.dtype:
 def capacity(side: Side) -> int:
     """Tokens per row that the packed store has room for."""
     if side.pages is not None:
-        return side.pages.block_table.shape[1] * side.pages.block_size
+        return side.pages.block_table.shape[1] * side.pages.block_size - side.pages.first
     packed = side.packed.members[0] if isinstance(side.packed, PerHead) else side.packed
     return codes_of(packed).shape[2] * (packed.block[0] if isinstance(packed, Codebook) else 1)
 

@@ -126,18 +126,20 @@ def check_pages(name: str, side: Side, rows: int) -> None:
     for tensor in (table, slots):
         if tensor is not None and tensor.device != side.count.device:
             raise ValueError(f"{name}.pages must be on {side.count.device}, not {tensor.device}")
-    _check_sizes(name, side, pages.block_size)
+    _check_sizes(name, side, pages.block_size, pages.first)
     if table.device.type == "cpu":  # elsewhere a look at the ids would wait for the device
         _check_ids(name, side, pages)
 
 
-def _check_sizes(name: str, side: Side, block_size: int) -> None:
-    """Check that each tensor has `block_size` tokens in each of the same number of pages."""
+def _check_sizes(name: str, side: Side, block_size: int, first: int) -> None:
+    """Check that each tensor has `block_size` tokens in each of as many pages, and whole groups before `first`."""
     sizes = set()
     for part, tensor, tokens in stored_tensors(side):
         held = math.prod(tensor.shape[2:-1]) * tokens
         if tensor.dim() not in (4, 5) or held != block_size or block_size <= 0:
             raise ValueError(f"pages of {part} of {name} have {held} tokens, not block_size={block_size}")
+        if first < 0 or first % tokens:
+            raise ValueError(f"{name}.pages.first={first} is no whole number of {part}'s {tokens} tokens")
         sizes.add((tensor.shape[0], *tensor.shape[2:-2]))
     if len(sizes) > 1:
         raise ValueError(f"the tensors of {name} have different pages and cells: {sorted(sizes)}")
@@ -145,11 +147,12 @@ def _check_sizes(name: str, side: Side, block_size: int) -> None:
 
 def _check_ids(name: str, side: Side, pages: Pages) -> None:
     """Check the ids of pages that rows use."""
-    table, used = pages.block_table, -(-side.count.long() // pages.block_size)
+    table, packed = pages.block_table, side.count.long()
+    used = torch.where(packed > 0, -(-(packed + pages.first) // pages.block_size), 0)
     if (used > table.shape[1]).any():
         raise ValueError(
-            f"{name}.count has up to {int(side.count.max())} tokens, more than the table's {table.shape[1]} blocks of "
-            f"{pages.block_size}"
+            f"{name}.count has up to {int(packed.max())} tokens from place {pages.first} on, more than the table's "
+            f"{table.shape[1]} blocks of {pages.block_size}"
         )
     count = next(stored_tensors(side))[1].shape[0]
     ids = table[torch.arange(table.shape[1]) < used[:, None]]
@@ -168,10 +171,12 @@ def gathered(side: Side) -> Side:
     count = next(stored_tensors(side))[1].shape[0]
     table = pages.block_table.long().clamp(0, count - 1)
 
+    units = iter([unit for _, _, unit in stored_tensors(side)])
+
     def rows(tensor: Tensor) -> Tensor:
-        """`[B, H, blocks T, W]` of `[pages, H, (cells,) T, W]`."""
+        """`[B, H, blocks T, W]` of `[pages, H, (cells,) T, W]`, from token `first` on."""
         whole = tensor.flatten(2, 3) if tensor.dim() == 5 else tensor
-        return whole[table].transpose(1, 2).flatten(2, 3)
+        return whole[table].transpose(1, 2).flatten(2, 3)[:, :, pages.first // next(units) :]
 
     def of_rows(tensor: Tensor | None) -> Tensor | None:
         return tensor if tensor is None or pages.slots is None else tensor[pages.slots.long()]

@@ -60,7 +60,7 @@ def at_tile(side, S: tl.constexpr, tile, N: tl.constexpr, page, start):
     """(pointers, tile, start) of the row's tile `tile` of N tokens, which is in page `page`: the side's pointers at its
     cell, its number within the cell, and the position of the cell's first token. Without pages, they are unchanged.
 
-    start: position of the row's first packed token.
+    start: position of the row's place 0, without pages of its first packed token.
     """
     if get(S, "cell") == 0:
         return side, tile, start
@@ -75,12 +75,13 @@ def at_tile(side, S: tl.constexpr, tile, N: tl.constexpr, page, start):
 @triton.jit
 def at_tokens(side, S: tl.constexpr, token, mask):
     """(pointers, token): the side's pointers at the cells of packed tokens `token`, and their numbers within these.
-    mask: which tokens the row has."""
+    mask: which tokens the row has packed."""
     if get(S, "cell") == 0:
         return side, token
     else:
-        cell = token // get(S, "cell")
-        return at_cell(side, S, page_of(side, S, cell, mask), cell), token % get(S, "cell")
+        place = token + get(S, "first")
+        cell = place // get(S, "cell")
+        return at_cell(side, S, page_of(side, S, cell, mask), cell), place % get(S, "cell")
 
 
 @triton.jit

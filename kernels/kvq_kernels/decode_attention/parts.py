@@ -95,22 +95,24 @@ class PerHead:
 
 @dataclass(frozen=True)
 class Pages:
-    """Block table of a side whose packed tokens are in pages: packed token t of row b is token t % block_size of page
-    block_table[b, t // block_size].
+    """Block table of a side whose packed tokens are in pages: packed token t of row b is at place p = t + first, that
+    is token p % block_size of page block_table[b, p // block_size].
 
     Stored tensors of `Side.packed` and `Side.outliers` then have pages instead of rows: `[pages, H, T, W]` with T for
     `block_size` tokens, or `[pages, H, cells, T, W]`, where the T of a cell are contiguous. They are views of one
     allocation (`pages.cell_views`), with the same strides of pages and cells in bytes. Constants (centroids, mean, std)
     have no pages.
 
-    block_table: int32 `[B, blocks]`; entries from a row's count on are not read. Rows may share pages.
+    block_table: int32 `[B, blocks]`; entries from a row's last place on are not read. Rows may share pages.
     block_size: tokens of a page: whole groups of each tensor, and of each cell whole tiles of the kernel.
     slots: int32 `[B]`, the index of row b in `sinks`, `ring` and `norm`; None: b.
+    first: place of packed token 0: whole groups and codes, the same for keys and values. Places before it are not read.
     """
 
     block_table: Tensor
     block_size: int
     slots: Tensor | None = None
+    first: int = 0
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,7 @@ class SideSpec:
     nvidia: bool = True  # PTX assembly may be used
     cell: int = 0  # packed tokens are in pages (`parts.Pages`), so many in a contiguous run; 0: a row is one run
     cells: int = 1  # such runs of a page
+    first: int = 0  # place of packed token 0 in pages
 
     @classmethod
     def of(cls, side: Side, dim: int) -> SideSpec:
@@ -60,7 +61,7 @@ class SideSpec:
         assert not isinstance(side.packed, PerHead)
         cell, runs = (0, 1) if side.pages is None else cells(side)
         spec = replace(cls._stored(side.packed, dim), ring=side.ring is not None, normed=side.norm is not None)
-        spec = replace(spec, cell=cell, cells=runs)
+        spec = replace(spec, cell=cell, cells=runs, first=0 if side.pages is None else side.pages.first)
         lists = side.outliers
         if lists is None:
             return spec
