@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Set before any library reads them: a test that would go to the network must fail here as it would there.
@@ -47,6 +48,14 @@ if hypothesis is not None:
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture
+def default_sigint() -> Iterator[None]:
+    """As in a terminal: a runner in the background ignores Ctrl-C."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

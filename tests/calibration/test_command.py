@@ -119,14 +119,6 @@ def test_each_phase_has_a_progress_bar_with_its_total(calibrate, monkeypatch):
     assert tasks == [("read text", 1, 1), ("capture", 6, 6), ("cluster", 4, 4), ("write", 1, 1)]
 
 
-@pytest.fixture
-def default_sigint():
-    """As in a terminal: a runner in the background ignores Ctrl-C."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.usefixtures("default_sigint")
 def test_ctrl_c_tells_how_to_resume(calibrate, tmp_path):
     progress = tmp_path / "a.work" / "captured.json"

@@ -27,12 +27,9 @@ STORY = " The river flows through the old town. " * 30
 
 
 @pytest.fixture
-def at_terminal(monkeypatch):
+def at_terminal(monkeypatch, default_sigint):
     """Handle Ctrl-C as for a person at a terminal."""
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def ignore(piece: str) -> None:

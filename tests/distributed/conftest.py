@@ -1,4 +1,4 @@
-"""Ray clusters of two nodes on this machine, with one worker each."""
+"""Ray clusters on this machine: a head, and two nodes with one worker each."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 
-def _start() -> tuple[Any, Any]:
+def _start() -> tuple[Any, list[Any]]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    node = cluster.add_node(num_cpus=1)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
     cluster.wait_for_nodes()
-    return cluster, node
+    return cluster, nodes
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,8 @@ def cluster() -> Iterator[Any]:
 
 
 @pytest.fixture
-def two_nodes() -> Iterator[tuple[Any, Any]]:
-    """(cluster, its second node), for a test that kills the node."""
-    cluster, node = _start()
-    yield cluster, node
+def two_nodes() -> Iterator[tuple[Any, list[Any]]]:
+    """(cluster, its two nodes), for a test that kills nodes. The head, which must live, runs no task."""
+    cluster, nodes = _start()
+    yield cluster, nodes
     cluster.shutdown()

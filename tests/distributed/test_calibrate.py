@@ -24,8 +24,8 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def held_once(function, folder: str, head: str):
-    """The function; the first call of each kind on another node than `head` writes its process and waits to be killed.
+def held_once(function, folder: str):
+    """The function; the first call of each kind writes its process and waits to be killed.
 
     A closure, because workers cannot import this module.
     """
@@ -41,11 +41,10 @@ def held_once(function, folder: str, head: str):
         name = f"{function.__name__}-{task if isinstance(task, int) else (task[0], task[1].func.__name__)}"
         (Path(folder) / f"{name}-{time.time_ns()}").touch()
         node = ray.get_runtime_context().get_node_id()
-        if node != head:
-            with suppress(FileExistsError), open(Path(folder) / f"held{function.__name__}", "x") as file:
-                file.write(f"{os.getpid()} {node} {name}")
-                file.close()
-                time.sleep(60)
+        with suppress(FileExistsError), open(Path(folder) / f"held{function.__name__}", "x") as file:
+            file.write(f"{os.getpid()} {node} {name}")
+            file.close()
+            time.sleep(60)
         return function(shared, task)
 
     return call
@@ -54,15 +53,15 @@ def held_once(function, folder: str, head: str):
 @pytest.mark.slow
 def test_a_node_dies_in_each_step(tiny, two_nodes, tmp_path):  # noqa: F811
     """The samples or streams that it was computing start again elsewhere; the artifact is that of one process."""
-    cluster, second = two_nodes
-    nodes = {node.node_id: node for node in (second, cluster.add_node(num_cpus=1))}
+    cluster, two = two_nodes
+    nodes = {node.node_id: node for node in (*two, cluster.add_node(num_cpus=1))}
     cluster.wait_for_nodes()
     notes, killed = tmp_path / "notes", []
     notes.mkdir()
 
     class Noted(Workers):
         def run(self, function, shared, tasks):
-            return super().run(held_once(function, str(notes), cluster.head_node.node_id), shared, tasks)
+            return super().run(held_once(function, str(notes)), shared, tasks)
 
     def kill():
         for step in ("_capture", "_apply"):

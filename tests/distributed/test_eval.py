@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -38,7 +39,7 @@ def children(parent: int) -> list[int]:
 
 @pytest.mark.slow
 def test_eval_on_a_cluster_whose_node_dies_writes_the_files_of_one_process(kvq, two_nodes, tmp_path, monkeypatch):
-    cluster, node = two_nodes
+    cluster, (node, _) = two_nodes
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     assert kvq(*WORDS, "--windows", "24", "--out", "one").exit_code == 0
     assert kvq(*WORDS, "--windows", "2", "--out", "two").exit_code == 0  # the cluster resumes it
@@ -53,7 +54,8 @@ def test_eval_on_a_cluster_whose_node_dies_writes_the_files_of_one_process(kvq, 
         workers = children(raylet)
         cluster.remove_node(node, allow_graceful=False)
         for worker in workers:
-            os.kill(worker, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
         at_death.append(logs(tmp_path / "two"))
 
     thread = threading.Thread(target=kill)

@@ -83,6 +83,7 @@ def test_results_come_in_the_order_of_the_tasks_and_errors_as_they_were_raised(c
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("default_sigint")
 def test_ctrl_c_keeps_the_results_that_have_arrived(cluster, tmp_path):
     def interrupt():
         for name in ("waits", "done-2"):
@@ -104,7 +105,7 @@ def test_ctrl_c_keeps_the_results_that_have_arrived(cluster, tmp_path):
 @pytest.mark.slow
 def test_a_task_on_a_node_that_dies_runs_again(two_nodes, tmp_path):
     """Its worker is killed, too: a node that is only removed lets its task finish."""
-    cluster, node = two_nodes
+    cluster, (node, _) = two_nodes
 
     def kill():
         deadline = time.monotonic() + 60
