@@ -20,12 +20,13 @@ ARGUMENTS = {
     "eval": ["--task", "perplexity", "--seqlen", 320, "--limit", 1],
     "analyze": ["entropy", "--samples", 1, "--seqlen", 16],
     "plan": ["--memory", "8GB"],
+    "serve": ["--dry-run"],
     "bench generate": ["--context", 16, "--batch", 1, "--tokens", 1, "--rounds", 1],
     "bench calibrate": ["--samples", 2, "--seqlen", 64],
     "reproduce": ["table-temporalkv-6", "--quiet"],
 }
-#: Commands that read the model's config only.
-CONFIG_ONLY = ("bits", "plan")
+#: Commands that read the model's config only; vLLM reads the rest for `serve`.
+CONFIG_ONLY = ("bits", "plan", "serve")
 CODE = """
 from pathlib import Path
 
