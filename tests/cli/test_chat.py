@@ -27,8 +27,9 @@ STORY = " The river flows through the old town. " * 30
 
 
 @pytest.fixture
-def at_terminal(monkeypatch, default_sigint):
+def at_terminal(monkeypatch, request):
     """Handle Ctrl-C as for a person at a terminal."""
+    request.getfixturevalue("default_sigint")
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
 
 
