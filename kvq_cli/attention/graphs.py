@@ -25,6 +25,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from kvq_cli.attention.attention_hooks import AttentionHooks
 from kvq_cli.attention.backend import ChosenBackend
+from kvq_cli.attention.replaced_forward import replaced_forward
 from kvq_cli.cache.cache import CompressedCache
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def captured_steps(
 ) -> Iterator[None]:
     """Inside the block, `model` replays the decode steps of compressed caches that it has captured.
 
-    Replaces `model.forward`, and puts back what was there. graphs: called once for each cache, gives the factory of its
+    graphs: called once for each cache, gives the factory of its
     graphs.
     """
     if backend.engine is None:
@@ -103,15 +104,8 @@ def captured_steps(
                 return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
         return plain(input_ids, *args, **kwargs)
 
-    replaced = model.__dict__.get("forward")  # of an attach around this one, or of a library that places models
-    model.forward = forward
-    try:
+    with replaced_forward(model, forward):
         yield
-    finally:
-        if replaced is None:
-            del model.forward
-        else:
-            model.forward = replaced
 
 
 def _is_step(ids: Tensor, cache: CompressedCache, args: tuple, kwargs: dict[str, Any]) -> bool:

@@ -21,6 +21,7 @@ from transformers.utils import ModelOutput
 from kvq_cli.attention.attach import Attached
 from kvq_cli.attention.attention_hooks import check_rotation, watched_attention
 from kvq_cli.attention.capture_points import AttentionLayer, CapturePoint, layer_input
+from kvq_cli.attention.replaced_forward import replaced_forward
 from kvq_cli.cache.cache import CompressedCache
 from kvq_cli.cache.rows import Forward, Rows
 from kvq_cli.models import model_shape
@@ -74,11 +75,11 @@ class SharedPrompts:
     @contextmanager
     def used_by(self, attached: Attached) -> Iterator[None]:
         """Inside the block, the model's first pass over an empty cache of `attached` is recorded, or taken from the
-        record of a pass with the same inputs. Replaces `model.forward`, and puts back what was there."""
+        record of a pass with the same inputs."""
         if not self._room:
             yield
             return
-        model, plain = attached.model, attached.model.forward
+        plain = attached.model.forward
 
         @wraps(plain)
         def forward(input_ids: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -94,15 +95,8 @@ class SharedPrompts:
                     return self._record(plain, cache, inputs)
             return plain(input_ids, *args, **kwargs)
 
-        replaced = model.__dict__.get("forward")  # of an attach with CUDA graphs, or of a library that places models
-        model.forward = forward
-        try:
+        with replaced_forward(attached.model, forward):
             yield
-        finally:
-            if replaced is None:
-                del model.forward
-            else:
-                model.forward = replaced
 
     def _bytes(self, ids: Tensor) -> int:
         """Bytes of the tensors that are recorded of a pass over `ids` `[batch, columns]`."""

@@ -2,55 +2,29 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvq_cli.artifact.fingerprint import Fingerprint, fingerprint
 from kvq_cli.attention.capture_points import AttentionLayer, attention_layers
 from kvq_cli.calibration.captured import CapturedStream
 from kvq_cli.calibration.parallel import deterministic
 from kvq_cli.calibration.samples import SampleCapture, capturing
 from kvq_cli.distributed import Workers
-from kvq_cli.errors import KvqError
-from kvq_cli.models import LoadedModel, load_model
+from kvq_cli.model_source import ModelSource
+from kvq_cli.models import LoadedModel
 
 #: Captured numbers of a sample: layer, "k" or "v", "x" or "g", and bfloat16 `[tokens, kv_heads, head_dim]` on the CPU.
 Numbers = list[tuple[int, str, str, Tensor]]
 
 
-@dataclass(frozen=True)
-class ModelSource:
-    """The arguments of `load_model`, the folder to which paths are relative, and the fingerprint of the model that this
-    process has loaded."""
-
-    name: str
-    device: str
-    dtype: str
-    trust_remote_code: bool
-    fingerprint: Fingerprint
-    folder: str = field(default_factory=os.getcwd)
-
-    @classmethod
-    def of(cls, loaded: LoadedModel) -> ModelSource:
-        device, dtype = loaded.model.device.type, str(loaded.model.dtype).removeprefix("torch.")
-        return cls(loaded.name, device, dtype, loaded.trust_remote_code, fingerprint(loaded.model))
-
-
 @lru_cache(maxsize=1)
 def _load(source: ModelSource) -> tuple[LoadedModel, list[AttentionLayer]]:
-    """The model and its layers, loaded once per worker; KvqError if it is not the same as the sender's."""
-    with suppress(OSError):  # a machine without this folder finds files by absolute paths
-        os.chdir(source.folder)
-    loaded = load_model(source.name, source.device, source.dtype, trust_remote_code=source.trust_remote_code)
-    if (found := fingerprint(loaded.model)) != source.fingerprint:
-        raise KvqError(f"--model {source.name}: a worker has another model ({found} instead of {source.fingerprint})")
+    """The model and its layers, loaded once per worker."""
+    loaded = source.load()
     return loaded, attention_layers(loaded.model)
 
 

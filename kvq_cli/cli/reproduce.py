@@ -128,7 +128,7 @@ def _make(
             output.note(f"{wanted.id}: its figure is missing: `kvq analyze {wanted.analyze}` draws it")
         return True
     try:
-        calibrations = _calibrations(wanted, model, trust_remote_code)
+        calibrations = _calibrations(wanted, model, trust_remote_code, ray)
         seconds = run_target(wanted, model, calibrations, output.note, root, store, output.quiet, ray)
     except KvqError as error:
         if stop:
@@ -139,19 +139,22 @@ def _make(
     return True
 
 
-def _calibrations(wanted: Target, model: str, trust_remote_code: bool) -> list[list[str]]:
+def _calibrations(wanted: Target, model: str, trust_remote_code: bool, ray: str | None) -> list[list[str]]:
     """Commands that calibrate the missing artifacts of a target's methods."""
+    from kvq_cli.benchmarking.shapes import SHAPES
     from kvq_cli.cli.resolve import calibrate_command, needs_artifact
+    from kvq_cli.methods.base import captures_activations
     from kvq_cli.papers.targets import calibration_options
     from kvq_cli.paths import artifact_folder, short_name
 
+    shape = SHAPES["llama-3.1-8b"].model_shape()  # any: what a method captures does not depend on it
+    capturing = ["--captured", str(CAPTURED / short_name(model)), *([] if ray is None else ["--ray", ray])]
     missing = {
         str(artifact_folder(model, method)): [
             *calibrate_command(model, method, trust_remote_code),
             *calibration_options(model),
             "--resume",
-            "--captured",
-            str(CAPTURED / short_name(model)),
+            *(capturing if captures_activations(method.calibration(shape)) else []),
         ]
         for method in wanted.calibrated(model)
         if not artifact_folder(model, method).is_dir() and needs_artifact(model, method, trust_remote_code)

@@ -154,9 +154,9 @@ def _reads_text(values: Values) -> bool:
 def _captures(values: Values) -> bool:
     """Whether calibrating the method captures keys, values and gradients on text, to cluster them."""
     from kvq_cli.benchmarking.shapes import SHAPES
-    from kvq_cli.methods.base import FactorSpec
+    from kvq_cli.methods.base import captures_activations
 
-    return not isinstance(_calibrated(values).calibration(SHAPES["llama-3.1-8b"].model_shape()), FactorSpec)
+    return captures_activations(_calibrated(values).calibration(SHAPES["llama-3.1-8b"].model_shape()))
 
 
 def _weighted(values: Values) -> bool:

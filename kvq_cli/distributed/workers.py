@@ -26,12 +26,11 @@ RETRIES = 3
 class Workers:
     """The workers of a cluster that this process is connected to.
 
-    count: tasks that run at the same time. gpus: GPUs of each task. threads: CPU threads of each task.
+    count: tasks that run at the same time. gpus: GPUs of each task.
     """
 
     count: int
     gpus: int
-    threads: int
 
     def run(self, function: Callable[[Any, Task], Result], shared: Any, tasks: Iterable[Task]) -> Iterator[Any]:
         """Yield `(task, function(shared, task))` in the order of the tasks; `AHEAD` of them per worker are taken early.
@@ -58,6 +57,15 @@ class Workers:
                 if ray.wait([reference], timeout=0)[0]:
                     yield task, _result(reference)
             raise
+
+
+def threads_per_task() -> int:
+    """Runs in a worker: its share of its machine's threads, where tasks use all CPUs that the machine gives Ray."""
+    import ray
+
+    here = ray.get_runtime_context().get_node_id()
+    given = next(node["Resources"].get("CPU", 1) for node in ray.nodes() if node["NodeID"] == here)
+    return max(1, (os.cpu_count() or 1) // max(1, int(given)))
 
 
 def _result(reference: Any) -> Any:
@@ -108,7 +116,7 @@ def connected(workers: int | None, address: str | None, device: str = "cpu") -> 
         count = int(ray.cluster_resources().get("GPU" if gpus else "CPU", 0))
         if not count:
             raise KvqError(f"--ray {address}: the cluster has no {'GPU' if gpus else 'CPU'}")
-        yield Workers(count, gpus, 1 if workers is None else max(1, (os.cpu_count() or 1) // workers))
+        yield Workers(count, gpus)
     finally:
         ray.shutdown()
 

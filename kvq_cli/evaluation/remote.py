@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any
 
-from kvq_cli.artifact.fingerprint import fingerprint
+import torch
+
 from kvq_cli.attention.attach import Attached, attach
-from kvq_cli.distributed import Workers
+from kvq_cli.distributed import Workers, threads_per_task
 from kvq_cli.errors import KvqError, NotFiniteError
 from kvq_cli.evaluation.base import ComparedMethod, Evaluation, Record
 from kvq_cli.evaluation.settings import EvaluationSettings, build_evaluations
-from kvq_cli.models import LoadedModel, load_model
+from kvq_cli.model_source import ModelSource
+from kvq_cli.models import LoadedModel
 
 Unit = Mapping[str, Sequence[int]]
 
@@ -24,18 +25,14 @@ Unit = Mapping[str, Sequence[int]]
 class WorkerSetup:
     """What a worker needs to compute the records that this process would.
 
-    folder: the working folder, in which relative paths are found. state: what must be the same there; see `_state`.
+    threads: at most; a worker takes its share of its machine. state: what must be the same there; see `_state`.
     """
 
-    model: str
-    device: str
-    dtype: str
-    trust_remote_code: bool
+    source: ModelSource
     settings: EvaluationSettings
     methods: Sequence[ComparedMethod]
     threads: int
     state: Mapping[str, Any]
-    folder: str = field(default_factory=os.getcwd)
     key: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
@@ -52,16 +49,8 @@ class RemoteEvaluation:
         attached: Mapping[str, Attached],
     ) -> None:
         self._workers = workers
-        dtype = str(loaded.model.dtype).removeprefix("torch.")
         self._setup = WorkerSetup(
-            loaded.name,
-            loaded.model.device.type,
-            dtype,
-            loaded.trust_remote_code,
-            settings,
-            methods,
-            workers.threads,
-            _state(loaded, evaluations, attached),
+            ModelSource.of(loaded), settings, methods, torch.get_num_threads(), _state(evaluations, attached)
         )
 
     def run(self, name: str, units: Iterator[Unit]) -> Iterator[tuple[Unit, Iterator[tuple[str, list[Record]]]]]:
@@ -114,12 +103,8 @@ def evaluate_unit(setup: WorkerSetup, task: tuple[str, Unit]) -> FinishedUnit:
 
 
 def _make_ready(setup: WorkerSetup) -> _Worker:
-    import torch
-
-    with suppress(OSError):  # a machine without this folder finds files by absolute paths
-        os.chdir(setup.folder)
-    torch.set_num_threads(setup.threads)
-    loaded = load_model(setup.model, setup.device, setup.dtype, trust_remote_code=setup.trust_remote_code)
+    torch.set_num_threads(min(setup.threads, threads_per_task()))
+    loaded = setup.source.load()
     evaluations = build_evaluations(setup.settings, loaded, lambda *_: lambda _: None)
     attachments = ExitStack()
     attached = {
@@ -128,18 +113,16 @@ def _make_ready(setup: WorkerSetup) -> _Worker:
         )
         for method in setup.methods
     }
-    here = _state(loaded, evaluations, attached)
+    here = _state(evaluations, attached)
     for what, value in setup.state.items():
         if here[what] != value:
             raise KvqError(f"a worker has another {what}: {here[what]} instead of {value}")
     return _Worker(loaded, {each.name: each for each in evaluations}, attached, attachments)
 
 
-def _state(loaded: LoadedModel, evaluations: Sequence[Evaluation], attached: Mapping[str, Attached]) -> dict[str, Any]:
-    """What records depend on beside the setup: the model, the samples, the kernels."""
+def _state(evaluations: Sequence[Evaluation], attached: Mapping[str, Attached]) -> dict[str, Any]:
+    """What records depend on beside the setup: the samples, the kernels."""
     return {
-        "model": asdict(fingerprint(loaded.model)),
-        "revision of the model": loaded.revision,
         "evaluation": {each.name: dict(each.config) for each in evaluations},
         "attention backend": {label: each.backend.summary for label, each in attached.items()},
     }

@@ -170,6 +170,11 @@ class LowRankSpec(FactorSpec):
         return shape.kv_heads // self.heads * self.latents
 
 
+def captures_activations(spec: AnySpec) -> bool:
+    """Whether a calibration captures keys, values and gradients on text; else it factorizes weights."""
+    return not isinstance(spec, FactorSpec)
+
+
 def reads_text(spec: AnySpec) -> bool:
     """Whether a calibration runs the model on text; else it factorizes weights alone."""
     return not isinstance(spec, FactorSpec) or spec.reads_text

@@ -61,19 +61,19 @@ def run_target(
     """Run a target and return the seconds it took. An interrupted target continues where it stopped.
 
     calibrations: commands that make missing artifacts first. report: called with each command line. quiet: the
-    commands print no progress and no notes. ray: address of the cluster on which evaluations and calibrations run;
-    results do not depend on it, and records do not name it. KvqError when a command fails.
+    commands print no progress and no notes. ray: address of the cluster on which evaluations run; records do not
+    name it. KvqError when a command fails.
     """
     started = time.monotonic()
     silence = ["--quiet"] if quiet else []
-    cluster = [] if ray is None else ["--ray", ray]
     for words in calibrations:
-        _run([*words, *cluster, *silence], report)
+        _run([*words, *silence], report)
     record = current_record(target, model)
     write_json(target.folder(model, root) / RECORD, {**record, "finished": False})
     command = target.command(model, root, store)
     # Fixed commands, like `bits --papers`, print nothing but their result, and have no such flag.
-    flags = [] if target.run else [*(cluster if command[0] == "eval" else []), *silence]
+    cluster = [] if ray is None or command[0] != "eval" else ["--ray", ray]
+    flags = [] if target.run else [*cluster, *silence]
     printed = _run([*command, *flags], report, keep=target.into is not None)
     if target.into:
         write_json(target.result(model, root), json.loads(printed))

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from held_tasks import held_once, kill_held, started_again
 
 from kvq_cli.distributed import connected
 from kvq_cli.errors import KvqError, NotFiniteError, UsageError
@@ -53,15 +54,6 @@ def wait_for(path: Path, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-def once_held(folder: str, task: int) -> int:
-    """The second task writes its process and waits to be killed when it runs for the first time."""
-    started = Path(folder) / f"{task}-{time.time_ns()}"
-    started.write_text(str(os.getpid()))
-    if task == 1 and len(list(Path(folder).glob("1-*"))) == 1:
-        time.sleep(120)
-    return task
-
-
 def held(folder: str, task: int) -> int:
     if task == 1:
         (Path(folder) / "waits").touch()
@@ -103,21 +95,13 @@ def test_ctrl_c_keeps_the_results_that_have_arrived(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_task_on_a_node_that_dies_runs_again(two_nodes, tmp_path):
-    """Its worker is killed, too: a node that is only removed lets its task finish."""
-    cluster, (node, _) = two_nodes
-
-    def kill():
-        deadline = time.monotonic() + 60
-        while not (started := list(tmp_path.glob("1-*"))) or not started[0].read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        cluster.remove_node(node, allow_graceful=False)
-        os.kill(int(started[0].read_text()), signal.SIGKILL)
-
+def test_a_task_on_a_node_that_dies_runs_again(doomed, tmp_path):
+    (cluster, nodes), killed = doomed, []
     with connected(None, cluster.address) as workers:
-        thread = threading.Thread(target=kill)
+        thread = threading.Thread(target=lambda: killed.append(kill_held(cluster, nodes, "square", tmp_path)))
         thread.start()
-        assert [result for _, result in workers.run(once_held, str(tmp_path), range(6))] == list(range(6))
+        assert [result for _, result in workers.run(held_once(square, str, tmp_path), 2, range(6))] == [
+            2 * task * task for task in range(6)
+        ]
         thread.join()
-    assert len(list(tmp_path.glob("1-*"))) == 2
+    assert started_again(tmp_path) == {killed[0]: 2}

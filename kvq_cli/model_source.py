@@ -1,0 +1,42 @@
+"""Load in a worker the model that the process has which sends the work."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from kvq_cli.artifact.fingerprint import Fingerprint, fingerprint
+from kvq_cli.errors import KvqError
+from kvq_cli.models import LoadedModel, load_model
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """The arguments of `load_model`, what the model must be there, and the folder to which paths are relative."""
+
+    name: str
+    device: str
+    dtype: str
+    trust_remote_code: bool
+    revision: str | None
+    fingerprint: Fingerprint
+    folder: str = field(default_factory=os.getcwd)
+
+    @classmethod
+    def of(cls, loaded: LoadedModel) -> ModelSource:
+        device, dtype = loaded.model.device.type, str(loaded.model.dtype).removeprefix("torch.")
+        weights = fingerprint(loaded.model)
+        return cls(loaded.name, device, dtype, loaded.trust_remote_code, loaded.revision, weights)
+
+    def load(self) -> LoadedModel:
+        """Runs in a worker: enters the folder and loads the model. KvqError if it is another model there."""
+        with suppress(OSError):  # a machine without this folder finds files by absolute paths
+            os.chdir(self.folder)
+        loaded = load_model(self.name, self.device, self.dtype, trust_remote_code=self.trust_remote_code)
+        found = ModelSource.of(loaded)
+        for what in ("device", "dtype", "revision", "fingerprint"):
+            here, sent = getattr(found, what), getattr(self, what)
+            if here != sent:
+                raise KvqError(f"--model {self.name}: a worker has another {what}: {here} instead of {sent}")
+        return loaded
