@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvq_kernels.decode_attention import Codebook, Dense, Outliers, PerHead, Side, Uniform
+from kvq_kernels.decode_attention import Codebook, Dense, Outliers, Pages, PerHead, Side, Uniform
 from torch import Tensor
 
 from kvq_cli.attention.rotary import Rotation
 from kvq_cli.cache.prompt_stream import PromptStream
 from kvq_cli.cache.stream import Stream, StreamReader
-from kvq_cli.codecs.base import AnyCodec, PromptCodec
+from kvq_cli.codecs.base import AnyCodec, Part, PromptCodec
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.codecs.gear import GearCodec
 from kvq_cli.codecs.identity import IdentityCodec
@@ -102,18 +102,31 @@ def side(stream: StreamReader, count: Tensor) -> Side:
     """
     if not isinstance(stream, Stream):
         raise TypeError("keys or values rematerialized from layer inputs are not stored")
-    codec = _stored_as(stream.codec)
     sinks, ring = stream.sinks if stream.window.sinks else None, stream.ring
     packed = stream.store.whole()
     if packed is None:  # before the first flush there are no codes: `count` is 0, and the tensor is not read
         return Side(Dense(ring), count, sinks, ring, norm=norm_of(stream))
+    return side_of(stream.codec, packed.parts, count, sinks, ring, norm=norm_of(stream))
+
+
+def side_of(
+    codec: AnyCodec,
+    stored: Mapping[str, Part],
+    count: Tensor,
+    sinks: Tensor | None,
+    ring: Tensor | None,
+    *,
+    norm: Tensor | None = None,
+    pages: Pages | None = None,
+) -> Side:
+    """The kernel arguments of tensors that `codec` packs into; the others are fields of `Side`."""
     outliers = None
-    if "outlier_index" in packed.parts:
-        index, value = (packed.parts[name] for name in ("outlier_index", "outlier_value"))
-        start = packed.parts.get("outlier_start")
+    if "outlier_index" in stored:
+        index, value = (stored[name] for name in ("outlier_index", "outlier_value"))
+        start = stored.get("outlier_start")
         outliers = Outliers(index.tensor, value.tensor, index.unit, None if start is None else start.tensor)
-    parts = {name: part.tensor for name, part in packed.parts.items()}
-    return Side(_packed(codec, parts), count, sinks, ring, outliers, norm_of(stream))
+    packed = _packed(_stored_as(codec), {name: part.tensor for name, part in stored.items()})
+    return Side(packed, count, sinks, ring, outliers, norm, pages)
 
 
 def _packed(codec: AnyCodec, parts: Mapping[str, Tensor], *per_token: Tensor) -> Dense | Uniform | Codebook | PerHead:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from kvq_kernels.decode_attention import Rope, Side, Workspace, plan_splits
+from kvq_kernels.decode_attention import Rope
 from kvq_kernels.decode_attention import decode_attention as attend
 from torch import Tensor
 from triton import knobs
@@ -17,6 +17,7 @@ from triton import knobs
 from kvq_cli.attention import torch_backend
 from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.kernel_sides import norm_of, side, unsupported
+from kvq_cli.attention.kernel_tables import KernelTables
 from kvq_cli.attention.rotary import Rotation
 from kvq_cli.cache.rows import Forward, RowGroup
 from kvq_cli.errors import UsageError
@@ -40,9 +41,7 @@ class TritonBackend:
     prefill_attention = staticmethod(torch_backend.prefill_attention)
 
     def __init__(self) -> None:
-        self._counts = _Counts()
-        self._ropes: dict[Rotation, tuple[int, Rope]] = {}
-        self._workspaces: dict[tuple, Workspace] = {}
+        self._counts, self._tables = _Counts(), KernelTables()
 
     def decode_attention(self, query: Tensor, context: ForwardContext) -> Tensor:
         """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; zeros for pads.
@@ -63,7 +62,7 @@ class TritonBackend:
         q, norm = query[:, :, 0], norm_of(keys)
         if norm is not None:  # q . (norm k') = (q norm) . k'
             q = (q.unflatten(1, (norm.shape[1], -1)) * norm.unsqueeze(2)).flatten(1, 2).to(query.dtype)
-        workspace = self._workspace(q, key_side, value_side, rope)
+        workspace = self._tables.workspace(q, key_side, value_side, rope)
         return attend(
             q,
             key_side,
@@ -78,13 +77,11 @@ class TritonBackend:
 
     def can_capture(self, tokens: int, last_position: int) -> bool:
         """Whether the next step can be captured: all its tensors are on the device, and rows have `tokens` tokens."""
-        rooms = (room for room, _ in self._ropes.values())
-        return self._counts.known(tokens) and all(_positions(last_position) <= room for room in rooms)
+        return self._counts.known(tokens) and self._tables.have(last_position)
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the backend that a decode step reads or writes."""
-        tables = [table for _, rope in self._ropes.values() for table in (rope.coarse, rope.fine, rope.fine_half)]
-        return [*self._counts.tensors(), *tables]
+        return [*self._counts.tensors(), *self._tables.tensors()]
 
     def advance(self, forward: Forward) -> None:
         """Count a replayed step."""
@@ -93,14 +90,6 @@ class TritonBackend:
     def forget(self) -> None:
         """Invalidate the counts, which may differ from the device's: the next step sends them again."""
         self._counts.forget()
-
-    def _workspace(self, query: Tensor, keys: Side, values: Side, rope: Rope | None) -> Workspace:
-        """The workspace of all layers of the same shapes."""
-        splits = plan_splits(query, keys, values, rope)
-        key = (query.shape, splits, query.device)
-        if key not in self._workspaces:
-            self._workspaces[key] = Workspace.like(query, splits)
-        return self._workspaces[key]
 
     def lengths(self, forward: Forward, device: torch.device) -> Tensor:
         """int32 `[rows]`: tokens of each row."""
@@ -114,15 +103,7 @@ class TritonBackend:
 
     def rope(self, rotation: Rotation, forward: Forward, device: torch.device) -> Rope:
         """The rotation's tables of cosines, long enough for all rows, with the position of each row's first token."""
-        need = _positions(max(group.last_position for group in forward.row_groups))
-        room = self._ropes[rotation][0] if rotation in self._ropes else 0
-        if rotation.style == "none":
-            raise ValueError("a layer without RoPE has no tables of cosines")
-        if room < need:
-            room = max(2 * room, 1 << (need - 1).bit_length())
-            frequencies = rotation.frequencies.to(device)
-            self._ropes[rotation] = room, Rope.tables(rotation.style, frequencies, room, rotation.scale)
-        rope = self._ropes[rotation][1]
+        rope = self._tables.rope(rotation, max(group.last_position for group in forward.row_groups), device)
         if not any(group.offset for group in forward.row_groups):
             return rope
         self._counts.follow(forward, device)
@@ -182,11 +163,6 @@ class _Counts:
             count.div_(window.flush, rounding_mode="floor").mul_(window.flush)
             self._current.add(window)
         return count
-
-
-def _positions(last: int) -> int:
-    """How many positions need cosines where the last token has position `last`: a tile reads beyond it."""
-    return last + 1 + Rope.STEP
 
 
 def _sent(numbers: list[int], tensor: Tensor, device: torch.device) -> Tensor:

@@ -26,7 +26,7 @@ from kvq_cli.methods.base import ModelShape
 from kvq_cli.vllm.engine import Engine
 from kvq_cli.vllm.exact_blocks import ExactManager, ExactSpec
 from kvq_cli.vllm.layout import ExactWindow
-from kvq_cli.vllm.paged_layer import PagedLayer, Sequence
+from kvq_cli.vllm.paged_layer import Batch, PagedLayer, Sequence
 from kvq_cli.vllm.served import cache_dtypes
 
 
@@ -37,6 +37,20 @@ class KvqMetadata:
     starts: list[int]
     lengths: list[int]
     blocks: Tensor
+    _batch: Batch | None = None
+
+    def batch(self, exact: Tensor | None) -> Batch:
+        """The sequences, whose exact tokens have the blocks `exact`; made once for all layers."""
+        if self._batch is None:
+            runs = zip(self.starts[:-1], self.starts[1:], self.lengths, strict=False)
+            self._batch = Batch(
+                [
+                    Sequence(start, stop, length - (stop - start), self.blocks[i], None if exact is None else exact[i])
+                    for i, (start, stop, length) in enumerate(runs)
+                    if stop > start
+                ]
+            )
+        return self._batch
 
 
 class KvqBuilder(AttentionMetadataBuilder[KvqMetadata]):
@@ -176,17 +190,9 @@ class KvqImpl(AttentionImpl[KvqMetadata]):
         exact = None
         if self.exact_name is not None:
             exact = get_forward_context().attn_metadata[self.exact_name].blocks
-        batch, count = attn_metadata, attn_metadata.starts[-1]
-        sequences = [
-            Sequence(start, stop, length - (stop - start), batch.blocks[i], None if exact is None else exact[i])
-            for i, (start, stop, length) in enumerate(
-                zip(batch.starts[:-1], batch.starts[1:], batch.lengths, strict=False)
-            )
-            if stop > start
-        ]
-        output[:count] = self.layer.attend(
-            query[:count], key[:count], value[:count], sequences, self.scaling, self.form
-        )
+        count = attn_metadata.starts[-1]
+        new = query[:count], key[:count], value[:count]
+        output[:count] = self.layer.attend(*new, attn_metadata.batch(exact), self.scaling, self.form)
         return output
 
 

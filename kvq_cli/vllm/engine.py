@@ -48,7 +48,11 @@ class Engine:
             self.layout: CacheLayout = cache_layout(plans, self.shape, config.cache_config.block_size)
         with _plain_defaults():
             self.plans = plans if device.type == "cpu" else served.plans(self.shape, device)
-        self._layers = 0
+        self._layers, self._kernels = 0, None
+        if device.type == "cuda":
+            from kvq_cli.vllm.paged_decode import PagedKernels  # imports Triton
+
+            self._kernels = PagedKernels(model.max_model_len)
 
     @classmethod
     def for_config(cls, config: VllmConfig, query_heads: int, kv_heads: int, head_dim: int) -> Engine:
@@ -72,7 +76,7 @@ class Engine:
         """The layer `index`, which vLLM calls `name`."""
         if extract_layer_index(name) != index:
             raise KvqError(f"vLLM made the layer {name} as number {index}: models of this kind are not supported")
-        return PagedLayer(index, self.plans[index], self.shape, self.layout, self.rotations[index])
+        return PagedLayer(index, self.plans[index], self.shape, self.layout, self.rotations[index], self._kernels)
 
 
 def _check_engine(config: VllmConfig) -> None:

@@ -14,7 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvq_cli.codecs.base import Codec
+from kvq_cli.codecs.base import AnyCodec, Codec
+from kvq_cli.codecs.codebook import CodebookCodec
+from kvq_cli.codecs.outliers import OutlierCodec
+from kvq_cli.codecs.per_head import PerHeadCodec
+from kvq_cli.codecs.per_token import PerTokenCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, ModelShape, StreamPlan
 
@@ -22,7 +26,7 @@ from kvq_cli.methods.base import LayerPlan, ModelShape, StreamPlan
 ALIGNMENT = 16
 #: The block size chosen is the least up to `MAX_BLOCK` with which blocks of exact tokens hold `MIN_EXACT` and leave at
 #: most the share `FEW_UNUSED` of a page unused.
-MAX_BLOCK, MIN_EXACT, FEW_UNUSED = 1024, 8, 0.13
+MAX_BLOCK, MIN_EXACT, FEW_UNUSED = 1024, 8, 0.25
 
 
 @dataclass(frozen=True)
@@ -136,24 +140,34 @@ def packing_unit(plans: Sequence[LayerPlan]) -> int:
     return math.lcm(*(stream.codec.block_tokens for plan in plans for stream in plan.kept))
 
 
+def _code_tokens(codec: AnyCodec) -> int:
+    """Tokens of a code: kernels read tiles of 16 codes, which lie in one page."""
+    if isinstance(codec, CodebookCodec):
+        return codec.block[0]
+    if isinstance(codec, PerHeadCodec):
+        return max(_code_tokens(member) for member, _ in codec.members.values())
+    return _code_tokens(codec.base) if isinstance(codec, (OutlierCodec, PerTokenCodec)) else 1
+
+
 def cache_layout(plans: Sequence[LayerPlan], shape: ModelShape, block_size: int | None = None) -> CacheLayout:
     """The pages of blocks of `block_size` tokens; None: of the smallest blocks of which little is unused.
 
     Raises UsageError for a block size that cuts the codecs' blocks or has no room for a token in full precision.
     """
     unit = packing_unit(plans)
+    step = math.lcm(unit, 16 * max(_code_tokens(stream.codec) for plan in plans for stream in plan.kept))
     if block_size is None:
-        return _best(plans, shape, math.lcm(unit, 16))
+        return _best(plans, shape, step)
     if block_size % unit:
         raise UsageError(
             f"--block-size {block_size} cuts blocks of {unit} tokens, which are packed together; "
-            f"use a multiple, such as {_best(plans, shape, math.lcm(unit, 16)).block_size}"
+            f"use a multiple, such as {_best(plans, shape, step).block_size}"
         )
     layout = _layout(plans, shape, block_size)
     if layout is None:
         raise UsageError(
             f"--block-size {block_size}: a page of so few packed tokens has no room for one in full precision; "
-            f"use {_best(plans, shape, math.lcm(unit, 16)).block_size}"
+            f"use {_best(plans, shape, step).block_size}"
         )
     return layout
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,8 +17,11 @@ from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.rows import Forward, RowGroup
 from kvq_cli.methods.base import LayerPlan, ModelShape
 from kvq_cli.vllm.layout import CacheLayout
-from kvq_cli.vllm.pages import PagedStream
+from kvq_cli.vllm.pages import PagedStream, shifts
 from kvq_cli.vllm.rope import unrotate
+
+if TYPE_CHECKING:
+    from kvq_cli.vllm.paged_decode import PagedKernels
 
 
 class Sequence(NamedTuple):
@@ -32,17 +37,59 @@ class Sequence(NamedTuple):
     exact_blocks: Tensor | None
 
 
-class PagedLayer(CompressedLayer):
-    """A layer whose keys and values lie in pages; `attend` computes a step of vLLM."""
+class Step:
+    """Sequences with one new token each, as kernels take them.
 
-    def __init__(self, index: int, plan: LayerPlan, shape: ModelShape, layout: CacheLayout, rotation: Rotation) -> None:
+    places: int64 `[rows]`, where their tokens are in the batch; lengths: int32 `[rows]`, their tokens with the new one;
+    blocks: int32 `[rows, blocks]`; exact_blocks: int64 `[rows, blocks]`, or None.
+    """
+
+    def __init__(self, sequences: list[Sequence]) -> None:
+        device = sequences[0].blocks.device
+        self.places = torch.tensor([sequence.start for sequence in sequences], device=device)
+        self.lengths = torch.tensor([sequence.past + 1 for sequence in sequences], dtype=torch.int32, device=device)
+        self.blocks = torch.stack([sequence.blocks for sequence in sequences]).int()
+        exact = [sequence.exact_blocks for sequence in sequences if sequence.exact_blocks is not None]
+        self.exact_blocks = torch.stack(exact) if exact else None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The sequences of a step of vLLM; one object for all layers."""
+
+    sequences: list[Sequence]
+
+    @cached_property
+    def decoded(self) -> Step | None:
+        """The sequences with one new token; None where there are none."""
+        single = [sequence for sequence in self.sequences if sequence.stop - sequence.start == 1]
+        return Step(single) if single else None
+
+
+class PagedLayer(CompressedLayer):
+    """A layer whose keys and values lie in pages; `attend` computes a step of vLLM.
+
+    kernels: decode sequences with one new token, where they can read the layer; None: the reference does.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        plan: LayerPlan,
+        shape: ModelShape,
+        layout: CacheLayout,
+        rotation: Rotation,
+        kernels: PagedKernels | None = None,
+    ) -> None:
         super().__init__(index, plan, rotation)
         page, size = layout.layers[index], layout.exact.block_size if layout.exact else 0
-        keys = PagedStream(plan.keys, shape, page.keys, layout.block_size, size)
-        values = PagedStream(plan.values, shape, page.values, layout.block_size, size)
+        self.key_shift, self.value_shift = shifts(plan.keys, plan.values)
+        keys = PagedStream(plan.keys, shape, page.keys, layout.block_size, size, self.key_shift)
+        values = PagedStream(plan.values, shape, page.values, layout.block_size, size, self.value_shift)
         self.streams = keys, values
         self.key_stream, self.value_stream, self.summed = keys, values, (values, None)
         self.kv_heads, self._shape, self._exact_size = shape.kv_heads, shape, size
+        self.kernels = None if kernels is None or kernels.why_not(self) else kernels
 
     def bind(self, pages: Tensor, exact_pages: Tensor | None) -> None:
         """Use these pages, uint8 `[pages, bytes]` each."""
@@ -60,23 +107,30 @@ class PagedLayer(CompressedLayer):
         return tuple(stream for stream in self.streams if isinstance(stream, PagedStream))
 
     def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, sequences: list[Sequence], scaling: float, form: ScoreForm
+        self, query: Tensor, key: Tensor, value: Tensor, batch: Batch, scaling: float, form: ScoreForm
     ) -> Tensor:
         """Append the new tokens of all sequences and compute their attention, every token as if it were decoded alone.
 
         query: `[tokens, query_heads, head_dim]`, key, value: `[tokens, kv_heads, head_dim]`, after RoPE. Returns
-        `[tokens, query_heads, head_dim]`. The reference in PyTorch, a sequence at a time.
+        `[tokens, query_heads, head_dim]`. Sequences with several new tokens, and all without kernels, are computed by
+        the reference in PyTorch, one after another.
         """
         out = torch.empty_like(query)
-        for sequence in sequences:
+        step = None if self.kernels is None or form.unusual else batch.decoded
+        for sequence in batch.sequences:
             rows = slice(sequence.start, sequence.stop)
             q, k, v = (x[rows].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-            out[rows] = self._attend_one(q, k, v, sequence, scaling, form)[0].transpose(0, 1)
+            context = self._append(k, v, sequence, scaling, form)
+            if step is None or sequence.stop - sequence.start > 1:
+                out[rows] = _reference(q, k, v, context)[0].transpose(0, 1)
+        if step is not None and self.kernels is not None:
+            out[step.places] = self.kernels.attend(query[step.places], self, step, scaling)
         return out
 
-    def _attend_one(
-        self, query: Tensor, key: Tensor, value: Tensor, sequence: Sequence, scaling: float, form: ScoreForm
-    ) -> Tensor:
+    def _append(
+        self, key: Tensor, value: Tensor, sequence: Sequence, scaling: float, form: ScoreForm
+    ) -> ForwardContext:
+        """Store a sequence's new tokens, `[1, kv_heads, tokens, head_dim]`; returns the context of their attention."""
         past, columns = sequence.past, sequence.stop - sequence.start
         group = RowGroup(slice(0, 1), 0, past, past + columns, 0)
         forward = Forward(columns, past, (group,), (0,))
@@ -88,7 +142,10 @@ class PagedLayer(CompressedLayer):
             cached = unrotate(self.rotation, key, past)
         for stream, x in zip(self.streams, (cached, value), strict=True):
             stream.append(x, forward.row_groups)
-        context = ForwardContext(self, forward, torch_backend, True, scaling=scaling, score_form=form)
-        if columns == 1:
-            return torch_backend.decode_attention(query, context)
-        return torch_backend.prefill_attention(query, key, value, context)
+        return ForwardContext(self, forward, torch_backend, True, scaling=scaling, score_form=form)
+
+
+def _reference(query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Tensor:
+    if query.shape[2] == 1:
+        return torch_backend.decode_attention(query, context)
+    return torch_backend.prefill_attention(query, key, value, context)

@@ -1,13 +1,14 @@
 """A stream whose tokens lie in pages: packed tokens in vLLM's blocks, exact ones in blocks of their own.
 
 One object serves all sequences of a layer, one after another: `open` points it at a sequence's blocks. Packed token j
-of a sequence (token sinks + j) has place j + s in its blocks, where s is `sinks` rounded up to whole packing blocks.
-What a block holds then depends on the tokens before its end alone, so blocks can be shared between sequences with a
-common prefix, and a sequence that packs tokens of a shared block writes the bytes that are there.
+of a sequence (token sinks + j) has place j + `shift` in its blocks; see `shifts`. What a block holds then depends on
+the tokens before its end alone, so blocks can be shared between sequences with a common prefix, and a sequence that
+packs tokens of a shared block writes the bytes that are there.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -17,22 +18,45 @@ from kvq_cli.cache.rows import RowGroup
 from kvq_cli.cache.stream import Stream
 from kvq_cli.codecs.base import Packed, Part
 from kvq_cli.methods.base import ModelShape, StreamPlan
-from kvq_cli.vllm.layout import PagePart
+from kvq_cli.vllm.layout import PagePart, codec_of
+
+
+def shifts(keys: StreamPlan, values: StreamPlan) -> tuple[int, int]:
+    """Places of the first packed key and value in a sequence's blocks: the sinks, rounded up to whole packing blocks.
+
+    Kernels want one place for both, of whole blocks of both. Where that could exceed the blocks of a sequence's tokens
+    (a stream that packs in smaller steps, with fewer recent tokens than it is moved), each has its own.
+    """
+    unit = math.lcm(*(codec_of(stream).block_tokens for stream in (keys, values)))
+    both = max(_rounded(stream.window.sinks, unit) for stream in (keys, values))
+    for stream in (keys, values):
+        window = stream.window
+        if window.flush % unit and window.recent < both - window.sinks:
+            return tuple(_rounded(each.window.sinks, codec_of(each).block_tokens) for each in (keys, values))  # type: ignore[return-value]
+    return both, both
+
+
+def _rounded(tokens: int, unit: int) -> int:
+    return -(-tokens // unit) * unit
 
 
 class PagedStream(Stream):
     """Keys or values of one layer in pages of `block_size` tokens; `parts` as in `PageLayout`.
 
-    exact_size: tokens of a block in full precision; 0: there are none.
+    exact_size: tokens of a block in full precision; 0: there are none. shift: see `shifts`.
     """
 
     def __init__(
-        self, plan: StreamPlan, shape: ModelShape, parts: dict[str, PagePart], block_size: int, exact_size: int
+        self,
+        plan: StreamPlan,
+        shape: ModelShape,
+        parts: dict[str, PagePart],
+        block_size: int,
+        exact_size: int,
+        shift: int,
     ) -> None:
         super().__init__(plan)
-        self._parts, self._block_size, self._exact_size = parts, block_size, exact_size
-        unit = self.codec.block_tokens
-        self._shift = -(-self.window.sinks // unit) * unit
+        self._parts, self.block_size, self._exact_size, self.shift = parts, block_size, exact_size, shift
         #: Gives attention the heads, channels and dtype; no token is in it.
         self.ring = torch.empty(1, shape.kv_heads, 0, shape.head_dim, dtype=shape.dtype)
         self._views: dict[str, Tensor] = {}
@@ -40,7 +64,7 @@ class PagedStream(Stream):
 
     def bind(self, pages: Tensor, exact_pages: Tensor | None) -> None:
         """Read and write `pages`, uint8 `[pages, bytes]`, and `exact_pages` `[pages, exact_size, heads, head_dim]`."""
-        self._views = {name: part.view(pages, self._block_size) for name, part in self._parts.items()}
+        self._views = {name: part.view(pages, self.block_size) for name, part in self._parts.items()}
         if exact_pages is not None:
             self._exact_pages = exact_pages
 
@@ -51,11 +75,16 @@ class PagedStream(Stream):
         if exact_blocks is not None:
             self._exact_blocks = exact_blocks
 
+    @property
+    def parts(self) -> dict[str, Part]:
+        """The packed parts in all pages, `[pages, heads, block_size // unit, ...]`."""
+        return {name: Part(self._views[name], part.unit) for name, part in self._parts.items()}
+
     # -- packed tokens -------------------------------------------------------------------------------------------
 
     def _write(self, group: RowGroup, packed: Packed, reserve: int) -> None:
-        start = self.window.packed(group.past) + self._shift
-        size, done = self._block_size, 0
+        start = self.window.packed(group.past) + self.shift
+        size, done = self.block_size, 0
         while done < packed.tokens:
             page, slot = divmod(start + done, size)
             count = min(packed.tokens - done, size - slot)
@@ -68,13 +97,13 @@ class PagedStream(Stream):
     def _tiles(self, rows: slice, start: int, stop: int, size: int) -> Iterator[tuple[int, int, Packed]]:
         for first in range(start, stop, size):
             last = min(first + size, stop)
-            yield first, last, self._packed(first + self._shift, last + self._shift)
+            yield first, last, self._packed(first + self.shift, last + self.shift)
 
     def _packed(self, first: int, last: int) -> Packed:
         """The places [first, last) of the sequence."""
-        start = first // self._block_size
-        blocks = self._blocks[start : -(-last // self._block_size)]
-        first, last = first - start * self._block_size, last - start * self._block_size
+        start = first // self.block_size
+        blocks = self._blocks[start : -(-last // self.block_size)]
+        first, last = first - start * self.block_size, last - start * self.block_size
         parts = {}
         for name, part in self._parts.items():
             pages = self._views[name].index_select(0, blocks).transpose(0, 1).flatten(1, 2)
@@ -99,6 +128,24 @@ class PagedStream(Stream):
         at = torch.arange(start, stop, device=self._exact_pages.device)
         numbers = self._exact_pages[self._exact_blocks[at // self._exact_size], at % self._exact_size]
         return numbers.transpose(0, 1).unsqueeze(0)
+
+    def exact_of(self, lengths: Tensor, blocks: Tensor) -> tuple[Tensor | None, Tensor]:
+        """(sinks, ring) of sequences of `lengths` tokens, int32 `[rows]`, as `Stream` holds them: `[rows, heads,
+        tokens, head_dim]`. blocks: of exact tokens, int64 `[rows, blocks]`. Places of tokens that are packed, or not
+        there, are any numbers."""
+        sinks, room = self.window.sinks, max(self.ring_size, 1)
+        newest = lengths.long()[:, None] - 1
+        places = torch.arange(room, device=lengths.device)
+        recent = newest - (newest - sinks - places) % room
+        first = torch.arange(sinks, device=lengths.device).expand(len(lengths), -1)
+        return self._gathered(first, blocks) if sinks else None, self._gathered(recent, blocks)
+
+    def _gathered(self, tokens: Tensor, blocks: Tensor) -> Tensor:
+        """Exact tokens `[rows, n]` of the sequences, `[rows, heads, n, head_dim]`."""
+        tokens = tokens.clamp(min=0)
+        pages = blocks.gather(1, (tokens // self._exact_size).clamp(max=blocks.shape[1] - 1))
+        numbers = self._exact_pages[pages.clamp(0, len(self._exact_pages) - 1), tokens % self._exact_size]
+        return numbers.transpose(1, 2).contiguous()
 
     def exact(
         self, rows: slice, tokens: int, start: int, stop: int, size: int = 1 << 30

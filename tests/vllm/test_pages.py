@@ -10,7 +10,7 @@ from kvq_cli.cache.stream import Stream
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.methods.registry import build_parsed
 from kvq_cli.vllm.layout import cache_layout
-from kvq_cli.vllm.pages import PagedStream
+from kvq_cli.vllm.pages import PagedStream, shifts
 
 SHAPE = ModelShape(layers=1, query_heads=2, kv_heads=2, head_dim=32, hidden_size=64, dtype=torch.float32)
 METHODS = (
@@ -27,7 +27,8 @@ def pair(method, block_size):
     plan = build_parsed(method, bits=2).plan(0, SHAPE, {})
     layout = cache_layout([plan], SHAPE, block_size)
     size = 0 if layout.exact is None else layout.exact.block_size
-    paged = PagedStream(plan.keys, SHAPE, layout.layers[0].keys, layout.block_size, size)
+    shift, _ = shifts(plan.keys, plan.values)
+    paged = PagedStream(plan.keys, SHAPE, layout.layers[0].keys, layout.block_size, size, shift)
     pages = torch.randint(0, 256, (12, layout.page_bytes), dtype=torch.uint8)
     exact = torch.full((400, size, 2, 32), torch.nan) if size else None
     paged.bind(pages, exact)
