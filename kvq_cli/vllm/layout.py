@@ -135,13 +135,15 @@ class CacheLayout:
         return -(-tokens // self.block_size) + exact
 
 
-def packing_unit(plans: Sequence[LayerPlan]) -> int:
-    """Tokens of which every block must hold a whole number: the codecs' blocks."""
-    return math.lcm(*(stream.codec.block_tokens for plan in plans for stream in plan.kept))
+def block_unit(plans: Sequence[LayerPlan]) -> int:
+    """Tokens of which every block must hold a whole number: the codecs' blocks, and the kernels' tiles of 16 codes."""
+    streams = [stream for plan in plans for stream in plan.kept]
+    tile = 16 * max(_code_tokens(stream.codec) for stream in streams)
+    return math.lcm(tile, *(stream.codec.block_tokens for stream in streams))
 
 
 def _code_tokens(codec: AnyCodec) -> int:
-    """Tokens of a code: kernels read tiles of 16 codes, which lie in one page."""
+    """Tokens of a code."""
     if isinstance(codec, CodebookCodec):
         return codec.block[0]
     if isinstance(codec, PerHeadCodec):
@@ -152,22 +154,21 @@ def _code_tokens(codec: AnyCodec) -> int:
 def cache_layout(plans: Sequence[LayerPlan], shape: ModelShape, block_size: int | None = None) -> CacheLayout:
     """The pages of blocks of `block_size` tokens; None: of the smallest blocks of which little is unused.
 
-    Raises UsageError for a block size that cuts the codecs' blocks or has no room for a token in full precision.
+    Raises UsageError for a block size that cuts a `block_unit` or has no room for a token in full precision.
     """
-    unit = packing_unit(plans)
-    step = math.lcm(unit, 16 * max(_code_tokens(stream.codec) for plan in plans for stream in plan.kept))
+    unit = block_unit(plans)
     if block_size is None:
-        return _best(plans, shape, step)
+        return _best(plans, shape, unit)
     if block_size % unit:
         raise UsageError(
-            f"--block-size {block_size} cuts blocks of {unit} tokens, which are packed together; "
-            f"use a multiple, such as {_best(plans, shape, step).block_size}"
+            f"--block-size {block_size} cuts blocks of {unit} tokens, which are packed or read together; "
+            f"use a multiple, such as {_best(plans, shape, unit).block_size}"
         )
     layout = _layout(plans, shape, block_size)
     if layout is None:
         raise UsageError(
             f"--block-size {block_size}: a page of so few packed tokens has no room for one in full precision; "
-            f"use {_best(plans, shape, step).block_size}"
+            f"use {_best(plans, shape, unit).block_size}"
         )
     return layout
 
