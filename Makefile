@@ -27,6 +27,8 @@ ARTIFACTS := $(foreach bits,1 2 4,temporalkv-$(bits)bit channelkv-$(bits)bit) $(
 # Tables and figures of the papers; their results are in results/reproduction/MODEL.
 MODEL ?= reference
 OPTIONS ?=
+# Processes of long runs on SmolLM2: their samples and calibrations are tasks (docs/SWEEPS.md).
+WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
 COMPARED := smollm2/compare-2bit smollm2/compare-fair smollm2/compare-paper reference/compare-fair reference/compare-paper
 CODEBOOKS := kvquant channelkv temporalkv klt
 SETTINGS := $(addprefix settings-,kivi innerq squat gear zipcache xquant xquant-cl turboquant palu $(CODEBOOKS) $(CODEBOOKS:%=%-calibration))
@@ -135,8 +137,8 @@ reproduction: .venv/.installed  ## Write docs/REPRODUCTION.md: the papers' claim
 	@$(call kvq,reproduce --page docs/REPRODUCTION.md)
 
 smollm2: .venv/.installed  ## Calibrate and compare all methods on SmolLM2-135M, check the papers' claims: some hours.
-	@$(call kvq,reproduce compare-2bit compare-paper compare-fair compare-4096 compare-8192 --model smollm2)
-	$(call kvq,reproduce --all --model smollm2)
+	@$(call kvq,reproduce compare-2bit compare-paper compare-fair compare-4096 compare-8192 --model smollm2 --workers $(WORKERS))
+	$(call kvq,reproduce --all --model smollm2 --workers $(WORKERS))
 	$(MAKE) --no-print-directory reproduction comparison
 
 compare: .venv/.installed  ## Compare all methods at 4, 3, 2 and 1 bits on both models; writes docs/COMPARISON.md.
@@ -144,13 +146,13 @@ compare: .venv/.installed  ## Compare all methods at 4, 3, 2 and 1 bits on both 
 	$(MAKE) --no-print-directory comparison
 
 beyond: .venv/.installed  ## Compare klt with all methods on SmolLM2; print which of its goals are met (docs/METHOD.md).
-	@$(call kvq,reproduce beyond --model $(BEYOND_MODEL) $(if $(OPTIONS),--options '$(OPTIONS)'))
+	@$(call kvq,reproduce beyond beyond-ruler --model $(BEYOND_MODEL) --workers $(WORKERS) $(if $(OPTIONS),--options '$(OPTIONS)'))
 	results=results/reproduction/$(BEYOND_MODEL)/beyond
 	cp "$$results/pareto.png" docs/pareto.png
-	echo; cat "$$results/goals.md"
+	echo; cat "$$results/goals.md"; echo; cat "$$results-ruler/goals.md"
 
 settings: .venv/.installed  ## Measure the options of each method on SmolLM2-135M, one at a time; writes docs/SETTINGS.md: some hours.
-	@$(call kvq,reproduce $(SETTINGS) --model smollm2)
+	@$(call kvq,reproduce $(SETTINGS) --model smollm2 --workers $(WORKERS))
 	$(BIN)/python tools/docs/settings.py
 
 comparison: .venv/.installed pages  # docs/COMPARISON.md from the tracked results
@@ -170,11 +172,12 @@ comparison: .venv/.installed pages  # docs/COMPARISON.md from the tracked result
 	done; } > docs/COMPARISON.md
 	echo "written: docs/COMPARISON.md"
 
-pages: .venv/.installed  ## Write the HTML pages of SmolLM2's comparisons and the README's picture, from tracked results.
+pages: .venv/.installed  ## Write the HTML pages of SmolLM2's comparisons, the README's picture and table, from tracked results.
 	@for results in $(PAGES); do
 	$(KVQ) report $$results --out docs/comparison-smollm2-$${results##*compare-}.html
 	done
 	$(BIN)/python tools/docs/picture.py results/reproduction/smollm2/compare-2bit docs/quality.svg
+	$(BIN)/python tools/docs/first_table.py results/reproduction/smollm2/compare-2bit README.md
 
 session: .venv/.installed  ## Record docs/session.svg: a terminal in which SmolLM2 continues a text from a cache of 2 bits.
 	@PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python tools/docs/session.py

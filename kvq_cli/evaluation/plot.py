@@ -108,7 +108,8 @@ def divergence(result: Mapping[str, Any]) -> float | None:
     return metrics["kl,none"]
 
 
-def _ruler(result: Mapping[str, Any]) -> float | None:
+def ruler_mean(result: Mapping[str, Any]) -> float | None:
+    """Mean score of RULER's tasks in percent; None without them."""
     scores = [value for key, value in result["results"].get(RULER, {}).items() if key.endswith(",none")]
     return 100 * sum(scores) / len(scores) if scores else None
 
@@ -117,5 +118,5 @@ DIVERGENCE = Panel("KL divergence to the uncompressed model", divergence)
 PANELS = (
     Panel("perplexity", _perplexity),
     DIVERGENCE,
-    Panel("RULER, mean of the tasks (%)", _ruler, log=False),
+    Panel("RULER, mean of the tasks (%)", ruler_mean, log=False),
 )

@@ -1,4 +1,4 @@
-"""Goals of `klt`: half the divergence of the best other method at the same measured bits, and little perplexity."""
+"""Goals of `klt`: half the divergence of the best other method at the same measured bits, and near fp16 in the rest."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvq_cli.evaluation.perplexity import PERPLEXITY
-from kvq_cli.evaluation.plot import divergence, lines_by_method, measured_bits
+from kvq_cli.evaluation.plot import divergence, lines_by_method, measured_bits, ruler_mean
 from kvq_cli.evaluation.tabulate import EXACT
 
 METHOD = "klt"
-#: Goals: KL divergence relative to the best other method's; perplexity relative to fp16's, by nominal bits.
+#: Goals: KL divergence relative to the best other method's; perplexity relative to fp16's, by nominal bits; points of
+#: RULER's mean, in percent, below fp16's.
 MAX_KL_RATIO = 0.5
 MAX_PERPLEXITY_RATIO = {2.0: 1.03, 3.0: 1.005}
+MAX_RULER_LOSS = 2.0
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,9 @@ def perplexity_ratio(document: Mapping[str, Any]) -> float:
 
 
 def goals_table(methods: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Columns and rows of the goals' table."""
+    """Columns and rows of the goals' table: of KL and perplexity, or where RULER was measured, of its mean."""
+    if all(ruler_mean(document) is not None for document in methods.values()):
+        return _ruler_table(methods)
     columns = ["method", "bits measured", "KL", "best other method", "its KL", "ratio", "perplexity x", "goals"]
     rows = []
     for one in reached(methods):
@@ -93,6 +97,18 @@ def goals_table(methods: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], li
         own = [one.label, _number(one.bits, 2), _number(one.kl, 4)]
         rows.append([*own, *other, _number(one.perplexity, 4), ", ".join(one.verdicts())])
     return columns, rows
+
+
+def _ruler_table(methods: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    means = {label: ruler_mean(document) or 0.0 for label, document in methods.items()}
+    best = max((label for label in methods if label != EXACT and not _is_own(label)), key=lambda label: means[label])
+    rows = []
+    for label, document in methods.items():
+        if _is_own(label):
+            verdict = f"RULER {_met(means[EXACT] - means[label] <= MAX_RULER_LOSS)} (at most {MAX_RULER_LOSS:g} below)"
+            rivals = [f"{means[EXACT]:.1f}", best, f"{means[best]:.1f}"]
+            rows.append([label, _number(measured_bits(document), 2), f"{means[label]:.1f}", *rivals, verdict])
+    return ["method", "bits measured", "RULER mean", "fp16's", "best other method", "its mean", "goals"], rows
 
 
 def _points(documents: Iterable[Mapping[str, Any]]) -> list[tuple[float, float]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvq_cli.evaluation.formats import markdown, with_best
 from kvq_cli.evaluation.paired import CAPTION, difference_table, differences, interval, sample_scores
-from kvq_cli.evaluation.plot import DIVERGENCE, plot_comparison
+from kvq_cli.evaluation.plot import DIVERGENCE, divergence, plot_comparison
 from kvq_cli.evaluation.tabulate import EXACT, Table, tabulate
 from kvq_cli.files import write_json, write_text
 from kvq_cli.papers.compact import compact_text
@@ -44,7 +44,8 @@ def write_report(target: Target, model: str, folder: Path) -> None:
         write_text(folder / CLAIMS, markdown(*claims_table(target, folder, methods, table)) + "\n")
     if target.goals:
         write_text(folder / GOALS, markdown(*goals_table(methods)) + "\n")
-        plot_comparison({"methods": methods}, folder / PARETO, only=[DIVERGENCE], bold=METHOD)
+        if any(divergence(document) is not None for document in methods.values()):
+            plot_comparison({"methods": methods}, folder / PARETO, only=[DIVERGENCE], bold=METHOD)
     if target.sweep:
         write_text(folder / WINDOWS, compact_text(window_scores(folder, methods)))
     if by_method:

@@ -54,3 +54,22 @@ def test_bits_outside_of_a_methods_points_have_no_value():
     points = [(2.0, 0.4), (4.0, 0.1)]
     assert interpolated(points, 1.9) is None and interpolated(points, 4.1) is None
     assert math.isclose(interpolated(points, 3.0), 0.2)
+
+
+def test_rulers_mean_is_compared_with_fp16s():
+    def answered(score, measured):
+        scores = {"ruler": {"niah_single_2-1024,none": score, "vt-1024,none": score / 2}}
+        return {"results": scores, "cache": {"vt-1024": {"measured_bits": measured}}, "config": {"method": {"bits": 2}}}
+
+    methods = {
+        "fp16": answered(1.0, 16.0),
+        "kivi-2bit": answered(0.4, 4.0),
+        "gear-2bit": answered(0.6, 5.0),
+        "klt-1bit": answered(0.9, 2.0),
+        "klt-2bit": answered(0.98, 3.0),
+    }
+    _, rows = goals_table(methods)
+    assert rows == [
+        ["klt-1bit", "2.00", "67.5", "75.0", "gear-2bit", "45.0", "RULER not met (at most 2 below)"],
+        ["klt-2bit", "3.00", "73.5", "75.0", "gear-2bit", "45.0", "RULER met (at most 2 below)"],
+    ]
