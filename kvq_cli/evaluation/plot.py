@@ -109,8 +109,9 @@ def divergence(result: Mapping[str, Any]) -> float | None:
 
 
 def ruler_mean(result: Mapping[str, Any]) -> float | None:
-    """Mean score of RULER's tasks in percent; None without them."""
-    scores = [value for key, value in result["results"].get(RULER, {}).items() if key.endswith(",none")]
+    """Mean score of RULER's tasks in percent, over all lengths; None without them."""
+    lengths = {key.removesuffix(",none"): value for key, value in result["results"].get(RULER, {}).items()}
+    scores = [value for length, value in lengths.items() if length.isdecimal()]
     return 100 * sum(scores) / len(scores) if scores else None
 
 

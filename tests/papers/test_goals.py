@@ -58,7 +58,8 @@ def test_bits_outside_of_a_methods_points_have_no_value():
 
 def test_rulers_mean_is_compared_with_fp16s():
     def answered(score, measured):
-        scores = {"ruler": {"niah_single_2-1024,none": score, "vt-1024,none": score / 2}}
+        mean = {"alias": "ruler", "1024,none": score, "1024_stderr,none": 0.05, "2048,none": score / 2}
+        scores = {"vt": {"1024,none": 0.1}, "ruler": mean}
         return {"results": scores, "cache": {"vt-1024": {"measured_bits": measured}}, "config": {"method": {"bits": 2}}}
 
     methods = {
