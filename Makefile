@@ -29,7 +29,7 @@ MODEL ?= reference
 OPTIONS ?=
 # Processes of long runs on SmolLM2: their samples and calibrations are tasks (docs/SWEEPS.md).
 WORKERS ?= $(shell getconf _NPROCESSORS_ONLN)
-COMPARED := smollm2/compare-2bit smollm2/compare-fair smollm2/compare-paper reference/compare-fair reference/compare-paper
+COMPARED := $(addprefix smollm2/compare-,2bit fair paper 4096 8192) reference/compare-fair reference/compare-paper
 CODEBOOKS := kvquant channelkv temporalkv klt
 SETTINGS := $(addprefix settings-,kivi innerq squat gear zipcache xquant xquant-cl turboquant palu $(CODEBOOKS) $(CODEBOOKS:%=%-calibration))
 # Comparisons on SmolLM2 with an HTML page in docs/.
@@ -164,6 +164,8 @@ comparison: .venv/.installed pages  # docs/COMPARISON.md from the tracked result
 	case $$compared in
 	*-fair) echo "## $$title, equal windows";;
 	*-2bit) echo "## $$title, 2 bits, each paper's own windows";;
+	*-4096) echo "## $$title, 2 bits, texts of 4,096 tokens";;
+	*-8192) echo "## $$title, 2 bits, texts of 8,192 tokens";;
 	*) echo "## $$title, each paper's own windows";;
 	esac
 	echo; echo "![scores over measured bits]($$plot)"; echo
