@@ -24,16 +24,26 @@ from torch.utils.weak import WeakTensorKeyDictionary
 MIN_ROWS = 8
 #: Bytes of a model's weights in float32 up to which they are kept.
 MAX_KEPT_BYTES = 1 << 30
+#: Numbers of a product, or of its operand, from which on it is computed a tile of rows at a time.
+_MAX_TILE = 1 << 24
 #: Weight -> its version and place when it was converted, and its float32 copy.
 _kept = WeakTensorKeyDictionary()
 
 
-def upcast_products(model: nn.Module) -> AbstractContextManager:
-    """Context in which this thread computes the products of `model`'s dtype in float32, if this CPU needs that."""
+def upcast_products(model: nn.Module, keep: bool = True) -> AbstractContextManager:
+    """Context in which this thread computes the products of `model`'s dtype in float32, if this CPU needs that.
+
+    keep: keep the converted weights of a small model; over many tokens at a time, converting them again costs little.
+    """
     parameter = next(model.parameters(), None)
     if parameter is None or parameter.device.type != "cpu" or _native(parameter.dtype):
         return nullcontext()
-    return _Upcast(_is_small(model))
+    return _Upcast(keep and _is_small(model))
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype in which to compute products of `x`'s numbers: float32 on CPUs without instructions for its dtype."""
+    return x.dtype if x.device.type != "cpu" or _native(x.dtype) else torch.float32
 
 
 def upcast_forward_passes(model: nn.Module) -> None:
@@ -127,9 +137,23 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None) -> Tensor:
         ctx.save_for_backward(weight)
         ctx.wide = wide
-        return F.linear(x.float(), weight.float() if wide is None else wide, _float(bias)).to(x.dtype)
+        weight, bias = weight.float() if wide is None else wide, _float(bias)
+        return _by_rows(x, len(weight), lambda rows: F.linear(rows, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         weight = ctx.saved_tensors[0].float() if ctx.wide is None else ctx.wide
-        return (gradients[0].float() @ weight).to(gradients[0].dtype), None, None, None
+        return _by_rows(gradients[0], weight.shape[1], lambda rows: rows @ weight), None, None, None
+
+
+def _by_rows(x: Tensor, columns: int, product: Callable[[Tensor], Tensor]) -> Tensor:
+    """`product` of `x` in float32, rounded to its dtype; long rows, as those of logits, a tile at a time, so that no
+    whole float32 copy of them exists."""
+    longest = max(columns, x.shape[-1])
+    if x.numel() // x.shape[-1] * longest <= _MAX_TILE:
+        return product(x.float()).to(x.dtype)
+    out = x.new_empty(*x.shape[:-1], columns)
+    tile = max(1, _MAX_TILE // longest)
+    for rows, place in zip(x.flatten(0, -2).split(tile), out.flatten(0, -2).split(tile), strict=True):
+        place.copy_(product(rows.float()))
+    return out

@@ -33,6 +33,22 @@ class Model(nn.Module):
 
 @pytest.mark.usefixtures("slow_cpu")
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_tiles_of_rows_give_the_same_product_and_gradient(dtype, monkeypatch):
+    torch.manual_seed(0)
+    model, x = Model().to(dtype), torch.randn(2, 9, 40, dtype=dtype)
+    results = []
+    for tile in (1 << 24, 3 * 40):  # all rows at once; 3 rows
+        monkeypatch.setattr(upcast, "_MAX_TILE", tile)
+        rows = x.clone().requires_grad_()
+        with upcast.upcast_products(model, keep=False):
+            out = F.linear(rows, model.linear.weight, model.linear.bias)
+        out.backward(torch.ones_like(out))
+        results.append((out.detach(), rows.grad))
+    torch.testing.assert_close(results[0], results[1], rtol=2e-3 if dtype == torch.float16 else 1e-2, atol=0)
+
+
+@pytest.mark.usefixtures("slow_cpu")
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_products_are_those_of_float32_rounded_once(dtype):
     torch.manual_seed(0)
     model = Model().to(dtype)

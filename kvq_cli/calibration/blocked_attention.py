@@ -1,18 +1,22 @@
 """Causal attention with gradients on a CPU, as plain matrix products over blocks of queries.
 
-The products run at the full bfloat16 rate, unlike PyTorch's flash kernel for CPUs: forward and backward together take
-half the time at 256 to 1024 tokens. Blocks above the diagonal are skipped.
+The backward pass computes the weights again instead of keeping them, which would take more memory than all else of a
+layer, and needs no further checkpointing. Blocks above the diagonal are skipped. Products run at the full rate of the
+CPU's instructions, unlike those of PyTorch's flash kernel for CPUs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from kvq_cli.upcast import product_dtype
+
 NAME = "kvq_blocked"
-BLOCK = 256
+BLOCK = 128
 
 
 def attention(
@@ -33,19 +37,105 @@ def attention(
     """
     if unknown := [name for name in ("softcap", "s_aux") if options.get(name) is not None]:
         raise ValueError(f"blocked attention does not implement {', '.join(unknown)}")
-    batch, heads, tokens, head_dim = query.shape
-    groups = heads // key.shape[1]
-    query = query * (head_dim**-0.5 if scaling is None else scaling)
-    blocks = []
-    for start in range(0, tokens, BLOCK):
-        end = min(start + BLOCK, tokens)
-        block = query[:, :, start:end].reshape(batch, -1, groups * (end - start), head_dim)
-        scores = (block @ key[:, :, :end].transpose(-1, -2)).view(batch, -1, groups, end - start, end)
-        future = torch.full((end - start, end), float("-inf"), dtype=scores.dtype, device=scores.device)
-        weights = torch.softmax(scores + future.triu(1 + start), dim=-1).to(value.dtype)
-        out = weights.view(batch, -1, groups * (end - start), end) @ value[:, :, :end]
-        blocks.append(out.view(batch, heads, end - start, head_dim))
-    return torch.cat(blocks, dim=2).transpose(1, 2).contiguous(), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = _BlockedAttention.apply(query, key, value, scale)  # type: ignore[no-untyped-call]
+    return out.transpose(1, 2).contiguous(), None
+
+
+class _BlockedAttention(torch.autograd.Function):
+    """softmax(scale q k^T) v of causal tokens, and its gradients by the usual five products per block of queries."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        ctx.scale = scale
+        blocks = _Blocks(query, key, scale)
+        values = blocks.heads(value)
+        out = torch.empty_like(blocks.queries)
+        for block in blocks:
+            torch.bmm(blocks.weights(block), values[:, : block.stop], out=blocks.rows(out, block))
+        return blocks.ungrouped(out, query)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value = ctx.saved_tensors
+        blocks = _Blocks(query, key, ctx.scale)
+        values, grad_out = blocks.heads(value), blocks.grouped(gradients[0])
+        grad_query = torch.empty_like(blocks.queries)
+        grad_key, grad_value = torch.zeros_like(blocks.keys), torch.zeros_like(values)
+        buffer = torch.empty_like(blocks.buffer)
+        for block in blocks:
+            seen = slice(block.stop)
+            weights, grad = blocks.weights(block), blocks.rows(grad_out, block)
+            grad_value[:, seen].baddbmm_(weights.mT, grad)
+            grad_weights = torch.bmm(grad, values[:, seen].mT, out=blocks.scores(block, buffer))
+            grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
+            torch.bmm(grad_scores, blocks.keys[:, seen], out=blocks.rows(grad_query, block))
+            grad_key[:, seen].baddbmm_(grad_scores.mT, blocks.rows(blocks.queries, block))
+        return (
+            blocks.ungrouped(grad_query.mul_(ctx.scale), query),
+            grad_key.view(key.shape).to(key.dtype),
+            grad_value.view(value.shape).to(value.dtype),
+            None,
+        )
+
+
+class _Blocks:
+    """Blocks of queries, as slices of tokens, and their attention weights.
+
+    Query heads that share a kv head stand in one matrix, block by block: `[batch * kv_heads, groups * tokens,
+    head_dim]`.
+    """
+
+    def __init__(self, query: Tensor, key: Tensor, scale: float) -> None:
+        self._kv_heads, self._tokens = key.shape[1], query.shape[2]
+        self._groups = query.shape[1] // self._kv_heads
+        self._dtype = product_dtype(query)
+        self.queries, self.keys = self.grouped(query).mul_(scale), self.heads(key)
+        self.buffer = self.queries.new_empty(len(self.keys) * self._groups * min(BLOCK, self._tokens) * self._tokens)
+        self._future = torch.ones(BLOCK, BLOCK, dtype=torch.bool, device=query.device).triu_(1)
+
+    def __iter__(self) -> Iterator[slice]:
+        for start in range(0, self._tokens, BLOCK):
+            yield slice(start, min(start + BLOCK, self._tokens))
+
+    def heads(self, x: Tensor) -> Tensor:
+        """Keys or values, `[batch, kv_heads, tokens, head_dim]` -> `[batch * kv_heads, tokens, head_dim]`."""
+        return x.to(self._dtype).flatten(0, 1)
+
+    def grouped(self, x: Tensor) -> Tensor:
+        """`[batch, query_heads, tokens, head_dim]` -> `[batch * kv_heads, groups * tokens, head_dim]`, a copy."""
+        x = x.unflatten(1, (self._kv_heads, self._groups)).flatten(0, 1)  # [B * KV, groups, T, D]
+        out = x.new_empty(len(x), self._groups * self._tokens, x.shape[-1], dtype=self._dtype)
+        for block in self:
+            self.rows(out, block).view(len(x), self._groups, -1, x.shape[-1]).copy_(x[:, :, block])
+        return out
+
+    def ungrouped(self, x: Tensor, like: Tensor) -> Tensor:
+        """The inverse of `grouped`, in `like`'s shape and dtype."""
+        out = torch.empty_like(like, memory_format=torch.contiguous_format)
+        heads = out.view(len(x), self._groups, self._tokens, -1)
+        for block in self:
+            heads[:, :, block] = self.rows(x, block).view(len(x), self._groups, -1, x.shape[-1])
+        return out
+
+    def rows(self, x: Tensor, block: slice) -> Tensor:
+        """The rows of a block's tokens in a matrix of `grouped`."""
+        return x[:, block.start * self._groups : block.stop * self._groups]
+
+    def scores(self, block: slice, buffer: Tensor) -> Tensor:
+        """Room for a block's scores in `buffer`: `[batch * kv_heads, groups * block, tokens seen]`."""
+        shape = len(self.keys), (block.stop - block.start) * self._groups, block.stop
+        return buffer[: shape[0] * shape[1] * shape[2]].view(shape)
+
+    def weights(self, block: slice) -> Tensor:
+        """softmax of a block's scores."""
+        rows = self.rows(self.queries, block)
+        scores = torch.bmm(rows, self.keys[:, : block.stop].mT, out=self.scores(block, self.buffer))
+        length = block.stop - block.start
+        diagonal = scores.view(len(scores), self._groups, length, -1)[..., block.start :]
+        diagonal.masked_fill_(self._future[:length, :length], float("-inf"))
+        return torch.softmax(scores, dim=-1)
 
 
 def register() -> None:

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kvq_cli.attention.capture_points import AttentionLayer, CapturePoint, decoder_of
 from kvq_cli.calibration import blocked_attention
-from kvq_cli.calibration.cross_entropy import summed_cross_entropy
+from kvq_cli.calibration.loss import hidden_gradient
 from kvq_cli.errors import KvqError
 from kvq_cli.upcast import upcast_products
 
@@ -42,56 +42,24 @@ def capture(
     """
     recorder = _Recorder(on_capture, gradients, threading.get_ident() if threads else None)
     ids = tokens[None].to(model.device)
-    with ExitStack() as hooks, torch.set_grad_enabled(gradients), upcast_products(model):
+    decoder = decoder_of(model)
+    with ExitStack() as hooks, torch.set_grad_enabled(gradients), upcast_products(model, keep=False):
         for layer in layers:
             for kind, point in (("k", layer.key), ("v", layer.value)):
                 if point is None:
                     raise ValueError(f"{layer.name}: its capture points were not requested")
                 hooks.callback(point.module.register_forward_hook(recorder.hook(layer.index, kind, point)).remove)
-        if not gradients:
-            decoder_of(model)(input_ids=ids, use_cache=False)
-            return
-        if threads and (head := model.get_output_embeddings()) is not None:
-            hooks.enter_context(_one_sample_of_logits(head))
-        loss = summed_cross_entropy(model(input_ids=ids, use_cache=False).logits[0], ids[0, 1:])
+        output = decoder(input_ids=ids, use_cache=False)
         recorder.recording = False  # checkpointed layers run again in the backward pass
-        loss.backward()
+        if gradients:
+            gradient = hidden_gradient(model, output, ids)
+            output.last_hidden_state.backward(gradient)
 
 
 def forward(model: PreTrainedModel, tokens: Tensor) -> None:
     """Run one sample `[tokens]` through the model's layers, without gradients, for the hooks on its modules."""
-    with torch.no_grad(), upcast_products(model):
+    with torch.no_grad(), upcast_products(model, keep=False):
         decoder_of(model)(input_ids=tokens[None].to(model.device), use_cache=False)
-
-
-#: Held by the thread whose sample has logits. They and their gradients take more memory than all else of a sample.
-_LOGITS = threading.Lock()
-
-
-@contextmanager
-def _one_sample_of_logits(head: nn.Module) -> Iterator[None]:
-    """Hold `_LOGITS` from this thread's call of the output embeddings until their backward pass is done."""
-    thread, held = threading.get_ident(), False
-
-    def acquire(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        nonlocal held
-        if threading.get_ident() == thread and not held:
-            _LOGITS.acquire()
-            held = True
-            args[0].register_hook(lambda gradient: release())
-
-    def release() -> None:
-        nonlocal held
-        if held:
-            held = False
-            _LOGITS.release()
-
-    hook = head.register_forward_pre_hook(acquire)
-    try:
-        yield
-    finally:
-        hook.remove()
-        release()
 
 
 @contextmanager
@@ -114,19 +82,19 @@ def blocked_attention_on_cpu(model: PreTrainedModel, layers: Sequence[AttentionL
 
 
 @contextmanager
-def gradient_checkpointing(model: PreTrainedModel, enabled: bool) -> Iterator[None]:
-    """Recompute each layer's activations in the backward pass instead of keeping those of all layers."""
-    if not enabled:
+def gradient_checkpointing(model: PreTrainedModel, count: int) -> Iterator[None]:
+    """Recompute the activations of the first `count` layers in the backward pass instead of keeping them."""
+    if not count:
         yield
         return
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # renamed in transformers 5.23, not in 5.17
         # The backward pass runs outside of all contexts of the forward pass.
-        recompute = {"context_fn": lambda: (nullcontext(), upcast_products(model))}
+        recompute = {"context_fn": lambda: (nullcontext(), upcast_products(model, keep=False))}
         model.gradient_checkpointing_enable({"use_reentrant": False, **recompute})
         try:
-            for layer in layers:  # transformers checkpoints in training only; dropout below stays off
+            for layer in layers[:count]:  # transformers checkpoints in training only; dropout below stays off
                 layer.training = True
             yield
         finally:

@@ -19,27 +19,28 @@ from kvq_cli.models import LoadedModel, text_config
 _MAX_CPU_ACTIVATIONS = 1 << 30
 
 
-def needs_checkpointing(loaded: LoadedModel, seqlen: int) -> bool:
-    """Whether the activations of a backward pass over `seqlen` tokens would take over half of the free memory, on a CPU
-    also whether they would take over 1 GiB."""
-    device = loaded.model.device
+def checkpointed_layers(loaded: LoadedModel, seqlen: int) -> int:
+    """How many layers' activations are computed again in the backward pass over `seqlen` tokens, so that activations
+    take at most half of the free memory, on a CPU also at most 1 GiB."""
+    device, layers = loaded.model.device, loaded.shape.layers
     limit = _free_bytes(device) // 2
     if device.type == "cpu":
         limit = min(limit, _MAX_CPU_ACTIVATIONS)
-    return activation_bytes(loaded, seqlen, checkpointed=False) > limit
+    return next((n for n in range(layers) if activation_bytes(loaded, seqlen, n) <= limit), layers)
 
 
-def activation_bytes(loaded: LoadedModel, seqlen: int, *, checkpointed: bool) -> int:
+def activation_bytes(loaded: LoadedModel, seqlen: int, checkpointed: int) -> int:
     """Rough bytes of a forward and backward pass over one sample of `seqlen` tokens, without the weights.
 
-    Per token, a layer keeps about 14 tensors of the hidden size and 4 of the MLP's size; with checkpointing it keeps
-    one, and one layer at a time is recomputed. Logits and their gradients are in the model's dtype.
+    Per token, a layer keeps about 8 tensors of the hidden size and 3 of the MLP's size. Of the `checkpointed` layers
+    each keeps one, and one layer at a time is recomputed. Logits of 256 tokens exist at a time, three times in 32 bits.
     """
     config, itemsize = text_config(loaded.model.config), loaded.shape.dtype.itemsize
     mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    hidden, layer = config.hidden_size * itemsize, (14 * config.hidden_size + 4 * mlp) * itemsize
-    kept = loaded.shape.layers * hidden + layer if checkpointed else loaded.shape.layers * layer
-    return seqlen * (kept + config.vocab_size * 2 * itemsize)
+    hidden, layer = config.hidden_size * itemsize, (8 * config.hidden_size + 3 * mlp) * itemsize
+    plain = loaded.shape.layers - checkpointed
+    kept = checkpointed * hidden + max(plain, 1) * layer
+    return seqlen * kept + min(seqlen, 256) * config.vocab_size * 3 * 4
 
 
 def clustering_bytes(settings: CalibrationSettings, tokens: int, shape: ModelShape) -> int:
@@ -54,8 +55,7 @@ def clustering_bytes(settings: CalibrationSettings, tokens: int, shape: ModelSha
 def capture_workers(plan: CapturePlan) -> int:
     """How many samples run through the model in parallel."""
     loaded, seqlen = plan.loaded, plan.settings.seqlen
-    checkpointed = needs_checkpointing(loaded, seqlen)
-    return _workers(loaded.model.device, activation_bytes(loaded, seqlen, checkpointed=checkpointed))
+    return _workers(loaded.model.device, activation_bytes(loaded, seqlen, checkpointed_layers(loaded, seqlen)))
 
 
 def cluster_workers(plan: CapturePlan) -> int:
@@ -85,15 +85,15 @@ def dry_run_report(plan: AnyPlan) -> dict[str, Any]:
         scratch = 5 * 4 * shape.hidden_size * 2 * shape.kv_heads * shape.head_dim
         return {**document, "memory_bytes": _resident_bytes(loaded) + scratch}
     settings, captured = plan.settings, plan.capture
-    checkpointing = needs_checkpointing(loaded, settings.seqlen)
-    activations = capture_workers(plan) * activation_bytes(loaded, settings.seqlen, checkpointed=checkpointing)
+    checkpointed = checkpointed_layers(loaded, settings.seqlen)
+    activations = capture_workers(plan) * activation_bytes(loaded, settings.seqlen, checkpointed)
     clustering = cluster_workers(plan) * clustering_bytes(settings, captured.tokens, shape)
     return {
         **document,
         "captured_bytes": captured.nbytes,
         "captured_share": captured.units / captured.possible,
         "memory_bytes": _resident_bytes(loaded) + activations + clustering,
-        "gradient_checkpointing": checkpointing,
+        "checkpointed_layers": checkpointed,
     }
 
 

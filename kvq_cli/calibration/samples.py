@@ -56,6 +56,6 @@ class SampleCapture:
 @contextmanager
 def capturing(loaded: LoadedModel, layers: Sequence[AttentionLayer], seqlen: int) -> Iterator[None]:
     """Inside the block, the model runs as captures need it: in little memory, with blocked attention on a CPU."""
-    checkpointing = capture.gradient_checkpointing(loaded.model, estimate.needs_checkpointing(loaded, seqlen))
+    checkpointing = capture.gradient_checkpointing(loaded.model, estimate.checkpointed_layers(loaded, seqlen))
     with checkpointing, capture.blocked_attention_on_cpu(loaded.model, layers):
         yield

@@ -178,8 +178,8 @@ def _print_dry_run(output: Output, found: dict[str, Any]) -> None:
         )
     else:
         output.text("data       none: the method only factorizes weights")
-    if clusters and found["gradient_checkpointing"]:
-        output.text("gradients  with checkpointing: each layer runs twice, to save memory")
+    if clusters and found["checkpointed_layers"]:
+        output.text(f"gradients  {found['checkpointed_layers']} layers run twice, to save memory (checkpointing)")
     output.result(found)
 
 

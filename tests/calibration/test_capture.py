@@ -113,7 +113,7 @@ def test_activations_are_the_cached_keys_and_values_before_rope(family):
 def test_activations_do_not_depend_on_gradients_and_checkpointing():
     model, layers = model_of("Qwen3")
     plain, forward = captured(model, layers), captured(model, layers, gradients=False)
-    with gradient_checkpointing(model, True):
+    with gradient_checkpointing(model, 3):
         assert all(layer.gradient_checkpointing for layer in model.model.layers)
         saved = captured(model, layers)
     assert not any(layer.gradient_checkpointing for layer in model.model.layers)
@@ -130,7 +130,7 @@ def test_checkpointed_layers_of_16_bits_are_recomputed_with_the_same_products(mo
     model.bfloat16()
     upcast_forward_passes(model)
     plain = captured(model, layers)
-    with gradient_checkpointing(model, True):
+    with gradient_checkpointing(model, 3):
         saved = captured(model, layers)
     assert all(torch.equal(plain[key], saved[key]) for key in plain)
 
@@ -140,7 +140,7 @@ def test_checkpointing_recomputes_layers_in_the_backward_pass():
     model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
     captured(model, layers)
     assert len(runs) == 1
-    with gradient_checkpointing(model, True):
+    with gradient_checkpointing(model, 3):
         captured(model, layers)
     assert len(runs) == 1 + 2
 

@@ -113,7 +113,8 @@ def captured(
             if layer in chosen:
                 store.append(f"{layer}.{kind}.{quantity}", numbers[skip:])
 
-        with gradient_checkpointing(loaded.model, gradients and estimate.needs_checkpointing(loaded, windows.shape[1])):
+        checkpointed = estimate.checkpointed_layers(loaded, windows.shape[1]) if gradients else 0
+        with gradient_checkpointing(loaded.model, checkpointed):
             for index, tokens in enumerate(windows):
                 progress("capture", index, len(windows))
                 capture(loaded.model, sites, tokens, sink, gradients=gradients)

@@ -1,0 +1,61 @@
+"""The loss's gradient at the output of the decoder, a few tokens at a time: all logits of a sample and their gradients
+would take more memory than its activations."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from kvq_cli.attention.capture_points import decoder_of
+
+_TOKENS = 256  # whose logits exist at a time
+
+
+def hidden_gradient(model: PreTrainedModel, output: ModelOutput, ids: Tensor) -> Tensor:
+    """d loss / d `output.last_hidden_state`, which is what the decoder of `model` returned for `ids` `[1, tokens]`.
+
+    The loss is the sum of the next-token cross entropies, computed in float32 from the model's own logits: its output
+    layer, scaling and soft-capping included. Weights are frozen.
+    """
+    hidden = output["last_hidden_state"].detach()
+    gradient = torch.zeros_like(hidden)
+    for first in range(0, ids.shape[1] - 1, _TOKENS):
+        tokens = slice(first, min(first + _TOKENS, ids.shape[1] - 1))
+        part = hidden[:, tokens].clone().requires_grad_()
+        returned = type(output)(**{**output, "last_hidden_state": part})
+        ahead = _with_decoder(model, decoder_of(model), _Returns(returned))
+        logits = ahead(input_ids=ids[:, tokens], use_cache=False).logits[0]
+        loss = F.cross_entropy(logits.float(), ids[0, tokens.start + 1 : tokens.stop + 1], reduction="sum")
+        gradient[:, tokens] = torch.autograd.grad(loss, part)[0]
+    return gradient
+
+
+class _Returns(nn.Module):
+    """Returns the same output whatever it is called with."""
+
+    def __init__(self, output: ModelOutput) -> None:
+        super().__init__()
+        self._output = output
+
+    def forward(self, *_args: Any, **_kwargs: Any) -> ModelOutput:
+        return self._output
+
+
+def _with_decoder(module: nn.Module, decoder: nn.Module, other: nn.Module) -> nn.Module:
+    """`module` with `other` in the place of `decoder`. All parts are shared but those that contain it, so that other
+    threads may run `module` meanwhile."""
+    if module is decoder:
+        return other
+    if not any(part is decoder for part in module.modules()):
+        return module
+    new = copy.copy(module)
+    new._modules = {
+        name: _with_decoder(part, decoder, other) if part else part for name, part in module._modules.items()
+    }
+    return new

@@ -1,0 +1,57 @@
+"""Blocked attention and its gradients against PyTorch's, also with the products of slow CPUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvq_cli.calibration import blocked_attention
+
+
+def inputs(tokens, dtype, heads=6, kv_heads=2, head_dim=16):
+    noise = torch.Generator().manual_seed(tokens)
+    shapes = [(2, heads, tokens, head_dim), (2, kv_heads, tokens, head_dim), (2, kv_heads, tokens, head_dim)]
+    return [(2 * torch.randn(shape, generator=noise)).to(dtype).requires_grad_() for shape in shapes]
+
+
+def results(function, tensors, weights):
+    """The output `[batch, heads, tokens, head_dim]` and the gradients of its weighted sum."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+    out = function(*leaves)
+    (out * weights).sum().backward()
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def blocked(scale=None):
+    return lambda q, k, v: blocked_attention.attention(torch.nn.Module(), q, k, v, scaling=scale)[0].transpose(1, 2)
+
+
+def plain(scale=None):
+    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 127, 128, 129, 300])
+@pytest.mark.parametrize("scale", [None, 0.4])
+def test_output_and_gradients_equal_pytorchs(tokens, scale):
+    tensors = inputs(tokens, torch.float64)
+    weights = torch.randn(tensors[0].shape, dtype=torch.float64)
+    for found, expected in zip(
+        results(blocked(scale), tensors, weights), results(plain(scale), tensors, weights), strict=True
+    ):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
+
+
+def test_float16_is_computed_in_float32_where_the_cpu_has_no_instructions(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", "avx512_f": True})
+    tensors = inputs(200, torch.float16)
+    weights = torch.randn(tensors[0].shape).half().float()  # the gradient that arrives is in 16 bits
+    wide = results(plain(), [tensor.float() for tensor in tensors], weights)
+    for found, expected in zip(results(blocked(), tensors, weights), wide, strict=True):
+        assert found.dtype == torch.float16
+        torch.testing.assert_close(found.float(), expected, rtol=2e-3, atol=2e-3)
+
+
+def test_what_is_not_implemented_is_refused():
+    with pytest.raises(ValueError, match="softcap"):
+        blocked_attention.attention(torch.nn.Module(), *inputs(3, torch.float32), softcap=30.0)
