@@ -57,13 +57,13 @@ class CodebookCodec(Codec):
         self._gain = self._grid_gain()
         self._ranked: Tensor | None = None
         self._decoded: Tensor | None = None
-        # Entry number of each code column's codebook in the flat table of all entries.
         column = torch.arange(head_dim // channels, device=centroids.device) // (head_dim // groups // channels)
         book = torch.arange(heads, device=centroids.device).unsqueeze(1) * groups + column
-        self._offset = (book * entries).to(torch.int32).unsqueeze(1)  # [H, 1, D / c]
+        #: Entry number of each code column's codebook in the flat table of all entries, int32 `[H, 1, D / c]`.
+        self.offset = (book * entries).to(torch.int32).unsqueeze(1)
 
     def constants(self) -> Mapping[str, Tensor]:
-        derived: dict[str, Tensor | None] = {"scale": self._scale, "gain": self._gain, "offset": self._offset}
+        derived: dict[str, Tensor | None] = {"scale": self._scale, "gain": self._gain, "offset": self.offset}
         derived |= {"ranked": self._ranked, "decoded": self._decoded}
         named: dict[str, Tensor | None] = {"centroids": self.centroids, "mean": self._mean, "std": self._std, **derived}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
@@ -161,16 +161,11 @@ class CodebookCodec(Codec):
     def _lookup(self, codes: Tensor, entries: Tensor) -> Tensor:
         """uint8 `[B, H, N, D / c]` -> `entries` `[.., l * c]` in place, `[B, H, N * l, D]` in their dtype."""
         tokens, channels = self.block
-        number = entries.element_size()
-        # An entry is fetched as one wide number (8 numbers of 32 bits: as two) ...
-        widest = bitpack.WIDE[min(16, tokens * channels * number)]
-        table = entries.view(-1, tokens * channels).view(widest)
-        table = table.view(-1) if table.shape[1] == 1 else table
-        fetched = table.index_select(0, (codes + self._offset).reshape(-1))
+        fetched = fetch(entries.view(-1, tokens * channels), (codes + self.offset).reshape(-1))
         if tokens == 1:
-            return fetched.view(entries.dtype).view(*codes.shape[:3], self.head_dim)
-        # ... and its numbers that stay together, the channels of one token, move as one.
-        fetched = fetched.view(bitpack.WIDE[channels * number]).view(*codes.shape, tokens)
+            return fetched.view(*codes.shape[:3], self.head_dim)
+        # Numbers that stay together, the channels of one token, move as one.
+        fetched = fetched.view(bitpack.WIDE[channels * entries.element_size()]).view(*codes.shape, tokens)
         return fetched.transpose(3, 4).contiguous().view(entries.dtype).flatten(2, 3)
 
     def _lookup_pairs(self, codes: Tensor) -> Tensor:
@@ -181,13 +176,22 @@ class CodebookCodec(Codec):
         """
         tokens = self.block[0]
         words = self.centroids.view(-1, tokens).view(torch.int32)  # [entries of all books, l / 2]
-        index, shape = (codes + self._offset).reshape(-1), codes.shape
+        index, shape = (codes + self.offset).reshape(-1), codes.shape
         out = torch.empty(*shape[:3], tokens, shape[3], dtype=torch.int32, device=codes.device)
         for pair in range(tokens // 2):
             word = words[:, pair].index_select(0, index).view(shape)
             torch.bitwise_left_shift(word, 16, out=out[:, :, :, 2 * pair])
             torch.bitwise_and(word, -1 << 16, out=out[:, :, :, 2 * pair + 1])
         return out.view(torch.float32).flatten(2, 3)
+
+
+def fetch(entries: Tensor, index: Tensor) -> Tensor:
+    """Rows of `entries` `[n, size]`, aligned to 16 bytes, `[len(index), size]`. index: int32. Each is fetched as one wide
+    number (8 numbers of 32 bits: as two)."""
+    widest = bitpack.WIDE[min(16, entries.shape[1] * entries.element_size())]
+    table = entries.view(widest)
+    table = table.view(-1) if table.shape[1] == 1 else table
+    return table.index_select(0, index).view(entries.dtype).view(len(index), -1)
 
 
 def in_half(x: Tensor) -> Tensor:

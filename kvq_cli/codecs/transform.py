@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvq_cli.codecs.base import Codec, Packed, Part
-from kvq_cli.codecs.codebook import CodebookCodec
+from kvq_cli.codecs.codebook import CodebookCodec, fetch
 from kvq_cli.codecs.exact_product import ExactProduct
 
 #: Components of a chunk, which is one 8-bit code: 8, 4, 2 or 1 bits per component.
@@ -45,6 +45,8 @@ class TransformCodec(Codec):
         self.codes = sum(books.shape[0] for books in centroids.values())
         self.nominal_bits = 8 * self.codes / (groups * width)
         self._product = ExactProduct(self._std, self._analysis)
+        # Entry number of each code's codebook among those of its chunk length.
+        self._offset = torch.cat([member.offset.flatten() for member in self._members.values()])
         # Of each chunk length, the components of each group: where they stand in its transform.
         starts = [[sum(n * s for n, s in zip(row[:i], CHUNKS, strict=False)) for i in range(4)] for row in allocation]
         self._spans = {
@@ -52,7 +54,12 @@ class TransformCodec(Codec):
             for i, size in enumerate(CHUNKS)
             if size in self._members
         }
-        self._synthesis, self._blocks = self._by_chunk_length(tensors["synthesis"].float())
+        # S of each group, `[components, W]`, without those that it drops: views of one tensor.
+        kept = [sum(last - first for first, last in spans) for spans in zip(*self._spans.values(), strict=True)]
+        cuts = [synthesis[:, :n].T for n, synthesis in zip(kept, tensors["synthesis"].float(), strict=True)]
+        self._synthesis = torch.cat([cut.flatten() for cut in cuts])
+        pieces = self._synthesis.split([cut.numel() for cut in cuts])
+        self._blocks = [piece.view(cut.shape) for piece, cut in zip(pieces, cuts, strict=True)]
 
     @property
     def joined(self) -> bool:
@@ -63,20 +70,7 @@ class TransformCodec(Codec):
         named = {"mean": self._mean, "std": self._std, "analysis": self._analysis, "synthesis": self._synthesis}
         for size, member in self._members.items():
             named |= {f"{size}.{name}": tensor for name, tensor in member.constants().items()}
-        return named | {"gain": self._product.integers}
-
-    def _by_chunk_length(self, synthesis: Tensor) -> tuple[Tensor, dict[int, list[Tensor]]]:
-        """S without dropped components in one tensor, and its views by chunk length: a group's `[components, W]`."""
-        cuts = [
-            (size, synthesis[group, :, first:last].T)
-            for size, spans in self._spans.items()
-            for group, (first, last) in enumerate(spans)
-        ]
-        flat = torch.cat([cut.flatten() for _, cut in cuts])
-        blocks: dict[int, list[Tensor]] = {size: [] for size in self._spans}
-        for (size, cut), numbers in zip(cuts, flat.split([cut.numel() for _, cut in cuts]), strict=True):
-            blocks[size].append(numbers.view(cut.shape))
-        return flat, blocks
+        return named | {"gain": self._product.integers, "offset": self._offset}
 
     def components(self, x: Tensor) -> Tensor:
         """z of `x` `[B, H, T, D]`: `[B, G, T, K]` float32, the same for a token alone and among others."""
@@ -96,32 +90,30 @@ class TransformCodec(Codec):
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         batch, tokens = packed.parts["codes"].tensor.shape[0], packed.tokens
         groups, width = self._mean.shape
-        out = self._mean.flatten().repeat(batch * tokens, 1)  # [B * T, G * W]
-        for size, z in self._pieces(packed).items():
-            z, first = z.flatten(0, 1), 0
-            for group, block in enumerate(self._blocks[size]):
-                last = first + len(block)
-                out[:, group * width : (group + 1) * width].addmm_(z[:, first:last], block)
-                first = last
-        return out.view(batch, tokens, self._heads, self.head_dim).transpose(1, 2).to(dtype)
+        out = self._mean.new_empty(groups, batch * tokens, width)
+        for group, z in enumerate(self._decoded_components(packed)):
+            torch.addmm(self._mean[group], z, self._blocks[group], out=out[group])
+        out = out.view(groups, batch, tokens, self._per_group, self.head_dim).permute(1, 0, 3, 2, 4)
+        return out.reshape(batch, self._heads, tokens, self.head_dim).to(dtype)
 
     def weighted_sum(self, weights: Tensor, packed: Packed) -> Tensor:
         """As `Codec.weighted_sum`; a common transform of all heads is applied once, to the sums of components."""
         if not self.joined:
             return super().weighted_sum(weights, packed)
-        flat = weights.flatten(1, 2)
-        out = weights.sum(dim=3, keepdim=True) * self._mean.view(self._heads, 1, self.head_dim)
-        for size, z in self._pieces(packed).items():
-            components = (flat @ z).view(*weights.shape[:3], -1)
-            # [n, H * D] -> [H, n, D]
-            out += components @ self._blocks[size][0].unflatten(1, (self._heads, self.head_dim)).transpose(0, 1)
-        return out
+        (z,) = self._decoded_components(packed)
+        sums = weights.flatten(1, 2) @ z.view(len(weights), packed.tokens, -1)  # [B, H * n, K]
+        synthesis = self._blocks[0].unflatten(1, (self._heads, self.head_dim)).transpose(0, 1)  # [H, K, D]
+        mean = self._mean.view(self._heads, 1, self.head_dim)
+        return sums.view(*weights.shape[:3], -1) @ synthesis + weights.sum(dim=3, keepdim=True) * mean
 
-    def _pieces(self, packed: Packed) -> dict[int, Tensor]:
-        """z' by chunk length, `[B, T, components of all groups]` float32."""
-        codes, pieces, first = packed.parts["codes"].tensor, {}, 0
-        for size, member in self._members.items():
-            last = first + member.head_dim // size
-            part = Packed(packed.tokens, {"codes": Part(codes[..., first:last], 1)})
-            pieces[size], first = member.decode(part, torch.float32)[:, 0], last
-        return pieces
+    def _decoded_components(self, packed: Packed) -> list[Tensor]:
+        """z' of each group, `[B * T, components]` float32."""
+        codes = packed.parts["codes"].tensor
+        index = codes.reshape(-1, self.codes) + self._offset
+        pieces = []  # by chunk length, components of all groups, in the dtype of the centroids
+        counts = [member.head_dim // size for size, member in self._members.items()]
+        for (size, member), part in zip(self._members.items(), index.split(counts, dim=1), strict=True):
+            entries = fetch(member.centroids.view(-1, size), part.reshape(-1))
+            pieces.append(entries.view(len(index), -1).split([b - a for a, b in self._spans[size]], dim=1))
+        # Widening to 32 bits comes last: fewer bytes move before.
+        return [torch.cat(group, dim=1).float() for group in zip(*pieces, strict=True)]
