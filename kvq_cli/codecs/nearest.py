@@ -50,13 +50,17 @@ def nearest(blocks: Tensor, table: Tensor) -> Tensor:
     points = blocks.new_ones(books, count, size + 1, dtype=torch.float64)
     points[:, :, :size] = blocks
     ranks = points.new_empty(books, count)
-    tile = _TILE_CPU if blocks.device.type == "cpu" else _TILE
-    rows = max(1, min(count, tile // MAX_ENTRIES))
-    together = max(1, tile // (MAX_ENTRIES * rows))
+    most = _TILE_CPU if blocks.device.type == "cpu" else _TILE
+    rows = max(1, min(count, most // MAX_ENTRIES))
+    together = max(1, most // (MAX_ENTRIES * rows))
+    # One tensor for the scores of all tiles: memory that is new to the process costs a CPU as much as the product.
+    scratch = points.new_empty(min(books, together) * rows * table.shape[2])
     for b in range(0, books, together):
         for r in range(0, count, rows):
-            scores = torch.bmm(points[b : b + together, r : r + rows], table[b : b + together])
-            torch.amin(scores, dim=2, out=ranks[b : b + together, r : r + rows])
+            tile = ranks[b : b + together, r : r + rows]
+            scores = scratch[: tile.numel() * table.shape[2]].view(*tile.shape, -1)
+            torch.bmm(points[b : b + together, r : r + rows], table[b : b + together], out=scores)
+            torch.amin(scores, dim=2, out=tile)
     return ranks.to(torch.int64).to(torch.uint8)  # the lowest byte: the index
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvq_cli.codecs.base import Codec, Packed, Part
-from kvq_cli.codecs.codebook import CodebookCodec, fetch
+from kvq_cli.codecs.codebook import CodebookCodec, wide
 from kvq_cli.codecs.exact_product import ExactProduct
 
 #: Components of a chunk, which is one 8-bit code: 8, 4, 2 or 1 bits per component.
@@ -45,7 +45,10 @@ class TransformCodec(Codec):
         self.codes = sum(books.shape[0] for books in centroids.values())
         self.nominal_bits = 8 * self.codes / (groups * width)
         self._product = ExactProduct(self._std, self._analysis)
-        # Entry number of each code's codebook among those of its chunk length.
+        # By chunk length, entries as words and how many codes a token has. Entry number of each code's codebook.
+        self._entries = [wide(member.centroids.view(-1, size)) for size, member in self._members.items()]
+        self._counts = [books.shape[0] for books in centroids.values()]
+        self._dtype = next(iter(self._members.values())).centroids.dtype
         self._offset = torch.cat([member.offset.flatten() for member in self._members.values()])
         # Of each chunk length, the components of each group: where they stand in its transform.
         starts = [[sum(n * s for n, s in zip(row[:i], CHUNKS, strict=False)) for i in range(4)] for row in allocation]
@@ -57,6 +60,7 @@ class TransformCodec(Codec):
         # S of each group, `[components, W]`, without those that it drops: views of one tensor.
         kept = [sum(last - first for first, last in spans) for spans in zip(*self._spans.values(), strict=True)]
         cuts = [synthesis[:, :n].T for n, synthesis in zip(kept, tensors["synthesis"].float(), strict=True)]
+        self._columns = [[last - first for first, last in spans] for spans in self._spans.values()]
         self._synthesis = torch.cat([cut.flatten() for cut in cuts])
         pieces = self._synthesis.split([cut.numel() for cut in cuts])
         self._blocks = [piece.view(cut.shape) for piece, cut in zip(pieces, cuts, strict=True)]
@@ -108,12 +112,12 @@ class TransformCodec(Codec):
 
     def _decoded_components(self, packed: Packed) -> list[Tensor]:
         """z' of each group, `[B * T, components]` float32."""
-        codes = packed.parts["codes"].tensor
-        index = codes.reshape(-1, self.codes) + self._offset
+        index = packed.parts["codes"].tensor.reshape(-1, self.codes) + self._offset
         pieces = []  # by chunk length, components of all groups, in the dtype of the centroids
-        counts = [member.head_dim // size for size, member in self._members.items()]
-        for (size, member), part in zip(self._members.items(), index.split(counts, dim=1), strict=True):
-            entries = fetch(member.centroids.view(-1, size), part.reshape(-1))
-            pieces.append(entries.view(len(index), -1).split([b - a for a, b in self._spans[size]], dim=1))
+        for entries, part in zip(self._entries, torch.split_with_sizes_copy(index, self._counts, dim=1), strict=True):
+            pieces.append(entries.index_select(0, part.view(-1)).view(self._dtype).view(len(index), -1))
         # Widening to 32 bits comes last: fewer bytes move before.
-        return [torch.cat(group, dim=1).float() for group in zip(*pieces, strict=True)]
+        if self.joined:
+            return [torch.cat(pieces, dim=1).float()]
+        groups = [piece.split(columns, dim=1) for piece, columns in zip(pieces, self._columns, strict=True)]
+        return [torch.cat(group, dim=1).float() for group in zip(*groups, strict=True)]
