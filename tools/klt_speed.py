@@ -82,9 +82,19 @@ def layer_steps(
         "pack": lambda: (keys.encode(k), values.encode(v)),
         "decode keys": lambda: keys.decode(packed_keys, torch.float32),
         "decode values": lambda: values.decode(packed_values, torch.float32),
-        "scores": lambda: query @ rotation.ahead(keys.decode(packed_keys, torch.float32)).mT,
+        "scores": lambda: scores(query, keys, packed_keys, rotation),
         "weighted sums": lambda: values.weighted_sum(weights, packed_values),
     }
+
+
+def scores(query, keys, packed, rotation):
+    by = getattr(keys, "decode_by_channel", None)
+    if by is None:
+        return query @ rotation.ahead(keys.decode(packed, torch.float32)).mT
+    x = by(packed)
+    if x.stride(-1) == 1:
+        return query @ rotation.ahead_by_channel(x)
+    return query @ rotation.ahead(x.mT).mT
 
 
 if __name__ == "__main__":

@@ -85,9 +85,26 @@ class Rotation:
         cos, sin = self._tile_tables
         return self.rotate(keys, cos[: keys.shape[-2]], sin[: keys.shape[-2]])
 
+    def ahead_by_channel(self, keys: Tensor) -> Tensor:
+        """`ahead` of `[..., head_dim, tokens]`, whose tokens lie side by side."""
+        if self.style == "none":
+            return keys
+        cos, sin = self._tile_tables_by_channel
+        cos, sin = cos[:, : keys.shape[-1]], sin[:, : keys.shape[-1]]
+        first, second = self._pair
+        out = keys * cos
+        out[..., first, :].addcmul_(keys[..., second, :], sin, value=-1)
+        out[..., second, :].addcmul_(keys[..., first, :], sin)
+        return out
+
     @cached_property
     def _tile_tables(self) -> tuple[Tensor, Tensor]:
         return self.tables(torch.arange(TILE))
+
+    @cached_property
+    def _tile_tables_by_channel(self) -> tuple[Tensor, Tensor]:
+        cos, sin = self._tile_tables
+        return cos.T.contiguous(), sin.T.contiguous()
 
     def _start_tables(self, starts: tuple[int, ...], ndim: int) -> tuple[Tensor, Tensor]:
         """Tables of the positions -s, without the scale; cached, since other layers need the same."""

@@ -10,11 +10,9 @@ from torch import Tensor
 
 from kvq_cli.codecs import bits as bitpack
 from kvq_cli.codecs.base import Codec, Packed, Part
-from kvq_cli.codecs.nearest import GRID_MAX, MAX_ENTRIES, grid_scale, nearest, nearest_ignoring, ranked
+from kvq_cli.codecs.nearest import GRID_MAX, KEEPS_TABLES, MAX_ENTRIES, grid_scale, nearest, nearest_ignoring, ranked
 from kvq_cli.errors import UsageError
 
-#: Devices that keep the tables made for encoding and decoding; sizes counted on the meta device are a CPU's.
-_KEEPS_TABLES = ("cpu", "meta")
 
 
 class CodebookCodec(Codec):
@@ -57,13 +55,13 @@ class CodebookCodec(Codec):
         self._gain = self._grid_gain()
         self._ranked: Tensor | None = None
         self._decoded: Tensor | None = None
+        # Entry number of each code column's codebook in the flat table of all entries.
         column = torch.arange(head_dim // channels, device=centroids.device) // (head_dim // groups // channels)
         book = torch.arange(heads, device=centroids.device).unsqueeze(1) * groups + column
-        #: Entry number of each code column's codebook in the flat table of all entries, int32 `[H, 1, D / c]`.
-        self.offset = (book * entries).to(torch.int32).unsqueeze(1)
+        self._offset = (book * entries).to(torch.int32).unsqueeze(1)  # [H, 1, D / c]
 
     def constants(self) -> Mapping[str, Tensor]:
-        derived: dict[str, Tensor | None] = {"scale": self._scale, "gain": self._gain, "offset": self.offset}
+        derived: dict[str, Tensor | None] = {"scale": self._scale, "gain": self._gain, "offset": self._offset}
         derived |= {"ranked": self._ranked, "decoded": self._decoded}
         named: dict[str, Tensor | None] = {"centroids": self.centroids, "mean": self._mean, "std": self._std, **derived}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
@@ -118,7 +116,7 @@ class CodebookCodec(Codec):
         if self._ranked is not None:
             return self._ranked
         table = ranked(self.centroids.flatten(0, 1), self._scale.flatten())
-        if table.device.type in _KEEPS_TABLES:
+        if table.device.type in KEEPS_TABLES:
             self._ranked = table
         return table
 
@@ -147,7 +145,7 @@ class CodebookCodec(Codec):
         """c std + mean of all centroids, float32, where all blocks of a codebook stand on the same channels of one
         token. A CPU keeps them: an entry is then fetched as the numbers that it stands for."""
         heads, groups, _, size = self.centroids.shape
-        if self.centroids.device.type not in _KEEPS_TABLES or self.block_tokens > 1 or groups * size != self.head_dim:
+        if self.centroids.device.type not in KEEPS_TABLES or self.block_tokens > 1 or groups * size != self.head_dim:
             return None
         if self._decoded is None and (self._std is None or len(self._std) == heads):
             entries = self.centroids.float()
@@ -161,12 +159,16 @@ class CodebookCodec(Codec):
     def _lookup(self, codes: Tensor, entries: Tensor) -> Tensor:
         """uint8 `[B, H, N, D / c]` -> `entries` `[.., l * c]` in place, `[B, H, N * l, D]` in their dtype."""
         tokens, channels = self.block
-        table = wide(entries.view(-1, tokens * channels))
-        fetched = table.index_select(0, (codes + self.offset).reshape(-1)).view(entries.dtype)
+        number = entries.element_size()
+        # An entry is fetched as one wide number (8 numbers of 32 bits: as two) ...
+        widest = bitpack.WIDE[min(16, tokens * channels * number)]
+        table = entries.view(-1, tokens * channels).view(widest)
+        table = table.view(-1) if table.shape[1] == 1 else table
+        fetched = table.index_select(0, (codes + self._offset).reshape(-1))
         if tokens == 1:
-            return fetched.view(*codes.shape[:3], self.head_dim)
-        # Numbers that stay together, the channels of one token, move as one.
-        fetched = fetched.view(bitpack.WIDE[channels * entries.element_size()]).view(*codes.shape, tokens)
+            return fetched.view(entries.dtype).view(*codes.shape[:3], self.head_dim)
+        # ... and its numbers that stay together, the channels of one token, move as one.
+        fetched = fetched.view(bitpack.WIDE[channels * number]).view(*codes.shape, tokens)
         return fetched.transpose(3, 4).contiguous().view(entries.dtype).flatten(2, 3)
 
     def _lookup_pairs(self, codes: Tensor) -> Tensor:
@@ -177,20 +179,13 @@ class CodebookCodec(Codec):
         """
         tokens = self.block[0]
         words = self.centroids.view(-1, tokens).view(torch.int32)  # [entries of all books, l / 2]
-        index, shape = (codes + self.offset).reshape(-1), codes.shape
+        index, shape = (codes + self._offset).reshape(-1), codes.shape
         out = torch.empty(*shape[:3], tokens, shape[3], dtype=torch.int32, device=codes.device)
         for pair in range(tokens // 2):
             word = words[:, pair].index_select(0, index).view(shape)
             torch.bitwise_left_shift(word, 16, out=out[:, :, :, 2 * pair])
             torch.bitwise_and(word, -1 << 16, out=out[:, :, :, 2 * pair + 1])
         return out.view(torch.float32).flatten(2, 3)
-
-
-def wide(entries: Tensor) -> Tensor:
-    """`entries` `[n, size]`, aligned to 16 bytes, as `[n]` wide words, which are fetched faster than single numbers; entries
-    of more than 16 bytes (8 numbers of 32 bits) as `[n, words]`."""
-    words = entries.view(bitpack.WIDE[min(16, entries.shape[1] * entries.element_size())])
-    return words.view(-1) if words.shape[1] == 1 else words
 
 
 def in_half(x: Tensor) -> Tensor:

@@ -15,6 +15,8 @@ from torch import Tensor
 from kvq_cli.codecs import kernels
 
 MAX_ENTRIES = 256
+#: Devices that keep the tables made for encoding and decoding; sizes counted on the meta device are a CPU's.
+KEEPS_TABLES = ("cpu", "meta")
 #: Centroids are rounded to multiples of 2^-17 of the (power of two above the) largest number of their codebook, ...
 _CENTROID_BITS = 17
 #: ... and blocks likewise; these may be up to 2^6 times as large as that number; larger ones are clamped.

@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from kvq_cli.codecs.base import Codec, Packed, Part
-from kvq_cli.codecs.codebook import CodebookCodec, wide
+from kvq_cli.codecs.chunk_codebooks import CHUNKS, ChunkCodebooks, ComponentLookup
 from kvq_cli.codecs.exact_product import ExactProduct
-
-#: Components of a chunk, which is one 8-bit code: 8, 4, 2 or 1 bits per component.
-CHUNKS = (1, 2, 4, 8)
+from kvq_cli.codecs.nearest import MAX_ENTRIES
 
 
 class TransformCodec(Codec):
@@ -33,37 +31,28 @@ class TransformCodec(Codec):
 
     def __init__(self, heads: int, tensors: Mapping[str, Tensor]) -> None:
         allocation: list[list[int]] = tensors["allocation"].tolist()
-        centroids = {size: tensors[f"centroids.{size}"] for size in CHUNKS if f"centroids.{size}" in tensors}
         groups, width = tensors["mean"].shape
         self._heads, self._per_group = heads, heads // groups
         self.head_dim = width // self._per_group
         self._mean, self._std, self._analysis = (tensors[name].float() for name in ("mean", "std", "analysis"))
-        self._members = {
-            size: CodebookCodec(books.unsqueeze(0), (1, size), books.shape[0] * size)
-            for size, books in centroids.items()
-        }
-        self.codes = sum(books.shape[0] for books in centroids.values())
-        self.nominal_bits = 8 * self.codes / (groups * width)
         self._product = ExactProduct(self._std, self._analysis)
-        # By chunk length, entries as words and how many codes a token has. Entry number of each code's codebook.
-        self._entries = [wide(member.centroids.view(-1, size)) for size, member in self._members.items()]
-        self._counts = [books.shape[0] for books in centroids.values()]
-        self._dtype = next(iter(self._members.values())).centroids.dtype
-        self._offset = torch.cat([member.offset.flatten() for member in self._members.values()])
-        # Of each chunk length, the components of each group: where they stand in its transform.
-        starts = [[sum(n * s for n, s in zip(row[:i], CHUNKS, strict=False)) for i in range(4)] for row in allocation]
-        self._spans = {
-            size: [(starts[g][i], starts[g][i] + size * row[i]) for g, row in enumerate(allocation)]
-            for i, size in enumerate(CHUNKS)
-            if size in self._members
+        #: By chunk length, the chunks of each group.
+        self._counts = {
+            size: chunks for size, chunks in zip(CHUNKS, zip(*allocation, strict=True), strict=True) if any(chunks)
         }
-        # S of each group, `[components, W]`, without those that it drops: views of one tensor.
-        kept = [sum(last - first for first, last in spans) for spans in zip(*self._spans.values(), strict=True)]
-        cuts = [synthesis[:, :n].T for n, synthesis in zip(kept, tensors["synthesis"].float(), strict=True)]
-        self._columns = [[last - first for first, last in spans] for spans in self._spans.values()]
+        self.codes = sum(map(sum, allocation))
+        self.nominal_bits = 8 * self.codes / (groups * width)
+        # The only copy of the centroids, by component: codebooks are views of it.
+        rows = torch.cat([tensors[f"centroids.{size}"].transpose(1, 2).flatten(0, 1) for size in self._counts])
+        self._lookup = ComponentLookup(rows, self._counts)
+        self._books: dict[int, ChunkCodebooks] = {}
+        for (size, chunks), part in zip(self._counts.items(), rows.split([s * sum(n) for s, n in self._counts.items()])):
+            self._books[size] = ChunkCodebooks(part.view(sum(chunks), size, MAX_ENTRIES).transpose(1, 2))
+        # S of each group by head, `[heads, head_dim, components]`, without dropped components: views of one tensor.
+        cuts = [s[:, :n] for n, s in zip(self._lookup.kept, tensors["synthesis"].float(), strict=True)]
         self._synthesis = torch.cat([cut.flatten() for cut in cuts])
-        pieces = self._synthesis.split([cut.numel() for cut in cuts])
-        self._blocks = [piece.view(cut.shape) for piece, cut in zip(pieces, cuts, strict=True)]
+        numbers = self._synthesis.split([cut.numel() for cut in cuts])
+        self._blocks = [x.view(self._per_group, self.head_dim, n) for x, n in zip(numbers, self._lookup.kept, strict=True)]
 
     @property
     def joined(self) -> bool:
@@ -72,9 +61,9 @@ class TransformCodec(Codec):
 
     def constants(self) -> Mapping[str, Tensor]:
         named = {"mean": self._mean, "std": self._std, "analysis": self._analysis, "synthesis": self._synthesis}
-        for size, member in self._members.items():
-            named |= {f"{size}.{name}": tensor for name, tensor in member.constants().items()}
-        return named | {"gain": self._product.integers, "offset": self._offset}
+        for size, books in self._books.items():
+            named |= {f"{size}.{name}": tensor for name, tensor in books.constants().items()}
+        return named | {"gain": self._product.integers, **self._lookup.constants()}
 
     def components(self, x: Tensor) -> Tensor:
         """z of `x` `[B, H, T, D]`: `[B, G, T, K]` float32, the same for a token alone and among others."""
@@ -83,41 +72,35 @@ class TransformCodec(Codec):
         return self._product(x - self._mean.unsqueeze(1))
 
     def _encode(self, x: Tensor) -> Packed:
-        z = self.components(x)
-        codes = []
-        for size, member in self._members.items():
-            spans = self._spans[size]
-            chunks = torch.cat([z[:, g, :, first:last] for g, (first, last) in enumerate(spans)], dim=-1)
-            codes.append(member.encode(chunks.unsqueeze(1)).parts["codes"].tensor)
-        return Packed(x.shape[2], {"codes": Part(torch.cat(codes, dim=-1), 1)})
+        batch, _, tokens, _ = x.shape
+        z = self.components(x).transpose(0, 1).flatten(1, 2)  # [G, B * T, K]
+        first, codes = [0] * len(z), []
+        for size, chunks in self._counts.items():
+            last = [start + size * count for start, count in zip(first, chunks, strict=True)]
+            spans = enumerate(zip(first, last, strict=True))
+            codes.append(self._books[size].encode(torch.cat([z[group, :, a:b] for group, (a, b) in spans], dim=1)))
+            first = last
+        return Packed(tokens, {"codes": Part(torch.cat(codes).T.reshape(batch, 1, tokens, self.codes), 1)})
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
-        batch, tokens = packed.parts["codes"].tensor.shape[0], packed.tokens
-        groups, width = self._mean.shape
-        out = self._mean.new_empty(groups, batch * tokens, width)
-        for group, z in enumerate(self._decoded_components(packed)):
-            torch.addmm(self._mean[group], z, self._blocks[group], out=out[group])
-        out = out.view(groups, batch, tokens, self._per_group, self.head_dim).permute(1, 0, 3, 2, 4)
-        return out.reshape(batch, self._heads, tokens, self.head_dim).to(dtype)
+        return self.decode_by_channel(packed).mT.to(dtype, memory_format=torch.contiguous_format)
+
+    def decode_by_channel(self, packed: Packed) -> Tensor:
+        codes = packed.parts["codes"].tensor
+        batch = len(codes)
+        out = self._mean.new_empty(self._heads, self.head_dim, batch * packed.tokens)
+        mean, heads = self._mean.view(self._heads, self.head_dim, 1), self._per_group
+        for group, z in enumerate(self._lookup(codes.reshape(-1, self.codes))):
+            part = slice(group * heads, (group + 1) * heads)
+            torch.baddbmm(mean[part], self._blocks[group], z.expand(heads, -1, -1), out=out[part])
+        return out.view(self._heads, self.head_dim, batch, packed.tokens).permute(2, 0, 1, 3)
 
     def weighted_sum(self, weights: Tensor, packed: Packed) -> Tensor:
         """As `Codec.weighted_sum`; a common transform of all heads is applied once, to the sums of components."""
         if not self.joined:
-            return super().weighted_sum(weights, packed)
-        (z,) = self._decoded_components(packed)
-        sums = weights.flatten(1, 2) @ z.view(len(weights), packed.tokens, -1)  # [B, H * n, K]
-        synthesis = self._blocks[0].unflatten(1, (self._heads, self.head_dim)).transpose(0, 1)  # [H, K, D]
+            return weights @ self.decode_by_channel(packed).mT
+        (z,) = self._lookup(packed.parts["codes"].tensor.reshape(-1, self.codes))
+        z = z.view(-1, len(weights), packed.tokens).permute(1, 2, 0)  # [B, T, K]
+        sums = (weights.flatten(1, 2) @ z).view(*weights.shape[:3], -1)
         mean = self._mean.view(self._heads, 1, self.head_dim)
-        return sums.view(*weights.shape[:3], -1) @ synthesis + weights.sum(dim=3, keepdim=True) * mean
-
-    def _decoded_components(self, packed: Packed) -> list[Tensor]:
-        """z' of each group, `[B * T, components]` float32."""
-        index = packed.parts["codes"].tensor.reshape(-1, self.codes) + self._offset
-        pieces = []  # by chunk length, components of all groups, in the dtype of the centroids
-        for entries, part in zip(self._entries, torch.split_with_sizes_copy(index, self._counts, dim=1), strict=True):
-            pieces.append(entries.index_select(0, part.view(-1)).view(self._dtype).view(len(index), -1))
-        # Widening to 32 bits comes last: fewer bytes move before.
-        if self.joined:
-            return [torch.cat(pieces, dim=1).float()]
-        groups = [piece.split(columns, dim=1) for piece, columns in zip(pieces, self._columns, strict=True)]
-        return [torch.cat(group, dim=1).float() for group in zip(*groups, strict=True)]
+        return sums @ self._blocks[0].mT + weights.sum(dim=3, keepdim=True) * mean

@@ -4,7 +4,8 @@ import pytest
 import torch
 from random_transforms import random_transform
 
-from kvq_cli.codecs.transform import CHUNKS, TransformCodec
+from kvq_cli.codecs.chunk_codebooks import CHUNKS
+from kvq_cli.codecs.transform import TransformCodec
 
 HEADS, DIM = 3, 8
 #: Chunks of 1, 2, 4 and 8 components of each group: of one for all heads, and of one per head.
