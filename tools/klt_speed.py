@@ -42,8 +42,10 @@ def main() -> None:
                     found[name][layer] = min(found[name][layer], time.perf_counter() - start)
     print(f"{'ms per layer':16}", *arguments.artifacts)
     for name in columns[0]:
-        cells = (f"{1000 * sum(found[name]) / len(found[name]):{len(path)}.3f}" for path, found in
-                 zip(arguments.artifacts, least, strict=True))
+        cells = (
+            f"{1000 * sum(found[name]) / len(found[name]):{len(path)}.3f}"
+            for path, found in zip(arguments.artifacts, least, strict=True)
+        )
         print(f"{name:16}", *cells)
 
 
@@ -82,19 +84,9 @@ def layer_steps(
         "pack": lambda: (keys.encode(k), values.encode(v)),
         "decode keys": lambda: keys.decode(packed_keys, torch.float32),
         "decode values": lambda: values.decode(packed_values, torch.float32),
-        "scores": lambda: scores(query, keys, packed_keys, rotation),
+        "scores": lambda: query @ rotation.ahead(keys.decode_by_channel(packed_keys).mT).mT,
         "weighted sums": lambda: values.weighted_sum(weights, packed_values),
     }
-
-
-def scores(query, keys, packed, rotation):
-    by = getattr(keys, "decode_by_channel", None)
-    if by is None:
-        return query @ rotation.ahead(keys.decode(packed, torch.float32)).mT
-    x = by(packed)
-    if x.stride(-1) == 1:
-        return query @ rotation.ahead_by_channel(x)
-    return query @ rotation.ahead(x.mT).mT
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from kvq_cli.codecs.nearest import GRID_MAX, KEEPS_TABLES, MAX_ENTRIES, grid_sca
 from kvq_cli.errors import UsageError
 
 
-
 class CodebookCodec(Codec):
     """A block of `l` adjacent tokens by `c` adjacent channels is kept as the index of its nearest centroid.
 

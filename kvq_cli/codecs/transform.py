@@ -46,13 +46,17 @@ class TransformCodec(Codec):
         rows = torch.cat([tensors[f"centroids.{size}"].transpose(1, 2).flatten(0, 1) for size in self._counts])
         self._lookup = ComponentLookup(rows, self._counts)
         self._books: dict[int, ChunkCodebooks] = {}
-        for (size, chunks), part in zip(self._counts.items(), rows.split([s * sum(n) for s, n in self._counts.items()])):
+        for (size, chunks), part in zip(
+            self._counts.items(), rows.split([s * sum(n) for s, n in self._counts.items()])
+        ):
             self._books[size] = ChunkCodebooks(part.view(sum(chunks), size, MAX_ENTRIES).transpose(1, 2))
         # S of each group by head, `[heads, head_dim, components]`, without dropped components: views of one tensor.
         cuts = [s[:, :n] for n, s in zip(self._lookup.kept, tensors["synthesis"].float(), strict=True)]
         self._synthesis = torch.cat([cut.flatten() for cut in cuts])
         numbers = self._synthesis.split([cut.numel() for cut in cuts])
-        self._blocks = [x.view(self._per_group, self.head_dim, n) for x, n in zip(numbers, self._lookup.kept, strict=True)]
+        self._blocks = [
+            x.view(self._per_group, self.head_dim, n) for x, n in zip(numbers, self._lookup.kept, strict=True)
+        ]
 
     @property
     def joined(self) -> bool:
@@ -80,7 +84,8 @@ class TransformCodec(Codec):
             spans = enumerate(zip(first, last, strict=True))
             codes.append(self._books[size].encode(torch.cat([z[group, :, a:b] for group, (a, b) in spans], dim=1)))
             first = last
-        return Packed(tokens, {"codes": Part(torch.cat(codes).T.reshape(batch, 1, tokens, self.codes), 1)})
+        by_token = torch.cat(codes).T.contiguous()
+        return Packed(tokens, {"codes": Part(by_token.view(batch, 1, tokens, self.codes), 1)})
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         return self.decode_by_channel(packed).mT.to(dtype, memory_format=torch.contiguous_format)
