@@ -2,9 +2,9 @@
 
 python tools/klt_speed.py ARTIFACT... [--tokens 512] [--rounds 40]
 
-Prints milliseconds per layer: packing keys and values, scores of one query per query head (decode, RoPE, product) and
-weighted sums of values (one token's decode step), and decoding keys and values as compressed prefill does. Artifacts run in
-turn, so that a machine that slows down slows all of them; the least of all rounds counts, averaged over layers.
+Prints milliseconds per layer: packing keys and values; decoding them, as compressed prefill does; for one query per
+query head, scores (decode, RoPE, product) and weighted sums of values, as a decode step does. Artifacts run in turn, so
+that a machine that slows down slows all of them; the least of all rounds counts, averaged over layers.
 """
 
 from __future__ import annotations

@@ -79,8 +79,8 @@ class Rotation:
         return self.rotate(expanded, *self._start_tables(starts, query.ndim))
 
     def ahead(self, keys: Tensor) -> Tensor:
-        """R(i) of key i; `keys` `[..., tokens, head_dim]` float32, at most `TILE` tokens. The result lies in memory as they
-        do, token by token or channel by channel."""
+        """R(i) of key i; `keys` `[..., tokens, head_dim]` float32, at most `TILE` tokens. The result lies in memory as
+        they do, token by token or channel by channel."""
         if self.style == "none":
             return keys
         tokens = keys.shape[-2]

@@ -65,8 +65,9 @@ class ComponentLookup:
                 places[group] += [(row + i, column + i // size) for i in range(size * count)]
                 row, column = row + size * count, column + count
         self.kept = [len(group) for group in places]
-        row_of, self._column = torch.tensor(sum(places, []), dtype=torch.int32, device=rows.device).T.contiguous()
-        self._offset = (row_of * MAX_ENTRIES).unsqueeze(1)
+        row_of, column_of = zip(*sum(places, []), strict=True)
+        self._column = torch.tensor(column_of, dtype=torch.int32, device=rows.device)
+        self._offset = torch.tensor(row_of, dtype=torch.int32, device=rows.device).mul_(MAX_ENTRIES).unsqueeze(1)
 
     def constants(self) -> Mapping[str, Tensor]:
         return {"centroids": self._rows, "column.offset": self._column, "offset": self._offset}

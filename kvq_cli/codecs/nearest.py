@@ -107,15 +107,15 @@ def ranked(centroids: Tensor, scale: Tensor) -> Tensor:
 
 
 def _nearest_scalar(numbers: Tensor, table: Tensor) -> Tensor:
-    """The same for `[books, n]` numbers on the grid, by a binary search: between which midpoints does a number lie? Twice
-    these and the numbers are whole and at most 2^24, exact in float32."""
+    """The same for `[books, n]` numbers on the grid, by a binary search: between which midpoints does a number lie?
+    Twice these and the numbers are whole and at most 2^24, exact in float32."""
     middle, order = table[:, 2, 1:].float(), table[:, 3].to(torch.int64)
     return order.gather(1, torch.searchsorted(middle, 2 * numbers.float().contiguous())).to(torch.uint8)
 
 
 def _scalar_order(points: Tensor) -> tuple[Tensor, Tensor]:
-    """`[books, entries]` points on the grid -> (twice the midpoints of neighbours, `[books, entries - 1]`, and the index
-    that belongs between two of them, `[books, entries]`)."""
+    """`[books, entries]` points on the grid -> (twice the midpoints of neighbours, `[books, entries - 1]`; the index of
+    the point between two of them, `[books, entries]`)."""
     points, order = points.float().sort(dim=1, stable=True)
     order = order.gather(1, torch.searchsorted(points, points))  # of equal points the first
     # Where the upper of two points comes first in the codebook, it takes what lies in the middle.

@@ -34,8 +34,8 @@ class TransformCodec(Codec):
         groups, width = tensors["mean"].shape
         self._heads, self._per_group = heads, heads // groups
         self.head_dim = width // self._per_group
-        self._mean, self._std, self._analysis = (tensors[name].float() for name in ("mean", "std", "analysis"))
-        self._product = ExactProduct(self._std, self._analysis)
+        self._mean, self._std = tensors["mean"].float(), tensors["std"].float()
+        self._product = ExactProduct(self._std, tensors["analysis"].float())
         #: By chunk length, the chunks of each group.
         self._counts = {
             size: chunks for size, chunks in zip(CHUNKS, zip(*allocation, strict=True), strict=True) if any(chunks)
@@ -46,9 +46,8 @@ class TransformCodec(Codec):
         rows = torch.cat([tensors[f"centroids.{size}"].transpose(1, 2).flatten(0, 1) for size in self._counts])
         self._lookup = ComponentLookup(rows, self._counts)
         self._books: dict[int, ChunkCodebooks] = {}
-        for (size, chunks), part in zip(
-            self._counts.items(), rows.split([s * sum(n) for s, n in self._counts.items()])
-        ):
+        parts = rows.split([size * sum(chunks) for size, chunks in self._counts.items()])
+        for (size, chunks), part in zip(self._counts.items(), parts, strict=True):
             self._books[size] = ChunkCodebooks(part.view(sum(chunks), size, MAX_ENTRIES).transpose(1, 2))
         # S of each group by head, `[heads, head_dim, components]`, without dropped components: views of one tensor.
         cuts = [s[:, :n] for n, s in zip(self._lookup.kept, tensors["synthesis"].float(), strict=True)]
@@ -64,10 +63,11 @@ class TransformCodec(Codec):
         return self._mean.shape[0] == 1
 
     def constants(self) -> Mapping[str, Tensor]:
-        named = {"mean": self._mean, "std": self._std, "analysis": self._analysis, "synthesis": self._synthesis}
+        named = {"mean": self._mean, "std": self._std, "synthesis": self._synthesis}
+        named |= {"analysis": self._product.integers, **self._product.tables(), **self._lookup.constants()}
         for size, books in self._books.items():
             named |= {f"{size}.{name}": tensor for name, tensor in books.constants().items()}
-        return named | {"gain": self._product.integers, **self._lookup.constants()}
+        return named
 
     def components(self, x: Tensor) -> Tensor:
         """z of `x` `[B, H, T, D]`: `[B, G, T, K]` float32, the same for a token alone and among others."""
