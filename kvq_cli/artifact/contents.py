@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvq_cli.artifact.schema import CALIBRATION, TEXT, TUNING, Form, Many, OneOf, Whole, check_form
-from kvq_cli.codecs.transform import CHUNKS
+from kvq_cli.codecs.chunk_codebooks import CHUNKS
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.base import (
     AnySpec,

@@ -79,15 +79,26 @@ class Rotation:
         return self.rotate(expanded, *self._start_tables(starts, query.ndim))
 
     def ahead(self, keys: Tensor) -> Tensor:
-        """R(i) of key i; `keys` `[..., tokens, head_dim]` float32, at most `TILE` tokens."""
+        """R(i) of key i; `keys` `[..., tokens, head_dim]` float32, at most `TILE` tokens. The result lies in memory as
+        they do, token by token or channel by channel."""
         if self.style == "none":
             return keys
-        cos, sin = self._tile_tables
-        return self.rotate(keys, cos[: keys.shape[-2]], sin[: keys.shape[-2]])
+        tokens = keys.shape[-2]
+        if keys.stride(-1) == 1:
+            cos, sin = self._tile_tables
+            return self.rotate(keys, cos[:tokens], sin[:tokens])
+        # The same with tables that lie as the keys do: several times faster on a CPU.
+        cos, sin = self._tile_tables_by_channel
+        return self.rotate(keys, cos[:, :tokens].mT, sin[:, :tokens].mT)
 
     @cached_property
     def _tile_tables(self) -> tuple[Tensor, Tensor]:
         return self.tables(torch.arange(TILE))
+
+    @cached_property
+    def _tile_tables_by_channel(self) -> tuple[Tensor, Tensor]:
+        cos, sin = self._tile_tables
+        return cos.T.contiguous(), sin.T.contiguous()
 
     def _start_tables(self, starts: tuple[int, ...], ndim: int) -> tuple[Tensor, Tensor]:
         """Tables of the positions -s, without the scale; cached, since other layers need the same."""

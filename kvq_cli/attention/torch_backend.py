@@ -105,7 +105,7 @@ class _Piece(NamedTuple):
         """`[rows, kv_heads, last - first, head_dim]` float32."""
         if isinstance(self.stored, Tensor):
             return self.stored.float()
-        return self.codec.decode(self.stored, torch.float32)[:, :, self.cut :]
+        return self.codec.decode_by_channel(self.stored).mT[:, :, self.cut :]
 
     def products(self, q: Tensor) -> Tensor:
         """q . k of the tokens: `[rows, kv_heads, group, head_dim]` -> `[rows, kv_heads, group, last - first]`."""

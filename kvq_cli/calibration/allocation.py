@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq_cli.codecs.transform import CHUNKS
+from kvq_cli.codecs.chunk_codebooks import CHUNKS
 
 Floats = NDArray[np.float64]
 #: Squared error of 256 centroids for Gaussian numbers of a chunk of 1, 2, 4 and 8 components, relative to the

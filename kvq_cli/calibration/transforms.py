@@ -15,8 +15,9 @@ from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
 from kvq_cli.calibration.codebooks import rounded
 from kvq_cli.calibration.kmeans import weighted_kmeans
 from kvq_cli.codecs.base import Codec
+from kvq_cli.codecs.chunk_codebooks import CHUNKS
 from kvq_cli.codecs.nearest import MAX_ENTRIES
-from kvq_cli.codecs.transform import CHUNKS, TransformCodec
+from kvq_cli.codecs.transform import TransformCodec
 from kvq_cli.methods.base import ModelShape, TransformSpec
 from kvq_cli.methods.tensors import code_budget
 

@@ -120,12 +120,16 @@ class Codec(BlockFormat, ABC):
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         """Unpack to `[batch, kv_heads, tokens, head_dim]` in `dtype`."""
 
+    def decode_by_channel(self, packed: Packed) -> Tensor:
+        """`decode` to `[batch, kv_heads, head_dim, tokens]` float32, contiguous where a codec computes it so."""
+        return self.decode(packed, torch.float32).mT
+
     def products(self, queries: Tensor, packed: Packed) -> Tensor:
         """Products of queries with all tokens, `[batch, kv_heads, queries, tokens]` float32.
 
         queries: `[batch, kv_heads, queries, head_dim]` float32.
         """
-        return queries @ self.decode(packed, torch.float32).transpose(2, 3)
+        return queries @ self.decode_by_channel(packed)
 
     def weighted_sum(self, weights: Tensor, packed: Packed) -> Tensor:
         """Sums over tokens of weight times number, `[batch, kv_heads, queries, head_dim]` float32.

@@ -10,11 +10,8 @@ from torch import Tensor
 
 from kvq_cli.codecs import bits as bitpack
 from kvq_cli.codecs.base import Codec, Packed, Part
-from kvq_cli.codecs.nearest import GRID_MAX, MAX_ENTRIES, grid_scale, nearest, nearest_ignoring, ranked
+from kvq_cli.codecs.nearest import GRID_MAX, KEEPS_TABLES, MAX_ENTRIES, grid_scale, nearest, nearest_ignoring, ranked
 from kvq_cli.errors import UsageError
-
-#: Devices that keep the tables made for encoding and decoding; sizes counted on the meta device are a CPU's.
-_KEEPS_TABLES = ("cpu", "meta")
 
 
 class CodebookCodec(Codec):
@@ -118,7 +115,7 @@ class CodebookCodec(Codec):
         if self._ranked is not None:
             return self._ranked
         table = ranked(self.centroids.flatten(0, 1), self._scale.flatten())
-        if table.device.type in _KEEPS_TABLES:
+        if table.device.type in KEEPS_TABLES:
             self._ranked = table
         return table
 
@@ -147,7 +144,7 @@ class CodebookCodec(Codec):
         """c std + mean of all centroids, float32, where all blocks of a codebook stand on the same channels of one
         token. A CPU keeps them: an entry is then fetched as the numbers that it stands for."""
         heads, groups, _, size = self.centroids.shape
-        if self.centroids.device.type not in _KEEPS_TABLES or self.block_tokens > 1 or groups * size != self.head_dim:
+        if self.centroids.device.type not in KEEPS_TABLES or self.block_tokens > 1 or groups * size != self.head_dim:
             return None
         if self._decoded is None and (self._std is None or len(self._std) == heads):
             entries = self.centroids.float()

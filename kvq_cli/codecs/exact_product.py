@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -26,14 +27,19 @@ class ExactProduct:
         scaled = matrix.double() * safe.double().unsqueeze(1)
         exponent = torch.frexp(scaled.abs().amax(dim=2)).exponent  # the largest of a row is below 2^exponent
         one = torch.ones_like(scaled[:, :, 0])
-        #: A in integers, `[G, K, W]` float64.
-        self.integers = (scaled * torch.ldexp(one, bits - exponent).unsqueeze(2)).round()
+        integers = (scaled * torch.ldexp(one, bits - exponent).unsqueeze(2)).round()
+        #: A in integers, `[G, K, W]` float32, which holds those of 24 bits exactly, or float64.
+        self.integers = integers.float() if bits <= 24 else integers
         self._step = torch.ldexp(one, exponent - bits) * (_MAX_DEVIATIONS / 2.0**bits)  # [G, K], powers of two
+
+    def tables(self) -> Mapping[str, Tensor]:
+        """Tensors held beside `integers`."""
+        return {"gain": self._to_grid, "scale": self._step}
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[B, G, T, W]` -> `[B, G, T, K]`, float32."""
         grid = (x * self._to_grid).round_().clamp_(-self._limit, self._limit).double()
-        return (grid @ self.integers.transpose(1, 2)).mul_(self._step.unsqueeze(1)).float()
+        return (grid @ self.integers.double().transpose(1, 2)).mul_(self._step.unsqueeze(1)).float()
 
 
 def _grid_bits(width: int) -> int:

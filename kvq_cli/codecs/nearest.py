@@ -15,6 +15,8 @@ from torch import Tensor
 from kvq_cli.codecs import kernels
 
 MAX_ENTRIES = 256
+#: Devices that keep the tables made for encoding and decoding; sizes counted on the meta device are a CPU's.
+KEEPS_TABLES = ("cpu", "meta")
 #: Centroids are rounded to multiples of 2^-17 of the (power of two above the) largest number of their codebook, ...
 _CENTROID_BITS = 17
 #: ... and blocks likewise; these may be up to 2^6 times as large as that number; larger ones are clamped.
@@ -44,19 +46,23 @@ def nearest(blocks: Tensor, table: Tensor) -> Tensor:
         if assigned is not None:
             return assigned[0].to(torch.uint8)
     if size == 1:
-        return _nearest_scalar(blocks.squeeze(2), table[:, 0] / (-2 * MAX_ENTRIES))
+        return _nearest_scalar(blocks.squeeze(2), table)
     if blocks.is_meta:
         return blocks.new_empty(books, count, dtype=torch.uint8)
     points = blocks.new_ones(books, count, size + 1, dtype=torch.float64)
     points[:, :, :size] = blocks
     ranks = points.new_empty(books, count)
-    tile = _TILE_CPU if blocks.device.type == "cpu" else _TILE
-    rows = max(1, min(count, tile // MAX_ENTRIES))
-    together = max(1, tile // (MAX_ENTRIES * rows))
+    most = _TILE_CPU if blocks.device.type == "cpu" else _TILE
+    rows = max(1, min(count, most // MAX_ENTRIES))
+    together = max(1, most // (MAX_ENTRIES * rows))
+    # One tensor for the scores of all tiles: memory that is new to the process costs a CPU as much as the product.
+    scratch = points.new_empty(min(books, together) * rows * table.shape[2])
     for b in range(0, books, together):
         for r in range(0, count, rows):
-            scores = torch.bmm(points[b : b + together, r : r + rows], table[b : b + together])
-            torch.amin(scores, dim=2, out=ranks[b : b + together, r : r + rows])
+            tile = ranks[b : b + together, r : r + rows]
+            scores = scratch[: tile.numel() * table.shape[2]].view(*tile.shape, -1)
+            torch.bmm(points[b : b + together, r : r + rows], table[b : b + together], out=scores)
+            torch.amin(scores, dim=2, out=tile)
     return ranks.to(torch.int64).to(torch.uint8)  # the lowest byte: the index
 
 
@@ -83,23 +89,34 @@ def ranked(centroids: Tensor, scale: Tensor) -> Tensor:
     Float64 `[books, size + 1, entries]`, by which (u, 1) gives 256 (||c||^2 - 2 u.c) + index: the least of these
     numbers is the nearest centroid's and carries its index: a plain minimum (much faster than an argmin) finds it.
 
+    Where size is 1, two more rows: twice the midpoints of the sorted entries, from place 1 on, and their order.
+
     With size 8, 256 ||c||^2 is at most 2^45 and 512 u.c at most 2^52: together below 2^53.
     """
     books, entries, size = centroids.shape
-    table = torch.empty(books, size + 1, entries, dtype=torch.float64, device=centroids.device)
+    rows = size + 1 if size > 1 else 4
+    table = torch.empty(books, rows, entries, dtype=torch.float64, device=centroids.device)
     grid, constant = table[:, :size], table[:, size]
     grid.copy_(centroids.transpose(1, 2)).mul_(scale.view(-1, 1, 1)).round_()
     torch.sum(grid * grid, dim=1, out=constant)
     constant.mul_(MAX_ENTRIES).add_(torch.arange(entries, device=centroids.device))
+    if size == 1:
+        table[:, 2, 1:], table[:, 3] = _scalar_order(grid.squeeze(1))
     grid.mul_(-2 * MAX_ENTRIES)
     return table
 
 
-def _nearest_scalar(numbers: Tensor, points: Tensor) -> Tensor:
-    """The same for `[books, n]` numbers and `[books, entries]` points on the grid, by a binary search: between which
-    midpoints does a number lie? Twice these and the numbers are whole and at most 2^24, exact in float32."""
+def _nearest_scalar(numbers: Tensor, table: Tensor) -> Tensor:
+    """The same for `[books, n]` numbers on the grid, by a binary search: between which midpoints does a number lie?
+    Twice these and the numbers are whole and at most 2^24, exact in float32."""
+    middle, order = table[:, 2, 1:].float(), table[:, 3].to(torch.int64)
+    return order.gather(1, torch.searchsorted(middle, 2 * numbers.float().contiguous())).to(torch.uint8)
+
+
+def _scalar_order(points: Tensor) -> tuple[Tensor, Tensor]:
+    """`[books, entries]` points on the grid -> (twice the midpoints of neighbours, `[books, entries - 1]`; the index of
+    the point between two of them, `[books, entries]`)."""
     points, order = points.float().sort(dim=1, stable=True)
     order = order.gather(1, torch.searchsorted(points, points))  # of equal points the first
     # Where the upper of two points comes first in the codebook, it takes what lies in the middle.
-    middle = points[:, 1:] + points[:, :-1] - (order[:, 1:] < order[:, :-1]).float()
-    return order.gather(1, torch.searchsorted(middle, 2 * numbers.float().contiguous())).to(torch.uint8)
+    return points[:, 1:] + points[:, :-1] - (order[:, 1:] < order[:, :-1]).float(), order

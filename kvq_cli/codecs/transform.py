@@ -8,11 +8,9 @@ import torch
 from torch import Tensor
 
 from kvq_cli.codecs.base import Codec, Packed, Part
-from kvq_cli.codecs.codebook import CodebookCodec
+from kvq_cli.codecs.chunk_codebooks import CHUNKS, ChunkCodebooks, ComponentLookup
 from kvq_cli.codecs.exact_product import ExactProduct
-
-#: Components of a chunk, which is one 8-bit code: 8, 4, 2 or 1 bits per component.
-CHUNKS = (1, 2, 4, 8)
+from kvq_cli.codecs.nearest import MAX_ENTRIES
 
 
 class TransformCodec(Codec):
@@ -33,26 +31,31 @@ class TransformCodec(Codec):
 
     def __init__(self, heads: int, tensors: Mapping[str, Tensor]) -> None:
         allocation: list[list[int]] = tensors["allocation"].tolist()
-        centroids = {size: tensors[f"centroids.{size}"] for size in CHUNKS if f"centroids.{size}" in tensors}
         groups, width = tensors["mean"].shape
         self._heads, self._per_group = heads, heads // groups
         self.head_dim = width // self._per_group
-        self._mean, self._std, self._analysis = (tensors[name].float() for name in ("mean", "std", "analysis"))
-        self._members = {
-            size: CodebookCodec(books.unsqueeze(0), (1, size), books.shape[0] * size)
-            for size, books in centroids.items()
+        self._mean, self._std = tensors["mean"].float(), tensors["std"].float()
+        self._product = ExactProduct(self._std, tensors["analysis"].float())
+        #: By chunk length, the chunks of each group.
+        self._counts = {
+            size: chunks for size, chunks in zip(CHUNKS, zip(*allocation, strict=True), strict=True) if any(chunks)
         }
-        self.codes = sum(books.shape[0] for books in centroids.values())
+        self.codes = sum(map(sum, allocation))
         self.nominal_bits = 8 * self.codes / (groups * width)
-        self._product = ExactProduct(self._std, self._analysis)
-        # Of each chunk length, the components of each group: where they stand in its transform.
-        starts = [[sum(n * s for n, s in zip(row[:i], CHUNKS, strict=False)) for i in range(4)] for row in allocation]
-        self._spans = {
-            size: [(starts[g][i], starts[g][i] + size * row[i]) for g, row in enumerate(allocation)]
-            for i, size in enumerate(CHUNKS)
-            if size in self._members
-        }
-        self._synthesis, self._blocks = self._by_chunk_length(tensors["synthesis"].float())
+        # The only copy of the centroids, by component: codebooks are views of it.
+        rows = torch.cat([tensors[f"centroids.{size}"].transpose(1, 2).flatten(0, 1) for size in self._counts])
+        self._lookup = ComponentLookup(rows, self._counts)
+        self._books: dict[int, ChunkCodebooks] = {}
+        parts = rows.split([size * sum(chunks) for size, chunks in self._counts.items()])
+        for (size, chunks), part in zip(self._counts.items(), parts, strict=True):
+            self._books[size] = ChunkCodebooks(part.view(sum(chunks), size, MAX_ENTRIES).transpose(1, 2))
+        # S of each group by head, `[heads, head_dim, components]`, without dropped components: views of one tensor.
+        cuts = [s[:, :n] for n, s in zip(self._lookup.kept, tensors["synthesis"].float(), strict=True)]
+        self._synthesis = torch.cat([cut.flatten() for cut in cuts])
+        numbers = self._synthesis.split([cut.numel() for cut in cuts])
+        self._blocks = [
+            x.view(self._per_group, self.head_dim, n) for x, n in zip(numbers, self._lookup.kept, strict=True)
+        ]
 
     @property
     def joined(self) -> bool:
@@ -60,23 +63,11 @@ class TransformCodec(Codec):
         return self._mean.shape[0] == 1
 
     def constants(self) -> Mapping[str, Tensor]:
-        named = {"mean": self._mean, "std": self._std, "analysis": self._analysis, "synthesis": self._synthesis}
-        for size, member in self._members.items():
-            named |= {f"{size}.{name}": tensor for name, tensor in member.constants().items()}
-        return named | {"gain": self._product.integers}
-
-    def _by_chunk_length(self, synthesis: Tensor) -> tuple[Tensor, dict[int, list[Tensor]]]:
-        """S without dropped components in one tensor, and its views by chunk length: a group's `[components, W]`."""
-        cuts = [
-            (size, synthesis[group, :, first:last].T)
-            for size, spans in self._spans.items()
-            for group, (first, last) in enumerate(spans)
-        ]
-        flat = torch.cat([cut.flatten() for _, cut in cuts])
-        blocks: dict[int, list[Tensor]] = {size: [] for size in self._spans}
-        for (size, cut), numbers in zip(cuts, flat.split([cut.numel() for _, cut in cuts]), strict=True):
-            blocks[size].append(numbers.view(cut.shape))
-        return flat, blocks
+        named = {"mean": self._mean, "std": self._std, "synthesis": self._synthesis}
+        named |= {"analysis": self._product.integers, **self._product.tables(), **self._lookup.constants()}
+        for size, books in self._books.items():
+            named |= {f"{size}.{name}": tensor for name, tensor in books.constants().items()}
+        return named
 
     def components(self, x: Tensor) -> Tensor:
         """z of `x` `[B, H, T, D]`: `[B, G, T, K]` float32, the same for a token alone and among others."""
@@ -85,43 +76,36 @@ class TransformCodec(Codec):
         return self._product(x - self._mean.unsqueeze(1))
 
     def _encode(self, x: Tensor) -> Packed:
-        z = self.components(x)
-        codes = []
-        for size, member in self._members.items():
-            spans = self._spans[size]
-            chunks = torch.cat([z[:, g, :, first:last] for g, (first, last) in enumerate(spans)], dim=-1)
-            codes.append(member.encode(chunks.unsqueeze(1)).parts["codes"].tensor)
-        return Packed(x.shape[2], {"codes": Part(torch.cat(codes, dim=-1), 1)})
+        batch, _, tokens, _ = x.shape
+        z = self.components(x).transpose(0, 1).flatten(1, 2)  # [G, B * T, K]
+        first, codes = [0] * len(z), []
+        for size, chunks in self._counts.items():
+            last = [start + size * count for start, count in zip(first, chunks, strict=True)]
+            spans = enumerate(zip(first, last, strict=True))
+            codes.append(self._books[size].encode(torch.cat([z[group, :, a:b] for group, (a, b) in spans], dim=1)))
+            first = last
+        by_token = torch.cat(codes).T.contiguous()
+        return Packed(tokens, {"codes": Part(by_token.view(batch, 1, tokens, self.codes), 1)})
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
-        batch, tokens = packed.parts["codes"].tensor.shape[0], packed.tokens
-        groups, width = self._mean.shape
-        out = self._mean.flatten().repeat(batch * tokens, 1)  # [B * T, G * W]
-        for size, z in self._pieces(packed).items():
-            z, first = z.flatten(0, 1), 0
-            for group, block in enumerate(self._blocks[size]):
-                last = first + len(block)
-                out[:, group * width : (group + 1) * width].addmm_(z[:, first:last], block)
-                first = last
-        return out.view(batch, tokens, self._heads, self.head_dim).transpose(1, 2).to(dtype)
+        return self.decode_by_channel(packed).mT.to(dtype, memory_format=torch.contiguous_format)
+
+    def decode_by_channel(self, packed: Packed) -> Tensor:
+        codes = packed.parts["codes"].tensor
+        batch = len(codes)
+        out = self._mean.new_empty(self._heads, self.head_dim, batch * packed.tokens)
+        mean, heads = self._mean.view(self._heads, self.head_dim, 1), self._per_group
+        for group, z in enumerate(self._lookup(codes.reshape(-1, self.codes))):
+            part = slice(group * heads, (group + 1) * heads)
+            torch.baddbmm(mean[part], self._blocks[group], z.expand(heads, -1, -1), out=out[part])
+        return out.view(self._heads, self.head_dim, batch, packed.tokens).permute(2, 0, 1, 3)
 
     def weighted_sum(self, weights: Tensor, packed: Packed) -> Tensor:
         """As `Codec.weighted_sum`; a common transform of all heads is applied once, to the sums of components."""
         if not self.joined:
-            return super().weighted_sum(weights, packed)
-        flat = weights.flatten(1, 2)
-        out = weights.sum(dim=3, keepdim=True) * self._mean.view(self._heads, 1, self.head_dim)
-        for size, z in self._pieces(packed).items():
-            components = (flat @ z).view(*weights.shape[:3], -1)
-            # [n, H * D] -> [H, n, D]
-            out += components @ self._blocks[size][0].unflatten(1, (self._heads, self.head_dim)).transpose(0, 1)
-        return out
-
-    def _pieces(self, packed: Packed) -> dict[int, Tensor]:
-        """z' by chunk length, `[B, T, components of all groups]` float32."""
-        codes, pieces, first = packed.parts["codes"].tensor, {}, 0
-        for size, member in self._members.items():
-            last = first + member.head_dim // size
-            part = Packed(packed.tokens, {"codes": Part(codes[..., first:last], 1)})
-            pieces[size], first = member.decode(part, torch.float32)[:, 0], last
-        return pieces
+            return weights @ self.decode_by_channel(packed).mT
+        (z,) = self._lookup(packed.parts["codes"].tensor.reshape(-1, self.codes))
+        z = z.view(-1, len(weights), packed.tokens).permute(1, 2, 0)  # [B, T, K]
+        sums = (weights.flatten(1, 2) @ z).view(*weights.shape[:3], -1)
+        mean = self._mean.view(self._heads, 1, self.head_dim)
+        return sums @ self._blocks[0].mT + weights.sum(dim=3, keepdim=True) * mean

@@ -7,8 +7,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from kvq_cli.codecs.chunk_codebooks import CHUNKS
 from kvq_cli.codecs.nearest import MAX_ENTRIES
-from kvq_cli.codecs.transform import CHUNKS
 from kvq_cli.methods.base import AnySpec, CodebookSpec, FactorSpec, ModelShape, StreamSpec, TransformSpec, stream_spec
 
 #: Name -> (shape, dtype).

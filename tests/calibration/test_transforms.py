@@ -12,7 +12,7 @@ import torch
 from kvq_cli.calibration.allocation import EXCESS, allocate, chunk_losses
 from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
 from kvq_cli.calibration.transforms import SHRINKAGE, calibrate_transform, fit_transform
-from kvq_cli.codecs.transform import CHUNKS
+from kvq_cli.codecs.chunk_codebooks import CHUNKS
 
 HEADS, DIM = 2, 8
 SETTINGS = ClusterSettings(True, "off", points=2048, iterations=6, seed=0, dtype=torch.float32, damping=0.1)

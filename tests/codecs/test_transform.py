@@ -2,9 +2,13 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from random_transforms import random_transform
 
-from kvq_cli.codecs.transform import CHUNKS, TransformCodec
+from kvq_cli.codecs.base import Packed, Part
+from kvq_cli.codecs.chunk_codebooks import CHUNKS
+from kvq_cli.codecs.transform import TransformCodec
 
 HEADS, DIM = 3, 8
 #: Chunks of 1, 2, 4 and 8 components of each group: of one for all heads, and of one per head.
@@ -80,3 +84,88 @@ def test_synthesis_is_stored_once_and_without_dropped_components():
     kept = (8, 7, 8)
     assert codec.constants()["synthesis"].numel() == DIM * sum(kept)
     assert torch.equal(codec.constants()["mean"], tensors["mean"])
+
+
+ALLOCATION = st.lists(st.integers(0, 2), min_size=4, max_size=4)
+
+
+def fitting(row: list[int], width: int) -> list[int]:
+    """The chunks of a row that fit a transform of `width` components, short ones first."""
+    fit = []
+    for size, chunks in zip(CHUNKS, row, strict=True):
+        fit.append(min(chunks, width // size))
+        width -= size * fit[-1]
+    return fit
+
+
+def plainly_decoded(codes: torch.Tensor, allocation: list[list[int]], tensors: dict) -> torch.Tensor:
+    """S z' + mean in float64, chunk by chunk: codes `[B, 1, T, chunks]` -> `[B, HEADS, T, DIM]`."""
+    kept: list[list[torch.Tensor]] = [[] for _ in allocation]
+    column = 0
+    for place, size in enumerate(CHUNKS):
+        chunk = 0
+        for group, row in enumerate(allocation):
+            for _ in range(row[place]):
+                book = tensors[f"centroids.{size}"][chunk].double()
+                kept[group].append(book[codes[:, 0, :, column].long()])
+                chunk, column = chunk + 1, column + 1
+    out = []
+    for group, pieces in enumerate(kept):
+        x = tensors["mean"][group].double().expand(*codes.shape[::2], -1)
+        if pieces:
+            z = torch.cat(pieces, dim=-1)
+            x = x + z @ tensors["synthesis"][group, :, : z.shape[-1]].double().T
+        out.append(x)
+    batch, _, tokens, _ = codes.shape
+    return torch.cat(out, dim=-1).view(batch, tokens, HEADS, DIM).transpose(1, 2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    joined=st.booleans(),
+    rows=st.lists(ALLOCATION, min_size=HEADS, max_size=HEADS),
+    tokens=st.sampled_from((1, 2, 7, 33)),
+    batch=st.integers(1, 3),
+    dtype=st.sampled_from((torch.float32, torch.float16, torch.bfloat16)),
+)
+def test_any_codes_decode_as_by_a_lookup_per_chunk(joined, rows, tokens, batch, dtype):
+    """Any allocation, also groups without a chunk, of numbers that any codes stand for."""
+    width = HEADS * DIM if joined else DIM
+    allocation = [fitting(row, width) for row in rows[: 1 if joined else HEADS]]
+    if not any(map(any, allocation)):
+        allocation[-1] = [1, 0, 0, 0]
+    noise = torch.Generator().manual_seed(0)
+    tensors = random_transform(allocation, width, dtype, noise)
+    codec = TransformCodec(HEADS, tensors)
+    codes = torch.randint(0, 256, (batch, 1, tokens, sum(map(sum, allocation))), generator=noise, dtype=torch.uint8)
+    packed, expected = Packed(tokens, {"codes": Part(codes, 1)}), plainly_decoded(codes, allocation, tensors)
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(codec.decode(packed, torch.float32).double(), expected, **close)
+    torch.testing.assert_close(codec.decode_by_channel(packed).double(), expected.mT, **close)
+    weights = torch.rand(batch, HEADS, 2, tokens, generator=noise)
+    weights /= weights.sum(dim=-1, keepdim=True)
+    torch.testing.assert_close(codec.weighted_sum(weights, packed).double(), weights.double() @ expected, **close)
+
+
+@pytest.mark.parametrize("name", ALLOCATIONS)
+def test_constants_are_the_tensors_held(name):
+    """Found by going through the codec's attributes; views of one tensor count once."""
+    codec, _ = made(name)
+    codec.decode(codec.encode(numbers(3)), torch.float32)
+    found: dict[int, int] = {}
+
+    def visit(x) -> None:
+        if isinstance(x, torch.Tensor):
+            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        elif isinstance(x, (list, tuple)):
+            for each in x:
+                visit(each)
+        elif isinstance(x, dict):
+            visit(list(x.values()))
+        elif type(x).__module__.startswith("kvq_cli"):
+            visit(vars(x))
+
+    visit(codec)
+    counted = codec.constants().values()
+    assert sum(found.values()) == sum(x.nbytes for x in counted)
+    assert {x.untyped_storage().data_ptr() for x in counted} <= set(found)

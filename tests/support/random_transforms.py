@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvq_cli.codecs.transform import CHUNKS
+from kvq_cli.codecs.chunk_codebooks import CHUNKS
 from kvq_cli.methods.base import ModelShape, TransformSpec
 from kvq_cli.methods.tensors import even_allocation, transform_layout
 
