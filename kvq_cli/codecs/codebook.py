@@ -130,15 +130,35 @@ class CodebookCodec(Codec):
             codes = bitpack.unpack(codes, self._code_bits, self.head_dim // self.block[1])
         if (decoded := self._decoded_entries()) is not None:
             return self._lookup(codes, decoded).to(dtype)
-        if self.block[1] == 1 and self.block_tokens > 1 and self.centroids.dtype == torch.bfloat16:
-            x = self._lookup_pairs(codes)
-        else:
-            x = self._lookup(codes, self.centroids)
+        x = self._lookup(codes, self.centroids)
         if self._std is not None:
             x = x.float().mul_(self._std)
         if self._mean is not None:
             x = x.float().add_(self._mean)
         return x.to(dtype)
+
+    def decode_by_channel(self, packed: Packed) -> Tensor:
+        """As `Codec.decode_by_channel`; blocks of tokens of one channel are fetched where they stand, without the
+        transposition that `decode` needs."""
+        if self.block_tokens == 1 or self.block[1] > 1:
+            return super().decode_by_channel(packed)
+        codes = packed.parts["codes"].tensor
+        if self._code_bits < 8:
+            codes = bitpack.unpack(codes, self._code_bits, self.head_dim)
+        index = codes.mT.contiguous() + self._offset.mT  # [B, H, D, T / l]
+        number = self.centroids.element_size()
+        table = self.centroids.view(-1, self.block_tokens).view(bitpack.WIDE[min(16, self.block_tokens * number)])
+        table = table.view(-1) if table.shape[1] == 1 else table
+        fetched = table.index_select(0, index.view(-1)).view(self.centroids.dtype)
+        x = fetched.view(*index.shape[:3], packed.tokens).float()
+        if self._std is not None:
+            x = x.mul_(self._std.float().mT)
+        if self._mean is not None:
+            x = x.add_(self._mean.float().mT)
+        return x
+
+    def weighted_sum(self, weights: Tensor, packed: Packed) -> Tensor:
+        return weights @ self.decode_by_channel(packed).mT
 
     def _decoded_entries(self) -> Tensor | None:
         """c std + mean of all centroids, float32, where all blocks of a codebook stand on the same channels of one
@@ -169,22 +189,6 @@ class CodebookCodec(Codec):
         # ... and its numbers that stay together, the channels of one token, move as one.
         fetched = fetched.view(bitpack.WIDE[channels * number]).view(*codes.shape, tokens)
         return fetched.transpose(3, 4).contiguous().view(entries.dtype).flatten(2, 3)
-
-    def _lookup_pairs(self, codes: Tensor) -> Tensor:
-        """`_lookup` of centroids of one channel, bfloat16, to float32: two numbers are fetched as one word and parted.
-
-        A bfloat16 is the upper half of a float32, so that parting is widening, too, and each half is written where
-        its token stands: nothing is transposed afterwards.
-        """
-        tokens = self.block[0]
-        words = self.centroids.view(-1, tokens).view(torch.int32)  # [entries of all books, l / 2]
-        index, shape = (codes + self._offset).reshape(-1), codes.shape
-        out = torch.empty(*shape[:3], tokens, shape[3], dtype=torch.int32, device=codes.device)
-        for pair in range(tokens // 2):
-            word = words[:, pair].index_select(0, index).view(shape)
-            torch.bitwise_left_shift(word, 16, out=out[:, :, :, 2 * pair])
-            torch.bitwise_and(word, -1 << 16, out=out[:, :, :, 2 * pair + 1])
-        return out.view(torch.float32).flatten(2, 3)
 
 
 def in_half(x: Tensor) -> Tensor:

@@ -54,6 +54,22 @@ def test_codec_equals_exhaustive_search(block, dtype):
     assert_equal_where_clear(codec.decode(packed, torch.float64), by_loops(x, centroids, block, mean, std))
 
 
+@pytest.mark.parametrize("block", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+def test_numbers_by_channel_and_weighted_sums_are_those_of_decode(block, dtype, shared):
+    x = numbers(24, heads=3)
+    mean, std = numbers(1, heads=3)[0, :, 0], numbers(1, heads=3, seed=2)[0, :, 0].abs() + 0.5
+    centroids = codebooks(block, heads=1 if shared else 3, dtype=dtype)
+    for statistics in ((mean, std), (None, None)):
+        codec = CodebookCodec(centroids, block, 32, *statistics)
+        packed = codec.encode(x)
+        expected = codec.decode(packed, torch.float32)
+        assert torch.equal(codec.decode_by_channel(packed), expected.mT)
+        weights = torch.randn(2, 3, 5, 24)
+        torch.testing.assert_close(codec.weighted_sum(weights, packed), weights @ expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("length", [1, 2, 4, 8])
 def test_channel_blocks_of_the_transpose_equal_temporal_blocks(length):
     """With one codebook per head, ChannelKV on x^T is TemporalKV on x; at chunk length 1 they are the same codec."""
