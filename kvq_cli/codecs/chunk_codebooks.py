@@ -74,5 +74,5 @@ class ComponentLookup:
 
     def __call__(self, codes: Tensor) -> tuple[Tensor, ...]:
         """uint8 `[tokens, codes]` -> `[components, tokens]` float32 of each group."""
-        index = codes.T.contiguous().index_select(0, self._column) + self._offset
+        index = codes.T.index_select(0, self._column) + self._offset
         return self._rows.view(-1).index_select(0, index.view(-1)).view(index.shape).float().split(self.kept)
