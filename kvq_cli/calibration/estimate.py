@@ -92,7 +92,7 @@ def dry_run_report(plan: AnyPlan) -> dict[str, Any]:
         **document,
         "captured_bytes": captured.nbytes,
         "captured_share": captured.units / captured.possible,
-        "memory_bytes": _resident_bytes(loaded) + activations + clustering,
+        "memory_bytes": _resident_bytes(loaded) + max(activations, clustering),  # one after the other
         "checkpointed_layers": checkpointed,
     }
 
