@@ -1,0 +1,36 @@
+"""Two processes that share each layer's heads give the tokens of `generate`."""
+
+import pytest
+
+from kvq_cli.vllm.layout import cache_layout
+from kvq_cli.vllm.shard import Shard
+
+METHODS = (
+    "fp16",
+    "kivi",
+    "innerq:norm=off",
+    "turboquant",
+    "kvquant",
+    "channelkv",
+    "temporalkv",
+    "klt:join_values=off",
+)
+
+
+def layout_of_rank(case):
+    plans, of_rank = case.served.plans_of_ranks(case.shape, 2), Shard(0, 2).shape(case.shape)
+    return cache_layout(plans, of_rank).of_rank(0, case.shape.layers)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_of_two_ranks_equal_generate(method, case, start, prompts):
+    one = case(method)
+    layout = layout_of_rank(one)
+    with start(method, layout.block_size, tensor_parallel_size=2, max_num_batched_tokens=256) as engine:
+        assert engine.kv_cache_config.num_blocks == layout.blocks(64 << 20)
+        for _ in range(2):  # the second time with prefix hits
+            outputs = engine.tokens(prompts)
+            assert [list(output.outputs[0].token_ids) for output in outputs] == one.expected
+        size = layout.block_size
+        assert [output.num_cached_tokens for output in outputs] == [(len(p) - 1) // size * size for p in prompts]
+        assert engine.free_blocks == engine.all_blocks
