@@ -2,6 +2,7 @@
 
 import pytest
 
+from kvq_cli.vllm.exact_blocks import ExactManager
 from kvq_cli.vllm.layout import cache_layout
 from kvq_cli.vllm.shard import Shard
 
@@ -28,6 +29,9 @@ def test_tokens_of_two_ranks_equal_generate(method, case, start, prompts):
     layout = layout_of_rank(one)
     with start(method, layout.block_size, tensor_parallel_size=2, max_num_batched_tokens=256) as engine:
         assert engine.kv_cache_config.num_blocks == layout.blocks(64 << 20)
+        # Specs come from the workers' processes: the scheduler must know what manages their blocks.
+        managers = engine.scheduler.kv_cache_manager.coordinator.single_type_managers
+        assert any(isinstance(each, ExactManager) for each in managers) == (layout.exact is not None)
         for _ in range(2):  # the second time with prefix hits
             outputs = engine.tokens(prompts)
             assert [list(output.outputs[0].token_ids) for output in outputs] == one.expected
