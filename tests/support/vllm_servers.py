@@ -11,7 +11,6 @@ import sys
 import time
 import urllib.error
 import urllib.request
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,8 +19,6 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).parents[2]
-#: Marks all processes of a server, also those that outlive it.
-_MARK = "KVQ_TEST_SERVER"
 #: Seconds in which a server answers on a busy machine, and in which any request or exit is a hang.
 START, HANG = 300, 90
 
@@ -35,8 +32,8 @@ def free_port() -> int:
 class Server:
     """`process` is the one that was started: it becomes vLLM's API server."""
 
-    def __init__(self, process: subprocess.Popen, port: int, log: Path, mark: str) -> None:
-        self.process, self.port, self.log, self._mark = process, port, log, mark
+    def __init__(self, process: subprocess.Popen, port: int, log: Path) -> None:
+        self.process, self.port, self.log = process, port, log
 
     def wait(self) -> None:
         """Until it answers; AssertionError with its last words if it does not."""
@@ -72,11 +69,11 @@ class Server:
             return json.load(answer)["choices"][0]["text"]
 
     def processes(self) -> list[psutil.Process]:
-        """Those that run, whoever their parent is now."""
+        """Those of its session that run, whoever their parent is now."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):
-                if process.environ().get(_MARK) == self._mark and process.status() != psutil.STATUS_ZOMBIE:
+                if os.getsid(process.pid) == self.process.pid and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 
@@ -107,8 +104,9 @@ class Server:
 @contextmanager
 def serving(folder: Path, *words: str, ready: bool = True) -> Iterator[Server]:
     """`kvq serve` with these words and a small cache, run in `folder`; ready: wait until it answers."""
-    port, mark, log = free_port(), uuid.uuid4().hex, folder / f"server-{uuid.uuid4().hex}.log"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "INFO", _MARK: mark}
+    port = free_port()
+    log = folder / f"server-{port}.log"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "VLLM_LOGGING_LEVEL": "INFO"}
     environment.pop("VLLM_ENABLE_V1_MULTIPROCESSING", None)
     command = [sys.executable, "-m", "kvq_cli", "serve", *words, "--port", str(port), "--host", "127.0.0.1"]
     command += ["--kv-cache-memory-bytes", str(32 << 20), "--enforce-eager"]
@@ -116,7 +114,7 @@ def serving(folder: Path, *words: str, ready: bool = True) -> Iterator[Server]:
         process = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=written, stderr=written, start_new_session=True
         )
-    server = Server(process, port, log, mark)
+    server = Server(process, port, log)
     try:
         if ready:
             server.wait()

@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 from vllm.sampling_params import BeamSearchParams
 
 from kvq_cli import attach, load_artifact
+from kvq_cli.methods.registry import build_parsed
 
 WIDTH, NEW = 3, 14
 
@@ -51,3 +52,5 @@ def test_beams_equal_those_of_a_search_without_a_cache(method, case, start, mode
             assert found == pytest.approx([score for _, score in beams], abs=1e-3)
         assert engine.free_blocks == engine.all_blocks
     assert len({tuple(tokens) for beams in expected for tokens, _ in beams}) == 3 * WIDTH
+    exact = [searched(model, build_parsed("fp16"), prompt) for prompt in asked]
+    assert all(beams != others for beams, others in zip(expected, exact, strict=True))

@@ -65,8 +65,9 @@ class CpuTestPlatform(CpuPlatform):
 
         define_operations()
         super().check_and_update_config(vllm_config)
-        # Workers of one thread, which import vLLM, half a minute each, unless they are copies of this process.
-        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+            # Workers of an engine in this process: copies of it need not import vLLM, a quarter of a minute each.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
         # vLLM binds each worker to a NUMA node of its own: more workers than nodes are not allowed.
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         vllm_config.compilation_config.mode = CompilationMode.NONE
