@@ -1,7 +1,7 @@
 """Run vLLM's server as a child, so that a server that dies is known to have died, and nothing of it is left.
 
-When a process of the engine dies, vLLM shuts its server down and exits with code 0, as if it had been asked to; it kills
-what is left of the engine, Python's resource tracker among it, so that nobody removes the shared memory. Here the
+When a process of the engine dies, vLLM shuts its server down and exits with code 0, as if it had been asked to; it
+kills what is left of the engine, Python's resource tracker among it, so that nobody removes the shared memory. Here the
 tracker is that of the parent, which outlives all of them.
 
     python -m kvq_cli.vllm.supervise FD ARGUMENTS    what the child runs: the command `vllm ARGUMENTS`
@@ -29,12 +29,13 @@ _PDEATHSIG, _CHILD_SUBREAPER = 1, 36
 def supervise(arguments: Sequence[str]) -> int:
     """Run `vllm ARGUMENTS` until it ends, passing on SIGINT and SIGTERM; returns its exit code.
 
-    Raises KvqError if it ends without such a signal: one of its processes died, or it could not start. Its processes are
-    gone when this returns; their shared memory is when this process ends.
+    Raises KvqError if it ends without such a signal: one of its processes died, or it could not start. When this
+    returns, its processes are gone; when this process ends, their shared memory is.
     """
     asked = False
     resource_tracker.ensure_running()
     tracker = resource_tracker.getfd()
+    assert tracker is not None
     _prctl(_CHILD_SUBREAPER, 1)
     words = [sys.executable, "-m", __name__, str(tracker), *arguments]
     child = subprocess.Popen(words, pass_fds=[tracker])
@@ -83,7 +84,7 @@ def _prctl(option: int, value: int) -> None:
 def _serve(tracker: int, arguments: Sequence[str]) -> None:
     """Be `vllm ARGUMENTS`, with the resource tracker of the parent, and end when the parent dies."""
     _prctl(_PDEATHSIG, signal.SIGTERM)
-    resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]  # as multiprocessing's spawn does
+    vars(resource_tracker._resource_tracker)["_fd"] = tracker  # what multiprocessing does in processes that it spawns
     sys.argv = ["vllm", *arguments]
     runpy.run_module("vllm.entrypoints.cli.main", run_name="__main__", alter_sys=True)
 

@@ -17,6 +17,7 @@ import random
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -94,19 +95,26 @@ def prompt_hash(arguments: Sequence[Any]) -> str:
 
 
 def through_server(arguments: argparse.Namespace, method: str, task: Path, folder: Path) -> list[Sample]:
-    """Samples of lm-eval's command, which asks a server."""
+    """Samples of lm-eval's command, which asks the server at `--url`, or one that is started for the method."""
+    if arguments.url is not None:
+        return ask(arguments, arguments.url, task, folder)
     words = ["--model", arguments.model, *method_options(method), "--dtype", arguments.dtype]
     words += ["--max-model-len", str(arguments.length), "--kv-cache-memory-bytes", str(arguments.cache << 20)]
-    with server(
-        [*words, "--served-model-name", "model"], arguments.port, folder / "server.log", arguments.timeout
-    ) as url:
-        model = {"model": "model", "base_url": f"{url}/v1/completions", "tokenizer": model_source(arguments.model)}
-        # Prompts are sent as text: the server's tokenizer adds what the model's own adds.
-        model |= {"tokenizer_backend": "huggingface", "tokenized_requests": "False", "num_concurrent": "4"}
-        command = [sys.executable, "-m", "lm_eval", "run", "--model", "local-completions", "--tasks", task.stem]
-        command += ["--model_args", ",".join(f"{name}={value}" for name, value in model.items())]
-        command += ["--include_path", str(task.parent), "--log_samples", "--output_path", str(folder / "client")]
-        quietly(command, folder)
+    with server(words, arguments.port, folder / "server.log", arguments.timeout) as url:
+        return ask(arguments, url, task, folder)
+
+
+def ask(arguments: argparse.Namespace, url: str, task: Path, folder: Path) -> list[Sample]:
+    """Samples of lm-eval's command."""
+    with urllib.request.urlopen(f"{url}/v1/models") as answer:
+        model = {"model": json.load(answer)["data"][0]["id"]}
+    # Prompts are sent as text: the server's tokenizer adds what the model's own adds.
+    model |= {"base_url": f"{url}/v1/completions", "tokenizer": model_source(arguments.model)}
+    model |= {"tokenizer_backend": "huggingface", "tokenized_requests": "False", "num_concurrent": "4"}
+    command = [sys.executable, "-m", "lm_eval", "run", "--model", "local-completions", "--tasks", task.stem]
+    command += ["--model_args", ",".join(f"{name}={value}" for name, value in model.items())]
+    command += ["--include_path", str(task.parent), "--log_samples", "--output_path", str(folder / "client")]
+    quietly(command, folder)
     (written,) = (folder / "client").rglob("samples_*.jsonl")
     samples = {}
     for row in map(json.loads, written.read_text().splitlines()):
@@ -176,6 +184,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24, help="of an answer, at most")
     parser.add_argument("--cache", type=int, default=64, help="MiB of the server's cache")
     parser.add_argument("--length", type=int, default=1024, help="longest context")
+    parser.add_argument("--url", help="of a server that runs; default: one is started for each method")
     parser.add_argument("--port", type=int, default=0, help="of the server; 0: a free one")
     parser.add_argument("--timeout", type=float, default=300, help="seconds until a server answers")
     arguments = parser.parse_args()

@@ -37,8 +37,9 @@ def with_tokenizer(folder):
     tokenizer.save_pretrained(folder)
 
 
+@pytest.mark.usefixtures("with_tokenizer")
 @pytest.mark.parametrize("method", ["kivi:sinks=5:recent=0", "temporalkv"])
-def test_beams_equal_those_of_a_search_without_a_cache(method, case, start, model, prompts, with_tokenizer):
+def test_beams_equal_those_of_a_search_without_a_cache(method, case, start, model, prompts):
     asked = [prompts[i] for i in (0, 1, 4)]
     served = case(method).served
     attachable = served.method if served.artifact is None else load_artifact(served.artifact.path)
