@@ -51,14 +51,19 @@ REFUSED_FLAGS = {
     "--disable-hybrid-kv-cache-manager": ("exact tokens have blocks of their own", ()),
 }
 #: Short forms of these flags.
-ALIASES = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-sc": "--speculative-config"}
+_ALIASES = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-sc": "--speculative-config"}
+
+
+def flag_name(word: str) -> str:
+    """The flag of `--flag`, `--flag=value`, `--flag_with_underscores` or a short form, as vLLM takes them."""
+    name = word.partition("=")[0]
+    return _ALIASES.get(name, name.replace("_", "-") if name.startswith("--") else name)
 
 
 def check_flags(flags: Sequence[str]) -> None:
     """Raise UsageError for flags of vLLM with which kvq does not serve, and for those that `kvq serve` sets."""
     for i, word in enumerate(flags):
-        name, equals, value = word.partition("=")
-        name = ALIASES.get(name, name)
+        name, (_, equals, value) = flag_name(word), word.partition("=")
         value = value if equals else next(iter(flags[i + 1 : i + 2]), "")
         if name in REFUSED_FLAGS and value not in REFUSED_FLAGS[name][1]:
             raise UsageError(f"kvq does not serve with {name}: {REFUSED_FLAGS[name][0]}")

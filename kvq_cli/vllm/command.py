@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import ModelShape
-from kvq_cli.vllm.checks import ALIASES, check_flags, check_model, check_plans
+from kvq_cli.vllm.checks import check_flags, check_model, check_plans, flag_name
 from kvq_cli.vllm.layout import CacheLayout, cache_layout, token_bytes
 from kvq_cli.vllm.served import CACHE_DTYPE, KEY, ServedMethod
 from kvq_cli.vllm.shard import Shard
@@ -105,8 +105,8 @@ def _check_additional(text: str) -> None:
 def flag_value(flags: Sequence[str], name: str) -> str | None:
     """The value of a flag in `--flag value` or `--flag=value`, or of its short form; None: it is not given."""
     for i, word in enumerate(flags):
-        flag, equals, value = word.partition("=")
-        if ALIASES.get(flag, flag) == name and (equals or i + 1 < len(flags)):
+        _, equals, value = word.partition("=")
+        if flag_name(word) == name and (equals or i + 1 < len(flags)):
             return value if equals else flags[i + 1]
     return None
 
@@ -117,8 +117,8 @@ def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
     for word in flags:
         if skip:
             skip = False
-        elif word in names:
-            skip = True
-        elif word.partition("=")[0] not in names:
+        elif flag_name(word) not in names:
             kept.append(word)
+        else:
+            skip = "=" not in word
     return kept

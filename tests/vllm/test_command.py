@@ -69,7 +69,7 @@ def test_own_additional_config_and_block_size_are_kept(kvq, folder):
     assert sum(word.startswith("--additional-config") for word in words) == 1
 
 
-@pytest.mark.parametrize("flags", [("--tensor-parallel-size", "2"), ("-tp=2",)])
+@pytest.mark.parametrize("flags", [("--tensor-parallel-size", "2"), ("-tp=2",), ("--tensor_parallel_size=2",)])
 def test_two_ranks_have_half_the_heads_each(kvq, folder, flags):
     one, two = (kvq("serve", "--model", str(folder), "--dry-run", *given) for given in ((), flags))
     assert command(two)[0][-len(flags) :] == list(flags)
