@@ -85,9 +85,9 @@ test: .venv/.installed  ## Test every method, command and kernel family: under 5
 	# A launch of each kernel family, executed as compiled for a GPU.
 	KVQ_TEST_PTX=sm_90 $(PYTEST) -m "not slow" tests/kernels/test_compiled.py
 
-# A test that hangs fails after ten minutes.
+# By files, whose tests share models, answers and servers. A test that hangs fails after ten minutes.
 test-vllm: .venv/vllm/.installed  ## Test kvq inside vLLM, in an environment of its own: about MINUTES minutes.
-	@$(call pytest,$(<D)/bin) --dist loadgroup -o faulthandler_timeout=600 tests/vllm/engine
+	@$(call pytest,$(<D)/bin) --dist loadfile -o faulthandler_timeout=600 tests/vllm/engine
 
 # The oldest versions come last: they need the other environments.
 test-all: .venv/.installed .venv/device/.installed .venv/oldest/.installed  ## Run all tests, also with the oldest supported versions: about 20 minutes.

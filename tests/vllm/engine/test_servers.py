@@ -19,9 +19,6 @@ PROMPT = "The old harbour lies where the river meets the sea, and its walls are 
 #: Seconds in which a server ends after one of its processes was killed.
 SOON = 30
 
-#: One process of tests starts the server of this module and kills it.
-pytestmark = pytest.mark.xdist_group("server")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
