@@ -182,7 +182,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["fp16", "kivi-2bit"], help="NAME-BITSbit:OPTION=VALUE")
     parser.add_argument("--samples", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=24, help="of an answer, at most")
-    parser.add_argument("--cache", type=int, default=64, help="MiB of the server's cache")
+    parser.add_argument("--cache", type=int, default=128, help="MiB of the server's cache")
     parser.add_argument("--length", type=int, default=1024, help="longest context")
     parser.add_argument("--url", help="of a server that runs; default: one is started for each method")
     parser.add_argument("--port", type=int, default=0, help="of the server; 0: a free one")
