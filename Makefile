@@ -86,7 +86,7 @@ test: .venv/.installed  ## Test every method, command and kernel family: under 5
 	KVQ_TEST_PTX=sm_90 $(PYTEST) -m "not slow" tests/kernels/test_compiled.py
 
 # By files, whose tests share models, answers and servers. A test that hangs fails after ten minutes.
-test-vllm: .venv/vllm/.installed  ## Test kvq inside vLLM, in an environment of its own: about MINUTES minutes.
+test-vllm: .venv/vllm/.installed  ## Test kvq inside vLLM, in an environment of its own: about 9 minutes on two busy cores.
 	@$(call pytest,$(<D)/bin) --dist loadfile -o faulthandler_timeout=600 tests/vllm/engine
 
 # The oldest versions come last: they need the other environments.
