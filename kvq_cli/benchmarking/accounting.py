@@ -24,6 +24,7 @@ from kvq_cli.cache.stream import Stream
 from kvq_cli.codecs.base import Prompt
 from kvq_cli.methods.base import CrossLayer, FactorSpec, LayerPlan, Method, ModelShape, StreamPlan, stream_spec
 from kvq_cli.methods.tensors import Layout, first_choice, layer_layout
+from kvq_cli.vllm.shard import WHOLE, Shard, head_tensors
 
 
 @dataclass(frozen=True)
@@ -81,14 +82,15 @@ def _distinct_plans(method: Method, shape: ModelShape) -> tuple[tuple[LayerPlan,
     return tuple((_without_memory(plan, shape), count) for plan, count in distinct_plans(method, shape))
 
 
-def distinct_plans(method: Method, shape: ModelShape) -> list[tuple[LayerPlan, int]]:
+def distinct_plans(method: Method, shape: ModelShape, shard: Shard = WHOLE) -> list[tuple[LayerPlan, int]]:
     """The plans that differ in what they store, and how many layers have each; tensors of artifacts are stand-ins.
 
-    UsageError if the method's options do not fit the shape.
+    shape: of all heads, of which the plans have those of `shard`. UsageError if the method's options do not fit the
+    shape.
     """
     distinct: dict[Any, list[LayerPlan]] = {}
     for index in range(shape.layers):
-        plan = method.plan(index, shape, artifact_tensors(method, shape, index))
+        plan = shard.plan(method, index, shape, artifact_tensors(method, shape, index))
         distinct.setdefault(_structure(plan), []).append(plan)
     return [(plans[0], len(plans)) for plans in distinct.values()]
 
@@ -167,13 +169,20 @@ def _total(reports: Sequence[tuple[CacheReport, int]]) -> CacheReport:
     )
 
 
-def artifact_bytes(method: Method, shape: ModelShape) -> Mapping[str, int]:
-    """Return the bytes of the method's artifact by kind of tensor ("centroids", "mean", "down", ...); empty without
-    calibration."""
+def artifact_bytes(method: Method, shape: ModelShape, shard: Shard = WHOLE) -> Mapping[str, int]:
+    """Return the bytes of the method's artifact by kind of tensor ("centroids", "mean", "down", ...), for the heads of
+    `shard`; empty without calibration."""
     nbytes: Counter[str] = Counter()
     for index in range(shape.layers):
-        for name, (size, dtype) in _layout(method, shape, index).items():
-            nbytes[name.split(".")[1]] += math.prod(size) * dtype.itemsize
+        if shard.ranks > 1:
+            tensors = artifact_tensors(method, shape, index)
+            tensors = head_tensors(method, index, shape, tensors, shard.heads(shape.kv_heads))
+            sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
+        else:
+            layout = _layout(method, shape, index)
+            sizes = {name: math.prod(size) * dtype.itemsize for name, (size, dtype) in layout.items()}
+        for name, size in sizes.items():
+            nbytes[name.split(".")[1]] += size
     return dict(nbytes)
 
 

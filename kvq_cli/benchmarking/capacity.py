@@ -13,6 +13,7 @@ from kvq_cli.benchmarking.accounting import account, artifact_bytes, distinct_pl
 from kvq_cli.methods.base import Method, ModelShape
 from kvq_cli.vllm.checks import check_plans
 from kvq_cli.vllm.layout import CacheLayout, cache_layout
+from kvq_cli.vllm.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -53,30 +54,35 @@ def capacity(
 
 
 def serving_capacity(
-    method: Method, shape: ModelShape, weights: int, limit: int, context: int, batch: int, budget: int
+    method: Method, shape: ModelShape, weights: int, limit: int, context: int, batch: int, budget: int, ranks: int = 1
 ) -> Capacity:
     """`capacity` in vLLM's blocks: `batch` requests that decode at the same time, `context` tokens each.
 
     A request holds the blocks of its packed tokens and those of its sinks and newest tokens; one block is vLLM's own.
     Blocks of the prompt tokens that a step computes come on top. UsageError for a method that cannot be served.
+
+    ranks: of tensor parallelism. Bytes are then those of one rank, `budget` and `weights` too: it has its share of the
+    weights, and of the kv heads.
     """
-    layout = serving_layout(method, shape)
+    layout, shard = serving_layout(method, shape, ranks), Shard(0, ranks)
     block = layout.page_bytes * shape.layers
 
     def cache_bytes(tokens: int, rows: int) -> int:
         return (1 + rows * layout.blocks_of(tokens)) * block
 
-    constants = artifact_bytes(method, shape)
+    constants = artifact_bytes(method, shape, shard)
     found = _capacity(cache_bytes, constants, weights, limit, context, batch, budget)
     blocks = max(0, layout.blocks(budget - weights - found.artifact))
     return replace(found, block_tokens=layout.block_size, blocks=blocks)
 
 
-def serving_layout(method: Method, shape: ModelShape) -> CacheLayout:
-    """The layout of vLLM's pages that `kvq serve` chooses. UsageError for a method that cannot be served."""
-    plans = [plan for plan, count in distinct_plans(method, shape) for _ in range(count)]
+def serving_layout(method: Method, shape: ModelShape, ranks: int = 1) -> CacheLayout:
+    """The layout of vLLM's pages of a rank that `kvq serve` chooses. UsageError for a method that cannot be served."""
+    shard = Shard(0, ranks)
+    of_rank = shard.shape(shape)
+    plans = [plan for plan, count in distinct_plans(method, shape, shard) for _ in range(count)]
     check_plans(method, plans)
-    return cache_layout(plans, shape)
+    return cache_layout(plans, of_rank)
 
 
 def _capacity(

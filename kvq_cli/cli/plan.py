@@ -31,6 +31,16 @@ Held = Annotated[
     Engine,
     typer.Option("--engine", help="Who holds the cache: kvq (`kvq generate`), or vllm (`kvq serve`), in blocks."),
 ]
+Ranks = Annotated[
+    int,
+    typer.Option(
+        "--tensor-parallel-size",
+        metavar="N",
+        min=1,
+        max=1024,
+        help="With --engine vllm: GPUs that share each layer's heads; sizes are those of one of them.",
+    ),
+]
 
 
 def plan(
@@ -43,6 +53,7 @@ def plan(
     context: Context = 8192,
     batch: Batch = 1,
     engine: Held = Engine.kvq,
+    tensor_parallel_size: Ranks = 1,
     reserve: Reserve = "2GB",
     model: ModelName = "reference",
     trust_remote_code: opt.TrustRemoteCode = False,
@@ -55,21 +66,25 @@ def plan(
     of requests that decode at the same time, and methods that cannot be served are left out.
     """
     out = Output(as_json=as_json)
+    ranks = tensor_parallel_size
+    if ranks > 1 and engine is not Engine.vllm:
+        raise UsageError(f"--tensor-parallel-size {ranks}: `kvq generate` runs on one GPU; add --engine vllm")
     total, held_back = _memory_bytes(memory, gpu), parse_bytes(reserve, "--reserve")
     from kvq_cli.benchmarking.capacity import capacity, serving_capacity
 
     size = model_size(shapes, model, trust_remote_code)
     room, device = total - held_back, f"--memory {memory}" if gpu is None else f"--gpu {gpu}"
-    if room <= size.weights_bytes:
+    weights = -(-size.weights_bytes // ranks)
+    if room <= weights:
         raise UsageError(
-            f"{device} is {human_bytes(total)}: the weights take {human_bytes(size.weights_bytes)} and "
+            f"{device} is {human_bytes(total)}: the weights take {human_bytes(weights)} and "
             f"--reserve takes {reserve}; nothing is left for a cache"
         )
     found, rows = [], []
 
     def count(method: Method) -> Capacity:
-        counted = serving_capacity if engine is Engine.vllm else capacity
-        return counted(method, *size, context, batch, room)
+        sizes = (method, size.shape, weights, size.context, context, batch, room)
+        return serving_capacity(*sizes, ranks) if engine is Engine.vllm else capacity(*sizes)
 
     for label, one in each_method(compare, bits, set_, count, out):
         found.append({"method": label, **one.to_dict()})
@@ -80,10 +95,11 @@ def plan(
     columns = ["method", "cache", "with weights", "fits", f"longest context x {batch}", f"largest batch x {context:,}"]
     columns += ["blocks x tokens"] if engine is Engine.vllm else []
     where = memory or f"{human_bytes(total)} of {gpu}"
-    title = f"{shapes or model} in {where}, {reserve} of it reserved: weights {human_bytes(size.weights_bytes)}"
+    where += f" on each of {ranks} ranks" if ranks > 1 else ""
+    title = f"{shapes or model} in {where}, {reserve} of it reserved: weights {human_bytes(weights)}"
     out.table(columns, rows, title=f"{title}, {batch} x {context:,} tokens")
     document = {"shape": shapes or model, "memory": total, "reserve": held_back, "context": context, "batch": batch}
-    document |= {"engine": engine.value}
+    document |= {"engine": engine.value, "tensor_parallel_size": ranks}
     out.result({**document, "methods": found})
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -33,7 +32,8 @@ def serve(
     """Serve a model with vLLM (extra `vllm`), its cache compressed. All other flags are vLLM's own, such as --port.
 
     Checks the method and its artifact against the model, computes the block size, prints the `vllm serve` command and
-    becomes it. docs/SERVING.md has the methods, their windows and what they cost.
+    runs it. Ends with exit code 1 if a process of the server dies, so that it can be started again. docs/SERVING.md has
+    the methods, their windows and what they cost.
     """
     out = Output(quiet=quiet)
     from kvq_cli.vllm.plugin import check_version
@@ -53,8 +53,10 @@ def serve(
     arguments = plan.arguments()
     print(shlex.join(["vllm", *arguments]))
     if not dry_run:
+        from kvq_cli.vllm.supervise import supervise
+
         sys.stdout.flush()
-        os.execv(sys.executable, [sys.executable, "-m", "vllm.entrypoints.cli.main", *arguments])
+        raise typer.Exit(supervise(arguments))
 
 
 def _options(method: str | None, artifact: object, pairs: list[str] | None) -> dict[str, str]:

@@ -6,7 +6,9 @@
     exact_blocks.py  vLLM's blocks of tokens in full precision
     backend.py       vLLM's attention backend     engine.py  what the layers of an engine share
     rope.py          undoing RoPE on write        served.py  the method in vLLM's flags
+    shard.py         the heads of a rank          gathered.py  values that all ranks pack together
     checks.py        reasons to refuse            plugin.py  registration
+    command.py       vLLM's arguments             supervise.py  a server that may die
 
 vllm itself is imported by backend.py, engine.py, exact_blocks.py and, inside functions, plugin.py and rope.py.
 """

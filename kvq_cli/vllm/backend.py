@@ -18,13 +18,12 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec, KVQuantMode
-from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvq_cli.attention.score_form import ScoreForm
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.vllm.engine import Engine
-from kvq_cli.vllm.exact_blocks import ExactManager, ExactSpec
+from kvq_cli.vllm.exact_blocks import ExactSpec
 from kvq_cli.vllm.layout import ExactWindow
 from kvq_cli.vllm.paged_layer import Batch, PagedLayer, Sequence
 from kvq_cli.vllm.served import cache_dtypes
@@ -164,7 +163,6 @@ class KvqImpl(AttentionImpl[KvqMetadata]):
         self.index = self.engine.next_layer()
         self.exact_name: str | None = None
         if self.engine.has_exact_tokens:
-            register_exact_tokens()
             context = get_current_vllm_config().compilation_config.static_forward_context
             self.exact_name = f"model.layers.{self.index}.self_attn.kvq_exact"
             self.exact = context[self.exact_name] = ExactTokens(self.engine, self.engine.shape)
@@ -199,9 +197,3 @@ class KvqImpl(AttentionImpl[KvqMetadata]):
 def _pages(cache: Tensor) -> Tensor:
     """uint8 `[pages, bytes]`."""
     return cache.view(torch.uint8)[:, 0, 0]
-
-
-def register_exact_tokens() -> None:
-    """Register `ExactSpec` with vLLM."""
-    KVCacheSpecRegistry._ensure_registered()
-    KVCacheSpecRegistry.register(ExactSpec, ExactManager)

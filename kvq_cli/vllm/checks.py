@@ -44,7 +44,6 @@ def check_model(config: PretrainedConfig, name: str) -> None:
 
 #: vLLM's flags with which kvq does not serve -> the reason, and the values that change nothing.
 REFUSED_FLAGS = {
-    "--tensor-parallel-size": ("a layer's heads are packed together", ("1",)),
     "--pipeline-parallel-size": ("all layers must be in one process", ("1",)),
     "--decode-context-parallel-size": ("a sequence's tokens are packed together", ("1",)),
     "--speculative-config": ("drafted tokens would be packed before they are rejected", ()),
@@ -55,11 +54,16 @@ REFUSED_FLAGS = {
 _ALIASES = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-sc": "--speculative-config"}
 
 
+def flag_name(word: str) -> str:
+    """The flag of `--flag`, `--flag=value`, `--flag_with_underscores` or a short form, as vLLM takes them."""
+    name = word.partition("=")[0]
+    return _ALIASES.get(name, name.replace("_", "-") if name.startswith("--") else name)
+
+
 def check_flags(flags: Sequence[str]) -> None:
     """Raise UsageError for flags of vLLM with which kvq does not serve, and for those that `kvq serve` sets."""
     for i, word in enumerate(flags):
-        name, equals, value = word.partition("=")
-        name = _ALIASES.get(name, name)
+        name, (_, equals, value) = flag_name(word), word.partition("=")
         value = value if equals else next(iter(flags[i + 1 : i + 2]), "")
         if name in REFUSED_FLAGS and value not in REFUSED_FLAGS[name][1]:
             raise UsageError(f"kvq does not serve with {name}: {REFUSED_FLAGS[name][0]}")

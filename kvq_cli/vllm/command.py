@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import ModelShape
-from kvq_cli.vllm.checks import check_flags, check_model, check_plans
+from kvq_cli.vllm.checks import check_flags, check_model, check_plans, flag_name
 from kvq_cli.vllm.layout import CacheLayout, cache_layout, token_bytes
 from kvq_cli.vllm.served import CACHE_DTYPE, KEY, ServedMethod
+from kvq_cli.vllm.shard import Shard
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -19,10 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ServePlan:
-    """A server that can be started. source: the model's folder or Hub id. flags: vLLM's own."""
+    """A server that can be started. shape, layout: of one of the tensor-parallel `ranks`. source: the model's folder or
+    Hub id. flags: vLLM's own."""
 
     served: ServedMethod
     shape: ModelShape
+    ranks: int
     layout: CacheLayout
     source: str
     name: str
@@ -52,6 +55,8 @@ class ServePlan:
             f"a block: {layout.block_size} tokens in {layout.page_bytes:,} bytes a layer; {per_token:,.0f} bytes a "
             f"token, {plain / per_token:.2f} times fewer than {plain:,} in {dtype}"
         )
+        if self.ranks > 1:
+            text = f"each of {self.ranks} ranks has {self.shape.kv_heads} kv heads; {text}"
         if exact is not None:
             text += (
                 f"; in full precision: {exact.sinks} first and up to {exact.recent} newest tokens, {exact.block_size} "
@@ -70,16 +75,22 @@ def serve_plan(
     """Check that the method can be served with this model and these flags. Raises UsageError with the reason."""
     check_flags(flags)
     check_model(config, name)
-    plans = served.plans(shape)
+    ranks = _whole_number(flags, "--tensor-parallel-size") or 1
+    plans, of_rank = served.plans_of_ranks(shape, ranks), Shard(0, ranks).shape(shape)
     check_plans(served.method, plans)
-    size = flag_value(flags, "--block-size")
-    if size is not None and not size.isdecimal():
-        raise UsageError(f"--block-size {size}: must be a whole number")
     additional = flag_value(flags, "--additional-config")
     if additional is not None:
         _check_additional(additional)
-    layout = cache_layout(plans, shape, None if size is None else int(size))
-    return ServePlan(served, shape, layout, source, name, tuple(flags))
+    layout = cache_layout(plans, of_rank, _whole_number(flags, "--block-size")).of_rank(0, shape.layers)
+    return ServePlan(served, of_rank, ranks, layout, source, name, tuple(flags))
+
+
+def _whole_number(flags: Sequence[str], name: str) -> int | None:
+    """The value of a flag; None: it is not given. Raises UsageError unless it is a positive whole number."""
+    text = flag_value(flags, name)
+    if text is not None and not (text.isdecimal() and int(text)):
+        raise UsageError(f"{name} {text}: must be a whole number")
+    return None if text is None else int(text)
 
 
 def _check_additional(text: str) -> None:
@@ -92,12 +103,11 @@ def _check_additional(text: str) -> None:
 
 
 def flag_value(flags: Sequence[str], name: str) -> str | None:
-    """The value of a flag in `--flag value` or `--flag=value`; None: it is not given."""
+    """The value of a flag in `--flag value` or `--flag=value`, or of its short form; None: it is not given."""
     for i, word in enumerate(flags):
-        if word == name and i + 1 < len(flags):
-            return flags[i + 1]
-        if word.startswith(f"{name}="):
-            return word.partition("=")[2]
+        _, equals, value = word.partition("=")
+        if flag_name(word) == name and (equals or i + 1 < len(flags)):
+            return value if equals else flags[i + 1]
     return None
 
 
@@ -107,8 +117,8 @@ def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
     for word in flags:
         if skip:
             skip = False
-        elif word in names:
-            skip = True
-        elif word.partition("=")[0] not in names:
+        elif flag_name(word) not in names:
             kept.append(word)
+        else:
+            skip = "=" not in word
     return kept

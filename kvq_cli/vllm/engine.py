@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
+from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_gather
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvq_cli.attention.rotary import Rotation
@@ -19,10 +21,12 @@ from kvq_cli.vllm.checks import check_flags, check_model, check_plans
 from kvq_cli.vllm.layout import CacheLayout, cache_layout
 from kvq_cli.vllm.paged_layer import PagedLayer
 from kvq_cli.vllm.served import ServedMethod
+from kvq_cli.vllm.shard import Shard
 
 
 class Engine:
-    """One engine's cache. vLLM gives a backend no place to keep it: `current` is the newest of this process."""
+    """One engine's cache, of the heads of this process's rank. vLLM gives a backend no place to keep it: `current` is
+    the newest of this process."""
 
     current: ClassVar[Engine | None] = None
 
@@ -31,23 +35,33 @@ class Engine:
         _check_engine(config)
         check_model(model.hf_config, model.model)
         self.config = config
-        layers = model.hf_text_config.num_hidden_layers
-        self.shape = ModelShape(layers, query_heads, kv_heads, head_dim, model.hf_text_config.hidden_size, model.dtype)
+        text = model.hf_text_config
+        layers, heads = text.num_hidden_layers, (text.num_attention_heads, model.get_total_num_kv_heads())
+        whole = ModelShape(layers, *heads, head_dim, text.hidden_size, model.dtype)
+        ranks = config.parallel_config.tensor_parallel_size
+        shard = Shard(get_tensor_model_parallel_rank(), ranks, partial(tensor_model_parallel_all_gather, dim=1))
+        self.shape = shard.shape(whole)
+        if (self.shape.query_heads, self.shape.kv_heads) != (query_heads, kv_heads):
+            raise KvqError(
+                f"vLLM gives a rank {query_heads} query heads and {kv_heads} kv heads, not "
+                f"{self.shape.query_heads} and {self.shape.kv_heads}: models of this kind are not supported"
+            )
         served = ServedMethod.of_flags(config.cache_config.cache_dtype, config.additional_config)
         if served.artifact is not None:
             served.artifact.check_config(model.hf_config, model.model)
         device = torch.empty(0).device  # vLLM makes models on theirs
         with _plain_defaults(), torch.device("cpu"):
-            plans = served.plans(self.shape)
+            plans = served.plans_of_ranks(whole, ranks)
             check_plans(served.method, plans)
             self.rotations = [rope.unrotated(head_dim)] * layers
             if any(plan.keys.source == "pre_rope" for plan in plans):
                 self.rotations = [_moved(r, device) for r in rope.layer_rotations(model.hf_config, head_dim)]
                 rope.check_tables(self.rotations, model.max_model_len)
             # Kept: vLLM writes the size of its smallest blocks, those of exact tokens, into its configuration.
-            self.layout: CacheLayout = cache_layout(plans, self.shape, config.cache_config.block_size)
+            layout = cache_layout(plans, self.shape, config.cache_config.block_size)
+            self.layout: CacheLayout = layout.of_rank(shard.rank, layers)
         with _plain_defaults():
-            self.plans = plans if device.type == "cpu" else served.plans(self.shape, device)
+            self.plans = plans if device.type == "cpu" and ranks == 1 else served.plans(whole, device, shard)
         self._layers, self._kernels = 0, None
         if device.type == "cuda":
             from kvq_cli.vllm.paged_decode import PagedKernels  # imports Triton
@@ -83,7 +97,6 @@ def _check_engine(config: VllmConfig) -> None:
     """Raise UsageError for vLLM's flags that kvq does not support."""
     parallel = config.parallel_config
     given = {
-        "--tensor-parallel-size": parallel.tensor_parallel_size > 1,
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
         "--speculative-config": config.speculative_config is not None,

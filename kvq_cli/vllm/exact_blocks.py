@@ -14,6 +14,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHashList, KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager, resolve_block_hashes
 from vllm.v1.kv_cache_interface import KVCacheSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvq_cli.methods.window import Window
 
@@ -123,3 +124,8 @@ class ExactManager(SlidingWindowManager):
     ) -> None:
         skipped = self.get_num_skipped_tokens(processed_computed_tokens) // self.block_size
         self._remove_blocks_in_range(request_id, self.kv_cache_spec.sink_blocks, skipped)
+
+
+# vLLM's scheduler reads the specs that workers send: in a process of its own it has imported nothing else of kvq.
+KVCacheSpecRegistry._ensure_registered()
+KVCacheSpecRegistry.register(ExactSpec, ExactManager)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -112,7 +112,7 @@ class ExactWindow:
 class CacheLayout:
     """The pages of all layers. page_bytes: those of the largest layer, which all layers take.
 
-    exact: None where no token is kept in full precision.
+    layers: of a rank, or of all ranks one after another. exact: None where no token is kept in full precision.
     """
 
     layers: tuple[PageLayout, ...]
@@ -125,8 +125,14 @@ class CacheLayout:
         """Share of a page that no layer on average uses."""
         return 1 - sum(layer.nbytes for layer in self.layers) / len(self.layers) / self.page_bytes
 
+    def of_rank(self, rank: int, layers: int) -> CacheLayout:
+        """The pages of a rank's `layers` layers; all ranks have pages of the same size."""
+        if len(self.layers) == layers:  # those of all ranks are alike
+            return self
+        return replace(self, layers=self.layers[rank * layers : (rank + 1) * layers])
+
     def blocks(self, memory: int) -> int:
-        """vLLM's blocks in `memory` bytes."""
+        """vLLM's blocks in `memory` bytes of a rank."""
         return memory // (self.page_bytes * len(self.layers))
 
     def blocks_of(self, tokens: int) -> int:

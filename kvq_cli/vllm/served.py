@@ -18,6 +18,7 @@ from kvq_cli.artifact import Artifact, load_artifact
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape
 from kvq_cli.methods.registry import build, from_config, method_class, to_config
+from kvq_cli.vllm.shard import WHOLE, Shard
 
 #: vLLM's `--kv-cache-dtype` for a method in `--additional-config`, and the key there.
 CACHE_DTYPE = KEY = "kvq"
@@ -82,14 +83,20 @@ class ServedMethod:
             config["artifact"] = str(self.artifact.path.resolve())
         return {KEY: config}
 
-    def plans(self, shape: ModelShape, device: Any = "cpu") -> list[LayerPlan]:
-        """The plan of each layer, tensors on `device`. Raises UsageError where an artifact is needed."""
+    def plans(self, shape: ModelShape, device: Any = "cpu", shard: Shard = WHOLE) -> list[LayerPlan]:
+        """The plan of each layer for the heads of `shard`, tensors on `device`; shape: of all heads. Raises UsageError
+        where an artifact is needed, or cannot be cut by heads."""
         if self.artifact is None and self.method.needs_artifact(shape):
             raise UsageError(
                 f"method {self.method.name} needs an artifact: make one with `kvq calibrate --method "
                 f"{self.method.name}`, then give its folder"
             )
-        return [self.method.plan(layer, shape, self._tensors(layer, device)) for layer in range(shape.layers)]
+        return [shard.plan(self.method, layer, shape, self._tensors(layer, device)) for layer in range(shape.layers)]
+
+    def plans_of_ranks(self, shape: ModelShape, ranks: int) -> list[LayerPlan]:
+        """The plans of rank 0's layers, then of rank 1's, ...; of rank 0's alone where those of all ranks are alike."""
+        different = range(1 if self.artifact is None else ranks)
+        return [plan for rank in different for plan in self.plans(shape, shard=Shard(rank, ranks))]
 
     def _tensors(self, layer: int, device: Any) -> dict[str, Tensor]:
         if self.artifact is None:

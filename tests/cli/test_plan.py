@@ -52,6 +52,25 @@ def test_requests_that_fit_into_blocks_of_vllm(name, options):
     assert left(2, found.context) >= 0 > left(2, int(found.context * 1.01) + layout.block_size)
 
 
+def test_each_rank_has_its_share_of_weights_heads_and_blocks(kvq):
+    words = ("plan", "--engine", "vllm", "--shapes", "llama-3.1-8b", "--bits", "2", "--json")
+    # What two ranks have together in twice the memory, one process has.
+    given = (("40GB", "2GB", ()), ("20GB", "1GB", ("--tensor-parallel-size", "2")))
+    alone, shared = (
+        json.loads(
+            kvq(*words, "--compare", "fp16,kivi,temporalkv", "--memory", size, "--reserve", kept, *ranks).stdout
+        )["methods"]
+        for size, kept, ranks in given
+    )
+    for one, two in zip(alone, shared, strict=True):
+        assert two["weights"] == one["weights"] / 2 and two["cache"] == one["cache"] / 2
+        assert (two["blocks"], two["batch"], two["context"]) == (one["blocks"], one["batch"], one["context"])
+    own = kvq("plan", "--memory", "40GB", "--tensor-parallel-size", "2")
+    assert own.exit_code == 2 and "add --engine vllm" in own.stderr
+    joined = kvq(*words, "--memory", "40GB", "--compare", "klt", "--tensor-parallel-size", "2")
+    assert joined.exit_code == 2 and "calibrate with join_values=off" in joined.stderr
+
+
 def test_methods_that_cannot_be_served_have_no_plan(kvq):
     words = ("plan", "--engine", "vllm", "--shapes", "llama-3.2-1b", "--memory", "8GB", "--bits", "2", "--json")
     result = kvq(*words, "--compare", "kivi")

@@ -50,7 +50,7 @@ class RunningEngine:
         self.llm = llm
         core = llm.llm_engine.engine_core.engine_core
         self.scheduler = core.scheduler
-        self.kv_cache_config = core.model_executor.driver_worker.worker.model_runner.kv_cache_config
+        self.kv_cache_config = core.scheduler.kv_cache_config
 
     @property
     def free_blocks(self) -> int:

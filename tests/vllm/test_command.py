@@ -1,6 +1,7 @@
 """`kvq serve`: the command that it prints, and what it refuses before an engine starts."""
 
 import json
+import re
 import shlex
 
 import pytest
@@ -68,6 +69,15 @@ def test_own_additional_config_and_block_size_are_kept(kvq, folder):
     assert sum(word.startswith("--additional-config") for word in words) == 1
 
 
+@pytest.mark.parametrize("flags", [("--tensor-parallel-size", "2"), ("-tp=2",), ("--tensor_parallel_size=2",)])
+def test_two_ranks_have_half_the_heads_each(kvq, folder, flags):
+    one, two = (kvq("serve", "--model", str(folder), "--dry-run", *given) for given in ((), flags))
+    assert command(two)[0][-len(flags) :] == list(flags)
+    assert "each of 2 ranks has 1 kv heads" in two.stderr
+    sizes = [int(re.search(r"([\d,]+) bytes a token", x.stderr)[1].replace(",", "")) for x in (one, two)]
+    assert sizes[0] == 2 * sizes[1]
+
+
 @pytest.mark.parametrize(
     ("method", "flags", "message"),
     [
@@ -78,8 +88,10 @@ def test_own_additional_config_and_block_size_are_kept(kvq, folder):
         ("innerq", ("--set", "norm=on"), "use --set norm=off"),
         ("temporalkv", (), "kvq calibrate"),
         ("kivi", ("--block-size", "40"), "cuts blocks of 32 tokens"),
-        ("kivi", ("--tensor-parallel-size", "2"), "heads are packed together"),
-        ("kivi", ("-tp=2",), "--tensor-parallel-size"),
+        ("kivi", ("--tensor-parallel-size", "3"), "4 query heads and 2 kv heads, which cannot be shared out"),
+        ("kivi", ("-tp=0",), "--tensor-parallel-size 0: must be a whole number"),
+        ("kivi", ("-pp", "2"), "all layers must be in one process"),
+        ("kivi", ("--decode-context-parallel-size=2",), "a sequence's tokens are packed together"),
         ("kivi", ("--speculative-config", "{}"), "drafted tokens"),
         ("kivi", ("--kv-cache-dtype", "fp8"), "kvq serve sets it"),
         ("kivi", ("--additional-config", "{"), "must be a JSON object"),

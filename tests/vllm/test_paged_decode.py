@@ -14,6 +14,7 @@ from kvq_cli.vllm.layout import cache_layout
 from kvq_cli.vllm.paged_decode import PagedKernels
 from kvq_cli.vllm.paged_layer import Batch, PagedLayer, Sequence
 from kvq_cli.vllm.pages import shifts
+from kvq_cli.vllm.shard import WHOLE, Shard
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, DIM = 2, 32
@@ -30,13 +31,14 @@ def model():
 class Pages:
     """A layer and pages for `LENGTHS` in shuffled blocks; those that are not in use have bits of NaN."""
 
-    def __init__(self, model, method: str, kernels: PagedKernels | None) -> None:
-        shape, built = model_shape(model), build_parsed(method, bits=2)
+    def __init__(self, model, method: str, kernels: PagedKernels | None, shard: Shard = WHOLE) -> None:
+        whole, built = model_shape(model), build_parsed(method, bits=2)
+        self.shape = shape = shard.shape(whole)
         tensors = {}
         if built.calibrates:
             _, drawn = random_parts(built, model)
             tensors = {name.removeprefix("layers.0."): x.to(DEVICE) for name, x in drawn.items()}
-        self.plan = built.plan(0, shape, tensors)
+        self.plan = shard.plan(built, 0, whole, tensors)
         self.layout = cache_layout([self.plan], shape)
         rotation = rope.unrotated(DIM)
         if self.plan.keys.source == "pre_rope":
@@ -67,9 +69,9 @@ class Pages:
         return self.layer.attend(q, k, v, Batch(sequences), DIM**-0.5, form)
 
 
-def steps(pages: Pages, shape, form=PLAIN):
+def steps(pages: Pages, form=PLAIN):
     """The attention of the last step, in which rows have `NEW` tokens."""
-    noise = torch.Generator().manual_seed(1)
+    noise, shape = torch.Generator().manual_seed(1), pages.shape
 
     def drawn(heads: int, lengths) -> list[torch.Tensor]:
         return [torch.randn(n, heads, DIM, generator=noise).to(DEVICE) for n in lengths]
@@ -82,10 +84,10 @@ def steps(pages: Pages, shape, form=PLAIN):
     return pages.attend(0, len(LENGTHS), LENGTHS, *last, form=form)
 
 
-def compare(model, method: str, form=PLAIN) -> PagedLayer:
-    expected = steps(Pages(model, method, None), model_shape(model), form)
-    pages = Pages(model, method, PagedKernels(1024))
-    actual = steps(pages, model_shape(model), form)
+def compare(model, method: str, form=PLAIN, shard: Shard = WHOLE) -> PagedLayer:
+    expected = steps(Pages(model, method, None, shard), form)
+    pages = Pages(model, method, PagedKernels(1024), shard)
+    actual = steps(pages, form)
     assert torch.isfinite(actual).all()
     assert (actual - expected).abs().max() < 2e-4 * expected.abs().max()
     return pages.layer
@@ -113,6 +115,13 @@ def test_kernels_and_the_reference_agree(model, method):
     """Rows of different lengths, some without packed tokens, one with several new tokens, which the reference takes."""
     layer = compare(model, method)
     assert layer.kernels is not None
+
+
+@pytest.mark.parametrize("method", ["kvquant:outliers=0.05"])
+def test_kernels_read_the_outliers_of_a_rank(model, method):
+    """The second of two ranks, whose outliers are behind those of the first; the first has larger values."""
+    ranks = Shard(1, 2, lambda own: torch.cat([own.flip(3) * 1.2, own], dim=1))
+    assert compare(model, method, shard=ranks).kernels is not None
 
 
 def test_layers_that_kernels_cannot_read_are_computed_by_the_reference(model):

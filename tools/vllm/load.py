@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -29,7 +30,9 @@ from kvq_cli.units import parse_bytes
 
 @contextmanager
 def server(words: list[str], port: int, log: Path, timeout: float):
-    """`kvq serve` with these words, answering on `port`. RuntimeError with its last output if it does not."""
+    """`kvq serve` with these words, answering on `port` (0: a free one); gives its address. RuntimeError with its last
+    output if it does not answer."""
+    port = port or free_port()
     command = [sys.executable, "-m", "kvq_cli", "serve", *words, "--port", str(port), "--enforce-eager"]
     with log.open("w") as written:
         process = subprocess.Popen(command, stdout=written, stderr=written)
@@ -43,33 +46,44 @@ def server(words: list[str], port: int, log: Path, timeout: float):
                 if process.poll() is not None or time.monotonic() > end:
                     raise RuntimeError(f"no server: {log.read_text()[-3000:]}") from None
                 time.sleep(1)
-        yield
+        yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
         process.wait(60)
 
 
-def preemptions(port: int) -> int:
+def free_port() -> int:
+    """A port on which no process listens."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def method_options(method: str) -> list[str]:
+    """The flags of kvq for NAME-BITSbit:OPTION=VALUE."""
+    name, *pairs = method.split(":")
+    name, _, bits = name.partition("-")
+    options = ["--method", name, *(["--bits", bits.removesuffix("bit")] if bits else [])]
+    return options + [word for pair in pairs for word in ("--set", pair)]
+
+
+def preemptions(url: str) -> int:
     """vLLM's counter of preempted requests."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
         text = answer.read().decode()
     return int(sum(float(number) for number in re.findall(r"^vllm:num_preemptions_total\{.*?\} (\S+)$", text, re.M)))
 
 
 def measure(method: str, arguments: argparse.Namespace, folder: Path) -> list[str]:
     """A row of the table."""
-    name, *pairs = method.split(":")
-    name, _, bits = name.partition("-")
-    options = ["--bits", bits.removesuffix("bit")] if bits else []
-    options += [word for pair in pairs for word in ("--set", pair)]
-    options += ["--dtype", arguments.dtype, "--max-num-batched-tokens", str(arguments.step)]
+    options = [*method_options(method), "--dtype", arguments.dtype, "--max-num-batched-tokens", str(arguments.step)]
     cache = ["--kv-cache-memory-bytes", str(parse_bytes(arguments.cache, "--cache"))]
-    words = ["--model", arguments.model, "--method", name, *options, *cache, "--max-model-len", str(arguments.length)]
+    words = ["--model", arguments.model, *options, *cache, "--max-model-len", str(arguments.length)]
     log, answer = folder / "server.log", folder / "answer.json"
-    with server([*words, "--served-model-name", "model"], arguments.port, log, arguments.timeout):
+    with server([*words, "--served-model-name", "model"], arguments.port, log, arguments.timeout) as url:
         subprocess.run(
             [
-                *(str(Path(sys.executable).with_name("vllm")), "bench", "serve", "--port", str(arguments.port)),
+                *(str(Path(sys.executable).with_name("vllm")), "bench", "serve", "--base-url", url),
                 *("--model", "model", "--tokenizer", model_source(arguments.model), "--dataset-name", "random"),
                 *("--random-input-len", str(arguments.input), "--random-output-len", str(arguments.output)),
                 *("--random-range-ratio", "0.5", "--num-prompts", str(arguments.requests), "--ignore-eos"),
@@ -78,7 +92,7 @@ def measure(method: str, arguments: argparse.Namespace, folder: Path) -> list[st
             check=True,
             stdout=sys.stderr,
         )
-        preempted = preemptions(arguments.port)
+        preempted = preemptions(url)
     result = json.loads(answer.read_text())
     blocks = re.search(r"KV cache size: ([\d,]+) tokens", log.read_text())
     return [
@@ -102,7 +116,7 @@ def main() -> None:
     parser.add_argument("--input", type=int, default=300, help="tokens of a prompt, on average")
     parser.add_argument("--output", type=int, default=100, help="new tokens of a request, on average")
     parser.add_argument("--length", type=int, default=1024, help="longest context")
-    parser.add_argument("--port", type=int, default=8123)
+    parser.add_argument("--port", type=int, default=0, help="of the server; 0: a free one")
     parser.add_argument("--timeout", type=float, default=300, help="seconds until a server answers")
     arguments = parser.parse_args()
     os.environ.setdefault("KVQ_VLLM_CPU", "1")

@@ -21,8 +21,8 @@ def test_tokens_equal_generate(method, case, start, prompts, monkeypatch):
 
     monkeypatch.setattr(Engine, "paged_layer", paged_layer)
     monkeypatch.setattr(PagedKernels, "attend", counted)
-    asked, new = [0, 3, 5], (12, 12, 12)
+    asked, new = [0, 3, 4], (6, 6, 6)
     with start(method) as engine:
         outputs = engine.tokens([prompts[i] for i in asked], new)
-    assert [list(output.outputs[0].token_ids) for output in outputs] == [case(method).expected[i][:12] for i in asked]
-    assert launches.count(3) >= 2 * 10
+    assert [list(output.outputs[0].token_ids) for output in outputs] == [case(method).expected[i][:6] for i in asked]
+    assert launches.count(3) >= 2 * 4

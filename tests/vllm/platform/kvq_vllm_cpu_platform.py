@@ -1,5 +1,7 @@
 """vLLM's CUDA build on a CPU: the four compiled operations that its CPU runner calls, in PyTorch."""
 
+import os
+
 import torch
 from torch import Tensor
 from vllm.platforms.cpu import CpuPlatform
@@ -63,5 +65,10 @@ class CpuTestPlatform(CpuPlatform):
 
         define_operations()
         super().check_and_update_config(vllm_config)
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+            # Workers of an engine in this process: copies of it need not import vLLM, a quarter of a minute each.
+            os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+        # vLLM binds each worker to a NUMA node of its own: more workers than nodes are not allowed.
+        os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         vllm_config.compilation_config.mode = CompilationMode.NONE
         vllm_config.compilation_config.custom_ops = ["none"]
