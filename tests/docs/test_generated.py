@@ -43,7 +43,8 @@ def test_committed_file_is_up_to_date(script, tmp_path):
 
 
 def test_every_script_is_part_of_make_docs():
-    others = {"drawing.py", "first_table.py", "picture.py", "session.py"}  # a library; made of results and of a run by other targets
+    # A library; those that other targets run, on results and on a recorded session.
+    others = {"drawing.py", "first_table.py", "picture.py", "session.py"}
     by_rows = {"models.py"}  # checked by tests/attention/test_model_families.py
     scripts = {path.name for path in (ROOT / "tools" / "docs").glob("*.py")} - others
     assert scripts == {*PAGES, *by_rows}
