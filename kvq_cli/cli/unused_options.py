@@ -405,6 +405,7 @@ RULES: dict[str, dict[str, Rule]] = {
     },
     "plan": {
         **_all_read("memory", "gpu", "compare", "shapes", "context", "batch", "engine", "reserve", "as_json"),
+        **_all_read("tensor_parallel_size"),  # refused without --engine vllm
         **_rules(_shared, "bits", "set_"),
         **_rules(_not_shapes, "model", "trust_remote_code"),
     },

@@ -67,7 +67,8 @@ def test_counted_constants_and_tables_are_the_tensors_that_codecs_hold(spec):
     counted = account(method, GQA, 333)
     assert counted.constant_bytes + counted.table_bytes == sum(held.values())
     sixteen_bits, size = counted.constants["centroids"], {"kvquant": 1, "temporalkv-1bit": 8}.get(spec, 4)
-    assert counted.tables["ranked"] == 4 * sixteen_bits * (size + 1) / size  # float64, and a constant per centroid
+    # float64, and per centroid a constant; of scalar codebooks also midpoints and the order of their points.
+    assert counted.tables["ranked"] == 4 * sixteen_bits * (size + 1 if size > 1 else 4) / size
 
 
 def storages(codec: Codec) -> dict[int, int]:
