@@ -16,12 +16,12 @@ from kvq_cli.methods.tensors import even_allocation, factor_layout, first_choice
 from kvq_cli.models import LoadedModel, text_config
 
 #: Activations of a sample on a CPU, where several samples run at once; above, layers are computed twice.
-_MAX_CPU_ACTIVATIONS = 1 << 30
+_MAX_CPU_ACTIVATIONS = 1 << 29
 
 
 def checkpointed_layers(loaded: LoadedModel, seqlen: int) -> int:
     """How many layers' activations are computed again in the backward pass over `seqlen` tokens, so that activations
-    take at most half of the free memory, on a CPU also at most 1 GiB."""
+    take at most half of the free memory, on a CPU also at most 512 MiB."""
     device, layers = loaded.model.device, loaded.shape.layers
     limit = _free_bytes(device) // 2
     if device.type == "cpu":
@@ -33,14 +33,14 @@ def activation_bytes(loaded: LoadedModel, seqlen: int, checkpointed: int) -> int
     """Rough bytes of a forward and backward pass over one sample of `seqlen` tokens, without the weights.
 
     Per token, a layer keeps about 8 tensors of the hidden size and 3 of the MLP's size. Of the `checkpointed` layers
-    each keeps one, and one layer at a time is recomputed. Logits of 256 tokens exist at a time, three times in 32 bits.
+    each keeps one, and one layer at a time is recomputed. Logits of 128 tokens exist at a time, three times in 32 bits.
     """
     config, itemsize = text_config(loaded.model.config), loaded.shape.dtype.itemsize
     mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     hidden, layer = config.hidden_size * itemsize, (8 * config.hidden_size + 3 * mlp) * itemsize
     plain = loaded.shape.layers - checkpointed
     kept = checkpointed * hidden + max(plain, 1) * layer
-    return seqlen * kept + min(seqlen, 256) * config.vocab_size * 3 * 4
+    return seqlen * kept + min(seqlen, 128) * config.vocab_size * 3 * 4
 
 
 def clustering_bytes(settings: CalibrationSettings, tokens: int, shape: ModelShape) -> int:

@@ -14,7 +14,7 @@ from transformers.utils import ModelOutput
 
 from kvq_cli.attention.capture_points import decoder_of
 
-_TOKENS = 256  # whose logits exist at a time
+_TOKENS = 128  # whose logits exist at a time
 
 
 def hidden_gradient(model: PreTrainedModel, output: ModelOutput, ids: Tensor) -> Tensor:
