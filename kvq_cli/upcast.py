@@ -36,7 +36,7 @@ def upcast_products(model: nn.Module, keep: bool = True) -> AbstractContextManag
     keep: keep the converted weights of a small model; over many tokens at a time, converting them again costs little.
     """
     parameter = next(model.parameters(), None)
-    if parameter is None or parameter.device.type != "cpu" or _native(parameter.dtype):
+    if parameter is None or product_dtype(parameter) == parameter.dtype:
         return nullcontext()
     return _Upcast(keep and _is_small(model))
 

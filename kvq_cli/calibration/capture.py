@@ -64,7 +64,7 @@ def forward(model: PreTrainedModel, tokens: Tensor) -> None:
 
 @contextmanager
 def blocked_attention_on_cpu(model: PreTrainedModel, layers: Sequence[AttentionLayer]) -> Iterator[None]:
-    """On a CPU, compute plain causal attention with `blocked_attention`, which takes two thirds of the time."""
+    """On a CPU, compute plain causal attention with `blocked_attention`, which keeps no weights."""
     decoder = decoder_of(model)
     before = decoder.config._attn_implementation
     plain = all(layer.sliding_window is None for layer in layers) and not getattr(

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvq_cli.calibration import loss
 from kvq_cli.calibration.plan import AnyPlan, CapturePlan, FactorPlan, MixedPlan, TransformPlan
 from kvq_cli.calibration.settings import CalibrationSettings
 from kvq_cli.methods.base import CodebookSpec, ModelShape
@@ -33,14 +34,15 @@ def activation_bytes(loaded: LoadedModel, seqlen: int, checkpointed: int) -> int
     """Rough bytes of a forward and backward pass over one sample of `seqlen` tokens, without the weights.
 
     Per token, a layer keeps about 8 tensors of the hidden size and 3 of the MLP's size. Of the `checkpointed` layers
-    each keeps one, and one layer at a time is recomputed. Logits of 128 tokens exist at a time, three times in 32 bits.
+    each keeps one, and one layer at a time is recomputed. Logits of `loss.TOKENS` tokens exist at a
+    time, three times in 32 bits.
     """
     config, itemsize = text_config(loaded.model.config), loaded.shape.dtype.itemsize
     mlp = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     hidden, layer = config.hidden_size * itemsize, (8 * config.hidden_size + 3 * mlp) * itemsize
     plain = loaded.shape.layers - checkpointed
     kept = checkpointed * hidden + max(plain, 1) * layer
-    return seqlen * kept + min(seqlen, 128) * config.vocab_size * 3 * 4
+    return seqlen * kept + min(seqlen, loss.TOKENS) * config.vocab_size * 3 * 4
 
 
 def clustering_bytes(settings: CalibrationSettings, tokens: int, shape: ModelShape) -> int:

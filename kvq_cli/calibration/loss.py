@@ -14,7 +14,8 @@ from transformers.utils import ModelOutput
 
 from kvq_cli.attention.capture_points import decoder_of
 
-_TOKENS = 128  # whose logits exist at a time
+#: Tokens whose logits exist at a time.
+TOKENS = 128
 
 
 def hidden_gradient(model: PreTrainedModel, output: ModelOutput, ids: Tensor) -> Tensor:
@@ -25,8 +26,8 @@ def hidden_gradient(model: PreTrainedModel, output: ModelOutput, ids: Tensor) ->
     """
     hidden = output["last_hidden_state"].detach()
     gradient = torch.zeros_like(hidden)
-    for first in range(0, ids.shape[1] - 1, _TOKENS):
-        tokens = slice(first, min(first + _TOKENS, ids.shape[1] - 1))
+    for first in range(0, ids.shape[1] - 1, TOKENS):
+        tokens = slice(first, min(first + TOKENS, ids.shape[1] - 1))
         part = hidden[:, tokens].clone().requires_grad_()
         returned = type(output)(**{**output, "last_hidden_state": part})
         ahead = _with_decoder(model, decoder_of(model), _Returns(returned))

@@ -136,7 +136,7 @@ class Codec(BlockFormat, ABC):
 
         weights: `[batch, kv_heads, queries, tokens]` float32.
         """
-        return weights @ self.decode(packed, torch.float32)
+        return weights @ self.decode_by_channel(packed).mT
 
 
 class PromptCodec(BlockFormat, ABC):

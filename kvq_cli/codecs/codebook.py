@@ -146,19 +146,13 @@ class CodebookCodec(Codec):
         if self._code_bits < 8:
             codes = bitpack.unpack(codes, self._code_bits, self.head_dim)
         index = codes.mT.contiguous() + self._offset.mT  # [B, H, D, T / l]
-        number = self.centroids.element_size()
-        table = self.centroids.view(-1, self.block_tokens).view(bitpack.WIDE[min(16, self.block_tokens * number)])
-        table = table.view(-1) if table.shape[1] == 1 else table
-        fetched = table.index_select(0, index.view(-1)).view(self.centroids.dtype)
+        fetched = self._fetch(self.centroids, index.view(-1)).view(self.centroids.dtype)
         x = fetched.view(*index.shape[:3], packed.tokens).float()
         if self._std is not None:
             x = x.mul_(self._std.float().mT)
         if self._mean is not None:
             x = x.add_(self._mean.float().mT)
         return x
-
-    def weighted_sum(self, weights: Tensor, packed: Packed) -> Tensor:
-        return weights @ self.decode_by_channel(packed).mT
 
     def _decoded_entries(self) -> Tensor | None:
         """c std + mean of all centroids, float32, where all blocks of a codebook stand on the same channels of one
@@ -179,16 +173,18 @@ class CodebookCodec(Codec):
         """uint8 `[B, H, N, D / c]` -> `entries` `[.., l * c]` in place, `[B, H, N * l, D]` in their dtype."""
         tokens, channels = self.block
         number = entries.element_size()
-        # An entry is fetched as one wide number (8 numbers of 32 bits: as two) ...
-        widest = bitpack.WIDE[min(16, tokens * channels * number)]
-        table = entries.view(-1, tokens * channels).view(widest)
-        table = table.view(-1) if table.shape[1] == 1 else table
-        fetched = table.index_select(0, (codes + self._offset).reshape(-1))
+        fetched = self._fetch(entries, (codes + self._offset).reshape(-1))
         if tokens == 1:
             return fetched.view(entries.dtype).view(*codes.shape[:3], self.head_dim)
-        # ... and its numbers that stay together, the channels of one token, move as one.
+        # Numbers of an entry that stay together, the channels of one token, move as one.
         fetched = fetched.view(bitpack.WIDE[channels * number]).view(*codes.shape, tokens)
         return fetched.transpose(3, 4).contiguous().view(entries.dtype).flatten(2, 3)
+
+    def _fetch(self, entries: Tensor, index: Tensor) -> Tensor:
+        """`entries` `[.., l * c]` of the flat table by number, each as one wide number (8 numbers of 32 bits: as two)."""
+        size = self.block[0] * self.block[1]
+        table = entries.view(-1, size).view(bitpack.WIDE[min(16, size * entries.element_size())])
+        return (table.view(-1) if table.shape[1] == 1 else table).index_select(0, index)
 
 
 def in_half(x: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ class PerTokenCodec(Codec):
     """
 
     def __init__(self, base: Codec, kv_heads: int, head_dim: int, outliers: float, dtype: torch.dtype) -> None:
-        self.base, self.dtype, self.outliers, self._head_dim = base, side_dtype(dtype), outliers, head_dim
+        self.base, self.dtype, self.outliers, self.head_dim = base, side_dtype(dtype), outliers, head_dim
         self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits
         if outliers:
             self.block_tokens = math.lcm(BLOCK_TOKENS, base.block_tokens)
@@ -71,9 +71,13 @@ class PerTokenCodec(Codec):
         refuse_unless(packed.parts["scale"].tensor >= 0, "scale")
         if self.outliers:
             index, start = (packed.parts[f"outlier_{name}"].tensor for name in ("index", "start"))
-            check_index(index, self.block_tokens * self._head_dim)
+            check_index(index, self.block_tokens * self.head_dim)
             refuse_unless(start.diff(dim=3) >= 0, "outlier_start")
-            refuse_unless((start[..., 0] == 0) & (start[..., -1] == index.shape[3]), "outlier_start")
+            refuse_unless(self._in_list(start[..., 0], start[..., -1], index.shape[3]), "outlier_start")
+
+    def _in_list(self, first: Tensor, last: Tensor, slots: int) -> Tensor:
+        """Whether the outliers of the codec's heads, [first, last), can stand in a list of `slots` outliers."""
+        return (first == 0) & (last == slots)
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         parts = {name: part.tensor for name, part in packed.parts.items()}
@@ -82,11 +86,16 @@ class PerTokenCodec(Codec):
             batch, _, tokens, dim = x.shape
             index = parts["outlier_index"].squeeze(1).to(torch.int64)  # [B, T / block_tokens, slots]
             slot = torch.arange(index.shape[2], device=x.device).unsqueeze(1)
-            head = (slot >= parts["outlier_start"].squeeze(1)[:, :, None, 1:]).sum(-1)
+            head = (slot >= parts["outlier_start"].squeeze(1)[:, :, None]).sum(-1) - 1
             first = torch.arange(index.shape[1], device=x.device).unsqueeze(1) * (self.block_tokens * dim)
             place = head * (tokens * dim) + first + index
-            x.view(batch, -1).scatter_(1, place.flatten(1), parts["outlier_value"].to(dtype).flatten(1))
+            values = parts["outlier_value"].to(dtype)
+            self._insert(x.view(batch, -1), head.flatten(1), place.flatten(1), values.flatten(1))
         return x
+
+    def _insert(self, x: Tensor, head: Tensor, place: Tensor, values: Tensor) -> None:
+        """Write outliers to their places: x `[B, numbers]`; the head, place and value of each, `[B, outliers]`."""
+        x.scatter_(1, place, values)
 
 
 def capacity(outliers: float, numbers: int) -> int:
