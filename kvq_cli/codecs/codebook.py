@@ -181,7 +181,7 @@ class CodebookCodec(Codec):
         return fetched.transpose(3, 4).contiguous().view(entries.dtype).flatten(2, 3)
 
     def _fetch(self, entries: Tensor, index: Tensor) -> Tensor:
-        """`entries` `[.., l * c]` of the flat table by number, each as one wide number (8 numbers of 32 bits: as two)."""
+        """Entries `[.., l * c]` of the flat table by number, each as one wide number (8 numbers of 32 bits: two)."""
         size = self.block[0] * self.block[1]
         table = entries.view(-1, size).view(bitpack.WIDE[min(16, size * entries.element_size())])
         return (table.view(-1) if table.shape[1] == 1 else table).index_select(0, index)
