@@ -25,27 +25,25 @@ def hidden_gradient(model: PreTrainedModel, output: ModelOutput, ids: Tensor) ->
     layer, scaling and soft-capping included. Weights are frozen.
     """
     hidden = output["last_hidden_state"].detach()
-    gradient = torch.zeros_like(hidden)
+    gradient, decoded = torch.zeros_like(hidden), _Returns()
+    head = _with_decoder(model, decoder_of(model), decoded)
     for first in range(0, ids.shape[1] - 1, TOKENS):
         tokens = slice(first, min(first + TOKENS, ids.shape[1] - 1))
         part = hidden[:, tokens].clone().requires_grad_()
-        returned = type(output)(**{**output, "last_hidden_state": part})
-        ahead = _with_decoder(model, decoder_of(model), _Returns(returned))
-        logits = ahead(input_ids=ids[:, tokens], use_cache=False).logits[0]
+        decoded.output = type(output)(**{**output, "last_hidden_state": part})
+        logits = head(input_ids=ids[:, tokens], use_cache=False).logits[0]
         loss = F.cross_entropy(logits.float(), ids[0, tokens.start + 1 : tokens.stop + 1], reduction="sum")
         gradient[:, tokens] = torch.autograd.grad(loss, part)[0]
     return gradient
 
 
 class _Returns(nn.Module):
-    """Returns the same output whatever it is called with."""
+    """Returns `output`, whatever it is called with."""
 
-    def __init__(self, output: ModelOutput) -> None:
-        super().__init__()
-        self._output = output
+    output: ModelOutput
 
     def forward(self, *_args: Any, **_kwargs: Any) -> ModelOutput:
-        return self._output
+        return self.output
 
 
 def _with_decoder(module: nn.Module, decoder: nn.Module, other: nn.Module) -> nn.Module:

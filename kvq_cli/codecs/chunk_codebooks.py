@@ -46,7 +46,7 @@ class ChunkCodebooks:
 
 
 class ComponentLookup:
-    """Components that codes stand for.
+    """Looks up the components that codes stand for.
 
     rows: the centroids' components, `[components of all groups, 256]`, 16 or 32 bits: chunks of 1 component of all
     groups first, then those of 2, 4 and 8. counts: by chunk length, the chunks of each group.

@@ -89,7 +89,7 @@ def _whole_number(flags: Sequence[str], name: str) -> int | None:
     """The value of a flag; None: it is not given. Raises UsageError unless it is a positive whole number."""
     text = flag_value(flags, name)
     if text is not None and not (text.isdecimal() and int(text)):
-        raise UsageError(f"{name} {text}: must be a whole number")
+        raise UsageError(f"{name} {text}: give a whole number of at least 1")
     return None if text is None else int(text)
 
 

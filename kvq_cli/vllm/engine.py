@@ -44,7 +44,7 @@ class Engine:
         if (self.shape.query_heads, self.shape.kv_heads) != (query_heads, kv_heads):
             raise KvqError(
                 f"vLLM gives a rank {query_heads} query heads and {kv_heads} kv heads, not "
-                f"{self.shape.query_heads} and {self.shape.kv_heads}: models of this kind are not supported"
+                f"{self.shape.query_heads} and {self.shape.kv_heads}: serve this model with --tensor-parallel-size 1"
             )
         served = ServedMethod.of_flags(config.cache_config.cache_dtype, config.additional_config)
         if served.artifact is not None:
@@ -89,7 +89,9 @@ class Engine:
     def paged_layer(self, index: int, name: str) -> PagedLayer:
         """The layer `index`, which vLLM calls `name`."""
         if extract_layer_index(name) != index:
-            raise KvqError(f"vLLM made the layer {name} as number {index}: models of this kind are not supported")
+            raise KvqError(
+                f"vLLM made the layer {name} as number {index}: serve this model with --tensor-parallel-size 1"
+            )
         return PagedLayer(index, self.plans[index], self.shape, self.layout, self.rotations[index], self._kernels)
 
 

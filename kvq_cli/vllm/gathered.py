@@ -15,7 +15,7 @@ _SIDES = {"zero", "scale", "outlier_index", "outlier_value", "outlier_start"}
 
 
 class GatheredCodec(PerTokenCodec):
-    """What `PerTokenCodec` packs of all kv heads, without the codes of those that the rank has not.
+    """Packs tokens over all kv heads, as `PerTokenCodec` does, and keeps the codes of the rank's heads alone.
 
     whole:     the codec, whose base has one codebook for all heads.
     heads:     the rank's kv heads, adjacent.

@@ -82,7 +82,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _serve(tracker: int, arguments: Sequence[str]) -> None:
-    """Be `vllm ARGUMENTS`, with the resource tracker of the parent, and end when the parent dies."""
+    """Run `vllm ARGUMENTS` in this process, with the resource tracker of the parent, and end when the parent dies."""
     _prctl(_PDEATHSIG, signal.SIGTERM)
     vars(resource_tracker._resource_tracker)["_fd"] = tracker  # what multiprocessing does in processes that it spawns
     sys.argv = ["vllm", *arguments]
