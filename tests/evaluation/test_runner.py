@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from run_records import without_run
+from tiers import slow
 
 from kvq_cli.attention.attach import attach
 from kvq_cli.cache.layer import CompressedLayer
@@ -95,7 +96,7 @@ def test_methods_are_given_the_same_samples(whole):
     assert prompts["fp16"] == prompts["kivi-2bit,residual=32"] and len(prompts["fp16"]) == 3
 
 
-@pytest.mark.parametrize("after", [1, 4, 8])
+@pytest.mark.parametrize("after", [4, *slow(1, 8)])
 def test_interrupted_run_resumes_to_the_same_results(loaded, whole, tmp_path, interrupt_after, after):
     before = loaded.model.config._attn_implementation
     with pytest.raises(KeyboardInterrupt):

@@ -12,6 +12,7 @@ from kernel_cases import CHANNEL, HALF, TEMPORAL, Case, codebook, dense, per_hea
 from kvq_kernels.decode_attention import Pages, Side, decode_attention
 from kvq_kernels.decode_attention.pages import cell_bytes, cell_views
 from paged_cases import paged
+from tiers import slow
 
 pytestmark = pytest.mark.gpu
 
@@ -35,6 +36,8 @@ FAMILIES = {
     "rotated": (*KIVI, {"rope": ("interleaved", 32), "window": 90}),
     "mixed": (scalars(3)[0], codebook, HALF),
 }
+#: Families whose emulated kernels take long.
+LONG = ("kvquant", "per-head")
 
 
 def check(
@@ -66,7 +69,7 @@ def test_pages_equal_rows_at_every_edge(family):
     check(family, [1, 127, 128, 257], 128)
 
 
-@pytest.mark.parametrize("family", ["kivi", "temporal", "kvquant"])
+@pytest.mark.parametrize("family", ["kivi", "temporal", *slow("kvquant")])
 def test_pages_of_several_cells(family):
     check(family, [300, 40], 256, cells=2)
 
@@ -76,13 +79,13 @@ def test_rows_share_pages(family):
     check(family, [200, 150, 290], 128, shared=1)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "rotated"])
+@pytest.mark.parametrize("family", [*(name for name in FAMILIES if name not in ("rotated", *LONG)), *slow(*LONG)])
 def test_first_token_at_a_later_place(family):
     """Whole tiles before it: bit for bit as without them."""
     check(family, [0, 1, 290], 128, first=128)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*(name for name in FAMILIES if name not in LONG), *slow(*LONG)])
 def test_first_token_within_a_tile(family):
     """The tail has the tokens of its tile; without a page of the row's, too."""
     check(family, [5, 60, 300], 128, first=96 if family == "kivi" else 32, near=True)

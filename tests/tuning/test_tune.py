@@ -52,6 +52,7 @@ def test_the_artifact_is_the_best_that_was_tried_and_works(tune, kvq, tiny, tiny
     assert evaluated.exit_code == 0, evaluated.output
 
 
+@pytest.mark.slow
 def test_calibrating_the_chosen_methods_gives_the_same_tensors(tune, kvq, tiny_folder):
     assert tune("--budget", 2, "--swaps", 0, "--rounds", 1, "--out", "a").exit_code == 0
     tuned = load_artifact("a")
@@ -95,6 +96,7 @@ def test_an_interrupted_search_continues_without_measuring_again(tune, monkeypat
     assert load_artifact("a").config == load_artifact("whole").config
 
 
+@pytest.mark.slow
 def test_fewest_bits_within_a_divergence(tune):
     assert tune("--budget", 3, "--rounds", 0, "--swaps", 0, "--out", "a").exit_code == 0
     kl = load_artifact("a").config["tuning"]["tried"][0]["kl"]

@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 
 import pytest
+from tiers import slow
 
 from kvq_cli.cli.unused_options import unused
 from kvq_cli.evaluation.settings import EvaluationSettings, build_evaluations
@@ -57,7 +58,7 @@ def files(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("task", ["perplexity", "vt", "niah_single_2", "qa_1", "sums"])
+@pytest.mark.parametrize("task", ["vt", "niah_single_2", "qa_1", "sums", *slow("perplexity")])
 def test_the_table_agrees_with_what_options_change(task, chatting, tasks, data_dir, files, monkeypatch):
     monkeypatch.chdir(files)
     name = f"lm_eval:{tasks[task]}" if task in tasks else task
