@@ -21,8 +21,9 @@ KEEPS_TABLES = ("cpu", "meta")
 _CENTROID_BITS = 17
 #: ... and blocks likewise; these may be up to 2^6 times as large as that number; larger ones are clamped.
 GRID_MAX = float(2 ** (_CENTROID_BITS + 6))
-#: Distances that are held at once: on a CPU as much as stays in a core's cache.
-_TILE_CPU, _TILE = 1 << 16, 1 << 25
+#: Distances that are held at once: on a CPU by each thread, about as much as stays in a core's cache. In smaller tiles
+#: threads wait for each other more often, which takes 7 times as long where other processes run, too.
+_TILE_CPU, _TILE = 1 << 18, 1 << 25
 _IGNORING_TILE = 1 << 10  # blocks, each with its codebook
 
 
@@ -52,7 +53,8 @@ def nearest(blocks: Tensor, table: Tensor) -> Tensor:
     points = blocks.new_ones(books, count, size + 1, dtype=torch.float64)
     points[:, :, :size] = blocks
     ranks = points.new_empty(books, count)
-    most = _TILE_CPU if blocks.device.type == "cpu" else _TILE
+    cpu = blocks.device.type == "cpu"
+    most = _TILE_CPU * torch.get_num_threads() if cpu else _TILE
     rows = max(1, min(count, most // MAX_ENTRIES))
     together = max(1, most // (MAX_ENTRIES * rows))
     # One tensor for the scores of all tiles: memory that is new to the process costs a CPU as much as the product.
