@@ -1,13 +1,16 @@
 """Causal attention with gradients on a CPU, as plain matrix products over blocks of queries.
 
 The backward pass computes the weights again instead of keeping them, which would take more memory than all else of a
-layer, and needs no further checkpointing. Blocks above the diagonal are skipped. Products run at the full rate of the
-CPU's instructions, unlike those of PyTorch's flash kernel for CPUs.
+layer. Blocks above the diagonal are skipped. Products run at the full rate of the CPU's instructions, unlike those of
+PyTorch's flash kernel for CPUs. A layer that is computed again in the backward pass (checkpointing) takes the output of
+its attention from the first time: see `output_contexts`.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +20,8 @@ from kvq_cli.upcast import product_dtype
 
 NAME = "kvq_blocked"
 BLOCK = 128
+#: The outputs of the layer that a thread computes in checkpointing: `kept` of its first pass, `known` in the second.
+_checkpointed = threading.local()
 
 
 def attention(
@@ -38,17 +43,39 @@ def attention(
     if unknown := [name for name in ("softcap", "s_aux") if options.get(name) is not None]:
         raise ValueError(f"blocked attention does not implement {', '.join(unknown)}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = _BlockedAttention.apply(query, key, value, scale)  # type: ignore[no-untyped-call]
+    known, kept = (getattr(_checkpointed, name, None) for name in ("known", "kept"))
+    out = _BlockedAttention.apply(query, key, value, scale, known.pop(0) if known else None)  # type: ignore[no-untyped-call]
+    if kept is not None:
+        kept.append(out.detach())
     return out.transpose(1, 2).contiguous(), None
 
 
+def output_contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Contexts for the first and the second computation of a checkpointed layer: the second one takes the output of
+    attention from the first. It would need 2 of the 7 products of a forward and backward pass."""
+    outputs: list[Tensor] = []
+    return _with_outputs("kept", outputs), _with_outputs("known", outputs)
+
+
+@contextmanager
+def _with_outputs(name: str, outputs: list[Tensor]) -> Iterator[None]:
+    setattr(_checkpointed, name, outputs)
+    try:
+        yield
+    finally:
+        delattr(_checkpointed, name)
+
+
 class _BlockedAttention(torch.autograd.Function):
-    """softmax(scale q k^T) v of causal tokens, and its gradients by the usual five products per block of queries."""
+    """softmax(scale q k^T) v of causal tokens, and its gradients by the usual five products per block of queries.
+    known: the output, where it has been computed before."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, known: Tensor | None) -> Tensor:
         ctx.save_for_backward(query, key, value)
         ctx.scale = scale
+        if known is not None:
+            return known
         blocks = _Blocks(query, key, scale)
         values = blocks.heads(value)
         out = torch.empty_like(blocks.queries)
@@ -57,25 +84,27 @@ class _BlockedAttention(torch.autograd.Function):
         return blocks.ungrouped(out, query)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value = ctx.saved_tensors
         blocks = _Blocks(query, key, ctx.scale)
         values, grad_out = blocks.heads(value), blocks.grouped(gradients[0])
         grad_query = torch.empty_like(blocks.queries)
-        grad_key, grad_value = torch.zeros_like(blocks.keys), torch.zeros_like(values)
+        # Transposed: products whose left operand is long and transposed take a third longer.
+        grad_key, grad_value = (x.new_zeros(len(x), x.shape[2], x.shape[1]) for x in (blocks.keys, values))
         buffer = torch.empty_like(blocks.buffer)
         for block in blocks:
             seen = slice(block.stop)
             weights, grad = blocks.weights(block), blocks.rows(grad_out, block)
-            grad_value[:, seen].baddbmm_(weights.mT, grad)
+            grad_value[:, :, seen].baddbmm_(grad.mT, weights)
             grad_weights = torch.bmm(grad, values[:, seen].mT, out=blocks.scores(block, buffer))
             grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
             torch.bmm(grad_scores, blocks.keys[:, seen], out=blocks.rows(grad_query, block))
-            grad_key[:, seen].baddbmm_(grad_scores.mT, blocks.rows(blocks.queries, block))
+            grad_key[:, :, seen].baddbmm_(blocks.rows(blocks.queries, block).mT, grad_scores)
         return (
             blocks.ungrouped(grad_query.mul_(ctx.scale), query),
-            grad_key.view(key.shape).to(key.dtype),
-            grad_value.view(value.shape).to(value.dtype),
+            grad_key.mT.reshape(key.shape).to(key.dtype),
+            grad_value.mT.reshape(value.shape).to(value.dtype),
+            None,
             None,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -90,9 +90,7 @@ def gradient_checkpointing(model: PreTrainedModel, count: int) -> Iterator[None]
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # renamed in transformers 5.23, not in 5.17
-        # The backward pass runs outside of all contexts of the forward pass.
-        recompute = {"context_fn": lambda: (nullcontext(), upcast_products(model, keep=False))}
-        model.gradient_checkpointing_enable({"use_reentrant": False, **recompute})
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": lambda: _computing_twice(model)})
         try:
             for layer in layers[:count]:  # transformers checkpoints in training only; dropout below stays off
                 layer.training = True
@@ -101,6 +99,18 @@ def gradient_checkpointing(model: PreTrainedModel, count: int) -> Iterator[None]
             for layer in layers:
                 layer.training = False
             model.gradient_checkpointing_disable()
+
+
+def _computing_twice(model: PreTrainedModel) -> tuple[AbstractContextManager, AbstractContextManager]:
+    """Contexts of a layer's forward pass, and of its repetition in the backward pass, outside of all other contexts."""
+    first, second = blocked_attention.output_contexts()
+
+    @contextmanager
+    def repeated() -> Iterator[None]:
+        with second, upcast_products(model, keep=False):
+            yield
+
+    return first, repeated()
 
 
 class _Recorder:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from kvq_cli.attention.capture_points import decoder_of
+from kvq_cli.upcast import upcast_products
 
 #: Tokens whose logits exist at a time.
 TOKENS = 128
@@ -27,13 +28,14 @@ def hidden_gradient(model: PreTrainedModel, output: ModelOutput, ids: Tensor) ->
     hidden = output["last_hidden_state"].detach()
     gradient, decoded = torch.zeros_like(hidden), _Returns()
     head = _with_decoder(model, decoder_of(model), decoded)
-    for first in range(0, ids.shape[1] - 1, TOKENS):
-        tokens = slice(first, min(first + TOKENS, ids.shape[1] - 1))
-        part = hidden[:, tokens].clone().requires_grad_()
-        decoded.output = type(output)(**{**output, "last_hidden_state": part})
-        logits = head(input_ids=ids[:, tokens], use_cache=False).logits[0]
-        loss = F.cross_entropy(logits.float(), ids[0, tokens.start + 1 : tokens.stop + 1], reduction="sum")
-        gradient[:, tokens] = torch.autograd.grad(loss, part)[0]
+    with upcast_products(head):  # keeps the converted weights of a small model's output layer
+        for first in range(0, ids.shape[1] - 1, TOKENS):
+            tokens = slice(first, min(first + TOKENS, ids.shape[1] - 1))
+            part = hidden[:, tokens].clone().requires_grad_()
+            decoded.output = type(output)(**{**output, "last_hidden_state": part})
+            logits = head(input_ids=ids[:, tokens], use_cache=False).logits[0]
+            loss = F.cross_entropy(logits.float(), ids[0, tokens.start + 1 : tokens.stop + 1], reduction="sum")
+            gradient[:, tokens] = torch.autograd.grad(loss, part)[0]
     return gradient
 
 

@@ -55,3 +55,17 @@ def test_float16_is_computed_in_float32_where_the_cpu_has_no_instructions(monkey
 def test_what_is_not_implemented_is_refused():
     with pytest.raises(ValueError, match="softcap"):
         blocked_attention.attention(torch.nn.Module(), *inputs(3, torch.float32), softcap=30.0)
+
+
+def test_a_repeated_layer_takes_the_outputs_of_its_first_pass():
+    """In their order; the values do not give them again, and all gradients are the same bits."""
+    tensors, other = inputs(150, torch.float32), inputs(40, torch.float32)
+    weights, few = (torch.randn(each[0].shape) for each in (tensors, other))
+    first, second = blocked_attention.output_contexts()
+    with first:
+        once, after = results(blocked(), tensors, weights), results(blocked(), other, few)
+    with second:
+        again = results(blocked(), [*tensors[:2], torch.full_like(tensors[2], torch.nan)], weights)
+        assert all(torch.equal(a, b) for a, b in zip(results(blocked(), other, few), after, strict=True))
+        assert results(blocked(), [*other[:2], torch.full_like(other[2], torch.nan)], few)[0].isnan().all()
+    assert torch.equal(again[0], once[0]) and torch.equal(again[3], once[3])
