@@ -215,7 +215,7 @@ GPU_GROWTH ?= --random tiny --context 96 --tokens 2 --batch 1 --compare kivi,tem
 else
 FAKE :=
 GPU_PLACE ?= benchmarks/$(GPU_NAME)
-GPU_TESTS ?= tests/kernels/test_compiled.py tests/kernels/test_pages.py tests/attention/test_graphs.py tests/attention/test_on_gpu.py
+GPU_TESTS ?= tests/kernels/test_compiled.py tests/kernels/test_pages.py tests/attention/test_graphs.py tests/vllm/test_captured_steps.py tests/attention/test_on_gpu.py
 GPU_BENCH ?= --seconds 360
 GPU_TUNE ?= --seconds 330
 GPU_CALIBRATE ?= --random llama-3.1-8b --layers 2

@@ -93,6 +93,16 @@ class Codec(BlockFormat, ABC):
     """Encodes runs of whole blocks. Blocks are independent: runs may be split or joined between any two blocks without
     changing a bit of the result."""
 
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold `encode`: on a GPU it reads nothing back and talks to no other process."""
+        return True
+
+    @property
+    def ignoring_capturable(self) -> bool:
+        """The same of `encode_ignoring`."""
+        return self.capturable
+
     def encode(self, x: Tensor) -> Packed:
         """Pack `x` `[batch, kv_heads, tokens, head_dim]` (floating point), tokens a multiple of `block_tokens`."""
         batch, heads, tokens, dim = x.shape

@@ -68,6 +68,10 @@ class CodebookCodec(Codec):
     def _encode(self, x: Tensor) -> Packed:
         return self._pack(x, nearest(self._book_blocks(self._on_grid(x)), self._table()))
 
+    @property
+    def ignoring_capturable(self) -> bool:
+        return self.block == (1, 1)  # else blocks with ignored numbers are looked for
+
     def encode_ignoring(self, x: Tensor, ignored: Tensor) -> Packed:
         blocks, table = self._book_blocks(self._on_grid(x)), self._table()
         codes = nearest(blocks, table)

@@ -40,6 +40,10 @@ class OutlierCodec(Codec):
     def constants(self) -> Mapping[str, Tensor]:
         return {**self.base.constants(), "lower": self._lower, "upper": self._upper}
 
+    @property
+    def capturable(self) -> bool:
+        return self.base.ignoring_capturable
+
     def _encode(self, x: Tensor) -> Packed:
         blocks = self._blocks(x)
         index = self._most_extreme(x.float())

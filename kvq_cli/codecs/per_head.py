@@ -31,6 +31,14 @@ class PerHeadCodec(Codec):
     def constants(self) -> Mapping[str, Tensor]:
         return {f"{name}.{k}": t for name, (codec, _) in self._members.items() for k, t in codec.constants().items()}
 
+    @property
+    def capturable(self) -> bool:
+        return all(codec.capturable for codec, _ in self.members.values())
+
+    @property
+    def ignoring_capturable(self) -> bool:
+        return all(codec.ignoring_capturable for codec, _ in self.members.values())
+
     def _encode(self, x: Tensor) -> Packed:
         return self._joined(x.shape[2], lambda codec, heads: codec.encode(x.index_select(1, heads)))
 

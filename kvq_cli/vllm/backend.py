@@ -12,6 +12,7 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     AttentionType,
@@ -25,26 +26,38 @@ from kvq_cli.methods.base import ModelShape
 from kvq_cli.vllm.engine import Engine
 from kvq_cli.vllm.exact_blocks import ExactSpec
 from kvq_cli.vllm.layout import ExactWindow
-from kvq_cli.vllm.paged_layer import Batch, PagedLayer, Sequence
+from kvq_cli.vllm.paged_layer import Batch, PagedLayer, Sequence, Step
 from kvq_cli.vllm.served import cache_dtypes
 
 
 @dataclass
 class KvqMetadata:
-    """A batch: request i has the queries [starts[i], starts[i + 1]) and `lengths[i]` tokens with them."""
+    """A batch: request i has the queries [starts[i], starts[i + 1]) and `lengths[i]` tokens with them. All are vLLM's
+    own tensors, int32, which it fills anew for each step: a captured step reads them where they are.
 
-    starts: list[int]
-    lengths: list[int]
+    starts: `[requests + 1]` on the CPU. lengths: `[requests]`. blocks: `[requests, blocks]`. single: whether every
+    request has one query.
+    """
+
+    starts: Tensor
+    lengths: Tensor
     blocks: Tensor
+    single: bool
     _batch: Batch | None = None
 
+    def step(self, exact: Tensor | None) -> Step:
+        """The batch where every request has one query; exact: the blocks of exact tokens."""
+        return Step(self.lengths, self.blocks, exact)
+
     def batch(self, exact: Tensor | None) -> Batch:
-        """The sequences, whose exact tokens have the blocks `exact`; made once for all layers."""
+        """The sequences; made once for all layers. Waits for the device."""
         if self._batch is None:
-            runs = zip(self.starts[:-1], self.starts[1:], self.lengths, strict=False)
+            starts, blocks = self.starts.tolist(), self.blocks.long()
+            exact = None if exact is None else exact.long()
+            runs = zip(starts[:-1], starts[1:], self.lengths.tolist(), strict=False)
             self._batch = Batch(
                 [
-                    Sequence(start, stop, length - (stop - start), self.blocks[i], None if exact is None else exact[i])
+                    Sequence(start, stop, length - (stop - start), blocks[i], None if exact is None else exact[i])
                     for i, (start, stop, length) in enumerate(runs)
                     if stop > start
                 ]
@@ -58,11 +71,20 @@ class KvqBuilder(AttentionMetadataBuilder[KvqMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
+        """CUDA graphs hold the attention of steps in which every request has one query, where no layer and codec needs
+        the host."""
+        engine = Engine.current
+        if engine is None or not engine.capturable:
+            return AttentionCGSupport.NEVER
+        return AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> KvqMetadata:
         m = common_attn_metadata
-        return KvqMetadata(m.query_start_loc_cpu.tolist(), m.seq_lens.tolist(), m.block_table_tensor.long())
+        return KvqMetadata(m.query_start_loc_cpu, m.seq_lens, m.block_table_tensor, m.max_query_len == 1)
 
 
 class KvqBackend(AttentionBackend):
@@ -161,6 +183,7 @@ class KvqImpl(AttentionImpl[KvqMetadata]):
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
         self.engine = Engine.for_config(get_current_vllm_config(), num_heads, self.num_kv_heads, head_size)
         self.index = self.engine.next_layer()
+        self.engine.unusual_scores |= self.form.unusual is not None
         self.exact_name: str | None = None
         if self.engine.has_exact_tokens:
             context = get_current_vllm_config().compilation_config.static_forward_context
@@ -188,9 +211,15 @@ class KvqImpl(AttentionImpl[KvqMetadata]):
         exact = None
         if self.exact_name is not None:
             exact = get_forward_context().attn_metadata[self.exact_name].blocks
-        count = attn_metadata.starts[-1]
+        if attn_metadata.single and self.engine.capturable:
+            count = len(attn_metadata.lengths)
+            new = query[:count], key[:count], value[:count]
+            output[:count] = self.layer.attend_each(*new, attn_metadata.step(exact), self.scaling)
+            return output
+        batch = attn_metadata.batch(exact)
+        count = int(attn_metadata.starts[-1])
         new = query[:count], key[:count], value[:count]
-        output[:count] = self.layer.attend(*new, attn_metadata.batch(exact), self.scaling, self.form)
+        output[:count] = self.layer.attend(*new, batch, self.scaling, self.form)
         return output
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, ClassVar
 
 import torch
@@ -62,7 +62,7 @@ class Engine:
             self.layout: CacheLayout = layout.of_rank(shard.rank, layers)
         with _plain_defaults():
             self.plans = plans if device.type == "cpu" and ranks == 1 else served.plans(whole, device, shard)
-        self._layers, self._kernels = 0, None
+        self._layers, self._kernels, self.unusual_scores = 0, None, False
         if device.type == "cuda":
             from kvq_cli.vllm.paged_decode import PagedKernels  # imports Triton
 
@@ -81,6 +81,13 @@ class Engine:
         windows = [stream.window for plan in self.plans for stream in plan.kept]
         return any(window.sinks or window.recent or window.flush > 1 for window in windows)
 
+    @cached_property
+    def capturable(self) -> bool:
+        """Whether CUDA graphs can hold the attention of all layers; after all of them have been made."""
+        if self._kernels is None or self.unusual_scores:
+            return False
+        return all(self._layer(index).capturable for index in range(len(self.plans)))
+
     def next_layer(self) -> int:
         """The number of the layer that is being made: vLLM makes them in order."""
         self._layers += 1
@@ -92,6 +99,9 @@ class Engine:
             raise KvqError(
                 f"vLLM made the layer {name} as number {index}: serve this model with --tensor-parallel-size 1"
             )
+        return self._layer(index)
+
+    def _layer(self, index: int) -> PagedLayer:
         return PagedLayer(index, self.plans[index], self.shape, self.layout, self.rotations[index], self._kernels)
 
 

@@ -31,6 +31,10 @@ class GatheredCodec(PerTokenCodec):
         super().__init__(whole.base, len(heads), whole.head_dim, whole.outliers, whole.dtype)
         self._heads, self._all_heads = heads, all_heads
 
+    @property
+    def capturable(self) -> bool:
+        return False
+
     def _encode(self, x: Tensor) -> Packed:
         packed = super()._encode(self._all_heads(x))
         kept = slice(self._heads.start, self._heads.stop)

@@ -45,11 +45,9 @@ class PagedKernels:
         return attend(query, keys, values, step.lengths, scaling, rope=rope, workspace=workspace, backend="triton")
 
     def _side(self, stream: PagedStream, step: Step) -> Side:
-        window = stream.window
-        count = (step.lengths - window.sinks - window.recent).clamp_(min=0)
-        count = count.div_(window.flush, rounding_mode="floor").mul_(window.flush)
+        count = stream.packed_of(step.lengths)
         sinks = ring = None
         if step.exact_blocks is not None:
-            sinks, ring = stream.exact_of(step.lengths, step.exact_blocks)
+            sinks, ring = stream.exact_of(step.lengths, step.exact_blocks.long())
         pages = Pages(step.blocks, stream.block_size, first=stream.shift)
         return side_of(stream.codec, stream.parts, count, sinks, ring, pages=pages)

@@ -15,6 +15,7 @@ from kvq_cli.attention.rotary import Rotation
 from kvq_cli.attention.score_form import ScoreForm
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.rows import Forward, RowGroup
+from kvq_cli.codecs.base import Codec
 from kvq_cli.methods.base import LayerPlan, ModelShape
 from kvq_cli.vllm.layout import CacheLayout
 from kvq_cli.vllm.pages import PagedStream, shifts
@@ -37,20 +38,26 @@ class Sequence(NamedTuple):
     exact_blocks: Tensor | None
 
 
+@dataclass(frozen=True)
 class Step:
     """Sequences with one new token each, as kernels take them.
 
-    places: int64 `[rows]`, where their tokens are in the batch; lengths: int32 `[rows]`, their tokens with the new one;
-    blocks: int32 `[rows, blocks]`; exact_blocks: int64 `[rows, blocks]`, or None.
+    lengths: int32 `[rows]`, their tokens with the new one; 0: no sequence. blocks: int32 `[rows, blocks]`.
+    exact_blocks: integers `[rows, blocks]`, or None.
     """
 
-    def __init__(self, sequences: list[Sequence]) -> None:
+    lengths: Tensor
+    blocks: Tensor
+    exact_blocks: Tensor | None
+
+    @staticmethod
+    def of(sequences: list[Sequence]) -> Step:
+        """The step of these sequences."""
         device = sequences[0].blocks.device
-        self.places = torch.tensor([sequence.start for sequence in sequences], device=device)
-        self.lengths = torch.tensor([sequence.past + 1 for sequence in sequences], dtype=torch.int32, device=device)
-        self.blocks = torch.stack([sequence.blocks for sequence in sequences]).int()
+        lengths = torch.tensor([sequence.past + 1 for sequence in sequences], dtype=torch.int32, device=device)
         exact = [sequence.exact_blocks for sequence in sequences if sequence.exact_blocks is not None]
-        self.exact_blocks = torch.stack(exact) if exact else None
+        blocks = torch.stack([sequence.blocks for sequence in sequences]).int()
+        return Step(lengths, blocks, torch.stack(exact) if exact else None)
 
 
 @dataclass(frozen=True)
@@ -60,10 +67,13 @@ class Batch:
     sequences: list[Sequence]
 
     @cached_property
-    def decoded(self) -> Step | None:
-        """The sequences with one new token; None where there are none."""
+    def decoded(self) -> tuple[Tensor, Step] | None:
+        """The sequences with one new token, and where these tokens are in the batch, int64 `[rows]`; None where there
+        are none."""
         single = [sequence for sequence in self.sequences if sequence.stop - sequence.start == 1]
-        return Step(single) if single else None
+        if not single:
+            return None
+        return torch.tensor([sequence.start for sequence in single], device=single[0].blocks.device), Step.of(single)
 
 
 class PagedLayer(CompressedLayer):
@@ -116,16 +126,35 @@ class PagedLayer(CompressedLayer):
         the reference in PyTorch, one after another.
         """
         out = torch.empty_like(query)
-        step = None if self.kernels is None or form.unusual else batch.decoded
+        decoded = None if self.kernels is None or form.unusual else batch.decoded
         for sequence in batch.sequences:
             rows = slice(sequence.start, sequence.stop)
             q, k, v = (x[rows].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
             context = self._append(k, v, sequence, scaling, form)
-            if step is None or sequence.stop - sequence.start > 1:
+            if decoded is None or sequence.stop - sequence.start > 1:
                 out[rows] = _reference(q, k, v, context)[0].transpose(0, 1)
-        if step is not None and self.kernels is not None:
-            out[step.places] = self.kernels.attend(query[step.places], self, step, scaling)
+        if decoded is not None and self.kernels is not None:
+            places, step = decoded
+            out[places] = self.kernels.attend(query[places], self, step, scaling)
         return out
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a CUDA graph can hold `attend_each`."""
+        codecs = [stream.plan.codec for stream in self.paged]
+        return self.kernels is not None and all(isinstance(each, Codec) and each.capturable for each in codecs)
+
+    def attend_each(self, query: Tensor, key: Tensor, value: Tensor, step: Step, scaling: float) -> Tensor:
+        """`attend` of a step with one new token in each row, `[rows, heads, head_dim]`, where `capturable`: nothing is
+        read back, so that a CUDA graph can hold it, and replay it when the tensors of `step` have changed."""
+        if self.kernels is None:
+            raise ValueError("only kernels decode the sequences of a step together")
+        cached = key
+        if self.plan.keys.source == "pre_rope":
+            cached = unrotate(self.rotation, key, (step.lengths.long() - 1).clamp_(min=0)[:, None])
+        for stream, x in zip(self.paged, (cached, value), strict=True):
+            stream.append_each(x, step.lengths, step.blocks, step.exact_blocks)
+        return self.kernels.attend(query, self, step, scaling)
 
     def _append(
         self, key: Tensor, value: Tensor, sequence: Sequence, scaling: float, form: ScoreForm
@@ -139,7 +168,7 @@ class PagedLayer(CompressedLayer):
         self._keep_tails(forward)
         cached = key
         if self.plan.keys.source == "pre_rope":
-            cached = unrotate(self.rotation, key, past)
+            cached = unrotate(self.rotation, key, torch.arange(past, past + columns, device=key.device))
         for stream, x in zip(self.streams, (cached, value), strict=True):
             stream.append(x, forward.row_groups)
         return ForwardContext(self, forward, torch_backend, True, scaling=scaling, score_form=form)

@@ -110,6 +110,36 @@ class PagedStream(Stream):
             parts[name] = Part(pages[:, first // part.unit : last // part.unit].unsqueeze(0), part.unit)
         return Packed(last - first, parts)
 
+    def append_each(self, x: Tensor, lengths: Tensor, blocks: Tensor, exact_blocks: Tensor | None) -> None:
+        """Add a token to each of several sequences without reading anything back, as a CUDA graph needs it.
+
+        x: `[rows, heads, head_dim]`. lengths: int32 `[rows]`, tokens with the new one; 0: no sequence. blocks,
+        exact_blocks: `[rows, blocks]` integers. Every row encodes the tokens that it would pack next; those that are
+        not due, and rows without a sequence, go to page 0, which vLLM leaves to no sequence.
+        """
+        window, lengths, blocks = self.window, lengths.long(), blocks.long()
+        before, after = self.packed_of(lengths - 1), self.packed_of(lengths)
+        if exact_blocks is None:
+            packed = self.coder(slice(0, len(x))).encode(x.unsqueeze(2))
+        else:
+            exact_blocks, at = exact_blocks.long(), (lengths - 1).clamp_(min=0)
+            page = exact_blocks.gather(1, (at // self._exact_size)[:, None]).squeeze(1)
+            self._exact_pages[page, at % self._exact_size] = x
+            run = window.sinks + before[:, None] + torch.arange(window.flush, device=x.device)
+            packed = self.coder(slice(0, len(x))).encode(self._gathered(run, exact_blocks))
+        due = (after > before)[:, None]
+        for name, part in packed.parts.items():
+            units = self.block_size // part.unit
+            place = ((before + self.shift) // part.unit)[:, None] + torch.arange(part.tensor.shape[2], device=x.device)
+            page = blocks.gather(1, (place // units).clamp_(max=blocks.shape[1] - 1)).masked_fill_(~due, 0)
+            self._views[name][page, :, place % units] = part.tensor.transpose(1, 2)
+
+    def packed_of(self, lengths: Tensor) -> Tensor:
+        """`Window.packed` of each length."""
+        window = self.window
+        count = (lengths - window.sinks - window.recent).clamp(min=0)
+        return count.div_(window.flush, rounding_mode="floor").mul_(window.flush)
+
     # -- exact tokens --------------------------------------------------------------------------------------------
 
     def _append(self, group: RowGroup, x: Tensor, reserve: int) -> None:

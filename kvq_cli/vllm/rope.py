@@ -43,15 +43,14 @@ def layer_rotations(config: PretrainedConfig, head_dim: int) -> list[Rotation]:
             return [layer.rotation for layer in attention_layers(model)]
 
 
-def unrotate(rotation: Rotation, keys: Tensor, start: int) -> Tensor:
-    """Keys `[..., tokens, head_dim]` of positions start, start + 1, ... before RoPE, in their dtype.
+def unrotate(rotation: Rotation, keys: Tensor, positions: Tensor) -> Tensor:
+    """Keys `[..., tokens, head_dim]` of `positions` `[..., tokens]`, integers, before RoPE, in their dtype.
 
     In float64, and by the inverse of the rounded tables: what is left is the error with which vLLM rounded the rotated
     keys, which flips a code now and then.
     """
     if rotation.style == "none":
         return keys
-    positions = torch.arange(start, start + keys.shape[-2], device=keys.device)
     cos, sin = (table.double() for table in rotation.tables(positions))
     half = rotation.width // 2
     first, second = (slice(0, half), slice(half, 2 * half))

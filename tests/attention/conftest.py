@@ -21,7 +21,7 @@ from kvq_cli.methods.registry import to_config
 from kvq_cli.methods.window import Window
 from kvq_cli.models import model_shape
 
-sys.path.insert(0, str(Path(__file__).parent))  # for codec_methods, counted_graphs
+sys.path.insert(0, str(Path(__file__).parent))  # for codec_methods
 
 _NAMES = {"gptoss": "GptOss", "smollm3": "SmolLM3", "gpt_neox": "GPTNeoX", "gpt2": "GPT2", "opt": "OPT"}
 _NAMES |= {"diffllama": "DiffLlama", "hunyuan": "HunYuanDenseV1"}

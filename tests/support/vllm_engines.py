@@ -37,7 +37,7 @@ def generated(
 
 def _update_with_unrotated_keys(update: Callable) -> Callable:
     def patched(layer: CompressedLayer, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        layer.capture_key(unrotate(layer.rotation, key, layer.columns))
+        layer.capture_key(unrotate(layer.rotation, key, torch.arange(layer.columns, layer.columns + key.shape[-2])))
         return update(layer, key, value, *args, **kwargs)
 
     return patched

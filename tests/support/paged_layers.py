@@ -1,0 +1,62 @@
+"""A paged layer of vLLM and its pages, for sequences of given lengths."""
+
+from __future__ import annotations
+
+import torch
+from random_artifacts import random_parts
+
+from kvq_cli.attention.rotary import Rotation
+from kvq_cli.attention.score_form import PLAIN
+from kvq_cli.methods.registry import build_parsed
+from kvq_cli.models import model_shape
+from kvq_cli.vllm import rope
+from kvq_cli.vllm.layout import cache_layout
+from kvq_cli.vllm.paged_decode import PagedKernels
+from kvq_cli.vllm.paged_layer import Batch, PagedLayer, Sequence
+from kvq_cli.vllm.shard import WHOLE, Shard
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+HEADS, DIM = 2, 32
+
+
+class Pages:
+    """A layer and pages for sequences of up to `longest` tokens, in shuffled blocks, but for page 0. Pages that are not
+    in use have bits of NaN."""
+
+    def __init__(
+        self, model, method: str, kernels: PagedKernels | None, rows: int, longest: int, shard: Shard = WHOLE
+    ) -> None:
+        whole, built = model_shape(model), build_parsed(method, bits=2)
+        self.shape = shape = shard.shape(whole)
+        tensors = {}
+        if built.calibrates:
+            _, drawn = random_parts(built, model)
+            tensors = {name.removeprefix("layers.0."): x.to(DEVICE) for name, x in drawn.items()}
+        self.plan = shard.plan(built, 0, whole, tensors)
+        self.layout = cache_layout([self.plan], shape)
+        rotation = rope.unrotated(DIM)
+        if self.plan.keys.source == "pre_rope":
+            rotation = rope.layer_rotations(model.config, DIM)[0]
+        assert isinstance(rotation, Rotation)
+        self.layer = PagedLayer(0, self.plan, shape, self.layout, rotation, kernels)
+        size = self.layout.exact.block_size if self.layout.exact else 0
+        noise = torch.Generator().manual_seed(0)
+        blocks = -(-longest // self.layout.block_size) + 1
+        exact = -(-longest // size) + 1 if size else 0
+        count = rows * (blocks + exact)
+        self.pool = pool = torch.full((1 + count, self.layout.page_bytes), 255, dtype=torch.uint8, device=DEVICE)
+        order = torch.randperm(count, generator=noise).to(DEVICE) + 1
+        self.blocks, self.exact_blocks = order[: rows * blocks].view(rows, -1), order[rows * blocks :].view(rows, -1)
+        self.layer.bind(pool, pool if size else None)
+        self.size = size
+
+    def attend(self, begin: int, end: int, pasts, query, key, value, form=PLAIN):
+        """A step in which row i of begin..end has the next tokens of `query[i]`."""
+        sequences, at = [], 0
+        for row in range(begin, end):
+            new = len(query[row])
+            exact = self.exact_blocks[row] if self.size else None
+            sequences.append(Sequence(at, at + new, pasts[row], self.blocks[row], exact))
+            at += new
+        q, k, v = (torch.cat(x[begin:end]) for x in (query, key, value))
+        return self.layer.attend(q, k, v, Batch(sequences), DIM**-0.5, form)

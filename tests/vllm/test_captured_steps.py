@@ -1,0 +1,111 @@
+"""A step of vLLM in which all sequences decode one token is captured once and replayed as sequences grow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from counted_graphs import RecordedGraph, counted_graphs
+from paged_layers import DEVICE, DIM, Pages
+from random_artifacts import tiny_model
+from tiers import slow
+
+from kvq_cli.vllm.paged_decode import PagedKernels
+from kvq_cli.vllm.paged_layer import Step
+
+pytestmark = pytest.mark.gpu
+
+#: Tokens of sequences before the first step; others pack tokens in a step that is replayed: see `lengths_of`.
+LENGTHS, STEPS = (3, 0, 61, 155), 5
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    """The ids of pages are not looked at."""
+    monkeypatch.setattr("kvq_kernels.decode_attention.pages._check_ids", lambda *_: None)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A random Llama of 1 layer, 2 kv heads of 32."""
+    return tiny_model(head_dim=DIM, hidden_size=64, num_hidden_layers=1)
+
+
+def lengths_of(model, method: str) -> list[int]:
+    """`LENGTHS`, and one sequence per stream that packs tokens in step 3."""
+    windows = [stream.window for stream in Pages(model, method, None, 1, 1).layer.paged]
+    return [*LENGTHS, *(max(1, w.sinks + w.recent + 2 * w.flush - 4) for w in windows)]
+
+
+def filled(model, method: str, kernels: PagedKernels | None, lengths: list[int]) -> Pages:
+    """Pages with a prompt of so many tokens each."""
+    pages = Pages(model, method, kernels, len(lengths), max(lengths) + STEPS)
+    noise = torch.Generator().manual_seed(1)
+    prompts = [drawn(pages, length, noise) for length in lengths]
+    for row, length in enumerate(lengths):
+        if length:
+            pages.attend(row, row + 1, [0] * len(lengths), *zip(*prompts, strict=True))
+    return pages
+
+
+def drawn(pages: Pages, tokens: int, noise: torch.Generator) -> list[torch.Tensor]:
+    """Random queries, keys and values."""
+    heads = (pages.shape.query_heads, pages.shape.kv_heads, pages.shape.kv_heads)
+    return [torch.randn(tokens, n, DIM, generator=noise).to(DEVICE) for n in heads]
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "kivi:residual=32",
+        *slow(
+            "fp16",
+            "kivi:sinks=5:recent=31",
+            "kivi:pre_rope=on:residual=32",
+            "innerq:norm=off",
+            "innerq:norm=off:mode=symmetric:sinks=3:recent=29",
+            "kvquant",
+            "kvquant:outliers=0",
+            "channelkv",
+            "temporalkv",
+            "temporalkv:sinks=3:recent=20:hybrid=head",
+        ),
+    ],
+)
+def test_replayed_steps_equal_the_reference(model, method):
+    """Outputs, and the bytes of all pages but page 0. Two rows have no sequence, as vLLM fills up a captured batch."""
+    before = lengths_of(model, method)
+    plain, pages = (filled(model, method, kernels, before) for kernels in (None, PagedKernels(1024)))
+    assert pages.layer.capturable and not plain.layer.capturable
+    rows, padded, noise = len(before), len(before) + 2, torch.Generator().manual_seed(2)
+    inputs = [torch.zeros(padded, *x.shape[1:], device=DEVICE) for x in drawn(pages, 1, noise)]
+
+    def table(blocks: torch.Tensor) -> torch.Tensor:
+        return torch.cat([blocks, torch.zeros_like(blocks[:2])]).int()
+
+    lengths = torch.zeros(padded, dtype=torch.int32, device=DEVICE)
+    step = Step(lengths, table(pages.blocks), table(pages.exact_blocks) if pages.size else None)
+    graph = None
+    for number in range(STEPS):
+        tokens = drawn(pages, rows, noise)
+        pasts = [length + number for length in before]
+        expected = plain.attend(0, rows, pasts, *([one[None] for one in x] for x in tokens))
+        for held, x in zip(inputs, tokens, strict=True):
+            held[:rows] = x
+        lengths[:rows] = torch.tensor(pasts, dtype=torch.int32) + 1
+        if not number:  # compiles kernels, fills tables
+            out = pages.layer.attend_each(*inputs, step, DIM**-0.5)
+        else:
+            if graph is None:
+                graph = counted_graphs()()
+                out = graph.capture(lambda: pages.layer.attend_each(*inputs, step, DIM**-0.5))
+            graph.replay()
+        assert (out[:rows] - expected).abs().max() < 2e-4 * expected.abs().max(), number
+        assert not out[rows:].any()
+    assert isinstance(graph, RecordedGraph) or DEVICE.type == "cuda"
+    assert torch.equal(pages.pool[1:], plain.pool[1:])
+
+
+@pytest.mark.parametrize("method", ["turboquant", "temporalkv:outliers=0.01", "kivi:sinks=5:recent=7"])
+def test_what_a_graph_cannot_hold(model, method):
+    """No kernels; an encoder that looks for the blocks with outliers; keys and values at different places."""
+    assert not Pages(model, method, PagedKernels(1024), 1, 40).layer.capturable
