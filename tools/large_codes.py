@@ -3,8 +3,8 @@ activations: what a codebook method would gain from longer chunks (docs/METHOD.m
 
     python tools/large_codes.py results/captured/smollm2/NAME --layers 2 15 28
 
-The folder is one that `kvq calibrate --captured` or `kvq reproduce` keeps. Prints, for keys and values of each layer, the
-Fisher-weighted error || x - c ||^2 / || x ||^2 of numbers normalized per channel, on the samples that trained the
+The folder is one that `kvq calibrate --captured` or `kvq reproduce` keeps. Prints, for keys and values of each layer,
+the Fisher-weighted error || x - c ||^2 / || x ||^2 of numbers normalized per channel, on the samples that trained the
 codebooks and on the last ones, which did not. `own` codebooks are one for each chunk of channels, `shared` ones are one
 for all chunks of the stream: 65,536 centroids of 8 numbers take 1 MiB, more than all own ones of 256 (96 KiB).
 """
@@ -65,8 +65,8 @@ def study(x: torch.Tensor, g: torch.Tensor, entries: int, size: int, shared: boo
     train, test = sums[:, 0] / sums[:, 1]
     kind = "shared" if shared else "own"
     per = sets[0][0].shape[1] / entries
-    took = time.perf_counter() - start
-    return f"{entries:6} x {size} {kind:6} {per:8.0f} points each   train {train:.4f}   held out {test:.4f}   {took:.0f} s"
+    book = f"{entries:6} x {size} {kind:6} {per:8.0f} points each"
+    return f"{book}   train {train:.4f}   held out {test:.4f}   {time.perf_counter() - start:.0f} s"
 
 
 def main() -> None:
