@@ -22,7 +22,7 @@ _CENTROID_BITS = 17
 #: ... and blocks likewise; these may be up to 2^6 times as large as that number; larger ones are clamped.
 GRID_MAX = float(2 ** (_CENTROID_BITS + 6))
 #: Distances that are held at once: on a CPU by each thread, about as much as stays in a core's cache. In smaller tiles
-#: threads wait for each other more often, which takes 7 times as long where other processes run, too.
+#: threads wait for each other more often, above all where other processes use the cores, too.
 _TILE_CPU, _TILE = 1 << 18, 1 << 25
 _IGNORING_TILE = 1 << 10  # blocks, each with its codebook
 

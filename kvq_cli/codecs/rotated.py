@@ -89,6 +89,10 @@ class RotatedCodec(Codec):
     def check(self, packed: Packed) -> None:
         self.base.check(packed)
 
+    @property
+    def capturable(self) -> bool:
+        return self.base.capturable
+
     def _encode(self, x: Tensor) -> Packed:
         return self.base.encode(self.rotation.ahead(x))
 

@@ -48,6 +48,6 @@ class PagedKernels:
         count = stream.packed_of(step.lengths)
         sinks = ring = None
         if step.exact_blocks is not None:
-            sinks, ring = stream.exact_of(step.lengths, step.exact_blocks.long())
+            sinks, ring = stream.exact_of(step.lengths, step.exact_blocks)
         pages = Pages(step.blocks, stream.block_size, first=stream.shift)
         return side_of(stream.codec, stream.parts, count, sinks, ring, pages=pages)

@@ -117,13 +117,13 @@ class PagedStream(Stream):
         exact_blocks: `[rows, blocks]` integers. Every row encodes the tokens that it would pack next; those that are
         not due, and rows without a sequence, go to page 0, which vLLM leaves to no sequence.
         """
-        window, lengths, blocks = self.window, lengths.long(), blocks.long()
+        window, lengths = self.window, lengths.long()
         before, after = self.packed_of(lengths - 1), self.packed_of(lengths)
         if exact_blocks is None:
             packed = self.coder(slice(0, len(x))).encode(x.unsqueeze(2))
         else:
-            exact_blocks, at = exact_blocks.long(), (lengths - 1).clamp_(min=0)
-            page = exact_blocks.gather(1, (at // self._exact_size)[:, None]).squeeze(1)
+            at = (lengths - 1).clamp_(min=0)
+            page = exact_blocks.gather(1, (at // self._exact_size)[:, None]).squeeze(1).long()
             self._exact_pages[page, at % self._exact_size] = x
             run = window.sinks + before[:, None] + torch.arange(window.flush, device=x.device)
             packed = self.coder(slice(0, len(x))).encode(self._gathered(run, exact_blocks))
@@ -132,7 +132,7 @@ class PagedStream(Stream):
             units = self.block_size // part.unit
             place = ((before + self.shift) // part.unit)[:, None] + torch.arange(part.tensor.shape[2], device=x.device)
             page = blocks.gather(1, (place // units).clamp_(max=blocks.shape[1] - 1)).masked_fill_(~due, 0)
-            self._views[name][page, :, place % units] = part.tensor.transpose(1, 2)
+            self._views[name][page.long(), :, place % units] = part.tensor.transpose(1, 2)
 
     def packed_of(self, lengths: Tensor) -> Tensor:
         """`Window.packed` of each length."""
@@ -161,7 +161,7 @@ class PagedStream(Stream):
 
     def exact_of(self, lengths: Tensor, blocks: Tensor) -> tuple[Tensor | None, Tensor]:
         """(sinks, ring) of sequences of `lengths` tokens, int32 `[rows]`, as `Stream` holds them: `[rows, heads,
-        tokens, head_dim]`. blocks: of exact tokens, int64 `[rows, blocks]`. Places of tokens that are packed, or not
+        tokens, head_dim]`. blocks: of exact tokens, integers `[rows, blocks]`. Places of tokens that are packed, or not
         there, are any numbers."""
         sinks, room = self.window.sinks, max(self.ring_size, 1)
         newest = lengths.long()[:, None] - 1
@@ -174,7 +174,7 @@ class PagedStream(Stream):
         """Exact tokens `[rows, n]` of the sequences, `[rows, heads, n, head_dim]`."""
         tokens = tokens.clamp(min=0)
         pages = blocks.gather(1, (tokens // self._exact_size).clamp(max=blocks.shape[1] - 1))
-        numbers = self._exact_pages[pages.clamp(0, len(self._exact_pages) - 1), tokens % self._exact_size]
+        numbers = self._exact_pages[pages.clamp(0, len(self._exact_pages) - 1).long(), tokens % self._exact_size]
         return numbers.transpose(1, 2).contiguous()
 
     def exact(

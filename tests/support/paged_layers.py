@@ -17,6 +17,17 @@ from kvq_cli.vllm.shard import WHOLE, Shard
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, DIM = 2, 32
+#: Methods of which kernels read all layers, beside the first that each test runs.
+KERNEL_METHODS = (
+    "fp16",
+    "kivi:sinks=5:recent=31",
+    "kivi:pre_rope=on:residual=32",
+    "innerq:norm=off",
+    "innerq:norm=off:mode=symmetric:sinks=3:recent=29",
+    "kvquant",
+    "kvquant:outliers=0",
+    "temporalkv",
+)
 
 
 class Pages:

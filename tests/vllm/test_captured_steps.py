@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from counted_graphs import RecordedGraph, counted_graphs
-from paged_layers import DEVICE, DIM, Pages
+from paged_layers import DEVICE, DIM, KERNEL_METHODS, Pages
 from random_artifacts import tiny_model
 from tiers import slow
 
@@ -54,22 +54,7 @@ def drawn(pages: Pages, tokens: int, noise: torch.Generator) -> list[torch.Tenso
 
 
 @pytest.mark.parametrize(
-    "method",
-    [
-        "kivi:residual=32",
-        *slow(
-            "fp16",
-            "kivi:sinks=5:recent=31",
-            "kivi:pre_rope=on:residual=32",
-            "innerq:norm=off",
-            "innerq:norm=off:mode=symmetric:sinks=3:recent=29",
-            "kvquant",
-            "kvquant:outliers=0",
-            "channelkv",
-            "temporalkv",
-            "temporalkv:sinks=3:recent=20:hybrid=head",
-        ),
-    ],
+    "method", ["kivi:residual=32", *slow(*KERNEL_METHODS, "channelkv", "temporalkv:sinks=3:recent=20:hybrid=head")]
 )
 def test_replayed_steps_equal_the_reference(model, method):
     """Outputs, and the bytes of all pages but page 0. Two rows have no sequence, as vLLM fills up a captured batch."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from paged_layers import DEVICE, DIM, Pages
+from paged_layers import DEVICE, DIM, KERNEL_METHODS, Pages
 from random_artifacts import tiny_model
 from tiers import slow
 
@@ -57,17 +57,7 @@ def compare(model, method: str, form=PLAIN, shard: Shard = WHOLE) -> PagedLayer:
     [
         "kivi:residual=32",
         "temporalkv:outliers=0.01:hybrid=head",
-        *slow(
-            "fp16",
-            "kivi:sinks=5:recent=31",
-            "kivi:pre_rope=on:residual=32",
-            "innerq:norm=off",
-            "innerq:norm=off:mode=symmetric:sinks=3:recent=29",
-            "kvquant",
-            "kvquant:outliers=0",
-            "channelkv:outliers=0.01:sinks=0",
-            "temporalkv",
-        ),
+        *slow(*KERNEL_METHODS, "channelkv:outliers=0.01:sinks=0"),
     ],
 )
 def test_kernels_and_the_reference_agree(model, method):
