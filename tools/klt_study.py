@@ -38,10 +38,33 @@ def water_filling(variances: Floats, weights: Floats, bits: float, most: float =
     return float((weights * variances * np.exp2(-2 * rates)).sum())
 
 
-def stream(folder: Path, name: str, samples: int, shape: tuple[int, ...], groups: int) -> tuple[list[Floats], Floats]:
+def stream_names(folder: Path) -> list[str]:
+    """The captured streams, layer by layer: `0.k`, `0.v`, `1.k`, ..."""
+    names = [file.name.removesuffix(".x.bf16") for file in folder.glob("*.x.bf16")]
+    return sorted(names, key=lambda name: (int(name.split(".")[0]), name))
+
+
+def read_stream(folder: Path, name: str, options: argparse.Namespace) -> CapturedStream:
+    """What was captured of a stream, all of it for training. options: `heads`, `head_dim`, `samples`."""
+    row = 2 * options.heads * options.head_dim
+    tokens = (folder / f"{name}.x.bf16").stat().st_size // row // options.samples
+    shape = (options.samples, tokens, options.heads, options.head_dim)
+    x, g = (WorkFolder(folder).read_samples(f"{name}.{quantity}", shape) for quantity in "xg")
+    return CapturedStream(x, g, held_out=0)
+
+
+def folder_options(description: str) -> argparse.ArgumentParser:
+    """A parser of the folder and of the sizes of what was captured there."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--heads", type=int, default=3, help="kv heads")
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=16)
+    return parser
+
+
+def components(captured: CapturedStream, groups: int) -> tuple[list[Floats], Floats]:
     """Variances of the components by group, and the correlation of each component with itself a token before."""
-    read = WorkFolder(folder).read_samples
-    captured = CapturedStream(*(read(f"{name}.{quantity}", (samples, *shape)) for quantity in "xg"), held_out=0)
     fitted = fit_transform(captured, groups, "full")
     x = captured.x.double().flatten(2).unflatten(2, (groups, -1)).permute(2, 0, 1, 3)  # [G, samples, tokens, W]
     z = (x - fitted.mean.view(groups, 1, 1, -1)) @ fitted.analysis.mT.unsqueeze(1)
@@ -51,25 +74,17 @@ def stream(folder: Path, name: str, samples: int, shape: tuple[int, ...], groups
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path)
+    parser = folder_options(str(__doc__))
     parser.add_argument("--join-keys", action="store_true", help="one transform for the keys of all kv heads")
-    parser.add_argument("--heads", type=int, default=3, help="kv heads")
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--samples", type=int, default=16)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    row = 2 * options.heads * options.head_dim
-    files = sorted(options.folder.glob("*.x.bf16"), key=lambda file: (int(file.name.split(".")[0]), file.name))
-    names = [file.name.removesuffix(".x.bf16") for file in files]
     groups_of = {"k": 1 if options.join_keys else options.heads, "v": 1}
     variances: list[Floats] = []
     kinds: list[str] = []
     correlations = []
-    for file, name in zip(files, names, strict=True):
+    for name in stream_names(options.folder):
         kind = name.split(".")[1]
-        shape = (file.stat().st_size // row // options.samples, options.heads, options.head_dim)
-        rows, correlation = stream(options.folder, name, options.samples, shape, groups_of[kind])
+        rows, correlation = components(read_stream(options.folder, name, options), groups_of[kind])
         variances += rows
         kinds += [kind] * len(rows)
         correlations.append(correlation)
