@@ -3,7 +3,8 @@
 1. All streams are served by klt, with codes given out by expected losses over the whole model, as klt itself does.
 2. KL is measured with each stream alone compressed. The ratio of this to the expected loss of the stream replaces what
    the Fisher metric misses: that a stream is read mostly from the window in full precision, or where it saturates.
-   Other methods are scaled by the same ratio, through errors of both on captured data.
+   Other methods are scaled by the same ratio, through errors of both on captured data. Where the KL of single streams
+   would be lost in rounding, they are measured at fewer bits.
 3. The choice of least predicted KL within the budget is found exactly, and measured. Steps 2 and 3 repeat.
 4. Bits are exchanged between pairs of streams, least predicted loss first; what lowers the measured KL is kept.
 """
@@ -34,6 +35,8 @@ from kvq_cli.tuning.settings import TuneOptions
 
 #: Least KL of a stream alone, as a share of the mean of all: measured differences below are noise.
 _FLOOR = 1e-3
+#: KL of a stream alone is measured at bits at which the mean of all streams is this many times the KL of rounding.
+_CLEAR = 10
 #: Share of a stream's mean bytes that a swap moves.
 _SWAP = 0.1
 #: Share of `--kl` that is aimed at, so that the measured KL is seldom above it.
@@ -83,9 +86,9 @@ class Search:
         for number in range(1, self.options.rounds + 1):
             if self._late():
                 break
-            self._measure_alone(best.names)
+            self._measure_alone(self._measurable(best))
             if self.options.objective == "memory":
-                budget = self._budget_for_kl()
+                budget = self._budget_for(_MARGIN * (self.options.kl or 0.0))
             names = self._named(choose(self._menus(), budget))
             if any(names == tried.names for tried in self.tried):
                 break
@@ -147,13 +150,22 @@ class Search:
         giver, taker = min(pairs)[1]
         return (giver, taker), {**names, giver: change[giver][-1][1], taker: change[taker][1][1]}
 
-    def _budget_for_kl(self) -> int:
-        """The least bytes whose predicted KL, times measured over predicted of the choice nearest to `--kl`, is a
-        little below `--kl`."""
-        target = _MARGIN * (self.options.kl or 0.0)
+    def _measurable(self, best: Tried) -> Mapping[Stream, str]:
+        """The names of `best`, or of the best choice of so many bits less that each stream alone has a KL well above
+        that of rounding."""
+        least = _CLEAR * self._rounding() * len(self.streams)
+        return best.names if best.kl >= least else self._named(choose(self._menus(), self._budget_for(least)))
+
+    def _rounding(self) -> float:
+        """KL with nothing compressed: that of a cache in the model's dtype, and of other orders of additions."""
+        return self._kl(dict.fromkeys(self.streams, _UNCOMPRESSED))[0]
+
+    def _budget_for(self, target: float) -> int:
+        """The least bytes whose predicted KL, times measured over predicted of the choice nearest to `target`, is
+        `target` at most."""
         menus = self._menus()
         nearest = min(self.tried, key=lambda tried: abs(tried.kl - target))
-        ratio = nearest.kl / self._predicted(nearest.names)
+        ratio = nearest.kl / max(self._predicted(nearest.names), 1e-12)
         low, high = len(self.streams), self._bytes(8.0)
         while low < high:
             middle = (low + high) // 2
@@ -182,7 +194,9 @@ class Search:
         return self.tried[-1]
 
     def _measure_alone(self, names: Mapping[Stream, str]) -> None:
-        """Anchor each stream's predicted losses at the KL of the stream alone."""
+        """Anchor each stream's predicted losses at the KL of the stream alone, without that of rounding."""
+        self._calibrate(list(names.items()))
+        rounding = self._rounding()
         measured: dict[Stream, tuple[int, float]] = {}
         for done, stream in enumerate(self.streams):
             self.progress("sensitivity", done, len(self.streams))
@@ -190,7 +204,7 @@ class Search:
             if codes is None or any(anchor.codes == codes for anchor in self.alone[stream]):
                 continue
             others = dict.fromkeys(self.streams, _UNCOMPRESSED)
-            measured[stream] = codes, self._kl({**others, stream: names[stream]})[0]
+            measured[stream] = codes, self._kl({**others, stream: names[stream]})[0] - rounding
         self.progress("sensitivity", len(self.streams), len(self.streams))
         known = [kl for _, kl in measured.values()] + [anchor.kl for each in self.alone.values() for anchor in each]
         floor = max(_FLOOR * sum(known) / len(known), 1e-12)
@@ -254,8 +268,9 @@ class Search:
         """What each stream can choose from, with losses in KL."""
         menus = {}
         for stream in self.streams:
-            curve = self._scaled(stream)
-            menus[stream] = self._klt_menu(stream, curve)
+            menus[stream] = self._klt_menu(stream, self._scaled(stream))
+            if not self.alone[stream]:
+                continue
             anchor = self.alone[stream][0]
             name = self.klt(anchor.codes)
             for other in self.options.candidates[1:]:

@@ -96,6 +96,28 @@ def test_an_interrupted_search_continues_without_measuring_again(tune, monkeypat
     assert load_artifact("a").config == load_artifact("whole").config
 
 
+@pytest.mark.parametrize(("rounding", "fewer"), [(1e-9, False), (2e-3, True)])
+def test_single_streams_are_measured_where_rounding_is_small(tune, monkeypatch, rounding, fewer):
+    def loss(search, stream, name):
+        bits = search.component(stream, name).nominal_bits
+        return 0.0 if name == "fp16" else (1 + stream[0]) * 0.1 * 4**-bits
+
+    def measured(self, names):
+        return rounding + sum(loss(self, *item) for item in names.items()), 3.0
+
+    searches = []
+    choose = Search._measurable
+    monkeypatch.setattr(Search, "_kl", measured)
+    monkeypatch.setattr(Search, "_measurable", lambda self, best: searches.append(self) or choose(self, best))
+    words = ("--budget", 3, "--candidates", "klt:join_keys=on", "--rounds", 1, "--swaps", 0, "--out", "a")
+    assert tune(*words).exit_code == 0
+    (search,) = searches
+    for stream, (anchor,) in search.alone.items():
+        assert anchor.kl == pytest.approx(loss(search, stream, search.klt(anchor.codes)), rel=1e-6)  # without rounding
+        at_start = search._codes(stream, search.tried[0].names[stream])
+        assert anchor.codes < at_start if fewer else anchor.codes == at_start
+
+
 @pytest.mark.slow
 def test_fewest_bits_within_a_divergence(tune):
     assert tune("--budget", 3, "--rounds", 0, "--swaps", 0, "--out", "a").exit_code == 0
