@@ -17,6 +17,7 @@ from kvq_cli.codecs.base import AnyCodec, Part, PromptCodec
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.codecs.gear import GearCodec
 from kvq_cli.codecs.identity import IdentityCodec
+from kvq_cli.codecs.nearest import MAX_ENTRIES
 from kvq_cli.codecs.normalized import NormalizedCodec
 from kvq_cli.codecs.outliers import OutlierCodec
 from kvq_cli.codecs.per_head import PerHeadCodec
@@ -83,6 +84,8 @@ def _unread(codec: AnyCodec) -> str | None:
 
 def _unread_codebook(codec: CodebookCodec) -> str | None:
     tokens, constants = codec.block[0], codec.constants()
+    if codec.centroids.shape[2] > MAX_ENTRIES:
+        return "codes have 16 bits"
     if tokens & (tokens - 1) or tokens > MAX_BLOCK_TOKENS:
         return f"codes are of {tokens} tokens, not 1, 2, 4 or {MAX_BLOCK_TOKENS}"
     if ("mean" in constants) != ("std" in constants):

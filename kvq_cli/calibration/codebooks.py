@@ -17,6 +17,7 @@ from kvq_cli.calibration.statistics import adjacent_correlation, mean_std, outli
 from kvq_cli.codecs import per_token
 from kvq_cli.codecs.base import side_dtype
 from kvq_cli.methods.base import BlockShape, CodebookSpec
+from kvq_cli.methods.codebooks import ENTRIES
 
 ERROR_MEASURE = (
     "on held-out samples, relative to the spread around each channel's mean; fisher: squared errors weighted with "
@@ -159,7 +160,8 @@ def _cluster(stream: _PreparedStream, shape: BlockShape, spec: CodebookSpec, set
     heads = stream.u.shape[2]
     if spec.across_heads:
         points, weights = (x.unflatten(0, (heads, -1)).transpose(0, 1).flatten(1, 2) for x in (points, weights))
-    points, weights = draw_coreset(points, weights, settings.points, settings.seed)
+    count = settings.points * max(1, spec.entries // ENTRIES)
+    points, weights = draw_coreset(points, weights, count, settings.seed)
     centroids = weighted_kmeans(
         points,
         weights,

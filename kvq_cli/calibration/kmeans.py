@@ -17,12 +17,18 @@ from torch import Tensor
 
 from kvq_cli.calibration.kmeans_scalar import scalar_kmeans
 from kvq_cli.codecs import kernels
+from kvq_cli.codecs.nearest import LARGE_ENTRIES, grid_max, grid_scale, ranked
+from kvq_cli.codecs.nearest import nearest as encoded
 from kvq_cli.errors import KvqError
 
 #: The engine of the Lloyd iterations: this module, faiss, or "auto", by the size of the codebook.
 Engine = Literal["auto", "kvq", "faiss"]
 #: The largest codebook that "auto" clusters here: above, an index would take over ten bits of a score (see `_nearest`).
 MAX_KVQ_ENTRIES = 1024
+
+#: The largest codebook that begins with k-means++, which takes a step over all points for each centroid; larger ones
+#: begin with points drawn by their weight, and are clustered by faiss alone.
+MAX_SEEDED_ENTRIES = 1 << 13
 
 #: Tries per centroid of greedy k-means++. More, and a lower tolerance, lower the error of the training points, but not
 #: that of held-out text (SmolLM2-135M), and take up to twice as long.
@@ -42,7 +48,8 @@ def weighted_kmeans(
 ) -> Tensor:
     """Minimize sum_i w_i ||u_i - c_assign(i)||^2 (Eq. 3) for each codebook: k-means++, then Lloyd iterations.
 
-    Codebooks of scalars are clustered by `kmeans_scalar` instead, unless faiss is requested.
+    Codebooks of more than `MAX_SEEDED_ENTRIES` begin with points drawn in proportion to their weights. Codebooks of
+    scalars are clustered by `kmeans_scalar` instead, unless faiss is requested.
 
     points:  `[codebooks, points, size]` float32, at least `entries` points. weights: `[codebooks, points]`, >= 0.
     A codebook stops after `iterations`, or when an iteration lowers its error by less than the fraction `tolerance`.
@@ -55,11 +62,13 @@ def weighted_kmeans(
     weights = torch.where(unweighted, torch.ones_like(weights), weights)
     if points.shape[2] == 1 and engine != "faiss":
         return scalar_kmeans(points.squeeze(2), weights, entries, iterations).unsqueeze(2)
-    draws = torch.rand(points.shape[0], entries, _TRIES, generator=torch.Generator().manual_seed(seed)).to(
-        points.device
-    )
+    generator = torch.Generator().manual_seed(seed)
     seed_batch, lloyd_batch = _batch_sizes(points.shape[0], points.shape[1] * entries, points.device.type)
-    starts = torch.cat([kmeans_plus_plus(p, w, d) for p, w, d in _batches(seed_batch, points, weights, draws)])
+    if entries > MAX_SEEDED_ENTRIES:
+        starts = _drawn(points, weights, entries, generator)
+    else:
+        draws = torch.rand(points.shape[0], entries, _TRIES, generator=generator).to(points.device)
+        starts = torch.cat([kmeans_plus_plus(p, w, d) for p, w, d in _batches(seed_batch, points, weights, draws)])
     if choose_engine(engine, entries) == "faiss":
         from kvq_cli.calibration.kmeans_faiss import lloyd_faiss
 
@@ -71,15 +80,17 @@ def weighted_kmeans(
 def choose_engine(engine: Engine, entries: int) -> Literal["kvq", "faiss"]:
     """The engine for codebooks of `entries` centroids: "auto" is faiss above `MAX_KVQ_ENTRIES` if it is installed.
 
-    Does not import faiss. Raises KvqError where faiss is requested and not installed.
+    Does not import faiss. Raises KvqError where faiss is requested or needed and not installed.
     """
-    if engine == "kvq" or (engine == "auto" and entries <= MAX_KVQ_ENTRIES):
+    needed = entries > MAX_SEEDED_ENTRIES
+    if not needed and (engine == "kvq" or (engine == "auto" and entries <= MAX_KVQ_ENTRIES)):
         return "kvq"
     if find_spec("faiss") is not None:
         return "faiss"
-    if engine == "faiss":
+    if needed or engine == "faiss":
+        what = f"a codebook of {entries:,} entries" if needed else "--kmeans faiss"
         raise KvqError(
-            "--kmeans faiss needs the package faiss, which is not installed: pip install 'kvq-cli[faiss]', "
+            f"{what} needs the package faiss, which is not installed: pip install 'kvq-cli[faiss]', "
             "or 'kvq-cli[faiss-gpu]' where there is a CUDA GPU"
         )
     return "kvq"
@@ -98,6 +109,13 @@ def _batch_sizes(codebooks: int, scores: int, device: str) -> tuple[int, int]:
 
 def _batches(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(tensor.split(size) for tensor in tensors), strict=True)
+
+
+def _drawn(points: Tensor, weights: Tensor, entries: int, generator: torch.Generator) -> Tensor:
+    """`[codebooks, entries, size]` different points, drawn in proportion to their weights: those with the largest
+    ln(uniform) / weight (Efraimidis and Spirakis)."""
+    keys = torch.rand(weights.shape, generator=generator).to(weights.device).log_().div_(weights.clamp_min(1e-30))
+    return points.gather(1, keys.topk(entries).indices[..., None].expand(-1, -1, points.shape[2]))
 
 
 def kmeans_plus_plus(points: Tensor, weights: Tensor, draws: Tensor) -> Tensor:
@@ -145,7 +163,12 @@ def lloyd(points: Tensor, weights: Tensor, centroids: Tensor, iterations: int, t
 
 
 def nearest(points: Tensor, centroids: Tensor) -> Tensor:
-    """Index of each point's nearest centroid, int64 `[codebooks, points]`; as precise as `_nearest`."""
+    """Index of each point's nearest centroid, int64 `[codebooks, points]`; as precise as `_nearest`, and in codebooks
+    that are too large for it as in encoding."""
+    if (entries := centroids.shape[1]) > MAX_KVQ_ENTRIES:
+        scale, most = grid_scale(centroids), grid_max(entries)
+        blocks = (points * scale.view(-1, 1, 1)).round_().clamp_(-most, most)
+        return encoded(blocks, ranked(centroids, scale)).long().bitwise_and_(LARGE_ENTRIES - 1)
     _, size = _batch_sizes(points.shape[0], points.shape[1] * centroids.shape[1], points.device.type)
     return torch.cat([_nearest(p, c)[1] for p, c in _batches(size, points, centroids)])
 

@@ -30,7 +30,8 @@ class CalibrationOptions:
     gradients:  samples whose gradients are captured; None: all. Codebooks are clustered from these samples, statistics
                 computed from all. A few tokens can hold most of a layer's squared gradients: with gradients for a
                 quarter of the samples, codebooks overfitted to them and did worse on other text than unweighted ones.
-    points:     blocks that each codebook is clustered from, drawn by importance.
+    points:     blocks that each codebook is clustered from, drawn by importance; 256 times as many for codebooks of
+                65,536 entries.
     iterations: maximum number of Lloyd iterations.
     damping:    share of a codebook's mean Fisher weight that is added to the weight of every block; 0 is the papers'
                 weighting. A few tokens can hold nearly all the weight, and squared gradients predict the cost of small

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from kvq_cli.codecs.nearest import GRID_MAX, KEEPS_TABLES, MAX_ENTRIES, grid_scale, nearest, ranked
+from kvq_cli.codecs.nearest import KEEPS_TABLES, MAX_ENTRIES, grid_max, grid_scale, nearest, ranked
 
 #: Components of a chunk, which is one 8-bit code: 8, 4, 2 or 1 bits per component.
 CHUNKS = (1, 2, 4, 8)
@@ -32,7 +32,8 @@ class ChunkCodebooks:
     def encode(self, z: Tensor) -> Tensor:
         """Index of each chunk's nearest centroid, uint8 `[chunks, tokens]`. z: `[tokens, components]` float32."""
         chunks, _, size = self.centroids.shape
-        z = (z * self._gain).round_().clamp_(-GRID_MAX, GRID_MAX)
+        most = grid_max(MAX_ENTRIES)
+        z = (z * self._gain).round_().clamp_(-most, most)
         return nearest(z.view(-1, chunks, size).transpose(0, 1), self._table())
 
     def _table(self) -> Tensor:

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from kvq_cli.codecs import bits as bitpack
 from kvq_cli.codecs.base import Codec, Packed, Part
-from kvq_cli.codecs.nearest import GRID_MAX, KEEPS_TABLES, MAX_ENTRIES, grid_scale, nearest, nearest_ignoring, ranked
+from kvq_cli.codecs.nearest import (
+    KEEPS_TABLES,
+    LARGE_ENTRIES,
+    grid_max,
+    grid_scale,
+    nearest,
+    nearest_ignoring,
+    ranked,
+)
 from kvq_cli.errors import UsageError
 
 
@@ -23,7 +31,8 @@ class CodebookCodec(Codec):
     block:     (l, c).
     mean, std: `[kv_heads, head_dim]` or None; blocks are assigned as (x - mean) / std and decoded as c std + mean.
 
-    Part: `codes` `[B, H, T / l, head_dim / c]` uint8, unit l; with fewer than 256 entries int32 words, planar.
+    Part: `codes` `[B, H, T / l, head_dim / c]` uint8, unit l; with fewer than 256 entries int32 words, planar; with
+    65,536 entries int16, whose 16 bits are the index.
     Raises UsageError where the block does not fit the codebooks.
     """
 
@@ -42,9 +51,10 @@ class CodebookCodec(Codec):
                 f"codebooks of shape {tuple(centroids.shape)} do not fit blocks of {tokens} tokens by {channels} "
                 f"channels at head_dim={head_dim}"
             )
+        packed = (*(2**bits for bits in bitpack.SPLIT), LARGE_ENTRIES)
+        if entries not in packed:
+            raise UsageError(f"codebooks of {entries} entries: use one of {', '.join(map(str, packed))}")
         self._code_bits = int(math.log2(entries))
-        if 2**self._code_bits != entries or entries > MAX_ENTRIES or self._code_bits not in (*bitpack.SPLIT, 8):
-            raise UsageError(f"codebooks of {entries} entries: use 2, 4, 8, 16 or 256")
         self.block, self.head_dim = block, head_dim
         self.block_tokens, self.nominal_bits = tokens, self._code_bits / size
         half = centroids.is_cuda and centroids.dtype == torch.bfloat16
@@ -82,7 +92,7 @@ class CodebookCodec(Codec):
         return self._pack(x, codes)
 
     def _pack(self, x: Tensor, codes: Tensor) -> Packed:
-        """codes: uint8 `[H * G, n]`, in the order of `_book_blocks`."""
+        """codes: `[H * G, n]`, in the order of `_book_blocks`."""
         tokens, channels = self.block
         heads, groups = self.centroids.shape[:2]
         columns = x.shape[3] // channels // groups
@@ -97,7 +107,8 @@ class CodebookCodec(Codec):
         x = x.float()
         if self._mean is not None:
             x = x - self._mean
-        return (x * self._gain).round_().clamp_(-GRID_MAX, GRID_MAX)
+        most = grid_max(self.centroids.shape[2])
+        return (x * self._gain).round_().clamp_(-most, most)
 
     def _book_blocks(self, x: Tensor) -> Tensor:
         """`[B, H, T, D]` -> the blocks of each codebook, `[H * G, n, l * c]`."""
@@ -149,7 +160,7 @@ class CodebookCodec(Codec):
         codes = packed.parts["codes"].tensor
         if self._code_bits < 8:
             codes = bitpack.unpack(codes, self._code_bits, self.head_dim)
-        index = codes.mT.contiguous() + self._offset.mT  # [B, H, D, T / l]
+        index = _unsigned(codes.mT.contiguous()) + self._offset.mT  # [B, H, D, T / l]
         fetched = self._fetch(self.centroids, index.view(-1)).view(self.centroids.dtype)
         x = fetched.view(*index.shape[:3], packed.tokens).float()
         if self._std is not None:
@@ -174,10 +185,10 @@ class CodebookCodec(Codec):
         return self._decoded
 
     def _lookup(self, codes: Tensor, entries: Tensor) -> Tensor:
-        """uint8 `[B, H, N, D / c]` -> `entries` `[.., l * c]` in place, `[B, H, N * l, D]` in their dtype."""
+        """`[B, H, N, D / c]` -> `entries` `[.., l * c]` in place, `[B, H, N * l, D]` in their dtype."""
         tokens, channels = self.block
         number = entries.element_size()
-        fetched = self._fetch(entries, (codes + self._offset).reshape(-1))
+        fetched = self._fetch(entries, (_unsigned(codes) + self._offset).reshape(-1))
         if tokens == 1:
             return fetched.view(entries.dtype).view(*codes.shape[:3], self.head_dim)
         # Numbers of an entry that stay together, the channels of one token, move as one.
@@ -189,6 +200,11 @@ class CodebookCodec(Codec):
         size = self.block[0] * self.block[1]
         table = entries.view(-1, size).view(bitpack.WIDE[min(16, size * entries.element_size())])
         return (table.view(-1) if table.shape[1] == 1 else table).index_select(0, index)
+
+
+def _unsigned(codes: Tensor) -> Tensor:
+    """Codes as numbers from 0 on: those of 16 bits as int32."""
+    return codes.int().bitwise_and_(LARGE_ENTRIES - 1) if codes.dtype == torch.int16 else codes
 
 
 def in_half(x: Tensor) -> Tensor:

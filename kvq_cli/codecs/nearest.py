@@ -15,64 +15,89 @@ from torch import Tensor
 from kvq_cli.codecs import kernels
 
 MAX_ENTRIES = 256
+#: Entries of a codebook with 16-bit codes.
+LARGE_ENTRIES = 1 << 16
 #: Devices that keep the tables made for encoding and decoding; sizes counted on the meta device are a CPU's.
 KEEPS_TABLES = ("cpu", "meta")
-#: Centroids are rounded to multiples of 2^-17 of the (power of two above the) largest number of their codebook, ...
-_CENTROID_BITS = 17
+#: Centroids are rounded to multiples of 2^-17 of the (power of two above the) largest number of their codebook, of
+#: 2^-13 where an index takes 16 bits, ...
+_CENTROID_BITS, _LARGE_CENTROID_BITS = 17, 13
 #: ... and blocks likewise; these may be up to 2^6 times as large as that number; larger ones are clamped.
-GRID_MAX = float(2 ** (_CENTROID_BITS + 6))
+_RANGE_BITS = 6
 #: Distances that are held at once: on a CPU by each thread, about as much as stays in a core's cache. In smaller tiles
 #: threads wait for each other more often, above all where other processes use the cores, too.
 _TILE_CPU, _TILE = 1 << 18, 1 << 25
+_LEAST_ROWS = 16  # of a tile: a large table is read once for so many blocks
 _IGNORING_TILE = 1 << 10  # blocks, each with its codebook
+
+
+def _centroid_bits(entries: int) -> int:
+    return _CENTROID_BITS if entries <= MAX_ENTRIES else _LARGE_CENTROID_BITS
+
+
+def _places(entries: int) -> int:
+    """A power of two above all indices of so many entries: 256 or 65,536."""
+    return MAX_ENTRIES if entries <= MAX_ENTRIES else LARGE_ENTRIES
+
+
+def code_dtype(entries: int) -> torch.dtype:
+    """The dtype of an index of so many entries: uint8, or int16 whose 16 bits are the index."""
+    return torch.uint8 if entries <= MAX_ENTRIES else torch.int16
+
+
+def grid_max(entries: int) -> float:
+    """The largest number of a block on the integer grid of a codebook of so many entries."""
+    return float(2 ** (_centroid_bits(entries) + _RANGE_BITS))
 
 
 def grid_scale(centroids: Tensor) -> Tensor:
     """The power of two that takes a codebook `[books, entries, size]` to the integer grid; float32 `[books]`."""
     largest = centroids.float().abs().amax(dim=(1, 2))
     exponent = torch.frexp(largest).exponent  # largest < 2^exponent
-    return torch.ldexp(torch.ones_like(largest), _CENTROID_BITS - exponent)
+    return torch.ldexp(torch.ones_like(largest), _centroid_bits(centroids.shape[1]) - exponent)
 
 
 def nearest(blocks: Tensor, table: Tensor) -> Tensor:
     """Index of the centroid with the least ||c||^2 - 2 u.c (Eq. 4-5), the first of equally near ones.
 
-    blocks: `[books, n, size]`, already on the grid: whole numbers of at most GRID_MAX, size at most 8.
+    blocks: `[books, n, size]`, already on the grid: whole numbers of at most `grid_max`, size at most 8.
     table:  the centroids as `ranked` gives them.
-    Returns uint8 `[books, n]`.
+    Returns `[books, n]` in `code_dtype`.
     """
     books, count, size = blocks.shape
-    if kernels.on_gpu(blocks):
+    entries = table.shape[2]
+    dtype = code_dtype(entries)
+    if entries <= MAX_ENTRIES and kernels.on_gpu(blocks):
         assigned = kernels.assign_centroids(blocks, (table[:, :size] / (-2 * MAX_ENTRIES)).mT.float())
         if assigned is not None:
-            return assigned[0].to(torch.uint8)
+            return assigned[0].to(dtype)
     if size == 1:
         return _nearest_scalar(blocks.squeeze(2), table)
     if blocks.is_meta:
-        return blocks.new_empty(books, count, dtype=torch.uint8)
+        return blocks.new_empty(books, count, dtype=dtype)
     points = blocks.new_ones(books, count, size + 1, dtype=torch.float64)
     points[:, :, :size] = blocks
     ranks = points.new_empty(books, count)
     cpu = blocks.device.type == "cpu"
     most = _TILE_CPU * torch.get_num_threads() if cpu else _TILE
-    rows = max(1, min(count, most // MAX_ENTRIES))
-    together = max(1, most // (MAX_ENTRIES * rows))
+    rows = max(1, min(count, max(_LEAST_ROWS, most // _places(entries))))
+    together = max(1, most // (_places(entries) * rows))
     # One tensor for the scores of all tiles: memory that is new to the process costs a CPU as much as the product.
-    scratch = points.new_empty(min(books, together) * rows * table.shape[2])
+    scratch = points.new_empty(min(books, together) * rows * entries)
     for b in range(0, books, together):
         for r in range(0, count, rows):
             tile = ranks[b : b + together, r : r + rows]
-            scores = scratch[: tile.numel() * table.shape[2]].view(*tile.shape, -1)
+            scores = scratch[: tile.numel() * entries].view(*tile.shape, -1)
             torch.bmm(points[b : b + together, r : r + rows], table[b : b + together], out=scores)
             torch.amin(scores, dim=2, out=tile)
-    return ranks.to(torch.int64).to(torch.uint8)  # the lowest byte: the index
+    return ranks.to(torch.int64).to(dtype)  # the lowest bits: the index
 
 
 def nearest_ignoring(blocks: Tensor, ignored: Tensor, books: Tensor, table: Tensor) -> Tensor:
     """Index of the centroid nearest to the numbers of a block that are not `ignored`: least sum of c^2 - 2 u c of them.
 
     blocks: `[n, size]` on the grid, as for `nearest`. ignored: bool `[n, size]`. books: int64 `[n]`, the codebook of
-    each block. table: the centroids of all codebooks as `ranked` gives them. Returns uint8 `[n]`.
+    each block. table: the centroids of all codebooks, at most 256 each, as `ranked` gives them. Returns uint8 `[n]`.
     """
     size, best = blocks.shape[1], torch.empty(len(blocks), dtype=torch.uint8, device=blocks.device)
     places = torch.arange(table.shape[2], dtype=torch.float64, device=blocks.device)
@@ -86,14 +111,16 @@ def nearest_ignoring(blocks: Tensor, ignored: Tensor, books: Tensor, table: Tens
 
 
 def ranked(centroids: Tensor, scale: Tensor) -> Tensor:
-    """Centroids `[books, entries, size]`, entries at most 256, with their `grid_scale`, for `nearest`.
+    """Centroids `[books, entries, size]`, entries at most 65,536, with their `grid_scale`, for `nearest`.
 
-    Float64 `[books, size + 1, entries]`, by which (u, 1) gives 256 (||c||^2 - 2 u.c) + index: the least of these
-    numbers is the nearest centroid's and carries its index: a plain minimum (much faster than an argmin) finds it.
+    Float64 `[books, size + 1, entries]`, by which (u, 1) gives P (||c||^2 - 2 u.c) + index, where P is 256, or 65,536
+    for more entries: the least of these numbers is the nearest centroid's and carries its index: a plain minimum (much
+    faster than an argmin) finds it.
 
     Where size is 1, two more rows: twice the midpoints of the sorted entries, from place 1 on, and their order.
 
-    With size 8, 256 ||c||^2 is at most 2^45 and 512 u.c at most 2^52: together below 2^53.
+    With size 8, 256 ||c||^2 is at most 2^45 and 512 u.c at most 2^52, and so are these with 65,536 and its coarser
+    grid: together below 2^53.
     """
     books, entries, size = centroids.shape
     rows = size + 1 if size > 1 else 4
@@ -101,10 +128,10 @@ def ranked(centroids: Tensor, scale: Tensor) -> Tensor:
     grid, constant = table[:, :size], table[:, size]
     grid.copy_(centroids.transpose(1, 2)).mul_(scale.view(-1, 1, 1)).round_()
     torch.sum(grid * grid, dim=1, out=constant)
-    constant.mul_(MAX_ENTRIES).add_(torch.arange(entries, device=centroids.device))
+    constant.mul_(_places(entries)).add_(torch.arange(entries, device=centroids.device))
     if size == 1:
         table[:, 2, 1:], table[:, 3] = _scalar_order(grid.squeeze(1))
-    grid.mul_(-2 * MAX_ENTRIES)
+    grid.mul_(-2 * _places(entries))
     return table
 
 
@@ -112,7 +139,7 @@ def _nearest_scalar(numbers: Tensor, table: Tensor) -> Tensor:
     """The same for `[books, n]` numbers on the grid, by a binary search: between which midpoints does a number lie?
     Twice these and the numbers are whole and at most 2^24, exact in float32."""
     middle, order = table[:, 2, 1:].float(), table[:, 3].to(torch.int64)
-    return order.gather(1, torch.searchsorted(middle, 2 * numbers.float().contiguous())).to(torch.uint8)
+    return order.gather(1, torch.searchsorted(middle, 2 * numbers.float().contiguous())).to(code_dtype(table.shape[2]))
 
 
 def _scalar_order(points: Tensor) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import BlockShape, CalibrationSpec, CodebookSpec, ModelShape
-from kvq_cli.methods.codebooks import ENTRIES, CodebookMethod, check_outliers, check_rotation, rotation_option
+from kvq_cli.methods.codebooks import (
+    ENTRIES,
+    CodebookMethod,
+    check_outliers,
+    check_rotation,
+    chunk_length,
+    entries_option,
+    rotation_option,
+)
 from kvq_cli.methods.registry import register
 
 
@@ -15,7 +23,9 @@ from kvq_cli.methods.registry import register
 @dataclass(frozen=True)
 class ChannelKV(CodebookMethod):
     """Chunks of c = 8 / bits adjacent channels of one token as 8-bit codes. Every group of c channels of a kv head has
-    its own codebook, for keys and for values, in every layer: nothing is normalized and nothing shared."""
+    its own codebook, for keys and for values, in every layer: nothing is normalized and nothing shared. With
+    entries=65536, chunks of 16 / bits channels are 16-bit codes of one codebook for a layer's keys, and one for its
+    values, normalized per channel (the thesis's section 7.1)."""
 
     name = "channelkv"
     paper = "https://arxiv.org/abs/2405.03917"
@@ -23,15 +33,17 @@ class ChannelKV(CodebookMethod):
     calibration_result = "codebooks (Fisher k-means), rotations (OPQ)"
 
     rotation: str = rotation_option()
+    entries: int = entries_option()
 
     @property
     def chunk(self) -> int:
         """c: adjacent channels that one code stands for."""
-        return 8 // self.bits
+        return chunk_length(self, self.entries)
 
     def calibration(self, shape: ModelShape) -> CalibrationSpec:
         if shape.head_dim % self.chunk:
-            fitting = [str(bits) for bits in (1, 2, 4) if shape.head_dim % (8 // bits) == 0]
+            longest = self.chunk * self.bits
+            fitting = [str(bits) for bits in (1, 2, 4) if shape.head_dim % (longest // bits) == 0]
             mend = f"use bits={' or '.join(fitting)}" if fitting else "no chunk of channels does"
             raise UsageError(
                 f"channelkv: bits={self.bits} are chunks of {self.chunk} channels, which do not divide "
@@ -39,6 +51,15 @@ class ChannelKV(CodebookMethod):
             )
         check_outliers(self.outliers, shape)
         check_rotation(self.rotation, shape)
-        block = BlockShape("channel", 1, self.chunk)
-        stream = CodebookSpec((block,), ENTRIES, self.chunk, False, self.outliers, rotation=self.rotation)
+        block, common = BlockShape("channel", 1, self.chunk), self.entries > ENTRIES
+        share = shape.head_dim if common else self.chunk
+        stream = CodebookSpec(
+            (block,),
+            self.entries,
+            share,
+            normalize=common,
+            outliers=self.outliers,
+            across_heads=common,
+            rotation=self.rotation,
+        )
         return CalibrationSpec(stream, stream, skip=self.sinks, fisher=self.fisher, hybrid="off")

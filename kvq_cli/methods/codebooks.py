@@ -13,6 +13,7 @@ from torch import Tensor
 from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.codecs.hadamard import factors
+from kvq_cli.codecs.nearest import LARGE_ENTRIES, MAX_ENTRIES
 from kvq_cli.codecs.outliers import OutlierCodec, block_capacity
 from kvq_cli.codecs.per_head import PerHeadCodec
 from kvq_cli.codecs.per_token import PerTokenCodec
@@ -33,7 +34,9 @@ from kvq_cli.methods.window import Window
 #: Values of the option `rotation`.
 ROTATIONS = ("none", "hadamard", "opq")
 #: Entries of a codebook with 8-bit codes.
-ENTRIES = 256
+ENTRIES = MAX_ENTRIES
+#: The longest chunk whose distances to centroids are computed exactly; see `codecs.nearest`.
+_LONGEST = 8
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,27 @@ def rotation_option() -> Any:
         "rotate the channels of each head first: by a Hadamard matrix, or by a calibrated one (OPQ)",
         choices=ROTATIONS,
     )
+
+
+def entries_option() -> Any:
+    """The option of methods with chunks: 8-bit or 16-bit codes."""
+    return option(
+        ENTRIES,
+        "centroids of a codebook; 65536: 16-bit codes of chunks twice as long, one codebook for all channels and heads "
+        "of a layer's keys or values, which are normalized",
+        choices=(ENTRIES, LARGE_ENTRIES),
+    )
+
+
+def chunk_length(method: CodebookMethod, entries: int) -> int:
+    """Numbers that a code of a codebook of `entries` stands for. UsageError for more than 8, and for outliers beside
+    16-bit codes, whose chunks would be searched with a mask each."""
+    length = int(math.log2(entries)) // method.bits
+    if length > _LONGEST:
+        raise UsageError(f"{method.name}: bits={method.bits} with entries={entries} are chunks of {length}: use bits=2")
+    if entries > ENTRIES and method.outliers:
+        raise UsageError(f"{method.name}: entries={entries} goes with outliers=0, not {method.outliers}")
+    return length
 
 
 def check_rotation(rotation: str, shape: ModelShape) -> None:

@@ -6,7 +6,15 @@ from dataclasses import dataclass
 
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import BlockShape, CalibrationSpec, CodebookSpec, ModelShape, option
-from kvq_cli.methods.codebooks import ENTRIES, CodebookMethod, check_outliers, check_rotation, rotation_option
+from kvq_cli.methods.codebooks import (
+    ENTRIES,
+    CodebookMethod,
+    check_outliers,
+    check_rotation,
+    chunk_length,
+    entries_option,
+    rotation_option,
+)
 from kvq_cli.methods.registry import register
 
 
@@ -29,14 +37,18 @@ class TemporalKV(CodebookMethod):
         "candidate block shapes: the thesis's two, or all of the bit budget",
         choices=("thesis", "all"),
     )
-    share: int | None = option(None, "adjacent channels that share a codebook; none: the chunk's length", at_least=1)
+    share: int | None = option(
+        None, "adjacent channels that share a codebook; none: the chunk's length (of 65536 entries, all)", at_least=1
+    )
     normalize_keys: bool = option(True, "cluster keys as (k - mean) / std per channel")
     normalize_values: bool = option(False, "cluster values as (v - mean) / std per channel")
     rotation: str = rotation_option()
+    entries: int = entries_option()
 
     @property
     def chunk(self) -> int:
-        return 8 // self.bits
+        """Numbers that one code stands for."""
+        return chunk_length(self, self.entries)
 
     def block_shapes(self) -> tuple[BlockShape, ...]:
         """The candidate shapes of this bit budget; `choice` tensors hold indices into them."""
@@ -50,15 +62,23 @@ class TemporalKV(CodebookMethod):
     def calibration(self, shape: ModelShape) -> CalibrationSpec:
         check_outliers(self.outliers, shape)
         check_rotation(self.rotation, shape)
-        share = self._share(shape)
+        share, common = self._share(shape), self.entries > ENTRIES
         keys, values = (
-            CodebookSpec(self.block_shapes(), ENTRIES, share, normalize, self.outliers, rotation=self.rotation)
+            CodebookSpec(
+                self.block_shapes(),
+                self.entries,
+                share,
+                normalize=normalize or common,
+                outliers=self.outliers,
+                across_heads=common,
+                rotation=self.rotation,
+            )
             for normalize in (self.normalize_keys, self.normalize_values)
         )
         return CalibrationSpec(keys, values, skip=self.sinks, fisher=self.fisher, hybrid=self.hybrid)
 
     def _share(self, shape: ModelShape) -> int:
-        share = self.share or self.chunk
+        share = self.share or (shape.head_dim if self.entries > ENTRIES else self.chunk)
         if shape.head_dim % share:
             fitting = ", ".join(str(s) for s in range(1, shape.head_dim + 1) if shape.head_dim % s == 0)
             raise UsageError(f"temporalkv: share={share} does not divide head_dim={shape.head_dim}; use {fitting}")

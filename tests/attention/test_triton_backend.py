@@ -177,6 +177,7 @@ def test_built_in_model_generates_the_same_tokens(method):
         (build("kivi", rotation="hadamard"), "channels are rotated"),
         (build("turboquant"), "channels are rotated"),
         (CodecMethod(transform, transform), "components of a transform"),
+        (CodecMethod(codebook((1, 8), 65536, 8), codebook((1, 8), 65536, 8)), "codes have 16 bits"),
     ],
 )
 def test_unsupported_storage_is_refused_or_uses_torch(one_layer, method, says):

@@ -34,6 +34,7 @@ CASES = [
     ("kvquant", {"bits": 2, "sinks": 3, "recent": 4, "outliers": 0.05}),
     ("channelkv", {"bits": 4, "sinks": 3}),
     ("channelkv", {"bits": 4, "sinks": 3, "rotation": "opq"}),
+    ("channelkv", {"bits": 4, "sinks": 3, "entries": 65536}),
     ("temporalkv", {"bits": 4, "sinks": 3, "hybrid": "head", "outliers": 0.05}),
     ("temporalkv", {"bits": 2, "sinks": 3, "recent": 6}),
     ("klt", {"bits": 2, "sinks": 3, "recent": 5, "join_keys": True}),

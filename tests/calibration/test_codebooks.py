@@ -58,6 +58,20 @@ def test_reported_errors_are_those_of_the_codec(captured, hybrid, normalize):
     assert ("mean" in tensors) == ("std" in tensors) == normalize
 
 
+@pytest.mark.slow  # 65,536 centroids
+def test_reported_errors_of_large_codebooks_are_those_of_the_codec():
+    pytest.importorskip("faiss")
+    noise = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(10, 4096, 2, 8, generator=noise) for _ in range(2))
+    captured = CapturedStream(x.bfloat16(), g[:8].bfloat16(), held_out=2)
+    method = TemporalKV(hybrid="off", bits=4, entries=65536)
+    settings = dataclasses.replace(SETTINGS, iterations=1, engine="faiss")
+    tensors, measured = calibrate_stream(captured, method.calibration(SHAPE).values, settings)
+    assert tensors["centroids.temporal"].shape == (1, 1, 65536, 4)
+    _, plain = errors_by_codec(tensors, captured, method, "v")
+    assert measured["chosen"]["plain"] == pytest.approx(plain, rel=0.01) and plain < 0.02
+
+
 def test_outliers_are_excluded_from_errors(captured):
     spec = dataclasses.replace(SPEC, outliers=0.02)
     tensors, measured = calibrate_stream(captured, spec, SETTINGS)

@@ -54,6 +54,11 @@ def one_for_all(entries):
     return CodebookCodec(draw(1, 1, entries, 1), (1, 1), HEAD_DIM)
 
 
+def large():
+    centroids = draw(1, 1, 65536, 8).half()
+    return CodebookCodec(centroids, (1, 8), HEAD_DIM, draw(HEADS, HEAD_DIM), draw(HEADS, HEAD_DIM).abs() + 0.5)
+
+
 def outliers(inner):
     return OutlierCodec(inner, -draw(HEADS, HEAD_DIM).abs(), draw(HEADS, HEAD_DIM).abs(), 0.01, torch.float32)
 
@@ -75,6 +80,7 @@ CODECS = {
     "normalized": fitted(NormalizedCodec(SignedCodec(2, "token", 16, HEAD_DIM))),
     "subspace": fitted(SubspaceCodec(2, 16, HEAD_DIM, rank=5, strength=0.1, block=24)),
     "codebook of 16": codebook((1, 1), entries=16),
+    "codes of 16 bits": large(),
     "transform per head": transform([[2, 1, 2, 0]] * HEADS),
     "transform of all heads": transform([[0, 2, 3, 1]]),
     "one codebook for all heads": one_for_all(8),

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvq_cli.codecs.nearest import GRID_MAX, grid_scale, nearest, ranked
+from kvq_cli.codecs.nearest import grid_max, grid_scale, nearest, ranked
 
 
 def grid_case(seed: int, books: int, count: int, entries: int, size: int, reach: float):
@@ -25,16 +25,34 @@ def grid_case(seed: int, books: int, count: int, entries: int, size: int, reach:
     st.sampled_from([1, 3, 255, 256, 257, 700]),
     st.sampled_from([2, 16, 256]),
     st.sampled_from([1, 2, 4, 8]),
-    st.sampled_from([2.0**17, GRID_MAX]),
+    st.sampled_from([2.0**17, grid_max(256)]),
 )
 def test_nearest_equals_integer_arithmetic(seed, books, count, entries, size, reach):
     centroids, scale, blocks = grid_case(seed, books, count, entries, size, reach)
-    c = (centroids.double() * scale.view(-1, 1, 1)).round().long()
-    assert c.abs().max() <= 2**17
-    u = blocks.long()
-    distance = (u.unsqueeze(2) - c.unsqueeze(1)).square().sum(-1)  # int64, exact
     actual = nearest(blocks, ranked(centroids, scale))
-    assert torch.equal(actual.long(), distance.argmin(-1))
+    assert actual.dtype == torch.uint8
+    assert torch.equal(actual.long(), first_nearest(blocks, centroids, scale, 2**17))
+
+
+def first_nearest(blocks, centroids, scale, largest):
+    """By integers."""
+    c = (centroids.double() * scale.view(-1, 1, 1)).round().long()
+    assert c.abs().max() <= largest
+    distance = (blocks.long().unsqueeze(2) - c.unsqueeze(1)).square().sum(-1)
+    return (distance == distance.amin(-1, keepdim=True)).int().argmax(-1)
+
+
+@pytest.mark.parametrize("size", [4, 8])
+@pytest.mark.parametrize("reach", [2.0**13, grid_max(65536)])
+def test_nearest_of_65536_equals_integer_arithmetic(size, reach):
+    centroids, scale, blocks = grid_case(7, 2, 19, 65536, size, reach)
+    centroids[:, 60000:] = centroids[:, :5536]  # of equal ones, the first
+    table = ranked(centroids, scale)
+    actual = nearest(blocks, table)
+    assert actual.dtype == torch.int16
+    expected = first_nearest(blocks, centroids, scale, 2**13)
+    assert torch.equal(actual.int() & 0xFFFF, expected.int()) and expected.max() > 2**15
+    assert torch.equal(nearest(blocks[:, 3:4], table), actual[:, 3:4])
 
 
 def test_first_of_equal_centroids_wins():

@@ -64,6 +64,25 @@ def test_codebooks_are_neither_normalized_nor_shared(shape):
     assert spec.keys == spec.values == CodebookSpec((BlockShape("channel", 1, 8),), 256, 8, False)
 
 
+@pytest.mark.parametrize(("bits", "chunk"), [(2, 8), (4, 4)])
+def test_codes_of_sixteen_bits(bits, chunk, shape, tensors_for):
+    method = build("channelkv", bits=bits, entries=65536)
+    tensors, x = tensors_for(method.calibration(shape), shape, [0, 0]), numbers(shape, tokens=24)
+    stream = method.plan(0, shape, tensors).keys
+    packed = stream.codec.encode(x)
+    assert stream.codec.nominal_bits == bits and packed.nbytes * 8 == bits * x.numel()
+    centroids = tensors["k.centroids.channel"]
+    assert centroids.shape == (1, 1, 65536, chunk)  # of all channels and heads
+    mean, std = (tensors[f"k.{name}"].double().unsqueeze(1) for name in ("mean", "std"))
+    chunks = ((x.double() - mean) / std).reshape(-1, chunk)
+    decoded = ((stream.codec.decode(packed, torch.float64) - mean) / std).reshape(-1, chunk)
+    distance = torch.cat([torch.cdist(part, centroids[0, 0].double()).amin(1) for part in chunks.split(256)])
+    # Distances on a grid of 2^-13 of the codebook's extent.
+    torch.testing.assert_close((chunks - decoded).norm(dim=1), distance, rtol=0, atol=3e-3)
+    codes = packed.parts["codes"].tensor
+    assert codes.dtype == torch.int16 and codes.min() < 0  # all 16 bits are used
+
+
 def test_codebook_bytes_of_llama_3_1_8b_match_table_13(shape_of, tensors_for):
     """The thesis's Table 13 counts TemporalKV's codebooks, which have the size of ChannelKV's: 33.6 MB."""
     plan = plan_for(build("channelkv"), shape_of(32, 8, 128), tensors_for)
@@ -111,6 +130,10 @@ def test_invalid_options_are_refused(shape, shape_of, tensors_for):
         build("channelkv", bits=3)
     with pytest.raises(UsageError, match=r"bits=1 are chunks of 8 channels, .* head_dim=84; use bits=2 or 4"):
         build("channelkv", bits=1).calibration(shape_of(head_dim=84))
+    with pytest.raises(UsageError, match="channelkv: bits=1 with entries=65536 are chunks of 16: use bits=2"):
+        build("channelkv", bits=1, entries=65536).calibration(shape)
+    with pytest.raises(UsageError, match=r"entries=65536 goes with outliers=0, not 0\.01"):
+        build("channelkv", outliers=0.01, entries=65536).calibration(shape)
     method = build("channelkv")
     with pytest.raises(UsageError, match="channelkv needs an artifact: run `kvq calibrate --method channelkv`"):
         method.plan(0, shape, {})

@@ -38,6 +38,8 @@ METHODS = [
     ("temporalkv", {"outliers": 0.01}),
     ("channelkv", {"rotation": "hadamard", "outliers": 0.01}),
     ("temporalkv", {"rotation": "opq", "recent": 3}),
+    ("channelkv", {"entries": 65536, "recent": 3}),
+    ("temporalkv", {"entries": 65536, "bits": 4, "hybrid": "head"}),
     *(("innerq", {"bits": bits, "group": 16, "sinks": 3, "recent": 5}) for bits in (1, 2, 3, 4, 8)),
     *(
         ("innerq", {"mode": mode, "sign": sign, "group": 16, "sinks": 3, "recent": 5})

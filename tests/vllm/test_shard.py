@@ -24,6 +24,7 @@ METHODS = (
     "kvquant:outliers=0.2",
     "channelkv:rotation=opq",
     "channelkv:outliers=0.01",
+    "channelkv:entries=65536",
     "temporalkv",
     "temporalkv:outliers=0.01:hybrid=head:shapes=all",
     "klt:join_values=off",
