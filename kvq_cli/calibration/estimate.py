@@ -17,15 +17,15 @@ from kvq_cli.methods.tensors import even_allocation, factor_layout, first_choice
 from kvq_cli.models import LoadedModel, text_config
 
 #: Activations of a sample on a CPU, where several samples run at once; above, layers are computed twice.
-_MAX_CPU_ACTIVATIONS = 1 << 29
+_MAX_CPU_ACTIVATIONS = 3 << 27
 #: Memory that a sample takes on a CPU beside its activations, in activations of one layer in 32 bits: freed temporaries
-#: between kept tensors. Measured: 0.8 GB where one layer's are 75 MB.
-_CPU_TEMPORARIES = 10
+#: between kept tensors. Measured: 0.9 GB where one layer's are 75 MB.
+_CPU_TEMPORARIES = 12
 
 
 def checkpointed_layers(loaded: LoadedModel, seqlen: int) -> int:
     """How many layers' activations are computed again in the backward pass over `seqlen` tokens, so that activations
-    take at most half of the free memory, on a CPU also at most 512 MiB."""
+    take at most half of the free memory, on a CPU also at most 384 MiB."""
     device, layers = loaded.model.device, loaded.shape.layers
     limit = _free_bytes(device) // 2
     if device.type == "cpu":
