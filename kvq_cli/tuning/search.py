@@ -36,7 +36,7 @@ from kvq_cli.tuning.settings import TuneOptions
 #: Least KL of a stream alone, as a share of the mean of all: measured differences below are noise.
 _FLOOR = 1e-3
 #: KL of a stream alone is measured at bits at which the mean of all streams is this many times the KL of rounding.
-_CLEAR = 10
+_CLEAR = 3
 #: Share of a stream's mean bytes that a swap moves.
 _SWAP = 0.1
 #: Share of `--kl` that is aimed at, so that the measured KL is seldom above it.
