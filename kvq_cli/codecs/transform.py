@@ -88,7 +88,7 @@ class TransformCodec(Codec):
         return Packed(tokens, {"codes": Part(by_token.view(batch, 1, tokens, self.codes), 1)})
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
-        return self.decode_by_channel(packed).mT.to(dtype, memory_format=torch.contiguous_format)
+        return self.decode_by_channel(packed).mT.to(dtype).contiguous()
 
     def decode_by_channel(self, packed: Packed) -> Tensor:
         codes = packed.parts["codes"].tensor
