@@ -215,8 +215,8 @@ def _attend(
     `[rows, query_heads, queries]`."""
     if q.device.type == "cpu" and form is PLAIN and q.shape[3] == v.shape[3]:
         # The function behind scaled_dot_product_attention on a CPU, which returns the sums, too.
-        # It reads wrong numbers where the channels of a token are not adjacent.
-        q, k, v = (x.contiguous() for x in (q, k, v))
+        # It reads wrong numbers where the channels of a token are not adjacent, without an error.
+        q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, attn_mask=mask, scale=scaling)
     scores = form.capped(q.unflatten(1, (k.shape[1], -1)) @ k.unsqueeze(2).mT * scaling)
     scores = scores if mask is None else scores + mask

@@ -6,22 +6,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvq_cli.errors import UsageError
-from kvq_cli.methods.base import BlockShape, CalibrationSpec, CodebookSpec, ModelShape
-from kvq_cli.methods.codebooks import (
-    ENTRIES,
-    CodebookMethod,
-    check_outliers,
-    check_rotation,
-    chunk_length,
-    entries_option,
-    rotation_option,
-)
+from kvq_cli.methods.base import BlockShape, CalibrationSpec, ModelShape
+from kvq_cli.methods.codebooks import ChunkMethod
 from kvq_cli.methods.registry import register
 
 
 @register
 @dataclass(frozen=True)
-class ChannelKV(CodebookMethod):
+class ChannelKV(ChunkMethod):
     """Chunks of c = 8 / bits adjacent channels of one token as 8-bit codes. Every group of c channels of a kv head has
     its own codebook, for keys and for values, in every layer: nothing is normalized and nothing shared. With
     entries=65536, chunks of 16 / bits channels are 16-bit codes of one codebook for a layer's keys, and one for its
@@ -32,14 +24,6 @@ class ChannelKV(CodebookMethod):
     summary = "codebooks over chunks of adjacent channels, calibrated with Fisher weights; pre-RoPE keys"
     calibration_result = "codebooks (Fisher k-means), rotations (OPQ)"
 
-    rotation: str = rotation_option()
-    entries: int = entries_option()
-
-    @property
-    def chunk(self) -> int:
-        """c: adjacent channels that one code stands for."""
-        return chunk_length(self, self.entries)
-
     def calibration(self, shape: ModelShape) -> CalibrationSpec:
         if shape.head_dim % self.chunk:
             longest = self.chunk * self.bits
@@ -49,17 +33,6 @@ class ChannelKV(CodebookMethod):
                 f"channelkv: bits={self.bits} are chunks of {self.chunk} channels, which do not divide "
                 f"head_dim={shape.head_dim}; {mend}"
             )
-        check_outliers(self.outliers, shape)
-        check_rotation(self.rotation, shape)
-        block, common = BlockShape("channel", 1, self.chunk), self.entries > ENTRIES
-        share = shape.head_dim if common else self.chunk
-        stream = CodebookSpec(
-            (block,),
-            self.entries,
-            share,
-            normalize=common,
-            outliers=self.outliers,
-            across_heads=common,
-            rotation=self.rotation,
-        )
+        share = shape.head_dim if self.common else self.chunk
+        stream = self.stream_spec((BlockShape("channel", 1, self.chunk),), share, False, shape)
         return CalibrationSpec(stream, stream, skip=self.sinks, fisher=self.fisher, hybrid="off")

@@ -6,7 +6,6 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -21,6 +20,7 @@ from kvq_cli.codecs.rotated import HadamardRotation, MatrixRotation, RotatedCode
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.base import (
     SOURCES,
+    BlockShape,
     CalibrationSpec,
     CodebookSpec,
     LayerPlan,
@@ -31,8 +31,6 @@ from kvq_cli.methods.base import (
 )
 from kvq_cli.methods.window import Window
 
-#: Values of the option `rotation`.
-ROTATIONS = ("none", "hadamard", "opq")
 #: Entries of a codebook with 8-bit codes.
 ENTRIES = MAX_ENTRIES
 #: The longest chunk whose distances to centroids are computed exactly; see `codecs.nearest`.
@@ -79,40 +77,60 @@ class CodebookMethod(Method):
         return StreamPlan(SOURCES[kind], codec, Window(self.sinks, self.recent, flush))
 
 
-def rotation_option() -> Any:
-    """The option of methods that can rotate the channels of each head before they are split into chunks."""
-    return option(
+@dataclass(frozen=True)
+class ChunkMethod(CodebookMethod):
+    """Chunks of adjacent numbers as 8-bit codes, or as 16-bit codes of one codebook for a layer's keys or values (the
+    thesis's section 7.1)."""
+
+    rotation: str = option(
         "none",
         "rotate the channels of each head first: by a Hadamard matrix, or by a calibrated one (OPQ)",
-        choices=ROTATIONS,
+        choices=("none", "hadamard", "opq"),
     )
-
-
-def entries_option() -> Any:
-    """The option of methods with chunks: 8-bit or 16-bit codes."""
-    return option(
+    entries: int = option(
         ENTRIES,
         "centroids of a codebook; 65536: 16-bit codes of chunks twice as long, one codebook for all channels and heads "
         "of a layer's keys or values, which are normalized",
         choices=(ENTRIES, LARGE_ENTRIES),
     )
 
+    @property
+    def chunk(self) -> int:
+        """Numbers that one code stands for. UsageError for more than 8."""
+        length = int(math.log2(self.entries)) // self.bits
+        if length > _LONGEST:
+            raise UsageError(
+                f"{self.name}: bits={self.bits} with entries={self.entries} are chunks of {length} numbers, "
+                f"{_LONGEST} at most: use bits=2 or 4"
+            )
+        return length
 
-def chunk_length(method: CodebookMethod, entries: int) -> int:
-    """Numbers that a code of a codebook of `entries` stands for. UsageError for more than 8, and for outliers beside
-    16-bit codes, whose chunks would be searched with a mask each."""
-    length = int(math.log2(entries)) // method.bits
-    if length > _LONGEST:
-        raise UsageError(f"{method.name}: bits={method.bits} with entries={entries} are chunks of {length}: use bits=2")
-    if entries > ENTRIES and method.outliers:
-        raise UsageError(f"{method.name}: entries={entries} goes with outliers=0, not {method.outliers}")
-    return length
+    @property
+    def common(self) -> bool:
+        """Whether all channels and heads of a layer's keys, or values, share a codebook."""
+        return self.entries > ENTRIES
 
-
-def check_rotation(rotation: str, shape: ModelShape) -> None:
-    """Raise UsageError for a head_dim without a Hadamard matrix, where one is asked for."""
-    if rotation == "hadamard":
-        factors(shape.head_dim)
+    def stream_spec(
+        self, shapes: tuple[BlockShape, ...], share: int, normalize: bool, shape: ModelShape
+    ) -> CodebookSpec:
+        """The calibration of keys or values. share, normalize: of codebooks that are not common. UsageError for a
+        head_dim without the rotation asked for, outliers too few for one per block, or outliers of 16-bit codes."""
+        check_outliers(self.outliers, shape)
+        if self.rotation == "hadamard":
+            factors(shape.head_dim)
+        if self.common and self.outliers:
+            raise UsageError(
+                f"{self.name}: entries={self.entries} leaves no outliers: set outliers=0, or entries={ENTRIES}"
+            )
+        return CodebookSpec(
+            shapes,
+            self.entries,
+            share,
+            normalize=normalize or self.common,
+            outliers=self.outliers,
+            across_heads=self.common,
+            rotation=self.rotation,
+        )
 
 
 def check_outliers(outliers: float, shape: ModelShape) -> None:

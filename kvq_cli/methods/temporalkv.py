@@ -5,22 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvq_cli.errors import UsageError
-from kvq_cli.methods.base import BlockShape, CalibrationSpec, CodebookSpec, ModelShape, option
-from kvq_cli.methods.codebooks import (
-    ENTRIES,
-    CodebookMethod,
-    check_outliers,
-    check_rotation,
-    chunk_length,
-    entries_option,
-    rotation_option,
-)
+from kvq_cli.methods.base import BlockShape, CalibrationSpec, ModelShape, option
+from kvq_cli.methods.codebooks import ChunkMethod
 from kvq_cli.methods.registry import register
 
 
 @register
 @dataclass(frozen=True)
-class TemporalKV(CodebookMethod):
+class TemporalKV(ChunkMethod):
     """Chunks of 8 / bits adjacent tokens of one channel as 8-bit codes; a layer or head may use chunks of adjacent
     channels (ChannelKV's) instead, where these have the lower Fisher-weighted error on held-out calibration data."""
 
@@ -42,13 +34,6 @@ class TemporalKV(CodebookMethod):
     )
     normalize_keys: bool = option(True, "cluster keys as (k - mean) / std per channel")
     normalize_values: bool = option(False, "cluster values as (v - mean) / std per channel")
-    rotation: str = rotation_option()
-    entries: int = entries_option()
-
-    @property
-    def chunk(self) -> int:
-        """Numbers that one code stands for."""
-        return chunk_length(self, self.entries)
 
     def block_shapes(self) -> tuple[BlockShape, ...]:
         """The candidate shapes of this bit budget; `choice` tensors hold indices into them."""
@@ -60,25 +45,15 @@ class TemporalKV(CodebookMethod):
         return tuple(shapes)
 
     def calibration(self, shape: ModelShape) -> CalibrationSpec:
-        check_outliers(self.outliers, shape)
-        check_rotation(self.rotation, shape)
-        share, common = self._share(shape), self.entries > ENTRIES
+        share = self._share(shape)
         keys, values = (
-            CodebookSpec(
-                self.block_shapes(),
-                self.entries,
-                share,
-                normalize=normalize or common,
-                outliers=self.outliers,
-                across_heads=common,
-                rotation=self.rotation,
-            )
+            self.stream_spec(self.block_shapes(), share, normalize, shape)
             for normalize in (self.normalize_keys, self.normalize_values)
         )
         return CalibrationSpec(keys, values, skip=self.sinks, fisher=self.fisher, hybrid=self.hybrid)
 
     def _share(self, shape: ModelShape) -> int:
-        share = self.share or (shape.head_dim if self.entries > ENTRIES else self.chunk)
+        share = self.share or (shape.head_dim if self.common else self.chunk)
         if shape.head_dim % share:
             fitting = ", ".join(str(s) for s in range(1, shape.head_dim + 1) if shape.head_dim % s == 0)
             raise UsageError(f"temporalkv: share={share} does not divide head_dim={shape.head_dim}; use {fitting}")

@@ -151,8 +151,8 @@ class Search:
         return (giver, taker), {**names, giver: change[giver][-1][1], taker: change[taker][1][1]}
 
     def _measurable(self, best: Tried) -> Mapping[Stream, str]:
-        """The names of `best`, or of the best choice of so many bits less that each stream alone has a KL well above
-        that of rounding."""
+        """The names of `best`, or, where rounding would drown the KL of streams alone, of the best choice with fewer
+        bits."""
         least = _CLEAR * self._rounding() * len(self.streams)
         return best.names if best.kl >= least else self._named(choose(self._menus(), self._budget_for(least)))
 
@@ -166,7 +166,7 @@ class Search:
         menus = self._menus()
         nearest = min(self.tried, key=lambda tried: abs(tried.kl - target))
         ratio = nearest.kl / max(self._predicted(nearest.names), 1e-12)
-        low, high = len(self.streams), self._bytes(8.0)
+        low, high = sum(min(item.cost for item in menu) for menu in menus.values()), self._bytes(8.0)
         while low < high:
             middle = (low + high) // 2
             enough = ratio * sum(item.loss for item in choose(menus, middle).values()) <= target

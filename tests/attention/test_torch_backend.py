@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_transforms import random_transform
 
 from kvq_cli.attention import torch_backend, torch_prefill
 from kvq_cli.attention.forward_context import ForwardContext
@@ -14,6 +15,7 @@ from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.rows import Rows
 from kvq_cli.codecs.identity import IdentityCodec
 from kvq_cli.codecs.rotated import HadamardRotation, RotatedCodec
+from kvq_cli.codecs.transform import TransformCodec
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.methods.base import LayerPlan, StreamPlan
 from kvq_cli.methods.window import Window
@@ -101,11 +103,21 @@ def run(layer, turn, q, k, v, starts, exact, mask=None) -> torch.Tensor:
     return torch.cat(outs, dim=2)
 
 
+def transform(heads: int, dim: int, seed: int) -> TransformCodec:
+    """Decodes channel by channel."""
+    return TransformCodec(heads, random_transform([[0, 0, dim // 2, 0]], heads * dim, torch.float32, noise(seed)))
+
+
+def noise(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def make(source, key_window, value_window, sliding=None, style="half", codec="uniform") -> tuple:
     turn = rotation(style if source == "pre_rope" else "none")
     codecs = {
         "uniform": (UniformCodec(2, "channel", 4, DIM), UniformCodec(2, "token", 4, DIM)),
         "identity": (IdentityCodec(), IdentityCodec()),
+        "transform": tuple(transform(HEADS, DIM, seed) for seed in (0, 1)),
         "rotated": tuple(RotatedCodec(IdentityCodec(), HadamardRotation(DIM, flip)) for flip in (False, True)),
     }
     keys, values = codecs[codec]
@@ -114,7 +126,7 @@ def make(source, key_window, value_window, sliding=None, style="half", codec="un
 
 
 def numbers(*shape: int, seed: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, generator=noise(seed))
 
 
 windows = st.builds(lambda s, r, f: (s, r, f), st.integers(0, 7), st.integers(0, 12), st.integers(1, 3))
@@ -163,8 +175,9 @@ def test_left_padded_batch_equals_single_rows(exact, chunk):
         assert not batch[row, :, :count].any()
 
 
+@pytest.mark.parametrize("codec", ["uniform", "transform"])
 @pytest.mark.parametrize("exact", [True, False])
-def test_tile_size_does_not_change_the_result(exact, monkeypatch):
+def test_tile_size_does_not_change_the_result(exact, codec, monkeypatch):
     """A context in several tiles equals the context in one tile."""
     q, k, v = (numbers(1, h, 150, DIM, seed=i) for i, h in enumerate((HEADS * GROUP, HEADS, HEADS)))
     outs = []
@@ -172,7 +185,7 @@ def test_tile_size_does_not_change_the_result(exact, monkeypatch):
         monkeypatch.setattr(torch_prefill, "TILE", size)
         monkeypatch.setattr(torch_prefill, "MASKED_QUERIES", min(size, 128))
         monkeypatch.setattr(torch_backend, "DECODE_NUMBERS", size * HEADS * DIM)
-        layer, turn = make("pre_rope", Window(3, 10, 8), Window(5, 21, 1))
+        layer, turn = make("pre_rope", Window(3, 10, 8), Window(5, 21, 1), codec=codec)
         outs.append(run(layer, turn, q, k, v, [0, 60, 130, *range(140, 150)], exact))
     torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-4)
 

@@ -185,6 +185,14 @@ def test_parts_have_their_units_and_decode_from_views(codec):
 
 
 @each_codec
+def test_decoded_numbers_are_contiguous(codec):
+    """Attention over many tokens reads channels as if they were adjacent."""
+    packed = codec.encode(draw(BATCH, HEADS, 96, HEAD_DIM))
+    for dtype in (torch.float32, torch.float16):
+        assert codec.decode(packed, dtype).is_contiguous()
+
+
+@each_codec
 def test_decode_does_not_modify_its_input(codec):
     x = draw(BATCH, HEADS, 2 * codec.block_tokens, HEAD_DIM)
     packed = codec.encode(x)

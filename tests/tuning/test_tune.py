@@ -96,7 +96,7 @@ def test_an_interrupted_search_continues_without_measuring_again(tune, monkeypat
     assert load_artifact("a").config == load_artifact("whole").config
 
 
-@pytest.mark.parametrize(("rounding", "fewer"), [(1e-9, False), (7e-3, True)])
+@pytest.mark.parametrize(("rounding", "fewer"), [(1e-9, False), (7e-3, True), (1.0, True)])
 def test_single_streams_are_measured_where_rounding_is_small(tune, monkeypatch, rounding, fewer):
     def loss(search, stream, name):
         bits = search.component(stream, name).nominal_bits
