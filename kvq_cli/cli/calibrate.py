@@ -44,7 +44,10 @@ Seqlen = Annotated[
 Gradients = Annotated[
     int | None, data_option("--gradients", min=2, help="Number of windows with gradients (default: all).")
 ]
-Points = Annotated[int, data_option("--points", min=256, help="Training points of each codebook.")]
+Points = Annotated[
+    int,
+    data_option("--points", min=256, help="Training points of each codebook; entries=65536: 256 times as many."),
+]
 Iterations = Annotated[int, data_option("--iterations", min=1, help="Maximum number of k-means iterations.")]
 Kmeans = Annotated[
     Literal["auto", "kvq", "faiss"],
