@@ -86,7 +86,7 @@ test: .venv/.installed  ## Test every method, command and kernel family: about 5
 	KVQ_TEST_PTX=sm_90 $(PYTEST) -m "not slow" tests/kernels/test_compiled.py
 
 # By files, whose tests share models, answers and servers. A test that hangs fails after ten minutes.
-test-vllm: .venv/vllm/.installed  ## Test kvq inside vLLM, in an environment of its own: about 9 minutes on two busy cores.
+test-vllm: .venv/vllm/.installed  ## Test kvq inside vLLM, in an environment of its own: about 9 minutes on two cores.
 	@$(call pytest,$(<D)/bin) --dist loadfile -o faulthandler_timeout=600 tests/vllm/engine
 
 # The oldest versions come last: they need the other environments.
@@ -95,7 +95,7 @@ test-all: .venv/.installed .venv/device/.installed .venv/oldest/.installed  ## R
 	KVQ_TEST_PTX=sm_90 $(PYTEST) tests/kernels/test_compiled.py
 	$(call pytest,.venv/oldest/bin) -m "not slow" $(OLDEST_TESTS)
 
-lint: .venv/.installed  ## Check style, types, spelling, unused code and which room imports which.
+lint: .venv/.installed  ## Check style, types, spelling, unused code and which package imports which.
 	@$(BIN)/ruff check .
 	$(BIN)/ruff format --check --quiet .
 	git ls-files '*.py' '*.md' '*.yaml' '*.toml' '*.sh' Makefile | xargs $(BIN)/codespell

@@ -59,7 +59,9 @@ def with_errors(table: Table) -> tuple[list[str], list[list[Any]]]:
 def _cell_text(cell: Any) -> str:
     if cell is None:
         return ""
-    return f"{cell:.5g}" if isinstance(cell, float) else str(cell)
+    if not isinstance(cell, float):
+        return str(cell)
+    return f"{cell:.5g}" if abs(cell) < 1e5 else f"{cell:.0f}"
 
 
 def _escape_latex(text: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.perplexity import PERPLEXITY
 from kvq_cli.evaluation.settings import RULER
-from kvq_cli.evaluation.tabulate import EXACT
+from kvq_cli.evaluation.tabulate import EXACT, longest_cache
 from kvq_cli.figures import new_figure, save
 
 MARKERS = "osD^vP*X<>hpd"
@@ -90,9 +90,8 @@ def lines_by_method(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, list[
 
 
 def measured_bits(result: Mapping[str, Any]) -> float:
-    """Measured bits of the perplexity evaluation, or of the first one if there is none."""
-    name = next((name for name in result["cache"] if name.startswith(PERPLEXITY)), next(iter(result["cache"])))
-    return result["cache"][name]["measured_bits"]
+    """Measured bits as tables print them: of the task with the longest samples."""
+    return longest_cache(result)["measured_bits"]
 
 
 def _perplexity(result: Mapping[str, Any]) -> float | None:

@@ -110,6 +110,11 @@ def _columns(documents: Mapping[str, Mapping[str, Any]]) -> list[Column]:
     return [*columns, Column("x smaller", "", "ratio", 0, 2)]
 
 
+def longest_cache(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The cache summary of the task with the longest samples: there windows in full precision weigh least."""
+    return max(document["cache"].values(), key=lambda summary: summary["tokens"])
+
+
 def _metrics(results: Mapping[str, Any]) -> list[str]:
     return [key for key in results if "," in key and "_stderr," not in key]
 
@@ -118,8 +123,7 @@ def _entry(column: Column, document: Mapping[str, Any]) -> Entry:
     if not column.task:
         if not document["cache"]:
             return Entry(None)
-        longest = max(document["cache"], key=lambda name: document["cache"][name]["tokens"])
-        value = document["cache"][longest][column.metric]
+        value = longest_cache(document)[column.metric]
         return Entry(value / 1024 if column.metric == "bytes" else value)
     metrics = document["results"].get(column.task, {})
     name, _, filter_name = column.metric.partition(",")

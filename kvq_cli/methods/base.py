@@ -321,7 +321,10 @@ class Method(ABC):
         """
 
     def stream_plan(self, kind: str, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> StreamPlan:
-        """The plan of a layer's keys ("k") or values ("v") alone; tensors: as for `plan`, those of this stream."""
+        """The plan of a layer's keys ("k") or values ("v") alone.
+
+        tensors: as for `plan`, those of this stream.
+        """
         plan = self.plan(layer, shape, tensors)
         return plan.keys if kind == "k" else plan.values
 

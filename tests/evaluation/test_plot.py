@@ -12,7 +12,7 @@ from kvq_cli.evaluation import plot
 def method(name: str, bits: int, kl: float) -> dict:
     return {
         "config": {"method": {"name": name, "bits": bits}},
-        "cache": {"perplexity-1024": {"measured_bits": bits + 1.0}},
+        "cache": {"perplexity-1024": {"measured_bits": bits + 1.0, "tokens": 1024}},
         "results": {"perplexity": {"perplexity,none": 30 + kl, "kl,none": kl}},
     }
 

@@ -14,7 +14,7 @@ def document(bits, measured, kl, ratio=1.02):
     }
     # The mean over texts is no text of its own.
     results["perplexity"] = {"perplexity,none": 9.0, "perplexity_uncompressed,none": 1.0, "kl,none": kl}
-    cache = {"perplexity_a-1024": {"measured_bits": measured}}
+    cache = {"perplexity_a-1024": {"measured_bits": measured, "tokens": 1024}}
     return {"results": results, "cache": cache, "config": {"method": {"name": "x", "bits": bits}}}
 
 
@@ -60,7 +60,7 @@ def test_rulers_mean_is_compared_with_fp16s():
     def answered(score, measured):
         mean = {"alias": "ruler", "1024,none": score, "1024_stderr,none": 0.05, "2048,none": score / 2}
         scores = {"vt": {"1024,none": 0.1}, "ruler": mean}
-        return {"results": scores, "cache": {"vt-1024": {"measured_bits": measured}}, "config": {"method": {"bits": 2}}}
+        return {"results": scores, "cache": {"vt-1024": {"measured_bits": measured, "tokens": 1024}}, "config": {"method": {"bits": 2}}}
 
     methods = {
         "fp16": answered(1.0, 16.0),

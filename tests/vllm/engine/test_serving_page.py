@@ -21,7 +21,7 @@ def page_commands() -> list[list[str]]:
 
 def test_five_commands_lead_to_an_answer(tmp_path):
     install, calibrate, serve, *asking = page_commands()
-    assert install == ["pip", "install", "kvq-cli[vllm]"]
+    assert install == ["pip", "install", ".[vllm]"]
     kvq = [sys.executable, "-m", "kvq_cli"]
     subprocess.run([*kvq, *calibrate[1:]], cwd=tmp_path, stderr=subprocess.DEVNULL, check=True)
     place = serve.index("--port")
