@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from kvq_cli.artifact.fingerprint import Fingerprint, fingerprint
+from kvq_cli.artifact.fingerprint import weights_digest
 from kvq_cli.errors import KvqError
 from kvq_cli.models import LoadedModel, load_model
 
@@ -20,13 +20,13 @@ class ModelSource:
     dtype: str
     trust_remote_code: bool
     revision: str | None
-    fingerprint: Fingerprint
+    weights: str
     folder: str = field(default_factory=os.getcwd)
 
     @classmethod
     def of(cls, loaded: LoadedModel) -> ModelSource:
         device, dtype = loaded.model.device.type, str(loaded.model.dtype).removeprefix("torch.")
-        weights = fingerprint(loaded.model)
+        weights = weights_digest(loaded.model)
         return cls(loaded.name, device, dtype, loaded.trust_remote_code, loaded.revision, weights)
 
     def load(self) -> LoadedModel:
@@ -35,7 +35,7 @@ class ModelSource:
             os.chdir(self.folder)
         loaded = load_model(self.name, self.device, self.dtype, trust_remote_code=self.trust_remote_code)
         found = ModelSource.of(loaded)
-        for what in ("device", "dtype", "revision", "fingerprint"):
+        for what in ("device", "dtype", "revision", "weights"):
             here, sent = getattr(found, what), getattr(self, what)
             if here != sent:
                 raise KvqError(f"--model {self.name}: a worker has another {what}: {here} instead of {sent}")

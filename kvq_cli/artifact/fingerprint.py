@@ -1,8 +1,10 @@
-"""Model fingerprints, which tie an artifact to its model: architecture sizes and a hash of key/value projections."""
+"""What tells models apart: the fingerprint ties an artifact to the weights of its keys and values, the digest of all
+weights ties results to the whole model."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -13,6 +15,10 @@ import torch
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+#: Entries of a configuration that do not change what a model computes; nor do those that begin with "_".
+_NOT_HASHED = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
+#: Integers of as many bytes, as which weights of any dtype are added exactly, in any order.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Names of the weights that compute keys and values in transformers' models.
 _KEY_VALUE_WEIGHTS = re.compile(r"\.(k_proj|v_proj|qkv_proj|kv_proj|k_norm|query_key_value|Wqkv|c_attn)\.")
 
@@ -76,4 +82,21 @@ def hash_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
         digest.update(f"{name} {tuple(weight.shape)}\n".encode())
         exact = weight.detach().to("cpu", torch.bfloat16 if weight.is_floating_point() else weight.dtype)
         digest.update(exact.contiguous().view(torch.uint8).flatten().numpy().data)
+    return digest.hexdigest()
+
+
+def weights_digest(model: PreTrainedModel) -> str:
+    """The sha256 of a model's configuration and of the sums over rows and over columns of the bits of all its weights.
+
+    Results, captured activations and saved caches depend on all weights; a fingerprint is that of keys and values
+    alone. The sums are exact, and computed where the weights are: hashing them all would copy a model from its GPU.
+    """
+    config = {key: value for key, value in model.config.to_dict().items() if key not in _NOT_HASHED and key[0] != "_"}
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for name, weight in sorted(model.state_dict().items()):
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
+        bits = weight.detach().view(_INTEGERS[weight.element_size()])
+        bits = bits.flatten(1) if bits.ndim > 1 else bits.reshape(1, -1)
+        for axis in (0, 1):
+            digest.update(bits.sum(axis, dtype=torch.int64).cpu().numpy().data)
     return digest.hexdigest()

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvq_cli.artifact import Artifact
-from kvq_cli.artifact.fingerprint import fingerprint
+from kvq_cli.artifact.fingerprint import fingerprint, weights_digest
 from kvq_cli.attention.attention_hooks import NAME, AttentionHooks, recorded_score_forms, register
 from kvq_cli.attention.backend import ChosenBackend, check_backend, choose_backend
 from kvq_cli.attention.capture_points import AttentionLayer, attention_layers, attention_modules, decoder_of
@@ -101,7 +101,8 @@ class Attached:
     def origin(self) -> Origin:
         """What the caches of this attach belong to."""
         dtype = str(self.model.dtype).removeprefix("torch.")
-        return Origin(fingerprint(self.model), dtype, to_config(self.method), self._artifact, self.prefill)
+        identity = fingerprint(self.model), weights_digest(self.model)
+        return Origin(*identity, dtype, to_config(self.method), self._artifact, self.prefill)
 
     def one_by_one(self) -> AbstractContextManager[None]:
         """Inside the block, a pass over several tokens gives what decoding them one by one would, whatever `prefill`

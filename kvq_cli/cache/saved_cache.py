@@ -36,11 +36,12 @@ if TYPE_CHECKING:
     from kvq_cli.cache.layer import CompressedLayer
     from kvq_cli.cache.stream import Stream
 
-FORMAT = 1
+FORMAT = 2
 FORM: Form = {
     "format": OneOf((FORMAT,)),
     "kvq": str,
     "model": FINGERPRINT,
+    "weights": str,
     "dtype": DTYPE,
     "method": dict,
     "artifact": OrNone(str),
@@ -58,11 +59,12 @@ _KEY, _IDS, _TEXT = "kvq", "prompt.ids", "prompt.text"
 class Origin:
     """What a cache belongs to: it continues correctly only with the same.
 
-    method: name and options, as `methods.registry.to_config` gives them. artifact: the digest of the artifact, None for
-    a method without one. dtype: of the model. prefill: see `attach`.
+    weights: see `weights_digest`. method: name and options, as `methods.registry.to_config` gives them. artifact: the
+    digest of the artifact, None for a method without one. dtype: of the model. prefill: see `attach`.
     """
 
     model: Fingerprint
+    weights: str
     dtype: str
     method: Mapping[str, Any]
     artifact: str | None
@@ -125,6 +127,7 @@ def save(cache: CompressedCache, path: str | os.PathLike, prompt: SavedPrompt, o
         "format": FORMAT,
         "kvq": __version__,
         "model": origin.model.to_dict(),
+        "weights": origin.weights,
         "dtype": origin.dtype,
         "method": dict(origin.method),
         "artifact": origin.artifact,
@@ -248,7 +251,8 @@ class SavedCache:
         return tensor.clone()
 
     def check_origin(self, origin: Origin) -> None:
-        """Raise UsageError, naming both, for another model, method, option or artifact."""
+        """Raise UsageError, naming both, for another model, method, option or artifact. The digest of the weights comes
+        last: it depends on their dtype."""
         about, path = self.about, self.path
         model = Fingerprint(**about["model"])
         if model != origin.model:
@@ -262,6 +266,8 @@ class SavedCache:
             one, other = (_short(side.get(key)) for side in sides)
             if one != other or (key in sides[0]) != (key in sides[1]):
                 raise UsageError(f"{path} was saved with {key}={one}, not {key}={other}: pass the same, or save again")
+        if about["weights"] != origin.weights:
+            raise UsageError(f"{path} belongs to a model with other weights or another configuration: save it again")
 
     def prompt(self, vocabulary: int) -> SavedPrompt:
         """The token ids and the text; KvqError for ids that a model of this vocabulary does not have."""

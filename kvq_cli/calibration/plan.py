@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 import kvq_cli
 from kvq_cli.artifact import fingerprint
+from kvq_cli.artifact.fingerprint import weights_digest
 from kvq_cli.calibration.mixed import UNIT
 from kvq_cli.calibration.settings import (
     CalibrationOptions,
@@ -17,6 +18,7 @@ from kvq_cli.calibration.settings import (
     check_enough,
 )
 from kvq_cli.codecs.nearest import MAX_ENTRIES
+from kvq_cli.data.texts import file_digest
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import (
     CalibrationSpec,
@@ -77,7 +79,10 @@ class CapturePlan(CalibrationPlan):
         if size.units < size.possible:  # drawn at random in units
             tokens["unit"] = size.unit
         text = {key: settings[key] for key in ("dataset", "samples", "seqlen", "gradients", "seed")}
-        return {key: self.request()[key] for key in ("kvq", "model")} | text | tokens
+        identity: dict[str, Any] = {"weights": weights_digest(self.loaded.model), "results": kvq_cli.RESULTS}
+        if (file := file_digest(text["dataset"])) is not None:
+            identity["text"] = file
+        return {key: self.request()[key] for key in ("kvq", "model")} | identity | text | tokens
 
 
 @dataclass(frozen=True)

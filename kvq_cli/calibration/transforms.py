@@ -27,6 +27,8 @@ ERROR_MEASURE = (
 )
 #: Share of the mean eigenvalue that is added to the Fisher matrix, so that directions without gradients keep a bound.
 SHRINKAGE = 1e-3
+#: Components of at most this variance are constant.
+_CONSTANT = 1e-60
 #: Tokens of float64 statistics at a time.
 _TILE = 4096
 
@@ -146,11 +148,12 @@ def _order_and_scale(variances: Tensor, lengths: Sequence[int]) -> tuple[Tensor,
         chunks.append(range(first, first + length))
         first += length
     chunks.sort(key=len)
-    scales = [
-        variances[chunk.start : chunk.stop].mean().clamp_min(1e-300).sqrt().expand(len(chunk)) for chunk in chunks
-    ]
+    means = torch.stack([variances[chunk.start : chunk.stop].mean() for chunk in chunks])
+    # Constant components, as those of a head that is always zero, stay as they are: their factor has no bound.
+    scales = torch.where(means > _CONSTANT, means, 1.0).sqrt()
+    scales = scales.repeat_interleave(torch.tensor([len(chunk) for chunk in chunks], device=scales.device))
     order = torch.tensor([component for chunk in chunks for component in chunk], device=variances.device)
-    return order, torch.cat(scales)
+    return order, scales
 
 
 def _cluster(

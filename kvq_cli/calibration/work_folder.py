@@ -97,7 +97,7 @@ class WorkFolder:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            raise KvqError(f"cannot read {self.path / name}.json ({error}): start over with --force") from error
+            raise KvqError(f"cannot read {self.path / name}.json ({error}): {self._start_over}") from error
 
     def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
         """Write `<name>.safetensors` atomically."""
@@ -109,7 +109,7 @@ class WorkFolder:
         try:
             return safetensors.torch.load(path.read_bytes())
         except OSError as error:
-            raise KvqError(f"cannot read {path} ({error.strerror}): start over with --force") from error
+            raise KvqError(f"cannot read {path} ({error.strerror}): {self._start_over}") from error
 
     def has_tensors(self, name: str) -> bool:
         """Whether `<name>.safetensors` was written."""
@@ -132,8 +132,13 @@ class WorkFolder:
         with open(self.path / f"{name}.bf16", "rb") as file:
             file.seek(2 * start * (size // shape[0]))
             if file.readinto(numbers.view(torch.uint8).numpy().data) != 2 * size:
-                raise KvqError(f"{self.path / name}.bf16 is shorter than it was written: start over with --force")
+                raise KvqError(f"{self.path / name}.bf16 is shorter than it was written: {self._start_over}")
         return numbers
+
+    @property
+    def _start_over(self) -> str:
+        """What removes the folder: `--force` does not clear captured activations that others share."""
+        return f"delete {self.path}" if self._shared else "start over with --force"
 
     def _create(self, request: Mapping[str, Any], disk_bytes: int) -> None:
         self._created = [folder for folder in self.path.parents if not folder.exists()]

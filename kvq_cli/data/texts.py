@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,8 @@ def load_text(name: str, split: str, data_dir: Path | None = None) -> str:
         return "\n\n".join(hub_rows(name, split, data_dir))
     path = Path(name)
     if not path.is_file():
-        raise UsageError(f"no dataset {name!r}: neither a file nor one of {', '.join(dataset_names())}")
+        known = [each for each in dataset_names() if each != name]  # `self` needs a model
+        raise UsageError(f"no dataset {name!r}: neither a file nor one of {', '.join(known)}")
     text = _from_file(path)
     if not text.strip():
         raise KvqError(f"{path} contains no text")
@@ -85,6 +87,14 @@ def document_windows(
         if len(short) == len(documents):
             raise KvqError(f"none of {len(documents):,} documents has {seqlen:,} tokens: take a smaller --seqlen")
     return torch.stack(windows)
+
+
+def file_digest(dataset: str) -> str | None:
+    """The sha256 of a text file, which its path does not tell; None for a dataset with a name."""
+    path = Path(dataset)
+    if dataset in dataset_names() or not path.is_file():
+        return None
+    return sha256(path.read_bytes()).hexdigest()
 
 
 def text_name(dataset: str) -> str:

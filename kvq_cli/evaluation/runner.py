@@ -12,8 +12,8 @@ from os.path import relpath
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvq_cli import __version__
-from kvq_cli.artifact.fingerprint import fingerprint
+from kvq_cli import RESULTS, __version__
+from kvq_cli.artifact.fingerprint import fingerprint, weights_digest
 from kvq_cli.attention.attach import Attached, attach
 from kvq_cli.distributed import Workers
 from kvq_cli.errors import KvqError, NotFiniteError
@@ -70,6 +70,7 @@ def evaluate(
     model["dtype"] = str(loaded.model.dtype).removeprefix("torch.")
     if loaded.trust_remote_code:  # only then: samples of all other models keep their keys
         model["trust_remote_code"] = True
+    finished = {"kvq": __version__, "results": RESULTS, "model": model, "weights": weights_digest(loaded.model)}
     evaluations = build_evaluations(settings, loaded, overall)
     with ExitStack() as attachments:
         # Attach all methods at once: a forward pass uses the method whose cache it is given. A method that does not
@@ -83,7 +84,7 @@ def evaluate(
         logs = {}
         for evaluation in evaluations:
             for method in methods:
-                key = {"kvq": __version__, "model": model, **method.identity, **evaluation.config}
+                key = {**finished, "version": evaluation.version, **method.identity, **evaluation.config}
                 backend = attached[method.label].backend.summary
                 if backend != "torch":  # keys of the PyTorch backend name no backend, so that older logs resume
                     key["backend"] = backend

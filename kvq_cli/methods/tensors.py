@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -65,13 +66,18 @@ def even_allocation(spec: TransformSpec, kind: str, shape: ModelShape) -> list[l
 
 def code_budget(spec: TransformSpec, shape: ModelShape) -> int:
     """The codes of 8 bits of a token: those of all layers' keys and values together."""
-    return int(spec.bits * shape.layers * 2 * shape.kv_heads * shape.head_dim / 8)
+    return _codes(spec.bits, shape.layers * 2 * shape.kv_heads * shape.head_dim)
 
 
 def stream_codes(spec: TransformSpec, kind: str, shape: ModelShape) -> int:
     """The codes of 8 bits of a token of one stream that has `bits` of its own; at least one per group."""
     groups, width = spec.groups(kind, shape)
-    return max(groups, int(spec.bits * groups * width / 8))
+    return max(groups, _codes(spec.bits, groups * width))
+
+
+def _codes(bits: float, numbers: int) -> int:
+    """Whole codes of 8 bits; a product that rounding has put just below a whole number counts as this number."""
+    return math.floor(bits * numbers / 8 + 1e-9)
 
 
 def first_choice(spec: StreamSpec, kind: str, shape: ModelShape) -> list[Any]:

@@ -33,7 +33,7 @@ def prepare(
     source = model_source(model)
     if isinstance(attachable, Artifact):
         attachable.check_config(config, model)
-        check_weights(attachable, config, Path(source), model)
+        check_weights(attachable, config, source, model, trust_remote_code)
     return serve_plan(ServedMethod.of(attachable), config, shape, source, model, flags)
 
 
@@ -43,14 +43,22 @@ def _with_dtype(shape: ModelShape, dtype: torch.dtype) -> ModelShape:
     return replace(shape, dtype=dtype)
 
 
-def check_weights(artifact: Artifact, config: PretrainedConfig, folder: Path, name: str) -> None:
-    """Raise UsageError if the key and value weights in the model's folder are not those of the artifact's model.
+def check_weights(
+    artifact: Artifact, config: PretrainedConfig, source: str, name: str, trust_remote_code: bool
+) -> None:
+    """Raise UsageError if the model's key and value weights are not those of the artifact's model.
 
-    Reads these weights alone. Models on the Hub, which vLLM downloads itself, and files that name their weights unlike
-    transformers does, are compared by architecture only.
+    Reads these weights alone, from the model's folder or the Hub's cache. Where they cannot be read (vLLM downloads the
+    model later, or its files name the weights unlike transformers does), the model must have the artifact's name.
     """
-    weights = dict(_stored_weights(folder))
-    if not weights or any(key not in weights for key in _expected_names(config)):
+    weights = dict(_stored_weights(_folder(source)))
+    if not weights or any(key not in weights for key in _expected_names(config, trust_remote_code)):
+        if name != artifact.model_name:
+            raise UsageError(
+                f"artifact {artifact.path} was calibrated for {artifact.model_name!r}, and the key and value weights of "
+                f"{name!r} cannot be read to compare them: pass --model {artifact.model_name}, or a folder with the "
+                "model's safetensors files"
+            )
         return
     actual = Fingerprint(**architecture(config), weights=hash_weights(sorted(weights.items())))
     if actual != artifact.fingerprint:
@@ -58,6 +66,18 @@ def check_weights(artifact: Artifact, config: PretrainedConfig, folder: Path, na
             f"artifact {artifact.path} belongs to the model {artifact.model_name!r} ({artifact.fingerprint}), not to "
             f"{name!r} ({actual}): pass --model {artifact.model_name} or calibrate for {name!r}"
         )
+
+
+def _folder(source: str) -> Path:
+    """The model's folder: `source`, or where the Hub's cache has it."""
+    from huggingface_hub import snapshot_download
+
+    if Path(source).is_dir():
+        return Path(source)
+    try:
+        return Path(snapshot_download(source, local_files_only=True))
+    except (OSError, ValueError):  # not downloaded yet, or no name of the Hub
+        return Path(source)
 
 
 def _stored_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
@@ -71,10 +91,10 @@ def _stored_weights(folder: Path) -> Iterator[tuple[str, Tensor]]:
                     yield key, tensors.get_tensor(key)
 
 
-def _expected_names(config: PretrainedConfig) -> list[str]:
+def _expected_names(config: PretrainedConfig, trust_remote_code: bool) -> list[str]:
     """The names of transformers' key and value weights."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return [name for name, _ in model.named_parameters() if is_hashed(name)]

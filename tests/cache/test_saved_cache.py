@@ -12,6 +12,7 @@ from random_artifacts import random_parts, tiny_model
 from kvq_cli import attach
 from kvq_cli.artifact import Artifact
 from kvq_cli.cache.cache import CompressedCache
+from kvq_cli.errors import UsageError
 from kvq_cli.methods.registry import build, method_names
 
 KIVI = {"group": 8, "residual": 16, "sinks": 3}
@@ -140,6 +141,20 @@ def test_loaded_and_cloned_caches_continue_bit_for_bit(name, options, tmp_path):
     header = 8 + struct.unpack("<Q", file.read_bytes()[:8])[0]
     ids = 8 * run.ids[:, :DOCUMENT].numel()
     assert size == file.stat().st_size == header + ids + sum(x.numel() * x.element_size() for x in before.values())
+
+
+@torch.no_grad()
+def test_cache_of_a_model_with_other_weights_is_refused(tmp_path):
+    """Also if its keys and values are computed by the same weights, as after training of the others."""
+    model, file = tiny_model(hidden_size=64), tmp_path / "document.safetensors"
+    run, method = Run(model), build("fp16")
+    with attach(model, method) as kv:
+        cache = kv.new_cache()
+        run.feed(cache, 0, DOCUMENT)
+        cache.save(file, run.ids[:, :DOCUMENT])
+    model.model.layers[0].mlp.down_proj.weight += 0.01
+    with attach(model, method) as kv, pytest.raises(UsageError, match="with other weights or another configuration"):
+        kv.load_cache(file)
 
 
 def unique(cache: CompressedCache) -> list[torch.Tensor]:

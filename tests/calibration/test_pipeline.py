@@ -249,6 +249,15 @@ def test_calibrations_share_a_finished_capture_at_the_same_time(tiny, quick, tmp
     assert refused and made[0].digest == first.digest == run(tiny, quick, tmp_path / "c").digest
 
 
+def test_an_edited_text_is_captured_again(tiny, quick, tmp_path):
+    text, tokens = tmp_path / "numbers.txt", []
+    options = {"calibration": dataclasses.replace(quick, dataset=str(text)), "captured": tmp_path / "captured"}
+    for step in (1, 7):
+        text.write_text(" ".join(map(str, range(0, 4000 * step, step))))
+        tokens.append(run(tiny, out=tmp_path / str(step), **options).digest)
+    assert len(list((tmp_path / "captured").iterdir())) == 2 and tokens[0] != tokens[1]
+
+
 @pytest.mark.parametrize("flags", [{}, {"resume": True}, {"force": True}])
 def test_second_process_in_the_same_folder_is_refused(tiny, quick, tmp_path, flags):
     """The first process still writes the same artifact as alone."""

@@ -13,6 +13,7 @@ from kvq_cli.calibration.allocation import EXCESS, allocate, chunk_losses
 from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
 from kvq_cli.calibration.transforms import SHRINKAGE, calibrate_transform, fit_transform
 from kvq_cli.codecs.chunk_codebooks import CHUNKS
+from kvq_cli.codecs.transform import TransformCodec
 
 HEADS, DIM = 2, 8
 SETTINGS = ClusterSettings(True, "off", points=2048, iterations=6, seed=0, dtype=torch.float32, damping=0.1)
@@ -102,6 +103,18 @@ def test_allocation_is_the_best_of_all(codes, seed):
 def test_too_few_codes_are_refused():
     with pytest.raises(ValueError, match="1 codes are too few for 2 groups"):
         allocate([np.ones(4), np.ones(4)], 1)
+
+
+def test_a_head_that_is_always_zero_is_stored_exactly():
+    stream = captured()
+    stream.x[:, :, 1], stream.g[:, :, 1] = 0, 0
+    fitted = fit_transform(stream, 2, "full")
+    tensors, _ = calibrate_transform(stream, fitted, [[1, 1, 2], [4]], SETTINGS)
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+    codec = TransformCodec(HEADS, tensors)
+    x = stream.x.float().transpose(1, 2)
+    decoded = codec.decode(codec.encode(x), torch.float32)
+    assert decoded[:, 1].abs().max() < 1e-6 and (decoded[:, 0] - x[:, 0]).square().mean() < x[:, 0].var() / 4
 
 
 @pytest.mark.parametrize("groups", [1, 2])

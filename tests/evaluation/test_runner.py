@@ -13,6 +13,7 @@ from kvq_cli.errors import KvqError, NotFiniteError, UsageError
 from kvq_cli.evaluation.compared_methods import compared_methods
 from kvq_cli.evaluation.generation import generate_answers
 from kvq_cli.evaluation.paired import differences
+from kvq_cli.evaluation.perplexity import PerplexityEvaluation
 from kvq_cli.evaluation.runner import evaluate
 from kvq_cli.evaluation.settings import EvaluationSettings
 from kvq_cli.methods.registry import build
@@ -126,6 +127,21 @@ def test_finished_samples_are_not_evaluated_again(loaded, whole, monkeypatch):
     with pytest.raises(TypeError):
         _run(loaded, out, batch_size=1, limit=4)
     assert without_run(_run(loaded, out, batch_size=1, limit=3)) == without_run(document)
+
+
+@pytest.mark.parametrize("changed", ["weights", "results", "version"])
+def test_samples_of_other_weights_or_of_a_changed_evaluation_are_made_again(loaded, tmp_path, monkeypatch, changed):
+    settings = {"tasks": ["perplexity"], "limit": 2}
+    _run(loaded, tmp_path, **settings)
+    if changed == "weights":  # of no key and no value: the fingerprint of the model stays
+        weight = loaded.model.model.layers[0].mlp.down_proj.weight
+        monkeypatch.setattr(weight, "data", weight.data * 1.5)
+    elif changed == "results":
+        monkeypatch.setattr("kvq_cli.evaluation.runner.RESULTS", -1)
+    else:
+        monkeypatch.setattr(PerplexityEvaluation, "version", -1)
+    _run(loaded, tmp_path, **settings)
+    assert len(list(tmp_path.glob("kivi*/*.jsonl"))) == 2
 
 
 def test_each_method_configuration_has_its_own_results(loaded, tmp_path, monkeypatch, interrupt_after):

@@ -113,6 +113,14 @@ def test_artifact_of_another_model(kvq, artifact, tmp_path):
         assert "belongs to the model 'mine'" in result.stderr
 
 
+def test_artifact_of_another_name_where_weights_cannot_be_compared(kvq, artifact, model, tmp_path):
+    """As of a model that vLLM downloads later: the same configuration may have other weights."""
+    model.config.save_pretrained(tmp_path / "other")
+    result = kvq("serve", "--model", str(tmp_path / "other"), "--artifact", str(artifact), "--dry-run")
+    assert result.exit_code == 2
+    assert "calibrated for 'mine', and the key and value weights" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

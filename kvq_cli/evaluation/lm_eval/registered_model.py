@@ -15,7 +15,7 @@ from lm_eval.api.registry import register_model
 
 from kvq_cli import __version__
 from kvq_cli.artifact import Artifact, load_artifact
-from kvq_cli.artifact.fingerprint import fingerprint
+from kvq_cli.artifact.fingerprint import weights_digest
 from kvq_cli.attention.attach import attach
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.evaluation.base import cache_summary
@@ -86,7 +86,7 @@ class KvqLM(AttachedLM):
             "kvq": __version__,
             "model": loaded.label,
             "revision": loaded.revision,
-            "fingerprint": fingerprint(loaded.model).to_dict(),
+            "weights": weights_digest(loaded.model),
             "dtype": str(loaded.model.dtype).removeprefix("torch."),
             **compared_methods([attachable])[0].identity,
             "prefill": prefill,
