@@ -148,9 +148,11 @@ def plan_calibration(loaded: LoadedModel, method: Method, options: CalibrationOp
         _check_transforms(settings, size, spec, loaded.shape)
         return TransformPlan(loaded, method, settings, size, spec)
     if isinstance(spec, MixedSpec):
-        settings = options.resolve(loaded, MAX_ENTRIES)
+        parts = {each for layer in spec.layers for each in layer}
+        codebooks = [stream for one in parts if isinstance(one, CalibrationSpec) for stream in one.streams]
+        settings = options.resolve(loaded, max([MAX_ENTRIES, *(stream.entries for stream in codebooks)]))
         size = capture_size(settings, spec.skip, UNIT, loaded)
-        for one in {each for layer in spec.layers for each in layer}:
+        for one in parts:
             if isinstance(one, TransformSpec):
                 _check_transforms(settings, size, one, loaded.shape)
             elif one is not None:

@@ -55,9 +55,9 @@ def check_weights(
     if not weights or any(key not in weights for key in _expected_names(config, trust_remote_code)):
         if name != artifact.model_name:
             raise UsageError(
-                f"artifact {artifact.path} was calibrated for {artifact.model_name!r}, and the key and value weights of "
-                f"{name!r} cannot be read to compare them: pass --model {artifact.model_name}, or a folder with the "
-                "model's safetensors files"
+                f"artifact {artifact.path} was calibrated for {artifact.model_name!r}, and the key and value weights "
+                f"of {name!r} cannot be read to compare them: pass --model {artifact.model_name}, or a folder with "
+                "the model's safetensors files"
             )
         return
     actual = Fingerprint(**architecture(config), weights=hash_weights(sorted(weights.items())))

@@ -60,7 +60,8 @@ def test_rulers_mean_is_compared_with_fp16s():
     def answered(score, measured):
         mean = {"alias": "ruler", "1024,none": score, "1024_stderr,none": 0.05, "2048,none": score / 2}
         scores = {"vt": {"1024,none": 0.1}, "ruler": mean}
-        return {"results": scores, "cache": {"vt-1024": {"measured_bits": measured, "tokens": 1024}}, "config": {"method": {"bits": 2}}}
+        cache = {"vt-1024": {"measured_bits": measured, "tokens": 1024}}
+        return {"results": scores, "cache": cache, "config": {"method": {"bits": 2}}}
 
     methods = {
         "fp16": answered(1.0, 16.0),

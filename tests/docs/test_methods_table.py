@@ -1,0 +1,88 @@
+"""The README's table of what each method needs and where it runs, against the code that decides it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from pages import ROOT
+from random_artifacts import random_parts, tiny_model
+
+from kvq_cli import attach
+from kvq_cli.artifact import Artifact
+from kvq_cli.attention import rematerialize_backend, triton_backend
+from kvq_cli.errors import UsageError
+from kvq_cli.methods.mixed import PARTS
+from kvq_cli.methods.registry import build, method_names
+from kvq_cli.vllm.checks import check_plans
+from kvq_cli.vllm.served import served_options
+
+HEADER = "| method | calibration | Triton kernels | `kvq serve` | `kvq tune` |"
+#: What a cell that begins with "yes" or "with" leaves out or asks for, in --compare's form.
+EXCEPTIONS = {"without `rotation`": {"rotation": "hadamard"}, "without `entries=65536`": {"entries": 65536}}
+
+
+def table() -> dict[str, list[str]]:
+    """The cells of each method."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").split(HEADER)[1].split("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {name: cells for first, *cells in rows for name in re.findall(r"`([a-z0-9-]+)`", first)}
+
+
+ROWS = table()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(head_dim=64, hidden_size=128, num_hidden_layers=5)  # more than XQuant-CL's base layers
+
+
+def attached(model, method):
+    """Layers and plans of the method, with random tensors where it calibrates."""
+    attachable = method
+    if method.calibrates:
+        config, tensors = random_parts(method, model)
+        attachable = Artifact({**config, "checksum": "random"}, tensors, Path("nowhere"))
+    with attach(model, attachable, backend="torch") as kv:
+        return kv.layers, kv.plans
+
+
+def by_kernels(model, method) -> bool:
+    for layer, plan in zip(*attached(model, method), strict=True):
+        is_input = plan.keys.source == "input"
+        reason = (
+            rematerialize_backend.unsupported(layer, plan)
+            if is_input
+            else triton_backend.unsupported(plan, layer.rotation)
+        )
+        if reason is not None or plan.cross_layer is not None:
+            return False
+    return True
+
+
+def is_served(model, name: str, **options) -> bool:
+    method = build(name, **options)
+    try:
+        check_plans(method, attached(model, method)[1])
+    except UsageError:
+        return False
+    return True
+
+
+def test_every_method_has_a_row():
+    assert {*ROWS, "mixed"} == set(method_names())
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_cells_say_what_the_code_does(model, name):
+    calibration, kernels, serve, tune = ROWS[name]
+    method = build(name)
+    assert calibration == ("yes" if method.calibrates else "no")
+    assert kernels.startswith("yes") == by_kernels(model, method)
+    for words, options in EXCEPTIONS.items():
+        if words in kernels:
+            assert not by_kernels(model, build(name, **options))
+    assert (serve != "no") == is_served(model, name, **served_options(name, {}))
+    assert (serve == "with `norm=off`") == bool(served_options(name, {}))
+    assert tune == ("yes" if name in PARTS else "no")
