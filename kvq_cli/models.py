@@ -62,11 +62,13 @@ def load_model(
 ) -> LoadedModel:
     """Load `name`: "reference", "smollm2" (see `smollm2`), a folder in the Hugging Face format, or a Hub id.
 
-    device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1". dtype: one of `DTYPES`; "auto" is the dtype of the
-    stored weights. trust_remote_code: run the Python code that the model's `auto_map` names; never asked for on stdin.
+    device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", which becomes the current one. dtype: one of
+    `DTYPES`; "auto" is the dtype of the stored weights. trust_remote_code: run the Python code that the model's
+    `auto_map` names; never asked for on stdin.
     Raises KvqError where there is no such model, or one that needs code that is not trusted; UsageError for an unknown
     device or dtype.
     """
+    import torch
     import transformers
 
     from kvq_cli.upcast import upcast_forward_passes
@@ -90,6 +92,8 @@ def load_model(
     if missing := sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise KvqError(f"cannot load the model {name!r}: its files lack the weights {missing[0]}{more}")
+    if target.type == "cuda" and target.index is not None:
+        torch.cuda.set_device(target)  # Triton and CUDA graphs take the current device, not the model's
     model = model.eval().to(target)
     model.requires_grad_(False)
     upcast_forward_passes(model)

@@ -9,6 +9,6 @@ same in short PyTorch, `kernel.py` (or several files) the Triton implementation,
     rematerialize     attention over cached layer inputs        assign_centroids  the steps of k-means
 
 `tuning` reads the tables, `static` compiles the launches of `aot_cases` and reports registers, spills and instructions
-(`machine_code` reads these), `planar` packs words. Sizes in docstrings: B rows (batch), H kv heads, Q query heads,
-T tokens, D head_dim.
+(`machine_code` reads these), `planar` packs words, `launch_device` makes the tensors' GPU the current one. Sizes in
+docstrings: B rows (batch), H kv heads, Q query heads, T tokens, D head_dim.
 """

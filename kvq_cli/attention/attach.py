@@ -23,7 +23,7 @@ from kvq_cli.attention.backend import ChosenBackend, check_backend, choose_backe
 from kvq_cli.attention.capture_points import AttentionLayer, attention_layers, attention_modules, decoder_of
 from kvq_cli.attention.graphs import captured_steps
 from kvq_cli.attention.projections import projections
-from kvq_cli.attention.rotary import Rotation
+from kvq_cli.attention.rotary import shared
 from kvq_cli.attention.score_form import PLAIN
 from kvq_cli.cache.cache import CompressedCache
 from kvq_cli.cache.cross_layer import CrossLayerSum
@@ -157,8 +157,12 @@ def attach(
             raise refused
         points = any(plan.keys.source != "post_rope" for plan in plans)
         with recorded_score_forms() as forms:
-            layers = _with_shared_rotations(attention_layers(model, points))
-        layers = [replace(layer, score_form=forms.get(layer.module, PLAIN)) for layer in layers]
+            layers = attention_layers(model, points)
+        rotations = shared(layer.rotation for layer in layers)
+        layers = [
+            replace(layer, rotation=rotation, score_form=forms.get(layer.module, PLAIN))
+            for layer, rotation in zip(layers, rotations, strict=True)
+        ]
         chosen = choose_backend(backend, model.device, list(zip(layers, plans, strict=True)))
         attached = Attached(model, method, plans, layers, prefill, chosen, digest)
         attached.hooks.install(undo)
@@ -204,15 +208,3 @@ def _layer_shape(layer: AttentionLayer, plan: LayerPlan) -> LayerShape:
         streams = [probe.key, probe.value]
     heads = probe.key.shape[1]
     return LayerShape(streams, heads, heads * (probe.key.shape[3] + probe.value.shape[3]))
-
-
-def _with_shared_rotations(layers: list[AttentionLayer]) -> list[AttentionLayer]:
-    """The layers, with one Rotation object for all layers with the same rotation."""
-    shared: list[Rotation] = []
-    result = []
-    for layer in layers:
-        rotation = next((known for known in shared if known.same(layer.rotation)), layer.rotation)
-        if rotation is layer.rotation:
-            shared.append(rotation)
-        result.append(replace(layer, rotation=rotation))
-    return result

@@ -51,23 +51,27 @@ class Graph(Protocol):
 
 
 class CudaGraph:
-    """torch's; the graphs of one cache share their memory, since one step runs at a time."""
+    """torch's; the graphs of one cache share their memory, since one step runs at a time.
 
-    def __init__(self, pool: Any) -> None:
-        self._pool, self._graph = pool, torch.cuda.CUDAGraph()
+    By default torch captures all graphs of a process in one stream, which is of the device that was current first.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, pool: Any) -> None:
+        self._stream, self._pool, self._graph = stream, pool, torch.cuda.CUDAGraph()
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
-        with torch.cuda.graph(self._graph, pool=self._pool):
+        with torch.cuda.device(self._stream.device), torch.cuda.graph(self._graph, self._pool, self._stream):
             return work()
 
     def replay(self) -> None:
-        self._graph.replay()
+        with torch.cuda.device(self._stream.device):
+            self._graph.replay()
 
 
-def cuda_graphs() -> Callable[[], Graph]:
-    """A factory of graphs that share one memory pool."""
-    pool = torch.cuda.graph_pool_handle()
-    return lambda: CudaGraph(pool)
+def cuda_graphs(device: torch.device) -> Callable[[], Graph]:
+    """A factory of graphs on a GPU that share a stream, as they must, and one memory pool."""
+    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+    return lambda: CudaGraph(stream, pool)
 
 
 @contextmanager
@@ -75,12 +79,11 @@ def captured_steps(
     model: PreTrainedModel,
     hooks: AttentionHooks,
     backend: ChosenBackend,
-    graphs: Callable[[], Callable[[], Graph]] = cuda_graphs,
+    graphs: Callable[[torch.device], Callable[[], Graph]] = cuda_graphs,
 ) -> Iterator[None]:
     """Inside the block, `model` replays the decode steps of compressed caches that it has captured.
 
-    graphs: called once for each cache, gives the factory of its
-    graphs.
+    graphs: called with the model's device once for each cache, gives the factory of its graphs.
     """
     if backend.engine is None:
         raise ValueError("steps can be captured only where kernels compute the attention of all layers")
@@ -94,7 +97,7 @@ def captured_steps(
         cache = kwargs.get("past_key_values")
         if capturing and input_ids is not None and hooks.owns(cache) and _is_step(input_ids, cache, args, kwargs):
             if steps is None or steps.cache() is not cache or steps.ids.shape != input_ids.shape:
-                steps = _Steps(cache, hooks, engine, plain, input_ids, graphs())
+                steps = _Steps(cache, hooks, engine, plain, input_ids, graphs(model.device))
             try:
                 logits = steps.take(cache, input_ids)
             except _NotCaptured as error:

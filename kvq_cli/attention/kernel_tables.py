@@ -29,25 +29,20 @@ class KernelTables:
 
     def rope(self, rotation: Rotation, last_position: int, device: torch.device) -> Rope:
         """The rotation's tables of cosines up to the position, or further."""
-        need = positions(last_position)
         room = self._ropes[rotation][0] if rotation in self._ropes else 0
         if rotation.style == "none":
             raise ValueError("a layer without RoPE has no tables of cosines")
-        if room < need:
-            room = max(2 * room, 1 << (need - 1).bit_length())
+        if last_position >= room:
+            # For at least STEP tokens more: new tables discard captured graphs.
+            room = max(2 * room, 1 << (last_position + Rope.STEP).bit_length())
             frequencies = rotation.frequencies.to(device)
             self._ropes[rotation] = room, Rope.tables(rotation.style, frequencies, room, rotation.scale)
         return self._ropes[rotation][1]
 
     def have(self, last_position: int) -> bool:
         """Whether all tables that were made reach the position."""
-        return all(positions(last_position) <= room for room, _ in self._ropes.values())
+        return all(last_position < room for room, _ in self._ropes.values())
 
     def tensors(self) -> list[Tensor]:
         """The tables of cosines."""
         return [table for _, rope in self._ropes.values() for table in (rope.coarse, rope.fine, rope.fine_half)]
-
-
-def positions(last: int) -> int:
-    """How many positions need cosines where the last token has position `last`: a tile reads beyond it."""
-    return last + 1 + Rope.STEP

@@ -7,6 +7,7 @@ on are not rotated (Phi3, GLM). Style "none" is a layer without RoPE.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
@@ -130,6 +131,19 @@ class Rotation:
         if self.style == "half":
             return slice(0, half), slice(half, width)
         return slice(0, width, 2), slice(1, width, 2)
+
+
+def shared(rotations: Iterable[Rotation]) -> list[Rotation]:
+    """The rotations with one object for all that are the same: tables that are kept for an object are then kept
+    once."""
+    distinct: list[Rotation] = []
+    result = []
+    for rotation in rotations:
+        known = next((other for other in distinct if other.same(rotation)), None)
+        if known is None:
+            distinct.append(rotation)
+        result.append(rotation if known is None else known)
+    return result
 
 
 def find_rotation(rotary: nn.Module | None, kind: str, before: Tensor, after: Tensor) -> Rotation | None:

@@ -28,22 +28,29 @@ def quantize_pack(x: Tensor, **layout: Any) -> Uniform | None:
 
 def assign_centroids(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor] | None:
     """Codes, int64, and least ||c||^2 / 2 - u.c, float32, both `[codebooks, points]`, of points `[codebooks, points,
-    size]` among centroids `[codebooks, entries, size]`, size at most 8, entries at most 256. None: not on a GPU."""
+    size]` among centroids `[codebooks, entries, size]`. None: not on a GPU, or more than the kernel's 8 numbers of a
+    point or 256 entries."""
     if not on_gpu(points):
         return None
     from kvq_kernels.assign_centroids import assign_centroids
+    from kvq_kernels.assign_centroids.launch import MAX_ENTRIES, MAX_SIZE
 
+    if centroids.shape[1] > MAX_ENTRIES or centroids.shape[2] > MAX_SIZE:
+        return None
     codes, scores = assign_centroids(points, centroids, backend="triton")
     return codes.long(), scores
 
 
 def sums_by_code(numbers: Tensor, codes: Tensor, entries: int) -> Tensor | None:
     """Sums of rows of float32 numbers `[codebooks, points, columns]` by code, float64 `[codebooks, entries, columns]`,
-    at most 9 columns, in a fixed order. None: not on a GPU."""
+    in a fixed order. None: not on a GPU, or more than the kernel's 9 columns or 256 entries."""
     if not on_gpu(numbers):
         return None
     from kvq_kernels.assign_centroids import sums_by_code
+    from kvq_kernels.assign_centroids.launch import MAX_COLUMNS, MAX_ENTRIES
 
+    if entries > MAX_ENTRIES or numbers.shape[2] > MAX_COLUMNS:
+        return None
     return sums_by_code(numbers, codes, entries, backend="triton")
 
 

@@ -13,7 +13,7 @@ from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parallel_all_gather
 from vllm.model_executor.models.utils import extract_layer_index
 
-from kvq_cli.attention.rotary import Rotation
+from kvq_cli.attention.rotary import Rotation, shared
 from kvq_cli.errors import KvqError
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.vllm import rope
@@ -55,7 +55,8 @@ class Engine:
             check_plans(served.method, plans)
             self.rotations = [rope.unrotated(head_dim)] * layers
             if any(plan.keys.source == "pre_rope" for plan in plans):
-                self.rotations = [_moved(r, device) for r in rope.layer_rotations(model.hf_config, head_dim)]
+                found = rope.layer_rotations(model.hf_config, head_dim)
+                self.rotations = shared(_moved(rotation, device) for rotation in found)
                 rope.check_tables(self.rotations, model.max_model_len)
             # Kept: vLLM writes the size of its smallest blocks, those of exact tokens, into its configuration.
             layout = cache_layout(plans, self.shape, config.cache_config.block_size)

@@ -7,7 +7,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from kvq_cli.attention.capture_points import attention_layers, attention_modules, decoder_of
-from kvq_cli.attention.rotary import TILE, Rotation
+from kvq_cli.attention.rotary import TILE, Rotation, shared
 from kvq_cli.errors import UsageError
 
 FAMILIES = {
@@ -112,3 +112,12 @@ def test_rotation_preserves_norms_and_depends_on_distance(style):
     assert torch.equal(turn.at(x, 77)[..., 8:], x[..., 8:])
     near, far = ((turn.at(x, s + 3) @ turn.at(y, s).T).item() for s in (0, 40))
     assert near == pytest.approx(far, abs=1e-4)
+
+
+def test_equal_rotations_become_one_object():
+    """Tables of cosines are kept for each object."""
+    frequencies = 10000.0 ** -(torch.arange(8) / 8)
+    first, second = (Rotation("half", frequencies.clone(), 16) for _ in range(2))
+    other = Rotation("half", frequencies / 2, 16)
+    result = shared([first, other, second])
+    assert result[0] is first and result[1] is other and result[2] is first

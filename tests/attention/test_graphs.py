@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from counted_graphs import RecordedGraph, counted_graphs
 from tiers import slow_cases
 
 from kvq_cli.attention.attach import Attached, attach
-from kvq_cli.attention.graphs import captured_steps
+from kvq_cli.attention.graphs import captured_steps, cuda_graphs
 from kvq_cli.methods.registry import build
 from kvq_cli.methods.window import Window
 
@@ -191,3 +192,32 @@ def test_nested_blocks_restore_the_forward_of_the_model(small):
             outs.append(model(input_ids=ids[:, at : at + 1], past_key_values=cache).logits)
     assert torch.equal(torch.cat(outs, dim=1), expected)
     assert sum(graph.replays for graph in RecordedGraph.made) > 4 and "forward" not in model.__dict__
+
+
+def test_graphs_are_captured_and_replayed_on_the_models_gpu(monkeypatch):
+    """Not on the current one of several GPUs, and not in torch's stream, which is of one GPU."""
+    current, seen = ["cuda:0"], []
+
+    @contextmanager
+    def selected(device):
+        current.append(str(device))
+        yield
+        current.pop()
+
+    @contextmanager
+    def capturing(graph, pool, stream):
+        seen.append((current[-1], str(stream.device)))
+        yield
+
+    def new_graph():
+        return SimpleNamespace(replay=lambda: seen.append(current[-1]))
+
+    monkeypatch.setattr(torch.cuda, "device", selected)
+    monkeypatch.setattr(torch.cuda, "graph", capturing)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", new_graph)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(device=device))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    graph = cuda_graphs(torch.device("cuda:1"))()
+    assert graph.capture(lambda: current[-1]) == "cuda:1"
+    graph.replay()
+    assert seen == [("cuda:1", "cuda:1"), "cuda:1"]

@@ -100,3 +100,14 @@ def test_sizes_of_unsupported_models_are_refused(fails, tmp_path, config, says):
     """A latent cache would be counted as if every head had its keys and values."""
     config.save_pretrained(tmp_path / "model")
     fails("bits", "--model", "model", "--method", "fp16", code=1 if "T5" in says else 2, says=says)
+
+
+def test_the_models_gpu_becomes_the_current_device(monkeypatch):
+    """Of several GPUs: kernels and graphs take the current one."""
+    selected = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: selected.append(str(device)))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.nn.Module, "to", lambda model, device: model)
+    for name in ("cpu", "cuda:1"):
+        load_model(device=name)
+    assert selected == ["cuda:1"]

@@ -68,8 +68,9 @@ def codebook(
     return Codebook(codes, centroids, block, *(stats if normalize else (None, None)), *token)
 
 
-def dense(g, shape, dtype) -> Dense:
-    return Dense(torch.randn(shape, generator=g).to(dtype))
+def dense(g, shape, dtype, stored=None) -> Dense:
+    """stored: type of the numbers, instead of `dtype`."""
+    return Dense(torch.randn(shape, generator=g).to(stored or dtype))
 
 
 def per_head(g, shape, dtype, makers, heads) -> PerHead:

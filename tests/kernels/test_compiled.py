@@ -13,13 +13,13 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from checks import assign_centroids, quantize_pack, quantized_matvec, rematerialize, squat_quantize
+from checks import assign_centroids, combine, quantize_pack, quantized_matvec, rematerialize, squat_quantize
 from kernel_cases import DEVICE, Case, codebook, dense, random_outliers, uniform
 from kvq_kernels import static, tuning
 from kvq_kernels.aot_cases import Launch, launches, operations
 from kvq_kernels.assign_centroids.kernel import assign_kernel
 from kvq_kernels.decode_attention import Codebook, Dense, Outliers, Side, Uniform
-from kvq_kernels.decode_attention.aot_cases import DIM, GROUP, HEADS, launch_cases
+from kvq_kernels.decode_attention.aot_cases import COMBINED, DIM, GROUP, HEADS, launch_cases
 from kvq_kernels.decode_attention.pages import cells
 from kvq_kernels.quantize_pack.aot_cases import layouts
 from kvq_kernels.quantized_matvec.aot_cases import cases
@@ -123,7 +123,7 @@ def packing_mode(packed: Uniform) -> str:
 def random_like(packed):
     """Maker of random numbers in the storage format of a case."""
     if isinstance(packed, Dense):
-        return dense
+        return partial(dense, stored=packed.numbers.dtype)
     if isinstance(packed, Codebook):
         heads, books, entries, _ = packed.centroids.shape
         kinds = {"normalize": packed.mean is not None, "per_token": packed.token_scale is not None}
@@ -145,7 +145,7 @@ def attention_case(name: str, lengths: list[int]) -> Case:
     case = Case(
         *(random_like(side.packed) for side in sides),
         lengths,
-        dim=DIM,
+        dim=keys.ring.shape[3],
         heads=HEADS,
         group=GROUP,
         dtype=keys.ring.dtype,
@@ -164,14 +164,23 @@ def attention_case(name: str, lengths: list[int]) -> Case:
     "decode_attention",
     launch_cases(),
     default="fp16",
-    families=("fp16", "kivi-2bit-g32", "innerq-2bit-hybrid", "channel-2bit", "kvquant-2bit", "kivi-2bit-g32-paged"),
+    families=(
+        "fp16",
+        "fp16-dim256",
+        "fp32",
+        "kivi-2bit-g32",
+        "innerq-2bit-hybrid",
+        "channel-2bit",
+        "kvquant-2bit",
+        "kivi-2bit-g32-paged",
+    ),
 )
 def test_decode_attention(name, launch_names, recorder):
     # A store for 512 tokens: strides are multiples of 16, as in the case.
     tuned, case = tuned_launches("decode_attention"), attention_case(name, [390])
     case.check(splits=1)
-    if "combine" in launch_names:
-        case.check(splits=tuned["combine"].arguments[3] - 1)
+    for launch in {*COMBINED} & {*launch_names}:
+        combine.check(tuned[launch].arguments[3])
     recorder.assert_ran(tuned, launch_names)
 
 

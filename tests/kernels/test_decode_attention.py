@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 import triton.language as tl
+from checks import combine
 from kernel_cases import CHANNEL, HALF, TEMPORAL, Case, codebook, dense, per_head, random_outliers, scalars, uniform
 from kvq_kernels.decode_attention import decode_attention
 from kvq_kernels.decode_attention.scalar_codebook import scalar_codebook_fits
@@ -14,6 +16,8 @@ from kvq_kernels.decode_attention.spec import SideSpec
 from kvq_kernels.decode_attention.uniform import uniform_fits
 from kvq_kernels.tuning import trying
 from tiers import slow, slow_cases
+from triton import knobs
+from triton.runtime.interpreter import InterpreterBuilder
 
 pytestmark = pytest.mark.gpu
 
@@ -216,6 +220,16 @@ def test_splits(splits):
     Case(dense, dense, [300]).check(splits)
 
 
+@pytest.mark.parametrize("count", [1, 2, 9, 65, 1025])
+def test_splits_are_combined(count):
+    combine.check(count)
+
+
+@pytest.mark.parametrize("dim", [80, *slow(512)])
+def test_splits_of_other_head_dims_are_combined(dim):
+    combine.check(70, dim=dim)
+
+
 def test_wide_heads_of_vector_codebooks():
     Case(*CHANNEL, [300], dim=128, rope=("half", 128)).check()
 
@@ -226,12 +240,22 @@ def test_workspace_is_optional():
     torch.testing.assert_close(decode_attention(*args, backend="triton"), case.run(), atol=1e-3, rtol=1e-3)
 
 
-def test_shapes_that_do_not_fit_are_refused():
-    case = Case(*KIVI, [100], heads=2, group=1)
-    with pytest.raises(ValueError, match="lengths"):
-        decode_attention(case.query, *case.sides, case.lengths[:0], case.scaling)
-    with pytest.raises(ValueError, match="kv heads"):
-        decode_attention(case.query[:, :1], *case.sides, case.lengths, case.scaling)
+def test_tables_of_cosines_end_at_the_last_token(monkeypatch):
+    """The tail's last tile is longer than the row: no cosines of later positions are read."""
+    case = Case(*KIVI, [126], rope=("half", 64), offset=2, unpacked=(12, 20), sinks=4)
+    coarse = case.rope.coarse
+    if not knobs.runtime.interpret:
+        case.rope = replace(case.rope, coarse=coarse[:1].clone())  # the PTX executor reports reads behind a tensor
+        return case.check()
+    load, begin, end = InterpreterBuilder.create_masked_load, coarse[1:].data_ptr(), coarse.data_ptr() + coarse.nbytes
+
+    def checked_load(builder, pointers, mask, *others):
+        read = pointers.data[mask.data.astype(bool)]
+        assert not ((read >= begin) & (read < end)).any()
+        return load(builder, pointers, mask, *others)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_masked_load", checked_load)
+    case.check()
 
 
 def test_empty_row_is_zero():

@@ -159,6 +159,12 @@ def test_launches_keep_the_limits(target, slow):
     assert not {name: report.faults() for name, report in reports.items() if report.faults()}
 
 
+@compiles
+def test_large_dense_tokens_fit_the_least_shared_memory():
+    keys = [("decode_attention", name, "sm_89") for name in ("fp16-dim256", "fp32")]
+    assert [report.faults() for report in static.reports(keys, WORKERS)] == [[], []]
+
+
 @pytest.mark.slow
 @compiles
 def test_reports_are_cached_by_source(tmp_path, monkeypatch):

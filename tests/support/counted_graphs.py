@@ -52,8 +52,8 @@ class RecordedGraph:
 class CountedCudaGraph(CudaGraph):
     """A CUDA graph that counts its replays."""
 
-    def __init__(self, pool: object) -> None:
-        super().__init__(pool)
+    def __init__(self, stream: torch.cuda.Stream, pool: object) -> None:
+        super().__init__(stream, pool)
         self.replays = 0
         RecordedGraph.made.append(self)
 
@@ -62,9 +62,9 @@ class CountedCudaGraph(CudaGraph):
         super().replay()
 
 
-def counted_graphs() -> Callable[[], RecordedGraph | CountedCudaGraph]:
+def counted_graphs(device: torch.device) -> Callable[[], RecordedGraph | CountedCudaGraph]:
     """A factory of the graphs of one cache."""
     if not torch.cuda.is_available():
         return RecordedGraph
-    pool = torch.cuda.graph_pool_handle()
-    return lambda: CountedCudaGraph(pool)
+    stream, pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+    return lambda: CountedCudaGraph(stream, pool)

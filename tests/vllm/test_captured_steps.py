@@ -81,7 +81,7 @@ def test_replayed_steps_equal_the_reference(model, method):
             out = pages.layer.attend_each(*inputs, step, DIM**-0.5)
         else:
             if graph is None:
-                graph = counted_graphs()()
+                graph = counted_graphs(DEVICE)()
                 out = graph.capture(lambda: pages.layer.attend_each(*inputs, step, DIM**-0.5))
             graph.replay()
         assert (out[:rows] - expected).abs().max() < 2e-4 * expected.abs().max(), number

@@ -63,7 +63,8 @@ class Generator(torch.Generator):
 
 
 @contextmanager
-def stream(_stream: Any) -> Iterator[None]:
+def unchanged(_selected: Any) -> Iterator[None]:
+    """A stream or a device is selected."""
     yield
 
 
@@ -91,6 +92,6 @@ def replace_torch_cuda() -> None:
     torch.cuda.mem_get_info = lambda *_: (PROPERTIES.total_memory, PROPERTIES.total_memory)
     torch.cuda.current_stream = lambda *_: Stream()
     torch.cuda.Stream, torch.cuda.Event, torch.cuda.CUDAGraph = Stream, Event, Graph
-    torch.cuda.stream, torch.cuda.graph = stream, graph
+    torch.cuda.stream, torch.cuda.device, torch.cuda.graph = unchanged, unchanged, graph
     torch.cuda.graph_pool_handle = lambda: (0, 0)
     torch.Generator = Generator

@@ -12,6 +12,7 @@ from triton import knobs
 
 from kvq_kernels import tuning
 from kvq_kernels.assign_centroids.kernel import assign_kernel, sums_kernel
+from kvq_kernels.launch_device import on_its_device
 
 OPERATION = "assign_centroids"
 MAX_ENTRIES, MAX_SIZE = 256, 8
@@ -62,6 +63,7 @@ def assign_constants(size: int, entries: int, tile: dict[str, int]) -> dict[str,
     }
 
 
+@on_its_device
 def run_assign(points: Tensor, centroids: Tensor, tile: dict[str, int] | None) -> tuple[Tensor, Tensor]:
     """`assign_centroids` by the kernel."""
     points = points.float().contiguous()
@@ -90,6 +92,7 @@ def sums_constants(columns: int, entries: int, tile: dict[str, int]) -> dict[str
     }
 
 
+@on_its_device
 def run_sums(numbers: Tensor, codes: Tensor, entries: int, tile: dict[str, int] | None) -> Tensor:
     """`sums_by_code` by the kernel."""
     numbers, codes = numbers.float().contiguous(), codes.contiguous()

@@ -16,7 +16,7 @@ No argument is read on the host: both launches can be captured in a CUDA graph, 
 
     parts.py            tensors and storage formats        reference.py  the same in PyTorch
     pages.py, paging.py packed tokens in pages: on the host, in kernels
-    spec.py, configs.py compile-time format, tuned tiles   launch.py     splits, workspace; arguments.py
+    spec.py, configs.py compile-time format, tuned tiles   launch.py     splits, workspace; arguments.py, checks.py
     kernel.py           split pass, tail, combination      main_loop.py  online softmax over whole tiles
     uniform*.py, vector_codebook.py, scalar_codebook.py with byte_permute.py, dequantize.py: four ways to read a tile
     outliers.py, one_hot_mma.py, outlier_corrections.py, rope.py, layout_hints.py: shared by these
@@ -29,9 +29,8 @@ from typing import Literal
 from torch import Tensor
 from triton import knobs
 
-from kvq_kernels.decode_attention.arguments import kv_heads
+from kvq_kernels.decode_attention.checks import check_arguments
 from kvq_kernels.decode_attention.launch import Workspace, plan_splits, run_kernels
-from kvq_kernels.decode_attention.pages import check_pages
 from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, Pages, PerHead, Rope, Side, Uniform
 from kvq_kernels.decode_attention.reference import decode_attention_reference
 from kvq_kernels.decode_attention.spec import Tile
@@ -73,31 +72,17 @@ def decode_attention(
     lengths: int32 `[B]`, tokens of each row, the new one included; 0 gives zeros.
     scaling: factor on the scores, usually 1 / sqrt(D).
     window:  newest tokens that a query sees; None: all.
-    workspace, out `[B, Q, D]`: allocated if not given.
+    workspace, out `[B, Q, D]`: contiguous; allocated if not given.
     backend: "auto" is "triton" on a GPU and under TRITON_INTERPRET=1, else "torch".
     tile:    replaces the tuned one.
 
-    Returns `[B, Q, D]` in the query's type. ValueError for shapes that do not fit. Products with packed numbers have
+    Returns `[B, Q, D]` in the query's type. ValueError for arguments that do not fit. Products with packed numbers have
     float16 operands and float32 sums: |q s| of a channel and |v| must be below 65504.
     """
-    _check(query, keys, values, lengths)
+    check_arguments(query, keys, values, lengths, rope, workspace, out)
     if backend == "auto":
         backend = "triton" if query.device.type == "cuda" or knobs.runtime.interpret else "torch"
     if backend == "torch":
         result = decode_attention_reference(query, keys, values, lengths, scaling, rope, window=window).to(query.dtype)
         return result if out is None else out.copy_(result)
     return run_kernels(query, keys, values, lengths, scaling, rope, window, workspace, out, tile)
-
-
-def _check(query: Tensor, keys: Side, values: Side, lengths: Tensor) -> None:
-    rows, heads, dim = query.shape
-    check_pages("keys", keys, rows)
-    check_pages("values", values, rows)
-    if heads % kv_heads(keys) or kv_heads(keys) != kv_heads(values):
-        raise ValueError(f"{heads} query heads over {kv_heads(keys)} and {kv_heads(values)} kv heads")
-    for name, x in (("lengths", lengths), ("keys.count", keys.count), ("values.count", values.count)):
-        if x.shape != (rows,) or x.device != query.device:
-            raise ValueError(f"{name} must have one number per row, on {query.device}, not shape {tuple(x.shape)}")
-    sinks = [0 if side.sinks is None else side.sinks.shape[2] for side in (keys, values)]
-    if sinks[0] != sinks[1]:
-        raise ValueError(f"keys have {sinks[0]} sinks, values {sinks[1]}")

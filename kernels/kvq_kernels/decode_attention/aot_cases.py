@@ -9,13 +9,12 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-import triton
 from torch import Tensor
 
 from kvq_kernels.aot_cases import Launch, stored_bytes
 from kvq_kernels.decode_attention.configs import choose_tile
 from kvq_kernels.decode_attention.kernel import combine_kernel, split_kernel
-from kvq_kernels.decode_attention.launch import Workspace, arguments, constants
+from kvq_kernels.decode_attention.launch import COMBINE_OPTIONS, Workspace, arguments, combine_constants, constants
 from kvq_kernels.decode_attention.outliers import CHUNK
 from kvq_kernels.decode_attention.pages import cell_views, changed, stored_tensors
 from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, Packed, Pages, PerHead, Rope, Side, Uniform
@@ -37,15 +36,17 @@ PAGED = {
     "channel-2bit": 128,
     "kvquant-2bit": 128,
 }
+#: Splits of the combinations; their count is one more.
+COMBINED = {"combine": 8, "combine-1024": 1024}
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def _side(packed: Packed, dtype: torch.dtype = torch.float16) -> Side:
+def _side(packed: Packed, dtype: torch.dtype = torch.float16, dim: int = DIM) -> Side:
     """With 32 sinks and a ring buffer of 128 tokens."""
-    sinks, ring = (_empty(ROWS, HEADS, n, DIM, dtype=dtype) for n in (32, 128))
+    sinks, ring = (_empty(ROWS, HEADS, n, dim, dtype=dtype) for n in (32, 128))
     return Side(packed, _empty(ROWS, dtype=torch.int32), sinks, ring)
 
 
@@ -94,9 +95,9 @@ def with_outliers(side: Side, pooled: bool = False) -> Side:
     return replace(side, outliers=Outliers(_empty(*size, dtype=torch.int16), _empty(*size), 32, start))
 
 
-def dense() -> Side:
-    """16-bit numbers."""
-    return _side(Dense(_empty(ROWS, HEADS, TOKENS, DIM)))
+def dense(dtype: torch.dtype = torch.float16, dim: int = DIM) -> Side:
+    """Numbers that are not quantized."""
+    return _side(Dense(_empty(ROWS, HEADS, TOKENS, dim, dtype=dtype)), dtype, dim)
 
 
 def rope() -> Rope:
@@ -144,19 +145,26 @@ def storage_cases() -> dict[str, tuple[Side, Side, Rope | None]]:
 
 
 def launch_cases() -> dict[str, tuple[Side, Side, Rope | None]]:
-    """`storage_cases`, and those of `PAGED` in pages, as NAME-paged."""
+    """`storage_cases`, those of `PAGED` in pages, as NAME-paged, and larger dense tokens, of which fewer fit a tile."""
     cases = storage_cases()
+    wide_cases = {
+        "fp16-dim256": (dense(dim=256), dense(dim=256), None),
+        "fp32": (dense(torch.float32), dense(torch.float32), None),
+    }
     paged_cases = {}
     for name, cell in PAGED.items():
         keys, values, rotation = cases[name]
         paged_cases[f"{name}-paged"] = (paged(keys, cell), paged(values, cell), rotation)
-    return cases | paged_cases
+    return cases | wide_cases | paged_cases
 
 
 def family(keys: Side, values: Side) -> str:
-    """Return the kind of data that the main loop of a case reads, one of `kvq_kernels.aot_cases.KINDS`."""
+    """Return the kind of data that the main loop of a case reads, one of `kvq_kernels.aot_cases.KINDS`; "none" for
+    float32, which no matrix unit multiplies."""
     kinds = {type(side.packed) for side in (keys, values)}
-    return "codebook" if Codebook in kinds else "uniform" if Uniform in kinds else "dense"
+    if Codebook in kinds or Uniform in kinds:
+        return "codebook" if Codebook in kinds else "uniform"
+    return "none" if any(SideSpec.of(side, DIM).itemsize > 2 for side in (keys, values)) else "dense"
 
 
 def launches(gpu: str) -> dict[str, Launch]:
@@ -164,21 +172,27 @@ def launches(gpu: str) -> dict[str, Launch]:
     cases = {}
     for name, (keys, values, rotation) in launch_cases().items():
         assert keys.ring is not None
-        query = _empty(ROWS, HEADS * GROUP, DIM, dtype=keys.ring.dtype)
+        dim = keys.ring.shape[3]
+        query = _empty(ROWS, HEADS * GROUP, dim, dtype=keys.ring.dtype)
         workspace = Workspace.like(query, 8)
-        tile = choose_tile(gpu, SideSpec.of(keys, DIM), SideSpec.of(values, DIM))
-        fixed = constants(query.dtype, keys, values, rotation, GROUP, DIM, tile)
-        given = arguments(query, keys, values, keys.count, rotation, DIM**-0.5, workspace)
-        numbers = 2 * fixed["N"] * DIM
+        tile = choose_tile(gpu, SideSpec.of(keys, dim), SideSpec.of(values, dim))
+        fixed = constants(query.dtype, keys, values, rotation, GROUP, dim, tile)
+        given = arguments(query, keys, values, keys.count, rotation, dim**-0.5, workspace)
+        numbers = 2 * fixed["N"] * dim
         bits = (_bits(keys) + _bits(values)) / 2
         chunks = max(_chunks(side, fixed["N"]) for side in (keys, values))
         options = tile.options()
         cases[name] = Launch(
             split_kernel, given, fixed, options, family(keys, values), numbers, bits, max(1, chunks), slow=chunks > 0
         )
-    given = (workspace.partial, workspace.logsum, query, workspace.splits + 1)
-    cases["combine"] = Launch(combine_kernel, given, {"D": DIM, "WIDE": DIM, "S": triton.next_power_of_2(9)})
-    return cases
+    return cases | {name: _combination(splits) for name, splits in COMBINED.items()}
+
+
+def _combination(splits: int) -> Launch:
+    query = _empty(ROWS, HEADS * GROUP, DIM)
+    workspace = Workspace.like(query, splits)
+    given = (workspace.partial, workspace.logsum, query, splits + 1)
+    return Launch(combine_kernel, given, combine_constants(DIM, splits + 1), COMBINE_OPTIONS)
 
 
 def _chunks(side: Side, tokens: int) -> int:
@@ -199,4 +213,5 @@ def _bits(side: Side) -> float:
         parts += [packed.token_scale, packed.token_zero]
     if side.outliers is not None:
         parts += [side.outliers.index, side.outliers.value, side.outliers.start]
-    return 8 * stored_bytes(*parts) / (ROWS * HEADS * TOKENS * DIM)
+    assert side.ring is not None
+    return 8 * stored_bytes(*parts) / (ROWS * HEADS * TOKENS * side.ring.shape[3])

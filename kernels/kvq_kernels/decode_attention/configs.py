@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import lru_cache
+
 import torch
 
-from kvq_kernels.decode_attention.spec import SideSpec, Tile
+from kvq_kernels.decode_attention.spec import SideSpec, Tile, padded_dim
 from kvq_kernels.tuning import configuration
 
 OPERATION = "decode_attention"
+#: Bytes of a dense token that tiles are tuned for: keys and values of 128 numbers of 16 bits.
+TUNED_TOKEN_BYTES = 512
+#: Least tokens of a tile: the inner size of a product.
+MIN_TOKENS = 16
 
 
 def choose_tile(device: torch.device | str, keys: SideSpec, values: SideSpec) -> Tile:
     """Tuned tile for two sides. device: where it runs, or the name of a GPU family."""
-    return Tile(**configuration(OPERATION, shape_class(keys, values), device))
+    tile = Tile(**configuration(OPERATION, shape_class(keys, values), device))
+    return _within_shared_memory(tile, keys, values)
+
+
+def _within_shared_memory(tile: Tile, keys: SideSpec, values: SideSpec) -> Tile:
+    """The tile with fewer tokens, then stages, where a token is larger than those that it was tuned for.
+
+    Dense tiles are loaded stages - 1 tiles ahead into shared memory, of which some GPUs have 99 KB: the tuned 64 tokens
+    in 3 stages take 64 KB, and would take 128 KB with head_dim 256 or float32.
+    """
+    size = sum(padded_dim(side.dim) * side.itemsize for side in (keys, values) if side.kind == "dense")
+    room = (tile.stages - 1) * tile.tokens * TUNED_TOKEN_BYTES
+    while tile.tokens > MIN_TOKENS and (tile.stages - 1) * tile.tokens * size > room:
+        tile = replace(tile, tokens=tile.tokens // 2)
+    while tile.stages > 1 and (tile.stages - 1) * tile.tokens * size > room:
+        tile = replace(tile, stages=tile.stages - 1)
+    return tile
 
 
 def shape_class(keys: SideSpec, values: SideSpec) -> str:
@@ -25,6 +48,7 @@ def shape_class(keys: SideSpec, values: SideSpec) -> str:
     return f"uniform/{max(keys.bits, values.bits)}bit" if "uniform" in kinds else "dense"
 
 
+@lru_cache(maxsize=4096)  # asked for by each layer at each step
 def choose_splits(programs: int, tiles: int, sm_count: int, waves: int) -> int:
     """Splits for each of `programs` (row, kv head) pairs: the fewest within 85% of the best wave efficiency.
 

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from kvq_kernels.decode_attention.paging import at_tokens
 from kvq_kernels.decode_attention.spec import get, row_width
+from kvq_kernels.planar import low_bits
 
 #: 2^24: undoes the subnormal bitcast.
 SUBNORMAL_SCALE = tl.constexpr(16777216.0)
@@ -66,7 +67,7 @@ def subnormal_to_float(codes):
 def load_code(codes, row, column, W: tl.constexpr, ROW: tl.constexpr, COUNT: tl.constexpr, BITS: tl.constexpr, mask):
     """Code `column` of row `row` (broadcast) in planar words, see `Uniform.codes`; 0 where not `mask`: a shift by 32 or
     more is undefined."""
-    LOW: tl.constexpr = 2 if BITS == 3 else BITS
+    LOW: tl.constexpr = low_bits(BITS)
     word = tl.load(codes + (row * ROW + column % W), mask=mask, other=0)
     code = (word >> (LOW * (column // W) & 31)) & ((1 << LOW) - 1)
     if BITS == 3:

@@ -133,9 +133,9 @@ def _attend_tail(
     tile = tl.arange(0, P)[:, None, None]
     acc = tl.zeros([P, M, E], tl.float32)
     for at in tl.range(first, last, N, num_stages=1):
-        index = at + within
+        valid = at + within < last
+        index = tl.minimum(at + within, last - 1)  # tables of cosines may end at the last token
         token = tl.where(index < early, oldest + index, index - early + late)
-        valid = index < last
         tokens, mask_column = token[:, None], valid[:, None]
         qk = tl.zeros([M, N], tl.float32)
         if STYLE == "none":
@@ -185,15 +185,23 @@ _attend_tail_noinline = triton.jit(_attend_tail.fn, noinline=True)
 def combine_kernel(partial, logsum, out, count, D: tl.constexpr, WIDE: tl.constexpr, S: tl.constexpr):
     """Merge splits: out [B * Q, D] = sum_s 2^(L_s - L) partial_s with L = log2 sum_s 2^L_s; zeros without tokens.
 
-    One program per query head, all splits at once.
+    One program per query head; S splits at once, as many as registers hold, by online softmax.
     """
     query_head = tl.program_id(0).to(tl.int64)
     split, channel = tl.arange(0, S), tl.arange(0, WIDE)
-    logsums = tl.load(logsum + query_head * count + split, mask=split < count, other=float("-inf"))
-    m_i = tl.max(logsums, axis=0)
-    weights = tl.where(logsums == float("-inf"), 0.0, tl.exp2(logsums - m_i))
-    l_i = tl.sum(weights, axis=0)
-    mask = (weights > 0)[:, None] & (channel < D)[None, :]
-    x = tl.load(partial + (query_head * count + split)[:, None] * D + channel[None, :], mask=mask, other=0.0)
-    merged = tl.sum(x * weights[:, None], axis=0) / tl.where(l_i > 0, l_i, 1.0)
+    first = query_head * count
+    m_i, l_i = float("-inf"), 0.0
+    acc = tl.zeros([WIDE], tl.float32)
+    for begin in tl.range(0, count, S, num_stages=1):
+        index = begin + split
+        logsums = tl.load(logsum + first + index, mask=index < count, other=float("-inf"))
+        m_ij = tl.maximum(m_i, tl.max(logsums, axis=0))
+        finite_max = tl.where(m_ij == float("-inf"), 0.0, m_ij)  # as long as all splits are empty
+        alpha, weights = tl.exp2(m_i - finite_max), tl.exp2(logsums - finite_max)
+        mask = (weights > 0)[:, None] & (channel < D)[None, :]
+        x = tl.load(partial + (first + index)[:, None] * D + channel[None, :], mask=mask, other=0.0)
+        l_i = l_i * alpha + tl.sum(weights, axis=0)
+        acc = acc * alpha + tl.sum(x * weights[:, None], axis=0)
+        m_i = m_ij
+    merged = acc / tl.where(l_i > 0, l_i, 1.0)
     tl.store(out + query_head * D + channel, merged.to(out.dtype.element_ty), mask=channel < D)

@@ -17,10 +17,11 @@ from torch import Tensor
 from triton import knobs
 
 from kvq_kernels.decode_attention.arguments import codes_of, kv_heads, page_arguments, pointers
-from kvq_kernels.decode_attention.configs import choose_splits, choose_tile
+from kvq_kernels.decode_attention.configs import MIN_TOKENS, choose_splits, choose_tile
 from kvq_kernels.decode_attention.kernel import TAIL_COST, combine_kernel, split_kernel
 from kvq_kernels.decode_attention.parts import Codebook, Dense, Packed, PerHead, Rope, Side
 from kvq_kernels.decode_attention.spec import SideSpec, Tile, block_tokens, padded_dim
+from kvq_kernels.launch_device import on_its_device
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 #: Multiprocessors to plan for where there is no GPU.
@@ -29,6 +30,9 @@ DEFAULT_SM_COUNT = 132
 NO_WINDOW = 1 << 30
 #: Tokens of a tile of the tail.
 TAIL_TILE = 16
+#: Numbers of splits that a program of the combination holds at once: 64 per thread.
+COMBINED_NUMBERS = 8192
+COMBINE_OPTIONS = {"num_warps": 4}
 
 
 @dataclass
@@ -41,7 +45,9 @@ class Workspace:
 
     @classmethod
     def like(cls, query: Tensor, splits: int) -> Workspace:
-        """An empty workspace for `query` `[B, Q, D]`."""
+        """An empty workspace for `query` `[B, Q, D]`. splits: of whole tiles, at least 1; the tail has one more."""
+        if splits < 1:
+            raise ValueError(f"a workspace for {splits} splits: at least 1, see plan_splits")
         rows, heads, dim = query.shape
         shape = (rows, heads, splits + 1)
         return cls(
@@ -67,7 +73,7 @@ def constants(
     """Compile-time arguments of `split_kernel`. heads: all kv heads, where the sides have only some of them."""
     nvidia = bool(tile.nvidia) and torch.version.hip is None
     sk, sv = (replace(SideSpec.of(side, dim), fenced=bool(tile.fences), nvidia=nvidia) for side in (keys, values))
-    tokens = max(tile.tokens, 16)
+    tokens = max(tile.tokens, MIN_TOKENS)
     if "codebook" in (sk.kind, sv.kind):
         tokens = max(tokens, 16 * block_tokens(sk, sv))
     else:
@@ -79,6 +85,11 @@ def constants(
         raise ValueError(f"the first packed token is at place {sk.first} of the keys, but {sv.first} of the values")
     for side, spec in ((keys, sk), (values, sv)):
         tokens = _tile_in_cells(tokens, side, spec, block_tokens(sk, sv))
+    if rope is not None and tokens > Rope.STEP:
+        raise ValueError(
+            f"a tile of {tokens} tokens is longer than the fine table of cosines: with RoPE, outliers must be in "
+            f"blocks of at most {Rope.STEP} tokens, codes of at most {Rope.STEP // MIN_TOKENS}"
+        )
     return {
         "SK": sk,
         "SV": sv,
@@ -236,6 +247,7 @@ def _shared_heads(
     return heads, in_keys, in_values
 
 
+@on_its_device
 def run_kernels(
     query: Tensor,
     keys: Side,
@@ -263,7 +275,18 @@ def run_kernels(
             **fixed,
             **chosen.options(),
         )
-    count = workspace.splits + 1
-    sizes = {"D": dim, "WIDE": triton.next_power_of_2(dim), "S": triton.next_power_of_2(count)}
-    combine_kernel[(rows * heads,)](workspace.partial, workspace.logsum, out, count, **sizes, num_warps=4)
+    combine(workspace, out)
     return out
+
+
+def combine(workspace: Workspace, out: Tensor) -> None:
+    """Merge the splits of a workspace into `out` `[B, Q, D]`."""
+    count, (rows, heads, dim) = workspace.splits + 1, out.shape
+    fixed = combine_constants(dim, count)
+    combine_kernel[(rows * heads,)](workspace.partial, workspace.logsum, out, count, **fixed, **COMBINE_OPTIONS)
+
+
+def combine_constants(dim: int, count: int) -> dict[str, int]:
+    """Compile-time arguments of `combine_kernel` for `count` splits."""
+    wide = triton.next_power_of_2(dim)
+    return {"D": dim, "WIDE": wide, "S": min(triton.next_power_of_2(count), max(1, COMBINED_NUMBERS // wide))}

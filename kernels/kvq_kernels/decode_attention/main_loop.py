@@ -15,7 +15,7 @@ from kvq_kernels.decode_attention.dequantize import dequantize
 from kvq_kernels.decode_attention.one_hot_mma import mma_layout_zeros
 from kvq_kernels.decode_attention.outlier_corrections import correct_scores, correct_values
 from kvq_kernels.decode_attention.paging import at_tile, tile_page
-from kvq_kernels.decode_attention.rope import load_cos_sin, pair_channels, position_cos_sin
+from kvq_kernels.decode_attention.rope import load_cos_sin, pair_channels, position_cos_sin, unrotate
 from kvq_kernels.decode_attention.scalar_codebook import (
     scalar_codebook_accumulate,
     scalar_codebook_fits,
@@ -43,7 +43,7 @@ from kvq_kernels.decode_attention.vector_codebook import (
 )
 
 #: log2 of the factor on p: p times small scales would fall below 2^-14, where float16 loses bits.
-LIFT = tl.constexpr(4.0)
+LOG2_P_FACTOR = tl.constexpr(4.0)
 
 
 @triton.jit
@@ -126,7 +126,7 @@ def attend_tiles(
             largest = tl.maximum(largest, qk[i])
         m_ij = tl.maximum(m_i, tl.max(largest, axis=1))
         alpha = tl.exp2(m_i - m_ij)
-        shifted_max = (m_ij - LIFT)[:, None]
+        shifted_max = (m_ij - LOG2_P_FACTOR)[:, None]
         p_sum = tl.exp2(qk[0] - shifted_max)
         p = (p_sum,)
         for i in tl.static_range(1, L):
@@ -161,7 +161,11 @@ def attend_tiles(
             scalar_codebook_store(acc, out, l_i, SV, GROUP, M)
         else:
             generic_store(acc, out, l_i, SV, GROUP, M, E)
-    tl.store(split_output(logsum, query_split, splits, 1, M), m_i + tl.log2(l_i) - LIFT, mask=tl.arange(0, M) < GROUP)
+    tl.store(
+        split_output(logsum, query_split, splits, 1, M),
+        m_i + tl.log2(l_i) - LOG2_P_FACTOR,
+        mask=tl.arange(0, M) < GROUP,
+    )
 
 
 @triton.jit
@@ -203,7 +207,7 @@ def generic_queries(
 def unrotate_query(q1, q2, rope, position, pair, WIDTH: tl.constexpr, D: tl.constexpr):
     """R(-position) of queries, times the rotation's scale, which keys would otherwise be multiplied by."""
     cos, sin = position_cos_sin(rope, position + tl.zeros([1], tl.int32), pair, WIDTH, D)
-    return q1 * cos + q2 * sin, q2 * cos - q1 * sin
+    return unrotate(q1, q2, cos, sin)
 
 
 @triton.jit

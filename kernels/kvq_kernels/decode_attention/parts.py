@@ -51,8 +51,8 @@ class Codebook:
 
     codes:     uint8 `[B, H, T / l, D / c]`; with fewer than 256 entries planar int32 words of log2(entries) bits.
     centroids: `[H or 1, D / share, entries, l * c]`, contiguous; number `j * c + i` is token j, channel i of a block.
-    mean, std: float16 or float32 `[H, D]` or None; kernels multiply them in float16.
-    token_scale, token_zero: `[B, 1, T]` or None: x' is then multiplied by the token's scale and its zero is added
+    mean, std: float16 or float32 `[H, D]`, or None both; kernels multiply them in float16.
+    token_scale, token_zero: `[B, 1, T]`, or None both: x' is then multiplied by the token's scale and its zero is added
     (KVQuant's values).
     """
 
@@ -164,9 +164,9 @@ class Rope:
         scale: float = 1.0,
         offset: Tensor | None = None,
     ) -> Rope:
-        """Tables for positions below `positions`: coarse `[ceil(positions / STEP), 2, width / 2]`, cos and sin of
-        multiples of STEP, times scale; fine `[STEP, 2, width / 2]`, of 0 ... STEP - 1; float32, from float64 angles.
-        fine_half: `fine` in float16."""
+        """Tables for positions below `positions`, those of all tokens, with offsets: coarse
+        `[ceil(positions / STEP), 2, width / 2]`, cos and sin of multiples of STEP, times scale; fine
+        `[STEP, 2, width / 2]`, of 0 ... STEP - 1; float32, from float64 angles. fine_half: `fine` in float16."""
 
         def table(first: int, last: int, step: int, gain: float) -> Tensor:
             at = torch.arange(first, last, step, device=frequencies.device, dtype=torch.float64)

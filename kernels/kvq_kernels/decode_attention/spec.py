@@ -28,6 +28,7 @@ class SideSpec:
 
     kind: str
     dim: int
+    itemsize: int = 2  # bytes of a dense number
     words: int = 0  # int32 words of a token's (or code row's) planar codes; of 3-bit codes: of their low two bits
     bits: int = 8
     axis: str = "token"
@@ -71,19 +72,19 @@ class SideSpec:
     @classmethod
     def _stored(cls, packed: Packed, dim: int) -> SideSpec:
         if isinstance(packed, Dense):
-            return cls("dense", dim)
+            return cls("dense", dim, packed.numbers.element_size())
         if isinstance(packed, Uniform):
             sign_bits = 0 if packed.sign is None else 8 * packed.sign.element_size()
             return cls(
                 "uniform",
                 dim,
-                low_words(packed.bits, dim),
-                packed.bits,
-                packed.axis,
-                packed.group,
-                packed.level,
-                sign_bits,
-                packed.hybrid,
+                words=low_words(packed.bits, dim),
+                bits=packed.bits,
+                axis=packed.axis,
+                group=packed.group,
+                level=packed.level,
+                sign_bits=sign_bits,
+                hybrid=packed.hybrid,
                 has_zero=packed.zero is not None,
             )
         (tokens, channels), (heads, books, entries, _) = packed.block, packed.centroids.shape
@@ -92,8 +93,8 @@ class SideSpec:
         return cls(
             "codebook",
             dim,
-            words,
-            bits,
+            words=words,
+            bits=bits,
             tokens=tokens,
             channels=channels,
             book_channels=dim // books,

@@ -12,8 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-#: 1.5 2^23.
-ROUND = tl.constexpr(12582912.0)
+from kvq_kernels.planar import low_bits
+
+#: 1.5 2^23: added to a float32 of either sign, it rounds to the nearest whole number, ties to even.
+ROUND_SIGNED = tl.constexpr(12582912.0)
 
 
 @triton.jit
@@ -60,7 +62,7 @@ def quantize_kernel(
             pointers = (scale + offset, zero + offset, sign + offset)
             _groups(tile, 1, R, pointers, mask, G, BITS, SIGN, HYBRID, SCALE, ZERO, FUSED)
     tl.debug_barrier()
-    LOW: tl.constexpr = 2 if BITS == 3 else BITS
+    LOW: tl.constexpr = low_bits(BITS)
     WORDS: tl.constexpr = (D * LOW + 31) // 32
     HIGH: tl.constexpr = (D + 31) // 32 if BITS == 3 else 0
     rows = codes + (index * tokens + token)[:, None] * (WORDS + HIGH)
@@ -212,13 +214,13 @@ def _quantized(distance, scale, lower, upper, FUSED: tl.constexpr):
         quotient = tl.fma(residual, inverse, quotient)
     else:
         quotient = tl.div_rn(distance, tl.where(scale == 0.0, float("inf"), scale))
-    return (tl.minimum(tl.maximum(quotient, lower), upper) + ROUND) - ROUND
+    return (tl.minimum(tl.maximum(quotient, lower), upper) + ROUND_SIGNED) - ROUND_SIGNED
 
 
 @triton.jit
 def _to_int(number):
     """Integers with the lowest bits of whole float32 numbers."""
-    return (number + ROUND).to(tl.int32, bitcast=True)
+    return (number + ROUND_SIGNED).to(tl.int32, bitcast=True)
 
 
 @triton.jit

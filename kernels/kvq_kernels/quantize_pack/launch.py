@@ -12,6 +12,7 @@ from triton import knobs
 
 from kvq_kernels import tuning
 from kvq_kernels.decode_attention.parts import Uniform
+from kvq_kernels.launch_device import on_its_device
 from kvq_kernels.quantize_pack.kernel import quantize_kernel
 from kvq_kernels.quantize_pack.layout import INTEGERS, Layout
 
@@ -78,6 +79,7 @@ def arguments(x: Tensor, packed: Uniform) -> tuple[Any, ...]:
     return x, packed.codes, *per_group, x.stride()[:3], x.shape[2]
 
 
+@on_its_device
 def run_kernel(x: Tensor, layout: Layout, tile: dict[str, int] | None) -> Uniform:
     """`quantize_pack` by the kernel."""
     tile = tile or tuning.configuration(OPERATION, shape_class(layout), x.device)

@@ -21,7 +21,7 @@ from kvq_kernels.decode_attention.uniform_values import (
 )
 
 #: Factor on P before it is rounded to float16, which loses bits below 2^-14.
-LIFT = tl.constexpr(256.0)
+P_FACTOR = tl.constexpr(256.0)
 
 
 @triton.jit
@@ -115,13 +115,13 @@ def outputs_kernel(
     mask = (member < GROUP)[:, None]
     first_partial = tl.program_id(0).to(tl.int64) * tl.num_programs(2) * queries
     sums = partial + (first_partial + first_query + member) * get(S, "dim")
-    lift = tl.full([M], LIFT, tl.float32)
+    lift = tl.full([M], P_FACTOR, tl.float32)
     first, last = _tile_range(tokens, N, UNIFORM, TAIL)
     if UNIFORM:
         if TAIL == 0 or tl.program_id(0) < tl.num_programs(0) - 1:
             acc = uniform_init(S, M)
             for tile in tl.range(first, last, num_stages=STAGES):
-                p = tl.load(pointers + (tile * N + line)[None, :], mask=mask, other=0.0).to(tl.float32) * LIFT
+                p = tl.load(pointers + (tile * N + line)[None, :], mask=mask, other=0.0).to(tl.float32) * P_FACTOR
                 prefetched = uniform_prefetch(v, S, tile * N, M, N)
                 acc = uniform_accumulate(acc, p, None, prefetched, v, S, tile, M, N, T, PRECISION)
             uniform_store(acc, sums, lift, S, GROUP, M)
@@ -139,12 +139,15 @@ def _generic_outputs(
     pointers, v, first, last, tokens, S: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     E: tl.constexpr, T: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """p V of tiles [first, last) times LIFT, element by element: column tiles [M, E]; the last tile may be partial."""
+    """p V of tiles [first, last) times P_FACTOR, by element: column tiles [M, E]; the last tile may be partial."""
     acc = generic_init(S, M, E)
     mask = (tl.arange(0, M) < GROUP)[:, None]
     for tile in tl.range(first, last, num_stages=STAGES):
         index = tile * N + tl.arange(0, N)
-        p = tl.load(pointers + index[None, :], mask=mask & (index < tokens)[None, :], other=0.0).to(tl.float32) * LIFT
+        p = (
+            tl.load(pointers + index[None, :], mask=mask & (index < tokens)[None, :], other=0.0).to(tl.float32)
+            * P_FACTOR
+        )
         token = tl.minimum(index, tokens - 1)
         new = ()
         for j in tl.static_range(column_tiles(S, E)):

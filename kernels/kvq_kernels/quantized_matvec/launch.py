@@ -16,6 +16,7 @@ from kvq_kernels.decode_attention.launch import product_type, sm_count
 from kvq_kernels.decode_attention.parts import Side, Uniform
 from kvq_kernels.decode_attention.spec import SideSpec
 from kvq_kernels.decode_attention.uniform import uniform_fits
+from kvq_kernels.launch_device import on_its_device
 from kvq_kernels.quantized_matvec.kernel import outputs_kernel, scores_kernel, sum_kernel
 
 OPERATION = "quantized_matvec"
@@ -85,6 +86,7 @@ def _plan(
     return tile, constants(vectors.dtype, packed, side, vectors.shape[1] // packed.codes.shape[1], tile)
 
 
+@on_its_device
 def run_kernels(
     vectors: Tensor,
     packed: Uniform,

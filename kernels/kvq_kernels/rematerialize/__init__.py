@@ -24,6 +24,7 @@ from typing import Literal
 from torch import Tensor
 from triton import knobs
 
+from kvq_kernels.decode_attention.checks import check_offset_and_out, check_per_row
 from kvq_kernels.decode_attention.parts import Dense, Rope, Uniform
 from kvq_kernels.rematerialize.launch import new_workspace, plan_splits, run_kernels
 from kvq_kernels.rematerialize.parts import Latents, Norm, Workspace
@@ -53,13 +54,13 @@ def rematerialize(
     scaling: factor on the scores, usually 1 / sqrt(D).
     rope:    rotary embedding of the keys; None: none.
     window:  newest tokens that a query sees; None: all.
-    workspace, out `[B, Q, D]`: allocated if not given.
+    workspace, out `[B, Q, D]`: contiguous; allocated if not given.
     backend: "auto" is "triton" on a GPU and under TRITON_INTERPRET=1, else "torch".
 
     Returns `[B, Q, D]` in the query's type, which x is rounded to before products; sums are float32. ValueError for
     shapes that do not fit.
     """
-    _check(query, keys, values, lengths)
+    _check(query, keys, values, lengths, rope, out)
     if backend == "auto":
         backend = "triton" if query.device.type == "cuda" or knobs.runtime.interpret else "torch"
     if backend == "torch":
@@ -68,9 +69,11 @@ def rematerialize(
     return run_kernels(query, keys, values, lengths, scaling, rope, window, workspace, out)
 
 
-def _check(query: Tensor, keys: Latents, values: Latents, lengths: Tensor) -> None:
+def _check(
+    query: Tensor, keys: Latents, values: Latents, lengths: Tensor, rope: Rope | None, out: Tensor | None
+) -> None:
     """ValueError for shapes and formats that do not fit."""
-    rows, heads, dim = query.shape
+    _, heads, dim = query.shape
     for name, side in (("keys", keys), ("values", values)):
         channels = side.weight.shape[1]
         if channels != keys.weight.shape[1] or channels % dim or heads * dim % channels or dim % 2:
@@ -85,8 +88,8 @@ def _check(query: Tensor, keys: Latents, values: Latents, lengths: Tensor) -> No
         ("keys.held.count", keys.held.count),
         ("values.held.count", values.held.count),
     ):
-        if x.shape != (rows,) or x.device != query.device:
-            raise ValueError(f"{name} must have one number per row, on {query.device}, not shape {tuple(x.shape)}")
+        check_per_row(name, x, query)
+    check_offset_and_out(rope, out, query)
     if values.norm is not None or values.first is not None:
         raise ValueError("values have neither a norm nor a separate first channel: they are sums of cached inputs")
     windows = [

@@ -14,6 +14,7 @@ from triton import knobs
 
 from kvq_kernels.decode_attention.launch import TYPES, capacity, float32_products, sm_count
 from kvq_kernels.decode_attention.parts import Dense, Packed, PerHead, Rope, Uniform
+from kvq_kernels.launch_device import on_its_device
 from kvq_kernels.rematerialize.parts import Latents, Workspace
 from kvq_kernels.rematerialize.scores import score_kernel
 from kvq_kernels.rematerialize.spec import Source
@@ -211,6 +212,7 @@ def new_workspace(query: Tensor, values: Latents) -> Workspace:
     return Workspace.like(query, values.rank, config["span"], plan_splits(query, values))
 
 
+@on_its_device
 def run_kernels(
     query: Tensor,
     keys: Latents,

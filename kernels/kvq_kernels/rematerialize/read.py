@@ -11,6 +11,7 @@ import triton.language as tl
 
 from kvq_kernels.decode_attention.dequantize import SUBNORMAL_SCALE
 from kvq_kernels.decode_attention.spec import get, row_width
+from kvq_kernels.planar import low_bits
 from kvq_kernels.rematerialize.spec import groups, in_one_group
 
 
@@ -69,7 +70,7 @@ def field_numbers(
         return words.to(T)
     else:
         W: tl.constexpr = get(S, "words")
-        LOW: tl.constexpr = 2 if get(S, "bits") == 3 else get(S, "bits")
+        LOW: tl.constexpr = low_bits(get(S, "bits"))
         channel = field * W + start + tl.arange(0, R)
         code = (words >> (LOW * field)) & ((1 << LOW) - 1)
         if get(S, "bits") == 3:

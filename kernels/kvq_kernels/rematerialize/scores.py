@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.rope import load_cos_sin, pair_channels, position_cos_sin
+from kvq_kernels.decode_attention.rope import load_cos_sin, pair_channels, position_cos_sin, unrotate
 from kvq_kernels.decode_attention.spec import get
 from kvq_kernels.rematerialize.read import (
     field_numbers,
@@ -107,7 +107,7 @@ def score_kernel(
             # R(begin + i) k = R(begin) R(i) k: the first rotation is undone on the queries.
             position = start + get(S, "sinks") + begin + tl.zeros([1], tl.int32)
             cos, sin = position_cos_sin(rope, position, pair_index, WIDTH, D)
-            q1, q2 = q1 * cos + q2 * sin, q2 * cos - q1 * sin
+            q1, q2 = unrotate(q1, q2, cos, sin)
             cos, sin = load_cos_sin(rope[1], within[:, None], pair_index[None, :], WIDTH, D)
         k1, k2 = k1 * cos - k2 * sin, k2 * cos + k1 * sin
     qk = tl.dot(k1, tl.trans(q1), input_precision=PRECISION)

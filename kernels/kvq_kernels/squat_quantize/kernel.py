@@ -19,8 +19,8 @@ from kvq_kernels.planar import (
 )
 from kvq_kernels.quantize_pack.kernel import to_bits
 
-#: 2^23: adding it to a float32 rounds to the nearest whole number, ties to even.
-ROUND = tl.constexpr(8388608.0)
+#: 2^23: adding it to a float32 of at least 0 rounds to the nearest whole number, ties to even.
+ROUND_POSITIVE = tl.constexpr(8388608.0)
 
 
 @triton.jit
@@ -66,7 +66,7 @@ def squat_kernel(
         _, s = to_bits(tl.div_rn(high - low, LEVELS * 1.0), scale.dtype.element_ty)
         step = tl.where(s == 0, float("inf"), s)
         distance = tl.div_rn(x - z[None, :], tl.broadcast_to(step[None, :], x.shape))
-        whole = tl.minimum(tl.maximum(distance, 0.0), LEVELS * 1.0) + ROUND
+        whole = tl.minimum(tl.maximum(distance, 0.0), LEVELS * 1.0) + ROUND_POSITIVE
         code = tl.where(in_block[None, :], whole.to(tl.int32, bitcast=True) & LEVELS, 0)
         words += pack_low(code, N, BITS, D)
         if BITS == 3:
@@ -74,7 +74,7 @@ def squat_kernel(
         scales, zeros = tl.where(in_block, s, scales), tl.where(in_block, z, zeros)
         if block < BLOCKS - 1:
             # Columns of the block now hold its errors, others still their numbers.
-            x = tl.where(in_block[None, :], (whole - ROUND) * s[None, :] + z[None, :] - x, x)
+            x = tl.where(in_block[None, :], (whole - ROUND_POSITIVE) * s[None, :] + z[None, :] - x, x)
             block_move = move + (state * (BLOCKS - 1) + block) * rank * D
             moved = tl.zeros([N, columns(BITS, D)], tl.float64)
             for i in tl.range(0, rank):

@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from kvq_kernels.launch_device import on_its_device
 from kvq_kernels.planar import high_words, low_words
 from kvq_kernels.squat_quantize.kernel import squat_kernel
 from kvq_kernels.tuning import configuration, family
@@ -56,6 +57,7 @@ def launch(
     return (tokens // group, heads, rows), given, fixed, options
 
 
+@on_its_device
 def run_kernel(
     keys: Tensor, subspace: Tensor, gain: Tensor, bits: int, group: int, block: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:

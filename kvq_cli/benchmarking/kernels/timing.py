@@ -39,7 +39,11 @@ class Timer:
 
     def spread(self, calls: Sequence[Callable[[], object]]) -> dict[str, float]:
         """Return microseconds per call: percentiles p20, p50 and p80 over the rounds, and the number n of rounds."""
-        totals = self._time_graph(calls) if self.device.type == "cuda" else self._time_on_cpu(calls)
+        if self.device.type == "cuda":
+            with torch.cuda.device(self.device):  # streams, events and graphs are of the current device
+                totals = self._time_graph(calls)
+        else:
+            totals = self._time_on_cpu(calls)
         times = np.array(totals) / len(calls)
         p20, p50, p80 = (float(f"{x:.4g}") for x in np.percentile(times, [20, 50, 80]))
         return {"p20": p20, "p50": p50, "p80": p80, "n": len(times)}
@@ -52,7 +56,7 @@ class Timer:
                 call()
         torch.cuda.current_stream(self.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=side):
             outputs = [call() for call in calls]
         microseconds = []
         for _ in range(self.rounds + self.warm_up):
