@@ -63,6 +63,7 @@ class Evaluation(ABC):
     weighted:         weight the group's mean by the number of samples (lm-eval's `weight_by_size`).
     equal_lengths:    all samples have about the same length: if one is not compressed at all, none is.
     batch_size:       samples of a method that `run` evaluates together.
+    methods_at_once:  methods of a unit, at most; None: all, where they share the prefill of a prompt.
     work:             tokens of a sample, on average.
     """
 
@@ -77,6 +78,7 @@ class Evaluation(ABC):
     weighted: bool = False
     equal_lengths: bool = True
     batch_size: int = 1
+    methods_at_once: int | None = None
     work: Work
 
     @property
@@ -84,16 +86,23 @@ class Evaluation(ABC):
         return f"{self.task}-{self.length}"
 
     def units(self, pending: Mapping[str, Sequence[int]]) -> Iterator[dict[str, list[int]]]:
-        """Split pending samples into the smallest parts for `run`: a batch of all methods, which share its prompts.
+        """Split pending samples into the smallest parts for `run`: a batch of `methods_at_once` methods.
 
-        Batches begin at multiples of `batch_size`: equal runs at the same time form equal batches.
+        Batches begin at multiples of `batch_size`: equal runs at the same time form equal batches. Units of one batch
+        follow each other.
         """
         for batch in sorted({index // self.batch_size for index in set().union(*pending.values())}):
             unit = {
                 label: [index for index in indices if index // self.batch_size == batch]
                 for label, indices in pending.items()
             }
-            yield {label: indices for label, indices in unit.items() if indices}
+            left = [label for label, indices in unit.items() if indices]
+            step = self.methods_at_once or len(left)
+            for first in range(0, len(left), step):
+                yield {label: unit[label] for label in left[first : first + step]}
+
+    def forget(self) -> None:
+        """Free what `run` has kept for further units of the same batch."""
 
     @abstractmethod
     def run(

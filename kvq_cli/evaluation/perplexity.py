@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 
 PERPLEXITY = "perplexity"
+#: Methods of a unit.
+_METHODS = 4
 
 
 class PerplexityEvaluation(Evaluation):
@@ -57,6 +59,9 @@ class PerplexityEvaluation(Evaluation):
         self._prompt_tokens = prompt_tokens
         self.count = len(self._windows)
         self.work = Work(prompt=self.length, scored=self.length - prompt_tokens)
+        # Small units keep all workers busy where windows are few, and lose little when a run is interrupted.
+        self.methods_at_once = None if prefill == "exact" else _METHODS
+        self._reference: tuple[int, Tensor] | None = None  # the newest window, and its logits
         self.config = {
             "task": PERPLEXITY,
             "dataset": dataset,
@@ -70,15 +75,21 @@ class PerplexityEvaluation(Evaluation):
         self, loaded: LoadedModel, attached: Mapping[str, Attached], pending: Mapping[str, Sequence[int]]
     ) -> Iterator[tuple[str, list[Record]]]:
         # All methods on one window before the next: the uncompressed model runs once per window, and only one window's
-        # logits are in memory.
+        # logits are in memory, until `forget`.
         for index in sorted(set().union(*pending.values())):
-            reference = self.reference_logits(loaded, index)
+            if self._reference is None or self._reference[0] != index:
+                self._reference = None  # before the next is computed
+                self._reference = index, self.reference_logits(loaded, index)
+            reference = self._reference[1]
             labels = [label for label, indices in pending.items() if index in indices]
             prompts = SharedPrompts([attached[label] for label in labels])
             for label in labels:
                 with prompts.used_by(attached[label]), named_failure(label):
                     record = self.record(loaded, attached[label], index, reference)
                 yield label, [record]
+
+    def forget(self) -> None:
+        self._reference = None
 
     def metrics(self, records: Sequence[Record]) -> dict[str, float | None]:
         tokens = sum(record["tokens"] for record in records)

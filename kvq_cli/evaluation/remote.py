@@ -93,6 +93,9 @@ def evaluate_unit(setup: WorkerSetup, task: tuple[str, Unit]) -> FinishedUnit:
         _ready.clear()
         _ready[setup.key] = _make_ready(setup)
     worker, (name, unit) = _ready[setup.key], task
+    for other in worker.evaluations.values():
+        if other.name != name:
+            other.forget()
     results: list[tuple[str, list[Record]]] = []
     try:
         for finished in worker.evaluations[name].run(worker.loaded, worker.attached, unit):

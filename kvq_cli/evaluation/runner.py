@@ -218,6 +218,7 @@ def _run(
                 waiting = True
                 time.sleep(POLL_SECONDS)
         show_progress()
+    evaluation.forget()
     for label, log in logs.items():
         if label not in failed:
             _check_compressed(evaluation, attached[label], label, _records(evaluation, log))

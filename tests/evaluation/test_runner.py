@@ -144,6 +144,27 @@ def test_samples_of_other_weights_or_of_a_changed_evaluation_are_made_again(load
     assert len(list(tmp_path.glob("kivi*/*.jsonl"))) == 2
 
 
+def test_windows_are_split_by_methods_and_the_uncompressed_model_runs_once_each(loaded, tmp_path, monkeypatch):
+    """Also in one process; workers then share few windows evenly, and an interrupted run loses few samples."""
+    units, references, real = [], [], PerplexityEvaluation.reference_logits
+
+    def reference(self, loaded, index):
+        references.append(index)
+        return real(self, loaded, index)
+
+    def run(self, loaded, attached, pending, real=PerplexityEvaluation.run):
+        units.append({label: list(indices) for label, indices in pending.items()})
+        return real(self, loaded, attached, pending)
+
+    monkeypatch.setattr(PerplexityEvaluation, "reference_logits", reference)
+    monkeypatch.setattr(PerplexityEvaluation, "run", run)
+    chosen = [build("fp16"), *(build("kivi", bits=bits, residual=32) for bits in (1, 2, 3, 4))]
+    document = _run(loaded, tmp_path, chosen, tasks=["perplexity"], limit=2)
+    assert [len(unit) for unit in units] == [4, 1, 4, 1] and references == [0, 1]
+    assert [indices for unit in units for indices in unit.values()] == [[0]] * 5 + [[1]] * 5
+    assert document["methods"].keys() == {"fp16", *(f"kivi-{bits}bit" for bits in (1, 2, 3, 4))}
+
+
 def test_each_method_configuration_has_its_own_results(loaded, tmp_path, monkeypatch, interrupt_after):
     """Evaluated one by one or together, in the same folder; and together needs no more than each has done."""
     residuals, found = (32, 64), {}
