@@ -90,7 +90,7 @@ def _tuning(tuning: Mapping[str, Any]) -> list[str]:
         "",
         f"Chosen by `kvq tune` for {goal}: packed bits per number, and KL to the uncompressed model in nats per token "
         f"on {tuning['windows']} windows of {tuning['seqlen']} tokens of each of {', '.join(tuning['text'])}, of which "
-        "the second half is scored.",
+        "the second half is scored. These windows chose the configuration: on other text its KL may be higher.",
         "",
         "![KL over bits, and bits of each layer](tuning.png)",
         "",

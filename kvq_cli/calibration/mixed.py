@@ -17,7 +17,11 @@ from kvq_cli.codecs.base import Codec
 from kvq_cli.methods.base import CalibrationSpec, Method, ModelShape, TransformSpec
 from kvq_cli.methods.tensors import stream_codes
 
-#: Tokens that are captured together: a multiple of the blocks of all methods, so that all share the captured tokens.
+#: Tokens that are captured together where the disk budget keeps a part of them: a multiple of all codebooks' chunks, so
+#: that all methods share the captured tokens. KIVI's groups of keys and blocks of outliers (32 tokens) span several
+#: units, which raises the squared errors of KIVI's keys by 1 % (built-in model): another draw of the tokens changes
+#: their loss more. Units of 32 would be drawn from a quarter as many places; if units depended on the candidates of
+#: `kvq tune`, its artifacts would have other tensors than `kvq calibrate --method mixed` computes.
 UNIT = 8
 ERROR_MEASURE = (
     "on held-out samples, relative to the spread around each channel's mean; fisher: squared errors weighted with "

@@ -69,7 +69,8 @@ def calibrate(
         elif out.exists() and resume and not work.path.exists():
             return _load_finished(out, request)
         check_replaceable(out, overwrite=force or resume)
-        work.open(request, resume=resume, disk_bytes=0 if captured else estimate.disk_bytes(plan))
+        disk_bytes = 0 if captured else estimate.disk_bytes(plan)
+        work.open(request | plan.unrecorded(), resume=resume, disk_bytes=disk_bytes)
         try:
             with deterministic(plan.loaded.model.device):
                 if isinstance(plan, FactorPlan):

@@ -61,6 +61,15 @@ class CalibrationPlan:
             "calibration": self.settings_dict(),
         }
 
+    def unrecorded(self) -> dict[str, Any]:
+        """What finished steps depend on beside `request`, and an artifact does not record."""
+        dataset = self.settings_dict().get("dataset")
+        return {
+            "weights of --model": weights_digest(self.loaded.model),
+            "text of --dataset": None if dataset is None else file_digest(dataset),
+            "version of results": kvq_cli.RESULTS,
+        }
+
 
 @dataclass(frozen=True)
 class CapturePlan(CalibrationPlan):
@@ -79,10 +88,7 @@ class CapturePlan(CalibrationPlan):
         if size.units < size.possible:  # drawn at random in units
             tokens["unit"] = size.unit
         text = {key: settings[key] for key in ("dataset", "samples", "seqlen", "gradients", "seed")}
-        identity: dict[str, Any] = {"weights": weights_digest(self.loaded.model), "results": kvq_cli.RESULTS}
-        if (file := file_digest(text["dataset"])) is not None:
-            identity["text"] = file
-        return {key: self.request()[key] for key in ("kvq", "model")} | identity | text | tokens
+        return {key: self.request()[key] for key in ("kvq", "model")} | self.unrecorded() | text | tokens
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,7 @@ def check_enough(settings: CalibrationSettings, size: CaptureSize, least: int, w
     """Raise UsageError for a capture of fewer than `least` training tokens, as `what` needs them."""
     training = (settings.gradients - settings.held_out) * size.tokens
     if size.units == 0 or training < least:
-        option = "--budget" if size.units < size.possible else "--seqlen or --gradients"
+        option = "--budget (of kvq tune: --disk)" if size.units < size.possible else "--seqlen or --gradients"
         raise UsageError(
             f"{training} tokens are too few for {what}, which need {least}: raise {option} (--seqlen "
             f"{settings.seqlen}, --gradients {settings.gradients} with {settings.held_out} of them held out, --budget "

@@ -110,9 +110,14 @@ def tune(
     chosen_windows = windows_options(opt.method_options(set_))
 
     from kvq_cli.calibration.plan import MixedPlan, plan_calibration
+    from kvq_cli.data.texts import file_digest
     from kvq_cli.methods.registry import build
     from kvq_cli.tuning.run import tune as run_search
 
+    calibrated_on = file_digest(data.dataset)
+    for name in texts:
+        if calibrated_on is not None and file_digest(name) == calibrated_on:
+            output.warn(f"--text {name} is the text of --dataset: KL is measured on text that calibration reads")
     first = build("mixed", bits=16, keys="klt-1bit", values="klt-1bit", **chosen_windows)
     plan = plan_calibration(model_options.load(), first, data.options(disk, model_options.seed))
     assert isinstance(plan, MixedPlan)

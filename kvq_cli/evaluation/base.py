@@ -101,7 +101,7 @@ class Evaluation(ABC):
             for first in range(0, len(left), step):
                 yield {label: unit[label] for label in left[first : first + step]}
 
-    def forget(self) -> None:
+    def forget(self) -> None:  # noqa: B027 (most keep nothing)
         """Free what `run` has kept for further units of the same batch."""
 
     @abstractmethod

@@ -18,11 +18,13 @@ Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Item:
-    """One way to serve a stream. cost: bytes of a token, rounded up. loss: predicted KL in nats per token."""
+    """One way to serve a stream. cost: bytes of a token, rounded up. loss: predicted KL in nats per token. codes: of 8
+    bits, where klt with a free number of codes serves it."""
 
     name: str
     cost: int
     loss: float
+    codes: int | None = None
 
 
 def klt_losses(variances: Sequence[Floats]) -> Floats:
@@ -65,15 +67,19 @@ def scaled(expected: Floats, anchors: Sequence[Anchor]) -> Floats:
     return np.minimum.accumulate(curve)
 
 
-def choose(menus: Mapping[Stream, Sequence[Item]], budget: int) -> dict[Stream, Item]:
-    """One item per stream whose costs are `budget` at most and whose losses have the least sum of all such choices, by
-    dynamic programming over the streams. UsageError where the cheapest items cost more."""
-    cheapest = sum(min(item.cost for item in menu) for menu in menus.values())
+def check_budget(budget: int, cheapest: int) -> None:
+    """Raise UsageError for a budget below the cost of the cheapest choice. Both: bytes of a token."""
     if cheapest > budget:
         raise UsageError(
             f"--budget: {budget:,} bytes a token are too few, the smallest choice takes {cheapest:,}: raise it "
             f"{cheapest / max(budget, 1):.2f} times"
         )
+
+
+def choose(menus: Mapping[Stream, Sequence[Item]], budget: int) -> dict[Stream, Item]:
+    """One item per stream whose costs are `budget` at most and whose losses have the least sum of all such choices, by
+    dynamic programming over the streams. UsageError where the cheapest items cost more."""
+    check_budget(budget, sum(min(item.cost for item in menu) for menu in menus.values()))
     best = np.zeros(budget + 1)  # least loss of the streams so far, within so many bytes
     chosen = []
     for menu in menus.values():

@@ -7,7 +7,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from kvq_cli.artifact import Artifact, check_replaceable, save_artifact
+from kvq_cli.artifact import Artifact, check_replaceable, load_artifact, save_artifact
 from kvq_cli.artifact.contents import tensor_sizes
 from kvq_cli.calibration import estimate
 from kvq_cli.calibration.card import card
@@ -21,10 +21,12 @@ from kvq_cli.calibration.work_folder import WorkFolder
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.figures import has_matplotlib
 from kvq_cli.methods.registry import to_config
+from kvq_cli.tuning.checks import check_request
 from kvq_cli.tuning.measure import Meter, held_out_windows
 from kvq_cli.tuning.plot import pictures
 from kvq_cli.tuning.search import Search, Tried
-from kvq_cli.tuning.settings import TuneOptions
+from kvq_cli.tuning.settings import TuneOptions, goal, measured_under
+from kvq_cli.tuning.steps import Steps
 
 
 def tune(
@@ -40,25 +42,28 @@ def tune(
     """Search, and write the artifact to `out`. Finished steps are kept in `<out>.work` until the end.
 
     plan: of a `mixed` method with the windows to use; its methods are replaced. resume, force, captured: as in
-    `calibration.pipeline.calibrate`. Raises UsageError for options that cannot work together, KvqError where the goal
-    of the objective "memory" was not reached.
+    `calibration.pipeline.calibrate`; an unfinished search may go on with another goal and other candidates. Raises
+    UsageError for options that cannot work together, KvqError where the goal of the objective "memory" was not reached.
     """
-    request = {**plan.request(), "tuning": options.to_dict()}
-    if options.seqlen > plan.loaded.context:
-        raise UsageError(
-            f"--text-seqlen {options.seqlen} is more than the model's context: give at most {plan.loaded.context}"
-        )
+    check_request(plan, options)
     with closing(WorkFolder(out.with_name(out.name + ".work"))) as work:
         if force:
             work.clear()
+        elif out.exists() and resume and not work.path.exists():
+            return _load_finished(out, plan, options)
         check_replaceable(out, overwrite=force or resume)
+        text = (options.text, options.seqlen, options.windows, plan.settings.seed)
+        meter = Meter(plan.loaded, held_out_windows(plan.loaded, *text))
+        request = {
+            **measured_under(plan.request(), options.to_dict()),
+            "tokens of --text": meter.digest,
+            **plan.unrecorded(),
+        }
         work.open(request, resume=resume, disk_bytes=0 if captured else estimate.disk_bytes(plan))
         try:
-            text = (options.text, options.seqlen, options.windows, plan.settings.seed)
-            meter = Meter(plan.loaded, held_out_windows(plan.loaded, *text))
             with deterministic(plan.loaded.model.device), captures_folder(plan, work, captured) as captures:
                 capture_all(plan, captures, progress)
-                search = Search(plan, options, work, captures, meter, progress)
+                search = Search(options, Steps(plan, work, captures, meter, progress), progress)
                 best = search.run()
                 artifact = _write(search, best, out)
         except UsageError:  # a request that cannot work: nothing to resume
@@ -69,22 +74,37 @@ def tune(
     return artifact
 
 
+def _load_finished(out: Path, plan: MixedPlan, options: TuneOptions) -> Artifact:
+    artifact = load_artifact(out)
+    if "tuning" not in artifact.config:
+        raise UsageError(f"{out} was not made by kvq tune: choose another --out, or replace it with --force")
+    asked, made = (
+        measured_under(config, tuning) | goal(tuning)
+        for config, tuning in ((plan.request(), options.to_dict()), (artifact.config, artifact.config["tuning"]))
+    )
+    if different := [name for name in asked if asked[name] != made.get(name)]:
+        raise UsageError(
+            f"{out} was made with another {', '.join(different)}: choose another --out, or replace it with --force"
+        )
+    return artifact
+
+
 def _write(search: Search, best: Tried, out: Path) -> Artifact:
-    options, plan = search.options, search.plan
+    options, steps, plan = search.options, search.steps, search.steps.plan
     bits = options.budget if options.objective == "kl" else math.ceil(best.bits * 100) / 100
     if options.kl is not None and options.objective == "memory" and best.kl > options.kl:
         raise KvqError(
             f"--kl {options.kl:g}: not reached, the least that was measured is {best.kl:.4g} at {best.bits:.3f} bits: "
-            f"raise --kl or --rounds, then continue with --resume"
+            f"raise --kl or --rounds, and continue with --out {out} --resume"
         )
-    method, tensors = search.method(best.names, bits), search.tensors(best.names)
+    method, tensors = steps.method(best.names, bits), steps.tensors(best.names)
     config: dict[str, Any] = {
         **plan.request(),
         "method": to_config(method),
         "versions": versions(plan),
         "sizes": tensor_sizes(tensors),
         "captured": captured_tokens(plan),
-        "errors": {"measure": ERROR_MEASURE, "layers": search.errors(best.names)},
+        "errors": {"measure": ERROR_MEASURE, "layers": steps.errors(best.names)},
         "tuning": _record(search, best),
     }
     command = calibrate_command(method, plan.loaded, plan.settings_dict())
@@ -96,7 +116,7 @@ def _record(search: Search, best: Tried) -> dict[str, Any]:
     """The entry `tuning` of the artifact's config; see `artifact.schema.TUNING`."""
 
     def tried(one: Tried) -> dict[str, Any]:
-        method = search.method(one.names)
+        method = search.steps.method(one.names)
         return {"step": one.step, "bits": one.bits, "kl": one.kl, "keys": method.keys, "values": method.values}
 
     return {

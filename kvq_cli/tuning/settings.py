@@ -9,7 +9,7 @@ from typing import Any
 
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.mixed import PARTS
-from kvq_cli.methods.registry import build, method_class, parse
+from kvq_cli.methods.registry import build, has_option, method_class, parse
 
 #: Candidates of each stream. `temporalkv` chooses between its chunks and channelkv's by itself. KIVI's keys are those
 #: before RoPE, of which errors are measured.
@@ -34,7 +34,8 @@ class TuneOptions:
     windows, seqlen: windows of each text, and their tokens; the second half of a window is scored.
     rounds:     choices from measured sensitivities, at most.
     swaps:      exchanges of bits between two streams that are tried after that, at most.
-    minutes:    no new step begins after this time; None: no limit.
+    minutes:    of the search, after which it measures no further streams, candidates and swaps, but once more a choice
+                of what it knows by then; None: no limit.
     """
 
     objective: str = "kl"
@@ -60,6 +61,8 @@ class TuneOptions:
             if name not in PARTS:
                 raise UsageError(f"--candidates {text}: not one of {', '.join(PARTS)}")
             build(name, **options)
+            if text != self.candidates[0] and has_option(name, "bits") and "bits" not in options:
+                raise UsageError(f"--candidates {text}: only the first has any bits: give its own, such as {name}-4bit")
         if not self.candidates or parse(self.candidates[0])[0] != "klt" or "bits" in parse(self.candidates[0])[1]:
             raise UsageError("--candidates: the first must be klt without bits, such as klt:join_keys=on")
 
@@ -70,10 +73,38 @@ class TuneOptions:
         return {key: list(value) if isinstance(value, tuple) else value for key, value in named.items()}
 
 
+def windows_names() -> list[str]:
+    """The options of the windows, which all streams share."""
+    return [field.name for field in dataclasses.fields(method_class("mixed")) if field.metadata.get("runtime")]
+
+
 def windows_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of `--set`, which can be those of the windows only; UsageError names them."""
-    valid = [field.name for field in dataclasses.fields(method_class("mixed")) if field.metadata.get("runtime")]
+    valid = windows_names()
     for key in options:
         if key not in valid:
             raise UsageError(f"--set {key}=...: kvq tune chooses methods; what can be set is {', '.join(valid)}")
     return dict(options)
+
+
+def measured_under(config: Mapping[str, Any], tuning: Mapping[str, Any]) -> dict[str, Any]:
+    """What calibrated streams and measured KLs depend on, by the option that sets it.
+
+    config: the `kvq`, `model`, `method` and `calibration` of an artifact; tuning: of its search, see
+    `TuneOptions.to_dict`. Measurements of other candidates and for other goals can be used again.
+    """
+    method, calibration = config["method"], config["calibration"]
+    return {
+        "version of kvq": config["kvq"],
+        "--model": config["model"],
+        "--set": {key: method.get(key) for key in windows_names()},
+        **{"--disk" if key == "budget" else f"--{key}": value for key, value in calibration.items()},
+        "--text": tuning["text"],
+        "--windows": tuning["windows"],
+        "--text-seqlen": tuning["seqlen"],
+    }
+
+
+def goal(tuning: Mapping[str, Any]) -> dict[str, Any]:
+    """What else the choice depends on, by the option that sets it."""
+    return {f"--{key}": tuning[key] for key in ("objective", "budget", "kl", "candidates")}

@@ -1,0 +1,66 @@
+"""Checks of a request, made before the model runs: candidates, captured tokens, windows and budget."""
+
+from __future__ import annotations
+
+from kvq_cli.benchmarking.accounting import artifact_tensors
+from kvq_cli.calibration.kmeans import choose_engine
+from kvq_cli.calibration.plan import MixedPlan, plan_calibration
+from kvq_cli.calibration.settings import CalibrationOptions
+from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.methods.base import CalibrationSpec, TransformSpec
+from kvq_cli.methods.mixed import Mixed
+from kvq_cli.tuning.menus import check_budget, klt_name
+from kvq_cli.tuning.settings import TuneOptions, windows_names
+
+
+def check_request(plan: MixedPlan, options: TuneOptions) -> None:
+    """Raise UsageError for a request that cannot work, naming the option to change; KvqError where a package is
+    missing."""
+    if options.seqlen > plan.loaded.context:
+        raise UsageError(
+            f"--text-seqlen {options.seqlen} is more than the model's context: give at most {plan.loaded.context}"
+        )
+    shape = plan.loaded.shape
+    numbers = shape.kv_heads * shape.head_dim
+    klt = klt_name(options.candidates[0], max(1, numbers // 8), numbers)
+    for text, name in zip(options.candidates, (klt, *options.candidates[1:]), strict=True):
+        try:
+            _check_candidate(plan, name, options.seqlen)
+        except KvqError as error:
+            raise type(error)(f"--candidates {text}: {error}") from error
+    spec = _served_by(plan, klt).component(0, "k").calibration(shape)
+    assert isinstance(spec, TransformSpec)
+    cheapest = shape.layers * sum(spec.groups(kind, shape)[0] for kind in "kv")  # a code for each group
+    check_budget(int(options.budget * numbers * 2 * shape.layers / 8), cheapest)
+
+
+def _served_by(plan: MixedPlan, name: str) -> Mixed:
+    """The method whose keys and values are all served by this one."""
+    windows = {key: getattr(plan.method, key) for key in windows_names()}
+    return Mixed(bits=16, keys=name, values=name, **windows)
+
+
+def _check_candidate(plan: MixedPlan, name: str, seqlen: int) -> None:
+    """That the method fits the model, can be calibrated with the plan's settings, and packs tokens both of the captured
+    samples and of windows of `seqlen`."""
+    loaded, settings, method = plan.loaded, plan.settings, _served_by(plan, name)
+    made = plan_calibration(loaded, method, CalibrationOptions(**settings.to_dict()))
+    assert isinstance(made, MixedPlan)
+    for spec in made.spec.layers[0]:
+        if isinstance(spec, CalibrationSpec):
+            for stream in spec.streams:
+                choose_engine(settings.kmeans, stream.entries)
+    layer = method.plan(0, loaded.shape, artifact_tensors(method, loaded.shape, 0))
+    cached = seqlen - 1  # the last token of a window is only predicted
+    for kind, stream_plan in (("keys", layer.keys), ("values", layer.values)):
+        block = stream_plan.codec.block_tokens
+        if plan.capture.tokens < block:
+            raise UsageError(
+                f"{kind} are packed in blocks of {block} tokens, and {plan.capture.tokens} tokens are captured of each "
+                "sample: raise --seqlen or --disk, or lower --samples"
+            )
+        if not stream_plan.window.packed(cached):
+            raise UsageError(
+                f"compresses no {kind} of {cached} tokens, all are within its full-precision windows: raise "
+                "--text-seqlen, or set smaller windows with --set"
+            )
