@@ -43,7 +43,7 @@ OLDEST_TESTS := $(addprefix tests/,artifact attention cache calibration cli code
 	pages session test-all test-vllm gpu gpu-test gpu-bench gpu-tune gpu-growth gpu-pack gpu-unpack gpu-memory clean
 
 help:  ## Show this list.
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "kvq needs Python 3.11 or newer: make PYTHON=python3.12" >&2; exit 1; }
@@ -60,7 +60,7 @@ help:  ## Show this list.
 	touch $@
 
 # The oldest versions that pyproject.toml allows, beside the GPU machine's PyTorch, Triton and transformers.
-.venv/oldest/.installed: .venv/device/.installed pyproject.toml tools/oldest.py
+.venv/oldest/.installed: .venv/device/.installed pyproject.toml tools/oldest.py | .venv/.installed
 	@.venv/device/bin/python -m venv $(@D)
 	packages='import site; print(site.getsitepackages()[0])'
 	.venv/device/bin/python -c "$$packages" > "$$($(@D)/bin/python -c "$$packages")/device.pth"

@@ -42,8 +42,9 @@ class BatchSweep:
 def sweep_batches(
     model: PreTrainedModel, caches: Sequence[BenchmarkedCache], sweep: BatchSweep, step: Callable[[], None]
 ) -> Iterator[tuple[BenchmarkedCache, list[dict[str, Any]]]]:
-    """Measure each cache at batches 1, 4, 16, ... up to the first that runs out of memory, then bisect `BISECTIONS`
-    times between the largest batch that fits and the smallest that does not. Yields each cache with its rows.
+    """Measure each cache at batches 1, 4, 16, ... up to `max_batch` or the first that runs out of memory, then bisect
+    `BISECTIONS` times between the largest batch that fits and the smallest that does not. Yields each cache with its
+    rows.
 
     tokens_s: decoded tokens of all sequences per second. peak_bytes: weights excluded, cache included; None on a CPU.
     A row with "failed" is a batch that ran out of memory. Kernels are compiled before the time limit starts. `step` is
@@ -61,14 +62,14 @@ def _sweep_cache(
     model: PreTrainedModel, benchmarked: BenchmarkedCache, sweep: BatchSweep, end: float, step: Callable[[], None]
 ) -> Iterator[dict[str, Any]]:
     largest_fit, smallest_failed, bisections, batch = 0, None, BISECTIONS, 1
-    while largest_fit < batch <= sweep.max_batch and batch != smallest_failed:
+    while largest_fit < batch and batch != smallest_failed:
         row = _measure_batch(model, benchmarked, batch, sweep)
         step()
         yield row
         largest_fit, smallest_failed = (largest_fit, batch) if "failed" in row else (batch, smallest_failed)
         if time.monotonic() > end or (smallest_failed is not None and bisections == 0):
             break
-        batch = 4 * batch if smallest_failed is None else (largest_fit + smallest_failed) // 2
+        batch = min(4 * batch, sweep.max_batch) if smallest_failed is None else (largest_fit + smallest_failed) // 2
         bisections -= smallest_failed is not None
 
 

@@ -32,7 +32,9 @@ def factorize(
     for name in names:
         kinds = ("k", "v") if name == "x" else (name,)
         weight = torch.cat([weights[kind] for kind in kinds], dim=1)
-        u, s, b = torch.linalg.svd(weight, full_matrices=False)
+        # In float64, whose rounding, which depends on threads and libraries, is lost in that of `dtype`: quantized
+        # latents amplify it (on SmolLM2 float32 factors of one and of two threads changed XQuant-CL's KL by 15 %).
+        u, s, b = torch.linalg.svd(weight.double(), full_matrices=False)
         # The sign of a singular vector is arbitrary: make its largest number positive, so that all libraries agree.
         sign = u.gather(0, u.abs().argmax(dim=0, keepdim=True)).sign()
         down = (u * sign).to(dtype)

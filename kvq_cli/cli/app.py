@@ -42,8 +42,9 @@ COMMANDS = (
     ("reproduce", "reproduce:reproduce", "Evaluate"),
 )
 ALIASES = {"evaluate": "eval"}
-#: Commands that pass on options which they do not know.
-PASSING = {"serve": {"allow_extra_args": True, "ignore_unknown_options": True}}
+#: Commands that pass on options which they do not know. They have no short options: typer would find these in vLLM's,
+#: such as -h in -dph.
+PASSING = {"serve": {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": ["--help"]}}
 #: Options of all commands that print their help.
 HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -75,6 +76,7 @@ class KvqGroup(TyperGroup):
                 code = 130 if interrupted else _report(error)
             finally:
                 sys.stdout = stdout
+                _discard_after_broken_pipe(stdout)
         if code == 130:
             print("kvq: interrupted", file=sys.stderr)
         if standalone_mode:
@@ -93,6 +95,17 @@ def _prepare_streams() -> None:
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 (open until the process ends)
         elif isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
             stream.reconfigure(errors="replace")
+
+
+def _discard_after_broken_pipe(stdout: Any) -> None:
+    """Discard text that nobody reads any more, as in `kvq methods --json | head`: Python would complain at its exit."""
+    try:
+        stdout.flush()
+    except BrokenPipeError:
+        with open(os.devnull, "w", encoding="utf-8") as null:
+            os.dup2(null.fileno(), stdout.fileno())
+    except (OSError, ValueError):  # a full disk, a closed stream: Python reports these at its exit
+        pass
 
 
 @contextmanager

@@ -34,7 +34,7 @@ def calibrate(
     model_options: opt.LoadOptions,
     output: opt.OutputOptions,
     method: opt.MethodName = "temporalkv",
-    bits: opt.Bits = 2,
+    bits: opt.BitsWithDefault = 2,
     set_: opt.Set = None,
     dataset: Dataset = "prose",
     samples: Samples = 64,

@@ -35,7 +35,7 @@ Rounds = Annotated[int, bench_option("--rounds", min=1, help="Timed rounds, afte
 Grow = Annotated[
     bool,
     bench_option(
-        "--grow", help="Measure throughput and memory at batch sizes 1, 2, 4, ... up to --batch or out of memory."
+        "--grow", help="Measure throughput and memory at batch sizes 1, 4, 16, ... up to --batch or out of memory."
     ),
 ]
 Seconds = Annotated[
@@ -60,7 +60,7 @@ Shapes = Annotated[
 
 def generate(
     compare: Compare = "kivi",
-    bits: opt.Bits = 2,
+    bits: opt.BitsWithDefault = 2,
     set_: opt.Set = None,
     context: Contexts = "512,2048",
     batch: Batches = "1,4",
@@ -114,7 +114,9 @@ def generate(
         document = {
             **result_header("generate", loaded, name),
             "weights_bytes": sum(p.numel() * p.element_size() for p in loaded.parameters()),
+            "layers": loaded.config.get_text_config().num_hidden_layers,
             "prefill": prefill,
+            "backend": backend,
             "tokens": tokens,
             "rounds": 1 if grow else rounds,
             "seed": seed,
@@ -122,6 +124,7 @@ def generate(
         }
         stem = ("growth" if grow else "generate") if len(shapes) == 1 else f"{'growth' if grow else 'generate'}-{shape}"
         if grow:
+            document |= {"context": contexts[0], "batch": max(batches), "methods": _identities(chosen)}
             _grown(out, loaded, peers, settings, seconds, document, out_dir, stem, resume)
         else:
             document |= _measured(out, loaded, peers, settings)
@@ -183,6 +186,11 @@ def _peers(
     return [DynamicCacheBaseline(), baseline, *methods], []
 
 
+def _identities(chosen: list[ComparedMethod]) -> dict[str, Any]:
+    """Options and artifact of each cache, by its name, which does not tell all of them."""
+    return {f"kvq {one.label}": one.identity for one in chosen}
+
+
 def _measured(out: Output, model: PreTrainedModel, peers: list[BenchmarkedCache], settings: Any) -> dict[str, Any]:
     from kvq_cli.benchmarking.generate import measure
 
@@ -208,7 +216,9 @@ def _grown(
     from kvq_cli.benchmarking.batch_sweep import BatchSweep, sweep_batches
 
     kept = resumable_result(out, folder / f"{stem}.json", document) if resume else None
-    document |= {"rows": [], "measured": []} if kept is None else {key: kept[key] for key in ("rows", "measured")}
+    kept = kept or {"rows": [], "measured": [], "methods": {}}
+    document |= {key: kept[key] for key in ("rows", "measured")}
+    document["methods"] = kept["methods"] | document["methods"]
     growth = BatchSweep(
         settings.contexts[0], settings.tokens, max(settings.batches), settings.seed, seconds or float("inf")
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -84,20 +85,40 @@ def kernel_device(device: str, dry: bool) -> torch.device:
 def resumable_result(out: Output, path: Path, document: dict[str, Any]) -> dict[str, Any] | None:
     """Read the result of an interrupted run, to resume it; None if there is none.
 
-    Results of another device, version, setting or kernel are not comparable with new rows: they are discarded with a
-    note.
+    document: the new result, without rows. Results of another device, version, setting or kernel are not comparable
+    with new rows: they are discarded with a note that names what differs.
     """
     if not path.exists():
         return None
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        same = all(kept["machine"][key] == document["machine"][key] for key in ("device", "versions", "kernels"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        different = list(_differences(kept, document))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise KvqError(f"--resume: cannot read {path}: {error}") from None
-    if same and all(kept.get(key) == document.get(key) for key in ("dry", "model", "tokens", "seed", "prefill")):
+    if not different:
         return kept
-    out.note(f"{path} is of another device, version, setting or kernel: measuring everything again")
+    out.note(f"--resume: {path} differs in {'; '.join(different)}: measuring everything again")
     return None
+
+
+#: Entries that are compared in parts, or that hold what was measured.
+_NOT_SETTINGS = ("machine", "methods", "rows")
+
+
+def _differences(kept: dict[str, Any], document: dict[str, Any]) -> Iterator[str]:
+    """What makes the rows of two results incomparable; `methods` may be others, but not the same with other options."""
+    for key in ("device", "versions", "kernels"):
+        if kept["machine"][key] != document["machine"][key]:
+            yield key
+    for key in (key for key in document if key not in _NOT_SETTINGS):
+        if (before := kept.get(key)) != document[key]:
+            yield f"{key} ({before}, now {document[key]})"
+    known = kept.get("methods", {})
+    yield from (
+        f"options of {key}"
+        for key, options in document.get("methods", {}).items()
+        if known.get(key, options) != options
+    )
 
 
 def write_result(folder: Path, name: str, document: dict[str, Any]) -> Path:

@@ -113,6 +113,8 @@ Config = Annotated[
 ]
 Json = Annotated[bool, _shared("--json", help="Print one JSON document to stdout and everything else to stderr.")]
 Quiet = Annotated[bool, _shared("--quiet", "-q", help="Print no progress and no notes to stderr.")]
+#: Of a command that passes on short options.
+LongQuiet = Annotated[bool, _shared("--quiet", help="Print no progress and no notes to stderr.")]
 
 MethodName = Annotated[
     str | None, _method("--method", metavar="NAME", help="Compression method; `kvq methods` lists them.")
@@ -146,6 +148,8 @@ Bits = Annotated[
     float | None,
     _method("--bits", metavar="N", parser=_bits, help="Bits per cached number (default: the method's)."),
 ]
+#: Of a command whose default is not the method's.
+BitsWithDefault = Annotated[float | None, _method("--bits", metavar="N", parser=_bits, help="Bits per cached number.")]
 ArtifactDir = Annotated[
     Path | None,
     _method(

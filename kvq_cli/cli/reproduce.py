@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -42,6 +42,8 @@ Store = Annotated[
 
 #: Folder of the activations that the calibrations of a model share.
 CAPTURED = Path("results/captured")
+#: File descriptor of the standard error of commands.
+STDERR = 2
 
 
 def reproduce(
@@ -65,6 +67,7 @@ def reproduce(
     """
     output = Output(as_json=as_json, quiet=quiet)
     from kvq_cli.models import REFERENCE, configured_shape
+    from kvq_cli.papers.run import DONE
     from kvq_cli.papers.targets import MEASURED, target, targets
 
     if page is not None:
@@ -73,6 +76,7 @@ def reproduce(
 
         write_text(page, page_text(MEASURED if model in MEASURED else (model,), out), "--page")
         output.note(f"written: {page}")
+        output.result({"page": str(page)})
         return
     if names and everything:
         raise UsageError("NAME with --all: use one of them")
@@ -93,14 +97,14 @@ def reproduce(
         configured_shape(model, trust_remote_code=trust_remote_code)
     options += " --trust-remote-code" if trust_remote_code else ""
     wanted = [replace(each, options=f"{each.options} {options}".strip()) for each in wanted]
-    failed = []
+    made = []
     with opt.WorkerOptions(workers, ray).address() as address:
         for number, each in enumerate(wanted, 1):
             if len(wanted) > 1:
                 output.note(f"{each.id}: {number} of {len(wanted)}")
-            if not _make(output, each, model, trust_remote_code, out, store, address, stop=not everything):
-                failed.append(each.id)
-    if failed:
+            made.append(_make(output, each, model, trust_remote_code, out, store, address, stop=not everything))
+    output.result(made)
+    if failed := [each["id"] for each in made if each["state"] != DONE]:
         raise KvqError(f"not done: {', '.join(failed)}")
 
 
@@ -113,30 +117,33 @@ def _make(
     store: Path,
     ray: str | None,
     stop: bool,
-) -> bool:
-    """Run a target unless it is finished; returns whether it is finished now. ray: the cluster's address; stop: raise
-    on failure."""
+) -> dict[str, Any]:
+    """Run a target unless it is finished; returns its id, state and folder, and the seconds that it took: None if it
+    was finished before or failed. ray: the cluster's address; stop: raise on failure."""
     from kvq_cli.papers.run import DONE, run_target, state
 
     if not wanted.runs:
         reason = f"{wanted.drawing}: nothing to run" if wanted.drawing else "run `make gpu`"
         raise UsageError(f"{wanted.id}: {reason}")
+    folder, seconds = wanted.folder(model, root), None
     if state(wanted, model, root) == DONE:
         result = wanted.result(model, root)
         output.note(f"{wanted.id}: done, {result}")
         if wanted.analyze and not result.with_suffix(".png").exists():
             output.note(f"{wanted.id}: its figure is missing: `kvq analyze {wanted.analyze}` draws it")
-        return True
-    try:
-        calibrations = _calibrations(wanted, model, trust_remote_code, ray)
-        seconds = run_target(wanted, model, calibrations, output.note, root, store, output.quiet, ray)
-    except KvqError as error:
-        if stop:
-            raise
-        output.warn(f"{wanted.id}: {error}")
-        return False
-    output.note(f"{wanted.id}: {seconds:.0f} s, {wanted.folder(model, root)}")
-    return True
+    else:
+        try:
+            calibrations = _calibrations(wanted, model, trust_remote_code, ray)
+            # With --json, stdout is for the document alone.
+            stdout = STDERR if output.as_json else None
+            seconds = run_target(wanted, model, calibrations, output.note, root, store, output.quiet, ray, stdout)
+            output.note(f"{wanted.id}: {seconds:.0f} s, {folder}")
+        except KvqError as error:
+            if stop:
+                raise
+            output.warn(f"{wanted.id}: {error}")
+    took = None if seconds is None else round(seconds, 1)
+    return {"id": wanted.id, "state": state(wanted, model, root), "seconds": took, "folder": str(folder)}
 
 
 def _calibrations(wanted: Target, model: str, trust_remote_code: bool, ray: str | None) -> list[list[str]]:

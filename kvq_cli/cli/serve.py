@@ -27,7 +27,7 @@ def serve(
     model: opt.Model = "reference",
     trust_remote_code: opt.TrustRemoteCode = False,
     dtype: opt.Dtype = "auto",
-    quiet: opt.Quiet = False,
+    quiet: opt.LongQuiet = False,
 ) -> None:
     """Serve a model with vLLM (extra `vllm`), its cache compressed. All other flags are vLLM's own, such as --port.
 
@@ -35,6 +35,9 @@ def serve(
     runs it. Ends with exit code 1 if a process of the server dies, so that it can be started again. docs/SERVING.md has
     the methods, their windows and what they cost.
     """
+    if "-h" in ctx.args:  # as a word: typer would also find it in vLLM's -dph
+        print(ctx.get_help())
+        raise typer.Exit
     out = Output(quiet=quiet)
     from kvq_cli.vllm.plugin import check_version
     from kvq_cli.vllm.prepare import prepare

@@ -214,17 +214,26 @@ class CharacterStreamer:
             return
         self.first_token_time = self.first_token_time or time.perf_counter()
         self._ids += tokens.flatten().tolist()
-        text = self._text()
+        text = self._text(self._ids)
         if not text.endswith("\ufffd"):  # an incomplete character
             self._write_new(text)
             if text.endswith("\n"):
-                self._ids, self._written = [], 0  # the line is complete: do not decode it again with every token
+                self._forget_line()
+
+    def _forget_line(self) -> None:
+        """Keep the line break alone, so that a complete line is not decoded again with every token.
+
+        Some decoders strip a space at the beginning of the text: without the line break, of the next line's indent.
+        """
+        kept = self._text(self._ids[-1:])
+        if kept.endswith("\n"):  # not so behind a special token, which has no text
+            self._ids, self._written = self._ids[-1:], len(kept)
 
     def end(self) -> None:
-        self._write_new(self._text())
+        self._write_new(self._text(self._ids))
 
-    def _text(self) -> str:
-        return self.tokenizer.decode(self._ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    def _text(self, ids: list[int]) -> str:
+        return self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def _write_new(self, text: str) -> None:
         if piece := text[self._written :]:
@@ -237,30 +246,44 @@ class CharacterStreamer:
 def attached_generator(
     model_options: opt.ModelOptions, compression: opt.CompressionOptions, prefill: str, decoding: Decoding
 ) -> Iterator[TextGenerator]:
-    """Load the model and attach the method; the method is resolved first, because loading the model takes longer."""
+    """Load the model and attach the method; a given method is resolved first, because loading takes longer."""
     from kvq_cli.attention.attach import attach
-    from kvq_cli.cli.best_artifact import DEFAULT_BITS, best_artifact
     from kvq_cli.cli.resolve import describe, resolve
 
-    options = opt.method_options(compression.set_)
-    attachable = resolve(
-        model_options.model,
-        compression.method,
-        compression.bits,
-        compression.artifact,
-        options,
-        trust_remote_code=model_options.trust_remote_code,
-    )
-    loaded = model_options.load()
-    reason, notes = "", list[str]()
     if compression.is_default:
-        best, notes = best_artifact(loaded, bits := compression.bits or DEFAULT_BITS)
-        attachable = best or attachable
-        found = "lowest calibration error" if best else f"no {bits:g}-bit artifact in {model_artifacts(loaded.name)}"
-        reason = f" (default: {found})"
+        loaded = model_options.load()
+        attachable, reason, notes = _default_method(loaded, compression.bits)
+    else:
+        attachable = resolve(
+            model_options.model,
+            compression.method,
+            compression.bits,
+            compression.artifact,
+            opt.method_options(compression.set_),
+            trust_remote_code=model_options.trust_remote_code,
+        )
+        loaded, reason, notes = model_options.load(), "", []
     with attach(loaded.model, attachable, prefill=prefill, backend=model_options.backend) as attached:
         notes.append(_method_line(attached.method, attachable, reason))
         yield TextGenerator(loaded, attached, describe(attachable), decoding, notes)
+
+
+def _default_method(loaded: LoadedModel, bits: float | None) -> tuple[Method | Artifact, str, list[str]]:
+    """The model's best artifact at `bits`, or the method without one; why it was chosen; artifacts passed over.
+
+    The method without artifact is resolved last: it does not have all bits that artifacts have.
+    """
+    from kvq_cli.cli.best_artifact import DEFAULT_BITS, best_artifact
+    from kvq_cli.cli.resolve import resolve
+
+    best, notes = best_artifact(loaded, wanted := bits or DEFAULT_BITS)
+    if best is not None:
+        return best, " (default: lowest calibration error)", notes
+    missing = f"no {wanted:g}-bit artifact in {model_artifacts(loaded.name)}"
+    try:
+        return resolve(loaded.name, bits=bits), f" (default: {missing})", notes
+    except UsageError as error:
+        raise UsageError("; ".join([*notes, f"--bits {wanted:g}: {missing}, and without one: {error}"])) from None
 
 
 def _method_line(method: Method, attachable: Method | Artifact, reason: str) -> str:

@@ -19,6 +19,8 @@ from kvq_cli.papers.settings import Effect, Sweep, load_sweep
 from kvq_cli.papers.targets import REFERENCE, ROOT, Target, target, targets
 
 HOLDS, FAILS, NOT_MEASURED, HARDWARE = "holds", "does not hold", "not measured", "needs hardware"
+#: The check is true, but proves little: see `Claim.chance`.
+BY_CHANCE = "holds?"
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Claim:
     sizes: str = "here"
     gpu: bool = False
     why: str | Mapping[str, str] = ""
+    chance: Mapping[str, str] = field(default_factory=dict)
     tried: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def reason(self, model: str) -> str:
@@ -52,8 +55,8 @@ class Claim:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a claim holds. state: HOLDS, FAILS, NOT_MEASURED or HARDWARE; numbers: every result that its check read,
-    by name."""
+    """Whether a claim holds. state: HOLDS, BY_CHANCE, FAILS, NOT_MEASURED or HARDWARE; numbers: every result that its
+    check read, by name."""
 
     claim: Claim
     state: str
@@ -81,7 +84,8 @@ def judge(claim: Claim, model: str, root: Path = ROOT) -> Verdict:
         holds = eval(compile(claim.check, claim.claim, "eval"), results.functions())
     except _MissingResult:
         return Verdict(claim, HARDWARE if claim.gpu else NOT_MEASURED, results.read)
-    return Verdict(claim, HOLDS if holds else FAILS, results.read)
+    state = (BY_CHANCE if model in claim.chance else HOLDS) if holds else FAILS
+    return Verdict(claim, state, results.read)
 
 
 class _Results:

@@ -11,7 +11,7 @@ from typing import Any
 
 from kvq_cli import __version__
 from kvq_cli.evaluation.formats import markdown
-from kvq_cli.papers.claims import FAILS, HARDWARE, HOLDS, NOT_MEASURED, Verdict, claims, judge
+from kvq_cli.papers.claims import BY_CHANCE, FAILS, HARDWARE, HOLDS, NOT_MEASURED, Verdict, claims, judge
 from kvq_cli.papers.run import DONE, state
 from kvq_cli.papers.settings import Effect, Sweep
 from kvq_cli.papers.side_by_side import side_by_side
@@ -31,8 +31,13 @@ def page_text(models: Sequence[str], root: Path = ROOT) -> str:
         "# Reproduction",
         _introduction(models),
         "## What holds",
-        markdown(["paper", "claims", "model", HOLDS, FAILS, NOT_MEASURED, HARDWARE], _counts(verdicts)),
+        markdown(["paper", "claims", "model", *STATES], _counts(verdicts)),
+        VERDICTS,
     ]
+    for model, judged in verdicts.items():
+        if doubtful := [verdict for verdict in judged if verdict.state == BY_CHANCE]:
+            reasons = "\n".join(_reason(verdict, model, root) for verdict in doubtful)
+            parts += [f"## What may hold by chance on the {_name(model)}", reasons]
     for model, judged in verdicts.items():
         if failing := [verdict for verdict in judged if verdict.state == FAILS]:
             reasons = "\n".join(_reason(verdict, model, root) for verdict in failing)
@@ -43,7 +48,7 @@ def page_text(models: Sequence[str], root: Path = ROOT) -> str:
         parts += [f"## {paper}", markdown(["source", "claim", "command", *columns], rows)]
     rankings = [row for model in models for each in targets().values() if (row := _ranking(each, model, root))]
     if rankings:
-        columns = ["target", "model", "pairs of methods that the paper ranks", "ranked alike", "of those of equal bits"]
+        columns = ["target", "model", "pairs of methods", "ranked alike", "of those of equal bits", "ties"]
         parts += ["## Rankings beside the papers'", RANKINGS, markdown(columns, rankings)]
     columns = ["target", "what", *map(_name, models)]
     parts += ["## Tables and figures", markdown(columns, [_target(each, models, root) for each in targets().values()])]
@@ -54,10 +59,22 @@ def _name(model: str) -> str:
     return NAMES.get(model, model)
 
 
+#: In the place of a reason.
+UNKNOWN = "not found yet"
+#: The columns of the table of counts.
+STATES = (HOLDS, BY_CHANCE, FAILS, NOT_MEASURED, HARDWARE)
+#: The paragraph below the table of counts.
+VERDICTS = (
+    "A verdict compares numbers, mostly means over windows or answers, without an interval: `holds?` marks checks that "
+    "are true although a paired interval (COMPARISON.md, SETTINGS.md) includes zero, or although the methods take "
+    "unequal bits. Calibrated methods also vary with the rounding of their calibration (COMPARISON.md says how much)."
+)
 #: The paragraph above the table of rankings.
 RANKINGS = (
     "All columns of a published table, each beside ours for it; on the models here RULER's mean stands for task "
-    "scores, and their texts for the paper's. Pairs of equal bits are the hard ones: with more bits any method wins."
+    "scores, and their texts for the paper's. Pairs of equal bits are the hard ones: with more bits any method wins. "
+    "Pairs of methods that are measured equal, as at 1 bit where no needle is found, are ties and rank nothing. "
+    "Columns of one table repeat the same measured pairs for several models of the paper."
 )
 
 
@@ -78,6 +95,7 @@ def _ranking(ranked: Target, model: str, root: Path) -> list[Any] | None:
         pairs,
         f"{same} ({_percent(same, pairs)})",
         f"{equal[0]} of {equal[1]} ({_percent(*equal)})",
+        sum(column.ties for column in columns),
     ]
 
 
@@ -101,15 +119,16 @@ def _counts(verdicts: Mapping[str, Sequence[Verdict]]) -> list[list[Any]]:
     for paper in (*PAPERS, "all"):
         for model, judged in verdicts.items():
             states = Counter(verdict.state for verdict in judged if paper in ("all", verdict.claim.paper))
-            counts = [states[name] for name in (HOLDS, FAILS, NOT_MEASURED, HARDWARE)]
+            counts = [states[name] for name in STATES]
             rows.append([paper, sum(states.values()), _name(model), *counts])
     return rows
 
 
 def _reason(verdict: Verdict, model: str, root: Path) -> str:
     claim = verdict.claim
-    why = claim.reason(model) or "not found yet"
-    text = f"- **{claim.paper}, {claim.source}**: {claim.claim} *Why*: {why}."
+    doubtful = verdict.state == BY_CHANCE
+    reason = claim.chance[model] if doubtful else claim.reason(model) or UNKNOWN
+    text = f"- **{claim.paper}, {claim.source}**: {claim.claim} *{'But' if doubtful else 'Why'}*: {reason}."
     measured = [_setting(sweep, effect) for sweep, effect in claim.measured_reasons(model, root)]
     return f"{text} *Measured* ([SETTINGS.md](SETTINGS.md)): {'; '.join(measured)}." if measured else text
 

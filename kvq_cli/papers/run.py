@@ -57,24 +57,26 @@ def run_target(
     store: Path = STORE,
     quiet: bool = False,
     ray: str | None = None,
+    stdout: int | None = None,
 ) -> float:
     """Run a target and return the seconds it took. An interrupted target continues where it stopped.
 
     calibrations: commands that make missing artifacts first. report: called with each command line. quiet: the
     commands print no progress and no notes. ray: address of the cluster on which evaluations run; records do not
-    name it. KvqError when a command fails.
+    name it. stdout: file descriptor to which the commands print their tables; None: standard output. KvqError when a
+    command fails.
     """
     started = time.monotonic()
     silence = ["--quiet"] if quiet else []
     for words in calibrations:
-        _run([*words, *silence], report)
+        _run([*words, *silence], report, stdout)
     record = current_record(target, model)
     write_json(target.folder(model, root) / RECORD, {**record, "finished": False})
     command = target.command(model, root, store)
     # Fixed commands, like `bits --papers`, print nothing but their result, and have no such flag.
     cluster = [] if ray is None or command[0] != "eval" else ["--ray", ray]
     flags = [] if target.run else [*cluster, *silence]
-    printed = _run([*command, *flags], report, keep=target.into is not None)
+    printed = _run([*command, *flags], report, subprocess.PIPE if target.into else stdout)
     if target.into:
         write_json(target.result(model, root), json.loads(printed))
     if not target.result(model, root).is_file():
@@ -87,12 +89,11 @@ def run_target(
     return time.monotonic() - started
 
 
-def _run(words: Sequence[str], report: Callable[[str], None], keep: bool = False) -> str:
-    """Run a `kvq` command in its own process, so that its memory is freed; returns its standard output if `keep`."""
+def _run(words: Sequence[str], report: Callable[[str], None], stdout: int | None = None) -> str:
+    """Run a `kvq` command in its own process, so that its memory is freed; returns its standard output if that is
+    `subprocess.PIPE`."""
     report(f"$ kvq {shlex.join(words)}")
-    process = subprocess.run(
-        [sys.executable, "-m", "kvq_cli", *words], stdout=subprocess.PIPE if keep else None, text=True, check=False
-    )
+    process = subprocess.run([sys.executable, "-m", "kvq_cli", *words], stdout=stdout, text=True, check=False)
     if process.returncode == 130:
         raise KeyboardInterrupt
     if process.returncode:

@@ -21,8 +21,8 @@ LOWER_IS_BETTER = ("perplexity", "Wiki2", "C4")
 class Agreement:
     """How many pairs of methods a published column and a measured column rank alike.
 
-    same: pairs ranked alike, of `pairs` that the paper ranks. same_bits: the same two counts, of pairs with equal
-    nominal bits alone, in which neither method wins by having more bits.
+    same: pairs ranked alike, of `pairs` that both rank. same_bits: the same two counts, of pairs with equal nominal
+    bits alone, in which neither method wins by having more bits. ties: pairs that the paper ranks and we measure equal.
     """
 
     model: str
@@ -31,6 +31,7 @@ class Agreement:
     same: int
     pairs: int
     same_bits: tuple[int, int]
+    ties: int
 
 
 @dataclass(frozen=True)
@@ -115,12 +116,15 @@ def _agreement(
         published, measured = printed[row], table.column(title)[label].value
         if configs[row]["name"] != EXACT and published is not None and measured is not None:
             scores[row] = (sign * published, better * measured)
-    pairs = same = equal_pairs = equal_same = 0
+    pairs = same = equal_pairs = equal_same = ties = 0
     for (a, (published_a, measured_a)), (b, (published_b, measured_b)) in combinations(scores.items(), 2):
         if published_a == published_b:  # the paper ranks neither first
+            continue
+        if measured_a == measured_b:
+            ties += 1
             continue
         agrees = (published_a - published_b) * (measured_a - measured_b) > 0
         pairs, same = pairs + 1, same + agrees
         if configs[a].get("bits") == configs[b].get("bits"):
             equal_pairs, equal_same = equal_pairs + 1, equal_same + agrees
-    return Agreement(source[0], source[1], title, same, pairs, (equal_same, equal_pairs))
+    return Agreement(source[0], source[1], title, same, pairs, (equal_same, equal_pairs), ties)

@@ -70,6 +70,11 @@ class KvqBuilder(AttentionMetadataBuilder[KvqMetadata]):
         self, kv_cache_spec: KVCacheSpec, layer_names: list[str], vllm_config: VllmConfig, device: Any
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # vLLM makes builders before it allocates a cache: the memory of one that it threw away must be free by then.
+        for name in layer_names:
+            impl = getattr(vllm_config.compilation_config.static_forward_context.get(name), "impl", None)
+            if isinstance(impl, KvqImpl):
+                impl.release()
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
@@ -190,6 +195,29 @@ class KvqImpl(AttentionImpl[KvqMetadata]):
             self.exact_name = f"model.layers.{self.index}.self_attn.kvq_exact"
             self.exact = context[self.exact_name] = ExactTokens(self.engine, self.engine.shape)
         self.layer: PagedLayer | None = None
+        #: The caches whose pages `layer` reads and writes: packed tokens, exact tokens.
+        self.bound: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    def bind(self, name: str, kv_cache: Tensor) -> PagedLayer:
+        """The layer, which vLLM calls `name`, over the pages of `kv_cache` and of the exact tokens' cache.
+
+        vLLM measures CUDA graphs with a small cache before the real one exists, so a layer may be given another. Making
+        views is no work for the device: a step that is being captured may do it.
+        """
+        exact = None if self.exact_name is None else self.exact.kv_cache
+        if self.layer is None:
+            self.layer = self.engine.paged_layer(self.index, name)
+        if self.bound[0] is not kv_cache or self.bound[1] is not exact:
+            self.layer.bind(_pages(kv_cache), None if exact is None else _pages(exact))
+            self.bound = kv_cache, exact
+        return self.layer
+
+    def release(self) -> None:
+        """Keep no cache's memory."""
+        kv_cache, exact = self.bound
+        if self.layer is not None and kv_cache is not None:
+            self.layer.bind(_pages(kv_cache[:0]).clone(), None if exact is None else _pages(exact[:0]).clone())
+        self.bound = None, None
 
     def forward(
         self,
@@ -205,21 +233,18 @@ class KvqImpl(AttentionImpl[KvqMetadata]):
     ) -> Tensor:
         if attn_metadata is None:  # vLLM measures its memory before there is a cache
             return output.zero_()
-        if self.layer is None:
-            self.layer = self.engine.paged_layer(self.index, layer.layer_name)
-            self.layer.bind(_pages(kv_cache), None if self.exact_name is None else _pages(self.exact.kv_cache))
-        exact = None
+        paged, exact = self.bind(layer.layer_name, kv_cache), None
         if self.exact_name is not None:
             exact = get_forward_context().attn_metadata[self.exact_name].blocks
         if attn_metadata.single and self.engine.capturable:
             count = len(attn_metadata.lengths)
             new = query[:count], key[:count], value[:count]
-            output[:count] = self.layer.attend_each(*new, attn_metadata.step(exact), self.scaling)
+            output[:count] = paged.attend_each(*new, attn_metadata.step(exact), self.scaling)
             return output
         batch = attn_metadata.batch(exact)
         count = int(attn_metadata.starts[-1])
         new = query[:count], key[:count], value[:count]
-        output[:count] = self.layer.attend(*new, batch, self.scaling, self.form)
+        output[:count] = paged.attend(*new, batch, self.scaling, self.form)
         return output
 
 

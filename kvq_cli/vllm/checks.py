@@ -48,10 +48,16 @@ REFUSED_FLAGS = {
     "--decode-context-parallel-size": ("a sequence's tokens are packed together", ("1",)),
     "--speculative-config": ("drafted tokens would be packed before they are rejected", ()),
     "--kv-transfer-config": ("blocks of exact tokens cannot be transferred", ()),
+    "--enable-sleep-mode": ("sleep level 2 discards the memory in which codebooks and rotations lie", ()),
     "--disable-hybrid-kv-cache-manager": ("exact tokens have blocks of their own", ()),
 }
 #: Short forms of these flags.
-_ALIASES = {"-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-sc": "--speculative-config"}
+_ALIASES = {
+    "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
+    "-dcp": "--decode-context-parallel-size",
+    "-sc": "--speculative-config",
+}
 
 
 def flag_name(word: str) -> str:
@@ -63,7 +69,8 @@ def flag_name(word: str) -> str:
 def check_flags(flags: Sequence[str]) -> None:
     """Raise UsageError for flags of vLLM with which kvq does not serve, and for those that `kvq serve` sets."""
     for i, word in enumerate(flags):
-        name, (_, equals, value) = flag_name(word), word.partition("=")
+        # vLLM sets single fields with a dot: -sc.method=ngram.
+        name, (_, equals, value) = flag_name(word.partition("=")[0].partition(".")[0]), word.partition("=")
         value = value if equals else next(iter(flags[i + 1 : i + 2]), "")
         if name in REFUSED_FLAGS and value not in REFUSED_FLAGS[name][1]:
             raise UsageError(f"kvq does not serve with {name}: {REFUSED_FLAGS[name][0]}")

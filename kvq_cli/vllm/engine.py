@@ -114,6 +114,7 @@ def _check_engine(config: VllmConfig) -> None:
         "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
         "--speculative-config": config.speculative_config is not None,
         "--kv-transfer-config": config.kv_transfer_config is not None,
+        "--enable-sleep-mode": config.model_config.enable_sleep_mode,
         "--disable-hybrid-kv-cache-manager": bool(config.scheduler_config.disable_hybrid_kv_cache_manager),
     }
     check_flags([flag for flag, is_given in given.items() if is_given])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 
 from kvq_cli.errors import KvqError
-from kvq_cli.vllm.served import cache_dtypes
+from kvq_cli.vllm.served import CACHE_DTYPE, cache_dtypes
 
 #: The versions of vLLM whose interfaces the plugin implements.
 VLLM = "0.33"
@@ -24,8 +25,14 @@ def check_version() -> None:
 
 @cache
 def register() -> None:
-    """Register kvq with this process's vLLM. vLLM calls it in every process that it starts."""
-    check_version()
+    """Register kvq with this process's vLLM. vLLM calls it in every process that it starts, whatever is served: with
+    another version of vLLM, it warns and registers nothing."""
+    try:
+        check_version()
+    except (KvqError, PackageNotFoundError) as error:
+        # A name below "vllm" has vLLM's handlers, and its level.
+        logging.getLogger("vllm.kvq").warning("--kv-cache-dtype %s is not available: %s", CACHE_DTYPE, error)
+        return
     import torch
     from vllm.config.cache import register_kv_cache_dtype
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend

@@ -38,6 +38,8 @@ def swept_batches(monkeypatch, tiny, fits, max_batch=4096, seconds=1e9):
 def test_batches_grow_fourfold_then_bisect_to_the_largest(monkeypatch, tiny):
     assert swept_batches(monkeypatch, tiny, 100) == ([1, 4, 16, 64, 256, 160, 112, 88], [256, 160, 112])
     assert swept_batches(monkeypatch, tiny, 100, max_batch=64) == ([1, 4, 16, 64], [])
+    assert swept_batches(monkeypatch, tiny, 100, max_batch=8) == ([1, 4, 8], [])  # the stated maximum is measured
+    assert swept_batches(monkeypatch, tiny, 6, max_batch=8) == ([1, 4, 8, 6, 7], [8, 7])
     assert swept_batches(monkeypatch, tiny, 2) == ([1, 4, 2, 3], [4, 3])
     assert swept_batches(monkeypatch, tiny, 0) == ([1], [1])
     assert swept_batches(monkeypatch, tiny, 100, seconds=0) == ([1], [])
@@ -96,6 +98,39 @@ def test_several_models_have_a_file_each(kvq, tmp_path):
     result = kvq("bench", "generate", *flags)
     assert result.exit_code == 0, result.stderr
     assert {path.stem for path in (tmp_path / "out").glob("*.json")} == {"growth-tiny", "growth-reference"}
+
+
+GROW = ["bench", "generate", "--random", "tiny", "--grow", "--compare", "kivi", "--resume", "--out", "out", "--json"]
+SETTINGS = {"--context": 32, "--tokens": 1, "--batch": 1, "--dtype": "float32"}
+
+
+def test_resume_keeps_only_rows_of_the_same_settings(kvq, tmp_path, monkeypatch):
+    """Of a row that is kept, the time is the one written into the file here."""
+    monkeypatch.setattr(batch_sweep, "_decode", lambda *_: {"token_ms": 1.0, "tokens_s": 1.0, "cache_bytes": 1,
+                                                             "peak_bytes": None})  # fmt: skip
+    path = tmp_path / "out/growth.json"
+
+    def run(**changed):
+        words = SETTINGS | {f"--{key}": value for key, value in changed.items()}
+        result = kvq(*GROW, *(word for pair in words.items() for word in pair))
+        assert result.exit_code == 0, result.stderr
+        return json.loads(result.stdout), result.stderr
+
+    first, _ = run()
+    marked = json.dumps(first | {"rows": [row | {"token_ms": 7.0} for row in first["rows"]]})
+    others = {"context": 40, "batch": 4, "tokens": 2, "seed": 1, "dtype": "bfloat16", "backend": "torch", "layers": 1}
+    for key, value in others.items():
+        path.write_text(marked)
+        found, notes = run(**{key: value})
+        assert {row["token_ms"] for row in found["rows"]} == {1.0}, key
+        assert f"{key} (" in notes and f"now {value})" in notes and "measuring everything again" in notes, notes
+    path.write_text(marked)
+    found, notes = run(set="sinks=8")  # its label does not name it
+    assert {row["token_ms"] for row in found["rows"]} == {1.0} and "differs in options of kvq kivi-2bit:" in notes
+    path.write_text(marked)
+    found, _ = run(compare="kivi,squat")
+    assert [row["token_ms"] for row in found["rows"]] == [7.0, 7.0, 1.0]  # another method is added
+    assert set(found["methods"]) == {"kvq kivi-2bit", "kvq squat-2bit"}
 
 
 def test_a_batch_sweep_takes_one_prompt_length(fails):

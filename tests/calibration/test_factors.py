@@ -6,9 +6,11 @@ import json
 
 import pytest
 import torch
+from random_artifacts import tiny_model
 
 from kvq_cli.artifact import load_artifact
 from kvq_cli.attention.attach import attach
+from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.calibration import factors, pipeline
 from kvq_cli.calibration.estimate import dry_run_report
 from kvq_cli.calibration.plan import plan_calibration
@@ -35,6 +37,18 @@ def test_factors_reproduce_the_weights_with_singular_directions(tiny, tmp_path):
             torch.testing.assert_close(gram, values.diag(), atol=1e-4, rtol=0)
             assert artifact.config["errors"]["layers"][i][kind]["residual"] < 1e-6
             assert artifact.config["errors"]["layers"][i][kind]["rank"] == SIZE
+
+
+def test_factors_depend_on_no_number_of_threads():
+    layer, before = attention_layers(tiny_model(hidden_size=576, head_dim=64))[0], torch.get_num_threads()
+    made = []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            made.append(factors.factorize(layer, ("k", "x"), torch.float16)[0])
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(tensor, made[1][name]) for name, tensor in made[0].items())
 
 
 def test_cross_layer_factors_share_one_subspace_for_keys_and_values(tiny, tmp_path):

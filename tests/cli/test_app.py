@@ -152,6 +152,16 @@ def test_interrupt_exits_with_130_at_any_time(kvq_process, wait):
     assert "Traceback" not in stderr
 
 
+@pytest.mark.parametrize("words", [["methods", "--json"], ["methods"], ["--help"]], ids=" ".join)
+def test_a_pipe_that_nobody_reads_is_no_error_message(monkeypatch, words):
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)  # with it, no text is left to be written at the exit
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-m", "kvq_cli", *words], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.returncode == 1 and "BrokenPipe" not in done.stderr and "Traceback" not in done.stderr
+
+
 def test_closed_and_ascii_streams():
     words = [sys.executable, "-m", "kvq_cli", "bench", "report"]
     closed = subprocess.run(["sh", "-c", 'exec "$@" >&-', "-", *words], capture_output=True, text=True)

@@ -7,10 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from random_artifacts import random_parts
+from tiny_folder import tiny_folder  # noqa: F401  # a fixture
+from tokenizers import Tokenizer, decoders, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from kvq_cli.artifact import save_artifact
 from kvq_cli.cli.text_generator import CharacterStreamer, Decoding, cache_line
 from kvq_cli.errors import UsageError
+from kvq_cli.methods.registry import build
 from kvq_cli.models import load_model
 from kvq_cli.reference import model_path
 from kvq_cli.reference.prompts import NOISE
@@ -104,6 +109,19 @@ def test_default_is_the_best_artifact(kvq, tmp_path):
     assert "method: fp16, no compression\n" in kvq("generate", PROMPT, "-n", 2, "--method", "fp16").stderr
 
 
+def test_default_is_an_artifact_of_bits_that_other_methods_lack(kvq, fails, tiny_folder, tmp_path):  # noqa: F811
+    loaded = load_model(str(tiny_folder), device="cpu")
+    config, tensors = random_parts(build("klt", bits=1.75), loaded.model)
+    folder = tmp_path / "artifacts" / "tiny" / "klt-1.75bit"
+    words = [PROMPT, "-n", 2, "--model", tiny_folder, "--bits", 1.75]
+    says = "--bits 1.75: no 1.75-bit artifact in artifacts/tiny, and without one: method kivi: bits=1.75 is not"
+    fails("generate", *words, code=2, says=says)
+    save_artifact(folder, config, tensors, "card")
+    result = kvq("generate", *words)
+    assert result.exit_code == 0, result.stderr
+    assert "method: klt, 1.75 bits, artifacts/tiny/klt-1.75bit (default: lowest calibration error)" in result.stderr
+
+
 def test_sampling_is_repeatable_and_not_greedy(generate):
     hot = ["--temperature", 1.5, "--top-k", 50, "--top-p", 0.95]
     first, again = generate(PROMPT, *hot), generate(PROMPT, *hot)
@@ -185,6 +203,33 @@ def test_streamer_writes_whole_characters():
     stream.end()
     assert "".join(pieces) == text and "\ufffd" not in "".join(pieces)
     assert len(pieces) > 5
+
+
+#: Of Llama 2, and of Mistral and T5: both strip the space at the beginning of the text.
+STRIPPING = {
+    "strip": decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    ),
+    "metaspace": decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()]),
+}
+
+
+@pytest.mark.parametrize("decoder", STRIPPING)
+def test_streamer_keeps_the_indent_of_each_line(decoder):
+    words = ["▁def", "▁f", ":", "<0x0A>", "▁▁▁", "▁return", "▁1", "</s>"]
+    built = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token=":"))
+    built.decoder = STRIPPING[decoder]
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=built, eos_token="</s>")
+    pieces: list[str] = []
+    stream = CharacterStreamer(tokenizer, pieces.append)
+    stream.put(torch.tensor([[0]]))  # the prompt
+    ids = [0, 1, 2, 3, 4, 5, 6, 3, 3, 5, 3, 7, 5]  # a special token may stand between the line break and the indent
+    for token in ids:
+        stream.put(torch.tensor([token]))
+    stream.end()
+    assert (
+        "".join(pieces) == "def f:\n    return 1\n\n return\n return" == tokenizer.decode(ids, skip_special_tokens=True)
+    )
 
 
 def test_cache_line():

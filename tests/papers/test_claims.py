@@ -9,11 +9,11 @@ import pytest
 
 from kvq_cli.files import write_json
 from kvq_cli.methods.registry import build_parsed, to_config
-from kvq_cli.papers.claims import FAILS, HARDWARE, HOLDS, NOT_MEASURED, Claim, claims, judge
+from kvq_cli.papers.claims import BY_CHANCE, FAILS, HARDWARE, HOLDS, NOT_MEASURED, Claim, claims, judge
 from kvq_cli.papers.page import page_text
 from kvq_cli.papers.run import DONE, PARTLY, RECORD, TO_DO, current_record, state
 from kvq_cli.papers.studies.study import studies
-from kvq_cli.papers.targets import REFERENCE, target, targets
+from kvq_cli.papers.targets import MEASURED, REFERENCE, SMOLLM2, target, targets
 
 
 @pytest.fixture
@@ -85,6 +85,17 @@ def test_a_claim_on_gpu_results(tmp_path, monkeypatch):
     assert found.numbers == {"inner grouping's time saved, of outer's, llama, 8192, some-gpu": 0.25}
 
 
+@pytest.mark.parametrize(("check", "state"), [("1 < 2", BY_CHANCE), ("1 > 2", FAILS)])
+def test_a_doubt_is_of_one_model_and_of_checks_that_are_true(check, state):
+    entry = claim(check, chance={REFERENCE: "an interval includes zero"})
+    assert judge(entry, REFERENCE).state == state
+    assert judge(entry, SMOLLM2).state == (HOLDS if state == BY_CHANCE else FAILS)
+
+
+def test_every_doubt_is_of_a_measured_model():
+    assert all(set(entry.chance) <= set(MEASURED) for entry in claims())
+
+
 def test_a_claim_on_a_study(result):
     document = {
         "columns": ["layer", "W_k"],
@@ -123,8 +134,8 @@ def test_the_page_counts_pairs_ranked_alike(result):
     order = [1.0, 1.2, 1.1, 1.05, 1.5, 1.4, 1.3, 2.0, 2.1, 1.9]
     page = page_text([REFERENCE], result(name, comparison(name, order)))
     (line,) = (line for line in page.splitlines() if line.startswith(f"| {name} | built-in model | 1"))
-    pairs, alike, equal = (cell.strip() for cell in line.strip("|").split("|")[2:])
-    assert pairs == "140" and alike == "136 (97%)" and equal == "28 of 32 (88%)"
+    pairs, alike, equal, ties = (cell.strip() for cell in line.strip("|").split("|")[2:])
+    assert pairs == "140" and alike == "136 (97%)" and equal == "28 of 32 (88%)" and ties == "0"
 
 
 def test_the_page_has_all_claims_with_computed_numbers(result, tmp_path):
@@ -143,6 +154,7 @@ def test_every_abstract_has_claims():
 
 
 def test_the_command_writes_the_page(kvq, tmp_path):
-    assert kvq("reproduce", "--page", tmp_path / "page.md").exit_code == 0
+    page = str(tmp_path / "page.md")
+    assert json.loads(kvq("reproduce", "--page", page, "--json").stdout) == {"page": page}
     assert "# Reproduction" in (tmp_path / "page.md").read_text()
     assert json.loads(kvq("reproduce", "--json").stdout)

@@ -40,6 +40,33 @@ def test_the_output_of_a_command_is_the_result(tmp_path, monkeypatch):
     assert state(replace(entry, run="bits --shapes tiny --json"), REFERENCE) == PARTLY
 
 
+def test_json_is_one_document_and_tables_of_commands_go_to_stderr(tmp_path):
+    """A command that prints a table, in the place of `kvq eval`; the process has descriptors of its own."""
+    code = """
+import sys
+from pathlib import Path
+from kvq_cli.cli import main
+from kvq_cli.papers import run
+from kvq_cli.papers.targets import Target
+
+Target.command = lambda self, model, root=None, store=None: ["bits", "--shapes", "tiny"]
+Target.result = lambda self, model, root=None: Path("result.json")
+Target.calibrated = lambda self, model: []
+run.write_report = run.compact_file = lambda *arguments: None
+run.current_record = lambda target, model: {"artifacts": {}, "finished": True}
+sys.argv = ["kvq", "reproduce", "table-temporalkv-6", "--json"]
+main()
+"""
+    (tmp_path / "result.json").write_text("{}")
+    entry = target("table-temporalkv-6")
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    [found] = json.loads(done.stdout)
+    assert found["seconds"] > 0 and found["state"] == DONE, found
+    assert (found["id"], found["folder"]) == (entry.id, str(entry.folder(REFERENCE)))
+    assert "nominal" in done.stderr  # a column of the table
+
+
 def test_results_in_a_clone_without_artifacts_count_as_done(tmp_path, monkeypatch):
     """Artifacts with options are not in the repository; with another artifact the results would be others."""
     monkeypatch.chdir(tmp_path)

@@ -44,6 +44,12 @@ def test_rows_and_the_agreement_of_rankings():
     assert [(entry.same, entry.pairs, entry.same_bits) for entry in found.agreements] == [(2, 3, (2, 3))] * 4
 
 
+def test_pairs_that_are_measured_equal_rank_nothing():
+    scores = {label: (text, 0.5 if label in "bc" else score) for label, (text, score) in SOME.items()}
+    found = side_by_side(target("table-innerq-1"), compared({**scores, "a": ("kivi-2bit", 0.25)}), REFERENCE)
+    assert [(entry.same, entry.pairs, entry.ties) for entry in found.agreements] == [(2, 2, 1)] * 4
+
+
 def test_lower_is_better_in_tables_of_perplexity():
     methods = compared(
         {"a": ("xquant-2bit", 0.5), "b": ("kivi-2bit:pre_rope=on:group=64", 0.5), "c": ("xquant-3bit", 0.5)}

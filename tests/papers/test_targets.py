@@ -74,7 +74,7 @@ def test_the_list(kvq):
 
 
 def test_several_targets_are_numbered(kvq, monkeypatch):
-    monkeypatch.setattr("kvq_cli.cli.reproduce._make", lambda *arguments, **options: True)
+    monkeypatch.setattr("kvq_cli.cli.reproduce._make", lambda *arguments, **options: {"state": "done"})
     lines = kvq("reproduce", "table-temporalkv-6", "table-squat-3").stderr.splitlines()
     assert lines == ["table-temporalkv-6: 1 of 2", "table-squat-3: 2 of 2"]
     assert kvq("reproduce", "table-temporalkv-6").stderr == ""

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 from random_artifacts import random_parts, tiny_model
@@ -10,6 +11,7 @@ from transformers import LlamaConfig, MistralConfig
 
 from kvq_cli.artifact import save_artifact
 from kvq_cli.methods.registry import build_parsed
+from kvq_cli.vllm import plugin
 from kvq_cli.vllm.served import ServedMethod, cache_dtypes, shorthands
 
 
@@ -79,6 +81,29 @@ def test_two_ranks_have_half_the_heads_each(kvq, folder, flags):
 
 
 @pytest.mark.parametrize(
+    "flags",
+    [
+        ("-q", "awq"),
+        ("-dph", "host"),
+        ("-cc.cudagraph_mode=NONE",),
+        ("-n", "2", "-r", "0"),
+        ("-ac.backend", "x"),
+        ("--no-enable-sleep-mode",),
+    ],
+)
+def test_vllms_flags_are_passed_on(kvq, folder, flags):
+    """Short ones as they are, also with the letters of kvq's -q and -h; kvq's notes are printed."""
+    result = kvq("serve", "--model", str(folder), "--method", "kivi", "--dry-run", *flags)
+    assert command(result)[0][-len(flags) :] == list(flags)
+    assert "bytes a token" in result.stderr
+
+
+def test_quiet(kvq, folder):
+    result = kvq("serve", "--model", str(folder), "--method", "kivi", "--dry-run", "--quiet")
+    assert "--quiet" not in command(result)[0] and not result.stderr
+
+
+@pytest.mark.parametrize(
     ("method", "flags", "message"),
     [
         ("squat", (), "squat cannot be served"),
@@ -92,7 +117,11 @@ def test_two_ranks_have_half_the_heads_each(kvq, folder, flags):
         ("kivi", ("-tp=0",), "--tensor-parallel-size 0: give a whole number of at least 1"),
         ("kivi", ("-pp", "2"), "all layers must be in one process"),
         ("kivi", ("--decode-context-parallel-size=2",), "a sequence's tokens are packed together"),
+        ("kivi", ("-dcp", "2"), "a sequence's tokens are packed together"),
         ("kivi", ("--speculative-config", "{}"), "drafted tokens"),
+        ("kivi", ("-sc.method=ngram",), "drafted tokens"),
+        ("kivi", ("--enable-sleep-mode",), "sleep level 2 discards"),
+        ("kivi", ("--enable_sleep_mode", "--port", "1"), "sleep level 2 discards"),
         ("kivi", ("--kv-cache-dtype", "fp8"), "kvq serve sets it"),
         ("kivi", ("--additional-config", "{"), "must be a JSON object"),
         ("kivi", ("--set", "pages=1"), "pages"),
@@ -146,3 +175,23 @@ def test_head_dims_that_do_not_fit(kvq, tmp_path):
     tiny_model(head_dim=24, hidden_size=128).save_pretrained(tmp_path)
     result = kvq("serve", "--model", str(tmp_path), "--method", "kivi", "--dry-run")
     assert result.exit_code == 2 and "head_dim" in result.stderr
+
+
+@pytest.mark.parametrize("found", ["0.34.1", "1.0.0", None])
+def test_another_version_of_vllm_is_left_alone(kvq, folder, monkeypatch, caplog, found):
+    """The plugin, which vLLM calls whatever it serves, warns; `kvq serve` refuses."""
+
+    def version(name):
+        if found is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(plugin, "version", version)
+    plugin.register.__wrapped__()
+    (record,) = caplog.records
+    assert record.name.startswith("vllm.") and record.levelname == "WARNING"
+    assert "--kv-cache-dtype kvq is not available: " in record.getMessage()
+    assert (found or "vllm") in record.getMessage()
+    result = kvq("serve", "--model", str(folder), "--method", "kivi")
+    assert result.exit_code == 1 and not result.stdout
+    assert (f"vLLM 0.33.x, found {found}" if found else "vLLM is not installed") in result.stderr
