@@ -28,7 +28,8 @@ def test_the_real_cache_is_used_after_a_thrown_away_one(method, case, start, pro
 
     def with_a_small_cache(worker):
         runner = worker.model_runner
-        runner.compilation_config.max_cudagraph_capture_size = 4  # a block for each request of a step
+        graphs = runner.compilation_config
+        monkeypatch.setattr(graphs, "max_cudagraph_capture_size", 4)  # a block for each request of a step
         with set_current_vllm_config(runner.vllm_config):
             runner._init_minimal_kv_cache_for_profiling()
         for _ in range(2):
