@@ -1,4 +1,4 @@
-"""The GPU that kernels are launched on: Triton takes the current device and its stream, not those of the tensors."""
+"""Launch kernels on the GPU of their tensors: Triton takes the current device and its stream."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _R = TypeVar("_R")
 
 
 def on_its_device(launch: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Concatenate[Tensor, _P], _R]:
-    """`launch`, a function that launches kernels, run with the GPU of its first argument as the current device."""
+    """Make the GPU of the first argument the current device while `launch`, which launches kernels, runs."""
 
     @wraps(launch)
     def launched(tensor: Tensor, /, *arguments: _P.args, **options: _P.kwargs) -> _R:

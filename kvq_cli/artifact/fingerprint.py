@@ -1,5 +1,5 @@
-"""What tells models apart: the fingerprint ties an artifact to the weights of its keys and values, the digest of all
-weights ties results to the whole model."""
+"""Tell models apart: by the fingerprint of key and value weights, to which artifacts belong, and by the digest of all
+weights, to which results belong."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def hash_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def weights_digest(model: PreTrainedModel) -> str:
-    """The sha256 of a model's configuration and of the sums over rows and over columns of the bits of all its weights.
+    """Hash a model's configuration, and the sums over rows and over columns of the bits of all its weights, by sha256.
 
     Results, captured activations and saved caches depend on all weights; a fingerprint is that of keys and values
     alone. The sums are exact, and computed where the weights are: hashing them all would copy a model from its GPU.

@@ -32,8 +32,8 @@ def factorize(
     for name in names:
         kinds = ("k", "v") if name == "x" else (name,)
         weight = torch.cat([weights[kind] for kind in kinds], dim=1)
-        # In float64, whose rounding, which depends on threads and libraries, is lost in that of `dtype`: quantized
-        # latents amplify it (on SmolLM2 float32 factors of one and of two threads changed XQuant-CL's KL by 15 %).
+        # In float64: rounding, which depends on threads and libraries, is then lost in that of `dtype`. Quantized
+        # latents would amplify it.
         u, s, b = torch.linalg.svd(weight.double(), full_matrices=False)
         # The sign of a singular vector is arbitrary: make its largest number positive, so that all libraries agree.
         sign = u.gather(0, u.abs().argmax(dim=0, keepdim=True)).sign()

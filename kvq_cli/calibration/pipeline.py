@@ -70,7 +70,7 @@ def calibrate(
             return _load_finished(out, request)
         check_replaceable(out, overwrite=force or resume)
         disk_bytes = 0 if captured else estimate.disk_bytes(plan)
-        work.open(request | plan.unrecorded(), resume=resume, disk_bytes=disk_bytes)
+        work.open(request | plan.unrecorded, resume=resume, disk_bytes=disk_bytes)
         try:
             with deterministic(plan.loaded.model.device):
                 if isinstance(plan, FactorPlan):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import kvq_cli
@@ -61,8 +62,9 @@ class CalibrationPlan:
             "calibration": self.settings_dict(),
         }
 
+    @cached_property
     def unrecorded(self) -> dict[str, Any]:
-        """What finished steps depend on beside `request`, and an artifact does not record."""
+        """What finished steps depend on beside `request`, and an artifact does not record. Reads all weights, once."""
         dataset = self.settings_dict().get("dataset")
         return {
             "weights of --model": weights_digest(self.loaded.model),
@@ -88,7 +90,7 @@ class CapturePlan(CalibrationPlan):
         if size.units < size.possible:  # drawn at random in units
             tokens["unit"] = size.unit
         text = {key: settings[key] for key in ("dataset", "samples", "seqlen", "gradients", "seed")}
-        return {key: self.request()[key] for key in ("kvq", "model")} | self.unrecorded() | text | tokens
+        return {key: self.request()[key] for key in ("kvq", "model")} | self.unrecorded | text | tokens
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,8 @@ def _percent(part: int, whole: int) -> str:
 def _introduction(models: Sequence[str]) -> str:
     return (
         f"Made by `make reproduction` from the files below `{ROOT}`, with kvq {__version__}, on the "
-        f"{' and the '.join(map(_name, models))}; no number here is typed by hand. Each claim is checked by an "
+        f"{' and the '.join(map(_name, models))}; no number in its tables is typed by hand "
+        "(reasons are). Each claim is checked by an "
         "expression in `kvq_cli/papers/claims.yaml`; the papers' own numbers are in `kvq_cli/papers/published`. A "
         "claim about another model is checked here for its direction, on models fifty (SmolLM2-135M) and a thousand "
         "(built-in) times smaller: that it fails here does not say that it fails there. `make list` shows what each "

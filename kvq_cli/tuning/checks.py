@@ -1,4 +1,4 @@
-"""Checks of a request, made before the model runs: candidates, captured tokens, windows and budget."""
+"""Check a request before the model runs: candidates, captured tokens, windows and budget."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def tune(
         request = {
             **measured_under(plan.request(), options.to_dict()),
             "tokens of --text": meter.digest,
-            **plan.unrecorded(),
+            **plan.unrecorded,
         }
         work.open(request, resume=resume, disk_bytes=0 if captured else estimate.disk_bytes(plan))
         try:

@@ -1,4 +1,4 @@
-"""The steps of a search that take long: transforms, calibrated streams, errors of candidates, KL of configurations."""
+"""Run the long steps of a search and store them: transforms, calibrated streams, errors of candidates, KL."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Checks of the arguments of `decode_attention`: shapes and layouts that its kernels assume. Nothing reads a tensor's
-numbers, which would wait for the device."""
+"""Check the shapes and layouts that the kernels of `decode_attention` assume. Nothing reads a tensor's numbers, which
+would wait for the device."""
 
 from __future__ import annotations
 
