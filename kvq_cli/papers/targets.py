@@ -166,8 +166,8 @@ def _sizes(name: str, model: str) -> list[str]:
 
 
 def _words(model: str) -> dict[str, Any]:
-    """The values of the `{names}` in the methods of targets."""
-    return {name: by_size[size(model)] for name, by_size in _document()["words"].items()}
+    """The values of the `{names}` in the methods of targets: the model's own, else those of its size."""
+    return {name: by_model.get(model, by_model[size(model)]) for name, by_model in _document()["words"].items()}
 
 
 def _frozen(fields: Mapping[str, Any]) -> dict[str, Any]:
