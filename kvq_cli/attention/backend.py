@@ -51,7 +51,7 @@ def choose_backend(
     if name == "torch" or (name == "auto" and device.type != "cuda"):
         return ChosenBackend(by_layer, "torch")
     try:
-        from kvq_cli.attention import rematerialize_backend, triton_backend
+        from kvq_cli.attention import rematerialize_backend, transform_backend, triton_backend
     except ModuleNotFoundError as error:
         if name == "auto":
             return ChosenBackend(by_layer, f"torch (no triton: {error.name} is not installed)")
@@ -63,27 +63,39 @@ def choose_backend(
         )
     refused: dict[str, list[int]] = {}  # reason -> layers
     for layer, plan in layers:
-        reason = layer.score_form.unusual
-        if reason is None and plan.keys.source == "input":
-            reason = rematerialize_backend.unsupported(layer, plan)
-        elif reason is None:
-            reason = triton_backend.unsupported(plan, layer.rotation)
-        if reason is not None:
+        if (reason := why_torch(layer, plan)) is not None:
             refused.setdefault(reason, []).append(layer.index)
     if refused and name == "triton":
         reason, indices = next(iter(refused.items()))
         raise UsageError(f"--backend triton: {_named(indices, len(layers))}: {reason}; use --backend auto or torch")
     by_torch = {index for indices in refused.values() for index in indices}
     engine = triton_backend.TritonBackend()
-    by_layer |= {index: engine for index in by_layer if index not in by_torch}
-    inputs = [layer for layer, plan in layers if plan.keys.source == "input" and layer.index not in by_torch]
+    by_kernels = [(layer, plan) for layer, plan in layers if layer.index not in by_torch]
+    by_layer |= {layer.index: engine for layer, _ in by_kernels}
+    inputs = [layer for layer, plan in by_kernels if plan.keys.source == "input"]
     rematerializing = rematerialize_backend.RematerializeBackend(engine, inputs)
     by_layer |= {layer.index: rematerializing for layer in inputs}
+    components = [(layer, plan) for layer, plan in by_kernels if transform_backend.stores_components(plan)]
+    transforming = transform_backend.TransformBackend(engine, components)
+    by_layer |= {layer.index: transforming for layer, _ in components}
     summary = "triton, interpreted" if triton_backend.interpreted() else "triton"
     if refused:
         reasons = "; ".join(f"{_named(indices, len(layers))}: {reason}" for reason, indices in refused.items())
         summary = f"torch ({reasons})" if len(by_torch) == len(layers) else f"{summary}, partly torch ({reasons})"
     return ChosenBackend(by_layer, summary, None if by_torch else engine)
+
+
+def why_torch(layer: AttentionLayer, plan: LayerPlan) -> str | None:
+    """Why no kernel can compute the attention of a layer; None: one can. Imports Triton."""
+    from kvq_cli.attention import rematerialize_backend, transform_backend, triton_backend
+
+    if layer.score_form.unusual is not None:
+        return layer.score_form.unusual
+    if plan.keys.source == "input":
+        return rematerialize_backend.unsupported(layer, plan)
+    if transform_backend.stores_components(plan):
+        return transform_backend.unsupported(layer, plan)
+    return triton_backend.unsupported(plan, layer.rotation)
 
 
 def _named(layers: list[int], count: int) -> str:

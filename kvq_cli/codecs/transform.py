@@ -37,17 +37,17 @@ class TransformCodec(Codec):
         self._mean, self._std = tensors["mean"].float(), tensors["std"].float()
         self._product = ExactProduct(self._std, tensors["analysis"].float())
         #: By chunk length, the chunks of each group.
-        self._counts = {
+        self.chunks = {
             size: chunks for size, chunks in zip(CHUNKS, zip(*allocation, strict=True), strict=True) if any(chunks)
         }
         self.codes = sum(map(sum, allocation))
         self.nominal_bits = 8 * self.codes / (groups * width)
         # The only copy of the centroids, by component: codebooks are views of it.
-        rows = torch.cat([tensors[f"centroids.{size}"].transpose(1, 2).flatten(0, 1) for size in self._counts])
-        self._lookup = ComponentLookup(rows, self._counts)
+        rows = torch.cat([tensors[f"centroids.{size}"].transpose(1, 2).flatten(0, 1) for size in self.chunks])
+        self._lookup = ComponentLookup(rows, self.chunks)
         self._books: dict[int, ChunkCodebooks] = {}
-        parts = rows.split([size * sum(chunks) for size, chunks in self._counts.items()])
-        for (size, chunks), part in zip(self._counts.items(), parts, strict=True):
+        parts = rows.split([size * sum(chunks) for size, chunks in self.chunks.items()])
+        for (size, chunks), part in zip(self.chunks.items(), parts, strict=True):
             self._books[size] = ChunkCodebooks(part.view(sum(chunks), size, MAX_ENTRIES).transpose(1, 2))
         # S of each group by head, `[heads, head_dim, components]`, without dropped components: views of one tensor.
         cuts = [s[:, :n] for n, s in zip(self._lookup.kept, tensors["synthesis"].float(), strict=True)]
@@ -79,7 +79,7 @@ class TransformCodec(Codec):
         batch, _, tokens, _ = x.shape
         z = self.components(x).transpose(0, 1).flatten(1, 2)  # [G, B * T, K]
         first, codes = [0] * len(z), []
-        for size, chunks in self._counts.items():
+        for size, chunks in self.chunks.items():
             last = [start + size * count for start, count in zip(first, chunks, strict=True)]
             spans = enumerate(zip(first, last, strict=True))
             codes.append(self._books[size].encode(torch.cat([z[group, :, a:b] for group, (a, b) in spans], dim=1)))

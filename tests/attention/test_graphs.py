@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from codec_methods import DEVICE, WINDOWS, CodecMethod, codebook, outliers, per_head, per_token
+from codec_methods import DEVICE, WINDOWS, CodecMethod, codebook, outliers, per_head, per_token, transform
 from counted_graphs import RecordedGraph, counted_graphs
 from tiers import slow_cases
 
@@ -170,8 +170,9 @@ def test_generate_replays_steps_before_and_after_a_second_prompt(small):
         (codebook((1, 1), 16, 32), per_token(0.05), {"window": Window(1, 0, 32)}),
         (outliers, per_token(0.0), {"window": Window(1, 1, 32)}),
         (per_head, per_head, {}),
+        (transform, transform, {}),
     ],
-    ids=["temporal", "scalars", "outliers", "per_head"],
+    ids=["temporal", "scalars", "outliers", "per_head", "transform"],
 )
 def test_replayed_steps_of_codebooks(small, keys, values, options):
     same(small(kv_heads=2), CodecMethod(keys, values, **options), tokens(1), STEPS - 4)

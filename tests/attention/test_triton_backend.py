@@ -176,7 +176,7 @@ def test_built_in_model_generates_the_same_tokens(method):
         (build("innerq", group=16), "use group=32"),
         (build("kivi", rotation="hadamard"), "channels are rotated"),
         (build("turboquant"), "channels are rotated"),
-        (CodecMethod(transform, transform), "components of a transform"),
+        (CodecMethod(transform, codebook()), "components of a transform"),
         (CodecMethod(codebook((1, 8), 65536, 8), codebook((1, 8), 65536, 8)), "codes have 16 bits"),
     ],
 )

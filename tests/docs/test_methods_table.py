@@ -11,7 +11,7 @@ from random_artifacts import random_parts, tiny_model
 
 from kvq_cli import attach
 from kvq_cli.artifact import Artifact
-from kvq_cli.attention import rematerialize_backend, triton_backend
+from kvq_cli.attention.backend import why_torch
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.mixed import PARTS
 from kvq_cli.methods.registry import build, method_names
@@ -49,16 +49,10 @@ def attached(model, method):
 
 
 def by_kernels(model, method) -> bool:
-    for layer, plan in zip(*attached(model, method), strict=True):
-        is_input = plan.keys.source == "input"
-        reason = (
-            rematerialize_backend.unsupported(layer, plan)
-            if is_input
-            else triton_backend.unsupported(plan, layer.rotation)
-        )
-        if reason is not None or plan.cross_layer is not None:
-            return False
-    return True
+    return all(
+        why_torch(layer, plan) is None and plan.cross_layer is None
+        for layer, plan in zip(*attached(model, method), strict=True)
+    )
 
 
 def is_served(model, name: str, **options) -> bool:

@@ -97,7 +97,7 @@ def split_kernel(
         each = tl.cdiv(tl.cdiv(tail, TAIL_TILE), programs - splits) * TAIL_TILE
         first = (split - splits) * each
         last = tl.minimum(first + each, tail)
-        (_attend_tail_noinline if tail_out_of_line(SK, SV) else _attend_tail)(
+        (attend_tail_noinline if tail_out_of_line(SK, SV) else attend_tail)(
             q, partial, logsum, query_split, programs, k, v, first, last, oldest, early, late, key_count, value_count,
             ring_size, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, E, PRECISION, TAIL_TILE,
         )  # fmt: skip
@@ -117,7 +117,7 @@ def _tail_programs(programs, tile_tokens, tiles, N: tl.constexpr):
 
 
 @triton.jit
-def _attend_tail(
+def attend_tail(
     q, partial, logsum, query_split, programs, k, v, first, last, oldest, early, late, key_count, value_count,
     ring_size, rope, start, scale, SK: tl.constexpr, SV: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, M: tl.constexpr, SINKS: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
@@ -177,8 +177,8 @@ def _attend_tail(
     tl.store(split_output(logsum, query_split, programs, 1, M), m_i + tl.log2(l_i), mask=member < GROUP)
 
 
-#: `_attend_tail` as a function that is called: a pass of the compiler is quadratic in the length of a function.
-_attend_tail_noinline = triton.jit(_attend_tail.fn, noinline=True)
+#: `attend_tail` as a function that is called: a pass of the compiler is quadratic in the length of a function.
+attend_tail_noinline = triton.jit(attend_tail.fn, noinline=True)
 
 
 @triton.jit

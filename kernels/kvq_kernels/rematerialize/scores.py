@@ -8,8 +8,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.rope import load_cos_sin, pair_channels, position_cos_sin, unrotate
 from kvq_kernels.decode_attention.spec import get
+from kvq_kernels.key_scores import key_pairs, store_scores
 from kvq_kernels.rematerialize.read import (
     field_numbers,
     load_words,
@@ -58,15 +58,11 @@ def score_kernel(
     begin, total = base + tile * N, token_count(length, count, S)
     if begin >= total:
         return
-    within = tl.arange(0, N)
-    index = tl.minimum(begin + within, total - 1)
+    index = tl.minimum(begin + tl.arange(0, N), total - 1)
     token = token_index(index, length, count, S)
     lines = token_lines(side, strides, row, index, count, ring_size, S)
 
-    pair, member = tl.arange(0, P), tl.arange(0, M)
-    PAIRS: tl.constexpr = "half" if STYLE == "none" else STYLE
-    c1, c2 = pair_channels(pair, PAIRS, WIDTH, D)
-    pair_mask = pair < D // 2
+    c1, c2, pair_mask = key_pairs(P, STYLE, WIDTH, D)
     head_weight = weight + head * D * weight_strides[1]
     k1, k2 = _products(
         lines,
@@ -94,28 +90,10 @@ def score_kernel(
     if NORM != "none":
         k1, k2 = _normed(k1, k2, norm + head * D, epsilon, c1, c2, pair_mask, NORM, D)
 
-    queries = (row.to(tl.int64) * tl.num_programs(1) + head) * GROUP + member
-    query_mask = (member < GROUP)[:, None] & pair_mask[None, :]
-    q1 = tl.load(query + queries[:, None] * D + c1[None, :], mask=query_mask, other=0.0).to(tl.float32)
-    q2 = tl.load(query + queries[:, None] * D + c2[None, :], mask=query_mask, other=0.0).to(tl.float32)
-    if STYLE != "none":
-        start = 0 if rope[2] is None else tl.load(rope[2] + row)
-        pair_index = tl.minimum(pair, D // 2 - 1)  # P may exceed the pairs of a head
-        if get(S, "kind") == "exact":
-            cos, sin = position_cos_sin(rope, start + token, pair_index, WIDTH, D)
-        else:
-            # R(begin + i) k = R(begin) R(i) k: the first rotation is undone on the queries.
-            position = start + get(S, "sinks") + begin + tl.zeros([1], tl.int32)
-            cos, sin = position_cos_sin(rope, position, pair_index, WIDTH, D)
-            q1, q2 = unrotate(q1, q2, cos, sin)
-            cos, sin = load_cos_sin(rope[1], within[:, None], pair_index[None, :], WIDTH, D)
-        k1, k2 = k1 * cos - k2 * sin, k2 * cos + k1 * sin
-    qk = tl.dot(k1, tl.trans(q1), input_precision=PRECISION)
-    qk = tl.dot(k2, tl.trans(q2), qk, input_precision=PRECISION) * scale
-    if window > 0:
-        qk = tl.where((token >= length - window)[:, None], qk, float("-inf"))
-    pointers = scores + queries[None, :] * SPAN + (tile * N + within)[:, None]
-    tl.store(pointers, qk, mask=(begin + within < total)[:, None] & (member < GROUP)[None, :])
+    store_scores(
+        k1, k2, query, scores, length, token, get(S, "sinks") + begin, total - begin, rope, window, scale,
+        get(S, "kind") != "exact", STYLE, WIDTH, D, P, GROUP, M, SPAN, N, PRECISION,
+    )  # fmt: skip
 
 
 @triton.jit

@@ -1,0 +1,301 @@
+"""Launches of attention over transform codes: spans of tokens, tiles, arguments of the four kernels, workspace."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kvq_kernels.decode_attention.arguments import pointers
+from kvq_kernels.decode_attention.launch import NO_WINDOW, TAIL_TILE, float32_products, sm_count
+from kvq_kernels.decode_attention.parts import Dense, Rope, Side
+from kvq_kernels.decode_attention.spec import SideSpec, padded_dim
+from kvq_kernels.launch_device import on_its_device
+from kvq_kernels.transform_attention.parts import Steps, Transformed, Workspace
+from kvq_kernels.transform_attention.scores import score_kernel
+from kvq_kernels.transform_attention.sums import exact_kernel, project_kernel, sum_kernel
+from kvq_kernels.tuning import configuration, family
+
+OPERATION = "transform_attention"
+#: Of a program of `project_kernel`: elements of `partial` that it reads at once, output channels.
+MERGED_ELEMENTS, PROJECTED_CHANNELS = 4096, 32
+MAX_SPLITS, MAX_EXACT_SPLITS = 16, 8
+#: Exact tokens of a program of `exact_kernel`, about.
+EXACT_TOKENS = 2 * TAIL_TILE
+
+#: (grid, run-time arguments, compile-time arguments, Triton's options) of a kernel.
+GridLaunch: TypeAlias = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments of one `transform_attention`, which its launches share. gpu: family, for the tuning table."""
+
+    query: Tensor
+    keys: Transformed
+    values: Transformed
+    lengths: Tensor
+    scaling: float
+    rope: Rope | None
+    window: int | None
+    gpu: str
+
+    @property
+    def kv_heads(self) -> int:
+        return self.keys.transform.mean.shape[0]
+
+    @property
+    def group(self) -> int:
+        """Query heads of a kv head."""
+        return self.query.shape[1] // self.kv_heads
+
+    @property
+    def precision(self) -> str:
+        """Of products of float32 numbers."""
+        return float32_products(self.query.dtype, not self.gpu.startswith("gfx"))
+
+    @property
+    def products(self) -> dict[str, Any]:
+        """Compile-time arguments that set the type and precision of products with z.
+
+        Chunks of components have unit variance: float16 keeps three bits more of them than bfloat16.
+        """
+        return {"T": tl.float32 if self.query.dtype == torch.float32 else tl.float16, "PRECISION": self.precision}
+
+    def config(self, kernel: str) -> dict[str, int]:
+        """Tuned configuration of a kernel."""
+        return configuration(OPERATION, kernel, self.gpu)
+
+    @property
+    def rotation(self) -> dict[str, Any]:
+        """Compile-time arguments of RoPE."""
+        if self.rope is None:
+            return {"STYLE": "none", "WIDTH": 0}
+        return {"STYLE": self.rope.style, "WIDTH": 2 * self.rope.frequencies.numel()}
+
+    @property
+    def heads(self) -> dict[str, int]:
+        """Compile-time arguments of a kv head."""
+        return {"D": self.query.shape[2], "GROUP": self.group, "M": triton.next_power_of_2(self.group)}
+
+
+def make_steps(counts: Mapping[int, Sequence[int]], channels: int, device: torch.device) -> Steps:
+    """`Steps.of` in the tuned size."""
+    return Steps.of(counts, channels, configuration(OPERATION, "steps", family(device))["words"], device)
+
+
+def room(side: Transformed) -> int:
+    """Packed tokens per row that there is room for: how many there are is known on the device alone."""
+    return 0 if side.codes is None else side.codes.shape[2]
+
+
+def codes_of(side: Transformed) -> tuple[Tensor, int, int]:
+    """(codes, stride of rows, codes of a token). ValueError unless a row's tokens are contiguous."""
+    codes = side.codes
+    assert codes is not None
+    if codes.stride(3) != 1 or (codes.shape[2] > 1 and codes.stride(2) != codes.shape[3]):
+        raise ValueError(f"the tokens of a row must be contiguous, not of strides {codes.stride()}")
+    return codes, codes.stride(0), codes.shape[3]
+
+
+def sinks_of(side: Side) -> int:
+    """Number of sinks."""
+    return 0 if side.sinks is None else side.sinks.shape[2]
+
+
+def score_launch(call: Call, base: int, workspace: Workspace) -> GridLaunch:
+    """Launch of `score_kernel` for the span that begins at packed token `base`."""
+    keys, config, rope = call.keys, call.config("scores"), call.rope
+    transform, (codes, stride, line) = keys.transform, codes_of(keys)
+    tables = transform.centroids, transform.synthesis, transform.mean, transform.steps.groups, transform.steps.steps
+    args = (
+        call.query,
+        workspace.scores,
+        call.lengths,
+        keys.exact.count,
+        codes,
+        stride,
+        *tables,
+        (None, None, None) if rope is None else (rope.coarse, rope.fine, rope.offset),
+        base,
+        call.window or 0,
+        call.scaling * math.log2(math.e),
+    )
+    constants = {
+        "SINKS": sinks_of(keys.exact),
+        "LINE": line,
+        "HEADS": transform.group_heads,
+        **call.rotation,
+        **call.heads,
+        "P": max(16, triton.next_power_of_2(call.query.shape[2] // 2)),
+        "SPAN": workspace.span,
+        "N": config["tokens"],
+        "R": transform.steps.words,
+        **call.products,
+    }
+    tiles = triton.cdiv(min(room(keys) - base, workspace.span), config["tokens"])
+    return (tiles, call.kv_heads, call.query.shape[0]), args, constants, _options(config)
+
+
+def sum_launch(call: Call, base: int, workspace: Workspace, span_index: int) -> GridLaunch:
+    """Launch of `sum_kernel` for the same span. span_index: number of spans before it."""
+    values, config = call.values, call.config("sums")
+    transform, (codes, stride, line) = values.transform, codes_of(values)
+    queries = transform.group_heads * call.group
+    args = (
+        workspace.scores,
+        workspace.partial,
+        workspace.logsum[span_index % 2],
+        workspace.logsum[(span_index + 1) % 2],
+        values.exact.count,
+        codes,
+        stride,
+        transform.centroids,
+        transform.steps.steps,
+        base,
+    )
+    constants = {
+        "FIRST_SPAN": span_index == 0,
+        "LINE": line,
+        "COMPONENTS": workspace.partial.shape[3],
+        "QUERIES": queries,
+        "HEADS": call.query.shape[1],
+        "Q": max(16, triton.next_power_of_2(queries)),
+        "SPAN": workspace.span,
+        "N": config["tokens"],
+        "R": transform.steps.words,
+        **call.products,
+    }
+    grid = transform.steps.steps.shape[0], workspace.splits, call.query.shape[0]
+    return grid, args, constants, _options(config)
+
+
+def exact_launch(call: Call, workspace: Workspace) -> GridLaunch:
+    """Launch of `exact_kernel`."""
+    config, rope, (rows, _, dim) = call.config("exact"), call.rope, call.query.shape
+    keys, values = (_exact_side(side.exact) for side in (call.keys, call.values))
+    (key_tensors, key_strides), (value_tensors, value_strides) = pointers(keys), pointers(values)
+    args = (
+        call.query,
+        workspace.exact,
+        workspace.exact_logsum,
+        call.lengths,
+        keys.count,
+        NO_WINDOW if call.window is None else call.window,
+        key_tensors,
+        value_tensors,
+        key_strides,
+        value_strides,
+        tuple(1 if side.ring is None else side.ring.shape[2] for side in (keys, values)),
+        (None,) * 4 if rope is None else (rope.coarse, rope.fine, rope.fine_half, rope.offset),
+        call.scaling * math.log2(math.e),
+    )
+    constants = {
+        "SK": SideSpec.of(keys, dim),
+        "SV": SideSpec.of(values, dim),
+        **call.rotation,
+        "GROUP": call.group,
+        "M": triton.next_power_of_2(call.group),
+        "SINKS": sinks_of(keys),
+        "E": max(16, min(config["columns"], padded_dim(dim) // 2)),
+        "PRECISION": call.precision,
+        "N": TAIL_TILE,
+    }
+    return (workspace.exact_splits, call.kv_heads, rows), args, constants, _options(config)
+
+
+def _exact_side(side: Side) -> Side:
+    """The side with exact tokens in place of its packed ones, which the kernel does not read."""
+    exact = side.sinks if side.ring is None else side.ring
+    assert exact is not None
+    return replace(side, packed=Dense(exact))
+
+
+def project_launch(call: Call, workspace: Workspace, span_index: int, out: Tensor) -> GridLaunch:
+    """Launch of `project_kernel` after `span_index` spans."""
+    transform, members = call.values.transform, triton.next_power_of_2(call.group)
+    splits, exact = triton.next_power_of_2(workspace.splits), triton.next_power_of_2(workspace.exact_splits)
+    args = (
+        workspace.partial,
+        workspace.logsum[span_index % 2],
+        workspace.exact,
+        workspace.exact_logsum,
+        transform.synthesis,
+        transform.mean,
+        transform.steps.groups,
+        out,
+        workspace.splits if span_index else 0,
+        workspace.exact_splits,
+    )
+    constants = {
+        "COMPONENTS": workspace.partial.shape[3],
+        "HEADS": transform.group_heads,
+        **call.heads,
+        "SPLITS": splits,
+        "EXACT": exact,
+        "R": max(16, min(128, MERGED_ELEMENTS // (members * splits))),
+        "C": PROJECTED_CHANNELS,
+        "PRECISION": call.precision,
+    }
+    grid = triton.cdiv(call.query.shape[2], PROJECTED_CHANNELS), call.kv_heads, call.query.shape[0]
+    return grid, args, constants, {"num_warps": 4, "num_stages": 2}
+
+
+def _options(config: dict[str, int]) -> dict[str, int]:
+    return {"num_warps": config["warps"], "num_stages": config["stages"]}
+
+
+def plan_splits(query: Tensor, values: Transformed) -> int:
+    """Splits of packed tokens, for two programs of `sum_kernel` per multiprocessor, as far as there are tiles."""
+    config = configuration(OPERATION, "sums", family(query.device))
+    steps = values.transform.steps.steps.shape[0]
+    wanted = triton.cdiv(2 * sm_count(query.device), steps * query.shape[0])
+    return max(1, min(MAX_SPLITS, wanted, triton.cdiv(room(values), config["tokens"])))
+
+
+def new_workspace(query: Tensor, values: Transformed) -> Workspace:
+    """Workspace with the tuned span, and splits for all tokens that there is room for."""
+    span = configuration(OPERATION, "scores", family(query.device))["span"]
+    ring = values.exact.ring
+    exact = sinks_of(values.exact) + (0 if ring is None else ring.shape[2])
+    exact_splits = max(1, min(MAX_EXACT_SPLITS, triton.cdiv(exact, EXACT_TOKENS)))
+    components = max(1, values.transform.steps.components)
+    return Workspace.like(query, components, span, plan_splits(query, values), exact_splits)
+
+
+@on_its_device
+def run_kernels(
+    query: Tensor,
+    keys: Transformed,
+    values: Transformed,
+    lengths: Tensor,
+    scaling: float,
+    rope: Rope | None,
+    window: int | None,
+    workspace: Workspace | None,
+    out: Tensor | None,
+) -> Tensor:
+    """`transform_attention` by the kernels: exact tokens, then packed ones, a span at a time."""
+    query = query.contiguous()
+    call = Call(query, keys, values, lengths, scaling, rope, window, family(query.device))
+    workspace = new_workspace(query, values) if workspace is None else workspace
+    out = torch.empty_like(query) if out is None else out
+    _launch(exact_kernel, exact_launch(call, workspace))
+    span_index = 0
+    for base in range(0, room(keys), workspace.span):
+        _launch(score_kernel, score_launch(call, base, workspace))
+        _launch(sum_kernel, sum_launch(call, base, workspace, span_index))
+        span_index += 1
+    _launch(project_kernel, project_launch(call, workspace, span_index, out))
+    return out
+
+
+def _launch(kernel: Any, launch: GridLaunch) -> None:
+    grid, args, constants, options = launch
+    kernel[grid](*args, **constants, **options)

@@ -1,0 +1,134 @@
+"""Attention over codes of a transform's components: kernel against PyTorch; in Triton's interpreter where there is no
+GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from codec_methods import DEVICE, CodecMethod, codebook, transform
+from kvq_kernels.tuning import trying
+from random_transforms import random_transform
+from test_triton_backend import YARN, same
+from tiers import slow, slow_cases
+
+from kvq_cli.artifact import load_artifact
+from kvq_cli.attention.attach import attach
+from kvq_cli.attention.backend import choose_backend
+from kvq_cli.codecs.base import Codec
+from kvq_cli.codecs.transform import TransformCodec
+from kvq_cli.methods.window import Window
+from kvq_cli.models import load_model
+
+
+@pytest.fixture(autouse=True)
+def small_tiles():
+    """The interpreter computes whole tiles, however few tokens there are."""
+    with trying("transform_attention", {"tokens": 16, "words": 16, "span": 32}):
+        yield
+
+
+@pytest.fixture(scope="module")
+def one_layer(tiny):
+    """`one_layer(heads=(4, 2))`: query heads and kv heads of 32 channels."""
+
+    def make(heads=(4, 2), **options):
+        query_heads, kv_heads = heads
+        shape = {"num_attention_heads": query_heads, "num_key_value_heads": kv_heads, "head_dim": 32}
+        return tiny("llama", num_hidden_layers=1, **shape, **options).to(DEVICE)
+
+    return make
+
+
+def joined(heads: int, dim: int) -> Codec:
+    """One transform of all heads, with chunks of all sizes and dropped components."""
+    noise = torch.Generator().manual_seed(1)
+    drawn = random_transform([[1, 3, 4, heads * dim // 8 - 4]], heads * dim, torch.float32, noise)
+    return TransformCodec(heads, {name: x.to(DEVICE) for name, x in drawn.items()})
+
+
+def uneven(heads: int, dim: int) -> Codec:
+    """A transform per head; the last head keeps a single component."""
+    noise = torch.Generator().manual_seed(2)
+    rows = [[2, 3, dim // 8, 0]] * (heads - 1) + [[1, 0, 0, 0]]
+    drawn = random_transform(rows, dim, torch.float32, noise)
+    return TransformCodec(heads, {name: x.to(DEVICE) for name, x in drawn.items()})
+
+
+@pytest.mark.parametrize(
+    ("keys", "values"), [(uneven, joined), *slow_cases((joined, joined), (joined, uneven), (transform, transform))]
+)
+def test_transforms_per_head_and_of_all_heads(one_layer, prompt, keys, values):
+    same(one_layer(), CodecMethod(keys, values), prompt)
+
+
+@pytest.mark.parametrize("window", [Window(0, 0, 1), *slow(Window(5, 20, 8), Window(30, 0, 1))])
+def test_windows(one_layer, prompt, window):
+    same(one_layer((2, 2)), CodecMethod(uneven, joined, window=window), prompt)
+
+
+def test_scaled_rope(one_layer, prompt):
+    same(one_layer((2, 1), rope_parameters=YARN), CodecMethod(joined, joined), prompt)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, *slow(torch.bfloat16)])
+def test_sixteen_bit_models(one_layer, prompt, dtype):
+    same(one_layer().to(dtype), CodecMethod(uneven, joined), prompt, 8 * torch.finfo(dtype).eps)
+
+
+@pytest.mark.slow
+def test_sliding_windows(tiny, prompt):
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    same(tiny("gemma3", sliding_window=17, layer_types=kinds).to(DEVICE), CodecMethod(joined, joined), prompt)
+
+
+def test_decoding_from_the_first_token(one_layer):
+    """Nothing is packed, and some rows are still empty."""
+    model, actual = one_layer(), []
+    ids = torch.arange(3, 15, device=DEVICE).view(2, 6)
+    mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6], device=DEVICE)
+    for backend in ("torch", "triton"):
+        with attach(model, CodecMethod(uneven, joined), prefill="compressed", backend=backend) as kv:
+            cache, outs = kv.new_cache(), []
+            for i in range(6):
+                outs.append(model(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache).logits)
+        actual.append(torch.cat(outs, dim=1)[mask.bool()])
+    torch.testing.assert_close(actual[1], actual[0], atol=1e-3, rtol=1e-3)
+
+
+def test_layers_of_other_kinds_use_their_own_kernels(tiny, prompt):
+    """Layer 0 keeps components, layer 1 codes of vectors, layer 2 neither: PyTorch."""
+
+    class Mixed(CodecMethod):
+        def plan(self, layer, shape, tensors):
+            pairs = [(uneven, joined), (codebook(), codebook()), (transform, codebook())]
+            return CodecMethod(*pairs[layer]).plan(layer, shape, tensors)
+
+    model = tiny("llama", head_dim=32).to(DEVICE)
+    with attach(model, Mixed(uneven, joined), backend="auto") as kv:
+        layers = list(zip(kv.layers, kv.plans, strict=True))
+    chosen = choose_backend("auto", torch.device("cuda"), layers)
+    assert [chosen.by_kernels(layer) for layer in range(3)] == [True, True, False]
+    assert type(chosen.of(0)).__name__ == "TransformBackend" and type(chosen.of(1)).__name__ == "TritonBackend"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("join_keys", [False, True])
+def test_built_in_model_generates_the_same_tokens(join_keys, tmp_path, kvq):
+    out = tmp_path / "klt"
+    options = ["--set", "join_keys=on"] if join_keys else []
+    result = kvq("calibrate", "--method", "klt", "--samples", 2, "--seqlen", 64, "--out", out, *options)
+    assert result.exit_code == 0, result.output
+    loaded, said = load_model("reference", device=DEVICE.type, dtype="float32"), []
+    text = " The history of the town begins in the year in which the first of its houses were built beside the river"
+    ids = loaded.tokenizer(2 * text, return_tensors="pt")["input_ids"].to(DEVICE)
+    for backend in ("torch", "triton"):
+        with attach(loaded.model, load_artifact(Path(out)), backend=backend) as kv:
+            cache = kv.new_cache(ids.shape[1] + 2)
+            out_ids = loaded.model.generate(
+                ids, past_key_values=cache, max_new_tokens=2, min_new_tokens=2, do_sample=False
+            )
+            assert kv.report(cache).compressed > 0
+            said.append(out_ids[0].tolist())
+    assert said[0] == said[1]
