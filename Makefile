@@ -199,7 +199,7 @@ GPU_PACK ?= results/gpu/pack.tar.xz
 GPU_CACHE ?= $(GPU_OUT)/triton
 GPU_JOBS ?= $(shell nproc)
 GPU_NAME = $(shell $(PYTHON) -c 'import torch; print(torch.cuda.get_device_name().lower().replace(" ", "-"))')
-GPU_METHODS := fp16,kivi,squat,innerq,temporalkv,xquant
+GPU_METHODS := fp16,kivi,squat,innerq,temporalkv,klt,xquant
 GPU_SHAPES := llama-2-7b,llama-3.1-8b,llama-3.2-1b
 gpu_path = $(CURDIR):$(CURDIR)/kernels:$(CURDIR)/tools
 ifdef DRY

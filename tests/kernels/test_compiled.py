@@ -13,7 +13,15 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from checks import assign_centroids, combine, quantize_pack, quantized_matvec, rematerialize, squat_quantize
+from checks import (
+    assign_centroids,
+    combine,
+    quantize_pack,
+    quantized_matvec,
+    rematerialize,
+    squat_quantize,
+    transform_attention,
+)
 from kernel_cases import DEVICE, Case, codebook, dense, random_outliers, uniform
 from kvq_kernels import static, tuning
 from kvq_kernels.aot_cases import Launch, launches, operations
@@ -25,6 +33,7 @@ from kvq_kernels.quantize_pack.aot_cases import layouts
 from kvq_kernels.quantized_matvec.aot_cases import cases
 from kvq_kernels.rematerialize.aot_cases import SPAN, SPLITS, calls
 from kvq_kernels.squat_quantize.aot_cases import RANK
+from kvq_kernels.transform_attention import aot_cases as transforms
 from paged_cases import paged
 from triton.runtime.jit import JITFunction
 
@@ -239,6 +248,27 @@ def test_rematerialize(name, launch_names, recorder):
     )
     case.check(SPAN, SPLITS)
     recorder.assert_ran(tuned_launches("rematerialize"), launch_names)
+
+
+@each_case(
+    "transform_attention", transforms.calls("sm_90"), default="keys-per-head", families=("keys-per-head",)
+)
+def test_transform_attention(name, launch_names, recorder):
+    call = transforms.calls("sm_90")[name]
+    case = transform_attention.Case(
+        [100],
+        transforms.counts(joined=call.keys.transform.steps.groups.shape[0] == 1),
+        transforms.counts(joined=True),
+        dim=transforms.DIM,
+        heads=transforms.KV_HEADS,
+        group=call.group,
+        dtype=call.query.dtype,
+        sinks=transforms.SINKS,
+        unpacked=8,  # with `flush`, the ring then holds as many tokens as in the case
+        words=call.keys.transform.steps.words,
+    )
+    case.check(transforms.SPAN, transforms.SPLITS, transforms.EXACT_SPLITS)
+    recorder.assert_ran(tuned_launches("transform_attention"), launch_names)
 
 
 @each_case("squat_quantize", families=("squat-2bit-g32",))

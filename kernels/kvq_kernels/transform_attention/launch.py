@@ -24,7 +24,7 @@ from kvq_kernels.tuning import configuration, family
 
 OPERATION = "transform_attention"
 #: Of a program of `project_kernel`: elements of `partial` that it reads at once, output channels.
-MERGED_ELEMENTS, PROJECTED_CHANNELS = 4096, 32
+MERGED_ELEMENTS, PROJECTED_CHANNELS = 2048, 32
 MAX_SPLITS, MAX_EXACT_SPLITS = 16, 8
 #: Exact tokens of a program of `exact_kernel`, about.
 EXACT_TOKENS = 2 * TAIL_TILE
@@ -85,9 +85,11 @@ class Call:
         return {"D": self.query.shape[2], "GROUP": self.group, "M": triton.next_power_of_2(self.group)}
 
 
-def make_steps(counts: Mapping[int, Sequence[int]], channels: int, device: torch.device) -> Steps:
-    """`Steps.of` in the tuned size."""
-    return Steps.of(counts, channels, configuration(OPERATION, "steps", family(device))["words"], device)
+def make_steps(
+    counts: Mapping[int, Sequence[int]], channels: int, device: torch.device, gpu: str | None = None
+) -> Steps:
+    """`Steps.of` in the tuned size. gpu: family to run on; None: the device's."""
+    return Steps.of(counts, channels, configuration(OPERATION, "steps", gpu or family(device))["words"], device)
 
 
 def room(side: Transformed) -> int:
