@@ -55,7 +55,8 @@ class TransformBackend:
     def __init__(self, engine: TritonBackend, layers: Sequence[tuple[AttentionLayer, LayerPlan]]) -> None:
         self._engine = engine
         self._transforms = {
-            layer.index: tuple(_transform(stream.codec) for stream in (plan.keys, plan.values)) for layer, plan in layers
+            layer.index: tuple(_transform(stream.codec) for stream in (plan.keys, plan.values))
+            for layer, plan in layers
         }
         self._workspaces: dict[tuple, Workspace] = {}
 

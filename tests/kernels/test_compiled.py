@@ -250,9 +250,7 @@ def test_rematerialize(name, launch_names, recorder):
     recorder.assert_ran(tuned_launches("rematerialize"), launch_names)
 
 
-@each_case(
-    "transform_attention", transforms.calls("sm_90"), default="keys-per-head", families=("keys-per-head",)
-)
+@each_case("transform_attention", transforms.calls("sm_90"), default="keys-per-head", families=("keys-per-head",))
 def test_transform_attention(name, launch_names, recorder):
     call = transforms.calls("sm_90")[name]
     case = transform_attention.Case(

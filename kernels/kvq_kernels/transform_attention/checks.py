@@ -1,5 +1,5 @@
-"""Check the shapes and layouts that the kernels of `transform_attention` assume. Nothing reads a tensor's numbers, which
-would wait for the device."""
+"""Check the shapes and layouts that the kernels of `transform_attention` assume, without reading a tensor's numbers,
+which would wait for the device."""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvq_kernels.decode_attention.parts import Side
 
+
 @dataclass(frozen=True)
 class Steps:
     """The components of all groups of kv heads, divided into steps: number i of a step is component
@@ -40,9 +41,7 @@ class Steps:
             for group, count in enumerate(chunks):
                 for start in range(0, count, words):
                     many, at = min(words, count - start), start * size
-                    each = (
-                        [group, code + start, many, size, row + at + i, kept[group] + at + i] for i in range(size)
-                    )
+                    each = ([group, code + start, many, size, row + at + i, kept[group] + at + i] for i in range(size))
                     steps[group] += each
                 code, row, kept[group] = code + count, row + size * count, kept[group] + size * count
         groups, first, offset = [], 0, 0

@@ -40,7 +40,7 @@ def restore(side: Transformed, dtype: torch.dtype) -> Tensor:
     """Packed tokens `[B, H, T, D]` in `dtype`."""
     assert side.codes is not None
     transform, codes = side.transform, side.codes[:, 0].long()
-    (heads, dim), steps = transform.mean.shape, transform.steps.steps.tolist()
+    dim, steps = transform.mean.shape[1], transform.steps.steps.tolist()
     parts = []
     for group, (first, end, offset, kept) in enumerate(transform.steps.groups.tolist()):
         z = codes.new_zeros(*codes.shape[:2], kept, dtype=dtype)
