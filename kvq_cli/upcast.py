@@ -26,7 +26,9 @@ MIN_ROWS = 8
 MAX_KEPT_BYTES = 1 << 30
 #: Numbers of a product, or of its operand, from which on it is computed a tile of rows at a time.
 _MAX_TILE = 1 << 24
-#: Weight -> its version and place when it was converted, and its float32 copy.
+#: Numbers of a weight that tell whether it was changed.
+_SAMPLED = 64
+#: Weight -> its version, place and sampled numbers when it was converted, and its float32 copy.
 _kept = WeakTensorKeyDictionary()
 
 
@@ -106,6 +108,8 @@ _PRODUCTS |= {torch.matmul: 0, Tensor.matmul: 0, Tensor.__matmul__: 0}
 def _upcast(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype, keep: bool) -> Any:
     if func is F.linear:
         x, weight, bias = [*args, *[kwargs[name] for name in ("weight", "bias") if name in kwargs], None][:3]
+        if torch.is_grad_enabled() and any(w is not None and w.requires_grad for w in (weight, bias)):
+            return func(*args, **kwargs)  # training: weights get gradients
         return _Linear.apply(x, weight, bias, _kept_float(weight) if keep else None)
     wide = {key: _float(value) for key, value in kwargs.items()}
     return func(*map(_float, args), **wide).to(dtype)
@@ -119,7 +123,10 @@ def _kept_float(weight: Tensor) -> Tensor | None:
     """The float32 copy of a model's weight; None for other tensors."""
     if not isinstance(weight, nn.Parameter) or weight.requires_grad or weight.is_inference():
         return None
-    state, (before, copy) = (weight._version, weight.data_ptr()), _kept.get(weight, (None, None))
+    # `weight.data += x`, as in a merge of adapters, changes neither the version nor the place, but bits of all numbers.
+    bits = weight.view(torch.int16).flatten()
+    sample = bits[:: max(1, bits.numel() // _SAMPLED)].sum(dtype=torch.int64).item()
+    state, (before, copy) = (weight._version, weight.data_ptr(), sample), _kept.get(weight, (None, None))
     if state != before:
         with torch.inference_mode(False):  # the copy may be needed by a backward pass
             copy = weight.detach().float()

@@ -120,3 +120,24 @@ def test_only_long_forward_passes_and_slow_cpus(monkeypatch):
     fast = Model().bfloat16()
     upcast.upcast_forward_passes(fast)
     assert not fast._forward_hooks and mode_in(fast, 50) is None
+
+
+@pytest.mark.usefixtures("slow_cpu")
+def test_trained_weights_get_gradients():
+    model = Model().to(torch.bfloat16).requires_grad_(True)
+    with upcast.upcast_products(model):
+        F.linear(torch.ones(9, 40, dtype=torch.bfloat16), model.linear.weight, model.linear.bias).sum().backward()
+    assert model.linear.weight.grad is not None and model.linear.bias.grad is not None
+
+
+@pytest.mark.usefixtures("slow_cpu")
+def test_weights_changed_in_place_are_converted_anew():
+    """A merge of adapters may add to `weight.data`, which counts as no change of the weight."""
+    model, x = Model().to(torch.bfloat16), torch.ones(9, 40, dtype=torch.bfloat16)
+    with upcast.upcast_products(model):
+        F.linear(x, model.linear.weight, model.linear.bias)
+        model.linear.weight.data += 1
+        after = F.linear(x, model.linear.weight, model.linear.bias)
+    torch.testing.assert_close(
+        after, (x.float() @ model.linear.weight.float().T + model.linear.bias.float()).bfloat16()
+    )

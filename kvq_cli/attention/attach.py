@@ -60,7 +60,6 @@ class Attached:
         self.hooks = AttentionHooks(
             decoder_of(model), layers, plans, backends, prefill == "compressed", model_context(model.config)
         )
-        self._latest: CompressedCache | None = None
 
     def new_cache(self, tokens: int = 0) -> CompressedCache:
         """An empty cache for one batch of sequences, to pass to the model as `past_key_values`.
@@ -76,10 +75,14 @@ class Attached:
         for cache in caches:
             if tokens and self.backend.by_kernels(cache.index):
                 cache.reserve(tokens)
-        self._latest = CompressedCache(
+        self.hooks.newest = CompressedCache(
             caches, self.prefill, self.method.nominal_bits, self.backend.summary, lambda: self.origin
         )
-        return self._latest
+        return self.hooks.newest
+
+    def forget_cache(self) -> None:
+        """Let the newest cache be freed: `report` then needs it."""
+        self.hooks.newest = None
 
     def load_cache(self, path: str | os.PathLike, room: int = 0) -> CompressedCache:
         """The cache that `CompressedCache.save` wrote, with its prompt as `cache.loaded`; it continues bit for bit.
@@ -111,7 +114,7 @@ class Attached:
 
     def report(self, cache: CompressedCache | None = None) -> CacheReport:
         """Bytes and bits of `cache`, or of the newest cache."""
-        cache = cache or self._latest
+        cache = cache or self.hooks.newest
         if cache is None:
             raise UsageError("there is no cache to report on: make one with new_cache()")
         return cache.report()
@@ -145,6 +148,9 @@ def attach(
     digest = None if isinstance(method, Method) else method.config.get("checksum")
     method, plans = _plans(model, method)
     decoder = decoder_of(model)
+    devices = {str(parameter.device): None for parameter in decoder.parameters()}
+    if len(devices) > 1:
+        raise UsageError(f"the model is on several devices, {', '.join(devices)}: load it on one (--device)")
     before = decoder.config._attn_implementation
     with ExitStack() as undo:
         undo.callback(decoder.set_attn_implementation, before)

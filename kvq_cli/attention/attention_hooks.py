@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeGuard
@@ -58,6 +58,8 @@ class AttentionHooks:
     ) -> None:
         self._decoder, self._layers, self._plans, self._backends = decoder, layers, plans, backends
         self._compressed, self._max_tokens, self._warned = compressed, max_tokens, False
+        #: The cache that was made last.
+        self.newest: CompressedCache | None = None
 
     @contextmanager
     def one_by_one(self) -> Iterator[None]:
@@ -77,6 +79,8 @@ class AttentionHooks:
         undo.callback(self.forget_pass)
         self._add(undo, self._decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True))
         self._add(undo, self._decoder.register_forward_hook(self._after_forward))
+        # After passes that failed, too: contexts hold the cache, and steps of other models would get no mask.
+        self._add(undo, self._decoder.register_forward_hook(lambda *_: self.forget_pass(), always_call=True))
         checked: list[Rotation] = []
         for layer, plan in zip(self._layers, self._plans, strict=True):
             if plan.keys.source == "post_rope":
@@ -112,10 +116,12 @@ class AttentionHooks:
         if args:
             kwargs = {**inspect.signature(decoder.forward).bind_partial(*args).arguments, **kwargs}
         cache = kwargs.get("past_key_values")
-        if not self.owns(cache):
-            return
         inputs = kwargs.get("input_ids")
-        batch, columns = (kwargs["inputs_embeds"] if inputs is None else inputs).shape[:2]
+        inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
+        if not self.owns(cache):
+            self._check_dropped(inputs, kwargs)
+            return
+        batch, columns = inputs.shape[:2]
         mask = kwargs.get("attention_mask")
         if mask is not None and not isinstance(mask, Tensor):
             raise UsageError("a compressed cache needs a 2-D attention_mask of zeros and ones, not prepared masks")
@@ -127,6 +133,19 @@ class AttentionHooks:
         for layer, backend, cached in zip(self._layers, self._backends, cache.layers, strict=True):
             cached.begin(forward)
             active[layer.module] = ForwardContext(cached, forward, backend, self._compressed, owner=self)
+
+    def _check_dropped(self, inputs: Tensor | None, kwargs: Mapping[str, Any]) -> None:
+        """UsageError where transformers dropped the cache, as it does with Phi-3's long RoPE: beyond the original
+        context all keys are rotated by other angles, so that `generate` computes the text anew without the cache."""
+        config = getattr(self._decoder, "config", None)
+        original = getattr(config, "original_max_position_embeddings", None)
+        if original is None or self.newest is None or kwargs.get("past_key_values") is not None or inputs is None:
+            return
+        if kwargs.get("use_cache") and inputs.shape[1] > original and self.newest.get_seq_length() <= original:
+            raise UsageError(
+                f"this model changes its RoPE at {original} tokens, where transformers drops the compressed cache: "
+                "keep prompt and answer within that"
+            )
 
     def check_context(self, tokens: int) -> None:
         """Warn, once per attach, of a sequence of more `tokens` than the model's context."""

@@ -62,6 +62,11 @@ class Projection:
 
 def projections(layer: AttentionLayer) -> tuple[Projection, Projection]:
     """The projections of `layer` to keys and values; UsageError where they are of an unsupported form."""
+    if getattr(getattr(layer.module, "config", None), "clip_qkv", None) is not None:
+        # Not left to the probe, whose numbers may all be within the limits.
+        raise UsageError(
+            f"{layer.name}: its keys and values are clipped, which methods that keep the layer input do not"
+        )
     return _projection(layer, layer.key, "k_proj", 1), _projection(layer, layer.value, "v_proj", 2)
 
 

@@ -95,8 +95,11 @@ class SharedPrompts:
                     return self._record(plain, cache, inputs)
             return plain(input_ids, *args, **kwargs)
 
-        with replaced_forward(attached.model, forward):
-            yield
+        try:
+            with replaced_forward(attached.model, forward):
+                yield
+        finally:
+            attached.forget_cache()  # while the other methods run
 
     def _bytes(self, ids: Tensor) -> int:
         """Bytes of the tensors that are recorded of a pass over `ids` `[batch, columns]`."""
@@ -117,7 +120,8 @@ class SharedPrompts:
         forward = cache.layers[0].forward
         # Hidden states and the like would not be given back: a caller that asks for them shares nothing.
         if forward is not None and isinstance(output, ModelOutput) and set(output) == {"logits", "past_key_values"}:
-            self._recorded.append(RecordedPass(inputs, output, forward, cache.rows.copy(), passes))
+            kept = type(output)(logits=output["logits"])  # without the first method's cache
+            self._recorded.append(RecordedPass(inputs, kept, forward, cache.rows.copy(), passes))
         return output
 
 

@@ -19,6 +19,7 @@ from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.kernel_sides import norm_of, side, unsupported
 from kvq_cli.attention.kernel_tables import KernelTables
 from kvq_cli.attention.rotary import Rotation
+from kvq_cli.cache.modes import changes_stored_tensors
 from kvq_cli.cache.rows import Forward, RowGroup
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.window import Window
@@ -120,6 +121,7 @@ class _Counts:
         self._packed: dict[Window, Tensor] = {}
         self._current: set[Window] = set()
 
+    @changes_stored_tensors
     def follow(self, forward: Forward, device: torch.device) -> None:
         """Count the tokens that a pass has brought."""
         if forward is self._forward:
@@ -152,6 +154,7 @@ class _Counts:
         """See `TritonBackend.forget`."""
         self._forward, self._known = None, ([], [])
 
+    @changes_stored_tensors
     def packed(self, window: Window) -> Tensor:
         """`window.packed` of the rows' tokens, int32 `[rows]`."""
         count = self._packed.get(window)

@@ -94,6 +94,10 @@ class CompressedCache(Cache):
         """Rows held, -1 before the first forward pass."""
         return len(self.rows.pads) or -1
 
+    def __deepcopy__(self, _memo: object) -> CompressedCache:
+        """`clone`: a copy of plans and codebooks, too, would belong to no attach."""
+        return self.clone()
+
     def clone(self) -> CompressedCache:
         """A copy that shares no tensor of the sequences: what is appended to one is not in the other."""
         sums = CrossLayerSum()
@@ -151,8 +155,14 @@ class CompressedCache(Cache):
         count = min(-tokens_to_remove, self.get_seq_length())
         if count == 0:
             return
+        if count == self.get_seq_length():
+            self.reset()  # the next tokens are a prompt of their own, of as many rows as they bring
+            return
         if not all(layer.croppable(count) for layer in self.layers):
-            raise UsageError(f"crop({-count}): some of these tokens are compressed already and cannot be taken back")
+            raise UsageError(
+                f"crop({-count}): some of these tokens are compressed already and cannot be taken back; assisted and "
+                "prompt-lookup decoding take tokens back: generate without them, or keep more tokens in full precision"
+            )
         for layer in self.layers:
             layer.crop(count)
         left = self.get_seq_length()

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from kvq_cli.cache.cross_layer import CrossLayerSum, DifferenceStream
+from kvq_cli.cache.modes import changes_stored_tensors
 from kvq_cli.cache.prompt_stream import PromptStream, new_stream
 from kvq_cli.cache.rematerialize import Rematerialize, RematerializedStream
 from kvq_cli.cache.rows import Forward, RowGroup, would_sync
@@ -106,7 +107,6 @@ class CompressedLayer(CacheLayerMixin):
         self._check_finite(forward)
         self.kv_heads = key_states.shape[1]
         self.numbers_per_token = self.kv_heads * (key_states.shape[3] + value_states.shape[3])
-        self.columns += forward.columns
         self.forward, self.is_initialized = forward, True
         return key_states, value_states
 
@@ -123,9 +123,10 @@ class CompressedLayer(CacheLayerMixin):
             raise KvqError(f"layer {self.index}: the key before RoPE was not captured")
         return self._key.detach(), values.detach()
 
+    @changes_stored_tensors
     def absorb(self, query: Tensor) -> None:
         """Add the keys and values of the pass to the streams; `query` `[batch, query_heads, columns, head_dim]` after
-        RoPE is that of the pass."""
+        RoPE is that of the pass. The pass is counted last: one that is interrupted here leaves layers unequal."""
         forward = self.forward
         if forward is None:
             raise KvqError(f"layer {self.index}: attention without keys and values")
@@ -137,9 +138,10 @@ class CompressedLayer(CacheLayerMixin):
             self._announce_prompts(forward, arrived[0], arrived[1], query.detach())
         if self.cross_layer is not None:
             self._add_differences(self.cross_layer, forward, arrived[0])
-            return
-        for stream, x in zip(self.streams, arrived, strict=True):
-            stream.append(x, forward.row_groups, forward.cache_position)
+        else:
+            for stream, x in zip(self.streams, arrived, strict=True):
+                stream.append(x, forward.row_groups, forward.cache_position)
+        self.columns += forward.columns
 
     def rematerialized(self) -> tuple[Tensor, Tensor] | None:
         """Keys before RoPE and values of the pass as later passes read them in full precision, `[batch, kv_heads,
@@ -258,6 +260,7 @@ class CompressedLayer(CacheLayerMixin):
             copy.restore(snapshots, self.columns, self.kv_heads, self.numbers_per_token)
         return copy
 
+    @changes_stored_tensors
     def restore(self, snapshots: Iterable[Snapshot], columns: int, kv_heads: int, numbers_per_token: int) -> None:
         """Hold the tokens of the streams' snapshots instead, which are taken one at a time; see `Stream.restore`."""
         for stream, snapshot in zip(self.streams, snapshots, strict=True):
@@ -267,6 +270,7 @@ class CompressedLayer(CacheLayerMixin):
 
     # -- rows ----------------------------------------------------------------------------------------------------
 
+    @changes_stored_tensors
     def select(self, index: Tensor) -> None:
         """Keep the rows `index` (int64), in that order."""
         for stream in self.streams:

@@ -136,19 +136,15 @@ class PromptStream(Stream):
                 self._prompt_codec.check_state(self._state_of(slice(row, row + 1)))
         super().check()
 
-    def crop(self, tokens: int) -> None:
-        super().crop(tokens)
-        if not any(self.lengths):
-            self.state = {}  # the next tokens are a prompt of their own
-
     def select(self, index: Tensor) -> None:
         if not self.lengths:
             return
+        index = index.to(self.ring.device)
         super().select(index)
         self._prompt_lengths = [self._prompt_lengths[i] for i in index.tolist()] if self._prompt_lengths else []
         self.prompt_store.select(index)
         if not self._prompt_codec.shares_state:
-            self.state = {name: x.index_select(0, index.to(x.device)) for name, x in self.state.items()}
+            self.state = {name: x.index_select(0, index) for name, x in self.state.items()}
 
     def _packed_bytes(self) -> dict[str, int]:
         apart = sum(self._prompt_lengths)

@@ -143,7 +143,7 @@ class PackedStore:
 
 
 def _owned(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, contiguous and the only tensor in its storage."""
+    """`tensor`, contiguous, the only tensor in its storage, and of a kind that may be changed in every mode."""
     tensor = tensor.contiguous()
     alone = tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
-    return tensor if alone else tensor.clone()
+    return tensor if alone and not tensor.is_inference() else tensor.clone()

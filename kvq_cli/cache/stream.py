@@ -228,12 +228,12 @@ class Stream:
 
     def packed(self, rows: slice, tokens: int, start: int, stop: int, size: int) -> Iterator[tuple[int, int, Packed]]:
         """The tokens of [start, stop) that rows of `tokens` tokens hold packed: (first, last, packed), at most `size`
-        tokens each, rounded up to whole blocks; `first` may be before `start`."""
+        tokens each, rounded down to whole blocks, at least one; `first` may be before `start`."""
         sinks, end = self.split(tokens)
         block = self.codec.block_tokens
         first = (max(start, sinks) - sinks) // block * block
         last = min(-(-(min(stop, end) - sinks) // block) * block, end - sinks)
-        for begin, upto, packed in self._tiles(rows, first, last, -(-size // block) * block):
+        for begin, upto, packed in self._tiles(rows, first, last, max(block, size // block * block)):
             yield begin + sinks, upto + sinks, packed
 
     def _tiles(self, rows: slice, start: int, stop: int, size: int) -> Iterator[tuple[int, int, Packed]]:
@@ -327,6 +327,12 @@ class Stream:
         parts["recent"] = token * (sum(self.lengths) - sinks - self.packed_tokens)
         parts["unused"] = allocated - sum(parts.values())
         return parts
+
+    def reserved_bytes(self) -> int:
+        """Those of the "unused" bytes that are packed room behind the longest row: for later tokens."""
+        stored = [self._stored(slice(row, row + 1), length) for row, length in enumerate(self.lengths)]
+        room = self.store.capacity - max(stored, default=0)
+        return sum(self.store.bytes_used(len(stored) * room).values())
 
     def _packed_bytes(self) -> dict[str, int]:
         """Bytes by part of the packed tokens; empty parts are omitted."""

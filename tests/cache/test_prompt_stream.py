@@ -208,7 +208,7 @@ def test_report_counts_the_bytes_of_the_tensors_held(name):
 def test_reset_cache_is_fit_to_a_new_prompt():
     keys, values, queries = inputs(1)
     layer = feed(spying(), keys[:, :, :4], values[:, :, :4], queries[:, :, :4], [0])
-    layer.crop(4)
+    layer.reset()
     assert not layer.key_stream.state
     layer = feed(layer, keys, values, queries, [0])
     torch.testing.assert_close(layer.key_stream.state["mean"], keys.mean(dim=2, keepdim=True))
