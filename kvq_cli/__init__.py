@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.3.0"
 #: Raise it with every change of what a finished sample or captured activations hold: older ones are then made again.
-RESULTS = 1
+RESULTS = 2
 __all__ = ["KvqError", "UsageError", "__version__", "attach", "build", "load_artifact"]
 
 _LAZY = {

@@ -31,7 +31,10 @@ def chunk_losses(variances: Floats) -> dict[int, Floats]:
         active = np.arange(1, size + 1)
         level = np.exp2((logs - 16.0) / active)  # theta: 8 bits over the first components of the chunk
         total = windows.sum(axis=1)
-        bound = (active * level + total[:, None] - windows.cumsum(axis=1)).min(axis=1)
+        # Components below theta get no bits: of so many first components, theta is at most the last one's variance.
+        bounds = np.where(level <= windows, active * level + total[:, None] - windows.cumsum(axis=1), np.inf)
+        bounds[:, 0] = np.minimum(bounds[:, 0], total)  # of zeros alone, no component is above theta
+        bound = bounds.min(axis=1)
         losses[size] = np.minimum(EXCESS[size] * bound, total)
     return losses
 

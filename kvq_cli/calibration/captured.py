@@ -23,6 +23,16 @@ class CapturedStream:
     g: Tensor
     held_out: int
 
+    @property
+    def training(self) -> int:
+        """Samples with gradients that are not held out, the first ones."""
+        return len(self.g) - self.held_out
+
+    @property
+    def not_held_out(self) -> Tensor:
+        """The activations that statistics are computed from: those of all samples but the held-out ones."""
+        return torch.cat([self.x[: self.training], self.x[len(self.g) :]])
+
     def to(self, device: torch.device) -> CapturedStream:
         return CapturedStream(self.x.to(device), self.g.to(device), self.held_out)
 

@@ -67,7 +67,9 @@ def choose_shapes(errors: Tensor, hybrid: str) -> Tensor:
 class _PreparedStream:
     """A normalized stream, `[samples, tokens, kv_heads, head_dim]` float32.
 
-    u, weights:       training samples, without outliers, and the squared gradient of each number with respect to u.
+    u, weights:       training samples, outliers moved to their threshold, and the squared gradient of each number with
+                      respect to u, 0 of outliers.
+    inlier:           False for the outliers of the training samples.
     held_out:         u of the held-out samples.
     held_out_weights: "fisher" and "plain" weights of the held-out samples, `[2, samples, ...]`.
     center:           the mean in units of u, `[kv_heads, head_dim]`, or per held-out token.
@@ -76,6 +78,7 @@ class _PreparedStream:
 
     u: Tensor
     weights: Tensor
+    inlier: Tensor
     held_out: Tensor
     held_out_weights: Tensor
     center: Tensor
@@ -84,11 +87,9 @@ class _PreparedStream:
 
 
 def _prepare(captured: CapturedStream, spec: CodebookSpec, dtype: torch.dtype) -> _PreparedStream:
-    gradients = len(captured.g)
-    training = gradients - captured.held_out
-    not_held_out = torch.cat([captured.x[:training], captured.x[gradients:]])  # statistics exclude held-out samples too
+    training, not_held_out = captured.training, captured.not_held_out
     mean, std = mean_std(not_held_out)
-    x = captured.x[:gradients].float()
+    x = captured.x[: len(captured.g)].float()
     if spec.per_token:
         normalized = _normalize_per_token(x, spec, dtype)
     else:
@@ -101,6 +102,7 @@ def _prepare(captured: CapturedStream, spec: CodebookSpec, dtype: torch.dtype) -
     return _PreparedStream(
         u=u[:training],
         weights=weights[0, :training],
+        inlier=normalized.inlier[:training],
         held_out=u[training:],
         held_out_weights=weights[:, training:],
         center=center[training:] if spec.per_token else center,
@@ -152,11 +154,12 @@ def _normalize_per_token(x: Tensor, spec: CodebookSpec, dtype: torch.dtype) -> _
 def _cluster(stream: _PreparedStream, shape: BlockShape, spec: CodebookSpec, settings: ClusterSettings) -> Tensor:
     """Centroids `[kv_heads or 1, head_dim / share, entries, l * c]` in their stored dtype."""
     points = to_blocks(stream.u, shape, spec.share)
+    inliers = block_sums(stream.inlier, shape, spec.share) / shape.size  # outliers, stored exactly, weigh nothing
     if settings.fisher:
         weights = block_sums(stream.weights, shape, spec.share)  # Eq. 3: the sum of a block's squared gradients
-        weights = weights + settings.damping * weights.mean(-1, keepdim=True)
+        weights = weights + settings.damping * weights.mean(-1, keepdim=True) * inliers
     else:
-        weights = torch.ones(points.shape[:2], device=points.device)
+        weights = inliers
     heads = stream.u.shape[2]
     if spec.across_heads:
         points, weights = (x.unflatten(0, (heads, -1)).transpose(0, 1).flatten(1, 2) for x in (points, weights))

@@ -62,6 +62,9 @@ def weighted_kmeans(
     weights = torch.where(unweighted, torch.ones_like(weights), weights)
     if points.shape[2] == 1 and engine != "faiss":
         return scalar_kmeans(points.squeeze(2), weights, entries, iterations).unsqueeze(2)
+    center = (points * weights[..., None]).sum(1, keepdim=True, dtype=torch.float64)
+    center = (center / weights.sum(-1, dtype=torch.float64).view(-1, 1, 1)).float()
+    points = points - center  # far from 0, scores of `_nearest` and sums of squares would lose the distances
     generator = torch.Generator().manual_seed(seed)
     seed_batch, lloyd_batch = _batch_sizes(points.shape[0], points.shape[1] * entries, points.device.type)
     if entries > MAX_SEEDED_ENTRIES:
@@ -72,9 +75,9 @@ def weighted_kmeans(
     if choose_engine(engine, entries) == "faiss":
         from kvq_cli.calibration.kmeans_faiss import lloyd_faiss
 
-        return lloyd_faiss(points, weights, starts, iterations, tolerance)
+        return lloyd_faiss(points, weights, starts, iterations, tolerance) + center
     centroids = [lloyd(p, w, c, iterations, tolerance) for p, w, c in _batches(lloyd_batch, points, weights, starts)]
-    return torch.cat(centroids)
+    return torch.cat(centroids) + center
 
 
 def choose_engine(engine: Engine, entries: int) -> Literal["kvq", "faiss"]:
@@ -163,21 +166,23 @@ def lloyd(points: Tensor, weights: Tensor, centroids: Tensor, iterations: int, t
 
 
 def nearest(points: Tensor, centroids: Tensor) -> Tensor:
-    """Index of each point's nearest centroid, int64 `[codebooks, points]`; as precise as `_nearest`, and in codebooks
-    that are too large for it as in encoding."""
+    """Index of each point's nearest centroid, int64 `[codebooks, points]`; as precise as `_nearest` around the mean of
+    the centroids, and in codebooks that are too large for it as in encoding."""
     if (entries := centroids.shape[1]) > MAX_KVQ_ENTRIES:
         scale, most = grid_scale(centroids), grid_max(entries)
         blocks = (points * scale.view(-1, 1, 1)).round_().clamp_(-most, most)
         return encoded(blocks, ranked(centroids, scale)).long().bitwise_and_(LARGE_ENTRIES - 1)
     _, size = _batch_sizes(points.shape[0], points.shape[1] * centroids.shape[1], points.device.type)
-    return torch.cat([_nearest(p, c)[1] for p, c in _batches(size, points, centroids)])
+    centers = centroids.mean(1, keepdim=True)
+    return torch.cat([_nearest(p - m, c - m)[1] for p, c, m in _batches(size, points, centroids, centers)])
 
 
 def _nearest(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     """Scores and indices of the nearest centroids by ||c||^2 / 2 - u.c (Eq. 4-5), `[codebooks, points]` each.
 
     Minimum and argmin take one pass: the centroid's index replaces the lowest bits of its score. So centroids whose
-    scores differ by less than 2^-15 of their size count as equally near, which clustering tolerates.
+    scores differ by less than 2^-15 of their size count as equally near, which clustering tolerates where points lie
+    around 0.
     """
     if (assigned := kernels.assign_centroids(points, centroids)) is not None:
         codes, best = assigned

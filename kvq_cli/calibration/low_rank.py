@@ -38,7 +38,8 @@ class SecondMoments:
         self._spec, self._groups = spec, shape.kv_heads // spec.heads
         self._points = {layer.index: dict(zip("kv", projections(layer), strict=True)) for layer in layers}
         self._sums: dict[tuple[int, str], Tensor] = {}
-        self._tokens = 0
+        self._counted = (layers[0].index, "k")
+        self.tokens = 0
         self._hooks = ExitStack()
 
     def __enter__(self) -> SecondMoments:
@@ -53,7 +54,7 @@ class SecondMoments:
 
     def _hook(self, layer: int, kind: str, point: Projection) -> Any:
         def add(_module: nn.Module, _args: tuple, output: Tensor) -> None:
-            y = output.detach()[0, self._spec.skip :, point.part].float()
+            y = output.detach()[0, :, point.part].float()
             if point.linear.bias is not None:
                 y = y - point.linear.bias[point.part].float()
             if not y.isfinite().all():
@@ -64,15 +65,27 @@ class SecondMoments:
             y = y.unflatten(1, (self._groups, -1)).transpose(0, 1).double()
             moment = y.mT @ y
             self._sums[layer, kind] = moment + self._sums.get((layer, kind), 0)
-            if (layer, kind) == next(iter(self._sums)):
-                self._tokens += y.shape[1]
+            if (layer, kind) == self._counted:
+                self.tokens += y.shape[1]
 
         return add
+
+    def sums(self) -> dict[str, Tensor]:
+        """The sums so far and their number of tokens, on the CPU, for `resume`."""
+        named = {f"{layer}.{kind}": moment.cpu() for (layer, kind), moment in self._sums.items()}
+        return {**named, "tokens": torch.tensor([self.tokens])}
+
+    def resume(self, sums: Mapping[str, Tensor]) -> None:
+        """Continue from `sums` of an interrupted run."""
+        self.tokens = int(sums["tokens"])
+        for layer, points in self._points.items():
+            for kind, point in points.items():
+                self._sums[layer, kind] = sums[f"{layer}.{kind}"].to(point.linear.weight.device)
 
     def by_layer(self) -> dict[int, dict[str, Tensor]]:
         """The means over tokens, by layer and kind ("k", "v")."""
         return {
-            layer: {kind: self._sums[layer, kind] / self._tokens for kind in points}
+            layer: {kind: self._sums[layer, kind] / self.tokens for kind in points}
             for layer, points in self._points.items()
         }
 

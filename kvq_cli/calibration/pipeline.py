@@ -11,8 +11,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from torch import Tensor
 
 from kvq_cli.artifact import Artifact, check_replaceable, load_artifact, save_artifact
@@ -22,7 +20,15 @@ from kvq_cli.calibration import capture, estimate, factors, low_rank, mixed, rem
 from kvq_cli.calibration.card import card
 from kvq_cli.calibration.codebooks import ERROR_MEASURE
 from kvq_cli.calibration.parallel import deterministic, run_parallel
-from kvq_cli.calibration.plan import AnyPlan, CapturePlan, CodebookPlan, FactorPlan, TransformPlan, WhitenedPlan
+from kvq_cli.calibration.plan import (
+    AnyPlan,
+    CapturePlan,
+    CodebookPlan,
+    FactorPlan,
+    TransformPlan,
+    WhitenedPlan,
+    library_versions,
+)
 from kvq_cli.calibration.samples import SampleCapture, capturing
 from kvq_cli.calibration.settings import calibrate_command
 from kvq_cli.calibration.streams import (
@@ -41,6 +47,11 @@ from kvq_cli.data.texts import SELF, load_text, sampled_windows, token_windows
 from kvq_cli.distributed import Workers
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.base import LowRankSpec
+
+#: Windows of text that PALU's sums are written after: a resumed run reads fewer again. The sums of Llama-3.1-8B take
+#: 270 MB.
+_SAVED_EVERY = 4
+_SUMS = "sums"
 
 
 def calibrate(
@@ -132,12 +143,17 @@ def _factorized(plan: FactorPlan, work: WorkFolder, layer: AttentionLayer, names
 def _second_moments(plan: WhitenedPlan, work: WorkFolder, layers: Sequence[AttentionLayer], progress: Progress) -> None:
     """Write the second moments of what W_k and W_v give on the text, by layer."""
     windows = _windows(plan, work, progress)
-    progress("read activations", 0, len(windows))
     if not work.has_tensors(f"{layers[-1].index}.moments"):  # the last that is written
         with low_rank.SecondMoments(layers, plan.spec, plan.loaded.shape) as moments:
-            for done, window in enumerate(windows):
+            if work.has_tensors(_SUMS):
+                moments.resume(work.read_tensors(_SUMS))
+            first = moments.tokens // windows.shape[1]
+            progress("read activations", first, len(windows))
+            for done, window in enumerate(windows[first:], first + 1):
                 capture.forward(plan.loaded.model, window)
-                progress("read activations", done + 1, len(windows))
+                if done % _SAVED_EVERY == 0:
+                    work.write_tensors(_SUMS, moments.sums())
+                progress("read activations", done, len(windows))
         for layer, found in moments.by_layer().items():
             work.write_tensors(f"{layer}.moments", {kind: moment.cpu() for kind, moment in found.items()})
     progress("read activations", len(windows), len(windows))
@@ -275,7 +291,7 @@ def _write(
 
 def versions(plan: AnyPlan) -> dict[str, str]:
     """Versions of the libraries that computed the tensors."""
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    versions = library_versions()
     if isinstance(plan, CapturePlan) and plan.settings.kmeans == "faiss":
         import faiss
 

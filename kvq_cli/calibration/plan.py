@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeAlias
 
+import torch
+import transformers
+
 import kvq_cli
 from kvq_cli.artifact import fingerprint
 from kvq_cli.artifact.fingerprint import weights_digest
@@ -30,7 +33,9 @@ from kvq_cli.methods.base import (
     ModelShape,
     TransformSpec,
 )
+from kvq_cli.methods.mixed import Mixed
 from kvq_cli.methods.registry import to_config
+from kvq_cli.methods.tensors import code_budget, least_codes
 from kvq_cli.models import LoadedModel
 
 
@@ -70,6 +75,8 @@ class CalibrationPlan:
             "weights of --model": weights_digest(self.loaded.model),
             "text of --dataset": None if dataset is None else file_digest(dataset),
             "version of results": kvq_cli.RESULTS,
+            "type of --device": self.loaded.model.device.type,
+            **{f"version of {name}": version for name, version in library_versions().items()},
         }
 
 
@@ -145,12 +152,13 @@ def plan_calibration(loaded: LoadedModel, method: Method, options: CalibrationOp
     if isinstance(spec, LowRankSpec) and spec.whiten:
         text = options.resolve(loaded, MAX_ENTRIES)
         width = loaded.shape.head_dim * spec.heads
-        if (tokens := text.samples * (text.seqlen - spec.skip)) < width:
+        if (tokens := text.samples * text.seqlen) < width:
             raise UsageError(f"{tokens} tokens are too few for {width} channels: raise --seqlen or --samples")
         return WhitenedPlan(loaded, method, spec, text)
     if isinstance(spec, FactorSpec):
         return FactorPlan(loaded, method, spec)
     if isinstance(spec, TransformSpec):
+        _check_codes(spec, loaded.shape)
         settings = options.resolve(loaded, MAX_ENTRIES)
         size = capture_size(settings, spec.skip, 2, loaded)
         _check_transforms(settings, size, spec, loaded.shape)
@@ -165,12 +173,45 @@ def plan_calibration(loaded: LoadedModel, method: Method, options: CalibrationOp
                 _check_transforms(settings, size, one, loaded.shape)
             elif one is not None:
                 _check_codebooks(settings, size, one)
+        _check_blocks(method, size, spec, loaded.shape)
         return MixedPlan(loaded, method, settings, size, spec)
     settings = options.resolve(loaded, max(stream.entries for stream in spec.streams))
     unit = math.lcm(2, *(shape.tokens for stream in spec.streams for shape in stream.shapes))
     size = capture_size(settings, spec.skip, unit, loaded)
     _check_codebooks(settings, size, spec)
     return CodebookPlan(loaded, method, settings, size, spec)
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the libraries that numbers depend on."""
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def _check_codes(spec: TransformSpec, shape: ModelShape) -> None:
+    """Each group of channels has one code at least."""
+    budget, least = code_budget(spec, shape), least_codes(spec, shape)
+    if budget < least:
+        bits = 8 * least / (shape.layers * 2 * shape.kv_heads * shape.head_dim)
+        raise UsageError(
+            f"klt: bits={spec.bits:g} are {budget} codes of 8 bits for a token of all layers, and the transforms need "
+            f"{least}, one at least for each: set bits={math.ceil(bits * 1e4) / 1e4:g} or more, or fewer transforms "
+            "with join_keys=on and join_values=on"
+        )
+
+
+def _check_blocks(method: Method, size: CaptureSize, spec: MixedSpec, shape: ModelShape) -> None:
+    """Errors of parts that do not calibrate are measured on whole blocks of a sample's captured tokens."""
+    assert isinstance(method, Mixed)
+    for layer, streams in enumerate(spec.layers):
+        for kind, name, one in zip("kv", ("keys", "values"), streams, strict=True):
+            if one is not None:
+                continue
+            block = method.component(layer, kind).stream_plan(kind, layer, shape, {}).codec.block_tokens
+            if size.tokens < block:
+                raise UsageError(
+                    f"{name} of layer {layer} are packed in blocks of {block} tokens, and {size.tokens} tokens are "
+                    "captured of each sample: raise --seqlen or --budget (of kvq tune: --disk), or lower --samples"
+                )
 
 
 def _check_transforms(settings: CalibrationSettings, size: CaptureSize, spec: TransformSpec, shape: ModelShape) -> None:

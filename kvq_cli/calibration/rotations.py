@@ -26,9 +26,9 @@ def rotate_stream(
     if spec.rotation == "hadamard":
         x, g = (hadamard(each).bfloat16() for each in (captured.x, captured.g))
         return replace(captured, x=x, g=g), {}
-    training = captured.x[: len(captured.g) - captured.held_out]
-    spread = torch.stack([sample.float().square().mean(0) for sample in training]).mean(0).sqrt()
-    matrix = fit_rotation(training, spec, settings)
+    seen = captured.not_held_out
+    spread = torch.stack([sample.float().square().mean(0) for sample in seen]).mean(0).sqrt()
+    matrix = fit_rotation(seen, spec, settings)
     x, g = (torch.einsum("sthd,hed->sthe", each.float(), matrix).bfloat16() for each in (captured.x, captured.g))
     return replace(captured, x=x, g=g), {"rotation": matrix, "spread": spread}
 

@@ -11,7 +11,7 @@ from kvq_cli.calibration.kmeans import Engine, choose_engine
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import Method
 from kvq_cli.methods.registry import to_config
-from kvq_cli.models import LoadedModel
+from kvq_cli.models import DTYPES, LoadedModel
 
 GIB = 1 << 30
 DEFAULT_SEQLEN = 2048
@@ -105,15 +105,24 @@ def calibrate_command(method: Method, loaded: LoadedModel, settings: Mapping[str
     words = ["kvq", "calibrate", "--method", config.pop("name")]
     defaults = to_config(type(method)())
     if "bits" in config:
-        words += ["--bits", f"{config.pop('bits'):g}"]
+        words += ["--bits", _word(config.pop("bits"))]
     for key, value in config.items():
         if value != defaults[key]:
-            words += ["--set", f"{key}={str(value).lower() if isinstance(value, bool) else value}"]
+            words += ["--set", f"{key}={_word(value)}"]
     words += ["--model", loaded.name]
+    dtype = str(loaded.shape.dtype).removeprefix("torch.")
+    words += ["--dtype", dtype] if dtype in DTYPES else []  # always: that of the stored weights is not known here
     words += ["--trust-remote-code"] if loaded.trust_remote_code else []
     for name, value in settings.items():
-        words += [f"--{name}", f"{value:g}" if isinstance(value, float) else str(value)]
+        words += [f"--{name}", _word(value)]
     return shlex.join(words)
+
+
+def _word(value: Any) -> str:
+    """A value as a command line has it; floats exactly, in the shortest form."""
+    if isinstance(value, float):
+        return min(f"{value:g}", repr(value), key=lambda word: (float(word) != value, len(word)))
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True)

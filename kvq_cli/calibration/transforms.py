@@ -29,6 +29,9 @@ ERROR_MEASURE = (
 SHRINKAGE = 1e-3
 #: Components of at most this variance are constant.
 _CONSTANT = 1e-60
+#: The mean squared gradient of a group without gradients: its components then cost less than those of all other groups,
+#: and are not yet constant.
+_NO_GRADIENT = 1e-30
 #: Tokens of float64 statistics at a time.
 _TILE = 4096
 
@@ -53,16 +56,16 @@ class Transform:
 
 def fit_transform(captured: CapturedStream, groups: int, metric: str) -> Transform:
     """Diagonalize the covariance of y = G^(1/2) (x - mean), where G is the Fisher matrix E[g g^T] of the training
-    samples, its diagonal, or the identity (`metric`, see `TransformSpec`): z = U^T y."""
-    training = len(captured.g) - captured.held_out
-    x, g = (_grouped(t[:training], groups) for t in (captured.x, captured.g))  # [G, N, W] bfloat16
+    samples, its diagonal, or the identity (`metric`, see `TransformSpec`): z = U^T y. Mean and covariance are those of
+    all samples that are not held out."""
+    x, g = (_grouped(t, groups) for t in (captured.not_held_out, captured.g[: captured.training]))  # [G, N, W] bfloat16
     mean = torch.stack([each.double().mean(0) for each in x])
     covariance = _second_moment(x, mean)
     fisher = _second_moment(g, torch.zeros_like(mean))
     width = x.shape[2]
     identity = torch.eye(width, dtype=torch.float64, device=x.device).expand_as(fisher)
     scale = fisher.diagonal(dim1=1, dim2=2).mean(1).view(-1, 1, 1)
-    scale = torch.where(scale > 0, scale, torch.ones_like(scale))
+    scale = torch.where(scale > 0, scale, _NO_GRADIENT)
     if metric == "none":
         fisher = identity * scale
     elif metric == "diagonal":
@@ -131,8 +134,7 @@ def calibrate_transform(
         "analysis": analysis.float(),
         "synthesis": synthesis.float(),
     }
-    training = len(captured.g) - captured.held_out
-    x, g = (_grouped(t[:training], groups).float() for t in (captured.x, captured.g))
+    x, g = (_grouped(t[: captured.training], groups).float() for t in (captured.x, captured.g))
     z = (x - tensors["mean"].unsqueeze(1)) @ tensors["analysis"].mT  # [G, N, K]
     weights = (g @ tensors["synthesis"]).square_()  # squared gradients to the components
     centroids = _cluster(z, weights, allocation, settings)
@@ -195,11 +197,10 @@ def _codebooks(blocks: Tensor, weights: Tensor, settings: ClusterSettings) -> Te
 def held_out_errors(captured: CapturedStream, codec: Codec, groups: int) -> dict[str, Any]:
     """Errors of a codec on the held-out samples, as plain JSON values; see `ERROR_MEASURE`. "loss" sums the products of
     error and gradient within each of `groups` groups of heads."""
-    training = len(captured.g) - captured.held_out
     tokens = captured.x.shape[1] // codec.block_tokens * codec.block_tokens
-    held = (t[training : len(captured.g), :tokens].float().transpose(1, 2) for t in (captured.x, captured.g))
-    x, g = held  # [S, H, T, D]
-    mean = torch.stack([each.double().mean(0) for each in _grouped(captured.x[:training], len(x[0]))])  # [H, D]
+    held_out = slice(captured.training, len(captured.g))
+    x, g = (t[held_out, :tokens].float().transpose(1, 2) for t in (captured.x, captured.g))  # [S, H, T, D]
+    mean = torch.stack([each.double().mean(0) for each in _grouped(captured.not_held_out, len(x[0]))])  # [H, D]
     lost = codec.decode(codec.encode(x), torch.float32) - x
     spread = x - mean.float().unsqueeze(1)
 

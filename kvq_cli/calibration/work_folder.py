@@ -55,9 +55,11 @@ class WorkFolder:
         if (before := self.read_json("request")) is None:
             self.write_json("request", request)
         elif different := [key for key in request if before.get(key) != request[key]]:
+            upgraded = any(key.startswith("version of ") for key in different)
+            why = "; steps of another version are not continued, since their numbers may differ" if upgraded else ""
             raise UsageError(
                 f"{self.path} was begun with another {', '.join(different)}: "
-                f"repeat those options, or start over with --force"
+                f"repeat those options, or start over with --force{why}"
             )
 
     def clear(self) -> None:

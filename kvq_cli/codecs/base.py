@@ -72,6 +72,13 @@ def side_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
 
 
+def to_side(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` in the dtype of a scale or zero-point. Numbers out of its range become its largest or least: with an infinite
+    scale or zero-point, a whole group would be lost."""
+    most = min(torch.finfo(dtype).max, torch.finfo(x.dtype).max)
+    return x.clamp(-most, most).to(dtype)
+
+
 #: Names of `constants` that a codec computes from the others, to encode and decode fast: no part of its format.
 TABLES = frozenset({"scale", "gain", "offset", "ranked", "decoded"})
 

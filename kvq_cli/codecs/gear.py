@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvq_cli.codecs.base import TILE, Codec, Packed, Part, Prompt, PromptCodec, State
-from kvq_cli.codecs.outliers import check_index
+from kvq_cli.codecs.base import Codec, Packed, Part, Prompt, PromptCodec, State
+from kvq_cli.codecs.gram import gram_matrix, token_tiles
+from kvq_cli.codecs.outliers import check_index, ranks
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.errors import UsageError
 
@@ -95,7 +96,7 @@ class GearCodec(PromptCodec):
             packed = self.base.encode(x)
             return dict(packed.parts), x - self.base.decode(packed, torch.float32)
         numbers = self._chunks(x).flatten(3)
-        order = _order(numbers)
+        order = ranks(numbers)
         index = torch.cat([order.topk(self._each, dim=3, largest=largest).indices for largest in (True, False)], dim=3)
         kept = torch.zeros_like(numbers, dtype=torch.bool).scatter_(3, index, True)
         packed = self.base.encode(self._without(x, kept.view(x.shape)))
@@ -117,15 +118,13 @@ class GearCodec(PromptCodec):
 
         E^T E is summed in 64 bits, so that neither tiles nor the batch beside a chunk show in its factors' 16.
         """
-        dim = error.shape[-1]
-        step = max(1, TILE * error.shape[-2] // error.numel())
-        gram = sum(part.mT @ part for part in (tile.double() for tile in error.split(step, dim=-2)))
+        dim, gram = error.shape[-1], gram_matrix(error)
         start = torch.randn(dim, rank, dtype=torch.float64, generator=torch.Generator().manual_seed(self._seed))
         directions = start.to(error.device).expand(*gram.shape[:-2], dim, rank)
         for _ in range(self.loops):
             directions = torch.linalg.qr(gram @ directions).Q
         right = directions.mT.to(self.base.dtype).contiguous()
-        left = [(tile.double() @ right.mT.double()).to(right.dtype) for tile in error.split(step, dim=-2)]
+        left = [(tile.double() @ right.mT.double()).to(right.dtype) for tile in token_tiles(error)]
         return torch.cat(left, dim=-2), right
 
     def _chunks(self, x: Tensor) -> Tensor:
@@ -148,10 +147,3 @@ class _ChunkCodec(Codec):
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         return self._gear.restore(packed, self._right, dtype)
-
-
-def _order(x: Tensor) -> Tensor:
-    """Unique int64 ranks of float32 numbers `[..., N]`; equal numbers are ordered by index."""
-    bits = x.contiguous().view(torch.int32)
-    rank = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
-    return rank * x.shape[-1] - torch.arange(x.shape[-1], device=x.device)

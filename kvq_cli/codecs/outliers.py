@@ -98,9 +98,14 @@ def check_index(index: Tensor, numbers: int) -> None:
 def furthest(excess: Tensor, count: int) -> Tensor:
     """Indices of the `count` largest of `excess` `[..., numbers]` (float32), the first of equal ones: int64.
 
-    Ranks are unique (the float's bits as an ordered integer, then the index), so that the choice between equal numbers
-    does not depend on the sorting algorithm.
+    Ranks are unique, so that the choice between equal numbers does not depend on the sorting algorithm.
     """
-    bits, numbers = excess.view(torch.int32), excess.shape[-1]
+    return ranks(excess).topk(count, dim=-1).indices
+
+
+def ranks(x: Tensor) -> Tensor:
+    """Unique ranks of the float32 numbers `[..., numbers]`, int64: a number's bits as an ordered integer, then its
+    index, of equal numbers the first highest."""
+    bits, numbers = x.view(torch.int32), x.shape[-1]
     rank = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
-    return (rank * numbers - torch.arange(numbers, device=excess.device)).topk(count, dim=-1).indices
+    return rank * numbers - torch.arange(numbers, device=x.device)

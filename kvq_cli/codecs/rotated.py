@@ -70,7 +70,8 @@ class MatrixRotation(ChannelRotation):
         return y.float() @ self._matrix
 
     def constants(self) -> Mapping[str, Tensor]:
-        return {"rotation": self._matrix, "spread": self._spread, "gain": self._product.integers}
+        tables = {"integers.gain": self._product.integers, **self._product.tables()}
+        return {"rotation": self._matrix, "spread": self._spread, **tables}
 
 
 class RotatedCodec(Codec):

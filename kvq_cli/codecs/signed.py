@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvq_cli.codecs import kernels
-from kvq_cli.codecs.base import Packed, refuse_unless, side_dtype
+from kvq_cli.codecs.base import Packed, refuse_unless, side_dtype, to_side
 from kvq_cli.codecs.uniform import Axis, UniformCodec
 from kvq_cli.errors import UsageError
 
@@ -100,7 +100,7 @@ class SignedCodec(UniformCodec):
 
     def _symmetric(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         groups = self.grouped(x).float()
-        scale = (groups.abs().amax(dim=self.group_dim, keepdim=True) / self._largest).to(self.dtype)
+        scale = to_side(groups.abs().amax(dim=self.group_dim, keepdim=True) / self._largest, self.dtype)
         sides = {"scale": scale.squeeze(self.group_dim)}
         if self.sign == "inside":
             codes = self._steps(groups.clone(), scale, -self._largest, self._largest).add_(self._largest)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from kvq_cli.codecs import kernels
 from kvq_cli.codecs.base import Codec, Prompt, PromptCodec, State
+from kvq_cli.codecs.gram import gram_matrix
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.errors import UsageError
 
@@ -51,10 +52,10 @@ class SubspaceCodec(PromptCodec):
 
     def fit(self, prompt: Prompt) -> State:
         queries = prompt.queries[:1] if self.shares_state else prompt.queries
-        queries = queries.unflatten(1, (prompt.keys.shape[1], -1)).flatten(2, 3).double()
+        queries = queries.unflatten(1, (prompt.keys.shape[1], -1)).flatten(2, 3)
         # Singular values and vectors from Q^T Q in 64 bits: as exact as an SVD of Q in 32, and hundreds of times
         # smaller for a long prompt.
-        squares, vectors = torch.linalg.eigh(queries.mT @ queries)
+        squares, vectors = torch.linalg.eigh(gram_matrix(queries))
         scales = squares[..., -self.rank :].clamp_min_(0).sqrt_()
         subspace = (vectors[..., -self.rank :] * scales.unsqueeze(-2)).mT.float()
         gains = []

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvq_cli.codecs import bits as bitpack
 from kvq_cli.codecs import kernels
-from kvq_cli.codecs.base import Codec, Packed, Part, refuse_unless, side_dtype
+from kvq_cli.codecs.base import Codec, Packed, Part, refuse_unless, side_dtype, to_side
 from kvq_cli.errors import UsageError
 
 #: A group is adjacent tokens of one channel ("channel") or adjacent channels of one token ("token").
@@ -23,8 +23,8 @@ class UniformCodec(Codec):
     axis "channel": a group is `group` adjacent tokens of one channel (`block_tokens` = group).
     axis "token":   a group is `group` adjacent channels of one token (`block_tokens` = 1).
 
-    Scale and zero are stored in 16 bits (or the zero in `zero_dtype`), and codes are computed with the rounded values.
-    A constant group has s = 0 and x' = z.
+    Scale and zero are stored in 16 bits (or the zero in `zero_dtype`), at most the largest number of that dtype, and
+    codes are computed with the rounded values. A constant group has s = 0 and x' = z.
 
     Parts: `codes` int32 `[B, H, T, words]`, planar (see `bits`), unit 1; `scale` and `zero` `[B, H, T / group, D]` with
     unit `group` (axis "channel") or `[B, H, T, D / group]` with unit 1 (axis "token").
@@ -87,8 +87,8 @@ class UniformCodec(Codec):
         groups = self.grouped(x).float()
         # Minus zero becomes zero: which of the two a minimum finds depends on the device.
         low, high = (side + 0.0 for side in groups.aminmax(dim=self.group_dim, keepdim=True))
-        zero = low.to(self.zero_dtype)
-        scale = ((high - low) / (2**self.bits - 1)).to(self.dtype)
+        zero = to_side(low, self.zero_dtype)
+        scale = to_side((high - low) / (2**self.bits - 1), self.dtype)
         codes = self._steps(groups - zero.float(), scale, 0, 2**self.bits - 1).to(torch.uint8).view(x.shape)
         return codes, {"scale": scale.squeeze(self.group_dim), "zero": zero.squeeze(self.group_dim)}
 

@@ -153,14 +153,12 @@ class LowRankSpec(FactorSpec):
     latents:  of a group, together.
     whiten:   minimize the error of W x on text; else of W itself.
     hadamard: rotate the latents of each group by a Hadamard matrix, which is multiplied into the factors.
-    skip:     first tokens of each sample to leave out (attention sinks).
     """
 
     heads: int
     latents: int
     whiten: bool
     hadamard: bool
-    skip: int
 
     @property
     def reads_text(self) -> bool:
@@ -258,6 +256,11 @@ def stream_spec(spec: CalibrationSpec | TransformSpec | MixedSpec, layer: int, k
     return spec.layers[layer]["kv".index(kind)] if isinstance(spec, MixedSpec) else spec
 
 
+def of_stream(tensors: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
+    """The tensors of a layer's keys ("k") or values ("v"), without the prefix `<kind>.` of their names."""
+    return {name.removeprefix(f"{kind}."): x for name, x in tensors.items() if name.startswith(f"{kind}.")}
+
+
 def option(
     default: Any,
     help: str,
@@ -327,6 +330,13 @@ class Method(ABC):
         """
         plan = self.plan(layer, shape, tensors)
         return plan.keys if kind == "k" else plan.values
+
+    def refuse_without_artifact(self, tensors: Mapping[str, Tensor]) -> None:
+        """Raise UsageError where `plan` of a method that calibrates is given no tensors."""
+        if not tensors:
+            raise UsageError(
+                f"{self.name} needs an artifact: run `kvq calibrate --method {self.name}`, then give --artifact"
+            )
 
     def needs_artifact(self, shape: ModelShape) -> bool:
         """Whether `plan` needs calibrated tensors for a model of this shape."""

@@ -27,6 +27,7 @@ from kvq_cli.methods.base import (
     Method,
     ModelShape,
     StreamPlan,
+    of_stream,
     option,
 )
 from kvq_cli.methods.window import Window
@@ -64,13 +65,9 @@ class CodebookMethod(Method):
         return LayerPlan(keys, values)
 
     def stream_plan(self, kind: str, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> StreamPlan:
-        if not tensors:
-            raise UsageError(
-                f"{self.name} needs an artifact: run `kvq calibrate --method {self.name}`, then give --artifact"
-            )
-        spec, prefix = self.calibration(shape).stream(kind), f"{kind}."
-        named = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-        codec = codec_of(spec, named, shape, f"layers.{layer}.{kind}")
+        self.refuse_without_artifact(tensors)
+        spec = self.calibration(shape).stream(kind)
+        codec = codec_of(spec, of_stream(tensors, kind), shape, f"layers.{layer}.{kind}")
         # All layers of a hybrid pack the longest candidate chunk at a time: packing token by token would cost a
         # tenth of a decode step on a CPU, and all layers then keep the same tokens in full precision.
         flush = math.lcm(codec.block_tokens, self.buffer or 1, *(block.tokens for block in spec.shapes))
@@ -114,13 +111,19 @@ class ChunkMethod(CodebookMethod):
         self, shapes: tuple[BlockShape, ...], share: int, normalize: bool, shape: ModelShape
     ) -> CodebookSpec:
         """The calibration of keys or values. share, normalize: of codebooks that are not common. UsageError for a
-        head_dim without the rotation asked for, outliers too few for one per block, or outliers of 16-bit codes."""
+        head_dim without the rotation asked for, outliers too few for one per block, and outliers or a calibrated
+        rotation of 16-bit codes."""
         check_outliers(self.outliers, shape)
         if self.rotation == "hadamard":
             factors(shape.head_dim)
         if self.common and self.outliers:
             raise UsageError(
                 f"{self.name}: entries={self.entries} leaves no outliers: set outliers=0, or entries={ENTRIES}"
+            )
+        if self.common and self.rotation == "opq":  # its codebooks are clustered from far fewer points
+            raise UsageError(
+                f"{self.name}: rotation=opq has no codebooks of entries={self.entries}: set rotation=hadamard or none, "
+                f"or entries={ENTRIES}"
             )
         return CodebookSpec(
             shapes,

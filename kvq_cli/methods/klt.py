@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvq_cli.codecs.transform import TransformCodec
-from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.methods.base import SOURCES, LayerPlan, Method, ModelShape, StreamPlan, TransformSpec, option
+from kvq_cli.errors import KvqError
+from kvq_cli.methods.base import SOURCES, LayerPlan, Method, ModelShape, StreamPlan, TransformSpec, of_stream, option
 from kvq_cli.methods.registry import register
 from kvq_cli.methods.window import Window
 
@@ -62,11 +62,8 @@ class KLT(Method):
         return LayerPlan(keys, values)
 
     def stream_plan(self, kind: str, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> StreamPlan:
-        if not tensors:
-            raise UsageError("klt needs an artifact: run `kvq calibrate --method klt`, then give --artifact")
-        prefix = f"{kind}."
-        named = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
-        codec = transform_codec(named, shape, f"layers.{layer}.{kind}")
+        self.refuse_without_artifact(tensors)
+        codec = transform_codec(of_stream(tensors, kind), shape, f"layers.{layer}.{kind}")
         return StreamPlan(SOURCES[kind], codec, Window(self.sinks, self.recent, self.buffer))
 
 

@@ -64,7 +64,7 @@ class Palu(Method):
     def calibration(self, shape: ModelShape) -> LowRankSpec:
         heads = max(n for n in range(1, min(self.heads, shape.kv_heads) + 1) if shape.kv_heads % n == 0)
         latents = self._latents(heads * shape.head_dim, shape)
-        return LowRankSpec((("k", "v"),) * shape.layers, heads, latents, self.whiten, self.hadamard, skip=0)
+        return LowRankSpec((("k", "v"),) * shape.layers, heads, latents, self.whiten, self.hadamard)
 
     def _latents(self, width: int, shape: ModelShape) -> int:
         """Latents of a group of `width` channels."""
@@ -78,8 +78,7 @@ class Palu(Method):
         return latents
 
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
-        if not tensors:
-            raise UsageError("palu needs an artifact: run `kvq calibrate --method palu`, then give --artifact")
+        self.refuse_without_artifact(tensors)
         spec = self.calibration(shape)
 
         def stream(kind: str) -> StreamPlan:

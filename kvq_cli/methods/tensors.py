@@ -69,6 +69,13 @@ def code_budget(spec: TransformSpec, shape: ModelShape) -> int:
     return _codes(spec.bits, shape.layers * 2 * shape.kv_heads * shape.head_dim)
 
 
+def least_codes(spec: TransformSpec, shape: ModelShape) -> int:
+    """The smallest `code_budget` that gives each group of channels a code; where each stream has the same codes, those
+    of the stream with the most groups."""
+    groups = [spec.groups(kind, shape)[0] for kind in "kv"]
+    return shape.layers * (2 * max(groups) if spec.allocate == "stream" else sum(groups))
+
+
 def stream_codes(spec: TransformSpec, kind: str, shape: ModelShape) -> int:
     """The codes of 8 bits of a token of one stream that has `bits` of its own; at least one per group."""
     groups, width = spec.groups(kind, shape)

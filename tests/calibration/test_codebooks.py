@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
-from kvq_cli.calibration.codebooks import calibrate_stream, choose_shapes
+from kvq_cli.calibration.codebooks import _cluster, _prepare, calibrate_stream, choose_shapes
+from kvq_cli.calibration.kmeans_scalar import scalar_kmeans
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.codecs.per_token import PerTokenCodec, split_outliers
 from kvq_cli.methods.base import BlockShape, CodebookSpec, ModelShape
@@ -82,6 +83,26 @@ def test_outliers_are_excluded_from_errors(captured):
     # The codec ignores them also when it chooses codes, so that its errors are lower still.
     assert 0.7 * measured["chosen"]["fisher"] < fisher <= measured["chosen"]["fisher"]
     assert 0.7 * measured["chosen"]["plain"] < plain <= measured["chosen"]["plain"]
+
+
+SCALAR = CodebookSpec((BlockShape("scalar", 1, 1),), entries=4, share=1, normalize=True, outliers=0.02)
+
+
+@pytest.mark.parametrize("fisher", [False, True])
+def test_outliers_do_not_move_centroids(captured, fisher):
+    """Centroids are those of the inliers alone; with Fisher weights, damping gives outliers no weight either."""
+    settings = dataclasses.replace(SETTINGS, fisher=fisher, damping=1e6, iterations=200)
+    few = CapturedStream(captured.x[:5, :100], captured.g[:5, :100], held_out=1)  # few enough to cut anywhere
+    stream = _prepare(few, SCALAR, torch.float32)
+    found = _cluster(stream, SCALAR.shapes[0], SCALAR, settings).squeeze(3)
+    x, (lower, upper) = few.x[:4].float(), (stream.constants[name] for name in ("lower", "upper"))
+    inlier = (x >= lower) & (x <= upper)
+    for head, channel in itertools.product(range(2), range(8)):
+        u = stream.u[:, :, head, channel].flatten()
+        inside = u[inlier[:, :, head, channel].flatten()]
+        assert len(inside) < len(u)
+        expected = scalar_kmeans(inside[None], torch.ones(1, len(inside)), 4, 200)[0]
+        torch.testing.assert_close(found[head, channel], expected, rtol=1e-3, atol=1e-3)
 
 
 def test_hybrid_chooses_the_shape_with_the_lowest_error(captured):

@@ -159,6 +159,22 @@ def test_points_without_spread_or_weight_give_finite_centroids(books, size, extr
     assert (error(points, weights, found) < 1e-6).all()
 
 
+@pytest.mark.parametrize("engine", ["kvq", "faiss"])
+def test_points_far_from_0_are_clustered_as_well(engine):
+    points, weights = data(6, 4096, 4)
+    near, far = (weighted_kmeans(x, weights, 256, engine=engine) for x in (points, points + 400))
+    errors = error(points, weights, near).sum(), error(points + 400, weights, far).sum()
+    assert errors[1] == pytest.approx(errors[0].item(), rel=0.01)
+
+
+def test_nearest_far_from_0_is_that_of_float64():
+    points, weights = data(2, 2048, 4)
+    centroids = weighted_kmeans(points, weights, 256) + 400
+    points = points + 400
+    distances = torch.cdist(points.double(), centroids.double(), compute_mode="donot_use_mm_for_euclid_dist")
+    assert (nearest(points, centroids) == distances.argmin(-1)).float().mean() > 0.995
+
+
 def test_codebook_does_not_depend_on_others_in_the_batch():
     points, weights = data(40, 600, 4)
     together = weighted_kmeans(points, weights, 64, seed=5)

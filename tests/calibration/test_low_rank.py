@@ -129,6 +129,25 @@ def test_interrupted_calibration_resumes_to_the_same_bytes(tiny, tmp_path, monke
     assert (again.path / "tensors.safetensors").read_bytes() == (whole.path / "tensors.safetensors").read_bytes()
 
 
+def test_reading_continues_where_it_was_interrupted(tiny, tmp_path, monkeypatch):
+    plan = plan_calibration(tiny, build("palu"), CalibrationOptions(samples=7, seqlen=60))
+    whole = pipeline.calibrate(plan, tmp_path / "whole")
+    forward, read = pipeline.capture.forward, []
+
+    def interrupted(model, window):
+        read.append(window)
+        if len(read) == 5:
+            raise KeyboardInterrupt
+        forward(model, window)
+
+    monkeypatch.setattr(pipeline.capture, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.calibrate(plan, tmp_path / "a")
+    again = pipeline.calibrate(plan, tmp_path / "a", resume=True)
+    assert len(read) == 5 + 3 and torch.equal(read[5], read[4])
+    assert (again.path / "tensors.safetensors").read_bytes() == (whole.path / "tensors.safetensors").read_bytes()
+
+
 def test_sizes_of_the_dry_run_and_refusals(tiny, tmp_path):
     plan = plan_calibration(tiny, build("palu"), CalibrationOptions(**TEXT))
     report = dry_run_report(plan)

@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,11 @@ import torch
 from kvq_cli import attach
 from kvq_cli.artifact import load_artifact
 from kvq_cli.calibration import pipeline, work_folder
+from kvq_cli.calibration import plan as plan_module
 from kvq_cli.calibration.estimate import dry_run_report
 from kvq_cli.calibration.plan import plan_calibration
 from kvq_cli.calibration.samples import SampleCapture
-from kvq_cli.calibration.settings import CalibrationOptions
+from kvq_cli.calibration.settings import CalibrationOptions, calibrate_command
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.registry import build
 
@@ -79,9 +81,20 @@ def test_config_and_card_record_method_data_and_command(tiny, quick, tmp_path):
     assert config["captured"] == {"tokens": 6 * 88, "tokens_with_gradients": 4 * 88, "tokens_held_out": 88}
     assert len(config["errors"]["layers"]) == 2 and set(config["errors"]["layers"][0]) == {"k", "v"}
     card = (tmp_path / "a" / "README.md").read_text()
-    assert f"kvq calibrate --method temporalkv --bits 4 --set sinks=12 --model {tiny.name} --dataset prose" in card
+    command = f"kvq calibrate --method temporalkv --bits 4 --set sinks=12 --model {tiny.name} --dtype float32"
+    assert f"{command} --dataset prose" in card
     assert str(tmp_path / "a") not in card
     artifact.check_model(tiny.model)
+
+
+def test_the_card_gives_floats_exactly(tiny, quick):
+    options = dataclasses.replace(quick, damping=0.12345678901, budget=1 / 3)
+    plan = plan_calibration(tiny, build("klt", bits=1.2345678901), options)
+    words = shlex.split(calibrate_command(plan.method, plan.loaded, plan.settings_dict()))
+    given = dict(zip(words[2::2], words[3::2], strict=True))
+    assert [float(given[name]) for name in ("--bits", "--damping", "--budget")] == [1.2345678901, 0.12345678901, 1 / 3]
+    plan = plan_calibration(tiny, build("klt"), quick)
+    assert "--bits 2 " in calibrate_command(plan.method, plan.loaded, plan.settings_dict())
 
 
 @pytest.mark.slow
@@ -126,6 +139,32 @@ def test_unfinished_work_is_resumed_with_the_same_request_only(tiny, quick, tmp_
     captured = [done for phase, done, _ in steps if phase == "capture"]
     assert captured in ([3, 4, 5, 6], [2, 3, 4, 5, 6])  # parallel samples count when the batch is complete
     assert run(tiny, quick, tmp_path / "b").digest == resumed.digest
+
+
+@pytest.mark.parametrize(
+    ("key", "says"),
+    [
+        ("type of --device", "begun with another type of --device: repeat those options, or start over with --force$"),
+        ("version of torch", "begun with another version of torch: .* steps of another version are not continued"),
+        ("version of transformers", "begun with another version of transformers: "),
+    ],
+)
+def test_work_of_another_device_or_library_is_not_continued(tiny, quick, tmp_path, key, says):
+    with pytest.raises(Interrupted):
+        run(tiny, quick, tmp_path / "a", progress=stop_at("capture", 0))
+    path = tmp_path / "a.work" / "request.json"
+    request = json.loads(path.read_text())
+    path.write_text(json.dumps(request | {key: request[key] + "0"}))
+    with pytest.raises(UsageError, match=says):
+        run(tiny, quick, tmp_path / "a", resume=True)
+
+
+def test_captures_of_another_library_are_not_shared(tiny, quick, tmp_path, monkeypatch):
+    for version in ("1.0", "2.0"):
+        monkeypatch.setattr(plan_module, "library_versions", lambda version=version: {"torch": version})
+        with pytest.raises(Interrupted):
+            run(tiny, quick, tmp_path / version, captured=tmp_path / "captured", progress=stop_at("capture", 0))
+    assert len(list((tmp_path / "captured").iterdir())) == 2
 
 
 def test_force_starts_over(tiny, quick, tmp_path):
@@ -205,6 +244,22 @@ def test_methods_that_cannot_be_calibrated_are_refused(tiny, quick):
         plan_calibration(tiny, build("fp16"), quick)
     with pytest.raises(UsageError, match="share=3 does not divide head_dim=8"):
         plan_calibration(tiny, build("temporalkv", share=3), quick)
+
+
+@pytest.mark.parametrize(("allocate", "bits", "least"), [("model", 0.7, 0.75), ("stream", 0.9, 1.0)])
+def test_fewer_codes_than_transforms_are_refused(tiny, quick, allocate, bits, least):
+    """2 layers, keys by head (2), values together, 64 numbers of a token: 6 codes, or 2 for each of 4 streams."""
+    with pytest.raises(UsageError, match=rf"klt: bits={bits:g} are .* set bits={least:g} or more"):
+        plan_calibration(tiny, build("klt", bits=bits, allocate=allocate), quick)
+    plan_calibration(tiny, build("klt", bits=least, allocate=allocate), quick)
+
+
+def test_blocks_longer_than_the_captured_tokens_are_refused(tiny, quick):
+    wide = dataclasses.replace(tiny, shape=dataclasses.replace(tiny.shape, head_dim=128))
+    mixed = build("mixed", bits=16, keys="kivi-2bit:group=128", values="fp16")
+    with pytest.raises(UsageError, match=r"keys of layer 0 .* blocks of 128 tokens, and 88 tokens are .*--seqlen"):
+        plan_calibration(wide, mixed, quick)
+    plan_calibration(wide, mixed, dataclasses.replace(quick, seqlen=136))
 
 
 def test_failure_leaves_no_files(tiny, quick, tmp_path, monkeypatch):

@@ -44,6 +44,15 @@ def test_opq_rotations_are_orthogonal_and_reproducible():
     torch.testing.assert_close(first @ first.mT, torch.eye(DIM).expand(HEADS, DIM, DIM), rtol=0, atol=1e-5)
 
 
+def test_opq_is_fit_to_all_samples_but_the_held_out_ones():
+    whole = mixed(7)
+    stream = CapturedStream(whole.x, whole.g[:4], held_out=1)
+    _, tensors = rotate_stream(stream, CHANNEL, SETTINGS)
+    seen = whole.x[[0, 1, 2, 4, 5, 6]]
+    torch.testing.assert_close(tensors["spread"], seen.float().square().mean((0, 1)).sqrt())
+    assert torch.equal(tensors["rotation"], fit_rotation(seen, CHANNEL, SETTINGS))
+
+
 def error(captured: CapturedStream, spec: CodebookSpec) -> float:
     """Relative squared error of the codec on the held-out sample."""
     tensors, _ = calibrate_stream(captured, spec, SETTINGS)

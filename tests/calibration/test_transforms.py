@@ -66,6 +66,36 @@ def test_flat_spectrum_is_the_rate_distortion_bound():
         assert len(loss) == 10 - size
 
 
+def water_filling(variances: np.ndarray) -> float:
+    """The least squared error of Gaussian components at 8 bits: theta by bisection."""
+
+    def bits(theta: float) -> float:
+        return sum(0.5 * math.log2(v / theta) for v in variances if v > theta)
+
+    low, high = variances.max() * 1e-300, variances.max()
+    for _ in range(2000):
+        middle = math.sqrt(low) * math.sqrt(high)
+        low, high = (middle, high) if bits(middle) > 8 else (low, middle)
+    return float(np.minimum(high, variances).sum())
+
+
+def test_dead_components_get_no_bits():
+    losses = chunk_losses(np.array([1.0] * 7 + [0.0]))
+    assert losses[8][0] == pytest.approx(EXCESS[8] * 7 * 2 ** (-16 / 7))
+    assert losses[1][7] == 0 and all(np.array_equal(loss, 0 * loss) for loss in chunk_losses(np.zeros(9)).values())
+
+
+@pytest.mark.parametrize("spread", [0.5, 2.0, 8.0])
+def test_expected_losses_are_those_of_water_filling(spread):
+    noise = np.random.default_rng(0)
+    for _ in range(5):
+        variances = np.sort(np.exp(noise.normal(0, spread, 11)))[::-1].copy()
+        for size, losses in chunk_losses(variances).items():
+            for first, loss in enumerate(losses):
+                window = variances[first : first + size]
+                assert loss == pytest.approx(min(EXCESS[size] * water_filling(window), window.sum()), rel=1e-9)
+
+
 def brute_force(variances: list[np.ndarray], codes: int) -> float:
     """The least loss of all ways to cut the components into chunks, `codes` in all and one per group at least."""
 
@@ -115,6 +145,33 @@ def test_a_head_that_is_always_zero_is_stored_exactly():
     x = stream.x.float().transpose(1, 2)
     decoded = codec.decode(codec.encode(x), torch.float32)
     assert decoded[:, 1].abs().max() < 1e-6 and (decoded[:, 0] - x[:, 0]).square().mean() < x[:, 0].var() / 4
+
+
+def test_a_head_without_gradients_gets_one_code():
+    noise = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(4, 200, 3, DIM, generator=noise) for _ in range(2))
+    g *= 1e-3
+    g[:, :, 1] = 0
+    stream = CapturedStream(x.bfloat16(), g.bfloat16(), held_out=1)
+    fitted = fit_transform(stream, 3, "full")
+    lengths = allocate([row.numpy() for row in fitted.variances], 3 * DIM // 4)  # 2 bits
+    assert len(lengths[1]) == 1
+    tensors, measured = calibrate_transform(stream, fitted, lengths, SETTINGS)
+    assert all(tensor.isfinite().all() for tensor in tensors.values()) and measured["chosen"]["loss"] < 0.5
+
+
+def test_mean_and_covariance_are_those_of_all_samples_but_the_held_out_ones():
+    whole = captured(samples=7)
+    stream = CapturedStream(whole.x, whole.g[:4], held_out=1)
+    fitted = fit_transform(stream, 1, "none")
+    x = whole.x[[0, 1, 2, 4, 5, 6]].double().flatten(0, 1).flatten(1).numpy()
+    assert np.allclose(fitted.mean[0].numpy(), x.mean(0))
+    analysis = fitted.analysis[0].numpy()
+    of_components = analysis @ np.cov(x.T, bias=True) @ analysis.T
+    assert np.allclose(of_components, np.diag(fitted.variances[0].numpy()), atol=1e-9 * of_components.max())
+    _, gradients = matrices(CapturedStream(whole.x[:4], whole.g[:4], 1), slice(None))
+    scale = gradients.diagonal().mean() * (1 + SHRINKAGE)
+    assert np.allclose(analysis.T @ analysis, scale * np.eye(len(gradients)), atol=1e-9 * scale)
 
 
 @pytest.mark.parametrize("groups", [1, 2])

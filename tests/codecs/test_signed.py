@@ -24,6 +24,16 @@ def numbers(seed: int, dtype=torch.float16, tokens=64, spread=1.0, offset=0.0) -
     return (x * spread + offset).to(dtype)
 
 
+@pytest.mark.parametrize("sign", ["extra", "inside"])
+@pytest.mark.parametrize("axis", AXES)
+def test_scales_out_of_range_are_the_largest(axis, sign):
+    x = numbers(0, torch.float32)
+    x[0, 0, 0, 0] = -3e6
+    codec = SignedCodec(2, axis, 32, HEAD_DIM, torch.float32, sign)
+    decoded = codec.decode(codec.encode(x), torch.float32)
+    assert decoded.isfinite().all() and decoded[0, 0, 0, 0] <= -60_000
+
+
 def groups_of(x: torch.Tensor, axis: str, group: int) -> np.ndarray:
     """float64, the numbers of a group along the last axis."""
     x = x.double().numpy()

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvq_cli.codecs import gram
 from kvq_cli.codecs.base import Prompt
 from kvq_cli.codecs.subspace import SubspaceCodec
 from kvq_cli.codecs.uniform import UniformCodec
@@ -54,6 +55,16 @@ def test_subspace_is_the_svd_of_the_query_heads_of_a_kv_head(tokens):
             own = s[:3, None] * v[:3]
             found = state["subspace"][row, head].double().numpy()
             np.testing.assert_allclose(found.T @ found, own.T @ own, rtol=1e-5, atol=1e-4)
+
+
+def test_long_prompts_are_summed_in_tiles(monkeypatch):
+    prompt, codec, _, whole = made(tokens=40)
+    queries = prompt.queries.unflatten(1, (2, -1)).flatten(2, 3).double()
+    assert torch.equal(gram.gram_matrix(queries), queries.mT @ queries)  # within a tile: one product
+    monkeypatch.setattr(gram, "TILE", 7 * 2 * 2 * 16)
+    assert [tile.shape[2] for tile in gram.token_tiles(queries)] == [7] * 11 + [3]
+    for name, state in codec.fit(prompt).items():
+        torch.testing.assert_close(state.mT @ state, whole[name].mT @ whole[name], rtol=1e-5, atol=1e-5)
 
 
 def reference(keys: np.ndarray, subspace: np.ndarray, strength: float, block: int, quantize) -> np.ndarray:

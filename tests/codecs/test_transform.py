@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from held_tensors import held_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_transforms import random_transform
@@ -149,23 +150,8 @@ def test_any_codes_decode_as_by_a_lookup_per_chunk(joined, rows, tokens, batch, 
 
 @pytest.mark.parametrize("name", ALLOCATIONS)
 def test_constants_are_the_tensors_held(name):
-    """Found by going through the codec's attributes; views of one tensor count once."""
     codec, _ = made(name)
     codec.decode(codec.encode(numbers(3)), torch.float32)
-    found: dict[int, int] = {}
-
-    def visit(x) -> None:
-        if isinstance(x, torch.Tensor):
-            found[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        elif isinstance(x, (list, tuple)):
-            for each in x:
-                visit(each)
-        elif isinstance(x, dict):
-            visit(list(x.values()))
-        elif type(x).__module__.startswith("kvq_cli"):
-            visit(vars(x))
-
-    visit(codec)
-    counted = codec.constants().values()
+    found, counted = held_tensors(codec), codec.constants().values()
     assert sum(found.values()) == sum(x.nbytes for x in counted)
     assert {x.untyped_storage().data_ptr() for x in counted} <= set(found)

@@ -91,6 +91,24 @@ def test_constant_groups_are_exact(bits, axis):
         assert torch.equal(decoded[:, :, :32], x[:, :, :32])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("bits", BITS)
+def test_scales_and_zero_points_out_of_range_are_the_largest(bits, axis, dtype):
+    """Groups whose range or minimum no 16-bit number holds decode to finite numbers, and other groups as before."""
+    x = numbers(0, dtype)
+    expected = UniformCodec(bits, axis, GROUP, HEAD_DIM, dtype)
+    expected = expected.decode(expected.encode(x), torch.float32)
+    largest = 40_000 if dtype == torch.float16 else 3e6
+    x[0, 0, 0, 0], x[0, 0, 1, 0], x[0, 0, 0, 1] = largest, -largest, -largest
+    codec = UniformCodec(bits, axis, GROUP, HEAD_DIM, dtype)
+    packed = codec.encode(x)
+    assert packed.parts["scale"].tensor.isfinite().all() and packed.parts["zero"].tensor.isfinite().all()
+    decoded = codec.decode(packed, torch.float32)
+    assert decoded.isfinite().all() and decoded[0, 0, :2].abs().max() >= 20_000
+    assert torch.equal(decoded[1], expected[1]) and torch.equal(decoded[0, 1:], expected[0, 1:])
+
+
 @pytest.mark.parametrize("axis", AXES)
 def test_error_falls_as_bits_rise(axis):
     x = numbers(5)

@@ -134,6 +134,8 @@ def test_invalid_options_are_refused(shape, shape_of, tensors_for):
         build("channelkv", bits=1, entries=65536).calibration(shape)
     with pytest.raises(UsageError, match="entries=65536 leaves no outliers: set outliers=0, or entries=256"):
         build("channelkv", outliers=0.01, entries=65536).calibration(shape)
+    with pytest.raises(UsageError, match="rotation=opq has no codebooks of entries=65536: set rotation=hadamard or"):
+        build("channelkv", rotation="opq", entries=65536).calibration(shape)
     method = build("channelkv")
     with pytest.raises(UsageError, match="channelkv needs an artifact: run `kvq calibrate --method channelkv`"):
         method.plan(0, shape, {})
