@@ -7,6 +7,7 @@ import torch
 from checks.quantize_pack import INTEGERS, assert_same_bits, check, codec, layout, numbers
 from kvq_kernels.quantize_pack import Layout, quantize_pack
 from pairwise import parametrize_pairwise
+from tiers import slow_cases
 
 from kvq_cli.codecs import kernels
 from kvq_cli.codecs.signed import SignedCodec
@@ -105,6 +106,22 @@ def test_codecs_with_another_quantizer_keep_it_on_a_gpu(monkeypatch):
     monkeypatch.setattr(kernels, "on_gpu", lambda _: True)
     on_gpu = quantizer.with_state(state).encode(x)
     assert all(torch.equal(part.tensor, on_gpu.parts[name].tensor) for name, part in expected.parts.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("mode", "sign"), [("asymmetric", ""), *slow_cases(("symmetric", "extra"), ("hybrid", "extra"))]
+)
+def test_scales_out_of_range_are_the_largest(mode, sign, dtype):
+    """1 bit: a scale is as large as the range of its group."""
+
+    def make(*shape) -> torch.Tensor:
+        x = numbers(*shape)
+        x[:, :, ::7] = torch.finfo(dtype).max * 0.9
+        x[:, :, 1::7] = -torch.finfo(dtype).max * 0.9
+        return x
+
+    check(1, "channel", 32, 64, dtype, mode, sign, 64, make=make)
 
 
 def test_layouts_that_do_not_fit_are_refused():

@@ -16,6 +16,8 @@ from kvq_kernels.planar import low_bits
 
 #: 1.5 2^23: added to a float32 of either sign, it rounds to the nearest whole number, ties to even.
 ROUND_SIGNED = tl.constexpr(12582912.0)
+#: Largest numbers of 16 bits.
+FLOAT16_MAX, BFLOAT16_MAX = tl.constexpr(65504.0), tl.constexpr(3.3895313892515355e38)
 
 
 @triton.jit
@@ -225,13 +227,14 @@ def _to_int(number):
 
 @triton.jit
 def to_bits(x, kind: tl.constexpr):
-    """(bits, rounded numbers as float32) of float32 numbers rounded to a type, to nearest, ties to even."""
+    """(bits, rounded numbers as float32) of float32 numbers rounded to a type, to nearest, ties to even; those out of
+    its range become its largest or least: an infinite scale would lose a whole group."""
     if kind == tl.bfloat16:
-        whole = x.to(tl.int32, bitcast=True)
+        whole = tl.minimum(tl.maximum(x, -BFLOAT16_MAX), BFLOAT16_MAX).to(tl.int32, bitcast=True)
         whole = (whole + 32767 + ((whole >> 16) & 1)) & -65536
         return (whole >> 16).to(tl.int16), whole.to(tl.float32, bitcast=True)
     elif kind == tl.float16:
-        half = x.to(tl.float16)
+        half = tl.minimum(tl.maximum(x, -FLOAT16_MAX), FLOAT16_MAX).to(tl.float16)
         return half.to(tl.int16, bitcast=True), half.to(tl.float32)
     elif kind == tl.float32:
         return x.to(tl.int32, bitcast=True), x

@@ -41,13 +41,13 @@ def _asymmetric(groups: Tensor, layout: Layout, dim: int) -> tuple[Tensor, Tenso
     """(codes as float32, scale, zero-point) by Eq. 10-12."""
     low, high = (extreme + 0.0 for extreme in groups.aminmax(dim=dim, keepdim=True))  # minus zero becomes zero
     levels = 2**layout.bits - 1
-    scale, zero = divide(high - low, levels).to(layout.scale_dtype), low.to(layout.zero_dtype)
+    scale, zero = to_side(divide(high - low, levels), layout.scale_dtype), to_side(low, layout.zero_dtype)
     return _quantized(groups - zero.float(), scale, 0, levels), scale, zero
 
 
 def _symmetric(groups: Tensor, layout: Layout, dim: int) -> tuple[Tensor, Tensor, Tensor | None]:
     """(codes as float32, scale, words of sign bits or None) by Eq. 13."""
-    scale = divide(groups.abs().amax(dim=dim, keepdim=True), layout.largest).to(layout.scale_dtype)
+    scale = to_side(divide(groups.abs().amax(dim=dim, keepdim=True), layout.largest), layout.scale_dtype)
     if layout.sign == "inside":
         return _quantized(groups, scale, -layout.largest, layout.largest) + layout.level, scale, None
     dtype = INTEGERS[layout.group // 8]
@@ -67,6 +67,12 @@ def pack(codes: Tensor, layout: Layout) -> Tensor:
         parts.append(packed)
         shift += bits
     return torch.cat(parts, dim=-1)
+
+
+def to_side(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 `x` in the dtype of a scale or zero-point, see `kernel.to_bits`."""
+    most = min(torch.finfo(dtype).max, torch.finfo(x.dtype).max)
+    return x.clamp(-most, most).to(dtype)
 
 
 def divide(x: Tensor, number: int) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kvq_kernels.quantize_pack.layout import Layout
-from kvq_kernels.quantize_pack.reference import divide, pack
+from kvq_kernels.quantize_pack.reference import divide, pack, to_side
 
 
 def squat_quantize_reference(
@@ -19,7 +19,7 @@ def squat_quantize_reference(
         block_keys, after = after[..., : cut - start], after[..., cut - start :]
         groups = block_keys.unflatten(2, (-1, group))
         low, high = groups.amin(dim=3, keepdim=True), groups.amax(dim=3, keepdim=True)
-        zero, scale = (low + 0.0).to(dtype), divide(high - low, 2**bits - 1).to(dtype)
+        zero, scale = to_side(low + 0.0, dtype), to_side(divide(high - low, 2**bits - 1), dtype)
         step = scale.float().masked_fill(scale == 0, torch.inf)
         q = ((groups - zero.float()) / step).round().clamp(0, 2**bits - 1)
         error = (q * scale.float() + zero.float() - groups).flatten(2, 3).double()
