@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvq_cli.errors import UsageError
-from kvq_cli.files import cannot_write
+from kvq_cli.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,12 +51,5 @@ def save(figure: Figure, path: Path, option: str = "--out") -> None:
     the file cannot be written.
     """
     check_format(path)
-    part = path.with_name(f".{path.stem}.part{path.suffix}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(part, dpi=130)
-        part.replace(path)
-    except OSError as error:
-        with suppress(OSError):
-            part.unlink()
-        raise cannot_write(path, error, option) from error
+    with replacing(path, option) as partial:
+        figure.savefig(partial, dpi=130, format=path.suffix.lstrip("."))

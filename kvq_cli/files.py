@@ -5,19 +5,36 @@ from __future__ import annotations
 import errno
 import glob
 import json
+import math
 import os
+import platform
+import re
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
 
-from kvq_cli.errors import KvqError
+from kvq_cli.errors import KvqError, UsageError
+
+
+def json_text(document: Any, *, ascii_only: bool) -> str:
+    """The document as JSON. Infinity and NaN, which JSON does not have, become null."""
+    return json.dumps(_finite(document), indent=2, ensure_ascii=ascii_only, allow_nan=False, default=str)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_json(path: Path, document: Any, option: str = "--out") -> None:
-    """Write a JSON file atomically; see `write_text`."""
-    write_text(path, json.dumps(document, indent=2, ensure_ascii=False, default=str) + "\n", option)
+    """Write a JSON file atomically; see `json_text` and `write_text`."""
+    write_text(path, json_text(document, ascii_only=False) + "\n", option)
 
 
 def write_text(path: Path, text: str, option: str = "--out") -> None:
@@ -26,31 +43,44 @@ def write_text(path: Path, text: str, option: str = "--out") -> None:
     option: the flag that chooses another path, named by the KvqError where the file cannot be written.
     """
     with replacing(path, option) as partial:
-        partial.write_text(text, encoding="utf-8")
+        # Names of files that are not UTF-8 contain lone surrogates: they must not lose a result at the end of a run.
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 @contextmanager
 def replacing(path: Path, option: str = "--out") -> Iterator[Path]:
-    """The path of a file beside `path` that replaces it when the block succeeds; creates the folder.
+    """The path of a file beside `path` that replaces it when the block succeeds, and is removed when it fails; creates
+    the folder.
 
     option: the flag that chooses another path, named by the KvqError where the file cannot be written.
     """
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")  # two processes may write the same file
+    if not path.name:  # . or /
+        raise UsageError(f"{path} is a folder; give the name of a file as {option}")
+    # Two processes, also of two machines, may write the same file.
+    partial = path.with_name(f"{_partial_prefix(path)}{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_partial(path)
         yield partial
         os.replace(partial, path)
-    except OSError as error:
+    except BaseException as error:
         with suppress(OSError):
             partial.unlink()
-        raise cannot_write(path, error, option) from error
+        if isinstance(error, OSError):
+            raise cannot_write(path, error, option) from error
+        raise
+
+
+def _partial_prefix(path: Path) -> str:
+    """How the names of this machine's partial files of `path` begin; a process id and `.partial` follow."""
+    return f".{path.name}.{re.sub(r'[^A-Za-z0-9-]', '-', platform.node())}."
 
 
 def _remove_partial(path: Path) -> None:
-    """Remove partial files left by processes that were killed while writing the same file."""
-    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.partial"):
-        process = leftover.name.removesuffix(".partial").rpartition(".")[2]
+    """Remove partial files left by processes of this machine that were killed while writing the same file."""
+    prefix = _partial_prefix(path)
+    for leftover in path.parent.glob(f"{glob.escape(prefix)}*.partial"):
+        process = leftover.name.removeprefix(prefix).removesuffix(".partial")
         if process.isdecimal() and not _runs(int(process)):
             with suppress(OSError):
                 leftover.unlink()
@@ -64,6 +94,16 @@ def _runs(process: int) -> bool:
     except PermissionError:  # a process of another user
         return True
     return True
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a file that is read whole. Raises OSError for a pipe or a device, which might never end."""
+    found = path.stat()
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    return found.st_size
 
 
 def check_writable(folder: Path, option: str = "--out") -> None:

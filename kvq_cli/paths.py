@@ -12,8 +12,11 @@ if TYPE_CHECKING:
 
 
 def short_name(model: str) -> str:
-    """The last part of a model's Hub id or path, as a folder name."""
-    return re.sub(r"[^\w.-]+", "-", model.rstrip("/").rsplit("/", 1)[-1]) or "model"
+    """The last part of a model's Hub id or path, as a folder name; of `.` and `..`, the name of that folder."""
+    last = model.rstrip("/").rsplit("/", 1)[-1]
+    if last in (".", ".."):
+        last = Path(model).resolve().name
+    return re.sub(r"[^\w.-]+", "-", last) or "model"
 
 
 def model_artifacts(model: str) -> Path:

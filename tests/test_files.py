@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from kvq_cli.errors import KvqError
+from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.figures import new_figure, save
-from kvq_cli.files import check_writable, write_json, write_text
+from kvq_cli.files import check_writable, replacing, write_json, write_text
 
 
 def test_unwritable_folders_are_refused_naming_the_option(tmp_path):
@@ -60,7 +62,7 @@ def test_processes_writing_the_same_file_use_separate_partial_files(tmp_path, mo
 
 
 def test_next_write_removes_partial_files_of_killed_processes(tmp_path):
-    """Partial files of running processes and of other files are kept."""
+    """Partial files of running processes, of other files and of other machines are kept."""
     code = f"""if True:
         import os, pathlib, signal
         from kvq_cli.files import write_json
@@ -68,10 +70,57 @@ def test_next_write_removes_partial_files_of_killed_processes(tmp_path):
         write_json(pathlib.Path({str(tmp_path)!r}) / "results.json", {{}})"""
     killed = subprocess.Popen([sys.executable, "-c", code])
     assert killed.wait() == -signal.SIGKILL
-    partial = [f".results.json.{killed.pid}.partial"]
-    assert os.listdir(tmp_path) == partial
-    kept = [f".results.json.{os.getppid()}.partial", ".results.json.1.partial", f".other.json.{killed.pid}.partial"]
+    (partial,) = os.listdir(tmp_path)
+    host, process = partial.removeprefix(".results.json.").removesuffix(".partial").split(".")
+    assert host and process == str(killed.pid)
+    kept = [f".results.json.{host}.{number}.partial" for number in (os.getppid(), 1)]
+    kept += [f".other.json.{host}.{killed.pid}.partial"]
+    kept += [f".results.json.{other}.{killed.pid}.partial" for other in (f"{host}-2", f"{host}.2")]
     for name in kept:
         (tmp_path / name).write_text("")
     write_json(tmp_path / "results.json", {"x": 1})
     assert sorted(os.listdir(tmp_path)) == sorted([*kept, "results.json"])
+
+
+def test_an_interrupt_leaves_no_partial_file(tmp_path, monkeypatch):
+    with pytest.raises(KeyboardInterrupt), replacing(tmp_path / "a.json") as partial:
+        partial.write_text("{")
+        raise KeyboardInterrupt
+    figure = new_figure(1, 1)
+
+    def interrupted(path, **options):
+        Path(path).write_text("half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(figure, "savefig", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(figure, tmp_path / "a.png")
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(("name", "start"), [("a.png", b"\x89PNG"), ("a.pdf", b"%PDF"), ("a.svg", b"<?xml")])
+def test_the_extension_sets_the_format_of_a_figure(tmp_path, name, start):
+    save(new_figure(1, 1), tmp_path / name)
+    assert (tmp_path / name).read_bytes().startswith(start) and os.listdir(tmp_path) == [name]
+
+
+def test_names_that_are_not_utf8_are_written(tmp_path):
+    document = {"command": "a\udce9", "model": "a\u00e9"}  # as Python reads the byte E9 on the command line
+    write_json(tmp_path / "a.json", document)
+    assert json.loads((tmp_path / "a.json").read_text(encoding="utf-8")) == document
+
+
+def test_infinity_and_nan_are_written_as_null(tmp_path):
+    write_json(tmp_path / "a.json", {"rows": [{"us": math.inf}, (math.nan, 1.5)]})
+
+    def refuse(text):
+        raise AssertionError(text)
+
+    text = (tmp_path / "a.json").read_text()
+    assert json.loads(text, parse_constant=refuse) == {"rows": [{"us": None}, [None, 1.5]]}
+
+
+@pytest.mark.parametrize("folder", [".", "/"])
+def test_a_folder_is_no_name_of_a_file(folder):
+    with pytest.raises(UsageError, match="is a folder; give the name of a file as --page"):
+        write_text(Path(folder), "", "--page")

@@ -207,7 +207,7 @@ def _check_layout(
 ) -> None:
     for name in tensors:
         if name not in layout:
-            raise KvqError(f"the method's options do not allow a tensor {prefix}{name[:80]}")
+            raise KvqError(f"the method's options do not allow a tensor {prefix + name[:80]!r}")
     for name, (size, dtype) in layout.items():
         if name not in tensors:
             raise KvqError(f"tensor {prefix}{name} is missing")

@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,13 +26,16 @@ from kvq_cli.artifact.contents import check_contents
 from kvq_cli.artifact.fingerprint import Fingerprint, architecture, fingerprint
 from kvq_cli.artifact.schema import CONFIG, check_form, parse_json
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.files import cannot_write
+from kvq_cli.files import cannot_write, file_size
+from kvq_cli.methods.registry import build, from_config, method_class
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 FORMAT = 1
 CONFIG_FILE, TENSOR_FILE, CARD_FILE = "config.json", "tensors.safetensors", "README.md"
+#: Most bytes of a `config.json`, which is read before anything in it can be checked; one of 8 layers has 11 KiB.
+MAX_CONFIG = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,24 @@ class Artifact:
     def fingerprint(self) -> Fingerprint:
         """The fingerprint of the model that the artifact was calibrated for."""
         return Fingerprint(**self.config["model"]["fingerprint"])
+
+    def with_options(self, given: Mapping[str, Any]) -> Artifact:
+        """The artifact with changed run-time options; UsageError for options that need another calibration.
+
+        given: options of its method by name; strings are parsed.
+        """
+        config = self.method_config
+        held = from_config(config)  # older artifacts lack options that were added later
+        runtime = {f.name for f in fields(method_class(held.name)) if f.metadata.get("runtime")}
+        wanted = build(held.name, **given)
+        changed = {key: getattr(wanted, key) for key in given if getattr(wanted, key) != getattr(held, key)}
+        for key, value in changed.items():
+            if key not in runtime:
+                raise UsageError(
+                    f"{key}={value}: the artifact {self.path} was calibrated with {key}={getattr(held, key)}; "
+                    "calibrate again with the other value"
+                )
+        return replace(self, config={**self.config, "method": {**config, **changed}})
 
     def layer(self, index: int) -> dict[str, Tensor]:
         """The tensors of one layer without their prefix: `k.centroids.temporal`, `v.mean`, ..."""
@@ -138,7 +159,7 @@ def save_artifact(
     config["checksum"] = _checksum(config)
     with _replacing(folder) as partial:
         write_synced(partial / TENSOR_FILE, data)
-        write_synced(partial / CARD_FILE, card.encode())
+        write_synced(partial / CARD_FILE, card.encode(errors="backslashreplace"))
         for name, picture in (pictures or {}).items():
             write_synced(partial / name, picture)
         write_synced(partial / CONFIG_FILE, (json.dumps(config, indent=1) + "\n").encode())
@@ -146,13 +167,30 @@ def save_artifact(
 
 
 def check_replaceable(folder: Path, *, overwrite: bool) -> None:
-    """Raise UsageError unless `folder` is absent, empty, or an artifact that `overwrite` allows to replace."""
+    """Raise UsageError unless `folder` is absent, or `overwrite` is on and it is empty or holds files of an artifact
+    alone: models have a `config.json`, too."""
     if not folder.exists():
         return
     if not overwrite:
         raise UsageError(f"{folder} exists already: choose another --out, or pass --force to replace it")
-    if not folder.is_dir() or (any(folder.iterdir()) and not (folder / CONFIG_FILE).is_file()):
-        raise UsageError(f"{folder} is not an artifact and will not be replaced: choose another --out")
+    if why := _not_an_artifact(folder):
+        raise UsageError(f"{folder} is not an artifact and will not be replaced ({why}): choose another --out")
+
+
+def _not_an_artifact(folder: Path) -> str:
+    """Why the path is no folder of an artifact; empty where it is one, or an empty folder."""
+    if not folder.is_dir():
+        return "it is a file"
+    held = sorted(folder.iterdir())
+    for path in held:
+        if not _is_artifact_file(path):
+            return f"it holds {path.name!r}"
+    return f"it has no {CONFIG_FILE}" if held and not (folder / CONFIG_FILE).is_file() else ""
+
+
+def _is_artifact_file(path: Path) -> bool:
+    """Whether `save_artifact` may have written the file; `.png`: a picture of the card."""
+    return path.is_file() and (path.name in (CONFIG_FILE, TENSOR_FILE, CARD_FILE) or path.suffix == ".png")
 
 
 def write_synced(path: Path, data: bytes) -> None:
@@ -190,6 +228,8 @@ def _replacing(folder: Path) -> Iterator[Path]:
 def read_config(folder: Path) -> dict[str, Any]:
     """Read and verify an artifact's `config.json` alone, without the tensors; KvqError as in `load_artifact`."""
     path = folder / CONFIG_FILE
+    if (size := _size(path)) > MAX_CONFIG:
+        raise KvqError(f"{path} has {size:,} bytes, above the {MAX_CONFIG:,} that a config may have: calibrate again")
     try:
         config = parse_json(_read(path))
         checksum = _checksum(config) if isinstance(config, dict) else None
@@ -206,10 +246,10 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_tensors(path: Path, expected: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a file with `expected` bytes and sha256, which are compared before the file is parsed."""
+    """The tensors of a file with `expected` bytes, compared before it is read, and sha256, before it is parsed."""
+    if (size := _size(path)) != expected["bytes"]:
+        raise KvqError(f"{path} has {size:,} bytes instead of {expected['bytes']:,}: calibrate again")
     data = _read(path)
-    if len(data) != expected["bytes"]:
-        raise KvqError(f"{path} has {len(data):,} bytes instead of {expected['bytes']:,}: calibrate again")
     if hashlib.sha256(data).hexdigest() != expected["sha256"]:
         raise KvqError(f"{path} was altered (its hash is not the one in {CONFIG_FILE}): calibrate again")
     try:
@@ -223,6 +263,13 @@ def _read_tensors(path: Path, expected: Mapping[str, Any]) -> dict[str, Tensor]:
 def _checksum(config: Mapping[str, Any]) -> str:
     hashed = {key: value for key, value in config.items() if key != "checksum"}
     return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
+
+
+def _size(path: Path) -> int:
+    try:
+        return file_size(path)
+    except OSError as error:
+        raise KvqError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _read(path: Path) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -125,7 +126,9 @@ CALIBRATION: Form = {
 }
 #: `calibration` of a method that factorizes weights for activations on text.
 TEXT: Form = {"dataset": str, "samples": _NUMBER, "seqlen": _NUMBER, "seed": _NUMBER}
-_NAMES = {str: "a string", float: "a finite number", dict: "a mapping", list: "a list"}
+#: Control characters, which a terminal obeys: an artifact may come from anyone, and its strings are printed.
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+_NAMES = {str: "a string without control characters", float: "a finite number", dict: "a mapping", list: "a list"}
 
 
 def parse_json(data: bytes) -> Any:
@@ -165,6 +168,8 @@ def _fits(value: Any, form: Whole | OneOf | OrNone | type) -> bool:
         return value is None or _fits(value, form.type)
     if form is float:
         return type(value) in (int, float) and abs(value) <= MAX_INTEGER and math.isfinite(value)
+    if form is str:
+        return type(value) is str and not _CONTROL.search(value)
     return type(value) is form
 
 
@@ -173,10 +178,10 @@ def _check_keys(value: Any, form: Mapping[str, Form], where: str) -> None:
         raise KvqError(f"{where} must be a mapping")
     forms = {key.removesuffix("?"): item for key, item in form.items()}
     required = {key for key in form if not key.endswith("?")}
-    separator = "." if ": " in where else ": "
     for key in value:
         if key not in forms:
-            raise KvqError(f"{where}{separator}{key[:80]} is unknown; valid: {', '.join(forms) or 'none'}")
+            raise KvqError(f"{where}: unknown key {key[:80]!r}; valid: {', '.join(forms) or 'none'}")
+    separator = "." if ": " in where else ": "
     for key, item in forms.items():
         if key in value:
             check_form(value[key], item, f"{where}{separator}{key}")

@@ -21,9 +21,9 @@ class Capacity:
     """A method's memory use, and its limits within a budget. Sizes are in bytes.
 
     weights, artifact, cache: bytes of the model, the method's constants, and the cache at the given context and batch.
-    fits: whether their sum is within the budget. context: the longest context at the given batch. batch: the largest
-    batch at the given context. Both are 0 if nothing fits. block_tokens, blocks: of vLLM, in the memory that weights
-    and constants leave; None for kvq's own cache.
+    fits: whether their sum is within the budget, and the given context within the model's. context: the longest context
+    at the given batch. batch: the largest batch at the given context. Both are 0 if nothing fits. block_tokens, blocks:
+    of vLLM, in the memory that weights and constants leave; None for kvq's own cache.
     """
 
     weights: int
@@ -101,8 +101,8 @@ def _capacity(
     longest = _largest(lambda tokens: cache_bytes(tokens, batch) <= available, context, limit)
     # Bytes are linear in the batch: every tensor of the cache has one entry per sequence.
     per_row = cache_bytes(context, 2) - cache_bytes(context, 1)
-    rows = max(0, (available - cache_bytes(context, 1)) // per_row + 1) if available > 0 else 0
-    return Capacity(weights, artifact, cache, cache <= available, longest, rows)
+    rows = max(0, (available - cache_bytes(context, 1)) // per_row + 1) if available > 0 and context <= limit else 0
+    return Capacity(weights, artifact, cache, cache <= available and context <= limit, longest, rows)
 
 
 def _largest(fits: Callable[[int], bool], start: int, limit: int) -> int:

@@ -19,7 +19,8 @@ CONTEXT = 131072
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Sizes of a Llama model. tied: input and output embeddings share their weights."""
+    """Sizes of a Llama model. context: the longest that the model is made for, in tokens. tied: input and output
+    embeddings share their weights."""
 
     layers: int
     hidden_size: int
@@ -27,6 +28,7 @@ class LlamaShape:
     heads: int
     kv_heads: int
     vocabulary: int
+    context: int = CONTEXT
     tied: bool = False
 
     @property
@@ -52,13 +54,13 @@ class LlamaShape:
 
 SHAPES = {
     "tiny": LlamaShape(2, 128, 256, 4, 2, 256, tied=True),
-    "reference": LlamaShape(8, 256, 448, 4, 2, 4096, tied=True),
-    "llama-2-7b": LlamaShape(32, 4096, 11008, 32, 32, 32000),
-    "llama-2-13b": LlamaShape(40, 5120, 13824, 40, 40, 32000),
-    "llama-3.1-8b": LlamaShape(32, 4096, 14336, 32, 8, 128256),
-    "llama-3.2-1b": LlamaShape(16, 2048, 8192, 32, 8, 128256, tied=True),
-    "llama-3.2-3b": LlamaShape(28, 3072, 8192, 24, 8, 128256, tied=True),
-    "mistral-7b": LlamaShape(32, 4096, 14336, 32, 8, 32000),
+    "reference": LlamaShape(8, 256, 448, 4, 2, 4096, 4096, tied=True),
+    "llama-2-7b": LlamaShape(32, 4096, 11008, 32, 32, 32000, 4096),
+    "llama-2-13b": LlamaShape(40, 5120, 13824, 40, 40, 32000, 4096),
+    "llama-3.1-8b": LlamaShape(32, 4096, 14336, 32, 8, 128256, 131072),
+    "llama-3.2-1b": LlamaShape(16, 2048, 8192, 32, 8, 128256, 131072, tied=True),
+    "llama-3.2-3b": LlamaShape(28, 3072, 8192, 24, 8, 128256, 131072, tied=True),
+    "mistral-7b": LlamaShape(32, 4096, 14336, 32, 8, 32000, 32768),
 }
 
 

@@ -19,9 +19,9 @@ from typer.core import TyperGroup
 from kvq_cli import __version__
 from kvq_cli.cli.command_line import remember
 from kvq_cli.cli.examples import epilog
+from kvq_cli.cli.failures import explain, one_line
 from kvq_cli.cli.interrupts import inside_import
 from kvq_cli.cli.unused_options import AnnouncingCommand
-from kvq_cli.errors import KvqError
 
 #: Name, `module:attribute` in kvq_cli.cli, help panel. None of these modules imports torch.
 COMMANDS = (
@@ -145,27 +145,10 @@ def _report(error: Exception) -> int:
     """Print the error as one line, after its traceback with KVQ_DEBUG=1; returns the exit code."""
     if os.environ.get("KVQ_DEBUG") == "1":
         traceback.print_exception(error)
-    message, code = _explain(error)
+    message, code = explain(error)
     if message:  # empty where `kvq` without arguments has printed its help
-        print(f"kvq: error: {' '.join(message.split())}", file=sys.stderr)
+        print(f"kvq: error: {one_line(message)}", file=sys.stderr)
     return code
-
-
-def _explain(error: Exception) -> tuple[str, int]:
-    """Message and exit code of an error."""
-    if isinstance(error, KvqError):
-        return str(error), error.exit_code
-    if hasattr(error, "format_message"):  # typer's own errors: unknown flag, missing argument, bad value
-        return error.format_message(), getattr(error, "exit_code", 2)
-    if isinstance(error, typer.Abort):
-        return "input ended before an answer was given", 1
-    if isinstance(error, OSError) and error.strerror:
-        where = f"{error.filename}: " if error.filename else ""
-        return f"{where}{error.strerror}", 1
-    # On a CPU, PyTorch's allocator raises a RuntimeError.
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error):
-        return "out of memory: use a shorter context, a smaller batch, fewer bits or --prefill-chunk", 1
-    return f"{type(error).__name__}: {error} (KVQ_DEBUG=1 shows the traceback)", 1
 
 
 def _version(show: bool) -> None:

@@ -147,7 +147,9 @@ def draw(document: dict[str, Any], folder: Path, out: Output) -> str:
     if not has_matplotlib():
         out.note("no plot: matplotlib is not installed")
         return f"{folder / 'kernels.json'}"
-    plot(document, folder / "kernels.png")
+    if not plot(document, folder / "kernels.png"):
+        out.note("no plot: no case was timed")
+        return f"{folder / 'kernels.json'}"
     return f"{folder / 'kernels.json'} and {folder / 'kernels.png'}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -54,11 +55,19 @@ def tune(
         task = progress.add_task("seconds of search", total=seconds)
         for row in rows:
             classes[row["operation"], row["class"]] = row
-            gain = row["before_us"] / row["us"] if row["us"] else 1.0
-            text = f"{row['operation']} {row['class']}: {gain:.2f}x after {row['tried']} configurations: {row['best']}"
-            out.note(text)
+            tried = f"after {row['tried']} configurations: {row['best']}"
+            out.note(f"{row['operation']} {row['class']}: {_gain(row['before_us'], row['us'])} {tried}")
             document["rows"] = list(classes.values())
             write_result(out_dir, "tune", document)
             progress.update(task, completed=min(seconds, time.monotonic() - start))
     out.note(f"written: {out_dir / 'tune.json'}")
     out.result(document)
+
+
+def _gain(before: float, now: float) -> str:
+    """The speed-up in words. Times are infinite where a configuration cannot run."""
+    if math.isinf(now):
+        return "none runs"
+    if math.isinf(before):
+        return f"{now:g} us, the first that runs,"
+    return f"{before / now if now else 1.0:.2f}x"

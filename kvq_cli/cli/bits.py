@@ -69,8 +69,13 @@ def bits(
 
 def _by_part(report: CacheReport) -> str:
     """`codes 2 + scale 0.5 + ...` in bits per cached number, largest first."""
+    return " + ".join(f"{name} {bits:.3g}" for name, bits in _part_bits(report).items())
+
+
+def _part_bits(report: CacheReport) -> dict[str, float]:
+    """The bits per cached number of each part that takes any, largest first."""
     parts = sorted(report.parts.items(), key=lambda item: -item[1])
-    return " + ".join(f"{name} {8 * size / report.numbers:.3g}" for name, size in parts if size)
+    return {name: 8 * size / report.numbers for name, size in parts if size}
 
 
 def _papers(out: Output) -> None:
@@ -85,4 +90,6 @@ def _papers(out: Output) -> None:
         for size in sizes
     ]
     out.table(columns, rows, labels=2)
-    out.result([{key: value for key, value in size.items() if key != "report"} for size in sizes])
+    named = [{key: value for key, value in size.items() if key != "report"} for size in sizes]
+    parts = [{"bits_by_part": _part_bits(size["report"])} for size in sizes]
+    out.result([one | part for one, part in zip(named, parts, strict=True)])

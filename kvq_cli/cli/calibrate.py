@@ -15,6 +15,7 @@ import typer
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.option_groups import grouped
 from kvq_cli.cli.output import Output, human_bytes
+from kvq_cli.errors import UsageError
 from kvq_cli.paths import artifact_folder
 
 if TYPE_CHECKING:
@@ -113,6 +114,12 @@ class DataOptions:
         sizes = (self.dataset, self.samples, self.seqlen, self.gradients, self.points, self.iterations)
         return CalibrationOptions(*sizes, self.damping, disk_gib, seed, self.kmeans)
 
+    def folder(self, default: Path) -> Path:
+        """`--out`, or the default. UsageError for `.` and `/`: the folder appears complete, by being renamed."""
+        if self.out is not None and not self.out.name:
+            raise UsageError(f"--out {self.out}: give the name of a new folder, like --out mine")
+        return self.out or default
+
     @contextmanager
     def resumable(self, output: Output) -> Iterator[dict[str, Any]]:
         """Arguments of a resumable run, with its progress; Ctrl-C inside the block prints how to continue."""
@@ -149,6 +156,7 @@ def calibrate(
 
     given = opt.method_options(set_) | ({} if bits is None else {"bits": bits}) | ({} if fisher else {"fisher": False})
     built = build(method or "temporalkv", **given)
+    folder = data.folder(artifact_folder(model_options.model, built))
 
     from kvq_cli.calibration import pipeline
     from kvq_cli.calibration.estimate import dry_run_report
@@ -157,7 +165,6 @@ def calibrate(
     plan = plan_calibration(model_options.load(), built, data.options(budget, model_options.seed))
     if dry_run:
         return _print_dry_run(output, dry_run_report(plan))
-    folder = data.out or artifact_folder(model_options.model, built)
     device = plan.loaded.model.device.type
     with worker_options.connected(device) as workers, data.resumable(output) as arguments:
         artifact = pipeline.calibrate(plan, folder, **arguments, workers=workers)

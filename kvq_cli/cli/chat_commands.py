@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvq_cli.cli.failures import escaped
 from kvq_cli.cli.text_generator import cache_line, check_utf8, write_stdout
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.files import write_json
+from kvq_cli.files import file_size, write_json
 
 if TYPE_CHECKING:
     from kvq_cli.cli.chat_session import ChatSession
     from kvq_cli.cli.text_generator import GeneratedText
+
+#: Most bytes of a file for /load, which is read whole: a million tokens of text have below 10 MiB.
+MAX_FILE = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ def status(chat: ChatSession, _argument: str) -> None:
     tokens, context = len(conversation.ids), conversation.generator.loaded.context
     chat.out.text(f"{len(conversation.messages) // 2} turns, {tokens:,} tokens of a context of {context:,}")
     if conversation.system is not None:
-        chat.out.text(f"system message: {conversation.system}")
+        chat.out.text(f"system message: {escaped(conversation.system)}")
     if conversation.cache is not None:
         chat.out.text(cache_line(conversation.generator.attached.report(conversation.cache).to_dict()))
 
@@ -116,8 +121,8 @@ def save(chat: ChatSession, path: str) -> None:
         "messages": system + conversation.messages,
     }
     try:
-        write_json(Path(path), document, "FILE")
-    except KvqError as error:
+        write_json(_path(path), document, "FILE")
+    except (KvqError, ValueError) as error:  # ValueError: a null byte in the name
         raise UsageError(f"/save: {error}") from error
     chat.out.note(f"{len(conversation.messages)} messages written to {path}")
 
@@ -133,13 +138,21 @@ def load(chat: ChatSession, path: str) -> None:
     chat.out.note(f"{len(chat.conversation.messages)} messages read from {path}; the next one computes their cache")
     model = chat.conversation.generator.loaded.label
     if document.get("model") != model:
-        chat.out.note(f"they were saved with the model {document.get('model')}, not {model}")
+        chat.out.note(f"they were saved with the model {escaped(str(document.get('model')))}, not {model}")
+
+
+def _path(typed: str) -> Path:
+    """The path, `~` being the home folder: no shell has replaced it."""
+    return Path(os.path.expanduser(typed))
 
 
 def _read(path: str) -> dict[str, Any]:
     """The contents of a file written by /save; UsageError for anything else."""
+    file = _path(path)
     try:
-        document = json.loads(Path(path).read_text(encoding="utf-8"))
+        if (size := file_size(file)) > MAX_FILE:
+            raise UsageError(f"/load {path}: has {size:,} bytes, above the {MAX_FILE:,} that a conversation may have")
+        document = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"/load {path}: {error.strerror}") from None
     except (ValueError, RecursionError):

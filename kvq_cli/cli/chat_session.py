@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 from kvq_cli.cli import chat_commands
 from kvq_cli.cli.conversation import Conversation
+from kvq_cli.cli.failures import explain, is_out_of_memory, one_line
 from kvq_cli.cli.interrupts import Interrupts
 from kvq_cli.cli.message_input import Message
 from kvq_cli.cli.output import Output, human_bytes
 from kvq_cli.cli.text_generator import check_utf8, write_stdout
-from kvq_cli.errors import UsageError
+from kvq_cli.errors import KvqError
 
 if TYPE_CHECKING:
     from kvq_cli.cli.text_generator import GeneratedText
@@ -37,8 +38,11 @@ class ChatSession:
                     chat_commands.run(self, message.text.strip())
                 else:
                     self.say(message.text)
-            except UsageError as error:  # report it and go on with the next message
-                print(f"kvq: error: {error}", file=sys.stderr)
+            except Exception as error:
+                if not isinstance(error, KvqError) and not is_out_of_memory(error):
+                    raise
+                # Report it and go on with the next message.
+                print(f"kvq: error: {one_line(explain(error)[0])}", file=sys.stderr)
             if self.interrupts.leaves:
                 return
 

@@ -309,7 +309,7 @@ def evaluate(
         output.note(f"wrote {results.plot}")
     _print_notes(output, document, folder)
     for label, message in document.get("failed", {}).items():
-        output.note(f"left out: {label}: {message}")
+        output.warn(f"left out: {label}: {message}")
     single = next(iter(document["methods"].values()))
     output.result(single if len(compared) == 1 else document)
 

@@ -47,8 +47,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def _as_flag(value: Any) -> Any:
     """Convert a YAML value to the form in which it is typed on the command line."""
-    if isinstance(value, dict):
-        return [f"{key}={_as_flag(item)}" for key, item in value.items()]
+    if isinstance(value, dict):  # `hybrid: off` is a boolean in YAML
+        switches = {True: "on", False: "off"}
+        return [f"{key}={switches[item] if isinstance(item, bool) else _as_flag(item)}" for key, item in value.items()]
     if isinstance(value, bool):
         return value
     if isinstance(value, (int, float)):

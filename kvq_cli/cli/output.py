@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from kvq_cli.cli.failures import one_line
+from kvq_cli.files import json_text
 from kvq_cli.units import human_bytes as human_bytes  # commands import it with `Output`
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class Output:
 
     def warn(self, text: str) -> None:
         """Print a warning to stderr, also with --quiet."""
-        print(f"kvq: warning: {' '.join(text.split())}", file=sys.stderr, flush=True)
+        print(f"kvq: warning: {one_line(text)}", file=sys.stderr, flush=True)
 
     def text(self, text: str) -> None:
         """Print a line of the result to stdout, or to stderr with --json."""
@@ -71,7 +72,7 @@ class Output:
     def result(self, document: Any) -> None:
         """With --json, print `document` to stdout; without, print nothing."""
         if self.as_json:
-            print(json.dumps(document, indent=2, default=str), file=self._stdout, flush=True)
+            print(json_text(document, ascii_only=True), file=self._stdout, flush=True)
 
     def console(self, *, stderr: bool = True) -> Console:
         from rich.console import Console

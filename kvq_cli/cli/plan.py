@@ -80,6 +80,8 @@ def plan(
             f"{device} is {human_bytes(total)}: the weights take {human_bytes(weights)} and "
             f"--reserve takes {reserve}; nothing is left for a cache"
         )
+    if context > size.context:
+        out.note(f"note: --context {context:,} is longer than the {size.context:,} tokens of {shapes or model}")
     found, rows = [], []
 
     def count(method: Method) -> Capacity:

@@ -144,31 +144,13 @@ def _fitted(artifact: Artifact, given: Mapping[str, Any], model: str, trust_remo
     """The artifact with the given options, checked against the model's architecture; its weights are not read."""
     from kvq_cli.models import model_config
 
-    changed = _with_options(artifact, given)
+    changed = artifact.with_options(given)
     try:
         config = model_config(model, trust_remote_code)
     except KvqError:  # loading the model reports the error
         return changed
     changed.check_config(config, model)
     return changed
-
-
-def _with_options(artifact: Artifact, given: Mapping[str, Any]) -> Artifact:
-    """The artifact with changed run-time options; UsageError for options that need another calibration."""
-    from kvq_cli.methods.registry import build, from_config, method_class
-
-    config = artifact.method_config
-    held = from_config(config)  # older artifacts lack options that were added later
-    runtime = {f.name for f in dataclasses.fields(method_class(config["name"])) if f.metadata.get("runtime")}
-    wanted = build(config["name"], **given)
-    changed = {key: getattr(wanted, key) for key in given if getattr(wanted, key) != getattr(held, key)}
-    for key, value in changed.items():
-        if key not in runtime:
-            raise UsageError(
-                f"{key}={value}: the artifact {artifact.path} was calibrated with {key}={getattr(held, key)}; "
-                "calibrate again with the other value"
-            )
-    return dataclasses.replace(artifact, config={**artifact.config, "method": {**config, **changed}})
 
 
 def calibrate_command(model: str, method: Method, trust_remote_code: bool = False) -> list[str]:

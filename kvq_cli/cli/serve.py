@@ -12,7 +12,7 @@ import typer
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.output import Output
 from kvq_cli.cli.resolve import resolve
-from kvq_cli.errors import KvqError
+from kvq_cli.errors import KvqError, UsageError
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and print the command; start no server.")]
 
@@ -38,6 +38,8 @@ def serve(
     if "-h" in ctx.args:  # as a word: typer would also find it in vLLM's -dph
         print(ctx.get_help())
         raise typer.Exit
+    if ctx.args and not ctx.args[0].startswith("-"):  # as in `vllm serve MODEL`
+        raise UsageError(f"{ctx.args[0]}: give the model as --model {ctx.args[0]}")
     out = Output(quiet=quiet)
     from kvq_cli.vllm.plugin import check_version
     from kvq_cli.vllm.prepare import prepare

@@ -49,10 +49,10 @@ class ModelSize(NamedTuple):
 def model_size(name: str | None, model: str, trust_remote_code: bool = False) -> ModelSize:
     """Size of the known shape `name`, or of `model` by its configuration."""
     if name is not None:
-        from kvq_cli.benchmarking.shapes import CONTEXT, known_shape
+        from kvq_cli.benchmarking.shapes import known_shape
 
         known = known_shape(name, "--shapes")
-        return ModelSize(known.model_shape(), 2 * known.parameters, CONTEXT)
+        return ModelSize(known.model_shape(), 2 * known.parameters, known.context)
     from kvq_cli.models import REFERENCE, configured_shape, parameters_and_context
 
     if model == REFERENCE:

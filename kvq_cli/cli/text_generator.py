@@ -276,7 +276,7 @@ def _default_method(loaded: LoadedModel, bits: float | None) -> tuple[Method | A
     from kvq_cli.cli.best_artifact import DEFAULT_BITS, best_artifact
     from kvq_cli.cli.resolve import resolve
 
-    best, notes = best_artifact(loaded, wanted := bits or DEFAULT_BITS)
+    best, notes = best_artifact(loaded, wanted := DEFAULT_BITS if bits is None else bits)
     if best is not None:
         return best, " (default: lowest calibration error)", notes
     missing = f"no {wanted:g}-bit artifact in {model_artifacts(loaded.name)}"

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -72,6 +74,22 @@ Disk = Annotated[
         "--disk", metavar="GIB", help="Disk space for captured keys and values in GiB, as calibrate's --budget."
     ),
 ]
+Out = Annotated[
+    Path | None,
+    cal.data_option(
+        "--out",
+        metavar="DIR",
+        help="Output folder (default: artifacts/MODEL/mixed-BITSbit; with --objective memory: "
+        "artifacts/MODEL/mixed-kl-NATS).",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class TunedDataOptions(cal.DataOptions):
+    """Those of `kvq calibrate`, with another default folder."""
+
+    out: Out = None
 
 
 @grouped
@@ -88,7 +106,7 @@ def tune(
     swaps: Swaps = 8,
     minutes: Minutes = None,
     set_: opt.Set = None,
-    data: cal.DataOptions,
+    data: TunedDataOptions,
     disk: Disk = 4.0,
     model_options: opt.LoadOptions,
     output_options: opt.OutputOptions,
@@ -108,6 +126,8 @@ def tune(
     texts = tuple(opt.names(text, "--text"))
     options = TuneOptions(objective, budget, kl, named, texts, windows, text_seqlen, rounds, swaps, minutes)
     chosen_windows = windows_options(opt.method_options(set_))
+    goal = f"{budget:g}bit" if objective == "kl" else f"kl-{kl:g}"
+    folder = data.folder(model_artifacts(model_options.model) / f"mixed-{goal}")
 
     from kvq_cli.calibration.plan import MixedPlan, plan_calibration
     from kvq_cli.data.texts import file_digest
@@ -121,8 +141,6 @@ def tune(
     first = build("mixed", bits=16, keys="klt-1bit", values="klt-1bit", **chosen_windows)
     plan = plan_calibration(model_options.load(), first, data.options(disk, model_options.seed))
     assert isinstance(plan, MixedPlan)
-    goal = f"{budget:g}bit" if objective == "kl" else f"kl-{kl:g}"
-    folder = data.out or model_artifacts(model_options.model) / f"mixed-{goal}"
     with data.resumable(output) as arguments:
         artifact = run_search(plan, options, folder, **arguments)
     _print_artifact(output, artifact)

@@ -6,7 +6,6 @@ that were given, by flag or `--config`, are announced.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -213,12 +212,15 @@ def _is_artifact(text: str) -> bool:
 
 
 def _named(folder: str | Path) -> tuple[str, dict[str, Any]]:
-    """Name and bits of an artifact's method, from its config alone; a damaged one is reported when it is loaded."""
-    try:
-        method = json.loads((Path(folder) / "config.json").read_text(encoding="utf-8"))["method"]
-        return method["name"], {"bits": method["bits"]} if "bits" in method else {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise KvqError(f"{folder}: not an artifact") from error
+    """Name and bits of an artifact's method, from its config alone. Raises KvqError for a damaged one, which is
+    reported when it is loaded."""
+    from kvq_cli.artifact import read_config
+    from kvq_cli.artifact.schema import check_form
+
+    method = read_config(Path(folder))["method"]
+    bits = {"bits": method["bits"]} if "bits" in method else {}
+    check_form({"name": method.get("name"), **bits}, {"name": str, "bits?": float}, f"{folder}: method")
+    return method["name"], bits
 
 
 def _artifact_notes(values: Values, flag: str) -> Iterator[str]:
@@ -263,6 +265,7 @@ _only_perplexity = unless(_perplexity, "only perplexity reads it")
 _only_ruler = unless(_ruler, "only tasks of RULER read it")
 _only_lm_eval = unless(_lm_eval, "only tasks of lm-eval read it")
 _sampled = unless(lambda values: values["temperature"] > 0, "decoding is greedy without --temperature")
+_generates = unless(lambda values: values["save_cache"] is None, "--save-cache generates nothing")
 _text = unless(_reads_text, "the method factorizes weights and reads no text")
 _clusters = unless(_captures, "the method factorizes weights and clusters nothing")
 _grows = unless(lambda values: values["grow"], "it needs --grow", refuse=True)
@@ -314,11 +317,12 @@ RULES: dict[str, dict[str, Rule]] = {
         "trust_remote_code": _code,
     },
     "generate": {
-        **_all_read("prompt", "file", "raw", "system", "num_beams", "max_new_tokens", "temperature", "top_p", "top_k"),
-        **_all_read("prefill_chunk", "method", "bits", "artifact", "set_", "save_cache", "load_cache"),
+        **_all_read("prompt", "file", "raw", "system", "prefill_chunk", "save_cache", "load_cache"),
+        **_all_read("method", "bits", "artifact", "set_"),
+        **_rules(_generates, "num_beams", "max_new_tokens", "temperature", "top_p", "top_k"),
         **_all_read("model", "device", "dtype", "backend", "config", "as_json", "quiet"),
         "prefill": _prefill,
-        "seed": _sampled,
+        "seed": _either(_generates, _sampled),
         "trust_remote_code": _code,
     },
     "chat": {

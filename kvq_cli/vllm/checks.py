@@ -46,16 +46,20 @@ def check_model(config: PretrainedConfig, name: str) -> None:
 REFUSED_FLAGS = {
     "--pipeline-parallel-size": ("all layers must be in one process", ("1",)),
     "--decode-context-parallel-size": ("a sequence's tokens are packed together", ("1",)),
+    "--prefill-context-parallel-size": ("a sequence's tokens are packed together", ("1",)),
     "--speculative-config": ("drafted tokens would be packed before they are rejected", ()),
     "--kv-transfer-config": ("blocks of exact tokens cannot be transferred", ()),
     "--enable-sleep-mode": ("sleep level 2 discards the memory in which codebooks and rotations lie", ()),
     "--disable-hybrid-kv-cache-manager": ("exact tokens have blocks of their own", ()),
 }
+#: Flags by which vLLM loads another model than the one that an artifact is compared with.
+OTHER_MODEL = ("--revision", "--hf-overrides", "--hf-config-path")
 #: Short forms of these flags.
 _ALIASES = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
     "-dcp": "--decode-context-parallel-size",
+    "-pcp": "--prefill-context-parallel-size",
     "-sc": "--speculative-config",
 }
 
@@ -66,13 +70,21 @@ def flag_name(word: str) -> str:
     return _ALIASES.get(name, name.replace("_", "-") if name.startswith("--") else name)
 
 
-def check_flags(flags: Sequence[str]) -> None:
-    """Raise UsageError for flags of vLLM with which kvq does not serve, and for those that `kvq serve` sets."""
+def check_flags(flags: Sequence[str], artifact: bool = False) -> None:
+    """Raise UsageError for flags of vLLM with which kvq does not serve, and for those that `kvq serve` sets.
+
+    artifact: whether the method has one, which belongs to one model.
+    """
     for i, word in enumerate(flags):
         # vLLM sets single fields with a dot: -sc.method=ngram.
         name, (_, equals, value) = flag_name(word.partition("=")[0].partition(".")[0]), word.partition("=")
         value = value if equals else next(iter(flags[i + 1 : i + 2]), "")
         if name in REFUSED_FLAGS and value not in REFUSED_FLAGS[name][1]:
             raise UsageError(f"kvq does not serve with {name}: {REFUSED_FLAGS[name][0]}")
+        if artifact and name in OTHER_MODEL:
+            raise UsageError(
+                f"{name}: kvq compares the artifact with the model without it; give --model the folder of the model "
+                "that the artifact was calibrated for"
+            )
         if name in ("--kv-cache-dtype", "--attention-backend"):
             raise UsageError(f"{name} {value}: kvq serve sets it; choose a method with --method and --bits")

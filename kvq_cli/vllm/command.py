@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import ModelShape
-from kvq_cli.vllm.checks import check_flags, check_model, check_plans, flag_name
+from kvq_cli.vllm.checks import check_model, check_plans, flag_name
 from kvq_cli.vllm.layout import CacheLayout, cache_layout, token_bytes
 from kvq_cli.vllm.served import CACHE_DTYPE, KEY, ServedMethod
 from kvq_cli.vllm.shard import Shard
@@ -72,8 +72,8 @@ _OWN = ("--block-size", "--additional-config", "--kv-cache-dtype", "--attention-
 def serve_plan(
     served: ServedMethod, config: PretrainedConfig, shape: ModelShape, source: str, name: str, flags: Sequence[str]
 ) -> ServePlan:
-    """Check that the method can be served with this model and these flags. Raises UsageError with the reason."""
-    check_flags(flags)
+    """Check that the method can be served with this model and these flags, of which `check_flags` refuses none. Raises
+    UsageError with the reason."""
     check_model(config, name)
     ranks = _whole_number(flags, "--tensor-parallel-size") or 1
     plans, of_rank = served.plans_of_ranks(shape, ranks), Shard(0, ranks).shape(shape)

@@ -20,6 +20,7 @@ from kvq_cli.vllm import rope
 from kvq_cli.vllm.checks import check_flags, check_model, check_plans
 from kvq_cli.vllm.layout import CacheLayout, cache_layout
 from kvq_cli.vllm.paged_layer import PagedLayer
+from kvq_cli.vllm.prepare import check_weights
 from kvq_cli.vllm.served import ServedMethod
 from kvq_cli.vllm.shard import Shard
 
@@ -49,6 +50,10 @@ class Engine:
         served = ServedMethod.of_flags(config.cache_config.cache_dtype, config.additional_config)
         if served.artifact is not None:
             served.artifact.check_config(model.hf_config, model.model)
+            if shard.rank == 0:  # one rank reads the weights of all heads
+                with _plain_defaults(), torch.device("cpu"):
+                    trusted, revision = model.trust_remote_code, model.revision
+                    check_weights(served.artifact, model.hf_config, model.model, model.model, trusted, revision)
         device = torch.empty(0).device  # vLLM makes models on theirs
         with _plain_defaults(), torch.device("cpu"):
             plans = served.plans_of_ranks(whole, ranks)
@@ -112,6 +117,7 @@ def _check_engine(config: VllmConfig) -> None:
     given = {
         "--pipeline-parallel-size": parallel.pipeline_parallel_size > 1,
         "--decode-context-parallel-size": parallel.decode_context_parallel_size > 1,
+        "--prefill-context-parallel-size": parallel.prefill_context_parallel_size > 1,
         "--speculative-config": config.speculative_config is not None,
         "--kv-transfer-config": config.kv_transfer_config is not None,
         "--enable-sleep-mode": config.model_config.enable_sleep_mode,

@@ -14,6 +14,7 @@ from kvq_cli.artifact.fingerprint import Fingerprint, architecture, hash_weights
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import Method, ModelShape
 from kvq_cli.models import configured_shape, model_config, model_source
+from kvq_cli.vllm.checks import check_flags
 from kvq_cli.vllm.command import ServePlan, serve_plan
 from kvq_cli.vllm.served import ServedMethod
 
@@ -26,6 +27,7 @@ def prepare(
 ) -> ServePlan:
     """The plan of a server of `model`. Raises UsageError where the method, its artifact, the model or vLLM's flags do
     not fit each other."""
+    check_flags(flags, artifact=isinstance(attachable, Artifact))  # before the artifact is compared with the model
     config = model_config(model, trust_remote_code)
     shape = configured_shape(model, trust_remote_code=trust_remote_code)
     if dtype != "auto":
@@ -44,14 +46,24 @@ def _with_dtype(shape: ModelShape, dtype: torch.dtype) -> ModelShape:
 
 
 def check_weights(
-    artifact: Artifact, config: PretrainedConfig, source: str, name: str, trust_remote_code: bool
+    artifact: Artifact,
+    config: PretrainedConfig,
+    source: str,
+    name: str,
+    trust_remote_code: bool,
+    revision: str | None = None,
 ) -> None:
     """Raise UsageError if the model's key and value weights are not those of the artifact's model.
 
     Reads these weights alone, from the model's folder or the Hub's cache. Where they cannot be read (vLLM downloads the
     model later, or its files name the weights unlike transformers does), the model must have the artifact's name.
+
+    revision: of the Hub.
     """
-    weights = dict(_stored_weights(_folder(source)))
+    weights = dict(_stored_weights(_folder(source, revision)))
+    actual = Fingerprint(**architecture(config), weights=hash_weights(sorted(weights.items())))
+    if actual == artifact.fingerprint:
+        return
     if not weights or any(key not in weights for key in _expected_names(config, trust_remote_code)):
         if name != artifact.model_name:
             raise UsageError(
@@ -60,22 +72,20 @@ def check_weights(
                 "the model's safetensors files"
             )
         return
-    actual = Fingerprint(**architecture(config), weights=hash_weights(sorted(weights.items())))
-    if actual != artifact.fingerprint:
-        raise UsageError(
-            f"artifact {artifact.path} belongs to the model {artifact.model_name!r} ({artifact.fingerprint}), not to "
-            f"{name!r} ({actual}): pass --model {artifact.model_name} or calibrate for {name!r}"
-        )
+    raise UsageError(
+        f"artifact {artifact.path} belongs to the model {artifact.model_name!r} ({artifact.fingerprint}), not to "
+        f"{name!r} ({actual}): pass --model {artifact.model_name} or calibrate for {name!r}"
+    )
 
 
-def _folder(source: str) -> Path:
-    """The model's folder: `source`, or where the Hub's cache has it."""
+def _folder(source: str, revision: str | None) -> Path:
+    """The model's folder: `source`, or where the Hub's cache has this revision of it."""
     from huggingface_hub import snapshot_download
 
     if Path(source).is_dir():
         return Path(source)
     try:
-        return Path(snapshot_download(source, local_files_only=True))
+        return Path(snapshot_download(source, revision=revision, local_files_only=True))
     except (OSError, ValueError):  # not downloaded yet, or no name of the Hub
         return Path(source)
 

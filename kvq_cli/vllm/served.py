@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch import Tensor
 from kvq_cli.artifact import Artifact, load_artifact
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape
-from kvq_cli.methods.registry import build, from_config, method_class, to_config
+from kvq_cli.methods.registry import from_config, to_config
 from kvq_cli.vllm.shard import WHOLE, Shard
 
 #: vLLM's `--kv-cache-dtype` for a method in `--additional-config`, and the key there.
@@ -72,9 +71,11 @@ class ServedMethod:
                 raise UsageError(f"--kv-cache-dtype kvq needs a method: {example}")
             return cls(method)
         artifact = load_artifact(Path(config["artifact"]))
-        held = from_config(artifact.method_config)
-        _check_runtime(method or held, held, artifact)
-        return cls(method or held, artifact)
+        if method is None:
+            return cls.of(artifact)
+        if method.name != (held := artifact.method_config["name"]):
+            raise UsageError(f"the artifact {artifact.path} holds {held}, not {method.name}")
+        return cls.of(artifact.with_options({key: config["method"][key] for key in config["method"] if key != "name"}))
 
     def additional_config(self) -> dict[str, Any]:
         """The inverse of `of_flags`, for `--kv-cache-dtype kvq`."""
@@ -107,16 +108,3 @@ class ServedMethod:
 def served_options(name: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """The options of a method on a server: those given, and the `SERVER_DEFAULTS`."""
     return {**SERVER_DEFAULTS.get(name, {}), **options}
-
-
-def _check_runtime(given: Method, held: Method, artifact: Artifact) -> None:
-    """Raise UsageError where options differ that only a calibration can change."""
-    if given.name != held.name:
-        raise UsageError(f"the artifact {artifact.path} holds {held.name}, not {given.name}")
-    runtime = {field.name for field in dataclasses.fields(method_class(held.name)) if field.metadata.get("runtime")}
-    for name, value in to_config(given).items():
-        if name not in runtime and value != to_config(held)[name]:
-            raise UsageError(f"the artifact {artifact.path} was calibrated with another {name} than {value}")
-
-
-__all__ = ["CACHE_DTYPE", "ServedMethod", "build", "cache_dtypes", "served_options", "shorthands"]

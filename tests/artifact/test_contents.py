@@ -161,9 +161,9 @@ def test_choices_out_of_range_are_refused(parts_of, refused, method, choice, say
 @pytest.mark.parametrize(
     ("method", "option", "value", "says"),
     [
-        ("temporalkv", "normalize_keys", False, "do not allow a tensor layers.0.k.(mean|std)"),
+        ("temporalkv", "normalize_keys", False, "do not allow a tensor 'layers.0.k.(mean|std)"),
         ("temporalkv by layer", "normalize_values", True, "layers.0.v.mean is missing"),
-        ("temporalkv", "outliers", 0.0, "do not allow a tensor layers.0.k.(lower|upper)"),
+        ("temporalkv", "outliers", 0.0, "do not allow a tensor 'layers.0.k.(lower|upper)"),
         ("temporalkv", "bits", 2, "layers.0.k.centroids"),
         ("temporalkv", "share", 4, "layers.0.k.centroids"),
         ("temporalkv", "hybrid", "layer", "one block shape"),
@@ -197,12 +197,12 @@ def test_a_model_section_of_another_shape_is_refused(parts_of, refused, method, 
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("news", "news is unknown"),
-        ("model.news", "model.news is unknown"),
-        ("model.fingerprint.news", "model.fingerprint.news is unknown"),
-        ("calibration.news", "calibration.*news is unknown"),
-        ("errors.news", "errors.news is unknown"),
-        ("versions.news", "versions.news is unknown"),
+        ("news", "json: unknown key 'news'"),
+        ("model.news", "model: unknown key 'news'"),
+        ("model.fingerprint.news", "model.fingerprint: unknown key 'news'"),
+        ("calibration.news", "calibration: unknown key 'news'"),
+        ("errors.news", "errors: unknown key 'news'"),
+        ("versions.news", "versions: unknown key 'news'"),
     ],
 )
 @pytest.mark.parametrize("method", ["kvquant", "xquant"])
@@ -309,3 +309,22 @@ def test_inspect_refuses_in_one_line(fails, parts_of, tmp_path):
     save_artifact(tmp_path / "a", config, data, "card")
     assert safetensors.torch.load_file(tmp_path / "a" / "tensors.safetensors").keys() == tensors.keys()
     fails("inspect", tmp_path / "a", code=1, says="layers.0.k.std is [1, 8] float32 instead of [2, 8] float32")
+
+
+ESCAPE = "\x1b]52;c;aGk=\x07"  # writes to a terminal's clipboard
+
+
+@pytest.mark.parametrize("place", ["key", "model.name", "calibration.dataset", "versions.torch", "tensor"])
+def test_no_message_and_no_string_of_an_artifact_has_control_characters(parts_of, tmp_path, place):
+    config, tensors = parts_of("kvquant")
+    if place == "key":
+        config["model"][ESCAPE] = 1
+    elif place == "tensor":
+        tensors[f"{FIRST}{ESCAPE}"] = torch.zeros(1)
+    else:
+        section, key = place.split(".")
+        config[section][key] += ESCAPE
+    folder = save_artifact(tmp_path / "a", config, tensors, "card").path
+    with pytest.raises(KvqError) as caught:
+        load_artifact(folder)
+    assert str(caught.value).isprintable()

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -185,3 +186,52 @@ def test_kill_between_the_two_renames_is_repaired_by_the_next_write(saved, monke
     with pytest.raises(KvqError, match="no space left"):
         save_artifact(saved.path, *parts(1), overwrite=True)
     assert load_artifact(saved.path).digest == saved.digest
+
+
+@pytest.mark.parametrize("other", ["model.safetensors", "pictures.png/one.png"])
+def test_folder_of_a_model_is_never_replaced(tmp_path, other):
+    """It has a config.json, too."""
+    folder = tmp_path / "model"
+    (folder / other).parent.mkdir(parents=True)
+    for name in ("config.json", other):
+        (folder / name).write_text(name)
+    with pytest.raises(UsageError, match=f"will not be replaced .it holds '{other.partition('/')[0]}'"):
+        save_artifact(folder, *parts(), overwrite=True)
+    assert [(folder / name).read_text() for name in ("config.json", other)] == ["config.json", other]
+
+
+def test_artifact_with_pictures_and_an_empty_folder_are_replaced(tmp_path):
+    folder = tmp_path / "a"
+    folder.mkdir()
+    for _ in range(2):
+        save_artifact(folder, *parts(), overwrite=True, pictures={"errors.png": b"picture"})
+    assert load_artifact(folder).path == folder
+
+
+def test_a_card_that_names_a_file_that_is_not_utf8_is_saved(tmp_path):
+    config, tensors, _ = parts()
+    folder = save_artifact(tmp_path / "a", config, tensors, "a\udce9").path
+    assert (folder / "README.md").read_text() == "a\\udce9"
+
+
+def test_a_file_of_another_size_is_refused_before_it_is_read(saved, monkeypatch):
+    tensors, config = saved.path / "tensors.safetensors", saved.path / "config.json"
+    true = tensors.stat().st_size
+    os.truncate(tensors, 1 << 40)  # sparse: takes no space
+    read = Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) if path == config else pytest.fail("read"))
+    with pytest.raises(KvqError, match=f"tensors.safetensors has 1,099,511,627,776 bytes instead of {true:,}"):
+        load_artifact(saved.path)
+    os.truncate(config, format.MAX_CONFIG + 1)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail("read"))
+    with pytest.raises(KvqError, match=r"config.json has 67,108,865 bytes, above"):
+        load_artifact(saved.path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tensors.safetensors"])
+def test_a_pipe_is_refused(saved, name):
+    """Reading it would wait for ever."""
+    (saved.path / name).unlink()
+    os.mkfifo(saved.path / name)
+    with pytest.raises(KvqError, match=f"{name}: Not a regular file"):
+        load_artifact(saved.path)

@@ -137,3 +137,13 @@ def test_bits_command(kvq):
     assert result.exit_code == 2 and "valid: tiny, reference" in result.stderr
     result = kvq("bits", "--method", "kivi", "--set", "chunk=2")
     assert result.exit_code == 2 and "none of the methods kivi has this option" in result.stderr
+
+
+def test_papers_sizes_by_part_are_also_in_json(kvq):
+    """The parts of a whole cache add up to the share of 16 bits that is counted."""
+    rows = json.loads(kvq("bits", "--papers", "--json").stdout)
+    assert all(row["bits_by_part"] and "report" not in row for row in rows)
+    whole = [row for row in rows if row["figure"] == "ratio %"]
+    assert whole
+    for row in whole:
+        assert sum(row["bits_by_part"].values()) == pytest.approx(16 * row["counted"] / 100)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 import torch
 from kvq_kernels import static
+
+from kvq_cli.benchmarking.kernels.plot import plot
+from kvq_cli.benchmarking.kernels.timing import Timer
+from kvq_cli.cli.bench_tune import _gain
 
 GOOD = {"registers": 100, "shared": 4096, "per_number": 4.0, "bits": 3.0}
 
@@ -104,3 +109,46 @@ def test_static_fails_on_faults(kvq, compiled):
     assert result.exit_code == 1
     assert "sm_90 a b: 8 bytes per thread spill" in result.stderr and "5.0 instructions per number" in result.stderr
     assert "2 faults in compiled code" in result.stderr
+
+
+def test_results_that_are_not_finite_are_null(kvq, monkeypatch):
+    """A kernel that gives NaN has an infinite error, which JSON does not have."""
+    monkeypatch.setattr("kvq_cli.benchmarking.kernels.assign._excess_score", lambda *operands: (math.inf, 0.1))
+    result = kvq("bench", "kernels", "--dry", "--check", "--operation", "assign_centroids", "--json")
+    checked = json.loads(result.stdout, parse_constant=lambda text: pytest.fail(text))["checked"]
+    assert result.exit_code == 1 and {row["error"] for row in checked} == {None}
+
+
+def test_kernels_that_all_fail_are_reported_without_a_figure(kvq, tmp_path, monkeypatch):
+    monkeypatch.setattr(Timer, "spread", _fails)
+    monkeypatch.setattr(Timer, "copy_rate", lambda timer: 1e9)
+    result = kvq("bench", "kernels", "--dry", "--operation", "assign_centroids", "--out", "out")
+    assert result.exit_code == 0, result.stderr
+    assert "RuntimeError: no such launch" in result.stdout and "no plot: no case was timed" in result.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["kernels.json"]
+
+
+def test_configurations_that_cannot_run_have_no_time(kvq, monkeypatch):
+    monkeypatch.setattr(Timer, "spread", _fails)
+    result = kvq("bench", "tune", "--dry", "--operation", "assign_centroids", "--out", "out", "--seconds", 1, "--json")
+    rows = json.loads(result.stdout, parse_constant=lambda text: pytest.fail(text))["rows"]
+    assert {(row["before_us"], row["us"]) for row in rows} == {(None, None)}
+    assert "assign/size2: none runs after 1 configurations" in result.stderr and "nan" not in result.stderr
+
+
+def _fails(timer, calls):
+    raise RuntimeError("no such launch")
+
+
+def test_gain_where_only_some_configurations_run():
+    gains = [_gain(before, now) for before, now in [(3.0, 2.0), (math.inf, 2.0), (math.inf, math.inf), (0.0, 0.0)]]
+    assert gains == ["1.50x", "2 us, the first that runs,", "none runs", "1.00x"]
+
+
+def test_attention_without_a_16_bit_time_is_not_drawn(tmp_path):
+    us = {"p20": 1.0, "p50": 1.0, "p80": 1.0, "n": 1}
+    row = {"operation": "decode_attention", "case": "kvq kivi", "batch": 1, "context": 64, "us": us, "baseline": False}
+    document = {"dry": False, "machine": {"device": "X"}, "rows": [row]}
+    assert not plot(document, tmp_path / "a.png") and not (tmp_path / "a.png").exists()
+    document["rows"].append(row | {"case": "sdpa", "baseline": True, "ratio": 1.0})
+    assert plot(document, tmp_path / "a.png") and (tmp_path / "a.png").exists()

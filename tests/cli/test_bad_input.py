@@ -14,6 +14,7 @@ from random_artifacts import random_parts
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kvq_cli.artifact import save_artifact
+from kvq_cli.artifact.format import _checksum
 from kvq_cli.methods.registry import build
 from kvq_cli.reference import model_path
 
@@ -177,3 +178,35 @@ def test_interrupt_during_work(kvq_process, tmp_path, command):
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, (seen, stderr)
     assert "kvq: interrupted" in stderr and "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("place", ["name", "key"])
+def test_escapes_of_an_artifact_do_not_reach_the_terminal(kvq, made, artifact, place):
+    path = artifact / "config.json"
+    document = json.loads(path.read_text())
+    document["model"] |= {"name": "\x1b]0;title\x07"} if place == "name" else {"\x1b]0;title\x07": 1}
+    path.write_text(json.dumps({**document, "checksum": _checksum(document)}))
+    for words in (["inspect", artifact], [*COMMANDS["generate"], "--model", made / "tiny", "--artifact", artifact]):
+        result = kvq(*words)
+        assert result.exit_code == 1 and "config.json: model" in result.stderr
+        assert "\x1b" not in result.output and "\x1b" not in result.stderr
+
+
+def test_escapes_in_a_message_are_shown(fails):
+    fails("inspect", "gone\x1b[2J", code=1, says="no artifact at gone\\x1b[2J")
+
+
+@pytest.mark.parametrize("command", ["calibrate", "tune"])
+def test_this_folder_is_no_new_folder(fails, made, command):
+    fails(command, "--model", made / "tiny", "--out", ".", code=2, says="--out .: give the name of a new folder")
+
+
+def test_a_method_that_fails_is_named_also_when_quiet(kvq, made, monkeypatch):
+    from kvq_cli.evaluation import runner
+
+    evaluate = runner.evaluate
+    failed = {"failed": {"kivi-1bit": "layer 1: the keys contain NaN"}}
+    monkeypatch.setattr(runner, "evaluate", lambda *args, **options: evaluate(*args, **options) | failed)
+    result = kvq(*COMMANDS["eval"], "--model", made / "tiny", "--method", "fp16", "--quiet")
+    assert result.exit_code == 0, result.stderr
+    assert result.stderr == "kvq: warning: left out: kivi-1bit: layer 1: the keys contain NaN\n"

@@ -6,8 +6,11 @@ import re
 import signal
 import stat
 import sys
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
+import torch
 
 from kvq_cli.cli.chat_session import ChatSession
 from kvq_cli.cli.conversation import Conversation, reference_prompt
@@ -17,7 +20,7 @@ from kvq_cli.cli.message_input import Message, read_message
 from kvq_cli.cli.options import CompressionOptions, ModelOptions
 from kvq_cli.cli.output import Output
 from kvq_cli.cli.text_generator import Decoding, attached_generator
-from kvq_cli.errors import UsageError
+from kvq_cli.errors import KvqError, UsageError
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
@@ -83,6 +86,10 @@ def test_commands(chat, tmp_path):
         ("/system Be brief.", "the tokenizer of reference has no chat template"),
         ("/compare", "/compare needs QUESTION"),
         ("/save /dev/null/x", "cannot write /dev/null/x: File exists; choose another FILE"),
+        ("/save .", "/save: . is a folder; give the name of a file"),
+        ("/save a\0b", "/save: embedded null byte"),
+        ("/load a\0b", "/load a\\x00b: not JSON"),
+        ("/load /dev/zero", "/load /dev/zero: Not a regular file"),
         ("word " * 5000, "the prompt has"),
     ],
 )
@@ -90,6 +97,62 @@ def test_errors_do_not_end_the_conversation(chat, line, says):
     result = chat(line, "/status")
     assert result.exit_code == 0
     assert says in result.stderr and "0 turns" in result.stdout
+
+
+def test_tilde_is_the_home_folder(chat, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    result = chat("/save ~/talk.json", "/load ~/talk.json", "/save ~nobody-of-this-name/x")
+    assert result.exit_code == 0 and "0 messages read from ~/talk.json" in result.stderr
+    assert (tmp_path / "home" / "talk.json").is_file() and not (tmp_path / "~").exists()
+
+
+@pytest.mark.parametrize("error", [KvqError("layer 0: the keys contain NaN"), torch.OutOfMemoryError("no memory")])
+def test_failures_do_not_end_the_conversation(capsys, error):
+    class Failing:
+        generator = SimpleNamespace(loaded=SimpleNamespace(context=100))
+        said: ClassVar = []
+
+        def ask(self, message, write, stop):
+            self.said.append(message)
+            raise error
+
+    session = ChatSession(Failing(), Output(), Interrupts())
+    session.run(iter([Message("one", False), Message("two", False)]))
+    assert Failing.said == ["one", "two"]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all("NaN" in line or "out of memory" in line for line in lines)
+
+
+def test_a_defect_still_ends_the_conversation():
+    class Defective:
+        def ask(self, message, write, stop):
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        ChatSession(Defective(), Output(), Interrupts()).run(iter([Message("one", False)]))
+
+
+def test_loaded_files_do_not_write_to_the_terminal(tmp_path, capsys):
+    """The model's name and the system message of a file, which may come from anyone."""
+    said = []
+    conversation = SimpleNamespace(
+        messages=[], ids=[], cache=None, system=None, load=said.append,
+        generator=SimpleNamespace(loaded=SimpleNamespace(label="mine", context=100)),
+    )  # fmt: skip
+    session = ChatSession(conversation, Output(), Interrupts())
+    session.set_system = lambda text: None
+    document = {"model": "\x1b]0;title\x07", "messages": [{"role": "system", "content": "one\n\x1b[2J\x9b2J"}]}
+    (tmp_path / "talk.json").write_text(json.dumps(document))
+    session.run(iter([Message(f"/load {tmp_path / 'talk.json'}", True), Message("/status", True)]))
+    out, err = capsys.readouterr()
+    assert "\\x1b]0;title\\x07, not mine" in err and "system message: one\n\\x1b[2J\\x9b2J" in out
+    assert "\x1b" not in out + err and said == [[]]
+
+
+def test_a_file_that_is_too_large_to_be_a_conversation_is_not_read(chat, tmp_path):
+    with open(tmp_path / "talk.json", "w") as file:
+        file.truncate(1 << 40)  # sparse: takes no space
+    assert "/load talk.json: has 1,099,511,627,776 bytes, above" in chat("/load talk.json").stderr
 
 
 def test_binary_message_is_reported_and_sigterm_is_an_interrupt(kvq_process):

@@ -254,3 +254,7 @@ def test_binary_stdin_is_refused(kvq_process, monkeypatch, locale):
     process.stdin.buffer.write(b"\xff\xfe")
     assert process.communicate(timeout=60)[1] == "kvq: error: the prompt is not UTF-8 text\n"
     assert process.returncode == 2
+
+
+def test_no_bits_are_not_the_default(fails):
+    fails("generate", PROMPT, "--bits", 0, code=2, says="--bits 0: no 0-bit artifact in artifacts/reference")

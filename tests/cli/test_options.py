@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.app import KvqGroup
 from kvq_cli.errors import UsageError
+from kvq_cli.methods.registry import build
 
 
 @pytest.fixture
@@ -40,7 +41,7 @@ def run(tmp_path):
 def test_flags_override_yaml_and_yaml_overrides_defaults(run):
     yaml = "context: [256, 512]\nmax-new: 3\nset: {sinks: 4, pre_rope: true}\njson: true\n"
     assert json.loads(run("").stdout) == ["512", 7, None, {}, False]
-    assert json.loads(run(yaml).stdout) == ["256,512", 3, None, {"sinks": "4", "pre_rope": "True"}, True]
+    assert json.loads(run(yaml).stdout) == ["256,512", 3, None, {"sinks": "4", "pre_rope": "on"}, True]
     assert json.loads(run(yaml, "--max-new", "9", "--bits", "4").stdout)[:3] == ["256,512", 9, 4]
     assert json.loads(run(yaml, "--set", "sinks=1").stdout)[3] == {"sinks": "1"}
 
@@ -80,3 +81,10 @@ def test_numbers_and_names():
 def test_set_needs_both_sides(pair):
     with pytest.raises(UsageError, match="OPTION=VALUE"):
         opt.method_options([pair])
+
+
+def test_switches_of_yaml_are_those_of_set(run):
+    """YAML reads `off` as a boolean; options of words take `off` itself."""
+    found = json.loads(run("set: {hybrid: off, normalize_keys: yes, sinks: 1}\n").stdout)[3]
+    assert found == {"hybrid": "off", "normalize_keys": "on", "sinks": "1"}
+    assert build("temporalkv", **found) == build("temporalkv", hybrid="off", normalize_keys=True, sinks=1)

@@ -1,6 +1,7 @@
 """Results on stdout, everything else on stderr; --json prints one document."""
 
 import json
+import math
 import sys
 
 import pytest
@@ -52,3 +53,14 @@ def test_human_bytes():
     assert [human_bytes(n) for n in (0, 1023, 1536, 5 * 2**20, 3 * 2**30, 2**42)] == [
         *("0 B", "1023 B", "1.5 KiB", "5.0 MiB", "3.0 GiB", "4.0 TiB")
     ]
+
+
+def test_json_has_no_infinity_and_no_nan(capsys):
+    Output(as_json=True).result({"us": math.inf, "gain": [math.nan, 2.5], "name": "a\udce9"})
+    found = json.loads(capsys.readouterr().out, parse_constant=lambda text: pytest.fail(text))
+    assert found == {"us": None, "gain": [None, 2.5], "name": "a\udce9"}
+
+
+def test_warnings_have_no_control_characters(capsys):
+    Output().warn("left out: \x1b[2J\n\x9b2J")
+    assert capsys.readouterr().err == "kvq: warning: left out: \\x1b[2J \\x9b2J\n"

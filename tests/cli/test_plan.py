@@ -31,6 +31,24 @@ def test_longest_context_fits_and_a_longer_one_does_not(name, options):
     assert account(method, shape, 3000, found.batch).bytes <= left < account(method, shape, 3000, found.batch + 1).bytes
 
 
+@pytest.mark.parametrize("plan_of", [capacity, serving_capacity])
+def test_nothing_fits_beyond_the_models_context(plan_of):
+    method, shape = build("kivi", bits=2), SHAPE.model_shape()
+    within, beyond = (plan_of(method, shape, 1000, 4096, tokens, 1, 10**12) for tokens in (4096, 4097))
+    assert within.fits and within.batch > 0
+    assert (beyond.fits, beyond.context, beyond.batch) == (False, 4096, 0)
+
+
+def test_known_shapes_have_the_contexts_of_their_models(kvq):
+    words = ("plan", "--shapes", "llama-2-7b", "--memory", "80GB", "--compare", "kivi-2bit", "--json")
+    for context, fits in ((2048, True), (100_000, False)):
+        result = kvq(*words, "--context", context)
+        found = json.loads(result.stdout)["methods"][0]
+        assert (found["context"], found["fits"]) == (4096, fits)
+        note = "note: --context 100,000 is longer than the 4,096 tokens of llama-2-7b"
+        assert (note in result.stderr) == (not fits)
+
+
 def test_capacity_limits():
     method, shape = build("kivi", bits=2), SHAPE.model_shape()
     nothing = capacity(method, shape, 1000, CONTEXT, context=512, batch=1, budget=2000)

@@ -90,3 +90,11 @@ def test_compared_methods_take_own_and_shared_options():
         resolve_compared("reference", ["kivi:sinks"])
     with pytest.raises(UsageError, match="method kivi has no option 'chunk'"):
         resolve_compared("reference", ["kivi:chunk=2"])
+
+
+def test_artifact_folder_of_a_model_in_this_or_the_parent_folder(tmp_path, monkeypatch):
+    (tmp_path / "mine" / "below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "mine" / "below")
+    names = {model: artifact_folder(model, build("temporalkv", bits=2)).parts for model in (".", "./", "..", "../..")}
+    folders = {".": "below", "./": "below", "..": "mine", "../..": tmp_path.name}
+    assert names == {model: ("artifacts", name, "temporalkv-2bit") for model, name in folders.items()}

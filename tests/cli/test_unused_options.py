@@ -28,6 +28,13 @@ def test_every_option_of_every_command_has_a_rule():
     assert {path: set(rules) for path, rules in RULES.items()} == options
 
 
+def test_tune_names_its_own_default_folder():
+    """It writes mixed artifacts, and with --objective memory does not know their bits before."""
+    shown = {path: next((p.help for p in one.params if p.name == "out"), None) for path, one in _commands()}
+    assert "artifacts/MODEL/METHOD-BITSbit" in shown["calibrate"]
+    assert "METHOD-BITSbit" not in shown["tune"] and "artifacts/MODEL/mixed-kl-NATS" in shown["tune"]
+
+
 def _notes(line):
     """Notes on a command line, parsed as the command does."""
     words = line.split()
@@ -62,6 +69,11 @@ def _notes(line):
          ["--set sinks applies to innerq; not to kivi:sinks=8 (its own)"]),
         ("generate x --seed 1", ["--seed"]),
         ("generate x --seed 1 --temperature 0.5 --prefill compressed", []),
+        ("generate x --save-cache f --prefill-chunk 8 --method kivi", []),
+        ("generate x --save-cache f -n 3 --temperature 0.5 --top-k 4 --top-p 0.5 --seed 1",
+         ["--max-new-tokens", "--temperature", "--top-k", "--top-p",
+          "--seed has no effect: --save-cache generates nothing"]),
+        ("generate x --save-cache f --num-beams 2", ["--num-beams has no effect: --save-cache generates nothing"]),
         ("chat --method fp16 --prefill compressed", ["--prefill"]),
         ("calibrate --method xquant --dataset prose --damping 0.2", ["--dataset", "--damping"]),
         ("calibrate --method temporalkv --dataset prose --damping 0.2 --out x", []),
@@ -125,6 +137,14 @@ def test_notes_are_lines_on_stderr_also_for_options_of_a_file(kvq, tmp_path):
     assert result.stderr.splitlines()[0] == "note: --set sign applies to innerq; not to kivi (no such option)"
     failed = kvq("eval", "--config", "run.yaml", "--dataset", "no-such-data", "--method", "fp16")
     assert failed.stderr.splitlines()[0] == "note: --context has no effect: only tasks of RULER read it"
+
+
+@pytest.mark.parametrize("method", ['{"name": []}', '{"name": "a", "bits": []}', "[]", "[" * 100_000])
+def test_a_malformed_artifact_is_one_line(fails, tmp_path, method):
+    (tmp_path / "evil").mkdir()
+    (tmp_path / "evil" / "config.json").write_text(f'{{"method": {method}}}')
+    for words in (["--compare", "fp16,./evil"], ["--compare", "fp16", "--artifact", "evil", "--quiet"]):
+        fails("eval", *words, "--bits", 2, code=1, says="evil/config.json")
 
 
 @pytest.mark.parametrize(

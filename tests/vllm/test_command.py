@@ -9,9 +9,11 @@ import pytest
 from random_artifacts import random_parts, tiny_model
 from transformers import LlamaConfig, MistralConfig
 
-from kvq_cli.artifact import save_artifact
+from kvq_cli.artifact import load_artifact, save_artifact
+from kvq_cli.errors import UsageError
 from kvq_cli.methods.registry import build_parsed
 from kvq_cli.vllm import plugin
+from kvq_cli.vllm.prepare import check_weights
 from kvq_cli.vllm.served import ServedMethod, cache_dtypes, shorthands
 
 
@@ -118,6 +120,8 @@ def test_quiet(kvq, folder):
         ("kivi", ("-pp", "2"), "all layers must be in one process"),
         ("kivi", ("--decode-context-parallel-size=2",), "a sequence's tokens are packed together"),
         ("kivi", ("-dcp", "2"), "a sequence's tokens are packed together"),
+        ("kivi", ("--prefill-context-parallel-size", "2"), "a sequence's tokens are packed together"),
+        ("kivi", ("-pcp=2",), "a sequence's tokens are packed together"),
         ("kivi", ("--speculative-config", "{}"), "drafted tokens"),
         ("kivi", ("-sc.method=ngram",), "drafted tokens"),
         ("kivi", ("--enable-sleep-mode",), "sleep level 2 discards"),
@@ -148,6 +152,46 @@ def test_artifact_of_another_name_where_weights_cannot_be_compared(kvq, artifact
     result = kvq("serve", "--model", str(tmp_path / "other"), "--artifact", str(artifact), "--dry-run")
     assert result.exit_code == 2
     assert "calibrated for 'mine', and the key and value weights" in result.stderr
+
+
+@pytest.mark.parametrize("flag", ["--revision=v2", "--hf-overrides.rope_theta=1", "--hf_config_path=x"])
+def test_flags_that_load_another_model_are_refused_with_an_artifact(kvq, folder, artifact, flag):
+    words = ("serve", "--model", str(folder), "--dry-run", flag)
+    assert command(kvq(*words, "--method", "kivi"))[0][-1] == flag
+    result = kvq(*words, "--artifact", str(artifact))
+    assert result.exit_code == 2
+    assert "kvq compares the artifact with the model without it" in result.stderr
+
+
+def test_weights_are_those_of_the_revision(folder, artifact, model, tmp_path, monkeypatch):
+    """As an engine checks them, which vLLM may have started without `kvq serve`."""
+    tiny_model(seed=1, head_dim=64, hidden_size=128).save_pretrained(tmp_path)
+    revisions = {None: folder, "main": folder, "v2": tmp_path}
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, revision, local_files_only: str(revisions[revision])
+    )
+    held = load_artifact(artifact)
+    for revision in (None, "main"):
+        check_weights(held, model.config, "some/model", "some/model", False, revision)
+    with pytest.raises(UsageError, match="belongs to the model 'mine'"):
+        check_weights(held, model.config, "some/model", "some/model", False, "v2")
+
+
+def test_options_of_vllms_flags_change_those_of_an_artifact(artifact):
+    def served(**options):
+        method = {"name": "temporalkv", **options}
+        return ServedMethod.of_flags("kvq", {"kvq": {"method": method, "artifact": str(artifact)}})
+
+    assert served(recent=16).method == build_parsed("temporalkv", bits=2, recent=16)
+    assert served().artifact.method_config == load_artifact(artifact).method_config
+    with pytest.raises(UsageError, match="bits=4: the artifact .* was calibrated with bits=2"):
+        served(bits=4)
+    with pytest.raises(UsageError, match="holds temporalkv, not kivi"):
+        served(name="kivi")
+
+
+def test_a_model_as_vllm_takes_it_is_refused(fails, folder):
+    fails("serve", folder, "--method", "kivi", "--dry-run", code=2, says=f"give the model as --model {folder}")
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,9 @@ def _quantize_and_assign(timed: dict[CaseKey, Row]) -> Iterator[Row]:
     limit = performance_targets()["hybrid_over_symmetric"]
     for (operation, case, model, _, context), row in timed.items():
         if operation == "quantize_pack" and case == "hybrid" and context >= limit["from_context"]:
-            other = timed[operation, "symmetric", model, None, context]
+            other = timed.get((operation, "symmetric", model, None, context))
+            if other is None:
+                continue
             ratio = round(row["us"]["p50"] / other["us"]["p50"], 3)
             yield _verdict("hybrid's time, times symmetric's", f"{model}, {context}", ratio, limit)
         if operation == "assign_centroids":

@@ -11,16 +11,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def plot(document: dict[str, Any], path: Path) -> None:
+def plot(document: dict[str, Any], path: Path) -> bool:
     """Draw bars of the speed-up over the fastest 16-bit attention, a panel per batch and context, and a panel of times
-    for each other operation."""
+    for each other operation. Returns whether there was anything to draw: kernels and baselines may all have failed."""
     rows = [row for row in document["rows"] if "us" in row]
     panels: dict[tuple[int, int], list[dict[str, Any]]] = {}
     for row in rows:
-        if row["operation"] == "decode_attention":
+        if row["operation"] == "decode_attention" and "ratio" in row:
             panels.setdefault((row["batch"], row["context"]), []).append(row)
     others = sorted({row["operation"] for row in rows} - {"decode_attention"})
     count = len(panels) + len(others)
+    if not count:
+        return False
     columns = min(3, count)
     lines = -(-count // columns)
     bars = max([len(cases) for cases in panels.values()], default=8)
@@ -35,6 +37,7 @@ def plot(document: dict[str, Any], path: Path) -> None:
     dry = " (dry run: times say nothing)" if document["dry"] else ""
     figure.suptitle(f"{document['machine']['device']}{dry}", fontsize=11)
     save(figure, path)
+    return True
 
 
 def _draw_ratios(axis: Axes, title: str, rows: list[dict[str, Any]]) -> None:

@@ -71,6 +71,11 @@ def test_verdicts_of_hybrid_groups_and_assignment():
     assert (row["measured"], row["verdict"]) == (4.9, "reached")
 
 
+def test_hybrid_groups_without_symmetric_ones_are_not_compared():
+    """As where the symmetric kernel failed."""
+    assert not [row for row in found([timed("quantize_pack", "hybrid", 106.0)]) if "hybrid" in row["target"]]
+
+
 @pytest.mark.parametrize(
     ("changes", "measured"), [({}, 500.0), ({"layers": 2}, 8000.0), ({"calibration": {"samples": 8}}, None)]
 )
