@@ -118,7 +118,7 @@ class AttentionHooks:
         cache = kwargs.get("past_key_values")
         inputs = kwargs.get("input_ids")
         inputs = kwargs.get("inputs_embeds") if inputs is None else inputs
-        if not self.owns(cache):
+        if inputs is None or not self.owns(cache):
             self._check_dropped(inputs, kwargs)
             return
         batch, columns = inputs.shape[:2]

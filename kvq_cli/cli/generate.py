@@ -35,7 +35,13 @@ TopP = Annotated[
 TopK = Annotated[int, _decoding("--top-k", min=0, help="Sample from this many likeliest tokens; 0: all.")]
 Beams = Annotated[int, _decoding("--num-beams", min=1, help="Number of beams; above 1: beam search.")]
 Chunk = Annotated[
-    int | None, _decoding("--prefill-chunk", min=1, help="Prefill in chunks of this many tokens, to save memory.")
+    int | None,
+    _decoding(
+        "--prefill-chunk",
+        min=1,
+        help="Prefill in chunks of this many tokens, to save memory. innerq, squat, zipcache and gear are then fit "
+        "to the first chunk alone.",
+    ),
 ]
 Raw = Annotated[
     bool,

@@ -265,7 +265,19 @@ def attached_generator(
         loaded, reason, notes = model_options.load(), "", []
     with attach(loaded.model, attachable, prefill=prefill, backend=model_options.backend) as attached:
         notes.append(_method_line(attached.method, attachable, reason))
+        if decoding.prefill_chunk is not None and _is_fit_to_prompts(attached):
+            notes.append(
+                f"{attached.method.name} is fit to the first {decoding.prefill_chunk} tokens of the prompt alone, "
+                "since --prefill-chunk divides it: its errors may be larger"
+            )
         yield TextGenerator(loaded, attached, describe(attachable), decoding, notes)
+
+
+def _is_fit_to_prompts(attached: Attached) -> bool:
+    """Whether the method takes norms, a subspace or saliency from the prompt's first pass."""
+    from kvq_cli.codecs.base import PromptCodec
+
+    return any(isinstance(stream.codec, PromptCodec) for plan in attached.plans for stream in plan.kept)
 
 
 def _default_method(loaded: LoadedModel, bits: float | None) -> tuple[Method | Artifact, str, list[str]]:

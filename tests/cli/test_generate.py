@@ -258,3 +258,10 @@ def test_binary_stdin_is_refused(kvq_process, monkeypatch, locale):
 
 def test_no_bits_are_not_the_default(fails):
     fails("generate", PROMPT, "--bits", 0, code=2, says="--bits 0: no 0-bit artifact in artifacts/reference")
+
+
+@pytest.mark.parametrize(("method", "says"), [("innerq", True), ("kivi", False)])
+def test_methods_fit_to_a_part_of_the_prompt_are_named(kvq, method, says):
+    result = kvq("generate", PROMPT, "-n", 1, "--method", method, "--bits", 2, "--prefill-chunk", 3)
+    assert result.exit_code == 0
+    assert ("innerq is fit to the first 3 tokens of the prompt alone" in " ".join(result.stderr.split())) == says
