@@ -49,8 +49,9 @@ class Steps:
             own += [[group, 0, 0, 1, 0, 0]] * (not own)  # sums of a group without components have weights, too
             groups.append([first, first + len(own), offset, components])
             first, offset = first + len(own), offset + channels * components
-        tables = groups, [step for own in steps for step in own]
-        return cls(*(torch.tensor(table, dtype=torch.int32, device=device) for table in tables), max(kept), words)
+        all_steps = [step for own in steps for step in own]
+        at_groups, at_steps = (torch.tensor(rows, dtype=torch.int32, device=device) for rows in (groups, all_steps))
+        return cls(at_groups, at_steps, max(kept), words)
 
 
 @dataclass(frozen=True)

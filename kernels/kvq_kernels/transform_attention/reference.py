@@ -24,8 +24,8 @@ def transform_attention_reference(
     round_to: torch.dtype | None = None,
 ) -> Tensor:
     """`decode_attention_reference` of keys and values that are transformed back; see there."""
-    sides = (side_of(side, dtype) for side in (keys, values))
-    return decode_attention_reference(query, *sides, lengths, scaling, rope, dtype, round_to, window)
+    dense_keys, dense_values = side_of(keys, dtype), side_of(values, dtype)
+    return decode_attention_reference(query, dense_keys, dense_values, lengths, scaling, rope, dtype, round_to, window)
 
 
 def side_of(side: Transformed, dtype: torch.dtype) -> Side:
