@@ -32,6 +32,7 @@ class CacheReport:
     working:         most bytes by name that passes held beside the cache, and freed again (xquant-cl's X^;
                      "joined": copies that let kernels read a store as one tensor).
     backend:         who computed the attention of single queries; None: nobody.
+    reserved:        those of the "unused" bytes that are room for tokens behind the longest row.
     """
 
     nominal_bits: float
@@ -43,6 +44,7 @@ class CacheReport:
     tables: Mapping[str, int] = field(default_factory=dict)
     working: Mapping[str, int] = field(default_factory=dict)
     backend: str | None = None
+    reserved: int = 0
 
     @property
     def bytes(self) -> int:
@@ -147,10 +149,11 @@ def report(layers: Sequence[ReportedLayer], nominal_bits: float, backend: str | 
     parts: Counter[str] = Counter()
     constants: dict[int, tuple[str, Tensor]] = {}
     working: dict[str, int] = {}
-    numbers, packed, tokens, streams = 0, 0, 0, 0
+    numbers, packed, tokens, streams, reserved = 0, 0, 0, 0, 0
     for layer in layers:
         for stream in layer.streams:
             parts.update(stream.bytes_by_part())
+            reserved += stream.reserved_bytes()
             if stream.store.joined:
                 working["joined"] = max(working.get("joined", 0), stream.store.joined)
             constants |= {_identity(x): (name, x) for name, x in stream.codec.constants().items()}
@@ -172,7 +175,7 @@ def report(layers: Sequence[ReportedLayer], nominal_bits: float, backend: str | 
         kind[name] += tensor.numel() * tensor.element_size()
     compressed = packed / max(1, streams)
     return CacheReport(
-        nominal_bits, dict(parts), dict(named), numbers, tokens, compressed, dict(tables), working, backend
+        nominal_bits, dict(parts), dict(named), numbers, tokens, compressed, dict(tables), working, backend, reserved
     )
 
 

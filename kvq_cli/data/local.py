@@ -59,7 +59,7 @@ def _open_text(path: Path) -> TextIO:
 def read_rows(path: Path, column: str | None = None) -> list[dict[str, Any]]:
     """The rows of a file with JSON lines, a JSON list or Parquet. KvqError where it cannot be parsed.
 
-    column: a field that every row must have.
+    column: a field that must be text in every row.
     """
     if file_format(path) == ".parquet":
         return _parquet_rows(path, column)
@@ -89,6 +89,12 @@ def _checked(row: Any, column: str | None, location: str) -> dict[str, Any]:
     if not isinstance(row, dict) or (column is not None and column not in row):
         wanted = f' with the field "{column}"' if column else ""
         raise KvqError(f"{location}: not a JSON object{wanted}")
+    return _with_text(row, column, location)
+
+
+def _with_text(row: dict[str, Any], column: str | None, location: str) -> dict[str, Any]:
+    if column is not None and not isinstance(row[column], str):
+        raise KvqError(f'{location}: the field "{column}" is not text: remove the row or fill the field')
     return row
 
 
@@ -102,7 +108,8 @@ def _parquet_rows(path: Path, column: str | None) -> list[dict[str, Any]]:
         ) from error
     try:
         table = read_table(path)
-        return (table if column is None else table.select([column])).to_pylist()
+        rows = (table if column is None else table.select([column])).to_pylist()
     except (OSError, ArrowException, KeyError) as error:
         wanted = f' with the column "{column}"' if column else ""
         raise KvqError(f"{path} is not a Parquet file{wanted}") from error
+    return [_with_text(row, column, f"{path}, row {number}") for number, row in enumerate(rows, start=1)]

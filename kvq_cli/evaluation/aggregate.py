@@ -1,4 +1,4 @@
-"""Mean scores over the tasks of a group, like `lm_eval:longbench`."""
+"""Mean scores over the tasks of a group, like `ruler` and `lm_eval:longbench`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kvq_cli.evaluation.base import Evaluation
 
 
 def tasks_by_group(evaluations: Sequence[Evaluation]) -> dict[str, list[Evaluation]]:
-    """Group name -> its tasks, for groups of more than one task."""
-    groups: dict[str, list[Evaluation]] = {}
+    """Group name -> its tasks, for groups of more than one task. A task at several lengths is one task."""
+    groups: dict[str, dict[str, Evaluation]] = {}
     for evaluation in evaluations:
-        if evaluation.group:
-            groups.setdefault(evaluation.group, []).append(evaluation)
-    return {name: tasks for name, tasks in groups.items() if len(tasks) > 1}
+        for name in evaluation.groups:
+            groups.setdefault(name, {}).setdefault(evaluation.task, evaluation)
+    return {name: list(tasks.values()) for name, tasks in groups.items() if len(tasks) > 1}
 
 
 def group_means(
@@ -24,12 +24,11 @@ def group_means(
     """Mean and standard error, by group, of each metric that all tasks of the group have.
 
     results: by task, `{"metric,filter": value, "metric_stderr,filter": error}`. Tasks have equal weights, or their
-    numbers of samples as weights where `Evaluation.weighted` says so.
+    numbers of samples as weights where `Evaluation.groups` says so.
     """
     groups: dict[str, dict[str, Any]] = {}
     for name, tasks in tasks_by_group(evaluations).items():
-        counts = [task.count if task.weighted else 1 for task in tasks]
-        weights = [count / sum(counts) for count in counts]
+        weights = [task.count if task.groups[name] else 1 for task in tasks]
         groups[name] = {"alias": name}
         for key in results[tasks[0].task]:
             if "," not in key or "_stderr," in key:
@@ -39,9 +38,12 @@ def group_means(
             values = _values(key, tasks, results)
             errors = _values(error_key, tasks, results)
             if values is not None:
-                groups[name][key] = sum(weight * value for weight, value in zip(weights, values, strict=True))
+                groups[name][key] = sum(w * value for w, value in zip(weights, values, strict=True)) / sum(weights)
+                # Tasks have samples of their own: their errors are independent.
                 groups[name][error_key] = (
-                    None if errors is None else sqrt(sum((w * e) ** 2 for w, e in zip(weights, errors, strict=True)))
+                    sqrt(sum((w * error) ** 2 for w, error in zip(weights, errors, strict=True))) / sum(weights)
+                    if errors is not None
+                    else None
                 )
     return groups
 

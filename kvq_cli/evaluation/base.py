@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from kvq_cli.methods.base import Method
     from kvq_cli.models import LoadedModel
 
+BATCH_TOKENS, MAX_BATCH = 8192, 16
+"""Prompt tokens and prompts per batch, at most, if no batch size is given."""
+
 Record = dict[str, Any]
 """Result of one sample: `index`, its scores, and `cache` (see `cache_record`)."""
 
@@ -57,10 +60,11 @@ class Evaluation(ABC):
     length:           context length or window in tokens.
     available:        samples that the task has; None if they are generated without end.
     config:           task parameters, for the result file and (with the method's identity) for the resume key.
+    resume_key:       what samples depend on beside `config`: part of the resume key alone.
     version:          raised when samples or scores change, so that old and new numbers are not compared.
     higher_is_better: by metric, where the task defines it.
-    group:            name under which several tasks were requested; their mean is reported, too.
-    weighted:         weight the group's mean by the number of samples (lm-eval's `weight_by_size`).
+    groups:           names under which several tasks were requested, whose means are reported, too; True: the mean
+                      weights tasks by their number of samples (lm-eval's `weight_by_size`).
     equal_lengths:    all samples have about the same length: if one is not compressed at all, none is.
     batch_size:       samples of a method that `run` evaluates together.
     methods_at_once:  methods of a unit, at most; None: all, where they share the prefill of a prompt.
@@ -72,10 +76,10 @@ class Evaluation(ABC):
     count: int
     available: int | None
     config: Mapping[str, Any]
+    resume_key: Mapping[str, Any] = MappingProxyType({})
     version: Any = 1
     higher_is_better: Mapping[str, bool] = MappingProxyType({})
-    group: str | None = None
-    weighted: bool = False
+    groups: Mapping[str, bool] = MappingProxyType({})
     equal_lengths: bool = True
     batch_size: int = 1
     methods_at_once: int | None = None
@@ -115,6 +119,11 @@ class Evaluation(ABC):
         """`{"metric,none": value, "metric_stderr,none": error}` over all records."""
 
 
+def default_batch_size(prompt_tokens: int) -> int:
+    """Prompts of so many tokens in a batch if no batch size is given."""
+    return max(1, min(MAX_BATCH, BATCH_TOKENS // max(1, prompt_tokens)))
+
+
 @contextmanager
 def named_failure(label: str) -> Iterator[None]:
     """A NotFiniteError that leaves the block names the method."""
@@ -126,11 +135,15 @@ def named_failure(label: str) -> Iterator[None]:
 
 
 def cache_record(report: CacheReport, rows: int) -> dict[str, float]:
-    """Bits and bytes of a cache for a sample's record; counts are means over the batch's `rows` sequences."""
+    """Bits and bytes of a cache for a sample's record; counts are means over the batch's `rows` sequences.
+
+    Room for later tokens counts apart: its size depends on the longest answer allowed and on the backend.
+    """
     return {
         "tokens": report.tokens / rows,
         "compressed": report.compressed / rows,
-        "bytes": report.bytes / rows,
+        "bytes": (report.bytes - report.reserved) / rows,
+        "reserved_bytes": report.reserved / rows,
         "fp16_bytes": report.fp16_bytes / rows,
         "constant_bytes": report.constant_bytes,
         "nominal_bits": report.nominal_bits,
@@ -142,7 +155,8 @@ def cache_summary(records: Sequence[Record]) -> dict[str, float]:
     """Bits per cached number and mean bytes per sequence, over the `cache` entries of all records.
 
     nominal_bits counts codes alone, packed_bits adds scales and outliers, measured_bits adds full-precision windows and
-    unused room. Constants (codebooks) are shared by all sequences and counted separately.
+    unused room, but for that reserved for later tokens. Constants (codebooks) are shared by all sequences and counted
+    separately.
     """
     caches = [record["cache"] for record in records]
     held, plain = sum(cache["bytes"] for cache in caches), sum(cache["fp16_bytes"] for cache in caches)

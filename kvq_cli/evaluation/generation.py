@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,12 +39,13 @@ def generate_answers(
 ) -> tuple[list[GreedyAnswer], CacheReport]:
     """Continue each prompt greedily until a stop token, a stop string or `max_new_tokens`.
 
+    Each token is the most probable one: penalties and other options of the model's generation config do not apply.
     prompts: token ids of any lengths; they are padded on the left. Returns the answers and the cache's report.
     """
     from transformers import GenerationConfig, StoppingCriteriaList
 
     model, tokenizer = loaded.model, loaded.tokenizer
-    stops = _stop_tokens(model, tokenizer)
+    stops = stop_tokens(loaded)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0]
     longest = max(map(len, prompts))
     ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
@@ -53,12 +57,32 @@ def generate_answers(
     criteria = StoppingCriteriaList(
         [partial(_has_stop_string, tokenizer, stop_strings, longest)] if stop_strings else []
     )
-    # `nn.Module.__getattr__` hides the method's type from mypy.
-    out = model.generate(  # type: ignore[operator]
-        ids, attention_mask=mask, past_key_values=cache, generation_config=config, stopping_criteria=criteria
-    )
+    with _no_generation_config(model):
+        # `nn.Module.__getattr__` hides the method's type from mypy.
+        out = model.generate(  # type: ignore[operator]
+            ids, attention_mask=mask, past_key_values=cache, generation_config=config, stopping_criteria=criteria
+        )
     answers = [_cut_answer(tokenizer, row, stops, stop_strings) for row in out[:, longest:].tolist()]
     return answers, attached.report(cache)
+
+
+def stop_tokens(loaded: LoadedModel) -> list[int]:
+    """Token ids that end an answer: those of the model's generation config, and the tokenizer's EOS, as in lm-eval."""
+    own = getattr(loaded.model.generation_config, "eos_token_id", None)
+    both = [*(own if isinstance(own, list) else [own]), loaded.tokenizer.eos_token_id]
+    return list(dict.fromkeys(token for token in both if token is not None))
+
+
+def prompt_key(loaded: LoadedModel, text: str, chat: bool) -> dict[str, Any]:
+    """Entries of a resume key: what a task's options do not say about its prompts and the ends of its answers.
+
+    text: of the first prompt, without the chat template, since some templates write today's date; chat: whether the
+    template is applied.
+    """
+    tokenizer = loaded.tokenizer
+    prompt = [tokenizer(text, verbose=False).input_ids, tokenizer.chat_template if chat else None]
+    digest = sha256(json.dumps(prompt, default=str).encode()).hexdigest()
+    return {"first_prompt_sha256": digest, "stop_tokens": stop_tokens(loaded)}
 
 
 def _has_stop_string(
@@ -83,8 +107,13 @@ def _cut_answer(tokenizer: Any, row: list[int], stops: list[int], stop_strings: 
     return GreedyAnswer(text, tokens)
 
 
-def _stop_tokens(model: PreTrainedModel, tokenizer: Any) -> list[int]:
-    eos = getattr(model.generation_config, "eos_token_id", None)
-    if eos is None:
-        eos = tokenizer.eos_token_id
-    return [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+@contextmanager
+def _no_generation_config(model: PreTrainedModel) -> Iterator[None]:
+    """Without the model's generation config, from which transformers takes every option that is not given."""
+    from transformers import GenerationConfig
+
+    own, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = own

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.evaluation.base import mean_and_stderr
 from kvq_cli.evaluation.perplexity import PERPLEXITY
 from kvq_cli.evaluation.sample_log import read_records
+from kvq_cli.evaluation.tabulate import is_fraction
 
 CONFIDENCE = 0.95
 CAPTION = "On the same samples, with 95 % confidence intervals; losses and KL in nats per token, scores in percent"
@@ -60,10 +61,11 @@ def differences(folder: Path, methods: Mapping[str, Mapping], baseline: str) -> 
     Of several texts: those of each, `perplexity_NAME-1024 loss`, and over all their windows, `perplexity loss`.
 
     folder: results folder of `kvq eval`; methods: its documents by label; baseline: a label, or a unique prefix of one.
-    Losses and KL divergences are in nats per token, scores in percent. KvqError if the sample files are missing.
+    Losses and KL divergences are in nats per token, scores in the unit of the table, mostly percent. KvqError if the
+    sample files are missing.
     """
     base = match_label(baseline, methods)
-    scores = {label: sample_scores(folder, document) for label, document in methods.items()}
+    scores = {label: sample_scores(folder, methods, label) for label in methods}
     return {
         label: {
             name: _common_samples(values, scores[base][name])
@@ -108,20 +110,25 @@ def _common_samples(first: Mapping[Hashable, float], second: Mapping[Hashable, f
     return paired([first[index] for index in both], [second[index] for index in both])
 
 
-def sample_scores(folder: Path, document: Mapping[str, Any]) -> dict[str, dict[Hashable, float]]:
-    """Scores of a method by metric and sample: losses and KL in nats per token, others in percent.
+def sample_scores(folder: Path, methods: Mapping[str, Mapping], label: str) -> dict[str, dict[Hashable, float]]:
+    """Scores of one of the methods by metric and sample: losses and KL in nats per token, fractions in percent.
 
-    Samples are numbers, or (evaluation, number) in the metrics of several texts together: `perplexity loss`.
+    methods: documents by label, which tell together whether a metric is a fraction. Samples are numbers, or
+    (evaluation, number) in the metrics of several texts together: `perplexity loss`.
     """
     scores: dict[str, dict[Hashable, float]] = {}
+    document = methods[label]
     for name, path in document["samples"].items():
+        task = _task(name)
+        results = document["results"].get(task, {})
+        fractions = {metric for metric in results if is_fraction(methods.values(), task, metric)}
         try:
             records = read_records(folder / path)
         except OSError as error:
             raise KvqError(f"{folder / path}: {error.strerror}; run the evaluation again to compare samples") from None
         # A run with a larger limit may have added samples to the same log: ignore them.
-        for index in sorted(records)[: document["n-samples"][_task(name)]["effective"]]:
-            for metric, value in _sample_scores(name, records[index]).items():
+        for index in sorted(records)[: document["n-samples"][task]["effective"]]:
+            for metric, value in _sample_scores(name, records[index], fractions).items():
                 scores.setdefault(metric, {})[index] = value
                 if name.startswith(f"{PERPLEXITY}_"):
                     pooled = f"{PERPLEXITY} {metric.rpartition(' ')[2]}"
@@ -133,13 +140,15 @@ def _task(evaluation: str) -> str:
     return evaluation.rpartition("-")[0] or evaluation
 
 
-def _sample_scores(name: str, record: Mapping[str, Any]) -> dict[str, float]:
+def _sample_scores(name: str, record: Mapping[str, Any], fractions: Collection[str]) -> dict[str, float]:
     if "nll" in record:
         tokens = record["tokens"]
         return {f"{name} loss": record["nll"] / tokens, f"{name} KL": record["kl"] / tokens}
-    scores = {f"{name} {metric}": value for metric, value in record.get("scores", {}).items()}  # tasks of lm-eval
+    scores = {metric: (f"{name} {metric}", value) for metric, value in record.get("scores", {}).items()}
+    if not scores:  # a task of RULER, whose metric is named by the length
+        scores = {f"{name.rpartition('-')[2]},none": (name, record.get("score"))}
     return {
-        metric: 100 * value
-        for metric, value in (scores or {name: record.get("score")}).items()
+        title: 100 * value if metric in fractions else value
+        for metric, (title, value) in scores.items()
         if isinstance(value, (int, float))
     }

@@ -52,7 +52,8 @@ class PerplexityEvaluation(Evaluation):
         prefill: str,
         text: str | None = None,
     ) -> None:
-        self.task, self.group = (f"{PERPLEXITY}_{text}", PERPLEXITY) if text else (PERPLEXITY, None)
+        self.task = f"{PERPLEXITY}_{text}" if text else PERPLEXITY
+        self.groups = {PERPLEXITY: False} if text else {}
         self._windows = windows if limit is None else windows[:limit]
         self.length = windows.shape[1]
         self.available = len(windows)

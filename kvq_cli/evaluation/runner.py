@@ -84,7 +84,8 @@ def evaluate(
         logs = {}
         for evaluation in evaluations:
             for method in methods:
-                key = {**finished, "version": evaluation.version, **method.identity, **evaluation.config}
+                own = {**evaluation.config, **evaluation.resume_key}
+                key = {**finished, "version": evaluation.version, **method.identity, **own}
                 backend = attached[method.label].backend.summary
                 if backend != "torch":  # keys of the PyTorch backend name no backend, so that older logs resume
                     key["backend"] = backend

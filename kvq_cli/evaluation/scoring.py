@@ -58,9 +58,13 @@ def continuation_logits(
     logits = run(0, longest, 1)
     if columns:
         with attached.one_by_one():
-            logits = torch.cat([logits, run(longest, longest + columns, 0)], dim=1)
+            scored = run(longest, longest + columns, 0)
+        # The prompt's logits predict the continuation of a context of one token alone; joining copies all logits.
+        alone = any(len(context) == 1 for context in contexts)
+        logits = torch.cat([logits, scored], dim=1) if alone else scored
+    first = logits.shape[1] - columns  # column of the logits that follow the first decoded token
     rows = [
-        row[1 + len(tokens) - len(continuation) : 1 + len(tokens)]
+        row[first + len(tokens) - len(continuation) : first + len(tokens)]
         for row, tokens, continuation in zip(logits, decoded, continuations, strict=True)
     ]
     return rows, attached.report(cache)

@@ -112,6 +112,7 @@ def _ruler(settings: EvaluationSettings, loaded: LoadedModel, track: Tracker) ->
                 chat=chat,
                 batch_size=settings.batch_size,
                 save_prompts=settings.save_prompts,
+                group=RULER,
             )
             advance(1)
 
@@ -136,10 +137,9 @@ def _lm_eval(settings: EvaluationSettings, loaded: LoadedModel) -> list[Evaluati
             max_length=settings.max_length,
             new_tokens=settings.max_new_tokens,
             truncation=settings.truncation,
-            group=PREFIX + requested.get(group.name, group.name),
-            weighted=group.weighted,
+            groups={PREFIX + given: group.weighted for group in groups for given in requested[group.name]},
         )
-        for task, group in tasks.items()
+        for task, groups in tasks.items()
     ]
 
 

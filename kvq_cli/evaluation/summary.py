@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 from kvq_cli import __version__
 from kvq_cli.evaluation.aggregate import group_means, tasks_by_group
 from kvq_cli.evaluation.base import ComparedMethod, Evaluation, Record, cache_summary
-from kvq_cli.evaluation.ruler.tasks import TASKS
-from kvq_cli.evaluation.settings import RULER, EvaluationSettings
+from kvq_cli.evaluation.settings import EvaluationSettings
 from kvq_cli.evaluation.tabulate import tabulate
 
 if TYPE_CHECKING:
@@ -56,24 +54,24 @@ def _document(
     for evaluation in evaluations:
         metrics = evaluation.metrics(records[evaluation.name])
         results.setdefault(evaluation.task, {"alias": evaluation.task}).update(metrics)
-    tasks = list(results)
-    groups = _ruler_average(results, evaluations) | group_means(results, evaluations)
+    groups = group_means(results, evaluations)
     results |= groups
     return {
         "results": results,
         "groups": groups,
-        "group_subtasks": ({RULER: [task for task in tasks if task in TASKS]} if RULER in groups else {})
-        | {name: [one.task for one in members] for name, members in tasks_by_group(evaluations).items()},
+        "group_subtasks": {
+            name: [one.task for one in members] for name, members in tasks_by_group(evaluations).items()
+        },
         "configs": {one.name: dict(one.config) for one in evaluations},
         "versions": dict.fromkeys(results, Evaluation.version)
-        | {name: one.version for one in evaluations for name in {one.task, one.group} & results.keys()},
+        | {name: one.version for one in evaluations for name in {one.task, *one.groups} & results.keys()},
         "n-shot": {one.task: one.config.get("num_fewshot", 0) for one in evaluations},
         "higher_is_better": {task: _higher_is_better(metrics) for task, metrics in results.items()}
         | {
             name: dict(one.higher_is_better)
             for one in evaluations
             if one.higher_is_better
-            for name in {one.task, one.group} & results.keys()
+            for name in {one.task, *one.groups} & results.keys()
         },
         "n-samples": {
             one.task: {"original": one.available or one.count, "effective": one.count} for one in evaluations
@@ -96,20 +94,6 @@ def _document(
         "transformers_version": transformers.__version__,
         "torch_version": torch.__version__,
     }
-
-
-def _ruler_average(results: Mapping[str, Mapping], evaluations: Sequence[Evaluation]) -> dict[str, dict]:
-    """RULER's overall score: by length, the mean over its tasks if there are at least two, and its standard error."""
-    means: dict[str, float | None] = {}
-    for length in sorted({one.length for one in evaluations if one.task in TASKS}):
-        key, error_key = f"{length},none", f"{length}_stderr,none"
-        tasks = [results[one.task] for one in evaluations if one.task in TASKS and one.length == length]
-        if len(tasks) > 1:
-            errors = [task[error_key] for task in tasks]
-            means[key] = sum(task[key] for task in tasks) / len(tasks)
-            # Tasks have samples of their own: their errors are independent.
-            means[error_key] = None if None in errors else sqrt(sum(error**2 for error in errors)) / len(tasks)
-    return {RULER: {"alias": RULER, **means}} if means else {}
 
 
 def _higher_is_better(metrics: Mapping[str, Any]) -> dict[str, bool]:

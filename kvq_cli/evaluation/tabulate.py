@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,9 @@ from kvq_cli.evaluation.settings import RULER
 EXACT = "fp16"  # label of the uncompressed cache
 #: Metric of perplexity -> column title, digits. Of several texts the titles of each follow with its name.
 _PERPLEXITY_COLUMNS = {"perplexity": ("perplexity", 3), "kl": ("KL to fp16", 5), "top1": ("top-1", 1)}
+
+#: Metrics of lm-eval whose best value is 100. Others on that scale, such as some tasks' ROUGE, have values above 1.
+_OF_100 = ("bleu", "chrf")
 
 
 @dataclass(frozen=True)
@@ -103,11 +106,24 @@ def _columns(documents: Mapping[str, Mapping[str, Any]]) -> list[Column]:
             title = "ruler mean" if task == RULER else task.removeprefix(PREFIX)
             if len(_metrics(results[task])) > 1 if not name.isdigit() else len(lengths) > 1:
                 title += f" {name}"
-            columns.append(Column(title, task, metric, 1 if higher else -1, 1 if higher else 3, higher))
+            percent = is_fraction(documents.values(), task, metric)
+            columns.append(Column(title, task, metric, 1 if higher else -1, 1 if higher else 3, percent))
     columns.append(Column("bits", "", "nominal_bits", 0, 2))
     columns.append(Column("bits measured", "", "measured_bits", 0, 3))
     columns.append(Column("cache KiB", "", "bytes", 0, 1))
     return [*columns, Column("x smaller", "", "ratio", 0, 2)]
+
+
+def is_fraction(documents: Collection[Mapping[str, Any]], task: str, metric: str) -> bool:
+    """Whether a metric is a fraction, to be shown in percent: higher is better, and no document has more than 1.
+
+    metric: `name,filter`.
+    """
+    name = metric.partition(",")[0]
+    if name in _OF_100 or not all(one["higher_is_better"].get(task, {}).get(name, True) for one in documents):
+        return False
+    values = [one["results"].get(task, {}).get(metric) for one in documents]
+    return all(value <= 1 for value in values if isinstance(value, (int, float)))
 
 
 def longest_cache(document: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from kvq_cli.methods.registry import build_parsed
 from kvq_cli.papers.published import value as published_value
 from kvq_cli.papers.run import DONE, GPU_RESULTS, state
 from kvq_cli.papers.settings import Effect, Sweep, load_sweep
+from kvq_cli.papers.side_by_side import row_labels
 from kvq_cli.papers.targets import REFERENCE, ROOT, Target, target, targets
 
 HOLDS, FAILS, NOT_MEASURED, HARDWARE = "holds", "does not hold", "not measured", "needs hardware"
@@ -103,10 +104,14 @@ class _Results:
 
     def kvq(self, name: str, row: str, column: str = "perplexity") -> float:
         evaluated = target(name)
-        methods = self._finished(evaluated)["methods"]
-        # `kvq eval --compare` keeps the order of its methods.
-        label = dict(zip(evaluated.rows(self._model), methods, strict=True))[row]
-        value = tabulate(methods).column(column)[label].value
+        methods, rows = self._finished(evaluated)["methods"], evaluated.rows(self._model)
+        if row not in rows:
+            raise KeyError(f"{name} has no row {row!r}")
+        labels = row_labels(rows, methods)
+        # No label: the method left the dtype's range. The label of two rows, which differ in windows alone: one did.
+        if row not in labels or list(labels.values()).count(labels[row]) > 1:
+            raise _MissingResult
+        value = tabulate(methods).column(column)[labels[row]].value
         if value is None:
             raise _MissingResult
         return self._record(f"{row} {column}", value)

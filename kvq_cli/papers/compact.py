@@ -32,7 +32,8 @@ def compact(document: Any) -> Any:
     if not isinstance(document, Mapping):
         return document
     if "table" in document:  # a comparison; the table repeats its methods' results
-        return {"methods": {label: _compact_method(method) for label, method in document["methods"].items()}}
+        methods = {label: _compact_method(method) for label, method in document["methods"].items()}
+        return {"methods": methods, **({"failed": document["failed"]} if "failed" in document else {})}
     if "study" in document:  # `drawn` holds the points of the figure
         numbers = {key: value for key, value in document["numbers"].items() if key != "drawn"}
         return _rounded({**document, "numbers": numbers})

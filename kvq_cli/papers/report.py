@@ -80,10 +80,10 @@ def window_scores(folder: Path, methods: Mapping[str, Mapping]) -> dict[str, dic
     return {
         label: {
             metric: list(scores.values())
-            for metric, scores in sample_scores(folder, document).items()
+            for metric, scores in sample_scores(folder, methods, label).items()
             if all(isinstance(index, int) for index in scores)
         }
-        for label, document in methods.items()
+        for label in methods
     }
 
 

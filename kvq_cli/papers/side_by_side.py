@@ -50,7 +50,7 @@ def side_by_side(target: Target, methods: Mapping[str, Mapping], model: str) -> 
 
     None where fewer than two compressed methods are rows of the table, or none of its columns was measured.
     """
-    labels = _labels(target.rows(model), methods)
+    labels = row_labels(target.rows(model), methods)
     wanted = target.columns_of(model)
     compressed = [label for label in labels.values() if methods[label]["config"]["method"]["name"] != EXACT]
     if target.table is None or len(compressed) < 2 or not wanted:
@@ -83,14 +83,16 @@ def side_by_side(target: Target, methods: Mapping[str, Mapping], model: str) -> 
     return SideBySide(target, [*titles, *(f"{title} (kvq)" for title in measured)], lines, agreements)
 
 
-def _labels(rows: Mapping[str, str], methods: Mapping[str, Mapping]) -> dict[str, str]:
-    """Published row -> label of its method; window options are ignored unless several methods differ in these alone."""
+def row_labels(rows: Mapping[str, str], methods: Mapping[str, Mapping]) -> dict[str, str]:
+    """Published row -> label of its method, where it was measured; window options are ignored unless several methods
+    or rows differ in these alone."""
     configs = {label: to_config(from_config(method["config"]["method"])) for label, method in methods.items()}
+    wanted = {row: to_config(build_parsed(text)) for row, text in rows.items()}
+    others = {label: config for label, config in configs.items() if config not in wanted.values()}
     labels = {}
-    for row, text in rows.items():
-        wanted = to_config(build_parsed(text))
-        matches = [label for label, config in configs.items() if config == wanted]
-        matches += [label for label, config in configs.items() if _same_but_windows(config, wanted)]
+    for row, options in wanted.items():
+        matches = [label for label, config in configs.items() if config == options]
+        matches += [label for label, config in others.items() if _same_but_windows(config, options)]
         if matches:
             labels[row] = matches[0]
     return labels

@@ -158,6 +158,9 @@ def test_parquet_files(tmp_path):
     parquet.write_table(pyarrow.table({"words": ["one"]}), path)
     with pytest.raises(KvqError, match='column "text"'):
         load_text(str(path), "calibration")
+    parquet.write_table(pyarrow.table({"text": ["one", None]}), path)
+    with pytest.raises(KvqError, match='rows.parquet, row 2: the field "text" is not text'):
+        load_text(str(path), "calibration")
     path.write_bytes(b"no parquet")
     with pytest.raises(KvqError, match="rows.parquet is not a Parquet file"):
         load_text(str(path), "calibration")
@@ -168,6 +171,7 @@ def test_parquet_files(tmp_path):
     [
         ("a.jsonl", b'{"text": "one"}\n{"text": ', "a.jsonl, line 2: not a JSON object"),
         ("a.jsonl", b'{"words": "one"}', 'line 1: not a JSON object with the field "text"'),
+        ("a.jsonl", b'{"text": "one"}\n{"text": null}', 'a.jsonl, line 2: the field "text" is not text'),
         ("a.txt", b"\xff\xfe\x00", "cannot read the text of .*a.txt"),
         ("a.txt.xz", b"no archive", "cannot read the text of .*a.txt.xz"),
         ("a.txt.gz", b"no archive", "cannot read the text of .*a.txt.gz"),

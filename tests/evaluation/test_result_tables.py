@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from kvq_cli.errors import KvqError
-from kvq_cli.evaluation.paired import paired, student_t
+from kvq_cli.evaluation.paired import differences, paired, student_t
 from kvq_cli.evaluation.tabulate import tabulate
 
 
@@ -85,6 +85,25 @@ def test_best_values_exclude_the_uncompressed_cache(folder):
     assert table.column("vt")["a-2bit"].value == pytest.approx(200 / 3)
     with pytest.raises(KeyError, match="no column 'gsm8k'"):
         table.column("gsm8k")
+
+
+def test_metrics_on_a_scale_to_100_are_shown_as_they_are(folder):
+    """BLEU by its name, others by a value above 1 of any method; in tables and in paired differences."""
+    methods = json.loads((folder / "comparison.json").read_text())["methods"]
+    values = {"bleu": (27.1, 0.5), "rouge1": (1.5, 0.5), "f1": (0.25, 0.5), "ter": (40.0, 60.0)}
+    for number, (label, one) in enumerate(methods.items()):
+        means = {f"{metric},none": both[number] for metric, both in values.items()}
+        one["results"] = {"lm_eval:words": means}
+        one["higher_is_better"] = {"lm_eval:words": {metric: metric != "ter" for metric in values}}
+        one["n-samples"], one["samples"] = {"lm_eval:words": {"effective": 2}}, {"lm_eval:words-64": f"{label}.jsonl"}
+        lines = [{"key": {}}, *({"index": index, "scores": means} for index in range(2))]
+        (folder / f"{label}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table = tabulate(methods)
+    assert table.titles[1:5] == ["words bleu", "words rouge1", "words f1", "words ter"]
+    assert [row[1:5] for row in table.cells()] == [[27.1, 1.5, 25.0, 40.0], [0.5, 0.5, 50.0, 60.0]]
+    means = {name: found.mean for name, found in differences(folder, methods, "a")["b-2bit"].items()}
+    shown = {name.removeprefix("lm_eval:words-64 "): value for name, value in means.items()}
+    assert shown == pytest.approx({"bleu,none": -26.6, "rouge1,none": -1.0, "f1,none": 25.0, "ter,none": 20.0})
 
 
 def test_formats(kvq, folder):

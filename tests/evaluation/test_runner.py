@@ -1,5 +1,7 @@
 """Evaluation runs on a tiny random model: documents, resume, errors."""
 
+import copy
+import dataclasses
 import json
 
 import pytest
@@ -8,14 +10,16 @@ from run_records import without_run
 from tiers import slow
 
 from kvq_cli.attention.attach import attach
+from kvq_cli.attention.backend import ChosenBackend
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.errors import KvqError, NotFiniteError, UsageError
+from kvq_cli.evaluation.base import cache_record
 from kvq_cli.evaluation.compared_methods import compared_methods
-from kvq_cli.evaluation.generation import generate_answers
+from kvq_cli.evaluation.generation import generate_answers, stop_tokens
 from kvq_cli.evaluation.paired import differences
 from kvq_cli.evaluation.perplexity import PerplexityEvaluation
 from kvq_cli.evaluation.runner import evaluate
-from kvq_cli.evaluation.settings import EvaluationSettings
+from kvq_cli.evaluation.settings import EvaluationSettings, build_evaluations
 from kvq_cli.methods.registry import build
 
 COMPARED = (build("fp16"), build("kivi", bits=2, residual=32))
@@ -240,6 +244,75 @@ def test_answers_end_at_the_stop_token(loaded, monkeypatch):
     assert free.text == loaded.tokenizer.decode(ids, skip_special_tokens=True)
     assert stopped.tokens == stop + 1
     assert stopped.text == loaded.tokenizer.decode(ids[: stop + 1], skip_special_tokens=True)
+
+
+def test_answers_end_at_the_stop_tokens_of_the_model_and_of_the_tokenizer(loaded, monkeypatch):
+    prompt = list(range(20, 90))
+    ids = loaded.model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0, 70:].tolist()
+    stop = next(place for place in range(1, 8) if ids[place] not in ids[:place])
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(ids[stop])
+    other = next(token for token in range(100, 200) if token not in ids)
+    monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", other)
+    chat = dataclasses.replace(loaded, tokenizer=tokenizer)
+    assert stop_tokens(chat) == [other, ids[stop]]
+    with attach(loaded.model, COMPARED[0]) as attached:
+        assert generate_answers(chat, attached, [prompt], 8)[0][0].tokens == stop + 1
+        assert generate_answers(loaded, attached, [prompt], 8)[0][0].tokens == 8
+
+
+def test_answers_are_greedy_whatever_the_models_generation_config(loaded, monkeypatch):
+    prompts = [list(range(20, 90)), [5, 6, 7] * 20]
+    with attach(loaded.model, COMPARED[0]) as attached:
+        plain, _ = generate_answers(loaded, attached, prompts, 12)
+        own = loaded.model.generation_config
+        for option, value in (
+            ("repetition_penalty", 3.0),
+            ("no_repeat_ngram_size", 1),
+            ("suppress_tokens", list(range(3, 1500))),
+            ("min_new_tokens", 12),
+        ):
+            monkeypatch.setattr(own, option, value)
+            assert generate_answers(loaded, attached, prompts, 12)[0] == plain
+        assert loaded.model.generation_config is own
+
+
+def test_measured_bytes_depend_neither_on_the_backend_nor_on_the_longest_answer_allowed(loaded, monkeypatch):
+    """All answers end at their first token."""
+    monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", list(range(len(loaded.tokenizer))))
+    prompt = [token % 1000 + 5 for token in range(300)]
+
+    def record(longest_answer, by_kernels):
+        monkeypatch.setattr(ChosenBackend, "by_kernels", lambda self, layer: by_kernels)
+        with attach(loaded.model, COMPARED[1]) as attached:
+            _, report = generate_answers(loaded, attached, [prompt], longest_answer)
+        assert report.reserved <= report.parts["unused"]
+        return cache_record(report, 1)
+
+    records = [record(*each) for each in ((4, False), (1500, False), (4, True), (1500, True))]
+    reserved = [one.pop("reserved_bytes") for one in records]
+    assert records == records[:1] * 4
+    assert reserved[3] > 2 * records[0]["bytes"] and max(reserved[:2]) == 0
+    assert 16 * records[0]["bytes"] / records[0]["fp16_bytes"] < 8
+
+
+def test_resume_key_of_ruler_has_the_chat_template_and_the_stop_tokens(loaded, monkeypatch):
+    def evaluation(template):
+        tokenizer = copy.deepcopy(loaded.tokenizer)
+        tokenizer.chat_template = template
+        settings = EvaluationSettings(**{**SETTINGS, "tasks": ["vt"]})
+        [found] = build_evaluations(
+            settings, dataclasses.replace(loaded, tokenizer=tokenizer), lambda *_: lambda _: None
+        )
+        return found
+
+    first, second = ("[{{ messages[0]['content'] }}]", "<{{ messages[0]['content'] }}>")
+    chosen = [evaluation(template) for template in (first, second)]
+    assert evaluation(first).resume_key == chosen[0].resume_key
+    assert chosen[0].config == chosen[1].config
+    monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", [1, 7])
+    keys = [*(one.resume_key for one in chosen), evaluation(first).resume_key]
+    assert len({json.dumps(key) for key in keys}) == 3
 
 
 def test_nothing_compressed_is_an_error(loaded, tmp_path):

@@ -147,6 +147,17 @@ def test_batched_logits_equal_single_rows(loaded, ids, name):
         assert error.mean() < 1e-3 and error.quantile(0.9) < 1e-3
 
 
+def test_logits_of_contexts_of_several_tokens_are_not_copied(loaded, ids):
+    outputs = []
+    hook = loaded.model.register_forward_hook(lambda _model, _inputs, output: outputs.append(output.logits))
+    try:
+        rows, _ = scored(loaded, "fp16", [ids[:30], ids[:2]], [ids[30:40], ids[2:6]])
+    finally:
+        hook.remove()
+    assert [row.untyped_storage().data_ptr() for row in rows] == 2 * [outputs[1].untyped_storage().data_ptr()]
+    assert [len(row) for row in rows] == [10, 4]
+
+
 def test_empty_contexts_are_refused(loaded, ids):
     with pytest.raises(ValueError, match="no tokens"):
         scored(loaded, "kivi", [[]], [ids])

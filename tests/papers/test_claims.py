@@ -60,6 +60,19 @@ def test_a_claim_on_an_evaluation(result, perplexities, verdict):
     }
 
 
+@pytest.mark.parametrize("failed", [0, 1])
+def test_a_claim_on_a_method_that_failed_is_not_measured(result, failed):
+    """The other method of the claim differs from it in windows alone, and does not stand for it."""
+    document = comparison("table-temporalkv-4", [9.0, 5.0])
+    rows = list(target("table-temporalkv-4").rows(REFERENCE))
+    del document["methods"][f"m{failed}"]
+    root = result("table-temporalkv-4", {**document, "failed": {f"m{failed}": "NaN"}})
+    assert judge(LOWER, REFERENCE, root).state == NOT_MEASURED
+    left = claim(f'kvq("table-temporalkv-4", {rows[1 - failed]!r}) < 10')
+    assert judge(left, REFERENCE, root).state == HOLDS
+    assert page_text([REFERENCE], root)
+
+
 def test_missing_unfinished_and_outdated_results_do_not_count(result, tmp_path):
     assert judge(LOWER, REFERENCE, tmp_path).state == NOT_MEASURED
     document, entry = comparison("table-temporalkv-4", [9.0, 5.0]), target("table-temporalkv-4")

@@ -44,6 +44,12 @@ def test_a_compact_comparison_gives_the_same_table_plot_and_differences(evaluate
     assert compact(reduced) == reduced
 
 
+def test_a_compact_comparison_keeps_the_methods_that_failed(evaluated):
+    full = json.loads((evaluated / "comparison.json").read_text())
+    assert "failed" not in compact(full)
+    assert compact({**full, "failed": {"kivi-1bit": "NaN"}})["failed"] == {"kivi-1bit": "NaN"}
+
+
 def test_a_compact_study_lacks_only_the_points_of_its_figure():
     study = {"study": "sinks", "rows": [[0, 1.5]], "numbers": {"layers": [{"ratio": 0.1}], "drawn": [1.0] * 100}}
     assert compact(study) == {**study, "numbers": {"layers": [{"ratio": 0.1}]}}

@@ -52,7 +52,11 @@ def test_pairs_that_are_measured_equal_rank_nothing():
 
 def test_lower_is_better_in_tables_of_perplexity():
     methods = compared(
-        {"a": ("xquant-2bit", 0.5), "b": ("kivi-2bit:pre_rope=on:group=64", 0.5), "c": ("xquant-3bit", 0.5)}
+        {
+            "a": ("xquant-2bit:group=64", 0.5),
+            "b": ("kivi-2bit:pre_rope=on:group=64", 0.5),
+            "c": ("xquant-3bit:group=64", 0.5),
+        }
     )
     for label, value in {"a": 9.0, "b": 9.5, "c": 9.2}.items():
         methods[label]["results"] = {"perplexity": {"perplexity,none": value}}

@@ -6,7 +6,9 @@ finished response is read from the sample log of the same method only.
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
@@ -17,8 +19,9 @@ from lm_eval.api.metrics import mean
 
 from kvq_cli.attention.shared_prompts import SharedPrompts
 from kvq_cli.errors import KvqError
-from kvq_cli.evaluation.base import Evaluation, Record, Work, mean_and_stderr, named_failure
+from kvq_cli.evaluation.base import Evaluation, Record, Work, default_batch_size, mean_and_stderr, named_failure
 from kvq_cli.evaluation.chat_template import chat_prompt, uses_chat_template
+from kvq_cli.evaluation.generation import prompt_key
 from kvq_cli.evaluation.lm_eval.model import (
     AttachedLM,
     check_greedy,
@@ -35,10 +38,13 @@ if TYPE_CHECKING:
     from kvq_cli.attention.attach import Attached
     from kvq_cli.models import LoadedModel
 
-BATCH_TOKENS = 8192
-"""Prompt tokens per batch if no batch size is given."""
 CHARACTERS_PER_TOKEN = 4
 """Approximate; used to choose the batch size and to estimate times."""
+#: Of a task's definition: where its documents and examples come from, which are hashed themselves.
+_DATA = (
+    *("dataset_path", "dataset_name", "dataset_kwargs", "training_split", "validation_split", "test_split"),
+    *("fewshot_split", "num_fewshot"),
+)
 
 
 class LmEvalEvaluation(Evaluation):
@@ -61,11 +67,10 @@ class LmEvalEvaluation(Evaluation):
         prefill: str,
         chat: bool | None = None,
         batch_size: int | None = None,
-        group: str | None = None,
-        weighted: bool = False,
+        groups: Mapping[str, bool] | None = None,
         **options: Any,
     ) -> None:
-        self._task, self._options, self.group, self.weighted = task, options, group, weighted
+        self._task, self._options, self.groups = task, options, groups or {}
         self.task, self.version = PREFIX + task.task_name, task.VERSION
         self.length = options.get("max_length") or loaded.context
         self._check()
@@ -78,7 +83,7 @@ class LmEvalEvaluation(Evaluation):
         self._requests = self._build(loaded, seed, chat)
         self.work = self._work()
         longest = max(len(text) for requests in self._requests for text in map(_text, requests)) // CHARACTERS_PER_TOKEN
-        self.batch_size = batch_size or max(1, min(16, BATCH_TOKENS // max(1, longest)))
+        self.batch_size = batch_size or default_batch_size(longest)
         self.config = {
             "task": self.task,
             "task_version": task.VERSION,
@@ -92,9 +97,13 @@ class LmEvalEvaluation(Evaluation):
             **({} if task.OUTPUT_TYPE == "generate_until" else {"prompt": "context"}),
             "seed": seed,
             **{name: value for name, value in options.items() if value is not None},
+            "definition_sha256": sha256(_definition(task).encode()).hexdigest(),
             "docs_sha256": _digest(documents),
             "examples_sha256": _digest(task.sampler.df) if task.config.num_fewshot else None,
         }
+        first = json.dumps(documents[0], default=str) if chat else _text(self._requests[0][0])
+        # Records count the padding of their batch.
+        self.resume_key = prompt_key(loaded, first, chat) | ({"batch_size": batch_size} if batch_size else {})
         if task.config.num_fewshot and getattr(task, "fewshot_instead_of", None):
             self.config["note"] = (
                 f"{self.task}: --data-dir has no split {task.fewshot_instead_of!r}: few-shot examples are other "
@@ -108,16 +117,25 @@ class LmEvalEvaluation(Evaluation):
             max_prompt_tokens(generation, self.length, self._options.get("new_tokens"))
 
     def _build(self, loaded: LoadedModel, seed: int, chat: bool) -> list[list[Instance]]:
-        """Build the requests of each sample. Few-shot examples are drawn in sample order, whatever the limit."""
-        with silence(), seeded(seed):
-            self._task.set_fewshot_seed(seed)
-            self._task.build_all_requests(
-                limit=self.count,
-                apply_chat_template=chat,
-                fewshot_as_multiturn=True,
-                chat_template=partial(chat_prompt, loaded.tokenizer) if chat else None,
-                tokenizer_name=loaded.name,
-            )
+        """Build the requests of each sample. Few-shot examples are drawn in sample order, whatever the limit.
+
+        KvqError if the task cannot build them.
+        """
+        try:
+            with silence(), seeded(seed):
+                self._task.set_fewshot_seed(seed)
+                self._task.build_all_requests(
+                    limit=self.count,
+                    apply_chat_template=chat,
+                    fewshot_as_multiturn=True,
+                    chat_template=partial(chat_prompt, loaded.tokenizer) if chat else None,
+                    tokenizer_name=loaded.name,
+                )
+        except KvqError:
+            raise
+        except Exception as error:  # tasks run arbitrary code, and need as many examples as --num-fewshot
+            examples = f"{self._task.config.num_fewshot} few-shot examples"
+            raise KvqError(f"{self.task}: prompts with {examples} cannot be built: {first_line(error)}") from error
         requests: list[list[Instance]] = [[] for _ in range(self.count)]
         for request in self._task.instances:
             requests[request.doc_id].append(request)
@@ -209,6 +227,20 @@ class LmEvalEvaluation(Evaluation):
 
 def _text(request: Instance) -> str:
     return "".join(argument for argument in request.args if isinstance(argument, str))
+
+
+def _definition(task: ConfigurableTask) -> str:
+    """What a task is defined by, its functions as source code, but for its data and the number of examples."""
+    definition = {name: value for name, value in task.dump_config().items() if name not in _DATA}
+    # Addresses, in the text of what has no source code, differ from run to run.
+    return re.sub(r" at 0x[0-9a-f]+", "", json.dumps(definition, default=_source))
+
+
+def _source(value: Any) -> str:
+    try:
+        return inspect.getsource(value)
+    except (TypeError, OSError):
+        return str(value)
 
 
 def _digest(documents: Iterable[Any]) -> str:

@@ -15,7 +15,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
-from kvq_cli.errors import UsageError
+from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.evaluation.base import cache_record
 from kvq_cli.evaluation.chat_template import chat_prompt
 from kvq_cli.evaluation.divergence import LOGITS_PER_CHUNK
@@ -133,10 +133,13 @@ class AttachedLM(TemplateLM):
         return [scores[index] for index in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
-        """ln p of whole texts, scored in non-overlapping windows of `max_length` tokens."""
+        """ln p of whole texts, scored in non-overlapping windows of `max_length` tokens. KvqError for an empty text."""
         totals: list[float] = []
         for (text,) in (request.args for request in requests):
-            windows = get_rolling_token_windows(self.tok_encode(text), self.prefix_token_id, self.max_length, 1)
+            tokens = self.tok_encode(text)
+            if not tokens:
+                raise KvqError(f"the text {text!r} has no tokens to score: remove it from the task's documents")
+            windows = get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, 1)
             pairs = [(None, *make_disjoint_window(window)) for window in windows]
             totals.append(sum(log_p for log_p, _ in self._loglikelihood_tokens(pairs)))
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), totals[-1])

@@ -71,13 +71,13 @@ def is_lm_eval(task: str) -> bool:
     return task.startswith(PREFIX)
 
 
-def requested_tasks(tasks: Sequence[str]) -> dict[str, str]:
-    """Map the name in lm-eval of each requested task or group to the name given after `lm_eval:`."""
+def requested_tasks(tasks: Sequence[str]) -> dict[str, list[str]]:
+    """Map the name in lm-eval of each requested task or group to the names given after `lm_eval:`."""
     groups = {group.name: group.tasks for group in GROUPS}
-    requested: dict[str, str] = {}
-    for given in (task.removeprefix(PREFIX) for task in tasks if is_lm_eval(task)):
+    requested: dict[str, list[str]] = {}
+    for given in dict.fromkeys(task.removeprefix(PREFIX) for task in tasks if is_lm_eval(task)):
         for name in groups.get(given, (given,)):
-            requested.setdefault(name, given)
+            requested.setdefault(name, []).append(given)
     return requested
 
 

@@ -36,7 +36,7 @@ def require_lm_eval(feature: str) -> None:
 
 @dataclass(frozen=True)
 class RequestedGroup:
-    """The requested name that a task was loaded for; weighted: its mean weights tasks by their number of samples."""
+    """A requested name that a task was loaded for; weighted: its mean weights tasks by their number of samples."""
 
     name: str
     weighted: bool = False
@@ -44,23 +44,23 @@ class RequestedGroup:
 
 def load_tasks(
     names: Iterable[str], data_dir: Path | None = None, num_fewshot: int | None = None, seed: int = 0
-) -> dict[ConfigurableTask, RequestedGroup]:
+) -> dict[ConfigurableTask, list[RequestedGroup]]:
     """Load the tasks of these names (tasks, groups and tags of lm-eval, or YAML files) with their data.
 
-    num_fewshot: few-shot examples; tasks that are defined as zero-shot stay so. Raises UsageError for an unknown name,
-    KvqError if a data set or a package is missing.
+    Each task is loaded once, however many names stand for it. num_fewshot: few-shot examples; tasks that are defined as
+    zero-shot stay so. Raises UsageError for an unknown name, KvqError if a data set or a package is missing.
     """
     with silence(), seeded(seed):
         manager, groups = _find(list(names))
         task_class = _task_class(data_dir)
         tasks = {}
-        for name, group in groups.items():
+        for name, requested in groups.items():
             task = _load(manager, name, task_class)
             if num_fewshot is not None and task.config.num_fewshot != 0:
                 task.set_config("num_fewshot", num_fewshot)
             elif task.config.num_fewshot is None:
                 task.set_config("num_fewshot", 0)
-            tasks[task] = group
+            tasks[task] = requested
     return tasks
 
 
@@ -104,8 +104,8 @@ def _load(manager: TaskManager, name: str, task_class: type[ConfigurableTask]) -
         raise KvqError(f"{PREFIX}{name} cannot be loaded: {first_line(error)}") from error
 
 
-def _find(names: Sequence[str]) -> tuple[TaskManager, dict[str, RequestedGroup]]:
-    """A task manager that knows all of `names`, and the tasks that they expand to, with the name requested for each."""
+def _find(names: Sequence[str]) -> tuple[TaskManager, dict[str, list[RequestedGroup]]]:
+    """A task manager that knows all of `names`, and the tasks that they expand to, each with the names requested."""
     import lm_eval.tasks
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks._index import TaskIndex
@@ -122,10 +122,11 @@ def _find(names: Sequence[str]) -> tuple[TaskManager, dict[str, RequestedGroup]]
     manager = TaskManager(include_path=[*known, *extra], include_defaults=False)
     if any(title not in manager.task_index for title in titles):
         manager = TaskManager(include_path=extra)
-    groups: dict[str, RequestedGroup] = {}
+    groups: dict[str, list[RequestedGroup]] = {}
     for name, title in zip(names, titles, strict=True):
-        for task in task_names(manager, title):
-            groups.setdefault(task, RequestedGroup(name, _weights_by_size(manager, title)))
+        group = RequestedGroup(name, _weights_by_size(manager, title))
+        for task in dict.fromkeys(task_names(manager, title)):
+            groups.setdefault(task, []).append(group)
     return manager, groups
 
 
@@ -215,15 +216,19 @@ def _task_class(data_dir: Path | None) -> type[ConfigurableTask]:
             return {split: files for split, files in copy.items() if files}
 
         def _replace_missing_splits(self) -> None:
-            """Draw few-shot examples from the evaluated split if the copy lacks theirs.
-
-            lm-eval excludes the question itself from its examples.
-            """
+            """Draw few-shot examples from the evaluated split if the copy lacks theirs."""
+            cfg, evaluated = self.fewshot_cfg, self._evaluated
+            if cfg.split is not None or cfg.samples is not None:
+                wanted = [cfg.split] if cfg.split is not None else []
+            else:  # lm-eval takes the first of these
+                both = (self.config.training_split, self.config.validation_split)
+                wanted = [split for split in both if split not in (None, evaluated)]
             if self.config.training_split not in self.copy:
                 self.config.training_split = None
             if self.config.validation_split not in self.copy:
                 self.config.validation_split = None
-            if self.fewshot_cfg.split is not None and self.fewshot_cfg.split not in self.copy:
-                self.fewshot_instead_of, self.fewshot_cfg.split = self.fewshot_cfg.split, self._evaluated
+            if wanted and not any(split in self.copy for split in wanted):
+                # lm-eval excludes the question itself only where both name the same split.
+                self.fewshot_instead_of, cfg.split, self.config.test_split = wanted[0], evaluated, evaluated
 
     return Task

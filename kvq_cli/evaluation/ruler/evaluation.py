@@ -7,8 +7,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvq_cli.attention.shared_prompts import SharedPrompts
-from kvq_cli.evaluation.base import Evaluation, Record, Work, cache_record, mean_and_stderr, named_failure
-from kvq_cli.evaluation.generation import generate_answers
+from kvq_cli.evaluation.base import (
+    Evaluation,
+    Record,
+    Work,
+    cache_record,
+    default_batch_size,
+    mean_and_stderr,
+    named_failure,
+)
+from kvq_cli.evaluation.generation import generate_answers, prompt_key
 from kvq_cli.evaluation.ruler.families import Sources
 from kvq_cli.evaluation.ruler.samples import RulerSamples
 from kvq_cli.evaluation.ruler.scoring import score
@@ -21,8 +29,6 @@ if TYPE_CHECKING:
 
 SAMPLES = 500
 """Samples per task and length in RULER."""
-BATCH_TOKENS = 8192
-"""Prompt tokens per batch if no batch size is given."""
 
 
 class RulerEvaluation(Evaluation):
@@ -42,14 +48,15 @@ class RulerEvaluation(Evaluation):
         chat: bool = False,
         batch_size: int | None = None,
         save_prompts: bool = False,
+        group: str | None = None,
     ) -> None:
-        self.task, self.length = task.name, context
+        self.task, self.length, self.groups = task.name, context, {group: False} if group else {}
         self._task = task
         self._samples = RulerSamples(task, context, loaded.tokenizer, templates, sources, seed, chat)
         self._save_prompts = save_prompts
         self.available = self._samples.count
         self.count = min(limit or SAMPLES, self.available or limit or SAMPLES)
-        self.batch_size = batch_size or max(1, min(16, BATCH_TOKENS // context))
+        self.batch_size = batch_size or default_batch_size(context)
         self._samples.check()
         self.work = Work(prompt=context - task.max_new_tokens, decoded=task.max_new_tokens)
         self.config = {
@@ -66,6 +73,7 @@ class RulerEvaluation(Evaluation):
             "seed": seed,
             **_source(task, sources),
         }
+        self.resume_key = prompt_key(loaded, self._samples.first_text, chat)
 
     def run(
         self, loaded: LoadedModel, attached: Mapping[str, Attached], pending: Mapping[str, Sequence[int]]

@@ -76,6 +76,11 @@ class RulerSamples:
         prompt, references = self._draw(size, index)
         return RulerSample(index, self._prompt_text(prompt), self._encode(prompt), references)
 
+    @property
+    def first_text(self) -> str:
+        """The prompt of sample 0 without the chat template."""
+        return str(self._draw(self._typical_size, 0)[0])
+
     @cached_property
     def _typical_size(self) -> int:
         """The largest size with which sample 0 fits, found by doubling and bisection."""

@@ -3,7 +3,9 @@
 import copy
 import dataclasses
 import json
+import linecache
 import re
+from pathlib import Path
 
 import pytest
 from run_records import without_run
@@ -162,6 +164,78 @@ def test_resume_key_has_everything_that_changes_an_answer(loaded, tasks, data_di
     changed += [config(truncation="middle"), config(folder=tmp_path)]
     keys = {json.dumps(one, sort_keys=True, default=str) for one in [plain, *changed]}
     assert len(keys) == 1 + len(changed)
+
+
+def test_resume_key_has_the_definition_of_the_task(loaded, tasks, data_dir, tmp_path):
+    """The version and the data are the same in all."""
+    definition = Path(tasks["sums"]).read_text()
+    path = tmp_path / "sums.yaml"
+
+    def config(before="", after=""):
+        assert before in definition
+        path.write_text(definition.replace(before, after))
+        (task,) = load_tasks([str(path)], data_dir)
+        return dict(LmEvalEvaluation(task, loaded, seed=0, limit=2, prefill="compressed").config)
+
+    changed = [
+        config("Question: ", "Asked: "),
+        config("num_fewshot: 2", "num_fewshot: 2\ndescription: Add."),
+        config('regexes_to_ignore: ["(?s).*#### "]', "ignore_case: true"),
+        config("#### (", "## ("),
+    ]
+    assert config() == config()
+    keys = {one["definition_sha256"] for one in [config(), *changed]}
+    assert len(keys) == 1 + len(changed)
+
+
+def test_definition_with_functions_is_hashed_by_their_source(loaded, tasks, data_dir, tmp_path):
+    """An address in it would keep every run from resuming the one before."""
+    definition = Path(tasks["sums"]).read_text()
+    (tmp_path / "sums.yaml").write_text(definition + "fewshot_config: {doc_to_text: !function words.ask}\n")
+
+    def digest(word):
+        (tmp_path / "words.py").write_text(f"def ask(doc):\n    return '{word} ' + doc['question']\n")
+        linecache.checkcache()
+        (task,) = load_tasks([str(tmp_path / "sums.yaml")], data_dir)
+        return LmEvalEvaluation(task, loaded, seed=0, limit=1, prefill="compressed").config["definition_sha256"]
+
+    assert digest("Add") == digest("Add") != digest("Sum up")
+
+
+def test_resume_key_has_tokenizer_template_stop_tokens_and_batch_size(loaded, tasks, data_dir, monkeypatch):
+    def key(template=None, **options):
+        tokenizer = copy.deepcopy(loaded.tokenizer)
+        tokenizer.chat_template = template
+        (task,) = load_tasks([tasks["sums"]], data_dir)
+        instruct = dataclasses.replace(loaded, tokenizer=tokenizer)
+        return LmEvalEvaluation(task, instruct, seed=0, limit=1, prefill="compressed", **options).resume_key
+
+    dated = "{{ strftime_now('%f') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    keys = [key(), key(dated), key(dated + "!"), key(batch_size=1), key(batch_size=4)]
+    assert key() == keys[0] and key(dated) == keys[1]
+    monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", [1, 7])
+    keys.append(key())
+    assert len({json.dumps(one) for one in keys}) == len(keys)
+
+
+def test_batch_size_of_one_measures_each_prompt_alone_after_a_larger_batch(run, whole, tasks, tmp_path):
+    letters = [f"lm_eval:{tasks['letters']}"]
+    padded = run(tmp_path, COMPARED[1:], tasks=letters, batch_size=6)
+    alone = run(tmp_path, COMPARED[1:], tasks=letters, batch_size=1)
+    [bits, fewer] = (one["methods"]["kivi-2bit"]["cache"]["lm_eval:letters-2048"]["measured_bits"]
+                     for one in (padded, alone))  # fmt: skip
+    assert fewer < bits - 0.1
+    assert fewer == whole[1]["methods"]["kivi-2bit"]["cache"]["lm_eval:letters-2048"]["measured_bits"]
+
+
+def test_prompts_that_cannot_be_built_are_an_error(loaded, tasks, data_dir, tmp_path):
+    (tmp_path / "sums").mkdir()
+    for split in ("train", "test"):
+        lines = (data_dir / "sums" / f"{split}.jsonl").read_text().splitlines(keepends=True)
+        (tmp_path / "sums" / f"{split}.jsonl").write_text("".join(lines[:2]))
+    (task,) = load_tasks([tasks["sums"]], tmp_path, 5)
+    with pytest.raises(KvqError, match="lm_eval:sums: prompts with 5 few-shot examples cannot be built: .*[Ss]ample"):
+        LmEvalEvaluation(task, loaded, seed=0, limit=1, prefill="compressed")
 
 
 def test_chat_template_is_applied_to_generation_alone_unless_asked_for(loaded, tasks, data_dir):

@@ -1,11 +1,15 @@
 """The `lm_eval` model: log-likelihoods and answers with a compressed cache."""
 
+import copy
+import dataclasses
+
 import pytest
 import torch
 from lm_eval.api.instance import Instance
+from tokenizers.processors import Sequence
 
 from kvq_cli.attention.attach import attach
-from kvq_cli.errors import UsageError
+from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.evaluation.lm_eval.model import AttachedLM, mean_cache_record
 from kvq_cli.methods.registry import build
 from kvq_cli.reference import prose
@@ -109,6 +113,18 @@ def test_long_text_is_scored_in_windows(loaded):
             log_p = loaded.model(torch.tensor([inputs])).logits[0].log_softmax(-1)
         expected += float(log_p[-len(window) :].gather(1, torch.tensor(window)[:, None]).sum())
     assert total == pytest.approx(expected, abs=2e-3)
+
+
+def test_text_without_tokens_is_an_error(loaded):
+    tokenizer = loaded.tokenizer
+    assert tokenizer("").input_ids == [tokenizer.bos_token_id]
+    without = dataclasses.replace(loaded, tokenizer=copy.deepcopy(tokenizer))
+    without.tokenizer.backend_tokenizer.post_processor = Sequence([])
+    assert without.tokenizer("").input_ids == []
+    empty = requests("loglikelihood_rolling", [("",)])
+    assert run(loaded, EXACT, "loglikelihood_rolling", empty)[0][0] < 0
+    with pytest.raises(KvqError, match="the text '' has no tokens to score"):
+        run(without, EXACT, "loglikelihood_rolling", empty)
 
 
 def test_answers_are_greedy_and_end_at_stop_strings(loaded):

@@ -3,12 +3,14 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.evaluation.aggregate import tasks_by_group
 from kvq_cli.evaluation.lm_eval.task_groups import GROUPS, requested_tasks, task_table
-from kvq_cli.evaluation.lm_eval.tasks import load_tasks, task_names
+from kvq_cli.evaluation.lm_eval.tasks import RequestedGroup, load_tasks, task_names
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,26 @@ def test_lm_eval_has_the_papers_tasks_in_the_named_folders(manager):
 
 def test_requested_groups_are_expanded_without_duplicates():
     found = requested_tasks(["perplexity", "lm_eval:longbench_squat", "lm_eval:longbench_qasper", "lm_eval:mine"])
-    assert len(found) == 9 and found["longbench_qasper"] == "longbench_squat" and found["mine"] == "mine"
+    assert len(found) == 9 and found["mine"] == ["mine"]
+    assert found["longbench_qasper"] == ["longbench_squat", "longbench_qasper"]
+
+
+def test_task_named_before_its_group_is_a_member_of_the_group():
+    found = requested_tasks(["lm_eval:longbench_qasper", "lm_eval:longbench"])
+    evaluations = [SimpleNamespace(task=task, groups=dict.fromkeys(names, False)) for task, names in found.items()]
+    groups = {name: len(tasks) for name, tasks in tasks_by_group(evaluations).items()}
+    assert groups == {"longbench": 14}  # longbench_qasper alone is no group
+
+
+def test_task_of_a_group_of_lm_eval_is_loaded_once_with_all_names(tasks, data_dir, tmp_path):
+    for name in ("sums", "letters"):
+        (tmp_path / f"{name}.yaml").write_text(Path(tasks[name]).read_text())
+    group = "group: both\ntask: [sums, letters]\naggregate_metric_list: [{metric: acc, weight_by_size: true}]\n"
+    (tmp_path / "both.yaml").write_text(group)
+    alone = str(tmp_path / "letters.yaml")
+    loaded = {task.task_name: groups for task, groups in load_tasks([alone, "both"], data_dir).items()}
+    whole = RequestedGroup("both", weighted=True)
+    assert loaded == {"letters": [RequestedGroup(alone), whole], "sums": [whole]}
 
 
 def test_local_copy_is_found_by_task_or_data_set(tasks, data_dir):
@@ -59,10 +80,22 @@ def test_parquet_parts_as_on_the_hub_are_read(tasks, data_dir, tmp_path):
     assert list(task.eval_docs) == rows
 
 
-def test_missing_fewshot_split_is_replaced_by_other_questions(tasks, data_dir, tmp_path):
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("", ""),
+        ("fewshot_split: train\n", ""),  # lm-eval takes the training split by itself
+        ("test_split: test", "validation_split: test"),  # evaluated, since there is no test split
+        ("fewshot_split: train\ntest_split: test", "validation_split: test"),
+    ],
+)
+def test_missing_fewshot_split_is_replaced_by_other_questions(tasks, data_dir, tmp_path, before, after):
+    definition = Path(tasks["sums"]).read_text()
+    assert before in definition
+    (tmp_path / "sums.yaml").write_text(definition.replace(before, after))
     (tmp_path / "sums").mkdir()
     (tmp_path / "sums" / "test.jsonl").write_text((data_dir / "sums" / "test.jsonl").read_text())
-    (task,) = load_tasks([tasks["sums"]], tmp_path)
+    (task,) = load_tasks([str(tmp_path / "sums.yaml")], tmp_path)
     assert task.fewshot_instead_of == "train"
     task.set_fewshot_seed(0)
     for document in task.eval_docs:
