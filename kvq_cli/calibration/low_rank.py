@@ -35,7 +35,7 @@ class SecondMoments:
     def __init__(self, layers: Sequence[AttentionLayer], spec: LowRankSpec, shape: ModelShape) -> None:
         from kvq_cli.attention.projections import projections  # imports transformers
 
-        self._spec, self._groups = spec, shape.kv_heads // spec.heads
+        self._groups = shape.kv_heads // spec.heads
         self._points = {layer.index: dict(zip("kv", projections(layer), strict=True)) for layer in layers}
         self._sums: dict[tuple[int, str], Tensor] = {}
         self._counted = (layers[0].index, "k")

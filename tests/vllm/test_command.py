@@ -167,9 +167,7 @@ def test_weights_are_those_of_the_revision(folder, artifact, model, tmp_path, mo
     """As an engine checks them, which vLLM may have started without `kvq serve`."""
     tiny_model(seed=1, head_dim=64, hidden_size=128).save_pretrained(tmp_path)
     revisions = {None: folder, "main": folder, "v2": tmp_path}
-    monkeypatch.setattr(
-        "huggingface_hub.snapshot_download", lambda name, revision, local_files_only: str(revisions[revision])
-    )
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, revision, **_: str(revisions[revision]))
     held = load_artifact(artifact)
     for revision in (None, "main"):
         check_weights(held, model.config, "some/model", "some/model", False, revision)
