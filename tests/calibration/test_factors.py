@@ -93,7 +93,7 @@ def test_dry_run_calibrate_and_inspect_commands(kvq, tiny_folder, tmp_path):
     assert json.loads(kvq("inspect", "a", "--json").stdout)["errors"]["layers"][1]["v"]["rank"] == SIZE
     assert kvq("inspect", "a", "--plot", "a.png").exit_code == 2
     card = (tmp_path / "a" / "README.md").read_text()
-    assert f"kvq calibrate --method xquant --bits 2 --model {tiny_folder}\n" in card
+    assert f"kvq calibrate --method xquant --bits 2 --model {tiny_folder} --dtype float32\n" in card
     assert f"| 1 | k: {SIZE}, " in card
 
 
