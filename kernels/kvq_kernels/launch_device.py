@@ -1,16 +1,25 @@
-"""Launch kernels on the GPU of their tensors: Triton takes the current device and its stream."""
+"""Tell whether a kernel computes an operation, and launch it on its tensors' GPU: Triton takes the current device."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, Literal, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
+from triton import knobs
+
+#: What computes an operation; "auto": Triton on a GPU and under TRITON_INTERPRET=1, else PyTorch.
+Backend: TypeAlias = Literal["auto", "triton", "torch"]
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+
+
+def uses_triton(tensor: Tensor, backend: Backend) -> bool:
+    """Whether a tensor's device and `backend` select the kernel."""
+    return backend == "triton" or (backend == "auto" and (tensor.device.type == "cuda" or knobs.runtime.interpret))
 
 
 def on_its_device(launch: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Concatenate[Tensor, _P], _R]:

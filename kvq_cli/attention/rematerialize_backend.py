@@ -8,14 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from kvq_kernels.decode_attention import Dense, Side, Uniform
-from kvq_kernels.rematerialize import Latents, Norm, Workspace, new_workspace, plan_splits, rematerialize
+from kvq_kernels import rematerialize
+from kvq_kernels.decode_attention import Dense, Uniform
+from kvq_kernels.rematerialize import Latents, Norm
 from torch import Tensor
 
-from kvq_cli.attention import torch_backend
 from kvq_cli.attention.capture_points import AttentionLayer
 from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.projections import Projection, projections
+from kvq_cli.attention.span_backend import SpanBackend, side_of_stream
 from kvq_cli.attention.triton_backend import TritonBackend
 from kvq_cli.cache.stream import Stream
 from kvq_cli.codecs.base import AnyCodec
@@ -84,14 +85,11 @@ def key_norm(keys: Projection) -> Norm | str | None:
     return f"keys are normalized by {type(module).__name__}, which the kernel does not compute"
 
 
-class RematerializeBackend:
-    """The backend of layers that cache their input; see `Backend`. engine: the backend of other layers, which holds
-    lengths and tables of cosines for all. Layers share their workspace."""
-
-    prefill_attention = staticmethod(torch_backend.prefill_attention)
+class RematerializeBackend(SpanBackend):
+    """The backend of layers that cache their input; see `Backend`."""
 
     def __init__(self, engine: TritonBackend, layers: Sequence[AttentionLayer]) -> None:
-        self._engine = engine
+        super().__init__(engine, rematerialize)
         self._projections: dict[int, tuple[Projection, Projection, Norm | None]] = {}
         for layer in layers:
             keys, values = projections(layer)
@@ -99,38 +97,20 @@ class RematerializeBackend:
             if isinstance(norm, str):
                 raise ValueError(f"{layer.name}: {norm}")
             self._projections[layer.index] = (keys, values, norm)
-        self._workspaces: dict[tuple, Workspace] = {}
 
     def decode_attention(self, query: Tensor, context: ForwardContext) -> Tensor:
         """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; zeros for pads.
 
         Not used for layers with soft-capping or attention sinks.
         """
-        layer, forward, engine, device = context.layer, context.forward, self._engine, query.device
-        lengths = engine.lengths(forward, device)
-        packed = engine.packed_lengths(forward, layer.streams[0].window, device)
-        rope = None if layer.rotation.style == "none" else engine.rope(layer.rotation, forward, device)
+        layer, q = context.layer, query[:, :, 0]
+        lengths, packed, rope = self._rows(query, context)
         key_projection, value_projection, norm = self._projections[layer.index]
         keys = _latents(layer.streams[0], key_projection, layer.plan.keys.up, packed, norm)
         values = _latents(layer.streams[-1], value_projection, layer.plan.values.up, packed)
-        q = query[:, :, 0]
-        return rematerialize(
-            q,
-            keys,
-            values,
-            lengths,
-            context.scaling,
-            rope=rope,
-            window=layer.sliding_window,
-            workspace=self._workspace(q, values),
-            backend="triton",
-        ).unsqueeze(2)
-
-    def _workspace(self, query: Tensor, values: Latents) -> Workspace:
-        shape = (*query.shape, values.rank, plan_splits(query, values))
-        if shape not in self._workspaces:
-            self._workspaces[shape] = new_workspace(query, values)
-        return self._workspaces[shape]
+        options = {"rope": rope, "window": layer.sliding_window, "workspace": self._workspace(q, values)}
+        out = rematerialize.rematerialize(q, keys, values, lengths, context.scaling, **options, backend="triton")
+        return out.unsqueeze(2)
 
 
 def _latents(
@@ -145,7 +125,7 @@ def _latents(
         if isinstance(codec, FirstChannelCodec):
             first, codec = parts["first"], codec.base
         tensors = Dense(parts["raw"]) if isinstance(codec, IdentityCodec) else _uniform(codec, parts)
-    side = Side(tensors, count, stream.sinks if stream.window.sinks else None, stream.ring)
+    side = side_of_stream(stream, tensors, count)
     bias = None if projection.linear.bias is None else projection.linear.bias[projection.part]
     return Latents(side, projection.weight.T if up is None else up, bias, norm, first)
 

@@ -65,6 +65,19 @@ def tiny() -> Callable[..., transformers.PreTrainedModel]:
     return make
 
 
+@pytest.fixture(scope="module")
+def one_layer(tiny):
+    """`one_layer(heads=(4, 2))`: query heads and kv heads of 32 channels."""
+
+    def make(heads=(4, 2), **options):
+        query_heads, kv_heads = heads
+        shape = {"num_attention_heads": query_heads, "num_key_value_heads": kv_heads, "head_dim": 32}
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        return tiny("llama", num_hidden_layers=1, **shape, **options).to(device)
+
+    return make
+
+
 @dataclass(frozen=True)
 class Probe(Method):
     """A method with any codec, window and source of keys."""

@@ -29,18 +29,6 @@ def small_tiles():
         yield
 
 
-@pytest.fixture(scope="module")
-def one_layer(tiny):
-    """`one_layer(heads=(4, 2))`: query heads and kv heads of 32 channels."""
-
-    def make(heads=(4, 2), **options):
-        query_heads, kv_heads = heads
-        shape = {"num_attention_heads": query_heads, "num_key_value_heads": kv_heads, "head_dim": 32}
-        return tiny("llama", num_hidden_layers=1, **shape, **options).to(DEVICE)
-
-    return make
-
-
 def joined(heads: int, dim: int) -> Codec:
     """One transform of all heads, with chunks of all sizes and dropped components."""
     noise = torch.Generator().manual_seed(1)

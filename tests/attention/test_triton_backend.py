@@ -45,18 +45,6 @@ def same(model, method, prompt, tolerance: float = 2e-4) -> None:
     assert (actual - expected).abs().max() < tolerance * expected.abs().max()
 
 
-@pytest.fixture(scope="module")
-def one_layer(tiny):
-    """`one_layer(heads=(4, 2))`: query heads and kv heads of 32 channels."""
-
-    def make(heads=(4, 2), **options):
-        query_heads, kv_heads = heads
-        shape = {"num_attention_heads": query_heads, "num_key_value_heads": kv_heads, "head_dim": 32}
-        return tiny("llama", num_hidden_layers=1, **shape, **options).to(DEVICE)
-
-    return make
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [

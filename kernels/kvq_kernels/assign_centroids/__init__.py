@@ -5,17 +5,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
-from triton import knobs
 
 from kvq_kernels.assign_centroids.launch import MAX_COLUMNS, MAX_ENTRIES, MAX_SIZE, run_assign, run_sums
 from kvq_kernels.assign_centroids.reference import assign_centroids_reference, sums_by_code_reference
+from kvq_kernels.launch_device import Backend, uses_triton
 
 __all__ = ["assign_centroids", "sums_by_code"]
-
-Backend = Literal["auto", "triton", "torch"]
 
 
 def assign_centroids(
@@ -38,7 +34,7 @@ def assign_centroids(
         raise ValueError(f"points {tuple(points.shape)} do not fit centroids {tuple(centroids.shape)}")
     if centroids.shape[1] > MAX_ENTRIES:
         raise ValueError(f"{centroids.shape[1]} centroids in a codebook, at most {MAX_ENTRIES}")
-    if _uses_triton(points, backend):
+    if uses_triton(points, backend):
         return run_assign(points, centroids, tile)
     return assign_centroids_reference(points, centroids)
 
@@ -55,11 +51,6 @@ def sums_by_code(
     """
     if codes.shape != numbers.shape[:2] or numbers.shape[2] > MAX_COLUMNS or entries > MAX_ENTRIES:
         raise ValueError(f"numbers {tuple(numbers.shape)}, codes {tuple(codes.shape)} of {entries} entries do not fit")
-    if _uses_triton(numbers, backend):
+    if uses_triton(numbers, backend):
         return run_sums(numbers, codes, entries, tile)
     return sums_by_code_reference(numbers, codes, entries)
-
-
-def _uses_triton(tensor: Tensor, backend: Backend) -> bool:
-    """Whether a tensor's device and `backend` select the kernel."""
-    return backend == "triton" or (backend == "auto" and (tensor.device.type == "cuda" or knobs.runtime.interpret))

@@ -24,16 +24,14 @@ No argument is read on the host: both launches can be captured in a CUDA graph, 
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
-from triton import knobs
 
 from kvq_kernels.decode_attention.checks import check_arguments
 from kvq_kernels.decode_attention.launch import Workspace, plan_splits, run_kernels
 from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, Pages, PerHead, Rope, Side, Uniform
 from kvq_kernels.decode_attention.reference import decode_attention_reference
 from kvq_kernels.decode_attention.spec import Tile
+from kvq_kernels.launch_device import Backend, uses_triton
 
 __all__ = [
     "Codebook",
@@ -62,7 +60,7 @@ def decode_attention(
     window: int | None = None,
     workspace: Workspace | None = None,
     out: Tensor | None = None,
-    backend: Literal["auto", "triton", "torch"] = "auto",
+    backend: Backend = "auto",
     tile: Tile | None = None,
 ) -> Tensor:
     """softmax(scaling q K^T) V over each row's first lengths[b] tokens: sinks, packed and recent ones.
@@ -80,9 +78,7 @@ def decode_attention(
     float16 operands and float32 sums: |q s| of a channel and |v| must be below 65504.
     """
     check_arguments(query, keys, values, lengths, rope, workspace, out)
-    if backend == "auto":
-        backend = "triton" if query.device.type == "cuda" or knobs.runtime.interpret else "torch"
-    if backend == "torch":
+    if not uses_triton(query, backend):
         result = decode_attention_reference(query, keys, values, lengths, scaling, rope, window=window).to(query.dtype)
         return result if out is None else out.copy_(result)
     return run_kernels(query, keys, values, lengths, scaling, rope, window, workspace, out, tile)

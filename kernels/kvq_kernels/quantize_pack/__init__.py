@@ -6,12 +6,10 @@ PyTorch. `decode_attention` reads the result.
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
-from triton import knobs
 
 from kvq_kernels.decode_attention.parts import Uniform
+from kvq_kernels.launch_device import Backend, uses_triton
 from kvq_kernels.quantize_pack.launch import run_kernel, unsupported
 from kvq_kernels.quantize_pack.layout import Layout
 from kvq_kernels.quantize_pack.reference import quantize_pack_reference
@@ -23,7 +21,7 @@ def quantize_pack(
     x: Tensor,
     layout: Layout,
     *,
-    backend: Literal["auto", "triton", "torch"] = "auto",
+    backend: Backend = "auto",
     tile: dict[str, int] | None = None,
 ) -> Uniform:
     """Quantized and packed `x` `[B, H, T, D]` (float16, bfloat16 or float32), as `decode_attention` reads it.
@@ -41,9 +39,7 @@ def quantize_pack(
     """
     if x.dim() != 4 or x.shape[3] != layout.dim or x.shape[2] % layout.block_tokens:
         raise ValueError(f"numbers of shape {tuple(x.shape)} are no whole groups of {layout}")
-    if backend == "auto":
-        backend = "triton" if x.device.type == "cuda" or knobs.runtime.interpret else "torch"
-    if backend == "torch":
+    if not uses_triton(x, backend):
         return quantize_pack_reference(x, layout)
     if why := unsupported(layout):
         raise ValueError(why)

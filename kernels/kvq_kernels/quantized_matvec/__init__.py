@@ -12,9 +12,9 @@ from __future__ import annotations
 from typing import Literal
 
 from torch import Tensor
-from triton import knobs
 
 from kvq_kernels.decode_attention.parts import Uniform
+from kvq_kernels.launch_device import Backend, uses_triton
 from kvq_kernels.quantized_matvec.launch import partial_sums, run_kernels
 from kvq_kernels.quantized_matvec.reference import quantized_matvec_reference
 
@@ -28,7 +28,7 @@ def quantized_matvec(
     *,
     out: Tensor | None = None,
     partial: Tensor | None = None,
-    backend: Literal["auto", "triton", "torch"] = "auto",
+    backend: Backend = "auto",
     tile: dict[str, int] | None = None,
 ) -> Tensor:
     """S = Q K^T (side "keys", Eq. 3), `[B, Q, D] -> [B, Q, T]`; O = P V ("values", Eq. 5), `[B, Q, T] -> [B, Q, D]`.
@@ -43,9 +43,7 @@ def quantized_matvec(
     |q s| of a channel must be below 65504, |p s| below 255.
     """
     _check(vectors, packed, side)
-    if backend == "auto":
-        backend = "triton" if vectors.device.type == "cuda" or knobs.runtime.interpret else "torch"
-    if backend == "torch":
+    if not uses_triton(vectors, backend):
         result = quantized_matvec_reference(vectors, packed, side, vectors.dtype)
         return result if out is None else out.copy_(result)
     return run_kernels(vectors, packed, side, out, partial, tile)

@@ -19,16 +19,15 @@ No argument is read on the host; the number of launches depends on the tensors' 
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
-from triton import knobs
 
 from kvq_kernels.decode_attention.checks import check_offset_and_out, check_per_row
 from kvq_kernels.decode_attention.parts import Dense, Rope, Uniform
+from kvq_kernels.launch_device import Backend, uses_triton
 from kvq_kernels.rematerialize.launch import new_workspace, plan_splits, run_kernels
-from kvq_kernels.rematerialize.parts import Latents, Norm, Workspace
+from kvq_kernels.rematerialize.parts import Latents, Norm
 from kvq_kernels.rematerialize.reference import rematerialize_reference
+from kvq_kernels.spans import Workspace
 
 __all__ = ["Latents", "Norm", "Workspace", "new_workspace", "plan_splits", "rematerialize"]
 
@@ -44,7 +43,7 @@ def rematerialize(
     window: int | None = None,
     workspace: Workspace | None = None,
     out: Tensor | None = None,
-    backend: Literal["auto", "triton", "torch"] = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """softmax(scaling q K^T) V over each row's first lengths[b] tokens, whose layer inputs are cached.
 
@@ -61,9 +60,7 @@ def rematerialize(
     shapes that do not fit.
     """
     _check(query, keys, values, lengths, rope, out)
-    if backend == "auto":
-        backend = "triton" if query.device.type == "cuda" or knobs.runtime.interpret else "torch"
-    if backend == "torch":
+    if not uses_triton(query, backend):
         result = rematerialize_reference(query, keys, values, lengths, scaling, rope, window).to(query.dtype)
         return result if out is None else out.copy_(result)
     return run_kernels(query, keys, values, lengths, scaling, rope, window, workspace, out)

@@ -10,11 +10,12 @@ from torch import Tensor
 from kvq_kernels.aot_cases import Launch
 from kvq_kernels.decode_attention.parts import Rope, Side, Uniform
 from kvq_kernels.planar import high_words, low_words
-from kvq_kernels.rematerialize.launch import Call, GridLaunch, project_launch, score_launch, sum_launch
-from kvq_kernels.rematerialize.parts import Latents, Workspace
+from kvq_kernels.rematerialize.launch import Call, project_launch, score_launch, sum_launch
+from kvq_kernels.rematerialize.parts import Latents
 from kvq_kernels.rematerialize.scores import score_kernel
 from kvq_kernels.rematerialize.spec import Source
 from kvq_kernels.rematerialize.sums import project_kernel, sum_kernel
+from kvq_kernels.spans import GridLaunch, Workspace
 
 ROWS, TOKENS, HEADS, DIM, WIDTH, GROUP = 1, 32768, 32, 128, 4096, 128
 SPAN, SPLITS = 8192, 8
@@ -41,7 +42,7 @@ def _call(gpu: str, bits: int, rank: int, dtype: torch.dtype = torch.float16) ->
         keys, values = _side(bits, "channel", rank, rank, dtype), _side(bits, "token", rank, rank, dtype)
     else:
         keys = values = _side(bits, "token", rank, rank, dtype)
-    return Call(query, keys, values, lengths, DIM**-0.5, rope, None, gpu)
+    return Call(query, lengths, DIM**-0.5, rope, None, gpu, keys, values)
 
 
 def calls(gpu: str) -> dict[str, Call]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import triton
@@ -12,41 +12,29 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
-from kvq_kernels.decode_attention.launch import TYPES, capacity, float32_products, sm_count
+from kvq_kernels.decode_attention.launch import TYPES, capacity
 from kvq_kernels.decode_attention.parts import Dense, Packed, PerHead, Rope, Uniform
 from kvq_kernels.launch_device import on_its_device
-from kvq_kernels.rematerialize.parts import Latents, Workspace
+from kvq_kernels.rematerialize.parts import Latents
 from kvq_kernels.rematerialize.scores import score_kernel
 from kvq_kernels.rematerialize.spec import Source
 from kvq_kernels.rematerialize.sums import project_kernel, sum_kernel
+from kvq_kernels.spans import PROJECTED_CHANNELS, GridLaunch, SpanCall, Workspace, count_splits, launch_kernel
 from kvq_kernels.tuning import configuration, family
 
 OPERATION = "rematerialize"
-#: Of a program of `project_kernel`: elements of `partial` that it reads at once, output channels.
-MERGED_ELEMENTS, PROJECTED_CHANNELS = 4096, 32
-MAX_SPLITS = 16
-
-#: (grid, run-time arguments, compile-time arguments, Triton's options) of a kernel.
-GridLaunch: TypeAlias = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Call:
-    """Arguments of one `rematerialize`, which its launches share. gpu: family, for the tuning table."""
+class Call(SpanCall):
+    """Arguments of one `rematerialize`, which its launches share."""
 
-    query: Tensor
     keys: Latents
     values: Latents
-    lengths: Tensor
-    scaling: float
-    rope: Rope | None
-    window: int | None
-    gpu: str
 
     @property
-    def group(self) -> int:
-        """Query heads of a kv head."""
-        return self.query.shape[1] * self.query.shape[2] // self.keys.weight.shape[1]
+    def kv_heads(self) -> int:
+        return self.keys.weight.shape[1] // self.query.shape[2]
 
     @property
     def products(self) -> dict[str, Any]:
@@ -54,7 +42,7 @@ class Call:
         dtype = TYPES[self.query.dtype]
         if knobs.runtime.interpret and dtype == tl.bfloat16:
             dtype = tl.float32  # the interpreter keeps bfloat16 as 16-bit integers, and multiplies those
-        return {"T": dtype, "PRECISION": float32_products(self.query.dtype, not self.gpu.startswith("gfx"))}
+        return {"T": dtype, "PRECISION": self.precision}
 
 
 def pointers(side: Latents) -> tuple[tuple[Tensor | None, ...], tuple[int, ...], int]:
@@ -93,7 +81,7 @@ def score_launch(call: Call, source: Source, base: int, workspace: Workspace) ->
     query, keys, config = call.query, call.keys, tile(call, "scores", source)
     rows, heads, dim = query.shape
     tensors, strides, ring_size = pointers(keys)
-    norm, rope = keys.norm, call.rope
+    norm = keys.norm
     args = (
         query,
         workspace.scores,
@@ -106,22 +94,19 @@ def score_launch(call: Call, source: Source, base: int, workspace: Workspace) ->
         keys.bias,
         None if norm is None else norm.weight,
         0.0 if norm is None else norm.epsilon,
-        (None, None, None) if rope is None else (rope.coarse, rope.fine, rope.offset),
+        call.tables,
         ring_size,
         base,
         call.window or 0,
-        call.scaling * math.log2(math.e),
+        call.base2_scaling,
         (source.words, source.fields),
     )
     constants = {
         "S": source,
-        "STYLE": "none" if rope is None else rope.style,
-        "WIDTH": 0 if rope is None else 2 * rope.frequencies.numel(),
+        **call.rotation,
         "NORM": "none" if norm is None else norm.kind,
-        "D": dim,
+        **call.heads,
         "P": max(16, triton.next_power_of_2(dim // 2)),
-        "GROUP": call.group,
-        "M": triton.next_power_of_2(call.group),
         "SPAN": workspace.span,
         "N": config["tokens"],
         "R": config["words"],
@@ -154,8 +139,8 @@ def sum_launch(call: Call, source: Source, base: int, workspace: Workspace, span
     config = tile(call, "sums", source)
     rows, heads, _ = call.query.shape
     tensors, strides, ring_size = pointers(call.values)
-    before, after = workspace.logsum[span_index % 2], workspace.logsum[(span_index + 1) % 2]
-    args = (workspace.scores, workspace.partial, before, after, call.lengths, call.values.held.count)
+    buffers = workspace.scores, workspace.partial, *workspace.logsums(span_index)
+    args = (*buffers, call.lengths, call.values.held.count)
     constants = {
         "S": source,
         "FIRST_SPAN": span_index == 0,
@@ -175,35 +160,27 @@ def sum_launch(call: Call, source: Source, base: int, workspace: Workspace, span
 
 def project_launch(call: Call, workspace: Workspace, span_index: int, out: Tensor) -> GridLaunch:
     """Launch of `project_kernel` after `span_index` spans."""
-    values, (rows, heads, dim), group = call.values, call.query.shape, call.group
-    members, splits = triton.next_power_of_2(group), triton.next_power_of_2(workspace.splits)
-    logsum = workspace.logsum[span_index % 2]
+    values, (rows, _, dim) = call.values, call.query.shape
+    logsum, _ = workspace.logsums(span_index)
     args = (workspace.partial, logsum, values.weight, values.weight.stride(), values.bias, out, workspace.splits)
     constants = {
         "RANK": values.rank,
-        "D": dim,
-        "GROUP": group,
-        "M": members,
-        "SPLITS": splits,
-        "R": max(16, min(128, MERGED_ELEMENTS // (members * splits))),
+        **call.heads,
+        "SPLITS": triton.next_power_of_2(workspace.splits),
+        "R": call.merged(workspace.splits),
         "C": PROJECTED_CHANNELS,
         **call.products,
     }
-    return (
-        (triton.cdiv(dim, PROJECTED_CHANNELS), heads // group, rows),
-        args,
-        constants,
-        {"num_warps": 4, "num_stages": 2},
-    )
+    grid = triton.cdiv(dim, PROJECTED_CHANNELS), call.kv_heads, rows
+    return grid, args, constants, {"num_warps": 4, "num_stages": 2}
 
 
 def plan_splits(query: Tensor, values: Latents) -> int:
-    """Splits of the tokens, for two programs of `sum_kernel` per multiprocessor, as far as there are tiles."""
+    """`count_splits` of `sum_kernel`."""
     source = Source.packed(values)
     config = configuration(OPERATION, f"sums/{source.key}", family(query.device))
     parts = triton.cdiv(source.words, config["words"]) * (source.fields // fields(query.shape[1], source, config))
-    wanted = triton.cdiv(2 * sm_count(query.device), parts * query.shape[0])
-    return max(1, min(MAX_SPLITS, wanted, triton.cdiv(room(values, source), config["tokens"])))
+    return count_splits(query, parts, triton.cdiv(room(values, source), config["tokens"]))
 
 
 def new_workspace(query: Tensor, values: Latents) -> Workspace:
@@ -226,7 +203,7 @@ def run_kernels(
 ) -> Tensor:
     """`rematerialize` by the kernels, a span at a time: sinks and recent tokens, then packed tokens."""
     query = query.contiguous()
-    call = Call(query, keys, values, lengths, scaling, rope, window, family(query.device))
+    call = Call(query, lengths, scaling, rope, window, family(query.device), keys, values)
     workspace = new_workspace(query, values) if workspace is None else workspace
     out = torch.empty_like(query) if out is None else out
     span_index = 0
@@ -235,13 +212,8 @@ def run_kernels(
         (Source.packed(keys), Source.packed(values)),
     ):
         for base in range(0, room(keys, key_source), workspace.span):
-            _launch(score_kernel, score_launch(call, key_source, base, workspace))
-            _launch(sum_kernel, sum_launch(call, value_source, base, workspace, span_index))
+            launch_kernel(score_kernel, score_launch(call, key_source, base, workspace))
+            launch_kernel(sum_kernel, sum_launch(call, value_source, base, workspace, span_index))
             span_index += 1
-    _launch(project_kernel, project_launch(call, workspace, span_index, out))
+    launch_kernel(project_kernel, project_launch(call, workspace, span_index, out))
     return out
-
-
-def _launch(kernel: Any, launch: GridLaunch) -> None:
-    grid, args, constants, options = launch
-    kernel[grid](*args, **constants, **options)

@@ -1,11 +1,10 @@
-"""Inputs of `rematerialize`: cached layer inputs of one layer, the projection to keys or values, and the workspace."""
+"""Inputs of `rematerialize`: cached layer inputs of one layer, and the projection to keys or values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from kvq_kernels.decode_attention.parts import Side
@@ -42,32 +41,3 @@ class Latents:
     @property
     def rank(self) -> int:
         return self.weight.shape[0]
-
-
-@dataclass
-class Workspace:
-    """Buffers between the kernels; their size does not depend on the context.
-
-    scores:  float32 `[B, Q, span]`, of `span` tokens at a time.
-    partial: float32 `[B, Q, splits, R]`, sum of p x over each split's tokens.
-    logsum:  float32 `[2, B, Q, splits]`, their log-sum-exp (base 2); one half is read while the other is written.
-    """
-
-    scores: Tensor
-    partial: Tensor
-    logsum: Tensor
-
-    @classmethod
-    def like(cls, query: Tensor, rank: int, span: int, splits: int) -> Workspace:
-        """An empty workspace for `query` `[B, Q, D]` over values with R = `rank` channels."""
-        rows, heads, _ = query.shape
-        sizes = (rows, heads, span), (rows, heads, splits, rank), (2, rows, heads, splits)
-        return cls(*(torch.empty(size, dtype=torch.float32, device=query.device) for size in sizes))
-
-    @property
-    def span(self) -> int:
-        return self.scores.shape[2]
-
-    @property
-    def splits(self) -> int:
-        return self.logsum.shape[3]

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from kvq_kernels.decode_attention.spec import get
 from kvq_kernels.rematerialize.read import field_numbers, load_words, token_count, token_lines
+from kvq_kernels.span_softmax import merged_sums, softmax_step, tiles_of_split
 
 
 @triton.jit
@@ -45,10 +46,7 @@ def sum_kernel(
     length, count = tl.load(lengths + row), tl.load(counts + row)
     total = token_count(length, count, S)
     span_tokens = tl.minimum(tl.maximum(total - base, 0), SPAN)
-    tiles = tl.cdiv(span_tokens, N)
-    each = tl.cdiv(tiles, splits)
-    first = tl.minimum(split * each, tiles)
-    last = tl.minimum(first + each, tiles)
+    first, last = tiles_of_split(span_tokens, split, splits, N)
 
     query = tl.arange(0, Q)
     query_mask = query < HEADS
@@ -70,13 +68,7 @@ def sum_kernel(
     for tile in tl.range(first, last):
         begin = base + tile * N
         within = tile * N + tl.arange(0, N)
-        valid = query_mask[:, None] & (within < span_tokens)[None, :]
-        qk = tl.load(scores + queries[:, None] * SPAN + within[None, :], mask=valid, other=float("-inf"))
-        m_ij = tl.maximum(m_i, tl.max(qk, axis=1))
-        m_finite = tl.where(m_ij == float("-inf"), 0.0, m_ij)
-        p = tl.exp2(qk - m_finite[:, None])
-        alpha = tl.exp2(m_i - m_finite)
-        l_i = l_i * alpha + tl.sum(p, axis=1)
+        p, alpha, m_i, l_i = softmax_step(scores, queries, query_mask, within, span_tokens, m_i, l_i, SPAN)
         index = tl.minimum(base + within, total - 1)
         lines = token_lines(side, strides, row, index, count, ring_size, S)
         words = load_words(lines, word, S)
@@ -86,7 +78,6 @@ def sum_kernel(
             x = tl.dot(p.to(T), x, acc[i] * alpha[:, None], input_precision=PRECISION)
             new = new + (x,)
         acc = new
-        m_i = m_ij
     scale = 1.0 / tl.where(l_i > 0, l_i, 1.0)
     for i in tl.static_range(F):
         channel = (first_field + i) * W + word
@@ -133,12 +124,7 @@ def project_kernel(
     for start in tl.range(0, RANK, R):
         rank = start + tl.arange(0, R)
         inside = rank < RANK
-        x = tl.load(
-            partial + query_split[:, :, None] * RANK + rank[None, None, :],
-            mask=mask[:, :, None] & inside[None, None, :],
-            other=0.0,
-        )
-        merged = tl.sum(x * weights[:, :, None], axis=1)
+        merged = merged_sums(partial, query_split, weights, mask, rank, inside, RANK)
         w = tl.load(
             columns + rank[:, None] * weight_strides[0], mask=inside[:, None] & (channel < D)[None, :], other=0.0
         )

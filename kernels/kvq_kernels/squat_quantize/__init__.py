@@ -10,12 +10,10 @@ the channels after it (Eq. 6, with B_t H_t in the form whose largest matrix has 
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
-from triton import knobs
 
+from kvq_kernels.launch_device import Backend, uses_triton
 from kvq_kernels.squat_quantize.launch import run_kernel
 from kvq_kernels.squat_quantize.reference import squat_quantize_reference
 
@@ -31,7 +29,7 @@ def squat_quantize(
     group: int,
     block: int,
     dtype: torch.dtype,
-    backend: Literal["auto", "triton", "torch"] = "auto",
+    backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(codes, scale, zero) of quantized keys.
 
@@ -54,8 +52,6 @@ def squat_quantize(
         raise ValueError(f"subspace of shape {tuple(subspace.shape)} for keys of shape {tuple(keys.shape)}")
     if gain.shape != (states, heads, blocks - 1, rank, rank):
         raise ValueError(f"gain of shape {tuple(gain.shape)} for {blocks} blocks of a subspace of rank {rank}")
-    if backend == "auto":
-        backend = "triton" if keys.device.type == "cuda" or knobs.runtime.interpret else "torch"
-    if backend == "torch":
+    if not uses_triton(keys, backend):
         return squat_quantize_reference(keys, subspace, gain, bits, group, block, dtype)
     return run_kernel(keys, subspace, gain, bits, group, block, dtype)

@@ -19,22 +19,20 @@ No argument is read on the host; the number of launches depends on the tensors' 
 
 from __future__ import annotations
 
-from typing import Literal
-
 from torch import Tensor
-from triton import knobs
 
 from kvq_kernels.decode_attention.parts import Rope
+from kvq_kernels.launch_device import Backend, uses_triton
 from kvq_kernels.transform_attention.checks import check_arguments
 from kvq_kernels.transform_attention.launch import make_steps, new_workspace, plan_splits, run_kernels
-from kvq_kernels.transform_attention.parts import Steps, Transform, Transformed, Workspace
+from kvq_kernels.transform_attention.parts import Steps, Transform, Transformed, TransformWorkspace
 from kvq_kernels.transform_attention.reference import transform_attention_reference
 
 __all__ = [
     "Steps",
     "Transform",
+    "TransformWorkspace",
     "Transformed",
-    "Workspace",
     "make_steps",
     "new_workspace",
     "plan_splits",
@@ -51,9 +49,9 @@ def transform_attention(
     *,
     rope: Rope | None = None,
     window: int | None = None,
-    workspace: Workspace | None = None,
+    workspace: TransformWorkspace | None = None,
     out: Tensor | None = None,
-    backend: Literal["auto", "triton", "torch"] = "auto",
+    backend: Backend = "auto",
 ) -> Tensor:
     """softmax(scaling q K^T) V over each row's first lengths[b] tokens: sinks, packed and recent ones.
 
@@ -70,9 +68,7 @@ def transform_attention(
     float32 query float32 operands. ValueError for shapes that do not fit.
     """
     check_arguments(query, keys, values, lengths, rope, out)
-    if backend == "auto":
-        backend = "triton" if query.device.type == "cuda" or knobs.runtime.interpret else "torch"
-    if backend == "torch":
+    if not uses_triton(query, backend):
         result = transform_attention_reference(query, keys, values, lengths, scaling, rope, window).to(query.dtype)
         return result if out is None else out.copy_(result)
     return run_kernels(query, keys, values, lengths, scaling, rope, window, workspace, out)

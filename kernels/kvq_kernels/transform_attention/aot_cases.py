@@ -9,16 +9,16 @@ from torch import Tensor
 
 from kvq_kernels.aot_cases import Launch
 from kvq_kernels.decode_attention.parts import Dense, Rope, Side
+from kvq_kernels.spans import GridLaunch
 from kvq_kernels.transform_attention.launch import (
     Call,
-    GridLaunch,
     exact_launch,
     make_steps,
     project_launch,
     score_launch,
     sum_launch,
 )
-from kvq_kernels.transform_attention.parts import Transform, Transformed, Workspace
+from kvq_kernels.transform_attention.parts import Transform, Transformed, TransformWorkspace
 from kvq_kernels.transform_attention.scores import score_kernel
 from kvq_kernels.transform_attention.sums import exact_kernel, project_kernel, sum_kernel
 
@@ -54,7 +54,7 @@ def _call(gpu: str, joined: bool, dtype: torch.dtype = torch.float16) -> Call:
     query, lengths = _empty(ROWS, HEADS, DIM, dtype=dtype), _empty(ROWS, dtype=torch.int32)
     rope = Rope.tables("half", _empty(DIM // 2, dtype=torch.float32), TOKENS)
     keys, values = _side(joined, dtype, gpu), _side(True, dtype, gpu)
-    return Call(query, keys, values, lengths, DIM**-0.5, rope, None, gpu)
+    return Call(query, lengths, DIM**-0.5, rope, None, gpu, keys, values)
 
 
 def calls(gpu: str) -> dict[str, Call]:
@@ -80,8 +80,8 @@ def launches(gpu: str) -> dict[str, Launch]:
     return named
 
 
-def _workspace(call: Call) -> Workspace:
-    return Workspace.like(call.query, call.values.transform.steps.components, SPAN, SPLITS, EXACT_SPLITS)
+def _workspace(call: Call) -> TransformWorkspace:
+    return TransformWorkspace.like(call.query, call.values.rank, SPAN, SPLITS, EXACT_SPLITS)
 
 
 def _launch(kernel: Any, launch: GridLaunch) -> Launch:

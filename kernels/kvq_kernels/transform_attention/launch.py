@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import triton
@@ -13,52 +12,32 @@ import triton.language as tl
 from torch import Tensor
 
 from kvq_kernels.decode_attention.arguments import pointers
-from kvq_kernels.decode_attention.launch import NO_WINDOW, TAIL_TILE, float32_products, sm_count
+from kvq_kernels.decode_attention.launch import NO_WINDOW, TAIL_TILE
 from kvq_kernels.decode_attention.parts import Dense, Rope, Side
 from kvq_kernels.decode_attention.spec import SideSpec, padded_dim
 from kvq_kernels.launch_device import on_its_device
-from kvq_kernels.transform_attention.parts import Steps, Transformed, Workspace
+from kvq_kernels.spans import PROJECTED_CHANNELS, GridLaunch, SpanCall, Workspace, count_splits, launch_kernel
+from kvq_kernels.transform_attention.parts import Steps, Transformed, TransformWorkspace
 from kvq_kernels.transform_attention.scores import score_kernel
 from kvq_kernels.transform_attention.sums import exact_kernel, project_kernel, sum_kernel
 from kvq_kernels.tuning import configuration, family
 
 OPERATION = "transform_attention"
-#: Of a program of `project_kernel`: elements of `partial` that it reads at once, output channels.
-MERGED_ELEMENTS, PROJECTED_CHANNELS = 2048, 32
-MAX_SPLITS, MAX_EXACT_SPLITS = 16, 8
+MAX_EXACT_SPLITS = 8
 #: Exact tokens of a program of `exact_kernel`, about.
 EXACT_TOKENS = 2 * TAIL_TILE
 
-#: (grid, run-time arguments, compile-time arguments, Triton's options) of a kernel.
-GridLaunch: TypeAlias = tuple[tuple[int, ...], tuple[Any, ...], dict[str, Any], dict[str, Any]]
-
 
 @dataclass(frozen=True)
-class Call:
-    """Arguments of one `transform_attention`, which its launches share. gpu: family, for the tuning table."""
+class Call(SpanCall):
+    """Arguments of one `transform_attention`, which its launches share."""
 
-    query: Tensor
     keys: Transformed
     values: Transformed
-    lengths: Tensor
-    scaling: float
-    rope: Rope | None
-    window: int | None
-    gpu: str
 
     @property
     def kv_heads(self) -> int:
         return self.keys.transform.mean.shape[0]
-
-    @property
-    def group(self) -> int:
-        """Query heads of a kv head."""
-        return self.query.shape[1] // self.kv_heads
-
-    @property
-    def precision(self) -> str:
-        """Of products of float32 numbers."""
-        return float32_products(self.query.dtype, not self.gpu.startswith("gfx"))
 
     @property
     def products(self) -> dict[str, Any]:
@@ -71,18 +50,6 @@ class Call:
     def config(self, kernel: str) -> dict[str, int]:
         """Tuned configuration of a kernel."""
         return configuration(OPERATION, kernel, self.gpu)
-
-    @property
-    def rotation(self) -> dict[str, Any]:
-        """Compile-time arguments of RoPE."""
-        if self.rope is None:
-            return {"STYLE": "none", "WIDTH": 0}
-        return {"STYLE": self.rope.style, "WIDTH": 2 * self.rope.frequencies.numel()}
-
-    @property
-    def heads(self) -> dict[str, int]:
-        """Compile-time arguments of a kv head."""
-        return {"D": self.query.shape[2], "GROUP": self.group, "M": triton.next_power_of_2(self.group)}
 
 
 def make_steps(
@@ -113,7 +80,7 @@ def sinks_of(side: Side) -> int:
 
 def score_launch(call: Call, base: int, workspace: Workspace) -> GridLaunch:
     """Launch of `score_kernel` for the span that begins at packed token `base`."""
-    keys, config, rope = call.keys, call.config("scores"), call.rope
+    keys, config = call.keys, call.config("scores")
     transform, (codes, stride, line) = keys.transform, codes_of(keys)
     tables = transform.centroids, transform.synthesis, transform.mean, transform.steps.groups, transform.steps.steps
     args = (
@@ -124,10 +91,10 @@ def score_launch(call: Call, base: int, workspace: Workspace) -> GridLaunch:
         codes,
         stride,
         *tables,
-        (None, None, None) if rope is None else (rope.coarse, rope.fine, rope.offset),
+        call.tables,
         base,
         call.window or 0,
-        call.scaling * math.log2(math.e),
+        call.base2_scaling,
     )
     constants = {
         "SINKS": sinks_of(keys.exact),
@@ -153,8 +120,7 @@ def sum_launch(call: Call, base: int, workspace: Workspace, span_index: int) -> 
     args = (
         workspace.scores,
         workspace.partial,
-        workspace.logsum[span_index % 2],
-        workspace.logsum[(span_index + 1) % 2],
+        *workspace.logsums(span_index),
         values.exact.count,
         codes,
         stride,
@@ -178,7 +144,7 @@ def sum_launch(call: Call, base: int, workspace: Workspace, span_index: int) -> 
     return grid, args, constants, _options(config)
 
 
-def exact_launch(call: Call, workspace: Workspace) -> GridLaunch:
+def exact_launch(call: Call, workspace: TransformWorkspace) -> GridLaunch:
     """Launch of `exact_kernel`."""
     config, rope, (rows, _, dim) = call.config("exact"), call.rope, call.query.shape
     keys, values = (_exact_side(side.exact) for side in (call.keys, call.values))
@@ -196,7 +162,7 @@ def exact_launch(call: Call, workspace: Workspace) -> GridLaunch:
         value_strides,
         tuple(1 if side.ring is None else side.ring.shape[2] for side in (keys, values)),
         (None,) * 4 if rope is None else (rope.coarse, rope.fine, rope.fine_half, rope.offset),
-        call.scaling * math.log2(math.e),
+        call.base2_scaling,
     )
     constants = {
         "SK": SideSpec.of(keys, dim),
@@ -219,13 +185,12 @@ def _exact_side(side: Side) -> Side:
     return replace(side, packed=Dense(exact))
 
 
-def project_launch(call: Call, workspace: Workspace, span_index: int, out: Tensor) -> GridLaunch:
+def project_launch(call: Call, workspace: TransformWorkspace, span_index: int, out: Tensor) -> GridLaunch:
     """Launch of `project_kernel` after `span_index` spans."""
-    transform, members = call.values.transform, triton.next_power_of_2(call.group)
-    splits, exact = triton.next_power_of_2(workspace.splits), triton.next_power_of_2(workspace.exact_splits)
+    transform, (rows, _, dim) = call.values.transform, call.query.shape
     args = (
         workspace.partial,
-        workspace.logsum[span_index % 2],
+        workspace.logsums(span_index)[0],
         workspace.exact,
         workspace.exact_logsum,
         transform.synthesis,
@@ -239,13 +204,13 @@ def project_launch(call: Call, workspace: Workspace, span_index: int, out: Tenso
         "COMPONENTS": workspace.partial.shape[3],
         "HEADS": transform.group_heads,
         **call.heads,
-        "SPLITS": splits,
-        "EXACT": exact,
-        "R": max(16, min(128, MERGED_ELEMENTS // (members * splits))),
+        "SPLITS": triton.next_power_of_2(workspace.splits),
+        "EXACT": triton.next_power_of_2(workspace.exact_splits),
+        "R": call.merged(workspace.splits),
         "C": PROJECTED_CHANNELS,
         "PRECISION": call.precision,
     }
-    grid = triton.cdiv(call.query.shape[2], PROJECTED_CHANNELS), call.kv_heads, call.query.shape[0]
+    grid = triton.cdiv(dim, PROJECTED_CHANNELS), call.kv_heads, rows
     return grid, args, constants, {"num_warps": 4, "num_stages": 2}
 
 
@@ -254,21 +219,19 @@ def _options(config: dict[str, int]) -> dict[str, int]:
 
 
 def plan_splits(query: Tensor, values: Transformed) -> int:
-    """Splits of packed tokens, for two programs of `sum_kernel` per multiprocessor, as far as there are tiles."""
+    """`count_splits` of `sum_kernel`."""
     config = configuration(OPERATION, "sums", family(query.device))
-    steps = values.transform.steps.steps.shape[0]
-    wanted = triton.cdiv(2 * sm_count(query.device), steps * query.shape[0])
-    return max(1, min(MAX_SPLITS, wanted, triton.cdiv(room(values), config["tokens"])))
+    tiles = triton.cdiv(room(values), config["tokens"])
+    return count_splits(query, values.transform.steps.steps.shape[0], tiles)
 
 
-def new_workspace(query: Tensor, values: Transformed) -> Workspace:
+def new_workspace(query: Tensor, values: Transformed) -> TransformWorkspace:
     """Workspace with the tuned span, and splits for all tokens that there is room for."""
     span = configuration(OPERATION, "scores", family(query.device))["span"]
     ring = values.exact.ring
     exact = sinks_of(values.exact) + (0 if ring is None else ring.shape[2])
     exact_splits = max(1, min(MAX_EXACT_SPLITS, triton.cdiv(exact, EXACT_TOKENS)))
-    components = max(1, values.transform.steps.components)
-    return Workspace.like(query, components, span, plan_splits(query, values), exact_splits)
+    return TransformWorkspace.like(query, values.rank, span, plan_splits(query, values), exact_splits)
 
 
 @on_its_device
@@ -280,24 +243,19 @@ def run_kernels(
     scaling: float,
     rope: Rope | None,
     window: int | None,
-    workspace: Workspace | None,
+    workspace: TransformWorkspace | None,
     out: Tensor | None,
 ) -> Tensor:
     """`transform_attention` by the kernels: exact tokens, then packed ones, a span at a time."""
     query = query.contiguous()
-    call = Call(query, keys, values, lengths, scaling, rope, window, family(query.device))
+    call = Call(query, lengths, scaling, rope, window, family(query.device), keys, values)
     workspace = new_workspace(query, values) if workspace is None else workspace
     out = torch.empty_like(query) if out is None else out
-    _launch(exact_kernel, exact_launch(call, workspace))
+    launch_kernel(exact_kernel, exact_launch(call, workspace))
     span_index = 0
     for base in range(0, room(keys), workspace.span):
-        _launch(score_kernel, score_launch(call, base, workspace))
-        _launch(sum_kernel, sum_launch(call, base, workspace, span_index))
+        launch_kernel(score_kernel, score_launch(call, base, workspace))
+        launch_kernel(sum_kernel, sum_launch(call, base, workspace, span_index))
         span_index += 1
-    _launch(project_kernel, project_launch(call, workspace, span_index, out))
+    launch_kernel(project_kernel, project_launch(call, workspace, span_index, out))
     return out
-
-
-def _launch(kernel: Any, launch: GridLaunch) -> None:
-    grid, args, constants, options = launch
-    kernel[grid](*args, **constants, **options)

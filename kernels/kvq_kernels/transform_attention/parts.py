@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvq_kernels.decode_attention.parts import Side
+from kvq_kernels.spans import Workspace
 
 
 @dataclass(frozen=True)
@@ -86,43 +87,28 @@ class Transformed:
     transform: Transform
     exact: Side
 
+    @property
+    def rank(self) -> int:
+        """Numbers of a token that are summed for a query head."""
+        return max(1, self.transform.steps.components)
+
 
 @dataclass
-class Workspace:
-    """Buffers between the kernels; their size does not depend on the context. Sums have their log-sum-exp (base 2).
+class TransformWorkspace(Workspace):
+    """With the results of exact tokens. R: components of the group that has most.
 
-    scores:  float32 `[B, Q, span]`, of `span` packed tokens at a time.
-    partial: float32 `[B, Q, splits, components]`, sum of p z over each split's packed tokens.
-    logsum:  float32 `[2, B, Q, splits]`; one half is read while the other is written.
-    exact, exact_logsum: float32 `[B, Q, exact splits, D]`, `[B, Q, exact splits]`: of sinks and recent tokens.
+    exact:        float32 `[B, Q, exact splits, D]`, attention to sinks and recent tokens.
+    exact_logsum: float32 `[B, Q, exact splits]`, their log-sum-exp (base 2).
     """
 
-    scores: Tensor
-    partial: Tensor
-    logsum: Tensor
     exact: Tensor
     exact_logsum: Tensor
 
     @classmethod
-    def like(cls, query: Tensor, components: int, span: int, splits: int, exact_splits: int) -> Workspace:
-        """An empty workspace for `query` `[B, Q, D]` over values with so many components."""
-        rows, heads, dim = query.shape
-        sizes = (
-            (rows, heads, span),
-            (rows, heads, splits, components),
-            (2, rows, heads, splits),
-            (rows, heads, exact_splits, dim),
-            (rows, heads, exact_splits),
-        )
-        return cls(*(torch.empty(size, dtype=torch.float32, device=query.device) for size in sizes))
-
-    @property
-    def span(self) -> int:
-        return self.scores.shape[2]
-
-    @property
-    def splits(self) -> int:
-        return self.logsum.shape[3]
+    def like(cls, query: Tensor, rank: int, span: int, splits: int, exact_splits: int = 1) -> TransformWorkspace:
+        packed, (rows, heads, dim) = Workspace.like(query, rank, span, splits), query.shape
+        exact = packed.scores.new_empty(rows, heads, exact_splits, dim)
+        return cls(packed.scores, packed.partial, packed.logsum, exact, exact.new_empty(rows, heads, exact_splits))
 
     @property
     def exact_splits(self) -> int:

@@ -8,6 +8,7 @@ import triton.language as tl
 from kvq_kernels.decode_attention.dequantize import at_head
 from kvq_kernels.decode_attention.kernel import attend_tail
 from kvq_kernels.decode_attention.spec import get
+from kvq_kernels.span_softmax import merged_sums, softmax_step, tiles_of_split
 from kvq_kernels.transform_attention.read import load_step, step_components
 
 
@@ -41,10 +42,7 @@ def sum_kernel(
     group, code, many, size, centroid_row, first_component = load_step(steps, step)
     count = tl.load(counts + row)
     span_tokens = tl.minimum(tl.maximum(count - base, 0), SPAN)
-    tiles = tl.cdiv(span_tokens, N)
-    each = tl.cdiv(tiles, splits)
-    first = tl.minimum(split * each, tiles)
-    last = tl.minimum(first + each, tiles)
+    first, last = tiles_of_split(span_tokens, split, splits, N)
 
     query, number = tl.arange(0, Q), tl.arange(0, R)
     query_mask = query < QUERIES
@@ -60,18 +58,11 @@ def sum_kernel(
     l_i = tl.where(m_i == float("-inf"), 0.0, 1.0)
     for tile in tl.range(first, last):
         within = tile * N + tl.arange(0, N)
-        valid = query_mask[:, None] & (within < span_tokens)[None, :]
-        qk = tl.load(scores + queries[:, None] * SPAN + within[None, :], mask=valid, other=float("-inf"))
-        m_ij = tl.maximum(m_i, tl.max(qk, axis=1))
-        m_finite = tl.where(m_ij == float("-inf"), 0.0, m_ij)
-        p = tl.exp2(qk - m_finite[:, None])
-        alpha = tl.exp2(m_i - m_finite)
-        l_i = l_i * alpha + tl.sum(p, axis=1)
+        p, alpha, m_i, l_i = softmax_step(scores, queries, query_mask, within, span_tokens, m_i, l_i, SPAN)
         index = tl.minimum(base + within, count - 1)
         lines = codes + row.to(tl.int64) * row_stride + index.to(tl.int64) * LINE
         z = step_components(lines, centroids, code, many, size, centroid_row, R, T)
         acc = tl.dot(p.to(T), z, acc * alpha[:, None], input_precision=PRECISION)
-        m_i = m_ij
     tl.store(sums, acc * (1.0 / tl.where(l_i > 0, l_i, 1.0))[:, None], mask=mask)
     # All steps of a group store the same numbers.
     tl.store(after + query_split, m_i + tl.log2(l_i), mask=query_mask)
@@ -174,23 +165,13 @@ def project_kernel(
     for start in tl.range(0, components, R):
         component = start + tl.arange(0, R)
         inside = component < components
-        x = tl.load(
-            partial + query_split[:, :, None] * COMPONENTS + component[None, None, :],
-            mask=mask[:, :, None] & inside[None, None, :],
-            other=0.0,
-        )
-        merged = tl.sum(x * weights[:, :, None], axis=1)
+        merged = merged_sums(partial, query_split, weights, mask, component, inside, COMPONENTS)
         w = tl.load(weight + component[:, None], mask=inside[:, None] & channel_mask, other=0.0).to(tl.float32)
         projected = tl.dot(merged, w, projected, input_precision=PRECISION)
     means = tl.load(mean + head * D + channel, mask=channel < D, other=0.0).to(tl.float32)
     projected += tl.sum(weights, axis=1)[:, None] * means[None, :]
     written = exact_mask & (exact_weights > 0)
-    x = tl.load(
-        exact + exact_query[:, :, None] * D + channel[None, None, :],
-        mask=written[:, :, None] & (channel < D)[None, None, :],
-        other=0.0,
-    )
-    projected += tl.sum(x * exact_weights[:, :, None], axis=1)
+    projected += merged_sums(exact, exact_query, exact_weights, written, channel, channel < D, D)
     tl.store(
         out + queries[:, None] * D + channel[None, :],
         projected.to(out.dtype.element_ty),

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import torch
-from kernel_cases import assert_error_at_most_twice
-from kvq_kernels.decode_attention import Dense, Rope, Side
-from kvq_kernels.transform_attention import Steps, Transform, Transformed, Workspace, transform_attention
+from checks.spans import SpanCase
+from kvq_kernels.decode_attention import Dense, Side
+from kvq_kernels.transform_attention import Steps, Transform, Transformed, TransformWorkspace, transform_attention
 from kvq_kernels.transform_attention.reference import transform_attention_reference
 
 #: By the components of a chunk, the chunks of each group of heads.
 JOINED = {1: [3], 2: [10], 4: [5], 8: [1]}
 
 
-class Case:
+class Case(SpanCase):
     """Random cache with rows of `lengths` tokens: sinks, packed tokens in whole blocks, and `unpacked` recent ones.
 
     keys, values: chunks of each group of heads by their components; as many groups as lists have items.
     """
+
+    SIZES = (128, 2, 2)
+    operation, reference_of, workspace_of = transform_attention, transform_attention_reference, TransformWorkspace.like
 
     def __init__(self, lengths, keys=None, values=JOINED, dim=32, heads=2, group=2, dtype=torch.float16, sinks=0,
                  unpacked=0, flush=8, rope="half", rotated=None, offset=0, window=None, words=16, stored=None,
@@ -47,30 +50,5 @@ class Case:
             return Transformed(codes if packed else None, transform, Side(Dense(ring), count, exact[0], ring))
 
         self.keys, self.values = side(keys), side(values)
-        self.rope = None
-        if rope is not None:
-            width = rotated or dim
-            offsets = torch.full((rows,), offset, dtype=torch.int32) if offset else None
-            frequencies = 10000.0 ** (-torch.arange(width // 2) * 2 / width)
-            self.rope = Rope.tables(rope, frequencies, room + 256, scale=1.1, offset=offsets)
+        self.make_rope(rope, rotated or dim, offset, room)
         self.scaling = dim**-0.5
-
-    def run(self, span: int = 128, splits: int = 2, exact_splits: int = 2) -> torch.Tensor:
-        """Output of the kernels; their buffers are filled with NaN before."""
-        components = self.values.transform.steps.components
-        workspace = Workspace.like(self.query, components, span, splits, exact_splits)
-        out = torch.full_like(self.query, torch.nan)
-        for poisoned in vars(workspace).values():
-            poisoned.fill_(torch.nan)
-        args = (self.query, self.keys, self.values, self.lengths, self.scaling)
-        options = {"rope": self.rope, "window": self.window}
-        return transform_attention(*args, **options, workspace=workspace, out=out, backend="triton")
-
-    def reference(self, dtype: torch.dtype, round_to: torch.dtype | None = None) -> torch.Tensor:
-        args = (self.query, self.keys, self.values, self.lengths, self.scaling, self.rope, self.window)
-        return transform_attention_reference(*args, dtype, round_to)
-
-    def check(self, span: int = 128, splits: int = 2, exact_splits: int = 2) -> None:
-        """Assert at most twice PyTorch's error in the model's type, against float64."""
-        exact, out = self.reference(torch.float64), self.run(span, splits, exact_splits)
-        assert_error_at_most_twice(out, self.reference(torch.float32, self.dtype).to(self.dtype), exact)

@@ -1,0 +1,47 @@
+"""What the backends of kernels that read packed tokens in spans have in common. Importing this imports Triton."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvq_kernels.decode_attention import Rope, Side
+from kvq_kernels.decode_attention.parts import Packed
+from torch import Tensor
+
+from kvq_cli.attention import torch_backend
+from kvq_cli.attention.forward_context import ForwardContext
+from kvq_cli.attention.triton_backend import TritonBackend
+from kvq_cli.cache.stream import Stream
+
+
+class SpanBackend:
+    """The backend of layers whose attention `operation` computes, `kvq_kernels.rematerialize` or `transform_attention`.
+
+    engine: the backend of other layers, which holds lengths and tables of cosines for all. Layers share
+    their workspace.
+    """
+
+    prefill_attention = staticmethod(torch_backend.prefill_attention)
+
+    def __init__(self, engine: TritonBackend, operation: Any) -> None:
+        self._engine, self._operation = engine, operation
+        self._workspaces: dict[tuple, Any] = {}
+
+    def _rows(self, query: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Rope | None]:
+        """(tokens, packed tokens, rotary embedding) of the rows of a layer whose streams have the same windows."""
+        layer, forward, engine, device = context.layer, context.forward, self._engine, query.device
+        rope = None if layer.rotation.style == "none" else engine.rope(layer.rotation, forward, device)
+        packed = engine.packed_lengths(forward, layer.streams[0].window, device)
+        return engine.lengths(forward, device), packed, rope
+
+    def _workspace(self, query: Tensor, values: Any) -> Any:
+        """The workspace of all layers of the same shapes."""
+        shape = (*query.shape, values.rank, self._operation.plan_splits(query, values))
+        if shape not in self._workspaces:
+            self._workspaces[shape] = self._operation.new_workspace(query, values)
+        return self._workspaces[shape]
+
+
+def side_of_stream(stream: Stream, packed: Packed, count: Tensor) -> Side:
+    """The windows of a stream beside its packed tokens. count: packed tokens of each row."""
+    return Side(packed, count, stream.sinks if stream.window.sinks else None, stream.ring)
