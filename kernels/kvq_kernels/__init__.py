@@ -11,6 +11,6 @@ same in short PyTorch, `kernel.py` (or several files) the Triton implementation,
 
 `tuning` reads the tables, `static` compiles the launches of `aot_cases` and reports registers, spills and instructions
 (`machine_code` reads these), `planar` packs words, `key_scores`, `spans` and `span_softmax` serve operations that
-compute keys in registers, `launch_device` makes the tensors' GPU the current one. Sizes in docstrings: B rows (batch),
-H kv heads, Q query heads, T tokens, D head_dim.
+compute keys in registers, `launch_device` makes the tensors' GPU the current one, `cache_keys` makes keys of compiled
+kernels the same in every process. Sizes in docstrings: B rows (batch), H kv heads, Q query heads, T tokens, D head_dim.
 """

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from triton import knobs
 
+from kvq_kernels.cache_keys import hash_callees_first
+
 #: What computes an operation; "auto": Triton on a GPU and under TRITON_INTERPRET=1, else PyTorch.
 Backend: TypeAlias = Literal["auto", "triton", "torch"]
 
@@ -23,10 +25,11 @@ def uses_triton(tensor: Tensor, backend: Backend) -> bool:
 
 
 def on_its_device(launch: Callable[Concatenate[Tensor, _P], _R]) -> Callable[Concatenate[Tensor, _P], _R]:
-    """Make the GPU of the first argument the current device while `launch`, which launches kernels, runs."""
+    """Run `launch`, which launches kernels of its module, with the first argument's GPU as the current device."""
 
     @wraps(launch)
     def launched(tensor: Tensor, /, *arguments: _P.args, **options: _P.kwargs) -> _R:
+        hash_callees_first(launch.__module__)
         device = tensor.device
         if device.type != "cuda" or device.index == torch.cuda.current_device():
             return launch(tensor, *arguments, **options)

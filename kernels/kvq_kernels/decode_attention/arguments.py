@@ -40,7 +40,7 @@ def pointers(side: Side) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     )
     windows: list[int] = []
     for tensor in (side.sinks, side.ring):
-        windows += (0, 0) if tensor is None else _strides(tensor)
+        windows += (0, 0) if tensor is None else head_strides(tensor)
     windows += (0, 0) if side.norm is None else side.norm.stride()[:2]
     if side.pages is None:
         return tensors, (*_row_strides(packed), *windows, *_outlier_strides(lists))
@@ -53,11 +53,11 @@ def _row_strides(packed: Packed) -> tuple[int, ...]:
     if isinstance(packed, Codebook):
         token = 0 if packed.token_scale is None else packed.token_scale.stride(0)
     elif isinstance(packed, Uniform):
-        scale = _strides(packed.scale)
+        scale = head_strides(packed.scale)
         for tensor in (packed.zero, packed.sign):
             if tensor is not None and tensor.stride() != packed.scale.stride():
                 raise ValueError("zero and sign must be laid out as the scale is")
-    return *_strides(codes), *scale, token, 0
+    return *head_strides(codes), *scale, token, 0
 
 
 def _page_strides(side: Side, windows: list[int]) -> tuple[int, ...]:
@@ -84,9 +84,11 @@ def page_arguments(keys: Side, values: Side) -> tuple[Tensor | None, ...] | None
     return tuple(given)
 
 
-def _strides(tensor: Tensor) -> tuple[int, int]:
-    """Strides of (row, head)."""
-    if tensor.stride(3) != 1 or (tensor.shape[2] > 1 and tensor.stride(2) != tensor.shape[3]):
+def head_strides(tensor: Tensor) -> tuple[int, int]:
+    """Strides of (row, head) of `[B, H, T, n]`. ValueError unless the tokens of a head are contiguous; the stride of an
+    axis of length 1 means nothing."""
+    expected = ((2, tensor.shape[3]), (3, 1))
+    if any(tensor.shape[axis] > 1 and tensor.stride(axis) != stride for axis, stride in expected):
         raise ValueError(f"the tokens of a head must be contiguous, not of strides {tensor.stride()}")
     return tensor.stride(0), tensor.stride(1)
 
@@ -95,8 +97,8 @@ def _outlier_strides(lists: Outliers | None) -> tuple[int, int, int]:
     """Strides of (row, head) of index and value, and of the row of start."""
     if lists is None:
         return 0, 0, 0
-    if _strides(lists.index) != _strides(lists.value):
+    if head_strides(lists.index) != head_strides(lists.value):
         raise ValueError("an outlier's value must be laid out as its index is")
     if lists.start is None:
-        return *_strides(lists.index), 0
-    return lists.index.stride(0), 0, _strides(lists.start)[0]
+        return *head_strides(lists.index), 0
+    return lists.index.stride(0), 0, head_strides(lists.start)[0]

@@ -116,7 +116,8 @@ def check_pages(name: str, side: Side, rows: int) -> None:
     if pages is None:
         return
     table = pages.block_table
-    if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] != rows or table.stride(1) != 1:
+    strided = table.dim() == 2 and table.shape[1] > 1 and table.stride(1) != 1
+    if table.dtype != torch.int32 or table.dim() != 2 or table.shape[0] != rows or strided:
         raise ValueError(
             f"{name}.pages.block_table must be int32 [{rows}, blocks], not {table.dtype} {tuple(table.shape)}"
         )

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import knobs
 
+from kvq_kernels.decode_attention.arguments import head_strides
 from kvq_kernels.decode_attention.launch import TYPES, capacity
 from kvq_kernels.decode_attention.parts import Dense, Packed, PerHead, Rope, Uniform
 from kvq_kernels.launch_device import on_its_device
@@ -51,8 +52,8 @@ def pointers(side: Latents) -> tuple[tuple[Tensor | None, ...], tuple[int, ...],
     codes, scale, zero = _stored(packed)
     tensors = (codes, scale, zero, side.first, held.sinks, held.ring)
     for tensor in tensors:
-        if tensor is not None and (tensor.stride(3) != 1 or tensor.stride(2) != tensor.shape[3]):
-            raise ValueError(f"the tokens of a row must be contiguous, not of strides {tensor.stride()}")
+        if tensor is not None:
+            head_strides(tensor)
     if zero is not None and scale is not None and zero.stride() != scale.stride():
         raise ValueError("the zero-points must be laid out as the scales are")
     strides = tuple(0 if x is None else x.stride(0) for x in (codes, scale, *tensors[3:]))

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvq_kernels.decode_attention.arguments import pointers
+from kvq_kernels.decode_attention.arguments import head_strides, pointers
 from kvq_kernels.decode_attention.launch import NO_WINDOW, TAIL_TILE
 from kvq_kernels.decode_attention.parts import Dense, Rope, Side
 from kvq_kernels.decode_attention.spec import SideSpec, padded_dim
@@ -68,9 +68,7 @@ def codes_of(side: Transformed) -> tuple[Tensor, int, int]:
     """(codes, stride of rows, codes of a token). ValueError unless a row's tokens are contiguous."""
     codes = side.codes
     assert codes is not None
-    if codes.stride(3) != 1 or (codes.shape[2] > 1 and codes.stride(2) != codes.shape[3]):
-        raise ValueError(f"the tokens of a row must be contiguous, not of strides {codes.stride()}")
-    return codes, codes.stride(0), codes.shape[3]
+    return codes, head_strides(codes)[0], codes.shape[3]
 
 
 def sinks_of(side: Side) -> int:
