@@ -73,8 +73,8 @@ def side_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def to_side(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in the dtype of a scale or zero-point. Numbers out of its range become its largest or least: with an infinite
-    scale or zero-point, a whole group would be lost."""
+    """`x` in the 16 bits of scales, zero-points and exact numbers. Numbers out of their range become its largest or
+    least: an infinite scale or zero-point would lose its group, an infinite key or value its whole row of attention."""
     most = min(torch.finfo(dtype).max, torch.finfo(x.dtype).max)
     return x.clamp(-most, most).to(dtype)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvq_cli.codecs.base import Codec, Packed, Part, side_dtype
+from kvq_cli.codecs.base import Codec, Packed, Part, side_dtype, to_side
 
 
 class FirstChannelCodec(Codec):
@@ -22,7 +22,7 @@ class FirstChannelCodec(Codec):
 
     def _encode(self, x: Tensor) -> Packed:
         packed = self.base.encode(x[..., 1:])
-        return Packed(packed.tokens, {**packed.parts, "first": Part(x[..., :1].to(self._dtype, copy=True), 1)})
+        return Packed(packed.tokens, {**packed.parts, "first": Part(to_side(x[..., :1], self._dtype), 1)})
 
     def check(self, packed: Packed) -> None:
         self.base.check(_others(packed))

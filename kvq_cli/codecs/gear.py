@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvq_cli.codecs.base import Codec, Packed, Part, Prompt, PromptCodec, State
+from kvq_cli.codecs.base import Codec, Packed, Part, Prompt, PromptCodec, State, to_side
 from kvq_cli.codecs.gram import gram_matrix, token_tiles
 from kvq_cli.codecs.outliers import check_index, ranks
 from kvq_cli.codecs.uniform import UniformCodec
@@ -103,7 +103,7 @@ class GearCodec(PromptCodec):
         error = (x - self.base.decode(packed, torch.float32)).view(numbers.shape).scatter_(3, index, 0)
         sparse = {
             "outlier_index": Part(index.to(torch.int16), self.block_tokens),
-            "outlier_value": Part(numbers.gather(3, index).to(self.base.dtype), self.block_tokens),
+            "outlier_value": Part(to_side(numbers.gather(3, index), self.base.dtype), self.block_tokens),
         }
         return {**packed.parts, **sparse}, error.view(x.shape)
 
@@ -124,7 +124,7 @@ class GearCodec(PromptCodec):
         for _ in range(self.loops):
             directions = torch.linalg.qr(gram @ directions).Q
         right = directions.mT.to(self.base.dtype).contiguous()
-        left = [(tile.double() @ right.mT.double()).to(right.dtype) for tile in token_tiles(error)]
+        left = [to_side(tile.double() @ right.mT.double(), right.dtype) for tile in token_tiles(error)]
         return torch.cat(left, dim=-2), right
 
     def _chunks(self, x: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvq_cli.codecs.base import Codec, Packed, Part, refuse_unless, side_dtype
+from kvq_cli.codecs.base import Codec, Packed, Part, refuse_unless, side_dtype, to_side
 from kvq_cli.errors import UsageError
 
 #: Tokens of an outlier block. Longer blocks allow uneven outliers, but keep more tokens in full precision until packed.
@@ -54,7 +54,7 @@ class OutlierCodec(Codec):
         unit = self.block_tokens
         sparse = {
             "outlier_index": Part(index.to(torch.int16), unit),
-            "outlier_value": Part(blocks.gather(3, index).to(self.dtype), unit),
+            "outlier_value": Part(to_side(blocks.gather(3, index), self.dtype), unit),
         }
         return Packed(x.shape[2], {**packed.parts, **sparse})
 

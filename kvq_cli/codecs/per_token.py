@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvq_cli.codecs.base import Codec, Packed, Part, refuse_unless, side_dtype
+from kvq_cli.codecs.base import Codec, Packed, Part, refuse_unless, side_dtype, to_side
 from kvq_cli.codecs.outliers import BLOCK_TOKENS, block_capacity, check_index, furthest
 
 
@@ -47,7 +47,7 @@ class PerTokenCodec(Codec):
         dense = ((inner - zero) / divisor(scale)).view(batch, tokens, heads, dim).transpose(1, 2)
         sides = {"zero": Part(zero.unsqueeze(1), 1), "scale": Part(scale.unsqueeze(1), 1)}
         if self.outliers:
-            lists = self._by_head(index, rows.gather(2, index).to(self.dtype), heads, dim)
+            lists = self._by_head(index, to_side(rows.gather(2, index), self.dtype), heads, dim)
             sides |= {name: Part(tensor.unsqueeze(1), self.block_tokens) for name, tensor in lists.items()}
         return Packed(tokens, {**self.base.encode(dense).parts, **sides})
 
@@ -132,7 +132,7 @@ def split_outliers(x: Tensor, outliers: float) -> tuple[Tensor, Tensor]:
 def ranges(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Middle and half range of each token of `x` `[..., numbers]`, `[..., 1]` each, rounded to `dtype`."""
     low, high = x.aminmax(dim=-1, keepdim=True)
-    return ((low + high) / 2).to(dtype), ((high - low) / 2).to(dtype)
+    return to_side((low + high) / 2, dtype), to_side((high - low) / 2, dtype)
 
 
 def divisor(scale: Tensor) -> Tensor:

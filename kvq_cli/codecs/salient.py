@@ -10,7 +10,18 @@ import torch
 from torch import Tensor
 
 from kvq_cli.codecs import bits as bitpack
-from kvq_cli.codecs.base import TILE, Codec, Packed, Part, Prompt, PromptCodec, State, refuse_unless, side_dtype
+from kvq_cli.codecs.base import (
+    TILE,
+    Codec,
+    Packed,
+    Part,
+    Prompt,
+    PromptCodec,
+    State,
+    refuse_unless,
+    side_dtype,
+    to_side,
+)
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.errors import UsageError
 
@@ -125,7 +136,7 @@ class SalientCodec(PromptCodec):
         and by chunk, `[B, H, n, ...]`."""
         x, parts = x.float(), {}
         if self.side == "values":
-            norm = x.abs().amax(dim=3).sqrt().to(self._dtype)
+            norm = to_side(x.abs().amax(dim=3).sqrt(), self._dtype)
             parts["norm"] = norm.masked_fill_(norm == 0, 1)
             x = x / parts["norm"].float().unsqueeze(3)
         codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)

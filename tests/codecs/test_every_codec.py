@@ -9,6 +9,7 @@ from random_transforms import random_transform
 from kvq_cli.codecs import base
 from kvq_cli.codecs.base import Packed, Part, Prompt
 from kvq_cli.codecs.codebook import CodebookCodec
+from kvq_cli.codecs.first_channel import FirstChannelCodec
 from kvq_cli.codecs.identity import IdentityCodec
 from kvq_cli.codecs.lloyd_max import LloydMaxCodec
 from kvq_cli.codecs.normalized import NormalizedCodec
@@ -93,6 +94,7 @@ CODECS = {
     "rotated by a matrix": RotatedCodec(UniformCodec(2, "token", 16, HEAD_DIM), matrix_rotation()),
     "outliers on uniform": outliers(UniformCodec(2, "channel", 16, HEAD_DIM)),
     "outliers per head": outliers(per_head()),
+    "first channel": FirstChannelCodec(UniformCodec(2, "channel", 16, HEAD_DIM - 1), torch.float32),
 }
 each_codec = pytest.mark.parametrize("codec", CODECS.values(), ids=CODECS.keys())
 
@@ -209,6 +211,14 @@ def test_products_and_weighted_sums_are_those_of_decoded_numbers(codec):
     products = codec.products(queries, packed).double()
     torch.testing.assert_close(products, queries.double() @ x.mT, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(codec.weighted_sum(weights, packed).double(), weights.double() @ x, rtol=1e-4, atol=1e-3)
+
+
+@each_codec
+def test_numbers_beyond_16_bits_decode_to_finite_ones(codec):
+    """An infinite scale, outlier or norm would lose a group, or a row of attention."""
+    x = 1e6 * draw(BATCH, HEADS, 4 * codec.block_tokens, HEAD_DIM)
+    assert x.abs().max() > 65504
+    assert codec.decode(codec.encode(x), torch.float32).isfinite().all()
 
 
 @each_codec

@@ -147,6 +147,14 @@ def test_equal_numbers_give_no_nan_and_are_exact():
 
 
 @pytest.mark.parametrize("side", SIDES)
+def test_numbers_beyond_16_bits_decode_to_finite_ones(prompts, side):
+    large = Prompt(*(1e6 * x for x in (prompts["random"].keys, prompts["random"].values, prompts["random"].queries)))
+    one = codec(side)
+    assert packed_prompt(one, large)[2].isfinite().all()
+    assert later(one).decode(later(one).encode(large.keys), torch.float32).isfinite().all()
+
+
+@pytest.mark.parametrize("side", SIDES)
 def test_bytes_of_codes_factors_and_outliers(prompts, side):
     x = getattr(prompts["random"], side)
     one, chunks = codec(side), x.shape[2] // CHUNK

@@ -118,6 +118,14 @@ def test_codec_equals_the_definition_in_float64(prompts, kind, side, low, high):
                 assert np.quantile(off, 0.99) < 1e-3 * x.abs().max() and off.max() < 1.1 * step
 
 
+@pytest.mark.parametrize("side", SIDES)
+def test_numbers_beyond_16_bits_decode_to_finite_ones(prompts, side):
+    """Values' norm is a square root: 1e12 is the first power of ten whose root is beyond 16 bits."""
+    random, scale = prompts["random"], {"keys": 1e6, "values": 1e12}[side]
+    large = Prompt(scale * random.keys, scale * random.values, random.queries)
+    assert packed_prompt(codec(side), large)[2].isfinite().all()
+
+
 @pytest.mark.parametrize("kind", ["random", "captured"])
 @pytest.mark.parametrize(("ratio", "bits"), [(0.0, 2), (1.0, 4)])
 def test_ratio_0_and_1_equal_the_uniform_codec(prompts, kind, ratio, bits):
