@@ -227,7 +227,7 @@ GPU_KVQ = $(GPU_RUN) -m kvq_cli
 # Archive the results, of a failed command too: $(call gpu_archive,NAME), then exit with the command's code.
 gpu_archive = $(GPU_ENV) $(PYTHON) tools/gpu/archive.py pack $(1) $(GPU_PLACE) $(GPU_ARCHIVES)
 
-gpu: gpu-test gpu-bench gpu-tune gpu-growth  ## On a GPU: all of the following. DRY=1: tiny sizes on a fake GPU.
+gpu: gpu-test gpu-bench gpu-tune gpu-growth  ## On a GPU: gpu-test, gpu-bench, gpu-tune and gpu-growth. DRY=1: tiny sizes on a fake GPU.
 
 gpu-test:  ## On a GPU: check the shipped kernels, CUDA graphs and generation against PyTorch.
 	@code=0
@@ -261,7 +261,7 @@ gpu-unpack:  ## Copy an archive's results to benchmarks/, merge its tuning table
 # Runs the four commands on a fake GPU, so that Triton compiles all kernels that they launch: benchmarks at real sizes on
 # meta tensors, without execution; tests with emulated kernels. DRY=1: the kernels of tiny sizes.
 DEVICE := $(CURDIR)/.venv/device/bin/python
-gpu-pack: .venv/device/.installed  ## Compile all kernels of these commands with the GPU machine's Triton into $(GPU_PACK).
+gpu-pack: .venv/device/.installed  ## Compile all kernels of the gpu-* commands with the GPU machine's Triton into results/gpu/pack.tar.xz; needs no GPU.
 	@place=$(abspath $(GPU_OUT))/packing; mkdir -p $$place; used=$$place/used; : > $$used
 	rm -rf $$place/results $$place/failed
 	export KVQ_CACHE_USED=$$used KVQ_FAKE_LIBCUDA=$$place/libcuda

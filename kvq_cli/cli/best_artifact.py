@@ -19,7 +19,7 @@ DEFAULT_BITS = 2
 def best_artifact(loaded: LoadedModel, bits: float) -> tuple[Artifact | None, list[str]]:
     """The artifact of the model in artifacts/MODEL with the lowest calibration error at `bits` bits; None without.
 
-    Also returns a line for each artifact that was passed over: damaged, or calibrated for another model.
+    Also returns a line for each artifact that was skipped: damaged, or calibrated for another model.
     """
     from kvq_cli.artifact import fingerprint, load_artifact
 
@@ -29,11 +29,11 @@ def best_artifact(loaded: LoadedModel, bits: float) -> tuple[Artifact | None, li
         try:
             artifact = load_artifact(path)
         except KvqError as error:
-            refused.append(f"passed over: {error}")
+            refused.append(f"skipped artifact: {error}")
             continue
         if artifact.fingerprint == model:
             return artifact, refused
-        refused.append(f"passed over: {path} was calibrated for other weights than those of {loaded.name!r}")
+        refused.append(f"skipped artifact {path}: its weights are not those of {loaded.name!r}")
     return None, refused
 
 
@@ -49,7 +49,7 @@ def _by_error(folder: Path, bits: float) -> tuple[list[Path], list[str]]:
         try:
             config = read_config(path)
         except KvqError as error:
-            refused.append(f"passed over: {error}")
+            refused.append(f"skipped artifact: {error}")
             continue
         measured = calibration_error(config)
         if measured is not None and config["method"].get("bits") == bits:

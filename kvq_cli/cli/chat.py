@@ -30,7 +30,7 @@ def chat(
 ) -> None:
     """Chat with a model; its compressed cache is kept across turns. Type /help for the commands.
 
-    Ctrl-C stops an answer and keeps what was said; Ctrl-D, or Ctrl-C twice, leaves. Typed lines are kept for the arrow
+    Ctrl-C stops an answer and keeps its text so far; Ctrl-D, or Ctrl-C twice, quits. Typed lines are kept for the arrow
     keys in ~/.local/state/kvq/chat_history.
     """
     out = Output(quiet=quiet)

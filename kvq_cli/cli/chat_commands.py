@@ -50,7 +50,7 @@ def run(chat: ChatSession, line: str) -> None:
 
 def show_help(chat: ChatSession, _argument: str) -> None:
     rows = [(f"{command.name} {command.argument}", command.help) for command in COMMANDS]
-    rows.append(("/exit", "leave, as do Ctrl-D and the second Ctrl-C in a row"))
+    rows.append(("/exit", "quit; also Ctrl-D, or Ctrl-C twice"))
     chat.out.text("\n".join(f"{name:<20} {text}" for name, text in rows))
     chat.out.prose(NOTES)
 
@@ -183,11 +183,11 @@ COMMANDS = (
     ),
     Command("/system", "[TEXT]", "set the system message: how to answer; without TEXT: remove it", system),
     Command("/save", "FILE", "write the conversation to FILE as JSON", save, "talk.json"),
-    Command("/load", "FILE", "go on with the conversation in FILE", load, "talk.json"),
+    Command("/load", "FILE", "continue the conversation in FILE", load, "talk.json"),
     Command("/clear", "", "start a new conversation; the system message stays", clear),
 )
 NOTES = '''\
 Everything else is a message. A line that ends in a backslash goes on in the next one; """ begins and ends a
-message of several lines. Ctrl-C stops an answer and keeps what was said.
+message of several lines. Ctrl-C stops an answer and keeps its text so far.
 For a model without a chat template, such as the built-in one, a message that ends in a question mark is a
 question about all earlier messages; any other message is text to continue.'''

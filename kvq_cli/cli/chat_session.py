@@ -68,7 +68,7 @@ class ChatSession:
             return None
         write_stdout("\n")
         if answer.is_empty and not self.interrupts.count:
-            self.out.note("the model ended its answer at once")
+            self.out.note("the answer is empty: the model's first token was a stop token")
         self.out.note(self._status_line(answer))
         return answer
 

@@ -54,7 +54,7 @@ Raw = Annotated[
 System = Annotated[
     str | None,
     typer.Option(
-        "--system", metavar="TEXT", help="The system message, for tokenizers with a chat template: how to answer."
+        "--system", metavar="TEXT", help="System message; needs a tokenizer with a chat template."
     ),
 ]
 SaveCache = Annotated[
@@ -145,7 +145,7 @@ def generate(
     if not output.as_json:
         write_stdout("\n")
     if generated.is_empty:
-        out.note("the model ended its answer at once")
+        out.note("the answer is empty: the model's first token was a stop token")
     out.note(generated.summary())
     if chat:
         out.note("the prompt was sent in the model's chat template; --raw continues it as it is")

@@ -96,10 +96,10 @@ TrustRemoteCode = Annotated[
     bool,
     _shared("--trust-remote-code", help="Run the Python code in the model's folder or repository, if it needs any."),
 ]
-Device = Annotated[str, _shared("--device", metavar="NAME", help="auto, cpu, cuda, cuda:0, ...")]
+Device = Annotated[str, _shared("--device", metavar="NAME", help="Device: auto (a GPU if there is one), cpu, cuda, cuda:0, ...")]
 Dtype = Annotated[
     Literal["auto", "float32", "float16", "bfloat16"],
-    _shared("--dtype", help="Dtype of the model's weights and activations."),
+    _shared("--dtype", help="Dtype of weights and activations; auto: that of the stored weights."),
 ]
 Seed = Annotated[int, _shared("--seed", min=0, max=2**32 - 1, help="Random seed.")]
 Config = Annotated[
@@ -228,7 +228,7 @@ WorkerCount = Annotated[
         "--workers",
         min=1,
         metavar="N",
-        help="Run on so many processes of this machine, by Ray (extra `ray`); results are those of one process.",
+        help="Number of worker processes on this machine, run by Ray (extra `ray`); results are the same as with one process.",
         rich_help_panel=WORKERS,
     ),
 ]

@@ -29,7 +29,7 @@ Reserve = Annotated[
 ]
 Held = Annotated[
     Engine,
-    typer.Option("--engine", help="Who holds the cache: kvq (`kvq generate`), or vllm (`kvq serve`), in blocks."),
+    typer.Option("--engine", help="Engine to plan for: kvq (`kvq generate`, contiguous cache) or vllm (`kvq serve`, paged blocks)."),
 ]
 Ranks = Annotated[
     int,

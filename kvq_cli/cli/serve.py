@@ -29,10 +29,10 @@ def serve(
     dtype: opt.Dtype = "auto",
     quiet: opt.LongQuiet = False,
 ) -> None:
-    """Serve a model with vLLM (extra `vllm`), its cache compressed. All other flags are vLLM's own, such as --port.
+    """Serve a model with vLLM (extra `vllm`) and a compressed cache. Other flags, such as --port, are passed to vLLM.
 
     Checks the method and its artifact against the model, computes the block size, prints the `vllm serve` command and
-    runs it. Ends with exit code 1 if a process of the server dies, so that it can be started again. docs/SERVING.md has
+    runs it. Exits with code 1 if a server process dies, so that a supervisor can restart it. docs/SERVING.md has
     the methods, their windows and what they cost.
     """
     if "-h" in ctx.args:  # as a word: typer would also find it in vLLM's -dph

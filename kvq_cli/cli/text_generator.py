@@ -281,7 +281,7 @@ def _is_fit_to_prompts(attached: Attached) -> bool:
 
 
 def _default_method(loaded: LoadedModel, bits: float | None) -> tuple[Method | Artifact, str, list[str]]:
-    """The model's best artifact at `bits`, or the method without one; why it was chosen; artifacts passed over.
+    """The model's best artifact at `bits`, or the method without one; why it was chosen; artifacts skipped.
 
     The method without artifact is resolved last: it does not have all bits that artifacts have.
     """

@@ -63,10 +63,10 @@ Windows = Annotated[int, _search("--windows", min=1, help="Windows of each text.
 TextSeqlen = Annotated[
     int, _search("--text-seqlen", min=2, help="Tokens per window; the second half of a window is scored.")
 ]
-Rounds = Annotated[int, _search("--rounds", min=0, help="Choices from measured sensitivities, at most.")]
-Swaps = Annotated[int, _search("--swaps", min=0, help="Exchanges of bits between two streams to try, at most.")]
+Rounds = Annotated[int, _search("--rounds", min=0, help="Maximum number of rounds; each measures sensitivities and chooses again.")]
+Swaps = Annotated[int, _search("--swaps", min=0, help="Maximum number of swaps to try; each moves bits from one stream to another.")]
 Minutes = Annotated[
-    float | None, _search("--minutes", min=0.0, help="Begin no new step of the search after this time.")
+    float | None, _search("--minutes", min=0.0, help="Time limit of the search in minutes: no new step starts after it.")
 ]
 Disk = Annotated[
     float,

@@ -188,7 +188,7 @@ class TransformSpec:
     fisher:    weight k-means by squared gradients.
     metric:    the quadratic form in which errors count: "full", the matrix E[g g^T] of the gradients, "diagonal" (of
                that matrix) or "none" (squared errors).
-    allocate:  codes are given out over the whole "model", or to each "stream" by its share of the numbers.
+    allocate:  codes are allocated over the whole "model", or to each "stream" by its share of the numbers.
     """
 
     bits: float
@@ -238,7 +238,7 @@ StreamSpec: TypeAlias = CalibrationSpec | TransformSpec | None
 class MixedSpec:
     """Calibration of each stream by the method that serves it.
 
-    layers: for each layer, the calibrations of its keys and of its values. A `TransformSpec` gives out its bits inside
+    layers: for each layer, the calibrations of its keys and of its values. A `TransformSpec` allocates its bits inside
             the stream.
     skip:   first tokens of each sample to leave out (attention sinks).
     """

@@ -21,7 +21,7 @@ class KLT(Method):
     chunks of 1, 2, 4 or 8 components are 8-bit codes of calibrated codebooks, and the least components are dropped.
 
     The transform diagonalizes the covariance of G^(1/2) (x - mean), where G = E[g g^T] is the Fisher matrix of the
-    loss's gradients g. All codes of a token are given out over the components of all layers' keys and values so that
+    loss's gradients g. All codes of a token are allocated to the components of all layers' keys and values so that
     the expected loss is least.
     """
 
@@ -40,7 +40,7 @@ class KLT(Method):
         "errors that the transform minimizes: Fisher matrix, its diagonal, or plain",
         choices=("full", "diagonal", "none"),
     )
-    allocate: str = option("model", "give out codes over the whole model, or per stream", choices=("model", "stream"))
+    allocate: str = option("model", "allocate codes over the whole model, or per stream", choices=("model", "stream"))
     fisher: bool = option(True, "weight k-means by squared gradients")
     sinks: int = option(8, "first tokens kept in full precision (attention sinks)", at_least=0, runtime=True)
     recent: int = option(0, "newest tokens kept in full precision", at_least=0, runtime=True)

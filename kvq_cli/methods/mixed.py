@@ -26,7 +26,7 @@ class Mixed(Method):
 
     `keys` and `values` name a method per layer, first layer first, separated by spaces; one name alone is that of all
     layers. Names are those of `--compare`: `klt-1.75bit`, `kivi-4bit:group=64`; without bits, `bits` applies. All
-    streams have the same windows. Bits of `klt` are those of the stream, given out over its heads where each has a
+    streams have the same windows. Bits of `klt` are those of the stream, allocated over its heads where each has a
     transform of its own.
     """
 

@@ -39,7 +39,7 @@ def check_model(config: PretrainedConfig, name: str) -> None:
     if any(window is not None for window in sliding_windows(text)):
         raise UsageError(f"{name} has sliding-window attention, which kvq does not serve: use `kvq generate`")
     if getattr(config, "is_encoder_decoder", False):
-        raise UsageError(f"{name} is no decoder-only model")
+        raise UsageError(f"{name} is not a decoder-only model")
 
 
 #: vLLM's flags with which kvq does not serve -> the reason, and the values that change nothing.
@@ -80,7 +80,7 @@ def check_flags(flags: Sequence[str], artifact: bool = False) -> None:
         name, (_, equals, value) = flag_name(word.partition("=")[0].partition(".")[0]), word.partition("=")
         value = value if equals else next(iter(flags[i + 1 : i + 2]), "")
         if name in REFUSED_FLAGS and value not in REFUSED_FLAGS[name][1]:
-            raise UsageError(f"kvq does not serve with {name}: {REFUSED_FLAGS[name][0]}")
+            raise UsageError(f"{name} is not supported by kvq: {REFUSED_FLAGS[name][0]}; remove it")
         if artifact and name in OTHER_MODEL:
             raise UsageError(
                 f"{name}: kvq compares the artifact with the model without it; give --model the folder of the model "

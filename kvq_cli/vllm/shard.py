@@ -52,7 +52,7 @@ class Shard:
         return range(head, head + 1)
 
     def shape(self, shape: ModelShape) -> ModelShape:
-        """The sizes of the rank's attention. Raises UsageError for heads that cannot be shared out."""
+        """The sizes of the rank's attention. Raises UsageError for heads that cannot be split evenly."""
         check_ranks(shape, self.ranks)
         heads = len(self.heads(shape.kv_heads))
         return replace(shape, query_heads=shape.query_heads // self.ranks, kv_heads=heads)
@@ -88,7 +88,7 @@ def check_ranks(shape: ModelShape, ranks: int) -> None:
     if shape.query_heads % ranks or max(shape.kv_heads, ranks) % min(shape.kv_heads, ranks):
         raise UsageError(
             f"--tensor-parallel-size {ranks}: the model has {shape.query_heads} query heads and {shape.kv_heads} kv "
-            "heads, which cannot be shared out evenly"
+            "heads, which cannot be split evenly; choose another number of ranks"
         )
 
 

@@ -56,8 +56,8 @@ def test_artifacts_that_do_not_fit_are_passed_over_with_a_line(save, tmp_path):
     assert found == "artifacts/mine/fits" and len(passed_over) == 3
     unreadable, other, damaged = passed_over
     assert "unreadable/config.json is not the config of a kvq artifact" in unreadable
-    assert other == "passed over: artifacts/mine/other was calibrated for other weights than those of 'some/mine'"
-    assert damaged.startswith("passed over: artifacts/mine/damaged/tensors.safetensors has 1 bytes")
+    assert other == "skipped artifact artifacts/mine/other: its weights are not those of 'some/mine'"
+    assert damaged.startswith("skipped artifact: artifacts/mine/damaged/tensors.safetensors has 1 bytes")
 
 
 def test_factors_of_weights_have_no_error_to_compare():

@@ -92,7 +92,7 @@ def test_end_token_at_once_is_said(kvq):
     question = "\nQuestion: What is the special magic number for calm-oak?\nAnswer:"
     result = kvq("generate", f" {needle} {NOISE}{question} calm-oak is: 7654321.", "--method", "fp16")
     assert (result.exit_code, result.stdout) == (0, "\n")
-    assert "the model ended its answer at once\n1 tokens in" in result.stderr
+    assert "the answer is empty: the model's first token was a stop token\n1 tokens in" in result.stderr
 
 
 def test_default_is_the_best_artifact(kvq, tmp_path):

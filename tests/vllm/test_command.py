@@ -115,7 +115,7 @@ def test_quiet(kvq, folder):
         ("innerq", ("--set", "norm=on"), "use --set norm=off"),
         ("temporalkv", (), "kvq calibrate"),
         ("kivi", ("--block-size", "40"), "cuts blocks of 32 tokens"),
-        ("kivi", ("--tensor-parallel-size", "3"), "4 query heads and 2 kv heads, which cannot be shared out"),
+        ("kivi", ("--tensor-parallel-size", "3"), "4 query heads and 2 kv heads, which cannot be split evenly"),
         ("kivi", ("-tp=0",), "--tensor-parallel-size 0: give a whole number of at least 1"),
         ("kivi", ("-pp", "2"), "all layers must be in one process"),
         ("kivi", ("--decode-context-parallel-size=2",), "a sequence's tokens are packed together"),
