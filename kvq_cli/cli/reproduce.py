@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import replace
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +18,7 @@ from kvq_cli.cli.output import Output
 from kvq_cli.errors import KvqError, UsageError
 
 if TYPE_CHECKING:
+    from kvq_cli.papers.commands import Commands
     from kvq_cli.papers.targets import Target
 
 Names = Annotated[
@@ -44,6 +49,8 @@ Store = Annotated[
 CAPTURED = Path("results/captured")
 #: File descriptor of the standard error of commands.
 STDERR = 2
+#: Targets that run at the same time on workers.
+TOGETHER = 2
 
 
 def reproduce(
@@ -67,6 +74,7 @@ def reproduce(
     """
     output = Output(as_json=as_json, quiet=quiet)
     from kvq_cli.models import REFERENCE, configured_shape
+    from kvq_cli.papers.commands import Commands
     from kvq_cli.papers.run import DONE
     from kvq_cli.papers.targets import MEASURED, target, targets
 
@@ -91,59 +99,88 @@ def reproduce(
     wanted = [target(name) for name in names or []] or [
         each for each in targets().values() if each.runs and not each.extra and (each.fast or not fast)
     ]
+    if idle := [each for each in wanted if not each.runs]:
+        reason = f"{idle[0].drawing}: nothing to run" if idle[0].drawing else "run `make gpu`"
+        raise UsageError(f"{idle[0].id}: {reason}")
     if options and (fixed := [each.id for each in wanted if each.run and not everything]):
         raise UsageError(f"--options: {', '.join(fixed)} has a fixed command without further options")
     if model != REFERENCE and any(not each.run for each in wanted):  # fails here, before any process starts
         configured_shape(model, trust_remote_code=trust_remote_code)
     options += " --trust-remote-code" if trust_remote_code else ""
     wanted = [replace(each, options=f"{each.options} {options}".strip()) for each in wanted]
-    made = []
     with opt.WorkerOptions(workers, ray).address() as address:
-        for number, each in enumerate(wanted, 1):
-            if len(wanted) > 1:
-                output.note(f"{each.id}: {number} of {len(wanted)}")
-            made.append(_make(output, each, model, trust_remote_code, out, store, address, stop=not everything))
+        # On workers, one target fills the gaps of another: while it starts, waits for its last samples, or draws.
+        together = TOGETHER if address is not None and len(wanted) > 1 else 1
+        # With --json, stdout is for the document alone.
+        commands = Commands(output.note, together=together > 1, stdout=STDERR if as_json else None)
+        runner = _Runner(output, commands, model, trust_remote_code, out, store, address, stop=not everything)
+        made = _run(runner, wanted, together)
     output.result(made)
     if failed := [each["id"] for each in made if each["state"] != DONE]:
         raise KvqError(f"not done: {', '.join(failed)}")
 
 
-def _make(
-    output: Output,
-    wanted: Target,
-    model: str,
-    trust_remote_code: bool,
-    root: Path,
-    store: Path,
-    ray: str | None,
-    stop: bool,
-) -> dict[str, Any]:
-    """Run a target unless it is finished; returns its id, state and folder, and the seconds that it took: None if it
-    was finished before or failed. ray: the cluster's address; stop: raise on failure."""
-    from kvq_cli.papers.run import DONE, run_target, state
-
-    if not wanted.runs:
-        reason = f"{wanted.drawing}: nothing to run" if wanted.drawing else "run `make gpu`"
-        raise UsageError(f"{wanted.id}: {reason}")
-    folder, seconds = wanted.folder(model, root), None
-    if state(wanted, model, root) == DONE:
-        result = wanted.result(model, root)
-        output.note(f"{wanted.id}: done, {result}")
-        if wanted.analyze and not result.with_suffix(".png").exists():
-            output.note(f"{wanted.id}: its figure is missing: `kvq analyze {wanted.analyze}` draws it")
-    else:
+def _run(runner: _Runner, wanted: Sequence[Target], together: int) -> list[dict[str, Any]]:
+    """Run the targets, `together` of them at a time; returns what `_Runner.make` does of each."""
+    with ThreadPoolExecutor(together) as pool:
+        running = [pool.submit(runner.make, each, number, len(wanted)) for number, each in enumerate(wanted, 1)]
         try:
-            calibrations = _calibrations(wanted, model, trust_remote_code, ray)
-            # With --json, stdout is for the document alone.
-            stdout = STDERR if output.as_json else None
-            seconds = run_target(wanted, model, calibrations, output.note, root, store, output.quiet, ray, stdout)
-            output.note(f"{wanted.id}: {seconds:.0f} s, {folder}")
-        except KvqError as error:
-            if stop:
-                raise
-            output.warn(f"{wanted.id}: {error}")
-    took = None if seconds is None else round(seconds, 1)
-    return {"id": wanted.id, "state": state(wanted, model, root), "seconds": took, "folder": str(folder)}
+            return [each.result() for each in running]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            runner.commands.stop()
+            raise
+
+
+@dataclass(frozen=True)
+class _Runner:
+    """Runs targets of a model. ray: the cluster's address; stop: raise on failure."""
+
+    output: Output
+    commands: Commands
+    model: str
+    trust_remote_code: bool
+    root: Path
+    store: Path
+    ray: str | None
+    stop: bool
+    calibrating: threading.Lock = field(default_factory=threading.Lock)
+
+    def make(self, wanted: Target, number: int, count: int) -> dict[str, Any]:
+        """Run a target unless it is finished; returns its id, state and folder, and the seconds that it took: None if
+        it was finished before or failed."""
+        from kvq_cli.papers.run import DONE, state
+
+        if count > 1:
+            self.output.note(f"{wanted.id}: {number} of {count}")
+        folder, seconds = wanted.folder(self.model, self.root), None
+        if state(wanted, self.model, self.root) == DONE:
+            result = wanted.result(self.model, self.root)
+            self.output.note(f"{wanted.id}: done, {result}")
+            if wanted.analyze and not result.with_suffix(".png").exists():
+                self.output.note(f"{wanted.id}: its figure is missing: `kvq analyze {wanted.analyze}` draws it")
+        else:
+            try:
+                seconds = self._run(wanted)
+                self.output.note(f"{wanted.id}: {seconds:.0f} s, {folder}")
+            except KvqError as error:
+                if self.stop:
+                    self.commands.stop()
+                    raise
+                self.output.warn(f"{wanted.id}: {error}")
+        took = None if seconds is None else round(seconds, 1)
+        state_now = state(wanted, self.model, self.root)
+        return {"id": wanted.id, "state": state_now, "seconds": took, "folder": str(folder)}
+
+    def _run(self, wanted: Target) -> float:
+        from kvq_cli.papers.run import run_target
+
+        started = time.monotonic()
+        with self.calibrating:  # targets that run together need the same artifacts
+            for words in _calibrations(wanted, self.model, self.trust_remote_code, self.ray):
+                self.commands.run([*words, *(["--quiet"] if self.output.quiet else [])], wanted.id)
+        run_target(wanted, self.model, self.commands, self.root, self.store, self.output.quiet, self.ray)
+        return time.monotonic() - started
 
 
 def _calibrations(wanted: Target, model: str, trust_remote_code: bool, ray: str | None) -> list[list[str]]:

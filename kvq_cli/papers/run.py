@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import shlex
 import shutil
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Sequence
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
@@ -19,6 +14,7 @@ from kvq_cli.benchmarking.kernels.performance_targets import load_gpu_results
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.runs import RUNS
 from kvq_cli.files import write_json
+from kvq_cli.papers.commands import Commands
 from kvq_cli.papers.compact import compact_file
 from kvq_cli.papers.report import write_report
 from kvq_cli.papers.targets import REFERENCE, ROOT, STORE, Target
@@ -51,32 +47,24 @@ def state(target: Target, model: str, root: Path = ROOT) -> str:
 def run_target(
     target: Target,
     model: str,
-    calibrations: Sequence[Sequence[str]],
-    report: Callable[[str], None],
+    commands: Commands,
     root: Path = ROOT,
     store: Path = STORE,
     quiet: bool = False,
     ray: str | None = None,
-    stdout: int | None = None,
-) -> float:
-    """Run a target and return the seconds it took. An interrupted target continues where it stopped.
+) -> None:
+    """Run a target, whose artifacts exist. An interrupted target continues where it stopped.
 
-    calibrations: commands that make missing artifacts first. report: called with each command line. quiet: the
-    commands print no progress and no notes. ray: address of the cluster on which evaluations run; records do not
-    name it. stdout: file descriptor to which the commands print their tables; None: standard output. KvqError when a
-    command fails.
+    quiet: the commands print no progress and no notes. ray: address of the cluster on which evaluations run; records
+    do not name it. Errors as for `Commands.run`.
     """
-    started = time.monotonic()
-    silence = ["--quiet"] if quiet else []
-    for words in calibrations:
-        _run([*words, *silence], report, stdout)
     record = current_record(target, model)
     write_json(target.folder(model, root) / RECORD, {**record, "finished": False})
     command = target.command(model, root, store)
     # Fixed commands, like `bits --papers`, print nothing but their result, and have no such flag.
     cluster = [] if ray is None or command[0] != "eval" else ["--ray", ray]
-    flags = [] if target.run else [*cluster, *silence]
-    printed = _run([*command, *flags], report, subprocess.PIPE if target.into else stdout)
+    flags = [] if target.run else [*cluster, *(["--quiet"] if quiet else [])]
+    printed = commands.run([*command, *flags], target.id, into=bool(target.into))
     if target.into:
         write_json(target.result(model, root), json.loads(printed))
     if not target.result(model, root).is_file():
@@ -86,19 +74,6 @@ def run_target(
     compact_file(target.result(model, root))
     shutil.rmtree(target.folder(model, root) / RUNS, ignore_errors=True)  # RECORD is the record of a target's run
     write_json(target.folder(model, root) / RECORD, {**record, "finished": True})
-    return time.monotonic() - started
-
-
-def _run(words: Sequence[str], report: Callable[[str], None], stdout: int | None = None) -> str:
-    """Run a `kvq` command in its own process, so that its memory is freed; returns its standard output if that is
-    `subprocess.PIPE`."""
-    report(f"$ kvq {shlex.join(words)}")
-    process = subprocess.run([sys.executable, "-m", "kvq_cli", *words], stdout=stdout, text=True, check=False)
-    if process.returncode == 130:
-        raise KeyboardInterrupt
-    if process.returncode:
-        raise KvqError(f"kvq {words[0]} failed (exit code {process.returncode}); the same command continues from there")
-    return process.stdout or ""
 
 
 def current_record(target: Target, model: str) -> dict[str, Any]:

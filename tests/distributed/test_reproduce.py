@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from kvq_cli.papers import run
+from kvq_cli.papers.commands import Commands
 
-WORDS = ("reproduce", "table-innerq-2", "--options", "--task perplexity --windows 2 --seqlen 192 --set sinks=4")
+NAMES = ("perplexity-innerq-modes", "perplexity-innerq")
+WORDS = ("reproduce", *NAMES, "--options", "--windows 2 --seqlen 192 --set sinks=4")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -21,14 +22,17 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 def test_results_and_records_are_those_of_one_process(kvq, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    executed, execute = [], run._run
+    executed, execute = [], Commands.run
     monkeypatch.setattr(
-        run, "_run", lambda words, *more, **options: executed.append(words) or execute(words, *more, **options)
+        Commands, "run", lambda self, words, *more, **o: executed.append(words) or execute(self, words, *more, **o)
     )
     for name, flags in (("one", []), ("two", ["--workers", 2])):
-        result = kvq(*WORDS, "--out", f"{name}/out", "--store", f"{name}/store", "--quiet", *flags)
+        result = kvq(*WORDS, "--out", f"{name}/out", "--store", f"{name}/store", *flags)
         assert result.exit_code == 0, result.stderr
-    assert ["--ray" in words for words in executed] == [False, True]
+    assert ["--ray" in words for words in executed] == [False, False, True, True]
+    # Two targets at a time: both begin before one has ended, and each line names its target.
+    begun = [result.stderr.index(f"{name}: $ kvq eval") for name in NAMES]
+    assert max(begun) < min(result.stderr.index(f"{name}: decode attention") for name in NAMES)
     one, two = (
         {path: content.replace(b"two/", b"one/") for path, content in contents(tmp_path / name).items()}
         for name in ("one", "two")

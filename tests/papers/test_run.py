@@ -15,7 +15,8 @@ import pytest
 
 from kvq_cli.errors import KvqError
 from kvq_cli.files import write_json
-from kvq_cli.papers.run import DONE, PARTLY, RECORD, _run, current_record, run_target, state
+from kvq_cli.papers.commands import Commands
+from kvq_cli.papers.run import DONE, PARTLY, RECORD, current_record, run_target, state
 from kvq_cli.papers.targets import REFERENCE, target
 
 TINY = "--windows 3 --seqlen 192 --set sinks=4 --set recent=4"
@@ -25,7 +26,7 @@ def test_a_failing_command_leaves_the_target_unfinished(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     entry, reported = replace(target("table-temporalkv-13"), run="bits --papers --nonsense"), []
     with pytest.raises(KvqError, match=r"kvq bits failed \(exit code 2\)"):
-        run_target(entry, REFERENCE, [], reported.append)
+        run_target(entry, REFERENCE, Commands(reported.append))
     assert reported == ["$ kvq bits --papers --nonsense"]
     assert state(entry, REFERENCE) == PARTLY
 
@@ -34,7 +35,7 @@ def test_a_failing_command_leaves_the_target_unfinished(tmp_path, monkeypatch):
 def test_the_output_of_a_command_is_the_result(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     entry = replace(target("table-temporalkv-13"), run="bits --shapes tiny --method kivi --json")
-    run_target(entry, REFERENCE, [], lambda text: None)
+    run_target(entry, REFERENCE, Commands(lambda text: None))
     assert json.loads(entry.result(REFERENCE).read_text())["methods"][0]["method"] == "kivi-2bit"
     assert state(entry, REFERENCE) == DONE
     assert state(replace(entry, run="bits --shapes tiny --json"), REFERENCE) == PARTLY
@@ -81,15 +82,6 @@ def test_results_in_a_clone_without_artifacts_count_as_done(tmp_path, monkeypatc
     assert state(entry, REFERENCE, root) == DONE
     write_json(config, {"checksum": "def"})
     assert state(entry, REFERENCE, root) == PARTLY
-
-
-def test_an_interrupt_ends_the_run(monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/bin/false")
-    with pytest.raises(KvqError, match="exit code 1"):
-        _run(["bits"], lambda text: None)
-    monkeypatch.setattr(subprocess, "run", lambda *a, **k: subprocess.CompletedProcess(a, 130))
-    with pytest.raises(KeyboardInterrupt):
-        _run(["bits"], lambda text: None)
 
 
 @pytest.mark.slow

@@ -1,0 +1,70 @@
+"""Commands of targets, one at a time and together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvq_cli.errors import KvqError
+from kvq_cli.papers import commands
+from kvq_cli.papers.commands import Commands
+
+
+@pytest.fixture(autouse=True)
+def programs(monkeypatch, tmp_path):
+    """The words of a command are a Python program."""
+    script = tmp_path / "kvq_cli.py"
+    script.write_text("import sys; exec(sys.argv[1])")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_output_errors_and_interrupts(together, capfd):
+    reported = []
+    running = Commands(reported.append, together=together)
+    assert running.run(["import sys; print(1); print('note', file=sys.stderr)"], "table", into=True) == "1\n"
+    assert running.run(["print(2)"], "table") == ""
+    said = capfd.readouterr()
+    assert said.out == "2\n" and said.err == ("table: note\n" if together else "note\n")
+    with pytest.raises(KvqError, match=r"failed \(exit code 3\)"):
+        running.run(["sys.exit(3)"], "table")
+    with pytest.raises(KeyboardInterrupt):
+        running.run(["sys.exit(130)"], "table")
+    assert reported[1] == ("table: $ kvq 'print(2)'" if together else "$ kvq 'print(2)'")
+
+
+def test_together_compute_on_one_thread_unless_told_otherwise(monkeypatch):
+    program = ["import os; print(os.environ.get('OMP_NUM_THREADS'))"]
+    for given, alone, together in ((None, "None\n", "1\n"), ("2", "2\n", "2\n")):
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+        if given is not None:
+            monkeypatch.setenv("OMP_NUM_THREADS", given)
+        assert Commands(print).run(program, "x", into=True) == alone
+        assert Commands(print, together=True).run(program, "x", into=True) == together
+
+
+def test_stop_ends_all_commands_and_starts_no_more(monkeypatch):
+    monkeypatch.setattr(commands, "GRACE", 0.5)
+    running, started = Commands(lambda _: None, together=True), threading.Barrier(3)
+    begun = time.monotonic()
+
+    def run(number: int) -> str:
+        started.wait()
+        return running.run(["import time; time.sleep(60)"], str(number))
+
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(run, number) for number in range(2)]
+        started.wait()
+        while len(running._running) < 2:
+            time.sleep(0.01)
+        running.stop()
+        for each in waiting:
+            with pytest.raises(KeyboardInterrupt):
+                each.result()
+    assert time.monotonic() - begun < 30
+    with pytest.raises(KeyboardInterrupt):
+        running.run(["print(1)"], "x")
