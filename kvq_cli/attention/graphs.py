@@ -4,7 +4,8 @@ A captured step is the same work on the same tensors. So in such a step the cach
 token by a count on the device (`Forward.cache_position`), and only the decisions of the host make steps differ: which
 windows pack tokens. There is one graph for each such pattern: a few, since windows pack every so many tokens. The first
 step of a pattern runs as it is, which compiles kernels and fills tables; the second is captured. Where tensors have
-been replaced since (a store grew, beams were reordered), graphs are thrown away.
+been replaced since (a store grew, beams were reordered), graphs are thrown away. Graphs do not keep a cache's tensors:
+the next prompt has their memory.
 
 A replayed step does not run the model's forward at all. No hook can skip a forward, and transformers' generation calls
 the model, so that `model.forward` is replaced on the one object that is attached, until the block ends.
@@ -27,6 +28,7 @@ from kvq_cli.attention.attention_hooks import AttentionHooks
 from kvq_cli.attention.backend import ChosenBackend
 from kvq_cli.attention.replaced_forward import replaced_forward
 from kvq_cli.cache.cache import CompressedCache
+from kvq_cli.cache.modes import changes_stored_tensors
 
 if TYPE_CHECKING:
     from kvq_cli.attention.triton_backend import TritonBackend
@@ -94,6 +96,8 @@ def captured_steps(
     @wraps(plain)
     def forward(input_ids: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         nonlocal steps, capturing
+        if steps is not None and not steps.discard_stale():
+            steps = None
         cache = kwargs.get("past_key_values")
         if capturing and input_ids is not None and hooks.owns(cache) and _is_step(input_ids, cache, args, kwargs):
             if steps is None or steps.cache() is not cache or steps.ids.shape != input_ids.shape:
@@ -101,7 +105,7 @@ def captured_steps(
             try:
                 logits = steps.take(cache, input_ids)
             except _NotCaptured as error:
-                capturing, logits = False, None
+                capturing, steps, logits = False, None, None
                 cache.backend = backend.summary = f"{summary}, steps not captured ({error})"
             if logits is not None:
                 return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
@@ -122,6 +126,7 @@ def _is_step(ids: Tensor, cache: CompressedCache, args: tuple, kwargs: dict[str,
 class _Steps:
     """The captured steps of one cache. ids: `[batch, 1]`, the tokens of the step that runs."""
 
+    @changes_stored_tensors  # the inputs of the graphs are written in every mode
     def __init__(
         self,
         cache: CompressedCache,
@@ -138,17 +143,26 @@ class _Steps:
         self._positions = torch.zeros(1, 1, dtype=torch.int64, device=like.device)
         self._graphs: dict[tuple[bool, ...], tuple[Graph, Tensor]] = {}
         self._warm: set[tuple[bool, ...]] = set()  # patterns that have run once
-        self._tensors: list[Tensor] = []  # what the graphs read and write
+        #: What the graphs read and write. Weak: a cache that is reset, reordered or dropped must free its memory.
+        self._tensors: list[ref[Tensor]] = []
+        self.discard_stale()
+
+    def discard_stale(self) -> bool:
+        """Throw the graphs away where tensors have been replaced. Returns whether the cache still exists."""
+        cache = self.cache()
+        if cache is None:
+            return False
+        tensors, known = [*cache.tensors(), *self._engine.tensors()], self._tensors
+        if len(tensors) != len(known) or any(a is not b() for a, b in zip(tensors, known, strict=True)):
+            self._graphs, self._warm, self._tensors = {}, set(), list(map(ref, tensors))
+        return True
 
     def take(self, cache: CompressedCache, ids: Tensor) -> Tensor | None:
         """Logits `[batch, 1, vocabulary]` of one more token in every row; None: this step must run as it is."""
         engine, past = self._engine, cache.get_seq_length()
         position = past + cache.rows.offsets[0]
-        if not engine.can_capture(past, position):
+        if not engine.can_capture(past, cache.rows.offsets):
             return None
-        tensors = [*cache.tensors(), *engine.tensors()]
-        if len(tensors) != len(self._tensors) or any(a is not b for a, b in zip(tensors, self._tensors, strict=True)):
-            self._graphs, self._warm, self._tensors = {}, set(), tensors
         self.ids.copy_(ids)
         self._cache_position.fill_(past)
         self._positions.fill_(position)

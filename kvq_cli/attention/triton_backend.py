@@ -76,9 +76,10 @@ class TritonBackend:
             backend="triton",
         ).unsqueeze(2)
 
-    def can_capture(self, tokens: int, last_position: int) -> bool:
-        """Whether the next step can be captured: all its tensors are on the device, and rows have `tokens` tokens."""
-        return self._counts.known(tokens) and self._tables.have(last_position)
+    def can_capture(self, tokens: int, offsets: list[int]) -> bool:
+        """Whether the next step of rows of `tokens` tokens each can be captured: all its tensors are on the device and
+        hold the numbers of these rows. offsets: see `RowGroup`."""
+        return self._counts.known(tokens, offsets) and self._tables.have(tokens + max(offsets))
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the backend that a decode step reads or writes."""
@@ -137,9 +138,10 @@ class _Counts:
         self._forward, self._known = forward, (tokens, offsets)
         self._current.clear()
 
-    def known(self, tokens: int) -> bool:
-        """Whether the last step was followed and left every row with `tokens` tokens."""
-        return set(self._known[0]) == {tokens}
+    def known(self, tokens: int, offsets: list[int]) -> bool:
+        """Whether the last step was followed and left rows of these offsets with `tokens` tokens each: it may have been
+        a step of another cache."""
+        return self._known == ([tokens] * len(offsets), offsets)
 
     def tensors(self) -> list[Tensor]:
         """All counts."""

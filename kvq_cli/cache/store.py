@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvq_cli.cache.modes import changes_stored_tensors
 from kvq_cli.codecs.base import Packed, Part, concatenate
 
 #: Tokens that a store grows by, at least and at most; in between, by an eighth. At 131,072, 3 % or less are unused.
@@ -93,9 +94,7 @@ class PackedStore:
         if not self.segments:
             return None
         if len(self.segments) > 1:
-            packed = concatenate([Packed(segment.tokens, segment.parts) for segment in self.segments])
-            self.segments = [Segment(0, packed.tokens, dict(packed.parts))]
-            self.joined = max(self.joined, packed.nbytes)
+            self._join()
         return Packed(self.segments[0].tokens, self.segments[0].parts)
 
     def tiles(self, rows: slice, start: int, stop: int, size: int) -> Iterator[tuple[int, int, Packed]]:
@@ -131,6 +130,12 @@ class PackedStore:
     def _adopt(self, packed: Packed) -> None:
         parts = {name: Part(_owned(part.tensor), part.unit) for name, part in packed.parts.items()}
         self.segments.append(Segment(0, packed.tokens, parts))
+
+    @changes_stored_tensors  # attention calls `whole`, which may run in inference mode
+    def _join(self) -> None:
+        packed = concatenate([Packed(segment.tokens, segment.parts) for segment in self.segments])
+        self.segments = [Segment(0, packed.tokens, dict(packed.parts))]
+        self.joined = max(self.joined, packed.nbytes)
 
     def _grow(self, need: int, batch: int, like: Packed) -> None:
         tokens = max(need, MIN_GROWTH, min(self.capacity // 8, MAX_GROWTH), self.room - self.capacity)

@@ -41,8 +41,9 @@ class PagedKernels:
         rope = None
         if layer.plan.keys.source == "pre_rope" and layer.rotation.style != "none":
             rope = self._tables.rope(layer.rotation, self._max_tokens - 1, query.device)
-        workspace = self._tables.workspace(query, keys, values, rope)
-        return attend(query, keys, values, step.lengths, scaling, rope=rope, workspace=workspace, backend="triton")
+        # No workspace is kept: there would be one for each batch size, up to GiB together. torch's caching allocator
+        # gives all layers the same memory; while a CUDA graph is captured, that of the graph's pool.
+        return attend(query, keys, values, step.lengths, scaling, rope=rope, backend="triton")
 
     def _side(self, stream: PagedStream, step: Step) -> Side:
         count = stream.packed_of(step.lengths)

@@ -67,6 +67,16 @@ class Batch:
     sequences: list[Sequence]
 
     @cached_property
+    def writers_first(self) -> list[Sequence]:
+        """The sequences in the order in which a layer appends and attends them: by the tokens before their new ones.
+
+        vLLM publishes a block when it schedules the tokens in it, so a sequence can have a prefix hit on a block that
+        another one computes in this step. The writer of such a block has fewer tokens before its new ones, but may come
+        later in the batch. The order is the same on all ranks of tensor parallelism, whose codecs exchange tokens.
+        """
+        return sorted(self.sequences, key=lambda sequence: sequence.past)
+
+    @cached_property
     def decoded(self) -> tuple[Tensor, Step] | None:
         """The sequences with one new token, and where these tokens are in the batch, int64 `[rows]`; None where there
         are none."""
@@ -127,7 +137,7 @@ class PagedLayer(CompressedLayer):
         """
         out = torch.empty_like(query)
         decoded = None if self.kernels is None or form.unusual else batch.decoded
-        for sequence in batch.sequences:
+        for sequence in batch.writers_first:
             rows = slice(sequence.start, sequence.stop)
             q, k, v = (x[rows].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
             context = self._append(k, v, sequence, scaling, form)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import SimpleNamespace
+from weakref import ref
 
 import pytest
 import torch
@@ -176,6 +177,78 @@ def test_generate_replays_steps_before_and_after_a_second_prompt(small):
 )
 def test_replayed_steps_of_codebooks(small, keys, values, options):
     same(small(kv_heads=2), CodecMethod(keys, values, **options), tokens(1), STEPS - 4)
+
+
+@pytest.mark.parametrize("change", ["drop", "reset", "reorder"])
+@torch.no_grad()
+def test_graphs_do_not_keep_the_memory_of_a_cache(small, change):
+    """A prompt after captured steps has the memory of the cache before it, and of its graphs."""
+    model, ids, alive = small(), tokens(2), []
+
+    def count(*_) -> None:
+        alive.append(sum(tensor() is not None for tensor in held))
+
+    with attach(model, build("kivi", group=4, **WINDOWS), backend="triton", graphs=False) as kv, captured(kv):
+        cache = kv.new_cache(ids.shape[1])
+        model(ids[:, :PROMPT], past_key_values=cache)
+        for at in range(PROMPT, PROMPT + 5):
+            model(input_ids=ids[:, at : at + 1], past_key_values=cache)
+        held = [ref(tensor) for tensor in cache.tensors()]
+        assert any(graph.replays for graph in RecordedGraph.made)
+        RecordedGraph.made.clear()
+        count()
+        if change == "reset":
+            cache.reset()
+        elif change == "reorder":
+            cache.reorder_cache(torch.tensor([1, 0], device=DEVICE))
+        else:
+            del cache
+            cache = kv.new_cache()
+        with model.model.layers[0].register_forward_pre_hook(count):
+            model(ids[:, :PROMPT], past_key_values=cache)
+    assert alive == [len(held), 0]
+
+
+@torch.no_grad()
+def test_reset_frees_the_memory_of_a_cache(small):
+    """At once, not when the next pass begins. No step is captured: on a CPU, recorded operations hold tensors."""
+    model, ids = small(), tokens(1)
+    with attach(model, build("kivi", group=4, **WINDOWS), backend="triton", graphs=False) as kv, captured(kv):
+        cache = kv.new_cache(ids.shape[1])
+        model(ids[:, :PROMPT], past_key_values=cache)
+        for at in (PROMPT, PROMPT + 1):
+            model(input_ids=ids[:, at : at + 1], past_key_values=cache)
+        held = [ref(tensor) for tensor in cache.tensors()]
+        cache.reset()
+        assert not RecordedGraph.made and not any(tensor() is not None for tensor in held)
+
+
+@torch.no_grad()
+def test_steps_of_another_cache_at_other_positions(small):
+    """A step that is not captured leaves its counts and positions on the device: a replay would read them."""
+    model, ids, outs = small(), tokens(1), []
+    for replay in (False, True):
+        with ExitStack() as stack:
+            method = build("kivi", group=4, pre_rope=True, **WINDOWS)
+            kv = stack.enter_context(attach(model, method, backend="triton", graphs=False))
+            if replay:
+                stack.enter_context(captured(kv))
+
+            def passed(cache, begin: int, end: int, offset: int, **options):
+                positions = torch.arange(begin, end, device=DEVICE)[None] + offset
+                return model(
+                    input_ids=ids[:, begin:end], position_ids=positions, past_key_values=cache, **options
+                ).logits[:, -1:]
+
+            cache, other = kv.new_cache(ids.shape[1]), kv.new_cache(ids.shape[1])
+            passed(cache, 0, PROMPT, 2)
+            steps = [passed(cache, at, at + 1, 2) for at in range(PROMPT, PROMPT + 6)]
+            passed(other, 0, PROMPT + 5, 40)
+            steps.append(passed(other, PROMPT + 5, PROMPT + 6, 40, output_hidden_states=True))
+            steps += [passed(cache, at, at + 1, 2) for at in range(PROMPT + 6, PROMPT + STEPS)]
+            outs.append(torch.cat(steps, dim=1))
+    assert torch.equal(outs[0], outs[1])
+    assert sum(graph.replays for graph in RecordedGraph.made) > 4
 
 
 def test_nested_blocks_restore_the_forward_of_the_model(small):

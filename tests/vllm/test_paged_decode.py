@@ -1,7 +1,10 @@
 """Kernels decode the sequences of a step from vLLM's pages, in Triton's interpreter where there is no GPU."""
 
+from weakref import ref
+
 import pytest
 import torch
+from kvq_kernels.decode_attention import Workspace
 from paged_layers import DEVICE, DIM, KERNEL_METHODS, Pages
 from random_artifacts import tiny_model
 from tiers import slow
@@ -71,6 +74,23 @@ def test_kernels_read_the_outliers_of_a_rank(model, method):
     """The second of two ranks, whose outliers are behind those of the first; the first has larger values."""
     ranks = Shard(1, 2, lambda own: torch.cat([own.flip(3) * 1.2, own], dim=1))
     assert compare(model, method, shard=ranks).kernels is not None
+
+
+def test_batch_sizes_keep_no_workspace(model, monkeypatch):
+    """vLLM's steps have hundreds of batch sizes; the largest workspaces have hundreds of MiB."""
+    pages, made, like = paged(model, "fp16", PagedKernels(1024)), [], Workspace.like
+    heads, noise = (pages.shape.query_heads, pages.shape.kv_heads, pages.shape.kv_heads), torch.Generator()
+
+    def watched(*args):
+        workspace = like(*args)
+        made.append(ref(workspace.partial))
+        return workspace
+
+    monkeypatch.setattr(Workspace, "like", watched)
+    for rows in (1, 2, 3):
+        tokens = [[torch.randn(1, n, DIM, generator=noise).to(DEVICE)] * rows for n in heads]
+        pages.attend(0, rows, [0] * rows, *tokens)
+    assert len(made) == 3 and not any(alive() is not None for alive in made)
 
 
 def test_layers_that_kernels_cannot_read_are_computed_by_the_reference(model):
