@@ -255,8 +255,8 @@ gpu-growth:  ## On a GPU: decode at growing batch until out of memory; time a ca
 	$(call gpu_archive,gpu-growth)
 	exit $$code
 
-gpu-unpack:  ## Copy an archive's results to benchmarks/, merge its tuning tables: make gpu-unpack FILE=gpu-bench.tar.gz
-	@$(PYTHON) tools/gpu/archive.py unpack $(FILE)
+gpu-unpack: .venv/.installed  ## Copy an archive's results to benchmarks/, merge its tuning rows: make gpu-unpack FILE=gpu-tune.tar.gz
+	@$(BIN)/python tools/gpu/archive.py unpack $(FILE)
 
 # Runs the four commands on a fake GPU, so that Triton compiles all kernels that they launch: benchmarks at real sizes on
 # meta tensors, without execution; tests with emulated kernels. DRY=1: the kernels of tiny sizes.

@@ -71,8 +71,8 @@ def family(device: torch.device) -> str:
     if device.type != "cuda":
         return "cpu"
     properties = _properties(torch.cuda.current_device() if device.index is None else device.index)
-    name = getattr(properties, "gcnArchName", "")
-    return name.split(":")[0] if name else f"sm_{properties.major}{properties.minor}"
+    # Builds for CUDA have a gcnArchName, too: it is the device's name.
+    return properties.gcnArchName.split(":")[0] if torch.version.hip else f"sm_{properties.major}{properties.minor}"
 
 
 def table(operation: str) -> dict[str, dict[str, dict[str, int]]]:

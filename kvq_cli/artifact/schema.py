@@ -91,6 +91,15 @@ TUNING: Form = {
     "predicted": Many(_MEASURED),
     "alone": Many(Many({"codes": _NUMBER, "kl": float})),
 }
+#: What tensors depend on beside method, model and calibration. text: sha256 of the file of `--dataset`, null for a data
+#: set with a name; held_out: those of `--text`, of `kvq tune`; results: `kvq_cli.RESULTS`.
+INPUTS: Form = {
+    "weights": str,
+    "text": OrNone(str),
+    "held_out?": Many(OrNone(str)),
+    "results": _NUMBER,
+    "device": str,
+}
 CONFIG: Form = {
     "format": Whole(1),
     "kvq": str,
@@ -103,6 +112,7 @@ CONFIG: Form = {
         "trust_remote_code?": OneOf((True,)),
     },
     "calibration": dict,
+    "inputs?": INPUTS,  # not in older artifacts
     "versions": {"torch": str, "transformers": str, "faiss?": str},
     "sizes": dict,
     "captured?": {"tokens": _NUMBER, "tokens_with_gradients": _NUMBER, "tokens_held_out": _NUMBER},

@@ -1,4 +1,4 @@
-"""Replace a model's forward pass for a while."""
+"""Replace a module's forward pass for a while."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import PreTrainedModel
+from torch import nn
 
 
 @contextmanager
-def replaced_forward(model: PreTrainedModel, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside the block, `model.forward` is `forward`; afterwards what it was, also if that was a replacement already:
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside the block, `module.forward` is `forward`; afterwards what it was, also if that was a replacement already:
     of an attach around this one, or of a library that places models."""
-    replaced = model.__dict__.get("forward")
-    model.forward = forward
+    replaced = module.__dict__.get("forward")
+    module.forward = forward
     try:
         yield
     finally:
         if replaced is None:
-            del model.forward
+            del module.forward
         else:
-            model.forward = replaced
+            module.forward = replaced

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -22,12 +24,25 @@ if TYPE_CHECKING:
 QUANTO_BITS = (2, 4)
 
 
+@dataclass(frozen=True)
+class StepKind:
+    """Decode steps that do the same work: they pack tokens of the same streams.
+
+    past: tokens in the cache before such a step. share: of all decode steps.
+    """
+
+    past: int
+    share: float
+
+
 class BenchmarkedCache(ABC):
     """A KV cache implementation to measure.
 
     name: label of its rows. bits: nominal bits per number, None for an uncompressed cache. backend: the attention
-    backend, known inside `on`; None for the model's own attention.
+    backend, known inside `on`; None for the model's own attention. can_rewind: whether `rewind` is implemented.
     """
+
+    can_rewind = False
 
     def __init__(self, name: str, bits: float | None = None) -> None:
         self.name, self.bits = name, bits
@@ -40,6 +55,15 @@ class BenchmarkedCache(ABC):
         yield lambda _tokens: self.new_cache(model)
 
     def new_cache(self, model: PreTrainedModel) -> Cache:
+        raise NotImplementedError
+
+    def step_kinds(self, context: int, limit: int) -> list[StepKind]:
+        """Return the kinds of decode steps after `context` tokens, inside `on`; the first one begins there. limit: the
+        longest sequence."""
+        return [StepKind(context, 1.0)]
+
+    def rewind(self, cache: Cache, tokens: int) -> None:
+        """Set the length of `cache` back to `tokens`. Numbers may be wrong afterwards; steps take the same time."""
         raise NotImplementedError
 
     @abstractmethod
@@ -77,6 +101,8 @@ class QuantoBaseline(BenchmarkedCache):
 class KvqCache(BenchmarkedCache):
     """kvq's cache, for a method without calibration or an artifact. prefill, backend: as in `attach`."""
 
+    can_rewind = True
+
     def __init__(self, method: Method | Artifact, label: str, bits: float, prefill: str, backend: str = "auto") -> None:
         super().__init__(f"kvq {label}", bits)
         self._method, self._prefill, self._wanted_backend = method, prefill, backend
@@ -88,10 +114,28 @@ class KvqCache(BenchmarkedCache):
             yield attached.new_cache
             self.backend = attached.backend.summary  # names the decode steps that were not captured in CUDA graphs
 
+    def step_kinds(self, context: int, limit: int) -> list[StepKind]:
+        """A kind for each pattern of windows that pack, first positions first. A share counts the steps until the
+        pattern repeats: KIVI packs its keys in one step of 128."""
+        windows = {stream.window for layer in self._attached.new_cache().layers for stream in layer.streams}
+        end = min(context + math.lcm(*(window.flush for window in windows)), limit)
+        positions: dict[tuple[bool, ...], list[int]] = {}
+        for past in range(context, end):
+            pattern = tuple(window.packed(past + 1) > window.packed(past) for window in windows)
+            positions.setdefault(pattern, []).append(past)
+        return [StepKind(steps[0], len(steps) / (end - context)) for steps in positions.values()]
+
+    def rewind(self, cache: Cache, tokens: int) -> None:
+        _compressed(cache).rewind(tokens)
+
     def nbytes(self, cache: Cache) -> int:
-        if not isinstance(cache, CompressedCache):
-            raise TypeError(f"not a cache of kvq: {type(cache).__name__}")
-        return self._attached.report(cache).bytes
+        return self._attached.report(_compressed(cache)).bytes
+
+
+def _compressed(cache: Cache) -> CompressedCache:
+    if not isinstance(cache, CompressedCache):
+        raise TypeError(f"not a cache of kvq: {type(cache).__name__}")
+    return cache
 
 
 def quanto_baseline(bits: float | None) -> QuantoBaseline | str:

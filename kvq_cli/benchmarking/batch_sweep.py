@@ -1,12 +1,16 @@
 """Decode throughput and peak memory at growing batch size, up to the first batch that runs out of memory.
 
 Prefill runs on one sequence, whose cache is then repeated to the batch: only decoding and its memory are measured.
+Steps that pack tokens take longer, and some methods have one in 128. So each kind of step is timed by itself, and the
+time per token is their mean weighted by frequency. The same step is timed again and again, with the cache set back in
+between: its second run is captured in a CUDA graph, which later ones replay, and none has to wait for 128 others.
 """
 
 from __future__ import annotations
 
 import gc
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -17,20 +21,26 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from kvq_cli.benchmarking.baselines import BenchmarkedCache
+from kvq_cli.benchmarking.baselines import BenchmarkedCache, StepKind
 from kvq_cli.benchmarking.generate import synchronize
 from kvq_cli.benchmarking.machine import PeakMemory
+from kvq_cli.models import model_context
 
-#: Decode steps before timing starts: kernels are compiled and CUDA graphs captured by then.
-WARM_UP = 10
+#: Decode steps of a kind before timing starts: the first compiles kernels, the second is captured in a CUDA graph, the
+#: third replays it for the first time.
+WARM_UP = 3
 #: Bisection steps between the largest batch that fits and the smallest that does not.
 BISECTIONS = 3
 
 
 @dataclass(frozen=True)
 class BatchSweep:
-    """Options of a sweep. context: prompt tokens. tokens: timed decode steps per batch. max_batch: the largest batch.
-    seconds: the time limit, shared equally by all caches; a cache that reaches its share keeps the rows so far."""
+    """Options of a sweep.
+
+    context: prompt tokens. tokens: timed decode steps per batch, shared by the kinds of steps, of which each has one at
+    least. max_batch: the largest batch. seconds: the time limit, shared equally by all caches; a cache that reaches its
+    share keeps the rows so far.
+    """
 
     context: int
     tokens: int
@@ -89,25 +99,47 @@ def _measure_batch(
 
 @torch.no_grad()
 def _decode(model: PreTrainedModel, benchmarked: BenchmarkedCache, batch: int, sweep: BatchSweep) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(sweep.seed)
-    vocabulary, length = model.config.get_text_config().vocab_size, sweep.context + WARM_UP + sweep.tokens
-    ids = torch.randint(vocabulary, (1, length), generator=generator).to(model.device)
     # On a CPU the memory profiler would slow down the timed steps.
     memory = PeakMemory(model.device) if model.device.type == "cuda" else nullcontext()
+    token_seconds, cache_bytes = 0.0, 0
     with benchmarked.on(model) as new_cache, memory as peak:
-        cache = new_cache(length)
-        _forward(model, ids[:, : sweep.context], cache)
-        cache.batch_repeat_interleave(batch)
-        seconds = [_forward(model, ids[:, at : at + 1].expand(batch, 1), cache) for at in range(sweep.context, length)][
-            WARM_UP:
-        ]
-        cache_bytes = benchmarked.nbytes(cache)
+        context = max(sweep.context, 2)  # one token is in the cache when a step is timed again
+        for kind in benchmarked.step_kinds(context, model_context(model.config)):
+            seconds, nbytes = _time_kind(model, benchmarked, new_cache, kind, batch, sweep)
+            token_seconds += kind.share * seconds
+            cache_bytes = cache_bytes or nbytes
     return {
-        "token_ms": round(1000 * sum(seconds) / len(seconds), 3),
-        "tokens_s": round(batch * len(seconds) / sum(seconds), 2),
+        "token_ms": round(1000 * token_seconds, 3),
+        "tokens_s": round(batch / token_seconds, 2),
         "cache_bytes": cache_bytes,
         "peak_bytes": peak and peak.bytes,
     }
+
+
+def _time_kind(
+    model: PreTrainedModel,
+    benchmarked: BenchmarkedCache,
+    new_cache: Callable[[int], Cache],
+    kind: StepKind,
+    batch: int,
+    sweep: BatchSweep,
+) -> tuple[float, int]:
+    """Return the mean seconds of a step of this kind, and the bytes of the cache."""
+    generator = torch.Generator().manual_seed(sweep.seed)
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, (1, kind.past + 1), generator=generator).to(model.device)
+    token = ids[:, -1:].expand(batch, 1)
+    before = kind.past - benchmarked.can_rewind
+    cache = new_cache(kind.past + 1)
+    _forward(model, ids[:, :before], cache)
+    cache.batch_repeat_interleave(batch)
+    seconds = []
+    for _ in range(WARM_UP + math.ceil(sweep.tokens * kind.share)):
+        if benchmarked.can_rewind:
+            benchmarked.rewind(cache, before)
+            _forward(model, token, cache)  # sends the changed lengths to the device, as no captured step does
+        seconds.append(_forward(model, token, cache))
+    return statistics.mean(seconds[WARM_UP:]), benchmarked.nbytes(cache)
 
 
 def _forward(model: PreTrainedModel, ids: Tensor, cache: Cache) -> float:

@@ -59,9 +59,16 @@ class RunTimes:
 
 
 def measure(
-    model: PreTrainedModel, caches: Sequence[BenchmarkedCache], grid: BenchmarkGrid, step: Callable[[], None]
+    model: PreTrainedModel,
+    caches: Sequence[BenchmarkedCache],
+    grid: BenchmarkGrid,
+    step: Callable[[], None],
+    start: Callable[[str], None] = lambda _: None,
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row per case and cache when the case is complete; `step` is called after each run."""
+    """Yield a row per case and cache when the case is complete.
+
+    `start` is called before each run, with the cache and the case as text; `step` after it.
+    """
     for context, batch in grid.cases():
         generator = torch.Generator().manual_seed(grid.seed)
         vocabulary = model.config.get_text_config().vocab_size
@@ -69,11 +76,13 @@ def measure(
         runs: dict[BenchmarkedCache, list[RunTimes]] = {benchmarked: [] for benchmarked in caches}
         for round_ in range(grid.rounds + 1):
             for benchmarked in caches:
+                start(f"{benchmarked.name} at context {context}, batch {batch}")
                 times = _run(model, benchmarked, ids, context)
                 if round_ > 0:
                     runs[benchmarked].append(times)
                 step()
         for benchmarked in caches:
+            start(f"{benchmarked.name} at context {context}, batch {batch}")
             with PeakMemory(model.device) as peak:
                 _run(model, benchmarked, ids, context)
             step()

@@ -17,6 +17,7 @@ from typing import Any
 
 import kvq_kernels
 import torch
+from kvq_kernels.tuning import family
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -60,14 +61,17 @@ def _gpu(device: torch.device) -> dict[str, Any]:
     """Return a GPU's properties; driver and clocks too if nvidia-smi is there."""
     properties = torch.cuda.get_device_properties(device)
     description = {
-        "architecture": getattr(properties, "gcnArchName", "") or f"sm_{properties.major}{properties.minor}",
+        "architecture": family(device),
         "multiprocessors": properties.multi_processor_count,
         "memory_bytes": properties.total_memory,
         "l2_bytes": properties.L2_cache_size,
         "cuda": torch.version.cuda or torch.version.hip,
     }
     command = ["nvidia-smi", f"--query-gpu={','.join(_NVIDIA_SMI_FIELDS)}", "--format=csv,noheader,nounits"]
-    command += [f"--id={torch.cuda.current_device() if device.index is None else device.index}"]
+    # nvidia-smi counts all GPUs of the machine, torch those of CUDA_VISIBLE_DEVICES: only the uuid is the same.
+    uuid = getattr(properties, "uuid", None)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    command += [f"--id={index if uuid is None else f'GPU-{uuid}'}"]
     with suppress(OSError, subprocess.SubprocessError):
         output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
         description |= dict(zip(_NVIDIA_SMI_FIELDS, (part.strip() for part in output.split(",")), strict=True))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import wraps
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kvq_cli.attention.capture_points import AttentionLayer, CapturePoint, decoder_of
+from kvq_cli.attention.replaced_forward import replaced_forward
 from kvq_cli.calibration import blocked_attention
 from kvq_cli.calibration.loss import hidden_gradient
 from kvq_cli.errors import KvqError
@@ -33,7 +36,8 @@ def capture(
     gradients: bool,
     threads: bool = False,
 ) -> None:
-    """Run one sample `[tokens]` through the model, calling `on_capture` with each layer's keys and values.
+    """Run one sample `[tokens]` through the model, calling `on_capture` with each layer's keys and values, as a cache
+    gets them but before RoPE.
 
     gradients: also run the backward pass of the loss, the sum of the next-token cross entropies, and capture d loss /
     d key and d loss / d value. Weights are frozen and get no gradients. The model's dtype is kept throughout.
@@ -48,7 +52,9 @@ def capture(
             for kind, point in (("k", layer.key), ("v", layer.value)):
                 if point is None:
                     raise ValueError(f"{layer.name}: its capture points were not requested")
-                hooks.callback(point.module.register_forward_hook(recorder.hook(layer.index, kind, point)).remove)
+                hooks.callback(point.module.register_forward_hook(recorder.keep(layer.index, kind)).remove)
+                record = recorder.record(layer.index, kind, point)
+                hooks.callback(layer.module.register_forward_hook(record).remove)
         output = decoder(input_ids=ids, use_cache=False)
         recorder.recording = False  # checkpointed layers run again in the backward pass
         if gradients:
@@ -83,22 +89,27 @@ def blocked_attention_on_cpu(model: PreTrainedModel, layers: Sequence[AttentionL
 
 @contextmanager
 def gradient_checkpointing(model: PreTrainedModel, count: int) -> Iterator[None]:
-    """Recompute the activations of the first `count` layers in the backward pass instead of keeping them."""
-    if not count:
-        yield
-        return
+    """Recompute the activations of the first `count` layers in the backward pass instead of keeping them.
+
+    The layers stay in evaluation mode. transformers' own checkpointing needs training mode, in which layers of some
+    models (OPT's) drop activations.
+    """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # renamed in transformers 5.23, not in 5.17
-        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": lambda: _computing_twice(model)})
-        try:
-            for layer in layers[:count]:  # transformers checkpoints in training only; dropout below stays off
-                layer.training = True
-            yield
-        finally:
-            for layer in layers:
-                layer.training = False
-            model.gradient_checkpointing_disable()
+    with ExitStack() as undo:
+        for layer in layers[:count]:
+            undo.enter_context(replaced_forward(layer, _checkpointed(model, layer.forward)))
+        yield
+
+
+def _checkpointed(model: PreTrainedModel, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` of a layer of `model`, with activations that are recomputed in the backward pass."""
+    options: dict[str, Any] = {"use_reentrant": False, "context_fn": lambda: _computing_twice(model)}
+
+    @wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, **options, preserve_rng_state=False, **kwargs)  # nothing is random
+
+    return recomputed
 
 
 def _computing_twice(model: PreTrainedModel) -> tuple[AbstractContextManager, AbstractContextManager]:
@@ -118,11 +129,31 @@ class _Recorder:
 
     def __init__(self, on_capture: CaptureCallback, gradients: bool, thread: int | None) -> None:
         self.on_capture, self.gradients, self.thread, self.recording = on_capture, gradients, thread, True
+        #: Outputs of capture points whose attention module has not returned, by layer and kind.
+        self._outputs: dict[tuple[int, str], Tensor] = {}
 
-    def hook(self, layer: int, kind: str, point: CapturePoint) -> Callable[[nn.Module, tuple, Tensor], None]:
-        """The forward hook of one capture point."""
+    def keep(self, layer: int, kind: str) -> Callable[[nn.Module, tuple, Tensor], Tensor | None]:
+        """The forward hook of one capture point's module."""
 
-        def record(quantity: str, output: Tensor) -> None:
+        def hook(_module: nn.Module, _args: tuple, output: Tensor) -> Tensor | None:
+            if self._skips():
+                return None
+            new = None
+            if self.gradients and not output.requires_grad:
+                # The first layer's output: everything below it is frozen. A copy, since a leaf cannot be changed in
+                # place, as OLMo's clamp does.
+                output = new = output.requires_grad_().clone()
+            if self.recording:
+                self._outputs[layer, kind] = output
+            return new
+
+        return hook
+
+    def record(self, layer: int, kind: str, point: CapturePoint) -> Callable[[nn.Module, tuple, Any], None]:
+        """The forward hook of the layer's attention. By then the model has made all changes of the output in place, so
+        that numbers and gradients are those of what the cache gets."""
+
+        def pass_on(quantity: str, output: Tensor) -> None:
             numbers = point.view(output.detach())[0].transpose(0, 1)
             if not numbers.isfinite().all():
                 raise KvqError(
@@ -131,14 +162,16 @@ class _Recorder:
                 )
             self.on_capture(layer, kind, quantity, numbers)
 
-        def hook(_module: nn.Module, _args: tuple, output: Tensor) -> None:
-            if self.thread not in (None, threading.get_ident()):
+        def hook(_module: nn.Module, _args: tuple, _output: Any) -> None:
+            if self._skips() or not self.recording:
                 return
-            if self.gradients and not output.requires_grad:
-                output.requires_grad_()  # the first layer's output: everything below it is frozen
-            if self.recording:
-                record("x", output)
-                if self.gradients:
-                    output.register_hook(lambda gradient: record("g", gradient))
+            output = self._outputs.pop((layer, kind))
+            pass_on("x", output)
+            if self.gradients:
+                output.register_hook(lambda gradient: pass_on("g", gradient))
 
         return hook
+
+    def _skips(self) -> bool:
+        """Whether a module runs for the sample of another thread."""
+        return self.thread not in (None, threading.get_ident())

@@ -19,6 +19,7 @@ from kvq_cli.attention.capture_points import AttentionLayer, attention_layers
 from kvq_cli.calibration import capture, estimate, factors, low_rank, mixed, remote, transforms
 from kvq_cli.calibration.card import card
 from kvq_cli.calibration.codebooks import ERROR_MEASURE
+from kvq_cli.calibration.finished import Note, check_unchanged
 from kvq_cli.calibration.parallel import deterministic, run_parallel
 from kvq_cli.calibration.plan import (
     AnyPlan,
@@ -45,7 +46,7 @@ from kvq_cli.calibration.streams import (
 from kvq_cli.calibration.work_folder import WorkFolder
 from kvq_cli.data.texts import SELF, load_text, sampled_windows, token_windows
 from kvq_cli.distributed import Workers
-from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.errors import KvqError
 from kvq_cli.methods.base import LowRankSpec
 
 #: Windows of text that PALU's sums are written after: a resumed run reads fewer again. The sums of Llama-3.1-8B take
@@ -62,26 +63,26 @@ def calibrate(
     force: bool = False,
     captured: Path | None = None,
     progress: Progress = lambda *_: None,
+    note: Note = lambda _: None,
     workers: Workers | None = None,
 ) -> Artifact:
     """Calibrate and write the artifact to `out`. Finished steps are kept in `<out>.work` until the end.
 
     An interruption (also a kill) leaves that folder, and `resume` continues from it to the same bytes; a failure
     removes it, unless it was resumed. captured: folder in which captured activations are kept, for other calibrations
-    that capture the same. workers: capture samples and calibrate streams there, to the same bytes; factors of
-    weights are computed here.
-    Raises UsageError where `out` or the folder exists and neither `resume` nor `force` is given, KvqError where another
-    process uses the folder.
+    that capture the same. note: told what `resume` cannot check of a finished artifact. workers: capture samples and
+    calibrate streams there, to the same bytes; factors of weights are computed here.
+    Raises UsageError where `out` or the folder exists and neither `resume` nor `force` is given, or was made from other
+    inputs, KvqError where another process uses the folder.
     """
-    request = plan.request()
     with closing(WorkFolder(out.with_name(out.name + ".work"))) as work:
         if force:
             work.clear()
         elif out.exists() and resume and not work.path.exists():
-            return _load_finished(out, request)
+            return _load_finished(out, plan, note)
         check_replaceable(out, overwrite=force or resume)
         disk_bytes = 0 if captured else estimate.disk_bytes(plan)
-        work.open(request | plan.unrecorded, resume=resume, disk_bytes=disk_bytes)
+        work.open(plan.request() | plan.named_inputs, resume=resume, disk_bytes=disk_bytes)
         try:
             with deterministic(plan.loaded.model.device):
                 if isinstance(plan, FactorPlan):
@@ -99,13 +100,9 @@ def calibrate(
     return artifact
 
 
-def _load_finished(out: Path, request: dict[str, Any]) -> Artifact:
+def _load_finished(out: Path, plan: AnyPlan, note: Note) -> Artifact:
     artifact = load_artifact(out)
-    different = [key for key in request if artifact.config.get(key) != request[key]]
-    if different:
-        raise UsageError(
-            f"{out} was made with another {', '.join(different)}: choose another --out, or replace it with --force"
-        )
+    check_unchanged(artifact, plan.request(), artifact.config, plan.named_inputs, note)
     return artifact
 
 
@@ -282,7 +279,8 @@ def _write(
     progress: Progress,
 ) -> Artifact:
     progress("write", 0, 1)
-    config = {**plan.request(), "versions": versions(plan), "sizes": tensor_sizes(tensors), **measured}
+    made_from = {**plan.request(), "inputs": plan.inputs, "versions": versions(plan)}
+    config = {**made_from, "sizes": tensor_sizes(tensors), **measured}
     command = calibrate_command(plan.method, plan.loaded, plan.settings_dict())
     artifact = save_artifact(out, config, tensors, card(config, command), overwrite=True)
     progress("write", 1, 1)

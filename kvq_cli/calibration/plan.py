@@ -13,6 +13,7 @@ import transformers
 import kvq_cli
 from kvq_cli.artifact import fingerprint
 from kvq_cli.artifact.fingerprint import weights_digest
+from kvq_cli.calibration.finished import named_inputs
 from kvq_cli.calibration.mixed import UNIT
 from kvq_cli.calibration.settings import (
     CalibrationOptions,
@@ -68,16 +69,21 @@ class CalibrationPlan:
         }
 
     @cached_property
-    def unrecorded(self) -> dict[str, Any]:
-        """What finished steps depend on beside `request`, and an artifact does not record. Reads all weights, once."""
+    def inputs(self) -> dict[str, Any]:
+        """What the tensors depend on beside `request` and the libraries. Saved in `config.json`. Reads all weights,
+        once."""
         dataset = self.settings_dict().get("dataset")
         return {
-            "weights of --model": weights_digest(self.loaded.model),
-            "text of --dataset": None if dataset is None else file_digest(dataset),
-            "version of results": kvq_cli.RESULTS,
-            "type of --device": self.loaded.model.device.type,
-            **{f"version of {name}": version for name, version in library_versions().items()},
+            "weights": weights_digest(self.loaded.model),
+            "text": None if dataset is None else file_digest(dataset),
+            "results": kvq_cli.RESULTS,
+            "device": self.loaded.model.device.type,
         }
+
+    @property
+    def named_inputs(self) -> dict[str, Any]:
+        """`inputs` and the versions of libraries, by the names that messages use."""
+        return named_inputs(self.inputs, library_versions())
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,7 @@ class CapturePlan(CalibrationPlan):
         if size.units < size.possible:  # drawn at random in units
             tokens["unit"] = size.unit
         text = {key: settings[key] for key in ("dataset", "samples", "seqlen", "gradients", "seed")}
-        return {key: self.request()[key] for key in ("kvq", "model")} | self.unrecorded | text | tokens
+        return {key: self.request()[key] for key in ("kvq", "model")} | self.named_inputs | text | tokens
 
 
 @dataclass(frozen=True)

@@ -85,8 +85,10 @@ class KvqGroup(TyperGroup):
 
 
 def _prepare_streams() -> None:
-    """Make all streams usable: closed output streams discard text, unencodable characters become `?`, and input bytes
-    that are not UTF-8 are kept as surrogates, which commands refuse."""
+    """Make all streams usable: closed output streams discard text, a closed input stream is empty, unencodable
+    characters become `?`, and input bytes that are not UTF-8 are kept as surrogates, which commands refuse."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115 (open until the process ends)
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
     for name in ("stdout", "stderr"):

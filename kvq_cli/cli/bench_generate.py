@@ -127,8 +127,7 @@ def generate(
             document |= {"context": contexts[0], "batch": max(batches), "methods": _identities(chosen)}
             _grown(out, loaded, peers, settings, seconds, document, out_dir, stem, resume)
         else:
-            document |= _measured(out, loaded, peers, settings)
-            write_result(out_dir, stem, document)
+            _measured(out, loaded, peers, settings, document, out_dir, stem)
         for peer in peers:
             if peer.backend is not None:
                 out.note(f"{peer.name}: decode attention: {peer.backend}")
@@ -191,14 +190,33 @@ def _identities(chosen: list[ComparedMethod]) -> dict[str, Any]:
     return {f"kvq {one.label}": one.identity for one in chosen}
 
 
-def _measured(out: Output, model: PreTrainedModel, peers: list[BenchmarkedCache], settings: Any) -> dict[str, Any]:
+def _measured(
+    out: Output,
+    model: PreTrainedModel,
+    peers: list[BenchmarkedCache],
+    settings: Any,
+    document: dict[str, Any],
+    folder: Path,
+    stem: str,
+) -> None:
+    """Measure all cases; the document is written after each row, so that a failure keeps the finished ones."""
     from kvq_cli.benchmarking.generate import measure
 
-    with out.progress() as progress:
-        task = progress.add_task("measuring", total=settings.runs * len(peers))
-        rows = list(measure(model, peers, settings, lambda: progress.advance(task)))
-    _print(out, rows)
-    return {"rows": rows}
+    document["rows"] = []
+    runs: list[str] = []
+    try:
+        with out.progress() as progress:
+            task = progress.add_task("measuring", total=settings.runs * len(peers))
+            for row in measure(model, peers, settings, lambda: progress.advance(task), runs.append):
+                document["rows"].append(row)
+                write_result(folder, stem, document)
+    except BaseException as error:
+        if runs:
+            what = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+            kept = f"; {len(document['rows'])} finished rows are kept in {folder / stem}.json"
+            out.warn(f"{what}: {runs[-1]}{kept if document['rows'] else ''}")
+        raise
+    _print(out, document["rows"])
 
 
 def _grown(

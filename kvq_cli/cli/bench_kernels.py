@@ -28,7 +28,13 @@ Targets = Annotated[
     ),
 ]
 Operations = Annotated[
-    str | None, bench_option("--operation", metavar="NAMES", help="Operations, joined by commas (default: all).")
+    str | None,
+    bench_option(
+        "--operation",
+        metavar="NAMES",
+        help="Operations, separated by commas: decode_attention, quantized_matvec, quantize_pack, assign_centroids, "
+        "transform_attention (default: all); with --static also squat_quantize and rematerialize.",
+    ),
 ]
 Seconds = Annotated[
     int | None, bench_option("--seconds", min=1, help="Start no further shape after this time; continue with --resume.")

@@ -14,7 +14,12 @@ from kvq_cli.files import check_writable
 
 Operations = Annotated[
     str | None,
-    bench_option("--operation", metavar="NAMES", help="Operations to tune, joined by commas (default: all)."),
+    bench_option(
+        "--operation",
+        metavar="NAMES",
+        help="Operations to tune, separated by commas: decode_attention, quantized_matvec, quantize_pack, "
+        "assign_centroids, transform_attention (default: all).",
+    ),
 ]
 Seconds = Annotated[int, bench_option("--seconds", min=1, help="Duration of the search.")]
 Dry = Annotated[

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 data_option = partial(typer.Option, rich_help_panel="Calibration")
 
 Out = Annotated[
-    Path | None, data_option("--out", metavar="DIR", help="Output folder (default: artifacts/MODEL/METHOD-BITSbit).")
+    Path | None, data_option("--out", metavar="DIR", help=f"Output folder (default: {opt.DEFAULT_ARTIFACT}).")
 ]
 Dataset = Annotated[
     str,
@@ -125,7 +125,8 @@ class DataOptions:
         """Arguments of a resumable run, with its progress; Ctrl-C inside the block prints how to continue."""
         try:
             with output.phases() as progress:
-                yield {"resume": self.resume, "force": self.force, "captured": self.captured, "progress": progress}
+                kept = {"resume": self.resume, "force": self.force, "captured": self.captured}
+                yield {**kept, "progress": progress, "note": output.note}
         except KeyboardInterrupt:
             output.note("interrupted; continue with the same command and --resume")
             raise

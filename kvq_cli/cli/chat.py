@@ -40,7 +40,7 @@ def chat(
     with attached_generator(model_options, compression, prefill, parameters) as generator:
         for line in [*generator.notes, *([TOY] if generator.loaded.name == REFERENCE else [])]:
             out.note(line)
-        out.note(f"{generator.loaded.label}; /help lists the commands, Ctrl-C stops an answer, Ctrl-D leaves")
+        out.note(f"{generator.loaded.label}; /help lists the commands, Ctrl-C stops an answer, Ctrl-D quits")
         interrupts = Interrupts()
         session = ChatSession(Conversation(generator), out, interrupts)
         if system is not None:

@@ -54,7 +54,7 @@ Artifacts = Annotated[
     typer.Option(
         "--artifact",
         metavar="DIR",
-        help="Folder of a calibrated artifact; repeatable (default: artifacts/MODEL/METHOD-BITSbit).",
+        help=f"Folder of a calibrated artifact; repeatable (default: {opt.DEFAULT_ARTIFACT}).",
         rich_help_panel=opt.METHOD,
     ),
 ]
@@ -348,7 +348,7 @@ def _resolve_methods(model_options: opt.ModelOptions, methods: MethodOptions) ->
     flag = "--compare" if methods.compare is not None else "several --artifact"
     if methods.method:
         raise UsageError(f"{flag} with --method: use one of them")
-    names = opt.names(methods.compare, "--compare") if methods.compare else []
+    names = [] if methods.compare is None else opt.names(methods.compare, "--compare")
     return resolve_compared(model, names, methods.bits, artifacts, options, trust_remote_code=trusted)
 
 

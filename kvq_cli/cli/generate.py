@@ -47,15 +47,13 @@ Raw = Annotated[
     bool,
     typer.Option(
         "--raw",
-        help="Continue the prompt as it is (default: it is a user's message in the tokenizer's chat template, where it "
+        help="Do not apply the chat template: continue the prompt as plain text (default: apply it if the tokenizer "
         "has one).",
     ),
 ]
 System = Annotated[
     str | None,
-    typer.Option(
-        "--system", metavar="TEXT", help="System message; needs a tokenizer with a chat template."
-    ),
+    typer.Option("--system", metavar="TEXT", help="System message; needs a tokenizer with a chat template."),
 ]
 SaveCache = Annotated[
     Path | None,

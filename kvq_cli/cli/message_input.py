@@ -39,7 +39,7 @@ def messages(interrupts: Interrupts, note: Callable[[str], None]) -> Iterator[Me
             if not at_terminal:
                 raise
             if not interrupts.leaves:
-                note("\nCtrl-C again or Ctrl-D leaves")
+                note("\nCtrl-C again or Ctrl-D quits")
             continue
         if message.text.strip():
             yield message

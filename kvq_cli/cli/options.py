@@ -96,7 +96,9 @@ TrustRemoteCode = Annotated[
     bool,
     _shared("--trust-remote-code", help="Run the Python code in the model's folder or repository, if it needs any."),
 ]
-Device = Annotated[str, _shared("--device", metavar="NAME", help="Device: auto (a GPU if there is one), cpu, cuda, cuda:0, ...")]
+Device = Annotated[
+    str, _shared("--device", metavar="NAME", help="Device: auto (a GPU if there is one), cpu, cuda, cuda:0, ...")
+]
 Dtype = Annotated[
     Literal["auto", "float32", "float16", "bfloat16"],
     _shared("--dtype", help="Dtype of weights and activations; auto: that of the stored weights."),
@@ -151,12 +153,17 @@ Bits = Annotated[
 ]
 #: Of a command whose default is not the method's.
 BitsWithDefault = Annotated[float | None, _method("--bits", metavar="N", parser=_bits, help="Bits per cached number.")]
+#: The default folder of an artifact, in help texts.
+DEFAULT_ARTIFACT = (
+    "artifacts/MODEL/METHOD-BITSbit, with options that differ from their defaults appended, such as "
+    "klt-2bit-join-keys-on"
+)
 ArtifactDir = Annotated[
     Path | None,
     _method(
         "--artifact",
         metavar="DIR",
-        help="Folder of a calibrated artifact (default: artifacts/MODEL/METHOD-BITSbit).",
+        help=f"Folder of a calibrated artifact (default: {DEFAULT_ARTIFACT}).",
     ),
 ]
 Set = Annotated[
@@ -228,7 +235,8 @@ WorkerCount = Annotated[
         "--workers",
         min=1,
         metavar="N",
-        help="Number of worker processes on this machine, run by Ray (extra `ray`); results are the same as with one process.",
+        help="Number of worker processes on this machine, run by Ray (extra `ray`); results are the same as with one "
+        "process.",
         rich_help_panel=WORKERS,
     ),
 ]

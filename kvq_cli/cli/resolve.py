@@ -63,7 +63,8 @@ def resolve_compared(
     names:         methods, with bits (`kivi-4bit`) and options (`kivi:sinks=8:recent=32`) of their own, or artifact
                    folders.
     bits, options: apply to all methods that have them.
-    artifacts:     folders that replace the default artifacts of their methods; those of unnamed methods come last.
+    artifacts:     folders that replace the default artifacts of their methods, in every configuration that they were
+                   calibrated for; those of unnamed methods come last.
     """
     from kvq_cli.methods.registry import check_shared, has_option, parse
 
@@ -71,6 +72,13 @@ def resolve_compared(
         raise UsageError(f"--compare {','.join(names)}: names a method twice")
     shared: dict[str, Any] = dict(options or {}) | ({} if bits is None else {"bits": bits})
     given = [_load(folder) for folder in artifacts]
+    requests = [(text, {}) if (Path(text) / "config.json").is_file() else parse(text) for text in names]
+    offered = [_offered(given, name, own, shared) for name, own in requests]
+    taken = [
+        [artifact for artifact in some if _takes(artifact, own)]
+        for (_, own), some in zip(requests, offered, strict=True)
+    ]
+    used = {id(artifact) for some in taken for artifact in some}
     compared: list[str] = []
     resolved: list[Method | Artifact] = []
 
@@ -82,27 +90,50 @@ def resolve_compared(
         else:
             resolved.append(resolve(model, name, options=all_options, trust_remote_code=trust_remote_code))
 
-    for text in names:
-        name, own = (text, {}) if (Path(text) / "config.json").is_file() else parse(text)
-        if (Path(name) / "config.json").is_file() or "/" in name:
+    for (name, own), some, fitting in zip(requests, offered, taken, strict=True):
+        for artifact in some:
+            if id(artifact) not in used:
+                artifact.with_options(own)  # raises: the name asks for another calibration
+        if _is_folder(name):
             artifact = _load(Path(name))
             add(artifact.method_config["name"], own, artifact)
-            continue
-        wanted = own.get("bits", shared.get("bits") if has_option(name, "bits") else None)
-        matching = [
-            artifact
-            for artifact in given
-            if artifact.method_config["name"] == name and fits_bits(wanted, artifact.method_config.get("bits"))
-        ]
-        given = [artifact for artifact in given if not any(artifact is other for other in matching)]
-        if not matching:
+        elif not fitting:
             add(name, own)
-        for artifact in matching:
+        for artifact in fitting:
             add(name, own, artifact)
     for artifact in given:
-        add(artifact.method_config["name"], {}, artifact)
+        if id(artifact) not in used:
+            add(artifact.method_config["name"], {}, artifact)
     check_shared(compared, shared)
     return resolved
+
+
+def _is_folder(name: str) -> bool:
+    """Whether a name given to `--compare` is an artifact's folder."""
+    return (Path(name) / "config.json").is_file() or "/" in name
+
+
+def _offered(given: Sequence[Artifact], name: str, own: Mapping[str, Any], shared: Mapping[str, Any]) -> list[Artifact]:
+    """The given artifacts of a compared method, with the bits that it asks for."""
+    from kvq_cli.methods.registry import has_option
+
+    if _is_folder(name):
+        return []
+    wanted = own.get("bits", shared.get("bits") if has_option(name, "bits") else None)
+    return [
+        artifact
+        for artifact in given
+        if artifact.method_config["name"] == name and fits_bits(wanted, artifact.method_config.get("bits"))
+    ]
+
+
+def _takes(artifact: Artifact, own: Mapping[str, Any]) -> bool:
+    """Whether the artifact can be attached with a compared method's own options."""
+    try:
+        artifact.with_options(own)
+    except UsageError:
+        return False
+    return True
 
 
 def fits_bits(wanted: Any, held: float | None) -> bool:

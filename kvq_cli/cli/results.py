@@ -90,6 +90,8 @@ def results(
         out.note(f"written: {plot}")
     for number, label, count in shown.fewer:
         out.note(f"run {number} has fewer samples of {label} ({count}): --run {number} shows it")
+    for label, error in shown.failed.items():
+        out.note(f"left out: {label}: {error}")
     if shown.others:
         out.note(f"with other tasks or settings: run {', '.join(map(str, shown.others))}; --runs lists all")
     if baseline is not None:
@@ -97,7 +99,7 @@ def results(
     elif against is not None:
         _against(out, format, methods, against)
     else:
-        _table(out, format, methods)
+        _table(out, format, methods, shown.failed)
 
 
 def _runs(out: Output, format: str, recorded: Sequence[Run], folder: Path) -> None:
@@ -106,6 +108,7 @@ def _runs(out: Output, format: str, recorded: Sequence[Run], folder: Path) -> No
     if not recorded:
         out.note(f"{folder}: a version of kvq without records of runs wrote these results")
     columns = ["run", "time", "tasks", "n", "methods", "command"]
+    columns[-1:-1] = ["failed"] if any(run.failed for run in recorded) else []
     listed = []
     for run in recorded:
         first = next(iter(run.methods.values()))
@@ -117,15 +120,16 @@ def _runs(out: Output, format: str, recorded: Sequence[Run], folder: Path) -> No
                 "tasks": list(first["n-samples"]),
                 "n": samples(first),
                 "methods": list(run.methods),
+                "failed": dict(run.failed),
                 "command": run.command,
             }
         )
-    rows = [[", ".join(map(str, v)) if isinstance(v := run[c], list) else v for c in columns] for run in listed]
+    rows = [[", ".join(map(str, v)) if isinstance(v := run[c], (list, dict)) else v for c in columns] for run in listed]
     _print(out, format, columns, rows)
     out.result(listed)
 
 
-def _table(out: Output, format: str, methods: Mapping[str, Mapping[str, Any]]) -> None:
+def _table(out: Output, format: str, methods: Mapping[str, Mapping[str, Any]], failed: Mapping[str, str]) -> None:
     from kvq_cli.evaluation.chat_template import chat_template_note
     from kvq_cli.evaluation.formats import csv_text, latex, markdown, with_best, with_errors
     from kvq_cli.evaluation.runs import describe_run, run_of
@@ -159,9 +163,8 @@ def _table(out: Output, format: str, methods: Mapping[str, Mapping[str, Any]]) -
     }
     runs = {label: run_of(one) for label, one in methods.items()}
     counts = {label: one["n-samples"] for label, one in methods.items()}
-    out.result(
-        {"columns": [asdict(column) for column in table.columns], "rows": rows, "runs": runs, "n-samples": counts}
-    )
+    columns = [asdict(column) for column in table.columns]
+    out.result({"columns": columns, "rows": rows, "runs": runs, "n-samples": counts, "failed": dict(failed)})
 
 
 def _origins(methods: Mapping[str, Mapping[str, Any]]) -> dict[str, tuple[str, int | None]] | None:

@@ -39,7 +39,9 @@ Objective = Annotated[
 Kl = Annotated[
     float | None,
     _search(
-        "--kl", metavar="NATS", help="With --objective memory: KL divergence to the uncompressed model, per token."
+        "--kl",
+        metavar="NATS",
+        help="Required with --objective memory: maximum KL divergence to the uncompressed model, in nats per token.",
     ),
 ]
 Candidates = Annotated[
@@ -63,10 +65,17 @@ Windows = Annotated[int, _search("--windows", min=1, help="Windows of each text.
 TextSeqlen = Annotated[
     int, _search("--text-seqlen", min=2, help="Tokens per window; the second half of a window is scored.")
 ]
-Rounds = Annotated[int, _search("--rounds", min=0, help="Maximum number of rounds; each measures sensitivities and chooses again.")]
-Swaps = Annotated[int, _search("--swaps", min=0, help="Maximum number of swaps to try; each moves bits from one stream to another.")]
+Rounds = Annotated[
+    int,
+    _search("--rounds", min=0, help="Maximum number of rounds; each measures sensitivities and chooses again."),
+]
+Swaps = Annotated[
+    int,
+    _search("--swaps", min=0, help="Maximum number of swaps to try; each moves bits from one stream to another."),
+]
 Minutes = Annotated[
-    float | None, _search("--minutes", min=0.0, help="Time limit of the search in minutes: no new step starts after it.")
+    float | None,
+    _search("--minutes", min=0.0, help="Time limit of the search in minutes: no new step starts after it."),
 ]
 Disk = Annotated[
     float,

@@ -109,16 +109,16 @@ def _ruler(values: Values) -> bool:
     return any(name != "perplexity" and not name.startswith("lm_eval:") for name in _tasks(values))
 
 
-def _ruler_args(key: str, value: str) -> Callable[[Values], bool]:
-    """Whether a task of RULER has this argument; `family` is the task's own."""
+def _ruler_tasks(values: Values) -> list[Any]:
+    """The evaluation's tasks of RULER."""
+    from kvq_cli.evaluation.ruler.tasks import TASKS
 
-    def has(values: Values) -> bool:
-        from kvq_cli.evaluation.ruler.tasks import TASKS
+    return [TASKS[name] for name in _tasks(values) if name in TASKS]
 
-        tasks = [TASKS[name] for name in _tasks(values) if name in TASKS]
-        return any((task.family if key == "family" else task.args.get(key)) == value for task in tasks)
 
-    return has
+def _essays(values: Values) -> bool:
+    """Whether a task hides needles in essays."""
+    return any(task.args.get("haystack") == "essay" for task in _ruler_tasks(values))
 
 
 def _texts(*names: str) -> Callable[[Values], bool]:
@@ -223,6 +223,20 @@ def _named(folder: str | Path) -> tuple[str, dict[str, Any]]:
     return method["name"], bits
 
 
+def _question_notes(values: Values, flag: str) -> Iterator[str]:
+    """Files of questions that no task reads."""
+    from kvq_cli.evaluation.ruler.questions import question_format
+
+    read = {task.args["dataset"] for task in _ruler_tasks(values) if task.family == "qa"}
+    if not read:
+        yield f"{flag} has no effect: only qa_1 and qa_2 read it"
+        return
+    for path in values["qa_file"]:
+        if (held := question_format(Path(path))) not in read:
+            name, task = {"squad": ("SQuAD", "qa_1"), "hotpotqa": ("HotpotQA", "qa_2")}[held]
+            yield f"{flag} {path} has no effect: only {task} reads the format of {name}"
+
+
 def _artifact_notes(values: Values, flag: str) -> Iterator[str]:
     """Artifacts of methods or bits that `--compare` does not name: they are compared, too."""
     from kvq_cli.cli.resolve import fits_bits
@@ -305,8 +319,8 @@ RULES: dict[str, dict[str, Rule]] = {
         "limit": unless(
             lambda values: values["windows"] is None or _ruler(values) or _lm_eval(values), "--windows replaces it"
         ),
-        "haystack": unless(_ruler_args("haystack", "essay"), "only RULER's tasks with essays read it"),
-        "qa_file": unless(_ruler_args("family", "qa"), "only qa_1 and qa_2 read it"),
+        "haystack": unless(_essays, "only RULER's tasks with essays read it"),
+        "qa_file": Rule(lambda values, flag: list(_question_notes(values, flag))),
         "chat_template": unless(_any(_ruler, _lm_eval), "perplexity scores plain text"),
         "batch_size": unless(_any(_ruler, _lm_eval), "perplexity scores one window at a time"),
         "data_dir": unless(_any(_lm_eval, _texts(*HUB_TEXTS)), "no task reads a data set of the Hub"),

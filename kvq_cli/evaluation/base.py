@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import sqrt
@@ -61,10 +61,12 @@ class Evaluation(ABC):
     available:        samples that the task has; None if they are generated without end.
     config:           task parameters, for the result file and (with the method's identity) for the resume key.
     resume_key:       what samples depend on beside `config`: part of the resume key alone.
+    required:         fields that a sample's record must have to count as finished.
     version:          raised when samples or scores change, so that old and new numbers are not compared.
     higher_is_better: by metric, where the task defines it.
     groups:           names under which several tasks were requested, whose means are reported, too; True: the mean
                       weights tasks by their number of samples (lm-eval's `weight_by_size`).
+    unread:           options that were given and that the task does not read, by flag: why.
     equal_lengths:    all samples have about the same length: if one is not compressed at all, none is.
     batch_size:       samples of a method that `run` evaluates together.
     methods_at_once:  methods of a unit, at most; None: all, where they share the prefill of a prompt.
@@ -77,9 +79,11 @@ class Evaluation(ABC):
     available: int | None
     config: Mapping[str, Any]
     resume_key: Mapping[str, Any] = MappingProxyType({})
+    required: Collection[str] = ()
     version: Any = 1
     higher_is_better: Mapping[str, bool] = MappingProxyType({})
     groups: Mapping[str, bool] = MappingProxyType({})
+    unread: Mapping[str, str] = MappingProxyType({})
     equal_lengths: bool = True
     batch_size: int = 1
     methods_at_once: int | None = None
@@ -156,13 +160,13 @@ def cache_summary(records: Sequence[Record]) -> dict[str, float]:
 
     nominal_bits counts codes alone, packed_bits adds scales and outliers, measured_bits adds full-precision windows and
     unused room, but for that reserved for later tokens. Constants (codebooks) are shared by all sequences and counted
-    separately.
+    separately. packed_bits is that of all packed tokens together; 0 if there are none.
     """
     caches = [record["cache"] for record in records]
     held, plain = sum(cache["bytes"] for cache in caches), sum(cache["fp16_bytes"] for cache in caches)
     return {
         "nominal_bits": caches[0]["nominal_bits"],
-        "packed_bits": sum(cache["packed_bits"] for cache in caches) / len(caches),
+        "packed_bits": mean_packed_bits([(cache, 1) for cache in caches]),
         "measured_bits": 16 * held / plain,
         "bytes": held / len(caches),
         "fp16_bytes": plain / len(caches),
@@ -171,6 +175,13 @@ def cache_summary(records: Sequence[Record]) -> dict[str, float]:
         "tokens": sum(cache["tokens"] for cache in caches) / len(caches),
         "compressed_tokens": sum(cache["compressed"] for cache in caches) / len(caches),
     }
+
+
+def mean_packed_bits(caches: Sequence[tuple[Mapping[str, float], int]]) -> float:
+    """Mean of `packed_bits` over the packed tokens of cache records, given as `(record, rows)`; 0 without any."""
+    packed = [(cache["packed_bits"], cache["compressed"] * rows) for cache, rows in caches]
+    total = sum(tokens for _, tokens in packed)
+    return sum(bits * tokens for bits, tokens in packed) / total if total else 0.0
 
 
 def mean_and_stderr(values: Sequence[float]) -> tuple[float, float | None]:

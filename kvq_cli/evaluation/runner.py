@@ -58,8 +58,8 @@ def evaluate(
     `OUT/comparison.json` the last run. Raises UsageError for invalid settings, KvqError if nothing was compressed or a
     folder cannot be written, NotFiniteError if all methods fail; one that fails among others is left out of the
     documents, and `failed` of `comparison.json` says why. track: shows the progress of each evaluation; overall: of
-    all together, and of their preparation; note: prints what to expect, which short trials measure first. workers:
-    evaluate there; the same results are appended in the same order.
+    all together, and of their preparation; note: prints what to expect, which short trials measure first, and options
+    that tasks do not read. workers: evaluate there; the same results are appended in the same order.
     """
     started = datetime.now(UTC)
     model: dict[str, Any] = {
@@ -70,8 +70,11 @@ def evaluate(
     model["dtype"] = str(loaded.model.dtype).removeprefix("torch.")
     if loaded.trust_remote_code:  # only then: samples of all other models keep their keys
         model["trust_remote_code"] = True
-    finished = {"kvq": __version__, "results": RESULTS, "model": model, "weights": weights_digest(loaded.model)}
+    state = {"results": RESULTS, "weights": weights_digest(loaded.model)}
+    finished = {"kvq": __version__, "model": model, **state}
     evaluations = build_evaluations(settings, loaded, overall)
+    for unread in _unread_options(evaluations):
+        (note or _ignore)(unread)
     with ExitStack() as attachments:
         # Attach all methods at once: a forward pass uses the method whose cache it is given. A method that does not
         # support the model is refused here, before anything is written.
@@ -94,7 +97,7 @@ def evaluate(
                 else:
                     folder, option = store / method.method.name, "--store"
                 logs[method.label, evaluation.name] = SampleLog(
-                    folder, evaluation.name, key, evaluation.count if fresh else 0, option
+                    folder, evaluation.name, key, evaluation.count if fresh else 0, option, evaluation.required
                 )
         if note is not None and (text := estimate(loaded, evaluations, attached, logs, workers)):
             note(text)
@@ -117,12 +120,22 @@ def evaluate(
     document = comparison_document(loaded, model, methods, evaluations, records, settings)
     for method in methods:
         results = document["methods"][method.label]
-        results["config"] |= {"backend": attached[method.label].backend.summary, "folder": method.folder}
+        results["config"] |= state | {"backend": attached[method.label].backend.summary, "folder": method.folder}
         results["samples"] = {each.name: relpath(logs[method.label, each.name].path, out) for each in evaluations}
     if failed:
         document["failed"] = {label: str(error) for label, error in failed.items()}
     save_run(out, document, command, started)
     return document
+
+
+def _unread_options(evaluations: Sequence[Evaluation]) -> Iterator[str]:
+    """Notes on given options that some tasks do not read, as the command line's on those that none reads."""
+    tasks: dict[tuple[str, str], list[str]] = {}
+    for evaluation in evaluations:
+        for unread in evaluation.unread.items():
+            tasks.setdefault(unread, []).append(evaluation.task)
+    for (flag, why), names in tasks.items():
+        yield f"note: {flag} has no effect on {', '.join(names)}: {why}"
 
 
 def _ignore(_text: str) -> None:

@@ -1,7 +1,7 @@
 """Records of evaluation runs: `OUT/runs/ID.json` has a run's time, command and documents, and is never replaced.
 
 What a result folder shows by default: the newest run, with each method's result of most samples among all runs of the
-same model, tasks, task settings and version. Methods that only earlier ones of these runs have are shown, too.
+same model, tasks, task settings and versions. Methods that only earlier ones of these runs have are shown, too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ RUNS, COMPARISON, RESULTS = "runs", "comparison.json", "results.json"
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: its number in the folder, and its documents by label.
+    """A finished run: its number in the folder, its documents by label, and why others of its methods failed, by label.
 
     time: of its start, UTC, ISO 8601; seconds, command: None where a version of kvq without records wrote the results.
     """
@@ -33,21 +33,23 @@ class Run:
     seconds: float | None
     command: str | None
     methods: Mapping[str, Mapping[str, Any]]
+    failed: Mapping[str, str]
 
     @property
     def settings(self) -> str:
-        """Equal for runs whose scores can stand in one table: same model, tasks, task settings and version."""
+        """Equal for runs whose scores can stand in one table: same model, tasks, task settings and versions."""
         return _settings(next(iter(self.methods.values())))
 
 
 @dataclass(frozen=True)
 class ShownResults:
     """Documents by label; fewer: newer results of shown methods that have fewer samples, as `(run, label, samples)`;
-    others: numbers of runs with other settings."""
+    others: numbers of runs with other settings; failed: methods of which no later run has a result, with the error."""
 
     methods: dict[str, Any]
     fewer: Sequence[tuple[int, str, str]] = ()
     others: Sequence[int] = ()
+    failed: Mapping[str, str] = field(default_factory=dict)
 
 
 def samples(document: Mapping[str, Any]) -> str:
@@ -100,7 +102,7 @@ def load_runs(out: Path) -> list[Run]:
     """All recorded runs of a result folder, oldest first; KvqError for a damaged record."""
     numbers = sorted(int(path.stem) for path in (out / RUNS).glob("*.json") if path.stem.isdecimal())
     paths = [out / RUNS / f"{number}.json" for number in numbers]
-    return [_run(path, read_methods(path)) for path in paths if path.stat().st_size]  # empty: killed while writing
+    return [_run(path) for path in paths if path.stat().st_size]  # empty: killed while writing
 
 
 def shown_results(folder: Path, run: int | None = None) -> ShownResults:
@@ -111,20 +113,22 @@ def shown_results(folder: Path, run: int | None = None) -> ShownResults:
     """
     runs = load_runs(folder)
     if run is not None:
-        if found := [each for each in runs if each.id == run]:
-            return ShownResults(dict(found[0].methods))
+        if asked := [each for each in runs if each.id == run]:
+            return ShownResults(dict(asked[0].methods), failed=asked[0].failed)
         known = ", ".join(str(each.id) for each in runs) or "none are recorded"
         raise UsageError(f"--run {run}: no such run in {folder}; runs: {known}")
     if not runs:
         single = (folder / RESULTS).is_file() and not (folder / COMPARISON).exists()
-        return ShownResults(read_methods(folder / (RESULTS if single else COMPARISON)))
+        only, unfinished = read_methods(folder / (RESULTS if single else COMPARISON))
+        return ShownResults(only, failed=unfinished)
     same = [each for each in runs if each.settings == runs[-1].settings]
-    best: dict[str, tuple[str, Mapping[str, Any]]] = {}  # by configuration: label and document
+    found: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}  # by configuration: labels and documents
+    failed: dict[str, str] = {}
     for each in same:
+        failed = {label: error for label, error in failed.items() if label not in each.methods} | dict(each.failed)
         for label, document in each.methods.items():
-            key = _configuration(document)
-            if key not in best or _count(document) >= _count(best[key][1]):
-                best[key] = label, document
+            found.setdefault(_configuration(document), []).append((label, document))
+    best = {key: _best(documents) for key, documents in found.items()}
     methods = dict(best.values())
     if len(methods) < len(best):  # labels are unique within a run only
         methods = {document["config"]["folder"]: document for _, document in best.values()}
@@ -135,15 +139,24 @@ def shown_results(folder: Path, run: int | None = None) -> ShownResults:
         if (kept := best[_configuration(document)][1])["config"]["run"]["id"] < each.id
         and _count(document) < _count(kept)
     ]
-    return ShownResults(methods, fewer, [each.id for each in runs if each not in same])
+    return ShownResults(methods, fewer, [each.id for each in runs if each not in same], failed)
 
 
-def read_methods(file: Path) -> dict[str, Any]:
-    """Documents by label of a comparison, or of one method, which its folder names. KvqError if it is none."""
+def _best(documents: Sequence[tuple[str, Mapping[str, Any]]]) -> tuple[str, Mapping[str, Any]]:
+    """Of one method's labels and documents, oldest first: that of most samples, the newest of equal ones. Only those
+    count that were computed as the newest was, which may be on another backend."""
+    way = _computed(documents[-1][1])
+    return max((each for each in reversed(documents) if _computed(each[1]) == way), key=lambda each: _count(each[1]))
+
+
+def read_methods(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
+    """Documents by label of a comparison, and why others of its methods failed, by label; or the document of one
+    method, which its folder names. KvqError if it is none."""
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
         methods = {file.parent.resolve().name: document} if file.name == RESULTS else document["methods"]
         methods = {label: one for label, one in methods.items() if one["results"] and one["config"]["method"]}
+        failed = {str(label): str(error) for label, error in document.get("failed", {}).items()}
     except OSError as error:
         raise KvqError(f"{file}: {error.strerror or error}; give the folder that `kvq eval` wrote to") from None
     except ValueError as error:
@@ -152,13 +165,14 @@ def read_methods(file: Path) -> dict[str, Any]:
         methods = {}
     if not methods:
         raise KvqError(f"{file}: not the result of an evaluation; run it again")
-    return methods
+    return methods, failed
 
 
-def _run(path: Path, methods: Mapping[str, Mapping[str, Any]]) -> Run:
+def _run(path: Path) -> Run:
+    methods, failed = read_methods(path)
     try:
         record = dict(run_of(next(iter(methods.values()))) or {})
-        return Run(int(path.stem), record["time"], record["seconds"], record["command"], methods)
+        return Run(int(path.stem), record["time"], record["seconds"], record["command"], methods, failed)
     except (KeyError, TypeError):
         raise KvqError(f"{path}: not the record of a run; delete it") from None
 
@@ -167,14 +181,15 @@ def _adopt(out: Path) -> None:
     """Record the comparison that a version of kvq without records left, before the first recorded run replaces it."""
     path = out / COMPARISON
     try:
-        methods = read_methods(path)
+        methods, failed = read_methods(path)
     except KvqError:
         return
     time = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")
     run = {"id": _reserve(out / RUNS), "time": time, "seconds": None, "command": None}
     for label, method in methods.items():
         method["config"] = {"folder": label, **method["config"], "run": run}
-    write_json(out / RUNS / f"{run['id']}.json", {"run": run, "methods": methods})
+    document = {"run": run, "methods": methods} | ({"failed": failed} if failed else {})
+    write_json(out / RUNS / f"{run['id']}.json", document)
 
 
 def _reserve(folder: Path) -> int:
@@ -195,17 +210,26 @@ def _reserve(folder: Path) -> int:
 def _has_more(path: Path, document: Mapping[str, Any]) -> bool:
     """Whether the file has a result of the same settings with more samples."""
     try:
-        [kept] = read_methods(path).values()
-        return _settings(kept) == _settings(document) and _count(kept) > _count(document)
+        [kept] = read_methods(path)[0].values()
+        same = _settings(kept) == _settings(document) and _computed(kept) == _computed(document)
+        return same and _count(kept) > _count(document)
     except (KvqError, KeyError, TypeError):  # missing or damaged: to be replaced
         return False
 
 
 def _settings(document: Mapping[str, Any]) -> str:
+    """Digest of what all methods of a run share, and what their samples depend on. Documents of earlier versions lack
+    `results` and `weights`: they are not taken for results of this one."""
     config = document["config"]
-    return digest(
-        {"model": config.get("model_args"), "tasks": document.get("configs"), "kvq": document.get("kvq_version")}
-    )
+    named = {"model": "model_args", "weights": "weights", "results": "results"}
+    key = {name: config.get(value) for name, value in named.items()}
+    key |= {"tasks": document.get("configs"), "versions": document.get("versions"), "kvq": document.get("kvq_version")}
+    return digest(key)
+
+
+def _computed(document: Mapping[str, Any]) -> str:
+    """How the attention of a method was computed; a run may compute each of its methods on another backend."""
+    return str(document["config"].get("backend"))
 
 
 def _configuration(document: Mapping[str, Any]) -> str:

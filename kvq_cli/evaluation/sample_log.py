@@ -14,7 +14,7 @@ import fcntl
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -49,8 +49,11 @@ def read_records(path: Path) -> dict[int, Record]:
     return records
 
 
-def _apply_lines(records: dict[int, Record], lines: Iterable[bytes], first: int, path: Path) -> None:
-    """Add the records of a log's lines, numbered from `first`; line 1 holds the key."""
+def _apply_lines(
+    records: dict[int, Record], lines: Iterable[bytes], first: int, path: Path, required: Collection[str] = ()
+) -> None:
+    """Add the records of a log's lines that have the required fields; lines are numbered from `first`, line 1 holds the
+    key."""
     for number, line in enumerate(lines, start=first):
         try:
             record = json.loads(line)
@@ -59,7 +62,7 @@ def _apply_lines(records: dict[int, Record], lines: Iterable[bytes], first: int,
             if FRESH in record:
                 for index in [index for index in records if index < record[FRESH]]:
                     del records[index]
-            else:
+            elif all(name in record for name in required):
                 records[record["index"]] = record
         except (ValueError, KeyError, TypeError):
             raise KvqError(f"{path}, line {number} is damaged: delete the file to evaluate again") from None
@@ -69,12 +72,21 @@ class SampleLog:
     """A log that this process reads, appends to, and claims samples of. Claims need the log open (`with log:`).
 
     An incomplete last line, left by a killed process, is removed and its sample evaluated again. fresh: discard the
-    records of that many samples. option: the flag that an error about an unwritable folder names.
+    records of that many samples. option: the flag that an error about an unwritable folder names. required: fields
+    without which a record does not count, so that its sample is evaluated again.
     """
 
-    def __init__(self, folder: Path, name: str, key: Mapping[str, Any], fresh: int = 0, option: str = "--out") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        name: str,
+        key: Mapping[str, Any],
+        fresh: int = 0,
+        option: str = "--out",
+        required: Collection[str] = (),
+    ) -> None:
         self.path = folder / log_name(name, key)
-        self.option = option
+        self.option, self._required = option, required
         self.records: dict[int, Record] = {}
         # One descriptor for everything: closing any other one of the file would release this process's locks.
         self._file: int | None = None
@@ -132,7 +144,7 @@ class SampleLog:
         data = os.pread(self._descriptor, size - self._offset, self._offset)
         complete = data[: data.rfind(b"\n") + 1]
         lines = complete.splitlines()
-        _apply_lines(self.records, lines, self._lines + 1, self.path)
+        _apply_lines(self.records, lines, self._lines + 1, self.path, self._required)
         self._offset += len(complete)
         self._lines += len(lines)
 

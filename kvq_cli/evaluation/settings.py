@@ -134,6 +134,7 @@ def _lm_eval(settings: EvaluationSettings, loaded: LoadedModel) -> list[Evaluati
             prefill=settings.prefill,
             chat=settings.chat_template,
             batch_size=settings.batch_size,
+            num_fewshot=settings.num_fewshot,
             max_length=settings.max_length,
             new_tokens=settings.max_new_tokens,
             truncation=settings.truncation,

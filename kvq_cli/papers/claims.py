@@ -14,7 +14,7 @@ from kvq_cli.benchmarking.kernels.performance_targets import compare_with_target
 from kvq_cli.evaluation.tabulate import tabulate
 from kvq_cli.methods.registry import build_parsed
 from kvq_cli.papers.published import value as published_value
-from kvq_cli.papers.run import DONE, GPU_RESULTS, state
+from kvq_cli.papers.run import GPU_RESULTS, JUDGED, state
 from kvq_cli.papers.settings import Effect, Sweep, load_sweep
 from kvq_cli.papers.side_by_side import row_labels
 from kvq_cli.papers.targets import REFERENCE, ROOT, Target, target, targets
@@ -165,7 +165,7 @@ class _Results:
 
     def _finished(self, wanted: Target) -> Any:
         """The result document of a finished target; a result that was made with other options counts as missing."""
-        if state(wanted, self._model, self._root) != DONE:
+        if state(wanted, self._model, self._root) not in JUDGED:
             raise _MissingResult
         return json.loads(wanted.result(self._model, self._root).read_text(encoding="utf-8"))
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from hashlib import sha256
-from importlib.resources import files
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +15,25 @@ from kvq_cli.evaluation.runs import RUNS
 from kvq_cli.files import write_json
 from kvq_cli.papers.commands import Commands
 from kvq_cli.papers.compact import compact_file
+from kvq_cli.papers.inputs import file_digests, model_version, versions
 from kvq_cli.papers.report import write_report
-from kvq_cli.papers.targets import REFERENCE, ROOT, STORE, Target
+from kvq_cli.papers.targets import ROOT, STORE, Target
 from kvq_cli.paths import artifact_folder
 
 DONE, PARTLY, TO_DO, HARDWARE, NOTHING = "done", "partly", "to do", "needs hardware", "nothing to measure"
+#: Finished, but calibration or evaluation computes other numbers by now: run again, and judged until then.
+OLDER = "done by an earlier version"
+JUDGED = (DONE, OLDER)
+#: Keys of a record that an OLDER result may have other values of, or lack.
+VERSIONS = ("kvq", "results", "versions")
 RECORD = "target.json"
 #: Folder of the results of `make gpu`.
 GPU_RESULTS = Path("benchmarks")
 
 
 def state(target: Target, model: str, root: Path = ROOT) -> str:
-    """Whether a target is finished, according to its files: DONE only if they were made by the current command, model
-    and version, and by the artifacts that are here now.
+    """Whether a target is finished, according to its files: DONE only if they were made by the current command, model,
+    input files and version, and by the artifacts that are here now; OLDER if the version alone is another.
 
     An artifact that is missing here does not count: a clone has the results without most of the artifacts.
     """
@@ -41,7 +46,12 @@ def state(target: Target, model: str, root: Path = ROOT) -> str:
         return TO_DO
     current = current_record(target, model)
     current["artifacts"] = {**record.get("artifacts", {}), **current["artifacts"]}
-    return DONE if record == current and target.result(model, root).is_file() else PARTLY
+    record = {"files": current["files"], **record}  # records of earlier versions name no files
+    if not target.result(model, root).is_file():
+        return PARTLY
+    if record == current:
+        return DONE
+    return OLDER if _without_versions(record) == _without_versions(current) else PARTLY
 
 
 def run_target(
@@ -77,14 +87,21 @@ def run_target(
 
 
 def current_record(target: Target, model: str) -> dict[str, Any]:
-    """The record of a target finished now: version, command, model and artifacts. It names no folder of `root`."""
+    """The record of a target finished now: versions, command, model, input files and artifacts. It names no folder of
+    `root`."""
     return {
         "kvq": __version__,
+        **versions(target, model),
         "command": ["kvq", *target.command(model)],
-        "model": _model_version(model),
+        "model": model_version(model),
+        "files": file_digests(target, model),
         "artifacts": _artifacts(target, model),
         "finished": True,
     }
+
+
+def _without_versions(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in VERSIONS}
 
 
 def _record(target: Target, model: str, root: Path) -> dict[str, Any] | None:
@@ -103,11 +120,3 @@ def _artifacts(target: Target, model: str) -> dict[str, str]:
         except (OSError, ValueError, KeyError):
             continue  # the command that reads the artifact reports the error
     return checksums
-
-
-def _model_version(model: str) -> str:
-    """The model's name; for the built-in model also a hash of its weights, which a version of kvq may change."""
-    if model != REFERENCE:
-        return model
-    weights = files("kvq_cli.reference").joinpath("model", "model.safetensors").read_bytes()
-    return f"{model} {sha256(weights).hexdigest()[:16]}"

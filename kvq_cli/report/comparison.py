@@ -35,7 +35,7 @@ def sections(found: ResultFolder, baseline: str | None) -> Iterator[Section]:
     methods = found.methods
     scores = tabulate(methods)
     yield from _plots(scores, methods)
-    yield "Scores", join(tag("p", SCORES, class_="note"), score_table(scores, methods))
+    yield "Scores", join(tag("p", SCORES, class_="note"), score_table(scores, methods), _failures(found.failed))
     yield from _differences(found, baseline)
     if found.claims:
         yield "Claims of the papers", join(tag("p", CLAIMS, class_="note"), _markdown_table(found.claims))
@@ -101,6 +101,11 @@ def score_table(scores: Table, methods: Mapping[str, Mapping[str, Any]]) -> Mark
     if len(set(counts.values())) > 1:  # of one of them, earlier runs left more samples
         titles, rows = [*titles, join("n of each task")], [[*row, counts[str(row[0])]] for row in rows]
     return table(titles, rows)
+
+
+def _failures(failed: Mapping[str, str]) -> Markup | None:
+    """Methods without a row in the table, with the error of each."""
+    return tag("p", f"Left out: {'; '.join(': '.join(each) for each in failed.items())}.") if failed else None
 
 
 def _plots(scores: Table, methods: Mapping[str, Mapping[str, Any]]) -> Iterator[Section]:

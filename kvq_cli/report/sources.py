@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq_cli.errors import KvqError
-from kvq_cli.evaluation.runs import COMPARISON, RESULTS, shown_results
+from kvq_cli.evaluation.runs import COMPARISON, RESULTS, ShownResults, shown_results
 
 #: Files of a reproduction's folder (kvq_cli/papers) that are not results themselves.
 RECORD, DIFFERENCES, CLAIMS = "target.json", "differences.json", "claims.md"
@@ -20,6 +20,7 @@ class ResultFolder:
     """What a folder contains.
 
     methods:     result documents of a comparison by label; empty if there is none.
+    failed:      why further methods of it have no results, by label.
     documents:   other results by file stem: studies, benchmarks, counted sizes.
     record:      the command, version and artifacts of a reproduced table or figure.
     differences: paired differences that the reproduction computed, with their baseline.
@@ -28,6 +29,7 @@ class ResultFolder:
 
     path: Path
     methods: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    failed: Mapping[str, str] = field(default_factory=dict)
     documents: Mapping[str, Any] = field(default_factory=dict)
     record: Mapping[str, Any] = field(default_factory=dict)
     differences: Mapping[str, Any] = field(default_factory=dict)
@@ -70,13 +72,15 @@ def _has_results(folder: Path) -> bool:
 
 def _read(folder: Path) -> ResultFolder:
     compared = any((folder / name).is_file() for name in (COMPARISON, RESULTS))
+    shown = shown_results(folder) if compared else ShownResults({})
     others = [
         path for path in sorted(folder.glob("*.json")) if path.name not in (COMPARISON, RESULTS, RECORD, DIFFERENCES)
     ]
     claims = folder / CLAIMS
     return ResultFolder(
         folder,
-        methods=shown_results(folder).methods if compared else {},
+        methods=shown.methods,
+        failed=shown.failed,
         documents={path.stem: read_json(path) for path in others},
         record=_mapping(folder / RECORD),
         differences=_mapping(folder / DIFFERENCES),

@@ -59,9 +59,10 @@ class Anchor:
 
 def scaled(expected: Floats, anchors: Sequence[Anchor]) -> Floats:
     """Expected losses times KL over expected loss at the anchors: between anchors, the factor's logarithm is
-    interpolated, outside, the nearest anchor's is taken. A curve that falls with codes stays as it is or falls."""
+    interpolated, outside, the nearest anchor's is taken. The factor is 1 at an anchor whose expected loss is 0. A curve
+    that falls with codes stays as it is or falls."""
     known = sorted(anchors, key=lambda anchor: anchor.codes)
-    factors = [np.log(anchor.kl / expected[anchor.codes]) for anchor in known]
+    factors = [np.log(anchor.kl / loss) if (loss := expected[anchor.codes]) > 0 else 0.0 for anchor in known]
     codes = np.arange(len(expected))
     curve = expected * np.exp(np.interp(codes, [anchor.codes for anchor in known], factors))
     return np.minimum.accumulate(curve)

@@ -11,13 +11,15 @@ from kvq_cli.artifact import Artifact, check_replaceable, load_artifact, save_ar
 from kvq_cli.artifact.contents import tensor_sizes
 from kvq_cli.calibration import estimate
 from kvq_cli.calibration.card import card
+from kvq_cli.calibration.finished import Note, check_unchanged, named_inputs
 from kvq_cli.calibration.mixed import ERROR_MEASURE
 from kvq_cli.calibration.parallel import deterministic
 from kvq_cli.calibration.pipeline import capture_all, captured_tokens, captures_folder, versions
-from kvq_cli.calibration.plan import MixedPlan
+from kvq_cli.calibration.plan import MixedPlan, library_versions
 from kvq_cli.calibration.settings import calibrate_command
 from kvq_cli.calibration.streams import Progress
 from kvq_cli.calibration.work_folder import WorkFolder
+from kvq_cli.data.texts import file_digest
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.figures import has_matplotlib
 from kvq_cli.methods.registry import to_config
@@ -38,10 +40,11 @@ def tune(
     force: bool = False,
     captured: Path | None = None,
     progress: Progress = lambda *_: None,
+    note: Note = lambda _: None,
 ) -> Artifact:
     """Search, and write the artifact to `out`. Finished steps are kept in `<out>.work` until the end.
 
-    plan: of a `mixed` method with the windows to use; its methods are replaced. resume, force, captured: as in
+    plan: of a `mixed` method with the windows to use; its methods are replaced. resume, force, captured, note: as in
     `calibration.pipeline.calibrate`; an unfinished search may go on with another goal and other candidates. Raises
     UsageError for options that cannot work together, KvqError where the goal of the objective "memory" was not reached.
     """
@@ -50,14 +53,14 @@ def tune(
         if force:
             work.clear()
         elif out.exists() and resume and not work.path.exists():
-            return _load_finished(out, plan, options)
+            return _load_finished(out, plan, options, note)
         check_replaceable(out, overwrite=force or resume)
         text = (options.text, options.seqlen, options.windows, plan.settings.seed)
         meter = Meter(plan.loaded, held_out_windows(plan.loaded, *text))
         request = {
             **measured_under(plan.request(), options.to_dict()),
             "tokens of --text": meter.digest,
-            **plan.unrecorded,
+            **plan.named_inputs,
         }
         work.open(request, resume=resume, disk_bytes=0 if captured else estimate.disk_bytes(plan))
         try:
@@ -74,7 +77,7 @@ def tune(
     return artifact
 
 
-def _load_finished(out: Path, plan: MixedPlan, options: TuneOptions) -> Artifact:
+def _load_finished(out: Path, plan: MixedPlan, options: TuneOptions, note: Note) -> Artifact:
     artifact = load_artifact(out)
     if "tuning" not in artifact.config:
         raise UsageError(f"{out} was not made by kvq tune: choose another --out, or replace it with --force")
@@ -82,11 +85,13 @@ def _load_finished(out: Path, plan: MixedPlan, options: TuneOptions) -> Artifact
         measured_under(config, tuning) | goal(tuning)
         for config, tuning in ((plan.request(), options.to_dict()), (artifact.config, artifact.config["tuning"]))
     )
-    if different := [name for name in asked if asked[name] != made.get(name)]:
-        raise UsageError(
-            f"{out} was made with another {', '.join(different)}: choose another --out, or replace it with --force"
-        )
+    check_unchanged(artifact, asked, made, named_inputs(_inputs(plan, options), library_versions()), note)
     return artifact
+
+
+def _inputs(plan: MixedPlan, options: TuneOptions) -> dict[str, Any]:
+    """The entry `inputs` of the artifact's config."""
+    return {**plan.inputs, "held_out": [file_digest(name) for name in options.text]}
 
 
 def _write(search: Search, best: Tried, out: Path) -> Artifact:
@@ -101,6 +106,7 @@ def _write(search: Search, best: Tried, out: Path) -> Artifact:
     config: dict[str, Any] = {
         **plan.request(),
         "method": to_config(method),
+        "inputs": _inputs(plan, options),
         "versions": versions(plan),
         "sizes": tensor_sizes(tensors),
         "captured": captured_tokens(plan),

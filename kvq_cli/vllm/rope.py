@@ -71,8 +71,8 @@ def check_tables(rotations: list[Rotation], positions: int) -> None:
     for rotation in rotations:
         if rotation.style != "none" and not any(_agree(rotation, table, probes) for table in tables):
             raise UsageError(
-                "vLLM rotates this model's keys by other angles than transformers (its RoPE may depend on the length "
-                "of the text): use a method that caches keys after RoPE, such as kivi"
+                "vLLM and transformers apply different RoPE angles to this model's keys (its RoPE may depend on the "
+                "sequence length): use a method that caches keys after RoPE, such as kivi"
             )
 
 

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from contextlib import contextmanager
 
 import pytest
 import torch
+from counted_graphs import RecordedGraph
 
 from kvq_cli.attention.attach import attach
+from kvq_cli.attention.graphs import captured_steps
 from kvq_cli.benchmarking import batch_sweep
-from kvq_cli.benchmarking.baselines import DynamicCacheBaseline
+from kvq_cli.benchmarking.baselines import DynamicCacheBaseline, KvqCache, StepKind
 from kvq_cli.benchmarking.batch_sweep import WARM_UP, BatchSweep, sweep_batches
 from kvq_cli.benchmarking.shapes import SHAPES, random_model
 from kvq_cli.benchmarking.synthetic import RandomTokens, random_artifact
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.registry import build_parsed
+from kvq_cli.models import model_shape
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +48,85 @@ def test_batches_grow_fourfold_then_bisect_to_the_largest(monkeypatch, tiny):
     assert swept_batches(monkeypatch, tiny, 2) == ([1, 4, 2, 3], [4, 3])
     assert swept_batches(monkeypatch, tiny, 0) == ([1], [1])
     assert swept_batches(monkeypatch, tiny, 100, seconds=0) == ([1], [])
+
+
+def recorded_steps(monkeypatch, benchmarked, model, sweep, seconds):
+    """(row, steps) of a batch of 3. seconds: time of a step by its pattern of packing windows. steps: by kind of step,
+    the tokens before each decode step, and whether a captured step was replayed."""
+    steps, run = [], batch_sweep._forward
+
+    def replays():
+        return sum(graph.replays for graph in RecordedGraph.made)
+
+    def forward(model, ids, cache):
+        before, past, pattern = replays(), cache.get_seq_length(), cache.packing_pattern()
+        run(model, ids, cache)
+        if past == 0:
+            steps.append([])
+            return 1e9
+        steps[-1].append((past, replays() > before))
+        return seconds[pattern]
+
+    monkeypatch.setattr(batch_sweep, "_forward", forward)
+    monkeypatch.setattr(RecordedGraph, "made", [])
+    return batch_sweep._decode(model, benchmarked, 3, sweep), steps
+
+
+@pytest.mark.parametrize(
+    ("text", "context", "seconds", "expected", "positions"),
+    [
+        # Keys are packed in one step of 64, values in every one.
+        ("kivi:residual=64", 70, {(False, True): 1.0, (True, True): 128.0}, (63 + 128) / 64, [70, 127]),
+        ("temporalkv", 33, {(False,): 1.0, (True,): 5.0}, (3 + 5) / 4, [33, 35]),
+        ("channelkv", 1, {(False,): 2.0, (True,): 1e9}, 2.0, [2]),  # nothing is packed before there are 9 tokens
+    ],
+)
+def test_kinds_of_steps_are_weighted_by_their_frequency(monkeypatch, tiny, text, context, seconds, expected, positions):
+    method = build_parsed(text)
+    artifact = random_artifact(method, tiny, "tiny", 0) if method.needs_artifact(model_shape(tiny)) else method
+    benchmarked, sweep = KvqCache(artifact, text, 2, "exact"), BatchSweep(context, 4, 1, 0)
+    row, steps = recorded_steps(monkeypatch, benchmarked, tiny, sweep, seconds)
+    assert row["token_ms"] == pytest.approx(1000 * expected, rel=1e-3)
+    assert row["tokens_s"] == pytest.approx(3 / expected, rel=1e-2)
+    assert row["cache_bytes"] > 0
+    for past, kind in zip(positions, steps, strict=True):
+        timed = kind[1::2]
+        assert {at for at, _ in timed} == {past} and WARM_UP < len(timed) <= WARM_UP + 4
+
+
+def test_kinds_of_steps_end_with_the_context_of_the_model(tiny):
+    benchmarked = KvqCache(build_parsed("kivi"), "kivi", 2, "exact")
+    with benchmarked.on(tiny):
+        assert benchmarked.step_kinds(100, 128) == [StepKind(100, 27 / 28), StepKind(127, 1 / 28)]
+        assert benchmarked.step_kinds(100, 127) == [StepKind(100, 1.0)]
+
+
+class Captured(KvqCache):
+    """Steps are computed by kernels, and captured by graphs that count themselves."""
+
+    @contextmanager
+    def on(self, model):
+        with super().on(model) as new_cache:
+            kv = self._attached
+            with captured_steps(model, kv.hooks, kv.backend, lambda _: RecordedGraph):
+                yield new_cache
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("text", "context"), [("kivi:residual=32", 40), ("xquant:group=16", 26)])
+def test_all_timed_steps_are_replayed(monkeypatch, text, context):
+    for module in ("cache.rows", "cache.layer", "attention.attention_hooks"):  # as on a GPU
+        monkeypatch.setattr(f"kvq_cli.{module}.would_sync", lambda _, columns: columns == 1)
+    model = random_model("tiny", torch.device("cpu"), torch.float32, 0, layers=1)
+    method = build_parsed(text)
+    artifact = random_artifact(method, model, "tiny", 0) if method.needs_artifact(model_shape(model)) else method
+    benchmarked = Captured(artifact, text, 2, "exact", "triton")
+    sweep = BatchSweep(context, 2, 1, 0)
+    _, steps = recorded_steps(monkeypatch, benchmarked, model, sweep, defaultdict(lambda: 1.0))
+    assert len(steps) == 2
+    for kind in steps:
+        timed = kind[1::2][WARM_UP:]
+        assert timed and all(replayed for _, replayed in timed)
 
 
 def test_throughput_and_cache_bytes_count_all_sequences(tiny):

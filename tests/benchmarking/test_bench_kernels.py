@@ -27,7 +27,7 @@ def test_a_missing_gpu_suggests_dry(fails):
         (["--target", "sm_90"], "--target needs --static"),
         (["--static", "--target", "sm_1"], "valid: sm_80"),
         (["--static", "--operation", "nonsense"], "--operation nonsense: unknown"),
-        (["--dry", "--operation", "nonsense"], "nothing is measured of it"),
+        (["--dry", "--operation", "nonsense"], "no benchmark for it; valid: decode_attention"),
     ],
 )
 def test_invalid_options_are_refused(fails, flags, says):

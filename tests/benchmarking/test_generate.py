@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvq_cli.benchmarking import baselines
+from kvq_cli.benchmarking import baselines, generate
 from kvq_cli.benchmarking.baselines import DynamicCacheBaseline, QuantoBaseline, quanto_baseline
 from kvq_cli.benchmarking.generate import BenchmarkGrid, RunTimes, _row, measure
 from kvq_cli.benchmarking.machine import PeakMemory, PeakResident, machine
@@ -60,6 +60,32 @@ def test_the_command_measures_all_caches_and_cases(kvq, tmp_path, bits):
         assert (row["token_ms"]["n"], row["prefill_ms"]["n"]) == (2 * 3, 2)
         assert row["backend"] == ("torch" if row["peer"].startswith("kvq") else None)
     assert f"kvq kivi-{bits}bit" in result.stderr  # the table
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (RuntimeError("broken"), 1, "kvq: warning: failed: kvq kivi-3bit at context 48, batch 1; 2 finished rows"),
+        (KeyboardInterrupt(), 130, "kvq: warning: interrupted: kvq kivi-3bit at context 48, batch 1; 2 finished rows"),
+    ],
+)
+def test_a_later_failure_keeps_finished_measurements(kvq, tmp_path, monkeypatch, error, code, says):
+    run = generate._run
+
+    def fail(model, benchmarked, ids, context):
+        if context == 48 and benchmarked.name.startswith("kvq"):
+            raise error
+        return run(model, benchmarked, ids, context)
+
+    monkeypatch.setattr(generate, "_run", fail)
+    words = ["--random", "tiny", "--context", "32,48", "--batch", "1", "--tokens", 1, "--rounds", 1, "--bits", 3]
+    result = kvq("bench", "generate", *words, "--out", "out")
+    assert result.exit_code == code and says in result.stderr and "are kept in out/generate.json" in result.stderr
+    kept = json.loads((tmp_path / "out/generate.json").read_text())["rows"]
+    assert [(row["peer"], row["context"]) for row in kept] == [
+        ("transformers DynamicCache", 32),
+        ("kvq kivi-3bit", 32),
+    ]
 
 
 def test_bytes_of_the_dynamic_cache(tiny):

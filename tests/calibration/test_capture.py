@@ -16,15 +16,19 @@ FAMILIES = {
     "Phi3": {"pad_token_id": 0},  # qkv_proj
     "Cohere": {},  # interleaved rotation, scaled logits
 }
+#: Families whose cached numbers are not what a projection gives, or whose layers drop activations themselves.
+OTHERS = {
+    "Olmo": {"clip_qkv": 0.1},  # in place
+    "OPT": {"num_key_value_heads": 4, "ffn_dim": 40, "word_embed_proj_dim": 32, "dropout": 0.5},
+}
 
 
 def model_of(family):
     """A random float64 model and its attention layers."""
     torch.manual_seed(0)
     sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3}
-    config = getattr(transformers, f"{family}Config")(
-        **sizes, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64, **FAMILIES[family]
-    )
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+    config = getattr(transformers, f"{family}Config")(**sizes | (FAMILIES | OTHERS)[family])
     model = getattr(transformers, f"{family}ForCausalLM")(config).eval().requires_grad_(False)
     for parameter in model.parameters():
         if parameter.ndim > 1:
@@ -95,7 +99,41 @@ def test_gradients_equal_those_to_tensors_added_to_keys_and_values(family):
         assert torch.allclose(found[*where, "g"], expected, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+class AddingCache(transformers.DynamicCache):
+    """Adds zeros that require gradients to the keys (after RoPE) and values of each layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.added = {}
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        zeros = [torch.zeros_like(x).requires_grad_() for x in (key_states, value_states)]
+        self.added |= {(layer_idx, kind): x for kind, x in zip("kv", zeros, strict=True)}
+        return super().update(key_states + zeros[0], value_states + zeros[1], layer_idx, *args, **kwargs)
+
+
+def test_numbers_that_are_clamped_in_place_are_captured_as_they_are_cached():
+    """OLMo clamps the outputs of its projections."""
+    model, layers = model_of("Olmo")
+    found, cache = captured(model, layers), AddingCache()
+    plain = captured(model, layers, gradients=False)
+    assert all(torch.equal(found[key], plain[key]) for key in plain)
+    with torch.enable_grad():
+        logits = model(input_ids=TOKENS[None], past_key_values=cache).logits[0]
+        (-logits.log_softmax(-1)[:-1].gather(1, TOKENS[1:, None]).sum()).backward()
+    for (layer, kind), added in cache.added.items():
+        numbers, gradient = found[layer, kind, "x"], found[layer, kind, "g"]
+        assert ((numbers.abs() == 0.1).double().mean() > 0.5) and numbers.abs().max() == 0.1
+        expected = added.grad[0].transpose(0, 1)
+        assert (expected[:-1].abs().amax(dim=(1, 2)) > 0).all()
+        if kind == "k":  # position 0 is not rotated, and a rotation keeps norms
+            torch.testing.assert_close(gradient[0], expected[0], rtol=1e-4, atol=1e-6)
+            torch.testing.assert_close(gradient.norm(dim=-1), expected.norm(dim=-1), rtol=1e-4, atol=1e-6)
+        else:
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHERS])
 def test_activations_are_the_cached_keys_and_values_before_rope(family):
     model, layers = model_of(family)
     cache = transformers.DynamicCache()
@@ -107,17 +145,16 @@ def test_activations_are_the_cached_keys_and_values_before_rope(family):
         keys, before = cache.layers[layer].keys[0].transpose(0, 1), found[layer, "k", "x"]
         assert torch.allclose(keys[0], before[0])  # position 0 is not rotated
         assert torch.allclose(keys.norm(dim=-1), before.norm(dim=-1))
-        assert not torch.allclose(keys[1:], before[1:])
+        assert torch.allclose(keys[1:], before[1:]) == (layers[layer].rotation.style == "none")
 
 
-def test_activations_do_not_depend_on_gradients_and_checkpointing():
-    model, layers = model_of("Qwen3")
+@pytest.mark.parametrize("family", ["Qwen3", *OTHERS])
+def test_activations_do_not_depend_on_gradients_and_checkpointing(family):
+    """OPT's layers drop activations in training mode, which transformers' checkpointing needs."""
+    model, layers = model_of(family)
     plain, forward = captured(model, layers), captured(model, layers, gradients=False)
     with gradient_checkpointing(model, 3):
-        assert all(layer.gradient_checkpointing for layer in model.model.layers)
         saved = captured(model, layers)
-    assert not any(layer.gradient_checkpointing for layer in model.model.layers)
-    assert not any(module.training for module in model.modules())
     assert plain.keys() == saved.keys() and len(plain) == 3 * 2 * 2
     assert all(torch.equal(plain[key], saved[key]) for key in plain)
     assert all(torch.equal(plain[key], forward[key]) for key in forward)
@@ -143,6 +180,15 @@ def test_checkpointing_recomputes_layers_in_the_backward_pass():
     with gradient_checkpointing(model, 3):
         captured(model, layers)
     assert len(runs) == 1 + 2
+
+
+def test_layers_are_as_before_after_an_exception_in_checkpointing():
+    model, layers = model_of("OPT")
+    before = [dict(vars(module)) for module in model.modules()]
+    with pytest.raises(KeyboardInterrupt), gradient_checkpointing(model, 3):
+        assert not any(module.training for module in model.modules())
+        raise KeyboardInterrupt
+    assert [dict(vars(module)) for module in model.modules()] == before
 
 
 def test_hooks_and_gradients_are_removed_from_the_model():

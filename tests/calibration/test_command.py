@@ -11,8 +11,11 @@ import time
 import pytest
 import rich.console
 import rich.progress
+from random_artifacts import random_parts, tiny_model
 
-from kvq_cli.artifact import load_artifact
+from kvq_cli.artifact import load_artifact, save_artifact
+from kvq_cli.calibration import plot
+from kvq_cli.methods.registry import build
 
 SMALL = ["--samples", 6, "--seqlen", 100, "--gradients", 4, "--points", 300, "--iterations", 3]
 
@@ -41,7 +44,11 @@ def test_calibrate_writes_to_the_default_folder(calibrate, tmp_path):
     found = load_artifact(tmp_path / "artifacts" / "tiny" / "temporalkv-4bit")
     assert found.config["method"]["bits"] == 4
     assert "error on held-out text, Fisher-weighted: keys 0." in result.stdout
-    assert calibrate("--bits", 4, "--resume").stdout == result.stdout
+    again = calibrate("--bits", 4, "--resume")
+    assert again.stdout == result.stdout and "does not record" not in again.stderr
+    older = {key: value for key, value in found.config.items() if key not in ("inputs", "files", "checksum")}
+    save_artifact(found.path, older, found.tensors, "card", overwrite=True)
+    assert "4bit does not record the text and the weights" in calibrate("--bits", 4, "--resume").stderr
 
 
 @pytest.mark.parametrize(("method", "bits"), [("kvquant", 3), ("channelkv", 4)])
@@ -172,6 +179,32 @@ def test_inspect_as_json_and_as_a_plot(kvq, artifact, tmp_path):
     image = (tmp_path / "a.png").read_bytes()
     assert image.startswith(b"\x89PNG") and len(image) > 10_000
     assert kvq("inspect", artifact, "--plot", "a.svg").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "lines", "rows"),
+    [
+        ("klt-2bit temporalkv-2bit", "kivi-4bit:group=8 fp16", {"chosen"}, 1),
+        ("klt-2bit", "klt-4bit", {"chosen"}, 2),
+        ("temporalkv-2bit", "temporalkv-2bit temporalkv-4bit", {"chosen", "temporal", "channel"}, 2),
+    ],
+)
+def test_the_plot_of_a_mixed_artifact_has_what_all_its_streams_have(
+    kvq, tmp_path, monkeypatch, keys, values, lines, rows
+):
+    config, tensors = random_parts(build("mixed", bits=16, keys=keys, values=values), tiny_model())
+    del config["tuning"]  # as `kvq calibrate --method mixed` writes it
+    for layer, errors in enumerate(config["errors"]["layers"]):
+        errors["v"]["chosen"] = {**errors["v"]["chosen"], "fisher": 0.5 + layer}
+    save_artifact("m", config, tensors, "card")
+    drawn = []
+    monkeypatch.setattr(plot, "save", lambda figure, path, option: drawn.append(figure))
+    result = kvq("inspect", "m", "--plot", "a.png")
+    assert result.exit_code == 0, result.output
+    axes = drawn[0].axes
+    assert len(axes) == 2 * rows
+    chosen = {line.get_label(): list(line.get_ydata()) for line in axes[1].lines}
+    assert set(chosen) == lines and chosen["chosen"] == [0.5, 1.5]
 
 
 def test_inspect_refuses_missing_and_damaged_artifacts(fails, artifact, tmp_path):

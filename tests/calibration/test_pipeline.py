@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import kvq_cli
 from kvq_cli import attach
-from kvq_cli.artifact import load_artifact
+from kvq_cli.artifact import load_artifact, save_artifact
 from kvq_cli.calibration import pipeline, work_folder
 from kvq_cli.calibration import plan as plan_module
 from kvq_cli.calibration.estimate import dry_run_report
@@ -22,6 +23,7 @@ from kvq_cli.calibration.samples import SampleCapture
 from kvq_cli.calibration.settings import CalibrationOptions, calibrate_command
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.registry import build
+from kvq_cli.reference import prose
 
 
 def run(loaded, calibration, out, method=None, **options):
@@ -186,6 +188,40 @@ def test_resume_of_a_finished_or_unstarted_calibration(tiny, quick, tmp_path):
     assert again.digest == first.digest and steps == []
     with pytest.raises(UsageError, match=r"a was made with another calibration: .*--force"):
         run(tiny, dataclasses.replace(quick, seed=1), tmp_path / "a", resume=True)
+
+
+def test_finished_artifacts_of_other_inputs_are_not_returned(tiny, quick, tmp_path, monkeypatch):
+    text = tmp_path / "own.txt"
+    text.write_text(prose("calibration")[:60_000])
+    out, own = tmp_path / "a", dataclasses.replace(quick, dataset=str(text))
+    first = run(tiny, own, out)
+    assert run(tiny, own, out, resume=True, note=pytest.fail).digest == first.digest
+
+    text.write_text(prose("calibration")[60_000:120_000])
+    with pytest.raises(UsageError, match=r"a was made with another text of --dataset: .*--force"):
+        run(tiny, own, out, resume=True)
+    text.write_text(prose("calibration")[:60_000])
+    with monkeypatch.context() as patch:
+        patch.setattr(kvq_cli, "RESULTS", 0)
+        with pytest.raises(UsageError, match="made with another version of results: "):
+            run(tiny, own, out, resume=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(plan_module, "library_versions", lambda: {"torch": "0", "transformers": "0"})
+        with pytest.raises(UsageError, match="made with another version of torch, version of transformers: "):
+            run(tiny, own, out, resume=True)
+    tiny.model.model.layers[0].mlp.up_proj.weight[0, 0] += 1  # not part of the fingerprint, which is compared, too
+    with pytest.raises(UsageError, match="made with another weights of --model: "):
+        run(tiny, own, out, resume=True)
+    assert load_artifact(out).digest == first.digest
+
+
+def test_finished_artifacts_without_recorded_inputs_are_returned_with_a_note(tiny, quick, tmp_path):
+    first = run(tiny, quick, tmp_path / "a")
+    older = {key: value for key, value in first.config.items() if key not in ("inputs", "files", "checksum")}
+    saved = save_artifact(tmp_path / "a", older, first.tensors, "card", overwrite=True)
+    notes = []
+    assert run(tiny, quick, tmp_path / "a", resume=True, note=notes.append).digest == saved.digest
+    assert len(notes) == 1 and "does not record the text and the weights that it was made from" in notes[0]
 
 
 def test_budget_captures_random_units_of_tokens(tiny, quick, tmp_path, monkeypatch):

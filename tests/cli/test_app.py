@@ -166,6 +166,10 @@ def test_closed_and_ascii_streams():
     words = [sys.executable, "-m", "kvq_cli", "bench", "report"]
     closed = subprocess.run(["sh", "-c", 'exec "$@" >&-', "-", *words], capture_output=True, text=True)
     assert closed.returncode == 1 and closed.stderr.startswith("kvq: error: no results of a GPU"), closed.stderr
+    for command, returned, says in (("generate", 2, "the prompt is empty"), ("chat", 0, "Ctrl-D quits")):
+        words = [sys.executable, "-m", "kvq_cli", command]
+        closed = subprocess.run(["sh", "-c", 'exec "$@" <&-', "-", *words], capture_output=True, text=True)
+        assert closed.returncode == returned and says in closed.stderr, closed.stderr
     code = "import typer; from kvq_cli.cli.app import KvqGroup; app = typer.Typer(cls=KvqGroup)\n"
     code += "app.callback()(lambda: None); app.command('run')(lambda: print('\\u00b1')); app(['run'])"
     for encoding in ("ascii", "ascii:surrogateescape"):  # the locale C has the latter

@@ -116,6 +116,20 @@ def test_requests_that_contradict_themselves_are_refused(line, says):
         _notes(line)
 
 
+def test_files_of_questions_that_no_task_reads_are_announced(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("squad").write_text(' {"data": []}')
+    Path("hotpot").write_text("\n[]")
+    assert _notes("eval --task qa_1,qa_2,vt --qa-file squad --qa-file hotpot") == []
+    assert _notes("eval --task qa_1,vt --qa-file squad --qa-file hotpot") == [
+        "--qa-file hotpot has no effect: only qa_2 reads the format of HotpotQA"
+    ]
+    assert _notes("eval --task qa_2 --qa-file squad") == [
+        "--qa-file squad has no effect: only qa_1 reads the format of SQuAD"
+    ]
+    assert _notes("eval --task qa_1 --qa-file gone --qa-file hotpot") == []  # an error of the command
+
+
 def test_notes_are_lines_on_stderr_also_for_options_of_a_file(kvq, tmp_path):
     (tmp_path / "run.yaml").write_text("context: 512\n")
     shown = kvq("bits", "--papers", "--help")  # asks for help alone

@@ -72,6 +72,7 @@ def test_options_from_yaml(evaluate, tmp_path):
         (["--task", "niah"], 2, "unknown task 'niah'; valid: ruler, perplexity, niah_single_1"),
         (["--compare", "fp16,zip"], 2, "unknown method 'zip'"),
         (["--compare", "fp16,fp16"], 2, "twice"),
+        (["--compare", ""], 2, "--compare '': must be names joined by commas"),
         (["--compare", "fp16,kivi", "--method", "kivi"], 2, "use one of them"),
         (["--method", "kivi", "--bits", "7"], 2, "7"),
         (["--method", "kivi", "--seqlen", "96", "--prompt-tokens", "96"], 2, "--prompt-tokens 96: windows of 96"),

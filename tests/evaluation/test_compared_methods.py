@@ -45,6 +45,24 @@ def test_given_artifact_replaces_its_methods_default(artifact):
     assert _labels(["fp16", str(artifact("with: a colon", 2))]) == ["fp16", "temporalkv-2bit"]
 
 
+def test_given_artifact_serves_every_configuration_that_it_fits(artifact):
+    default, mine = artifact("artifacts/reference/temporalkv-2bit", 2), artifact("mine", 2, seed=1)
+    names = ["temporalkv", "temporalkv:sinks=0", "temporalkv-2bit:recent=32"]
+    chosen = resolve_compared("reference", names, 2, [mine])
+    assert [one.path for one in chosen] == [mine] * 3
+    assert [(one.method_config["sinks"], one.method_config["recent"]) for one in chosen][1:] == [(0, 0), (8, 32)]
+    both = resolve_compared("reference", names[:2], 2, [mine, default.resolve()])
+    assert [one.path for one in both] == [mine, default, mine, default]
+
+
+def test_given_artifact_is_not_used_with_options_of_another_calibration(artifact):
+    mine, without = artifact("mine", 2), artifact("artifacts/reference/temporalkv-2bit-fisher-off", 2, fisher=False)
+    chosen = resolve_compared("reference", ["temporalkv:fisher=off", "temporalkv"], 2, [mine])
+    assert [one.path for one in chosen] == [without.relative_to(without.parents[2]), mine]
+    with pytest.raises(UsageError, match=r"fisher=False: the artifact .*mine was calibrated with fisher=True"):
+        resolve_compared("reference", ["temporalkv:fisher=off"], 2, [mine])
+
+
 def test_labels_of_artifacts_of_one_method_are_their_folders(artifact):
     both = [artifact("one", 2), artifact("other", 2, seed=1)]
     assert _labels([], None, both) == ["one", "other"]

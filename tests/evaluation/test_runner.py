@@ -19,6 +19,7 @@ from kvq_cli.evaluation.generation import generate_answers, stop_tokens
 from kvq_cli.evaluation.paired import differences
 from kvq_cli.evaluation.perplexity import PerplexityEvaluation
 from kvq_cli.evaluation.runner import evaluate
+from kvq_cli.evaluation.sample_log import read_records
 from kvq_cli.evaluation.settings import EvaluationSettings, build_evaluations
 from kvq_cli.methods.registry import build
 
@@ -133,6 +134,31 @@ def test_finished_samples_are_not_evaluated_again(loaded, whole, monkeypatch):
     assert without_run(_run(loaded, out, batch_size=1, limit=3)) == without_run(document)
 
 
+def test_a_given_batch_size_has_samples_of_its_own(loaded, tmp_path):
+    """Records count the padding of their batch. Without the option the key of a sample is that of earlier versions."""
+    for size, count in ((None, 1), (2, 2), (3, 3), (2, 3), (None, 3)):
+        _run(loaded, tmp_path, COMPARED[1:], tasks=["vt"], batch_size=size)
+        assert len(list(tmp_path.glob("kivi*/*.jsonl"))) == count
+    keys = [json.loads(path.open().readline())["key"] for path in tmp_path.glob("kivi*/*.jsonl")]
+    assert sorted(key.get("batch_size", 0) for key in keys) == [0, 2, 3]
+
+
+def test_save_prompts_evaluates_samples_without_a_prompt_again(loaded, tmp_path, monkeypatch):
+    def prompts():
+        return {index: record.get("prompt") for index, record in read_records(log).items()}
+
+    vt = {"tasks": ["vt"], "limit": 2}
+    before = _run(loaded, tmp_path, COMPARED[1:], **vt)
+    (log,) = tmp_path.glob("kivi*/*.jsonl")
+    assert prompts() == {0: None, 1: None}
+    after = _run(loaded, tmp_path, COMPARED[1:], save_prompts=True, **vt)
+    assert all(prompts().values()) and list(tmp_path.glob("kivi*/*.jsonl")) == [log]
+    assert after["table"] == before["table"]
+    monkeypatch.setattr(loaded.model, "forward", None)  # nothing is left to do
+    assert _run(loaded, tmp_path, COMPARED[1:], save_prompts=True, **vt)["table"] == before["table"]
+    assert _run(loaded, tmp_path, COMPARED[1:], **vt)["table"] == before["table"]
+
+
 @pytest.mark.parametrize("changed", ["weights", "results", "version"])
 def test_samples_of_other_weights_or_of_a_changed_evaluation_are_made_again(loaded, tmp_path, monkeypatch, changed):
     settings = {"tasks": ["perplexity"], "limit": 2}
@@ -216,7 +242,7 @@ def test_samples_in_a_renamed_folder_are_reused(loaded, whole, tmp_path, monkeyp
 
 
 def test_samples_do_not_depend_on_the_limit(loaded, whole, tmp_path):
-    document = _run(loaded, tmp_path, chosen=COMPARED[1:], limit=1, tasks=["vt"])
+    document = _run(loaded, tmp_path, chosen=COMPARED[1:], limit=1, tasks=["vt"], batch_size=1)
     path = next(tmp_path.glob("*/vt-512-*.jsonl"))
     longer = next(whole[0].glob("kivi-2bit,residual=32/vt-512-*.jsonl"))
     assert path.name == longer.name

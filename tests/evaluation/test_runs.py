@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 
 import pytest
 from run_records import without_run
 
+from kvq_cli.cache.layer import CompressedLayer
+from kvq_cli.errors import NotFiniteError
 from kvq_cli.evaluation.compared_methods import compared_methods
 from kvq_cli.evaluation.runner import evaluate
 from kvq_cli.evaluation.runs import load_runs, shown_results
@@ -84,6 +88,103 @@ def test_runs_with_other_settings_are_not_mixed(run, tmp_path, kvq, fails):
     ]
     assert len([line for line in kvq("results", tmp_path, "--runs").stdout.splitlines() if "kvq eval" in line]) == 2
     fails("results", tmp_path, "--run", 7, code=2, says="--run 7: no such run in")
+
+
+def _forget(document):
+    """As versions wrote it that named neither."""
+    del document["config"]["results"], document["config"]["weights"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda document: document["config"].update(results=document["config"]["results"] - 1),
+        lambda document: document["config"].update(weights="others"),
+        lambda document: document["versions"].update(perplexity=1),
+        lambda document: document.update(kvq_version="0.2.0"),
+        _forget,
+    ],
+    ids=["results", "weights", "evaluation", "kvq", "no version"],
+)
+def test_older_numbers_of_more_samples_are_not_shown(run, tmp_path, kvq, change):
+    run([build("fp16"), KIVI[32]], 4)
+    _change_files(tmp_path, change)
+    run([KIVI[32]], 2)
+    shown = shown_results(tmp_path)
+    assert [one["config"]["run"]["id"] for one in shown.methods.values()] == [2] and list(shown.others) == [1]
+    assert "n = 2" in kvq("results", tmp_path).stdout
+    kept = json.loads((tmp_path / "kivi-2bit,residual=32" / "results.json").read_text())
+    assert kept["config"]["run"]["id"] == 2
+
+
+def _change_files(folder, change):
+    """Apply a change to each document in the files of the first run."""
+    for path in [*folder.glob("*/results.json"), folder / "runs" / "1.json"]:
+        content = json.loads(path.read_text())
+        for document in content["methods"].values() if "methods" in content else [content]:
+            change(document)
+        path.write_text(json.dumps(content))
+
+
+def test_more_samples_on_another_backend_are_not_shown_for_a_method(run, tmp_path):
+    """Of a method that the newest run lacks, they are: methods of one run may have different backends, too."""
+    run([build("fp16"), KIVI[32]], 4)
+    _change_files(tmp_path, lambda document: document["config"].update(backend="triton"))
+    run([KIVI[32]], 3)
+    run([KIVI[32]], 2)
+    shown = shown_results(tmp_path)
+    assert {label: one["config"]["run"]["id"] for label, one in shown.methods.items()} == {"fp16": 1, "kivi-2bit": 2}
+    assert shown.fewer == [(3, "kivi-2bit", "2")]
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """The method whose keys overflow, as kivi does at 1 bit inside the block."""
+
+    @contextmanager
+    def overflow():
+        check = CompressedLayer._check_finite
+
+        def fail(layer, forward):
+            if layer.key_stream.codec.nominal_bits == 1:
+                raise NotFiniteError("layer 0: the keys contain NaN")
+            check(layer, forward)
+
+        with monkeypatch.context() as changed:
+            changed.setattr(CompressedLayer, "_check_finite", fail)
+            yield
+
+    return overflow
+
+
+def test_failed_methods_are_named_until_they_have_a_result(run, tmp_path, kvq, failing):
+    bad, error = build("kivi", bits=1, residual=32), {"kivi-1bit": "layer 0: the keys contain NaN"}
+    with failing():
+        run([KIVI[32], bad], 2)
+    run([KIVI[32]], 3)
+    assert shown_results(tmp_path).failed == shown_results(tmp_path, 1).failed == error
+    assert not shown_results(tmp_path, 2).failed
+    for flags in ((), ("--format", "csv"), ("--run", 1)):
+        assert "left out: kivi-1bit: layer 0: the keys contain NaN" in kvq("results", tmp_path, *flags).stderr, flags
+    assert json.loads(kvq("results", tmp_path, "--json").stdout)["failed"] == error
+    listed = json.loads(kvq("results", tmp_path, "--runs", "--json").stdout)
+    assert [one["failed"] for one in listed] == [error, {}]
+    assert "kivi-1bit" in kvq("results", tmp_path, "--runs").stdout
+    assert kvq("report", tmp_path).exit_code == 0
+    assert "Left out: kivi-1bit: layer 0: the keys contain NaN." in (tmp_path / "report.html").read_text()
+    run([KIVI[32], bad], 2)
+    assert not shown_results(tmp_path).failed and "left out" not in kvq("results", tmp_path).stderr
+    assert kvq("report", tmp_path).exit_code == 0 and "Left out" not in (tmp_path / "report.html").read_text()
+
+
+def test_failed_methods_of_a_comparison_without_runs_are_named(run, tmp_path, failing):
+    """As a published one, which is recorded before the next run replaces it."""
+    with failing():
+        run([KIVI[32], build("kivi", bits=1, residual=32)], 2)
+    shutil.rmtree(tmp_path / "runs")
+    assert list(shown_results(tmp_path).failed) == ["kivi-1bit"]
+    run([KIVI[32]], 2)
+    assert [list(one.failed) for one in (shown_results(tmp_path), *load_runs(tmp_path))] == [["kivi-1bit"]] * 2 + [[]]
 
 
 def test_results_without_a_record_are_recorded_before_they_are_replaced(run, tmp_path, kvq):

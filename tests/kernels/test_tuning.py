@@ -1,6 +1,7 @@
 """Tuning tables: which entry is used for a GPU and a shape class, and how measured ones are added."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -42,6 +43,17 @@ def test_special_classes_of_the_gpu_are_preferred(operation, key, gpu, warps):
 def test_family_of_a_device(operation):
     assert tuning.configuration("any", "uniform", torch.device("cpu")) == {"warps": 2}
     assert tuning.family(torch.device("cpu")) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("hip", "name", "expected"), [(None, "NVIDIA H200", "sm_90"), ("6.3.1", "gfx942:sramecc+:xnack-", "gfx942")]
+)
+def test_family_of_a_gpu(monkeypatch, hip, name, expected):
+    """PyTorch for CUDA fills `gcnArchName` with the device's name."""
+    properties = SimpleNamespace(name=name, gcnArchName=name, major=9, minor=0)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(tuning, "_properties", lambda index: properties)
+    assert tuning.family(torch.device("cuda", 0)) == expected
 
 
 def test_returned_values_are_copies(operation):

@@ -54,7 +54,7 @@ Target.command = lambda self, model, root=None, store=None: ["bits", "--shapes",
 Target.result = lambda self, model, root=None: Path("result.json")
 Target.calibrated = lambda self, model: []
 run.write_report = run.compact_file = lambda *arguments: None
-run.current_record = lambda target, model: {"artifacts": {}, "finished": True}
+run.current_record = lambda target, model: {"files": {}, "artifacts": {}, "finished": True}
 sys.argv = ["kvq", "reproduce", "table-temporalkv-6", "--json"]
 main()
 """

@@ -49,6 +49,20 @@ assert torch.randn(3, device="cuda", generator=torch.Generator("cuda").manual_se
     )
 
 
+def test_properties_are_those_of_a_cuda_build():
+    """There `gcnArchName` is the device's name; tuning tables must not be looked up by it."""
+    check(
+        "host",
+        """
+from kvq_cli.benchmarking.machine import machine
+from kvq_kernels.tuning import family
+properties = torch.cuda.get_device_properties(0)
+assert properties.gcnArchName == properties.name and family(torch.device("cuda")) == "sm_90"
+assert machine(torch.device("cuda"))["gpu"]["architecture"] == "sm_90"
+""",
+    )
+
+
 @pytest.mark.parametrize("memory", ["host", "none"])
 @pytest.mark.parametrize("code", ["x + y", "torch.cat([x, y])", "torch.nn.functional.linear(x, torch.eye(3))"])
 def test_two_devices_are_refused(memory, code):
@@ -103,6 +117,22 @@ except RuntimeError as error:
     assert "synchronizes with the host" in str(error)
 else:
     raise AssertionError
+""",
+    )
+
+
+def test_graphs_replay_operations_with_tensors_of_their_own():
+    """A product that is broadcast over rows copies its operand first."""
+    check(
+        "host",
+        """
+x, weight, graph = torch.ones(2, 4, 3, 5, device="cuda"), torch.ones(4, 5, 5, device="cuda"), torch.cuda.CUDAGraph()
+with torch.cuda.graph(graph):
+    y = x @ weight
+for value in (1, 2):
+    weight.fill_(value)
+    graph.replay()
+    assert (y == 5 * value).all() and y.is_cuda
 """,
     )
 

@@ -56,6 +56,16 @@ def test_scaled_losses_meet_their_anchors_and_never_rise():
     assert (np.diff(scaled(expected, [Anchor(1, 1.0), Anchor(2, 9.0)])[1:]) <= 0).all()
 
 
+def test_anchors_without_expected_loss_scale_nothing():
+    """The variances of components that never change, as of a dead head, are 0."""
+    expected = np.array([np.inf, 8.0, 4.0, 0.0, 0.0])
+    with np.errstate(all="raise"):
+        one = scaled(expected, [Anchor(2, 40.0), Anchor(4, 1e-6)])
+        alone = scaled(np.zeros(4), [Anchor(2, 1e-6)])
+    np.testing.assert_allclose(one, [np.inf, 80, 40, 0, 0])
+    assert (alone == 0).all()
+
+
 def test_names_of_klt_keep_their_options():
     assert klt_name("klt:join_keys=on", 28, 128) == "klt-1.75bit:join_keys=on"
     assert klt_name("klt", 67, 192) == "klt-2.7917bit"

@@ -139,6 +139,17 @@ def test_an_edited_text_is_not_measured_together_with_its_old_one(tune, monkeypa
     assert other.exit_code == 2 and "begun with another tokens of --text" in other.stderr
 
 
+def test_a_finished_artifact_of_an_edited_text_is_not_returned(tune):
+    Path("own.txt").write_text(prose("evaluation")[:20_000])
+    words = (*ONE, "--text", "own.txt", "--out", "a")
+    assert tune(*words).exit_code == 0
+    again = tune(*words, "--resume")
+    assert again.exit_code == 0 and "does not record" not in again.stderr
+    Path("own.txt").write_text(prose("evaluation")[20_000:40_000])
+    other = tune(*words, "--resume")
+    assert other.exit_code == 2 and "a was made with another text of --text: choose another --out" in other.stderr
+
+
 @pytest.mark.parametrize(("rounding", "fewer"), [(1e-9, False), (7e-3, True), (1.0, True)])
 def test_single_streams_are_measured_where_rounding_is_small(tune, monkeypatch, rounding, fewer):
     def loss(search, stream, name):

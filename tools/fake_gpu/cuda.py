@@ -12,8 +12,10 @@ import torch
 from fake_gpu.device import CUDA
 from fake_gpu.graph import Graph
 
+NAME = "NVIDIA H200 (fake)"
 PROPERTIES = SimpleNamespace(
-    name="NVIDIA H200 (fake)",
+    name=NAME,
+    gcnArchName=NAME,  # as PyTorch's builds for CUDA have it
     major=9,
     minor=0,
     multi_processor_count=132,

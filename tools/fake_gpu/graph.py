@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -43,7 +44,9 @@ class Graph:
         if self.fresh:
             self.fresh = False
             return
-        with _disable_current_modes():
+        # Devices were checked at capture, in calls of functions. The operations that these consist of are recorded, and
+        # tensors between them have no mark of the fake device.
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
             for again in self.work:
                 again()
 

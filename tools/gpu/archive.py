@@ -1,7 +1,10 @@
 """Pack a GPU command's results into an archive, and unpack an archive into the repository.
 
-python tools/gpu/archive.py pack NAME FOLDER INTO    FOLDER's results and the tuned tables -> INTO/NAME.tar.gz
-python tools/gpu/archive.py unpack FILE              results -> benchmarks/GPU/, tables merged into the kernels'
+python tools/gpu/archive.py pack NAME FOLDER INTO    FOLDER's results -> INTO/NAME.tar.gz
+python tools/gpu/archive.py unpack FILE              results -> benchmarks/GPU/, tuning rows merged into the tables
+
+The archive of gpu-tune has the rows of the tuning tables that its search changed, and no others: those of the tables
+that it started from may be outdated when the archive is unpacked.
 """
 
 from __future__ import annotations
@@ -10,8 +13,12 @@ import io
 import json
 import sys
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeAlias
 
+#: A tuning table, or a part of it: GPU family -> class of shapes -> values.
+Table: TypeAlias = dict[str, dict[str, dict[str, int]]]
 ROOT = Path(__file__).parents[2]
 TABLES = "kernels/kvq_kernels/{}/tuning.json"
 #: Patterns of result files.
@@ -19,19 +26,45 @@ RESULTS = ("*.json", "*.png", "*.log")
 
 
 def pack(name: str, folder: Path, into: Path) -> Path:
-    """Write `INTO/NAME.tar.gz` with a folder's results and the tuning tables of all operations; returns its path."""
+    """Write `INTO/NAME.tar.gz` with a folder's results and, for gpu-tune, the changed tuning rows; returns its path."""
     into.mkdir(parents=True, exist_ok=True)
     target = into / f"{name}.tar.gz"
+    tables = changed_rows(folder / "tune.json", target) if name == "gpu-tune" else {}
     with tarfile.open(target, "w:gz") as archive:
         for path in sorted(path for pattern in RESULTS for path in folder.glob(pattern)):
             archive.add(path, f"results/{path.name}")
-        for path in sorted(ROOT.glob(TABLES.format("*"))):
-            archive.add(path, f"tables/{path.parent.name}.json")
-        text = json.dumps({"command": name, "gpu": gpu_name()}).encode()
-        header = tarfile.TarInfo("about.json")
-        header.size = len(text)
-        archive.addfile(header, io.BytesIO(text))
+        documents = {f"tables/{operation}.json": table for operation, table in sorted(tables.items())}
+        for file, document in {**documents, "about.json": {"command": name, "gpu": gpu_name()}}.items():
+            content = json.dumps(document).encode()
+            header = tarfile.TarInfo(file)
+            header.size = len(content)
+            archive.addfile(header, io.BytesIO(content))
     return target
+
+
+def changed_rows(result: Path, earlier: Path) -> dict[str, Table]:
+    """Return, by operation, the rows that the searches of `result` and of an `earlier` archive wrote into the tables,
+    and that are still there: a second search continues the first one, but tells its own changes only."""
+    found: dict[str, Table] = {}
+    rows = json.loads(result.read_text())["rows"] if result.exists() else []
+    faster = [row for row in rows if row["us"] < row["before_us"]]
+    changed = [(row["operation"], row["gpu"], row["class"], row["best"]) for row in faster]
+    for operation, gpu, key, values in [*_rows_of(earlier), *changed]:
+        if _table(operation).get(gpu, {}).get(key) == values:
+            found.setdefault(operation, {}).setdefault(gpu, {})[key] = values
+    return found
+
+
+def _rows_of(file: Path) -> Iterator[tuple[str, str, str, dict[str, int]]]:
+    """Yield (operation, GPU family, class, values) of the tuning rows in an archive, if it exists."""
+    for name, content in _documents(file).items() if file.exists() else ():
+        if name.startswith("tables/"):
+            for gpu, classes in json.loads(content).items():
+                yield from ((Path(name).stem, gpu, key, values) for key, values in classes.items())
+
+
+def _table(operation: str) -> Table:
+    return json.loads((ROOT / TABLES.format(operation)).read_text())
 
 
 def gpu_name() -> str:
@@ -42,10 +75,9 @@ def gpu_name() -> str:
 
 
 def unpack(file: Path, root: Path = ROOT) -> list[Path]:
-    """Write results to benchmarks/GPU and merge tuning tables into the repository's; returns the changed files."""
+    """Write results to benchmarks/GPU and merge tuning rows into the repository's tables; returns the changed files."""
     written = []
-    with tarfile.open(file) as archive:
-        documents = {member.name: _read(archive, member) for member in archive if member.isfile()}
+    documents = _documents(file)
     about = json.loads(documents.pop("about.json"))
     for name, content in documents.items():
         kind, _, rest = name.partition("/")
@@ -61,13 +93,19 @@ def unpack(file: Path, root: Path = ROOT) -> list[Path]:
     return written
 
 
+def _documents(file: Path) -> dict[str, bytes]:
+    """Return the contents of an archive's files by name."""
+    with tarfile.open(file) as archive:
+        return {member.name: _read(archive, member) for member in archive if member.isfile()}
+
+
 def _read(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     file = archive.extractfile(member)
     assert file is not None, "a regular file has contents"
     return file.read()
 
 
-def merge(path: Path, measured: dict[str, dict[str, dict[str, int]]]) -> bool:
+def merge(path: Path, measured: Table) -> bool:
     """Add the rows of a tuning table to the table at `path`; returns whether that changed it."""
     sys.path.insert(0, str(ROOT / "kernels"))
     from kvq_kernels import tuning

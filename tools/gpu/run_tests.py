@@ -2,22 +2,28 @@
 
     python tools/gpu/run_tests.py --out DIR [--jobs N] [--fresh] PYTEST_ARGUMENTS...
 
-Tests that passed in an earlier run into the same folder are not run again, unless with --fresh. Needs pytest only.
-Exit code 1 if a test failed or a process ended with an error.
+Tests that passed in an earlier run into the same folder are not run again, unless with --fresh, or if kernels, kvq_cli,
+tests, PyTorch or Triton have changed since. Exit code 1 if a test failed or a process ended with an error.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from kvq_cli.benchmarking.machine import kernels_digest
+
 TOOLS = Path(__file__).parents[1]
+ROOT = TOOLS.parent
 
 
 def main() -> int:
@@ -28,8 +34,8 @@ def main() -> int:
     options, pytest_arguments = parser.parse_known_args()
     options.out.mkdir(parents=True, exist_ok=True)
     result = options.out / "tests.json"
-    kept = [] if options.fresh or not result.exists() else json.loads(result.read_text())["tests"]
-    kept = [row for row in kept if row["outcome"] == "passed"]
+    sources = sources_of(pytest_arguments)
+    kept = [] if options.fresh or not result.exists() else passed_before(json.loads(result.read_text()), sources)
     start = time.monotonic()
     codes = run(options.out, options.jobs, kept, pytest_arguments)
     rows = kept + read_rows(options.out, options.jobs)
@@ -40,6 +46,7 @@ def main() -> int:
         "skipped": sum(row["outcome"] == "skipped" for row in rows),
         "failed": len(failed),
         "exit_codes": codes,
+        "sources": sources,
         "tests": sorted(rows, key=lambda row: row["test"]),
     }
     result.write_text(json.dumps(document, indent=1) + "\n")
@@ -51,6 +58,26 @@ def main() -> int:
     print("{passed} passed, {failed} failed, {skipped} skipped in {seconds} s".format(**document))
     print(f"written: {result}")
     return 1 if failed or any(codes) else 0
+
+
+def sources_of(pytest_arguments: Sequence[str]) -> dict[str, str]:
+    """Return what a test's outcome depends on: hashes of sources and versions of packages."""
+    given = [Path(word.split("::")[0]) for word in pytest_arguments if not word.startswith("-")]
+    files = {path for folder in ("tests", "kvq_cli") for path in (ROOT / folder).rglob("*.py")}
+    files |= {path.resolve() for path in given if path.is_file()}
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()[:16]
+    packages = {name: version(name) for name in ("torch", "triton")}
+    return {"kernels": kernels_digest(), "tests and kvq_cli": digest, **packages}
+
+
+def passed_before(document: dict[str, Any], sources: dict[str, str]) -> list[dict[str, Any]]:
+    """Return the rows of passed tests of an earlier result, none if it is of other sources."""
+    known = document.get("sources", {})
+    changed = [name for name, value in sources.items() if known.get(name) != value]
+    if changed:
+        print(f"all tests are run again, since these have changed: {', '.join(changed)}")
+        return []
+    return [row for row in document["tests"] if row["outcome"] == "passed"]
 
 
 def run(out: Path, jobs: int, kept: list[dict[str, Any]], pytest_arguments: list[str]) -> list[int]:

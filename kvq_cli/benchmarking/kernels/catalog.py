@@ -7,11 +7,12 @@ from kvq_cli.benchmarking.kernels.decode import DecodeAttention
 from kvq_cli.benchmarking.kernels.experiment import Experiment
 from kvq_cli.benchmarking.kernels.matvec import QuantizedMatvec
 from kvq_cli.benchmarking.kernels.quantize import QuantizePack
+from kvq_cli.benchmarking.kernels.transform import TransformAttention
 from kvq_cli.errors import UsageError
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.operation: experiment
-    for experiment in (DecodeAttention(), QuantizedMatvec(), QuantizePack(), AssignCentroids())
+    for experiment in (DecodeAttention(), QuantizedMatvec(), QuantizePack(), AssignCentroids(), TransformAttention())
 }
 
 
@@ -19,5 +20,5 @@ def select_experiments(names: list[str] | None) -> list[Experiment]:
     """Return the experiments of these operations, all of them for None; UsageError for an unknown operation."""
     for name in names or []:
         if name not in EXPERIMENTS:
-            raise UsageError(f"--operation {name}: nothing is measured of it; measured: {', '.join(EXPERIMENTS)}")
+            raise UsageError(f"--operation {name}: no benchmark for it; valid: {', '.join(EXPERIMENTS)}")
     return [EXPERIMENTS[name] for name in names or EXPERIMENTS]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from kvq_kernels.decode_attention import PerHead, Rope, Side, Workspace, aot_cases, decode_attention
@@ -50,7 +50,7 @@ class DecodeAttention:
         heads = sizes.pick(aot_cases.HEADS, 1)
         for batch, context in sizes.pick(SHAPES, DRY_SHAPES, CHECKED_SHAPES):
             shape = DecodeShape(batch, heads, context, device)
-            cases = _sdpa_cases(shape) + [_case(name, shape) for name in stores]
+            cases = sdpa_cases(shape) + [_case(name, shape) for name in stores]
             if (batch, context) == TAIL_SHAPE and not (sizes.dry or sizes.small):
                 cases += [_tail_case(name, shape) for name in TAIL_STORES]
             yield {"batch": batch, "context": context}, cases
@@ -138,8 +138,12 @@ def _error(name: str, shape: DecodeShape) -> tuple[float, float]:
     step = random_decode_step(name, shape, 0)
     dtype = step.query.dtype
     exact, rounded = step.reference(torch.float64), step.reference(torch.float32, dtype).to(dtype)
-    allowed = 2 * max(relative_error(rounded, exact), torch.finfo(dtype).eps / 4)
-    return relative_error(step.run(workspace=Workspace.like(step.query, 2)), exact), allowed
+    return relative_error(step.run(workspace=Workspace.like(step.query, 2)), exact), allowed_error(rounded, exact)
+
+
+def allowed_error(rounded: Tensor, exact: Tensor) -> float:
+    """Return twice the relative error of `rounded`, PyTorch's result, or of rounding alone."""
+    return 2 * max(relative_error(rounded, exact), torch.finfo(rounded.dtype).eps / 4)
 
 
 def random_decode_step(name: str, shape: DecodeShape, seed: int, recent: int = RECENT) -> DecodeStep:
@@ -150,10 +154,14 @@ def random_decode_step(name: str, shape: DecodeShape, seed: int, recent: int = R
     query = random_tensor((shape.batch, shape.heads * aot_cases.GROUP, aot_cases.DIM), torch.float16, random)
     lengths = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=shape.device)
     if rope is not None:
-        half = rope.frequencies.numel()
-        frequencies = 500000.0 ** (-torch.arange(half, device=shape.device) / half)
-        rope = Rope.tables(rope.style, frequencies, shape.context + Rope.STEP)
+        rope = rope_tables(rope.style, rope.frequencies.numel(), shape)
     return DecodeStep(query, keys, values, lengths, rope)
+
+
+def rope_tables(style: Literal["half", "interleaved"], half: int, shape: DecodeShape) -> Rope:
+    """Return Llama 3's RoPE of `2 * half` channels, for all positions of the context."""
+    frequencies = 500000.0 ** (-torch.arange(half, device=shape.device) / half)
+    return Rope.tables(style, frequencies, shape.context + Rope.STEP)
 
 
 def _tensors(side: Side) -> dict[str, Tensor]:
@@ -187,7 +195,7 @@ def _nbytes(name: str, shape: DecodeShape) -> int:
     )
 
 
-def _sdpa_cases(shape: DecodeShape) -> list[Case]:
+def sdpa_cases(shape: DecodeShape) -> list[Case]:
     """Return the cases of PyTorch's attention, with query heads as heads, and as several queries of their kv head."""
     nbytes = 2 * 2 * shape.batch * shape.heads * shape.context * aot_cases.DIM
     cases = []

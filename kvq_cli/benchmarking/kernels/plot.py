@@ -10,16 +10,20 @@ from kvq_cli.figures import new_figure, save
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+#: Operations that compute what 16-bit attention does.
+ATTENTION = ("decode_attention", "transform_attention")
+
 
 def plot(document: dict[str, Any], path: Path) -> bool:
-    """Draw bars of the speed-up over the fastest 16-bit attention, a panel per batch and context, and a panel of times
-    for each other operation. Returns whether there was anything to draw: kernels and baselines may all have failed."""
+    """Draw bars of the speed-up over the fastest 16-bit attention, a panel per operation, batch and context, and a
+    panel of times for each other operation. Returns whether there was anything to draw: kernels and baselines may all
+    have failed."""
     rows = [row for row in document["rows"] if "us" in row]
-    panels: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    panels: dict[tuple[str, int, int], list[dict[str, Any]]] = {}
     for row in rows:
-        if row["operation"] == "decode_attention" and "ratio" in row:
-            panels.setdefault((row["batch"], row["context"]), []).append(row)
-    others = sorted({row["operation"] for row in rows} - {"decode_attention"})
+        if row["operation"] in ATTENTION and "ratio" in row:
+            panels.setdefault((row["operation"], row["batch"], row["context"]), []).append(row)
+    others = sorted({row["operation"] for row in rows}.difference(ATTENTION))
     count = len(panels) + len(others)
     if not count:
         return False
@@ -28,8 +32,8 @@ def plot(document: dict[str, Any], path: Path) -> bool:
     bars = max([len(cases) for cases in panels.values()], default=8)
     figure = new_figure(5.2 * columns, max(3.0, 0.22 * bars + 1) * lines)
     axes = figure.subplots(lines, columns, squeeze=False).flatten()
-    for axis, ((batch, context), cases) in zip(axes, panels.items(), strict=False):
-        _draw_ratios(axis, f"batch {batch}, {context} tokens", cases)
+    for axis, ((operation, batch, context), cases) in zip(axes, panels.items(), strict=False):
+        _draw_ratios(axis, f"{operation}, batch {batch}, {context} tokens", cases)
     for axis, operation in zip(axes[len(panels) :], others, strict=False):
         _draw_times(axis, operation, [row for row in rows if row["operation"] == operation])
     for axis in axes[count:]:

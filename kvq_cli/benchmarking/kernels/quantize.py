@@ -34,7 +34,8 @@ class QuantizePack:
             for model in sizes.pick(MODELS, ("tiny",)):
                 shape = SHAPES[model]
                 numbers = 2 * shape.kv_heads * length * shape.head_dim
-                nbytes = numbers * (16 + BITS + 1) // 8 + 6 * numbers // GROUP
+                # Numbers, codes and signs; a scale per group. A hybrid's zero-points are in the words of the signs.
+                nbytes = numbers * (16 + BITS + 1) // 8 + 2 * numbers // GROUP
                 cases = []
                 for mode in MODES:
                     make = partial(_quantize, shape, length, device, mode)

@@ -28,6 +28,7 @@ BOUNDS = {
     "stages": (1, 5),
     "waves": (1, 16),
     "queries": (8, 16),
+    "words": (16, 64),
     "registers": (96, 255),
 }
 #: Parameters that change by a constant step; others are halved and doubled.

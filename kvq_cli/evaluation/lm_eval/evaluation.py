@@ -52,6 +52,7 @@ class LmEvalEvaluation(Evaluation):
 
     chat: apply the tokenizer's chat template (None: where it has one and the task generates answers, since multiple
     choice scores continuations of plain text by convention); batch_size: prompts per batch (None: about 8192 tokens);
+    num_fewshot: the number of examples that was asked for (None: the task's), which zero-shot tasks do not read;
     options: keyword arguments of `AttachedLM`.
     """
 
@@ -67,6 +68,7 @@ class LmEvalEvaluation(Evaluation):
         prefill: str,
         chat: bool | None = None,
         batch_size: int | None = None,
+        num_fewshot: int | None = None,
         groups: Mapping[str, bool] | None = None,
         **options: Any,
     ) -> None:
@@ -81,6 +83,9 @@ class LmEvalEvaluation(Evaluation):
         self.higher_is_better = dict(task.higher_is_better())
         chat = uses_chat_template(loaded, chat, default=task.OUTPUT_TYPE == "generate_until")
         self._requests = self._build(loaded, seed, chat)
+        self.unread = self._unread(num_fewshot)
+        if "--truncation" in self.unread or "--max-new-tokens" in self.unread:
+            options |= {"truncation": "left", "new_tokens": None}  # samples do not depend on them: they keep their keys
         self.work = self._work()
         longest = max(len(text) for requests in self._requests for text in map(_text, requests)) // CHARACTERS_PER_TOKEN
         self.batch_size = batch_size or default_batch_size(longest)
@@ -109,6 +114,20 @@ class LmEvalEvaluation(Evaluation):
                 f"{self.task}: --data-dir has no split {task.fewshot_instead_of!r}: few-shot examples are other "
                 f"questions of {task.fewshot_cfg.split!r}"
             )
+
+    def _unread(self, num_fewshot: int | None) -> dict[str, str]:
+        """The given options that the task does not read, and why."""
+        unread = {}
+        if num_fewshot is not None and num_fewshot != self._task.config.num_fewshot:
+            unread["--num-fewshot"] = "defined as zero-shot"
+        generates = self._task.OUTPUT_TYPE == "generate_until" or any(
+            request.request_type == "generate_until" for requests in self._requests for request in requests
+        )
+        if not generates and self._options.get("truncation", "left") != "left":
+            unread["--truncation"] = "log-likelihoods, whose long prompts lose their beginning"
+        if not generates and self._options.get("new_tokens") is not None:
+            unread["--max-new-tokens"] = "log-likelihoods, without generated answers"
+        return unread
 
     def _check(self) -> None:
         if self._task.OUTPUT_TYPE == "generate_until":

@@ -16,7 +16,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from torch import Tensor
 
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.evaluation.base import cache_record
+from kvq_cli.evaluation.base import cache_record, mean_packed_bits
 from kvq_cli.evaluation.chat_template import chat_prompt
 from kvq_cli.evaluation.divergence import LOGITS_PER_CHUNK
 from kvq_cli.evaluation.generation import generate_answers
@@ -211,7 +211,8 @@ def check_greedy(task: str, options: Mapping[str, Any]) -> None:
 def mean_cache_record(records: Sequence[tuple[dict[str, float], int]]) -> dict[str, float]:
     """Mean cache record over all sequences of several batches, given as `(record, rows)`."""
     rows = sum(count for _, count in records)
-    return {key: sum(record[key] * count for record, count in records) / rows for key in records[0][0]}
+    means = {key: sum(record[key] * count for record, count in records) / rows for key in records[0][0]}
+    return means | {"packed_bits": mean_packed_bits(records)}
 
 
 def _score(logits: Tensor, continuation: Sequence[int]) -> tuple[float, bool]:

@@ -73,7 +73,10 @@ class RulerEvaluation(Evaluation):
             "seed": seed,
             **_source(task, sources),
         }
-        self.resume_key = prompt_key(loaded, self._samples.first_text, chat)
+        self.required = ("prompt",) if save_prompts else ()
+        # Records count the padding of their batch.
+        batch = {"batch_size": batch_size} if batch_size else {}
+        self.resume_key = prompt_key(loaded, self._samples.first_text, chat) | batch
 
     def run(
         self, loaded: LoadedModel, attached: Mapping[str, Attached], pending: Mapping[str, Sequence[int]]

@@ -84,6 +84,13 @@ class TaskFamily(ABC):
 class Niah(TaskFamily):
     """Needle in a haystack (niah). Size: words of prose, or lines of noise or of other needles."""
 
+    def __init__(
+        self, task: RulerTask, context: int, templates: Templates, sources: Sources, count_tokens: Callable[[str], int]
+    ) -> None:
+        super().__init__(task, context, templates, sources, count_tokens)
+        if self.args["haystack"] == "essay":
+            sources.essay.check(len(_DEPTHS))
+
     def min_size(self, index: int) -> int:
         return 1 if self.args["haystack"] == "essay" else self.args["keys"] * self.args["values"]
 

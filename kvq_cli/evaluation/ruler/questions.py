@@ -10,9 +10,12 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from kvq_cli.errors import KvqError
+from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.evaluation.ruler.sample_types import Passages
 from kvq_cli.evaluation.ruler.synthetic_qa import hotpotqa, squad
+
+#: Formats by the first character of a file: SQuAD's is a JSON object, HotpotQA's a list.
+_FORMATS = {"{": "squad", "[": "hotpotqa"}
 
 
 @dataclass(frozen=True)
@@ -82,19 +85,42 @@ def read_questions(path: Path) -> tuple[str, QuestionSet]:
 
 
 def question_source(files: Sequence[Path], seed: int) -> Callable[[str], QuestionSet]:
-    """Function from data set name (`squad`, `hotpotqa`) to questions: of the file in that format, or synthetic."""
-    loaded = dict(read_questions(path) for path in files)
+    """Function from data set name (`squad`, `hotpotqa`) to questions: of the file in that format, or synthetic.
+
+    Raises UsageError for two files of one format.
+    """
+    loaded: dict[str, QuestionSet] = {}
+    for path in files:
+        kind, questions = read_questions(path)
+        if kind in loaded:
+            raise UsageError(
+                f"--qa-file {path} has the format of {loaded[kind].name}, too: give one file of each format, SQuAD's "
+                "for qa_1 and HotpotQA's for qa_2"
+            )
+        loaded[kind] = questions
     generators = {
         "squad": lambda: _squad(squad(seed), "generated"),
         "hotpotqa": lambda: _hotpotqa(hotpotqa(seed), "generated"),
     }
 
-    def questions(dataset: str) -> QuestionSet:
+    def find(dataset: str) -> QuestionSet:
         if dataset not in loaded:
             loaded[dataset] = generators[dataset]()
         return loaded[dataset]
 
-    return questions
+    return find
+
+
+def question_format(path: Path) -> str:
+    """The format of a question file, "squad" or "hotpotqa", by its first character; KvqError where it has neither."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            first = file.read(4096).lstrip()[:1]
+    except (OSError, ValueError):
+        first = ""
+    if first not in _FORMATS:
+        raise KvqError(f"--qa-file {path}: not a readable JSON object or list")
+    return _FORMATS[first]
 
 
 def _squad(data: Mapping[str, Any], name: str) -> QuestionSet:

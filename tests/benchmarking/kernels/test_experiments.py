@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 from kvq_kernels.decode_attention import aot_cases
+from kvq_kernels.quantize_pack.launch import outputs
 
-from kvq_cli.benchmarking.kernels import decode, run
+from kvq_cli.benchmarking.kernels import decode, quantize, run, transform
 from kvq_cli.benchmarking.kernels.catalog import EXPERIMENTS, select_experiments
 from kvq_cli.benchmarking.kernels.experiment import Sizes, relative_error
 from kvq_cli.benchmarking.kernels.timing import Timer
+from kvq_cli.benchmarking.shapes import SHAPES
 from kvq_cli.errors import UsageError
 
 CPU, DRY = torch.device("cpu"), Sizes(dry=True)
 
 
-@pytest.mark.parametrize("name", ["quantize_pack", "assign_centroids"])
+@pytest.mark.parametrize("name", ["quantize_pack", "assign_centroids", "transform_attention"])
 def test_cases_are_correct(name):
     rows = list(run.check(select_experiments([name]), DRY, CPU))
     assert rows and all(row["right"] for row in rows)
@@ -28,12 +30,12 @@ def test_slow_cases_are_correct(name):
     assert rows and all(row["right"] for row in rows)
 
 
-def test_a_wrong_result_exceeds_the_allowed_error(monkeypatch):
-    real = decode.decode_attention
-    monkeypatch.setattr(decode, "decode_attention", lambda *a, **k: 1.01 * real(*a, **k | {"backend": "torch"}))
-    case = next(
-        case for case in next(iter(select_experiments(["decode_attention"])[0].groups(DRY, CPU)))[1] if case.error
-    )
+@pytest.mark.parametrize("module", [decode, transform])
+def test_a_wrong_result_exceeds_the_allowed_error(monkeypatch, module):
+    name = f"{module.__name__.split('.')[-1]}_attention"
+    real = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *a, **k: 1.01 * real(*a, **k | {"backend": "torch"}))
+    case = next(case for case in next(iter(select_experiments([name])[0].groups(DRY, CPU)))[1] if case.error)
     error, allowed = case.error()
     assert error > allowed
 
@@ -61,6 +63,41 @@ def test_bytes_of_stores_agree_with_the_lower_bounds():
     assert numbers // 4 < cases["kvq temporal-2bit"].nbytes  # and its codebooks
 
 
+def test_bytes_of_quantization_are_those_of_the_kernels_operands():
+    """Numbers read and tensors written, at a full size."""
+    shape = SHAPES["llama-3.2-1b"]
+    x = torch.empty(1, shape.kv_heads, 1024, shape.head_dim, dtype=torch.float16, device="meta")
+    groups = EXPERIMENTS["quantize_pack"].groups(Sizes(dry=False), CPU)
+    key, cases = next(iter(groups))
+    assert key == {"model": "llama-3.2-1b", "context": 1024}
+    for case in cases:
+        packed = [outputs(x, layout) for layout in quantize._layouts(shape, case.name)]
+        tensors = [t for one in packed for t in (one.codes, one.scale, one.zero, one.sign) if t is not None]
+        assert case.nbytes == sum(t.nbytes for t in [x, x, *tensors])
+
+
+def test_bytes_of_transform_codes_are_those_of_the_operands():
+    numbers = 2 * 4096 * 8 * 128
+    _, cases = next(iter(EXPERIMENTS["transform_attention"].groups(Sizes(dry=False), CPU)))
+    constants = {}
+    for case in (case for case in cases if not case.baseline):
+        step = transform.random_transform_step(case.extra["store"], decode.DecodeShape(1, 8, 4096, CPU), 0)
+        assert step.keys.codes.nbytes + step.values.codes.nbytes == numbers // 4  # 2 bits
+        transforms = [step.keys.transform, step.values.transform]
+        assert [len(one.steps.groups) for one in transforms] == [1 if "joined" in case.name else 8, 1]
+        constants[case.name] = sum(x.nbytes for one in transforms for x in (one.centroids, one.synthesis, one.mean))
+        assert case.nbytes == numbers // 4 + constants[case.name]
+    assert constants["kvq klt-2bit"] < constants["kvq klt-2bit, joined keys"]
+
+
+def test_joined_keys_of_several_heads_are_correct():
+    """In a dry run there is one head."""
+    shape = decode.DecodeShape(2, 2, 128, CPU)
+    for name in transform.JOINED_KEYS:
+        error, allowed = transform._error(name, shape)
+        assert 0 < error <= allowed < 1e-2
+
+
 def test_random_decode_steps_have_the_given_shape_and_seed():
     shape = decode.DecodeShape(3, 2, 256, CPU)
     step = decode.random_decode_step("temporal-2bit", shape, 0)
@@ -81,7 +118,7 @@ def test_relative_error_of_known_vectors():
 
 
 def test_unknown_operations_are_refused():
-    with pytest.raises(UsageError, match="measured: decode_attention"):
+    with pytest.raises(UsageError, match="--operation nonsense: no benchmark for it; valid: decode_attention"):
         select_experiments(["nonsense"])
 
 

@@ -30,7 +30,7 @@ FIGURES = {
 @pytest.fixture(scope="module")
 def run(loaded, tasks, data_dir):
     def start(out, chosen=COMPARED, **changes):
-        extra = {key: changes.pop(key) for key in ("track", "fresh") if key in changes}
+        extra = {key: changes.pop(key) for key in ("track", "fresh", "note") if key in changes}
         settings = {"tasks": [f"lm_eval:{one}" for one in tasks.values()], "data_dir": str(data_dir), "batch_size": 1}
         return evaluate(loaded, compared_methods(chosen), EvaluationSettings(**{**settings, **changes}), out, **extra)
 
@@ -68,6 +68,19 @@ def test_records_have_scores_and_compressed_bytes(whole):
         assert all(a["responses"] != b["responses"] for a, b in zip(exact, packed, strict=True))
         assert all(a["cache"]["bytes"] > 1.5 * b["cache"]["bytes"] for a, b in zip(exact, packed, strict=True))
         assert all(one["cache"]["compressed"] > 30 for one in packed)
+
+
+def test_options_that_tasks_do_not_read_are_announced(run, tmp_path):
+    given = {"num_fewshot": 1, "truncation": "middle", "max_new_tokens": 4, "max_length": 512, "limit": 1}
+    notes, after = [], []
+    run(tmp_path, [build("kivi", bits=2, residual=32)], note=notes.append, **given)
+    assert [note for note in notes if note.startswith("note: ")] == [
+        "note: --num-fewshot has no effect on lm_eval:letters: defined as zero-shot",
+        "note: --truncation has no effect on lm_eval:letters: log-likelihoods, whose long prompts lose their beginning",
+        "note: --max-new-tokens has no effect on lm_eval:letters: log-likelihoods, without generated answers",
+    ]
+    run(tmp_path, [build("kivi", bits=2, residual=32)], note=after.append, limit=1, max_length=512)
+    assert not any(note.startswith("note: ") for note in after)
 
 
 def test_table_has_columns_of_lm_eval_tasks(whole):

@@ -84,6 +84,15 @@ def test_log_likelihoods_equal_token_by_token_decoding(loaded):
     assert mean_cache_record(model.cache_records)["compressed"] > 50
 
 
+def test_packed_bits_of_batches_without_packed_tokens_do_not_count():
+    kinds = [(100, 60, 3.0, 2), (20, 0, 0.0, 4), (80, 40, 2.5, 1)]
+    batches = [({"tokens": n, "compressed": packed, "packed_bits": bits}, rows) for n, packed, bits, rows in kinds]
+    mean = mean_cache_record(batches)
+    assert mean["packed_bits"] == pytest.approx((2 * 60 * 3.0 + 40 * 2.5) / (2 * 60 + 40))
+    assert mean["tokens"] == pytest.approx((2 * 100 + 4 * 20 + 80) / 7)
+    assert mean_cache_record(batches[1:2])["packed_bits"] == 0
+
+
 def test_log_likelihoods_do_not_depend_on_padding_and_order(loaded):
     alone, _ = run(loaded, KIVI, "loglikelihood", PAIRS)
     together, _ = run(loaded, KIVI, "loglikelihood", PAIRS[::-1], batch_size=4)

@@ -55,10 +55,11 @@ def files(tmp_path_factory):
     (folder / "squad.json").write_text(json.dumps({"data": [{"title": "t", "paragraphs": paragraphs}]}))
     write_lines(folder / "data" / "sums" / "train.jsonl", _rows(5, [60] * 8))
     write_lines(folder / "data" / "sums" / "test.jsonl", _rows(6, [60] * 6))
+    write_lines(folder / "data" / "letters" / "test.jsonl", _rows(7, [60] * 6))
     return folder
 
 
-@pytest.mark.parametrize("task", ["vt", "niah_single_2", "qa_1", "sums", *slow("perplexity")])
+@pytest.mark.parametrize("task", ["vt", "niah_single_2", "qa_1", "sums", "letters", *slow("perplexity")])
 def test_the_table_agrees_with_what_options_change(task, chatting, tasks, data_dir, files, monkeypatch):
     monkeypatch.chdir(files)
     name = f"lm_eval:{tasks[task]}" if task in tasks else task
@@ -67,10 +68,16 @@ def test_the_table_agrees_with_what_options_change(task, chatting, tasks, data_d
         settings = EvaluationSettings([name], **{**BASE, "data_dir": str(data_dir), **changes})
         [one] = build_evaluations(settings, chatting, lambda *_: lambda _: None)
         batch = None if task == "perplexity" else one.batch_size
-        return [one.name, one.config, one.count, batch] + [vars(one).get(key) for key in ("_save_prompts", "_options")]
+        kept = [vars(one).get(key) for key in ("_save_prompts", "_options")]
+        return [one.name, one.config, one.count, batch, *kept], one.unread
 
-    before = observed()
-    values = {"task": name, "dataset": "prose", "windows": None}
-    for option, (setting, value) in CHANGES.items():
-        announced = bool(unused("eval", values, [option], {option: f"--{option}"}))
-        assert announced == (observed(**{setting: value}) == before), option
+    before, unread = observed()
+    assert not unread
+    values = {"task": name, "dataset": "prose", "windows": None, "qa_file": ["squad.json"]}
+    changes = CHANGES | ({"chat_template": ("chat_template", True)} if task == "letters" else {})  # not its default
+    for option, (setting, value) in changes.items():
+        flag = f"--{option.replace('_', '-')}"
+        found, unread = observed(**{setting: value})
+        announced = bool(unused("eval", values, [option], {option: flag})) or flag in unread
+        assert announced == (found == before), option
+        assert set(unread) <= {flag}

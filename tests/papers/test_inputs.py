@@ -1,0 +1,154 @@
+"""What results are made from: a change of it is noticed, and results of an earlier version count until they are made
+again."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvq_cli.evaluation.perplexity import PerplexityEvaluation
+from kvq_cli.evaluation.ruler.evaluation import RulerEvaluation
+from kvq_cli.files import write_json
+from kvq_cli.papers import inputs, run
+from kvq_cli.papers.claims import FAILS, HOLDS, NOT_MEASURED, Claim, judge
+from kvq_cli.papers.page import page_text
+from kvq_cli.papers.run import DONE, OLDER, PARTLY, RECORD, current_record, state
+from kvq_cli.papers.targets import REFERENCE, SMOLLM2, target
+
+CHECKOUT = Path(__file__).parents[2]
+STUDY = "figure-temporalkv-15"
+RANK = {"columns": ["layer", "W_k"], "rows": [[0, 1.0]], "numbers": {}}
+CLAIM = Claim("SQuat", "abstract", "that", targets=[], check='study("rank", "W_k")[0] == 1')
+
+
+@pytest.fixture
+def finished(tmp_path, monkeypatch):
+    """`finished(target, model, document)`: write the result of a target as if it had been run, below `tmp_path`, which
+    is also the working folder; `changes` replaces values of its record, or removes those that are None."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(entry, model=REFERENCE, document=None, **changes):
+        write_json(entry.result(model, tmp_path), document or {})
+        record = {**current_record(entry, model), **changes}
+        record = {key: value for key, value in record.items() if value is not None}
+        write_json(entry.folder(model, tmp_path) / RECORD, record)
+        assert "results" in changes or state(entry, model, tmp_path) == DONE
+        return tmp_path
+
+    return write
+
+
+def test_a_result_without_versions_is_of_an_earlier_one_and_is_judged(finished):
+    """As the published records of RESULTS 1."""
+    root = finished(target(STUDY), document=RANK, results=None, files=None)
+    assert state(target(STUDY), REFERENCE, root) == OLDER
+    assert judge(CLAIM, REFERENCE, root).state == HOLDS
+    assert judge(replace(CLAIM, check='study("rank", "W_k")[0] == 2'), REFERENCE, root).state == FAILS
+    finished(target(STUDY), document=RANK, results=None, command=["kvq", "analyze", "rank", "--samples", "1"])
+    assert state(target(STUDY), REFERENCE, root) == PARTLY
+    assert judge(CLAIM, REFERENCE, root).state == NOT_MEASURED
+
+
+def test_the_page_says_which_numbers_are_of_an_earlier_version(finished):
+    root = finished(target("settings-kivi"))
+    assert "earlier version" not in page_text([REFERENCE], root)
+    finished(target("settings-gear"), results=None)
+    page = page_text([REFERENCE], root)
+    assert "**1 of the 2 finished targets have numbers of an earlier version" in page.split("## ")[0]
+    assert [line.split("|")[1].strip() for line in page.splitlines() if f"| {OLDER}" in line] == ["settings-gear"]
+    models = page_text([SMOLLM2, REFERENCE], root)
+    assert "on SmolLM2-135M and the built-in model;" in models and "on the SmolLM2" not in models
+
+
+def test_a_ranking_of_an_earlier_version_is_on_the_page(finished):
+    entry = target("table-innerq-1")
+    published = json.loads((CHECKOUT / entry.result(REFERENCE)).read_text())
+    root = finished(entry, document=published, results=1)
+    assert state(entry, REFERENCE, root) == OLDER
+    assert "| table-innerq-1 | built-in model |" in page_text([REFERENCE], root)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m.setattr(inputs, "RESULTS", inputs.RESULTS + 1),
+        lambda m: m.setattr(PerplexityEvaluation, "version", 99),
+        lambda m: m.setattr(run, "__version__", "99"),
+    ],
+    ids=["results", "evaluation", "kvq"],
+)
+def test_a_new_version_makes_a_result_an_older_one(finished, monkeypatch, change):
+    entry = target("perplexity-innerq")
+    root = finished(entry)
+    with monkeypatch.context() as changed:
+        changed.setattr(RulerEvaluation, "version", 99)  # none of its tasks
+        assert state(entry, REFERENCE, root) == DONE
+        change(changed)
+        assert state(entry, REFERENCE, root) == OLDER
+    assert state(entry, REFERENCE, root) == DONE
+
+
+def test_versions_are_those_of_the_tasks_that_the_command_evaluates(finished, tmp_path):
+    ruler, both = target("table-innerq-1"), replace(target("compare-paper"), config="compare.yaml", options="")
+    finished(ruler)
+    (tmp_path / "compare.yaml").write_text("tasks: [ruler, perplexity]\ncompare: [fp16]\n")
+    assert inputs.versions(ruler, REFERENCE)["versions"] == {"ruler": RulerEvaluation.version}
+    expected = {"ruler": RulerEvaluation.version, "perplexity": PerplexityEvaluation.version}
+    assert inputs.versions(both, REFERENCE)["versions"] == expected
+    alone = replace(both, options="--task perplexity")
+    assert inputs.versions(alone, REFERENCE)["versions"] == {"perplexity": PerplexityEvaluation.version}
+    assert inputs.versions(replace(both, options="--task=lm_eval:gsm8k"), REFERENCE)["versions"].keys() == {
+        "lm_eval:gsm8k"
+    }
+
+
+@pytest.mark.parametrize("file", ["compare.yaml", "one.txt", "two.txt", "hay.txt"])
+def test_a_changed_file_that_the_command_or_its_config_names_is_noticed(finished, tmp_path, file):
+    (tmp_path / "compare.yaml").write_text("task: ruler\nhaystack: hay.txt\ncompare: [fp16, kivi]\n")
+    for name in ("one.txt", "two.txt", "hay.txt"):
+        (tmp_path / name).write_text("a text")
+    entry = replace(target("compare-paper"), config="compare.yaml", options="--dataset one.txt,two.txt,prose")
+    root = finished(entry)
+    (tmp_path / file).write_text((tmp_path / file).read_text() + "\n")
+    assert state(entry, REFERENCE, root) == PARTLY
+
+
+def test_changed_weights_of_a_model_folder_are_noticed(finished, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    root = finished(target(STUDY), str(folder))
+    (folder / "README.md").write_text("no part of the model")
+    assert state(target(STUDY), str(folder), root) == DONE
+    before = (folder / "model.safetensors").stat()
+    (folder / "model.safetensors").write_bytes(b"WEIGHTS")
+    os.utime(folder / "model.safetensors", ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert state(target(STUDY), str(folder), root) == PARTLY
+
+
+def test_an_older_target_is_run_again_once(kvq, finished, tmp_path, monkeypatch):
+    entry = target("table-innerq-2")
+    root, ran = finished(entry, results=1), []
+
+    def run_target(again, model, *more, **options):
+        ran.append(again.id)
+        finished(again, model)
+
+    monkeypatch.setattr(run, "run_target", run_target)
+    listed = {each["target"]: each["state"] for each in json.loads(kvq("reproduce", "--out", root, "--json").stdout)}
+    assert listed[entry.id] == OLDER
+    for _ in range(2):
+        result = kvq("reproduce", entry.id, "--out", root, "--json")
+        assert json.loads(result.stdout)[0]["state"] == DONE, result.stderr
+    assert ran == [entry.id]
+
+
+def test_fixed_commands_have_no_versions(monkeypatch):
+    """`bits --papers` computes neither samples nor activations: the published counts stay done."""
+    monkeypatch.chdir(CHECKOUT)
+    assert state(target("table-temporalkv-13"), REFERENCE) == DONE
