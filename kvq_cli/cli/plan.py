@@ -29,7 +29,10 @@ Reserve = Annotated[
 ]
 Held = Annotated[
     Engine,
-    typer.Option("--engine", help="Engine to plan for: kvq (`kvq generate`, contiguous cache) or vllm (`kvq serve`, paged blocks)."),
+    typer.Option(
+        "--engine",
+        help="Engine to plan for: kvq (`kvq generate`, contiguous cache) or vllm (`kvq serve`, paged blocks).",
+    ),
 ]
 Ranks = Annotated[
     int,

@@ -31,7 +31,9 @@ ShapeName = Annotated[
 ModelName = Annotated[
     str,
     typer.Option(
-        "--model", metavar="NAME", help="`reference`, `smollm2` (extra), a Hugging Face model id, or a folder; only its config is read."
+        "--model",
+        metavar="NAME",
+        help="`reference`, `smollm2` (extra), a Hugging Face model id, or a folder; only its config is read.",
     ),
 ]
 Context = Annotated[int, typer.Option("--context", min=1, max=MAX_COUNT, help="Tokens per sequence.")]

@@ -48,7 +48,9 @@ class Palu(Method):
     )
     share: float = option(0.5, "latents per channel of keys and values (the paper: 0.5)", at_least=0.01, at_most=1.0)
     heads: int = option(
-        4, "maximum number of kv heads per factorized group; the largest divisor of the model's kv heads up to this is used", at_least=1
+        4,
+        "maximum number of kv heads per factorized group; the largest divisor of the model's kv heads is used",
+        at_least=1,
     )
     whiten: bool = option(True, "minimize the error of keys and values on text; off: of the weights")
     hadamard: bool = option(True, "rotate latents by a Hadamard matrix")

@@ -45,7 +45,9 @@ class TurboQuant(Method):
         None, "bits per number of values; none: as keys", choices=(None, *BITS), why="Lloyd-Max codes have 1 to 4 bits"
     )
     values: str = option(
-        "uniform", "quantizer of the values: uniform (as in vLLM) or lloyd_max (as for keys)", choices=("uniform", "lloyd_max")
+        "uniform",
+        "quantizer of the values: uniform (as in vLLM) or lloyd_max (as for keys)",
+        choices=("uniform", "lloyd_max"),
     )
     correct_norm: bool = option(True, "rescale decoded keys to their own norm (vLLM's _nc)")
     flip: bool = option(False, "flip random signs of channels before the Hadamard transform")
