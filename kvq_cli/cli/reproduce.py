@@ -112,15 +112,15 @@ def reproduce(
         # On workers, one target fills the gaps of another: while it starts, waits for its last samples, or draws.
         together = TOGETHER if address is not None and len(wanted) > 1 else 1
         # With --json, stdout is for the document alone.
-        commands = Commands(output.note, together=together > 1, stdout=STDERR if as_json else None)
+        commands = Commands(output.note, together=together, stdout=STDERR if as_json else None)
         runner = _Runner(output, commands, model, trust_remote_code, out, store, address, stop=not everything)
-        made = _run(runner, wanted, together)
+        made = _make_all(runner, wanted, together)
     output.result(made)
     if failed := [each["id"] for each in made if each["state"] != DONE]:
         raise KvqError(f"not done: {', '.join(failed)}")
 
 
-def _run(runner: _Runner, wanted: Sequence[Target], together: int) -> list[dict[str, Any]]:
+def _make_all(runner: _Runner, wanted: Sequence[Target], together: int) -> list[dict[str, Any]]:
     """Run the targets, `together` of them at a time; returns what `_Runner.make` does of each."""
     with ThreadPoolExecutor(together) as pool:
         running = [pool.submit(runner.make, each, number, len(wanted)) for number, each in enumerate(wanted, 1)]

@@ -20,14 +20,15 @@ GRACE = 5.0
 class Commands:
     """Runs each `kvq` command in its own process, so that its memory is freed.
 
-    report: called with each command line. together: whether several run at the same time, from several threads: a line
-    that one of them prints to stderr then begins with its target's name, what it prints to stdout appears when it has
-    ended, and commands without workers compute on one thread each. stdout: file descriptor for what they print to
-    standard output; None: this process's.
+    report: called with each command line. together: how many run at the same time, from several threads. Of more than
+    one, each line on stderr begins with its target's name, what a command prints to stdout appears when it has ended,
+    and commands without workers share the cores. stdout: file descriptor for what they print to standard output; None:
+    this process's.
     """
 
-    def __init__(self, report: Callable[[str], None], *, together: bool = False, stdout: int | None = None) -> None:
+    def __init__(self, report: Callable[[str], None], *, together: int = 1, stdout: int | None = None) -> None:
         self._report, self._together, self._stdout = report, together, stdout
+        self._named = together > 1
         self._running: set[subprocess.Popen] = set()
         self._stopped = False
         self._lock = threading.Lock()
@@ -37,8 +38,8 @@ class Commands:
 
         target: what the command is for. KeyboardInterrupt if the command was interrupted, KvqError if it failed.
         """
-        self._report(f"{target}: $ kvq {shlex.join(words)}" if self._together else f"$ kvq {shlex.join(words)}")
-        process = self._start(words, piped=into or self._together)
+        self._report(f"{target}: $ kvq {shlex.join(words)}" if self._named else f"$ kvq {shlex.join(words)}")
+        process = self._start(words, piped=into or self._named)
         relay = threading.Thread(target=_relay, args=(process.stderr, target)) if process.stderr else None
         try:
             if relay is not None:
@@ -74,16 +75,16 @@ class Commands:
 
     def _start(self, words: Sequence[str], piped: bool) -> subprocess.Popen:
         environment = dict(os.environ)
-        if self._together:
-            # Two processes that both use all cores wait for each other's threads.
-            environment.setdefault("OMP_NUM_THREADS", "1")
+        if self._named and "--ray" not in words:
+            # Processes that all use all cores wait for each other's threads. Workers have their own shares.
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._together)))
         with self._lock:
             if self._stopped:
                 raise KeyboardInterrupt
             process = subprocess.Popen(
                 [sys.executable, "-m", "kvq_cli", *words],
                 stdout=subprocess.PIPE if piped else self._stdout,
-                stderr=subprocess.PIPE if self._together else None,
+                stderr=subprocess.PIPE if self._named else None,
                 text=True,
                 env=environment,
             )
