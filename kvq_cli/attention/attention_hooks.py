@@ -136,12 +136,17 @@ class AttentionHooks:
 
     def _check_dropped(self, inputs: Tensor | None, kwargs: Mapping[str, Any]) -> None:
         """UsageError where transformers dropped the cache, as it does with Phi-3's long RoPE: beyond the original
-        context all keys are rotated by other angles, so that `generate` computes the text anew without the cache."""
+        context all keys are rotated by other angles, so that `generate` computes the text anew without the cache.
+
+        Its length is that of the mask: transformers before 5.20 passes the last token alone.
+        """
         config = getattr(self._decoder, "config", None)
         original = getattr(config, "original_max_position_embeddings", None)
         if original is None or self.newest is None or kwargs.get("past_key_values") is not None or inputs is None:
             return
-        if kwargs.get("use_cache") and inputs.shape[1] > original and self.newest.get_seq_length() <= original:
+        mask = kwargs.get("attention_mask")
+        tokens = max(inputs.shape[1], mask.shape[-1] if isinstance(mask, Tensor) else 0)
+        if kwargs.get("use_cache") and tokens > original and self.newest.get_seq_length() <= original:
             raise UsageError(
                 f"this model changes its RoPE at {original} tokens, where transformers drops the compressed cache: "
                 "keep prompt and answer within that"
