@@ -1,4 +1,4 @@
-"""vLLM's CUDA build on a CPU: the four compiled operations that its CPU runner calls, in PyTorch."""
+"""vLLM's CUDA build on a CPU: the six compiled operations that its CPU runner calls, in PyTorch."""
 
 import os
 
@@ -25,6 +25,10 @@ def _gumbel_argmax(logits: Tensor, seeds: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
+def _packed_linear(output: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, packed: bool) -> None:
+    output.copy_(torch.nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype)))
+
+
 def define_operations() -> None:
     """Define the operations once in this process."""
     global _library
@@ -38,10 +42,15 @@ def define_operations() -> None:
     )
     _library.define("fused_gumbel_argmax(Tensor logits, Tensor seeds) -> Tensor")
     _library.define("greedy_argmax(Tensor x) -> Tensor")
+    # Called for small bfloat16 weights where the processor has AMX.
+    _library.define("convert_weight_packed(Tensor weight) -> Tensor")
+    _library.define("weight_packed_linear(Tensor(a!) output, Tensor x, Tensor weight, Tensor? bias, bool packed) -> ()")
     _library.impl("init_cpu_memory_env", lambda nodes: None, "CompositeExplicitAutograd")
     _library.impl("compute_slot_mapping_kernel_impl", _slot_mapping, "CPU")
     _library.impl("fused_gumbel_argmax", _gumbel_argmax, "CPU")
     _library.impl("greedy_argmax", lambda x: x.argmax(dim=-1), "CPU")
+    _library.impl("convert_weight_packed", lambda weight: weight.clone(), "CPU")
+    _library.impl("weight_packed_linear", _packed_linear, "CPU")
 
 
 class CpuTestPlatform(CpuPlatform):
