@@ -299,7 +299,8 @@ def evaluate(
                 workers=workers,
             )
     except KeyboardInterrupt:
-        output.note(f"finished samples are kept in {results.store or folder}: run the same command to resume")
+        command = "the same command without --fresh" if results.fresh else "the same command"
+        output.note(f"finished samples are kept in {results.store or folder}: run {command} to resume")
         raise
     _print_table(output, **document["table"], title=describe_run(next(iter(document["methods"].values()))))
     if results.plot is not None:

@@ -6,7 +6,7 @@ import shlex
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -121,15 +121,30 @@ def reproduce(
 
 
 def _make_all(runner: _Runner, wanted: Sequence[Target], together: int) -> list[dict[str, Any]]:
-    """Run the targets, `together` of them at a time; returns what `_Runner.make` does of each."""
+    """Run the targets, `together` of them at a time; returns what `_Runner.make` does of each.
+
+    Targets with the same result folder, like the figures of one study, run one after the other: the first finishes all.
+    """
+    by_folder: dict[Path, list[tuple[int, Target]]] = {}
+    for number, each in enumerate(wanted, 1):
+        by_folder.setdefault(each.folder(runner.model, runner.root), []).append((number, each))
+    made: dict[int, dict[str, Any]] = {}
+
+    def make(numbered: Sequence[tuple[int, Target]]) -> None:
+        for number, each in numbered:
+            made[number] = runner.make(each, number, len(wanted))
+
     with ThreadPoolExecutor(together) as pool:
-        running = [pool.submit(runner.make, each, number, len(wanted)) for number, each in enumerate(wanted, 1)]
+        running = [pool.submit(make, numbered) for numbered in by_folder.values()]
         try:
-            return [each.result() for each in running]
-        except BaseException:
+            wait(running, return_when=FIRST_EXCEPTION)
+        finally:
             pool.shutdown(wait=False, cancel_futures=True)
             runner.commands.stop()
-            raise
+    errors = [error for each in running if not each.cancelled() and (error := each.exception())]
+    if errors:  # targets that the failure of another one stopped end with KeyboardInterrupt: raise the failure
+        raise min(errors, key=lambda error: isinstance(error, KeyboardInterrupt))
+    return [made[number] for number in sorted(made)]
 
 
 @dataclass(frozen=True)
@@ -148,9 +163,11 @@ class _Runner:
 
     def make(self, wanted: Target, number: int, count: int) -> dict[str, Any]:
         """Run a target unless it is finished; returns its id, state and folder, and the seconds that it took: None if
-        it was finished before or failed."""
+        it was finished before or failed. KeyboardInterrupt once the commands are stopped."""
         from kvq_cli.papers.run import DONE, state
 
+        if self.commands.stopped:  # before the record of an older result is replaced
+            raise KeyboardInterrupt
         if count > 1:
             self.output.note(f"{wanted.id}: {number} of {count}")
         folder, seconds = wanted.folder(self.model, self.root), None

@@ -56,8 +56,14 @@ class Commands:
         if code == 130 or (code and self._stopped):
             raise KeyboardInterrupt
         if code:
-            raise KvqError(f"kvq {words[0]} failed (exit code {code}); the same command continues from there")
+            command = "the same command without --fresh" if "--fresh" in words else "the same command"
+            raise KvqError(f"kvq {words[0]} failed (exit code {code}); {command} continues from there")
         return printed if into else ""
+
+    @property
+    def stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopped
 
     def stop(self) -> None:
         """End all running commands, which keep what they have finished; none can be started any more.

@@ -100,13 +100,17 @@ def goals_table(methods: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], li
 
 
 def _ruler_table(methods: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
+    """Without fp16, which a comparison may have left out, there is no verdict."""
     means = {label: ruler_mean(document) or 0.0 for label, document in methods.items()}
-    best = max((label for label in methods if label != EXACT and not _is_own(label)), key=lambda label: means[label])
+    others = (label for label in methods if label != EXACT and not _is_own(label))
+    exact, best = means.get(EXACT), max(others, key=lambda label: means[label], default="")
     rows = []
     for label, document in methods.items():
         if _is_own(label):
-            verdict = f"RULER {_met(means[EXACT] - means[label] <= MAX_RULER_LOSS)} (at most {MAX_RULER_LOSS:g} below)"
-            rivals = [f"{means[EXACT]:.1f}", best, f"{means[best]:.1f}"]
+            rivals = [_number(exact, 1), best or "none", _number(means.get(best), 1)]
+            verdict = ""
+            if exact is not None:
+                verdict = f"RULER {_met(exact - means[label] <= MAX_RULER_LOSS)} (at most {MAX_RULER_LOSS:g} below)"
             rows.append([label, _number(measured_bits(document), 2), f"{means[label]:.1f}", *rivals, verdict])
     return ["method", "bits measured", "RULER mean", "fp16's", "best other method", "its mean", "goals"], rows
 

@@ -57,11 +57,14 @@ def claims_table(
     target: Target, folder: Path, methods: Mapping[str, Mapping], table: Table
 ) -> tuple[list[str], list[list[Any]]]:
     """A row per pair of methods: perplexity, KL and bits of both, the difference of their losses, and whether the
-    better method's loss is lower; `?` if the difference may be chance."""
+    better method's loss is lower; `?` if the difference may be chance. Pairs with a method that the comparison left out
+    have none."""
     columns = ["paper", "better", "than", "perplexity", "KL to fp16", "bits measured", "difference in loss", "holds"]
     shown = {title: table.column(title) for title in columns[3:6]}
     rows = []
     for paper, better, than in target.pairs:
+        if not {better, than} <= methods.keys():
+            continue
         losses = differences(folder, {name: methods[name] for name in (better, than)}, than)[better]
         # Over all texts where there are several.
         loss = losses.get("perplexity loss") or next(each for name, each in losses.items() if name.endswith("loss"))

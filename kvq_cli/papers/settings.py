@@ -18,7 +18,7 @@ from kvq_cli.evaluation.plot import measured_bits
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.methods.registry import build_parsed, from_config, to_config
 from kvq_cli.papers.report import WINDOWS
-from kvq_cli.papers.run import RECORD
+from kvq_cli.papers.run import JUDGED, state
 from kvq_cli.papers.targets import ROOT, Target
 
 #: Verdicts on a setting beside the default.
@@ -142,15 +142,14 @@ class Sweep:
 
 
 def load_sweep(target: Target, model: str, root: Path = ROOT) -> Sweep | None:
-    """The sweep that a finished target measured; None without the results of its defaults."""
-    folder = target.folder(model, root)
-    try:
-        record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-        methods = json.loads(target.result(model, root).read_text(encoding="utf-8"))["methods"]
-        windows = json.loads((folder / WINDOWS).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    """The sweep that a finished target measured; None without the results of its defaults, or if these were made with
+    other options, inputs or artifacts than the target's."""
+    if state(target, model, root) not in JUDGED:
         return None
-    if not record["finished"]:
+    try:
+        methods = json.loads(target.result(model, root).read_text(encoding="utf-8"))["methods"]
+        windows = json.loads((target.folder(model, root) / WINDOWS).read_text(encoding="utf-8"))
+    except FileNotFoundError:
         return None
     labels = [(to_config(from_config(document["config"]["method"])), label) for label, document in methods.items()]
     rows, missing = [], []

@@ -96,7 +96,10 @@ def test_bad_input_is_one_line(fails, folder, tmp_path, arguments, code, says):
     assert not (tmp_path / "results").exists()
 
 
-def test_ctrl_c_keeps_finished_samples(kvq, folder, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("flags", "says"), [([], "the same command"), (["--fresh"], "the same command without --fresh")]
+)
+def test_ctrl_c_keeps_finished_samples(kvq, folder, tmp_path, monkeypatch, flags, says):
     """Interrupted while the second sample is answered: 130, and the first one is not evaluated again."""
     from kvq_cli.evaluation.ruler import evaluation
 
@@ -111,9 +114,9 @@ def test_ctrl_c_keeps_finished_samples(kvq, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(evaluation, "generate_answers", generate_answers)
     arguments = ["eval", "--model", folder, "--task", "vt", "--context", 512, "--limit", 2, "--batch-size", 1]
     arguments += ["--templates", "reference", "--method", "kivi", "--out", "out"]
-    result = kvq(*arguments)
+    result = kvq(*arguments, *flags)
     assert (result.exit_code, result.stdout) == (130, "")
-    assert "finished samples are kept in out" in result.stderr
+    assert f"finished samples are kept in out: run {says} to resume" in result.stderr
     assert not list((tmp_path / "out").rglob("*.json"))
     assert kvq(*arguments).exit_code == 0
     assert len(calls) == 3

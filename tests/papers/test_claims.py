@@ -73,6 +73,13 @@ def test_a_claim_on_a_method_that_failed_is_not_measured(result, failed):
     assert page_text([REFERENCE], root)
 
 
+def test_a_claim_on_a_task_of_other_sizes_is_not_measured(result):
+    """The papers' sizes have tasks of lm-eval in the place of RULER's, or no perplexity."""
+    root = result("table-temporalkv-4", comparison("table-temporalkv-4", [9.0, 5.0]))
+    check = 'kvq("table-temporalkv-4", "w/ sink compression", "ruler mean") > 50'
+    assert judge(claim(check), REFERENCE, root).state == NOT_MEASURED
+
+
 def test_missing_unfinished_and_outdated_results_do_not_count(result, tmp_path):
     assert judge(LOWER, REFERENCE, tmp_path).state == NOT_MEASURED
     document, entry = comparison("table-temporalkv-4", [9.0, 5.0]), target("table-temporalkv-4")

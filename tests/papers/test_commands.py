@@ -8,9 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from kvq_cli.cli.output import Output
+from kvq_cli.cli.reproduce import _make_all, _Runner
 from kvq_cli.errors import KvqError
-from kvq_cli.papers import commands
+from kvq_cli.files import write_json
+from kvq_cli.papers import commands, run
 from kvq_cli.papers.commands import Commands
+from kvq_cli.papers.run import DONE, RECORD, TO_DO, current_record, state
+from kvq_cli.papers.targets import REFERENCE, target
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +40,14 @@ def test_output_errors_and_interrupts(together, capfd):
     with pytest.raises(KeyboardInterrupt):
         running.run(["sys.exit(130)"], "table")
     assert reported[1] == ("table: $ kvq 'print(2)'" if together > 1 else "$ kvq 'print(2)'")
+
+
+@pytest.mark.parametrize(
+    ("flags", "says"), [([], "the same command"), (["--fresh"], "the same command without --fresh")]
+)
+def test_errors_tell_what_continues(flags, says):
+    with pytest.raises(KvqError, match=rf"failed \(exit code 3\); {says} continues from there"):
+        Commands(lambda _: None).run(["sys.exit(3)", *flags], "table")
 
 
 def test_together_share_the_cores_unless_told_otherwise(monkeypatch):
@@ -72,3 +85,47 @@ def test_stop_ends_all_commands_and_starts_no_more(monkeypatch):
     assert time.monotonic() - begun < 30
     with pytest.raises(KeyboardInterrupt):
         running.run(["print(1)"], "x")
+
+
+@pytest.fixture
+def runner(tmp_path):
+    """Runs targets, two at a time, with results below `tmp_path`."""
+    running = Commands(lambda _: None, together=2)
+    return _Runner(Output(quiet=True), running, REFERENCE, False, tmp_path, tmp_path, None, stop=True)
+
+
+def test_the_error_of_the_target_that_failed_is_raised(runner, monkeypatch):
+    """The first target, which it stops, ends as if interrupted; the third one is not begun."""
+
+    def run_target(entry, model, running, *_):
+        if entry.id == failing:
+            while not running._running:
+                time.sleep(0.01)
+            running.run(["sys.exit(3)"], entry.id)
+        write_json(entry.folder(REFERENCE, runner.root) / RECORD, {})
+        running.run(["import time; time.sleep(60)"], entry.id)
+
+    names = slow, failing, waiting = "table-temporalkv-1", "table-temporalkv-3", "figure-temporalkv-12"
+    monkeypatch.setattr(commands, "GRACE", 0.5)
+    monkeypatch.setattr(run, "run_target", run_target)
+    with pytest.raises((KvqError, KeyboardInterrupt), match=r"failed \(exit code 3\)"):
+        _make_all(runner, [target(name) for name in names], together=2)
+    assert state(target(slow), REFERENCE, runner.root) != TO_DO
+    assert state(target(waiting), REFERENCE, runner.root) == TO_DO
+
+
+def test_targets_of_one_study_run_it_once(runner, monkeypatch):
+    """Two at a time, and in the order in which they are named."""
+
+    def run_target(entry, *_):
+        ran.append(entry.analyze)
+        time.sleep(0.2)  # enough for another target to begin
+        write_json(entry.result(REFERENCE, runner.root), {})
+        write_json(entry.folder(REFERENCE, runner.root) / RECORD, current_record(entry, REFERENCE))
+
+    names, ran = ["figure-temporalkv-12", "figure-temporalkv-13", "table-temporalkv-3", "figure-temporalkv-14"], []
+    monkeypatch.setattr(run, "run_target", run_target)
+    made = _make_all(runner, [target(name) for name in names], together=2)
+    assert sorted(ran) == ["entropy", "outliers"]
+    assert [(each["id"], each["state"]) for each in made] == [(name, DONE) for name in names]
+    assert [each["seconds"] is None for each in made] == [False, True, False, True]

@@ -56,13 +56,14 @@ def test_bits_outside_of_a_methods_points_have_no_value():
     assert math.isclose(interpolated(points, 3.0), 0.2)
 
 
-def test_rulers_mean_is_compared_with_fp16s():
-    def answered(score, measured):
-        mean = {"alias": "ruler", "1024,none": score, "1024_stderr,none": 0.05, "2048,none": score / 2}
-        scores = {"vt": {"1024,none": 0.1}, "ruler": mean}
-        cache = {"vt-1024": {"measured_bits": measured, "tokens": 1024}}
-        return {"results": scores, "cache": cache, "config": {"method": {"bits": 2}}}
+def answered(score, measured):
+    mean = {"alias": "ruler", "1024,none": score, "1024_stderr,none": 0.05, "2048,none": score / 2}
+    scores = {"vt": {"1024,none": 0.1}, "ruler": mean}
+    cache = {"vt-1024": {"measured_bits": measured, "tokens": 1024}}
+    return {"results": scores, "cache": cache, "config": {"method": {"bits": 2}}}
 
+
+def test_rulers_mean_is_compared_with_fp16s():
     methods = {
         "fp16": answered(1.0, 16.0),
         "kivi-2bit": answered(0.4, 4.0),
@@ -75,3 +76,11 @@ def test_rulers_mean_is_compared_with_fp16s():
         ["klt-1bit", "2.00", "67.5", "75.0", "gear-2bit", "45.0", "RULER not met (at most 2 below)"],
         ["klt-2bit", "3.00", "73.5", "75.0", "gear-2bit", "45.0", "RULER met (at most 2 below)"],
     ]
+
+
+def test_methods_that_were_left_out_have_no_part_in_rulers_table():
+    """A model that leaves its dtype's range with a method is not scored; fp16 does where the model itself does."""
+    _, rows = goals_table({"kivi-2bit": answered(0.4, 4.0), "klt-1bit": answered(0.9, 2.0)})
+    assert rows == [["klt-1bit", "2.00", "67.5", "", "kivi-2bit", "30.0", ""]]
+    _, rows = goals_table({"fp16": answered(1.0, 16.0), "klt-1bit": answered(0.9, 2.0)})
+    assert rows == [["klt-1bit", "2.00", "67.5", "75.0", "none", "", "RULER not met (at most 2 below)"]]

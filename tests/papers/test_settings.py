@@ -91,7 +91,7 @@ def write_sweep(name, root, bits, kl):
     folder = entry.folder(REFERENCE, root)
     write_json(entry.result(REFERENCE, root), {"methods": methods})
     write_json(folder / WINDOWS, windows)
-    write_json(folder / RECORD, {"kvq": "0", "finished": True})
+    write_json(folder / RECORD, current_record(entry, REFERENCE))
 
 
 def test_a_sweep_is_read_from_its_files(tmp_path):
@@ -106,8 +106,23 @@ def test_a_sweep_is_read_from_its_files(tmp_path):
     # 32,768 tokens: sinks take 16 bits, the rest of keys and values 2 bits and 16 + 16 per group of 32.
     assert found.default.long_bits == pytest.approx(3, abs=0.1)
     assert found.effect("group=16").measured.long_bits == pytest.approx(4, abs=0.1)
-    write_json(target("settings-kivi").folder(REFERENCE, tmp_path) / RECORD, {"kvq": "0", "finished": False})
-    assert load_sweep(target("settings-kivi"), REFERENCE, tmp_path) is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "counts"),
+    [
+        ({"kvq": "0"}, True),
+        ({"command": ["kvq", "eval"]}, False),
+        ({"model": "x"}, False),
+        ({"finished": False}, False),
+    ],
+)
+def test_a_sweep_counts_if_its_command_and_model_are_current(tmp_path, changed, counts):
+    """As all other results do, also of an earlier version of kvq."""
+    entry, kl = target("settings-kivi"), {"2 bits": [0.4, 0.2], "3 bits": [0.1, 0.05]}
+    write_sweep(entry.id, tmp_path, {"2 bits": 2.0, "3 bits": 3.0}, kl)
+    write_json(entry.folder(REFERENCE, tmp_path) / RECORD, {**current_record(entry, REFERENCE), **changed})
+    assert (load_sweep(entry, REFERENCE, tmp_path) is not None) is counts
 
 
 def test_measured_settings_are_printed_beside_the_reason_of_a_claim_that_fails(tmp_path):

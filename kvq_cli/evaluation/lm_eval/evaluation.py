@@ -13,8 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from hashlib import sha256
 from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import lm_eval
 from lm_eval.api.metrics import mean
 
 from kvq_cli.attention.shared_prompts import SharedPrompts
@@ -45,6 +47,7 @@ _DATA = (
     *("dataset_path", "dataset_name", "dataset_kwargs", "training_split", "validation_split", "test_split"),
     *("fewshot_split", "num_fewshot"),
 )
+_LM_EVAL = Path(lm_eval.__file__).resolve().parent
 
 
 class LmEvalEvaluation(Evaluation):
@@ -250,14 +253,20 @@ def _text(request: Instance) -> str:
 
 def _definition(task: ConfigurableTask) -> str:
     """What a task is defined by, its functions as source code, but for its data and the number of examples."""
-    definition = {name: value for name, value in task.dump_config().items() if name not in _DATA}
+    config = task.config.to_dict(keep_callable=True)
+    definition = {name: value for name, value in config.items() if name not in _DATA}
     # Addresses, in the text of what has no source code, differ from run to run.
     return re.sub(r" at 0x[0-9a-f]+", "", json.dumps(definition, default=_source))
 
 
 def _source(value: Any) -> str:
+    """A function's source code; outside of lm-eval, whose version is in the key, also the digest of its whole file: it
+    may call other functions there."""
     try:
-        return inspect.getsource(value)
+        source, path = inspect.getsource(value), Path(inspect.getsourcefile(value) or "").resolve()
+        if path.is_relative_to(_LM_EVAL):
+            return source
+        return f"{source}\n{sha256(path.read_bytes()).hexdigest()}"
     except (TypeError, OSError):
         return str(value)
 

@@ -43,6 +43,11 @@ class Windows(ModelStudy):
     group: int = 32
 
     def __post_init__(self) -> None:
+        if not self.sweeps()["split"]:
+            raise UsageError(
+                f"study windows: sinks={','.join(map(str, self.sinks))}: at least one must be at most at_sinks + "
+                f"at_recent={self.at_sinks + self.at_recent}"
+            )
         for name in METHODS:
             for point in self.sweeps().values():
                 for sinks, recent in point:

@@ -215,6 +215,21 @@ def test_definition_with_functions_is_hashed_by_their_source(loaded, tasks, data
     assert digest("Add") == digest("Add") != digest("Sum up")
 
 
+def test_definition_has_all_functions_of_a_file(loaded, tasks, data_dir, tmp_path):
+    """A task's function may call others beside it."""
+    definition = re.sub("doc_to_text: .*", "doc_to_text: !function words.ask", Path(tasks["sums"]).read_text())
+    (tmp_path / "sums.yaml").write_text(definition)
+
+    def digest(word):
+        helper = f"def polite(text):\n    return '{word} ' + text\n"
+        (tmp_path / "words.py").write_text(f"def ask(doc):\n    return polite(doc['question'])\n{helper}")
+        linecache.checkcache()
+        (task,) = load_tasks([str(tmp_path / "sums.yaml")], data_dir)
+        return LmEvalEvaluation(task, loaded, seed=0, limit=1, prefill="compressed").config["definition_sha256"]
+
+    assert digest("Please: ") == digest("Please: ") != digest("Kindly, ")
+
+
 def test_resume_key_has_tokenizer_template_stop_tokens_and_batch_size(loaded, tasks, data_dir, monkeypatch):
     def key(template=None, **options):
         tokenizer = copy.deepcopy(loaded.tokenizer)

@@ -59,7 +59,12 @@ def test_windows_by_the_command(kvq, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options, says", [({"sinks": "1,x"}, "'x' is not a whole number"), ({"recent": "-1"}, "recent")]
+    "options, says",
+    [
+        ({"sinks": "1,x"}, "'x' is not a whole number"),
+        ({"recent": "-1"}, "recent"),
+        ({"sinks": "200,129"}, "sinks=200,129: at least one must be at most at_sinks [+] at_recent=128"),
+    ],
 )
 def test_bad_windows_are_refused(options, says):
     with pytest.raises(UsageError, match=says):
