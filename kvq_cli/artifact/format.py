@@ -148,7 +148,8 @@ def save_artifact(
     """Write an artifact atomically: the folder appears complete or not at all.
 
     config: without `format`, `files` and `checksum`, which are added. pictures: files of the card, by name. Raises
-    KvqError where the folder cannot be written, UsageError where it exists and `overwrite` is off.
+    KvqError where the folder cannot be written or `load_artifact` would refuse it, UsageError where it exists and
+    `overwrite` is off.
     """
     folder = Path(path)
     check_replaceable(folder, overwrite=overwrite)
@@ -157,13 +158,25 @@ def save_artifact(
     config = {"format": FORMAT, **config}
     config["files"] = {TENSOR_FILE: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
     config["checksum"] = _checksum(config)
+    text = (json.dumps(config, indent=1) + "\n").encode()
+    _check_loads(text, tensors, folder / CONFIG_FILE)
     with _replacing(folder) as partial:
         write_synced(partial / TENSOR_FILE, data)
         write_synced(partial / CARD_FILE, card.encode(errors="backslashreplace"))
         for name, picture in (pictures or {}).items():
             write_synced(partial / name, picture)
-        write_synced(partial / CONFIG_FILE, (json.dumps(config, indent=1) + "\n").encode())
+        write_synced(partial / CONFIG_FILE, text)
     return Artifact(config, tensors, folder)
+
+
+def _check_loads(text: bytes, tensors: Mapping[str, Tensor], where: Path) -> None:
+    """Raise KvqError, naming the entry or tensor, for a `config.json` or tensors that `load_artifact` would refuse."""
+    try:
+        config = json.loads(text)  # NaN is read, so that its entry is named
+        check_form(config, CONFIG, str(where))
+        check_contents(config, tensors, where)
+    except KvqError as error:
+        raise KvqError(f"the artifact is not written, since it could not be loaded: {error}") from error
 
 
 def check_replaceable(folder: Path, *, overwrite: bool) -> None:

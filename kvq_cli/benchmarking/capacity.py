@@ -20,10 +20,11 @@ from kvq_cli.vllm.shard import Shard
 class Capacity:
     """A method's memory use, and its limits within a budget. Sizes are in bytes.
 
-    weights, artifact, cache: bytes of the model, the method's constants, and the cache at the given context and batch.
-    fits: whether their sum is within the budget, and the given context within the model's. context: the longest context
-    at the given batch. batch: the largest batch at the given context. Both are 0 if nothing fits. block_tokens, blocks:
-    of vLLM, in the memory that weights and constants leave; None for kvq's own cache.
+    weights, artifact, cache: bytes of the model, the method's constants, and the cache at the given context and batch,
+    with what passes hold beside it (xquant-cl's X^). fits: whether their sum is within the budget, and the given
+    context within the model's. context: the longest context at the given batch. batch: the largest batch at the given
+    context. Both are 0 if nothing fits. block_tokens, blocks: of vLLM, in the memory that weights and constants leave;
+    None for kvq's own cache.
     """
 
     weights: int
@@ -48,7 +49,8 @@ def capacity(
     """
 
     def cache_bytes(tokens: int, rows: int) -> int:
-        return account(method, shape, tokens, rows).bytes
+        report = account(method, shape, tokens, rows)
+        return report.bytes + sum(report.working.values())
 
     return _capacity(cache_bytes, artifact_bytes(method, shape), weights, limit, context, batch, budget)
 

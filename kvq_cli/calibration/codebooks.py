@@ -197,8 +197,8 @@ def _error_report(
     spread = squares.double().sum((1, 2, 4)).cpu()  # [2, kv_heads]
 
     def entry(errors: Tensor) -> dict[str, Any]:
-        fisher, plain = (errors.sum(1) / spread.sum(1).clamp_min(1e-300)).tolist()
-        heads = (errors[0] / spread[0].clamp_min(1e-300)).tolist()
+        fisher, plain = relative(errors.sum(1), spread.sum(1)).tolist()
+        heads = relative(errors[0], spread[0]).tolist()
         return {"fisher": rounded(fisher), "plain": rounded(plain), "fisher_per_head": [rounded(h) for h in heads]}
 
     chosen = errors[choice, :, torch.arange(len(choice))].T  # [2, kv_heads]
@@ -208,6 +208,11 @@ def _error_report(
         "shapes": {shape.name: entry(errors[i]) for i, shape in enumerate(shapes)},
         "adjacent_token_correlation": rounded(stream.correlation),
     }
+
+
+def relative(error: Tensor, spread: Tensor) -> Tensor:
+    """error / spread, element by element; 0 where the spread is 0, as of a head that is constant."""
+    return torch.where(spread > 0, error / spread, 0.0)
 
 
 def rounded(number: float) -> float:

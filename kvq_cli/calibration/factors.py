@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvq_cli.calibration.codebooks import relative
+
 if TYPE_CHECKING:
     from kvq_cli.attention.capture_points import AttentionLayer
 
@@ -43,6 +45,7 @@ def factorize(
         widths = [weights[kind].shape[1] for kind in kinds]
         for kind, part in zip(kinds, up.split(widths, dim=1), strict=True):
             tensors[f"{kind}.up"] = part.contiguous()
-        residual = (weight - down.float() @ up.float()).norm() / weight.norm()
-        errors[name] = {"rank": len(s), "residual": residual.item(), "energy": (s[0] ** 2 / (s**2).sum()).item()}
+        residual = relative((weight - down.float() @ up.float()).norm(), weight.norm())
+        energy = relative(s[0] ** 2, (s**2).sum())
+        errors[name] = {"rank": len(s), "residual": residual.item(), "energy": energy.item()}
     return tensors, errors

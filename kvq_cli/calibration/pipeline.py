@@ -21,15 +21,7 @@ from kvq_cli.calibration.card import card
 from kvq_cli.calibration.codebooks import ERROR_MEASURE
 from kvq_cli.calibration.finished import Note, check_unchanged
 from kvq_cli.calibration.parallel import deterministic, run_parallel
-from kvq_cli.calibration.plan import (
-    AnyPlan,
-    CapturePlan,
-    CodebookPlan,
-    FactorPlan,
-    TransformPlan,
-    WhitenedPlan,
-    library_versions,
-)
+from kvq_cli.calibration.plan import AnyPlan, CapturePlan, CodebookPlan, FactorPlan, TransformPlan, WhitenedPlan
 from kvq_cli.calibration.samples import SampleCapture, capturing
 from kvq_cli.calibration.settings import calibrate_command
 from kvq_cli.calibration.streams import (
@@ -44,7 +36,7 @@ from kvq_cli.calibration.streams import (
     transform_codes,
 )
 from kvq_cli.calibration.work_folder import WorkFolder
-from kvq_cli.data.texts import SELF, load_text, sampled_windows, token_windows
+from kvq_cli.data.texts import sampled_windows
 from kvq_cli.distributed import Workers
 from kvq_cli.errors import KvqError
 from kvq_cli.methods.base import LowRankSpec
@@ -81,8 +73,8 @@ def calibrate(
         elif out.exists() and resume and not work.path.exists():
             return _load_finished(out, plan, note)
         check_replaceable(out, overwrite=force or resume)
-        disk_bytes = 0 if captured else estimate.disk_bytes(plan)
-        work.open(plan.request() | plan.named_inputs, resume=resume, disk_bytes=disk_bytes)
+        disk_bytes = estimate.step_bytes(plan) if captured else estimate.disk_bytes(plan)
+        work.open(_work_request(plan, progress), resume=resume, disk_bytes=disk_bytes)
         try:
             with deterministic(plan.loaded.model.device):
                 if isinstance(plan, FactorPlan):
@@ -98,6 +90,14 @@ def calibrate(
             raise
         work.remove()
     return artifact
+
+
+def _work_request(plan: AnyPlan, progress: Progress) -> dict[str, Any]:
+    """Everything that unfinished steps depend on. Reads the text."""
+    request = plan.request() | plan.named_inputs
+    if plan.settings_dict():
+        progress("read text", 0, 1)
+    return request | plan.text_tokens
 
 
 def _load_finished(out: Path, plan: AnyPlan, note: Note) -> Artifact:
@@ -259,13 +259,11 @@ def _windows(plan: CapturePlan | WhitenedPlan, captures: WorkFolder, progress: P
     """The samples, int64 `[samples, seqlen]`; stored, since sampling text from the model takes long."""
     progress("read text", 0, 1)
     if not captures.has_tensors("windows"):
-        settings, loaded = plan.settings, plan.loaded
-        seqlen, samples, seed = settings.seqlen, settings.samples, settings.seed
-        if settings.dataset == SELF:
-            windows = sampled_windows(loaded.model, loaded.tokenizer, seqlen, samples, seed)
-        else:
-            text = load_text(settings.dataset, "calibration")
-            windows = token_windows(loaded.tokenizer, text, seqlen, samples, seed)
+        windows = plan.windows
+        if windows is None:
+            settings, loaded = plan.settings, plan.loaded
+            sizes = (settings.seqlen, settings.samples, settings.seed)
+            windows = sampled_windows(loaded.model, loaded.tokenizer, *sizes)
         captures.write_tensors("windows", {"windows": windows})
     progress("read text", 1, 1)
     return captures.read_tensors("windows")["windows"]
@@ -279,19 +277,9 @@ def _write(
     progress: Progress,
 ) -> Artifact:
     progress("write", 0, 1)
-    made_from = {**plan.request(), "inputs": plan.inputs, "versions": versions(plan)}
+    made_from = {**plan.request(), "inputs": plan.inputs, "versions": plan.versions()}
     config = {**made_from, "sizes": tensor_sizes(tensors), **measured}
     command = calibrate_command(plan.method, plan.loaded, plan.settings_dict())
     artifact = save_artifact(out, config, tensors, card(config, command), overwrite=True)
     progress("write", 1, 1)
     return artifact
-
-
-def versions(plan: AnyPlan) -> dict[str, str]:
-    """Versions of the libraries that computed the tensors."""
-    versions = library_versions()
-    if isinstance(plan, CapturePlan) and plan.settings.kmeans == "faiss":
-        import faiss
-
-        versions["faiss"] = faiss.__version__
-    return versions

@@ -5,15 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256
 from typing import Any, TypeAlias
 
 import torch
 import transformers
+from torch import Tensor
 
 import kvq_cli
 from kvq_cli.artifact import fingerprint
 from kvq_cli.artifact.fingerprint import weights_digest
 from kvq_cli.calibration.finished import named_inputs
+from kvq_cli.calibration.kmeans import choose_engine
 from kvq_cli.calibration.mixed import UNIT
 from kvq_cli.calibration.settings import (
     CalibrationOptions,
@@ -23,7 +26,7 @@ from kvq_cli.calibration.settings import (
     check_enough,
 )
 from kvq_cli.codecs.nearest import MAX_ENTRIES
-from kvq_cli.data.texts import file_digest
+from kvq_cli.data.texts import SELF, file_digest, load_text, token_windows
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import (
     CalibrationSpec,
@@ -80,10 +83,36 @@ class CalibrationPlan:
             "device": self.loaded.model.device.type,
         }
 
+    def versions(self) -> dict[str, str]:
+        """Versions of the libraries that compute the tensors. Saved in `config.json`."""
+        return library_versions()
+
     @property
     def named_inputs(self) -> dict[str, Any]:
-        """`inputs` and the versions of libraries, by the names that messages use."""
-        return named_inputs(self.inputs, library_versions())
+        """`inputs` and `versions`, by the names that messages use."""
+        return named_inputs(self.inputs, self.versions())
+
+    @cached_property
+    def windows(self) -> Tensor | None:
+        """The samples of the text, int64 `[samples, seqlen]`; None where none is read, or the model samples it."""
+        settings = self.settings_dict()
+        if settings.get("dataset", SELF) == SELF:
+            return None
+        text = load_text(settings["dataset"], "calibration")
+        sizes = (settings[key] for key in ("seqlen", "samples", "seed"))
+        return token_windows(self.loaded.tokenizer, text, *sizes)
+
+    @property
+    def text_tokens(self) -> dict[str, Any]:
+        """What unfinished steps depend on beside `request` and `named_inputs`, by the name that messages use; empty
+        where no text is read. Token ids depend on the tokenizer, those of `pydoc` on the version of Python, too."""
+        if not self.settings_dict():
+            return {}
+        if self.windows is None:  # `data.texts.sampled_windows` reads no more of the tokenizer
+            digest: Any = [self.loaded.tokenizer.bos_token_id, len(self.loaded.tokenizer)]
+        else:
+            digest = sha256(self.windows.numpy().tobytes()).hexdigest()
+        return {"tokens of --dataset": digest}
 
 
 @dataclass(frozen=True)
@@ -92,9 +121,18 @@ class CapturePlan(CalibrationPlan):
 
     settings: CalibrationSettings
     capture: CaptureSize
+    spec: CalibrationSpec | TransformSpec | MixedSpec
 
     def settings_dict(self) -> dict[str, Any]:
         return self.settings.to_dict()
+
+    def versions(self) -> dict[str, str]:
+        versions = library_versions()
+        if any(choose_engine(self.settings.kmeans, size) == "faiss" for size in codebook_sizes(self.spec)):
+            import faiss
+
+            versions["faiss"] = faiss.__version__
+        return versions
 
     def capture_request(self) -> dict[str, Any]:
         """Everything the captured activations depend on: plans with equal requests can share them."""
@@ -102,8 +140,9 @@ class CapturePlan(CalibrationPlan):
         tokens: dict[str, Any] = {"skip": size.skip, "tokens": size.tokens}
         if size.units < size.possible:  # drawn at random in units
             tokens["unit"] = size.unit
-        text = {key: settings[key] for key in ("dataset", "samples", "seqlen", "gradients", "seed")}
-        return {key: self.request()[key] for key in ("kvq", "model")} | self.named_inputs | text | tokens
+        text = {key: settings[key] for key in ("dataset", "samples", "seqlen", "gradients", "seed")} | self.text_tokens
+        inputs = named_inputs(self.inputs, library_versions())  # without the version of faiss, which captures nothing
+        return {key: self.request()[key] for key in ("kvq", "model")} | inputs | text | tokens
 
 
 @dataclass(frozen=True)
@@ -170,22 +209,32 @@ def plan_calibration(loaded: LoadedModel, method: Method, options: CalibrationOp
         _check_transforms(settings, size, spec, loaded.shape)
         return TransformPlan(loaded, method, settings, size, spec)
     if isinstance(spec, MixedSpec):
-        parts = {each for layer in spec.layers for each in layer}
-        codebooks = [stream for one in parts if isinstance(one, CalibrationSpec) for stream in one.streams]
-        settings = options.resolve(loaded, max([MAX_ENTRIES, *(stream.entries for stream in codebooks)]))
+        settings = options.resolve(loaded, *codebook_sizes(spec))
         size = capture_size(settings, spec.skip, UNIT, loaded)
-        for one in parts:
+        for one in {each for layer in spec.layers for each in layer}:
             if isinstance(one, TransformSpec):
                 _check_transforms(settings, size, one, loaded.shape)
             elif one is not None:
                 _check_codebooks(settings, size, one)
         _check_blocks(method, size, spec, loaded.shape)
         return MixedPlan(loaded, method, settings, size, spec)
-    settings = options.resolve(loaded, max(stream.entries for stream in spec.streams))
+    settings = options.resolve(loaded, *codebook_sizes(spec))
     unit = math.lcm(2, *(shape.tokens for stream in spec.streams for shape in stream.shapes))
     size = capture_size(settings, spec.skip, unit, loaded)
     _check_codebooks(settings, size, spec)
     return CodebookPlan(loaded, method, settings, size, spec)
+
+
+def codebook_sizes(spec: CalibrationSpec | TransformSpec | MixedSpec) -> set[int]:
+    """The numbers of entries that codebooks of the streams have; `MAX_ENTRIES` where no stream has codebooks."""
+    layers = spec.layers if isinstance(spec, MixedSpec) else ((spec, spec),)
+    sizes = {
+        one.stream(kind).entries if isinstance(one, CalibrationSpec) else MAX_ENTRIES
+        for layer in layers
+        for kind, one in zip("kv", layer, strict=True)
+        if one is not None
+    }
+    return sizes or {MAX_ENTRIES}
 
 
 def library_versions() -> dict[str, str]:

@@ -37,7 +37,7 @@ class CalibrationOptions:
                 weighting. A few tokens can hold nearly all the weight, and squared gradients predict the cost of small
                 errors only, not of the large errors that all other tokens would get.
     budget:     GiB of captured activations on disk; above it, each sample keeps a random subset of its tokens.
-    kmeans:     k-means engine, see `kmeans.choose_engine`.
+    kmeans:     k-means engine, see `kmeans.choose_engine`; codebooks of a mixed method may have several.
     """
 
     dataset: str = "prose"
@@ -51,10 +51,11 @@ class CalibrationOptions:
     seed: int = 0
     kmeans: Engine = "auto"
 
-    def resolve(self, loaded: LoadedModel, entries: int) -> CalibrationSettings:
-        """Fill in the defaults for this model and for codebooks of `entries` centroids.
+    def resolve(self, loaded: LoadedModel, *entries: int) -> CalibrationSettings:
+        """Fill in the defaults for this model and for codebooks of so many centroids.
 
-        Raises UsageError for values that cannot work, KvqError where the k-means engine is not installed.
+        `kmeans` stays as it is where codebooks have several engines: each is chosen by the codebook's size. Raises
+        UsageError for values that cannot work, KvqError where the k-means engine is not installed.
         """
         seqlen = self.seqlen or loaded.default_length(DEFAULT_SEQLEN)
         samples = self.samples or max(2, DEFAULT_TOKENS // seqlen)
@@ -70,8 +71,10 @@ class CalibrationOptions:
             raise UsageError("--points, --iterations and --budget must be above 0")
         if not 0 <= self.damping < float("inf"):
             raise UsageError(f"--damping {self.damping:g} must be 0 or above")
-        resolved = {"samples": samples, "seqlen": seqlen, "gradients": gradients}
-        return CalibrationSettings(**{**asdict(self), **resolved, "kmeans": choose_engine(self.kmeans, entries)})
+        engines = {choose_engine(self.kmeans, each) for each in entries}
+        kmeans = engines.pop() if len(engines) == 1 else self.kmeans
+        resolved = {"samples": samples, "seqlen": seqlen, "gradients": gradients, "kmeans": kmeans}
+        return CalibrationSettings(**{**asdict(self), **resolved})
 
 
 @dataclass(frozen=True)

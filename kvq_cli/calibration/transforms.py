@@ -12,7 +12,7 @@ from torch import Tensor
 from kvq_cli.calibration.allocation import allocate
 from kvq_cli.calibration.blocks import draw_coreset
 from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
-from kvq_cli.calibration.codebooks import rounded
+from kvq_cli.calibration.codebooks import relative, rounded
 from kvq_cli.calibration.kmeans import weighted_kmeans
 from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.chunk_codebooks import CHUNKS
@@ -208,7 +208,7 @@ def held_out_errors(captured: CapturedStream, codec: Codec, groups: int) -> dict
         return (error * g).unflatten(1, (groups, -1)).sum((2, 4)).double().square().sum()
 
     def ratio(error: Tensor, whole: Tensor) -> float:
-        return rounded((error.sum() / whole.sum().clamp_min(1e-300)).item())
+        return rounded(relative(error.sum(), whole.sum()).item())
 
     weighted, whole = ((each * g).double().square().sum((0, 2, 3)) for each in (lost, spread))
     return {

@@ -177,8 +177,8 @@ def _print_dry_run(output: Output, found: dict[str, Any]) -> None:
     output.table(["tensor (per layer)", "shape", "dtype", "bytes, all layers"], rows)
     settings, clusters = found["request"]["calibration"], "captured_bytes" in found
     output.text(f"artifact   {human_bytes(found['artifact_bytes'])}")
-    if clusters:
-        output.text(f"disk       {human_bytes(found['captured_bytes'])} while calibrating")
+    if found["disk_bytes"]:
+        output.text(f"disk       {human_bytes(found['disk_bytes'])} while calibrating")
     output.text(f"memory     about {human_bytes(found['memory_bytes'])}, model and libraries included")
     if settings and not clusters:
         output.text(f"data       {settings['samples']} samples of {settings['seqlen']} tokens")

@@ -22,7 +22,8 @@ _PROMPT = 2
 
 
 class Meter:
-    """Measures configurations on the same windows, whose uncompressed logits are kept.
+    """Measures configurations on the same windows, whose uncompressed logits are kept on the CPU: they can be
+    gigabytes, and `divergence` moves a part at a time.
 
     windows: token ids `[windows, seqlen]`; the second half of each is scored. digest: the sha256 of these ids.
     """
@@ -41,7 +42,7 @@ class Meter:
         with attach(self._loaded.model, Artifact(config, tensors, Path()), prefill="compressed") as attached:
             for index in range(self._evaluation.count):
                 if index not in self._references:
-                    self._references[index] = self._evaluation.reference_logits(self._loaded, index)
+                    self._references[index] = self._evaluation.reference_logits(self._loaded, index).cpu()
                 records.append(self._evaluation.record(self._loaded, attached, index, self._references[index]))
         kl = sum(record["kl"] for record in records) / sum(record["tokens"] for record in records)
         if not math.isfinite(kl):

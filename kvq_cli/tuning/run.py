@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from kvq_cli.calibration.card import card
 from kvq_cli.calibration.finished import Note, check_unchanged, named_inputs
 from kvq_cli.calibration.mixed import ERROR_MEASURE
 from kvq_cli.calibration.parallel import deterministic
-from kvq_cli.calibration.pipeline import capture_all, captured_tokens, captures_folder, versions
+from kvq_cli.calibration.pipeline import capture_all, captured_tokens, captures_folder
 from kvq_cli.calibration.plan import MixedPlan, library_versions
 from kvq_cli.calibration.settings import calibrate_command
 from kvq_cli.calibration.streams import Progress
@@ -22,7 +23,6 @@ from kvq_cli.calibration.work_folder import WorkFolder
 from kvq_cli.data.texts import file_digest
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.figures import has_matplotlib
-from kvq_cli.methods.registry import to_config
 from kvq_cli.tuning.checks import check_request
 from kvq_cli.tuning.measure import Meter, held_out_windows
 from kvq_cli.tuning.plot import pictures
@@ -61,6 +61,7 @@ def tune(
             **measured_under(plan.request(), options.to_dict()),
             "tokens of --text": meter.digest,
             **plan.named_inputs,
+            **plan.text_tokens,
         }
         work.open(request, resume=resume, disk_bytes=0 if captured else estimate.disk_bytes(plan))
         try:
@@ -103,11 +104,11 @@ def _write(search: Search, best: Tried, out: Path) -> Artifact:
             f"raise --kl or --rounds, and continue with --out {out} --resume"
         )
     method, tensors = steps.method(best.names, bits), steps.tensors(best.names)
+    made = replace(plan, method=method, spec=method.calibration(plan.loaded.shape))
     config: dict[str, Any] = {
-        **plan.request(),
-        "method": to_config(method),
+        **made.request(),
         "inputs": _inputs(plan, options),
-        "versions": versions(plan),
+        "versions": made.versions(),
         "sizes": tensor_sizes(tensors),
         "captured": captured_tokens(plan),
         "errors": {"measure": ERROR_MEASURE, "layers": steps.errors(best.names)},

@@ -14,7 +14,7 @@ import torch
 from random_artifacts import random_parts, tiny_model
 
 from kvq_cli import attach
-from kvq_cli.artifact import load_artifact, save_artifact
+from kvq_cli.artifact import format, load_artifact, save_artifact
 from kvq_cli.artifact.format import _checksum
 from kvq_cli.artifact.schema import CALIBRATION
 from kvq_cli.calibration.settings import CalibrationSettings
@@ -46,13 +46,27 @@ def parts_of():
 
 
 @pytest.fixture
-def refused(tmp_path):
-    """`refused(config, tensors, says)`: signs the artifact, and checks that loading it is refused."""
+def written(tmp_path, monkeypatch):
+    """`written(config, tensors)`: the folder of an artifact that `save_artifact` refuses, signed."""
+
+    def write(config, tensors):
+        with monkeypatch.context() as patch:
+            patch.setattr(format, "_check_loads", lambda *_: None)
+            return save_artifact(tmp_path / "a", config, tensors, "card", overwrite=True).path
+
+    return write
+
+
+@pytest.fixture
+def refused(tmp_path, written):
+    """`refused(config, tensors, says)`: checks that the artifact is not written, and not loaded where it is."""
 
     def check(config, tensors, says):
-        save_artifact(tmp_path / "a", config, tensors, "card", overwrite=True)
+        with pytest.raises(KvqError, match=f"^the artifact is not written, since it could not be loaded: .*({says})"):
+            save_artifact(tmp_path / "refused", config, tensors, "card")
+        assert not (tmp_path / "refused").exists()
         with pytest.raises(KvqError, match=says) as caught:
-            load_artifact(tmp_path / "a")
+            load_artifact(written(config, tensors))
         assert caught.value.exit_code == 1 and str(tmp_path / "a") in str(caught.value)
 
     return check
@@ -313,19 +327,19 @@ def test_the_schema_knows_every_calibration_setting():
     assert {key.removesuffix("?") for key in CALIBRATION} == {f.name for f in dataclasses.fields(CalibrationSettings)}
 
 
-def test_inspect_refuses_in_one_line(fails, parts_of, tmp_path):
+def test_inspect_refuses_in_one_line(fails, parts_of, written):
     config, tensors = parts_of("kvquant")
     data = {**tensors, f"{FIRST}std": tensors[f"{FIRST}std"][:1].contiguous()}
-    save_artifact(tmp_path / "a", config, data, "card")
-    assert safetensors.torch.load_file(tmp_path / "a" / "tensors.safetensors").keys() == tensors.keys()
-    fails("inspect", tmp_path / "a", code=1, says="layers.0.k.std is [1, 8] float32 instead of [2, 8] float32")
+    folder = written(config, data)
+    assert safetensors.torch.load_file(folder / "tensors.safetensors").keys() == tensors.keys()
+    fails("inspect", folder, code=1, says="layers.0.k.std is [1, 8] float32 instead of [2, 8] float32")
 
 
 ESCAPE = "\x1b]52;c;aGk=\x07"  # writes to a terminal's clipboard
 
 
 @pytest.mark.parametrize("place", ["key", "model.name", "calibration.dataset", "versions.torch", "tensor"])
-def test_no_message_and_no_string_of_an_artifact_has_control_characters(parts_of, tmp_path, place):
+def test_no_message_and_no_string_of_an_artifact_has_control_characters(parts_of, written, place):
     config, tensors = parts_of("kvquant")
     if place == "key":
         config["model"][ESCAPE] = 1
@@ -334,7 +348,7 @@ def test_no_message_and_no_string_of_an_artifact_has_control_characters(parts_of
     else:
         section, key = place.split(".")
         config[section][key] += ESCAPE
-    folder = save_artifact(tmp_path / "a", config, tensors, "card").path
+    folder = written(config, tensors)
     with pytest.raises(KvqError) as caught:
         load_artifact(folder)
     assert str(caught.value).isprintable()

@@ -73,6 +73,17 @@ def test_reported_errors_of_large_codebooks_are_those_of_the_codec():
     assert measured["chosen"]["plain"] == pytest.approx(plain, rel=0.01) and plain < 0.02
 
 
+def test_errors_of_a_constant_head_are_zero(captured):
+    """There is no spread to compare them with; its centroids are rounded."""
+    x = captured.x.clone()
+    x[:, :, 1] = 1e-7 * torch.linspace(-2, 2, 8)
+    spec, settings = dataclasses.replace(SPEC, normalize=False), dataclasses.replace(SETTINGS, dtype=torch.float16)
+    _, measured = calibrate_stream(dataclasses.replace(captured, x=x), spec, settings)
+    for entry in (measured["chosen"], *measured["shapes"].values()):
+        first, second = entry["fisher_per_head"]
+        assert 0 < first < 1 and second == 0
+
+
 def test_outliers_are_excluded_from_errors(captured):
     spec = dataclasses.replace(SPEC, outliers=0.02)
     tensors, measured = calibrate_stream(captured, spec, SETTINGS)

@@ -8,14 +8,18 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from pydoc_data import topics
 
 import pytest
+import safetensors.torch
 import torch
+from reference_model.tokenizer import build as tokenizer_of
+from transformers import PreTrainedTokenizerFast
 
 import kvq_cli
 from kvq_cli import attach
 from kvq_cli.artifact import load_artifact, save_artifact
-from kvq_cli.calibration import pipeline, work_folder
+from kvq_cli.calibration import estimate, kmeans, pipeline, streams, work_folder
 from kvq_cli.calibration import plan as plan_module
 from kvq_cli.calibration.estimate import dry_run_report
 from kvq_cli.calibration.plan import plan_calibration
@@ -159,6 +163,40 @@ def test_work_of_another_device_or_library_is_not_continued(tiny, quick, tmp_pat
     path.write_text(json.dumps(request | {key: request[key] + "0"}))
     with pytest.raises(UsageError, match=says):
         run(tiny, quick, tmp_path / "a", resume=True)
+
+
+@pytest.fixture
+def other_tokens(tiny):
+    """The tiny model with a tokenizer that splits words into letters, and begins with another token."""
+    words = "".join(map(chr, range(32, 127)))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer_of([words], vocabulary=260), bos_token=" ")
+    return dataclasses.replace(tiny, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(("method", "dataset"), [("temporalkv", "prose"), ("temporalkv", "self"), ("palu", "prose")])
+def test_work_of_another_tokenizer_is_not_continued(tiny, quick, other_tokens, tmp_path, method, dataset):
+    options = {"calibration": dataclasses.replace(quick, dataset=dataset), "method": build(method)}
+    with pytest.raises(Interrupted):
+        run(tiny, out=tmp_path / "a", progress=stop_at("read text", 1), **options)
+    with pytest.raises(UsageError, match=r"a\.work was begun with another tokens of --dataset: "):
+        run(other_tokens, out=tmp_path / "a", resume=True, **options)
+    run(tiny, out=tmp_path / "a", resume=True, **options)
+
+
+def test_work_on_the_documentation_of_another_python_is_not_continued(tiny, quick, tmp_path, monkeypatch):
+    options = dataclasses.replace(quick, dataset="pydoc")
+    with pytest.raises(Interrupted):
+        run(tiny, options, tmp_path / "a", progress=stop_at("capture", 0))
+    monkeypatch.setattr(topics, "topics", {name: f"New: {text}" for name, text in topics.topics.items()})
+    with pytest.raises(UsageError, match=r"a\.work was begun with another tokens of --dataset: "):
+        run(tiny, options, tmp_path / "a", resume=True)
+
+
+def test_captures_of_another_tokenizer_are_not_shared(tiny, quick, other_tokens, tmp_path):
+    for name, loaded in (("first", tiny), ("second", other_tokens)):
+        run(loaded, quick, tmp_path / name, captured=tmp_path / "captured")
+        assert contents(run(loaded, quick, tmp_path / "alone", force=True).path) == contents(tmp_path / name)
+    assert len(list((tmp_path / "captured").iterdir())) == 2
 
 
 def test_captures_of_another_library_are_not_shared(tiny, quick, tmp_path, monkeypatch):
@@ -308,6 +346,29 @@ def test_failure_leaves_no_files(tiny, quick, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["short.txt"]
 
 
+@pytest.mark.parametrize("method", ["klt", "temporalkv", "xquant"])
+def test_artifacts_of_values_that_are_always_zero_load(tiny, quick, tmp_path, method):
+    tiny.model.model.layers[0].self_attn.v_proj.weight.data[8:] = 0  # the second head
+    tiny.model.model.layers[1].self_attn.v_proj.weight.data[:] = 0
+    made = run(tiny, quick, tmp_path / "a", build(method))
+    assert load_artifact(tmp_path / "a").digest == made.digest
+
+
+def test_an_artifact_that_could_not_be_loaded_is_not_written(tiny, quick, tmp_path, monkeypatch):
+    first = run(tiny, quick, tmp_path / "a")
+    calibrate = streams.calibrate_stream
+
+    def without_a_number(*args, **options):
+        tensors, errors = calibrate(*args, **options)
+        return tensors, errors | {"adjacent_token_correlation": float("nan")}
+
+    monkeypatch.setattr(streams, "calibrate_stream", without_a_number)
+    says = r"not written, since it could not be loaded: .*layers\[0\]: k.adjacent_token_correlation must be a finite"
+    with pytest.raises(KvqError, match=says):
+        run(tiny, quick, tmp_path / "a", force=True)
+    assert load_artifact(tmp_path / "a").digest == first.digest
+
+
 @pytest.mark.parametrize("file", ["1.v.g.bf16", "windows.safetensors.new", "1.k.safetensors.new", "config.json"])
 def test_full_disk_leaves_no_files(tiny, quick, tmp_path, monkeypatch, file):
     real = open
@@ -370,6 +431,43 @@ def test_missing_disk_space_is_reported_before_the_model_runs(tiny, quick, tmp_p
     assert os.listdir(tmp_path) == []
 
 
+def numbers_bytes(folder: Path, pattern: str) -> int:
+    """Bytes of the tensors of these files."""
+    return sum(x.nbytes for path in folder.glob(pattern) for x in safetensors.torch.load_file(path).values())
+
+
+@pytest.mark.parametrize("join", [True, False])
+def test_disk_space_counts_transforms(tiny, quick, tmp_path, monkeypatch, join):
+    monkeypatch.setattr(work_folder.WorkFolder, "remove", lambda self: None)
+    plan = plan_calibration(tiny, build("klt", join_keys=join), quick)
+    pipeline.calibrate(plan, tmp_path / "a")
+    transforms = numbers_bytes(tmp_path / "a.work", "*.transform.*")
+    assert transforms > 0 and estimate.disk_bytes(plan) == plan.capture.nbytes + transforms
+    pipeline.calibrate(plan, tmp_path / "b", captured=tmp_path / "captured")
+    assert estimate.step_bytes(plan) == transforms == numbers_bytes(tmp_path / "b.work", "*.transform.*")
+
+
+def test_disk_space_counts_sums_of_products(tiny, quick, tmp_path, monkeypatch):
+    monkeypatch.setattr(work_folder.WorkFolder, "remove", lambda self: None)
+    plan = plan_calibration(tiny, build("palu"), quick)
+    pipeline.calibrate(plan, tmp_path / "a")
+    count = torch.tensor([0]).nbytes  # of the tokens that were added
+    parts = [numbers_bytes(tmp_path / "a.work", name) for name in ("sums.*", "*.moments.*", "*.factors.s*")]
+    assert min(parts) > 0 and estimate.disk_bytes(plan) == sum(parts) - count
+
+
+def test_memory_counts_the_matrices_of_transforms_and_sums(tiny, quick, monkeypatch):
+    monkeypatch.setattr(estimate, "_resident_bytes", lambda loaded: 0)
+    wide = dataclasses.replace(tiny, shape=dataclasses.replace(tiny.shape, layers=32, kv_heads=16, head_dim=16))
+    joined, by_head, palu = (
+        dry_run_report(plan_calibration(wide, build(*name, **options), quick))["memory_bytes"]
+        for *name, options in (("klt", {}), ("klt", {"join_values": False}), ("palu", {"heads": 16}))
+    )
+    matrix = 8 * 256 * 256
+    assert joined - by_head > 2 * (matrix - 16 * 8 * 16 * 16)  # analysis and synthesis of 256 channels, or of 16 heads
+    assert palu > 32 * 2 * matrix
+
+
 def test_unwritable_output_is_refused(tiny, quick, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(KvqError, match=r"cannot write .*file/a"):
@@ -403,6 +501,37 @@ def test_captured_activations_are_shared(tiny, quick, tmp_path, monkeypatch):
     other = plan_calibration(tiny, build("kvquant"), dataclasses.replace(quick, seed=1))
     pipeline.calibrate(other, tmp_path / "third", captured=kept)
     assert len(os.listdir(kept)) == 2
+
+
+def test_a_mixed_method_clusters_each_codebook_by_the_engine_for_its_size(tiny, quick, tmp_path, monkeypatch):
+    faiss = pytest.importorskip("faiss")
+    monkeypatch.setattr(kmeans, "MAX_KVQ_ENTRIES", 100)
+    parts = {"both": ("kvquant-2bit", "temporalkv-4bit"), "small": ("kvquant-2bit", "fp16")}
+    parts["large"] = ("fp16", "temporalkv-4bit")
+    made = {
+        name: run(tiny, quick, tmp_path / name, build("mixed", bits=16, keys=keys, values=values))
+        for name, (keys, values) in parts.items()
+    }
+    engines = {name: artifact.config["calibration"]["kmeans"] for name, artifact in made.items()}
+    assert engines == {"both": "auto", "small": "kvq", "large": "faiss"}
+    recorded = {name: artifact.config["versions"].get("faiss") for name, artifact in made.items()}
+    assert recorded == {"both": faiss.__version__, "small": None, "large": faiss.__version__}
+    alone = {**made["small"].tensors, **made["large"].tensors}
+    assert made["both"].tensors.keys() == alone.keys()
+    assert all(torch.equal(tensor, alone[name]) for name, tensor in made["both"].tensors.items())
+
+
+@pytest.mark.parametrize("engine", ["auto", "kvq"])
+def test_faiss_is_an_input_where_a_codebook_needs_it(tiny, quick, engine):
+    faiss = pytest.importorskip("faiss")
+    options = dataclasses.replace(quick, samples=4000, gradients=4000, kmeans=engine)
+    keys = {"few": "temporalkv-4bit", "many": "temporalkv-4bit:entries=65536"}
+    few, many = (
+        plan_calibration(tiny, build("mixed", bits=16, keys=keys[name], values="klt-2bit"), options) for name in keys
+    )
+    assert (few.settings.kmeans, many.settings.kmeans) == ("kvq", engine)
+    assert "version of faiss" not in few.named_inputs and many.named_inputs["version of faiss"] == faiss.__version__
+    assert few.capture_request() == many.capture_request()  # captured activations do not depend on it
 
 
 def test_calibration_on_text_sampled_from_the_model(tiny, quick, tmp_path):

@@ -147,6 +147,15 @@ def test_a_head_that_is_always_zero_is_stored_exactly():
     assert decoded[:, 1].abs().max() < 1e-6 and (decoded[:, 0] - x[:, 0]).square().mean() < x[:, 0].var() / 4
 
 
+def test_errors_of_a_constant_head_are_zero():
+    """There is no spread to compare them with; joined with another head, it is decoded with an error."""
+    stream = captured()
+    stream.x[:, :, 1] = 0
+    _, measured = calibrate_transform(stream, fit_transform(stream, 1, "full"), [[1, 1, 2]], SETTINGS)
+    first, second = measured["chosen"]["fisher_per_head"]
+    assert 0 < first < 1 and second == 0
+
+
 def test_a_head_without_gradients_gets_one_code():
     noise = torch.Generator().manual_seed(0)
     x, g = (torch.randn(4, 200, 3, DIM, generator=noise) for _ in range(2))

@@ -1,5 +1,6 @@
 """Resolving flags to methods and artifacts, and the error messages."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,19 @@ def test_artifact_folder_is_named_by_calibrated_options():
     assert name("temporalkv", bits=4, recent=32) == "temporalkv-4bit"
     assert name("temporalkv", fisher=False, outliers=0.01) == "temporalkv-2bit-outliers-0.01-fisher-off"
     assert name("xquant", bits=3) == "xquant"
+
+
+def test_artifact_folders_of_many_options_have_names_that_file_systems_take():
+    def folder(last):
+        layers = {"keys": " ".join(31 * ["klt-1.75bit:join_keys=on"] + [last]), "values": " ".join(32 * ["klt-1bit"])}
+        return artifact_folder("reference", build("mixed", bits=2.25, **layers))
+
+    one, other = folder("kivi-2bit"), folder("kvquant-2bit")
+    assert one == folder("kivi-2bit") != other
+    assert re.fullmatch("mixed-2.25bit-[0-9a-f]{8}", one.name)
+    one.mkdir(parents=True)
+    short = artifact_folder("reference", build("mixed", bits=4, keys="klt-4bit kivi-4bit", values="klt-2bit"))
+    assert short.name == "mixed-4bit-keys-klt-4bit kivi-4bit-values-klt-2bit"
 
 
 def test_methods_without_calibration_are_built():

@@ -6,13 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from random_artifacts import random_parts, tiny_model
 
 from kvq_cli import attach
-from kvq_cli.artifact import load_artifact
+from kvq_cli.artifact import load_artifact, save_artifact
 from kvq_cli.artifact.errors import method_of
 from kvq_cli.calibration import kmeans
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.perplexity import PerplexityEvaluation
+from kvq_cli.methods.registry import build
 from kvq_cli.reference import prose
 from kvq_cli.tuning import run as run_module
 from kvq_cli.tuning import search as search_module
@@ -282,16 +284,26 @@ def test_a_missing_package_is_noticed_before_the_model_runs(tune, monkeypatch):
     assert not list(Path().glob("artifacts/tiny/*.work"))
 
 
+def test_uncompressed_logits_are_kept_on_the_cpu(tiny, monkeypatch):
+    config, tensors = random_parts(build("mixed", bits=4, keys="klt-4bit", values="klt-4bit"), tiny.model)
+    windows = torch.randint(3, 300, (2, 60), generator=torch.Generator().manual_seed(0))
+    expected, computed = Meter(tiny, windows)(config, tensors), []
+    logits = PerplexityEvaluation.reference_logits
+
+    def on_a_device(self, loaded, index):
+        computed.append(index)
+        on_cpu = logits(self, loaded, index)
+        return SimpleNamespace(cpu=lambda: on_cpu)
+
+    monkeypatch.setattr(PerplexityEvaluation, "reference_logits", on_a_device)
+    meter = Meter(tiny, windows)
+    assert meter(config, tensors) == meter(config, tensors) == expected and computed == [0, 1]
+
+
 def test_records_that_do_not_belong_to_the_artifact_are_refused(tmp_path):
-    from random_artifacts import random_parts, tiny_model
-
-    from kvq_cli.artifact import save_artifact
-    from kvq_cli.methods.registry import build
-
     config, tensors = random_parts(build("mixed", bits=4, keys="klt-4bit", values="klt-4bit"), tiny_model())
     tuning = config["tuning"]
     changes = [({"chosen": 0}, "not the method"), ({"chosen": 7}, "below 2"), ({"kl": "low"}, "number or null")]
     for change, says in changes:
-        save_artifact(tmp_path / "a", {**config, "tuning": {**tuning, **change}}, tensors, "card", overwrite=True)
         with pytest.raises(KvqError, match=says):
-            load_artifact(tmp_path / "a")
+            save_artifact(tmp_path / "a", {**config, "tuning": {**tuning, **change}}, tensors, "card")
