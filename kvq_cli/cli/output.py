@@ -35,7 +35,8 @@ class Output:
     def note(self, text: str) -> None:
         """Print a note to stderr, unless --quiet."""
         if not self.quiet:
-            print(text, file=sys.stderr, flush=True)
+            # Text and line break in one write: targets of `kvq reproduce` that run together print from two threads.
+            print(f"{text}\n", end="", file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
         """Print a warning to stderr, also with --quiet."""

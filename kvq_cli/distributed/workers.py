@@ -60,7 +60,7 @@ class Workers:
 
 
 def threads_per_task() -> int:
-    """Runs in a worker: its share of its machine's threads, where tasks use all CPUs that the machine gives Ray."""
+    """A task's share of the threads of the machine that asks, a worker or not, where tasks use all CPUs that Ray has."""
     import ray
 
     here = ray.get_runtime_context().get_node_id()

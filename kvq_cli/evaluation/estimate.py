@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 
-from kvq_cli.distributed import Workers
+from kvq_cli.distributed import Workers, threads_per_task
 from kvq_cli.errors import NotFiniteError
 from kvq_cli.evaluation.base import Evaluation
 from kvq_cli.evaluation.divergence import divergence
@@ -102,9 +102,10 @@ def estimate(
     tokens = min(longest, max(SHORTEST, total // (SHARE * len(names))))
     scores, decodes = (any(getattr(each.work, kind) for _, each, _ in left) for kind in ("scored", "decoded"))
     speeds = {}
-    for name, label in names.items():
-        with suppress(NotFiniteError):  # of the trial's tokens, perhaps not of the samples'
-            speeds[name] = measure_speed(attached[label], tokens, scores, decodes)
+    with _threads_of(workers):
+        for name, label in names.items():
+            with suppress(NotFiniteError):  # of the trial's tokens, perhaps not of the samples'
+                speeds[name] = measure_speed(attached[label], tokens, scores, decodes)
     if not speeds:
         return None
     left = [each for each in left if family[each[0]] in speeds]
@@ -114,7 +115,8 @@ def estimate(
             evaluation: max(pending for _, each, pending in left if each is evaluation) for _, evaluation, _ in left
         }
         read = sum(pending * each.work.prompt for each, pending in passes.items() if each.work.scored)
-        seconds += read * _measure_plain(loaded, tokens)
+        with _threads_of(workers):
+            seconds += read * _measure_plain(loaded, tokens)
     if workers is not None:
         seconds /= workers.count
     answers = ", if answers are as long as they may be" if any(each.work.decoded for _, each, _ in left) else ""
@@ -125,6 +127,19 @@ def estimate(
         + ("" if workers is None else f", {_count(workers.count, 'worker')}")
         + ")"
     )
+
+
+@contextmanager
+def _threads_of(workers: Workers | None) -> Iterator[None]:
+    """Inside the block, compute on as many threads as a worker does: more would wait for those of busy workers, which
+    takes ten times as long."""
+    before = torch.get_num_threads()
+    if workers is not None:
+        torch.set_num_threads(min(before, threads_per_task()))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _seconds(evaluation: Evaluation, speed: Speed) -> float:

@@ -1,12 +1,17 @@
 """The estimate of an evaluation's time: from trials, before the first sample, of unfinished samples alone."""
 
-import pytest
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from kvq_cli.attention.attach import attach
+from kvq_cli.distributed import Workers
 from kvq_cli.evaluation import estimate as module
 from kvq_cli.evaluation.compared_methods import compared_methods
 from kvq_cli.evaluation.estimate import Speed
 from kvq_cli.evaluation.runner import evaluate
-from kvq_cli.evaluation.settings import EvaluationSettings
+from kvq_cli.evaluation.settings import EvaluationSettings, build_evaluations
 from kvq_cli.methods.registry import build
 
 COMPARED = (build("kivi", bits=2, residual=32), build("kivi", bits=4, residual=32), build("innerq", recent=32))
@@ -63,8 +68,25 @@ def test_answers_are_taken_to_be_as_long_as_they_may_be(loaded, tmp_path, speeds
 
 @pytest.mark.parametrize(("scores", "decodes"), [(True, False), (False, True)])
 def test_speeds_are_measured(loaded, scores, decodes):
-    from kvq_cli.attention.attach import attach
-
     with attach(loaded.model, COMPARED[0]) as attached:
         speed = module.measure_speed(attached, 64, scores, decodes)
     assert 0 < speed.token <= speed.scored and (speed.step > 0) == decodes
+
+
+def test_trials_use_the_threads_of_a_worker(loaded, speeds, monkeypatch):
+    """On more, they would wait for busy workers, and take ten times as long as a worker does."""
+    seen = []
+    for name, result in (("measure_speed", Speed(1.0, 2.0, 10.0)), ("_measure_plain", 0.5)):
+        monkeypatch.setattr(module, name, lambda *_, result=result: seen.append(torch.get_num_threads()) or result)
+    monkeypatch.setattr(module, "threads_per_task", lambda: 2)
+    settings = EvaluationSettings(tasks=["perplexity"], seqlen=96, prompt_tokens=32, limit=3)
+    evaluations = build_evaluations(settings, loaded, lambda *_: lambda _: None)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with attach(loaded.model, COMPARED[0]) as attached:
+            logs = {("kivi", evaluations[0].name): SimpleNamespace(records={})}
+            text = module.estimate(loaded, evaluations, {"kivi": attached}, logs, Workers(4, 0))
+        assert torch.get_num_threads() == 3 and seen == [2, 2] and text.endswith("16 tokens, 4 workers)")
+    finally:
+        torch.set_num_threads(before)
