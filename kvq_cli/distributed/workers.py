@@ -60,7 +60,7 @@ class Workers:
 
 
 def threads_per_task() -> int:
-    """A task's share of the threads of the machine that asks, a worker or not, where tasks use all CPUs that Ray has."""
+    """A task's share of this machine's threads, where tasks use all CPUs that it gives Ray; a worker need not ask."""
     import ray
 
     here = ray.get_runtime_context().get_node_id()
