@@ -176,7 +176,8 @@ def _check_loads(text: bytes, tensors: Mapping[str, Tensor], where: Path) -> Non
         check_form(config, CONFIG, str(where))
         check_contents(config, tensors, where)
     except KvqError as error:
-        raise KvqError(f"the artifact is not written, since it could not be loaded: {error}") from error
+        reason = str(error).removesuffix(": calibrate again")
+        raise KvqError(f"the artifact is not written, since it could not be loaded: {reason}") from error
 
 
 def check_replaceable(folder: Path, *, overwrite: bool) -> None:

@@ -48,23 +48,16 @@ class CacheReport:
 
     def __add__(self, other: CacheReport) -> CacheReport:
         """The report of this cache's rows and `other`'s, both of the same method."""
-        return self._with_rows(other, 1)
-
-    def __sub__(self, other: CacheReport) -> CacheReport:
-        """The report of the rows that are not `other`'s, where those are rows of this cache."""
-        return self._with_rows(other, -1)
-
-    def _with_rows(self, other: CacheReport, sign: int) -> CacheReport:
         names = dict.fromkeys([*self.parts, *other.parts])
         peaks = dict.fromkeys([*self.working, *other.working])
         return replace(
             self,
-            parts={name: self.parts.get(name, 0) + sign * other.parts.get(name, 0) for name in names},
-            numbers=self.numbers + sign * other.numbers,
-            tokens=self.tokens + sign * other.tokens,
-            compressed=self.compressed + sign * other.compressed,
+            parts={name: self.parts.get(name, 0) + other.parts.get(name, 0) for name in names},
+            numbers=self.numbers + other.numbers,
+            tokens=self.tokens + other.tokens,
+            compressed=self.compressed + other.compressed,
             working={name: max(self.working.get(name, 0), other.working.get(name, 0)) for name in peaks},
-            reserved=self.reserved + sign * other.reserved,
+            reserved=self.reserved + other.reserved,
         )
 
     @property

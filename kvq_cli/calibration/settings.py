@@ -37,7 +37,7 @@ class CalibrationOptions:
                 weighting. A few tokens can hold nearly all the weight, and squared gradients predict the cost of small
                 errors only, not of the large errors that all other tokens would get.
     budget:     GiB of captured activations on disk; above it, each sample keeps a random subset of its tokens.
-    kmeans:     k-means engine, see `kmeans.choose_engine`; codebooks of a mixed method may have several.
+    kmeans:     k-means engine, see `kmeans.choose_engine`; codebooks of different sizes may have several.
     """
 
     dataset: str = "prose"

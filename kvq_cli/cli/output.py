@@ -40,7 +40,7 @@ class Output:
 
     def warn(self, text: str) -> None:
         """Print a warning to stderr, also with --quiet."""
-        print(f"kvq: warning: {one_line(text)}", file=sys.stderr, flush=True)
+        print(f"kvq: warning: {one_line(text)}\n", end="", file=sys.stderr, flush=True)
 
     def text(self, text: str) -> None:
         """Print a line of the result to stdout, or to stderr with --json."""

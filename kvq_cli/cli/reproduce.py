@@ -166,7 +166,7 @@ class _Runner:
         it was finished before or failed. KeyboardInterrupt once the commands are stopped."""
         from kvq_cli.papers.run import DONE, state
 
-        if self.commands.stopped:  # before the record of an older result is replaced
+        if self.commands.stopped:
             raise KeyboardInterrupt
         if count > 1:
             self.output.note(f"{wanted.id}: {number} of {count}")
@@ -196,6 +196,8 @@ class _Runner:
         with self.calibrating:  # targets that run together need the same artifacts
             for words in _calibrations(wanted, self.model, self.trust_remote_code, self.ray):
                 self.commands.run([*words, *(["--quiet"] if self.output.quiet else [])], wanted.id)
+            if self.commands.stopped:  # while it waited: before the record of an older result is replaced
+                raise KeyboardInterrupt
         run_target(wanted, self.model, self.commands, self.root, self.store, self.output.quiet, self.ray)
         return time.monotonic() - started
 

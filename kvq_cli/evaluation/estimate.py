@@ -131,8 +131,8 @@ def estimate(
 
 @contextmanager
 def _threads_of(workers: Workers | None) -> Iterator[None]:
-    """Inside the block, compute on as many threads as a worker does: more would wait for those of busy workers, which
-    takes ten times as long."""
+    """Inside the block, compute on as many threads as a worker does: more would compete with those of busy
+    workers, and trials would take ten times as long."""
     before = torch.get_num_threads()
     if workers is not None:
         torch.set_num_threads(min(before, threads_per_task()))

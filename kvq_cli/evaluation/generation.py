@@ -62,11 +62,12 @@ def generate_answers(
         stay = ~ended.rows if ids.shape[1] < longest + max_new_tokens else torch.zeros(len(rows), dtype=torch.bool)
         for row in (~stay).nonzero().flatten().tolist():
             answers[int(rows[row])] = _cut_answer(tokenizer, ids[row, longest:].tolist(), stops, stop_strings)
-        report = attached.report(cache)
         if not stay.any():
-            return [answers[index] for index in range(len(prompts))], reduce(add, left, report)
+            return [answers[index] for index in range(len(prompts))], reduce(add, left, attached.report(cache))
+        leaving = cache.clone()
+        leaving.batch_select_indices(~stay)
+        left.append(attached.report(leaving))
         cache.batch_select_indices(stay)
-        left.append(report - attached.report(cache))
         ids, rows, mask = ids[stay.to(ids.device)], rows[stay], mask[stay.to(mask.device)]
         mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
 

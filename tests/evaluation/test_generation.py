@@ -90,6 +90,20 @@ def test_reports_count_rows_as_they_leave(loaded, prompts, monkeypatch):
             assert getattr(report, field.name) == values[0]
 
 
+def test_reports_do_not_charge_rows_that_left_for_longer_ones(loaded, monkeypatch):
+    """The long answer ends at once: the short one's room up to the long one's length is none of its own."""
+    long, short = list(range(20, 340)), list(range(50, 170))
+    with attach(loaded.model, build_parsed("kivi:residual=32"), prefill="compressed") as attached:
+        stop, other = (_ids(loaded, attached, prompt) for prompt in (long, short))
+        last = next(token for place, token in enumerate(stop) if place < 12 and token not in other + stop[:place])
+        monkeypatch.setattr(generation, "stop_tokens", lambda _: [last])
+        _, report = generate_answers(loaded, attached, [long, short], 24)
+        alone = [generate_answers(loaded, attached, [prompt], 24)[1] for prompt in (long, short)]
+    assert 0 <= report.reserved <= report.parts["unused"]
+    assert report.bytes - report.reserved == sum(one.bytes - one.reserved for one in alone)
+    assert (report.tokens, report.numbers) == (sum(one.tokens for one in alone), sum(one.numbers for one in alone))
+
+
 def test_stop_strings_end_rows_too(loaded, prompts, rows):
     with attach(loaded.model, build_parsed("fp16")) as attached:
         [free] = generate_answers(loaded, attached, prompts[:1], 24)[0]

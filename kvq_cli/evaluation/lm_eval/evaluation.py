@@ -112,6 +112,8 @@ class LmEvalEvaluation(Evaluation):
         first = json.dumps(documents[0], default=str) if chat else _text(self._requests[0][0])
         # Records count the padding of their batch.
         self.resume_key = prompt_key(loaded, first, chat) | ({"batch_size": batch_size} if batch_size else {})
+        if self.work.decoded and self.batch_size > 1:
+            self.resume_key["rows"] = "leave"  # records count rows when they leave their batch
         if task.config.num_fewshot and getattr(task, "fewshot_instead_of", None):
             self.config["note"] = (
                 f"{self.task}: --data-dir has no split {task.fewshot_instead_of!r}: few-shot examples are other "
