@@ -112,7 +112,7 @@ class CalibrationPlan:
             digest: Any = [self.loaded.tokenizer.bos_token_id, len(self.loaded.tokenizer)]
         else:
             digest = sha256(self.windows.numpy().tobytes()).hexdigest()
-        return {"tokens of --dataset": digest}
+        return {"tokenization of --dataset": digest}
 
 
 @dataclass(frozen=True)

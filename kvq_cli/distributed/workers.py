@@ -60,7 +60,7 @@ class Workers:
 
 
 def threads_per_task() -> int:
-    """A task's share of this machine's threads, where tasks use all CPUs that it gives Ray; a worker need not ask."""
+    """Return a task's share of this machine's threads, where tasks use all CPUs that the machine gives Ray."""
     import ray
 
     here = ray.get_runtime_context().get_node_id()

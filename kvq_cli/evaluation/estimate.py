@@ -106,6 +106,7 @@ def estimate(
         for name, label in names.items():
             with suppress(NotFiniteError):  # of the trial's tokens, perhaps not of the samples'
                 speeds[name] = measure_speed(attached[label], tokens, scores, decodes)
+        plain = _measure_plain(loaded, tokens) if scores and speeds else 0.0
     if not speeds:
         return None
     left = [each for each in left if family[each[0]] in speeds]
@@ -115,8 +116,7 @@ def estimate(
             evaluation: max(pending for _, each, pending in left if each is evaluation) for _, evaluation, _ in left
         }
         read = sum(pending * each.work.prompt for each, pending in passes.items() if each.work.scored)
-        with _threads_of(workers):
-            seconds += read * _measure_plain(loaded, tokens)
+        seconds += read * plain
     if workers is not None:
         seconds /= workers.count
     answers = ", if answers are as long as they may be" if any(each.work.decoded for _, each, _ in left) else ""
@@ -131,8 +131,8 @@ def estimate(
 
 @contextmanager
 def _threads_of(workers: Workers | None) -> Iterator[None]:
-    """Inside the block, compute on as many threads as a worker does: more would compete with those of busy
-    workers, and trials would take ten times as long."""
+    """Inside the block, compute on as many threads as a worker does: more would compete with those of busy workers, and
+    the estimate would be several times too long."""
     before = torch.get_num_threads()
     if workers is not None:
         torch.set_num_threads(min(before, threads_per_task()))

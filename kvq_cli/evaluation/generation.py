@@ -52,14 +52,15 @@ def generate_answers(
     longest = max(map(len, prompts))
     ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
-    cache = attached.new_cache(longest + max_new_tokens)
+    length = longest + max_new_tokens
+    cache = attached.new_cache(length)
     answers: dict[int, GreedyAnswer] = {}
     left: list[CacheReport] = []
     rows = torch.arange(len(prompts))
     while True:
-        ended = _Ended(tokenizer, stops, stop_strings, longest, share=0.5 if model.device.type == "cpu" else 1.0)
-        ids = _generate(model, ids, mask, cache, longest + max_new_tokens, pad, ended)
-        stay = ~ended.rows if ids.shape[1] < longest + max_new_tokens else torch.zeros(len(rows), dtype=torch.bool)
+        ended = _Ended(tokenizer, stops, stop_strings, ids, longest, 0.5 if model.device.type == "cpu" else 1.0)
+        ids = _generate(model, ids, mask, cache, length, pad, ended)
+        stay = ~ended.rows.cpu() & (ids.shape[1] < length)
         for row in (~stay).nonzero().flatten().tolist():
             answers[int(rows[row])] = _cut_answer(tokenizer, ids[row, longest:].tolist(), stops, stop_strings)
         if not stay.any():
@@ -112,28 +113,31 @@ def prompt_key(loaded: LoadedModel, text: str, chat: bool) -> dict[str, Any]:
 
 
 class _Ended:
-    """transformers' criterion: the rows `[rows]` whose answers, from column `start` on, have ended; all of them, once
-    `share` of the rows have."""
+    """End the rows of transformers' `generate` whose answers, which begin at column `start`, contain a stop; end all
+    rows once `share` of them have ended. Nothing but stop strings waits for the device.
 
-    def __init__(self, tokenizer: Any, stops: list[int], stop_strings: Sequence[str], start: int, share: float) -> None:
-        self.rows = torch.zeros(0, dtype=torch.bool)
-        self.stops, self._share = stops, share
+    rows: whether each row has ended by itself, booleans `[rows]`.
+    """
+
+    def __init__(
+        self, tokenizer: Any, stops: list[int], stop_strings: Sequence[str], ids: Tensor, start: int, share: float
+    ) -> None:
+        self.rows = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        self.stops, self._tokens, self._share = stops, torch.tensor(stops, dtype=ids.dtype, device=ids.device), share
         self._tokenizer, self._stop_strings, self._start = tokenizer, stop_strings, start
 
     def __call__(self, ids: Tensor, _scores: object, **_: object) -> Tensor:
-        now = torch.isin(ids[:, -1].cpu(), torch.tensor(self.stops, dtype=ids.dtype))
+        self.rows |= torch.isin(ids[:, -1], self._tokens)
         if self._stop_strings:
-            now |= self._has_stop_string(ids)
-        self.rows = now | self.rows if len(self.rows) else now
-        enough = int(self.rows.sum()) >= self._share * len(ids)
-        return (torch.ones_like(now) if enough else self.rows).to(ids.device)
+            self.rows |= self._has_stop_string(ids)
+        return self.rows | (self.rows.sum() >= self._share * len(ids))
 
     def _has_stop_string(self, ids: Tensor) -> Tensor:
         """Whether the newest tokens of each row contain a stop string."""
         # A token has at least one byte; 8 more tokens, because one may begin before the stop string and end in it.
         window = max(len(stop.encode()) for stop in self._stop_strings) + 8
         texts = self._tokenizer.batch_decode(ids[:, self._start :][:, -window:], skip_special_tokens=True)
-        return torch.tensor([any(stop in text for stop in self._stop_strings) for text in texts])
+        return torch.tensor([any(stop in text for stop in self._stop_strings) for text in texts], device=ids.device)
 
 
 def _cut_answer(tokenizer: Any, row: list[int], stops: list[int], stop_strings: Sequence[str]) -> GreedyAnswer:

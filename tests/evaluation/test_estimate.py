@@ -74,7 +74,7 @@ def test_speeds_are_measured(loaded, scores, decodes):
 
 
 def test_trials_use_the_threads_of_a_worker(loaded, speeds, monkeypatch):
-    """On more, they would wait for busy workers, and take ten times as long as a worker does."""
+    """On more, they would compete with busy workers, and be several times slower than a worker is."""
     seen = []
     for name, result in (("measure_speed", Speed(1.0, 2.0, 10.0)), ("_measure_plain", 0.5)):
         monkeypatch.setattr(module, name, lambda *_, result=result: seen.append(torch.get_num_threads()) or result)
