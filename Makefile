@@ -80,7 +80,7 @@ help:  ## Show this list.
 	$$install -c $(@D)/constraints.txt -e . -e tests/vllm/platform pytest pytest-xdist
 	touch $@
 
-test: .venv/.installed  ## Test every method, command and kernel family: about 5 minutes on two cores.
+test: .venv/.installed  ## Test every method, command and kernel family: about 6 minutes on two cores.
 	@$(PYTEST) -m "not slow" tests
 	# A launch of each kernel family, executed as compiled for a GPU.
 	KVQ_TEST_PTX=sm_90 $(PYTEST) -m "not slow" tests/kernels/test_compiled.py
