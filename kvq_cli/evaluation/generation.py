@@ -42,23 +42,25 @@ def generate_answers(
     """Continue each prompt greedily until a stop token, a stop string or `max_new_tokens`.
 
     Each token is the most probable one: penalties and other options of the model's generation config do not apply. On a
-    CPU, where each row of a batch costs time, the rows of finished answers leave it whenever they are half of it.
+    CPU, where each row of a batch costs time, the row of a finished answer leaves it at once.
     prompts: token ids of any lengths; they are padded on the left. Returns the answers and the cache's report, which
     counts each row as it was when it left.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     stops = stop_tokens(loaded)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0]
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts], device=model.device)
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts], device=model.device)
+    # Neighbouring rows of equal length are computed together.
+    rows = torch.tensor(sorted(range(len(prompts)), key=lambda row: len(prompts[row])))
+    batch = [prompts[row] for row in rows]
+    longest = len(batch[-1])
+    ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in batch], device=model.device)
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in batch], device=model.device)
     length = longest + max_new_tokens
     cache = attached.new_cache(length)
     answers: dict[int, GreedyAnswer] = {}
     left: list[CacheReport] = []
-    rows = torch.arange(len(prompts))
     while True:
-        ended = _Ended(tokenizer, stops, stop_strings, ids, longest, 0.5 if model.device.type == "cpu" else 1.0)
+        ended = _Ended(tokenizer, stops, stop_strings, ids, longest, model.device.type == "cpu")
         ids = _generate(model, ids, mask, cache, length, pad, ended)
         stay = ~ended.rows.cpu() & (ids.shape[1] < length)
         for row in (~stay).nonzero().flatten().tolist():
@@ -76,7 +78,7 @@ def generate_answers(
 def _generate(
     model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: CompressedCache, length: int, pad: int, ended: _Ended
 ) -> Tensor:
-    """`ids` `[rows, tokens]` continued up to `length` tokens, or until enough rows have ended."""
+    """`ids` `[rows, tokens]` continued up to `length` tokens, or until `ended` ends all rows."""
     from transformers import GenerationConfig, StoppingCriteriaList
 
     config = GenerationConfig(
@@ -113,24 +115,25 @@ def prompt_key(loaded: LoadedModel, text: str, chat: bool) -> dict[str, Any]:
 
 
 class _Ended:
-    """End the rows of transformers' `generate` whose answers, which begin at column `start`, contain a stop; end all
-    rows once `share` of them have ended. Nothing but stop strings waits for the device.
+    """End the rows of transformers' `generate` whose answers, which begin at column `start`, contain a stop; with
+    `together`, the first ends all rows. Nothing but stop strings waits for the device.
 
     rows: whether each row has ended by itself, booleans `[rows]`.
     """
 
     def __init__(
-        self, tokenizer: Any, stops: list[int], stop_strings: Sequence[str], ids: Tensor, start: int, share: float
+        self, tokenizer: Any, stops: list[int], stop_strings: Sequence[str], ids: Tensor, start: int, together: bool
     ) -> None:
         self.rows = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-        self.stops, self._tokens, self._share = stops, torch.tensor(stops, dtype=ids.dtype, device=ids.device), share
-        self._tokenizer, self._stop_strings, self._start = tokenizer, stop_strings, start
+        self.stops, self._tokens = stops, torch.tensor(stops, dtype=ids.dtype, device=ids.device)
+        self._tokenizer, self._stop_strings = tokenizer, stop_strings
+        self._start, self._together = start, together
 
     def __call__(self, ids: Tensor, _scores: object, **_: object) -> Tensor:
         self.rows |= torch.isin(ids[:, -1], self._tokens)
         if self._stop_strings:
             self.rows |= self._has_stop_string(ids)
-        return self.rows | (self.rows.sum() >= self._share * len(ids))
+        return self.rows | self.rows.any() if self._together else self.rows
 
     def _has_stop_string(self, ids: Tensor) -> Tensor:
         """Whether the newest tokens of each row contain a stop string."""

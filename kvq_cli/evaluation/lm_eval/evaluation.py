@@ -113,7 +113,7 @@ class LmEvalEvaluation(Evaluation):
         # Records count the padding of their batch.
         self.resume_key = prompt_key(loaded, first, chat) | ({"batch_size": batch_size} if batch_size else {})
         if self.work.decoded and self.batch_size > 1:
-            self.resume_key["rows"] = "leave"  # records count rows when they leave their batch
+            self.resume_key["rows"] = "leave at once"  # records count rows when they leave their batch
         if task.config.num_fewshot and getattr(task, "fewshot_instead_of", None):
             self.config["note"] = (
                 f"{self.task}: --data-dir has no split {task.fewshot_instead_of!r}: few-shot examples are other "

@@ -78,7 +78,7 @@ class RulerEvaluation(Evaluation):
         batch = {"batch_size": batch_size} if batch_size else {}
         self.resume_key = prompt_key(loaded, self._samples.first_text, chat) | batch
         if self.batch_size > 1:
-            self.resume_key["rows"] = "leave"  # records count rows when they leave their batch
+            self.resume_key["rows"] = "leave at once"  # records count rows when they leave their batch
 
     def run(
         self, loaded: LoadedModel, attached: Mapping[str, Attached], pending: Mapping[str, Sequence[int]]
