@@ -127,23 +127,24 @@ def kmeans_plus_plus(points: Tensor, weights: Tensor, draws: Tensor) -> Tensor:
 
     Shapes as in `weighted_kmeans`; draws: `[codebooks, entries, tries]` uniform in [0, 1).
     """
-    coordinates = points.permute(2, 0, 1).contiguous()  # [size, codebooks, points]: a distance is a few plain sums
+    # ||u - c||^2 = (u, ||u||^2, 1) . (-2 c, 1, ||c||^2): one product makes the distances of all tries in one pass.
+    norms = points.square().sum(-1, keepdim=True)
+    expanded = torch.cat([points, norms, torch.ones_like(norms)], dim=-1).mT.contiguous()
     codebooks = torch.arange(points.shape[0], device=points.device)
     distance, mass = torch.full_like(weights, torch.inf), weights
-    difference, new = weights.new_empty(2, *draws.shape[::2], points.shape[1])  # [codebooks, tries, points]
+    new = weights.new_empty(*draws.shape[::2], points.shape[1])  # [codebooks, tries, points]
     chosen = []
     for draw in draws.unbind(1):
         bounds = mass.cumsum(-1)
         # The last point at most: where all mass is 0, every point is a centroid already.
         tried = torch.searchsorted(bounds, draw * bounds[:, -1:], right=True).clamp_(max=points.shape[1] - 1)
-        new.zero_()
-        for coordinate in coordinates:
-            torch.sub(coordinate.unsqueeze(1), coordinate.gather(1, tried).unsqueeze(2), out=difference)
-            new.addcmul_(difference, difference)
+        candidates = points.gather(1, tried.unsqueeze(2).expand(-1, -1, points.shape[2]))
+        norms = candidates.square().sum(-1, keepdim=True)
+        torch.bmm(torch.cat([-2 * candidates, torch.ones_like(norms), norms], dim=-1), expanded, out=new)
         torch.minimum(new, distance.unsqueeze(1), out=new)
         best = torch.bmm(new, weights.unsqueeze(2)).squeeze(2).argmin(1)
-        chosen.append(points[codebooks, tried[codebooks, best]])
-        distance = new[codebooks, best]
+        chosen.append(candidates[codebooks, best])
+        distance = new[codebooks, best].clamp_(min=0)
         mass = distance * weights
     return torch.stack(chosen, dim=1)
 

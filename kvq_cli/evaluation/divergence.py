@@ -9,6 +9,8 @@ from torch import Tensor
 
 LOGITS_PER_CHUNK = 1 << 24
 """Logits converted to float32 at a time: 64 MiB, whatever the vocabulary and length."""
+LOGITS_PER_CHUNK_CPU = 1 << 19
+"""On a CPU 2 MiB, which stay in a core's cache: a third of the time."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +29,19 @@ class Divergence:
     agreeing: int
 
 
+def rows_per_chunk(logits: Tensor) -> int:
+    """Rows of `logits` `[rows, vocabulary]` to convert to float32 at a time."""
+    numbers = LOGITS_PER_CHUNK_CPU if logits.device.type == "cpu" else LOGITS_PER_CHUNK
+    return max(1, numbers // logits.shape[-1])
+
+
 def divergence(reference: Tensor, logits: Tensor, ids: Tensor) -> Divergence:
     """KL divergence, losses and top-1 agreement of q = softmax(logits) and p = softmax(reference).
 
     reference, logits: `[tokens - 1, vocabulary]` or longer, any float dtype; ids: `[tokens]`. Position t predicts token
     t + 1.
     """
-    rows = max(1, LOGITS_PER_CHUNK // logits.shape[-1])
+    rows = rows_per_chunk(logits)
     sums = torch.zeros(4, dtype=torch.float64)
     for start in range(0, len(ids) - 1, rows):
         end = min(start + rows, len(ids) - 1)
@@ -45,7 +53,8 @@ def divergence(reference: Tensor, logits: Tensor, ids: Tensor) -> Divergence:
                 -log_q.gather(1, target).double().sum(),
                 -log_p.gather(1, target).double().sum(),
                 (log_p.exp() * (log_p - log_q)).sum(-1).double().sum(),
-                (log_p.argmax(-1) == log_q.argmax(-1)).double().sum(),
+                # On a CPU, `max` takes a third of the time of `argmax`.
+                (log_p.max(-1).indices == log_q.max(-1).indices).double().sum(),
             ]
         ).cpu()
     nll, nll_reference, kl, agreeing = sums.tolist()

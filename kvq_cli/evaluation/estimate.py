@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from kvq_cli.evaluation.sample_log import SampleLog
     from kvq_cli.models import LoadedModel
 
-SHARE = 50
-"""The trials read about 1/50 of the tokens of the evaluation."""
+SHARE = 200
+"""The trials read about 1/200 of the tokens of the evaluation, two or three times."""
 SHORTEST, LONGEST = 16, 512
 """Prompt tokens of a trial."""
 STEPS = 3

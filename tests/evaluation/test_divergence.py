@@ -19,7 +19,7 @@ def _direct(reference, logits, ids):
 
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 24])
 def test_divergence_does_not_depend_on_chunk_size(monkeypatch, chunk):
-    monkeypatch.setattr(module, "LOGITS_PER_CHUNK", chunk)
+    monkeypatch.setattr(module, "LOGITS_PER_CHUNK_CPU", chunk)
     torch.manual_seed(0)
     reference, logits, ids = torch.randn(37, 50), torch.randn(37, 50), torch.randint(50, (37,))
     found = divergence(reference, logits, ids)
@@ -33,6 +33,13 @@ def test_divergence_of_equal_distributions_is_zero():
     found = divergence(logits, logits, torch.randint(30, (20,)))
     assert (found.kl, found.agreeing) == (0.0, 19)
     assert found.nll == found.nll_reference
+
+
+def test_equal_most_probable_tokens_count_once():
+    """16-bit logits have ties: each model's first most probable token counts."""
+    reference = torch.tensor([[1.0, 1.0, 0.0], [0.0, 2.0, 2.0], [0.0, 0.0, 0.0]]).half()
+    logits = torch.tensor([[1.0, 0.0, 1.0], [2.0, 2.0, 0.0], [0.0, 0.0, 0.0]]).half()
+    assert divergence(reference, logits, torch.tensor([0, 0, 0])).agreeing == 1
 
 
 def test_closed_form_of_two_outcomes():

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.evaluation.base import cache_record, mean_packed_bits
 from kvq_cli.evaluation.chat_template import chat_prompt
-from kvq_cli.evaluation.divergence import LOGITS_PER_CHUNK
+from kvq_cli.evaluation.divergence import rows_per_chunk
 from kvq_cli.evaluation.generation import generate_answers
 from kvq_cli.evaluation.scoring import continuation_logits
 
@@ -218,7 +218,7 @@ def mean_cache_record(records: Sequence[tuple[dict[str, float], int]]) -> dict[s
 def _score(logits: Tensor, continuation: Sequence[int]) -> tuple[float, bool]:
     """`(ln p(continuation), whether it is greedy)`; logits: `[last, vocabulary]`, ending with the continuation's."""
     targets = torch.tensor(continuation, device=logits.device)[:, None]
-    rows = max(1, LOGITS_PER_CHUNK // logits.shape[-1])
+    rows = rows_per_chunk(logits)
     total, greedy = 0.0, True
     for chunk, tokens in zip(logits[len(logits) - len(targets) :].split(rows), targets.split(rows), strict=True):
         log_p = chunk.float().log_softmax(-1)
