@@ -282,9 +282,9 @@ def evaluate(
     compared = compared_methods(_resolve_methods(model_options, methods))
     folder = results.folder(model_options.model)
     loaded = model_options.load()
+    finished: list[int] = []  # numbers of samples that this run finishes, one after another
     try:
         with worker_options.connected(loaded.model.device.type) as workers, output.progress() as progress:
-            track = _tracker(progress)
             document = run(
                 loaded,
                 compared,
@@ -293,13 +293,14 @@ def evaluate(
                 store=results.store,
                 fresh=results.fresh,
                 command=command_line(),
-                track=track,
-                overall=track,
+                track=_tracker(progress, finished.append),
+                overall=_tracker(progress),
                 note=None if output.quiet else output.note,
                 workers=workers,
             )
     except KeyboardInterrupt:
-        command = "the same command without --fresh" if results.fresh else "the same command"
+        # Before its first sample, a run with --fresh may not have discarded the earlier ones.
+        command = "the same command without --fresh" if results.fresh and finished else "the same command"
         output.note(f"finished samples are kept in {results.store or folder}: run {command} to resume")
         raise
     _print_table(output, **document["table"], title=describe_run(next(iter(document["methods"].values()))))
@@ -353,10 +354,19 @@ def _resolve_methods(model_options: opt.ModelOptions, methods: MethodOptions) ->
     return resolve_compared(model, names, methods.bits, artifacts, options, trust_remote_code=trusted)
 
 
-def _tracker(progress: Progress) -> Callable[[str, int, int], Callable[[int], None]]:
+def _tracker(
+    progress: Progress, report: Callable[[int], None] = lambda count: None
+) -> Callable[[str, int, int], Callable[[int], None]]:
+    """A `runner.Tracker` that draws bars; report: called with each number of newly finished samples."""
+
     def track(description: str, total: int, done: int) -> Callable[[int], None]:
         bar = progress.add_task(description, total=total, completed=done)
-        return lambda count: progress.advance(bar, count)
+
+        def advance(count: int) -> None:
+            report(count)
+            progress.advance(bar, count)
+
+        return advance
 
     return track
 

@@ -120,3 +120,15 @@ def test_ctrl_c_keeps_finished_samples(kvq, folder, tmp_path, monkeypatch, flags
     assert not list((tmp_path / "out").rglob("*.json"))
     assert kvq(*arguments).exit_code == 0
     assert len(calls) == 3
+
+
+def test_ctrl_c_before_the_first_sample_keeps_fresh(kvq, folder, monkeypatch):
+    """Earlier samples may not be discarded yet: without --fresh, they would be the result."""
+    from kvq_cli.evaluation import runner
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "build_evaluations", interrupted)
+    result = kvq("eval", "--model", folder, "--task", "perplexity", "--method", "kivi", "--out", "out", "--fresh")
+    assert result.exit_code == 130 and "run the same command to resume" in result.stderr

@@ -256,19 +256,24 @@ def _text(request: Instance) -> str:
 def _definition(task: ConfigurableTask) -> str:
     """What a task is defined by, its functions as source code, but for its data and the number of examples."""
     config = task.config.to_dict(keep_callable=True)
+    if type(task).__module__.partition(".")[0] != __name__.partition(".")[0]:
+        config["class"] = type(task)
     definition = {name: value for name, value in config.items() if name not in _DATA}
     # Addresses, in the text of what has no source code, differ from run to run.
     return re.sub(r" at 0x[0-9a-f]+", "", json.dumps(definition, default=_source))
 
 
 def _source(value: Any) -> str:
-    """A function's source code; outside of lm-eval, whose version is in the key, also the digest of its whole file: it
-    may call other functions there."""
+    """The source code of a function or class; outside of lm-eval, whose version is in the key, also the digest of all
+    Python files of its folder, of which it may call functions."""
     try:
         source, path = inspect.getsource(value), Path(inspect.getsourcefile(value) or "").resolve()
         if path.is_relative_to(_LM_EVAL):
             return source
-        return f"{source}\n{sha256(path.read_bytes()).hexdigest()}"
+        files = sha256()
+        for file in sorted(path.parent.glob("*.py")):
+            files.update(sha256(file.read_bytes()).digest())
+        return f"{source}\n{files.hexdigest()}"
     except (TypeError, OSError):
         return str(value)
 

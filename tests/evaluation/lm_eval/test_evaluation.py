@@ -5,6 +5,7 @@ import dataclasses
 import json
 import linecache
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -215,19 +216,45 @@ def test_definition_with_functions_is_hashed_by_their_source(loaded, tasks, data
     assert digest("Add") == digest("Add") != digest("Sum up")
 
 
-def test_definition_has_all_functions_of_a_file(loaded, tasks, data_dir, tmp_path):
-    """A task's function may call others beside it."""
+@pytest.mark.parametrize("file", ["words", "kvq_speech"])
+def test_definition_has_all_functions_of_a_folder(loaded, tasks, data_dir, tmp_path, monkeypatch, file):
+    """A task's function may call others beside it, and in files beside its own."""
     definition = re.sub("doc_to_text: .*", "doc_to_text: !function words.ask", Path(tasks["sums"]).read_text())
     (tmp_path / "sums.yaml").write_text(definition)
+    ask = "def ask(doc):\n    return polite(doc['question'])\n\n\n"
+    (tmp_path / "words.py").write_text(f"from {file} import polite\n\n\n{ask}")
+    monkeypatch.syspath_prepend(tmp_path)
 
     def digest(word):
         helper = f"def polite(text):\n    return '{word} ' + text\n"
-        (tmp_path / "words.py").write_text(f"def ask(doc):\n    return polite(doc['question'])\n{helper}")
+        (tmp_path / f"{file}.py").write_text((ask if file == "words" else "") + helper)
         linecache.checkcache()
         (task,) = load_tasks([str(tmp_path / "sums.yaml")], data_dir)
         return LmEvalEvaluation(task, loaded, seed=0, limit=1, prefill="compressed").config["definition_sha256"]
 
     assert digest("Please: ") == digest("Please: ") != digest("Kindly, ")
+    sys.modules.pop(file, None)
+
+
+def test_definition_has_the_class_of_a_task(loaded, tasks, data_dir, tmp_path):
+    definition = Path(tasks["sums"]).read_text()
+    (tmp_path / "sums.yaml").write_text(definition + "class: !function adding.Sums\n")
+
+    def digest(word):
+        (tmp_path / "adding.py").write_text(
+            "from datasets import Dataset\nfrom lm_eval.api.task import ConfigurableTask\n\n\n"
+            "class Sums(ConfigurableTask):\n    def __init__(self, config=None):\n        config.pop('class')\n"
+            "        super().__init__(config=config)\n\n"
+            "    def download(self, *_, **__):\n"
+            "        data = Dataset.from_list([{'question': '1', 'answer': '1'}] * 4)\n"
+            "        self.dataset = dict.fromkeys(('train', 'validation', 'test'), data)\n\n"
+            f"    def doc_to_text(self, doc, *_):\n        return '{word}: ' + doc['question']\n"
+        )
+        linecache.checkcache()
+        (task,) = load_tasks([str(tmp_path / "sums.yaml")], data_dir)
+        return LmEvalEvaluation(task, loaded, seed=0, limit=1, prefill="compressed").config["definition_sha256"]
+
+    assert digest("Add") == digest("Add") != digest("Sum up")
 
 
 def test_resume_key_has_tokenizer_template_stop_tokens_and_batch_size(loaded, tasks, data_dir, monkeypatch):
