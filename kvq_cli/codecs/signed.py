@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Literal
 
 import torch
@@ -118,11 +119,12 @@ class SignedCodec(UniformCodec):
 
     def _signed(self, x: Tensor, word: Tensor) -> Tensor:
         """`x`, negated in place where the number's bit in its group's word is set."""
-        octets = word.contiguous().view(torch.uint8).unflatten(3, (word.shape[3], -1))  # [..., bytes of a word]
-        if self.axis == "channel":
-            octets = octets.transpose(3, 4).contiguous()  # [B, H, T / group, bytes, D]
-        places = torch.arange(8, dtype=torch.uint8, device=x.device)
-        places = places.unsqueeze(1) if self.axis == "channel" else places
+        octets = word.contiguous().view(torch.uint8)
+        if self.axis == "token":  # a byte has the signs of 8 neighbours
+            signs = _octet_signs(x.device).index_select(0, octets.view(-1).int())
+            return x.mul_(signs.view(x.shape))
+        octets = octets.unflatten(3, (word.shape[3], -1)).transpose(3, 4).contiguous()  # [B, H, T / group, bytes, D]
+        places = torch.arange(8, dtype=torch.uint8, device=x.device).unsqueeze(1)
         # Bytes are a quarter of the work of words: bits to signs 1 and -1 before they become floating point.
         signs = (octets.unsqueeze(self.group_dim + 1) >> places).bitwise_and_(1).view(torch.int8).mul_(-2).add_(1)
         return x.mul_(signs.view(x.shape).float())
@@ -135,3 +137,10 @@ class SignedCodec(UniformCodec):
             sums = pairs.select(dim + 1, 0) + pairs.select(dim + 1, 1)
             squares = torch.cat([sums, squares.narrow(dim, count - 1, 1)], dim=dim) if count % 2 else sums
         return squares.squeeze(dim)
+
+
+@cache
+def _octet_signs(device: torch.device) -> Tensor:
+    """`[256, 8]` float32: of each byte, -1 where a bit is set, lowest first, else 1."""
+    bits = torch.arange(256, device=device).unsqueeze(1) >> torch.arange(8, device=device)
+    return 1 - 2 * (bits & 1).float()
