@@ -139,8 +139,8 @@ def kmeans_plus_plus(points: Tensor, weights: Tensor, draws: Tensor) -> Tensor:
         # The last point at most: where all mass is 0, every point is a centroid already.
         tried = torch.searchsorted(bounds, draw * bounds[:, -1:], right=True).clamp_(max=points.shape[1] - 1)
         candidates = points.gather(1, tried.unsqueeze(2).expand(-1, -1, points.shape[2]))
-        norms = candidates.square().sum(-1, keepdim=True)
-        torch.bmm(torch.cat([-2 * candidates, torch.ones_like(norms), norms], dim=-1), expanded, out=new)
+        squares = candidates.square().sum(-1, keepdim=True)
+        torch.bmm(torch.cat([-2 * candidates, torch.ones_like(squares), squares], dim=-1), expanded, out=new)
         torch.minimum(new, distance.unsqueeze(1), out=new)
         best = torch.bmm(new, weights.unsqueeze(2)).squeeze(2).argmin(1)
         chosen.append(candidates[codebooks, best])

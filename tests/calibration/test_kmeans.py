@@ -140,6 +140,22 @@ def test_k_means_plus_plus_draws_proportional_to_weighted_squared_distance():
     assert (counts - expected).abs().max() < 0.015
 
 
+def test_k_means_plus_plus_chooses_the_points_of_a_direct_computation():
+    """Distances in float64, one try after another."""
+    points, weights = data(2, 300, 4)
+    draws = torch.rand(2, 12, 3, generator=torch.Generator().manual_seed(1))
+    found = kmeans_plus_plus(points, weights, draws)
+    for book in range(2):
+        x, w = points[book].double(), weights[book].double()
+        distance, mass = torch.full((300,), torch.inf, dtype=torch.float64), w
+        for draw, chosen in zip(draws[book].double(), found[book], strict=True):
+            tried = torch.searchsorted(mass.cumsum(0), draw * mass.sum(), right=True)
+            new = torch.minimum((x - x[tried].unsqueeze(1)).square().sum(-1), distance)
+            best = (new @ w).argmin()
+            distance, mass = new[best], new[best] * w
+            assert torch.equal(chosen, points[book, tried[best]])
+
+
 def test_empty_clusters_move_to_points_with_large_errors():
     points = torch.tensor([[[0.0], [0.1], [10.0], [10.1], [20.0], [90.0]]])
     far = torch.tensor([[[0.0], [500.0], [600.0], [10.05]]])

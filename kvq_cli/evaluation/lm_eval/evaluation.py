@@ -257,7 +257,7 @@ def _definition(task: ConfigurableTask) -> str:
     """What a task is defined by, its functions as source code, but for its data and the number of examples."""
     config = task.config.to_dict(keep_callable=True)
     if type(task).__module__.partition(".")[0] != __name__.partition(".")[0]:
-        config["class"] = type(task)
+        config["class"] = type(task)  # a Python class of its own: others have kvq's, whose version is in the key
     definition = {name: value for name, value in config.items() if name not in _DATA}
     # Addresses, in the text of what has no source code, differ from run to run.
     return re.sub(r" at 0x[0-9a-f]+", "", json.dumps(definition, default=_source))

@@ -224,6 +224,8 @@ def test_definition_has_all_functions_of_a_folder(loaded, tasks, data_dir, tmp_p
     ask = "def ask(doc):\n    return polite(doc['question'])\n\n\n"
     (tmp_path / "words.py").write_text(f"from {file} import polite\n\n\n{ask}")
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, file, None)  # removed again, with the module that is imported here
+    del sys.modules[file]
 
     def digest(word):
         helper = f"def polite(text):\n    return '{word} ' + text\n"
@@ -233,7 +235,6 @@ def test_definition_has_all_functions_of_a_folder(loaded, tasks, data_dir, tmp_p
         return LmEvalEvaluation(task, loaded, seed=0, limit=1, prefill="compressed").config["definition_sha256"]
 
     assert digest("Please: ") == digest("Please: ") != digest("Kindly, ")
-    sys.modules.pop(file, None)
 
 
 def test_definition_has_the_class_of_a_task(loaded, tasks, data_dir, tmp_path):
