@@ -13,10 +13,16 @@ NAMES = ("perplexity-innerq-modes", "perplexity-innerq")
 WORDS = ("reproduce", *NAMES, "--options", "--windows 2 --seqlen 192 --set sinks=4")
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    """Samples, the comparison and the target's record; each method's own document has the time of its run."""
+def contents(folder: Path) -> dict[str, list[bytes]]:
+    """Lines of the samples, the comparison and the target's record; each method's own document has the time of its run.
+
+    Samples are sorted: targets at the same time share them, and append each when it is finished.
+    """
     paths = [*folder.rglob("*.jsonl"), *folder.rglob("comparison.json"), *folder.rglob("target.json")]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(paths)}
+    lines = {path: path.read_bytes().splitlines() for path in sorted(paths)}
+    return {
+        str(path.relative_to(folder)): sorted(own) if path.suffix == ".jsonl" else own for path, own in lines.items()
+    }
 
 
 @pytest.mark.slow
@@ -39,4 +45,5 @@ def test_results_and_records_are_those_of_one_process(kvq, tmp_path, monkeypatch
     )
     assert list(one) == list(two) and any(path.endswith(".jsonl") for path in one)
     assert one == two
-    assert json.loads(next(content for path, content in two.items() if path.endswith("target.json")))["finished"]
+    record = next(lines for path, lines in two.items() if path.endswith("target.json"))
+    assert json.loads(b"\n".join(record))["finished"]
