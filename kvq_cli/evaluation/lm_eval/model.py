@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvq_cli.models import LoadedModel
 
 T = TypeVar("T")
+Tokens = tuple[int, ...]
 
 TRUNCATIONS = ("left", "middle")
 DEFAULT_NEW_TOKENS = 256
@@ -113,14 +114,14 @@ class AttachedLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """`(ln p(continuation | context), whether it is the greedy continuation)` of `(key, context, continuation)`."""
         # Continuations that differ in their last token alone, such as the letters of a multiple choice, share a pass.
-        sharing: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, list[int]]]] = {}
+        sharing: dict[tuple[Tokens, Tokens], list[tuple[int, list[int]]]] = {}
         for index, (_key, context, continuation) in enumerate(requests):
             scored = continuation[-self.max_length :]
             kept = context[max(0, len(context) + len(scored) - self.max_length - 1) :]
             sharing.setdefault((tuple(kept), tuple(scored[:-1])), []).append((index, scored))
         scores: dict[int, tuple[float, bool]] = {}
         longest_first = sorted(sharing, key=lambda tokens: len(tokens[0]) + len(tokens[1]), reverse=True)
-        for batch in _batches(longest_first, self.batch_size):
+        for batch in _fitting_batches(longest_first, self.batch_size, self.loaded.context):
             members = [sharing[tokens] for tokens in batch]
             contexts, continuations = [context for context, _ in batch], [sharers[0][1] for sharers in members]
             rows, report = continuation_logits(self.attached, contexts, continuations)
@@ -153,7 +154,7 @@ class AttachedLM(TemplateLM):
         same_options: dict[tuple[int, tuple[str, ...]], list[int]] = {}
         for index, request in enumerate(requests):
             options = request.args[1]
-            key = max_new_tokens(options, self.new_tokens), tuple(_stop_strings(options))
+            key = max_new_tokens(options, self.new_tokens), tuple(stop_strings(options))
             same_options.setdefault(key, []).append(index)
         texts: dict[int, str] = {}
         for (new_tokens, stops), indices in same_options.items():
@@ -227,9 +228,32 @@ def _score(logits: Tensor, continuation: Sequence[int]) -> tuple[float, bool]:
     return total, greedy
 
 
-def _stop_strings(options: Mapping[str, Any]) -> list[str]:
+def stop_strings(options: Mapping[str, Any]) -> list[str]:
+    """The stop strings of a task's generation options."""
     until = options.get("until") or []
     return [stop for stop in ([until] if isinstance(until, str) else until) if stop]
+
+
+def _fitting_batches(
+    rows: Iterable[tuple[Tokens, Tokens]], size: int, context: int
+) -> Iterator[list[tuple[Tokens, Tokens]]]:
+    """Batches of at most `size` rows that have at most `context` tokens with the padding of `continuation_logits`.
+
+    rows: tokens of a context, and those of its continuation but the last one, which is not decoded.
+    """
+    batch: list[tuple[Tokens, Tokens]] = []
+    padded = (0, 0)
+    for row in rows:
+        prompt = max(1, len(row[0]) - 1)
+        own = prompt, len(row[0]) - prompt + len(row[1])
+        wider = max(padded[0], own[0]), max(padded[1], own[1])
+        if batch and (len(batch) == size or sum(wider) > context):
+            yield batch
+            batch, wider = [], own
+        batch.append(row)
+        padded = wider
+    if batch:
+        yield batch
 
 
 def _batches(items: Iterable[T], size: int) -> Iterator[list[T]]:

@@ -99,6 +99,20 @@ def test_log_likelihoods_do_not_depend_on_padding_and_order(loaded):
     assert [total for total, _ in together[::-1]] == pytest.approx([total for total, _ in alone], abs=1e-3)
 
 
+def test_padding_of_a_batch_stays_within_the_models_context(loaded, monkeypatch):
+    """Choices of unequal length behind contexts that were truncated, and the last, shorter window of a text."""
+    monkeypatch.setattr(loaded.model.config, "max_position_embeddings", 128)
+    for kind, asked in (
+        ("loglikelihood", PAIRS),
+        ("loglikelihood_rolling", requests("loglikelihood_rolling", [(TEXT[:1200],)])),
+    ):
+        alone, _ = run(loaded, KIVI, kind, asked)
+        together, model = run(loaded, KIVI, kind, asked, batch_size=4)
+        assert max(rows for _, rows in model.cache_records) > 1
+        totals = [[one if isinstance(one, float) else one[0] for one in found] for found in (alone, together)]
+        assert totals[1] == pytest.approx(totals[0], abs=1e-3)
+
+
 def test_single_token_choices_share_a_forward_pass(loaded):
     letters = requests("loglikelihood", [(words(0, 300), letter) for letter in (" A", " B", " C")])
     assert {len(loaded.tokenizer(one.args[1], add_special_tokens=False).input_ids) for one in letters} == {1}
