@@ -20,6 +20,10 @@ class NotFiniteError(KvqError):
     method = ""
 
 
+class WorkerDiedError(KvqError):
+    """Workers of a cluster died with a task, again and again. Finished steps are kept."""
+
+
 class UsageError(KvqError):
     """The request is invalid (exit code 2): an unknown method or option, unsupported bits, an empty prompt."""
 

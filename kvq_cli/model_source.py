@@ -6,9 +6,23 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+import torch
+import transformers
+
+from kvq_cli import RESULTS, __version__
 from kvq_cli.artifact.fingerprint import weights_digest
 from kvq_cli.errors import KvqError
 from kvq_cli.models import LoadedModel, load_model
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the libraries that numbers depend on."""
+    return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def _software() -> str:
+    versions = {"kvq": f"{__version__} (results {RESULTS})", **library_versions()}
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
 @dataclass(frozen=True)
@@ -21,6 +35,7 @@ class ModelSource:
     trust_remote_code: bool
     revision: str | None
     weights: str
+    software: str = field(default_factory=_software)
     folder: str = field(default_factory=os.getcwd)
 
     @classmethod
@@ -35,7 +50,7 @@ class ModelSource:
             os.chdir(self.folder)
         loaded = load_model(self.name, self.device, self.dtype, trust_remote_code=self.trust_remote_code)
         found = ModelSource.of(loaded)
-        for what in ("device", "dtype", "revision", "weights"):
+        for what in ("device", "dtype", "revision", "weights", "software"):
             here, sent = getattr(found, what), getattr(self, what)
             if here != sent:
                 raise KvqError(f"--model {self.name}: a worker has another {what}: {here} instead of {sent}")

@@ -38,7 +38,7 @@ from kvq_cli.calibration.streams import (
 from kvq_cli.calibration.work_folder import WorkFolder
 from kvq_cli.data.texts import sampled_windows
 from kvq_cli.distributed import Workers
-from kvq_cli.errors import KvqError
+from kvq_cli.errors import KvqError, WorkerDiedError
 from kvq_cli.methods.base import LowRankSpec
 
 #: Windows of text that PALU's sums are written after: a resumed run reads fewer again. The sums of Llama-3.1-8B take
@@ -60,17 +60,18 @@ def calibrate(
 ) -> Artifact:
     """Calibrate and write the artifact to `out`. Finished steps are kept in `<out>.work` until the end.
 
-    An interruption (also a kill) leaves that folder, and `resume` continues from it to the same bytes; a failure
-    removes it, unless it was resumed. captured: folder in which captured activations are kept, for other calibrations
-    that capture the same. note: told what `resume` cannot check of a finished artifact. workers: capture samples and
-    calibrate streams there, to the same bytes; factors of weights are computed here.
+    An interruption (also a kill, or dead workers) leaves that folder, and `resume` continues from it to the same
+    bytes, also with `force`; another failure removes it, unless it was resumed. captured: folder in which captured
+    activations are kept, for other calibrations that capture the same. note: told what `resume` cannot check of a
+    finished artifact. workers: capture samples and calibrate streams there, to the same bytes; factors of weights are
+    computed here.
     Raises UsageError where `out` or the folder exists and neither `resume` nor `force` is given, or was made from other
     inputs, KvqError where another process uses the folder.
     """
     with closing(WorkFolder(out.with_name(out.name + ".work"))) as work:
-        if force:
+        if force and not resume:
             work.clear()
-        elif out.exists() and resume and not work.path.exists():
+        elif not force and out.exists() and resume and not work.path.exists():
             return _load_finished(out, plan, note)
         check_replaceable(out, overwrite=force or resume)
         disk_bytes = estimate.step_bytes(plan) if captured else estimate.disk_bytes(plan)
@@ -84,8 +85,9 @@ def calibrate(
                         capture_all(plan, captures, progress, workers)
                         tensors, measured = _make_codebooks(plan, work, captures, progress, workers)
             artifact = _write(plan, out, tensors, measured, progress)
-        except (KvqError, OSError):
-            if not resume:  # the steps that earlier runs finished are not this failure's to remove
+        except (KvqError, OSError) as error:
+            # The steps that earlier runs finished are not this failure's to remove.
+            if not resume and not isinstance(error, WorkerDiedError):
                 work.remove()
             raise
         work.remove()

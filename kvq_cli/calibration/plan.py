@@ -8,8 +8,6 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any, TypeAlias
 
-import torch
-import transformers
 from torch import Tensor
 
 import kvq_cli
@@ -40,6 +38,7 @@ from kvq_cli.methods.base import (
 from kvq_cli.methods.mixed import Mixed
 from kvq_cli.methods.registry import to_config
 from kvq_cli.methods.tensors import code_budget, least_codes
+from kvq_cli.model_source import library_versions
 from kvq_cli.models import LoadedModel
 
 
@@ -235,11 +234,6 @@ def codebook_sizes(spec: CalibrationSpec | TransformSpec | MixedSpec) -> set[int
         if one is not None
     }
     return sizes or {MAX_ENTRIES}
-
-
-def library_versions() -> dict[str, str]:
-    """Versions of the libraries that numbers depend on."""
-    return {"torch": torch.__version__, "transformers": transformers.__version__}
 
 
 def _check_codes(spec: TransformSpec, shape: ModelShape) -> None:

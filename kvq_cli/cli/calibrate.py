@@ -15,7 +15,7 @@ import typer
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.option_groups import grouped
 from kvq_cli.cli.output import Output, human_bytes
-from kvq_cli.errors import UsageError
+from kvq_cli.errors import UsageError, WorkerDiedError
 from kvq_cli.paths import artifact_folder
 
 if TYPE_CHECKING:
@@ -84,7 +84,9 @@ Fisher = Annotated[
     bool, data_option("--fisher/--no-fisher", help="Weight k-means by squared gradients (diagonal Fisher information).")
 ]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume an interrupted run.")]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite an existing artifact.")]
+Force = Annotated[
+    bool, typer.Option("--force", help="Overwrite an existing artifact; without --resume, also an unfinished run.")
+]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print tensors, bytes and expected memory, without calibrating.")
 ]
@@ -129,6 +131,9 @@ class DataOptions:
                 yield {**kept, "progress": progress, "note": output.note}
         except KeyboardInterrupt:
             output.note("interrupted; continue with the same command and --resume")
+            raise
+        except WorkerDiedError:
+            output.note("finished steps are kept; continue with the same command and --resume")
             raise
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.errors import KvqError, UsageError, WorkerDiedError
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -36,9 +36,9 @@ class Workers:
         """Yield `(task, function(shared, task))` in the order of the tasks; `AHEAD` of them per worker are taken early.
 
         Everything is pickled; `shared` once. A task whose worker dies runs again on another one, `RETRIES` times, then
-        KvqError. An exception of `function` is raised here. After Ctrl-C, the results that have arrived are yielded
-        before KeyboardInterrupt. Other tasks end with the connection: `ray.cancel` of a task that is just finishing
-        aborts this process (Ray 2.60: "Tried to complete task that was not pending").
+        WorkerDiedError. An exception of `function` is raised here. After Ctrl-C, the results that have arrived are
+        yielded before KeyboardInterrupt. Other tasks end with the connection: `ray.cancel` of a task that is just
+        finishing aborts this process (Ray 2.60: "Tried to complete task that was not pending").
         """
         import ray
 
@@ -77,7 +77,7 @@ def _result(reference: Any) -> Any:
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayError as error:
-        raise KvqError(f"a worker died {RETRIES + 1} times: {str(error).strip().splitlines()[0]}") from None
+        raise WorkerDiedError(f"a worker died {RETRIES + 1} times: {str(error).strip().splitlines()[0]}") from None
 
 
 @contextmanager

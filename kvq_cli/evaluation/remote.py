@@ -126,6 +126,6 @@ def _make_ready(setup: WorkerSetup) -> _Worker:
 def _state(evaluations: Sequence[Evaluation], attached: Mapping[str, Attached]) -> dict[str, Any]:
     """What records depend on beside the setup: the samples, the kernels."""
     return {
-        "evaluation": {each.name: dict(each.config) for each in evaluations},
+        "evaluation": {each.name: {**each.config, **each.resume_key} for each in evaluations},
         "attention backend": {label: each.backend.summary for label, each in attached.items()},
     }

@@ -16,13 +16,14 @@ from kvq_cli.calibration.finished import Note, check_unchanged, named_inputs
 from kvq_cli.calibration.mixed import ERROR_MEASURE
 from kvq_cli.calibration.parallel import deterministic
 from kvq_cli.calibration.pipeline import capture_all, captured_tokens, captures_folder
-from kvq_cli.calibration.plan import MixedPlan, library_versions
+from kvq_cli.calibration.plan import MixedPlan
 from kvq_cli.calibration.settings import calibrate_command
 from kvq_cli.calibration.streams import Progress
 from kvq_cli.calibration.work_folder import WorkFolder
 from kvq_cli.data.texts import file_digest
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.figures import has_matplotlib
+from kvq_cli.model_source import library_versions
 from kvq_cli.tuning.checks import check_request
 from kvq_cli.tuning.measure import Meter, held_out_windows
 from kvq_cli.tuning.plot import pictures
@@ -50,9 +51,9 @@ def tune(
     """
     check_request(plan, options)
     with closing(WorkFolder(out.with_name(out.name + ".work"))) as work:
-        if force:
+        if force and not resume:
             work.clear()
-        elif out.exists() and resume and not work.path.exists():
+        elif not force and out.exists() and resume and not work.path.exists():
             return _load_finished(out, plan, options, note)
         check_replaceable(out, overwrite=force or resume)
         text = (options.text, options.seqlen, options.windows, plan.settings.seed)

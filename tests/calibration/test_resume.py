@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 import kvq_cli
 from kvq_cli.artifact import load_artifact, save_artifact
 from kvq_cli.calibration import plan as plan_module
-from kvq_cli.errors import UsageError
+from kvq_cli.errors import UsageError, WorkerDiedError
 from kvq_cli.methods.registry import build
 from kvq_cli.reference import prose
 
@@ -123,6 +123,30 @@ def test_force_starts_over(tiny, quick, tmp_path):
         run(tiny, quick, out)
     assert run(tiny, quick, out, force=True).digest == run(tiny, quick, tmp_path / "b").digest
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+def test_an_interrupted_replacement_is_resumed_with_both_options(tiny, quick, tmp_path):
+    """`--resume` beside the `--force` of the interrupted command."""
+    out, steps = tmp_path / "a", []
+    first = run(tiny, dataclasses.replace(quick, seed=1), out)
+    with pytest.raises(Interrupted):
+        run(tiny, quick, out, force=True, progress=stop_at("capture", 3))
+    again = run(tiny, quick, out, force=True, resume=True, progress=lambda *now: steps.append(now))
+    assert next(done for phase, done, _ in steps if phase == "capture") >= 2
+    assert again.digest == run(tiny, quick, tmp_path / "b").digest != first.digest
+    assert run(tiny, dataclasses.replace(quick, seed=1), out, force=True, resume=True).digest == first.digest
+
+
+def test_dead_workers_leave_the_finished_steps(tiny, quick, tmp_path):
+    def die(*now):
+        if now[:2] == ("capture", 3):
+            raise WorkerDiedError("a worker died 4 times")
+
+    with pytest.raises(WorkerDiedError):
+        run(tiny, quick, tmp_path / "a", progress=die)
+    steps = []
+    run(tiny, quick, tmp_path / "a", resume=True, progress=lambda *now: steps.append(now))
+    assert next(done for phase, done, _ in steps if phase == "capture") >= 2
 
 
 def test_resume_of_a_finished_or_unstarted_calibration(tiny, quick, tmp_path):

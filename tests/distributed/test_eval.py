@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 from pathlib import Path
 
 import pytest
 from held_tasks import held_once, kill_held, started_again
+from tiny_folder import tiny, tiny_folder  # noqa: F401  # fixtures
 
+from kvq_cli.attention.attach import attach
 from kvq_cli.distributed import Workers
+from kvq_cli.errors import KvqError
+from kvq_cli.evaluation import remote
+from kvq_cli.evaluation.compared_methods import compared_methods
+from kvq_cli.evaluation.settings import EvaluationSettings, build_evaluations
+from kvq_cli.methods.registry import build
+from kvq_cli.model_source import ModelSource
+from kvq_cli.models import load_model
 
 WORDS = ("eval", "--task", "perplexity", "--seqlen", "128", "--compare", "fp16,kivi-2bit", "--set", "residual=32")
 
@@ -27,6 +37,23 @@ def named(task) -> str:
     """Evaluation and first sample."""
     evaluation, unit = task
     return f"{evaluation}-{next(iter(unit.values()))[0]}"
+
+
+def test_workers_that_would_compute_other_records_are_refused(tiny_folder, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(remote, "threads_per_task", lambda: 1)
+    loaded, settings = load_model(str(tiny_folder)), EvaluationSettings(["perplexity"], windows=1, seqlen=64)
+    methods = compared_methods([build("kivi", bits=2, group=8, residual=8)])
+    evaluations = build_evaluations(settings, loaded, lambda *_: lambda _: None)
+    with attach(loaded.model, methods[0].attachable, prefill="compressed") as attached:
+        state = remote._state(evaluations, {methods[0].label: attached})
+    setup = remote.WorkerSetup(ModelSource.of(loaded), settings, methods, 1, state)
+    remote._make_ready(setup).attachments.close()
+    state["evaluation"]["perplexity-64"]["windows_sha256"] = "of another tokenizer"
+    with pytest.raises(KvqError, match="a worker has another evaluation: .*of another tokenizer"):
+        remote._make_ready(setup)
+    source = dataclasses.replace(setup.source, software="kvq 0")
+    with pytest.raises(KvqError, match="a worker has another software: .* instead of kvq 0"):
+        source.load()
 
 
 @pytest.mark.slow
