@@ -77,7 +77,10 @@ class SharedPrompts:
         """Inside the block, the model's first pass over an empty cache of `attached` is recorded, or taken from the
         record of a pass with the same inputs."""
         if not self._room:
-            yield
+            try:
+                yield
+            finally:
+                attached.forget_cache()
             return
         plain = attached.model.forward
 

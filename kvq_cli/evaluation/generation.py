@@ -47,7 +47,7 @@ def generate_answers(
     counts each row as it was when it left.
     """
     model, tokenizer = loaded.model, loaded.tokenizer
-    stops = stop_tokens(loaded)
+    stops = stop_tokens(loaded, stop_strings)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0]
     # Neighbouring rows of equal length are computed together.
     rows = torch.tensor(sorted(range(len(prompts)), key=lambda row: len(prompts[row])))
@@ -95,14 +95,18 @@ def _generate(
         )
 
 
-def stop_tokens(loaded: LoadedModel) -> list[int]:
-    """Token ids that end an answer: those of the model's generation config, and the tokenizer's EOS, as in lm-eval."""
+def stop_tokens(loaded: LoadedModel, stop_strings: Sequence[str] = ()) -> list[int]:
+    """Token ids that end an answer: those of the model's generation config, the tokenizer's EOS, and stop strings that
+    are special tokens (answers are decoded without these), as in lm-eval."""
+    tokenizer = loaded.tokenizer
     own = getattr(loaded.model.generation_config, "eos_token_id", None)
-    both = [*(own if isinstance(own, list) else [own]), loaded.tokenizer.eos_token_id]
-    return list(dict.fromkeys(token for token in both if token is not None))
+    special = set(tokenizer.all_special_tokens).intersection(stop_strings)
+    ids = [*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id]
+    ids += [tokenizer.convert_tokens_to_ids(stop) for stop in stop_strings if stop in special]
+    return list(dict.fromkeys(token for token in ids if token is not None))
 
 
-def prompt_key(loaded: LoadedModel, text: str, chat: bool) -> dict[str, Any]:
+def prompt_key(loaded: LoadedModel, text: str, chat: bool, stop_strings: Sequence[str] = ()) -> dict[str, Any]:
     """Entries of a resume key: what a task's options do not say about its prompts and the ends of its answers.
 
     text: of the first prompt, without the chat template, since some templates write today's date; chat: whether the
@@ -111,7 +115,7 @@ def prompt_key(loaded: LoadedModel, text: str, chat: bool) -> dict[str, Any]:
     tokenizer = loaded.tokenizer
     prompt = [tokenizer(text, verbose=False).input_ids, tokenizer.chat_template if chat else None]
     digest = sha256(json.dumps(prompt, default=str).encode()).hexdigest()
-    return {"first_prompt_sha256": digest, "stop_tokens": stop_tokens(loaded)}
+    return {"first_prompt_sha256": digest, "stop_tokens": stop_tokens(loaded, stop_strings)}
 
 
 class _Ended:

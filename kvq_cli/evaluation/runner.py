@@ -90,8 +90,10 @@ def evaluate(
                 own = {**evaluation.config, **evaluation.resume_key}
                 key = {**finished, "version": evaluation.version, **method.identity, **own}
                 backend = attached[method.label].backend.summary
-                if backend != "torch":  # keys of the PyTorch backend name no backend, so that older logs resume
+                if backend != "torch":  # keys of the PyTorch backend on a CPU name neither, so that older logs resume
                     key["backend"] = backend
+                elif loaded.model.device.type != "cpu":
+                    key["device"] = loaded.model.device.type
                 if store is None:
                     folder, option = _log_folder(out, method, log_name(evaluation.name, key)), "--out"
                 else:
@@ -121,6 +123,7 @@ def evaluate(
     for method in methods:
         results = document["methods"][method.label]
         results["config"] |= state | {"backend": attached[method.label].backend.summary, "folder": method.folder}
+        results["config"]["resume_keys"] = {each.name: dict(each.resume_key) for each in evaluations}
         results["samples"] = {each.name: relpath(logs[method.label, each.name].path, out) for each in evaluations}
     if failed:
         document["failed"] = {label: str(error) for label, error in failed.items()}

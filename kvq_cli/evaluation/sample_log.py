@@ -136,8 +136,9 @@ class SampleLog:
         """Release the claim on samples."""
         self._lock(fcntl.LOCK_UN, _CLAIMS + min(indices), max(indices) - min(indices) + 1)
 
-    def refresh(self) -> None:
-        """Read the lines that any process has appended since the last call."""
+    def refresh(self) -> bool:
+        """Read the lines that any process has appended since the last call; returns whether an incomplete one follows
+        them."""
         size = os.fstat(self._descriptor).st_size
         if size < self._offset:  # made anew by someone
             self._offset = self._lines = 0
@@ -147,6 +148,7 @@ class SampleLog:
         _apply_lines(self.records, lines, self._lines + 1, self.path, self._required)
         self._offset += len(complete)
         self._lines += len(lines)
+        return len(complete) < len(data)
 
     @property
     def _descriptor(self) -> int:
@@ -160,8 +162,8 @@ class SampleLog:
         with self._write_errors():
             self._lock(fcntl.LOCK_EX, _CLAIMS - 1, 1)
             try:
-                self.refresh()
-                os.ftruncate(self._descriptor, self._offset)
+                if self.refresh():  # else never: without locks, another run may have appended lines since
+                    os.ftruncate(self._descriptor, self._offset)
                 yield
                 self.refresh()
             finally:

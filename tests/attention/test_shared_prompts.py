@@ -119,6 +119,7 @@ def test_other_passes_run_the_model(change, passes, monkeypatch):
                 shared = model(ids, past_key_values=second.new_cache(), **options)
         assert torch.equal(alone.logits, shared.logits)
     assert found == [ids.shape[1]] * 3
+    assert first.hooks.newest is None and second.hooks.newest is None  # no cache is kept while other methods run
 
 
 def test_rope_that_changes_with_the_length_is_refused():

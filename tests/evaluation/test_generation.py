@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import pytest
@@ -38,7 +39,7 @@ def _stop_at_first(loaded, monkeypatch, method, prompts):
     with attach(loaded.model, method, prefill="compressed") as attached:
         free = [_ids(loaded, attached, prompt) for prompt in prompts]
     stops = {ids[2 + row] for row, ids in enumerate(free[1:])} - set(free[0])
-    monkeypatch.setattr(generation, "stop_tokens", lambda _: sorted(stops))
+    monkeypatch.setattr(generation, "stop_tokens", lambda *_: sorted(stops))
 
 
 def _ids(loaded, attached, prompt):
@@ -77,7 +78,7 @@ def test_reports_count_rows_as_they_leave(loaded, prompts, monkeypatch):
     with attach(loaded.model, method, prefill="compressed") as attached:
         stop, other = (_ids(loaded, attached, prompt) for prompt in (same[0], same[2]))
         last = next(token for place, token in enumerate(stop) if 2 < place < 12 and token not in other + stop[:place])
-        monkeypatch.setattr(generation, "stop_tokens", lambda _: [last])
+        monkeypatch.setattr(generation, "stop_tokens", lambda *_: [last])
         _, report = generate_answers(loaded, attached, same, 24)
         alone = [generate_answers(loaded, attached, [prompt], 24)[1] for prompt in same]
     for field in dataclasses.fields(report):
@@ -96,12 +97,26 @@ def test_reports_do_not_charge_rows_that_left_for_longer_ones(loaded, monkeypatc
     with attach(loaded.model, build_parsed("kivi:residual=32"), prefill="compressed") as attached:
         stop, other = (_ids(loaded, attached, prompt) for prompt in (long, short))
         last = next(token for place, token in enumerate(stop) if place < 12 and token not in other + stop[:place])
-        monkeypatch.setattr(generation, "stop_tokens", lambda _: [last])
+        monkeypatch.setattr(generation, "stop_tokens", lambda *_: [last])
         _, report = generate_answers(loaded, attached, [long, short], 24)
         alone = [generate_answers(loaded, attached, [prompt], 24)[1] for prompt in (long, short)]
     assert 0 <= report.reserved <= report.parts["unused"]
     assert report.bytes - report.reserved == sum(one.bytes - one.reserved for one in alone)
     assert (report.tokens, report.numbers) == (sum(one.tokens for one in alone), sum(one.numbers for one in alone))
+
+
+def test_stop_strings_that_are_special_tokens_end_answers(loaded, prompts):
+    """Answers are decoded without special tokens, where such a string would not be found."""
+    with attach(loaded.model, build_parsed("fp16")) as attached:
+        ids = _ids(loaded, attached, prompts[0])
+        place, token = next((place, one) for place, one in enumerate(ids) if place > 3 and one not in ids[:place])
+        special = dataclasses.replace(loaded, tokenizer=copy.deepcopy(loaded.tokenizer))
+        stop = special.tokenizer.convert_ids_to_tokens(token)
+        special.tokenizer.add_special_tokens({"additional_special_tokens": [stop]})
+        assert special.tokenizer.convert_tokens_to_ids(stop) == token
+        [free], [answer] = (generate_answers(special, attached, prompts[:1], 24, [*stops])[0] for stops in ("", [stop]))
+    assert free.tokens == 24 and answer.tokens == place + 1
+    assert answer.text == special.tokenizer.decode(ids[:place])
 
 
 def test_stop_strings_end_rows_too(loaded, prompts, rows):

@@ -1,13 +1,19 @@
 """RULER samples: length, contents, references, and what they depend on."""
 
+import json
 import re
 from collections import Counter
 
 import pytest
 
 from kvq_cli.errors import UsageError
-from kvq_cli.evaluation.ruler.tasks import TASKS
-from kvq_cli.reference import prompts
+from kvq_cli.evaluation.ruler.families import Sources
+from kvq_cli.evaluation.ruler.haystack import Haystack
+from kvq_cli.evaluation.ruler.questions import question_source
+from kvq_cli.evaluation.ruler.samples import RulerSamples
+from kvq_cli.evaluation.ruler.tasks import TASKS, ruler_task
+from kvq_cli.evaluation.ruler.templates import select_templates
+from kvq_cli.reference import prompts, prose
 
 REFERENCE_512 = [(name, 512, "reference") for name in TASKS]
 STANDARD_2048 = [(name, 2048, "standard") for name in TASKS]
@@ -89,7 +95,7 @@ def test_common_words_are_the_most_common(make_samples, context, often, seldom):
 def test_common_words_with_rulers_prompts_are_an_error_where_rulers_list_does_not_fit(make_samples, context):
     """RULER itself never ends there."""
     with pytest.raises(UsageError, match=f"--context {context} is too short for cwe"):
-        make_samples("cwe", context, "standard").check()
+        make_samples("cwe", context, "standard").check(1)
 
 
 @pytest.mark.parametrize(
@@ -170,9 +176,30 @@ def test_needles_are_at_all_depths(make_samples):
 )
 def test_too_short_context_error_names_a_sufficient_length(make_samples, name, wording):
     with pytest.raises(UsageError, match=rf"--context 256 is too short for {name}.*--context (\d+) or more") as raised:
-        make_samples(name, 256, wording).check()
+        make_samples(name, 256, wording).check(2)
     enough = int(re.search(r"pass --context (\d+)", str(raised.value))[1])
-    make_samples(name, enough, wording).check()
+    make_samples(name, enough, wording).check(20)
+
+
+def test_samples_that_need_more_than_the_first_are_refused(tokenizer, tmp_path):
+    """Each question brings its own passage."""
+    paragraphs = []
+    for name, words in (("one", 20), ("two", 900)):
+        question = {"id": name, "question": f"What is {name}?", "answers": [{"text": "water"}]}
+        paragraphs.append({"context": " ".join(["water"] * words), "qas": [question]})
+    path = tmp_path / "squad.json"
+    path.write_text(json.dumps({"data": [{"title": "t", "paragraphs": paragraphs}]}))
+    own = Sources(Haystack(prose("evaluation"), "prose"), question_source([path], 0))
+    samples = RulerSamples(ruler_task("qa_1"), 512, tokenizer, select_templates("standard", ""), own, 0)
+    long = next(index for index in range(2) if "two?" in samples._draw(samples._family.min_size(index), index)[0].text)
+    if long == 1:
+        samples.check(1)
+    with pytest.raises(
+        UsageError, match=rf"--context 512 is too short for qa_1: sample {long} needs at least"
+    ) as raised:
+        samples.check(2)
+    enough = int(re.search(r"pass --context (\d+)", str(raised.value))[1])
+    RulerSamples(ruler_task("qa_1"), enough, tokenizer, select_templates("standard", ""), own, 0).check(2)
 
 
 def test_chat_template(tokenizer, sources):

@@ -92,7 +92,7 @@ def test_runs_with_other_settings_are_not_mixed(run, tmp_path, kvq, fails):
 
 def _forget(document):
     """As versions wrote it that named neither."""
-    del document["config"]["results"], document["config"]["weights"]
+    del document["config"]["results"], document["config"]["weights"], document["config"]["resume_keys"]
 
 
 @pytest.mark.parametrize(
@@ -100,11 +100,12 @@ def _forget(document):
     [
         lambda document: document["config"].update(results=document["config"]["results"] - 1),
         lambda document: document["config"].update(weights="others"),
+        lambda document: document["config"]["resume_keys"]["perplexity-96"].update(windows_sha256="others"),
         lambda document: document["versions"].update(perplexity=1),
         lambda document: document.update(kvq_version="0.2.0"),
         _forget,
     ],
-    ids=["results", "weights", "evaluation", "kvq", "no version"],
+    ids=["results", "weights", "text", "evaluation", "kvq", "no version"],
 )
 def test_older_numbers_of_more_samples_are_not_shown(run, tmp_path, kvq, change):
     run([build("fp16"), KIVI[32]], 4)

@@ -1,5 +1,6 @@
 """Sample logs: resume, incomplete and damaged lines, separation by key."""
 
+import errno
 import json
 import os
 
@@ -49,6 +50,27 @@ def test_log_with_incomplete_key_starts_anew(tmp_path):
     again.append([{"index": 0, "score": 1.0}])
     assert json.loads(again.path.read_text().splitlines()[0]) == {"key": KEY}
     assert list(SampleLog(tmp_path, "vt-512", KEY).records) == [0]
+
+
+def test_runs_without_file_locks_lose_no_record(tmp_path, monkeypatch):
+    """On a file system without locks, another run may append between this one's reading and its writing."""
+
+    def no_locks(*_):
+        raise OSError(errno.ENOSYS, "no locks")
+
+    monkeypatch.setattr("fcntl.lockf", no_locks)
+    logs = [SampleLog(tmp_path, "vt-512", KEY) for _ in range(2)]
+    refresh, order = SampleLog.refresh, [0]
+
+    def interleaved(log):
+        incomplete = refresh(log)
+        if log is logs[0] and order:
+            logs[1].append([{"index": order.pop(), "score": 1.0}])
+        return incomplete
+
+    monkeypatch.setattr(SampleLog, "refresh", interleaved)
+    logs[0].append([{"index": 1, "score": 0.5}])
+    assert read_records(logs[0].path) == {0: {"index": 0, "score": 1.0}, 1: {"index": 1, "score": 0.5}}
 
 
 def test_log_file_depends_on_settings(tmp_path):

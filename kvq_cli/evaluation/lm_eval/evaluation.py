@@ -29,6 +29,7 @@ from kvq_cli.evaluation.lm_eval.model import (
     check_greedy,
     max_prompt_tokens,
     mean_cache_record,
+    stop_strings,
 )
 from kvq_cli.evaluation.lm_eval.task_groups import PREFIX
 from kvq_cli.evaluation.lm_eval.tasks import first_line, seeded, silence
@@ -111,8 +112,9 @@ class LmEvalEvaluation(Evaluation):
         }
         first = json.dumps(documents[0], default=str) if chat else _text(self._requests[0][0])
         # Records count the padding of their batch.
-        self.resume_key = prompt_key(loaded, first, chat) | ({"batch_size": batch_size} if batch_size else {})
-        if self.work.decoded and self.batch_size > 1:
+        stops = stop_strings(task.config.generation_kwargs or {})
+        self.resume_key = prompt_key(loaded, first, chat, stops) | ({"batch_size": batch_size} if batch_size else {})
+        if self.work.decoded and batch_size != 1:  # whatever the batch size is: it depends on the limit
             self.resume_key["rows"] = "leave at once"  # records count rows when they leave their batch
         if task.config.num_fewshot and getattr(task, "fewshot_instead_of", None):
             self.config["note"] = (
@@ -239,7 +241,7 @@ class LmEvalEvaluation(Evaluation):
 
     def metrics(self, records: Sequence[Record]) -> dict[str, float | None]:
         metrics: dict[str, float | None] = {}
-        for name in records[0]["scores"]:
+        for name in dict.fromkeys(name for record in records for name in record["scores"]):  # may differ by document
             metric, _, filter_name = name.partition(",")
             values = [record["scores"][name] for record in records if name in record["scores"]]
             aggregate = self._task.aggregation().get(metric, mean)

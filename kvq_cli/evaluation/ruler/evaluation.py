@@ -57,7 +57,7 @@ class RulerEvaluation(Evaluation):
         self.available = self._samples.count
         self.count = min(limit or SAMPLES, self.available or limit or SAMPLES)
         self.batch_size = batch_size or default_batch_size(context)
-        self._samples.check()
+        self._samples.check(self.count)
         self.work = Work(prompt=context - task.max_new_tokens, decoded=task.max_new_tokens)
         self.config = {
             "task": task.name,

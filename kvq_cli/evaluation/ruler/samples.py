@@ -66,9 +66,14 @@ class RulerSamples:
         """Number of samples; None if they are generated without end."""
         return self._family.count
 
-    def check(self) -> None:
-        """Raise UsageError if the task does not fit the context length, before anything is evaluated."""
+    def check(self, count: int) -> None:
+        """Raise UsageError if one of the first `count` samples does not fit the context length, before anything is
+        evaluated."""
         _ = self._typical_size
+        if self.count is None and self._smallest(0) <= 0.8 * self.context:
+            return  # generated samples differ by a few tokens; questions bring their own passages
+        largest = max(range(count), key=self._smallest)
+        self._require(self._family.min_size(largest), largest)
 
     def __getitem__(self, index: int) -> RulerSample:
         """Generate sample `index`. UsageError if its smallest size does not fit the context length."""
@@ -130,6 +135,10 @@ class RulerSamples:
     def _tokens(self, size: int, index: int) -> int:
         """Tokens of the prompt of a sample of this size and of its answer."""
         return len(self._encode(self._draw(size, index)[0])) + self.task.max_new_tokens
+
+    def _smallest(self, index: int) -> int:
+        """Tokens that sample `index` needs at least."""
+        return self._tokens(self._family.min_size(index), index)
 
     def _prompt_text(self, prompt: Prompt) -> str:
         if not self._chat:

@@ -14,6 +14,7 @@ from run_records import without_run
 from kvq_cli.attention.attach import attach
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.evaluation.compared_methods import compared_methods
+from kvq_cli.evaluation.lm_eval import evaluation as evaluation_module
 from kvq_cli.evaluation.lm_eval.evaluation import LmEvalEvaluation
 from kvq_cli.evaluation.lm_eval.model import AttachedLM
 from kvq_cli.evaluation.lm_eval.tasks import load_tasks, silence
@@ -272,6 +273,26 @@ def test_resume_key_has_tokenizer_template_stop_tokens_and_batch_size(loaded, ta
     monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", [1, 7])
     keys.append(key())
     assert len({json.dumps(one) for one in keys}) == len(keys)
+
+
+def test_batch_sizes_by_length_do_not_change_the_resume_key(loaded, tasks, data_dir, monkeypatch):
+    """Without `--batch-size`, it depends on the longest prompt within the limit."""
+
+    def evaluation(tokens):
+        monkeypatch.setattr(evaluation_module, "CHARACTERS_PER_TOKEN", tokens)
+        (task,) = load_tasks([tasks["sums"]], data_dir)
+        return LmEvalEvaluation(task, loaded, seed=0, limit=1, prefill="compressed")
+
+    several, one = evaluation(4), evaluation(0.01)
+    assert several.batch_size > one.batch_size == 1 and several.resume_key == one.resume_key
+
+
+def test_metrics_that_some_documents_lack_are_reported(loaded, tasks, data_dir):
+    (task,) = load_tasks([tasks["sums"]], data_dir)
+    one = LmEvalEvaluation(task, loaded, seed=0, limit=2, prefill="compressed")
+    records = [{"scores": {"acc,none": 1.0, "0_acc,none": 1.0}}, {"scores": {"acc,none": 0.0, "1_acc,none": 0.5}}]
+    metrics = one.metrics(records)
+    assert (metrics["acc,none"], metrics["0_acc,none"], metrics["1_acc,none"]) == (0.5, 1.0, 0.5)
 
 
 def test_batch_size_of_one_measures_each_prompt_alone_after_a_larger_batch(run, whole, tasks, tmp_path):
