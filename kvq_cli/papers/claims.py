@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from kvq_cli.benchmarking.kernels.performance_targets import compare_with_targets, load_gpu_results
+from kvq_cli.evaluation.paired import Difference
 from kvq_cli.evaluation.tabulate import tabulate
 from kvq_cli.methods.registry import build_parsed
+from kvq_cli.papers.pairs import row_difference
 from kvq_cli.papers.published import value as published_value
 from kvq_cli.papers.run import GPU_RESULTS, JUDGED, state
 from kvq_cli.papers.settings import Effect, Sweep, load_sweep
@@ -20,7 +22,7 @@ from kvq_cli.papers.side_by_side import row_labels
 from kvq_cli.papers.targets import REFERENCE, ROOT, Target, target, targets
 
 HOLDS, FAILS, NOT_MEASURED, HARDWARE = "holds", "does not hold", "not measured", "needs hardware"
-#: The check is true, but proves little: see `Claim.chance`.
+#: The check is true, but proves little: see `Claim.chance` and `Claim.paired`.
 BY_CHANCE = "holds?"
 
 
@@ -37,6 +39,8 @@ class Claim:
     gpu: bool = False
     why: str | Mapping[str, str] = ""
     chance: Mapping[str, str] = field(default_factory=dict)
+    paired: Sequence[Sequence[str]] = ()
+    beside: Sequence[Sequence[str]] = ()
     tried: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def reason(self, model: str) -> str:
@@ -57,11 +61,12 @@ class Claim:
 @dataclass(frozen=True)
 class Verdict:
     """Whether a claim holds. state: HOLDS, BY_CHANCE, FAILS, NOT_MEASURED or HARDWARE; numbers: every result that its
-    check read, by name."""
+    check read, by name; differences: of the claim's pairs, by name, as far as their scores are here."""
 
     claim: Claim
     state: str
     numbers: Mapping[str, float | bool | Sequence[float]] = field(default_factory=dict)
+    differences: Mapping[str, Difference] = field(default_factory=dict)
 
 
 class _MissingResult(Exception):
@@ -79,28 +84,46 @@ def claims() -> tuple[Claim, ...]:
 
 def judge(claim: Claim, model: str, root: Path = ROOT) -> Verdict:
     """Whether a claim holds, according to a model's result files below `root`."""
-    results = _Results(model, root)
+    results = _Results(model, root, named=len(claim.targets) > 1)
     try:
         # eval: checks come from claims.yaml in this package, never from a user.
         holds = eval(compile(claim.check, claim.claim, "eval"), results.functions())
     except _MissingResult:
         return Verdict(claim, HARDWARE if claim.gpu else NOT_MEASURED, results.read)
-    state = (BY_CHANCE if model in claim.chance else HOLDS) if holds else FAILS
-    return Verdict(claim, state, results.read)
+    paired, beside = (_differences(claim, pairs, model, root) for pairs in (claim.paired, claim.beside))
+    doubtful = model in claim.chance or not all(each.differs for each in paired.values())
+    return Verdict(claim, (BY_CHANCE if doubtful else HOLDS) if holds else FAILS, results.read, paired | beside)
+
+
+def _differences(claim: Claim, pairs: Sequence[Sequence[str]], model: str, root: Path) -> dict[str, Difference]:
+    found = {}
+    for name, row, other, metric in pairs:
+        if (difference := row_difference(name, model, row, other, metric, root)) is not None:
+            where = f"{name}: " if len(claim.targets) > 1 else ""
+            found[f"{where}{row} - {other}, {metric}"] = difference
+    return found
 
 
 class _Results:
     """The functions that a check may call. Every result that they return is recorded in `read`."""
 
-    def __init__(self, model: str, root: Path) -> None:
-        self._model, self._root = model, root
+    def __init__(self, model: str, root: Path, named: bool = False) -> None:
+        self._model, self._root, self._named = model, root, named
         self.read: dict[str, Any] = {}
 
     def functions(self) -> dict[str, Any]:
         """Name -> function, as the comment at the top of claims.yaml lists them."""
         methods = (self.kvq, self.study, self.number, self.counted, self.published, self.gpu, self.calibrates)
         by_name = {method.__name__: method for method in methods}
-        return by_name | {"mean": _mean, "share": lambda conditions: _mean(map(bool, conditions))}
+        return (
+            by_name
+            | {
+                "mean": _mean,
+                "share": lambda conditions: _mean(map(bool, conditions)),
+                "all": lambda conditions: all(list(conditions)),  # reads every result, so that all are recorded
+                "rising": lambda *values: all(a < b for a, b in zip(values, values[1:], strict=False)),
+            }
+        )
 
     def kvq(self, name: str, row: str, column: str = "perplexity") -> float:
         evaluated = target(name)
@@ -117,7 +140,7 @@ class _Results:
         value = table.column(column)[labels[row]].value
         if value is None:
             raise _MissingResult
-        return self._record(f"{row} {column}", value)
+        return self._record(f"{name}: {row} {column}" if self._named else f"{row} {column}", value)
 
     def study(self, name: str, column: str, **at: Any) -> list[Any]:
         document = self._study(name)

@@ -11,9 +11,10 @@ from typing import Any
 
 from kvq_cli import __version__
 from kvq_cli.evaluation.formats import markdown
+from kvq_cli.evaluation.paired import interval
 from kvq_cli.papers.claims import BY_CHANCE, FAILS, HARDWARE, HOLDS, NOT_MEASURED, Verdict, claims, judge
 from kvq_cli.papers.run import JUDGED, OLDER, state
-from kvq_cli.papers.settings import Effect, Sweep
+from kvq_cli.papers.settings import AtEqualBits, Effect, Sweep
 from kvq_cli.papers.side_by_side import side_by_side
 from kvq_cli.papers.targets import REFERENCE, ROOT, SMOLLM2, Target, target, targets
 
@@ -65,9 +66,13 @@ UNKNOWN = "not found yet"
 STATES = (HOLDS, BY_CHANCE, FAILS, NOT_MEASURED, HARDWARE)
 #: The paragraph below the table of counts.
 VERDICTS = (
-    "A verdict compares numbers, mostly means over windows or answers, without an interval: `holds?` marks checks that "
-    "are true although a paired interval (COMPARISON.md, SETTINGS.md) includes zero, or although the methods take "
-    "unequal bits. Calibrated methods also vary with the rounding of their calibration (COMPARISON.md says how much)."
+    "A verdict compares means over windows or answers. `holds?` marks checks that are true although the 95 % interval "
+    "of a paired difference includes zero, or although a claim about methods of equal bits was measured at unequal "
+    "ones. *Paired* lists these differences: loss and KL in nats per token, scores in points, a star where the "
+    "interval excludes zero. *Measured* lists what other settings are worth: their KL and measured bits, and the "
+    "change of KL at equal bits, from the line through the defaults at two numbers of bits, in windows of 1,024 tokens "
+    "(short contexts) and with the bits of 32,768 tokens (long contexts). Calibrated methods also vary with the "
+    "rounding of their calibration (COMPARISON.md says how much)."
 )
 #: The paragraph above the table of rankings.
 RANKINGS = (
@@ -141,8 +146,10 @@ def _counts(verdicts: Mapping[str, Sequence[Verdict]]) -> list[list[Any]]:
 def _reason(verdict: Verdict, model: str, root: Path) -> str:
     claim = verdict.claim
     doubtful = verdict.state == BY_CHANCE
-    reason = claim.chance[model] if doubtful else claim.reason(model) or UNKNOWN
+    reason = claim.chance.get(model, "a paired interval includes zero") if doubtful else claim.reason(model) or UNKNOWN
     text = f"- **{claim.paper}, {claim.source}**: {claim.claim} *{'But' if doubtful else 'Why'}*: {reason}."
+    if verdict.differences:
+        text += f" *Paired*: {'; '.join(f'{name} {interval(each)}' for name, each in verdict.differences.items())}."
     measured = [_setting(sweep, effect) for sweep, effect in claim.measured_reasons(model, root)]
     return f"{text} *Measured* ([SETTINGS.md](SETTINGS.md)): {'; '.join(measured)}." if measured else text
 
@@ -150,11 +157,19 @@ def _reason(verdict: Verdict, model: str, root: Path) -> str:
 def _setting(sweep: Sweep, effect: Effect) -> str:
     """What an option's value is worth beside the default: bits, KL and the verdict at equal bits."""
     row, default = effect.measured, effect.default
-    mean, low, high = (f"{100 * value:+.0f}" for value in effect.judged.relative)
+    if effect.short.verdict == effect.long.verdict:
+        found = _at_equal_bits(effect.judged)
+    else:
+        found = f"short contexts {_at_equal_bits(effect.short)}; long contexts {_at_equal_bits(effect.long)}"
     return (
         f"{sweep.method} `{row.change}`: KL {row.mean_kl:.3g} with {row.bits:.3g} bits, {default.mean_kl:.3g} with "
-        f"{default.bits:.3g} by default ({effect.verdict}: {mean} %, 95 %: {low} to {high})"
+        f"{default.bits:.3g} by default ({found})"
     )
+
+
+def _at_equal_bits(effect: AtEqualBits) -> str:
+    mean, low, high = (f"{100 * value:+.0f}" for value in effect.relative)
+    return f"{effect.verdict}: {mean} %, 95 %: {low} to {high}"
 
 
 def _row(verdicts: Sequence[Verdict]) -> list[str]:
@@ -166,7 +181,8 @@ def _row(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 def _numbers(verdict: Verdict) -> str:
-    return "<br>".join(f"{name}: {_formatted(value)}" for name, value in verdict.numbers.items())
+    numbers = [f"{name}: {_formatted(value)}" for name, value in verdict.numbers.items()]
+    return "<br>".join(numbers + [f"{name}: {interval(each)}" for name, each in verdict.differences.items()])
 
 
 def _formatted(value: Any) -> str:

@@ -9,31 +9,29 @@ from pathlib import Path
 from typing import Any
 
 from kvq_cli.evaluation.formats import markdown, with_best
-from kvq_cli.evaluation.paired import CAPTION, difference_table, differences, interval, sample_scores
+from kvq_cli.evaluation.paired import CAPTION, difference_table, differences, interval
 from kvq_cli.evaluation.plot import DIVERGENCE, divergence, plot_comparison
 from kvq_cli.evaluation.tabulate import EXACT, Table, tabulate
 from kvq_cli.files import write_json, write_text
-from kvq_cli.papers.compact import compact_text
 from kvq_cli.papers.goals import METHOD, goals_table
+from kvq_cli.papers.scores import write_scores
 from kvq_cli.papers.side_by_side import Agreement, SideBySide, side_by_side
 from kvq_cli.papers.targets import Target
 
 TABLE, DIFFERENCES, CLAIMS = "table.md", "differences.json", "claims.md"
 GOALS, PARETO = "goals.md", "pareto.png"
-#: Scores of each window, of targets that sweep options.
-WINDOWS = "windows.json"
 
 
 def write_report(target: Target, model: str, folder: Path) -> None:
-    """Write `table.md` and `differences.json` from the target's `comparison.json`; for a target with `pairs`, also
-    `claims.md`: whether the method that a paper calls better has the lower perplexity. For a target with `goals`:
-    `goals.md`, and `pareto.png`, KL over measured bits. For a sweep of options: `windows.json`, the scores of each
-    window, by label and metric."""
+    """Write `table.md`, `differences.json` and `scores.json` from the target's `comparison.json`; for a target with
+    `pairs`, also `claims.md`: whether the method that a paper calls better has the lower perplexity. For a target with
+    `goals`: `goals.md`, and `pareto.png`, KL over measured bits."""
     methods = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))["methods"]
     baseline = next((label for label in methods if label != EXACT), next(iter(methods)))
     by_method = differences(folder, methods, baseline)
     by_label = {label: {name: asdict(each) for name, each in row.items()} for label, row in by_method.items()}
     write_json(folder / DIFFERENCES, {"baseline": baseline, "methods": by_label})
+    write_scores(folder, methods)
     table = tabulate(methods)
     parts = [f"# {target.id}", f"{target.paper}: {target.what}, on {model}.", target.note]
     parts += ["Best of the compressed caches in bold; mean ± standard error.", ""]
@@ -46,8 +44,6 @@ def write_report(target: Target, model: str, folder: Path) -> None:
         write_text(folder / GOALS, markdown(*goals_table(methods)) + "\n")
         if any(divergence(document) is not None for document in methods.values()):
             plot_comparison({"methods": methods}, folder / PARETO, only=[DIVERGENCE], bold=METHOD)
-    if target.sweep:
-        write_text(folder / WINDOWS, compact_text(window_scores(folder, methods)))
     if by_method:
         parts += [f"## Differences to {baseline}", f"{CAPTION}.", markdown(*difference_table(by_method))]
     write_text(folder / TABLE, "\n\n".join(part for part in parts if part) + "\n")
@@ -75,19 +71,6 @@ def claims_table(
         verdict = ("yes" if loss.mean < 0 else "no") + ("" if loss.differs else "?")
         rows.append([paper, better, than, *both, interval(loss), verdict])
     return columns, rows
-
-
-def window_scores(folder: Path, methods: Mapping[str, Mapping]) -> dict[str, dict[str, list[float]]]:
-    """Losses and KL divergences of each text's windows, in nats per token, by label and metric, in the order of the
-    windows."""
-    return {
-        label: {
-            metric: list(scores.values())
-            for metric, scores in sample_scores(folder, methods, label).items()
-            if all(isinstance(index, int) for index in scores)
-        }
-        for label in methods
-    }
 
 
 def agreement_table(agreements: list[Agreement]) -> tuple[list[str], list[list[Any]]]:

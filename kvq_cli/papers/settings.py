@@ -17,8 +17,8 @@ from kvq_cli.evaluation.perplexity import PERPLEXITY
 from kvq_cli.evaluation.plot import measured_bits
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.methods.registry import build_parsed, from_config, to_config
-from kvq_cli.papers.report import WINDOWS
 from kvq_cli.papers.run import JUDGED, state
+from kvq_cli.papers.scores import read_scores
 from kvq_cli.papers.targets import ROOT, Target
 
 #: Verdicts on a setting beside the default.
@@ -146,11 +146,10 @@ def load_sweep(target: Target, model: str, root: Path = ROOT) -> Sweep | None:
     other options, inputs or artifacts than the target's."""
     if state(target, model, root) not in JUDGED:
         return None
-    try:
-        methods = json.loads(target.result(model, root).read_text(encoding="utf-8"))["methods"]
-        windows = json.loads((target.folder(model, root) / WINDOWS).read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    windows = read_scores(target.folder(model, root))
+    if windows is None:
         return None
+    methods = json.loads(target.result(model, root).read_text(encoding="utf-8"))["methods"]
     labels = [(to_config(from_config(document["config"]["method"])), label) for label, document in methods.items()]
     rows, missing = [], []
     for change, text in target.rows(model).items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,9 @@ from kvq_cli.files import write_json
 from kvq_cli.methods.registry import build_parsed, to_config
 from kvq_cli.papers.claims import BY_CHANCE, FAILS, HARDWARE, HOLDS, NOT_MEASURED, Claim, claims, judge
 from kvq_cli.papers.page import page_text
+from kvq_cli.papers.pairs import KL, LOSS, SCORE
 from kvq_cli.papers.run import DONE, PARTLY, RECORD, TO_DO, current_record, state
+from kvq_cli.papers.scores import SCORES
 from kvq_cli.papers.studies.study import studies
 from kvq_cli.papers.targets import MEASURED, REFERENCE, SMOLLM2, target, targets
 
@@ -110,6 +113,50 @@ def test_a_doubt_is_of_one_model_and_of_checks_that_are_true(check, state):
     entry = claim(check, chance={REFERENCE: "an interval includes zero"})
     assert judge(entry, REFERENCE).state == state
     assert judge(entry, SMOLLM2).state == (HOLDS if state == BY_CHANCE else FAILS)
+
+
+SINKS = ("w/ sink compression", "w/o sink compression")
+
+
+@pytest.mark.parametrize(
+    ("losses", "expected"),
+    [
+        ([[3.0, 3.5, 2.5], [2.0, 2.25, 1.5]], HOLDS),
+        ([[3.0, 2.0, 2.5], [2.0, 2.25, 1.5]], BY_CHANCE),  # mean 0.583, 95 %: -1.21 to 2.38
+        (None, HOLDS),  # results of an earlier version have no scores
+    ],
+)
+def test_a_paired_interval_that_includes_zero_makes_a_true_check_doubtful(result, losses, expected):
+    entry = replace(LOWER, targets=["table-temporalkv-4"], paired=[("table-temporalkv-4", *SINKS, "loss")])
+    root = result("table-temporalkv-4", comparison("table-temporalkv-4", [9.0, 5.0]))
+    if losses:
+        names = "perplexity_a-96 loss", "perplexity_b-96 loss", "perplexity_a-96 KL"
+        scores = [dict(zip(names, (one[:2], one[2:], one[:1]), strict=True)) for one in losses]
+        folder = target("table-temporalkv-4").folder(REFERENCE, root)
+        write_json(folder / SCORES, dict(zip(("m0", "m1"), scores, strict=True)))
+    verdict = judge(entry, REFERENCE, root)
+    assert verdict.state == expected
+    assert judge(replace(entry, paired=[], beside=entry.paired), REFERENCE, root).state == HOLDS
+    if losses:
+        [(name, difference)] = verdict.differences.items()
+        assert name == "w/ sink compression - w/o sink compression, loss" and difference.samples == 3
+        assert difference.mean == pytest.approx(sum(a - b for a, b in zip(*losses, strict=True)) / 3)
+        assert difference.differs == (expected == HOLDS)
+
+
+def test_pairs_are_rows_of_the_claims_targets():
+    for entry in claims():
+        for name, *rows, metric in (*entry.paired, *entry.beside):
+            assert name in entry.targets and metric in (LOSS, KL, SCORE)
+            assert set(rows) <= set(target(name).rows(SMOLLM2)), (name, rows)
+
+
+def test_checks_read_every_result(result):
+    """The page shows all numbers, also those behind the first comparison that fails."""
+    root = result("table-temporalkv-4", comparison("table-temporalkv-4", [9.0, 5.0]))
+    rows = ", ".join(map(repr, SINKS))
+    check = f'all(kvq("table-temporalkv-4", row) > 100 for row in ({rows})) or rising(3, 2)'
+    assert len(judge(claim(check), REFERENCE, root).numbers) == 2
 
 
 def test_every_doubt_is_of_a_measured_model():

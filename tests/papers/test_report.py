@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from kvq_cli.evaluation.tabulate import tabulate
 from kvq_cli.papers.report import claims_table
+from kvq_cli.papers.scores import read_scores, write_scores
 from kvq_cli.papers.targets import target
 
 
@@ -21,6 +22,16 @@ def evaluated(folder, label, losses):
         "samples": {"perplexity-10": f"{label}.jsonl"},
         "n-samples": {"perplexity": {"effective": len(losses)}},
     }
+
+
+def test_scores_of_each_window_are_written(tmp_path):
+    methods = {name: evaluated(tmp_path, name, at) for name, at in {"a": [0.5, 0.75], "b": [1.5, 1.75]}.items()}
+    write_scores(tmp_path, methods)
+    assert read_scores(tmp_path) == {
+        "a": {"perplexity-10 loss": [0.5, 0.75], "perplexity-10 KL": [0.05, 0.075]},
+        "b": {"perplexity-10 loss": [1.5, 1.75], "perplexity-10 KL": [0.15, 0.175]},
+    }
+    assert read_scores(tmp_path / "nothing") is None
 
 
 def test_pairs_with_a_method_that_was_left_out_are_left_out(tmp_path):

@@ -13,8 +13,8 @@ from kvq_cli.files import write_json
 from kvq_cli.methods.registry import build_parsed, method_names, to_config
 from kvq_cli.papers.claims import claims
 from kvq_cli.papers.page import page_text
-from kvq_cli.papers.report import WINDOWS
 from kvq_cli.papers.run import RECORD, current_record
+from kvq_cli.papers.scores import SCORES
 from kvq_cli.papers.settings import BETTER, CHANCE, SAVES, WORSE, Measured, at_equal_bits, effect, load_sweep
 from kvq_cli.papers.targets import REFERENCE, SMOLLM2, target, targets
 
@@ -90,7 +90,7 @@ def write_sweep(name, root, bits, kl):
             windows[row] = {"perplexity-64 KL": kl[row], "perplexity-64 loss": kl[row]}
     folder = entry.folder(REFERENCE, root)
     write_json(entry.result(REFERENCE, root), {"methods": methods})
-    write_json(folder / WINDOWS, windows)
+    write_json(folder / SCORES, windows)
     write_json(folder / RECORD, current_record(entry, REFERENCE))
 
 
@@ -139,7 +139,7 @@ def test_measured_settings_are_printed_beside_the_reason_of_a_claim_that_fails(t
     }
     write_json(entry.result(REFERENCE, tmp_path), {"methods": methods})
     write_json(entry.folder(REFERENCE, tmp_path) / RECORD, current_record(entry, REFERENCE))
-    assert "*Measured*" not in page_text([REFERENCE], tmp_path)
+    assert "*Measured* ([SETTINGS.md]" not in page_text([REFERENCE], tmp_path)
     kl = {"2 bits": [0.4, 0.2, 0.3], "3 bits": [0.1, 0.05, 0.1], "mode=symmetric": [0.36, 0.18, 0.27]}
     write_sweep("settings-innerq", tmp_path, dict.fromkeys(kl, 2.0) | {"3 bits": 3.0}, kl)
     lines = [line for line in page_text([REFERENCE], tmp_path).splitlines() if "*Measured*" in line]

@@ -38,8 +38,11 @@ the papers; `kvq methods NAME` lists the settings that are better.
 - *difference* is that of KL to the default, window by window, with its 95 % confidence interval (Student's t).
 - *at equal bits* is KL beside the default's, as the geometric mean of the windows' ratios, less 100 %, with its
   interval. A setting with more bits, or with fewer bits and a higher KL, is compared with the defaults at its own bits
-  instead: in each window, on the line through the defaults at two numbers of bits, in the logarithm of KL.
+  instead: in each window, on the line through the defaults at two numbers of bits, in the logarithm of KL. Outside of
+  these two numbers of bits the line is extended: the sign counts there, not the percentage.
   *at {long:,}* does the same with the bits of the long context.
+- Outliers take 0.3 bits at 32,768 tokens, and more in a window of 1,024: with them, up to 31 tokens wait in full
+  precision until they fill a block of 32.
 - A verdict needs an interval without zero. **better**: lower KL with no more bits, or lower than the defaults would
   have with as many; then the interval of the difference has to exclude zero, too. *saves bits*: a higher KL, but lower
   than the defaults would have with as few. *worse*: higher. Exact windows cost many bits in a short context and few
