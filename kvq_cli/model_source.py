@@ -50,8 +50,14 @@ class ModelSource:
             os.chdir(self.folder)
         loaded = load_model(self.name, self.device, self.dtype, trust_remote_code=self.trust_remote_code)
         found = ModelSource.of(loaded)
-        for what in ("device", "dtype", "revision", "weights", "software"):
-            here, sent = getattr(found, what), getattr(self, what)
+        compared = {
+            "device": (found.device, self.device),
+            "dtype": (found.dtype, self.dtype),
+            "revision": (found.revision, self.revision),
+            "weights": (found.weights, self.weights),
+            "software": (found.software, self.software),
+        }
+        for what, (here, sent) in compared.items():
             if here != sent:
                 raise KvqError(f"--model {self.name}: a worker has another {what}: {here} instead of {sent}")
         return loaded

@@ -40,7 +40,7 @@ def test_results_and_records_are_those_of_one_process(kvq, tmp_path, monkeypatch
     begun = [result.stderr.index(f"{name}: $ kvq eval") for name in NAMES]
     assert max(begun) < min(result.stderr.index(f"{name}: decode attention") for name in NAMES)
     one, two = (
-        {path: content.replace(b"two/", b"one/") for path, content in contents(tmp_path / name).items()}
+        {path: [line.replace(b"two/", b"one/") for line in own] for path, own in contents(tmp_path / name).items()}
         for name in ("one", "two")
     )
     assert list(one) == list(two) and any(path.endswith(".jsonl") for path in one)
