@@ -21,7 +21,7 @@ class NotFiniteError(KvqError):
 
 
 class WorkerDiedError(KvqError):
-    """Workers of a cluster died with a task, again and again. Finished steps are kept."""
+    """The workers of a task died, each time that it was repeated (exit code 1). Finished steps are kept."""
 
 
 class UsageError(KvqError):

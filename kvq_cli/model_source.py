@@ -59,5 +59,8 @@ class ModelSource:
         }
         for what, (here, sent) in compared.items():
             if here != sent:
-                raise KvqError(f"--model {self.name}: a worker has another {what}: {here} instead of {sent}")
+                raise KvqError(
+                    f"--model {self.name}: a worker has another {what}: {here} instead of {sent}: "
+                    "use the same model and versions on all machines"
+                )
         return loaded

@@ -9,7 +9,7 @@ the same bits as in a pass of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -75,13 +75,16 @@ class SharedPrompts:
     @contextmanager
     def used_by(self, attached: Attached) -> Iterator[None]:
         """Inside the block, the model's first pass over an empty cache of `attached` is recorded, or taken from the
-        record of a pass with the same inputs."""
-        if not self._room:
-            try:
+        record of a pass with the same inputs; behind it, the method's newest cache is freed."""
+        shared = replaced_forward(attached.model, self._shared(attached)) if self._room else nullcontext()
+        try:
+            with shared:
                 yield
-            finally:
-                attached.forget_cache()
-            return
+        finally:
+            attached.forget_cache()  # while the other methods run
+
+    def _shared(self, attached: Attached) -> Callable[..., Any]:
+        """The model's `forward`, which records a first pass over an empty cache of `attached` or reads its record."""
         plain = attached.model.forward
 
         @wraps(plain)
@@ -98,11 +101,7 @@ class SharedPrompts:
                     return self._record(plain, cache, inputs)
             return plain(input_ids, *args, **kwargs)
 
-        try:
-            with replaced_forward(attached.model, forward):
-                yield
-        finally:
-            attached.forget_cache()  # while the other methods run
+        return forward
 
     def _bytes(self, ids: Tensor) -> int:
         """Bytes of the tensors that are recorded of a pass over `ids` `[batch, columns]`."""

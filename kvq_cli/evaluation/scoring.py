@@ -15,6 +15,12 @@ from kvq_cli.attention.attach import Attached
 from kvq_cli.cache.report import CacheReport
 
 
+def prompt_and_decoded(context: Sequence[int], continuation: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The tokens that a row's prompt has, and those decoded behind it, as `continuation_logits` says."""
+    prompt = [*(context[:-1] or context)]
+    return prompt, [*context[len(prompt) :], *continuation[:-1]]
+
+
 @torch.inference_mode()
 def continuation_logits(
     attached: Attached, contexts: Sequence[Sequence[int]], continuations: Sequence[Sequence[int]]
@@ -27,11 +33,8 @@ def continuation_logits(
     """
     if not all(contexts) or not all(continuations):
         raise ValueError("a context or a continuation has no tokens")
-    prompts = [context[:-1] or context for context in contexts]
-    decoded = [
-        [*context[len(prompt) :], *continuation[:-1]]
-        for context, prompt, continuation in zip(contexts, prompts, continuations, strict=True)
-    ]
+    rows = [prompt_and_decoded(*row) for row in zip(contexts, continuations, strict=True)]
+    prompts, decoded = [prompt for prompt, _ in rows], [tokens for _, tokens in rows]
     longest, columns = max(map(len, prompts)), max(map(len, decoded))
     model, cache = attached.model, attached.new_cache(longest + columns)
     ids = torch.tensor(
@@ -58,13 +61,13 @@ def continuation_logits(
     logits = run(0, longest, 1)
     if columns:
         with attached.one_by_one():
-            scored = run(longest, longest + columns, 0)
+            behind = run(longest, longest + columns, 0)
         # The prompt's logits predict the continuation of a context of one token alone; joining copies all logits.
         alone = any(len(context) == 1 for context in contexts)
-        logits = torch.cat([logits, scored], dim=1) if alone else scored
+        logits = torch.cat([logits, behind], dim=1) if alone else behind
     first = logits.shape[1] - columns  # column of the logits that follow the first decoded token
-    rows = [
+    scored = [
         row[first + len(tokens) - len(continuation) : first + len(tokens)]
         for row, tokens, continuation in zip(logits, decoded, continuations, strict=True)
     ]
-    return rows, attached.report(cache)
+    return scored, attached.report(cache)

@@ -14,7 +14,7 @@ from kvq_cli.benchmarking.kernels.performance_targets import compare_with_target
 from kvq_cli.evaluation.paired import Difference
 from kvq_cli.evaluation.tabulate import tabulate
 from kvq_cli.methods.registry import build_parsed
-from kvq_cli.papers.pairs import row_difference
+from kvq_cli.papers.pairs import Pair
 from kvq_cli.papers.published import value as published_value
 from kvq_cli.papers.run import GPU_RESULTS, JUDGED, state
 from kvq_cli.papers.settings import Effect, Sweep, load_sweep
@@ -39,8 +39,8 @@ class Claim:
     gpu: bool = False
     why: str | Mapping[str, str] = ""
     chance: Mapping[str, str] = field(default_factory=dict)
-    paired: Sequence[Sequence[str]] = ()
-    beside: Sequence[Sequence[str]] = ()
+    paired: Sequence[Pair] = ()
+    beside: Sequence[Pair] = ()
     tried: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
     def reason(self, model: str) -> str:
@@ -79,7 +79,14 @@ def claims() -> tuple[Claim, ...]:
     import yaml
 
     document = yaml.safe_load(files(__package__).joinpath("claims.yaml").read_text(encoding="utf-8"))
-    return tuple(Claim(**entry) for entry in document["claims"])
+    return tuple(map(_claim, document["claims"]))
+
+
+def _claim(entry: Mapping[str, Any]) -> Claim:
+    pairs: dict[str, Any] = {
+        name: [Pair(*pair) for pair in entry[name]] for name in ("paired", "beside") if name in entry
+    }
+    return Claim(**{**entry, **pairs})
 
 
 def judge(claim: Claim, model: str, root: Path = ROOT) -> Verdict:
@@ -90,18 +97,14 @@ def judge(claim: Claim, model: str, root: Path = ROOT) -> Verdict:
         holds = eval(compile(claim.check, claim.claim, "eval"), results.functions())
     except _MissingResult:
         return Verdict(claim, HARDWARE if claim.gpu else NOT_MEASURED, results.read)
-    paired, beside = (_differences(claim, pairs, model, root) for pairs in (claim.paired, claim.beside))
-    doubtful = model in claim.chance or not all(each.differs for each in paired.values())
-    return Verdict(claim, (BY_CHANCE if doubtful else HOLDS) if holds else FAILS, results.read, paired | beside)
-
-
-def _differences(claim: Claim, pairs: Sequence[Sequence[str]], model: str, root: Path) -> dict[str, Difference]:
-    found = {}
-    for name, row, other, metric in pairs:
-        if (difference := row_difference(name, model, row, other, metric, root)) is not None:
-            where = f"{name}: " if len(claim.targets) > 1 else ""
-            found[f"{where}{row} - {other}, {metric}"] = difference
-    return found
+    doubtful = model in claim.chance
+    differences: dict[str, Difference] = {}
+    for pair in (*claim.paired, *claim.beside):
+        if (difference := pair.difference(model, root)) is not None:
+            where = f"{pair.target}: " if len(claim.targets) > 1 else ""
+            differences[f"{where}{pair.row} - {pair.other}, {pair.metric}"] = difference
+            doubtful |= pair in claim.paired and not pair.favors(difference)
+    return Verdict(claim, (BY_CHANCE if doubtful else HOLDS) if holds else FAILS, results.read, differences)
 
 
 class _Results:
@@ -115,15 +118,12 @@ class _Results:
         """Name -> function, as the comment at the top of claims.yaml lists them."""
         methods = (self.kvq, self.study, self.number, self.counted, self.published, self.gpu, self.calibrates)
         by_name = {method.__name__: method for method in methods}
-        return (
-            by_name
-            | {
-                "mean": _mean,
-                "share": lambda conditions: _mean(map(bool, conditions)),
-                "all": lambda conditions: all(list(conditions)),  # reads every result, so that all are recorded
-                "rising": lambda *values: all(a < b for a, b in zip(values, values[1:], strict=False)),
-            }
-        )
+        return by_name | {
+            "mean": _mean,
+            "share": lambda conditions: _mean(map(bool, conditions)),
+            "all": lambda conditions: all(list(conditions)),  # reads every result, so that all are recorded
+            "rising": lambda *values: list(values) == sorted(set(values)),
+        }
 
     def kvq(self, name: str, row: str, column: str = "perplexity") -> float:
         evaluated = target(name)

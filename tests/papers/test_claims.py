@@ -12,7 +12,7 @@ from kvq_cli.files import write_json
 from kvq_cli.methods.registry import build_parsed, to_config
 from kvq_cli.papers.claims import BY_CHANCE, FAILS, HARDWARE, HOLDS, NOT_MEASURED, Claim, claims, judge
 from kvq_cli.papers.page import page_text
-from kvq_cli.papers.pairs import KL, LOSS, SCORE
+from kvq_cli.papers.pairs import KL, LOSS, SCORE, Pair
 from kvq_cli.papers.run import DONE, PARTLY, RECORD, TO_DO, current_record, state
 from kvq_cli.papers.scores import SCORES
 from kvq_cli.papers.studies.study import studies
@@ -121,13 +121,14 @@ SINKS = ("w/ sink compression", "w/o sink compression")
 @pytest.mark.parametrize(
     ("losses", "expected"),
     [
-        ([[3.0, 3.5, 2.5], [2.0, 2.25, 1.5]], HOLDS),
-        ([[3.0, 2.0, 2.5], [2.0, 2.25, 1.5]], BY_CHANCE),  # mean 0.583, 95 %: -1.21 to 2.38
+        ([[2.0, 2.25, 1.5], [3.0, 3.5, 2.5]], HOLDS),
+        ([[2.0, 2.25, 1.5], [3.0, 2.0, 2.5]], BY_CHANCE),  # mean -0.583, 95 %: -2.38 to 1.21
+        ([[3.0, 3.5, 2.5], [2.0, 2.25, 1.5]], BY_CHANCE),  # the row that is to be better is worse
         (None, HOLDS),  # results of an earlier version have no scores
     ],
 )
-def test_a_paired_interval_that_includes_zero_makes_a_true_check_doubtful(result, losses, expected):
-    entry = replace(LOWER, targets=["table-temporalkv-4"], paired=[("table-temporalkv-4", *SINKS, "loss")])
+def test_a_paired_interval_that_does_not_favor_the_row_makes_a_true_check_doubtful(result, losses, expected):
+    entry = replace(LOWER, targets=["table-temporalkv-4"], paired=[Pair("table-temporalkv-4", *SINKS, LOSS)])
     root = result("table-temporalkv-4", comparison("table-temporalkv-4", [9.0, 5.0]))
     if losses:
         names = "perplexity_a-96 loss", "perplexity_b-96 loss", "perplexity_a-96 KL"
@@ -141,14 +142,26 @@ def test_a_paired_interval_that_includes_zero_makes_a_true_check_doubtful(result
         [(name, difference)] = verdict.differences.items()
         assert name == "w/ sink compression - w/o sink compression, loss" and difference.samples == 3
         assert difference.mean == pytest.approx(sum(a - b for a, b in zip(*losses, strict=True)) / 3)
-        assert difference.differs == (expected == HOLDS)
+
+
+def test_scores_favor_the_higher_row_and_pair_answers_of_the_same_tasks(result):
+    root = result("table-temporalkv-4", comparison("table-temporalkv-4", [9.0, 5.0]))
+    file = target("table-temporalkv-4").folder(REFERENCE, root) / SCORES
+    pair = Pair("table-temporalkv-4", *SINKS, SCORE)
+    first, second = {"vt-512": [100, 50, 75], "cwe-512": [60]}, {"vt-512": [10, 0, 20], "cwe-512": [10]}
+    write_json(file, {"m0": {**first, "perplexity-96 loss": [1.0]}, "m1": second})
+    difference = pair.difference(REFERENCE, root)
+    assert difference.samples == 4 and difference.mean == 61.25 and pair.favors(difference)
+    assert not replace(pair, metric=KL).favors(difference)
+    write_json(file, {"m0": first, "m1": {"vt-512": [10, 0], "cwe-512": [20, 10]}})
+    assert pair.difference(REFERENCE, root) is None
 
 
 def test_pairs_are_rows_of_the_claims_targets():
     for entry in claims():
-        for name, *rows, metric in (*entry.paired, *entry.beside):
-            assert name in entry.targets and metric in (LOSS, KL, SCORE)
-            assert set(rows) <= set(target(name).rows(SMOLLM2)), (name, rows)
+        for pair in (*entry.paired, *entry.beside):
+            assert pair.target in entry.targets and pair.metric in (LOSS, KL, SCORE)
+            assert {pair.row, pair.other} <= set(target(pair.target).rows(SMOLLM2)), pair
 
 
 def test_checks_read_every_result(result):

@@ -111,8 +111,8 @@ class LmEvalEvaluation(Evaluation):
             "examples_sha256": _digest(task.sampler.df) if task.config.num_fewshot else None,
         }
         first = json.dumps(documents[0], default=str) if chat else _text(self._requests[0][0])
-        # Records count the padding of their batch.
         stops = stop_strings(task.config.generation_kwargs or {})
+        # Records count the padding of their batch.
         self.resume_key = prompt_key(loaded, first, chat, stops) | ({"batch_size": batch_size} if batch_size else {})
         if self.work.decoded and batch_size != 1:  # whatever the batch size is: it depends on the limit
             self.resume_key["rows"] = "leave at once"  # records count rows when they leave their batch

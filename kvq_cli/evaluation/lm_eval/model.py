@@ -20,7 +20,7 @@ from kvq_cli.evaluation.base import cache_record, mean_packed_bits
 from kvq_cli.evaluation.chat_template import chat_prompt
 from kvq_cli.evaluation.divergence import rows_per_chunk
 from kvq_cli.evaluation.generation import generate_answers
-from kvq_cli.evaluation.scoring import continuation_logits
+from kvq_cli.evaluation.scoring import continuation_logits, prompt_and_decoded
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from kvq_cli.models import LoadedModel
 
 T = TypeVar("T")
-Tokens = tuple[int, ...]
+Row = tuple[Sequence[int], Sequence[int]]
 
 TRUNCATIONS = ("left", "middle")
 DEFAULT_NEW_TOKENS = 256
@@ -114,19 +114,19 @@ class AttachedLM(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """`(ln p(continuation | context), whether it is the greedy continuation)` of `(key, context, continuation)`."""
         # Continuations that differ in their last token alone, such as the letters of a multiple choice, share a pass.
-        sharing: dict[tuple[Tokens, Tokens], list[tuple[int, list[int]]]] = {}
+        sharing: dict[tuple[tuple[int, ...], tuple[int, ...]], list[tuple[int, list[int]]]] = {}
         for index, (_key, context, continuation) in enumerate(requests):
             scored = continuation[-self.max_length :]
             kept = context[max(0, len(context) + len(scored) - self.max_length - 1) :]
             sharing.setdefault((tuple(kept), tuple(scored[:-1])), []).append((index, scored))
         scores: dict[int, tuple[float, bool]] = {}
-        longest_first = sorted(sharing, key=lambda tokens: len(tokens[0]) + len(tokens[1]), reverse=True)
-        for batch in _fitting_batches(longest_first, self.batch_size, self.loaded.context):
-            members = [sharing[tokens] for tokens in batch]
-            contexts, continuations = [context for context, _ in batch], [sharers[0][1] for sharers in members]
-            rows, report = continuation_logits(self.attached, contexts, continuations)
+        rows = [(context, sharers[0][1]) for (context, _), sharers in sharing.items()]
+        rows.sort(key=lambda row: len(row[0]) + len(row[1]), reverse=True)
+        for batch in _fitting_batches(rows, self.batch_size, self.loaded.context):
+            members = [sharing[tuple(context), tuple(scored[:-1])] for context, scored in batch]
+            logits_of_rows, report = continuation_logits(self.attached, *zip(*batch, strict=True))
             self._keep_record(report, len(batch))
-            for sharers, logits in zip(members, rows, strict=True):
+            for sharers, logits in zip(members, logits_of_rows, strict=True):
                 for index, scored in sharers:
                     scores[index] = _score(logits, scored)
                     if requests[index][0] is not None:  # None: a window of a longer text, not a request
@@ -234,22 +234,19 @@ def stop_strings(options: Mapping[str, Any]) -> list[str]:
     return [stop for stop in ([until] if isinstance(until, str) else until) if stop]
 
 
-def _fitting_batches(
-    rows: Iterable[tuple[Tokens, Tokens]], size: int, context: int
-) -> Iterator[list[tuple[Tokens, Tokens]]]:
-    """Batches of at most `size` rows that have at most `context` tokens with the padding of `continuation_logits`.
+def _fitting_batches(rows: Iterable[Row], size: int, context: int) -> Iterator[list[Row]]:
+    """Batches of at most `size` rows, with at most `context` tokens, the padding of `continuation_logits` included.
 
-    rows: tokens of a context, and those of its continuation but the last one, which is not decoded.
+    rows: `(context, continuation)`.
     """
-    batch: list[tuple[Tokens, Tokens]] = []
-    padded = (0, 0)
+    batch: list[Row] = []
+    padded = 0, 0
     for row in rows:
-        prompt = max(1, len(row[0]) - 1)
-        own = prompt, len(row[0]) - prompt + len(row[1])
-        wider = max(padded[0], own[0]), max(padded[1], own[1])
+        prompt, decoded = map(len, prompt_and_decoded(*row))
+        wider = max(padded[0], prompt), max(padded[1], decoded)
         if batch and (len(batch) == size or sum(wider) > context):
             yield batch
-            batch, wider = [], own
+            batch, wider = [], (prompt, decoded)
         batch.append(row)
         padded = wider
     if batch:
