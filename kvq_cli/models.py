@@ -5,7 +5,7 @@ torch and transformers are imported inside the functions, so that importing this
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,12 +118,18 @@ def _load_tokenizer(name: str, source: str, local: bool, trust_remote_code: bool
 
 @contextmanager
 def _loading(name: str, part: str = "") -> Iterator[None]:
-    """Raise KvqError for errors of transformers and safetensors about missing, truncated or malformed files."""
+    """Raise KvqError for errors of transformers, safetensors and torch.load about missing, truncated or malformed
+    files."""
+    from pickle import UnpicklingError
+
     from safetensors import SafetensorError
 
+    malformed = (OSError, ValueError, KeyError, TypeError, ImportError, EOFError, SafetensorError, UnpicklingError)
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, ImportError, SafetensorError) as error:
+    except (*malformed, RuntimeError) as error:
+        if not isinstance(error, malformed) and "PytorchStreamReader" not in str(error):
+            raise
         reason = f"{part}{_first_line(error)}"
         raise _code_refused(name, error) or KvqError(f"cannot load the model {name!r}: {reason}") from error
 
@@ -136,6 +142,21 @@ def _code_refused(name: str, error: BaseException) -> KvqError | None:
         f"--model {name}: loading it would run Python code that comes with it; read that code, and pass "
         "--trust-remote-code if you trust it"
     )
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """The number of token ids that have an embedding; a tokenizer may have more."""
+    return int(model.config.get_text_config().vocab_size)
+
+
+def check_token_ids(model: PreTrainedModel, rows: Iterable[Sequence[int]]) -> None:
+    """KvqError for a token id without embedding, which ends a process on a GPU."""
+    size, largest = vocabulary(model), max((max(row) for row in rows if row), default=0)
+    if largest >= size:
+        raise KvqError(
+            f"the tokenizer gave token id {largest:,}, the model has {size:,} embeddings: the tokenizer is not the "
+            "model's, or tokens were added to it and not to the model"
+        )
 
 
 def model_shape(model: PreTrainedModel) -> ModelShape:

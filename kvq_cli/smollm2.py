@@ -103,6 +103,8 @@ def _convert(source: Path, folder: Path) -> None:
     except (OSError, ValueError, ImportError, RuntimeError) as error:
         raise KvqError(f"--model smollm2: transformers cannot read {source.name} ({error}): {INSTALL}") from error
     say(f"1/2: weights read, {time.monotonic() - start:.0f} s elapsed")
+    for left in folder.parent.glob(f".{folder.name}.*"):  # by a process that was killed here, under the same lock
+        shutil.rmtree(left, ignore_errors=True)
     partial = Path(mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
         model.save_pretrained(partial)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import shutil
 
 import pytest
 import torch
@@ -97,6 +98,23 @@ def test_the_conversion_says_where_it_is(monkeypatch, tmp_path, capsys):
         "kvq: converting SmolLM2-135M-Instruct, 1/2: weights read, 12 s elapsed",
         f"kvq: converting SmolLM2-135M-Instruct, 2/2: written to {folder}, 15 s elapsed",
     ]
+
+
+def test_a_conversion_removes_what_killed_ones_left(monkeypatch, tmp_path):
+    class Saved:
+        def save_pretrained(self, folder):
+            (folder / "config.json").write_text("{}")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(smollm2, "_model_file", lambda: tmp_path / "any.gguf")
+    monkeypatch.setattr(smollm2, "_read", lambda source: (Saved(), Saved()))
+    folder = smollm2.model_folder()
+    shutil.rmtree(folder)
+    left = folder.parent / f".{folder.name}.killed"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    assert smollm2.model_folder() == folder
+    assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name, f"{folder.name}.lock"]
 
 
 @needs_package

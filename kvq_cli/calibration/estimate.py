@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from kvq_cli.calibration import loss
+from kvq_cli.calibration.free_memory import free_bytes
 from kvq_cli.calibration.plan import AnyPlan, CapturePlan, FactorPlan, MixedPlan, TransformPlan, WhitenedPlan
 from kvq_cli.calibration.settings import CalibrationSettings
 from kvq_cli.methods.base import CodebookSpec, ModelShape, TransformSpec, stream_spec
@@ -30,7 +31,7 @@ def checkpointed_layers(loaded: LoadedModel, seqlen: int) -> int:
     """How many layers' activations are computed again in the backward pass over `seqlen` tokens, so that activations
     take at most half of the free memory, on a CPU also at most 384 MiB."""
     device, layers = loaded.model.device, loaded.shape.layers
-    limit = _free_bytes(device) // 2
+    limit = free_bytes(device) // 2
     if device.type == "cpu":
         limit = min(limit, _MAX_CPU_ACTIVATIONS)
     return next((n for n in range(layers) if activation_bytes(loaded, seqlen, n) <= limit), layers)
@@ -89,7 +90,7 @@ def _workers(device: torch.device, bytes_per_task: int) -> int:
     """On a CPU, one worker per torch thread, as far as free memory allows; on a GPU, one."""
     if device.type != "cpu":
         return 1
-    return max(1, min(torch.get_num_threads(), _free_bytes(device) // (2 * bytes_per_task)))
+    return max(1, min(torch.get_num_threads(), free_bytes(device) // (2 * bytes_per_task)))
 
 
 def dry_run_report(plan: AnyPlan) -> dict[str, Any]:
@@ -203,12 +204,3 @@ def _resident_bytes(loaded: LoadedModel) -> int:
         return pages * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError):  # not known on this system
         return weights
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):  # not known on this system
-        return 8 << 30

@@ -40,6 +40,7 @@ from kvq_cli.data.texts import sampled_windows
 from kvq_cli.distributed import Workers
 from kvq_cli.errors import KvqError, WorkerDiedError
 from kvq_cli.methods.base import LowRankSpec
+from kvq_cli.models import check_token_ids
 
 #: Windows of text that PALU's sums are written after: a resumed run reads fewer again. The sums of Llama-3.1-8B take
 #: 270 MB.
@@ -237,7 +238,7 @@ def _capture_here(plan: CapturePlan, sampled: SampleCapture, captures: WorkFolde
             for _ in run_parallel(run_sample, batch, workers):
                 done += 1
                 yield done
-            captures.write_json("captured", {"samples": done})
+            captures.count_samples(done)
 
 
 def _capture_on(
@@ -249,7 +250,7 @@ def _capture_on(
             _write_sample(captures, sample, *captured)
         if sample == done:  # after Ctrl-C, the samples that arrive have gaps
             done += 1
-            captures.write_json("captured", {"samples": done})
+            captures.count_samples(done)
             yield done
 
 
@@ -266,6 +267,7 @@ def _windows(plan: CapturePlan | WhitenedPlan, captures: WorkFolder, progress: P
             settings, loaded = plan.settings, plan.loaded
             sizes = (settings.seqlen, settings.samples, settings.seed)
             windows = sampled_windows(loaded.model, loaded.tokenizer, *sizes)
+        check_token_ids(plan.loaded.model, windows.tolist())
         captures.write_tensors("windows", {"windows": windows})
     progress("read text", 1, 1)
     return captures.read_tensors("windows")["windows"]

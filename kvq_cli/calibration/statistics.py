@@ -27,11 +27,14 @@ def outlier_thresholds(x: Tensor, outliers: float) -> tuple[Tensor, Tensor]:
     """Lower and upper outlier thresholds of each channel, `[kv_heads, head_dim]` float32 each.
 
     These are the quantiles outliers / 2 and 1 - outliers / 2: 0.005 and 0.995 for outliers=0.01.
-    x: `[samples, tokens, kv_heads, head_dim]`.
+    x: `[samples, tokens, kv_heads, head_dim]`. Takes a float32 copy of one head at a time.
     """
-    channels = x.flatten(0, 1).float().flatten(1).T.contiguous().cpu().numpy()
-    low, high = np.quantile(channels, [outliers / 2, 1 - outliers / 2], axis=1)
-    lower, upper = (torch.from_numpy(q).to(x.device, torch.float32).view(x.shape[2:]) for q in (low, high))
+    levels = [outliers / 2, 1 - outliers / 2]
+    lower, upper = x.new_empty(2, *x.shape[2:], dtype=torch.float32)
+    for head in range(x.shape[2]):
+        channels = x[:, :, head].flatten(0, 1).float().T.contiguous().cpu().numpy()
+        low, high = np.quantile(channels, levels, axis=1, overwrite_input=True)
+        lower[head], upper[head] = torch.from_numpy(low), torch.from_numpy(high)
     return lower, upper
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from kvq_cli.artifact.format import write_synced
@@ -110,8 +111,8 @@ class WorkFolder:
         path = self.path / f"{name}.safetensors"
         try:
             return safetensors.torch.load(path.read_bytes())
-        except OSError as error:
-            raise KvqError(f"cannot read {path} ({error.strerror}): {self._start_over}") from error
+        except (OSError, SafetensorError) as error:
+            raise KvqError(f"cannot read {path} ({error}): {self._start_over}") from error
 
     def has_tensors(self, name: str) -> bool:
         """Whether `<name>.safetensors` was written."""
@@ -127,14 +128,26 @@ class WorkFolder:
             file.seek(index * data.nbytes)
             file.write(data)
 
+    def count_samples(self, done: int) -> None:
+        """Write `captured.json`: samples 0 to `done` - 1 are complete, on the disk too, before it says so."""
+        with _write_errors(self.path):
+            for path in self.path.glob("*.bf16"):
+                with open(path, "rb") as file:
+                    os.fsync(file.fileno())
+        self.write_json("captured", {"samples": done})
+
     def read_samples(self, name: str, shape: tuple[int, ...], start: int = 0) -> Tensor:
         """Samples `start` to `start + shape[0] - 1` of `<name>.bf16`, bfloat16 of `shape`."""
         size = torch.Size(shape).numel()
         numbers = torch.empty(shape, dtype=torch.bfloat16)
-        with open(self.path / f"{name}.bf16", "rb") as file:
-            file.seek(2 * start * (size // shape[0]))
-            if file.readinto(numbers.view(torch.uint8).numpy().data) != 2 * size:
-                raise KvqError(f"{self.path / name}.bf16 is shorter than it was written: {self._start_over}")
+        path = self.path / f"{name}.bf16"
+        try:
+            with open(path, "rb") as file:
+                file.seek(2 * start * (size // shape[0]))
+                if file.readinto(numbers.view(torch.uint8).numpy().data) != 2 * size:
+                    raise KvqError(f"{path} is shorter than it was written: {self._start_over}")
+        except OSError as error:
+            raise KvqError(f"cannot read {path} ({error}): {self._start_over}") from error
         return numbers
 
     @property

@@ -22,7 +22,7 @@ OFFLINE = "prose, pydoc, self, or a .txt, .jsonl or .parquet file"
 
 @dataclass(frozen=True)
 class HubDataset:
-    """Where the splits `calibration` and `evaluation` of a dataset are source.
+    """Where the splits `calibration` and `evaluation` of a dataset come from.
 
     arguments: of `datasets.load_dataset`, by split.
     names:     folders of a local copy, see `data.local`.

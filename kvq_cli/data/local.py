@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import zlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -44,7 +45,7 @@ def read_text(path: Path) -> str:
     try:
         with _open_text(path) as file:
             return file.read()
-    except (OSError, UnicodeDecodeError, EOFError, lzma.LZMAError) as error:
+    except (OSError, UnicodeDecodeError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise KvqError(f"cannot read the text of {path}: {error}") from error
 
 

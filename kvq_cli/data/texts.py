@@ -7,9 +7,9 @@ both). The dataset `self` is text sampled from the model: `sampled_windows` give
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections.abc import Callable, Sequence
-from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,7 @@ SELF = "self"
 SPLITS = reference.SPLITS
 C4_SAMPLES = 256
 """Windows of C4 that GPTQ and KVQuant measure perplexity on."""
-#: An upper bound: tokens rarely average more characters. Of a long text, only this much per needed token is tokenized.
+#: Tokens rarely average more characters. Of a long text, only this much per needed token is tokenized at first.
 _CHARACTERS_PER_TOKEN = 8
 
 
@@ -71,8 +71,10 @@ def document_windows(
 ) -> Tensor:
     """Windows within single documents, drawn with replacement as by GPTQ's `get_c4`: int64 `[samples, seqlen]`.
 
-    Raises KvqError where no document is long enough.
+    Raises KvqError where no document is long enough, or there is none.
     """
+    if not documents:
+        raise KvqError("the dataset has no document")
     draw = random.Random(seed)
     short: set[int] = set()
     windows: list[Tensor] = []
@@ -94,7 +96,8 @@ def file_digest(dataset: str) -> str | None:
     path = Path(dataset)
     if dataset in dataset_names() or not path.is_file():
         return None
-    return sha256(path.read_bytes()).hexdigest()
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def text_name(dataset: str) -> str:
@@ -117,9 +120,9 @@ def token_windows(
     Raises KvqError for a text that is too short.
     """
     needed = (samples or 1) * seqlen
-    if samples is not None and len(text) > needed * _CHARACTERS_PER_TOKEN:
-        tokens = _tokens(tokenizer, _excerpt(text, needed * _CHARACTERS_PER_TOKEN, seed))
-    else:
+    excerpt = text if samples is None else _excerpt(text, needed * _CHARACTERS_PER_TOKEN, seed)
+    tokens = _tokens(tokenizer, excerpt)
+    if tokens.numel() < needed and len(excerpt) < len(text):  # its tokens are longer, such as rules of dashes
         tokens = _tokens(tokenizer, text)
     if tokens.numel() < needed:
         wanted = f"{samples} windows of {seqlen}" if samples else f"one window of {seqlen}"
@@ -171,7 +174,9 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
 
 
 def _excerpt(text: str, characters: int, seed: int | None) -> str:
-    """A part of a long text: its beginning, or a random part."""
+    """A part of a long text: its beginning, or a random part; all of a shorter one."""
+    if len(text) <= characters:
+        return text
     start = 0 if seed is None else random.Random(seed).randrange(len(text) - characters + 1)
     return text[start : start + characters]
 

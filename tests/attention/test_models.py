@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import transformers
@@ -54,6 +56,18 @@ def test_missing_weights_are_refused(tiny, tmp_path):
     with pytest.raises(KvqError, match="cannot load the model"):
         load_model(str(tmp_path))
     (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(KvqError, match="cannot load the model"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("left", [0, 100, 20_000])
+def test_truncated_weights_of_torch_save_are_refused(tiny, tmp_path, left):
+    AutoTokenizer.from_pretrained(model_path()).save_pretrained(tmp_path)
+    tiny("llama").save_pretrained(tmp_path)
+    torch.save(load_file(tmp_path / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    load_model(str(tmp_path))
+    os.truncate(tmp_path / "pytorch_model.bin", left)
     with pytest.raises(KvqError, match="cannot load the model"):
         load_model(str(tmp_path))
 

@@ -68,6 +68,20 @@ def test_long_text_is_tokenized_in_part():
     assert any((w == ord("x")).all() for w in drawn) and any((w == ord("y")).all() for w in drawn)
 
 
+def test_text_of_long_tokens_is_tokenized_whole_before_it_is_too_short():
+    class Lines(Letters):
+        """Tokens are whole lines."""
+
+        def __call__(self, text, return_tensors, verbose):
+            return super().__call__("".join(line[0] for line in text.split("\n") if line), return_tensors, verbose)
+
+    text = "\n".join(chr(65 + i % 26) * 80 for i in range(60))
+    windows = token_windows(Lines(), text, 10, samples=4, seed=0)
+    assert {tuple(w) for w in windows.tolist()} <= {tuple(w) for w in token_windows(Lines(), text, 10).tolist()}
+    with pytest.raises(KvqError, match="too short: 61 tokens found, 70 needed"):
+        token_windows(Lines(), text, 10, samples=7)
+
+
 def test_short_text_error_names_tokens_found_and_needed():
     with pytest.raises(KvqError, match="too short: 11 tokens found, 40 needed for 4 windows of 10"):
         token_windows(Letters(), "abcdefghij", 10, samples=4, seed=0)
@@ -95,6 +109,8 @@ def test_document_windows_equal_the_draws_of_gptq():
     assert not found.equal(document_windows(Letters(), documents, seqlen, 30, seed=1))
     with pytest.raises(KvqError, match="none of 40 documents has 100 tokens: take a smaller --seqlen"):
         document_windows(Letters(), documents, 100, 1, seed=0)
+    with pytest.raises(KvqError, match="has no document"):
+        document_windows(Letters(), [], 100, 1, seed=0)
 
 
 def test_local_copies_give_the_rows_of_the_hub(tmp_path):
@@ -175,6 +191,7 @@ def test_parquet_files(tmp_path):
         ("a.txt", b"\xff\xfe\x00", "cannot read the text of .*a.txt"),
         ("a.txt.xz", b"no archive", "cannot read the text of .*a.txt.xz"),
         ("a.txt.gz", b"no archive", "cannot read the text of .*a.txt.gz"),
+        ("a.txt.gz", gzip.compress(b"text", mtime=0)[:10] + b"damaged" * 9, "cannot read the text of .*a.txt.gz"),
         ("a.txt", b" \n ", "a.txt contains no text"),
     ],
 )
