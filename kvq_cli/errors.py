@@ -28,3 +28,10 @@ class UsageError(KvqError):
     """The request is invalid (exit code 2): an unknown method or option, unsupported bits, an empty prompt."""
 
     exit_code = 2
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out, of the GPU or of the machine. On a CPU, PyTorch's allocator raises a RuntimeError."""
+    return (
+        isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
+    )

@@ -6,8 +6,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,13 +88,16 @@ def hash_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def weights_digest(model: PreTrainedModel) -> str:
-    """Hash a model's configuration, and the sums over rows and over columns of the bits of all its weights, by sha256.
+    """Hash a model's configuration, the Python files that came with it (`--trust-remote-code`), and the sums over rows
+    and over columns of the bits of all its weights, by sha256.
 
     Results, captured activations and saved caches depend on all weights; a fingerprint is that of keys and values
     alone. The sums are exact, and computed where the weights are: hashing them all would copy a model from its GPU.
     """
     config = {key: value for key, value in model.config.to_dict().items() if key not in _NOT_HASHED and key[0] != "_"}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
+    for file in _own_code(model):
+        digest.update(f"{file.name}\n".encode() + file.read_bytes())
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
         bits = weight.detach().view(_INTEGERS[weight.element_size()])
@@ -100,3 +105,11 @@ def weights_digest(model: PreTrainedModel) -> str:
         for axis in (0, 1):
             digest.update(bits.sum(axis, dtype=torch.int64).cpu().numpy().data)
     return digest.hexdigest()
+
+
+def _own_code(model: PreTrainedModel) -> list[Path]:
+    """The Python files of a model that is no part of transformers, from its folder in transformers' cache."""
+    module = type(model).__module__
+    if not module.startswith("transformers_modules."):
+        return []
+    return sorted(Path(str(sys.modules[module].__file__)).parent.glob("*.py"))

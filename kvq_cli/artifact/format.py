@@ -27,7 +27,7 @@ from kvq_cli.artifact.fingerprint import Fingerprint, architecture, fingerprint
 from kvq_cli.artifact.schema import CONFIG, check_form, parse_json
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.files import cannot_write, file_size
-from kvq_cli.methods.registry import build, from_config, method_class
+from kvq_cli.methods.registry import from_config, method_class, to_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -80,7 +80,7 @@ class Artifact:
         config = self.method_config
         held = from_config(config)  # older artifacts lack options that were added later
         runtime = {f.name for f in fields(method_class(held.name)) if f.metadata.get("runtime")}
-        wanted = build(held.name, **given)
+        wanted = from_config({**to_config(held), **given})
         changed = {key: getattr(wanted, key) for key in given if getattr(wanted, key) != getattr(held, key)}
         for key, value in changed.items():
             if key not in runtime:

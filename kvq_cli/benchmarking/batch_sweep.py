@@ -24,6 +24,7 @@ from transformers import Cache, PreTrainedModel
 from kvq_cli.benchmarking.baselines import BenchmarkedCache, StepKind
 from kvq_cli.benchmarking.generate import synchronize
 from kvq_cli.benchmarking.machine import PeakMemory
+from kvq_cli.errors import is_out_of_memory
 from kvq_cli.models import model_context
 
 #: Decode steps of a kind before timing starts: the first compiles kernels, the second is captured in a CUDA graph, the
@@ -89,7 +90,9 @@ def _measure_batch(
     case = {"peer": benchmarked.name, "bits": benchmarked.bits, "context": sweep.context, "batch": batch}
     try:
         measured = _decode(model, benchmarked, batch, sweep)
-    except torch.OutOfMemoryError:
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
         measured = {"failed": "out of memory"}
     if model.device.type == "cuda":
         gc.collect()  # the exception's traceback holds tensors

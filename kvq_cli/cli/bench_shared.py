@@ -93,6 +93,8 @@ def resumable_result(out: Output, path: Path, document: dict[str, Any]) -> dict[
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
         different = list(_differences(kept, document))
+        if not isinstance(kept["rows"], list):
+            raise ValueError("it has no rows")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise KvqError(f"--resume: cannot read {path}: {error}") from None
     if not different:

@@ -19,9 +19,10 @@ DEFAULT_BITS = 2
 def best_artifact(loaded: LoadedModel, bits: float) -> tuple[Artifact | None, list[str]]:
     """The artifact of the model in artifacts/MODEL with the lowest calibration error at `bits` bits; None without.
 
-    Also returns a line for each artifact that was skipped: damaged, or calibrated for another model.
+    Also returns a line for each artifact that was skipped: damaged, or calibrated for another model; and one where the
+    others were calibrated on another text, with whose errors its own does not compare.
     """
-    from kvq_cli.artifact import fingerprint, load_artifact
+    from kvq_cli.artifact import fingerprint, load_artifact, read_config
 
     candidates, refused = _by_error(model_artifacts(loaded.name), bits)
     model = fingerprint(loaded.model) if candidates else None
@@ -32,6 +33,12 @@ def best_artifact(loaded: LoadedModel, bits: float) -> tuple[Artifact | None, li
             refused.append(f"skipped artifact: {error}")
             continue
         if artifact.fingerprint == model:
+            others = {other.name for other in candidates if _text(read_config(other)) != _text(artifact.config)}
+            if others:
+                refused.append(
+                    f"chosen by its calibration error: {path.name}; {', '.join(sorted(others))} were calibrated on "
+                    "other text, where errors differ: choose with --artifact"
+                )
             return artifact, refused
         refused.append(f"skipped artifact {path}: its weights are not those of {loaded.name!r}")
     return None, refused
@@ -55,6 +62,12 @@ def _by_error(folder: Path, bits: float) -> tuple[list[Path], list[str]]:
         if measured is not None and config["method"].get("bits") == bits:
             found.append((measured, path))
     return [path for _, path in sorted(found)], refused
+
+
+def _text(config: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What an artifact was calibrated on: dataset, the sha256 of a file, and tokens of a sample."""
+    settings = config.get("calibration", {})
+    return settings.get("dataset"), config.get("inputs", {}).get("text"), settings.get("seqlen")
 
 
 def calibration_error(config: Mapping[str, Any]) -> float | None:

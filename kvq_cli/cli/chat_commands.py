@@ -60,7 +60,7 @@ def status(chat: ChatSession, _argument: str) -> None:
     tokens, context = len(conversation.ids), conversation.generator.loaded.context
     chat.out.text(f"{len(conversation.messages) // 2} turns, {tokens:,} tokens of a context of {context:,}")
     if conversation.system is not None:
-        chat.out.text(f"system message: {escaped(conversation.system)}")
+        chat.out.text(f"system message: {conversation.system}")
     if conversation.cache is not None:
         chat.out.text(cache_line(conversation.generator.attached.report(conversation.cache).to_dict()))
 

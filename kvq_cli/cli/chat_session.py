@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from kvq_cli.cli import chat_commands
 from kvq_cli.cli.conversation import Conversation
-from kvq_cli.cli.failures import explain, is_out_of_memory, one_line
+from kvq_cli.cli.failures import explain, one_line
 from kvq_cli.cli.interrupts import Interrupts
 from kvq_cli.cli.message_input import Message
 from kvq_cli.cli.output import Output, human_bytes
 from kvq_cli.cli.text_generator import check_utf8, write_stdout
-from kvq_cli.errors import KvqError
+from kvq_cli.errors import KvqError, is_out_of_memory
 
 if TYPE_CHECKING:
     from kvq_cli.cli.text_generator import GeneratedText

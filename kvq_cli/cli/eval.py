@@ -312,6 +312,9 @@ def evaluate(
     _print_notes(output, document, folder)
     for label, message in document.get("failed", {}).items():
         output.warn(f"left out: {label}: {message}")
+    for label, result in document["methods"].items():
+        for dataset, what in result["config"].get("seen_texts", {}).items():
+            output.warn(f"{label} was {what}: {dataset}; scores on unseen text are worse: choose another --dataset")
     single = next(iter(document["methods"].values()))
     output.result(single if len(compared) == 1 else document)
 

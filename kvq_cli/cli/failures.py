@@ -6,8 +6,13 @@ import re
 
 import typer
 
-from kvq_cli.errors import KvqError
+from kvq_cli.errors import KvqError, is_out_of_memory
 
+#: No command has all of these options.
+_LESS_MEMORY = (
+    "shorten the context or --seqlen, lower --batch-size or, in generate and chat, set --prefill-chunk; "
+    "`kvq plan` computes which context fits"
+)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -36,14 +41,5 @@ def explain(error: Exception) -> tuple[str, int]:
         where = f"{error.filename}: " if error.filename else ""
         return f"{where}{error.strerror}", 1
     if is_out_of_memory(error):
-        return "out of memory: use a shorter context, a smaller batch, fewer bits or --prefill-chunk", 1
+        return f"out of memory: {_LESS_MEMORY}", 1
     return f"{type(error).__name__}: {error} (KVQ_DEBUG=1 shows the traceback)", 1
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out, of the GPU or of the machine. On a CPU, PyTorch's allocator raises a RuntimeError."""
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or ("allocate memory" in str(error))
-    )

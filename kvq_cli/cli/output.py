@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvq_cli.cli.failures import one_line
+from kvq_cli.cli.failures import escaped, one_line
 from kvq_cli.files import json_text
 from kvq_cli.units import human_bytes as human_bytes  # commands import it with `Output`
 
@@ -36,7 +36,7 @@ class Output:
         """Print a note to stderr, unless --quiet."""
         if not self.quiet:
             # Text and line break in one write: targets of `kvq reproduce` that run together print from two threads.
-            print(f"{text}\n", end="", file=sys.stderr, flush=True)
+            print(f"{escaped(text)}\n", end="", file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
         """Print a warning to stderr, also with --quiet."""
@@ -44,14 +44,14 @@ class Output:
 
     def text(self, text: str) -> None:
         """Print a line of the result to stdout, or to stderr with --json."""
-        print(text, file=sys.stderr if self.as_json else self._stdout, flush=True)
+        print(escaped(text), file=sys.stderr if self.as_json else self._stdout, flush=True)
 
     def prose(self, text: str) -> None:
         """Print sentences of the result as `text` does; on a terminal, lines end between words."""
         from rich.text import Text
 
         console = self.console(stderr=self.as_json)
-        console.print(Text(text), soft_wrap=not console.is_terminal)
+        console.print(Text(escaped(text)), soft_wrap=not console.is_terminal)
 
     def table(
         self,

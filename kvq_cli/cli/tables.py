@@ -6,6 +6,8 @@ import sys
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvq_cli.cli.failures import escaped
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -152,7 +154,7 @@ def _cell(value: Any) -> str:
         return "-"
     if isinstance(value, float):
         return f"{value:.4g}" if abs(value) < 1000 else f"{value:.1f}"
-    return str(value)
+    return escaped(str(value))
 
 
 def _is_number(value: Any) -> bool:

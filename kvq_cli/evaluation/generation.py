@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvq_cli.models import check_token_ids, vocabulary
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -48,7 +50,10 @@ def generate_answers(
     """
     model, tokenizer = loaded.model, loaded.tokenizer
     stops = stop_tokens(loaded, stop_strings)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0]
+    check_token_ids(model, prompts)
+    pad = tokenizer.pad_token_id
+    if pad is None or pad >= vocabulary(model):  # a pad token that was added to the tokenizer alone
+        pad = (stops or [0])[0]
     # Neighbouring rows of equal length are computed together.
     rows = torch.tensor(sorted(range(len(prompts)), key=lambda row: len(prompts[row])))
     batch = [prompts[row] for row in rows]

@@ -22,6 +22,7 @@ from kvq_cli.attention.shared_prompts import SharedPrompts
 from kvq_cli.evaluation.base import Evaluation, Record, Work, cache_record, mean_and_stderr, named_failure
 from kvq_cli.evaluation.divergence import divergence
 from kvq_cli.evaluation.scoring import continuation_logits
+from kvq_cli.models import check_token_ids
 
 if TYPE_CHECKING:
     from kvq_cli.attention.attach import Attached
@@ -112,6 +113,7 @@ class PerplexityEvaluation(Evaluation):
     @torch.inference_mode()
     def reference_logits(self, loaded: LoadedModel, index: int) -> Tensor:
         """Logits `[scored tokens + 1, vocabulary]` of the uncompressed model, from the prompt's last token on."""
+        check_token_ids(loaded.model, self._windows[index : index + 1].tolist())
         ids = self._windows[index : index + 1].to(loaded.model.device)
         return loaded.model(ids, use_cache=False, logits_to_keep=self.length - self._prompt_tokens + 1).logits[0]
 

@@ -13,17 +13,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq_cli import RESULTS, __version__
+from kvq_cli.artifact import Artifact
 from kvq_cli.artifact.fingerprint import fingerprint, weights_digest
 from kvq_cli.attention.attach import Attached, attach
 from kvq_cli.distributed import Workers
 from kvq_cli.errors import KvqError, NotFiniteError
 from kvq_cli.evaluation.base import ComparedMethod, Evaluation, Record
 from kvq_cli.evaluation.estimate import estimate
+from kvq_cli.evaluation.perplexity import PERPLEXITY
 from kvq_cli.evaluation.remote import RemoteEvaluation, Unit
 from kvq_cli.evaluation.runs import save_run
 from kvq_cli.evaluation.sample_log import SampleLog, log_name
+from kvq_cli.evaluation.seen_texts import seen_texts
 from kvq_cli.evaluation.settings import EvaluationSettings, build_evaluations
 from kvq_cli.evaluation.summary import comparison_document
+from kvq_cli.model_source import library_versions
 
 if TYPE_CHECKING:
     from kvq_cli.models import LoadedModel
@@ -70,7 +74,7 @@ def evaluate(
     model["dtype"] = str(loaded.model.dtype).removeprefix("torch.")
     if loaded.trust_remote_code:  # only then: samples of all other models keep their keys
         model["trust_remote_code"] = True
-    state = {"results": RESULTS, "weights": weights_digest(loaded.model)}
+    state = {"results": RESULTS, "weights": weights_digest(loaded.model), "libraries": library_versions()}
     finished = {"kvq": __version__, "model": model, **state}
     evaluations = build_evaluations(settings, loaded, overall)
     for unread in _unread_options(evaluations):
@@ -123,12 +127,18 @@ def evaluate(
     for method in methods:
         results = document["methods"][method.label]
         results["config"] |= state | {"backend": attached[method.label].backend.summary, "folder": method.folder}
+        if PERPLEXITY in settings.tasks and (seen := _seen_texts(method, settings.datasets)):
+            results["config"]["seen_texts"] = seen
         results["config"]["resume_keys"] = {each.name: dict(each.resume_key) for each in evaluations}
         results["samples"] = {each.name: relpath(logs[method.label, each.name].path, out) for each in evaluations}
     if failed:
         document["failed"] = {label: str(error) for label, error in failed.items()}
     save_run(out, document, command, started)
     return document
+
+
+def _seen_texts(method: ComparedMethod, datasets: Sequence[str]) -> dict[str, str]:
+    return seen_texts(method.attachable.config, datasets) if isinstance(method.attachable, Artifact) else {}
 
 
 def _unread_options(evaluations: Sequence[Evaluation]) -> Iterator[str]:

@@ -157,15 +157,25 @@ def read_methods(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
         methods = {file.parent.resolve().name: document} if file.name == RESULTS else document["methods"]
         methods = {label: one for label, one in methods.items() if one["results"] and one["config"]["method"]}
         failed = {str(label): str(error) for label, error in document.get("failed", {}).items()}
+        complete = bool(methods) and all(map(_is_complete, methods.values()))
     except OSError as error:
         raise KvqError(f"{file}: {error.strerror or error}; give the folder that `kvq eval` wrote to") from None
     except ValueError as error:
-        raise KvqError(f"{file}: not JSON ({error}); run the evaluation again") from None
+        raise KvqError(f"{file}: not JSON ({error}); delete it, and run the evaluation again") from None
     except (KeyError, TypeError, AttributeError):
-        methods = {}
-    if not methods:
-        raise KvqError(f"{file}: not the result of an evaluation; run it again")
+        complete = False
+    if not complete:
+        raise KvqError(f"{file}: not the result of an evaluation; delete it, and run the evaluation again")
     return methods, failed
+
+
+def _is_complete(document: Mapping[str, Any]) -> bool:
+    """Whether a method's document has what tables and pages read; KeyError, TypeError or AttributeError where not."""
+    return (
+        all(isinstance(document[key], dict) for key in ("n-samples", "higher_is_better", "cache"))
+        and all(isinstance(each["effective"], int) for each in document["n-samples"].values())
+        and isinstance(document["config"]["method"]["name"], str)
+    )
 
 
 def _run(path: Path) -> Run:
@@ -228,8 +238,9 @@ def _settings(document: Mapping[str, Any]) -> str:
 
 
 def _computed(document: Mapping[str, Any]) -> str:
-    """How the attention of a method was computed; a run may compute each of its methods on another backend."""
-    return str(document["config"].get("backend"))
+    """What computed a method's results: the backend of its attention, which may differ between the methods of a run,
+    the kind of device and the libraries' versions."""
+    return digest({key: document["config"].get(key) for key in ("backend", "device", "libraries")})
 
 
 def _configuration(document: Mapping[str, Any]) -> str:

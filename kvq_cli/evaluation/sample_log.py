@@ -111,7 +111,7 @@ class SampleLog:
             self._file = None
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Append the records of finished samples; they are on disk when this returns."""
+        """Append the records of finished samples. They outlive this process, not a power cut."""
         lines = [json.dumps(record, ensure_ascii=False) for record in records]
         with nullcontext() if self._file is not None else self, self._writing():
             self._write(*lines)

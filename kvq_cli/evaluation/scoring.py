@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvq_cli.attention.attach import Attached
 from kvq_cli.cache.report import CacheReport
+from kvq_cli.models import check_token_ids
 
 
 def prompt_and_decoded(context: Sequence[int], continuation: Sequence[int]) -> tuple[list[int], list[int]]:
@@ -29,10 +30,12 @@ def continuation_logits(
 
     contexts, continuations: token ids of each row, of any lengths. The prompt is the context without its last token,
     which is decoded with the continuation: every logit comes from a decode step that reads the compressed cache.
-    A context of one token is the prompt itself. ValueError for an empty context or continuation.
+    A context of one token is the prompt itself. ValueError for an empty context or continuation, KvqError for a token
+    id that the model lacks.
     """
     if not all(contexts) or not all(continuations):
         raise ValueError("a context or a continuation has no tokens")
+    check_token_ids(attached.model, [*contexts, *continuations])
     rows = [prompt_and_decoded(*row) for row in zip(contexts, continuations, strict=True)]
     prompts, decoded = [prompt for prompt, _ in rows], [tokens for _, tokens in rows]
     longest, columns = max(map(len, prompts)), max(map(len, decoded))

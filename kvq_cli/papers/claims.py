@@ -14,12 +14,13 @@ from kvq_cli.benchmarking.kernels.performance_targets import compare_with_target
 from kvq_cli.evaluation.paired import Difference
 from kvq_cli.evaluation.tabulate import tabulate
 from kvq_cli.methods.registry import build_parsed
+from kvq_cli.models import REFERENCE
 from kvq_cli.papers.pairs import Pair
 from kvq_cli.papers.published import value as published_value
 from kvq_cli.papers.run import GPU_RESULTS, JUDGED, state
 from kvq_cli.papers.settings import Effect, Sweep, load_sweep
 from kvq_cli.papers.side_by_side import row_labels
-from kvq_cli.papers.targets import REFERENCE, ROOT, Target, target, targets
+from kvq_cli.papers.targets import ROOT, Target, target, targets
 
 HOLDS, FAILS, NOT_MEASURED, HARDWARE = "holds", "does not hold", "not measured", "needs hardware"
 #: The check is true, but proves little: see `Claim.chance` and `Claim.paired`.

@@ -14,7 +14,8 @@ from kvq_cli.data.texts import file_digest
 from kvq_cli.evaluation.lm_eval.task_groups import is_lm_eval
 from kvq_cli.evaluation.perplexity import PERPLEXITY, PerplexityEvaluation
 from kvq_cli.evaluation.ruler.evaluation import RulerEvaluation
-from kvq_cli.papers.targets import REFERENCE, SMOLLM2, Target
+from kvq_cli.models import REFERENCE, SMOLLM2
+from kvq_cli.papers.targets import Target
 
 #: Options, also as keys of a `--config` file, whose values may be files.
 _FILES = ("config", "dataset", "haystack", "qa-file")

@@ -12,11 +12,12 @@ from typing import Any
 from kvq_cli import __version__
 from kvq_cli.evaluation.formats import markdown
 from kvq_cli.evaluation.paired import interval
+from kvq_cli.models import REFERENCE, SMOLLM2
 from kvq_cli.papers.claims import BY_CHANCE, FAILS, HARDWARE, HOLDS, NOT_MEASURED, Verdict, claims, judge
 from kvq_cli.papers.run import JUDGED, OLDER, state
 from kvq_cli.papers.settings import AtEqualBits, Effect, Sweep
 from kvq_cli.papers.side_by_side import side_by_side
-from kvq_cli.papers.targets import REFERENCE, ROOT, SMOLLM2, Target, target, targets
+from kvq_cli.papers.targets import ROOT, Target, target, targets
 
 #: How many values of a list a cell shows.
 MAX_SHOWN = 4

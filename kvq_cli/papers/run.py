@@ -106,9 +106,10 @@ def _without_versions(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _record(target: Target, model: str, root: Path) -> dict[str, Any] | None:
     try:
-        return json.loads((target.folder(model, root) / RECORD).read_text(encoding="utf-8"))
+        record = json.loads((target.folder(model, root) / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
+    return record if isinstance(record, dict) else None
 
 
 def _artifacts(target: Target, model: str) -> dict[str, str]:

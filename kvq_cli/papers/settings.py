@@ -27,6 +27,8 @@ BETTER, WORSE, SAVES, CHANCE = "better", "worse", "saves bits", "chance"
 LONG = 32768
 #: Differences of bits that do not count: a window of a few tokens more in a long context.
 ROUNDING = 0.005
+#: KL in nats per token below which float32 logits tell nothing.
+SMALLEST = 1e-9
 _SHAPE = ("layers", "query_heads", "kv_heads", "head_dim", "hidden_size")
 
 
@@ -185,6 +187,7 @@ def at_equal_bits(kl: Sequence[float], bits: float, defaults: Sequence[tuple[flo
     them, and beyond them. A lower KL with no more bits is compared with the default itself, to the default's advantage.
     BETTER also takes a difference of KL to the default (in nats) whose interval excludes zero.
     """
+    kl, defaults = _measurable(kl), [(each, _measurable(values)) for each, values in defaults]
     more, default = bits - defaults[0][0], defaults[0][1]
     plain, logs = paired(kl, default), [math.log(each) for each in kl]
     if abs(more) <= ROUNDING or (more < 0 and plain.mean < 0):
@@ -200,6 +203,11 @@ def at_equal_bits(kl: Sequence[float], bits: float, defaults: Sequence[tuple[flo
     else:
         verdict = SAVES
     return AtEqualBits(more, difference, verdict)
+
+
+def _measurable(kl: Sequence[float]) -> list[float]:
+    """KL of each window, at least `SMALLEST`: rounding can make it zero or negative, which has no logarithm."""
+    return [max(each, SMALLEST) for each in kl]
 
 
 def _line(bits: float, defaults: Sequence[tuple[float, Sequence[float]]]) -> list[float]:

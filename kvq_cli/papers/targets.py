@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq_cli.errors import UsageError
+from kvq_cli.models import REFERENCE, SMOLLM2
 from kvq_cli.paths import short_name
 
 if TYPE_CHECKING:
     from kvq_cli.methods.base import Method
 
-REFERENCE, SMOLLM2 = "reference", "smollm2"
 #: The models that claims are checked on, at their own sizes.
 MEASURED = (SMOLLM2, REFERENCE)
 ROOT = Path("results/reproduction")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.resources import files
 from pathlib import Path
 
 from kvq_cli import __version__
+from kvq_cli.errors import UsageError
+from kvq_cli.evaluation.paired import match_label
 from kvq_cli.report import artifacts, comparison, documents
 from kvq_cli.report.comparison import Section
 from kvq_cli.report.markup import Markup, join, tag
@@ -19,9 +22,12 @@ def page(folder: Path, artifact_folders: Sequence[Path] = (), baseline: str | No
     """The HTML of a folder's results, or of those in its subfolders.
 
     artifact_folders: artifacts to show beside those that the results used and that are in their default folders.
-    baseline:         label of the method that paired differences are taken to. KvqError if results cannot be read.
+    baseline:         label of the method that paired differences are taken to.
+    KvqError if results cannot be read, UsageError if the methods of no folder have that label.
     """
     found = find_results(folder)
+    if baseline is not None:
+        _check_baseline(baseline, found)
     title = f"{folder.resolve().name}: results of kvq"
     body: list[Markup] = []
     links: list[Markup] = []
@@ -43,6 +49,15 @@ def page(folder: Path, artifact_folders: Sequence[Path] = (), baseline: str | No
 def chart_style() -> Markup:
     """The style sheet of plots, for an SVG file of its own."""
     return tag("style", _file("chart.css"), Markup("svg { background: var(--paper); }"))
+
+
+def _check_baseline(baseline: str, found: Sequence[ResultFolder]) -> None:
+    """UsageError if the methods of no folder have it; folders without it say so on the page."""
+    for results in found:
+        with suppress(UsageError):
+            match_label(baseline, results.methods)
+            return
+    match_label(baseline, {label: None for results in found for label in results.methods})
 
 
 def _sections(results: ResultFolder, artifact_folders: Sequence[Path], baseline: str | None) -> Iterator[Section]:

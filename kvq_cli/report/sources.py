@@ -12,7 +12,8 @@ from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.runs import COMPARISON, RESULTS, ShownResults, shown_results
 
 #: Files of a reproduction's folder (kvq_cli/papers) that are not results themselves.
-RECORD, DIFFERENCES, CLAIMS = "target.json", "differences.json", "claims.md"
+RECORD, DIFFERENCES, SCORES, CLAIMS = "target.json", "differences.json", "scores.json", "claims.md"
+_PARTS = (COMPARISON, RESULTS, RECORD, DIFFERENCES, SCORES)
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,7 @@ def _has_results(folder: Path) -> bool:
 def _read(folder: Path) -> ResultFolder:
     compared = any((folder / name).is_file() for name in (COMPARISON, RESULTS))
     shown = shown_results(folder) if compared else ShownResults({})
-    others = [
-        path for path in sorted(folder.glob("*.json")) if path.name not in (COMPARISON, RESULTS, RECORD, DIFFERENCES)
-    ]
+    others = [path for path in sorted(folder.glob("*.json")) if path.name not in _PARTS]
     claims = folder / CLAIMS
     return ResultFolder(
         folder,

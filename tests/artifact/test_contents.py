@@ -73,6 +73,14 @@ def refused(tmp_path, written):
 
 
 @pytest.mark.parametrize("name", METHODS)
+def test_windows_change_without_naming_the_other_options_again(parts_of, tmp_path, name):
+    """Also those without which the method cannot be built: a mixed artifact's streams, its bits."""
+    config, tensors = parts_of(name)
+    changed = save_artifact(tmp_path / "a", config, tensors, "card").with_options({"recent": 40})
+    assert changed.method_config == {**config["method"], "recent": 40}
+
+
+@pytest.mark.parametrize("name", METHODS)
 def test_undamaged_artifacts_load_and_attach(parts_of, tmp_path, name):
     save_artifact(tmp_path / "a", *parts_of(name), "card")
     model = tiny_model()

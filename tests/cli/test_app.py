@@ -132,7 +132,7 @@ def test_errors_are_one_line(error, code, line):
 
 @pytest.mark.parametrize("error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: ...")])
 def test_out_of_memory_error_names_remedies(error):
-    assert "shorter context" in Raises(error)().stderr
+    assert "shorten the context" in Raises(error)().stderr
 
 
 def test_debug_shows_the_traceback(monkeypatch):

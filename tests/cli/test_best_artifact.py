@@ -60,6 +60,19 @@ def test_artifacts_that_do_not_fit_are_passed_over_with_a_line(save, tmp_path):
     assert damaged.startswith("skipped artifact: artifacts/mine/damaged/tensors.safetensors has 1 bytes")
 
 
+def test_errors_on_another_text_are_named(save, tmp_path):
+    save("here", 0.1)
+    config, tensors = random_parts(build("kvquant", bits=2), MODEL)
+    config["calibration"]["dataset"] = "pydoc"
+    save_artifact(tmp_path / "artifacts" / "mine" / "there", config, tensors, "card")
+    found, notes = best()
+    chosen, other = ("here", "there") if found.endswith("here") else ("there", "here")
+    assert notes == [
+        f"chosen by its calibration error: {chosen}; {other} were calibrated on other text, where errors differ: "
+        "choose with --artifact"
+    ]
+
+
 def test_factors_of_weights_have_no_error_to_compare():
     config, _ = random_parts(build("xquant"), MODEL)
     assert calibration_error(config) is None

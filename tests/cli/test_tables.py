@@ -48,6 +48,11 @@ def test_columns_that_do_not_fit_are_printed_below_with_the_labels():
     assert len(heads) == 2 and heads[0] == heads[1] == ["method", "nominal"]
 
 
+def test_escape_sequences_of_cells_are_printed():
+    lines = printed(88, ["method"], [["\x1b[2J"]], terminal=False)
+    assert "\\x1b[2J" in [line.strip() for line in lines] and not any("\x1b" in line for line in lines)
+
+
 def test_wide_terminal_shows_columns_without_broken_words():
     lines = [line.rstrip() for line in printed(88, SIZES, ROWS)]
     heads = [line.split() for line in lines if "method" in line]

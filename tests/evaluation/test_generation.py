@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kvq_cli.attention.attach import attach
+from kvq_cli.errors import KvqError
 from kvq_cli.evaluation import generation
 from kvq_cli.evaluation.generation import generate_answers
 from kvq_cli.methods.registry import build_parsed
@@ -103,6 +104,23 @@ def test_reports_do_not_charge_rows_that_left_for_longer_ones(loaded, monkeypatc
     assert 0 <= report.reserved <= report.parts["unused"]
     assert report.bytes - report.reserved == sum(one.bytes - one.reserved for one in alone)
     assert (report.tokens, report.numbers) == (sum(one.tokens for one in alone), sum(one.numbers for one in alone))
+
+
+def test_token_without_embedding_is_an_error(loaded, prompts):
+    size = loaded.model.config.vocab_size
+    says = f"gave token id {size:,}, the model has {size:,} embeddings"
+    with attach(loaded.model, build_parsed("fp16")) as attached, pytest.raises(KvqError, match=says):
+        generate_answers(loaded, attached, [prompts[0], [5, size]], 4)
+
+
+def test_pad_token_that_was_added_to_the_tokenizer_alone(loaded, prompts):
+    """Shorter rows of a batch are filled up with a token that the model has."""
+    tokenizer = copy.copy(loaded.tokenizer)
+    tokenizer.pad_token_id = loaded.model.config.vocab_size + 3
+    other = dataclasses.replace(loaded, tokenizer=tokenizer)
+    with attach(loaded.model, build_parsed("kivi:residual=32"), prefill="compressed") as attached:
+        expected, _ = generate_answers(loaded, attached, prompts, 8)
+        assert generate_answers(other, attached, prompts, 8)[0] == expected
 
 
 def test_stop_strings_that_are_special_tokens_end_answers(loaded, prompts):

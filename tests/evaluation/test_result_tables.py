@@ -150,6 +150,9 @@ def test_results_of_a_single_method(kvq, fails, folder):
     assert len(lines) == 2 and lines[1].startswith('"kivi-2bit,residual=64",33.3')
     (own / "results.json").write_text("[]")
     fails("results", own, code=1, says="results.json: not the result of an evaluation")
+    for damage in ({"n-samples": {"vt": 3}}, {"higher_is_better": None}, {"config": {"method": "kivi"}}):
+        (own / "results.json").write_text(json.dumps({**methods["b-2bit"], **damage}))
+        fails("results", own, code=1, says="not the result of an evaluation; delete it, and run the evaluation again")
 
 
 def test_folder_without_evaluation_is_an_error(kvq, fails, folder):

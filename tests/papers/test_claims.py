@@ -10,13 +10,14 @@ import pytest
 
 from kvq_cli.files import write_json
 from kvq_cli.methods.registry import build_parsed, to_config
+from kvq_cli.models import REFERENCE, SMOLLM2
 from kvq_cli.papers.claims import BY_CHANCE, FAILS, HARDWARE, HOLDS, NOT_MEASURED, Claim, claims, judge
 from kvq_cli.papers.page import page_text
 from kvq_cli.papers.pairs import KL, LOSS, SCORE, Pair
 from kvq_cli.papers.run import DONE, PARTLY, RECORD, TO_DO, current_record, state
 from kvq_cli.papers.scores import SCORES
 from kvq_cli.papers.studies.study import studies
-from kvq_cli.papers.targets import MEASURED, REFERENCE, SMOLLM2, target, targets
+from kvq_cli.papers.targets import MEASURED, target, targets
 
 
 @pytest.fixture

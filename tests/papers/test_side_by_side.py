@@ -7,8 +7,9 @@ import json
 import pytest
 
 from kvq_cli.methods.registry import build_parsed, to_config
+from kvq_cli.models import REFERENCE
 from kvq_cli.papers.side_by_side import side_by_side
-from kvq_cli.papers.targets import REFERENCE, target
+from kvq_cli.papers.targets import target
 
 
 def compared(scores):
@@ -18,6 +19,7 @@ def compared(scores):
         results = {task: {"512,none": score} for task in ("vt", "qa_1", "ruler")}
         methods[label] = {
             "results": results,
+            "n-samples": {task: {"effective": 2} for task in results},
             "higher_is_better": {task: {"512": True} for task in results},
             "cache": {},
             "config": {"method": to_config(build_parsed(text)), "model_args": {"name": REFERENCE}},

@@ -88,6 +88,30 @@ def test_folder_of_several_results(kvq, tmp_path):
     assert [cell.text for cell in tables[0]] == study["columns"] and len(tables) == len(study["rows"]) + 1
 
 
+def test_baseline_of_some_of_several_results(kvq, tmp_path):
+    """A folder without the method says so; UsageError where no folder has it."""
+    folder = tmp_path / "several"
+    shutil.copytree(SMOLLM2 / "table-xquant-1", folder / "with")
+    shutil.copytree(SMOLLM2 / "perplexity-innerq-modes", folder / "without")
+    files = {name: folder / name / "comparison.json" for name in ("with", "without")}
+    methods = {name: json.loads(file.read_text())["methods"] for name, file in files.items()}
+    baseline = next(label for label in methods["with"] if label not in methods["without"])
+    text = report(kvq, folder, "--baseline", baseline).text
+    assert text.count(f"Not computed: --baseline {baseline}: must name one of") == 1
+    refused = kvq("report", folder, "--out", "page.html", "--baseline", "gone-2bit")
+    assert refused.exit_code == 2 and "gone-2bit" in refused.stderr
+
+
+def test_scores_of_pairs_are_no_section(kvq, tmp_path):
+    """Claims are computed from them (`kvq reproduce --page`)."""
+    folder = tmp_path / "one"
+    shutil.copytree(SMOLLM2 / "table-xquant-1", folder)
+    assert (folder / "scores.json").is_file()
+    shown = report(kvq, folder).text
+    (folder / "scores.json").unlink()
+    assert report(kvq, folder).text == shown
+
+
 @pytest.mark.parametrize("name", COMMITTED)
 def test_committed_page_has_the_tracked_numbers(name):
     path = ROOT / "docs" / f"comparison-smollm2-{name}.html"

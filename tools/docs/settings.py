@@ -19,9 +19,10 @@ from kvq_cli.evaluation.formats import markdown
 from kvq_cli.evaluation.paired import interval
 from kvq_cli.files import write_text
 from kvq_cli.methods.recommended import FILE, Recommendation
+from kvq_cli.models import SMOLLM2
 from kvq_cli.papers.page import NAMES
 from kvq_cli.papers.settings import CHANCE, LONG, AtEqualBits, Effect, Measured, Sweep, load_sweep
-from kvq_cli.papers.targets import SMOLLM2, Target, targets
+from kvq_cli.papers.targets import Target, targets
 
 ROOT = Path(__file__).parents[2]
 HEAD = """\

@@ -23,6 +23,7 @@ from kvq_cli.evaluation.compared_methods import compared_methods
 from kvq_cli.evaluation.lm_eval.model import AttachedLM
 from kvq_cli.evaluation.sample_log import digest
 from kvq_cli.methods.registry import build
+from kvq_cli.model_source import library_versions
 from kvq_cli.models import load_model
 
 if TYPE_CHECKING:
@@ -62,8 +63,8 @@ class KvqLM(AttachedLM):
         trust_remote_code: bool = False,
         **options: Any,
     ) -> None:
-        if not str(batch_size).isdigit():
-            raise UsageError(f"--batch_size {batch_size}: must be a number")
+        if not str(batch_size).isdigit() or int(batch_size) < 1:
+            raise UsageError(f"--batch_size {batch_size}: must be a number, at least 1")
         attachable = _attachable(artifact, method, options if bits is None else {"bits": bits, **options})
         # lm-eval's command line passes cuda:0 by default, also on a machine without a GPU.
         loaded = load_model(
@@ -87,6 +88,7 @@ class KvqLM(AttachedLM):
             "model": loaded.label,
             "revision": loaded.revision,
             "weights": weights_digest(loaded.model),
+            "libraries": library_versions(),
             "dtype": str(loaded.model.dtype).removeprefix("torch."),
             **compared_methods([attachable])[0].identity,
             "prefill": prefill,

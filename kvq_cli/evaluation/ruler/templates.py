@@ -67,12 +67,12 @@ class StandardTemplates:
         text = (
             "Below is a numbered list of words. In these words, some appear more often than others. "
             "Memorize the ones that appear most often.\n"
-            + _numbered(content.words)
+            + prompts.numbered_words(content.words)
             + f"\nQuestion: What are the {len(content.common)} most common words in the above list?"
         )
         prefix = f" Answer: The top {len(content.common)} words that appear most often in the list are:"
         if content.example:
-            text = f"{self.common_words(content.example)} {_numbered(content.example.common)}\n{text}"
+            text = f"{self.common_words(content.example)} {prompts.numbered_words(content.example.common)}\n{text}"
         return Prompt(text, prefix)
 
     def coded_words(self, content: CodedWords) -> Prompt:
@@ -139,10 +139,6 @@ def select_templates(name: str, model: str) -> Templates:
 
 def _reference_prompt(lines: list[str], question: str) -> Prompt:
     return Prompt(prompts.prompt(prompts.context(line for line in lines if line), question))
-
-
-def _numbered(words: list[str]) -> str:
-    return " ".join(f"{number}. {word}" for number, word in enumerate(words, 1))
 
 
 def _series(names: list[str]) -> str:
