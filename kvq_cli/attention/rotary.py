@@ -124,6 +124,20 @@ class Rotation:
         layouts = (slice(0, half), slice(0, self.width, 2))
         return any(_near(expected, torch.cat([cos[cut], sin[cut]]).to(expected), tolerance) for cut in layouts)
 
+    def turns(self, before: Tensor, after: Tensor) -> bool:
+        """Whether `after` is R(i) of key i of `before`, both `[..., tokens, head_dim]`, within the rounding of their
+        dtype.
+
+        Each pair of channels is compared by its own size: a pair that turns slowly may be so much larger than the
+        others, as with biases of keys, that the rounding of all would hide the others' rotation.
+        """
+        sizes = before.float().abs()
+        first, second = self._pair
+        sizes[..., first] = sizes[..., second] = torch.hypot(sizes[..., first], sizes[..., second]) * self.scale
+        precision = torch.finfo(after.dtype)
+        tolerance = 8 * (precision.eps * sizes + precision.smallest_normal)
+        return bool(((self.at(before.float(), 0) - after.float()).abs() <= tolerance).all())
+
     @cached_property
     def _pair(self) -> tuple[slice, slice]:
         """The channels of the first and of the second number of all pairs."""
@@ -152,8 +166,7 @@ def find_rotation(rotary: nn.Module | None, kind: str, before: Tensor, after: Te
     rotary: the model's own rotary module, whose frequencies are used. kind: the layer's entry in `layer_types`; it
     chooses among several sets of frequencies (Gemma3). None where no style of rotation matches.
     """
-    tolerance = 8 * torch.finfo(after.dtype).eps * after.float().abs().max().item()
-    if _near(before.float(), after, tolerance):
+    if torch.equal(before, after):
         return Rotation("none", torch.zeros(0, device=after.device), after.shape[-1])
     described = _frequencies(rotary, kind)
     if described is None:
@@ -161,7 +174,7 @@ def find_rotation(rotary: nn.Module | None, kind: str, before: Tensor, after: Te
     frequencies, scale = described
     for style in STYLES:
         rotation = Rotation(style, frequencies.to(before.device), before.shape[-1], scale)
-        if rotation.width <= rotation.head_dim and _near(rotation.at(before.float(), 0), after, tolerance):
+        if rotation.width <= rotation.head_dim and rotation.turns(before, after):
             return rotation
     return None
 

@@ -43,6 +43,7 @@ class CountedLayer:
     numbers_per_token: int
     cross_layer: Accumulator | None
     count: int
+    sliding_window: int | None = None
 
     @property
     def key_stream(self) -> Stream:

@@ -49,7 +49,7 @@ class CompressedCache(Cache):
     def begin(self, columns: int, batch: int, mask: Tensor | None, positions: Tensor | None) -> Forward:
         """Describe the forward pass that starts; see `Rows.begin`."""
         lengths = {layer.columns for layer in self.layers}
-        if len(lengths) > 1:
+        if len(lengths) > 1 or any(layer.absorbing for layer in self.layers):
             raise KvqError("an interrupted forward pass left the cache half updated: start with a new cache")
         forward = self.rows.begin(lengths.pop(), columns, batch, mask, positions)
         return forward if self.cache_position is None else replace(forward, cache_position=self.cache_position)
@@ -160,7 +160,7 @@ class CompressedCache(Cache):
             return
         if not all(layer.croppable(count) for layer in self.layers):
             raise UsageError(
-                f"crop({-count}): some of these tokens are compressed already and cannot be taken back; assisted and "
+                f"crop({-count}): some of these tokens are packed already and cannot be taken back; assisted and "
                 "prompt-lookup decoding take tokens back: generate without them, or keep more tokens in full precision"
             )
         for layer in self.layers:

@@ -65,6 +65,8 @@ class CompressedLayer(CacheLayerMixin):
         if rematerialize[1] is not None and rematerialize[1].sums is not None:
             self.summed = (self.streams[-1], rematerialize[1].sums)
         self.columns = self.kv_heads = self.numbers_per_token = 0
+        #: Whether a pass is being added, or was interrupted while it was: streams may have it in part.
+        self.absorbing = False
         self.forward: Forward | None = None
         self.tails: list[tuple[Tensor | None, Tensor | None]] = []
         #: The pass that was announced and whose keys and values have not come yet.
@@ -126,10 +128,12 @@ class CompressedLayer(CacheLayerMixin):
     @changes_stored_tensors
     def absorb(self, query: Tensor) -> None:
         """Add the keys and values of the pass to the streams; `query` `[batch, query_heads, columns, head_dim]` after
-        RoPE is that of the pass. The pass is counted last: one that is interrupted here leaves layers unequal."""
+        RoPE is that of the pass. The pass is counted last: one that is interrupted here leaves `absorbing`, or layers
+        of unequal columns."""
         forward = self.forward
         if forward is None:
             raise KvqError(f"layer {self.index}: attention without keys and values")
+        self.absorbing = True
         arrived, self._arrived = self._arrived, ()
         self._keep_tails(forward)
         if self.plan.keys.source == "input":
@@ -142,6 +146,7 @@ class CompressedLayer(CacheLayerMixin):
             for stream, x in zip(self.streams, arrived, strict=True):
                 stream.append(x, forward.row_groups, forward.cache_position)
         self.columns += forward.columns
+        self.absorbing = False
 
     def rematerialized(self) -> tuple[Tensor, Tensor] | None:
         """Keys before RoPE and values of the pass as later passes read them in full precision, `[batch, kv_heads,
@@ -246,6 +251,7 @@ class CompressedLayer(CacheLayerMixin):
         for stream in self.streams:
             stream.reset()
         self.columns, self.is_initialized, self.forward, self.tails = 0, False, None, []
+        self.absorbing = False
 
     # -- copies --------------------------------------------------------------------------------------------------
 

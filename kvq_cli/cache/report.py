@@ -33,6 +33,8 @@ class CacheReport:
                      "joined": copies that let kernels read a store as one tensor).
     backend:         who computed the attention of single queries; None: nobody.
     reserved:        those of the "unused" bytes that are room for tokens behind the longest row.
+    beyond_window:   those of the numbers whose tokens are beyond the sliding window of their layer: transformers' own
+                     cache drops them, this one keeps them.
     """
 
     nominal_bits: float
@@ -45,6 +47,7 @@ class CacheReport:
     working: Mapping[str, int] = field(default_factory=dict)
     backend: str | None = None
     reserved: int = 0
+    beyond_window: int = 0
 
     def __add__(self, other: CacheReport) -> CacheReport:
         """The report of this cache's rows and `other`'s, both of the same method."""
@@ -58,6 +61,7 @@ class CacheReport:
             compressed=self.compressed + other.compressed,
             working={name: max(self.working.get(name, 0), other.working.get(name, 0)) for name in peaks},
             reserved=self.reserved + other.reserved,
+            beyond_window=self.beyond_window + other.beyond_window,
         )
 
     @property
@@ -75,8 +79,8 @@ class CacheReport:
 
     @property
     def fp16_bytes(self) -> int:
-        """Bytes of the same numbers in 16 bits."""
-        return self.numbers * FULL_PRECISION_BITS // 8
+        """Bytes of the same numbers, without those beyond sliding windows, in 16 bits."""
+        return (self.numbers - self.beyond_window) * FULL_PRECISION_BITS // 8
 
     @property
     def measured_bits(self) -> float:
@@ -111,6 +115,7 @@ class CacheReport:
             "constants": dict(self.constants),
             "tables": dict(self.tables),
             "working": dict(self.working),
+            "beyond_window": self.beyond_window,
             "tokens": self.tokens,
             "compressed_tokens": self.compressed,
             **({} if self.backend is None else {"backend": self.backend}),
@@ -121,9 +126,10 @@ class CacheReport:
         working = "".join(f"; {name} during a pass {size:,} bytes" for name, size in self.working.items())
         tables = f", tables made from them {self.table_bytes:,} bytes" if self.tables else ""
         backend = "" if self.backend is None else f"; attention by {self.backend}"
+        beyond = f" without {self.beyond_window:,} numbers beyond sliding windows" if self.beyond_window else ""
         return (
             f"{self.tokens:,} tokens, {self.compressed:,.0f} compressed; {self.bytes:,} bytes ({parts}) "
-            f"against {self.fp16_bytes:,} in 16 bits; {self.measured_bits:.2f} bits per number "
+            f"against {self.fp16_bytes:,} in 16 bits{beyond}; {self.measured_bits:.2f} bits per number "
             f"(nominal {self.nominal_bits:g}); shared constants {self.constant_bytes:,} bytes{tables}{working}{backend}"
         )
 
@@ -155,6 +161,9 @@ class ReportedLayer(Protocol):
     def numbers_per_token(self) -> int: ...
 
     @property
+    def sliding_window(self) -> int | None: ...
+
+    @property
     def cross_layer(self) -> Peak | None: ...
 
 
@@ -163,7 +172,7 @@ def report(layers: Sequence[ReportedLayer], nominal_bits: float, backend: str | 
     parts: Counter[str] = Counter()
     constants: dict[int, tuple[str, Tensor]] = {}
     working: dict[str, int] = {}
-    numbers, packed, tokens, streams, reserved = 0, 0, 0, 0, 0
+    numbers, packed, tokens, streams, reserved, beyond = 0, 0, 0, 0, 0, 0
     for layer in layers:
         for stream in layer.streams:
             parts.update(stream.bytes_by_part())
@@ -180,6 +189,9 @@ def report(layers: Sequence[ReportedLayer], nominal_bits: float, backend: str | 
                 packed += reader.packed_tokens
             streams += 1
         numbers += tokens * layer.numbers_per_token
+        if layer.sliding_window is not None:  # transformers keeps what the next token sees, itself not included
+            lengths = layer.key_stream.lengths
+            beyond += sum(max(0, each + 1 - layer.sliding_window) for each in lengths) * layer.numbers_per_token
         if layer.cross_layer is not None and layer.cross_layer.peak:
             working["accumulator"] = layer.cross_layer.peak
     named: Counter[str] = Counter()
@@ -189,7 +201,17 @@ def report(layers: Sequence[ReportedLayer], nominal_bits: float, backend: str | 
         kind[name] += tensor.numel() * tensor.element_size()
     compressed = packed / max(1, streams)
     return CacheReport(
-        nominal_bits, dict(parts), dict(named), numbers, tokens, compressed, dict(tables), working, backend, reserved
+        nominal_bits,
+        dict(parts),
+        dict(named),
+        numbers,
+        tokens,
+        compressed,
+        dict(tables),
+        working,
+        backend,
+        reserved,
+        beyond,
     )
 
 

@@ -112,7 +112,7 @@ def save(cache: CompressedCache, path: str | os.PathLike, prompt: SavedPrompt, o
 
     columns = {layer.columns for layer in cache.layers}
     held = (len(cache.rows.pads), *columns)
-    if len(columns) != 1 or not held[1]:
+    if len(columns) != 1 or not held[1] or any(layer.absorbing for layer in cache.layers):
         raise UsageError("this cache holds no complete forward pass: there is nothing to save")
     if tuple(prompt.ids.shape) != held:
         raise UsageError(

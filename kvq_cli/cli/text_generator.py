@@ -110,6 +110,7 @@ def cache_line(report: dict[str, Any]) -> str:
     return (
         f"cache: {human_bytes(held)} instead of {human_bytes(plain)} in 16 bit ({ratio}), "
         f"{report['measured_bits']:.2f} bits per number (nominal {report['nominal_bits']:g})"
+        + ("; tokens beyond sliding windows are kept, not in 16 bit" if report.get("beyond_window") else "")
         + (f"; shared by all sequences: {human_bytes(shared)}" if shared else "")
         + (f"; attention by {report['backend']}" if report.get("backend") else "")
     )

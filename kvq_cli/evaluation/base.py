@@ -149,6 +149,7 @@ def cache_record(report: CacheReport, rows: int) -> dict[str, float]:
         "bytes": (report.bytes - report.reserved) / rows,
         "reserved_bytes": report.reserved / rows,
         "fp16_bytes": report.fp16_bytes / rows,
+        "numbers": report.numbers / rows,
         "constant_bytes": report.constant_bytes,
         "nominal_bits": report.nominal_bits,
         "packed_bits": report.packed_bits,
@@ -164,10 +165,12 @@ def cache_summary(records: Sequence[Record]) -> dict[str, float]:
     """
     caches = [record["cache"] for record in records]
     held, plain = sum(cache["bytes"] for cache in caches), sum(cache["fp16_bytes"] for cache in caches)
+    # Samples of before had no sliding windows taken off their bytes in 16 bits.
+    numbers = sum(cache.get("numbers", cache["fp16_bytes"] / 2) for cache in caches)
     return {
         "nominal_bits": caches[0]["nominal_bits"],
         "packed_bits": mean_packed_bits([(cache, 1) for cache in caches]),
-        "measured_bits": 16 * held / plain,
+        "measured_bits": 8 * held / numbers,
         "bytes": held / len(caches),
         "fp16_bytes": plain / len(caches),
         "ratio": plain / held,

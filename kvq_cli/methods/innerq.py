@@ -68,6 +68,10 @@ class InnerQ(Method):
             )
 
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+        if shape.head_dim % self.group:
+            fitting = " or ".join(str(group) for group in WORDS if shape.head_dim % group == 0)
+            says = f"use {fitting}" if fitting else "none of its groups does: use another method"
+            raise UsageError(f"innerq: group={self.group} does not divide head_dim={shape.head_dim}; {says}")
         prompt, later = self._codecs("token", shape)
         keys = NormalizedCodec(prompt, later) if self.norm else _phased(prompt, later)
         values = _phased(*self._codecs("channel", shape))

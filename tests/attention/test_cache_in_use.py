@@ -7,6 +7,7 @@ import weakref
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicCache
 
 from kvq_cli.attention import attention_hooks
 from kvq_cli.attention.attach import attach
@@ -29,7 +30,9 @@ def model(tiny):
     return tiny("llama")
 
 
-def test_interruption_in_the_last_layer_is_detected(model, monkeypatch):
+@pytest.mark.parametrize("layer", [0, -1])
+def test_interruption_within_a_layer_is_detected(model, monkeypatch, layer):
+    """Also in the first layer, where no layer has counted the pass yet."""
     with attach(model, build("kivi", **KIVI)) as kv:
         cache = kv.new_cache()
         step(model, cache, IDS)
@@ -38,10 +41,12 @@ def test_interruption_in_the_last_layer_is_detected(model, monkeypatch):
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            patch.setattr(cache.layers[-1].streams[1], "append", interrupted)
+            patch.setattr(cache.layers[layer].streams[1], "append", interrupted)
             step(model, cache, IDS[:, :1])
         with pytest.raises(KvqError, match="half updated"):
             step(model, cache, IDS[:, :1])
+        cache.reset()
+        step(model, cache, IDS)
 
 
 def test_failed_pass_leaves_no_context(model):
@@ -151,3 +156,23 @@ def test_caches_of_finished_methods_are_freed(model):
             other = second.new_cache()
             assert model(IDS, past_key_values=other).past_key_values is other
             assert alive() is None
+
+
+def test_bytes_in_16_bits_are_those_of_transformers_cache(tiny):
+    """Layers with a sliding window drop what no query sees any more; kvq keeps it, and says so."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    model = tiny("gemma3", sliding_window=20, layer_types=kinds).to(torch.bfloat16)
+    plain = DynamicCache(config=model.config)
+    ids = torch.arange(3, 93).view(1, 90)
+    with attach(model, build("kivi", group=8, residual=8)) as kv, torch.no_grad():
+        cache = kv.new_cache()
+        for part in ids.split(30, dim=1):
+            model(part, past_key_values=plain)
+            model(part, past_key_values=cache)
+            report = cache.report()
+            held = sum(x.numel() * x.element_size() for layer in plain.layers for x in (layer.keys, layer.values))
+            assert report.fp16_bytes == held
+    assert report.numbers == 3 * 90 * 2 * 2 * 16 and report.beyond_window == 2 * (90 - 19) * 2 * 2 * 16
+    assert "beyond sliding windows" in str(report)
+    assert report.measured_bits == 8 * report.bytes / report.numbers
+    assert (report + report).beyond_window == 2 * report.beyond_window

@@ -51,6 +51,32 @@ def test_captured_keys_after_rotation_equal_cached_keys(tiny, prompt, family, op
         torch.testing.assert_close(site.rotation.at(seen[site.index, "key"], 0), held.keys, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("bias", [0.0, 60.0, 400.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rotation_is_found_beside_channels_with_large_biases(tiny, dtype, bias):
+    """The slowest pair of channels is hundreds of times as large as the others: its rounding hides their rotation."""
+    model = tiny("qwen2", hidden_size=256, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+    for layer in model.model.layers:
+        layer.self_attn.k_proj.bias.zero_().view(2, 64)[:, [31, 63]] = bias
+    layers = attention_layers(model.to(dtype))
+    assert [layer.rotation.style for layer in layers] == ["half"] * 3
+
+
+@pytest.mark.parametrize(("style", "other"), [("half", "interleaved"), ("interleaved", "half")])
+def test_rotation_turns_its_own_keys_alone(style, other):
+    keys = torch.randn(1, 2, 9, 16, generator=torch.Generator().manual_seed(0))
+    keys[..., 7] *= 100
+    frequencies = 0.5 ** torch.arange(6.0)
+    rotation, another = (Rotation(name, frequencies, 16) for name in (style, other))
+    turned = rotation.at(keys, 0)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        assert rotation.turns(keys, turned.to(dtype))
+        assert not another.turns(keys, turned.to(dtype)) and not rotation.turns(keys, keys.to(dtype))
+    changed = turned.clone()
+    changed[..., 14] += 0.1  # a channel that is not rotated
+    assert not rotation.turns(keys, changed)
+
+
 def test_fields_of_an_attention_layer(tiny):
     sites = attention_layers(tiny("gemma3", **FAMILIES["gemma3"]))
     assert [site.sliding_window for site in sites] == [7, None, 7]

@@ -64,7 +64,7 @@ def test_crop_removes_tokens_that_are_not_packed(tiny, probe, prompt):
     with attach(model, probe(window=Window(4, 6, 4)), prefill="compressed") as kv:
         cache, fresh = kv.new_cache(), kv.new_cache()
         model(ids, past_key_values=cache)
-        with pytest.raises(UsageError, match="compressed already"):
+        with pytest.raises(UsageError, match="packed already"):
             cache.crop(-4)  # 4 sinks, 12 packed, 9 recent; of 21 tokens, 8 would be packed
         cache.crop(-3)
         assert cache.get_seq_length() == 22
