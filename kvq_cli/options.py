@@ -28,6 +28,17 @@ def parse_options(cls: type, owner: str, options: Mapping[str, Any]) -> dict[str
     return {key: _parse(owner, key, value, types_[key]) for key, value in options.items()}
 
 
+def option_text(value: object) -> str:
+    """An option's value as it is typed: `on`, `none`, `1,2`; floats exactly, in the shortest form."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if isinstance(value, float):
+        return min(f"{value:g}", repr(value), key=lambda word: (float(word) != value, len(word)))
+    if isinstance(value, tuple | list):
+        return ",".join(map(option_text, value))
+    return "none" if value is None else str(value)
+
+
 def _parse(owner: str, key: str, value: Any, kind: Any) -> Any:
     """`value` as type `kind`: int, float, bool, str, one of these or None, or a tuple of these, separated by commas."""
     if typing.get_origin(kind) is tuple:
@@ -54,4 +65,4 @@ def _parse(owner: str, key: str, value: Any, kind: Any) -> Any:
 
 
 def _type_name(kind: type) -> str:
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}[kind]
+    return {int: "a whole number", float: "a number", bool: "on or off", str: "a word"}[kind]

@@ -216,7 +216,7 @@ def features(model: PreTrainedModel, layers: list[AttentionLayer], rotations: bo
     if names & {"experts", "router", "block_sparse_moe"}:
         words.append("MoE")
     if any(getattr(getattr(layer.module, "k_proj", None), "bias", None) is not None for layer in layers):
-        words.append("biases of hundreds" if config.model_type in LARGE_BIASES else "biases")
+        words.append("large biases (hundreds)" if config.model_type in LARGE_BIASES else "biases")
     return ", ".join(sorted({*words} - {""}, key=lambda word: (word != heads, word)))
 
 

@@ -28,6 +28,7 @@ from kvq_cli.artifact.schema import CONFIG, check_form, parse_json
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.files import cannot_write, file_size
 from kvq_cli.methods.registry import from_config, method_class, to_config
+from kvq_cli.options import option_text
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -85,8 +86,8 @@ class Artifact:
         for key, value in changed.items():
             if key not in runtime:
                 raise UsageError(
-                    f"{key}={value}: the artifact {self.path} was calibrated with {key}={getattr(held, key)}; "
-                    "calibrate again with the other value"
+                    f"{key}={option_text(value)}: the artifact {self.path} was calibrated with "
+                    f"{key}={option_text(getattr(held, key))}; calibrate again with the other value"
                 )
         return replace(self, config={**self.config, "method": {**config, **changed}})
 

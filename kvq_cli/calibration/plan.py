@@ -190,7 +190,7 @@ AnyPlan: TypeAlias = CodebookPlan | TransformPlan | MixedPlan | FactorPlan
 def plan_calibration(loaded: LoadedModel, method: Method, options: CalibrationOptions) -> AnyPlan:
     """Check the request and fill in defaults.
 
-    Raises UsageError for bits, head_dim, budgets and sizes that cannot work; KvqError where a package is missing.
+    Raises UsageError for bits, head_dim, disk space and sizes that cannot work; KvqError where a package is missing.
     """
     spec = method.calibration(loaded.shape)
     if isinstance(spec, LowRankSpec) and spec.whiten:
@@ -259,7 +259,7 @@ def _check_blocks(method: Method, size: CaptureSize, spec: MixedSpec, shape: Mod
             if size.tokens < block:
                 raise UsageError(
                     f"{name} of layer {layer} are packed in blocks of {block} tokens, and {size.tokens} tokens are "
-                    "captured of each sample: raise --seqlen or --budget (of kvq tune: --disk), or lower --samples"
+                    "captured of each sample: raise --seqlen or --disk, or lower --samples"
                 )
 
 

@@ -12,6 +12,7 @@ from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import Method
 from kvq_cli.methods.registry import to_config
 from kvq_cli.models import DTYPES, LoadedModel
+from kvq_cli.options import option_text
 
 GIB = 1 << 30
 DEFAULT_SEQLEN = 2048
@@ -68,7 +69,7 @@ class CalibrationOptions:
                 f"the number of --samples"
             )
         if self.points < 1 or self.iterations < 1 or not 0 < self.budget < float("inf"):
-            raise UsageError("--points, --iterations and --budget must be above 0")
+            raise UsageError("--points, --iterations and --disk must be above 0")
         if not 0 <= self.damping < float("inf"):
             raise UsageError(f"--damping {self.damping:g} must be 0 or above")
         engines = {choose_engine(self.kmeans, each) for each in entries}
@@ -102,30 +103,27 @@ class CalibrationSettings:
         return asdict(self)
 
 
+#: Options whose names differ from those of the settings.
+_OPTIONS = {"budget": "disk"}
+
+
 def calibrate_command(method: Method, loaded: LoadedModel, settings: Mapping[str, Any]) -> str:
     """The `kvq calibrate` command line that reproduces an artifact. settings: empty where no text is read."""
     config = to_config(method)
     words = ["kvq", "calibrate", "--method", config.pop("name")]
     defaults = to_config(type(method)())
     if "bits" in config:
-        words += ["--bits", _word(config.pop("bits"))]
+        words += ["--bits", option_text(config.pop("bits"))]
     for key, value in config.items():
         if value != defaults[key]:
-            words += ["--set", f"{key}={_word(value)}"]
+            words += ["--set", f"{key}={option_text(value)}"]
     words += ["--model", loaded.name]
     dtype = str(loaded.shape.dtype).removeprefix("torch.")
     words += ["--dtype", dtype] if dtype in DTYPES else []  # always: that of the stored weights is not known here
     words += ["--trust-remote-code"] if loaded.trust_remote_code else []
     for name, value in settings.items():
-        words += [f"--{name}", _word(value)]
+        words += [f"--{_OPTIONS.get(name, name)}", option_text(value)]
     return shlex.join(words)
-
-
-def _word(value: Any) -> str:
-    """A value as a command line has it; floats exactly, in the shortest form."""
-    if isinstance(value, float):
-        return min(f"{value:g}", repr(value), key=lambda word: (float(word) != value, len(word)))
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 @dataclass(frozen=True)
@@ -172,9 +170,10 @@ def check_enough(settings: CalibrationSettings, size: CaptureSize, least: int, w
     """Raise UsageError for a capture of fewer than `least` training tokens, as `what` needs them."""
     training = (settings.gradients - settings.held_out) * size.tokens
     if size.units == 0 or training < least:
-        option = "--budget (of kvq tune: --disk)" if size.units < size.possible else "--seqlen or --gradients"
+        windows = "--samples" if settings.gradients == settings.samples else "--gradients"
+        option = "--disk" if size.units < size.possible else f"--seqlen or {windows}"
         raise UsageError(
             f"{training} tokens are too few for {what}, which need {least}: raise {option} (--seqlen "
-            f"{settings.seqlen}, --gradients {settings.gradients} with {settings.held_out} of them held out, --budget "
+            f"{settings.seqlen}, {windows} {settings.gradients} with {settings.held_out} of them held out, --disk "
             f"{settings.budget:g})"
         )

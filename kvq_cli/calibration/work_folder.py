@@ -164,8 +164,7 @@ class WorkFolder:
                 self.remove()
                 raise KvqError(
                     f"no space left in {self.path.parent}: {human_bytes(disk_bytes)} are needed while "
-                    f"calibrating and {human_bytes(free)} are free: lower --budget (of kvq tune: --disk), or choose "
-                    "another --out"
+                    f"calibrating and {human_bytes(free)} are free: lower --disk, or choose another --out"
                 )
             self.path.mkdir()
         except OSError as error:

@@ -13,6 +13,7 @@ import typer
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.option_groups import grouped
 from kvq_cli.cli.output import Output
+from kvq_cli.options import option_text
 
 if TYPE_CHECKING:
     from kvq_cli.papers.studies.study import Findings, Progress, Study, StudyInput
@@ -89,14 +90,9 @@ def _list(out: Output) -> None:
         summary = (cls.__doc__ or "").partition("\n")[0]
         options = {field.name: field.default for field in dataclasses.fields(cls)}
         listed.append({"name": name, "source": cls.source, "summary": summary, "options": options})
-        rows.append([name, cls.source, summary, " ".join(f"{k}={_option_text(v)}" for k, v in options.items())])
+        rows.append([name, cls.source, summary, " ".join(f"{k}={option_text(v)}" for k, v in options.items())])
     out.table(["study", "source", "summary", "options (--set)"], rows)
     out.result(listed)
-
-
-def _option_text(value: object) -> object:
-    """An option's value as it is typed after `--set`."""
-    return ",".join(map(str, value)) if isinstance(value, tuple) else value
 
 
 def _inputs(study: Study, data: StudyInput | None) -> dict[str, Any]:

@@ -36,7 +36,7 @@ Dataset = Annotated[
     ),
 ]
 Samples = Annotated[
-    int | None, data_option("--samples", min=2, help="Number of text windows (default: 64 x 2048 tokens in total).")
+    int | None, data_option("--samples", min=2, help="Number of text windows (default: 131,072 tokens in all).")
 ]
 Seqlen = Annotated[
     int | None,
@@ -63,10 +63,10 @@ Damping = Annotated[
         "--damping", min=0.0, help="Fraction of the mean Fisher weight that is added to each weight; 0: no damping."
     ),
 ]
-Budget = Annotated[
+Disk = Annotated[
     float,
     data_option(
-        "--budget",
+        "--disk",
         metavar="GIB",
         help="Disk space for captured keys and values in GiB; if they need more, a random sample is kept.",
     ),
@@ -144,7 +144,7 @@ def calibrate(
     bits: opt.Bits = None,
     set_: opt.Set = None,
     data: DataOptions,
-    budget: Budget = 4.0,
+    disk: Disk = 4.0,
     fisher: Fisher = True,
     dry_run: DryRun = False,
     worker_options: opt.WorkerOptions,
@@ -168,7 +168,7 @@ def calibrate(
     from kvq_cli.calibration.estimate import dry_run_report
     from kvq_cli.calibration.plan import plan_calibration
 
-    plan = plan_calibration(model_options.load(), built, data.options(budget, model_options.seed))
+    plan = plan_calibration(model_options.load(), built, data.options(disk, model_options.seed))
     if dry_run:
         return _print_dry_run(output, dry_run_report(plan))
     device = plan.loaded.model.device.type

@@ -10,6 +10,7 @@ import typer
 
 from kvq_cli.cli.options import Json
 from kvq_cli.cli.output import Output
+from kvq_cli.options import option_text
 
 if TYPE_CHECKING:
     from kvq_cli.methods.base import Method
@@ -47,7 +48,7 @@ def methods(name: Name = None, as_json: Json = False) -> None:
     out.prose(f"{name}: {about['summary']}\n{about['paper']}".strip())
     out.prose(f"caches {about['caches']}" + (f"; calibrates {about['finds']}" if about["finds"] else ""))
     if options:
-        rows = [[o["name"], _option_text(o["default"]), o["help"], _valid_values(o)] for o in options]
+        rows = [[o["name"], option_text(o["default"]), o["help"], _valid_values(o)] for o in options]
         out.table(["option", "default", "description", "valid values"], rows)
         out.prose("Set one with --set OPTION=VALUE (bits also with --bits).")
     about["recommended"] = [dataclasses.asdict(each) for each in recommended(name)]
@@ -100,14 +101,8 @@ def _options(cls: type[Method]) -> list[dict[str, Any]]:
 
 def _valid_values(option: dict[str, Any]) -> str:
     if option["choices"]:
-        return ", ".join(map(_option_text, option["choices"]))
+        return ", ".join(map(option_text, option["choices"]))
     bounds = [
         f"{sign} {option[key]}" for key, sign in (("at_least", ">="), ("at_most", "<=")) if option[key] is not None
     ]
     return " and ".join(bounds) or ("on, off" if isinstance(option["default"], bool) else "")
-
-
-def _option_text(value: object) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return "none" if value is None else str(value)

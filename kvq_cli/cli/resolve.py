@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.options import option_text
 from kvq_cli.paths import artifact_folder
 
 if TYPE_CHECKING:
@@ -196,5 +197,5 @@ def calibrate_command(model: str, method: Method, trust_remote_code: bool = Fals
         if field.name == "bits":
             words += ["--bits", f"{value:g}"]
         elif value != field.default:
-            words += ["--set", f"{field.name}={value}"]
+            words += ["--set", f"{field.name}={option_text(value)}"]
     return words

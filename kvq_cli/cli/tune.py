@@ -77,12 +77,6 @@ Minutes = Annotated[
     float | None,
     _search("--minutes", min=0.0, help="Time limit of the search in minutes: no new step starts after it."),
 ]
-Disk = Annotated[
-    float,
-    cal.data_option(
-        "--disk", metavar="GIB", help="Disk space for captured keys and values in GiB, as calibrate's --budget."
-    ),
-]
 Out = Annotated[
     Path | None,
     cal.data_option(
@@ -116,7 +110,7 @@ def tune(
     minutes: Minutes = None,
     set_: opt.Set = None,
     data: TunedDataOptions,
-    disk: Disk = 4.0,
+    disk: cal.Disk = 4.0,
     model_options: opt.LoadOptions,
     output_options: opt.OutputOptions,
 ) -> None:

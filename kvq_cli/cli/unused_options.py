@@ -354,7 +354,7 @@ RULES: dict[str, dict[str, Rule]] = {
         **_all_read("method", "bits", "set_", "fisher", "dry_run", "model", "device", "dtype"),
         **_all_read("config", "as_json", "quiet"),
         **_rules(_text, "dataset", "samples", "seqlen", "seed"),
-        **_rules(_either(_text, _clusters), "gradients", "points", "iterations", "kmeans", "budget"),
+        **_rules(_either(_text, _clusters), "gradients", "points", "iterations", "kmeans", "disk"),
         **_rules(unless(lambda values: not values["dry_run"], "--dry-run writes nothing"), "out", "resume", "force"),
         "captured": _either(
             _text, _clusters, unless(lambda values: not values["dry_run"], "--dry-run captures nothing")

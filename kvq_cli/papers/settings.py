@@ -22,7 +22,7 @@ from kvq_cli.papers.scores import read_scores
 from kvq_cli.papers.targets import ROOT, Target
 
 #: Verdicts on a setting beside the default.
-BETTER, WORSE, SAVES, CHANCE = "better", "worse", "saves bits", "chance"
+BETTER, WORSE, SAVES, CHANCE = "better", "worse", "saves bits", "not significant"
 #: A context in which sinks and recent tokens are a small part of the cache.
 LONG = 32768
 #: Differences of bits that do not count: a window of a few tokens more in a long context.
@@ -59,15 +59,18 @@ class Measured:
 class AtEqualBits:
     """A setting's KL beside the default's at equal bits of one context length; `at_equal_bits` says how.
 
-    more:       bits more than the default's.
-    difference: of ln KL, paired by window.
-    verdict:    BETTER: lower KL with no more bits, or lower than more bits by default would have. SAVES: higher KL,
-                but lower than fewer bits by default would have. WORSE: higher KL. CHANCE: the 95 % interval contains 0.
+    more:         bits more than the default's.
+    difference:   of ln KL, paired by window.
+    verdict:      BETTER: lower KL with no more bits, or lower than more bits by default would have. SAVES: higher KL,
+                  but lower than fewer bits by default would have. WORSE: higher KL. CHANCE: the 95 % interval
+                  contains 0.
+    extrapolated: whether it is compared with the defaults at bits beyond those that they were measured at.
     """
 
     more: float
     difference: Difference
     verdict: str
+    extrapolated: bool = False
 
     @property
     def relative(self) -> tuple[float, float, float]:
@@ -190,9 +193,12 @@ def at_equal_bits(kl: Sequence[float], bits: float, defaults: Sequence[tuple[flo
     kl, defaults = _measurable(kl), [(each, _measurable(values)) for each, values in defaults]
     more, default = bits - defaults[0][0], defaults[0][1]
     plain, logs = paired(kl, default), [math.log(each) for each in kl]
+    extrapolated = False
     if abs(more) <= ROUNDING or (more < 0 and plain.mean < 0):
         difference = paired(logs, [math.log(each) for each in default])
     else:
+        measured = [each for each, _ in defaults]
+        extrapolated = not min(measured) - ROUNDING <= bits <= max(measured) + ROUNDING
         difference = paired(logs, _line(bits, defaults))
     if not difference.differs:
         verdict = CHANCE
@@ -202,7 +208,7 @@ def at_equal_bits(kl: Sequence[float], bits: float, defaults: Sequence[tuple[flo
         verdict = BETTER if plain.differs else CHANCE
     else:
         verdict = SAVES
-    return AtEqualBits(more, difference, verdict)
+    return AtEqualBits(more, difference, verdict, extrapolated)
 
 
 def _measurable(kl: Sequence[float]) -> list[float]:

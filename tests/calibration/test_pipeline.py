@@ -82,7 +82,7 @@ def test_the_card_gives_floats_exactly(tiny, quick):
     plan = plan_calibration(tiny, build("klt", bits=1.2345678901), options)
     words = shlex.split(calibrate_command(plan.method, plan.loaded, plan.settings_dict()))
     given = dict(zip(words[2::2], words[3::2], strict=True))
-    assert [float(given[name]) for name in ("--bits", "--damping", "--budget")] == [1.2345678901, 0.12345678901, 1 / 3]
+    assert [float(given[name]) for name in ("--bits", "--damping", "--disk")] == [1.2345678901, 0.12345678901, 1 / 3]
     plan = plan_calibration(tiny, build("klt"), quick)
     assert "--bits 2 " in calibrate_command(plan.method, plan.loaded, plan.settings_dict())
 
@@ -128,9 +128,10 @@ def test_default_samples_hold_64_times_2048_tokens(tiny):
         ({"gradients": 7}, "--gradients 7 must be .*at most 6"),
         ({"gradients": 1}, "--gradients 1 must be at least 2"),
         ({"seqlen": 40}, "tokens are too few for codebooks of 256 entries.* raise --seqlen or --gradients"),
+        ({"seqlen": 40, "gradients": None}, "raise --seqlen or --samples .*--samples 6 with 1 of them held out"),
         ({"seqlen": 6}, "too few"),
-        ({"budget": 1e-6}, "raise --budget"),
-        ({"budget": 0.0}, "--budget must be above 0"),
+        ({"budget": 1e-6}, "raise --disk"),
+        ({"budget": 0.0}, "--disk must be above 0"),
     ],
 )
 def test_impossible_options_are_refused_before_the_model_runs(tiny, quick, change, says):

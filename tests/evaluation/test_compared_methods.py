@@ -59,7 +59,7 @@ def test_given_artifact_is_not_used_with_options_of_another_calibration(artifact
     mine, without = artifact("mine", 2), artifact("artifacts/reference/temporalkv-2bit-fisher-off", 2, fisher=False)
     chosen = resolve_compared("reference", ["temporalkv:fisher=off", "temporalkv"], 2, [mine])
     assert [one.path for one in chosen] == [without.relative_to(without.parents[2]), mine]
-    with pytest.raises(UsageError, match=r"fisher=False: the artifact .*mine was calibrated with fisher=True"):
+    with pytest.raises(UsageError, match=r"fisher=off: the artifact .*mine was calibrated with fisher=on"):
         resolve_compared("reference", ["temporalkv:fisher=off"], 2, [mine])
 
 
@@ -120,7 +120,7 @@ def test_runtime_options_of_an_artifact_can_be_changed(artifact):
     assert other.method_config == {**plain.method_config, "recent": 32}
     one, two = compared_methods([plain, other])
     assert one.identity != two.identity
-    with pytest.raises(UsageError, match="was calibrated with share=None"):
+    with pytest.raises(UsageError, match="was calibrated with share=none"):
         resolve_compared("reference", [f"{mine}:share=8"])
 
 

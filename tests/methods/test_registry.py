@@ -54,7 +54,7 @@ def test_options_are_parsed_from_strings():
         ("squat", {"strength": "nan"}, r"squat: strength=nan is not a number"),
         ("squat", {"strength": float("inf")}, r"squat: strength=inf is not a number"),
         ("kvquant", {"outliers": "-inf"}, r"kvquant: outliers=-inf is not a number"),
-        ("kivi", {"pre_rope": "maybe"}, r"kivi: pre_rope='maybe' is not true or false"),
+        ("kivi", {"pre_rope": "maybe"}, r"kivi: pre_rope='maybe' is not on or off"),
         ("kivi", {"sinks": -1}, r"kivi: sinks=-1 must be at least 0"),
         ("kivi", {"sinks": 2**31}, r"sinks=2147483648 must be at most 1048576"),
         ("kivi", {"residual": 100}, r"residual=100 is not a multiple of group=32"),

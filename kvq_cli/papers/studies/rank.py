@@ -1,9 +1,9 @@
-"""Effective rank of the key and value projections."""
+"""Effective rank of the key and value projections, and of what they are applied to."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -11,37 +11,80 @@ from torch import Tensor
 from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.attention.projections import projections
 from kvq_cli.figures import integer_ticks
+from kvq_cli.papers.studies.activation_hooks import watch_inputs
 from kvq_cli.papers.studies.study import Findings, ModelStudy, Progress, StudyInput, register
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def effective_rank(weight: Tensor) -> float:
-    """exp of the entropy (nats) of the normalized singular values of `weight`, from 1 to its smaller dimension
+def effective_rank(matrix: Tensor) -> float:
+    """exp of the entropy (nats) of the normalized singular values of `matrix`, from 1 to its smaller dimension
     (thesis, 2.4.3; Roy and Vetterli, 2007)."""
-    values = torch.linalg.svdvals(weight.detach().float())
+    return _effective_rank(torch.linalg.svdvals(matrix.detach().float()))
+
+
+def _effective_rank(values: Tensor) -> float:
     share = values / values.sum()
     return torch.special.entr(share).sum().exp().item()
+
+
+def in_random_order(weight: Tensor, seed: int = 0) -> Tensor:
+    """The matrix with its entries in random order: what is left of its spectrum without any structure."""
+    order = torch.randperm(weight.numel(), generator=torch.Generator().manual_seed(seed))
+    return weight.detach().flatten()[order.to(weight.device)].view_as(weight)
+
+
+@dataclass
+class Spectrum:
+    """Squares of a matrix's singular values: the sum of its rows' outer products, `[channels, channels]` float64."""
+
+    squares: Tensor | float = 0.0
+
+    def add(self, rows: Tensor) -> None:
+        """Rows `[rows, channels]`."""
+        rows = rows.double()
+        self.squares = self.squares + rows.T @ rows
+
+    def effective_rank(self) -> float:
+        """`effective_rank` of all rows."""
+        assert isinstance(self.squares, Tensor)
+        return _effective_rank(torch.linalg.eigvalsh(self.squares).clamp_min(0).sqrt())
 
 
 @register
 @dataclass(frozen=True)
 class Rank(ModelStudy):
-    """Effective rank of W_k and W_v by layer: how well low-rank factors can approximate them."""
+    """Effective rank of W_k and W_v by layer: how well low-rank factors can approximate them.
+
+    Beside it, that of W_k with its entries in random order, of the layer's inputs X, and of its keys before RoPE; the
+    first token of each window, whose X can be hundreds of times as large, is left out of these.
+    """
 
     name = "rank"
     source = "TemporalKV Fig. 15"
 
     def run(self, data: StudyInput, progress: Progress) -> Findings:
-        """See `ModelStudy.run`."""
-        sites = attention_layers(data.loaded.model)
+        """See `ModelStudy.run`. Memory: two square matrices of X's and the keys' channels per layer, in float64."""
+        sites, windows = attention_layers(data.loaded.model), data.windows
+        spectra = {kind: [Spectrum() for _ in sites] for kind in "xk"}
+
+        def sink(layer: int, kind: str, numbers: Tensor) -> None:
+            if kind in spectra:
+                spectra[kind][layer].add(numbers[1:])
+
+        for index, tokens in enumerate(windows):
+            progress("windows", index, len(windows))
+            watch_inputs(data.loaded.model, sites, tokens, sink)
+        progress("windows", len(windows), len(windows))
         ranks, full_rank = [], 0
         for site in sites:
             progress("singular values", site.index, len(sites))
             weights = [projection.weight for projection in projections(site)]
             full_rank = min(weights[0].shape)
-            ranks.append([effective_rank(weight) for weight in weights])
+            matrices = [*weights, in_random_order(weights[0])]
+            activations = [spectra[kind][site.index].effective_rank() for kind in "xk"]
+            ranks.append([*map(effective_rank, matrices), *activations])
         progress("singular values", len(sites), len(sites))
 
         def draw(figure: Figure) -> None:
@@ -54,6 +97,7 @@ class Rank(ModelStudy):
             axis.legend()
 
         rows = [[layer, *of_layer] for layer, of_layer in enumerate(ranks)]
-        numbers = {"W_k": [key for key, _ in ranks], "W_v": [value for _, value in ranks], "full": full_rank}
-        notes = [f"Full rank, which equal singular values would give, is {full_rank}."]
-        return Findings(["layer", "W_k", "W_v"], rows, numbers, draw, notes=notes)
+        names = ["W_k", "W_v", "W_k in random order", "X", "keys"]
+        numbers: dict[str, Any] = dict(zip(names, map(list, zip(*ranks, strict=True)), strict=True))
+        notes = [f"Full rank of the weights, which equal singular values would give, is {full_rank}."]
+        return Findings(["layer", *names], rows, numbers | {"full": full_rank}, draw, notes=notes)

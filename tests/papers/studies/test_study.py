@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from kvq_cli.cli.app import app
-from kvq_cli.papers.studies.rank import effective_rank
+from kvq_cli.papers.studies.rank import Spectrum, effective_rank, in_random_order
 from kvq_cli.papers.studies.study import studies
 
 
@@ -39,3 +39,18 @@ def test_effective_rank_of_known_spectra():
     assert effective_rank(torch.eye(7)) == pytest.approx(7)
     assert effective_rank(torch.ones(5, 9)) == pytest.approx(1, abs=1e-4)
     assert effective_rank(torch.diag(torch.tensor([2.0, 1.0, 1.0]))) == pytest.approx(2**1.5)
+
+
+def test_effective_rank_of_rows_that_arrive_in_parts():
+    rows = torch.randn(50, 12, generator=torch.Generator().manual_seed(0)) * torch.linspace(0.1, 5, 12)
+    spectrum = Spectrum()
+    for part in rows.split(20):
+        spectrum.add(part)
+    assert spectrum.effective_rank() == pytest.approx(effective_rank(rows), rel=1e-5)
+
+
+def test_random_order_leaves_the_entries_and_no_structure():
+    weight = torch.outer(torch.arange(1.0, 41), torch.arange(1.0, 31))
+    mixed = in_random_order(weight)
+    assert mixed.flatten().sort().values.equal(weight.flatten().sort().values)
+    assert effective_rank(weight) == pytest.approx(1, abs=1e-3) and effective_rank(mixed) > 15
