@@ -29,7 +29,7 @@ from kvq_cli.vllm.shard import WHOLE, Shard, head_tensors
 
 @dataclass(frozen=True)
 class Accumulator:
-    """The sum X^ over layers at one layer. peak: the most bytes that it took."""
+    """The sum X^ over layers in one layer's turn. peak: as `CrossLayerSum.peak`."""
 
     peak: int
 
@@ -72,7 +72,7 @@ def counted_layers(method: Method, shape: ModelShape, context: int, batch: int =
         accumulator = None
         if plan.cross_layer is not None:
             packed = streams[0].window.packed(context)
-            accumulator = Accumulator(_accumulator_bytes(plan.cross_layer, shape, packed, batch))
+            accumulator = Accumulator(_turn_bytes(plan.cross_layer, streams[0].plan, shape, packed, batch))
         layers.append(CountedLayer(plan, streams, 2 * shape.kv_heads * shape.head_dim, accumulator, count))
     return layers
 
@@ -122,15 +122,21 @@ def _filled(plan: StreamPlan, shape: ModelShape, context: int, batch: int) -> St
     return stream
 
 
-def _accumulator_bytes(part: CrossLayer, shape: ModelShape, packed: int, batch: int) -> int:
-    """Bytes of X^ of `packed` tokens between this layer and the next."""
-    if part.last or not packed:
+def _turn_bytes(part: CrossLayer, plan: StreamPlan, shape: ModelShape, packed: int, batch: int) -> int:
+    """Bytes of X^ of `packed` tokens, and of its latents, in a layer's turn."""
+    if not packed:
         return 0
     total = torch.empty(batch, 1, packed, shape.hidden_size, dtype=shape.dtype, device=META)
-    if part.accumulator is None:
-        return total.nbytes
-    block = torch.zeros(1, 1, part.accumulator.block_tokens, shape.hidden_size, dtype=shape.dtype)
-    return SizedCodec(part.accumulator, block).encode(total).nbytes
+    latents = 0 if plan.down is None else total.nbytes * plan.down.shape[1] // shape.hidden_size
+    between = total.nbytes
+    if part.accumulator is not None:
+        block = torch.zeros(1, 1, part.accumulator.block_tokens, shape.hidden_size, dtype=shape.dtype)
+        between = SizedCodec(part.accumulator, block).encode(total).nbytes
+    decoded = 0 if part.accumulator is None else total.nbytes
+    below = 0 if part.first else between + decoded + latents
+    # Without latents, attention reads X^ itself.
+    read = latents or (total.nbytes if part.last or part.accumulator is not None else 0)
+    return below + read + (0 if part.last else between)
 
 
 def _structure(value: Any) -> Any:

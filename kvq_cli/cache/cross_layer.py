@@ -26,7 +26,8 @@ class CrossLayerSum:
     def __init__(self) -> None:
         self._accumulators: list[Tensor | Packed] = []  # X^ by row group, [rows, 1, packed tokens, hidden_size]
         self._sums: list[Tensor] = []  # the same, decoded, while a layer has its turn
-        #: The most bytes that X^ took between two layers.
+        #: The most bytes that a layer's turn held: X^ of the layer below, packed and decoded, and its latents; X^ of
+        #: this layer and the latents that its attention reads. Results of single operations are left out.
         self.peak = 0
 
     def enter(self, part: CrossLayer, stream: DifferenceStream, forward: Forward, dtype: torch.dtype) -> None:
@@ -57,8 +58,15 @@ class CrossLayerSum:
                     accumulators.append(total)
                 else:
                     accumulators.append(part.accumulator.encode(total))
+        held = [
+            *self._accumulators,
+            *self._sums,
+            *stream.references.values(),
+            *stream.read_back.values(),
+            *accumulators,
+        ]
+        self.peak = max(self.peak, sum({id(each): each.nbytes for each in held}.values()))
         stream.references, self._sums, self._accumulators = {}, [], accumulators
-        self.peak = max(self.peak, sum(accumulator.nbytes for accumulator in accumulators))
 
 
 class DifferenceStream(Stream):

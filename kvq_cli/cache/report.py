@@ -29,8 +29,9 @@ class CacheReport:
     numbers:         cached numbers (tokens x kv heads x head_dim, keys and values of all layers).
     tokens:          tokens cached, all rows together.
     compressed:      how many of them are packed, averaged over layers, keys and values.
-    working:         most bytes by name that passes held beside the cache, and freed again (xquant-cl's X^;
-                     "joined": copies that let kernels read a store as one tensor).
+    working:         most bytes by name that passes held beside the cache, and freed again ("accumulator": xquant-cl's
+                     X^ and latents, see `CrossLayerSum.peak`; "joined": copies that let kernels read a store as one
+                     tensor).
     backend:         who computed the attention of single queries; None: nobody.
     reserved:        those of the "unused" bytes that are room for tokens behind the longest row.
     beyond_window:   those of the numbers whose tokens are beyond the sliding window of their layer: transformers' own

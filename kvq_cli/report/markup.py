@@ -7,6 +7,10 @@ from html import escape
 from typing import TypeAlias
 
 
+#: Elements without an end tag.
+_VOID = {"br", "img", "link", "meta"}
+
+
 class Markup(str):
     """HTML or SVG source. Text of any other type is escaped by `tag`."""
 
@@ -21,7 +25,8 @@ def tag(name: str, *children: Child, **attributes: str | float | None) -> Markup
         for key, value in attributes.items()
         if value is not None
     )
-    return Markup(f"<{name}{written}>{join(*children)}</{name}>")
+    end = "" if name in _VOID else f"{join(*children)}</{name}>"
+    return Markup(f"<{name}{written}>{end}")
 
 
 def join(*children: Child) -> Markup:

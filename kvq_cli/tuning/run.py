@@ -45,6 +45,7 @@ def tune(
 ) -> Artifact:
     """Search, and write the artifact to `out`. Finished steps are kept in `<out>.work` until the end.
 
+    Any interruption and failure leaves that folder, for `resume`; only a UsageError removes it, unless it was resumed.
     plan: of a `mixed` method with the windows to use; its methods are replaced. resume, force, captured, note: as in
     `calibration.pipeline.calibrate`; an unfinished search may go on with another goal and other candidates. Raises
     UsageError for options that cannot work together, KvqError where the goal of the objective "memory" was not reached.

@@ -206,7 +206,9 @@ def test_report_counts_the_bytes_of_the_tensors_held(tiny, prompt, factored, nam
     if name == "xquant":  # X is half of keys and values, where it is kept once
         assert report.packed_bits == (4 + 2) / (2 if heads == "MHA" else 1)
     else:
-        assert report.working["accumulator"] == 96 * 64 * 4  # float32, three blocks of each row
+        # X^ of the layer below, and of the last layer or, under GQA, the latents of both: float32, three blocks a row.
+        latents = 2 * HEADS[heads] * 16
+        assert report.working["accumulator"] == 96 * 4 * (64 + (64 if heads == "MHA" else 2 * latents))
         assert "accumulator" in str(report)
 
 

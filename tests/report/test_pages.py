@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import runpy
 import shutil
@@ -80,7 +81,10 @@ def test_folder_of_several_results(kvq, tmp_path):
     for name in ("study-rank", "sizes", "table-squat-1"):
         shutil.copytree(ROOT / "results" / "reproduction" / "reference" / name, folder / name)
     study = json.loads((folder / "study-rank" / "rank.json").read_text())
+    (folder / "study-rank" / "rank.png").write_bytes(b"a picture")
     page = report(kvq, folder)
+    [picture] = [attributes for tag, attributes in page.elements if tag == "img"]
+    assert picture["src"] == f"data:image/png;base64,{base64.b64encode(b'a picture').decode()}"
     links = [attributes["href"] for tag, attributes in page.elements if tag == "a"]
     ids = {attributes.get("id") for _, attributes in page.elements}
     assert len(links) == 3 and all(link[1:] in ids for link in links)
