@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from html import escape
 from typing import TypeAlias
 
-
 #: Elements without an end tag.
 _VOID = {"br", "img", "link", "meta"}
 
