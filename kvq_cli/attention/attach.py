@@ -131,7 +131,9 @@ def attach(
 ) -> Iterator[Attached]:
     """Run `model` with caches compressed by `method`, a method or a calibrated artifact, inside the block.
 
-    A forward pass uses the compressed cache only where one from `new_cache()` is passed as `past_key_values`.
+    A forward pass uses the compressed cache only where one from `new_cache()` is passed as `past_key_values`. Methods
+    that are fit to the prompt (innerq, squat, gear, zipcache) are fit to the first pass: with `prefill_chunk_size` of
+    `generate`, to the first chunk, of which a left-padded row may have a few tokens only.
 
     prefill: "exact": a pass over several tokens sees these in full precision; "compressed": it sees what one-by-one
     decoding would see (for perplexity and other scores of one pass).
