@@ -69,12 +69,9 @@ def calibrate(
     Raises UsageError where `out` or the folder exists and neither `resume` nor `force` is given, or was made from other
     inputs, KvqError where another process uses the folder.
     """
-    with closing(WorkFolder(out.with_name(out.name + ".work"))) as work:
-        if force and not resume:
-            work.clear()
-        elif not force and out.exists() and resume and not work.path.exists():
+    with work_folder(out, resume=resume, force=force) as work:
+        if work is None:
             return _load_finished(out, plan, note)
-        check_replaceable(out, overwrite=force or resume)
         disk_bytes = estimate.step_bytes(plan) if captured else estimate.disk_bytes(plan)
         work.open(_work_request(plan, progress), resume=resume, disk_bytes=disk_bytes)
         try:
@@ -93,6 +90,22 @@ def calibrate(
             raise
         work.remove()
     return artifact
+
+
+@contextmanager
+def work_folder(out: Path, *, resume: bool, force: bool) -> Iterator[WorkFolder | None]:
+    """`<out>.work`, once `force` has removed that of an earlier run; None where `resume` finds the artifact finished.
+
+    Raises UsageError where `out` exists and neither is given, KvqError where another process uses the folder.
+    """
+    with closing(WorkFolder(out.with_name(out.name + ".work"))) as work:
+        if force and not resume:
+            work.clear()
+        elif not force and out.exists() and resume and not work.path.exists():
+            yield None
+            return
+        check_replaceable(out, overwrite=force or resume)
+        yield work
 
 
 def _work_request(plan: AnyPlan, progress: Progress) -> dict[str, Any]:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import math
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvq_cli.artifact import Artifact, check_replaceable, load_artifact, save_artifact
+from kvq_cli.artifact import Artifact, load_artifact, save_artifact
 from kvq_cli.artifact.contents import tensor_sizes
 from kvq_cli.calibration import estimate
 from kvq_cli.calibration.card import card
 from kvq_cli.calibration.finished import Note, check_unchanged, named_inputs
 from kvq_cli.calibration.mixed import ERROR_MEASURE
 from kvq_cli.calibration.parallel import deterministic
-from kvq_cli.calibration.pipeline import capture_all, captured_tokens, captures_folder
+from kvq_cli.calibration.pipeline import capture_all, captured_tokens, captures_folder, work_folder
 from kvq_cli.calibration.plan import MixedPlan
 from kvq_cli.calibration.settings import calibrate_command
 from kvq_cli.calibration.streams import Progress
-from kvq_cli.calibration.work_folder import WorkFolder
 from kvq_cli.data.texts import file_digest
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.figures import has_matplotlib
@@ -51,12 +49,9 @@ def tune(
     UsageError for options that cannot work together, KvqError where the goal of the objective "memory" was not reached.
     """
     check_request(plan, options)
-    with closing(WorkFolder(out.with_name(out.name + ".work"))) as work:
-        if force and not resume:
-            work.clear()
-        elif not force and out.exists() and resume and not work.path.exists():
+    with work_folder(out, resume=resume, force=force) as work:
+        if work is None:
             return _load_finished(out, plan, options, note)
-        check_replaceable(out, overwrite=force or resume)
         text = (options.text, options.seqlen, options.windows, plan.settings.seed)
         meter = Meter(plan.loaded, held_out_windows(plan.loaded, *text))
         request = {
