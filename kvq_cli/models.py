@@ -154,8 +154,8 @@ def check_token_ids(model: PreTrainedModel, rows: Iterable[Sequence[int]]) -> No
     size, largest = vocabulary(model), max((max(row) for row in rows if row), default=0)
     if largest >= size:
         raise KvqError(
-            f"the tokenizer gave token id {largest:,}, the model has {size:,} embeddings: the tokenizer is not the "
-            "model's, or tokens were added to it and not to the model"
+            f"the tokenizer gave token id {largest:,}, the model has {size:,} embeddings: save the model's own "
+            "tokenizer with it, or resize its embeddings to the tokenizer's"
         )
 
 

@@ -2,10 +2,10 @@
 
 python tools/xquant_cl_layers.py ARTIFACT TEXT... [--model smollm2] [--bits 2] [--more 4] [--tokens 1024]
 
-The artifact is one of XQuant-CL. Prints KL to the uncompressed model (nats per token, mean over one window of each
-text, of which the second half is scored) with all differences at `--bits`, and with one layer's at `--more`; and beside
-it, what the paper's argument rests on: how large a layer's change of X is, as the root mean square of X_i - X_(i-1)
-over that of X_i.
+The artifact is what `kvq calibrate --model smollm2 --method xquant-cl --set group=64` writes, or another of XQuant-CL.
+Prints KL to the uncompressed model (nats per token, mean over one window of each text, of which the second half is
+scored) with all differences at `--bits`, and with one layer's at `--more`; and beside it, what the paper's argument
+rests on: how large a layer's change of X is, as the root mean square of X_i - X_(i-1) over that of X_i.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from kvq_cli.benchmarking.baselines import BenchmarkedCache, StepKind
 from kvq_cli.benchmarking.generate import synchronize
 from kvq_cli.benchmarking.machine import PeakMemory
 from kvq_cli.errors import is_out_of_memory
-from kvq_cli.models import model_context
+from kvq_cli.models import model_context, vocabulary
 
 #: Decode steps of a kind before timing starts: the first compiles kernels, the second is captured in a CUDA graph, the
 #: third replays it for the first time.
@@ -129,8 +129,7 @@ def _time_kind(
 ) -> tuple[float, int]:
     """Return the mean seconds of a step of this kind, and the bytes of the cache."""
     generator = torch.Generator().manual_seed(sweep.seed)
-    vocabulary = model.config.get_text_config().vocab_size
-    ids = torch.randint(vocabulary, (1, kind.past + 1), generator=generator).to(model.device)
+    ids = torch.randint(vocabulary(model), (1, kind.past + 1), generator=generator).to(model.device)
     token = ids[:, -1:].expand(batch, 1)
     before = kind.past - benchmarked.can_rewind
     cache = new_cache(kind.past + 1)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from kvq_cli.benchmarking.baselines import BenchmarkedCache
 from kvq_cli.benchmarking.machine import PeakMemory
 from kvq_cli.errors import UsageError
+from kvq_cli.models import vocabulary
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,7 @@ def measure(
     """
     for context, batch in grid.cases():
         generator = torch.Generator().manual_seed(grid.seed)
-        vocabulary = model.config.get_text_config().vocab_size
-        ids = torch.randint(vocabulary, (batch, context + grid.tokens), generator=generator).to(model.device)
+        ids = torch.randint(vocabulary(model), (batch, context + grid.tokens), generator=generator).to(model.device)
         runs: dict[BenchmarkedCache, list[RunTimes]] = {benchmarked: [] for benchmarked in caches}
         for round_ in range(grid.rounds + 1):
             for benchmarked in caches:

@@ -13,7 +13,7 @@ from kvq_cli.artifact import Artifact, fingerprint
 from kvq_cli.benchmarking.accounting import artifact_tensors
 from kvq_cli.methods.base import Method
 from kvq_cli.methods.registry import to_config
-from kvq_cli.models import LoadedModel, model_shape
+from kvq_cli.models import LoadedModel, model_shape, vocabulary
 
 #: A typical ratio for English text.
 _CHARACTERS_PER_TOKEN = 4
@@ -62,7 +62,7 @@ class RandomTokens:
 
 def as_loaded_model(model: PreTrainedModel, name: str, seed: int) -> LoadedModel:
     """Wrap a model with random weights as calibration takes it, with `RandomTokens` as its tokenizer."""
-    random_tokens = RandomTokens(model.config.get_text_config().vocab_size, seed)
+    random_tokens = RandomTokens(vocabulary(model), seed)
     # A cast: it has the only methods of a tokenizer that calibration calls.
     tokenizer = cast(PreTrainedTokenizerBase, random_tokens)
     return LoadedModel(model, tokenizer, name, None, model_shape(model))

@@ -208,11 +208,11 @@ def report(layers: Sequence[ReportedLayer], nominal_bits: float, backend: str | 
         numbers,
         tokens,
         compressed,
-        dict(tables),
-        working,
-        backend,
-        reserved,
-        beyond,
+        tables=dict(tables),
+        working=working,
+        backend=backend,
+        reserved=reserved,
+        beyond_window=beyond,
     )
 
 

@@ -96,7 +96,7 @@ def resumable_result(out: Output, path: Path, document: dict[str, Any]) -> dict[
         if not isinstance(kept["rows"], list):
             raise ValueError("it has no rows")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise KvqError(f"--resume: cannot read {path}: {error}") from None
+        raise KvqError(f"--resume: cannot read {path} ({error}): run without --resume") from None
     if not different:
         return kept
     out.note(f"--resume: {path} differs in {'; '.join(different)}: measuring everything again")

@@ -74,7 +74,7 @@ def document_windows(
     Raises KvqError where no document is long enough, or there is none.
     """
     if not documents:
-        raise KvqError("the dataset has no document")
+        raise KvqError("the dataset has no document: give another --dataset or --data-dir")
     draw = random.Random(seed)
     short: set[int] = set()
     windows: list[Tensor] = []

@@ -16,6 +16,7 @@ from kvq_cli.errors import NotFiniteError
 from kvq_cli.evaluation.base import Evaluation
 from kvq_cli.evaluation.divergence import divergence
 from kvq_cli.evaluation.scoring import continuation_logits
+from kvq_cli.models import vocabulary
 
 if TYPE_CHECKING:
     from kvq_cli.attention.attach import Attached
@@ -46,7 +47,7 @@ def measure_speed(attached: Attached, tokens: int, scores: bool, decodes: bool) 
     The prompt counts through the vocabulary: a method's time depends on the number of tokens, not on which they are.
     """
     model = attached.model
-    ids = (torch.arange(tokens + STEPS) % model.config.get_text_config().vocab_size).tolist()
+    ids = (torch.arange(tokens + STEPS) % vocabulary(model)).tolist()
     inputs = torch.tensor([ids], device=model.device)
     cache = attached.new_cache(tokens + STEPS)
 

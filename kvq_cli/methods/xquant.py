@@ -31,6 +31,7 @@ class LayerInputMethod(Method):
     bits: int = option(
         2, "bits per number; 16: not quantized", choices=BITS, why="others cannot be packed", runtime=True
     )
+    # A group is decoded at once, and rotated by tables of at most this many tokens.
     group: int = option(128, "numbers that share a scale and a zero-point", at_least=4, at_most=4096, runtime=True)
     sinks: int = option(0, "first tokens kept in full precision (attention sinks)", at_least=0, runtime=True)
     recent: int = option(0, "newest tokens kept in full precision, beside incomplete groups", at_least=0, runtime=True)
