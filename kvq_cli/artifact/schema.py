@@ -92,12 +92,14 @@ TUNING: Form = {
     "alone": Many(Many({"codes": _NUMBER, "kl": float})),
 }
 #: What tensors depend on beside method, model and calibration. text: sha256 of the file of `--dataset`, null for a data
-#: set with a name; held_out: those of `--text`, of `kvq tune`; results: `kvq_cli.RESULTS`.
+#: set with a name; held_out: those of `--text`, of `kvq tune`; results: `kvq_cli.RESULTS`;
+#: clustering: `calibration.kmeans.VERSION` of methods that cluster.
 INPUTS: Form = {
     "weights": str,
     "text": OrNone(str),
     "held_out?": Many(OrNone(str)),
     "results": _NUMBER,
+    "clustering?": _NUMBER,
     "device": str,
 }
 CONFIG: Form = {

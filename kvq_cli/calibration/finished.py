@@ -16,6 +16,7 @@ _NAMES = {
     "text": "text of --dataset",
     "held_out": "text of --text",
     "results": "version of results",
+    "clustering": "version of clustering",
     "device": "type of --device",
 }
 

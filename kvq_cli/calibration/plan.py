@@ -14,6 +14,7 @@ import kvq_cli
 from kvq_cli.artifact import fingerprint
 from kvq_cli.artifact.fingerprint import weights_digest
 from kvq_cli.calibration.finished import named_inputs
+from kvq_cli.calibration.kmeans import VERSION as CLUSTERING
 from kvq_cli.calibration.kmeans import choose_engine
 from kvq_cli.calibration.mixed import UNIT
 from kvq_cli.calibration.settings import (
@@ -122,6 +123,10 @@ class CapturePlan(CalibrationPlan):
     capture: CaptureSize
     spec: CalibrationSpec | TransformSpec | MixedSpec
 
+    @cached_property
+    def inputs(self) -> dict[str, Any]:
+        return {**super().inputs, "clustering": CLUSTERING}
+
     def settings_dict(self) -> dict[str, Any]:
         return self.settings.to_dict()
 
@@ -140,7 +145,9 @@ class CapturePlan(CalibrationPlan):
         if size.units < size.possible:  # drawn at random in units
             tokens["unit"] = size.unit
         text = {key: settings[key] for key in ("dataset", "samples", "seqlen", "gradients", "seed")} | self.text_tokens
-        inputs = named_inputs(self.inputs, library_versions())  # without the version of faiss, which captures nothing
+        # Clustering, and so faiss, captures nothing.
+        captured = {key: value for key, value in self.inputs.items() if key != "clustering"}
+        inputs = named_inputs(captured, library_versions())
         return {key: self.request()[key] for key in ("kvq", "model")} | inputs | text | tokens
 
 

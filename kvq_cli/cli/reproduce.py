@@ -207,20 +207,18 @@ class _Runner:
 
 def _calibrations(wanted: Target, model: str, trust_remote_code: bool, ray: str | None) -> list[list[str]]:
     """Commands that calibrate the missing artifacts of a target's methods."""
-    from kvq_cli.benchmarking.shapes import SHAPES
     from kvq_cli.cli.resolve import calibrate_command, needs_artifact
-    from kvq_cli.methods.base import captures_activations
+    from kvq_cli.papers.inputs import clusters
     from kvq_cli.papers.targets import calibration_options
     from kvq_cli.paths import artifact_folder, short_name
 
-    shape = SHAPES["llama-3.1-8b"].model_shape()  # any: what a method captures does not depend on it
     capturing = ["--captured", str(CAPTURED / short_name(model)), *([] if ray is None else ["--ray", ray])]
     missing = {
         str(artifact_folder(model, method)): [
             *calibrate_command(model, method, trust_remote_code),
             *calibration_options(model),
             "--resume",
-            *(capturing if captures_activations(method.calibration(shape)) else []),
+            *(capturing if clusters(method) else []),
         ]
         for method in wanted.calibrated(model)
         if not artifact_folder(model, method).is_dir() and needs_artifact(model, method, trust_remote_code)

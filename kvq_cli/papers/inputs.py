@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from kvq_cli import RESULTS, reference
+from kvq_cli.benchmarking.shapes import SHAPES
+from kvq_cli.calibration.kmeans import VERSION as CLUSTERING
 from kvq_cli.data.texts import file_digest
 from kvq_cli.evaluation.lm_eval.task_groups import is_lm_eval
 from kvq_cli.evaluation.perplexity import PERPLEXITY, PerplexityEvaluation
 from kvq_cli.evaluation.ruler.evaluation import RulerEvaluation
+from kvq_cli.methods.base import Method, captures_activations
 from kvq_cli.models import REFERENCE, SMOLLM2
 from kvq_cli.papers.targets import Target
 
+_CLUSTERING_STUDIES = ("error", "quantizers")
 #: Options, also as keys of a `--config` file, whose values may be files.
 _FILES = ("config", "dataset", "haystack", "qa-file")
 #: Files of a model's folder that its answers may depend on: weights, configuration, tokenizer, code.
@@ -24,16 +28,20 @@ _MODEL_FILES = frozenset((".safetensors", ".bin", ".pt", ".gguf", ".json", ".mod
 
 
 def versions(target: Target, model: str) -> dict[str, Any]:
-    """Versions of what computes the result: `results` (`kvq_cli.RESULTS`), of an evaluation also `versions` by task.
+    """Versions of what computes the result: `results` (`kvq_cli.RESULTS`), of an evaluation also `versions` by task, of
+    methods and studies that cluster `clustering` (`calibration.kmeans.VERSION`).
 
     Empty for a fixed command, such as `bits --papers`, which has neither samples nor activations.
     """
     if target.run:
         return {}
+    common: dict[str, Any] = {"results": RESULTS}
+    if target.analyze in _CLUSTERING_STUDIES or any(map(clusters, target.calibrated(model))):
+        common["clustering"] = CLUSTERING
     if not target.eval:
-        return {"results": RESULTS}
+        return common
     tasks = _options(target.command(model)).get("task", [PERPLEXITY])[-1].split(",")
-    return {"results": RESULTS, "versions": {name.strip(): _version(name.strip()) for name in tasks}}
+    return {**common, "versions": {name.strip(): _version(name.strip()) for name in tasks}}
 
 
 def file_digests(target: Target, model: str) -> dict[str, str]:
@@ -68,6 +76,12 @@ def _folder_digest(files: tuple[tuple[Path, int, int], ...]) -> str:
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()[:16]
+
+
+def clusters(method: Method) -> bool:
+    """Whether calibrating this method captures and clusters activations."""
+    shape = SHAPES["llama-3.1-8b"].model_shape()  # any: it does not depend on it
+    return captures_activations(method.calibration(shape))
 
 
 def _version(task: str) -> Any:

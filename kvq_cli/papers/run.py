@@ -25,7 +25,7 @@ DONE, PARTLY, TO_DO, HARDWARE, NOTHING = "done", "partly", "to do", "needs hardw
 OLDER = "done by an earlier version"
 JUDGED = (DONE, OLDER)
 #: Keys of a record that an OLDER result may have other values of, or lack.
-VERSIONS = ("kvq", "results", "versions")
+VERSIONS = ("kvq", "results", "versions", "clustering")
 RECORD = "target.json"
 #: Folder of the results of `make gpu`.
 GPU_RESULTS = Path("benchmarks")

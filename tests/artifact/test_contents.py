@@ -241,7 +241,7 @@ def test_unknown_keys_are_refused(parts_of, refused, method, path, says):
 def test_inputs_have_a_form_where_they_are_recorded(parts_of, refused, tmp_path):
     config, tensors = parts_of("kvquant")
     inputs = {"weights": "ab", "text": None, "results": 2, "device": "cpu"}
-    for valid in (inputs, {**inputs, "text": "cd", "held_out": ["ef", None]}):
+    for valid in (inputs, {**inputs, "text": "cd", "held_out": ["ef", None]}, {**inputs, "clustering": 1}):
         save_artifact(tmp_path / "a", {**config, "inputs": valid}, tensors, "card", overwrite=True)
         assert load_artifact(tmp_path / "a").config["inputs"] == valid
     refused({**config, "inputs": {**inputs, "results": "2"}}, tensors, "inputs.results must be a whole number")

@@ -158,7 +158,7 @@ def test_fisher_weights_lower_the_weighted_error_and_raise_the_plain_one(capture
 
 def test_damping_trades_the_weighted_error_for_the_plain_one(captured):
     spec = dataclasses.replace(SPEC, shapes=BOTH[:1])
-    settings = [dataclasses.replace(SETTINGS, damping=damping) for damping in (0.0, 1.0, 1e6)]
+    settings = [dataclasses.replace(SETTINGS, damping=damping) for damping in (0.0, 0.1, 1e6)]
     settings.append(dataclasses.replace(SETTINGS, fisher=False))
     found = [calibrate_stream(captured, spec, one)[1]["chosen"] for one in settings]
     fisher, plain = [one["fisher"] for one in found], [one["plain"] for one in found]

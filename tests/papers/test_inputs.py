@@ -92,6 +92,18 @@ def test_a_new_version_makes_a_result_an_older_one(finished, monkeypatch, change
     assert state(entry, REFERENCE, root) == DONE
 
 
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [("table-temporalkv-4", OLDER), ("table-xquant-4", OLDER), ("figure-temporalkv-19", OLDER)]
+    + [(name, DONE) for name in ("perplexity-innerq", "table-xquant-b1", "figure-temporalkv-15", "sizes-papers")],
+)
+def test_new_clustering_makes_results_of_clustered_codebooks_alone_older_ones(finished, monkeypatch, name, after):
+    """table-xquant-4 compares KVQuant; table-xquant-b1 reads artifacts of weights alone."""
+    root = finished(target(name))
+    monkeypatch.setattr(inputs, "CLUSTERING", inputs.CLUSTERING + 1)
+    assert state(target(name), REFERENCE, root) == after
+
+
 def test_versions_are_those_of_the_tasks_that_the_command_evaluates(finished, tmp_path):
     ruler, both = target("table-innerq-1"), replace(target("compare-paper"), config="compare.yaml", options="")
     finished(ruler)
