@@ -79,7 +79,7 @@ def calibrate(
                 if isinstance(plan, FactorPlan):
                     tensors, measured = _factorize_all(plan, work, progress)
                 else:
-                    with captures_folder(plan, work, captured) as captures:
+                    with captures_folder(plan, work, captured, note) as captures:
                         capture_all(plan, captures, progress, workers)
                         tensors, measured = _make_codebooks(plan, work, captures, progress, workers)
             artifact = _write(plan, out, tensors, measured, progress)
@@ -173,15 +173,17 @@ def _second_moments(plan: WhitenedPlan, work: WorkFolder, layers: Sequence[Atten
 
 
 @contextmanager
-def captures_folder(plan: CapturePlan, work: WorkFolder, captured: Path | None) -> Iterator[WorkFolder]:
-    """The folder of the captured activations: `work`, or one below `captured`, named by what it depends on."""
+def captures_folder(plan: CapturePlan, work: WorkFolder, captured: Path | None, note: Note) -> Iterator[WorkFolder]:
+    """The folder of the captured activations: `work`, or one below `captured`, named by what it depends on.
+
+    Where another process captures the same, waits for its end, and tells `note` so."""
     if captured is None:
         yield work
         return
     request = plan.capture_request()
     name = sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:16]
     with closing(WorkFolder(captured / name)) as captures:
-        captures.open(request, resume=True, disk_bytes=plan.capture.nbytes, shared=True)
+        captures.open(request, resume=True, disk_bytes=plan.capture.nbytes, shared=True, note=note)
         yield captures
 
 

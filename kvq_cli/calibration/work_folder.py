@@ -6,7 +6,8 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,9 @@ from kvq_cli.artifact.format import write_synced
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.files import cannot_write
 from kvq_cli.units import human_bytes
+
+#: Seconds between two tries to open a folder that another process captures to.
+_RETRY = 0.5
 
 
 class WorkFolder:
@@ -35,20 +39,28 @@ class WorkFolder:
         self._shared = False
         self._lock: int | None = None  # file descriptor of the folder, open and locked
 
-    def open(self, request: Mapping[str, Any], *, resume: bool, disk_bytes: int, shared: bool = False) -> None:
+    def open(
+        self,
+        request: Mapping[str, Any],
+        *,
+        resume: bool,
+        disk_bytes: int,
+        shared: bool = False,
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
         """Start a calibration, or resume an interrupted one with the same `request`.
 
-        disk_bytes: bytes that the run will write. shared: several processes may have it open, once they `share` it.
-        Raises UsageError where unfinished work exists and `resume` is off or
-        the request differs; KvqError where another process calibrates there, the folder cannot be written or the disk
-        has no space.
+        disk_bytes: bytes that the run will write. shared: several processes may have it open, once they `share` it;
+        until then, this one waits for the other, and tells `note` so.
+        Raises UsageError where unfinished work exists and `resume` is off or the request differs; KvqError where
+        another process calibrates there, the folder cannot be written or the disk has no space.
         """
         self._shared = shared
-        if not self.path.exists():
-            self._create(request, disk_bytes)
-            return
-        self._acquire_lock()
-        if not resume:
+        new = not self.path.exists()
+        if new:
+            self._create(disk_bytes)
+        self._acquire_lock(note)
+        if not new and not resume:
             self.close()
             raise UsageError(
                 f"{self.path} holds an unfinished calibration: continue it with --resume, or start over with --force"
@@ -155,7 +167,7 @@ class WorkFolder:
         """What removes the folder: `--force` does not clear captured activations that others share."""
         return f"delete {self.path}" if self._shared else "start over with --force"
 
-    def _create(self, request: Mapping[str, Any], disk_bytes: int) -> None:
+    def _create(self, disk_bytes: int) -> None:
         self._created = [folder for folder in self.path.parents if not folder.exists()]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,15 +178,25 @@ class WorkFolder:
                     f"no space left in {self.path.parent}: {human_bytes(disk_bytes)} are needed while "
                     f"calibrating and {human_bytes(free)} are free: lower --disk, or choose another --out"
                 )
-            self.path.mkdir()
+            self.path.mkdir(exist_ok=self._shared)
         except OSError as error:
             raise cannot_write(self.path, error) from error
-        self._acquire_lock()
-        self.write_json("request", request)
 
-    def _acquire_lock(self) -> None:
+    def _acquire_lock(self, note: Callable[[str], None] = lambda _: None) -> None:
         """Lock the folder until `remove` or `close`: two processes writing the same files would mix their numbers."""
-        in_use = KvqError(f"{self.path} is in use by a running calibration: wait for its end, or choose another --out")
+        waits = False
+        while not self._try_lock():
+            if not self._shared:
+                raise KvqError(
+                    f"{self.path} is in use by a running calibration: wait for its end, or choose another --out"
+                )
+            if not waits:
+                note(f"waits for another calibration, which captures to {self.path}")
+            waits = True
+            time.sleep(_RETRY)
+
+    def _try_lock(self) -> bool:
+        """Lock the folder unless another process has locked it; of a shared one, share the lock with others."""
         try:
             self._lock = os.open(self.path, os.O_RDONLY)
             try:
@@ -184,12 +206,15 @@ class WorkFolder:
                     raise
                 fcntl.flock(self._lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             acquired = os.fstat(self._lock).st_ino == self.path.stat().st_ino  # not removed and created anew meanwhile
-        except (BlockingIOError, FileNotFoundError):
-            raise in_use from None
+        except FileNotFoundError as error:
+            raise KvqError(f"{self.path} was removed by another process: start again") from error
+        except BlockingIOError:
+            acquired = False
         except OSError:  # a file system without locks
-            return
+            return True
         if not acquired:
-            raise in_use
+            self.close()
+        return acquired
 
     def _replace(self, name: str, data: bytes) -> None:
         with _write_errors(self.path):

@@ -49,7 +49,7 @@ Store = Annotated[
 CAPTURED = Path("results/captured")
 #: File descriptor of the standard error of commands.
 STDERR = 2
-#: Targets that run at the same time on workers.
+#: Targets, and calibrations of a target, that run at the same time on workers.
 TOGETHER = 2
 
 
@@ -112,19 +112,19 @@ def reproduce(
     options += " --trust-remote-code" if trust_remote_code else ""
     wanted = [replace(each, options=f"{each.options} {options}".strip()) for each in wanted]
     with opt.WorkerOptions(workers, ray).address() as address:
-        # On workers, one target fills the gaps of another: while it starts, waits for its last samples, or draws.
-        together = TOGETHER if address is not None and len(wanted) > 1 else 1
+        # On workers, one command fills the gaps of another: while it starts, waits for its last samples, or draws.
+        together = 1 if address is None else TOGETHER
         # With --json, stdout is for the document alone.
         commands = Commands(output.note, together=together, stdout=STDERR if as_json else None)
-        runner = _Runner(output, commands, model, trust_remote_code, out, store, address, stop=not everything)
-        made = _make_all(runner, wanted, together)
+        runner = _Runner(output, commands, together, model, trust_remote_code, out, store, address, stop=not everything)
+        made = _make_all(runner, wanted)
     output.result(made)
     if failed := [each["id"] for each in made if each["state"] != DONE]:
         raise KvqError(f"not done: {', '.join(failed)}")
 
 
-def _make_all(runner: _Runner, wanted: Sequence[Target], together: int) -> list[dict[str, Any]]:
-    """Run the targets, `together` of them at a time; returns what `_Runner.make` does of each.
+def _make_all(runner: _Runner, wanted: Sequence[Target]) -> list[dict[str, Any]]:
+    """Run the targets, `runner.together` of them at a time; returns what `_Runner.make` does of each.
 
     Targets with the same result folder, like the figures of one study, run one after the other: the first finishes all.
     """
@@ -137,7 +137,7 @@ def _make_all(runner: _Runner, wanted: Sequence[Target], together: int) -> list[
         for number, each in numbered:
             made[number] = runner.make(each, number, len(wanted))
 
-    with ThreadPoolExecutor(together) as pool:
+    with ThreadPoolExecutor(runner.together) as pool:
         running = [pool.submit(make, numbered) for numbered in by_folder.values()]
         try:
             wait(running, return_when=FIRST_EXCEPTION)
@@ -152,10 +152,11 @@ def _make_all(runner: _Runner, wanted: Sequence[Target], together: int) -> list[
 
 @dataclass(frozen=True)
 class _Runner:
-    """Runs targets of a model. ray: the cluster's address; stop: raise on failure."""
+    """Runs targets of a model. together: commands at a time; ray: the cluster's address; stop: raise on failure."""
 
     output: Output
     commands: Commands
+    together: int
     model: str
     trust_remote_code: bool
     root: Path
@@ -197,24 +198,39 @@ class _Runner:
 
         started = time.monotonic()
         with self.calibrating:  # targets that run together need the same artifacts
-            for words in _calibrations(wanted, self.model, self.trust_remote_code, self.ray):
-                self.commands.run([*words, *(["--quiet"] if self.output.quiet else [])], wanted.id)
+            self._calibrate(wanted)
             if self.commands.stopped:  # while it waited: before the record of an older result is replaced
                 raise KeyboardInterrupt
         run_target(wanted, self.model, self.commands, self.root, self.store, self.output.quiet, self.ray)
         return time.monotonic() - started
 
+    def _calibrate(self, wanted: Target) -> None:
+        """Calibrate the missing artifacts of a target, `together` of them at a time: the first to capture activations
+        captures for all."""
+        missing = _calibrations(wanted, self.model, self.trust_remote_code, self.ray)
+        quiet = ["--quiet"] if self.output.quiet else []
 
-def _calibrations(wanted: Target, model: str, trust_remote_code: bool, ray: str | None) -> list[list[str]]:
-    """Commands that calibrate the missing artifacts of a target's methods."""
+        def calibrate(name: str) -> None:
+            self.commands.run([*missing[name], *quiet], f"{wanted.id}, {name}")
+
+        pool = ThreadPoolExecutor(self.together)
+        try:
+            for finished in [pool.submit(calibrate, name) for name in missing]:
+                finished.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _calibrations(wanted: Target, model: str, trust_remote_code: bool, ray: str | None) -> dict[str, list[str]]:
+    """Commands that calibrate the missing artifacts of a target's methods, by the artifact's name."""
     from kvq_cli.cli.resolve import calibrate_command, needs_artifact
     from kvq_cli.papers.inputs import clusters
     from kvq_cli.papers.targets import calibration_options
     from kvq_cli.paths import artifact_folder, short_name
 
     capturing = ["--captured", str(CAPTURED / short_name(model)), *([] if ray is None else ["--ray", ray])]
-    missing = {
-        str(artifact_folder(model, method)): [
+    return {
+        artifact_folder(model, method).name: [
             *calibrate_command(model, method, trust_remote_code),
             *calibration_options(model),
             "--resume",
@@ -223,7 +239,6 @@ def _calibrations(wanted: Target, model: str, trust_remote_code: bool, ray: str 
         for method in wanted.calibrated(model)
         if not artifact_folder(model, method).is_dir() and needs_artifact(model, method, trust_remote_code)
     }
-    return list(missing.values())
 
 
 def _list(output: Output, model: str, root: Path) -> None:

@@ -21,9 +21,9 @@ class Commands:
     """Runs each `kvq` command in its own process, so that its memory is freed.
 
     report: called with each command line. together: how many run at the same time, from several threads. Of more than
-    one, each line on stderr begins with its target's name, what a command prints to stdout appears when it has ended,
-    and commands without workers share the cores. stdout: file descriptor for what they print to standard output; None:
-    this process's.
+    one, each line on stderr begins with what its command is for, what a command prints to stdout appears when it has
+    ended, and commands without workers share the cores. stdout: file descriptor for what they print to standard output;
+    None: this process's.
     """
 
     def __init__(self, report: Callable[[str], None], *, together: int = 1, stdout: int | None = None) -> None:
@@ -33,14 +33,15 @@ class Commands:
         self._stopped = False
         self._lock = threading.Lock()
 
-    def run(self, words: Sequence[str], target: str, *, into: bool = False) -> str:
+    def run(self, words: Sequence[str], purpose: str, *, into: bool = False) -> str:
         """Run a command until it ends; returns what it printed to standard output where `into` asks for it.
 
-        target: what the command is for. KeyboardInterrupt if the command was interrupted, KvqError if it failed.
+        purpose: the target, and the artifact that the command makes for it.
+        KeyboardInterrupt if the command was interrupted, KvqError if it failed.
         """
-        self._report(f"{target}: $ kvq {shlex.join(words)}" if self._named else f"$ kvq {shlex.join(words)}")
+        self._report(f"{purpose}: $ kvq {shlex.join(words)}" if self._named else f"$ kvq {shlex.join(words)}")
         process = self._start(words, piped=into or self._named)
-        relay = threading.Thread(target=_relay, args=(process.stderr, target)) if process.stderr else None
+        relay = threading.Thread(target=_relay, args=(process.stderr, purpose)) if process.stderr else None
         try:
             if relay is not None:
                 relay.start()

@@ -62,7 +62,7 @@ def tune(
         }
         work.open(request, resume=resume, disk_bytes=0 if captured else estimate.disk_bytes(plan))
         try:
-            with deterministic(plan.loaded.model.device), captures_folder(plan, work, captured) as captures:
+            with deterministic(plan.loaded.model.device), captures_folder(plan, work, captured, note) as captures:
                 capture_all(plan, captures, progress)
                 search = Search(options, Steps(plan, work, captures, meter, progress), progress)
                 best = search.run()

@@ -2,8 +2,10 @@
 
 import dataclasses
 import errno
+import fcntl
 import os
 import shlex
+import threading
 from pathlib import Path
 
 import pytest
@@ -211,20 +213,50 @@ def test_full_disk_leaves_no_files(tiny, quick, tmp_path, monkeypatch, file):
     assert os.listdir(tmp_path) == []
 
 
-def test_calibrations_share_a_finished_capture_at_the_same_time(tiny, quick, tmp_path):
-    """While the first one captures, a second one is refused; once it clusters, a second one reads what it captured."""
-    refused, made = [], []
+def test_calibrations_share_a_capture_at_the_same_time(tiny, quick, tmp_path, monkeypatch):
+    """While the first one captures, a second one waits; once it clusters, a second one reads what it captured."""
+    monkeypatch.setattr(work_folder, "_RETRY", 0.01)
+    captured, waiting, made, phases = tmp_path / "captured", threading.Event(), [], []
 
-    def second(phase, done, total):
+    def second():
+        def note(text):
+            assert str(captured) in text and "waits for another calibration" in text
+            waiting.set()
+
+        def progress(phase, done, total):
+            phases.append((phase, done))
+
+        made.append(run(tiny, quick, tmp_path / "b", captured=captured, note=note, progress=progress))
+
+    thread = threading.Thread(target=second)
+
+    def first(phase, done, total):
         if phase == "capture" and done == 1:
-            with pytest.raises(KvqError, match="in use by a running calibration"):
-                run(tiny, quick, tmp_path / "b", captured=tmp_path / "captured")
-            refused.append(phase)
-        if phase == "cluster" and not made:
-            made.append(run(tiny, quick, tmp_path / "b", captured=tmp_path / "captured", force=True))
+            thread.start()
+            assert waiting.wait(60) and "capture" not in dict(phases)
+        if phase == "cluster" and done == 0:
+            made.append(run(tiny, quick, tmp_path / "c", captured=captured, note=pytest.fail))
 
-    first = run(tiny, quick, tmp_path / "a", captured=tmp_path / "captured", progress=second)
-    assert refused and made[0].digest == first.digest == run(tiny, quick, tmp_path / "c").digest
+    alone = run(tiny, quick, tmp_path / "a", captured=captured, progress=first)
+    thread.join()
+    assert [each.digest for each in made] == [alone.digest] * 2 == [run(tiny, quick, tmp_path / "d").digest] * 2
+    assert [done for phase, done in phases if phase == "capture"] == [quick.samples]  # it captured nothing
+
+
+def test_a_calibration_that_waited_for_a_dead_one_captures_the_rest(tiny, quick, tmp_path, monkeypatch):
+    monkeypatch.setattr(work_folder, "_RETRY", 0.01)
+    captured = tmp_path / "captured"
+
+    def interrupt(phase, done, total):
+        if phase == "capture" and done == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny, quick, tmp_path / "a", captured=captured, progress=interrupt)
+    holder = os.open(next(captured.iterdir()), os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    again = run(tiny, quick, tmp_path / "b", captured=captured, note=lambda _: os.close(holder))
+    assert again.digest == run(tiny, quick, tmp_path / "c").digest
 
 
 @pytest.mark.parametrize("flags", [{}, {"resume": True}, {"force": True}])

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from kvq_cli.cli import reproduce
 from kvq_cli.cli.output import Output
 from kvq_cli.cli.reproduce import _make_all, _Runner
 from kvq_cli.errors import KvqError
@@ -91,7 +92,7 @@ def test_stop_ends_all_commands_and_starts_no_more(monkeypatch):
 def runner(tmp_path):
     """Runs targets, two at a time, with results below `tmp_path`."""
     running = Commands(lambda _: None, together=2)
-    return _Runner(Output(quiet=True), running, REFERENCE, False, tmp_path, tmp_path, None, stop=True)
+    return _Runner(Output(quiet=True), running, 2, REFERENCE, False, tmp_path, tmp_path, None, stop=True)
 
 
 def test_the_error_of_the_target_that_failed_is_raised(runner, monkeypatch):
@@ -109,9 +110,26 @@ def test_the_error_of_the_target_that_failed_is_raised(runner, monkeypatch):
     monkeypatch.setattr(commands, "GRACE", 0.5)
     monkeypatch.setattr(run, "run_target", run_target)
     with pytest.raises((KvqError, KeyboardInterrupt), match=r"failed \(exit code 3\)"):
-        _make_all(runner, [target(name) for name in names], together=2)
+        _make_all(runner, [target(name) for name in names])
     assert state(target(slow), REFERENCE, runner.root) != TO_DO
     assert state(target(waiting), REFERENCE, runner.root) == TO_DO
+
+
+def test_calibrations_of_a_target_run_two_at_a_time(runner, monkeypatch, tmp_path):
+    """The first two wait for each other; one that fails stops those that have not begun."""
+    program = """
+import pathlib, time
+pathlib.Path({own!r}).touch()
+while not pathlib.Path({other!r}).exists():
+    time.sleep(0.01)
+"""
+    missing = {own: [program.format(own=own, other=other)] for own, other in (("a", "b"), ("b", "a"))}
+    missing |= {"fails": ["sys.exit(3)"], **dict.fromkeys(("waits", "too"), ["import time; time.sleep(1)"])}
+    missing["last"] = ["open('last', 'w')"]
+    monkeypatch.setattr(reproduce, "_calibrations", lambda *_: missing)
+    with pytest.raises(KvqError, match=r"failed \(exit code 3\)"):
+        runner.make(target("table-temporalkv-4"), 1, 1)
+    assert {"a", "b"} < {path.name for path in tmp_path.iterdir()} and not (tmp_path / "last").exists()
 
 
 def test_targets_of_one_study_run_it_once(runner, monkeypatch):
@@ -125,7 +143,7 @@ def test_targets_of_one_study_run_it_once(runner, monkeypatch):
 
     names, ran = ["figure-temporalkv-12", "figure-temporalkv-13", "table-temporalkv-3", "figure-temporalkv-14"], []
     monkeypatch.setattr(run, "run_target", run_target)
-    made = _make_all(runner, [target(name) for name in names], together=2)
+    made = _make_all(runner, [target(name) for name in names])
     assert sorted(ran) == ["entropy", "outliers"]
     assert [(each["id"], each["state"]) for each in made] == [(name, DONE) for name in names]
     assert [each["seconds"] is None for each in made] == [False, True, False, True]
