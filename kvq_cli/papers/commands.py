@@ -39,6 +39,8 @@ class Commands:
         purpose: the target, and the artifact that the command makes for it.
         KeyboardInterrupt if the command was interrupted, KvqError if it failed.
         """
+        if self._stopped:
+            raise KeyboardInterrupt
         self._report(f"{purpose}: $ kvq {shlex.join(words)}" if self._named else f"$ kvq {shlex.join(words)}")
         process = self._start(words, piped=into or self._named)
         relay = threading.Thread(target=_relay, args=(process.stderr, purpose)) if process.stderr else None

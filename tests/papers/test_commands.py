@@ -67,7 +67,8 @@ def test_together_share_the_cores_unless_told_otherwise(monkeypatch):
 
 def test_stop_ends_all_commands_and_starts_no_more(monkeypatch):
     monkeypatch.setattr(commands, "GRACE", 0.5)
-    running, started = Commands(lambda _: None, together=2), threading.Barrier(3)
+    reported, started = [], threading.Barrier(3)
+    running = Commands(reported.append, together=2)
     begun = time.monotonic()
 
     def run(number: int) -> str:
@@ -86,6 +87,7 @@ def test_stop_ends_all_commands_and_starts_no_more(monkeypatch):
     assert time.monotonic() - begun < 30
     with pytest.raises(KeyboardInterrupt):
         running.run(["print(1)"], "x")
+    assert len(reported) == 2  # it does not say that it runs a third one
 
 
 @pytest.fixture
