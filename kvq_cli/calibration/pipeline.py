@@ -176,7 +176,8 @@ def _second_moments(plan: WhitenedPlan, work: WorkFolder, layers: Sequence[Atten
 def captures_folder(plan: CapturePlan, work: WorkFolder, captured: Path | None, note: Note) -> Iterator[WorkFolder]:
     """The folder of the captured activations: `work`, or one below `captured`, named by what it depends on.
 
-    Where another process captures the same, waits for its end, and tells `note` so."""
+    Waits while another process captures the same activations, and tells `note` so.
+    """
     if captured is None:
         yield work
         return

@@ -191,7 +191,7 @@ class WorkFolder:
                     f"{self.path} is in use by a running calibration: wait for its end, or choose another --out"
                 )
             if not waits:
-                note(f"waits for another calibration, which captures to {self.path}")
+                note(f"waiting for another calibration, which captures the same activations ({self.path})")
             waits = True
             time.sleep(_RETRY)
 

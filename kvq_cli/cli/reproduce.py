@@ -116,7 +116,7 @@ def reproduce(
         together = 1 if address is None else TOGETHER
         # With --json, stdout is for the document alone.
         commands = Commands(output.note, together=together, stdout=STDERR if as_json else None)
-        runner = _Runner(output, commands, together, model, trust_remote_code, out, store, address, stop=not everything)
+        runner = _Runner(output, commands, model, trust_remote_code, out, store, address, stop=not everything)
         made = _make_all(runner, wanted)
     output.result(made)
     if failed := [each["id"] for each in made if each["state"] != DONE]:
@@ -124,7 +124,7 @@ def reproduce(
 
 
 def _make_all(runner: _Runner, wanted: Sequence[Target]) -> list[dict[str, Any]]:
-    """Run the targets, `runner.together` of them at a time; returns what `_Runner.make` does of each.
+    """Run the targets, `runner.commands.together` of them at a time; returns what `_Runner.make` does of each.
 
     Targets with the same result folder, like the figures of one study, run one after the other: the first finishes all.
     """
@@ -137,7 +137,7 @@ def _make_all(runner: _Runner, wanted: Sequence[Target]) -> list[dict[str, Any]]
         for number, each in numbered:
             made[number] = runner.make(each, number, len(wanted))
 
-    with ThreadPoolExecutor(runner.together) as pool:
+    with ThreadPoolExecutor(runner.commands.together) as pool:
         running = [pool.submit(make, numbered) for numbered in by_folder.values()]
         try:
             wait(running, return_when=FIRST_EXCEPTION)
@@ -152,11 +152,10 @@ def _make_all(runner: _Runner, wanted: Sequence[Target]) -> list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class _Runner:
-    """Runs targets of a model. together: commands at a time; ray: the cluster's address; stop: raise on failure."""
+    """Runs targets of a model. ray: the cluster's address; stop: raise on failure."""
 
     output: Output
     commands: Commands
-    together: int
     model: str
     trust_remote_code: bool
     root: Path
@@ -205,15 +204,15 @@ class _Runner:
         return time.monotonic() - started
 
     def _calibrate(self, wanted: Target) -> None:
-        """Calibrate the missing artifacts of a target, `together` of them at a time: the first to capture activations
-        captures for all."""
+        """Calibrate the missing artifacts of a target, as many at a time as commands may run. One captures the
+        activations, the others wait for it."""
         missing = _calibrations(wanted, self.model, self.trust_remote_code, self.ray)
         quiet = ["--quiet"] if self.output.quiet else []
 
         def calibrate(name: str) -> None:
             self.commands.run([*missing[name], *quiet], f"{wanted.id}, {name}")
 
-        pool = ThreadPoolExecutor(self.together)
+        pool = ThreadPoolExecutor(self.commands.together)
         try:
             for finished in [pool.submit(calibrate, name) for name in missing]:
                 finished.result()

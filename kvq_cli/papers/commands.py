@@ -27,7 +27,7 @@ class Commands:
     """
 
     def __init__(self, report: Callable[[str], None], *, together: int = 1, stdout: int | None = None) -> None:
-        self._report, self._together, self._stdout = report, together, stdout
+        self._report, self.together, self._stdout = report, together, stdout
         self._named = together > 1
         self._running: set[subprocess.Popen] = set()
         self._stopped = False
@@ -36,7 +36,7 @@ class Commands:
     def run(self, words: Sequence[str], purpose: str, *, into: bool = False) -> str:
         """Run a command until it ends; returns what it printed to standard output where `into` asks for it.
 
-        purpose: the target, and the artifact that the command makes for it.
+        purpose: the target, and the artifact if the command calibrates one.
         KeyboardInterrupt if the command was interrupted, KvqError if it failed.
         """
         if self._stopped:
@@ -86,7 +86,7 @@ class Commands:
         environment = dict(os.environ)
         if self._named and "--ray" not in words:
             # Processes that all use all cores wait for each other's threads. Workers have their own shares.
-            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self._together)))
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // self.together)))
         with self._lock:
             if self._stopped:
                 raise KeyboardInterrupt

@@ -20,6 +20,7 @@ from kvq_cli.methods.base import Method, captures_activations
 from kvq_cli.models import REFERENCE, SMOLLM2
 from kvq_cli.papers.targets import Target
 
+#: Studies that cluster captured activations.
 _CLUSTERING_STUDIES = ("error", "quantizers")
 #: Options, also as keys of a `--config` file, whose values may be files.
 _FILES = ("config", "dataset", "haystack", "qa-file")

@@ -220,7 +220,7 @@ def test_calibrations_share_a_capture_at_the_same_time(tiny, quick, tmp_path, mo
 
     def second():
         def note(text):
-            assert str(captured) in text and "waits for another calibration" in text
+            assert str(captured) in text and "waiting for another calibration" in text
             waiting.set()
 
         def progress(phase, done, total):

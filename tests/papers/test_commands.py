@@ -94,7 +94,7 @@ def test_stop_ends_all_commands_and_starts_no_more(monkeypatch):
 def runner(tmp_path):
     """Runs targets, two at a time, with results below `tmp_path`."""
     running = Commands(lambda _: None, together=2)
-    return _Runner(Output(quiet=True), running, 2, REFERENCE, False, tmp_path, tmp_path, None, stop=True)
+    return _Runner(Output(quiet=True), running, REFERENCE, False, tmp_path, tmp_path, None, stop=True)
 
 
 def test_the_error_of_the_target_that_failed_is_raised(runner, monkeypatch):
