@@ -139,8 +139,7 @@ reproduction: .venv/.installed  ## Write docs/REPRODUCTION.md: the papers' claim
 
 # Not compare-paper: its rows at 2 bits are those of compare-2bit, and it takes another hour of a core (make compare).
 smollm2: .venv/.installed  ## Calibrate and compare all methods on SmolLM2-135M, check the papers' claims: about 3 hours.
-	@$(call kvq,reproduce compare-fair compare-2bit compare-4096 compare-8192 --model smollm2 --workers $(WORKERS))
-	$(call kvq,reproduce --all --model smollm2 --workers $(WORKERS))
+	@$(call kvq,reproduce compare-fair compare-2bit compare-4096 compare-8192 --all --model smollm2 --workers $(WORKERS))
 	$(MAKE) --no-print-directory reproduction comparison
 
 compare: .venv/.installed  ## Compare all methods at 4, 3, 2 and 1 bits on both models; writes docs/COMPARISON.md.

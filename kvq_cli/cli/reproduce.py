@@ -25,7 +25,10 @@ Names = Annotated[
     list[str] | None,
     typer.Argument(metavar="NAME...", help="Tables or figures, like table-temporalkv-6; without a name, list all."),
 ]
-Everything = Annotated[bool, typer.Option("--all", help="Reproduce everything that needs no GPU and no other model.")]
+Everything = Annotated[
+    bool,
+    typer.Option("--all", help="Reproduce everything that needs no GPU and no other model, after the ones named."),
+]
 Fast = Annotated[bool, typer.Option("--fast", help="With --all: only the quick ones.")]
 Options = Annotated[
     str,
@@ -87,8 +90,6 @@ def reproduce(
         output.note(f"written: {page}")
         output.result({"page": str(page)})
         return
-    if names and everything:
-        raise UsageError("NAME with --all: use one of them")
     if fast and not everything:
         raise UsageError("--fast needs --all")
     try:
@@ -97,9 +98,10 @@ def reproduce(
         raise UsageError(f"--options {options}: {error}") from None
     if not names and not everything:
         return _list(output, model, out)
-    wanted = [target(name) for name in names or []] or [
-        each for each in targets().values() if each.runs and not each.extra and (each.fast or not fast)
-    ]
+    wanted = [target(name) for name in names or []]
+    if everything:
+        left = [each for each in targets().values() if each not in wanted]
+        wanted += [each for each in left if each.runs and not each.extra and (each.fast or not fast)]
     if idle := [each for each in wanted if not each.runs]:
         reason = f"{idle[0].drawing}: nothing to run" if idle[0].drawing else "run `make gpu`"
         raise UsageError(f"{idle[0].id}: {reason}")

@@ -81,6 +81,15 @@ def test_several_targets_are_numbered(kvq, monkeypatch):
     assert line.startswith("table-temporalkv-6: done, ")
 
 
+def test_named_targets_come_before_all_others(kvq, monkeypatch):
+    monkeypatch.setattr("kvq_cli.papers.run.state", lambda *_: "done")
+    alone = json.loads(kvq("reproduce", "--all", "--json").stdout)
+    names = ["compare-2bit", "table-temporalkv-8"]  # the first is no part of --all
+    found = [each["id"] for each in json.loads(kvq("reproduce", *names, "--all", "--json").stdout)]
+    assert found == names + [each["id"] for each in alone if each["id"] not in names]
+    assert len(found) == len(alone) + 1
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
