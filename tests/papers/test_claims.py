@@ -11,7 +11,19 @@ import pytest
 from kvq_cli.files import write_json
 from kvq_cli.methods.registry import build_parsed, to_config
 from kvq_cli.models import REFERENCE, SMOLLM2
-from kvq_cli.papers.claims import BY_CHANCE, FAILS, HARDWARE, HOLDS, NOT_MEASURED, Claim, claims, judge
+from kvq_cli.papers.claims import (
+    BY_CHANCE,
+    FAILS,
+    HARDWARE,
+    HOLDS,
+    NOT_MEASURED,
+    NOT_READ,
+    Claim,
+    Verdict,
+    claims,
+    explain,
+    judge,
+)
 from kvq_cli.papers.page import page_text
 from kvq_cli.papers.pairs import KL, LOSS, SCORE, Pair
 from kvq_cli.papers.run import DONE, PARTLY, RECORD, TO_DO, current_record, state
@@ -156,6 +168,24 @@ def test_scores_favor_the_higher_row_and_pair_answers_of_the_same_tasks(result):
     assert not replace(pair, metric=KL).favors(difference)
     write_json(file, {"m0": first, "m1": {"vt-512": [10, 0], "cwe-512": [20, 10]}})
     assert pair.difference(REFERENCE, root) is None
+
+
+def test_reasons_quote_results(result):
+    text = "{kvq('table-temporalkv-4', 'w/ sink compression'):.1f} against {kvq('table-temporalkv-4', 'm1'):,.2f}"
+    entry = claim("", why=text, chance={REFERENCE: f"{text} by chance"})
+    root = result("table-temporalkv-4", comparison("table-temporalkv-4", [9.0, 1234.5]))
+    assert explain(Verdict(entry, FAILS), REFERENCE, root) == "9.0 against 1,234.50"
+    assert explain(Verdict(entry, BY_CHANCE), REFERENCE, root) == "9.0 against 1,234.50 by chance"
+    assert explain(Verdict(entry, FAILS), REFERENCE, root / "empty") == NOT_READ
+    with pytest.raises(KeyError, match="no row 'w/'"):
+        explain(Verdict(claim("", why="{kvq('table-temporalkv-4', 'w/')}"), FAILS), REFERENCE, root)
+
+
+@pytest.mark.parametrize("model", MEASURED)
+def test_every_reason_reads_results_that_are_here(model):
+    for entry in claims():
+        for verdict in (FAILS, BY_CHANCE):
+            assert explain(Verdict(entry, verdict), model) != NOT_READ, entry.claim
 
 
 def test_pairs_are_rows_of_the_claims_targets():
