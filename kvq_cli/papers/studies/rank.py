@@ -87,17 +87,23 @@ class Rank(ModelStudy):
             ranks.append([*map(effective_rank, matrices), *activations])
         progress("singular values", len(sites), len(sites))
 
-        def draw(figure: Figure) -> None:
-            axis = figure.subplots()
-            for index, (name, color) in enumerate((("W_k", "tab:red"), ("W_v", "tab:blue"))):
-                axis.plot([of_layer[index] for of_layer in ranks], "o-", color=color, label=name)
-            axis.axhline(full_rank, color="0.4", linestyle=":", label="full rank")
-            axis.set(xlabel="layer", ylabel="effective rank", ylim=(0, None))
-            integer_ticks(axis)
-            axis.legend()
-
         rows = [[layer, *of_layer] for layer, of_layer in enumerate(ranks)]
         names = ["W_k", "W_v", "W_k in random order", "X", "keys"]
         numbers: dict[str, Any] = dict(zip(names, map(list, zip(*ranks, strict=True)), strict=True))
         notes = [f"Full rank of the weights, which equal singular values would give, is {full_rank}."]
-        return Findings(["layer", *names], rows, numbers | {"full": full_rank}, draw, notes=notes)
+        numbers["full"] = full_rank
+        return Findings(["layer", *names], rows, numbers, lambda figure: _draw(figure, numbers), notes=notes)
+
+
+def _draw(figure: Figure, numbers: dict[str, Any]) -> None:
+    """Ranks by layer, of the weights on the left and of the activations on the right."""
+    weights, activations = figure.subplots(1, 2)
+    for name, color in (("W_k", "tab:red"), ("W_v", "tab:blue"), ("W_k in random order", "tab:gray")):
+        weights.plot(numbers[name], "o-", color=color, label=name)
+    weights.axhline(numbers["full"], color="0.4", linestyle=":", label="full rank")
+    for name, color in (("X", "tab:green"), ("keys", "tab:orange")):
+        activations.plot(numbers[name], "o-", color=color, label=name)
+    for axis in (weights, activations):
+        axis.set(xlabel="layer", ylabel="effective rank", ylim=(0, None))
+        integer_ticks(axis)
+        axis.legend()
