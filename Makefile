@@ -180,7 +180,7 @@ pages: .venv/.installed  ## Write the HTML pages of SmolLM2's comparisons, the R
 	$(KVQ) report $$results --out docs/comparison-smollm2-$${results##*compare-}.html
 	done
 	$(BIN)/python tools/docs/picture.py results/reproduction/smollm2/compare-2bit docs/quality.svg
-	$(BIN)/python tools/docs/first_table.py results/reproduction/smollm2/compare-2bit README.md
+	$(BIN)/python tools/docs/first_table.py results/reproduction/smollm2/compare-{2bit,fair} README.md
 
 session: .venv/.installed  ## Record docs/session.svg: a terminal in which SmolLM2 continues a text from a cache of 2 bits.
 	@PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python tools/docs/session.py
