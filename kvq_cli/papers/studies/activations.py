@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from kvq_cli.attention.capture_points import AttentionLayer, attention_layers
-from kvq_cli.calibration import estimate
-from kvq_cli.calibration.capture import capture, gradient_checkpointing
+from kvq_cli.calibration.capture import capture
 from kvq_cli.calibration.parallel import deterministic, run_parallel
+from kvq_cli.calibration.samples import capturing
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.models import LoadedModel
 from kvq_cli.papers.studies.study import Progress
@@ -113,8 +113,7 @@ def captured(
             if layer in chosen:
                 store.append(f"{layer}.{kind}.{quantity}", numbers[skip:])
 
-        checkpointed = estimate.checkpointed_layers(loaded, windows.shape[1]) if gradients else 0
-        with gradient_checkpointing(loaded.model, checkpointed):
+        with capturing(loaded, sites, windows.shape[1]) if gradients else nullcontext():
             for index, tokens in enumerate(windows):
                 progress("capture", index, len(windows))
                 capture(loaded.model, sites, tokens, sink, gradients=gradients)
