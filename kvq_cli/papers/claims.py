@@ -19,7 +19,7 @@ from kvq_cli.papers.targets import ROOT, target
 HOLDS, FAILS, NOT_MEASURED, HARDWARE = "holds", "does not hold", "not measured", "needs hardware"
 #: The check is true, but proves little: see `Claim.chance` and `Claim.paired`.
 BY_CHANCE = "holds?"
-#: The reason of doubt where claims.yaml gives none, and of one whose numbers are not there.
+#: Printed where claims.yaml gives no reason for a doubt, and in the place of a reason whose numbers are missing.
 INTERVAL = "a paired interval includes zero"
 NOT_READ = "the results that the reason quotes are not measured"
 
@@ -84,7 +84,7 @@ def _claim(entry: Mapping[str, Any]) -> Claim:
 
 
 def explain(verdict: Verdict, model: str, root: Path = ROOT) -> str:
-    """Why a claim fails or may hold by chance, with the numbers of the model's result files; empty without a reason."""
+    """Explain why a claim fails or may hold by chance, with numbers from the results; empty without a reason."""
     claim = verdict.claim
     try:
         reason = claim.chance.get(model, INTERVAL) if verdict.state == BY_CHANCE else claim.reason(model)

@@ -40,6 +40,7 @@ class Results:
             "mean": _mean,
             "median": median,
             "log": math.log,
+            "span": _Span,
             "share": lambda conditions: _mean(map(bool, conditions)),
             "all": lambda conditions: all(list(conditions)),  # reads every result, so that all are recorded
             "rising": lambda *values: list(values) == sorted(set(values)),
@@ -135,6 +136,16 @@ class Results:
     def _record(self, name: str, value: Any) -> Any:
         self.read[name] = value
         return value
+
+
+class _Span:
+    """The least and the greatest of `values`: `f"{_Span([2, 1]):.1f}"` is `1.0 to 2.0`."""
+
+    def __init__(self, values: Iterable[float]) -> None:
+        self._values = list(values)
+
+    def __format__(self, spec: str) -> str:
+        return f"{min(self._values):{spec}} to {max(self._values):{spec}}"
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -181,13 +181,6 @@ def test_reasons_quote_results(result):
         explain(Verdict(claim("", why="{kvq('table-temporalkv-4', 'w/')}"), FAILS), REFERENCE, root)
 
 
-@pytest.mark.parametrize("model", MEASURED)
-def test_every_reason_reads_results_that_are_here(model):
-    for entry in claims():
-        for verdict in (FAILS, BY_CHANCE):
-            assert explain(Verdict(entry, verdict), model) != NOT_READ, entry.claim
-
-
 def test_pairs_are_rows_of_the_claims_targets():
     for entry in claims():
         for pair in (*entry.paired, *entry.beside):
