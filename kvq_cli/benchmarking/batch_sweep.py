@@ -58,8 +58,8 @@ def sweep_batches(
     rows.
 
     tokens_s: decoded tokens of all sequences per second. peak_bytes: weights excluded, cache included; None on a CPU.
-    A row with "failed" is a batch that ran out of memory. Kernels are compiled before the time limit starts. `step` is
-    called after each batch.
+    A row with "failed" is a batch that ran out of memory, "message" the allocator's account of it. Kernels are compiled
+    before the time limit starts. `step` is called after each batch.
     """
     for benchmarked in caches:
         _measure_batch(model, benchmarked, 1, sweep)
@@ -93,7 +93,8 @@ def _measure_batch(
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        measured = {"failed": "out of memory"}
+        # The allocator's message says what the memory is held by.
+        measured = {"failed": "out of memory", "message": str(error)}
     if model.device.type == "cuda":
         gc.collect()  # the exception's traceback holds tensors
         torch.cuda.empty_cache()

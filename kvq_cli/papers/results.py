@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvq_cli.benchmarking.kernels.performance_targets import compare_with_targets, load_gpu_results
+from kvq_cli.benchmarking.kernels.performance_targets import measured_rows
 from kvq_cli.evaluation.paired import Difference
 from kvq_cli.evaluation.tabulate import tabulate
 from kvq_cli.methods.registry import build_parsed
@@ -105,12 +105,10 @@ class Results:
         )
 
     def gpu(self, wanted: str, where: str = "") -> list[float]:
-        measured = []
-        for folder, result in load_gpu_results(GPU_RESULTS).items():
-            for verdict in compare_with_targets(result):
-                if verdict["target"] == wanted and where in verdict["where"] and verdict["measured"] is not None:
-                    measured.append(verdict["measured"])
-                    self._record(f"{wanted}, {verdict['where']}, {folder.name}", verdict["measured"])
+        measured = [
+            self._record(f"{wanted}, {row['where']}, {folder}", row["measured"])
+            for folder, row in measured_rows(GPU_RESULTS, wanted, where)
+        ]
         if not measured:
             raise MissingResult
         return measured

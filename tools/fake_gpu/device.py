@@ -176,11 +176,11 @@ def _multiply_adds(name: str, x: Tensor, y: Tensor) -> int:
 
 
 def _zero_result(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Tensor:
-    """Return zeros of the shape and dtype of the function's result."""
+    """Return zeros of the shape and dtype of the function's result; their gradient to the left operand is zero."""
     with torch._C.DisableTorchFunction():
-        meta = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
+        meta = tree_map(lambda x: x.detach().to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
         out = function(*meta[0], **meta[1])
-        return torch.zeros(out.shape, dtype=out.dtype)
+        return torch.zeros(out.shape, dtype=out.dtype) + 0 * args[0].flatten()[0]
 
 
 def _zeros(args: tuple, kwargs: dict[str, Any]) -> Tensor:

@@ -58,6 +58,14 @@ def compare_with_targets(result: dict[str, Any]) -> list[Row]:
     return rows
 
 
+def measured_rows(folder: Path, target: str, where: str = "") -> Iterator[tuple[str, Row]]:
+    """Yield (name of a GPU's folder, row) of the measured rows of a target whose place contains `where`."""
+    for subfolder, result in load_gpu_results(folder).items():
+        for row in compare_with_targets(result):
+            if row["target"] == target and where in row["where"] and row["measured"] is not None:
+                yield subfolder.name, row
+
+
 def _case_key(row: Row) -> CaseKey:
     return row["operation"], row["case"], row.get("model"), row.get("batch"), row["context"]
 
