@@ -49,6 +49,10 @@ class GatheredCodec(PerTokenCodec):
     def _in_list(self, first: Tensor, last: Tensor, slots: int) -> Tensor:
         return (first >= 0) & (last <= slots)
 
+    def _head(self, slot: Tensor, start: Tensor) -> Tensor:
+        """Below 0, or the number of the rank's heads, for outliers of other ranks' heads."""
+        return (slot >= start).sum(-1) - 1
+
     def _insert(self, x: Tensor, head: Tensor, place: Tensor, values: Tensor) -> None:
         own = (head >= 0) & (head < len(self._heads))  # otherwise of another rank
         row = torch.arange(len(x), device=x.device).unsqueeze(1).expand_as(own)[own]

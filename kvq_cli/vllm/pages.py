@@ -142,13 +142,13 @@ class PagedStream(Stream):
 
     # -- exact tokens --------------------------------------------------------------------------------------------
 
-    def _append(self, group: RowGroup, x: Tensor, reserve: int) -> None:
+    def _append(self, group: RowGroup, x: Tensor, reserve: int, packed: Packed | None = None) -> None:
         # Other sequences with this prefix may start where these tokens are still exact: all of them are kept, until
         # vLLM frees their blocks.
         if self._exact_size:
             at = torch.arange(group.past, group.tokens, device=x.device)
             self._exact_pages[self._exact_blocks[at // self._exact_size], at % self._exact_size] = x[0].transpose(0, 1)
-        self._pack(group, self.to_pack(group, x), reserve)
+        self._put(group, x, reserve, packed)
 
     def _recent(self, rows: slice, start: int, stop: int) -> list[Tensor]:
         return [self._exact(start, stop)] if start < stop else []

@@ -36,7 +36,7 @@ def layer_rotations(config: PretrainedConfig, head_dim: int) -> list[Rotation]:
     for name, value in {**one_head, "intermediate_size": 8, "vocab_size": 8, "pad_token_id": None}.items():
         if hasattr(small, name):
             setattr(small, name, value)
-    with torch.random.fork_rng(), torch.device("cpu"):
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
         with torch.no_grad():

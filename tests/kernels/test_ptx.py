@@ -68,6 +68,7 @@ def floats(numbers: list[float]) -> torch.Tensor:
         ("shfl.sync.up.b32 %r3, %r1, 3, 0, -1", lambda i: max(i - 3, 0) if i >= 3 else i),
         ("shfl.sync.down.b32 %r3, %r1, 3, 31, -1", lambda i: i + 3 if i < 29 else i),
         ("redux.sync.max.s32 %r3, %r1, -1", lambda i: 31),
+        ("max.relu.s32 %r3, %r3, -3", lambda i: max(i - 9, 0)),
     ],
 )
 def test_integers(instruction, expected):
@@ -212,9 +213,13 @@ def test_addresses_are_checked(instruction, reason):
         run(instruction + ";", integers())
 
 
-def test_unknown_instructions_are_refused():
-    with pytest.raises(NotImplementedError, match="atom"):
-        run("atom.global.add.u32 %r3, [%rd3], %r1;", integers())
+@pytest.mark.parametrize(
+    "instruction",
+    ["atom.global.add.u32 %r3, [%rd3], %r1", "add.sat.s32 %r3, %r1, 1", "min.xorsign.abs.f32 %r4, %r3, %r3"],
+)
+def test_unknown_instructions_are_refused(instruction):
+    with pytest.raises(NotImplementedError, match=instruction.split()[0]):
+        run(instruction + ";", integers())
 
 
 CALLED = """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from random_artifacts import random_parts
 
@@ -42,12 +44,14 @@ class Pages:
         tensors = {}
         if built.calibrates:
             _, drawn = random_parts(built, model)
-            tensors = {name.removeprefix("layers.0."): x.to(DEVICE) for name, x in drawn.items()}
-        self.plan = shard.plan(built, 0, whole, tensors)
-        self.layout = cache_layout([self.plan], shape)
+            tensors = {name.removeprefix("layers.0."): x for name, x in drawn.items()}
+        # As in `kvq_cli.vllm.engine`: the layout of tensors on the CPU, then the plan of those on the device.
+        self.layout = cache_layout([shard.plan(built, 0, whole, tensors)], shape)
+        self.plan = shard.plan(built, 0, whole, {name: x.to(DEVICE) for name, x in tensors.items()})
         rotation = rope.unrotated(DIM)
         if self.plan.keys.source == "pre_rope":
             rotation = rope.layer_rotations(model.config, DIM)[0]
+            rotation = replace(rotation, frequencies=rotation.frequencies.to(DEVICE))
         assert isinstance(rotation, Rotation)
         self.layer = PagedLayer(0, self.plan, shape, self.layout, rotation, kernels)
         size = self.layout.exact.block_size if self.layout.exact else 0

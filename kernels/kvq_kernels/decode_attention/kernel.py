@@ -54,8 +54,10 @@ def split_kernel(
     TAIL_TILE: tl.constexpr,  # tokens of a tile of the tail
     STAGES: tl.constexpr,
 ):
-    split, stored_head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    programs = tl.num_programs(0)
+    # Heads first: programs are spread over the multiprocessors in this order, so that those of one multiprocessor read
+    # the codebooks of few heads, which its L1 cache holds (two of 8 heads on 132 multiprocessors).
+    stored_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    programs = tl.num_programs(1)
     length = tl.load(lengths + row)
     key_count, value_count = tl.load(counts[0] + row), tl.load(counts[1] + row)
     if heads is None:
@@ -80,7 +82,6 @@ def split_kernel(
     tiles = (tl.minimum(key_count, value_count) + FIRST) // N
     oldest = tl.maximum(length - window, 0)
     begin = tl.minimum(tl.cdiv(tl.maximum(oldest - SINKS, 0) + FIRST, N), tiles)
-    query_split = first_query * programs + split
     early = tl.maximum(tl.minimum(length, BASE + begin * N) - oldest, 0)
     late = tl.maximum(BASE + tiles * N, oldest)
     tail = early + tl.maximum(length - late, 0)
@@ -90,7 +91,7 @@ def split_kernel(
         first = tl.minimum(begin + split * each, tiles)
         last = tl.minimum(first + each, tiles)
         attend_tiles(
-            q, partial, logsum, query_split, programs, k, v, first, last, rope, start + BASE, scale,
+            q, partial, logsum, first_query, k, v, first, last, rope, start + BASE, scale,
             SK, SV, STYLE, WIDTH, GROUP, M, N, E, KD, VD, PRECISION, STAGES,
         )  # fmt: skip
     else:
@@ -98,7 +99,7 @@ def split_kernel(
         first = (split - splits) * each
         last = tl.minimum(first + each, tail)
         (attend_tail_noinline if tail_out_of_line(SK, SV) else attend_tail)(
-            q, partial, logsum, query_split, programs, k, v, first, last, oldest, early, late, key_count, value_count,
+            q, partial, logsum, first_query, k, v, first, last, oldest, early, late, key_count, value_count,
             ring_size, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, E, PRECISION, TAIL_TILE,
         )  # fmt: skip
 
@@ -118,7 +119,7 @@ def _tail_programs(programs, tile_tokens, tiles, N: tl.constexpr):
 
 @triton.jit
 def attend_tail(
-    q, partial, logsum, query_split, programs, k, v, first, last, oldest, early, late, key_count, value_count,
+    q, partial, logsum, first_query, k, v, first, last, oldest, early, late, key_count, value_count,
     ring_size, rope, start, scale, SK: tl.constexpr, SV: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, M: tl.constexpr, SINKS: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
     N: tl.constexpr,
@@ -169,12 +170,12 @@ def attend_tail(
             x = load_cached(v, SV, SINKS, ring_size[1], value_count, tokens, channel, mask_column & (channel < D))
             acc += tl.where(tile == j, tl.dot(p, x, input_precision=PRECISION)[None, :, :], 0.0)
         m_i = m_ij
-    out = split_output(partial, query_split, programs, D, M)
+    out = split_output(partial, first_query, D, M)
     if last > first:
         channel = tile * E + column[None, None, :]
         mask = (member[None, :, None] < GROUP) & (channel < D)
         tl.store(out[None, :, None] + channel, acc / l_i[None, :, None], mask=mask)
-    tl.store(split_output(logsum, query_split, programs, 1, M), m_i + tl.log2(l_i), mask=member < GROUP)
+    tl.store(split_output(logsum, first_query, 1, M), m_i + tl.log2(l_i), mask=member < GROUP)
 
 
 #: `attend_tail` as a function that is called: a pass of the compiler is quadratic in the length of a function.

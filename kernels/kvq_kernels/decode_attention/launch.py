@@ -270,7 +270,7 @@ def run_kernels(
     for part in head_groups(keys, values, query.device):
         chosen = tile or choose_tile(query.device, SideSpec.of(part.keys, dim), SideSpec.of(part.values, dim))
         fixed = constants(query.dtype, part.keys, part.values, rope, group, dim, chosen, heads // group)
-        split_kernel[(workspace.splits + 1, part.count, rows)](
+        split_kernel[(part.count, workspace.splits + 1, rows)](
             *arguments(query, part.keys, part.values, lengths, rope, scaling, workspace, window, part.heads),
             **fixed,
             **chosen.options(),

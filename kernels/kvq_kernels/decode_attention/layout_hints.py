@@ -10,22 +10,35 @@ import triton.language as tl
 
 
 @triton.jit
-def load(pointer, offset, mask=None, other=0):
-    """Load pointer + offset; `other` where `mask` (None: everywhere) is false.
+def hinted(pointer, offset):
+    """Pointers pointer + offset; of four or five axes, with hints that the last one is held in registers of a thread,
+    earlier ones by threads, the last of them fastest.
 
-    With four or five axes, the last one is held in registers of a thread, earlier ones by threads, the last of them
-    fastest. Hints that break ties in Triton's axis order: no load becomes too wide, since of the last axis Triton uses
-    no more than its size and the divisibility of its offsets allow; within that, numbers must be contiguous.
+    They break ties in Triton's axis order: no load becomes too wide, since of the last axis Triton uses no more than
+    its size and the divisibility of its offsets allow; within that, numbers must be contiguous.
     """
     pointers = pointer + offset  # here, since hints on an argument are lost
     if len(pointers.shape) == 4:
         pointers = tl.max_contiguous(pointers, [1, 2, 4, 16])
     elif len(pointers.shape) == 5:
         pointers = tl.max_contiguous(pointers, [1, 2, 4, 8, 16])
+    return pointers
+
+
+@triton.jit
+def load(pointer, offset, mask=None, other=0):
+    """Load pointer + offset, see `hinted`; `other` where `mask` (None: everywhere) is false."""
+    pointers = hinted(pointer, offset)
     if mask is None:
         return tl.load(pointers)
     else:
         return tl.load(pointers, mask=mask, other=other)
+
+
+@triton.jit
+def load_once(pointer, offset):
+    """Load pointer + offset, see `hinted`, which nothing reads again: it is the first to leave the caches."""
+    return tl.load(hinted(pointer, offset), eviction_policy="evict_first")
 
 
 @triton.jit

@@ -48,7 +48,7 @@ LOG2_P_FACTOR = tl.constexpr(4.0)
 
 @triton.jit
 def attend_tiles(
-    q, partial, logsum, query_split, splits, keys, values, first, last, rope, start, scale,
+    q, partial, logsum, first_query, keys, values, first, last, rope, start, scale,
     SK: tl.constexpr, SV: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
     N: tl.constexpr, E: tl.constexpr, KD: tl.constexpr, VD: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -151,7 +151,7 @@ def attend_tiles(
             )  # fmt: skip
             acc = (sums, acc[1]) if SCALAR_VALUES else sums
         m_i = m_ij
-    out = split_output(partial, query_split, splits, get(SV, "dim"), M)
+    out = split_output(partial, first_query, get(SV, "dim"), M)
     if last > first:
         if UNIFORM_VALUES:
             uniform_store(acc, out, l_i, SV, GROUP, M)
@@ -162,19 +162,21 @@ def attend_tiles(
         else:
             generic_store(acc, out, l_i, SV, GROUP, M, E)
     tl.store(
-        split_output(logsum, query_split, splits, 1, M),
+        split_output(logsum, first_query, 1, M),
         m_i + tl.log2(l_i) - LOG2_P_FACTOR,
         mask=tl.arange(0, M) < GROUP,
     )
 
 
 @triton.jit
-def split_output(pointer, query_split, splits, D: tl.constexpr, M: tl.constexpr):
-    """Pointers [M] to the D outputs of each query head of one split; the first head's is number `query_split`.
+def split_output(pointer, first_query, D: tl.constexpr, M: tl.constexpr):
+    """Pointers [M] to this program's D outputs of each query head from `first_query` on; the program's split is its
+    axis 1.
 
-    Computed where they are used: pointers kept across a loop take registers.
+    Computed where they are used: pointers and splits that are kept across a loop take registers.
     """
-    return pointer + (query_split + tl.arange(0, M) * splits).to(tl.int64) * D
+    query = first_query + tl.arange(0, M)
+    return pointer + (query * tl.num_programs(1) + tl.program_id(1)).to(tl.int64) * D
 
 
 @triton.jit

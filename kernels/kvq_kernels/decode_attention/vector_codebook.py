@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.layout_hints import load
+from kvq_kernels.decode_attention.layout_hints import load, load_once
 from kvq_kernels.decode_attention.rope import STEP, half_pairs, load_cos_sin, unrotate_by_row
 from kvq_kernels.decode_attention.spec import SideSpec, get, key_vector, needs_fence, value_vector
 
@@ -57,7 +57,8 @@ def load_entries(side, S: tl.constexpr, codes, row, column, FIRST: tl.constexpr)
     columns FIRST + `column` [1, 8 or 1, 4 or 1, B]."""
     C: tl.constexpr = get(S, "channels")
     SIZE: tl.constexpr = get(S, "tokens") * C
-    code = tl.permute(load(codes + row * (get(S, "dim") // C), FIRST + column), (3, 0, 1, 2))
+    # Codes leave the L1 cache to the codebooks.
+    code = tl.permute(load_once(codes + row * (get(S, "dim") // C), FIRST + column), (3, 0, 1, 2))
     book = tl.permute((FIRST + column) * C // get(S, "book_channels") * 256, (3, 0, 1, 2))
     # Index whole entries (or halves): shift and add are then one instruction.
     if SIZE == 2:

@@ -173,7 +173,7 @@ def exact_launch(call: Call, workspace: TransformWorkspace) -> GridLaunch:
         "PRECISION": call.precision,
         "N": TAIL_TILE,
     }
-    return (workspace.exact_splits, call.kv_heads, rows), args, constants, _options(config)
+    return (call.kv_heads, workspace.exact_splits, rows), args, constants, _options(config)
 
 
 def _exact_side(side: Side) -> Side:

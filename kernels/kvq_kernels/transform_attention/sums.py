@@ -95,12 +95,13 @@ def exact_kernel(
     N: tl.constexpr,  # tokens of a tile
 ):
     """Attend to sinks and recent tokens: the tail of `decode_attention`, without packed tokens."""
-    split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    splits = tl.num_programs(0)
+    # The grid's axes are those of `decode_attention`: heads first.
+    head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    splits = tl.num_programs(1)
     length, count = tl.load(lengths + row), tl.load(counts + row)
     k, v = at_head(keys, key_strides, SK, row, head), at_head(values, value_strides, SV, row, head)
     D: tl.constexpr = get(SK, "dim")
-    first_query = (row * tl.num_programs(1) + head) * GROUP
+    first_query = (row * tl.num_programs(0) + head) * GROUP
     q = query + first_query.to(tl.int64) * D
     start = 0 if rope[3] is None else tl.load(rope[3] + row)
     oldest = tl.maximum(length - window, 0)
@@ -111,7 +112,7 @@ def exact_kernel(
     first = tl.minimum(split * each, tail)
     last = tl.minimum(first + each, tail)
     attend_tail(
-        q, exact, logsum, first_query * splits + split, splits, k, v, first, last, oldest, early, late, count, count,
+        q, exact, logsum, first_query, k, v, first, last, oldest, early, late, count, count,
         ring_size, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, E, PRECISION, N,
     )  # fmt: skip
 

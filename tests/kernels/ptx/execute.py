@@ -12,7 +12,8 @@ from ptx.numbers import PAIRS, RAW, encode, width
 from ptx.program import Instruction, Program
 
 #: Memory ordering and hints: without effect where instructions are executed one after the other.
-_NOTHING = {"bar", "barrier", "fence", "membar", "griddepcontrol", "prefetch", "discard", "nanosleep", "setmaxnreg"}
+_NOTHING = {"bar", "barrier", "fence", "membar", "griddepcontrol", "nanosleep", "setmaxnreg"}
+_NOTHING |= {"prefetch", "discard", "createpolicy"}
 
 
 def prepare(program: Program) -> list[Step]:

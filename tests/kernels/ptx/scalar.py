@@ -202,8 +202,17 @@ def _product(opcode: tuple[str, ...], kind: str) -> Function:
     return lambda a, b: ((a.astype(wide) * b.astype(wide)) >> wide(width(kind))).astype(a.dtype)
 
 
+#: Modifiers that change a result and are not executed.
+_REFUSED = {"sat", "satfinite", "xorsign", "abs", "oob"}
+
+
 def function(opcode: tuple[str, ...]) -> Function:
     """Function of an instruction. NotImplementedError for unsupported ones."""
+    if _REFUSED.intersection(opcode[1:]):
+        raise NotImplementedError(".".join(opcode))
+    if "relu" in opcode:
+        found = function(tuple(part for part in opcode if part != "relu"))
+        return lambda *numbers: (result := found(*numbers)) * (result > 0)
     base, kind = opcode[0], opcode[-1]
     logic: dict[str, Function] = {"and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert}
     try:
