@@ -35,7 +35,7 @@ def capture_on(
     yield from workers.run(_capture, (ModelSource.of(loaded), capture), samples)
 
 
-def _capture(shared: tuple[ModelSource, SampleCapture], sample: int) -> Numbers:
+def _capture(shared: tuple[ModelSource, SampleCapture], sample: int) -> Iterator[Numbers]:
     """Runs in a worker."""
     source, capture = shared
     torch.set_num_threads(1)  # as in `parallel.run_parallel`
@@ -43,7 +43,7 @@ def _capture(shared: tuple[ModelSource, SampleCapture], sample: int) -> Numbers:
     numbers: Numbers = []
     with deterministic(loaded.model.device), capturing(loaded, layers, capture.windows.shape[1]):
         capture.run(loaded, layers, sample, lambda *captured: numbers.append(captured))
-    return numbers
+    yield numbers
 
 
 #: Name of a stream, function of what was captured of it, and these activations on the CPU. Functions are pickled.
@@ -59,9 +59,10 @@ def apply_on(workers: Workers, device: torch.device, tasks: Iterable[StreamTask]
         yield name, result
 
 
-def _apply(device: str, task: StreamTask) -> Any:
+def _apply(device: str, task: StreamTask) -> Iterator[Any]:
     """Runs in a worker."""
     torch.set_num_threads(1)  # as in `parallel.run_parallel`
     _, function, captured = task
     with deterministic(torch.device(device)):
-        return function(captured.to(torch.device(device)))
+        result = function(captured.to(torch.device(device)))
+    yield result

@@ -32,31 +32,45 @@ class Workers:
     count: int
     gpus: int
 
-    def run(self, function: Callable[[Any, Task], Result], shared: Any, tasks: Iterable[Task]) -> Iterator[Any]:
-        """Yield `(task, function(shared, task))` in the order of the tasks; `AHEAD` of them per worker are taken early.
+    def run(
+        self, function: Callable[[Any, Task], Iterator[Result]], shared: Any, tasks: Iterable[Task]
+    ) -> Iterator[tuple[Task, Result]]:
+        """Yield `(task, result)` for each result of the iterator `function(shared, task)`.
 
-        Everything is pickled; `shared` once. A task whose worker dies runs again on another one, `RETRIES` times, then
-        WorkerDiedError. An exception of `function` is raised here. After Ctrl-C, the results that have arrived are
-        yielded before KeyboardInterrupt. Other tasks end with the connection: `ray.cancel` of a task that is just
-        finishing aborts this process (Ray 2.60: "Tried to complete task that was not pending").
+        Results come in the order of the tasks, `AHEAD` of which are taken early per worker; each is sent when it is
+        there. Everything is pickled; `shared` once. A task whose worker dies runs again on another one, `RETRIES`
+        times, then WorkerDiedError. An exception of `function` is raised here. After Ctrl-C, the results that have
+        arrived are yielded before KeyboardInterrupt. Other tasks end with the connection: `ray.cancel` of a task that
+        is just finishing aborts this process (Ray 2.60: "Tried to complete task that was not pending").
         """
         import ray
 
-        call = ray.remote(num_cpus=1, num_gpus=self.gpus, max_retries=RETRIES)(function)
+        streamed = ray.remote(num_cpus=1, num_gpus=self.gpus, max_retries=RETRIES, num_returns="streaming")
+        call: Any = streamed(_stream)
         sent, waiting, left = ray.put(shared), deque[tuple[Task, Any]](), iter(tasks)
         try:
             while True:
                 while len(waiting) < AHEAD * self.count and (task := next(left, None)) is not None:
-                    waiting.append((task, call.remote(sent, task)))
+                    waiting.append((task, call.remote(function, sent, task)))
                 if not waiting:
                     return
-                result = _result(waiting[0][1])
-                yield waiting.popleft()[0], result
+                task, references = waiting[0]
+                if (reference := next(references, None)) is None:
+                    waiting.popleft()
+                else:
+                    yield task, _result(reference)
         except KeyboardInterrupt:
-            for task, reference in waiting:
-                if ray.wait([reference], timeout=0)[0]:
+            for task, references in waiting:
+                while ray.wait([references], timeout=0)[0] and (reference := next(references, None)) is not None:
                     yield task, _result(reference)
             raise
+
+
+def _stream(function: Callable[[Any, Task], Iterator[Result]], shared: Any, task: Task) -> Iterator[Result]:
+    """Runs in a worker: a generator of its own, as Ray streams of nothing else, and resumes it with values that other
+    iterators do not take."""
+    for result in function(shared, task):  # noqa: UP028 - `yield from` would pass the values on
+        yield result
 
 
 def threads_per_task() -> int:
@@ -69,7 +83,7 @@ def threads_per_task() -> int:
 
 
 def _result(reference: Any) -> Any:
-    """The result of a task; the exception that it raised."""
+    """A result of a task; the exception that it raised."""
     import ray
 
     try:

@@ -6,6 +6,8 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -19,6 +21,8 @@ from kvq_cli.model_source import ModelSource
 from kvq_cli.models import LoadedModel
 
 Unit = Mapping[str, Sequence[int]]
+#: A method of a unit and its records, or the error with which the unit ended.
+Finished = tuple[str, list[Record]] | NotFiniteError
 
 
 @dataclass(frozen=True)
@@ -56,22 +60,16 @@ class RemoteEvaluation:
     def run(self, name: str, units: Iterator[Unit]) -> Iterator[tuple[Unit, Iterator[tuple[str, list[Record]]]]]:
         """Yield each unit of the evaluation `name` with an iterator like that of `Evaluation.run`, in order."""
         named = ((name, unit) for unit in units)
-        for (_, unit), finished in self._workers.run(evaluate_unit, self._setup, named):
-            yield unit, finished.replay()
+        for (_, unit), results in groupby(self._workers.run(evaluate_unit, self._setup, named), itemgetter(0)):
+            yield unit, _finished(results)
 
 
-@dataclass(frozen=True)
-class FinishedUnit:
-    """What `Evaluation.run` yielded, and the error with which it ended."""
-
-    results: list[tuple[str, list[Record]]]
-    error: NotFiniteError | None
-
-    def replay(self) -> Iterator[tuple[str, list[Record]]]:
-        """Yield and raise the same."""
-        yield from self.results
-        if self.error is not None:
-            raise self.error
+def _finished(results: Iterator[tuple[Any, Finished]]) -> Iterator[tuple[str, list[Record]]]:
+    """What `Evaluation.run` yielded and raised."""
+    for _, finished in results:
+        if isinstance(finished, NotFiniteError):
+            raise finished
+        yield finished
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ _ready: dict[str, _Worker] = {}
 """The newest setup of this worker process, by its key."""
 
 
-def evaluate_unit(setup: WorkerSetup, task: tuple[str, Unit]) -> FinishedUnit:
+def evaluate_unit(setup: WorkerSetup, task: tuple[str, Unit]) -> Iterator[Finished]:
     """Runs in a worker. KvqError if the model, the samples or the backends differ from those of the process that sent
     the task."""
     if setup.key not in _ready:
@@ -96,13 +94,10 @@ def evaluate_unit(setup: WorkerSetup, task: tuple[str, Unit]) -> FinishedUnit:
     for other in worker.evaluations.values():
         if other.name != name:
             other.forget()
-    results: list[tuple[str, list[Record]]] = []
     try:
-        for finished in worker.evaluations[name].run(worker.loaded, worker.attached, unit):
-            results.append(finished)
+        yield from worker.evaluations[name].run(worker.loaded, worker.attached, unit)
     except NotFiniteError as error:
-        return FinishedUnit(results, error)
-    return FinishedUnit(results, None)
+        yield error  # raised by `Workers.run`, it would end the other tasks, too
 
 
 def _make_ready(setup: WorkerSetup) -> _Worker:

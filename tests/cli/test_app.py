@@ -162,8 +162,8 @@ def test_a_pipe_that_nobody_reads_is_no_error_message(monkeypatch, words):
     assert done.returncode == 1 and "BrokenPipe" not in done.stderr and "Traceback" not in done.stderr
 
 
-def test_closed_and_ascii_streams():
-    words = [sys.executable, "-m", "kvq_cli", "bench", "report"]
+def test_closed_and_ascii_streams(tmp_path):
+    words = [sys.executable, "-m", "kvq_cli", "bench", "report", str(tmp_path)]
     closed = subprocess.run(["sh", "-c", 'exec "$@" >&-', "-", *words], capture_output=True, text=True)
     assert closed.returncode == 1 and closed.stderr.startswith("kvq: error: no results of a GPU"), closed.stderr
     for command, returned, says in (("generate", 2, "the prompt is empty"), ("chat", 0, "Ctrl-D quits")):

@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,12 +40,16 @@ def test_a_missing_cluster_is_an_error(address, reason):
         pass
 
 
-def square(factor: int, task: int) -> int:
+def square(factor: int, task: int) -> Iterator[int]:
     if task < 0:
         error = NotFiniteError("too small")
         error.method = "kivi"
         raise error
-    return factor * task * task
+    yield factor * task * task
+
+
+def several(_: None, task: int) -> Iterator[int]:
+    yield from range(task)
 
 
 def wait_for(path: Path, seconds: float = 60) -> None:
@@ -54,12 +59,13 @@ def wait_for(path: Path, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
-def held(folder: str, task: int) -> int:
+def held(folder: str, task: int) -> Iterator[str]:
+    yield "begun"
     if task == 1:
         (Path(folder) / "waits").touch()
         time.sleep(120)
     (Path(folder) / f"done-{task}").touch()
-    return task
+    yield "done"
 
 
 @pytest.mark.slow
@@ -69,6 +75,7 @@ def test_results_come_in_the_order_of_the_tasks_and_errors_as_they_were_raised(c
         assert signal.getsignal(signal.SIGTERM) is terminate  # kvq's, which keeps finished work
         assert workers.count == 2
         assert list(workers.run(square, 3, range(9))) == [(task, 3 * task * task) for task in range(9)]
+        assert list(workers.run(several, None, [2, 0, 1])) == [(2, 0), (2, 1), (1, 0)]
         with pytest.raises(NotFiniteError, match="too small") as raised:
             list(workers.run(square, 3, [1, -1, 2]))
         assert raised.value.method == "kivi"
@@ -88,10 +95,11 @@ def test_ctrl_c_keeps_the_results_that_have_arrived(cluster, tmp_path):
         thread = threading.Thread(target=interrupt)
         thread.start()
         with pytest.raises(KeyboardInterrupt):
-            for task, _ in workers.run(held, str(tmp_path), range(8)):
-                arrived.append(task)
+            for each in workers.run(held, str(tmp_path), range(8)):
+                arrived.append(each)
         thread.join()
-    assert arrived[:2] == [0, 2] and 1 not in arrived
+    assert arrived[:3] == [(0, "begun"), (0, "done"), (1, "begun")] and (1, "done") not in arrived
+    assert arrived[3:5] == [(2, "begun"), (2, "done")]
 
 
 @pytest.mark.slow
