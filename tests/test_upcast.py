@@ -90,6 +90,20 @@ def test_weights_of_small_models_are_converted_once(monkeypatch):
 
 
 @pytest.mark.usefixtures("slow_cpu")
+@pytest.mark.parametrize("rows", [4, 8, 33])
+@pytest.mark.parametrize("tile", [1 << 24, 80])
+@pytest.mark.parametrize("bias", [True, False])
+def test_kept_weights_give_float32s_products(monkeypatch, rows, tile, bias):
+    monkeypatch.setattr(upcast, "_MAX_TILE", tile)
+    torch.manual_seed(0)
+    linear, x = nn.Linear(40, 50, bias=bias).half().requires_grad_(False), torch.randn(rows, 2, 40).half()
+    with torch.no_grad(), upcast.upcast_products(linear):
+        y = linear(x.transpose(0, 1))
+    exact = F.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None).transpose(0, 1)
+    assert y.dtype == torch.half and torch.allclose(y.double(), exact, rtol=2**-11 + 2**-20, atol=2**-18)
+
+
+@pytest.mark.usefixtures("slow_cpu")
 def test_gradients_equal_those_of_float32():
     torch.manual_seed(0)
     model, gradients = Model(), []
@@ -111,8 +125,14 @@ def test_only_long_forward_passes_and_slow_cpus(monkeypatch):
     x = torch.ones(50, 40, dtype=torch.bfloat16)
     model = Model().bfloat16()
     upcast.upcast_forward_passes(model)
-    monkeypatch.setattr(upcast, "MIN_ROWS", 8 * 40)  # numbers of the first argument, which for a model are token ids
-    assert isinstance(mode_in(model, 8), upcast._Upcast) and mode_in(model, 7) is None
+    # Numbers of the first argument, which for a model are token ids.
+    monkeypatch.setattr(upcast, "MIN_ROWS", 8 * 40)
+    monkeypatch.setattr(upcast, "MIN_TOKENS_MODE", 9 * 40)
+    assert isinstance(mode_in(model, 9), upcast._Upcast) and mode_in(model, 8) is None
+    monkeypatch.setattr(upcast, "MAX_KEPT_BYTES", 0)
+    large = Model().bfloat16()
+    upcast.upcast_forward_passes(large)
+    assert isinstance(mode_in(large, 8), upcast._Upcast) and mode_in(large, 7) is None
     with pytest.raises(KeyError):
         model(x, fail=True)
     assert torch.overrides._get_current_function_mode() is None
@@ -120,6 +140,21 @@ def test_only_long_forward_passes_and_slow_cpus(monkeypatch):
     fast = Model().bfloat16()
     upcast.upcast_forward_passes(fast)
     assert not fast._forward_hooks and mode_in(fast, 50) is None
+
+
+@pytest.mark.usefixtures("slow_cpu")
+@pytest.mark.parametrize(("rows", "mode", "converted"), [(3, None, []), (4, None, [True]), (9, upcast._Upcast, [True])])
+def test_short_passes_convert_linear_layers_alone(monkeypatch, rows, mode, converted):
+    monkeypatch.setattr(upcast, "MIN_ROWS_KEPT", 4 * 40)
+    monkeypatch.setattr(upcast, "MIN_TOKENS_MODE", 9 * 40)
+    model, x, kept, copy = Model().half(), torch.ones(rows, 40).half(), [], upcast._kept_copy
+    monkeypatch.setattr(upcast, "_kept_copy", lambda weight, packed: kept.append(packed) or copy(weight, packed))
+    upcast.upcast_forward_passes(model)
+    with torch.no_grad():
+        model(x)
+    assert kept == converted and (model.mode is None if mode is None else isinstance(model.mode, mode))
+    model(x.requires_grad_()).sum().backward()
+    assert x.grad is not None and kept == converted + [False] * (mode is not None)
 
 
 @pytest.mark.usefixtures("slow_cpu")
