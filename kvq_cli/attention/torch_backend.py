@@ -1,13 +1,14 @@
 """Attention over a compressed layer in plain PyTorch, a tile of tokens at a time, softmax in float32.
 
-The rows of a `RowGroup` are computed together; every function below the public ones sees one group, whose rows all hold
-the same number of tokens. Token i of a group has index i in its keys and in its values alike, although the two streams
-may split differently into sinks, packed and recent.
+The rows of a `RowGroup` hold the same number of tokens, and are computed together; so are sinks and packed tokens of
+rows of about the same length. Token i of a row has index i in its keys and in its values alike, although the two
+streams may split differently into sinks, packed and recent.
 """
 
 from __future__ import annotations
 
-from operator import attrgetter
+from collections.abc import Sequence
+from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
 import torch
@@ -23,18 +24,26 @@ from kvq_cli.codecs.base import Codec, Packed
 
 #: Numbers decoded at a time for one query per row: about a core's cache.
 DECODE_NUMBERS = 1 << 19
+#: Tokens that rows are read further than their own packed tokens, for pieces of all rows.
+JOINED_MORE = 128
 
 
 def decode_attention(query: Tensor, context: ForwardContext) -> Tensor:
     """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; see `Backend`."""
+    layer, form = context.layer, context.score_form
     groups = context.forward.row_groups
-    if len(groups) == 1 and groups[0].pads == 0:
-        return _decode(query, context, groups[0])
-    out = torch.zeros_like(query)
+    if all(group.pads for group in groups):  # no row has a token
+        return torch.zeros_like(query)
+    # [rows, kv_heads, group, head_dim]
+    q = (query.float() * context.scaling).reshape(query.shape[0], layer.kv_heads, -1, query.shape[3])
+    start = min(_first_seen(layer, group) for group in groups)
+    scores = form.capped(_key_scores(q, layer, groups, start))
     for group in groups:
-        if group.pads == 0:
-            out[group.rows] = _decode(query[group.rows], context, group)
-    return out
+        for unseen in (slice(0, _first_seen(layer, group) - start), slice(group.tokens - start, scores.shape[-1])):
+            if unseen.stop > unseen.start:
+                scores[group.rows, ..., unseen] = float("-inf")
+    weights = form.weights(scores)
+    return _value_sum(weights, layer, groups, start, normalized=form.sinks is None).to(query.dtype).view(query.shape)
 
 
 def prefill_attention(query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Tensor:
@@ -55,51 +64,70 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, context: Forwar
 # -- one query per row -------------------------------------------------------------------------------------------
 
 
-def _decode(query: Tensor, context: ForwardContext, group: RowGroup) -> Tensor:
-    layer, form = context.layer, context.score_form
-    heads, start = layer.kv_heads, _first_seen(layer, group.tokens - 1)
-    # [rows, kv_heads, group, head_dim]
-    q = (query.float() * context.scaling).reshape(query.shape[0], heads, -1, query.shape[3])
-    weights = form.weights(form.capped(_key_scores(q, layer, group, start)))
-    return _value_sum(weights, layer, group, start, normalized=form.sinks is None).to(query.dtype).view(query.shape)
+def _key_scores(q: Tensor, layer: CompressedLayer, groups: Sequence[RowGroup], start: int) -> Tensor:
+    """q . k of all tokens from `start` on: `[rows, kv_heads, group, head_dim]` -> `[..., tokens - start]`, float32;
+    anything behind the tokens of a shorter row."""
+    turn = None if layer.plan.keys.source == "post_rope" else layer.rotation
+    keys = _pieces(layer.key_stream, groups, start, by_position=turn is not None)
+    scores = q.new_zeros(*q.shape[:3], max(group.tokens for group in groups) - start)
+    queries = None if turn is None else turn.back(q, tuple(piece.position for piece in keys))
+    for number, piece in enumerate(keys):  # in order: a row's own pieces replace what a piece of all rows read
+        if turn is None or queries is None:
+            products = piece.products(q[piece.rows])
+        else:
+            products = queries[number, piece.rows] @ turn.ahead(piece.numbers()).transpose(2, 3)
+        scores[piece.rows, ..., piece.first - start : piece.last - start] = products
+    return scores
 
 
-def _key_scores(q: Tensor, layer: CompressedLayer, group: RowGroup, start: int) -> Tensor:
-    """q . k of all tokens from `start` on: `[rows, kv_heads, group, head_dim]` -> `[..., tokens - start]`, float32."""
-    keys = _pieces(layer.key_stream, group, start)
-    if layer.plan.keys.source == "post_rope":
-        return torch.cat([piece.products(q) for piece in keys], dim=-1)
-    turn = layer.rotation
-    queries = turn.back(q, tuple(piece.first + group.offset for piece in keys))
-    products = [x @ turn.ahead(piece.numbers()).transpose(2, 3) for x, piece in zip(queries, keys, strict=True)]
-    return torch.cat(products, dim=-1)
-
-
-def _value_sum(weights: Tensor, layer: CompressedLayer, group: RowGroup, start: int, normalized: bool) -> Tensor:
-    """Sum of weight times value over the tokens from `start` on, `[rows, kv_heads, group, head_dim]` float32.
+def _value_sum(
+    weights: Tensor, layer: CompressedLayer, groups: Sequence[RowGroup], start: int, normalized: bool
+) -> Tensor:
+    """Sum of weight times value over the tokens from `start` on, `[rows, kv_heads, group, head_dim]` float32; zeros for
+    rows without tokens.
 
     normalized: the weights add up to 1, as projecting a weighted sum of layer inputs needs it.
     """
     stream, finish = layer.summed
     if not normalized:
         stream, finish = layer.value_stream, None
-    values, shape = _pieces(stream, group, start), weights.shape[:3]
+    shape = weights.shape[:3]
     heads = layer.kv_heads if finish is None else 1  # layer inputs and latents have one head
     weights = weights.view(shape[0], heads, -1, weights.shape[3])
-    out = values[0].weighted_sum(weights[..., : values[0].last - start])
-    for piece in values[1:]:
-        out += piece.weighted_sum(weights[..., piece.first - start : piece.last - start])
+    out = None
+    for piece in _pieces(stream, groups, start):
+        part = piece.weighted_sum(piece.of(weights, start))
+        if out is None:
+            out = part.new_zeros(shape[0], *part.shape[1:])
+        out[piece.rows].add_(part)
+    assert out is not None
     return out if finish is None else finish(out.view(*shape, -1))
 
 
 class _Piece(NamedTuple):
-    """Tokens [first, last) of a group: a view in full precision, or packed ones after `cut` others."""
+    """Tokens [first, last) of some rows: a view in full precision, or packed ones after `cut` others.
 
+    position: of the first. shorter: rows whose packed tokens end earlier, and where; behind that, anything is read.
+    """
+
+    rows: slice
+    position: int
     first: int
     last: int
     stored: Tensor | Packed
     codec: Codec
     cut: int = 0
+    shorter: tuple[tuple[slice, int], ...] = ()
+
+    def of(self, weights: Tensor, start: int) -> Tensor:
+        """The tokens' weights, of `weights` `[all rows, ..., tokens]` from token `start` on; 0 where a row has no such
+        token packed."""
+        own = weights[self.rows, ..., self.first - start : self.last - start]
+        if any(end < self.last for _, end in self.shorter):
+            own = own.clone()
+            for rows, end in self.shorter:
+                own[rows, ..., max(0, end - self.first) :] = 0
+        return own
 
     def numbers(self) -> Tensor:
         """`[rows, kv_heads, last - first, head_dim]` float32."""
@@ -120,19 +148,48 @@ class _Piece(NamedTuple):
         return self.codec.weighted_sum(weights, self.stored)
 
 
-def _pieces(stream: StreamReader, group: RowGroup, start: int) -> list[_Piece]:
-    """All tokens from `start` on, in order, tiles of at most `DECODE_NUMBERS`; nothing is decoded yet."""
-    token = (group.rows.stop - group.rows.start) * stream.ring.shape[1] * stream.ring.shape[3]
-    bounds = (group.rows, group.tokens, start, group.tokens, min(ROTATION_TILE, -(-DECODE_NUMBERS // token)))
-    coder = stream.coder(group.rows)
-    pieces = [_Piece(*piece, coder) for piece in stream.exact(*bounds)]
-    for first, last, packed in stream.packed(*bounds):
-        cut = max(0, start - first)
-        pieces.append(_Piece(first + cut, last, packed, coder, cut))
-    pieces.sort(key=attrgetter("first"))
+def _pieces(stream: StreamReader, groups: Sequence[RowGroup], start: int, by_position: bool = False) -> list[_Piece]:
+    """All tokens of all rows from `start` on, tiles of at most `DECODE_NUMBERS`; nothing is decoded yet.
+
+    Of groups of about the same length, sinks and packed tokens come first, in pieces of all rows: one operation for all
+    takes as long as for one. by_position: only where tokens have the same positions in all rows.
+    """
+    pieces, sinks, joined = list[_Piece](), 0, 0
+    offsets = {group.offset if by_position else 0 for group in groups}
+    if len(groups) > 1 and len(offsets) == 1 and stream.joins_rows and not any(group.pads for group in groups):
+        ends = [(stream.split(group.tokens)[1], group) for group in groups]
+        shortest = min(end for end, _ in ends)
+        if shortest >= stream.window.sinks:
+            joined, longest = max((each for each in ends if each[0] <= shortest + JOINED_MORE), key=itemgetter(0))
+            sinks, rows = stream.window.sinks, slice(0, groups[-1].rows.stop)
+            shorter = tuple((group.rows, end) for end, group in ends if end < joined)
+            pieces = _pieces_of(stream, rows, longest, (start, start), joined, shorter)
+    for group in groups:
+        if group.pads == 0:
+            pieces += _pieces_of(stream, group.rows, group, (max(start, sinks), max(start, joined)), group.tokens)
     return pieces
 
 
-def _first_seen(layer: CompressedLayer, query: int) -> int:
-    """The first token that the query of token `query` sees."""
-    return 0 if layer.sliding_window is None else max(0, query + 1 - layer.sliding_window)
+def _pieces_of(
+    stream: StreamReader,
+    rows: slice,
+    group: RowGroup,
+    starts: tuple[int, int],
+    stop: int,
+    shorter: tuple[tuple[slice, int], ...] = (),
+) -> list[_Piece]:
+    """Tokens up to `stop` of `rows`, as `group` holds them: those in full precision, and packed ones, from `starts` on,
+    each in order."""
+    token = (rows.stop - rows.start) * stream.ring.shape[1] * stream.ring.shape[3]
+    size, coder, offset = min(ROTATION_TILE, -(-DECODE_NUMBERS // token)), stream.coder(rows), group.offset
+    exact = stream.exact(rows, group.tokens, starts[0], stop, size)
+    pieces = [_Piece(rows, first + offset, first, last, x, coder) for first, last, x in exact]
+    for first, last, packed in stream.packed(rows, group.tokens, starts[1], stop, size):
+        cut = max(0, starts[1] - first)
+        pieces.append(_Piece(rows, first + cut + offset, first + cut, last, packed, coder, cut, shorter))
+    return sorted(pieces, key=attrgetter("first"))
+
+
+def _first_seen(layer: CompressedLayer, group: RowGroup) -> int:
+    """The first token that the newest query of a group sees."""
+    return 0 if layer.sliding_window is None else max(0, group.tokens - layer.sliding_window)

@@ -85,6 +85,10 @@ class DifferenceStream(Stream):
         """The layer's attention is done: forget what it read."""
         self.read_back: dict[int, Tensor] = {}
 
+    @property
+    def joins_rows(self) -> bool:
+        return False  # sums are by group
+
     def coder(self, rows: slice) -> Codec:
         """While a layer has its turn, the codec that encodes the tokens to come; after it, the one that decodes."""
         if rows.start in self.references:

@@ -49,6 +49,14 @@ class PromptStream(Stream):
     def prompt_tokens(self, rows: slice) -> int:
         return self._prompt_lengths[rows.start] if self._prompt_lengths else 0
 
+    @property
+    def joins_rows(self) -> bool:
+        return not any(self._prompt_lengths)  # prompts that are stored apart end at different places
+
+    @property
+    def _joins_encoding(self) -> bool:
+        return super()._joins_encoding and not self._prompts and not self._saliency
+
     def coder(self, rows: slice) -> Codec:
         return self._prompt_codec.with_state(self._state_of(rows))
 

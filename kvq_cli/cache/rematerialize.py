@@ -54,6 +54,10 @@ class RematerializedStream:
     def split(self, tokens: int) -> tuple[int, int]:
         return self._stream.split(tokens)
 
+    @property
+    def joins_rows(self) -> bool:
+        return self._stream.joins_rows
+
     def exact(
         self, rows: slice, tokens: int, start: int, stop: int, size: int = 1 << 30
     ) -> Iterator[tuple[int, int, Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -42,6 +42,11 @@ class StreamReader(Protocol):
     def prompt_tokens(self, rows: slice) -> int: ...
 
     def split(self, tokens: int) -> tuple[int, int]: ...
+
+    @property
+    def joins_rows(self) -> bool:
+        """Whether token i of all rows lies in the same place: `packed` may read rows of different lengths together, and
+        of shorter ones finite numbers that mean nothing."""
 
     def exact(
         self, rows: slice, tokens: int, start: int, stop: int, size: int = ...
@@ -104,6 +109,11 @@ class Stream:
         return first, first + self.window.packed(tokens)
 
     @property
+    def joins_rows(self) -> bool:
+        """See `StreamReader`."""
+        return True
+
+    @property
     def packed_tokens(self) -> int:
         """Packed tokens of all rows together."""
         return sum(self.window.packed(length) for length in self.lengths)
@@ -122,9 +132,10 @@ class Stream:
         if not self.lengths:
             self._allocate(x)
         reserve = max(self._stored(group.rows, group.tokens) for group in groups)
-        for group in groups:
-            if group.tokens > group.past:
-                self._append(group, x[group.rows, :, group.pads :], reserve)
+        parts = [(group, x[group.rows, :, group.pads :]) for group in groups if group.tokens > group.past]
+        together = self._encode_together(parts) if len(parts) > 1 else None
+        for number, (group, new) in enumerate(parts):
+            self._append(group, new, reserve, None if together is None else together[number])
         self.advance(groups)
 
     def advance(self, groups: tuple[RowGroup, ...]) -> None:
@@ -149,16 +160,42 @@ class Stream:
         self.sinks = x.new_zeros(batch, heads, self.window.sinks, dim)
         self.ring = x.new_zeros(batch, heads, self.ring_size, dim)
 
-    def _append(self, group: RowGroup, x: Tensor, reserve: int) -> None:
+    def _encode_together(self, parts: Sequence[tuple[RowGroup, Tensor]]) -> list[Packed] | None:
+        """What is packed of each group, encoded in one operation; None where groups pack different numbers of tokens:
+        at a step of rows of different lengths either all pack one token, or few rows pack at all."""
+        rows = slice(parts[0][0].rows.start, parts[-1][0].rows.stop)
+        if not self._joins_encoding or rows.stop - rows.start != sum(len(x) for _, x in parts):
+            return None  # or rows without a token lie between
+        counts = {self.window.packed(group.tokens) - self.window.packed(group.past) for group, _ in parts}
+        runs = [run for group, x in parts if (run := self.to_pack(group, x)) is not None] if len(counts) == 1 else []
+        if not runs:
+            return None
+        packed = self.coder(rows).encode(torch.cat(runs))
+        return [packed.of_rows(group.rows.start - rows.start, group.rows.stop - rows.start) for group, _ in parts]
+
+    @property
+    def _joins_encoding(self) -> bool:
+        """Whether one codec encodes the next tokens of all rows."""
+        return self.joins_rows
+
+    def _append(self, group: RowGroup, x: Tensor, reserve: int, packed: Packed | None = None) -> None:
+        """packed: what is packed of the group, where it is encoded already."""
         past, tokens, sinks = group.past, group.tokens, self.window.sinks
         if past < sinks:
             count = min(tokens, sinks) - past
             self.sinks[group.rows, :, past : past + count] = x[:, :, :count]
-        self._pack(group, self.to_pack(group, x), reserve)
+        self._put(group, x, reserve, packed)
         start = max(sinks + self.window.packed(tokens), past)
         for begin, end in self._ring_slices(start, tokens):
             self.ring[group.rows, :, begin:end] = x[:, :, start - past : start - past + end - begin]
             start += end - begin
+
+    def _put(self, group: RowGroup, x: Tensor, reserve: int, packed: Packed | None) -> None:
+        """Store what is packed when `x` comes, if anything is."""
+        if packed is None:
+            self._pack(group, self.to_pack(group, x), reserve)
+        else:
+            self._write(group, packed, reserve)
 
     def _append_at(self, group: RowGroup, x: Tensor, cache_position: Tensor) -> None:
         """`_append` of one token to all rows: the host decides whether tokens are packed, the device where."""

@@ -42,6 +42,10 @@ class Packed:
         """Bytes of all parts."""
         return sum(p.tensor.numel() * p.tensor.element_size() for p in self.parts.values())
 
+    def of_rows(self, start: int, stop: int) -> Packed:
+        """Rows [start, stop) of the batch, without a copy."""
+        return Packed(self.tokens, {name: Part(p.tensor[start:stop], p.unit) for name, p in self.parts.items()})
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -135,7 +139,11 @@ class Codec(BlockFormat, ABC):
 
     @abstractmethod
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
-        """Unpack to `[batch, kv_heads, tokens, head_dim]` in `dtype`."""
+        """Unpack to `[batch, kv_heads, tokens, head_dim]` in `dtype`.
+
+        Blocks that were never written, whose parts are zeros, decode to any finite numbers: attention reads rows of
+        different lengths together.
+        """
 
     def decode_by_channel(self, packed: Packed) -> Tensor:
         """`decode` to `[batch, kv_heads, head_dim, tokens]` float32, contiguous where a codec computes it so."""

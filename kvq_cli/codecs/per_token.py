@@ -86,12 +86,17 @@ class PerTokenCodec(Codec):
             batch, _, tokens, dim = x.shape
             index = parts["outlier_index"].squeeze(1).to(torch.int64)  # [B, T / block_tokens, slots]
             slot = torch.arange(index.shape[2], device=x.device).unsqueeze(1)
-            head = (slot >= parts["outlier_start"].squeeze(1)[:, :, None]).sum(-1) - 1
+            head = self._head(slot, parts["outlier_start"].squeeze(1)[:, :, None])
             first = torch.arange(index.shape[1], device=x.device).unsqueeze(1) * (self.block_tokens * dim)
             place = head * (tokens * dim) + first + index
             values = parts["outlier_value"].to(dtype)
             self._insert(x.view(batch, -1), head.flatten(1), place.flatten(1), values.flatten(1))
         return x
+
+    def _head(self, slot: Tensor, start: Tensor) -> Tensor:
+        """The head of each slot of a list, from `start` `[.., heads + 1]`; in a block that was never written, whose
+        starts are 0, the last head."""
+        return (slot >= start[..., 1:-1]).sum(-1)
 
     def _insert(self, x: Tensor, head: Tensor, place: Tensor, values: Tensor) -> None:
         """Write outliers to their places: x `[B, numbers]`; the head, place and value of each, `[B, outliers]`."""

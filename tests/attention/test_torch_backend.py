@@ -160,8 +160,9 @@ def test_backend_equals_the_definition(exact, source, keys, values, chunks, slid
 
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("chunk", [1, 7, 31])
-def test_left_padded_batch_equals_single_rows(exact, chunk):
-    pads, columns = [9, 0, 0, 17], 31
+@pytest.mark.parametrize("pads", [[9, 0, 0, 17], [9, 2, 2, 17]])
+def test_left_padded_batch_equals_single_rows(exact, chunk, pads):
+    columns = 31
     mask = torch.tensor([[0] * n + [1] * (columns - n) for n in pads])
     q, k, v = (numbers(4, h, columns, DIM, seed=i) for i, h in enumerate((HEADS * GROUP, HEADS, HEADS)))
     starts = list(range(0, columns, chunk))
@@ -173,6 +174,46 @@ def test_left_padded_batch_equals_single_rows(exact, chunk):
         single = run(alone, turn, *(x[row : row + 1, :, count:] for x in (q, k, v)), [0, *own], exact)
         torch.testing.assert_close(batch[row : row + 1, :, count:], single, atol=1e-5, rtol=1e-4)
         assert not batch[row, :, :count].any()
+
+
+@pytest.mark.parametrize("codec", ["uniform", "transform"])
+@pytest.mark.parametrize("source", ["post_rope", "pre_rope"])
+@settings(max_examples=10)
+@given(
+    keys=windows,
+    values=windows,
+    pads=st.lists(st.integers(0, 40), min_size=2, max_size=4),
+    sliding=st.sampled_from([None, 6, 30]),
+    more=st.sampled_from([0, 4, 128]),
+    size=st.sampled_from([7, 1 << 10]),
+)
+def test_steps_of_rows_of_different_lengths_equal_single_rows(source, codec, keys, values, pads, sliding, more, size):
+    windows = Window(keys[0], keys[1], 4 * keys[2]), Window(*values)
+    prompt, columns = max(pads) + 2, max(pads) + 22
+    mask = torch.tensor([[0] * n + [1] * (columns - n) for n in pads])
+    q, k, v = (numbers(len(pads), h, columns, DIM, seed=i) for i, h in enumerate((HEADS * GROUP, HEADS, HEADS)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_backend, "JOINED_MORE", more)
+        patch.setattr(torch_backend, "DECODE_NUMBERS", size * HEADS * DIM)
+        layer, turn = make(source, *windows, sliding, codec=codec)
+        batch = run(layer, turn, q, k, v, [0, *range(prompt, columns)], True, mask)
+        for row, count in enumerate(pads):
+            alone, turn = make(source, *windows, sliding, codec=codec)
+            own = [x[row : row + 1, :, count:] for x in (q, k, v)]
+            single = run(alone, turn, *own, [0, *range(prompt - count, columns - count)], True)
+            torch.testing.assert_close(batch[row : row + 1, :, count:], single, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("more, pieces", [(0, 3), (128, 1)])
+def test_rows_of_about_the_same_length_are_decoded_together(more, pieces, monkeypatch):
+    monkeypatch.setattr(torch_backend, "JOINED_MORE", more)
+    layer, turn = make("pre_rope", Window(3, 10, 4), Window(2, 5, 1))
+    q, k, v = (numbers(3, h, 60, DIM, seed=i) for i, h in enumerate((HEADS * GROUP, HEADS, HEADS)))
+    mask = torch.tensor([[0] * n + [1] * (60 - n) for n in (0, 2, 5)])
+    run(layer, turn, q, k, v, [0, 59], True, mask)
+    read = torch_backend._pieces(layer.value_stream, layer.forward.row_groups, 0)
+    packed = [piece for piece in read if not isinstance(piece.stored, torch.Tensor)]
+    assert len(packed) == pieces and packed[0].rows == slice(0, 3)
 
 
 @pytest.mark.parametrize("codec", ["uniform", "transform"])

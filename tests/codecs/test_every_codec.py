@@ -214,6 +214,27 @@ def test_products_and_weighted_sums_are_those_of_decoded_numbers(codec):
 
 
 @each_codec
+def test_blocks_of_a_row_that_were_not_written(codec):
+    """Attention reads rows of different lengths together: behind a shorter row's tokens a store holds zeros."""
+    written, size = draw(BATCH, HEADS, 4 * codec.block_tokens, HEAD_DIM), 2 * codec.block_tokens
+    full = codec.encode(written)
+    packed = Packed(full.tokens, {name: Part(part.tensor.clone(), part.unit) for name, part in full.parts.items()})
+    for part in packed.parts.values():
+        part.tensor[0, :, size // part.unit :] = 0
+    x = codec.decode(packed, torch.float32)
+    weights = draw(BATCH, HEADS, 2, packed.tokens)
+    weights[0, ..., size:] = 0
+    assert x.isfinite().all()
+    assert codec.products(draw(BATCH, HEADS, 2, HEAD_DIM), packed).isfinite().all()
+    expected = codec.decode(full, torch.float32)
+    assert_same_numbers(codec, x[0, :, :size], expected[0, :, :size])
+    assert_same_numbers(codec, x[1:], expected[1:])
+    torch.testing.assert_close(
+        codec.weighted_sum(weights, packed).double(), weights.double() @ expected.double(), rtol=1e-4, atol=1e-3
+    )
+
+
+@each_codec
 def test_numbers_beyond_16_bits_decode_to_finite_ones(codec):
     """An infinite scale, outlier or norm would lose a group, or a row of attention."""
     x = 1e6 * draw(BATCH, HEADS, 4 * codec.block_tokens, HEAD_DIM)
