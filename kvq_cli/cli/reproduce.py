@@ -5,8 +5,9 @@ from __future__ import annotations
 import shlex
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -54,6 +55,8 @@ CAPTURED = Path("results/captured")
 STDERR = 2
 #: Targets, and calibrations of a target, that run at the same time on workers.
 TOGETHER = 2
+#: What lines on stderr begin with of the command that evaluates the methods of several targets.
+SAMPLES = "shared prompts"
 
 
 def reproduce(
@@ -129,18 +132,23 @@ def _make_all(runner: _Runner, wanted: Sequence[Target]) -> list[dict[str, Any]]
     """Run the targets, `runner.commands.together` of them at a time; returns what `_Runner.make` does of each.
 
     Targets with the same result folder, like the figures of one study, run one after the other: the first finishes all.
+    So do targets on the same prompts, after the command that evaluates the methods of all.
     """
-    by_folder: dict[Path, list[tuple[int, Target]]] = {}
+    from kvq_cli.papers.shared_samples import prompts_of
+
+    groups: dict[Path | tuple[str, ...], list[tuple[int, Target]]] = {}
     for number, each in enumerate(wanted, 1):
-        by_folder.setdefault(each.folder(runner.model, runner.root), []).append((number, each))
+        group = prompts_of(each, runner.model) or each.folder(runner.model, runner.root)
+        groups.setdefault(group, []).append((number, each))
     made: dict[int, dict[str, Any]] = {}
 
     def make(numbered: Sequence[tuple[int, Target]]) -> None:
+        runner.evaluate_together([each for _, each in numbered])
         for number, each in numbered:
             made[number] = runner.make(each, number, len(wanted))
 
     with ThreadPoolExecutor(runner.commands.together) as pool:
-        running = [pool.submit(make, numbered) for numbered in by_folder.values()]
+        running = [pool.submit(make, numbered) for numbered in groups.values()]
         try:
             wait(running, return_when=FIRST_EXCEPTION)
         finally:
@@ -182,17 +190,44 @@ class _Runner:
             if wanted.analyze and not result.with_suffix(".png").exists():
                 self.output.note(f"{wanted.id}: its figure is missing: `kvq analyze {wanted.analyze}` draws it")
         else:
-            try:
+            with self._failures(wanted.id):
                 seconds = self._run(wanted)
                 self.output.note(f"{wanted.id}: {seconds:.0f} s, {folder}")
-            except KvqError as error:
-                if self.stop:
-                    self.commands.stop()
-                    raise
-                self.output.warn(f"{wanted.id}: {error}")
         took = None if seconds is None else round(seconds, 1)
         state_now = state(wanted, self.model, self.root)
         return {"id": wanted.id, "state": state_now, "seconds": took, "folder": str(folder)}
+
+    def evaluate_together(self, wanted: Sequence[Target]) -> None:
+        """Evaluate the methods of several unfinished targets on the same prompts by one command, before the targets'
+        own commands, which then find the samples in the store. It fails like a target; they compute what it did not."""
+        from kvq_cli.papers.run import DONE, state
+        from kvq_cli.papers.shared_samples import prompts_of, samples_command
+
+        if self.commands.stopped:
+            raise KeyboardInterrupt
+        shared = [each for each in wanted if prompts_of(each, self.model)]
+        left = [each for each in shared if state(each, self.model, self.root) != DONE]
+        if len(left) < 2:
+            return
+        with self._failures(SAMPLES):
+            with self.calibrating:
+                for each in left:
+                    self._calibrate(each)
+            cluster = [] if self.ray is None else ["--ray", self.ray]
+            quiet = ["--quiet"] if self.output.quiet else []
+            command = samples_command(left, self.model, self.store)
+            self.commands.run([*command, *cluster, *quiet], SAMPLES, into=True)
+
+    @contextmanager
+    def _failures(self, what: str) -> Iterator[None]:
+        """A KvqError inside the block stops all commands, or is a warning; see `stop`."""
+        try:
+            yield
+        except KvqError as error:
+            if self.stop:
+                self.commands.stop()
+                raise
+            self.output.warn(f"{what}: {error}")
 
     def _run(self, wanted: Target) -> float:
         from kvq_cli.papers.run import run_target

@@ -41,13 +41,13 @@ def versions(target: Target, model: str) -> dict[str, Any]:
         common["clustering"] = CLUSTERING
     if not target.eval:
         return common
-    tasks = _options(target.command(model)).get("task", [PERPLEXITY])[-1].split(",")
+    tasks = command_options(target.command(model)).get("task", [PERPLEXITY])[-1].split(",")
     return {**common, "versions": {name.strip(): _version(name.strip()) for name in tasks}}
 
 
 def file_digests(target: Target, model: str) -> dict[str, str]:
     """The sha256, by path, of the files that the command and its `--config` file name and that exist here."""
-    options = _options(target.command(model))
+    options = command_options(target.command(model))
     named = [name.strip() for option in _FILES for value in options.get(option, []) for name in value.split(",")]
     return {name: digest for name in named if (digest := file_digest(name)) is not None}
 
@@ -94,7 +94,7 @@ def _version(task: str) -> Any:
     return PerplexityEvaluation.version if task == PERPLEXITY else RulerEvaluation.version
 
 
-def _options(words: Sequence[str]) -> dict[str, list[str]]:
+def command_options(words: Sequence[str]) -> dict[str, list[str]]:
     """The values of each option of a command, in order; of those that it does not give, of its `--config` file."""
     found: dict[str, list[str]] = {}
     for word, following in zip(words, [*words[1:], ""], strict=True):

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq_cli import __version__
-from kvq_cli.benchmarking.kernels.performance_targets import load_gpu_results
+from kvq_cli.benchmarking.kernels.performance_targets import measured_rows
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.runs import RUNS
 from kvq_cli.files import write_json
@@ -40,7 +40,7 @@ def state(target: Target, model: str, root: Path = ROOT) -> str:
     if target.drawing:
         return NOTHING
     if target.gpu:
-        return DONE if load_gpu_results(GPU_RESULTS) else HARDWARE
+        return DONE if any(measured_rows(GPU_RESULTS, *target.gpu)) else HARDWARE
     record = _record(target, model, root)
     if record is None:
         return TO_DO

@@ -36,7 +36,7 @@ class Target:
     minutes: int = 0
     fast: bool = False
     extra: bool = False
-    gpu: bool = False
+    gpu: tuple[str, ...] = ()
     drawing: str | None = None
     eval: str | None = None
     methods: Mapping[str, str] = field(default_factory=dict)

@@ -18,6 +18,7 @@ from kvq_cli.evaluation.compared_methods import compared_methods
 from kvq_cli.evaluation.generation import generate_answers, stop_tokens
 from kvq_cli.evaluation.paired import differences
 from kvq_cli.evaluation.perplexity import PerplexityEvaluation
+from kvq_cli.evaluation.ruler.evaluation import RulerEvaluation
 from kvq_cli.evaluation.runner import evaluate
 from kvq_cli.evaluation.sample_log import read_records
 from kvq_cli.evaluation.settings import EvaluationSettings, build_evaluations
@@ -193,6 +194,33 @@ def test_windows_are_split_by_methods_and_the_uncompressed_model_runs_once_each(
     assert [len(unit) for unit in units] == [4, 1, 4, 1] and references == [0, 1]
     assert [indices for unit in units for indices in unit.values()] == [[0]] * 5 + [[1]] * 5
     assert document["methods"].keys() == {"fp16", *(f"kivi-{bits}bit" for bits in (1, 2, 3, 4))}
+
+
+def test_units_of_a_batch_share_the_passes_over_its_prompts(loaded, tmp_path, monkeypatch):
+    """Four methods a unit; behind an exact prefill, those of the next unit read no prompt again."""
+    passes, units, forward, run = [], [], loaded.model.forward, RulerEvaluation.run
+
+    def counted(input_ids=None, *args, **kwargs):
+        passes.append(input_ids.shape)
+        return forward(input_ids, *args, **kwargs)
+
+    def noted(self, loaded, attached, pending):
+        units.append({label: list(indices) for label, indices in pending.items()})
+        return run(self, loaded, attached, pending)
+
+    monkeypatch.setattr(RulerEvaluation, "run", noted)
+    monkeypatch.setattr(loaded.model, "forward", counted)
+    chosen = [build("fp16"), *(build("kivi", bits=bits, residual=32) for bits in (1, 2, 3, 4))]
+    settings = {"tasks": ["vt"], "limit": 4, "batch_size": 2, "prefill": "exact"}
+    together = _run(loaded, tmp_path / "together", chosen, **settings)
+    assert [len(unit) for unit in units] == [4, 1, 4, 1]
+    assert [indices for unit in units for indices in unit.values()] == [[0, 1]] * 5 + [[2, 3]] * 5
+    assert len([shape for shape in passes if shape[1] > 1]) == 2
+    for each in chosen:
+        out = tmp_path / each.name / str(getattr(each, "bits", 16))
+        alone = _run(loaded, out, [each], **settings)
+        label = next(iter(alone["methods"]))
+        assert without_run(alone)["methods"][label]["results"] == together["methods"][label]["results"]
 
 
 def test_each_method_configuration_has_its_own_results(loaded, tmp_path, monkeypatch, interrupt_after):

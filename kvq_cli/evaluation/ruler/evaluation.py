@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 SAMPLES = 500
 """Samples per task and length in RULER."""
+#: Methods of a unit that share the pass over its prompts.
+_METHODS = 4
 
 
 class RulerEvaluation(Evaluation):
@@ -58,6 +60,9 @@ class RulerEvaluation(Evaluation):
         self.count = min(limit or SAMPLES, self.available or limit or SAMPLES)
         self.batch_size = batch_size or default_batch_size(context)
         self._samples.check(self.count)
+        # Small units keep all workers busy where batches are few, and lose little when a run is interrupted.
+        self.methods_at_once = _METHODS if prefill == "exact" else 1
+        self._prompts: tuple[int, SharedPrompts] | None = None  # the newest batch, and the passes over its prompts
         self.work = Work(prompt=context - task.max_new_tokens, decoded=task.max_new_tokens)
         self.config = {
             "task": task.name,
@@ -84,11 +89,21 @@ class RulerEvaluation(Evaluation):
         self, loaded: LoadedModel, attached: Mapping[str, Attached], pending: Mapping[str, Sequence[int]]
     ) -> Iterator[tuple[str, list[Record]]]:
         for unit in self.units(pending):
-            prompts = SharedPrompts([attached[label] for label in unit])
+            prompts = self._shared_prompts(attached, unit)
             for label, indices in unit.items():
                 with prompts.used_by(attached[label]), named_failure(label):
                     records = self._batch(loaded, attached[label], indices)
                 yield label, records
+
+    def _shared_prompts(self, attached: Mapping[str, Attached], unit: Mapping[str, Sequence[int]]) -> SharedPrompts:
+        """The prompts of a unit, which other units of the same batch read, too, until `forget`."""
+        batch = min(index for indices in unit.values() for index in indices) // self.batch_size
+        if self._prompts is None or self._prompts[0] != batch:
+            self._prompts = batch, SharedPrompts([*attached.values()])
+        return self._prompts[1]
+
+    def forget(self) -> None:
+        self._prompts = None
 
     def _batch(self, loaded: LoadedModel, attached: Attached, indices: Sequence[int]) -> list[Record]:
         samples = [self._samples[index] for index in indices]
