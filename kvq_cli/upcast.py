@@ -5,8 +5,11 @@ to 22 times slower (AVX-512 without avx512_fp16). Converting the operands,
 multiplying in float32 and rounding the product to 16 bits is what other hardware does in one instruction. Weights stay
 in 16 bits; only a product's operands are converted, and released after it. Of models whose float32 weights take at most
 `MAX_KEPT_BYTES`, the converted weights are kept: converting all of them takes as long as 3 decode steps of 8 rows.
-Where no gradient is wanted they are kept in oneDNN's blocked layout, in which products of 3 to 16 rows take half as
-long as in PyTorch's (MKL), those of 1,024 rows a tenth less.
+They are kept in oneDNN's blocked layout, in which products of 3 to 16 rows take half as long as in PyTorch's (MKL),
+those of 1,024 rows a tenth less.
+
+Gradients of float16 models are multiplied in bfloat16 where the CPU has instructions for it, in 0.6 of float32's time:
+see `gradient_dtype`.
 """
 
 from __future__ import annotations
@@ -33,11 +36,13 @@ MIN_TOKENS_MODE = 32
 MAX_KEPT_BYTES = 1 << 30
 #: Numbers of a product, or of its operand, from which on it is computed a tile of rows at a time.
 _MAX_TILE = 1 << 24
+#: Rows of a product from which on a weight is converted to oneDNN's layout for this product alone.
+_MIN_ROWS_PACKED = 512
 #: Numbers of a weight that tell whether it was changed.
 _SAMPLED = 64
 #: Of the forward pass that a thread computes: its mode, and whether linear layers convert their products.
 _pass = threading.local()
-#: Weight -> its version, place and sampled numbers when it was converted, and its float32 copies: packed, plain.
+#: Weight -> its version, place and sampled numbers when it was converted, and its copies by what converted it.
 _kept = WeakTensorKeyDictionary()
 
 
@@ -55,6 +60,16 @@ def upcast_products(model: nn.Module, keep: bool = True) -> AbstractContextManag
 def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype in which to compute products of `x`'s numbers: float32 on CPUs without instructions for its dtype."""
     return x.dtype if x.device.type != "cpu" or _native(x.dtype) else torch.float32
+
+
+def gradient_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of the operands of products with gradients of `x`'s dtype.
+
+    bfloat16 for float16 on CPUs that multiply bfloat16 matrices alone: it rounds a gradient by 0.2 % (root mean
+    square) where it becomes an operand, and has float32's range. Else `product_dtype`.
+    """
+    only_bfloat16 = product_dtype(x) != x.dtype and x.dtype == torch.float16 and _native(torch.bfloat16)
+    return torch.bfloat16 if only_bfloat16 else product_dtype(x)
 
 
 def upcast_forward_passes(model: nn.Module) -> None:
@@ -134,11 +149,9 @@ def _upcast(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any], dtype
         x, weight, bias = [*args, *[kwargs[name] for name in ("weight", "bias") if name in kwargs], None][:3]
         if torch.is_grad_enabled() and any(w is not None and w.requires_grad for w in (weight, bias)):
             return func(*args, **kwargs)  # training: weights get gradients
-        differentiated = torch.is_grad_enabled() and x.requires_grad
-        if keep and not differentiated and (packed := _kept_copy(weight, packed=True)) is not None:
-            wide_bias = _float(bias)
-            return _by_rows(x, len(weight), lambda rows: _packed_linear(rows.contiguous(), packed, wide_bias))
-        return _Linear.apply(x, weight, bias, _kept_copy(weight, packed=False) if keep else None)
+        if torch.is_grad_enabled() and x.requires_grad:
+            return _Linear.apply(x, weight, bias, keep)
+        return _linear(x, weight, bias, keep)
     wide = {key: _float(value) for key, value in kwargs.items()}
     return func(*map(_float, args), **wide).to(dtype)
 
@@ -147,17 +160,39 @@ def _float(value: Any) -> Any:
     return value.float() if isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16) else value
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool) -> Tensor:
+    """x W^T + b, computed in float32."""
+    keep, bias = keep and _is_frozen(weight), _float(bias)
+    if _packs() and (keep or x.numel() // x.shape[-1] >= _MIN_ROWS_PACKED):
+        packed = _copy_of(weight, _packed, keep)
+        return _by_rows(x, len(weight), lambda rows: _packed_linear(rows.contiguous(), packed, bias))
+    wide = _copy_of(weight, Tensor.float, keep)
+    return _by_rows(x, len(weight), lambda rows: F.linear(rows, wide, bias))
+
+
+def _packs() -> bool:
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def _packed(weight: Tensor) -> Tensor:
+    """A weight in float32, in oneDNN's layout."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight.float())
+
+
 def _packed_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
     """x W^T + b in float32, of a weight in oneDNN's layout."""
     return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
-def _kept_copy(weight: Tensor, packed: bool) -> Tensor | None:
-    """The float32 copy of a model's weight, `packed` in oneDNN's layout; None for other tensors, or without oneDNN."""
-    if not isinstance(weight, nn.Parameter) or weight.requires_grad or weight.is_inference():
-        return None
-    if packed and not (torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")):
-        return None
+def _is_frozen(weight: Tensor) -> bool:
+    """Whether copies of a weight can be kept: a model's weight, not changed by training."""
+    return isinstance(weight, nn.Parameter) and not weight.requires_grad and not weight.is_inference()
+
+
+def _copy_of(weight: Tensor, convert: Callable[[Tensor], Tensor], keep: bool) -> Tensor:
+    """`convert(weight)`; with `keep`, which the weight must allow (`_is_frozen`), converted once."""
+    if not keep:
+        return convert(weight.detach())
     # `weight.data += x`, as in a merge of adapters, changes neither the version nor the place, but bits of all numbers.
     bits = weight.view(torch.int16).flatten()
     sample = bits[:: max(1, bits.numel() // _SAMPLED)].sum(dtype=torch.int64).item()
@@ -165,40 +200,38 @@ def _kept_copy(weight: Tensor, packed: bool) -> Tensor | None:
     if state != before:
         copies = {}
         _kept[weight] = state, copies
-    if packed not in copies:
+    if convert not in copies:
         with torch.inference_mode(False):  # the copy may be needed by a backward pass
-            copy = weight.detach().float()
-            copies[packed] = torch.ops.mkldnn._reorder_linear_weight(copy) if packed else copy
-    return copies[packed]
+            copies[convert] = convert(weight.detach())
+    return copies[convert]
 
 
 class _Linear(torch.autograd.Function):
-    """x W^T + b; keeps the 16-bit weight for the backward pass, not its float32 copy. The weight gets no gradient.
-
-    wide: the float32 copy, where it is kept anyway.
-    """
+    """x W^T + b; keeps the 16-bit weight for the backward pass, not its float32 copy. The weight gets no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, wide: Tensor | None) -> Tensor:
-        ctx.save_for_backward(weight)
-        ctx.wide = wide
-        weight, bias = weight.float() if wide is None else wide, _float(bias)
-        return _by_rows(x, len(weight), lambda rows: F.linear(rows, weight, bias))
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, keep: bool) -> Tensor:
+        # Not as a saved tensor: to save it, checkpointing would compute the last product of a layer again.
+        ctx.weight, ctx.keep = weight, keep and _is_frozen(weight)
+        return _linear(x, weight, bias, keep)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        weight = ctx.saved_tensors[0].float() if ctx.wide is None else ctx.wide
-        return _by_rows(gradients[0], weight.shape[1], lambda rows: rows @ weight), None, None, None
+        convert = Tensor.bfloat16 if gradient_dtype(gradients[0]) == torch.bfloat16 else Tensor.float
+        weight = _copy_of(ctx.weight, convert, ctx.keep)
+        return _by_rows(gradients[0], weight.shape[1], lambda rows: rows @ weight, weight.dtype), None, None, None
 
 
-def _by_rows(x: Tensor, columns: int, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """`product` of `x` in float32, rounded to its dtype; long rows, as those of logits, a tile at a time, so that no
-    whole float32 copy of them exists."""
+def _by_rows(
+    x: Tensor, columns: int, product: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """`product` of `x` in `dtype`, rounded to `x`'s; long rows, as those of logits, a tile at a time, so that no whole
+    copy of them in `dtype` exists."""
     longest = max(columns, x.shape[-1])
     if x.numel() // x.shape[-1] * longest <= _MAX_TILE:
-        return product(x.float()).to(x.dtype)
+        return product(x.to(dtype)).to(x.dtype)
     out = x.new_empty(*x.shape[:-1], columns)
     tile = max(1, _MAX_TILE // longest)
     for rows, place in zip(x.flatten(0, -2).split(tile), out.flatten(0, -2).split(tile), strict=True):
-        place.copy_(product(rows.float()))
+        place.copy_(product(rows.to(dtype)))
     return out

@@ -86,18 +86,21 @@ def test_weights_of_small_models_are_converted_once(monkeypatch):
     with upcast.upcast_products(model):
         large = model(z)
     large.sum().backward()
-    assert len(converted) == 2 and torch.equal(y.grad, z.grad) and not torch.equal(large, before[0])
+    # Once more for the forward pass, and for the gradient.
+    assert len(converted) == 3 and torch.equal(y.grad, z.grad) and not torch.equal(large, before[0])
 
 
 @pytest.mark.usefixtures("slow_cpu")
 @pytest.mark.parametrize("rows", [4, 8, 33])
 @pytest.mark.parametrize("tile", [1 << 24, 80])
 @pytest.mark.parametrize("bias", [True, False])
-def test_kept_weights_give_float32s_products(monkeypatch, rows, tile, bias):
+@pytest.mark.parametrize("keep", [True, False])
+def test_packed_weights_give_float32s_products(monkeypatch, rows, tile, bias, keep):
     monkeypatch.setattr(upcast, "_MAX_TILE", tile)
     torch.manual_seed(0)
+    monkeypatch.setattr(upcast, "_MIN_ROWS_PACKED", 16)
     linear, x = nn.Linear(40, 50, bias=bias).half().requires_grad_(False), torch.randn(rows, 2, 40).half()
-    with torch.no_grad(), upcast.upcast_products(linear):
+    with torch.no_grad(), upcast.upcast_products(linear, keep=keep):
         y = linear(x.transpose(0, 1))
     exact = F.linear(x.double(), linear.weight.double(), linear.bias.double() if bias else None).transpose(0, 1)
     assert y.dtype == torch.half and torch.allclose(y.double(), exact, rtol=2**-11 + 2**-20, atol=2**-18)
@@ -114,6 +117,31 @@ def test_gradients_equal_those_of_float32():
         gradients.append(x.grad.float())
     error = (gradients[0] - gradients[1]).norm() / gradients[0].norm()
     assert 0 < error < 0.02
+
+
+@pytest.mark.usefixtures("slow_cpu")
+@pytest.mark.parametrize("keep", [True, False])
+def test_gradients_of_float16_are_multiplied_in_bfloat16_where_the_cpu_has_its_instructions_alone(monkeypatch, keep):
+    torch.manual_seed(0)
+    linear, gradients = nn.Linear(40, 50).half().requires_grad_(False), []
+    for extra in ("avx512_f", "avx512_bf16"):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda x=extra: {"architecture": "x86_64", x: True})
+        x = torch.randn(30, 40, generator=torch.Generator().manual_seed(1)).half().requires_grad_()
+        with upcast.upcast_products(linear, keep=keep):
+            linear(x).float().square().sum().backward()
+        gradients.append(x.grad.float())
+    assert 2e-4 < (gradients[0] - gradients[1]).norm() / gradients[0].norm() < 5e-3
+
+
+def test_one_dtype_of_gradients_for_others(monkeypatch):
+    for has, dtype, expected in (
+        ({"avx512_bf16": True}, torch.bfloat16, torch.bfloat16),
+        ({"avx512_bf16": True, "avx512_fp16": True}, torch.float16, torch.float16),
+        ({"avx512_bf16": True}, torch.float32, torch.float32),
+        ({}, torch.bfloat16, torch.float32),
+    ):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda has=has: {"architecture": "x86_64", **has})
+        assert upcast.gradient_dtype(torch.zeros(1, dtype=dtype)) == expected
 
 
 @pytest.mark.usefixtures("slow_cpu")
@@ -143,18 +171,22 @@ def test_only_long_forward_passes_and_slow_cpus(monkeypatch):
 
 
 @pytest.mark.usefixtures("slow_cpu")
-@pytest.mark.parametrize(("rows", "mode", "converted"), [(3, None, []), (4, None, [True]), (9, upcast._Upcast, [True])])
+@pytest.mark.parametrize(
+    ("rows", "mode", "converted"), [(3, None, []), (4, None, [upcast._packed]), (9, upcast._Upcast, [upcast._packed])]
+)
 def test_short_passes_convert_linear_layers_alone(monkeypatch, rows, mode, converted):
     monkeypatch.setattr(upcast, "MIN_ROWS_KEPT", 4 * 40)
     monkeypatch.setattr(upcast, "MIN_TOKENS_MODE", 9 * 40)
-    model, x, kept, copy = Model().half(), torch.ones(rows, 40).half(), [], upcast._kept_copy
-    monkeypatch.setattr(upcast, "_kept_copy", lambda weight, packed: kept.append(packed) or copy(weight, packed))
+    model, x, made, copy = Model().half(), torch.ones(rows, 40).half(), [], upcast._copy_of
+    monkeypatch.setattr(
+        upcast, "_copy_of", lambda weight, convert, keep: made.append(convert) or copy(weight, convert, keep)
+    )
     upcast.upcast_forward_passes(model)
     with torch.no_grad():
         model(x)
-    assert kept == converted and (model.mode is None if mode is None else isinstance(model.mode, mode))
+    assert made == converted and (model.mode is None if mode is None else isinstance(model.mode, mode))
     model(x.requires_grad_()).sum().backward()
-    assert x.grad is not None and kept == converted + [False] * (mode is not None)
+    assert x.grad is not None and made == converted + [upcast._packed, torch.Tensor.float] * (mode is not None)
 
 
 @pytest.mark.usefixtures("slow_cpu")

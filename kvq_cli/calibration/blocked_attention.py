@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvq_cli.upcast import product_dtype
+from kvq_cli.upcast import gradient_dtype, product_dtype
 
 NAME = "kvq_blocked"
 BLOCK = 128
@@ -88,18 +88,23 @@ class _BlockedAttention(torch.autograd.Function):
         query, key, value = ctx.saved_tensors
         blocks = _Blocks(query, key, ctx.scale)
         values, grad_out = blocks.heads(value), blocks.grouped(gradients[0])
-        grad_query = torch.empty_like(blocks.queries)
+        # Operands of the products whose results are gradients of arguments. Softmax's backward pass subtracts gradients
+        # of weights from their mean: those keep the dtype of scores.
+        dtype = gradient_dtype(query)
+        queries, keys, grad_rows = (x.to(dtype) for x in (blocks.queries, blocks.keys, grad_out))
+        grad_query = torch.empty_like(queries)
         # Transposed: products whose left operand is long and transposed take a third longer.
         grad_key, grad_value = (x.new_zeros(len(x), x.shape[2], x.shape[1]) for x in (blocks.keys, values))
         buffer = torch.empty_like(blocks.buffer)
         for block in blocks:
             seen = slice(block.stop)
-            weights, grad = blocks.weights(block), blocks.rows(grad_out, block)
-            grad_value[:, :, seen].baddbmm_(grad.mT, weights)
+            weights = blocks.weights(block)
+            _add_product(grad_value[:, :, seen], blocks.rows(grad_rows, block).mT, weights.to(dtype))
+            grad = blocks.rows(grad_out, block)
             grad_weights = torch.bmm(grad, values[:, seen].mT, out=blocks.scores(block, buffer))
-            grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype)
-            torch.bmm(grad_scores, blocks.keys[:, seen], out=blocks.rows(grad_query, block))
-            grad_key[:, :, seen].baddbmm_(blocks.rows(blocks.queries, block).mT, grad_scores)
+            grad_scores = torch._softmax_backward_data(grad_weights, weights, -1, weights.dtype).to(dtype)
+            torch.bmm(grad_scores, keys[:, seen], out=blocks.rows(grad_query, block))
+            _add_product(grad_key[:, :, seen], blocks.rows(queries, block).mT, grad_scores)
         return (
             blocks.ungrouped(grad_query.mul_(ctx.scale), query),
             grad_key.mT.reshape(key.shape).to(key.dtype),
@@ -107,6 +112,14 @@ class _BlockedAttention(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left right, in `total`'s dtype."""
+    if left.dtype == total.dtype:
+        total.baddbmm_(left, right)
+    else:
+        total += torch.bmm(left, right)
 
 
 class _Blocks:

@@ -52,6 +52,19 @@ def test_float16_is_computed_in_float32_where_the_cpu_has_no_instructions(monkey
         torch.testing.assert_close(found.float(), expected, rtol=2e-3, atol=2e-3)
 
 
+def test_gradients_of_float16_are_multiplied_in_bfloat16_where_the_cpu_has_its_instructions_alone(monkeypatch):
+    tensors, found = inputs(300, torch.float16), {}
+    weights = torch.randn(tensors[0].shape, generator=torch.Generator().manual_seed(0)).half()
+    for extra in ("avx512_f", "avx512_bf16"):
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda x=extra: {"architecture": "x86_64", x: True})
+        found[extra] = results(blocked(), tensors, weights)
+    exact, rounded = found.values()
+    assert torch.equal(exact[0], rounded[0])
+    for one, other in zip(exact[1:], rounded[1:], strict=True):
+        assert other.dtype == torch.float16
+        assert 2e-4 < (one.float() - other.float()).norm() / one.float().norm() < 5e-3
+
+
 def test_what_is_not_implemented_is_refused():
     with pytest.raises(ValueError, match="softcap"):
         blocked_attention.attention(torch.nn.Module(), *inputs(3, torch.float32), softcap=30.0)

@@ -172,6 +172,17 @@ def test_checkpointed_layers_of_16_bits_are_recomputed_with_the_same_products(mo
     assert all(torch.equal(plain[key], saved[key]) for key in plain)
 
 
+def test_the_last_product_of_a_layer_of_16_bits_is_not_recomputed(monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64"})
+    (model, layers), runs = model_of("Llama"), []
+    model.bfloat16()
+    for module in ("up_proj", "down_proj"):
+        getattr(model.model.layers[1].mlp, module).register_forward_pre_hook(lambda *_, x=module: runs.append(x))
+    with gradient_checkpointing(model, 3):
+        captured(model, layers)
+    assert runs == ["up_proj", "down_proj", "up_proj"]
+
+
 def test_checkpointing_recomputes_layers_in_the_backward_pass():
     (model, layers), runs = model_of("Llama"), []
     model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
