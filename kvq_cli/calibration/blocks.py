@@ -51,7 +51,7 @@ def draw_coreset(points: Tensor, weights: Tensor, count: int, seed: int) -> tupl
     weights = torch.where(total == 0, torch.ones_like(weights), weights)
     share = weights / weights.sum(-1, keepdim=True)
     center = share.unsqueeze(1) @ points
-    spread = share * (points - center).square().sum(-1)
+    spread = share * (points - center).square_().sum(-1)
     q = share / 2 + spread / (2 * spread.sum(-1, keepdim=True)).clamp_min(1e-30)
     cumulated = q.double().cumsum(-1)
     steps = (torch.arange(count) + torch.rand(codebooks, 1, generator=generator)).to(points.device) / count

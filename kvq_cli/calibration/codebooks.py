@@ -96,15 +96,16 @@ def _prepare(captured: CapturedStream, spec: CodebookSpec, dtype: torch.dtype) -
         normalized = _normalize_per_channel(x, spec, not_held_out, mean, std)
     shift, scale = normalized.shift, normalized.scale
     # A squared error of u counts scale^2 times as an error of x; outliers, which are stored exactly, count nothing.
-    weights = torch.stack([captured.g.float(), torch.ones_like(x)]).mul_(scale).square_().mul_(normalized.inlier)
-    u = (normalized.x - shift) / scale
+    weights = captured.g.to(torch.float32, copy=True).mul_(scale).square_().mul_(normalized.inlier)
+    plain = torch.ones_like(x[training:]).mul_(scale[training:] if spec.per_token else scale).square_()
+    u = (normalized.x - shift).div_(scale)
     center = (mean - shift) / scale
     return _PreparedStream(
         u=u[:training],
-        weights=weights[0, :training],
+        weights=weights[:training],
         inlier=normalized.inlier[:training],
         held_out=u[training:],
-        held_out_weights=weights[:, training:],
+        held_out_weights=torch.stack([weights[training:], plain.mul_(normalized.inlier[training:])]),
         center=center[training:] if spec.per_token else center,
         constants=normalized.constants,
         correlation=adjacent_correlation(not_held_out, mean, std),
