@@ -11,6 +11,8 @@ from typing import TypeVar
 
 import torch
 
+from kvq_cli.calibration.free_memory import release_freed
+
 T = TypeVar("T")
 
 
@@ -18,7 +20,7 @@ def run_parallel(task: Callable[[T], None], items: Iterable[T], workers: int) ->
     """Run `task` on every item in `workers` threads; yields after each. The first error ends the loop.
 
     Meanwhile torch runs every operation on one thread: the tasks keep all cores busy without waiting for each other,
-    and sums do not depend on the number of cores.
+    and sums do not depend on the number of cores. Memory that they freed goes back to the system at the end.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -29,6 +31,7 @@ def run_parallel(task: Callable[[T], None], items: Iterable[T], workers: int) ->
             yield
     finally:
         pool.shutdown(cancel_futures=True)
+        release_freed()
         torch.set_num_threads(threads)
 
 

@@ -1,7 +1,11 @@
 """Parallel tasks on a CPU, deterministic algorithms on a GPU."""
 
+import ctypes
+import re
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +24,22 @@ def test_tasks_run_in_parallel_on_one_torch_thread_each():
     assert len(list(run_parallel(task, range(6), workers=3))) == 6
     assert sorted(seen) == [(item, 1) for item in range(6)]
     assert torch.get_num_threads() == threads
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="glibc keeps freed memory"
+)
+def test_freed_memory_goes_back_to_the_system():
+    def resident():
+        return int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1]) << 10
+
+    def task(_item):  # the last block, which stays, keeps those below it from leaving the top of the heap
+        kept.append([torch.ones(25_000) for _ in range(1000)][-1])
+
+    kept = []
+    before = resident()
+    list(run_parallel(task, range(2), workers=2))
+    assert len(kept) == 2 and resident() - before < 60e6  # of 200 MB
 
 
 def test_first_error_cancels_the_tasks_not_started():
