@@ -65,8 +65,8 @@ def product_dtype(x: Tensor) -> torch.dtype:
 def gradient_dtype(x: Tensor) -> torch.dtype:
     """The dtype of the operands of products with gradients of `x`'s dtype.
 
-    bfloat16 for float16 on CPUs that multiply bfloat16 matrices alone: it rounds a gradient by 0.2 % (root mean
-    square) where it becomes an operand, and has float32's range. Else `product_dtype`.
+    bfloat16 for float16 on CPUs that multiply bfloat16 matrices alone: a product is off by 0.3 % (root mean square),
+    and bfloat16 has float32's range. Else `product_dtype`.
     """
     only_bfloat16 = product_dtype(x) != x.dtype and x.dtype == torch.float16 and _native(torch.bfloat16)
     return torch.bfloat16 if only_bfloat16 else product_dtype(x)

@@ -1,4 +1,4 @@
-"""Memory that this process may still take, on a GPU or on the machine."""
+"""Memory that this process may still take, on a GPU or on the machine, and memory that it gives back."""
 
 from __future__ import annotations
 
