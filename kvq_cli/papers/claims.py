@@ -44,7 +44,7 @@ class Claim:
     def reason(self, model: str) -> str:
         """Why the claim does not hold on this model, numbers as expressions; empty where no reason is given."""
         if isinstance(self.why, str):
-            return self.why if model == REFERENCE or self.sizes == "any" else ""
+            return self.why if model == REFERENCE or self.sizes == "any" or self.gpu else ""
         return self.why.get(model, "")
 
     def measured_reasons(self, model: str, root: Path = ROOT) -> list[tuple[Sweep, Effect]]:

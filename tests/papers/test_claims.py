@@ -181,6 +181,13 @@ def test_reasons_quote_results(result):
         explain(Verdict(claim("", why="{kvq('table-temporalkv-4', 'w/')}"), FAILS), REFERENCE, root)
 
 
+@pytest.mark.parametrize(("fields", "reason"), [({}, ""), ({"gpu": True}, "waits"), ({"sizes": "any"}, "waits")])
+def test_a_plain_reason_is_of_the_built_in_model_unless_no_model_is_measured(fields, reason, tmp_path):
+    entry = claim("1 > 2", why="waits", **fields)
+    assert explain(judge(entry, REFERENCE, tmp_path), REFERENCE, tmp_path) == "waits"
+    assert explain(judge(entry, SMOLLM2, tmp_path), SMOLLM2, tmp_path) == reason
+
+
 def test_pairs_are_rows_of_the_claims_targets():
     for entry in claims():
         for pair in (*entry.paired, *entry.beside):
