@@ -72,6 +72,14 @@ def gradient_dtype(x: Tensor) -> torch.dtype:
     return torch.bfloat16 if only_bfloat16 else product_dtype(x)
 
 
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x W^T + b of `[..., channels]` and a `[outputs, channels]` weight without gradients, in float32 where this CPU
+    needs that; in `x`'s dtype. For products that forward passes convert only where they have many tokens."""
+    if product_dtype(x) == x.dtype or x.numel() // x.shape[-1] < MIN_ROWS:
+        return F.linear(x, weight, bias)
+    return _linear(x, weight, bias, keep=False)
+
+
 def upcast_forward_passes(model: nn.Module) -> None:
     """Convert products of `model`'s forward passes: all inside `upcast_products`, or those of linear layers, or none,
     whatever takes least time for the number of tokens."""

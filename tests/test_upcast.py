@@ -189,6 +189,18 @@ def test_short_passes_convert_linear_layers_alone(monkeypatch, rows, mode, conve
     assert x.grad is not None and made == converted + [upcast._packed, torch.Tensor.float] * (mode is not None)
 
 
+@pytest.mark.parametrize(("rows", "capabilities", "converted"), [(7, {}, 0), (8, {}, 1), (8, {"avx512_fp16": True}, 0)])
+def test_products_outside_of_forward_passes_convert_from_enough_rows_on(monkeypatch, rows, capabilities, converted):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", **capabilities})
+    calls, product = [], upcast._linear
+    monkeypatch.setattr(upcast, "_linear", lambda *args, **kwargs: calls.append(1) or product(*args, **kwargs))
+    torch.manual_seed(0)
+    x, weight, bias = (torch.randn(*shape).half() for shape in ((rows, 40), (24, 40), (24,)))
+    out = upcast.linear(x, weight, bias)
+    assert len(calls) == converted and out.dtype == torch.float16
+    torch.testing.assert_close(out, F.linear(x.float(), weight.float(), bias.float()).half(), rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.usefixtures("slow_cpu")
 def test_trained_weights_get_gradients():
     model = Model().to(torch.bfloat16).requires_grad_(True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from kvq_cli import upcast
 from kvq_cli.attention.capture_points import AttentionLayer, CapturePoint
 from kvq_cli.errors import UsageError
 
@@ -38,7 +38,7 @@ class Projection:
         hidden_size]`, or of latents `[rows, 1, tokens, rank]` where `up` `[rank, kv_heads * head_dim]` is given."""
         weight = self.weight
         bias = None if self.linear.bias is None else self.linear.bias[self.part]
-        return self._finish(F.linear(x[:, 0].to(weight.dtype), weight if up is None else up.T, bias))
+        return self._finish(upcast.linear(x[:, 0].to(weight.dtype), weight if up is None else up.T, bias))
 
     def rematerialize_sums(self, sums: Tensor, up: Tensor | None) -> Tensor:
         """Weighted sums of keys or values, `[rows, kv_heads, queries, head_dim]`, of the sums of layer inputs with the
