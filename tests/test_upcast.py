@@ -189,7 +189,7 @@ def test_short_passes_convert_linear_layers_alone(monkeypatch, rows, mode, conve
     assert x.grad is not None and made == converted + [upcast._packed, torch.Tensor.float] * (mode is not None)
 
 
-@pytest.mark.parametrize(("rows", "capabilities", "converted"), [(7, {}, 0), (8, {}, 1), (8, {"avx512_fp16": True}, 0)])
+@pytest.mark.parametrize(("rows", "capabilities", "converted"), [(7, {}, 0), (8, {}, 1), (600, {}, 1), (8, {"avx512_fp16": True}, 0)])
 def test_products_outside_of_forward_passes_convert_from_enough_rows_on(monkeypatch, rows, capabilities, converted):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", **capabilities})
     calls, product = [], upcast._linear
@@ -197,7 +197,9 @@ def test_products_outside_of_forward_passes_convert_from_enough_rows_on(monkeypa
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(*shape).half() for shape in ((rows, 40), (24, 40), (24,)))
     out = upcast.linear(x, weight, bias)
-    assert len(calls) == converted and out.dtype == torch.float16
+    transposed = upcast.linear(x, weight.T.contiguous().T, bias)  # as a latent's matrix is passed
+    assert len(calls) == 2 * converted and out.dtype == torch.float16
+    torch.testing.assert_close(transposed, out, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(out, F.linear(x.float(), weight.float(), bias.float()).half(), rtol=1e-3, atol=1e-3)
 
 

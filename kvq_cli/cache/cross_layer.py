@@ -13,6 +13,7 @@ from kvq_cli.codecs.base import Codec, Packed, Part
 from kvq_cli.codecs.identity import IdentityCodec
 from kvq_cli.errors import KvqError
 from kvq_cli.methods.base import CrossLayer, StreamPlan
+from kvq_cli.upcast import linear
 
 
 class CrossLayerSum:
@@ -53,7 +54,7 @@ class CrossLayerSum:
             stream.read_back[group.rows.start] = latents
             if not part.last:
                 down = stream.plan.down
-                total = latents if down is None else self._sums[number] + difference @ down.T
+                total = latents if down is None else self._sums[number] + linear(difference, down)
                 if part.accumulator is None or not total.shape[2]:
                     accumulators.append(total)
                 else:
@@ -135,7 +136,7 @@ _IDENTITY = IdentityCodec()
 
 
 def _down(plan: StreamPlan, x: Tensor) -> Tensor:
-    return x if plan.down is None else x @ plan.down
+    return x if plan.down is None else linear(x, plan.down.T)
 
 
 def _decoded(part: CrossLayer, accumulator: Tensor | Packed, dtype: torch.dtype) -> Tensor:
