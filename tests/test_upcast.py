@@ -189,7 +189,9 @@ def test_short_passes_convert_linear_layers_alone(monkeypatch, rows, mode, conve
     assert x.grad is not None and made == converted + [upcast._packed, torch.Tensor.float] * (mode is not None)
 
 
-@pytest.mark.parametrize(("rows", "capabilities", "converted"), [(7, {}, 0), (8, {}, 1), (600, {}, 1), (8, {"avx512_fp16": True}, 0)])
+@pytest.mark.parametrize(
+    ("rows", "capabilities", "converted"), [(7, {}, 0), (8, {}, 1), (600, {}, 1), (8, {"avx512_fp16": True}, 0)]
+)
 def test_products_outside_of_forward_passes_convert_from_enough_rows_on(monkeypatch, rows, capabilities, converted):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", **capabilities})
     calls, product = [], upcast._linear
