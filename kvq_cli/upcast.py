@@ -73,11 +73,11 @@ def gradient_dtype(x: Tensor) -> torch.dtype:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x W^T + b of `[..., channels]` and a `[outputs, channels]` weight without gradients, in float32 where this CPU
-    needs that; in `x`'s dtype. For products that forward passes convert only where they have many tokens."""
-    if product_dtype(x) == x.dtype or x.numel() // x.shape[-1] < MIN_ROWS:
+    """Compute x W^T + b, `[..., channels]` by `[outputs, channels]`, in float32 where this CPU needs that; returns `x`'s
+    dtype. For products of decode steps, which are too short to be converted by `upcast_forward_passes`."""
+    if product_dtype(x) == x.dtype or x.shape[:-1].numel() < MIN_ROWS:
         return F.linear(x, weight, bias)
-    return _linear(x, weight, bias, keep=False)
+    return _upcast(F.linear, (x, weight, bias), {}, x.dtype, keep=False)
 
 
 def upcast_forward_passes(model: nn.Module) -> None:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import pytest
 import torch
 from pairwise import parametrize_pairwise
+from torch.overrides import TorchFunctionMode
 
 from kvq_cli.attention.attach import attach
 from kvq_cli.attention.capture_points import attention_modules
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.registry import build
+from kvq_cli.upcast import _PRODUCTS, MIN_ROWS
 
 HEADS = {"MHA": 4, "GQA": 2, "MQA": 1}
 FAMILIES = {
@@ -59,6 +61,31 @@ def test_without_quantization_logits_are_unchanged(tiny, prompt, factored, famil
             out = logits(model, ids, mask, cache, starts)[mask.bool()]
             torch.testing.assert_close(out, own, atol=5e-5 * own.abs().max().item(), rtol=1e-4)
             assert cache.report().compressed > 0
+
+
+class LongProducts(TorchFunctionMode):
+    """Lists the float16 products of `MIN_ROWS` rows or more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in _PRODUCTS and (left := args[_PRODUCTS[func]]).dtype == torch.float16:
+            self.found += [func] * (left.shape[:-1].numel() >= MIN_ROWS)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["xquant", "xquant-cl"])
+def test_a_decode_step_leaves_no_long_product_in_float16_to_a_slow_cpu(tiny, prompt, factored, name, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", "avx512_f": True})
+    model, (ids, _) = tiny("llama").half(), prompt(22)
+    with attach(model, factored(model, build(name, bits=4, **SMALL))) as kv:
+        cache = kv.new_cache()
+        model(ids, past_key_values=cache)
+        with LongProducts() as products:
+            model(ids[:, :1], past_key_values=cache)
+    assert not products.found
 
 
 def quantized(x: torch.Tensor, bits: int, axis: int, group: int) -> torch.Tensor:
