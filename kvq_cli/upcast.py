@@ -73,8 +73,8 @@ def gradient_dtype(x: Tensor) -> torch.dtype:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute x W^T + b, `[..., channels]` by `[outputs, channels]`, in float32 where this CPU needs that; returns `x`'s
-    dtype. For products of decode steps, which are too short to be converted by `upcast_forward_passes`."""
+    """Compute x W^T + b, `[..., channels]` by `[outputs, channels]`, in float32 where this CPU needs that; `x`'s dtype
+    is returned. For products of decode steps, which are too short to be converted by `upcast_forward_passes`."""
     if product_dtype(x) == x.dtype or x.shape[:-1].numel() < MIN_ROWS:
         return F.linear(x, weight, bias)
     return _upcast(F.linear, (x, weight, bias), {}, x.dtype, keep=False)

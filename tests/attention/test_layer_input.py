@@ -79,7 +79,7 @@ class LongProducts(TorchFunctionMode):
 @pytest.mark.parametrize("name", ["xquant", "xquant-cl"])
 def test_a_decode_step_leaves_no_long_product_in_float16_to_a_slow_cpu(tiny, prompt, factored, name, monkeypatch):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"architecture": "x86_64", "avx512_f": True})
-    model, (ids, _) = tiny("llama").half(), prompt(22)
+    model, (ids, _) = tiny("llama", num_key_value_heads=2).half(), prompt(22)
     with attach(model, factored(model, build(name, bits=4, **SMALL))) as kv:
         cache = kv.new_cache()
         model(ids, past_key_values=cache)
