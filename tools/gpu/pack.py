@@ -70,7 +70,8 @@ def install(file: Path, cache: Path) -> None:
         if about is None:
             sys.exit(f"{file} is not a pack: about.json is not a file")
         packed = json.load(about)
-        archive.extractall(cache, filter="data")
+        # Python 3.11.0 to 3.11.3 (Debian 12) have no filters.
+        archive.extractall(cache, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))
     for path in cache.glob(f"*/{GROUP}*"):
         names = json.loads(path.read_text())["child_paths"]
         present = {name: str(path.parent / name) for name in names if (path.parent / name).exists()}
