@@ -23,9 +23,13 @@ Artifacts = Annotated[
     typer.Option(
         "--artifact",
         metavar="DIR",
-        help="Artifact whose errors by layer are shown; repeatable (default: those that the results used, in "
-        "artifacts/MODEL/).",
+        help="Show the errors by layer of this artifact, too; repeatable. Those that the results used are shown if "
+        "they are in artifacts/MODEL/.",
     ),
+]
+Errors = Annotated[
+    bool,
+    typer.Option("--errors/--no-errors", help="Show the artifacts' errors by layer."),
 ]
 Baseline = Annotated[
     str | None,
@@ -41,6 +45,7 @@ def report(
     folder: Folder,
     out: Out = None,
     artifact: Artifacts = None,
+    errors: Errors = True,
     baseline: Baseline = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -51,7 +56,7 @@ def report(
     from kvq_cli.report.page import page
 
     path = folder / "report.html" if out is None else out
-    text = page(folder, artifact or [], baseline)
+    text = page(folder, (artifact or []) if errors else None, baseline)
     check_writable(path.parent)
     write_text(path, text)
     output.note(f"written: {path} ({human_bytes(len(text.encode()))})")

@@ -431,7 +431,10 @@ RULES: dict[str, dict[str, Rule]] = {
         **_all_read("folder", "runs", "format", "as_json"),
         **_rules(_shown, "run", "baseline", "against", "plot"),
     },
-    "report": _all_read("folder", "out", "artifact", "baseline", "as_json", "quiet"),
+    "report": {
+        **_all_read("folder", "out", "errors", "baseline", "as_json", "quiet"),
+        "artifact": unless(lambda values: values["errors"], "--no-errors leaves out artifacts: use one", refuse=True),
+    },
     "reproduce": {
         **_all_read("page", "model", "out", "as_json", "quiet"),
         **_rules(_not_page, "names", "everything", "fast"),

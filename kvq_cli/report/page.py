@@ -18,10 +18,11 @@ from kvq_cli.report.markup import Markup, join, tag
 from kvq_cli.report.sources import ResultFolder, find_results
 
 
-def page(folder: Path, artifact_folders: Sequence[Path] = (), baseline: str | None = None) -> str:
+def page(folder: Path, artifact_folders: Sequence[Path] | None = (), baseline: str | None = None) -> str:
     """The HTML of a folder's results, or of those in its subfolders.
 
-    artifact_folders: artifacts to show beside those that the results used and that are in their default folders.
+    artifact_folders: artifacts to show beside those that the results used and that are in their default folders;
+                      None: show no artifacts, so that the page depends on the results alone.
     baseline:         label of the method that paired differences are taken to.
     KvqError if results cannot be read, UsageError if the methods of no folder have that label.
     """
@@ -60,11 +61,14 @@ def _check_baseline(baseline: str, found: Sequence[ResultFolder]) -> None:
     match_label(baseline, {label: None for results in found for label in results.methods})
 
 
-def _sections(results: ResultFolder, artifact_folders: Sequence[Path], baseline: str | None) -> Iterator[Section]:
+def _sections(
+    results: ResultFolder, artifact_folders: Sequence[Path] | None, baseline: str | None
+) -> Iterator[Section]:
     if results.methods:
         yield from comparison.sections(results, baseline)
-    used = artifacts.used_artifacts(results.methods, artifact_folders)
-    yield from artifacts.sections(used, results.methods)
+    if artifact_folders is not None:
+        used = artifacts.used_artifacts(results.methods, artifact_folders)
+        yield from artifacts.sections(used, results.methods)
     yield from documents.sections(results)
 
 

@@ -55,6 +55,9 @@ def test_artifact_of_another_checksum_is_not_shown(kvq, tmp_path, monkeypatch):
         (tmp_path / "comparison.json").write_text(json.dumps({"methods": {"temporalkv-2bit": document}}))
         page = report(kvq, tmp_path)
         assert ("temporalkv-2bit: errors of each layer" in page.tables) is shown
+        assert "temporalkv-2bit: errors of each layer" not in report(kvq, tmp_path, "--no-errors").tables
+    found = kvq("report", tmp_path, "--no-errors", "--artifact", ROOT / "artifacts/reference/temporalkv-2bit")
+    assert found.exit_code == 2 and "use one" in found.stderr
 
 
 def test_benchmark(kvq, tmp_path):
