@@ -56,7 +56,7 @@ STDERR = 2
 #: Targets, and calibrations of a target, that run at the same time on workers.
 TOGETHER = 2
 #: What lines on stderr begin with of the command that evaluates the methods of several targets.
-SAMPLES = "shared prompts"
+SAMPLES = "shared samples"
 
 
 def reproduce(
@@ -132,13 +132,13 @@ def _make_all(runner: _Runner, wanted: Sequence[Target]) -> list[dict[str, Any]]
     """Run the targets, `runner.commands.together` of them at a time; returns what `_Runner.make` does of each.
 
     Targets with the same result folder, like the figures of one study, run one after the other: the first finishes all.
-    So do targets on the same prompts, after the command that evaluates the methods of all.
+    So do targets on the same samples, after the command that evaluates the methods of all.
     """
-    from kvq_cli.papers.shared_samples import prompts_of
+    from kvq_cli.papers.shared_samples import samples_of
 
     groups: dict[Path | tuple[str, ...], list[tuple[int, Target]]] = {}
     for number, each in enumerate(wanted, 1):
-        group = prompts_of(each, runner.model) or each.folder(runner.model, runner.root)
+        group = samples_of(each, runner.model) or each.folder(runner.model, runner.root)
         groups.setdefault(group, []).append((number, each))
     made: dict[int, dict[str, Any]] = {}
 
@@ -198,14 +198,14 @@ class _Runner:
         return {"id": wanted.id, "state": state_now, "seconds": took, "folder": str(folder)}
 
     def evaluate_together(self, wanted: Sequence[Target]) -> None:
-        """Evaluate the methods of several unfinished targets on the same prompts by one command, before the targets'
+        """Evaluate the methods of several unfinished targets on the same samples by one command, before the targets'
         own commands, which then find the samples in the store. It fails like a target; they compute what it did not."""
         from kvq_cli.papers.run import DONE, state
-        from kvq_cli.papers.shared_samples import prompts_of, samples_command
+        from kvq_cli.papers.shared_samples import samples_command, samples_of
 
         if self.commands.stopped:
             raise KeyboardInterrupt
-        shared = [each for each in wanted if prompts_of(each, self.model)]
+        shared = [each for each in wanted if samples_of(each, self.model)]
         left = [each for each in shared if state(each, self.model, self.root) != DONE]
         if len(left) < 2:
             return

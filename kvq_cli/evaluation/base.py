@@ -97,15 +97,19 @@ class Evaluation(ABC):
         """Split pending samples into the smallest parts for `run`: a batch of `methods_at_once` methods.
 
         Batches begin at multiples of `batch_size`: equal runs at the same time form equal batches. Units of one batch
-        follow each other.
+        follow each other. Those of the last batch have one method each, unless methods need each other's prefill: no
+        worker then waits long for another one's last methods.
         """
-        for batch in sorted({index // self.batch_size for index in set().union(*pending.values())}):
+        batches = sorted({index // self.batch_size for index in set().union(*pending.values())})
+        for batch in batches:
             unit = {
                 label: [index for index in indices if index // self.batch_size == batch]
                 for label, indices in pending.items()
             }
             left = [label for label, indices in unit.items() if indices]
-            step = self.methods_at_once or len(left)
+            step = len(left)
+            if self.methods_at_once:
+                step = 1 if batch == batches[-1] else self.methods_at_once
             for first in range(0, len(left), step):
                 yield {label: unit[label] for label in left[first : first + step]}
 

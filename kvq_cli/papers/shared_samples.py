@@ -1,7 +1,8 @@
-"""One command for the samples of several targets whose methods answer the same prompts.
+"""One command for the samples of several targets whose methods answer the same prompts or score the same windows.
 
-With exact prefill, the methods of a command share the pass over each prompt (`attention/shared_prompts.py`). Targets
-that run one after another would each read the prompts again. Their own commands then find all samples in the store.
+With exact prefill, the methods of a command share the pass over each prompt (`attention/shared_prompts.py`); where they
+score windows, the uncompressed model's logits of each (`evaluation/perplexity.py`). Targets that run one after another
+would each compute them again, and load the model on each worker. Their own commands then find all samples in the store.
 """
 
 from __future__ import annotations
@@ -9,32 +10,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvq_cli.evaluation.perplexity import PERPLEXITY
 from kvq_cli.papers.inputs import command_options
 from kvq_cli.papers.targets import Target
 
 #: Subfolder of the store for the documents of these commands.
-FOLDER = "shared-prompts"
-#: Options that targets on the same prompts may give differently: their methods and their outputs.
+FOLDER = "shared-samples"
+#: Options that targets on the same samples may give differently: their methods and their outputs.
 _OWN = ("--compare", "--set", "--out", "--plot")
 
 
-def prompts_of(target: Target, model: str) -> tuple[str, ...] | None:
-    """The command without the target's methods and outputs: targets with an equal one answer the same prompts.
+def samples_of(target: Target, model: str) -> tuple[str, ...] | None:
+    """The command without the target's methods and outputs: targets with an equal one evaluate the same samples.
 
-    None where methods share no passes over prompts: without exact prefill, or with --fresh, which uses no sample of
-    another command.
+    None where methods share no passes of the model: in tasks other than perplexity without exact prefill; and with
+    --fresh, which uses no sample of another command.
     """
     if not target.eval or target.config:
         return None
     words, _ = _split(target.command(model))
     options = command_options(words)
-    if options.get("prefill", [""])[-1] != "exact" or "fresh" in options:
+    shares = options.get("prefill", [""])[-1] == "exact" or options.get("task") == [PERPLEXITY]
+    if not shares or "fresh" in options:
         return None
     return tuple(words)
 
 
 def samples_command(targets: Sequence[Target], model: str, store: Path) -> list[str]:
-    """The arguments of `kvq` that evaluate each method of targets with equal `prompts_of` once."""
+    """The arguments of `kvq` that evaluate each method of targets with equal `samples_of` once."""
     from kvq_cli.methods.registry import build_parsed
 
     # By the method that a text names: `kivi-2bit` and `kivi-2bit:residual=128` may be one.

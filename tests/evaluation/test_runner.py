@@ -191,13 +191,13 @@ def test_windows_are_split_by_methods_and_the_uncompressed_model_runs_once_each(
     monkeypatch.setattr(PerplexityEvaluation, "run", run)
     chosen = [build("fp16"), *(build("kivi", bits=bits, residual=32) for bits in (1, 2, 3, 4))]
     document = _run(loaded, tmp_path, chosen, tasks=["perplexity"], limit=2)
-    assert [len(unit) for unit in units] == [4, 1, 4, 1] and references == [0, 1]
+    assert [len(unit) for unit in units] == [4, 1, *[1] * 5] and references == [0, 1]
     assert [indices for unit in units for indices in unit.values()] == [[0]] * 5 + [[1]] * 5
     assert document["methods"].keys() == {"fp16", *(f"kivi-{bits}bit" for bits in (1, 2, 3, 4))}
 
 
 def test_units_of_a_batch_share_the_passes_over_its_prompts(loaded, tmp_path, monkeypatch):
-    """Four methods a unit; behind an exact prefill, those of the next unit read no prompt again."""
+    """Four methods a unit, one in the last batch; behind an exact prefill, the next unit reads no prompt again."""
     passes, units, forward, run = [], [], loaded.model.forward, RulerEvaluation.run
 
     def counted(input_ids=None, *args, **kwargs):
@@ -213,7 +213,7 @@ def test_units_of_a_batch_share_the_passes_over_its_prompts(loaded, tmp_path, mo
     chosen = [build("fp16"), *(build("kivi", bits=bits, residual=32) for bits in (1, 2, 3, 4))]
     settings = {"tasks": ["vt"], "limit": 4, "batch_size": 2, "prefill": "exact"}
     together = _run(loaded, tmp_path / "together", chosen, **settings)
-    assert [len(unit) for unit in units] == [4, 1, 4, 1]
+    assert [len(unit) for unit in units] == [4, 1, *[1] * 5]
     assert [indices for unit in units for indices in unit.values()] == [[0, 1]] * 5 + [[2, 3]] * 5
     assert len([shape for shape in passes if shape[1] > 1]) == 2
     for each in chosen:

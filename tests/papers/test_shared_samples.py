@@ -1,4 +1,4 @@
-"""Targets on the same prompts: one command evaluates the methods of all, and each then finds its samples."""
+"""Targets on the same samples: one command evaluates the methods of all, and each then finds its samples."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from kvq_cli.cli.output import Output
 from kvq_cli.cli.reproduce import _make_all, _Runner
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.compared_methods import compared_methods
+from kvq_cli.evaluation.perplexity import PERPLEXITY
 from kvq_cli.evaluation.sample_log import digest
 from kvq_cli.files import write_json
 from kvq_cli.methods.registry import build_parsed
@@ -20,7 +21,7 @@ from kvq_cli.models import SMOLLM2
 from kvq_cli.papers import run
 from kvq_cli.papers.commands import Commands
 from kvq_cli.papers.run import DONE, RECORD, current_record
-from kvq_cli.papers.shared_samples import prompts_of, samples_command
+from kvq_cli.papers.shared_samples import samples_command, samples_of
 from kvq_cli.papers.targets import REFERENCE, STORE, target, targets
 
 RULER = ("ruler", "squat", "squat-long", "math", "gsm8k", "longbench")
@@ -38,17 +39,23 @@ def identities(names: str, options: list[str]) -> set[str]:
     return {digest(method.identity) for method in compared_methods(methods)}
 
 
-def test_targets_share_prompts_where_an_exact_prefill_reads_the_same_ones():
-    by_prompts = {each.id: prompts_of(each, SMOLLM2) for each in targets().values() if each.runs}
-    shared = {name for name, prompts in by_prompts.items() if prompts}
-    assert shared == {name for name in by_prompts if target(name).eval in RULER}
-    assert len({by_prompts[name] for name in shared}) == 1
-    assert not any(prompts_of(target(name), REFERENCE) for name in shared)  # compressed prefill
+def test_targets_share_samples_where_methods_share_passes():
+    """Of RULER the prompts' passes, behind an exact prefill; of perplexity the uncompressed model's logits."""
+    by_samples = {each.id: samples_of(each, SMOLLM2) for each in targets().values() if each.runs}
+    windows = {name for name, words in by_samples.items() if words and PERPLEXITY in words}
+    prompts = {name for name, words in by_samples.items() if words} - windows
+    assert prompts == {name for name in by_samples if target(name).eval in RULER}
+    assert len({by_samples[name] for name in prompts}) == 1
+    assert {"table-temporalkv-6", "perplexity-squat", "table-xquant-1"} <= windows
+    assert by_samples["table-temporalkv-6"] == by_samples["perplexity-squat"] == by_samples["table-xquant-1"]
+    assert by_samples["table-temporalkv-8"] == by_samples["table-temporalkv-9"] != by_samples["table-temporalkv-6"]
+    assert not any(samples_of(target(name), REFERENCE) for name in prompts)  # compressed prefill
     entry = target("table-innerq-1")
     fewer = replace(entry, options="--limit 2")
-    assert prompts_of(fewer, SMOLLM2) not in (None, prompts_of(entry, SMOLLM2))
-    assert prompts_of(replace(entry, options="--fresh"), SMOLLM2) is None
-    assert prompts_of(replace(entry, options="--prefill=compressed"), SMOLLM2) is None
+    assert samples_of(fewer, SMOLLM2) not in (None, samples_of(entry, SMOLLM2))
+    assert samples_of(replace(entry, options="--prefill=compressed"), SMOLLM2) is None
+    for each in (entry, target("table-temporalkv-6")):
+        assert samples_of(replace(each, options="--fresh"), SMOLLM2) is None
 
 
 def test_the_command_evaluates_each_method_once_with_the_options_of_its_target():
