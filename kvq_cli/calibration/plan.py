@@ -105,7 +105,7 @@ class CalibrationPlan:
     @property
     def text_tokens(self) -> dict[str, Any]:
         """What unfinished steps depend on beside `request` and `named_inputs`, by the name that messages use; empty
-        where no text is read. Token ids depend on the tokenizer, those of `pydoc` on the version of Python, too."""
+        where no text is read."""
         if not self.settings_dict():
             return {}
         if self.windows is None:  # `data.texts.sampled_windows` reads no more of the tokenizer

@@ -181,20 +181,7 @@ def _excerpt(text: str, characters: int, seed: int | None) -> str:
     return text[start : start + characters]
 
 
-def _pydoc(split: str) -> str:
-    """Python's documentation as shipped with CPython: every other topic for each split.
-
-    Topics quote each other: the evaluation split omits paragraphs of the calibration split.
-    """
-    from pydoc_data.topics import topics
-
-    halves = ([topics[name] for name in sorted(topics)[half::2]] for half in (0, 1))
-    calibration, evaluation = ("\n\n".join(half).split("\n\n") for half in halves)
-    seen = set(calibration)
-    return "\n\n".join(calibration if split == "calibration" else (p for p in evaluation if p not in seen))
-
-
-_BUILT_IN: dict[str, Callable[[str], str]] = {"prose": reference.prose, "pydoc": _pydoc}
+_BUILT_IN: dict[str, Callable[[str], str]] = {"prose": reference.prose, "pydoc": reference.pydoc}
 
 
 def _from_file(path: Path) -> str:

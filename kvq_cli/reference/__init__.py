@@ -1,6 +1,6 @@
-"""The built-in reference model, a small Llama that retrieves from its context: weights, prompt format, held-out prose.
+"""The built-in reference model, a small Llama that retrieves from its context: weights, prompt format; built-in texts.
 
-Trained by tools/reference_model. Importing this package does not import torch.
+Made by tools/reference_model. Importing this package does not import torch.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 
 _HERE = Path(__file__).parent
 DOCUMENT_END = "\n<|doc|>\n"
-"""The separator of documents in `data/prose.txt.xz`."""
+"""The separator of documents in `data/prose.txt.xz`, and of the splits in `data/pydoc.txt.xz`."""
 SPLITS = ("calibration", "evaluation")
 
 
@@ -28,7 +28,7 @@ def documents(split: str) -> tuple[str, ...]:
     """
     if split not in SPLITS:
         raise ValueError(f"unknown split {split!r} of the built-in prose; valid: {', '.join(SPLITS)}")
-    text = lzma.decompress((_HERE / "data" / "prose.txt.xz").read_bytes()).decode("utf-8")
+    text = _read("prose.txt.xz")
     chosen, before = [], 0
     for document in text.split(DOCUMENT_END):
         in_second_half = before >= len(text) / 2
@@ -41,3 +41,13 @@ def documents(split: str) -> tuple[str, ...]:
 def prose(split: str) -> str:
     """The documents of a split (`calibration` or `evaluation`) as one text, joined by blank lines."""
     return "\n\n".join(documents(split))
+
+
+@cache
+def pydoc(split: str) -> str:
+    """A split (`calibration` or `evaluation`) of Python's documentation; see tools/reference_model/python_topics.py."""
+    return _read("pydoc.txt.xz").split(DOCUMENT_END)[SPLITS.index(split)]
+
+
+def _read(name: str) -> str:
+    return lzma.decompress((_HERE / "data" / name).read_bytes()).decode("utf-8")

@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from pydoc_data import topics
 
 import pytest
 from calibrations import Interrupted, contents, run, stop_at
@@ -87,15 +86,6 @@ def test_work_of_another_tokenizer_is_not_continued(tiny, quick, other_tokens, t
     with pytest.raises(UsageError, match=r"a\.work was begun with another tokenization of --dataset: "):
         run(other_tokens, out=tmp_path / "a", resume=True, **options)
     run(tiny, out=tmp_path / "a", resume=True, **options)
-
-
-def test_work_on_the_documentation_of_another_python_is_not_continued(tiny, quick, tmp_path, monkeypatch):
-    options = dataclasses.replace(quick, dataset="pydoc")
-    with pytest.raises(Interrupted):
-        run(tiny, options, tmp_path / "a", progress=stop_at("capture", 0))
-    monkeypatch.setattr(topics, "topics", {name: f"New: {text}" for name, text in topics.topics.items()})
-    with pytest.raises(UsageError, match=r"a\.work was begun with another tokenization of --dataset: "):
-        run(tiny, options, tmp_path / "a", resume=True)
 
 
 def test_captures_of_another_tokenizer_are_not_shared(tiny, quick, other_tokens, tmp_path):

@@ -1,0 +1,17 @@
+"""The built-in text `pydoc`: how it is cut from the topics of Python, and that it is the same with every version."""
+
+import hashlib
+
+from reference_model.python_topics import splits
+
+from kvq_cli import reference
+
+
+def test_every_other_topic_is_for_evaluation_without_paragraphs_of_the_others():
+    topics = {"c": "third\n\nshared", "a": "first\n\nshared", "b": "second\n\nshared\n\nend"}
+    assert splits(topics) == ["first\n\nshared\n\nthird\n\nshared", "second\n\nend"]
+
+
+def test_the_shipped_text_is_the_one_of_all_results():
+    text = "".join(map(reference.pydoc, reference.SPLITS))
+    assert hashlib.sha256(text.encode()).hexdigest().startswith("bb63e9278730")
