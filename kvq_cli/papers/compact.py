@@ -18,7 +18,7 @@ METHOD_KEYS = ("results", "higher_is_better", "n-samples", "samples", "config", 
 RUN_KEYS = ("run", "folder")
 #: Values of an evaluation's cache summary that tables and plots read.
 CACHE_KEYS = ("nominal_bits", "measured_bits", "bytes", "ratio", "tokens")
-#: Significant digits of the numbers of studies: their claims compare them, and pages print four.
+#: Significant digits of the numbers of studies and of differences: claims compare them, and pages print four.
 DIGITS = 6
 
 
@@ -36,17 +36,17 @@ def compact(document: Any) -> Any:
         return {"methods": methods, **({"failed": document["failed"]} if "failed" in document else {})}
     if "study" in document:  # `drawn` holds the points of the figure
         numbers = {key: value for key, value in document["numbers"].items() if key != "drawn"}
-        return _rounded({**document, "numbers": numbers})
+        return rounded({**document, "numbers": numbers})
     return document
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     """The same with `DIGITS` significant digits of each float."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, Mapping):
-        return {key: _rounded(each) for key, each in value.items()}
-    return [_rounded(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {key: rounded(each) for key, each in value.items()}
+    return [rounded(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def compact_text(document: Any) -> str:

@@ -12,7 +12,8 @@ from kvq_cli.evaluation.formats import markdown, with_best
 from kvq_cli.evaluation.paired import CAPTION, difference_table, differences, interval
 from kvq_cli.evaluation.plot import DIVERGENCE, divergence, plot_comparison
 from kvq_cli.evaluation.tabulate import EXACT, Table, tabulate
-from kvq_cli.files import write_json, write_text
+from kvq_cli.files import write_text
+from kvq_cli.papers.compact import compact_text, rounded
 from kvq_cli.papers.goals import METHOD, goals_table
 from kvq_cli.papers.scores import write_scores
 from kvq_cli.papers.side_by_side import Agreement, SideBySide, side_by_side
@@ -30,7 +31,7 @@ def write_report(target: Target, model: str, folder: Path) -> None:
     baseline = next((label for label in methods if label != EXACT), next(iter(methods)))
     by_method = differences(folder, methods, baseline)
     by_label = {label: {name: asdict(each) for name, each in row.items()} for label, row in by_method.items()}
-    write_json(folder / DIFFERENCES, {"baseline": baseline, "methods": by_label})
+    write_text(folder / DIFFERENCES, compact_text(rounded({"baseline": baseline, "methods": by_label})))
     write_scores(folder, methods)
     table = tabulate(methods)
     parts = [f"# {target.id}", f"{target.paper}: {target.what}, on {model}.", target.note]

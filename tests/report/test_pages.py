@@ -125,6 +125,7 @@ def test_committed_page_has_the_tracked_numbers(name):
     assert path.stat().st_size < 400_000
     html = path.read_text(encoding="utf-8")
     assert loaded_urls(html) == []
+    assert "Paired differences to " in html and "Not computed" not in html
     rows = read_page(html).rows("Scores")
     methods = json.loads((SMOLLM2 / f"compare-{name}" / "comparison.json").read_text())["methods"]
     table = tabulate(methods)
