@@ -115,7 +115,7 @@ def _record(target: Target, model: str, root: Path) -> dict[str, Any] | None:
 def _artifacts(target: Target, model: str) -> dict[str, str]:
     """Checksums, by folder name, of the artifacts that the target's methods read by default."""
     checksums = {}
-    for folder in {artifact_folder(model, method) for method in target.calibrated(model)}:
+    for folder in sorted({artifact_folder(model, method) for method in target.calibrated(model)}):
         try:
             checksums[folder.name] = json.loads((folder / "config.json").read_text(encoding="utf-8"))["checksum"]
         except (OSError, ValueError, KeyError):

@@ -34,9 +34,9 @@ def scores(folder: Path) -> dict:
 
 
 def named(task) -> str:
-    """Evaluation and first sample."""
+    """Evaluation, first sample and methods: units of the last window have one method each."""
     evaluation, unit = task
-    return f"{evaluation}-{next(iter(unit.values()))[0]}"
+    return f"{evaluation}-{next(iter(unit.values()))[0]}-{'+'.join(unit)}"
 
 
 def test_workers_that_would_compute_other_records_are_refused(tiny_folder, monkeypatch):  # noqa: F811
@@ -75,4 +75,4 @@ def test_eval_on_a_cluster_whose_node_dies_writes_the_files_of_one_process(kvq, 
     assert logs(tmp_path / "two") == logs(tmp_path / "one")
     assert scores(tmp_path / "two") == scores(tmp_path / "one")
     assert started_again(notes) == {killed[0]: 2}
-    assert not list(notes.glob("evaluate_unit-perplexity-[01]-*"))
+    assert not list(notes.glob("evaluate_unit-perplexity-128-[01]-*"))

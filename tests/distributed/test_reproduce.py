@@ -9,16 +9,17 @@ import pytest
 
 from kvq_cli.papers.commands import Commands
 
-NAMES = ("perplexity-innerq-modes", "perplexity-innerq")
+#: The first two are on the same samples.
+NAMES = ("perplexity-innerq-modes", "perplexity-innerq", "table-squat-3")
 WORDS = ("reproduce", *NAMES, "--options", "--windows 2 --seqlen 192 --set sinks=4")
 
 
 def contents(folder: Path) -> dict[str, list[bytes]]:
-    """Lines of the samples, the comparison and the target's record; each method's own document has the time of its run.
+    """Lines of the samples, and of each target's comparison and record; other documents have the time of their run.
 
     Samples are sorted: targets at the same time share them, and append each when it is finished.
     """
-    paths = [*folder.rglob("*.jsonl"), *folder.rglob("comparison.json"), *folder.rglob("target.json")]
+    paths = [*folder.rglob("*.jsonl"), *folder.glob("out/**/comparison.json"), *folder.glob("out/**/target.json")]
     lines = {path: path.read_bytes().splitlines() for path in sorted(paths)}
     return {
         str(path.relative_to(folder)): sorted(own) if path.suffix == ".jsonl" else own for path, own in lines.items()
@@ -35,10 +36,12 @@ def test_results_and_records_are_those_of_one_process(kvq, tmp_path, monkeypatch
     for name, flags in (("one", []), ("two", ["--workers", 2])):
         result = kvq(*WORDS, "--out", f"{name}/out", "--store", f"{name}/store", *flags)
         assert result.exit_code == 0, result.stderr
-    assert ["--ray" in words for words in executed] == [False, False, True, True]
-    # Two targets at a time: both begin before one has ended, and each line names its target.
-    begun = [result.stderr.index(f"{name}: $ kvq eval") for name in NAMES]
-    assert max(begun) < min(result.stderr.index(f"{name}: decode attention") for name in NAMES)
+    # The command of the shared samples, and each target's own.
+    assert ["--ray" in words for words in executed] == [False] * 4 + [True] * 4
+    # Two commands at a time: both begin before one has ended, and each line names its target.
+    together = ("shared samples", "table-squat-3")
+    begun = [result.stderr.index(f"{name}: $ kvq eval") for name in together]
+    assert max(begun) < min(result.stderr.index(f"{name}: decode attention") for name in together)
     one, two = (
         {path: [line.replace(b"two/", b"one/") for line in own] for path, own in contents(tmp_path / name).items()}
         for name in ("one", "two")
