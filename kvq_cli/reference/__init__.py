@@ -26,8 +26,7 @@ def documents(split: str) -> tuple[str, ...]:
 
     The split `calibration` is the first half by length, `evaluation` (perplexity, haystacks) the second.
     """
-    if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r} of the built-in prose; valid: {', '.join(SPLITS)}")
+    _check_split(split)
     text = _read("prose.txt.xz")
     chosen, before = [], 0
     for document in text.split(DOCUMENT_END):
@@ -46,7 +45,13 @@ def prose(split: str) -> str:
 @cache
 def pydoc(split: str) -> str:
     """A split (`calibration` or `evaluation`) of Python's documentation; see tools/reference_model/python_topics.py."""
+    _check_split(split)
     return _read("pydoc.txt.xz").split(DOCUMENT_END)[SPLITS.index(split)]
+
+
+def _check_split(split: str) -> None:
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r} of a built-in text; valid: {', '.join(SPLITS)}")
 
 
 def _read(name: str) -> str:

@@ -67,10 +67,15 @@ def _cell(value: Any, index: int, right: bool) -> Markup:
         classes.remove("wrap") if "wrap" in classes else None
     attributes = {
         "class_": " ".join(filter(None, classes)) or None,
-        "data_value": None if cell.value is None else repr(cell.value),
+        "data_value": _sort_key(cell.value),
         "title": cell.tip,
     }
     return tag("th", cell.text, scope="row", **attributes) if index == 0 else tag("td", cell.text, **attributes)
+
+
+def _sort_key(value: float | None) -> str | None:
+    """The number that sorts a row, in 9 significant digits: the text beside it has fewer."""
+    return f"{value:.9g}" if isinstance(value, float) else None if value is None else str(value)
 
 
 def _number(right: bool) -> str | None:

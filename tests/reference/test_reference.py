@@ -8,12 +8,16 @@ from kvq_cli import reference
 from kvq_cli.reference import prompts
 
 
+@pytest.mark.parametrize("text", [reference.prose, reference.pydoc])
+def test_an_unknown_split_is_refused(text):
+    with pytest.raises(ValueError, match="unknown split 'test'.*calibration, evaluation"):
+        text("test")
+
+
 def test_prose_splits_are_long_and_disjoint():
     calibration, evaluation = (set(reference.documents(split)) for split in reference.SPLITS)
     assert not calibration & evaluation
     assert len(reference.prose("calibration")) + len(reference.prose("evaluation")) > 1_500_000
-    with pytest.raises(ValueError, match="calibration, evaluation"):
-        reference.prose("test")
 
 
 def test_variable_tracking_answer_has_at_most_thirty_tokens():

@@ -36,9 +36,10 @@ def test_errors_of_artifacts_by_layer(kvq, tmp_path):
     fisher = [cell.text for cell in head].index("fisher")
     for layer, errors in enumerate(calibrated):
         for row, kind in zip(rows[2 * layer : 2 * layer + 2], ("k", "v"), strict=True):
-            assert row[fisher].value == errors[kind]["chosen"]["fisher"]
+            assert row[fisher].value == pytest.approx(errors[kind]["chosen"]["fisher"], rel=1e-8)
     residuals = [row[3].value for row in page.tables["xquant: errors of each layer"][1:]]
-    assert residuals == [factor["residual"] for layer in factored for factor in layer.values()]
+    expected = [factor["residual"] for layer in factored for factor in layer.values()]
+    assert residuals == pytest.approx(expected, rel=1e-8)
 
 
 def test_artifact_of_another_checksum_is_not_shown(kvq, tmp_path, monkeypatch):
@@ -125,14 +126,19 @@ def test_committed_page_has_the_tracked_numbers(name):
     assert path.stat().st_size < 400_000
     html = path.read_text(encoding="utf-8")
     assert loaded_urls(html) == []
-    assert "Paired differences to " in html and "Not computed" not in html
     rows = read_page(html).rows("Scores")
     methods = json.loads((SMOLLM2 / f"compare-{name}" / "comparison.json").read_text())["methods"]
     table = tabulate(methods)
     assert list(rows) == list(methods)
     for label, entries in table.rows.items():
         shown = [cell.value for title, cell in rows[label].items() if title != "method"]
-        assert shown == [entry.value for entry in entries]
+        assert shown == pytest.approx([entry.value for entry in entries], rel=1e-8)
+    stored = json.loads((SMOLLM2 / f"compare-{name}" / "differences.json").read_text())
+    paired = read_page(html).rows(f"Paired differences to {stored['baseline']}")
+    assert list(paired) == list(stored["methods"])
+    for label, by_name in stored["methods"].items():
+        shown = [cell.value for title, cell in paired[label].items() if title != "method" and cell.value is not None]
+        assert sorted(shown) == sorted(each["mean"] for each in by_name.values())
 
 
 def test_pages_of_smollm2_are_committed():

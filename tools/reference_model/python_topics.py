@@ -1,4 +1,4 @@
-"""Writes the built-in text `pydoc` from the topics of the Python that runs this: they differ between its versions.
+"""Write the built-in text `pydoc` from the topics of the Python that runs this: they differ between its versions.
 
     python tools/reference_model/python_topics.py kvq_cli/reference/data/pydoc.txt.xz
 
