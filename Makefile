@@ -137,7 +137,8 @@ repro-fast: .venv/.installed  ## Make only the tables and figures that take litt
 reproduction: .venv/.installed  ## Write docs/REPRODUCTION.md: the papers' claims, the measured numbers, the verdicts.
 	@$(call kvq,reproduce --page docs/REPRODUCTION.md)
 
-# Not compare-paper: its rows at 2 bits are those of compare-2bit, and it takes another hour of a core (make compare).
+# Not compare-paper, which takes another hour of a core (make compare): compare-2bit has each paper's windows at 2 bits. Not options
+# of methods (make settings), klt beside all (make beyond), or speeds (kvq bench).
 smollm2: .venv/.installed  ## Calibrate and compare all methods on SmolLM2-135M, check the papers' claims: about 3 hours.
 	@$(call kvq,reproduce compare-fair compare-2bit compare-4096 compare-8192 --all --model smollm2 --workers $(WORKERS))
 	$(MAKE) --no-print-directory reproduction comparison

@@ -35,7 +35,7 @@ class Recommendation:
     long: int
 
     def __str__(self) -> str:
-        where = f"at the bits of {self.long:,} tokens" if self.long_only else "at equal bits"
+        where = f"at equal bits of {self.long:,} tokens" if self.long_only else "at equal bits"
         return (
             f"on {self.model}, {self.change}: KL {100 * self.kl:+.0f} % (95 %: {100 * self.low:+.0f} to "
             f"{100 * self.high:+.0f}) {where} ({self.cost})"

@@ -104,7 +104,6 @@ def judge(claim: Claim, model: str, root: Path = ROOT) -> Verdict:
     differences: dict[str, Difference] = {}
     for pair in (*claim.paired, *claim.beside):
         if (difference := pair.difference(model, root)) is not None:
-            where = f"{pair.target}: " if len(claim.targets) > 1 else ""
-            differences[f"{where}{pair.row} - {pair.other}, {pair.metric}"] = difference
+            differences[pair.title(named=len(claim.targets) > 1)] = difference
             doubtful |= pair in claim.paired and not pair.favors(difference)
     return Verdict(claim, (BY_CHANCE if doubtful else HOLDS) if holds else FAILS, results.read, differences)

@@ -14,10 +14,11 @@ from kvq_cli.evaluation.formats import markdown
 from kvq_cli.evaluation.paired import interval
 from kvq_cli.models import REFERENCE, SMOLLM2
 from kvq_cli.papers.claims import BY_CHANCE, FAILS, HARDWARE, HOLDS, NOT_MEASURED, Verdict, claims, explain, judge
+from kvq_cli.papers.measured_on import measured_on
 from kvq_cli.papers.run import JUDGED, OLDER, state
 from kvq_cli.papers.settings import AtEqualBits, Effect, Sweep
 from kvq_cli.papers.side_by_side import side_by_side
-from kvq_cli.papers.targets import ROOT, Target, target, targets
+from kvq_cli.papers.targets import ROOT, Target, paper_data, target, targets
 
 #: How many values of a list a cell shows.
 MAX_SHOWN = 4
@@ -54,6 +55,9 @@ def page_text(models: Sequence[str], root: Path = ROOT) -> str:
         parts += ["## Rankings beside the papers'", RANKINGS, markdown(columns, rankings)]
     columns = ["target", "what", *map(_name, models)]
     parts += ["## Tables and figures", markdown(columns, [_target(each, models, root) for each in targets().values()])]
+    columns = ["target", "the paper's data", *map(_name, models)]
+    scored = [_scored(each, models) for each in targets().values() if each.paper in PAPERS and (each.eval or each.analyze)]
+    parts += ["## What stands for the papers' texts and tasks", SCORED, markdown(columns, scored)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -74,6 +78,13 @@ VERDICTS = (
     "change of KL at equal bits, from the line through the defaults at two numbers of bits, in windows of 1,024 tokens "
     "(short contexts) and with the bits of 32,768 tokens (long contexts). Calibrated methods also vary with the "
     "rounding of their calibration (COMPARISON.md says how much)."
+)
+#: The paragraph above the table of texts and tasks.
+SCORED = (
+    "Texts are excerpts in `examples/texts` (wikitext2, gsm8k, kjv), held-out Wikipedia prose (prose) and the topics of "
+    "Python's documentation (pydoc); windows of the built-in model have 1,024 tokens. RULER's tasks stand for GSM8K, "
+    "LongBench and the other tasks whose answers the papers score; [EVALUATION.md](EVALUATION.md) says which of them "
+    "SmolLM2 answers."
 )
 #: The paragraph above the table of rankings.
 RANKINGS = (
@@ -201,6 +212,10 @@ def _formatted(value: Any) -> str:
 
 def _target(listed: Target, models: Sequence[str], root: Path) -> list[str]:
     return [listed.id, f"{listed.paper}: {listed.what}", *(_state(listed, model, root) for model in models)]
+
+
+def _scored(listed: Target, models: Sequence[str]) -> list[str]:
+    return [listed.id, paper_data(listed), *(measured_on(listed, model) for model in models)]
 
 
 def _state(listed: Target, model: str, root: Path) -> str:

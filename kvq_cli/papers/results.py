@@ -113,8 +113,8 @@ class Results:
             raise MissingResult
         return measured
 
-    def paired(self, name: str, row: str, other: str, metric: str) -> Difference:
-        difference = Pair(name, row, other, metric).difference(self._model, self._root)
+    def paired(self, name: str, row: str, other: str, metric: str, against: str = "") -> Difference:
+        difference = Pair(name, row, other, metric, against).difference(self._model, self._root)
         if difference is None:
             raise MissingResult
         return difference

@@ -170,6 +170,21 @@ def test_scores_favor_the_higher_row_and_pair_answers_of_the_same_tasks(result):
     assert pair.difference(REFERENCE, root) is None
 
 
+def test_a_pair_may_lie_in_two_targets(result):
+    losses = {"table-temporalkv-4": [2.0, 3.0], "table-temporalkv-2": [2.5, 3.75]}
+    for name, values in losses.items():
+        root = result(name, comparison(name, range(1, len(target(name).rows(REFERENCE)) + 1)))
+        write_json(target(name).folder(REFERENCE, root) / SCORES, {"m0": {"perplexity-96 loss": values}})
+    other = next(iter(target("table-temporalkv-2").rows(REFERENCE)))
+    pair = Pair("table-temporalkv-4", SINKS[0], other, LOSS, "table-temporalkv-2")
+    difference = pair.difference(REFERENCE, root)
+    assert difference.mean == -0.625 and difference.samples == 2
+    named = f"table-temporalkv-4: {SINKS[0]} - table-temporalkv-2: {other}, loss"
+    assert pair.title(named=True) == named
+    assert list(judge(replace(LOWER, targets=list(losses), beside=[pair]), REFERENCE, root).differences) == [named]
+    assert replace(pair, against="table-temporalkv-8").difference(REFERENCE, root) is None  # not measured
+
+
 def test_reasons_quote_results(result):
     text = "{kvq('table-temporalkv-4', 'w/ sink compression'):.1f} against {kvq('table-temporalkv-4', 'm1'):,.2f}"
     entry = claim("", why=text, chance={REFERENCE: f"{text} by chance"})
@@ -191,8 +206,9 @@ def test_a_plain_reason_is_of_the_built_in_model_unless_no_model_is_measured(fie
 def test_pairs_are_rows_of_the_claims_targets():
     for entry in claims():
         for pair in (*entry.paired, *entry.beside):
-            assert pair.target in entry.targets and pair.metric in (LOSS, KL, SCORE)
-            assert {pair.row, pair.other} <= set(target(pair.target).rows(SMOLLM2)), pair
+            other = pair.against or pair.target
+            assert {pair.target, other} <= set(entry.targets) and pair.metric in (LOSS, KL, SCORE)
+            assert pair.row in target(pair.target).rows(SMOLLM2) and pair.other in target(other).rows(SMOLLM2), pair
 
 
 def test_checks_read_every_result(result):
