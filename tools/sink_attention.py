@@ -2,9 +2,9 @@
 
 python tools/sink_attention.py ARTIFACT TEXT... [--model smollm2] [--tokens 1024] [--sinks 8]
 
-The artifact is of `kvq calibrate --method temporalkv --bits 2`, or another method that keeps keys before RoPE. Prints by
-layer, mean over heads, the queries of the second half of a window, and one window of each text: the share of attention
-that the first tokens receive, exact and with their keys compressed; half the L1 distance of the two attention
+The artifact is of `kvq calibrate --method temporalkv --bits 2`, or another method that keeps keys before RoPE. Prints
+by layer, mean over heads, the queries of the second half of a window, and one window of each text: the share of
+attention that the first tokens receive, exact and with their keys compressed; half the L1 distance of the two attention
 distributions; and the error of their keys and values relative to their norm.
 """
 

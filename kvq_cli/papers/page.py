@@ -56,7 +56,8 @@ def page_text(models: Sequence[str], root: Path = ROOT) -> str:
     columns = ["target", "what", *map(_name, models)]
     parts += ["## Tables and figures", markdown(columns, [_target(each, models, root) for each in targets().values()])]
     columns = ["target", "the paper's data", *map(_name, models)]
-    scored = [_scored(each, models) for each in targets().values() if each.paper in PAPERS and (each.eval or each.analyze)]
+    read = [each for each in targets().values() if each.paper in PAPERS and (each.eval or each.analyze)]
+    scored = [_scored(each, models) for each in read]
     parts += ["## What stands for the papers' texts and tasks", SCORED, markdown(columns, scored)]
     return "\n\n".join(parts) + "\n"
 
@@ -81,10 +82,10 @@ VERDICTS = (
 )
 #: The paragraph above the table of texts and tasks.
 SCORED = (
-    "Texts are excerpts in `examples/texts` (wikitext2, gsm8k, kjv), held-out Wikipedia prose (prose) and the topics of "
-    "Python's documentation (pydoc); windows of the built-in model have 1,024 tokens. RULER's tasks stand for GSM8K, "
-    "LongBench and the other tasks whose answers the papers score; [EVALUATION.md](EVALUATION.md) says which of them "
-    "SmolLM2 answers."
+    "Texts are excerpts in `examples/texts` (wikitext2, gsm8k, kjv), held-out Wikipedia prose (prose) and the topics "
+    "of Python's documentation (pydoc); windows of the built-in model have 1,024 tokens. RULER's tasks stand for "
+    "GSM8K, LongBench and the other tasks whose answers the papers score; [EVALUATION.md](EVALUATION.md) says which of "
+    "them SmolLM2 answers."
 )
 #: The paragraph above the table of rankings.
 RANKINGS = (

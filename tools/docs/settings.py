@@ -53,32 +53,6 @@ stay those of the papers; `kvq methods NAME` lists the settings that are better.
   better by chance. A gain here says little about other models and bits, and nothing about several changes together.
 """
 
-#: An option of `kvq calibrate`, not of a method: no sweep has it.
-DAMPING = """\
-## Damping of Fisher weights
-
-Keep the default. `kvq calibrate --damping` adds a share of a codebook's mean Fisher weight to each weight: 0.1 by default, 0 in the
-papers. TemporalKV at 2 bits, calibrated four times on the same activations, on the windows of this page:
-
-| damping | KL | difference to 0.1 |
-| --- | --- | --- |
-| 0 | 0.2458 | -0.0003 [-0.0148, +0.0142] |
-| 0.01 | 0.2412 | -0.0049 [-0.0178, +0.0079] |
-| 0.1 (default) | 0.2461 |  |
-| 1 | 0.2298 | -0.0164 [-0.0317, -0.0010] * |
-
-One of three intervals excludes zero, just; between calibrations that round otherwise KL differs as much
-([COMPARISON.md](COMPARISON.md)).
-
-<!-- not run: takes minutes to hours -->
-```bash
-for damping in 0.1 0 0.01 1; do
-  kvq calibrate --model smollm2 --method temporalkv --bits 2 --samples 16 --captured results/captured/damping --damping $damping --out results/damping-$damping
-done
-kvq eval --model smollm2 --task perplexity --dataset examples/texts/wikitext2.txt.xz,examples/texts/gsm8k.txt.xz,examples/texts/kjv.txt.xz --windows 2 --seqlen 1024 --compare fp16,results/damping-0.1,results/damping-0,results/damping-0.01,results/damping-1 --out results/damping
-kvq results results/damping --baseline damping-0.1
-```"""
-
 
 def main() -> None:
     page, package = ROOT / "docs", ROOT / "kvq_cli" / "methods"
@@ -116,6 +90,7 @@ def page_text(swept: list[tuple[Target, Sweep | None]], sweeps: list[Sweep]) -> 
     """Return the page as Markdown."""
     comparisons = sum(len(each.effects) for each in sweeps)
     first = sweeps[0]
+    damping = Path(__file__).with_name("damping.md").read_text(encoding="utf-8")  # of `kvq calibrate`: no sweep has it
     head = HEAD.format(
         model=NAMES[SMOLLM2],
         windows=len(first.default.kl),
@@ -124,7 +99,7 @@ def page_text(swept: list[tuple[Target, Sweep | None]], sweeps: list[Sweep]) -> 
         comparisons=comparisons,
         chance=comparisons * 0.025,
     )
-    return "\n\n".join([head.rstrip(), *(section(target, sweep) for target, sweep in swept), DAMPING]) + "\n"
+    return "\n\n".join([head.rstrip(), *(section(target, sweep) for target, sweep in swept), damping.rstrip()]) + "\n"
 
 
 def section(target: Target, sweep: Sweep | None) -> str:
