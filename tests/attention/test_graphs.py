@@ -224,6 +224,7 @@ def test_reset_frees_the_memory_of_a_cache(small):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_steps_of_another_cache_at_other_positions(small):
     """A step that is not captured leaves its counts and positions on the device: a replay would read them."""
     model, ids, outs = small(), tokens(1), []
@@ -251,6 +252,7 @@ def test_steps_of_another_cache_at_other_positions(small):
     assert sum(graph.replays for graph in RecordedGraph.made) > 4
 
 
+@pytest.mark.slow
 def test_nested_blocks_restore_the_forward_of_the_model(small):
     model, ids = small(), tokens(1)
     outer, inner = build("kivi", group=4, **WINDOWS), build("kivi", bits=4, group=4, **WINDOWS)

@@ -196,6 +196,7 @@ def test_windows_are_split_by_methods_and_the_uncompressed_model_runs_once_each(
     assert document["methods"].keys() == {"fp16", *(f"kivi-{bits}bit" for bits in (1, 2, 3, 4))}
 
 
+@pytest.mark.slow
 def test_units_of_a_batch_share_the_passes_over_its_prompts(loaded, tmp_path, monkeypatch):
     """Four methods a unit, one in the last batch; behind an exact prefill, the next unit reads no prompt again."""
     passes, units, forward, run = [], [], loaded.model.forward, RulerEvaluation.run

@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from tiers import slow_cases
+from tiers import fast
 
 from kvq_cli import attach, build, load_artifact
 from kvq_cli.artifact import Artifact
@@ -47,8 +47,8 @@ METHODS = {
     "xquant-cl": "xquant-cl",
 }
 PROMPT, TOKENS = 70, 230
-#: Methods whose exact prefill is compared in `make test`: plain, uniform, prompt state, codebooks, layer inputs.
-EXACT = ("fp16", "kivi", "innerq-hybrid_prefill", "temporalkv", "xquant-cl")
+#: Methods that `make test` compares: plain, uniform, prompt state, saliency, codebooks, layer inputs.
+FAST = ("fp16", "kivi", "innerq-hybrid_prefill", "zipcache", "temporalkv", "xquant-cl")
 STEPWISE = 160  #: tokens of a window that is also decoded one at a time
 
 
@@ -116,14 +116,8 @@ def test_all_methods_are_covered():
     assert {name.split("-hybrid")[0] for name in METHODS} == set(method_names())
 
 
-@pytest.mark.parametrize(
-    ("name", "prefill"),
-    [
-        *((name, "compressed") for name in METHODS),
-        *((name, "exact") for name in EXACT),
-        *slow_cases(*((name, "exact") for name in METHODS if name not in EXACT)),
-    ],
-)
+@pytest.mark.parametrize("prefill", ["compressed", "exact"])
+@pytest.mark.parametrize("name", fast(FAST, METHODS))
 def test_one_pass_equals_token_by_token_decoding(loaded, ids, name, prefill, monkeypatch):
     """Every layer attends alike for the same inputs, at every token: those of the pass, since one code that the
     rounding of another product flips would change all later tokens."""
@@ -146,7 +140,7 @@ def test_one_pass_equals_token_by_token_decoding(loaded, ids, name, prefill, mon
         assert (whole - lossless)[0].abs().max() > 1e-3  # even the first logit is of the compressed cache
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", fast(FAST, METHODS))
 def test_logits_do_not_depend_on_later_tokens(loaded, ids, name):
     """From the first scored token on, the second, one after the first packed group, and one after several."""
     prompt, continuation = ids[:PROMPT], ids[PROMPT:]
@@ -160,6 +154,7 @@ def test_logits_do_not_depend_on_later_tokens(loaded, ids, name):
         assert (second[change + 1 :] - first[change + 1 :]).abs().amax(-1).min() > 1e-3
 
 
+@pytest.mark.slow
 def test_shared_prompts_leave_all_records_as_they_are(loaded, ids):
     windows = torch.tensor(ids[:220]).view(2, 110)
     evaluation = PerplexityEvaluation(windows, "test", 2, PROMPT, "exact")

@@ -42,6 +42,7 @@ def test_keys_do_not_depend_on_the_order_of_launches():
     assert alone and alone.items() <= expected.items()
 
 
+@pytest.mark.slow
 def test_triton_needs_it():
     """Without it keys differ: if this fails, Triton was mended, and `cache_keys` can go."""
     names = operations()

@@ -160,6 +160,7 @@ def test_launches_keep_the_limits(target, slow):
 
 
 @compiles
+@pytest.mark.slow
 def test_large_dense_tokens_fit_the_least_shared_memory():
     keys = [("decode_attention", name, "sm_89") for name in ("fp16-dim256", "fp32")]
     assert [report.faults() for report in static.reports(keys, WORKERS)] == [[], []]

@@ -90,6 +90,7 @@ def test_codebook_bytes_of_llama_3_1_8b_match_table_13(shape_of, tensors_for):
     assert round(32 * sum(c.numel() * c.element_size() for c in held) / 1e6, 1) == 33.6
 
 
+@pytest.mark.slow
 def test_chunks_of_one_channel_equal_chunks_of_one_token(captured):
     """With chunks of 1, ChannelKV and TemporalKV are both a codebook of 256 points per channel."""
     settings = ClusterSettings(fisher=True, hybrid="off", points=1 << 20, iterations=10, seed=0, dtype=torch.float32)

@@ -132,6 +132,7 @@ def test_sources_and_windows(shape, tensors_for):
     assert plan.keys.window == plan.values.window == Window(8, 0, 1)
 
 
+@pytest.mark.slow
 def test_outliers_bits_and_weights_lower_the_error(held_out_error):
     def error(kind, seen=False, weighted=True, **options):
         return held_out_error(build("kvquant", **options), kind, seen, weighted)

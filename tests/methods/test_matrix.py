@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from pairwise import parametrize_pairwise
+from tiers import first_of_each
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvq_cli import attach
@@ -59,9 +60,7 @@ TOKENS = 56  # of the shorter row after 8 sinks and 3 recent ones one block of 3
 #: Columns of the first pass. Methods to which it matters which tokens were the prompt are compared after the same one.
 FIRST, FROZEN = 21, ("innerq", "squat")
 
-each_method = pytest.mark.parametrize(
-    ("name", "options"), METHODS, ids=["-".join([n, *(f"{k}={v}" for k, v in o.items())]) for n, o in METHODS]
-)
+IDS = ["-".join([n, *(f"{k}={v}" for k, v in o.items())]) for n, o in METHODS]
 
 
 def streams(method: Method, shape, tensors_for) -> list[Stream]:
@@ -176,7 +175,11 @@ def first_moved_tokens(first, second) -> int:
 CASES = list(zip(METHODS, itertools.cycle(itertools.product(HEADS, HEAD_DIMS)), strict=False))
 
 
-@pytest.mark.parametrize(("method", "kind"), CASES, ids=[f"{m[0]}-{i}-{k[0]}-{k[1]}" for i, (m, k) in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("method", "kind"),
+    # At model level one case of each method; codecs and streams have them all.
+    first_of_each(CASES, [f"{m[0]}-{i}-{k[0]}-{k[1]}" for i, (m, k) in enumerate(CASES)]),
+)
 def test_padded_batch_equals_single_rows_token_by_token(method, kind, shape_of, tensors_for):
     model, built = model_of(*kind), build(method[0], **method[1])
     shape = shape_of(2, HEADS[kind[0]][1], kind[1], torch.float32)
@@ -202,7 +205,7 @@ def test_padded_batch_equals_single_rows_token_by_token(method, kind, shape_of, 
     assert (batch - lossless)[mask.bool()].abs().max() > 0.01 or built.nominal_bits == 8
 
 
-@each_method
+@pytest.mark.parametrize(("name", "options"), first_of_each(METHODS, IDS))
 def test_prompts_of_one_token(name, options, shape_of, tensors_for):
     model, built = model_of("GQA", 64), build(name, **options)
     method = ready(built, model, shape_of(2, 2, 64, torch.float32), tensors_for)

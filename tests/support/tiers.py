@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
@@ -15,3 +16,20 @@ def slow(*values: Any) -> list[Any]:
 def slow_cases(*cases: tuple[Any, ...]) -> list[Any]:
     """Values of several arguments, marked slow: `parametrize(("bits", "dim"), [(2, 64), *slow_cases((4, 128))])`."""
     return [pytest.param(*case, marks=pytest.mark.slow) for case in cases]
+
+
+def fast(names: Container[Any], values: Iterable[Any]) -> list[Any]:
+    """All values of one argument, of which only those in `names` are not slow."""
+    return [value if value in names else pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
+def first_of_each(cases: Iterable[tuple[Any, ...]], ids: Iterable[str]) -> list[Any]:
+    """Cases of several arguments with their ids, of which only the first of each method (first word of its id) is not
+    slow."""
+    seen: set[str] = set()
+    params = []
+    for case, name in zip(cases, ids, strict=True):
+        method = name.partition("-")[0]
+        params.append(pytest.param(*case, id=name, marks=[pytest.mark.slow] if method in seen else []))
+        seen.add(method)
+    return params

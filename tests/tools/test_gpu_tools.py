@@ -38,6 +38,7 @@ def run_tests(folder: Path, mended: str) -> tuple[subprocess.CompletedProcess, d
     return done, result, len(runs.read_text()) if runs.exists() else 0
 
 
+@pytest.mark.slow
 def test_parallel_tests_run_once_and_resume_after_failures(tmp_path):
     done, result, runs = run_tests(tmp_path, "no")
     assert done.returncode == 1 and "FAILED test_some.py::test_mended" in done.stdout and "not yet" in done.stdout
@@ -47,6 +48,7 @@ def test_parallel_tests_run_once_and_resume_after_failures(tmp_path):
     assert (result["passed"], result["failed"], runs) == (6, 0, 0)
 
 
+@pytest.mark.slow
 def test_tests_of_other_kernels_are_run_again(tmp_path):
     _, result, _ = run_tests(tmp_path, "no")
     result["sources"]["kernels"] = "another"

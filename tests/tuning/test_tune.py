@@ -88,6 +88,7 @@ def test_calibrating_the_chosen_methods_gives_the_same_tensors(tune, kvq, tiny_f
     assert all(torch.equal(tensor, tuned.tensors[name]) for name, tensor in calibrated.tensors.items())
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_continues_without_measuring_again(tune, monkeypatch):
     whole = ("--budget", 2.5, "--swaps", 1, "--rounds", 1, "--candidates", "klt:join_keys=on")
     assert tune(*whole, "--out", "whole").exit_code == 0
@@ -152,6 +153,7 @@ def test_a_finished_artifact_of_an_edited_text_is_not_returned(tune):
     assert other.exit_code == 2 and "a was made with another text of --text: choose another --out" in other.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rounding", "fewer"), [(1e-9, False), (7e-3, True), (1.0, True)])
 def test_single_streams_are_measured_where_rounding_is_small(tune, monkeypatch, rounding, fewer):
     def loss(search, stream, name):
@@ -186,6 +188,7 @@ def test_fewest_bits_within_a_divergence(tune):
     assert chosen["bits"] == min(one["bits"] for one in tuning["tried"] if one["kl"] <= 2 * kl) < 4
 
 
+@pytest.mark.slow
 def test_a_divergence_out_of_reach_is_an_error_and_a_higher_one_goes_on_from_it(tune, monkeypatch):
     result = tune(*ONE, "--objective", "memory", "--kl", 1e-9, "--budget", 1, "--out", "a")
     assert result.exit_code == 1 and "--kl 1e-09: not reached, the least that was measured is" in result.stderr
@@ -204,6 +207,7 @@ def test_of_equal_bits_the_lower_divergence_is_better():
     assert Search._better(search, fewer, above) is fewer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("minutes", "tried", "alone"), [(3, 1, 0), (5.5, 2, 1)])
 def test_when_time_is_over_nothing_but_a_last_choice_is_measured(tune, monkeypatch, minutes, tried, alone):
     measure, calls = Meter.__call__, []

@@ -1,0 +1,119 @@
+"""Say which long test suites must run again: those whose sources changed since they last passed.
+
+python tools/verified.py needs SUITE    exit code 0 if it must run, else 1
+python tools/verified.py record SUITE   store the digest of its sources in tests/verified.json
+
+A suite's sources are its tests, the modules that these import, directly or not (grimp), their data files, and pinned
+versions. `make test` and `make test-changed` run what needs it; `make test-all` runs everything and records it.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RECORD = ROOT / "tests/verified.json"
+PACKAGES = {"kvq_cli": ROOT / "kvq_cli", "kvq_kernels": ROOT / "kernels/kvq_kernels"}
+
+
+@dataclass(frozen=True)
+class Suite:
+    """tests: files and folders. modules: what they import by name only, such as subcommands. files: other sources."""
+
+    tests: tuple[str, ...]
+    modules: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+
+
+SUITES = {
+    "vllm": Suite(
+        ("tests/vllm/engine", "tests/vllm/platform"),
+        ("kvq_cli.vllm", "kvq_cli.cli.serve", "kvq_cli.methods"),
+        ("tools/vllm", "constraints.txt"),
+    ),
+    "families": Suite(
+        ("tests/kernels/test_compiled.py", "tests/kernels/conftest.py"), ("kvq_kernels",), ("constraints.txt",)
+    ),
+    "launches": Suite(("tests/kernels",), ("kvq_kernels",), ("constraints.txt",)),
+    "gpu": Suite(
+        ("tests/tools/test_gpu_commands.py", "tests/kernels/test_compiled.py", "tests/attention/test_on_gpu.py"),
+        ("kvq_kernels", "kvq_cli.benchmarking.kernels", "kvq_cli.cli.bench_kernels", "kvq_cli.cli.bench_generate"),
+        ("tools/gpu", "tools/fake_gpu", "constraints.txt"),
+    ),
+}
+
+
+def sources(suite: Suite) -> list[Path]:
+    """All files that the result of a suite depends on, sorted."""
+    import grimp
+
+    graph = grimp.build_graph(*PACKAGES)
+    tests = files_below(*suite.tests)
+    helpers = {path.stem: path for path in files_below("tests/support", "tests/kernels")}
+    for path in tests:  # grows: the helpers that tests and other helpers import
+        if path.suffix == ".py":
+            tests += [helpers[name] for name in imported(path) if name in helpers and helpers[name] not in tests]
+    named = {name for path in tests if path.suffix == ".py" for name in imported(path) if name in graph.modules}
+    named.update(*({name, *graph.find_descendants(name)} for name in suite.modules))
+    modules = named.union(*(graph.find_upstream_modules(module) for module in named))
+    folders = {path.parent for path in map(path_of, modules)}
+    data = {path for folder in folders for path in folder.iterdir() if path.is_file() and path.suffix != ".py"}
+    return sorted({*tests, ROOT / "tests/conftest.py", *files_below(*suite.files), *map(path_of, modules), *data})
+
+
+def files_below(*names: str) -> list[Path]:
+    """The files of `names`, and those in the folders among them."""
+    found: list[Path] = []
+    for path in map(ROOT.joinpath, names):
+        found += [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
+    return [path for path in found if "__pycache__" not in path.parts and ".egg-info" not in str(path)]
+
+
+def imported(path: Path) -> set[str]:
+    """The modules that a file imports, and `module.name` of each name that it imports from one."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def path_of(module: str) -> Path:
+    """The file of a module."""
+    package, _, rest = module.partition(".")
+    path = PACKAGES[package].joinpath(*rest.split(".")) if rest else PACKAGES[package]
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def digest(suite: Suite) -> str:
+    """SHA-256 of the names and contents of a suite's sources."""
+    value = hashlib.sha256()
+    for path in sources(suite):
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        value.update(f"{path.relative_to(ROOT)} {content}\n".encode())
+    return value.hexdigest()
+
+
+def recorded() -> dict[str, str]:
+    """The digest of each suite when it last passed."""
+    return json.loads(RECORD.read_text()) if RECORD.exists() else {}
+
+
+def main(action: str, name: str) -> int:
+    """Exit code of a command; see the module's text."""
+    if action == "needs":
+        return int(recorded().get(name) == digest(SUITES[name]))
+    RECORD.write_text(json.dumps(recorded() | {name: digest(SUITES[name])}, indent=2, sort_keys=True) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+    sys.exit(main(*sys.argv[1:]))
