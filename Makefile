@@ -36,8 +36,11 @@ SETTINGS := $(addprefix settings-,kivi innerq squat gear zipcache xquant xquant-
 PAGES := $(patsubst %/comparison.json,%,$(wildcard results/reproduction/smollm2/compare-*/comparison.json))
 BEYOND_MODEL := $(if $(filter reference,$(MODEL)),smollm2,$(MODEL))
 BENCH := --compare kivi,temporalkv --bits 2
-# What depends on the versions of PyTorch, transformers and the other packages.
-OLDEST_TESTS := $(addprefix tests/,artifact attention cache calibration cli codecs data evaluation methods)
+# What depends on the versions of PyTorch, transformers, typer and lm-eval: models, hooks, caches that transformers calls, text, options.
+OLDEST_TESTS := $(addprefix tests/,attention data evaluation/lm_eval $(addprefix cache/test_,saved_cache.py stream.py) \
+	$(addprefix calibration/test_,capture.py pipeline.py) \
+	$(addprefix cli/test_,app.py bad_input.py generate.py options.py terminal_width.py) \
+	$(addprefix codecs/test_,codebook.py uniform.py) evaluation/test_generation.py)
 
 .PHONY: help demo test lint docs artifacts list repro repro-fast reproduction smollm2 compare comparison beyond settings bench \
 	pages session test-all test-changed test-oldest test-slow test-vllm gpu gpu-test gpu-bench gpu-tune gpu-growth gpu-pack gpu-unpack gpu-memory clean
