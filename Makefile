@@ -42,8 +42,9 @@ OLDEST_TESTS := $(addprefix tests/,attention data evaluation/lm_eval $(addprefix
 	$(addprefix cli/test_,app.py bad_input.py generate.py options.py terminal_width.py) \
 	$(addprefix codecs/test_,codebook.py uniform.py) evaluation/test_generation.py)
 
-.PHONY: help demo test lint docs artifacts list repro repro-fast reproduction smollm2 compare comparison beyond settings bench \
-	pages session test-all test-changed test-oldest test-slow test-vllm gpu gpu-test gpu-bench gpu-tune gpu-growth gpu-pack gpu-unpack gpu-memory clean
+.PHONY: help demo test lint docs docs-check artifacts list repro repro-fast reproduction smollm2 compare comparison beyond \
+	settings bench pages session test-all test-changed test-oldest test-slow test-vllm gpu gpu-test gpu-bench gpu-tune \
+	gpu-growth gpu-pack gpu-unpack gpu-memory clean
 
 help:  ## Show this list.
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -88,6 +89,8 @@ install := tools/install.sh
 # tests/verified.json records when they passed; commit it.
 VERIFIED := $(BIN)/python tools/verified.py
 changed = if $(VERIFIED) needs $(1); then $(2); $(VERIFIED) record $(1); else echo "$(1): passed on these sources"; fi
+# Those of the laboratory and docs/ are docs-check's.
+TESTS := tests --ignore tests/lab --ignore tests/docs
 # Launches executed as compiled for a GPU: of each kernel family, and all.
 families = KVQ_TEST_PTX=sm_90 $(PYTEST) -m "not slow" tests/kernels/test_compiled.py
 launches = $(PYTEST) -m slow tests/kernels; KVQ_TEST_PTX=sm_90 $(PYTEST) -m slow tests/kernels/test_compiled.py
@@ -95,7 +98,7 @@ gpu_commands = $(MAKE) --no-print-directory .venv/device/.installed; $(PYTEST) t
 vllm = $(MAKE) --no-print-directory test-vllm
 
 test: .venv/.installed  ## Test every method, command and kernel family: about 4 minutes on two cores.
-	@$(PYTEST) -m "not slow" tests
+	@$(PYTEST) -m "not slow" $(TESTS)
 	$(call changed,families,$(families))
 
 # By files, whose tests share models, answers and servers. A test that hangs fails after ten minutes.
@@ -103,7 +106,7 @@ test-vllm: .venv/vllm/.installed  ## Test kvq inside vLLM, in an environment of 
 	@$(call pytest,$(<D)/bin) --dist loadfile -o faulthandler_timeout=600 tests/vllm/engine
 
 test-slow: .venv/.installed  # slow tests, but for the long suites
-	@$(PYTEST) -m slow --ignore tests/tools/test_gpu_commands.py --ignore tests/kernels tests
+	@$(PYTEST) -m slow --ignore tests/tools/test_gpu_commands.py --ignore tests/kernels $(TESTS)
 
 test-oldest: .venv/oldest/.installed  # what depends on the versions of PyTorch, transformers, typer and lm-eval
 	@$(call pytest,.venv/oldest/bin) -m "not slow" $(OLDEST_TESTS)
@@ -123,7 +126,7 @@ test-all: .venv/.installed  ## Run all tests, also with vLLM and the oldest supp
 	$(VERIFIED) record gpu
 	$(vllm)
 	$(VERIFIED) record vllm
-	$(MAKE) --no-print-directory test-oldest
+	$(MAKE) --no-print-directory test-oldest docs-check
 
 lint: .venv/.installed  ## Check style, types, spelling, unused code and which package imports which.
 	@$(BIN)/ruff check .
@@ -134,7 +137,10 @@ lint: .venv/.installed  ## Check style, types, spelling, unused code and which p
 	PYTHONPATH=kernels $(BIN)/lint-imports --verbose | tail -n 1
 
 docs: .venv/.installed  ## Write the generated pages and pictures of docs/ anew.
-	@for page in tools/docs/{cli,api,architecture,decode_step,models,settings}.py; do PYTHONPATH=tools:tests/support $(BIN)/python $$page; done
+	@for page in {cli,api,architecture,decode_step,models,settings}; do PYTHONPATH=tests/support $(BIN)/python -m lab.pages.$$page; done
+
+docs-check: .venv/.installed  ## Test the laboratory: generated pages, claims, goals, and the commands and links of docs/.
+	@$(PYTEST) tests/lab tests/docs
 
 artifacts: $(ARTIFACTS:%=artifacts/reference/%/config.json)  ## Calibrate the artifacts of the built-in model.
 
@@ -159,13 +165,13 @@ table-% figure-% figures-% perplexity-% roofline-% sizes-% compare-% settings-%:
 
 repro: .venv/.installed  ## Make all tables and figures that need no GPU, on the built-in model; then docs/REPRODUCTION.md.
 	@$(call kvq,reproduce --all)
-	$(call kvq,reproduce --page docs/REPRODUCTION.md)
+	$(BIN)/python -m lab.pages.reproduction
 
 repro-fast: .venv/.installed  ## Make only the tables and figures that take little time.
 	@$(call kvq,reproduce --all --fast)
 
 reproduction: .venv/.installed  ## Write docs/REPRODUCTION.md: the papers' claims, the measured numbers, the verdicts.
-	@$(call kvq,reproduce --page docs/REPRODUCTION.md)
+	@$(BIN)/python -m lab.pages.reproduction
 
 # Not compare-paper, which takes another hour of a core (make compare): compare-2bit has each paper's windows at 2 bits. Not options
 # of methods (make settings), klt beside all (make beyond), or speeds (kvq bench).
@@ -180,12 +186,13 @@ compare: .venv/.installed  ## Compare all methods at 4, 3, 2 and 1 bits on both 
 beyond: .venv/.installed  ## Compare klt with all methods on SmolLM2; print which of its goals are met (docs/METHOD.md).
 	@$(call kvq,reproduce beyond beyond-ruler --model $(BEYOND_MODEL) --workers $(WORKERS) $(if $(OPTIONS),--options '$(OPTIONS)'))
 	results=results/reproduction/$(BEYOND_MODEL)/beyond
+	$(BIN)/python -m lab.goals.klt $$results $$results-ruler
 	cp "$$results/pareto.png" docs/pareto.png
 	echo; cat "$$results/goals.md"; echo; cat "$$results-ruler/goals.md"
 
 settings: .venv/.installed  ## Measure the options of each method on SmolLM2-135M, one at a time; writes docs/SETTINGS.md: some hours.
 	@$(call kvq,reproduce $(SETTINGS) --model smollm2 --workers $(WORKERS))
-	$(BIN)/python tools/docs/settings.py
+	$(BIN)/python -m lab.pages.settings
 
 comparison: .venv/.installed pages  # docs/COMPARISON.md from the tracked results
 	@{ cat docs/comparison-head.md; echo
@@ -210,11 +217,11 @@ pages: .venv/.installed  ## Write the HTML pages of SmolLM2's comparisons, the R
 	@for results in $(PAGES); do
 	$(KVQ) report $$results --no-errors --out docs/comparison-smollm2-$${results##*compare-}.html
 	done
-	$(BIN)/python tools/docs/picture.py results/reproduction/smollm2/compare-2bit docs/quality.svg
-	$(BIN)/python tools/docs/first_table.py results/reproduction/smollm2/compare-{2bit,fair} README.md
+	$(BIN)/python -m lab.pages.picture results/reproduction/smollm2/compare-2bit docs/quality.svg
+	$(BIN)/python -m lab.pages.first_table results/reproduction/smollm2/compare-{2bit,fair} README.md
 
 session: .venv/.installed  ## Record docs/session.svg: a terminal in which SmolLM2 continues a text from a cache of 2 bits.
-	@PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python tools/docs/session.py
+	@PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m lab.pages.session
 
 bench: results/bench/generate.json  ## Measure prefill and decoding beside transformers' caches.
 

@@ -2,8 +2,8 @@
 
 python tools/mutants.py --count 60 --seed 1 [--out FILE] [-- PYTEST ARGUMENTS]
 
-Each mutant changes one operator, comparison, number or condition of a copy of the checkout. The tests of its room run first,
-then all others, until one fails. A line of JSON per mutant goes to --out; run again to continue.
+Each mutant changes one operator, comparison, number or condition of a copy of the checkout. The tests of its room run
+first, then all others, until one fails. A line of JSON per mutant goes to --out; run again to continue.
 """
 
 from __future__ import annotations

@@ -37,12 +37,6 @@ Options = Annotated[
         "--options", metavar="TEXT", help='Further options of the underlying command: "--device cuda --limit 50".'
     ),
 ]
-Page = Annotated[
-    Path | None,
-    typer.Option(
-        "--page", metavar="FILE", help="Write a Markdown page of the papers' claims and the reproduced numbers."
-    ),
-]
 Root = Annotated[Path, typer.Option("--out", metavar="DIR", help="Result folder, with a subfolder per model.")]
 Store = Annotated[
     Path, typer.Option("--store", metavar="DIR", help="Folder of finished samples, shared by all tables and figures.")
@@ -64,7 +58,6 @@ def reproduce(
     everything: Everything = False,
     fast: Fast = False,
     options: Options = "",
-    page: Page = None,
     model: opt.Model = "reference",
     trust_remote_code: opt.TrustRemoteCode = False,
     out: Root = Path("results/reproduction"),
@@ -83,16 +76,8 @@ def reproduce(
     from kvq_cli.models import REFERENCE, configured_shape
     from kvq_cli.papers.commands import Commands
     from kvq_cli.papers.run import DONE
-    from kvq_cli.papers.targets import MEASURED, target, targets
+    from kvq_cli.papers.targets import target, targets
 
-    if page is not None:
-        from kvq_cli.files import write_text
-        from kvq_cli.papers.page import page_text
-
-        write_text(page, page_text(MEASURED if model in MEASURED else (model,), out), "--page")
-        output.note(f"written: {page}")
-        output.result({"page": str(page)})
-        return
     if fast and not everything:
         raise UsageError("--fast needs --all")
     try:

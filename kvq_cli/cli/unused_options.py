@@ -290,7 +290,6 @@ _timed = unless(lambda values: not (values["static"] or values["check"]), "nothi
 _named_study = unless(lambda values: values["name"] is not None, "studies are listed without NAME")
 _model_study = unless(_runs_model, "only a study of a model reads it")
 _not_papers = unless(lambda values: not values["papers"], "--papers counts the papers' sizes")
-_not_page = unless(lambda values: values["page"] is None, "--page writes a page and runs nothing")
 _shown = unless(lambda values: not values["runs"], "--runs lists runs")
 
 
@@ -436,9 +435,8 @@ RULES: dict[str, dict[str, Rule]] = {
         "artifact": unless(lambda values: values["errors"], "--no-errors leaves out artifacts: use one", refuse=True),
     },
     "reproduce": {
-        **_all_read("page", "model", "out", "as_json", "quiet"),
-        **_rules(_not_page, "names", "everything", "fast"),
-        **_rules(_either(_not_page, _made), "options", "store", "workers", "ray"),
-        "trust_remote_code": _either(_not_page, _code),
+        **_all_read("names", "everything", "fast", "model", "out", "as_json", "quiet"),
+        **_rules(_made, "options", "store", "workers", "ray"),
+        "trust_remote_code": _code,
     },
 }

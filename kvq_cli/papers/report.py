@@ -10,23 +10,19 @@ from typing import Any
 
 from kvq_cli.evaluation.formats import markdown, with_best
 from kvq_cli.evaluation.paired import CAPTION, difference_table, differences, interval
-from kvq_cli.evaluation.plot import DIVERGENCE, divergence, plot_comparison
 from kvq_cli.evaluation.tabulate import EXACT, Table, tabulate
 from kvq_cli.files import write_text
 from kvq_cli.papers.compact import compact_text, rounded
-from kvq_cli.papers.goals import METHOD, goals_table
 from kvq_cli.papers.scores import write_scores
 from kvq_cli.papers.side_by_side import Agreement, SideBySide, side_by_side
 from kvq_cli.papers.targets import Target
 
 TABLE, DIFFERENCES, CLAIMS = "table.md", "differences.json", "claims.md"
-GOALS, PARETO = "goals.md", "pareto.png"
 
 
 def write_report(target: Target, model: str, folder: Path) -> None:
     """Write `table.md`, `differences.json` and `scores.json` from the target's `comparison.json`; for a target with
-    `pairs`, also `claims.md`: whether the method that a paper calls better has the lower perplexity. For a target with
-    `goals`: `goals.md`, and `pareto.png`, KL over measured bits."""
+    `pairs`, also `claims.md`: whether the method that a paper calls better has the lower perplexity."""
     methods = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))["methods"]
     baseline = next((label for label in methods if label != EXACT), next(iter(methods)))
     by_method = differences(folder, methods, baseline)
@@ -41,10 +37,6 @@ def write_report(target: Target, model: str, folder: Path) -> None:
         parts += ["## Beside the paper", markdown(compared.columns, compared.lines), *agreement_lines(compared)]
     if target.pairs:
         write_text(folder / CLAIMS, markdown(*claims_table(target, folder, methods, table)) + "\n")
-    if target.goals:
-        write_text(folder / GOALS, markdown(*goals_table(methods)) + "\n")
-        if any(divergence(document) is not None for document in methods.values()):
-            plot_comparison({"methods": methods}, folder / PARETO, only=[DIVERGENCE], bold=METHOD)
     if by_method:
         parts += [f"## Differences to {baseline}", f"{CAPTION}.", markdown(*difference_table(by_method))]
     write_text(folder / TABLE, "\n\n".join(part for part in parts if part) + "\n")

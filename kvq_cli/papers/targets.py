@@ -51,7 +51,6 @@ class Target:
     config: str | None = None
     options: str = ""
     pairs: tuple[tuple[str, str, str], ...] = ()
-    goals: bool = False
 
     @property
     def runs(self) -> bool:

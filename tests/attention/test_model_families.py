@@ -10,6 +10,7 @@ from model_matrix import FAMILIES, LARGE_BIASES, REFUSED, examine, refusal
 from tiers import slow
 
 from kvq_cli.evaluation.formats import markdown
+from lab.pages.models import cells
 
 PAGE = (Path(__file__).parents[2] / "docs" / "MODELS.md").read_text(encoding="utf-8").splitlines()
 #: One family for each kind of attention.
@@ -34,17 +35,7 @@ def test_family_is_exact_and_every_method_decodes(family):
     limits = {"after RoPE": 2e-5, "before RoPE": 2e-5, "layer input": 5e-5}
     scale = 4 if family in LARGE_BIASES else 1
     assert row.errors and all(error < scale * limits[name] for name, error in row.errors.items()), row.errors
-    assert shown(row) in PAGE
-
-
-def shown(row) -> str:
-    """The row of the page, computed by the page's own script."""
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("models_page", Path(__file__).parents[2] / "tools/docs/models.py")
-    page = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(page)
-    return markdown(["model_type", "attention", "exact", "methods"], [page.cells(row)]).splitlines()[-1]
+    assert markdown(["model_type", "attention", "exact", "methods"], [cells(row)]).splitlines()[-1] in PAGE
 
 
 @pytest.mark.parametrize("family", known(REFUSED))

@@ -90,7 +90,6 @@ def _notes(line):
         ("analyze roofline --seqlen 96", ["--seqlen"]),
         ("analyze error --seqlen 96", []),
         ("results d --runs --baseline kivi", ["--baseline"]),
-        ("reproduce --page x --fast", ["--fast"]),
         ("reproduce --store x", ["--store"]),
     ],
 )  # fmt: skip

@@ -16,17 +16,17 @@ import typer
 ROOT = Path(__file__).parents[2]
 RECOMMENDED = ROOT / "kvq_cli" / "methods" / "recommended.json"
 PAGES = {
-    "cli.py": "CLI.md",
-    "api.py": "API.md",
-    "architecture.py": "architecture.svg",
-    "decode_step.py": "decode-step.svg",
-    "settings.py": "SETTINGS.md",
+    "cli": "CLI.md",
+    "api": "API.md",
+    "architecture": "architecture.svg",
+    "decode_step": "decode-step.svg",
+    "settings": "SETTINGS.md",
 }
 
 
 def generate(script: str, folder: Path, **environment: str) -> str:
-    """What a script of tools/docs writes, run as a process of its own."""
-    words = [sys.executable, str(ROOT / "tools" / "docs" / script), str(folder)]
+    """Return what a script of lab/pages writes, run as its own process."""
+    words = [sys.executable, "-m", f"lab.pages.{script}", str(folder)]
     paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     done = subprocess.run(
         words, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths, **environment}, cwd=folder
@@ -36,29 +36,29 @@ def generate(script: str, folder: Path, **environment: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "script", [pytest.param(script, marks=[pytest.mark.slow] * (script == "decode_step.py")) for script in PAGES]
+    "script", [pytest.param(script, marks=[pytest.mark.slow] * (script == "decode_step")) for script in PAGES]
 )
 def test_committed_file_is_up_to_date(script, tmp_path):
     committed = (ROOT / "docs" / PAGES[script]).read_text(encoding="utf-8")
     assert generate(script, tmp_path) == committed, f"docs/{PAGES[script]} is out of date: run `make docs`"
-    if script == "settings.py":
+    if script == "settings":
         recommended = (tmp_path / RECOMMENDED.name).read_text()
         assert recommended == RECOMMENDED.read_text(), f"{RECOMMENDED.name} is out of date: run `make docs`"
 
 
 def test_every_script_is_part_of_make_docs():
     # A library; those that other targets run, on results and on a recorded session.
-    others = {"drawing.py", "first_table.py", "picture.py", "session.py"}
-    by_rows = {"models.py"}  # checked by tests/attention/test_model_families.py
-    scripts = {path.name for path in (ROOT / "tools" / "docs").glob("*.py")} - others
+    others = {"drawing", "first_table", "picture", "reproduction", "session"}
+    by_rows = {"models"}  # checked by tests/attention/test_model_families.py
+    scripts = {path.stem for path in (ROOT / "lab" / "pages").glob("*.py")} - others
     assert scripts == {*PAGES, *by_rows}
-    line = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "tools/docs/{" in line)
-    assert set(line.split("{")[1].split("}")[0].split(",")) == {Path(script).stem for script in scripts}
+    line = next(line for line in (ROOT / "Makefile").read_text().splitlines() if "lab.pages.$$page" in line)
+    assert set(line.split("{")[1].split("}")[0].split(",")) == scripts
 
 
 def test_commands_do_not_depend_on_the_terminal(tmp_path):
     odd = {"COLUMNS": "30", "LINES": "10", "TERM": "dumb", "LC_ALL": "C", "LANG": "C", "PYTHONHASHSEED": "7"}
-    assert generate("cli.py", tmp_path, **odd) == (ROOT / "docs" / "CLI.md").read_text(encoding="utf-8")
+    assert generate("cli", tmp_path, **odd) == (ROOT / "docs" / "CLI.md").read_text(encoding="utf-8")
 
 
 def test_every_command_and_flag_is_on_the_page():

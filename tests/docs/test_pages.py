@@ -85,7 +85,7 @@ def test_links_are_valid(page):
 @pytest.mark.parametrize("page", WRITTEN)
 def test_paths_that_a_page_names_exist(page):
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    paths = re.findall(r"`((?:kvq_cli|kernels|tests|tools|benchmarks|artifacts)/[\w/.-]+)`", text)
+    paths = re.findall(r"`((?:kvq_cli|kernels|lab|tests|tools|benchmarks|artifacts)/[\w/.-]+)`", text)
     assert not [path for path in paths if not (ROOT / path).exists()]
 
 

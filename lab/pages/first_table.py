@@ -1,7 +1,7 @@
 """Write the README's first tables: perplexity by text, divergence and bits of compared methods, least divergence first;
 and paired differences between methods at 2 bits, with each paper's windows and with equal ones.
 
-python tools/docs/first_table.py COMPARISON EQUAL README.md    folders of comparisons; EQUAL: of one with equal windows
+python -m lab.pages.first_table COMPARISON EQUAL README.md    folders of comparisons; EQUAL: of one with equal windows
 """
 
 from __future__ import annotations

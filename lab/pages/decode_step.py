@@ -1,6 +1,6 @@
 """Draw docs/decode-step.svg: the calls of one decode step from subpackage to subpackage, recorded while it runs.
 
-    python tools/docs/decode_step.py [FOLDER]    into FOLDER instead of docs/
+    python -m lab.pages.decode_step [FOLDER]    into FOLDER instead of docs/
 
 KIVI decodes one token on the built-in model, at a length at which keys and values are packed, on the way that it takes
 on a GPU, except that PyTorch packs. Kernels are launched but not executed: what they would write is zero. Calls that
@@ -25,12 +25,12 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import torch
 import transformers
-from drawing import Drawing, shorten
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime import interpreter
 
 from kvq_cli import attach, build
 from kvq_cli.models import load_model
+from lab.pages.drawing import Drawing, shorten
 
 PICTURE = Path(__file__).parents[2] / "docs" / "decode-step.svg"
 RESIDUAL = 32

@@ -1,7 +1,7 @@
 """Compare codes of 16 bits (65,536 centroids, found by faiss) with codes of 8 bits (256) at equal bits, on captured
 activations: what a codebook method would gain from longer chunks (docs/METHOD.md).
 
-    python tools/large_codes.py results/captured/smollm2/NAME --layers 2 15 28
+    python -m lab.studies.large_codes results/captured/smollm2/NAME --layers 2 15 28
 
 The folder is one that `kvq calibrate --captured` or `kvq reproduce` keeps. Prints, for keys and values of each layer,
 the Fisher-weighted error || x - c ||^2 / || x ||^2 of numbers normalized per channel, on the samples that trained the

@@ -13,11 +13,11 @@ from kvq_cli.benchmarking.kernels.performance_targets import measured_rows
 from kvq_cli.evaluation.paired import Difference
 from kvq_cli.evaluation.tabulate import tabulate
 from kvq_cli.methods.registry import build_parsed
-from kvq_cli.papers.pairs import Pair
 from kvq_cli.papers.published import value as published_value
 from kvq_cli.papers.run import GPU_RESULTS, JUDGED, state
 from kvq_cli.papers.side_by_side import row_labels
 from kvq_cli.papers.targets import Target, target, targets
+from lab.claims.pairs import Pair
 
 
 class MissingResult(Exception):

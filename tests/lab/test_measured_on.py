@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvq_cli.models import REFERENCE, SMOLLM2
-from kvq_cli.papers.measured_on import measured_on
 from kvq_cli.papers.targets import target
+from lab.claims.measured_on import measured_on
 
 
 @pytest.mark.parametrize(

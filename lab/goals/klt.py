@@ -1,15 +1,30 @@
-"""Goals of `klt`: half the divergence of the best other method at the same measured bits, and near fp16 in the rest."""
+"""Compare `klt` with its goals: half the KL of the best other method at equal bits, and near fp16 in other scores.
+
+python -m lab.goals.klt RESULTS...    folders of comparisons; writes goals.md and, of KL over measured bits, pareto.png
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from kvq_cli.evaluation.formats import markdown
 from kvq_cli.evaluation.perplexity import PERPLEXITY
-from kvq_cli.evaluation.plot import divergence, lines_by_method, measured_bits, ruler_mean
+from kvq_cli.evaluation.plot import (
+    DIVERGENCE,
+    divergence,
+    lines_by_method,
+    measured_bits,
+    plot_comparison,
+    ruler_mean,
+)
 from kvq_cli.evaluation.tabulate import EXACT
+from kvq_cli.files import write_text
 
 METHOD = "klt"
 #: Goals: KL divergence relative to the best other method's; perplexity relative to fp16's, by nominal bits; points of
@@ -130,3 +145,16 @@ def _met(holds: bool) -> str:
 
 def _number(value: float | None, digits: int) -> str:
     return "" if value is None else f"{value:.{digits}f}"
+
+
+def write_goals(folder: Path) -> None:
+    """Write `goals.md`, and `pareto.png` where KL was measured, from the `comparison.json` of `folder`."""
+    methods = json.loads((folder / "comparison.json").read_text(encoding="utf-8"))["methods"]
+    write_text(folder / "goals.md", markdown(*goals_table(methods)) + "\n")
+    if any(divergence(document) is not None for document in methods.values()):
+        plot_comparison({"methods": methods}, folder / "pareto.png", only=[DIVERGENCE], bold=METHOD)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        write_goals(Path(name))

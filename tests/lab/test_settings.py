@@ -11,12 +11,12 @@ from scipy import stats
 from kvq_cli.errors import UsageError
 from kvq_cli.files import write_json
 from kvq_cli.methods.registry import build_parsed, method_names, to_config
-from kvq_cli.papers.claims import claims
-from kvq_cli.papers.page import page_text
 from kvq_cli.papers.run import RECORD, current_record
 from kvq_cli.papers.scores import SCORES
-from kvq_cli.papers.settings import BETTER, CHANCE, SAVES, WORSE, Measured, at_equal_bits, effect, load_sweep
 from kvq_cli.papers.targets import REFERENCE, SMOLLM2, target, targets
+from lab.claims.claims import claims
+from lab.claims.settings import BETTER, CHANCE, SAVES, WORSE, Measured, at_equal_bits, effect, load_sweep
+from lab.pages.reproduction import page_text
 
 SHAPE = {"layers": 2, "query_heads": 4, "kv_heads": 2, "head_dim": 64, "hidden_size": 256}
 SWEEPS = [entry for entry in targets().values() if entry.sweep]

@@ -1,6 +1,6 @@
 """Draw docs/architecture.svg: the subpackages of kvq_cli and kvq_kernels, and which imports which.
 
-    python tools/docs/architecture.py [FOLDER]    into FOLDER instead of docs/
+    python -m lab.pages.architecture [FOLDER]    into FOLDER instead of docs/
 
 Imports are read from the sources, those inside functions included. The graph is drawn without transitive edges, from
 importers down to imported subpackages; a cycle of imports is an error.
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import networkx
-from drawing import Drawing, wrap
+
+from lab.pages.drawing import Drawing, wrap
 
 ROOT = Path(__file__).parents[2]
 PICTURE = ROOT / "docs" / "architecture.svg"

@@ -1,6 +1,6 @@
 """Time of a codec's steps on a CPU, for the layers of artifacts of one model.
 
-python tools/klt_speed.py ARTIFACT... [--tokens 512] [--rounds 40]
+python -m lab.studies.klt_speed ARTIFACT... [--tokens 512] [--rounds 40]
 
 Prints milliseconds per layer: packing keys and values; decoding them, as compressed prefill does; for one query per
 query head, scores (decode, RoPE, product) and weighted sums of values, as a decode step does. Artifacts run in turn, so

@@ -1,6 +1,6 @@
 """What compressing the first tokens does to attention: the weight that they receive, before and after.
 
-python tools/sink_attention.py ARTIFACT TEXT... [--model smollm2] [--tokens 1024] [--sinks 8]
+python -m lab.studies.sink_attention ARTIFACT TEXT... [--model smollm2] [--tokens 1024] [--sinks 8]
 
 The artifact is of `kvq calibrate --method temporalkv --bits 2`, or another method that keeps keys before RoPE. Prints
 by layer, mean over heads, the queries of the second half of a window, and one window of each text: the share of

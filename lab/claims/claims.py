@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from kvq_cli.evaluation.paired import Difference
 from kvq_cli.models import REFERENCE
-from kvq_cli.papers.pairs import Pair
-from kvq_cli.papers.results import MissingResult, Results
-from kvq_cli.papers.settings import Effect, Sweep, load_sweep
 from kvq_cli.papers.targets import ROOT, target
+from lab.claims.pairs import Pair
+from lab.claims.results import MissingResult, Results
+from lab.claims.settings import Effect, Sweep, load_sweep
 
 HOLDS, FAILS, NOT_MEASURED, HARDWARE = "holds", "does not hold", "not measured", "needs hardware"
 #: The check is true, but proves little: see `Claim.chance` and `Claim.paired`.
@@ -72,7 +71,7 @@ def claims() -> tuple[Claim, ...]:
     """All claims in the order of claims.yaml."""
     import yaml
 
-    document = yaml.safe_load(files(__package__).joinpath("claims.yaml").read_text(encoding="utf-8"))
+    document = yaml.safe_load(Path(__file__).with_name("claims.yaml").read_text(encoding="utf-8"))
     return tuple(map(_claim, document["claims"]))
 
 

@@ -1,6 +1,6 @@
 """Write docs/API.md: signatures and docstrings of the public Python API, which griffe reads without imports.
 
-    python tools/docs/api.py [FOLDER]    into FOLDER instead of docs/
+    python -m lab.pages.api [FOLDER]    into FOLDER instead of docs/
 
 The public API is `kvq_cli.__all__`, the classes in the signatures and fields of its members, and the `__all__` of each
 operation of kvq_kernels.

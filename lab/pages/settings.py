@@ -1,7 +1,7 @@
 """Write docs/SETTINGS.md, the options of each method and what they are worth on SmolLM2, and
 kvq_cli/methods/recommended.json, the settings that `kvq methods NAME` prints.
 
-python tools/docs/settings.py [FOLDER]    both into FOLDER instead
+python -m lab.pages.settings [FOLDER]    both into FOLDER instead
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from kvq_cli.evaluation.paired import interval
 from kvq_cli.files import write_text
 from kvq_cli.methods.recommended import FILE, Recommendation
 from kvq_cli.models import SMOLLM2
-from kvq_cli.papers.page import NAMES
 from kvq_cli.papers.run import OLDER, state
-from kvq_cli.papers.settings import CHANCE, LONG, AtEqualBits, Effect, Measured, Sweep, load_sweep
 from kvq_cli.papers.targets import Target, targets
+from lab.claims.settings import CHANCE, LONG, AtEqualBits, Effect, Measured, Sweep, load_sweep
+from lab.pages.reproduction import NAMES
 
 ROOT = Path(__file__).parents[2]
 HEAD = """\

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,11 @@ import pytest
 from kvq_cli.files import write_json
 from kvq_cli.methods.registry import build_parsed, to_config
 from kvq_cli.models import REFERENCE, SMOLLM2
-from kvq_cli.papers.claims import (
+from kvq_cli.papers.run import DONE, PARTLY, RECORD, TO_DO, current_record, state
+from kvq_cli.papers.scores import SCORES
+from kvq_cli.papers.studies.study import studies
+from kvq_cli.papers.targets import MEASURED, target, targets
+from lab.claims.claims import (
     BY_CHANCE,
     FAILS,
     HARDWARE,
@@ -24,12 +27,8 @@ from kvq_cli.papers.claims import (
     explain,
     judge,
 )
-from kvq_cli.papers.page import page_text
-from kvq_cli.papers.pairs import KL, LOSS, SCORE, Pair
-from kvq_cli.papers.run import DONE, PARTLY, RECORD, TO_DO, current_record, state
-from kvq_cli.papers.scores import SCORES
-from kvq_cli.papers.studies.study import studies
-from kvq_cli.papers.targets import MEASURED, target, targets
+from lab.claims.pairs import KL, LOSS, SCORE, Pair
+from lab.pages.reproduction import page_text
 
 
 @pytest.fixture
@@ -278,10 +277,3 @@ def test_every_abstract_has_claims():
     for entry in claims():
         papers[entry.paper] += entry.source.startswith("abstract")
     assert set(papers) == {"TemporalKV", "SQuat", "InnerQ", "XQuant"} and min(papers.values()) >= 4
-
-
-def test_the_command_writes_the_page(kvq, tmp_path):
-    page = str(tmp_path / "page.md")
-    assert json.loads(kvq("reproduce", "--page", page, "--json").stdout) == {"page": page}
-    assert "# Reproduction" in (tmp_path / "page.md").read_text()
-    assert json.loads(kvq("reproduce", "--json").stdout)

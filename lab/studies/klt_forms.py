@@ -1,7 +1,7 @@
 """Print expected loss and cost of forms of klt's transform of the keys (docs/METHOD.md): of all kv heads together or of
 each head, whole or block-diagonal by bands of RoPE frequencies.
 
-    python tools/klt_forms.py results/captured/smollm2/NAME
+    python -m lab.studies.klt_forms results/captured/smollm2/NAME
 
 The folder is one that `kvq calibrate --captured` or `kvq reproduce` keeps. Values have one transform for all heads, and
 codes are given out over the whole model, as klt does. The loss is relative to that of a transform per head. The cost is
@@ -14,11 +14,11 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from klt_study import Floats, components, folder_options, read_stream, stream_names
 from torch import Tensor
 
 from kvq_cli.calibration.allocation import Layouts, allocate
 from kvq_cli.calibration.captured import CapturedStream
+from lab.studies.klt_study import Floats, components, folder_options, read_stream, stream_names
 
 BITS = (1.0, 2.0, 3.0)
 BANDS = (1, 2, 4, 8)

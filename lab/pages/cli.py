@@ -1,6 +1,6 @@
 """Write docs/CLI.md: all commands, arguments and options of the typer application.
 
-    python tools/docs/cli.py [FOLDER]    into FOLDER instead of docs/
+    python -m lab.pages.cli [FOLDER]    into FOLDER instead of docs/
 
 The page is made of the parameters themselves and not of `--help` as printed, so that neither the width of the terminal
 nor its locale matters.

@@ -1,6 +1,6 @@
 """Write docs/MODELS.md: which model families kvq computes exactly, and which it refuses.
 
-python tools/docs/models.py [FOLDER]    into FOLDER instead of docs/
+python -m lab.pages.models [FOLDER]    into FOLDER instead of docs/
 """
 
 from __future__ import annotations

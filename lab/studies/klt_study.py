@@ -1,7 +1,7 @@
 """Print what limits klt on captured activations: how codes are given out, what finer codes for single components would
 save, and what chunks of two tokens would (docs/METHOD.md).
 
-    python tools/klt_study.py results/captured/smollm2/NAME [--join-keys]
+    python -m lab.studies.klt_study results/captured/smollm2/NAME [--join-keys]
 
 The folder is one that `kvq calibrate --captured` or `kvq reproduce` keeps.
 """

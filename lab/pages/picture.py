@@ -1,6 +1,6 @@
 """Draw the README's picture: KL divergence of compared methods over their measured bits.
 
-python tools/docs/picture.py RESULTS FILE.svg    RESULTS: folder of a comparison
+python -m lab.pages.picture RESULTS FILE.svg    RESULTS: folder of a comparison
 """
 
 from __future__ import annotations

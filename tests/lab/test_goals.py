@@ -2,7 +2,7 @@
 
 import math
 
-from kvq_cli.papers.goals import goals_table, interpolated, perplexity_ratio, reached
+from lab.goals.klt import goals_table, interpolated, perplexity_ratio, reached
 
 
 def document(bits, measured, kl, ratio=1.02):

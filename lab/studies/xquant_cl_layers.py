@@ -1,6 +1,6 @@
 """Which layers' differences cost XQuant-CL its loss: KL divergence where one layer's difference takes more bits.
 
-python tools/xquant_cl_layers.py ARTIFACT TEXT... [--model smollm2] [--bits 2] [--more 4] [--tokens 1024]
+python -m lab.studies.xquant_cl_layers ARTIFACT TEXT... [--model smollm2] [--bits 2] [--more 4] [--tokens 1024]
 
 The artifact is what `kvq calibrate --model smollm2 --method xquant-cl --set group=64` writes, or another of XQuant-CL.
 Prints KL to the uncompressed model (nats per token, mean over one window of each text, of which the second half is

@@ -1,0 +1,5 @@
+"""Fixtures of results."""
+
+from finished_targets import finished
+
+__all__ = ["finished"]
