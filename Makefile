@@ -36,8 +36,8 @@ SETTINGS := $(addprefix settings-,kivi innerq squat gear zipcache xquant xquant-
 PAGES := $(patsubst %/comparison.json,%,$(wildcard results/reproduction/smollm2/compare-*/comparison.json))
 BEYOND_MODEL := $(if $(filter reference,$(MODEL)),smollm2,$(MODEL))
 BENCH := --compare kivi,temporalkv --bits 2
-# What depends on the versions of PyTorch, transformers, typer and lm-eval: models, hooks, caches that transformers calls, text, options.
-OLDEST_TESTS := $(addprefix tests/,attention data evaluation/lm_eval $(addprefix cache/test_,saved_cache.py stream.py) \
+# What depends on the versions of PyTorch, transformers and typer: models, hooks, caches that transformers calls, text, options.
+OLDEST_TESTS := $(addprefix tests/,attention data $(addprefix cache/test_,saved_cache.py stream.py) \
 	$(addprefix calibration/test_,capture.py pipeline.py) \
 	$(addprefix cli/test_,app.py bad_input.py generate.py options.py terminal_width.py) \
 	$(addprefix codecs/test_,codebook.py uniform.py) evaluation/test_generation.py)
@@ -108,7 +108,7 @@ test-vllm: .venv/vllm/.installed  ## Test kvq inside vLLM, in an environment of 
 test-slow: .venv/.installed  # slow tests, but for the long suites
 	@$(PYTEST) -m slow --ignore tests/tools/test_gpu_commands.py --ignore tests/kernels $(TESTS)
 
-test-oldest: .venv/oldest/.installed  # what depends on the versions of PyTorch, transformers, typer and lm-eval
+test-oldest: .venv/oldest/.installed  # what depends on the versions of PyTorch, transformers and typer
 	@$(call pytest,.venv/oldest/bin) -m "not slow" $(OLDEST_TESTS)
 
 test-changed: .venv/.installed  # the long suites whose sources have changed since they passed
