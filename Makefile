@@ -72,7 +72,7 @@ install := tools/install.sh
 .venv/oldest/.installed: pyproject.toml tools/oldest.py tools/gpu/environment.sh
 	@tools/gpu/environment.sh $(@D)
 	$(@D)/bin/python tools/oldest.py faiss > $(@D)/requirements.txt
-	$(install) $(@D) -r $(@D)/requirements.txt allpairspy hypothesis pytest pytest-xdist scipy==1.14
+	$(install) $(@D) -r $(@D)/requirements.txt allpairspy click hypothesis pytest pytest-xdist scipy==1.14
 	touch $@
 
 # vLLM's own environment: its packages are older than those of .venv. PyTorch comes first, since the wheel pins the CUDA
