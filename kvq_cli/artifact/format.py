@@ -19,9 +19,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import safetensors.torch
-from torch import Tensor
-
 from kvq_cli.artifact.contents import check_contents
 from kvq_cli.artifact.fingerprint import Fingerprint, architecture, fingerprint
 from kvq_cli.artifact.schema import CONFIG, check_form, parse_json
@@ -31,6 +28,7 @@ from kvq_cli.methods.registry import from_config, method_class, to_config
 from kvq_cli.options import option_text
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
 FORMAT = 1
@@ -155,7 +153,9 @@ def save_artifact(
     folder = Path(path)
     check_replaceable(folder, overwrite=overwrite)
     tensors = {name: tensors[name].detach().to("cpu").contiguous() for name in sorted(tensors)}
-    data = safetensors.torch.save(tensors)
+    from safetensors.torch import save
+
+    data = save(tensors)
     config = {"format": FORMAT, **config}
     config["files"] = {TENSOR_FILE: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
     config["checksum"] = _checksum(config)
@@ -267,8 +267,10 @@ def _read_tensors(path: Path, expected: Mapping[str, Any]) -> dict[str, Tensor]:
     data = _read(path)
     if hashlib.sha256(data).hexdigest() != expected["sha256"]:
         raise KvqError(f"{path} was altered (its hash is not the one in {CONFIG_FILE}): calibrate again")
+    from safetensors.torch import load
+
     try:
-        return safetensors.torch.load(data)
+        return load(data)
     except Exception as error:  # of safetensors, PyTorch or Python, depending on the damage
         raise KvqError(
             f"{path} is not a readable safetensors file ({type(error).__name__}): calibrate again"

@@ -8,7 +8,17 @@ import typer
 
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.output import Output, human_bytes
-from kvq_cli.cli.sizes import Batch, Compare, Context, ModelName, ShapeName, each_method, model_size
+from kvq_cli.cli.sizes import (
+    Batch,
+    Compare,
+    Context,
+    ModelName,
+    ShapeName,
+    chosen_methods,
+    count_on_one_thread,
+    each_counted,
+    model_size,
+)
 
 if TYPE_CHECKING:
     from kvq_cli.cache.report import CacheReport
@@ -41,18 +51,22 @@ def bits(
     if papers:
         _papers(out)
         return
-    from kvq_cli.benchmarking.accounting import account, artifact_bytes
     from kvq_cli.errors import UsageError
 
     if method is not None and compare is not None:
         raise UsageError("--compare with --method: use one of them")
+    named = method if compare is None else compare
+    chosen = chosen_methods(named, bits, set_, out)
+    count_on_one_thread()
+    from kvq_cli.benchmarking.accounting import account, artifact_bytes  # imports PyTorch: names are right
+
     size = model_size(shapes, model, trust_remote_code)
     counted, rows = [], []
 
     def count(method: Method) -> tuple[CacheReport, int]:
         return account(method, size.shape, context, batch), sum(artifact_bytes(method, size.shape).values())
 
-    for label, (report, constants) in each_method(method if compare is None else compare, bits, set_, count, out):
+    for label, (report, constants) in each_counted(chosen, named is not None, count, out):
         share = constants / size.weights_bytes
         counted.append(
             {"method": label, **report.to_dict(), "artifact_bytes": constants, "artifact_share_of_weights": share}

@@ -162,6 +162,7 @@ def calibrate(
 
     given = opt.method_options(set_) | ({} if bits is None else {"bits": bits}) | ({} if fisher else {"fisher": False})
     built = build(method or "temporalkv", **given)
+    built.check_calibrates()
     folder = data.folder(artifact_folder(model_options.model, built))
 
     from kvq_cli.calibration import pipeline

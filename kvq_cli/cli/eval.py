@@ -274,13 +274,15 @@ def evaluate(
     With --json: lm-eval's result document, or for several methods one document each under `methods`.
     """
     output = output_options.output()
+    # Wrong options are reported before PyTorch is imported.
+    settings = tasks.settings(methods.prefill, model_options)
+    resolved = _resolve_methods(model_options, methods)
+    folder = results.folder(model_options.model)
     from kvq_cli.evaluation.compared_methods import compared_methods
     from kvq_cli.evaluation.runner import evaluate as run
     from kvq_cli.evaluation.runs import describe_run
 
-    settings = tasks.settings(methods.prefill, model_options)
-    compared = compared_methods(_resolve_methods(model_options, methods))
-    folder = results.folder(model_options.model)
+    compared = compared_methods(resolved)
     loaded = model_options.load()
     finished: list[int] = []  # numbers of samples that this run finishes, one after another
     try:
@@ -360,7 +362,7 @@ def _resolve_methods(model_options: opt.ModelOptions, methods: MethodOptions) ->
 def _tracker(
     progress: Progress, report: Callable[[int], None] = lambda count: None
 ) -> Callable[[str, int, int], Callable[[int], None]]:
-    """A `runner.Tracker` that draws bars; report: called with each number of newly finished samples."""
+    """A `base.Tracker` that draws bars; report: called with each number of newly finished samples."""
 
     def track(description: str, total: int, done: int) -> Callable[[int], None]:
         bar = progress.add_task(description, total=total, completed=done)

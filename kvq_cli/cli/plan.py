@@ -9,7 +9,17 @@ import typer
 
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.output import Output, human_bytes
-from kvq_cli.cli.sizes import Batch, Compare, Context, ModelName, ShapeName, each_method, model_size
+from kvq_cli.cli.sizes import (
+    Batch,
+    Compare,
+    Context,
+    ModelName,
+    ShapeName,
+    chosen_methods,
+    count_on_one_thread,
+    each_counted,
+    model_size,
+)
 from kvq_cli.errors import UsageError
 from kvq_cli.units import parse_bytes
 
@@ -73,7 +83,9 @@ def plan(
     if ranks > 1 and engine is not Engine.vllm:
         raise UsageError(f"--tensor-parallel-size {ranks}: `kvq generate` runs on one GPU; add --engine vllm")
     total, held_back = _memory_bytes(memory, gpu), parse_bytes(reserve, "--reserve")
-    from kvq_cli.benchmarking.capacity import capacity, serving_capacity
+    chosen = chosen_methods(compare, bits, set_, out)
+    count_on_one_thread()
+    from kvq_cli.benchmarking.capacity import capacity, serving_capacity  # imports PyTorch: names are right
 
     size = model_size(shapes, model, trust_remote_code)
     room, device = total - held_back, f"--memory {memory}" if gpu is None else f"--gpu {gpu}"
@@ -91,7 +103,7 @@ def plan(
         sizes = (method, size.shape, weights, size.context, context, batch, room)
         return serving_capacity(*sizes, ranks) if engine is Engine.vllm else capacity(*sizes)
 
-    for label, one in each_method(compare, bits, set_, count, out):
+    for label, one in each_counted(chosen, compare is not None, count, out):
         found.append({"method": label, **one.to_dict()})
         rows.append([label, human_bytes(one.cache), human_bytes(one.weights + one.artifact + one.cache)])
         rows[-1] += ["yes" if one.fits else "no", f"{one.context:,}", f"{one.batch:,}"]

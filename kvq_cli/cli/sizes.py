@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
@@ -38,6 +39,12 @@ ModelName = Annotated[
 ]
 Context = Annotated[int, typer.Option("--context", min=1, max=MAX_COUNT, help="Tokens per sequence.")]
 Batch = Annotated[int, typer.Option("--batch", min=1, max=MAX_COUNT, help="Number of sequences.")]
+
+
+def count_on_one_thread() -> None:
+    """Let PyTorch, which is not imported yet, use one thread: counting makes many small tensors, and beside a busy
+    process threads that wait for each other take 10 to 20 times as long."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 class ModelSize(NamedTuple):
@@ -77,12 +84,12 @@ def _reference_size() -> ModelSize:
     return ModelSize(known.model_shape(dtype), 2 * known.parameters, config["max_position_embeddings"])
 
 
-def each_method(
-    compare: str | None, bits: float | None, set_: list[str] | None, count: Callable[[Method], T], out: Output
-) -> Iterator[tuple[str, T]]:
-    """Yield `(label with bits, count(method))` for each method named in `compare`, or for all methods.
+def chosen_methods(
+    compare: str | None, bits: float | None, set_: list[str] | None, out: Output
+) -> list[tuple[str, Method]]:
+    """Label with bits, and method, of each that `compare` names, or of all.
 
-    A method that does not support the shape raises its UsageError if it was named, else it is skipped with a note.
+    UsageError for a method that cannot have the options; one that was not named is left out with a note.
     """
     from kvq_cli.errors import UsageError
     from kvq_cli.methods.registry import build_parsed, check_shared, method_names, parse
@@ -92,10 +99,10 @@ def each_method(
     if len(set(names)) < len(names):
         raise UsageError(f"--compare {compare}: names a method twice")
     check_shared((parse(text)[0] for text in names), options)
+    chosen = []
     for text in names:
         try:
             method = build_parsed(text, **options)
-            counted = count(method)
         except UsageError as error:
             if compare:
                 raise
@@ -104,4 +111,25 @@ def each_method(
         name, *own_options = text.split(":")
         suffix = f"-{method.bits:g}bit" if hasattr(method, "bits") else ""
         label = name if name.endswith(suffix) else name + suffix
-        yield ":".join([label, *own_options]), counted
+        chosen.append((":".join([label, *own_options]), method))
+    return chosen
+
+
+def each_counted(
+    chosen: list[tuple[str, Method]], named: bool, count: Callable[[Method], T], out: Output
+) -> Iterator[tuple[str, T]]:
+    """Yield `(label, count(method))` of the chosen methods.
+
+    A method that does not support the shape raises its UsageError if it was named, else it is left out with a note.
+    """
+    from kvq_cli.errors import UsageError
+
+    for label, method in chosen:
+        try:
+            counted = count(method)
+        except UsageError as error:
+            if named:
+                raise
+            out.note(f"not counted: {error}")
+            continue
+        yield label, counted

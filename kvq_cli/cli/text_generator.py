@@ -248,7 +248,6 @@ def attached_generator(
     model_options: opt.ModelOptions, compression: opt.CompressionOptions, prefill: str, decoding: Decoding
 ) -> Iterator[TextGenerator]:
     """Load the model and attach the method; a given method is resolved first, because loading takes longer."""
-    from kvq_cli.attention.attach import attach
     from kvq_cli.cli.resolve import describe, resolve
 
     if compression.is_default:
@@ -264,6 +263,8 @@ def attached_generator(
             trust_remote_code=model_options.trust_remote_code,
         )
         loaded, reason, notes = model_options.load(), "", []
+    from kvq_cli.attention.attach import attach  # PyTorch is there once the model is loaded
+
     with attach(loaded.model, attachable, prefill=prefill, backend=model_options.backend) as attached:
         notes.append(_method_line(attached.method, attachable, reason))
         if decoding.prefill_chunk is not None and _is_fit_to_prompts(attached):

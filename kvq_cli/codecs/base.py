@@ -10,11 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvq_cli.errors import KvqError
+from kvq_cli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Prompt:
 
 
 #: State of a `PromptCodec`, fit to each row's prompt: named tensors `[rows, ...]`, stored and counted with the rows.
-State = Mapping[str, Tensor]
+State: TypeAlias = "Mapping[str, Tensor]"
 
 #: Numbers encoded at a time, which bounds the scratch memory of long prompts. Blocks are independent, so that tiling
 #: does not change the result.

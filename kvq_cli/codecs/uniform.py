@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvq_cli.codecs import bits as bitpack
 from kvq_cli.codecs import kernels
 from kvq_cli.codecs.base import Codec, Packed, Part, refuse_unless, side_dtype, to_side
 from kvq_cli.errors import UsageError
+from kvq_cli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: A group is adjacent tokens of one channel ("channel") or adjacent channels of one token ("token").
 Axis = Literal["channel", "token"]
@@ -36,7 +37,7 @@ class UniformCodec(Codec):
         axis: Axis,
         group: int,
         head_dim: int,
-        dtype: torch.dtype = torch.float16,
+        dtype: torch.dtype | None = None,
         zero_dtype: torch.dtype | None = None,
     ) -> None:
         if bits not in bitpack.SPLIT:
@@ -47,7 +48,7 @@ class UniformCodec(Codec):
         self.bits, self.axis, self.group, self.head_dim = bits, axis, group, head_dim
         self.nominal_bits = float(bits)
         self.block_tokens = group if axis == "channel" else 1
-        self.dtype = side_dtype(dtype)
+        self.dtype = side_dtype(dtype or torch.float16)
         self.zero_dtype = zero_dtype or self.dtype
         self._unit = self.block_tokens
         self.group_dim = 3 if axis == "channel" else 4

@@ -13,15 +13,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from kvq_cli import reference
 from kvq_cli.data.hub import HUB, hub_rows
 from kvq_cli.data.local import file_format, read_rows, read_text
 from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.lazy import torch
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SELF = "self"
@@ -136,7 +135,6 @@ def token_windows(
     return windows[:samples].contiguous()
 
 
-@torch.no_grad()
 def sampled_windows(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -159,7 +157,8 @@ def sampled_windows(
     for start in first.split(batch):
         tokens, cache = start, None
         while tokens.shape[1] < seqlen:
-            out = model(tokens[:, -1:].to(model.device), past_key_values=cache, use_cache=True)
+            with torch.no_grad():
+                out = model(tokens[:, -1:].to(model.device), past_key_values=cache, use_cache=True)
             cache, logits = out.past_key_values, out.logits[:, -1].float().cpu()
             if end is not None:
                 logits[:, end] = -torch.inf

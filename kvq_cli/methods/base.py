@@ -6,14 +6,15 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from kvq_cli.codecs.base import AnyCodec, Codec
 from kvq_cli.errors import UsageError
+from kvq_cli.lazy import torch
 from kvq_cli.methods.window import Window
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -342,6 +343,12 @@ class Method(ABC):
         """Whether `plan` needs calibrated tensors for a model of this shape."""
         return self.calibrates
 
+    def check_calibrates(self) -> None:
+        """Raise UsageError if the method needs no calibration."""
+        if not self.calibrates:
+            raise UsageError(f"method {self.name} needs no calibration: use it directly with --method {self.name}")
+
     def calibration(self, shape: ModelShape) -> AnySpec:
         """The calibration for a model of this shape; UsageError if the method needs none."""
-        raise UsageError(f"method {self.name} needs no calibration: use it directly with --method {self.name}")
+        self.check_calibrates()
+        raise NotImplementedError
