@@ -360,7 +360,7 @@ def _resolve_methods(model_options: opt.ModelOptions, methods: MethodOptions) ->
 def _tracker(
     progress: Progress, report: Callable[[int], None] = lambda count: None
 ) -> Callable[[str, int, int], Callable[[int], None]]:
-    """A `runner.Tracker` that draws bars; report: called with each number of newly finished samples."""
+    """A `base.Tracker` that draws bars; report: called with each number of newly finished samples."""
 
     def track(description: str, total: int, done: int) -> Callable[[int], None]:
         bar = progress.add_task(description, total=total, completed=done)

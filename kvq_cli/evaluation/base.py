@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import sqrt
@@ -21,6 +21,12 @@ if TYPE_CHECKING:
 
 BATCH_TOKENS, MAX_BATCH = 8192, 16
 """Prompt tokens and prompts per batch, at most, if no batch size is given."""
+
+PERPLEXITY = "perplexity"
+"""Name of the task of perplexity and KL divergence."""
+
+Tracker = Callable[[str, int, int], Callable[[int], None]]
+"""`(description, total samples, samples already done)` -> callback with the number of newly finished samples."""
 
 Record = dict[str, Any]
 """Result of one sample: `index`, its scores, and `cache` (see `cache_record`)."""

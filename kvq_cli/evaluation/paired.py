@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.evaluation.base import mean_and_stderr
-from kvq_cli.evaluation.perplexity import PERPLEXITY
+from kvq_cli.evaluation.base import PERPLEXITY, mean_and_stderr
 from kvq_cli.evaluation.sample_log import read_records
 from kvq_cli.evaluation.tabulate import is_fraction
 

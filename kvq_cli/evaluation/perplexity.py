@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvq_cli.attention.shared_prompts import SharedPrompts
-from kvq_cli.evaluation.base import Evaluation, Record, Work, cache_record, mean_and_stderr, named_failure
+from kvq_cli.evaluation.base import PERPLEXITY, Evaluation, Record, Work, cache_record, mean_and_stderr, named_failure
 from kvq_cli.evaluation.divergence import divergence
 from kvq_cli.evaluation.scoring import continuation_logits
 from kvq_cli.models import check_token_ids
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from kvq_cli.models import LoadedModel
 
 
-PERPLEXITY = "perplexity"
 #: Methods of a unit.
 _METHODS = 4
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from kvq_cli.errors import KvqError
-from kvq_cli.evaluation.perplexity import PERPLEXITY
-from kvq_cli.evaluation.settings import RULER
+from kvq_cli.evaluation.base import PERPLEXITY
+from kvq_cli.evaluation.ruler.tasks import RULER
 from kvq_cli.evaluation.tabulate import EXACT, longest_cache
 from kvq_cli.figures import new_figure, save
 

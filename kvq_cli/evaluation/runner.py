@@ -18,9 +18,8 @@ from kvq_cli.artifact.fingerprint import fingerprint, weights_digest
 from kvq_cli.attention.attach import Attached, attach
 from kvq_cli.distributed import Workers
 from kvq_cli.errors import KvqError, NotFiniteError
-from kvq_cli.evaluation.base import ComparedMethod, Evaluation, Record
+from kvq_cli.evaluation.base import PERPLEXITY, ComparedMethod, Evaluation, Record, Tracker
 from kvq_cli.evaluation.estimate import estimate
-from kvq_cli.evaluation.perplexity import PERPLEXITY
 from kvq_cli.evaluation.remote import RemoteEvaluation, Unit
 from kvq_cli.evaluation.runs import save_run
 from kvq_cli.evaluation.sample_log import SampleLog, log_name
@@ -32,8 +31,6 @@ from kvq_cli.model_source import library_versions
 if TYPE_CHECKING:
     from kvq_cli.models import LoadedModel
 
-Tracker = Callable[[str, int, int], Callable[[int], None]]
-"""`(description, total samples, samples already done)` -> callback with the number of newly finished samples."""
 POLL_SECONDS = 0.5
 """How often a run looks whether samples that another run has claimed are finished."""
 

@@ -9,23 +9,21 @@ from typing import TYPE_CHECKING
 
 from kvq_cli.data.texts import SELF, evaluation_windows, load_text, sampled_windows, text_name
 from kvq_cli.errors import UsageError
-from kvq_cli.evaluation.base import Evaluation
+from kvq_cli.evaluation.base import PERPLEXITY, Evaluation, Tracker
 from kvq_cli.evaluation.chat_template import uses_chat_template
 from kvq_cli.evaluation.lm_eval.task_groups import PREFIX, is_lm_eval, requested_tasks
 from kvq_cli.evaluation.lm_eval.tasks import load_tasks, require_lm_eval
-from kvq_cli.evaluation.perplexity import PERPLEXITY, PerplexityEvaluation
+from kvq_cli.evaluation.perplexity import PerplexityEvaluation
 from kvq_cli.evaluation.ruler.evaluation import RulerEvaluation
 from kvq_cli.evaluation.ruler.families import Sources
 from kvq_cli.evaluation.ruler.haystack import Haystack
 from kvq_cli.evaluation.ruler.questions import question_source
-from kvq_cli.evaluation.ruler.tasks import TASKS
+from kvq_cli.evaluation.ruler.tasks import RULER, TASKS
 from kvq_cli.evaluation.ruler.templates import select_templates
 
 if TYPE_CHECKING:
-    from kvq_cli.evaluation.runner import Tracker
     from kvq_cli.models import LoadedModel
 
-RULER = "ruler"
 DEFAULT_CONTEXT, DEFAULT_SEQLEN = 4096, 2048
 """Default lengths of RULER and of perplexity windows, limited by the model's context length."""
 SELF_WINDOWS = 16  # default number of windows sampled from the model itself

@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvq_cli.evaluation.base import PERPLEXITY
 from kvq_cli.evaluation.lm_eval.task_groups import PREFIX
-from kvq_cli.evaluation.perplexity import PERPLEXITY
-from kvq_cli.evaluation.settings import RULER
+from kvq_cli.evaluation.ruler.tasks import RULER
 
 EXACT = "fp16"  # label of the uncompressed cache
 #: Metric of perplexity -> column title, digits. Of several texts the titles of each follow with its name.

@@ -13,8 +13,9 @@ from kvq_cli import RESULTS, reference
 from kvq_cli.benchmarking.shapes import SHAPES
 from kvq_cli.calibration.kmeans import VERSION as CLUSTERING
 from kvq_cli.data.texts import file_digest
+from kvq_cli.evaluation.base import PERPLEXITY
 from kvq_cli.evaluation.lm_eval.task_groups import is_lm_eval
-from kvq_cli.evaluation.perplexity import PERPLEXITY, PerplexityEvaluation
+from kvq_cli.evaluation.perplexity import PerplexityEvaluation
 from kvq_cli.evaluation.ruler.evaluation import RulerEvaluation
 from kvq_cli.methods.base import Method, captures_activations
 from kvq_cli.models import REFERENCE, SMOLLM2

@@ -7,12 +7,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvq_cli.errors import KvqError
+from kvq_cli.evaluation.base import PERPLEXITY
 from kvq_cli.evaluation.paired import CAPTION, Difference, differences, interval, match_label
-from kvq_cli.evaluation.perplexity import PERPLEXITY
 from kvq_cli.evaluation.plot import lines_by_method
-from kvq_cli.evaluation.ruler.tasks import TASKS
+from kvq_cli.evaluation.ruler.tasks import RULER, TASKS
 from kvq_cli.evaluation.runs import samples
-from kvq_cli.evaluation.settings import RULER
 from kvq_cli.evaluation.tabulate import EXACT, Column, Entry, Table, tabulate
 from kvq_cli.report.charts import Plot, Point, Series, draw, draw_intervals, legend
 from kvq_cli.report.markup import Markup, join, tag

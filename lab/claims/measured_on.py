@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvq_cli.evaluation.perplexity import PERPLEXITY
+from kvq_cli.evaluation.base import PERPLEXITY
 from kvq_cli.papers.inputs import command_options
 from kvq_cli.papers.targets import Target
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from kvq_cli.benchmarking.accounting import account
+from kvq_cli.evaluation.base import PERPLEXITY
 from kvq_cli.evaluation.paired import Difference, paired
-from kvq_cli.evaluation.perplexity import PERPLEXITY
 from kvq_cli.evaluation.plot import measured_bits
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.methods.registry import build_parsed, from_config, to_config

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvq_cli.evaluation.base import PERPLEXITY
 from kvq_cli.evaluation.formats import markdown
-from kvq_cli.evaluation.perplexity import PERPLEXITY
 from kvq_cli.evaluation.plot import (
     DIVERGENCE,
     divergence,

@@ -12,8 +12,8 @@ from kvq_cli.cli.options import method_options
 from kvq_cli.cli.output import Output
 from kvq_cli.cli.reproduce import _make_all, _Runner
 from kvq_cli.errors import KvqError
+from kvq_cli.evaluation.base import PERPLEXITY
 from kvq_cli.evaluation.compared_methods import compared_methods
-from kvq_cli.evaluation.perplexity import PERPLEXITY
 from kvq_cli.evaluation.sample_log import digest
 from kvq_cli.files import write_json
 from kvq_cli.methods.registry import build_parsed

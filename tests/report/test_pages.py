@@ -1,21 +1,17 @@
-"""Pages of artifacts, studies and benchmarks, and the committed pages of SmolLM2."""
+"""Pages of artifacts, studies and benchmarks."""
 
 from __future__ import annotations
 
 import base64
 import json
-import runpy
 import shutil
 from pathlib import Path
 
 import pytest
 from html_pages import loaded_urls, read_page
 
-from kvq_cli.evaluation.tabulate import tabulate
-
 ROOT = Path(__file__).parents[2]
 SMOLLM2 = ROOT / "results" / "reproduction" / "smollm2"
-COMMITTED = [path.stem.removeprefix("comparison-smollm2-") for path in ROOT.glob("docs/comparison-smollm2-*.html")]
 
 
 def report(kvq, folder, *options):
@@ -111,43 +107,10 @@ def test_baseline_of_some_of_several_results(kvq, tmp_path):
 
 
 def test_scores_of_pairs_are_no_section(kvq, tmp_path):
-    """Claims are computed from them (`kvq reproduce --page`)."""
+    """Verdicts on claims are computed from them."""
     folder = tmp_path / "one"
     shutil.copytree(SMOLLM2 / "table-xquant-1", folder)
     assert (folder / "scores.json").is_file()
     shown = report(kvq, folder).text
     (folder / "scores.json").unlink()
     assert report(kvq, folder).text == shown
-
-
-@pytest.mark.parametrize("name", COMMITTED)
-def test_committed_page_has_the_tracked_numbers(name):
-    path = ROOT / "docs" / f"comparison-smollm2-{name}.html"
-    assert path.stat().st_size < 400_000
-    html = path.read_text(encoding="utf-8")
-    assert loaded_urls(html) == []
-    rows = read_page(html).rows("Scores")
-    methods = json.loads((SMOLLM2 / f"compare-{name}" / "comparison.json").read_text())["methods"]
-    table = tabulate(methods)
-    assert list(rows) == list(methods)
-    for label, entries in table.rows.items():
-        shown = [cell.value for title, cell in rows[label].items() if title != "method"]
-        assert shown == pytest.approx([entry.value for entry in entries], rel=1e-8)
-    stored = json.loads((SMOLLM2 / f"compare-{name}" / "differences.json").read_text())
-    paired = read_page(html).rows(f"Paired differences to {stored['baseline']}")
-    assert list(paired) == list(stored["methods"])
-    for label, by_name in stored["methods"].items():
-        shown = [cell.value for title, cell in paired[label].items() if title != "method" and cell.value is not None]
-        assert sorted(shown) == sorted(each["mean"] for each in by_name.values())
-
-
-def test_pages_of_smollm2_are_committed():
-    assert "2bit" in COMMITTED
-
-
-def test_committed_picture_is_up_to_date():
-    module = runpy.run_path(str(ROOT / "tools" / "docs" / "picture.py"))
-
-    assert (ROOT / "docs" / "quality.svg").read_text(encoding="utf-8") == module["picture"](
-        SMOLLM2 / "compare-2bit"
-    ) + "\n"

@@ -9,6 +9,8 @@ from typing import Any
 
 from kvq_cli.errors import UsageError
 
+RULER = "ruler"
+"""Name of the group of all 13 tasks."""
 MAX_NEW_TOKENS = {"niah": 128, "vt": 30, "cwe": 120, "fwe": 50, "qa": 32}
 """Maximum answer length in tokens by family; part of the context length."""
 METRICS = {"niah": "string_match_all", "vt": "string_match_all", "cwe": "string_match_all", "fwe": "string_match_all"}
