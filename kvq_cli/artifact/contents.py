@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, cast
 
 from kvq_cli.artifact.schema import CALIBRATION, TEXT, TUNING, Form, Many, OneOf, Whole, check_form
 from kvq_cli.codecs.chunk_codebooks import CHUNKS
 from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.lazy import torch
 from kvq_cli.methods.base import (
     AnySpec,
     CodebookSpec,
@@ -27,6 +25,9 @@ from kvq_cli.methods.base import (
 from kvq_cli.methods.mixed import Mixed
 from kvq_cli.methods.registry import from_config, to_config
 from kvq_cli.methods.tensors import code_budget, kept_components, layer_layout, stream_codes
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: The synthesis of stored transforms undoes their analysis to this much: they are rounded to 32 bits.
 _INVERSE_TOLERANCE = 1e-3

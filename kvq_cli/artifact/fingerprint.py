@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
+from kvq_cli.lazy import torch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 #: Entries of a configuration that do not change what a model computes; nor do those that begin with "_".
 _NOT_HASHED = frozenset({"architectures", "dtype", "torch_dtype", "transformers_version"})
 #: Integers of as many bytes, as which weights of any dtype are added exactly, in any order.
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 #: Names of the weights that compute keys and values in transformers' models.
 _KEY_VALUE_WEIGHTS = re.compile(r"\.(k_proj|v_proj|qkv_proj|kv_proj|k_norm|query_key_value|Wqkv|c_attn)\.")
 
@@ -100,7 +100,7 @@ def weights_digest(model: PreTrainedModel) -> str:
         digest.update(f"{file.name}\n".encode() + file.read_bytes())
     for name, weight in sorted(model.state_dict().items()):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
-        bits = weight.detach().view(_INTEGERS[weight.element_size()])
+        bits = weight.detach().view(getattr(torch, _INTEGERS[weight.element_size()]))
         bits = bits.flatten(1) if bits.ndim > 1 else bits.reshape(1, -1)
         for axis in (0, 1):
             digest.update(bits.sum(axis, dtype=torch.int64).cpu().numpy().data)

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
-from torch import Tensor
 
 from kvq_cli.artifact.contents import check_contents
 from kvq_cli.artifact.fingerprint import Fingerprint, architecture, fingerprint
@@ -31,6 +30,7 @@ from kvq_cli.methods.registry import from_config, method_class, to_config
 from kvq_cli.options import option_text
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
 FORMAT = 1

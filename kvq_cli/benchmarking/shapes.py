@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
 from kvq_cli.errors import UsageError
+from kvq_cli.lazy import torch
 from kvq_cli.methods.base import ModelShape
 
 if TYPE_CHECKING:
@@ -47,9 +46,11 @@ class LlamaShape:
         embeddings = self.vocabulary * self.hidden_size * (1 if self.tied else 2)
         return self.layers * self.layer_parameters + embeddings + self.hidden_size
 
-    def model_shape(self, dtype: torch.dtype = torch.float16) -> ModelShape:
+    def model_shape(self, dtype: torch.dtype | None = None) -> ModelShape:
         """Return the shape as `Method.plan` takes it."""
-        return ModelShape(self.layers, self.heads, self.kv_heads, self.head_dim, self.hidden_size, dtype)
+        return ModelShape(
+            self.layers, self.heads, self.kv_heads, self.head_dim, self.hidden_size, dtype or torch.float16
+        )
 
 
 SHAPES = {

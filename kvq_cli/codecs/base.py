@@ -10,11 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvq_cli.errors import KvqError
+from kvq_cli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -61,17 +63,17 @@ class Prompt:
 
 
 #: State of a `PromptCodec`, fit to each row's prompt: named tensors `[rows, ...]`, stored and counted with the rows.
-State = Mapping[str, Tensor]
+State: TypeAlias = "Mapping[str, Tensor]"
 
 #: Numbers encoded at a time, which bounds the scratch memory of long prompts. Blocks are independent, so that tiling
 #: does not change the result.
 TILE = 1 << 22
 
 
-def side_dtype(dtype: torch.dtype) -> torch.dtype:
+def side_dtype(dtype: torch.dtype | None) -> torch.dtype:
     """The 16-bit dtype of scales, zero-points and outliers for a model of `dtype`.
 
-    The model's dtype, or float16 for a 32-bit model, since 32-bit scales and zero-points cost too much memory.
+    The model's dtype, or float16 for a 32-bit model or none, since 32-bit scales and zero-points cost too much memory.
     """
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
 

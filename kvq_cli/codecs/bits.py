@@ -8,16 +8,24 @@ words gives `W` neighbouring numbers at once (a *plane*), and unpacking is shift
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor
+from kvq_cli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 WORD = 32
-#: Types by their number of bytes: moving one wide number is faster than moving several small ones.
-WIDE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+#: Names of types by their number of bytes, for `wide`: moving one wide number is faster than moving several small ones.
+_WIDE = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 #: How the bits of one number are split over separately packed parts, low bits first.
 SPLIT = {1: (1,), 2: (2,), 3: (2, 1), 4: (4,), 8: (8,)}
+
+
+def wide(nbytes: int) -> torch.dtype:
+    """Return a type of 1, 2, 4, 8 or 16 bytes as which numbers are moved together."""
+    return getattr(torch, _WIDE[nbytes])
 
 
 def words_per_row(bits: int, count: int) -> int:
@@ -44,7 +52,7 @@ def unpack(words: Tensor, bits: int, count: int) -> Tensor:
 def _pack_part(codes: Tensor, bits: int) -> Tensor:
     count, per_word = codes.shape[-1], WORD // bits
     words = words_per_row(bits, count)
-    planes = F.pad(codes, (0, words * per_word - count)).unflatten(-1, (per_word, words))
+    planes = torch.nn.functional.pad(codes, (0, words * per_word - count)).unflatten(-1, (per_word, words))
     # The planes' bits are disjoint, so that their sum is their union and cannot overflow.
     return (planes << _shifts(bits, WORD, codes.device).unsqueeze(-1)).sum(dim=-2, dtype=torch.int32)
 
@@ -56,7 +64,7 @@ def _unpack_part(words: Tensor, bits: int, count: int) -> Tensor:
     octets = (words.reshape(1, -1) >> _shifts(8, WORD, words.device).unsqueeze(-1)).to(torch.uint8)
     planes = (octets.unsqueeze(1) >> _shifts(bits, 8, words.device).unsqueeze(-1)).bitwise_and_(2**bits - 1)
     unit = next(u for u in (16, 8, 4, 2, 1) if row % u == 0)
-    planes = planes.view(WIDE[unit]).view(per_word, -1, row // unit)
+    planes = planes.view(wide(unit)).view(per_word, -1, row // unit)
     rows = planes.transpose(0, 1).contiguous().view(torch.uint8)
     return rows.view(*words.shape[:-1], per_word * row)[..., :count]
 

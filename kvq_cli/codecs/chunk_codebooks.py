@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.nearest import KEEPS_TABLES, MAX_ENTRIES, grid_max, grid_scale, nearest, ranked
+from kvq_cli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Components of a chunk, which is one 8-bit code: 8, 4, 2 or 1 bits per component.
 CHUNKS = (1, 2, 4, 8)

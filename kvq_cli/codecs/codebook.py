@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvq_cli.codecs import bits as bitpack
 from kvq_cli.codecs.base import Codec, Packed, Part
@@ -20,6 +18,10 @@ from kvq_cli.codecs.nearest import (
     ranked,
 )
 from kvq_cli.errors import UsageError
+from kvq_cli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class CodebookCodec(Codec):
@@ -192,13 +194,13 @@ class CodebookCodec(Codec):
         if tokens == 1:
             return fetched.view(entries.dtype).view(*codes.shape[:3], self.head_dim)
         # Numbers of an entry that stay together, the channels of one token, move as one.
-        fetched = fetched.view(bitpack.WIDE[channels * number]).view(*codes.shape, tokens)
+        fetched = fetched.view(bitpack.wide(channels * number)).view(*codes.shape, tokens)
         return fetched.transpose(3, 4).contiguous().view(entries.dtype).flatten(2, 3)
 
     def _fetch(self, entries: Tensor, index: Tensor) -> Tensor:
         """Entries `[.., l * c]` of the flat table by number, each as one wide number (8 numbers of 32 bits: two)."""
         size = self.block[0] * self.block[1]
-        table = entries.view(-1, size).view(bitpack.WIDE[min(16, size * entries.element_size())])
+        table = entries.view(-1, size).view(bitpack.wide(min(16, size * entries.element_size())))
         return (table.view(-1) if table.shape[1] == 1 else table).index_select(0, index)
 
 

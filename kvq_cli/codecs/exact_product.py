@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
+from kvq_cli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 #: Numbers are clamped to this many deviations (a power of two).
 _MAX_DEVIATIONS = 2.0**7

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import Codec, Packed, Part, Prompt, PromptCodec, State, to_side
 from kvq_cli.codecs.gram import gram_matrix, token_tiles
 from kvq_cli.codecs.outliers import check_index, ranks
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.errors import UsageError
+from kvq_cli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class GearCodec(PromptCodec):

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from functools import cache
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvq_cli.errors import UsageError
+from kvq_cli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Orders of the base matrices: 1, and q + 1 for primes q = 3 (mod 4), by Paley's first construction.
 BASES = (1, 12, 20)

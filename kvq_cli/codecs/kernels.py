@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
 if TYPE_CHECKING:
     from kvq_kernels.quantize_pack import Uniform
+    from torch import Tensor
 
 
 def on_gpu(x: Tensor) -> bool:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from functools import cache
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvq_cli.codecs import bits as bitpack
 from kvq_cli.codecs.base import Codec, Packed, Part, refuse_unless
 from kvq_cli.errors import UsageError
+from kvq_cli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Bits of a code.
 BITS = (1, 2, 3, 4)

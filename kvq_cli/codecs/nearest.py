@@ -9,10 +9,13 @@ their codebook's extent, it may take the other.
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvq_cli.codecs import kernels
+from kvq_cli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_ENTRIES = 256
 #: Entries of a codebook with 16-bit codes.

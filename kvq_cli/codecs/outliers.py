@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import Codec, Packed, Part, refuse_unless, side_dtype, to_side
 from kvq_cli.errors import UsageError
+from kvq_cli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Tokens of an outlier block. Longer blocks allow uneven outliers, but keep more tokens in full precision until packed.
 BLOCK_TOKENS = 32

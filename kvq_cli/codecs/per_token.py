@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import Codec, Packed, Part, refuse_unless, side_dtype, to_side
 from kvq_cli.codecs.outliers import BLOCK_TOKENS, block_capacity, check_index, furthest
+from kvq_cli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class PerTokenCodec(Codec):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import Codec, Packed, Prompt, PromptCodec, State
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class PhasedCodec(PromptCodec):

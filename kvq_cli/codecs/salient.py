@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from kvq_cli.codecs import bits as bitpack
 from kvq_cli.codecs.base import (
@@ -24,6 +21,10 @@ from kvq_cli.codecs.base import (
 )
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.errors import UsageError
+from kvq_cli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Fraction of a prompt's queries that are probes: the newest, and as many random ones.
 PROBES = 0.05

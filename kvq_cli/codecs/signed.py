@@ -4,28 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from typing import Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from kvq_cli.codecs import kernels
 from kvq_cli.codecs.base import Packed, refuse_unless, side_dtype, to_side
 from kvq_cli.codecs.uniform import Axis, UniformCodec
 from kvq_cli.errors import UsageError
+from kvq_cli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Sign = Literal["extra", "inside"]
 Hybrid = Literal["no", "symmetric", "always"]
 
-#: One word per group holds either its sign bits or its zero-point: group -> (the word, the zero-point in it).
-WORDS = {16: (torch.int16, None), 32: (torch.int32, torch.float32), 64: (torch.int64, torch.float64)}
+#: One word per group holds either its sign bits or its zero-point: group -> (the word's type, the zero-point's).
+WORDS = {16: ("int16", None), 32: ("int32", "float32"), 64: ("int64", "float64")}
 
 
-def zero_type(group: int, dtype: torch.dtype) -> torch.dtype:
+def zero_type(group: int, dtype: torch.dtype | None) -> torch.dtype:
     """The type of a zero-point that fills a group's word of sign bits: a group of 16 has the 16-bit type's room."""
     if group not in WORDS:
         raise UsageError(f"group={group}: sign bits of a group fill one word; use one of {', '.join(map(str, WORDS))}")
-    return WORDS[group][1] or side_dtype(dtype)
+    name = WORDS[group][1]
+    return side_dtype(dtype) if name is None else getattr(torch, name)
 
 
 class SignedCodec(UniformCodec):
@@ -48,7 +50,7 @@ class SignedCodec(UniformCodec):
         axis: Axis,
         group: int,
         head_dim: int,
-        dtype: torch.dtype = torch.float16,
+        dtype: torch.dtype | None = None,
         sign: Sign = "extra",
         hybrid: Hybrid = "no",
     ) -> None:
@@ -106,7 +108,7 @@ class SignedCodec(UniformCodec):
         if self.sign == "inside":
             codes = self._steps(groups.clone(), scale, -self._largest, self._largest).add_(self._largest)
         else:
-            codes, word = self._steps(groups.abs(), scale, 0, self._largest), WORDS[self.group][0]
+            codes, word = self._steps(groups.abs(), scale, 0, self._largest), getattr(torch, WORDS[self.group][0])
             places = torch.arange(self.group, dtype=word, device=x.device)
             bits = groups.signbit().to(word) << (places.unsqueeze(1) if self.axis == "channel" else places)
             sides["sign"] = bits.sum(dim=self.group_dim, dtype=word)  # the bits are disjoint: no sum overflows

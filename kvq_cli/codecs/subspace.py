@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvq_cli.codecs import kernels
 from kvq_cli.codecs.base import Codec, Prompt, PromptCodec, State
 from kvq_cli.codecs.gram import gram_matrix
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.errors import UsageError
+from kvq_cli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class SubspaceCodec(PromptCodec):
@@ -33,7 +36,7 @@ class SubspaceCodec(PromptCodec):
         bits: int,
         group: int,
         head_dim: int,
-        dtype: torch.dtype = torch.float16,
+        dtype: torch.dtype | None = None,
         *,
         rank: int,
         strength: float,

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import Codec, Packed, Part
 from kvq_cli.codecs.chunk_codebooks import CHUNKS, ChunkCodebooks, ComponentLookup
 from kvq_cli.codecs.exact_product import ExactProduct
 from kvq_cli.codecs.nearest import MAX_ENTRIES
+from kvq_cli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class TransformCodec(Codec):

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvq_cli.codecs import bits as bitpack
 from kvq_cli.codecs import kernels
 from kvq_cli.codecs.base import Codec, Packed, Part, refuse_unless, side_dtype, to_side
 from kvq_cli.errors import UsageError
+from kvq_cli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: A group is adjacent tokens of one channel ("channel") or adjacent channels of one token ("token").
 Axis = Literal["channel", "token"]
@@ -36,7 +37,7 @@ class UniformCodec(Codec):
         axis: Axis,
         group: int,
         head_dim: int,
-        dtype: torch.dtype = torch.float16,
+        dtype: torch.dtype | None = None,
         zero_dtype: torch.dtype | None = None,
     ) -> None:
         if bits not in bitpack.SPLIT:

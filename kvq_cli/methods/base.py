@@ -6,14 +6,15 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeAlias
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from kvq_cli.codecs.base import AnyCodec, Codec
 from kvq_cli.errors import UsageError
+from kvq_cli.lazy import torch
 from kvq_cli.methods.window import Window
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,7 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.codebook import CodebookCodec
@@ -31,6 +30,9 @@ from kvq_cli.methods.base import (
     option,
 )
 from kvq_cli.methods.window import Window
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Entries of a codebook with 8-bit codes.
 ENTRIES = MAX_ENTRIES

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.identity import IdentityCodec
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan
 from kvq_cli.methods.registry import register
 from kvq_cli.methods.window import Window
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.gear import GearCodec
 from kvq_cli.codecs.uniform import Axis, UniformCodec
@@ -13,6 +12,9 @@ from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, option
 from kvq_cli.methods.registry import register
 from kvq_cli.methods.window import Window
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import cast
-
-from torch import Tensor
+from typing import TYPE_CHECKING, cast
 
 from kvq_cli.codecs.base import AnyCodec, Codec
 from kvq_cli.codecs.normalized import NormalizedCodec
@@ -18,6 +16,9 @@ from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, option
 from kvq_cli.methods.registry import register
 from kvq_cli.methods.window import Window
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: mode -> `hybrid` of the `SignedCodec` that encodes the prompt, and of the one that encodes later tokens.
 HYBRIDS: dict[str, tuple[Hybrid, Hybrid]] = {

@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.rotated import HadamardRotation, RotatedCodec
@@ -15,6 +14,9 @@ from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, option
 from kvq_cli.methods.registry import register
 from kvq_cli.methods.window import Window
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)

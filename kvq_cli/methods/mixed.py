@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import cast
-
-from torch import Tensor
+from typing import TYPE_CHECKING, cast
 
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method, MixedSpec, ModelShape, StreamSpec, option
 from kvq_cli.methods.registry import build, has_option, parse, register
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Methods that pack the keys of a layer without its values, token blocks alone, without a state of each prompt.
 PARTS = ("fp16", "kivi", "kvquant", "channelkv", "temporalkv", "klt")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.hadamard import factors
@@ -16,6 +15,9 @@ from kvq_cli.methods.base import LayerPlan, LowRankSpec, Method, ModelShape, Str
 from kvq_cli.methods.registry import register
 from kvq_cli.methods.window import Window
 from kvq_cli.methods.xquant import BITS, EXACT, factor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Latents of a group are a multiple of this, for groups of at least twice as many channels.
 _STEP = 32

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.subspace import SubspaceCodec
 from kvq_cli.methods.base import LayerPlan, ModelShape, option
 from kvq_cli.methods.kivi import KiviGroups
 from kvq_cli.methods.registry import register
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Channels of a block in the paper: two blocks of a head of 128.
 BLOCK = 64

@@ -6,14 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-import torch
-
 from kvq_cli.codecs.chunk_codebooks import CHUNKS
 from kvq_cli.codecs.nearest import MAX_ENTRIES
+from kvq_cli.lazy import torch
 from kvq_cli.methods.base import AnySpec, CodebookSpec, FactorSpec, ModelShape, StreamSpec, TransformSpec, stream_spec
 
 #: Name -> (shape, dtype).
-Layout: TypeAlias = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Layout: TypeAlias = "dict[str, tuple[tuple[int, ...], torch.dtype]]"
 
 
 def layer_layout(spec: AnySpec, shape: ModelShape, layer: int, choices: Mapping[str, Sequence[Any]]) -> Layout:

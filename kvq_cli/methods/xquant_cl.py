@@ -5,9 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import cast
-
-from torch import Tensor
+from typing import TYPE_CHECKING, cast
 
 from kvq_cli.codecs.uniform import Axis
 from kvq_cli.methods.base import CrossLayer, FactorSpec, LayerPlan, ModelShape, StreamPlan, option
@@ -23,6 +21,9 @@ from kvq_cli.methods.xquant import (
     quantizer,
     whole_input,
 )
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @register
