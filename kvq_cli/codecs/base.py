@@ -70,10 +70,10 @@ State: TypeAlias = "Mapping[str, Tensor]"
 TILE = 1 << 22
 
 
-def side_dtype(dtype: torch.dtype) -> torch.dtype:
+def side_dtype(dtype: torch.dtype | None) -> torch.dtype:
     """The 16-bit dtype of scales, zero-points and outliers for a model of `dtype`.
 
-    The model's dtype, or float16 for a 32-bit model, since 32-bit scales and zero-points cost too much memory.
+    The model's dtype, or float16 for a 32-bit model or none, since 32-bit scales and zero-points cost too much memory.
     """
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
 

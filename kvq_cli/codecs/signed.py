@@ -22,7 +22,7 @@ Hybrid = Literal["no", "symmetric", "always"]
 WORDS = {16: ("int16", None), 32: ("int32", "float32"), 64: ("int64", "float64")}
 
 
-def zero_type(group: int, dtype: torch.dtype) -> torch.dtype:
+def zero_type(group: int, dtype: torch.dtype | None) -> torch.dtype:
     """The type of a zero-point that fills a group's word of sign bits: a group of 16 has the 16-bit type's room."""
     if group not in WORDS:
         raise UsageError(f"group={group}: sign bits of a group fill one word; use one of {', '.join(map(str, WORDS))}")

@@ -98,7 +98,7 @@ def _class(name: object) -> griffe.Object | None:
         return None
     try:
         target = _target(name.parent.modules_collection[name.canonical_path])
-    except (KeyError, AttributeError):
+    except (KeyError, AttributeError, griffe.AliasResolutionError):  # a name of another package
         return None
     return target if target.is_class else None
 
