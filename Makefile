@@ -97,7 +97,7 @@ launches = $(PYTEST) -m slow tests/kernels; KVQ_TEST_PTX=sm_90 $(PYTEST) -m slow
 gpu_commands = $(MAKE) --no-print-directory .venv/device/.installed; $(PYTEST) tests/tools/test_gpu_commands.py
 vllm = $(MAKE) --no-print-directory test-vllm
 
-test: .venv/.installed  ## Test every method, command and kernel family: about 4 minutes on two cores.
+test: .venv/.installed  ## Test every method, command and kernel family: about 5 minutes on two cores.
 	@$(PYTEST) -m "not slow" $(TESTS)
 	$(call changed,families,$(families))
 
@@ -116,7 +116,7 @@ test-changed: .venv/.installed  # the long suites whose sources have changed sin
 	$(call changed,gpu,$(gpu_commands))
 	$(call changed,vllm,$(vllm))
 
-test-all: .venv/.installed  ## Run all tests, also with vLLM and the oldest supported versions: about 40 minutes on two cores.
+test-all: .venv/.installed  ## Run all tests, also with vLLM and the oldest supported versions.
 	@$(PYTEST) tests --ignore tests/tools/test_gpu_commands.py
 	$(families)
 	$(VERIFIED) record families
