@@ -22,8 +22,8 @@ from kvq_cli.cache.report import CacheReport, report
 from kvq_cli.cache.rows import Rows
 from kvq_cli.cache.stream import Stream
 from kvq_cli.codecs.base import Prompt
-from kvq_cli.methods.base import CrossLayer, FactorSpec, LayerPlan, Method, ModelShape, StreamPlan, stream_spec
-from kvq_cli.methods.tensors import Layout, first_choice, layer_layout
+from kvq_cli.methods.base import CrossLayer, LayerPlan, Method, ModelShape, StreamPlan
+from kvq_cli.methods.specs import Layout
 from kvq_cli.vllm.shard import WHOLE, Shard, head_tensors
 
 
@@ -205,16 +205,13 @@ def artifact_tensors(method: Method, shape: ModelShape, layer: int) -> dict[str,
 def _layout(method: Method, shape: ModelShape, layer: int) -> Layout:
     if not method.calibrates:
         return {}
-    return layer_layout(method.calibration(shape), shape, layer, _choices(method, shape, layer))
+    return method.calibration(shape).layout(shape, layer, _choices(method, shape, layer))
 
 
 @cache
 def _choices(method: Method, shape: ModelShape, layer: int) -> dict[str, list[Any]]:
-    """By stream, what `layer_layout` takes before anything is measured."""
-    spec = method.calibration(shape) if method.calibrates else None
-    if spec is None or isinstance(spec, FactorSpec):
-        return {}
-    return {kind: first_choice(stream_spec(spec, layer, kind), kind, shape) for kind in "kv"}
+    """By stream, what `Spec.layout` takes before anything is measured."""
+    return method.calibration(shape).first_choices(shape, layer) if method.calibrates else {}
 
 
 @lru_cache(maxsize=64)

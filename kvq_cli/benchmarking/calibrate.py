@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from kvq_cli.benchmarking.machine import PeakMemory, PeakResident
+from kvq_cli.calibration.kinds.base import CalibrationPlan
 from kvq_cli.calibration.pipeline import calibrate
-from kvq_cli.calibration.plan import AnyPlan
 
 
 class PhaseTimer:
@@ -29,7 +29,7 @@ class PhaseTimer:
         self._show(phase, done, total)
 
 
-def measure(plan: AnyPlan, show: Callable[[str, int, int], None]) -> dict[str, Any]:
+def measure(plan: CalibrationPlan, show: Callable[[str, int, int], None]) -> dict[str, Any]:
     """Calibrate into a temporary folder; returns seconds by phase and in total, peak memory, and artifact bytes."""
     timer = PhaseTimer(show)
     device = plan.loaded.model.device

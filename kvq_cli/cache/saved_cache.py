@@ -23,9 +23,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from kvq_cli.artifact.contents import check_tensor
 from kvq_cli.artifact.fingerprint import Fingerprint
 from kvq_cli.artifact.schema import DTYPE, FINGERPRINT, Form, Many, OneOf, OrNone, Whole, check_form, parse_json
+from kvq_cli.artifact.streams import check_tensor
 from kvq_cli.cache.rows import Rows
 from kvq_cli.cache.snapshot import Snapshot, expected
 from kvq_cli.errors import KvqError, UsageError

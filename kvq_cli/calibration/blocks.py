@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvq_cli.methods.base import BlockShape
+from kvq_cli.methods.specs import BlockShape
 
 
 def to_blocks(x: Tensor, shape: BlockShape, share: int) -> Tensor:

@@ -16,8 +16,8 @@ from kvq_cli.calibration.rotations import rotate_stream
 from kvq_cli.calibration.statistics import adjacent_correlation, mean_std, outlier_thresholds
 from kvq_cli.codecs import per_token
 from kvq_cli.codecs.base import side_dtype
-from kvq_cli.methods.base import BlockShape, CodebookSpec
 from kvq_cli.methods.codebooks import ENTRIES
+from kvq_cli.methods.specs import BlockShape, CodebookSpec
 
 ERROR_MEASURE = (
     "on held-out samples, relative to the spread around each channel's mean; fisher: squared errors weighted with "

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kvq_cli.calibration import loss
 from kvq_cli.calibration.free_memory import free_bytes
-from kvq_cli.calibration.plan import AnyPlan, CapturePlan, FactorPlan, MixedPlan, TransformPlan, WhitenedPlan
 from kvq_cli.calibration.settings import CalibrationSettings
-from kvq_cli.methods.base import CodebookSpec, ModelShape, TransformSpec, stream_spec
-from kvq_cli.methods.tensors import even_allocation, factor_layout, first_choice, layer_layout, stream_layout
+from kvq_cli.methods.base import ModelShape
 from kvq_cli.models import LoadedModel, text_config
+
+if TYPE_CHECKING:
+    from kvq_cli.calibration.kinds.base import CalibrationPlan
+    from kvq_cli.calibration.kinds.capture import CapturePlan
 
 #: Activations of a sample on a CPU, where several samples run at once; above, layers are computed twice.
 _MAX_CPU_ACTIVATIONS = 3 << 27
@@ -74,15 +75,15 @@ def capture_workers(plan: CapturePlan) -> int:
 
 def cluster_workers(plan: CapturePlan) -> int:
     """How many streams (keys or values of a layer) are clustered in parallel."""
-    return _workers(plan.loaded.model.device, _stream_bytes(plan))
+    return _workers(plan.loaded.model.device, stream_bytes(plan))
 
 
-def _stream_bytes(plan: CapturePlan) -> int:
+def stream_bytes(plan: CapturePlan) -> int:
     """Rough bytes to calibrate the keys or values of one layer: to cluster them, and to fit the largest transform."""
     shape = plan.loaded.shape
-    specs = ((kind, stream_spec(plan.spec, layer, kind)) for layer in range(shape.layers) for kind in "kv")
-    sizes = (one.groups(kind, shape) for kind, one in specs if isinstance(one, TransformSpec))
-    matrices = max((8 * groups * width**2 for groups, width in sizes), default=0)
+    parts = (part for layer in range(shape.layers) for part in plan.spec.parts(layer).items())
+    sizes = (part.groups(kind, shape) for kind, part in parts)
+    matrices = max(8 * groups * width**2 for groups, width in sizes)
     return clustering_bytes(plan.settings, plan.capture.tokens, shape) + _FITTED_MATRICES * matrices
 
 
@@ -93,104 +94,24 @@ def _workers(device: torch.device, bytes_per_task: int) -> int:
     return max(1, min(torch.get_num_threads(), free_bytes(device) // (2 * bytes_per_task)))
 
 
-def dry_run_report(plan: AnyPlan) -> dict[str, Any]:
+def capture_bytes(plan: CapturePlan) -> int:
+    """Rough bytes of the samples that run through the model in parallel."""
+    loaded, seqlen = plan.loaded, plan.settings.seqlen
+    sample = activation_bytes(loaded, seqlen, checkpointed_layers(loaded, seqlen))
+    if loaded.model.device.type == "cpu":
+        sample += _CPU_TEMPORARIES * seqlen * _layer_numbers(loaded) * 4
+    return capture_workers(plan) * sample
+
+
+def dry_run_report(plan: CalibrationPlan) -> dict[str, Any]:
     """The JSON document of `kvq calibrate --dry-run`. Sizes of captured data are included only where text is read."""
-    tensors = planned_tensors(plan)
-    document = {
+    tensors = plan.planned_tensors()
+    return {
         "request": plan.request(),
         "tensors": tensors,
         "artifact_bytes": sum(tensor["bytes"] for tensor in tensors),
-        "disk_bytes": disk_bytes(plan),
-    }
-    loaded, shape = plan.loaded, plan.loaded.shape
-    if isinstance(plan, FactorPlan):
-        # An SVD holds the weights, its three results and as much again as workspace, in 32 bits.
-        scratch = 5 * 4 * shape.hidden_size * 2 * shape.kv_heads * shape.head_dim
-        # Before it, the text is read: sums, and their means or the bytes that are written of them.
-        sums = 2 * _sums_bytes(plan) if isinstance(plan, WhitenedPlan) else 0
-        return {**document, "memory_bytes": _resident_bytes(loaded) + max(sums, scratch)}
-    settings, captured = plan.settings, plan.capture
-    checkpointed = checkpointed_layers(loaded, settings.seqlen)
-    sample = activation_bytes(loaded, settings.seqlen, checkpointed)
-    if loaded.model.device.type == "cpu":
-        sample += _CPU_TEMPORARIES * settings.seqlen * _layer_numbers(loaded) * 4
-    activations = capture_workers(plan) * sample
-    clustering = cluster_workers(plan) * _stream_bytes(plan)
-    return {
-        **document,
-        "captured_bytes": captured.nbytes,
-        "captured_share": captured.units / captured.possible,
-        "memory_bytes": _resident_bytes(loaded) + max(activations, clustering),  # one after the other
-        "checkpointed_layers": checkpointed,
-    }
-
-
-def disk_bytes(plan: AnyPlan) -> int:
-    """Bytes that a calibration writes to disk while it runs."""
-    return step_bytes(plan) + (plan.capture.nbytes if isinstance(plan, CapturePlan) else 0)
-
-
-def step_bytes(plan: AnyPlan) -> int:
-    """`disk_bytes` without captured activations: transforms, or factors and the sums that they are computed from.
-
-    Codebooks are left out: they are small beside the activations that they are clustered from.
-    """
-    shape = plan.loaded.shape
-    if isinstance(plan, TransformPlan):
-        sizes = (plan.spec.groups(kind, shape) for kind in "kv")
-        # Float64: analysis and synthesis, and mean, std and variances.
-        return shape.layers * sum(8 * groups * width * (2 * width + 3) for groups, width in sizes)
-    if isinstance(plan, FactorPlan):
-        factors = sum(tensor["bytes"] for tensor in planned_tensors(plan))
-        return factors + (2 * _sums_bytes(plan) if isinstance(plan, WhitenedPlan) else 0)  # and their means
-    return 0
-
-
-def _sums_bytes(plan: WhitenedPlan) -> int:
-    """Bytes of `low_rank.SecondMoments` of all layers."""
-    shape, heads = plan.loaded.shape, plan.spec.heads
-    return shape.layers * 2 * 8 * (shape.kv_heads // heads) * (heads * shape.head_dim) ** 2
-
-
-def planned_tensors(plan: AnyPlan) -> list[dict[str, Any]]:
-    """Name, shape, dtype and bytes (all layers together) of each kind of tensor in the artifact; for transforms, as if
-    all their components had the same bits."""
-    shape = plan.loaded.shape
-    if isinstance(plan, FactorPlan):
-        counts = Counter(item for i in range(shape.layers) for item in factor_layout(plan.spec, i, shape).items())
-        return [_tensor_entry(name, size, dtype, layers) for (name, (size, dtype)), layers in counts.items()]
-    if isinstance(plan, TransformPlan):
-        even = {kind: even_allocation(plan.spec, kind, shape) for kind in "kv"}
-        layout = layer_layout(plan.spec, shape, 0, even)
-        return [_tensor_entry(name, size, dtype, shape.layers) for name, (size, dtype) in layout.items()]
-    if isinstance(plan, MixedPlan):
-        return [
-            _tensor_entry(name, size, dtype, 1, f"layers.{layer}")
-            for layer, specs in enumerate(plan.spec.layers)
-            for name, (size, dtype) in layer_layout(
-                plan.spec, shape, layer, {k: first_choice(one, k, shape) for k, one in zip("kv", specs, strict=True)}
-            ).items()
-        ]
-    return [
-        _tensor_entry(f"{kind}.{_any_shape(name, spec)}", size, dtype, shape.layers)
-        for kind, spec in zip("kv", plan.spec.streams, strict=True)
-        for name, (size, dtype) in stream_layout(spec, shape, [0] * shape.kv_heads).items()
-    ]
-
-
-def _any_shape(name: str, spec: CodebookSpec) -> str:
-    """The name with `<shape>` for the block shape if there are several candidates, whose codebooks have one size."""
-    return name.replace(f".{spec.shapes[0].name}", ".<shape>") if len(spec.shapes) > 1 else name
-
-
-def _tensor_entry(
-    name: str, size: tuple[int, ...], dtype: torch.dtype, layers: int, prefix: str = "layers.*"
-) -> dict[str, Any]:
-    return {
-        "name": f"{prefix}.{name}",
-        "shape": list(size),
-        "dtype": str(dtype).removeprefix("torch."),
-        "bytes": layers * torch.Size(size).numel() * dtype.itemsize,
+        "disk_bytes": plan.disk_bytes(),
+        **plan.sizes(_resident_bytes(plan.loaded)),
     }
 
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from kvq_cli.calibration.codebooks import rounded
 from kvq_cli.codecs.hadamard import hadamard
 from kvq_cli.errors import KvqError
-from kvq_cli.methods.base import LowRankSpec, ModelShape
+from kvq_cli.methods.base import ModelShape
+from kvq_cli.methods.specs import LowRankSpec
 
 if TYPE_CHECKING:
     from kvq_cli.attention.capture_points import AttentionLayer

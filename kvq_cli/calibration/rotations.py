@@ -11,7 +11,7 @@ from kvq_cli.calibration.blocks import draw_coreset, to_blocks
 from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
 from kvq_cli.calibration.kmeans import nearest, weighted_kmeans
 from kvq_cli.codecs.hadamard import hadamard
-from kvq_cli.methods.base import BlockShape, CodebookSpec
+from kvq_cli.methods.specs import BlockShape, CodebookSpec
 
 #: Alternations of codebooks and rotation, Lloyd iterations of each, and the points and tokens they are computed from.
 _ROUNDS, _ITERATIONS, _POINTS, _TOKENS = 8, 5, 4096, 16384

@@ -3,101 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import Any, TypeAlias
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from kvq_cli.calibration import estimate, mixed, remote, transforms
 from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
-from kvq_cli.calibration.codebooks import calibrate_stream
+from kvq_cli.calibration.kinds.base import Calibrated, Progress
 from kvq_cli.calibration.parallel import run_parallel
-from kvq_cli.calibration.plan import CapturePlan, CodebookPlan, MixedPlan, TransformPlan
 from kvq_cli.calibration.work_folder import WorkFolder
 from kvq_cli.distributed import Workers
 from kvq_cli.methods.base import Method
-from kvq_cli.methods.mixed import Mixed
 
-#: Called as progress(phase, done, total) when a phase begins and after each of its steps.
-Progress = Callable[[str, int, int], None]
+if TYPE_CHECKING:
+    from kvq_cli.calibration.kinds.capture import CapturePlan
+
 #: Keys and values, as they are called in names of tensors.
 KINDS = ("k", "v")
 #: A stream: layer, and "k" for keys or "v" for values.
 Stream: TypeAlias = tuple[int, str]
-#: The tensors of a stream, and their errors as plain JSON values.
-Calibrated: TypeAlias = tuple[dict[str, Tensor], dict[str, Any]]
 #: Calibrates a stream from what was captured of it; made by a function of the stream, and pickled for workers.
 StreamFunction: TypeAlias = Callable[[CapturedStream], Any]
-#: Plans whose streams are calibrated from captured activations.
-StreamsPlan: TypeAlias = CodebookPlan | TransformPlan | MixedPlan
 
 
 def streams_of(plan: CapturePlan) -> list[Stream]:
     """All streams, layer by layer."""
     return [(layer, kind) for layer in range(plan.loaded.shape.layers) for kind in KINDS]
-
-
-def clustering(plan: CodebookPlan) -> Callable[[Stream], StreamFunction]:
-    """The functions that cluster a stream's codebooks."""
-
-    def cluster(stream: Stream) -> StreamFunction:
-        settings = cluster_settings(plan, stream, plan.spec.fisher, plan.spec.hybrid)
-        return partial(calibrate_stream, spec=plan.spec.stream(stream[1]), settings=settings)
-
-    return cluster
-
-
-def transform_codes(
-    plan: TransformPlan, work: WorkFolder, captures: WorkFolder, progress: Progress, workers: Workers | None
-) -> Callable[[Stream], StreamFunction]:
-    """Fit all transforms and give out the codes; returns the functions that cluster a stream's codebooks."""
-    spec, shape, streams = plan.spec, plan.loaded.shape, streams_of(plan)
-
-    def groups(stream: Stream) -> int:
-        return spec.groups(stream[1], shape)[0]
-
-    def transform(stream: Stream) -> transforms.Transform:
-        return stored_transform(plan, work, captures, stream, groups(stream), spec.metric)
-
-    def fit(stream: Stream) -> StreamFunction:
-        return partial(transforms.fit_transform, groups=groups(stream), metric=spec.metric)
-
-    def write(stream: Stream, fitted: transforms.Transform) -> None:
-        _write_transform(work, _transform_step(stream, groups(stream), spec.metric), fitted)
-
-    missing = [each for each in streams if not work.has_tensors(_transform_step(each, groups(each), spec.metric))]
-    done = len(streams) - len(missing)
-    progress("transform", done, len(streams))
-    for _ in apply_to_streams(plan, captures, fit, missing, write, workers):
-        done += 1
-        progress("transform", done, len(streams))
-    lengths = transforms.allocate_codes({stream: transform(stream).variances.cpu() for stream in streams}, spec, shape)
-
-    def cluster(stream: Stream) -> StreamFunction:
-        settings = cluster_settings(plan, stream, spec.fisher)
-        fitted = transform(stream)
-        return partial(transforms.calibrate_transform, transform=fitted, lengths=lengths[stream], settings=settings)
-
-    return cluster
-
-
-def by_own_method(plan: MixedPlan) -> Callable[[Stream], StreamFunction]:
-    """The functions that calibrate a stream by its method."""
-    method = plan.method
-    assert isinstance(method, Mixed)
-
-    def calibrate(stream: Stream) -> StreamFunction:
-        layer, kind = stream
-        return partial(
-            mixed.calibrate_component,
-            method=method.component(*stream),
-            layer=layer,
-            kind=kind,
-            shape=plan.loaded.shape,
-            settings=cluster_settings(plan, stream),
-        )
-
-    return calibrate
 
 
 def calibrate_part(
@@ -116,24 +45,26 @@ def stored_transform(
     plan: CapturePlan, work: WorkFolder, captures: WorkFolder, stream: Stream, groups: int, metric: str
 ) -> transforms.Transform:
     """The transforms of a stream, fitted once and kept in `work`."""
-    step = _transform_step(stream, groups, metric)
+    step = transform_step(stream, groups, metric)
     if not work.has_tensors(step):
         fitted = transforms.fit_transform(read_captured(plan, captures, *stream), groups, metric)
-        _write_transform(work, step, fitted)
+        write_transform(work, step, fitted)
     device = plan.loaded.model.device
     return transforms.Transform(**{key: tensor.to(device) for key, tensor in work.read_tensors(step).items()})
 
 
-def _transform_step(stream: Stream, groups: int, metric: str) -> str:
+def transform_step(stream: Stream, groups: int, metric: str) -> str:
+    """The name of a stream's transforms in the work folder."""
     return f"{stream_name(*stream)}.transform.{groups}.{metric}"
 
 
-def _write_transform(work: WorkFolder, step: str, fitted: transforms.Transform) -> None:
+def write_transform(work: WorkFolder, step: str, fitted: transforms.Transform) -> None:
+    """Keep a stream's transforms in `work`."""
     work.write_tensors(step, {key: tensor.cpu() for key, tensor in fitted.tensors().items()})
 
 
 def cluster_all(
-    plan: StreamsPlan,
+    plan: CapturePlan,
     work: WorkFolder,
     captures: WorkFolder,
     cluster: Callable[[Stream], StreamFunction],

@@ -18,8 +18,8 @@ from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.chunk_codebooks import CHUNKS
 from kvq_cli.codecs.nearest import MAX_ENTRIES
 from kvq_cli.codecs.transform import TransformCodec
-from kvq_cli.methods.base import ModelShape, TransformSpec
-from kvq_cli.methods.tensors import code_budget
+from kvq_cli.methods.base import ModelShape
+from kvq_cli.methods.specs import TransformSpec
 
 ERROR_MEASURE = (
     "on held-out samples, relative to the spread around each channel's mean; fisher: squared errors weighted with "
@@ -98,7 +98,7 @@ def allocate_codes(
     variances: Mapping[tuple[int, str], Tensor], spec: TransformSpec, shape: ModelShape
 ) -> dict[tuple[int, str], list[list[int]]]:
     """The lengths of the chunks of each group, by stream. variances: of each stream (layer, kind), `[groups, W]`."""
-    budget = code_budget(spec, shape)
+    budget = spec.code_budget(shape)
     if spec.allocate == "stream":
         parts = [({stream: each}, budget // len(variances)) for stream, each in variances.items()]
     else:

@@ -132,7 +132,7 @@ def tune(
     goal = f"{budget:g}bit" if objective == "kl" else f"kl-{kl:g}"
     folder = data.folder(model_artifacts(model_options.model) / f"mixed-{goal}")
 
-    from kvq_cli.calibration.plan import MixedPlan, plan_calibration
+    from kvq_cli.calibration.kinds.mixed import MixedPlan
     from kvq_cli.data.texts import file_digest
     from kvq_cli.methods.registry import build
     from kvq_cli.tuning.run import tune as run_search
@@ -142,8 +142,7 @@ def tune(
         if calibrated_on is not None and file_digest(name) == calibrated_on:
             output.warn(f"--text {name} is the text of --dataset: KL is measured on text that calibration reads")
     first = build("mixed", bits=16, keys="klt-1bit", values="klt-1bit", **chosen_windows)
-    plan = plan_calibration(model_options.load(), first, data.options(disk, model_options.seed))
-    assert isinstance(plan, MixedPlan)
+    plan = MixedPlan.make(model_options.load(), first, data.options(disk, model_options.seed))
     with data.resumable(output) as arguments:
         artifact = run_search(plan, options, folder, **arguments)
     _print_artifact(output, artifact)

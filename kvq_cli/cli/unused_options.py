@@ -145,17 +145,15 @@ def _compresses(values: Values) -> bool:
 def _reads_text(values: Values) -> bool:
     """Whether calibrating the method reads text, instead of factorizing weights."""
     from kvq_cli.benchmarking.shapes import SHAPES
-    from kvq_cli.methods.base import reads_text
 
-    return reads_text(_calibrated(values).calibration(SHAPES["llama-3.1-8b"].model_shape()))
+    return _calibrated(values).calibration(SHAPES["llama-3.1-8b"].model_shape()).reads_text
 
 
 def _captures(values: Values) -> bool:
     """Whether calibrating the method captures keys, values and gradients on text, to cluster them."""
     from kvq_cli.benchmarking.shapes import SHAPES
-    from kvq_cli.methods.base import captures_activations
 
-    return captures_activations(_calibrated(values).calibration(SHAPES["llama-3.1-8b"].model_shape()))
+    return _calibrated(values).calibration(SHAPES["llama-3.1-8b"].model_shape()).captures
 
 
 def _weighted(values: Values) -> bool:

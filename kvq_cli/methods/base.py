@@ -6,11 +6,12 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvq_cli.codecs.base import AnyCodec, Codec
 from kvq_cli.errors import UsageError
 from kvq_cli.lazy import torch
+from kvq_cli.methods.specs import Spec
 from kvq_cli.methods.window import Window
 
 if TYPE_CHECKING:
@@ -82,179 +83,6 @@ class LayerPlan:
     def kept(self) -> tuple[StreamPlan, ...]:
         """The plans of the streams that exist."""
         return (self.keys,) if self.shared else (self.keys, self.values)
-
-
-@dataclass(frozen=True)
-class BlockShape:
-    """A codebook's block: `tokens` adjacent tokens of `channels` adjacent channels. `name` labels its tensors."""
-
-    name: str
-    tokens: int
-    channels: int
-
-    @property
-    def size(self) -> int:
-        """Numbers of a block."""
-        return self.tokens * self.channels
-
-
-@dataclass(frozen=True)
-class CodebookSpec:
-    """Calibration of the codebooks of one stream: keys or values.
-
-    shapes:    candidates, chosen by held-out Fisher-weighted error; the tensor `choice` (int8) holds indices into them.
-    entries:   centroids per codebook.
-    share:     adjacent channels that use one codebook: `head_dim / share` codebooks per kv head.
-    normalize: cluster (x - mean) / std, per channel; else x.
-    outliers:  fraction of numbers kept in 16 bits, half of them below `lower`, half above `upper`. 0: none.
-    by_range:  use the midpoint and half the distance of the outlier thresholds as mean and std (KVQuant).
-    per_token: scale by the range of each token instead, computed online with its outliers (KVQuant's values).
-    across_heads: the kv heads share their codebooks, which are stored once (KVQuant).
-    rotation:  rotate the channels of each head first: "none", by a "hadamard" matrix, or by a calibrated matrix
-               ("opq"), the tensor `rotation`.
-    """
-
-    shapes: tuple[BlockShape, ...]
-    entries: int
-    share: int
-    normalize: bool
-    outliers: float = 0.0
-    by_range: bool = False
-    per_token: bool = False
-    across_heads: bool = False
-    rotation: str = "none"
-
-
-@dataclass(frozen=True)
-class FactorSpec:
-    """Calibration by factorizing projection weights; no text is read.
-
-    layers: for each layer, the factorized weights: "k" for W_k = U S B^T, "v" for W_v, "x" for both, [W_k W_v]. The
-    artifact stores U as `<name>.down` `[hidden_size, rank]`, and S B^T as `k.up`, `v.up` `[rank, kv_heads * head_dim]`.
-    """
-
-    layers: tuple[tuple[str, ...], ...]
-
-    @property
-    def reads_text(self) -> bool:
-        """Whether the factors depend on activations on text, beside the weights."""
-        return False
-
-    def rank(self, name: str, shape: ModelShape) -> int:
-        """The latents of a factorized weight: of W_k and W_v all."""
-        size = shape.kv_heads * shape.head_dim
-        return min(shape.hidden_size, 2 * size if name == "x" else size)
-
-
-@dataclass(frozen=True)
-class LowRankSpec(FactorSpec):
-    """Calibration by low-rank factors of W_k and W_v, for groups of heads (PALU).
-
-    heads:    kv heads of a group.
-    latents:  of a group, together.
-    whiten:   minimize the error of W x on text; else of W itself.
-    hadamard: rotate the latents of each group by a Hadamard matrix, which is multiplied into the factors.
-    """
-
-    heads: int
-    latents: int
-    whiten: bool
-    hadamard: bool
-
-    @property
-    def reads_text(self) -> bool:
-        return self.whiten
-
-    def rank(self, name: str, shape: ModelShape) -> int:
-        return shape.kv_heads // self.heads * self.latents
-
-
-def captures_activations(spec: AnySpec) -> bool:
-    """Whether a calibration captures keys, values and gradients on text; else it factorizes weights."""
-    return not isinstance(spec, FactorSpec)
-
-
-def reads_text(spec: AnySpec) -> bool:
-    """Whether a calibration runs the model on text; else it factorizes weights alone."""
-    return not isinstance(spec, FactorSpec) or spec.reads_text
-
-
-@dataclass(frozen=True)
-class TransformSpec:
-    """Calibration of Karhunen-Loeve transforms, and of codebooks for chunks of their components.
-
-    bits:      bits per number of the codes of all layers' keys and values together, at most.
-    join_keys, join_values: one transform for all kv heads of a layer; else one per head.
-    skip:      first tokens of each sample to leave out (attention sinks).
-    fisher:    weight k-means by squared gradients.
-    metric:    the quadratic form in which errors count: "full", the matrix E[g g^T] of the gradients, "diagonal" (of
-               that matrix) or "none" (squared errors).
-    allocate:  codes are allocated over the whole "model", or to each "stream" by its share of the numbers.
-    """
-
-    bits: float
-    join_keys: bool
-    join_values: bool
-    skip: int
-    fisher: bool
-    metric: str
-    allocate: str
-
-    def groups(self, kind: str, shape: ModelShape) -> tuple[int, int]:
-        """(groups, channels of a group) of a layer's keys ("k") or values ("v")."""
-        joined = self.join_keys if kind == "k" else self.join_values
-        return (1, shape.kv_heads * shape.head_dim) if joined else (shape.kv_heads, shape.head_dim)
-
-
-@dataclass(frozen=True)
-class CalibrationSpec:
-    """Calibration by clustering captured keys and values into codebooks.
-
-    skip:   first tokens of each sample to leave out (attention sinks).
-    fisher: weight k-means by squared gradients.
-    hybrid: choose among a stream's shapes per "layer", per "head", or not at all ("off": the first shape).
-    """
-
-    keys: CodebookSpec
-    values: CodebookSpec
-    skip: int
-    fisher: bool
-    hybrid: str
-
-    @property
-    def streams(self) -> tuple[CodebookSpec, CodebookSpec]:
-        """Keys, values."""
-        return self.keys, self.values
-
-    def stream(self, kind: str) -> CodebookSpec:
-        """Keys ("k") or values ("v")."""
-        return self.streams["kv".index(kind)]
-
-
-#: The calibration of one stream; None: it needs none.
-StreamSpec: TypeAlias = CalibrationSpec | TransformSpec | None
-
-
-@dataclass(frozen=True)
-class MixedSpec:
-    """Calibration of each stream by the method that serves it.
-
-    layers: for each layer, the calibrations of its keys and of its values. A `TransformSpec` allocates its bits inside
-            the stream.
-    skip:   first tokens of each sample to leave out (attention sinks).
-    """
-
-    skip: int
-    layers: tuple[tuple[StreamSpec, StreamSpec], ...]
-
-
-#: The calibration of a method.
-AnySpec: TypeAlias = CalibrationSpec | TransformSpec | FactorSpec | MixedSpec
-
-
-def stream_spec(spec: CalibrationSpec | TransformSpec | MixedSpec, layer: int, kind: str) -> StreamSpec:
-    """The calibration of a layer's keys ("k") or values ("v")."""
-    return spec.layers[layer]["kv".index(kind)] if isinstance(spec, MixedSpec) else spec
 
 
 def of_stream(tensors: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
@@ -348,7 +176,7 @@ class Method(ABC):
         if not self.calibrates:
             raise UsageError(f"method {self.name} needs no calibration: use it directly with --method {self.name}")
 
-    def calibration(self, shape: ModelShape) -> AnySpec:
+    def calibration(self, shape: ModelShape) -> Spec:
         """The calibration for a model of this shape; UsageError if the method needs none."""
         self.check_calibrates()
         raise NotImplementedError

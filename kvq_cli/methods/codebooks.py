@@ -17,18 +17,8 @@ from kvq_cli.codecs.per_head import PerHeadCodec
 from kvq_cli.codecs.per_token import PerTokenCodec
 from kvq_cli.codecs.rotated import HadamardRotation, MatrixRotation, RotatedCodec
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.methods.base import (
-    SOURCES,
-    BlockShape,
-    CalibrationSpec,
-    CodebookSpec,
-    LayerPlan,
-    Method,
-    ModelShape,
-    StreamPlan,
-    of_stream,
-    option,
-)
+from kvq_cli.methods.base import SOURCES, LayerPlan, Method, ModelShape, StreamPlan, of_stream, option
+from kvq_cli.methods.specs import BlockShape, CalibrationSpec, CodebookSpec
 from kvq_cli.methods.window import Window
 
 if TYPE_CHECKING:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.transform import TransformCodec
 from kvq_cli.errors import KvqError
-from kvq_cli.methods.base import SOURCES, LayerPlan, Method, ModelShape, StreamPlan, TransformSpec, of_stream, option
+from kvq_cli.methods.base import SOURCES, LayerPlan, Method, ModelShape, StreamPlan, of_stream, option
 from kvq_cli.methods.registry import register
+from kvq_cli.methods.specs import TransformSpec
 from kvq_cli.methods.window import Window
 
 if TYPE_CHECKING:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from kvq_cli.methods.base import BlockShape, CalibrationSpec, CodebookSpec, ModelShape, option
+from kvq_cli.methods.base import ModelShape, option
 from kvq_cli.methods.codebooks import CodebookMethod, check_outliers
 from kvq_cli.methods.registry import register
+from kvq_cli.methods.specs import BlockShape, CalibrationSpec, CodebookSpec
 
 
 @register

@@ -8,8 +8,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, cast
 
 from kvq_cli.errors import UsageError
-from kvq_cli.methods.base import LayerPlan, Method, MixedSpec, ModelShape, StreamSpec, option
+from kvq_cli.methods.base import LayerPlan, Method, ModelShape, option
 from kvq_cli.methods.registry import build, has_option, parse, register
+from kvq_cli.methods.specs import MixedSpec, StreamSpec, Uncalibrated
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,16 +68,11 @@ class Mixed(Method):
     def calibration(self, shape: ModelShape) -> MixedSpec:
         self._check_layers(shape)
 
-        def spec(layer: int, kind: str) -> StreamSpec:
-            method = self.component(layer, kind)
-            if not method.calibrates:
-                return None
-            return cast("StreamSpec", method.calibration(shape))
-
-        return MixedSpec(self.sinks, tuple((spec(layer, "k"), spec(layer, "v")) for layer in range(shape.layers)))
+        parts = ([part_spec(self.component(layer, kind), shape) for kind in "kv"] for layer in range(shape.layers))
+        return MixedSpec(self.sinks, tuple((keys, values) for keys, values in parts))
 
     def needs_artifact(self, shape: ModelShape) -> bool:
-        return any(spec is not None for layer in self.calibration(shape).layers for spec in layer)
+        return any(part.entries for part in self.calibration(shape).different)
 
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
         self._check_layers(shape)
@@ -94,6 +90,11 @@ class Mixed(Method):
         for option_, names in (("keys", self._names("k")), ("values", self._names("v"))):
             if len(names) not in (1, shape.layers):
                 raise UsageError(f"mixed: {option_} names {len(names)} methods: give one, or one for each layer")
+
+
+def part_spec(method: Method, shape: ModelShape) -> StreamSpec:
+    """The calibration of a stream that `method`, one of `PARTS`, serves."""
+    return cast("StreamSpec", method.calibration(shape)) if method.calibrates else Uncalibrated()
 
 
 @lru_cache(maxsize=1024)

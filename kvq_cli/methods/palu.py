@@ -11,8 +11,9 @@ from kvq_cli.codecs.hadamard import factors
 from kvq_cli.codecs.identity import IdentityCodec
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.errors import UsageError
-from kvq_cli.methods.base import LayerPlan, LowRankSpec, Method, ModelShape, StreamPlan, option
+from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, option
 from kvq_cli.methods.registry import register
+from kvq_cli.methods.specs import LowRankSpec
 from kvq_cli.methods.window import Window
 from kvq_cli.methods.xquant import BITS, EXACT, factor
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvq_cli.errors import UsageError
-from kvq_cli.methods.base import BlockShape, CalibrationSpec, ModelShape, option
+from kvq_cli.methods.base import ModelShape, option
 from kvq_cli.methods.codebooks import ChunkMethod
 from kvq_cli.methods.registry import register
+from kvq_cli.methods.specs import BlockShape, CalibrationSpec
 
 
 @register

@@ -11,8 +11,9 @@ from kvq_cli.codecs.first_channel import FirstChannelCodec
 from kvq_cli.codecs.identity import IdentityCodec
 from kvq_cli.codecs.uniform import Axis, UniformCodec
 from kvq_cli.errors import KvqError
-from kvq_cli.methods.base import FactorSpec, LayerPlan, Method, ModelShape, StreamPlan, option
+from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, option
 from kvq_cli.methods.registry import register
+from kvq_cli.methods.specs import FactorSpec
 from kvq_cli.methods.window import Window
 
 if TYPE_CHECKING:

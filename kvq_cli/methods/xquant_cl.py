@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from kvq_cli.codecs.uniform import Axis
-from kvq_cli.methods.base import CrossLayer, FactorSpec, LayerPlan, ModelShape, StreamPlan, option
+from kvq_cli.methods.base import CrossLayer, LayerPlan, ModelShape, StreamPlan, option
 from kvq_cli.methods.registry import register
+from kvq_cli.methods.specs import FactorSpec
 from kvq_cli.methods.xquant import (
     BITS,
     EXACT,

@@ -17,7 +17,7 @@ from kvq_cli.evaluation.base import PERPLEXITY
 from kvq_cli.evaluation.lm_eval.task_groups import is_lm_eval
 from kvq_cli.evaluation.perplexity import PerplexityEvaluation
 from kvq_cli.evaluation.ruler.evaluation import RulerEvaluation
-from kvq_cli.methods.base import Method, captures_activations
+from kvq_cli.methods.base import Method
 from kvq_cli.models import REFERENCE, SMOLLM2
 from kvq_cli.papers.targets import Target
 
@@ -83,7 +83,7 @@ def _folder_digest(files: tuple[tuple[Path, int, int], ...]) -> str:
 def clusters(method: Method) -> bool:
     """Whether calibrating this method captures and clusters activations."""
     shape = SHAPES["llama-3.1-8b"].model_shape()  # any: it does not depend on it
-    return captures_activations(method.calibration(shape))
+    return method.calibration(shape).captures
 
 
 def _version(task: str) -> Any:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from kvq_cli.benchmarking.accounting import artifact_tensors
-from kvq_cli.calibration.kmeans import choose_engine
-from kvq_cli.calibration.plan import MixedPlan, plan_calibration
+from kvq_cli.calibration.kinds.mixed import MixedPlan
 from kvq_cli.calibration.settings import CalibrationOptions
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.methods.base import CalibrationSpec, TransformSpec
-from kvq_cli.methods.mixed import Mixed
+from kvq_cli.methods.mixed import Mixed, part_spec
 from kvq_cli.tuning.menus import check_budget, klt_name
 from kvq_cli.tuning.settings import TuneOptions, windows_names
 
@@ -28,8 +26,7 @@ def check_request(plan: MixedPlan, options: TuneOptions) -> None:
             _check_candidate(plan, name, options.seqlen)
         except KvqError as error:
             raise type(error)(f"--candidates {text}: {error}") from error
-    spec = _served_by(plan, klt).component(0, "k").calibration(shape)
-    assert isinstance(spec, TransformSpec)
+    spec = part_spec(_served_by(plan, klt).component(0, "k"), shape)
     cheapest = shape.layers * sum(spec.groups(kind, shape)[0] for kind in "kv")  # a code for each group
     check_budget(int(options.budget * numbers * 2 * shape.layers / 8), cheapest)
 
@@ -44,12 +41,7 @@ def _check_candidate(plan: MixedPlan, name: str, seqlen: int) -> None:
     """That the method fits the model, can be calibrated with the plan's settings, and packs tokens both of the captured
     samples and of windows of `seqlen`."""
     loaded, settings, method = plan.loaded, plan.settings, _served_by(plan, name)
-    made = plan_calibration(loaded, method, CalibrationOptions(**settings.to_dict()))
-    assert isinstance(made, MixedPlan)
-    for spec in made.spec.layers[0]:
-        if isinstance(spec, CalibrationSpec):
-            for stream in spec.streams:
-                choose_engine(settings.kmeans, stream.entries)
+    MixedPlan.make(loaded, method, CalibrationOptions(**settings.to_dict()))
     layer = method.plan(0, loaded.shape, artifact_tensors(method, loaded.shape, 0))
     cached = seqlen - 1  # the last token of a window is only predicted
     for kind, stream_plan in (("keys", layer.keys), ("values", layer.values)):

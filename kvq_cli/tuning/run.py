@@ -9,15 +9,14 @@ from typing import Any
 
 from kvq_cli.artifact import Artifact, load_artifact, save_artifact
 from kvq_cli.artifact.contents import tensor_sizes
-from kvq_cli.calibration import estimate
+from kvq_cli.calibration.captures import capture_all, captured_tokens, captures_folder
 from kvq_cli.calibration.card import card
 from kvq_cli.calibration.finished import Note, check_unchanged, named_inputs
-from kvq_cli.calibration.mixed import ERROR_MEASURE
+from kvq_cli.calibration.kinds.base import Progress
+from kvq_cli.calibration.kinds.mixed import MixedPlan
 from kvq_cli.calibration.parallel import deterministic
-from kvq_cli.calibration.pipeline import capture_all, captured_tokens, captures_folder, work_folder
-from kvq_cli.calibration.plan import MixedPlan
+from kvq_cli.calibration.pipeline import work_folder
 from kvq_cli.calibration.settings import calibrate_command
-from kvq_cli.calibration.streams import Progress
 from kvq_cli.data.texts import file_digest
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.figures import has_matplotlib
@@ -60,7 +59,7 @@ def tune(
             **plan.named_inputs,
             **plan.text_tokens,
         }
-        work.open(request, resume=resume, disk_bytes=0 if captured else estimate.disk_bytes(plan))
+        work.open(request, resume=resume, disk_bytes=0 if captured else plan.disk_bytes())
         try:
             with deterministic(plan.loaded.model.device), captures_folder(plan, work, captured, note) as captures:
                 capture_all(plan, captures, progress)
@@ -108,7 +107,7 @@ def _write(search: Search, best: Tried, out: Path) -> Artifact:
         "versions": made.versions(),
         "sizes": tensor_sizes(tensors),
         "captured": captured_tokens(plan),
-        "errors": {"measure": ERROR_MEASURE, "layers": steps.errors(best.names)},
+        "errors": {"measure": plan.measure, "layers": steps.errors(best.names)},
         "tuning": _record(search, best),
     }
     command = calibrate_command(method, plan.loaded, plan.settings_dict())

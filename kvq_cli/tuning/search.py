@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvq_cli.calibration.streams import Progress
+from kvq_cli.calibration.kinds.base import Progress
 from kvq_cli.tuning.menus import Anchor, Floats, Item, Stream, choose, klt_name, scaled
 from kvq_cli.tuning.settings import TuneOptions
 from kvq_cli.tuning.steps import UNCOMPRESSED, Steps

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
 from kvq_cli.calibration import estimate
+from kvq_cli.calibration.kinds.base import Progress
+from kvq_cli.calibration.kinds.mixed import MixedPlan
 from kvq_cli.calibration.parallel import run_parallel
-from kvq_cli.calibration.plan import MixedPlan
-from kvq_cli.calibration.streams import Progress, calibrate_part, read_captured, stored_transform, streams_of
+from kvq_cli.calibration.streams import calibrate_part, read_captured, stored_transform, streams_of
 from kvq_cli.calibration.transforms import held_out_errors
 from kvq_cli.calibration.work_folder import WorkFolder
 from kvq_cli.codecs.base import Codec
-from kvq_cli.methods.base import Method, TransformSpec
+from kvq_cli.methods.base import Method
 from kvq_cli.methods.mixed import Mixed
 from kvq_cli.methods.registry import build, parse, to_config
+from kvq_cli.methods.specs import TransformSpec
 from kvq_cli.tuning.measure import Meter
 from kvq_cli.tuning.menus import Floats, Stream, klt_losses
 from kvq_cli.tuning.settings import windows_names
@@ -43,8 +45,7 @@ class Steps:
     def expected_losses(self, klt: str) -> dict[Stream, Floats]:
         """Fit the transforms of klt; returns each stream's expected loss for every number of codes."""
         name, options = parse(klt)
-        spec = build(name, **options).calibration(self.shape)
-        assert isinstance(spec, TransformSpec)  # the first candidate is klt
+        spec = cast("TransformSpec", build(name, **options).calibration(self.shape))  # the first candidate is klt
         losses = {}
 
         def fit(stream: Stream) -> None:

@@ -10,22 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from kvq_cli.codecs.per_token import PerTokenCodec
-from kvq_cli.codecs.transform import CHUNKS
 from kvq_cli.errors import UsageError
-from kvq_cli.methods.base import (
-    CalibrationSpec,
-    FactorSpec,
-    LayerPlan,
-    Method,
-    ModelShape,
-    StreamPlan,
-    TransformSpec,
-    stream_spec,
-)
+from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, of_stream
 from kvq_cli.vllm.gathered import GatheredCodec
 
 #: `[batch, kv_heads of the rank, ...]` -> those of all ranks, in their order, along dimension 1.
@@ -100,19 +89,10 @@ def head_tensors(
     tensors: as `Method.plan` takes them, of all heads. Raises UsageError where one transform serves all heads.
     """
     cut = dict(tensors)
-    spec = method.calibration(shape) if tensors else None
-    if spec is None or isinstance(spec, FactorSpec):
-        return cut
-    for kind in "kv":
-        stream = stream_spec(spec, layer, kind)
-        named = {key[2:]: tensor for key, tensor in tensors.items() if key.startswith(f"{kind}.")}
-        if isinstance(stream, TransformSpec):
-            if stream.groups(kind, shape)[0] == 1 < shape.kv_heads:
-                raise UsageError(_joined(method, kind))
-            named = _transform_tensors(named, list(heads))
-        elif isinstance(stream, CalibrationSpec):
-            names = [block.name for block in stream.stream(kind).shapes]
-            named = _codebook_tensors(named, names, list(heads))
+    for kind, part in (method.calibration(shape).parts(layer) if tensors else {}).items():
+        if part.groups(kind, shape)[0] == 1 < shape.kv_heads:
+            raise UsageError(_joined(method, kind))
+        named = part.of_heads(kind, of_stream(tensors, kind), list(heads))
         cut |= {f"{kind}.{name}": tensor for name, tensor in named.items()}
     return cut
 
@@ -124,29 +104,3 @@ def _joined(method: Method, kind: str) -> str:
         f"method {method.name} cannot be served with tensor parallelism: one transform {part} covers the "
         f"{'keys' if kind == 'k' else 'values'} of all kv heads, of which a rank has some; calibrate with {name}=off"
     )
-
-
-def _codebook_tensors(named: Mapping[str, Tensor], shapes: Sequence[str], heads: list[int]) -> dict[str, Tensor]:
-    """See `methods.tensors.stream_layout`. A block shape that none of the heads has is left out."""
-    choice = named["choice"].tolist()
-    cut = {name: tensor[heads] for name, tensor in named.items() if not name.startswith("centroids.")}
-    for index, name in enumerate(shapes):
-        books = named.get(f"centroids.{name}")
-        of_shape = [head for head, chosen in enumerate(choice) if chosen == index]
-        kept = [place for place, head in enumerate(of_shape) if head in heads]
-        if books is not None and kept:
-            shared = books.shape[0] == 1 < len(of_shape)
-            cut[f"centroids.{name}"] = books if shared else books[kept]
-    return cut
-
-
-def _transform_tensors(named: Mapping[str, Tensor], heads: list[int]) -> dict[str, Tensor]:
-    """See `methods.tensors.transform_layout`; one group for each head."""
-    cut = {name: tensor[heads] for name, tensor in named.items() if not name.startswith("centroids.")}
-    for size, chunks in zip(CHUNKS, named["allocation"].long().T, strict=True):
-        books = named.get(f"centroids.{size}")
-        if books is not None:
-            kept = [group for head, group in enumerate(books.split(chunks.tolist())) if head in heads]
-            if sum(map(len, kept)):
-                cut[f"centroids.{size}"] = torch.cat(kept)
-    return cut

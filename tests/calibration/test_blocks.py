@@ -9,7 +9,7 @@ import torch
 from kvq_cli.calibration.blocks import draw_coreset, to_blocks
 from kvq_cli.calibration.statistics import adjacent_correlation, mean_std, outlier_thresholds
 from kvq_cli.codecs.codebook import CodebookCodec
-from kvq_cli.methods.base import BlockShape
+from kvq_cli.methods.specs import BlockShape
 
 SHAPES = [(1, 1, 1), (4, 1, 4), (1, 4, 4), (1, 4, 8), (2, 2, 4), (2, 4, 8), (8, 1, 8)]
 

@@ -11,7 +11,8 @@ from kvq_cli.calibration.codebooks import _cluster, _prepare, calibrate_stream, 
 from kvq_cli.calibration.kmeans_scalar import scalar_kmeans
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.codecs.per_token import PerTokenCodec, split_outliers
-from kvq_cli.methods.base import BlockShape, CodebookSpec, ModelShape
+from kvq_cli.methods.base import ModelShape
+from kvq_cli.methods.specs import BlockShape, CodebookSpec
 from kvq_cli.methods.temporalkv import TemporalKV
 
 SHAPE = ModelShape(layers=1, query_heads=4, kv_heads=2, head_dim=8, hidden_size=32, dtype=torch.float32)

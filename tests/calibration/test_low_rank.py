@@ -8,7 +8,7 @@ from sylvester import sylvester
 
 from kvq_cli.artifact import load_artifact
 from kvq_cli.attention.attach import attach
-from kvq_cli.calibration import low_rank, pipeline
+from kvq_cli.calibration import capture, low_rank, pipeline
 from kvq_cli.calibration.estimate import dry_run_report
 from kvq_cli.calibration.plan import plan_calibration
 from kvq_cli.calibration.settings import CalibrationOptions
@@ -123,7 +123,7 @@ def test_interrupted_calibration_resumes_to_the_same_bytes(tiny, tmp_path, monke
     whole = calibrated(tiny, tmp_path / "whole")
     plan = plan_calibration(tiny, build("palu"), CalibrationOptions(**TEXT))
     calls = interrupted(low_rank, "factorize_groups", lambda: pipeline.calibrate(plan, tmp_path / "a"))
-    monkeypatch.setattr(pipeline.capture, "forward", lambda *_: pytest.fail("the text was read already"))
+    monkeypatch.setattr(capture, "forward", lambda *_: pytest.fail("the text was read already"))
     again = pipeline.calibrate(plan, tmp_path / "a", resume=True)
     assert calls == [0, 1, 1]
     assert (again.path / "tensors.safetensors").read_bytes() == (whole.path / "tensors.safetensors").read_bytes()
@@ -132,7 +132,7 @@ def test_interrupted_calibration_resumes_to_the_same_bytes(tiny, tmp_path, monke
 def test_reading_continues_where_it_was_interrupted(tiny, tmp_path, monkeypatch):
     plan = plan_calibration(tiny, build("palu"), CalibrationOptions(samples=7, seqlen=60))
     whole = pipeline.calibrate(plan, tmp_path / "whole")
-    forward, read = pipeline.capture.forward, []
+    forward, read = capture.forward, []
 
     def interrupted(model, window):
         read.append(window)
@@ -140,7 +140,7 @@ def test_reading_continues_where_it_was_interrupted(tiny, tmp_path, monkeypatch)
             raise KeyboardInterrupt
         forward(model, window)
 
-    monkeypatch.setattr(pipeline.capture, "forward", interrupted)
+    monkeypatch.setattr(capture, "forward", interrupted)
     with pytest.raises(KeyboardInterrupt):
         pipeline.calibrate(plan, tmp_path / "a")
     again = pipeline.calibrate(plan, tmp_path / "a", resume=True)

@@ -15,8 +15,9 @@ from calibrations import Interrupted, contents, run, stop_at
 
 from kvq_cli import attach
 from kvq_cli.artifact import load_artifact
-from kvq_cli.calibration import estimate, kmeans, pipeline, streams, work_folder
+from kvq_cli.calibration import capture, estimate, kmeans, pipeline, work_folder
 from kvq_cli.calibration.estimate import dry_run_report
+from kvq_cli.calibration.kinds import codebooks
 from kvq_cli.calibration.plan import plan_calibration
 from kvq_cli.calibration.samples import SampleCapture
 from kvq_cli.calibration.settings import CalibrationOptions, calibrate_command
@@ -184,13 +185,13 @@ def test_artifacts_of_values_that_are_always_zero_load(tiny, quick, tmp_path, me
 
 def test_an_artifact_that_could_not_be_loaded_is_not_written(tiny, quick, tmp_path, monkeypatch):
     first = run(tiny, quick, tmp_path / "a")
-    calibrate = streams.calibrate_stream
+    calibrate = codebooks.calibrate_stream
 
     def without_a_number(*args, **options):
         tensors, errors = calibrate(*args, **options)
         return tensors, errors | {"adjacent_token_correlation": float("nan")}
 
-    monkeypatch.setattr(streams, "calibrate_stream", without_a_number)
+    monkeypatch.setattr(codebooks, "calibrate_stream", without_a_number)
     says = r"not written, since it could not be loaded: .*layers\[0\]: k.adjacent_token_correlation must be a finite"
     with pytest.raises(KvqError, match=says):
         run(tiny, quick, tmp_path / "a", force=True)
@@ -291,9 +292,9 @@ def test_disk_space_counts_transforms(tiny, quick, tmp_path, monkeypatch, join):
     plan = plan_calibration(tiny, build("klt", join_keys=join), quick)
     pipeline.calibrate(plan, tmp_path / "a")
     transforms = numbers_bytes(tmp_path / "a.work", "*.transform.*")
-    assert transforms > 0 and estimate.disk_bytes(plan) == plan.capture.nbytes + transforms
+    assert transforms > 0 and plan.disk_bytes() == plan.capture.nbytes + transforms
     pipeline.calibrate(plan, tmp_path / "b", captured=tmp_path / "captured")
-    assert estimate.step_bytes(plan) == transforms == numbers_bytes(tmp_path / "b.work", "*.transform.*")
+    assert plan.step_bytes() == transforms == numbers_bytes(tmp_path / "b.work", "*.transform.*")
 
 
 def test_disk_space_counts_sums_of_products(tiny, quick, tmp_path, monkeypatch):
@@ -302,7 +303,7 @@ def test_disk_space_counts_sums_of_products(tiny, quick, tmp_path, monkeypatch):
     pipeline.calibrate(plan, tmp_path / "a")
     count = torch.tensor([0]).nbytes  # of the tokens that were added
     parts = [numbers_bytes(tmp_path / "a.work", name) for name in ("sums.*", "*.moments.*", "*.factors.s*")]
-    assert min(parts) > 0 and estimate.disk_bytes(plan) == sum(parts) - count
+    assert min(parts) > 0 and plan.disk_bytes() == sum(parts) - count
 
 
 def test_memory_counts_the_matrices_of_transforms_and_sums(tiny, quick, monkeypatch):
@@ -342,7 +343,7 @@ def test_captured_activations_are_shared(tiny, quick, tmp_path, monkeypatch):
     plans = [plan_calibration(tiny, build(*method), quick) for method in (("temporalkv",), ("kvquant",))]
     pipeline.calibrate(plans[0], tmp_path / "first", captured=kept)
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline.capture, "capture", lambda *args, **options: pytest.fail("captured again"))
+        patch.setattr(capture, "capture", lambda *args, **options: pytest.fail("captured again"))
         pipeline.calibrate(plans[1], tmp_path / "second", captured=kept)
     pipeline.calibrate(plans[1], tmp_path / "alone")
     assert contents(tmp_path / "second") == contents(tmp_path / "alone")

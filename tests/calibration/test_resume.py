@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 import kvq_cli
 from kvq_cli.artifact import load_artifact, save_artifact
-from kvq_cli.calibration import plan as plan_module
+from kvq_cli.calibration.kinds import base as plan_module
 from kvq_cli.errors import UsageError, WorkerDiedError
 from kvq_cli.methods.registry import build
 from kvq_cli.reference import prose

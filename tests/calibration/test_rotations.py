@@ -12,8 +12,9 @@ from kvq_cli.calibration.blocks import to_blocks
 from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
 from kvq_cli.calibration.codebooks import calibrate_stream
 from kvq_cli.calibration.rotations import _from_blocks, fit_rotation, rotate_stream
-from kvq_cli.methods.base import BlockShape, CodebookSpec, ModelShape
+from kvq_cli.methods.base import ModelShape
 from kvq_cli.methods.codebooks import codec_of
+from kvq_cli.methods.specs import BlockShape, CodebookSpec
 
 HEADS, DIM = 2, 16
 SETTINGS = ClusterSettings(

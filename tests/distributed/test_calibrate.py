@@ -10,7 +10,7 @@ import pytest
 from held_tasks import held_once, kill_held, started_again
 from tiny_folder import tiny, tiny_folder  # noqa: F401  # fixtures
 
-from kvq_cli.calibration import pipeline
+from kvq_cli.calibration import captures, pipeline
 from kvq_cli.calibration.plan import plan_calibration
 from kvq_cli.calibration.settings import CalibrationOptions
 from kvq_cli.distributed import Workers, connected
@@ -61,23 +61,23 @@ def test_interrupted_on_workers_and_resumed_in_one_process(kvq, tiny_folder, tmp
     words = ["calibrate", "--model", tiny_folder, "--bits", 2, "--samples", 6, "--seqlen", 100, "--gradients", 4]
     words += ["--points", 300, "--iterations", 5, "--quiet"]
     assert kvq(*words, "--out", "one").exit_code == 0
-    write = pipeline._write_sample
+    write = captures._write_sample
 
-    def interrupt(captures, sample, *more):
+    def interrupt(folder, sample, *more):
         if sample == 3:
             raise KeyboardInterrupt
-        write(captures, sample, *more)
+        write(folder, sample, *more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "_write_sample", interrupt)
+        patch.setattr(captures, "_write_sample", interrupt)
         assert kvq(*words, "--out", "two", "--workers", 2).exit_code == 130
     sampled = []
 
-    def note(captures, sample, *more):
+    def note(folder, sample, *more):
         sampled.append(sample)
-        write(captures, sample, *more)
+        write(folder, sample, *more)
 
-    monkeypatch.setattr(pipeline, "_write_sample", note)
+    monkeypatch.setattr(captures, "_write_sample", note)
     result = kvq(*words, "--out", "two", "--resume")
     assert result.exit_code == 0, result.stderr
     assert set(sampled) == {3, 4, 5}

@@ -11,7 +11,8 @@ from kvq_cli.calibration import capture
 from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
 from kvq_cli.calibration.codebooks import calibrate_stream
 from kvq_cli.data.texts import load_text, token_windows
-from kvq_cli.methods.base import CalibrationSpec, LayerPlan, Method, MixedSpec, ModelShape, TransformSpec
+from kvq_cli.methods.base import LayerPlan, Method, ModelShape
+from kvq_cli.methods.specs import CalibrationSpec, MixedSpec, TransformSpec
 from kvq_cli.models import load_model
 
 

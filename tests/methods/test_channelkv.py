@@ -9,8 +9,8 @@ from kvq_cli.calibration.captured import ClusterSettings
 from kvq_cli.calibration.codebooks import calibrate_stream
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.methods.base import BlockShape, CodebookSpec
 from kvq_cli.methods.registry import build
+from kvq_cli.methods.specs import BlockShape, CodebookSpec
 from kvq_cli.methods.window import Window
 
 

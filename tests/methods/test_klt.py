@@ -5,7 +5,6 @@ import torch
 
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.registry import build, parse
-from kvq_cli.methods.tensors import code_budget, even_allocation
 from kvq_cli.methods.window import Window
 from kvq_cli.paths import artifact_folder
 
@@ -31,9 +30,9 @@ def test_sources_windows_and_cost(bits, join_keys, shape, tensors_for):
 def test_even_allocations_stay_within_the_budget_and_waste_less_than_a_code_per_group(bits, head_dim, shape_of):
     shape = shape_of(3, 2, head_dim)
     spec = build("klt", bits=bits).calibration(shape)
-    rows = [row for kind in "kv" for row in even_allocation(spec, kind, shape)] * shape.layers
-    assert code_budget(spec, shape) - len(rows) < sum(map(sum, rows)) <= code_budget(spec, shape)
-    widths = [spec.groups(kind, shape)[1] for kind in "kv" for _ in even_allocation(spec, kind, shape)] * shape.layers
+    rows = [row for kind in "kv" for row in spec.first_choice(kind, shape)] * shape.layers
+    assert spec.code_budget(shape) - len(rows) < sum(map(sum, rows)) <= spec.code_budget(shape)
+    widths = [spec.groups(kind, shape)[1] for kind in "kv" for _ in spec.first_choice(kind, shape)] * shape.layers
     for row, width in zip(rows, widths, strict=True):
         assert sum(size * chunks for size, chunks in zip((1, 2, 4, 8), row, strict=True)) == width
 

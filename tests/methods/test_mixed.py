@@ -6,7 +6,6 @@ import torch
 from kvq_cli.benchmarking.accounting import account
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.registry import build, from_config, to_config
-from kvq_cli.methods.tensors import stream_codes
 from kvq_cli.methods.window import Window
 from kvq_cli.paths import artifact_folder
 
@@ -54,7 +53,7 @@ def test_rounded_bits_give_the_same_number_of_codes(numbers, shape_of):
     shape = shape_of(2, numbers // 64, 64)
     for codes in range(1, numbers + 1):
         method = build("mixed", bits=8, keys=klt_name("klt:join_keys=on", codes, numbers)).component(0, "k")
-        assert method.join_keys and stream_codes(method.calibration(shape), "k", shape) == codes
+        assert method.join_keys and method.calibration(shape).stream_codes("k", shape) == codes
 
 
 def test_the_artifact_that_it_needs(shape):

@@ -21,8 +21,9 @@ from kvq_cli.attention.capture_points import AttentionLayer, attention_layers, d
 from kvq_cli.calibration.factors import factorize
 from kvq_cli.codecs.identity import IdentityCodec
 from kvq_cli.errors import KvqError
-from kvq_cli.methods.base import FactorSpec, LayerPlan, Method, ModelShape, StreamPlan
+from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan
 from kvq_cli.methods.registry import build, method_class, method_names, to_config
+from kvq_cli.methods.specs import FactorSpec
 from kvq_cli.methods.window import Window
 from kvq_cli.models import model_shape
 

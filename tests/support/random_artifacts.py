@@ -13,20 +13,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from kvq_cli.artifact import fingerprint
 from kvq_cli.artifact.contents import tensor_sizes
 from kvq_cli.calibration.settings import CalibrationSettings
-from kvq_cli.methods.base import (
-    AnySpec,
-    CalibrationSpec,
-    CodebookSpec,
-    FactorSpec,
-    Method,
-    ModelShape,
-    TransformSpec,
-    reads_text,
-    stream_spec,
-)
+from kvq_cli.methods.base import Method, ModelShape
 from kvq_cli.methods.mixed import Mixed
 from kvq_cli.methods.registry import to_config
-from kvq_cli.methods.tensors import layer_layout, stream_layout
+from kvq_cli.methods.specs import CalibrationSpec, CodebookSpec, Spec, TransformSpec, Uncalibrated
 from kvq_cli.models import model_shape
 from kvq_cli.tuning.settings import TuneOptions
 
@@ -58,16 +48,15 @@ def random_parts(
         drawn = _layer(spec, shape, layer, generator)
         tensors |= {f"layers.{layer}.{key}": tensor for key, tensor in drawn.items()}
     model_entry = {"name": name, "revision": None, "dtype": str(shape.dtype).removeprefix("torch.")}
-    text = not isinstance(spec, FactorSpec)
     tuning = {"tuning": _tuning(method)} if isinstance(method, Mixed) else {}
     config = {
         "kvq": "0.0",
         "method": to_config(method),
         "model": {**model_entry, "fingerprint": fingerprint(model).to_dict()},
-        "calibration": SETTINGS.to_dict() if text else TEXT if reads_text(spec) else {},
+        "calibration": SETTINGS.to_dict() if spec.captures else TEXT if spec.reads_text else {},
         "versions": {"torch": "0", "transformers": "0"},
         "sizes": tensor_sizes(tensors),
-        **({"captured": CAPTURED} if text else {}),
+        **({"captured": CAPTURED} if spec.captures else {}),
         "errors": {
             "measure": "none",
             "layers": [_errors(spec, shape, layer, tensors) for layer in range(shape.layers)],
@@ -94,16 +83,15 @@ def _choice(spec: CalibrationSpec, stream: CodebookSpec, shape: ModelShape) -> l
     return [head % len(stream.shapes) if spec.hybrid == "head" else 0 for head in range(shape.kv_heads)]
 
 
-def _layer(spec: AnySpec, shape: ModelShape, layer: int, generator: torch.Generator) -> dict[str, Tensor]:
-    if isinstance(spec, FactorSpec):
-        layout = layer_layout(spec, shape, layer, {})
+def _layer(spec: Spec, shape: ModelShape, layer: int, generator: torch.Generator) -> dict[str, Tensor]:
+    if not spec.captures:
+        layout = spec.layout(shape, layer, {})
         return {name: torch.randn(size, generator=generator).to(dtype) for name, (size, dtype) in layout.items()}
     tensors = {}
-    for kind in "kv":
-        one = stream_spec(spec, layer, kind)
+    for kind, one in spec.parts(layer).items():
         if isinstance(one, TransformSpec):
             tensors |= random_stream(one, kind, shape, generator)
-        elif one is not None:
+        elif isinstance(one, CalibrationSpec):
             tensors |= _codebooks(one, kind, shape, generator)
     return tensors
 
@@ -111,7 +99,7 @@ def _layer(spec: AnySpec, shape: ModelShape, layer: int, generator: torch.Genera
 def _codebooks(spec: CalibrationSpec, kind: str, shape: ModelShape, generator: torch.Generator) -> dict[str, Tensor]:
     stream = spec.stream(kind)
     choice = _choice(spec, stream, shape)
-    layout = stream_layout(stream, shape, choice)
+    layout = stream.layout(shape, choice)
     tensors = {name: torch.randn(size, generator=generator).to(dtype) for name, (size, dtype) in layout.items()}
     tensors["choice"] = torch.tensor(choice, dtype=torch.int8)
     if "std" in tensors:
@@ -127,15 +115,14 @@ def _codebooks(spec: CalibrationSpec, kind: str, shape: ModelShape, generator: t
     return {f"{kind}.{name}": tensor for name, tensor in tensors.items()}
 
 
-def _errors(spec: AnySpec, shape: ModelShape, layer: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    if isinstance(spec, FactorSpec):
-        ranks = {name: tensors[f"layers.{layer}.{name}.down"].shape[1] for name in spec.layers[layer]}
+def _errors(spec: Spec, shape: ModelShape, layer: int, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    if not spec.captures:
+        ranks = {name: tensors[f"layers.{layer}.{name}.down"].shape[1] for name in spec.factors(layer)}
         return {name: {"rank": rank, "residual": 0.01, "energy": 0.5} for name, rank in ranks.items()}
     entry: dict[str, Any] = {"fisher": 0.25, "plain": 0.25, "fisher_per_head": [0.25] * shape.kv_heads}
     errors = {}
-    for kind in "kv":
-        one = stream_spec(spec, layer, kind)
-        if one is None:
+    for kind, one in spec.parts(layer).items():
+        if isinstance(one, Uncalibrated):
             errors[kind] = {"chosen": {**entry, "loss": 0.25}}
         elif isinstance(one, TransformSpec):
             codes = int(tensors[f"layers.{layer}.{kind}.allocation"].sum())

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from kvq_cli.codecs.chunk_codebooks import CHUNKS
-from kvq_cli.methods.base import ModelShape, TransformSpec
-from kvq_cli.methods.tensors import even_allocation, transform_layout
+from kvq_cli.methods.base import ModelShape
+from kvq_cli.methods.specs import TransformSpec, transform_layout
 
 
 def random_transform(
@@ -38,6 +38,6 @@ def random_layer(spec: TransformSpec, shape: ModelShape, generator: torch.Genera
 
 def random_stream(spec: TransformSpec, kind: str, shape: ModelShape, generator: torch.Generator) -> dict[str, Tensor]:
     """The tensors of a layer's keys ("k") or values ("v"), named as in `Method.plan`."""
-    allocation, width = even_allocation(spec, kind, shape), spec.groups(kind, shape)[1]
+    allocation, width = spec.first_choice(kind, shape), spec.groups(kind, shape)[1]
     drawn = random_transform(allocation, width, shape.dtype, generator)
     return {f"{kind}.{name}": tensor for name, tensor in drawn.items()}

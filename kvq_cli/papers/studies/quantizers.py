@@ -13,7 +13,7 @@ from kvq_cli.calibration.blocks import draw_coreset, to_blocks
 from kvq_cli.calibration.kmeans import nearest, weighted_kmeans
 from kvq_cli.calibration.statistics import mean_std
 from kvq_cli.errors import UsageError
-from kvq_cli.methods.base import BlockShape
+from kvq_cli.methods.specs import BlockShape
 from kvq_cli.papers.studies.activations import STREAMS, Activations, captured, clustered, spread
 from kvq_cli.papers.studies.study import Findings, ModelStudy, Progress, StudyInput, register
 

@@ -1,0 +1,108 @@
+"""Capture keys, values and gradients of a text's samples into a folder, in resumable steps."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from kvq_cli.attention.capture_points import attention_layers
+from kvq_cli.calibration import estimate, remote
+from kvq_cli.calibration.finished import Note
+from kvq_cli.calibration.kinds.base import Progress
+from kvq_cli.calibration.parallel import run_parallel
+from kvq_cli.calibration.samples import SampleCapture, capturing
+from kvq_cli.calibration.streams import stream_name
+from kvq_cli.calibration.work_folder import WorkFolder
+from kvq_cli.distributed import Workers
+
+if TYPE_CHECKING:
+    from kvq_cli.calibration.kinds.capture import CapturePlan
+
+
+@contextmanager
+def captures_folder(plan: CapturePlan, work: WorkFolder, captured: Path | None, note: Note) -> Iterator[WorkFolder]:
+    """The folder of the captured activations: `work`, or one below `captured`, named by what it depends on.
+
+    Waits while another process captures the same activations, and tells `note` so.
+    """
+    if captured is None:
+        yield work
+        return
+    request = plan.capture_request()
+    name = sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()[:16]
+    with closing(WorkFolder(captured / name)) as captures:
+        captures.open(request, resume=True, disk_bytes=plan.capture.nbytes, shared=True, note=note)
+        yield captures
+
+
+def captured_tokens(plan: CapturePlan) -> dict[str, int]:
+    """The entry `captured` of an artifact's config."""
+    return {
+        "tokens": plan.capture.tokens * plan.settings.samples,
+        "tokens_with_gradients": plan.capture.tokens * plan.settings.gradients,
+        "tokens_held_out": plan.capture.tokens * plan.settings.held_out,
+    }
+
+
+def capture_all(plan: CapturePlan, captures: WorkFolder, progress: Progress, workers: Workers | None = None) -> None:
+    """Run every sample through the model, and write its captured tokens to disk before the next ones run.
+
+    captures: of `captures_folder`; other calibrations may read it from then on.
+    """
+    settings = plan.settings
+    windows = plan.read_windows(captures, progress)
+    done = (captures.read_json("captured") or {"samples": 0})["samples"]
+    progress("capture", done, settings.samples)
+    if done == settings.samples:
+        return captures.share()
+    sampled = SampleCapture(windows, plan.capture, settings.gradients, settings.seed)
+
+    if workers is None:
+        finished = _capture_here(plan, sampled, captures, done)
+    else:
+        finished = _capture_on(workers, plan, sampled, captures, done)
+    for done in finished:
+        progress("capture", done, settings.samples)
+    captures.share()
+
+
+def _capture_here(plan: CapturePlan, sampled: SampleCapture, captures: WorkFolder, done: int) -> Iterator[int]:
+    """Capture the samples from `done` on in parallel; yields how many are captured."""
+    loaded, samples = plan.loaded, plan.settings.samples
+    layers, workers = attention_layers(loaded.model), estimate.capture_workers(plan)
+
+    def run_sample(sample: int) -> None:
+        sampled.run(loaded, layers, sample, partial(_write_sample, captures, sample), threads=workers > 1)
+
+    with capturing(loaded, layers, plan.settings.seqlen):
+        while done < samples:
+            # A batch ends before the next one starts, so that the samples counted as done have no gaps.
+            batch = range(done, min(done + workers, samples))
+            for _ in run_parallel(run_sample, batch, workers):
+                done += 1
+                yield done
+            captures.count_samples(done)
+
+
+def _capture_on(
+    workers: Workers, plan: CapturePlan, sampled: SampleCapture, captures: WorkFolder, done: int
+) -> Iterator[int]:
+    """The same on workers."""
+    for sample, numbers in remote.capture_on(workers, plan.loaded, sampled, range(done, plan.settings.samples)):
+        for captured in numbers:
+            _write_sample(captures, sample, *captured)
+        if sample == done:  # after Ctrl-C, the samples that arrive have gaps
+            done += 1
+            captures.count_samples(done)
+            yield done
+
+
+def _write_sample(captures: WorkFolder, sample: int, layer: int, kind: str, quantity: str, numbers: Tensor) -> None:
+    captures.write_sample(stream_name(layer, kind, quantity), sample, numbers)

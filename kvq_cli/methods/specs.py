@@ -1,0 +1,435 @@
+"""Specs: what the calibration of a method computes, and the names, shapes and dtypes of the tensors that it stores."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+from kvq_cli.codecs.chunk_codebooks import CHUNKS
+from kvq_cli.codecs.nearest import MAX_ENTRIES
+from kvq_cli.errors import UsageError
+from kvq_cli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kvq_cli.methods.base import ModelShape
+
+#: Name -> (shape, dtype).
+Layout: TypeAlias = "dict[str, tuple[tuple[int, ...], torch.dtype]]"
+
+
+class Spec(ABC):
+    """The calibration of a method for all layers of a model."""
+
+    #: Whether keys, values and gradients are captured on text; else projection weights are factorized.
+    captures: ClassVar[bool] = True
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the model runs on text."""
+        return self.captures
+
+    def factors(self, layer: int) -> tuple[str, ...]:
+        """Names of a layer's factorized weights, see `FactorSpec`."""
+        return ()
+
+    @abstractmethod
+    def parts(self, layer: int) -> dict[str, StreamSpec]:
+        """The calibrations of a layer's keys ("k") and values ("v"); empty where weights are factorized."""
+
+    def layout(self, shape: ModelShape, layer: int, choices: Mapping[str, Sequence[Any]]) -> Layout:
+        """The tensors of a layer, named without their prefix `layers.<i>.`. choices: by stream, see
+        `StreamSpec.tensors`."""
+        return {
+            f"{kind}.{name}": form
+            for kind, part in self.parts(layer).items()
+            for name, form in part.tensors(kind, shape, choices[kind]).items()
+        }
+
+    def first_choices(self, shape: ModelShape, layer: int) -> dict[str, list[Any]]:
+        """The `choices` of `layout` before anything is measured."""
+        return {kind: part.first_choice(kind, shape) for kind, part in self.parts(layer).items()}
+
+    def code_budget(self, shape: ModelShape) -> int | None:
+        """Maximum 8-bit codes of a token in all layers together; None: codes are not allocated over layers."""
+        return None
+
+    def check(self, shape: ModelShape) -> None:  # noqa: B027  # most specs fit all shapes
+        """Raise UsageError for a model of this shape that the calibration does not fit."""
+
+
+@dataclass(frozen=True)
+class FactorSpec(Spec):
+    """Calibration by factorizing projection weights; no text is read.
+
+    layers: for each layer, the factorized weights: "k" for W_k = U S B^T, "v" for W_v, "x" for both, [W_k W_v]. The
+    artifact stores U as `<name>.down` `[hidden_size, rank]`, and S B^T as `k.up`, `v.up` `[rank, kv_heads * head_dim]`.
+    """
+
+    captures = False
+
+    layers: tuple[tuple[str, ...], ...]
+
+    def factors(self, layer: int) -> tuple[str, ...]:
+        return self.layers[layer]
+
+    def parts(self, layer: int) -> dict[str, StreamSpec]:
+        return {}
+
+    def layout(self, shape: ModelShape, layer: int, choices: Mapping[str, Sequence[Any]]) -> Layout:
+        size = shape.kv_heads * shape.head_dim
+        layout: Layout = {}
+        for name in self.layers[layer]:
+            rank = self.rank(name, shape)
+            layout[f"{name}.down"] = ((shape.hidden_size, rank), shape.dtype)
+            layout |= {f"{kind}.up": ((rank, size), shape.dtype) for kind in (("k", "v") if name == "x" else (name,))}
+        return layout
+
+    def rank(self, name: str, shape: ModelShape) -> int:
+        """Number of latents of a factorized weight: all of W_k's and W_v's."""
+        size = shape.kv_heads * shape.head_dim
+        return min(shape.hidden_size, 2 * size if name == "x" else size)
+
+
+@dataclass(frozen=True)
+class LowRankSpec(FactorSpec):
+    """Calibration by low-rank factors of W_k and W_v, for groups of heads (PALU).
+
+    heads:    kv heads of a group.
+    latents:  of a group, together.
+    whiten:   minimize the error of W x on text; else of W itself.
+    hadamard: rotate the latents of each group by a Hadamard matrix, which is multiplied into the factors.
+    """
+
+    heads: int
+    latents: int
+    whiten: bool
+    hadamard: bool
+
+    @property
+    def reads_text(self) -> bool:
+        return self.whiten
+
+    def rank(self, name: str, shape: ModelShape) -> int:
+        return shape.kv_heads // self.heads * self.latents
+
+
+class CaptureSpec(Spec):
+    """Calibration from captured keys, values and gradients.
+
+    skip: first tokens of each sample to leave out (attention sinks).
+    """
+
+    skip: int
+
+    @property
+    @abstractmethod
+    def unit(self) -> int:
+        """Adjacent tokens that are captured together where the disk budget keeps a part of them."""
+
+    @property
+    @abstractmethod
+    def entries(self) -> AbstractSet[int]:
+        """Centroids of each codebook, without repetition."""
+
+    @abstractmethod
+    def needed_tokens(self, shape: ModelShape) -> Iterator[tuple[int, str]]:
+        """Minimum numbers of training tokens, each with what needs them."""
+
+
+class StreamSpec(CaptureSpec):
+    """Calibration of one stream: keys ("k") or values ("v") of a layer; or of all streams, alike."""
+
+    def parts(self, layer: int) -> dict[str, StreamSpec]:
+        return {"k": self, "v": self}
+
+    @abstractmethod
+    def tensors(self, kind: str, shape: ModelShape, choice: Sequence[Any]) -> Layout:
+        """The tensors of a stream, named without `layers.<i>.<kind>.`. choice: for codebooks, the index of each kv
+        head's block shape; for transforms, the allocation of each group."""
+
+    @abstractmethod
+    def first_choice(self, kind: str, shape: ModelShape) -> list[Any]:
+        """The `choice` of `tensors` before anything is measured: the first block shape, or the even allocation."""
+
+    def groups(self, kind: str, shape: ModelShape) -> tuple[int, int]:
+        """(transforms, channels of each) of a stream; no transforms: (0, 0)."""
+        return 0, 0
+
+    def of_heads(self, kind: str, tensors: Mapping[str, Tensor], heads: Sequence[int]) -> dict[str, Tensor]:
+        """A stream's tensors for these kv heads, in ascending order; a transform serves one head."""
+        return {name: tensor[heads] for name, tensor in tensors.items() if not name.startswith("centroids.")}
+
+
+@dataclass(frozen=True)
+class Uncalibrated(StreamSpec):
+    """A stream that needs no calibration: its errors alone are measured."""
+
+    skip = 0
+    unit = 1
+    entries: ClassVar[AbstractSet[int]] = frozenset()
+
+    def needed_tokens(self, shape: ModelShape) -> Iterator[tuple[int, str]]:
+        return iter(())
+
+    def tensors(self, kind: str, shape: ModelShape, choice: Sequence[Any]) -> Layout:
+        return {}
+
+    def first_choice(self, kind: str, shape: ModelShape) -> list[Any]:
+        return []
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """A codebook's block: `tokens` adjacent tokens of `channels` adjacent channels. `name` labels its tensors."""
+
+    name: str
+    tokens: int
+    channels: int
+
+    @property
+    def size(self) -> int:
+        """Numbers of a block."""
+        return self.tokens * self.channels
+
+
+@dataclass(frozen=True)
+class CodebookSpec:
+    """Calibration of the codebooks of one stream: keys or values.
+
+    shapes:    candidates, chosen by held-out Fisher-weighted error; the tensor `choice` (int8) holds indices into them.
+    entries:   centroids per codebook.
+    share:     adjacent channels that use one codebook: `head_dim / share` codebooks per kv head.
+    normalize: cluster (x - mean) / std, per channel; else x.
+    outliers:  fraction of numbers kept in 16 bits, half of them below `lower`, half above `upper`. 0: none.
+    by_range:  use the midpoint and half the distance of the outlier thresholds as mean and std (KVQuant).
+    per_token: scale by the range of each token instead, computed online with its outliers (KVQuant's values).
+    across_heads: the kv heads share their codebooks, which are stored once (KVQuant).
+    rotation:  rotate the channels of each head first: "none", by a "hadamard" matrix, or by a calibrated matrix
+               ("opq"), the tensor `rotation`.
+    """
+
+    shapes: tuple[BlockShape, ...]
+    entries: int
+    share: int
+    normalize: bool
+    outliers: float = 0.0
+    by_range: bool = False
+    per_token: bool = False
+    across_heads: bool = False
+    rotation: str = "none"
+
+    def layout(self, shape: ModelShape, choice: Sequence[int]) -> Layout:
+        """The tensors of the stream. choice: index of each kv head's block shape."""
+        channels = (shape.kv_heads, shape.head_dim)
+        layout: Layout = {}
+        for index in sorted(set(choice)):
+            block = self.shapes[index]
+            books = (1 if self.across_heads else choice.count(index), shape.head_dim // self.share)
+            layout[f"centroids.{block.name}"] = ((*books, self.entries, block.size), shape.dtype)
+        layout["choice"] = ((shape.kv_heads,), torch.int8)
+        for name in ("mean", "std") if self.normalize else ():
+            layout[name] = (channels, torch.float32)
+        if self.rotation == "opq":
+            layout["rotation"] = ((*channels, shape.head_dim), torch.float32)
+            layout["spread"] = (channels, torch.float32)
+        for name in ("lower", "upper") if self.outliers and not self.per_token else ():
+            layout[name] = (channels, torch.float32)
+        return layout
+
+
+@dataclass(frozen=True)
+class CalibrationSpec(StreamSpec):
+    """Calibration by clustering captured keys and values into codebooks.
+
+    skip:   first tokens of each sample to leave out (attention sinks).
+    fisher: weight k-means by squared gradients.
+    hybrid: choose among a stream's shapes per "layer", per "head", or not at all ("off": the first shape).
+    """
+
+    keys: CodebookSpec
+    values: CodebookSpec
+    skip: int
+    fisher: bool
+    hybrid: str
+
+    @property
+    def streams(self) -> tuple[CodebookSpec, CodebookSpec]:
+        """Keys, values."""
+        return self.keys, self.values
+
+    def stream(self, kind: str) -> CodebookSpec:
+        """Keys ("k") or values ("v")."""
+        return self.streams["kv".index(kind)]
+
+    @property
+    def unit(self) -> int:
+        return math.lcm(2, *(shape.tokens for stream in self.streams for shape in stream.shapes))
+
+    @property
+    def entries(self) -> AbstractSet[int]:
+        return {stream.entries for stream in self.streams}
+
+    def needed_tokens(self, shape: ModelShape) -> Iterator[tuple[int, str]]:
+        for stream in self.streams:
+            least = -(-stream.entries * max(block.size for block in stream.shapes) // stream.share)
+            yield least, f"codebooks of {stream.entries} entries"
+
+    def tensors(self, kind: str, shape: ModelShape, choice: Sequence[int]) -> Layout:
+        return self.stream(kind).layout(shape, choice)
+
+    def first_choice(self, kind: str, shape: ModelShape) -> list[int]:
+        return [0] * shape.kv_heads
+
+    def of_heads(self, kind: str, tensors: Mapping[str, Tensor], heads: Sequence[int]) -> dict[str, Tensor]:
+        cut = super().of_heads(kind, tensors, heads)
+        choice = tensors["choice"].tolist()
+        for index, block in enumerate(self.stream(kind).shapes):  # a block shape that no head has is left out
+            books = tensors.get(f"centroids.{block.name}")
+            of_shape = [head for head, chosen in enumerate(choice) if chosen == index]
+            kept = [place for place, head in enumerate(of_shape) if head in heads]
+            if books is not None and kept:
+                shared = books.shape[0] == 1 < len(of_shape)
+                cut[f"centroids.{block.name}"] = books if shared else books[kept]
+        return cut
+
+
+@dataclass(frozen=True)
+class TransformSpec(StreamSpec):
+    """Calibration of Karhunen-Loeve transforms, and of codebooks for chunks of their components.
+
+    bits:      bits per number of the codes of all layers' keys and values together, at most.
+    join_keys, join_values: one transform for all kv heads of a layer; else one per head.
+    skip:      first tokens of each sample to leave out (attention sinks).
+    fisher:    weight k-means by squared gradients.
+    metric:    the quadratic form in which errors count: "full", the matrix E[g g^T] of the gradients, "diagonal" (of
+               that matrix) or "none" (squared errors).
+    allocate:  codes are allocated over the whole "model", or to each "stream" by its share of the numbers.
+    """
+
+    unit = 2
+    entries: ClassVar[AbstractSet[int]] = frozenset({MAX_ENTRIES})
+
+    bits: float
+    join_keys: bool
+    join_values: bool
+    skip: int
+    fisher: bool
+    metric: str
+    allocate: str
+
+    def groups(self, kind: str, shape: ModelShape) -> tuple[int, int]:
+        joined = self.join_keys if kind == "k" else self.join_values
+        return (1, shape.kv_heads * shape.head_dim) if joined else (shape.kv_heads, shape.head_dim)
+
+    def needed_tokens(self, shape: ModelShape) -> Iterator[tuple[int, str]]:
+        widest = max(self.groups(kind, shape)[1] for kind in "kv")  # a covariance needs as many tokens as channels
+        yield max(MAX_ENTRIES, widest), f"{widest} channels and {MAX_ENTRIES} entries"
+
+    def tensors(self, kind: str, shape: ModelShape, choice: Sequence[Sequence[int]]) -> Layout:
+        return transform_layout(choice, self.groups(kind, shape)[1], shape.dtype)
+
+    def first_choice(self, kind: str, shape: ModelShape) -> list[list[int]]:
+        """The allocation that spends the same bits on all components of all groups: all chunks have one length, or two
+        where no length fits."""
+        groups, width = self.groups(kind, shape)
+        codes = max(1, int(self.bits * width / 8))
+        size = max(size for size in CHUNKS if codes * size <= width)
+        longer = (width - codes * size) // size if size < CHUNKS[-1] else 0
+        row = {size: codes - longer, 2 * size: longer}
+        return [[row.get(each, 0) for each in CHUNKS]] * groups
+
+    def of_heads(self, kind: str, tensors: Mapping[str, Tensor], heads: Sequence[int]) -> dict[str, Tensor]:
+        cut = super().of_heads(kind, tensors, heads)
+        for size, chunks in zip(CHUNKS, tensors["allocation"].long().T, strict=True):
+            books = tensors.get(f"centroids.{size}")
+            if books is not None:
+                kept = [group for head, group in enumerate(books.split(chunks.tolist())) if head in heads]
+                if sum(map(len, kept)):
+                    cut[f"centroids.{size}"] = torch.cat(kept)
+        return cut
+
+    def code_budget(self, shape: ModelShape) -> int:
+        return self._codes(shape.layers * 2 * shape.kv_heads * shape.head_dim)
+
+    def stream_codes(self, kind: str, shape: ModelShape) -> int:
+        """Maximum 8-bit codes of a token of one stream that has `bits` of its own; at least one per group."""
+        groups, width = self.groups(kind, shape)
+        return max(groups, self._codes(groups * width))
+
+    def check(self, shape: ModelShape) -> None:
+        """Raise UsageError unless each group of channels gets a code; where each stream has the same codes, also each
+        of the stream with the most groups."""
+        groups = [self.groups(kind, shape)[0] for kind in "kv"]
+        least = shape.layers * (2 * max(groups) if self.allocate == "stream" else sum(groups))
+        budget = self.code_budget(shape)
+        if budget < least:
+            bits = 8 * least / (shape.layers * 2 * shape.kv_heads * shape.head_dim)
+            raise UsageError(
+                f"klt: bits={self.bits:g} are {budget} codes of 8 bits for a token of all layers, and the transforms "
+                f"need {least}, one at least for each: set bits={math.ceil(bits * 1e4) / 1e4:g} or more, or fewer "
+                "transforms with join_keys=on and join_values=on"
+            )
+
+    def _codes(self, numbers: int) -> int:
+        """Whole 8-bit codes; a product that rounding has put just below a whole number counts as this number."""
+        return math.floor(self.bits * numbers / 8 + 1e-9)
+
+
+@dataclass(frozen=True)
+class MixedSpec(CaptureSpec):
+    """Calibration of each stream by the method that serves it.
+
+    layers: for each layer, the calibrations of its keys and of its values. A `TransformSpec` allocates its bits inside
+            the stream.
+    skip:   first tokens of each sample to leave out (attention sinks).
+    """
+
+    #: A multiple of all codebooks' chunks, so that all methods share the captured tokens. KIVI's groups of keys and
+    #: blocks of outliers (32 tokens) span several units, which raises the squared errors of KIVI's keys by 1 %
+    #: (built-in model): another draw of the tokens changes their loss more. Units of 32 would be drawn from a quarter
+    #: as many places; if units depended on the candidates of `kvq tune`, its artifacts would have other tensors than
+    #: `kvq calibrate --method mixed` computes.
+    unit = 8
+
+    skip: int
+    layers: tuple[tuple[StreamSpec, StreamSpec], ...]
+
+    def parts(self, layer: int) -> dict[str, StreamSpec]:
+        return dict(zip("kv", self.layers[layer], strict=True))
+
+    @property
+    def different(self) -> list[StreamSpec]:
+        """The calibrations of all streams, without repetition."""
+        return list(dict.fromkeys(part for layer in self.layers for part in layer))
+
+    @property
+    def entries(self) -> AbstractSet[int]:
+        return {size for part in self.different for size in part.entries} or {MAX_ENTRIES}
+
+    def needed_tokens(self, shape: ModelShape) -> Iterator[tuple[int, str]]:
+        for part in self.different:
+            yield from part.needed_tokens(shape)
+
+
+def transform_layout(allocation: Sequence[Sequence[int]], width: int, dtype: torch.dtype) -> Layout:
+    """The tensors of one stream of transform codes; see `TransformCodec`. allocation: for each group of `width`
+    channels, how many chunks have 1, 2, 4 and 8 components."""
+    groups, kept = len(allocation), max(kept_components(row) for row in allocation)
+    layout: Layout = {"allocation": ((groups, len(CHUNKS)), torch.int16)}
+    layout |= dict.fromkeys(("mean", "std"), ((groups, width), torch.float32))
+    layout |= {"analysis": ((groups, kept, width), torch.float32), "synthesis": ((groups, width, kept), torch.float32)}
+    for size, chunks in zip(CHUNKS, zip(*allocation, strict=True), strict=True):
+        if sum(chunks):
+            layout[f"centroids.{size}"] = ((sum(chunks), MAX_ENTRIES, size), dtype)
+    return layout
+
+
+def kept_components(row: Sequence[int]) -> int:
+    """Components of a group's chunks of 1, 2, 4 and 8 components."""
+    return sum(size * chunks for size, chunks in zip(CHUNKS, row, strict=True))
