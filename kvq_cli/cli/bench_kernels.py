@@ -32,8 +32,8 @@ Operations = Annotated[
     bench_option(
         "--operation",
         metavar="NAMES",
-        help="Operations, separated by commas: decode_attention, quantized_matvec, quantize_pack, assign_centroids, "
-        "transform_attention (default: all); with --static also squat_quantize and rematerialize.",
+        help="Operations, separated by commas: decode_attention, quantized_matvec, quantize_pack, squat_quantize, "
+        "assign_centroids, transform_attention (default: all); with --static also rematerialize.",
     ),
 ]
 Seconds = Annotated[

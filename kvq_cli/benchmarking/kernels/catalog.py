@@ -7,12 +7,20 @@ from kvq_cli.benchmarking.kernels.decode import DecodeAttention
 from kvq_cli.benchmarking.kernels.experiment import Experiment
 from kvq_cli.benchmarking.kernels.matvec import QuantizedMatvec
 from kvq_cli.benchmarking.kernels.quantize import QuantizePack
+from kvq_cli.benchmarking.kernels.squat import SquatQuantize
 from kvq_cli.benchmarking.kernels.transform import TransformAttention
 from kvq_cli.errors import UsageError
 
 EXPERIMENTS: dict[str, Experiment] = {
     experiment.operation: experiment
-    for experiment in (DecodeAttention(), QuantizedMatvec(), QuantizePack(), AssignCentroids(), TransformAttention())
+    for experiment in (
+        DecodeAttention(),
+        QuantizedMatvec(),
+        QuantizePack(),
+        SquatQuantize(),
+        AssignCentroids(),
+        TransformAttention(),
+    )
 }
 
 
