@@ -43,7 +43,7 @@ OLDEST_TESTS := $(addprefix tests/,attention data $(addprefix cache/test_,saved_
 	$(addprefix codecs/test_,codebook.py uniform.py) evaluation/test_generation.py)
 
 .PHONY: help demo test lint docs docs-check artifacts list repro repro-fast reproduction smollm2 compare comparison beyond \
-	settings bench pages session test-all test-changed test-oldest test-slow test-vllm gpu gpu-test gpu-bench gpu-tune \
+	settings bench pages session test-all test-changed test-oldest test-vllm gpu gpu-test gpu-bench gpu-tune \
 	gpu-growth gpu-pack gpu-unpack gpu-memory clean
 
 help:  ## Show this list.
@@ -91,6 +91,7 @@ VERIFIED := $(BIN)/python tools/verified.py
 changed = if $(VERIFIED) needs $(1); then $(2); $(VERIFIED) record $(1); else echo "$(1): passed on these sources"; fi
 # Those of the laboratory and docs/ are docs-check's.
 TESTS := tests --ignore tests/lab --ignore tests/docs
+slow = $(PYTEST) -m slow --ignore tests/tools/test_gpu_commands.py --ignore tests/kernels $(TESTS)
 # Launches executed as compiled for a GPU: of each kernel family, and all.
 families = KVQ_TEST_PTX=sm_90 $(PYTEST) -m "not slow" tests/kernels/test_compiled.py
 launches = $(PYTEST) -m slow tests/kernels; KVQ_TEST_PTX=sm_90 $(PYTEST) -m slow tests/kernels/test_compiled.py
@@ -105,14 +106,12 @@ test: .venv/.installed  ## Test every method, command and kernel family: about 5
 test-vllm: .venv/vllm/.installed  ## Test kvq inside vLLM, in an environment of its own: about 9 minutes on two cores.
 	@$(call pytest,$(<D)/bin) --dist loadfile -o faulthandler_timeout=600 tests/vllm/engine
 
-test-slow: .venv/.installed  # slow tests, but for the long suites
-	@$(PYTEST) -m slow --ignore tests/tools/test_gpu_commands.py --ignore tests/kernels $(TESTS)
-
 test-oldest: .venv/oldest/.installed  # what depends on the versions of PyTorch, transformers and typer
 	@$(call pytest,.venv/oldest/bin) -m "not slow" $(OLDEST_TESTS)
 
 test-changed: .venv/.installed  # the long suites whose sources have changed since they passed
-	@$(call changed,launches,$(launches))
+	@$(call changed,slow,$(slow))
+	$(call changed,launches,$(launches))
 	$(call changed,gpu,$(gpu_commands))
 	$(call changed,vllm,$(vllm))
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ class Suite:
 
 
 SUITES = {
+    "slow": Suite(("tests",), ("kvq_cli", "kvq_kernels"), ("artifacts", "constraints.txt", "pyproject.toml")),
     "vllm": Suite(
         ("tests/vllm/engine", "tests/vllm/platform"),
         ("kvq_cli.vllm", "kvq_cli.cli.serve", "kvq_cli.methods"),
@@ -67,11 +69,9 @@ def sources(suite: Suite) -> list[Path]:
 
 
 def files_below(*names: str) -> list[Path]:
-    """The files of `names`, and those in the folders among them."""
-    found: list[Path] = []
-    for path in map(ROOT.joinpath, names):
-        found += [path] if path.is_file() else [each for each in path.rglob("*") if each.is_file()]
-    return [path for path in found if "__pycache__" not in path.parts and ".egg-info" not in str(path)]
+    """The files of `names`, and those in the folders among them, that git knows."""
+    listed = subprocess.run(["git", "ls-files", "--", *names], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [path for path in map(ROOT.joinpath, listed.stdout.splitlines()) if path.is_file() and path != RECORD]
 
 
 def imported(path: Path) -> set[str]:
