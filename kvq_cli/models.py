@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq_cli import smollm2
+from kvq_cli.codecs.layout import dtype_name
 from kvq_cli.errors import KvqError, UsageError
 
 if TYPE_CHECKING:
@@ -161,15 +162,14 @@ def check_token_ids(model: PreTrainedModel, rows: Iterable[Sequence[int]]) -> No
 
 def model_shape(model: PreTrainedModel) -> ModelShape:
     """The architecture sizes of a decoder; UsageError for attention that kvq does not support."""
-    return _shape_of(model.config, model.dtype)
+    return _shape_of(model.config, dtype_name(model.dtype))
 
 
 def configured_shape(name: str, *, trust_remote_code: bool = False) -> ModelShape:
     """The architecture sizes of model `name` (as for `load_model`), from its configuration; weights are not read."""
-    import torch
 
     config = model_config(name, trust_remote_code)
-    return _shape_of(config, getattr(config, "dtype", None) or torch.float16)
+    return _shape_of(config, dtype_name(getattr(config, "dtype", None) or "float16"))
 
 
 def parameters_and_context(name: str, *, trust_remote_code: bool = False) -> tuple[int, int]:
@@ -197,7 +197,7 @@ def model_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
         raise _code_refused(name, error) or KvqError(unreadable) from None
 
 
-def _shape_of(config: PretrainedConfig, dtype: torch.dtype) -> ModelShape:
+def _shape_of(config: PretrainedConfig, dtype: str) -> ModelShape:
     from kvq_cli.methods.base import ModelShape
 
     config = text_config(config)

@@ -21,8 +21,8 @@ import torch
 
 from kvq_cli.attention.attach import attach
 from kvq_cli.attention.rotary import Rotation
-from kvq_cli.benchmarking.accounting import account, artifact_tensors
-from kvq_cli.benchmarking.synthetic import random_artifact
+from kvq_cli.benchmarking.accounting import account
+from kvq_cli.benchmarking.synthetic import artifact_tensors, random_artifact
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.report import report
 from kvq_cli.cache.rows import Rows
@@ -107,7 +107,7 @@ def filled(name: str, context: int) -> tuple[int, int]:
     while past < context:
         tokens = min(2048 if past < context - 4096 else 32, context - past)
         keys, queries = (
-            torch.randn(1, heads, tokens, shape.head_dim, generator=noise).to(shape.dtype)
+            torch.randn(1, heads, tokens, shape.head_dim, generator=noise).to(shape.torch_dtype)
             for heads in (shape.kv_heads, shape.query_heads)
         )
         layer.begin(rows.begin(past, tokens, 1))

@@ -1,7 +1,15 @@
 """Artifacts: calibrated methods on disk, with configuration, tensors and the fingerprint of their model."""
 
 from kvq_cli.artifact.fingerprint import Fingerprint, fingerprint
-from kvq_cli.artifact.format import FORMAT, Artifact, check_replaceable, load_artifact, read_config, save_artifact
+from kvq_cli.artifact.format import (
+    FORMAT,
+    Artifact,
+    check_replaceable,
+    load_artifact,
+    read_config,
+    save_artifact,
+    verified_config,
+)
 
 __all__ = [
     "FORMAT",
@@ -12,4 +20,5 @@ __all__ = [
     "load_artifact",
     "read_config",
     "save_artifact",
+    "verified_config",
 ]

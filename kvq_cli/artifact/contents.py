@@ -5,22 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvq_cli.artifact.schema import CALIBRATION, TEXT, TUNING, Form, Many, Whole, check_form
-from kvq_cli.artifact.streams import STREAMS, check_codes, check_tensor
+from kvq_cli.artifact.stored import StoredTensor, check_tensor
+from kvq_cli.artifact.streams import STREAMS, check_codes
+from kvq_cli.codecs.layout import TensorLike
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.lazy import torch
 from kvq_cli.methods.base import Method, ModelShape
 from kvq_cli.methods.mixed import Mixed
 from kvq_cli.methods.registry import from_config, to_config
-from kvq_cli.methods.specs import Layout, Spec
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from kvq_cli.methods.specs import Spec, Tensors
 
 
-def check_contents(config: Mapping[str, Any], tensors: Mapping[str, Tensor], where: Path) -> None:
+def check_contents(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor], where: Path) -> None:
     """Raise KvqError for options, tensors or errors that the method cannot have written for the config's model.
 
     config: has the form `schema.CONFIG`. where: the artifact's `config.json`, for messages.
@@ -49,7 +47,7 @@ def check_contents(config: Mapping[str, Any], tensors: Mapping[str, Tensor], whe
     if (budget := spec.code_budget(shape)) is not None:
         with _refused(where.parent):
             check_codes(allocations, budget, "the layers have")
-    if config["sizes"] != tensor_sizes(tensors):
+    if config["sizes"] != tensor_sizes({name: tensor.spec for name, tensor in tensors.items()}):
         raise KvqError(f"{where}: sizes are not those of the tensors: calibrate again")
 
 
@@ -66,7 +64,7 @@ def _check_tuning(tuning: Any, method: Method) -> None:
 
 
 def _check_layer(
-    tensors: Mapping[str, Tensor], spec: Spec, shape: ModelShape, layer: int
+    tensors: Mapping[str, StoredTensor], spec: Spec, shape: ModelShape, layer: int
 ) -> tuple[dict[str, list[Any]], Form]:
     """Check names, shapes, dtypes and ranges of a layer's tensors; returns by stream `StreamCheck.choice`, and the form
     of the layer's entry in `errors.layers`."""
@@ -76,7 +74,7 @@ def _check_layer(
     }
     choices = {kind: stream.choice() for kind, stream in streams.items()}
     _check_layout(tensors, spec.layout(shape, layer, choices), prefix)
-    ranks = {name: tensors[f"{name}.down"].shape[1] for name in spec.factors(layer)}
+    ranks = {name: tensors[f"{name}.down"].spec.shape[1] for name in spec.factors(layer)}
     form: dict[str, Form] = {
         name: {"rank": Whole(rank, rank), "residual": float, "energy": float} for name, rank in ranks.items()
     }
@@ -86,13 +84,13 @@ def _check_layer(
     return choices, form
 
 
-def tensor_sizes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def tensor_sizes(tensors: Mapping[str, TensorLike]) -> dict[str, int]:
     """Bytes per kind of tensor ("k.centroids", "v.mean", ...) and in total."""
     sizes: dict[str, int] = {}
     for name in sorted(tensors):
         _, _, stream, tensor = name.split(".")[:4]
         kind = f"{stream}.{tensor}"
-        sizes[kind] = sizes.get(kind, 0) + tensors[name].numel() * tensors[name].element_size()
+        sizes[kind] = sizes.get(kind, 0) + tensors[name].nbytes
     return sizes | {"total": sum(sizes.values())}
 
 
@@ -107,7 +105,7 @@ def _refused(where: Path) -> Iterator[None]:
 
 def _model_shape(model: Mapping[str, Any]) -> ModelShape:
     sizes = {key: model["fingerprint"][key] for key in ("layers", "query_heads", "kv_heads", "head_dim", "hidden_size")}
-    return ModelShape(**sizes, dtype=getattr(torch, model["dtype"]))
+    return ModelShape(**sizes, dtype=model["dtype"])
 
 
 def _check_options(options: Mapping[str, Any], method: Method) -> None:
@@ -118,9 +116,9 @@ def _check_options(options: Mapping[str, Any], method: Method) -> None:
             raise KvqError(f"method.{key} must be {parsed[key]!r}, as it is written by calibration")
 
 
-def _by_layer(tensors: Mapping[str, Tensor], layers: int, where: Path) -> list[dict[str, Tensor]]:
+def _by_layer(tensors: Mapping[str, StoredTensor], layers: int, where: Path) -> list[dict[str, StoredTensor]]:
     """The tensors of each layer by their names without `layers.<i>.`."""
-    found: list[dict[str, Tensor]] = [{} for _ in range(layers)]
+    found: list[dict[str, StoredTensor]] = [{} for _ in range(layers)]
     indices = {str(index): index for index in range(layers)}
     for full, tensor in sorted(tensors.items()):  # so that equal artifacts give equal messages
         head, _, rest = full.partition(".")
@@ -131,11 +129,11 @@ def _by_layer(tensors: Mapping[str, Tensor], layers: int, where: Path) -> list[d
     return found
 
 
-def _check_layout(tensors: Mapping[str, Tensor], layout: Layout, prefix: str) -> None:
+def _check_layout(tensors: Mapping[str, StoredTensor], layout: Tensors, prefix: str) -> None:
     for name in tensors:
         if name not in layout:
             raise KvqError(f"the method's options do not allow a tensor {prefix + name[:80]!r}")
-    for name, (size, dtype) in layout.items():
+    for name, like in layout.items():
         if name not in tensors:
             raise KvqError(f"tensor {prefix}{name} is missing")
-        check_tensor(tensors[name], size, dtype, prefix + name)
+        check_tensor(tensors[name], like, prefix + name)

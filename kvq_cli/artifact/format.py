@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from kvq_cli.artifact.contents import check_contents
 from kvq_cli.artifact.fingerprint import Fingerprint, architecture, fingerprint
 from kvq_cli.artifact.schema import CONFIG, check_form, parse_json
+from kvq_cli.artifact.stored import stored_tensors
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.files import cannot_write, file_size
 from kvq_cli.methods.registry import from_config, method_class, to_config
@@ -125,14 +126,34 @@ def load_artifact(path: str | os.PathLike) -> Artifact:
     would not have written.
     """
     folder = Path(path)
+    config, data = _verified(folder)
+    from safetensors.torch import load
+
+    return Artifact(config, load(data), folder)
+
+
+def verified_config(path: str | os.PathLike) -> dict[str, Any]:
+    """Verify an artifact as `load_artifact` does, and return its config alone. Needs no PyTorch."""
+    return _verified(Path(path))[0]
+
+
+def _verified(folder: Path) -> tuple[dict[str, Any], bytes]:
+    """The config and the file of tensors, both checked."""
     if folder.is_file():
         raise KvqError(f"{folder} is a file: give the artifact's folder, {folder.parent}")
     if not folder.is_dir():
         raise KvqError(f"no artifact at {folder}: not a folder (make one with `kvq calibrate --out {folder}`)")
     config = read_config(folder)
-    tensors = _read_tensors(folder / TENSOR_FILE, config["files"][TENSOR_FILE])
+    path = folder / TENSOR_FILE
+    data = _read_tensors(path, config["files"][TENSOR_FILE])
+    try:
+        tensors = stored_tensors(data)
+    except Exception as error:  # of safetensors, NumPy or Python, depending on the damage
+        raise KvqError(
+            f"{path} is not a readable safetensors file ({type(error).__name__}): calibrate again"
+        ) from error
     check_contents(config, tensors, folder / CONFIG_FILE)
-    return Artifact(config, tensors, folder)
+    return config, data
 
 
 def save_artifact(
@@ -160,7 +181,7 @@ def save_artifact(
     config["files"] = {TENSOR_FILE: {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}}
     config["checksum"] = _checksum(config)
     text = (json.dumps(config, indent=1) + "\n").encode()
-    _check_loads(text, tensors, folder / CONFIG_FILE)
+    _check_loads(text, data, folder / CONFIG_FILE)
     with _replacing(folder) as partial:
         write_synced(partial / TENSOR_FILE, data)
         write_synced(partial / CARD_FILE, card.encode(errors="backslashreplace"))
@@ -170,12 +191,12 @@ def save_artifact(
     return Artifact(config, tensors, folder)
 
 
-def _check_loads(text: bytes, tensors: Mapping[str, Tensor], where: Path) -> None:
+def _check_loads(text: bytes, data: bytes, where: Path) -> None:
     """Raise KvqError, naming the entry or tensor, for a `config.json` or tensors that `load_artifact` would refuse."""
     try:
         config = json.loads(text)  # NaN is read, so that its entry is named
         check_form(config, CONFIG, str(where))
-        check_contents(config, tensors, where)
+        check_contents(config, stored_tensors(data), where)
     except KvqError as error:
         reason = str(error).removesuffix(": calibrate again")
         raise KvqError(f"the artifact is not written, since it could not be loaded: {reason}") from error
@@ -260,21 +281,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _read_tensors(path: Path, expected: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a file with `expected` bytes, compared before it is read, and sha256, before it is parsed."""
+def _read_tensors(path: Path, expected: Mapping[str, Any]) -> bytes:
+    """The contents of a file with `expected` bytes, compared before it is read, and sha256, before it is parsed."""
     if (size := _size(path)) != expected["bytes"]:
         raise KvqError(f"{path} has {size:,} bytes instead of {expected['bytes']:,}: calibrate again")
     data = _read(path)
     if hashlib.sha256(data).hexdigest() != expected["sha256"]:
         raise KvqError(f"{path} was altered (its hash is not the one in {CONFIG_FILE}): calibrate again")
-    from safetensors.torch import load
-
-    try:
-        return load(data)
-    except Exception as error:  # of safetensors, PyTorch or Python, depending on the damage
-        raise KvqError(
-            f"{path} is not a readable safetensors file ({type(error).__name__}): calibrate again"
-        ) from error
+    return data
 
 
 def _checksum(config: Mapping[str, Any]) -> str:

@@ -5,17 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+import numpy as np
+import numpy.typing as npt
 
 from kvq_cli.artifact.schema import Form, Many, OneOf, Whole
+from kvq_cli.artifact.stored import StoredTensor, check_tensor
 from kvq_cli.codecs.chunk_codebooks import CHUNKS
+from kvq_cli.codecs.layout import TensorSpec
 from kvq_cli.errors import KvqError
-from kvq_cli.lazy import torch
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.methods.specs import CalibrationSpec, StreamSpec, TransformSpec, Uncalibrated, kept_components
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: The synthesis of stored transforms undoes their analysis to this much: they are rounded to 32 bits.
 _INVERSE_TOLERANCE = 1e-3
@@ -28,7 +29,7 @@ class StreamCheck(ABC):
     spec: Any
     kind: str
     shape: ModelShape
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, StoredTensor]
     prefix: str
 
     @abstractmethod
@@ -47,15 +48,16 @@ class StreamCheck(ABC):
         """The form of one measured error."""
         return {"fisher": float, "plain": float, "fisher_per_head": Many(float, self.shape.kv_heads)}
 
-    def get(self, name: str) -> Tensor:
-        return self.tensors[f"{self.kind}.{name}"]
+    def get(self, name: str) -> npt.NDArray[np.float64]:
+        """The numbers of a tensor."""
+        return self.tensors[f"{self.kind}.{name}"].exact
 
-    def read(self, name: str, size: tuple[int, ...], dtype: torch.dtype) -> list[Any]:
+    def read(self, name: str, like: TensorSpec) -> list[Any]:
         """The numbers of a tensor of this shape and dtype."""
-        if f"{self.kind}.{name}" not in self.tensors:
+        if (tensor := self.tensors.get(f"{self.kind}.{name}")) is None:
             raise KvqError(f"{self.where(name)} is missing")
-        check_tensor(self.get(name), size, dtype, self.where(name).removeprefix("tensor "))
-        return cast("list[Any]", self.get(name).tolist())
+        check_tensor(tensor, like, self.where(name).removeprefix("tensor "))
+        return cast("list[Any]", tensor.numbers.tolist())
 
     def where(self, name: str) -> str:
         return f"tensor {self.prefix}{self.kind}.{name}"
@@ -84,7 +86,7 @@ class CodebookCheck(StreamCheck):
 
     def choice(self) -> list[int]:
         """Read the index of each kv head's block shape."""
-        choice = self.read("choice", (self.shape.kv_heads,), torch.int8)
+        choice = self.read("choice", TensorSpec((self.shape.kv_heads,), "int8"))
         last, hybrid = len(self.spec.stream(self.kind).shapes) - 1, self.spec.hybrid
         if min(choice) < 0 or max(choice) > last:
             raise KvqError(f"{self.where('choice')} must hold numbers from 0 to {last}")
@@ -97,21 +99,22 @@ class CodebookCheck(StreamCheck):
     def check(self, choice: list[Any], *, alone: bool) -> None:
         spec, prefix, kind = self.spec.stream(self.kind), self.prefix, self.kind
         if spec.rotation == "opq":
-            rotation = self.get("rotation").double()
-            identity = torch.eye(rotation.shape[1]).double().expand_as(rotation)
-            if not torch.allclose(rotation @ rotation.mT, identity, rtol=0, atol=_INVERSE_TOLERANCE):
+            rotation = self.get("rotation")
+            undone, identity = rotation @ rotation.swapaxes(1, 2), np.eye(rotation.shape[1])
+            if not np.allclose(undone, identity, rtol=0, atol=_INVERSE_TOLERANCE):
                 raise KvqError(f"{self.where('rotation')} is not orthogonal")
             self.check_not_negative("spread")
-        mean, std, lower, upper = (self.tensors.get(f"{kind}.{name}") for name in ("mean", "std", "lower", "upper"))
-        if std is not None:
+        names = [name for name in ("mean", "std", "lower", "upper") if f"{kind}.{name}" in self.tensors]
+        if "std" in names:
             self.check_not_negative("std")
-        if lower is None or upper is None:
+        if "lower" not in names:
             return
+        lower, upper = self.get("lower"), self.get("upper")
         if (lower > upper).any():
             raise KvqError(f"{self.where('lower')} exceeds {prefix}{kind}.upper")
-        if mean is not None and std is not None and spec.by_range:
-            for name, actual, valid in (("mean", mean, (lower + upper) / 2), ("std", std, (upper - lower) / 2)):
-                if not torch.allclose(actual, valid, rtol=1e-5, atol=1e-6 * float(valid.abs().max())):
+        if "std" in names and spec.by_range:
+            for name, valid in (("mean", (lower + upper) / 2), ("std", (upper - lower) / 2)):
+                if not np.allclose(self.get(name), valid, rtol=1e-5, atol=1e-6 * float(np.abs(valid).max())):
                     raise KvqError(f"{self.where(name)} is not computed from {kind}.lower and {kind}.upper")
 
     def error_form(self, choice: list[Any]) -> Form:
@@ -132,7 +135,7 @@ class TransformCheck(StreamCheck):
     def choice(self) -> list[list[int]]:
         """Read for each group how many chunks have 1, 2, 4 and 8 components."""
         groups, width = self.spec.groups(self.kind, self.shape)
-        rows = self.read("allocation", (groups, len(CHUNKS)), torch.int16)
+        rows = self.read("allocation", TensorSpec((groups, len(CHUNKS)), "int16"))
         for row in rows:
             if min(row) < 0 or not 1 <= kept_components(row) <= width:
                 raise KvqError(f"{self.where('allocation')} must give out from 1 to {width} components, not as {row}")
@@ -141,13 +144,12 @@ class TransformCheck(StreamCheck):
     def check(self, choice: list[Any], *, alone: bool) -> None:
         """Check that the synthesis of the kept components undoes their analysis, and that there are no others."""
         self.check_not_negative("std")
-        analysis, synthesis = (self.get(name).double() for name in ("analysis", "synthesis"))
+        analysis, synthesis = (self.get(name) for name in ("analysis", "synthesis"))
         for group, row in enumerate(choice):
             kept = kept_components(row)
             unused = analysis[group, kept:].any() or synthesis[group, :, kept:].any()
             undone = analysis[group, :kept] @ synthesis[group, :, :kept]
-            identity = torch.eye(kept, dtype=torch.float64)
-            if unused or not torch.allclose(undone, identity, rtol=0, atol=_INVERSE_TOLERANCE):
+            if unused or not np.allclose(undone, np.eye(kept), rtol=0, atol=_INVERSE_TOLERANCE):
                 raise KvqError(f"{self.where('synthesis')} does not undo {self.prefix}{self.kind}.analysis")
         if alone:
             most = self.spec.stream_codes(self.kind, self.shape)
@@ -170,14 +172,3 @@ def check_codes(rows: list[list[int]], most: int, what: str) -> None:
     """Raise KvqError where an allocation, a row per group, has more codes than the method allows."""
     if (codes := sum(map(sum, rows))) > most:
         raise KvqError(f"{what} {codes} codes, above the {most} of the method")
-
-
-def check_tensor(tensor: Tensor, size: tuple[int, ...], dtype: torch.dtype, name: str) -> None:
-    """Raise KvqError, naming the tensor, for another shape or dtype, or numbers that are not finite."""
-    if tuple(tensor.shape) != size or tensor.dtype != dtype:
-        actual, valid = (
-            f"{list(s)} {str(d).removeprefix('torch.')}" for s, d in ((tensor.shape, tensor.dtype), (size, dtype))
-        )
-        raise KvqError(f"tensor {name} is {actual} instead of {valid}")
-    if dtype.is_floating_point and not tensor.isfinite().all():
-        raise KvqError(f"tensor {name} has infinite numbers or NaN")

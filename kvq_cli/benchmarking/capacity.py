@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kvq_cli.benchmarking.accounting import account, artifact_bytes, distinct_plans
-from kvq_cli.methods.base import Method, ModelShape
-from kvq_cli.vllm.checks import check_plans
-from kvq_cli.vllm.layout import CacheLayout, cache_layout
-from kvq_cli.vllm.shard import Shard
+from kvq_cli.benchmarking.accounting import account, artifact_bytes, artifact_specs, bytes_by_kind, distinct_plans
+from kvq_cli.codecs.layout import TensorLike
+from kvq_cli.methods.base import LayerPlan, Method, ModelShape
+
+if TYPE_CHECKING:
+    from kvq_cli.vllm.layout import CacheLayout
 
 
 @dataclass(frozen=True)
@@ -66,13 +67,13 @@ def serving_capacity(
     ranks: of tensor parallelism. Bytes are then those of one rank, `budget` and `weights` too: it has its share of the
     weights, and of the kv heads.
     """
-    layout, shard = serving_layout(method, shape, ranks), Shard(0, ranks)
+    layout = serving_layout(method, shape, ranks)
     block = layout.page_bytes * shape.layers
 
     def cache_bytes(tokens: int, rows: int) -> int:
         return (1 + rows * layout.blocks_of(tokens)) * block
 
-    constants = artifact_bytes(method, shape, shard)
+    constants = bytes_by_kind(_rank_tensors(method, shape, layer, ranks) for layer in range(shape.layers))
     found = _capacity(cache_bytes, constants, weights, limit, context, batch, budget)
     blocks = max(0, layout.blocks(budget - weights - found.artifact))
     return replace(found, block_tokens=layout.block_size, blocks=blocks)
@@ -80,11 +81,28 @@ def serving_capacity(
 
 def serving_layout(method: Method, shape: ModelShape, ranks: int = 1) -> CacheLayout:
     """The layout of vLLM's pages of a rank that `kvq serve` chooses. UsageError for a method that cannot be served."""
+    from kvq_cli.vllm.checks import check_plans
+    from kvq_cli.vllm.layout import cache_layout
+    from kvq_cli.vllm.shard import Shard
+
     shard = Shard(0, ranks)
     of_rank = shard.shape(shape)
-    plans = [plan for plan, count in distinct_plans(method, shape, shard) for _ in range(count)]
+
+    def plan(layer: int) -> LayerPlan:
+        return shard.plan(method, layer, shape, artifact_specs(method, shape, layer))
+
+    plans = [plan for plan, count in distinct_plans(shape, plan) for _ in range(count)]
     check_plans(method, plans)
     return cache_layout(plans, of_rank)
+
+
+def _rank_tensors(method: Method, shape: ModelShape, layer: int, ranks: int) -> Mapping[str, TensorLike]:
+    """What stands for a layer's artifact tensors, of the heads of one rank."""
+    from kvq_cli.vllm.shard import Shard, head_tensors
+
+    tensors = artifact_specs(method, shape, layer)
+    heads = Shard(0, ranks).heads(shape.kv_heads)
+    return tensors if ranks == 1 else head_tensors(method, layer, shape, tensors, heads)
 
 
 def _capacity(

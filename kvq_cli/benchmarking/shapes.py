@@ -46,11 +46,9 @@ class LlamaShape:
         embeddings = self.vocabulary * self.hidden_size * (1 if self.tied else 2)
         return self.layers * self.layer_parameters + embeddings + self.hidden_size
 
-    def model_shape(self, dtype: torch.dtype | None = None) -> ModelShape:
-        """Return the shape as `Method.plan` takes it. dtype: float16 by default."""
-        return ModelShape(
-            self.layers, self.heads, self.kv_heads, self.head_dim, self.hidden_size, dtype or torch.float16
-        )
+    def model_shape(self, dtype: str = "float16") -> ModelShape:
+        """Return the shape as `Method.plan` takes it."""
+        return ModelShape(self.layers, self.heads, self.kv_heads, self.head_dim, self.hidden_size, dtype)
 
 
 SHAPES = {

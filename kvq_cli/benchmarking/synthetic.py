@@ -7,11 +7,13 @@ from types import SimpleNamespace
 from typing import cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvq_cli.artifact import Artifact, fingerprint
-from kvq_cli.benchmarking.accounting import artifact_tensors
-from kvq_cli.methods.base import Method
+from kvq_cli.benchmarking.accounting import artifact_specs
+from kvq_cli.codecs.layout import TensorSpec
+from kvq_cli.methods.base import Method, ModelShape
 from kvq_cli.methods.registry import to_config
 from kvq_cli.models import LoadedModel, model_shape, vocabulary
 
@@ -28,19 +30,28 @@ def random_artifact(method: Method, model: PreTrainedModel, name: str, seed: int
     generator = torch.Generator().manual_seed(seed)
     shape, tensors = model_shape(model), {}
     for layer in range(shape.layers):
-        for tensor_name, like in artifact_tensors(method, shape, layer).items():
-            x = torch.zeros(like.shape, dtype=like.dtype) if like.is_meta else like.clone()
+        for tensor_name, x in artifact_tensors(method, shape, layer).items():
             kind = tensor_name.split(".")[1]
             if kind == "std":
                 x.fill_(1)
-            elif kind != "mean" and like.dtype.is_floating_point:
+            elif kind != "mean" and x.is_floating_point():
                 # keeps the variance of projections
-                rows = like.shape[0] if kind in ("up", "down") else like.shape[2] if kind in _TRANSFORMS else 1
-                x = (torch.randn(like.shape, generator=generator) / rows**0.5).to(like.dtype)
+                rows = x.shape[0] if kind in ("up", "down") else x.shape[2] if kind in _TRANSFORMS else 1
+                x = (torch.randn(x.shape, generator=generator) / rows**0.5).to(x.dtype)
             tensors[f"layers.{layer}.{tensor_name}"] = x
     identity = {"name": name, "fingerprint": fingerprint(model).to_dict()}
     config = {"method": to_config(method), "model": identity, "checksum": f"random numbers of seed {seed}"}
     return Artifact(config, tensors, Path(f"random artifact of {method.name}"))
+
+
+def artifact_tensors(method: Method, shape: ModelShape, layer: int) -> dict[str, Tensor]:
+    """The tensors that `artifact_specs` stands for: zeros, and its choices."""
+    return {name: _tensor(spec) for name, spec in artifact_specs(method, shape, layer).items()}
+
+
+def _tensor(spec: TensorSpec) -> Tensor:
+    dtype = getattr(torch, spec.dtype)
+    return torch.zeros(spec.shape, dtype=dtype) if spec.values is None else torch.tensor(spec.values, dtype=dtype)
 
 
 class RandomTokens:

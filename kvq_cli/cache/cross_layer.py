@@ -11,6 +11,7 @@ from kvq_cli.cache.rows import Forward
 from kvq_cli.cache.stream import Stream
 from kvq_cli.codecs.base import Codec, Packed, Part
 from kvq_cli.codecs.identity import IdentityCodec
+from kvq_cli.codecs.layout import Layout
 from kvq_cli.errors import KvqError
 from kvq_cli.methods.base import CrossLayer, StreamPlan
 from kvq_cli.upcast import linear
@@ -122,6 +123,9 @@ class _DifferenceCodec(Codec):
 
     def __init__(self, base: Codec, reference: Tensor) -> None:
         self._base, self._reference, self.block_tokens = base, reference, base.block_tokens
+
+    def layout(self, heads: int, dim: int, dtype: str) -> Layout:
+        return self._base.layout(heads, dim, dtype)
 
     def _encode(self, x: Tensor) -> Packed:
         return self._base.encode(x - self._reference)

@@ -208,8 +208,8 @@ class CompressedLayer(CacheLayerMixin):
                 self.tails.append((keys, values))
 
     def _check_finite(self, forward: Forward) -> None:
-        if self._arrived[0].is_meta or would_sync(self._arrived[0].device, forward.columns):
-            return  # there are no numbers, or the prompt was checked
+        if would_sync(self._arrived[0].device, forward.columns):
+            return  # the prompt was checked
         for group in forward.row_groups:
             for name, numbers, stream in zip(("keys", "values"), self._arrived, self.streams, strict=False):
                 x = numbers[group.rows, :, group.pads :]
@@ -220,7 +220,7 @@ class CompressedLayer(CacheLayerMixin):
                     raise NotFiniteError(
                         f"layer {self.index}: the {name} contain NaN or infinity (try --dtype float32)"
                     )
-                most = torch.finfo(side_dtype(x.dtype)).max
+                most = torch.finfo(getattr(torch, side_dtype(x.dtype))).max
                 if x.dtype == torch.float32 and stream.codec.nominal_bits < 16 and x.abs().amax() > most:
                     raise KvqError(
                         f"layer {self.index}: the {name} have numbers beyond {most:g}, which scales and zero-points in "

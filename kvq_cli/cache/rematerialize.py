@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvq_cli.cache.stream import Stream
 from kvq_cli.codecs.base import Codec, Packed
+from kvq_cli.codecs.layout import Layout
 from kvq_cli.methods.window import Window
 
 
@@ -85,6 +86,9 @@ class _RematerializingCodec(Codec):
     def __init__(self, base: Codec, numbers: Callable[[Tensor], Tensor]) -> None:
         self._base, self._numbers = base, numbers
         self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits
+
+    def layout(self, heads: int, dim: int, dtype: str) -> Layout:
+        return self._base.layout(heads, dim, dtype)
 
     def _encode(self, x: Tensor) -> Packed:
         raise NotImplementedError("keys and values are not stored: the layer input is")

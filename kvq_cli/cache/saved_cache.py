@@ -25,9 +25,10 @@ from torch import Tensor
 
 from kvq_cli.artifact.fingerprint import Fingerprint
 from kvq_cli.artifact.schema import DTYPE, FINGERPRINT, Form, Many, OneOf, OrNone, Whole, check_form, parse_json
-from kvq_cli.artifact.streams import check_tensor
+from kvq_cli.artifact.stored import check_spec
 from kvq_cli.cache.rows import Rows
 from kvq_cli.cache.snapshot import Snapshot, expected
+from kvq_cli.codecs.layout import TensorSpec, spec_of
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.files import replacing
 
@@ -247,7 +248,9 @@ class SavedCache:
         if name not in self._names:
             raise KvqError(f"tensor {name} is missing")
         tensor = self.read(name)
-        check_tensor(tensor, tuple(like.shape), like.dtype, name)
+        check_spec(spec_of(tensor), spec_of(like), name)
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise KvqError(f"tensor {name} has infinite numbers or NaN")
         return tensor.clone()
 
     def check_origin(self, origin: Origin) -> None:
@@ -287,7 +290,7 @@ class SavedCache:
         if _TEXT not in self._names:
             return ""
         octets = self.read(_TEXT)
-        check_tensor(octets, (octets.numel(),), torch.uint8, _TEXT)
+        check_spec(spec_of(octets), TensorSpec((octets.numel(),), "uint8"), _TEXT)
         try:
             return octets.numpy().tobytes().decode()
         except UnicodeDecodeError:

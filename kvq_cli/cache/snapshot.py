@@ -8,8 +8,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from kvq_cli.codecs.base import AnyCodec, Packed, Part, Prompt, PromptCodec, State
+from kvq_cli.codecs.base import AnyCodec, Packed, Part, PromptCodec
+from kvq_cli.codecs.layout import Layout, PartSpec, TensorSpec, dtype_name
 from kvq_cli.methods.window import Window
+
+#: Tensors without memory have a shape and a dtype.
+_META = torch.device("meta")
 
 
 @dataclass(frozen=True)
@@ -63,72 +67,51 @@ def expected(codec: AnyCodec, window: Window, like: Tensor, lengths: Sequence[in
     like: numbers of the stream, `[..., kv_heads, ..., head_dim]` in its dtype. prompts: how many tokens each row had
     after its first pass.
     """
-    batch, packed, zeros = len(lengths), [window.packed(tokens) for tokens in lengths], _Zeros(like, codec)
+    heads, dim, dtype = like.shape[1], like.shape[3], dtype_name(like.dtype)
+    batch, packed = len(lengths), [window.packed(tokens) for tokens in lengths]
     apart: tuple[int, ...] = ()
     prompt: Packed | None = None
     state: dict[str, Tensor] = {}
     if isinstance(codec, PromptCodec):
-        prompt, state = zeros.prompts(codec, window, prompts)
+        counts = {window.packed(tokens) for tokens in prompts if tokens}
+        layouts = {count: codec.layout(heads, dim, dtype, count) for count in counts}
+        state = _largest_state(layouts, 1 if codec.shares_state else batch)
         if codec.stores_prompt_apart:
             apart = tuple(window.packed(tokens) for tokens in prompts)
-        if not codec.shares_state:
-            state = {name: x.expand(batch, *x.shape[1:]) for name, x in state.items()}
+            prompt = _without_memory(layouts[max(apart)].parts, batch, max(apart)) if any(apart) else None
+        codec = codec.with_state(state, torch.empty(0, device=_META))
     recent = [n - min(n, window.sinks) - held for n, held in zip(lengths, packed, strict=True)]
     later = [held - before for held, before in zip(packed, apart or [0] * batch, strict=True)]
-    snapshot = Snapshot(
+    parts = codec.layout(heads, dim, dtype).parts if any(later) else {}
+    return Snapshot(
         tuple(lengths),
-        zeros.tokens(min(max(lengths), window.sinks)).expand(batch, -1, -1, -1),
-        zeros.tokens(max(recent)).expand(batch, -1, -1, -1),
-        _resized(zeros.block(codec, state), batch, max(later)) if any(later) else None,
-        None if prompt is None else _resized(prompt, batch, max(apart)),
+        like.new_empty(batch, heads, min(max(lengths), window.sinks), dim, device=_META),
+        like.new_empty(batch, heads, max(recent), dim, device=_META),
+        _without_memory(parts, batch, max(later)) if any(later) else None,
+        prompt,
         apart,
         state,
     )
-    return snapshot.map(lambda _, tensor: tensor.to("meta"))
 
 
-class _Zeros:
-    """Encodes zeros to see the shapes of what a codec stores; without memory, unless the codec holds constants."""
-
-    def __init__(self, like: Tensor, codec: AnyCodec) -> None:
-        constants = list(codec.constants().values())
-        self._device = constants[0].device if constants else torch.device("meta")
-        self._heads, self._dim, self._dtype = like.shape[1], like.shape[3], like.dtype
-
-    def tokens(self, count: int) -> Tensor:
-        return torch.zeros(1, self._heads, count, self._dim, dtype=self._dtype, device=self._device)
-
-    def block(self, codec: AnyCodec, state: State) -> Packed:
-        """A block of tokens after the prompt."""
-        x = self.tokens(codec.block_tokens)
-        if isinstance(codec, PromptCodec):
-            codec = codec.with_state({name: tensor[:1] for name, tensor in state.items()}, x[..., 0])
-        return codec.encode(x)
-
-    def prompts(
-        self, codec: PromptCodec, window: Window, prompts: Sequence[int]
-    ) -> tuple[Packed | None, dict[str, Tensor]]:
-        """A packed prompt, if any is stored apart, and the largest state of rows with prompts of so many tokens."""
-        packed: Packed | None = None
-        largest: dict[str, Tensor] = {}
-        for tokens in sorted(set(prompts) - {0}):
-            x, count = self.tokens(tokens), window.packed(tokens)
-            prompt = Prompt(x, x, x)
-            if count:
-                run, state = codec.encode_prompt(x[:, :, window.sinks : window.sinks + count], prompt, window.sinks)
-                packed = run if codec.stores_prompt_apart else None
-            else:
-                state = codec.fit(prompt)
-            for name, tensor in state.items():
-                sizes = zip(tensor.shape, largest.get(name, tensor).shape, strict=True)
-                largest[name] = tensor.new_zeros([max(both) for both in sizes])
-        return packed, largest
+def _largest_state(layouts: Mapping[int, Layout], rows: int) -> dict[str, Tensor]:
+    """The state of rows beside each other: each tensor as large as the largest row's. layouts: by packed tokens."""
+    largest: dict[str, TensorSpec] = {}
+    for count, layout in layouts.items():
+        for name, spec in layout.state.items():
+            if count or name in layout.fitted:
+                before = largest.get(name, spec)
+                largest[name] = replace(spec, shape=tuple(map(max, spec.shape, before.shape)))
+    return {
+        name: torch.empty(rows, *spec.shape[1:], dtype=getattr(torch, spec.dtype), device=_META)
+        for name, spec in largest.items()
+    }
 
 
-def _resized(packed: Packed, batch: int, tokens: int) -> Packed:
-    """The parts as they are for `batch` rows of `tokens` tokens."""
-    parts = {}
-    for name, part in packed.parts.items():
-        shape = (batch, part.tensor.shape[1], tokens // part.unit, *part.tensor.shape[3:])
-        parts[name] = Part(torch.empty(shape, dtype=part.tensor.dtype, device="meta"), part.unit)
-    return Packed(tokens, parts)
+def _without_memory(parts: Mapping[str, PartSpec], batch: int, tokens: int) -> Packed:
+    """A packed run of `batch` rows of `tokens` tokens."""
+    tensors = {}
+    for name, part in parts.items():
+        shape = (batch, part.heads, tokens // part.unit, *part.entry)
+        tensors[name] = Part(torch.empty(shape, dtype=getattr(torch, part.dtype), device=_META), part.unit)
+    return Packed(tokens, tensors)

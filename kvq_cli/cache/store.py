@@ -8,11 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvq_cli.cache.growth import MIN_GROWTH, grown
 from kvq_cli.cache.modes import changes_stored_tensors
 from kvq_cli.codecs.base import Packed, Part, concatenate
-
-#: Tokens that a store grows by, at least and at most; in between, by an eighth. At 131,072, 3 % or less are unused.
-MIN_GROWTH, MAX_GROWTH = 32, 4096
 
 
 @dataclass
@@ -138,8 +136,7 @@ class PackedStore:
         self.joined = max(self.joined, packed.nbytes)
 
     def _grow(self, need: int, batch: int, like: Packed) -> None:
-        tokens = max(need, MIN_GROWTH, min(self.capacity // 8, MAX_GROWTH), self.room - self.capacity)
-        tokens = -(-tokens // self.block_tokens) * self.block_tokens
+        tokens = grown(need, self.capacity, self.room, self.block_tokens)
         parts = {}
         for name, part in like.parts.items():
             shape = (batch, part.tensor.shape[1], tokens // part.unit, *part.tensor.shape[3:])

@@ -14,7 +14,6 @@ from kvq_cli.cache.rows import RowGroup
 from kvq_cli.cache.snapshot import Snapshot
 from kvq_cli.cache.store import PackedStore
 from kvq_cli.codecs.base import Codec, Packed, PromptCodec
-from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import StreamPlan
 from kvq_cli.methods.window import Window
 
@@ -69,12 +68,7 @@ class Stream:
 
     def __init__(self, plan: StreamPlan) -> None:
         self.plan, self.codec, self.window = plan, plan.codec, plan.window
-        if self.window.flush % self.codec.block_tokens:
-            raise UsageError(
-                f"packing {self.window.flush} tokens at a time cuts the codec's blocks of {self.codec.block_tokens}"
-            )
-        # A whole number of flushes, so that the tokens of a flush are one slice of the ring.
-        self.ring_size = (-(-self.window.recent // self.window.flush) + 1) * self.window.flush
+        self.ring_size = self.window.ring
         self._room = 0
         self.reset()
 

@@ -11,6 +11,7 @@ import torch
 from kvq_cli.calibration import loss
 from kvq_cli.calibration.free_memory import free_bytes
 from kvq_cli.calibration.settings import CalibrationSettings
+from kvq_cli.codecs.layout import ITEMSIZE
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.models import LoadedModel, text_config
 
@@ -45,7 +46,7 @@ def activation_bytes(loaded: LoadedModel, seqlen: int, checkpointed: int) -> int
     each keeps two, its input and the output of attention, and one layer at a time is recomputed. Logits of
     `loss.TOKENS` tokens exist at a time, three times in 32 bits.
     """
-    config, itemsize = text_config(loaded.model.config), loaded.shape.dtype.itemsize
+    config, itemsize = text_config(loaded.model.config), ITEMSIZE[loaded.shape.dtype]
     plain = loaded.shape.layers - checkpointed
     kept = (checkpointed * 2 * config.hidden_size + max(plain, 1) * _layer_numbers(loaded)) * itemsize
     return seqlen * kept + min(seqlen, loss.TOKENS) * config.vocab_size * 3 * 4

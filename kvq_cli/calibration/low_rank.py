@@ -123,8 +123,8 @@ def factorize_groups(
         up = basis * sigma.sqrt().unsqueeze(1)  # [groups, W, latents]
         if spec.hadamard:
             down, up = hadamard(down.mT).mT, hadamard(up)
-        tensors[f"{kind}.down"] = down.flatten(0, 1).T.to(shape.dtype).contiguous()
-        tensors[f"{kind}.up"] = torch.block_diag(*up.mT).to(shape.dtype).contiguous()
+        tensors[f"{kind}.down"] = down.flatten(0, 1).T.to(shape.torch_dtype).contiguous()
+        tensors[f"{kind}.up"] = torch.block_diag(*up.mT).to(shape.torch_dtype).contiguous()
         total = values.sum().clamp_min(torch.finfo(torch.float64).tiny)
         first = values[:, 0] / values.sum(1).clamp_min(torch.finfo(torch.float64).tiny)
         errors[kind] = {

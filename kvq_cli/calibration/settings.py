@@ -118,7 +118,7 @@ def calibrate_command(method: Method, loaded: LoadedModel, settings: Mapping[str
         if value != defaults[key]:
             words += ["--set", f"{key}={option_text(value)}"]
     words += ["--model", loaded.name]
-    dtype = str(loaded.shape.dtype).removeprefix("torch.")
+    dtype = loaded.shape.dtype
     words += ["--dtype", dtype] if dtype in DTYPES else []  # always: that of the stored weights is not known here
     words += ["--trust-remote-code"] if loaded.trust_remote_code else []
     for name, value in settings.items():

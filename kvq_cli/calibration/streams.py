@@ -133,7 +133,7 @@ def cluster_settings(plan: CapturePlan, stream: Stream, fisher: bool = True, hyb
         points=settings.points,
         iterations=settings.iterations,
         seed=streams_of(plan).index(stream) + settings.seed * 1_000_003,
-        dtype=plan.loaded.shape.dtype,
+        dtype=plan.loaded.shape.torch_dtype,
         damping=settings.damping,
         engine=settings.kmeans,
     )

@@ -45,15 +45,22 @@ def calibrate(
 ) -> None:
     """Measure the time of each phase of a calibration and its peak memory; the artifact is discarded."""
     out = output.output()
-    from kvq_cli.benchmarking.calibrate import measure
-    from kvq_cli.benchmarking.shapes import SHAPES
-    from kvq_cli.benchmarking.synthetic import as_loaded_model
-    from kvq_cli.calibration.plan import plan_calibration
-    from kvq_cli.calibration.settings import CalibrationOptions
+    from kvq_cli.benchmarking.shapes import SHAPES, known_shape
+    from kvq_cli.data.texts import check_dataset
     from kvq_cli.methods.registry import build, to_config
 
     given = opt.method_options(set_) | ({} if bits is None else {"bits": bits})
     built = build(method or "temporalkv", **given)
+    built.check_calibrates()
+    check_dataset(dataset)
+    if random is not None:
+        known_shape(random, "--random")
+    # Wrong options are reported before PyTorch is imported.
+    from kvq_cli.benchmarking.calibrate import measure
+    from kvq_cli.benchmarking.synthetic import as_loaded_model
+    from kvq_cli.calibration.plan import plan_calibration
+    from kvq_cli.calibration.settings import CalibrationOptions
+
     if random is None:
         loaded = model_options.load()
     else:

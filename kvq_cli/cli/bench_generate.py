@@ -95,6 +95,8 @@ def generate(
     shapes: list[str | None] = [None] if random is None else list(opt.names(random, "--random"))
     if grow and len(contexts) > 1:
         raise UsageError(f"--grow measures one prompt length: give --context one number, not {context}")
+    _check_names(names, shapes)
+    # Wrong options are reported before PyTorch is imported.
     from kvq_cli.benchmarking.batch_sweep import WARM_UP
     from kvq_cli.benchmarking.generate import BenchmarkGrid
     from kvq_cli.models import model_context
@@ -136,6 +138,19 @@ def generate(
         out.note(f"written: {out_dir / stem}.json" + (f" and {out_dir / stem}.png" if drawn else ""))
         del loaded, peers, chosen  # free memory for the next model
     out.result(documents[0] if len(documents) == 1 else {"bench": "generate", "models": documents})
+
+
+def _check_names(methods: list[str], shapes: list[str | None]) -> None:
+    """Raise UsageError for unknown methods, but for folders of artifacts, and unknown shapes."""
+    from kvq_cli.benchmarking.shapes import known_shape
+    from kvq_cli.methods.registry import method_class, parse
+
+    for text in methods:
+        if not Path(text).is_dir():
+            method_class(parse(text)[0])
+    for shape in shapes:
+        if shape is not None:
+            known_shape(shape, "--random")
 
 
 def _compared(

@@ -158,11 +158,13 @@ def calibrate(
     output = output_options.output()
     # Waiting threads sleep instead of spinning, which doubles the time on a busy machine. Read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from kvq_cli.data.texts import check_dataset
     from kvq_cli.methods.registry import build
 
     given = opt.method_options(set_) | ({} if bits is None else {"bits": bits}) | ({} if fisher else {"fisher": False})
     built = build(method or "temporalkv", **given)
     built.check_calibrates()
+    check_dataset(data.dataset)
     folder = data.folder(artifact_folder(model_options.model, built))
 
     from kvq_cli.calibration import pipeline

@@ -207,8 +207,12 @@ class TaskOptions:
 
     def settings(self, prefill: str, model_options: opt.ModelOptions) -> EvaluationSettings:
         """Settings of the evaluation; UsageError for options that cannot work."""
+        from kvq_cli.data.texts import check_dataset
         from kvq_cli.evaluation.settings import EvaluationSettings
 
+        datasets = opt.names(self.dataset, "--dataset")
+        for dataset in datasets:
+            check_dataset(dataset)
         return EvaluationSettings(
             tasks=opt.names(self.task, "--task"),
             contexts=None if self.context is None else opt.numbers(self.context, "--context"),
@@ -216,7 +220,7 @@ class TaskOptions:
             seed=model_options.seed,
             prefill=prefill,
             backend=model_options.backend,
-            datasets=opt.names(self.dataset, "--dataset"),
+            datasets=datasets,
             seqlen=self.seqlen,
             prompt_tokens=self.prompt_tokens,
             windows=self.windows,

@@ -20,10 +20,10 @@ Plot = Annotated[
 def inspect(artifact: ArtifactFolder, plot: Plot = None, as_json: Json = False) -> None:
     """Verify an artifact and show its options, model, calibration data, sizes and the error of each layer."""
     out = Output(as_json=as_json)
-    from kvq_cli.artifact import load_artifact
+    from kvq_cli.artifact import verified_config
     from kvq_cli.artifact.errors import error_table
 
-    config = load_artifact(artifact).config
+    config = verified_config(artifact)
     if plot is not None:
         from kvq_cli.calibration.plot import plot_errors
         from kvq_cli.tuning.plot import plot_tuning

@@ -72,10 +72,6 @@ def reproduce(
     An interrupted run resumes. Without a name: list all tables and figures, their requirements and their state.
     """
     output = Output(as_json=as_json, quiet=quiet)
-    from kvq_cli.evaluation.paired import student_t
-    from kvq_cli.models import REFERENCE, configured_shape
-    from kvq_cli.papers.commands import Commands
-    from kvq_cli.papers.run import DONE
     from kvq_cli.papers.targets import target, targets
 
     if fast and not everything:
@@ -95,6 +91,11 @@ def reproduce(
         raise UsageError(f"{idle[0].id}: {reason}")
     if options and (fixed := [each.id for each in wanted if each.run and not everything]):
         raise UsageError(f"--options: {', '.join(fixed)} has a fixed command without further options")
+    from kvq_cli.evaluation.paired import student_t
+    from kvq_cli.models import REFERENCE, configured_shape
+    from kvq_cli.papers.commands import Commands
+    from kvq_cli.papers.run import DONE
+
     if any(each.eval or each.config for each in wanted):
         student_t(1)  # without scipy, fails now and not behind hours of evaluation
     if model != REFERENCE and any(not each.run for each in wanted):  # fails here, before any process starts

@@ -74,14 +74,11 @@ def model_size(name: str | None, model: str, trust_remote_code: bool = False) ->
 
 def _reference_size() -> ModelSize:
     """Size of the built-in model, without transformers, whose import takes seconds."""
-    import torch
-
     from kvq_cli.benchmarking.shapes import SHAPES
     from kvq_cli.reference import model_path
 
     config, known = json.loads((model_path() / "config.json").read_text(encoding="utf-8")), SHAPES["reference"]
-    dtype = getattr(torch, config["dtype"])
-    return ModelSize(known.model_shape(dtype), 2 * known.parameters, config["max_position_embeddings"])
+    return ModelSize(known.model_shape(config["dtype"]), 2 * known.parameters, config["max_position_embeddings"])
 
 
 def chosen_methods(

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
+from kvq_cli.codecs.layout import Layout, dtype_name
 from kvq_cli.errors import KvqError
 from kvq_cli.lazy import torch
 
@@ -70,19 +71,20 @@ State: TypeAlias = "Mapping[str, Tensor]"
 TILE = 1 << 22
 
 
-def side_dtype(dtype: torch.dtype | None) -> torch.dtype:
-    """The 16-bit dtype of scales, zero-points and outliers for a model of `dtype`.
+def side_dtype(dtype: torch.dtype | str | None) -> str:
+    """The name of the 16-bit dtype of scales, zero-points and outliers for a model of `dtype`.
 
     The model's dtype, or float16 for a 32-bit model or none, since 32-bit scales and zero-points cost too much memory.
     """
-    return dtype if dtype in (torch.float16, torch.bfloat16) else torch.float16
+    return "bfloat16" if dtype is not None and dtype_name(dtype) == "bfloat16" else "float16"
 
 
-def to_side(x: Tensor, dtype: torch.dtype) -> Tensor:
+def to_side(x: Tensor, dtype: str) -> Tensor:
     """`x` in the 16 bits of scales, zero-points and exact numbers. Numbers out of their range become its largest or
     least: an infinite scale or zero-point would lose its group, an infinite key or value its whole row of attention."""
-    most = min(torch.finfo(dtype).max, torch.finfo(x.dtype).max)
-    return x.clamp(-most, most).to(dtype)
+    side = getattr(torch, dtype)
+    most = min(torch.finfo(side).max, torch.finfo(x.dtype).max)
+    return x.clamp(-most, most).to(side)
 
 
 #: Names of `constants` that a codec computes from the others, to encode and decode fast: no part of its format.
@@ -122,13 +124,18 @@ class Codec(BlockFormat, ABC):
         if tokens % self.block_tokens:
             raise ValueError(f"{tokens} tokens are not a whole number of blocks of {self.block_tokens}")
         step = max(1, TILE // (batch * heads * dim * self.block_tokens)) * self.block_tokens
-        if tokens <= step or x.is_meta:  # numbers without memory need no tiles
+        if tokens <= step:
             return self._encode(x)
         return concatenate([self._encode(x[:, :, start : start + step]) for start in range(0, tokens, step)])
 
     def encode_ignoring(self, x: Tensor, ignored: Tensor) -> Packed:
         """As `encode`, where the numbers that are `ignored` (bool, of the shape of `x`) may decode to anything."""
         return self.encode(x)
+
+    @abstractmethod
+    def layout(self, heads: int, dim: int, dtype: str) -> Layout:
+        """The tensors that the codec holds, and those that it makes of `[batch, heads, tokens, dim]` of the model's
+        dtype."""
 
     def check(self, packed: Packed) -> None:
         """Raise KvqError for parts that `encode` cannot have written, such as indices out of range, which `decode` does
@@ -200,10 +207,9 @@ class PromptCodec(BlockFormat, ABC):
         state = self.fit(prompt)
         return self.with_state(state).encode(x), state
 
-    def state_like(self, state: State, tokens: int) -> State:
-        """Tensors of the shapes and dtypes of a state that `encode_prompt` gives for `tokens` packed tokens, whatever
-        they hold. state: one of fewer tokens."""
-        return state
+    @abstractmethod
+    def layout(self, heads: int, dim: int, dtype: str, tokens: int) -> Layout:
+        """As `Codec.layout`, of a prompt of which `tokens` tokens are packed: its parts and its state."""
 
     @abstractmethod
     def with_state(self, state: State, saliency: Tensor | None = None) -> Codec:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from kvq_cli.codecs.nearest import KEEPS_TABLES, MAX_ENTRIES, grid_max, grid_scale, nearest, ranked
+from kvq_cli.codecs.layout import TensorSpec
+from kvq_cli.codecs.nearest import KEEPS_TABLES, MAX_ENTRIES, grid_max, grid_scale, nearest, ranked, ranked_layout
 from kvq_cli.lazy import torch
 
 if TYPE_CHECKING:
@@ -26,6 +27,12 @@ class ChunkCodebooks:
         self._scale = grid_scale(centroids)
         self._gain = self._scale.repeat_interleave(centroids.shape[2])
         self._ranked: Tensor | None = None
+
+    @staticmethod
+    def layout(chunks: int, size: int) -> dict[str, TensorSpec]:
+        """Shapes and dtypes of `constants`, with the table that a CPU makes, of `chunks` codebooks."""
+        scale, gain = TensorSpec((chunks,), "float32"), TensorSpec((chunks * size,), "float32")
+        return {"scale": scale, "gain": gain, "ranked": ranked_layout(chunks, MAX_ENTRIES, size)}
 
     def constants(self) -> Mapping[str, Tensor]:
         named = {"scale": self._scale, "gain": self._gain}
@@ -71,6 +78,12 @@ class ComponentLookup:
         row_of, column_of = zip(*sum(places, []), strict=True)
         self._column = torch.tensor(column_of, dtype=torch.int32, device=rows.device)
         self._offset = torch.tensor(row_of, dtype=torch.int32, device=rows.device).mul_(MAX_ENTRIES).unsqueeze(1)
+
+    @staticmethod
+    def layout(components: int, dtype: str) -> dict[str, TensorSpec]:
+        """Shapes and dtypes of `constants` for so many components of all groups."""
+        column, offset = TensorSpec((components,), "int32"), TensorSpec((components, 1), "int32")
+        return {"centroids": TensorSpec((components, MAX_ENTRIES), dtype), "column.offset": column, "offset": offset}
 
     def constants(self) -> Mapping[str, Tensor]:
         return {"centroids": self._rows, "column.offset": self._column, "offset": self._offset}

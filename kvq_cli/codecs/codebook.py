@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kvq_cli.codecs import bits as bitpack
 from kvq_cli.codecs.base import Codec, Packed, Part
+from kvq_cli.codecs.layout import Layout, PartSpec, TensorLike, TensorSpec, spec_of
 from kvq_cli.codecs.nearest import (
     KEEPS_TABLES,
     LARGE_ENTRIES,
+    code_type,
     grid_max,
     grid_scale,
     nearest,
     nearest_ignoring,
     ranked,
+    ranked_layout,
 )
 from kvq_cli.errors import UsageError
 from kvq_cli.lazy import torch
@@ -40,11 +43,11 @@ class CodebookCodec(Codec):
 
     def __init__(
         self,
-        centroids: Tensor,
+        centroids: TensorLike,
         block: tuple[int, int],
         head_dim: int,
-        mean: Tensor | None = None,
-        std: Tensor | None = None,
+        mean: TensorLike | None = None,
+        std: TensorLike | None = None,
     ) -> None:
         heads, groups, entries, size = centroids.shape
         tokens, channels = block
@@ -59,6 +62,14 @@ class CodebookCodec(Codec):
         self._code_bits = int(math.log2(entries))
         self.block, self.head_dim = block, head_dim
         self.block_tokens, self.nominal_bits = tokens, self._code_bits / size
+        self._book = spec_of(centroids)
+        #: Heads of the statistics that there are.
+        self._statistic_heads = {name: x.shape[0] for name, x in (("mean", mean), ("std", std)) if x is not None}
+        if not isinstance(centroids, TensorSpec):
+            self._make_tables(centroids, cast("Tensor | None", mean), cast("Tensor | None", std))
+
+    def _make_tables(self, centroids: Tensor, mean: Tensor | None, std: Tensor | None) -> None:
+        (heads, groups, entries, _), channels = centroids.shape, self.block[1]
         half = centroids.is_cuda and centroids.dtype == torch.bfloat16
         self.centroids = _aligned(in_half(centroids) if half else centroids)
         self._mean, self._std = (None if x is None else self._statistic(x) for x in (mean, std))
@@ -67,9 +78,40 @@ class CodebookCodec(Codec):
         self._ranked: Tensor | None = None
         self._decoded: Tensor | None = None
         # Entry number of each code column's codebook in the flat table of all entries.
-        column = torch.arange(head_dim // channels, device=centroids.device) // (head_dim // groups // channels)
+        columns = self.head_dim // channels
+        column = torch.arange(columns, device=centroids.device) // (columns // groups)
         book = torch.arange(heads, device=centroids.device).unsqueeze(1) * groups + column
         self._offset = (book * entries).to(torch.int32).unsqueeze(1)  # [H, 1, D / c]
+
+    def layout(self, heads: int, dim: int, dtype: str) -> Layout:
+        tokens, columns = self.block_tokens, dim // self.block[1]
+        words = bitpack.words_per_row(self._code_bits, columns) if self._code_bits < 8 else columns
+        kind = "int32" if self._code_bits < 8 else code_type(1 << self._code_bits)
+        return Layout({"codes": PartSpec(heads, tokens, (words,), kind)}, self._constants_layout())
+
+    def _constants_layout(self) -> dict[str, TensorSpec]:
+        """Shapes and dtypes of `constants`, with the tables that a CPU makes."""
+        books, groups, entries, size = self._book.shape
+        served = {name: (heads, 1, self.head_dim) for name, heads in self._statistic_heads.items()}
+        rows = max([books, *self._statistic_heads.values()]) if "std" in served else books
+        specs = {
+            "centroids": self._book,
+            **{name: TensorSpec(shape, "float32") for name, shape in served.items()},
+            "scale": TensorSpec((books, groups), "float32"),
+            "gain": TensorSpec((rows, 1, self.head_dim), "float32"),
+            "offset": TensorSpec((books, 1, self.head_dim // self.block[1]), "int32"),
+            "ranked": ranked_layout(books * groups, entries, size),
+        }
+        if self._keeps_decoded:
+            specs["decoded"] = TensorSpec(self._book.shape, "float32")
+        return specs
+
+    @property
+    def _keeps_decoded(self) -> bool:
+        """Whether a CPU keeps all decoded entries; see `_decoded_entries`."""
+        books, groups, _, size = self._book.shape
+        one_token = self.block_tokens == 1 and groups * size == self.head_dim
+        return one_token and self._statistic_heads.get("std", books) == books
 
     def constants(self) -> Mapping[str, Tensor]:
         derived: dict[str, Tensor | None] = {"scale": self._scale, "gain": self._gain, "offset": self._offset}
@@ -87,7 +129,7 @@ class CodebookCodec(Codec):
     def encode_ignoring(self, x: Tensor, ignored: Tensor) -> Packed:
         blocks, table = self._book_blocks(self._on_grid(x)), self._table()
         codes = nearest(blocks, table)
-        if blocks.shape[2] > 1 and not x.is_meta:  # a block of one ignored number has nothing to choose by
+        if blocks.shape[2] > 1:  # a block of one ignored number has nothing to choose by
             mask = self._book_blocks(ignored)
             books, places = mask.any(dim=2).nonzero(as_tuple=True)
             codes[books, places] = nearest_ignoring(blocks[books, places], mask[books, places], books, table)
@@ -175,9 +217,9 @@ class CodebookCodec(Codec):
         """c std + mean of all centroids, float32, where all blocks of a codebook stand on the same channels of one
         token. A CPU keeps them: an entry is then fetched as the numbers that it stands for."""
         heads, groups, _, size = self.centroids.shape
-        if self.centroids.device.type not in KEEPS_TABLES or self.block_tokens > 1 or groups * size != self.head_dim:
+        if self.centroids.device.type not in KEEPS_TABLES or not self._keeps_decoded:
             return None
-        if self._decoded is None and (self._std is None or len(self._std) == heads):
+        if self._decoded is None:
             entries = self.centroids.float()
             if self._std is not None:
                 entries = entries * self._std.view(heads, groups, 1, size)

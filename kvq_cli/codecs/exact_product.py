@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from kvq_cli.codecs.layout import TensorSpec
 from kvq_cli.lazy import torch
 
 if TYPE_CHECKING:
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 #: Numbers are clamped to this many deviations (a power of two).
 _MAX_DEVIATIONS = 2.0**7
+#: Bits of the integers that float32 holds exactly.
+_FLOAT_BITS = 24
 
 
 class ExactProduct:
@@ -33,7 +36,7 @@ class ExactProduct:
         one = torch.ones_like(scaled[:, :, 0])
         integers = (scaled * torch.ldexp(one, bits - exponent).unsqueeze(2)).round()
         #: A in integers, `[G, K, W]` float32, which holds those of 24 bits exactly, or float64.
-        self.integers = integers.float() if bits <= 24 else integers
+        self.integers = integers.float() if bits <= _FLOAT_BITS else integers
         self._step = torch.ldexp(one, exponent - bits) * (_MAX_DEVIATIONS / 2.0**bits)  # [G, K], powers of two
 
     def tables(self) -> Mapping[str, Tensor]:
@@ -44,6 +47,13 @@ class ExactProduct:
         """`[B, G, T, W]` -> `[B, G, T, K]`, float32."""
         grid = (x * self._to_grid).round_().clamp_(-self._limit, self._limit).double()
         return (grid @ self.integers.double().transpose(1, 2)).mul_(self._step.unsqueeze(1)).float()
+
+
+def product_layout(std: tuple[int, ...], matrix: tuple[int, ...]) -> tuple[TensorSpec, dict[str, TensorSpec]]:
+    """Shapes and dtypes of `ExactProduct.integers`, and of its `tables`, for arguments of these shapes."""
+    groups, width = std
+    integers = TensorSpec(matrix, "float32" if _grid_bits(width) <= _FLOAT_BITS else "float64")
+    return integers, {"gain": TensorSpec((groups, 1, width), "float32"), "scale": TensorSpec(matrix[:2], "float64")}
 
 
 def _grid_bits(width: int) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import Codec, Packed, Part, side_dtype, to_side
+from kvq_cli.codecs.layout import Layout, PartSpec
 from kvq_cli.lazy import torch
 
 if TYPE_CHECKING:
@@ -15,12 +17,16 @@ if TYPE_CHECKING:
 class FirstChannelCodec(Codec):
     """`base` encodes channels 1, 2, ...; channel 0 is stored in 16 bits as the part `first` `[B, H, T, 1]`."""
 
-    def __init__(self, base: Codec, dtype: torch.dtype) -> None:
+    def __init__(self, base: Codec, dtype: torch.dtype | str) -> None:
         self.base, self._dtype = base, side_dtype(dtype)
         self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits
 
     def constants(self) -> Mapping[str, Tensor]:
         return self.base.constants()
+
+    def layout(self, heads: int, dim: int, dtype: str) -> Layout:
+        others = self.base.layout(heads, dim - 1, dtype)
+        return replace(others, parts={**others.parts, "first": PartSpec(heads, 1, (1,), self._dtype)})
 
     def _encode(self, x: Tensor) -> Packed:
         packed = self.base.encode(x[..., 1:])

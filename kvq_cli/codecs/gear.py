@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import Codec, Packed, Part, Prompt, PromptCodec, State, to_side
 from kvq_cli.codecs.gram import gram_matrix, token_tiles
+from kvq_cli.codecs.layout import Layout, PartSpec, TensorSpec
 from kvq_cli.codecs.outliers import check_index, ranks
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.errors import UsageError
@@ -53,6 +55,29 @@ class GearCodec(PromptCodec):
         self.base, self.block_tokens, self.nominal_bits = base, chunk, base.nominal_bits
         self.rank, self.chunk_rank, self.loops = rank, chunk_rank, loops
         self._seed = seed
+
+    def layout(self, heads: int, dim: int, dtype: str, tokens: int) -> Layout:
+        parts = self._common_parts(heads, dim, dtype)
+        if not self.rank:
+            return Layout(parts)
+        left = PartSpec(heads, 1, (self.rank,), self.base.dtype)
+        return Layout({**parts, "left": left}, state={"right": TensorSpec((1, heads, self.rank, dim), self.base.dtype)})
+
+    def chunk_layout(self, heads: int, dim: int, dtype: str) -> Layout:
+        """The parts of chunks after the prompt."""
+        parts = self._common_parts(heads, dim, dtype)
+        if self.chunk_rank:
+            parts["left"] = PartSpec(heads, 1, (self.chunk_rank,), self.base.dtype)
+            parts["right"] = PartSpec(heads, self.block_tokens, (self.chunk_rank, dim), self.base.dtype)
+        return Layout(parts)
+
+    def _common_parts(self, heads: int, dim: int, dtype: str) -> dict[str, PartSpec]:
+        """D and S."""
+        parts = dict(self.base.layout(heads, dim, dtype).parts)
+        if self._each:
+            kept = PartSpec(heads, self.block_tokens, (2 * self._each,), "int16")
+            parts |= {"outlier_index": kept, "outlier_value": replace(kept, dtype=self.base.dtype)}
+        return parts
 
     def encode_prompt(self, x: Tensor, prompt: Prompt, first: int) -> tuple[Packed, State]:
         parts, error = self._quantize(x)
@@ -126,8 +151,8 @@ class GearCodec(PromptCodec):
         directions = start.to(error.device).expand(*gram.shape[:-2], dim, rank)
         for _ in range(self.loops):
             directions = torch.linalg.qr(gram @ directions).Q
-        right = directions.mT.to(self.base.dtype).contiguous()
-        left = [to_side(tile.double() @ right.mT.double(), right.dtype) for tile in token_tiles(error)]
+        right = directions.mT.to(getattr(torch, self.base.dtype)).contiguous()
+        left = [to_side(tile.double() @ right.mT.double(), self.base.dtype) for tile in token_tiles(error)]
         return torch.cat(left, dim=-2), right
 
     def _chunks(self, x: Tensor) -> Tensor:
@@ -141,6 +166,9 @@ class _ChunkCodec(Codec):
     def __init__(self, gear: GearCodec, right: Tensor | None) -> None:
         self._gear, self._right = gear, right
         self.block_tokens, self.nominal_bits = gear.block_tokens, gear.nominal_bits
+
+    def layout(self, heads: int, dim: int, dtype: str) -> Layout:
+        return self._gear.chunk_layout(heads, dim, dtype)
 
     def check(self, packed: Packed) -> None:
         self._gear.check_parts(packed)

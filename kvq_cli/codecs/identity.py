@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import Codec, Packed, Part
+from kvq_cli.codecs.layout import Layout, PartSpec
 from kvq_cli.lazy import torch
 
 if TYPE_CHECKING:
@@ -16,6 +17,9 @@ class IdentityCodec(Codec):
 
     block_tokens = 1
     nominal_bits = 16.0
+
+    def layout(self, heads: int, dim: int, dtype: str) -> Layout:
+        return Layout({"raw": PartSpec(heads, 1, (dim,), dtype)})
 
     def _encode(self, x: Tensor) -> Packed:
         return Packed(x.shape[2], {"raw": Part(x.clone(memory_format=torch.contiguous_format), 1)})

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvq_cli.codecs import bits as bitpack
 from kvq_cli.codecs.base import Codec, Packed, Part, refuse_unless
+from kvq_cli.codecs.layout import Layout, PartSpec
 from kvq_cli.errors import UsageError
 from kvq_cli.lazy import torch
 
@@ -41,6 +42,10 @@ class LloydMaxCodec(Codec):
             raise UsageError(f"bits={bits}: Lloyd-Max codes have 1, 2, 3 or 4 bits")
         self.bits, self.head_dim, self.correct_norm = bits, head_dim, correct_norm
         self.nominal_bits = float(bits)
+
+    def layout(self, heads: int, dim: int, dtype: str) -> Layout:
+        codes = PartSpec(heads, 1, (bitpack.words_per_row(self.bits, dim),), "int32")
+        return Layout({"codes": codes, "norm": PartSpec(heads, 1, (1,), "float16")})
 
     def check(self, packed: Packed) -> None:
         refuse_unless(packed.parts["norm"].tensor >= 0, "norm")

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvq_cli.codecs import kernels
+from kvq_cli.codecs.layout import TensorSpec
 from kvq_cli.lazy import torch
 
 if TYPE_CHECKING:
@@ -20,8 +21,8 @@ if TYPE_CHECKING:
 MAX_ENTRIES = 256
 #: Entries of a codebook with 16-bit codes.
 LARGE_ENTRIES = 1 << 16
-#: Devices that keep the tables made for encoding and decoding; sizes counted on the meta device are a CPU's.
-KEEPS_TABLES = ("cpu", "meta")
+#: Devices that keep the tables made for encoding and decoding.
+KEEPS_TABLES = ("cpu",)
 #: Centroids are rounded to multiples of 2^-17 of the (power of two above the) largest number of their codebook, of
 #: 2^-13 where an index takes 16 bits, ...
 _CENTROID_BITS, _LARGE_CENTROID_BITS = 17, 13
@@ -43,9 +44,9 @@ def _places(entries: int) -> int:
     return MAX_ENTRIES if entries <= MAX_ENTRIES else LARGE_ENTRIES
 
 
-def code_dtype(entries: int) -> torch.dtype:
-    """The dtype of an index of so many entries: uint8, or int16 whose 16 bits are the index."""
-    return torch.uint8 if entries <= MAX_ENTRIES else torch.int16
+def code_type(entries: int) -> str:
+    """The name of the dtype of an index of so many entries: uint8, or int16 whose 16 bits are the index."""
+    return "uint8" if entries <= MAX_ENTRIES else "int16"
 
 
 def grid_max(entries: int) -> float:
@@ -65,19 +66,17 @@ def nearest(blocks: Tensor, table: Tensor) -> Tensor:
 
     blocks: `[books, n, size]`, already on the grid: whole numbers of at most `grid_max`, size at most 8.
     table:  the centroids as `ranked` gives them.
-    Returns `[books, n]` in `code_dtype`.
+    Returns `[books, n]` of `code_type`.
     """
     books, count, size = blocks.shape
     entries = table.shape[2]
-    dtype = code_dtype(entries)
+    dtype = getattr(torch, code_type(entries))
     if entries <= MAX_ENTRIES and kernels.on_gpu(blocks):
         assigned = kernels.assign_centroids(blocks, (table[:, :size] / (-2 * MAX_ENTRIES)).mT.float())
         if assigned is not None:
             return assigned[0].to(dtype)
     if size == 1:
         return _nearest_scalar(blocks.squeeze(2), table)
-    if blocks.is_meta:
-        return blocks.new_empty(books, count, dtype=dtype)
     points = blocks.new_ones(books, count, size + 1, dtype=torch.float64)
     points[:, :, :size] = blocks
     ranks = points.new_empty(books, count)
@@ -126,8 +125,7 @@ def ranked(centroids: Tensor, scale: Tensor) -> Tensor:
     grid: together below 2^53.
     """
     books, entries, size = centroids.shape
-    rows = size + 1 if size > 1 else 4
-    table = torch.empty(books, rows, entries, dtype=torch.float64, device=centroids.device)
+    table = torch.empty(ranked_layout(books, entries, size).shape, dtype=torch.float64, device=centroids.device)
     grid, constant = table[:, :size], table[:, size]
     grid.copy_(centroids.transpose(1, 2)).mul_(scale.view(-1, 1, 1)).round_()
     torch.sum(grid * grid, dim=1, out=constant)
@@ -138,11 +136,18 @@ def ranked(centroids: Tensor, scale: Tensor) -> Tensor:
     return table
 
 
+def ranked_layout(books: int, entries: int, size: int) -> TensorSpec:
+    """Shape and dtype of what `ranked` returns."""
+    return TensorSpec((books, size + 1 if size > 1 else 4, entries), "float64")
+
+
 def _nearest_scalar(numbers: Tensor, table: Tensor) -> Tensor:
     """The same for `[books, n]` numbers on the grid, by a binary search: between which midpoints does a number lie?
     Twice these and the numbers are whole and at most 2^24, exact in float32."""
     middle, order = table[:, 2, 1:].float(), table[:, 3].to(torch.int64)
-    return order.gather(1, torch.searchsorted(middle, 2 * numbers.float().contiguous())).to(code_dtype(table.shape[2]))
+    return order.gather(1, torch.searchsorted(middle, 2 * numbers.float().contiguous())).to(
+        getattr(torch, code_type(table.shape[2]))
+    )
 
 
 def _scalar_order(points: Tensor) -> tuple[Tensor, Tensor]:

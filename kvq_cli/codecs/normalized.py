@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import Codec, Packed, Prompt, PromptCodec, State, refuse_unless
+from kvq_cli.codecs.layout import Layout, TensorSpec
 from kvq_cli.lazy import torch
 
 if TYPE_CHECKING:
@@ -25,6 +27,10 @@ class NormalizedCodec(PromptCodec):
         self.stored_as = self.base = base
         self._later = later or base
         self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits
+
+    def layout(self, heads: int, dim: int, dtype: str, tokens: int) -> Layout:
+        state = {"norm": TensorSpec((1, heads, dim), "float32")}
+        return replace(self.base.layout(heads, dim, dtype), state=state, fitted=tuple(state))
 
     def fit(self, prompt: Prompt) -> State:
         norm = prompt.keys.float().abs().amax(dim=2).sqrt_()
@@ -50,6 +56,9 @@ class _DividedCodec(Codec):
     def __init__(self, base: Codec, norm: Tensor) -> None:
         self._base, self._norm = base, norm.unsqueeze(2)
         self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits
+
+    def layout(self, heads: int, dim: int, dtype: str) -> Layout:
+        return self._base.layout(heads, dim, dtype)
 
     def check(self, packed: Packed) -> None:
         self._base.check(packed)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import Codec, Packed, Part, refuse_unless, side_dtype, to_side
+from kvq_cli.codecs.layout import Layout, PartSpec, TensorLike, TensorSpec
 from kvq_cli.errors import UsageError
 from kvq_cli.lazy import torch
 
@@ -31,16 +32,28 @@ class OutlierCodec(Codec):
     `outlier_value`, both `[B, H, T / block_tokens, capacity]` with unit block_tokens: 32 bits per outlier.
     """
 
-    def __init__(self, base: Codec, lower: Tensor, upper: Tensor, fraction: float, dtype: torch.dtype) -> None:
+    def __init__(
+        self, base: Codec, lower: TensorLike, upper: TensorLike, fraction: float, dtype: torch.dtype | str
+    ) -> None:
         self.base, self.dtype = base, side_dtype(dtype)
         self.block_tokens = math.lcm(BLOCK_TOKENS, base.block_tokens)
         self.nominal_bits = base.nominal_bits
-        self._lower, self._upper = lower.float().unsqueeze(1), upper.float().unsqueeze(1)  # [H, 1, D]
+        if not isinstance(lower, TensorSpec) and not isinstance(upper, TensorSpec):
+            self._lower, self._upper = lower.float().unsqueeze(1), upper.float().unsqueeze(1)  # [H, 1, D]
         self._numbers = self.block_tokens * lower.shape[1]
         self.capacity = block_capacity(fraction, lower.shape[1], self.block_tokens)
 
     def constants(self) -> Mapping[str, Tensor]:
         return {**self.base.constants(), "lower": self._lower, "upper": self._upper}
+
+    def layout(self, heads: int, dim: int, dtype: str) -> Layout:
+        base, unit = self.base.layout(heads, dim, dtype), self.block_tokens
+        sparse = {
+            "outlier_index": PartSpec(heads, unit, (self.capacity,), "int16"),
+            "outlier_value": PartSpec(heads, unit, (self.capacity,), self.dtype),
+        }
+        thresholds = {name: TensorSpec((heads, 1, dim), "float32") for name in ("lower", "upper")}
+        return Layout({**base.parts, **sparse}, {**base.constants, **thresholds})
 
     @property
     def capturable(self) -> bool:

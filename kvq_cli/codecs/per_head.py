@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import Codec, Packed, Part
+from kvq_cli.codecs.layout import Layout, PartSpec, TensorSpec
 from kvq_cli.lazy import torch
 
 if TYPE_CHECKING:
@@ -14,24 +15,35 @@ if TYPE_CHECKING:
 
 
 class PerHeadCodec(Codec):
-    """members: name -> (codec, its kv heads); every head has exactly one codec.
+    """members: name -> (codec, its kv heads); every head has exactly one codec. device: None where nothing is encoded.
 
     Parts and constants are named `<member>.<part>`; dimension 1 holds the member's heads only.
     """
 
-    def __init__(self, members: Mapping[str, tuple[Codec, Sequence[int]]], device: torch.device) -> None:
+    def __init__(self, members: Mapping[str, tuple[Codec, Sequence[int]]], device: torch.device | None) -> None:
         served = [head for _, heads in members.values() for head in heads]
         if sorted(served) != list(range(len(served))):
             raise ValueError(f"each kv head needs one codec, got heads {sorted(served)}")
         self._heads = len(served)
         #: name -> (codec, kv heads), as Python integers.
         self.members = {name: (codec, tuple(heads)) for name, (codec, heads) in members.items()}
-        self._members = {name: (codec, torch.tensor(heads, device=device)) for name, (codec, heads) in members.items()}
+        if device is not None:
+            index = {name: torch.tensor(heads, device=device) for name, (_, heads) in members.items()}
+            self._members = {name: (codec, index[name]) for name, (codec, _) in members.items()}
         self.block_tokens = math.lcm(*(codec.block_tokens for codec, _ in members.values()))
         self.nominal_bits = sum(c.nominal_bits * len(heads) for c, heads in members.values()) / self._heads
 
     def constants(self) -> Mapping[str, Tensor]:
         return {f"{name}.{k}": t for name, (codec, _) in self._members.items() for k, t in codec.constants().items()}
+
+    def layout(self, heads: int, dim: int, dtype: str) -> Layout:
+        parts: dict[str, PartSpec] = {}
+        constants: dict[str, TensorSpec] = {}
+        for name, (codec, served) in self.members.items():
+            layout = codec.layout(len(served), dim, dtype)
+            parts |= {f"{name}.{key}": part for key, part in layout.parts.items()}
+            constants |= {f"{name}.{key}": spec for key, spec in layout.constants.items()}
+        return Layout(parts, constants)
 
     @property
     def capturable(self) -> bool:

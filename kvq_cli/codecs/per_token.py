@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import Codec, Packed, Part, refuse_unless, side_dtype, to_side
+from kvq_cli.codecs.layout import Layout, PartSpec
 from kvq_cli.codecs.outliers import BLOCK_TOKENS, block_capacity, check_index, furthest
 from kvq_cli.lazy import torch
 
@@ -31,12 +32,26 @@ class PerTokenCodec(Codec):
     outliers of each head begin.
     """
 
-    def __init__(self, base: Codec, kv_heads: int, head_dim: int, outliers: float, dtype: torch.dtype) -> None:
+    def __init__(self, base: Codec, kv_heads: int, head_dim: int, outliers: float, dtype: torch.dtype | str) -> None:
         self.base, self.dtype, self.outliers, self.head_dim = base, side_dtype(dtype), outliers, head_dim
         self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits
         if outliers:
             self.block_tokens = math.lcm(BLOCK_TOKENS, base.block_tokens)
             block_capacity(outliers, head_dim, self.block_tokens)
+
+    def layout(self, heads: int, dim: int, dtype: str) -> Layout:
+        base, unit = self.base.layout(heads, dim, dtype), self.block_tokens
+        parts = {**base.parts, **{name: PartSpec(1, 1, (1,), self.dtype) for name in ("zero", "scale")}}
+        if self.outliers:
+            slots = unit * capacity(self.outliers, self._listed_heads(heads) * dim)
+            parts["outlier_index"] = PartSpec(1, unit, (slots,), "int16")
+            parts["outlier_value"] = PartSpec(1, unit, (slots,), self.dtype)
+            parts["outlier_start"] = PartSpec(1, unit, (heads + 1,), "int32")
+        return Layout(parts, base.constants)
+
+    def _listed_heads(self, heads: int) -> int:
+        """How many heads the lists of outliers of a codec for `heads` heads have."""
+        return heads
 
     def constants(self) -> Mapping[str, Tensor]:
         return self.base.constants()
@@ -136,7 +151,7 @@ def split_outliers(x: Tensor, outliers: float) -> tuple[Tensor, Tensor]:
     return torch.where(low <= high, x.clamp(low, high), 0), index
 
 
-def ranges(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def ranges(x: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
     """Middle and half range of each token of `x` `[..., numbers]`, `[..., 1]` each, rounded to `dtype`."""
     low, high = x.aminmax(dim=-1, keepdim=True)
     return to_side((low + high) / 2, dtype), to_side((high - low) / 2, dtype)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import Codec, Packed, Prompt, PromptCodec, State
+from kvq_cli.codecs.layout import Layout
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,6 +19,9 @@ class PhasedCodec(PromptCodec):
         self.stored_as = self.base = base
         self._later = later
         self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits
+
+    def layout(self, heads: int, dim: int, dtype: str, tokens: int) -> Layout:
+        return self.base.layout(heads, dim, dtype)
 
     def encode_prompt(self, x: Tensor, prompt: Prompt, first: int) -> tuple[Packed, State]:
         return self.base.encode(x), {}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import Codec, Packed
-from kvq_cli.codecs.exact_product import ExactProduct
+from kvq_cli.codecs.exact_product import ExactProduct, product_layout
 from kvq_cli.codecs.hadamard import factors, hadamard
+from kvq_cli.codecs.layout import Layout, TensorLike, TensorSpec, spec_of
 from kvq_cli.lazy import torch
 
 if TYPE_CHECKING:
@@ -33,6 +35,10 @@ class ChannelRotation(ABC):
 
     def constants(self) -> Mapping[str, Tensor]:
         """Tensors held for all sequences."""
+        return {}
+
+    def layout(self) -> Mapping[str, TensorSpec]:
+        """Shapes and dtypes of `constants`."""
         return {}
 
 
@@ -59,8 +65,10 @@ class MatrixRotation(ChannelRotation):
     """R of each kv head, calibrated. matrix: `[kv_heads, head_dim, head_dim]` float32. spread: root mean square of each
     channel before the rotation, `[kv_heads, head_dim]`: numbers above 128 times it are clamped."""
 
-    def __init__(self, matrix: Tensor, spread: Tensor) -> None:
-        self._matrix, self._spread, self._product = matrix, spread, ExactProduct(spread, matrix)
+    def __init__(self, matrix: TensorLike, spread: TensorLike) -> None:
+        self._shapes = spec_of(spread).shape, spec_of(matrix).shape
+        if not isinstance(matrix, TensorSpec) and not isinstance(spread, TensorSpec):
+            self._matrix, self._spread, self._product = matrix, spread, ExactProduct(spread, matrix)
 
     def ahead(self, x: Tensor) -> Tensor:
         return self._product(x.float())
@@ -75,6 +83,12 @@ class MatrixRotation(ChannelRotation):
         tables = {"integers.gain": self._product.integers, **self._product.tables()}
         return {"rotation": self._matrix, "spread": self._spread, **tables}
 
+    def layout(self) -> Mapping[str, TensorSpec]:
+        spread, matrix = self._shapes
+        integers, tables = product_layout(spread, matrix)
+        given = {"rotation": TensorSpec(matrix, "float32"), "spread": TensorSpec(spread, "float32")}
+        return {**given, "integers.gain": integers, **tables}
+
 
 class RotatedCodec(Codec):
     """`base` encodes R x with an orthogonal matrix R of each head's channels; decoding applies R^T.
@@ -88,6 +102,11 @@ class RotatedCodec(Codec):
 
     def constants(self) -> Mapping[str, Tensor]:
         return {**self.base.constants(), **{f"rotated.{k}": x for k, x in self.rotation.constants().items()}}
+
+    def layout(self, heads: int, dim: int, dtype: str) -> Layout:
+        base = self.base.layout(heads, dim, dtype)
+        rotation = {f"rotated.{name}": spec for name, spec in self.rotation.layout().items()}
+        return replace(base, constants={**base.constants, **rotation})
 
     def check(self, packed: Packed) -> None:
         self.base.check(packed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
@@ -19,6 +18,7 @@ from kvq_cli.codecs.base import (
     side_dtype,
     to_side,
 )
+from kvq_cli.codecs.layout import Layout, PartSpec, TensorSpec
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.lazy import torch
@@ -59,7 +59,7 @@ class SalientCodec(PromptCodec):
         ratio: float,
         chunk: int,
         head_dim: int,
-        dtype: torch.dtype,
+        dtype: torch.dtype | str,
         seed: int = 0,
     ) -> None:
         self._upper = high - low
@@ -83,11 +83,39 @@ class SalientCodec(PromptCodec):
         before = {"salient": bitpack.pack(marks, 1), "before": counts.cumsum(2, dtype=torch.int32) - counts}
         return self._packed(tokens, before), {name: x.squeeze(2) for name, x in chunks.items()}
 
-    def state_like(self, state: State, tokens: int) -> State:
-        rows, heads = next(iter(state.values())).shape[:2]
-        words = bitpack.words_per_row(self._upper, self.head_dim) if self._upper else 0
-        shape = (rows, heads, self.count(tokens), words)
-        return {**state, "upper": torch.empty(shape, dtype=torch.int32, device="meta")} if math.prod(shape) else state
+    def layout(self, heads: int, dim: int, dtype: str, tokens: int) -> Layout:
+        parts = self._token_parts(heads, dim) | {
+            "salient": PartSpec(heads, self.block_tokens, (bitpack.words_per_row(1, self.block_tokens),), "int32"),
+            "before": PartSpec(heads, self.block_tokens, (1,), "int32"),
+        }
+        chunk = self._chunk_entries(dim, self.count(tokens)).items()
+        return Layout(parts, state={name: TensorSpec((1, heads, *entry), kind) for name, (entry, kind) in chunk})
+
+    def chunk_layout(self, heads: int, dim: int) -> Layout:
+        """The parts of chunks after the prompt."""
+        unit = self.block_tokens
+        salient = PartSpec(heads, unit, (bitpack.words_per_row(1, unit),), "int32")
+        chunk = self._chunk_entries(dim, self.count(unit)).items()
+        parts = {name: PartSpec(heads, unit, entry, kind) for name, (entry, kind) in chunk}
+        return Layout(self._token_parts(heads, dim) | {"salient": salient} | parts)
+
+    def _token_parts(self, heads: int, dim: int) -> dict[str, PartSpec]:
+        """Parts with an entry for each token."""
+        parts = {"codes": PartSpec(heads, 1, (bitpack.words_per_row(self.low, dim),), "int32")}
+        if self.side == "values":
+            parts |= {name: PartSpec(heads, 1, (1,), self._dtype) for name in ("scale", "zero")}
+        return parts
+
+    def _chunk_entries(self, dim: int, salient: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of what a chunk with so many salient tokens has, or the prompt."""
+        entries: dict[str, tuple[tuple[int, ...], str]] = {}
+        if self.side == "values":
+            entries["norm"] = ((dim,), self._dtype)
+        if salient and self._upper:
+            entries["upper"] = ((salient, bitpack.words_per_row(self._upper, dim)), "int32")
+        if self.side == "keys":
+            entries |= dict.fromkeys(("key_scale", "key_zero"), ((2, dim), self._dtype))
+        return entries
 
     def with_state(self, state: State, saliency: Tensor | None = None) -> Codec:
         return _ChunkCodec(self, state, saliency)
@@ -141,7 +169,8 @@ class SalientCodec(PromptCodec):
             parts["norm"] = norm.masked_fill_(norm == 0, 1)
             x = x / parts["norm"].float().unsqueeze(3)
         codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
-        sides = [x.new_zeros(self._side_shape(x), dtype=self._dtype) for _ in ("scale", "zero")]
+        kind = getattr(torch, self._dtype)
+        sides = [x.new_zeros(self._side_shape(x), dtype=kind) for _ in ("scale", "zero")]
         # Chunk by chunk the other tokens, then the salient ones, both in their order.
         order, count = salient.to(torch.uint8).sort(dim=3, stable=True).indices, self.count(salient.shape[3])
         for which, places in enumerate(order.split((order.shape[3] - count, count), dim=3)):
@@ -205,6 +234,9 @@ class _ChunkCodec(Codec):
         self._salient, self._state, self._saliency = salient, state, saliency
         self.block_tokens, self.nominal_bits = salient.block_tokens, salient.nominal_bits
 
+    def layout(self, heads: int, dim: int, dtype: str) -> Layout:
+        return self._salient.chunk_layout(heads, dim)
+
     def check(self, packed: Packed) -> None:
         self._salient.check_parts(packed)
 
@@ -242,7 +274,7 @@ def prompt_saliency(prompt: Prompt, seed: int) -> Tensor:
     probes = torch.cat([drawn.sort().values, torch.arange(tokens - newest, tokens)]).to(keys.device)
     place, received = torch.arange(tokens, device=keys.device), keys.new_zeros(keys.shape[:3])
     together = max(1, TILE // (len(keys) * queries.shape[1] * tokens))
-    for some in probes.split(len(probes) if keys.is_meta else together):
+    for some in probes.split(together):
         received += attention_received(queries[:, :, some], keys, place > some.unsqueeze(1))
     return received / (probes.unsqueeze(1) >= place).sum(dim=0)
 

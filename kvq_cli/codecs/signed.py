@@ -22,12 +22,12 @@ Hybrid = Literal["no", "symmetric", "always"]
 WORDS = {16: ("int16", None), 32: ("int32", "float32"), 64: ("int64", "float64")}
 
 
-def zero_type(group: int, dtype: torch.dtype | None) -> torch.dtype:
-    """The type of a zero-point that fills a group's word of sign bits: a group of 16 has the 16-bit type's room."""
+def zero_type(group: int, dtype: torch.dtype | str) -> str:
+    """The name of the type of a zero-point that fills a group's word of sign bits: 16 bits for a group of 16."""
     if group not in WORDS:
         raise UsageError(f"group={group}: sign bits of a group fill one word; use one of {', '.join(map(str, WORDS))}")
     name = WORDS[group][1]
-    return side_dtype(dtype) if name is None else getattr(torch, name)
+    return name or side_dtype(dtype)
 
 
 class SignedCodec(UniformCodec):
@@ -50,7 +50,7 @@ class SignedCodec(UniformCodec):
         axis: Axis,
         group: int,
         head_dim: int,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str = "float16",
         sign: Sign = "extra",
         hybrid: Hybrid = "no",
     ) -> None:
@@ -59,21 +59,31 @@ class SignedCodec(UniformCodec):
         if sign == "inside" and hybrid != "no":
             raise UsageError("a hybrid keeps zero-points in the words of sign bits; use sign=extra")
         self.sign, self.hybrid = sign, hybrid
-        dtype = dtype or torch.float16
         super().__init__(bits, axis, group, head_dim, dtype, zero_type(group, dtype) if sign == "extra" else None)
         self._largest = 2**bits - 1 if sign == "extra" else 2 ** (bits - 1) - 1
+
+    @property
+    def sides(self) -> dict[str, str]:
+        words = (
+            {"sign" if self.hybrid == "no" else "sign_or_zero": WORDS[self.group][0]} if self.sign == "extra" else {}
+        )
+        return {"scale": self.dtype} | words
 
     def check(self, packed: Packed) -> None:
         if self.hybrid == "no":
             super().check(packed)
             return
         asymmetric = packed.parts["scale"].tensor.signbit()
-        zero = packed.parts["sign_or_zero"].tensor.contiguous().view(self.zero_dtype)
+        zero = packed.parts["sign_or_zero"].tensor.contiguous().view(self._zero_type)
         refuse_unless(zero.isfinite() | ~asymmetric, "sign_or_zero")
+
+    @property
+    def _zero_type(self) -> torch.dtype:
+        return getattr(torch, self.zero_dtype)
 
     def _encode_on_gpu(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]] | None:
         mode = "hybrid" if self.hybrid == "always" else "symmetric"
-        packed = kernels.quantize_pack(x, mode=mode, sign=self.sign, **self._layout())
+        packed = kernels.quantize_pack(x, mode=mode, sign=self.sign, **self._kernel_options())
         if packed is None:
             return None
         words = {} if packed.sign is None else {"sign" if self.hybrid == "no" else "sign_or_zero": packed.sign}
@@ -99,7 +109,7 @@ class SignedCodec(UniformCodec):
             return self._restore_symmetric(codes, sides)
         asymmetric, scale = sides["scale"].signbit(), sides["scale"].abs()
         word = sides["sign_or_zero"]
-        zero = word.view(self.zero_dtype).float().masked_fill(~asymmetric, 0)
+        zero = word.view(self._zero_type).float().masked_fill(~asymmetric, 0)
         return self._signed(super().dequantize(codes, {"scale": scale, "zero": zero}), word.masked_fill(asymmetric, 0))
 
     def _symmetric(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from kvq_cli.codecs import kernels
 from kvq_cli.codecs.base import Codec, Prompt, PromptCodec, State
 from kvq_cli.codecs.gram import gram_matrix
+from kvq_cli.codecs.layout import Layout, TensorSpec
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.lazy import torch
@@ -36,7 +38,7 @@ class SubspaceCodec(PromptCodec):
         bits: int,
         group: int,
         head_dim: int,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str = "float16",
         *,
         rank: int,
         strength: float,
@@ -52,6 +54,13 @@ class SubspaceCodec(PromptCodec):
         self.block_tokens, self.nominal_bits = self.base.block_tokens, self.base.nominal_bits
         self.rank, self.strength, self.shares_state = min(rank, head_dim), strength, shared
         self.block, self._cuts = block, range(block, head_dim, block)
+
+    def layout(self, heads: int, dim: int, dtype: str, tokens: int) -> Layout:
+        state = {
+            "subspace": TensorSpec((1, heads, self.rank, dim), "float32"),
+            "gain": TensorSpec((1, heads, len(self._cuts), self.rank, self.rank), "float32"),
+        }
+        return replace(self.base.layout(heads, dim, dtype), state=state, fitted=tuple(state))
 
     def fit(self, prompt: Prompt) -> State:
         queries = prompt.queries[:1] if self.shares_state else prompt.queries
@@ -81,7 +90,7 @@ class _CorrectedCodec(UniformCodec):
         self._subspace, self._gain = subspace, gain
 
     def _encode_on_gpu(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]] | None:
-        layout = {"bits": self.bits, "group": self.group, "block": self._block, "dtype": self.dtype}
+        layout = {"bits": self.bits, "group": self.group, "block": self._block, "dtype": getattr(torch, self.dtype)}
         packed = kernels.squat_quantize(x, self._subspace, self._gain, **layout)
         return None if packed is None else (packed[0], {"scale": packed[1], "zero": packed[2]})
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kvq_cli.codecs.base import Codec, Packed, Part
 from kvq_cli.codecs.chunk_codebooks import CHUNKS, ChunkCodebooks, ComponentLookup
-from kvq_cli.codecs.exact_product import ExactProduct
+from kvq_cli.codecs.exact_product import ExactProduct, product_layout
+from kvq_cli.codecs.layout import Layout, PartSpec, TensorLike, TensorSpec, spec_of
 from kvq_cli.codecs.nearest import MAX_ENTRIES
 from kvq_cli.lazy import torch
 
@@ -31,19 +32,24 @@ class TransformCodec(Codec):
     Part: `codes` uint8 `[B, 1, T, chunks]`, chunks of 1 component of all groups first, then those of 2, 4 and 8.
     """
 
-    def __init__(self, heads: int, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, heads: int, tensors: Mapping[str, TensorLike]) -> None:
         allocation: list[list[int]] = tensors["allocation"].tolist()
         groups, width = tensors["mean"].shape
-        self._heads, self._per_group = heads, heads // groups
+        self._groups, self._heads, self._per_group = groups, heads, heads // groups
         self.head_dim = width // self._per_group
-        self._mean, self._std = tensors["mean"].float(), tensors["std"].float()
-        self._product = ExactProduct(self._std, tensors["analysis"].float())
         #: By chunk length, the chunks of each group.
         self.chunks = {
             size: chunks for size, chunks in zip(CHUNKS, zip(*allocation, strict=True), strict=True) if any(chunks)
         }
         self.codes = sum(map(sum, allocation))
         self.nominal_bits = 8 * self.codes / (groups * width)
+        self._specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
+        if not isinstance(tensors["mean"], TensorSpec):
+            self._make_tables(cast("Mapping[str, Tensor]", tensors))
+
+    def _make_tables(self, tensors: Mapping[str, Tensor]) -> None:
+        self._mean, self._std = tensors["mean"].float(), tensors["std"].float()
+        self._product = ExactProduct(self._std, tensors["analysis"].float())
         # The only copy of the centroids, by component: codebooks are views of it.
         rows = torch.cat([tensors[f"centroids.{size}"].transpose(1, 2).flatten(0, 1) for size in self.chunks])
         self._lookup = ComponentLookup(rows, self.chunks)
@@ -62,7 +68,24 @@ class TransformCodec(Codec):
     @property
     def joined(self) -> bool:
         """Whether all kv heads share one transform."""
-        return self._mean.shape[0] == 1
+        return self._groups == 1
+
+    def layout(self, heads: int, dim: int, dtype: str) -> Layout:
+        mean, analysis = self._specs["mean"], self._specs["analysis"].shape
+        components = sum(size * sum(chunks) for size, chunks in self.chunks.items())
+        integers, tables = product_layout(mean.shape, analysis)
+        constants = {
+            "mean": mean.to("float32"),
+            "std": mean.to("float32"),
+            "synthesis": TensorSpec((components * mean.shape[1],), "float32"),
+            "analysis": integers,
+            **tables,
+            **ComponentLookup.layout(components, self._specs[f"centroids.{next(iter(self.chunks))}"].dtype),
+        }
+        for size, chunks in self.chunks.items():
+            books = ChunkCodebooks.layout(sum(chunks), size)
+            constants |= {f"{size}.{name}": spec for name, spec in books.items()}
+        return Layout({"codes": PartSpec(1, 1, (self.codes,), "uint8")}, constants)
 
     def constants(self) -> Mapping[str, Tensor]:
         named = {"mean": self._mean, "std": self._std, "synthesis": self._synthesis}
@@ -73,8 +96,7 @@ class TransformCodec(Codec):
 
     def components(self, x: Tensor) -> Tensor:
         """z of `x` `[B, H, T, D]`: `[B, G, T, K]` float32, the same for a token alone and among others."""
-        groups = self._mean.shape[0]
-        x = x.float().unflatten(1, (groups, self._per_group)).transpose(2, 3).flatten(3)  # [B, G, T, W]
+        x = x.float().unflatten(1, (self._groups, self._per_group)).transpose(2, 3).flatten(3)  # [B, G, T, W]
         return self._product(x - self._mean.unsqueeze(1))
 
     def _encode(self, x: Tensor) -> Packed:

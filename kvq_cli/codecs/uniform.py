@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from kvq_cli.codecs import bits as bitpack
 from kvq_cli.codecs import kernels
 from kvq_cli.codecs.base import Codec, Packed, Part, refuse_unless, side_dtype, to_side
+from kvq_cli.codecs.layout import Layout, PartSpec
 from kvq_cli.errors import UsageError
 from kvq_cli.lazy import torch
 
@@ -37,8 +38,8 @@ class UniformCodec(Codec):
         axis: Axis,
         group: int,
         head_dim: int,
-        dtype: torch.dtype | None = None,
-        zero_dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str = "float16",
+        zero_dtype: str | None = None,
     ) -> None:
         if bits not in bitpack.SPLIT:
             raise UsageError(f"bits={bits}: a uniform quantizer packs 1, 2, 3, 4 or 8 bits")
@@ -48,10 +49,22 @@ class UniformCodec(Codec):
         self.bits, self.axis, self.group, self.head_dim = bits, axis, group, head_dim
         self.nominal_bits = float(bits)
         self.block_tokens = group if axis == "channel" else 1
-        self.dtype = side_dtype(dtype or torch.float16)
+        self.dtype = side_dtype(dtype)
         self.zero_dtype = zero_dtype or self.dtype
         self._unit = self.block_tokens
         self.group_dim = 3 if axis == "channel" else 4
+
+    def layout(self, heads: int, dim: int, dtype: str) -> Layout:
+        codes = PartSpec(heads, 1, (bitpack.words_per_row(self.bits, dim),), "int32")
+        return Layout({"codes": codes} | {name: self._side_spec(heads, dim, kind) for name, kind in self.sides.items()})
+
+    @property
+    def sides(self) -> dict[str, str]:
+        """Names and dtypes of the parts that groups have."""
+        return {"scale": self.dtype, "zero": self.zero_dtype}
+
+    def _side_spec(self, heads: int, dim: int, dtype: str) -> PartSpec:
+        return PartSpec(heads, self._unit, (dim if self.axis == "channel" else dim // self.group,), dtype)
 
     def _encode(self, x: Tensor) -> Packed:
         if (packed := self._encode_on_gpu(x)) is not None:
@@ -73,15 +86,15 @@ class UniformCodec(Codec):
     def _encode_on_gpu(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]] | None:
         """The words and the parts of groups that `_encode` packs, by the kernel. None where there is no kernel: on a
         CPU, and for subclasses that quantize in another way."""
-        if type(self) is not UniformCodec or (packed := kernels.quantize_pack(x, **self._layout())) is None:
+        if type(self) is not UniformCodec or (packed := kernels.quantize_pack(x, **self._kernel_options())) is None:
             return None
         if packed.zero is None:
             raise ValueError("the kernel packed asymmetric groups without zero-points")
         return packed.codes, {"scale": packed.scale, "zero": packed.zero}
 
-    def _layout(self) -> dict[str, Any]:
+    def _kernel_options(self) -> dict[str, Any]:
         sizes = {"bits": self.bits, "axis": self.axis, "group": self.group, "dim": self.head_dim}
-        return sizes | {"scale_dtype": self.dtype, "zero_dtype": self.zero_dtype}
+        return sizes | {"scale_dtype": getattr(torch, self.dtype), "zero_dtype": getattr(torch, self.zero_dtype)}
 
     def quantize(self, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """`[B, H, T, C]` of whole groups -> (codes uint8 of that shape, the parts that groups have)."""

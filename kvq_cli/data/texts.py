@@ -43,10 +43,10 @@ def load_text(name: str, split: str, data_dir: Path | None = None) -> str:
         return _BUILT_IN[name](split)
     if name in HUB:
         return "\n\n".join(hub_rows(name, split, data_dir))
+    if name == SELF:  # needs a model
+        raise _unknown(name)
+    check_dataset(name)
     path = Path(name)
-    if not path.is_file():
-        known = [each for each in dataset_names() if each != name]  # `self` needs a model
-        raise UsageError(f"no dataset {name!r}: neither a file nor one of {', '.join(known)}")
     text = _from_file(path)
     if not text.strip():
         raise KvqError(f"{path} contains no text")
@@ -107,6 +107,17 @@ def text_name(dataset: str) -> str:
 def dataset_names() -> tuple[str, ...]:
     """The datasets that `--dataset` accepts beside files."""
     return (*_BUILT_IN, SELF, *HUB)
+
+
+def check_dataset(name: str) -> None:
+    """Raise UsageError for a name that is neither a dataset nor a file."""
+    if name not in dataset_names() and not Path(name).is_file():
+        raise _unknown(name)
+
+
+def _unknown(name: str) -> UsageError:
+    known = [each for each in dataset_names() if each != name]
+    return UsageError(f"no dataset {name!r}: neither a file nor one of {', '.join(known)}")
 
 
 def token_windows(

@@ -6,9 +6,10 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from kvq_cli.codecs.base import AnyCodec, Codec
+from kvq_cli.codecs.layout import TensorLike
 from kvq_cli.errors import UsageError
 from kvq_cli.lazy import torch
 from kvq_cli.methods.specs import Spec
@@ -17,17 +18,24 @@ from kvq_cli.methods.window import Window
 if TYPE_CHECKING:
     from torch import Tensor
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The architecture sizes of a model."""
+    """The architecture sizes of a model, and the dtype of its activations, by name: `bfloat16`."""
 
     layers: int
     query_heads: int
     kv_heads: int
     head_dim: int
     hidden_size: int
-    dtype: torch.dtype
+    dtype: str
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """`dtype`, which is a name, as PyTorch's."""
+        return getattr(torch, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -46,6 +54,12 @@ class StreamPlan:
     window: Window
     down: Tensor | None = None
     up: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.window.flush % self.codec.block_tokens:
+            raise UsageError(
+                f"packing {self.window.flush} tokens at a time cuts the codec's blocks of {self.codec.block_tokens}"
+            )
 
     def latents(self, x: Tensor) -> Tensor:
         """The cached latents of the layer input `[batch, tokens, hidden_size]`: `[batch, 1, tokens, rank]`."""
@@ -85,7 +99,7 @@ class LayerPlan:
         return (self.keys,) if self.shared else (self.keys, self.values)
 
 
-def of_stream(tensors: Mapping[str, Tensor], kind: str) -> dict[str, Tensor]:
+def of_stream(tensors: Mapping[str, T], kind: str) -> dict[str, T]:
     """The tensors of a layer's keys ("k") or values ("v"), without the prefix `<kind>.` of their names."""
     return {name.removeprefix(f"{kind}."): x for name, x in tensors.items() if name.startswith(f"{kind}.")}
 
@@ -145,14 +159,15 @@ class Method(ABC):
         return float(self.bits)  # type: ignore[attr-defined]  # a field of all methods that do not override this
 
     @abstractmethod
-    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
         """The plan of one layer.
 
         tensors: the artifact's tensors of this layer without the `layers.<i>.` prefix ("k.centroids.temporal",
-        "v.mean"); empty for methods that do not calibrate. Raises UsageError where the shape does not allow them.
+        "v.mean"), or their specs where nothing is run; empty for methods that do not calibrate. Raises UsageError where
+        the shape does not allow them.
         """
 
-    def stream_plan(self, kind: str, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> StreamPlan:
+    def stream_plan(self, kind: str, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> StreamPlan:
         """The plan of a layer's keys ("k") or values ("v") alone.
 
         tensors: as for `plan`, those of this stream.
@@ -160,7 +175,7 @@ class Method(ABC):
         plan = self.plan(layer, shape, tensors)
         return plan.keys if kind == "k" else plan.values
 
-    def refuse_without_artifact(self, tensors: Mapping[str, Tensor]) -> None:
+    def refuse_without_artifact(self, tensors: Mapping[str, TensorLike]) -> None:
         """Raise UsageError where `plan` of a method that calibrates is given no tensors."""
         if not tensors:
             raise UsageError(

@@ -6,11 +6,11 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.codecs.hadamard import factors
+from kvq_cli.codecs.layout import TensorLike
 from kvq_cli.codecs.nearest import LARGE_ENTRIES, MAX_ENTRIES
 from kvq_cli.codecs.outliers import OutlierCodec, block_capacity
 from kvq_cli.codecs.per_head import PerHeadCodec
@@ -20,9 +20,6 @@ from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.base import SOURCES, LayerPlan, Method, ModelShape, StreamPlan, of_stream, option
 from kvq_cli.methods.specs import BlockShape, CalibrationSpec, CodebookSpec
 from kvq_cli.methods.window import Window
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: Entries of a codebook with 8-bit codes.
 ENTRIES = MAX_ENTRIES
@@ -52,11 +49,11 @@ class CodebookMethod(Method):
     @abstractmethod
     def calibration(self, shape: ModelShape) -> CalibrationSpec: ...
 
-    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
         keys, values = (self.stream_plan(kind, layer, shape, tensors) for kind in "kv")
         return LayerPlan(keys, values)
 
-    def stream_plan(self, kind: str, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> StreamPlan:
+    def stream_plan(self, kind: str, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> StreamPlan:
         self.refuse_without_artifact(tensors)
         spec = self.calibration(shape).stream(kind)
         codec = codec_of(spec, of_stream(tensors, kind), shape, f"layers.{layer}.{kind}")
@@ -134,14 +131,14 @@ def check_outliers(outliers: float, shape: ModelShape) -> None:
         block_capacity(outliers, shape.head_dim)
 
 
-def codec_of(spec: CodebookSpec, tensors: Mapping[str, Tensor], shape: ModelShape, where: str) -> Codec:
+def codec_of(spec: CodebookSpec, tensors: Mapping[str, TensorLike], shape: ModelShape, where: str) -> Codec:
     """The codec of one stream: `choice` gives each head's block shape, `centroids.<shape>` the codebooks.
 
     tensors: named as by `calibrate_stream`. where: their prefix in the artifact, for messages. Raises KvqError naming a
     tensor that is missing or has the wrong shape.
     """
 
-    def get(name: str) -> Tensor:
+    def get(name: str) -> TensorLike:
         if name not in tensors:
             raise KvqError(f"the artifact has no tensor {where}.{name}; calibrate again with these options")
         return tensors[name]
@@ -156,7 +153,11 @@ def codec_of(spec: CodebookSpec, tensors: Mapping[str, Tensor], shape: ModelShap
         centroids = get(f"centroids.{block.name}")
         member = CodebookCodec(centroids, (block.tokens, block.channels), shape.head_dim, *statistics)
         members[block.name] = (member, heads)
-    codec: Codec = next(iter(members.values()))[0] if len(members) == 1 else PerHeadCodec(members, centroids.device)
+    codec: Codec = (
+        next(iter(members.values()))[0]
+        if len(members) == 1
+        else PerHeadCodec(members, getattr(centroids, "device", None))
+    )
     if spec.per_token:
         return PerTokenCodec(codec, shape.kv_heads, shape.head_dim, spec.outliers, shape.dtype)
     if spec.outliers:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.identity import IdentityCodec
+from kvq_cli.codecs.layout import TensorLike
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan
 from kvq_cli.methods.registry import register
 from kvq_cli.methods.window import Window
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register
@@ -27,7 +24,7 @@ class Fp16(Method):
     def nominal_bits(self) -> float:
         return 16.0
 
-    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
         return LayerPlan(
             keys=StreamPlan("post_rope", IdentityCodec(), Window()),
             values=StreamPlan("value", IdentityCodec(), Window()),

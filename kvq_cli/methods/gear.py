@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.gear import GearCodec
+from kvq_cli.codecs.layout import TensorLike
 from kvq_cli.codecs.uniform import Axis, UniformCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, option
 from kvq_cli.methods.registry import register
 from kvq_cli.methods.window import Window
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register
@@ -47,7 +44,7 @@ class Gear(Method):
         if self.residual % self.group:
             raise UsageError(f"gear: residual={self.residual} is not a multiple of group={self.group}")
 
-    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
         def stream(source: str, axis: Axis) -> StreamPlan:
             base = UniformCodec(self.bits, axis, self.group, shape.head_dim, shape.dtype)
             codec = GearCodec(base, self.residual, self.outliers, self.rank, self.chunk_rank, self.loops, self.seed)

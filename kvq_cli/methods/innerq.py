@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from kvq_cli.codecs.base import AnyCodec, Codec
+from kvq_cli.codecs.layout import TensorLike
 from kvq_cli.codecs.normalized import NormalizedCodec
 from kvq_cli.codecs.phased import PhasedCodec
 from kvq_cli.codecs.signed import WORDS, Hybrid, Sign, SignedCodec, zero_type
@@ -16,9 +17,6 @@ from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, option
 from kvq_cli.methods.registry import register
 from kvq_cli.methods.window import Window
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: mode -> `hybrid` of the `SignedCodec` that encodes the prompt, and of the one that encodes later tokens.
 HYBRIDS: dict[str, tuple[Hybrid, Hybrid]] = {
@@ -68,7 +66,7 @@ class InnerQ(Method):
                 "packed; use sign=extra, mode=symmetric or 4 bits"
             )
 
-    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
         if shape.head_dim % self.group:
             fitting = " or ".join(str(group) for group in WORDS if shape.head_dim % group == 0)
             says = f"use {fitting}" if fitting else "none of its groups does: use another method"

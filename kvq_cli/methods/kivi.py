@@ -5,18 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import Codec
+from kvq_cli.codecs.layout import TensorLike
 from kvq_cli.codecs.rotated import HadamardRotation, RotatedCodec
 from kvq_cli.codecs.uniform import Axis, UniformCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, option
 from kvq_cli.methods.registry import register
 from kvq_cli.methods.window import Window
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class KiviGroups(Method):
         if self.recent is None and self.residual % self.group:
             raise UsageError(f"{self.name}: residual={self.residual} is not a multiple of group={self.group}")
 
-    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
         return self.plan_of(self.quantizer("channel", shape), self.quantizer("token", shape))
 
     def quantizer(self, axis: Axis, shape: ModelShape) -> UniformCodec:
@@ -97,7 +94,7 @@ class Kivi(KiviGroups):
         choices=("channel", "token"),
     )
 
-    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
         keys: Codec = self.quantizer("token" if self.key_axis == "token" else "channel", shape)
         values: Codec = self.quantizer("token", shape)
         if self.rotation == "hadamard":

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from kvq_cli.codecs.layout import TensorLike
 from kvq_cli.codecs.transform import TransformCodec
 from kvq_cli.errors import KvqError
 from kvq_cli.methods.base import SOURCES, LayerPlan, Method, ModelShape, StreamPlan, of_stream, option
 from kvq_cli.methods.registry import register
 from kvq_cli.methods.specs import TransformSpec
 from kvq_cli.methods.window import Window
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register
@@ -60,17 +57,17 @@ class KLT(Method):
             allocate=self.allocate,
         )
 
-    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
         keys, values = (self.stream_plan(kind, layer, shape, tensors) for kind in "kv")
         return LayerPlan(keys, values)
 
-    def stream_plan(self, kind: str, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> StreamPlan:
+    def stream_plan(self, kind: str, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> StreamPlan:
         self.refuse_without_artifact(tensors)
         codec = transform_codec(of_stream(tensors, kind), shape, f"layers.{layer}.{kind}")
         return StreamPlan(SOURCES[kind], codec, Window(self.sinks, self.recent, self.buffer))
 
 
-def transform_codec(tensors: Mapping[str, Tensor], shape: ModelShape, where: str) -> TransformCodec:
+def transform_codec(tensors: Mapping[str, TensorLike], shape: ModelShape, where: str) -> TransformCodec:
     """The codec of one stream. tensors: see `transform_layout`. where: their prefix in the artifact, for messages.
     Raises KvqError naming a tensor that is missing."""
     for name in ("allocation", "mean", "std", "analysis", "synthesis"):

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
+from kvq_cli.codecs.layout import TensorLike
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, option
 from kvq_cli.methods.registry import build, has_option, parse, register
 from kvq_cli.methods.specs import MixedSpec, StreamSpec, Uncalibrated
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: Methods that pack the keys of a layer without its values, token blocks alone, without a state of each prompt.
 PARTS = ("fp16", "kivi", "kvquant", "channelkv", "temporalkv", "klt")
@@ -74,7 +72,7 @@ class Mixed(Method):
     def needs_artifact(self, shape: ModelShape) -> bool:
         return any(part.entries for part in self.calibration(shape).different)
 
-    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
         self._check_layers(shape)
         keys, values = (self.component(layer, kind).stream_plan(kind, layer, shape, tensors) for kind in "kv")
         return LayerPlan(keys, values)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.hadamard import factors
 from kvq_cli.codecs.identity import IdentityCodec
+from kvq_cli.codecs.layout import TensorLike
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, option
@@ -16,9 +16,6 @@ from kvq_cli.methods.registry import register
 from kvq_cli.methods.specs import LowRankSpec
 from kvq_cli.methods.window import Window
 from kvq_cli.methods.xquant import BITS, EXACT, factor
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: Latents of a group are a multiple of this, for groups of at least twice as many channels.
 _STEP = 32
@@ -82,7 +79,7 @@ class Palu(Method):
                 raise UsageError(f"palu: share={self.share:g} of {width} channels: {error}; or hadamard=off") from error
         return latents
 
-    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
         self.refuse_without_artifact(tensors)
         spec = self.calibration(shape)
 

@@ -10,17 +10,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from kvq_cli.codecs.chunk_codebooks import CHUNKS
+from kvq_cli.codecs.layout import TensorLike, TensorSpec
 from kvq_cli.codecs.nearest import MAX_ENTRIES
 from kvq_cli.errors import UsageError
-from kvq_cli.lazy import torch
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kvq_cli.methods.base import ModelShape
 
-#: Name -> (shape, dtype).
-Layout: TypeAlias = "dict[str, tuple[tuple[int, ...], torch.dtype]]"
+#: The tensors of a layer or stream by name.
+Tensors: TypeAlias = dict[str, TensorSpec]
 
 
 class Spec(ABC):
@@ -42,7 +40,7 @@ class Spec(ABC):
     def parts(self, layer: int) -> dict[str, StreamSpec]:
         """The calibrations of a layer's keys ("k") and values ("v"); empty where weights are factorized."""
 
-    def layout(self, shape: ModelShape, layer: int, choices: Mapping[str, Sequence[Any]]) -> Layout:
+    def layout(self, shape: ModelShape, layer: int, choices: Mapping[str, Sequence[Any]]) -> Tensors:
         """The tensors of a layer, named without their prefix `layers.<i>.`. choices: by stream, see
         `StreamSpec.tensors`."""
         return {
@@ -81,13 +79,14 @@ class FactorSpec(Spec):
     def parts(self, layer: int) -> dict[str, StreamSpec]:
         return {}
 
-    def layout(self, shape: ModelShape, layer: int, choices: Mapping[str, Sequence[Any]]) -> Layout:
+    def layout(self, shape: ModelShape, layer: int, choices: Mapping[str, Sequence[Any]]) -> Tensors:
         size = shape.kv_heads * shape.head_dim
-        layout: Layout = {}
+        layout: Tensors = {}
         for name in self.layers[layer]:
             rank = self.rank(name, shape)
-            layout[f"{name}.down"] = ((shape.hidden_size, rank), shape.dtype)
-            layout |= {f"{kind}.up": ((rank, size), shape.dtype) for kind in (("k", "v") if name == "x" else (name,))}
+            layout[f"{name}.down"] = TensorSpec((shape.hidden_size, rank), shape.dtype)
+            up = TensorSpec((rank, size), shape.dtype)
+            layout |= {f"{kind}.up": up for kind in (("k", "v") if name == "x" else (name,))}
         return layout
 
     def rank(self, name: str, shape: ModelShape) -> int:
@@ -149,7 +148,7 @@ class StreamSpec(CaptureSpec):
         return {"k": self, "v": self}
 
     @abstractmethod
-    def tensors(self, kind: str, shape: ModelShape, choice: Sequence[Any]) -> Layout:
+    def tensors(self, kind: str, shape: ModelShape, choice: Sequence[Any]) -> Tensors:
         """The tensors of a stream, named without `layers.<i>.<kind>.`. choice: for codebooks, the index of each kv
         head's block shape; for transforms, the allocation of each group."""
 
@@ -161,7 +160,7 @@ class StreamSpec(CaptureSpec):
         """(transforms, channels of each) of a stream; no transforms: (0, 0)."""
         return 0, 0
 
-    def of_heads(self, kind: str, tensors: Mapping[str, Tensor], heads: Sequence[int]) -> dict[str, Tensor]:
+    def of_heads(self, kind: str, tensors: Mapping[str, TensorLike], heads: Sequence[int]) -> dict[str, TensorLike]:
         """A stream's tensors for these kv heads, in ascending order; a transform serves one head."""
         return {name: tensor[heads] for name, tensor in tensors.items() if not name.startswith("centroids.")}
 
@@ -177,7 +176,7 @@ class Uncalibrated(StreamSpec):
     def needed_tokens(self, shape: ModelShape) -> Iterator[tuple[int, str]]:
         return iter(())
 
-    def tensors(self, kind: str, shape: ModelShape, choice: Sequence[Any]) -> Layout:
+    def tensors(self, kind: str, shape: ModelShape, choice: Sequence[Any]) -> Tensors:
         return {}
 
     def first_choice(self, kind: str, shape: ModelShape) -> list[Any]:
@@ -224,22 +223,22 @@ class CodebookSpec:
     across_heads: bool = False
     rotation: str = "none"
 
-    def layout(self, shape: ModelShape, choice: Sequence[int]) -> Layout:
+    def layout(self, shape: ModelShape, choice: Sequence[int]) -> Tensors:
         """The tensors of the stream. choice: index of each kv head's block shape."""
         channels = (shape.kv_heads, shape.head_dim)
-        layout: Layout = {}
+        layout: Tensors = {}
         for index in sorted(set(choice)):
             block = self.shapes[index]
             books = (1 if self.across_heads else choice.count(index), shape.head_dim // self.share)
-            layout[f"centroids.{block.name}"] = ((*books, self.entries, block.size), shape.dtype)
-        layout["choice"] = ((shape.kv_heads,), torch.int8)
+            layout[f"centroids.{block.name}"] = TensorSpec((*books, self.entries, block.size), shape.dtype)
+        layout["choice"] = TensorSpec((shape.kv_heads,), "int8", list(choice))
         for name in ("mean", "std") if self.normalize else ():
-            layout[name] = (channels, torch.float32)
+            layout[name] = TensorSpec(channels, "float32")
         if self.rotation == "opq":
-            layout["rotation"] = ((*channels, shape.head_dim), torch.float32)
-            layout["spread"] = (channels, torch.float32)
+            layout["rotation"] = TensorSpec((*channels, shape.head_dim), "float32")
+            layout["spread"] = TensorSpec(channels, "float32")
         for name in ("lower", "upper") if self.outliers and not self.per_token else ():
-            layout[name] = (channels, torch.float32)
+            layout[name] = TensorSpec(channels, "float32")
         return layout
 
 
@@ -280,13 +279,13 @@ class CalibrationSpec(StreamSpec):
             least = -(-stream.entries * max(block.size for block in stream.shapes) // stream.share)
             yield least, f"codebooks of {stream.entries} entries"
 
-    def tensors(self, kind: str, shape: ModelShape, choice: Sequence[int]) -> Layout:
+    def tensors(self, kind: str, shape: ModelShape, choice: Sequence[int]) -> Tensors:
         return self.stream(kind).layout(shape, choice)
 
     def first_choice(self, kind: str, shape: ModelShape) -> list[int]:
         return [0] * shape.kv_heads
 
-    def of_heads(self, kind: str, tensors: Mapping[str, Tensor], heads: Sequence[int]) -> dict[str, Tensor]:
+    def of_heads(self, kind: str, tensors: Mapping[str, TensorLike], heads: Sequence[int]) -> dict[str, TensorLike]:
         cut = super().of_heads(kind, tensors, heads)
         choice = tensors["choice"].tolist()
         for index, block in enumerate(self.stream(kind).shapes):  # a block shape that no head has is left out
@@ -331,7 +330,7 @@ class TransformSpec(StreamSpec):
         widest = max(self.groups(kind, shape)[1] for kind in "kv")  # a covariance needs as many tokens as channels
         yield max(MAX_ENTRIES, widest), f"{widest} channels and {MAX_ENTRIES} entries"
 
-    def tensors(self, kind: str, shape: ModelShape, choice: Sequence[Sequence[int]]) -> Layout:
+    def tensors(self, kind: str, shape: ModelShape, choice: Sequence[Sequence[int]]) -> Tensors:
         return transform_layout(choice, self.groups(kind, shape)[1], shape.dtype)
 
     def first_choice(self, kind: str, shape: ModelShape) -> list[list[int]]:
@@ -344,14 +343,13 @@ class TransformSpec(StreamSpec):
         row = {size: codes - longer, 2 * size: longer}
         return [[row.get(each, 0) for each in CHUNKS]] * groups
 
-    def of_heads(self, kind: str, tensors: Mapping[str, Tensor], heads: Sequence[int]) -> dict[str, Tensor]:
+    def of_heads(self, kind: str, tensors: Mapping[str, TensorLike], heads: Sequence[int]) -> dict[str, TensorLike]:
         cut = super().of_heads(kind, tensors, heads)
-        for size, chunks in zip(CHUNKS, tensors["allocation"].long().T, strict=True):
-            books = tensors.get(f"centroids.{size}")
-            if books is not None:
-                kept = [group for head, group in enumerate(books.split(chunks.tolist())) if head in heads]
-                if sum(map(len, kept)):
-                    cut[f"centroids.{size}"] = torch.cat(kept)
+        for size, chunks in zip(CHUNKS, zip(*tensors["allocation"].tolist(), strict=True), strict=True):
+            head_of = [head for head, count in enumerate(chunks) for _ in range(count)]
+            kept = [book for book, head in enumerate(head_of) if head in heads]
+            if kept:
+                cut[f"centroids.{size}"] = tensors[f"centroids.{size}"][kept]
         return cut
 
     def code_budget(self, shape: ModelShape) -> int:
@@ -417,16 +415,17 @@ class MixedSpec(CaptureSpec):
             yield from part.needed_tokens(shape)
 
 
-def transform_layout(allocation: Sequence[Sequence[int]], width: int, dtype: torch.dtype) -> Layout:
+def transform_layout(allocation: Sequence[Sequence[int]], width: int, dtype: str) -> Tensors:
     """The tensors of one stream of transform codes; see `TransformCodec`. allocation: for each group of `width`
     channels, how many chunks have 1, 2, 4 and 8 components."""
     groups, kept = len(allocation), max(kept_components(row) for row in allocation)
-    layout: Layout = {"allocation": ((groups, len(CHUNKS)), torch.int16)}
-    layout |= dict.fromkeys(("mean", "std"), ((groups, width), torch.float32))
-    layout |= {"analysis": ((groups, kept, width), torch.float32), "synthesis": ((groups, width, kept), torch.float32)}
+    layout: Tensors = {"allocation": TensorSpec((groups, len(CHUNKS)), "int16", [list(row) for row in allocation])}
+    layout |= {name: TensorSpec((groups, width), "float32") for name in ("mean", "std")}
+    layout["analysis"] = TensorSpec((groups, kept, width), "float32")
+    layout["synthesis"] = TensorSpec((groups, width, kept), "float32")
     for size, chunks in zip(CHUNKS, zip(*allocation, strict=True), strict=True):
         if sum(chunks):
-            layout[f"centroids.{size}"] = ((sum(chunks), MAX_ENTRIES, size), dtype)
+            layout[f"centroids.{size}"] = TensorSpec((sum(chunks), MAX_ENTRIES, size), dtype)
     return layout
 
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
+from kvq_cli.codecs.layout import TensorLike
 from kvq_cli.codecs.subspace import SubspaceCodec
 from kvq_cli.methods.base import LayerPlan, ModelShape, option
 from kvq_cli.methods.kivi import KiviGroups
 from kvq_cli.methods.registry import register
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 #: Channels of a block in the paper: two blocks of a head of 128.
 BLOCK = 64
@@ -40,7 +37,7 @@ class Squat(KiviGroups):
     block: int | None = option(None, "channels quantized at a time; none: 64, or half of a smaller head", at_least=1)
     shared_svd: bool = option(False, "use the first row's subspace for the whole batch, as the paper does")
 
-    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
         plan = super().plan(layer, shape, tensors)
         codec = SubspaceCodec(
             self.bits,

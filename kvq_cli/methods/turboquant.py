@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.identity import IdentityCodec
+from kvq_cli.codecs.layout import TensorLike
 from kvq_cli.codecs.lloyd_max import BITS, LloydMaxCodec
 from kvq_cli.codecs.rotated import HadamardRotation, RotatedCodec
 from kvq_cli.codecs.uniform import UniformCodec
@@ -15,9 +15,6 @@ from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, option
 from kvq_cli.methods.registry import register
 from kvq_cli.methods.window import Window
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register
@@ -62,7 +59,7 @@ class TurboQuant(Method):
     def nominal_bits(self) -> float:
         return (self.bits + (self.value_bits or self.bits)) / 2
 
-    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
         if self.skip_layers and 2 * self.skip_layers >= shape.layers:
             raise UsageError(
                 f"turboquant: skip_layers={self.skip_layers} leaves none of {shape.layers} layers to compress"

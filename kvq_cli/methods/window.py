@@ -28,6 +28,11 @@ class Window:
         if self.sinks < 0 or self.recent < 0 or self.flush < 1:
             raise UsageError(f"impossible window: sinks={self.sinks}, recent={self.recent}, flush={self.flush}")
 
+    @property
+    def ring(self) -> int:
+        """Places for recent tokens: a whole number of flushes, so that the tokens of a flush are one slice of them."""
+        return (-(-self.recent // self.flush) + 1) * self.flush
+
     def packed(self, tokens: int) -> int:
         """How many tokens of a sequence of `tokens` are packed: those at [sinks, sinks + packed)."""
         return max(0, tokens - self.sinks - self.recent) // self.flush * self.flush

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.first_channel import FirstChannelCodec
 from kvq_cli.codecs.identity import IdentityCodec
+from kvq_cli.codecs.layout import TensorLike, TensorSpec
 from kvq_cli.codecs.uniform import Axis, UniformCodec
 from kvq_cli.errors import KvqError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, option
@@ -71,7 +72,7 @@ class XQuant(LayerInputMethod):
     def calibration(self, shape: ModelShape) -> FactorSpec:
         return FactorSpec((latent_names(shape),) * shape.layers)
 
-    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
         bits = self.base_bits if layer < self.base_layers else self.bits
         return layer_plan(bits, self.group, self.window, shape, tensors, layer, self.first_channel)
 
@@ -91,7 +92,7 @@ def layer_plan(
     group: int,
     window: Window,
     shape: ModelShape,
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, TensorLike],
     layer: int,
     first_channel: bool = False,
 ) -> LayerPlan:
@@ -125,8 +126,11 @@ def quantizer(bits: int, axis: Axis, group: int, width: int, shape: ModelShape) 
     return UniformCodec(bits, axis, group, width, shape.dtype)
 
 
-def factor(tensors: Mapping[str, Tensor], name: str, layer: int, shape: ModelShape) -> Tensor:
-    """A tensor of the artifact, in the model's dtype; KvqError where it has none."""
+def factor(tensors: Mapping[str, TensorLike], name: str, layer: int, shape: ModelShape) -> Tensor:
+    """A tensor of the artifact, in the model's dtype, or its spec; KvqError where it has none."""
     if name not in tensors:
         raise KvqError(f"the artifact has no tensor layers.{layer}.{name}; calibrate again with these options")
-    return tensors[name].to(shape.dtype)
+    tensor = tensors[name]
+    if isinstance(tensor, TensorSpec):  # a plan that is never run
+        return cast("Tensor", tensor.to(shape.dtype))
+    return tensor.to(shape.torch_dtype)

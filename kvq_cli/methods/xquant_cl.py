@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
+from kvq_cli.codecs.layout import TensorLike
 from kvq_cli.codecs.uniform import Axis
 from kvq_cli.methods.base import CrossLayer, LayerPlan, ModelShape, StreamPlan, option
 from kvq_cli.methods.registry import register
@@ -22,9 +23,6 @@ from kvq_cli.methods.xquant import (
     quantizer,
     whole_input,
 )
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register
@@ -58,7 +56,7 @@ class XQuantCL(LayerInputMethod):
         between = shape.layers - below - above
         return FactorSpec((*[latent_names(shape)] * below, *[()] * between, *[delta] * above))
 
-    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
         if layer < self.base_layers - 1:
             return layer_plan(self.base_bits, self.group, self.window, shape, tensors, layer)
         accumulator = None

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from kvq_cli.codecs.layout import TensorLike
 from kvq_cli.codecs.salient import SalientCodec, Side
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, option
 from kvq_cli.methods.registry import register
 from kvq_cli.methods.window import Window
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 @register
@@ -56,7 +53,7 @@ class ZipCache(Method):
     def nominal_bits(self) -> float:
         return self.bits + self.ratio * (self.salient_bits - self.bits)
 
-    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
         def stream(source: str, side: Side) -> StreamPlan:
             codec = SalientCodec(
                 side, self.bits, self.salient_bits, self.ratio, self.residual, shape.head_dim, shape.dtype, self.seed

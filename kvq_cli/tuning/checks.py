@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvq_cli.benchmarking.accounting import artifact_tensors
+from kvq_cli.benchmarking.accounting import artifact_specs
 from kvq_cli.calibration.kinds.mixed import MixedPlan
 from kvq_cli.calibration.settings import CalibrationOptions
 from kvq_cli.errors import KvqError, UsageError
@@ -42,7 +42,7 @@ def _check_candidate(plan: MixedPlan, name: str, seqlen: int) -> None:
     samples and of windows of `seqlen`."""
     loaded, settings, method = plan.loaded, plan.settings, _served_by(plan, name)
     MixedPlan.make(loaded, method, CalibrationOptions(**settings.to_dict()))
-    layer = method.plan(0, loaded.shape, artifact_tensors(method, loaded.shape, 0))
+    layer = method.plan(0, loaded.shape, artifact_specs(method, loaded.shape, 0))
     cached = seqlen - 1  # the last token of a window is only predicted
     for kind, stream_plan in (("keys", layer.keys), ("values", layer.values)):
         block = stream_plan.codec.block_tokens

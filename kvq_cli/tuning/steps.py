@@ -92,7 +92,7 @@ class Steps:
             assert isinstance(codec, Codec)
             captured = read_captured(self.plan, self._captures, layer, kind)
             blocks = min(_BLOCKS, captured.x.shape[1] // codec.block_tokens)
-            x = captured.x[:1, : blocks * codec.block_tokens].to(self.shape.dtype)  # fp16 keeps the model's dtype
+            x = captured.x[:1, : blocks * codec.block_tokens].to(self.shape.torch_dtype)  # fp16 keeps the model's dtype
             packed = codec.encode(x.transpose(1, 2))
             cost = math.ceil(packed.nbytes / packed.tokens)
             self._write(_error_key(stream, name), (held_out_errors(captured, codec, 1)["loss"], cost))

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from kvq_cli.attention.capture_points import sliding_windows
 from kvq_cli.codecs.base import PromptCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method
-from kvq_cli.models import text_config
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -33,6 +31,9 @@ def check_plans(method: Method, plans: Sequence[LayerPlan]) -> None:
 
 def check_model(config: PretrainedConfig, name: str) -> None:
     """Raise UsageError for a model whose attention kvq does not page."""
+    from kvq_cli.attention.capture_points import sliding_windows
+    from kvq_cli.models import text_config
+
     text = text_config(config)
     if getattr(text, "kv_lora_rank", None):
         raise UsageError(f"{name} has multi-head latent attention (MLA), whose latents kvq does not compress")

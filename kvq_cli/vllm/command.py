@@ -33,7 +33,7 @@ class ServePlan:
 
     def arguments(self) -> list[str]:
         """The arguments of `vllm`."""
-        dtype = str(self.shape.dtype).removeprefix("torch.")
+        dtype = self.shape.dtype
         words = ["serve", self.source, "--dtype", dtype, "--kv-cache-dtype", CACHE_DTYPE]
         words += ["--block-size", str(self.layout.block_size), "--attention-backend", "CUSTOM"]
         if flag_value(self.flags, "--served-model-name") is None:
@@ -50,7 +50,7 @@ class ServePlan:
         layout, exact = self.layout, self.layout.exact
         per_token = layout.page_bytes * self.shape.layers / layout.block_size
         plain = token_bytes(self.shape) * self.shape.layers
-        dtype = str(self.shape.dtype).removeprefix("torch.")
+        dtype = self.shape.dtype
         text = (
             f"a block: {layout.block_size} tokens in {layout.page_bytes:,} bytes a layer; {per_token:,.0f} bytes a "
             f"token, {plain / per_token:.2f} times fewer than {plain:,} in {dtype}"

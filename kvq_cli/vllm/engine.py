@@ -14,6 +14,7 @@ from vllm.distributed import get_tensor_model_parallel_rank, tensor_model_parall
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvq_cli.attention.rotary import Rotation, shared
+from kvq_cli.codecs.layout import dtype_name
 from kvq_cli.errors import KvqError
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.vllm import rope
@@ -38,7 +39,7 @@ class Engine:
         self.config = config
         text = model.hf_text_config
         layers, heads = text.num_hidden_layers, (text.num_attention_heads, model.get_total_num_kv_heads())
-        whole = ModelShape(layers, *heads, head_dim, text.hidden_size, model.dtype)
+        whole = ModelShape(layers, *heads, head_dim, text.hidden_size, dtype_name(model.dtype))
         ranks = config.parallel_config.tensor_parallel_size
         shard = Shard(get_tensor_model_parallel_rank(), ranks, partial(tensor_model_parallel_all_gather, dim=1))
         self.shape = shard.shape(whole)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import Packed, Part
 from kvq_cli.codecs.per_token import PerTokenCodec
+from kvq_cli.lazy import torch
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Parts that all heads share.
 _SIDES = {"zero", "scale", "outlier_index", "outlier_value", "outlier_start"}
@@ -19,6 +21,7 @@ class GatheredCodec(PerTokenCodec):
 
     whole:     the codec, whose base has one codebook for all heads.
     heads:     the rank's kv heads, adjacent.
+    total:     kv heads of all ranks.
     all_heads: `[batch, heads of the rank, tokens, head_dim]` -> `[batch, all heads, tokens, head_dim]`. Every rank
                calls it for the same tokens at the same time.
 
@@ -27,9 +30,12 @@ class GatheredCodec(PerTokenCodec):
     token.
     """
 
-    def __init__(self, whole: PerTokenCodec, heads: range, all_heads: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, whole: PerTokenCodec, heads: range, total: int, all_heads: Callable[[Tensor], Tensor]) -> None:
         super().__init__(whole.base, len(heads), whole.head_dim, whole.outliers, whole.dtype)
-        self._heads, self._all_heads = heads, all_heads
+        self._heads, self._total, self._all_heads = heads, total, all_heads
+
+    def _listed_heads(self, heads: int) -> int:
+        return self._total
 
     @property
     def capturable(self) -> bool:

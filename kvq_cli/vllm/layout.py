@@ -10,17 +10,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from kvq_cli.codecs.base import AnyCodec, Codec
 from kvq_cli.codecs.codebook import CodebookCodec
+from kvq_cli.codecs.layout import ITEMSIZE, PartSpec
 from kvq_cli.codecs.outliers import OutlierCodec
 from kvq_cli.codecs.per_head import PerHeadCodec
 from kvq_cli.codecs.per_token import PerTokenCodec
 from kvq_cli.errors import UsageError
+from kvq_cli.lazy import torch
 from kvq_cli.methods.base import LayerPlan, ModelShape, StreamPlan
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Bytes to which the parts of a page are aligned: the widest load of a GPU.
 ALIGNMENT = 16
@@ -30,22 +33,14 @@ MAX_BLOCK, MIN_EXACT, FEW_UNUSED = 1024, 8, 0.25
 
 
 @dataclass(frozen=True)
-class PagePart:
+class PagePart(PartSpec):
     """One packed tensor in a page: `[heads, tokens // unit, *entry]` of `dtype` from byte `offset` on."""
 
-    dtype: torch.dtype
-    heads: int
-    unit: int
-    entry: tuple[int, ...]
     offset: int
-
-    def nbytes(self, tokens: int) -> int:
-        """Bytes for `tokens` tokens."""
-        return self.heads * (tokens // self.unit) * math.prod(self.entry) * self.dtype.itemsize
 
     def view(self, pages: Tensor, tokens: int) -> Tensor:
         """The part in all `pages`, uint8 `[pages, bytes]`: `[pages, heads, tokens // unit, *entry]`, without a copy."""
-        numbers = pages[:, self.offset : self.offset + self.nbytes(tokens)].view(self.dtype)
+        numbers = pages[:, self.offset : self.offset + self.nbytes(tokens)].view(getattr(torch, self.dtype))
         return numbers.unflatten(1, (self.heads, tokens // self.unit, *self.entry))
 
 
@@ -65,21 +60,11 @@ def page_layout(plan: LayerPlan, shape: ModelShape, block_size: int) -> PageLayo
     sides = []
     for stream in plan.kept:
         parts = {}
-        for name, part in _parts(stream, shape).items():
-            parts[name] = PagePart(part.dtype, part.heads, part.unit, part.entry, end)
+        for name, part in codec_of(stream).layout(shape.kv_heads, shape.head_dim, shape.dtype).parts.items():
+            parts[name] = PagePart(part.heads, part.unit, part.entry, part.dtype, end)
             end += -(-part.nbytes(block_size) // ALIGNMENT) * ALIGNMENT
         sides.append(parts)
     return PageLayout(block_size, sides[0], sides[1], end)
-
-
-def _parts(stream: StreamPlan, shape: ModelShape) -> dict[str, PagePart]:
-    """The parts of a stream, found by packing one block of zeros."""
-    codec = codec_of(stream)
-    packed = codec.encode(torch.zeros(1, shape.kv_heads, codec.block_tokens, shape.head_dim, dtype=shape.dtype))
-    return {
-        name: PagePart(part.tensor.dtype, part.tensor.shape[1], part.unit, tuple(part.tensor.shape[3:]), 0)
-        for name, part in packed.parts.items()
-    }
 
 
 def codec_of(stream: StreamPlan) -> Codec:
@@ -219,4 +204,4 @@ def _exact_unused(layout: CacheLayout, shape: ModelShape) -> float:
 
 def token_bytes(shape: ModelShape) -> int:
     """Bytes of the keys and values of one token in one layer, in the model's dtype."""
-    return 2 * shape.kv_heads * shape.head_dim * shape.dtype.itemsize
+    return 2 * shape.kv_heads * shape.head_dim * ITEMSIZE[shape.dtype]

@@ -116,7 +116,7 @@ class PagedLayer(CompressedLayer):
         shape, exact = self._shape, None
         if exact_pages is not None:
             numbers = 2 * self._exact_size * shape.kv_heads * shape.head_dim
-            exact = exact_pages[:, : numbers * shape.dtype.itemsize].view(shape.dtype)
+            exact = exact_pages[:, : numbers * shape.torch_dtype.itemsize].view(shape.torch_dtype)
             exact = exact.unflatten(1, (2, self._exact_size, shape.kv_heads, shape.head_dim))
         for side, stream in enumerate(self.paged):
             stream.bind(pages, None if exact is None else exact[:, side])

@@ -58,7 +58,7 @@ class PagedStream(Stream):
         super().__init__(plan)
         self._parts, self.block_size, self._exact_size, self.shift = parts, block_size, exact_size, shift
         #: Gives attention the heads, channels and dtype; no token is in it.
-        self.ring = torch.empty(1, shape.kv_heads, 0, shape.head_dim, dtype=shape.dtype)
+        self.ring = torch.empty(1, shape.kv_heads, 0, shape.head_dim, dtype=shape.torch_dtype)
         self._views: dict[str, Tensor] = {}
         self._exact_pages = self._blocks = self._exact_blocks = torch.empty(0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from kvq_cli.artifact import Artifact
 from kvq_cli.artifact.fingerprint import Fingerprint, architecture, hash_weights, is_hashed
 from kvq_cli.errors import UsageError
-from kvq_cli.methods.base import Method, ModelShape
+from kvq_cli.methods.base import Method
 from kvq_cli.models import configured_shape, model_config, model_source
 from kvq_cli.vllm.checks import check_flags
 from kvq_cli.vllm.command import ServePlan, serve_plan
@@ -31,18 +32,12 @@ def prepare(
     config = model_config(model, trust_remote_code)
     shape = configured_shape(model, trust_remote_code=trust_remote_code)
     if dtype != "auto":
-        shape = _with_dtype(shape, getattr(torch, dtype))
+        shape = replace(shape, dtype=dtype)
     source = model_source(model)
     if isinstance(attachable, Artifact):
         attachable.check_config(config, model)
         check_weights(attachable, config, source, model, trust_remote_code)
     return serve_plan(ServedMethod.of(attachable), config, shape, source, model, flags)
-
-
-def _with_dtype(shape: ModelShape, dtype: torch.dtype) -> ModelShape:
-    from dataclasses import replace
-
-    return replace(shape, dtype=dtype)
 
 
 def check_weights(

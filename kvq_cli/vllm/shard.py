@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, TypeAlias
 
-from torch import Tensor
-
+from kvq_cli.codecs.layout import TensorLike
 from kvq_cli.codecs.per_token import PerTokenCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan, of_stream
 from kvq_cli.vllm.gathered import GatheredCodec
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 #: `[batch, kv_heads of the rank, ...]` -> those of all ranks, in their order, along dimension 1.
-Gather = Callable[[Tensor], Tensor]
+Gather: TypeAlias = "Callable[[Tensor], Tensor]"
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Shard:
         heads = len(self.heads(shape.kv_heads))
         return replace(shape, query_heads=shape.query_heads // self.ranks, kv_heads=heads)
 
-    def plan(self, method: Method, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+    def plan(self, method: Method, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
         """The plan of the rank's heads. shape, tensors: of all heads, as for `Method.plan`. Raises UsageError for
         tensors that cannot be cut by heads."""
         if self.ranks == 1:
@@ -65,7 +68,7 @@ class Shard:
             gathered = x.repeat(1, self.ranks, 1, 1) if self.gather is None else self.gather(x)
             return gathered[:, ::copies]
 
-        return replace(stream, codec=GatheredCodec(stream.codec, self.heads(shape.kv_heads), all_heads))
+        return replace(stream, codec=GatheredCodec(stream.codec, self.heads(shape.kv_heads), shape.kv_heads, all_heads))
 
 
 #: The only rank, which has all heads.
@@ -82,8 +85,8 @@ def check_ranks(shape: ModelShape, ranks: int) -> None:
 
 
 def head_tensors(
-    method: Method, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor], heads: Sequence[int]
-) -> dict[str, Tensor]:
+    method: Method, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike], heads: Sequence[int]
+) -> dict[str, TensorLike]:
     """A layer's artifact tensors for some of its kv heads, in ascending order.
 
     tensors: as `Method.plan` takes them, of all heads. Raises UsageError where one transform serves all heads.

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from kvq_cli.benchmarking.accounting import account
 from kvq_cli.evaluation.base import PERPLEXITY
 from kvq_cli.evaluation.paired import Difference, paired
@@ -245,5 +243,5 @@ def _long_bits(document: Mapping) -> float:
     model = document["config"]["model_args"]
     shape = {key: model["fingerprint"][key] for key in _SHAPE}
     return account(
-        from_config(document["config"]["method"]), ModelShape(**shape, dtype=getattr(torch, model["dtype"])), LONG
+        from_config(document["config"]["method"]), ModelShape(**shape, dtype=model["dtype"]), LONG
     ).measured_bits

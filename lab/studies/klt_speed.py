@@ -54,7 +54,7 @@ def timed_steps(artifact: Artifact, tokens: int) -> dict[str, list[Callable[[], 
     sizes = artifact.config["model"]["fingerprint"]
     shape = ModelShape(
         **{key: sizes[key] for key in ("layers", "query_heads", "kv_heads", "head_dim", "hidden_size")},
-        dtype=getattr(torch, artifact.config["model"]["dtype"]),
+        dtype=artifact.config["model"]["dtype"],
     )
     method, steps = from_config(artifact.method_config), {}
     for layer in range(shape.layers):

@@ -11,12 +11,13 @@ from kvq_cli.cache.prompt_stream import PromptStream
 from kvq_cli.cache.rows import Rows
 from kvq_cli.codecs.base import Codec, Packed, Part, Prompt, PromptCodec, State
 from kvq_cli.codecs.identity import IdentityCodec
+from kvq_cli.codecs.layout import Layout, PartSpec
 from kvq_cli.methods.base import LayerPlan, ModelShape, StreamPlan
 from kvq_cli.methods.registry import build
 from kvq_cli.methods.window import Window
 
 QUERY_HEADS, HEADS, DIM, COLUMNS = 4, 2, 16, 60
-SHAPE = ModelShape(1, QUERY_HEADS, HEADS, DIM, 64, torch.float32)
+SHAPE = ModelShape(1, QUERY_HEADS, HEADS, DIM, 64, "float32")
 METHODS = {
     "innerq": ("innerq", {"group": 16, "sinks": 3, "recent": 5, "mode": "hybrid_prefill"}),
     "squat": ("squat", {"group": 4, "residual": 8, "strength": 0.05, "rank": 3, "block": 8}),
@@ -31,6 +32,9 @@ class Spy(PromptCodec):
 
     def __init__(self, shared: bool = False) -> None:
         self.shares_state = shared
+
+    def layout(self, heads: int, dim: int, dtype: str, tokens: int) -> Layout:
+        return LessMean(torch.empty(0), later=False).layout(heads, dim, dtype)
 
     def fit(self, prompt: Prompt) -> State:
         rows = slice(0, 1) if self.shares_state else slice(None)
@@ -55,6 +59,9 @@ class LessMean(Codec):
 
     def __init__(self, mean: torch.Tensor, later: bool) -> None:
         self.mean, self.later = mean, later
+
+    def layout(self, heads: int, dim: int, dtype: str) -> Layout:
+        return Layout({"x": PartSpec(heads, 1, (dim,), dtype), "late": PartSpec(1, 1, (), "bool")})
 
     def _encode(self, x: torch.Tensor) -> Packed:
         late = torch.full((x.shape[0], 1, x.shape[2]), self.later)

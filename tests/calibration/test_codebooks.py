@@ -15,7 +15,7 @@ from kvq_cli.methods.base import ModelShape
 from kvq_cli.methods.specs import BlockShape, CodebookSpec
 from kvq_cli.methods.temporalkv import TemporalKV
 
-SHAPE = ModelShape(layers=1, query_heads=4, kv_heads=2, head_dim=8, hidden_size=32, dtype=torch.float32)
+SHAPE = ModelShape(layers=1, query_heads=4, kv_heads=2, head_dim=8, hidden_size=32, dtype="float32")
 BOTH = (BlockShape("temporal", 4, 1), BlockShape("channel", 1, 4))
 SETTINGS = ClusterSettings(fisher=True, hybrid="layer", points=4096, iterations=20, seed=0, dtype=torch.float32)
 SPEC = CodebookSpec(BOTH, entries=256, share=4, normalize=True)

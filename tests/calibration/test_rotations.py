@@ -57,7 +57,7 @@ def test_opq_is_fit_to_all_samples_but_the_held_out_ones():
 def error(captured: CapturedStream, spec: CodebookSpec) -> float:
     """Relative squared error of the codec on the held-out sample."""
     tensors, _ = calibrate_stream(captured, spec, SETTINGS)
-    codec = codec_of(spec, tensors, ModelShape(1, HEADS, HEADS, DIM, HEADS * DIM, torch.float32), "layers.0.k")
+    codec = codec_of(spec, tensors, ModelShape(1, HEADS, HEADS, DIM, HEADS * DIM, "float32"), "layers.0.k")
     x = captured.x[-1:].float().transpose(1, 2)
     return ((codec.decode(codec.encode(x), torch.float32) - x).square().sum() / x.square().sum()).item()
 

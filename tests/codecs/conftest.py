@@ -8,6 +8,7 @@ import torch
 from kvq_cli import attach
 from kvq_cli.codecs.base import Codec, Prompt, PromptCodec, State
 from kvq_cli.codecs.identity import IdentityCodec
+from kvq_cli.codecs.layout import Layout
 from kvq_cli.methods.base import LayerPlan, Method, StreamPlan
 from kvq_cli.methods.window import Window
 from kvq_cli.models import load_model
@@ -21,6 +22,9 @@ class _Recorder(PromptCodec):
 
     nominal_bits = 16.0
     seen: Prompt | None = None
+
+    def layout(self, heads: int, dim: int, dtype: str, tokens: int) -> Layout:
+        return IdentityCodec().layout(heads, dim, dtype)
 
     def fit(self, prompt: Prompt) -> State:
         self.seen = prompt

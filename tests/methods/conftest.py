@@ -10,6 +10,7 @@ from kvq_cli.attention.capture_points import attention_layers
 from kvq_cli.calibration import capture
 from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
 from kvq_cli.calibration.codebooks import calibrate_stream
+from kvq_cli.codecs.layout import dtype_name
 from kvq_cli.data.texts import load_text, token_windows
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape
 from kvq_cli.methods.specs import CalibrationSpec, MixedSpec, TransformSpec
@@ -21,8 +22,8 @@ def shape() -> ModelShape:
     return model_shape()
 
 
-def model_shape(layers=2, kv_heads=2, head_dim=64, dtype=torch.float16) -> ModelShape:
-    return ModelShape(layers, 2 * kv_heads, kv_heads, head_dim, 2 * kv_heads * head_dim, dtype)
+def model_shape(layers=2, kv_heads=2, head_dim=64, dtype="float16") -> ModelShape:
+    return ModelShape(layers, 2 * kv_heads, kv_heads, head_dim, 2 * kv_heads * head_dim, dtype_name(dtype))
 
 
 def layer_tensors(
@@ -88,7 +89,7 @@ def captured() -> dict[str, CapturedStream]:
 @pytest.fixture(scope="session")
 def calibrated(captured) -> Callable[[Method], tuple[LayerPlan, dict]]:
     """`calibrated(method)`: (plan, tensors) of the method for the captured layer."""
-    shape, done = model_shape(1, 2, 64, torch.bfloat16), {}
+    shape, done = model_shape(1, 2, 64, "bfloat16"), {}
 
     def make(method: Method) -> tuple[LayerPlan, dict]:
         if method not in done:

@@ -20,7 +20,7 @@ def plan_for(method, shape, tensors_for):
 
 def numbers(shape, tokens=64):
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(2, shape.kv_heads, tokens, shape.head_dim, generator=generator).to(shape.dtype)
+    return torch.randn(2, shape.kv_heads, tokens, shape.head_dim, generator=generator).to(shape.torch_dtype)
 
 
 def assert_nearest_chunks(codec, x, centroids):

@@ -9,7 +9,7 @@ from kvq_cli.methods.window import Window
 
 
 def bits_per_number(stream, shape, tokens=256):
-    x = torch.randn(1, shape.kv_heads, tokens, shape.head_dim).to(shape.dtype)
+    x = torch.randn(1, shape.kv_heads, tokens, shape.head_dim).to(shape.torch_dtype)
     return stream.codec.encode(x).nbytes * 8 / x.numel()
 
 

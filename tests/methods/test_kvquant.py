@@ -18,7 +18,7 @@ def plan_for(method, shape, tensors_for):
 
 def numbers(shape, tokens=64, batch=2):
     x = torch.randn(batch, shape.kv_heads, tokens, shape.head_dim, generator=torch.Generator().manual_seed(1))
-    return (x + 0.1 * x**3).to(shape.dtype)
+    return (x + 0.1 * x**3).to(shape.torch_dtype)
 
 
 def keys_by_equations(x, tensors, capacity):

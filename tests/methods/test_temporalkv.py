@@ -15,7 +15,7 @@ def plan_for(method, shape, tensors_for, choice=None):
 
 def numbers(shape, tokens=64, seed=1):
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(2, shape.kv_heads, tokens, shape.head_dim, generator=generator).to(shape.dtype)
+    return torch.randn(2, shape.kv_heads, tokens, shape.head_dim, generator=generator).to(shape.torch_dtype)
 
 
 @pytest.mark.parametrize(("bits", "chunk"), [(1, 8), (2, 4), (4, 2)])

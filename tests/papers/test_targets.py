@@ -7,15 +7,14 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
-from kvq_cli.benchmarking.accounting import counted_layers
+from kvq_cli.benchmarking.accounting import artifact_specs
 from kvq_cli.benchmarking.shapes import known_shape
-from kvq_cli.cache.stream import StreamReader
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import Method, ModelShape
 from kvq_cli.methods.registry import build_parsed
+from kvq_cli.methods.window import Window
 from kvq_cli.papers.published import PAPERS, cells, rows
 from kvq_cli.papers.targets import REFERENCE, target, targets
 
@@ -109,19 +108,14 @@ def test_equal_windows_keep_the_same_tokens_exact_at_every_length():
     shared = dict(pair.split("=") for pair in shlex.split(target("compare-fair").options) if "=" in pair)
     for spec in yaml.safe_load((REPOSITORY / "examples/compare.yaml").read_text())["compare"]:
         if spec != "fp16":
-            for stream in filled_streams(build_parsed(spec, **shared), tokens=200):
-                held.setdefault(exact_tokens(stream), []).append(spec)
+            for window in windows(build_parsed(spec, **shared)):
+                held.setdefault(tuple(n - window.packed(n) for n in range(201)), []).append(spec)
     (counts,) = held
     assert counts == tuple(n if n < 40 else 40 + (n - 40) % 32 for n in range(201))
 
 
-def exact_tokens(stream: StreamReader) -> tuple[int, ...]:
-    """How many tokens the stream holds in full precision, of rows of 0, 1, ... tokens, up to its length."""
-    lengths = range(stream.lengths[0] + 1)
-    return tuple(sum(last - first for first, last, _ in stream.exact(slice(0, 1), n, 0, n)) for n in lengths)
-
-
-def filled_streams(method: Method, tokens: int) -> list[StreamReader]:
-    """All keys and values of a cache of `tokens` tokens of four layers, without numbers."""
-    layers = counted_layers(method, ModelShape(4, 4, 2, 64, 512, torch.float16), tokens)
-    return [stream for layer in layers for stream in (layer.key_stream, layer.value_stream)]
+def windows(method: Method) -> list[Window]:
+    """The windows of all keys and values of a cache of four layers."""
+    shape = ModelShape(4, 4, 2, 64, 512, "float16")
+    plans = [method.plan(layer, shape, artifact_specs(method, shape, layer)) for layer in range(shape.layers)]
+    return [stream.window for plan in plans for stream in plan.kept]

@@ -253,7 +253,7 @@ def ready_method(model: PreTrainedModel, method: Method) -> Method | Artifact:
         return Artifact(config, tensors, Path("nowhere"))
     tensors = {}
     for layer, names in zip(attention_layers(model), spec.layers, strict=True):
-        factors, _ = factorize(layer, names, shape.dtype)
+        factors, _ = factorize(layer, names, shape.torch_dtype)
         tensors |= {f"layers.{layer.index}.{name}": tensor for name, tensor in factors.items()}
     made_for = {"name": "tiny", "fingerprint": fingerprint(model).to_dict()}
     return Artifact({"method": to_config(method), "model": made_for}, tensors, Path("nowhere"))

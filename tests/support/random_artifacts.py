@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from random_transforms import random_stream
+from random_transforms import random_stream, random_tensors
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -47,7 +47,7 @@ def random_parts(
     for layer in range(shape.layers):
         drawn = _layer(spec, shape, layer, generator)
         tensors |= {f"layers.{layer}.{key}": tensor for key, tensor in drawn.items()}
-    model_entry = {"name": name, "revision": None, "dtype": str(shape.dtype).removeprefix("torch.")}
+    model_entry = {"name": name, "revision": None, "dtype": shape.dtype}
     tuning = {"tuning": _tuning(method)} if isinstance(method, Mixed) else {}
     config = {
         "kvq": "0.0",
@@ -86,7 +86,7 @@ def _choice(spec: CalibrationSpec, stream: CodebookSpec, shape: ModelShape) -> l
 def _layer(spec: Spec, shape: ModelShape, layer: int, generator: torch.Generator) -> dict[str, Tensor]:
     if not spec.captures:
         layout = spec.layout(shape, layer, {})
-        return {name: torch.randn(size, generator=generator).to(dtype) for name, (size, dtype) in layout.items()}
+        return random_tensors(layout, generator)
     tensors = {}
     for kind, one in spec.parts(layer).items():
         if isinstance(one, TransformSpec):
@@ -100,7 +100,7 @@ def _codebooks(spec: CalibrationSpec, kind: str, shape: ModelShape, generator: t
     stream = spec.stream(kind)
     choice = _choice(spec, stream, shape)
     layout = stream.layout(shape, choice)
-    tensors = {name: torch.randn(size, generator=generator).to(dtype) for name, (size, dtype) in layout.items()}
+    tensors = random_tensors(layout, generator)
     tensors["choice"] = torch.tensor(choice, dtype=torch.int8)
     if "std" in tensors:
         tensors["std"] = tensors["std"].abs() + 0.5

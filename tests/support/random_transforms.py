@@ -8,16 +8,25 @@ import torch
 from torch import Tensor
 
 from kvq_cli.codecs.chunk_codebooks import CHUNKS
+from kvq_cli.codecs.layout import dtype_name
 from kvq_cli.methods.base import ModelShape
-from kvq_cli.methods.specs import TransformSpec, transform_layout
+from kvq_cli.methods.specs import Tensors, TransformSpec, transform_layout
+
+
+def random_tensors(layout: Tensors, generator: torch.Generator) -> dict[str, Tensor]:
+    """Normal numbers in the shapes and dtypes of `layout`."""
+    return {
+        name: torch.randn(spec.shape, generator=generator).to(getattr(torch, spec.dtype))
+        for name, spec in layout.items()
+    }
 
 
 def random_transform(
     allocation: Sequence[Sequence[int]], width: int, dtype: torch.dtype, generator: torch.Generator
 ) -> dict[str, Tensor]:
     """The tensors of one stream: a random invertible matrix per group, and random centroids."""
-    layout = transform_layout(allocation, width, dtype)
-    tensors = {name: torch.randn(size, generator=generator).to(kind) for name, (size, kind) in layout.items()}
+    layout = transform_layout(allocation, width, dtype_name(dtype))
+    tensors = random_tensors(layout, generator)
     tensors["allocation"] = torch.tensor(allocation, dtype=torch.int16)
     tensors["std"] = tensors["std"].abs() + 0.5
     for group, row in enumerate(allocation):
@@ -39,5 +48,5 @@ def random_layer(spec: TransformSpec, shape: ModelShape, generator: torch.Genera
 def random_stream(spec: TransformSpec, kind: str, shape: ModelShape, generator: torch.Generator) -> dict[str, Tensor]:
     """The tensors of a layer's keys ("k") or values ("v"), named as in `Method.plan`."""
     allocation, width = spec.first_choice(kind, shape), spec.groups(kind, shape)[1]
-    drawn = random_transform(allocation, width, shape.dtype, generator)
+    drawn = random_transform(allocation, width, shape.torch_dtype, generator)
     return {f"{kind}.{name}": tensor for name, tensor in drawn.items()}

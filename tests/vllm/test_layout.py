@@ -1,14 +1,13 @@
 """Block sizes, bytes and numbers of blocks, counted by hand."""
 
 import pytest
-import torch
 
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.methods.registry import build_parsed
 from kvq_cli.vllm.layout import cache_layout
 
-SMOLLM2 = ModelShape(layers=30, query_heads=9, kv_heads=3, head_dim=64, hidden_size=576, dtype=torch.bfloat16)
+SMOLLM2 = ModelShape(layers=30, query_heads=9, kv_heads=3, head_dim=64, hidden_size=576, dtype="bfloat16")
 MIB = 1 << 20
 
 

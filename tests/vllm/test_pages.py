@@ -12,7 +12,7 @@ from kvq_cli.methods.registry import build_parsed
 from kvq_cli.vllm.layout import cache_layout
 from kvq_cli.vllm.pages import PagedStream, shifts
 
-SHAPE = ModelShape(layers=1, query_heads=2, kv_heads=2, head_dim=32, hidden_size=64, dtype=torch.float32)
+SHAPE = ModelShape(layers=1, query_heads=2, kv_heads=2, head_dim=32, hidden_size=64, dtype="float32")
 METHODS = (
     "fp16",
     "kivi:residual=32",

@@ -5,8 +5,8 @@ import torch
 from random_artifacts import random_parts, tiny_model
 from tiers import fast
 
-from kvq_cli.benchmarking.accounting import artifact_tensors
 from kvq_cli.benchmarking.capacity import serving_layout
+from kvq_cli.benchmarking.synthetic import artifact_tensors
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.methods.registry import build_parsed
@@ -98,7 +98,7 @@ def test_pages_of_all_ranks_have_one_size(model, text):
 def test_bytes_of_a_rank():
     """Llama-3.1-8B has 8 kv heads of 128: by hand, 2 bits and 32 bits for 32 numbers; outliers of KVQuant's values are
     in the lists of both ranks, 32 bits each."""
-    shape = ModelShape(2, 32, 8, 128, 4096, torch.bfloat16)
+    shape = ModelShape(2, 32, 8, 128, 4096, "bfloat16")
     token = 2 * 4 * 128 * 3 // 8
     for text, nbytes in (("kivi", token), ("fp16", 2 * 4 * 128 * 2)):
         one = serving_layout(build_parsed(text, bits=2), shape, ranks=2)
@@ -124,7 +124,7 @@ def test_joined_transforms_are_refused(model, text):
 @pytest.mark.parametrize(("heads", "ranks"), [((6, 3), 2), ((8, 2), 3), ((8, 4), 16), ((12, 6), 4)])
 def test_heads_that_cannot_be_shared_out(heads, ranks):
     with pytest.raises(UsageError, match=f"{heads[0]} query heads and {heads[1]} kv heads"):
-        Shard(0, ranks).shape(ModelShape(2, *heads, 64, 512, torch.float32))
+        Shard(0, ranks).shape(ModelShape(2, *heads, 64, 512, "float32"))
 
 
 def test_heads_of_vllms_ranks():

@@ -11,7 +11,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor
 
 import kvq_cli
@@ -77,11 +76,11 @@ class CalibrationPlan(ABC):
         return [
             {
                 "name": name,
-                "shape": list(size),
-                "dtype": str(dtype).removeprefix("torch."),
-                "bytes": layers * torch.Size(size).numel() * dtype.itemsize,
+                "shape": list(form.shape),
+                "dtype": form.dtype,
+                "bytes": layers * form.nbytes,
             }
-            for (name, (size, dtype)), layers in counts.items()
+            for (name, form), layers in counts.items()
         ]
 
     def _label(self, layer: int, name: str) -> str:
@@ -102,7 +101,7 @@ class CalibrationPlan(ABC):
             "model": {
                 "name": loaded.name,
                 "revision": loaded.revision,
-                "dtype": str(loaded.shape.dtype).removeprefix("torch."),
+                "dtype": loaded.shape.dtype,
                 "fingerprint": fingerprint(loaded.model).to_dict(),
                 **trusted,
             },

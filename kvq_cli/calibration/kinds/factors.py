@@ -81,7 +81,7 @@ class FactorPlan(CalibrationPlan):
 
     def factorize(self, work: WorkFolder, layer: AttentionLayer) -> Calibrated:
         """The factors of a layer's weights, and their errors."""
-        return factors.factorize(layer, self.spec.layers[layer.index], self.loaded.shape.dtype)
+        return factors.factorize(layer, self.spec.layers[layer.index], self.loaded.shape.torch_dtype)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from kvq_cli.attention.attach import attach
 from kvq_cli.attention.capture_points import AttentionLayer, decoder_of, layer_input
 from kvq_cli.calibration.capture import capture
 from kvq_cli.codecs.base import Codec, Packed, Prompt, PromptCodec, State
+from kvq_cli.codecs.layout import Layout, TensorLike
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, StreamPlan
 from kvq_cli.methods.window import Window
 
@@ -67,6 +68,9 @@ class _SinkCodec(PromptCodec):
     def __init__(self, sink: Callable[[Prompt], None]) -> None:
         self._sink = sink
 
+    def layout(self, heads: int, dim: int, dtype: str, tokens: int) -> Layout:
+        return Layout({})
+
     def fit(self, prompt: Prompt) -> State:
         self._sink(prompt)
         return {}
@@ -79,6 +83,9 @@ class _EmptyCodec(Codec):
     """Stores nothing."""
 
     nominal_bits = 16.0
+
+    def layout(self, heads: int, dim: int, dtype: str) -> Layout:
+        return Layout({})
 
     def _encode(self, x: Tensor) -> Packed:
         return Packed(x.shape[2], {})
@@ -99,7 +106,7 @@ class _PromptReader(Method):
     def nominal_bits(self) -> float:
         return 16.0
 
-    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, Tensor]) -> LayerPlan:
+    def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
         keys = _SinkCodec(lambda prompt: self.sinks[0](layer, prompt))
         source = "pre_rope" if self.pre_rope else "post_rope"
         return LayerPlan(StreamPlan(source, keys, Window()), StreamPlan("value", _EmptyCodec(), Window()))

@@ -117,7 +117,7 @@ class Error(ModelStudy):
             numbers[:, : numbers.shape[1] // _WIDEST * _WIDEST].index_select(3, channels.to(numbers.device))
             for numbers in (activations.x(layer, kind), activations.g(layer, kind))
         )
-        recipe = ClusterSettings(True, "head", self.points, self.iterations, seed, shape.dtype)
+        recipe = ClusterSettings(True, "head", self.points, self.iterations, seed, shape.torch_dtype)
         spec = needed.keys if kind == "k" else needed.values
         _, measured = calibrate_stream(CapturedStream(x, g, held_out), spec, recipe)
         errors = {

@@ -32,7 +32,7 @@ def codec(bits, axis, group, dim, dtype, mode, sign):
 def layout(bits, axis, group, dim, dtype, mode, sign) -> Layout:
     """Layout of a codec's tensors."""
     scale_dtype = torch.float16 if dtype == torch.float32 else dtype
-    zero_dtype = zero_type(group, dtype) if sign == "extra" else scale_dtype
+    zero_dtype = getattr(torch, zero_type(group, dtype)) if sign == "extra" else scale_dtype
     return Layout(bits, axis, group, dim, mode, sign or "inside", scale_dtype, zero_dtype)
 
 

@@ -26,8 +26,8 @@ def random_keys(codec: SubspaceCodec, rows=2, heads=2, tokens=32, dtype=torch.fl
 def by_kernel(codec: SubspaceCodec, keys, state, block: int, backend: str = "triton"):
     """(codes, scale, zero) by `squat_quantize`."""
     base = codec.base
-    layout = {"bits": base.bits, "group": base.group, "block": block, "dtype": base.dtype, "backend": backend}
-    return squat_quantize(keys, state["subspace"], state["gain"], **layout)
+    layout = {"bits": base.bits, "group": base.group, "block": block, "dtype": getattr(torch, base.dtype)}
+    return squat_quantize(keys, state["subspace"], state["gain"], **layout, backend=backend)
 
 
 def assert_same_bits(codec: SubspaceCodec, keys, state, block: int) -> None:
