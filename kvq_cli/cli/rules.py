@@ -34,7 +34,7 @@ def unless(reads: Callable[[Values], bool], why: str, refuse: bool = False) -> R
     return Rule(lambda values, flag: [] if reads(values) else [f"{flag} has no effect: {why}"], refuse)
 
 
-#: Outside of another rule: the option is always read, though by another command it is not.
+#: Overrides the rule of an option that this command, unlike another one, always reads.
 read = Rule(lambda values, flag: ())
 
 
