@@ -13,6 +13,7 @@ import typer
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.option_groups import grouped
 from kvq_cli.cli.output import Output
+from kvq_cli.cli.rules import Values, unless
 from kvq_cli.options import option_text
 
 if TYPE_CHECKING:
@@ -36,16 +37,27 @@ Set = Annotated[
 DEFAULT_SEQLEN = 2048
 
 
+def _runs_model(values: Values) -> bool:
+    """Whether the study passes text through a model."""
+    from kvq_cli.papers.studies.study import ModelStudy, study_class
+
+    return values["name"] is not None and issubclass(study_class(values["name"]), ModelStudy)
+
+
+_named = unless(lambda values: values["name"] is not None, "studies are listed without NAME")
+_only_model = unless(_runs_model, "only a study of a model reads it")
+
+
 @grouped
 def analyze(
-    model_options: opt.LoadOptions,
+    model_options: Annotated[opt.LoadOptions, _only_model],
     output: opt.OutputOptions,
     name: Name = None,
-    set_: Set = None,
-    dataset: Dataset = "prose",
-    samples: Samples = None,
-    seqlen: Seqlen = None,
-    out_dir: OutDir = Path("results/analyze"),
+    set_: Annotated[Set, _named] = None,
+    dataset: Annotated[Dataset, _only_model] = "prose",
+    samples: Annotated[Samples, _only_model] = None,
+    seqlen: Annotated[Seqlen, _only_model] = None,
+    out_dir: Annotated[OutDir, _named] = Path("results/analyze"),
 ) -> None:
     """Run a study of the papers: print its table, write its numbers (JSON) and figure (PNG)."""
     out = output.output()

@@ -21,7 +21,7 @@ from kvq_cli.cli.command_line import remember
 from kvq_cli.cli.examples import epilog
 from kvq_cli.cli.failures import explain, one_line
 from kvq_cli.cli.interrupts import inside_import
-from kvq_cli.cli.unused_options import AnnouncingCommand
+from kvq_cli.cli.rules import AnnouncingCommand
 
 #: Name, `module:attribute` in kvq_cli.cli, help panel. None of these modules imports torch.
 COMMANDS = (

@@ -9,7 +9,7 @@ from kvq_cli.cli.bench_generate import generate
 from kvq_cli.cli.bench_kernels import kernels
 from kvq_cli.cli.bench_report import report
 from kvq_cli.cli.bench_tune import tune
-from kvq_cli.cli.unused_options import AnnouncingCommand
+from kvq_cli.cli.rules import AnnouncingCommand
 
 app = typer.Typer(no_args_is_help=True, help="Benchmark time and memory of kernels, generation and calibration.")
 for _command in (kernels, tune, generate, calibrate, report):

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 from kvq_cli.cli import options as opt
-from kvq_cli.cli.bench_shared import OutDir, RandomShape, bench_option, load_or_randomize, result_header, write_result
+from kvq_cli.cli.bench_shared import (
+    OutDir,
+    RandomShape,
+    bench_option,
+    load_or_randomize,
+    not_random,
+    only_random,
+    result_header,
+    write_result,
+)
+from kvq_cli.cli.calibrate import build_method, only_text
 from kvq_cli.cli.option_groups import grouped
 from kvq_cli.cli.output import human_bytes
 from kvq_cli.files import check_writable
@@ -29,28 +40,35 @@ Layers = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class _ModelOptions(opt.LoadOptions):
+    """The model, unless --random replaces it."""
+
+    model: Annotated[opt.Model, not_random] = "reference"
+    trust_remote_code: Annotated[opt.TrustRemoteCode, not_random] = False
+
+
 @grouped
 def calibrate(
-    model_options: opt.LoadOptions,
+    model_options: _ModelOptions,
     output: opt.OutputOptions,
     method: opt.MethodName = "temporalkv",
     bits: opt.BitsWithDefault = 2,
     set_: opt.Set = None,
-    dataset: Dataset = "prose",
-    samples: Samples = 64,
-    seqlen: Seqlen = None,
+    dataset: Annotated[Dataset, only_text] = "prose",
+    samples: Annotated[Samples, only_text] = 64,
+    seqlen: Annotated[Seqlen, only_text] = None,
     random: RandomShape = None,
-    layers: Layers = None,
+    layers: Annotated[Layers, only_random] = None,
     out_dir: OutDir = Path("results/bench"),
 ) -> None:
     """Measure the time of each phase of a calibration and its peak memory; the artifact is discarded."""
     out = output.output()
     from kvq_cli.benchmarking.shapes import SHAPES, known_shape
     from kvq_cli.data.texts import check_dataset
-    from kvq_cli.methods.registry import build, to_config
+    from kvq_cli.methods.registry import to_config
 
-    given = opt.method_options(set_) | ({} if bits is None else {"bits": bits})
-    built = build(method or "temporalkv", **given)
+    built = build_method(method, bits, set_)
     built.check_calibrates()
     check_dataset(dataset)
     if random is not None:

@@ -11,11 +11,14 @@ from kvq_cli.cli.bench_shared import (
     OutDir,
     bench_option,
     load_or_randomize,
+    not_random,
+    only_random,
     result_header,
     resumable_result,
     write_result,
 )
 from kvq_cli.cli.output import Output, human_bytes
+from kvq_cli.cli.rules import Rule, unless
 from kvq_cli.errors import UsageError
 from kvq_cli.files import check_writable
 
@@ -56,25 +59,29 @@ Shapes = Annotated[
         help="Random weights in the shapes of known models, joined by commas; instead of --model.",
     ),
 ]
+_only_grow = unless(lambda values: values["grow"], "it needs --grow", refuse=True)
+_not_grow = unless(lambda values: not values["grow"], "--grow times one round")
+#: Without --grow, transformers' quantized cache has --bits, too.
+_bits = Rule(lambda values, flag: opt.of_compared.notes(values, flag) if values["grow"] else [])
 
 
 def generate(
     compare: Compare = "kivi",
-    bits: opt.BitsWithDefault = 2,
+    bits: Annotated[opt.BitsWithDefault, _bits] = 2,
     set_: opt.Set = None,
     context: Contexts = "512,2048",
     batch: Batches = "1,4",
     tokens: Tokens = 32,
-    rounds: Rounds = 4,
+    rounds: Annotated[Rounds, _not_grow] = 4,
     grow: Grow = False,
-    seconds: Seconds = None,
-    resume: Resume = False,
+    seconds: Annotated[Seconds, _only_grow] = None,
+    resume: Annotated[Resume, _only_grow] = False,
     prefill: opt.Prefill = "exact",
     random: Shapes = None,
-    layers: Layers = None,
+    layers: Annotated[Layers, only_random] = None,
     out_dir: OutDir = Path("results/bench"),
-    model: opt.Model = "reference",
-    trust_remote_code: opt.TrustRemoteCode = False,
+    model: Annotated[opt.Model, not_random] = "reference",
+    trust_remote_code: Annotated[opt.TrustRemoteCode, not_random] = False,
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
     backend: opt.Backend = "auto",

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.bench_shared import OutDir, bench_option, kernel_device, resumable_result, write_result
 from kvq_cli.cli.output import Output
+from kvq_cli.cli.rules import unless
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.files import check_writable
 
@@ -47,18 +48,21 @@ Dry = Annotated[
         "--dry", help="Test run with tiny sizes, whose times are meaningless; without a GPU, in Triton's interpreter."
     ),
 ]
+_run = unless(lambda values: not values["static"], "--static runs no kernel")
+_timed = unless(lambda values: not (values["static"] or values["check"]), "nothing is timed")
+_written = unless(lambda values: values["static"] or not values["check"], "--check writes nothing")
 
 
 def kernels(
     operation: Operations = None,
-    check: Check = False,
+    check: Annotated[Check, _run] = False,
     static: Static = False,
     target: Targets = None,
-    seconds: Seconds = None,
-    resume: Resume = False,
-    dry: Dry = False,
-    out_dir: OutDir = Path("results/bench"),
-    device: opt.Device = "auto",
+    seconds: Annotated[Seconds, _timed] = None,
+    resume: Annotated[Resume, _timed] = False,
+    dry: Annotated[Dry, _run] = False,
+    out_dir: Annotated[OutDir, _written] = Path("results/bench"),
+    device: Annotated[opt.Device, _run] = "auto",
     config: opt.Config = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from kvq_cli.cli.rules import unless
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.files import write_json
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from kvq_cli.cli.output import Output
 
 bench_option = partial(typer.Option, rich_help_panel="Benchmark")
+only_random = unless(lambda values: values["random"] is not None, "it needs --random", refuse=True)
+not_random = unless(lambda values: values["random"] is None, "--random replaces the model: use one", refuse=True)
 
 OutDir = Annotated[Path, typer.Option("--out", metavar="DIR", help="Output folder for results (JSON) and plots.")]
 RandomShape = Annotated[

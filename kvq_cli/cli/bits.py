@@ -8,6 +8,7 @@ import typer
 
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.output import Output, human_bytes
+from kvq_cli.cli.rules import either, unless
 from kvq_cli.cli.sizes import (
     Batch,
     Compare,
@@ -18,6 +19,7 @@ from kvq_cli.cli.sizes import (
     count_on_one_thread,
     each_counted,
     model_size,
+    not_shapes,
 )
 
 if TYPE_CHECKING:
@@ -25,19 +27,22 @@ if TYPE_CHECKING:
     from kvq_cli.methods.base import Method
 
 Papers = Annotated[bool, typer.Option("--papers", help="Compare the sizes that the papers print with kvq's counts.")]
+_not_papers = unless(lambda values: not values["papers"], "--papers counts the papers' sizes")
+_method = either(_not_papers, opt.of_compared)
+_model = either(_not_papers, not_shapes)
 
 
 def bits(
-    compare: Compare = None,
-    method: opt.MethodName = None,
-    bits: opt.Bits = None,
-    set_: opt.Set = None,
-    shapes: ShapeName = None,
-    context: Context = 8192,
-    batch: Batch = 1,
+    compare: Annotated[Compare, _not_papers] = None,
+    method: Annotated[opt.MethodName, _not_papers] = None,
+    bits: Annotated[opt.Bits, _method] = None,
+    set_: Annotated[opt.Set, _method] = None,
+    shapes: Annotated[ShapeName, _not_papers] = None,
+    context: Annotated[Context, _not_papers] = 8192,
+    batch: Annotated[Batch, _not_papers] = 1,
     papers: Papers = False,
-    model: ModelName = "reference",
-    trust_remote_code: opt.TrustRemoteCode = False,
+    model: Annotated[ModelName, _model] = "reference",
+    trust_remote_code: Annotated[opt.TrustRemoteCode, _model] = False,
     as_json: opt.Json = False,
 ) -> None:
     """Count the bytes of a compressed cache by part, from its tensors' shapes; nothing is allocated.

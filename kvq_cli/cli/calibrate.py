@@ -15,12 +15,14 @@ import typer
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.option_groups import grouped
 from kvq_cli.cli.output import Output, human_bytes
+from kvq_cli.cli.rules import Rule, Values, either, unless
 from kvq_cli.errors import UsageError, WorkerDiedError
 from kvq_cli.paths import artifact_folder
 
 if TYPE_CHECKING:
     from kvq_cli.artifact import Artifact
     from kvq_cli.calibration.settings import CalibrationOptions
+    from kvq_cli.methods.base import Method
 
 data_option = partial(typer.Option, rich_help_panel="Calibration")
 
@@ -92,22 +94,61 @@ DryRun = Annotated[
 ]
 
 
+def build_method(method: str | None, bits: float | None, set_: list[str] | None, fisher: bool = True) -> Method:
+    """The method to calibrate, with its options; UsageError for wrong ones."""
+    from kvq_cli.methods.registry import build
+
+    given = opt.method_options(set_) | ({} if bits is None else {"bits": bits}) | ({} if fisher else {"fisher": False})
+    return build(method or "temporalkv", **given)
+
+
+def _method(values: Values) -> Method:
+    return build_method(values["method"], values["bits"], values["set_"])
+
+
+def _calibration(values: Values) -> Any:
+    """How the method is calibrated: what it reads and captures is the same for all models."""
+    from kvq_cli.benchmarking.shapes import SHAPES
+
+    return _method(values).calibration(SHAPES["llama-3.1-8b"].model_shape())
+
+
+def _captures(values: Values) -> bool:
+    """Whether keys, values and gradients are captured on text, to cluster them."""
+    return _calibration(values).captures
+
+
+def _weighted(values: Values) -> bool:
+    """Whether k-means is weighted by squared gradients."""
+    return _captures(values) and values["fisher"] and getattr(_method(values), "fisher", True)
+
+
+def _runs(what: str) -> Rule:
+    return unless(lambda values: not values["dry_run"], f"--dry-run {what} nothing")
+
+
+only_text = unless(lambda values: _calibration(values).reads_text, "the method factorizes weights and reads no text")
+_clusters = either(only_text, unless(_captures, "the method factorizes weights and clusters nothing"))
+_writes = _runs("writes")
+_workers = either(unless(_captures, "the method factorizes weights, in one process"), _runs("runs"))
+
+
 @dataclass(frozen=True)
 class DataOptions:
     """Calibration text and sizes, and what becomes of existing files."""
 
-    out: Out = None
-    dataset: Dataset = "prose"
-    samples: Samples = None
-    seqlen: Seqlen = None
-    gradients: Gradients = None
-    points: Points = 8192
-    iterations: Iterations = 50
-    kmeans: Kmeans = "auto"
-    damping: Damping = 0.1
-    captured: Captured = None
-    resume: Resume = False
-    force: Force = False
+    out: Annotated[Out, _writes] = None
+    dataset: Annotated[Dataset, only_text] = "prose"
+    samples: Annotated[Samples, only_text] = None
+    seqlen: Annotated[Seqlen, only_text] = None
+    gradients: Annotated[Gradients, _clusters] = None
+    points: Annotated[Points, _clusters] = 8192
+    iterations: Annotated[Iterations, _clusters] = 50
+    kmeans: Annotated[Kmeans, _clusters] = "auto"
+    damping: Annotated[Damping, either(only_text, unless(_weighted, "k-means is not weighted by gradients"))] = 0.1
+    captured: Annotated[Captured, either(_clusters, _runs("captures"))] = None
+    resume: Annotated[Resume, _writes] = False
+    force: Annotated[Force, _writes] = False
 
     def options(self, disk_gib: float, seed: int) -> CalibrationOptions:
         """The options of `plan_calibration`; disk_gib: space for captured keys and values."""
@@ -137,6 +178,13 @@ class DataOptions:
             raise
 
 
+@dataclass(frozen=True)
+class _ModelOptions(opt.LoadOptions):
+    """The model, and the seed of the text's windows."""
+
+    seed: Annotated[opt.Seed, only_text] = 0
+
+
 @grouped
 def calibrate(
     *,
@@ -144,11 +192,11 @@ def calibrate(
     bits: opt.Bits = None,
     set_: opt.Set = None,
     data: DataOptions,
-    disk: Disk = 4.0,
+    disk: Annotated[Disk, _clusters] = 4.0,
     fisher: Fisher = True,
     dry_run: DryRun = False,
-    worker_options: opt.WorkerOptions,
-    model_options: opt.LoadOptions,
+    worker_options: Annotated[opt.WorkerOptions, _workers],
+    model_options: _ModelOptions,
     output_options: opt.OutputOptions,
 ) -> None:
     """Calibrate a method for a model: capture keys, values and gradients, fit codebooks, and write an artifact.
@@ -159,10 +207,8 @@ def calibrate(
     # Waiting threads sleep instead of spinning, which doubles the time on a busy machine. Read when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from kvq_cli.data.texts import check_dataset
-    from kvq_cli.methods.registry import build
 
-    given = opt.method_options(set_) | ({} if bits is None else {"bits": bits}) | ({} if fisher else {"fisher": False})
-    built = build(method or "temporalkv", **given)
+    built = build_method(method, bits, set_, fisher)
     built.check_calibrates()
     check_dataset(data.dataset)
     folder = data.folder(artifact_folder(model_options.model, built))

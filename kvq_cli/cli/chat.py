@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.chat_session import ChatSession
 from kvq_cli.cli.conversation import Conversation
-from kvq_cli.cli.generate import DecodingOptions, System
+from kvq_cli.cli.generate import DecodingOptions, SamplingModelOptions, System
 from kvq_cli.cli.interrupts import Interrupts
 from kvq_cli.cli.message_input import messages
 from kvq_cli.cli.option_groups import grouped
@@ -22,7 +22,7 @@ TOY = (
 def chat(
     decoding: DecodingOptions,
     compression: opt.CompressionOptions,
-    model_options: opt.ModelOptions,
+    model_options: SamplingModelOptions,
     system: System = None,
     prefill: opt.Prefill = "exact",
     config: opt.Config = None,

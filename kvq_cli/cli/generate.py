@@ -13,6 +13,7 @@ import typer
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.option_groups import grouped
 from kvq_cli.cli.prompt_cache import check_files, load_document, save_document
+from kvq_cli.cli.rules import either, unless
 from kvq_cli.cli.text_generator import Decoding, attached_generator, check_utf8, write_stdout
 from kvq_cli.errors import KvqError, UsageError
 
@@ -71,16 +72,19 @@ LoadCache = Annotated[
         help="Continue a document saved by --save-cache: the prompt follows it on a new line.",
     ),
 ]
+#: `kvq chat` has no --save-cache.
+_generates = unless(lambda values: values.get("save_cache") is None, "--save-cache generates nothing")
+_samples = unless(lambda values: values["temperature"] > 0, "decoding is greedy without --temperature")
 
 
 @dataclass(frozen=True)
 class DecodingOptions:
     """Decoding options shared with `kvq chat`."""
 
-    max_new_tokens: MaxNewTokens = 128
-    temperature: Temperature = 0.0
-    top_p: TopP = 1.0
-    top_k: TopK = 0
+    max_new_tokens: Annotated[MaxNewTokens, _generates] = 128
+    temperature: Annotated[Temperature, _generates] = 0.0
+    top_p: Annotated[TopP, _generates] = 1.0
+    top_k: Annotated[TopK, _generates] = 0
     prefill_chunk: Chunk = None
 
     def decoding(self, seed: int, num_beams: int = 1) -> Decoding:
@@ -90,17 +94,24 @@ class DecodingOptions:
         )
 
 
+@dataclass(frozen=True)
+class SamplingModelOptions(opt.ModelOptions):
+    """The model, and the seed of sampling; shared with `kvq chat`."""
+
+    seed: Annotated[opt.Seed, either(_generates, _samples)] = 0
+
+
 @grouped
 def generate(
     decoding: DecodingOptions,
     compression: opt.CompressionOptions,
-    model_options: opt.ModelOptions,
+    model_options: SamplingModelOptions,
     output: opt.OutputOptions,
     prompt: Prompt = None,
     file: File = None,
     raw: Raw = False,
     system: System = None,
-    num_beams: Beams = 1,
+    num_beams: Annotated[Beams, _generates] = 1,
     prefill: opt.Prefill = "exact",
     save_cache: SaveCache = None,
     load_cache: LoadCache = None,

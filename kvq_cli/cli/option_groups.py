@@ -6,26 +6,29 @@ from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 
 def grouped(function: Callable[..., None]) -> Callable[..., None]:
     """Decorator: expose the fields of a command's dataclass parameters to typer as options.
 
     Each field must be annotated as a typer option and have a default; field names must be unique over all groups.
+    What a parameter is annotated with beside its group, `Annotated[Group, rule]`, annotates each field.
     """
     hints = get_type_hints(function, include_extras=True)
-    groups = {name: hint for name, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
+    plain = get_type_hints(function)
+    groups = {name: hint for name, hint in plain.items() if isinstance(hint, type) and is_dataclass(hint)}
     parameters = []
     for name, parameter in signature(function).parameters.items():
         if name not in groups:
             parameters.append(parameter.replace(annotation=hints[name], kind=Parameter.KEYWORD_ONLY))
             continue
         options = get_type_hints(groups[name], include_extras=True)
-        parameters += [
-            Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=options[field.name])
-            for field in fields(groups[name])
-        ]
+        for field in fields(groups[name]):
+            option = options[field.name]
+            for rule in getattr(hints[name], "__metadata__", ()):
+                option = Annotated[option, rule]
+            parameters.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=field.default, annotation=option))
 
     @wraps(function)
     def command(**given: Any) -> None:

@@ -7,6 +7,7 @@ dashes; a list stands for comma-separated values.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from kvq_cli.cli.output import Output
+from kvq_cli.cli.rules import Rule, Values, unless
 from kvq_cli.errors import UsageError
 
 if TYPE_CHECKING:
@@ -84,6 +86,64 @@ def _apply_config(ctx: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
+def _compresses(values: Values) -> bool:
+    """Whether one of the methods is not fp16."""
+    if values.get("compare") is not None:
+        return bool(values.get("artifact")) or any(name != "fp16" for name in listed(values["compare"]))
+    return values.get("method") != "fp16" or bool(values.get("artifact"))
+
+
+def listed(text: str) -> list[str]:
+    """The names that an option joins by commas; see `names` for those that must not be empty."""
+    return [name.strip() for name in text.split(",")]
+
+
+def is_artifact(text: str) -> bool:
+    """Whether a name of `--compare` is that of an artifact's folder."""
+    return (Path(text) / "config.json").is_file()
+
+
+def artifact_method(folder: str | Path) -> tuple[str, dict[str, Any]]:
+    """Name and bits of an artifact's method, from its config alone. Raises KvqError for a damaged one, which is
+    reported when it is loaded."""
+    from kvq_cli.artifact import read_config
+    from kvq_cli.artifact.schema import check_form
+
+    method = read_config(Path(folder))["method"]
+    bits = {"bits": method["bits"]} if "bits" in method else {}
+    check_form({"name": method.get("name"), **bits}, {"name": str, "bits?": float}, f"{folder}: method")
+    return method["name"], bits
+
+
+def _shared_notes(values: Values, flag: str) -> Iterator[str]:
+    """Which of the compared methods an option of `--set` or `--bits` does not reach."""
+    from kvq_cli.methods.registry import has_option, parse
+
+    if values.get("compare") is None:  # as in commands without --compare
+        return
+    named = {text: artifact_method(text) if is_artifact(text) else parse(text) for text in listed(values["compare"])}
+    for key in ["bits"] if flag == "--bits" else method_options(values["set_"]):
+        shown = flag if flag == "--bits" else f"--set {key}"
+        own = [text for text, (name, options) in named.items() if has_option(name, key) and key in options]
+        lacking = [text for text, (name, _) in named.items() if name != "fp16" and not has_option(name, key)]
+        reading = [text for text, (name, _) in named.items() if has_option(name, key) and text not in own]
+        if not reading and (own or key == "bits"):
+            yield f"{shown} has no effect: " + (f"set in {', '.join(own)}" if own else "no method has it")
+        elif reading and (own or lacking):
+            missing = [f"{', '.join(lacking)} (no such option)"] * bool(lacking)
+            missing += [f"{', '.join(own)} (its own)"] * bool(own)
+            yield f"{shown} applies to {', '.join(reading)}; not to {' and '.join(missing)}"
+
+
+of_compared = Rule(_shared_notes)
+_builtin = ("reference", "smollm2")
+needs_code = unless(lambda values: values["model"] not in _builtin, "the model has no Python code of its own")
+needs_compression = unless(
+    lambda values: _compresses(values) or bool(values.get("load_cache")),  # a saved cache is of one kind of prefill
+    "fp16 compresses nothing",
+)
+
+
 Model = Annotated[
     str,
     _shared(
@@ -95,6 +155,7 @@ Model = Annotated[
 TrustRemoteCode = Annotated[
     bool,
     _shared("--trust-remote-code", help="Run the Python code in the model's folder or repository, if it needs any."),
+    needs_code,
 ]
 Device = Annotated[
     str, _shared("--device", metavar="NAME", help="Device: auto (a GPU if there is one), cpu, cuda, cuda:0, ...")
@@ -150,6 +211,7 @@ def _bits(text: str) -> float:
 Bits = Annotated[
     float | None,
     _method("--bits", metavar="N", parser=_bits, help="Bits per cached number (default: the method's)."),
+    of_compared,
 ]
 #: Of a command whose default is not the method's.
 BitsWithDefault = Annotated[float | None, _method("--bits", metavar="N", parser=_bits, help="Bits per cached number.")]
@@ -171,6 +233,7 @@ Set = Annotated[
     _method(
         "--set", metavar="OPTION=VALUE", help="An option of the method (`kvq methods NAME` lists them); repeatable."
     ),
+    of_compared,
 ]
 Prefill = Annotated[
     Literal["exact", "compressed"],
@@ -178,6 +241,7 @@ Prefill = Annotated[
         "--prefill",
         help="Prompt tokens attend to each other in full precision (exact) or to the compressed cache (compressed).",
     ),
+    needs_compression,
 ]
 
 Backend = Annotated[
@@ -307,7 +371,7 @@ def numbers(text: str, flag: str) -> list[int]:
 
 def names(text: str, flag: str) -> list[str]:
     """Parse `fp16,kivi` to a list of names; UsageError naming `flag` if one is empty."""
-    values = [part.strip() for part in text.split(",")]
+    values = listed(text)
     if not all(values):
         raise UsageError(f"{flag} {text!r}: must be names joined by commas")
     return values

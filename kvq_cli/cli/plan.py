@@ -19,6 +19,7 @@ from kvq_cli.cli.sizes import (
     count_on_one_thread,
     each_counted,
     model_size,
+    not_shapes,
 )
 from kvq_cli.errors import UsageError
 from kvq_cli.units import parse_bytes
@@ -68,8 +69,8 @@ def plan(
     engine: Held = Engine.kvq,
     tensor_parallel_size: Ranks = 1,
     reserve: Reserve = "2GB",
-    model: ModelName = "reference",
-    trust_remote_code: opt.TrustRemoteCode = False,
+    model: Annotated[ModelName, not_shapes] = "reference",
+    trust_remote_code: Annotated[opt.TrustRemoteCode, not_shapes] = False,
     as_json: opt.Json = False,
 ) -> None:
     """Show which methods fit into a memory, with the longest context and the largest batch of each.

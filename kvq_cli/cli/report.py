@@ -9,6 +9,7 @@ import typer
 
 from kvq_cli.cli.options import Json, Quiet
 from kvq_cli.cli.output import Output, human_bytes
+from kvq_cli.cli.rules import unless
 
 Folder = Annotated[
     Path,
@@ -39,12 +40,13 @@ Baseline = Annotated[
         help="Method that paired differences are taken to (default: the first compressed one).",
     ),
 ]
+_with_errors = unless(lambda values: values["errors"], "--no-errors leaves out artifacts: use one", refuse=True)
 
 
 def report(
     folder: Folder,
     out: Out = None,
-    artifact: Artifacts = None,
+    artifact: Annotated[Artifacts, _with_errors] = None,
     errors: Errors = True,
     baseline: Baseline = None,
     as_json: Json = False,

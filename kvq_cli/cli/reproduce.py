@@ -16,6 +16,7 @@ import typer
 
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.output import Output
+from kvq_cli.cli.rules import unless
 from kvq_cli.errors import KvqError, UsageError
 
 if TYPE_CHECKING:
@@ -42,6 +43,9 @@ Store = Annotated[
     Path, typer.Option("--store", metavar="DIR", help="Folder of finished samples, shared by all tables and figures.")
 ]
 
+_made = unless(
+    lambda values: bool(values["names"] or values["everything"]), "without NAME or --all, targets are listed"
+)
 
 #: Folder of the activations that the calibrations of a model share.
 CAPTURED = Path("results/captured")
@@ -57,13 +61,13 @@ def reproduce(
     names: Names = None,
     everything: Everything = False,
     fast: Fast = False,
-    options: Options = "",
+    options: Annotated[Options, _made] = "",
     model: opt.Model = "reference",
     trust_remote_code: opt.TrustRemoteCode = False,
     out: Root = Path("results/reproduction"),
-    store: Store = Path("results/samples"),
-    workers: opt.WorkerCount = None,
-    ray: opt.RayAddress = None,
+    store: Annotated[Store, _made] = Path("results/samples"),
+    workers: Annotated[opt.WorkerCount, _made] = None,
+    ray: Annotated[opt.RayAddress, _made] = None,
     as_json: opt.Json = False,
     quiet: opt.Quiet = False,
 ) -> None:

@@ -11,6 +11,7 @@ import typer
 
 from kvq_cli.cli.options import Json
 from kvq_cli.cli.output import Output
+from kvq_cli.cli.rules import unless
 from kvq_cli.errors import KvqError, UsageError
 
 if TYPE_CHECKING:
@@ -61,16 +62,17 @@ RunNumber = Annotated[
     ),
 ]
 Runs = Annotated[bool, typer.Option("--runs", help="List all runs: time, samples, methods and command.")]
+_shown = unless(lambda values: not values["runs"], "--runs lists runs")
 
 
 def results(
     folder: Folder,
-    run: RunNumber = None,
+    run: Annotated[RunNumber, _shown] = None,
     runs: Runs = False,
     format: Format = "table",
-    baseline: Baseline = None,
-    against: Against = None,
-    plot: Plot = None,
+    baseline: Annotated[Baseline, _shown] = None,
+    against: Annotated[Against, _shown] = None,
+    plot: Annotated[Plot, _shown] = None,
     as_json: Json = False,
 ) -> None:
     """Print the table of a finished evaluation: means ± standard errors, best values in bold."""

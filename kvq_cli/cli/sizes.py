@@ -11,6 +11,7 @@ import typer
 
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.output import Output
+from kvq_cli.cli.rules import unless
 
 if TYPE_CHECKING:
     from kvq_cli.methods.base import Method, ModelShape
@@ -39,6 +40,7 @@ ModelName = Annotated[
 ]
 Context = Annotated[int, typer.Option("--context", min=1, max=MAX_COUNT, help="Tokens per sequence.")]
 Batch = Annotated[int, typer.Option("--batch", min=1, max=MAX_COUNT, help="Number of sequences.")]
+not_shapes = unless(lambda values: values["shapes"] is None, "--shapes replaces the model: use one", refuse=True)
 
 
 def count_on_one_thread() -> None:

@@ -14,6 +14,7 @@ from kvq_cli.cli import calibrate as cal
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.option_groups import grouped
 from kvq_cli.cli.output import Output, human_bytes
+from kvq_cli.cli.rules import read, unless
 from kvq_cli.paths import model_artifacts
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ Out = Annotated[
         "artifacts/MODEL/mixed-kl-NATS).",
     ),
 ]
+_only_memory = unless(lambda values: values["objective"] == "memory", "only --objective memory has a goal for KL")
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ def tune(
     *,
     budget: Budget = 2.0,
     objective: Objective = "kl",
-    kl: Kl = None,
+    kl: Annotated[Kl, _only_memory] = None,
     candidates: Candidates = None,
     text: Text = "prose,pydoc",
     windows: Windows = 2,
@@ -109,7 +111,7 @@ def tune(
     swaps: Swaps = 8,
     minutes: Minutes = None,
     set_: opt.Set = None,
-    data: TunedDataOptions,
+    data: Annotated[TunedDataOptions, read],
     disk: cal.Disk = 4.0,
     model_options: opt.LoadOptions,
     output_options: opt.OutputOptions,

@@ -1,4 +1,4 @@
-"""The table of `kvq eval`'s options says of each whether a task reads it; compared with what the option changes."""
+"""The rules of `kvq eval`'s options say of each whether a task reads it; compared with what the option changes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import json
 from pathlib import Path
 
 import pytest
+import typer
 from tiers import slow
 
-from kvq_cli.cli.unused_options import unused
+from kvq_cli.cli.app import app
+from kvq_cli.cli.rules import unused
 from kvq_cli.evaluation.settings import EvaluationSettings, build_evaluations
 
 from .conftest import _rows, write_lines
@@ -60,7 +62,7 @@ def files(tmp_path_factory):
 
 
 @pytest.mark.parametrize("task", ["vt", "sums", *slow("niah_single_2", "qa_1", "letters", "perplexity")])
-def test_the_table_agrees_with_what_options_change(task, chatting, tasks, data_dir, files, monkeypatch):
+def test_the_rules_agree_with_what_options_change(task, chatting, tasks, data_dir, files, monkeypatch):
     monkeypatch.chdir(files)
     name = f"lm_eval:{tasks[task]}" if task in tasks else task
 
@@ -71,6 +73,7 @@ def test_the_table_agrees_with_what_options_change(task, chatting, tasks, data_d
         kept = [vars(one).get(key) for key in ("_save_prompts", "_options")]
         return [one.name, one.config, one.count, batch, *kept], one.unread
 
+    command = typer.main.get_command(app).commands["eval"]
     before, unread = observed()
     assert not unread
     values = {"task": name, "dataset": "prose", "windows": None, "qa_file": ["squad.json"]}
@@ -78,6 +81,6 @@ def test_the_table_agrees_with_what_options_change(task, chatting, tasks, data_d
     for option, (setting, value) in changes.items():
         flag = f"--{option.replace('_', '-')}"
         found, unread = observed(**{setting: value})
-        announced = bool(unused("eval", values, [option], {option: flag})) or flag in unread
+        announced = bool(unused(command, values, [option])) or flag in unread
         assert announced == (found == before), option
         assert set(unread) <= {flag}
