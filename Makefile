@@ -71,7 +71,7 @@ install := tools/install.sh
 # The oldest versions that pyproject.toml allows, with the Python of the GPU machine.
 .venv/oldest/.installed: pyproject.toml tools/oldest.py tools/gpu/environment.sh
 	@tools/gpu/environment.sh $(@D)
-	$(@D)/bin/python tools/oldest.py faiss > $(@D)/requirements.txt
+	$(@D)/bin/python tools/oldest.py datasets faiss > $(@D)/requirements.txt
 	$(install) $(@D) -r $(@D)/requirements.txt allpairspy click hypothesis pytest pytest-xdist scipy==1.14
 	touch $@
 

@@ -188,6 +188,6 @@ COMMANDS = (
 )
 NOTES = '''\
 Everything else is a message. A line that ends in a backslash goes on in the next one; """ begins and ends a
-message of several lines. Ctrl-C stops an answer and keeps its text so far.
+message of several lines; pasted lines are one message. Ctrl-C stops an answer and keeps its text so far.
 For a model without a chat template, such as the built-in one, a message that ends in a question mark is a
 question about all earlier messages; any other message is text to continue.'''

@@ -15,7 +15,7 @@ class Interrupts:
     """Counts Ctrl-C, and raises KeyboardInterrupt only where that leaves nothing half done.
 
     While tokens are generated, the first Ctrl-C raises nothing: `stop` tells it after the token, so that the cache is
-    consistent. It raises while a line is typed and, since a prefill can take long, before the first token.
+    consistent. It raises before the first token: a prefill can take long. While a message is typed, Ctrl-C is a key.
     """
 
     def __init__(self) -> None:
@@ -44,13 +44,6 @@ class Interrupts:
             signal.signal(signal.SIGINT, after)
 
     @contextmanager
-    def typing(self) -> Iterator[None]:
-        """Inside the block, a line is typed: every Ctrl-C raises. A line that was entered resets the count."""
-        with self._raising(lambda: True):
-            yield
-        self.count = 0
-
-    @contextmanager
     def answering(self) -> Iterator[Callable[[], bool]]:
         """Inside the block, an answer is generated; yields `stop`, to be called after each token."""
         started = False
@@ -60,14 +53,9 @@ class Interrupts:
             started = True
             return self.count > 0
 
-        with self._raising(lambda: self.leaves or not started):
-            yield stop
-
-    @contextmanager
-    def _raising(self, raises: Callable[[], bool]) -> Iterator[None]:
-        self._raises = raises
+        self._raises = lambda: self.leaves or not started
         try:
-            yield
+            yield stop
         finally:
             self._raises = _never
 

@@ -1,4 +1,4 @@
-"""The lines typed in earlier conversations, for the arrow keys: a file that only its owner can read."""
+"""What was typed in earlier conversations, for the arrow keys: a file that only its owner can read."""
 
 from __future__ import annotations
 
@@ -6,43 +6,49 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
+from prompt_toolkit.history import History
+
+from kvq_cli.errors import KvqError
+from kvq_cli.files import replacing
+
 MAX_LINES = 1000
 MAX_LENGTH = 2000
-"""Longer lines, such as pasted texts, are not kept."""
+"""Longer messages, such as pasted texts, are not kept."""
+LINE_BREAK = "\x1f"
+"""In the file, in messages of several lines: every message is a line of the file."""
 
 
-class LineHistory:
-    """The last `MAX_LINES` lines in `path`; where that cannot be read or written, there is no history."""
+class LineHistory(History):
+    """The last `MAX_LINES` messages in `path`; where that cannot be read or written, those of this conversation."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self.path = path
 
-    def read(self) -> list[str]:
-        """The lines, the oldest first; shortens a file that has become too long."""
+    def load_history_strings(self) -> list[str]:
+        """The messages of the file, the newest first; shortens a file that has become too long."""
         try:
             lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return []
         if len(lines) > MAX_LINES:
             lines = lines[-MAX_LINES:]
-            partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
-            with suppress(OSError):
-                self._append(partial, lines)
-                partial.replace(self.path)
-        return lines
+            with suppress(KvqError), replacing(self.path) as partial:
+                _append(partial, lines)
+        return [line.replace(LINE_BREAK, "\n") for line in reversed(lines)]
 
-    def add(self, line: str) -> None:
-        """Append a line at once, so that conversations in several terminals are all kept."""
-        if line.strip() and len(line) <= MAX_LENGTH:
+    def store_string(self, string: str) -> None:
+        """Append a message at once, so that conversations in several terminals are all kept."""
+        if string.strip() and len(string) <= MAX_LENGTH:
             with suppress(OSError):
-                self._append(self.path, [line])
+                _append(self.path, [string.replace("\n", LINE_BREAK)])
 
-    @staticmethod
-    def _append(path: Path, lines: list[str]) -> None:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "wb") as file:
-            os.fchmod(file.fileno(), 0o600)
-            file.write("".join(line + "\n" for line in lines).encode(errors="replace"))
+
+def _append(path: Path, lines: list[str]) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "wb") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write("".join(line + "\n" for line in lines).encode(errors="replace"))
 
 
 def chat_history() -> LineHistory:

@@ -9,11 +9,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from kvq_cli.cli.interrupts import Interrupts
-from kvq_cli.cli.line_history import chat_history
 
-PROMPT, CONTINUED = "> ", "... "
 QUOTES = '"""'
 
 
@@ -28,73 +27,77 @@ class Message:
 def messages(interrupts: Interrupts, note: Callable[[str], None]) -> Iterator[Message]:
     """What is entered, up to the end of the input or the second Ctrl-C in a row; empty lines are left out."""
     at_terminal = sys.stdin.isatty()
-    read_line = _line_reader() if at_terminal else _piped_line
+    read = _typed() if at_terminal else _piped
     while not interrupts.leaves:
         try:
-            with interrupts.typing():
-                message = read_message(read_line, keep_unfinished=not at_terminal)
+            message = _message(read())
         except EOFError:
             break
         except KeyboardInterrupt:
             if not at_terminal:
                 raise
+            interrupts.count += 1
             if not interrupts.leaves:
-                note("\nCtrl-C again or Ctrl-D quits")
+                note("Ctrl-C again or Ctrl-D quits")
             continue
+        interrupts.count = 0
         if message.text.strip():
             yield message
-    if at_terminal:
-        print(file=sys.stderr)
 
 
-def read_message(read_line: Callable[[str], str], *, keep_unfinished: bool) -> Message:
-    """Read one message or command.
-
-    read_line: returns the next line, given the prompt to show; EOFError at the end. keep_unfinished: a message that the
-    end of the input cuts is returned as it is; else EOFError.
-    """
-    lines = [read_line(PROMPT)]
-    is_block = lines[0].lstrip().startswith(QUOTES)
-    if is_block:
-        lines[0] = lines[0].lstrip().removeprefix(QUOTES)
-    try:
-        while not lines[-1].rstrip().endswith(QUOTES) if is_block else lines[-1].endswith("\\"):
-            lines[-1] = lines[-1] if is_block else lines[-1].removesuffix("\\")
-            lines.append(read_line(CONTINUED))
-    except EOFError:
-        if not keep_unfinished:
-            raise
-    if is_block:
-        text = "\n".join(lines).rstrip().removesuffix(QUOTES).strip("\n")
-        return Message(text, False)
-    return Message("\n".join(lines), lines[0].lstrip().startswith("/"))
+def _message(entered: str) -> Message:
+    if entered.lstrip().startswith(QUOTES):
+        return Message(entered.strip().removeprefix(QUOTES).removesuffix(QUOTES).strip("\n"), False)
+    return Message(entered, entered.lstrip().startswith("/"))
 
 
-def _line_reader() -> Callable[[str], str]:
-    """Lines typed at a terminal, with line editing, and with the lines of earlier conversations."""
-    history = chat_history()
-    try:
-        import readline
-    except ImportError:
-        pass
-    else:
-        for line in history.read():
-            readline.add_history(line)
-
-    def read_line(prompt: str) -> str:
-        if sys.stdout.isatty():
-            line = input(prompt)
-        else:  # answers go to a file, and `input` would write the prompt there, too
-            print(prompt, end="", file=sys.stderr, flush=True)
-            line = _piped_line(prompt)
-        history.add(line)
-        return line
-
-    return read_line
+def _unfinished(entered: str) -> str | None:
+    """What the next line is appended to; None: the message is complete."""
+    if entered.lstrip().startswith(QUOTES):
+        return None if entered.strip().removeprefix(QUOTES).endswith(QUOTES) else entered + "\n"
+    return entered.removesuffix("\\") + "\n" if entered.endswith("\\") else None
 
 
-def _piped_line(_prompt: str) -> str:
-    line = sys.stdin.readline()
-    if not line:
+def _piped() -> str:
+    """A message from a file or a pipe, whose end ends the message, too."""
+    begun: str | None = ""
+    for line in iter(sys.stdin.readline, ""):
+        entered = begun + line.removesuffix("\n")
+        begun = _unfinished(entered)
+        if begun is None:
+            return entered
+    if not begun:
         raise EOFError
-    return line.rstrip("\n")
+    return begun.removesuffix("\n")
+
+
+def _typed() -> Callable[[], str]:
+    """Reads messages typed at a terminal, with those of earlier conversations for the arrow keys."""
+    from prompt_toolkit import PromptSession
+    from prompt_toolkit.document import Document
+    from prompt_toolkit.key_binding import KeyBindings
+    from prompt_toolkit.output import create_output
+
+    from kvq_cli.cli.line_history import chat_history
+
+    keys = KeyBindings()
+
+    @keys.add("enter")
+    def enter(event: Any) -> None:
+        buffer = event.current_buffer
+        if (unfinished := _unfinished(buffer.text)) is None:
+            buffer.validate_and_handle()
+        elif buffer.document.is_cursor_at_the_end:
+            buffer.document = Document(unfinished)
+        else:
+            buffer.newline(copy_margin=False)
+
+    return PromptSession[str](
+        "> ",
+        multiline=True,
+        prompt_continuation=lambda _width, _line, wraps: "" if wraps else "... ",
+        history=chat_history(),
+        key_bindings=keys,
+        enable_suspend=True,
+        output=None if sys.stdout.isatty() else create_output(sys.stderr),  # answers go to a file
+    ).prompt

@@ -110,7 +110,10 @@ def _from_hub(name: str, split: str) -> list[str]:
     try:
         import datasets
     except ImportError as error:
-        raise KvqError(f"dataset {name!r} needs the package `datasets`: install it, or use {OFFLINE}") from error
+        raise KvqError(
+            f"dataset {name!r} needs the package datasets, which is not installed: pip install 'kvq-cli[datasets]', "
+            f"or use {OFFLINE}"
+        ) from error
     try:
         with silenced_loggers("huggingface_hub", "datasets"):
             return list(datasets.load_dataset(**source.arguments[split])[source.column])

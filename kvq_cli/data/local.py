@@ -105,7 +105,8 @@ def _parquet_rows(path: Path, column: str | None) -> list[dict[str, Any]]:
         from pyarrow.parquet import read_table
     except ImportError as error:
         raise KvqError(
-            f"reading {path} needs the package `pyarrow`: install it, or use a .txt or .jsonl file"
+            f"reading {path} needs the package pyarrow, which is not installed: pip install 'kvq-cli[datasets]', "
+            "or use a .txt or .jsonl file"
         ) from error
     try:
         table = read_table(path)

@@ -1,5 +1,6 @@
 """`kvq chat` with piped input: commands, cache reuse across turns, prompt formats."""
 
+import io
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from kvq_cli.cli.chat_session import ChatSession
 from kvq_cli.cli.conversation import Conversation, reference_prompt
 from kvq_cli.cli.interrupts import Interrupts
 from kvq_cli.cli.line_history import LineHistory
-from kvq_cli.cli.message_input import Message, read_message
+from kvq_cli.cli.message_input import Message, messages
 from kvq_cli.cli.options import CompressionOptions, ModelOptions
 from kvq_cli.cli.output import Output
 from kvq_cli.cli.text_generator import Decoding, attached_generator
@@ -372,26 +373,20 @@ def test_stopped_answer_is_kept_by_a_template_that_strips():
         ([' """one', 'two """'], Message("one\ntwo ", False)),
     ],
 )
-def test_messages_of_several_lines(lines, message):
-    source = iter(lines)
-
-    def read_line(prompt: str) -> str:
-        for line in source:
-            return line
-        raise EOFError
-
-    assert read_message(read_line, keep_unfinished=True) == message
+def test_messages_of_several_lines(monkeypatch, lines, message):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines)))
+    assert list(messages(Interrupts(), ignore)) == [message]
 
 
 def test_history_is_short_and_private(tmp_path):
     history = LineHistory(tmp_path / "kvq" / "history")
-    assert history.read() == []
-    for line in ["", "x" * 5000, *map(str, range(1200))]:
-        history.add(line)
-    assert history.read() == [str(number) for number in range(200, 1200)]
+    assert history.load_history_strings() == []
+    for message in ["", "x" * 5000, *map(str, range(1200)), "two\nlines"]:
+        history.store_string(message)
+    assert history.load_history_strings() == ["two\nlines", *(str(number) for number in range(1199, 200, -1))]
     assert history.path.stat().st_size < 6000 and stat.S_IMODE(history.path.stat().st_mode) == 0o600
     assert list(history.path.parent.iterdir()) == [history.path]
-    LineHistory(tmp_path / "kvq" / "history" / "x").add("no folder: no error")
+    LineHistory(tmp_path / "kvq" / "history" / "x").store_string("no folder: no error")
 
 
 @pytest.mark.parametrize(

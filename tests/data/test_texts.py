@@ -4,6 +4,7 @@ import gzip
 import json
 import lzma
 import random
+import sys
 
 import pytest
 import torch
@@ -207,6 +208,15 @@ def test_unknown_dataset_error_lists_the_datasets():
     assert "self" in dataset_names()
     with pytest.raises(UsageError, match="unknown split 'test'"):
         load_text("prose", "test")
+
+
+@pytest.mark.parametrize(("package", "name"), [("datasets", "wikitext2"), ("pyarrow", "rows.parquet")])
+def test_missing_package_error_names_the_extra(tmp_path, monkeypatch, package, name):
+    (tmp_path / "rows.parquet").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(KvqError, match=rf"{package}, which is not installed: pip install 'kvq-cli\[datasets\]'"):
+        load_text(name, "calibration")
 
 
 @pytest.mark.parametrize("name", ["wikitext2", "c4", "ptb"])

@@ -11,7 +11,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
+CTRL_C, CTRL_D = "\x03", "\x04"
+UP, RIGHT, HOME = "\x1b[A", "\x1b[C", "\x1b[H"
+#: What the program prints when it reads keys: pasted text is to be marked.
+PROMPT = "\x1b[?2004h"
 #: Run first by the program: the pseudo-terminal becomes its controlling terminal, and Ctrl-C comes from there.
 PROLOGUE = """
 import fcntl, signal, termios
@@ -32,7 +35,8 @@ class Terminal:
             stderr=slave,
             cwd=folder,
             start_new_session=True,
-            env={**os.environ, "TERM": "xterm", **environment},
+            # No answers to prompt_toolkit's requests for the cursor's position: it would wait for them.
+            env={**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", **environment},
         )
         os.close(slave)
         self._deadline, self.text, self._seen = time.monotonic() + limit, "", 0
@@ -56,8 +60,7 @@ class Terminal:
     def interrupt_until_end(self, seconds: float = 20) -> int:
         """Press Ctrl-C until the program ends; returns its exit code.
 
-        CPython loses a Ctrl-C that comes just before readline waits for a key, so that it is pressed again after a
-        silence.
+        Two in a row may be one signal, so that it is pressed again after a silence.
         """
         end = time.monotonic() + seconds
         while time.monotonic() < end:
