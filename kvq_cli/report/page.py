@@ -16,6 +16,7 @@ from kvq_cli.report import artifacts, comparison, documents
 from kvq_cli.report.comparison import Section
 from kvq_cli.report.markup import Markup, join, tag
 from kvq_cli.report.sources import ResultFolder, find_results
+from kvq_cli.report.svg import style_sheet
 
 
 def page(folder: Path, artifact_folders: Sequence[Path] | None = (), baseline: str | None = None) -> str:
@@ -45,11 +46,6 @@ def page(folder: Path, artifact_folders: Sequence[Path] | None = (), baseline: s
     head = tag("header", tag("h1", folder.resolve().name), _summary(found), tag("nav", links))
     foot = tag("footer", tag("p", f"Made by kvq report, kvq {__version__}."))
     return _document(title, join(head, tag("main", body), foot))
-
-
-def chart_style() -> Markup:
-    """The style sheet of plots, for an SVG file of its own."""
-    return tag("style", _file("chart.css"), Markup("svg { background: var(--paper); }"))
 
 
 def _check_baseline(baseline: str, found: Sequence[ResultFolder]) -> None:
@@ -94,7 +90,7 @@ def _document(title: str, body: Markup) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"{tag('title', title)}\n{tag('style', _file('chart.css'), _file('page.css'))}\n</head>\n"
+        f"{tag('title', title)}\n{tag('style', style_sheet(), _file('page.css'))}\n</head>\n"
         f"<body>\n{body}\n<script>{script}</script>\n</body>\n</html>\n"
     )
 

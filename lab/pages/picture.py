@@ -12,7 +12,6 @@ from kvq_cli.evaluation.tabulate import tabulate
 from kvq_cli.files import write_text
 from kvq_cli.report.charts import draw
 from kvq_cli.report.comparison import overall, quality_plot
-from kvq_cli.report.page import chart_style
 from kvq_cli.report.sources import find_results
 
 
@@ -23,7 +22,7 @@ def picture(folder: Path) -> str:
     plot = quality_plot(scores, results.methods, overall(scores)[0])
     if plot is None:
         raise SystemExit(f"{folder}: no compressed method to draw")
-    return draw(plot, width=680, height=340, style=chart_style())
+    return draw(plot, width=680, height=340, alone=True)
 
 
 if __name__ == "__main__":

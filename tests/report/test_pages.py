@@ -42,6 +42,7 @@ def test_artifact_of_another_checksum_is_not_shown(kvq, tmp_path, monkeypatch):
     """The default folder may hold a newer artifact than the one that was evaluated."""
     methods = json.loads((ROOT / "results/reproduction/reference/compare-fair/comparison.json").read_text())["methods"]
     document = methods["temporalkv-2bit"]
+    document["results"] = {"perplexity": document["results"]["perplexity"]}  # a few plots instead of many
     document["config"]["method"] = json.loads((ROOT / "artifacts/reference/temporalkv-2bit/config.json").read_text())[
         "method"
     ]
