@@ -126,7 +126,7 @@ class AttentionHooks:
         if mask is not None and not isinstance(mask, Tensor):
             raise UsageError("a compressed cache needs a 2-D attention_mask of zeros and ones, not prepared masks")
         forward = cache.begin(columns, batch, mask, kwargs.get("position_ids"))
-        longest = max(group.tokens for group in forward.row_groups)
+        longest = max(span.tokens for span in forward.row_spans)
         if columns > 1 and longest > self._max_tokens:
             raise UsageError(f"the prompt has {longest} tokens, the model's context is {self._max_tokens}: shorten it")
         self.check_context(longest)
@@ -206,10 +206,10 @@ class AttentionHooks:
 
 def check_rotation(layer: AttentionLayer, embeddings: tuple[Tensor, Tensor], forward: Forward) -> None:
     """UsageError where the model's (cos, sin) of a pass, `[batch, columns, width]`, is not the layer's rotation."""
-    group, (cos, sin) = forward.row_groups[0], (table[0, -1] for table in embeddings)
-    if layer.rotation.style == "none" or group.tokens == group.past:
+    span, (cos, sin) = forward.row_spans[0], (table[0, -1] for table in embeddings)
+    if layer.rotation.style == "none" or span.tokens == span.past:
         return
-    if not layer.rotation.agrees(cos, sin, group.last_position):
+    if not layer.rotation.agrees(cos, sin, span.last_position):
         raise UsageError(
             f"{layer.name}: this model's RoPE changes with the length of the text, so that keys cached before "
             "RoPE cannot be turned later: use a method that caches keys after RoPE"

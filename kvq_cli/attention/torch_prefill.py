@@ -18,7 +18,7 @@ from torch import Tensor
 from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.rotary import Rotation
 from kvq_cli.attention.score_form import PLAIN, ScoreForm
-from kvq_cli.cache.rows import RowGroup
+from kvq_cli.cache.rows import RowSpan
 from kvq_cli.cache.stream import StreamReader
 from kvq_cli.methods.window import Window
 
@@ -32,15 +32,15 @@ QUERIES, MASKED_QUERIES = 256, 128
 HIDDEN = -1e30
 
 
-def group_attention(
+def span_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     context: ForwardContext,
-    group: RowGroup,
+    span: RowSpan,
     tails: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
-    """Attention of the queries of one group, pads cut off: float32 `[rows, query_heads, columns, head_dim]` -> the same
+    """Attention of the queries of one span, pads cut off: float32 `[rows, query_heads, columns, head_dim]` -> the same
     shape.
 
     key, value: those of the pass, `[rows, kv_heads, columns, head_dim]`, keys after RoPE. tails: those before it that
@@ -48,19 +48,19 @@ def group_attention(
     """
     layer, form = context.layer, context.score_form
     turn = None if layer.plan.keys.source == "post_rope" else layer.rotation
-    keys = _side(layer.key_stream, key, tails[0], group, turn, context.compressed)
-    values = _side(layer.value_stream, value, tails[1], group, None, context.compressed)
-    ends = torch.arange(group.past, group.tokens) + 1
+    keys = _side(layer.key_stream, key, tails[0], span, turn, context.compressed)
+    values = _side(layer.value_stream, value, tails[1], span, None, context.compressed)
+    ends = torch.arange(span.past, span.tokens) + 1
     low = torch.zeros_like(ends) if layer.sliding_window is None else (ends - layer.sliding_window).clamp_(min=0)
     out = query.new_zeros(*query.shape[:3], value.shape[3])
     sums = query.new_full(query.shape[:3], -torch.inf)
     if form.sinks is not None:  # a logit without a value, which came before all tokens
         grouped = sums.unflatten(1, (key.shape[1], -1)).unsqueeze(-1)
         sums = form.sink_logits(grouped).reshape(sums.shape).clone()
-    for first in range(int(low[0]), group.tokens, TILE):
-        last = min(first + TILE, group.tokens)
+    for first in range(int(low[0]), span.tokens, TILE):
+        last = min(first + TILE, span.tokens)
         key_tile, value_tile = (side.tile(first, last) for side in (keys, values))
-        for part in _blocks(max(first, group.past) - group.past, last, keys.edges, values.edges, int(low[-1]) <= first):
+        for part in _blocks(max(first, span.past) - span.past, last, keys.edges, values.edges, int(low[-1]) <= first):
             runs = _runs(low[part], keys.edges[part], values.edges[part], ends[part])
             for k, v, mask in _pieces(runs, first, last, key_tile, value_tile):
                 new, new_sums = _attend(query[:, :, part], k, v, context.scaling, form, mask)
@@ -80,7 +80,7 @@ class _Side:
     """
 
     stream: StreamReader
-    group: RowGroup
+    span: RowSpan
     edges: Tensor
     new: Tensor
     new_start: int
@@ -94,14 +94,14 @@ class _Side:
 
     def _stored(self, first: int, last: int) -> Tensor:
         """Tokens [first, last) as stored, sinks and packed ones, `[rows, kv_heads, last - first, head_dim]` float32."""
-        rows, tokens = self.group.rows, self.group.tokens
+        rows, tokens = self.span.rows, self.span.tokens
         coder = self.stream.coder(rows)
         pieces = [x.float() for _, _, x in self.stream.exact(rows, tokens, first, last) if x.shape[2]]
         for begin, _, packed in self.stream.packed(rows, tokens, first, last, last):
             x = coder.decode(packed, torch.float32)
             pieces.append(x[:, :, max(first - begin, 0) : last - begin])
         x = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
-        return x if self.turn is None else self.turn.at(x, first + self.group.offset)
+        return x if self.turn is None else self.turn.at(x, first + self.span.offset)
 
 
 class _Tile(NamedTuple):
@@ -122,16 +122,16 @@ class _Tile(NamedTuple):
 
 
 def _side(
-    stream: StreamReader, new: Tensor, tail: Tensor | None, group: RowGroup, turn: Rotation | None, compressed: bool
+    stream: StreamReader, new: Tensor, tail: Tensor | None, span: RowSpan, turn: Rotation | None, compressed: bool
 ) -> _Side:
     """new: the keys or values of the pass. tail: those before it that were not yet packed."""
-    window, start = stream.window, stream.split(group.past)[1]
+    window, start = stream.window, stream.split(span.past)[1]
     if tail is not None:
         tail = tail.float()
         if turn is not None:
-            tail = turn.at(tail, start + group.offset)
+            tail = turn.at(tail, start + span.offset)
         new = torch.cat([tail, new], dim=2)
-    return _Side(stream, group, _edges(window, group.past, group.tokens, compressed), new, start, turn)
+    return _Side(stream, span, _edges(window, span.past, span.tokens, compressed), new, start, turn)
 
 
 @lru_cache(maxsize=8)

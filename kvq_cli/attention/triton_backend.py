@@ -20,7 +20,7 @@ from kvq_cli.attention.kernel_sides import norm_of, side, unsupported
 from kvq_cli.attention.kernel_tables import KernelTables
 from kvq_cli.attention.rotary import Rotation
 from kvq_cli.cache.modes import changes_stored_tensors
-from kvq_cli.cache.rows import Forward, RowGroup
+from kvq_cli.cache.rows import Forward, RowSpan
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.window import Window
 
@@ -78,7 +78,7 @@ class TritonBackend:
 
     def can_capture(self, tokens: int, offsets: list[int]) -> bool:
         """Whether the next step of rows of `tokens` tokens each can be captured: all its tensors are on the device and
-        hold the numbers of these rows. offsets: see `RowGroup`."""
+        hold the numbers of these rows. offsets: see `RowSpan`."""
         return self._counts.known(tokens, offsets) and self._tables.have(tokens + max(offsets))
 
     def tensors(self) -> list[Tensor]:
@@ -105,8 +105,8 @@ class TritonBackend:
 
     def rope(self, rotation: Rotation, forward: Forward, device: torch.device) -> Rope:
         """The rotation's tables of cosines, long enough for all rows, with the position of each row's first token."""
-        rope = self._tables.rope(rotation, max(group.last_position for group in forward.row_groups), device)
-        if not any(group.offset for group in forward.row_groups):
+        rope = self._tables.rope(rotation, max(span.last_position for span in forward.row_spans), device)
+        if not any(span.offset for span in forward.row_spans):
             return rope
         self._counts.follow(forward, device)
         return replace(rope, offset=self._counts.offsets)
@@ -127,8 +127,8 @@ class _Counts:
         """Count the tokens that a pass has brought."""
         if forward is self._forward:
             return
-        tokens = _per_row(forward, lambda group: group.tokens)
-        offsets = _per_row(forward, lambda group: group.offset)
+        tokens = _per_row(forward, lambda span: span.tokens)
+        offsets = _per_row(forward, lambda span: span.offset)
         if self.tokens.device == device and self._known == ([n - 1 for n in tokens], offsets):
             self.tokens += 1
         else:
@@ -177,6 +177,6 @@ def _sent(numbers: list[int], tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.copy_(counts) if fits else counts.to(device)
 
 
-def _per_row(forward: Forward, number: Callable[[RowGroup], int]) -> list[int]:
-    """A number of each row of the batch, the same for all rows of a group."""
-    return [number(group) for group in forward.row_groups for _ in range(group.rows.start, group.rows.stop)]
+def _per_row(forward: Forward, number: Callable[[RowSpan], int]) -> list[int]:
+    """A number of each row of the batch, the same for all rows of a span."""
+    return [number(span) for span in forward.row_spans for _ in range(span.rows.start, span.rows.stop)]

@@ -26,7 +26,7 @@ class CrossLayerSum:
     """
 
     def __init__(self) -> None:
-        self._accumulators: list[Tensor | Packed] = []  # X^ by row group, [rows, 1, packed tokens, hidden_size]
+        self._accumulators: list[Tensor | Packed] = []  # X^ by row spans, [rows, 1, packed tokens, hidden_size]
         self._sums: list[Tensor] = []  # the same, decoded, while a layer has its turn
         #: The most bytes that a layer's turn held: X^ of the layer below, packed and decoded, and its latents; X^ of
         #: this layer and the latents that its attention reads. Results of single operations are left out.
@@ -34,25 +34,25 @@ class CrossLayerSum:
 
     def enter(self, part: CrossLayer, stream: DifferenceStream, forward: Forward, dtype: torch.dtype) -> None:
         """A layer's turn begins: the differences to X^_{i-1} U are packed from now on. dtype: of the layer input."""
-        stream.references = {}
+        stream.sums_below = {}
         if part.first:
             self._sums = []
             return
-        if len(self._accumulators) != len(forward.row_groups):
+        if len(self._accumulators) != len(forward.row_spans):
             raise KvqError("the layers of a cross-layer cache must take in their tokens in order")
         self._sums = [_decoded(part, accumulator, dtype) for accumulator in self._accumulators]
-        for group, total in zip(forward.row_groups, self._sums, strict=True):
-            stream.references[group.rows.start] = _down(stream.plan, total)
+        for span, total in zip(forward.row_spans, self._sums, strict=True):
+            stream.sums_below[span.rows.start] = _down(stream.plan, total)
 
     def leave(self, part: CrossLayer, stream: DifferenceStream, forward: Forward) -> None:
         """The turn ends, with the stream's tokens in it: all packed ones are read back, for the layer's attention, and
         X^_i goes to the next layer."""
         accumulators: list[Tensor | Packed] = []
-        for number, group in enumerate(forward.row_groups):
-            difference = stream.differences(group.rows, group.tokens, stream.ring.dtype)
-            reference = stream.references.get(group.rows.start)
-            latents = difference if reference is None else reference + difference
-            stream.read_back[group.rows.start] = latents
+        for number, span in enumerate(forward.row_spans):
+            difference = stream.differences(span.rows, span.tokens, stream.ring.dtype)
+            below = stream.sums_below.get(span.rows.start)
+            latents = difference if below is None else below + difference
+            stream.read_back[span.rows.start] = latents
             if not part.last:
                 down = stream.plan.down
                 total = latents if down is None else self._sums[number] + linear(difference, down)
@@ -63,24 +63,24 @@ class CrossLayerSum:
         held = [
             *self._accumulators,
             *self._sums,
-            *stream.references.values(),
+            *stream.sums_below.values(),
             *stream.read_back.values(),
             *accumulators,
         ]
         self.peak = max(self.peak, sum({id(each): each.nbytes for each in held}.values()))
-        stream.references, self._sums, self._accumulators = {}, [], accumulators
+        stream.sums_below, self._sums, self._accumulators = {}, [], accumulators
 
 
 class DifferenceStream(Stream):
     """A stream that packs differences to numbers that only the layers below know, and only during a pass.
 
-    references: first row of a group -> `[rows, 1, packed tokens, rank]`, to which the packed tokens are compared.
-    read_back:  first row of a group -> the sums of both. While it is there, the stream is read as it says.
+    sums_below: first row of a span -> the sum of the layers below, `[rows, 1, packed tokens, rank]`.
+    read_back:  first row of a span -> the sums of both. While it is there, the stream is read as it says.
     """
 
     def reset(self) -> None:
         super().reset()
-        self.references: dict[int, Tensor] = {}
+        self.sums_below: dict[int, Tensor] = {}
         self.close()
 
     def close(self) -> None:
@@ -89,13 +89,13 @@ class DifferenceStream(Stream):
 
     @property
     def joins_rows(self) -> bool:
-        return False  # sums are by group
+        return False  # sums are by span
 
     def coder(self, rows: slice) -> Codec:
         """While a layer has its turn, the codec that encodes the tokens to come; after it, the one that decodes."""
-        if rows.start in self.references:
+        if rows.start in self.sums_below:
             packed = self.window.packed(self.lengths[rows.start])
-            return _DifferenceCodec(super().coder(rows), self.references[rows.start][:, :, packed:])
+            return _DifferenceCodec(super().coder(rows), self.sums_below[rows.start][:, :, packed:])
         return _IDENTITY if rows.start in self.read_back else super().coder(rows)
 
     def packed(self, rows: slice, tokens: int, start: int, stop: int, size: int) -> Iterator[tuple[int, int, Packed]]:
@@ -119,18 +119,18 @@ class DifferenceStream(Stream):
 
 
 class _DifferenceCodec(Codec):
-    """Encodes the difference to `reference` by `base`."""
+    """Encodes the difference to `below`, the sum of the layers below, by `base`."""
 
-    def __init__(self, base: Codec, reference: Tensor) -> None:
-        self._base, self._reference, self.block_tokens = base, reference, base.block_tokens
+    def __init__(self, base: Codec, below: Tensor) -> None:
+        self._base, self._below, self.block_tokens = base, below, base.block_tokens
 
     def layout(self, heads: int, dim: int, dtype: str) -> Layout:
         return self._base.layout(heads, dim, dtype)
 
     def _encode(self, x: Tensor) -> Packed:
-        return self._base.encode(x - self._reference)
+        return self._base.encode(x - self._below)
 
-    encode = _encode  # all at once: the reference is for all of it
+    encode = _encode  # all at once: the sum is that of all of it
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         raise NotImplementedError("differences are read by their stream")

@@ -14,7 +14,7 @@ from kvq_cli.cache.cross_layer import CrossLayerSum, DifferenceStream
 from kvq_cli.cache.modes import changes_stored_tensors
 from kvq_cli.cache.prompt_stream import PromptStream, new_stream
 from kvq_cli.cache.rematerialize import Rematerialize, RematerializedStream
-from kvq_cli.cache.rows import Forward, RowGroup, would_sync
+from kvq_cli.cache.rows import Forward, RowSpan, would_sync
 from kvq_cli.cache.snapshot import Snapshot
 from kvq_cli.cache.stream import Stream, StreamReader
 from kvq_cli.codecs.base import Prompt, side_dtype
@@ -36,7 +36,7 @@ class CompressedLayer(CacheLayerMixin):
 
     streams: what is stored, keys and values, or one stream that serves both. key_stream, value_stream: what attention
     reads. summed: the stream that is reduced by the attention weights of a single query, and its projection to values.
-    tails: of each row group, the keys and values in full precision that were not yet packed when the pass began.
+    tails: of each row spans, the keys and values in full precision that were not yet packed when the pass began.
     """
 
     is_sliding = False  # tokens outside a sliding window are kept, and masked by the attention
@@ -144,7 +144,7 @@ class CompressedLayer(CacheLayerMixin):
             self._add_differences(self.cross_layer, forward, arrived[0])
         else:
             for stream, x in zip(self.streams, arrived, strict=True):
-                stream.append(x, forward.row_groups, forward.cache_position)
+                stream.append(x, forward.row_spans, forward.cache_position)
         self.columns += forward.columns
         self.absorbing = False
 
@@ -162,7 +162,7 @@ class CompressedLayer(CacheLayerMixin):
         if not isinstance(stream, DifferenceStream) or part is None:
             raise TypeError("a layer of a cross-layer sum has one stream of differences")
         cross_layer.enter(part, stream, forward, x.dtype)
-        stream.append(x, forward.row_groups, forward.cache_position)
+        stream.append(x, forward.row_spans, forward.cache_position)
         cross_layer.leave(part, stream, forward)
 
     def advance(self, forward: Forward) -> None:
@@ -170,7 +170,7 @@ class CompressedLayer(CacheLayerMixin):
         self.forward = forward
         self.columns += forward.columns
         for stream in self.streams:
-            stream.advance(forward.row_groups)
+            stream.advance(forward.row_spans)
 
     def release(self) -> None:
         """After the attention of the pass: free tensors that only the attention needed."""
@@ -184,35 +184,35 @@ class CompressedLayer(CacheLayerMixin):
         prompts: dict[int, Prompt] = {}
         saliency: dict[int, Tensor] = {}
         needs_saliency = any(stream.needs_saliency for stream in self._prompt_streams)
-        for group in forward.row_groups:
-            is_prompt = group.past == 0 and group.tokens > 0
+        for span in forward.row_spans:
+            is_prompt = span.past == 0 and span.tokens > 0
             if not (is_prompt or needs_saliency):
                 continue
-            key, value, query = (x[group.rows, :, group.pads :] for x in (keys, values, queries))
+            key, value, query = (x[span.rows, :, span.pads :] for x in (keys, values, queries))
             if is_prompt:
                 if self.plan.keys.source == "pre_rope":
-                    query = self.rotation.undo(query.float(), group.offset).to(query.dtype)
-                prompts[group.rows.start] = Prompt(key, value, query)
-            elif (received := _saliency(self.streams[0], group, key, query)) is not None:
-                saliency[group.rows.start] = received
+                    query = self.rotation.undo(query.float(), span.offset).to(query.dtype)
+                prompts[span.rows.start] = Prompt(key, value, query)
+            elif (received := _saliency(self.streams[0], span, key, query)) is not None:
+                saliency[span.rows.start] = received
         for stream in self._prompt_streams if prompts or saliency else ():
-            stream.announce(forward.row_groups, prompts, saliency)
+            stream.announce(forward.row_spans, prompts, saliency)
 
     def _keep_tails(self, forward: Forward) -> None:
         """Copy the tokens that new queries see in full precision, before this pass packs them."""
         self.tails = []
         if forward.columns > 1 and not forward.is_first:
-            for group in forward.row_groups:
-                keys = _recent(self.key_stream, group.rows, group.past)
-                values = _recent(self.value_stream, group.rows, group.past)
+            for span in forward.row_spans:
+                keys = _recent(self.key_stream, span.rows, span.past)
+                values = _recent(self.value_stream, span.rows, span.past)
                 self.tails.append((keys, values))
 
     def _check_finite(self, forward: Forward) -> None:
         if would_sync(self._arrived[0].device, forward.columns):
             return  # the prompt was checked
-        for group in forward.row_groups:
+        for span in forward.row_spans:
             for name, numbers, stream in zip(("keys", "values"), self._arrived, self.streams, strict=False):
-                x = numbers[group.rows, :, group.pads :]
+                x = numbers[span.rows, :, span.pads :]
                 if x.numel() == 0:
                     continue
                 # One sum is finite only if all numbers are; 32 bits cannot overflow on numbers of 16.
@@ -297,16 +297,16 @@ def _read_by(stream: Stream, rematerialize: Rematerialize | None) -> StreamReade
     return stream if rematerialize is None else RematerializedStream(stream, rematerialize)
 
 
-def _saliency(stream: Stream, group: RowGroup, keys: Tensor, queries: Tensor) -> Tensor | None:
+def _saliency(stream: Stream, span: RowSpan, keys: Tensor, queries: Tensor) -> Tensor | None:
     """The attention received by the tokens that are packed when `keys` come, `[rows, kv_heads, tokens]`, if any are.
 
     stream: the keys'; values are packed with the same windows.
     """
-    block, window = stream.to_pack(group, keys), stream.window
+    block, window = stream.to_pack(span, keys), stream.window
     if block is None:
         return None
     # Each flush is seen by the query of the token with which it is packed, so that passes may be cut anywhere.
-    column = window.sinks + window.packed(group.past) + window.recent - 1 - group.past
+    column = window.sinks + window.packed(span.past) + window.recent - 1 - span.past
     received = []
     for flush in block.split(window.flush, dim=2):
         column += window.flush

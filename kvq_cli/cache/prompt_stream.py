@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvq_cli.cache.rows import RowGroup
+from kvq_cli.cache.rows import RowSpan
 from kvq_cli.cache.snapshot import Snapshot
 from kvq_cli.cache.store import PackedStore
 from kvq_cli.cache.stream import Stream
@@ -60,44 +60,42 @@ class PromptStream(Stream):
     def coder(self, rows: slice) -> Codec:
         return self._prompt_codec.with_state(self._state_of(rows))
 
-    def announce(
-        self, groups: Sequence[RowGroup], prompts: Mapping[int, Prompt], saliency: Mapping[int, Tensor]
-    ) -> None:
-        """Prompts and saliency of the tokens that `append` adds next, keyed by the first row of a group.
+    def announce(self, spans: Sequence[RowSpan], prompts: Mapping[int, Prompt], saliency: Mapping[int, Tensor]) -> None:
+        """Prompts and saliency of the tokens that `append` adds next, keyed by the first row of a span.
 
-        prompts: of the groups whose first tokens they are. saliency: of the others, for a codec that `needs_saliency`.
+        prompts: of the spans whose first tokens they are. saliency: of the others, for a codec that `needs_saliency`.
         """
         self._prompts, self._saliency = dict(prompts), dict(saliency)
         if self._prompt_codec.stores_prompt_apart:
-            self._prompt_lengths = self._prompt_lengths or [0] * max(group.rows.stop for group in groups)
-            for group in groups:
-                if group.rows.start in prompts:
-                    count = self.window.packed(group.tokens)
-                    self._prompt_lengths[group.rows] = [count] * (group.rows.stop - group.rows.start)
+            self._prompt_lengths = self._prompt_lengths or [0] * max(span.rows.stop for span in spans)
+            for span in spans:
+                if span.rows.start in prompts:
+                    count = self.window.packed(span.tokens)
+                    self._prompt_lengths[span.rows] = [count] * (span.rows.stop - span.rows.start)
 
-    def _pack(self, group: RowGroup, x: Tensor | None, reserve: int) -> None:
-        prompt = self._prompts.pop(group.rows.start, None)
+    def _pack(self, span: RowSpan, x: Tensor | None, reserve: int) -> None:
+        prompt = self._prompts.pop(span.rows.start, None)
         if prompt is not None:
-            self._pack_prompt(group, x, prompt, reserve)
+            self._pack_prompt(span, x, prompt, reserve)
         elif x is not None:
-            saliency = self._saliency.pop(group.rows.start, None)
-            coder = self._prompt_codec.with_state(self._state_of(group.rows), saliency)
-            self._write(group, coder.encode(x), reserve)
+            saliency = self._saliency.pop(span.rows.start, None)
+            coder = self._prompt_codec.with_state(self._state_of(span.rows), saliency)
+            self._write(span, coder.encode(x), reserve)
 
-    def _pack_prompt(self, group: RowGroup, x: Tensor | None, prompt: Prompt, reserve: int) -> None:
+    def _pack_prompt(self, span: RowSpan, x: Tensor | None, prompt: Prompt, reserve: int) -> None:
         codec = self._prompt_codec
         if codec.shares_state and self.state:
             packed = None if x is None else codec.with_state(self.state).encode(x)
         elif x is None:
             packed = None
-            self._keep(codec.fit(prompt), group.rows)
+            self._keep(codec.fit(prompt), span.rows)
         else:
             packed, state = codec.encode_prompt(x, prompt, self.window.sinks)
-            self._keep(state, group.rows)
+            self._keep(state, span.rows)
         if packed is not None and codec.stores_prompt_apart:
-            self.prompt_store.write(group.rows, len(self.lengths), 0, packed)
+            self.prompt_store.write(span.rows, len(self.lengths), 0, packed)
         elif packed is not None:
-            self._write(group, packed, reserve)
+            self._write(span, packed, reserve)
 
     def _keep(self, state: State, rows: slice) -> None:
         """Store the state of `rows` beside that of others, filled up with zeros to the largest of each tensor."""

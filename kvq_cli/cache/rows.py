@@ -22,7 +22,7 @@ def would_sync(device: torch.device, columns: int) -> bool:
 
 
 @dataclass(frozen=True)
-class RowGroup:
+class RowSpan:
     """Neighbouring rows with the same pads, tokens and positions in a forward pass, which are computed together.
 
     rows:   the rows of the batch.
@@ -49,7 +49,7 @@ class Forward:
 
     columns: int
     past_columns: int
-    row_groups: tuple[RowGroup, ...]
+    row_spans: tuple[RowSpan, ...]
     #: Leading pads of each row, out of all columns so far.
     row_pads: tuple[int, ...]
     #: Tokens of every row before the pass, int64 `[1]` on the device, in a decode step that is captured once and then
@@ -176,12 +176,12 @@ class Rows:
         return [row[skip] for row, skip in zip(rows, skips, strict=True)]
 
 
-def _join(situations: list[tuple[int, int, int]], columns: int) -> list[RowGroup]:
-    """One group for each stretch of neighbouring rows of equal (pads, past, offset)."""
-    groups: list[RowGroup] = []
+def _join(situations: list[tuple[int, int, int]], columns: int) -> list[RowSpan]:
+    """One span for each stretch of neighbouring rows of equal (pads, past, offset)."""
+    spans: list[RowSpan] = []
     start = 0
     for (pads, past, offset), rows in groupby(situations):
         stop = start + len(list(rows))
-        groups.append(RowGroup(slice(start, stop), pads, past, past + columns - pads, offset))
+        spans.append(RowSpan(slice(start, stop), pads, past, past + columns - pads, offset))
         start = stop
-    return groups
+    return spans

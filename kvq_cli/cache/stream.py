@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvq_cli.cache.rows import RowGroup
+from kvq_cli.cache.rows import RowSpan
 from kvq_cli.cache.snapshot import Snapshot
 from kvq_cli.cache.store import PackedStore
 from kvq_cli.codecs.base import Codec, Packed, PromptCodec
@@ -114,38 +114,38 @@ class Stream:
 
     # -- append --------------------------------------------------------------------------------------------------
 
-    def append(self, x: Tensor, groups: tuple[RowGroup, ...], cache_position: Tensor | None = None) -> None:
-        """Add `x` `[batch, kv_heads, columns, head_dim]` to the rows as `groups` say; pads are dropped.
+    def append(self, x: Tensor, spans: tuple[RowSpan, ...], cache_position: Tensor | None = None) -> None:
+        """Add `x` `[batch, kv_heads, columns, head_dim]` to the rows as `spans` say; pads are dropped.
 
         cache_position: see `Forward`; only where the stream `can_capture`.
         """
         if cache_position is not None:
-            self._append_at(groups[0], x, cache_position)
-            self.advance(groups)
+            self._append_at(spans[0], x, cache_position)
+            self.advance(spans)
             return
         if not self.lengths:
             self._allocate(x)
-        reserve = max(self._stored(group.rows, group.tokens) for group in groups)
-        parts = [(group, x[group.rows, :, group.pads :]) for group in groups if group.tokens > group.past]
+        reserve = max(self._stored(span.rows, span.tokens) for span in spans)
+        parts = [(span, x[span.rows, :, span.pads :]) for span in spans if span.tokens > span.past]
         together = self._encode_together(parts) if len(parts) > 1 else None
-        for number, (group, new) in enumerate(parts):
-            self._append(group, new, reserve, None if together is None else together[number])
-        self.advance(groups)
+        for number, (span, new) in enumerate(parts):
+            self._append(span, new, reserve, None if together is None else together[number])
+        self.advance(spans)
 
-    def advance(self, groups: tuple[RowGroup, ...]) -> None:
+    def advance(self, spans: tuple[RowSpan, ...]) -> None:
         """Count the tokens of a pass whose numbers are stored already."""
-        for group in groups:
-            self.lengths[group.rows] = [group.tokens] * (group.rows.stop - group.rows.start)
+        for span in spans:
+            self.lengths[span.rows] = [span.tokens] * (span.rows.stop - span.rows.start)
 
-    def to_pack(self, group: RowGroup, x: Tensor) -> Tensor | None:
-        """The tokens that are packed when `x`, without pads, is added to `group`: the oldest of the ring, then of `x`;
+    def to_pack(self, span: RowSpan, x: Tensor) -> Tensor | None:
+        """The tokens that are packed when `x`, without pads, is added to `span`: the oldest of the ring, then of `x`;
         None: no tokens are."""
-        first, last = (self.window.sinks + self.window.packed(tokens) for tokens in (group.past, group.tokens))
+        first, last = (self.window.sinks + self.window.packed(tokens) for tokens in (span.past, span.tokens))
         if last == first:
             return None
-        pieces = self._recent(group.rows, first, min(group.past, last))
-        if last > group.past:
-            pieces.append(x[:, :, max(first - group.past, 0) : last - group.past])
+        pieces = self._recent(span.rows, first, min(span.past, last))
+        if last > span.past:
+            pieces.append(x[:, :, max(first - span.past, 0) : last - span.past])
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=2)
 
     def _allocate(self, x: Tensor) -> None:
@@ -154,60 +154,60 @@ class Stream:
         self.sinks = x.new_zeros(batch, heads, self.window.sinks, dim)
         self.ring = x.new_zeros(batch, heads, self.ring_size, dim)
 
-    def _encode_together(self, parts: Sequence[tuple[RowGroup, Tensor]]) -> list[Packed] | None:
-        """What is packed of each group, encoded in one operation; None where groups pack different numbers of tokens:
+    def _encode_together(self, parts: Sequence[tuple[RowSpan, Tensor]]) -> list[Packed] | None:
+        """What is packed of each span, encoded in one operation; None where spans pack different numbers of tokens:
         at a step of rows of different lengths either all pack one token, or few rows pack at all."""
         rows = slice(parts[0][0].rows.start, parts[-1][0].rows.stop)
         if not self._joins_encoding or rows.stop - rows.start != sum(len(x) for _, x in parts):
             return None  # or rows without a token lie between
-        counts = {self.window.packed(group.tokens) - self.window.packed(group.past) for group, _ in parts}
-        runs = [run for group, x in parts if (run := self.to_pack(group, x)) is not None] if len(counts) == 1 else []
+        counts = {self.window.packed(span.tokens) - self.window.packed(span.past) for span, _ in parts}
+        runs = [run for span, x in parts if (run := self.to_pack(span, x)) is not None] if len(counts) == 1 else []
         if not runs:
             return None
         packed = self.coder(rows).encode(torch.cat(runs))
-        return [packed.of_rows(group.rows.start - rows.start, group.rows.stop - rows.start) for group, _ in parts]
+        return [packed.of_rows(span.rows.start - rows.start, span.rows.stop - rows.start) for span, _ in parts]
 
     @property
     def _joins_encoding(self) -> bool:
         """Whether one codec encodes the next tokens of all rows."""
         return self.joins_rows
 
-    def _append(self, group: RowGroup, x: Tensor, reserve: int, packed: Packed | None = None) -> None:
-        """packed: what is packed of the group, where it is encoded already."""
-        past, tokens, sinks = group.past, group.tokens, self.window.sinks
+    def _append(self, span: RowSpan, x: Tensor, reserve: int, packed: Packed | None = None) -> None:
+        """packed: what is packed of the span, where it is encoded already."""
+        past, tokens, sinks = span.past, span.tokens, self.window.sinks
         if past < sinks:
             count = min(tokens, sinks) - past
-            self.sinks[group.rows, :, past : past + count] = x[:, :, :count]
-        self._put(group, x, reserve, packed)
+            self.sinks[span.rows, :, past : past + count] = x[:, :, :count]
+        self._put(span, x, reserve, packed)
         start = max(sinks + self.window.packed(tokens), past)
         for begin, end in self._ring_slices(start, tokens):
-            self.ring[group.rows, :, begin:end] = x[:, :, start - past : start - past + end - begin]
+            self.ring[span.rows, :, begin:end] = x[:, :, start - past : start - past + end - begin]
             start += end - begin
 
-    def _put(self, group: RowGroup, x: Tensor, reserve: int, packed: Packed | None) -> None:
+    def _put(self, span: RowSpan, x: Tensor, reserve: int, packed: Packed | None) -> None:
         """Store what is packed when `x` comes, if anything is."""
         if packed is None:
-            self._pack(group, self.to_pack(group, x), reserve)
+            self._pack(span, self.to_pack(span, x), reserve)
         else:
-            self._write(group, packed, reserve)
+            self._write(span, packed, reserve)
 
-    def _append_at(self, group: RowGroup, x: Tensor, cache_position: Tensor) -> None:
+    def _append_at(self, span: RowSpan, x: Tensor, cache_position: Tensor) -> None:
         """`_append` of one token to all rows: the host decides whether tokens are packed, the device where."""
         window = self.window
         self.ring.index_copy_(2, (cache_position - window.sinks) % self.ring_size, x)
-        if window.packed(group.tokens) > window.packed(group.past):
+        if window.packed(span.tokens) > window.packed(span.past):
             first = cache_position + 1 - window.sinks - window.recent - window.flush
             index = (first + torch.arange(window.flush, device=cache_position.device)) % self.ring_size
-            packed = self.coder(group.rows).encode(self.ring.index_select(2, index))
+            packed = self.coder(span.rows).encode(self.ring.index_select(2, index))
             self.store.write_at(first, packed)
 
-    def _pack(self, group: RowGroup, x: Tensor | None, reserve: int) -> None:
-        """Encode and store `x`, the tokens of `group` that are packed, if any; `reserve` as in `PackedStore.write`."""
+    def _pack(self, span: RowSpan, x: Tensor | None, reserve: int) -> None:
+        """Encode and store `x`, the tokens of `span` that are packed, if any; `reserve` as in `PackedStore.write`."""
         if x is not None:
-            self._write(group, self.coder(group.rows).encode(x), reserve)
+            self._write(span, self.coder(span.rows).encode(x), reserve)
 
-    def _write(self, group: RowGroup, packed: Packed, reserve: int) -> None:
-        self.store.write(group.rows, len(self.lengths), self._stored(group.rows, group.past), packed, reserve)
+    def _write(self, span: RowSpan, packed: Packed, reserve: int) -> None:
+        self.store.write(span.rows, len(self.lengths), self._stored(span.rows, span.past), packed, reserve)
 
     def _stored(self, rows: slice, tokens: int) -> int:
         """How many of `tokens` tokens of `rows` lie in `store`."""

@@ -14,7 +14,7 @@ from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.rotary import Rotation
 from kvq_cli.attention.score_form import ScoreForm
 from kvq_cli.cache.layer import CompressedLayer
-from kvq_cli.cache.rows import Forward, RowGroup
+from kvq_cli.cache.rows import Forward, RowSpan
 from kvq_cli.codecs.base import Codec
 from kvq_cli.methods.base import LayerPlan, ModelShape
 from kvq_cli.vllm.layout import CacheLayout
@@ -171,8 +171,8 @@ class PagedLayer(CompressedLayer):
     ) -> ForwardContext:
         """Store a sequence's new tokens, `[1, kv_heads, tokens, head_dim]`; returns the context of their attention."""
         past, columns = sequence.past, sequence.stop - sequence.start
-        group = RowGroup(slice(0, 1), 0, past, past + columns, 0)
-        forward = Forward(columns, past, (group,), (0,))
+        span = RowSpan(slice(0, 1), 0, past, past + columns, 0)
+        forward = Forward(columns, past, (span,), (0,))
         for paged in self.paged:
             paged.open(past, sequence.blocks, sequence.exact_blocks)
         self._keep_tails(forward)
@@ -180,7 +180,7 @@ class PagedLayer(CompressedLayer):
         if self.plan.keys.source == "pre_rope":
             cached = unrotate(self.rotation, key, torch.arange(past, past + columns, device=key.device))
         for stream, x in zip(self.streams, (cached, value), strict=True):
-            stream.append(x, forward.row_groups)
+            stream.append(x, forward.row_spans)
         return ForwardContext(self, forward, torch_backend, True, scaling=scaling, score_form=form)
 
 

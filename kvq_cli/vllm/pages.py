@@ -14,7 +14,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvq_cli.cache.rows import RowGroup
+from kvq_cli.cache.rows import RowSpan
 from kvq_cli.cache.stream import Stream
 from kvq_cli.codecs.base import Packed, Part
 from kvq_cli.methods.base import ModelShape, StreamPlan
@@ -82,8 +82,8 @@ class PagedStream(Stream):
 
     # -- packed tokens -------------------------------------------------------------------------------------------
 
-    def _write(self, group: RowGroup, packed: Packed, reserve: int) -> None:
-        start = self.window.packed(group.past) + self.shift
+    def _write(self, span: RowSpan, packed: Packed, reserve: int) -> None:
+        start = self.window.packed(span.past) + self.shift
         size, done = self.block_size, 0
         while done < packed.tokens:
             page, slot = divmod(start + done, size)
@@ -142,13 +142,13 @@ class PagedStream(Stream):
 
     # -- exact tokens --------------------------------------------------------------------------------------------
 
-    def _append(self, group: RowGroup, x: Tensor, reserve: int, packed: Packed | None = None) -> None:
+    def _append(self, span: RowSpan, x: Tensor, reserve: int, packed: Packed | None = None) -> None:
         # Other sequences with this prefix may start where these tokens are still exact: all of them are kept, until
         # vLLM frees their blocks.
         if self._exact_size:
-            at = torch.arange(group.past, group.tokens, device=x.device)
+            at = torch.arange(span.past, span.tokens, device=x.device)
             self._exact_pages[self._exact_blocks[at // self._exact_size], at % self._exact_size] = x[0].transpose(0, 1)
-        self._put(group, x, reserve, packed)
+        self._put(span, x, reserve, packed)
 
     def _recent(self, rows: slice, start: int, stop: int) -> list[Tensor]:
         return [self._exact(start, stop)] if start < stop else []

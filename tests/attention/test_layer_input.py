@@ -226,7 +226,7 @@ def test_report_counts_the_bytes_of_the_tensors_held(tiny, prompt, factored, nam
         assert report.bytes == held
         # Nothing else in the cache holds tensors between passes: no X^, no copy of X, no keys, no values.
         assert not any(torch.is_tensor(x) for layer in cache.layers for x in vars(layer).values())
-        assert all(not s.references and not s.read_back for x in cache.layers if x.cross_layer for s in x.streams)
+        assert all(not s.sums_below and not s.read_back for x in cache.layers if x.cross_layer for s in x.streams)
         assert not cache.layers[-1].cross_layer or not cache.layers[-1].cross_layer._accumulators
     numbers = 115 * model.config.num_hidden_layers * 2 * HEADS[heads] * 16
     assert report.numbers == numbers and report.fp16_bytes == 2 * numbers

@@ -1,4 +1,4 @@
-"""Attention over a compressed layer against a loop over queries and tokens, without tiles and row groups."""
+"""Attention over a compressed layer against a loop over queries and tokens, without tiles and row spans."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_rows_of_about_the_same_length_are_decoded_together(more, pieces, monkey
     q, k, v = (numbers(3, h, 60, DIM, seed=i) for i, h in enumerate((HEADS * GROUP, HEADS, HEADS)))
     mask = torch.tensor([[0] * n + [1] * (60 - n) for n in (0, 2, 5)])
     run(layer, turn, q, k, v, [0, 59], True, mask)
-    read = torch_backend._pieces(layer.value_stream, layer.forward.row_groups, 0)
+    read = torch_backend._pieces(layer.value_stream, layer.forward.row_spans, 0)
     packed = [piece for piece in read if not isinstance(piece.stored, torch.Tensor)]
     assert len(packed) == pieces and packed[0].rows == slice(0, 3)
 

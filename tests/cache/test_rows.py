@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvq_cli.cache.rows import RowGroup, Rows
+from kvq_cli.cache.rows import Rows, RowSpan
 from kvq_cli.errors import UsageError
 
 
 def test_without_mask_all_rows_are_one_group():
     forward = Rows().begin(0, 5, 3)
-    assert forward.row_groups == (RowGroup(slice(0, 3), pads=0, past=0, tokens=5, offset=0),)
+    assert forward.row_spans == (RowSpan(slice(0, 3), pads=0, past=0, tokens=5, offset=0),)
 
 
 def test_left_padded_rows_count_tokens_without_pads():
@@ -19,10 +19,10 @@ def test_left_padded_rows_count_tokens_without_pads():
     rows = Rows()
     positions = mask.cumsum(1) - 1
     forward = rows.begin(0, 4, 3, mask, positions.clamp(min=0))
-    assert forward.row_groups == (RowGroup(slice(0, 1), 2, 0, 2, 0), RowGroup(slice(1, 3), 0, 0, 4, 0))
+    assert forward.row_spans == (RowSpan(slice(0, 1), 2, 0, 2, 0), RowSpan(slice(1, 3), 0, 0, 4, 0))
     more = torch.cat([mask, torch.ones(3, 1, dtype=mask.dtype)], dim=1)
     forward = rows.begin(4, 1, 3, more, torch.tensor([[2], [4], [4]]))
-    assert forward.row_groups == (RowGroup(slice(0, 1), 0, 2, 3, 0), RowGroup(slice(1, 3), 0, 4, 5, 0))
+    assert forward.row_spans == (RowSpan(slice(0, 1), 0, 2, 3, 0), RowSpan(slice(1, 3), 0, 4, 5, 0))
 
 
 @pytest.mark.parametrize("pads", [(2, 0, 0), (0, 0, 0), (1, 1, 3)])
@@ -44,15 +44,15 @@ def test_decode_step_on_a_device_needs_no_host_read(pads, monkeypatch):
 
 def test_positions_that_count_pads_give_an_offset():
     mask = torch.tensor([[0, 0, 1, 1]])
-    assert Rows().begin(0, 4, 1, mask).row_groups[0] == RowGroup(slice(0, 1), 2, 0, 2, offset=2)
+    assert Rows().begin(0, 4, 1, mask).row_spans[0] == RowSpan(slice(0, 1), 2, 0, 2, offset=2)
 
 
 def test_chunk_of_pads_only():
     rows = Rows()
     first = rows.begin(0, 2, 2, torch.tensor([[0, 0], [1, 1]]))
-    assert [(group.pads, group.tokens) for group in first.row_groups] == [(2, 0), (0, 2)]
+    assert [(group.pads, group.tokens) for group in first.row_spans] == [(2, 0), (0, 2)]
     second = rows.begin(2, 2, 2, torch.tensor([[0, 0, 0, 1], [1, 1, 1, 1]]))
-    assert [(group.pads, group.past, group.tokens) for group in second.row_groups] == [(1, 0, 1), (0, 2, 4)]
+    assert [(group.pads, group.past, group.tokens) for group in second.row_spans] == [(1, 0, 1), (0, 2, 4)]
 
 
 @pytest.mark.parametrize("mask", [[[1, 1, 0]], [[1, 0, 1]], [[0, 1, 0]]])

@@ -28,7 +28,7 @@ def numbers(batch: int, tokens: int, seed: int = 0) -> torch.Tensor:
 
 
 def append(stream: Stream, rows: Rows, x: torch.Tensor, past: int, mask: torch.Tensor | None = None) -> None:
-    stream.append(x, rows.begin(past, x.shape[2], x.shape[0], mask).row_groups)
+    stream.append(x, rows.begin(past, x.shape[2], x.shape[0], mask).row_spans)
 
 
 def one_shot(stream: Stream, x: torch.Tensor) -> Stream:

@@ -78,7 +78,7 @@ def feed(stream: Stream, x: torch.Tensor, chunks: list[int], pads: tuple[int, ..
     for chunk in chunks:
         seen = None if mask is None else mask[:, : past + chunk]
         prompts = {}
-        new, groups = x[:, :, past : past + chunk], rows.begin(past, chunk, x.shape[0], seen).row_groups
+        new, groups = x[:, :, past : past + chunk], rows.begin(past, chunk, x.shape[0], seen).row_spans
         for group in groups:
             if isinstance(stream, PromptStream) and group.past == 0 and group.tokens:
                 prompts[group.rows.start] = Prompt(*[new[group.rows, :, group.pads :]] * 3)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvq_cli.cache.rows import RowGroup
+from kvq_cli.cache.rows import RowSpan
 from kvq_cli.cache.stream import Stream
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.methods.registry import build_parsed
@@ -45,7 +45,7 @@ def test_a_paged_stream_equals_a_stream_bit_for_bit(method, runs, seed):
     past = 0
     for run in runs:
         x = torch.randn(1, 2, run, 32)
-        group = (RowGroup(slice(0, 1), 0, past, past + run, 0),)
+        group = (RowSpan(slice(0, 1), 0, past, past + run, 0),)
         stream.append(x, group)
         open_at(past)
         paged.append(x, group)

@@ -27,7 +27,7 @@ class AssignCentroids:
     operation = "assign_centroids"
     tuned_at = LENGTHS.index(131072)
 
-    def groups(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
+    def shapes(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
         books = sizes.pick(HEADS * DIM, 2, 64)
         for length in sizes.pick(LENGTHS, (128,), (1024,)):
             cases = []

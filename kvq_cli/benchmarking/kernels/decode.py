@@ -45,7 +45,7 @@ class DecodeAttention:
     operation = "decode_attention"
     tuned_at = SHAPES.index((1, 131072))
 
-    def groups(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
+    def shapes(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
         stores = [name for name in aot_cases.storage_cases() if not sizes.dry or name in DRY_STORES]
         heads = sizes.pick(aot_cases.HEADS, 1)
         for batch, context in sizes.pick(SHAPES, DRY_SHAPES, CHECKED_SHAPES):

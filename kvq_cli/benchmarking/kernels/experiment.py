@@ -1,4 +1,4 @@
-"""The interface of kernel benchmarks: an `Experiment` gives groups of `Case`s that compute the same result."""
+"""The interface of kernel benchmarks: an `Experiment` gives shapes, each with `Case`s that compute the same result."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ class Sizes:
 
 
 class Experiment(Protocol):
-    """A benchmark of one operation. operation: its folder in kvq_kernels. tuned_at: index of the group that `tune`
+    """A benchmark of one operation. operation: its folder in kvq_kernels. tuned_at: index of the shape that `tune`
     times."""
 
     operation: str
     tuned_at: int
 
-    def groups(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
+    def shapes(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
         """Yield each shape with its cases, small shapes first; memory is allocated by `Case.make`."""
 
 

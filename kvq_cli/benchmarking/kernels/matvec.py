@@ -36,7 +36,7 @@ class QuantizedMatvec:
     operation = "quantized_matvec"
     tuned_at = LENGTHS.index(32768) * len(MODELS) + MODELS.index("llama-3.1-8b")
 
-    def groups(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
+    def shapes(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
         for length in sizes.pick(LENGTHS, DRY_LENGTHS, LENGTHS[:1]):
             for model in sizes.pick(MODELS, DRY_MODELS):
                 shape = SHAPES[model]

@@ -29,7 +29,7 @@ class QuantizePack:
     operation = "quantize_pack"
     tuned_at = LENGTHS.index(16384) * len(MODELS) + MODELS.index("llama-3.1-8b")
 
-    def groups(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
+    def shapes(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
         for length in sizes.pick(LENGTHS, (64,), LENGTHS[:1]):
             for model in sizes.pick(MODELS, ("tiny",)):
                 shape = SHAPES[model]

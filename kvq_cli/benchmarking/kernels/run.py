@@ -21,7 +21,7 @@ def check(experiments: Sequence[Experiment], sizes: Sizes, device: torch.device)
     right: whether the error is at most the allowed one. failed: the exception, if one was raised.
     """
     for experiment in experiments:
-        shape, cases = next(iter(experiment.groups(sizes, device)))
+        shape, cases = next(iter(experiment.shapes(sizes, device)))
         for case in cases:
             if case.error is None:
                 continue
@@ -51,7 +51,7 @@ def measure(
     fastest baseline's median over the case's median. failed: why there is no time.
     """
     for experiment in experiments:
-        for shape, cases in experiment.groups(sizes, device):
+        for shape, cases in experiment.shapes(sizes, device):
             if shape_key({"operation": experiment.operation, **shape}) in measured:
                 continue
             rows: list[dict[str, Any]] = []
@@ -79,7 +79,7 @@ def all_shape_keys(experiments: Sequence[Experiment], sizes: Sizes, device: torc
     return [
         shape_key({"operation": experiment.operation, **shape})
         for experiment in experiments
-        for shape, _ in experiment.groups(sizes, device)
+        for shape, _ in experiment.shapes(sizes, device)
     ]
 
 

@@ -27,7 +27,7 @@ class SquatQuantize:
     operation = "squat_quantize"
     tuned_at = LENGTHS.index(16384)
 
-    def groups(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
+    def shapes(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
         shape = SHAPES[sizes.pick(MODEL, "tiny")]
         block = min(BLOCK, shape.head_dim // 2)
         for length in sizes.pick(LENGTHS, (64,), LENGTHS[:1]):

@@ -38,7 +38,7 @@ class TransformAttention:
     operation = "transform_attention"
     tuned_at = SHAPES.index((1, 131072))
 
-    def groups(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
+    def shapes(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
         heads = sizes.pick(decode_cases.HEADS, 1)
         names = list(JOINED_KEYS)[: sizes.pick(2, 1)]  # the same of one head
         for batch, context in sizes.pick(SHAPES, DRY_SHAPES, CHECKED_SHAPES):

@@ -76,7 +76,7 @@ def tune(
 
 
 def _searches(experiment: Experiment, sizes: Sizes, device: torch.device, timer: Timer) -> list[Search]:
-    shape, cases = list(experiment.groups(sizes, device))[sizes.pick(experiment.tuned_at, 0)]
+    shape, cases = list(experiment.shapes(sizes, device))[sizes.pick(experiment.tuned_at, 0)]
     classes: dict[str, list[Case]] = {}
     for case in cases:
         if case.error is not None:
@@ -93,7 +93,7 @@ def is_correct(
     """Whether the cases with these names pass their check with this configuration of the class `key`."""
     with tuning.trying(experiment.operation, values, key):
         try:
-            _, cases = next(iter(experiment.groups(sizes, torch.device(device))))
+            _, cases = next(iter(experiment.shapes(sizes, torch.device(device))))
             errors = [case.error() for case in cases if case.name in names and case.error is not None]
         except Exception:  # of any type, from Triton or the driver: the configuration cannot run
             return False

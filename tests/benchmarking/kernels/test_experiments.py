@@ -35,7 +35,7 @@ def test_a_wrong_result_exceeds_the_allowed_error(monkeypatch, module):
     name = f"{module.__name__.split('.')[-1]}_attention"
     real = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *a, **k: 1.01 * real(*a, **k | {"backend": "torch"}))
-    case = next(case for case in next(iter(select_experiments([name])[0].groups(DRY, CPU)))[1] if case.error)
+    case = next(case for case in next(iter(select_experiments([name])[0].shapes(DRY, CPU)))[1] if case.error)
     error, allowed = case.error()
     assert error > allowed
 
@@ -44,18 +44,18 @@ def test_a_wrong_result_exceeds_the_allowed_error(monkeypatch, module):
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_shapes_and_cases_are_distinct(name, sizes):
     """Without duplicates, and with the shape that `tune` times."""
-    groups = list(EXPERIMENTS[name].groups(sizes, CPU))
-    shapes = [tuple(shape.items()) for shape, _ in groups]
-    assert len(set(shapes)) == len(shapes) and (sizes.dry or 0 <= EXPERIMENTS[name].tuned_at < len(groups))
-    for _, cases in groups:
+    measured = list(EXPERIMENTS[name].shapes(sizes, CPU))
+    shapes = [tuple(shape.items()) for shape, _ in measured]
+    assert len(set(shapes)) == len(shapes) and (sizes.dry or 0 <= EXPERIMENTS[name].tuned_at < len(measured))
+    for _, cases in measured:
         names = [case.name for case in cases]
         assert len(set(names)) == len(names) and all(case.nbytes > 0 for case in cases)
-    assert len(run.all_shape_keys([EXPERIMENTS[name]], sizes, CPU)) == len(groups)
+    assert len(run.all_shape_keys([EXPERIMENTS[name]], sizes, CPU)) == len(measured)
 
 
 def test_bytes_of_stores_agree_with_the_lower_bounds():
     """KERNELS.md: 4.3 TB/s read 2 bits with groups of 32 (3 bits with scales) of 1 x 128k tokens in 23 us."""
-    cases = {case.name: case for case in EXPERIMENTS["decode_attention"].groups(Sizes(dry=False), CPU).__next__()[1]}
+    cases = {case.name: case for case in EXPERIMENTS["decode_attention"].shapes(Sizes(dry=False), CPU).__next__()[1]}
     numbers = 2 * 4096 * 8 * 128
     assert cases["kvq fp16"].nbytes == cases["sdpa math"].nbytes == 2 * numbers
     assert cases["kvq kivi-2bit-g32"].nbytes == numbers * 3 // 8
@@ -67,8 +67,8 @@ def test_bytes_of_quantization_are_those_of_the_kernels_operands():
     """Numbers read and tensors written, at a full size."""
     shape = SHAPES["llama-3.2-1b"]
     x = torch.empty(1, shape.kv_heads, 1024, shape.head_dim, dtype=torch.float16, device="meta")
-    groups = EXPERIMENTS["quantize_pack"].groups(Sizes(dry=False), CPU)
-    key, cases = next(iter(groups))
+    measured = EXPERIMENTS["quantize_pack"].shapes(Sizes(dry=False), CPU)
+    key, cases = next(iter(measured))
     assert key == {"model": "llama-3.2-1b", "context": 1024}
     for case in cases:
         packed = [outputs(x, layout) for layout in quantize._layouts(shape, case.name)]
@@ -78,7 +78,7 @@ def test_bytes_of_quantization_are_those_of_the_kernels_operands():
 
 def test_bytes_of_transform_codes_are_those_of_the_operands():
     numbers = 2 * 4096 * 8 * 128
-    _, cases = next(iter(EXPERIMENTS["transform_attention"].groups(Sizes(dry=False), CPU)))
+    _, cases = next(iter(EXPERIMENTS["transform_attention"].shapes(Sizes(dry=False), CPU)))
     constants = {}
     for case in (case for case in cases if not case.baseline):
         step = transform.random_transform_step(case.extra["store"], decode.DecodeShape(1, 8, 4096, CPU), 0)

@@ -30,7 +30,7 @@ class FakeExperiment:
     def __init__(self, *cases):
         self.cases = cases
 
-    def groups(self, sizes, device):
+    def shapes(self, sizes, device):
         yield {"context": 64}, list(self.cases)
 
 
