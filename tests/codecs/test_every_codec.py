@@ -11,6 +11,7 @@ from kvq_cli.codecs.base import Packed, Part, Prompt
 from kvq_cli.codecs.codebook import CodebookCodec
 from kvq_cli.codecs.first_channel import FirstChannelCodec
 from kvq_cli.codecs.identity import IdentityCodec
+from kvq_cli.codecs.layout import TensorSpec, spec_of
 from kvq_cli.codecs.lloyd_max import LloydMaxCodec
 from kvq_cli.codecs.normalized import NormalizedCodec
 from kvq_cli.codecs.outliers import OutlierCodec
@@ -184,6 +185,21 @@ def test_parts_have_their_units_and_decode_from_views(codec):
         decoded = codec.decode(view, dtype)
         assert decoded.dtype == dtype
         assert_same_numbers(codec, decoded, codec.decode(packed, dtype)[:, :, start:end])
+
+
+@each_codec
+def test_layout_is_that_of_the_tensors_held(codec):
+    """Names, shapes and dtypes of parts, constants and tables, once a token was packed and read."""
+    packed = codec.encode(draw(BATCH, HEADS, 2 * codec.block_tokens, HEAD_DIM).half())
+    codec.decode(packed, torch.float32)
+    layout = codec.layout(HEADS, HEAD_DIM, "float16")
+    parts = {
+        name: TensorSpec((BATCH, part.heads, packed.tokens // part.unit, *part.entry), part.dtype)
+        for name, part in layout.parts.items()
+    }
+    assert {name: spec_of(part.tensor) for name, part in packed.parts.items()} == parts
+    assert {name: part.unit for name, part in packed.parts.items()} == {n: p.unit for n, p in layout.parts.items()}
+    assert {name: spec_of(tensor) for name, tensor in codec.constants().items()} == dict(layout.constants)
 
 
 @each_codec
