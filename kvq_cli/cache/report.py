@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvq_cli.codecs.base import TABLES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvq_cli.cache.stream import Stream, StreamReader
-    from kvq_cli.methods.base import LayerPlan
+    from kvq_cli.cache.layer import CompressedLayer
 
 FULL_PRECISION_BITS = 16
 
@@ -135,40 +134,7 @@ class CacheReport:
         )
 
 
-class Peak(Protocol):
-    """Working memory of a pass."""
-
-    @property
-    def peak(self) -> int:
-        """The most bytes that it took."""
-
-
-class ReportedLayer(Protocol):
-    """What `report` reads of a `CompressedLayer`, which says what each of them is."""
-
-    @property
-    def plan(self) -> LayerPlan: ...
-
-    @property
-    def streams(self) -> tuple[Stream, ...]: ...
-
-    @property
-    def key_stream(self) -> StreamReader: ...
-
-    @property
-    def value_stream(self) -> StreamReader: ...
-
-    @property
-    def numbers_per_token(self) -> int: ...
-
-    @property
-    def sliding_window(self) -> int | None: ...
-
-    @property
-    def cross_layer(self) -> Peak | None: ...
-
-
-def report(layers: Sequence[ReportedLayer], nominal_bits: float, backend: str | None = None) -> CacheReport:
+def report(layers: Sequence[CompressedLayer], nominal_bits: float, backend: str | None = None) -> CacheReport:
     """The report of a cache's layers."""
     parts: Counter[str] = Counter()
     constants: dict[int, tuple[str, Tensor]] = {}
@@ -217,5 +183,5 @@ def report(layers: Sequence[ReportedLayer], nominal_bits: float, backend: str | 
 
 
 def _identity(tensor: Tensor) -> int:
-    """Equal for views of the same memory; tensors without memory (meta) are each their own."""
+    """Equal for views of the same memory; empty tensors are each their own."""
     return tensor.data_ptr() or id(tensor)

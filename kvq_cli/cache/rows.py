@@ -18,7 +18,7 @@ from kvq_cli.errors import UsageError
 def would_sync(device: torch.device, columns: int) -> bool:
     """Whether a host read in a pass of `columns` columns would synchronize with the device at every new token. Checks
     of the prompt are then not repeated at decode steps."""
-    return columns == 1 and device.type not in ("cpu", "meta")
+    return columns == 1 and device.type != "cpu"
 
 
 @dataclass(frozen=True)

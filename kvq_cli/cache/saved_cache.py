@@ -243,12 +243,12 @@ class SavedCache:
         except Exception as error:  # a dtype that PyTorch does not have, a shape that is too large for it
             raise KvqError(f"{self.path}: cannot read the tensor {name[:80]}: save it again") from error
 
-    def checked(self, name: str, like: Tensor) -> Tensor:
+    def checked(self, name: str, like: TensorSpec) -> Tensor:
         """A copy of a tensor, which must have the shape and dtype of `like` and finite numbers."""
         if name not in self._names:
             raise KvqError(f"tensor {name} is missing")
         tensor = self.read(name)
-        check_spec(spec_of(tensor), spec_of(like), name)
+        check_spec(spec_of(tensor), like, name)
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise KvqError(f"tensor {name} has infinite numbers or NaN")
         return tensor.clone()
@@ -278,7 +278,7 @@ class SavedCache:
         with self.refusing():
             shape = self.read(_IDS).shape if _IDS in self._names else (0,)
             columns = shape[1] if len(shape) == 2 else 1
-            ids = self.checked(_IDS, torch.empty(rows, columns, dtype=torch.int64, device="meta"))
+            ids = self.checked(_IDS, TensorSpec((rows, columns), "int64"))
             if not ids.numel() or ids.min() < 0 or ids.max() >= vocabulary:
                 raise KvqError(f"tensor {_IDS} must hold numbers from 0 to {vocabulary - 1}")
             text = self._text()
@@ -330,7 +330,7 @@ class SavedCache:
                 raise KvqError(f"the method stores no tensor {unknown[0][:80]}")
 
     def _snapshot(self, name: str, wanted: Snapshot, device: torch.device) -> Snapshot:
-        return wanted.map(lambda part, like: self.checked(f"{name}.{part}", like).to(device))
+        return wanted.map(lambda part, like: self.checked(f"{name}.{part}", spec_of(like)).to(device))
 
 
 def _expected(stream: Stream, like: Tensor, lengths: Sequence[int], prompts: Sequence[int]) -> Snapshot:

@@ -16,7 +16,6 @@ from kvq_cli.cli.sizes import (
     ModelName,
     ShapeName,
     chosen_methods,
-    count_on_one_thread,
     each_counted,
     model_size,
     not_shapes,
@@ -62,7 +61,6 @@ def bits(
         raise UsageError("--compare with --method: use one of them")
     named = method if compare is None else compare
     chosen = chosen_methods(named, bits, set_, out)
-    count_on_one_thread()
     from kvq_cli.benchmarking.accounting import account, artifact_bytes  # imports PyTorch: names are right
 
     size = model_size(shapes, model, trust_remote_code)

@@ -10,7 +10,6 @@ import typer
 
 from kvq_cli.cli.options import Json
 from kvq_cli.cli.output import Output
-from kvq_cli.cli.sizes import count_on_one_thread
 from kvq_cli.options import option_text
 
 if TYPE_CHECKING:
@@ -85,7 +84,6 @@ def _range_text(meta: Mapping[str, Any]) -> str:
 
 def _sizes(name: str) -> dict[str, float]:
     """Bits per cached number of the method with default options; nothing is allocated."""
-    count_on_one_thread()
     from kvq_cli.benchmarking.accounting import account
     from kvq_cli.benchmarking.shapes import SHAPES
     from kvq_cli.methods.registry import build

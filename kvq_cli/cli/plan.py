@@ -16,7 +16,6 @@ from kvq_cli.cli.sizes import (
     ModelName,
     ShapeName,
     chosen_methods,
-    count_on_one_thread,
     each_counted,
     model_size,
     not_shapes,
@@ -85,7 +84,6 @@ def plan(
         raise UsageError(f"--tensor-parallel-size {ranks}: `kvq generate` runs on one GPU; add --engine vllm")
     total, held_back = _memory_bytes(memory, gpu), parse_bytes(reserve, "--reserve")
     chosen = chosen_methods(compare, bits, set_, out)
-    count_on_one_thread()
     from kvq_cli.benchmarking.capacity import capacity, serving_capacity  # imports PyTorch: names are right
 
     size = model_size(shapes, model, trust_remote_code)

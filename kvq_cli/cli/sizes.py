@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Annotated, NamedTuple, TypeVar
 
@@ -41,12 +40,6 @@ ModelName = Annotated[
 Context = Annotated[int, typer.Option("--context", min=1, max=MAX_COUNT, help="Tokens per sequence.")]
 Batch = Annotated[int, typer.Option("--batch", min=1, max=MAX_COUNT, help="Number of sequences.")]
 not_shapes = unless(lambda values: values["shapes"] is None, "--shapes replaces the model: use one", refuse=True)
-
-
-def count_on_one_thread() -> None:
-    """Let PyTorch, which is not imported yet, use one thread: counting makes many small tensors, and beside a busy
-    process threads that wait for each other take 10 to 20 times as long."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 class ModelSize(NamedTuple):
