@@ -41,6 +41,10 @@ def serve(
     if ctx.args and not ctx.args[0].startswith("-"):  # as in `vllm serve MODEL`
         raise UsageError(f"{ctx.args[0]}: give the model as --model {ctx.args[0]}")
     out = Output(quiet=quiet)
+    if method is not None:
+        from kvq_cli.methods.registry import method_class
+
+        method_class(method)  # an unknown name is reported before PyTorch is imported
     from kvq_cli.vllm.plugin import check_version
     from kvq_cli.vllm.prepare import prepare
 

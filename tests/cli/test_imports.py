@@ -22,6 +22,7 @@ ANSWERS = [
     (["eval", "--compare", "kivi,kivvi"], "unknown method 'kivvi'"),
     (["calibrate", "--method", "kivi"], "needs no calibration"),
     (["bits", "--method", "nosuch"], "unknown method 'nosuch'"),
+    (["serve", "--method", "nosuch"], "unknown method 'nosuch'"),
     (["plan", "--gpu", "nosuch"], "unknown GPU 'nosuch'"),
     (["inspect", "nosuch"], "no artifact at nosuch"),
     (["eval", "--dataset", "nosuch"], "no dataset 'nosuch'"),
