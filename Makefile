@@ -98,12 +98,12 @@ launches = $(PYTEST) -m slow tests/kernels; KVQ_TEST_PTX=sm_90 $(PYTEST) -m slow
 gpu_commands = $(MAKE) --no-print-directory .venv/device/.installed; $(PYTEST) tests/tools/test_gpu_commands.py
 vllm = $(MAKE) --no-print-directory test-vllm
 
-test: .venv/.installed  ## Test every method, command and kernel family: about 5 minutes on two cores.
+test: .venv/.installed  ## Test every method, command and kernel family: 5 to 10 minutes on two cores.
 	@$(PYTEST) -m "not slow" $(TESTS)
 	$(call changed,families,$(families))
 
 # By files, whose tests share models, answers and servers. A test that hangs fails after ten minutes.
-test-vllm: .venv/vllm/.installed  ## Test kvq inside vLLM, in an environment of its own: about 9 minutes on two cores.
+test-vllm: .venv/vllm/.installed  ## Test kvq inside vLLM, in an environment of its own: 9 to 13 minutes on two cores.
 	@$(call pytest,$(<D)/bin) --dist loadfile -o faulthandler_timeout=600 tests/vllm/engine
 
 test-oldest: .venv/oldest/.installed  # what depends on the versions of PyTorch, transformers and typer
@@ -116,9 +116,11 @@ test-changed: .venv/.installed  # the long suites whose sources have changed sin
 	$(call changed,vllm,$(vllm))
 
 test-all: .venv/.installed  ## Run all tests, also with vLLM and the oldest supported versions.
-	@$(PYTEST) tests --ignore tests/tools/test_gpu_commands.py
+	@$(PYTEST) -m "not slow" $(TESTS)
 	$(families)
 	$(VERIFIED) record families
+	$(slow)
+	$(VERIFIED) record slow
 	$(launches)
 	$(VERIFIED) record launches
 	$(gpu_commands)
