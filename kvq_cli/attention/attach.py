@@ -75,10 +75,10 @@ class Attached:
         for cache in caches:
             if tokens and self.backend.by_kernels(cache.index):
                 cache.reserve(tokens)
-        self.hooks.newest = CompressedCache(
-            caches, self.prefill, self.method.nominal_bits, self.backend.summary, lambda: self.origin
-        )
-        return self.hooks.newest
+        nominal = self.method.nominal_bits
+        cache = CompressedCache(caches, self.prefill, nominal, self.backend.summary, lambda: self.origin)
+        self.hooks.newest = cache  # returned by name: another thread may make one meanwhile
+        return cache
 
     def forget_cache(self) -> None:
         """Let the newest cache be freed: `report` then needs it."""

@@ -11,9 +11,9 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from typing import Any, TypeGuard
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,11 @@ NAME = "kvq"
 #: Attention arguments that do not change the result.
 _HARMLESS = {"use_cache", "position_ids", "cache_position", "output_hidden_states", "return_dict", "sliding_window"}
 
-#: Contexts of the running forward passes, by module, since transformers' attention interface receives only the module.
-#: Nothing outside this file reads or writes the table.
-active: WeakKeyDictionary[nn.Module, ForwardContext] = WeakKeyDictionary()
+#: Contexts of the forward pass that this thread or task computes, by module, since transformers' attention interface
+#: receives only the module. Each pass has a table of its own. Nothing outside this file reads or writes it.
+_contexts: ContextVar[dict[nn.Module, ForwardContext] | None] = ContextVar("contexts", default=None)
+#: The hooks whose queries this thread or task lets see what they would see in one-by-one decoding.
+_one_by_one: ContextVar[frozenset[AttentionHooks]] = ContextVar("one_by_one", default=frozenset())
 
 
 class AttentionHooks:
@@ -63,12 +65,12 @@ class AttentionHooks:
 
     @contextmanager
     def one_by_one(self) -> Iterator[None]:
-        """Inside the block, queries see what they would see in one-by-one decoding."""
-        before, self._compressed = self._compressed, True
+        """Inside the block, queries of this thread or task see what they would see in one-by-one decoding."""
+        token = _one_by_one.set(_one_by_one.get() | {self})
         try:
             yield
         finally:
-            self._compressed = before
+            _one_by_one.reset(token)
 
     def owns(self, cache: object) -> TypeGuard[CompressedCache]:
         """Whether `cache` is a compressed cache of this attach."""
@@ -101,13 +103,14 @@ class AttentionHooks:
 
     def forget_pass(self) -> None:
         """Remove the contexts of this attach: after a pass, and after one that was interrupted."""
-        for layer in self._layers:
-            if self._context(layer.module) is not None:
-                del active[layer.module]
+        contexts = _contexts.get()
+        if contexts is not None and any(context.owner is self for context in contexts.values()):
+            others = {module: context for module, context in contexts.items() if context.owner is not self}
+            _contexts.set(others or None)
 
     def _context(self, module: nn.Module) -> ForwardContext | None:
         """The module's context, if its pass was started by these hooks."""
-        context = active.get(module)
+        context = (_contexts.get() or {}).get(module)
         return context if context is not None and context.owner is self else None
 
     def _before_forward(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -130,9 +133,11 @@ class AttentionHooks:
         if columns > 1 and longest > self._max_tokens:
             raise UsageError(f"the prompt has {longest} tokens, the model's context is {self._max_tokens}: shorten it")
         self.check_context(longest)
+        compressed, contexts = self._compressed or self in _one_by_one.get(), dict(_contexts.get() or {})
         for layer, backend, cached in zip(self._layers, self._backends, cache.layers, strict=True):
             cached.begin(forward)
-            active[layer.module] = ForwardContext(cached, forward, backend, self._compressed, owner=self)
+            contexts[layer.module] = ForwardContext(cached, forward, backend, compressed, owner=self)
+        _contexts.set(contexts)
 
     def _check_dropped(self, inputs: Tensor | None, kwargs: Mapping[str, Any]) -> None:
         """UsageError where transformers dropped the cache, as it does with Phi-3's long RoPE: beyond the original
@@ -252,7 +257,7 @@ def recorded_score_forms() -> Iterator[dict[nn.Module, ScoreForm]]:
 def mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """transformers' mask interface. A decode step of the compressed cache needs no mask: on a GPU none is made, since
     whether there are pads would be read back from it."""
-    if active and would_sync(torch.device(kwargs.get("device", "cpu")), kwargs["q_length"]):
+    if _contexts.get() and would_sync(torch.device(kwargs.get("device", "cpu")), kwargs["q_length"]):
         return None
     return sdpa_mask(*args, **kwargs)
 
@@ -279,12 +284,13 @@ def attention(
             return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         return form.attention(query, key, value, attention_mask, scaling), None
 
-    context = active.get(module)
-    if context is None:
+    contexts = _contexts.get()
+    context = None if contexts is None else contexts.get(module)
+    if contexts is None or context is None:
         return uncompressed()
     if context.computed:
         raise UsageError(f"{type(module).__name__} calls attention twice per forward: unsupported")
-    context = active[module] = replace(context, scaling=scaling, score_form=form, computed=True)
+    context = contexts[module] = replace(context, scaling=scaling, score_form=form, computed=True)
     layer, forward = context.layer, context.forward
     if kwargs.get("sliding_window") != layer.sliding_window:
         raise UsageError(f"layer {layer.index}: its sliding window is not the one that the model's config announces")

@@ -13,6 +13,7 @@ the model, so that `model.forward` is replaced on the one object that is attache
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -62,7 +63,10 @@ class CudaGraph:
         self._stream, self._pool, self._graph = stream, pool, torch.cuda.CUDAGraph()
 
     def capture(self, work: Callable[[], Tensor]) -> Tensor:
-        with torch.cuda.device(self._stream.device), torch.cuda.graph(self._graph, self._pool, self._stream):
+        with (
+            torch.cuda.device(self._stream.device),
+            torch.cuda.graph(self._graph, self._pool, self._stream, capture_error_mode="thread_local"),
+        ):
             return work()
 
     def replay(self) -> None:
@@ -90,22 +94,23 @@ def captured_steps(
     if backend.engine is None:
         raise ValueError("steps can be captured only where kernels compute the attention of all layers")
     engine, plain, summary = backend.engine, model.forward, backend.summary
-    steps: _Steps | None = None
+    thread = _Thread()
     capturing, backend.summary = True, f"{summary}, steps as CUDA graphs"
 
     @wraps(plain)
     def forward(input_ids: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        nonlocal steps, capturing
-        if steps is not None and not steps.discard_stale():
-            steps = None
+        nonlocal capturing
+        if thread.steps is not None and not thread.steps.discard_stale():
+            thread.steps = None
         cache = kwargs.get("past_key_values")
         if capturing and input_ids is not None and hooks.owns(cache) and _is_step(input_ids, cache, args, kwargs):
+            steps = thread.steps
             if steps is None or steps.cache() is not cache or steps.ids.shape != input_ids.shape:
-                steps = _Steps(cache, hooks, engine, plain, input_ids, graphs(model.device))
+                steps = thread.steps = _Steps(cache, hooks, engine, plain, input_ids, graphs(model.device))
             try:
                 logits = steps.take(cache, input_ids)
             except _NotCaptured as error:
-                capturing, steps, logits = False, None, None
+                capturing, thread.steps, logits = False, None, None
                 cache.backend = backend.summary = f"{summary}, steps not captured ({error})"
             if logits is not None:
                 return CausalLMOutputWithPast(logits=logits, past_key_values=cache)
@@ -121,6 +126,12 @@ def _is_step(ids: Tensor, cache: CompressedCache, args: tuple, kwargs: dict[str,
     asks_more = bool(args) or any(value is not None and value is not False for value in others)
     asks_more |= kwargs.get("return_dict") is False
     return ids.shape[1] == 1 and not asks_more and not torch.is_grad_enabled() and cache.can_capture()
+
+
+class _Thread(threading.local):
+    """What a thread has captured: of the cache that it added to last."""
+
+    steps: _Steps | None = None
 
 
 class _Steps:

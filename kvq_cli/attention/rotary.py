@@ -103,12 +103,13 @@ class Rotation:
 
     def _start_tables(self, starts: tuple[int, ...], ndim: int) -> tuple[Tensor, Tensor]:
         """Tables of the positions -s, without the scale; cached, since other layers need the same."""
-        if self._kept.get("starts") != (starts, ndim):
+        kept = self._kept.get("starts")  # read once: other threads may replace it
+        if kept is None or kept[0] != (starts, ndim):
             cos, sin = (x.view(-1, *[1] * (ndim - 1), x.shape[-1]) for x in self.tables(-torch.tensor(starts)))
             for channels in self._pair:
                 cos[..., channels] /= self.scale
-            self._kept.update(starts=(starts, ndim), start_tables=(cos, sin / self.scale))
-        return self._kept["start_tables"]
+            kept = self._kept["starts"] = ((starts, ndim), (cos, sin / self.scale))
+        return kept[1]
 
     def same(self, other: Rotation) -> bool:
         """Whether both are the same rotation."""

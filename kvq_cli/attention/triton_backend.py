@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -32,17 +33,32 @@ def interpreted() -> bool:
     return knobs.runtime.interpret
 
 
+class _Shared(threading.local):
+    """Tensors that the layers of a pass share, at fixed device addresses. Each thread has its own."""
+
+    def __init__(self) -> None:
+        self.counts, self.tables = _Counts(), KernelTables()
+
+
 class TritonBackend:
     """The backend of all layers of an attached model; see `Backend`.
 
-    Holds the tensors that layers share, at fixed device addresses: tokens of each row, tables of cosines that grow with
-    the longest text, workspaces.
+    Holds the tensors that layers share: tokens of each row, tables of cosines that grow with the longest text,
+    workspaces.
     """
 
     prefill_attention = staticmethod(torch_backend.prefill_attention)
 
     def __init__(self) -> None:
-        self._counts, self._tables = _Counts(), KernelTables()
+        self._shared = _Shared()
+
+    @property
+    def _counts(self) -> _Counts:
+        return self._shared.counts
+
+    @property
+    def _tables(self) -> KernelTables:
+        return self._shared.tables
 
     def decode_attention(self, query: Tensor, context: ForwardContext) -> Tensor:
         """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; zeros for pads.

@@ -55,7 +55,7 @@ def test_failed_pass_leaves_no_context(model):
         broken.model.layers[1].self_attn.v_proj.weight.data.fill_(torch.nan)
         with pytest.raises(NotFiniteError):
             step(broken, kv.new_cache(), IDS)
-        assert not attention_hooks.active
+        assert not attention_hooks._contexts.get()
 
 
 @pytest.mark.parametrize(
