@@ -112,6 +112,11 @@ class Attached:
         says: the prompt's pass comes before the block."""
         return self.hooks.one_by_one()
 
+    def check_steps(self) -> None:
+        """Raise NotFiniteError where a decode step of this thread gave logits that are NaN or infinite: on a GPU, steps
+        do not wait for that answer. Call it when an answer is complete."""
+        self.hooks.check_steps()
+
     def report(self, cache: CompressedCache | None = None) -> CacheReport:
         """Bytes and bits of `cache`, or of the newest cache."""
         cache = cache or self.hooks.newest
@@ -174,6 +179,7 @@ def attach(
         chosen = choose_backend(backend, model.device, list(zip(layers, plans, strict=True)))
         attached = Attached(model, method, plans, layers, prefill, chosen, digest)
         attached.hooks.install(undo)
+        undo.callback(model.register_forward_hook(attached.hooks.check_logits, with_kwargs=True).remove)
         if graphs and model.device.type == "cuda" and chosen.engine is not None:
             undo.enter_context(captured_steps(model, attached.hooks, chosen))
         yield attached

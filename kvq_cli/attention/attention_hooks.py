@@ -8,6 +8,7 @@ which finds the module's context and lets its backend compute; `_after_forward` 
 from __future__ import annotations
 
 import inspect
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,7 +28,7 @@ from kvq_cli.attention.rotary import Rotation, has_fixed_rope
 from kvq_cli.attention.score_form import PLAIN, ScoreForm
 from kvq_cli.cache.cache import CompressedCache
 from kvq_cli.cache.rows import Forward, would_sync
-from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.errors import KvqError, NotFiniteError, UsageError
 from kvq_cli.methods.base import LayerPlan
 
 #: The name under which transformers knows `attention` and `mask`.
@@ -60,6 +61,8 @@ class AttentionHooks:
     ) -> None:
         self._decoder, self._layers, self._plans, self._backends = decoder, layers, plans, backends
         self._compressed, self._max_tokens, self._warned = compressed, max_tokens, False
+        #: By thread, whether decode steps on a GPU gave logits that are not finite.
+        self._wrong: dict[int, Tensor] = {}
         #: The cache that was made last.
         self.newest: CompressedCache | None = None
 
@@ -166,6 +169,28 @@ class AttentionHooks:
                 stacklevel=2,
             )
 
+    def check_logits(self, _model: nn.Module, _args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """After a pass of the whole model with a compressed cache: NotFiniteError for logits that are NaN or infinite.
+
+        The best token of every position tells: it is NaN or infinite with any of them, but for -inf, which bars a
+        token. Decode steps on a GPU do not wait for the answer: `check_steps` gives it.
+        """
+        logits = getattr(output, "logits", None)
+        if not isinstance(logits, Tensor) or not logits.numel() or not self.owns(kwargs.get("past_key_values")):
+            return
+        wrong = ~logits.detach().amax(dim=-1).isfinite().all()
+        if would_sync(logits.device, logits.shape[1]):
+            before = self._wrong.get(threading.get_ident())
+            self._wrong[threading.get_ident()] = wrong if before is None else before | wrong
+        elif wrong:
+            raise _not_finite()
+
+    def check_steps(self) -> None:
+        """NotFiniteError where a decode step of this thread, since the last call, gave logits that are not finite."""
+        wrong = self._wrong.pop(threading.get_ident(), None)
+        if wrong is not None and bool(wrong):
+            raise _not_finite()
+
     def _after_forward(self, _decoder: nn.Module, _args: tuple, _output: object) -> None:
         for layer in self._layers:
             context = self._context(layer.module)
@@ -207,6 +232,10 @@ class AttentionHooks:
                 check_rotation(layer, embeddings, context.forward)
 
         return hook
+
+
+def _not_finite() -> NotFiniteError:
+    return NotFiniteError("the model's logits contain NaN or infinity (try --dtype float32)")
 
 
 def check_rotation(layer: AttentionLayer, embeddings: tuple[Tensor, Tensor], forward: Forward) -> None:

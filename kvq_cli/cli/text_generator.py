@@ -183,6 +183,7 @@ class TextGenerator:
         out = model.generate(  # type: ignore[operator]
             prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, **arguments
         )
+        self.attached.check_steps()
         seconds = time.perf_counter() - start
         new_ids = out[0, len(ids) :].tolist()
         if self.decoding.num_beams > 1:

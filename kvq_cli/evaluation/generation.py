@@ -71,6 +71,7 @@ def generate_answers(
         for row in (~stay).nonzero().flatten().tolist():
             answers[int(rows[row])] = _cut_answer(tokenizer, ids[row, longest:].tolist(), stops, stop_strings)
         if not stay.any():
+            attached.check_steps()
             return [answers[index] for index in range(len(prompts))], reduce(add, left, attached.report(cache))
         leaving = cache.clone()
         leaving.batch_select_indices(~stay)

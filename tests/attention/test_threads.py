@@ -108,6 +108,8 @@ def test_one_by_one_is_for_the_thread_that_asks(model):
 
 
 def test_each_thread_counts_on_tensors_of_its_own():
-    backend = TritonBackend()
-    found = in_threads(lambda _: (time.sleep(0.05), id(backend._counts), id(backend._tables))[1:], range(THREADS))
-    assert len(set(found)) == THREADS and (id(backend._counts), id(backend._tables)) not in found
+    backend, together = TritonBackend(), threading.Barrier(THREADS)
+    found = in_threads(lambda _: (together.wait(), backend._counts, backend._tables), range(THREADS))
+    found.append((0, backend._counts, backend._tables))
+    for place in (1, 2):
+        assert len({id(each[place]) for each in found}) == THREADS + 1
