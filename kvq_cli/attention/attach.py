@@ -76,9 +76,9 @@ class Attached:
             if tokens and self.backend.by_kernels(cache.index):
                 cache.reserve(tokens)
         nominal = self.method.nominal_bits
-        cache = CompressedCache(caches, self.prefill, nominal, self.backend.summary, lambda: self.origin)
-        self.hooks.newest = cache  # returned by name: another thread may make one meanwhile
-        return cache
+        made = CompressedCache(caches, self.prefill, nominal, self.backend.summary, lambda: self.origin)
+        self.hooks.newest = made  # returned by name: another thread may make one meanwhile
+        return made
 
     def forget_cache(self) -> None:
         """Let the newest cache be freed: `report` then needs it."""
