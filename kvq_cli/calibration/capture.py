@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import wraps
 from typing import Any
 
@@ -40,7 +40,8 @@ def capture(
     gets them but before RoPE.
 
     gradients: also run the backward pass of the loss, the sum of the next-token cross entropies, and capture d loss /
-    d key and d loss / d value. Weights are frozen and get no gradients. The model's dtype is kept throughout.
+    d key and d loss / d value; zeros where a module above has no backward pass. Weights are frozen and get no
+    gradients. The model's dtype is kept throughout.
     threads: other threads run their samples through the same model; capture those of the calling thread only.
     Raises KvqError naming the layer where numbers are not finite.
     """
@@ -58,8 +59,11 @@ def capture(
         output = decoder(input_ids=ids, use_cache=False)
         recorder.recording = False  # checkpointed layers run again in the backward pass
         if gradients:
-            gradient = hidden_gradient(model, output, ids)
-            output.last_hidden_state.backward(gradient)
+            with suppress(NotImplementedError):  # of a function without a backward pass
+                gradient = hidden_gradient(model, output, ids)
+                if output.last_hidden_state.requires_grad:
+                    output.last_hidden_state.backward(gradient)
+            recorder.fill_gradients()
 
 
 def forward(model: PreTrainedModel, tokens: Tensor) -> None:
@@ -131,6 +135,8 @@ class _Recorder:
         self.on_capture, self.gradients, self.thread, self.recording = on_capture, gradients, thread, True
         #: Outputs of capture points whose attention module has not returned, by layer and kind.
         self._outputs: dict[tuple[int, str], Tensor] = {}
+        #: Zeros like the gradients that have not come.
+        self._awaited: dict[tuple[int, str], Tensor] = {}
 
     def keep(self, layer: int, kind: str) -> Callable[[nn.Module, tuple, Tensor], Tensor | None]:
         """The forward hook of one capture point's module."""
@@ -162,15 +168,26 @@ class _Recorder:
                 )
             self.on_capture(layer, kind, quantity, numbers)
 
+        def gradient_came(gradient: Tensor) -> None:
+            self._awaited.pop((layer, kind))
+            pass_on("g", gradient)
+
         def hook(_module: nn.Module, _args: tuple, _output: Any) -> None:
             if self._skips() or not self.recording:
                 return
             output = self._outputs.pop((layer, kind))
             pass_on("x", output)
             if self.gradients:
-                output.register_hook(lambda gradient: pass_on("g", gradient))
+                numbers = point.view(output.detach())[0].transpose(0, 1)
+                self._awaited[layer, kind] = numbers.new_zeros(()).expand_as(numbers)
+                output.register_hook(gradient_came)
 
         return hook
+
+    def fill_gradients(self) -> None:
+        """Pass on zeros for the gradients that did not come."""
+        for (layer, kind), zeros in self._awaited.items():
+            self.on_capture(layer, kind, "g", zeros)
 
     def _skips(self) -> bool:
         """Whether a module runs for the sample of another thread."""

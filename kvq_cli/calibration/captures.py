@@ -21,6 +21,7 @@ from kvq_cli.calibration.samples import SampleCapture, capturing
 from kvq_cli.calibration.streams import stream_name
 from kvq_cli.calibration.work_folder import WorkFolder
 from kvq_cli.distributed import Workers
+from kvq_cli.errors import KvqError
 
 if TYPE_CHECKING:
     from kvq_cli.calibration.kinds.capture import CapturePlan
@@ -51,26 +52,59 @@ def captured_tokens(plan: CapturePlan) -> dict[str, int]:
     }
 
 
-def capture_all(plan: CapturePlan, captures: WorkFolder, progress: Progress, workers: Workers | None = None) -> None:
+def capture_all(
+    plan: CapturePlan, captures: WorkFolder, progress: Progress, workers: Workers | None = None, *, weighted: bool
+) -> None:
     """Run every sample through the model, and write its captured tokens to disk before the next ones run.
 
-    captures: of `captures_folder`; other calibrations may read it from then on.
+    captures: of `captures_folder`; other calibrations may read it from then on. weighted: raise KvqError naming the
+    first module whose output has no gradients; else all numbers then count the same.
     """
     settings = plan.settings
     windows = plan.read_windows(captures, progress)
     done = (captures.read_json("captured") or {"samples": 0})["samples"]
     progress("capture", done, settings.samples)
-    if done == settings.samples:
-        return captures.share()
-    sampled = SampleCapture(windows, plan.capture, settings.gradients, settings.seed)
-
-    if workers is None:
-        finished = _capture_here(plan, sampled, captures, done)
-    else:
-        finished = _capture_on(workers, plan, sampled, captures, done)
-    for done in finished:
-        progress("capture", done, settings.samples)
+    if done < settings.samples:
+        sampled = SampleCapture(windows, plan.capture, settings.gradients, settings.seed)
+        if workers is None:
+            finished = _capture_here(plan, sampled, captures, done)
+        else:
+            finished = _capture_on(workers, plan, sampled, captures, done)
+        for done in finished:
+            progress("capture", done, settings.samples)
+    if (name := without_gradients(plan, captures)) and weighted:
+        raise KvqError(
+            f"{name}: its output has no gradients, since a module between it and the loss has no backward pass: use "
+            "weights that are not quantized, or do not weight with gradients (kvq calibrate --no-fisher; klt also "
+            "--set metric=none)"
+        )
     captures.share()
+
+
+def without_gradients(plan: CapturePlan, captures: WorkFolder) -> str | None:
+    """The first module whose output has no gradients, or only zeros; None where all keys and values have some."""
+    if (found := captures.read_json("gradients")) is None:
+        found = {"missing": _without_gradients(plan, captures)}
+        captures.write_json("gradients", found)
+    return found["missing"]
+
+
+def _without_gradients(plan: CapturePlan, captures: WorkFolder) -> str | None:
+    shape, settings = plan.loaded.shape, plan.settings
+    size = (1, plan.capture.tokens, shape.kv_heads, shape.head_dim)
+
+    def only_zeros(layer: int, kind: str, quantity: str) -> bool:
+        name = stream_name(layer, kind, quantity)
+        return not any(captures.read_samples(name, size, sample).any() for sample in range(settings.gradients))
+
+    for layer in attention_layers(plan.loaded.model):
+        # Where values are always zero, the loss does not depend on keys.
+        keys = only_zeros(layer.index, "k", "g") and not only_zeros(layer.index, "v", "x")
+        if keys or only_zeros(layer.index, "v", "g"):
+            point = layer.key if keys else layer.value
+            names = (name for name, module in plan.loaded.model.named_modules() if point and module is point.module)
+            return next(names, layer.name)
+    return None
 
 
 def _capture_here(plan: CapturePlan, sampled: SampleCapture, captures: WorkFolder, done: int) -> Iterator[int]:

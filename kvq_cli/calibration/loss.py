@@ -35,7 +35,8 @@ def hidden_gradient(model: PreTrainedModel, output: ModelOutput, ids: Tensor) ->
             decoded.output = type(output)(**{**output, "last_hidden_state": part})
             logits = head(input_ids=ids[:, tokens], use_cache=False).logits[0]
             loss = F.cross_entropy(logits.float(), ids[0, tokens.start + 1 : tokens.stop + 1], reduction="sum")
-            gradient[:, tokens] = torch.autograd.grad(loss, part)[0]
+            if loss.requires_grad:  # else the output layer has no backward pass
+                gradient[:, tokens] = torch.autograd.grad(loss, part)[0]
     return gradient
 
 

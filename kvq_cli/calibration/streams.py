@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
+
 from kvq_cli.calibration import estimate, mixed, remote, transforms
 from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
 from kvq_cli.calibration.kinds.base import Calibrated, Progress
@@ -120,7 +122,10 @@ def _read(plan: CapturePlan, captures: WorkFolder, layer: int, kind: str) -> Cap
     settings, shape = plan.settings, plan.loaded.shape
     sample = (plan.capture.tokens, shape.kv_heads, shape.head_dim)
     x = captures.read_samples(stream_name(layer, kind, "x"), (settings.samples, *sample))
-    g = captures.read_samples(stream_name(layer, kind, "g"), (settings.gradients, *sample))
+    if (captures.read_json("gradients") or {}).get("missing"):
+        g = torch.ones(settings.gradients, *sample, dtype=torch.bfloat16)  # nothing is weighted: see `capture_all`
+    else:
+        g = captures.read_samples(stream_name(layer, kind, "g"), (settings.gradients, *sample))
     return CapturedStream(x, g, settings.held_out)
 
 

@@ -136,6 +136,11 @@ class CaptureSpec(Spec):
     def entries(self) -> AbstractSet[int]:
         """Centroids of each codebook, without repetition."""
 
+    @property
+    def weighted(self) -> bool:
+        """Whether numbers are weighted with gradients."""
+        return False
+
     @abstractmethod
     def needed_tokens(self, shape: ModelShape) -> Iterator[tuple[int, str]]:
         """Minimum numbers of training tokens, each with what needs them."""
@@ -274,6 +279,10 @@ class CalibrationSpec(StreamSpec):
     def entries(self) -> AbstractSet[int]:
         return {stream.entries for stream in self.streams}
 
+    @property
+    def weighted(self) -> bool:
+        return self.fisher
+
     def needed_tokens(self, shape: ModelShape) -> Iterator[tuple[int, str]]:
         for stream in self.streams:
             least = -(-stream.entries * max(block.size for block in stream.shapes) // stream.share)
@@ -321,6 +330,10 @@ class TransformSpec(StreamSpec):
     fisher: bool
     metric: str
     allocate: str
+
+    @property
+    def weighted(self) -> bool:
+        return self.fisher or self.metric != "none"
 
     def groups(self, kind: str, shape: ModelShape) -> tuple[int, int]:
         joined = self.join_keys if kind == "k" else self.join_values
@@ -409,6 +422,10 @@ class MixedSpec(CaptureSpec):
     @property
     def entries(self) -> AbstractSet[int]:
         return {size for part in self.different for size in part.entries} or {MAX_ENTRIES}
+
+    @property
+    def weighted(self) -> bool:
+        return any(part.weighted for part in self.different)
 
     def needed_tokens(self, shape: ModelShape) -> Iterator[tuple[int, str]]:
         for part in self.different:

@@ -62,7 +62,7 @@ def tune(
         work.open(request, resume=resume, disk_bytes=0 if captured else plan.disk_bytes())
         try:
             with deterministic(plan.loaded.model.device), captures_folder(plan, work, captured, note) as captures:
-                capture_all(plan, captures, progress)
+                capture_all(plan, captures, progress, weighted=True)
                 search = Search(options, Steps(plan, work, captures, meter, progress), progress)
                 best = search.run()
                 artifact = _write(search, best, out)

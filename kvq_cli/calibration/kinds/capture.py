@@ -63,7 +63,7 @@ class CapturePlan(CalibrationPlan):
         self, work: WorkFolder, captured: Path | None, progress: Progress, note: Note, workers: Workers | None
     ) -> tuple[dict[str, Tensor], dict[str, Any]]:
         with captures_folder(self, work, captured, note) as captures:
-            capture_all(self, captures, progress, workers)
+            capture_all(self, captures, progress, workers, weighted=self.spec.weighted)
             functions = self.functions(work, captures, progress, workers)
             errors = cluster_all(self, work, captures, functions, progress, workers)
         tensors = {

@@ -1,0 +1,88 @@
+"""Weights without a backward pass: calibration refuses what it would weight with gradients, and names the module."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+from calibrations import run
+from torch import nn
+
+from kvq_cli.errors import KvqError
+from kvq_cli.methods.registry import build
+
+REFUSED = r"model\.layers\.{}\.self_attn\.k_proj: its output has no gradients"
+
+
+class Detached(nn.Module):
+    """A linear layer whose kernel gives no gradients, as those of some quantized weights."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x).detach()
+
+
+class ForwardOnly(torch.autograd.Function):
+    """Has no backward pass."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+
+class Unfinished(Detached):
+    """A linear layer whose kernel raises in the backward pass."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return ForwardOnly.apply(self.linear(x))
+
+
+def without_gradients(tiny, wrap, layers, names=("o_proj",), head=False):
+    model = copy.deepcopy(tiny.model)
+    for layer in layers:
+        attention = model.model.layers[layer].self_attn
+        for name in names:
+            setattr(attention, name, wrap(getattr(attention, name)))
+    if head:
+        model.lm_head = wrap(model.lm_head)
+    return replace(tiny, model=model)
+
+
+@pytest.mark.parametrize("wrap", [Detached, Unfinished])
+@pytest.mark.parametrize(("layers", "head", "first"), [([0, 1], False, 0), ([1], False, None), ([], True, 0)])
+def test_calibration_names_the_first_module_without_gradients(tiny, quick, tmp_path, wrap, layers, head, first):
+    first = first if first is not None else (0 if wrap is Unfinished else 1)  # what raises ends the whole pass
+    loaded = without_gradients(tiny, wrap, layers, head=head)
+    with pytest.raises(KvqError, match=REFUSED.format(first)):
+        run(loaded, quick, tmp_path / "a", build("temporalkv"))
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("klt", {"fisher": False}),
+        ("klt", {"metric": "none"}),
+        ("mixed", {"keys": "kivi:group=8", "values": "temporalkv"}),
+    ],
+)
+def test_each_weight_counts(tiny, quick, tmp_path, method, options):
+    with pytest.raises(KvqError, match=REFUSED.format(0)):
+        run(without_gradients(tiny, Detached, [0, 1]), quick, tmp_path / "a", build(method, **options))
+
+
+@pytest.mark.parametrize(("method", "options"), [("temporalkv", {}), ("kvquant", {}), ("klt", {"metric": "none"})])
+def test_without_weights_all_numbers_count_the_same(tiny, quick, tmp_path, method, options):
+    """The artifact is that of a model with gradients, but for the errors weighted with them."""
+    built = build(method, fisher=False, **options | ({"hybrid": "off"} if method == "temporalkv" else {}))
+    artifact = run(without_gradients(tiny, Detached, [0, 1]), quick, tmp_path / "a", built)
+    errors = [layer[kind]["chosen"] for layer in artifact.config["errors"]["layers"] for kind in "kv"]
+    assert all(0.01 < each["fisher"] == each["plain"] for each in errors)
+    if method != "klt":  # its codes are allocated by the gradients' size
+        expected = run(tiny, quick, tmp_path / "b", built)
+        assert all(torch.equal(artifact.tensors[name], each) for name, each in expected.tensors.items())
