@@ -50,6 +50,36 @@ def pytest_collection_finish():
     gc.enable()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def texts_once() -> Iterator[None]:
+    """Tokenize a long text once with each tokenizer, and split a haystack into sentences once: evaluations share them,
+    and spend most of their time there with models of two layers."""
+    from kvq_cli.data import texts
+    from kvq_cli.evaluation.ruler import haystack
+
+    tokens, sentences, found = texts._tokens, haystack._sentences, {}
+
+    def tokens_once(tokenizer, text: str):
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if len(text) < 10_000 or backend is None:
+            return tokens(tokenizer, text)
+        key = hash((backend.to_str(), text))
+        if key not in found:
+            found[key] = tokens(tokenizer, text)
+        return found[key].clone()
+
+    def sentences_once(words: list[str]):
+        key = hash(tuple(words))
+        if key not in found:
+            found[key] = sentences(words)
+        return found[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(texts, "_tokens", tokens_once)
+        patch.setattr(haystack, "_sentences", sentences_once)
+        yield
+
+
 @pytest.fixture
 def default_sigint() -> Iterator[None]:
     """As in a terminal: a runner in the background ignores Ctrl-C."""

@@ -61,7 +61,7 @@ def bits(
         raise UsageError("--compare with --method: use one of them")
     named = method if compare is None else compare
     chosen = chosen_methods(named, bits, set_, out)
-    from kvq_cli.benchmarking.accounting import account, artifact_bytes  # imports PyTorch: names are right
+    from kvq_cli.benchmarking.accounting import account, artifact_bytes
 
     size = model_size(shapes, model, trust_remote_code)
     counted, rows = [], []

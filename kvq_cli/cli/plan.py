@@ -84,7 +84,7 @@ def plan(
         raise UsageError(f"--tensor-parallel-size {ranks}: `kvq generate` runs on one GPU; add --engine vllm")
     total, held_back = _memory_bytes(memory, gpu), parse_bytes(reserve, "--reserve")
     chosen = chosen_methods(compare, bits, set_, out)
-    from kvq_cli.benchmarking.capacity import capacity, serving_capacity  # imports PyTorch: names are right
+    from kvq_cli.benchmarking.capacity import capacity, serving_capacity
 
     size = model_size(shapes, model, trust_remote_code)
     room, device = total - held_back, f"--memory {memory}" if gpu is None else f"--gpu {gpu}"
