@@ -61,7 +61,7 @@ def texts_once() -> Iterator[None]:
 
     def tokens_once(tokenizer, text: str):
         backend = getattr(tokenizer, "backend_tokenizer", None)
-        if len(text) < 10_000 or backend is None:
+        if len(text) < 1_000 or backend is None:
             return tokens(tokenizer, text)
         key = hash((backend.to_str(), text))
         if key not in found:
@@ -77,6 +77,14 @@ def texts_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(texts, "_tokens", tokens_once)
         patch.setattr(haystack, "_sentences", sentences_once)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_fsync() -> Iterator[None]:
+    """Do not wait for the disk: no test cuts the power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: None)
         yield
 
 

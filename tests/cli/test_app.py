@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import click
 import pytest
 import typer
+from tiers import slow_cases
 
 from kvq_cli.cli import app as module
 from kvq_cli.errors import KvqError, UsageError
@@ -163,14 +164,20 @@ def test_a_pipe_that_nobody_reads_is_no_error_message(monkeypatch, words):
     assert done.returncode == 1 and "BrokenPipe" not in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "returned", "says"),
+    [("generate", 2, "the prompt is empty"), *slow_cases(("chat", 0, "Ctrl-D quits"))],
+)
+def test_closed_input(command, returned, says):
+    words = [sys.executable, "-m", "kvq_cli", command]
+    closed = subprocess.run(["sh", "-c", 'exec "$@" <&-', "-", *words], capture_output=True, text=True)
+    assert closed.returncode == returned and says in closed.stderr, closed.stderr
+
+
 def test_closed_and_ascii_streams(tmp_path):
     words = [sys.executable, "-m", "kvq_cli", "bench", "report", str(tmp_path)]
     closed = subprocess.run(["sh", "-c", 'exec "$@" >&-', "-", *words], capture_output=True, text=True)
     assert closed.returncode == 1 and closed.stderr.startswith("kvq: error: no results of a GPU"), closed.stderr
-    for command, returned, says in (("generate", 2, "the prompt is empty"), ("chat", 0, "Ctrl-D quits")):
-        words = [sys.executable, "-m", "kvq_cli", command]
-        closed = subprocess.run(["sh", "-c", 'exec "$@" <&-', "-", *words], capture_output=True, text=True)
-        assert closed.returncode == returned and says in closed.stderr, closed.stderr
     code = "import typer; from kvq_cli.cli.app import KvqGroup; app = typer.Typer(cls=KvqGroup)\n"
     code += "app.callback()(lambda: None); app.command('run')(lambda: print('\\u00b1')); app(['run'])"
     for encoding in ("ascii", "ascii:surrogateescape"):  # the locale C has the latter

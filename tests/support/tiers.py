@@ -19,8 +19,12 @@ def slow_cases(*cases: tuple[Any, ...]) -> list[Any]:
 
 
 def fast(names: Container[Any], values: Iterable[Any]) -> list[Any]:
-    """All values of one argument, of which only those in `names` are not slow."""
-    return [value if value in names else pytest.param(value, marks=pytest.mark.slow) for value in values]
+    """All values of one argument, or tuples of several, of which only those in `names` are not slow."""
+
+    def marked(value: Any) -> Any:
+        return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
+
+    return [value if value in names else marked(value) for value in values]
 
 
 def first_of_each(cases: Iterable[tuple[Any, ...]], ids: Iterable[str]) -> list[Any]:
