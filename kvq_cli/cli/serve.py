@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError
 from typing import Annotated
 
@@ -45,6 +47,7 @@ def serve(
         from kvq_cli.methods.registry import method_class
 
         method_class(method)  # an unknown name is reported before PyTorch is imported
+    from kvq_cli.vllm.flags import masked
     from kvq_cli.vllm.plugin import check_version
     from kvq_cli.vllm.prepare import prepare
 
@@ -59,13 +62,23 @@ def serve(
     flags = [*ctx.args, *(["--trust-remote-code"] if trust_remote_code else [])]
     plan = prepare(attachable, model, dtype, trust_remote_code, flags)
     out.note(plan.summary())
+    if _is_open(flags):
+        out.note("vLLM listens on all interfaces, without a key: give --host 127.0.0.1, or a key in VLLM_API_KEY")
     arguments = plan.arguments()
-    print(shlex.join(["vllm", *arguments]))
+    print(shlex.join(["vllm", *masked(arguments)]))
     if not dry_run:
         from kvq_cli.vllm.supervise import supervise
 
         sys.stdout.flush()
         raise typer.Exit(supervise(arguments))
+
+
+def _is_open(flags: Sequence[str]) -> bool:
+    """Whether neither an address nor a key says who may connect."""
+    from kvq_cli.vllm.flags import flag_value
+
+    given = any(flag_value(flags, name) is not None for name in ("--host", "--uds", "--api-key"))
+    return not given and not os.environ.get("VLLM_API_KEY")
 
 
 def _options(method: str | None, artifact: object, pairs: list[str] | None) -> dict[str, str]:

@@ -9,6 +9,7 @@
     shard.py         the heads of a rank          gathered.py  values that all ranks pack together
     checks.py        reasons to refuse            plugin.py  registration
     command.py       vLLM's arguments             supervise.py  a server that may die
+    flags.py         vLLM's command line
 
 vllm itself is imported by backend.py, engine.py, exact_blocks.py and, inside functions, plugin.py and rope.py.
 """

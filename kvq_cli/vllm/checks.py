@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from kvq_cli.codecs.base import PromptCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method
+from kvq_cli.vllm.flags import flag_name
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -55,20 +56,6 @@ REFUSED_FLAGS = {
 }
 #: Flags by which vLLM loads another model than the one that an artifact is compared with.
 OTHER_MODEL = ("--revision", "--hf-overrides", "--hf-config-path")
-#: Short forms of these flags.
-_ALIASES = {
-    "-tp": "--tensor-parallel-size",
-    "-pp": "--pipeline-parallel-size",
-    "-dcp": "--decode-context-parallel-size",
-    "-pcp": "--prefill-context-parallel-size",
-    "-sc": "--speculative-config",
-}
-
-
-def flag_name(word: str) -> str:
-    """The flag of `--flag`, `--flag=value`, `--flag_with_underscores` or a short form, as vLLM takes them."""
-    name = word.partition("=")[0]
-    return _ALIASES.get(name, name.replace("_", "-") if name.startswith("--") else name)
 
 
 def check_flags(flags: Sequence[str], artifact: bool = False) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import ModelShape
-from kvq_cli.vllm.checks import check_model, check_plans, flag_name
+from kvq_cli.vllm.checks import check_model, check_plans
+from kvq_cli.vllm.flags import flag_value, without
 from kvq_cli.vllm.layout import CacheLayout, cache_layout, token_bytes
 from kvq_cli.vllm.served import CACHE_DTYPE, KEY, ServedMethod
 from kvq_cli.vllm.shard import Shard
@@ -100,25 +101,3 @@ def _check_additional(text: str) -> None:
         given = None
     if not isinstance(given, dict) or KEY in given:
         raise UsageError(f'--additional-config {text}: must be a JSON object without "{KEY}", which kvq serve writes')
-
-
-def flag_value(flags: Sequence[str], name: str) -> str | None:
-    """The value of a flag in `--flag value` or `--flag=value`, or of its short form; None: it is not given."""
-    for i, word in enumerate(flags):
-        _, equals, value = word.partition("=")
-        if flag_name(word) == name and (equals or i + 1 < len(flags)):
-            return value if equals else flags[i + 1]
-    return None
-
-
-def without(flags: Sequence[str], names: Sequence[str]) -> list[str]:
-    """The flags but for these and their values."""
-    kept, skip = [], False
-    for word in flags:
-        if skip:
-            skip = False
-        elif flag_name(word) not in names:
-            kept.append(word)
-        else:
-            skip = "=" not in word
-    return kept

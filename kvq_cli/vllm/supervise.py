@@ -5,11 +5,14 @@ kills what is left of the engine, Python's resource tracker among it, so that no
 tracker is that of the parent, which outlives all of them.
 
     python -m kvq_cli.vllm.supervise FD ARGUMENTS    what the child runs: the command `vllm ARGUMENTS`
+
+`ps` shows the child's arguments to all users: keys are masked in them. Its environment has the arguments to run with.
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import runpy
 import signal
@@ -21,7 +24,10 @@ from multiprocessing import resource_tracker
 from types import FrameType
 
 from kvq_cli.errors import KvqError
+from kvq_cli.vllm.flags import masked
 
+#: The variable of the child's environment that holds its arguments.
+_ARGUMENTS = "KVQ_VLLM_ARGUMENTS"
 #: Options of Linux's prctl: the signal that a child gets when its parent dies; adopt orphaned grandchildren.
 _PDEATHSIG, _CHILD_SUBREAPER = 1, 36
 
@@ -37,8 +43,9 @@ def supervise(arguments: Sequence[str]) -> int:
     tracker = resource_tracker.getfd()
     assert tracker is not None
     _prctl(_CHILD_SUBREAPER, 1)
-    words = [sys.executable, "-m", __name__, str(tracker), *arguments]
-    child = subprocess.Popen(words, pass_fds=[tracker])
+    words = [sys.executable, "-m", __name__, str(tracker), *masked(arguments)]
+    environment = {**os.environ, _ARGUMENTS: json.dumps(arguments)}
+    child = subprocess.Popen(words, pass_fds=[tracker], env=environment)
 
     def pass_on(number: int, _frame: FrameType | None) -> None:
         nonlocal asked
@@ -90,4 +97,4 @@ def _serve(tracker: int, arguments: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), sys.argv[2:])
+    _serve(int(sys.argv[1]), json.loads(os.environ.pop(_ARGUMENTS)))

@@ -100,6 +100,33 @@ def test_vllms_flags_are_passed_on(kvq, folder, flags):
     assert "bytes a token" in result.stderr
 
 
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--api-key", "mine"),
+        ("--api_key=mine",),
+        ("--api-key", "mine", "mine2"),
+        ("--api-k", "mine"),
+        ("--hf-token=mine",),
+    ],
+)
+def test_keys_are_not_printed(kvq, folder, flags):
+    result = kvq("serve", "--model", str(folder), "--method", "kivi", "--dry-run", *flags, "--port", "8123")
+    words, _ = command(result)
+    assert "***" in " ".join(words) and words[-2:] == ["--port", "8123"]
+    assert "mine" not in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "key", "is_open"),
+    [((), "", True), (("--host", "127.0.0.1"), "", False), (("--api-key=k",), "", False), ((), "k", False)],
+)
+def test_says_that_anyone_may_connect(kvq, folder, monkeypatch, flags, key, is_open):
+    monkeypatch.setenv("VLLM_API_KEY", key)
+    result = kvq("serve", "--model", str(folder), "--method", "kivi", "--dry-run", *flags)
+    assert ("listens on all interfaces" in result.stderr) == is_open
+
+
 def test_quiet(kvq, folder):
     result = kvq("serve", "--model", str(folder), "--method", "kivi", "--dry-run", "--quiet")
     assert "--quiet" not in command(result)[0] and not result.stderr

@@ -88,6 +88,15 @@ def test_a_server_that_is_asked_to_stop_ends_with_its_own_code(start):
     until_gone(*server, memory)
 
 
+def test_keys_are_hidden_from_other_users(start):
+    """`ps` shows them a process's arguments, but not its environment; the engine gets neither."""
+    words = ("serve", "model", "--api-key", "KEY", "KEY2", "--hf-token=KEY", "--port", "1")
+    process, (server, engine), _ = start(*words)  # which checks that the server gets the words
+    shown = (server / "cmdline").read_text().split("\0")[-8:-1]
+    assert shown == ["model", "--api-key", "***", "***", "--hf-token=***", "--port", "1"]
+    assert "KEY" not in (engine / "cmdline").read_text() + (engine / "environ").read_text()
+
+
 def test_a_killed_engine_is_not_left_by_a_killed_server(start):
     process, server, memory = start("serve", "model")
     os.kill(int(server[0].name), signal.SIGKILL)
