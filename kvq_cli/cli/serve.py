@@ -16,6 +16,8 @@ from kvq_cli.cli.output import Output
 from kvq_cli.cli.resolve import resolve
 from kvq_cli.errors import KvqError, UsageError
 
+#: Seconds that vLLM has to end after its --shutdown-timeout, before it is killed.
+_TEARDOWN = 15
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and print the command; start no server.")]
 
 
@@ -70,7 +72,7 @@ def serve(
         from kvq_cli.vllm.supervise import supervise
 
         sys.stdout.flush()
-        raise typer.Exit(supervise(arguments))
+        raise typer.Exit(supervise(arguments, plan.shutdown_timeout + _TEARDOWN))
 
 
 def _is_open(flags: Sequence[str]) -> bool:

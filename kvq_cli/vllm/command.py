@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class ServePlan:
     """A server that can be started. shape, layout: of one of the tensor-parallel `ranks`. source: the model's folder or
-    Hub id. flags: vLLM's own."""
+    Hub id. shutdown_timeout: seconds that requests in flight have when it is asked to end. flags: vLLM's own."""
 
     served: ServedMethod
     shape: ModelShape
@@ -30,6 +30,7 @@ class ServePlan:
     layout: CacheLayout
     source: str
     name: str
+    shutdown_timeout: int
     flags: tuple[str, ...]
 
     def arguments(self) -> list[str]:
@@ -37,6 +38,7 @@ class ServePlan:
         dtype = self.shape.dtype
         words = ["serve", self.source, "--dtype", dtype, "--kv-cache-dtype", CACHE_DTYPE]
         words += ["--block-size", str(self.layout.block_size), "--attention-backend", "CUSTOM"]
+        words += ["--shutdown-timeout", str(self.shutdown_timeout)]
         if flag_value(self.flags, "--served-model-name") is None:
             words += ["--served-model-name", self.name]
         config = {**self._additional(), **self.served.additional_config()}
@@ -67,7 +69,16 @@ class ServePlan:
 
 
 #: Flags of vLLM that kvq computes, and may be given to it.
-_OWN = ("--block-size", "--additional-config", "--kv-cache-dtype", "--attention-backend", "--dtype")
+_OWN = (
+    "--block-size",
+    "--additional-config",
+    "--kv-cache-dtype",
+    "--attention-backend",
+    "--dtype",
+    "--shutdown-timeout",
+)
+#: Without a timeout, vLLM aborts requests in flight and never tells their clients, for whom it waits for ever.
+_SHUTDOWN_TIMEOUT = 30
 
 
 def serve_plan(
@@ -83,14 +94,16 @@ def serve_plan(
     if additional is not None:
         _check_additional(additional)
     layout = cache_layout(plans, of_rank, _whole_number(flags, "--block-size")).of_rank(0, shape.layers)
-    return ServePlan(served, of_rank, ranks, layout, source, name, tuple(flags))
+    timeout = _whole_number(flags, "--shutdown-timeout", least=0)
+    timeout = _SHUTDOWN_TIMEOUT if timeout is None else timeout
+    return ServePlan(served, of_rank, ranks, layout, source, name, timeout, tuple(flags))
 
 
-def _whole_number(flags: Sequence[str], name: str) -> int | None:
-    """The value of a flag; None: it is not given. Raises UsageError unless it is a positive whole number."""
+def _whole_number(flags: Sequence[str], name: str, least: int = 1) -> int | None:
+    """The value of a flag; None: it is not given. Raises UsageError unless it is a whole number of at least `least`."""
     text = flag_value(flags, name)
-    if text is not None and not (text.isdecimal() and int(text)):
-        raise UsageError(f"{name} {text}: give a whole number of at least 1")
+    if text is not None and not (text.isdecimal() and int(text) >= least):
+        raise UsageError(f"{name} {text}: give a whole number of at least {least}")
     return None if text is None else int(text)
 
 

@@ -18,6 +18,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing import resource_tracker
@@ -32,13 +33,14 @@ _ARGUMENTS = "KVQ_VLLM_ARGUMENTS"
 _PDEATHSIG, _CHILD_SUBREAPER = 1, 36
 
 
-def supervise(arguments: Sequence[str]) -> int:
+def supervise(arguments: Sequence[str], patience: float) -> int:
     """Run `vllm ARGUMENTS` until it ends, passing on SIGINT and SIGTERM; returns its exit code.
 
-    Raises KvqError if it ends without such a signal: one of its processes died, or it could not start. When this
-    returns, its processes are gone; when this process ends, their shared memory is.
+    Raises KvqError if it ends without such a signal: one of its processes died, or it could not start; and if it has
+    not ended `patience` seconds after the first one: its processes are killed then. When this returns, its processes
+    are gone; when this process ends, their shared memory is.
     """
-    asked = False
+    asked = overdue = False
     resource_tracker.ensure_running()
     tracker = resource_tracker.getfd()
     assert tracker is not None
@@ -47,9 +49,18 @@ def supervise(arguments: Sequence[str]) -> int:
     environment = {**os.environ, _ARGUMENTS: json.dumps(arguments)}
     child = subprocess.Popen(words, pass_fds=[tracker], env=environment)
 
+    def give_up() -> None:
+        nonlocal overdue
+        overdue = True
+        child.kill()
+
+    timer = threading.Timer(patience, give_up)
+
     def pass_on(number: int, _frame: FrameType | None) -> None:
         nonlocal asked
-        asked = True
+        if not asked:
+            asked = True
+            timer.start()
         child.send_signal(number)
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -58,7 +69,13 @@ def supervise(arguments: Sequence[str]) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        timer.cancel()
         _end_orphans(child.pid)
+    if overdue:
+        raise KvqError(
+            f"the server had not ended {patience:g} s after it was asked to, and was killed: requests in flight got no "
+            "answer. A larger --shutdown-timeout gives them more time"
+        )
     if not asked:
         raise KvqError(f"the server ended by itself (vLLM's exit code: {code}): its messages above say why")
     return code if code >= 0 else 128 - code

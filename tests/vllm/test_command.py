@@ -61,6 +61,13 @@ def test_an_artifact_with_other_windows(kvq, folder, artifact):
     assert served.artifact.path == artifact
 
 
+@pytest.mark.parametrize(("flags", "seconds"), [((), "30"), (("--shutdown_timeout=0",), "0")])
+def test_requests_in_flight_have_time_to_finish(kvq, folder, flags, seconds):
+    words, _ = command(kvq("serve", "--model", str(folder), "--method", "kivi", "--dry-run", *flags))
+    given = [i for i, word in enumerate(words) if word.replace("_", "-").startswith("--shutdown-timeout")]
+    assert len(given) == 1 and words[given[0] + 1] == seconds
+
+
 def test_innerq_takes_no_norms_from_prompts(kvq, folder):
     result = kvq("serve", "--model", str(folder), "--method", "innerq", "--dry-run")
     assert command(result)[1]["kvq"]["method"]["norm"] is False
@@ -144,6 +151,7 @@ def test_quiet(kvq, folder):
         ("kivi", ("--block-size", "40"), "cuts blocks of 32 tokens"),
         ("kivi", ("--tensor-parallel-size", "3"), "4 query heads and 2 kv heads, which cannot be split evenly"),
         ("kivi", ("-tp=0",), "--tensor-parallel-size 0: give a whole number of at least 1"),
+        ("kivi", ("--shutdown-timeout", "-1"), "--shutdown-timeout -1: give a whole number of at least 0"),
         ("kivi", ("-pp", "2"), "all layers must be in one process"),
         ("kivi", ("--decode-context-parallel-size=2",), "a sequence's tokens are packed together"),
         ("kivi", ("-dcp", "2"), "a sequence's tokens are packed together"),

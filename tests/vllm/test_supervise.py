@@ -22,12 +22,13 @@ if __name__ == "__main__":
     memory = shared_memory.SharedMemory(create=True, size=1000)
     process = multiprocessing.get_context("spawn").Process(target=engine)
     process.start()
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None if sys.argv[1:] == ["hang"] else os._exit(0))
     print(os.getpid(), process.pid, memory.name, *sys.argv, flush=True)
     time.sleep(600 if sys.argv[1:] != ["die"] else 0.1)
     os._exit(0)
 """
-MAIN = "import sys; from kvq_cli.vllm.supervise import supervise; sys.exit(supervise(sys.argv[1:]))"
+MAIN = "import sys; from kvq_cli.vllm.supervise import supervise; sys.exit(supervise(sys.argv[2:], float(sys.argv[1])))"
 SOON = 30
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are adopted and tied to parents on Linux")
@@ -44,9 +45,11 @@ def start(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])}
     running = []
 
-    def run(*words):
+    def run(*words, patience=600):
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "start_new_session": True}
-        process = subprocess.Popen([sys.executable, "-c", MAIN, *words], env=environment, cwd=tmp_path, **pipes)
+        process = subprocess.Popen(
+            [sys.executable, "-c", MAIN, str(patience), *words], env=environment, cwd=tmp_path, **pipes
+        )
         running.append(process)
         server, engine, memory, *arguments = process.stdout.readline().split()
         assert arguments[1:] == list(words)
@@ -85,6 +88,15 @@ def test_a_server_that_is_asked_to_stop_ends_with_its_own_code(start):
     process, server, memory = start("serve", "model")
     process.terminate()
     assert process.wait(SOON) == 0
+    until_gone(*server, memory)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_server_that_does_not_end_is_killed(start, number):
+    process, server, memory = start("hang", patience=0.3)
+    process.send_signal(number)
+    _, messages = process.communicate(timeout=SOON)
+    assert process.returncode == 1 and "had not ended 0.3 s after it was asked to, and was killed" in messages
     until_gone(*server, memory)
 
 

@@ -1,4 +1,5 @@
-"""A server that lm-eval asks, and whose processes are killed: requests get an error, and it ends; a new one answers."""
+"""A server that lm-eval asks, and whose processes are killed: requests get an error, and it ends; a new one answers.
+One with a request in flight ends, too."""
 
 from __future__ import annotations
 
@@ -16,6 +17,8 @@ from vllm_servers import ROOT, serving
 METHOD = ("--method", "kivi", "--bits", "2", "--set", "residual=32")
 WORDS = (*METHOD, "--dtype", "float32", "--max-model-len", "1024")
 PROMPT = "The old harbour lies where the river meets the sea, and its walls are of grey stone. " * 6
+#: A request that takes much longer than a second.
+IN_FLIGHT = {"model": "reference", "prompt": PROMPT, "max_tokens": 700, "ignore_eos": True}
 #: Seconds in which a server ends after one of its processes was killed.
 SOON = 30
 
@@ -59,15 +62,26 @@ def test_a_killed_worker_of_two_ends_the_server(tmp_path):
         _kill(server, "Worker_TP")
 
 
+def test_a_request_that_takes_too_long_does_not_keep_a_server(tmp_path):
+    with serving(tmp_path, *WORDS, "--shutdown-timeout", "1") as server:
+        shared = server.shared_memory()
+        with server.open(json.dumps({**IN_FLIGHT, "stream": True}).encode()) as stream:
+            assert stream.readline().startswith(b"data: ")
+            server.process.terminate()
+            assert server.process.wait(SOON) == 1
+        assert "was killed: requests in flight got no answer" in server.words()
+        server.until_gone()
+    _check_gone(shared)
+
+
 def _kill(server, victim: str) -> str:
     """Kill a process while a request is in flight, and see the server end; returns its answer before."""
     expected = server.answer(prompt=PROMPT, max_tokens=12)
     assert expected.strip()
     shared = server.shared_memory()
-    in_flight = {"model": "reference", "prompt": PROMPT, "max_tokens": 700, "ignore_eos": True}
-    streamed = json.dumps({**in_flight, "stream": True}).encode()
+    streamed = json.dumps({**IN_FLIGHT, "stream": True}).encode()
     with ThreadPoolExecutor() as pool, server.open(streamed) as stream:
-        status = pool.submit(server.status, json.dumps(in_flight).encode())
+        status = pool.submit(server.status, json.dumps(IN_FLIGHT).encode())
         assert stream.readline().startswith(b"data: ")  # it is being computed
         begin = time.monotonic()
         server.named(victim)[-1].kill()

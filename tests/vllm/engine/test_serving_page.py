@@ -41,6 +41,10 @@ def test_five_commands_lead_to_an_answer(tmp_path):
             assert server.status(json.dumps(bad).encode()) == 400
         assert server.status(json.dumps(good).encode()) == 200
 
-        server.process.terminate()
+        slow = {**good, "max_tokens": 100, "ignore_eos": True, "stream": True}
+        with server.open(json.dumps(slow).encode()) as stream:
+            assert stream.readline().startswith(b"data: ")
+            server.process.terminate()
+            assert stream.read().endswith(b"data: [DONE]\n\n")  # a request in flight is finished
         assert server.process.wait(60) == 0
         server.until_gone()
