@@ -6,7 +6,6 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError
 from typing import Annotated
 
 import typer
@@ -50,29 +49,43 @@ def serve(
 
         method_class(method)  # an unknown name is reported before PyTorch is imported
     from kvq_cli.vllm.flags import masked
-    from kvq_cli.vllm.plugin import check_version
+    from kvq_cli.vllm.parse import check_arguments, parsed_flags
     from kvq_cli.vllm.prepare import prepare
 
-    if not dry_run:
-        try:
-            check_version()
-        except PackageNotFoundError:
-            raise KvqError("vLLM is not installed: pip install 'kvq-cli[vllm]'") from None
+    missing = _missing_vllm(dry_run)
+    flags = list(ctx.args) if missing else parsed_flags(ctx.args)
     attachable = resolve(
         model, method, bits, artifact, _options(method, artifact, set_), trust_remote_code=trust_remote_code
     )
-    flags = [*ctx.args, *(["--trust-remote-code"] if trust_remote_code else [])]
+    flags += ["--trust-remote-code"] if trust_remote_code else []
     plan = prepare(attachable, model, dtype, trust_remote_code, flags)
+    arguments = plan.arguments()
+    if not missing:
+        check_arguments(arguments)
     out.note(plan.summary())
+    if missing:
+        out.note(f"vLLM's flags are not checked: {missing}")
     if _is_open(flags):
         out.note("vLLM listens on all interfaces, without a key: give --host 127.0.0.1, or a key in VLLM_API_KEY")
-    arguments = plan.arguments()
     print(shlex.join(["vllm", *masked(arguments)]))
     if not dry_run:
         from kvq_cli.vllm.supervise import supervise
 
         sys.stdout.flush()
         raise typer.Exit(supervise(arguments, plan.shutdown_timeout + _TEARDOWN))
+
+
+def _missing_vllm(dry_run: bool) -> KvqError | None:
+    """What keeps vLLM from checking its flags; raises it unless this is a dry run, which does without."""
+    from kvq_cli.vllm.plugin import check_version
+
+    try:
+        check_version()
+    except KvqError as error:
+        if not dry_run:
+            raise
+        return error
+    return None
 
 
 def _is_open(flags: Sequence[str]) -> bool:

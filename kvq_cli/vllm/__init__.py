@@ -9,7 +9,8 @@
     shard.py         the heads of a rank          gathered.py  values that all ranks pack together
     checks.py        reasons to refuse            plugin.py  registration
     command.py       vLLM's arguments             supervise.py  a server that may die
-    flags.py         vLLM's command line
+    flags.py         vLLM's command line          parse.py  vLLM's own parser
 
-vllm itself is imported by backend.py, engine.py, exact_blocks.py and, inside functions, plugin.py and rope.py.
+vllm itself is imported by backend.py, engine.py, exact_blocks.py and, inside functions, by parse.py, plugin.py and
+rope.py.
 """

@@ -51,6 +51,8 @@ REFUSED_FLAGS = {
     "--prefill-context-parallel-size": ("a sequence's tokens are packed together", ("1",)),
     "--speculative-config": ("drafted tokens would be packed before they are rejected", ()),
     "--kv-transfer-config": ("blocks of exact tokens cannot be transferred", ()),
+    "--kv-offloading-size": ("blocks of exact tokens cannot be transferred", ()),
+    "--kv-cache-dtype-skip-layers": ("the method says how each layer is stored", ()),
     "--enable-sleep-mode": ("sleep level 2 discards the memory in which codebooks and rotations lie", ()),
     "--disable-hybrid-kv-cache-manager": ("exact tokens have blocks of their own", ()),
 }

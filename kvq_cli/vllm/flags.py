@@ -23,8 +23,9 @@ def flag_name(word: str) -> str:
 
 
 def flag_value(flags: Sequence[str], name: str) -> str | None:
-    """The value of a flag in `--flag value` or `--flag=value`, or of its short form; None: it is not given."""
-    for i, word in enumerate(flags):
+    """The value of a flag in `--flag value` or `--flag=value`, or of its short form: the last, if it is given several
+    times. None: it is not given."""
+    for i, word in reversed(list(enumerate(flags))):
         _, equals, value = word.partition("=")
         if flag_name(word) == name and (equals or i + 1 < len(flags)):
             return value if equals else flags[i + 1]

@@ -14,8 +14,11 @@ VLLM = "0.33"
 
 
 def check_version() -> None:
-    """Raise KvqError for another version of vLLM than `VLLM`."""
-    found = version("vllm")
+    """Raise KvqError unless version `VLLM` of vLLM is installed."""
+    try:
+        found = version("vllm")
+    except PackageNotFoundError:
+        raise KvqError("vLLM is not installed: pip install 'kvq-cli[vllm]'") from None
     if not found.startswith(f"{VLLM}."):
         raise KvqError(
             f"kvq serves with vLLM {VLLM}.x, found {found}: the interfaces for cache types and attention backends "
@@ -29,7 +32,7 @@ def register() -> None:
     another version of vLLM, it warns and registers nothing."""
     try:
         check_version()
-    except (KvqError, PackageNotFoundError) as error:
+    except KvqError as error:
         # A name below "vllm" has vLLM's handlers, and its level.
         logging.getLogger("vllm.kvq").warning("--kv-cache-dtype %s is not available: %s", CACHE_DTYPE, error)
         return

@@ -80,7 +80,9 @@ def test_own_additional_config_and_block_size_are_kept(kvq, folder):
     assert sum(word.startswith("--additional-config") for word in words) == 1
 
 
-@pytest.mark.parametrize("flags", [("--tensor-parallel-size", "2"), ("-tp=2",), ("--tensor_parallel_size=2",)])
+@pytest.mark.parametrize(
+    "flags", [("-tp=2",), ("--tensor_parallel_size=2",), ("-tp", "4", "--tensor-parallel-size", "2")]
+)
 def test_two_ranks_have_half_the_heads_each(kvq, folder, flags):
     one, two = (kvq("serve", "--model", str(folder), "--dry-run", *given) for given in ((), flags))
     assert command(two)[0][-len(flags) :] == list(flags)
@@ -159,6 +161,8 @@ def test_quiet(kvq, folder):
         ("kivi", ("-pcp=2",), "a sequence's tokens are packed together"),
         ("kivi", ("--speculative-config", "{}"), "drafted tokens"),
         ("kivi", ("-sc.method=ngram",), "drafted tokens"),
+        ("kivi", ("--kv-offloading-size", "1"), "cannot be transferred"),
+        ("kivi", ("--kv-cache-dtype-skip-layers", "0"), "the method says how each layer is stored"),
         ("kivi", ("--enable-sleep-mode",), "sleep level 2 discards"),
         ("kivi", ("--enable_sleep_mode", "--port", "1"), "sleep level 2 discards"),
         ("kivi", ("--kv-cache-dtype", "fp8"), "kvq serve sets it"),
@@ -256,7 +260,7 @@ def test_head_dims_that_do_not_fit(kvq, tmp_path):
 
 @pytest.mark.parametrize("found", ["0.34.1", "1.0.0", None])
 def test_another_version_of_vllm_is_left_alone(kvq, folder, monkeypatch, caplog, found):
-    """The plugin, which vLLM calls whatever it serves, warns; `kvq serve` refuses."""
+    """The plugin, which vLLM calls whatever it serves, warns; `kvq serve` refuses, and only prints the command."""
 
     def version(name):
         if found is None:
@@ -269,6 +273,12 @@ def test_another_version_of_vllm_is_left_alone(kvq, folder, monkeypatch, caplog,
     assert record.name.startswith("vllm.") and record.levelname == "WARNING"
     assert "--kv-cache-dtype kvq is not available: " in record.getMessage()
     assert (found or "vllm") in record.getMessage()
-    result = kvq("serve", "--model", str(folder), "--method", "kivi")
+    words, reason = ("serve", "--model", str(folder), "--method", "kivi"), "vLLM is not installed"
+    if found:
+        reason = f"kvq serves with vLLM 0.33.x, found {found}"
+    result = kvq(*words)
     assert result.exit_code == 1 and not result.stdout
-    assert (f"vLLM 0.33.x, found {found}" if found else "vLLM is not installed") in result.stderr
+    assert reason in result.stderr
+    result = kvq(*words, "--dry-run", "--prot", "1")
+    assert command(result)[0][-2:] == ["--prot", "1"]
+    assert f"vLLM's flags are not checked: {reason}" in result.stderr
