@@ -75,9 +75,10 @@ def key_norm(keys: Projection) -> Norm | str | None:
         return x * (x.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt()
 
     with torch.no_grad():
-        signs = torch.ones(heads, dim, device=device)
+        signs = torch.ones(heads, dim, dtype=torch.float32, device=device)
         signs[:, 1::2] = -1
-        noise = 1 + torch.randn(heads, dim, generator=torch.Generator().manual_seed(0)).to(device)
+        drawn = torch.randn(heads, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float32)
+        noise = 1 + drawn.to(device)
         weight, expected = normed(signs) / by("rms", signs), normed(noise)
         for kind in ("rms", "layer"):
             if torch.allclose(by(kind, noise) * weight, expected, rtol=1e-4, atol=1e-4):

@@ -168,7 +168,7 @@ def find_rotation(rotary: nn.Module | None, kind: str, before: Tensor, after: Te
     chooses among several sets of frequencies (Gemma3). None where no style of rotation matches.
     """
     if torch.equal(before, after):
-        return Rotation("none", torch.zeros(0, device=after.device), after.shape[-1])
+        return Rotation("none", torch.zeros(0, dtype=torch.float32, device=after.device), after.shape[-1])
     described = _frequencies(rotary, kind)
     if described is None:
         return None

@@ -202,7 +202,7 @@ def _mask(run: _Run, start: int, stop: int) -> Tensor:
     """0 where a query sees a token of [start, stop), else `HIDDEN`: float32 `[queries, stop - start]`."""
     tokens = torch.arange(start, stop)
     hidden = (tokens < run.start.unsqueeze(1)) | (tokens >= run.stop.unsqueeze(1))
-    return torch.zeros(hidden.shape).masked_fill_(hidden, HIDDEN)
+    return torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, HIDDEN)
 
 
 # -- attention over a part of the tokens -------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ def random_artifact(method: Method, model: PreTrainedModel, name: str, seed: int
             elif kind != "mean" and x.is_floating_point():
                 # keeps the variance of projections
                 rows = x.shape[0] if kind in ("up", "down") else x.shape[2] if kind in _TRANSFORMS else 1
-                x = (torch.randn(x.shape, generator=generator) / rows**0.5).to(x.dtype)
+                x = (torch.randn(x.shape, generator=generator, dtype=torch.float32) / rows**0.5).to(x.dtype)
             tensors[f"layers.{layer}.{tensor_name}"] = x
     identity = {"name": name, "fingerprint": fingerprint(model).to_dict()}
     config = {"method": to_config(method), "model": identity, "checksum": f"random numbers of seed {seed}"}

@@ -54,7 +54,8 @@ def draw_coreset(points: Tensor, weights: Tensor, count: int, seed: int) -> tupl
     spread = share * (points - center).square_().sum(-1)
     q = share / 2 + spread / (2 * spread.sum(-1, keepdim=True)).clamp_min(1e-30)
     cumulated = q.double().cumsum(-1)
-    steps = (torch.arange(count) + torch.rand(codebooks, 1, generator=generator)).to(points.device) / count
+    steps = torch.arange(count) + torch.rand(codebooks, 1, generator=generator, dtype=torch.float32)
+    steps = steps.to(points.device) / count
     index = torch.searchsorted(cumulated, steps * cumulated[:, -1:]).clamp_max(points.shape[1] - 1)
     index = index[:, torch.randperm(count, generator=generator).to(points.device)]
     drawn = points.gather(1, index[..., None].expand(-1, -1, size))

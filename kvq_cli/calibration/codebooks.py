@@ -155,7 +155,7 @@ def _normalize_per_token(x: Tensor, spec: CodebookSpec, dtype: torch.dtype) -> _
 def _cluster(stream: _PreparedStream, shape: BlockShape, spec: CodebookSpec, settings: ClusterSettings) -> Tensor:
     """Centroids `[kv_heads or 1, head_dim / share, entries, l * c]` in their stored dtype."""
     points = to_blocks(stream.u, shape, spec.share)
-    inliers = block_sums(stream.inlier, shape, spec.share) / shape.size  # outliers, stored exactly, weigh nothing
+    inliers = block_sums(stream.inlier, shape, spec.share).float() / shape.size  # outliers, stored exactly, weigh 0
     if settings.fisher:
         weights = block_sums(stream.weights, shape, spec.share)  # Eq. 3: the sum of a block's squared gradients
         weights = weights + settings.damping * weights.mean(-1, keepdim=True) * inliers

@@ -77,7 +77,7 @@ def weighted_kmeans(
     if entries > MAX_SEEDED_ENTRIES:
         starts = _drawn(points, weights, entries, generator)
     else:
-        draws = torch.rand(points.shape[0], entries, _TRIES, generator=generator).to(points.device)
+        draws = torch.rand(points.shape[0], entries, _TRIES, generator=generator, dtype=torch.float32).to(points.device)
         few = draw_coreset(points, weights, _SEED_POINTS * entries, seed)
         starts = torch.cat([kmeans_plus_plus(p, w, d) for p, w, d in _batches(seed_batch, *few, draws)])
     if choose_engine(engine, entries) == "faiss":
@@ -126,7 +126,8 @@ def _batches(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 def _drawn(points: Tensor, weights: Tensor, entries: int, generator: torch.Generator) -> Tensor:
     """`[codebooks, entries, size]` different points, drawn in proportion to their weights: those with the largest
     ln(uniform) / weight (Efraimidis and Spirakis)."""
-    keys = torch.rand(weights.shape, generator=generator).to(weights.device).log_().div_(weights.clamp_min(1e-30))
+    keys = torch.rand(weights.shape, generator=generator, dtype=torch.float32).to(weights.device)
+    keys.log_().div_(weights.clamp_min(1e-30))
     return points.gather(1, keys.topk(entries).indices[..., None].expand(-1, -1, points.shape[2]))
 
 
@@ -202,7 +203,7 @@ def _nearest(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor]:
     mask = (1 << max(1, (entries - 1).bit_length())) - 1
     indices = torch.arange(entries, dtype=torch.int32, device=points.device)[:, None]
     half_norms = centroids.square().sum(-1, keepdim=True) / 2
-    best = torch.empty(codebooks, count, device=points.device)
+    best = points.new_empty(codebooks, count)
     tile = max(64, (_TILE_CPU if points.device.type == "cpu" else _TILE) // (codebooks * entries))
     for start in range(0, count, tile):
         part = points[:, start : start + tile].transpose(1, 2)

@@ -44,7 +44,7 @@ def fit_rotation(x: Tensor, spec: CodebookSpec, settings: ClusterSettings) -> Te
     shape = spec.shapes[0]
     x = _sample(x, shape, settings.seed)
     samples, tokens, heads, dim = x.shape
-    matrix = torch.eye(dim, device=x.device).expand(heads, dim, dim)
+    matrix = torch.eye(dim, dtype=torch.float32, device=x.device).expand(heads, dim, dim)
     for _ in range(_ROUNDS):
         blocks = to_blocks(torch.einsum("sthd,hed->sthe", x, matrix), shape, spec.share)
         points, weights = draw_coreset(blocks, blocks.new_ones(blocks.shape[:2]), _POINTS, settings.seed)

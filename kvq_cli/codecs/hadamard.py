@@ -69,10 +69,10 @@ def paley(order: int) -> Tensor:
     """
     q = order - 1
     squares = {i * i % q for i in range(1, q)}
-    skew = torch.zeros(order, order)
+    skew = torch.zeros(order, order, dtype=torch.float32)
     skew[0, 1:], skew[1:, 0] = 1, -1
     for i in range(q):
         for j in range(q):
             if i != j:
                 skew[i + 1, j + 1] = 1 if (i - j) % q in squares else -1
-    return skew + torch.eye(order)
+    return skew + torch.eye(order, dtype=torch.float32)

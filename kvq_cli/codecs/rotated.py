@@ -133,4 +133,4 @@ class RotatedCodec(Codec):
 def random_signs(width: int, device: torch.device) -> Tensor:
     """1 or -1 for each channel, float32 `[width]`, the same on all machines."""
     bits = torch.randint(0, 2, (width,), generator=torch.Generator().manual_seed(0))
-    return (2.0 * bits - 1).to(device)
+    return (2 * bits - 1).to(device, torch.float32)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def unrotated(head_dim: int) -> Rotation:
     """No rotation, for methods that cache keys after RoPE."""
-    return Rotation("none", torch.zeros(0), head_dim)
+    return Rotation("none", torch.zeros(0, dtype=torch.float32), head_dim)
 
 
 def layer_rotations(config: PretrainedConfig, head_dim: int) -> list[Rotation]:

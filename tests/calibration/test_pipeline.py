@@ -388,3 +388,15 @@ def test_calibration_on_text_sampled_from_the_model(tiny, quick, tmp_path):
     artifact = run(tiny, dataclasses.replace(quick, dataset="self"), tmp_path / "a")
     assert artifact.config["calibration"]["dataset"] == "self"
     assert load_artifact(tmp_path / "a").digest == artifact.digest
+
+
+@pytest.mark.slow
+def test_calibration_and_artifact_do_not_depend_on_the_default_dtype(tiny, quick, tmp_path):
+    run(tiny, quick, tmp_path / "a")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float16)
+    try:
+        run(tiny, quick, tmp_path / "b")
+    finally:
+        torch.set_default_dtype(before)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")

@@ -36,7 +36,7 @@ def centroid_table(centroids: Tensor) -> tuple[Tensor, Tensor]:
     centroids are multiplied by in it, as points must be, float32 `[codebooks]`."""
     books, entries, size = centroids.shape
     exponent = torch.frexp(centroids.float().abs().amax(dim=(1, 2))).exponent  # the largest is below 2^exponent
-    scale = torch.ldexp(torch.ones(books, device=centroids.device), _EXPONENT - exponent)
+    scale = torch.ldexp(torch.ones(books, dtype=torch.float32, device=centroids.device), _EXPONENT - exponent)
     scaled = centroids.float() * scale[:, None, None]
     table = scaled.new_zeros(books, inner_size(size), padded_entries(entries), dtype=torch.float16)
     high = scaled.half()

@@ -160,7 +160,7 @@ def random_decode_step(name: str, shape: DecodeShape, seed: int, recent: int = R
 
 def rope_tables(style: Literal["half", "interleaved"], half: int, shape: DecodeShape) -> Rope:
     """Return Llama 3's RoPE of `2 * half` channels, for all positions of the context."""
-    frequencies = 500000.0 ** (-torch.arange(half, device=shape.device) / half)
+    frequencies = 500000.0 ** (-torch.arange(half, dtype=torch.float32, device=shape.device) / half)
     return Rope.tables(style, frequencies, shape.context + Rope.STEP)
 
 

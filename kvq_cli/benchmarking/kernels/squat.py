@@ -55,7 +55,7 @@ def _operands(size: tuple[int, ...], block: int, device: torch.device, seed: int
     gains = []
     for cut in range(block, size[3], block):
         later = subspace[..., cut:].double()
-        gains.append(torch.linalg.inv(torch.eye(RANK, device=device) + later @ later.mT).float())
+        gains.append(torch.linalg.inv(torch.eye(RANK, dtype=torch.float64, device=device) + later @ later.mT).float())
     return keys, subspace, torch.stack(gains, dim=2)
 
 

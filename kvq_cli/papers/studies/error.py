@@ -170,6 +170,6 @@ def _ratios(by_layer: list[dict], chunk: int, *, by_head: bool) -> Tensor:
         ]
         for layer in by_layer
     ]
-    pairs = torch.tensor(errors).clamp_min(1e-30)  # [layers, 2 streams, 2 shapes, ...]
+    pairs = torch.tensor(errors, dtype=torch.float32).clamp_min(1e-30)  # [layers, 2 streams, 2 shapes, ...]
     ratios = (pairs[:, :, 0] / pairs[:, :, 1]).log2()
     return ratios.flatten(1).T

@@ -42,7 +42,7 @@ class _Layer:
 
     down: dict[str, Tensor]
     first_row: Tensor
-    means: dict[str, Tensor] = field(default_factory=lambda: dict.fromkeys(KINDS, torch.zeros(())))
+    means: dict[str, Tensor] = field(default_factory=lambda: dict.fromkeys(KINDS, torch.zeros((), dtype=torch.float32)))
     peaks: dict[str, Tensor] = field(default_factory=dict)
     cosine: float = 0.0
     #: Per window, the keys' channel of the largest mean magnitude, and its rank in the first row.

@@ -113,9 +113,9 @@ def _draw(figure: Figure, drawn: dict[str, Any]) -> None:
     """A panel per layer and kind: rows are channels, columns tokens, blue small and red large, as in the thesis."""
     axes = figure.subplots(len(drawn["layers"]), len(_KINDS), squeeze=False)
     for row, (layer, kinds) in enumerate(zip(drawn["layers"], drawn["magnitudes"], strict=True)):
-        keys = torch.tensor([kinds[kind] for kind in _KINDS[:2]])
+        keys = torch.tensor([kinds[kind] for kind in _KINDS[:2]], dtype=torch.float32)
         for column, kind in enumerate(_KINDS):
-            axis, magnitudes = axes[row][column], torch.tensor(kinds[kind])
+            axis, magnitudes = axes[row][column], torch.tensor(kinds[kind], dtype=torch.float32)
             # Both panels of keys share a color scale, whose limit few channels exceed.
             largest = (keys if column < 2 else magnitudes).quantile(0.995).item()
             extent = (drawn["first_token"] - 0.5, drawn["first_token"] + magnitudes.shape[1] - 0.5, len(magnitudes), 0)

@@ -145,7 +145,7 @@ class Quantizers(ModelStudy):
         blocks = [to_blocks(part, shape, share) for part in (u[:-held_out], u[-held_out:])]
         chosen = spread(len(blocks[0]), self.codebooks)
         training, held = (part[chosen] for part in blocks)
-        training, _ = draw_coreset(training, torch.ones(training.shape[:2], device=x.device), self.points, seed)
+        training, _ = draw_coreset(training, training.new_ones(training.shape[:2]), self.points, seed)
         product = ProductQuantizer.fit(training, _STAGES, self.entries, self.iterations, seed)
         residual = ResidualQuantizer.fit(training, _STAGES, self.entries, self.iterations, seed)
         return mean_squared_error(product, held), mean_squared_error(residual, held)
@@ -193,7 +193,7 @@ def _share(dim: int, head_dim: int) -> int:
 
 def _clustered(points: Tensor, entries: int, iterations: int, seed: int) -> Tensor:
     points = points.contiguous()
-    weights = torch.ones(points.shape[:2], device=points.device)
+    weights = points.new_ones(points.shape[:2])
     return weighted_kmeans(points, weights, entries, iterations=iterations, seed=seed)
 
 

@@ -192,7 +192,7 @@ class _Layer:
         plans = {name: method.plan(site.index, data.loaded.shape, {}) for name, method in study.methods().items()}
         self._plans = {name: plan.keys for name, plan in plans.items()}
         self._vectors: dict[str, Tensor] = {}
-        self.curves: dict[str, Tensor] = dict.fromkeys(CURVES, torch.zeros(()))
+        self.curves: dict[str, Tensor] = dict.fromkeys(CURVES, torch.zeros((), dtype=torch.float32))
         self.errors = {name: [0.0, 0.0] for name in METHODS}
 
     def add(self, name: str, prompt: Prompt) -> None:

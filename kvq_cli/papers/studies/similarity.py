@@ -53,7 +53,7 @@ class _Sums:
 
     def __post_init__(self) -> None:
         self.cosines, self.ranges = torch.zeros(2, self.layers - 1, dtype=torch.float64)
-        self.means = [torch.zeros(())] * self.layers
+        self.means = [torch.zeros((), dtype=torch.float32)] * self.layers
 
     def add(self, layer: int, x: Tensor) -> None:
         self.means[layer] = self.means[layer] + x.double().mean(0).cpu()
@@ -116,9 +116,9 @@ def _draw(figure: Figure, numbers: dict[str, Any]) -> None:
         axis.grid(alpha=0.3)
     axis.legend()
     for axis, (kind, name) in zip(below.subplots(1, 3, sharey=True), KINDS.items(), strict=True):
-        means = torch.tensor(numbers[kind]["channel_means"])
+        means = torch.tensor(numbers[kind]["channel_means"], dtype=torch.float32)
         # A few channels are far larger than the others: the color scale ends at the 99th percentile.
-        limit = means.abs().flatten().float().quantile(0.99).item()
+        limit = means.abs().flatten().quantile(0.99).item()
         image = axis.imshow(means, aspect="auto", cmap="RdBu", vmin=-limit, vmax=limit, interpolation="nearest")
         axis.set(title=f"{name}: mean of each channel", xlabel="channel")
         below.colorbar(image, ax=axis, shrink=0.9)

@@ -112,7 +112,8 @@ def _draw(figure: Figure, numbers: dict) -> None:
         left.plot(weights[: drawn["first"]], "o", color=color, markersize=4)
         right.plot([layer[name]["ratio"] for layer in numbers["layers"]], "o-", color=color, label=name)
     # The last tokens, which few predictions depend on, would take up most of a logarithmic axis.
-    low = torch.tensor(list(drawn["fisher_by_position"].values())).quantile(0.02).item()
+    weights = torch.tensor(list(drawn["fisher_by_position"].values()), dtype=torch.float32)
+    low = weights.quantile(0.02).item()
     left.set(title=f"layer {drawn['layer']}", xlabel="token", ylabel="mean squared gradient", yscale="log")
     left.set_ylim(bottom=low / 3 or None)
     left.legend()
