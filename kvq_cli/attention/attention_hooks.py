@@ -33,8 +33,10 @@ from kvq_cli.methods.base import LayerPlan
 
 #: The name under which transformers knows `attention` and `mask`.
 NAME = "kvq"
-#: Attention arguments that do not change the result.
-_HARMLESS = {"use_cache", "position_ids", "cache_position", "output_hidden_states", "return_dict", "sliding_window"}
+#: Arguments of transformers' attention functions that change the result: biases, chosen tokens, packed sequences, ....
+#: Models forward every other keyword of a call, too (`num_items_in_batch`, the tokenizer of `generate`).
+_NOT_COMPUTED = {"position_bias", "attention_bias", "alibi", "head_mask", "layer_head_mask", "indices", "block_indices"}
+_NOT_COMPUTED |= {"sinks", "cu_seq_lens_q", "cu_seq_lens_k", "cache"}
 
 #: Contexts of the forward pass that this thread or task computes, by module, since transformers' attention interface
 #: receives only the module. Each pass has a table of its own. Nothing outside this file reads or writes it.
@@ -277,6 +279,7 @@ def recorded_score_forms() -> Iterator[dict[nn.Module, ScoreForm]]:
     forms: dict[nn.Module, ScoreForm] = {}
 
     def record(module: nn.Module, *_: Any, **kwargs: Any) -> None:
+        _refuse_unknown(module, kwargs)
         forms[module] = ScoreForm.of(kwargs.get("softcap"), kwargs.get("s_aux"))
 
     with watched_attention(record):
@@ -304,19 +307,20 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: `[batch, heads, tokens, head_dim]` -> `[batch, tokens, heads, head_dim]`."""
-    _refuse_unknown(module, dropout, kwargs)
     form = ScoreForm.of(softcap, s_aux)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
 
     def uncompressed() -> tuple[Tensor, None]:
         if form is PLAIN:
             return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        _refuse_unknown(module, {**kwargs, "dropout": dropout})
         return form.attention(query, key, value, attention_mask, scaling), None
 
     contexts = _contexts.get()
     context = None if contexts is None else contexts.get(module)
     if contexts is None or context is None:
         return uncompressed()
+    _refuse_unknown(module, {**kwargs, "dropout": dropout})
     if context.computed:
         raise UsageError(f"{type(module).__name__} calls attention twice per forward: unsupported")
     context = contexts[module] = replace(context, scaling=scaling, score_form=form, computed=True)
@@ -336,12 +340,12 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _refuse_unknown(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
+def _refuse_unknown(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
     """UsageError for attention that is more than softmax(scaling q K^T + mask) V in a form that `ScoreForm` knows."""
-    if dropout:
+    if kwargs.get("dropout"):
         raise UsageError("kvq computes no attention dropout: call model.eval() first")
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise UsageError(f"{type(module).__name__}: attention that is not causal is not supported")
-    for name, value in kwargs.items():
-        if value is not None and value is not False and name not in _HARMLESS and name != "is_causal":
+    for name in sorted(_NOT_COMPUTED & kwargs.keys()):
+        if kwargs[name] is not None:
             raise UsageError(f"{type(module).__name__} passes {name} to its attention, which kvq does not compute")

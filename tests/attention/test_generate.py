@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from kvq_cli.attention.attach import attach
 from kvq_cli.errors import UsageError
@@ -91,3 +94,49 @@ def test_rows_can_be_repeated_and_selected(tiny, probe, prompt):
         model(ids, attention_mask=mask, past_key_values=cache)
         straight = model(word, attention_mask=torch.cat([mask, more], 1), past_key_values=cache).logits
     torch.testing.assert_close(swapped.flip(0), straight)
+
+
+def test_generation_stops_at_strings(tiny, probe, prompt):
+    """transformers hands the tokenizer on to the attention functions."""
+    model, (ids, mask) = tiny("llama"), prompt(20)
+    words = {f"word{i}.": i for i in range(97)} | {"abcdef": 97}  # by which transformers finds where a word begins
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="word0.")))
+    own = generate(model, ids, mask)
+    stop = {"stop_strings": [f"word{own[0, 29]}."], "tokenizer": tokenizer}
+    expected = generate(model, ids, mask, **stop)
+    assert expected.shape[1] < own.shape[1]
+    with attach(model, probe(codec="identity")) as kv:
+        assert torch.equal(generate(model, ids, mask, **stop), expected)
+        assert torch.equal(generate(model, ids, mask, kv.new_cache(), **stop), expected)
+
+
+def test_keywords_that_change_no_attention_are_passed_on(tiny, probe, prompt):
+    """As for the loss of a batch that is accumulated, or of experts."""
+    model, (ids, _) = tiny("llama"), prompt(20)
+    options = {"labels": ids, "num_items_in_batch": torch.tensor(7), "output_router_logits": True, "unknown": 3}
+    expected = model(ids, **options)
+    with attach(model, probe()) as kv:
+        plain, compressed = model(ids, **options), model(ids, past_key_values=kv.new_cache(), **options)
+    for found in (plain, compressed):
+        assert torch.equal(found.loss, expected.loss) and torch.equal(found.logits, expected.logits)
+
+
+def test_passes_without_a_compressed_cache_may_train(tiny, probe, prompt):
+    model, (ids, _), losses = tiny("llama", attention_dropout=0.3), prompt(20), []
+    with attach(model, probe()) as kv:
+        model.train()
+        for _ in range(2):
+            torch.manual_seed(0)
+            losses.append(model(ids, labels=ids).loss)
+            model.set_attn_implementation("sdpa")
+        model.set_attn_implementation("kvq")
+        with pytest.raises(UsageError, match="dropout"):
+            model(ids, past_key_values=kv.new_cache())
+    assert torch.equal(*losses) and losses[0] != model.eval()(ids, labels=ids).loss
+
+
+def test_keywords_that_change_attention_are_refused(tiny, probe, prompt):
+    """Several texts in one row, which flash attention tells apart by these."""
+    model, (ids, _) = tiny("llama"), prompt(20)
+    with attach(model, probe()) as kv, pytest.raises(UsageError, match="cu_seq_lens_q"):
+        model(ids, past_key_values=kv.new_cache(), cu_seq_lens_q=torch.tensor([0, 12, 20]))
