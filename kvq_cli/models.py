@@ -25,6 +25,8 @@ REFERENCE = "reference"
 SMOLLM2 = "smollm2"
 REFERENCE_LENGTH = 1024
 """Longest sequences that the built-in model was trained on; its context is longer."""
+#: Kinds of RoPE whose `factor` scales the original length.
+_SCALED = ("yarn", "linear", "dynamic")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -235,8 +237,24 @@ def _has_alibi(config: PretrainedConfig) -> bool:
 
 
 def model_context(config: PretrainedConfig) -> int:
-    """The maximum sequence length in the config; 2^31 where the config has none."""
-    return getattr(text_config(config), "max_position_embeddings", None) or 2**31
+    """The maximum sequence length in the config, scaled as its RoPE says; 2^31 where the config has none.
+
+    `factor` multiplies the original length: the one that the parameters of the RoPE give, else
+    `max_position_embeddings`. Other kinds of scaling (llama3, longrope), and Gemma 3, state the scaled length there.
+    """
+    config = text_config(config)
+    stated = getattr(config, "max_position_embeddings", None) or 2**31
+    if config.model_type.startswith("gemma3"):
+        return stated
+    scaled = [rope for rope in _rope_parameters(config) if rope.get("rope_type", rope.get("type")) in _SCALED]
+    lengths = [(rope.get("original_max_position_embeddings") or stated) * (rope.get("factor") or 1) for rope in scaled]
+    return max(stated, *map(int, lengths)) if lengths else stated
+
+
+def _rope_parameters(config: PretrainedConfig) -> list[dict[str, Any]]:
+    """The parameters of each RoPE of a text decoder; models whose layers differ have one for each kind of layer."""
+    parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return [parameters, *(nested for nested in parameters.values() if isinstance(nested, dict))]
 
 
 def text_config(config: PretrainedConfig) -> PretrainedConfig:

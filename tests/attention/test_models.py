@@ -10,7 +10,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from kvq_cli.attention.attach import attach
 from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.methods.registry import build
 from kvq_cli.models import load_model, model_context, model_shape, torch_device
 from kvq_cli.reference import model_path
 
@@ -20,6 +22,49 @@ def test_model_shape(tiny):
     assert (shape.layers, shape.query_heads, shape.kv_heads, shape.head_dim) == (3, 4, 2, 16)
     assert (shape.hidden_size, shape.dtype) == (64, "float32")
     assert model_context(tiny("llama", max_position_embeddings=40).config) == 40
+
+
+SCALED_ROPE = [
+    ("qwen3", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),  # 40: with an answer
+    ("llama", {"rope_type": "yarn", "factor": 2.0}, 80),
+    ("llama", {"rope_type": "yarn", "factor": 10.0, "original_max_position_embeddings": 4}, 40),  # scaled already
+    ("llama", {"rope_type": "linear", "factor": 2.5}, 100),
+    ("llama", {"type": "dynamic", "factor": 4.0}, 160),
+    ("llama", {"rope_type": "default", "factor": 4.0}, 40),
+    (
+        "llama",
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        | {"original_max_position_embeddings": 5},
+        40,
+    ),
+    ("gemma3_text", {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {}}, 40),
+    (
+        "olmo3",
+        {"full_attention": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}}
+        | {"sliding_attention": {"rope_type": "default"}},
+        256,
+    ),
+]
+
+
+@pytest.mark.parametrize(("model_type", "rope", "context"), SCALED_ROPE)
+def test_scaled_rope_lengthens_the_context(model_type, rope, context):
+    each = [rope] if "factor" in rope else rope.values()
+    for parameters in each:
+        parameters["rope_theta"] = 1e4
+    config = transformers.CONFIG_MAPPING[model_type](max_position_embeddings=40, rope_parameters=rope)
+    assert model_context(config) == context
+
+
+@pytest.mark.parametrize("kind", ["yarn", "linear", "dynamic"])
+def test_prompts_fill_a_scaled_context(tiny, prompt, kind):
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0}
+    model, (ids, _) = tiny("llama", rope_parameters=rope, max_position_embeddings=32), prompt(65)
+    expected = model(ids[:, :64]).logits
+    with attach(model, build("fp16"), prefill="compressed") as kv:
+        torch.testing.assert_close(model(ids[:, :64], past_key_values=kv.new_cache()).logits, expected)
+        with pytest.raises(UsageError, match="65 tokens, the model's context is 64"):
+            model(ids, past_key_values=kv.new_cache())
 
 
 @pytest.mark.parametrize("name", ["./nowhere", "/nowhere/at/all", "~/nowhere-here", "a/b/c", " ", ""])
