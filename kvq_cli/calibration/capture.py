@@ -48,7 +48,7 @@ def capture(
     recorder = _Recorder(on_capture, gradients, threading.get_ident() if threads else None)
     ids = tokens[None].to(model.device)
     decoder = decoder_of(model)
-    with ExitStack() as hooks, torch.set_grad_enabled(gradients), upcast_products(model, keep=False):
+    with ExitStack() as hooks, torch.set_grad_enabled(gradients), upcast_products(model):
         for layer in layers:
             for kind, point in (("k", layer.key), ("v", layer.value)):
                 if point is None:
@@ -68,7 +68,7 @@ def capture(
 
 def forward(model: PreTrainedModel, tokens: Tensor) -> None:
     """Run one sample `[tokens]` through the model's layers, without gradients, for the hooks on its modules."""
-    with torch.no_grad(), upcast_products(model, keep=False):
+    with torch.no_grad(), upcast_products(model):
         decoder_of(model)(input_ids=tokens[None].to(model.device), use_cache=False)
 
 
@@ -122,7 +122,7 @@ def _computing_twice(model: PreTrainedModel) -> tuple[AbstractContextManager, Ab
 
     @contextmanager
     def repeated() -> Iterator[None]:
-        with second, upcast_products(model, keep=False):
+        with second, upcast_products(model):
             yield
 
     return first, repeated()

@@ -28,7 +28,7 @@ def hidden_gradient(model: PreTrainedModel, output: ModelOutput, ids: Tensor) ->
     hidden = output["last_hidden_state"].detach()
     gradient, decoded = torch.zeros_like(hidden), _Returns()
     head = _with_decoder(model, decoder_of(model), decoded)
-    with upcast_products(head):  # keeps the converted weights of a small model's output layer
+    with upcast_products(head):
         for first in range(0, ids.shape[1] - 1, TOKENS):
             tokens = slice(first, min(first + TOKENS, ids.shape[1] - 1))
             part = hidden[:, tokens].clone().requires_grad_()
