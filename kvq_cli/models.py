@@ -5,9 +5,11 @@ torch and transformers are imported inside the functions, so that importing this
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,8 @@ REFERENCE = "reference"
 SMOLLM2 = "smollm2"
 REFERENCE_LENGTH = 1024
 """Longest sequences that the built-in model was trained on; its context is longer."""
+#: The file that makes a folder an adapter of PEFT.
+_ADAPTER = "adapter_config.json"
 #: Kinds of RoPE whose `factor` scales the original length.
 _SCALED = ("yarn", "linear", "dynamic")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
@@ -80,7 +84,8 @@ def load_model(
     weight_dtype = _torch_dtype(dtype)
     source = model_source(name)
     local = Path(source).is_dir() or not _on_the_hub(source)
-    tokenizer = _load_tokenizer(name, source, local, trust_remote_code)
+    words = source if any(Path(source).glob("tokenizer*")) else _base_source(source)
+    tokenizer = _load_tokenizer(name, words, local, trust_remote_code)
     with _loading(name):
         pair: Any = transformers.AutoModelForCausalLM.from_pretrained(
             source,
@@ -193,7 +198,7 @@ def model_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model_source(name), trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(_base_source(model_source(name)), trust_remote_code=trust_remote_code)
     except (OSError, ValueError, TypeError, ImportError) as error:
         unreadable = f"--model {name}: cannot read its configuration ({_first_line(error)})"
         raise _code_refused(name, error) or KvqError(unreadable) from None
@@ -302,13 +307,31 @@ def model_source(name: str) -> str:
         raise KvqError(f"--model {name!r}: no such folder")
     path = Path(name).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
+        if _is_adapter(path) and find_spec("peft") is None:
+            raise KvqError(f"--model {name}: its adapter ({_ADAPTER}) needs PEFT: pip install peft")
+        if not _is_adapter(path) and not (path / "config.json").is_file():
             raise KvqError(f"--model {name}: not a model folder: config.json is missing")
         return str(path)
     looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_like_a_path or path.exists():
         raise KvqError(f"--model {name}: no such folder")
     return name
+
+
+def _is_adapter(folder: Path) -> bool:
+    return (folder / _ADAPTER).is_file()
+
+
+def _base_source(source: str) -> str:
+    """Where the configuration, and without one of its own the tokenizer, of a model folder are: of an adapter alone,
+    with its base model."""
+    folder = Path(source)
+    if not _is_adapter(folder) or (folder / "config.json").is_file():
+        return source
+    try:
+        return str(json.loads((folder / _ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise KvqError(f"--model {source}: {_ADAPTER} names no base model ({_first_line(error)})") from error
 
 
 def _on_the_hub(name: str) -> bool:

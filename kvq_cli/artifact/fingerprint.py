@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvq_cli.artifact.adapters import applied_adapters, applied_weights
 from kvq_cli.lazy import torch
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def fingerprint(model: PreTrainedModel) -> Fingerprint:
     Weights are hashed as bfloat16, so that the fingerprint of a 16-bit checkpoint depends neither on the dtype it is
     loaded in nor on the device.
     """
-    weights = sorted((name, weight) for name, weight in model.named_parameters() if is_hashed(name))
+    named = applied_weights(model, model.named_parameters())
+    weights = sorted((name, weight) for name, weight in named if is_hashed(name))
     return Fingerprint(**architecture(model.config), weights=hash_weights(weights))
 
 
@@ -98,7 +100,9 @@ def weights_digest(model: PreTrainedModel) -> str:
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for file in _own_code(model):
         digest.update(f"{file.name}\n".encode() + file.read_bytes())
-    for name, weight in sorted(model.state_dict().items()):
+    if applied := applied_adapters(model):
+        digest.update(repr(sorted(applied.items())).encode())
+    for name, weight in sorted(applied_weights(model, model.state_dict().items())):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
         bits = weight.detach().view(getattr(torch, _INTEGERS[weight.element_size()]))
         bits = bits.flatten(1) if bits.ndim > 1 else bits.reshape(1, -1)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -76,7 +76,7 @@ class Attached:
             if tokens and self.backend.by_kernels(cache.index):
                 cache.reserve(tokens)
         nominal = self.method.nominal_bits
-        made = CompressedCache(caches, self.prefill, nominal, self.backend.summary, lambda: self.origin)
+        made = CompressedCache(caches, self.prefill, nominal, self.backend.summary, self._origin_of)
         self.hooks.newest = made  # returned by name: another thread may make one meanwhile
         return made
 
@@ -96,13 +96,18 @@ class Attached:
         config = text_config(self.model.config)
         prompt = saved.prompt(config.vocab_size)
         cache = self.new_cache(prompt.ids.shape[1] + room if room else 0)
+        cache.adapters = self.hooks.adapters.applied()
         cache.rows, cache.loaded = saved.rows(prompt.ids.shape[1], model_context(config)), prompt
         saved.restore(cache, [_layer_shape(*each) for each in zip(self.layers, self.plans, strict=True)])
         return cache
 
-    @cached_property
+    def _origin_of(self, cache: CompressedCache) -> Origin:
+        self.hooks.check_adapters(cache)
+        return self.origin
+
+    @property
     def origin(self) -> Origin:
-        """What the caches of this attach belong to."""
+        """What a cache belongs to that this attach makes now."""
         dtype = str(self.model.dtype).removeprefix("torch.")
         identity = fingerprint(self.model), weights_digest(self.model)
         return Origin(*identity, dtype, to_config(self.method), self._artifact, self.prefill)

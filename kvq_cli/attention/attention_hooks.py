@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from kvq_cli.artifact.adapters import AdapterWatch
 from kvq_cli.attention.capture_points import AttentionLayer, CapturePoint, layer_input
 from kvq_cli.attention.forward_context import Backend, ForwardContext
 from kvq_cli.attention.rotary import Rotation, has_fixed_rope
@@ -63,6 +64,10 @@ class AttentionHooks:
     ) -> None:
         self._decoder, self._layers, self._plans, self._backends = decoder, layers, plans, backends
         self._compressed, self._max_tokens, self._warned = compressed, max_tokens, False
+        #: Modules of attention whose outputs or weights are read: those of other parts may be replaced.
+        self._watched = [_read_modules(layer, plan) for layer, plan in zip(layers, plans, strict=True)]
+        #: Which adapters the model applies.
+        self.adapters = AdapterWatch(decoder)
         #: By thread, whether decode steps on a GPU gave logits that are not finite.
         self._wrong: dict[int, Tensor] = {}
         #: The cache that was made last.
@@ -118,6 +123,19 @@ class AttentionHooks:
         context = (_contexts.get() or {}).get(module)
         return context if context is not None and context.owner is self else None
 
+    def check_adapters(self, cache: CompressedCache) -> None:
+        """UsageError where the model applies other adapters than those that computed the cache, or where one wraps a
+        module that the hooks read."""
+        applied = self.adapters.applied()
+        if not cache.get_seq_length():
+            cache.adapters = applied
+        if cache.adapters != applied:
+            raise UsageError("the model's adapters have changed since this cache was computed: start with new_cache()")
+        for layer, modules in zip(self._layers, self._watched, strict=True):
+            for name, module in modules.items():
+                if layer.module._modules.get(name) is not module:
+                    raise UsageError(f"{layer.name}.{name} was replaced, as by an adapter, inside attach: attach anew")
+
     def _before_forward(self, decoder: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Describe the pass and make the contexts, if the cache passed to the decoder is one of this attach."""
         self.forget_pass()
@@ -129,6 +147,7 @@ class AttentionHooks:
         if inputs is None or not self.owns(cache):
             self._check_dropped(inputs, kwargs)
             return
+        self.check_adapters(cache)
         batch, columns = inputs.shape[:2]
         mask = kwargs.get("attention_mask")
         if mask is not None and not isinstance(mask, Tensor):
@@ -234,6 +253,14 @@ class AttentionHooks:
                 check_rotation(layer, embeddings, context.forward)
 
         return hook
+
+
+def _read_modules(layer: AttentionLayer, plan: LayerPlan) -> dict[str, nn.Module]:
+    """By name, the modules of a layer's attention that its cache depends on as `attach` saw them."""
+    children = {name: module for name, module in layer.module.named_children() if plan.keys.source != "post_rope"}
+    if plan.keys.source == "input":
+        return {name: module for name, module in children.items() if name not in ("q_proj", "o_proj")}
+    return {name: module for name, module in children.items() if layer.key is not None and module is layer.key.module}
 
 
 def _not_finite() -> NotFiniteError:

@@ -104,6 +104,7 @@ def captured_steps(
             thread.steps = None
         cache = kwargs.get("past_key_values")
         if capturing and input_ids is not None and hooks.owns(cache) and _is_step(input_ids, cache, args, kwargs):
+            hooks.check_adapters(cache)
             steps = thread.steps
             if steps is None or steps.cache() is not cache or steps.ids.shape != input_ids.shape:
                 steps = thread.steps = _Steps(cache, hooks, engine, plain, input_ids, graphs(model.device))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from kvq_cli.artifact.adapters import Applied
 from kvq_cli.cache.cross_layer import CrossLayerSum
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.report import CacheReport, report
@@ -36,13 +37,15 @@ class CompressedCache(Cache):
         prefill: str,
         nominal_bits: float,
         backend: str | None = None,
-        origin: Callable[[], Origin] | None = None,
+        origin: Callable[[CompressedCache], Origin] | None = None,
     ) -> None:
         super().__init__(layers=list(layers))
         self.prefill, self.nominal_bits, self.backend, self._origin = prefill, nominal_bits, backend, origin
         #: The prompt of a cache that was loaded from a file.
         self.loaded: SavedPrompt | None = None
         self.rows = Rows()
+        #: The adapters with which the model computed it; see `AdapterWatch`.
+        self.adapters: Applied = {}
         #: While a decode step is captured or replayed: see `Forward.cache_position`.
         self.cache_position: Tensor | None = None
 
@@ -103,7 +106,7 @@ class CompressedCache(Cache):
         sums = CrossLayerSum()
         layers = [layer.clone(sums) for layer in self.layers]
         copy = CompressedCache(layers, self.prefill, self.nominal_bits, self.backend, self._origin)
-        copy.rows, copy.loaded = self.rows.copy(), self.loaded
+        copy.rows, copy.loaded, copy.adapters = self.rows.copy(), self.loaded, self.adapters
         return copy
 
     def save(self, path: str | os.PathLike, prompt: Tensor | SavedPrompt, option: str = "path") -> int:
@@ -117,7 +120,7 @@ class CompressedCache(Cache):
             raise UsageError("only a cache made by an attach() can be saved")
         if isinstance(prompt, Tensor):
             prompt = SavedPrompt(prompt)
-        return save(self, path, prompt, self._origin(), option)
+        return save(self, path, prompt, self._origin(self), option)
 
     def reset(self) -> None:
         super().reset()

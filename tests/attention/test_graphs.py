@@ -14,6 +14,7 @@ from tiers import slow_cases
 
 from kvq_cli.attention.attach import Attached, attach
 from kvq_cli.attention.graphs import captured_steps, cuda_graphs
+from kvq_cli.errors import UsageError
 from kvq_cli.methods.registry import build
 from kvq_cli.methods.window import Window
 
@@ -221,6 +222,33 @@ def test_reset_frees_the_memory_of_a_cache(small):
         held = [ref(tensor) for tensor in cache.tensors()]
         cache.reset()
         assert not RecordedGraph.made and not any(tensor() is not None for tensor in held)
+
+
+@torch.no_grad()
+def test_adapters_that_change_are_seen_between_replayed_steps(small):
+    """A replay runs no hook of the model, and computes what was captured."""
+    model, ids = small(), tokens(1)
+    with attach(model, build("kivi", group=4, residual=64), backend="triton", graphs=False) as kv, captured(kv):
+        cache = kv.new_cache(ids.shape[1])
+        model(ids[:, :PROMPT], past_key_values=cache)
+        for at in range(PROMPT, PROMPT + 3):
+            model(input_ids=ids[:, at : at + 1], past_key_values=cache)
+        assert RecordedGraph.made
+        mlp = model.model.layers[0].mlp
+        mlp.down_proj = Adapted(mlp.down_proj)
+        with pytest.raises(UsageError, match="adapters have changed"):
+            model(input_ids=ids[:, at : at + 1], past_key_values=cache)
+
+
+class Adapted(torch.nn.Module):
+    """A module with an adapter that doubles its output."""
+
+    def __init__(self, base: torch.nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * self.base_layer(x)
 
 
 @torch.no_grad()
