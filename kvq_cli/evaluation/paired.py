@@ -122,11 +122,11 @@ def sample_scores(folder: Path, methods: Mapping[str, Mapping], label: str) -> d
         results = document["results"].get(task, {})
         fractions = {metric for metric in results if is_fraction(methods.values(), task, metric)}
         try:
-            records = read_records(folder / path)
+            records = read_records(folder / path, count := document["n-samples"][task]["effective"])
         except OSError as error:
             raise KvqError(f"{folder / path}: {error.strerror}; run the evaluation again to compare samples") from None
         # A run with a larger limit may have added samples to the same log: ignore them.
-        for index in sorted(records)[: document["n-samples"][task]["effective"]]:
+        for index in sorted(records)[:count]:
             for metric, value in _sample_scores(name, records[index], fractions).items():
                 scores.setdefault(metric, {})[index] = value
                 if name.startswith(f"{PERPLEXITY}_"):

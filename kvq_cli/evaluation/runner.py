@@ -216,6 +216,9 @@ def _run(
             if finished > before:
                 advance(finished - before)
 
+        for label in _pending(evaluation, logs, failed):
+            if damaged := logs[label].damaged:
+                note(f"{logs[label].path}: damaged, line {', '.join(map(str, damaged))}; evaluating the samples again")
         waiting = False
         while pending := _pending(evaluation, logs, failed):
             show_progress()

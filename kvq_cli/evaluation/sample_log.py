@@ -3,6 +3,10 @@
 The first line holds the key. A line `{"fresh": n}` discards the records of the first n samples above it. Lines are only
 ever appended, each batch by one write.
 
+Each line below the first ends with `"sha256"`, the `digest` of its other entries. A damaged line does not count: its
+sample is evaluated again. The first line says `"hashed": true`; logs of earlier versions do not, and in these a line
+without a hash counts, too.
+
 A process claims the samples that it evaluates by locks on bytes of the file far behind its end. The kernel releases the
 locks of a process that ends, however it ends: no claim outlives its process.
 """
@@ -13,6 +17,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import operator
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -23,7 +28,7 @@ from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.base import Record
 from kvq_cli.files import cannot_write
 
-FRESH = "fresh"
+FRESH, HASH, HASHED = "fresh", "sha256", "hashed"
 _CLAIMS = 1 << 40
 """Offset of the byte whose lock claims sample 0; the byte before it is locked while lines are written."""
 
@@ -33,47 +38,69 @@ def digest(key: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(key, sort_keys=True, default=str).encode()).hexdigest()[:10]
 
 
+def _hashed_line(row: Mapping[str, Any]) -> str:
+    return json.dumps({**row, HASH: digest(row)}, ensure_ascii=False)
+
+
 def log_name(evaluation: str, key: Mapping[str, Any]) -> str:
     """File name of a sample log; the key's digest keeps runs with other settings in other files."""
     return f"{evaluation}-{digest(key)}.jsonl"
 
 
-def read_records(path: Path) -> dict[int, Record]:
+def read_records(path: Path, count: int = 0) -> dict[int, Record]:
     """Read a log's records by sample index.
 
-    An incomplete last line is ignored. If a sample was written twice, the later record counts. KvqError if a line is
-    damaged.
+    An incomplete last line and damaged lines are ignored. If a sample was written twice, the later record counts.
+    KvqError if one of the first `count` samples is missing, and a damaged line may have held it.
     """
-    records: dict[int, Record] = {}
-    _apply_lines(records, path.read_bytes().rpartition(b"\n")[0].splitlines(), 1, path)
-    return records
+    content = _Content()
+    content.read(path.read_bytes().rpartition(b"\n")[0].splitlines())
+    if content.damaged and not all(index in content.records for index in range(count)):
+        raise KvqError(f"{path}, line {content.damaged[0]} is damaged: run the evaluation again")
+    return content.records
 
 
-def _apply_lines(
-    records: dict[int, Record], lines: Iterable[bytes], first: int, path: Path, required: Collection[str] = ()
-) -> None:
-    """Add the records of a log's lines that have the required fields; lines are numbered from `first`, line 1 holds the
-    key."""
-    for number, line in enumerate(lines, start=first):
-        try:
-            record = json.loads(line)
-            if number == 1:
-                continue
-            if FRESH in record:
-                for index in [index for index in records if index < record[FRESH]]:
-                    del records[index]
-            elif all(name in record for name in required):
-                records[record["index"]] = record
-        except (ValueError, KeyError, TypeError):
-            raise KvqError(f"{path}, line {number} is damaged: delete the file to evaluate again") from None
+class _Content:
+    """What the lines of a log say: records by sample index, and the numbers of damaged lines.
+
+    required: fields without which a record does not count.
+    """
+
+    def __init__(self, required: Collection[str] = ()) -> None:
+        self.records: dict[int, Record] = {}
+        self.damaged: list[int] = []
+        self.lines = 0
+        self._hashed, self._required = True, required
+
+    def read(self, lines: Iterable[bytes]) -> None:
+        """Read the next lines; the first of all holds the key."""
+        for line in lines:
+            self.lines += 1
+            try:
+                row = json.loads(line)
+                if self.lines == 1:
+                    self._hashed = HASHED in row
+                elif (HASH in row or self._hashed) and row.pop(HASH) != digest(row):
+                    self.damaged.append(self.lines)
+                else:
+                    self._add(row)
+            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                self.damaged.append(self.lines)
+
+    def _add(self, row: Record) -> None:
+        if FRESH in row:
+            for index in [index for index in self.records if index < row[FRESH]]:
+                del self.records[index]
+        elif all(name in row for name in self._required):
+            self.records[operator.index(row["index"])] = row
 
 
 class SampleLog:
     """A log that this process reads, appends to, and claims samples of. Claims need the log open (`with log:`).
 
-    An incomplete last line, left by a killed process, is removed and its sample evaluated again. fresh: discard the
-    records of that many samples. option: the flag that an error about an unwritable folder names. required: fields
-    without which a record does not count, so that its sample is evaluated again.
+    An incomplete last line, left by a killed process, is removed and its sample evaluated again. damaged: numbers of
+    damaged lines. fresh: discard the records of that many samples. option: the flag that an error about an unwritable
+    folder names. required: fields without which a record does not count, so that its sample is evaluated again.
     """
 
     def __init__(
@@ -86,18 +113,19 @@ class SampleLog:
         required: Collection[str] = (),
     ) -> None:
         self.path = folder / log_name(name, key)
-        self.option, self._required = option, required
-        self.records: dict[int, Record] = {}
+        self.option = option
+        self._content = _Content(required)
+        self.records, self.damaged = self._content.records, self._content.damaged
         # One descriptor for everything: closing any other one of the file would release this process's locks.
         self._file: int | None = None
-        self._offset = self._lines = 0  # of the complete lines read so far
+        self._offset = 0  # of the complete lines read so far
         with self._write_errors():
             folder.mkdir(parents=True, exist_ok=True)
         with self, self._writing():
-            if not self._lines:
-                self._write(json.dumps({"key": key}, default=str))
+            if not self._content.lines:
+                self._write(json.dumps({"key": key, HASHED: True}, default=str))
             if any(index < fresh for index in self.records):
-                self._write(json.dumps({FRESH: fresh}))
+                self._write(_hashed_line({FRESH: fresh}))
 
     def __enter__(self) -> SampleLog:
         if self._file is None:
@@ -112,7 +140,7 @@ class SampleLog:
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
         """Append the records of finished samples. They outlive this process, not a power cut."""
-        lines = [json.dumps(record, ensure_ascii=False) for record in records]
+        lines = [_hashed_line(record) for record in records]
         with nullcontext() if self._file is not None else self, self._writing():
             self._write(*lines)
 
@@ -141,13 +169,11 @@ class SampleLog:
         them."""
         size = os.fstat(self._descriptor).st_size
         if size < self._offset:  # made anew by someone
-            self._offset = self._lines = 0
+            self._offset = self._content.lines = 0
         data = os.pread(self._descriptor, size - self._offset, self._offset)
         complete = data[: data.rfind(b"\n") + 1]
-        lines = complete.splitlines()
-        _apply_lines(self.records, lines, self._lines + 1, self.path, self._required)
+        self._content.read(complete.splitlines())
         self._offset += len(complete)
-        self._lines += len(lines)
         return len(complete) < len(data)
 
     @property

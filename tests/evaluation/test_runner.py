@@ -29,7 +29,7 @@ SETTINGS = {"tasks": ["vt", "perplexity"], "contexts": [512], "seqlen": 96, "lim
 
 
 def _run(loaded, out, chosen=COMPARED, **changes):
-    extra = {key: changes.pop(key) for key in ("track", "fresh") if key in changes}
+    extra = {key: changes.pop(key) for key in ("track", "fresh", "note") if key in changes}
     return evaluate(loaded, compared_methods(chosen), EvaluationSettings(**{**SETTINGS, **changes}), out, **extra)
 
 
@@ -268,6 +268,17 @@ def test_samples_in_a_renamed_folder_are_reused(loaded, whole, tmp_path, monkeyp
     assert again["table"] == document["table"]
     for one in again["methods"].values():
         assert all((tmp_path / place).is_file() for place in one["samples"].values())
+
+
+def test_an_edited_sample_is_evaluated_again(loaded, tmp_path):
+    said = []
+    settings = {"tasks": ["perplexity"], "limit": 1, "note": said.append}
+    before = _run(loaded, tmp_path, COMPARED[1:], **settings)
+    (path,) = tmp_path.glob("*/*.jsonl")
+    path.write_text(path.read_text().replace('"nll": ', '"nll": 1'))
+    for _ in range(2):  # once evaluated again, it is not mentioned again
+        assert _run(loaded, tmp_path, COMPARED[1:], **settings)["table"] == before["table"]
+    assert [note for note in said if "damaged" in note] == [f"{path}: damaged, line 2; evaluating the samples again"]
 
 
 def test_samples_do_not_depend_on_the_limit(loaded, whole, tmp_path):

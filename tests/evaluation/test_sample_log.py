@@ -19,7 +19,7 @@ def test_log_resumes(tmp_path):
     assert log.records == {0: {"index": 0, "score": 1.0}, 1: {"index": 1, "score": 0.5}}
     log.append([{"index": 2, "score": 0.0}])
     lines = [json.loads(line) for line in log.path.read_text().splitlines()]
-    assert lines[0] == {"key": KEY} and [line["index"] for line in lines[1:]] == [0, 1, 2]
+    assert lines[0] == {"key": KEY, "hashed": True} and [line["index"] for line in lines[1:]] == [0, 1, 2]
 
 
 def test_fresh_discards_the_samples_of_the_run_alone(tmp_path):
@@ -48,7 +48,7 @@ def test_log_with_incomplete_key_starts_anew(tmp_path):
     os.truncate(log.path, 5)
     again = SampleLog(tmp_path, "vt-512", KEY)
     again.append([{"index": 0, "score": 1.0}])
-    assert json.loads(again.path.read_text().splitlines()[0]) == {"key": KEY}
+    assert json.loads(again.path.read_text().splitlines()[0])["key"] == KEY
     assert list(SampleLog(tmp_path, "vt-512", KEY).records) == [0]
 
 
@@ -78,12 +78,51 @@ def test_log_file_depends_on_settings(tmp_path):
     assert SampleLog(tmp_path, "vt-512", {**KEY, "seed": 1}).records == {}
 
 
-def test_damaged_line_is_named(tmp_path):
+SAMPLES = [{"index": index, "score": 0.25 * index, "text": "\u00e4\n"} for index in range(4)]
+
+
+def damage(path, old, new):
+    text = path.read_text()
+    assert text.count(old) == 1
+    path.write_text(text.replace(old, new))
+
+
+@pytest.mark.parametrize(
+    "old, new", [("0.25", "0.75"), ('"index": 1', '"index": 9'), ('{"index": 1', '{"in'), (', "score": 0.25', "")]
+)
+def test_damaged_line_is_evaluated_again(tmp_path, old, new):
     log = SampleLog(tmp_path, "vt-512", KEY)
-    log.append([{"index": 0}, {"index": 1}])
-    log.path.write_text(log.path.read_text().replace('{"index": 0}', '{"in'))
-    with pytest.raises(KvqError, match=r"line 2 is damaged"):
-        SampleLog(tmp_path, "vt-512", KEY)
+    log.append(SAMPLES)
+    damage(log.path, old, new)
+    again = SampleLog(tmp_path, "vt-512", KEY)
+    assert list(again.records) == [0, 2, 3] and again.damaged == [3]
+    assert list(read_records(log.path, 1)) == [0, 2, 3]
+    with pytest.raises(KvqError, match=r"line 3 is damaged: run the evaluation again"):
+        read_records(log.path, 4)
+    again.append(SAMPLES[1:2])
+    assert sorted(read_records(log.path, 4).values(), key=lambda row: row["index"]) == SAMPLES
+
+
+def test_removed_hash_is_damage(tmp_path):
+    log = SampleLog(tmp_path, "vt-512", KEY)
+    log.append(SAMPLES[:2])
+    row = json.loads(log.path.read_text().splitlines()[2])
+    damage(log.path, f', "sha256": "{row["sha256"]}"', "")
+    assert list(SampleLog(tmp_path, "vt-512", KEY).records) == [0]
+
+
+def test_log_of_an_earlier_version_resumes_without_hashes(tmp_path):
+    """Only the lines appended since are checked."""
+    log = SampleLog(tmp_path, "vt-512", KEY)
+    wrong = ['["no record"]', '{"index": "0"}', "[" * 100_000]
+    old = [json.dumps({"key": KEY}), *map(json.dumps, SAMPLES[:2]), *wrong]
+    log.path.write_text("\n".join(old) + "\n")
+    log = SampleLog(tmp_path, "vt-512", KEY)
+    assert list(log.records.values()) == SAMPLES[:2] and log.damaged == [4, 5, 6]
+    log.append(SAMPLES[2:])
+    assert read_records(log.path, 4) == dict(enumerate(SAMPLES))
+    damage(log.path, "0.5", "0.75")
+    assert list(SampleLog(tmp_path, "vt-512", KEY).records) == [0, 1, 3]
 
 
 def test_mean_and_standard_error():
