@@ -4,6 +4,12 @@ Every failure that a user can cause or fix is raised as one of these; the comman
 `exit_code`. The message names the flag, file or value to change.
 """
 
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class KvqError(Exception):
     """The run failed (exit code 1): a missing file, a damaged artifact, activations with NaN, a full disk."""
@@ -30,7 +36,34 @@ class UsageError(KvqError):
     exit_code = 2
 
 
-def is_out_of_memory(error: Exception) -> bool:
+@contextmanager
+def reading(what: object, advice: str = "", kind: type[KvqError] = KvqError) -> Iterator[None]:
+    """Raise a `kind` that names `what` for any error of a library that reads it inside the block.
+
+    What is no fault of `what` passes: a KvqError, an interrupt, memory that runs out, output that nobody reads.
+    """
+    try:
+        yield
+    except (KvqError, BrokenPipeError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic of Rust, in tokenizers, is no Exception
+        if is_out_of_memory(error):
+            raise
+        raise kind(f"{what}: {reason(error)}" + (f"; {advice}" if advice else "")) from error
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error's message, and the next one where that ends with a colon; its type if it may not be
+    clear without."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    text = re.split(r"(?<!:)\n", str(error).strip())[0].replace("\n", "")
+    if isinstance(error, (OSError, ValueError, ImportError, RuntimeError)) and not isinstance(error, RecursionError):
+        return text or type(error).__name__
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether memory ran out, of the GPU or of the machine. On a CPU, PyTorch's allocator raises a RuntimeError."""
     return (
         isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)

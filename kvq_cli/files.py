@@ -32,6 +32,14 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def load_json(text: str | bytes) -> Any:
+    """The value of a JSON text; ValueError for anything else, also for deep nesting."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def write_json(path: Path, document: Any, option: str = "--out") -> None:
     """Write a JSON file atomically; see `json_text` and `write_text`."""
     write_text(path, json_text(document, ascii_only=False) + "\n", option)

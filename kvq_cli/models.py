@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq_cli import smollm2
 from kvq_cli.codecs.layout import dtype_name
-from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.errors import KvqError, UsageError, reading, reason
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +84,10 @@ def load_model(
     weight_dtype = _torch_dtype(dtype)
     source = model_source(name)
     local = Path(source).is_dir() or not _on_the_hub(source)
-    words = source if any(Path(source).glob("tokenizer*")) else _base_source(source)
+    base = _base_source(source)
+    with _loading(name, ": config.json"):  # loading the tokenizer reads it, too
+        transformers.AutoConfig.from_pretrained(base, local_files_only=local, trust_remote_code=trust_remote_code)
+    words = source if any(Path(source).glob("tokenizer*")) else base
     tokenizer = _load_tokenizer(name, words, local, trust_remote_code)
     with _loading(name):
         pair: Any = transformers.AutoModelForCausalLM.from_pretrained(
@@ -113,7 +116,7 @@ def _load_tokenizer(name: str, source: str, local: bool, trust_remote_code: bool
     from transformers import AutoTokenizer
 
     try:
-        with _loading(name, "its tokenizer: "):
+        with _loading(name, ": its tokenizer"):
             return AutoTokenizer.from_pretrained(source, local_files_only=local, trust_remote_code=trust_remote_code)
     except KvqError as error:
         # transformers' message lists the tokenizer classes instead.
@@ -126,30 +129,23 @@ def _load_tokenizer(name: str, source: str, local: bool, trust_remote_code: bool
 
 @contextmanager
 def _loading(name: str, part: str = "") -> Iterator[None]:
-    """Raise KvqError for errors of transformers, safetensors and torch.load about missing, truncated or malformed
-    files."""
-    from pickle import UnpicklingError
+    """Raise KvqError for errors of libraries about missing, truncated or malformed files."""
+    with _asks_for_trust(name), reading(f"cannot load the model {name!r}{part}"):
+        yield
 
-    from safetensors import SafetensorError
 
-    malformed = (OSError, ValueError, KeyError, TypeError, ImportError, EOFError, SafetensorError, UnpicklingError)
+@contextmanager
+def _asks_for_trust(name: str) -> Iterator[None]:
+    """Name --trust-remote-code where transformers refuses to run code that is not trusted."""
     try:
         yield
-    except (*malformed, RuntimeError) as error:
-        if not isinstance(error, malformed) and "PytorchStreamReader" not in str(error):
+    except KvqError as error:
+        if "trust_remote_code" not in str(error.__cause__):
             raise
-        reason = f"{part}{_first_line(error)}"
-        raise _code_refused(name, error) or KvqError(f"cannot load the model {name!r}: {reason}") from error
-
-
-def _code_refused(name: str, error: BaseException) -> KvqError | None:
-    """The KvqError for transformers' refusal to run code that is not trusted; None for all other errors."""
-    if "trust_remote_code" not in str(error):
-        return None
-    return KvqError(
-        f"--model {name}: loading it would run Python code that comes with it; read that code, and pass "
-        "--trust-remote-code if you trust it"
-    )
+        raise KvqError(
+            f"--model {name}: loading it would run Python code that comes with it; read that code, and pass "
+            "--trust-remote-code if you trust it"
+        ) from error
 
 
 def vocabulary(model: PreTrainedModel) -> int:
@@ -185,11 +181,8 @@ def parameters_and_context(name: str, *, trust_remote_code: bool = False) -> tup
     from transformers import AutoModelForCausalLM
 
     config = model_config(name, trust_remote_code)
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except ValueError as error:  # not a decoder
-        raise _code_refused(name, error) or KvqError(f"--model {name}: {_first_line(error)}") from None
+    with _asks_for_trust(name), reading(f"--model {name}"), torch.device("meta"):  # it may be no decoder
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     return sum(parameter.numel() for parameter in model.parameters()), model_context(config)
 
 
@@ -202,6 +195,8 @@ def model_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
     except (OSError, ValueError, TypeError, ImportError) as error:
         unreadable = f"--model {name}: cannot read its configuration ({_first_line(error)})"
         raise _code_refused(name, error) or KvqError(unreadable) from None
+    with _asks_for_trust(name), reading(f"--model {name}: cannot read its configuration"):
+        return AutoConfig.from_pretrained(model_source(name), trust_remote_code=trust_remote_code)
 
 
 def _shape_of(config: PretrainedConfig, dtype: str) -> ModelShape:
@@ -352,9 +347,7 @@ def _on_the_hub(name: str) -> bool:
             return False
         raise KvqError(
             f"--model {name}: no such folder, never downloaded, and the Hugging Face Hub is unreachable; "
-            f"use a local folder or {REFERENCE!r} ({_first_line(error)})"
+            f"use a local folder or {REFERENCE!r} ({reason(error)})"
         ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    with _asks_for_trust(name), reading(f"--model {name}: cannot read its configuration"):
+        return AutoConfig.from_pretrained(_base_source(model_source(name)), trust_remote_code=trust_remote_code)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvq_cli.artifact.format import write_synced
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.files import cannot_write
+from kvq_cli.files import cannot_write, load_json
 from kvq_cli.units import human_bytes
 
 #: Seconds between two tries to open a folder that another process captures to.
@@ -108,7 +108,7 @@ class WorkFolder:
     def read_json(self, name: str) -> dict[str, Any] | None:
         """The contents of `<name>.json`; None where it was not written."""
         try:
-            return json.loads((self.path / f"{name}.json").read_bytes())
+            return load_json((self.path / f"{name}.json").read_bytes())
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:

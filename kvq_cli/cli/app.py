@@ -71,7 +71,9 @@ class KvqGroup(TyperGroup):
         with _interrupt() as interrupted:
             try:
                 code = super().main(args, prog_name, complete_var, False, windows_expand_args, **extra)
-            except Exception as error:
+            except (KeyboardInterrupt, SystemExit, GeneratorExit):
+                raise
+            except BaseException as error:  # a panic of Rust, in tokenizers, is no Exception
                 # Ctrl-C inside an import or a C extension can be raised as another error.
                 code = 130 if interrupted else _report(error)
             finally:
@@ -143,7 +145,7 @@ def _interrupt() -> Iterator[list[int]]:
                 signal.signal(number, defaults[number])
 
 
-def _report(error: Exception) -> int:
+def _report(error: BaseException) -> int:
     """Print the error as one line, after its traceback with KVQ_DEBUG=1; returns the exit code."""
     if os.environ.get("KVQ_DEBUG") == "1":
         traceback.print_exception(error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvq_cli.cli.failures import escaped
 from kvq_cli.cli.text_generator import cache_line, check_utf8, write_stdout
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.files import file_size, write_json
+from kvq_cli.files import file_size, load_json, write_json
 
 if TYPE_CHECKING:
     from kvq_cli.cli.chat_session import ChatSession
@@ -152,10 +151,10 @@ def _read(path: str) -> dict[str, Any]:
     try:
         if (size := file_size(file)) > MAX_FILE:
             raise UsageError(f"/load {path}: has {size:,} bytes, above the {MAX_FILE:,} that a conversation may have")
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = load_json(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"/load {path}: {error.strerror}") from None
-    except (ValueError, RecursionError):
+    except ValueError:
         raise UsageError(f"/load {path}: not JSON") from None
     messages = document.get("messages") if isinstance(document, dict) else None
     if not isinstance(messages, list) or not all(_is_message(message) for message in messages):

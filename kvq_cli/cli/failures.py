@@ -29,7 +29,7 @@ def one_line(text: str) -> str:
     return escaped(" ".join(text.split()))
 
 
-def explain(error: Exception) -> tuple[str, int]:
+def explain(error: BaseException) -> tuple[str, int]:
     """Message and exit code of an error."""
     if isinstance(error, KvqError):
         return str(error), error.exit_code

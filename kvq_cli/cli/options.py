@@ -17,7 +17,7 @@ import typer
 
 from kvq_cli.cli.output import Output
 from kvq_cli.cli.rules import Rule, Values, unless
-from kvq_cli.errors import UsageError
+from kvq_cli.errors import UsageError, reading
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -34,12 +34,11 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Read a mapping from a YAML file; UsageError if the file is missing, unreadable or contains something else."""
     import yaml
 
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UsageError(f"--config {path}: {error.strerror or error}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UsageError(f"--config {path}: not YAML: {error}") from None
+    with reading(f"--config {path}", kind=UsageError):
+        try:
+            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise UsageError(f"--config {path}: not YAML: {error}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
@@ -74,7 +73,8 @@ def _apply_config(ctx: typer.Context, path: Path | None) -> Path | None:
         if parameter is None or parameter.name in (None, "config", "help"):
             valid = sorted(p.opts[0].lstrip("-") for p in ctx.command.params if p.name not in ("config", "help"))
             raise UsageError(f"--config {path}: unknown key {str(key)!r}; valid: {', '.join(valid)}")
-        value = _as_flag(value)
+        with reading(f"--config {path}: {key}", kind=UsageError):  # a mapping may hold itself
+            value = _as_flag(value)
         repeatable = getattr(parameter, "multiple", False)
         if isinstance(value, list):
             value = [str(v) for v in value] if repeatable else ",".join(str(v) for v in value)

@@ -121,6 +121,8 @@ def silence_libraries() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch's profiler has levels 0 to 5: print none
+    if os.environ.get("KVQ_DEBUG") != "1":
+        os.environ["RUST_BACKTRACE"] = "0"  # of a panic in tokenizers
     if "transformers" in sys.modules:
         from transformers.utils import logging
 

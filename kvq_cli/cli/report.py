@@ -61,5 +61,5 @@ def report(
     text = page(folder, (artifact or []) if errors else None, baseline)
     check_writable(path.parent)
     write_text(path, text)
-    output.note(f"written: {path} ({human_bytes(len(text.encode()))})")
+    output.note(f"written: {path} ({human_bytes(path.stat().st_size)})")
     output.result({"page": str(path)})

@@ -12,7 +12,7 @@ import typer
 from kvq_cli.cli.options import Json
 from kvq_cli.cli.output import Output
 from kvq_cli.cli.rules import unless
-from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.errors import KvqError, UsageError, reading
 
 if TYPE_CHECKING:
     from kvq_cli.evaluation.runs import Run
@@ -77,10 +77,24 @@ def results(
 ) -> None:
     """Print the table of a finished evaluation: means ± standard errors, best values in bold."""
     out = Output(as_json=as_json or format == "json")
-    from kvq_cli.evaluation.runs import load_runs, shown_results
-
     if baseline is not None and against is not None:
         raise UsageError("--baseline with --against: use one of them")
+    with reading(f"{folder}: not results of kvq", "run the evaluation again"):
+        _print_results(out, format, folder, run, runs, baseline, against, plot)
+
+
+def _print_results(
+    out: Output,
+    format: str,
+    folder: Path,
+    run: int | None,
+    runs: bool,
+    baseline: str | None,
+    against: str | None,
+    plot: Path | None,
+) -> None:
+    from kvq_cli.evaluation.runs import load_runs, shown_results
+
     shown = shown_results(folder, run)
     if runs:
         return _runs(out, format, load_runs(folder), folder)

@@ -40,11 +40,17 @@ class Decoding:
     def __post_init__(self) -> None:
         if self.temperature == float("inf"):
             raise UsageError("--temperature inf: must be a number, like 0.7")
+        if 0 < self.temperature < 2**-149:  # 0 in float32, by which transformers divides the logits
+            raise self.too_cold()
         sampled = {"--top-p": self.top_p != 1.0, "--top-k": self.top_k != 0}
         for flag in (flag for flag, is_set in sampled.items() if is_set and self.temperature == 0):
             raise UsageError(f"{flag} needs sampling: add --temperature, for example --temperature 0.7")
         if self.num_beams > 1 and self.temperature > 0:
             raise UsageError("--num-beams (beam search) with --temperature (sampling): use one of them")
+
+    def too_cold(self) -> UsageError:
+        """The error of a temperature by which logits cannot be divided."""
+        return UsageError(f"--temperature {self.temperature}: too small; raise it, or leave it out for greedy decoding")
 
     def arguments(self, max_new_tokens: int) -> dict[str, Any]:
         """Keyword arguments of transformers' `generate`."""
@@ -179,10 +185,15 @@ class TextGenerator:
         if tokenizer.pad_token_id is None:
             arguments["pad_token_id"] = tokenizer.eos_token_id
         start = time.perf_counter()
-        # `nn.Module.__getattr__` hides the method's type from mypy.
-        out = model.generate(  # type: ignore[operator]
-            prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, **arguments
-        )
+        try:
+            # `nn.Module.__getattr__` hides the method's type from mypy.
+            out = model.generate(  # type: ignore[operator]
+                prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, **arguments
+            )
+        except RuntimeError as error:
+            if "probability tensor" not in str(error):
+                raise
+            raise self.decoding.too_cold() from error
         self.attached.check_steps()
         seconds = time.perf_counter() - start
         new_ids = out[0, len(ids) :].tolist()

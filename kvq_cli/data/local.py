@@ -7,7 +7,6 @@ Hugging Face Hub are read as they are: `openai/gsm8k/main/test-00000-of-00001.pa
 from __future__ import annotations
 
 import gzip
-import json
 import lzma
 import zlib
 from collections.abc import Iterable, Sequence
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from kvq_cli.errors import KvqError
+from kvq_cli.files import load_json
 
 EXTENSIONS = (".jsonl", ".json", ".parquet", ".txt")
 _COMPRESSED = (".xz", ".gz")
@@ -67,7 +67,7 @@ def read_rows(path: Path, column: str | None = None) -> list[dict[str, Any]]:
     text = read_text(path)
     if file_format(path) == ".json" and text.lstrip().startswith("["):
         try:
-            rows = json.loads(text)
+            rows = load_json(text)
         except ValueError as error:
             raise KvqError(f"{path}: not JSON: {error}") from error
         return [_checked(row, column, f"{path}, row {number}") for number, row in enumerate(rows, start=1)]
@@ -79,7 +79,7 @@ def _json_lines(lines: Iterable[str], column: str | None, path: Path) -> list[di
     for number, line in enumerate(lines, start=1):
         if line.strip():
             try:
-                row = json.loads(line)
+                row = load_json(line)
             except ValueError:
                 row = None
             rows.append(_checked(row, column, f"{path}, line {number}"))

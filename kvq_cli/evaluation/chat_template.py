@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.errors import KvqError, UsageError, reading
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,19 +57,20 @@ def chat_prompt(
     """Text of the messages in the tokenizer's chat template.
 
     messages: `{"role": ..., "content": ...}`. Without a generation prompt, the last message is left open to continue.
-    UsageError where the template refuses them.
+    UsageError where the template refuses them, KvqError where it fails.
     """
     import jinja2
 
-    try:
-        text = tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
-    except jinja2.TemplateError as error:
-        raise UsageError(f"the tokenizer's chat template refuses these messages: {error}") from error
+    with reading(f"the chat template of {tokenizer.name_or_path} fails", "correct it"):
+        try:
+            text = tokenizer.apply_chat_template(
+                messages,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        except jinja2.TemplateError as error:
+            raise UsageError(f"the tokenizer's chat template refuses these messages: {error}") from error
     if not isinstance(text, str):
         raise KvqError("the tokenizer's chat template does not return text")
     return text

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.errors import KvqError, UsageError, reading
 from kvq_cli.evaluation.base import PERPLEXITY, mean_and_stderr
 from kvq_cli.evaluation.sample_log import read_records
 from kvq_cli.evaluation.tabulate import is_fraction
@@ -127,7 +127,9 @@ def sample_scores(folder: Path, methods: Mapping[str, Mapping], label: str) -> d
             raise KvqError(f"{folder / path}: {error.strerror}; run the evaluation again to compare samples") from None
         # A run with a larger limit may have added samples to the same log: ignore them.
         for index in sorted(records)[:count]:
-            for metric, value in _sample_scores(name, records[index], fractions).items():
+            with reading(f"{folder / path}: sample {index}", "run the evaluation again with --fresh"):
+                sample = _sample_scores(name, records[index], fractions)
+            for metric, value in sample.items():
                 scores.setdefault(metric, {})[index] = value
                 if name.startswith(f"{PERPLEXITY}_"):
                     pooled = f"{PERPLEXITY} {metric.rpartition(' ')[2]}"

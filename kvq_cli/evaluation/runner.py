@@ -17,7 +17,7 @@ from kvq_cli.artifact import Artifact
 from kvq_cli.artifact.fingerprint import fingerprint, weights_digest
 from kvq_cli.attention.attach import Attached, attach
 from kvq_cli.distributed import Workers
-from kvq_cli.errors import KvqError, NotFiniteError
+from kvq_cli.errors import KvqError, NotFiniteError, reading
 from kvq_cli.evaluation.base import PERPLEXITY, ComparedMethod, Evaluation, Record, Tracker
 from kvq_cli.evaluation.estimate import estimate
 from kvq_cli.evaluation.remote import RemoteEvaluation, Unit
@@ -120,7 +120,8 @@ def evaluate(
         method.label: {each.name: _records(each, logs[method.label, each.name]) for each in evaluations}
         for method in methods
     }
-    document = comparison_document(loaded, model, methods, evaluations, records, settings)
+    with reading(f"sample logs in {out if store is None else store}", "evaluate again with --fresh"):
+        document = comparison_document(loaded, model, methods, evaluations, records, settings)
     for method in methods:
         results = document["methods"][method.label]
         results["config"] |= state | {"backend": attached[method.label].backend.summary, "folder": method.folder}
@@ -248,7 +249,8 @@ def _run(
     evaluation.forget()
     for label, log in logs.items():
         if label not in failed:
-            _check_compressed(evaluation, attached[label], label, _records(evaluation, log))
+            with reading(log.path, "evaluate again with --fresh"):
+                _check_compressed(evaluation, attached[label], label, _records(evaluation, log))
     return failed
 
 

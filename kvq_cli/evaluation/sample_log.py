@@ -26,7 +26,7 @@ from typing import Any
 
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.base import Record
-from kvq_cli.files import cannot_write
+from kvq_cli.files import cannot_write, load_json
 
 FRESH, HASH, HASHED = "fresh", "sha256", "hashed"
 _CLAIMS = 1 << 40
@@ -77,14 +77,14 @@ class _Content:
         for line in lines:
             self.lines += 1
             try:
-                row = json.loads(line)
+                row = load_json(line)
                 if self.lines == 1:
                     self._hashed = HASHED in row
                 elif (HASH in row or self._hashed) and row.pop(HASH) != digest(row):
                     self.damaged.append(self.lines)
                 else:
                     self._add(row)
-            except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            except (ValueError, LookupError, TypeError, AttributeError):
                 self.damaged.append(self.lines)
 
     def _add(self, row: Record) -> None:
@@ -196,7 +196,7 @@ class SampleLog:
                 self._lock(fcntl.LOCK_UN, _CLAIMS - 1, 1)
 
     def _write(self, *lines: str) -> None:
-        data = "".join(line + "\n" for line in lines).encode()
+        data = "".join(line + "\n" for line in lines).encode(errors="backslashreplace")
         while data:
             data = data[os.write(self._descriptor, data) :]
 

@@ -119,6 +119,6 @@ def _read_config(path: Path) -> dict[str, Any]:
 
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}

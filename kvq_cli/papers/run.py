@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ from kvq_cli import __version__
 from kvq_cli.benchmarking.kernels.performance_targets import measured_rows
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.runs import RUNS
-from kvq_cli.files import write_json
+from kvq_cli.files import load_json, write_json
 from kvq_cli.papers.commands import Commands
 from kvq_cli.papers.compact import compact_file
 from kvq_cli.papers.inputs import file_digests, model_version, versions
@@ -76,7 +75,7 @@ def run_target(
     flags = [] if target.run else [*cluster, *(["--quiet"] if quiet else [])]
     printed = commands.run([*command, *flags], target.id, into=bool(target.into))
     if target.into:
-        write_json(target.result(model, root), json.loads(printed))
+        write_json(target.result(model, root), load_json(printed))
     if not target.result(model, root).is_file():
         raise KvqError(f"{target.id}: {target.result(model, root)} was not written")
     if target.eval or target.config:
@@ -106,7 +105,7 @@ def _without_versions(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _record(target: Target, model: str, root: Path) -> dict[str, Any] | None:
     try:
-        record = json.loads((target.folder(model, root) / RECORD).read_text(encoding="utf-8"))
+        record = load_json((target.folder(model, root) / RECORD).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return record if isinstance(record, dict) else None
@@ -117,7 +116,7 @@ def _artifacts(target: Target, model: str) -> dict[str, str]:
     checksums = {}
     for folder in sorted({artifact_folder(model, method) for method in target.calibrated(model)}):
         try:
-            checksums[folder.name] = json.loads((folder / "config.json").read_text(encoding="utf-8"))["checksum"]
+            checksums[folder.name] = load_json((folder / "config.json").read_text(encoding="utf-8"))["checksum"]
         except (OSError, ValueError, KeyError):
             continue  # the command that reads the artifact reports the error
     return checksums

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from kvq_cli.errors import reading
 from kvq_cli.report.charts import Plot, Point, Series, draw, legend
 from kvq_cli.report.comparison import Section
 from kvq_cli.report.markup import Markup, join, tag
@@ -23,8 +24,10 @@ def sections(found: ResultFolder) -> Iterator[Section]:
     """Title and content of each result file."""
     for stem, document in found.documents.items():
         command = found.record.get("command")
-        shown = tag("pre", shlex.join(map(str, command))) if command else None
-        yield stem, join(shown, _document(document, found.path / f"{stem}.png"))
+        with reading(found.path / f"{stem}.json", "make it again"):
+            shown = tag("pre", shlex.join(map(str, command))) if command else None
+            content = join(shown, _document(document, found.path / f"{stem}.png"))
+        yield stem, content
 
 
 def _document(document: Any, picture: Path) -> Markup:

@@ -10,7 +10,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from kvq_cli import __version__
-from kvq_cli.errors import UsageError
+from kvq_cli.errors import UsageError, reading
 from kvq_cli.evaluation.paired import match_label
 from kvq_cli.report import artifacts, comparison, documents
 from kvq_cli.report.comparison import Section
@@ -38,7 +38,9 @@ def page(folder: Path, artifact_folders: Sequence[Path] | None = (), baseline: s
         if several:
             links.append(tag("a", results.name, href=f"#r{number}"))
             body.append(tag("h2", results.name, id=f"r{number}"))
-        for index, (name, content) in enumerate(_sections(results, artifact_folders, baseline)):
+        with reading(f"{results.path}: not results of kvq", "make them again"):
+            sections = list(_sections(results, artifact_folders, baseline))
+        for index, (name, content) in enumerate(sections):
             place = f"r{number}s{index}"
             if not several:
                 links.append(tag("a", name, href=f"#{place}"))

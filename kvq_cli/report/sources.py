@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.runs import COMPARISON, RESULTS, ShownResults, shown_results
+from kvq_cli.files import load_json
 
 #: Files of a reproduction's folder (kvq_cli/papers) that are not results themselves.
 RECORD, DIFFERENCES, SCORES, CLAIMS = "target.json", "differences.json", "scores.json", "claims.md"
@@ -60,7 +60,7 @@ def find_results(folder: Path) -> list[ResultFolder]:
 def read_json(path: Path) -> Any:
     """The content of a JSON file; KvqError if it cannot be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return load_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise KvqError(f"{path}: {error.strerror or error}") from None
     except ValueError as error:

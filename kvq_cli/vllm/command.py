@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvq_cli.errors import UsageError
+from kvq_cli.files import load_json
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.vllm.checks import check_model, check_plans
 from kvq_cli.vllm.flags import flag_value, without
@@ -46,7 +47,7 @@ class ServePlan:
 
     def _additional(self) -> dict[str, Any]:
         given = flag_value(self.flags, "--additional-config")
-        return {} if given is None else json.loads(given)
+        return {} if given is None else load_json(given)
 
     def summary(self) -> str:
         """The sizes of the cache, in words."""
@@ -109,7 +110,7 @@ def _whole_number(flags: Sequence[str], name: str, least: int = 1) -> int | None
 
 def _check_additional(text: str) -> None:
     try:
-        given = json.loads(text)
+        given = load_json(text)
     except ValueError:
         given = None
     if not isinstance(given, dict) or KEY in given:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.evaluation.ruler.sample_types import Passages
 from kvq_cli.evaluation.ruler.synthetic_qa import hotpotqa, squad
+from kvq_cli.files import load_json
 
 #: Formats by the first character of a file: SQuAD's is a JSON object, HotpotQA's a list.
 _FORMATS = {"{": "squad", "[": "hotpotqa"}
@@ -66,7 +66,7 @@ class QuestionSet:
 def read_questions(path: Path) -> tuple[str, QuestionSet]:
     """Read a question file: `("squad" or "hotpotqa", questions)`. KvqError if it is missing or has another format."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = load_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise KvqError(f"--qa-file {path}: {error.strerror or error}") from None
     except ValueError as error:
