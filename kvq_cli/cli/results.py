@@ -141,13 +141,13 @@ def _runs(out: Output, format: str, recorded: Sequence[Run], folder: Path) -> No
             }
         )
     rows = [[", ".join(map(str, v)) if isinstance(v := run[c], (list, dict)) else v for c in columns] for run in listed]
-    _print(out, format, columns, rows)
+    _print(out, format, columns, rows, labels=len(columns))
     out.result(listed)
 
 
 def _table(out: Output, format: str, methods: Mapping[str, Mapping[str, Any]], failed: Mapping[str, str]) -> None:
     from kvq_cli.evaluation.chat_template import chat_template_note
-    from kvq_cli.evaluation.formats import csv_text, latex, markdown, with_best, with_errors
+    from kvq_cli.evaluation.formats import csv_text, escape_latex, latex, markdown, with_best, with_errors
     from kvq_cli.evaluation.runs import describe_run, run_of
     from kvq_cli.evaluation.tabulate import tabulate
 
@@ -162,9 +162,9 @@ def _table(out: Output, format: str, methods: Mapping[str, Mapping[str, Any]], f
     if format == "csv":
         out.text(csv_text(*with_origins(*with_errors(table))))
     elif format == "latex":
-        out.text(latex(*with_origins(table.titles, with_best(table, r"\textbf{{{}}}"))))
+        out.text(latex(*with_origins(table.titles, with_best(table, r"\textbf{{{}}}", escape_latex))))
     elif format == "markdown":
-        out.text(markdown(*with_origins(table.titles, with_best(table, "**{}**"))))
+        out.text(markdown(*with_origins(table.titles, with_best(table, "**{}**")), labels=1))
     else:
         best = [table.best(index) for index in range(len(table.columns))] + ([] if origins is None else [set(), set()])
         titles, cells = with_origins(table.titles, table.cells())
@@ -223,11 +223,12 @@ def _against(out: Output, format: str, methods: Mapping[str, Mapping[str, Any]],
     out.result([{**asdict(side), "target": side.target.id} for side in tables])
 
 
-def _print(out: Output, format: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+def _print(out: Output, format: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], labels: int = 1) -> None:
     from kvq_cli.evaluation.formats import csv_text, latex, markdown
 
-    printers = {"csv": csv_text, "markdown": markdown, "latex": latex}
-    if format in printers:
-        out.text(printers[format](columns, rows))
+    if format == "markdown":
+        out.text(markdown(columns, rows, labels))
+    elif format in ("csv", "latex"):
+        out.text((csv_text if format == "csv" else latex)(columns, rows))
     else:
         out.table(columns, rows)
