@@ -12,7 +12,7 @@ from kvq_cli.errors import reading
 from kvq_cli.report.charts import Plot, Point, Series, draw, legend
 from kvq_cli.report.comparison import Section
 from kvq_cli.report.markup import Markup, join, tag
-from kvq_cli.report.sources import ResultFolder
+from kvq_cli.report.sources import ResultFolder, is_file_of
 from kvq_cli.report.tables import Cell, pairs, table
 
 #: Entries of a study that repeat its table, in a form for programs.
@@ -69,7 +69,7 @@ def _value(value: Any) -> Any:
 
 def _picture(path: Path) -> Markup | None:
     """The figure beside a result file, inside the page."""
-    if not path.is_file():
+    if not is_file_of(path.parent, path):
         return None
     data = base64.b64encode(path.read_bytes()).decode()
     return tag("figure", tag("img", src=f"data:image/png;base64,{data}", alt=path.stem))

@@ -67,6 +67,12 @@ def read_json(path: Path) -> Any:
         raise KvqError(f"{path}: not JSON ({error}); make it again") from None
 
 
+def is_file_of(folder: Path, path: Path) -> bool:
+    """Whether the path is a regular file in the folder, also through a link: a page that is passed on must not contain
+    what a link of a received folder leads to."""
+    return path.is_file() and path.resolve().is_relative_to(folder.resolve())
+
+
 def _has_results(folder: Path) -> bool:
     return any(path.name != RECORD for path in folder.glob("*.json"))
 
@@ -83,7 +89,7 @@ def _read(folder: Path) -> ResultFolder:
         documents={path.stem: read_json(path) for path in others},
         record=_mapping(folder / RECORD),
         differences=_mapping(folder / DIFFERENCES),
-        claims=claims.read_text(encoding="utf-8", errors="replace") if claims.is_file() else "",
+        claims=claims.read_text(encoding="utf-8", errors="replace") if is_file_of(folder, claims) else "",
     )
 
 

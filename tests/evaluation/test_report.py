@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import re
@@ -10,6 +11,8 @@ import shutil
 import numpy as np
 import pytest
 from html_pages import loaded_urls, read_page
+
+from kvq_cli.report.sources import find_results
 
 HOSTILE = '"><script>alert(1)</script><img src=x onerror=alert(2)>'
 
@@ -159,6 +162,22 @@ def test_stored_differences_are_shown(kvq, folder):
     assert kvq("report", folder).exit_code == 0
     cell = read_page((folder / "report.html").read_text()).rows("Paired differences to kivi-4bit")["kivi-2bit"]
     assert cell["perplexity lossn = 9"].text == "+0.25 [+0.125, +0.375] *"
+
+
+def test_links_out_of_the_folder_are_not_followed_into_the_page(kvq, tmp_path):
+    (tmp_path / "in").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "in" / f"{name}.json").write_text("{}")
+    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "in" / "figure").write_text("figure")
+    (tmp_path / "in" / "a.png").symlink_to(tmp_path / "secret")
+    (tmp_path / "in" / "b.png").symlink_to("figure")
+    (tmp_path / "in" / "claims.md").symlink_to(tmp_path / "secret")
+    assert kvq("report", "in").exit_code == 0
+    page = (tmp_path / "in" / "report.html").read_text()
+    figure, secret = (base64.b64encode(text).decode() for text in (b"figure", b"secret"))
+    assert figure in page and secret not in page
+    assert find_results(tmp_path / "in")[0].claims == ""
 
 
 def test_bad_folders_are_one_line(fails, folder, tmp_path):
