@@ -13,6 +13,8 @@ _LESS_MEMORY = (
     "shorten the context or --seqlen, lower --batch-size or, in generate and chat, set --prefill-chunk; "
     "`kvq plan` computes which context fits"
 )
+#: Characters of a message, or of a line of a note; all of kvq's own are shorter.
+MAX_MESSAGE = 1500
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
@@ -25,8 +27,16 @@ def escaped(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """`text` as a single line without control characters."""
-    return escaped(" ".join(text.split()))
+    """`text` as a single line without control characters, `shortened`."""
+    return escaped(shortened(" ".join(text.split())))
+
+
+def shortened(text: str) -> str:
+    """`text` without its middle if it is long: a message may repeat a value of any length, and says what to do last."""
+    if len(text) <= MAX_MESSAGE:
+        return text
+    kept = MAX_MESSAGE // 2
+    return f"{text[:kept]} [... {len(text) - 2 * kept:,} characters ...] {text[-kept:]}"
 
 
 def explain(error: BaseException) -> tuple[str, int]:

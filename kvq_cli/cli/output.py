@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from kvq_cli.cli.failures import escaped, one_line
+from kvq_cli.cli.failures import escaped, one_line, shortened
 from kvq_cli.files import json_text
 from kvq_cli.units import human_bytes as human_bytes  # commands import it with `Output`
 
@@ -36,7 +36,8 @@ class Output:
         """Print a note to stderr, unless --quiet."""
         if not self.quiet:
             # Text and line break in one write: targets of `kvq reproduce` that run together print from two threads.
-            print(f"{escaped(text)}\n", end="", file=sys.stderr, flush=True)
+            lines = "\n".join(map(shortened, text.split("\n")))
+            print(f"{escaped(lines)}\n", end="", file=sys.stderr, flush=True)
 
     def warn(self, text: str) -> None:
         """Print a warning to stderr, also with --quiet."""

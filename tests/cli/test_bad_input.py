@@ -196,6 +196,37 @@ def test_escapes_in_a_message_are_shown(fails):
     fails("inspect", "gone\x1b[2J", code=1, says="no artifact at gone\\x1b[2J")
 
 
+LONG = "a" * 2**20
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["generate", "x", "--set", LONG], "like --set sinks=8"),
+        (["generate", "x", "--set", f"{LONG}=1", "--method", "kivi"], "its options are: bits"),
+        (["generate", "x", f"--{LONG}"], "No such option"),
+        (["generate", "x", "--dtype", LONG], "auto"),
+        (["generate", "x", "--config", "long.yaml"], "unknown key"),
+        (["inspect", LONG.replace("aaaa", "a / ")], "File name too long"),
+    ],
+)
+def test_long_values_are_shortened_in_messages(kvq, tmp_path, words, says):
+    (tmp_path / "long.yaml").write_text(f"? {LONG}\n: 1\n")
+    result = kvq(*words)
+    assert result.exit_code and says in result.stderr
+    assert " characters ...] " in result.stderr and len(result.stderr) < 2000
+
+
+def test_long_values_are_shortened_in_notes(capsys):
+    from kvq_cli.cli.output import Output
+
+    Output().note(f"first\nof {LONG}: last")
+    assert capsys.readouterr().err.startswith("first\nof aaa")
+    Output().warn(f"of {LONG}: last")
+    warned = capsys.readouterr().err
+    assert len(warned) < 2000 and warned.startswith("kvq: warning: of aaa") and warned.endswith("aaa: last\n")
+
+
 @pytest.mark.parametrize("command", ["calibrate", "tune"])
 def test_this_folder_is_no_new_folder(fails, made, command):
     fails(command, "--model", made / "tiny", "--out", ".", code=2, says="--out .: give the name of a new folder")
