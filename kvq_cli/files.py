@@ -9,6 +9,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -64,11 +65,10 @@ def replacing(path: Path, option: str = "--out") -> Iterator[Path]:
     """
     if not path.name:  # . or /
         raise UsageError(f"{path} is a folder; give the name of a file as {option}")
-    # Two processes, also of two machines, may write the same file.
-    partial = path.with_name(f"{_partial_prefix(path)}{os.getpid()}.partial")
+    partial = partial_path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_partial(path)
+        remove_partial(path)
         yield partial
         os.replace(partial, path)
     except BaseException as error:
@@ -79,19 +79,24 @@ def replacing(path: Path, option: str = "--out") -> Iterator[Path]:
         raise
 
 
+def partial_path(path: Path) -> Path:
+    """Where this process writes a file or folder until it is complete; others may write to the same path, too."""
+    return path.with_name(f"{_partial_prefix(path)}{os.getpid()}.partial")
+
+
 def _partial_prefix(path: Path) -> str:
     """How the names of this machine's partial files of `path` begin; a process id and `.partial` follow."""
     return f".{path.name}.{re.sub(r'[^A-Za-z0-9-]', '-', platform.node())}."
 
 
-def _remove_partial(path: Path) -> None:
-    """Remove partial files left by processes of this machine that were killed while writing the same file."""
+def remove_partial(path: Path) -> None:
+    """Remove what processes of this machine left that were killed while writing the same file or folder."""
     prefix = _partial_prefix(path)
     for leftover in path.parent.glob(f"{glob.escape(prefix)}*.partial"):
         process = leftover.name.removeprefix(prefix).removesuffix(".partial")
         if process.isdecimal() and not _runs(int(process)):
             with suppress(OSError):
-                leftover.unlink()
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
 
 def _runs(process: int) -> bool:

@@ -24,7 +24,7 @@ from kvq_cli.artifact.fingerprint import Fingerprint, architecture, fingerprint
 from kvq_cli.artifact.schema import CONFIG, check_form, parse_json
 from kvq_cli.artifact.stored import stored_tensors
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.files import cannot_write, file_size
+from kvq_cli.files import cannot_write, file_size, partial_path, remove_partial
 from kvq_cli.methods.registry import from_config, method_class, to_config
 from kvq_cli.options import option_text
 
@@ -204,7 +204,9 @@ def _check_loads(text: bytes, data: bytes, where: Path) -> None:
 
 def check_replaceable(folder: Path, *, overwrite: bool) -> None:
     """Raise UsageError unless `folder` is absent, or `overwrite` is on and it is empty or holds files of an artifact
-    alone: models have a `config.json`, too."""
+    alone: models have a `config.json`, too. Also where the name that it gets meanwhile is taken."""
+    if (replaced := _replaced(folder)).exists() and (why := _not_an_artifact(replaced)):
+        raise UsageError(f"{replaced} is in the way and no artifact ({why}): move it, or choose another --out")
     if not folder.exists():
         return
     if not overwrite:
@@ -237,16 +239,21 @@ def write_synced(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
+def _replaced(folder: Path) -> Path:
+    """Where an artifact is while another takes its place; left there by a kill, it is moved back."""
+    return folder.with_name(f".{folder.name}.replaced")
+
+
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
     """A new folder beside `folder` that replaces it when the block succeeds and is removed when it fails."""
-    partial, replaced = (folder.with_name(f".{folder.name}.{suffix}") for suffix in ("partial", "replaced"))
+    partial, replaced = partial_path(folder), _replaced(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         if replaced.exists() and not folder.exists():  # an earlier run was killed between the two renames
             replaced.rename(folder)
-        for leftover in (partial, replaced):
-            shutil.rmtree(leftover, ignore_errors=True)
+        remove_partial(folder)
+        shutil.rmtree(replaced, ignore_errors=True)
         partial.mkdir()
         yield partial
         if folder.exists():

@@ -59,6 +59,7 @@ class WorkFolder:
         new = not self.path.exists()
         if new:
             self._create(disk_bytes)
+        self._check_own()
         self._acquire_lock(note)
         if not new and not resume:
             self.close()
@@ -78,8 +79,15 @@ class WorkFolder:
     def clear(self) -> None:
         """Remove the folder of an earlier run; KvqError where that run is still active."""
         if self.path.exists():
+            self._check_own()
             self._acquire_lock()
             self.remove()
+
+    def _check_own(self) -> None:
+        """UsageError where the folder holds files, but no request, which a calibration writes first."""
+        held = {path.name for path in self.path.iterdir()} if self.path.is_dir() else set()
+        if held and not held & {"request.json", "request.json.new"}:
+            raise UsageError(f"{self.path} holds {min(held)!r}, and no calibration: move it, or choose another --out")
 
     def remove(self) -> None:
         """Remove the folder, and the parent folders created for it that are empty."""

@@ -3,6 +3,8 @@
 import errno
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from random_artifacts import random_parts, tiny_model
 
 from kvq_cli.artifact import FORMAT, Artifact, fingerprint, format, load_artifact, save_artifact
 from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.files import partial_path
 from kvq_cli.methods.registry import build, to_config
 
 METHOD = build("temporalkv", bits=4, hybrid="head")
@@ -164,7 +167,7 @@ def test_failure_between_the_two_renames_restores_the_old_artifact(saved, monkey
     rename = Path.rename
 
     def failing(path: Path, to: Path):
-        if path.name == f".{saved.path.name}.partial":
+        if path.name.endswith(".partial"):
             raise error
         return rename(path, to)
 
@@ -186,6 +189,32 @@ def test_kill_between_the_two_renames_is_repaired_by_the_next_write(saved, monke
     with pytest.raises(KvqError, match="no space left"):
         save_artifact(saved.path, *parts(1), overwrite=True)
     assert load_artifact(saved.path).digest == saved.digest
+
+
+@pytest.mark.parametrize("name", [".place.partial", ".place.replaced"])
+@pytest.mark.parametrize("file", ["precious.txt", "README.md"])
+def test_folders_of_others_beside_the_artifact_are_kept(saved, name, file):
+    other = saved.path.with_name(name)
+    other.mkdir()
+    (other / file).write_text("precious")
+    if name == ".place.replaced":
+        with pytest.raises(UsageError, match=f"{name} is in the way and no artifact .*: move it"):
+            save_artifact(saved.path, *parts(1), overwrite=True)
+    else:
+        save_artifact(saved.path, *parts(1), overwrite=True)
+    assert (other / file).read_text() == "precious"
+    assert sorted(path.name for path in saved.path.parent.iterdir()) == [name, "place"]
+
+
+def test_folder_of_a_killed_write_is_removed_by_the_next(saved):
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    left = partial_path(saved.path)
+    left = left.with_name(left.name.replace(f".{os.getpid()}.", f".{process.pid}."))
+    left.mkdir()
+    (left / "tensors.safetensors").write_text("")
+    save_artifact(saved.path, *parts(1), overwrite=True)
+    assert [path.name for path in saved.path.parent.iterdir()] == ["place"]
 
 
 @pytest.mark.parametrize("other", ["model.safetensors", "pictures.png/one.png"])

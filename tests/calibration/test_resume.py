@@ -103,6 +103,15 @@ def test_captures_of_another_library_are_not_shared(tiny, quick, tmp_path, monke
     assert len(list((tmp_path / "captured").iterdir())) == 2
 
 
+@pytest.mark.parametrize("flags", [{}, {"resume": True}, {"force": True}])
+def test_folder_of_another_in_place_of_the_work_is_kept(tiny, quick, tmp_path, flags):
+    (tmp_path / "a.work").mkdir()
+    (tmp_path / "a.work" / "precious.txt").write_text("precious")
+    with pytest.raises(UsageError, match=r"a\.work holds 'precious.txt', and no calibration: move it"):
+        run(tiny, quick, tmp_path / "a", **flags)
+    assert os.listdir(tmp_path) == ["a.work"] and os.listdir(tmp_path / "a.work") == ["precious.txt"]
+
+
 def test_force_starts_over(tiny, quick, tmp_path):
     out = tmp_path / "a"
     with pytest.raises(Interrupted):
