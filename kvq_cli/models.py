@@ -5,7 +5,6 @@ torch and transformers are imported inside the functions, so that importing this
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvq_cli import smollm2
 from kvq_cli.codecs.layout import dtype_name
 from kvq_cli.errors import KvqError, UsageError, reading, reason
+from kvq_cli.files import load_json
 
 if TYPE_CHECKING:
     import torch
@@ -190,13 +190,8 @@ def model_config(name: str, trust_remote_code: bool) -> PretrainedConfig:
     """The configuration of model `name`, as for `load_model`; weights are not read."""
     from transformers import AutoConfig
 
-    try:
-        return AutoConfig.from_pretrained(_base_source(model_source(name)), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, TypeError, ImportError) as error:
-        unreadable = f"--model {name}: cannot read its configuration ({_first_line(error)})"
-        raise _code_refused(name, error) or KvqError(unreadable) from None
     with _asks_for_trust(name), reading(f"--model {name}: cannot read its configuration"):
-        return AutoConfig.from_pretrained(model_source(name), trust_remote_code=trust_remote_code)
+        return AutoConfig.from_pretrained(_base_source(model_source(name)), trust_remote_code=trust_remote_code)
 
 
 def _shape_of(config: PretrainedConfig, dtype: str) -> ModelShape:
@@ -323,10 +318,8 @@ def _base_source(source: str) -> str:
     folder = Path(source)
     if not _is_adapter(folder) or (folder / "config.json").is_file():
         return source
-    try:
-        return str(json.loads((folder / _ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise KvqError(f"--model {source}: {_ADAPTER} names no base model ({_first_line(error)})") from error
+    with reading(f"--model {source}: {_ADAPTER} names no base model"):
+        return str(load_json((folder / _ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
 
 
 def _on_the_hub(name: str) -> bool:
@@ -349,5 +342,3 @@ def _on_the_hub(name: str) -> bool:
             f"--model {name}: no such folder, never downloaded, and the Hugging Face Hub is unreachable; "
             f"use a local folder or {REFERENCE!r} ({reason(error)})"
         ) from error
-    with _asks_for_trust(name), reading(f"--model {name}: cannot read its configuration"):
-        return AutoConfig.from_pretrained(_base_source(model_source(name)), trust_remote_code=trust_remote_code)
