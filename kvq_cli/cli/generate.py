@@ -31,9 +31,18 @@ File = Annotated[Path | None, typer.Option("--file", "-f", metavar="FILE", help=
 MaxNewTokens = Annotated[int, _decoding("--max-new-tokens", "-n", min=1, help="Maximum number of new tokens.")]
 Temperature = Annotated[float, _decoding("--temperature", min=0.0, help="Sampling temperature; 0: greedy decoding.")]
 TopP = Annotated[
-    float, _decoding("--top-p", min=0.0, max=1.0, help="Sample from the likeliest tokens with this total probability.")
+    float | None,
+    _decoding(
+        "--top-p",
+        min=0.0,
+        max=1.0,
+        help="Sample from the likeliest tokens with this total probability (default: the model's, or 1: all).",
+    ),
 ]
-TopK = Annotated[int, _decoding("--top-k", min=0, help="Sample from this many likeliest tokens; 0: all.")]
+TopK = Annotated[
+    int | None,
+    _decoding("--top-k", min=0, help="Sample from this many likeliest tokens; 0: all (default: the model's, or 0)."),
+]
 Beams = Annotated[int, _decoding("--num-beams", min=1, help="Number of beams; above 1: beam search.")]
 Chunk = Annotated[
     int | None,
@@ -83,8 +92,8 @@ class DecodingOptions:
 
     max_new_tokens: Annotated[MaxNewTokens, _generates] = 128
     temperature: Annotated[Temperature, _generates] = 0.0
-    top_p: Annotated[TopP, _generates] = 1.0
-    top_k: Annotated[TopK, _generates] = 0
+    top_p: Annotated[TopP, _generates] = None
+    top_k: Annotated[TopK, _generates] = None
     prefill_chunk: Chunk = None
 
     def decoding(self, seed: int, num_beams: int = 1) -> Decoding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 class Decoding:
     """Decoding parameters, named as in transformers' `generate`. Temperature 0 is greedy decoding.
 
+    top_p, top_k: None for the model's own, else all tokens.
     Raises UsageError for parameters that contradict each other.
     """
 
     max_new_tokens: int = 128
     temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
+    top_p: float | None = None
+    top_k: int | None = None
     num_beams: int = 1
     prefill_chunk: int | None = None
     seed: int = 0
@@ -42,7 +43,7 @@ class Decoding:
             raise UsageError("--temperature inf: must be a number, like 0.7")
         if 0 < self.temperature < 2**-149:  # 0 in float32, by which transformers divides the logits
             raise self.too_cold()
-        sampled = {"--top-p": self.top_p != 1.0, "--top-k": self.top_k != 0}
+        sampled = {"--top-p": self.top_p not in (None, 1.0), "--top-k": bool(self.top_k)}
         for flag in (flag for flag, is_set in sampled.items() if is_set and self.temperature == 0):
             raise UsageError(f"{flag} needs sampling: add --temperature, for example --temperature 0.7")
         if self.num_beams > 1 and self.temperature > 0:
@@ -52,11 +53,18 @@ class Decoding:
         """The error of a temperature by which logits cannot be divided."""
         return UsageError(f"--temperature {self.temperature}: too small; raise it, or leave it out for greedy decoding")
 
-    def arguments(self, max_new_tokens: int) -> dict[str, Any]:
-        """Keyword arguments of transformers' `generate`."""
+    def model_sampling(self, defaults: Mapping[str, float]) -> dict[str, float]:
+        """Those of the model's sampling settings `defaults` that apply: none to greedy decoding and beam search."""
+        given = {"top_p": self.top_p, "top_k": self.top_k}
+        return {name: value for name, value in defaults.items() if self.temperature > 0 and given.get(name) is None}
+
+    def arguments(self, max_new_tokens: int, defaults: Mapping[str, float]) -> dict[str, Any]:
+        """Settings of transformers' `GenerationConfig`. defaults: the model's sampling settings."""
         arguments: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": self.temperature > 0}
         if self.temperature > 0:
-            arguments |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+            top_p, top_k = 1.0 if self.top_p is None else self.top_p, self.top_k or 0
+            arguments |= {"temperature": self.temperature, "top_p": top_p, "top_k": top_k}
+            arguments |= self.model_sampling(defaults)
         if self.num_beams > 1:
             arguments["num_beams"] = self.num_beams
         if self.prefill_chunk is not None:
@@ -170,26 +178,26 @@ class TextGenerator:
         import torch
         from transformers import StoppingCriteriaList
 
+        from kvq_cli.evaluation.generation import continue_ids, pad_token, sampling_defaults, stop_tokens
+
         model, tokenizer = self.loaded.model, self.loaded.tokenizer
         max_new_tokens = self.max_new_tokens(len(ids))
         prompt = torch.tensor([ids], device=model.device)
         torch.manual_seed(self.decoding.seed + attempt)
         streamer = CharacterStreamer(tokenizer, write)
-        arguments = self.decoding.arguments(max_new_tokens)
+        stops = stop_tokens(self.loaded)
+        settings = self.decoding.arguments(max_new_tokens, sampling_defaults(model))
+        settings |= {"eos_token_id": stops or None, "pad_token_id": pad_token(self.loaded, stops)}
+        arguments: dict[str, Any] = {}
         if self.decoding.num_beams == 1:
             arguments["streamer"] = streamer  # beam search knows its answer only at the end
         if stop is not None:
             arguments["stopping_criteria"] = StoppingCriteriaList(
                 [lambda ids, _: ids.new_full(ids.shape[:1], stop(), dtype=torch.bool)]
             )
-        if tokenizer.pad_token_id is None:
-            arguments["pad_token_id"] = tokenizer.eos_token_id
         start = time.perf_counter()
         try:
-            # `nn.Module.__getattr__` hides the method's type from mypy.
-            out = model.generate(  # type: ignore[operator]
-                prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, **arguments
-            )
+            out = continue_ids(model, prompt, torch.ones_like(prompt), cache, settings, **arguments)
         except RuntimeError as error:
             if "probability tensor" not in str(error):
                 raise
@@ -279,12 +287,22 @@ def attached_generator(
 
     with attach(loaded.model, attachable, prefill=prefill, backend=model_options.backend) as attached:
         notes.append(_method_line(attached.method, attachable, reason))
+        notes += _sampling_notes(loaded, decoding)
         if decoding.prefill_chunk is not None and _is_fit_to_prompts(attached):
             notes.append(
                 f"{attached.method.name} is fit to the first {decoding.prefill_chunk} tokens of the prompt alone, "
                 "since --prefill-chunk divides it: its errors may be larger"
             )
         yield TextGenerator(loaded, attached, describe(attachable), decoding, notes)
+
+
+def _sampling_notes(loaded: LoadedModel, decoding: Decoding) -> list[str]:
+    """A line that names the sampling settings taken from the model; none where no such setting applies."""
+    from kvq_cli.evaluation.generation import sampling_defaults
+
+    applied = decoding.model_sampling(sampling_defaults(loaded.model))
+    listed = ", ".join(f"{name} {value:g}" for name, value in applied.items())
+    return [f"sampling as {loaded.name} is configured: {listed}"] if applied else []
 
 
 def _is_fit_to_prompts(attached: Attached) -> bool:

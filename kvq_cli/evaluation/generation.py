@@ -17,12 +17,15 @@ from torch import Tensor
 from kvq_cli.models import check_token_ids, vocabulary
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import Cache, PreTrainedModel
 
     from kvq_cli.attention.attach import Attached
     from kvq_cli.cache.cache import CompressedCache
     from kvq_cli.cache.report import CacheReport
     from kvq_cli.models import LoadedModel
+
+#: Settings of a generation config that apply to sampling, with the values that change nothing.
+SAMPLING = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "typical_p": 1.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True)
@@ -51,9 +54,7 @@ def generate_answers(
     model, tokenizer = loaded.model, loaded.tokenizer
     stops = stop_tokens(loaded, stop_strings)
     check_token_ids(model, prompts)
-    pad = tokenizer.pad_token_id
-    if pad is None or pad >= vocabulary(model):  # a pad token that was added to the tokenizer alone
-        pad = (stops or [0])[0]
+    pad = pad_token(loaded, stops)
     # Neighbouring rows of equal length are computed together.
     rows = torch.tensor(sorted(range(len(prompts)), key=lambda row: len(prompts[row])))
     batch = [prompts[row] for row in rows]
@@ -85,20 +86,41 @@ def _generate(
     model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: CompressedCache, length: int, pad: int, ended: _Ended
 ) -> Tensor:
     """`ids` `[rows, tokens]` continued up to `length` tokens, or until `ended` ends all rows."""
-    from transformers import GenerationConfig, StoppingCriteriaList
+    from transformers import StoppingCriteriaList
 
-    config = GenerationConfig(
-        max_new_tokens=length - ids.shape[1], do_sample=False, pad_token_id=pad, eos_token_id=ended.stops or None
-    )
+    settings: dict[str, Any] = {"max_new_tokens": length - ids.shape[1], "do_sample": False, "pad_token_id": pad}
+    settings["eos_token_id"] = ended.stops or None
+    return continue_ids(model, ids, mask, cache, settings, stopping_criteria=StoppingCriteriaList([ended]))
+
+
+def continue_ids(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor, cache: Cache | None, settings: dict[str, Any], **arguments: Any
+) -> Tensor:
+    """`ids` `[rows, tokens]` continued by transformers' `generate` with these settings of a `GenerationConfig`; those
+    of the model's files do not apply. arguments: other ones of `generate`, such as a streamer."""
+    from transformers import GenerationConfig
+
+    config = GenerationConfig(**settings)
     with _no_generation_config(model):
         # `nn.Module.__getattr__` hides the method's type from mypy.
         return model.generate(  # type: ignore[operator]
-            ids,
-            attention_mask=mask,
-            past_key_values=cache,
-            generation_config=config,
-            stopping_criteria=StoppingCriteriaList([ended]),
+            ids, attention_mask=mask, past_key_values=cache, generation_config=config, **arguments
         )
+
+
+def sampling_defaults(model: PreTrainedModel) -> dict[str, float]:
+    """The settings of the model's generation config that change which tokens are sampled, by name; all of them are
+    shielded from greedy decoding."""
+    found = {name: getattr(model.generation_config, name, None) for name in SAMPLING}
+    return {name: value for name, value in found.items() if value is not None and value != SAMPLING[name]}
+
+
+def pad_token(loaded: LoadedModel, stops: Sequence[int]) -> int:
+    """The tokenizer's pad token, or a stop token where it has none that the model embeds."""
+    pad = loaded.tokenizer.pad_token_id
+    if pad is None or pad >= vocabulary(loaded.model):  # a pad token that was added to the tokenizer alone
+        return (*stops, 0)[0]
+    return pad
 
 
 def stop_tokens(loaded: LoadedModel, stop_strings: Sequence[str] = ()) -> list[int]:

@@ -183,8 +183,8 @@ def test_binary_prompt_file_is_an_error(fails, tmp_path):
 
 
 def test_decoding_arguments():
-    assert Decoding().arguments(5) == {"max_new_tokens": 5, "do_sample": False}
-    sampled = Decoding(temperature=0.5, top_p=0.9, top_k=3).arguments(5)
+    assert Decoding().arguments(5, {"top_k": 9}) == {"max_new_tokens": 5, "do_sample": False}
+    sampled = Decoding(temperature=0.5, top_p=0.9, top_k=3).arguments(5, {})
     assert sampled["do_sample"] and (sampled["temperature"], sampled["top_p"], sampled["top_k"]) == (0.5, 0.9, 3)
     with pytest.raises(UsageError, match="--top-k"):
         Decoding(top_k=3)

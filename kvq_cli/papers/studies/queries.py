@@ -11,6 +11,7 @@ from torch import Tensor
 from kvq_cli.attention.capture_points import AttentionLayer, attention_layers
 from kvq_cli.codecs.base import Prompt, PromptCodec
 from kvq_cli.errors import UsageError
+from kvq_cli.evaluation.generation import continue_ids
 from kvq_cli.figures import integer_ticks
 from kvq_cli.methods.kivi import Kivi, KiviGroups
 from kvq_cli.methods.squat import Squat
@@ -243,21 +244,14 @@ class _Layer:
 def _with_responses(loaded: LoadedModel, prompts: Tensor, tokens: int, seed: int, progress: Progress) -> list[Tensor]:
     """Each prompt `[prompt]`, followed by `tokens` tokens that the model samples after it."""
     sequences, device = [], loaded.model.device
+    settings: dict[str, Any] = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": True, "top_k": 0}
+    settings["eos_token_id"] = loaded.model.generation_config.eos_token_id  # not sampled before the last token
     for index, prompt in enumerate(prompts):
         progress("responses", index, len(prompts))
         ids = prompt[None].to(device)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.no_grad():
             torch.manual_seed(seed + index)
-            # `nn.Module.__getattr__` hides the method's type from mypy.
-            out = loaded.model.generate(  # type: ignore[operator]
-                ids,
-                attention_mask=torch.ones_like(ids),
-                max_new_tokens=tokens,
-                min_new_tokens=tokens,
-                do_sample=True,
-                top_k=0,
-            )
-            sequences.append(out[0].cpu())
+            sequences.append(continue_ids(loaded.model, ids, torch.ones_like(ids), None, settings)[0].cpu())
     progress("responses", len(prompts), len(prompts))
     return sequences
 
