@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from kvq_cli.models import check_token_ids, vocabulary
+from kvq_cli.models import check_token_ids, text_config, vocabulary
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
@@ -124,12 +124,14 @@ def pad_token(loaded: LoadedModel, stops: Sequence[int]) -> int:
 
 
 def stop_tokens(loaded: LoadedModel, stop_strings: Sequence[str] = ()) -> list[int]:
-    """Token ids that end an answer: those of the model's generation config, the tokenizer's EOS, and stop strings that
-    are special tokens (answers are decoded without these), as in lm-eval."""
-    tokenizer = loaded.tokenizer
-    own = getattr(loaded.model.generation_config, "eos_token_id", None)
+    """Token ids that end a text: EOS of the model's generation config, of the tokenizer and of the model's config, and
+    stop strings that are special tokens (answers are decoded without these), as in lm-eval."""
+    tokenizer, model = loaded.tokenizer, loaded.model
     special = set(tokenizer.all_special_tokens).intersection(stop_strings)
-    ids = [*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id]
+    ids: list[Any] = []
+    for source in (model.generation_config, tokenizer, model.config, text_config(model.config)):
+        own = getattr(source, "eos_token_id", None)
+        ids += own if isinstance(own, list) else [own]
     ids += [tokenizer.convert_tokens_to_ids(stop) for stop in stop_strings if stop in special]
     return list(dict.fromkeys(token for token in ids if token is not None))
 

@@ -14,9 +14,12 @@ PROMPT = [5, 6, 7] * 4
 
 @pytest.fixture
 def answer(tiny_folder, tmp_path):  # noqa: F811
-    """`answer(decoding, {"num_beams": 3})`: new tokens of a model with these settings in its files, and the notes."""
+    """`answer(decoding, {"num_beams": 3})`: new tokens of a model with these settings in its files, and the notes.
 
-    def run(decoding=None, settings=None, config=None):
+    eos: the id of the tokenizer's EOS.
+    """
+
+    def run(decoding=None, settings=None, config=None, eos=None):
         folder = tmp_path / "model"
         shutil.copytree(tiny_folder, folder, dirs_exist_ok=True)
         for name, changes in (("generation_config.json", settings), ("config.json", config)):
@@ -27,6 +30,8 @@ def answer(tiny_folder, tmp_path):  # noqa: F811
             CompressionOptions(method="kivi", set_=["group=8"]),
         )
         with attached_generator(model, method, "exact", decoding or Decoding(12)) as generator:
+            if eos is not None:
+                generator.loaded.tokenizer.eos_token = generator.loaded.tokenizer.convert_ids_to_tokens(eos)
             ids = generator.generate(PROMPT, generator.attached.new_cache(), lambda piece: None).ids
             return ids, generator.notes
 
@@ -68,3 +73,14 @@ def test_sampling_takes_the_models_settings_and_says_so(answer):
 def test_beam_search_does_not_depend_on_the_generation_config(answer):
     beams = Decoding(12, num_beams=2)
     assert answer(beams, {"length_penalty": 9.0, "early_stopping": True})[0] == answer(beams)[0]
+
+
+@pytest.mark.parametrize("source", ["settings", "config", "eos"])
+def test_text_ends_at_each_eos(answer, source):
+    """Of the generation config, of the config and of the tokenizer, where the others name another one."""
+    plain, _ = answer()
+    stop = next(place for place in range(1, 12) if plain[place] not in plain[:place])
+    other = next(token for token in range(100, 300) if token not in plain)
+    ends = {"settings": {"eos_token_id": [other]}, "config": {"eos_token_id": other}}
+    ends[source] = plain[stop] if source == "eos" else {"eos_token_id": plain[stop]}
+    assert answer(**ends)[0] == plain[: stop + 1]

@@ -321,7 +321,7 @@ def test_answers_end_at_the_stop_tokens_of_the_model_and_of_the_tokenizer(loaded
     other = next(token for token in range(100, 200) if token not in ids)
     monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", other)
     chat = dataclasses.replace(loaded, tokenizer=tokenizer)
-    assert stop_tokens(chat) == [other, ids[stop]]
+    assert stop_tokens(chat) == [other, ids[stop], loaded.model.config.eos_token_id]
     with attach(loaded.model, COMPARED[0]) as attached:
         assert generate_answers(chat, attached, [prompt], 8)[0][0].tokens == stop + 1
         assert generate_answers(loaded, attached, [prompt], 8)[0][0].tokens == 8
