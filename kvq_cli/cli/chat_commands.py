@@ -151,7 +151,7 @@ def _read(path: str) -> dict[str, Any]:
     try:
         if (size := file_size(file)) > MAX_FILE:
             raise UsageError(f"/load {path}: has {size:,} bytes, above the {MAX_FILE:,} that a conversation may have")
-        document = load_json(file.read_text(encoding="utf-8"))
+        document = load_json(file.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise UsageError(f"/load {path}: {error.strerror}") from None
     except ValueError:

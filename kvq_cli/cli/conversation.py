@@ -79,12 +79,13 @@ class Conversation:
         self.messages, self.ids, self.cache, self.turn_start, self.attempt = messages, [], None, 0, 0
         if self.has_template:
             return
-        encode = self.generator.loaded.tokenizer
+        from kvq_cli.evaluation.chat_template import encode_prompt
+
         for message in messages:
             text = message["content"]
             if message["role"] == "user":
                 self.turn_start, text = len(self.ids), reference_prompt(text)
-            self.ids = self.ids + encode(text, add_special_tokens=not self.ids)["input_ids"]
+            self.ids = self.ids + encode_prompt(self.generator.loaded.tokenizer, text, not self.ids)
 
     @property
     def has_template(self) -> bool:
@@ -95,18 +96,19 @@ class Conversation:
 
         Earlier answers keep the ids that were generated: decoding and encoding them again may give different ids.
         """
+        from kvq_cli.evaluation.chat_template import chat_prompt, encode_prompt, system_message
+
         tokenizer = self.generator.loaded.tokenizer
         if not self.has_template:
-            return self.ids + tokenizer(reference_prompt(message), add_special_tokens=not self.ids)["input_ids"]
-        from kvq_cli.evaluation.chat_template import chat_prompt, system_message
+            return self.ids + encode_prompt(tokenizer, reference_prompt(message), not self.ids)
 
         system = [] if self.system is None else [system_message(self.system)]
         text = chat_prompt(tokenizer, system + self._with(message))
         past = str(tokenizer.decode(self.ids))
         for known in (past, past.rstrip()):  # templates may strip an answer that was stopped behind a space
             if known and text.startswith(known):
-                return self.ids + tokenizer(text[len(known) :], add_special_tokens=False)["input_ids"]
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+                return self.ids + encode_prompt(tokenizer, text[len(known) :], special_tokens=False)
+        return encode_prompt(tokenizer, text, special_tokens=False)
 
     def _with(self, message: str) -> list[dict[str, str]]:
         return [*self.messages, {"role": "user", "content": message}]

@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 _decoding = partial(typer.Option, rich_help_panel="Decoding")
 
 Prompt = Annotated[
-    str | None, typer.Argument(metavar="PROMPT", help="The prompt; without it, --file or stdin is read.")
+    str | None,
+    typer.Argument(
+        metavar="PROMPT", help="The prompt; without it, --file or stdin is read, final line break included."
+    ),
 ]
 File = Annotated[Path | None, typer.Option("--file", "-f", metavar="FILE", help="Read the prompt from a text file.")]
 MaxNewTokens = Annotated[int, _decoding("--max-new-tokens", "-n", min=1, help="Maximum number of new tokens.")]
@@ -184,14 +187,14 @@ def _messages(loaded: LoadedModel, text: str, system: str | None) -> list[dict[s
 
 def _encode(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], chat: bool) -> list[int]:
     """Token ids of the prompt, in the chat template or as it is."""
-    from kvq_cli.evaluation.chat_template import chat_prompt
+    from kvq_cli.evaluation.chat_template import chat_prompt, encode_prompt
 
     text = chat_prompt(tokenizer, messages) if chat else messages[-1]["content"]
-    return tokenizer(text, add_special_tokens=not chat)["input_ids"]  # a chat template writes BOS itself
+    return encode_prompt(tokenizer, text, not chat)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
-    """Read the prompt from the argument, the file or stdin, without a final line break."""
+    """Read the prompt from the argument, the file or stdin: the text as it is, without a byte order mark."""
     if prompt is not None and file is not None:
         raise UsageError("give PROMPT or --file, not both")
     if file is not None:
@@ -208,7 +211,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     else:
         text = sys.stdin.read()
     check_utf8(text, "the prompt")
-    text = text.removesuffix("\n")
+    text = text.removeprefix("\ufeff")
     if not text.strip():
         raise UsageError("the prompt is empty: give PROMPT, --file FILE, or text on stdin")
     return text

@@ -46,6 +46,7 @@ def messages(interrupts: Interrupts, note: Callable[[str], None]) -> Iterator[Me
 
 
 def _message(entered: str) -> Message:
+    entered = entered.removeprefix("\ufeff")  # a file's byte order mark
     if entered.lstrip().startswith(QUOTES):
         return Message(entered.strip().removeprefix(QUOTES).removesuffix(QUOTES).strip("\n"), False)
     return Message(entered, entered.lstrip().startswith("/"))

@@ -68,10 +68,11 @@ def save_document(generator: TextGenerator, path: Path, messages: list[dict[str,
     from torch import tensor
 
     from kvq_cli.cache.saved_cache import SavedPrompt
+    from kvq_cli.evaluation.chat_template import encode_prompt
 
     tokenizer = generator.loaded.tokenizer
     text, document = _opened(tokenizer, messages, chat)
-    ids = tokenizer(text, add_special_tokens=not chat)["input_ids"]
+    ids = encode_prompt(tokenizer, text, not chat)
     cache = generator.attached.new_cache()
     settings = generator.decoding
     # The token that generation adds is not in the cache.
@@ -116,19 +117,21 @@ def _opened(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], 
 
 def _continued(tokenizer: PreTrainedTokenizerBase, saved: SavedPrompt, question: str, path: Path) -> list[int]:
     """The saved ids, and those of the question: of the whole text, if its tokens begin with the saved ones."""
+    from kvq_cli.evaluation.chat_template import encode_prompt
+
     held, chat = saved.ids[0].tolist(), saved.template is not None
-    added = f"\n{question}"
+    added = question if saved.text.endswith("\n") else f"\n{question}"
     if chat:
         document = saved.text[len(saved.text) - saved.document :]
         message = f"{document}\n{question.strip()}"
         text = _rendered(tokenizer, [{"role": "user", "content": message}])
         added = text[_place(text, message) + len(document) :]
-    whole = tokenizer(saved.text + added, add_special_tokens=not chat)["input_ids"]
+    whole = encode_prompt(tokenizer, saved.text + added, not chat)
     if whole[: len(held)] == held:
         return whole
-    if tokenizer(saved.text, add_special_tokens=not chat)["input_ids"] != held:
+    if encode_prompt(tokenizer, saved.text, not chat) != held:
         raise UsageError(f"{LOAD} {path}: the document was saved with another tokenizer: save it again")
-    return held + tokenizer(added, add_special_tokens=False)["input_ids"]
+    return held + encode_prompt(tokenizer, added, special_tokens=False)
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:

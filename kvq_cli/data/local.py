@@ -44,7 +44,7 @@ def read_text(path: Path) -> str:
     """The contents of a text file, decompressed if it ends with .xz or .gz. KvqError where it cannot be read."""
     try:
         with _open_text(path) as file:
-            return file.read()
+            return file.read().removeprefix("\ufeff")  # a byte order mark
     except (OSError, UnicodeDecodeError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise KvqError(f"cannot read the text of {path}: {error}") from error
 

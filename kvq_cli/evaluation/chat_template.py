@@ -1,4 +1,4 @@
-"""Prompts in a tokenizer's chat template, and when it is applied."""
+"""Prompts in a tokenizer's chat template, when it is applied, and their token ids."""
 
 from __future__ import annotations
 
@@ -22,6 +22,20 @@ def uses_chat_template(loaded: LoadedModel, wanted: bool | None, default: bool =
     if wanted and not has_template:
         raise UsageError(f"--chat-template: the tokenizer of {loaded.name} has none; drop the flag")
     return has_template and default if wanted is None else wanted
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, special_tokens: bool = True) -> list[int]:
+    """Token ids of a text that the model is to continue: special tokens in front of it, such as BOS, but none behind
+    it, such as the EOS of a tokenizer with `add_eos_token`.
+
+    special_tokens: False for the text of a chat template, which writes BOS itself, and for the rest of a text.
+    """
+    ids: list[int] = tokenizer(text, add_special_tokens=special_tokens, verbose=False).input_ids
+    if not special_tokens or not ids or ids[-1] not in tokenizer.all_special_ids:
+        return ids
+    plain = encode_prompt(tokenizer, text, special_tokens=False)
+    ends = range(len(ids), len(plain), -1)
+    return next((ids[:end] for end in ends if ids[end - len(plain) : end] == plain), ids)
 
 
 def check_system(loaded: LoadedModel, system: str) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvq_cli.evaluation.chat_template import encode_prompt
 from kvq_cli.models import check_token_ids, text_config, vocabulary
 
 if TYPE_CHECKING:
@@ -143,7 +144,7 @@ def prompt_key(loaded: LoadedModel, text: str, chat: bool, stop_strings: Sequenc
     template is applied.
     """
     tokenizer = loaded.tokenizer
-    prompt = [tokenizer(text, verbose=False).input_ids, tokenizer.chat_template if chat else None]
+    prompt = [encode_prompt(tokenizer, text), tokenizer.chat_template if chat else None]
     digest = sha256(json.dumps(prompt, default=str).encode()).hexdigest()
     return {"first_prompt_sha256": digest, "stop_tokens": stop_tokens(loaded, stop_strings)}
 

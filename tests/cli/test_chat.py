@@ -169,6 +169,10 @@ def test_binary_message_is_reported_and_sigterm_is_an_interrupt(kvq_process):
     assert (process.returncode, stderr.strip()) == (130, "kvq: interrupted")
 
 
+def test_a_byte_order_mark_is_not_part_of_the_first_message(chat):
+    assert chat("\ufeff/status").stdout.startswith("0 turns")
+
+
 def test_end_of_input_ends_the_chat(chat):
     assert chat().exit_code == 0
     assert chat("", "  ").stdout == ""

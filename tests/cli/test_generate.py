@@ -47,9 +47,17 @@ def test_fp16_equals_transformers(generate):
 
 
 def test_prompt_from_argument_file_and_stdin(generate, tmp_path):
-    (tmp_path / "prompt.txt").write_text(PROMPT + "\n")
-    texts = [generate(PROMPT), generate("--file", "prompt.txt"), generate(input=PROMPT + "\n")]
-    assert len({found["text"] for found in texts}) == 1
+    """As it is, with its final line break, without a byte order mark."""
+    prompt = f"{PROMPT}\n"
+    (tmp_path / "prompt.txt").write_text(f"\ufeff{prompt}", encoding="utf-8")
+    found = [
+        generate(prompt),
+        generate("--file", "prompt.txt"),
+        generate(input=prompt),
+        generate(input=f"\ufeff{prompt}"),
+    ]
+    tokens = len(AutoTokenizer.from_pretrained(model_path())(prompt)["input_ids"])
+    assert {(each["text"], each["prompt_tokens"]) for each in found} == {(found[0]["text"], tokens)}
 
 
 def test_text_goes_to_stdout_and_summary_to_stderr(kvq, generate):

@@ -4,6 +4,8 @@ import json
 import shutil
 
 import pytest
+from tiny_folder import tiny_folder  # noqa: F401  # a fixture
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from kvq_cli.reference import model_path, prompts
@@ -47,6 +49,22 @@ def test_questions_about_a_saved_document(run, kvq, fails, tmp_path):
     (tmp_path / "cut").write_bytes(data[:-100])
     for name, says in (("altered", "altered was altered"), ("cut", "cut is not a readable safetensors file")):
         fails("generate", "x", "--load-cache", name, *exact, code=1, says=says)
+
+
+def test_a_tokenizer_that_appends_eos_continues_a_document_as_one_prompt(run, tiny_folder, tmp_path):  # noqa: F811
+    folder, tokenizer = tmp_path / "model", AutoTokenizer.from_pretrained(tiny_folder)
+    shutil.copytree(tiny_folder, folder)
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (tokenizer.bos_token, tokenizer.eos_token)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{tokenizer.bos_token} $A {tokenizer.eos_token}", special_tokens=special
+    )
+    tokenizer.save_pretrained(folder)
+    exact = ["--method", "fp16", "--model", folder]
+    for document in ("The town", "The town\n"):
+        run(document, "--save-cache", "cache", *exact)
+        asked, whole = run("is old", "--load-cache", "cache", *exact), run("The town\nis old", *exact)
+        assert (asked["text"], asked["prompt_tokens"]) == (whole["text"], whole["prompt_tokens"])
+        assert whole["prompt_tokens"] == len(tokenizer("The town\nis old").input_ids) - 1
 
 
 def test_a_packed_document_in_a_chat_template(run, kvq, fails, tmp_path):

@@ -37,6 +37,12 @@ class Letters:
         return 128
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_a_byte_order_mark_is_not_text(tmp_path, name):
+    (gzip.open if name.endswith(".gz") else open)(tmp_path / name, "wb").write("\ufeffabc".encode())
+    assert load_text(str(tmp_path / name), "calibration") == "abc"
+
+
 @pytest.mark.parametrize("name", ["prose", "pydoc"])
 def test_built_in_texts_have_disjoint_splits(name):
     calibration, evaluation = (load_text(name, split) for split in ("calibration", "evaluation"))

@@ -5,10 +5,12 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from kvq_cli.errors import UsageError
-from kvq_cli.evaluation.chat_template import chat_template_note, uses_chat_template
+from kvq_cli.evaluation.chat_template import chat_template_note, encode_prompt, uses_chat_template
 from kvq_cli.evaluation.compared_methods import compared_methods
+from kvq_cli.evaluation.generation import prompt_key
 from kvq_cli.evaluation.runner import evaluate
 from kvq_cli.evaluation.settings import EvaluationSettings
 from kvq_cli.methods.registry import build
@@ -31,6 +33,42 @@ def run(instruct):
         return evaluate(instruct, compared_methods([build("fp16")]), EvaluationSettings(**settings), out)
 
     return start
+
+
+@pytest.fixture
+def closing(loaded):
+    """The tiny model with a tokenizer that appends its EOS to every text."""
+    tokenizer = copy.deepcopy(loaded.tokenizer)
+    special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (tokenizer.bos_token, tokenizer.eos_token)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{tokenizer.bos_token} $A {tokenizer.eos_token}", special_tokens=special
+    )
+    return dataclasses.replace(loaded, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize("text", ["The town", "The town<eos>", "<eos> The town", "The <bos>"])
+def test_prompts_have_no_special_tokens_behind_them(loaded, closing, text):
+    """But for those that the text itself ends with."""
+    tokenizer = closing.tokenizer
+    text = text.replace("<eos>", tokenizer.eos_token).replace("<bos>", tokenizer.bos_token)
+    plain = tokenizer(text, add_special_tokens=False).input_ids
+    assert tokenizer(text).input_ids == [tokenizer.bos_token_id, *plain, tokenizer.eos_token_id]
+    assert encode_prompt(tokenizer, text) == [tokenizer.bos_token_id, *plain]
+    assert encode_prompt(tokenizer, text, special_tokens=False) == plain
+    assert encode_prompt(loaded.tokenizer, text) == loaded.tokenizer(text).input_ids
+
+
+def test_evaluations_encode_prompts_without_eos_behind_them(loaded, closing):
+    from kvq_cli.evaluation.lm_eval.model import AttachedLM
+
+    model = AttachedLM(closing, None)
+    context, continuation = model._encode_pair("The town", " is old")
+    whole = closing.tokenizer("The town is old", add_special_tokens=False).input_ids
+    assert context + continuation == [closing.tokenizer.bos_token_id, *whole]
+    assert (
+        prompt_key(closing, "The town", False)["first_prompt_sha256"]
+        == (prompt_key(loaded, "The town", False)["first_prompt_sha256"])
+    )
 
 
 @pytest.mark.parametrize(

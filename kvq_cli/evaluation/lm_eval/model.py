@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.evaluation.base import cache_record, mean_packed_bits
-from kvq_cli.evaluation.chat_template import chat_prompt
+from kvq_cli.evaluation.chat_template import chat_prompt, encode_prompt
 from kvq_cli.evaluation.divergence import rows_per_chunk
 from kvq_cli.evaluation.generation import generate_answers
 from kvq_cli.evaluation.scoring import continuation_logits, prompt_and_decoded
@@ -91,7 +91,7 @@ class AttachedLM(TemplateLM):
         bos = self.tokenizer.bos_token
         if add_special_tokens is None:  # a chat template writes BOS itself
             add_special_tokens = not (bos and string.startswith(bos))
-        return self.tokenizer(string, add_special_tokens=add_special_tokens, verbose=False).input_ids
+        return encode_prompt(self.tokenizer, string, add_special_tokens)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         return chat_prompt(self.tokenizer, chat_history, add_generation_prompt)

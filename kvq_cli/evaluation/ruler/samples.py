@@ -12,7 +12,7 @@ from random import Random
 from typing import TYPE_CHECKING, Any
 
 from kvq_cli.errors import UsageError
-from kvq_cli.evaluation.chat_template import chat_prompt
+from kvq_cli.evaluation.chat_template import chat_prompt, encode_prompt
 from kvq_cli.evaluation.ruler.families import FAMILIES, Sources
 from kvq_cli.evaluation.ruler.sample_types import Prompt
 from kvq_cli.evaluation.ruler.tasks import RulerTask
@@ -147,8 +147,7 @@ class RulerSamples:
         return chat_prompt(self._tokenizer, turn) + prompt.prefix
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        # A chat template writes BOS itself.
-        return self._tokenizer(self._prompt_text(prompt), add_special_tokens=not self._chat, verbose=False).input_ids
+        return encode_prompt(self._tokenizer, self._prompt_text(prompt), not self._chat)
 
     def _count(self, text: str) -> int:
         return len(self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
