@@ -118,14 +118,14 @@ def _capacity(
     artifact = sum(constants.values())
     available = budget - weights - artifact
     cache = cache_bytes(context, batch)
-    longest = _largest(lambda tokens: cache_bytes(tokens, batch) <= available, context, limit)
+    longest = largest(lambda tokens: cache_bytes(tokens, batch) <= available, context, limit)
     # Bytes are linear in the batch: every tensor of the cache has one entry per sequence.
     per_row = cache_bytes(context, 2) - cache_bytes(context, 1)
     rows = max(0, (available - cache_bytes(context, 1)) // per_row + 1) if available > 0 and context <= limit else 0
     return Capacity(weights, artifact, cache, cache <= available and context <= limit, longest, rows)
 
 
-def _largest(fits: Callable[[int], bool], start: int, limit: int) -> int:
+def largest(fits: Callable[[int], bool], start: int, limit: int) -> int:
     """Return the largest number up to `limit` for which the monotonic predicate `fits` is true, by bisection from
     `start`; 0 if it is false for 1. Exact below 4096, above to within 1/4096."""
     low, high = 0, min(start, limit)

@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvq_cli.cli.cache_lines import cache_line, longer_text
 from kvq_cli.cli.failures import escaped
-from kvq_cli.cli.text_generator import cache_line, check_utf8, write_stdout
+from kvq_cli.cli.text_generator import check_utf8, write_stdout
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.files import file_size, load_json, write_json
 
@@ -61,7 +62,9 @@ def status(chat: ChatSession, _argument: str) -> None:
     if conversation.system is not None:
         chat.out.text(f"system message: {conversation.system}")
     if conversation.cache is not None:
-        chat.out.text(cache_line(conversation.generator.attached.report(conversation.cache).to_dict()))
+        generator = conversation.generator
+        report = generator.attached.report(conversation.cache).to_dict()
+        chat.out.text(cache_line(report, longer_text(report, generator.attached.method, generator.loaded)))
 
 
 def clear(chat: ChatSession, _argument: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvq_cli.cli import chat_commands
+from kvq_cli.cli.cache_lines import held_bytes
 from kvq_cli.cli.conversation import Conversation
 from kvq_cli.cli.failures import explain, one_line
 from kvq_cli.cli.interrupts import Interrupts
@@ -87,7 +88,7 @@ class ChatSession:
         parts.append(f"context {used:,} of {context:,} tokens")
         if answer.cache:
             parts.append(
-                f"cache {human_bytes(answer.cache['bytes'])}, {human_bytes(answer.cache['fp16_bytes'])} at 16 bit"
+                f"cache {human_bytes(held_bytes(answer.cache))}, {human_bytes(answer.cache['fp16_bytes'])} at 16 bit"
             )
         else:
             parts.append("cache not compressed")

@@ -10,9 +10,9 @@ import typer
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.output import Output, human_bytes
 from kvq_cli.cli.sizes import (
+    MAX_COUNT,
     Batch,
     Compare,
-    Context,
     ModelName,
     ShapeName,
     chosen_methods,
@@ -24,6 +24,8 @@ from kvq_cli.errors import UsageError
 from kvq_cli.units import parse_bytes
 
 Engine = StrEnum("Engine", ["kvq", "vllm"])
+
+DEFAULT_CONTEXT = 8192
 
 if TYPE_CHECKING:
     from kvq_cli.benchmarking.capacity import Capacity
@@ -42,6 +44,15 @@ Held = Annotated[
     typer.Option(
         "--engine",
         help="Engine to plan for: kvq (`kvq generate`, contiguous cache) or vllm (`kvq serve`, paged blocks).",
+    ),
+]
+PlannedContext = Annotated[
+    int | None,
+    typer.Option(
+        "--context",
+        min=1,
+        max=MAX_COUNT,
+        help=f"Tokens per sequence (default: {DEFAULT_CONTEXT}, or the model's context where that is shorter).",
     ),
 ]
 Ranks = Annotated[
@@ -63,7 +74,7 @@ def plan(
     bits: opt.Bits = None,
     set_: opt.Set = None,
     shapes: ShapeName = None,
-    context: Context = 8192,
+    context: PlannedContext = None,
     batch: Batch = 1,
     engine: Held = Engine.kvq,
     tensor_parallel_size: Ranks = 1,
@@ -94,6 +105,10 @@ def plan(
             f"{device} is {human_bytes(total)}: the weights take {human_bytes(weights)} and "
             f"--reserve takes {reserve}; nothing is left for a cache"
         )
+    if context is None:
+        context = min(DEFAULT_CONTEXT, size.context)
+        if context < DEFAULT_CONTEXT:
+            out.note(f"note: planned for {context:,} tokens, the whole context of {shapes or model}")
     if context > size.context:
         out.note(f"note: --context {context:,} is longer than the {size.context:,} tokens of {shapes or model}")
     found, rows = [], []

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvq_cli.cli.cache_lines import cache_line
 from kvq_cli.cli.output import human_bytes
-from kvq_cli.cli.text_generator import Decoding, GeneratedText, TextGenerator, cache_line
+from kvq_cli.cli.text_generator import Decoding, GeneratedText, TextGenerator
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.files import check_writable
 
@@ -51,7 +52,7 @@ class SavedDocument:
         done = self.prefilled
         return (
             f"{done.prompt_tokens} tokens prefilled in {done.seconds:.2f} s, written to {self.path} "
-            f"({human_bytes(self.file_bytes)})\n{cache_line(done.cache)}"
+            f"({human_bytes(self.file_bytes)})\n{cache_line(done.cache, done.longer)}"
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvq_cli.cli import options as opt
-from kvq_cli.cli.output import human_bytes
+from kvq_cli.cli.cache_lines import cache_line, longer_text
 from kvq_cli.errors import UsageError
 from kvq_cli.paths import model_artifacts
 
@@ -77,7 +77,8 @@ class GeneratedText:
     """A generated answer with its timing and the report of its cache.
 
     ids: the new tokens, stop token included. rate: tokens per second after the first new token; None for a single token
-    and for beam search. cache: `CacheReport.to_dict()`; empty for an uncompressed cache of transformers.
+    and for beam search. cache: `CacheReport.to_dict()`; empty for an uncompressed cache of transformers. longer: how
+    large the cache of a longer text is; see `longer_text`.
     """
 
     text: str
@@ -87,6 +88,7 @@ class GeneratedText:
     prefill_seconds: float | None
     rate: float | None
     cache: dict[str, Any]
+    longer: str = ""
 
     @property
     def is_empty(self) -> bool:
@@ -110,33 +112,8 @@ class GeneratedText:
         prefill = f" after {self.prefill_seconds:.2f} s of prefill" if self.prefill_seconds is not None else ""
         return (
             f"{len(self.ids)} tokens in {self.seconds:.2f} s{speed}{prefill}; prompt {self.prompt_tokens} tokens\n"
-            + cache_line(self.cache)
+            + cache_line(self.cache, self.longer)
         )
-
-
-def cache_line(report: dict[str, Any]) -> str:
-    """`cache: 1.2 MiB instead of 7.1 MiB in 16 bit (5.9x smaller), 2.71 bits per number (nominal 2)`"""
-    held, plain = report["bytes"], report["fp16_bytes"]
-    if not held:
-        return "cache: empty"
-    shared = report["constant_bytes"]
-    ratio = f"{plain / held:.1f}x smaller" if held <= plain else f"{held / plain:.1f}x larger: {_excess(report)}"
-    return (
-        f"cache: {human_bytes(held)} instead of {human_bytes(plain)} in 16 bit ({ratio}), "
-        f"{report['measured_bits']:.2f} bits per number (nominal {report['nominal_bits']:g})"
-        + ("; tokens beyond sliding windows are kept, not in 16 bit" if report.get("beyond_window") else "")
-        + (f"; shared by all sequences: {human_bytes(shared)}" if shared else "")
-        + (f"; attention by {report['backend']}" if report.get("backend") else "")
-    )
-
-
-def _excess(report: dict[str, Any]) -> str:
-    """Why a cache takes more bytes than its numbers in 16 bits: room that no token fills yet, else its largest part."""
-    parts = report["parts"]
-    if report["bytes"] - parts.get("unused", 0) <= report["fp16_bytes"]:
-        return f"{human_bytes(parts['unused'])} are allocated for later tokens"
-    largest = max(parts, key=parts.__getitem__)
-    return f"{human_bytes(parts[largest])} are {largest}"
 
 
 @dataclass
@@ -214,7 +191,9 @@ class TextGenerator:
         if prefill_seconds is not None and len(new_ids) > 1:
             rate = (len(new_ids) - 1) / (seconds - prefill_seconds)
         report = {} if cache is None else self.attached.report(cache).to_dict()
-        return GeneratedText("".join(streamer.pieces), new_ids, len(ids), seconds, prefill_seconds, rate, report)
+        longer = longer_text(report, self.attached.method, self.loaded) if report else ""
+        text = "".join(streamer.pieces)
+        return GeneratedText(text, new_ids, len(ids), seconds, prefill_seconds, rate, report, longer)
 
 
 @dataclass

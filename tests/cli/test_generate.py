@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from kvq_cli.artifact import save_artifact
-from kvq_cli.cli.text_generator import CharacterStreamer, Decoding, cache_line
+from kvq_cli.cli.text_generator import CharacterStreamer, Decoding
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.registry import build
 from kvq_cli.models import load_model
@@ -238,20 +238,6 @@ def test_streamer_keeps_the_indent_of_each_line(decoder):
     assert (
         "".join(pieces) == "def f:\n    return 1\n\n return\n return" == tokenizer.decode(ids, skip_special_tokens=True)
     )
-
-
-def test_cache_line():
-    report = {"bytes": 2**20, "fp16_bytes": 2**23, "measured_bits": 2.0, "nominal_bits": 2.0, "constant_bytes": 0}
-    report["parts"] = {"recent": 2**18, "unused": 3 * 2**18}
-    assert (
-        cache_line(report)
-        == "cache: 1.0 MiB instead of 8.0 MiB in 16 bit (8.0x smaller), 2.00 bits per number (nominal 2)"
-    )
-    assert cache_line({**report, "constant_bytes": 512}).endswith("; shared by all sequences: 512 B")
-    assert "(2.0x larger: 768.0 KiB are allocated for later tokens)" in cache_line({**report, "fp16_bytes": 2**19})
-    in_32_bits = {**report, "fp16_bytes": 2**19, "parts": {"raw": 2**20}}
-    assert "(2.0x larger: 1.0 MiB are raw)" in cache_line(in_32_bits)
-    assert cache_line({**report, "bytes": 0}) == "cache: empty"
 
 
 @pytest.mark.parametrize("locale", ["strict", "surrogateescape"])

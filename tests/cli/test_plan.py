@@ -49,6 +49,16 @@ def test_known_shapes_have_the_contexts_of_their_models(kvq):
         assert (note in result.stderr) == (not fits)
 
 
+def test_without_a_context_a_short_model_is_planned_for_its_own(kvq):
+    words = ("plan", "--memory", "80GB", "--compare", "kivi-2bit", "--json")
+    for shapes, context in (("llama-2-7b", 4096), ("llama-3.1-8b", 8192)):
+        result = kvq(*words, "--shapes", shapes)
+        document = json.loads(result.stdout)
+        assert document["context"] == context and document["methods"][0]["fits"]
+        note = f"note: planned for 4,096 tokens, the whole context of {shapes}"
+        assert (note in result.stderr) == (context == 4096)
+
+
 def test_capacity_limits():
     method, shape = build("kivi", bits=2), SHAPE.model_shape()
     nothing = capacity(method, shape, 1000, CONTEXT, context=512, batch=1, budget=2000)
