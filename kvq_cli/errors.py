@@ -7,7 +7,7 @@ Every failure that a user can cause or fix is raised as one of these; the comman
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -61,6 +61,17 @@ def reason(error: BaseException) -> str:
     if isinstance(error, (OSError, ValueError, ImportError, RuntimeError)) and not isinstance(error, RecursionError):
         return text or type(error).__name__
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """`; did you mean 'kivi'?` for the end of a message about an unknown name; empty where no known name is similar.
+
+    prefix: put before the known name.
+    """
+    from difflib import get_close_matches
+
+    similar = get_close_matches(name.lower(), list(known), n=1)
+    return f"; did you mean {prefix + similar[0]!r}?" if similar else ""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

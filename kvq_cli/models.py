@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq_cli import smollm2
 from kvq_cli.codecs.layout import dtype_name
-from kvq_cli.errors import KvqError, UsageError, reading, reason
+from kvq_cli.errors import KvqError, UsageError, did_you_mean, reading, reason
 from kvq_cli.files import load_json
 
 if TYPE_CHECKING:
@@ -304,7 +304,7 @@ def model_source(name: str) -> str:
         return str(path)
     looks_like_a_path = name.startswith((".", "/", "~")) or name.count("/") > 1
     if looks_like_a_path or path.exists():
-        raise KvqError(f"--model {name}: no such folder")
+        raise KvqError(f"--model {name}: no such folder{_similar(name)}")
     return name
 
 
@@ -322,6 +322,10 @@ def _base_source(source: str) -> str:
         return str(load_json((folder / _ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
 
 
+def _similar(name: str) -> str:
+    return did_you_mean(name, (REFERENCE, SMOLLM2))
+
+
 def _on_the_hub(name: str) -> bool:
     """True where the Hub has `name`; False where the Hub is unreachable but `name` is in the local cache.
 
@@ -334,11 +338,13 @@ def _on_the_hub(name: str) -> bool:
         huggingface_hub.HfApi().model_info(name, timeout=10)
         return True
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise KvqError(f"--model {name}: neither a local folder nor a model on the Hugging Face Hub") from error
+        raise KvqError(
+            f"--model {name}: neither a local folder nor a model on the Hugging Face Hub{_similar(name)}"
+        ) from error
     except Exception as error:  # every HTTP backend has its own class for network errors
         if isinstance(huggingface_hub.try_to_load_from_cache(name, "config.json"), str):
             return False
         raise KvqError(
             f"--model {name}: no such folder, never downloaded, and the Hugging Face Hub is unreachable; "
-            f"use a local folder or {REFERENCE!r} ({reason(error)})"
+            f"use a local folder or {REFERENCE!r} ({reason(error)}){_similar(name)}"
         ) from error

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from kvq_cli.errors import UsageError
+from kvq_cli.errors import UsageError, did_you_mean
 
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
@@ -24,7 +24,7 @@ def parse_options(cls: type, owner: str, options: Mapping[str, Any]) -> dict[str
     for key in options:
         if key not in valid:
             listed = f"its options are: {', '.join(valid)}" if valid else "it has no options"
-            raise UsageError(f"{owner} has no option {key!r}; {listed}")
+            raise UsageError(f"{owner} has no option {key!r}; {listed}{did_you_mean(key, valid)}")
     return {key: _parse(owner, key, value, types_[key]) for key, value in options.items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvq_cli.errors import UsageError
+from kvq_cli.errors import UsageError, did_you_mean
 from kvq_cli.lazy import torch
 from kvq_cli.methods.base import ModelShape
 
@@ -66,7 +66,7 @@ SHAPES = {
 def known_shape(name: str, flag: str) -> LlamaShape:
     """Return the shape with this name; UsageError, naming `flag`, lists the known ones."""
     if name not in SHAPES:
-        raise UsageError(f"{flag} {name}: unknown shape; valid: {', '.join(SHAPES)}")
+        raise UsageError(f"{flag} {name}: unknown shape; valid: {', '.join(SHAPES)}{did_you_mean(name, SHAPES)}")
     return SHAPES[name]
 
 

@@ -371,6 +371,7 @@ def evaluate(
     from kvq_cli.evaluation.runs import describe_run
 
     compared = compared_methods(resolved)
+    settings.check_tasks()
     loaded = model_options.load()
     finished: list[int] = []  # numbers of samples that this run finishes, one after another
     try:

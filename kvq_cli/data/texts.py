@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvq_cli import reference
 from kvq_cli.data.hub import HUB, hub_rows
 from kvq_cli.data.local import file_format, read_rows, read_text
-from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.errors import KvqError, UsageError, did_you_mean
 from kvq_cli.lazy import torch
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ def check_dataset(name: str) -> None:
 
 def _unknown(name: str) -> UsageError:
     known = [each for each in dataset_names() if each != name]
-    return UsageError(f"no dataset {name!r}: neither a file nor one of {', '.join(known)}")
+    return UsageError(f"no dataset {name!r}: neither a file nor one of {', '.join(known)}{did_you_mean(name, known)}")
 
 
 def token_windows(

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvq_cli.data.texts import SELF, evaluation_windows, load_text, sampled_windows, text_name
-from kvq_cli.errors import UsageError
+from kvq_cli.errors import UsageError, did_you_mean
 from kvq_cli.evaluation.base import PERPLEXITY, Evaluation, Tracker
 from kvq_cli.evaluation.chat_template import uses_chat_template
-from kvq_cli.evaluation.lm_eval.task_groups import PREFIX, is_lm_eval, requested_tasks
-from kvq_cli.evaluation.lm_eval.tasks import load_tasks, require_lm_eval
+from kvq_cli.evaluation.lm_eval.task_groups import GROUPS, PREFIX, is_lm_eval, requested_tasks
+from kvq_cli.evaluation.lm_eval.tasks import check_names, load_tasks, require_lm_eval
 from kvq_cli.evaluation.ruler.families import Sources
 from kvq_cli.evaluation.ruler.haystack import Haystack
 from kvq_cli.evaluation.ruler.questions import question_source
@@ -64,16 +64,27 @@ class EvaluationSettings:
     def __post_init__(self) -> None:
         for name in self.tasks:
             if name not in (RULER, PERPLEXITY, *TASKS) and not is_lm_eval(name):
-                valid = ", ".join((RULER, PERPLEXITY, *TASKS))
-                raise UsageError(f"unknown task {name!r}; valid: {valid}, {PREFIX}NAME with any task of lm-eval")
+                raise _unknown_task(name)
             if is_lm_eval(name):
                 require_lm_eval(name)
         if self.data_dir is not None and not Path(self.data_dir).is_dir():
             raise UsageError(f"--data-dir {self.data_dir}: no such folder")
 
+    def check_tasks(self) -> None:
+        """UsageError for a task that lm-eval does not have. Importing lm-eval and indexing all of its tasks takes
+        seconds."""
+        if requested := requested_tasks(self.tasks):
+            check_names(requested)
+
     @property
     def ruler_tasks(self) -> list[str]:
         return list(TASKS) if RULER in self.tasks else [name for name in TASKS if name in self.tasks]
+
+
+def _unknown_task(name: str) -> UsageError:
+    own = (RULER, PERPLEXITY, *TASKS)
+    hint = did_you_mean(name, own) or did_you_mean(name, [group.name for group in GROUPS], PREFIX)
+    return UsageError(f"unknown task {name!r}; valid: {', '.join(own)}, {PREFIX}NAME with any task of lm-eval{hint}")
 
 
 def build_evaluations(settings: EvaluationSettings, loaded: LoadedModel, track: Tracker) -> list[Evaluation]:

@@ -15,7 +15,7 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.errors import KvqError, UsageError, did_you_mean
 from kvq_cli.methods.base import Method
 from kvq_cli.options import parse_options
 
@@ -43,7 +43,8 @@ def method_class(name: str) -> type[Method]:
     """The class of a method; UsageError lists the valid names."""
     _load_all()
     if name not in _CLASSES:
-        raise UsageError(f"unknown method {name!r}; there are: {', '.join(sorted(_CLASSES))}")
+        known = sorted(_CLASSES)
+        raise UsageError(f"unknown method {name!r}; there are: {', '.join(known)}{did_you_mean(name, known)}")
     return _CLASSES[name]
 
 
@@ -61,10 +62,12 @@ def has_option(name: str, option: str) -> bool:
 def check_shared(names: Iterable[str], options: Iterable[str]) -> None:
     """Raise UsageError for an option that none of several methods has; `bits` is always accepted."""
     names = list(names)
+    known = {field.name for name in names for field in dataclasses.fields(method_class(name))}
     for option in options:
-        if option != "bits" and not any(has_option(name, option) for name in names):
+        if option != "bits" and option not in known:
             raise UsageError(
                 f"--set {option}=...: none of the methods {', '.join(dict.fromkeys(names))} has this option"
+                f"{did_you_mean(option, sorted(known))}"
             )
 
 

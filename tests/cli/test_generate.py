@@ -173,6 +173,8 @@ def test_long_prompt_is_cached_in_fewer_bytes(generate):
         (["x", "--method", "temporalkv"], 1, "run `kvq calibrate --method temporalkv --bits 2`"),
         (["x", "--artifact", "gone"], 1, "no artifact at gone"),
         (["x", "--model", "./gone"], 1, "--model ./gone: no such folder"),
+        (["x", "--model", "./smolm2"], 1, "--model ./smolm2: no such folder; did you mean 'smollm2'?"),
+        (["x", "--model", "Smolm2"], 1, "; did you mean 'smollm2'?"),
         (["x", "--model", "nobody/nothing"], 1, "--model nobody/nothing: no such folder"),
         (["x", "--system", "Be brief."], 2, "the tokenizer of reference has no chat template"),
         (["x", "--system", "Be brief.", "--raw"], 2, "--raw with --system"),

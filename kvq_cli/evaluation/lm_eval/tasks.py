@@ -11,14 +11,14 @@ import io
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq_cli.data.hub import silenced_loggers
 from kvq_cli.data.local import read_rows, split_files
-from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.errors import KvqError, UsageError, did_you_mean
 from kvq_cli.evaluation.lm_eval.task_groups import GROUPS, PREFIX
 
 if TYPE_CHECKING:
@@ -64,6 +64,12 @@ def load_tasks(
     return tasks
 
 
+def check_names(names: Iterable[str]) -> None:
+    """UsageError for a name that `load_tasks` does not know; no data are loaded."""
+    with silence():
+        _find(list(names))
+
+
 @contextlib.contextmanager
 def silence() -> Iterator[None]:
     """Suppress progress bars and messages of lm-eval and the libraries that it loads data with."""
@@ -106,28 +112,38 @@ def _load(manager: TaskManager, name: str, task_class: type[ConfigurableTask]) -
 
 def _find(names: Sequence[str]) -> tuple[TaskManager, dict[str, list[RequestedGroup]]]:
     """A task manager that knows all of `names`, and the tasks that they expand to, each with the names requested."""
-    import lm_eval.tasks
-    from lm_eval.tasks import TaskManager
     from lm_eval.tasks._index import TaskIndex
 
     files = {name: Path(name).resolve() for name in names if name.endswith((".yaml", ".yml"))}
     for name, path in files.items():
         if not path.is_file():
             raise UsageError(f"--task {PREFIX}{name}: no such file")
-    home = Path(lm_eval.tasks.__file__).parent
-    known = [home / folder for folder in sorted({folder for group in GROUPS for folder in group.folders})]
     titles = [TaskIndex.entry_from_path(files[name]).name if name in files else name for name in names]
     extra = sorted({path.parent for path in files.values()})
     # Indexing all of lm-eval's tasks takes 15 s: try the folders of the papers' tasks first.
-    manager = TaskManager(include_path=[*known, *extra], include_defaults=False)
+    index = _indexed if extra else _indexed_once  # files may change
+    manager = index(*extra, all_tasks=False)
     if any(title not in manager.task_index for title in titles):
-        manager = TaskManager(include_path=extra)
+        manager = index(*extra, all_tasks=True)
     groups: dict[str, list[RequestedGroup]] = {}
     for name, title in zip(names, titles, strict=True):
+        tasks = dict.fromkeys(task_names(manager, title))
         group = RequestedGroup(name, _weights_by_size(manager, title))
-        for task in dict.fromkeys(task_names(manager, title)):
+        for task in tasks:
             groups.setdefault(task, []).append(group)
     return manager, groups
+
+
+def _indexed(*folders: Path, all_tasks: bool) -> TaskManager:
+    """A task manager with the tasks in `folders`, and all of lm-eval's or those of the papers."""
+    import lm_eval.tasks
+
+    home = Path(lm_eval.tasks.__file__).parent
+    known = [home / folder for folder in sorted({folder for group in GROUPS for folder in group.folders})]
+    return lm_eval.tasks.TaskManager(include_path=[*([] if all_tasks else known), *folders], include_defaults=all_tasks)
+
+
+_indexed_once = cache(_indexed)
 
 
 def _weights_by_size(manager: TaskManager, name: str) -> bool:
@@ -140,8 +156,7 @@ def task_names(manager: TaskManager, name: str) -> Iterator[str]:
     """Expand a task, group or tag of lm-eval to task names; UsageError for an unknown name."""
     entry = manager.task_index.get(name)
     if entry is None:
-        similar = get_close_matches(name, manager.all_tasks, n=5)
-        hint = f"; similar names: {', '.join(similar)}" if similar else ""
+        hint = did_you_mean(name, manager.all_tasks, PREFIX)
         raise UsageError(f"unknown task {PREFIX + name!r}: lm-eval has no task, group or tag of this name{hint}")
     if entry.kind.name == "TAG":
         yield from sorted(entry.tags)

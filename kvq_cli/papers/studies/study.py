@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias, TypeVar
 from torch import Tensor
 
 from kvq_cli.data.texts import SELF, load_text, sampled_windows, token_windows
-from kvq_cli.errors import UsageError
+from kvq_cli.errors import UsageError, did_you_mean
 from kvq_cli.models import LoadedModel
 from kvq_cli.options import parse_options
 
@@ -121,7 +121,7 @@ def study_class(name: str) -> type[AnyStudy]:
     """The study's class; UsageError with the valid names for an unknown one."""
     classes = studies()
     if name not in classes:
-        raise UsageError(f"unknown study {name!r}; there are: {', '.join(classes)}")
+        raise UsageError(f"unknown study {name!r}; there are: {', '.join(classes)}{did_you_mean(name, classes)}")
     return classes[name]
 
 
