@@ -15,15 +15,26 @@ _LESS_MEMORY = (
 )
 #: Characters of a message, or of a line of a note; all of kvq's own are shorter.
 MAX_MESSAGE = 1500
-_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
+_CONTROL = r"\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff"
+_IN_ANSWERS = re.compile(f"[{_CONTROL}]")
+#: Tabs, line separators, and characters that change the direction of the text around them.
+_IN_NAMES = re.compile(f"[{_CONTROL}\t\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
-def escaped(text: str) -> str:
-    """`text` with control characters and lone surrogates as Python writes them (`\\x1b`); line breaks are kept.
+def escaped(text: str, characters: re.Pattern[str] = _IN_NAMES) -> str:
+    """`text` with control characters, lone surrogates and changes of direction as Python writes them (`\\x1b`); line
+    breaks are kept.
 
-    Text of files, which may come from anyone, must not write to a terminal's clipboard or move its cursor.
+    Text of files, which may come from anyone, must not write to a terminal's clipboard, move its cursor, or show a name
+    as another one.
     """
-    return _CONTROL.sub(lambda one: one[0] if one[0] == "\n" else one[0].encode("unicode_escape").decode(), text)
+    return characters.sub(lambda one: one[0].encode("unicode_escape").decode(), text)
+
+
+def escaped_answer(text: str) -> str:
+    """A piece of a model's answer for a terminal: as `escaped`, with tabs, and marks of direction, which languages that
+    are written from right to left need."""
+    return escaped(text, _IN_ANSWERS)
 
 
 def one_line(text: str) -> str:

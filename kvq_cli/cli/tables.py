@@ -38,6 +38,7 @@ def print_table(
     """
     from rich.text import Text
 
+    columns = [escaped(column) for column in columns]
     cells = [[_cell(value) for value in row] for row in rows]
     heads = [_min_max_width(console, text, whole=False) for text in columns]
     widths = [[head, *(_min_max_width(console, row[index]) for row in cells)] for index, head in enumerate(heads)]
@@ -46,7 +47,7 @@ def print_table(
     if not console.is_terminal:
         console.width = max(console.width, sum(max_widths) + _frame(len(columns)))
     if title is not None:
-        console.print(Text(title, style="italic"))
+        console.print(Text(escaped(title), style="italic"))
     tables = _split(min_widths, labels, console.width)
     if tables is None:
         console.print(_records(columns, cells, is_bold, console.width))
@@ -92,10 +93,11 @@ def _columns(
 ) -> Table:
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column, right, width in zip(columns, numeric, widths, strict=True):
-        table.add_column(column, justify="right" if right else "left", overflow="fold", width=width)
+        table.add_column(Text(column), justify="right" if right else "left", overflow="fold", width=width)
     for row, bold in zip(cells, is_bold, strict=True):
         table.add_row(*map(_styled, row, bold))
     return table
@@ -110,12 +112,12 @@ def _records(
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="bold", max_width=width // 2, overflow="fold")
+    table.add_column(max_width=width // 2, overflow="fold")
     table.add_column(overflow="fold")
     for row, bold in zip(cells, is_bold, strict=True):
         table.add_row("")
         for column, cell, cell_bold in zip(columns, row, bold, strict=True):
-            table.add_row(column, _styled(cell, cell_bold))
+            table.add_row(_styled(column, True), _styled(cell, cell_bold))
     table.add_row("")
     return table
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.cache_lines import cache_line, longer_text
+from kvq_cli.cli.failures import escaped_answer
 from kvq_cli.errors import UsageError
 from kvq_cli.paths import model_artifacts
 
@@ -329,6 +330,6 @@ def check_utf8(text: str, name: str) -> None:
 
 
 def write_stdout(text: str) -> None:
-    """Write a piece of text to stdout and flush."""
-    sys.stdout.write(text)
+    """Write a piece of text to stdout and flush; a terminal gets no control characters."""
+    sys.stdout.write(escaped_answer(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()

@@ -5,8 +5,12 @@ import math
 import sys
 
 import pytest
+from fake_chat import FakeConversation
 
+from kvq_cli.cli.chat_session import ChatSession
+from kvq_cli.cli.interrupts import Interrupts
 from kvq_cli.cli.output import Output, human_bytes
+from kvq_cli.cli.text_generator import write_stdout
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +46,29 @@ def test_quiet_keeps_results_and_warnings(capsys):
     everything(Output(quiet=True))
     stdout, stderr = capsys.readouterr()
     assert "text" in stdout and stderr == "kvq: warning: warning\n"
+
+
+def test_answers_are_escaped_on_a_terminal_alone(capsys, monkeypatch):
+    pieces = ["a\tb\n\x1b]52;c;", "eA==\x07", "\r\x9b2J", "\u05d0\u200f \u65e5"]
+    for piece in pieces:
+        write_stdout(piece)
+    assert capsys.readouterr().out == "".join(pieces)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    for piece in pieces:
+        write_stdout(piece)
+    assert capsys.readouterr().out == "a\tb\n\\x1b]52;c;eA==\\x07\\r\\x9b2J\u05d0\u200f \u65e5"
+
+
+def test_a_chat_escapes_its_answers_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    ChatSession(FakeConversation(), Output(), Interrupts()).say("short \x1b]52;c;eA==\x07")
+    assert capsys.readouterr().out == "<short \\x1b]52;c;eA==\\x07> word 1 word 2 word 3\n"
+
+
+@pytest.mark.parametrize("writer", ["text", "prose", "note", "warn"])
+def test_names_cannot_change_the_direction_of_text(capsys, writer):
+    getattr(Output(), writer)("kivi\u202egnp\u2066.\u200f\x1b[2J")
+    assert "kivi\\u202egnp\\u2066.\\u200f\\x1b[2J\n" in "".join(capsys.readouterr())
 
 
 def test_wide_tables_are_not_cut_in_a_pipe(capsys):

@@ -53,6 +53,15 @@ def test_escape_sequences_of_cells_are_printed():
     assert "\\x1b[2J" in [line.strip() for line in lines] and not any("\x1b" in line for line in lines)
 
 
+def test_names_of_columns_and_titles_are_printed_as_they_are():
+    """Neither a sequence for the terminal nor a change of direction, nor rich's markup."""
+    name = "[red]a\u202eb\x1b[2J[/]"
+    wide, narrow = ("\n".join(printed(width, [name, name], [[name, 1]], title=name)) for width in (200, 16))
+    assert wide.count(r"[red]a\u202eb\x1b[2J[/]") == 4  # the title, two columns and a cell
+    assert not {"\x1b", "\u202e"} & set(wide) and "[red]" in narrow
+    assert "\u202e" not in narrow and "\x1b[2J" not in narrow  # its names are bold
+
+
 def test_wide_terminal_shows_columns_without_broken_words():
     lines = [line.rstrip() for line in printed(88, SIZES, ROWS)]
     heads = [line.split() for line in lines if "method" in line]

@@ -119,6 +119,15 @@ def test_formats(kvq, folder):
     assert rows["a-2bit"]["perplexity"] == {"value": pytest.approx(math.exp(3)), "error": 0.5}
 
 
+@pytest.mark.parametrize("format", ["table", "csv", "markdown", "latex"])
+def test_labels_are_escaped_in_all_formats(kvq, folder, format):
+    document = json.loads((folder / "comparison.json").read_text())
+    document["methods"]["a\u202e\x1b[2J"] = document["methods"].pop("a-2bit")
+    (folder / "comparison.json").write_text(json.dumps(document))
+    found = kvq("results", folder, "--format", format).stdout
+    assert "u202e" in found and "x1b[2J" in found and not {"\x1b", "\u202e"} & set(found)
+
+
 def test_differences_to_a_baseline(kvq, fails, folder):
     found = json.loads(kvq("results", folder, "--baseline", "a", "--json").stdout)
     loss = found["methods"]["b-2bit"]["perplexity-1024 loss"]
