@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 #: Rows of a product from which on converting costs less than it saves.
 MIN_ROWS = 8
@@ -112,6 +113,8 @@ _PRODUCTS |= {torch.matmul: 0, Tensor.matmul: 0, Tensor.__matmul__: 0}
 
 
 def _upcast(func: Callable, args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> Any:
+    if any(map(is_traceable_wrapper_subclass, (*args, *kwargs.values()))):
+        return func(*args, **kwargs)  # a quantized weight computes its products itself
     if func is F.linear:
         x, weight, bias = [*args, *[kwargs[name] for name in ("weight", "bias") if name in kwargs], None][:3]
         if torch.is_grad_enabled() and any(w is not None and w.requires_grad for w in (weight, bias)):

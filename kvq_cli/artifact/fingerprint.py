@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,8 @@ _NOT_HASHED = frozenset({"architectures", "dtype", "torch_dtype", "transformers_
 _INTEGERS = {1: "int8", 2: "int16", 4: "int32", 8: "int64"}
 #: Names of the weights that compute keys and values in transformers' models.
 _KEY_VALUE_WEIGHTS = re.compile(r"\.(k_proj|v_proj|qkv_proj|kv_proj|k_norm|query_key_value|Wqkv|c_attn)\.")
+#: Where a Python object is in memory, in its text: another in each process.
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 @dataclass(frozen=True)
@@ -82,11 +84,25 @@ def is_hashed(name: str) -> bool:
 def hash_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> str:
     """The sha256 of named key and value weights, in this order."""
     digest = hashlib.sha256()
-    for name, weight in weights:
+    for name, weight in plain_tensors(weights):
         digest.update(f"{name} {tuple(weight.shape)}\n".encode())
         exact = weight.detach().to("cpu", torch.bfloat16 if weight.is_floating_point() else weight.dtype)
         digest.update(exact.contiguous().view(torch.uint8).flatten().numpy().data)
     return digest.hexdigest()
+
+
+def plain_tensors(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Named weights, each quantized one (a tensor subclass, as of quanto and torchao) as the tensors that it holds.
+
+    Its other fields are added to their names, without addresses of Python objects.
+    """
+    for name, weight in weights:
+        if torch.utils._python_dispatch.is_traceable_wrapper_subclass(weight):
+            held, context = weight.__tensor_flatten__()  # type: ignore[attr-defined]
+            form = f"{type(weight).__name__} {tuple(weight.shape)} {_ADDRESS.sub('', repr(context))}"
+            yield from plain_tensors((f"{name}.{part} {form}", getattr(weight, part)) for part in held)
+        else:
+            yield name, weight
 
 
 def weights_digest(model: PreTrainedModel) -> str:
@@ -102,7 +118,7 @@ def weights_digest(model: PreTrainedModel) -> str:
         digest.update(f"{file.name}\n".encode() + file.read_bytes())
     if applied := applied_adapters(model):
         digest.update(repr(sorted(applied.items())).encode())
-    for name, weight in sorted(applied_weights(model, model.state_dict().items())):
+    for name, weight in plain_tensors(sorted(applied_weights(model, model.state_dict().items()))):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
         bits = weight.detach().view(getattr(torch, _INTEGERS[weight.element_size()]))
         bits = bits.flatten(1) if bits.ndim > 1 else bits.reshape(1, -1)

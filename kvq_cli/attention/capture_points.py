@@ -239,7 +239,8 @@ def _probe(model: PreTrainedModel, tokens: int) -> list[Probe]:
                 handles.append(child.register_forward_hook(_output_recorder(probe)))
     weight: Any = model.get_input_embeddings().weight
     noise = torch.Generator().manual_seed(0)
-    embeds = torch.randn(1, tokens, weight.shape[1], generator=noise, dtype=torch.float32).to(weight)
+    embeds = torch.randn(1, tokens, weight.shape[1], generator=noise, dtype=torch.float32)
+    embeds = embeds.to(weight.device, weight.dtype)
     try:
         decoder(inputs_embeds=embeds, past_key_values=cache, use_cache=True)
     except (ValueError, TypeError, AttributeError, KeyError) as error:  # a cache of its own, layers without one, ...

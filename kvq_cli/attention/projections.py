@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from kvq_cli import upcast
 from kvq_cli.attention.capture_points import AttentionLayer, CapturePoint
@@ -78,7 +79,8 @@ def _projection(layer: AttentionLayer, point: CapturePoint | None, name: str, pl
         linear = getattr(layer.module, "qkv_proj", None)
         before = getattr(linear, "out_features", 0) - 2 * size
         part = slice(before + (place - 1) * size, before + place * size)
-    if not isinstance(linear, nn.Linear) or not linear.weight.is_floating_point():
+    plain = isinstance(linear, nn.Linear) and not is_traceable_wrapper_subclass(linear.weight)
+    if linear is None or not plain or not linear.weight.is_floating_point():
         raise UsageError(f"{layer.name}: {name} has no plain weights, which methods that keep the layer input need")
     probe, norm = layer.probe, None if point.module is linear else point.module
     layout = "" if norm is None else _layout(probe.inputs[id(norm)], point)
