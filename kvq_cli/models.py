@@ -49,6 +49,13 @@ class LoadedModel:
     shape: ModelShape
     trust_remote_code: bool = False
 
+    def __post_init__(self) -> None:
+        if any(parameter.device.type == "meta" for parameter in self.model.parameters()):
+            raise KvqError(
+                f"weights of the model {self.name!r} are on the device meta, as where accelerate offloads them: "
+                "evaluation and calibration need all weights on one device, as load_model puts them"
+            )
+
     @property
     def label(self) -> str:
         """The name, and that the model's own code was trusted, for messages and result files."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq_cli.artifact.adapters import applied_adapters, applied_weights
 from kvq_cli.lazy import torch
+from kvq_cli.offload import stored_weight
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -57,8 +58,8 @@ def fingerprint(model: PreTrainedModel) -> Fingerprint:
     Weights are hashed as bfloat16, so that the fingerprint of a 16-bit checkpoint depends neither on the dtype it is
     loaded in nor on the device.
     """
-    named = applied_weights(model, model.named_parameters())
-    weights = sorted((name, weight) for name, weight in named if is_hashed(name))
+    stored = ((name, stored_weight(model, name, weight)) for name, weight in model.named_parameters())
+    weights = sorted((name, weight) for name, weight in applied_weights(model, stored) if is_hashed(name))
     return Fingerprint(**architecture(model.config), weights=hash_weights(weights))
 
 
@@ -118,7 +119,8 @@ def weights_digest(model: PreTrainedModel) -> str:
         digest.update(f"{file.name}\n".encode() + file.read_bytes())
     if applied := applied_adapters(model):
         digest.update(repr(sorted(applied.items())).encode())
-    for name, weight in plain_tensors(sorted(applied_weights(model, model.state_dict().items()))):
+    stored = ((name, stored_weight(model, name, weight)) for name, weight in model.state_dict().items())
+    for name, weight in plain_tensors(sorted(applied_weights(model, stored))):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())
         bits = weight.detach().view(getattr(torch, _INTEGERS[weight.element_size()]))
         bits = bits.flatten(1) if bits.ndim > 1 else bits.reshape(1, -1)

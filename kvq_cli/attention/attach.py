@@ -35,6 +35,7 @@ from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method
 from kvq_cli.methods.registry import from_config, to_config
 from kvq_cli.models import model_context, model_shape, text_config
+from kvq_cli.offload import compute_devices
 
 PREFILLS = ("exact", "compressed")
 
@@ -160,9 +161,10 @@ def attach(
     digest = None if isinstance(method, Method) else method.config.get("checksum")
     method, plans = _plans(model, method)
     decoder = decoder_of(model)
-    devices = {str(parameter.device): None for parameter in decoder.parameters()}
-    if len(devices) > 1:
-        raise UsageError(f"the model is on several devices, {', '.join(devices)}: load it on one (--device)")
+    device, *others = compute_devices(decoder)
+    if others:
+        names = ", ".join(map(str, (device, *others)))
+        raise UsageError(f"the model is on several devices, {names}: load it on one (--device)")
     before = decoder.config._attn_implementation
     with ExitStack() as undo:
         undo.callback(decoder.set_attn_implementation, before)
@@ -181,7 +183,7 @@ def attach(
             replace(layer, rotation=rotation, score_form=forms.get(layer.module, PLAIN))
             for layer, rotation in zip(layers, rotations, strict=True)
         ]
-        chosen = choose_backend(backend, model.device, list(zip(layers, plans, strict=True)))
+        chosen = choose_backend(backend, device, list(zip(layers, plans, strict=True)))
         attached = Attached(model, method, plans, layers, prefill, chosen, digest)
         attached.hooks.install(undo)
         undo.callback(model.register_forward_hook(attached.hooks.check_logits, with_kwargs=True).remove)
@@ -192,15 +194,13 @@ def attach(
 
 def _plans(model: PreTrainedModel, method: Method | Artifact) -> tuple[Method, list[LayerPlan]]:
     """The method and its plan for each layer; an artifact is checked against the model first."""
-    shape = model_shape(model)
+    shape, device = model_shape(model), compute_devices(model)[0]
     tensors: list[dict[str, Tensor]] = [{}] * shape.layers
     if not isinstance(method, Method):
         artifact = method
         artifact.check_model(model)
         method = from_config(artifact.method_config)
-        tensors = [
-            {name: tensor.to(model.device) for name, tensor in artifact.layer(i).items()} for i in range(shape.layers)
-        ]
+        tensors = [{name: tensor.to(device) for name, tensor in artifact.layer(i).items()} for i in range(shape.layers)]
     elif method.needs_artifact(shape):
         raise UsageError(f"method {method.name} needs an artifact: make one with kvq calibrate --method {method.name}")
     return method, [method.plan(index, shape, tensors[index]) for index in range(shape.layers)]

@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from kvq_cli.artifact.adapters import AdapterWatch
-from kvq_cli.attention.capture_points import AttentionLayer, CapturePoint, layer_input
+from kvq_cli.attention.capture_points import AttentionLayer, CapturePoint, checkpointed_modules, layer_input
 from kvq_cli.attention.forward_context import Backend, ForwardContext
 from kvq_cli.attention.rotary import Rotation, has_fixed_rope
 from kvq_cli.attention.score_form import PLAIN, ScoreForm
@@ -147,6 +147,11 @@ class AttentionHooks:
         if inputs is None or not self.owns(cache):
             self._check_dropped(inputs, kwargs)
             return
+        if self._decoder.training and checkpointed_modules(self._decoder):
+            raise UsageError(
+                "with gradient checkpointing in training mode, transformers takes the compressed cache from the "
+                "layers: call model.eval(), or turn gradient checkpointing off"
+            )
         self.check_adapters(cache)
         batch, columns = inputs.shape[:2]
         mask = kwargs.get("attention_mask")

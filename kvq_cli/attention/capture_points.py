@@ -22,6 +22,7 @@ from kvq_cli.attention.score_form import PLAIN, ScoreForm
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.models import model_shape, text_config
+from kvq_cli.offload import compute_devices
 
 #: Names of the list of layers in models, and of the attention in a layer.
 _LAYERS, _ATTENTION = ("layers", "h"), ("self_attn", "attention", "attn")
@@ -162,6 +163,11 @@ def attention_layers(model: PreTrainedModel, points: bool = True) -> list[Attent
     return layers
 
 
+def checkpointed_modules(model: nn.Module) -> list[Any]:
+    """The modules with gradient checkpointing, which works in training mode."""
+    return [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+
+
 def layer_input(args: tuple, kwargs: dict) -> Tensor:
     """X `[batch, tokens, hidden_size]` of a call of an attention module."""
     return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
@@ -240,13 +246,19 @@ def _probe(model: PreTrainedModel, tokens: int) -> list[Probe]:
     weight: Any = model.get_input_embeddings().weight
     noise = torch.Generator().manual_seed(0)
     embeds = torch.randn(1, tokens, weight.shape[1], generator=noise, dtype=torch.float32)
-    embeds = embeds.to(weight.device, weight.dtype)
+    embeds = embeds.to(compute_devices(decoder)[0], weight.dtype)
+    # In training mode, transformers takes the cache from layers with gradient checkpointing.
+    checkpointed = checkpointed_modules(decoder)
     try:
+        for each in checkpointed:
+            each.gradient_checkpointing = False
         decoder(inputs_embeds=embeds, past_key_values=cache, use_cache=True)
     except (ValueError, TypeError, AttributeError, KeyError) as error:  # a cache of its own, layers without one, ...
         why = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UsageError(f"{type(model).__name__} does not run with a key-value cache from outside: {why}") from error
     finally:
+        for each in checkpointed:
+            each.gradient_checkpointing = True
         for handle in handles:
             handle.remove()
     missing = [index for index in range(len(modules)) if index not in cache.updated]

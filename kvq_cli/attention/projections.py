@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from kvq_cli import upcast
 from kvq_cli.attention.capture_points import AttentionLayer, CapturePoint
 from kvq_cli.errors import UsageError
+from kvq_cli.offload import fetched_weight
 
 
 @dataclass(frozen=True)
@@ -32,23 +33,28 @@ class Projection:
     @property
     def weight(self) -> Tensor:
         """W^T, a view: `[kv_heads * head_dim, hidden_size]`."""
-        return self.linear.weight[self.part]
+        return fetched_weight(self.linear, "weight")[self.part]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """b, a view: `[kv_heads * head_dim]`; None: there is none."""
+        bias = fetched_weight(self.linear, "bias")
+        return None if bias is None else bias[self.part]
 
     def rematerialize(self, x: Tensor, up: Tensor | None) -> Tensor:
         """Keys before RoPE or values, `[rows, kv_heads, tokens, head_dim]`, of the layer inputs `[rows, 1, tokens,
         hidden_size]`, or of latents `[rows, 1, tokens, rank]` where `up` `[rank, kv_heads * head_dim]` is given."""
-        weight = self.weight
-        bias = None if self.linear.bias is None else self.linear.bias[self.part]
-        return self._finish(upcast.linear(x[:, 0].to(weight.dtype), weight if up is None else up.T, bias))
+        weight = self.weight if up is None else up.T
+        return self._finish(upcast.linear(x[:, 0].to(self.linear.weight.dtype), weight, self.bias))
 
     def rematerialize_sums(self, sums: Tensor, up: Tensor | None) -> Tensor:
         """Weighted sums of keys or values, `[rows, kv_heads, queries, head_dim]`, of the sums of layer inputs with the
         same weights, `[rows, kv_heads, queries, rank]`. The weights add up to 1, and there is no norm."""
         weight = (self.weight if up is None else up.T).unflatten(0, (self.point.heads, self.point.head_dim))
         out = sums.to(weight.dtype) @ weight.transpose(1, 2)
-        if self.linear.bias is None:
+        if (bias := self.bias) is None:
             return out.float()
-        return out.float() + self.linear.bias[self.part].view(self.point.heads, 1, self.point.head_dim)
+        return out.float() + bias.view(self.point.heads, 1, self.point.head_dim)
 
     def _finish(self, flat: Tensor) -> Tensor:
         split = flat.unflatten(-1, (self.point.heads, self.point.head_dim))

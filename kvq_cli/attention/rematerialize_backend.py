@@ -127,8 +127,7 @@ def _latents(
             first, codec = parts["first"], codec.base
         tensors = Dense(parts["raw"]) if isinstance(codec, IdentityCodec) else _uniform(codec, parts)
     side = side_of_stream(stream, tensors, count)
-    bias = None if projection.linear.bias is None else projection.linear.bias[projection.part]
-    return Latents(side, projection.weight.T if up is None else up, bias, norm, first)
+    return Latents(side, projection.weight.T if up is None else up, projection.bias, norm, first)
 
 
 def _uniform(codec: AnyCodec, parts: dict[str, Tensor]) -> Uniform:

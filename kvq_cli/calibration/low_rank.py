@@ -81,7 +81,7 @@ class SecondMoments:
         self.tokens = int(sums["tokens"])
         for layer, points in self._points.items():
             for kind, point in points.items():
-                self._sums[layer, kind] = sums[f"{layer}.{kind}"].to(point.linear.weight.device)
+                self._sums[layer, kind] = sums[f"{layer}.{kind}"].to(point.weight.device)
 
     def by_layer(self) -> dict[int, dict[str, Tensor]]:
         """The means over tokens, by layer and kind ("k", "v")."""

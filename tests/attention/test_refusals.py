@@ -55,6 +55,28 @@ def test_training_mode_with_dropout_is_refused(tiny, probe):
     refused(tiny("llama", attention_dropout=0.1).train(), probe(), "eval")
 
 
+@pytest.mark.parametrize("attached_first", [False, True])
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # the name of transformers before 5.20
+def test_gradient_checkpointing_trains_without_a_compressed_cache_only(tiny, probe, prompt, attached_first):
+    model, (ids, _) = tiny("llama").requires_grad_(True), prompt(15)
+
+    def train():
+        model.train().gradient_checkpointing_enable()
+
+    if not attached_first:
+        train()
+    with attach(model, probe()) as kv:
+        if attached_first:
+            train()
+        model(ids, labels=ids).loss.backward()
+        assert all(layer.mlp.up_proj.weight.grad is not None for layer in model.model.layers)
+        assert all(layer.gradient_checkpointing for layer in model.model.layers)
+        with pytest.raises(UsageError, match=r"gradient checkpointing in training mode.* call model.eval\(\)"):
+            model(ids, past_key_values=kv.new_cache())
+        with torch.no_grad():
+            model.eval()(ids, past_key_values=kv.new_cache())
+
+
 def test_unknown_arguments_are_refused(tiny, probe):
     model = tiny("llama")
     refused(model, probe(), "prefill 'fast'; valid: exact, compressed", prefill="fast")
