@@ -25,6 +25,7 @@ from kvq_cli.attention.graphs import captured_steps
 from kvq_cli.attention.projections import projections
 from kvq_cli.attention.rotary import shared
 from kvq_cli.attention.score_form import PLAIN
+from kvq_cli.attention.weight_factors import check_factors
 from kvq_cli.cache.cache import CompressedCache
 from kvq_cli.cache.cross_layer import CrossLayerSum
 from kvq_cli.cache.layer import CompressedLayer
@@ -158,7 +159,8 @@ def attach(
         raise UsageError(f"unknown prefill {prefill!r}; valid: {', '.join(PREFILLS)}")
     check_backend(backend)
     register()
-    digest = None if isinstance(method, Method) else method.config.get("checksum")
+    artifact = None if isinstance(method, Method) else method
+    digest = None if artifact is None else artifact.config.get("checksum")
     method, plans = _plans(model, method)
     decoder = decoder_of(model)
     device, *others = compute_devices(decoder)
@@ -178,6 +180,8 @@ def attach(
         points = any(plan.keys.source != "post_rope" for plan in plans)
         with recorded_score_forms() as forms:
             layers = attention_layers(model, points)
+        if artifact is not None:
+            check_factors(artifact, method.calibration(model_shape(model)), layers)
         rotations = shared(layer.rotation for layer in layers)
         layers = [
             replace(layer, rotation=rotation, score_form=forms.get(layer.module, PLAIN))

@@ -12,11 +12,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from kvq_cli.artifact import fingerprint
 from kvq_cli.artifact.contents import tensor_sizes
+from kvq_cli.attention.capture_points import attention_layers
+from kvq_cli.calibration.factors import factorize
 from kvq_cli.calibration.settings import CalibrationSettings
 from kvq_cli.methods.base import Method, ModelShape
 from kvq_cli.methods.mixed import Mixed
 from kvq_cli.methods.registry import to_config
-from kvq_cli.methods.specs import CalibrationSpec, CodebookSpec, Spec, TransformSpec, Uncalibrated
+from kvq_cli.methods.specs import CalibrationSpec, CodebookSpec, FactorSpec, Spec, TransformSpec, Uncalibrated
 from kvq_cli.models import model_shape
 from kvq_cli.tuning.settings import TuneOptions
 
@@ -45,7 +47,7 @@ def random_parts(
     spec, tensors = method.calibration(shape), {}
     generator = torch.Generator().manual_seed(seed)
     for layer in range(shape.layers):
-        drawn = _layer(spec, shape, layer, generator)
+        drawn = _factors(spec, model, layer) or _layer(spec, shape, layer, generator)
         tensors |= {f"layers.{layer}.{key}": tensor for key, tensor in drawn.items()}
     model_entry = {"name": name, "revision": None, "dtype": shape.dtype}
     tuning = {"tuning": _tuning(method)} if isinstance(method, Mixed) else {}
@@ -81,6 +83,13 @@ def _tuning(method: Mixed) -> dict[str, Any]:
 
 def _choice(spec: CalibrationSpec, stream: CodebookSpec, shape: ModelShape) -> list[int]:
     return [head % len(stream.shapes) if spec.hybrid == "head" else 0 for head in range(shape.kv_heads)]
+
+
+def _factors(spec: Spec, model: PreTrainedModel, layer: int) -> dict[str, Tensor]:
+    """Those of the model's weights where they have full rank: others are refused."""
+    if type(spec) is not FactorSpec or not spec.factors(layer):
+        return {}
+    return factorize(attention_layers(model)[layer], spec.factors(layer), model.dtype)[0]
 
 
 def _layer(spec: Spec, shape: ModelShape, layer: int, generator: torch.Generator) -> dict[str, Tensor]:
