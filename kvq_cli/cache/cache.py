@@ -148,6 +148,14 @@ class CompressedCache(Cache):
             layer.select(index)
         self.rows.select(wanted)
 
+    def activate_past_recording(self) -> None:
+        """Raise UsageError where tokens cannot be taken back: `generate` calls this before decoding that does so."""
+        if not all(stream.keeps_numbers for layer in self.layers for stream in layer.streams):
+            raise UsageError(
+                "generate(assistant_model=...) and generate(prompt_lookup_num_tokens=...) take tokens back, which a "
+                "cache that packs tokens cannot: generate without them, or with the method fp16"
+            )
+
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens of all rows (a negative number, as in transformers).
 

@@ -14,6 +14,7 @@ from kvq_cli.cache.rows import RowSpan
 from kvq_cli.cache.snapshot import Snapshot
 from kvq_cli.cache.store import PackedStore
 from kvq_cli.codecs.base import Codec, Packed, PromptCodec
+from kvq_cli.codecs.identity import IdentityCodec
 from kvq_cli.methods.base import StreamPlan
 from kvq_cli.methods.window import Window
 
@@ -111,6 +112,11 @@ class Stream:
     def packed_tokens(self) -> int:
         """Packed tokens of all rows together."""
         return sum(self.window.packed(length) for length in self.lengths)
+
+    @property
+    def keeps_numbers(self) -> bool:
+        """Whether tokens are stored as they come, one by one, so that any of the last can be removed."""
+        return isinstance(self.codec, IdentityCodec) and self.window.recent == 0 and self.window.flush == 1
 
     # -- append --------------------------------------------------------------------------------------------------
 
@@ -332,8 +338,10 @@ class Stream:
         self.lengths = [max(0, length - tokens) for length in self.lengths]
 
     def croppable(self, tokens: int) -> bool:
-        """Whether the last `tokens` tokens can be removed: none of them is packed."""
-        return all(self.window.packed(max(0, length - tokens)) == self.window.packed(length) for length in self.lengths)
+        """Whether the last `tokens` tokens can be removed: none of them is packed, or all are as they came."""
+        return self.keeps_numbers or all(
+            self.window.packed(max(0, length - tokens)) == self.window.packed(length) for length in self.lengths
+        )
 
     def select(self, index: Tensor) -> None:
         """Keep the rows `index` (int64), in that order."""

@@ -92,12 +92,6 @@ def test_cache_cropped_to_nothing_takes_other_rows(model):
         assert torch.equal(step(model, cache, four), step(model, fresh, four))
 
 
-def test_prompt_lookup_says_what_to_do(model):
-    with attach(model, build("kivi", group=4, residual=4)) as kv, pytest.raises(UsageError, match="prompt-lookup"):
-        ids = torch.tensor([[5, 6, 7, 8] * 10])
-        model.generate(ids, past_key_values=kv.new_cache(), max_new_tokens=30, prompt_lookup_num_tokens=3)
-
-
 def test_dropped_cache_of_long_rope_is_refused(tiny):
     """transformers drops the cache where the text passes the original context."""
     factors = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}

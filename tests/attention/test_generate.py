@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from kvq_cli.attention.attach import attach
 from kvq_cli.errors import UsageError
+from kvq_cli.methods.registry import build
 from kvq_cli.methods.window import Window
 
 WAYS = {
@@ -37,6 +38,38 @@ def test_identity_codec_generates_the_same_tokens(tiny, probe, prompt, way, pref
     assert len(set(own[0, 20:].tolist())) > 4  # a text, not one word for ever
     with attach(model, probe(codec="identity"), prefill=prefill) as kv:
         assert torch.equal(generate(model, ids, mask, kv.new_cache(), **WAYS[way]), own)
+
+
+@pytest.mark.parametrize("prefill", ["exact", "compressed"])
+@pytest.mark.parametrize("sinks", [0, 5])
+@pytest.mark.parametrize("way", ["assistant", "prompt lookup"])
+def test_decoding_that_takes_tokens_back_gives_the_same_tokens(tiny, probe, prompt, way, sinks, prefill):
+    model, (ids, mask) = tiny("llama"), prompt(20, pads=(3,))
+    assistant, noise = tiny("llama"), torch.Generator().manual_seed(1)
+    for weight in assistant.parameters():  # another model, of which some tokens are accepted
+        weight += 0.05 * weight.std() * torch.randn(weight.shape, generator=noise)
+    given = {"assistant_model": assistant} if way == "assistant" else {"prompt_lookup_num_tokens": 3}
+    ids[0, 10:] = ids[0, 3:13].clone() if way == "prompt lookup" else ids[0, 10:]
+    own = generate(model, ids, mask)
+    method = build("fp16") if sinks == 0 else probe(codec="identity", source="post_rope", window=Window(sinks))
+    with attach(model, method, prefill=prefill) as kv:
+        cache = kv.new_cache()
+        crops, crop = [], cache.crop
+        cache.crop = lambda tokens: (crops.append(tokens), crop(tokens))
+        assert torch.equal(generate(model, ids, mask, cache, **given), own)
+        assert sum(crops) < 0 and len(crops) < 24  # tokens were taken back, and others were accepted
+
+
+@pytest.mark.parametrize("method", [build("kivi", group=4, residual=64), build("xquant", bits=16, group=4)])
+def test_decoding_that_takes_tokens_back_is_refused_before_the_first_token(tiny, prompt, method):
+    """Also where windows would hold all tokens of this text."""
+    model, (ids, mask) = tiny("llama", num_key_value_heads=4), prompt(20)
+    with attach(model, method) as kv:
+        for given in ({"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny("llama")}):
+            cache = kv.new_cache()
+            with pytest.raises(UsageError, match=rf"generate\({next(iter(given))}=.*fp16"):
+                generate(model, ids[:1], mask[:1], cache, **given)
+            assert cache.get_seq_length() == 0
 
 
 def test_beam_scores_equal_those_of_single_sequences(tiny, probe, prompt):
