@@ -154,10 +154,8 @@ class AttentionHooks:
             )
         self.check_adapters(cache)
         batch, columns = inputs.shape[:2]
-        mask = kwargs.get("attention_mask")
-        if mask is not None and not isinstance(mask, Tensor):
-            raise UsageError("a compressed cache needs a 2-D attention_mask of zeros and ones, not prepared masks")
-        forward = cache.begin(columns, batch, mask, kwargs.get("position_ids"))
+        mask, positions = _padding_mask(kwargs.get("attention_mask")), _text_positions(kwargs.get("position_ids"))
+        forward = cache.begin(columns, batch, mask, positions)
         longest = max(span.tokens for span in forward.row_spans)
         if columns > 1 and longest > self._max_tokens:
             raise UsageError(f"the prompt has {longest} tokens, the model's context is {self._max_tokens}: shorten it")
@@ -266,6 +264,32 @@ def _read_modules(layer: AttentionLayer, plan: LayerPlan) -> dict[str, nn.Module
     if plan.keys.source == "input":
         return {name: module for name, module in children.items() if name not in ("q_proj", "o_proj")}
     return {name: module for name, module in children.items() if layer.key is not None and module is layer.key.module}
+
+
+def _padding_mask(mask: object) -> Tensor | None:
+    """The mask `[batch, tokens so far]` of pads, from one that the model got, or from those by kind of layer that a
+    multimodal model prepares for its decoder: the last token sees all tokens but pads."""
+    if isinstance(mask, Mapping) and "full_attention" in mask:
+        mask = mask["full_attention"]
+        if isinstance(mask, Tensor) and mask.dtype == torch.bool and mask.ndim == 4:
+            return mask[:, 0, -1]
+    elif isinstance(mask, Tensor):
+        return mask
+    if mask is not None:
+        raise UsageError("a compressed cache needs a 2-D attention_mask of zeros and ones, not prepared masks")
+    return None
+
+
+def _text_positions(positions: Tensor | None) -> Tensor | None:
+    """Positions `[batch, tokens]`, which multimodal models pass once for time, height and width of images, sometimes
+    after those in the text; UsageError where they differ."""
+    if positions is None or positions.ndim != 3:
+        return positions
+    text, *others = positions[-3:]
+    known = would_sync(positions.device, positions.shape[2])  # those of the prompt were the same
+    if not known and not all(torch.equal(text, other) for other in others):
+        raise UsageError("positions of images are not supported by a compressed cache: give text alone")
+    return text
 
 
 def _not_finite() -> NotFiniteError:
