@@ -11,6 +11,8 @@ from typing import Any
 
 from kvq_cli.errors import UsageError, did_you_mean
 
+#: Largest whole number of an option, which PyTorch takes as an index.
+MAX_INTEGER = 2**63 - 1
 _BOOLEANS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 
 
@@ -54,14 +56,17 @@ def _parse(owner: str, key: str, value: Any, kind: Any) -> Any:
             value = _BOOLEANS[value.lower()] if kind is bool else kind(value)
         elif kind is float and isinstance(value, int) and not isinstance(value, bool):
             value = float(value)
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         pass
-    whole_number = kind is int and not isinstance(value, bool)
+    # No option is larger, and Python refuses to print integers of thousands of digits.
+    large = isinstance(value, int) and abs(value) > MAX_INTEGER
+    whole_number = kind is int and not isinstance(value, bool) and not large
     # "nan" and "inf" parse as floats, but pass comparisons with bounds and give wrong results.
     number = kind is float and isinstance(value, float) and math.isfinite(value)
     if isinstance(value, kind) and (kind in (bool, str) or whole_number or number):
         return value
-    raise UsageError(f"{owner}: {key}={value!r} is not {_type_name(kind)}{' or none' if optional else ''}")
+    shown = f"a number of {value.bit_length():,} bits" if large else repr(value)
+    raise UsageError(f"{owner}: {key}={shown} is not {_type_name(kind)}{' or none' if optional else ''}")
 
 
 def _type_name(kind: type) -> str:

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from kvq_cli.errors import KvqError
+from kvq_cli.options import MAX_INTEGER
 
 #: Largest number of layers, heads and channels: above all models, and small enough to compute with.
 MAX_SIZE = 2**20
-#: Largest integer of all other entries, which PyTorch takes as an index.
-MAX_INTEGER = 2**63 - 1
 
 
 @dataclass(frozen=True)

@@ -55,13 +55,13 @@ class Mixed(Method):
 
     @property
     def nominal_bits(self) -> float:
-        means = [sum(each.nominal_bits for each in methods) / len(methods) for methods in map(self._methods, "kv")]
-        return sum(means) / 2
+        names = map(self._names, "kv")
+        return sum(sum(self._method(name).nominal_bits for name in each) / len(each) for each in names) / 2
 
     def component(self, layer: int, kind: str) -> Method:
         """The method of a layer's keys ("k") or values ("v"), with the windows of all."""
-        methods = self._methods(kind)
-        return methods[0] if len(methods) == 1 else methods[layer]
+        names = self._names(kind)
+        return self._method(names[0] if len(names) == 1 else names[layer])
 
     def calibration(self, shape: ModelShape) -> MixedSpec:
         self._check_layers(shape)
@@ -77,12 +77,11 @@ class Mixed(Method):
         keys, values = (self.component(layer, kind).stream_plan(kind, layer, shape, tensors) for kind in "kv")
         return LayerPlan(keys, values)
 
-    def _names(self, kind: str) -> list[str]:
-        return (self.keys if kind == "k" else self.values).split()
+    def _names(self, kind: str) -> tuple[str, ...]:
+        return _words(self.keys if kind == "k" else self.values)
 
-    def _methods(self, kind: str) -> list[Method]:
-        windows = tuple((option, getattr(self, option)) for option in _WINDOWS)
-        return [_component(name, self.bits, windows) for name in self._names(kind)]
+    def _method(self, name: str) -> Method:
+        return _component(name, self.bits, tuple((option, getattr(self, option)) for option in _WINDOWS))
 
     def _check_layers(self, shape: ModelShape) -> None:
         for option_, names in (("keys", self._names("k")), ("values", self._names("v"))):
@@ -93,6 +92,12 @@ class Mixed(Method):
 def part_spec(method: Method, shape: ModelShape) -> StreamSpec:
     """The calibration of a stream that `method`, one of `PARTS`, serves."""
     return cast("StreamSpec", method.calibration(shape)) if method.calibrates else Uncalibrated()
+
+
+@lru_cache(maxsize=64)
+def _words(text: str) -> tuple[str, ...]:
+    """The words of a text, split once for all layers."""
+    return tuple(text.split())
 
 
 @lru_cache(maxsize=1024)

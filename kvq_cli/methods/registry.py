@@ -80,7 +80,7 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
         if not equals or not key.strip():
             raise UsageError(f"{text}: an option must be OPTION=VALUE, like kivi:sinks=8")
         options[key.strip().replace("-", "_")] = value.strip()
-    if "/" not in name and (match := re.fullmatch(r"(.+)-(\d+(?:\.\d+)?)bit", name)):
+    if "/" not in name and (match := re.fullmatch(r"(.+)-(\d{1,20}(?:\.\d{1,20})?)bit", name)):
         name, options["bits"] = match[1], float(match[2]) if "." in match[2] else int(match[2])
     return name, options
 

@@ -360,3 +360,14 @@ def test_no_message_and_no_string_of_an_artifact_has_control_characters(parts_of
     with pytest.raises(KvqError) as caught:
         load_artifact(folder)
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("digits", [400, 4200])
+@pytest.mark.parametrize("name", METHODS)
+def test_numbers_of_many_digits_are_refused_by_name(parts_of, written, name, digits):
+    """As every number of the method's options."""
+    config, tensors = parts_of(name)
+    for key in [key for key, value in config["method"].items() if type(value) in (int, float)]:
+        folder = written({**config, "method": {**config["method"], key: -(10**digits)}}, tensors)
+        with pytest.raises(KvqError, match=f"config.json: .*{key}=a number of .* bits is not a"):
+            load_artifact(folder)

@@ -5,6 +5,8 @@ import torch
 
 from kvq_cli.benchmarking.accounting import account
 from kvq_cli.errors import UsageError
+from kvq_cli.methods import mixed
+from kvq_cli.methods.base import ModelShape
 from kvq_cli.methods.registry import build, from_config, to_config
 from kvq_cli.methods.window import Window
 from kvq_cli.paths import artifact_folder
@@ -86,3 +88,15 @@ def test_names_that_cannot_be_used_are_refused(options, says):
 def test_as_many_names_as_layers(shape):
     with pytest.raises(UsageError, match="keys names 3 methods: give one, or one for each layer"):
         build("mixed", keys="klt klt klt").calibration(shape)
+
+
+def test_methods_of_many_layers_are_built_a_few_times_each(monkeypatch):
+    layers, built = 300, []
+    component = mixed._component
+    monkeypatch.setattr(mixed, "_component", lambda *given: built.append(given) or component(*given))
+    shape = ModelShape(layers=layers, query_heads=4, kv_heads=2, head_dim=8, hidden_size=32, dtype="float32")
+    method = build("mixed", bits=16, keys=" ".join(["fp16", "kivi-4bit:group=8"] * (layers // 2)), values="fp16")
+    method.calibration(shape)
+    plans = [method.plan(layer, shape, {}) for layer in range(layers)]
+    assert [plan.keys.codec.nominal_bits for plan in plans] == [16, 4] * (layers // 2)
+    assert len(built) < 10 * layers
