@@ -19,6 +19,10 @@ from typing import Any
 
 from kvq_cli.errors import KvqError, UsageError
 
+#: Most bytes of a file that is read whole: of settings, of a prompt or a conversation (a million tokens have below
+#: 10 MiB), of a result or of questions, and of a dataset.
+MAX_SETTINGS, MAX_TEXT, MAX_RESULT, MAX_DATASET = 1 << 20, 64 << 20, 1 << 30, 64 << 30
+
 
 def json_text(document: Any, *, ascii_only: bool) -> str:
     """The document as JSON. Infinity and NaN, which JSON does not have, become null."""
@@ -109,14 +113,30 @@ def _runs(process: int) -> bool:
     return True
 
 
-def file_size(path: Path) -> int:
-    """Bytes of a file that is read whole. Raises OSError for a pipe or a device, which might never end."""
+def file_size(path: Path, at_most: int | None = None) -> int:
+    """Bytes of a file that is read whole. Raises OSError for a pipe or a device, which might never end, and for a file
+    of more than `at_most` bytes."""
     found = path.stat()
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(found.st_mode):
         raise OSError(errno.EINVAL, "Not a regular file", str(path))
+    if at_most is not None and found.st_size > at_most:
+        raise OSError(errno.EFBIG, f"has {found.st_size:,} bytes, above the limit of {at_most:,}", str(path))
     return found.st_size
+
+
+def read_bytes(path: Path, at_most: int) -> bytes:
+    """The content of a file. Raises OSError where it cannot be read, also as `file_size` does."""
+    file_size(path, at_most)
+    return path.read_bytes()
+
+
+def read_text(path: Path, at_most: int = MAX_RESULT) -> str:
+    """The content of a UTF-8 text file, with line breaks as `\\n`. Raises OSError as `read_bytes`, and
+    UnicodeDecodeError."""
+    file_size(path, at_most)
+    return path.read_text(encoding="utf-8")
 
 
 def check_writable(folder: Path, option: str = "--out") -> None:

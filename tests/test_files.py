@@ -1,4 +1,4 @@
-"""Atomic writes, and errors for unwritable paths."""
+"""Atomic writes, files that are not read whole, and errors for unwritable paths."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ from pathlib import Path
 
 import pytest
 
+from kvq_cli.cache.saved_cache import SavedCache
+from kvq_cli.cli.line_history import LineHistory
+from kvq_cli.data.local import read_rows
+from kvq_cli.data.local import read_text as local_text
 from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.evaluation.ruler.questions import read_questions
+from kvq_cli.evaluation.runs import read_methods
+from kvq_cli.evaluation.sample_log import read_records
 from kvq_cli.figures import new_figure, save
-from kvq_cli.files import check_writable, replacing, write_json, write_text
+from kvq_cli.files import check_writable, read_bytes, read_text, replacing, write_json, write_text
+from kvq_cli.report.sources import read_json
 
 
 def test_unwritable_folders_are_refused_naming_the_option(tmp_path):
@@ -124,3 +132,56 @@ def test_infinity_and_nan_are_written_as_null(tmp_path):
 def test_a_folder_is_no_name_of_a_file(folder):
     with pytest.raises(UsageError, match="is a folder; give the name of a file as --page"):
         write_text(Path(folder), "", "--page")
+
+
+@pytest.mark.parametrize("read", [read_bytes, read_text])
+def test_files_are_read_whole_only_where_they_end_and_are_not_too_large(tmp_path, read):
+    path = tmp_path / "file"
+    path.write_bytes(b"one\r\ntwo")
+    assert read(path, 8) in (b"one\r\ntwo", "one\ntwo")
+    with pytest.raises(OSError, match=r"has 8 bytes, above the limit of 7"):
+        read(path, 7)
+    os.mkfifo(tmp_path / "pipe")
+    for endless in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(OSError, match="Not a regular file"):
+            read(endless, 8)
+    with pytest.raises(IsADirectoryError):
+        read(tmp_path, 8)
+
+
+@pytest.fixture(params=["pipe", "/dev/zero", "large"])
+def unreadable(request, tmp_path) -> tuple[Path, str]:
+    """A file that must not be read whole, with what is wrong with it. The large one takes no space."""
+    path = tmp_path / request.param
+    if request.param == "pipe":
+        os.mkfifo(path)
+    elif request.param == "large":
+        path.touch()
+        os.truncate(path, 1 << 40)
+    return path, "bytes, above the limit of" if request.param == "large" else "Not a regular file"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "--file", "FILE"],
+        ["generate", "word", "--config", "FILE"],
+        ["eval", "--config", "FILE"],
+    ],
+    ids=" ".join,
+)
+def test_commands_refuse_files_that_they_would_read_for_ever(kvq, unreadable, words):
+    path, why = unreadable
+    result = kvq(*[str(path) if word == "FILE" else word for word in words])
+    assert result.exit_code in (1, 2) and str(path) in result.stderr and why in result.stderr
+
+
+def test_readers_refuse_files_that_they_would_read_for_ever(unreadable):
+    path, why = unreadable
+    readers = [read_rows, local_text, read_json, read_methods, read_questions]
+    for reader in [*readers, *([] if why.startswith("bytes") else [SavedCache])]:
+        with pytest.raises(KvqError, match=why):
+            reader(path)
+    with pytest.raises(OSError, match=why):
+        read_records(path)
+    assert LineHistory(path).load_history_strings() == []

@@ -24,7 +24,7 @@ from kvq_cli.artifact.fingerprint import Fingerprint, architecture, fingerprint
 from kvq_cli.artifact.schema import CONFIG, check_form, parse_json
 from kvq_cli.artifact.stored import stored_tensors
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.files import cannot_write, file_size, partial_path, remove_partial
+from kvq_cli.files import cannot_write, file_size, partial_path, read_bytes, remove_partial
 from kvq_cli.methods.registry import from_config, method_class, to_config
 from kvq_cli.options import option_text
 
@@ -271,10 +271,9 @@ def _replacing(folder: Path) -> Iterator[Path]:
 def read_config(folder: Path) -> dict[str, Any]:
     """Read and verify an artifact's `config.json` alone, without the tensors; KvqError as in `load_artifact`."""
     path = folder / CONFIG_FILE
-    if (size := _size(path)) > MAX_CONFIG:
-        raise KvqError(f"{path} has {size:,} bytes, above the {MAX_CONFIG:,} that a config may have: calibrate again")
+    data = _read(path, MAX_CONFIG)
     try:
-        config = parse_json(_read(path))
+        config = parse_json(data)
         checksum = _checksum(config) if isinstance(config, dict) else None
     except (ValueError, RecursionError) as error:
         raise KvqError(f"{path} is not valid JSON (truncated or altered): calibrate again") from error
@@ -290,9 +289,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def _read_tensors(path: Path, expected: Mapping[str, Any]) -> bytes:
     """The contents of a file with `expected` bytes, compared before it is read, and sha256, before it is parsed."""
-    if (size := _size(path)) != expected["bytes"]:
+    try:
+        size = file_size(path)
+    except OSError as error:
+        raise _cannot_read(path, error) from error
+    if size != expected["bytes"]:
         raise KvqError(f"{path} has {size:,} bytes instead of {expected['bytes']:,}: calibrate again")
-    data = _read(path)
+    data = _read(path, size)
     if hashlib.sha256(data).hexdigest() != expected["sha256"]:
         raise KvqError(f"{path} was altered (its hash is not the one in {CONFIG_FILE}): calibrate again")
     return data
@@ -303,15 +306,12 @@ def _checksum(config: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
 
 
-def _size(path: Path) -> int:
+def _read(path: Path, at_most: int) -> bytes:
     try:
-        return file_size(path)
+        return read_bytes(path, at_most)
     except OSError as error:
-        raise KvqError(f"cannot read {path}: {error.strerror or error}") from error
+        raise _cannot_read(path, error) from error
 
 
-def _read(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise KvqError(f"cannot read {path}: {error.strerror or error}") from error
+def _cannot_read(path: Path, error: OSError) -> KvqError:
+    return KvqError(f"cannot read {path}: {error.strerror or error}")

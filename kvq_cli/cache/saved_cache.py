@@ -30,7 +30,7 @@ from kvq_cli.cache.rows import Rows
 from kvq_cli.cache.snapshot import Snapshot, expected
 from kvq_cli.codecs.layout import TensorSpec, spec_of
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.files import replacing
+from kvq_cli.files import file_size, replacing
 
 if TYPE_CHECKING:
     from kvq_cli.cache.cache import CompressedCache
@@ -196,7 +196,7 @@ class SavedCache:
         if self.path.is_dir():
             raise KvqError(f"{self.path} is a folder: give the file of a saved cache")
         try:
-            self.size = self.path.stat().st_size
+            self.size = file_size(self.path)
             self._file: Any = safe_open(self.path, "pt")
             document = (self._file.metadata() or {}).get(_KEY)
             self._names = set(self._file.keys())

@@ -12,7 +12,7 @@ import typer
 
 from kvq_cli.cli.rules import unless
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.files import load_json, write_json
+from kvq_cli.files import load_json, read_text, write_json
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +93,7 @@ def resumable_result(out: Output, path: Path, document: dict[str, Any]) -> dict[
     if not path.exists():
         return None
     try:
-        kept = load_json(path.read_text(encoding="utf-8"))
+        kept = load_json(read_text(path))
         different = list(_differences(kept, document))
         if not isinstance(kept["rows"], list):
             raise ValueError("it has no rows")

@@ -13,14 +13,11 @@ from kvq_cli.cli.cache_lines import cache_line, longer_text
 from kvq_cli.cli.failures import escaped
 from kvq_cli.cli.text_generator import check_utf8, write_stdout
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.files import file_size, load_json, write_json
+from kvq_cli.files import MAX_TEXT, load_json, read_text, write_json
 
 if TYPE_CHECKING:
     from kvq_cli.cli.chat_session import ChatSession
     from kvq_cli.cli.text_generator import GeneratedText
-
-#: Most bytes of a file for /load, which is read whole: a million tokens of text have below 10 MiB.
-MAX_FILE = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -152,9 +149,7 @@ def _read(path: str) -> dict[str, Any]:
     """The contents of a file written by /save; UsageError for anything else."""
     file = _path(path)
     try:
-        if (size := file_size(file)) > MAX_FILE:
-            raise UsageError(f"/load {path}: has {size:,} bytes, above the {MAX_FILE:,} that a conversation may have")
-        document = load_json(file.read_text(encoding="utf-8-sig"))
+        document = load_json(read_text(file, MAX_TEXT))
     except OSError as error:
         raise UsageError(f"/load {path}: {error.strerror}") from None
     except ValueError:

@@ -16,6 +16,7 @@ from kvq_cli.cli.prompt_cache import check_files, load_document, save_document
 from kvq_cli.cli.rules import either, unless
 from kvq_cli.cli.text_generator import Decoding, attached_generator, check_utf8, write_stdout
 from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.files import MAX_TEXT, read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -199,7 +200,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
         raise UsageError("give PROMPT or --file, not both")
     if file is not None:
         try:
-            text = file.read_text(encoding="utf-8")
+            text = read_text(file, MAX_TEXT)
         except OSError as error:
             raise KvqError(f"--file {file}: {error.strerror}") from None
         except UnicodeDecodeError:

@@ -9,7 +9,7 @@ from pathlib import Path
 from prompt_toolkit.history import History
 
 from kvq_cli.errors import KvqError
-from kvq_cli.files import replacing
+from kvq_cli.files import MAX_TEXT, file_size, replacing
 
 MAX_LINES = 1000
 MAX_LENGTH = 2000
@@ -28,6 +28,7 @@ class LineHistory(History):
     def load_history_strings(self) -> list[str]:
         """The messages of the file, the newest first; shortens a file that has become too long."""
         try:
+            file_size(self.path, MAX_TEXT)
             lines = self.path.read_text(encoding="utf-8", errors="replace").splitlines()
         except OSError:
             return []

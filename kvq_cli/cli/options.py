@@ -18,6 +18,7 @@ import typer
 from kvq_cli.cli.output import Output
 from kvq_cli.cli.rules import Rule, Values, unless
 from kvq_cli.errors import UsageError, reading
+from kvq_cli.files import MAX_SETTINGS, read_text
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -36,7 +37,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
     with reading(f"--config {path}", kind=UsageError):
         try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+            content = yaml.safe_load(read_text(path, MAX_SETTINGS))
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise UsageError(f"--config {path}: not YAML: {error}") from None
     if content is None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from kvq_cli.errors import KvqError
-from kvq_cli.files import load_json
+from kvq_cli.files import MAX_DATASET, file_size, load_json
 
 EXTENSIONS = (".jsonl", ".json", ".parquet", ".txt")
 _COMPRESSED = (".xz", ".gz")
@@ -43,6 +43,7 @@ def file_format(path: Path) -> str:
 def read_text(path: Path) -> str:
     """The contents of a text file, decompressed if it ends with .xz or .gz. KvqError where it cannot be read."""
     try:
+        file_size(path, MAX_DATASET)
         with _open_text(path) as file:
             return file.read().removeprefix("\ufeff")  # a byte order mark
     except (OSError, UnicodeDecodeError, EOFError, lzma.LZMAError, zlib.error) as error:
@@ -109,6 +110,7 @@ def _parquet_rows(path: Path, column: str | None) -> list[dict[str, Any]]:
             "or use a .txt or .jsonl file"
         ) from error
     try:
+        file_size(path, MAX_DATASET)
         table = read_table(path)
         rows = (table if column is None else table.select([column])).to_pylist()
     except (OSError, ArrowException, KeyError) as error:

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.evaluation.sample_log import digest
-from kvq_cli.files import cannot_write, load_json, write_json
+from kvq_cli.files import cannot_write, load_json, read_text, write_json
 
 RUNS, COMPARISON, RESULTS = "runs", "comparison.json", "results.json"
 
@@ -152,7 +152,7 @@ def read_methods(file: Path) -> tuple[dict[str, Any], dict[str, str]]:
     """Documents by label of a comparison, and why others of its methods failed, by label; or the document of one
     method, which its folder names. KvqError if it is none."""
     try:
-        document = load_json(file.read_text(encoding="utf-8"))
+        document = load_json(read_text(file))
         methods = {file.parent.resolve().name: document} if file.name == RESULTS else document["methods"]
         methods = {label: one for label, one in methods.items() if one["results"] and one["config"]["method"]}
         failed = {str(label): str(error) for label, error in document.get("failed", {}).items()}

@@ -26,7 +26,7 @@ from typing import Any
 
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.base import Record
-from kvq_cli.files import cannot_write, load_json
+from kvq_cli.files import MAX_RESULT, cannot_write, load_json, read_bytes
 
 FRESH, HASH, HASHED = "fresh", "sha256", "hashed"
 _CLAIMS = 1 << 40
@@ -54,7 +54,7 @@ def read_records(path: Path, count: int = 0) -> dict[int, Record]:
     KvqError if one of the first `count` samples is missing, and a damaged line may have held it.
     """
     content = _Content()
-    content.read(path.read_bytes().rpartition(b"\n")[0].splitlines())
+    content.read(read_bytes(path, MAX_RESULT).rpartition(b"\n")[0].splitlines())
     if content.damaged and not all(index in content.records for index in range(count)):
         raise KvqError(f"{path}, line {content.damaged[0]} is damaged: run the evaluation again")
     return content.records

@@ -17,6 +17,7 @@ from kvq_cli.evaluation.base import PERPLEXITY
 from kvq_cli.evaluation.lm_eval.task_groups import is_lm_eval
 from kvq_cli.evaluation.perplexity import PerplexityEvaluation
 from kvq_cli.evaluation.ruler.evaluation import RulerEvaluation
+from kvq_cli.files import MAX_SETTINGS, read_text
 from kvq_cli.methods.base import Method
 from kvq_cli.models import REFERENCE, SMOLLM2
 from kvq_cli.papers.targets import Target
@@ -118,7 +119,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(read_text(path, MAX_SETTINGS))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvq_cli.errors import UsageError
+from kvq_cli.files import MAX_SETTINGS, read_text
 from kvq_cli.models import REFERENCE, SMOLLM2
 from kvq_cli.paths import short_name
 
@@ -76,7 +77,7 @@ class Target:
 
         names = list(self.rows(model).values())
         if self.config:
-            names = _yaml(Path(self.config).read_text(encoding="utf-8"))["compare"]
+            names = _yaml(read_text(Path(self.config), MAX_SETTINGS))["compare"]
         return [method for method in map(build_parsed, names) if method.calibrates]
 
     def folder(self, model: str, root: Path = ROOT) -> Path:

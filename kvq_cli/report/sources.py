@@ -9,7 +9,7 @@ from typing import Any
 
 from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.runs import COMPARISON, RESULTS, ShownResults, shown_results
-from kvq_cli.files import load_json
+from kvq_cli.files import load_json, read_text
 
 #: Files of a reproduction's folder (kvq_cli/papers) that are not results themselves.
 RECORD, DIFFERENCES, SCORES, CLAIMS = "target.json", "differences.json", "scores.json", "claims.md"
@@ -60,7 +60,7 @@ def find_results(folder: Path) -> list[ResultFolder]:
 def read_json(path: Path) -> Any:
     """The content of a JSON file; KvqError if it cannot be read."""
     try:
-        return load_json(path.read_text(encoding="utf-8"))
+        return load_json(read_text(path))
     except OSError as error:
         raise KvqError(f"{path}: {error.strerror or error}") from None
     except ValueError as error:

@@ -253,7 +253,7 @@ def test_a_file_of_another_size_is_refused_before_it_is_read(saved, monkeypatch)
         load_artifact(saved.path)
     os.truncate(config, format.MAX_CONFIG + 1)
     monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail("read"))
-    with pytest.raises(KvqError, match=r"config.json has 67,108,865 bytes, above"):
+    with pytest.raises(KvqError, match=r"config.json: has 67,108,865 bytes, above the limit of 67,108,864"):
         load_artifact(saved.path)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from kvq_cli.errors import KvqError
+from kvq_cli.files import read_text
 
 #: Patterns of result files in a GPU's folder.
 RESULT_FILES = ("kernels", "calibrate", "growth-*", "generate-*")
@@ -33,7 +34,7 @@ def load_gpu_results(folder: Path) -> dict[Path, dict[str, Any]]:
         for pattern in RESULT_FILES:
             for path in sorted(subfolder.glob(f"{pattern}.json")):
                 try:
-                    document = json.loads(path.read_text(encoding="utf-8"))
+                    document = json.loads(read_text(path))
                 except (OSError, ValueError) as error:
                     raise KvqError(f"cannot read {path}: {error}") from None
                 if "gpu" in document.get("machine", {}) and not document.get("dry"):

@@ -12,7 +12,7 @@ from typing import Any
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.evaluation.ruler.sample_types import Passages
 from kvq_cli.evaluation.ruler.synthetic_qa import hotpotqa, squad
-from kvq_cli.files import load_json
+from kvq_cli.files import MAX_RESULT, file_size, load_json, read_text
 
 #: Formats by the first character of a file: SQuAD's is a JSON object, HotpotQA's a list.
 _FORMATS = {"{": "squad", "[": "hotpotqa"}
@@ -66,7 +66,7 @@ class QuestionSet:
 def read_questions(path: Path) -> tuple[str, QuestionSet]:
     """Read a question file: `("squad" or "hotpotqa", questions)`. KvqError if it is missing or has another format."""
     try:
-        data = load_json(path.read_text(encoding="utf-8"))
+        data = load_json(read_text(path))
     except OSError as error:
         raise KvqError(f"--qa-file {path}: {error.strerror or error}") from None
     except ValueError as error:
@@ -114,6 +114,7 @@ def question_source(files: Sequence[Path], seed: int) -> Callable[[str], Questio
 def question_format(path: Path) -> str:
     """The format of a question file, "squad" or "hotpotqa", by its first character; KvqError where it has neither."""
     try:
+        file_size(path, MAX_RESULT)
         with open(path, encoding="utf-8") as file:
             first = file.read(4096).lstrip()[:1]
     except (OSError, ValueError):
