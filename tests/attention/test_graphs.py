@@ -309,7 +309,8 @@ def test_graphs_are_captured_and_replayed_on_the_models_gpu(monkeypatch):
         current.pop()
 
     @contextmanager
-    def capturing(graph, pool, stream):
+    def capturing(graph, pool, stream, capture_error_mode):
+        assert capture_error_mode == "thread_local"  # other threads may allocate meanwhile
         seen.append((current[-1], str(stream.device)))
         yield
 

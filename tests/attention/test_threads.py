@@ -59,15 +59,17 @@ def in_threads(task, numbers) -> list:
         return list(pool.map(task, numbers))
 
 
+@pytest.mark.usefixtures("pauses")
 @pytest.mark.parametrize("method", METHODS)
-def test_logits_are_those_of_one_thread(model, method, pauses):
+def test_logits_are_those_of_one_thread(model, method):
     with attach(model, build_parsed(method), backend="torch") as kv:
         expected = [logits(model, kv, number) for number in range(RUNS)]
         found = in_threads(lambda number: logits(model, kv, number), range(RUNS))
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_passes_without_a_cache_run_beside_compressed_ones(model, pauses):
+@pytest.mark.usefixtures("pauses")
+def test_passes_without_a_cache_run_beside_compressed_ones(model):
     with attach(model, build_parsed("kivi:group=8:residual=16"), backend="torch") as kv:
         tasks = [(number, number % 2 == 0) for number in range(RUNS)]
         expected = [logits(model, kv, number, compressed) for number, compressed in tasks]
@@ -75,7 +77,8 @@ def test_passes_without_a_cache_run_beside_compressed_ones(model, pauses):
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def test_two_attached_models_and_a_plain_one(model, tiny, pauses):
+@pytest.mark.usefixtures("pauses")
+def test_two_attached_models_and_a_plain_one(model, tiny):
     other, plain = tiny("qwen3"), tiny("llama")
     kivi, innerq = build_parsed("kivi:group=8:residual=16"), build_parsed("innerq:group=16")
     with attach(model, kivi, backend="torch") as one, attach(other, innerq, backend="torch") as two:
