@@ -4,8 +4,8 @@ There PyTorch multiplies bfloat16 and float16 matrices 4 to 7 times slower than 
 to 22 times slower (AVX-512 without avx512_fp16). Converting the operands,
 multiplying in float32 and rounding the product to 16 bits is what other hardware does in one instruction. Weights stay
 in 16 bits; only a product's operands are converted, and released after it. No converted weights are kept: nothing tells
-of every change of a weight (`weight.data.add_` changes neither its version nor its place). Kept ones would make steps of
-8 to 32 rows of a 135M model 1.3 to 1.8 times faster in float16, and 0.8 to 1.2 times in bfloat16.
+of every change of a weight (`weight.data.add_` changes neither its version nor its place). Kept ones would make steps
+of 8 to 32 rows of a 135M model 1.3 to 1.8 times faster in float16, and 0.8 to 1.2 times in bfloat16.
 
 Gradients of float16 models are multiplied in bfloat16 where the CPU has instructions for it, in 0.6 of float32's time:
 see `gradient_dtype`.
