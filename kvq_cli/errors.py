@@ -6,6 +6,7 @@ Every failure that a user can cause or fix is raised as one of these; the comman
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -40,14 +41,15 @@ class UsageError(KvqError):
 def reading(what: object, advice: str = "", kind: type[KvqError] = KvqError) -> Iterator[None]:
     """Raise a `kind` that names `what` for any error of a library that reads it inside the block.
 
-    What is no fault of `what` passes: a KvqError, an interrupt, memory that runs out, output that nobody reads.
+    What is no fault of `what` passes: a KvqError, an interrupt, memory or a disk that is full, output that nobody
+    reads.
     """
     try:
         yield
     except (KvqError, BrokenPipeError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
     except BaseException as error:  # a panic of Rust, in tokenizers, is no Exception
-        if is_out_of_memory(error):
+        if is_out_of_memory(error) or (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)):
             raise
         raise kind(f"{what}: {reason(error)}" + (f"; {advice}" if advice else "")) from error
 
@@ -57,7 +59,8 @@ def reason(error: BaseException) -> str:
     clear without."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    text = re.split(r"(?<!:)\n", str(error).strip())[0].replace("\n", "")
+    lines = re.sub(r"[ \t]+\n", "\n", str(error).strip())
+    text = " ".join(re.split(r"(?<!:)\n", lines)[0].split())
     if isinstance(error, (OSError, ValueError, ImportError, RuntimeError)) and not isinstance(error, RecursionError):
         return text or type(error).__name__
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

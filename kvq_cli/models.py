@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvq_cli import smollm2
 from kvq_cli.codecs.layout import dtype_name
 from kvq_cli.errors import KvqError, UsageError, did_you_mean, reading, reason
-from kvq_cli.files import load_json
+from kvq_cli.files import MAX_SETTINGS, load_json, read_text
 
 if TYPE_CHECKING:
     import torch
@@ -92,8 +92,9 @@ def load_model(
     source = model_source(name)
     local = Path(source).is_dir() or not _on_the_hub(source)
     base = _base_source(source)
-    with _loading(name, ": config.json"):  # loading the tokenizer reads it, too
-        transformers.AutoConfig.from_pretrained(base, local_files_only=local, trust_remote_code=trust_remote_code)
+    if Path(source).is_dir():
+        with _loading(name, ": config.json"):  # loading the tokenizer reads it, too
+            transformers.AutoConfig.from_pretrained(base, local_files_only=local, trust_remote_code=trust_remote_code)
     words = source if any(Path(source).glob("tokenizer*")) else base
     tokenizer = _load_tokenizer(name, words, local, trust_remote_code)
     with _loading(name):
@@ -325,8 +326,11 @@ def _base_source(source: str) -> str:
     folder = Path(source)
     if not _is_adapter(folder) or (folder / "config.json").is_file():
         return source
-    with reading(f"--model {source}: {_ADAPTER} names no base model"):
-        return str(load_json((folder / _ADAPTER).read_text(encoding="utf-8"))["base_model_name_or_path"])
+    with reading(f"--model {source}: cannot read {_ADAPTER}"):
+        base = load_json(read_text(folder / _ADAPTER, MAX_SETTINGS)).get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        raise KvqError(f"--model {source}: {_ADAPTER} names no base model")
+    return base
 
 
 def _similar(name: str) -> str:

@@ -28,6 +28,10 @@ class AdapterWatch:
             self._children = [(children, dict(children)) for children in parents]
         return {name: found for name, module in self._wrapped.items() if (found := _applied(module))}
 
+    def merged(self) -> frozenset[str]:
+        """The wrapped modules whose weights adapters are merged into, as of the last call of `applied`."""
+        return frozenset(name for name, module in self._wrapped.items() if getattr(module, "merged_adapters", ()))
+
 
 def applied_adapters(model: nn.Module) -> Applied:
     """The adapters that the model applies."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvq_cli.artifact import Artifact
+from kvq_cli.artifact.adapters import Applied
 from kvq_cli.artifact.fingerprint import fingerprint, weights_digest
 from kvq_cli.attention.attention_hooks import NAME, AttentionHooks, recorded_score_forms, register
 from kvq_cli.attention.backend import ChosenBackend, check_backend, choose_backend
@@ -59,6 +60,8 @@ class Attached:
         self.plans, self.layers = plans, layers
         self._rematerializers = [_rematerializers(layer, plan) for layer, plan in zip(layers, plans, strict=True)]
         backends = [backend.of(layer.index) for layer in layers]
+        #: What caches belong to, and the adapters that the model applied then.
+        self._origin: tuple[Applied, Origin] | None = None
         self.hooks = AttentionHooks(
             decoder_of(model), layers, plans, backends, prefill == "compressed", model_context(model.config)
         )
@@ -110,9 +113,12 @@ class Attached:
     @property
     def origin(self) -> Origin:
         """What a cache belongs to that this attach makes now."""
-        dtype = str(self.model.dtype).removeprefix("torch.")
-        identity = fingerprint(self.model), weights_digest(self.model)
-        return Origin(*identity, dtype, to_config(self.method), self._artifact, self.prefill)
+        applied = self.hooks.adapters.applied()
+        if self._origin is None or self._origin[0] != applied:
+            dtype = str(self.model.dtype).removeprefix("torch.")
+            identity = fingerprint(self.model), weights_digest(self.model)
+            self._origin = applied, Origin(*identity, dtype, to_config(self.method), self._artifact, self.prefill)
+        return self._origin[1]
 
     def one_by_one(self) -> AbstractContextManager[None]:
         """Inside the block, a pass over several tokens gives what decoding them one by one would, whatever `prefill`

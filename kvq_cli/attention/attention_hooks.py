@@ -68,8 +68,8 @@ class AttentionHooks:
         self._watched = [_read_modules(layer, plan) for layer, plan in zip(layers, plans, strict=True)]
         #: Which adapters the model applies.
         self.adapters = AdapterWatch(decoder)
-        #: By thread, whether decode steps on a GPU gave logits that are not finite.
-        self._wrong: dict[int, Tensor] = {}
+        #: Of each thread: whether decode steps on a GPU gave logits that are not finite.
+        self._steps = _Steps()
         #: The cache that was made last.
         self.newest: CompressedCache | None = None
 
@@ -204,14 +204,16 @@ class AttentionHooks:
             return
         wrong = ~logits.detach().amax(dim=-1).isfinite().all()
         if would_sync(logits.device, logits.shape[1]):
-            before = self._wrong.get(threading.get_ident())
-            self._wrong[threading.get_ident()] = wrong if before is None else before | wrong
-        elif wrong:
+            before = self._steps.wrong
+            self._steps.wrong = wrong if before is None else before | wrong
+            return
+        self._steps.wrong = None  # of an answer that was given up
+        if wrong:
             raise _not_finite()
 
     def check_steps(self) -> None:
         """NotFiniteError where a decode step of this thread, since the last call, gave logits that are not finite."""
-        wrong = self._wrong.pop(threading.get_ident(), None)
+        wrong, self._steps.wrong = self._steps.wrong, None
         if wrong is not None and bool(wrong):
             raise _not_finite()
 
@@ -290,6 +292,12 @@ def _text_positions(positions: Tensor | None) -> Tensor | None:
     if not known and not all(torch.equal(text, other) for other in others):
         raise UsageError("positions of images are not supported by a compressed cache: give text alone")
     return text
+
+
+class _Steps(threading.local):
+    """What a thread's decode steps gave. wrong: whether any logit was not finite, on their device."""
+
+    wrong: Tensor | None = None
 
 
 def _not_finite() -> NotFiniteError:

@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvq_cli.attention.rotary import Rotation, find_rotation
 from kvq_cli.attention.score_form import PLAIN, ScoreForm
-from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.errors import KvqError, UsageError, reason
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.models import model_shape, text_config
 from kvq_cli.offload import compute_devices
@@ -254,7 +254,7 @@ def _probe(model: PreTrainedModel, tokens: int) -> list[Probe]:
             each.gradient_checkpointing = False
         decoder(inputs_embeds=embeds, past_key_values=cache, use_cache=True)
     except (ValueError, TypeError, AttributeError, KeyError) as error:  # a cache of its own, layers without one, ...
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        why = reason(error)
         raise UsageError(f"{type(model).__name__} does not run with a key-value cache from outside: {why}") from error
     finally:
         for each in checkpointed:

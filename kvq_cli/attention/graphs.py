@@ -30,12 +30,15 @@ from kvq_cli.attention.backend import ChosenBackend
 from kvq_cli.attention.replaced_forward import replaced_forward
 from kvq_cli.cache.cache import CompressedCache
 from kvq_cli.cache.modes import changes_stored_tensors
+from kvq_cli.errors import reason
 
 if TYPE_CHECKING:
     from kvq_cli.attention.triton_backend import TritonBackend
 
 #: Patterns that are captured for one cache; steps of others run as they are.
 MAX_GRAPHS = 16
+#: Held while a step is captured: beginning a capture waits for the device, which another capture forbids.
+_capturing = threading.Lock()
 #: kwargs that keep a captured graph valid, beside ids, cache and positions.
 _SAME_STEP = {"attention_mask", "use_cache", "return_dict", "logits_to_keep", "cache_position", "position_ids"}
 
@@ -106,8 +109,10 @@ def captured_steps(
         if capturing and input_ids is not None and hooks.owns(cache) and _is_step(input_ids, cache, args, kwargs):
             hooks.check_adapters(cache)
             steps = thread.steps
-            if steps is None or steps.cache() is not cache or steps.ids.shape != input_ids.shape:
-                steps = thread.steps = _Steps(cache, hooks, engine, plain, input_ids, graphs(model.device))
+            merged = hooks.adapters.merged()
+            known = steps is not None and steps.cache() is cache and steps.ids.shape == input_ids.shape
+            if steps is None or not known or steps.merged != merged:
+                steps = thread.steps = _Steps(cache, hooks, engine, plain, input_ids, graphs(model.device), merged)
             try:
                 logits = steps.take(cache, input_ids)
             except _NotCaptured as error:
@@ -136,7 +141,8 @@ class _Thread(threading.local):
 
 
 class _Steps:
-    """The captured steps of one cache. ids: `[batch, 1]`, the tokens of the step that runs."""
+    """The captured steps of one cache. ids: `[batch, 1]`, the tokens of the step that runs. merged: see
+    `AdapterWatch.merged`: what was captured adds the other adapters."""
 
     @changes_stored_tensors  # the inputs of the graphs are written in every mode
     def __init__(
@@ -147,8 +153,9 @@ class _Steps:
         plain: Callable[..., CausalLMOutputWithPast],
         like: Tensor,
         new_graph: Callable[[], Graph],
+        merged: frozenset[str],
     ) -> None:
-        self.cache = ref(cache)
+        self.cache, self.merged = ref(cache), merged
         self.ids = torch.empty_like(like)
         self._hooks, self._engine, self._plain, self._new_graph = hooks, engine, plain, new_graph
         self._cache_position = torch.zeros(1, dtype=torch.int64, device=like.device)
@@ -190,12 +197,13 @@ class _Steps:
         else:
             graph = self._new_graph()
             try:
-                logits = graph.capture(lambda: self._run(cache))
+                with _capturing:
+                    logits = graph.capture(lambda: self._run(cache))
             except RuntimeError as error:  # an operation of the model or the method that a graph cannot hold
                 self._hooks.forget_pass()
                 cache.rewind(past)
                 engine.forget()
-                raise _NotCaptured(str(error).splitlines()[0]) from error
+                raise _NotCaptured(reason(error)) from error
             graph.replay()
             self._graphs[pattern] = graph, logits
         return logits.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from kvq_kernels.decode_attention import Rope, Side
@@ -17,15 +18,15 @@ from kvq_cli.cache.stream import Stream
 class SpanBackend:
     """The backend of layers whose attention `operation` computes, `kvq_kernels.rematerialize` or `transform_attention`.
 
-    engine: the backend of other layers, which holds lengths and tables of cosines for all. Layers share
-    their workspace.
+    engine: the backend of other layers, which holds lengths and tables of cosines for all. Layers share their
+    workspace; each thread has its own.
     """
 
     prefill_attention = staticmethod(torch_backend.prefill_attention)
 
     def __init__(self, engine: TritonBackend, operation: Any) -> None:
         self._engine, self._operation = engine, operation
-        self._workspaces: dict[tuple, Any] = {}
+        self._workspaces = _Workspaces()
 
     def _rows(self, query: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Rope | None]:
         """(tokens, packed tokens, rotary embedding) of the rows of a layer whose streams have the same windows."""
@@ -37,9 +38,17 @@ class SpanBackend:
     def _workspace(self, query: Tensor, values: Any) -> Any:
         """The workspace of all layers of the same shapes."""
         shape = (*query.shape, values.rank, self._operation.plan_splits(query, values))
-        if shape not in self._workspaces:
-            self._workspaces[shape] = self._operation.new_workspace(query, values)
-        return self._workspaces[shape]
+        found = self._workspaces.by_shape
+        if shape not in found:
+            found[shape] = self._operation.new_workspace(query, values)
+        return found[shape]
+
+
+class _Workspaces(threading.local):
+    """The workspaces of a thread."""
+
+    def __init__(self) -> None:
+        self.by_shape: dict[tuple, Any] = {}
 
 
 def side_of_stream(stream: Stream, packed: Packed, count: Tensor) -> Side:

@@ -35,7 +35,7 @@ def check_factors(artifact: Artifact, spec: Spec | None, layers: Sequence[Attent
         for name in spec.factors(layer.index):
             limit, where = min(errors[name]["residual"], _MAX_RESIDUAL) + _ROUNDING, f"layers.{layer.index}."
             down = tensors[f"{name}.down"]
-            if not _difference((torch.eye(down.shape[1]),), (down.T, down)) <= limit:
+            if not _difference((torch.eye(down.shape[1], dtype=torch.float32),), (down.T, down)) <= limit:
                 raise KvqError(f"artifact {artifact.path}: {where}{name}.down is not orthonormal: calibrate again")
             for kind in "kv" if name == "x" else name:
                 if not _difference((weights[kind].weight.T,), (down, tensors[f"{kind}.up"])) <= limit:
@@ -47,7 +47,8 @@ def check_factors(artifact: Artifact, spec: Spec | None, layers: Sequence[Attent
 
 def _difference(expected: Sequence[Tensor], factors: Sequence[Tensor]) -> float:
     """|| A - B || / || A || of two matrices, each given as factors, estimated by products with random vectors."""
-    vectors = torch.randn(expected[-1].shape[1], _VECTORS, generator=torch.Generator().manual_seed(0))
+    noise = torch.Generator().manual_seed(0)
+    vectors = torch.randn(expected[-1].shape[1], _VECTORS, generator=noise, dtype=torch.float32)
     products = []
     for matrices in (expected, factors):
         x = vectors

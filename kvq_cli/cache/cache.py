@@ -159,7 +159,7 @@ class CompressedCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens of all rows (a negative number, as in transformers).
 
-        UsageError where one of them is packed already: its neighbours in full precision are gone.
+        UsageError where one of them is packed with others: its neighbours in full precision are gone.
         """
         if tokens_to_remove > 0:
             raise UsageError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")

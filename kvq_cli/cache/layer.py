@@ -283,7 +283,7 @@ class CompressedLayer(CacheLayerMixin):
             stream.select(index)
 
     def croppable(self, tokens: int) -> bool:
-        """Whether the last `tokens` tokens of all rows are still in full precision."""
+        """Whether the last `tokens` tokens of all rows can be removed: see `Stream.croppable`."""
         return all(stream.croppable(tokens) for stream in self.streams)
 
     def crop(self, tokens: int) -> None:

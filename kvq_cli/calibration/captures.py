@@ -64,6 +64,7 @@ def capture_all(
     windows = plan.read_windows(captures, progress)
     done = (captures.read_json("captured") or {"samples": 0})["samples"]
     progress("capture", done, settings.samples)
+    checked = done > 0
     if done < settings.samples:
         sampled = SampleCapture(windows, plan.capture, settings.gradients, settings.seed)
         if workers is None:
@@ -72,30 +73,40 @@ def capture_all(
             finished = _capture_on(workers, plan, sampled, captures, done)
         for done in finished:
             progress("capture", done, settings.samples)
-    if (name := without_gradients(plan, captures)) and weighted:
+            if weighted and not checked and captures.read_json("captured"):
+                _check_gradients(_without_gradients(plan, captures, 1))
+                checked = True
+    name = without_gradients(plan, captures)
+    if weighted:
+        _check_gradients(name)
+    captures.share()
+
+
+def _check_gradients(name: str | None) -> None:
+    if name is not None:
         raise KvqError(
             f"{name}: its output has no gradients, since a module between it and the loss has no backward pass: use "
             "weights that are not quantized, or do not weight with gradients (kvq calibrate --no-fisher; klt also "
             "--set metric=none)"
         )
-    captures.share()
 
 
 def without_gradients(plan: CapturePlan, captures: WorkFolder) -> str | None:
     """The first module whose output has no gradients, or only zeros; None where all keys and values have some."""
     if (found := captures.read_json("gradients")) is None:
-        found = {"missing": _without_gradients(plan, captures)}
+        found = {"missing": _without_gradients(plan, captures, plan.settings.gradients)}
         captures.write_json("gradients", found)
     return found["missing"]
 
 
-def _without_gradients(plan: CapturePlan, captures: WorkFolder) -> str | None:
-    shape, settings = plan.loaded.shape, plan.settings
+def _without_gradients(plan: CapturePlan, captures: WorkFolder, samples: int) -> str | None:
+    """The same for the first samples."""
+    shape = plan.loaded.shape
     size = (1, plan.capture.tokens, shape.kv_heads, shape.head_dim)
 
     def only_zeros(layer: int, kind: str, quantity: str) -> bool:
         name = stream_name(layer, kind, quantity)
-        return not any(captures.read_samples(name, size, sample).any() for sample in range(settings.gradients))
+        return not any(captures.read_samples(name, size, sample).any() for sample in range(samples))
 
     for layer in attention_layers(plan.loaded.model):
         # Where values are always zero, the loss does not depend on keys.

@@ -90,7 +90,11 @@ class WorkFolder:
             raise UsageError(f"{self.path} holds {min(held)!r}, and no calibration: move it, or choose another --out")
 
     def remove(self) -> None:
-        """Remove the folder, and the parent folders created for it that are empty."""
+        """Remove the folder, its request last, and the parent folders created for it that are empty."""
+        for path in self.path.glob("*"):
+            if path.name != "request.json":  # a folder without it is not taken for a calibration's
+                with suppress(OSError):
+                    path.unlink()
         shutil.rmtree(self.path, ignore_errors=True)
         self.close()
         for folder in self._created:

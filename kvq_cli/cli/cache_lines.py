@@ -55,6 +55,9 @@ def longer_text(report: dict[str, Any], method: Method, loaded: LoadedModel) -> 
 
     Empty for a longer text: where most tokens of the cache are packed, and it is smaller than in 16 bit.
     """
+    tokens = min(LONG, loaded.context)
+    if report["tokens"] >= tokens:
+        return ""
     is_short = report["compressed_tokens"] <= report["tokens"] / 2 or held_bytes(report) >= report["fp16_bytes"]
     if method.nominal_bits == 16 or not is_short or report["beyond_window"]:
         return ""
@@ -65,7 +68,6 @@ def longer_text(report: dict[str, Any], method: Method, loaded: LoadedModel) -> 
         counted = account(method, loaded.shape, tokens)
         return counted.measured_bits * held_bytes(counted.to_dict()) / counted.bytes
 
-    tokens = min(LONG, loaded.context)
     last = largest(lambda tokens: bits(tokens) >= 16, 1, loaded.context)
     smaller = f", smaller than 16 bit from {last + 1:,} tokens on" if last < loaded.context else ""
     return f"; at {tokens:,} tokens {bits(tokens):.2f} bits{smaller}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from dataclasses import dataclass
 from functools import partial
@@ -202,7 +203,8 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
         try:
             text = read_text(file, MAX_TEXT)
         except OSError as error:
-            raise KvqError(f"--file {file}: {error.strerror}") from None
+            hint = "; pipe it to stdin, without --file" if error.errno == errno.EINVAL else ""
+            raise KvqError(f"--file {file}: {error.strerror}{hint}") from None
         except UnicodeDecodeError:
             raise UsageError(f"--file {file}: not UTF-8 text") from None
     elif prompt is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.cache_lines import cache_line, longer_text
 from kvq_cli.cli.failures import escaped_answer
-from kvq_cli.errors import UsageError
+from kvq_cli.errors import KvqError, UsageError, reason
 from kvq_cli.paths import model_artifacts
 
 if TYPE_CHECKING:
@@ -164,7 +164,8 @@ class TextGenerator:
         torch.manual_seed(self.decoding.seed + attempt)
         streamer = CharacterStreamer(tokenizer, write)
         stops = stop_tokens(self.loaded)
-        settings = self.decoding.arguments(max_new_tokens, sampling_defaults(model))
+        defaults = sampling_defaults(model)
+        settings = self.decoding.arguments(max_new_tokens, defaults)
         settings |= {"eos_token_id": stops or None, "pad_token_id": pad_token(self.loaded, stops)}
         arguments: dict[str, Any] = {}
         if self.decoding.num_beams == 1:
@@ -180,6 +181,10 @@ class TextGenerator:
             if "probability tensor" not in str(error):
                 raise
             raise self.decoding.too_cold() from error
+        except ValueError as error:
+            if not self.decoding.model_sampling(defaults):
+                raise
+            raise KvqError(f"the model's generation_config.json: {reason(error)}") from error
         self.attached.check_steps()
         seconds = time.perf_counter() - start
         new_ids = out[0, len(ids) :].tolist()

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from kvq_cli.errors import KvqError, UsageError, WorkerDiedError
+from kvq_cli.errors import KvqError, UsageError, WorkerDiedError, reason
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -91,7 +91,7 @@ def _result(reference: Any) -> Any:
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
     except ray.exceptions.RayError as error:
-        raise WorkerDiedError(f"a worker died {RETRIES + 1} times: {str(error).strip().splitlines()[0]}") from None
+        raise WorkerDiedError(f"a worker died {RETRIES + 1} times: {reason(error)}") from None
 
 
 @contextmanager
@@ -122,7 +122,7 @@ def connected(workers: int | None, address: str | None, device: str = "cpu") -> 
             ray.init(address=address, **quiet)
     except (OSError, ValueError, RuntimeError) as error:
         option = f"--workers {workers}" if address is None else f"--ray {address}"
-        raise KvqError(f"{option}: {str(error).strip().splitlines()[0]}") from None
+        raise KvqError(f"{option}: {reason(error)}") from None
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, terminate)  # Ray sets its own, which keeps no finished work

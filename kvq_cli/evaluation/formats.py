@@ -15,6 +15,8 @@ _NAMED = {"\\": "backslash", "~": "asciitilde", "^": "asciicircum", "<": "less",
 _LATEX_ESCAPES |= {letter: f"\\text{name}{{}}" for letter, name in _NAMED.items()}
 _MARKDOWN = re.compile(r"[\\`*\[\]<>|~$&]|(?<!\w)_|_(?!\w)")  # an underscore inside a word is no emphasis
 _FORMULA = re.compile(r"[=+\-@\t\r]")
+#: Cells of `paired.interval`, which begin with a sign.
+_INTERVAL = re.compile(r"[-+\d.e]+ \[[-+\d.e]+, [-+\d.e]+\]( \*)?")
 
 
 class Formatted(str):
@@ -91,7 +93,7 @@ def _csv_cell(cell: Any) -> Any:
     if not isinstance(cell, str):
         return cell
     text = cell.replace("\r", " ")  # Python 3.11 writes it without quotes: a reader would begin a row
-    return f"'{text}" if _FORMULA.match(cell) and not _is_number(cell) else text
+    return f"'{text}" if _FORMULA.match(cell) and not (_is_number(cell) or _INTERVAL.fullmatch(cell)) else text
 
 
 def _is_number(text: str) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from kvq_cli.errors import KvqError
 from kvq_cli.evaluation.chat_template import encode_prompt
 from kvq_cli.models import check_token_ids, text_config, vocabulary
 
@@ -110,9 +111,12 @@ def continue_ids(
 
 
 def sampling_defaults(model: PreTrainedModel) -> dict[str, float]:
-    """The settings of the model's generation config that change which tokens are sampled, by name; all of them are
-    shielded from greedy decoding."""
+    """Those settings of the model's generation config in `SAMPLING` that change which tokens are sampled, by name.
+    KvqError for one that is no number."""
     found = {name: getattr(model.generation_config, name, None) for name in SAMPLING}
+    for name, value in found.items():
+        if value is not None and not isinstance(value, (int, float)):
+            raise KvqError(f"the model's generation_config.json: {name} is {value!r}, not a number")
     return {name: value for name, value in found.items() if value is not None and value != SAMPLING[name]}
 
 

@@ -35,8 +35,6 @@ def plot_comparison(
     results that differ in bits alone. bold: draw lines of this method thick and black. KvqError if there is neither
     perplexity nor RULER to draw.
     """
-    from matplotlib.lines import Line2D
-
     methods = document["methods"]
     lines = {name: [methods[label] for label in labels] for name, labels in lines_by_method(methods).items()}
     shown = PANELS if only is None else only
@@ -44,6 +42,8 @@ def plot_comparison(
     if not panels:
         raise KvqError(f"--plot {path}: nothing to draw; evaluate --task perplexity or ruler")
     figure = new_figure(1 + 5 * len(panels), 5.5)
+    from matplotlib.lines import Line2D
+
     axes = figure.subplots(1, len(panels), squeeze=False)
     # A method has the same color and marker in all panels, also if one of the panels lacks some methods.
     styles = {name: _style(number, name.split(",")[0] == bold) for number, name in enumerate(lines)}

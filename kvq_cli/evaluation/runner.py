@@ -219,7 +219,8 @@ def _run(
 
         for label in _pending(evaluation, logs, failed):
             if damaged := logs[label].damaged:
-                note(f"{logs[label].path}: damaged, line {', '.join(map(str, damaged))}; evaluating the samples again")
+                lines = ", ".join(map(str, damaged))
+                note(f"{logs[label].path}: damaged, line {lines}; samples of no other line are evaluated again")
         waiting = False
         while pending := _pending(evaluation, logs, failed):
             show_progress()

@@ -39,7 +39,8 @@ def digest(key: Mapping[str, Any]) -> str:
 
 
 def _hashed_line(row: Mapping[str, Any]) -> str:
-    return json.dumps({**row, HASH: digest(row)}, ensure_ascii=False)
+    read = json.loads(json.dumps(row))  # as a reader will see it: keys are text
+    return json.dumps({**read, HASH: digest(read)}, ensure_ascii=False)
 
 
 def log_name(evaluation: str, key: Mapping[str, Any]) -> str:

@@ -240,12 +240,30 @@ def test_adapters_that_change_are_seen_between_replayed_steps(small):
             model(input_ids=ids[:, at : at + 1], past_key_values=cache)
 
 
+@torch.no_grad()
+def test_steps_are_captured_anew_where_an_adapter_is_merged(small):
+    """What was captured before adds the adapter's output to that of the merged weights."""
+    model, ids = small(), tokens(1)
+    mlp = model.model.layers[0].mlp
+    mlp.down_proj = Adapted(mlp.down_proj)
+    with attach(model, build("kivi", group=4, residual=64), backend="triton", graphs=False) as kv, captured(kv):
+        cache = kv.new_cache(ids.shape[1])
+        model(ids[:, :PROMPT], past_key_values=cache)
+        made = []
+        for at in range(PROMPT, PROMPT + 6):
+            if at == PROMPT + 3:
+                mlp.down_proj.merged_adapters = ["default"]
+            model(input_ids=ids[:, at : at + 1], past_key_values=cache)
+            made.append(len(RecordedGraph.made))
+    assert made[2] > 0 and made[5] == 2 * made[2]
+
+
 class Adapted(torch.nn.Module):
     """A module with an adapter that doubles its output."""
 
     def __init__(self, base: torch.nn.Module) -> None:
         super().__init__()
-        self.base_layer = base
+        self.base_layer, self.merged_adapters = base, []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * self.base_layer(x)

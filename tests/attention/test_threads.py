@@ -6,11 +6,13 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from kvq_cli.attention.attach import attach
+from kvq_cli.attention.span_backend import SpanBackend
 from kvq_cli.attention.triton_backend import TritonBackend
 from kvq_cli.methods.registry import build_parsed
 
@@ -116,3 +118,12 @@ def test_each_thread_counts_on_tensors_of_its_own():
     found.append((0, backend._counts, backend._tables))
     for place in (1, 2):
         assert len({id(each[place]) for each in found}) == THREADS + 1
+
+
+def test_each_thread_sums_in_a_workspace_of_its_own():
+    """The launches of an attention share it."""
+    operation = SimpleNamespace(new_workspace=lambda *_: object(), plan_splits=lambda *_: 1)
+    backend, together = SpanBackend(TritonBackend(), operation), threading.Barrier(THREADS)
+    query, values = torch.zeros(1, 1, 1, 8), SimpleNamespace(rank=8)
+    found = in_threads(lambda _: (together.wait(), backend._workspace(query, values))[1], range(THREADS))
+    assert len(set(found)) == THREADS and backend._workspace(query, values) is backend._workspace(query, values)

@@ -1,5 +1,6 @@
 """Errors of libraries that read a user's file name the file, in one line."""
 
+import errno
 import json
 import shutil
 
@@ -117,10 +118,11 @@ def test_lone_surrogates_are_written(kvq, tmp_path):
 def test_reading_converts_what_is_no_error_of_kvq():
     with pytest.raises(UsageError, match="^a file: KeyError: 'b'; mend it$"), reading("a file", "mend it", UsageError):
         raise KeyError("b")
-    for passes in (KvqError("said"), KeyboardInterrupt(), BrokenPipeError(), MemoryError()):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    for passes in (KvqError("said"), KeyboardInterrupt(), BrokenPipeError(), MemoryError(), full):
         with pytest.raises(type(passes)) as raised, reading("a file"):
             raise passes
         assert raised.value is passes
-    assert reason(ValueError("one:\n two\nthree")) == "one: two" and reason(OSError()) == "OSError"
+    assert reason(ValueError("one: \n two\nthree")) == "one: two" and reason(OSError()) == "OSError"
     with pytest.raises(ValueError, match="deeply"):
         load_json(DEEP)

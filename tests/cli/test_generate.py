@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from random_artifacts import random_parts
-from tiny_folder import tiny_folder  # noqa: F401  # a fixture
 from tokenizers import Tokenizer, decoders, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -117,7 +116,7 @@ def test_default_is_the_best_artifact(kvq, tmp_path):
     assert "method: fp16, no compression\n" in kvq("generate", PROMPT, "-n", 2, "--method", "fp16").stderr
 
 
-def test_default_is_an_artifact_of_bits_that_other_methods_lack(kvq, fails, tiny_folder, tmp_path):  # noqa: F811
+def test_default_is_an_artifact_of_bits_that_other_methods_lack(kvq, fails, tiny_folder, tmp_path):
     loaded = load_model(str(tiny_folder), device="cpu")
     config, tensors = random_parts(build("klt", bits=1.75), loaded.model)
     folder = tmp_path / "artifacts" / "tiny" / "klt-1.75bit"

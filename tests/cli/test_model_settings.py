@@ -4,16 +4,16 @@ import json
 import shutil
 
 import pytest
-from tiny_folder import tiny_folder  # noqa: F401  # a fixture
 
 from kvq_cli.cli.options import CompressionOptions, ModelOptions
 from kvq_cli.cli.text_generator import Decoding, attached_generator
+from kvq_cli.errors import KvqError
 
 PROMPT = [5, 6, 7] * 4
 
 
 @pytest.fixture
-def answer(tiny_folder, tmp_path):  # noqa: F811
+def answer(tiny_folder, tmp_path):
     """`answer(decoding, {"num_beams": 3})`: new tokens of a model with these settings in its files, and the notes.
 
     eos: the id of the tokenizer's EOS.
@@ -68,6 +68,14 @@ def test_sampling_takes_the_models_settings_and_says_so(answer):
     assert ids == answer(Decoding(12, temperature=0.1, top_k=1), {"repetition_penalty": 3.0})[0]
     free, notes = answer(Decoding(12, temperature=5.0, top_k=0, top_p=1.0), {"top_k": 1, "top_p": 0.1})
     assert free == answer(hot)[0] != ids and len(notes) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"), [({"min_p": "x"}, "min_p is 'x'"), ({"repetition_penalty": -1.0}, "strictly positive")]
+)
+def test_sampling_names_a_setting_that_is_wrong(answer, settings, says):
+    with pytest.raises(KvqError, match=f"the model's generation_config.json: .*{says}"):
+        answer(Decoding(12, temperature=1.0), settings)
 
 
 def test_beam_search_does_not_depend_on_the_generation_config(answer):

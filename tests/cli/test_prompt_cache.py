@@ -4,7 +4,6 @@ import json
 import shutil
 
 import pytest
-from tiny_folder import tiny_folder  # noqa: F401  # a fixture
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
@@ -51,7 +50,7 @@ def test_questions_about_a_saved_document(run, kvq, fails, tmp_path):
         fails("generate", "x", "--load-cache", name, *exact, code=1, says=says)
 
 
-def test_a_tokenizer_that_appends_eos_continues_a_document_as_one_prompt(run, tiny_folder, tmp_path):  # noqa: F811
+def test_a_tokenizer_that_appends_eos_continues_a_document_as_one_prompt(run, tiny_folder, tmp_path):
     folder, tokenizer = tmp_path / "model", AutoTokenizer.from_pretrained(tiny_folder)
     shutil.copytree(tiny_folder, folder)
     special = [(token, tokenizer.convert_tokens_to_ids(token)) for token in (tokenizer.bos_token, tokenizer.eos_token)]

@@ -9,6 +9,7 @@ import pytest
 from kvq_cli.evaluation.formats import Formatted, csv_text, escape_markdown, latex, markdown
 
 TEXTS = ["=1+1", "+a", "-1+cmd|' /C calc'!A0", "@SUM(1)", "\ta", "\ra", "kivi-2bit", "2", "-1.5", "+0.25", "a=1"]
+TEXTS += ["+0.0417 [+0.02149, +0.06191] *", "-1e-07 [-2.5e-06, +3]"]  # of `paired.interval`
 
 
 def test_formulas_in_csv_are_text_and_numbers_stay_numbers():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -72,3 +73,27 @@ def test_steps_that_nobody_waited_for_are_checked_at_the_end(loaded, monkeypatch
         with pytest.raises(NotFiniteError):
             kv.check_steps()
         kv.check_steps()  # said once
+
+
+def test_steps_of_an_answer_that_was_given_up_do_not_count(loaded, monkeypatch):
+    """Neither of one thread after another, whose ids may be the same, nor before the next prompt."""
+    model, weight = copy.deepcopy(loaded.model), loaded.model.model.norm.weight
+    monkeypatch.setattr("kvq_cli.attention.attention_hooks.would_sync", lambda device, columns: columns == 1)
+    ids = torch.arange(5, 45)[None]
+    with attach(model, build("kivi")) as kv, torch.no_grad():
+
+        def step(scale: float) -> None:
+            model.model.norm.weight.data.copy_(weight)
+            cache = kv.new_cache()
+            model(ids, past_key_values=cache)
+            model.model.norm.weight.data.mul_(scale)
+            model(ids[:, :1], past_key_values=cache)
+
+        step(torch.nan)
+        step(1.0)
+        kv.check_steps()
+        for scale in (torch.nan, 1.0, torch.nan, 1.0):
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(step, scale).result()
+                if scale == 1.0:
+                    thread.submit(kv.check_steps).result()

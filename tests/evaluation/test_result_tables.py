@@ -125,7 +125,7 @@ def test_labels_are_escaped_in_all_formats(kvq, folder, format):
     document["methods"]["a\u202e\x1b[2J"] = document["methods"].pop("a-2bit")
     (folder / "comparison.json").write_text(json.dumps(document))
     found = kvq("results", folder, "--format", format).stdout
-    assert "u202e" in found and "x1b[2J" in found and not {"\x1b", "\u202e"} & set(found)
+    assert "u202e" in found and "x1b[2J" in found.replace("\\[", "[") and not {"\x1b", "\u202e"} & set(found)
 
 
 def test_differences_to_a_baseline(kvq, fails, folder):

@@ -278,7 +278,9 @@ def test_an_edited_sample_is_evaluated_again(loaded, tmp_path):
     path.write_text(path.read_text().replace('"nll": ', '"nll": 1'))
     for _ in range(2):  # once evaluated again, it is not mentioned again
         assert _run(loaded, tmp_path, COMPARED[1:], **settings)["table"] == before["table"]
-    assert [note for note in said if "damaged" in note] == [f"{path}: damaged, line 2; evaluating the samples again"]
+    assert [note for note in said if "damaged" in note] == [
+        f"{path}: damaged, line 2; samples of no other line are evaluated again"
+    ]
 
 
 def test_samples_do_not_depend_on_the_limit(loaded, whole, tmp_path):

@@ -111,6 +111,12 @@ def test_removed_hash_is_damage(tmp_path):
     assert list(SampleLog(tmp_path, "vt-512", KEY).records) == [0]
 
 
+def test_keys_that_json_makes_text_are_no_damage(tmp_path):
+    log = SampleLog(tmp_path, "vt-512", KEY)
+    log.append([{"index": 0, "scores": {2: 1.0, 10: 2.0}}])
+    assert SampleLog(tmp_path, "vt-512", KEY).records[0]["scores"] == {"2": 1.0, "10": 2.0}
+
+
 def test_log_of_an_earlier_version_resumes_without_hashes(tmp_path):
     """Only the lines appended since are checked."""
     log = SampleLog(tmp_path, "vt-512", KEY)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq_cli.data.hub import silenced_loggers
 from kvq_cli.data.local import read_rows, split_files
-from kvq_cli.errors import KvqError, UsageError, did_you_mean
+from kvq_cli.errors import KvqError, UsageError, did_you_mean, reading
 from kvq_cli.evaluation.lm_eval.task_groups import GROUPS, PREFIX
 
 if TYPE_CHECKING:
@@ -118,7 +118,10 @@ def _find(names: Sequence[str]) -> tuple[TaskManager, dict[str, list[RequestedGr
     for name, path in files.items():
         if not path.is_file():
             raise UsageError(f"--task {PREFIX}{name}: no such file")
-    titles = [TaskIndex.entry_from_path(files[name]).name if name in files else name for name in names]
+    titles = []
+    for name in names:
+        with reading(f"--task {PREFIX}{name}", kind=UsageError):
+            titles.append(TaskIndex.entry_from_path(files[name]).name if name in files else name)
     extra = sorted({path.parent for path in files.values()})
     # Indexing all of lm-eval's tasks takes 15 s: try the folders of the papers' tasks first.
     index = _indexed if extra else _indexed_once  # files may change

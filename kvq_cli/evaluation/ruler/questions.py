@@ -117,7 +117,9 @@ def question_format(path: Path) -> str:
         file_size(path, MAX_RESULT)
         with open(path, encoding="utf-8") as file:
             first = file.read(4096).lstrip()[:1]
-    except (OSError, ValueError):
+    except OSError as error:
+        raise KvqError(f"--qa-file {path}: {error.strerror or error}") from None
+    except ValueError:
         first = ""
     if first not in _FORMATS:
         raise KvqError(f"--qa-file {path}: not a readable JSON object or list")
