@@ -163,7 +163,7 @@ class CompressedCache(Cache):
         """
         if tokens_to_remove > 0:
             raise UsageError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
-        count = min(-tokens_to_remove, self.get_seq_length())
+        count = min(-int(tokens_to_remove), self.get_seq_length())  # transformers 5.17 passes a tensor
         if count == 0:
             return
         if count == self.get_seq_length():

@@ -39,7 +39,8 @@ class Letters:
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
 def test_a_byte_order_mark_is_not_text(tmp_path, name):
-    (gzip.open if name.endswith(".gz") else open)(tmp_path / name, "wb").write("\ufeffabc".encode())
+    with (gzip.open if name.endswith(".gz") else open)(tmp_path / name, "wb") as file:
+        file.write("\ufeffabc".encode())
     assert load_text(str(tmp_path / name), "calibration") == "abc"
 
 
