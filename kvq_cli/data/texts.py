@@ -179,6 +179,13 @@ def sampled_windows(
     return torch.cat(sampled)
 
 
+def unknown_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The id of the token for what a text leaves out, as in WikiText-2, or what the tokenizer cannot write: no model
+    predicts it. None where there is none, or it also begins or ends texts (GPT-2)."""
+    token = tokenizer.unk_token_id
+    return None if token in (tokenizer.bos_token_id, tokenizer.eos_token_id) else token
+
+
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
     return tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
 
