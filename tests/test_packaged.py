@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvq_cli import attach, build, packaged
+from kvq_cli.data.texts import token_windows
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.models import load_model
 from kvq_cli.packaged import SMOLLM2, model_folder
@@ -251,6 +252,7 @@ def test_a_gemma_in_parts_is_the_model_that_was_written(gemma, tmp_path, capsys)
     bases = {kind: each["rope_theta"] for kind, each in loaded.model.config.rope_parameters.items()}
     assert bases == {"sliding_attention": 1e4, "full_attention": 1e6}
     assert loaded.tokenizer("ab a")["input_ids"] == [2, 8, 9]  # begins with BOS
+    assert token_windows(loaded.tokenizer, "ab a" * 9, 4)[:, 0].tolist() == [2] * 6  # and so does each window
     assert loaded.tokenizer("a<unk>")["input_ids"] == [2, 5, 3] and loaded.tokenizer.chat_template is None
     folder = packaged.model_folder(packaged.MODELS["gemma3-270m"])
     assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name, f"{folder.name}.lock"]
