@@ -48,7 +48,8 @@ class ModelSource:
         """Runs in a worker: enters the folder and loads the model. KvqError if it is another model there."""
         with suppress(OSError):  # a machine without this folder finds files by absolute paths
             os.chdir(self.folder)
-        loaded = load_model(self.name, self.device, self.dtype, trust_remote_code=self.trust_remote_code)
+        options = {"trust_remote_code": self.trust_remote_code, "accept_license": True}  # it is loaded at the sender
+        loaded = load_model(self.name, self.device, self.dtype, **options)
         found = ModelSource.of(loaded)
         compared = {
             "device": (found.device, self.device),

@@ -12,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvq_cli import smollm2
+from kvq_cli import packaged
 from kvq_cli.codecs.layout import dtype_name
 from kvq_cli.errors import KvqError, UsageError, did_you_mean, reading, reason
 from kvq_cli.files import MAX_SETTINGS, load_json, read_text
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvq_cli.methods.base import ModelShape
 
 REFERENCE = "reference"
-SMOLLM2 = "smollm2"
+SMOLLM2 = packaged.SMOLLM2.name
 REFERENCE_LENGTH = 1024
 """Longest sequences that the built-in model was trained on; its context is longer."""
 #: The file that makes a folder an adapter of PEFT.
@@ -38,8 +38,8 @@ DTYPES = ("auto", "bfloat16", "float16", "float32")
 class LoadedModel:
     """A causal language model in eval mode and its tokenizer.
 
-    name: as passed to `load_model`: "reference", "smollm2", a Hub id, a folder. revision: the Hub commit, None for
-    local files. trust_remote_code: whether Python code of the model's folder or repository was allowed to run.
+    name: as passed to `load_model`. revision: the Hub commit, None for local files. trust_remote_code: whether Python
+    code of the model's folder or repository was allowed to run.
     """
 
     model: PreTrainedModel
@@ -72,13 +72,20 @@ class LoadedModel:
 
 
 def load_model(
-    name: str = REFERENCE, device: str = "auto", dtype: str = "auto", *, trust_remote_code: bool = False
+    name: str = REFERENCE,
+    device: str = "auto",
+    dtype: str = "auto",
+    *,
+    trust_remote_code: bool = False,
+    accept_license: bool = False,
 ) -> LoadedModel:
-    """Load `name`: "reference", "smollm2" (see `smollm2`), a folder in the Hugging Face format, or a Hub id.
+    """Load `name`: "reference", "smollm2" or "gemma3-270m" (see `packaged`), a folder in the Hugging Face format, or a
+    Hub id.
 
     device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", which becomes the current one. dtype: one of
     `DTYPES`; "auto" is the dtype of the stored weights. trust_remote_code: run the Python code that the model's
-    `auto_map` names; never asked for on stdin.
+    `auto_map` names; never asked for on stdin. accept_license: accept the terms of use of "gemma3-270m", which its
+    first use asks for.
     Raises KvqError where there is no such model, or one that needs code that is not trusted; UsageError for an unknown
     device or dtype.
     """
@@ -89,7 +96,8 @@ def load_model(
 
     target = torch_device(device)
     weight_dtype = _torch_dtype(dtype)
-    source = model_source(name)
+    packaged.check_dtype(name, dtype)
+    source = model_source(name, accept_license)
     local = Path(source).is_dir() or not _on_the_hub(source)
     base = _base_source(source)
     if Path(source).is_dir():
@@ -290,8 +298,8 @@ def _torch_dtype(name: str) -> torch.dtype | str:
     return name if name == "auto" else getattr(torch, name)
 
 
-def model_source(name: str) -> str:
-    """The folder or the Hub id that `name` is loaded from."""
+def model_source(name: str, accept_license: bool = False) -> str:
+    """The folder or the Hub id that `name` is loaded from; accept_license: as for `load_model`."""
     from kvq_cli.reference import model_path
 
     if name == REFERENCE:
@@ -299,8 +307,8 @@ def model_source(name: str) -> str:
         if not (folder / "config.json").is_file():
             raise KvqError(f"the reference model is not installed: {folder} has no config.json")
         return str(folder)
-    if name == SMOLLM2:
-        return str(smollm2.model_folder())
+    if name in packaged.MODELS:
+        return str(packaged.model_folder(packaged.MODELS[name], accept_license))
     if not name.strip():
         raise KvqError(f"--model {name!r}: no such folder")
     path = Path(name).expanduser()
@@ -334,7 +342,7 @@ def _base_source(source: str) -> str:
 
 
 def _similar(name: str) -> str:
-    return did_you_mean(name, (REFERENCE, SMOLLM2))
+    return did_you_mean(name, (REFERENCE, *packaged.MODELS))
 
 
 def _on_the_hub(name: str) -> bool:

@@ -1,4 +1,4 @@
-"""Shapes of known Llama models, and models of these shapes with random weights, as fast and large as the real ones."""
+"""Shapes of known models, and Llama models of these shapes with random weights, as fast and large as real ones."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ CONTEXT = 131072
 
 @dataclass(frozen=True)
 class LlamaShape:
-    """Sizes of a Llama model. context: the longest that the model is made for, in tokens. tied: input and output
-    embeddings share their weights."""
+    """Sizes of a Llama model, or of one that differs from it in norms alone. context: the longest that the model is
+    made for, in tokens. tied: input and output embeddings share their weights. head_size: where it is not
+    hidden_size / heads. more_norms: weights of a layer's norms beyond Llama's."""
 
     layers: int
     hidden_size: int
@@ -29,16 +30,18 @@ class LlamaShape:
     vocabulary: int
     context: int = CONTEXT
     tied: bool = False
+    head_size: int | None = None
+    more_norms: int = 0
 
     @property
     def head_dim(self) -> int:
-        return self.hidden_size // self.heads
+        return self.head_size or self.hidden_size // self.heads
 
     @property
     def layer_parameters(self) -> int:
         """The number of weights of a layer."""
         attention = 2 * self.hidden_size * (self.heads + self.kv_heads) * self.head_dim
-        return attention + 3 * self.hidden_size * self.feed_forward + 2 * self.hidden_size
+        return attention + 3 * self.hidden_size * self.feed_forward + 2 * self.hidden_size + self.more_norms
 
     @property
     def parameters(self) -> int:
@@ -60,6 +63,8 @@ SHAPES = {
     "llama-3.2-1b": LlamaShape(16, 2048, 8192, 32, 8, 128256, 131072, tied=True),
     "llama-3.2-3b": LlamaShape(28, 3072, 8192, 24, 8, 128256, 131072, tied=True),
     "mistral-7b": LlamaShape(32, 4096, 14336, 32, 8, 32000, 32768),
+    # Behind attention and MLP are norms, too, and of queries and keys.
+    "gemma3-270m": LlamaShape(18, 640, 2048, 4, 1, 262144, 32768, True, head_size=256, more_norms=2 * (640 + 256)),
 }
 
 
@@ -86,6 +91,7 @@ def random_model(
         intermediate_size=sizes.feed_forward,
         num_attention_heads=sizes.heads,
         num_key_value_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
         vocab_size=sizes.vocabulary,
         max_position_embeddings=CONTEXT,
         tie_word_embeddings=sizes.tied,

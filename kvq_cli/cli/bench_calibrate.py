@@ -46,6 +46,7 @@ class _ModelOptions(opt.LoadOptions):
 
     model: Annotated[opt.Model, not_random] = "reference"
     trust_remote_code: Annotated[opt.TrustRemoteCode, not_random] = False
+    accept_license: Annotated[opt.AcceptLicense, not_random] = False
 
 
 @grouped

@@ -82,6 +82,7 @@ def generate(
     out_dir: OutDir = Path("results/bench"),
     model: Annotated[opt.Model, not_random] = "reference",
     trust_remote_code: Annotated[opt.TrustRemoteCode, not_random] = False,
+    accept_license: Annotated[opt.AcceptLicense, not_random] = False,
     device: opt.Device = "auto",
     dtype: opt.Dtype = "auto",
     backend: opt.Backend = "auto",

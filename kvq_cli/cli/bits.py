@@ -42,6 +42,7 @@ def bits(
     papers: Papers = False,
     model: Annotated[ModelName, _model] = "reference",
     trust_remote_code: Annotated[opt.TrustRemoteCode, _model] = False,
+    accept_license: Annotated[opt.AcceptLicense, _model] = False,
     as_json: opt.Json = False,
 ) -> None:
     """Count the bytes of a compressed cache by part, from its tensors' shapes; nothing is allocated.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from kvq_cli import packaged
 from kvq_cli.cli.output import Output
 from kvq_cli.cli.rules import Rule, Values, unless
 from kvq_cli.errors import UsageError, reading
@@ -87,6 +88,13 @@ def _apply_config(ctx: typer.Context, path: Path | None) -> Path | None:
     return path
 
 
+def _accept_license(ctx: typer.Context, accepted: bool) -> bool:
+    """Accept terms of use while the command runs."""
+    if accepted and not ctx.resilient_parsing:
+        ctx.with_resource(packaged.accepted_licenses())
+    return accepted
+
+
 def _compresses(values: Values) -> bool:
     """Whether one of the methods is not fp16."""
     if values.get("compare") is not None:
@@ -137,8 +145,12 @@ def _shared_notes(values: Values, flag: str) -> Iterator[str]:
 
 
 of_compared = Rule(_shared_notes)
-_builtin = ("reference", "smollm2")
+_builtin = ("reference", *packaged.MODELS)
 needs_code = unless(lambda values: values["model"] not in _builtin, "the model has no Python code of its own")
+needs_license = unless(
+    lambda values: values["model"] in packaged.MODELS and packaged.MODELS[values["model"]].terms is not None,
+    "kvq asks for no terms of use of this model",
+)
 needs_compression = unless(
     lambda values: _compresses(values) or bool(values.get("load_cache")),  # a saved cache is of one kind of prefill
     "fp16 compresses nothing",
@@ -150,13 +162,22 @@ Model = Annotated[
     _shared(
         "--model",
         metavar="NAME",
-        help="`reference` (built in), `smollm2` (extra), a Hugging Face model id, or a folder.",
+        help="`reference` (built in), `smollm2` or `gemma3-270m` (packages), a Hugging Face model id, or a folder.",
     ),
 ]
 TrustRemoteCode = Annotated[
     bool,
     _shared("--trust-remote-code", help="Run the Python code in the model's folder or repository, if it needs any."),
     needs_code,
+]
+AcceptLicense = Annotated[
+    bool,
+    _shared(
+        "--accept-license",
+        callback=_accept_license,
+        help="Accept the terms of use that the first use of `gemma3-270m` shows.",
+    ),
+    needs_license,
 ]
 Device = Annotated[
     str, _shared("--device", metavar="NAME", help="Device: auto (a GPU if there is one), cpu, cuda, cuda:0, ...")
@@ -276,6 +297,7 @@ class LoadOptions:
 
     model: Model = "reference"
     trust_remote_code: TrustRemoteCode = False
+    accept_license: AcceptLicense = False
     device: Device = "auto"
     dtype: Dtype = "auto"
     seed: Seed = 0

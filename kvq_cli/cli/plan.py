@@ -81,6 +81,7 @@ def plan(
     reserve: Reserve = "2GB",
     model: Annotated[ModelName, not_shapes] = "reference",
     trust_remote_code: Annotated[opt.TrustRemoteCode, not_shapes] = False,
+    accept_license: Annotated[opt.AcceptLicense, not_shapes] = False,
     as_json: opt.Json = False,
 ) -> None:
     """Show which methods fit into a memory, with the longest context and the largest batch of each.

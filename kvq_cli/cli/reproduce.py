@@ -64,6 +64,7 @@ def reproduce(
     options: Annotated[Options, _made] = "",
     model: opt.Model = "reference",
     trust_remote_code: opt.TrustRemoteCode = False,
+    accept_license: opt.AcceptLicense = False,
     out: Root = Path("results/reproduction"),
     store: Annotated[Store, _made] = Path("results/samples"),
     workers: Annotated[opt.WorkerCount, _made] = None,

@@ -29,6 +29,7 @@ def serve(
     dry_run: DryRun = False,
     model: opt.Model = "reference",
     trust_remote_code: opt.TrustRemoteCode = False,
+    accept_license: opt.AcceptLicense = False,
     dtype: opt.Dtype = "auto",
     quiet: opt.LongQuiet = False,
 ) -> None:

@@ -77,12 +77,14 @@ def document_windows(
     draw = random.Random(seed)
     short: set[int] = set()
     windows: list[Tensor] = []
+    start = _window_start(tokenizer, seqlen)
+    length = seqlen - len(start)
     while len(windows) < samples:
         index = draw.randint(0, len(documents) - 1)
-        tokens = _tokens(tokenizer, documents[index])
-        if len(tokens) >= seqlen:
-            start = draw.randint(0, len(tokens) - seqlen - 1) if len(tokens) > seqlen else 0
-            windows.append(tokens[start : start + seqlen])
+        tokens = _behind(start, _tokens(tokenizer, documents[index]))
+        if len(tokens) >= length:
+            first = draw.randint(0, len(tokens) - length - 1) if len(tokens) > length else 0
+            windows.append(torch.cat([start, tokens[first : first + length]]))
             continue
         short.add(index)
         if len(short) == len(documents):
@@ -129,21 +131,24 @@ def token_windows(
     seed:    draw windows at random, in random order; None: the first ones, in order.
     Raises KvqError for a text that is too short.
     """
-    needed = (samples or 1) * seqlen
+    start = _window_start(tokenizer, seqlen)
+    length = seqlen - len(start)
+    needed = (samples or 1) * length
     excerpt = text if samples is None else _excerpt(text, needed * _CHARACTERS_PER_TOKEN, seed)
-    tokens = _tokens(tokenizer, excerpt)
+    tokens = _behind(start, _tokens(tokenizer, excerpt))
     if tokens.numel() < needed and len(excerpt) < len(text):  # its tokens are longer, such as rules of dashes
-        tokens = _tokens(tokenizer, text)
+        tokens = _behind(start, _tokens(tokenizer, text))
     if tokens.numel() < needed:
         wanted = f"{samples} windows of {seqlen}" if samples else f"one window of {seqlen}"
         raise KvqError(
             f"the text is too short: {tokens.numel():,} tokens found, {needed:,} needed for {wanted}: "
             f"take a longer text, fewer --samples or a smaller --seqlen"
         )
-    windows = tokens[: tokens.numel() // seqlen * seqlen].view(-1, seqlen)
+    windows = tokens[: tokens.numel() // length * length].view(-1, length)
     if seed is not None:
         windows = windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(seed))]
-    return windows[:samples].contiguous()
+    windows = windows[:samples]
+    return torch.cat([start.expand(len(windows), -1), windows], dim=1)
 
 
 def sampled_windows(
@@ -177,6 +182,25 @@ def sampled_windows(
             tokens = torch.cat([tokens, drawn], dim=1)
         sampled.append(tokens)
     return torch.cat(sampled)
+
+
+def unknown_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The id of the token for what a text leaves out, as in WikiText-2, or what the tokenizer cannot write: no model
+    predicts it. None where there is none, or it also begins or ends texts (GPT-2)."""
+    token = tokenizer.unk_token_id
+    return None if token in (tokenizer.bos_token_id, tokenizer.eos_token_id) else token
+
+
+def _window_start(tokenizer: PreTrainedTokenizerBase, seqlen: int) -> Tensor:
+    """What each window begins with, int64 `[0 or 1]`: BOS for Gemma, as in lm-eval, because it predicts far worse
+    without; else nothing, as in GPTQ."""
+    bos = tokenizer.bos_token_id if type(tokenizer).__name__.startswith("Gemma") and seqlen > 1 else None
+    return torch.tensor([] if bos is None else [bos], dtype=torch.long)
+
+
+def _behind(start: Tensor, tokens: Tensor) -> Tensor:
+    """The tokens of a text without the start that the tokenizer gave it."""
+    return tokens[len(start) :] if tokens[: len(start)].equal(start) else tokens
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:

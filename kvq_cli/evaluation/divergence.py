@@ -35,19 +35,22 @@ def rows_per_chunk(logits: Tensor) -> int:
     return max(1, numbers // logits.shape[-1])
 
 
-def divergence(reference: Tensor, logits: Tensor, ids: Tensor) -> Divergence:
+def divergence(reference: Tensor, logits: Tensor, ids: Tensor, unscored: int | None = None) -> Divergence:
     """KL divergence, losses and top-1 agreement of q = softmax(logits) and p = softmax(reference).
 
     reference, logits: `[tokens - 1, vocabulary]` or longer, any float dtype; ids: `[tokens]`. Position t predicts token
-    t + 1.
+    t + 1. unscored: a token whose predictions are left out of all sums.
     """
     rows = rows_per_chunk(logits)
     sums = torch.zeros(4, dtype=torch.float64)
     for start in range(0, len(ids) - 1, rows):
         end = min(start + rows, len(ids) - 1)
         target = ids[start + 1 : end + 1, None].to(logits.device)
-        log_p = reference[start:end].to(logits.device).float().log_softmax(-1)
-        log_q = logits[start:end].float().log_softmax(-1)
+        p, q = reference[start:end].to(logits.device), logits[start:end]
+        if unscored is not None:
+            scored = target[:, 0] != unscored
+            target, p, q = target[scored], p[scored], q[scored]
+        log_p, log_q = p.float().log_softmax(-1), q.float().log_softmax(-1)
         sums += torch.stack(
             [
                 -log_q.gather(1, target).double().sum(),
@@ -58,4 +61,5 @@ def divergence(reference: Tensor, logits: Tensor, ids: Tensor) -> Divergence:
             ]
         ).cpu()
     nll, nll_reference, kl, agreeing = sums.tolist()
-    return Divergence(len(ids) - 1, nll, nll_reference, kl, int(agreeing))
+    tokens = len(ids) - 1 if unscored is None else int((ids[1:] != unscored).sum())
+    return Divergence(tokens, nll, nll_reference, kl, int(agreeing))

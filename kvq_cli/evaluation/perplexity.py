@@ -38,7 +38,8 @@ class PerplexityEvaluation(Evaluation):
 
     windows: token ids `[windows, seqlen]`; limit: number of windows to evaluate (None: all); prompt_tokens: length of
     each window's prompt, 1 to seqlen - 1; prefill: of `attach`, for the prompts; text: the dataset's name where several
-    are scored, whose mean is reported as `perplexity`.
+    are scored, whose mean is reported as `perplexity`; unscored: a token that is no prediction's target, but in windows
+    that have no other to score.
     """
 
     version = 2
@@ -51,6 +52,7 @@ class PerplexityEvaluation(Evaluation):
         prompt_tokens: int,
         prefill: str,
         text: str | None = None,
+        unscored: int | None = None,
     ) -> None:
         self.task = f"{PERPLEXITY}_{text}" if text else PERPLEXITY
         self.groups = {PERPLEXITY: False} if text else {}
@@ -71,6 +73,9 @@ class PerplexityEvaluation(Evaluation):
             "prefill": prefill,
             "windows_sha256": sha256(windows.numpy().tobytes()).hexdigest(),
         }
+        self._unscored = unscored
+        if unscored is not None and bool((windows[:, prompt_tokens:] == unscored).any()):
+            self.config["unscored_token"] = unscored  # only then: samples of all other texts keep their keys
 
     def run(
         self, loaded: LoadedModel, attached: Mapping[str, Attached], pending: Mapping[str, Sequence[int]]
@@ -122,5 +127,6 @@ class PerplexityEvaluation(Evaluation):
         ids = self._windows[index]
         context, continuation = (part.tolist() for part in ids.tensor_split([self._prompt_tokens]))
         [logits], report = continuation_logits(attached, [context], [continuation])
-        sums = divergence(reference, logits, ids[self._prompt_tokens - 1 :])
+        unscored = None if all(token == self._unscored for token in continuation) else self._unscored
+        sums = divergence(reference, logits, ids[self._prompt_tokens - 1 :], unscored)
         return {"index": index, **asdict(sums), "cache": cache_record(report, 1)}

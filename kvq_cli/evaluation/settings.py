@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvq_cli.data.texts import SELF, evaluation_windows, load_text, sampled_windows, text_name
+from kvq_cli.data.texts import SELF, evaluation_windows, load_text, sampled_windows, text_name, unknown_token
 from kvq_cli.errors import UsageError, did_you_mean
 from kvq_cli.evaluation.base import PERPLEXITY, Evaluation, Tracker
 from kvq_cli.evaluation.chat_template import uses_chat_template
@@ -168,12 +168,13 @@ def _perplexity(settings: EvaluationSettings, loaded: LoadedModel) -> Iterator[E
     if twice := {name for name in names if names.count(name) > 1}:
         raise UsageError(f"--dataset: several texts are named {', '.join(sorted(twice))}")
     for dataset, name in zip(settings.datasets, names, strict=True):
+        unscored = None if dataset == SELF else unknown_token(loaded.tokenizer)
         if dataset == SELF:
             windows = sampled_windows(loaded.model, loaded.tokenizer, seqlen, limit or SELF_WINDOWS, settings.seed)
         else:
             windows = evaluation_windows(loaded.tokenizer, dataset, seqlen, settings.seed, _data_dir(settings))
         yield PerplexityEvaluation(
-            windows, dataset, limit, prompt_tokens, settings.prefill, text=name if len(names) > 1 else None
+            windows, dataset, limit, prompt_tokens, settings.prefill, name if len(names) > 1 else None, unscored
         )
 
 

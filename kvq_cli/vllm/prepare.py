@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvq_cli import packaged
 from kvq_cli.artifact import Artifact
 from kvq_cli.artifact.fingerprint import Fingerprint, architecture, hash_weights, is_hashed
 from kvq_cli.errors import UsageError
@@ -29,6 +30,7 @@ def prepare(
     """The plan of a server of `model`. Raises UsageError where the method, its artifact, the model or vLLM's flags do
     not fit each other."""
     check_flags(flags, artifact=isinstance(attachable, Artifact))  # before the artifact is compared with the model
+    packaged.check_dtype(model, dtype)
     config = model_config(model, trust_remote_code)
     shape = configured_shape(model, trust_remote_code=trust_remote_code)
     if dtype != "auto":

@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from pairwise import parametrize_pairwise
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 from kvq_cli.attention.rotary import Rotation
 from kvq_cli.benchmarking.accounting import account, artifact_bytes
@@ -17,8 +18,10 @@ from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.report import report
 from kvq_cli.cache.rows import Rows
 from kvq_cli.codecs.base import Codec
+from kvq_cli.codecs.layout import dtype_name
 from kvq_cli.methods.base import Method, ModelShape
 from kvq_cli.methods.registry import build_parsed, method_names
+from kvq_cli.models import model_shape
 
 GQA = ModelShape(4, 4, 2, 64, 512, "float16")
 MHA = ModelShape(4, 4, 4, 64, 256, "float16")
@@ -111,6 +114,21 @@ def test_shapes_count_the_parameters_of_their_models():
     assert SHAPES["tiny"].parameters == sum(p.numel() for p in model.parameters())
     assert round(SHAPES["llama-3.1-8b"].parameters / 1e9, 2) == 8.03
     assert round(SHAPES["llama-2-7b"].parameters / 1e9, 2) == 6.74
+
+
+def test_gemma_3_270m_has_the_sizes_of_its_model():
+    config = Gemma3TextConfig(
+        hidden_size=640, intermediate_size=2048, num_hidden_layers=18, num_attention_heads=4, num_key_value_heads=1,
+        head_dim=256, vocab_size=262144,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Gemma3ForCausalLM(config)
+    shape = SHAPES["gemma3-270m"]
+    assert shape.parameters == sum(p.numel() for p in model.parameters()) == 268_098_176
+    assert shape.model_shape(dtype_name(model.dtype)) == model_shape(model)
+    random = random_model("gemma3-270m", torch.device("meta"), torch.float32, 0, layers=1)
+    keys = random.model.layers[0].self_attn.k_proj.weight
+    assert keys.shape == model.model.layers[0].self_attn.k_proj.weight.shape == (256, 640)
 
 
 def test_bits_command(kvq):

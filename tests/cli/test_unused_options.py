@@ -12,27 +12,27 @@ from kvq_cli.cli.rules import given_options, rules_of, unused
 from kvq_cli.errors import UsageError
 
 ARTIFACTS = Path(__file__).parents[2] / "artifacts" / "reference"
-SHARED = "bits set_ trust_remote_code"
+SHARED = "bits set_ trust_remote_code accept_license"
 DECODING = f"{SHARED} max_new_tokens temperature top_p top_k seed prefill"
 #: The parameters with a rule, of each command that has any.
 RULED = {
     "calibrate": f"{SHARED} out dataset samples seqlen gradients points iterations kmeans damping captured resume "
     "force disk workers ray seed",
-    "tune": "kl set_ trust_remote_code",
+    "tune": "kl set_ trust_remote_code accept_license",
     "generate": f"{DECODING} num_beams",
     "chat": DECODING,
     "serve": SHARED,
     "eval": f"{SHARED} context limit dataset seqlen prompt_tokens windows haystack qa_file templates chat_template "
     "data_dir num_fewshot max_length max_new_tokens truncation save_prompts batch_size artifact prefill plot seed",
-    "analyze": "model trust_remote_code device dtype seed set_ dataset samples seqlen out_dir",
+    "analyze": "model trust_remote_code accept_license device dtype seed set_ dataset samples seqlen out_dir",
     "bits": f"{SHARED} compare method shapes context batch model",
     "plan": f"{SHARED} model",
     "results": "run baseline against plot",
     "report": "artifact",
-    "reproduce": "options trust_remote_code store workers ray",
+    "reproduce": "options trust_remote_code accept_license store workers ray",
     "bench kernels": "check seconds resume dry out_dir device",
     "bench generate": f"{SHARED} rounds seconds resume prefill layers model",
-    "bench calibrate": "set_ trust_remote_code dataset samples seqlen layers model",
+    "bench calibrate": "set_ trust_remote_code accept_license dataset samples seqlen layers model",
 }
 
 

@@ -97,6 +97,26 @@ def test_short_text_error_names_tokens_found_and_needed():
         token_windows(Letters(), "abcdefghij", 12)
 
 
+class GemmaLetters(Letters):
+    """Gemma's tokenizer is told by its name."""
+
+
+def test_each_window_of_gemma_begins_with_bos():
+    """The text's own BOS is not another one."""
+    assert token_windows(GemmaLetters(), "abcdefghij", 4).tolist() == [[1, *b"abc"], [1, *b"def"], [1, *b"ghi"]]
+    assert token_windows(GemmaLetters(), "abcdef", 4, samples=2).shape == (2, 4)  # six tokens are enough
+    assert token_windows(GemmaLetters(), "ab", 1).tolist() == [[1], *([letter] for letter in b"ab")]  # no room
+    drawn = token_windows(GemmaLetters(), "".join(map(chr, range(65, 91))), 4, samples=5, seed=1)
+    assert drawn[:, 0].tolist() == [1] * 5 and (drawn[:, 1:] >= 65).all()
+
+
+def test_document_windows_of_gemma_begin_with_bos():
+    windows = document_windows(GemmaLetters(), ["abc", "defghijkl"], 4, 30, seed=0)
+    assert windows.shape == (30, 4) and (windows[:, 0] == 1).all()
+    assert (windows[:, 2:] - windows[:, 1:-1] == 1).all()  # letters in order
+    assert {chr(row[1]) for row in windows.tolist()} == set("adefghi")  # GPTQ's draw leaves out the last start
+
+
 def _documents(count=40):
     """Documents of 5 to 44 letters."""
     return ["".join(chr(65 + (i + k) % 26) for k in range(5 + i)) for i in range(count)]

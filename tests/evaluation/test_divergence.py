@@ -49,3 +49,17 @@ def test_closed_form_of_two_outcomes():
     assert found.kl == pytest.approx(0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25), rel=1e-6)
     assert found.nll == pytest.approx(math.log(4), rel=1e-6)
     assert found.nll_reference == pytest.approx(math.log(2), rel=1e-6)
+
+
+def test_an_unscored_token_is_no_target(monkeypatch):
+    monkeypatch.setattr(module, "LOGITS_PER_CHUNK_CPU", 100)  # two rows at a time, some of which are left out whole
+    torch.manual_seed(0)
+    reference, logits, ids = torch.randn(37, 50), torch.randn(37, 50), torch.randint(50, (37,))
+    ids[10:20], ids[30] = 7, 7
+    kept = torch.tensor([t for t in range(36) if ids[t + 1] != 7])
+    found = divergence(reference, logits, ids, unscored=7)
+    assert found.tokens == len(kept) == 25
+    # A last row of which `_direct` reads nothing, and a first token of which it reads nothing.
+    rows, targets = torch.cat([kept, kept[:1]]), torch.cat([ids[:1], ids[kept + 1]])
+    expected = pytest.approx(_direct(reference[rows], logits[rows], targets), rel=1e-5)
+    assert (found.nll, found.nll_reference, found.kl, found.agreeing) == expected

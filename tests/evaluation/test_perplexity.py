@@ -1,15 +1,19 @@
 """Perplexity and divergence of a cache, against transformers' own forward pass and against decoding token by token."""
 
 import math
+from copy import deepcopy
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 from kvq_cli.attention.attach import attach
-from kvq_cli.data.texts import token_windows
+from kvq_cli.data.texts import token_windows, unknown_token
 from kvq_cli.evaluation.compared_methods import compared_methods
 from kvq_cli.evaluation.perplexity import PerplexityEvaluation
+from kvq_cli.evaluation.settings import EvaluationSettings, build_evaluations
 from kvq_cli.methods.registry import build
 from kvq_cli.reference import prose
 
@@ -81,3 +85,54 @@ def test_records_have_cache_bytes(records, loaded):
         assert (cache["tokens"], cache["fp16_bytes"]) == (cached, plain)
         assert (cache["bytes"] < plain) == (label != "fp16")
         assert cache["nominal_bits"] == {"fp16": 16, "kivi-2bit": 2, "kivi-4bit": 4}[label]
+
+
+def test_unknown_tokens_of_a_text_are_not_scored(loaded, windows, records):
+    """WikiText-2 writes `<unk>` for rare words, and tokenizers have that token."""
+    text = windows[:2].clone()
+    text[:, PROMPT + 5 :: 3] = unknown = 9
+    evaluation = PerplexityEvaluation(text, "test", None, PROMPT, "compressed", unscored=unknown)
+    with attach(loaded.model, build("fp16"), prefill="compressed") as attached:
+        found = [one for _, some in evaluation.run(loaded, {"": attached}, {"": [0, 1]}) for one in some]
+    for record, window in zip(found, text, strict=True):
+        targets = window[PROMPT:]
+        losses = cross_entropy(loaded.model(window[None]).logits[0, PROMPT - 1 : -1], targets, reduction="none")
+        kept = losses[targets != unknown]
+        assert record["tokens"] == len(kept) < len(targets) - 30
+        assert record["nll"] == pytest.approx(kept.sum().item(), rel=1e-4)
+        assert record["nll_reference"] == pytest.approx(kept.sum().item(), rel=1e-4)
+
+
+def test_samples_of_texts_without_unknown_tokens_keep_their_keys(windows):
+    plain, unscored = (
+        PerplexityEvaluation(windows, "test", 3, PROMPT, "exact", unscored=token) for token in (None, -1)
+    )
+    assert plain.config == unscored.config
+    ending = windows.clone()
+    ending[0, -1] = 9
+    assert PerplexityEvaluation(ending, "test", 3, PROMPT, "exact", unscored=9).config["unscored_token"] == 9
+
+
+def test_a_window_of_unknown_tokens_alone_is_scored(loaded, windows):
+    evaluation = PerplexityEvaluation(windows[:1].clone().fill_(9), "test", 1, PROMPT, "exact", unscored=9)
+    with attach(loaded.model, build("fp16"), prefill="exact") as attached:
+        [(_, [record])] = evaluation.run(loaded, {"": attached}, {"": [0]})
+    assert record["tokens"] == SEQLEN - PROMPT
+
+
+@pytest.mark.parametrize(("bos", "eos", "found"), [(1, 2, 3), (3, 2, None), (1, 3, None), (None, None, 3)])
+def test_the_unknown_token_is_none_that_begins_or_ends_texts(bos, eos, found):
+    assert unknown_token(SimpleNamespace(unk_token_id=3, bos_token_id=bos, eos_token_id=eos)) == found
+
+
+def test_settings_name_the_unknown_token(loaded):
+    """But not for text that the model itself samples."""
+    tokenizer = deepcopy(loaded.tokenizer)
+    tokenizer.add_special_tokens({"unk_token": "a"})
+    of_it = replace(loaded, tokenizer=tokenizer)
+    [read], [sampled] = (
+        build_evaluations(EvaluationSettings(["perplexity"], seqlen=16, windows=1, datasets=[name]), of_it, None)
+        for name in ("prose", "self")
+    )
+    assert read.config["unscored_token"] == tokenizer.convert_tokens_to_ids("a")
+    assert "unscored_token" not in sampled.config

@@ -3,7 +3,7 @@
 import pytest
 from vllm_engines import generated, running
 
-from kvq_cli import smollm2
+from kvq_cli import packaged
 from kvq_cli.errors import KvqError
 from kvq_cli.methods.registry import build_parsed
 from kvq_cli.models import configured_shape, load_model
@@ -17,7 +17,7 @@ LENGTHS, NEW = (5, 77, 200), (24, 16, 12)
 @pytest.fixture(scope="module")
 def folder():
     try:
-        return smollm2.model_folder()
+        return packaged.model_folder(packaged.SMOLLM2)
     except KvqError as error:
         pytest.skip(str(error))
 
@@ -31,7 +31,7 @@ def loaded(folder):
 def prompts(loaded):
     """Text of different places."""
     text = (
-        smollm2.__doc__ + "The old harbour lies where the river meets the sea, and its walls are of grey stone. " * 30
+        packaged.__doc__ + "The old harbour lies where the river meets the sea, and its walls are of grey stone. " * 30
     )
     ids = loaded.tokenizer(text)["input_ids"]
     return [ids[i : i + length] for i, length in enumerate(LENGTHS)]
