@@ -64,8 +64,8 @@ def _check_tuning(tuning: Any, method: Method) -> None:
 
 
 def _check_layer(tensors: Mapping[str, StoredTensor], spec: Spec, shape: ModelShape, layer: int) -> tuple[int, Form]:
-    """Check names, shapes, dtypes and ranges of a layer's tensors; returns the bytes that its transforms' codes take for
-    a token, and the form of the layer's entry in `errors.layers`."""
+    """Check names, shapes, dtypes and ranges of a layer's tensors; returns the bytes of a token packed by its
+    transforms, and the form of the layer's entry in `errors.layers`."""
     prefix = f"layers.{layer}."
     streams = {
         kind: STREAMS[type(part)](part, kind, shape, tensors, prefix) for kind, part in spec.parts(layer).items()

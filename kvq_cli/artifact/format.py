@@ -299,8 +299,8 @@ def _refuse_codebooks(config: Mapping[str, Any], folder: Path) -> None:
     command = ["kvq", *(("tune", "--budget") if parts else ("calibrate", "--method", "klt", "--bits"))]
     command += [f"{method.get('bits')}", "--model", config["model"]["name"], "--out", str(folder), "--force"]
     raise KvqError(
-        f"{folder} has codebooks of klt (format {config['format']}), which this kvq no longer reads: make a new artifact "
-        f"with `{shlex.join(command)}`"
+        f"{folder} has codebooks of klt (format {config['format']}), which this kvq no longer reads: make a new "
+        f"artifact with `{shlex.join(command)}`"
     )
 
 
