@@ -134,8 +134,8 @@ def _errors(spec: Spec, shape: ModelShape, layer: int, tensors: Mapping[str, Ten
         if isinstance(one, Uncalibrated):
             errors[kind] = {"chosen": {**entry, "loss": 0.25}}
         elif isinstance(one, TransformSpec):
-            codes = int(tensors[f"layers.{layer}.{kind}.allocation"].sum())
-            errors[kind] = {"codes": codes, "chosen": {**entry, "loss": 0.25}}
+            nbytes = one.groups(kind, shape)[0] * one.first_choice(kind, shape).nbytes
+            errors[kind] = {"bytes": nbytes, "chosen": {**entry, "loss": 0.25}}
         else:
             stream = one.stream(kind)
             errors[kind] = {
