@@ -139,9 +139,7 @@ class TransformCheck(StreamCheck):
             raise KvqError(f"{self.where('widths')} is missing")
         widths = tuple(tensor.numbers.tolist()) if len(tensor.spec.shape) == 1 else ()
         if not 1 <= len(widths) <= most or not fields.fits(widths):
-            raise KvqError(
-                f"{self.where('widths')} must give bits to 1 to {most} fields that fit into lanes of whole bytes"
-            )
+            raise KvqError(f"{self.where('widths')} must be bits of 1 to {most} fields that fit into whole bytes")
         return Profile(widths, f"{self.kind}.deviation" in self.tensors)
 
     def check(self, choice: Sequence[Any], *, alone: bool) -> None:

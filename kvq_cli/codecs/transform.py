@@ -128,7 +128,7 @@ class TransformCodec(Codec):
         return sums @ self._affine_by_head.mT
 
     def _numbers(self, packed: Packed) -> Tensor:
-        """Of each token g c, g and 1, which `_affine` turns into x': float32 `[B, G, K + 2, T]`. Without a gain: c, 1."""
+        """g c, g and 1 of each token, which `_affine` turns into x': float32 `[B, G, K + 2, T]`; c, 1 without gains."""
         codes = self._fields.unpack(packed.parts)
         batch, groups, components, tokens = codes.shape
         numbers = self._mean.new_empty(batch, groups, self._affine.shape[2], tokens)

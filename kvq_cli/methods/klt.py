@@ -32,7 +32,7 @@ class KLT(Method):
     calibration_result = "transforms, bits and steps of each component"
     calibrates = True
 
-    bits: float = option(2.0, "bits per number, gains included, over the model", at_least=0.001, at_most=8.5)
+    bits: float = option(2.0, "bits per number, gains included, over the model", at_least=0.001, at_most=8.0)
     join_keys: bool = option(False, "one transform for the keys of all kv heads of a layer; off: one per head")
     join_values: bool = option(False, "one transform for the values of all kv heads of a layer; off: one per head")
     metric: str = option(

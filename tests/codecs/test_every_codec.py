@@ -43,10 +43,8 @@ def per_head():
 
 
 def transform(widths, groups, values, gain=True):
-    width = HEADS * HEAD_DIM // groups
-    return TransformCodec(
-        HEADS, random_transform(widths, groups, width, torch.Generator().manual_seed(0), gain), values
-    )
+    noise = torch.Generator().manual_seed(0)
+    return TransformCodec(HEADS, random_transform(widths, groups, HEADS * HEAD_DIM // groups, noise, gain), values)
 
 
 def matrix_rotation():
