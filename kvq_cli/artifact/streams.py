@@ -160,7 +160,7 @@ class TransformCheck(StreamCheck):
 
     def error_form(self, choice: Sequence[Any]) -> Form:
         nbytes = self.nbytes(choice)
-        return {"bytes": Whole(nbytes, nbytes), "chosen": {**self.entry, "loss": float}}
+        return {"bytes": Whole(nbytes, nbytes), "effective_tokens": float, "chosen": {**self.entry, "loss": float}}
 
 
 #: By the spec of the stream.

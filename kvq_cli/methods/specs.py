@@ -411,16 +411,17 @@ class TransformSpec(StreamSpec):
         """Maximum bytes of a packed token of one stream that has `bits` of its own; at least those of one byte a
         lane."""
         groups, width = self.groups(kind, shape)
-        return max(self._least_bytes(kind, shape), self._bytes(groups * width))
+        return max(self.least_bytes(kind, shape), self._bytes(groups * width))
 
-    def _least_bytes(self, kind: str, shape: ModelShape) -> int:
+    def least_bytes(self, kind: str, shape: ModelShape) -> int:
+        """Bytes of a packed token of one stream with one byte a lane."""
         return self.groups(kind, shape)[0] * (fields.KEY_LANES + (kind in self.gains))
 
     def check(self, shape: ModelShape) -> None:
         """Raise UsageError for heads of less than a field, and unless the budget has a byte a lane for each stream."""
         if shape.head_dim < fields.FIELD:
             raise UsageError(f"klt: head_dim={shape.head_dim} is below {fields.FIELD}: choose another method")
-        least = [self._least_bytes(kind, shape) for kind in "kv"]
+        least = [self.least_bytes(kind, shape) for kind in "kv"]
         needed = shape.layers * (2 * max(least) if self.allocate == "stream" else sum(least))
         if self.byte_budget(shape) < needed:
             bits = 8 * needed / (shape.layers * 2 * shape.kv_heads * shape.head_dim)

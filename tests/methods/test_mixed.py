@@ -49,13 +49,13 @@ def test_names_without_bits_have_the_bits_of_the_whole(shape):
 
 
 @pytest.mark.parametrize("numbers", [128, 192, 1024])
-def test_rounded_bits_give_the_same_number_of_codes(numbers, shape_of):
+def test_rounded_bits_give_the_same_number_of_bytes(numbers, shape_of):
     from kvq_cli.tuning.menus import klt_name
 
     shape = shape_of(2, numbers // 64, 64)
-    for codes in range(1, numbers + 1):
-        method = build("mixed", bits=8, keys=klt_name("klt:join_keys=on", codes, numbers)).component(0, "k")
-        assert method.join_keys and method.calibration(shape).stream_codes("k", shape) == codes
+    for nbytes in range(5, numbers + 1):
+        method = build("mixed", bits=8, keys=klt_name("klt:join_keys=on", nbytes, numbers)).component(0, "k")
+        assert method.join_keys and method.calibration(shape).stream_bytes("k", shape) == nbytes
 
 
 def test_the_artifact_that_it_needs(shape):
