@@ -8,7 +8,8 @@ its rate. Profiles whose fields do not fit into the words of their rate do not e
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from itertools import combinations
 from typing import NamedTuple, TypeAlias
@@ -17,8 +18,13 @@ import numpy as np
 from kvq_kernels.fields import MAX_WIDTH, fits, rate
 from numpy.typing import NDArray
 
+from kvq_cli.methods.base import ModelShape
+from kvq_cli.methods.specs import Profile, TransformSpec
+
 Floats: TypeAlias = NDArray[np.float64]
-Profile: TypeAlias = tuple[int, ...]
+Widths: TypeAlias = tuple[int, ...]
+#: Pairs of profiles in a model, at most.
+MENU = 8
 #: Bits of width for each unit of a profile's rate, which are as many bytes of 8 components' codes.
 RATE = 4
 
@@ -26,28 +32,28 @@ RATE = 4
 class Profiles:
     """The best profiles for the losses of a stream, or for the summed losses of several.
 
-    bounds: `[rates]`, the least loss of descending widths within each rate, 1, 2, ..., up to 8 bits for all fields;
-    that of the best profile, unless its fields do not fit into words.
+    bounds: `[rates]`, the least loss of descending widths within each rate, 1, 2, ..., up to `limit` or 8 bits for all
+    fields; that of the best profile, unless its fields do not fit into words.
     """
 
-    def __init__(self, losses: Floats) -> None:
+    def __init__(self, losses: Floats, limit: int | None = None) -> None:
         self._losses = losses
         self._least = _least_losses(losses)
-        rates = max(1, len(losses) * MAX_WIDTH // RATE)
+        rates = min(len(losses) * MAX_WIDTH // RATE, limit or sys.maxsize)
         self.bounds: Floats = self._least[0, MAX_WIDTH, RATE : RATE * rates + 1 : RATE]
 
-    def best(self, most: int) -> Profile:
+    def best(self, most: int) -> Widths:
         """The profile of least loss among those with a rate of at most `most`: one field of one bit at least."""
         return next(profile for profile in self._by_loss(RATE * most) if fits(profile))
 
-    def loss(self, profile: Profile) -> float:
+    def loss(self, profile: Widths) -> float:
         """The expected loss with a profile."""
         widths = [*profile, *[0] * (len(self._losses) - len(profile))]
         return float(self._losses[np.arange(len(widths)), widths].sum())
 
-    def _by_loss(self, bits: int) -> Iterator[Profile]:
+    def _by_loss(self, bits: int) -> Iterator[Widths]:
         """All descending widths of at most `bits` together, by loss: A* with the exact loss of the other fields."""
-        queue: list[tuple[float, Profile]] = [(0.0, ())]
+        queue: list[tuple[float, Widths]] = [(0.0, ())]
         while queue:
             _, widths = heapq.heappop(queue)
             field = len(widths)
@@ -78,7 +84,7 @@ class Choice(NamedTuple):
     """The profiles of some layers' keys and values, and their expected loss."""
 
     layers: tuple[int, ...]
-    profiles: tuple[Profile, Profile]
+    profiles: tuple[Widths, Widths]
     loss: float
 
 
@@ -87,18 +93,25 @@ class Allocation:
 
     layers: the losses of each layer's keys and values. groups: of keys and of values. budget: sum over layers, keys and
     values of groups times rate, at most. menu: different pairs of profiles, at most: a kernel is compiled for each.
+    limits: of the rates of keys and of values.
     """
 
     def __init__(
-        self, layers: Sequence[tuple[Floats, Floats]], groups: tuple[int, int], budget: int, menu: int
+        self,
+        layers: Sequence[tuple[Floats, Floats]],
+        groups: tuple[int, int],
+        budget: int,
+        menu: int = MENU,
+        limits: tuple[int, int] | None = None,
     ) -> None:
         if budget < sum(groups) * len(layers):
             raise ValueError(f"a budget of {budget} is too small for {len(layers)} layers of {sum(groups)} groups")
         self._layers, self._groups, self._budget = layers, groups, budget
+        self._limits = limits or (None, None)
         self._price = self._find_price()
         self._clusters = self._merge(menu)
 
-    def solve(self) -> list[tuple[Profile, Profile]]:
+    def solve(self) -> list[tuple[Widths, Widths]]:
         """The profiles of each layer's keys and values. Where there are no more layers than the menu has pairs, their
         loss is the least of all; else layers that share a pair are found by merging those that lose least by it, then
         alternately choosing the best pairs for them and the best of these pairs for each layer."""
@@ -113,8 +126,9 @@ class Allocation:
 
     def _sides(self, layers: Sequence[int]) -> Iterator[tuple[Profiles, int]]:
         """(profiles for the summed losses, units of the budget for a rate of 1) of the keys and the values."""
-        for side, groups in enumerate(self._groups):
-            yield Profiles(np.sum([self._layers[layer][side] for layer in layers], axis=0)), groups * len(layers)
+        for side, (groups, limit) in enumerate(zip(self._groups, self._limits, strict=True)):
+            summed = np.sum([self._layers[layer][side] for layer in layers], axis=0)
+            yield Profiles(summed, limit), groups * len(layers)
 
     def _find_price(self) -> float:
         """The loss that is worth one unit of the budget: rates of least bound plus price are within it."""
@@ -142,7 +156,7 @@ class Allocation:
         def added(pair: tuple[tuple[int, ...], ...]) -> float:
             return lost(tuple(sorted(pair[0] + pair[1]))) - lost(pair[0]) - lost(pair[1])
 
-        clusters = [(layer,) for layer in range(len(self._layers))]
+        clusters: list[tuple[int, ...]] = [(layer,) for layer in range(len(self._layers))]
         while len(clusters) > most:
             first, second = min(combinations(clusters, 2), key=added)
             clusters = [each for each in clusters if each not in (first, second)] + [tuple(sorted(first + second))]
@@ -150,10 +164,11 @@ class Allocation:
 
     def _choose(self, clusters: Sequence[tuple[int, ...]]) -> list[Choice]:
         """The profiles of each cluster with the least sum of losses within the budget (dynamic programming)."""
-        sides = [(*side, []) for cluster in clusters for side in self._sides(cluster)]
+        sides = [side for cluster in clusters for side in self._sides(cluster)]
         best = np.zeros(self._budget + 1)
         chosen = []
-        for curve, units, options in sides:
+        for curve, units in sides:
+            options: list[Widths] = []
             reached, rates = np.full(len(best), np.inf), np.zeros(len(best), dtype=np.int16)
             for most in range(1, len(curve.bounds) + 1):
                 if (cost := units * most) > self._budget:
@@ -163,9 +178,9 @@ class Allocation:
                 better = total < reached[cost:]
                 reached[cost:][better], rates[cost:][better] = total[better], most
             best = reached
-            chosen.append(rates)
+            chosen.append((rates, options))
         left, found = self._budget, []
-        for (curve, units, options), rates in zip(reversed(sides), reversed(chosen), strict=True):
+        for (curve, units), (rates, options) in zip(reversed(sides), reversed(chosen), strict=True):
             most = int(rates[left])
             left -= units * most
             found.append((options[most - 1], curve.loss(options[most - 1])))
@@ -192,4 +207,32 @@ class Allocation:
 
 
 def _costs(bounds: Floats, units: int) -> Floats:
-    return units * np.arange(1, len(bounds) + 1)
+    return units * np.arange(1.0, len(bounds) + 1)
+
+
+def model_profiles(
+    losses: Mapping[tuple[int, str], Floats], spec: TransformSpec, shape: ModelShape
+) -> dict[tuple[int, str], Profile]:
+    """The profile of each stream (layer, kind) of a model. losses: of each stream, `[fields, 9]`."""
+    groups = spec.groups("k", shape)[0], spec.groups("v", shape)[0]
+    gains = "k" in spec.gains, "v" in spec.gains
+    layers = [(losses[layer, "k"], losses[layer, "v"]) for layer in range(shape.layers)]
+    if spec.allocate == "stream":
+        limits = stream_rate(spec, "k", shape), stream_rate(spec, "v", shape)
+        budget = shape.layers * sum(number * rate for number, rate in zip(groups, limits, strict=True))
+    else:
+        limits = None
+        spent = shape.layers * sum(number * gain for number, gain in zip(groups, gains, strict=True))
+        budget = (spec.byte_budget(shape) - spent) // RATE
+    solved = Allocation(layers, groups, budget, limits=limits).solve()
+    return {
+        (layer, kind): Profile(widths, gain)
+        for layer, pair in enumerate(solved)
+        for kind, widths, gain in zip("kv", pair, gains, strict=True)
+    }
+
+
+def stream_rate(spec: TransformSpec, kind: str, shape: ModelShape) -> int:
+    """The rate of a stream that has its bits for itself."""
+    per_group = spec.stream_bytes(kind, shape) // spec.groups(kind, shape)[0]
+    return (per_group - (kind in spec.gains)) // RATE

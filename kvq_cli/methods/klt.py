@@ -55,6 +55,7 @@ class KLT(Method):
             fisher=self.fisher,
             metric=self.metric,
             allocate=self.allocate,
+            near=self.recent + self.buffer // 2,
         )
 
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:

@@ -67,7 +67,8 @@ class Mixed(Method):
         self._check_layers(shape)
 
         parts = ([part_spec(self.component(layer, kind), shape) for kind in "kv"] for layer in range(shape.layers))
-        return MixedSpec(self.sinks, tuple((keys, values) for keys, values in parts))
+        streams = tuple((keys, values) for keys, values in parts)
+        return MixedSpec(self.sinks, streams, near=self.recent + self.buffer // 2)
 
     def needs_artifact(self, shape: ModelShape) -> bool:
         return any(not isinstance(part, Uncalibrated) for part in self.calibration(shape).different)

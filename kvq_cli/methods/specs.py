@@ -123,9 +123,12 @@ class CaptureSpec(Spec):
     """Calibration from captured keys, values and gradients.
 
     skip: first tokens of each sample to leave out (attention sinks).
+    near: how many predictions from a token on read it in full precision, about: its gradients leave these out. 0: all
+          predictions count.
     """
 
     skip: int
+    near: int = 0
 
     @property
     @abstractmethod
@@ -349,7 +352,7 @@ class TransformSpec(StreamSpec):
 
     bits:      bits per number of all that packed keys and values of all layers hold, at most.
     join_keys, join_values: one transform for all kv heads of a layer; else one per head.
-    skip:      first tokens of each sample to leave out (attention sinks).
+    skip, near: see `CaptureSpec`.
     fisher:    weight errors of components by squared gradients.
     metric:    the quadratic form in which errors count: "full", the matrix E[g g^T] of the gradients, "diagonal" (of
                that matrix) or "none" (squared errors).
@@ -368,6 +371,7 @@ class TransformSpec(StreamSpec):
     fisher: bool
     metric: str
     allocate: str
+    near: int = 0
 
     @property
     def weighted(self) -> bool:
@@ -442,7 +446,7 @@ class MixedSpec(CaptureSpec):
 
     layers: for each layer, the calibrations of its keys and of its values. A `TransformSpec` has its bits for the
             stream.
-    skip:   first tokens of each sample to leave out (attention sinks).
+    skip, near: see `CaptureSpec`.
     """
 
     #: A multiple of all codebooks' chunks, so that all methods share the captured tokens. KIVI's groups of keys and
@@ -454,6 +458,7 @@ class MixedSpec(CaptureSpec):
 
     skip: int
     layers: tuple[tuple[StreamSpec, StreamSpec], ...]
+    near: int = 0
 
     def parts(self, layer: int) -> dict[str, StreamSpec]:
         return dict(zip("kv", self.layers[layer], strict=True))
