@@ -88,6 +88,7 @@ class Shape:
 
 
 SHAPES = {
+    "small-pieces": Shape((8, 5, 5, 4, 3, 3), (4, 3, 3, 2, 2, 2, 2, 1, 1)),
     "2bit": Shape(),
     "2bit-half-sums": Shape(half_sums=True),
     "2bit-bf16": Shape(dtype=torch.bfloat16),

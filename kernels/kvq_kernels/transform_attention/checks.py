@@ -30,7 +30,7 @@ def check_arguments(
         if side.exact.sinks is None and side.exact.ring is None:
             raise ValueError(f"{name} have neither sinks nor a ring buffer")
         _check_transform(name, side.transform, side.heads, *query.shape[1:])
-        _check_codes(name, side, query, keys is side)
+        _check_codes(name, side, query, name == "keys")
     if keys.heads != values.heads:
         raise ValueError(f"keys have {keys.heads} heads, values {values.heads}")
     check_per_row("lengths", lengths, query)

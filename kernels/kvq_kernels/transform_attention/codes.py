@@ -78,7 +78,9 @@ def _split_words(x, W: tl.constexpr):
 
 
 @triton.jit
-def _load_piece(base, row, mask, SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, LANES: tl.constexpr):
+def _load_piece(
+    base, shifts, row, mask, SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE: tl.constexpr, LANES: tl.constexpr
+):
     """Words [rows, LANES] of a piece as a tuple; those of 16 and 8 bits are spread to two halves of 16 bits."""
     if SIZE >= 4:
         W: tl.constexpr = SIZE // 4
@@ -86,46 +88,52 @@ def _load_piece(base, row, mask, SIZE: tl.constexpr, PIECES: tl.constexpr, PIECE
         offset = row[:, None, None] * (LANES * PIECES * W) + lane * (PIECES * W) + (PIECE * W + word)
         return _split_words(tl.load(base + offset, mask=mask[:, None, None]), W)
     else:
-        SHARED: tl.constexpr = 4 // SIZE  # lanes of an int32 word
+        # All lanes of a word load it, and what they shift it by: from anything but loads, Triton moves operands through
+        # shared memory.
+        SHARED: tl.constexpr = 4 // SIZE
         HALF: tl.constexpr = 4 * SIZE  # bits
-        word = tl.arange(0, LANES // SHARED)[None, :]
-        x = tl.load(base + (row[:, None] * (LANES // SHARED) + word), mask=mask[:, None])
-        x = tl.broadcast_to(x[:, :, None], [x.shape[0], x.shape[1], SHARED]) >> (
-            2 * HALF * tl.arange(0, SHARED)[None, None, :]
-        )
-        x = tl.reshape(x, [x.shape[0], LANES])
+        lane = tl.arange(0, LANES)[None, :]
+        x = tl.load(base + (row[:, None] * (LANES // SHARED) + lane // SHARED), mask=mask[:, None])
+        x = x >> tl.load(shifts + (SHARED // 2 - 1) * 8 + lane)
         return ((x & ((1 << HALF) - 1)) | ((x & (((1 << HALF) - 1) << HALF)) << (16 - HALF)),)
 
 
 @triton.jit
-def load_codes(parts, tile, remaining, F: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr):
+def _load_part(base, shifts, row, mask, SIZE: tl.constexpr, PIECES: tl.constexpr, LANES: tl.constexpr):
+    """Words of all pieces of a part, as a tuple."""
+    words = ()
+    for piece in tl.static_range(PIECES):
+        words = words + _load_piece(base, shifts, row, mask, SIZE, PIECES, piece, LANES)
+    return words
+
+
+@triton.jit
+def load_codes(
+    parts, shifts, tile, remaining, F: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr
+):
     """Words [ROWS, LANES] of all parts, as a tuple. parts: pointers at the first packed token; a row has TOKENS tokens.
-    Rows from token `remaining` of the tile on are not read."""
+    Rows from token `remaining` of the tile on are not read. shifts: `parts.lane_shifts`."""
     row = tl.arange(0, ROWS)
     mask = row * TOKENS < remaining
     PARTS: tl.constexpr = get(F, "parts")
     words = ()
     for i in tl.static_range(len(PARTS)):
-        SIZE: tl.constexpr = PARTS[i][0]
-        PIECES: tl.constexpr = PARTS[i][1]
-        base = parts[i] + tile * (ROWS * LANES * SIZE * PIECES // 4)
-        for piece in tl.static_range(PIECES):
-            words = words + _load_piece(base, row, mask, SIZE, PIECES, piece, LANES)
+        base = parts[i] + tile * (ROWS * LANES * PARTS[i][0] * PARTS[i][1] // 4)
+        words = words + _load_part(base, shifts, row, mask, PARTS[i][0], PARTS[i][1], LANES)
     return words
 
 
 @triton.jit
 def load_gains(pointers, tile, remaining, F: tl.constexpr, N: tl.constexpr):
-    """Gains float32 [N] of a tile's tokens: 2^((n - 128) / 16) of uint8 n, four of them in a word; 0 without gains.
+    """Gains float16 [N] of a tile's tokens, of four uint8 in a word; 0 without gains.
 
     pointers: as in `load_codes`, the gains' last.
     """
     if get(F, "gain"):
-        word = tl.arange(0, N // 4)
-        x = tl.load(pointers[len(pointers) - 1] + tile * (N // 4) + word, mask=word * 4 < remaining)
-        x = tl.broadcast_to(x[:, None], [N // 4, 4]) >> (8 * tl.arange(0, 4)[None, :])
-        number = (tl.reshape(x, [N]) & 255 | 0x4B000000).to(tl.float32, bitcast=True)  # 2^23 + n, without a conversion
-        return tl.exp2((number - 8388736.0) * 0.0625)
+        token = tl.arange(0, N)
+        x = tl.load(pointers[len(pointers) - 1] + tile * (N // 4) + token // 4, mask=token < remaining)
+        number = (x >> (8 * (token % 4))) & 255 | 0x4B000000  # 2^23 + n, without a conversion
+        return tl.exp2(number.to(tl.float32, bitcast=True) * 0.0625 - 524296.0).to(tl.float16)
     else:
         return 0
 

@@ -46,6 +46,7 @@ def split_kernel(
     value_strides,
     key_operands,  # synthesis, offset, mean, unit of `parts.Operands`
     value_operands,  # synthesis, offset, mean
+    shifts,  # of `parts.lane_shifts`
     exact_keys,
     exact_values,  # tuples of pointers, see `decode_attention.dequantize`
     exact_key_strides,
@@ -85,7 +86,7 @@ def split_kernel(
         attend_packed(
             q, partial, logsum, first_query,
             at_row(keys, key_strides, row, head), at_row(values, value_strides, row, head),
-            key_operands, value_operands, head,
+            key_operands, value_operands, shifts, head,
             first, tl.minimum(first + each, end), count, oldest - SINKS, rope, start + SINKS, scale,
             KF, VF, STYLE, WIDTH, D, GROUP, M, N, E, HALF_SUMS, ASSEMBLY, PRECISION, STAGES,
         )  # fmt: skip
@@ -115,7 +116,7 @@ def at_row(pointers, strides, row, head):
 
 @triton.jit
 def attend_packed(
-    q, partial, logsum, first_query, keys, values, key_operands, value_operands, head,
+    q, partial, logsum, first_query, keys, values, key_operands, value_operands, shifts, head,
     first, last, count, oldest, rope, start, scale,
     KF: tl.constexpr, VF: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
     M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, HALF_SUMS: tl.constexpr, ASSEMBLY: tl.constexpr,
@@ -133,13 +134,13 @@ def attend_packed(
     for i in tl.static_range(len(VC)):
         sums = sums + (tl.zeros([B, 8 * VC[i][1], M], tl.float32),)
     m_i = tl.full([B, M], float("-inf"), tl.float32)
-    l_i = tl.zeros([B, M], tl.float32)
-    g_i = tl.zeros([B, M], tl.float32)  # sum of p g
+    l_i = tl.zeros([B, 8, M], tl.float32)  # sums of p, over eight threads each
+    g_i = tl.zeros([B, 8, M], tl.float32)  # the same of p g P_FACTOR
     token = tl.reshape(tl.arange(0, N), [B, 16])[:, :, None]
     for tile in tl.range(first, last, num_stages=STAGES):
         remaining = count - tile * N
-        key_words = load_codes(keys, tile, remaining, KF, N, 1, 4)
-        value_words = load_codes(values, tile, remaining, VF, N // 2, 2, 8)
+        key_words = load_codes(keys, shifts, tile, remaining, KF, N, 1, 4)
+        value_words = load_codes(values, shifts, tile, remaining, VF, N // 2, 2, 8)
         key_gain = load_gains(keys, tile, remaining, KF, N)
         value_gain = load_gains(values, tile, remaining, VF, N)
         qk = tl.zeros([N, M], tl.float32)
@@ -149,36 +150,37 @@ def attend_packed(
             qk = tl.dot(r2, queries[2 * j + 1].to(tl.float16), qk)
         queries = turned(queries, steps, STYLE)
         qk = tl.reshape(qk * query_scale[None, :], [B, 16, M])
-        seen = (token < remaining) & (token >= oldest - tile * N)
+        seen = (token + (tile * N - oldest)).to(tl.uint32, bitcast=True) < tl.maximum(count - oldest, 0).to(tl.uint32, bitcast=True)
         qk = tl.where(seen, qk, float("-inf"))
         m_ij = tl.maximum(m_i, tl.max(qk, axis=1))
         m_finite = tl.where(m_ij == float("-inf"), 0.0, m_ij)  # a warp may have no token that is seen
         p = tl.exp2(qk - m_finite[:, None, :])
         alpha = tl.exp2(m_i - m_finite)
-        l_i = l_i * alpha + tl.sum(p, axis=1)
+        # Codes minus center: the sum that center is multiplied by is of the weights as codes are multiplied by them.
         if get(VF, "gain"):
-            p = p * tl.reshape(value_gain * P_FACTOR, [B, 16])[:, :, None]
-            g_i = g_i * alpha + tl.sum(p, axis=1)
+            l_i = l_i * alpha[:, None, :] + tl.sum(tl.reshape(p, [B, 2, 8, M]), axis=1)
+            weights = (p * tl.reshape(value_gain.to(tl.float32) * P_FACTOR, [B, 16])[:, :, None]).to(tl.float16)
         else:
-            p = p * P_FACTOR
+            weights = (p * P_FACTOR).to(tl.float16)
+        g_i = g_i * alpha[:, None, :] + tl.sum(tl.reshape(weights.to(tl.float32), [B, 2, 8, M]), axis=1)
         new = ()
         for i in tl.static_range(len(VC)):
             z = value_codes(value_words, VF, VC[i][0], VC[i][1], B)
-            new = new + (tl.dot(z, p.to(tl.float16), sums[i] * alpha[:, None, :]),)
+            new = new + (tl.dot(z, weights, sums[i] * alpha[:, None, :]),)
         sums = new
         m_i = m_ij
     m = tl.max(m_i, axis=0)
     factor = tl.exp2(m_i - tl.where(m == float("-inf"), 0.0, m)[None, :])
-    total = tl.sum(l_i * factor, axis=0)
+    g = tl.sum(tl.sum(g_i, axis=1) * factor, axis=0) * (1.0 / P_FACTOR)
+    total = tl.sum(tl.sum(l_i, axis=1) * factor, axis=0) if get(VF, "gain") else g
     inverse = 1.0 / tl.where(total > 0, total, 1.0)
     merged = ()
     for i in tl.static_range(len(VC)):
         x = tl.sum(sums[i] * factor[:, None, :], axis=0) * (inverse * (1.0 / P_FACTOR))[None, :]
         merged = merged + (tl.trans(x),)
-    g = tl.sum(g_i * factor, axis=0) * inverse * (1.0 / P_FACTOR)
     if last > first:
         out = split_output(partial, first_query, D, M)
-        store_values(merged, g, out, value_operands, head, VF, D, GROUP, M, PRECISION)
+        store_values(merged, g * inverse, out, value_operands, head, VF, D, GROUP, M, PRECISION)
     member = tl.arange(0, M)
     tl.store(split_output(logsum, first_query, 1, M), m + tl.log2(total), mask=member < GROUP)
 

@@ -21,15 +21,15 @@ from kvq_kernels.decode_attention.spec import SideSpec
 from kvq_kernels.launch_device import on_its_device
 from kvq_kernels.transform_attention.codes import FieldSpec
 from kvq_kernels.transform_attention.kernel import split_kernel
-from kvq_kernels.transform_attention.parts import Transform, Transformed
+from kvq_kernels.transform_attention.parts import Transformed, lane_shifts
 from kvq_kernels.transform_attention.reference import side_of
 from kvq_kernels.tuning import configuration, family
 
 OPERATION = "transform_attention"
 #: Exact tokens of a program, about, and programs for them at most; channels that these multiply at once.
 EXACT_TOKENS, MAX_EXACT_PROGRAMS, EXACT_CHANNELS = 2 * TAIL_TILE, 8, 16
-#: Least number of pairs of channels, or of tokens, in a product.
-MIN_SIZE = 16
+#: Pairs of channels in a product, at least.
+MIN_PAIRS = 16
 #: Least number of query heads in a product, by the maker of the GPU.
 MIN_QUERIES = {"nvidia": 8, "amd": 16}
 
@@ -138,6 +138,7 @@ def arguments(
         value_strides,
         (key_operands.synthesis, key_operands.offset, key_operands.mean, key_operands.unit),
         (value_operands.synthesis, value_operands.offset, value_operands.mean),
+        lane_shifts(query.device),
         exact_keys[0],
         exact_values[0],
         exact_keys[1],
@@ -165,7 +166,7 @@ def constants(
         "M": max(triton.next_power_of_2(group), MIN_QUERIES["nvidia" if nvidia else "amd"]),
         "SINKS": keys.sinks,
         "N": config.tokens,
-        "E": _column_pairs(dim, config.pairs),
+        "E": min(config.pairs, max(MIN_PAIRS, triton.next_power_of_2(dim // 2))),
         "TAIL_E": EXACT_CHANNELS,
         "HALF_SUMS": bool(config.half_sums),
         "ASSEMBLY": nvidia and not knobs.runtime.interpret,
@@ -173,13 +174,6 @@ def constants(
         "TAIL_TILE": TAIL_TILE,
         "STAGES": config.stages,
     }
-
-
-def _column_pairs(dim: int, most: int) -> int:
-    """Pairs of channels of a column tile: a power of two that divides their number, if it is not too small."""
-    pairs = dim // 2
-    divisor = pairs & -pairs
-    return min(most, divisor if divisor >= MIN_SIZE else max(MIN_SIZE, triton.next_power_of_2(pairs)))
 
 
 @on_its_device

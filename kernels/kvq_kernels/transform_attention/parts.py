@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -30,6 +31,13 @@ class Operands:
     rotation: tuple[str, int] = ("none", 0)
 
 
+@cache
+def lane_shifts(device: torch.device) -> Tensor:
+    """int32 `[2, 8]`: how far the codes of a lane are shifted in a word of 2 lanes, and of 4."""
+    lane = torch.arange(fields.VALUE_LANES, device=device, dtype=torch.int32)
+    return torch.stack([lane % 2 * 16, lane % 4 * 8])
+
+
 @dataclass(frozen=True)
 class Transform:
     """x' = g S (c - center) + mean of each group of kv heads, with codes c and gain g.
@@ -52,14 +60,15 @@ class Transform:
         plain = cls(widths, synthesis, mean, center)
         if not plain._per_head(dim):
             return plain
-        offset = plain._offset()
-        largest = torch.maximum(synthesis.abs().amax(2), torch.maximum(mean.abs(), offset.abs()) / CODE)
+        largest = torch.maximum(synthesis.abs().amax(2), mean.abs() / CODE)
         rotation = ("none", 0) if rope is None else (rope.style, 2 * rope.frequencies.numel())
-        unit = torch.exp2(_of_pairs(largest, *rotation).clamp_min(1e-20).log2().ceil())
-        scaled = (synthesis / unit[:, :, None]).mT * (OPERAND / CODE * plain._factors())[:, None]
-        vectors = (x * (OPERAND / CODE) / unit for x in (offset, mean))
-        half = (x.half().contiguous() for x in (scaled, *vectors))
-        return cls(widths, synthesis, mean, center, Operands(*half, unit * (CODE / OPERAND), rotation))
+        unit = torch.exp2(_of_pairs(largest, *rotation).clamp_min(1e-20).log2().ceil()) * (CODE / OPERAND)
+        factors = plain._factors()
+        scaled = ((synthesis / unit[:, :, None]).mT * factors[:, None]).half().contiguous()
+        # Of the rounded S', so that errors are of codes minus center.
+        offset = -(scaled.float().mT @ (center / factors)[:, :, None])[:, :, 0]
+        operands = Operands(scaled, offset.half(), (mean / unit).half().contiguous(), unit, rotation)
+        return cls(widths, synthesis, mean, center, operands)
 
     @classmethod
     def of_values(
@@ -70,7 +79,8 @@ class Transform:
         if not plain._per_head(dim):
             return plain
         scaled = (synthesis.mT * plain._factors()[:, None]).contiguous()
-        return cls(widths, synthesis, mean, center, Operands(scaled, plain._offset(), mean.contiguous()))
+        offset = -(synthesis @ center[:, :, None])[:, :, 0]
+        return cls(widths, synthesis, mean, center, Operands(scaled, offset, mean.contiguous()))
 
     def _per_head(self, dim: int) -> bool:
         """Whether the kernel computes with it: a group is one head, and keeps some components."""
@@ -81,10 +91,6 @@ class Transform:
         places = fields.places(self.widths)
         powers = [CODE / 2**place.offset for place in places for _ in range(fields.FIELD)]
         return torch.tensor(powers, device=self.mean.device)
-
-    def _offset(self) -> Tensor:
-        """S (-center), `[G, W]`."""
-        return -(self.synthesis @ self.center[:, :, None])[:, :, 0]
 
 
 def _of_pairs(x: Tensor, style: str, width: int) -> Tensor:
@@ -104,7 +110,7 @@ class Transformed:
     codes: tensors of the parts that `fields` has for the widths, in order, each contiguous from the token axis on:
            keys `[B, G, T, 4, words]`, values `[B, G, T / 16, 8, 8, words]`; T is a multiple of 16. Empty where nothing
            was packed yet.
-    gain:  uint8 n `[B, G, T]`: g = 2^((n - 128) / 16); None: g = 1.
+    gain:  uint8 n `[B, G, T]`: g = 2^((n - 128) / 16), rounded to float16; None: g = 1.
     exact: count, a multiple of 16, sinks and ring as in any `Side`; its `packed` is not read.
     """
 

@@ -31,7 +31,7 @@ def transform_attention_reference(
 
 def side_of(side: Transformed, dtype: torch.dtype) -> Side:
     """The side with dense numbers for its packed tokens, in `dtype`."""
-    return replace(side.exact, packed=Dense(restore(side, dtype)))
+    return replace(side.exact, packed=Dense(restore(side, dtype).contiguous()))
 
 
 def restore(side: Transformed, dtype: torch.dtype) -> Tensor:
@@ -44,16 +44,16 @@ def restore(side: Transformed, dtype: torch.dtype) -> Tensor:
         return transform.mean.new_empty(len(exact), heads, 0, dim, dtype=dtype)
     z = unpack(side.codes, transform.widths).to(wide) - transform.center.to(wide)[:, None]
     if side.gain is not None:
-        z = z * torch.exp2((side.gain.to(wide) - 128) / 16)[..., None]
+        z = z * torch.exp2((side.gain.float() - 128) / 16).half().to(wide)[..., None]
     x = z @ transform.synthesis.to(wide).mT + transform.mean.to(wide)[:, None]  # [B, G, T, W]
     return x.unflatten(3, (-1, dim)).transpose(2, 3).flatten(1, 2).to(dtype)
 
 
 def unpack(codes: tuple[Tensor, ...], widths: tuple[int, ...]) -> Tensor:
-    """Codes `[B, G, T, K]`, int64, of the tensors of all parts, of keys or values."""
+    """Codes `[B, G, T, K]`, int32, of the tensors of all parts, of keys or values."""
     parts, read = fields.parts(fields.rate(widths)), []
     for place, width in zip(fields.places(widths), widths, strict=True):
-        words, at = codes[place.part][..., place.word].long(), place.shift + place.offset
+        words, at = codes[place.part][..., place.word].int(), place.shift + place.offset
         halves = torch.stack([words >> at, words >> (at + parts[place.part].room)], dim=-1) & (2**width - 1)
         if codes[0].shape[3] == fields.KEY_LANES:  # [B, G, T, 4, 2]
             read.append(halves.flatten(3))
@@ -62,5 +62,5 @@ def unpack(codes: tuple[Tensor, ...], widths: tuple[int, ...]) -> Tensor:
     if not read:
         rows, groups = codes[0].shape[:2]
         tokens = codes[0].shape[2] * (1 if codes[0].shape[3] == fields.KEY_LANES else fields.BLOCK)
-        return codes[0].new_empty(rows, groups, tokens, 0, dtype=torch.int64)
+        return codes[0].new_empty(rows, groups, tokens, 0, dtype=torch.int32)
     return torch.cat(read, dim=3)

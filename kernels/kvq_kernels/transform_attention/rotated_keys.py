@@ -16,7 +16,7 @@ def rotated_keys(
 ):  # fmt: skip
     """Both channels of E pairs, float16 [N, E] each: R(position within the tile) (gain (S' c + offset) + mean).
 
-    constants: of a column tile, see `kernel.key_constants`. gain: float32 [N]. HALF_SUMS: S' c is summed in float16.
+    constants: of a column tile, see `kernel.key_constants`. gain: float16 [N]. HALF_SUMS: S' c is summed in float16.
     """
     KC: tl.constexpr = chunks(F)
     T: tl.constexpr = tl.float16 if HALF_SUMS else tl.float32
@@ -33,7 +33,7 @@ def _finished(k1, k2, gain, vectors, cos_sin, F: tl.constexpr, STYLE: tl.constex
     o1, o2, m1, m2 = vectors
     k1, k2 = k1.to(tl.float16) + o1, k2.to(tl.float16) + o2
     if get(F, "gain"):
-        g = gain.to(tl.float16)[:, None]
+        g = gain[:, None]
         k1, k2 = k1 * g + m1, k2 * g + m2
     if STYLE == "none":
         return k1, k2
@@ -75,7 +75,7 @@ def _finished_ptx(k1, k2, gain, vectors, cos_sin, F: tl.constexpr, STYLE: tl.con
     o1, o2, m1, m2 = vectors
     operands = (k1, k2, tl.broadcast_to(o1, k1.shape), tl.broadcast_to(o2, k1.shape))
     if GAIN:
-        g = tl.broadcast_to(gain.to(tl.float16)[:, None], k1.shape)
+        g = tl.broadcast_to(gain[:, None], k1.shape)
         operands = operands + (g, tl.broadcast_to(m1, k1.shape), tl.broadcast_to(m2, k1.shape))
     if ROTATE:
         operands = operands + (cos_sin[0], cos_sin[1])
