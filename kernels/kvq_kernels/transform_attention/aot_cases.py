@@ -12,6 +12,7 @@ from kvq_kernels import fields
 from kvq_kernels.aot_cases import Launch, stored_bytes
 from kvq_kernels.decode_attention.launch import Workspace
 from kvq_kernels.decode_attention.parts import Dense, Rope, Side
+from kvq_kernels.transform_attention.codes import operand_components
 from kvq_kernels.transform_attention.kernel import split_kernel
 from kvq_kernels.transform_attention.launch import Config, arguments, constants
 from kvq_kernels.transform_attention.parts import Operands, Transform, Transformed
@@ -37,19 +38,17 @@ def empty_side(
     shape = (tokens, fields.KEY_LANES) if keys else (tokens // fields.BLOCK, 8, fields.VALUE_LANES)
     parts = fields.parts(fields.rate(widths))
     codes = tuple(_empty(rows, heads, *shape, part.words, dtype=types[part.bits]) for part in parts)
-    kept, f32 = fields.FIELD * len(widths), torch.float32
-    vectors = [_empty(heads, dim, dtype=torch.float16 if keys else f32) for _ in range(2)]
+    kept, f32, exact = fields.FIELD * len(widths), torch.float32, torch.float16 if keys else torch.float32
     operands = Operands(
-        _empty(heads, kept, dim, dtype=torch.float16 if keys else f32),
-        *vectors,
+        _empty(heads, operand_components(widths), dim, dtype=exact),
+        _empty(heads, dim, dtype=exact),
         _empty(heads, dim, dtype=f32) if keys else None,
     )
-    transform = Transform(
-        widths, _empty(heads, dim, kept, dtype=f32), _empty(heads, dim, dtype=f32), _empty(heads, kept, dtype=f32), operands
-    )
+    numbers = (heads, dim, kept), (heads, dim), (heads, kept)
+    transform = Transform(widths, *(_empty(*shape, dtype=f32) for shape in numbers), operands)
     sinks, ring = (_empty(rows, heads, count, dim, dtype=dtype) for count in (SINKS, RING))
-    exact = Side(Dense(ring), _empty(rows, dtype=torch.int32), sinks, ring)
-    return Transformed(codes, _empty(rows, heads, tokens, dtype=torch.uint8) if gain else None, transform, exact)
+    side = Side(Dense(ring), _empty(rows, dtype=torch.int32), sinks, ring)
+    return Transformed(codes, _empty(rows, heads, tokens, dtype=torch.uint8) if gain else None, transform, side)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Codes of a transform's components as operands of matrix products: loaded words, fields, float16 numbers.
 
 A code is never converted: `word & mask` has it in the fraction of two float16 numbers, both halves of the word, as the
-subnormal number code * 2^(offset - 24). `fields.py` has the layout.
+subnormal number code * 2^(offset - 24). `fields.py` has the layout. Behind the fields, operands have one or two that are
+1 and whose weights are -S center: a product subtracts the center.
 """
 
 from __future__ import annotations
@@ -16,17 +17,23 @@ from kvq_kernels import fields
 from kvq_kernels.decode_attention.spec import get
 
 
+def operand_components(widths: tuple[int, ...]) -> int:
+    """Kept components and at least one field that is 1, in whole products: the inner size of one is 16."""
+    return 16 * (len(widths) // 2 + 1)
+
+
 @dataclass(frozen=True)
 class FieldSpec:
     """Fields of keys or values, as a compile-time constant of a kernel: widths, and where `fields` places them.
 
     parts: (bytes of a piece, pieces) of each tensor; places: (number of the word, shift, offset) of each field, words
-    of all parts counted in order. gain: whether tokens have one.
+    of all parts counted in order. components: `operand_components`. gain: whether tokens have one.
     """
 
     widths: tuple[int, ...]
     parts: tuple[tuple[int, int], ...]
     places: tuple[tuple[int, int, int], ...]
+    components: int
     gain: bool
 
     @classmethod
@@ -35,20 +42,13 @@ class FieldSpec:
         first = [sum(part.words for part in parts[:number]) for number in range(len(parts))]
         places = tuple((first[part] + word, shift, offset) for part, word, shift, offset in fields.places(widths))
         pieces = tuple((part.size, part.words * part.bits // 8 // part.size) for part in parts)
-        return cls(widths, pieces, places, gain)
-
-
-@triton.constexpr_function
-def components(spec: Any) -> int:
-    """Number of kept components."""
-    return 8 * len(spec.widths)
+        return cls(widths, pieces, places, operand_components(widths), gain)
 
 
 @triton.constexpr_function
 def chunks(spec: Any) -> tuple[tuple[int, int], ...]:
-    """(first, count) of runs of fields with counts that are powers of two, at least 2: the inner size of a product is
-    16. After an odd number of fields, the last one is read twice; its second components have weights of 0."""
-    found, first, number = [], 0, len(spec.widths) + len(spec.widths) % 2
+    """(first, count) of runs of fields with counts that are powers of two."""
+    found, first, number = [], 0, spec.components // 8
     while first < number:
         count = 1 << ((number - first).bit_length() - 1)
         found.append((first, count))
@@ -58,9 +58,8 @@ def chunks(spec: Any) -> tuple[tuple[int, int], ...]:
 
 @triton.constexpr_function
 def place(spec: Any, field: int) -> tuple[int, int, int, int]:
-    """(word, shift, offset, width) of a field."""
-    field = min(field, len(spec.widths) - 1)
-    return (*spec.places[field], spec.widths[field])
+    """(word, shift, offset, width) of a field; width 0: one that is 1."""
+    return (0, 0, 0, 0) if field >= len(spec.widths) else (*spec.places[field], spec.widths[field])
 
 
 @triton.jit
@@ -142,10 +141,13 @@ def load_gains(pointers, tile, remaining, F: tl.constexpr, N: tl.constexpr):
 def _half_pair(words, F: tl.constexpr, FIELD: tl.constexpr):
     """A field of both halves of its words, float16 [rows, lanes, 2]."""
     P: tl.constexpr = place(F, FIELD)
-    MASK: tl.constexpr = ((1 << P[3]) - 1) << P[2]
-    x = (words[P[0]] >> P[1]) & (MASK | (MASK << 16))
-    low, high = x.to(tl.int16), (x >> 16).to(tl.int16)
-    return tl.join(low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True))
+    if P[3] == 0:
+        return tl.full(words[0].shape + [2], 1.0, tl.float16)
+    else:
+        MASK: tl.constexpr = ((1 << P[3]) - 1) << P[2]
+        x = (words[P[0]] >> P[1]) & (MASK | (MASK << 16))
+        low, high = x.to(tl.int16), (x >> 16).to(tl.int16)
+        return tl.join(low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True))
 
 
 @triton.jit

@@ -18,7 +18,6 @@ from kvq_kernels.decode_attention.rope import load_cos_sin, pair_channels, posit
 from kvq_kernels.decode_attention.spec import get
 from kvq_kernels.transform_attention.codes import (
     chunks,
-    components,
     load_codes,
     load_gains,
     value_codes,
@@ -44,8 +43,8 @@ def split_kernel(
     key_strides,  # (row, head) of each, in words
     values,
     value_strides,
-    key_operands,  # synthesis, offset, mean, unit of `parts.Operands`
-    value_operands,  # synthesis, offset, mean
+    key_operands,  # synthesis, mean, unit of `parts.Operands`
+    value_operands,  # synthesis, mean
     shifts,  # of `parts.lane_shifts`
     exact_keys,
     exact_values,  # tuples of pointers, see `decode_attention.dequantize`
@@ -128,14 +127,13 @@ def attend_packed(
     VC: tl.constexpr = chunks(VF)
     constants = key_constants(key_operands, head, rope, KF, STYLE, WIDTH, D, N, E)
     queries, query_scale, steps = turning_queries(
-        q, key_operands[3] + head * D, rope, start + first * N, scale, STYLE, WIDTH, D, GROUP, M, N, E
+        q, key_operands[2] + head * D, rope, start + first * N, scale, STYLE, WIDTH, D, GROUP, M, N, E
     )
     sums = ()
     for i in tl.static_range(len(VC)):
         sums = sums + (tl.zeros([B, 8 * VC[i][1], M], tl.float32),)
     m_i = tl.full([B, M], float("-inf"), tl.float32)
     l_i = tl.zeros([B, 8, M], tl.float32)  # sums of p, over eight threads each
-    g_i = tl.zeros([B, 8, M], tl.float32)  # the same of p g P_FACTOR
     token = tl.reshape(tl.arange(0, N), [B, 16])[:, :, None]
     for tile in tl.range(first, last, num_stages=STAGES):
         remaining = count - tile * N
@@ -156,23 +154,20 @@ def attend_packed(
         m_finite = tl.where(m_ij == float("-inf"), 0.0, m_ij)  # a warp may have no token that is seen
         p = tl.exp2(qk - m_finite[:, None, :])
         alpha = tl.exp2(m_i - m_finite)
-        # Codes minus center: the sum that center is multiplied by is of the weights as codes are multiplied by them.
+        l_i = l_i * alpha[:, None, :] + tl.sum(tl.reshape(p, [B, 2, 8, M]), axis=1)
         if get(VF, "gain"):
-            l_i = l_i * alpha[:, None, :] + tl.sum(tl.reshape(p, [B, 2, 8, M]), axis=1)
-            weights = (p * tl.reshape(value_gain.to(tl.float32) * P_FACTOR, [B, 16])[:, :, None]).to(tl.float16)
+            p = p * tl.reshape(value_gain.to(tl.float32) * P_FACTOR, [B, 16])[:, :, None]
         else:
-            weights = (p * P_FACTOR).to(tl.float16)
-        g_i = g_i * alpha[:, None, :] + tl.sum(tl.reshape(weights.to(tl.float32), [B, 2, 8, M]), axis=1)
+            p = p * P_FACTOR
         new = ()
         for i in tl.static_range(len(VC)):
             z = value_codes(value_words, VF, VC[i][0], VC[i][1], B)
-            new = new + (tl.dot(z, weights, sums[i] * alpha[:, None, :]),)
+            new = new + (tl.dot(z, p.to(tl.float16), sums[i] * alpha[:, None, :]),)
         sums = new
         m_i = m_ij
     m = tl.max(m_i, axis=0)
     factor = tl.exp2(m_i - tl.where(m == float("-inf"), 0.0, m)[None, :])
-    g = tl.sum(tl.sum(g_i, axis=1) * factor, axis=0) * (1.0 / P_FACTOR)
-    total = tl.sum(tl.sum(l_i, axis=1) * factor, axis=0) if get(VF, "gain") else g
+    total = tl.sum(tl.sum(l_i, axis=1) * factor, axis=0)
     inverse = 1.0 / tl.where(total > 0, total, 1.0)
     merged = ()
     for i in tl.static_range(len(VC)):
@@ -180,7 +175,7 @@ def attend_packed(
         merged = merged + (tl.trans(x),)
     if last > first:
         out = split_output(partial, first_query, D, M)
-        store_values(merged, g * inverse, out, value_operands, head, VF, D, GROUP, M, PRECISION)
+        store_values(merged, out, value_operands, head, VF, D, GROUP, M, PRECISION)
     member = tl.arange(0, M)
     tl.store(split_output(logsum, first_query, 1, M), m + tl.log2(total), mask=member < GROUP)
 
@@ -191,9 +186,9 @@ def key_constants(
     E: tl.constexpr,
 ):  # fmt: skip
     """Of each column tile of E pairs of channels: S' of each chunk of fields `[components, 2 E]`, first channels of all
-    pairs before second ones; offset and mean of both; cos and sin of positions within a tile, float16 `[N, E]`."""
+    pairs before second ones; means of both; cos and sin of positions within a tile, float16 `[N, E]`."""
     KC: tl.constexpr = chunks(F)
-    C: tl.constexpr = components(F)
+    C: tl.constexpr = get(F, "components")
     column, pair = tl.arange(0, 2 * E), tl.arange(0, E)
     PAIRS: tl.constexpr = "half" if STYLE == "none" else STYLE
     line = tl.arange(0, N)[:, None]
@@ -206,19 +201,15 @@ def key_constants(
         for i in tl.static_range(len(KC)):
             component = 8 * KC[i][0] + tl.arange(0, 8 * KC[i][1])
             at = operands[0] + (head * C + component)[:, None] * D + channel[None, :]
-            weights = weights + (tl.load(at, mask=(component < C)[:, None] & inside[None, :], other=0.0),)
+            weights = weights + (tl.load(at, mask=inside[None, :], other=0.0),)
         c1, c2 = pair_channels(j * E + pair, PAIRS, WIDTH, D)
-        inside = j * E + pair < D // 2
-        o1 = tl.load(operands[1] + head * D + c1, inside, 0.0)[None, :]
-        o2 = tl.load(operands[1] + head * D + c2, inside, 0.0)[None, :]
-        m1 = tl.load(operands[2] + head * D + c1, inside, 0.0)[None, :]
-        m2 = tl.load(operands[2] + head * D + c2, inside, 0.0)[None, :]
-        vectors = (o1, o2, m1, m2) if get(F, "gain") else (o1 + m1, o2 + m2, m1, m2)
+        mean, inside = operands[1] + head * D, j * E + pair < D // 2
+        means = tl.load(mean + c1, inside, 0.0)[None, :], tl.load(mean + c2, inside, 0.0)[None, :]
         if STYLE == "none":
             cos_sin = ()
         else:
             cos_sin = load_cos_sin(rope[2], line, (j * E + pair)[None, :], WIDTH, D)
-        constants = constants + ((weights, vectors, cos_sin),)
+        constants = constants + ((weights, means, cos_sin),)
     return constants
 
 
@@ -269,22 +260,20 @@ def turned(queries, steps, STYLE: tl.constexpr):
 
 @triton.jit
 def store_values(
-    sums, g, out, operands, head, F: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
-    M: tl.constexpr, PRECISION: tl.constexpr,
+    sums, out, operands, head, F: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Store S' sums + g offset + mean at the pointers `out` [M]. sums [M, components] of each chunk of fields."""
+    """Store S' sums + mean at the pointers `out` [M]. sums [M, components] of each chunk of fields."""
     VC: tl.constexpr = chunks(F)
-    C: tl.constexpr = components(F)
+    C: tl.constexpr = get(F, "components")
     member = tl.arange(0, M)[:, None]
     for begin in tl.range(0, D, OUTPUT_CHANNELS):
         channel = begin + tl.arange(0, OUTPUT_CHANNELS)
-        inside = channel < D
-        offset = tl.load(operands[1] + head * D + channel, mask=inside, other=0.0)[None, :]
-        x = tl.load(operands[2] + head * D + channel, mask=inside, other=0.0)[None, :]
-        x = x + (g[:, None] * offset if get(F, "gain") else offset) + tl.zeros([M, OUTPUT_CHANNELS], tl.float32)
+        inside = (channel < D)[None, :]
+        x = tl.load(operands[1] + head * D + channel[None, :], mask=inside, other=0.0)
+        x = tl.broadcast_to(x, [M, OUTPUT_CHANNELS])
         for i in tl.static_range(len(VC)):
             component = 8 * VC[i][0] + tl.arange(0, 8 * VC[i][1])
             at = operands[0] + (head * C + component)[:, None] * D + channel[None, :]
-            weight = tl.load(at, mask=(component < C)[:, None] & inside[None, :], other=0.0)
-            x = tl.dot(sums[i], weight, x, input_precision=PRECISION)
-        tl.store(out[:, None] + channel[None, :], x, mask=(member < GROUP) & inside[None, :])
+            x = tl.dot(sums[i], tl.load(at, mask=inside, other=0.0), x, input_precision=PRECISION)
+        tl.store(out[:, None] + channel[None, :], x, mask=(member < GROUP) & inside)

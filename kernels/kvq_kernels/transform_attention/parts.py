@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvq_kernels import fields
 from kvq_kernels.decode_attention.parts import Rope, Side
+from kvq_kernels.transform_attention.codes import operand_components
 
 #: Factors on float16 operands: a code is the number code * 2^(offset - 24), and S' of float16 at most 2^15.
 CODE, OPERAND = 2.0**24, 2.0**15
@@ -17,15 +18,16 @@ CODE, OPERAND = 2.0**24, 2.0**15
 
 @dataclass(frozen=True)
 class Operands:
-    """A transform as the kernel multiplies by it: S' has the factor of each field's codes, and S (-center) is a vector.
+    """A transform as the kernel multiplies by it.
 
-    keys:   synthesis float16 `[H, K, D]`, offset and mean float16 `[H, D]`, in units of float32 `unit` `[H, D]`, a
-            power of two for each channel, the same for both channels of a pair that `rotation` (style, width) rotates.
-    values: synthesis float32 `[H, K, D]`, offset, mean float32 `[H, D]`, unit None.
+    synthesis: `[H, operand_components, D]`: S' with the factor of each field's codes, then -S center for what is 1, 0.
+               Keys: float16, in units of `unit`, -S center as two numbers; values: float32.
+    mean:      `[H, D]`, likewise.
+    unit:      of keys, float32 `[H, D]`, a power of two for each channel, the same for both channels of a pair that
+               `rotation` (style, width) rotates.
     """
 
     synthesis: Tensor
-    offset: Tensor
     mean: Tensor
     unit: Tensor | None = None
     rotation: tuple[str, int] = ("none", 0)
@@ -64,11 +66,13 @@ class Transform:
         rotation = ("none", 0) if rope is None else (rope.style, 2 * rope.frequencies.numel())
         unit = torch.exp2(_of_pairs(largest, *rotation).clamp_min(1e-20).log2().ceil()) * (CODE / OPERAND)
         factors = plain._factors()
-        scaled = ((synthesis / unit[:, :, None]).mT * factors[:, None]).half().contiguous()
+        scaled = ((synthesis / unit[:, :, None]).mT * factors[:, None]).half()
         # Of the rounded S', so that errors are of codes minus center.
-        offset = -(scaled.float().mT @ (center / factors)[:, :, None])[:, :, 0]
-        operands = Operands(scaled, offset.half(), (mean / unit).half().contiguous(), unit, rotation)
-        return cls(widths, synthesis, mean, center, operands)
+        offset = -((center / factors)[:, None] @ scaled.float())
+        ones = torch.cat([offset.half(), (offset - offset.half()).half()], dim=1)
+        return cls(
+            widths, synthesis, mean, center, Operands(plain._padded(scaled, ones), (mean / unit).half(), unit, rotation)
+        )
 
     @classmethod
     def of_values(
@@ -78,9 +82,14 @@ class Transform:
         plain = cls(widths, synthesis, mean, center)
         if not plain._per_head(dim):
             return plain
-        scaled = (synthesis.mT * plain._factors()[:, None]).contiguous()
-        offset = -(synthesis @ center[:, :, None])[:, :, 0]
-        return cls(widths, synthesis, mean, center, Operands(scaled, offset, mean.contiguous()))
+        scaled, offset = synthesis.mT * plain._factors()[:, None], -(synthesis @ center[:, :, None]).mT
+        return cls(widths, synthesis, mean, center, Operands(plain._padded(scaled, offset), mean.contiguous()))
+
+    def _padded(self, *rows: Tensor) -> Tensor:
+        """`[H, operand_components, D]`: the rows, then zeros."""
+        missing = operand_components(self.widths) - sum(x.shape[1] for x in rows)
+        zeros = rows[0].new_zeros(len(rows[0]), missing, rows[0].shape[2])
+        return torch.cat([*rows, zeros], dim=1).contiguous()
 
     def _per_head(self, dim: int) -> bool:
         """Whether the kernel computes with it: a group is one head, and keeps some components."""

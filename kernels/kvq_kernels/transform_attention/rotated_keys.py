@@ -14,7 +14,7 @@ def rotated_keys(
     words, gain, constants, F: tl.constexpr, STYLE: tl.constexpr, N: tl.constexpr, E: tl.constexpr,
     HALF_SUMS: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
-    """Both channels of E pairs, float16 [N, E] each: R(position within the tile) (gain (S' c + offset) + mean).
+    """Both channels of E pairs, float16 [N, E] each: R(position within the tile) (gain S' c + mean).
 
     constants: of a column tile, see `kernel.key_constants`. gain: float16 [N]. HALF_SUMS: S' c is summed in float16.
     """
@@ -28,13 +28,12 @@ def rotated_keys(
 
 
 @triton.jit
-def _finished(k1, k2, gain, vectors, cos_sin, F: tl.constexpr, STYLE: tl.constexpr, HALF_SUMS: tl.constexpr):
-    """Keys from the products S' c `[N, E]`: (offset, mean) of both channels, (cos, sin)."""
-    o1, o2, m1, m2 = vectors
-    k1, k2 = k1.to(tl.float16) + o1, k2.to(tl.float16) + o2
+def _finished(k1, k2, gain, means, cos_sin, F: tl.constexpr, STYLE: tl.constexpr, HALF_SUMS: tl.constexpr):
+    """Keys from the products S' c `[N, E]`: means of both channels, (cos, sin)."""
+    k1, k2 = k1.to(tl.float16), k2.to(tl.float16)
     if get(F, "gain"):
-        g = gain[:, None]
-        k1, k2 = k1 * g + m1, k2 * g + m2
+        k1, k2 = k1 * gain[:, None], k2 * gain[:, None]
+    k1, k2 = k1 + means[0], k2 + means[1]
     if STYLE == "none":
         return k1, k2
     else:
@@ -43,16 +42,17 @@ def _finished(k1, k2, gain, vectors, cos_sin, F: tl.constexpr, STYLE: tl.constex
 
 @triton.constexpr_function
 def _ptx(gain: bool, rotate: bool, half_sums: bool) -> str:
-    """PTX of `_finished` for two neighbouring numbers of each operand, as Triton does not pair them."""
-    number = 1 if half_sums else 2  # registers of the sums k1, k2
-    ops = [f"{{ .reg .b32 a, b, t; mov.b32 a, $2; mov.b32 b, $3; add.f16x2 a, a, $4; add.f16x2 b, b, $5;"]
-    if not half_sums:
-        ops = ["{ .reg .b32 a, b, t; cvt.rn.f16x2.f32 a, $3, $2; cvt.rn.f16x2.f32 b, $5, $4;"]
-        ops += ["add.f16x2 a, a, $6; add.f16x2 b, b, $7;"]
-    at = 2 + 2 * number + 2
+    """PTX of `_finished` for two neighbouring numbers of each operand, as Triton does not pair them. Operands: two
+    outputs, sums (a register each, or two of float32), means, gain, cos and sin."""
+    if half_sums:
+        ops, at = ["{ .reg .b32 a, b, t; mov.b32 a, $2; mov.b32 b, $3;"], 4
+    else:
+        ops, at = ["{ .reg .b32 a, b, t; cvt.rn.f16x2.f32 a, $3, $2; cvt.rn.f16x2.f32 b, $5, $4;"], 6
     if gain:
-        ops += [f"fma.rn.f16x2 a, a, ${at}, ${at + 1}; fma.rn.f16x2 b, b, ${at}, ${at + 2};"]
-        at += 3
+        ops += [f"fma.rn.f16x2 a, a, ${at + 2}, ${at}; fma.rn.f16x2 b, b, ${at + 2}, ${at + 1};"]
+    else:
+        ops += [f"add.f16x2 a, a, ${at}; add.f16x2 b, b, ${at + 1};"]
+    at += 2 + gain
     if rotate:
         ops += [f"mul.f16x2 t, b, ${at + 1}; neg.f16x2 t, t; fma.rn.f16x2 $0, a, ${at}, t;"]
         ops += [f"mul.f16x2 t, a, ${at + 1}; fma.rn.f16x2 $1, b, ${at}, t; }}"]
@@ -64,24 +64,19 @@ def _ptx(gain: bool, rotate: bool, half_sums: bool) -> str:
 @triton.constexpr_function
 def _registers(gain: bool, rotate: bool, half_sums: bool) -> str:
     """Constraints of `_ptx`. Outputs are written before all inputs are read."""
-    return ",".join(["=&r"] * 2 + ["r"] * ((2 if half_sums else 4) + 2 + 3 * gain + 2 * rotate))
+    return ",".join(["=&r"] * 2 + ["r"] * ((2 if half_sums else 4) + 2 + gain + 2 * rotate))
 
 
 @triton.jit
-def _finished_ptx(k1, k2, gain, vectors, cos_sin, F: tl.constexpr, STYLE: tl.constexpr, HALF_SUMS: tl.constexpr):
+def _finished_ptx(k1, k2, gain, means, cos_sin, F: tl.constexpr, STYLE: tl.constexpr, HALF_SUMS: tl.constexpr):
     """`_finished` on NVIDIA's GPUs."""
     GAIN: tl.constexpr = get(F, "gain")
-    ROTATE: tl.constexpr = STYLE != "none"
-    o1, o2, m1, m2 = vectors
-    operands = (k1, k2, tl.broadcast_to(o1, k1.shape), tl.broadcast_to(o2, k1.shape))
+    operands = (k1, k2, tl.broadcast_to(means[0], k1.shape), tl.broadcast_to(means[1], k1.shape))
     if GAIN:
-        g = tl.broadcast_to(gain[:, None], k1.shape)
-        operands = operands + (g, tl.broadcast_to(m1, k1.shape), tl.broadcast_to(m2, k1.shape))
-    if ROTATE:
+        operands = operands + (tl.broadcast_to(gain[:, None], k1.shape),)
+    if STYLE != "none":
         operands = operands + (cos_sin[0], cos_sin[1])
-    PTX: tl.constexpr = _ptx(GAIN, ROTATE, HALF_SUMS)
-    REGISTERS: tl.constexpr = _registers(GAIN, ROTATE, HALF_SUMS)
-    r1, r2 = tl.inline_asm_elementwise(
-        PTX, REGISTERS, operands, dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-    )
+    PTX: tl.constexpr = _ptx(GAIN, STYLE != "none", HALF_SUMS)
+    REGISTERS: tl.constexpr = _registers(GAIN, STYLE != "none", HALF_SUMS)
+    r1, r2 = tl.inline_asm_elementwise(PTX, REGISTERS, operands, dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
     return r1, r2
