@@ -9,7 +9,7 @@ from typing import Any
 
 from kvq_cli.artifact.schema import CALIBRATION, TEXT, TUNING, Form, Many, Whole, check_form
 from kvq_cli.artifact.stored import StoredTensor, check_tensor
-from kvq_cli.artifact.streams import STREAMS, check_codes
+from kvq_cli.artifact.streams import STREAMS, TransformCheck, check_bytes
 from kvq_cli.codecs.layout import TensorLike
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.base import Method, ModelShape
@@ -37,16 +37,16 @@ def check_contents(config: Mapping[str, Any], tensors: Mapping[str, StoredTensor
             raise KvqError(f"captured must be {'given' if spec.captures else 'absent'} for {method.name}")
         if "tuning" in config:
             _check_tuning(config["tuning"], method)
-    allocations: list[list[int]] = []
+    nbytes = 0
     for layer, found in enumerate(_by_layer(tensors, shape.layers, where.parent)):
         with _refused(where.parent):
-            choices, form = _check_layer(found, spec, shape, layer)
+            of_layer, form = _check_layer(found, spec, shape, layer)
         with _refused(where):
             check_form(config["errors"]["layers"][layer], form, f"errors.layers[{layer}]")
-        allocations += [row for rows in choices.values() for row in rows]
-    if (budget := spec.code_budget(shape)) is not None:
+        nbytes += of_layer
+    if (budget := spec.byte_budget(shape)) is not None:
         with _refused(where.parent):
-            check_codes(allocations, budget, "the layers have")
+            check_bytes(nbytes, budget, "the layers have")
     if config["sizes"] != tensor_sizes({name: tensor.spec for name, tensor in tensors.items()}):
         raise KvqError(f"{where}: sizes are not those of the tensors: calibrate again")
 
@@ -63,11 +63,9 @@ def _check_tuning(tuning: Any, method: Method) -> None:
         raise KvqError("tuning.chosen is not the method of the artifact")
 
 
-def _check_layer(
-    tensors: Mapping[str, StoredTensor], spec: Spec, shape: ModelShape, layer: int
-) -> tuple[dict[str, list[Any]], Form]:
-    """Check names, shapes, dtypes and ranges of a layer's tensors; returns by stream `StreamCheck.choice`, and the form
-    of the layer's entry in `errors.layers`."""
+def _check_layer(tensors: Mapping[str, StoredTensor], spec: Spec, shape: ModelShape, layer: int) -> tuple[int, Form]:
+    """Check names, shapes, dtypes and ranges of a layer's tensors; returns the bytes of a token packed by its
+    transforms, and the form of the layer's entry in `errors.layers`."""
     prefix = f"layers.{layer}."
     streams = {
         kind: STREAMS[type(part)](part, kind, shape, tensors, prefix) for kind, part in spec.parts(layer).items()
@@ -81,7 +79,8 @@ def _check_layer(
     for kind, stream in streams.items():
         stream.check(choices[kind], alone=stream.spec is not spec)
         form[kind] = stream.error_form(choices[kind])
-    return choices, form
+    allocated = (stream.nbytes(choices[kind]) for kind, stream in streams.items() if isinstance(stream, TransformCheck))
+    return sum(allocated), form
 
 
 def tensor_sizes(tensors: Mapping[str, TensorLike]) -> dict[str, int]:

@@ -19,7 +19,7 @@ def error_table(config: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
         return ["layer", "of", "rank", "residual", "energy of the first direction"], rows
     if config["method"]["name"] == "mixed":
         return _mixed_errors(config)
-    if "codes" in layers[0]["k"]:
+    if "bytes" in layers[0]["k"]:
         return _transform_errors(layers)
     shapes = list(layers[0]["k"]["shapes"])
     columns = ["layer", "of", "chosen", "fisher", "plain", *(f"fisher, {shape}" for shape in shapes), "correlation"]
@@ -38,16 +38,17 @@ def error_table(config: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:
 
 
 def _transform_errors(layers: list[Mapping[str, Any]]) -> tuple[list[str], list[list[Any]]]:
-    """Columns and rows of transform codes: the codes of a token, which differ between layers, and the errors."""
-    rows = [
-        [index, name, layer[kind]["codes"], *(layer[kind]["chosen"][each] for each in ("loss", "fisher", "plain"))]
-        for index, layer in enumerate(layers)
-        for kind, name in (("k", "keys"), ("v", "values"))
-    ]
+    """Columns and rows of transforms: bytes of a token, tokens that squared gradients are a mean of, and errors."""
+    rows = []
+    for index, layer in enumerate(layers):
+        for kind, name in (("k", "keys"), ("v", "values")):
+            measured, chosen = layer[kind], layer[kind]["chosen"]
+            errors = (chosen[each] for each in ("loss", "fisher", "plain"))
+            rows.append([index, name, measured["bytes"], measured["effective_tokens"], *errors])
     for name in ("keys", "values"):
         numbers = [row[2:] for row in rows if row[1] == name]
         rows.append(["mean", name, *(sum(column) / len(column) for column in zip(*numbers, strict=True))])
-    return ["layer", "of", "codes", "loss", "fisher", "plain"], rows
+    return ["layer", "of", "bytes", "effective tokens", "loss", "fisher", "plain"], rows
 
 
 def _mixed_errors(config: Mapping[str, Any]) -> tuple[list[str], list[list[Any]]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +33,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig, PreTrainedModel
 
-FORMAT = 1
+#: 2: klt keeps integers instead of codes of codebooks; all else is as in format 1.
+FORMAT = 2
 CONFIG_FILE, TENSOR_FILE, CARD_FILE = "config.json", "tensors.safetensors", "README.md"
 #: Most bytes of a `config.json`, which is read before anything in it can be checked; one of 8 layers has 11 KiB.
 MAX_CONFIG = 64 << 20
@@ -284,7 +286,22 @@ def read_config(folder: Path) -> dict[str, Any]:
     if config.get("checksum") != checksum:
         raise KvqError(f"{path} was altered (its checksum does not match): calibrate again")
     check_form(config, CONFIG, str(path))
+    _refuse_codebooks(config, folder)
     return config
+
+
+def _refuse_codebooks(config: Mapping[str, Any], folder: Path) -> None:
+    """Raise KvqError for an artifact with streams of klt as they were in format 1."""
+    method = config["method"]
+    parts = f"{method.get('keys')} {method.get('values')}".split() if method.get("name") == "mixed" else []
+    if config["format"] > 1 or not (method.get("name") == "klt" or any(part.startswith("klt") for part in parts)):
+        return
+    command = ["kvq", *(("tune", "--budget") if parts else ("calibrate", "--method", "klt", "--bits"))]
+    command += [f"{method.get('bits')}", "--model", config["model"]["name"], "--out", str(folder), "--force"]
+    raise KvqError(
+        f"{folder} has codebooks of klt (format {config['format']}), which this kvq no longer reads: make a new "
+        f"artifact with `{shlex.join(command)}`"
+    )
 
 
 def _read_tensors(path: Path, expected: Mapping[str, Any]) -> bytes:

@@ -76,7 +76,7 @@ FINGERPRINT: Form = {
 DTYPE = OneOf(("bfloat16", "float16", "float32", "float64"))
 _MEASURED: Form = {"bits": float, "kl": float}
 #: The record of `kvq tune`. tried: configurations in order, of which `chosen` is an index; predicted: the least KL at
-#: other bits; alone: of each stream, KL where it alone is compressed by so many codes.
+#: other bits; alone: of each stream, KL where klt of a rate compresses it alone (format 1: so many codes).
 TUNING: Form = {
     "objective": OneOf(("kl", "memory")),
     "budget": float,
@@ -88,7 +88,7 @@ TUNING: Form = {
     "chosen": _NUMBER,
     "tried": Many({"step": str, "bits": float, "kl": float, "keys": str, "values": str}),
     "predicted": Many(_MEASURED),
-    "alone": Many(Many({"codes": _NUMBER, "kl": float})),
+    "alone": Many(Many({"rate?": _NUMBER, "codes?": _NUMBER, "kl": float})),
 }
 #: What tensors depend on beside method, model and calibration. text: sha256 of the file of `--dataset`, null for a data
 #: set with a name; held_out: those of `--text`, of `kvq tune`; results: `kvq_cli.RESULTS`;

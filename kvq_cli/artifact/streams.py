@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
+from kvq_kernels import fields
 
 from kvq_cli.artifact.schema import Form, Many, OneOf, Whole
 from kvq_cli.artifact.stored import StoredTensor, check_tensor
-from kvq_cli.codecs.chunk_codebooks import CHUNKS
 from kvq_cli.codecs.layout import TensorSpec
 from kvq_cli.errors import KvqError
 from kvq_cli.methods.base import ModelShape
-from kvq_cli.methods.specs import CalibrationSpec, StreamSpec, TransformSpec, Uncalibrated, kept_components
+from kvq_cli.methods.specs import CalibrationSpec, Profile, StreamSpec, TransformSpec, Uncalibrated
 
-#: The synthesis of stored transforms undoes their analysis to this much: they are rounded to 32 bits.
+#: Stored rotations are orthogonal to this much: they are rounded to 32 bits.
 _INVERSE_TOLERANCE = 1e-3
 
 
@@ -33,15 +33,15 @@ class StreamCheck(ABC):
     prefix: str
 
     @abstractmethod
-    def choice(self) -> list[Any]:
+    def choice(self) -> Sequence[Any]:
         """Read what `StreamSpec.tensors` takes, and check it."""
 
-    def check(self, choice: list[Any], *, alone: bool) -> None:  # noqa: B027  # nothing without tensors
+    def check(self, choice: Sequence[Any], *, alone: bool) -> None:  # noqa: B027  # nothing without tensors
         """Check the numbers of tensors of valid shapes. alone: the stream has a calibration of its own."""
 
     @abstractmethod
-    def error_form(self, choice: list[Any]) -> Form:
-        """The form of the stream's entry in `errors.layers`; block shapes and codes are those of the tensors."""
+    def error_form(self, choice: Sequence[Any]) -> Form:
+        """The form of the stream's entry in `errors.layers`; block shapes and bytes are those of the tensors."""
 
     @property
     def entry(self) -> dict[str, Form]:
@@ -75,7 +75,7 @@ class UncalibratedCheck(StreamCheck):
     def choice(self) -> list[Any]:
         return []
 
-    def error_form(self, choice: list[Any]) -> Form:
+    def error_form(self, choice: Sequence[Any]) -> Form:
         return {"chosen": {**self.entry, "loss": float}}
 
 
@@ -96,7 +96,7 @@ class CodebookCheck(StreamCheck):
             raise KvqError(f"{self.where('choice')} must be 0 with hybrid=off")
         return choice
 
-    def check(self, choice: list[Any], *, alone: bool) -> None:
+    def check(self, choice: Sequence[Any], *, alone: bool) -> None:
         spec, prefix, kind = self.spec.stream(self.kind), self.prefix, self.kind
         if spec.rotation == "opq":
             rotation = self.get("rotation")
@@ -117,7 +117,7 @@ class CodebookCheck(StreamCheck):
                 if not np.allclose(self.get(name), valid, rtol=1e-5, atol=1e-6 * float(np.abs(valid).max())):
                     raise KvqError(f"{self.where(name)} is not computed from {kind}.lower and {kind}.upper")
 
-    def error_form(self, choice: list[Any]) -> Form:
+    def error_form(self, choice: Sequence[Any]) -> Form:
         shapes = self.spec.stream(self.kind).shapes
         return {
             "choice": OneOf(([shapes[index].name for index in choice],)),
@@ -128,36 +128,39 @@ class CodebookCheck(StreamCheck):
 
 
 class TransformCheck(StreamCheck):
-    """Transforms, and the codebooks of their components."""
+    """Transforms, and the widths of their components."""
 
     spec: TransformSpec
 
-    def choice(self) -> list[list[int]]:
-        """Read for each group how many chunks have 1, 2, 4 and 8 components."""
-        groups, width = self.spec.groups(self.kind, self.shape)
-        rows = self.read("allocation", TensorSpec((groups, len(CHUNKS)), "int16"))
-        for row in rows:
-            if min(row) < 0 or not 1 <= kept_components(row) <= width:
-                raise KvqError(f"{self.where('allocation')} must give out from 1 to {width} components, not as {row}")
-        return rows
+    def choice(self) -> Profile:
+        """Read the widths of the fields, and whether tokens have a gain."""
+        most = self.spec.groups(self.kind, self.shape)[1] // fields.FIELD
+        if (tensor := self.tensors.get(f"{self.kind}.widths")) is None:
+            raise KvqError(f"{self.where('widths')} is missing")
+        widths = tuple(tensor.numbers.tolist()) if len(tensor.spec.shape) == 1 else ()
+        if not 1 <= len(widths) <= most or not fields.fits(widths):
+            raise KvqError(f"{self.where('widths')} must be bits of 1 to {most} fields that fit into whole bytes")
+        return Profile(widths, f"{self.kind}.deviation" in self.tensors)
 
-    def check(self, choice: list[Any], *, alone: bool) -> None:
-        """Check that the synthesis of the kept components undoes their analysis, and that there are no others."""
-        self.check_not_negative("std")
-        analysis, synthesis = (self.get(name) for name in ("analysis", "synthesis"))
-        for group, row in enumerate(choice):
-            kept = kept_components(row)
-            unused = analysis[group, kept:].any() or synthesis[group, :, kept:].any()
-            undone = analysis[group, :kept] @ synthesis[group, :, :kept]
-            if unused or not np.allclose(undone, np.eye(kept), rtol=0, atol=_INVERSE_TOLERANCE):
-                raise KvqError(f"{self.where('synthesis')} does not undo {self.prefix}{self.kind}.analysis")
+    def check(self, choice: Sequence[Any], *, alone: bool) -> None:
+        """Check that deviations are not negative, and that the code of 0 is one of its component's codes."""
+        profile = Profile(*choice)
+        for name in ("std", "deviation") if profile.gain else ("std",):
+            self.check_not_negative(name)
+        center, largest = self.get("center"), 2.0 ** np.repeat(profile.widths, fields.FIELD) - 1
+        if (center < 0).any() or (center > largest).any():
+            raise KvqError(f"{self.where('center')} has numbers that are not between the codes of its components")
         if alone:
-            most = self.spec.stream_codes(self.kind, self.shape)
-            check_codes(choice, most, f"{self.prefix}{self.kind}.allocation gives")
+            most = self.spec.stream_bytes(self.kind, self.shape)
+            check_bytes(self.nbytes(choice), most, f"{self.prefix}{self.kind}.widths are")
 
-    def error_form(self, choice: list[Any]) -> Form:
-        codes = sum(map(sum, choice))
-        return {"codes": Whole(codes, codes), "chosen": {**self.entry, "loss": float}}
+    def nbytes(self, choice: Sequence[Any]) -> int:
+        """Bytes of a packed token of all groups."""
+        return self.spec.groups(self.kind, self.shape)[0] * Profile(*choice).nbytes
+
+    def error_form(self, choice: Sequence[Any]) -> Form:
+        nbytes = self.nbytes(choice)
+        return {"bytes": Whole(nbytes, nbytes), "effective_tokens": float, "chosen": {**self.entry, "loss": float}}
 
 
 #: By the spec of the stream.
@@ -168,7 +171,7 @@ STREAMS: dict[type[StreamSpec], type[StreamCheck]] = {
 }
 
 
-def check_codes(rows: list[list[int]], most: int, what: str) -> None:
-    """Raise KvqError where an allocation, a row per group, has more codes than the method allows."""
-    if (codes := sum(map(sum, rows))) > most:
-        raise KvqError(f"{what} {codes} codes, above the {most} of the method")
+def check_bytes(nbytes: int, most: int, what: str) -> None:
+    """Raise KvqError where a packed token has more bytes than the method allows."""
+    if nbytes > most:
+        raise KvqError(f"{what} {nbytes} bytes for a token, above the {most} of the method")

@@ -34,6 +34,7 @@ def capture(
     on_capture: CaptureCallback,
     *,
     gradients: bool,
+    near: int = 0,
     threads: bool = False,
 ) -> None:
     """Run one sample `[tokens]` through the model, calling `on_capture` with each layer's keys and values, as a cache
@@ -42,10 +43,12 @@ def capture(
     gradients: also run the backward pass of the loss, the sum of the next-token cross entropies, and capture d loss /
     d key and d loss / d value; zeros where a module above has no backward pass. Weights are frozen and get no
     gradients. The model's dtype is kept throughout.
+    near: of these gradients, the part through predictions that read keys and values packed: not those of the token
+    itself and of the `near` - 1 tokens behind it. All, if 0; else attention must be that of `blocked_attention`.
     threads: other threads run their samples through the same model; capture those of the calling thread only.
     Raises KvqError naming the layer where numbers are not finite.
     """
-    recorder = _Recorder(on_capture, gradients, threading.get_ident() if threads else None)
+    recorder = _Recorder(on_capture, gradients, near > 0, threading.get_ident() if threads else None)
     ids = tokens[None].to(model.device)
     decoder = decoder_of(model)
     with ExitStack() as hooks, torch.set_grad_enabled(gradients), upcast_products(model):
@@ -56,6 +59,10 @@ def capture(
                 hooks.callback(point.module.register_forward_hook(recorder.keep(layer.index, kind)).remove)
                 record = recorder.record(layer.index, kind, point)
                 hooks.callback(layer.module.register_forward_hook(record).remove)
+        if near:
+            windows = {layer.module: layer.sliding_window for layer in layers}
+            packed = blocked_attention.PackedGradients(near, windows, recorder.receiver(layers))
+            hooks.enter_context(blocked_attention.packed_gradients(packed))
         output = decoder(input_ids=ids, use_cache=False)
         recorder.recording = False  # checkpointed layers run again in the backward pass
         if gradients:
@@ -73,14 +80,16 @@ def forward(model: PreTrainedModel, tokens: Tensor) -> None:
 
 
 @contextmanager
-def blocked_attention_on_cpu(model: PreTrainedModel, layers: Sequence[AttentionLayer]) -> Iterator[None]:
-    """On a CPU, compute plain causal attention with `blocked_attention`, which keeps no weights."""
+def blocked_attention_on_cpu(
+    model: PreTrainedModel, layers: Sequence[AttentionLayer], always: bool = False
+) -> Iterator[None]:
+    """On a CPU, compute plain causal attention with `blocked_attention`, which keeps no weights; or `always`."""
     decoder = decoder_of(model)
     before = decoder.config._attn_implementation
     plain = all(layer.sliding_window is None for layer in layers) and not getattr(
         decoder.config, "attention_dropout", 0
     )
-    if model.device.type != "cpu" or before != "sdpa" or not plain:
+    if not always and (model.device.type != "cpu" or before != "sdpa" or not plain):
         yield
         return
     blocked_attention.register()
@@ -131,8 +140,9 @@ def _computing_twice(model: PreTrainedModel) -> tuple[AbstractContextManager, Ab
 class _Recorder:
     """Hooks that make captured outputs require gradients, and pass activations and gradients to `on_capture`."""
 
-    def __init__(self, on_capture: CaptureCallback, gradients: bool, thread: int | None) -> None:
+    def __init__(self, on_capture: CaptureCallback, gradients: bool, packed: bool, thread: int | None) -> None:
         self.on_capture, self.gradients, self.thread, self.recording = on_capture, gradients, thread, True
+        self._packed = packed  # gradients come from attention, by `receiver`
         #: Outputs of capture points whose attention module has not returned, by layer and kind.
         self._outputs: dict[tuple[int, str], Tensor] = {}
         #: Zeros like the gradients that have not come.
@@ -159,30 +169,48 @@ class _Recorder:
         """The forward hook of the layer's attention. By then the model has made all changes of the output in place, so
         that numbers and gradients are those of what the cache gets."""
 
-        def pass_on(quantity: str, output: Tensor) -> None:
-            numbers = point.view(output.detach())[0].transpose(0, 1)
-            if not numbers.isfinite().all():
-                raise KvqError(
-                    f"the {_DESCRIPTIONS[quantity]}{_DESCRIPTIONS[kind]} of layer {layer} are not all finite (NaN or "
-                    f"infinity): calibrate with --dtype float32, or check the model's weights"
-                )
-            self.on_capture(layer, kind, quantity, numbers)
-
-        def gradient_came(gradient: Tensor) -> None:
-            self._awaited.pop((layer, kind))
-            pass_on("g", gradient)
-
         def hook(_module: nn.Module, _args: tuple, _output: Any) -> None:
             if self._skips() or not self.recording:
                 return
             output = self._outputs.pop((layer, kind))
-            pass_on("x", output)
+            numbers = point.view(output.detach())[0].transpose(0, 1)
+            self._pass_on(layer, kind, "x", numbers)
             if self.gradients:
-                numbers = point.view(output.detach())[0].transpose(0, 1)
                 self._awaited[layer, kind] = numbers.new_zeros(()).expand_as(numbers)
-                output.register_hook(gradient_came)
+                if not self._packed:
+                    output.register_hook(gradient_came)
+
+        def gradient_came(gradient: Tensor) -> None:
+            self._gradient_came(layer, kind, point.view(gradient.detach())[0])
 
         return hook
+
+    def receiver(self, layers: Sequence[AttentionLayer]) -> Callable[[nn.Module, Tensor, Tensor], None]:
+        """Takes gradients from `blocked_attention`: of rotated keys, and of values."""
+        by_module = {layer.module: layer for layer in layers}
+
+        def receive(module: nn.Module, keys: Tensor, values: Tensor) -> None:
+            layer = by_module[module]
+            rotation = layer.rotation
+            # k' = s R k, with R a rotation: the gradient of k is s R^T g, and `undo` gives R^T g / s.
+            before_rope = rotation.undo(keys[0].float(), 0) * rotation.scale**2
+            self._gradient_came(layer.index, "k", before_rope.to(keys.dtype))
+            self._gradient_came(layer.index, "v", values[0])
+
+        return receive
+
+    def _gradient_came(self, layer: int, kind: str, gradient: Tensor) -> None:
+        """gradient: `[kv_heads, tokens, head_dim]`."""
+        self._awaited.pop((layer, kind))
+        self._pass_on(layer, kind, "g", gradient.transpose(0, 1))
+
+    def _pass_on(self, layer: int, kind: str, quantity: str, numbers: Tensor) -> None:
+        if not numbers.isfinite().all():
+            raise KvqError(
+                f"the {_DESCRIPTIONS[quantity]}{_DESCRIPTIONS[kind]} of layer {layer} are not all finite (NaN or "
+                f"infinity): calibrate with --dtype float32, or check the model's weights"
+            )
+        self.on_capture(layer, kind, quantity, numbers)
 
     def fill_gradients(self) -> None:
         """Pass on zeros for the gradients that did not come."""

@@ -17,9 +17,11 @@ def card(config: Mapping[str, Any], command: str) -> str:
         data, more = _data(config), ""
         head = ["layer", "keys: method, fisher, plain", "values: method, fisher, plain"]
         rows = [[_part(config, index, kind) for kind in "kv"] for index in range(len(layers))]
-    elif "captured" in config and "codes" in layers[0]["k"]:
-        data, more = _data(config), " Codes: 8-bit codes of a token."
-        head = ["layer", "keys: codes, loss, fisher, plain", "values: codes, loss, fisher, plain"]
+    elif "captured" in config and "bytes" in layers[0]["k"]:
+        data = _data(config)
+        more = " Bytes: of a packed token. Effective tokens: those that a mean weighted by squared gradients is of."
+        columns = "bytes, effective tokens, loss, fisher, plain"
+        head = ["layer", f"keys: {columns}", f"values: {columns}"]
         rows = [[_coded(layer["k"]), _coded(layer["v"])] for layer in layers]
     elif "captured" in config:
         data = _data(config)
@@ -116,8 +118,8 @@ def _factors(name: str, errors: Mapping[str, Any]) -> str:
 
 
 def _coded(errors: Mapping[str, Any]) -> str:
-    chosen = errors["chosen"]
-    return f"{errors['codes']}, {chosen['loss']:.4f}, {chosen['fisher']:.4f}, {chosen['plain']:.4f}"
+    chosen, tokens = errors["chosen"], round(errors["effective_tokens"])
+    return f"{errors['bytes']}, {tokens:,}, {chosen['loss']:.4f}, {chosen['fisher']:.4f}, {chosen['plain']:.4f}"
 
 
 def _stream(errors: Mapping[str, Any]) -> str:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
-from kvq_cli.calibration.allocation import allocate
+from kvq_cli.calibration.allocation import Profiles, stream_rate
 from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
 from kvq_cli.calibration.codebooks import calibrate_stream
 from kvq_cli.calibration.kinds.base import Calibrated
-from kvq_cli.calibration.transforms import Transform, calibrate_transform, fit_transform, held_out_errors
+from kvq_cli.calibration.transforms import (
+    Transform,
+    TransformSettings,
+    calibrate_transform,
+    fit_transform,
+    held_out_errors,
+)
 from kvq_cli.codecs.base import Codec
 from kvq_cli.methods.base import Method, ModelShape
 from kvq_cli.methods.mixed import part_spec
-from kvq_cli.methods.specs import CalibrationSpec, StreamSpec, TransformSpec, Uncalibrated
+from kvq_cli.methods.specs import CalibrationSpec, Profile, StreamSpec, TransformSpec, Uncalibrated
 
 ERROR_MEASURE = (
     "on held-out samples, relative to the spread around each channel's mean; fisher: squared errors weighted with "
@@ -30,13 +35,12 @@ def calibrate_component(
     kind: str,
     shape: ModelShape,
     settings: ClusterSettings,
-    transform: Callable[[int, str], Transform] | None = None,
+    transform: Callable[[TransformSpec], Transform] | None = None,
 ) -> Calibrated:
     """Tensors of the stream's method, named without `layers.<i>.<kind>.`, and errors as plain JSON values.
 
     kind: "k" or "v". settings: `fisher` and `hybrid` are those of the method instead. transform: returns the stream's
-    transforms, from the number of groups and the metric; None: fit them. Transform codes are given out inside the
-    stream.
+    transforms, from their spec; None: fit them. Their bits are given out inside the stream.
     """
     spec = part_spec(method, shape)
     return _BY_SPEC[type(spec)](Part(captured, method, layer, kind, shape, settings, transform), spec)
@@ -52,7 +56,7 @@ class Part:
     kind: str
     shape: ModelShape
     settings: ClusterSettings
-    transform: Callable[[int, str], Transform] | None
+    transform: Callable[[TransformSpec], Transform] | None
 
 
 def _codebooks(part: Part, spec: CalibrationSpec) -> Calibrated:
@@ -61,10 +65,13 @@ def _codebooks(part: Part, spec: CalibrationSpec) -> Calibrated:
 
 
 def _transforms(part: Part, spec: TransformSpec) -> Calibrated:
-    fit = part.transform or partial(fit_transform, part.captured)
-    fitted = fit(spec.groups(part.kind, part.shape)[0], spec.metric)
-    lengths = allocate([row.cpu().numpy() for row in fitted.variances], spec.stream_codes(part.kind, part.shape))
-    return calibrate_transform(part.captured, fitted, lengths, replace(part.settings, fisher=spec.fisher))
+    groups = spec.groups(part.kind, part.shape)[0]
+    gain = part.kind in spec.gains
+    settings = TransformSettings(groups, spec.metric, gain, spec.fisher, part.settings.damping)
+    fitted = part.transform(spec) if part.transform else fit_transform(part.captured, settings)
+    rate = stream_rate(spec, part.kind, part.shape)
+    profile = Profile(Profiles(fitted.losses.cpu().numpy()).best(rate), gain)
+    return calibrate_transform(part.captured, fitted, profile, part.kind, settings)
 
 
 def _uncalibrated(part: Part, spec: Uncalibrated) -> Calibrated:

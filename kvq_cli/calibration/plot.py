@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 
 #: Keys of a stream's errors that are drawn below, and labels.
-_BELOW = {"codes": "codes of\na token", "adjacent_token_correlation": "correlation of\nadjacent tokens"}
+_BELOW = {"bytes": "bytes of\na token", "adjacent_token_correlation": "correlation of\nadjacent tokens"}
 
 
 def plot_errors(config: Mapping[str, Any], path: Path) -> None:
     """Plot the `errors` of an artifact's config; the file's extension (.png, .pdf, .svg) sets the format.
 
     Above: the Fisher-weighted error of each shape, with a ring around the chosen one. Below: the correlation of
-    adjacent tokens; for transform codes, the codes of a token. The streams of a mixed method may share nothing but the
+    adjacent tokens; for transforms, the bytes of a token. The streams of a mixed method may share nothing but the
     chosen error, which is then drawn alone. Raises UsageError for an unknown extension, KvqError
     where the file cannot be written.
     """

@@ -17,12 +17,13 @@ from kvq_cli.models import LoadedModel
 
 @dataclass(frozen=True)
 class SampleCapture:
-    """What is captured. windows: int64 `[samples, seqlen]`; gradients: of so many first samples; seed: draws the tokens
-    that are kept."""
+    """What is captured. windows: int64 `[samples, seqlen]`; gradients: of so many first samples; near: see
+    `capture.capture`; seed: draws the tokens that are kept."""
 
     windows: Tensor
     size: CaptureSize
     gradients: int
+    near: int
     seed: int
 
     def tokens(self, sample: int) -> Tensor:
@@ -50,12 +51,16 @@ class SampleCapture:
             write(layer, kind, quantity, numbers)
 
         gradients = sample < self.gradients
-        capture.capture(loaded.model, layers, self.windows[sample], select, gradients=gradients, threads=threads)
+        capture.capture(
+            loaded.model, layers, self.windows[sample], select, gradients=gradients, near=self.near, threads=threads
+        )
 
 
 @contextmanager
-def capturing(loaded: LoadedModel, layers: Sequence[AttentionLayer], seqlen: int) -> Iterator[None]:
-    """Inside the block, the model runs as captures need it: in little memory, with blocked attention on a CPU."""
-    checkpointing = capture.gradient_checkpointing(loaded.model, estimate.checkpointed_layers(loaded, seqlen))
-    with checkpointing, capture.blocked_attention_on_cpu(loaded.model, layers):
+def capturing(loaded: LoadedModel, layers: Sequence[AttentionLayer], sampled: SampleCapture) -> Iterator[None]:
+    """Inside the block, the model runs as captures need it: in little memory, with blocked attention on a CPU, or
+    where some gradients are left out."""
+    count = estimate.checkpointed_layers(loaded, sampled.windows.shape[1])
+    blocked = capture.blocked_attention_on_cpu(loaded.model, layers, always=sampled.near > 0)
+    with capture.gradient_checkpointing(loaded.model, count), blocked:
         yield

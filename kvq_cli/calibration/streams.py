@@ -14,6 +14,7 @@ from kvq_cli.calibration.parallel import run_parallel
 from kvq_cli.calibration.work_folder import WorkFolder
 from kvq_cli.distributed import Workers
 from kvq_cli.methods.base import Method
+from kvq_cli.methods.specs import TransformSpec
 
 if TYPE_CHECKING:
     from kvq_cli.calibration.kinds.capture import CapturePlan
@@ -37,27 +38,33 @@ def calibrate_part(
     """Tensors and errors of a stream that `method` serves; transforms are kept in `work` for its next methods."""
     captured, settings = read_captured(plan, captures, *stream), cluster_settings(plan, stream)
 
-    def transform(groups: int, metric: str) -> transforms.Transform:
-        return stored_transform(plan, work, captures, stream, groups, metric)
+    def transform(spec: TransformSpec) -> transforms.Transform:
+        return stored_transform(plan, work, captures, stream, transform_settings(plan, spec, stream[1]))
 
     return mixed.calibrate_component(captured, method, *stream, plan.loaded.shape, settings, transform)
 
 
+def transform_settings(plan: CapturePlan, spec: TransformSpec, kind: str) -> transforms.TransformSettings:
+    """How the transforms of keys ("k") or values ("v") are fitted."""
+    groups, damping = spec.groups(kind, plan.loaded.shape)[0], plan.settings.damping
+    return transforms.TransformSettings(groups, spec.metric, kind in spec.gains, spec.fisher, damping)
+
+
 def stored_transform(
-    plan: CapturePlan, work: WorkFolder, captures: WorkFolder, stream: Stream, groups: int, metric: str
+    plan: CapturePlan, work: WorkFolder, captures: WorkFolder, stream: Stream, settings: transforms.TransformSettings
 ) -> transforms.Transform:
     """The transforms of a stream, fitted once and kept in `work`."""
-    step = transform_step(stream, groups, metric)
+    step = transform_step(stream, settings)
     if not work.has_tensors(step):
-        fitted = transforms.fit_transform(read_captured(plan, captures, *stream), groups, metric)
-        write_transform(work, step, fitted)
+        write_transform(work, step, transforms.fit_transform(read_captured(plan, captures, *stream), settings))
     device = plan.loaded.model.device
     return transforms.Transform(**{key: tensor.to(device) for key, tensor in work.read_tensors(step).items()})
 
 
-def transform_step(stream: Stream, groups: int, metric: str) -> str:
+def transform_step(stream: Stream, settings: transforms.TransformSettings) -> str:
     """The name of a stream's transforms in the work folder."""
-    return f"{stream_name(*stream)}.transform.{groups}.{metric}"
+    weighted = "fisher" if settings.fisher else "plain"
+    return f"{stream_name(*stream)}.transform.{settings.groups}.{settings.metric}.{weighted}"
 
 
 def write_transform(work: WorkFolder, step: str, fitted: transforms.Transform) -> None:

@@ -1,25 +1,21 @@
-"""Calibrate the Karhunen-Loeve transforms of one stream (keys or values of a layer), and their codebooks."""
+"""Calibrate the Karhunen-Loeve transforms of one stream (keys or values of a layer), and the steps of their codes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from kvq_kernels.fields import FIELD
 from torch import Tensor
 
-from kvq_cli.calibration.allocation import allocate
-from kvq_cli.calibration.blocks import draw_coreset
-from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
+from kvq_cli.calibration.captured import CapturedStream
 from kvq_cli.calibration.codebooks import relative, rounded
-from kvq_cli.calibration.kmeans import weighted_kmeans
+from kvq_cli.calibration.uniform_steps import losses_by_width, squared_losses
 from kvq_cli.codecs.base import Codec
-from kvq_cli.codecs.chunk_codebooks import CHUNKS
-from kvq_cli.codecs.nearest import MAX_ENTRIES
+from kvq_cli.codecs.gain import Gain, gain_of
 from kvq_cli.codecs.transform import TransformCodec
-from kvq_cli.methods.base import ModelShape
-from kvq_cli.methods.specs import TransformSpec
+from kvq_cli.methods.specs import Profile
 
 ERROR_MEASURE = (
     "on held-out samples, relative to the spread around each channel's mean; fisher: squared errors weighted with "
@@ -32,16 +28,34 @@ _CONSTANT = 1e-60
 #: The mean squared gradient of a group without gradients: its components then cost less than those of all other groups,
 #: and are not yet constant.
 _NO_GRADIENT = 1e-30
+#: Training tokens that steps are fitted to, at most: evenly spaced.
+MAX_TOKENS = 1 << 15
 #: Tokens of float64 statistics at a time.
 _TILE = 4096
+
+
+@dataclass(frozen=True)
+class TransformSettings:
+    """How the transforms of a stream, and the widths and steps of their components, are fitted.
+
+    groups: of channels, which have a transform each. metric: see `TransformSpec`. gain: whether tokens have a gain.
+    fisher: weight errors of components by squared gradients. damping: share of a component's mean weight that is added
+    to the weight of every token.
+    """
+
+    groups: int
+    metric: str
+    gain: bool
+    fisher: bool
+    damping: float
 
 
 @dataclass(frozen=True)
 class Transform:
     """The transforms of a stream, float64; G groups of W channels, components by descending variance.
 
-    mean, std: `[G, W]`. analysis: `[G, W, W]`: z = analysis (x - mean). synthesis: its inverse. variances: of z,
-    `[G, W]`, in units of the loss.
+    mean, std: `[G, W]`. analysis: `[G, W, W]`: z = analysis (x - mean). synthesis: its inverse. variances: of z, where
+    there is a gain, of z / gain, `[G, W]`, in units of the loss. losses: `[fields, 9]`, see `allocation`.
     """
 
     mean: Tensor
@@ -49,21 +63,43 @@ class Transform:
     analysis: Tensor
     synthesis: Tensor
     variances: Tensor
+    losses: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
         return dict(vars(self))
 
 
-def fit_transform(captured: CapturedStream, groups: int, metric: str) -> Transform:
+def fit_transform(captured: CapturedStream, settings: TransformSettings) -> Transform:
     """Diagonalize the covariance of y = G^(1/2) (x - mean), where G is the Fisher matrix E[g g^T] of the training
-    samples, its diagonal, or the identity (`metric`, see `TransformSpec`): z = U^T y. Mean and covariance are those of
-    all samples that are not held out."""
-    x, g = (_grouped(t, groups) for t in (captured.not_held_out, captured.g[: captured.training]))  # [G, N, W] bfloat16
+    samples, its diagonal, or the identity (`metric`): z = U^T y. Mean and covariance are those of all samples that are
+    not held out.
+
+    The error of a token is proportional to its gain, and what is coded is (x - mean) / gain: with gains, G is
+    E[gain^2 g g^T], and the covariance that of (x - mean) / gain. The gains are those of a transform without them.
+    """
+    x, g = (_grouped(t, settings.groups) for t in (captured.not_held_out, captured.g[: captured.training]))
     mean = torch.stack([each.double().mean(0) for each in x])
-    covariance = _second_moment(x, mean)
-    fisher = _second_moment(g, torch.zeros_like(mean))
-    width = x.shape[2]
-    identity = torch.eye(width, dtype=torch.float64, device=x.device).expand_as(fisher)
+    ones = torch.ones(x.shape[:2], device=x.device)
+    covariance = _second_moment(x, mean, ones)
+    std = covariance.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
+    analysis, synthesis, variances = _diagonalized(covariance, _second_moment(g, 0 * mean, ones), settings.metric)
+    if settings.gain:
+        gain = _gains(x, mean, analysis, variances, half_of(x.shape[2]))
+        covariance, fisher = _second_moment(x, mean, 1 / gain), _second_moment(g, 0 * mean, gain)
+        analysis, synthesis, variances = _diagonalized(covariance, fisher, settings.metric)
+    fitted = Transform(mean, std, analysis, synthesis, variances, torch.empty(0))
+    components = Components(captured, fitted, half_of(x.shape[2]), settings)
+    return replace(fitted, losses=losses_by_width(components.y, components.weights))
+
+
+def half_of(width: int) -> int:
+    """Half of the components, in whole fields: those whose gain counts until it is known which are kept."""
+    return max(1, width // (2 * FIELD)) * FIELD
+
+
+def _diagonalized(covariance: Tensor, fisher: Tensor, metric: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Analysis, synthesis and variances of `Transform`."""
+    identity = torch.eye(fisher.shape[1], dtype=torch.float64, device=fisher.device).expand_as(fisher)
     scale = fisher.diagonal(dim1=1, dim2=2).mean(1).view(-1, 1, 1)
     scale = torch.where(scale > 0, scale, _NO_GRADIENT)
     if metric == "none":
@@ -78,8 +114,15 @@ def fit_transform(captured: CapturedStream, groups: int, metric: str) -> Transfo
     variances, basis = variances.flip(1).clamp_min(0), basis.flip(2)
     # The sign of an eigenvector is arbitrary: make its largest number positive, so that all libraries agree.
     basis = basis * basis.gather(1, basis.abs().argmax(dim=1, keepdim=True)).sign()
-    std = covariance.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
-    return Transform(mean, std, basis.mT @ root, inverse @ basis, variances)
+    return basis.mT @ root, inverse @ basis, variances
+
+
+def _gains(x: Tensor, mean: Tensor, analysis: Tensor, variances: Tensor, kept: int) -> Tensor:
+    """The gains of tokens from their first `kept` components, `[G, N]` float32. x: `[G, N, W]`."""
+    gain = Gain(variances[:, :kept].sqrt().float())
+    rows = analysis[:, :kept].float().mT
+    tiles = ((tile.float() - mean.float().unsqueeze(1)) @ rows for tile in x.split(_TILE, dim=1))
+    return torch.cat([gain_of(gain.index(z.unsqueeze(0)))[0] for z in tiles], dim=1)
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
@@ -87,111 +130,82 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
     return x.flatten(0, 1).flatten(1).unflatten(1, (groups, -1)).transpose(0, 1)
 
 
-def _second_moment(x: Tensor, center: Tensor) -> Tensor:
-    """Mean of (x - center) (x - center)^T over tokens: `[G, N, W]` -> `[G, W, W]` float64."""
-    tiles = ((tile.double() - center.unsqueeze(1)) for tile in x.split(_TILE, dim=1))
-    total = torch.stack([tile.mT @ tile for tile in tiles]).sum(0)
+def _second_moment(x: Tensor, center: Tensor, factors: Tensor) -> Tensor:
+    """Mean of y y^T over tokens, where y = factor (x - center): `[G, N, W]` -> `[G, W, W]` float64. factors: `[G, N]`,
+    or of more tokens, of which the first count."""
+    total = torch.zeros(len(x), x.shape[2], x.shape[2], dtype=torch.float64, device=x.device)
+    for first in range(0, x.shape[1], _TILE):
+        tile = slice(first, min(first + _TILE, x.shape[1]))
+        y = (x[:, tile].double() - center.unsqueeze(1)) * factors[:, tile].double().unsqueeze(2)
+        total += y.mT @ y
     return total / x.shape[1]
 
 
-def allocate_codes(
-    variances: Mapping[tuple[int, str], Tensor], spec: TransformSpec, shape: ModelShape
-) -> dict[tuple[int, str], list[list[int]]]:
-    """The lengths of the chunks of each group, by stream. variances: of each stream (layer, kind), `[groups, W]`."""
-    budget = spec.code_budget(shape)
-    if spec.allocate == "stream":
-        parts = [({stream: each}, budget // len(variances)) for stream, each in variances.items()]
-    else:
-        parts = [(dict(variances), budget)]
-    lengths: dict[tuple[int, str], list[list[int]]] = {}
-    for streams, codes in parts:
-        rows = iter(allocate([row.numpy() for each in streams.values() for row in each], codes))
-        lengths |= {stream: [next(rows) for _ in each] for stream, each in streams.items()}
-    return lengths
+class Components:
+    """The components of a stream's training tokens, relative to their gains, and the weights of errors of these.
+
+    kept: the gain is that of so many first components. y: `[G, N, K]` float32; weights: of the same shape.
+    """
+
+    def __init__(self, captured: CapturedStream, transform: Transform, kept: int, settings: TransformSettings) -> None:
+        x, g = (_grouped(t[: captured.training], settings.groups) for t in (captured.x, captured.g))
+        stride = -(-x.shape[1] // MAX_TOKENS)
+        x, g = x[:, ::stride].float(), g[:, ::stride].float()
+        z = (x - transform.mean.float().unsqueeze(1)) @ transform.analysis.float().mT
+        gain = torch.ones_like(z[:, :, :1])
+        if settings.gain:
+            gain = _gains(x, transform.mean, transform.analysis, transform.variances, kept).unsqueeze(2)
+        self.y = z / gain
+        weights = (g @ transform.synthesis.float()).square_() if settings.fisher else torch.ones_like(z)
+        mean = weights.mean(1, keepdim=True)
+        weights += settings.damping * mean
+        self.weights = weights.mul_(gain.square() / (1 + settings.damping))
 
 
 def calibrate_transform(
-    captured: CapturedStream, transform: Transform, lengths: Sequence[Sequence[int]], settings: ClusterSettings
+    captured: CapturedStream, transform: Transform, profile: Profile, kind: str, settings: TransformSettings
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Codebooks of a stream's components: tensors as in `transform_layout`, and errors as plain JSON values.
+    """Steps of a stream's components: tensors as in `transform_layout`, and errors as plain JSON values.
 
-    lengths: of the chunks of each group, in the order of its components. Errors are measured on the held-out samples
-    with tensors as stored.
+    kind: "k" or "v". Errors are measured on the held-out samples with tensors as stored.
     """
-    groups, width = transform.mean.shape
-    kept = max(sum(row) for row in lengths)
-    analysis = torch.zeros(groups, kept, width, dtype=torch.float64, device=transform.mean.device)
-    synthesis = torch.zeros_like(analysis).mT.contiguous()
-    for group, row in enumerate(lengths):
-        order, scale = _order_and_scale(transform.variances[group], row)
-        analysis[group, : len(order)] = transform.analysis[group, order] / scale.unsqueeze(1)
-        synthesis[group, :, : len(order)] = transform.synthesis[group][:, order] * scale
-    allocation = [[sum(length == size for length in row) for size in CHUNKS] for row in lengths]
+    kept = profile.components
+    components = Components(captured, transform, kept, settings)
+    widths = torch.tensor(profile.widths, dtype=torch.uint8)
+    steps = []
+    for field, width in enumerate(profile.widths):
+        part = slice(FIELD * field, FIELD * (field + 1))
+        steps.append(squared_losses(components.y[:, :, part], components.weights[:, :, part], width)[0])
+    step = torch.cat(steps, dim=1).double()
+    # Constant components stay at the mean, whatever their code.
+    live = transform.variances[:, :kept] > _CONSTANT
+    analysis = transform.analysis[:, :kept] * (live / step).unsqueeze(2)
+    synthesis = transform.synthesis[:, :, :kept] * (live * step).unsqueeze(1)
+    bits = widths.repeat_interleave(FIELD).to(step)
     tensors = {
-        "allocation": torch.tensor(allocation, dtype=torch.int16),
+        "widths": widths,
         "mean": transform.mean.float(),
         "std": transform.std.float(),
         "analysis": analysis.float(),
         "synthesis": synthesis.float(),
+        "center": ((2**bits - 1) / 2).float().expand(len(step), -1).contiguous(),
     }
-    x, g = (_grouped(t[: captured.training], groups).float() for t in (captured.x, captured.g))
-    z = (x - tensors["mean"].unsqueeze(1)) @ tensors["analysis"].mT  # [G, N, K]
-    weights = (g @ tensors["synthesis"]).square_()  # squared gradients to the components
-    centroids = _cluster(z, weights, allocation, settings)
-    tensors |= {f"centroids.{size}": books for size, books in centroids.items()}
-    codec = TransformCodec(captured.x.shape[2], tensors)
-    return tensors, {"codes": codec.codes, "chosen": held_out_errors(captured, codec, groups)}
+    if settings.gain:
+        tensors["deviation"] = (transform.variances[:, :kept].sqrt() * live / step).float()
+    codec = TransformCodec(captured.x.shape[2], tensors, values=kind == "v")
+    measured = {
+        "bytes": settings.groups * profile.nbytes,
+        "effective_tokens": rounded(effective_tokens(captured)),
+        "chosen": held_out_errors(captured, codec, settings.groups),
+    }
+    return tensors, measured
 
 
-def _order_and_scale(variances: Tensor, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(components by chunk length, short chunks first; divisor of each, which gives a chunk the mean variance 1)."""
-    chunks, first = [], 0
-    for length in lengths:
-        chunks.append(range(first, first + length))
-        first += length
-    chunks.sort(key=len)
-    means = torch.stack([variances[chunk.start : chunk.stop].mean() for chunk in chunks])
-    # Constant components, as those of a head that is always zero, stay as they are: their factor has no bound.
-    scales = torch.where(means > _CONSTANT, means, 1.0).sqrt()
-    scales = scales.repeat_interleave(torch.tensor([len(chunk) for chunk in chunks], device=scales.device))
-    order = torch.tensor([component for chunk in chunks for component in chunk], device=variances.device)
-    return order, scales
-
-
-def _cluster(
-    z: Tensor, weights: Tensor, allocation: Sequence[Sequence[int]], settings: ClusterSettings
-) -> dict[int, Tensor]:
-    """Codebooks by chunk length, `[chunks of all groups, 256, length]`. z, weights: `[G, N, K]`."""
-    starts = [0] * len(allocation)
-    centroids = {}
-    for column, size in enumerate(CHUNKS):
-        points, masses = [], []
-        for group, row in enumerate(allocation):
-            first = starts[group]
-            starts[group] = last = first + size * row[column]
-            points.append(z[group, :, first:last].unflatten(1, (-1, size)).transpose(0, 1))
-            masses.append(weights[group, :, first:last].unflatten(1, (-1, size)).sum(2).T)
-        blocks, mass = torch.cat(points), torch.cat(masses)
-        if len(blocks):
-            centroids[size] = _codebooks(blocks, mass, settings).to(settings.dtype)
-    return centroids
-
-
-def _codebooks(blocks: Tensor, weights: Tensor, settings: ClusterSettings) -> Tensor:
-    """`[codebooks, points, size]`, weights `[codebooks, points]` -> `[codebooks, 256, size]`."""
-    if settings.fisher:
-        weights = weights + settings.damping * weights.mean(-1, keepdim=True)
-    else:
-        weights = torch.ones_like(weights)
-    points, weights = draw_coreset(blocks.contiguous(), weights.contiguous(), settings.points, settings.seed)
-    return weighted_kmeans(
-        points,
-        weights,
-        MAX_ENTRIES,
-        iterations=settings.iterations,
-        seed=settings.seed,
-        engine=settings.engine,
-    )
+def effective_tokens(captured: CapturedStream) -> float:
+    """(sum w)^2 / sum w^2 of the squared gradients w of the training tokens: about how many tokens a mean that is
+    weighted by them is computed from; 0 without gradients."""
+    weights = captured.g[: captured.training].float().square().sum((2, 3)).double()
+    return float(weights.sum().square() / weights.square().sum().clamp_min(1e-300))
 
 
 def held_out_errors(captured: CapturedStream, codec: Codec, groups: int) -> dict[str, Any]:

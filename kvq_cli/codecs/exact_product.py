@@ -27,7 +27,7 @@ class ExactProduct:
     """
 
     def __init__(self, std: Tensor, matrix: Tensor) -> None:
-        bits = _grid_bits(std.shape[1])
+        bits = grid_bits(std.shape[1])
         safe = std.masked_fill(std <= 0, 1)
         self._limit = 2.0**bits
         self._to_grid = ((2.0**bits / _MAX_DEVIATIONS) / safe).unsqueeze(1)  # [G, 1, W]
@@ -52,10 +52,10 @@ class ExactProduct:
 def product_layout(std: tuple[int, ...], matrix: tuple[int, ...]) -> tuple[TensorSpec, dict[str, TensorSpec]]:
     """Shapes and dtypes of `ExactProduct.integers`, and of its `tables`, for arguments of these shapes."""
     groups, width = std
-    integers = TensorSpec(matrix, "float32" if _grid_bits(width) <= _FLOAT_BITS else "float64")
+    integers = TensorSpec(matrix, "float32" if grid_bits(width) <= _FLOAT_BITS else "float64")
     return integers, {"gain": TensorSpec((groups, 1, width), "float32"), "scale": TensorSpec(matrix[:2], "float64")}
 
 
-def _grid_bits(width: int) -> int:
+def grid_bits(width: int) -> int:
     """Bits of the integers whose products, summed over `width` numbers, stay below 2^53."""
     return (53 - math.ceil(math.log2(max(2, width)))) // 2

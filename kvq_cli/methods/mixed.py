@@ -42,7 +42,7 @@ class Mixed(Method):
     values: str = option("klt", "method of each layer's values, separated by spaces")
     sinks: int = option(8, "first tokens kept in full precision (attention sinks)", at_least=0, runtime=True)
     recent: int = option(0, "newest tokens kept in full precision", at_least=0, runtime=True)
-    buffer: int = option(8, "pack tokens in multiples of this many", at_least=1, runtime=True)
+    buffer: int = option(16, "pack tokens in multiples of this many", at_least=1, runtime=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,10 +67,11 @@ class Mixed(Method):
         self._check_layers(shape)
 
         parts = ([part_spec(self.component(layer, kind), shape) for kind in "kv"] for layer in range(shape.layers))
-        return MixedSpec(self.sinks, tuple((keys, values) for keys, values in parts))
+        streams = tuple((keys, values) for keys, values in parts)
+        return MixedSpec(self.sinks, streams, near=self.recent + self.buffer // 2)
 
     def needs_artifact(self, shape: ModelShape) -> bool:
-        return any(part.entries for part in self.calibration(shape).different)
+        return any(not isinstance(part, Uncalibrated) for part in self.calibration(shape).different)
 
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
         self._check_layers(shape)

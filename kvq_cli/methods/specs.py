@@ -7,9 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
-from kvq_cli.codecs.chunk_codebooks import CHUNKS
+from kvq_kernels import fields
+
 from kvq_cli.codecs.layout import TensorLike, TensorSpec
 from kvq_cli.codecs.nearest import MAX_ENTRIES
 from kvq_cli.errors import UsageError
@@ -49,12 +50,12 @@ class Spec(ABC):
             for name, form in part.tensors(kind, shape, choices[kind]).items()
         }
 
-    def first_choices(self, shape: ModelShape, layer: int) -> dict[str, list[Any]]:
+    def first_choices(self, shape: ModelShape, layer: int) -> dict[str, Sequence[Any]]:
         """The `choices` of `layout` before anything is measured."""
         return {kind: part.first_choice(kind, shape) for kind, part in self.parts(layer).items()}
 
-    def code_budget(self, shape: ModelShape) -> int | None:
-        """Maximum 8-bit codes of a token in all layers together; None: codes are not allocated over layers."""
+    def byte_budget(self, shape: ModelShape) -> int | None:
+        """Maximum bytes of a packed token in all layers together; None: bits are not allocated over layers."""
         return None
 
     def check(self, shape: ModelShape) -> None:  # noqa: B027  # most specs fit all shapes
@@ -122,9 +123,12 @@ class CaptureSpec(Spec):
     """Calibration from captured keys, values and gradients.
 
     skip: first tokens of each sample to leave out (attention sinks).
+    near: how many predictions from a token on read it in full precision, about: its gradients leave these out. 0: all
+          predictions count.
     """
 
     skip: int
+    near: int = 0
 
     @property
     @abstractmethod
@@ -155,11 +159,11 @@ class StreamSpec(CaptureSpec):
     @abstractmethod
     def tensors(self, kind: str, shape: ModelShape, choice: Sequence[Any]) -> Tensors:
         """The tensors of a stream, named without `layers.<i>.<kind>.`. choice: for codebooks, the index of each kv
-        head's block shape; for transforms, the allocation of each group."""
+        head's block shape; for transforms, their `Profile`."""
 
     @abstractmethod
-    def first_choice(self, kind: str, shape: ModelShape) -> list[Any]:
-        """The `choice` of `tensors` before anything is measured: the first block shape, or the even allocation."""
+    def first_choice(self, kind: str, shape: ModelShape) -> Sequence[Any]:
+        """The `choice` of `tensors` before anything is measured: the first block shape, or even widths."""
 
     def groups(self, kind: str, shape: ModelShape) -> tuple[int, int]:
         """(transforms, channels of each) of a stream; no transforms: (0, 0)."""
@@ -167,7 +171,12 @@ class StreamSpec(CaptureSpec):
 
     def of_heads(self, kind: str, tensors: Mapping[str, TensorLike], heads: Sequence[int]) -> dict[str, TensorLike]:
         """A stream's tensors for these kv heads, in ascending order; a transform serves one head."""
-        return {name: tensor[heads] for name, tensor in tensors.items() if not name.startswith("centroids.")}
+        shared = {name: tensor for name, tensor in tensors.items() if name == "widths"}
+        return shared | {
+            name: tensor[heads]
+            for name, tensor in tensors.items()
+            if name not in shared and not name.startswith("centroids.")
+        }
 
 
 @dataclass(frozen=True)
@@ -307,21 +316,53 @@ class CalibrationSpec(StreamSpec):
         return cut
 
 
+class Profile(NamedTuple):
+    """How the components of a stream are stored. widths: bits of each field, descending, of all groups; see
+    `kvq_kernels.fields`. gain: whether each token and group has a gain, of 8 bits."""
+
+    widths: tuple[int, ...]
+    gain: bool
+
+    @property
+    def components(self) -> int:
+        return fields.FIELD * len(self.widths)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a token and group."""
+        return fields.KEY_LANES * fields.rate(self.widths) + self.gain
+
+
+def even_profile(lane_bytes: int, width: int, gain: bool) -> Profile:
+    """The profile of this rate, or of the greatest, that gives all components of a group of `width` channels about the
+    same bits; where rooms do not allow this, as many components as possible have 8 bits."""
+    most, widest = width // fields.FIELD, fields.MAX_WIDTH
+    bits = 4 * min(lane_bytes, most * widest // 4)
+    for total in range(bits, bits - 4, -1):
+        each, more = divmod(total, min(total, most))
+        widths = (each + 1,) * more + (each,) * (min(total, most) - more)
+        if fields.fits(widths):
+            return Profile(widths, gain)
+    return Profile((widest,) * (bits // widest) + (bits % widest,) * (bits % widest > 0), gain)
+
+
 @dataclass(frozen=True)
 class TransformSpec(StreamSpec):
-    """Calibration of Karhunen-Loeve transforms, and of codebooks for chunks of their components.
+    """Calibration of Karhunen-Loeve transforms, and of the bits and steps of their components.
 
-    bits:      bits per number of the codes of all layers' keys and values together, at most.
+    bits:      bits per number of all that packed keys and values of all layers hold, at most.
     join_keys, join_values: one transform for all kv heads of a layer; else one per head.
-    skip:      first tokens of each sample to leave out (attention sinks).
-    fisher:    weight k-means by squared gradients.
+    skip, near: see `CaptureSpec`.
+    fisher:    weight errors of components by squared gradients.
     metric:    the quadratic form in which errors count: "full", the matrix E[g g^T] of the gradients, "diagonal" (of
                that matrix) or "none" (squared errors).
-    allocate:  codes are allocated over the whole "model", or to each "stream" by its share of the numbers.
+    allocate:  bits are allocated over the whole "model", or to each "stream" by its share of the numbers.
     """
 
     unit = 2
-    entries: ClassVar[AbstractSet[int]] = frozenset({MAX_ENTRIES})
+    entries: ClassVar[AbstractSet[int]] = frozenset()
+    #: Streams whose tokens have a gain.
+    gains: ClassVar[AbstractSet[str]] = frozenset("kv")
 
     bits: float
     join_keys: bool
@@ -330,6 +371,7 @@ class TransformSpec(StreamSpec):
     fisher: bool
     metric: str
     allocate: str
+    near: int = 0
 
     @property
     def weighted(self) -> bool:
@@ -341,54 +383,60 @@ class TransformSpec(StreamSpec):
 
     def needed_tokens(self, shape: ModelShape) -> Iterator[tuple[int, str]]:
         widest = max(self.groups(kind, shape)[1] for kind in "kv")  # a covariance needs as many tokens as channels
-        yield max(MAX_ENTRIES, widest), f"{widest} channels and {MAX_ENTRIES} entries"
+        yield widest, f"{widest} channels"
 
-    def tensors(self, kind: str, shape: ModelShape, choice: Sequence[Sequence[int]]) -> Tensors:
-        return transform_layout(choice, self.groups(kind, shape)[1], shape.dtype)
+    def tensors(self, kind: str, shape: ModelShape, choice: Sequence[Any]) -> Tensors:
+        return transform_layout(Profile(*choice), *self.groups(kind, shape))
 
-    def first_choice(self, kind: str, shape: ModelShape) -> list[list[int]]:
-        """The allocation that spends the same bits on all components of all groups: all chunks have one length, or two
-        where no length fits."""
+    def first_choice(self, kind: str, shape: ModelShape) -> Profile:
+        """Even widths, of at most `bits`."""
+        return self._even(kind, shape, math.floor(self._lane_bytes(kind, shape)))
+
+    def first_choices(self, shape: ModelShape, layer: int) -> dict[str, Sequence[Any]]:
+        """Even widths, of at most `bits` over the whole model: rates are whole bytes, and some layers have one more."""
+        rates = {kind: self._lane_bytes(kind, shape) for kind in "kv"}
+        return {
+            kind: self._even(kind, shape, math.floor((layer + 1) * rate) - math.floor(layer * rate))
+            for kind, rate in rates.items()
+        }
+
+    def _lane_bytes(self, kind: str, shape: ModelShape) -> float:
+        """The rate at which a stream takes `bits` per number."""
+        width = self.groups(kind, shape)[1]
+        return (self.bits * width / 8 - (kind in self.gains)) / fields.KEY_LANES + 1e-9
+
+    def _even(self, kind: str, shape: ModelShape, lane_bytes: int) -> Profile:
+        return even_profile(max(1, lane_bytes), self.groups(kind, shape)[1], kind in self.gains)
+
+    def byte_budget(self, shape: ModelShape) -> int:
+        return self._bytes(shape.layers * 2 * shape.kv_heads * shape.head_dim)
+
+    def stream_bytes(self, kind: str, shape: ModelShape) -> int:
+        """Maximum bytes of a packed token of one stream that has `bits` of its own; at least those of one byte a
+        lane."""
         groups, width = self.groups(kind, shape)
-        codes = max(1, int(self.bits * width / 8))
-        size = max(size for size in CHUNKS if codes * size <= width)
-        longer = (width - codes * size) // size if size < CHUNKS[-1] else 0
-        row = {size: codes - longer, 2 * size: longer}
-        return [[row.get(each, 0) for each in CHUNKS]] * groups
+        return max(self.least_bytes(kind, shape), self._bytes(groups * width))
 
-    def of_heads(self, kind: str, tensors: Mapping[str, TensorLike], heads: Sequence[int]) -> dict[str, TensorLike]:
-        cut = super().of_heads(kind, tensors, heads)
-        for size, chunks in zip(CHUNKS, zip(*tensors["allocation"].tolist(), strict=True), strict=True):
-            head_of = [head for head, count in enumerate(chunks) for _ in range(count)]
-            kept = [book for book, head in enumerate(head_of) if head in heads]
-            if kept:
-                cut[f"centroids.{size}"] = tensors[f"centroids.{size}"][kept]
-        return cut
-
-    def code_budget(self, shape: ModelShape) -> int:
-        return self._codes(shape.layers * 2 * shape.kv_heads * shape.head_dim)
-
-    def stream_codes(self, kind: str, shape: ModelShape) -> int:
-        """Maximum 8-bit codes of a token of one stream that has `bits` of its own; at least one per group."""
-        groups, width = self.groups(kind, shape)
-        return max(groups, self._codes(groups * width))
+    def least_bytes(self, kind: str, shape: ModelShape) -> int:
+        """Bytes of a packed token of one stream with one byte a lane."""
+        return self.groups(kind, shape)[0] * (fields.KEY_LANES + (kind in self.gains))
 
     def check(self, shape: ModelShape) -> None:
-        """Raise UsageError unless each group of channels gets a code; where each stream has the same codes, also each
-        of the stream with the most groups."""
-        groups = [self.groups(kind, shape)[0] for kind in "kv"]
-        least = shape.layers * (2 * max(groups) if self.allocate == "stream" else sum(groups))
-        budget = self.code_budget(shape)
-        if budget < least:
-            bits = 8 * least / (shape.layers * 2 * shape.kv_heads * shape.head_dim)
+        """Raise UsageError for heads of less than a field, and unless the budget has a byte a lane for each stream."""
+        if shape.head_dim < fields.FIELD:
+            raise UsageError(f"klt: head_dim={shape.head_dim} is below {fields.FIELD}: choose another method")
+        least = [self.least_bytes(kind, shape) for kind in "kv"]
+        needed = shape.layers * (2 * max(least) if self.allocate == "stream" else sum(least))
+        if self.byte_budget(shape) < needed:
+            bits = 8 * needed / (shape.layers * 2 * shape.kv_heads * shape.head_dim)
             raise UsageError(
-                f"klt: bits={self.bits:g} are {budget} codes of 8 bits for a token of all layers, and the transforms "
-                f"need {least}, one at least for each: set bits={math.ceil(bits * 1e4) / 1e4:g} or more, or fewer "
-                "transforms with join_keys=on and join_values=on"
+                f"klt: bits={self.bits:g} are {self.byte_budget(shape)} bytes for a token of all layers, and the "
+                f"transforms need {needed}: set bits={math.ceil(bits * 1e4) / 1e4:g} or more, or have fewer transforms "
+                "with join_keys=on and join_values=on"
             )
 
-    def _codes(self, numbers: int) -> int:
-        """Whole 8-bit codes; a product that rounding has put just below a whole number counts as this number."""
+    def _bytes(self, numbers: int) -> int:
+        """Whole bytes; a product that rounding has put just below a whole number counts as this number."""
         return math.floor(self.bits * numbers / 8 + 1e-9)
 
 
@@ -396,9 +444,9 @@ class TransformSpec(StreamSpec):
 class MixedSpec(CaptureSpec):
     """Calibration of each stream by the method that serves it.
 
-    layers: for each layer, the calibrations of its keys and of its values. A `TransformSpec` allocates its bits inside
-            the stream.
-    skip:   first tokens of each sample to leave out (attention sinks).
+    layers: for each layer, the calibrations of its keys and of its values. A `TransformSpec` has its bits for the
+            stream.
+    skip, near: see `CaptureSpec`.
     """
 
     #: A multiple of all codebooks' chunks, so that all methods share the captured tokens. KIVI's groups of keys and
@@ -410,6 +458,7 @@ class MixedSpec(CaptureSpec):
 
     skip: int
     layers: tuple[tuple[StreamSpec, StreamSpec], ...]
+    near: int = 0
 
     def parts(self, layer: int) -> dict[str, StreamSpec]:
         return dict(zip("kv", self.layers[layer], strict=True))
@@ -432,20 +481,13 @@ class MixedSpec(CaptureSpec):
             yield from part.needed_tokens(shape)
 
 
-def transform_layout(allocation: Sequence[Sequence[int]], width: int, dtype: str) -> Tensors:
-    """The tensors of one stream of transform codes; see `TransformCodec`. allocation: for each group of `width`
-    channels, how many chunks have 1, 2, 4 and 8 components."""
-    groups, kept = len(allocation), max(kept_components(row) for row in allocation)
-    layout: Tensors = {"allocation": TensorSpec((groups, len(CHUNKS)), "int16", [list(row) for row in allocation])}
+def transform_layout(profile: Profile, groups: int, width: int) -> Tensors:
+    """The tensors of one stream of transform codes, of `groups` groups of `width` channels; see `TransformCodec`."""
+    kept = (groups, profile.components)
+    layout: Tensors = {"widths": TensorSpec((len(profile.widths),), "uint8", list(profile.widths))}
     layout |= {name: TensorSpec((groups, width), "float32") for name in ("mean", "std")}
-    layout["analysis"] = TensorSpec((groups, kept, width), "float32")
-    layout["synthesis"] = TensorSpec((groups, width, kept), "float32")
-    for size, chunks in zip(CHUNKS, zip(*allocation, strict=True), strict=True):
-        if sum(chunks):
-            layout[f"centroids.{size}"] = TensorSpec((sum(chunks), MAX_ENTRIES, size), dtype)
+    layout["analysis"] = TensorSpec((*kept, width), "float32")
+    layout["synthesis"] = TensorSpec((groups, width, profile.components), "float32")
+    for name in ("center", "deviation") if profile.gain else ("center",):
+        layout[name] = TensorSpec(kept, "float32")
     return layout
-
-
-def kept_components(row: Sequence[int]) -> int:
-    """Components of a group's chunks of 1, 2, 4 and 8 components."""
-    return sum(size * chunks for size, chunks in zip(CHUNKS, row, strict=True))

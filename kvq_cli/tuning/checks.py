@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from kvq_cli.benchmarking.accounting import artifact_specs
 from kvq_cli.calibration.kinds.mixed import MixedPlan
 from kvq_cli.calibration.settings import CalibrationOptions
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.mixed import Mixed, part_spec
+from kvq_cli.methods.specs import TransformSpec
 from kvq_cli.tuning.menus import check_budget, klt_name
 from kvq_cli.tuning.settings import TuneOptions, windows_names
 
@@ -20,14 +23,14 @@ def check_request(plan: MixedPlan, options: TuneOptions) -> None:
         )
     shape = plan.loaded.shape
     numbers = shape.kv_heads * shape.head_dim
-    klt = klt_name(options.candidates[0], max(1, numbers // 8), numbers)
+    klt = klt_name(options.candidates[0], numbers, numbers)  # 8 bits
     for text, name in zip(options.candidates, (klt, *options.candidates[1:]), strict=True):
         try:
             _check_candidate(plan, name, options.seqlen)
         except KvqError as error:
             raise type(error)(f"--candidates {text}: {error}") from error
-    spec = part_spec(_served_by(plan, klt).component(0, "k"), shape)
-    cheapest = shape.layers * sum(spec.groups(kind, shape)[0] for kind in "kv")  # a code for each group
+    spec = cast("TransformSpec", part_spec(_served_by(plan, klt).component(0, "k"), shape))
+    cheapest = shape.layers * sum(spec.least_bytes(kind, shape) for kind in "kv")
     check_budget(int(options.budget * numbers * 2 * shape.layers / 8), cheapest)
 
 

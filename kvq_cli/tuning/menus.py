@@ -9,7 +9,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvq_cli.calibration.allocation import Layouts
+from kvq_cli.calibration.allocation import Profiles
 from kvq_cli.calibration.streams import Stream
 from kvq_cli.errors import UsageError
 
@@ -18,53 +18,44 @@ Floats: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Item:
-    """One way to serve a stream. cost: bytes of a token, rounded up. loss: predicted KL in nats per token. codes: of 8
-    bits, where klt with a free number of codes serves it."""
+    """One way to serve a stream. cost: bytes of a token, rounded up. loss: predicted KL in nats per token. rate: bytes
+    of a lane, where klt with a free rate serves it."""
 
     name: str
     cost: int
     loss: float
-    codes: int | None = None
+    rate: int | None = None
 
 
-def klt_losses(variances: Sequence[Floats]) -> Floats:
-    """Expected loss of a stream's transform codes for every number of codes, `[codes + 1]`; infinite where there are
-    fewer codes than groups. variances: of each group's components, descending."""
-    total = np.zeros(1)
-    for row in variances:
-        losses = Layouts(row).losses
-        losses[0] = np.inf  # each group has one code at least
-        reached = np.full(len(total) + len(losses) - 1, np.inf)
-        for codes in range(1, len(losses)):
-            part = slice(codes, codes + len(total))
-            reached[part] = np.minimum(reached[part], total + losses[codes])
-        total = reached
-    return total
+def klt_losses(losses: Floats) -> Floats:
+    """Expected loss of a stream's best profile of each rate, `[rates + 1]`; infinite at 0. losses: `[fields, 9]`, by
+    bits of each field."""
+    return np.concatenate([[np.inf], Profiles(losses).bounds])
 
 
-def klt_name(text: str, codes: int, numbers: int) -> str:
-    """`klt:join_keys=on` with bits for `codes` codes of 8 bits for `numbers` numbers: `klt-1.75bit:join_keys=on`. Bits
-    are rounded up to 4 decimals, so that they give the same codes."""
+def klt_name(text: str, nbytes: int, numbers: int) -> str:
+    """`klt:join_keys=on` with bits for so many bytes of `numbers` numbers: `klt-1.75bit:join_keys=on`. Bits are rounded
+    up to 4 decimals, so that they give the same bytes."""
     name, colon, options = text.partition(":")
-    return f"{name}-{-(-80_000 * codes // numbers) / 10_000:g}bit{colon}{options}"
+    return f"{name}-{-(-80_000 * nbytes // numbers) / 10_000:g}bit{colon}{options}"
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """The KL of a stream compressed alone, by `codes` codes."""
+    """The KL of a stream compressed alone, by klt of this rate."""
 
-    codes: int
+    rate: int
     kl: float
 
 
 def scaled(expected: Floats, anchors: Sequence[Anchor]) -> Floats:
     """Expected losses times KL over expected loss at the anchors: between anchors, the factor's logarithm is
     interpolated, outside, the nearest anchor's is taken. The factor is 1 at an anchor whose expected loss is 0. A curve
-    that falls with codes stays as it is or falls."""
-    known = sorted(anchors, key=lambda anchor: anchor.codes)
-    factors = [np.log(anchor.kl / loss) if (loss := expected[anchor.codes]) > 0 else 0.0 for anchor in known]
-    codes = np.arange(len(expected))
-    curve = expected * np.exp(np.interp(codes, [anchor.codes for anchor in known], factors))
+    that falls with the rate stays as it is or falls."""
+    known = sorted(anchors, key=lambda anchor: anchor.rate)
+    factors = [np.log(anchor.kl / loss) if (loss := expected[anchor.rate]) > 0 else 0.0 for anchor in known]
+    rates = np.arange(len(expected))
+    curve = expected * np.exp(np.interp(rates, [anchor.rate for anchor in known], factors))
     return np.minimum.accumulate(curve)
 
 

@@ -128,6 +128,6 @@ def _record(search: Search, best: Tried) -> dict[str, Any]:
         "tried": [tried(one) for one in search.tried],
         "predicted": [{"bits": bits, "kl": kl} for bits, kl in search.curve()],
         "alone": [
-            [{"codes": anchor.codes, "kl": anchor.kl} for anchor in search.alone[stream]] for stream in search.streams
+            [{"rate": anchor.rate, "kl": anchor.kl} for anchor in search.alone[stream]] for stream in search.streams
         ],
     }

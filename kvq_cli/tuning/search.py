@@ -1,6 +1,6 @@
 """Search the mixed configuration of least KL divergence within a budget of bits, or of fewest bits for a KL divergence.
 
-1. All streams are served by klt, with codes given out by expected losses over the whole model, as klt itself does.
+1. All streams are served by klt, with bits given out by expected losses over the whole model, as klt itself does.
 2. KL is measured with each stream alone compressed. The ratio of this to the expected loss of the stream replaces what
    the Fisher metric misses: that a stream is read mostly from the window in full precision, or where it saturates.
    Other methods are scaled by the same ratio, through errors of both on captured data. Where the KL of single streams
@@ -11,11 +11,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
+from kvq_cli.calibration.allocation import RATE
 from kvq_cli.calibration.kinds.base import Progress
+from kvq_cli.methods.registry import build, parse
+from kvq_cli.methods.specs import TransformSpec
 from kvq_cli.tuning.menus import Anchor, Floats, Item, Stream, choose, klt_name, scaled
 from kvq_cli.tuning.settings import TuneOptions
 from kvq_cli.tuning.steps import UNCOMPRESSED, Steps
@@ -57,12 +62,15 @@ class Search:
         self.tried: list[Tried] = []
         self.alone: dict[Stream, list[Anchor]] = {stream: [] for stream in self.streams}
         self._numbers = steps.shape.kv_heads * steps.shape.head_dim
+        name, given = parse(options.candidates[0])
+        self._spec = cast("TransformSpec", build(name, **given).calibration(steps.shape))  # the first is klt
+        self._groups = {kind: self._spec.groups(kind, steps.shape)[0] for kind in "kv"}
         self._expected: dict[Stream, Floats] = {}
         self._deadline = time.monotonic() + 60 * options.minutes if options.minutes is not None else float("inf")
 
     def run(self) -> Tried:
         """The best configuration."""
-        self._expected = self.steps.expected_losses(self.options.candidates[0])
+        self._expected = self.steps.expected_losses(self._spec)
         budget = self._bytes(self.options.budget)
         best = self._measure("klt, by expected loss", choose(self._menus(), budget))
         for number in range(1, self.options.rounds + 1):
@@ -81,9 +89,9 @@ class Search:
         if not all(self.alone.values()):
             return []
         menus = self._menus()
-        points = []
+        points, least = [], sum(min(item.cost for item in menu) for menu in menus.values())
         for quarter in range(2, 18):
-            if quarter / 4 * self._numbers * len(self.streams) / 8 >= len(self.streams):
+            if self._bytes(quarter / 4) >= least:
                 points.append((quarter / 4, sum(x.loss for x in choose(menus, self._bytes(quarter / 4)).values())))
         return points
 
@@ -91,7 +99,9 @@ class Search:
 
     def _swap(self, best: Tried) -> Tried:
         """Exchange bytes between pairs of streams while this lowers the measured KL."""
-        step = max(1, round(_SWAP * self._bytes(best.bits) / len(self.streams)))
+        # Rates by which two streams differ by the same bytes.
+        unit = RATE * math.lcm(*self._groups.values())
+        step = unit * max(1, round(_SWAP * self._bytes(best.bits) / len(self.streams) / unit))
         failed: set[tuple[Stream, Stream]] = set()
         for number in range(1, self.options.swaps + 1):
             found = self._next_swap(best.choice, step, failed)
@@ -107,14 +117,15 @@ class Search:
     def _next_swap(
         self, choice: Choice, step: int, failed: set[tuple[Stream, Stream]]
     ) -> tuple[tuple[Stream, Stream], dict[Stream, Item]] | None:
-        """The untried pair (giver, taker), with the streams' new items, whose exchange has the least predicted loss."""
+        """The untried pair (giver, taker), with the streams' new items, whose exchange of `step` bytes has the least
+        predicted loss."""
         change: dict[Stream, dict[int, tuple[float, Item]]] = {}
         for stream, item in choice.items():
-            if item.codes is None:
+            if item.rate is None:
                 continue
-            by_codes = {each.codes: each for each in self._klt_menu(stream)}
-            now = by_codes[item.codes]
-            changed = {sign: by_codes.get(item.codes + sign * step) for sign in (-1, 1)}
+            by_cost = {each.cost: each for each in self._klt_menu(stream)}
+            now = by_cost[item.cost]
+            changed = {sign: by_cost.get(item.cost + sign * step) for sign in (-1, 1)}
             change[stream] = {sign: (new.loss - now.loss, new) for sign, new in changed.items() if new is not None}
         pairs = [
             (change[giver][-1][0] + change[taker][1][0], (giver, taker))
@@ -181,17 +192,17 @@ class Search:
         measured: dict[Stream, tuple[int, float]] = {}
         for done, (stream, item) in enumerate(choice.items()):
             self.progress("sensitivity", done, len(self.streams))
-            if item.codes is None or any(anchor.codes == item.codes for anchor in self.alone[stream]):
+            if item.rate is None or any(anchor.rate == item.rate for anchor in self.alone[stream]):
                 continue
             if self._late():
                 return False
             others = dict.fromkeys(self.streams, UNCOMPRESSED)
-            measured[stream] = item.codes, self.steps.kl({**others, stream: item.name})[0] - rounding
+            measured[stream] = item.rate, self.steps.kl({**others, stream: item.name})[0] - rounding
         self.progress("sensitivity", len(self.streams), len(self.streams))
         known = [kl for _, kl in measured.values()] + [anchor.kl for each in self.alone.values() for anchor in each]
         floor = max(_FLOOR * sum(known) / len(known), 1e-12)
-        for stream, (codes, kl) in measured.items():
-            self.alone[stream].append(Anchor(codes, max(kl, floor)))
+        for stream, (rate, kl) in measured.items():
+            self.alone[stream].append(Anchor(rate, max(kl, floor)))
         return True
 
     # -- menus -------------------------------------------------------------------------------------------------------
@@ -204,14 +215,15 @@ class Search:
         anchors, losses = self.alone[stream], self._expected[stream]
         losses = scaled(losses, anchors) if anchors else losses
         return [
-            Item(self.klt(codes), codes, float(loss), codes) for codes, loss in enumerate(losses) if loss < float("inf")
+            Item(self.klt(stream, rate), self._cost(stream, rate), float(losses[rate]), rate)
+            for rate in range(1, len(losses))
         ]
 
     def _other_items(self, stream: Stream) -> list[Item]:
         """The other candidates; those without a measured error are left out where time is over."""
         items: list[Item] = []
         for anchor in self.alone[stream][:1]:
-            klt = self.klt(anchor.codes)
+            klt = self.klt(stream, anchor.rate)
             for name in self.options.candidates[1:]:
                 if self._late() and not (self.steps.has_error(stream, name) and self.steps.has_error(stream, klt)):
                     continue
@@ -220,9 +232,13 @@ class Search:
                 items.append(Item(name, cost, anchor.kl * loss / own))
         return items
 
-    def klt(self, codes: int) -> str:
-        """The name of klt with this many codes of a stream."""
-        return klt_name(self.options.candidates[0], codes, self._numbers)
+    def klt(self, stream: Stream, rate: int) -> str:
+        """The name of klt with this rate of a stream."""
+        return klt_name(self.options.candidates[0], self._cost(stream, rate), self._numbers)
+
+    def _cost(self, stream: Stream, rate: int) -> int:
+        """Bytes of a token of a stream that klt serves with this rate."""
+        return self._groups[stream[1]] * (RATE * rate + (stream[1] in self._spec.gains))
 
     def _bytes(self, bits: float) -> int:
         return int(bits * self._numbers * len(self.streams) / 8)

@@ -14,7 +14,7 @@ from kvq_cli.methods.registry import build, has_option, method_class, parse
 #: Candidates of each stream. `temporalkv` chooses between its chunks and channelkv's by itself. KIVI's keys are those
 #: before RoPE, of which errors are measured.
 CANDIDATES = (
-    "klt:join_keys=on",
+    "klt",
     *(f"temporalkv-{bits}bit" for bits in (1, 2, 4)),
     *(f"kvquant-{bits}bit" for bits in (2, 3, 4)),
     *(f"kivi-{bits}bit:pre_rope=on" for bits in (2, 3, 4)),
@@ -29,7 +29,7 @@ class TuneOptions:
     budget:     packed bits per number (codes, scales and outliers of packed tokens, as `kvq bits` counts them); where
                 the objective is "memory", the bits to begin with.
     kl:         KL divergence in nats per token, for "memory".
-    candidates: methods that may serve a stream, named as for `--compare`; the first is klt, of any number of codes.
+    candidates: methods that may serve a stream, named as for `--compare`; the first is klt, of any rate.
     text:       texts on whose evaluation split KL is measured.
     windows, seqlen: windows of each text, and their tokens; the second half of a window is scored.
     rounds:     choices from measured sensitivities, at most.
@@ -64,7 +64,7 @@ class TuneOptions:
             if text != self.candidates[0] and has_option(name, "bits") and "bits" not in options:
                 raise UsageError(f"--candidates {text}: only the first has any bits: give its own, such as {name}-4bit")
         if not self.candidates or parse(self.candidates[0])[0] != "klt" or "bits" in parse(self.candidates[0])[1]:
-            raise UsageError("--candidates: the first must be klt without bits, such as klt:join_keys=on")
+            raise UsageError("--candidates: the first must be klt without bits, such as klt")
 
     def to_dict(self) -> dict[str, Any]:
         """What results depend on, as plain JSON values."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -12,13 +12,19 @@ from kvq_cli.calibration import estimate
 from kvq_cli.calibration.kinds.base import Progress
 from kvq_cli.calibration.kinds.mixed import MixedPlan
 from kvq_cli.calibration.parallel import run_parallel
-from kvq_cli.calibration.streams import calibrate_part, read_captured, stored_transform, streams_of
+from kvq_cli.calibration.streams import (
+    calibrate_part,
+    read_captured,
+    stored_transform,
+    streams_of,
+    transform_settings,
+)
 from kvq_cli.calibration.transforms import held_out_errors
 from kvq_cli.calibration.work_folder import WorkFolder
 from kvq_cli.codecs.base import Codec
 from kvq_cli.methods.base import Method
 from kvq_cli.methods.mixed import Mixed
-from kvq_cli.methods.registry import build, parse, to_config
+from kvq_cli.methods.registry import to_config
 from kvq_cli.methods.specs import TransformSpec
 from kvq_cli.tuning.measure import Meter
 from kvq_cli.tuning.menus import Floats, Stream, klt_losses
@@ -42,16 +48,14 @@ class Steps:
         self._work, self._captures, self._meter = work, captures, meter
         self._measured: dict[str, Any] = work.read_json("measured") or {}
 
-    def expected_losses(self, klt: str) -> dict[Stream, Floats]:
-        """Fit the transforms of klt; returns each stream's expected loss for every number of codes."""
-        name, options = parse(klt)
-        spec = cast("TransformSpec", build(name, **options).calibration(self.shape))  # the first candidate is klt
+    def expected_losses(self, spec: TransformSpec) -> dict[Stream, Floats]:
+        """Fit the transforms of klt; returns each stream's expected loss at each rate, see `klt_losses`."""
         losses = {}
 
         def fit(stream: Stream) -> None:
-            groups = spec.groups(stream[1], self.shape)[0]
-            fitted = stored_transform(self.plan, self._work, self._captures, stream, groups, spec.metric)
-            losses[stream] = klt_losses([row.cpu().numpy() for row in fitted.variances])
+            settings = transform_settings(self.plan, spec, stream[1])
+            fitted = stored_transform(self.plan, self._work, self._captures, stream, settings)
+            losses[stream] = klt_losses(fitted.losses.cpu().numpy())
 
         self._run("transform", fit, self.streams)
         return losses

@@ -27,8 +27,8 @@ METHODS = {
     "channelkv": build("channelkv", bits=4),
     "channelkv with opq": build("channelkv", bits=4, rotation="opq"),
     "kvquant": build("kvquant", bits=2),
-    "klt": build("klt", bits=4),
-    "klt joined": build("klt", bits=2, join_keys=True),
+    "klt": build("klt", bits=6),
+    "klt joined": build("klt", bits=4, join_keys=True, join_values=True),
     "mixed": build("mixed", bits=9, keys="klt-4bit temporalkv-4bit", values="fp16 kvquant-2bit"),
     "xquant": build("xquant"),
     "xquant-cl": build("xquant-cl", base_layers=1),
@@ -124,12 +124,15 @@ def test_statistics_out_of_range_are_refused(parts_of, refused, method):
 @pytest.mark.parametrize(
     ("name", "change", "says"),
     [
-        ("allocation", lambda t: t + 8, "allocation must give out from 1 to 8 components"),
-        ("allocation", lambda t: t.flip(0) * 0, "allocation must give out from 1 to 8 components"),
-        ("allocation", lambda t: t - 1, "allocation must give out"),
-        ("allocation", lambda t: torch.stack([t[0], t[1] - t[1]]), "allocation must give out"),
-        ("analysis", lambda t: 1.5 * t, "k.synthesis does not undo .*k.analysis"),
-        ("synthesis", lambda t: t.flip(0), "k.synthesis does not undo"),
+        ("widths", lambda t: t + 8, "widths must be bits of 1 to 1 fields"),
+        ("widths", lambda t: t * 0, "widths must be bits of 1 to 1 fields"),
+        ("widths", lambda t: torch.cat([t, t]), "widths must be bits"),
+        ("widths", lambda t: t[:0], "widths must be bits"),
+        ("widths", lambda t: t.view(1, 1), "widths must be bits"),
+        ("widths", lambda t: t.float(), "widths .*float32 instead of .*uint8"),
+        ("widths", lambda t: t - 1, "k.center has numbers that are not between the codes"),
+        ("center", lambda t: -t, "k.center has numbers that are not between the codes"),
+        ("deviation", lambda t: -t, "k.deviation has negative numbers"),
         ("synthesis", lambda t: t[:, :, :4], r"is \[2, 8, 4\]"),
         ("std", lambda t: -t, "k.std has negative numbers"),
     ],
@@ -151,11 +154,22 @@ def test_rotations_that_are_none_are_refused(parts_of, refused, name, change, sa
     refused(config, {**tensors, FIRST + name: change(tensors[FIRST + name]).contiguous()}, says)
 
 
-def test_more_codes_than_the_bits_allow_are_refused(parts_of, refused):
-    """Valid layer by layer: every layer has the codes of 4 bits, and the method says 3."""
+def test_more_bytes_than_the_bits_allow_are_refused(parts_of, refused):
+    """Valid layer by layer: each token and head has 5 bytes, and the method says 4.75 bits."""
     config, tensors = parts_of("klt")
-    config["method"]["bits"] = 3.0
-    refused(config, tensors, "the layers have 32 codes, above the 24 of the method")
+    config["method"]["bits"] = 4.75
+    refused(config, tensors, "the layers have 40 bytes for a token, above the 38 of the method")
+
+
+@pytest.mark.parametrize(("method", "command"), [("klt", "kvq calibrate --method klt"), ("mixed", "kvq tune --budget")])
+def test_artifacts_with_codebooks_of_klt_are_refused(parts_of, tmp_path, method, command):
+    """Format 1; other methods' artifacts of that format are read."""
+    for name in (method, "kvquant"):
+        folder = save_artifact(tmp_path / name, *parts_of(name), "card").path
+        signed(folder, {**json.loads((folder / "config.json").read_text()), "format": 1})
+    assert load_artifact(folder).config["format"] == 1
+    with pytest.raises(KvqError, match=rf"codebooks of klt \(format 1\).*`{command} .*--model mine --out .* --force`"):
+        load_artifact(tmp_path / method)
 
 
 def test_statistics_that_thresholds_determine_are_compared(parts_of, refused):

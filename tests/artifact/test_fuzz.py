@@ -54,8 +54,8 @@ METHODS = {
         build("channelkv", bits=4, sinks=2, rotation="opq"),
     ],
     "transforms": [
-        build("klt", bits=4, sinks=2),
-        build("klt", bits=3, sinks=2, join_keys=True, join_values=False),
+        build("klt", bits=6, sinks=2),
+        build("klt", bits=6, sinks=2, join_keys=True),
     ],
     "mixed": [build("mixed", bits=9, keys="klt-4bit temporalkv-4bit", values="fp16 kvquant-2bit", sinks=2)],
     "factors": [build("xquant", bits=4, group=16), build("xquant-cl", bits=4, group=16, base_layers=1), build("palu")],
@@ -87,10 +87,10 @@ def layer_moved(mutant: Mutant) -> None:
 
 
 def statistic_out_of_range(mutant: Mutant) -> None:
-    name = mutant.name("std", "lower", "upper", "choice", "allocation")
+    name = mutant.name("std", "lower", "upper", "choice", "widths", "deviation")
     kind, tensor = name.split(".")[3], mutant.tensors[name].clone()
-    out_of_range = {"std": -0.5, "lower": 1e9, "upper": -1e9}
-    out_of_range |= {"choice": mutant.draw.choice([-1, 2, 100]), "allocation": mutant.draw.choice([-1, 3, 9, 1000])}
+    out_of_range = {"std": -0.5, "deviation": -0.5, "lower": 1e9, "upper": -1e9}
+    out_of_range |= {"choice": mutant.draw.choice([-1, 2, 100]), "widths": mutant.draw.choice([0, 9, 100])}
     number = out_of_range.get(kind)
     tensor.view(-1)[mutant.draw.randrange(tensor.numel())] = float("nan") if number is None else number
     mutant.tensors[name] = tensor

@@ -65,9 +65,22 @@ def test_gradients_of_float16_are_multiplied_in_bfloat16_where_the_cpu_has_its_i
         assert 2e-4 < (one.float() - other.float()).norm() / one.float().norm() < 5e-3
 
 
-def test_what_is_not_implemented_is_refused():
-    with pytest.raises(ValueError, match="softcap"):
-        blocked_attention.attention(torch.nn.Module(), *inputs(3, torch.float32), softcap=30.0)
+def test_sinks_take_weight():
+    """A score of each query head that no token has."""
+    tensors, sinks = inputs(140, torch.float64), torch.linspace(-1, 3, 6, dtype=torch.float64)
+    weights = torch.randn(tensors[0].shape, dtype=torch.float64)
+
+    def blocked_with_sinks(q, k, v):
+        return blocked_attention.attention(torch.nn.Module(), q, k, v, s_aux=sinks)[0].transpose(1, 2)
+
+    def plain_with_sinks(q, k, v):
+        k, v = (x.repeat_interleave(3, dim=1) for x in (k, v))
+        scores = (q @ k.mT / 4).masked_fill(torch.ones(140, 140).triu(1).bool(), -torch.inf)
+        return torch.cat([scores, sinks.view(1, 6, 1, 1).expand(2, 6, 140, 1)], dim=3).softmax(3)[..., :-1] @ v
+
+    both = (results(function, tensors, weights) for function in (blocked_with_sinks, plain_with_sinks))
+    for found, expected in zip(*both, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_a_repeated_layer_takes_the_outputs_of_its_first_pass():

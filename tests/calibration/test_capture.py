@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from kvq_cli.attention.capture_points import attention_layers
-from kvq_cli.calibration.capture import capture, gradient_checkpointing
+from kvq_cli.calibration.capture import blocked_attention_on_cpu, capture, gradient_checkpointing
 from kvq_cli.errors import KvqError
 from kvq_cli.upcast import upcast_forward_passes
 
@@ -37,9 +37,9 @@ def model_of(family):
     return model.double(), layers
 
 
-def captured(model, layers, gradients=True):
+def captured(model, layers, gradients=True, near=0):
     found = {}
-    capture(model, layers, TOKENS, lambda *a: found.__setitem__(a[:3], a[3].clone()), gradients=gradients)
+    capture(model, layers, TOKENS, lambda *a: found.__setitem__(a[:3], a[3].clone()), gradients=gradients, near=near)
     return found
 
 
@@ -64,6 +64,66 @@ def modify(point, change):
 
 def points_of(layers):
     return [((layer.index, kind), point) for layer in layers for kind, point in (("k", layer.key), ("v", layer.value))]
+
+
+def reading_later(layers, near, added):
+    """An attention function, computed plainly, in which predictions from `near` tokens behind a token on read its key
+    before RoPE and its value with the numbers of `added`, by module."""
+    rotations = {layer.module: layer.rotation for layer in layers}
+
+    def attention(module, query, key, value, attention_mask, scaling=None, **options):
+        groups, scale = query.shape[1] // key.shape[1], scaling or query.shape[-1] ** -0.5
+        more_key, more_value = added[module]
+        packed_key = key + rotations[module].at(more_key.float(), 0).double()
+        keys, packed_keys, values, packed_values = (
+            x.repeat_interleave(groups, 1) for x in (key, packed_key, value, value + more_value)
+        )
+        distance = torch.arange(len(TOKENS))[:, None] - torch.arange(len(TOKENS))
+        far = distance >= near
+        scores = torch.where(far, query @ packed_keys.mT, query @ keys.mT) * scale
+        if (cap := options.get("softcap")) is not None:
+            scores = cap * (scores / cap).tanh()
+        window = options.get("sliding_window") or len(TOKENS)
+        weights = scores.masked_fill((distance < 0) | (distance >= window), -torch.inf).softmax(-1)
+        out = (weights * far) @ packed_values + (weights * ~far) @ values
+        return out.transpose(1, 2), None
+
+    return attention
+
+
+PACKED = {
+    "Llama": {"head_dim": 8},
+    "Cohere": {},
+    "Gemma2": {"head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
+    "Gemma3Text": {"head_dim": 8, "sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+@pytest.mark.parametrize("family", PACKED)
+@pytest.mark.parametrize("near", [1, 4])
+def test_gradients_of_packed_tokens_are_those_of_later_reads(family, near):
+    sizes = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0}
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(**sizes | PACKED[family])
+    model = getattr(transformers, f"{family.removesuffix('Text')}ForCausalLM")(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.normal_(std=1.5 * parameter.shape[-1] ** -0.5)
+    layers = attention_layers(model)
+    model.double()
+    with blocked_attention_on_cpu(model, layers, always=True), gradient_checkpointing(model, 1):
+        found = captured(model, layers, near=near)
+    zeros = torch.zeros(1, 2, len(TOKENS), 8, dtype=torch.float64)
+    added = {layer.module: [zeros.clone().requires_grad_() for _ in "kv"] for layer in layers}
+    transformers.AttentionInterface.register("reading_later", reading_later(layers, near, added))
+    model.set_attn_implementation("reading_later")
+    loss(model).backward()
+    for layer in layers:
+        for kind, more in zip("kv", added[layer.module], strict=True):
+            gradient, expected = found[layer.index, kind, "g"], more.grad[0].transpose(0, 1)
+            assert expected.abs().max() > 1e-3 and not gradient[len(TOKENS) - near :].any()
+            assert torch.allclose(gradient, expected, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -8,11 +8,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from kvq_cli.codecs.chunk_codebooks import CHUNKS
 
 from kvq_cli.calibration.allocation import EXCESS, allocate, chunk_losses
 from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
 from kvq_cli.calibration.transforms import SHRINKAGE, calibrate_transform, fit_transform
-from kvq_cli.codecs.chunk_codebooks import CHUNKS
 from kvq_cli.codecs.transform import TransformCodec
 
 HEADS, DIM = 2, 8

@@ -42,10 +42,9 @@ def per_head():
     )
 
 
-def transform(allocation):
-    width = HEADS * HEAD_DIM // len(allocation)
-    tensors = random_transform(allocation, width, torch.float32, torch.Generator().manual_seed(0))
-    return TransformCodec(HEADS, tensors)
+def transform(widths, groups, values, gain=True):
+    noise = torch.Generator().manual_seed(0)
+    return TransformCodec(HEADS, random_transform(widths, groups, HEADS * HEAD_DIM // groups, noise, gain), values)
 
 
 def matrix_rotation():
@@ -83,8 +82,10 @@ CODECS = {
     "subspace": fitted(SubspaceCodec(2, 16, HEAD_DIM, rank=5, strength=0.1, block=24)),
     "codebook of 16": codebook((1, 1), entries=16),
     "codes of 16 bits": large(),
-    "transform per head": transform([[2, 1, 2, 0]] * HEADS),
-    "transform of all heads": transform([[0, 2, 3, 1]]),
+    "transform per head": transform((5, 4, 3, 2, 1, 1), HEADS, values=False),
+    "transform per head of values": transform((7, 6, 6, 2, 1), HEADS, values=True),
+    "transform without a gain": transform((8, 3), HEADS, values=True, gain=False),
+    "transform of all heads": transform((8, 7, 6, 5, 4, 3, 2, 2, 1), 1, values=False),
     "one codebook for all heads": one_for_all(8),
     "per token": PerTokenCodec(one_for_all(4), HEADS, HEAD_DIM, 0, torch.float32),
     "per token with outliers": PerTokenCodec(one_for_all(8), HEADS, HEAD_DIM, 0.02, torch.bfloat16),

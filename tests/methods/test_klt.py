@@ -2,39 +2,77 @@
 
 import pytest
 import torch
+from kvq_kernels.fields import fits
 
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.registry import build, parse
+from kvq_cli.methods.specs import Profile, even_profile
 from kvq_cli.methods.window import Window
 from kvq_cli.paths import artifact_folder
 
 
 @pytest.mark.parametrize("bits", [1, 1.5, 2, 2.5, 3, 4])
-@pytest.mark.parametrize("join_keys", [True, False])
-def test_sources_windows_and_cost(bits, join_keys, shape, tensors_for):
-    method = build("klt", bits=bits, join_keys=join_keys, recent=16)
-    plan = method.plan(0, shape, tensors_for(method.calibration(shape), shape, []))
+@pytest.mark.parametrize("joined", [True, False])
+def test_sources_windows_and_cost(bits, joined, shape, tensors_for):
+    method = build("klt", bits=bits, join_keys=joined, join_values=joined, recent=16)
+    spec = method.calibration(shape)
+    plan = method.plan(0, shape, tensors_for(spec, shape, []))
     assert (plan.keys.source, plan.values.source) == ("pre_rope", "value")
-    assert plan.keys.window == plan.values.window == Window(8, 16, 8)
-    assert (plan.keys.codec.joined, plan.values.codec.joined) == (join_keys, True)
-    x = torch.randn(2, shape.kv_heads, 24, shape.head_dim)
-    for stream in (plan.keys, plan.values):
+    assert plan.keys.window == plan.values.window == Window(8, 16, 16)
+    assert plan.keys.codec.joined == plan.values.codec.joined == joined
+    x = torch.randn(2, shape.kv_heads, 32, shape.head_dim)
+    for kind, stream in (("k", plan.keys), ("v", plan.values)):
         packed = stream.codec.encode(x)
-        assert 8 * packed.nbytes / x.numel() == stream.codec.nominal_bits == bits
-        assert packed.parts["codes"].tensor.dtype == torch.uint8
+        assert 8 * packed.nbytes / x.numel() == stream.codec.nominal_bits <= bits
+        assert packed.nbytes == 2 * 32 * spec.groups(kind, shape)[0] * spec.first_choice(kind, shape).nbytes
+        assert stream.codec.encode(x[..., :16, :]).parts["gain"].tensor.shape[1] == spec.groups(kind, shape)[0]
     assert method.nominal_bits == bits
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128])
 @pytest.mark.parametrize("bits", [1, 1.5, 2, 2.5, 3, 4])
-def test_even_allocations_stay_within_the_budget_and_waste_less_than_a_code_per_group(bits, head_dim, shape_of):
+def test_even_widths_stay_within_the_budget_and_waste_less_than_a_byte_a_lane_per_group(bits, head_dim, shape_of):
+    """Of all layers together, for each of keys and values."""
     shape = shape_of(3, 2, head_dim)
-    spec = build("klt", bits=bits).calibration(shape)
-    rows = [row for kind in "kv" for row in spec.first_choice(kind, shape)] * shape.layers
-    assert spec.code_budget(shape) - len(rows) < sum(map(sum, rows)) <= spec.code_budget(shape)
-    widths = [spec.groups(kind, shape)[1] for kind in "kv" for _ in spec.first_choice(kind, shape)] * shape.layers
-    for row, width in zip(rows, widths, strict=True):
-        assert sum(size * chunks for size, chunks in zip((1, 2, 4, 8), row, strict=True)) == width
+    spec = build("klt", bits=bits, join_values=True).calibration(shape)
+    used = {"k": 0, "v": 0}
+    for layer in range(shape.layers):
+        for kind, profile in spec.first_choices(shape, layer).items():
+            assert fits(profile.widths) and profile.components <= spec.groups(kind, shape)[1]
+            used[kind] += spec.groups(kind, shape)[0] * profile.nbytes
+    for kind, nbytes in used.items():
+        assert spec.byte_budget(shape) / 2 - 4 * spec.groups(kind, shape)[0] < nbytes <= spec.byte_budget(shape) / 2
+    assert spec.byte_budget(shape) == int(bits * 3 * 2 * 2 * head_dim / 8)
+
+
+def test_bytes_of_profiles():
+    assert Profile((4, 4, 3, 3, 3, 2, 2, 2, 2, 2, 2, 1), gain=True).nbytes == 33
+    assert Profile((1,), gain=False).nbytes == 4
+    assert even_profile(4, 64, gain=True) == Profile((2,) * 8, True)
+    for width in (8, 40, 96, 192):
+        for lane_bytes in range(1, width // 4 + 1):
+            profile = even_profile(lane_bytes, width, gain=False)
+            assert fits(profile.widths) and profile.nbytes == 4 * lane_bytes and profile.components <= width
+        assert even_profile(width, width, gain=False).widths == (8,) * (width // 8)
+
+
+def test_heads_and_bits_that_are_too_small_are_refused(shape_of):
+    build("klt", bits=5).calibration(shape_of(2, 2, 8)).check(shape_of(2, 2, 8))
+    with pytest.raises(
+        UsageError, match=r"bits=2 are 8 bytes .* need 20: set bits=5 or more, or have fewer"
+    ):
+        build("klt", bits=2).calibration(shape_of(1, 2, 8)).check(shape_of(1, 2, 8))
+    build("klt", bits=2.5, join_keys=True, join_values=True).calibration(shape_of(1, 2, 8)).check(shape_of(1, 2, 8))
+    with pytest.raises(UsageError, match="head_dim=4 is below 8"):
+        build("klt", bits=8).calibration(shape_of(2, 2, 4)).check(shape_of(2, 2, 4))
+
+
+def test_tokens_are_packed_in_multiples_of_16(shape, tensors_for):
+    with pytest.raises(UsageError, match="klt: buffer=8 must be at least 16"):
+        build("klt", buffer=8)
+    method = build("klt", buffer=24)
+    with pytest.raises(UsageError, match="packing 24 tokens at a time cuts the codec's blocks of 16"):
+        method.plan(0, shape, tensors_for(method.calibration(shape), shape, []))
 
 
 def test_fractions_of_bits_are_parsed_and_name_folders():

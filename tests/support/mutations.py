@@ -15,7 +15,7 @@ from torch import Tensor
 
 #: Words and scalars of an artifact, so that changes come close to valid contents.
 WORDS = ["layers", "k", "v", "x", "0", "1", "2", "00", "-1", "centroids", "temporal", "channel", "scalar", "choice"]
-WORDS += ["allocation", "analysis", "synthesis", "join_keys", "klt", "1.5"]
+WORDS += ["widths", "analysis", "synthesis", "join_keys", "klt", "1.5"]
 WORDS += ["mean", "std", "lower", "upper", "down", "up", "bits", "sinks", "share", "hybrid", "head", "layer", "off"]
 WORDS += ["thesis", "all", "kvquant", "xquant", "xquant-cl", "palu", "token", "float32", "float16", "llama"]
 SCALARS = [None, True, False, 0, 1, 2, 3, 4, 8, 16, 64, -1, 2**31, 2**63, 10**30, 0.0, 0.5, 1.0, -0.5, 1e300]

@@ -77,7 +77,7 @@ def _tuning(method: Mixed) -> dict[str, Any]:
         "chosen": 1,
         "tried": [tried, chosen],
         "predicted": [{"bits": 2.0, "kl": 0.06}],
-        "alone": [[{"codes": 3, "kl": 0.01}]],
+        "alone": [[{"rate": 3, "kl": 0.01}]],
     }
 
 
@@ -134,8 +134,8 @@ def _errors(spec: Spec, shape: ModelShape, layer: int, tensors: Mapping[str, Ten
         if isinstance(one, Uncalibrated):
             errors[kind] = {"chosen": {**entry, "loss": 0.25}}
         elif isinstance(one, TransformSpec):
-            codes = int(tensors[f"layers.{layer}.{kind}.allocation"].sum())
-            errors[kind] = {"codes": codes, "chosen": {**entry, "loss": 0.25}}
+            nbytes = one.groups(kind, shape)[0] * one.first_choice(kind, shape).nbytes
+            errors[kind] = {"bytes": nbytes, "effective_tokens": 9.5, "chosen": {**entry, "loss": 0.25}}
         else:
             stream = one.stream(kind)
             errors[kind] = {

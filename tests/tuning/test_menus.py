@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 
-from kvq_cli.calibration.allocation import Layouts
 from kvq_cli.errors import UsageError
 from kvq_cli.tuning.menus import Anchor, Item, choose, klt_losses, klt_name, scaled
 
@@ -36,14 +35,14 @@ def test_the_choice_is_the_best_of_all_within_the_budget(budget):
     assert sum(item.loss for item in chosen.values()) == pytest.approx(least)
 
 
-def test_losses_of_several_groups_are_the_least_over_all_splits():
-    rows = [np.sort(DRAW.random(6))[::-1], np.sort(DRAW.random(4))[::-1]]
-    first, second = (Layouts(row).losses for row in rows)
-    losses = klt_losses(rows)
-    assert len(losses) == 11 and np.isinf(losses[:2]).all()  # one code per group at least
-    for codes in range(2, 11):
-        splits = [first[n] + second[codes - n] for n in range(1, 7) if 1 <= codes - n <= 4]
-        assert losses[codes] == pytest.approx(min(splits))
+def test_losses_of_a_stream_are_those_of_the_best_widths_of_each_rate():
+    """A rate of R has 4 R bits of width; two fields of at most 8 bits, descending."""
+    by_bits = np.sort(DRAW.random((2, 9)), axis=1)[:, ::-1]
+    losses = klt_losses(by_bits)
+    assert len(losses) == 5 and np.isinf(losses[0])
+    for rate in range(1, 5):
+        widths = [(a, b) for a in range(9) for b in range(a + 1) if a + b <= 4 * rate]
+        assert losses[rate] == pytest.approx(min(by_bits[0, a] + by_bits[1, b] for a, b in widths))
 
 
 def test_scaled_losses_meet_their_anchors_and_never_rise():

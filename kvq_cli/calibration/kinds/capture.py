@@ -107,7 +107,7 @@ class CapturePlan(CalibrationPlan):
     def capture_request(self) -> dict[str, Any]:
         """Everything the captured activations depend on: plans with equal requests can share them."""
         size, settings = self.capture, self.settings_dict()
-        tokens: dict[str, Any] = {"skip": size.skip, "tokens": size.tokens}
+        tokens: dict[str, Any] = {"skip": size.skip, "tokens": size.tokens, "near": self.spec.near}
         if size.units < size.possible:  # drawn at random in units
             tokens["unit"] = size.unit
         text = {key: settings[key] for key in ("dataset", "samples", "seqlen", "gradients", "seed")} | self.text_tokens
