@@ -6,7 +6,7 @@ c are codes of 1 to 8 bits, g is a gain per token and group of kv heads. Keys ar
 stored; values are transformed once, as sums: sum p g S (c - center) = S (sum p g c - center sum p g). Sinks and recent
 tokens are exact; all are one pass:
 
-    transform = Transform.of_keys(widths, synthesis, mean, center, dim, rope)
+    transform = Transform.of_keys(widths, synthesis, mean, center, dim, ("half", dim))
     keys = Transformed(codes, gain, transform, Side(Dense(ring), count, sinks, ring))
     out = transform_attention(query[:, :, 0], keys, values, lengths, scaling, rope=rope)[:, :, None]
 

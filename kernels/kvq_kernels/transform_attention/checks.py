@@ -38,7 +38,7 @@ def check_arguments(
     windows = [(side.sinks, side.room) for side in (keys, values)]
     if windows[0] != windows[1]:
         raise ValueError(f"keys have (sinks, room) = {windows[0]}, values {windows[1]}")
-    rotation = ("none", 0) if rope is None else (rope.style, 2 * rope.frequencies.numel())
+    rotation = None if rope is None else (rope.style, 2 * rope.frequencies.numel())
     if keys.transform.operands is not None and keys.transform.operands.rotation != rotation:
         made = keys.transform.operands.rotation
         raise ValueError(f"the keys' transform was made for the rotation {made}, not {rotation}: see Transform.of_keys")

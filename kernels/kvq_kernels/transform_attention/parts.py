@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvq_kernels import fields
-from kvq_kernels.decode_attention.parts import Rope, Side
+from kvq_kernels.decode_attention.parts import Side
 from kvq_kernels.transform_attention.codes import operand_components
 
 #: Factors on float16 operands: a code is the number code * 2^(offset - 24), and S' of float16 at most 2^15.
@@ -30,7 +30,7 @@ class Operands:
     synthesis: Tensor
     mean: Tensor
     unit: Tensor | None = None
-    rotation: tuple[str, int] = ("none", 0)
+    rotation: tuple[str, int] | None = None
 
 
 @cache
@@ -56,15 +56,20 @@ class Transform:
 
     @classmethod
     def of_keys(
-        cls, widths: tuple[int, ...], synthesis: Tensor, mean: Tensor, center: Tensor, dim: int, rope: Rope | None
+        cls,
+        widths: tuple[int, ...],
+        synthesis: Tensor,
+        mean: Tensor,
+        center: Tensor,
+        dim: int,
+        rotation: tuple[str, int] | None,
     ) -> Transform:
-        """The transform of keys that are rotated by `rope`."""
+        """The transform of keys that RoPE rotates, in a style, so many channels of `dim`; None: no RoPE."""
         plain = cls(widths, synthesis, mean, center)
         if not plain._per_head(dim):
             return plain
         largest = torch.maximum(synthesis.abs().amax(2), mean.abs() / CODE)
-        rotation = ("none", 0) if rope is None else (rope.style, 2 * rope.frequencies.numel())
-        unit = torch.exp2(_of_pairs(largest, *rotation).clamp_min(1e-20).log2().ceil()) * (CODE / OPERAND)
+        unit = torch.exp2((largest if rotation is None else _of_pairs(largest, *rotation)).clamp_min(1e-20).log2().ceil()) * (CODE / OPERAND)
         factors = plain._factors()
         scaled = ((synthesis / unit[:, :, None]).mT * factors[:, None]).half()
         # Of the rounded S', so that errors are of codes minus center.
@@ -107,7 +112,7 @@ def _of_pairs(x: Tensor, style: str, width: int) -> Tensor:
     rotated, rest = x[:, :width], x[:, width:]
     if style == "half":
         rotated = rotated.unflatten(1, (2, width // 2)).amax(1).repeat(1, 2)
-    elif style == "interleaved":
+    else:
         rotated = rotated.unflatten(1, (width // 2, 2)).amax(2).repeat_interleave(2, dim=1)
     return torch.cat([rotated, rest], dim=1)
 

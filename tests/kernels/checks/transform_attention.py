@@ -65,7 +65,8 @@ class Case:
             center = (2.0**bits - 1) / 2 + 0.1 * random(groups, len(bits))
             synthesis = random(groups, width, len(bits)) * 2.0**-bits / max(1, len(bits)) ** 0.5 * 3
             numbers = tuple(widths), synthesis, mean * random(groups, width), center
-            make = (Transform.of_keys, (dim, self.rope)) if keys else (Transform.of_values, (dim,))
+            rotation = None if rope is None else (rope, rotated or dim)
+            make = (Transform.of_keys, (dim, rotation)) if keys else (Transform.of_values, (dim,))
             gain = torch.randint(100, 150, (rows, groups, room), generator=g).byte() if gains else None
             sinks_tensor = random(rows, heads, sinks, dim).to(dtype) if sinks else None
             ring = random(rows, heads, ring_size, dim).to(dtype)
