@@ -162,7 +162,9 @@ class Components:
             gain = _gains(x, transform.mean, transform.analysis, transform.variances, kept).unsqueeze(2)
         self.y = z / gain
         synthesis = (transform.synthesis * self.scale.unsqueeze(2)).float()
-        weights = ((g / self.unit) @ synthesis).square_() if settings.fisher else torch.ones_like(z)
+        weights = (self.scale / self.unit).square().float().unsqueeze(2).expand_as(z).clone()
+        if settings.fisher:
+            weights = ((g / self.unit) @ synthesis).square_()
         mean = weights.mean(1, keepdim=True)
         weights += settings.damping * mean
         self.weights = weights.mul_(gain.square() / (1 + settings.damping))
