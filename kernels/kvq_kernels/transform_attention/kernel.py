@@ -148,7 +148,9 @@ def attend_packed(
             qk = tl.dot(r2, queries[2 * j + 1].to(tl.float16), qk)
         queries = turned(queries, steps, STYLE)
         qk = tl.reshape(qk * query_scale[None, :], [B, 16, M])
-        seen = (token + (tile * N - oldest)).to(tl.uint32, bitcast=True) < tl.maximum(count - oldest, 0).to(tl.uint32, bitcast=True)
+        seen = (token + (tile * N - oldest)).to(tl.uint32, bitcast=True) < tl.maximum(count - oldest, 0).to(
+            tl.uint32, bitcast=True
+        )
         qk = tl.where(seen, qk, float("-inf"))
         m_ij = tl.maximum(m_i, tl.max(qk, axis=1))
         m_finite = tl.where(m_ij == float("-inf"), 0.0, m_ij)  # a warp may have no token that is seen
