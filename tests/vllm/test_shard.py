@@ -7,6 +7,7 @@ from tiers import fast
 
 from kvq_cli.benchmarking.capacity import serving_layout
 from kvq_cli.benchmarking.synthetic import artifact_tensors
+from kvq_cli.codecs.transform import TransformCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.methods.registry import build, build_parsed
@@ -72,7 +73,13 @@ def test_ranks_decode_the_numbers_of_all_heads(model, text, ranks):
                 packed, own = kept.codec.encode(x), cut.codec.encode(x[:, heads])
                 cut.codec.check(own)
                 expected = kept.codec.decode(packed, torch.float32)[:, heads]
-                assert torch.equal(cut.codec.decode(own, torch.float32), expected)
+                decoded = cut.codec.decode(own, torch.float32)
+                if isinstance(cut.codec, TransformCodec):  # products of other shapes round differently
+                    for name, part in own.parts.items():
+                        assert torch.equal(part.tensor, packed.parts[name].tensor[:, heads])
+                    torch.testing.assert_close(decoded, expected, rtol=1e-5, atol=1e-5)
+                else:
+                    assert torch.equal(decoded, expected)
                 assert own.nbytes < packed.nbytes
 
 
