@@ -90,7 +90,7 @@ class RematerializeBackend(SpanBackend):
     """The backend of layers that cache their input; see `Backend`."""
 
     def __init__(self, engine: TritonBackend, layers: Sequence[AttentionLayer]) -> None:
-        super().__init__(engine, rematerialize)
+        super().__init__(engine)
         self._projections: dict[int, tuple[Projection, Projection, Norm | None]] = {}
         for layer in layers:
             keys, values = projections(layer)
@@ -109,7 +109,9 @@ class RematerializeBackend(SpanBackend):
         key_projection, value_projection, norm = self._projections[layer.index]
         keys = _latents(layer.streams[0], key_projection, layer.plan.keys.up, packed, norm)
         values = _latents(layer.streams[-1], value_projection, layer.plan.values.up, packed)
-        options = {"rope": rope, "window": layer.sliding_window, "workspace": self._workspace(q, values)}
+        shape = (*q.shape, values.rank, rematerialize.plan_splits(q, values))
+        workspace = self._workspace(shape, lambda: rematerialize.new_workspace(q, values))
+        options = {"rope": rope, "window": layer.sliding_window, "workspace": workspace}
         out = rematerialize.rematerialize(q, keys, values, lengths, context.scaling, **options, backend="triton")
         return out.unsqueeze(2)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 from kvq_kernels.decode_attention import Rope, Side
@@ -16,7 +17,7 @@ from kvq_cli.cache.stream import Stream
 
 
 class SpanBackend:
-    """The backend of layers whose attention `operation` computes, `kvq_kernels.rematerialize` or `transform_attention`.
+    """The backend of layers whose attention `kvq_kernels.rematerialize` or `transform_attention` computes.
 
     engine: the backend of other layers, which holds lengths and tables of cosines for all. Layers share their
     workspace; each thread has its own.
@@ -24,8 +25,8 @@ class SpanBackend:
 
     prefill_attention = staticmethod(torch_backend.prefill_attention)
 
-    def __init__(self, engine: TritonBackend, operation: Any) -> None:
-        self._engine, self._operation = engine, operation
+    def __init__(self, engine: TritonBackend) -> None:
+        self._engine = engine
         self._workspaces = _Workspaces()
 
     def _rows(self, query: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Rope | None]:
@@ -35,12 +36,11 @@ class SpanBackend:
         packed = engine.packed_lengths(forward, layer.streams[0].window, device)
         return engine.lengths(forward, device), packed, rope
 
-    def _workspace(self, query: Tensor, values: Any) -> Any:
-        """The workspace of all layers of the same shapes."""
-        shape = (*query.shape, values.rank, self._operation.plan_splits(query, values))
+    def _workspace(self, shape: tuple, make: Callable[[], Any]) -> Any:
+        """The workspace of all layers of the same shape."""
         found = self._workspaces.by_shape
         if shape not in found:
-            found[shape] = self._operation.new_workspace(query, values)
+            found[shape] = make()
         return found[shape]
 
 

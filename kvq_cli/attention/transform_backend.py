@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvq_kernels import transform_attention
+from kvq_kernels import fields
 from kvq_kernels.decode_attention import Dense
-from kvq_kernels.transform_attention import Transform, Transformed, make_steps
+from kvq_kernels.transform_attention import Transform, Transformed, new_workspace, plan_splits
+from kvq_kernels.transform_attention import transform_attention as attend
 from torch import Tensor
 
 from kvq_cli.attention.capture_points import AttentionLayer
 from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.kernel_sides import MIN_HEAD_DIM
+from kvq_cli.attention.rotary import Rotation
 from kvq_cli.attention.span_backend import SpanBackend, side_of_stream
 from kvq_cli.attention.triton_backend import TritonBackend
 from kvq_cli.cache.stream import Stream
@@ -43,11 +45,8 @@ class TransformBackend(SpanBackend):
     """The backend of layers that keep codes of a transform's components; see `Backend`."""
 
     def __init__(self, engine: TritonBackend, layers: Sequence[tuple[AttentionLayer, LayerPlan]]) -> None:
-        super().__init__(engine, transform_attention)
-        self._transforms = {
-            layer.index: tuple(_transform(stream.codec) for stream in (plan.keys, plan.values))
-            for layer, plan in layers
-        }
+        super().__init__(engine)
+        self._transforms = {layer.index: _transforms(layer.rotation, plan) for layer, plan in layers}
 
     def decode_attention(self, query: Tensor, context: ForwardContext) -> Tensor:
         """softmax(q K^T) V for one query per row, `[batch, query_heads, 1, head_dim]`; zeros for pads.
@@ -63,22 +62,33 @@ class TransformBackend(SpanBackend):
             _side(stream, transform, packed)
             for stream, transform in zip(streams, self._transforms[layer.index], strict=True)
         )
-        options = {"rope": rope, "window": layer.sliding_window, "workspace": self._workspace(q, values)}
-        attend = transform_attention.transform_attention
+        workspace = self._workspace((q.shape, plan_splits(q, keys)), lambda: new_workspace(q, keys))
+        options = {"rope": rope, "window": layer.sliding_window, "workspace": workspace}
         return attend(q, keys, values, lengths, context.scaling, **options, backend="triton").unsqueeze(2)
 
 
-def _transform(codec: object) -> Transform:
-    """The constants of a codec as the kernel takes them."""
-    assert isinstance(codec, TransformCodec)
-    tensors = codec.constants()
-    mean = tensors["mean"]
-    steps = make_steps(codec.chunks, mean.shape[1], mean.device)
-    return Transform(tensors["centroids"], tensors["synthesis"], mean.view(-1, codec.head_dim), steps)
+def _transforms(rotation: Rotation, plan: LayerPlan) -> tuple[Transform, Transform]:
+    """The constants of a layer's codecs of keys and values as the kernel takes them."""
+    keys, values = plan.keys.codec, plan.values.codec
+    assert isinstance(keys, TransformCodec) and isinstance(values, TransformCodec)
+    rotated = None if rotation.style == "none" else (rotation.style, rotation.width)
+    return (
+        Transform.of_keys(keys.widths, *_numbers(keys), keys.head_dim, rotated),
+        Transform.of_values(values.widths, *_numbers(values), values.head_dim),
+    )
+
+
+def _numbers(codec: TransformCodec) -> tuple[Tensor, Tensor, Tensor]:
+    """(synthesis, mean, center) of a codec."""
+    constants = codec.constants()
+    return codec.synthesis, constants["mean"], constants["center"]
 
 
 def _side(stream: Stream, transform: Transform, count: Tensor) -> Transformed:
     """The tensors of a stream; `count`: packed tokens of each row."""
-    packed = stream.store.whole()
-    exact = side_of_stream(stream, Dense(stream.ring), count)
-    return Transformed(None if packed is None else packed.parts["codes"].tensor, transform, exact)
+    packed, exact = stream.store.whole(), side_of_stream(stream, Dense(stream.ring), count)
+    if packed is None:
+        return Transformed((), None, transform, exact)
+    parts = fields.parts(fields.rate(transform.widths))
+    gain = packed.parts["gain"].tensor if "gain" in packed.parts else None
+    return Transformed(tuple(packed.parts[part.name].tensor for part in parts), gain, transform, exact)

@@ -48,10 +48,10 @@ class Gain:
 
 @cache
 def gains(device: torch.device) -> Tensor:
-    """All gains, float32 `[256]`."""
+    """All gains, float32 `[256]`, rounded to float16: kernels multiply by them in it."""
     _limits(device)
     numbers = [2.0 ** ((n - _ONE) / _PER_OCTAVE) for n in range(256)]
-    return torch.tensor(numbers, dtype=torch.float32, device=device)
+    return torch.tensor(numbers, dtype=torch.float16, device=device).float()
 
 
 @cache

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
+from kvq_kernels import fields
+
 from kvq_cli.codecs.base import Codec, Packed, Part
 from kvq_cli.codecs.exact_product import ExactProduct, product_layout
 from kvq_cli.codecs.field_codes import FieldCodes
@@ -43,7 +45,7 @@ class TransformCodec(Codec):
         planned = isinstance(tensors["mean"], TensorSpec)
         device = None if planned else cast("Tensor", tensors["mean"]).device
         self._fields = FieldCodes(self.widths, values, device)
-        self.block_tokens = self._fields.unit
+        self.block_tokens = fields.BLOCK  # kernels read the tokens of both streams in blocks
         nbytes = sum(part.nbytes(self.block_tokens) for part in self._part_layout().values())
         self.nominal_bits = 8 * nbytes / (self.block_tokens * groups * width)
         self._specs = {name: spec_of(tensor) for name, tensor in tensors.items()}

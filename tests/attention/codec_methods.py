@@ -36,7 +36,7 @@ class CodecMethod(Method):
         pass
 
     def plan(self, layer, shape, tensors) -> LayerPlan:
-        keys, values = (make(shape.kv_heads, shape.head_dim) for make in (self.keys, self.values))
+        keys, values = self.keys(shape.kv_heads, shape.head_dim), self.values(shape.kv_heads, shape.head_dim)
         return LayerPlan(StreamPlan(self.source, keys, self.window), StreamPlan("value", values, self.window))
 
 
@@ -60,10 +60,16 @@ def outliers(heads: int, dim: int) -> Codec:
     return OutlierCodec(codebook()(heads, dim), -edge, edge, 0.01, torch.float32)
 
 
-def transform(heads: int, dim: int) -> Codec:
-    rows, noise = [[0, 0, dim // 4, 0]] * heads, torch.Generator().manual_seed(0)
-    drawn = {name: x.to(DEVICE) for name, x in random_transform(rows, dim, torch.float32, noise).items()}
-    return TransformCodec(heads, drawn)
+def transform(values: bool, widths=None, joined=False, gain=True) -> Callable[..., Codec]:
+    """Makes codecs of a transform per head, or of all heads."""
+
+    def make(heads: int, dim: int) -> Codec:
+        noise, groups = torch.Generator().manual_seed(int(values)), 1 if joined else heads
+        width = heads * dim // groups
+        drawn = random_transform(widths or (3, 2, 2, 1)[: width // 8], groups, width, noise, gain)
+        return TransformCodec(heads, {name: x.to(DEVICE) for name, x in drawn.items()}, values)
+
+    return make
 
 
 def per_head(heads: int, dim: int) -> Codec:

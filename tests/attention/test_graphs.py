@@ -172,7 +172,7 @@ def test_generate_replays_steps_before_and_after_a_second_prompt(small):
         (codebook((1, 1), 16, 32), per_token(0.05), {"window": Window(1, 0, 32)}),
         (outliers, per_token(0.0), {"window": Window(1, 1, 32)}),
         (per_head, per_head, {}),
-        (transform, transform, {}),
+        (transform(False), transform(True), {"window": Window(1, 1, 16)}),
     ],
     ids=["temporal", "scalars", "outliers", "per_head", "transform"],
 )

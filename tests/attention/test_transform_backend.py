@@ -8,67 +8,50 @@ from pathlib import Path
 import pytest
 import torch
 from codec_methods import DEVICE, CodecMethod, codebook, transform
-from kvq_kernels.tuning import trying
-from random_transforms import random_transform
 from test_triton_backend import YARN, same
 from tiers import slow, slow_cases
 
 from kvq_cli.artifact import load_artifact
 from kvq_cli.attention.attach import attach
 from kvq_cli.attention.backend import choose_backend
-from kvq_cli.codecs.base import Codec
-from kvq_cli.codecs.transform import TransformCodec
 from kvq_cli.methods.window import Window
 from kvq_cli.models import load_model
 
 
-@pytest.fixture(autouse=True)
-def small_tiles():
-    """The interpreter computes whole tiles, however few tokens there are."""
-    with trying("transform_attention", {"tokens": 16, "words": 16, "span": 32}):
-        yield
-
-
-def joined(heads: int, dim: int) -> Codec:
-    """One transform of all heads, with chunks of all sizes and dropped components."""
-    noise = torch.Generator().manual_seed(1)
-    drawn = random_transform([[1, 3, 4, heads * dim // 8 - 4]], heads * dim, torch.float32, noise)
-    return TransformCodec(heads, {name: x.to(DEVICE) for name, x in drawn.items()})
-
-
-def uneven(heads: int, dim: int) -> Codec:
-    """A transform per head; the last head keeps a single component."""
-    noise = torch.Generator().manual_seed(2)
-    rows = [[2, 3, dim // 8, 0]] * (heads - 1) + [[1, 0, 0, 0]]
-    drawn = random_transform(rows, dim, torch.float32, noise)
-    return TransformCodec(heads, {name: x.to(DEVICE) for name, x in drawn.items()})
+def method(keys=None, values=None, window=None) -> CodecMethod:
+    """Keys and values of a transform per head, unless others are given."""
+    return CodecMethod(keys or transform(False), values or transform(True), window=window or Window(3, 5, 16))
 
 
 @pytest.mark.parametrize(
-    ("keys", "values"), [(uneven, joined), *slow_cases((joined, joined), (joined, uneven), (transform, transform))]
+    ("keys", "values"),
+    [
+        ({}, {"joined": True, "widths": (5, 4, 2, 2, 1)}),
+        *slow_cases(({"joined": True}, {}), ({"gain": False}, {"widths": (7, 3)}), ({}, {"gain": False})),
+    ],
 )
 def test_transforms_per_head_and_of_all_heads(one_layer, prompt, keys, values):
-    same(one_layer(), CodecMethod(keys, values), prompt)
+    same(one_layer(), method(transform(False, **keys), transform(True, **values)), prompt)
 
 
-@pytest.mark.parametrize("window", [Window(0, 0, 1), *slow(Window(5, 20, 8), Window(30, 0, 1))])
+@pytest.mark.parametrize("window", [Window(0, 0, 16), *slow(Window(5, 20, 16), Window(30, 0, 16))])
 def test_windows(one_layer, prompt, window):
-    same(one_layer((2, 2)), CodecMethod(uneven, joined, window=window), prompt)
+    same(one_layer((2, 2)), method(window=window), prompt)
 
 
 def test_scaled_rope(one_layer, prompt):
-    same(one_layer((2, 1), rope_parameters=YARN), CodecMethod(joined, joined), prompt)
+    same(one_layer((2, 1), rope_parameters=YARN), method(), prompt)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, *slow(torch.bfloat16)])
 def test_sixteen_bit_models(one_layer, prompt, dtype):
-    same(one_layer().to(dtype), CodecMethod(uneven, joined), prompt, 8 * torch.finfo(dtype).eps)
+    same(one_layer().to(dtype), method(), prompt, 8 * torch.finfo(dtype).eps)
 
 
 @pytest.mark.slow
 def test_sliding_windows(tiny, prompt):
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
-    same(tiny("gemma3", sliding_window=17, layer_types=kinds).to(DEVICE), CodecMethod(joined, joined), prompt)
+    same(tiny("gemma3", sliding_window=17, layer_types=kinds).to(DEVICE), method(), prompt)
 
 
 def test_decoding_from_the_first_token(one_layer):
@@ -77,7 +60,7 @@ def test_decoding_from_the_first_token(one_layer):
     ids = torch.arange(3, 15, device=DEVICE).view(2, 6)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1], [1] * 6], device=DEVICE)
     for backend in ("torch", "triton"):
-        with attach(model, CodecMethod(uneven, joined), prefill="compressed", backend=backend) as kv:
+        with attach(model, method(), prefill="compressed", backend=backend) as kv:
             cache, outs = kv.new_cache(), []
             for i in range(6):
                 outs.append(model(ids[:, i : i + 1], attention_mask=mask[:, : i + 1], past_key_values=cache).logits)
@@ -90,11 +73,11 @@ def test_layers_of_other_kinds_use_their_own_kernels(tiny, prompt):
 
     class Mixed(CodecMethod):
         def plan(self, layer, shape, tensors):
-            pairs = [(uneven, joined), (codebook(), codebook()), (transform, codebook())]
-            return CodecMethod(*pairs[layer]).plan(layer, shape, tensors)
+            pairs = [(transform(False), transform(True)), (codebook(), codebook()), (transform(False), codebook())]
+            return method(*pairs[layer]).plan(layer, shape, tensors)
 
     model = tiny("llama", head_dim=32).to(DEVICE)
-    with attach(model, Mixed(uneven, joined), backend="auto") as kv:
+    with attach(model, Mixed(codebook(), codebook()), backend="auto") as kv:
         layers = list(zip(kv.layers, kv.plans, strict=True))
     chosen = choose_backend("auto", torch.device("cuda"), layers)
     assert [chosen.by_kernels(layer) for layer in range(3)] == [True, True, False]

@@ -14,7 +14,7 @@ profiles = st.lists(st.integers(1, MAX_WIDTH), max_size=32).map(lambda widths: t
 def test_fields_are_disjoint_and_within_their_rooms(widths: tuple[int, ...]) -> None:
     if not fits(widths):
         return
-    used = set()
+    used: set[tuple[int, int, int]] = set()
     for (part, word, shift, offset), width in zip(places(widths), widths, strict=True):
         own = {(part, word, shift + offset + bit) for bit in range(width)}
         assert not own & used and offset + width <= FRACTION

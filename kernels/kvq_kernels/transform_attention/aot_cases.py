@@ -1,89 +1,107 @@
-"""Ahead-of-time cases of attention over transform codes: Llama-3.1-8B's, keys per head or joined, values joined."""
+"""Ahead-of-time cases of attention over transform codes: Llama-3.1-8B's shape at 2 bits, other head_dims and profiles,
+float16 sums."""
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from kvq_kernels.aot_cases import Launch
+from kvq_kernels import fields
+from kvq_kernels.aot_cases import Launch, stored_bytes
+from kvq_kernels.decode_attention.launch import Workspace
 from kvq_kernels.decode_attention.parts import Dense, Rope, Side
-from kvq_kernels.spans import GridLaunch
-from kvq_kernels.transform_attention.launch import (
-    Call,
-    exact_launch,
-    make_steps,
-    project_launch,
-    score_launch,
-    sum_launch,
-)
-from kvq_kernels.transform_attention.parts import Transform, Transformed, TransformWorkspace
-from kvq_kernels.transform_attention.scores import score_kernel
-from kvq_kernels.transform_attention.sums import exact_kernel, project_kernel, sum_kernel
+from kvq_kernels.transform_attention.codes import operand_components
+from kvq_kernels.transform_attention.kernel import split_kernel
+from kvq_kernels.transform_attention.launch import Config, arguments, constants
+from kvq_kernels.transform_attention.parts import Operands, Transform, Transformed
+from kvq_kernels.tuning import trying
 
-ROWS, TOKENS, HEADS, KV_HEADS, DIM, SINKS, RING = 1, 32768, 32, 8, 128, 16, 16
-SPAN, SPLITS, EXACT_SPLITS = 8192, 8, 1
-#: By the components of a chunk, the chunks of a head at 2 bits: 32 codes.
-PER_HEAD = {1: 4, 2: 8, 4: 14, 8: 6}
+ROWS, TOKENS, SINKS, RING, PROGRAMS = 1, 32768, 8, 16, 17
 META = torch.device("meta")
+#: Profiles of a head of 128 channels, 31 bits of codes a field of 8 components: 2 bits with the gain.
+MIXED = (4, 4, 3, 3, 3, 2, 2, 2, 2, 2, 2, 1, 1)
+DROPPED = (4, 4, 3, 3, 3, 2, 2, 2, 2, 2, 2, 1)
+EVEN = (2,) * 16
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=META)
 
 
-def counts(joined: bool) -> dict[int, list[int]]:
-    """By the components of a chunk, the chunks of each group of heads."""
-    return {size: [number * KV_HEADS] if joined else [number] * KV_HEADS for size, number in PER_HEAD.items()}
+def empty_side(
+    widths: tuple[int, ...], keys: bool, rows: int, heads: int, tokens: int, dim: int, dtype: torch.dtype, gain: bool
+) -> Transformed:
+    """Keys or values of the given shapes, without memory."""
+    types = {32: torch.int32, 16: torch.int16, 8: torch.uint8}
+    shape = (tokens, fields.KEY_LANES) if keys else (tokens // fields.BLOCK, 8, fields.VALUE_LANES)
+    parts = fields.parts(fields.rate(widths))
+    codes = tuple(_empty(rows, heads, *shape, part.words, dtype=types[part.bits]) for part in parts)
+    kept, f32, exact = fields.FIELD * len(widths), torch.float32, torch.float16 if keys else torch.float32
+    operands = Operands(
+        _empty(heads, operand_components(widths), dim, dtype=exact),
+        _empty(heads, dim, dtype=exact),
+        _empty(heads, dim, dtype=f32) if keys else None,
+    )
+    numbers = (heads, dim, kept), (heads, dim), (heads, kept)
+    transform = Transform(widths, *(_empty(*shape, dtype=f32) for shape in numbers), operands)
+    sinks, ring = (_empty(rows, heads, count, dim, dtype=dtype) for count in (SINKS, RING))
+    side = Side(Dense(ring), _empty(rows, dtype=torch.int32), sinks, ring)
+    return Transformed(codes, _empty(rows, heads, tokens, dtype=torch.uint8) if gain else None, transform, side)
 
 
-def _side(joined: bool, dtype: torch.dtype, gpu: str) -> Transformed:
-    chunks = counts(joined)
-    groups, components = (1 if joined else KV_HEADS), sum(size * number for size, number in PER_HEAD.items())
-    steps = make_steps(chunks, DIM * KV_HEADS // groups, META, gpu)
-    synthesis = _empty(DIM * components * KV_HEADS * (KV_HEADS if joined else 1), dtype=torch.float32)
-    mean = _empty(KV_HEADS, DIM, dtype=torch.float32)
-    transform = Transform(_empty(components * KV_HEADS, 256, dtype=dtype), synthesis, mean, steps)
-    codes = _empty(ROWS, 1, TOKENS, sum(map(sum, chunks.values())), dtype=torch.uint8)
-    sinks, ring = (_empty(ROWS, KV_HEADS, tokens, DIM, dtype=dtype) for tokens in (SINKS, RING))
-    return Transformed(codes, transform, Side(Dense(ring), _empty(ROWS, dtype=torch.int32), sinks, ring))
+@dataclass(frozen=True)
+class Shape:
+    """A model's shape and a profile of each side."""
+
+    keys: tuple[int, ...] = MIXED
+    values: tuple[int, ...] = EVEN[:-1]
+    dim: int = 128
+    kv_heads: int = 8
+    group: int = 4
+    dtype: torch.dtype = torch.float16
+    gain: bool = True
+    style: str | None = "half"
+    half_sums: bool = False
+
+    def launch(self, gpu: str) -> Launch:
+        """Launch of `split_kernel`, named `kind` "uniform": its codes are."""
+        query = _empty(ROWS, self.kv_heads * self.group, self.dim, dtype=self.dtype)
+        keys, values = (
+            empty_side(widths, side, ROWS, self.kv_heads, TOKENS, self.dim, self.dtype, self.gain)
+            for widths, side in ((self.keys, True), (self.values, False))
+        )
+        frequencies = _empty(self.dim // 2, dtype=torch.float32)
+        rope = None if self.style is None else Rope.tables(self.style, frequencies, TOKENS)  # type: ignore[arg-type]
+        config = Config.of(gpu, self.dim)
+        if self.half_sums:
+            config = replace(config, half_sums=1)
+        given = arguments(query, keys, values, _empty(ROWS, dtype=torch.int32), self.dim**-0.5, rope, None,
+                          Workspace.like(query, PROGRAMS - 1), 1)  # fmt: skip
+        numbers = 2 * config.tokens * self.dim
+        stored = [*keys.codes, *values.codes, keys.gain, values.gain]
+        bits = 8 * stored_bytes(*stored) / (2 * ROWS * self.kv_heads * TOKENS * self.dim)
+        fixed = constants(query, keys, values, rope, config, gpu)
+        return Launch(split_kernel, given, fixed, config.options(), "uniform", numbers, bits)
 
 
-def _call(gpu: str, joined: bool, dtype: torch.dtype = torch.float16) -> Call:
-    query, lengths = _empty(ROWS, HEADS, DIM, dtype=dtype), _empty(ROWS, dtype=torch.int32)
-    rope = Rope.tables("half", _empty(DIM // 2, dtype=torch.float32), TOKENS)
-    keys, values = _side(joined, dtype, gpu), _side(True, dtype, gpu)
-    return Call(query, lengths, DIM**-0.5, rope, None, gpu, keys, values)
-
-
-def calls(gpu: str) -> dict[str, Call]:
-    """name -> arguments of `transform_attention`, without memory."""
-    return {
-        "keys-per-head": _call(gpu, False),
-        "keys-joined": _call(gpu, True),
-        "keys-per-head-bf16": _call(gpu, False, torch.bfloat16),
-    }
+SHAPES = {
+    "small-pieces": Shape((8, 5, 5, 4, 3, 3), (4, 3, 3, 2, 2, 2, 2, 1, 1)),
+    "2bit": Shape(),
+    "2bit-half-sums": Shape(half_sums=True),
+    "2bit-bf16": Shape(dtype=torch.bfloat16),
+    "2bit-no-gain": Shape(EVEN, EVEN, gain=False),
+    "dropped": Shape(DROPPED, DROPPED),
+    "4bit": Shape((8, 8, 6, 6, 5, 5, 4, 4, 3, 3, 3, 3, 2, 2, 2, 1), (4,) * 16),
+    "head-dim-64": Shape((4, 3, 2, 2, 2, 1, 1), (2,) * 8, dim=64),
+    "head-dim-96": Shape((4, 4, 3, 3, 2, 2, 2, 2, 1, 1), (2,) * 12, dim=96),
+    "head-dim-256": Shape((4, 4, 4, 4, 3, 3, 3, 3, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1), (2,) * 24, 256, 1),
+    "no-rope": Shape(style=None),
+    "mha": Shape(group=1, kv_heads=32),
+}
 
 
 def launches(gpu: str) -> dict[str, Launch]:
-    """Scores and sums of packed tokens of every case; exact tokens and the projection of one."""
-    named: dict[str, Launch] = {}
-    for name, call in calls(gpu).items():
-        workspace = _workspace(call)
-        named[f"scores-{name}"] = _launch(score_kernel, score_launch(call, 0, workspace))
-        named[f"sums-{name}"] = _launch(sum_kernel, sum_launch(call, 0, workspace, 0))
-    call = calls(gpu)["keys-per-head"]
-    workspace = _workspace(call)
-    named["exact"] = _launch(exact_kernel, exact_launch(call, workspace))
-    named["project"] = _launch(project_kernel, project_launch(call, workspace, 1, call.query))
-    return named
-
-
-def _workspace(call: Call) -> TransformWorkspace:
-    return TransformWorkspace.like(call.query, call.values.rank, SPAN, SPLITS, EXACT_SPLITS)
-
-
-def _launch(kernel: Any, launch: GridLaunch) -> Launch:
-    _, arguments, constants, options = launch
-    return Launch(kernel, arguments, constants, options)
+    """`split_kernel` at all shapes."""
+    return {name: shape.launch(gpu) for name, shape in SHAPES.items()}

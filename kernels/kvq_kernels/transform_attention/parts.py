@@ -1,115 +1,159 @@
-"""Inputs of `transform_attention`: codes of a transform's components, the transform, and the workspace."""
+"""Inputs of `transform_attention`: packed codes of a transform's components, and the transform."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
+from kvq_kernels import fields
 from kvq_kernels.decode_attention.parts import Side
-from kvq_kernels.spans import Workspace
+from kvq_kernels.transform_attention.codes import operand_components
+
+#: Factors on float16 operands: a code is the number code * 2^(offset - 24), and S' of float16 at most 2^15.
+CODE, OPERAND = 2.0**24, 2.0**15
 
 
 @dataclass(frozen=True)
-class Steps:
-    """The components of all groups of kv heads, divided into steps: number i of a step is component
-    `first + i * size` of its group, whose code is number `code + i` of the token's and whose centroids are row
-    `row + i * size`.
+class Operands:
+    """A transform as the kernel multiplies by it.
 
-    groups: int32 `[G, 4]`: first step, end of the steps, offset of the group's numbers in `Transform.synthesis`,
-            components.
-    steps:  int32 `[steps, 6]`: group, code, how many (at most `words`), size, row, first.
-    components: of the group that has most. words: components of a step at most, a power of two.
+    synthesis: `[H, operand_components, D]`: S' with the factor of each field's codes, then -S center for what is 1, 0.
+               Keys: float16, in units of `unit`, -S center as two numbers; values: float32.
+    mean:      `[H, D]`, likewise.
+    unit:      of keys, float32 `[H, D]`, a power of two for each channel, the same for both channels of a pair that
+               `rotation` (style, width) rotates.
     """
 
-    groups: Tensor
-    steps: Tensor
-    components: int
-    words: int
+    synthesis: Tensor
+    mean: Tensor
+    unit: Tensor | None = None
+    rotation: tuple[str, int] | None = None
 
-    @classmethod
-    def of(cls, counts: Mapping[int, Sequence[int]], channels: int, words: int, device: torch.device) -> Steps:
-        """counts: by the components of a chunk, how many chunks each group has; codes and rows are in the order of the
-        mapping, within it by group, a group's components in the order of the mapping. channels: of a group.
-        """
-        number = len(next(iter(counts.values())))
-        steps: list[list[list[int]]] = [[] for _ in range(number)]
-        kept = [0] * number
-        code = row = 0
-        for size, chunks in counts.items():
-            for group, count in enumerate(chunks):
-                for start in range(0, count, words):
-                    many, at = min(words, count - start), start * size
-                    each = ([group, code + start, many, size, row + at + i, kept[group] + at + i] for i in range(size))
-                    steps[group] += each
-                code, row, kept[group] = code + count, row + size * count, kept[group] + size * count
-        groups, first, offset = [], 0, 0
-        for group, (own, components) in enumerate(zip(steps, kept, strict=True)):
-            own += [[group, 0, 0, 1, 0, 0]] * (not own)  # sums of a group without components have weights, too
-            groups.append([first, first + len(own), offset, components])
-            first, offset = first + len(own), offset + channels * components
-        all_steps = [step for own in steps for step in own]
-        at_groups, at_steps = (torch.tensor(rows, dtype=torch.int32, device=device) for rows in (groups, all_steps))
-        return cls(at_groups, at_steps, max(kept), words)
+
+@cache
+def lane_shifts(device: torch.device) -> Tensor:
+    """int32 `[2, 8]`: how far the codes of a lane are shifted in a word of 2 lanes, and of 4."""
+    lane = torch.arange(fields.VALUE_LANES, device=device, dtype=torch.int32)
+    return torch.stack([lane % 2 * 16, lane % 4 * 8])
 
 
 @dataclass(frozen=True)
 class Transform:
-    """x' = S z' + mean of each group of kv heads, where z' are centroids' components.
+    """x' = g S (c - center) + mean of each group of kv heads, with codes c and gain g.
 
-    centroids: `[components of all groups, 256]`, 16 or 32 bits: a row has the numbers of one component.
-    synthesis: S of each group, `[channels of the group, its components]`, one after the other.
-    mean:      `[H, D]`. steps: see `Steps`; H is a multiple of its groups.
+    widths: bits of each field of 8 components. synthesis: S float32 `[G, W, K]`, W = D, or H D of a group of all heads.
+    mean: float32 `[G, W]`. center: float32 `[G, K]`. operands: of the kernel, None where it does not compute with them.
     """
 
-    centroids: Tensor
+    widths: tuple[int, ...]
     synthesis: Tensor
     mean: Tensor
-    steps: Steps
+    center: Tensor
+    operands: Operands | None = None
 
-    @property
-    def group_heads(self) -> int:
-        """Kv heads of a group."""
-        return self.mean.shape[0] // self.steps.groups.shape[0]
+    @classmethod
+    def of_keys(
+        cls,
+        widths: tuple[int, ...],
+        synthesis: Tensor,
+        mean: Tensor,
+        center: Tensor,
+        dim: int,
+        rotation: tuple[str, int] | None,
+    ) -> Transform:
+        """The transform of keys that RoPE rotates, in a style, so many channels of `dim`; None: no RoPE."""
+        plain = cls(widths, synthesis, mean, center)
+        if not plain._per_head(dim):
+            return plain
+        largest = torch.maximum(synthesis.abs().amax(2), mean.abs() / CODE)
+        unit = torch.exp2((largest if rotation is None else _of_pairs(largest, *rotation)).clamp_min(1e-20).log2().ceil()) * (CODE / OPERAND)
+        factors = plain._factors()
+        scaled = ((synthesis / unit[:, :, None]).mT * factors[:, None]).half()
+        # Of the rounded S', so that errors are of codes minus center.
+        offset = -((center / factors)[:, None] @ scaled.float())
+        ones = torch.cat([offset.half(), (offset - offset.half()).half()], dim=1)
+        return cls(
+            widths, synthesis, mean, center, Operands(plain._padded(scaled, ones), (mean / unit).half(), unit, rotation)
+        )
+
+    @classmethod
+    def of_values(
+        cls, widths: tuple[int, ...], synthesis: Tensor, mean: Tensor, center: Tensor, dim: int
+    ) -> Transform:
+        """The transform of values."""
+        plain = cls(widths, synthesis, mean, center)
+        if not plain._per_head(dim):
+            return plain
+        scaled, offset = synthesis.mT * plain._factors()[:, None], -(synthesis @ center[:, :, None]).mT
+        return cls(widths, synthesis, mean, center, Operands(plain._padded(scaled, offset), mean.contiguous()))
+
+    def _padded(self, *rows: Tensor) -> Tensor:
+        """`[H, operand_components, D]`: the rows, then zeros."""
+        missing = operand_components(self.widths) - sum(x.shape[1] for x in rows)
+        zeros = rows[0].new_zeros(len(rows[0]), missing, rows[0].shape[2])
+        return torch.cat([*rows, zeros], dim=1).contiguous()
+
+    def _per_head(self, dim: int) -> bool:
+        """Whether the kernel computes with it: a group is one head, and keeps some components."""
+        return self.mean.shape[1] == dim and len(self.widths) > 0
+
+    def _factors(self) -> Tensor:
+        """`[K]`: 2^(24 - offset), by which a code's float16 number is the code."""
+        places = fields.places(self.widths)
+        powers = [CODE / 2**place.offset for place in places for _ in range(fields.FIELD)]
+        return torch.tensor(powers, device=self.mean.device)
+
+
+def _of_pairs(x: Tensor, style: str, width: int) -> Tensor:
+    """`[H, D]`: the larger of both channels of each rotated pair; other channels as they are."""
+    rotated, rest = x[:, :width], x[:, width:]
+    if style == "half":
+        rotated = rotated.unflatten(1, (2, width // 2)).amax(1).repeat(1, 2)
+    else:
+        rotated = rotated.unflatten(1, (width // 2, 2)).amax(2).repeat_interleave(2, dim=1)
+    return torch.cat([rotated, rest], dim=1)
 
 
 @dataclass(frozen=True)
 class Transformed:
     """Keys (before RoPE) or values, packed as codes of a transform's components.
 
-    codes: uint8 `[B, 1, T, codes]`, or None where nothing was packed yet.
-    exact: count, sinks and ring as in any `Side`; its `packed` is not read.
+    codes: tensors of the parts that `fields` has for the widths, in order, each contiguous from the token axis on:
+           keys `[B, G, T, 4, words]`, values `[B, G, T / 16, 8, 8, words]`; T is a multiple of 16. Empty where nothing
+           was packed yet.
+    gain:  uint8 n `[B, G, T]`: g = 2^((n - 128) / 16), rounded to float16; None: g = 1.
+    exact: count, a multiple of 16, sinks and ring as in any `Side`; its `packed` is not read.
     """
 
-    codes: Tensor | None
+    codes: tuple[Tensor, ...]
+    gain: Tensor | None
     transform: Transform
     exact: Side
 
     @property
-    def rank(self) -> int:
-        """Numbers of a token that are summed for a query head."""
-        return max(1, self.transform.steps.components)
-
-
-@dataclass
-class TransformWorkspace(Workspace):
-    """With the results of exact tokens. R: components of the group that has most.
-
-    exact:        float32 `[B, Q, exact splits, D]`, attention to sinks and recent tokens.
-    exact_logsum: float32 `[B, Q, exact splits]`, their log-sum-exp (base 2).
-    """
-
-    exact: Tensor
-    exact_logsum: Tensor
-
-    @classmethod
-    def like(cls, query: Tensor, rank: int, span: int, splits: int, exact_splits: int = 1) -> TransformWorkspace:
-        packed, (rows, heads, dim) = Workspace.like(query, rank, span, splits), query.shape
-        exact = packed.scores.new_empty(rows, heads, exact_splits, dim)
-        return cls(packed.scores, packed.partial, packed.logsum, exact, exact.new_empty(rows, heads, exact_splits))
+    def heads(self) -> int:
+        """Number of kv heads."""
+        exact = self.exact.sinks if self.exact.ring is None else self.exact.ring
+        assert exact is not None
+        return exact.shape[1]
 
     @property
-    def exact_splits(self) -> int:
-        return self.exact_logsum.shape[2]
+    def room(self) -> int:
+        """Packed tokens per row that there is room for: how many there are is known on the device alone."""
+        if not self.codes:
+            return 0
+        codes = self.codes[0]
+        return codes.shape[2] * (1 if codes.shape[3] == fields.KEY_LANES else fields.BLOCK)
+
+    @property
+    def sinks(self) -> int:
+        """Number of sinks."""
+        return 0 if self.exact.sinks is None else self.exact.sinks.shape[2]
+
+    @property
+    def recent(self) -> int:
+        """Tokens that the ring buffer holds."""
+        return 0 if self.exact.ring is None else self.exact.ring.shape[2]

@@ -1,4 +1,4 @@
-"""Attention over transform codes in plain PyTorch: look up, transform, softmax(q K^T) V. Tests compare with it."""
+"""Attention over transform codes in plain PyTorch: unpack, transform, softmax(q K^T) V. Tests compare with it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from kvq_kernels import fields
 from kvq_kernels.decode_attention.parts import Dense, Rope, Side
 from kvq_kernels.decode_attention.reference import decode_attention_reference
 from kvq_kernels.transform_attention.parts import Transformed
@@ -30,27 +31,36 @@ def transform_attention_reference(
 
 def side_of(side: Transformed, dtype: torch.dtype) -> Side:
     """The side with dense numbers for its packed tokens, in `dtype`."""
-    if side.codes is None:
-        rows, (heads, dim) = side.exact.count.shape[0], side.transform.mean.shape
-        return replace(side.exact, packed=Dense(side.transform.mean.new_empty(rows, heads, 0, dim, dtype=dtype)))
-    return replace(side.exact, packed=Dense(restore(side, dtype)))
+    return replace(side.exact, packed=Dense(restore(side, dtype).contiguous()))
 
 
 def restore(side: Transformed, dtype: torch.dtype) -> Tensor:
-    """Packed tokens `[B, H, T, D]` in `dtype`."""
-    assert side.codes is not None
-    transform, codes = side.transform, side.codes[:, 0].long()
-    dim, steps = transform.mean.shape[1], transform.steps.steps.tolist()
-    parts = []
-    for group, (first, end, offset, kept) in enumerate(transform.steps.groups.tolist()):
-        z = codes.new_zeros(*codes.shape[:2], kept, dtype=dtype)
-        for _, code, many, size, row, component in steps[first:end]:
-            for i in range(many):
-                table = transform.centroids[row + i * size].to(dtype)
-                z[..., component + i * size] = table[codes[..., code + i]]
-        own = slice(group * transform.group_heads, (group + 1) * transform.group_heads)
-        channels = transform.group_heads * dim
-        synthesis = transform.synthesis[offset : offset + channels * kept].view(channels, kept).to(dtype)
-        x = (z @ synthesis.T).unflatten(2, (transform.group_heads, dim)) + transform.mean[own].to(dtype)
-        parts.append(x.transpose(1, 2))
-    return torch.cat(parts, dim=1)
+    """Packed tokens g S (c - center) + mean, `[B, H, T, D]` in `dtype`, computed in it, but at least in float32."""
+    wide, transform = torch.promote_types(dtype, torch.float32), side.transform
+    exact = side.exact.sinks if side.exact.ring is None else side.exact.ring
+    assert exact is not None
+    heads, dim = exact.shape[1], exact.shape[3]
+    if not side.codes:
+        return transform.mean.new_empty(len(exact), heads, 0, dim, dtype=dtype)
+    z = unpack(side.codes, transform.widths).to(wide) - transform.center.to(wide)[:, None]
+    if side.gain is not None:
+        z = z * torch.exp2((side.gain.float() - 128) / 16).half().to(wide)[..., None]
+    x = z @ transform.synthesis.to(wide).mT + transform.mean.to(wide)[:, None]  # [B, G, T, W]
+    return x.unflatten(3, (-1, dim)).transpose(2, 3).flatten(1, 2).to(dtype)
+
+
+def unpack(codes: tuple[Tensor, ...], widths: tuple[int, ...]) -> Tensor:
+    """Codes `[B, G, T, K]`, int32, of the tensors of all parts, of keys or values."""
+    parts, read = fields.parts(fields.rate(widths)), []
+    for place, width in zip(fields.places(widths), widths, strict=True):
+        words, at = codes[place.part][..., place.word].int(), place.shift + place.offset
+        halves = torch.stack([words >> at, words >> (at + parts[place.part].room)], dim=-1) & (2**width - 1)
+        if codes[0].shape[3] == fields.KEY_LANES:  # [B, G, T, 4, 2]
+            read.append(halves.flatten(3))
+        else:  # [B, G, T / 16, 8, 8, 2]
+            read.append(halves.transpose(4, 5).flatten(2, 4))
+    if not read:
+        rows, groups = codes[0].shape[:2]
+        tokens = codes[0].shape[2] * (1 if codes[0].shape[3] == fields.KEY_LANES else fields.BLOCK)
+        return codes[0].new_empty(rows, groups, tokens, 0, dtype=torch.int32)
+    return torch.cat(read, dim=3)

@@ -1,0 +1,279 @@
+"""Attention to sinks, packed and recent tokens in one pass, where packed ones are codes of a transform's components.
+
+A program of `split_kernel` is for one kv head, and either some tiles of packed tokens or some exact ones. Of a tile it
+computes keys from the codes in registers, and adds codes times weights to its sums; the values' transform is applied to
+the sums, once. Warp w has tokens 16 w to 16 w + 15 of every tile from their codes to its own sums (a softmax of its
+own), so that nothing but S' of the keys and the queries passes through shared memory.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvq_kernels.decode_attention.dequantize import at_head
+from kvq_kernels.decode_attention.kernel import attend_tail
+from kvq_kernels.decode_attention.main_loop import split_output
+from kvq_kernels.decode_attention.rope import load_cos_sin, pair_channels, position_cos_sin, unrotate
+from kvq_kernels.decode_attention.spec import get
+from kvq_kernels.transform_attention.codes import (
+    chunks,
+    load_codes,
+    load_gains,
+    value_codes,
+)
+from kvq_kernels.transform_attention.rotated_keys import rotated_keys
+
+#: Factor on p: small p would fall below 2^-14, where float16 loses bits.
+P_FACTOR = tl.constexpr(16.0)
+#: Channels of the output that a program computes at once.
+OUTPUT_CHANNELS = tl.constexpr(32)
+
+
+@triton.jit
+def split_kernel(
+    query,  # [B, Q, D]
+    partial,  # float32 [B, Q, programs, D]
+    logsum,  # float32 [B, Q, programs], base 2; -inf: no tokens, `partial` is then not written
+    lengths,  # int32 [B]
+    counts,  # int32 [B], packed tokens
+    window,  # newest tokens that the query sees, its own included
+    splits,  # programs for packed tokens; those after them are for exact ones
+    keys,  # int32 pointers at the codes of all parts, and at the gains; see `fields`
+    key_strides,  # (row, head) of each, in words
+    values,
+    value_strides,
+    key_operands,  # synthesis, mean, unit of `parts.Operands`
+    value_operands,  # synthesis, mean
+    shifts,  # of `parts.lane_shifts`
+    exact_keys,
+    exact_values,  # tuples of pointers, see `decode_attention.dequantize`
+    exact_key_strides,
+    exact_value_strides,
+    ring_size,  # tokens that the keys' and the values' ring buffers hold
+    rope,  # coarse, fine, fine_half, offset
+    scale,  # softmax's, times log2(e)
+    KF: tl.constexpr,  # FieldSpec
+    VF: tl.constexpr,
+    SK: tl.constexpr,  # SideSpec of exact tokens
+    SV: tl.constexpr,
+    STYLE: tl.constexpr,  # "none", "half", "interleaved"
+    WIDTH: tl.constexpr,  # rotated channels
+    D: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads of a kv head
+    M: tl.constexpr,  # GROUP, padded
+    SINKS: tl.constexpr,
+    N: tl.constexpr,  # tokens of a tile: 16 for each warp
+    E: tl.constexpr,  # pairs of channels of a column tile
+    TAIL_E: tl.constexpr,  # channels of a column tile of exact tokens
+    HALF_SUMS: tl.constexpr,  # keys are summed in float16
+    ASSEMBLY: tl.constexpr,  # PTX may be used
+    PRECISION: tl.constexpr,  # of float32 products
+    TAIL_TILE: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    length, count = tl.load(lengths + row), tl.load(counts + row)
+    first_query = (row * tl.num_programs(0) + head) * GROUP
+    q = query + first_query.to(tl.int64) * D
+    start = 0 if rope[3] is None else tl.load(rope[3] + row)
+    oldest = tl.maximum(length - window, 0)
+    if split < splits:
+        begin, end = tl.maximum(oldest - SINKS, 0) // N, tl.cdiv(count, N)
+        each = tl.cdiv(tl.maximum(end - begin, 0), splits)
+        first = tl.minimum(begin + split * each, end)
+        attend_packed(
+            q, partial, logsum, first_query,
+            at_row(keys, key_strides, row, head), at_row(values, value_strides, row, head),
+            key_operands, value_operands, shifts, head,
+            first, tl.minimum(first + each, end), count, oldest - SINKS, rope, start + SINKS, scale,
+            KF, VF, STYLE, WIDTH, D, GROUP, M, N, E, HALF_SUMS, ASSEMBLY, PRECISION, STAGES,
+        )  # fmt: skip
+    else:
+        early = tl.maximum(tl.minimum(length, SINKS) - oldest, 0)
+        late = tl.maximum(SINKS + count, oldest)
+        tail = early + tl.maximum(length - late, 0)
+        each = tl.cdiv(tl.cdiv(tail, TAIL_TILE), tl.num_programs(1) - splits) * TAIL_TILE
+        first = tl.minimum((split - splits) * each, tail)
+        k = at_head(exact_keys, exact_key_strides, SK, row, head)
+        v = at_head(exact_values, exact_value_strides, SV, row, head)
+        attend_tail(
+            q, partial, logsum, first_query, k, v, first, tl.minimum(first + each, tail), oldest, early, late,
+            count, count, ring_size, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, TAIL_E, PRECISION,
+            TAIL_TILE,
+        )  # fmt: skip
+
+
+@triton.jit
+def at_row(pointers, strides, row, head):
+    """Pointers at one row and head."""
+    moved = ()
+    for i in tl.static_range(len(pointers)):
+        moved = moved + (pointers[i] + (row.to(tl.int64) * strides[2 * i] + head.to(tl.int64) * strides[2 * i + 1]),)
+    return moved
+
+
+@triton.jit
+def attend_packed(
+    q, partial, logsum, first_query, keys, values, key_operands, value_operands, shifts, head,
+    first, last, count, oldest, rope, start, scale,
+    KF: tl.constexpr, VF: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, HALF_SUMS: tl.constexpr, ASSEMBLY: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Attend to tiles [first, last) of N packed tokens; start: position of packed token 0, oldest: the first token
+    that the query sees."""
+    B: tl.constexpr = N // 16
+    VC: tl.constexpr = chunks(VF)
+    constants = key_constants(key_operands, head, rope, KF, STYLE, WIDTH, D, N, E)
+    queries, query_scale, steps = turning_queries(
+        q, key_operands[2] + head * D, rope, start + first * N, scale, STYLE, WIDTH, D, GROUP, M, N, E
+    )
+    sums = ()
+    for i in tl.static_range(len(VC)):
+        sums = sums + (tl.zeros([B, 8 * VC[i][1], M], tl.float32),)
+    m_i = tl.full([B, M], float("-inf"), tl.float32)
+    l_i = tl.zeros([B, 8, M], tl.float32)  # sums of p, over eight threads each
+    token = tl.reshape(tl.arange(0, N), [B, 16])[:, :, None]
+    for tile in tl.range(first, last, num_stages=STAGES):
+        remaining = count - tile * N
+        key_words = load_codes(keys, shifts, tile, remaining, KF, N, 1, 4)
+        value_words = load_codes(values, shifts, tile, remaining, VF, N // 2, 2, 8)
+        key_gain = load_gains(keys, tile, remaining, KF, N)
+        value_gain = load_gains(values, tile, remaining, VF, N)
+        qk = tl.zeros([N, M], tl.float32)
+        for j in tl.static_range(len(constants)):
+            r1, r2 = rotated_keys(key_words, key_gain, constants[j], KF, STYLE, N, E, HALF_SUMS, ASSEMBLY)
+            qk = tl.dot(r1, queries[2 * j].to(tl.float16), qk)
+            qk = tl.dot(r2, queries[2 * j + 1].to(tl.float16), qk)
+        queries = turned(queries, steps, STYLE)
+        qk = tl.reshape(qk * query_scale[None, :], [B, 16, M])
+        seen = (token + (tile * N - oldest)).to(tl.uint32, bitcast=True) < tl.maximum(count - oldest, 0).to(tl.uint32, bitcast=True)
+        qk = tl.where(seen, qk, float("-inf"))
+        m_ij = tl.maximum(m_i, tl.max(qk, axis=1))
+        m_finite = tl.where(m_ij == float("-inf"), 0.0, m_ij)  # a warp may have no token that is seen
+        p = tl.exp2(qk - m_finite[:, None, :])
+        alpha = tl.exp2(m_i - m_finite)
+        l_i = l_i * alpha[:, None, :] + tl.sum(tl.reshape(p, [B, 2, 8, M]), axis=1)
+        if get(VF, "gain"):
+            p = p * tl.reshape(value_gain.to(tl.float32) * P_FACTOR, [B, 16])[:, :, None]
+        else:
+            p = p * P_FACTOR
+        new = ()
+        for i in tl.static_range(len(VC)):
+            z = value_codes(value_words, VF, VC[i][0], VC[i][1], B)
+            new = new + (tl.dot(z, p.to(tl.float16), sums[i] * alpha[:, None, :]),)
+        sums = new
+        m_i = m_ij
+    m = tl.max(m_i, axis=0)
+    factor = tl.exp2(m_i - tl.where(m == float("-inf"), 0.0, m)[None, :])
+    total = tl.sum(tl.sum(l_i, axis=1) * factor, axis=0)
+    inverse = 1.0 / tl.where(total > 0, total, 1.0)
+    merged = ()
+    for i in tl.static_range(len(VC)):
+        x = tl.sum(sums[i] * factor[:, None, :], axis=0) * (inverse * (1.0 / P_FACTOR))[None, :]
+        merged = merged + (tl.trans(x),)
+    if last > first:
+        out = split_output(partial, first_query, D, M)
+        store_values(merged, out, value_operands, head, VF, D, GROUP, M, PRECISION)
+    member = tl.arange(0, M)
+    tl.store(split_output(logsum, first_query, 1, M), m + tl.log2(total), mask=member < GROUP)
+
+
+@triton.jit
+def key_constants(
+    operands, head, rope, F: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+    E: tl.constexpr,
+):  # fmt: skip
+    """Of each column tile of E pairs of channels: S' of each chunk of fields `[components, 2 E]`, first channels of all
+    pairs before second ones; means of both; cos and sin of positions within a tile, float16 `[N, E]`."""
+    KC: tl.constexpr = chunks(F)
+    C: tl.constexpr = get(F, "components")
+    column, pair = tl.arange(0, 2 * E), tl.arange(0, E)
+    PAIRS: tl.constexpr = "half" if STYLE == "none" else STYLE
+    line = tl.arange(0, N)[:, None]
+    constants = ()
+    for j in tl.static_range((D // 2 + E - 1) // E):
+        c1, c2 = pair_channels(j * E + column % E, PAIRS, WIDTH, D)
+        channel = tl.where(column < E, c1, c2)
+        inside = j * E + column % E < D // 2
+        weights = ()
+        for i in tl.static_range(len(KC)):
+            component = 8 * KC[i][0] + tl.arange(0, 8 * KC[i][1])
+            at = operands[0] + (head * C + component)[:, None] * D + channel[None, :]
+            weights = weights + (tl.load(at, mask=inside[None, :], other=0.0),)
+        c1, c2 = pair_channels(j * E + pair, PAIRS, WIDTH, D)
+        mean, inside = operands[1] + head * D, j * E + pair < D // 2
+        means = tl.load(mean + c1, inside, 0.0)[None, :], tl.load(mean + c2, inside, 0.0)[None, :]
+        if STYLE == "none":
+            cos_sin = ()
+        else:
+            cos_sin = load_cos_sin(rope[2], line, (j * E + pair)[None, :], WIDTH, D)
+        constants = constants + ((weights, means, cos_sin),)
+    return constants
+
+
+@triton.jit
+def turning_queries(
+    q, unit, rope, position, scale, STYLE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """(queries, scale [M], steps): both channels of each column tile of pairs, float32 [E, M], in units of the keys,
+    turned back by the rotation of `position` and divided so that they are at most 1024; what scores are then multiplied
+    by; (cos, sin) [E, 1] of N positions."""
+    PAIRS: tl.constexpr = "half" if STYLE == "none" else STYLE
+    member = tl.arange(0, M)[None, :]
+    queries, steps = (), ()
+    largest = tl.full([M], 1e-30, tl.float32)
+    for j in tl.static_range((D // 2 + E - 1) // E):
+        pair = j * E + tl.arange(0, E)
+        c1, c2 = pair_channels(pair, PAIRS, WIDTH, D)
+        mask = (pair < D // 2)[:, None] & (member < GROUP)
+        u1 = tl.load(unit + c1, pair < D // 2, 0.0)[:, None]
+        u2 = tl.load(unit + c2, pair < D // 2, 0.0)[:, None]
+        q1 = tl.load(q + member * D + c1[:, None], mask, 0.0).to(tl.float32) * u1
+        q2 = tl.load(q + member * D + c2[:, None], mask, 0.0).to(tl.float32) * u2
+        if STYLE != "none":
+            cos, sin = position_cos_sin(rope, position + tl.zeros([1], tl.int32), pair, WIDTH, D)
+            q1, q2 = unrotate(q1, q2, tl.trans(cos), tl.trans(sin))
+            cos, sin = load_cos_sin(rope[1], tl.full([1, 1], N, tl.int32), pair[None, :], WIDTH, D)
+            steps = steps + (tl.trans(cos), tl.trans(sin))
+        largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(q1), tl.abs(q2)), axis=0))
+        queries = queries + (q1, q2)
+    divided = ()
+    for j in tl.static_range(len(queries)):
+        divided = divided + (queries[j] * (1024.0 / largest)[None, :],)
+    return divided, largest * (scale / 1024.0), steps
+
+
+@triton.jit
+def turned(queries, steps, STYLE: tl.constexpr):
+    """The queries for the next tile."""
+    if STYLE == "none":
+        return queries
+    else:
+        new = ()
+        for j in tl.static_range(len(queries) // 2):
+            new = new + unrotate(queries[2 * j], queries[2 * j + 1], steps[2 * j], steps[2 * j + 1])
+        return new
+
+
+@triton.jit
+def store_values(
+    sums, out, operands, head, F: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, M: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Store S' sums + mean at the pointers `out` [M]. sums [M, components] of each chunk of fields."""
+    VC: tl.constexpr = chunks(F)
+    C: tl.constexpr = get(F, "components")
+    member = tl.arange(0, M)[:, None]
+    for begin in tl.range(0, D, OUTPUT_CHANNELS):
+        channel = begin + tl.arange(0, OUTPUT_CHANNELS)
+        inside = (channel < D)[None, :]
+        x = tl.load(operands[1] + head * D + channel[None, :], mask=inside, other=0.0)
+        x = tl.broadcast_to(x, [M, OUTPUT_CHANNELS])
+        for i in tl.static_range(len(VC)):
+            component = 8 * VC[i][0] + tl.arange(0, 8 * VC[i][1])
+            at = operands[0] + (head * C + component)[:, None] * D + channel[None, :]
+            x = tl.dot(sums[i], tl.load(at, mask=inside, other=0.0), x, input_precision=PRECISION)
+        tl.store(out[:, None] + channel[None, :], x, mask=(member < GROUP) & inside)

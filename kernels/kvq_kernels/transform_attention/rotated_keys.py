@@ -1,0 +1,82 @@
+"""Keys of a tile from their codes: S' c, gain, mean, RoPE, in registers."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvq_kernels.decode_attention.spec import get
+from kvq_kernels.transform_attention.codes import chunks, key_codes
+
+
+@triton.jit
+def rotated_keys(
+    words, gain, constants, F: tl.constexpr, STYLE: tl.constexpr, N: tl.constexpr, E: tl.constexpr,
+    HALF_SUMS: tl.constexpr, ASSEMBLY: tl.constexpr,
+):  # fmt: skip
+    """Both channels of E pairs, float16 [N, E] each: R(position within the tile) (gain S' c + mean).
+
+    constants: of a column tile, see `kernel.key_constants`. gain: float16 [N]. HALF_SUMS: S' c is summed in float16.
+    """
+    KC: tl.constexpr = chunks(F)
+    T: tl.constexpr = tl.float16 if HALF_SUMS else tl.float32
+    k = tl.zeros([N, 2 * E], T)
+    for i in tl.static_range(len(KC)):
+        k = tl.dot(key_codes(words, F, KC[i][0], KC[i][1], N), constants[0][i], k, out_dtype=T)
+    k1, k2 = tl.split(tl.permute(tl.reshape(k, [N, 2, E]), (0, 2, 1)))
+    return (_finished_ptx if ASSEMBLY else _finished)(k1, k2, gain, constants[1], constants[2], F, STYLE, HALF_SUMS)
+
+
+@triton.jit
+def _finished(k1, k2, gain, means, cos_sin, F: tl.constexpr, STYLE: tl.constexpr, HALF_SUMS: tl.constexpr):
+    """Keys from the products S' c `[N, E]`: means of both channels, (cos, sin)."""
+    k1, k2 = k1.to(tl.float16), k2.to(tl.float16)
+    if get(F, "gain"):
+        k1, k2 = k1 * gain[:, None], k2 * gain[:, None]
+    k1, k2 = k1 + means[0], k2 + means[1]
+    if STYLE == "none":
+        return k1, k2
+    else:
+        return k1 * cos_sin[0] - k2 * cos_sin[1], k2 * cos_sin[0] + k1 * cos_sin[1]
+
+
+@triton.constexpr_function
+def _ptx(gain: bool, rotate: bool, half_sums: bool) -> str:
+    """PTX of `_finished` for two neighbouring numbers of each operand, as Triton does not pair them. Operands: two
+    outputs, sums (a register each, or two of float32), means, gain, cos and sin."""
+    if half_sums:
+        ops, at = ["{ .reg .b32 a, b, t; mov.b32 a, $2; mov.b32 b, $3;"], 4
+    else:
+        ops, at = ["{ .reg .b32 a, b, t; cvt.rn.f16x2.f32 a, $3, $2; cvt.rn.f16x2.f32 b, $5, $4;"], 6
+    if gain:
+        ops += [f"fma.rn.f16x2 a, a, ${at + 2}, ${at}; fma.rn.f16x2 b, b, ${at + 2}, ${at + 1};"]
+    else:
+        ops += [f"add.f16x2 a, a, ${at}; add.f16x2 b, b, ${at + 1};"]
+    at += 2 + gain
+    if rotate:
+        ops += [f"mul.f16x2 t, b, ${at + 1}; neg.f16x2 t, t; fma.rn.f16x2 $0, a, ${at}, t;"]
+        ops += [f"mul.f16x2 t, a, ${at + 1}; fma.rn.f16x2 $1, b, ${at}, t; }}"]
+    else:
+        ops += ["mov.b32 $0, a; mov.b32 $1, b; }"]
+    return " ".join(ops)
+
+
+@triton.constexpr_function
+def _registers(gain: bool, rotate: bool, half_sums: bool) -> str:
+    """Constraints of `_ptx`. Outputs are written before all inputs are read."""
+    return ",".join(["=&r"] * 2 + ["r"] * ((2 if half_sums else 4) + 2 + gain + 2 * rotate))
+
+
+@triton.jit
+def _finished_ptx(k1, k2, gain, means, cos_sin, F: tl.constexpr, STYLE: tl.constexpr, HALF_SUMS: tl.constexpr):
+    """`_finished` on NVIDIA's GPUs."""
+    GAIN: tl.constexpr = get(F, "gain")
+    operands = (k1, k2, tl.broadcast_to(means[0], k1.shape), tl.broadcast_to(means[1], k1.shape))
+    if GAIN:
+        operands = operands + (tl.broadcast_to(gain[:, None], k1.shape),)
+    if STYLE != "none":
+        operands = operands + (cos_sin[0], cos_sin[1])
+    PTX: tl.constexpr = _ptx(GAIN, STYLE != "none", HALF_SUMS)
+    REGISTERS: tl.constexpr = _registers(GAIN, STYLE != "none", HALF_SUMS)
+    r1, r2 = tl.inline_asm_elementwise(PTX, REGISTERS, operands, dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
+    return r1, r2
