@@ -1,8 +1,8 @@
 """Codes of a transform's components as operands of matrix products: loaded words, fields, float16 numbers.
 
 A code is never converted: `word & mask` has it in the fraction of two float16 numbers, both halves of the word, as the
-subnormal number code * 2^(offset - 24). `fields.py` has the layout. Behind the fields, operands have one or two that are
-1 and whose weights are -S center: a product subtracts the center.
+subnormal number code * 2^(offset - 24). `fields.py` has the layout. Behind its fields, an operand has one or two that
+are 1, whose weights are -S center: the product subtracts the center.
 """
 
 from __future__ import annotations

@@ -135,6 +135,7 @@ def attend_packed(
     m_i = tl.full([B, M], float("-inf"), tl.float32)
     l_i = tl.zeros([B, 8, M], tl.float32)  # sums of p, over eight threads each
     token = tl.reshape(tl.arange(0, N), [B, 16])[:, :, None]
+    seen = tl.maximum(count - oldest, 0).to(tl.uint32, bitcast=True)  # packed tokens that the query sees
     for tile in tl.range(first, last, num_stages=STAGES):
         remaining = count - tile * N
         key_words = load_codes(keys, shifts, tile, remaining, KF, N, 1, 4)
@@ -148,8 +149,8 @@ def attend_packed(
             qk = tl.dot(r2, queries[2 * j + 1].to(tl.float16), qk)
         queries = turned(queries, steps, STYLE)
         qk = tl.reshape(qk * query_scale[None, :], [B, 16, M])
-        seen = (token + (tile * N - oldest)).to(tl.uint32, bitcast=True) < tl.maximum(count - oldest, 0).to(tl.uint32, bitcast=True)
-        qk = tl.where(seen, qk, float("-inf"))
+        within = (token + (tile * N - oldest)).to(tl.uint32, bitcast=True)  # a token before the oldest is large
+        qk = tl.where(within < seen, qk, float("-inf"))
         m_ij = tl.maximum(m_i, tl.max(qk, axis=1))
         m_finite = tl.where(m_ij == float("-inf"), 0.0, m_ij)  # a warp may have no token that is seen
         p = tl.exp2(qk - m_finite[:, None, :])
@@ -205,10 +206,7 @@ def key_constants(
         c1, c2 = pair_channels(j * E + pair, PAIRS, WIDTH, D)
         mean, inside = operands[1] + head * D, j * E + pair < D // 2
         means = tl.load(mean + c1, inside, 0.0)[None, :], tl.load(mean + c2, inside, 0.0)[None, :]
-        if STYLE == "none":
-            cos_sin = ()
-        else:
-            cos_sin = load_cos_sin(rope[2], line, (j * E + pair)[None, :], WIDTH, D)
+        cos_sin = () if STYLE == "none" else load_cos_sin(rope[2], line, (j * E + pair)[None, :], WIDTH, D)
         constants = constants + ((weights, means, cos_sin),)
     return constants
 

@@ -11,8 +11,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from kvq_kernels import fields
-from kvq_kernels.decode_attention.arguments import head_strides, pointers
+from kvq_kernels.decode_attention.arguments import pointers
 from kvq_kernels.decode_attention.configs import choose_splits
 from kvq_kernels.decode_attention.launch import NO_WINDOW, TAIL_TILE, Workspace, combine, float32_products, sm_count
 from kvq_kernels.decode_attention.launch import run_kernels as attend_dense
