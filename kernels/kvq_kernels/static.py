@@ -84,7 +84,7 @@ class Report:
             faults.append(f"{self.shared} bytes of shared memory, {SHARED[self.target]} at most")
         if self.i2f and self.kind in ("uniform", "codebook", "transform"):
             faults.append(f"{self.i2f} integer-to-float conversions in the loop")
-        if self.kind == "transform":
+        if self.kind == "transform" and self.target == LIMITED_TARGET:
             faults += self._transform_faults()
         limit = LIMITS.get(self.kind)
         if self.target == LIMITED_TARGET and limit is not None:
@@ -95,11 +95,11 @@ class Report:
         return faults
 
     def _transform_faults(self) -> list[str]:
-        """Messages for operands that do not stay in registers, on Hopper GPUs."""
+        """Messages for operands that do not stay in registers."""
         faults, products = [], (self.opcodes or {}).get("HGMMA", 0)
         if self.narrow_stores:
             faults.append(f"{self.narrow_stores} narrow stores to shared memory in the loop")
-        if self.target == "sm_90" and self.expected_products not in (None, products):
+        if self.expected_products not in (None, products):
             faults.append(f"{products} products of a warp group in the loop, not {self.expected_products}")
         return faults
 

@@ -17,7 +17,7 @@ from kvq_kernels.transform_attention.kernel import split_kernel
 from kvq_kernels.transform_attention.launch import Config, arguments, constants
 from kvq_kernels.transform_attention.parts import Operands, Transform, Transformed
 
-ROWS, TOKENS, SINKS, RING, PROGRAMS = 1, 32768, 8, 16, 17
+ROWS, TOKENS, SINKS, RING, PROGRAMS = 1, 32768, 8, 24, 17
 META = torch.device("meta")
 #: Profiles of a head of 128 channels in lanes of 8 bytes: 2 bits, or 2.06 with the gain.
 MIXED = (4, 4, 3, 3, 3, 2, 2, 2, 2, 2, 2, 1, 1)
