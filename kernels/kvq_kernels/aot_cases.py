@@ -19,8 +19,9 @@ from typing import Any
 
 from torch import Tensor
 
-#: Cached numbers that the main loop reads: 16-bit "dense", "uniform" codes, "codebook" codes, or "none".
-KINDS = ("dense", "uniform", "codebook", "none")
+#: Cached numbers that the main loop reads: 16-bit "dense", "uniform" codes, "codebook" codes, codes of a "transform"'s
+#: components, or "none".
+KINDS = ("dense", "uniform", "codebook", "transform", "none")
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Launch:
     numbers:   cached numbers that a program reads in an iteration of its main loop (of the kernel, without a loop).
     bits:      read from memory per number.
     inner_iterations: how often inner loops with matrix products run in an iteration of the main loop.
+    warpgroup_products: how many of Hopper's matrix products an iteration has; None: not checked.
+    spills:    bytes per thread that may spill.
     slow:      takes minutes to compile, and thus is not compiled for every target.
     """
 
@@ -45,6 +48,8 @@ class Launch:
     numbers: int = 0
     bits: float = 0.0
     inner_iterations: int = 1
+    warpgroup_products: int | None = None
+    spills: int = 0
     slow: bool = False
 
 

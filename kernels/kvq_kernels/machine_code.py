@@ -26,6 +26,8 @@ _PACKED_PRODUCTS = (
 _PRODUCT = re.compile(r"[HQ]G?MMA|UTC\w*MMA|v_mfma_|v_dot")
 _READS = re.compile(r"LD(?!C)|UBLKCP|UTMALDG|global_load|buffer_load|flat_load|ds_read")
 _FROM_INTEGER = re.compile(r"I2F|I2HF|UI2F|v_cvt_(f32|f16|f64)_([iu]\d+|ubyte)")
+#: Stores of 16 bits or less to shared memory.
+NARROW_STORES = ("STS.U16", "STS.U8", "STS.S16", "STS.S8")
 #: Instructions without an issue slot of a lane: padding, and AMD's scalar unit.
 _FREE = re.compile(r"NOP|s_")
 
@@ -116,8 +118,9 @@ def main_loop(code: list[str], inner_iterations: int = 1) -> dict[str, int] | No
 
 
 def _opcodes(code: list[str]) -> Counter[str]:
-    """Count of each opcode, without its suffixes."""
-    return Counter(line.split()[0].rstrip(";").split(".")[0] for line in code if not line.endswith(":"))
+    """Count of each opcode, without its suffixes except those of `NARROW_STORES`."""
+    names = (line.split()[0].rstrip(";") for line in code if not line.endswith(":"))
+    return Counter(name if name in NARROW_STORES else name.split(".")[0] for name in names)
 
 
 def _loops(code: list[str]) -> list[list[str]]:

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -40,7 +40,7 @@ TARGETS = {
 #: Limit of shared memory per program, in bytes.
 SHARED = {"sm_80": 166912, "sm_89": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 #: Limit of main-loop instructions per cached number on LIMITED_TARGET, by kind of launch.
-LIMITS = {"dense": 3.0, "uniform": 4.5, "codebook": 6.0}
+LIMITS = {"dense": 3.0, "uniform": 4.5, "codebook": 6.0, "transform": 6.0}
 LIMITED_TARGET = "sm_90"
 
 #: (operation, name, target) of a launch.
@@ -52,7 +52,9 @@ class Report:
     """Resources of one launch on one target: registers and spilled bytes per thread, shared memory per program.
 
     per_number: instructions of the main loop per cached number and thread; 0 where it reads none. i2f: integer-to-float
-    conversions in that loop. bits: read per number. error: the compiler's message; all other fields are then empty.
+    conversions in that loop. narrow_stores: stores of 16 bits or less to shared memory there, which a lost layout of an
+    operand shows in. bits: read per number. allowed_spills, expected_products: `Launch.spills`, `warpgroup_products`.
+    error: the compiler's message; all fields of the code are then empty.
     """
 
     operation: str
@@ -64,6 +66,9 @@ class Report:
     shared: int = 0
     per_number: float = 0.0
     i2f: int = 0
+    narrow_stores: int = 0
+    allowed_spills: int = 0
+    expected_products: int | None = None
     bits: float = 0.0
     opcodes: dict[str, int] | None = None
     error: str | None = None
@@ -73,18 +78,29 @@ class Report:
         if self.error is not None:
             return [f"does not compile: {self.error}"]
         faults = []
-        if self.spills:
+        if self.spills > self.allowed_spills:
             faults.append(f"{self.spills} bytes per thread spill")
         if self.shared > SHARED[self.target]:
             faults.append(f"{self.shared} bytes of shared memory, {SHARED[self.target]} at most")
-        if self.i2f and self.kind in ("uniform", "codebook"):
+        if self.i2f and self.kind in ("uniform", "codebook", "transform"):
             faults.append(f"{self.i2f} integer-to-float conversions in the loop")
+        if self.kind == "transform" and self.target == LIMITED_TARGET:
+            faults += self._transform_faults()
         limit = LIMITS.get(self.kind)
         if self.target == LIMITED_TARGET and limit is not None:
             if self.per_number == 0:
                 faults.append("its main loop was not found")
             elif self.per_number > limit:
                 faults.append(f"{self.per_number} instructions per number, {limit} at most")
+        return faults
+
+    def _transform_faults(self) -> list[str]:
+        """Messages for operands that do not stay in registers."""
+        faults, products = [], (self.opcodes or {}).get("HGMMA", 0)
+        if self.narrow_stores:
+            faults.append(f"{self.narrow_stores} narrow stores to shared memory in the loop")
+        if self.expected_products not in (None, products):
+            faults.append(f"{products} products of a warp group in the loop, not {self.expected_products}")
         return faults
 
 
@@ -158,7 +174,15 @@ def report(operation: str, name: str, target: str, trial: dict[str, int] | None 
 
 def read(operation: str, name: str, target: str, launch: Launch, source: ASTSource) -> Report:
     """Report of one launch, compiled now."""
-    empty = Report(operation, name, target, launch.kind, bits=round(launch.bits, 3))
+    empty = Report(
+        operation,
+        name,
+        target,
+        launch.kind,
+        allowed_spills=launch.spills,
+        expected_products=launch.warpgroup_products,
+        bits=round(launch.bits, 3),
+    )
     try:
         compiled = triton.compile(source, target=TARGETS[target], options=launch.options)
     except Exception as error:  # of any pass of the compiler
@@ -174,6 +198,7 @@ def read(operation: str, name: str, target: str, launch: Launch, source: ASTSour
         shared=compiled.metadata.shared,
         per_number=round(sum(opcodes.values()) * lanes / launch.numbers, 2) if opcodes else 0.0,
         i2f=sum(count for op, count in opcodes.items() if machine_code.converts(op)),
+        narrow_stores=sum(count for op, count in opcodes.items() if op in machine_code.NARROW_STORES),
         opcodes=opcodes,
     )
 
@@ -193,7 +218,8 @@ def describe(launch: Launch, target: GPUTarget) -> ASTSource:
 
 def _cache_path(source: ASTSource, target: str, launch: Launch) -> Path:
     """Path of a cached report: depends on everything that it is computed from."""
-    about = launch.options, launch.kind, launch.numbers, launch.bits, launch.inner_iterations
+    inputs = "kernel", "arguments", "constants"
+    about = [getattr(launch, field.name) for field in fields(launch) if field.name not in inputs]
     state = repr((source.hash(), _reader_hash(), triton.__version__, target, *about))
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return base / "kvq" / "static" / f"{hashlib.sha256(state.encode()).hexdigest()[:32]}.json"

@@ -66,7 +66,7 @@ def capture_all(
     progress("capture", done, settings.samples)
     checked = done > 0
     if done < settings.samples:
-        sampled = SampleCapture(windows, plan.capture, settings.gradients, plan.spec.near, settings.seed)
+        sampled = SampleCapture(windows, plan.capture, settings.gradients, settings.seed, plan.spec.near)
         if workers is None:
             finished = _capture_here(plan, sampled, captures, done)
         else:

@@ -17,14 +17,14 @@ from kvq_cli.models import LoadedModel
 
 @dataclass(frozen=True)
 class SampleCapture:
-    """What is captured. windows: int64 `[samples, seqlen]`; gradients: of so many first samples; near: see
-    `capture.capture`; seed: draws the tokens that are kept."""
+    """What is captured. windows: int64 `[samples, seqlen]`; gradients: of so many first samples; seed: draws the tokens
+    that are kept; near: see `capture.capture`."""
 
     windows: Tensor
     size: CaptureSize
     gradients: int
-    near: int
     seed: int
+    near: int
 
     def tokens(self, sample: int) -> Tensor:
         """Indices of a sample's captured tokens: all after the sinks, or as many random units as the budget allows."""

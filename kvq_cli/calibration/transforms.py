@@ -15,7 +15,8 @@ from kvq_cli.calibration.uniform_steps import losses_by_width, squared_losses
 from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.gain import Gain, gain_of
 from kvq_cli.codecs.transform import TransformCodec
-from kvq_cli.methods.specs import Profile
+from kvq_cli.methods.base import ModelShape
+from kvq_cli.methods.specs import Profile, TransformSpec
 
 ERROR_MEASURE = (
     "on held-out samples, relative to the spread around each channel's mean; fisher: squared errors weighted with "
@@ -48,6 +49,11 @@ class TransformSettings:
     gain: bool
     fisher: bool
     damping: float
+
+    @classmethod
+    def of(cls, spec: TransformSpec, kind: str, shape: ModelShape, damping: float) -> TransformSettings:
+        """Those of keys ("k") or values ("v")."""
+        return cls(spec.groups(kind, shape)[0], spec.metric, kind in spec.gains, spec.fisher, damping)
 
 
 @dataclass(frozen=True)

@@ -250,22 +250,25 @@ def test_rematerialize(name, launch_names, recorder):
     recorder.assert_ran(tuned_launches("rematerialize"), launch_names)
 
 
-@each_case("transform_attention", transforms.calls("sm_90"), default="keys-per-head", families=("keys-per-head",))
+@each_case("transform_attention", families=("2bit",))
 def test_transform_attention(name, launch_names, recorder):
-    call = transforms.calls("sm_90")[name]
+    shape = transforms.SHAPES[name]
     case = transform_attention.Case(
-        [100],
-        transforms.counts(joined=call.keys.transform.steps.groups.shape[0] == 1),
-        transforms.counts(joined=True),
-        dim=transforms.DIM,
-        heads=transforms.KV_HEADS,
-        group=call.group,
-        dtype=call.query.dtype,
+        [170],
+        shape.keys,
+        shape.values,
+        dim=shape.dim,
+        heads=1,
+        group=shape.group,
+        dtype=shape.dtype,
         sinks=transforms.SINKS,
-        unpacked=8,  # with `flush`, the ring then holds as many tokens as in the case
-        words=call.keys.transform.steps.words,
+        recent=transforms.RING - 16,
+        rope=shape.style,
+        gain=(shape.gain, shape.gain),
     )
-    case.check(transforms.SPAN, transforms.SPLITS, transforms.EXACT_SPLITS)
+    values = {"half_sums": 1} if shape.half_sums else {}
+    with tuning.trying("transform_attention", values):
+        case.check(floor=1.5e-3)
     recorder.assert_ran(tuned_launches("transform_attention"), launch_names)
 
 

@@ -16,14 +16,14 @@ from kvq_kernels.transform_attention.codes import operand_components
 from kvq_kernels.transform_attention.kernel import split_kernel
 from kvq_kernels.transform_attention.launch import Config, arguments, constants
 from kvq_kernels.transform_attention.parts import Operands, Transform, Transformed
-from kvq_kernels.tuning import trying
 
-ROWS, TOKENS, SINKS, RING, PROGRAMS = 1, 32768, 8, 16, 17
+ROWS, TOKENS, SINKS, RING, PROGRAMS = 1, 32768, 8, 24, 17
 META = torch.device("meta")
-#: Profiles of a head of 128 channels, 31 bits of codes a field of 8 components: 2 bits with the gain.
+#: Profiles of a head of 128 channels in lanes of 8 bytes: 2 bits, or 2.06 with the gain.
 MIXED = (4, 4, 3, 3, 3, 2, 2, 2, 2, 2, 2, 1, 1)
-DROPPED = (4, 4, 3, 3, 3, 2, 2, 2, 2, 2, 2, 1)
 EVEN = (2,) * 16
+#: Bytes per thread that spill with head_dim 256, where constants of 256 channels are in registers.
+SPILLS = {256: 400}
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -44,8 +44,8 @@ def empty_side(
         _empty(heads, dim, dtype=exact),
         _empty(heads, dim, dtype=f32) if keys else None,
     )
-    numbers = (heads, dim, kept), (heads, dim), (heads, kept)
-    transform = Transform(widths, *(_empty(*shape, dtype=f32) for shape in numbers), operands)
+    synthesis, mean, center = (_empty(*shape, dtype=f32) for shape in ((heads, dim, kept), (heads, dim), (heads, kept)))
+    transform = Transform(widths, synthesis, mean, center, operands)
     sinks, ring = (_empty(rows, heads, count, dim, dtype=dtype) for count in (SINKS, RING))
     side = Side(Dense(ring), _empty(rows, dtype=torch.int32), sinks, ring)
     return Transformed(codes, _empty(rows, heads, tokens, dtype=torch.uint8) if gain else None, transform, side)
@@ -56,7 +56,7 @@ class Shape:
     """A model's shape and a profile of each side."""
 
     keys: tuple[int, ...] = MIXED
-    values: tuple[int, ...] = EVEN[:-1]
+    values: tuple[int, ...] = EVEN
     dim: int = 128
     kv_heads: int = 8
     group: int = 4
@@ -66,7 +66,7 @@ class Shape:
     half_sums: bool = False
 
     def launch(self, gpu: str) -> Launch:
-        """Launch of `split_kernel`, named `kind` "uniform": its codes are."""
+        """Launch of `split_kernel`."""
         query = _empty(ROWS, self.kv_heads * self.group, self.dim, dtype=self.dtype)
         keys, values = (
             empty_side(widths, side, ROWS, self.kv_heads, TOKENS, self.dim, self.dtype, self.gain)
@@ -83,22 +83,22 @@ class Shape:
         stored = [*keys.codes, *values.codes, keys.gain, values.gain]
         bits = 8 * stored_bytes(*stored) / (2 * ROWS * self.kv_heads * TOKENS * self.dim)
         fixed = constants(query, keys, values, rope, config, gpu)
-        return Launch(split_kernel, given, fixed, config.options(), "uniform", numbers, bits)
+        products = fixed["KF"].components // 16 * max(1, self.dim // (2 * fixed["E"]))
+        return Launch(split_kernel, given, fixed, config.options(), "transform", numbers, bits,
+                      warpgroup_products=products, spills=SPILLS.get(self.dim, 0))  # fmt: skip
 
 
 SHAPES = {
-    "small-pieces": Shape((8, 5, 5, 4, 3, 3), (4, 3, 3, 2, 2, 2, 2, 1, 1)),
     "2bit": Shape(),
     "2bit-half-sums": Shape(half_sums=True),
-    "2bit-bf16": Shape(dtype=torch.bfloat16),
-    "2bit-no-gain": Shape(EVEN, EVEN, gain=False),
-    "dropped": Shape(DROPPED, DROPPED),
+    "2bit-no-gain": Shape(EVEN, gain=False),
     "4bit": Shape((8, 8, 6, 6, 5, 5, 4, 4, 3, 3, 3, 3, 2, 2, 2, 1), (4,) * 16),
+    "small-pieces": Shape((8, 5, 5, 4, 3, 3), (4, 3, 3, 2, 2, 2, 2, 1, 1)),
     "head-dim-64": Shape((4, 3, 2, 2, 2, 1, 1), (2,) * 8, dim=64),
     "head-dim-96": Shape((4, 4, 3, 3, 2, 2, 2, 2, 1, 1), (2,) * 12, dim=96),
     "head-dim-256": Shape((4, 4, 4, 4, 3, 3, 3, 3, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1), (2,) * 24, 256, 1),
     "no-rope": Shape(style=None),
-    "mha": Shape(group=1, kv_heads=32),
+    "mha-bf16": Shape(group=1, kv_heads=32, dtype=torch.bfloat16),
 }
 
 

@@ -71,12 +71,11 @@ def _check_codes(name: str, side: Transformed, query: Tensor, keys: bool) -> Non
     given = [(tuple(x.shape), x.dtype) for x in side.codes]
     if given != expected or room % fields.BLOCK:
         raise ValueError(f"codes of {name} must be {expected}, with whole blocks of 16 tokens, not {given}")
-    tensors = side.codes if side.gain is None else (*side.codes, side.gain)
-    if side.gain is not None and (side.gain.shape != (len(query), groups, room) or side.gain.dtype != torch.uint8):
-        raise ValueError(f"the gain of {name} must be uint8 {[len(query), groups, room]}, not {list(side.gain.shape)}")
-    for x in tensors:
-        if not x[0, 0].is_contiguous():
-            raise ValueError(f"the tokens of a head must be contiguous, not of strides {x.stride()} ({name})")
+    gain = side.gain
+    if gain is not None and (gain.shape != (len(query), groups, room) or gain.dtype != torch.uint8):
+        raise ValueError(f"the gain of {name} must be uint8 {[len(query), groups, room]}, not {list(gain.shape)}")
+    if not all(x[0, 0].is_contiguous() for x in side.codes) or (gain is not None and not gain.is_contiguous()):
+        raise ValueError(f"the codes of a head and all gains must be contiguous ({name}): pass contiguous tensors")
 
 
 def _check_workspace(workspace: Workspace, query: Tensor) -> None:

@@ -1,8 +1,8 @@
 """Codes of a transform's components as operands of matrix products: loaded words, fields, float16 numbers.
 
 A code is never converted: `word & mask` has it in the fraction of two float16 numbers, both halves of the word, as the
-subnormal number code * 2^(offset - 24). `fields.py` has the layout. Behind the fields, operands have one or two that are
-1 and whose weights are -S center: a product subtracts the center.
+subnormal number code * 2^(offset - 24). `fields.py` has the layout. Behind its fields, an operand has one or two that
+are 1, whose weights are -S center: the product subtracts the center.
 """
 
 from __future__ import annotations
@@ -139,20 +139,19 @@ def load_gains(pointers, tile, remaining, F: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def _half_pair(words, F: tl.constexpr, FIELD: tl.constexpr):
-    """A field of both halves of its words, float16 [rows, lanes, 2]."""
+    """The bits of a field of both halves of its words, int16 [rows, lanes, 2]."""
     P: tl.constexpr = place(F, FIELD)
     if P[3] == 0:
-        return tl.full(words[0].shape + [2], 1.0, tl.float16)
+        return tl.full(words[0].shape + [2], 0x3C00, tl.int16)  # 1.0
     else:
         MASK: tl.constexpr = ((1 << P[3]) - 1) << P[2]
         x = (words[P[0]] >> P[1]) & (MASK | (MASK << 16))
-        low, high = x.to(tl.int16), (x >> 16).to(tl.int16)
-        return tl.join(low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True))
+        return tl.join(x.to(tl.int16), (x >> 16).to(tl.int16))
 
 
 @triton.jit
 def stacked(words, F: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """float16 [rows, lanes, 2, COUNT] of fields FIRST to FIRST + COUNT - 1."""
+    """int16 [rows, lanes, 2, COUNT] of fields FIRST to FIRST + COUNT - 1."""
     if COUNT == 1:
         x = _half_pair(words, F, FIRST)
         return tl.reshape(x, x.shape + [1])
@@ -163,15 +162,19 @@ def stacked(words, F: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr):
         return tl.reshape(x, x.shape[:-2] + [COUNT])
 
 
+# Numbers of the last shape become float16: Triton would move the reshaping of a product's operand into shared memory.
+
+
 @triton.jit
 def key_codes(words, F: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, N: tl.constexpr):
     """float16 [N, 8 COUNT]: component 8 f + 2 lane + half of each token."""
-    z = stacked(words, F, FIRST, COUNT)
-    return tl.reshape(tl.permute(z, (0, 3, 1, 2)), [N, 8 * COUNT])
+    z = tl.permute(stacked(words, F, FIRST, COUNT), (0, 3, 1, 2))
+    return tl.reshape(z, [N, 8 * COUNT]).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def value_codes(words, F: tl.constexpr, FIRST: tl.constexpr, COUNT: tl.constexpr, BLOCKS: tl.constexpr):
     """float16 [BLOCKS, 8 COUNT, 16]: component 8 f + lane of token 2 pair + half of each block."""
     z = tl.reshape(stacked(words, F, FIRST, COUNT), [BLOCKS, 8, 8, 2, COUNT])
-    return tl.reshape(tl.permute(z, (0, 4, 2, 1, 3)), [BLOCKS, 8 * COUNT, 16])
+    z = tl.permute(z, (0, 4, 2, 1, 3))
+    return tl.reshape(z, [BLOCKS, 8 * COUNT, 16]).to(tl.float16, bitcast=True)

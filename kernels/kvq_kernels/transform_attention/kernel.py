@@ -30,7 +30,7 @@ P_FACTOR = tl.constexpr(16.0)
 OUTPUT_CHANNELS = tl.constexpr(32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["window", "splits", "room"])  # a kernel is compiled once as contexts grow
 def split_kernel(
     query,  # [B, Q, D]
     partial,  # float32 [B, Q, programs, D]
@@ -39,8 +39,9 @@ def split_kernel(
     counts,  # int32 [B], packed tokens
     window,  # newest tokens that the query sees, its own included
     splits,  # programs for packed tokens; those after them are for exact ones
+    room,  # tokens of a row of gains
     keys,  # int32 pointers at the codes of all parts, and at the gains; see `fields`
-    key_strides,  # (row, head) of each, in words
+    key_strides,  # (row, head) of the codes, in words
     values,
     value_strides,
     key_operands,  # synthesis, mean, unit of `parts.Operands`
@@ -84,7 +85,7 @@ def split_kernel(
         first = tl.minimum(begin + split * each, end)
         attend_packed(
             q, partial, logsum, first_query,
-            at_row(keys, key_strides, row, head), at_row(values, value_strides, row, head),
+            at_row(keys, key_strides, room, row, head), at_row(values, value_strides, room, row, head),
             key_operands, value_operands, shifts, head,
             first, tl.minimum(first + each, end), count, oldest - SINKS, rope, start + SINKS, scale,
             KF, VF, STYLE, WIDTH, D, GROUP, M, N, E, HALF_SUMS, ASSEMBLY, PRECISION, STAGES,
@@ -105,12 +106,13 @@ def split_kernel(
 
 
 @triton.jit
-def at_row(pointers, strides, row, head):
-    """Pointers at one row and head."""
+def at_row(pointers, strides, room, row, head):
+    """Pointers at one row and head; the last one is of gains, without gaps between rows."""
     moved = ()
-    for i in tl.static_range(len(pointers)):
+    for i in tl.static_range(len(pointers) - 1):
         moved = moved + (pointers[i] + (row.to(tl.int64) * strides[2 * i] + head.to(tl.int64) * strides[2 * i + 1]),)
-    return moved
+    first = (row * tl.num_programs(0) + head).to(tl.int64) * (room // 4)
+    return moved + (pointers[len(pointers) - 1] + first,)
 
 
 @triton.jit
@@ -135,6 +137,7 @@ def attend_packed(
     m_i = tl.full([B, M], float("-inf"), tl.float32)
     l_i = tl.zeros([B, 8, M], tl.float32)  # sums of p, over eight threads each
     token = tl.reshape(tl.arange(0, N), [B, 16])[:, :, None]
+    seen = tl.maximum(count - oldest, 0).to(tl.uint32, bitcast=True)  # packed tokens that the query sees
     for tile in tl.range(first, last, num_stages=STAGES):
         remaining = count - tile * N
         key_words = load_codes(keys, shifts, tile, remaining, KF, N, 1, 4)
@@ -148,10 +151,8 @@ def attend_packed(
             qk = tl.dot(r2, queries[2 * j + 1].to(tl.float16), qk)
         queries = turned(queries, steps, STYLE)
         qk = tl.reshape(qk * query_scale[None, :], [B, 16, M])
-        seen = (token + (tile * N - oldest)).to(tl.uint32, bitcast=True) < tl.maximum(count - oldest, 0).to(
-            tl.uint32, bitcast=True
-        )
-        qk = tl.where(seen, qk, float("-inf"))
+        within = (token + (tile * N - oldest)).to(tl.uint32, bitcast=True)  # a token before the oldest is large
+        qk = tl.where(within < seen, qk, float("-inf"))
         m_ij = tl.maximum(m_i, tl.max(qk, axis=1))
         m_finite = tl.where(m_ij == float("-inf"), 0.0, m_ij)  # a warp may have no token that is seen
         p = tl.exp2(qk - m_finite[:, None, :])
@@ -207,10 +208,7 @@ def key_constants(
         c1, c2 = pair_channels(j * E + pair, PAIRS, WIDTH, D)
         mean, inside = operands[1] + head * D, j * E + pair < D // 2
         means = tl.load(mean + c1, inside, 0.0)[None, :], tl.load(mean + c2, inside, 0.0)[None, :]
-        if STYLE == "none":
-            cos_sin = ()
-        else:
-            cos_sin = load_cos_sin(rope[2], line, (j * E + pair)[None, :], WIDTH, D)
+        cos_sin = () if STYLE == "none" else load_cos_sin(rope[2], line, (j * E + pair)[None, :], WIDTH, D)
         constants = constants + ((weights, means, cos_sin),)
     return constants
 
@@ -238,8 +236,8 @@ def turning_queries(
         if STYLE != "none":
             cos, sin = position_cos_sin(rope, position + tl.zeros([1], tl.int32), pair, WIDTH, D)
             q1, q2 = unrotate(q1, q2, tl.trans(cos), tl.trans(sin))
-            cos, sin = load_cos_sin(rope[1], tl.full([1, 1], N, tl.int32), pair[None, :], WIDTH, D)
-            steps = steps + (tl.trans(cos), tl.trans(sin))
+            cos, sin = load_cos_sin(rope[1], tl.full([1, 1], N // 2, tl.int32), pair[None, :], WIDTH, D)
+            steps = steps + (tl.trans(cos * cos - sin * sin), tl.trans(2.0 * cos * sin))
         largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(q1), tl.abs(q2)), axis=0))
         queries = queries + (q1, q2)
     divided = ()

@@ -11,8 +11,7 @@ import triton
 from torch import Tensor
 from triton import knobs
 
-from kvq_kernels import fields
-from kvq_kernels.decode_attention.arguments import head_strides, pointers
+from kvq_kernels.decode_attention.arguments import pointers
 from kvq_kernels.decode_attention.configs import choose_splits
 from kvq_kernels.decode_attention.launch import NO_WINDOW, TAIL_TILE, Workspace, combine, float32_products, sm_count
 from kvq_kernels.decode_attention.launch import run_kernels as attend_dense
@@ -94,11 +93,10 @@ def new_workspace(query: Tensor, keys: Transformed) -> Workspace:
 
 
 def _pointers(side: Transformed) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Codes of all parts and the gain (or, without one, codes) as words `[B, H, words]`, and strides of B and H."""
-    words = tuple(
-        x.flatten(2).view(torch.int32) for x in (*side.codes, side.codes[0] if side.gain is None else side.gain)
-    )
-    return words, tuple(stride for x in words for stride in x.stride()[:2])
+    """Codes of all parts and the gain (or, without one, codes) as words `[B, H, words]`; strides of the codes' B, H."""
+    gain = side.codes[0] if side.gain is None else side.gain
+    *codes, gain = (x.flatten(2).view(torch.int32) for x in (*side.codes, gain))
+    return (*codes, gain), tuple(stride for x in codes for stride in x.stride()[:2])
 
 
 def _exact_side(side: Side) -> Side:
@@ -132,6 +130,7 @@ def arguments(
         keys.exact.count,
         NO_WINDOW if window is None else window,
         workspace.logsum.shape[2] - exact_programs,
+        keys.room,
         key_words,
         key_strides,
         value_words,

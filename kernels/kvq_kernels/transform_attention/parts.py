@@ -69,9 +69,9 @@ class Transform:
         if not plain._per_head(dim):
             return plain
         largest = torch.maximum(synthesis.abs().amax(2), mean.abs() / CODE)
-        unit = torch.exp2(
-            (largest if rotation is None else _of_pairs(largest, *rotation)).clamp_min(1e-20).log2().ceil()
-        ) * (CODE / OPERAND)
+        if rotation is not None:
+            largest = _of_pairs(largest, *rotation)
+        unit = torch.exp2(largest.clamp_min(1e-20).log2().ceil()) * (CODE / OPERAND)
         factors = plain._factors()
         scaled = ((synthesis / unit[:, :, None]).mT * factors[:, None]).half()
         # Of the rounded S', so that errors are of codes minus center.

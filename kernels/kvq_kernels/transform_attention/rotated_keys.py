@@ -45,9 +45,12 @@ def _ptx(gain: bool, rotate: bool, half_sums: bool) -> str:
     """PTX of `_finished` for two neighbouring numbers of each operand, as Triton does not pair them. Operands: two
     outputs, sums (a register each, or two of float32), means, gain, cos and sin."""
     if half_sums:
-        ops, at = ["{ .reg .b32 a, b, t; mov.b32 a, $2; mov.b32 b, $3;"], 4
+        ops, at = ["{ .reg .b32 a; .reg .b32 b; .reg .b32 t; mov.b32 a, $2; mov.b32 b, $3;"], 4
     else:
-        ops, at = ["{ .reg .b32 a, b, t; cvt.rn.f16x2.f32 a, $3, $2; cvt.rn.f16x2.f32 b, $5, $4;"], 6
+        ops, at = (
+            ["{ .reg .b32 a; .reg .b32 b; .reg .b32 t; cvt.rn.f16x2.f32 a, $3, $2; cvt.rn.f16x2.f32 b, $5, $4;"],
+            6,
+        )
     if gain:
         ops += [f"fma.rn.f16x2 a, a, ${at + 2}, ${at}; fma.rn.f16x2 b, b, ${at + 2}, ${at + 1};"]
     else:

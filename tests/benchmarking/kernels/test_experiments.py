@@ -77,23 +77,24 @@ def test_bytes_of_quantization_are_those_of_the_kernels_operands():
 
 
 def test_bytes_of_transform_codes_are_those_of_the_operands():
-    numbers = 2 * 4096 * 8 * 128
+    shape = decode.DecodeShape(1, 8, 4096, CPU)
     _, cases = next(iter(EXPERIMENTS["transform_attention"].shapes(Sizes(dry=False), CPU)))
-    constants = {}
     for case in (case for case in cases if not case.baseline):
-        step = transform.random_transform_step(case.extra["store"], decode.DecodeShape(1, 8, 4096, CPU), 0)
-        assert step.keys.codes.nbytes + step.values.codes.nbytes == numbers // 4  # 2 bits
-        transforms = [step.keys.transform, step.values.transform]
-        assert [len(one.steps.groups) for one in transforms] == [1 if "joined" in case.name else 8, 1]
-        constants[case.name] = sum(x.nbytes for one in transforms for x in (one.centroids, one.synthesis, one.mean))
-        assert case.nbytes == numbers // 4 + constants[case.name]
-    assert constants["kvq klt-2bit"] < constants["kvq klt-2bit, joined keys"]
+        step = transform.random_transform_step(case.extra["store"], shape, 0)
+        stored = [x for side in (step.keys, step.values) for x in (*side.codes, side.gain)]
+        operands = [side.transform.operands for side in (step.keys, step.values)]
+        assert case.nbytes == sum(
+            x.nbytes for x in [*stored, *(x for one in operands for x in (one.synthesis, one.mean))]
+        )
+        if case.extra["store"] == "klt-2bit":  # and a byte per token and head
+            packed = int(step.keys.exact.count[0])
+            assert sum(x.nbytes for x in stored) == 2 * 8 * packed * (2 * 128 // 8 + 1)
 
 
-def test_joined_keys_of_several_heads_are_correct():
+def test_transform_codes_of_several_heads_are_correct():
     """In a dry run there is one head."""
     shape = decode.DecodeShape(2, 2, 128, CPU)
-    for name in transform.JOINED_KEYS:
+    for name in transform.STORES:
         error, allowed = transform._error(name, shape)
         assert 0 < error <= allowed < 1e-2
 
