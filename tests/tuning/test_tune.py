@@ -279,7 +279,7 @@ def test_a_divergence_that_is_no_number_is_refused(tune, monkeypatch):
         (["--candidates", "klt,channelkv-1bit:entries=65536"], "chunks of 16 numbers, 8 at most: use bits=2 or 4"),
         (["--candidates", "klt,temporalkv-2bit:share=3"], "share=3 does not divide head_dim=32"),
         (["--candidates", "klt,klt:join_keys=on"], "only the first has any bits: give its own, such as klt-4bit"),
-        (["--candidates", "klt,kivi-2bit:group=48"], "--candidates kivi-2bit:group=48: "),
+        (["--candidates", "klt,kivi-2bit:group=64"], "--candidates kivi-2bit:group=64: "),
     ],
 )
 def test_wrong_requests_say_what_to_change(tune, monkeypatch, words, says):
