@@ -178,7 +178,9 @@ def test_single_streams_are_measured_where_rounding_is_small(tune, monkeypatch, 
     assert tune(*words).exit_code == 0
     (search,) = searches
     for stream, (anchor,) in search.alone.items():
-        assert anchor.kl == pytest.approx(loss(search, stream, search.klt(stream, anchor.rate)), rel=1e-6)  # without rounding
+        assert anchor.kl == pytest.approx(
+            loss(search, stream, search.klt(stream, anchor.rate)), rel=1e-6
+        )  # without rounding
         at_start = search.tried[0].choice[stream].rate
         assert anchor.rate < at_start if fewer else anchor.rate == at_start
 
