@@ -10,7 +10,7 @@ same in short PyTorch, `kernel.py` (or several files) the Triton implementation,
     transform_attention  attention over codes of a transform's components
 
 `tuning` reads the tables, `static` compiles the launches of `aot_cases` and reports registers, spills and instructions
-(`machine_code` reads these), `planar` packs words, `key_scores`, `spans` and `span_softmax` serve operations that
-compute keys in registers, `launch_device` makes the tensors' GPU the current one, `cache_keys` makes keys of compiled
+(`machine_code` reads these), `planar` and `fields` place codes in words, `key_scores`, `spans` and `span_softmax` serve
+`rematerialize`, `launch_device` makes the tensors' GPU the current one, `cache_keys` makes keys of compiled
 kernels the same in every process. Sizes in docstrings: B rows (batch), H kv heads, Q query heads, T tokens, D head_dim.
 """

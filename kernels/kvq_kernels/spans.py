@@ -1,5 +1,5 @@
 """Attention in spans of packed tokens: scores of a span first, then sums of what is cached over its tokens, so that no
-buffer grows with the context. Common to `rematerialize` and `transform_attention`."""
+buffer grows with the context."""
 
 from __future__ import annotations
 

@@ -287,13 +287,16 @@ def test_every_operation_has_a_test_here():
 
 
 @triton.jit
-def _multiply(a, b, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, A: tl.constexpr, B: tl.constexpr):
-    """out [M, N] = 3 a b, a being [K, M] if A, b [N, K] if B: a product, and one that accumulates."""
+def _multiply(
+    a, b, out, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    T: tl.constexpr = tl.float32,
+):  # fmt: skip
+    """out [M, N] = 3 a b, a being [K, M] if A, b [N, K] if B: a product, and one that accumulates. T: of the sums."""
     m, n, k = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
     left = tl.trans(tl.load(a + k[:, None] * M + m[None, :])) if A else tl.load(a + m[:, None] * K + k[None, :])
     right = tl.trans(tl.load(b + n[:, None] * K + k[None, :])) if B else tl.load(b + k[:, None] * N + n[None, :])
-    product = tl.dot(left, right)
-    tl.store(out + m[:, None] * N + n[None, :], product + tl.dot(left, right, product))
+    product = tl.dot(left, right, out_dtype=T)
+    tl.store(out + m[:, None] * N + n[None, :], product + tl.dot(left, right, product, out_dtype=T))
 
 
 @pytest.mark.slow
@@ -312,3 +315,12 @@ def test_products(size, warps, transposed, dtype):
         a.T.contiguous() if first else a, b.T.contiguous() if second else b, out, *size, *transposed, num_warps=warps
     )
     torch.testing.assert_close(out.double(), 3 * (a.double() @ b.double()), atol=1e-4, rtol=1e-5)
+
+
+def test_products_with_float16_sums():
+    """Of four warps; small integers, whose sums are exact."""
+    g = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(-3, 4, size, generator=g).half() for size in ((64, 32), (32, 16)))
+    out = torch.full((64, 16), torch.nan)
+    _multiply[(1,)](a, b, out, 64, 16, 32, False, False, tl.float16, num_warps=4)
+    assert torch.equal(out, 3 * (a.float() @ b.float()))

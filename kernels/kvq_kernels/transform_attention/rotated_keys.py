@@ -44,13 +44,11 @@ def _finished(k1, k2, gain, means, cos_sin, F: tl.constexpr, STYLE: tl.constexpr
 def _ptx(gain: bool, rotate: bool, half_sums: bool) -> str:
     """PTX of `_finished` for two neighbouring numbers of each operand, as Triton does not pair them. Operands: two
     outputs, sums (a register each, or two of float32), means, gain, cos and sin."""
+    ops, at = ["{ .reg .b32 a; .reg .b32 b; .reg .b32 t;"], 4 if half_sums else 6
     if half_sums:
-        ops, at = ["{ .reg .b32 a; .reg .b32 b; .reg .b32 t; mov.b32 a, $2; mov.b32 b, $3;"], 4
+        ops += ["mov.b32 a, $2; mov.b32 b, $3;"]
     else:
-        ops, at = (
-            ["{ .reg .b32 a; .reg .b32 b; .reg .b32 t; cvt.rn.f16x2.f32 a, $3, $2; cvt.rn.f16x2.f32 b, $5, $4;"],
-            6,
-        )
+        ops += ["cvt.rn.f16x2.f32 a, $3, $2; cvt.rn.f16x2.f32 b, $5, $4;"]
     if gain:
         ops += [f"fma.rn.f16x2 a, a, ${at + 2}, ${at}; fma.rn.f16x2 b, b, ${at + 2}, ${at + 1};"]
     else:

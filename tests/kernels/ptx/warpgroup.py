@@ -22,9 +22,9 @@ def prepare(one: Instruction):
     """Function of a wgmma instruction."""
     if one.opcode[1] in ("fence", "commit_group", "wait_group"):
         return lambda blocks: None
-    shape, kind = one.opcode[4], one.opcode[-1]
+    shape, sums, kind = one.opcode[4], one.opcode[-3], one.opcode[-1]
     match = re.fullmatch(r"m64n(\d+)k16", shape)
-    if match is None or one.opcode[-3] != "f32" or kind not in ("f16", "bf16"):
+    if match is None or sums not in ("f32", "f16") or kind not in ("f16", "bf16"):
         raise NotImplementedError(str(one))
     columns = int(match[1])
     results, left, right, adds, *rest = one.operands
@@ -48,10 +48,18 @@ def prepare(one: Instruction):
         product = product.reshape(-1, 16, columns)
         kept = blocks.read(adds, "pred").reshape(-1, 32)
         for i, name in enumerate(results):
-            row, column = warp.GROUP + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * warp.WITHIN + i % 2
-            before = blocks.read(name, "f32").reshape(-1, 32)
-            found = np.where(kept, before, np.float32(0)) + product[:, row, column]
-            blocks.write(name, found.astype(np.float32).view(np.uint32).reshape(-1))
+            if sums == "f32":
+                row, column = warp.GROUP + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * warp.WITHIN + i % 2
+                before = blocks.read(name, "f32").reshape(-1, 32)
+                found = np.where(kept, before, np.float32(0)) + product[:, row, column]
+                written = found.astype(np.float32).view(np.uint32)
+            else:  # two columns in a register
+                row, column = warp.GROUP + 8 * (i % 2), 8 * (i // 2) + 2 * warp.WITHIN
+                before = np.ascontiguousarray(blocks.read(name, "b32").astype(np.uint32)).view(np.float16)
+                before = np.where(kept[..., None], before.reshape(-1, 32, 2), np.float16(0))
+                found = before + np.stack([product[:, row, column], product[:, row, column + 1]], axis=-1)
+                written = found.astype(np.float16).view(np.uint32)[..., 0]
+            blocks.write(name, np.ascontiguousarray(written).reshape(-1))
 
     return execute
 
