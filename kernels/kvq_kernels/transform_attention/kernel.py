@@ -22,7 +22,7 @@ from kvq_kernels.transform_attention.codes import (
     load_gains,
     value_codes,
 )
-from kvq_kernels.transform_attention.rotated_keys import rotated_keys
+from kvq_kernels.transform_attention.rotated_keys import key_constants, rotated_keys
 
 #: Factor on p: small p would fall below 2^-14, where float16 loses bits.
 P_FACTOR = tl.constexpr(16.0)
@@ -128,8 +128,9 @@ def attend_packed(
     B: tl.constexpr = N // 16
     VC: tl.constexpr = chunks(VF)
     constants = key_constants(key_operands, head, rope, KF, STYLE, WIDTH, D, N, E)
+    position = tl.where(last > first, start + first * N, 0)  # tables of cosines may end at the last token
     queries, query_scale, steps = turning_queries(
-        q, key_operands[2] + head * D, rope, start + first * N, scale, STYLE, WIDTH, D, GROUP, M, N, E
+        q, key_operands[2] + head * D, rope, position, scale, STYLE, WIDTH, D, GROUP, M, N, E
     )
     sums = ()
     for i in tl.static_range(len(VC)):
@@ -181,36 +182,6 @@ def attend_packed(
         store_values(merged, out, value_operands, head, VF, D, GROUP, M, PRECISION)
     member = tl.arange(0, M)
     tl.store(split_output(logsum, first_query, 1, M), m + tl.log2(total), mask=member < GROUP)
-
-
-@triton.jit
-def key_constants(
-    operands, head, rope, F: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
-    E: tl.constexpr,
-):  # fmt: skip
-    """Of each column tile of E pairs of channels: S' of each chunk of fields `[components, 2 E]`, first channels of all
-    pairs before second ones; means of both; cos and sin of positions within a tile, float16 `[N, E]`."""
-    KC: tl.constexpr = chunks(F)
-    C: tl.constexpr = get(F, "components")
-    column, pair = tl.arange(0, 2 * E), tl.arange(0, E)
-    PAIRS: tl.constexpr = "half" if STYLE == "none" else STYLE
-    line = tl.arange(0, N)[:, None]
-    constants = ()
-    for j in tl.static_range((D // 2 + E - 1) // E):
-        c1, c2 = pair_channels(j * E + column % E, PAIRS, WIDTH, D)
-        channel = tl.where(column < E, c1, c2)
-        inside = j * E + column % E < D // 2
-        weights = ()
-        for i in tl.static_range(len(KC)):
-            component = 8 * KC[i][0] + tl.arange(0, 8 * KC[i][1])
-            at = operands[0] + (head * C + component)[:, None] * D + channel[None, :]
-            weights = weights + (tl.load(at, mask=inside[None, :], other=0.0),)
-        c1, c2 = pair_channels(j * E + pair, PAIRS, WIDTH, D)
-        mean, inside = operands[1] + head * D, j * E + pair < D // 2
-        means = tl.load(mean + c1, inside, 0.0)[None, :], tl.load(mean + c2, inside, 0.0)[None, :]
-        cos_sin = () if STYLE == "none" else load_cos_sin(rope[2], line, (j * E + pair)[None, :], WIDTH, D)
-        constants = constants + ((weights, means, cos_sin),)
-    return constants
 
 
 @triton.jit

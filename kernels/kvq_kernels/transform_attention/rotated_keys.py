@@ -5,8 +5,39 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvq_kernels.decode_attention.rope import load_cos_sin, pair_channels
 from kvq_kernels.decode_attention.spec import get
 from kvq_kernels.transform_attention.codes import chunks, key_codes
+
+
+@triton.jit
+def key_constants(
+    operands, head, rope, F: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
+    E: tl.constexpr,
+):  # fmt: skip
+    """Of each column tile of E pairs of channels: S' of each chunk of fields `[components, 2 E]`, first channels of all
+    pairs before second ones; means of both; cos and sin of positions within a tile, float16 `[N, E]`."""
+    KC: tl.constexpr = chunks(F)
+    C: tl.constexpr = get(F, "components")
+    column, pair = tl.arange(0, 2 * E), tl.arange(0, E)
+    PAIRS: tl.constexpr = "half" if STYLE == "none" else STYLE
+    line = tl.arange(0, N)[:, None]
+    constants = ()
+    for j in tl.static_range((D // 2 + E - 1) // E):
+        c1, c2 = pair_channels(j * E + column % E, PAIRS, WIDTH, D)
+        channel = tl.where(column < E, c1, c2)
+        inside = j * E + column % E < D // 2
+        weights = ()
+        for i in tl.static_range(len(KC)):
+            component = 8 * KC[i][0] + tl.arange(0, 8 * KC[i][1])
+            at = operands[0] + (head * C + component)[:, None] * D + channel[None, :]
+            weights = weights + (tl.load(at, mask=inside[None, :], other=0.0),)
+        c1, c2 = pair_channels(j * E + pair, PAIRS, WIDTH, D)
+        mean, inside = operands[1] + head * D, j * E + pair < D // 2
+        means = tl.load(mean + c1, inside, 0.0)[None, :], tl.load(mean + c2, inside, 0.0)[None, :]
+        cos_sin = () if STYLE == "none" else load_cos_sin(rope[2], line, (j * E + pair)[None, :], WIDTH, D)
+        constants = constants + ((weights, means, cos_sin),)
+    return constants
 
 
 @triton.jit
@@ -16,7 +47,7 @@ def rotated_keys(
 ):  # fmt: skip
     """Both channels of E pairs, float16 [N, E] each: R(position within the tile) (gain S' c + mean).
 
-    constants: of a column tile, see `kernel.key_constants`. gain: float16 [N]. HALF_SUMS: S' c is summed in float16.
+    constants: of a column tile, see `key_constants`. gain: float16 [N]. HALF_SUMS: S' c is summed in float16.
     """
     KC: tl.constexpr = chunks(F)
     T: tl.constexpr = tl.float16 if HALF_SUMS else tl.float32
