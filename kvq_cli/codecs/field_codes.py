@@ -60,9 +60,9 @@ class FieldCodes:
     def table_layout(self) -> dict[str, TensorSpec]:
         """Shapes and dtypes of `tables`."""
         count = self.components // fields.FIELD
-        column = TensorSpec((count, 1), "int16")
-        mask, word = TensorSpec((count, 1, 1), "int16"), TensorSpec((count,), "int32")
-        return {"word.offset": word, "largest.offset": column, "shift.offset": column, "mask.offset": mask}
+        shapes = {"word": (count,), "largest": (count, 1), "shift": (count, 1), "mask": (count, 1, 1)}
+        kinds = {"word": "int32"}
+        return {f"{name}.offset": TensorSpec(shape, kinds.get(name, "int16")) for name, shape in shapes.items()}
 
     @property
     def first_bits(self) -> Tensor:
