@@ -32,7 +32,7 @@ def random_artifact(method: Method, model: PreTrainedModel, name: str, seed: int
     for layer in range(shape.layers):
         for tensor_name, x in artifact_tensors(method, shape, layer).items():
             kind = tensor_name.split(".")[1]
-            if kind == "std":
+            if kind in ("std", "deviation"):
                 x.fill_(1)
             elif kind != "mean" and x.is_floating_point():
                 # keeps the variance of projections

@@ -66,7 +66,7 @@ def capture_all(
     progress("capture", done, settings.samples)
     checked = done > 0
     if done < settings.samples:
-        sampled = SampleCapture(windows, plan.capture, settings.gradients, plan.spec.near, settings.seed)
+        sampled = SampleCapture(windows, plan.capture, settings.gradients, settings.seed, plan.spec.near)
         if workers is None:
             finished = _capture_here(plan, sampled, captures, done)
         else:
@@ -126,7 +126,7 @@ def _capture_here(plan: CapturePlan, sampled: SampleCapture, captures: WorkFolde
     def run_sample(sample: int) -> None:
         sampled.run(loaded, layers, sample, partial(_write_sample, captures, sample), threads=workers > 1)
 
-    with capturing(loaded, layers, sampled):
+    with capturing(loaded, layers, sampled.windows.shape[1], sampled.near):
         while done < samples:
             # A batch ends before the next one starts, so that the samples counted as done have no gaps.
             batch = range(done, min(done + workers, samples))

@@ -65,13 +65,10 @@ def _codebooks(part: Part, spec: CalibrationSpec) -> Calibrated:
 
 
 def _transforms(part: Part, spec: TransformSpec) -> Calibrated:
-    groups = spec.groups(part.kind, part.shape)[0]
-    gain = part.kind in spec.gains
-    settings = TransformSettings(groups, spec.metric, gain, spec.fisher, part.settings.damping)
+    settings = TransformSettings.of(spec, part.kind, part.shape, part.settings.damping)
     fitted = part.transform(spec) if part.transform else fit_transform(part.captured, settings)
-    rate = stream_rate(spec, part.kind, part.shape)
-    profile = Profile(Profiles(fitted.losses.cpu().numpy()).best(rate), gain)
-    return calibrate_transform(part.captured, fitted, profile, part.kind, settings)
+    widths = Profiles(fitted.losses.cpu().numpy()).best(stream_rate(spec, part.kind, part.shape))
+    return calibrate_transform(part.captured, fitted, Profile(widths, settings.gain), part.kind, settings)
 
 
 def _uncalibrated(part: Part, spec: Uncalibrated) -> Calibrated:

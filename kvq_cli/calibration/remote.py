@@ -41,7 +41,7 @@ def _capture(shared: tuple[ModelSource, SampleCapture], sample: int) -> Iterator
     torch.set_num_threads(1)  # as in `parallel.run_parallel`
     loaded, layers = _load(source)
     numbers: Numbers = []
-    with deterministic(loaded.model.device), capturing(loaded, layers, capture):
+    with deterministic(loaded.model.device), capturing(loaded, layers, capture.windows.shape[1], capture.near):
         capture.run(loaded, layers, sample, lambda *captured: numbers.append(captured))
     yield numbers
 

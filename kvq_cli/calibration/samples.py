@@ -17,14 +17,14 @@ from kvq_cli.models import LoadedModel
 
 @dataclass(frozen=True)
 class SampleCapture:
-    """What is captured. windows: int64 `[samples, seqlen]`; gradients: of so many first samples; near: see
-    `capture.capture`; seed: draws the tokens that are kept."""
+    """What is captured. windows: int64 `[samples, seqlen]`; gradients: of so many first samples; seed: draws the tokens
+    that are kept; near: see `capture.capture`."""
 
     windows: Tensor
     size: CaptureSize
     gradients: int
-    near: int
     seed: int
+    near: int
 
     def tokens(self, sample: int) -> Tensor:
         """Indices of a sample's captured tokens: all after the sinks, or as many random units as the budget allows."""
@@ -57,10 +57,10 @@ class SampleCapture:
 
 
 @contextmanager
-def capturing(loaded: LoadedModel, layers: Sequence[AttentionLayer], sampled: SampleCapture) -> Iterator[None]:
-    """Inside the block, the model runs as captures need it: in little memory, with blocked attention on a CPU, or
-    where some gradients are left out."""
-    count = estimate.checkpointed_layers(loaded, sampled.windows.shape[1])
-    blocked = capture.blocked_attention_on_cpu(loaded.model, layers, always=sampled.near > 0)
+def capturing(loaded: LoadedModel, layers: Sequence[AttentionLayer], tokens: int, near: int = 0) -> Iterator[None]:
+    """Inside the block, the model runs as captures of so many tokens need it: in little memory, with blocked attention
+    on a CPU, or where some gradients are left out (`near`, see `capture.capture`)."""
+    count = estimate.checkpointed_layers(loaded, tokens)
+    blocked = capture.blocked_attention_on_cpu(loaded.model, layers, always=near > 0)
     with capture.gradient_checkpointing(loaded.model, count), blocked:
         yield

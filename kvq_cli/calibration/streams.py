@@ -46,8 +46,7 @@ def calibrate_part(
 
 def transform_settings(plan: CapturePlan, spec: TransformSpec, kind: str) -> transforms.TransformSettings:
     """How the transforms of keys ("k") or values ("v") are fitted."""
-    groups, damping = spec.groups(kind, plan.loaded.shape)[0], plan.settings.damping
-    return transforms.TransformSettings(groups, spec.metric, kind in spec.gains, spec.fisher, damping)
+    return transforms.TransformSettings.of(spec, kind, plan.loaded.shape, plan.settings.damping)
 
 
 def stored_transform(

@@ -15,7 +15,8 @@ from kvq_cli.calibration.uniform_steps import losses_by_width, squared_losses
 from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.gain import Gain, gain_of
 from kvq_cli.codecs.transform import TransformCodec
-from kvq_cli.methods.specs import Profile
+from kvq_cli.methods.base import ModelShape
+from kvq_cli.methods.specs import Profile, TransformSpec
 
 ERROR_MEASURE = (
     "on held-out samples, relative to the spread around each channel's mean; fisher: squared errors weighted with "
@@ -48,6 +49,11 @@ class TransformSettings:
     gain: bool
     fisher: bool
     damping: float
+
+    @classmethod
+    def of(cls, spec: TransformSpec, kind: str, shape: ModelShape, damping: float) -> TransformSettings:
+        """Those of keys ("k") or values ("v")."""
+        return cls(spec.groups(kind, shape)[0], spec.metric, kind in spec.gains, spec.fisher, damping)
 
 
 @dataclass(frozen=True)
@@ -89,7 +95,7 @@ def fit_transform(captured: CapturedStream, settings: TransformSettings) -> Tran
         analysis, synthesis, variances = _diagonalized(covariance, fisher, settings.metric)
     fitted = Transform(mean, std, analysis, synthesis, variances, torch.empty(0))
     components = Components(captured, fitted, half_of(x.shape[2]), settings)
-    return replace(fitted, losses=losses_by_width(components.y, components.weights))
+    return replace(fitted, losses=losses_by_width(components.y, components.weights) * components.unit**2)
 
 
 def half_of(width: int) -> int:
@@ -144,19 +150,27 @@ def _second_moment(x: Tensor, center: Tensor, factors: Tensor) -> Tensor:
 class Components:
     """The components of a stream's training tokens, relative to their gains, and the weights of errors of these.
 
-    kept: the gain is that of so many first components. y: `[G, N, K]` float32; weights: of the same shape.
+    kept: the gain is that of so many first components. y: `[G, N, K]` float32, divided by `scale` `[G, 1]`; weights: of
+    the same shape, times scale^2 / unit^2. Where attention hardly reads packed tokens, gradients are so small that
+    their squares are below all float32 numbers.
     """
 
     def __init__(self, captured: CapturedStream, transform: Transform, kept: int, settings: TransformSettings) -> None:
         x, g = (_grouped(t[: captured.training], settings.groups) for t in (captured.x, captured.g))
         stride = -(-x.shape[1] // MAX_TOKENS)
         x, g = x[:, ::stride].float(), g[:, ::stride].float()
-        z = (x - transform.mean.float().unsqueeze(1)) @ transform.analysis.float().mT
+        largest = transform.variances.amax(1, keepdim=True).sqrt()
+        self.scale = torch.where(largest > 0, largest, 1.0)
+        self.unit = float(g.abs().max()) or 1.0
+        z = (x - transform.mean.float().unsqueeze(1)) @ (transform.analysis / self.scale.unsqueeze(2)).float().mT
         gain = torch.ones_like(z[:, :, :1])
         if settings.gain:
             gain = _gains(x, transform.mean, transform.analysis, transform.variances, kept).unsqueeze(2)
         self.y = z / gain
-        weights = (g @ transform.synthesis.float()).square_() if settings.fisher else torch.ones_like(z)
+        synthesis = (transform.synthesis * self.scale.unsqueeze(2)).float()
+        weights = (self.scale / self.unit).square().float().unsqueeze(2).expand_as(z).clone()
+        if settings.fisher:
+            weights = ((g / self.unit) @ synthesis).square_()
         mean = weights.mean(1, keepdim=True)
         weights += settings.damping * mean
         self.weights = weights.mul_(gain.square() / (1 + settings.damping))
@@ -176,7 +190,7 @@ def calibrate_transform(
     for field, width in enumerate(profile.widths):
         part = slice(FIELD * field, FIELD * (field + 1))
         steps.append(squared_losses(components.y[:, :, part], components.weights[:, :, part], width)[0])
-    step = torch.cat(steps, dim=1).double()
+    step = torch.cat(steps, dim=1).double() * components.scale
     # Constant components stay at the mean, whatever their code.
     live = transform.variances[:, :kept] > _CONSTANT
     analysis = transform.analysis[:, :kept] * (live / step).unsqueeze(2)
@@ -204,7 +218,7 @@ def calibrate_transform(
 def effective_tokens(captured: CapturedStream) -> float:
     """(sum w)^2 / sum w^2 of the squared gradients w of the training tokens: about how many tokens a mean that is
     weighted by them is computed from; 0 without gradients."""
-    weights = captured.g[: captured.training].float().square().sum((2, 3)).double()
+    weights = captured.g[: captured.training].double().square().sum((2, 3))
     return float(weights.sum().square() / weights.square().sum().clamp_min(1e-300))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -248,6 +248,26 @@ def _print_dry_run(output: Output, found: dict[str, Any]) -> None:
     output.result(found)
 
 
+#: Streams with fewer effective tokens are warned of: their transforms are fitted to the gradients of so few.
+FEW_TOKENS = 32
+
+
+def print_effective_tokens(output: Output, layers: Sequence[Mapping[str, Any]]) -> None:
+    """Print the effective tokens of each stream that has transforms, and warn where these are few."""
+    found = [[layer.get(kind, {}).get("effective_tokens") for kind in "kv"] for layer in layers]
+    if not any(tokens is not None for row in found for tokens in row):
+        return
+    rows = [[index, *("" if each is None else round(each) for each in row)] for index, row in enumerate(found)]
+    output.table(["layer", "effective tokens, keys", "values"], rows)
+    few = [tokens for row in found for tokens in row if tokens is not None and tokens < FEW_TOKENS]
+    if few:
+        output.warn(
+            f"{len(few)} of {2 * len(layers)} streams have fewer than {FEW_TOKENS} effective tokens, {min(few):.0f} at "
+            "least: the squared gradients of so few tokens are as large as those of all others, and other text may "
+            "have other ones; take more --samples"
+        )
+
+
 def _print_artifact(output: Output, artifact: Artifact) -> None:
     config = artifact.config
     layers = config["errors"]["layers"]
@@ -261,5 +281,6 @@ def _print_artifact(output: Output, artifact: Artifact) -> None:
             if residuals
             else "nothing to calibrate for this model"
         )
+    print_effective_tokens(output, layers)
     output.text(f"{artifact.path}: {human_bytes(config['sizes']['total'])}; {summary}")
     output.result({"artifact": str(artifact.path), "digest": artifact.digest, **config})

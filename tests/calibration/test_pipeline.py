@@ -22,7 +22,7 @@ from kvq_cli.calibration.plan import plan_calibration
 from kvq_cli.calibration.samples import SampleCapture
 from kvq_cli.calibration.settings import CalibrationOptions, calibrate_command
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.methods.registry import build
+from kvq_cli.methods.registry import build, build_parsed
 
 
 def test_artifact_bytes_depend_on_the_seed_only(tiny, quick, tmp_path):
@@ -82,12 +82,12 @@ def test_config_and_card_record_method_data_and_command(tiny, quick, tmp_path):
 
 def test_the_card_gives_floats_exactly(tiny, quick):
     options = dataclasses.replace(quick, damping=0.12345678901, budget=1 / 3)
-    plan = plan_calibration(tiny, build("klt", bits=1.2345678901), options)
+    plan = plan_calibration(tiny, build("klt", bits=6.2345678901), options)
     words = shlex.split(calibrate_command(plan.method, plan.loaded, plan.settings_dict()))
     given = dict(zip(words[2::2], words[3::2], strict=True))
-    assert [float(given[name]) for name in ("--bits", "--damping", "--disk")] == [1.2345678901, 0.12345678901, 1 / 3]
-    plan = plan_calibration(tiny, build("klt"), quick)
-    assert "--bits 2 " in calibrate_command(plan.method, plan.loaded, plan.settings_dict())
+    assert [float(given[name]) for name in ("--bits", "--damping", "--disk")] == [6.2345678901, 0.12345678901, 1 / 3]
+    plan = plan_calibration(tiny, build("klt", bits=6.0), quick)
+    assert "--bits 6 " in calibrate_command(plan.method, plan.loaded, plan.settings_dict())
 
 
 def test_budget_captures_random_units_of_tokens(tiny, quick, tmp_path, monkeypatch):
@@ -100,7 +100,7 @@ def test_budget_captures_random_units_of_tokens(tiny, quick, tmp_path, monkeypat
     assert artifact.config["captured"]["tokens"] == 6 * 120
     captured = sum(path.stat().st_size for path in (tmp_path / "a.work").glob("*.bf16"))
     assert captured == plan.capture.nbytes
-    sampled = SampleCapture(torch.empty(6, 200), plan.capture, gradients=4, seed=0)
+    sampled = SampleCapture(torch.empty(6, 200), plan.capture, gradients=4, seed=0, near=0)
     kept = [sampled.tokens(sample) for sample in range(6)]
     for tokens in kept:
         runs = tokens.view(-1, 4)
@@ -149,12 +149,12 @@ def test_methods_that_cannot_be_calibrated_are_refused(tiny, quick):
         plan_calibration(tiny, build("temporalkv", share=3), quick)
 
 
-@pytest.mark.parametrize(("allocate", "bits", "least"), [("model", 0.7, 0.75), ("stream", 0.9, 1.0)])
-def test_fewer_codes_than_transforms_are_refused(tiny, quick, allocate, bits, least):
-    """2 layers, keys by head (2), values together, 64 numbers of a token: 6 codes, or 2 for each of 4 streams."""
+@pytest.mark.parametrize(("allocate", "bits", "least"), [("model", 3.7, 3.75), ("stream", 4.9, 5.0)])
+def test_fewer_bytes_than_transforms_need_are_refused(tiny, quick, allocate, bits, least):
+    """2 layers, keys by head (2), values together: 5 bytes for each of 6 transforms, or 10 for each of 4 streams."""
     with pytest.raises(UsageError, match=rf"klt: bits={bits:g} are .* set bits={least:g} or more"):
-        plan_calibration(tiny, build("klt", bits=bits, allocate=allocate), quick)
-    plan_calibration(tiny, build("klt", bits=least, allocate=allocate), quick)
+        plan_calibration(tiny, build("klt", bits=bits, join_values=True, allocate=allocate), quick)
+    plan_calibration(tiny, build("klt", bits=least, join_values=True, allocate=allocate), quick)
 
 
 def test_blocks_longer_than_the_captured_tokens_are_refused(tiny, quick):
@@ -175,11 +175,11 @@ def test_failure_leaves_no_files(tiny, quick, tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["short.txt"]
 
 
-@pytest.mark.parametrize("method", ["klt", "temporalkv", "xquant"])
+@pytest.mark.parametrize("method", ["klt-6bit", "temporalkv", "xquant"])
 def test_artifacts_of_values_that_are_always_zero_load(tiny, quick, tmp_path, method):
     tiny.model.model.layers[0].self_attn.v_proj.weight.data[8:] = 0  # the second head
     tiny.model.model.layers[1].self_attn.v_proj.weight.data[:] = 0
-    made = run(tiny, quick, tmp_path / "a", build(method))
+    made = run(tiny, quick, tmp_path / "a", build_parsed(method))
     assert load_artifact(tmp_path / "a").digest == made.digest
 
 
@@ -289,7 +289,7 @@ def numbers_bytes(folder: Path, pattern: str) -> int:
 @pytest.mark.parametrize("join", [True, False])
 def test_disk_space_counts_transforms(tiny, quick, tmp_path, monkeypatch, join):
     monkeypatch.setattr(work_folder.WorkFolder, "remove", lambda self: None)
-    plan = plan_calibration(tiny, build("klt", join_keys=join), quick)
+    plan = plan_calibration(tiny, build("klt", bits=6.0, join_keys=join), quick)
     pipeline.calibrate(plan, tmp_path / "a")
     transforms = numbers_bytes(tmp_path / "a.work", "*.transform.*")
     assert transforms > 0 and plan.disk_bytes() == plan.capture.nbytes + transforms
@@ -311,7 +311,11 @@ def test_memory_counts_the_matrices_of_transforms_and_sums(tiny, quick, monkeypa
     wide = dataclasses.replace(tiny, shape=dataclasses.replace(tiny.shape, layers=32, kv_heads=16, head_dim=16))
     joined, by_head, palu = (
         dry_run_report(plan_calibration(wide, build(*name, **options), quick))["memory_bytes"]
-        for *name, options in (("klt", {}), ("klt", {"join_values": False}), ("palu", {"heads": 16}))
+        for *name, options in (
+            ("klt", {"bits": 4.0, "join_values": True}),
+            ("klt", {"bits": 4.0}),
+            ("palu", {"heads": 16}),
+        )
     )
     matrix = 8 * 256 * 256
     assert joined - by_head > 2 * (matrix - 16 * 8 * 16 * 16)  # analysis and synthesis of 256 channels, or of 16 heads
@@ -377,7 +381,8 @@ def test_faiss_is_an_input_where_a_codebook_needs_it(tiny, quick, engine):
     options = dataclasses.replace(quick, samples=4000, gradients=4000, kmeans=engine)
     keys = {"few": "temporalkv-4bit", "many": "temporalkv-4bit:entries=65536"}
     few, many = (
-        plan_calibration(tiny, build("mixed", bits=16, keys=keys[name], values="klt-2bit"), options) for name in keys
+        plan_calibration(tiny, build("mixed", bits=16, keys=keys[name], values="temporalkv-2bit"), options)
+        for name in keys
     )
     assert (few.settings.kmeans, many.settings.kmeans) == ("kvq", engine)
     assert "version of faiss" not in few.named_inputs and many.named_inputs["version of faiss"] == faiss.__version__

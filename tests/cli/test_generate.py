@@ -118,15 +118,15 @@ def test_default_is_the_best_artifact(kvq, tmp_path):
 
 def test_default_is_an_artifact_of_bits_that_other_methods_lack(kvq, fails, tiny_folder, tmp_path):
     loaded = load_model(str(tiny_folder), device="cpu")
-    config, tensors = random_parts(build("klt", bits=1.75), loaded.model)
-    folder = tmp_path / "artifacts" / "tiny" / "klt-1.75bit"
-    words = [PROMPT, "-n", 2, "--model", tiny_folder, "--bits", 1.75]
-    says = "--bits 1.75: no 1.75-bit artifact in artifacts/tiny, and without one: method kivi: bits=1.75 is not"
+    config, tensors = random_parts(build("klt", bits=5.5), loaded.model)
+    folder = tmp_path / "artifacts" / "tiny" / "klt-5.5bit"
+    words = [PROMPT, "-n", 2, "--model", tiny_folder, "--bits", 5.5]
+    says = "--bits 5.5: no 5.5-bit artifact in artifacts/tiny, and without one: method kivi: bits=5.5 is not"
     fails("generate", *words, code=2, says=says)
     save_artifact(folder, config, tensors, "card")
     result = kvq("generate", *words)
     assert result.exit_code == 0, result.stderr
-    assert "method: klt, 1.75 bits, artifacts/tiny/klt-1.75bit (default: lowest calibration error)" in result.stderr
+    assert "method: klt, 5.5 bits, artifacts/tiny/klt-5.5bit (default: lowest calibration error)" in result.stderr
 
 
 def test_sampling_is_repeatable_and_not_greedy(generate):

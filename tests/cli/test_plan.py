@@ -95,7 +95,7 @@ def test_each_rank_has_its_share_of_weights_heads_and_blocks(kvq):
         assert (two["blocks"], two["batch"], two["context"]) == (one["blocks"], one["batch"], one["context"])
     own = kvq("plan", "--memory", "40GB", "--tensor-parallel-size", "2")
     assert own.exit_code == 2 and "add --engine vllm" in own.stderr
-    joined = kvq(*words, "--memory", "40GB", "--compare", "klt", "--tensor-parallel-size", "2")
+    joined = kvq(*words, "--memory", "40GB", "--compare", "klt:join_values=on", "--tensor-parallel-size", "2")
     assert joined.exit_code == 2 and "calibrate with join_values=off" in joined.stderr
 
 

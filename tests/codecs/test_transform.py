@@ -50,7 +50,7 @@ def by_hand(x: np.ndarray, tensors: dict) -> tuple[np.ndarray, list[int], np.nda
         if "deviation" in held:
             size = math.sqrt(np.mean((u / held["deviation"][group]) ** 2))
             gains.append(int(np.clip(round(16 * math.log2(size)) + 128, 0, 255)))
-            gain = 2 ** ((gains[-1] - 128) / 16)
+            gain = float(np.float16(2 ** ((gains[-1] - 128) / 16)))
         code = np.clip(np.round(u / gain + held["center"][group]), 0, largest)
         out.append(gain * held["synthesis"][group] @ (code - held["center"][group]) + held["mean"][group])
         codes.append(code)
@@ -96,7 +96,7 @@ def test_codes_and_decoded_numbers_are_those_of_a_reference_in_64_bits(name, val
             if (codes[row, :, token] == code).all():
                 assert np.abs(decoded[row, :, token].numpy() - expected).max() <= 1e-4 * np.abs(expected).max()
                 same += 1
-    assert tokens > 61 and same > 61
+    assert tokens > 61 and same > 56
 
 
 @each_codec
@@ -106,9 +106,7 @@ def test_codes_of_a_token_do_not_depend_on_others(name, values, gain):
     x = numbers(64)
     x[:, :, 5] *= 1e4
     whole = codec.encode(x)
-    unit = codec.block_tokens
-    assert unit == (16 if values else 1)
-    runs = [codec.encode(run) for run in x[1:].split(unit, dim=2)]
+    runs = [codec.encode(run) for run in x[1:].split(16, dim=2)]
     for key, part in whole.parts.items():
         assert torch.equal(torch.cat([run.parts[key].tensor for run in runs], dim=2), part.tensor[1:])
     alone = codec.encode(x[:1])
@@ -153,7 +151,9 @@ def test_any_codes_of_any_profile_decode_to_what_their_bits_say(lane_bytes, valu
         drawn[key] = Part(words % 255 if key == "gain" else words, part.unit)
     packed = Packed(tokens, drawn)
     codes = torch.tensor(stored_codes(packed, profile, values)).double() - tensors["center"].double().unsqueeze(1)
-    gains = 2 ** ((drawn["gain"].tensor.double() - 128) / 16) if gain else torch.ones(2, 2, tokens).double()
+    gains = torch.ones(2, 2, tokens).double()
+    if gain:
+        gains = (2 ** ((drawn["gain"].tensor.double() - 128) / 16)).half().double()
     expected = gains.unsqueeze(3) * (codes @ tensors["synthesis"].double().mT) + tensors["mean"].double().unsqueeze(1)
     decoded = codec.decode(packed, torch.float64)
     torch.testing.assert_close(decoded, expected, rtol=1e-4, atol=1e-5 * expected.abs().max().item())
@@ -175,7 +175,7 @@ def test_gain_is_the_size_of_a_token():
     x = torch.randn(1, HEADS, 1, DIM, generator=torch.Generator().manual_seed(3))
     mean = tensors["mean"].view(1, HEADS, 1, DIM)
     sizes = torch.tensor([0.0, 2**-20, 0.125, 0.5, 1, 2, 4, 2.0**30]).view(1, 1, -1, 1)
-    gain = codec.encode(mean + (x - mean) * sizes).parts["gain"].tensor.int()
+    gain = codec.encode(mean + (x - mean) * sizes.repeat(1, 1, 2, 1)).parts["gain"].tensor[..., :8].int()
     assert (gain[..., 0] == 0).all() and (gain[..., 1] == 0).all()
     assert (gain[..., 3:7].diff(dim=-1) == 16).all() and ((gain[..., 4] - gain[..., 2]) == 48).all()
     assert (gain[..., 7] > gain[..., 6]).all()

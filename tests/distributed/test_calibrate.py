@@ -43,7 +43,7 @@ def test_a_node_dies_in_each_step(tiny, doomed, tmp_path):  # noqa: F811
         for step in ("_capture", "_apply"):
             killed.append(kill_held(cluster, nodes, step, notes))
 
-    plan = plan_calibration(tiny, build("klt", bits=2), OPTIONS)
+    plan = plan_calibration(tiny, build("klt", bits=6.0), OPTIONS)
     pipeline.calibrate(plan, tmp_path / "one")
     with connected(None, cluster.address) as workers:
         thread = threading.Thread(target=kill)

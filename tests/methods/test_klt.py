@@ -58,9 +58,7 @@ def test_bytes_of_profiles():
 
 def test_heads_and_bits_that_are_too_small_are_refused(shape_of):
     build("klt", bits=5).calibration(shape_of(2, 2, 8)).check(shape_of(2, 2, 8))
-    with pytest.raises(
-        UsageError, match=r"bits=2 are 8 bytes .* need 20: set bits=5 or more, or have fewer"
-    ):
+    with pytest.raises(UsageError, match=r"bits=2 are 8 bytes .* need 20: set bits=5 or more, or have fewer"):
         build("klt", bits=2).calibration(shape_of(1, 2, 8)).check(shape_of(1, 2, 8))
     build("klt", bits=2.5, join_keys=True, join_values=True).calibration(shape_of(1, 2, 8)).check(shape_of(1, 2, 8))
     with pytest.raises(UsageError, match="head_dim=4 is below 8"):

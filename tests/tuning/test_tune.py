@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from random_artifacts import random_parts, tiny_model
+from tiny_folder import write_tiny_model
 
 from kvq_cli import attach
 from kvq_cli.artifact import load_artifact, save_artifact
@@ -28,6 +29,12 @@ SMALL += ["--windows", 1, "--text-seqlen", 96, "--set", "sinks=2"]
 FEW = ["--candidates", "klt:join_keys=on,kivi-4bit:pre_rope=on:group=8,temporalkv-4bit,fp16"]
 
 ONE = ["--candidates", "klt:join_keys=on", "--rounds", 0, "--swaps", 0]
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """Heads of 32 channels, of which klt takes 1.25 bits and more."""
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "tiny", head_dim=32)
 
 
 @pytest.fixture
@@ -171,9 +178,11 @@ def test_single_streams_are_measured_where_rounding_is_small(tune, monkeypatch, 
     assert tune(*words).exit_code == 0
     (search,) = searches
     for stream, (anchor,) in search.alone.items():
-        assert anchor.kl == pytest.approx(loss(search, stream, search.klt(anchor.codes)), rel=1e-6)  # without rounding
-        at_start = search.tried[0].choice[stream].codes
-        assert anchor.codes < at_start if fewer else anchor.codes == at_start
+        assert anchor.kl == pytest.approx(
+            loss(search, stream, search.klt(stream, anchor.rate)), rel=1e-6
+        )  # without rounding
+        at_start = search.tried[0].choice[stream].rate
+        assert anchor.rate < at_start if fewer else anchor.rate == at_start
 
 
 @pytest.mark.slow
@@ -219,7 +228,7 @@ def test_when_time_is_over_nothing_but_a_last_choice_is_measured(tune, monkeypat
     monkeypatch.setattr(Meter, "__call__", counted)
     monkeypatch.setattr(Steps, "error", None)  # the first round's time is over before candidates are compared
     monkeypatch.setattr(search_module, "time", SimpleNamespace(monotonic=lambda: 60.0 * len(calls)))
-    result = tune("--budget", 3, "--minutes", minutes, "--out", "a")
+    result = tune("--budget", 2, "--minutes", minutes, "--out", "a")
     assert result.exit_code == 0, result.output
     tuning = load_artifact("a").config["tuning"]
     assert len(tuning["tried"]) == tried and [len(anchors) for anchors in tuning["alone"]] == 4 * [alone]
@@ -233,7 +242,7 @@ def test_fp16_costs_the_bytes_of_the_models_dtype(tune, monkeypatch):
     words = ["--candidates", "klt:join_keys=on,fp16", "--rounds", 1, "--swaps", 0, "--dtype", "float16"]
     assert tune(*words, "--budget", 3, "--out", "a").exit_code == 0
     (search,) = searches
-    assert {search.steps.error(stream, "fp16") for stream in search.streams} == {(0.0, 2 * 2 * 8)}
+    assert {search.steps.error(stream, "fp16") for stream in search.streams} == {(0.0, 2 * 2 * 32)}
 
 
 def test_blocks_longer_than_the_units_of_captured_tokens(tune):
@@ -253,7 +262,7 @@ def test_a_divergence_that_is_no_number_is_refused(tune, monkeypatch):
     ("words", "says"),
     [
         (["--budget", 17], "--budget 17 must be above 0 and at most 16"),
-        (["--budget", 0.1], "--budget: 0 bytes a token are too few, the smallest choice takes 4"),
+        (["--budget", 0.1], "--budget: 3 bytes a token are too few, the smallest choice takes 30"),
         (["--objective", "memory"], "--objective memory needs --kl"),
         (["--candidates", "kivi"], "the first must be klt without bits"),
         (["--candidates", "klt,xquant"], "--candidates xquant: not one of fp16"),
@@ -268,9 +277,9 @@ def test_a_divergence_that_is_no_number_is_refused(tune, monkeypatch):
         ),
         (["--candidates", "klt:join_keys=on,kivi-2bit:group=8:sinks=8"], "set sinks once for all streams"),
         (["--candidates", "klt,channelkv-1bit:entries=65536"], "chunks of 16 numbers, 8 at most: use bits=2 or 4"),
-        (["--candidates", "klt,temporalkv-2bit:share=3"], "share=3 does not divide head_dim=8"),
+        (["--candidates", "klt,temporalkv-2bit:share=3"], "share=3 does not divide head_dim=32"),
         (["--candidates", "klt,klt:join_keys=on"], "only the first has any bits: give its own, such as klt-4bit"),
-        (["--candidates", "klt,kivi-2bit:group=16"], "--candidates kivi-2bit:group=16: "),
+        (["--candidates", "klt,kivi-2bit:group=64"], "--candidates kivi-2bit:group=64: "),
     ],
 )
 def test_wrong_requests_say_what_to_change(tune, monkeypatch, words, says):

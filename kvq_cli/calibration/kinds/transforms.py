@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from kvq_kernels.fields import FIELD
+
 from kvq_cli.calibration.allocation import model_profiles
 from kvq_cli.calibration.kinds.base import Progress
 from kvq_cli.calibration.kinds.capture import CapturePlan
@@ -36,8 +38,9 @@ class TransformPlan(CapturePlan):
     def step_bytes(self) -> int:
         shape = self.loaded.shape
         sizes = (self.spec.groups(kind, shape) for kind in "kv")
-        # Float64: analysis and synthesis, mean, std and variances, and for each field of 8 channels 9 losses.
-        return shape.layers * sum(8 * groups * width * (2 * width + 5) for groups, width in sizes)
+        # Float64: analysis and synthesis, mean, std and variances, and 9 losses of each field.
+        numbers = (groups * width * (2 * width + 3) + 9 * (width // FIELD) for groups, width in sizes)
+        return 8 * shape.layers * sum(numbers)
 
     def functions(
         self, work: WorkFolder, captures: WorkFolder, progress: Progress, workers: Workers | None

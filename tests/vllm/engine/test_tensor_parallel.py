@@ -16,7 +16,7 @@ METHODS = (
     "channelkv",
     "temporalkv",
     "temporalkv:outliers=0.01:hybrid=head",  # on this model the ranks have heads of different block shapes
-    "klt:join_values=off",
+    "klt",
 )
 #: Of the prompts, which are computed in steps of 128 tokens.
 FIRST = 5
