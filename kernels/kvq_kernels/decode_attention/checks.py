@@ -35,7 +35,7 @@ def check_arguments(
     _check_codebooks("keys", keys)
     _check_codebooks("values", values)
     if workspace is not None:
-        _check_workspace(workspace, query)
+        check_workspace(workspace, query)
 
 
 def check_per_row(name: str, x: Tensor, query: Tensor) -> None:
@@ -68,7 +68,7 @@ def _check_codebooks(name: str, side: Side) -> None:
                 raise ValueError(f"{name} have only {given[0]} of {first} and {second}: pass both or neither")
 
 
-def _check_workspace(workspace: Workspace, query: Tensor) -> None:
+def check_workspace(workspace: Workspace, query: Tensor) -> None:
     """The kernels compute addresses from the query's shape and the number of splits."""
     (rows, heads, dim), (partial, logsum) = query.shape, (workspace.partial, workspace.logsum)
     fits = partial.shape[0] >= rows and partial.shape[1] == heads and partial.shape[3] == dim

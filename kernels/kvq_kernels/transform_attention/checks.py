@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvq_kernels import fields
-from kvq_kernels.decode_attention.checks import check_offset_and_out, check_per_row
+from kvq_kernels.decode_attention.checks import check_offset_and_out, check_per_row, check_workspace
 from kvq_kernels.decode_attention.launch import Workspace
 from kvq_kernels.decode_attention.parts import Rope
 from kvq_kernels.transform_attention.parts import Transform, Transformed
@@ -43,7 +43,7 @@ def check_arguments(
         made = keys.transform.operands.rotation
         raise ValueError(f"the keys' transform was made for the rotation {made}, not {rotation}: see Transform.of_keys")
     if workspace is not None:
-        _check_workspace(workspace, query)
+        check_workspace(workspace, query)
 
 
 def _check_transform(name: str, transform: Transform, kv_heads: int, heads: int, dim: int) -> None:
@@ -76,14 +76,3 @@ def _check_codes(name: str, side: Transformed, query: Tensor, keys: bool) -> Non
         raise ValueError(f"the gain of {name} must be uint8 {[len(query), groups, room]}, not {list(gain.shape)}")
     if not all(x[0, 0].is_contiguous() for x in side.codes) or (gain is not None and not gain.is_contiguous()):
         raise ValueError(f"the codes of a head and all gains must be contiguous ({name}): pass contiguous tensors")
-
-
-def _check_workspace(workspace: Workspace, query: Tensor) -> None:
-    """The kernels compute addresses from the query's shape and the number of programs."""
-    (rows, heads, dim), (partial, logsum) = query.shape, (workspace.partial, workspace.logsum)
-    fits = partial.shape[0] >= rows and partial.shape[1] == heads and partial.shape[3] == dim
-    if not fits or logsum.shape != partial.shape[:3] or partial.device != query.device:
-        raise ValueError(
-            f"a workspace {list(partial.shape)} on {partial.device} does not fit a query {list(query.shape)} on "
-            f"{query.device}: make it with new_workspace"
-        )
