@@ -86,8 +86,9 @@ class Shape:
         bits = 8 * stored_bytes(*stored) / (2 * ROWS * self.kv_heads * TOKENS * self.dim)
         fixed = constants(query, keys, values, rope, config, gpu)
         products = fixed["KF"].components // 16 * max(1, self.dim // (2 * fixed["E"]))
-        return Launch(split_kernel, given, fixed, config.options(), "transform", numbers, bits,
-                      warpgroup_products=products, spills=SPILLS.get(self.dim, AMPERE_SPILLS if gpu in ("sm_80", "sm_89") else 0))  # fmt: skip
+        spills = SPILLS.get(self.dim, AMPERE_SPILLS if gpu in ("sm_80", "sm_89") else 0)
+        options = {"warpgroup_products": products, "spills": spills}
+        return Launch(split_kernel, given, fixed, config.options(), "transform", numbers, bits, **options)
 
 
 SHAPES = {
