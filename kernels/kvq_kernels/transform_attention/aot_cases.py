@@ -24,6 +24,8 @@ MIXED = (4, 4, 3, 3, 3, 2, 2, 2, 2, 2, 2, 1, 1)
 EVEN = (2,) * 16
 #: Bytes per thread that spill with head_dim 256, where constants of 256 channels are in registers.
 SPILLS = {256: 400}
+#: The same on GPUs whose products read S' from registers.
+AMPERE_SPILLS = 48
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -84,8 +86,9 @@ class Shape:
         bits = 8 * stored_bytes(*stored) / (2 * ROWS * self.kv_heads * TOKENS * self.dim)
         fixed = constants(query, keys, values, rope, config, gpu)
         products = fixed["KF"].components // 16 * max(1, self.dim // (2 * fixed["E"]))
-        return Launch(split_kernel, given, fixed, config.options(), "transform", numbers, bits,
-                      warpgroup_products=products, spills=SPILLS.get(self.dim, 0))  # fmt: skip
+        spills = SPILLS.get(self.dim, AMPERE_SPILLS if gpu in ("sm_80", "sm_89") else 0)
+        options = {"warpgroup_products": products, "spills": spills}
+        return Launch(split_kernel, given, fixed, config.options(), "transform", numbers, bits, **options)
 
 
 SHAPES = {
