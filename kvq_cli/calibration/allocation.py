@@ -11,7 +11,7 @@ import heapq
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from itertools import combinations
+from itertools import combinations, islice
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,6 +23,8 @@ from kvq_cli.methods.specs import Profile, TransformSpec
 
 Floats: TypeAlias = NDArray[np.float64]
 Widths: TypeAlias = tuple[int, ...]
+#: Profiles that are tried for each rate.
+MAX_TRIED = 64
 #: Pairs of profiles in a model, at most.
 MENU = 8
 #: Bits of width for each unit of a profile's rate, which are as many bytes of 8 components' codes.
@@ -38,13 +40,22 @@ class Profiles:
 
     def __init__(self, losses: Floats, limit: int | None = None) -> None:
         self._losses = losses
+        self._best: dict[int, Widths] = {}
         self._least = _least_losses(losses)
         rates = min(len(losses) * MAX_WIDTH // RATE, limit or sys.maxsize)
         self.bounds: Floats = self._least[0, MAX_WIDTH, RATE : RATE * rates + 1 : RATE]
 
     def best(self, most: int) -> Widths:
-        """The profile of least loss among those with a rate of at most `most`: one field of one bit at least."""
-        return next(profile for profile in self._by_loss(RATE * most) if fits(profile))
+        """The profile of least loss among those with a rate of at most `most`: one field of one bit at least.
+
+        Where wide fields leave room in most words, `MAX_TRIED` profiles of less loss may not fit: then it is that of
+        the next lower rate, of which the same holds.
+        """
+        if most not in self._best:
+            tried = islice(self._by_loss(RATE * most), MAX_TRIED)
+            fitting = next((profile for profile in tried if fits(profile)), None)
+            self._best[most] = fitting or self.best(most - 1)
+        return self._best[most]
 
     def loss(self, profile: Widths) -> float:
         """The expected loss with a profile."""
