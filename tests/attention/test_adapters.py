@@ -103,6 +103,39 @@ def test_a_cache_belongs_to_the_adapters_that_computed_it(model, probe, prompt, 
         same_as_the_models_own(model, kv, ids)
 
 
+def replace(model: nn.Module) -> None:
+    """Another adapter with the name of the chosen one."""
+    for module in adapted(model):
+        old = module.lora_B["bb"].weight
+        module.add("bb")
+        module.lora_B["bb"].weight.data.copy_(-old)
+
+
+def swap(model: nn.Module) -> None:
+    for module in adapted(model):
+        module.lora_B["bb"].weight.data = -module.lora_B["bb"].weight
+
+
+def edit(model: nn.Module) -> None:
+    for module in adapted(model):
+        module.lora_B["bb"].weight.neg_()
+
+
+@pytest.mark.parametrize("change", [replace, swap, edit])
+def test_an_adapter_of_the_same_name_is_another_one(model, probe, prompt, tmp_path, change):
+    (ids, _), path = prompt(20), tmp_path / "cache.safetensors"
+    with attach(model, probe(codec="identity"), prefill="compressed") as kv, torch.no_grad():
+        cache = kv.new_cache()
+        model(ids, past_key_values=cache)
+        cache.save(path, ids)
+        change(model)
+        with pytest.raises(UsageError, match="adapters have changed since this cache"):
+            model(ids[:, :1], past_key_values=cache)
+        with pytest.raises(UsageError, match="belongs to"):
+            kv.load_cache(path)
+        same_as_the_models_own(model, kv, ids)
+
+
 def test_a_cache_continues_with_the_adapters_that_computed_it(model, probe, prompt):
     """Also merged, which changes the rounding alone."""
     ids, _ = prompt(20)
