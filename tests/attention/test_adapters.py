@@ -225,3 +225,8 @@ def test_folder_of_an_adapter(tiny, tmp_path, monkeypatch):
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(KvqError, match="names no base model"):
         configured_shape(str(folder))
+
+
+def test_prefix_tuning_is_refused_where_it_would_replace_the_cache(model, probe):
+    with attach(model, probe(codec="identity")) as kv, pytest.raises(UsageError, match="prefix tuning"):
+        kv.new_cache().max_cache_len  # noqa: B018  # PEFT reads it, of caches that are no DynamicCache
