@@ -72,7 +72,7 @@ install := tools/install.sh
 .venv/oldest/.installed: pyproject.toml tools/oldest.py tools/gpu/environment.sh
 	@tools/gpu/environment.sh $(@D)
 	$(@D)/bin/python tools/oldest.py datasets faiss > $(@D)/requirements.txt
-	$(install) $(@D) -r $(@D)/requirements.txt allpairspy click hypothesis pytest pytest-xdist scipy==1.14
+	$(install) $(@D) -r $(@D)/requirements.txt accelerate==1.12 allpairspy click hypothesis pytest pytest-xdist scipy==1.14
 	touch $@
 
 # vLLM's own environment: its packages are older than those of .venv. PyTorch comes first, since the wheel pins the CUDA
@@ -106,12 +106,8 @@ test: .venv/.installed  ## Test every method, command and kernel family: 5 to 10
 test-vllm: .venv/vllm/.installed  ## Test kvq inside vLLM, in an environment of its own: 9 to 13 minutes on two cores.
 	@$(call pytest,$(<D)/bin) --dist loadfile -o faulthandler_timeout=600 tests/vllm/engine
 
-# Not with the oldest versions yet: assisted generation, a .gz text with a byte order mark; accelerate is not installed.
-OLDEST_OPEN := --ignore tests/attention/test_offload.py --deselect tests/data/test_texts.py::test_a_byte_order_mark_is_not_text \
-	--deselect tests/attention/test_generate.py::test_decoding_that_takes_tokens_back_gives_the_same_tokens
-
 test-oldest: .venv/oldest/.installed  # what depends on the versions of PyTorch, transformers and typer
-	@$(call pytest,.venv/oldest/bin) -m "not slow" $(OLDEST_TESTS) $(OLDEST_OPEN)
+	@$(call pytest,.venv/oldest/bin) -m "not slow" $(OLDEST_TESTS)
 
 test-changed: .venv/.installed  # the long suites whose sources have changed since they passed
 	@$(call changed,slow,$(slow))

@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-#: By wrapped module: the adapters that it applies, with their scales.
-Applied = dict[str, tuple[tuple[str, Any], ...]]
+#: By wrapped module: the adapters that it applies, with their scales and weights.
+Applied = dict[str, tuple[tuple[str, Any, tuple["_Weight", ...]], ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Weight:
+    """A weight of an adapter as it is now: another adapter may get its name, or its numbers its place."""
+
+    tensor: Tensor
+    place: int
+    version: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> _Weight:
+        return _Weight(tensor, tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Weight) or self.tensor is not other.tensor:
+            return False
+        return (self.place, self.version) == (other.place, other.version)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class AdapterWatch:
@@ -54,7 +75,7 @@ def _wrapped(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if "base_layer" in module._modules}
 
 
-def _applied(wrapper: Any) -> tuple[tuple[str, Any], ...]:
+def _applied(wrapper: Any) -> tuple[tuple[str, Any, tuple[_Weight, ...]], ...]:
     """The adapters that are added to a wrapped module's output, or merged into its weights."""
     if getattr(wrapper, "disable_adapters", False) is True:
         return ()
@@ -62,7 +83,16 @@ def _applied(wrapper: Any) -> tuple[tuple[str, Any], ...]:
     chosen = getattr(wrapper, "merged_adapters", ()) or ([chosen] if isinstance(chosen, str) else chosen)
     held = {name for child in wrapper.children() if hasattr(child, "keys") for name in child}
     chosen = [name for name in chosen if name in held or not held]
-    return tuple((name, scales.get(name) if isinstance(scales, dict) else scales) for name in chosen)
+    scale = scales.get if isinstance(scales, dict) else lambda _name: scales
+    return tuple((name, scale(name), tuple(map(_Weight.of, _weights(wrapper, name)))) for name in chosen)
+
+
+def _weights(wrapper: Any, adapter: str) -> Iterator[Tensor]:
+    """The weights of a wrapped module's adapter."""
+    for child in wrapper.children():
+        if hasattr(child, "keys") and adapter in child:
+            held = child[adapter]
+            yield from held.parameters() if hasattr(held, "parameters") else (held,)
 
 
 def _is_idle(wrapper: Any, parts: list[str]) -> bool:
@@ -70,6 +100,6 @@ def _is_idle(wrapper: Any, parts: list[str]) -> bool:
     there, such as lora_A, the adapter, weight."""
     if parts[0] == "base_layer":
         return False
-    added = set() if getattr(wrapper, "merged_adapters", ()) else {name for name, _ in _applied(wrapper)}
+    added = set() if getattr(wrapper, "merged_adapters", ()) else {name for name, *_ in _applied(wrapper)}
     by_adapter = hasattr(getattr(wrapper, parts[0]), "keys")
     return parts[1] not in added if by_adapter else not added

@@ -118,7 +118,8 @@ def weights_digest(model: PreTrainedModel) -> str:
     for file in _own_code(model):
         digest.update(f"{file.name}\n".encode() + file.read_bytes())
     if applied := applied_adapters(model):
-        digest.update(repr(sorted(applied.items())).encode())
+        named = [(name, tuple(each[:2] for each in adapters)) for name, adapters in sorted(applied.items())]
+        digest.update(repr(named).encode())  # their weights are hashed below
     stored = ((name, stored_weight(model, name, weight)) for name, weight in model.state_dict().items())
     for name, weight in plain_tensors(sorted(applied_weights(model, stored))):
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}\n".encode())

@@ -44,6 +44,8 @@ _NOT_COMPUTED |= {"sinks", "cu_seq_lens_q", "cu_seq_lens_k", "cache"}
 _contexts: ContextVar[dict[nn.Module, ForwardContext] | None] = ContextVar("contexts", default=None)
 #: The hooks whose queries this thread or task lets see what they would see in one-by-one decoding.
 _one_by_one: ContextVar[frozenset[AttentionHooks]] = ContextVar("one_by_one", default=frozenset())
+#: What this thread or task lets watch the calls of `attention`.
+_watch: ContextVar[Callable[..., None] | None] = ContextVar("watch", default=None)
 
 
 class AttentionHooks:
@@ -324,17 +326,13 @@ def register() -> None:
 
 @contextmanager
 def watched_attention(watch: Callable[..., None]) -> Iterator[None]:
-    """Inside the block, calls `watch` with the arguments of each call of `attention`, before it."""
-
-    def watched(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        watch(module, *args, **kwargs)
-        return attention(module, *args, **kwargs)
-
-    AttentionInterface.register(NAME, watched)
+    """Inside the block, calls `watch` with the arguments of each call of `attention` by this thread or task, before
+    it."""
+    token = _watch.set(watch)
     try:
         yield
     finally:
-        AttentionInterface.register(NAME, attention)
+        _watch.reset(token)
 
 
 @contextmanager
@@ -371,6 +369,9 @@ def attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: `[batch, heads, tokens, head_dim]` -> `[batch, tokens, heads, head_dim]`."""
+    watch = _watch.get()
+    if watch is not None:
+        watch(module, query, key, value, attention_mask, softcap=softcap, s_aux=s_aux, dropout=dropout, **kwargs)
     form = ScoreForm.of(softcap, s_aux)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
 

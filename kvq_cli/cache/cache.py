@@ -49,6 +49,11 @@ class CompressedCache(Cache):
         #: While a decode step is captured or replayed: see `Forward.cache_position`.
         self.cache_position: Tensor | None = None
 
+    @property
+    def max_cache_len(self) -> int:
+        """Refused: PEFT reads it to put a cache of its own, with a prefix of keys and values, in place of this."""
+        raise UsageError("PEFT's prefix tuning replaces the cache by one that is not compressed: use another adapter")
+
     def begin(self, columns: int, batch: int, mask: Tensor | None, positions: Tensor | None) -> Forward:
         """Describe the forward pass that starts; see `Rows.begin`."""
         lengths = {layer.columns for layer in self.layers}

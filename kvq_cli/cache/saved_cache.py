@@ -259,15 +259,17 @@ class SavedCache:
         about, path = self.about, self.path
         model = Fingerprint(**about["model"])
         if model != origin.model:
-            raise UsageError(f"{path} belongs to the model {model}, not to {origin.model}: pass its --model")
+            raise UsageError(f"{path} belongs to the model {_short(model)}, not to {origin.model}: pass its --model")
         held, given = about["method"], json.loads(json.dumps(dict(origin.method)))
         if held.get("name") != given["name"]:
-            raise UsageError(f"{path} holds a cache of {held.get('name')}, not of {given['name']}: pass its --method")
+            other = _short(held.get("name"))
+            raise UsageError(f"{path} holds a cache of {other}, not of {given['name']}: pass its --method")
         sides = [{"dtype": about["dtype"], "prefill": about["prefill"], "artifact": about["artifact"], **held}]
         sides.append({"dtype": origin.dtype, "prefill": origin.prefill, "artifact": origin.artifact, **given})
         for key in [*sides[1], *sides[0]]:
             one, other = (_short(side.get(key)) for side in sides)
-            if one != other or (key in sides[0]) != (key in sides[1]):
+            if sides[0].get(key) != sides[1].get(key) or (key in sides[0]) != (key in sides[1]):
+                key = _short(key)
                 raise UsageError(f"{path} was saved with {key}={one}, not {key}={other}: pass the same, or save again")
         if about["weights"] != origin.weights:
             raise UsageError(f"{path} belongs to a model with other weights or another configuration: save it again")
@@ -350,5 +352,6 @@ def _named(name: str) -> Iterator[None]:
 
 
 def _short(value: Any) -> str:
-    """A value for a message; hashes by their first digits."""
-    return str(value)[:8] if isinstance(value, str) and len(value) == 64 else str(value)
+    """A value for a message; hashes by their first digits. What a forged file holds may be long."""
+    text = str(value)
+    return text[:8] if isinstance(value, str) and len(value) == 64 else text if len(text) <= 200 else f"{text[:197]}..."

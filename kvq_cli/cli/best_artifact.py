@@ -1,4 +1,4 @@
-"""The default of `kvq generate` and `kvq chat`: the model's calibrated artifact with the lowest error."""
+"""The default of `kvq generate` and `kvq chat`: the model's artifact of klt, else that with the lowest error."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ if TYPE_CHECKING:
     from kvq_cli.models import LoadedModel
 
 DEFAULT_BITS = 2
+#: The method whose artifacts come first: it diverges least at any number of bits (docs/METHOD.md), and its mean error
+#: does not compare with other methods', because it spends its bits on the streams whose errors cost most.
+PREFERRED = "klt"
 
 
 def best_artifact(loaded: LoadedModel, bits: float) -> tuple[Artifact | None, list[str]]:
-    """The artifact of the model in artifacts/MODEL with the lowest calibration error at `bits` bits; None without.
+    """The artifact of the model in artifacts/MODEL at `bits` bits of klt, else that with the lowest calibration error;
+    None without.
 
     Also returns a line for each artifact that was skipped: damaged, or calibrated for another model; and one where the
     others were calibrated on another text, with whose errors its own does not compare.
@@ -34,7 +38,7 @@ def best_artifact(loaded: LoadedModel, bits: float) -> tuple[Artifact | None, li
             continue
         if artifact.fingerprint == model:
             others = {other.name for other in candidates if _text(read_config(other)) != _text(artifact.config)}
-            if others:
+            if others and artifact.method_config["name"] != PREFERRED:
                 refused.append(
                     f"chosen by its calibration error: {path.name}; {', '.join(sorted(others))} were calibrated on "
                     "other text, where errors differ: choose with --artifact"
@@ -45,10 +49,10 @@ def best_artifact(loaded: LoadedModel, bits: float) -> tuple[Artifact | None, li
 
 
 def _by_error(folder: Path, bits: float) -> tuple[list[Path], list[str]]:
-    """The artifacts of `bits` bits in `folder`, the lowest error first, and a line for each unreadable config."""
+    """The artifacts of `bits` bits in `folder`, klt's first, then by error, and a line for each unreadable config."""
     from kvq_cli.artifact import read_config
 
-    found: list[tuple[float, Path]] = []
+    found: list[tuple[bool, float, Path]] = []
     refused: list[str] = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         if path.name.startswith(".") or not (path / "config.json").is_file():
@@ -60,8 +64,8 @@ def _by_error(folder: Path, bits: float) -> tuple[list[Path], list[str]]:
             continue
         measured = calibration_error(config)
         if measured is not None and config["method"].get("bits") == bits:
-            found.append((measured, path))
-    return [path for _, path in sorted(found)], refused
+            found.append((config["method"].get("name") != PREFERRED, measured, path))
+    return [path for *_, path in sorted(found)], refused
 
 
 def _text(config: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -215,8 +215,8 @@ MethodOrBest = Annotated[
         "--method",
         metavar="NAME",
         help="Compression method; `kvq methods` lists them, fp16: no compression (default: the artifact in "
-        "artifacts/MODEL with the lowest calibration error at --bits, 2 bits if not given; without one, or with --set: "
-        "kivi).",
+        "artifacts/MODEL of klt, else with the lowest calibration error, at --bits, 2 bits if not given; without one, "
+        "or with --set: kivi).",
     ),
 ]
 

@@ -16,7 +16,7 @@ from kvq_cli.cli.cache_lines import cache_line
 from kvq_cli.cli.output import human_bytes
 from kvq_cli.cli.text_generator import Decoding, GeneratedText, TextGenerator
 from kvq_cli.errors import KvqError, UsageError
-from kvq_cli.files import check_writable
+from kvq_cli.files import check_writable, file_size
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,8 +35,14 @@ def check_files(save: Path | None, load: Path | None) -> None:
         if save.is_dir():
             raise UsageError(f"{SAVE} {save}: is a folder; give the name of a file")
         check_writable(save.parent, SAVE)
-    if load is not None and not load.is_file():
-        raise KvqError(f"{LOAD} {load}: no such file; `kvq generate --file DOCUMENT {SAVE} {load}` writes it")
+    if load is None:
+        return
+    try:
+        file_size(load)
+    except FileNotFoundError:
+        raise KvqError(f"{LOAD} {load}: no such file; `kvq generate --file DOCUMENT {SAVE} {load}` writes it") from None
+    except OSError as error:
+        raise KvqError(f"{LOAD} {load}: {error.strerror}; give the file of a saved cache") from None
 
 
 @dataclass(frozen=True)

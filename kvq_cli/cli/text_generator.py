@@ -302,12 +302,13 @@ def _default_method(loaded: LoadedModel, bits: float | None) -> tuple[Method | A
 
     The method without artifact is resolved last: it does not have all bits that artifacts have.
     """
-    from kvq_cli.cli.best_artifact import DEFAULT_BITS, best_artifact
+    from kvq_cli.cli.best_artifact import DEFAULT_BITS, PREFERRED, best_artifact
     from kvq_cli.cli.resolve import resolve
 
     best, notes = best_artifact(loaded, wanted := DEFAULT_BITS if bits is None else bits)
     if best is not None:
-        return best, " (default: lowest calibration error)", notes
+        why = "calibrated" if best.method_config["name"] == PREFERRED else "lowest calibration error"
+        return best, f" (default: {why})", notes
     missing = f"no {wanted:g}-bit artifact in {model_artifacts(loaded.name)}"
     try:
         return resolve(loaded.name, bits=bits), f" (default: {missing})", notes

@@ -27,6 +27,8 @@ class Spec(ABC):
 
     #: Whether keys, values and gradients are captured on text; else projection weights are factorized.
     captures: ClassVar[bool] = True
+    #: Whether weights are factorized at full rank, so that the product of the factors is the weight.
+    full_rank: ClassVar[bool] = False
 
     @property
     def reads_text(self) -> bool:
@@ -71,6 +73,7 @@ class FactorSpec(Spec):
     """
 
     captures = False
+    full_rank = True
 
     layers: tuple[tuple[str, ...], ...]
 
@@ -105,6 +108,8 @@ class LowRankSpec(FactorSpec):
     whiten:   minimize the error of W x on text; else of W itself.
     hadamard: rotate the latents of each group by a Hadamard matrix, which is multiplied into the factors.
     """
+
+    full_rank = False
 
     heads: int
     latents: int

@@ -103,6 +103,39 @@ def test_a_cache_belongs_to_the_adapters_that_computed_it(model, probe, prompt, 
         same_as_the_models_own(model, kv, ids)
 
 
+def replace(model: nn.Module) -> None:
+    """Another adapter with the name of the chosen one."""
+    for module in adapted(model):
+        old = module.lora_B["bb"].weight
+        module.add("bb")
+        module.lora_B["bb"].weight.data.copy_(-old)
+
+
+def swap(model: nn.Module) -> None:
+    for module in adapted(model):
+        module.lora_B["bb"].weight.data = -module.lora_B["bb"].weight
+
+
+def edit(model: nn.Module) -> None:
+    for module in adapted(model):
+        module.lora_B["bb"].weight.neg_()
+
+
+@pytest.mark.parametrize("change", [replace, swap, edit])
+def test_an_adapter_of_the_same_name_is_another_one(model, probe, prompt, tmp_path, change):
+    (ids, _), path = prompt(20), tmp_path / "cache.safetensors"
+    with attach(model, probe(codec="identity"), prefill="compressed") as kv, torch.no_grad():
+        cache = kv.new_cache()
+        model(ids, past_key_values=cache)
+        cache.save(path, ids)
+        change(model)
+        with pytest.raises(UsageError, match="adapters have changed since this cache"):
+            model(ids[:, :1], past_key_values=cache)
+        with pytest.raises(UsageError, match="belongs to"):
+            kv.load_cache(path)
+        same_as_the_models_own(model, kv, ids)
+
+
 def test_a_cache_continues_with_the_adapters_that_computed_it(model, probe, prompt):
     """Also merged, which changes the rounding alone."""
     ids, _ = prompt(20)
@@ -192,3 +225,8 @@ def test_folder_of_an_adapter(tiny, tmp_path, monkeypatch):
     (folder / "adapter_config.json").write_text("{}")
     with pytest.raises(KvqError, match="names no base model"):
         configured_shape(str(folder))
+
+
+def test_prefix_tuning_is_refused_where_it_would_replace_the_cache(model, probe):
+    with attach(model, probe(codec="identity")) as kv, pytest.raises(UsageError, match="prefix tuning"):
+        kv.new_cache().max_cache_len  # noqa: B018  # PEFT reads it, of caches that are no DynamicCache

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from kvq_cli.attention.attach import attach
+from kvq_cli.attention.score_form import PLAIN
 from kvq_cli.attention.span_backend import SpanBackend
 from kvq_cli.attention.triton_backend import TritonBackend
 from kvq_cli.methods.registry import build_parsed
@@ -88,6 +89,25 @@ def test_two_attached_models_and_a_plain_one(model, tiny):
         expected = [logits(m, kv, number, used) for number, (m, kv, used) in enumerate(runs)]
         found = in_threads(lambda run: logits(run[1][0], run[1][1], run[0], run[1][2]), list(enumerate(runs)))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_models_are_attached_in_threads(tiny):
+    """What an attach finds out by a pass of its own is not lost where another ends meanwhile."""
+    models, together = [tiny("gemma2") for _ in range(2)], threading.Barrier(2)
+    for model, wait in zip(models, (0.0, 0.2), strict=True):
+
+        def pause(*_: object, wait: float = wait) -> None:
+            together.wait(60)
+            time.sleep(wait)
+
+        model.model.layers[0].register_forward_pre_hook(pause)
+
+    def forms(model) -> list:
+        with attach(model, build_parsed("kivi:group=8:residual=16"), backend="torch") as kv:
+            return [layer.score_form for layer in kv.layers]
+
+    found = in_threads(forms, models)
+    assert all(form is not PLAIN and form.softcap for each in found for form in each)
 
 
 def test_one_by_one_is_for_the_thread_that_asks(model):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import struct
 from pathlib import Path
 
 import pytest
 import torch
 from random_artifacts import random_parts, tiny_model
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from kvq_cli import attach
 from kvq_cli.artifact import Artifact
 from kvq_cli.cache.cache import CompressedCache
+from kvq_cli.cache.saved_cache import _checksum
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.registry import build, method_names
 
@@ -155,6 +159,49 @@ def test_cache_of_a_model_with_other_weights_is_refused(tmp_path):
     model.model.layers[0].mlp.down_proj.weight += 0.01
     with attach(model, method) as kv, pytest.raises(UsageError, match="with other weights or another configuration"):
         kv.load_cache(file)
+
+
+FORGED = [("model", "model_type", "x" * 100_000), ("method", "name", "x" * 100_000), ("method", "y" * 100_000, 1)]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("part", "key", "value"), FORGED)
+def test_messages_do_not_repeat_what_a_forged_file_holds_at_length(tmp_path, part, key, value):
+    file = tmp_path / "document.safetensors"
+    with attach(model := tiny_model(hidden_size=64), build("fp16")) as kv:
+        save_tokens(model, kv, file)
+        forge(file, lambda about: about[part].update({key: value}))
+        with pytest.raises(UsageError, match="document.safetensors") as caught:
+            kv.load_cache(file)
+    assert len(str(caught.value)) < 1000
+
+
+@torch.no_grad()
+def test_an_artifact_is_compared_by_its_whole_digest(tmp_path):
+    """Messages name the first digits alone."""
+    file, model = tmp_path / "document.safetensors", tiny_model(hidden_size=64)
+    with attach(model, build("fp16")) as kv:
+        kv._artifact = "1" * 64
+        save_tokens(model, kv, file)
+        forge(file, lambda about: about.update(artifact="1" * 63 + "2"))
+        with pytest.raises(UsageError, match="was saved with artifact="):
+            kv.load_cache(file)
+
+
+def save_tokens(model, kv, file: Path) -> None:
+    run, cache = Run(model), kv.new_cache()
+    run.feed(cache, 0, DOCUMENT)
+    cache.save(file, run.ids[:, :DOCUMENT])
+
+
+def forge(file: Path, change) -> None:
+    """Change the metadata of a saved cache, with their checksum."""
+    with safe_open(file, "pt") as opened:
+        about = json.loads(opened.metadata()["kvq"])
+        tensors = {name: opened.get_tensor(name).clone() for name in opened.keys()}  # noqa: SIM118
+    change(about)
+    about["checksum"] = _checksum(about)
+    save_file(tensors, file, {"kvq": json.dumps(about)})
 
 
 def unique(cache: CompressedCache) -> list[torch.Tensor]:

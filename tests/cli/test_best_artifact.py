@@ -43,6 +43,12 @@ def test_lowest_error_at_these_bits(save):
     assert best(3) == ("artifacts/mine/d", []) and best(4) == (None, [])
 
 
+def test_klt_comes_first_whatever_its_error(save):
+    save("a", 0.1)
+    save("klt", 0.9, method="klt")
+    assert best() == ("artifacts/mine/klt", [])
+
+
 def test_artifacts_that_do_not_fit_are_passed_over_with_a_line(save, tmp_path):
     save("fits", 0.9)
     save("other", 0.1, model=tiny_model(seed=1))

@@ -126,7 +126,7 @@ def test_default_is_an_artifact_of_bits_that_other_methods_lack(kvq, fails, tiny
     save_artifact(folder, config, tensors, "card")
     result = kvq("generate", *words)
     assert result.exit_code == 0, result.stderr
-    assert "method: klt, 5.5 bits, artifacts/tiny/klt-5.5bit (default: lowest calibration error)" in result.stderr
+    assert "method: klt, 5.5 bits, artifacts/tiny/klt-5.5bit (default: calibrated)" in result.stderr
 
 
 def test_sampling_is_repeatable_and_not_greedy(generate):

@@ -95,6 +95,8 @@ def test_a_packed_document_in_a_chat_template(run, kvq, fails, tmp_path):
     [
         (["x", "--save-cache", "a", "--load-cache", "b"], 2, "--save-cache with --load-cache"),
         (["x", "--load-cache", "gone"], 1, "--load-cache gone: no such file"),
+        (["x", "--load-cache", "."], 1, "--load-cache .: Is a directory"),
+        (["x", "--load-cache", "/dev/null"], 1, "--load-cache /dev/null: Not a regular file"),
         (["x", "--save-cache", "."], 2, "--save-cache .: is a folder"),
         (["x", "--save-cache", "/proc/none"], 1, "choose another --save-cache"),
     ],

@@ -13,12 +13,20 @@ import pytest
 @contextmanager
 def _cluster(nodes: int) -> Iterator[tuple[Any, list[Any]]]:
     """The head, which must live, runs no task."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    added = [cluster.add_node(num_cpus=1) for _ in range(nodes)]
-    cluster.wait_for_nodes()
+    for attempt in range(3):  # Ray gives a node 30 seconds, which a busy machine may exceed
+        cluster = Cluster()
+        try:
+            cluster.add_node(num_cpus=0, include_dashboard=False)
+            added = [cluster.add_node(num_cpus=1) for _ in range(nodes)]
+            cluster.wait_for_nodes()
+            break
+        except Exception:
+            cluster.shutdown()
+            if attempt == 2:
+                raise
     yield cluster, added
     cluster.shutdown()
 

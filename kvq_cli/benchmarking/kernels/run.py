@@ -9,6 +9,7 @@ import torch
 
 from kvq_cli.benchmarking.kernels.experiment import Case, Experiment, Sizes
 from kvq_cli.benchmarking.kernels.timing import Timer
+from kvq_cli.errors import reason
 
 #: Columns that identify a group of cases, which are compared with each other.
 KEY_COLUMNS = ("operation", "model", "batch", "context")
@@ -29,7 +30,7 @@ def check(experiments: Sequence[Experiment], sizes: Sizes, device: torch.device)
             try:
                 error, allowed = case.error()
             except Exception as failure:  # of any type: the other cases are still checked
-                yield row | {"right": False, "failed": _first_line(failure)}
+                yield row | {"right": False, "failed": reason(failure)}
                 continue
             yield row | {"right": error <= allowed, "error": error, "allowed": allowed}
 
@@ -89,11 +90,6 @@ def _timed(case: Case, timer: Timer, copy_rate: float) -> dict[str, Any]:
     except torch.OutOfMemoryError:
         return {"failed": "out of memory"}
     except Exception as error:  # of any type: a baseline that does not support this GPU or shape, or a failing kernel
-        return {"failed": _first_line(error)}
+        return {"failed": reason(error)}
     rate = case.nbytes / (times["p50"] * 1e-6)
     return {"us": times, "gb_s": float(f"{rate / 1e9:.4g}"), "of_copy": round(rate / copy_rate, 3)}
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"

@@ -20,7 +20,7 @@ import lm_eval
 from lm_eval.api.metrics import mean
 
 from kvq_cli.attention.shared_prompts import SharedPrompts
-from kvq_cli.errors import KvqError
+from kvq_cli.errors import KvqError, reason
 from kvq_cli.evaluation.base import Evaluation, Record, Work, default_batch_size, mean_and_stderr, named_failure
 from kvq_cli.evaluation.chat_template import chat_prompt, uses_chat_template
 from kvq_cli.evaluation.generation import prompt_key
@@ -32,7 +32,7 @@ from kvq_cli.evaluation.lm_eval.model import (
     stop_strings,
 )
 from kvq_cli.evaluation.lm_eval.task_groups import PREFIX
-from kvq_cli.evaluation.lm_eval.tasks import first_line, seeded, silence
+from kvq_cli.evaluation.lm_eval.tasks import seeded, silence
 
 if TYPE_CHECKING:
     from lm_eval.api.instance import Instance
@@ -161,7 +161,7 @@ class LmEvalEvaluation(Evaluation):
             raise
         except Exception as error:  # tasks run arbitrary code, and need as many examples as --num-fewshot
             examples = f"{self._task.config.num_fewshot} few-shot examples"
-            raise KvqError(f"{self.task}: prompts with {examples} cannot be built: {first_line(error)}") from error
+            raise KvqError(f"{self.task}: prompts with {examples} cannot be built: {reason(error)}") from error
         requests: list[list[Instance]] = [[] for _ in range(self.count)]
         for request in self._task.instances:
             requests[request.doc_id].append(request)
@@ -236,7 +236,7 @@ class LmEvalEvaluation(Evaluation):
                     metrics = self._task.process_results(requests[0].doc, filtered)
                     scores |= {f"{metric},{name}": _plain(value) for metric, value in metrics.items()}
         except Exception as error:  # tasks run arbitrary scoring code, some with data of other packages
-            raise KvqError(f"{self.task}: sample {index} cannot be scored: {first_line(error)}") from error
+            raise KvqError(f"{self.task}: sample {index} cannot be scored: {reason(error)}") from error
         return scores
 
     def metrics(self, records: Sequence[Record]) -> dict[str, float | None]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvq_cli.data.hub import silenced_loggers
 from kvq_cli.data.local import read_rows, split_files
-from kvq_cli.errors import KvqError, UsageError, did_you_mean, reading
+from kvq_cli.errors import KvqError, UsageError, did_you_mean, reading, reason
 from kvq_cli.evaluation.lm_eval.task_groups import GROUPS, PREFIX
 
 if TYPE_CHECKING:
@@ -105,9 +105,9 @@ def _load(manager: TaskManager, name: str, task_class: type[ConfigurableTask]) -
     except KvqError:
         raise
     except (ImportError, ModuleNotFoundError) as error:
-        raise KvqError(f"{PREFIX}{name}: {first_line(error)}: pip install 'kvq-cli[eval]'") from error
+        raise KvqError(f"{PREFIX}{name}: {reason(error)}: pip install 'kvq-cli[eval]'") from error
     except Exception as error:  # tasks run arbitrary code when they are loaded
-        raise KvqError(f"{PREFIX}{name} cannot be loaded: {first_line(error)}") from error
+        raise KvqError(f"{PREFIX}{name} cannot be loaded: {reason(error)}") from error
 
 
 def _find(names: Sequence[str]) -> tuple[TaskManager, dict[str, list[RequestedGroup]]]:
@@ -174,11 +174,6 @@ def task_names(manager: TaskManager, name: str) -> Iterator[str]:
         yield name
 
 
-def first_line(error: Exception) -> str:
-    """First line of an error's message, or its type's name, for a one-line message."""
-    return next((line.strip(" *") for line in str(error).splitlines() if line.strip(" *")), type(error).__name__)
-
-
 def _task_class(data_dir: Path | None) -> type[ConfigurableTask]:
     """lm-eval's class of YAML-configured tasks, extended to read data from `data_dir`."""
     import datasets
@@ -209,7 +204,7 @@ def _task_class(data_dir: Path | None) -> type[ConfigurableTask]:
             except Exception as error:  # offline, gated, moved: each library raises its own type
                 path = f"DIR/{self.config.task}/{self._evaluated}.jsonl"
                 raise KvqError(
-                    f"{PREFIX}{self.config.task}: its data set {self._title} cannot be loaded ({first_line(error)}); "
+                    f"{PREFIX}{self.config.task}: its data set {self._title} cannot be loaded ({reason(error)}); "
                     f"without a network pass --data-dir DIR with a copy as {path}"
                 ) from error
 

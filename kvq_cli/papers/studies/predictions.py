@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvq_cli.attention.attach import attach
+from kvq_cli.data.texts import unknown_token
 from kvq_cli.evaluation.divergence import Divergence, divergence
 from kvq_cli.evaluation.scoring import continuation_logits
 from kvq_cli.methods.base import Method
@@ -39,9 +40,10 @@ def predictions(
     """Compare predictions for the second half of each of `windows` `[windows, tokens]`, by key of `methods`.
 
     The first half is the prompt, to which methods fit their state; see `continuation_logits`. Logits of one window and
-    method are held at a time.
+    method are held at a time. The tokenizer's unknown token is not scored.
     """
     model, half = loaded.model, windows.shape[1] // 2
+    unscored = unknown_token(loaded.tokenizer)
     divergences: dict[Key, list[Divergence]] = {key: [] for key in methods}
     bits: dict[Key, float] = {}
     with ExitStack() as stack:
@@ -56,7 +58,7 @@ def predictions(
                 progress("predictions", window * len(attached) + number, len(windows) * len(attached))
                 [logits], report = continuation_logits(model_under_method, [context], [continuation])
                 bits[key] = report.packed_bits
-                divergences[key].append(divergence(exact, logits, tokens[half - 1 :]))
+                divergences[key].append(divergence(exact, logits, tokens[half - 1 :], unscored))
         progress("predictions", len(windows) * len(attached), len(windows) * len(attached))
     return {key: _mean(parts, bits[key]) for key, parts in divergences.items()}
 

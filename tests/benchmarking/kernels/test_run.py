@@ -59,7 +59,7 @@ def test_other_cases_are_timed_after_a_failure():
         raise RuntimeError("no such backend\nmore")
 
     found = rows(Case("sdpa x", fails, 1, True), Case("broken", fails, 1), case("ours", 5.0), case("plain", 10.0, True))
-    assert found["sdpa x"]["failed"] == found["broken"]["failed"] == "RuntimeError: no such backend"
+    assert found["sdpa x"]["failed"] == found["broken"]["failed"] == "no such backend"
     assert found["ours"]["ratio"] == 2.0
 
 
@@ -90,7 +90,7 @@ def test_a_failing_kernel_is_wrong():
         raise RuntimeError("out of registers")
 
     [row] = run.check([FakeExperiment(Case("bad", lambda seed: None, 1, error=error))], DRY, CPU)
-    assert row["right"] is False and row["failed"] == "RuntimeError: out of registers"
+    assert row["right"] is False and row["failed"] == "out of registers"
 
 
 def test_correct_kernels_are_listed_with_their_errors():
