@@ -124,7 +124,7 @@ def test_kernels_that_all_fail_are_reported_without_a_figure(kvq, tmp_path, monk
     monkeypatch.setattr(Timer, "copy_rate", lambda timer: 1e9)
     result = kvq("bench", "kernels", "--dry", "--operation", "assign_centroids", "--out", "out")
     assert result.exit_code == 0, result.stderr
-    assert "RuntimeError: no such launch" in result.stdout and "no plot: no case was timed" in result.stderr
+    assert "no such launch" in result.stdout and "no plot: no case was timed" in result.stderr
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["kernels.json"]
 
 
