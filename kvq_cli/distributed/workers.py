@@ -107,6 +107,8 @@ def connected(workers: int | None, address: str | None, device: str = "cpu") -> 
     if workers is not None and address is not None:
         raise UsageError("--workers with --ray: use one of them")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Ray gives its workers a niceness of 15: beside another busy process they would hardly run.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     try:
         import ray
     except ModuleNotFoundError:

@@ -13,7 +13,7 @@ import pytest
 @contextmanager
 def _cluster(nodes: int) -> Iterator[tuple[Any, list[Any]]]:
     """The head, which must live, runs no task."""
-    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
     from ray.cluster_utils import Cluster
 
     for attempt in range(3):  # Ray gives a node 30 seconds, which a busy machine may exceed

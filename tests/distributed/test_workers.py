@@ -81,6 +81,17 @@ def test_results_come_in_the_order_of_the_tasks_and_errors_as_they_were_raised(c
         assert raised.value.method == "kivi"
 
 
+def niceness(_: None, task: int) -> Iterator[int]:
+    yield os.nice(0)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_sent_whole")
+def test_workers_here_have_the_priority_of_this_process():
+    with connected(1, None) as workers:
+        assert list(workers.run(niceness, None, [0])) == [(0, os.nice(0))]
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("default_sigint")
 def test_ctrl_c_keeps_the_results_that_have_arrived(cluster, tmp_path):
