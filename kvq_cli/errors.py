@@ -59,7 +59,7 @@ def reason(error: BaseException) -> str:
     clear without."""
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    lines = re.sub(r"[ \t]+\n", "\n", str(error).strip())
+    lines = re.sub(r"[ \t]+\n", "\n", str(error).strip("* \t\r\n"))  # NLTK frames its message
     text = " ".join(re.split(r"(?<!:)\n", lines)[0].split())
     if isinstance(error, (OSError, ValueError, ImportError, RuntimeError)) and not isinstance(error, RecursionError):
         return text or type(error).__name__

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,24 +12,18 @@ if TYPE_CHECKING:
 Applied = dict[str, tuple[tuple[str, Any, tuple["_Weight", ...]], ...]]
 
 
-@dataclass(frozen=True, eq=False)
 class _Weight:
-    """A weight of an adapter as it is now: another adapter may get its name, or its numbers its place."""
+    """A weight of an adapter as it is now: another adapter may get its name, or other numbers its place."""
 
-    tensor: Tensor
-    place: int
-    version: int
+    __slots__ = ("now", "tensor")
+    __hash__ = None  # type: ignore[assignment]
 
-    @staticmethod
-    def of(tensor: Tensor) -> _Weight:
-        return _Weight(tensor, tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor  # held, so that no other tensor gets its id
+        self.now = id(tensor), tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Weight) or self.tensor is not other.tensor:
-            return False
-        return (self.place, self.version) == (other.place, other.version)
-
-    __hash__ = None  # type: ignore[assignment]
+        return isinstance(other, _Weight) and self.now == other.now
 
 
 class AdapterWatch:
@@ -84,15 +77,18 @@ def _applied(wrapper: Any) -> tuple[tuple[str, Any, tuple[_Weight, ...]], ...]:
     held = {name for child in wrapper.children() if hasattr(child, "keys") for name in child}
     chosen = [name for name in chosen if name in held or not held]
     scale = scales.get if isinstance(scales, dict) else lambda _name: scales
-    return tuple((name, scale(name), tuple(map(_Weight.of, _weights(wrapper, name)))) for name in chosen)
+    return tuple((name, scale(name), tuple(map(_Weight, _weights(wrapper, name)))) for name in chosen)
 
 
 def _weights(wrapper: Any, adapter: str) -> Iterator[Tensor]:
-    """The weights of a wrapped module's adapter."""
-    for child in wrapper.children():
-        if hasattr(child, "keys") and adapter in child:
-            held = child[adapter]
-            yield from held.parameters() if hasattr(held, "parameters") else (held,)
+    """The weights of a wrapped module's adapter; not those that accelerate offloads, which are others at each pass."""
+    for child in wrapper._modules.values():
+        held = child._modules.get(adapter)
+        if held is None:
+            found: Iterable[Tensor | None] = (child._parameters.get(adapter), child._buffers.get(adapter))
+        else:  # this runs at each pass, and `parameters` takes long
+            found = held.parameters() if held._modules else held._parameters.values()
+        yield from (weight for weight in found if weight is not None and not weight.is_meta)
 
 
 def _is_idle(wrapper: Any, parts: list[str]) -> bool:

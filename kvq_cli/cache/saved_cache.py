@@ -354,4 +354,6 @@ def _named(name: str) -> Iterator[None]:
 def _short(value: Any) -> str:
     """A value for a message; hashes by their first digits. What a forged file holds may be long."""
     text = str(value)
-    return text[:8] if isinstance(value, str) and len(value) == 64 else text if len(text) <= 200 else f"{text[:197]}..."
+    if isinstance(value, str) and len(value) == 64:
+        return text[:8]
+    return text if len(text) <= 200 else f"{text[:197]}..."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import accelerate
 import pytest
 import torch
 from torch import nn
@@ -134,6 +135,19 @@ def test_an_adapter_of_the_same_name_is_another_one(model, probe, prompt, tmp_pa
         with pytest.raises(UsageError, match="belongs to"):
             kv.load_cache(path)
         same_as_the_models_own(model, kv, ids)
+
+
+def test_an_offloaded_adapter_is_the_same_in_each_pass(model, probe, prompt):
+    """accelerate puts other tensors in the place of its weights before and after a pass."""
+    ids, _ = prompt(20)
+    with torch.no_grad():
+        expected = model(ids).logits
+    accelerate.cpu_offload(model, execution_device="cpu")
+    with attach(model, probe(codec="identity"), prefill="compressed") as kv, torch.no_grad():
+        assert any(weight.is_meta for module in adapted(model) for weight in module.lora_B.parameters())
+        cache = kv.new_cache()
+        logits = [model(part, past_key_values=cache).logits for part in ids.split(10, dim=1)]
+    torch.testing.assert_close(torch.cat(logits, dim=1), expected, atol=2e-5, rtol=1e-4)
 
 
 def test_a_cache_continues_with_the_adapters_that_computed_it(model, probe, prompt):

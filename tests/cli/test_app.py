@@ -61,7 +61,7 @@ def test_shells_complete_commands(shell):
 
 
 def test_help_is_fast():
-    """Beside the libraries that print it: so a slow or busy processor spoils nothing. The least of three."""
+    """Beside the libraries that print it: so a slow or busy processor spoils nothing. The least of five."""
 
     def seconds(*words: str) -> float:
         before = os.times()
@@ -69,8 +69,8 @@ def test_help_is_fast():
         after = os.times()
         return after.children_user + after.children_system - before.children_user - before.children_system
 
-    libraries = min(seconds("-c", "import typer, typer.rich_utils") for _ in range(3))
-    own = min(seconds("-m", "kvq_cli", "--help") for _ in range(3))
+    words = ["-c", "import typer, typer.rich_utils"], ["-m", "kvq_cli", "--help"]
+    libraries, own = map(min, zip(*([seconds(*each) for each in words] for _ in range(5)), strict=True))
     assert own < 3 * libraries, (own, libraries)  # importing torch would make it 10 times
 
 

@@ -124,5 +124,7 @@ def test_reading_converts_what_is_no_error_of_kvq():
             raise passes
         assert raised.value is passes
     assert reason(ValueError("one: \n two\nthree")) == "one: two" and reason(OSError()) == "OSError"
+    framed = LookupError("\n****\n  Resource punkt not found.\n  Use the downloader.\n****\n")  # as NLTK words it
+    assert reason(framed) == "LookupError: Resource punkt not found."
     with pytest.raises(ValueError, match="deeply"):
         load_json(DEEP)
