@@ -85,7 +85,7 @@ def fit_transform(captured: CapturedStream, settings: TransformSettings) -> Tran
     """
     x, g = (_grouped(t, settings.groups) for t in (captured.not_held_out, captured.g[: captured.training]))
     mean = torch.stack([each.double().mean(0) for each in x])
-    ones = torch.ones(x.shape[:2], device=x.device)
+    ones = torch.ones(x.shape[:2], dtype=torch.float32, device=x.device)
     covariance = _second_moment(x, mean, ones)
     std = covariance.diagonal(dim1=1, dim2=2).clamp_min(0).sqrt()
     analysis, synthesis, variances = _diagonalized(covariance, _second_moment(g, 0 * mean, ones), settings.metric)

@@ -6,7 +6,6 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,8 +141,6 @@ def test_each_thread_counts_on_tensors_of_its_own():
 
 def test_each_thread_sums_in_a_workspace_of_its_own():
     """The launches of an attention share it."""
-    operation = SimpleNamespace(new_workspace=lambda *_: object(), plan_splits=lambda *_: 1)
-    backend, together = SpanBackend(TritonBackend(), operation), threading.Barrier(THREADS)
-    query, values = torch.zeros(1, 1, 1, 8), SimpleNamespace(rank=8)
-    found = in_threads(lambda _: (together.wait(), backend._workspace(query, values))[1], range(THREADS))
-    assert len(set(found)) == THREADS and backend._workspace(query, values) is backend._workspace(query, values)
+    backend, together = SpanBackend(TritonBackend()), threading.Barrier(THREADS)
+    found = in_threads(lambda _: (together.wait(), backend._workspace((1, 8), object))[1], range(THREADS))
+    assert len(set(found)) == THREADS and backend._workspace((1, 8), object) is backend._workspace((1, 8), object)

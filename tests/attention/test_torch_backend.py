@@ -22,6 +22,8 @@ from kvq_cli.methods.window import Window
 
 HEADS, GROUP, DIM = 2, 3, 16
 SCALING = 0.3
+#: Tokens that the codecs of keys and of values pack at a time.
+BLOCKS = {"uniform": (4, 1), "transform": (16, 16)}
 
 
 def rotation(style: str, width: int = 8, scale: float = 1.25) -> Rotation:
@@ -103,9 +105,9 @@ def run(layer, turn, q, k, v, starts, exact, mask=None) -> torch.Tensor:
     return torch.cat(outs, dim=2)
 
 
-def transform(heads: int, dim: int, seed: int) -> TransformCodec:
-    """Decodes channel by channel."""
-    return TransformCodec(heads, random_transform([[0, 0, dim // 2, 0]], heads * dim, torch.float32, noise(seed)))
+def transform(heads: int, dim: int, values: bool) -> TransformCodec:
+    """One transform of all heads."""
+    return TransformCodec(heads, random_transform((3, 2, 1), 1, heads * dim, noise(int(values))), values)
 
 
 def noise(seed: int) -> torch.Generator:
@@ -117,7 +119,7 @@ def make(source, key_window, value_window, sliding=None, style="half", codec="un
     codecs = {
         "uniform": (UniformCodec(2, "channel", 4, DIM), UniformCodec(2, "token", 4, DIM)),
         "identity": (IdentityCodec(), IdentityCodec()),
-        "transform": tuple(transform(HEADS, DIM, seed) for seed in (0, 1)),
+        "transform": tuple(transform(HEADS, DIM, values) for values in (False, True)),
         "rotated": tuple(RotatedCodec(IdentityCodec(), HadamardRotation(DIM, flip)) for flip in (False, True)),
     }
     keys, values = codecs[codec]
@@ -188,8 +190,9 @@ def test_left_padded_batch_equals_single_rows(exact, chunk, pads):
     size=st.sampled_from([7, 1 << 10]),
 )
 def test_steps_of_rows_of_different_lengths_equal_single_rows(source, codec, keys, values, pads, sliding, more, size):
-    windows = Window(keys[0], keys[1], 4 * keys[2]), Window(*values)
-    prompt, columns = max(pads) + 2, max(pads) + 22
+    windows = [Window(s, r, block * f) for (s, r, f), block in zip((keys, values), BLOCKS[codec], strict=True)]
+    prompt = max(pads) + 3 * BLOCKS[codec][1]
+    columns = prompt + 20
     mask = torch.tensor([[0] * n + [1] * (columns - n) for n in pads])
     q, k, v = (numbers(len(pads), h, columns, DIM, seed=i) for i, h in enumerate((HEADS * GROUP, HEADS, HEADS)))
     with pytest.MonkeyPatch.context() as patch:
@@ -226,7 +229,8 @@ def test_tile_size_does_not_change_the_result(exact, codec, monkeypatch):
         monkeypatch.setattr(torch_prefill, "TILE", size)
         monkeypatch.setattr(torch_prefill, "MASKED_QUERIES", min(size, 128))
         monkeypatch.setattr(torch_backend, "DECODE_NUMBERS", size * HEADS * DIM)
-        layer, turn = make("pre_rope", Window(3, 10, 8), Window(5, 21, 1), codec=codec)
+        keys, values = BLOCKS[codec]
+        layer, turn = make("pre_rope", Window(3, 10, 2 * keys), Window(5, 21, values), codec=codec)
         outs.append(run(layer, turn, q, k, v, [0, 60, 130, *range(140, 150)], exact))
     torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-4)
 

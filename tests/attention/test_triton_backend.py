@@ -164,7 +164,7 @@ def test_built_in_model_generates_the_same_tokens(method):
         (build("innerq", group=16), "use group=32"),
         (build("kivi", rotation="hadamard"), "channels are rotated"),
         (build("turboquant"), "channels are rotated"),
-        (CodecMethod(transform, codebook()), "components of a transform"),
+        (CodecMethod(transform(False), codebook(), window=Window(3, 5, 16)), "components of a transform"),
         (CodecMethod(codebook((1, 8), 65536, 8), codebook((1, 8), 65536, 8)), "codes have 16 bits"),
     ],
 )
