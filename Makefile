@@ -23,7 +23,7 @@ DEMO_ARTIFACT := $(DEMO)/temporalkv-2bit
 WINDOWS := --set sinks=8 --set recent=32 --set buffer=32
 DEMO_EVAL := --task ruler,perplexity --compare fp16,kivi,temporalkv --bits 2 $(WINDOWS) --context 512 --limit 2
 ARTIFACTS := $(foreach bits,1 2 4,temporalkv-$(bits)bit channelkv-$(bits)bit) $(foreach bits,1 2 3 4,kvquant-$(bits)bit) \
-	xquant xquant-cl
+	xquant xquant-cl klt-2bit
 # Tables and figures of the papers; their results are in results/reproduction/MODEL.
 MODEL ?= reference
 OPTIONS ?=
