@@ -23,7 +23,7 @@ METHODS = {
     "kivi-1bit": document(1, 2.0, 0.4),
     "kivi-3bit": document(3, 4.0, 0.1),
     "temporalkv-2bit": document(2, 3.0, 0.3),
-    "klt-2bit": document(2.0, 3.0, 0.09, 1.0),
+    "klt-2bit": document(2.0, 3.0, 0.06, 1.0),
     "klt-3bit": document(3.0, 4.0, 0.06, 1.0),
     "klt-4bit,join_keys=on": document(4.0, 5.0, 0.02),
 }
@@ -32,7 +32,7 @@ METHODS = {
 def test_best_other_method_is_interpolated_in_log_kl_at_equal_measured_bits():
     at_2, at_3, at_4 = reached(METHODS)
     assert (at_2.other, at_3.other, at_4.other) == ("kivi", "kivi", "")
-    assert math.isclose(at_2.other_kl, math.sqrt(0.4 * 0.1)) and math.isclose(at_2.ratio, 0.45)
+    assert math.isclose(at_2.other_kl, math.sqrt(0.4 * 0.1)) and math.isclose(at_2.ratio, 0.3)
     assert math.isclose(at_3.ratio, 0.6) and at_4.ratio is None
 
 
