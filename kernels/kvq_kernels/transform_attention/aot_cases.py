@@ -25,8 +25,8 @@ EVEN = (2,) * 16
 #: Bytes per thread that spill with head_dim 256: cos and sin of a tile, means and sums, of 256 channels, need more than
 #: 255 registers, and some of these constants are read again for each tile.
 SPILLS_OF_256 = {"sm_80": 248, "sm_89": 168, "sm_90": 352, "sm_100": 344}
-#: Likewise with smaller heads, of operands of the products (sm_80, sm_89), and outside of the loop.
-SPILLS = {"sm_80": 24, "sm_89": 24, "sm_100": 8}
+#: Likewise with smaller heads, of operands of the products (sm_80), or a few.
+SPILLS = {"sm_80": 24, "sm_100": 8}
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
