@@ -39,6 +39,8 @@ TARGETS = {
 }
 #: Limit of shared memory per program, in bytes.
 SHARED = {"sm_80": 166912, "sm_89": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
+#: Columns of sm_100's tensor memory: a launch that needs more compiles to a trap.
+TENSOR_MEMORY = 512
 #: Limit of main-loop instructions per cached number on LIMITED_TARGET, by kind of launch.
 LIMITS = {"dense": 3.0, "uniform": 4.5, "codebook": 6.0, "transform": 6.0}
 LIMITED_TARGET = "sm_90"
@@ -51,10 +53,11 @@ Key: TypeAlias = tuple[str, str, str]
 class Report:
     """Resources of one launch on one target: registers and spilled bytes per thread, shared memory per program.
 
-    per_number: instructions of the main loop per cached number and thread; 0 where it reads none. i2f: integer-to-float
-    conversions in that loop. narrow_stores: stores of 16 bits or less to shared memory there, which a lost layout of an
-    operand shows in. bits: read per number. allowed_spills, expected_products: `Launch.spills`, `warpgroup_products`.
-    error: the compiler's message; all fields of the code are then empty.
+    tensor_memory: columns that a program has. per_number: instructions of the main loop per cached number and thread; 0
+    where it reads none. i2f: integer-to-float conversions in that loop. narrow_stores: stores of 16 bits or less to
+    shared memory there, which a lost layout of an operand shows in. bits: read per number. allowed_spills,
+    expected_products: `Launch.spills`, `warpgroup_products`. error: the compiler's message; all fields of the code are
+    then empty.
     """
 
     operation: str
@@ -64,6 +67,7 @@ class Report:
     registers: int = 0
     spills: int = 0
     shared: int = 0
+    tensor_memory: int = 0
     per_number: float = 0.0
     i2f: int = 0
     narrow_stores: int = 0
@@ -82,6 +86,8 @@ class Report:
             faults.append(f"{self.spills} bytes per thread spill")
         if self.shared > SHARED[self.target]:
             faults.append(f"{self.shared} bytes of shared memory, {SHARED[self.target]} at most")
+        if self.tensor_memory > TENSOR_MEMORY:
+            faults.append(f"{self.tensor_memory} columns of tensor memory, {TENSOR_MEMORY} at most")
         if self.i2f and self.kind in ("uniform", "codebook", "transform"):
             faults.append(f"{self.i2f} integer-to-float conversions in the loop")
         if self.kind == "transform" and self.target == LIMITED_TARGET:
@@ -196,6 +202,7 @@ def read(operation: str, name: str, target: str, launch: Launch, source: ASTSour
         registers=code.registers,
         spills=code.spills,
         shared=compiled.metadata.shared,
+        tensor_memory=getattr(compiled.metadata, "tmem_size", 0),
         per_number=round(sum(opcodes.values()) * lanes / launch.numbers, 2) if opcodes else 0.0,
         i2f=sum(count for op, count in opcodes.items() if machine_code.converts(op)),
         narrow_stores=sum(count for op, count in opcodes.items() if op in machine_code.NARROW_STORES),

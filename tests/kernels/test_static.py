@@ -119,6 +119,7 @@ def test_other_opcodes_are_no_conversions(opcode):
         ({"kind": "transform", "expected_products": 8, "opcodes": {"HGMMA": 8}}, None),
         ({"target": "sm_80", "per_number": 9.0}, None),
         ({"target": "sm_80", "shared": 166913}, "166912 at most"),
+        ({"target": "sm_100", "tensor_memory": 513}, "512 at most"),
     ],
 )
 def test_faults(changes, message):

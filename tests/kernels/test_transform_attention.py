@@ -85,6 +85,13 @@ def test_sums_in_float16():
         Case([150]).check(floor=1e-3)
 
 
+@pytest.mark.parametrize("values", [{"chunks": 2, "reload": 1}, *slow({"chunks": 1})])
+def test_components_are_filled_up_to_few_chunks(values):
+    """14 fields in 16; S' is loaded for each tile."""
+    with trying("transform_attention", values):
+        Case([150], (2,) * 12).check()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, *slow(torch.float32)])
 def test_a_transform_of_all_heads(dtype):
     case = Case([90, 40], joined=True, dtype=dtype)

@@ -22,10 +22,11 @@ META = torch.device("meta")
 #: Profiles of a head of 128 channels in lanes of 8 bytes: 2 bits, or 2.06 with the gain.
 MIXED = (4, 4, 3, 3, 3, 2, 2, 2, 2, 2, 2, 1, 1)
 EVEN = (2,) * 16
-#: Bytes per thread that spill with head_dim 256, where constants of 256 channels are in registers.
-SPILLS = {256: 400}
-#: The same on GPUs whose products read S' from registers.
-AMPERE_SPILLS = 48
+#: Bytes per thread that spill with head_dim 256: cos and sin of a tile, means and sums, of 256 channels, need more than
+#: 255 registers, and some of these constants are read again for each tile.
+SPILLS_OF_256 = {"sm_80": 248, "sm_89": 168, "sm_90": 352, "sm_100": 344}
+#: Likewise with smaller heads, of operands of the products (sm_80), or a few.
+SPILLS = {"sm_80": 24, "sm_100": 8}
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
@@ -86,7 +87,7 @@ class Shape:
         bits = 8 * stored_bytes(*stored) / (2 * ROWS * self.kv_heads * TOKENS * self.dim)
         fixed = constants(query, keys, values, rope, config, gpu)
         products = fixed["KF"].components // 16 * max(1, self.dim // (2 * fixed["E"]))
-        spills = SPILLS.get(self.dim, AMPERE_SPILLS if gpu in ("sm_80", "sm_89") else 0)
+        spills = (SPILLS_OF_256 if self.dim == 256 else SPILLS).get(gpu, 0)
         options = {"warpgroup_products": products, "spills": spills}
         return Launch(split_kernel, given, fixed, config.options(), "transform", numbers, bits, **options)
 

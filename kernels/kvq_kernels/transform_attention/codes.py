@@ -27,7 +27,8 @@ class FieldSpec:
     """Fields of keys or values, as a compile-time constant of a kernel: widths, and where `fields` places them.
 
     parts: (bytes of a piece, pieces) of each tensor; places: (number of the word, shift, offset) of each field, words
-    of all parts counted in order. components: `operand_components`. gain: whether tokens have one.
+    of all parts counted in order. components: `operand_components`. gain: whether tokens have one. most_chunks: of
+    `chunks`, 0: any number.
     """
 
     widths: tuple[int, ...]
@@ -35,22 +36,26 @@ class FieldSpec:
     places: tuple[tuple[int, int, int], ...]
     components: int
     gain: bool
+    most_chunks: int
 
     @classmethod
-    def of(cls, widths: tuple[int, ...], gain: bool) -> FieldSpec:
+    def of(cls, widths: tuple[int, ...], gain: bool, most_chunks: int = 0) -> FieldSpec:
         parts = fields.parts(fields.rate(widths))
         first = [sum(part.words for part in parts[:number]) for number in range(len(parts))]
         places = tuple((first[part] + word, shift, offset) for part, word, shift, offset in fields.places(widths))
         pieces = tuple((part.size, part.words * part.bits // 8 // part.size) for part in parts)
-        return cls(widths, pieces, places, operand_components(widths), gain)
+        return cls(widths, pieces, places, operand_components(widths), gain, most_chunks)
 
 
 @triton.constexpr_function
 def chunks(spec: Any) -> tuple[tuple[int, int], ...]:
-    """(first, count) of runs of fields with counts that are powers of two."""
+    """(first, count) of runs of fields with counts that are powers of two; the last of `most_chunks` may go beyond the
+    components."""
     found, first, number = [], 0, spec.components // 8
     while first < number:
         count = 1 << ((number - first).bit_length() - 1)
+        if len(found) + 1 == spec.most_chunks and count < number - first:
+            count *= 2
         found.append((first, count))
         first += count
     return tuple(found)

@@ -16,13 +16,8 @@ from kvq_kernels.decode_attention.kernel import attend_tail
 from kvq_kernels.decode_attention.main_loop import split_output
 from kvq_kernels.decode_attention.rope import load_cos_sin, pair_channels, position_cos_sin, unrotate
 from kvq_kernels.decode_attention.spec import get
-from kvq_kernels.transform_attention.codes import (
-    chunks,
-    load_codes,
-    load_gains,
-    value_codes,
-)
-from kvq_kernels.transform_attention.rotated_keys import key_constants, rotated_keys
+from kvq_kernels.transform_attention.codes import chunks, load_codes, load_gains, value_codes
+from kvq_kernels.transform_attention.rotated_keys import key_constants, key_weights, rotated_keys
 
 #: Factor on p: small p would fall below 2^-14, where float16 loses bits.
 P_FACTOR = tl.constexpr(16.0)
@@ -66,6 +61,7 @@ def split_kernel(
     SINKS: tl.constexpr,
     N: tl.constexpr,  # tokens of a tile: 16 for each warp
     E: tl.constexpr,  # pairs of channels of a column tile
+    RELOAD: tl.constexpr,  # S' of the keys is loaded for each tile
     TAIL_E: tl.constexpr,  # channels of a column tile of exact tokens
     HALF_SUMS: tl.constexpr,  # keys are summed in float16
     ASSEMBLY: tl.constexpr,  # PTX may be used
@@ -88,7 +84,7 @@ def split_kernel(
             at_row(keys, key_strides, room, row, head), at_row(values, value_strides, room, row, head),
             key_operands, value_operands, shifts, head,
             first, tl.minimum(first + each, end), count, oldest - SINKS, rope, start + SINKS, scale,
-            KF, VF, STYLE, WIDTH, D, GROUP, M, N, E, HALF_SUMS, ASSEMBLY, PRECISION, STAGES,
+            KF, VF, STYLE, WIDTH, D, GROUP, M, N, E, RELOAD, HALF_SUMS, ASSEMBLY, PRECISION, STAGES,
         )  # fmt: skip
     else:
         early = tl.maximum(tl.minimum(length, SINKS) - oldest, 0)
@@ -120,8 +116,8 @@ def attend_packed(
     q, partial, logsum, first_query, keys, values, key_operands, value_operands, shifts, head,
     first, last, count, oldest, rope, start, scale,
     KF: tl.constexpr, VF: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, HALF_SUMS: tl.constexpr, ASSEMBLY: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, RELOAD: tl.constexpr, HALF_SUMS: tl.constexpr,
+    ASSEMBLY: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend to tiles [first, last) of N packed tokens; start: position of packed token 0, oldest: the first token
     that the query sees."""
@@ -147,7 +143,10 @@ def attend_packed(
         value_gain = load_gains(values, tile, remaining, VF, N)
         qk = tl.zeros([N, M], tl.float32)
         for j in tl.static_range(len(constants)):
-            r1, r2 = rotated_keys(key_words, key_gain, constants[j], KF, STYLE, N, E, HALF_SUMS, ASSEMBLY)
+            weights, means, turns = constants[j]
+            if RELOAD:
+                weights = key_weights(key_operands[0], head, j, KF, STYLE, WIDTH, D, E, VOLATILE=True)
+            r1, r2 = rotated_keys(key_words, key_gain, weights, means, turns, KF, STYLE, N, E, HALF_SUMS, ASSEMBLY)
             qk = tl.dot(r1, queries[2 * j].to(tl.float16), qk)
             qk = tl.dot(r2, queries[2 * j + 1].to(tl.float16), qk)
         queries = turned(queries, steps, STYLE)

@@ -37,12 +37,15 @@ MIN_QUERIES = {"nvidia": 8, "amd": 16}
 class Config:
     """A row of `tuning.json`. warps: of 16 tokens of a tile each. pairs: of channels of a column tile, at most.
 
+    chunks: of the keys' components at most, 0: any (`FieldSpec`). reload: 1: S' of the keys is loaded for each tile.
     half_sums: 1: keys are summed in float16. programs: of a multiprocessor. registers: of a thread at most, 0: any.
     """
 
     warps: int
     stages: int
     pairs: int
+    chunks: int
+    reload: int
     half_sums: int
     programs: int
     registers: int
@@ -154,7 +157,7 @@ def constants(
     """Compile-time arguments of `split_kernel`."""
     dim, group, nvidia = query.shape[2], query.shape[1] // keys.heads, not gpu.startswith("gfx")
     return {
-        "KF": FieldSpec.of(keys.transform.widths, keys.gain is not None),
+        "KF": FieldSpec.of(keys.transform.widths, keys.gain is not None, config.chunks),
         "VF": FieldSpec.of(values.transform.widths, values.gain is not None),
         "SK": SideSpec.of(_exact_side(keys.exact), dim),
         "SV": SideSpec.of(_exact_side(values.exact), dim),
@@ -166,6 +169,7 @@ def constants(
         "SINKS": keys.sinks,
         "N": config.tokens,
         "E": min(config.pairs, max(MIN_PAIRS, triton.next_power_of_2(dim // 2))),
+        "RELOAD": bool(config.reload),
         "TAIL_E": EXACT_CHANNELS,
         "HALF_SUMS": bool(config.half_sums),
         "ASSEMBLY": nvidia and not knobs.runtime.interpret,

@@ -15,47 +15,62 @@ def key_constants(
     operands, head, rope, F: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, N: tl.constexpr,
     E: tl.constexpr,
 ):  # fmt: skip
-    """Of each column tile of E pairs of channels: S' of each chunk of fields `[components, 2 E]`, first channels of all
-    pairs before second ones; means of both; cos and sin of positions within a tile, float16 `[N, E]`."""
-    KC: tl.constexpr = chunks(F)
-    C: tl.constexpr = get(F, "components")
-    column, pair = tl.arange(0, 2 * E), tl.arange(0, E)
+    """Of each column tile of E pairs of channels: `key_weights`; means `[1, E]` of first and of second channels; cos
+    and sin of positions within a tile, float16 `[N, E]`."""
     PAIRS: tl.constexpr = "half" if STYLE == "none" else STYLE
     line = tl.arange(0, N)[:, None]
     constants = ()
     for j in tl.static_range((D // 2 + E - 1) // E):
-        c1, c2 = pair_channels(j * E + column % E, PAIRS, WIDTH, D)
-        channel = tl.where(column < E, c1, c2)
-        inside = j * E + column % E < D // 2
-        weights = ()
-        for i in tl.static_range(len(KC)):
-            component = 8 * KC[i][0] + tl.arange(0, 8 * KC[i][1])
-            at = operands[0] + (head * C + component)[:, None] * D + channel[None, :]
-            weights = weights + (tl.load(at, mask=inside[None, :], other=0.0),)
-        c1, c2 = pair_channels(j * E + pair, PAIRS, WIDTH, D)
-        mean, inside = operands[1] + head * D, j * E + pair < D // 2
+        weights = key_weights(operands[0], head, j, F, STYLE, WIDTH, D, E)
+        pair = j * E + tl.arange(0, E)
+        c1, c2 = pair_channels(pair, PAIRS, WIDTH, D)
+        mean, inside = operands[1] + head * D, pair < D // 2
         means = tl.load(mean + c1, inside, 0.0)[None, :], tl.load(mean + c2, inside, 0.0)[None, :]
-        cos_sin = () if STYLE == "none" else load_cos_sin(rope[2], line, (j * E + pair)[None, :], WIDTH, D)
+        cos_sin = () if STYLE == "none" else load_cos_sin(rope[2], line, pair[None, :], WIDTH, D)
         constants = constants + ((weights, means, cos_sin),)
     return constants
 
 
 @triton.jit
+def key_weights(
+    synthesis, head, J: tl.constexpr, F: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr,
+    E: tl.constexpr, VOLATILE: tl.constexpr = False,
+):  # fmt: skip
+    """S' of each chunk of fields for column tile J `[components, 2 E]`, first channels of all pairs before second ones.
+
+    VOLATILE: loads are not moved out of a loop.
+    """
+    KC: tl.constexpr = chunks(F)
+    C: tl.constexpr = get(F, "components")
+    column = tl.arange(0, 2 * E)
+    c1, c2 = pair_channels(J * E + column % E, "half" if STYLE == "none" else STYLE, WIDTH, D)
+    channel = tl.where(column < E, c1, c2)[None, :]
+    inside = (J * E + column % E < D // 2)[None, :]
+    weights = ()
+    for i in tl.static_range(len(KC)):
+        component = (8 * KC[i][0] + tl.arange(0, 8 * KC[i][1]))[:, None]
+        at = synthesis + (head * C + component) * D + channel
+        weights = weights + (tl.load(at, mask=inside & (component < C), other=0.0, volatile=VOLATILE),)
+    return weights
+
+
+@triton.jit
 def rotated_keys(
-    words, gain, constants, F: tl.constexpr, STYLE: tl.constexpr, N: tl.constexpr, E: tl.constexpr,
+    words, gain, weights, means, cos_sin, F: tl.constexpr, STYLE: tl.constexpr, N: tl.constexpr, E: tl.constexpr,
     HALF_SUMS: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Both channels of E pairs, float16 [N, E] each: R(position within the tile) (gain S' c + mean).
 
-    constants: of a column tile, see `key_constants`. gain: float16 [N]. HALF_SUMS: S' c is summed in float16.
+    weights, means, cos_sin: of a column tile, see `key_constants`. gain: float16 [N]. HALF_SUMS: S' c is summed in
+    float16.
     """
     KC: tl.constexpr = chunks(F)
     T: tl.constexpr = tl.float16 if HALF_SUMS else tl.float32
     k = tl.zeros([N, 2 * E], T)
     for i in tl.static_range(len(KC)):
-        k = tl.dot(key_codes(words, F, KC[i][0], KC[i][1], N), constants[0][i], k, out_dtype=T)
+        k = tl.dot(key_codes(words, F, KC[i][0], KC[i][1], N), weights[i], k, out_dtype=T)
     k1, k2 = tl.split(tl.permute(tl.reshape(k, [N, 2, E]), (0, 2, 1)))
-    return (_finished_ptx if ASSEMBLY else _finished)(k1, k2, gain, constants[1], constants[2], F, STYLE, HALF_SUMS)
+    return (_finished_ptx if ASSEMBLY else _finished)(k1, k2, gain, means, cos_sin, F, STYLE, HALF_SUMS)
 
 
 @triton.jit

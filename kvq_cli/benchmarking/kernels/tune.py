@@ -31,11 +31,13 @@ BOUNDS = {
     "words": (16, 64),
     "pairs": (16, 128),
     "programs": (1, 4),
+    "chunks": (0, 3),
+    "reload": (0, 1),
     "half_sums": (0, 1),
     "registers": (96, 255),
 }
 #: Parameters that change by a constant step; others are halved and doubled.
-STEPS = {"stages": 1, "half_sums": 1, "programs": 1, "registers": 24}
+STEPS = {"stages": 1, "chunks": 1, "reload": 1, "half_sums": 1, "programs": 1, "registers": 24}
 #: A configuration, and a function that waits for its check and returns whether it passed.
 Trial: TypeAlias = tuple[dict[str, int], Callable[[], bool]]
 
