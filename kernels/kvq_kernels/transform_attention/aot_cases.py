@@ -24,9 +24,9 @@ MIXED = (4, 4, 3, 3, 3, 2, 2, 2, 2, 2, 2, 1, 1)
 EVEN = (2,) * 16
 #: Bytes per thread that spill with head_dim 256: cos and sin of a tile, means and sums, of 256 channels, need more than
 #: 255 registers, and some of these constants are read again for each tile.
-SPILLS_OF_256 = {"sm_80": 248, "sm_89": 168, "sm_90": 352, "sm_100": 344}
-#: Likewise with smaller heads, of operands of the products (sm_80), or a few.
-SPILLS = {"sm_80": 24, "sm_100": 8}
+SPILLS_OF_256 = {"sm_80": 160, "sm_89": 168, "sm_90": 352, "sm_100": 344}
+#: Likewise with smaller heads.
+SPILLS = {"sm_100": 8}
 
 
 def _empty(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
