@@ -199,7 +199,8 @@ def calibrate(
     model_options: _ModelOptions,
     output_options: opt.OutputOptions,
 ) -> None:
-    """Calibrate a method for a model: capture keys, values and gradients, fit codebooks, and write an artifact.
+    """Calibrate a method for a model: capture keys, values and gradients, fit codebooks or transforms, and write
+    an artifact.
 
     After Ctrl-C, the same command with --resume continues.
     """

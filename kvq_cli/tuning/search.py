@@ -1,8 +1,8 @@
 """Search the mixed configuration of least KL divergence within a budget of bits, or of fewest bits for a KL divergence.
 
 1. All streams are served by klt, with bits given out by expected losses over the whole model, as klt itself does.
-2. KL is measured with each stream alone compressed. The ratio of this to the expected loss of the stream replaces what
-   the Fisher metric misses: that a stream is read mostly from the window in full precision, or where it saturates.
+2. KL is measured with each stream alone compressed. The ratio of this to the expected loss of the stream corrects the
+   scale of its losses: expected losses are of second order in the errors, and of the calibration text.
    Other methods are scaled by the same ratio, through errors of both on captured data. Where the KL of single streams
    would be lost in rounding, they are measured at fewer bits.
 3. The choice of least predicted KL within the budget is found exactly, and measured. Steps 2 and 3 repeat.

@@ -2,8 +2,8 @@
 
     python -m lab.studies.klt_bits results/captured/smollm2/NAME --samples 16
 
-The folder is one that `kvq calibrate --method klt --captured` keeps. Each head has its own transform, and values have a
-gain. A loss is also given in bits: how many more bits per number it takes to lose as little as fields of 8 components
+The folder is one that `kvq calibrate --method klt --captured` keeps. Each head has its own transform and
+gains. A loss is also given in bits: how many more bits per number it takes to lose as little as fields of 8 components
 that choose their widths alone, head by head.
 """
 

@@ -1,5 +1,5 @@
 """Compare codes of 16 bits (65,536 centroids, found by faiss) with codes of 8 bits (256) at equal bits, on captured
-activations: what a codebook method would gain from longer chunks (docs/METHOD.md).
+activations: what a codebook method would gain from longer chunks (docs/ROTATIONS.md).
 
     python -m lab.studies.large_codes results/captured/smollm2/NAME --layers 2 15 28
 
