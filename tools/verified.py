@@ -4,7 +4,8 @@ python tools/verified.py needs SUITE    exit code 0 if it must run, else 1
 python tools/verified.py record SUITE   store the digest of its sources in tests/verified.json
 
 A suite's sources are its tests, the modules that these import, directly or not (grimp), their data files, and pinned
-versions; comments and layout of Python do not count. `make test` and `make test-changed` run what needs it; `make test-all` runs everything and records it.
+versions. Comments and layout of Python do not count. `make test` and `make test-changed` run what needs it; `make
+test-all` runs everything and records it.
 """
 
 from __future__ import annotations
