@@ -4,7 +4,8 @@ python tools/verified.py needs SUITE    exit code 0 if it must run, else 1
 python tools/verified.py record SUITE   store the digest of its sources in tests/verified.json
 
 A suite's sources are its tests, the modules that these import, directly or not (grimp), their data files, and pinned
-versions. `make test` and `make test-changed` run what needs it; `make test-all` runs everything and records it.
+versions. Comments and layout of Python do not count. `make test` and `make test-changed` run what needs it; `make
+test-all` runs everything and records it.
 """
 
 from __future__ import annotations
@@ -24,15 +25,22 @@ PACKAGES = {"kvq_cli": ROOT / "kvq_cli", "kvq_kernels": ROOT / "kernels/kvq_kern
 
 @dataclass(frozen=True)
 class Suite:
-    """tests: files and folders. modules: what they import by name only, such as subcommands. files: other sources."""
+    """tests: files and folders. modules: what they import by name only, such as subcommands. files: other sources.
+    ignored: tests that the suite's command leaves out."""
 
     tests: tuple[str, ...]
     modules: tuple[str, ...] = ()
     files: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
 
 SUITES = {
-    "slow": Suite(("tests",), ("kvq_cli", "kvq_kernels"), ("artifacts", "constraints.txt", "pyproject.toml")),
+    "slow": Suite(
+        ("tests",),
+        ("kvq_cli", "kvq_kernels"),
+        ("artifacts", "constraints.txt", "pyproject.toml"),
+        ignored=("tests/kernels", "tests/lab", "tests/docs", "tests/tools/test_gpu_commands.py"),
+    ),
     "vllm": Suite(
         ("tests/vllm/engine", "tests/vllm/platform"),
         ("kvq_cli.vllm", "kvq_cli.cli.serve", "kvq_cli.methods"),
@@ -55,7 +63,8 @@ def sources(suite: Suite) -> list[Path]:
     import grimp
 
     graph = grimp.build_graph(*PACKAGES)
-    tests = files_below(*suite.tests)
+    left_out = set(files_below(*suite.ignored) if suite.ignored else ())
+    tests = [path for path in files_below(*suite.tests) if path not in left_out]
     helpers = {path.stem: path for path in files_below("tests/support", "tests/kernels")}
     for path in tests:  # grows: the helpers that tests and other helpers import
         if path.suffix == ".py":
@@ -93,11 +102,11 @@ def path_of(module: str) -> Path:
 
 
 def digest(suite: Suite) -> str:
-    """SHA-256 of the names and contents of a suite's sources."""
+    """SHA-256 of the names and contents of a suite's sources; of Python, without comments and layout."""
     value = hashlib.sha256()
     for path in sources(suite):
-        content = hashlib.sha256(path.read_bytes()).hexdigest()
-        value.update(f"{path.relative_to(ROOT)} {content}\n".encode())
+        content = ast.dump(ast.parse(path.read_bytes())).encode() if path.suffix == ".py" else path.read_bytes()
+        value.update(f"{path.relative_to(ROOT)} {hashlib.sha256(content).hexdigest()}\n".encode())
     return value.hexdigest()
 
 

@@ -41,8 +41,8 @@ TARGETS = {
 SHARED = {"sm_80": 166912, "sm_89": 101376, "sm_90": 232448, "sm_100": 232448, "gfx942": 65536}
 #: Columns of sm_100's tensor memory: a launch that needs more compiles to a trap.
 TENSOR_MEMORY = 512
-#: Limit of main-loop instructions per cached number on LIMITED_TARGET, by kind of launch. A transform of 64 channels has
-#: the softmax of 128 for half the numbers: 5.7, 6.3 with the oldest Triton.
+#: Limit of main-loop instructions per cached number on LIMITED_TARGET, by kind of launch. A transform of 64 channels
+#: has the softmax of 128 for half the numbers: 5.7, 6.3 with the oldest Triton.
 LIMITS = {"dense": 3.0, "uniform": 4.5, "codebook": 6.0, "transform": 6.5}
 LIMITED_TARGET = "sm_90"
 

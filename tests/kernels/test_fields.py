@@ -1,19 +1,23 @@
 """Places of fields: disjoint, readable as subnormal numbers, within the rate."""
 
 import itertools
+import random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from kvq_kernels.fields import FRACTION, MAX_WIDTH, fits, parts, places, rate
 
-profiles = st.lists(st.integers(1, MAX_WIDTH), max_size=32).map(lambda widths: tuple(sorted(widths, reverse=True)))
+
+def test_fields_are_disjoint_and_within_their_rooms() -> None:
+    """Of random profiles; a machine with a GPU may lack hypothesis."""
+    noise = random.Random(0)
+    drawn = [sorted(noise.choices(range(1, MAX_WIDTH + 1), k=count % 33), reverse=True) for count in range(330)]
+    fitting = [tuple(widths) for widths in drawn if fits(widths)]
+    assert len(fitting) > 100
+    for widths in fitting:
+        check_places(widths)
 
 
-@given(profiles)
-def test_fields_are_disjoint_and_within_their_rooms(widths: tuple[int, ...]) -> None:
-    if not fits(widths):
-        return
+def check_places(widths: tuple[int, ...]) -> None:
     used: set[tuple[int, int, int]] = set()
     for (part, word, shift, offset), width in zip(places(widths), widths, strict=True):
         own = {(part, word, shift + offset + bit) for bit in range(width)}
