@@ -13,7 +13,7 @@ from random_transforms import random_transform
 
 from kvq_cli.codecs.base import Packed, Part
 from kvq_cli.codecs.transform import TransformCodec
-from kvq_cli.methods.specs import even_profile
+from kvq_cli.methods.specs import even_widths
 
 HEADS, DIM = 3, 40
 PROFILES = {"one field": (4,), "per head": (8, 5, 2, 1), "joined": (7, 6, 5, 4, 3, 3, 2, 2, 1, 1, 1, 1)}
@@ -43,7 +43,7 @@ def by_hand(x: np.ndarray, tensors: dict) -> tuple[np.ndarray, list[int], np.nda
     """One token `[HEADS, DIM]`: its codes `[groups, components]`, gains' indices, and decoded numbers."""
     held = {key: tensor.double().numpy() for key, tensor in tensors.items()}
     codes, gains, out = [], [], []
-    largest = 2.0 ** np.repeat(held["widths"], 8) - 1
+    largest = 2.0 ** np.repeat(held["widths"][0], 8) - 1
     for group, channels in enumerate(x.reshape(len(held["mean"]), -1)):
         u = held["analysis"][group] @ (channels - held["mean"][group])
         gain = 1.0
@@ -139,7 +139,7 @@ def test_any_codes_of_any_profile_decode_to_what_their_bits_say(lane_bytes, valu
     """Random bits, also where no field is, of even profiles of rates 1 to 20 and of any other that fits."""
     profile = tuple(sorted(widths, reverse=True))
     if not fits(profile):
-        profile = even_profile(lane_bytes, 80, gain).widths
+        profile = even_widths(lane_bytes, 80)
     noise = torch.Generator().manual_seed(lane_bytes)
     tensors = random_transform(profile, 2, 80, noise, gain)
     codec, tokens = TransformCodec(2, tensors, values), 16
@@ -162,7 +162,7 @@ def test_any_codes_of_any_profile_decode_to_what_their_bits_say(lane_bytes, valu
 def test_each_code_of_a_field_is_reached_and_read_back():
     """Components are codes of 0 to 255: each code decodes to itself."""
     codec, tensors = made("per head", values=True, gain=False)
-    largest = 2 ** tensors["widths"].int().repeat_interleave(8) - 1
+    largest = 2 ** tensors["widths"][0].int().repeat_interleave(8) - 1
     code = torch.arange(256).view(-1, 1).clamp(max=largest).expand(HEADS, 256, len(largest))
     x = (code - tensors["center"].unsqueeze(1)) @ tensors["synthesis"].mT + tensors["mean"].unsqueeze(1)
     packed = codec.encode(x.unsqueeze(0))
