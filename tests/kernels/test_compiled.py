@@ -255,10 +255,11 @@ def test_transform_attention(name, launch_names, recorder):
     shape = transforms.SHAPES[name]
     case = transform_attention.Case(
         [170],
-        shape.keys,
-        shape.values,
+        (shape.keys, shape.keys) if shape.listed else shape.keys,
+        (shape.values, shape.values) if shape.listed else shape.values,
         dim=shape.dim,
-        heads=1,
+        heads=1 + shape.listed,
+        members=((1,), (0,)) if shape.listed else None,
         group=shape.group,
         dtype=shape.dtype,
         sinks=transforms.SINKS,
