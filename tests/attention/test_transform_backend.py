@@ -119,8 +119,9 @@ def test_layers_of_other_kinds_use_their_own_kernels(tiny, keys, values):
 @pytest.mark.parametrize("join_keys", [False, True])
 def test_built_in_model_generates_the_same_tokens(join_keys, tmp_path, kvq):
     out = tmp_path / "klt"
-    options = ["--set", "join_keys=on"] if join_keys else []
-    result = kvq("calibrate", "--method", "klt", "--samples", 4, "--seqlen", 256, "--out", out, *options)
+    options = {"recent": 0, "join_keys": "on" if join_keys else "off"}
+    chosen = [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
+    result = kvq("calibrate", "--method", "klt", "--samples", 4, "--seqlen", 256, "--out", out, *chosen)
     assert result.exit_code == 0, result.output
     loaded, said = load_model("reference", device=DEVICE.type, dtype="float32"), []
     text = " The history of the town begins in the year in which the first of its houses were built beside the river"
