@@ -39,9 +39,9 @@ def _members(codec: AnyCodec) -> list[AnyCodec]:
     return [member for member, _ in codec.members.values()] if isinstance(codec, PerHeadCodec) else [codec]
 
 
-def unsupported(layer: AttentionLayer, plan: LayerPlan) -> str | None:
+def unsupported(plan: LayerPlan, rotation: Rotation) -> str | None:
     """Why the kernel cannot compute the attention of a layer whose streams are such codes; None: it can."""
-    dim = layer.rotation.head_dim
+    dim = rotation.head_dim
     if dim < MIN_HEAD_DIM or dim % 2:
         return f"head_dim={dim} is below {MIN_HEAD_DIM}, or odd"
     if plan.keys.window != plan.values.window:

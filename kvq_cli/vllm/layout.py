@@ -18,6 +18,7 @@ from kvq_cli.codecs.layout import ITEMSIZE, PartSpec
 from kvq_cli.codecs.outliers import OutlierCodec
 from kvq_cli.codecs.per_head import PerHeadCodec
 from kvq_cli.codecs.per_token import PerTokenCodec
+from kvq_cli.codecs.transform import TransformCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.lazy import torch
 from kvq_cli.methods.base import LayerPlan, ModelShape, StreamPlan
@@ -134,9 +135,11 @@ def block_unit(plans: Sequence[LayerPlan]) -> int:
 
 
 def _code_tokens(codec: AnyCodec) -> int:
-    """Tokens of a code."""
+    """Tokens of a code; of a transform's codes a sixteenth of a tile, which has the tokens of four warps."""
     if isinstance(codec, CodebookCodec):
         return codec.block[0]
+    if isinstance(codec, TransformCodec):
+        return 4
     if isinstance(codec, PerHeadCodec):
         return max(_code_tokens(member) for member, _ in codec.members.values())
     return _code_tokens(codec.base) if isinstance(codec, (OutlierCodec, PerTokenCodec)) else 1

@@ -175,7 +175,7 @@ def alone(case: Case, number: int) -> Case:
         return replace(side, packed=side.members[number], sinks=side.sinks[:, heads], ring=side.ring[:, heads])
 
     mine = copy(case)
-    mine.keys, mine.values = of_member(case.keys), of_member(case.values)
+    mine.sides = [of_member(side) for side in case.sides]
     mine.query = case.query.unflatten(1, (-1, case.query.shape[1] // 3))[:, heads].flatten(1, 2)
     return mine
 

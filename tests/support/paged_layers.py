@@ -29,6 +29,7 @@ KERNEL_METHODS = (
     "kvquant",
     "kvquant:outliers=0",
     "temporalkv",
+    "klt:sinks=8:recent=24",
 )
 
 

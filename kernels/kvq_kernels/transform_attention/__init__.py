@@ -11,12 +11,13 @@ tokens are exact; all are one pass:
     out = transform_attention(query[:, :, 0], keys, values, lengths, scaling, rope=rope)[:, :, None]
 
 Heads may have different widths: `PerHead((Transformed, ...), heads)`, with one launch for the heads that are stored
-alike. No argument is read on the host. A transform of all heads, and float32 queries, take a simple path: one layer's
-tokens are unpacked to numbers of the query's type, for `decode_attention`.
+alike. Packed tokens may be in pages, `Side.pages`, best of whole tiles (64 tokens). No argument is read on the host. A
+transform of all heads, and float32 queries, take a simple path: one layer's tokens are unpacked to numbers of the
+query's type, for `decode_attention`.
 
-    checks.py  shapes of tensors         kernel.py        the pass over packed and exact tokens
-    codes.py   words to float16 numbers  rotated_keys.py  a tile's keys
-    launch.py  splits, arguments         decode_attention/transformed.py  the format, and unpacking in PyTorch
+    launch.py, configs.py      splits, tuned tiles    kernel.py, addresses.py  the pass over packed and exact tokens
+    arguments.py, checks.py    tensors as arguments   codes.py                 words to float16 numbers
+    decode_attention/transformed.py  the format       rotated_keys.py          a tile's keys, turned queries
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Ahead-of-time cases of attention over transform codes: Llama-3.1-8B's shape at 2 bits, other head_dims and profiles,
-float16 sums, lists of heads."""
+float16 sums, lists of heads, pages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from torch import Tensor
 from kvq_kernels import fields
 from kvq_kernels.aot_cases import Launch, stored_bytes
 from kvq_kernels.decode_attention.launch import HeadGroup, Workspace
-from kvq_kernels.decode_attention.pages import stored_tensors
-from kvq_kernels.decode_attention.parts import Rope, Side
+from kvq_kernels.decode_attention.pages import cell_views, changed, stored_tensors
+from kvq_kernels.decode_attention.parts import Pages, Rope, Side
 from kvq_kernels.decode_attention.transformed import Operands, Transform, Transformed, operand_components
+from kvq_kernels.transform_attention.arguments import arguments, constants
+from kvq_kernels.transform_attention.configs import Config
 from kvq_kernels.transform_attention.kernel import split_kernel
-from kvq_kernels.transform_attention.launch import Config, arguments, constants
 
 ROWS, TOKENS, SINKS, RING, PROGRAMS = 1, 32768, 8, 24, 17
 META = torch.device("meta")
@@ -54,9 +55,20 @@ def empty_side(
     return Side(Transformed(codes, gains, transform), _empty(rows, dtype=torch.int32), sinks, ring)
 
 
+def paged(side: Side, page: int) -> Side:
+    """The side in pages of so many tokens, and its first packed token a block behind the first place."""
+    count, stored = ROWS * TOKENS // page, list(stored_tensors(side))
+    pool = _empty(count, stored[0][1].shape[1], 1, 1 << 16, dtype=torch.uint8)
+    views = cell_views(pool, [((page // unit, tensor.shape[3]), tensor.dtype) for _, tensor, unit in stored])
+    pages = Pages(_empty(ROWS, TOKENS // page, dtype=torch.int32), page, _empty(ROWS, dtype=torch.int32), fields.BLOCK)
+    by_page = iter(views)
+    return replace(changed(side, lambda _: next(by_page).squeeze(2)), pages=pages)
+
+
 @dataclass(frozen=True)
 class Shape:
-    """A model's shape and a profile of each side. listed: heads are those of a list."""
+    """A model's shape and a profile of each side. listed: heads are those of a list. page: tokens of a page; 0: packed
+    tokens are in rows."""
 
     keys: tuple[int, ...] = MIXED
     values: tuple[int, ...] = EVEN
@@ -68,6 +80,7 @@ class Shape:
     style: str | None = "half"
     half_sums: bool = False
     listed: bool = False
+    page: int = 0
 
     def launch(self, gpu: str) -> Launch:
         """Launch of `split_kernel`."""
@@ -76,9 +89,11 @@ class Shape:
             empty_side(widths, side, ROWS, self.kv_heads, TOKENS, self.dim, self.dtype, self.gain)
             for widths, side in ((self.keys, True), (self.values, False))
         )
+        if self.page:
+            keys, values = (paged(side, self.page) for side in (keys, values))
         frequencies = _empty(self.dim // 2, dtype=torch.float32)
         rope = None if self.style is None else Rope.tables(self.style, frequencies, TOKENS)  # type: ignore[arg-type]
-        config = Config.of(gpu, self.dim)
+        config = Config.of(gpu, self.dim, keys.pages)
         if self.half_sums:
             config = replace(config, half_sums=1)
         index = _empty(self.kv_heads, dtype=torch.int32)
@@ -105,6 +120,8 @@ SHAPES = {
     "head-dim-96": Shape((4, 4, 3, 3, 2, 2, 2, 2, 1, 1), (2,) * 12, dim=96),
     "head-dim-256": Shape((4, 4, 4, 4, 3, 3, 3, 3, 2, 2, 2, 2, 2, 2, 2, 2, 1, 1, 1, 1), (2,) * 24, 256, 1),
     "no-rope": Shape(style=None),
+    "2bit-paged": Shape(page=64),
+    "head-dim-64-paged": Shape((4, 3, 2, 2, 2, 1, 1), (2,) * 8, dim=64, listed=True, page=128),
     "2bit-heads": Shape(listed=True),
     "head-dim-64-heads": Shape((4, 3, 2, 2, 2, 1, 1), (2,) * 8, dim=64, listed=True),
     "mha-bf16": Shape(group=1, kv_heads=32, dtype=torch.bfloat16),

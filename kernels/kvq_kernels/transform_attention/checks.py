@@ -10,6 +10,7 @@ from kvq_kernels import fields
 from kvq_kernels.decode_attention.arguments import kv_heads
 from kvq_kernels.decode_attention.checks import check_offset_and_out, check_per_row, check_workspace
 from kvq_kernels.decode_attention.launch import Workspace, capacity
+from kvq_kernels.decode_attention.pages import check_pages
 from kvq_kernels.decode_attention.parts import Dense, PerHead, Rope, Side
 from kvq_kernels.decode_attention.transformed import Transform, Transformed
 
@@ -31,14 +32,16 @@ def check_arguments(
         check_per_row(f"{name}.count", side.count, query)
         if side.sinks is None and side.ring is None:
             raise ValueError(f"{name} have neither sinks nor a ring buffer")
-        if any(given is not None for given in (side.outliers, side.norm, side.pages)):
-            raise ValueError(f"{name} have outliers, a norm or pages, which transform_attention does not read")
+        if side.outliers is not None or side.norm is not None:
+            raise ValueError(f"{name} have outliers or a norm, which transform_attention does not read")
+        check_pages(name, side, len(query))
         _check_stored(name, side, query)
         windows.append((0 if side.sinks is None else side.sinks.shape[2], capacity(side)))
     if kv_heads(keys) != kv_heads(values):
         raise ValueError(f"keys have {kv_heads(keys)} heads, values {kv_heads(values)}")
     check_per_row("lengths", lengths, query)
     check_offset_and_out(rope, out, query)
+    _check_both_paged(keys, values)
     if windows[0] != windows[1]:
         raise ValueError(f"keys have (sinks, room) = {windows[0]}, values {windows[1]}")
     rotation = None if rope is None else (rope.style, 2 * rope.frequencies.numel())
@@ -51,6 +54,16 @@ def check_arguments(
             )
     if workspace is not None:
         check_workspace(workspace, query)
+
+
+def _check_both_paged(keys: Side, values: Side) -> None:
+    """ValueError unless both sides or none have pages, of as many tokens, whole blocks, from the same place on."""
+    sizes = [None if side.pages is None else (side.pages.block_size, side.pages.first) for side in (keys, values)]
+    if sizes[0] != sizes[1] or (sizes[0] is not None and any(size % fields.BLOCK for size in sizes[0])):
+        raise ValueError(
+            f"keys and values have pages of (block_size, first) = {sizes[0]} and {sizes[1]}: both or none, the same, "
+            f"multiples of {fields.BLOCK}"
+        )
 
 
 def _check_stored(name: str, side: Side, query: Tensor) -> None:
@@ -69,7 +82,7 @@ def _check_stored(name: str, side: Side, query: Tensor) -> None:
     for packed, count in zip(side.members, counts, strict=True):
         if isinstance(packed, Transformed):
             _check_transform(name, packed.transform, count, query.shape[2])
-            _check_codes(name, packed, capacity(side), query, name == "keys")
+            _check_codes(name, packed, side, len(query), name == "keys")
         elif not isinstance(packed, Dense):
             raise ValueError(f"{name} are packed as {type(packed).__name__}, not as codes of a transform's components")
 
@@ -88,16 +101,20 @@ def _check_transform(name: str, transform: Transform, heads: int, dim: int) -> N
         )
 
 
-def _check_codes(name: str, packed: Transformed, room: int, query: Tensor, keys: bool) -> None:
-    """ValueError unless codes and gain are tensors as `fields` divides them, with room for so many tokens."""
+def _check_codes(name: str, packed: Transformed, side: Side, rows: int, keys: bool) -> None:
+    """ValueError unless codes and gain are tensors as `fields` divides them, with the room of the side or of a page."""
+    room = capacity(side)
+    if side.pages is not None:
+        rows, room = packed.codes[0].shape[0], side.pages.block_size
     parts, groups = fields.parts(fields.rate(packed.transform.widths)), packed.transform.mean.shape[0]
     lanes = (room, fields.KEY_LANES) if keys else (room // fields.BLOCK, fields.BLOCK // 2, fields.VALUE_LANES)
-    expected = [((len(query), groups, *lanes, part.words), TYPES[part.bits]) for part in parts]
+    expected = [((rows, groups, *lanes, part.words), TYPES[part.bits]) for part in parts]
     given = [(tuple(x.shape), x.dtype) for x in packed.codes]
     if given != expected or room % fields.BLOCK:
         raise ValueError(f"codes of {name} must be {expected}, with whole blocks of 16 tokens, not {given}")
     gain = packed.gain
-    if gain is not None and (gain.shape != (len(query), groups, room) or gain.dtype != torch.uint8):
-        raise ValueError(f"the gain of {name} must be uint8 {[len(query), groups, room]}, not {list(gain.shape)}")
-    if not all(x[0, 0].is_contiguous() for x in packed.codes) or (gain is not None and not gain.is_contiguous()):
+    if gain is not None and (gain.shape != (rows, groups, room) or gain.dtype != torch.uint8):
+        raise ValueError(f"the gain of {name} must be uint8 {[rows, groups, room]}, not {list(gain.shape)}")
+    gains = gain is None or (gain.is_contiguous() if side.pages is None else gain.stride(2) == 1)
+    if not all(x[0, 0].is_contiguous() for x in packed.codes) or not gains:
         raise ValueError(f"the codes of a head and all gains must be contiguous ({name}): pass contiguous tensors")

@@ -16,6 +16,7 @@ from kvq_kernels.decode_attention.dequantize import at_head
 from kvq_kernels.decode_attention.kernel import attend_tail
 from kvq_kernels.decode_attention.main_loop import split_output
 from kvq_kernels.decode_attention.spec import get
+from kvq_kernels.transform_attention.addresses import at_paged_head, at_row, at_tile
 from kvq_kernels.transform_attention.codes import chunks, load_codes, load_gains, value_codes
 from kvq_kernels.transform_attention.rotated_keys import (
     key_constants,
@@ -46,6 +47,7 @@ def split_kernel(
     key_heads,
     value_heads,  # heads that the keys' and the values' codes hold
     room,  # tokens of a row and head of gains
+    pages,  # of keys and values: (block table, its stride, bytes of a page, stride of heads of gains); slots; or None
     keys,  # int32 pointers at the codes of all parts, and at the gains; see `fields`
     key_strides,  # (row, head) of the codes, in words
     values,
@@ -70,6 +72,8 @@ def split_kernel(
     GROUP: tl.constexpr,  # query heads of a kv head
     M: tl.constexpr,  # GROUP, padded
     SINKS: tl.constexpr,
+    PAGE: tl.constexpr,  # tokens of a page; 0: a row is one run of memory
+    FIRST: tl.constexpr,  # place of packed token 0 in pages
     N: tl.constexpr,  # tokens of a tile: 16 for each warp
     E: tl.constexpr,  # pairs of channels of a column tile
     RELOAD: tl.constexpr,  # S' of the keys is loaded for each tile
@@ -92,16 +96,26 @@ def split_kernel(
     start = 0 if rope[3] is None else tl.load(rope[3] + row)
     oldest = tl.maximum(length - window, 0)
     if split < splits:
-        begin, end = tl.maximum(oldest - SINKS, 0) // N, tl.cdiv(count, N)
+        begin, end = (tl.maximum(oldest - SINKS, 0) + FIRST) // N, tl.cdiv(count + FIRST, N)
+        if FIRST > 0:
+            end = tl.where(count > 0, end, 0)
         each = tl.cdiv(tl.maximum(end - begin, 0), splits)
         first = tl.minimum(begin + split * each, end)
+        key_pages, value_pages = None, None
+        if PAGE > 0:
+            packed_keys = at_paged_head(keys, key_strides, pages[3], key_head)
+            packed_values = at_paged_head(values, value_strides, pages[7], value_head)
+            key_pages = (pages[0] + row.to(tl.int64) * pages[1], pages[2])
+            value_pages = (pages[4] + row.to(tl.int64) * pages[5], pages[6])
+        else:
+            packed_keys = at_row(keys, key_strides, key_heads, room, row, key_head)
+            packed_values = at_row(values, value_strides, value_heads, room, row, value_head)
         attend_packed(
             q, partial, logsum, first_query,
-            at_row(keys, key_strides, key_heads, room, row, key_head),
-            at_row(values, value_strides, value_heads, room, row, value_head),
+            packed_keys, packed_values, key_pages, value_pages,
             key_operands, value_operands, shifts, key_head, value_head,
             first, tl.minimum(first + each, end), count, oldest - SINKS, rope, start + SINKS, scale,
-            KF, VF, STYLE, WIDTH, D, GROUP, M, N, E, RELOAD, HALF_SUMS, ASSEMBLY, PRECISION, STAGES,
+            KF, VF, STYLE, WIDTH, D, GROUP, M, PAGE, FIRST, N, E, RELOAD, HALF_SUMS, ASSEMBLY, PRECISION, STAGES,
         )  # fmt: skip
     else:
         early = tl.maximum(tl.minimum(length, SINKS) - oldest, 0)
@@ -109,8 +123,11 @@ def split_kernel(
         tail = early + tl.maximum(length - late, 0)
         each = tl.cdiv(tl.cdiv(tail, TAIL_TILE), tl.num_programs(1) - splits) * TAIL_TILE
         first = tl.minimum((split - splits) * each, tail)
-        k = at_head(exact_keys, exact_key_strides, SK, row, head)
-        v = at_head(exact_values, exact_value_strides, SV, row, head)
+        slot = row
+        if PAGE > 0 and pages[8] is not None:
+            slot = tl.load(pages[8] + row)
+        k = at_head(exact_keys, exact_key_strides, SK, slot, head)
+        v = at_head(exact_values, exact_value_strides, SV, slot, head)
         attend_tail(
             q, partial, logsum, first_query, k, v, first, tl.minimum(first + each, tail), oldest, early, late,
             count, count, ring_size, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, TAIL_E, PRECISION,
@@ -119,31 +136,35 @@ def split_kernel(
 
 
 @triton.jit
-def at_row(pointers, strides, heads, room, row, head):
-    """Pointers at one row and head; the last one is of gains, without gaps between rows of so many heads."""
-    moved = ()
-    for i in tl.static_range(len(pointers) - 1):
-        moved = moved + (pointers[i] + (row.to(tl.int64) * strides[2 * i] + head.to(tl.int64) * strides[2 * i + 1]),)
-    first = (row * heads + head).to(tl.int64) * (room // 4)
-    return moved + (pointers[len(pointers) - 1] + first,)
-
-
-@triton.jit
 def attend_packed(
-    q, partial, logsum, first_query, keys, values, key_operands, value_operands, shifts, key_head, value_head,
-    first, last, count, oldest, rope, start, scale,
+    q, partial, logsum, first_query, keys, values, key_pages, value_pages,
+    key_operands, value_operands, shifts, key_head, value_head, first, last, count, oldest, rope, start, scale,
     KF: tl.constexpr, VF: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, RELOAD: tl.constexpr, HALF_SUMS: tl.constexpr,
-    ASSEMBLY: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    M: tl.constexpr, PAGE: tl.constexpr, FIRST: tl.constexpr, N: tl.constexpr, E: tl.constexpr, RELOAD: tl.constexpr,
+    HALF_SUMS: tl.constexpr, ASSEMBLY: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend to tiles [first, last) of N packed tokens; start: position of packed token 0, oldest: the first token
-    that the query sees."""
+    that the query sees. Places in pages are counted instead of packed tokens."""
+    if FIRST > 0:
+        count, oldest, start = count + FIRST, tl.maximum(oldest, 0) + FIRST, start - FIRST
     B: tl.constexpr = N // 16
     VC: tl.constexpr = chunks(VF)
     constants = key_constants(key_operands, key_head, rope, KF, STYLE, WIDTH, D, N, E)
     position = tl.where(last > first, start + first * N, 0)  # tables of cosines may end at the last token
     queries, query_scale, steps = turning_queries(
-        q, key_operands[2] + key_head * D, rope, position, scale, STYLE, WIDTH, D, GROUP, M, N, E
+        q,
+        key_operands[2] + key_head * D,
+        rope,
+        position,
+        scale,
+        STYLE,
+        WIDTH,
+        D,
+        GROUP,
+        M,
+        N,
+        E,
+        FIRST > 0,
     )
     sums = ()
     for i in tl.static_range(len(VC)):
@@ -154,10 +175,12 @@ def attend_packed(
     seen = tl.maximum(count - oldest, 0).to(tl.uint32, bitcast=True)  # packed tokens that the query sees
     for tile in tl.range(first, last, num_stages=STAGES):
         remaining = count - tile * N
-        key_words = load_codes(keys, shifts, tile, remaining, KF, N, 1, 4)
-        value_words = load_codes(values, shifts, tile, remaining, VF, N // 2, 2, 8)
-        key_gain = load_gains(keys, tile, remaining, KF, N)
-        value_gain = load_gains(values, tile, remaining, VF, N)
+        k, key_tile = at_tile(keys, key_pages, tile, PAGE, N)
+        v, value_tile = at_tile(values, value_pages, tile, PAGE, N)
+        key_words = load_codes(k, shifts, key_tile, remaining, KF, N, 1, 4)
+        value_words = load_codes(v, shifts, value_tile, remaining, VF, N // 2, 2, 8)
+        key_gain = load_gains(k, key_tile, remaining, KF, N)
+        value_gain = load_gains(v, value_tile, remaining, VF, N)
         qk = tl.zeros([N, M], tl.float32)
         for j in tl.static_range(len(constants)):
             weights, means, turns = constants[j]

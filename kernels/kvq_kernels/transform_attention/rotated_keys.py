@@ -132,11 +132,11 @@ def _finished_ptx(k1, k2, gain, means, cos_sin, F: tl.constexpr, STYLE: tl.const
 @triton.jit
 def turning_queries(
     q, unit, rope, position, scale, STYLE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, E: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, SIGNED: tl.constexpr,
 ):  # fmt: skip
     """(queries, scale [M], steps): both channels of each column tile of pairs, float32 [E, M], in units of the keys,
     turned back by the rotation of `position` and divided so that they are at most 1024; what scores are then multiplied
-    by; (cos, sin) [E, 1] of N positions."""
+    by; (cos, sin) [E, 1] of N positions. SIGNED: `position` may be below 0."""
     PAIRS: tl.constexpr = "half" if STYLE == "none" else STYLE
     member = tl.arange(0, M)[None, :]
     queries, steps = (), ()
@@ -150,7 +150,11 @@ def turning_queries(
         q1 = tl.load(q + member * D + c1[:, None], mask, 0.0).to(tl.float32) * u1
         q2 = tl.load(q + member * D + c2[:, None], mask, 0.0).to(tl.float32) * u2
         if STYLE != "none":
-            cos, sin = position_cos_sin(rope, position + tl.zeros([1], tl.int32), pair, WIDTH, D)
+            if SIGNED:
+                cos, sin = position_cos_sin(rope, tl.abs(position) + tl.zeros([1], tl.int32), pair, WIDTH, D)
+                sin = tl.where(position < 0, -sin, sin)
+            else:
+                cos, sin = position_cos_sin(rope, position + tl.zeros([1], tl.int32), pair, WIDTH, D)
             q1, q2 = unrotate(q1, q2, tl.trans(cos), tl.trans(sin))
             cos, sin = load_cos_sin(rope[1], tl.full([1, 1], N // 2, tl.int32), pair[None, :], WIDTH, D)
             steps = steps + (tl.trans(cos * cos - sin * sin), tl.trans(2.0 * cos * sin))

@@ -6,8 +6,10 @@ import torch
 from kernel_cases import assert_error_at_most_twice
 from kvq_kernels import fields
 from kvq_kernels.decode_attention import Dense, PerHead, Rope, Side
+from kvq_kernels.decode_attention.pages import changed
 from kvq_kernels.decode_attention.reference import decode_attention_reference
 from kvq_kernels.transform_attention import Transform, Transformed, new_workspace, transform_attention
+from paged_cases import paged
 
 TYPES = {32: torch.int32, 16: torch.int16, 8: torch.uint8}
 
@@ -81,22 +83,35 @@ class Case:
             ring = random(rows, heads, ring_size, dim).to(dtype)
             return Side(held if packed else Dense(ring), count, sinks_tensor, ring)
 
-        self.keys = side(keys, members, True, gain[0])
-        self.values = side(values, value_members or members, False, gain[1])
+        self.sides = [side(keys, members, True, gain[0]), side(values, value_members or members, False, gain[1])]
         self.scaling = dim**-0.5
+
+    @property
+    def keys(self):
+        return self.sides[0]
+
+    @property
+    def values(self):
+        return self.sides[1]
+
+    def in_pages(self, block_size, first=0):
+        """(case, the same in shuffled pages); see `paged_cases.paged`."""
+        plain, new = paged(self, block_size, first=first)
+        new.sides = [changed(side, lambda x: x.squeeze(2)) for side in new.sides]
+        return plain, new
 
     def run(self, poisoned=True):
         """Output of the kernels; their buffers are filled with NaN before."""
         out = torch.full_like(self.query, torch.nan)
-        workspace = new_workspace(self.query, self.keys, self.values)
+        workspace = new_workspace(self.query, *self.sides)
         workspace.partial.fill_(torch.nan)
         workspace.logsum.fill_(torch.nan)
-        args = (self.query, self.keys, self.values, self.lengths, self.scaling)
+        args = (self.query, *self.sides, self.lengths, self.scaling)
         options = {"rope": self.rope, "window": self.window}
         return transform_attention(*args, **options, workspace=workspace, out=out, backend="triton")
 
     def reference(self, dtype, round_to=None):
-        args = (self.query, self.keys, self.values, self.lengths, self.scaling, self.rope)
+        args = (self.query, *self.sides, self.lengths, self.scaling, self.rope)
         return decode_attention_reference(*args, dtype, round_to, self.window)
 
     def check(self, floor=5e-4):
