@@ -49,6 +49,16 @@ def test_pages_of_whole_tiles_are_the_same_as_rows(block_size, monkeypatch):
     assert torch.equal(paged.run(), plain.run())
 
 
+def test_keys_and_values_have_their_own_slots():
+    case = Case([90, 34], KEYS[0], VALUES[0]).in_pages(64)[1]
+    expected, values = case.run(), case.values
+    slots = len(values.ring) - 1 - values.pages.slots
+    case.sides[1] = replace(
+        values, sinks=values.sinks.flip(0), ring=values.ring.flip(0), pages=replace(values.pages, slots=slots)
+    )
+    assert torch.equal(case.run(), expected)
+
+
 def test_pages_that_do_not_fit_are_refused():
     plain, paged = Case([90]).in_pages(64)
     keys, values = paged.sides

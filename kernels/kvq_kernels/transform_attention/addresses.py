@@ -42,3 +42,9 @@ def at_tile(pointers, pages, tile, PAGE: tl.constexpr, N: tl.constexpr):
             at = pointers[i].to(tl.pointer_type(tl.uint8), bitcast=True) + offset
             moved = moved + (at.to(pointers[i].dtype, bitcast=True),)
         return moved, tile % TILES
+
+
+@triton.jit
+def slot_of(slots, row):
+    """Index of a row in sinks and ring."""
+    return row if slots is None else tl.load(slots + row)

@@ -59,8 +59,9 @@ def _page_arguments(keys: Side, values: Side) -> tuple[Any, ...] | None:
     given: list[Any] = []
     for side, pages in ((keys, keys.pages), (values, values.pages)):
         gain, table = _stored(side)[0].gain, pages.block_table
-        given += [table, table.stride(0), page_strides(side)[0], 0 if gain is None else gain.stride(1) // 4]
-    return *given, keys.pages.slots
+        gain_stride = 0 if gain is None else gain.stride(1) // 4
+        given += [table, table.stride(0), page_strides(side)[0], gain_stride, pages.slots]
+    return tuple(given)
 
 
 def arguments(

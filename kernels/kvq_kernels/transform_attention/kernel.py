@@ -16,7 +16,7 @@ from kvq_kernels.decode_attention.dequantize import at_head
 from kvq_kernels.decode_attention.kernel import attend_tail
 from kvq_kernels.decode_attention.main_loop import split_output
 from kvq_kernels.decode_attention.spec import get
-from kvq_kernels.transform_attention.addresses import at_paged_head, at_row, at_tile
+from kvq_kernels.transform_attention.addresses import at_paged_head, at_row, at_tile, slot_of
 from kvq_kernels.transform_attention.codes import chunks, load_codes, load_gains, value_codes
 from kvq_kernels.transform_attention.rotated_keys import (
     key_constants,
@@ -47,7 +47,7 @@ def split_kernel(
     key_heads,
     value_heads,  # heads that the keys' and the values' codes hold
     room,  # tokens of a row and head of gains
-    pages,  # of keys and values: (block table, its stride, bytes of a page, stride of heads of gains); slots; or None
+    pages,  # (block table, its stride, bytes of a page, stride of heads of gains, slots) x 2; or None
     keys,  # int32 pointers at the codes of all parts, and at the gains; see `fields`
     key_strides,  # (row, head) of the codes, in words
     values,
@@ -104,9 +104,9 @@ def split_kernel(
         key_pages, value_pages = None, None
         if PAGE > 0:
             packed_keys = at_paged_head(keys, key_strides, pages[3], key_head)
-            packed_values = at_paged_head(values, value_strides, pages[7], value_head)
+            packed_values = at_paged_head(values, value_strides, pages[8], value_head)
             key_pages = (pages[0] + row.to(tl.int64) * pages[1], pages[2])
-            value_pages = (pages[4] + row.to(tl.int64) * pages[5], pages[6])
+            value_pages = (pages[5] + row.to(tl.int64) * pages[6], pages[7])
         else:
             packed_keys = at_row(keys, key_strides, key_heads, room, row, key_head)
             packed_values = at_row(values, value_strides, value_heads, room, row, value_head)
@@ -123,11 +123,11 @@ def split_kernel(
         tail = early + tl.maximum(length - late, 0)
         each = tl.cdiv(tl.cdiv(tail, TAIL_TILE), tl.num_programs(1) - splits) * TAIL_TILE
         first = tl.minimum((split - splits) * each, tail)
-        slot = row
-        if PAGE > 0 and pages[8] is not None:
-            slot = tl.load(pages[8] + row)
-        k = at_head(exact_keys, exact_key_strides, SK, slot, head)
-        v = at_head(exact_values, exact_value_strides, SV, slot, head)
+        key_slot, value_slot = row, row
+        if PAGE > 0:
+            key_slot, value_slot = slot_of(pages[4], row), slot_of(pages[9], row)
+        k = at_head(exact_keys, exact_key_strides, SK, key_slot, head)
+        v = at_head(exact_values, exact_value_strides, SV, value_slot, head)
         attend_tail(
             q, partial, logsum, first_query, k, v, first, tl.minimum(first + each, tail), oldest, early, late,
             count, count, ring_size, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, TAIL_E, PRECISION,
@@ -152,20 +152,8 @@ def attend_packed(
     constants = key_constants(key_operands, key_head, rope, KF, STYLE, WIDTH, D, N, E)
     position = tl.where(last > first, start + first * N, 0)  # tables of cosines may end at the last token
     queries, query_scale, steps = turning_queries(
-        q,
-        key_operands[2] + key_head * D,
-        rope,
-        position,
-        scale,
-        STYLE,
-        WIDTH,
-        D,
-        GROUP,
-        M,
-        N,
-        E,
-        FIRST > 0,
-    )
+        q, key_operands[2] + key_head * D, rope, position, scale, STYLE, WIDTH, D, GROUP, M, N, E, FIRST > 0,
+    )  # fmt: skip
     sums = ()
     for i in tl.static_range(len(VC)):
         sums = sums + (tl.zeros([B, 8 * VC[i][1], M], tl.float32),)
