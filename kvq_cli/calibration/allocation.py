@@ -20,6 +20,9 @@ from kvq_cli.methods.specs import Profile, TransformSpec
 #: Pairs of profiles in a model, at most, and among the heads of a layer: one kernel is compiled for each pair, and one
 #: launched for each in a layer.
 MENU, MENU_OF_LAYER = 8, 3
+#: Weight of a layer's mean in the losses of its heads, which are estimated from few tokens: by its own loss alone, a
+#: head with a low loss on the calibration text has too few bits for other text (docs/METHOD.md).
+HEAD_PRIOR = 0.25
 
 
 class Choice(NamedTuple):
@@ -191,6 +194,7 @@ def model_profiles(
     groups = spec.groups("k", shape)[0], spec.groups("v", shape)[0]
     units, layers = list[tuple[Floats, Floats]](), list[int]()
     by_head = groups[0] == groups[1]
+    losses = {stream: x + HEAD_PRIOR * (x.mean(0, keepdims=True) - x) for stream, x in losses.items()}
     for layer in range(shape.layers):
         pairs = zip(losses[layer, "k"], losses[layer, "v"], strict=True) if by_head else None
         units += pairs or [(losses[layer, "k"].sum(0), losses[layer, "v"].sum(0))]

@@ -142,3 +142,15 @@ def test_heads_choose_from_a_menu_no_more_pairs_in_a_layer_than_it_may_have(laye
     losses = sum(total(k, a) + total(v, b) for (k, v), (a, b) in zip(units, pairs, strict=True))
     assert losses < solved(summed, (heads, heads), budget, layers)[0]
     assert solved(units, (1, 1), budget, MENU)[0] <= losses + 1e-12
+
+
+def test_a_head_has_bits_for_a_share_of_its_layers_mean_loss():
+    """Its loss on the calibration text may be that of a few tokens."""
+    spec, falling = KLT(bits=6.0).calibration(SHAPE), 4.0 ** -np.arange(9)
+    losses = {(layer, kind): np.tile(falling, (2, 2, 1)) for layer in range(3) for kind in "kv"}
+    for x in losses.values():
+        x[1] = 0
+    profiles = model_profiles(losses, spec, SHAPE)
+    for profile in profiles.values():
+        most, least = map(sum, profile.widths)
+        assert most >= least >= 0.5 * most
