@@ -63,7 +63,7 @@ class Pages:
         self.pool = pool = torch.full((1 + count, self.layout.page_bytes), 255, dtype=torch.uint8, device=DEVICE)
         order = torch.randperm(count, generator=noise).to(DEVICE) + 1
         self.blocks, self.exact_blocks = order[: rows * blocks].view(rows, -1), order[rows * blocks :].view(rows, -1)
-        self.layer.bind(pool, pool if size else None)
+        self.layer.bind([pool], pool if size else None)
         self.size = size
 
     def attend(self, begin: int, end: int, pasts, query, key, value, form=PLAIN):
