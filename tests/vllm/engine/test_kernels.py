@@ -8,7 +8,7 @@ from kvq_cli.vllm.paged_layer import PagedLayer
 
 
 @pytest.mark.parametrize("capturable", [False, True])
-@pytest.mark.parametrize("method", ["kivi:residual=32", "temporalkv"])
+@pytest.mark.parametrize("method", ["kivi:residual=32", "temporalkv", "klt"])
 def test_tokens_equal_generate(method, capturable, case, start, prompts, monkeypatch):
     """Requests of different lengths decode in one launch for each layer. capturable: steps in which all requests decode
     run as a CUDA graph holds them."""
