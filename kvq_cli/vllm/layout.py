@@ -72,11 +72,11 @@ def page_layouts(plans: Sequence[LayerPlan], shape: ModelShape, block_size: int)
     for rank, numbers in zip(ranks, placed, strict=True):
         used = [0] * len(rank)
         for plan, own in zip(rank, numbers, strict=True):
-            sides: tuple[dict[str, PagePart], ...] = ({}, {})
+            sides: tuple[dict[str, PagePart], dict[str, PagePart]] = ({}, {})
             for (side, name, part), layer, size in zip(specs[id(plan)], own, sizes[id(plan)], strict=True):
                 sides[side][name] = PagePart(part.heads, part.unit, part.entry, part.dtype, layer, used[layer])
                 used[layer] += size
-            layouts.append(PageLayout(block_size, *sides, sum(sizes[id(plan)])))
+            layouts.append(PageLayout(block_size, sides[0], sides[1], sum(sizes[id(plan)])))
     return page, tuple(layouts)
 
 
