@@ -109,7 +109,7 @@ class Allocation:
         for sides in self._alone:
             for (curve, taken), profiles in zip(sides, found, strict=True):
                 profiles.append(curve.best(1 + _cheapest(curve.bounds, self._price * taken)))
-        pairs = list(product(*map(dict.fromkeys, found)))
+        pairs = list(product(dict.fromkeys(found[0]), dict.fromkeys(found[1])))
         costs, menu = self._cost_of(pairs), list[int]()
         least = np.full(len(costs), np.inf)
         for _ in range(min(self._menu, len(pairs))):
