@@ -264,8 +264,8 @@ def print_effective_tokens(output: Output, layers: Sequence[Mapping[str, Any]]) 
     if few:
         output.warn(
             f"{len(few)} of {2 * len(layers)} streams have fewer than {FEW_TOKENS} effective tokens (least: "
-            f"{min(few):.0f}): these few hold most of the squared gradients, and another text may have other ones; take "
-            "more --samples"
+            f"{min(few):.0f}): these few hold most of the squared gradients, and another text may have other ones; "
+            "take more --samples"
         )
 
 
