@@ -22,7 +22,7 @@ from kvq_cli.methods.specs import Profile, TransformSpec
 MENU, MENU_OF_LAYER = 8, 3
 #: Weight of a layer's mean in the losses of its heads, which are estimated from few tokens: by its own loss alone, a
 #: head with a low loss on the calibration text has too few bits for other text (docs/METHOD.md).
-HEAD_PRIOR = 0.25
+HEAD_PRIOR = 0.1
 
 
 class Choice(NamedTuple):

@@ -48,7 +48,8 @@ def by_hand(x: np.ndarray, tensors: dict) -> tuple[np.ndarray, list[int], np.nda
         u = held["analysis"][group] @ (channels - held["mean"][group])
         gain = 1.0
         if "deviation" in held:
-            size = math.sqrt(np.mean((u / held["deviation"][group]) ** 2))
+            z = np.abs(u / held["deviation"][group])
+            size = max(math.sqrt(np.mean(z**2)), z[: len(z) // 2].max() / 4)
             gains.append(int(np.clip(round(16 * math.log2(size)) + 128, 0, 255)))
             gain = float(np.float16(2 ** ((gains[-1] - 128) / 16)))
         code = np.clip(np.round(u / gain + held["center"][group]), 0, largest)
@@ -179,6 +180,20 @@ def test_gain_is_the_size_of_a_token():
     assert (gain[..., 0] == 0).all() and (gain[..., 1] == 0).all()
     assert (gain[..., 3:7].diff(dim=-1) == 16).all() and ((gain[..., 4] - gain[..., 2]) == 48).all()
     assert (gain[..., 7] > gain[..., 6]).all()
+
+
+@pytest.mark.parametrize(("component", "octaves"), [(0, math.log2(40 / 4)), (-1, None)])
+def test_gain_reaches_the_largest_number_of_the_first_half(component, octaves):
+    """A component of 40 deviations is not cut off where there are most bits; elsewhere it counts as one of many."""
+    codec, tensors = made("per head")
+    kept = tensors["deviation"].shape[1]
+    z = torch.zeros(1, HEADS, 16, kept)
+    z[..., 0, component] = 40
+    u = z * tensors["deviation"].unsqueeze(1)
+    x = tensors["mean"].unsqueeze(1) + u @ tensors["synthesis"].mT
+    gain = codec.encode(x).parts["gain"].tensor[0, :, 0].float()
+    expected = 16 * (math.log2(40 / kept**0.5) if octaves is None else max(octaves, math.log2(40 / kept**0.5))) + 128
+    assert (gain - expected).abs().max() <= 1
 
 
 def test_a_head_that_is_always_zero_stays_zero():
