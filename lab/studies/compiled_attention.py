@@ -1,0 +1,191 @@
+"""Compiled launches of decode attention at Llama-3.1-8B's shape: machine code, and how a step is divided (`Plan`)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from itertools import chain
+
+import triton
+from kvq_kernels import fields, static
+from kvq_kernels.aot_cases import Launch
+from kvq_kernels.decode_attention import aot_cases as decode_cases
+from kvq_kernels.decode_attention.configs import choose_splits, choose_tile
+from kvq_kernels.decode_attention.kernel import TAIL_COST
+from kvq_kernels.decode_attention.launch import TAIL_TILE
+from kvq_kernels.decode_attention.spec import SideSpec, padded_dim
+from kvq_kernels.transform_attention import aot_cases as transform_cases
+from kvq_kernels.transform_attention.kernel import OUTPUT_CHANNELS
+from kvq_kernels.transform_attention.launch import EXACT_TOKENS, MAX_EXACT_PROGRAMS, Config
+
+from kvq_cli.benchmarking.kernels import decode, transform
+from lab.studies import warp_timing
+from lab.studies.warp_timing import LATENCIES, Code, Instruction
+
+TARGET, HEADS, DIM = "sm_90", decode_cases.HEADS, decode_cases.DIM
+#: Multiprocessors of an H100 or H200 (data sheets); registers, bytes of shared memory and programs of one of them, and
+#: bytes that the system adds to a program's (CUDA C++ Programming Guide, compute capability 9.0).
+MULTIPROCESSORS, REGISTERS, SHARED, MAX_PROGRAMS, RESERVED = 132, 65536, 233472, 32, 1024
+#: Bits by which a key's fields fall from one to the next, about as in the shipped profile of 2 bits.
+KEY_SLOPE = 0.25
+
+
+@dataclass(frozen=True, eq=False)
+class Kernel:
+    """A compiled launch.
+
+    bits: of a packed number. tokens: of a tile. waves: programs of a multiprocessor that splits are planned for.
+    windows: sinks, recent tokens, room for both. Instructions: of the main `loop` over packed tokens, of its `edges`
+    before and after it, of a tile of the `tail` (exact tokens).
+    """
+
+    name: str
+    operation: str
+    bits: float
+    warps: int
+    tokens: int
+    registers: int
+    shared: int
+    waves: int
+    windows: tuple[int, int, int]
+    loop: tuple[Instruction, ...]
+    edges: tuple[Instruction, ...]
+    tail: tuple[Instruction, ...]
+
+    @property
+    def occupancy(self) -> int:
+        """Programs that a multiprocessor holds."""
+        by_registers = REGISTERS // (32 * self.warps * 8 * math.ceil(self.registers / 8))
+        return min(by_registers, SHARED // (self.shared + RESERVED), MAX_PROGRAMS)
+
+    @lru_cache  # noqa: B019 - there are few of them
+    def intervals(self, warps: int) -> tuple[float, float]:
+        """(least, most) cycles from a tile to the next with so many warps of a sub-core; all do a tile in this time."""
+        most, busiest = warp_timing.interval(self.loop, warps), max(warp_timing.busy(self.loop).values())
+        return min(most, max(warp_timing.interval(self.loop, 1), warps * busiest)), most
+
+    @lru_cache  # noqa: B019
+    def edge_cycles(self, warps: int) -> float:
+        """Cycles of a program before and after its tiles."""
+        return max(warp_timing.cycles(self.edges, warps, LATENCIES["level 2"]))
+
+    @lru_cache  # noqa: B019
+    def tail_cycles(self) -> float:
+        """Cycles of a tile of exact tokens."""
+        return max(warp_timing.cycles(self.tail))
+
+
+def _next_field(widths: list[int], slope: float) -> int:
+    return min(range(len(widths)), key=lambda field: widths[field] + slope * field)
+
+
+def profile(rate: int, slope: float) -> tuple[int, ...]:
+    """Widths of a head's fields that fill lanes of `rate` bytes.
+
+    Of a spectrum that falls by `slope` bits a field; by more where the fields would not fit the lanes' words.
+    ValueError where none do.
+    """
+    for steeper in range(20):
+        widths = [0] * (DIM // fields.FIELD)
+        for _ in range(4 * rate):
+            widths[_next_field(widths, slope + 0.05 * steeper)] += 1
+        kept = tuple(width for width in widths if width)
+        if fields.fits(kept):
+            return kept
+    raise ValueError(f"no profile fills lanes of {rate} bytes")
+
+
+def compiled(name: str) -> Kernel:
+    """A store that `kvq bench kernels` times, or `klt-K-V`: klt with K bytes for a lane of keys, V of values."""
+    if name.startswith("klt"):
+        shape = transform.STORES.get(name)
+        if shape is None:
+            keys, values = map(int, name.split("-")[1:])
+            shape = transform_cases.Shape(profile(keys, KEY_SLOPE), profile(values, 0.0))
+        windows = transform.SINKS, transform.RECENT, transform.SINKS + transform.RING
+        waves = Config.of(TARGET, DIM).programs
+        return _read(name, "transform_attention", shape.launch(TARGET), waves, windows)
+    sides = decode_cases.storage_cases()[name][:2]
+    waves = choose_tile(TARGET, *(SideSpec.of(side, DIM) for side in sides)).waves
+    sinks, ring = (x.shape[2] for x in (sides[0].sinks, sides[0].ring) if x is not None)
+    launch = decode_cases.launches(TARGET)[name]
+    return _read(name, "decode_attention", launch, waves, (sinks, decode.RECENT, sinks + ring))
+
+
+def machine_code_of(launch: Launch) -> tuple[Code, int, int]:
+    """(code, registers, shared memory) of a launch, compiled now or read from Triton's cache."""
+    target = static.TARGETS[TARGET]
+    result = triton.compile(static.describe(launch, target), target=target, options=dict(launch.options))
+    usage = static.machine_code.read(result.asm)
+    return warp_timing.read(result.asm["cubin"]), usage.registers, result.metadata.shared
+
+
+def _read(name: str, operation: str, launch: Launch, waves: int, windows: tuple[int, int, int]) -> Kernel:
+    code, registers, shared = machine_code_of(launch)
+    (first, last), (tail_first, tail_last) = code.regions()[:2]  # packed tokens, exact ones
+    loops = sorted(loop for loop in code.loops if tail_last >= loop[1] > loop[0])
+    products = [loop for loop in loops if loop[1] <= last and any(_of_packed(one) for one in code.body(loop))]
+    main = min(products, key=lambda loop: loop[1] - loop[0])
+    tail = next(loop for loop in loops if loop[0] >= tail_first)
+    inner = [loop for loop in loops if tail[0] < loop[0] and loop[1] < tail[1]]  # keys', then values' column tiles
+    fixed = launch.constants
+    columns = padded_dim(DIM) // fixed.get("TAIL_E", fixed["E"])
+    trips = dict(zip(inner, (columns if fixed["STYLE"] == "none" else columns // 2, columns), strict=False))
+    edges = (
+        code.trace(first, main[0] - 1, lambda _: 1),
+        code.trace(main[1] + 1, last, lambda _: DIM // OUTPUT_CHANNELS.value),
+    )
+    return Kernel(
+        name, operation, launch.bits, launch.options["num_warps"], fixed["N"], registers, shared, waves, windows,
+        tuple(code.body(main)), tuple(chain(*edges)), tuple(code.trace(*tail, lambda loop: trips.get(loop, 1))),
+    )  # fmt: skip
+
+
+def _of_packed(one: Instruction) -> bool:
+    """Whether it is a product of packed numbers; those of exact tokens and of values' sums are bfloat16 or TF32."""
+    return one.unit[0] == "tensor" and not any(kind in one.opcode for kind in ("BF16", "TF32"))
+
+
+@cache
+def combination(results: int) -> float:
+    """Cycles that `combine_kernel` takes to merge so many results of each query head."""
+    launch = decode_cases.launches(TARGET)["combine-1024"]
+    code, _, _ = machine_code_of(launch)
+    rounds = math.ceil(results / launch.constants["S"])
+    trace = list(code.trace(*code.regions()[0], lambda _: rounds))
+    return max(warp_timing.cycles(trace, 1, LATENCIES["level 2"]))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a row and head is divided: packed tokens, exact ones, programs for the former (`splits`), tiles of each, the
+    same for exact tokens."""
+
+    packed: int
+    exact: int
+    splits: int
+    tiles: int
+    exact_programs: int
+    exact_tiles: int
+
+    @classmethod
+    def of(cls, kernel: Kernel, batch: int, context: int) -> Plan:
+        """As the operation's launch plans it."""
+        sinks, recent, room = kernel.windows
+        if kernel.operation == "transform_attention":
+            packed = (context - sinks - recent) // fields.BLOCK * fields.BLOCK
+            tiles, exact = math.ceil(packed / kernel.tokens), context - packed
+            splits = choose_splits(batch * HEADS, tiles, MULTIPROCESSORS, kernel.waves)
+            exact_programs = min(MAX_EXACT_PROGRAMS, math.ceil(room / EXACT_TOKENS))
+        else:
+            tiles = (context - sinks - recent) // kernel.tokens
+            packed = tiles * kernel.tokens
+            exact = context - packed
+            planned = math.ceil((context + TAIL_COST.value * room) / kernel.tokens)
+            programs = max(2, choose_splits(batch * HEADS, planned, MULTIPROCESSORS, kernel.waves))
+            cost = math.ceil(exact / TAIL_TILE) * TAIL_TILE * TAIL_COST.value
+            exact_programs = max(1, int(programs * cost / (cost + packed) + 0.5))
+            splits = programs - exact_programs
+        exact_tiles = math.ceil(math.ceil(exact / TAIL_TILE) / exact_programs)
+        return cls(packed, exact, splits, math.ceil(tiles / splits), exact_programs, exact_tiles)
