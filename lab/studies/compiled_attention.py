@@ -1,8 +1,11 @@
-"""Compiled launches of decode attention at Llama-3.1-8B's shape: machine code, and how a step is divided (`Plan`)."""
+"""Compile launches of decode attention at Llama-3.1-8B's shape, and divide a decode step among their programs."""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import math
+import re
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import chain
@@ -16,10 +19,12 @@ from kvq_kernels.decode_attention.kernel import TAIL_COST
 from kvq_kernels.decode_attention.launch import TAIL_TILE
 from kvq_kernels.decode_attention.spec import SideSpec, padded_dim
 from kvq_kernels.transform_attention import aot_cases as transform_cases
+from kvq_kernels.transform_attention.configs import Config
 from kvq_kernels.transform_attention.kernel import OUTPUT_CHANNELS
-from kvq_kernels.transform_attention.launch import EXACT_TOKENS, MAX_EXACT_PROGRAMS, Config
+from kvq_kernels.transform_attention.launch import EXACT_TOKENS, MAX_EXACT_PROGRAMS
 
 from kvq_cli.benchmarking.kernels import decode, transform
+from kvq_cli.methods.specs import even_widths
 from lab.studies import warp_timing
 from lab.studies.warp_timing import LATENCIES, Code, Instruction
 
@@ -61,18 +66,19 @@ class Kernel:
 
     @lru_cache  # noqa: B019 - there are few of them
     def intervals(self, warps: int) -> tuple[float, float]:
-        """(least, most) cycles from a tile to the next with so many warps of a sub-core; all do a tile in this time."""
+        """Bound the cycles from a tile to the next, (least, most), with so many warps of a sub-core; all do a tile in
+        this time."""
         most, busiest = warp_timing.interval(self.loop, warps), max(warp_timing.busy(self.loop).values())
         return min(most, max(warp_timing.interval(self.loop, 1), warps * busiest)), most
 
     @lru_cache  # noqa: B019
     def edge_cycles(self, warps: int) -> float:
-        """Cycles of a program before and after its tiles."""
+        """Count the cycles of a program before and after its tiles."""
         return max(warp_timing.cycles(self.edges, warps, LATENCIES["level 2"]))
 
     @lru_cache  # noqa: B019
     def tail_cycles(self) -> float:
-        """Cycles of a tile of exact tokens."""
+        """Count the cycles of a tile of exact tokens."""
         return max(warp_timing.cycles(self.tail))
 
 
@@ -80,29 +86,47 @@ def _next_field(widths: list[int], slope: float) -> int:
     return min(range(len(widths)), key=lambda field: widths[field] + slope * field)
 
 
-def profile(rate: int, slope: float) -> tuple[int, ...]:
-    """Widths of a head's fields that fill lanes of `rate` bytes.
-
-    Of a spectrum that falls by `slope` bits a field; by more where the fields would not fit the lanes' words.
-    ValueError where none do.
-    """
+def key_profile(rate: int) -> tuple[int, ...]:
+    """Fill lanes of `rate` bytes with widths that fall by `KEY_SLOPE` bits a field, or by more where these do not fit
+    the lanes' words. ValueError where none do."""
     for steeper in range(20):
         widths = [0] * (DIM // fields.FIELD)
         for _ in range(4 * rate):
-            widths[_next_field(widths, slope + 0.05 * steeper)] += 1
+            widths[_next_field(widths, KEY_SLOPE + 0.05 * steeper)] += 1
         kept = tuple(width for width in widths if width)
         if fields.fits(kept):
             return kept
     raise ValueError(f"no profile fills lanes of {rate} bytes")
 
 
+def stores() -> list[str]:
+    """List the stores of `kvq bench kernels` that `compiled` knows."""
+    return [*decode_cases.storage_cases(), *transform.STORES]
+
+
+def launch_of(text: str) -> str:
+    """Check the name of a launch."""
+    if text not in stores() and not re.fullmatch(r"klt-\d+-\d+", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: give klt-K-V (bytes of a lane) or one of {', '.join(stores())}")
+    return text
+
+
+def trial_of(text: str) -> dict[str, int]:
+    """Parse values of klt's tuning: `half_sums=1,programs=3`."""
+    names = [field.name for field in dataclasses.fields(Config)]
+    pairs = [pair.partition("=") for pair in text.split(",") if pair]
+    if not all(name in names and value.isdecimal() for name, _, value in pairs):
+        raise argparse.ArgumentTypeError(f"{text!r}: give NAME=N, separated by commas; names: {', '.join(names)}")
+    return {name: int(value) for name, _, value in pairs}
+
+
 def compiled(name: str) -> Kernel:
-    """A store that `kvq bench kernels` times, or `klt-K-V`: klt with K bytes for a lane of keys, V of values."""
+    """Compile one of `stores`, or `klt-K-V`: klt with K bytes for a lane of keys, V of values."""
     if name.startswith("klt"):
         shape = transform.STORES.get(name)
         if shape is None:
             keys, values = map(int, name.split("-")[1:])
-            shape = transform_cases.Shape(profile(keys, KEY_SLOPE), profile(values, 0.0))
+            shape = transform_cases.Shape(key_profile(keys), even_widths(values, DIM))
         windows = transform.SINKS, transform.RECENT, transform.SINKS + transform.RING
         waves = Config.of(TARGET, DIM).programs
         return _read(name, "transform_attention", shape.launch(TARGET), waves, windows)
@@ -114,7 +138,7 @@ def compiled(name: str) -> Kernel:
 
 
 def machine_code_of(launch: Launch) -> tuple[Code, int, int]:
-    """(code, registers, shared memory) of a launch, compiled now or read from Triton's cache."""
+    """Compile a launch, or read it from Triton's cache: (code, registers, bytes of shared memory)."""
     target = static.TARGETS[TARGET]
     result = triton.compile(static.describe(launch, target), target=target, options=dict(launch.options))
     usage = static.machine_code.read(result.asm)
@@ -149,7 +173,7 @@ def _of_packed(one: Instruction) -> bool:
 
 @cache
 def combination(results: int) -> float:
-    """Cycles that `combine_kernel` takes to merge so many results of each query head."""
+    """Count the cycles of `combine_kernel` for so many results of each query head."""
     launch = decode_cases.launches(TARGET)["combine-1024"]
     code, _, _ = machine_code_of(launch)
     rounds = math.ceil(results / launch.constants["S"])
@@ -159,7 +183,7 @@ def combination(results: int) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a row and head is divided: packed tokens, exact ones, programs for the former (`splits`), tiles of each, the
+    """Division of a row and head: packed tokens, exact ones, programs for the former (`splits`), tiles of each, the
     same for exact tokens."""
 
     packed: int
@@ -171,7 +195,7 @@ class Plan:
 
     @classmethod
     def of(cls, kernel: Kernel, batch: int, context: int) -> Plan:
-        """As the operation's launch plans it."""
+        """Plan as the operation's launch does."""
         sinks, recent, room = kernel.windows
         if kernel.operation == "transform_attention":
             packed = (context - sinks - recent) // fields.BLOCK * fields.BLOCK

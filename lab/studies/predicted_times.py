@@ -37,7 +37,17 @@ from kvq_cli.benchmarking.kernels.lower_bounds import COPY_EFFICIENCY
 from kvq_cli.benchmarking.machine import kernels_digest
 from kvq_cli.evaluation.formats import markdown
 from lab.studies import warp_timing
-from lab.studies.compiled_attention import DIM, HEADS, MULTIPROCESSORS, Kernel, Plan, combination, compiled
+from lab.studies.compiled_attention import (
+    DIM,
+    HEADS,
+    MULTIPROCESSORS,
+    Kernel,
+    Plan,
+    combination,
+    compiled,
+    launch_of,
+    trial_of,
+)
 
 #: GPU -> its data sheet in `gpus`.
 DATA_SHEETS = {"h100": "h100-sxm", "h200": "h200"}
@@ -45,7 +55,8 @@ DATA_SHEETS = {"h100": "h100-sxm", "h200": "h200"}
 HERTZ, SUB_CORES = 1.98e9, 4
 #: Microseconds from the end of one kernel of a CUDA graph to the start of the next: assumed.
 LAUNCH = 1.5
-SHAPES = ("1x32768", "1x131072", "8x131072")
+SHAPES = ((1, 32768), (1, 131072), (8, 131072))
+FEWEST = 512  # tokens of a context: its windows, and some tiles
 LAUNCHES = ("fp16", "kivi-2bit-g32", "klt-2bit", "klt-9-8", "klt-12-11")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 #: Goals of klt: (batch, context) -> microseconds on an H100; on an H200, times as fast as 16 bits.
@@ -88,7 +99,7 @@ class Prediction:
 
 
 def predict(kernel: Kernel, gpu: str, batch: int, context: int) -> Prediction:
-    """The time of one layer's decode step; `batch` rows of `context` tokens."""
+    """Predict the time of one layer's decode step; `batch` rows of `context` tokens."""
     plan, pairs, micro = Plan.of(kernel, batch, context), batch * HEADS, 1e6 / HERTZ
     slots, programs = MULTIPROCESSORS * kernel.occupancy, pairs * plan.splits
     rounds, resident = math.ceil(programs / slots), min(kernel.occupancy, math.ceil(programs / MULTIPROCESSORS))
@@ -110,7 +121,7 @@ def predict(kernel: Kernel, gpu: str, batch: int, context: int) -> Prediction:
 
 
 def measured_times(gpu: str) -> Measured:
-    """Medians of what `kvq bench kernels` timed on a GPU; without klt's kernel of vector codes, of version 0.3."""
+    """Read the medians that `kvq bench kernels` measured on a GPU; without klt's kernel of version 0.3."""
     found: Measured = {}
     for path in sorted(BENCHMARKS.glob("*/kernels.json")):
         results = json.loads(path.read_text(encoding="utf-8"))
@@ -123,8 +134,8 @@ def measured_times(gpu: str) -> Measured:
 
 
 def launch_table(kernels: Sequence[Kernel]) -> str:
-    """Resources of the launches, and cycles of a tile: issue slots of a warp, units of a sub-core; until the next tile
-    of a program that is alone, and of all that a multiprocessor holds together."""
+    """Format the resources of launches, and cycles of a tile: issue slots of a warp, its use of a sub-core's units, and
+    the interval between tiles of a program that is alone on a multiprocessor, and of as many as it holds."""
     columns = ["launch", "bits", "registers", "KB shared", "programs", "tokens of a tile"]
     rows = []
     for one in kernels:
@@ -136,7 +147,7 @@ def launch_table(kernels: Sequence[Kernel]) -> str:
 
 
 def time_table(predictions: Sequence[Prediction]) -> str:
-    """A row for each prediction; speeds are relative to what is predicted for fp16."""
+    """Format a row for each prediction; speeds are relative to fp16's prediction."""
     columns = ["shape", "launch", "predicted us", "times fp16", "memory", "issue", "tensor", "loop", "tail", "ends"]
     dense, rows = dense_times(predictions), []
     for one in predictions:
@@ -150,7 +161,7 @@ def time_table(predictions: Sequence[Prediction]) -> str:
 
 
 def dense_times(predictions: Sequence[Prediction]) -> dict[tuple[int, int], float]:
-    """(batch, context) -> microseconds predicted for fp16."""
+    """Select what is predicted for fp16: (batch, context) -> microseconds."""
     return {one.shape: one.time[1] for one in predictions if one.kernel == "fp16"}
 
 
@@ -163,7 +174,7 @@ def _text(shape: tuple[int, int]) -> str:
 
 
 def errors(kernels: Sequence[Kernel], gpu: str, measured: Measured) -> Iterator[str]:
-    """How far the predictions of each launch are from all times that were measured."""
+    """Compare the predictions of each launch with all times that were measured."""
     for kernel in kernels:
         shapes = [key[1:] for key in measured if key[0] == kernel.name]
         found = [predict(kernel, gpu, *shape).time[1] / measured[kernel.name, *shape][0] - 1 for shape in shapes]
@@ -175,7 +186,7 @@ def errors(kernels: Sequence[Kernel], gpu: str, measured: Measured) -> Iterator[
 
 
 def verdicts(predictions: Sequence[Prediction]) -> Iterator[str]:
-    """Predictions of klt beside its goals, and the longest term."""
+    """Compare predictions of klt with its goals, and name the longest term."""
     for one in predictions:
         if not one.kernel.startswith("klt") or one.shape not in GOALS:
             continue
@@ -189,21 +200,41 @@ def verdicts(predictions: Sequence[Prediction]) -> Iterator[str]:
         yield f"{one.kernel}, {_text(one.shape)}: {goal}; longest term: {longest}"
 
 
+def shape_of(text: str) -> tuple[int, int]:
+    """Parse (batch, context): `8x131072`."""
+    batch, _, context = text.partition("x")
+    if not (batch.isdecimal() and context.isdecimal() and int(batch) > 0 and int(context) > FEWEST):
+        raise argparse.ArgumentTypeError(f"{text!r}: give BATCHxCONTEXT, a context above {FEWEST} tokens, as 8x131072")
+    return int(batch), int(context)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gpu", nargs="+", choices=DATA_SHEETS, default=list(DATA_SHEETS))
-    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="BATCHxCONTEXT")
-    parser.add_argument("--launches", nargs="+", default=LAUNCHES, help="as `compiled_attention.compiled` names them")
-    parser.add_argument("--try", dest="trial", default="", help="replace klt's tuned values, as half_sums=1,programs=3")
+    parser.add_argument("--shapes", nargs="+", type=shape_of, default=SHAPES, metavar="BATCHxCONTEXT")
+    parser.add_argument(
+        "--launches",
+        nargs="+",
+        type=launch_of,
+        default=LAUNCHES,
+        metavar="NAME",
+        help="stores of `kvq bench kernels`, or klt-K-V: keys of K bytes a lane, values of V",
+    )
+    parser.add_argument(
+        "--try",
+        dest="trial",
+        type=trial_of,
+        default={},
+        metavar="NAME=N,...",
+        help="replace values of klt's tuning, as half_sums=1,programs=3",
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    trial = {key: int(value) for key, value in (pair.split("=") for pair in options.trial.split(",") if pair)}
-    with trying("transform_attention", trial):
+    with trying("transform_attention", options.trial):
         kernels = [compiled(name) for name in dict.fromkeys(["fp16", *options.launches])]
-    shapes = [tuple(map(int, shape.split("x"))) for shape in options.shapes]
     measured = {gpu: measured_times(gpu) for gpu in options.gpu}
     found: dict[str, list[Prediction]] = {gpu: [] for gpu in options.gpu}
-    for gpu, (batch, context), kernel in ((g, s, k) for g in options.gpu for s in shapes for k in kernels):
+    for gpu, (batch, context), kernel in ((g, s, k) for g in options.gpu for s in options.shapes for k in kernels):
         us, current = measured[gpu].get((kernel.name, batch, context), (None, False))
         found[gpu].append(replace(predict(kernel, gpu, batch, context), measured=us, current=current))
     if options.json:

@@ -1,4 +1,4 @@
-"""Cycles that warps take for a piece of machine code of sm_90, without a GPU.
+"""Follow warps through machine code of sm_90 and count their cycles, without a GPU.
 
 An instruction carries how the compiler scheduled it: cycles until the warp's next one, and the scoreboards on which it
 waits for results without a fixed latency. `cycles` follows warps of one of the four sub-cores of a multiprocessor
@@ -83,7 +83,7 @@ class Code:
     loops: list[tuple[int, int]]
 
     def regions(self) -> list[tuple[int, int]]:
-        """(first, last) of the parts that end with the kernel: a branch of the source that returns."""
+        """Split the code at EXIT, where a branch of the source returns: (first, last) of each part."""
         ends = [at for at, one in enumerate(self.instructions) if one.text == "EXIT"]
         return list(zip([0, *(end + 1 for end in ends)], ends, strict=False))
 
@@ -92,7 +92,7 @@ class Code:
         return self.instructions[loop[0] : loop[1] + 1]
 
     def trace(self, first: int, last: int, trips: Callable[[tuple[int, int]], int]) -> Iterator[Instruction]:
-        """Instructions `first` to `last`, loops inside of them `trips(loop)` times; jumps forward are not taken."""
+        """Yield instructions `first` to `last`, loops in them `trips(loop)` times; jumps forward are not taken."""
         at = first
         while at <= last:
             inside = [loop for loop in self.loops if loop[0] == at and loop[1] <= last and loop != (first, last)]
@@ -107,7 +107,7 @@ class Code:
 
 
 def read(cubin: bytes) -> Code:
-    """The code of a compiled kernel."""
+    """Disassemble a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -144,7 +144,7 @@ class _Warp:
     products: float = 0.0
 
     def ready(self, one: Instruction) -> float:
-        """The cycle from which an instruction may be issued, as far as the warp knows."""
+        """Find the cycle from which the warp may issue an instruction."""
         ready = max([self.time, *(self.boards[board] for board in one.waits)])
         if one.name == "DEPBAR" and (most := re.search(r"SB0, 0x([0-9a-f]+)", one.text)):
             ready = max([ready, *self.copies[: max(0, len(self.copies) - int(most[1], 16))]])
@@ -167,7 +167,7 @@ class _Warp:
 
 
 def cycles(instructions: Sequence[Instruction], warps: int = 1, latency: int = LATENCIES["memory"]) -> list[float]:
-    """The cycle when each of some warps of a sub-core is done with the instructions, which all begin at cycle 0."""
+    """Follow warps of a sub-core that begin at cycle 0; returns the cycle at which each is done."""
     running, free = [_Warp() for _ in range(warps)], {"issue": 0.0}
     while waiting := [warp for warp in running if warp.at < len(instructions)]:
         best, now = waiting[0], float("inf")
@@ -185,13 +185,13 @@ def cycles(instructions: Sequence[Instruction], warps: int = 1, latency: int = L
 
 
 def interval(body: Sequence[Instruction], warps: int) -> float:
-    """Cycles from one iteration of a loop to the next, where `warps` warps of a sub-core are in that loop."""
+    """Count the cycles from one iteration of a loop to the next, with `warps` warps of a sub-core in it."""
     early, late = (max(cycles(list(body) * count, warps)) for count in (WARM_UP, ITERATIONS))
     return (late - early) / (ITERATIONS - WARM_UP)
 
 
 def busy(body: Sequence[Instruction]) -> dict[str, float]:
-    """Cycles that a warp needs of each unit of a sub-core: "issue" and those of `UNITS`, and "tensor"."""
+    """Add up the cycles that a warp needs of each unit of a sub-core: "issue" and those of `UNITS`, and "tensor"."""
     total: dict[str, float] = {"issue": len(body)}
     for one in body:
         unit, cost = one.unit
