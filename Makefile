@@ -107,7 +107,7 @@ test-vllm: .venv/vllm/.installed  ## Test kvq inside vLLM, in an environment of 
 	@$(call pytest,$(<D)/bin) --dist loadfile -o faulthandler_timeout=600 tests/vllm/engine
 
 test-oldest: .venv/oldest/.installed  # what depends on the versions of PyTorch, transformers and typer
-	@PYTHONPATH=$(CURDIR)/kernels $(call pytest,.venv/oldest/bin) -m "not slow" $(OLDEST_TESTS)
+	@$(call pytest,.venv/oldest/bin) -m "not slow" $(OLDEST_TESTS)
 
 test-changed: .venv/.installed  # the long suites whose sources have changed since they passed
 	@$(call changed,slow,$(slow))

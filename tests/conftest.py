@@ -38,7 +38,8 @@ if not torch.cuda.is_available() and "KVQ_TEST_PTX" not in os.environ:
 
 # So that processes that tests start find this checkout, also where it is not installed.
 ROOT = Path(__file__).parents[1]
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+_own = [str(ROOT), str(ROOT / "kernels"), os.environ.get("PYTHONPATH")]
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _own))
 
 if hypothesis is not None:
     hypothesis.settings.register_profile("kvq", deadline=None, derandomize=True, max_examples=50)

@@ -134,20 +134,28 @@ class TransformCheck(StreamCheck):
 
     def choice(self) -> Profile:
         """Read the widths of the fields, and whether tokens have a gain."""
-        most = self.spec.groups(self.kind, self.shape)[1] // fields.FIELD
+        groups, width = self.spec.groups(self.kind, self.shape)
+        most = width // fields.FIELD
         if (tensor := self.tensors.get(f"{self.kind}.widths")) is None:
             raise KvqError(f"{self.where('widths')} is missing")
-        widths = tuple(tensor.numbers.tolist()) if len(tensor.spec.shape) == 1 else ()
-        if not 1 <= len(widths) <= most or not fields.fits(widths):
-            raise KvqError(f"{self.where('widths')} must be bits of 1 to {most} fields that fit into whole bytes")
-        return Profile(widths, f"{self.kind}.deviation" in self.tensors)
+        shape = tensor.spec.shape
+        rows = tensor.numbers.tolist() if len(shape) == 2 and shape[0] == groups else []
+        profile = Profile(tuple(tuple(filter(None, row)) for row in rows), f"{self.kind}.deviation" in self.tensors)
+        if not rows or not all(1 <= len(row) <= most and fields.fits(row) for row in profile.widths):
+            raise KvqError(
+                f"{self.where('widths')} must be bits of 1 to {most} fields that fit into whole bytes, for each of "
+                f"{groups} transforms"
+            )
+        if profile.rows != rows:
+            raise KvqError(f"{self.where('widths')} must be descending, with a transform that has all of the fields")
+        return profile
 
     def check(self, choice: Sequence[Any], *, alone: bool) -> None:
         """Check that deviations are not negative, and that the code of 0 is one of its component's codes."""
         profile = Profile(*choice)
         for name in ("std", "deviation") if profile.gain else ("std",):
             self.check_not_negative(name)
-        center, largest = self.get("center"), 2.0 ** np.repeat(profile.widths, fields.FIELD) - 1
+        center, largest = self.get("center"), 2.0 ** np.repeat(profile.rows, fields.FIELD, axis=1) - 1
         if (center < 0).any() or (center > largest).any():
             raise KvqError(f"{self.where('center')} has numbers that are not between the codes of its components")
         if alone:
@@ -156,7 +164,7 @@ class TransformCheck(StreamCheck):
 
     def nbytes(self, choice: Sequence[Any]) -> int:
         """Bytes of a packed token of all groups."""
-        return self.spec.groups(self.kind, self.shape)[0] * Profile(*choice).nbytes
+        return Profile(*choice).nbytes
 
     def error_form(self, choice: Sequence[Any]) -> Form:
         nbytes = self.nbytes(choice)

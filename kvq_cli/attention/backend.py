@@ -94,7 +94,7 @@ def why_torch(layer: AttentionLayer, plan: LayerPlan) -> str | None:
     if plan.keys.source == "input":
         return rematerialize_backend.unsupported(layer, plan)
     if transform_backend.stores_components(plan):
-        return transform_backend.unsupported(layer, plan)
+        return transform_backend.unsupported(plan, layer.rotation)
     return triton_backend.unsupported(plan, layer.rotation)
 
 

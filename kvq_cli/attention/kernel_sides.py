@@ -139,7 +139,9 @@ def _packed(codec: AnyCodec, parts: Mapping[str, Tensor], *per_token: Tensor) ->
     if isinstance(codec, PerTokenCodec):
         return _packed(codec.base, parts, *(parts[name].squeeze(3) for name in ("scale", "zero")))
     if isinstance(codec, PerHeadCodec):
-        members = (_alike(member, _named(parts, name), *per_token) for name, (member, _) in codec.members.items())
+        members = (
+            _alike(member, parts_of_member(parts, name), *per_token) for name, (member, _) in codec.members.items()
+        )
         return PerHead(tuple(members), tuple(heads for _, heads in codec.members.values()))
     return _alike(codec, parts, *per_token)
 
@@ -163,7 +165,7 @@ def _alike(codec: AnyCodec, parts: Mapping[str, Tensor], *per_token: Tensor) -> 
     return Uniform(parts["codes"], parts["scale"], *layout, parts.get("zero"), level, sign, hybrid)
 
 
-def _named(parts: Mapping[str, Tensor], member: str) -> dict[str, Tensor]:
+def parts_of_member(parts: Mapping[str, Tensor], member: str) -> dict[str, Tensor]:
     """The parts of one member of a `PerHeadCodec`."""
     return {name.removeprefix(f"{member}."): x for name, x in parts.items() if name.startswith(f"{member}.")}
 

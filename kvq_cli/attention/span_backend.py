@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvq_kernels.decode_attention import Rope, Side
-from kvq_kernels.decode_attention.parts import Packed
+from kvq_kernels.decode_attention.parts import Packed, PerHead
 from torch import Tensor
 
 from kvq_cli.attention import torch_backend
@@ -51,6 +51,6 @@ class _Workspaces(threading.local):
         self.by_shape: dict[tuple, Any] = {}
 
 
-def side_of_stream(stream: Stream, packed: Packed, count: Tensor) -> Side:
+def side_of_stream(stream: Stream, packed: Packed | PerHead, count: Tensor) -> Side:
     """The windows of a stream beside its packed tokens. count: packed tokens of each row."""
     return Side(packed, count, stream.sinks if stream.window.sinks else None, stream.ring)

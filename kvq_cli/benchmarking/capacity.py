@@ -25,7 +25,7 @@ class Capacity:
     with what passes hold beside it (xquant-cl's X^). fits: whether their sum is within the budget, and the given
     context within the model's. context: the longest context at the given batch. batch: the largest batch at the given
     context. Both are 0 if nothing fits. block_tokens, blocks: of vLLM, in the memory that weights and constants leave;
-    None for kvq's own cache.
+    bits: of a block for each packed number. None for kvq's own cache.
     """
 
     weights: int
@@ -36,6 +36,7 @@ class Capacity:
     batch: int
     block_tokens: int | None = None
     blocks: int | None = None
+    bits: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if value is not None}
@@ -67,7 +68,9 @@ def serving_capacity(
     ranks: of tensor parallelism. Bytes are then those of one rank, `budget` and `weights` too: it has its share of the
     weights, and of the kv heads.
     """
-    layout = serving_layout(method, shape, ranks)
+    from kvq_cli.vllm.shard import Shard
+
+    layout, shard = serving_layout(method, shape, ranks), Shard(0, ranks)
     block = layout.page_bytes * shape.layers
 
     def cache_bytes(tokens: int, rows: int) -> int:
@@ -76,7 +79,7 @@ def serving_capacity(
     constants = bytes_by_kind(_rank_tensors(method, shape, layer, ranks) for layer in range(shape.layers))
     found = _capacity(cache_bytes, constants, weights, limit, context, batch, budget)
     blocks = max(0, layout.blocks(budget - weights - found.artifact))
-    return replace(found, block_tokens=layout.block_size, blocks=blocks)
+    return replace(found, block_tokens=layout.block_size, blocks=blocks, bits=layout.bits(shard.shape(shape)))
 
 
 def serving_layout(method: Method, shape: ModelShape, ranks: int = 1) -> CacheLayout:

@@ -24,6 +24,9 @@ from kvq_cli.upcast import upcast_products
 #: Receives the captured numbers: layer index, "k" or "v", "x" (activations) or "g" (gradients), and a tensor
 #: `[tokens, kv_heads, head_dim]` in the model's dtype.
 CaptureCallback = Callable[[int, str, str, Tensor], None]
+#: Held while hooks are added or removed. PyTorch numbers them without a lock: of two hooks of a module to which threads
+#: gave the same number, one is lost.
+_HOOKS = threading.Lock()
 _DESCRIPTIONS = {"k": "keys", "v": "values", "x": "", "g": "gradients of the "}
 
 
@@ -52,13 +55,7 @@ def capture(
     ids = tokens[None].to(model.device)
     decoder = decoder_of(model)
     with ExitStack() as hooks, torch.set_grad_enabled(gradients), upcast_products(model):
-        for layer in layers:
-            for kind, point in (("k", layer.key), ("v", layer.value)):
-                if point is None:
-                    raise ValueError(f"{layer.name}: its capture points were not requested")
-                hooks.callback(point.module.register_forward_hook(recorder.keep(layer.index, kind)).remove)
-                record = recorder.record(layer.index, kind, point)
-                hooks.callback(layer.module.register_forward_hook(record).remove)
+        hooks.enter_context(_recording(recorder, layers))
         if near:
             windows = {layer.module: layer.sliding_window for layer in layers}
             packed = blocked_attention.PackedGradients(near, windows, recorder.receiver(layers))
@@ -71,6 +68,25 @@ def capture(
                 if output.last_hidden_state.requires_grad:
                     output.last_hidden_state.backward(gradient)
             recorder.fill_gradients()
+
+
+@contextmanager
+def _recording(recorder: _Recorder, layers: Sequence[AttentionLayer]) -> Iterator[None]:
+    """With the recorder's hooks on the capture points of all layers."""
+    handles = []
+    with _HOOKS:
+        for layer in layers:
+            for kind, point in (("k", layer.key), ("v", layer.value)):
+                if point is None:
+                    raise ValueError(f"{layer.name}: its capture points were not requested")
+                handles.append(point.module.register_forward_hook(recorder.keep(layer.index, kind)))
+                handles.append(layer.module.register_forward_hook(recorder.record(layer.index, kind, point)))
+    try:
+        yield
+    finally:
+        with _HOOKS:
+            for handle in handles:
+                handle.remove()
 
 
 def forward(model: PreTrainedModel, tokens: Tensor) -> None:
@@ -178,7 +194,8 @@ class _Recorder:
             if self.gradients:
                 self._awaited[layer, kind] = numbers.new_zeros(()).expand_as(numbers)
                 if not self._packed:
-                    output.register_hook(gradient_came)
+                    with _HOOKS:
+                        output.register_hook(gradient_came)
 
         def gradient_came(gradient: Tensor) -> None:
             self._gradient_came(layer, kind, point.view(gradient.detach())[0])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
 from hashlib import sha256
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from kvq_cli.attention.capture_points import attention_layers
+from kvq_cli.attention.capture_points import AttentionLayer, attention_layers
 from kvq_cli.calibration import estimate, remote
 from kvq_cli.calibration.finished import Note
 from kvq_cli.calibration.kinds.base import Progress
@@ -61,24 +61,26 @@ def capture_all(
     first module whose output has no gradients; else all numbers then count the same.
     """
     settings = plan.settings
-    windows = plan.read_windows(captures, progress)
+    windows, layers = plan.read_windows(captures, progress), attention_layers(plan.loaded.model)
     done = (captures.read_json("captured") or {"samples": 0})["samples"]
     progress("capture", done, settings.samples)
     checked = done > 0
     if done < settings.samples:
         sampled = SampleCapture(windows, plan.capture, settings.gradients, settings.seed, plan.spec.near)
         if workers is None:
-            finished = _capture_here(plan, sampled, captures, done)
+            finished = _capture_here(plan, layers, sampled, captures, done)
         else:
             finished = _capture_on(workers, plan, sampled, captures, done)
         for done in finished:
             progress("capture", done, settings.samples)
             if weighted and not checked and captures.read_json("captured"):
-                _check_gradients(_without_gradients(plan, captures, 1))
+                _check_gradients(_without_gradients(plan, layers, captures, 1))
                 checked = True
-    name = without_gradients(plan, captures)
+    if (found := captures.read_json("gradients")) is None:
+        found = {"missing": _without_gradients(plan, layers, captures, settings.gradients)}
+        captures.write_json("gradients", found)
     if weighted:
-        _check_gradients(name)
+        _check_gradients(found["missing"])
     captures.share()
 
 
@@ -91,16 +93,11 @@ def _check_gradients(name: str | None) -> None:
         )
 
 
-def without_gradients(plan: CapturePlan, captures: WorkFolder) -> str | None:
-    """The first module whose output has no gradients, or only zeros; None where all keys and values have some."""
-    if (found := captures.read_json("gradients")) is None:
-        found = {"missing": _without_gradients(plan, captures, plan.settings.gradients)}
-        captures.write_json("gradients", found)
-    return found["missing"]
-
-
-def _without_gradients(plan: CapturePlan, captures: WorkFolder, samples: int) -> str | None:
-    """The same for the first samples."""
+def _without_gradients(
+    plan: CapturePlan, layers: Sequence[AttentionLayer], captures: WorkFolder, samples: int
+) -> str | None:
+    """The first module whose output has no gradients in the first samples, or only zeros; None where all keys and
+    values have some. Runs nothing: other threads may capture."""
     shape = plan.loaded.shape
     size = (1, plan.capture.tokens, shape.kv_heads, shape.head_dim)
 
@@ -108,7 +105,7 @@ def _without_gradients(plan: CapturePlan, captures: WorkFolder, samples: int) ->
         name = stream_name(layer, kind, quantity)
         return not any(captures.read_samples(name, size, sample).any() for sample in range(samples))
 
-    for layer in attention_layers(plan.loaded.model):
+    for layer in layers:
         # Where values are always zero, the loss does not depend on keys.
         keys = only_zeros(layer.index, "k", "g") and not only_zeros(layer.index, "v", "x")
         if keys or only_zeros(layer.index, "v", "g"):
@@ -118,10 +115,11 @@ def _without_gradients(plan: CapturePlan, captures: WorkFolder, samples: int) ->
     return None
 
 
-def _capture_here(plan: CapturePlan, sampled: SampleCapture, captures: WorkFolder, done: int) -> Iterator[int]:
+def _capture_here(
+    plan: CapturePlan, layers: Sequence[AttentionLayer], sampled: SampleCapture, captures: WorkFolder, done: int
+) -> Iterator[int]:
     """Capture the samples from `done` on in parallel; yields how many are captured."""
-    loaded, samples = plan.loaded, plan.settings.samples
-    layers, workers = attention_layers(loaded.model), estimate.capture_workers(plan)
+    loaded, samples, workers = plan.loaded, plan.settings.samples, estimate.capture_workers(plan)
 
     def run_sample(sample: int) -> None:
         sampled.run(loaded, layers, sample, partial(_write_sample, captures, sample), threads=workers > 1)

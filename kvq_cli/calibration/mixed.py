@@ -6,10 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kvq_cli.calibration.allocation import Profiles, stream_rate
+from kvq_cli.calibration.allocation import stream_rate
 from kvq_cli.calibration.captured import CapturedStream, ClusterSettings
 from kvq_cli.calibration.codebooks import calibrate_stream
 from kvq_cli.calibration.kinds.base import Calibrated
+from kvq_cli.calibration.profiles import Profiles
 from kvq_cli.calibration.transforms import (
     Transform,
     TransformSettings,
@@ -67,8 +68,9 @@ def _codebooks(part: Part, spec: CalibrationSpec) -> Calibrated:
 def _transforms(part: Part, spec: TransformSpec) -> Calibrated:
     settings = TransformSettings.of(spec, part.kind, part.shape, part.settings.damping)
     fitted = part.transform(spec) if part.transform else fit_transform(part.captured, settings)
-    widths = Profiles(fitted.losses.cpu().numpy()).best(stream_rate(spec, part.kind, part.shape))
-    return calibrate_transform(part.captured, fitted, Profile(widths, settings.gain), part.kind, settings)
+    widths = Profiles(fitted.losses.sum(0).cpu().numpy()).best(stream_rate(spec, part.kind, part.shape))
+    profile = Profile((widths,) * settings.groups, settings.gain)
+    return calibrate_transform(part.captured, fitted, profile, part.kind, settings)
 
 
 def _uncalibrated(part: Part, spec: Uncalibrated) -> Calibrated:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,9 +15,9 @@ from kvq_cli.calibration.codebooks import relative, rounded
 from kvq_cli.calibration.uniform_steps import losses_by_width, squared_losses
 from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.gain import Gain, gain_of
-from kvq_cli.codecs.transform import TransformCodec
+from kvq_cli.codecs.transform import same_widths, transform_codec
 from kvq_cli.methods.base import ModelShape
-from kvq_cli.methods.specs import Profile, TransformSpec
+from kvq_cli.methods.specs import Profile, TransformSpec, transform_layout
 
 ERROR_MEASURE = (
     "on held-out samples, relative to the spread around each channel's mean; fisher: squared errors weighted with "
@@ -61,7 +62,7 @@ class Transform:
     """The transforms of a stream, float64; G groups of W channels, components by descending variance.
 
     mean, std: `[G, W]`. analysis: `[G, W, W]`: z = analysis (x - mean). synthesis: its inverse. variances: of z, where
-    there is a gain, of z / gain, `[G, W]`, in units of the loss. losses: `[fields, 9]`, see `allocation`.
+    there is a gain, of z / gain, `[G, W]`, in units of the loss. losses: `[G, fields, 9]`, see `profiles`.
     """
 
     mean: Tensor
@@ -183,36 +184,54 @@ def calibrate_transform(
 
     kind: "k" or "v". Errors are measured on the held-out samples with tensors as stored.
     """
-    kept = profile.components
-    components = Components(captured, transform, kept, settings)
-    widths = torch.tensor(profile.widths, dtype=torch.uint8)
-    steps = []
-    for field, width in enumerate(profile.widths):
-        part = slice(FIELD * field, FIELD * (field + 1))
-        steps.append(squared_losses(components.y[:, :, part], components.weights[:, :, part], width)[0])
-    step = torch.cat(steps, dim=1).double() * components.scale
-    # Constant components stay at the mean, whatever their code.
-    live = transform.variances[:, :kept] > _CONSTANT
-    analysis = transform.analysis[:, :kept] * (live / step).unsqueeze(2)
-    synthesis = transform.synthesis[:, :, :kept] * (live * step).unsqueeze(1)
-    bits = widths.repeat_interleave(FIELD).to(step)
-    tensors = {
-        "widths": widths,
-        "mean": transform.mean.float(),
-        "std": transform.std.float(),
-        "analysis": analysis.float(),
-        "synthesis": synthesis.float(),
-        "center": ((2**bits - 1) / 2).float().expand(len(step), -1).contiguous(),
-    }
-    if settings.gain:
-        tensors["deviation"] = (transform.variances[:, :kept].sqrt() * live / step).float()
-    codec = TransformCodec(captured.x.shape[2], tensors, values=kind == "v")
+    layout = transform_layout(profile, transform.mean.shape[1]).items()
+    tensors = {name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype)) for name, spec in layout}
+    tensors |= {"widths": torch.tensor(profile.rows, dtype=torch.uint8)}
+    tensors |= {"mean": transform.mean.float(), "std": transform.std.float()}
+    for groups in same_widths(tensors):
+        kept = slice(FIELD * len(profile.widths[groups[0]]))
+        steps = _steps(captured, transform, profile.widths[groups[0]], groups, settings)
+        for name, found in steps.items():
+            place = (groups, slice(None), kept) if name == "synthesis" else (groups, kept)
+            tensors[name][place] = found.float().cpu()
+    tensors = {name: tensor.to(transform.mean.device) for name, tensor in tensors.items()}
+    codec = transform_codec(captured.x.shape[2], tensors, values=kind == "v")
     measured = {
-        "bytes": settings.groups * profile.nbytes,
+        "bytes": profile.nbytes,
         "effective_tokens": rounded(effective_tokens(captured)),
         "chosen": held_out_errors(captured, codec, settings.groups),
     }
     return tensors, measured
+
+
+def _steps(
+    captured: CapturedStream,
+    transform: Transform,
+    widths: Sequence[int],
+    groups: Sequence[int],
+    settings: TransformSettings,
+) -> dict[str, Tensor]:
+    """Tensors of some groups with the same widths, of the components that they keep."""
+    if len(groups) < settings.groups:
+        captured = CapturedStream(captured.x[:, :, groups], captured.g[:, :, groups], captured.held_out)
+        transform = Transform(**{name: x[groups] for name, x in transform.tensors().items()})
+        settings = replace(settings, groups=len(groups))
+    kept = FIELD * len(widths)
+    components = Components(captured, transform, kept, settings)
+    fields = (components.y.split(FIELD, dim=2), components.weights.split(FIELD, dim=2))
+    steps = [squared_losses(y, weights, width)[0] for y, weights, width in zip(*fields, widths, strict=False)]
+    step = torch.cat(steps, dim=1).double() * components.scale
+    # Constant components stay at the mean, whatever their code.
+    live = transform.variances[:, :kept] > _CONSTANT
+    bits = torch.tensor(widths, device=step.device).repeat_interleave(FIELD).to(step)
+    found = {
+        "analysis": transform.analysis[:, :kept] * (live / step).unsqueeze(2),
+        "synthesis": transform.synthesis[:, :, :kept] * (live * step).unsqueeze(1),
+        "center": ((2**bits - 1) / 2).expand_as(step),
+    }
+    if settings.gain:
+        found["deviation"] = transform.variances[:, :kept].sqrt() * live / step
+    return found
 
 
 def effective_tokens(captured: CapturedStream) -> float:

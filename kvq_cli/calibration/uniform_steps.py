@@ -46,8 +46,8 @@ def weighted_deviation(y: Tensor, weights: Tensor) -> Tensor:
 
 
 def losses_by_width(y: Tensor, weights: Tensor) -> Tensor:
-    """The loss of each field with codes of 0 to 8 bits, of all groups together: `[fields, 9]` float64 on the CPU."""
+    """The loss of each field with codes of 0 to 8 bits, `[G, fields, 9]` float64 on the CPU."""
     dropped = (y.square() * weights).double().mean(1)
     losses = [dropped, *(squared_losses(y, weights, width)[1] for width in range(1, MAX_WIDTH + 1))]
     every = torch.stack(losses, dim=2)[:, : y.shape[2] // FIELD * FIELD]  # [G, K, 9]
-    return every.unflatten(1, (-1, FIELD)).sum((0, 2)).cpu()
+    return every.unflatten(1, (-1, FIELD)).sum(2).cpu()

@@ -263,9 +263,9 @@ def print_effective_tokens(output: Output, layers: Sequence[Mapping[str, Any]]) 
     few = [tokens for row in found for tokens in row if tokens is not None and tokens < FEW_TOKENS]
     if few:
         output.warn(
-            f"{len(few)} of {2 * len(layers)} streams have fewer than {FEW_TOKENS} effective tokens, {min(few):.0f} at "
-            "least: the squared gradients of so few tokens are as large as those of all others, and other text may "
-            "have other ones; take more --samples"
+            f"{len(few)} of {2 * len(layers)} streams have fewer than {FEW_TOKENS} effective tokens (least: "
+            f"{min(few):.0f}): these few hold most of the squared gradients, and another text may have other ones; "
+            "take more --samples"
         )
 
 

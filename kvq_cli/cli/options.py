@@ -220,6 +220,16 @@ MethodOrBest = Annotated[
     ),
 ]
 
+MethodToServe = Annotated[
+    str | None,
+    _method(
+        "--method",
+        metavar="NAME",
+        help="Compression method; `kvq methods` lists them, fp16: no compression (default: klt's artifact in "
+        "artifacts/MODEL at --bits, 2 bits if not given; without one, or with --set: kivi).",
+    ),
+]
+
 
 def _bits(text: str) -> float:
     """A number of bits: whole, or with a fraction, which some methods have."""

@@ -123,9 +123,9 @@ def plan(
         rows.append([label, human_bytes(one.cache), human_bytes(one.weights + one.artifact + one.cache)])
         rows[-1] += ["yes" if one.fits else "no", f"{one.context:,}", f"{one.batch:,}"]
         if one.blocks is not None:
-            rows[-1].append(f"{one.blocks:,} x {one.block_tokens}")
+            rows[-1] += [f"{one.blocks:,} x {one.block_tokens}", f"{one.bits:.2f}"]
     columns = ["method", "cache", "with weights", "fits", f"longest context x {batch}", f"largest batch x {context:,}"]
-    columns += ["blocks x tokens"] if engine is Engine.vllm else []
+    columns += ["blocks x tokens", "bits a number"] if engine is Engine.vllm else []
     where = memory or f"{human_bytes(total)} of {gpu}"
     where += f" on each of {ranks} ranks" if ranks > 1 else ""
     title = f"{shapes or model} in {where}, {reserve} of it reserved: weights {human_bytes(weights)}"

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,10 @@ from kvq_cli.cli.output import Output
 from kvq_cli.cli.resolve import resolve
 from kvq_cli.errors import KvqError, UsageError
 
+if TYPE_CHECKING:
+    from kvq_cli.artifact import Artifact
+    from kvq_cli.vllm.command import ServePlan
+
 #: Seconds that vLLM has to end after its --shutdown-timeout, before it is killed.
 _TEARDOWN = 15
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and print the command; start no server.")]
@@ -22,7 +26,7 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything and pr
 
 def serve(
     ctx: typer.Context,
-    method: opt.MethodOrDefault = None,
+    method: opt.MethodToServe = None,
     bits: opt.Bits = None,
     artifact: opt.ArtifactDir = None,
     set_: opt.Set = None,
@@ -34,6 +38,8 @@ def serve(
     quiet: opt.LongQuiet = False,
 ) -> None:
     """Serve a model with vLLM (extra `vllm`) and a compressed cache. Other flags, such as --port, are passed to vLLM.
+
+    Without --method, the model's artifact of klt is served, if it has one, else kivi.
 
     Checks the method and its artifact against the model, computes the block size, prints the `vllm serve` command and
     runs it. Exits with code 1 if a server process dies, so that a supervisor can restart it. docs/SERVING.md has
@@ -55,11 +61,14 @@ def serve(
 
     missing = _missing_vllm(dry_run)
     flags = list(ctx.args) if missing else parsed_flags(ctx.args)
-    attachable = resolve(
-        model, method, bits, artifact, _options(method, artifact, set_), trust_remote_code=trust_remote_code
-    )
     flags += ["--trust-remote-code"] if trust_remote_code else []
-    plan = prepare(attachable, model, dtype, trust_remote_code, flags)
+    compression = opt.CompressionOptions(method, bits, artifact, set_)
+    if compression.is_default:
+        plan = _default_plan(model, bits, dtype, trust_remote_code, flags, out)
+    else:
+        options = _options(method, artifact, set_)
+        attachable = resolve(model, method, bits, artifact, options, trust_remote_code=trust_remote_code)
+        plan = prepare(attachable, model, dtype, trust_remote_code, flags)
     arguments = plan.arguments()
     if not missing:
         check_arguments(arguments)
@@ -74,6 +83,32 @@ def serve(
 
         sys.stdout.flush()
         raise typer.Exit(supervise(arguments, plan.shutdown_timeout + _TEARDOWN))
+
+
+def _default_plan(
+    model: str, bits: float | None, dtype: str, trust_remote_code: bool, flags: Sequence[str], out: Output
+) -> ServePlan:
+    """The plan of a server with the model's artifact of klt at `bits`, or with the method without one; notes which.
+    Raises UsageError, with the artifact's name, for one that cannot be served."""
+    from kvq_cli.cli.best_artifact import PREFERRED, default_method, method_line
+    from kvq_cli.methods.base import Method
+    from kvq_cli.vllm.checks import check_flags
+    from kvq_cli.vllm.prepare import belongs_to, prepare
+
+    def fits(artifact: Artifact) -> bool:
+        return belongs_to(artifact, model, trust_remote_code)
+
+    check_flags(flags)  # an error of flags that no method has names no artifact
+    attachable, reason, notes = default_method(model, bits, fits, only=PREFERRED)
+    try:
+        plan = prepare(attachable, model, dtype, trust_remote_code, flags)
+    except UsageError as error:
+        if isinstance(attachable, Method):
+            raise
+        raise UsageError(f"{attachable.path}, the default of {model} (--method has others): {error}") from None
+    for note in (*notes, method_line(plan.served.method, attachable, reason)):
+        out.note(note)
+    return plan
 
 
 def _missing_vllm(dry_run: bool) -> KvqError | None:

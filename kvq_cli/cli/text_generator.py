@@ -7,19 +7,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from kvq_cli.cli import options as opt
 from kvq_cli.cli.cache_lines import cache_line, longer_text
 from kvq_cli.cli.failures import escaped_answer
 from kvq_cli.errors import KvqError, UsageError, reason
-from kvq_cli.paths import model_artifacts
 
 if TYPE_CHECKING:
     from kvq_cli.artifact import Artifact
     from kvq_cli.attention.attach import Attached
     from kvq_cli.cache.cache import CompressedCache
-    from kvq_cli.methods.base import Method
     from kvq_cli.models import LoadedModel
 
 
@@ -253,11 +252,12 @@ def attached_generator(
     model_options: opt.ModelOptions, compression: opt.CompressionOptions, prefill: str, decoding: Decoding
 ) -> Iterator[TextGenerator]:
     """Load the model and attach the method; a given method is resolved first, because loading takes longer."""
+    from kvq_cli.cli.best_artifact import default_method, method_line
     from kvq_cli.cli.resolve import describe, resolve
 
     if compression.is_default:
         loaded = model_options.load()
-        attachable, reason, notes = _default_method(loaded, compression.bits)
+        attachable, reason, notes = default_method(loaded.name, compression.bits, has_weights_of(loaded))
     else:
         attachable = resolve(
             model_options.model,
@@ -271,7 +271,7 @@ def attached_generator(
     from kvq_cli.attention.attach import attach  # PyTorch is there once the model is loaded
 
     with attach(loaded.model, attachable, prefill=prefill, backend=model_options.backend) as attached:
-        notes.append(_method_line(attached.method, attachable, reason))
+        notes.append(method_line(attached.method, attachable, reason))
         notes += _sampling_notes(loaded, decoding)
         if decoding.prefill_chunk is not None and _is_fit_to_prompts(attached):
             notes.append(
@@ -279,6 +279,14 @@ def attached_generator(
                 "since --prefill-chunk divides it: its errors may be larger"
             )
         yield TextGenerator(loaded, attached, describe(attachable), decoding, notes)
+
+
+def has_weights_of(loaded: LoadedModel) -> Callable[[Artifact], bool]:
+    """Whether an artifact was calibrated for these weights."""
+    from kvq_cli.artifact import fingerprint
+
+    model = cache(lambda: fingerprint(loaded.model))
+    return lambda artifact: artifact.fingerprint == model()
 
 
 def _sampling_notes(loaded: LoadedModel, decoding: Decoding) -> list[str]:
@@ -295,36 +303,6 @@ def _is_fit_to_prompts(attached: Attached) -> bool:
     from kvq_cli.codecs.base import PromptCodec
 
     return any(isinstance(stream.codec, PromptCodec) for plan in attached.plans for stream in plan.kept)
-
-
-def _default_method(loaded: LoadedModel, bits: float | None) -> tuple[Method | Artifact, str, list[str]]:
-    """The model's best artifact at `bits`, or the method without one; why it was chosen; artifacts skipped.
-
-    The method without artifact is resolved last: it does not have all bits that artifacts have.
-    """
-    from kvq_cli.cli.best_artifact import DEFAULT_BITS, PREFERRED, best_artifact
-    from kvq_cli.cli.resolve import resolve
-
-    best, notes = best_artifact(loaded, wanted := DEFAULT_BITS if bits is None else bits)
-    if best is not None:
-        why = "calibrated" if best.method_config["name"] == PREFERRED else "lowest calibration error"
-        return best, f" (default: {why})", notes
-    missing = f"no {wanted:g}-bit artifact in {model_artifacts(loaded.name)}"
-    try:
-        return resolve(loaded.name, bits=bits), f" (default: {missing})", notes
-    except UsageError as error:
-        raise UsageError("; ".join([*notes, f"--bits {wanted:g}: {missing}, and without one: {error}"])) from None
-
-
-def _method_line(method: Method, attachable: Method | Artifact, reason: str) -> str:
-    """`method: kivi, 2 bits (default: no 2-bit artifact in artifacts/smollm2); uncompressed: --method fp16`"""
-    if method.nominal_bits == 16:
-        return f"method: {method.name}, no compression"
-    from kvq_cli.cli.resolve import describe
-
-    folder = "" if isinstance(attachable, type(method)) else f", {describe(attachable)['artifact']}"
-    unit = "bit" if method.nominal_bits == 1 else "bits"
-    return f"method: {method.name}, {method.nominal_bits:g} {unit}{folder}{reason}; uncompressed: --method fp16"
 
 
 def check_utf8(text: str, name: str) -> None:

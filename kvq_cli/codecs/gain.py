@@ -18,12 +18,16 @@ _ONE = 128
 #: Numbers are clamped to this many deviations, at least the greatest gain.
 _MAX_DEVIATIONS = 2.0**8
 
+#: A component of the first half, which has the most bits, is at most so many deviations times the gain: its codes reach
+#: 3 to 6, and what lies beyond is lost. Few tokens of the calibration text do, many of some other text.
+_REACH = 4.0
 #: The largest deviation, in steps, of components that are constant.
 _CONSTANT = 1e-30
 
 
 class Gain:
-    """g = root of the mean of (u / deviation)^2, rounded to 2^((n - 128) / 16), n in 0..255.
+    """g = the greater of the root of the mean of z^2, z = u / deviation, and a quarter of the largest |z| of the first
+    half of the components; rounded to 2^((n - 128) / 16), n in 0..255.
 
     Squares are added as integers below 2^53, and compared: n is the same for a token alone and among others. deviation:
     `[G, K]`, 0 where a component is always 0.
@@ -35,15 +39,17 @@ class Gain:
         constant = deviation <= _CONSTANT
         #: To integers: `[G, 1, K]`.
         self.scale = (1 / unit / deviation).masked_fill(constant, 0).view(groups, 1, components)
-        self._limit = _MAX_DEVIATIONS / unit
-        self._one = components / unit**2  # the sum of a token of gain 1
+        self._limit, self._first = _MAX_DEVIATIONS / unit, max(1, components // 2)
+        # The sum of squares, and the largest square, of a token of gain 1.
+        self._sum, self._largest = components / unit**2, (_REACH / unit) ** 2
         gains(deviation.device)  # a CUDA graph cannot hold their copy to the GPU
 
     def index(self, u: Tensor) -> Tensor:
         """n of `u` `[B, G, T, K]`: uint8 `[B, G, T]`."""
         grid = (u * self.scale).round_().clamp_(-self._limit, self._limit).double()
-        mean = grid.square_().sum(dim=3) / self._one
-        return torch.bucketize(mean, _limits(u.device), right=True).to(torch.uint8)
+        squares = grid.square_()
+        square = torch.maximum(squares.sum(dim=3) / self._sum, squares[..., : self._first].amax(dim=3) / self._largest)
+        return torch.bucketize(square, _limits(u.device), right=True).to(torch.uint8)
 
 
 @cache

@@ -73,14 +73,23 @@ class PerHeadCodec(Codec):
             codec.check(_of_member(packed, name))
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
-        out: Tensor | None = None
-        for name, (codec, heads) in self._members.items():
-            x = codec.decode(_of_member(packed, name), dtype)
-            if out is None:
-                out = x.new_empty(x.shape[0], self._heads, *x.shape[2:])
+        return self._by_head(packed, lambda codec, own, _: codec.decode(own, dtype))
+
+    def decode_by_channel(self, packed: Packed) -> Tensor:
+        return self._by_head(packed, lambda codec, own, _: codec.decode_by_channel(own))
+
+    def products(self, queries: Tensor, packed: Packed) -> Tensor:
+        return self._by_head(packed, lambda codec, own, heads: codec.products(queries.index_select(1, heads), own))
+
+    def weighted_sum(self, weights: Tensor, packed: Packed) -> Tensor:
+        return self._by_head(packed, lambda codec, own, heads: codec.weighted_sum(weights.index_select(1, heads), own))
+
+    def _by_head(self, packed: Packed, computed: Callable[[Codec, Packed, Tensor], Tensor]) -> Tensor:
+        """What is computed of each member's parts and heads, head by head along dimension 1."""
+        found = [computed(codec, _of_member(packed, name), heads) for name, (codec, heads) in self._members.items()]
+        out = found[0].new_empty(len(found[0]), self._heads, *found[0].shape[2:])
+        for (_, heads), x in zip(self._members.values(), found, strict=True):
             out.index_copy_(1, heads, x)
-        if out is None:
-            raise ValueError("there are no heads to decode")
         return out
 
 

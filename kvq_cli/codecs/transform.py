@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from kvq_kernels import fields
@@ -11,7 +11,8 @@ from kvq_cli.codecs.base import Codec, Packed, Part
 from kvq_cli.codecs.exact_product import ExactProduct, product_layout
 from kvq_cli.codecs.field_codes import FieldCodes
 from kvq_cli.codecs.gain import Gain, gain_of
-from kvq_cli.codecs.layout import Layout, PartSpec, TensorLike, TensorSpec, spec_of
+from kvq_cli.codecs.layout import Layout, PartSpec, TensorLike, TensorSpec
+from kvq_cli.codecs.per_head import PerHeadCodec
 from kvq_cli.lazy import torch
 
 if TYPE_CHECKING:
@@ -22,10 +23,10 @@ class TransformCodec(Codec):
     """u = A (x - mean); codes c = round(u / g + center), clamped to the component's bits; x' = g S (c - center) + mean.
 
     g is the token's `Gain`. A group of channels has one transform: the head_dim channels of a head, or those of all kv
-    heads together. Components come in fields of 8 with the same bits, the same for all groups. With G groups of W
-    channels and K components, the tensors are:
+    heads together. Components come in fields of 8 with the same bits, the same for all groups; groups of different
+    widths have a codec each (`transform_codec`). With G groups of W channels and K components, the tensors are:
 
-    widths:    uint8 `[K / 8]`, bits of each field, descending; see `kvq_kernels.fields`.
+    widths:    uint8 `[G, K / 8]`, bits of each field, descending, 0: not stored; see `kvq_kernels.fields`.
     mean, std: `[G, W]`, mean and deviation of each channel.
     analysis:  A, `[G, K, W]`, in steps; synthesis: S, `[G, W, K]`, times the step.
     center:    `[G, K]`, the code of 0, as a rule (2^bits - 1) / 2.
@@ -38,7 +39,7 @@ class TransformCodec(Codec):
 
     def __init__(self, heads: int, tensors: Mapping[str, TensorLike], values: bool) -> None:
         groups, width = tensors["mean"].shape
-        self.widths: tuple[int, ...] = tuple(tensors["widths"].tolist())
+        (self.widths,) = {tuple(filter(None, row)) for row in tensors["widths"].tolist()}
         self._groups, self._heads, self._per_group = groups, heads, heads // groups
         self.head_dim = width // self._per_group
         self.has_gain = "deviation" in tensors
@@ -48,20 +49,20 @@ class TransformCodec(Codec):
         self.block_tokens = fields.BLOCK  # kernels read the tokens of both streams in blocks
         nbytes = sum(part.nbytes(self.block_tokens) for part in self._part_layout().values())
         self.nominal_bits = 8 * nbytes / (self.block_tokens * groups * width)
-        self._specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
         if not planned:
             self._make_tables(cast("Mapping[str, Tensor]", tensors))
 
     def _make_tables(self, tensors: Mapping[str, Tensor]) -> None:
-        self._mean, self._center = tensors["mean"].float(), tensors["center"].float()
-        mean, synthesis = self._mean.unsqueeze(2), tensors["synthesis"].float()
+        kept = slice(self._fields.components)
+        self._mean, self._center = tensors["mean"].float(), tensors["center"][:, kept].float()
+        mean, synthesis = self._mean.unsqueeze(2), tensors["synthesis"][:, :, kept].float()
         origin = synthesis @ self._center.unsqueeze(2)
         synthesis = torch.ldexp(synthesis, -self._fields.first_bits)
         # x' = g S c - g S center + mean as one product.
         columns = (synthesis, -origin, mean) if self.has_gain else (synthesis, mean - origin)
         self._affine = torch.cat(columns, dim=2)
-        self._product = ExactProduct(tensors["std"].float(), tensors["analysis"].float())
-        self._gain = Gain(tensors["deviation"].float()) if self.has_gain else None
+        self._product = ExactProduct(tensors["std"].float(), tensors["analysis"][:, kept].float())
+        self._gain = Gain(tensors["deviation"][:, kept].float()) if self.has_gain else None
 
     @property
     def synthesis(self) -> Tensor:
@@ -78,9 +79,13 @@ class TransformCodec(Codec):
         return self._fields.layout(self._groups) | gain
 
     def layout(self, heads: int, dim: int, dtype: str) -> Layout:
-        integers, tables = product_layout(self._specs["mean"].shape, self._specs["analysis"].shape)
-        constants = {name: self._specs[name].to("float32") for name in ("mean", "center")}
-        groups, width, components = self._specs["synthesis"].shape
+        groups, width = self._groups, self._per_group * self.head_dim
+        components = self._fields.components
+        integers, tables = product_layout((groups, width), (groups, components, width))
+        constants = {
+            "mean": TensorSpec((groups, width), "float32"),
+            "center": TensorSpec((groups, components), "float32"),
+        }
         constants["synthesis"] = TensorSpec((groups, width, components + 1 + self.has_gain), "float32")
         constants |= {"analysis": integers, **tables, **self._fields.table_layout()}
         if self.has_gain:
@@ -152,3 +157,28 @@ class TransformCodec(Codec):
     def _by_group(self, x: Tensor) -> Tensor:
         """`[B, H, queries, N]` -> `[B, G, queries of all heads of a group, N]`."""
         return x.unflatten(1, (self._groups, self._per_group)).flatten(2, 3)
+
+
+def transform_codec(
+    heads: int, tensors: Mapping[str, TensorLike], values: bool, lists: Sequence[Sequence[int]] | None = None
+) -> TransformCodec | PerHeadCodec:
+    """The codec of a stream: a member for each list of heads with the same widths. lists: of heads, each with the same
+    widths; None: by the stream's own."""
+    if tensors["mean"].shape[0] < heads:  # one transform for all heads
+        return TransformCodec(heads, tensors, values)
+    lists = lists or same_widths(tensors)
+    if len(lists) == 1:
+        return TransformCodec(heads, tensors, values)
+    members = {
+        str(index): (TransformCodec(len(own), {name: x[list(own)] for name, x in tensors.items()}, values), own)
+        for index, own in enumerate(lists)
+    }
+    return PerHeadCodec(members, getattr(tensors["mean"], "device", None))
+
+
+def same_widths(*streams: Mapping[str, TensorLike]) -> list[list[int]]:
+    """Lists of the groups whose fields have the same widths, in each of the streams."""
+    found: dict[str, list[int]] = {}
+    for group, rows in enumerate(zip(*(tensors["widths"].tolist() for tensors in streams), strict=True)):
+        found.setdefault(str(rows), []).append(group)
+    return list(found.values())

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvq_cli.codecs.layout import TensorLike
-from kvq_cli.codecs.transform import TransformCodec
+from kvq_cli.codecs.transform import same_widths, transform_codec
 from kvq_cli.errors import KvqError
 from kvq_cli.methods.base import SOURCES, LayerPlan, Method, ModelShape, StreamPlan, of_stream, option
 from kvq_cli.methods.registry import register
@@ -43,7 +43,7 @@ class KLT(Method):
     allocate: str = option("model", "allocate bits over the whole model, or per stream", choices=("model", "stream"))
     fisher: bool = option(True, "weight errors by squared gradients")
     sinks: int = option(8, "first tokens kept in full precision (attention sinks)", at_least=0, runtime=True)
-    recent: int = option(0, "newest tokens kept in full precision", at_least=0, runtime=True)
+    recent: int = option(32, "newest tokens kept in full precision", at_least=0, runtime=True)
     buffer: int = option(16, "pack tokens in multiples of this many, a multiple of 16", at_least=16, runtime=True)
 
     def calibration(self, shape: ModelShape) -> TransformSpec:
@@ -59,21 +59,29 @@ class KLT(Method):
         )
 
     def plan(self, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> LayerPlan:
-        keys, values = (self.stream_plan(kind, layer, shape, tensors) for kind in "kv")
+        streams = [of_stream(tensors, kind) for kind in "kv"]
+        for kind, stream in zip("kv", streams, strict=True):
+            self._check(stream, f"layers.{layer}.{kind}")
+        # A kernel is launched for the heads with the same widths of keys and of values.
+        by_head = all(stream["mean"].shape[0] == shape.kv_heads for stream in streams)
+        lists = same_widths(*streams) if by_head else None
+        keys, values = (self._stream(kind, shape, stream, lists) for kind, stream in zip("kv", streams, strict=True))
         return LayerPlan(keys, values)
 
     def stream_plan(self, kind: str, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> StreamPlan:
-        self.refuse_without_artifact(tensors)
-        codec = transform_codec(of_stream(tensors, kind), shape, f"layers.{layer}.{kind}", values=kind == "v")
+        own = of_stream(tensors, kind)
+        self._check(own, f"layers.{layer}.{kind}")
+        return self._stream(kind, shape, own, None)
+
+    def _stream(
+        self, kind: str, shape: ModelShape, tensors: Mapping[str, TensorLike], lists: list[list[int]] | None
+    ) -> StreamPlan:
+        codec = transform_codec(shape.kv_heads, tensors, kind == "v", lists)
         return StreamPlan(SOURCES[kind], codec, Window(self.sinks, self.recent, self.buffer))
 
-
-def transform_codec(
-    tensors: Mapping[str, TensorLike], shape: ModelShape, where: str, *, values: bool
-) -> TransformCodec:
-    """The codec of one stream. tensors: see `transform_layout`. where: their prefix in the artifact, for messages.
-    Raises KvqError naming a tensor that is missing."""
-    for name in ("widths", "mean", "std", "analysis", "synthesis", "center"):
-        if name not in tensors:
-            raise KvqError(f"the artifact has no tensor {where}.{name}; calibrate again with these options")
-    return TransformCodec(shape.kv_heads, tensors, values)
+    def _check(self, tensors: Mapping[str, TensorLike], where: str) -> None:
+        """Raise KvqError naming a tensor of a stream that is missing. where: its prefix in the artifact."""
+        self.refuse_without_artifact(tensors)
+        for name in ("widths", "mean", "std", "analysis", "synthesis", "center"):
+            if name not in tensors:
+                raise KvqError(f"the artifact has no tensor {where}.{name}; calibrate again with these options")

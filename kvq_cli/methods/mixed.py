@@ -41,7 +41,7 @@ class Mixed(Method):
     keys: str = option("klt", "method of each layer's keys, separated by spaces")
     values: str = option("klt", "method of each layer's values, separated by spaces")
     sinks: int = option(8, "first tokens kept in full precision (attention sinks)", at_least=0, runtime=True)
-    recent: int = option(0, "newest tokens kept in full precision", at_least=0, runtime=True)
+    recent: int = option(32, "newest tokens kept in full precision", at_least=0, runtime=True)
     buffer: int = option(16, "pack tokens in multiples of this many", at_least=1, runtime=True)
 
     def __post_init__(self) -> None:

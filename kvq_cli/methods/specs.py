@@ -176,12 +176,7 @@ class StreamSpec(CaptureSpec):
 
     def of_heads(self, kind: str, tensors: Mapping[str, TensorLike], heads: Sequence[int]) -> dict[str, TensorLike]:
         """A stream's tensors for these kv heads, in ascending order; a transform serves one head."""
-        shared = {name: tensor for name, tensor in tensors.items() if name == "widths"}
-        return shared | {
-            name: tensor[heads]
-            for name, tensor in tensors.items()
-            if name not in shared and not name.startswith("centroids.")
-        }
+        return {name: tensor[heads] for name, tensor in tensors.items() if not name.startswith("centroids.")}
 
 
 @dataclass(frozen=True)
@@ -322,33 +317,40 @@ class CalibrationSpec(StreamSpec):
 
 
 class Profile(NamedTuple):
-    """How the components of a stream are stored. widths: bits of each field, descending, of all groups; see
+    """How the components of a stream are stored. widths: of each group, the bits of its fields, descending; see
     `kvq_kernels.fields`. gain: whether each token and group has a gain, of 8 bits."""
 
-    widths: tuple[int, ...]
+    widths: tuple[tuple[int, ...], ...]
     gain: bool
 
     @property
     def components(self) -> int:
-        return fields.FIELD * len(self.widths)
+        """Of the group that has most."""
+        return fields.FIELD * max(map(len, self.widths))
+
+    @property
+    def rows(self) -> list[list[int]]:
+        """The widths with zeros for fields that a group does not have, `[G, fields]`."""
+        most = max(map(len, self.widths))
+        return [[*widths, *[0] * (most - len(widths))] for widths in self.widths]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a token and group."""
-        return fields.KEY_LANES * fields.rate(self.widths) + self.gain
+        """Bytes of a token of all groups."""
+        return sum(fields.KEY_LANES * fields.rate(widths) + self.gain for widths in self.widths)
 
 
-def even_profile(lane_bytes: int, width: int, gain: bool) -> Profile:
-    """The profile of this rate, or of the greatest, that gives all components of a group of `width` channels about the
-    same bits; where rooms do not allow this, as many components as possible have 8 bits."""
+def even_widths(lane_bytes: int, width: int) -> tuple[int, ...]:
+    """Widths of this rate, or of the greatest, that give all components of a group of `width` channels about the same
+    bits; where rooms do not allow this, as many components as possible have 8 bits."""
     most, widest = width // fields.FIELD, fields.MAX_WIDTH
     bits = 4 * min(lane_bytes, most * widest // 4)
     for total in range(bits, bits - 4, -1):
         each, more = divmod(total, min(total, most))
         widths = (each + 1,) * more + (each,) * (min(total, most) - more)
         if fields.fits(widths):
-            return Profile(widths, gain)
-    return Profile((widest,) * (bits // widest) + (bits % widest,) * (bits % widest > 0), gain)
+            return widths
+    return (widest,) * (bits // widest) + (bits % widest,) * (bits % widest > 0)
 
 
 @dataclass(frozen=True)
@@ -391,7 +393,7 @@ class TransformSpec(StreamSpec):
         yield widest, f"{widest} channels"
 
     def tensors(self, kind: str, shape: ModelShape, choice: Sequence[Any]) -> Tensors:
-        return transform_layout(Profile(*choice), *self.groups(kind, shape))
+        return transform_layout(Profile(*choice), self.groups(kind, shape)[1])
 
     def first_choice(self, kind: str, shape: ModelShape) -> Profile:
         """Even widths, of at most `bits`."""
@@ -411,7 +413,8 @@ class TransformSpec(StreamSpec):
         return (self.bits * width / 8 - (kind in self.gains)) / fields.KEY_LANES + 1e-9
 
     def _even(self, kind: str, shape: ModelShape, lane_bytes: int) -> Profile:
-        return even_profile(max(1, lane_bytes), self.groups(kind, shape)[1], kind in self.gains)
+        groups, width = self.groups(kind, shape)
+        return Profile((even_widths(max(1, lane_bytes), width),) * groups, kind in self.gains)
 
     def byte_budget(self, shape: ModelShape) -> int:
         return self._bytes(shape.layers * 2 * shape.kv_heads * shape.head_dim)
@@ -486,10 +489,11 @@ class MixedSpec(CaptureSpec):
             yield from part.needed_tokens(shape)
 
 
-def transform_layout(profile: Profile, groups: int, width: int) -> Tensors:
-    """The tensors of one stream of transform codes, of `groups` groups of `width` channels; see `TransformCodec`."""
+def transform_layout(profile: Profile, width: int) -> Tensors:
+    """The tensors of one stream of transform codes, of groups of `width` channels; see `TransformCodec`."""
+    groups = len(profile.widths)
     kept = (groups, profile.components)
-    layout: Tensors = {"widths": TensorSpec((len(profile.widths),), "uint8", list(profile.widths))}
+    layout: Tensors = {"widths": TensorSpec((groups, len(profile.rows[0])), "uint8", profile.rows)}
     layout |= {name: TensorSpec((groups, width), "float32") for name in ("mean", "std")}
     layout["analysis"] = TensorSpec((*kept, width), "float32")
     layout["synthesis"] = TensorSpec((groups, width, profile.components), "float32")

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvq_cli.calibration.allocation import Profiles
+from kvq_cli.calibration.profiles import Floats, Profiles
 from kvq_cli.calibration.streams import Stream
 from kvq_cli.errors import UsageError
-
-Floats: TypeAlias = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -28,9 +24,9 @@ class Item:
 
 
 def klt_losses(losses: Floats) -> Floats:
-    """Expected loss of a stream's best profile of each rate, `[rates + 1]`; infinite at 0. losses: `[fields, 9]`, by
-    bits of each field."""
-    return np.concatenate([[np.inf], Profiles(losses).bounds])
+    """Expected loss of a stream's best profile of each rate, `[rates + 1]`; infinite at 0. losses: `[G, fields,
+    9]`, by bits of each field."""
+    return np.concatenate([[np.inf], Profiles(losses.sum(0)).bounds])
 
 
 def klt_name(text: str, nbytes: int, numbers: int) -> str:

@@ -1,10 +1,12 @@
 """kvq's methods inside vLLM: a plugin for its server, and what `kvq serve` checks before it starts one.
 
-    layout.py        where packed tensors lie in a page; block sizes; blocks in a memory
+    layout.py        where packed tensors lie in pages; block sizes; blocks in a memory
+    placing.py       which layer's page holds which of them
     pages.py         a stream of the cache over pages
     paged_layer.py   attention of a batch of sequences over pages
     exact_blocks.py  vLLM's blocks of tokens in full precision
-    backend.py       vLLM's attention backend     engine.py  what the layers of an engine share
+    backend.py       vLLM's attention backend     metadata.py  what vLLM tells a layer of a step
+    engine.py        what the layers of an engine share
     rope.py          undoing RoPE on write        served.py  the method in vLLM's flags
     shard.py         the heads of a rank          gathered.py  values that all ranks pack together
     checks.py        reasons to refuse            plugin.py  registration

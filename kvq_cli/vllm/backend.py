@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -26,43 +26,9 @@ from kvq_cli.methods.base import ModelShape
 from kvq_cli.vllm.engine import Engine
 from kvq_cli.vllm.exact_blocks import ExactSpec
 from kvq_cli.vllm.layout import ExactWindow
-from kvq_cli.vllm.paged_layer import Batch, PagedLayer, Sequence, Step
+from kvq_cli.vllm.metadata import KvqMetadata
+from kvq_cli.vllm.paged_layer import PagedLayer
 from kvq_cli.vllm.served import cache_dtypes
-
-
-@dataclass
-class KvqMetadata:
-    """A batch: request i has the queries [starts[i], starts[i + 1]) and `lengths[i]` tokens with them. All are vLLM's
-    own tensors, int32, which it fills anew for each step: a captured step reads them where they are.
-
-    starts: `[requests + 1]` on the CPU. lengths: `[requests]`. blocks: `[requests, blocks]`. single: whether every
-    request has one query.
-    """
-
-    starts: Tensor
-    lengths: Tensor
-    blocks: Tensor
-    single: bool
-    _batch: Batch | None = None
-
-    def step(self, exact: Tensor | None) -> Step:
-        """The batch where every request has one query; exact: the blocks of exact tokens."""
-        return Step(self.lengths, self.blocks, exact)
-
-    def batch(self, exact: Tensor | None) -> Batch:
-        """The sequences; made once for all layers. Waits for the device."""
-        if self._batch is None:
-            starts, blocks = self.starts.tolist(), self.blocks.long()
-            exact = None if exact is None else exact.long()
-            runs = zip(starts[:-1], starts[1:], self.lengths.tolist(), strict=False)
-            self._batch = Batch(
-                [
-                    Sequence(start, stop, length - (stop - start), blocks[i], None if exact is None else exact[i])
-                    for i, (start, stop, length) in enumerate(runs)
-                    if stop > start
-                ]
-            )
-        return self._batch
 
 
 class KvqBuilder(AttentionMetadataBuilder[KvqMetadata]):
@@ -199,16 +165,18 @@ class KvqImpl(AttentionImpl[KvqMetadata]):
         self.bound: tuple[Tensor | None, Tensor | None] = (None, None)
 
     def bind(self, name: str, kv_cache: Tensor) -> PagedLayer:
-        """The layer, which vLLM calls `name`, over the pages of `kv_cache` and of the exact tokens' cache.
+        """The layer, which vLLM calls `name`, over its cache `kv_cache`, those of all other layers, in which parts of
+        its packed tokens may lie, and that of its exact tokens.
 
-        vLLM measures CUDA graphs with a small cache before the real one exists, so a layer may be given another. Making
-        views is no work for the device: a step that is being captured may do it.
+        vLLM measures CUDA graphs with a small cache before the real one exists, so a layer may be given another; it
+        gives all layers theirs before a step. Making views is no work for the device: a step that is being captured
+        may do it.
         """
         exact = None if self.exact_name is None else self.exact.kv_cache
         if self.layer is None:
             self.layer = self.engine.paged_layer(self.index, name)
         if self.bound[0] is not kv_cache or self.bound[1] is not exact:
-            self.layer.bind(_pages(kv_cache), None if exact is None else _pages(exact))
+            self.layer.bind(self._pages_of_layers(), None if exact is None else _pages(exact))
             self.bound = kv_cache, exact
         return self.layer
 
@@ -216,8 +184,15 @@ class KvqImpl(AttentionImpl[KvqMetadata]):
         """Keep no cache's memory."""
         kv_cache, exact = self.bound
         if self.layer is not None and kv_cache is not None:
-            self.layer.bind(_pages(kv_cache[:0]).clone(), None if exact is None else _pages(exact[:0]).clone())
+            none = _pages(kv_cache[:0]).clone()
+            self.layer.bind([none] * self.engine.shape.layers, None if exact is None else _pages(exact[:0]).clone())
         self.bound = None, None
+
+    def _pages_of_layers(self) -> list[Tensor]:
+        """The pages of packed tokens of all layers, uint8 `[pages, bytes]` each."""
+        layers = self.engine.config.compilation_config.static_forward_context.values()
+        ours = [layer for layer in layers if isinstance(getattr(layer, "impl", None), KvqImpl)]
+        return [_pages(layer.kv_cache) for layer in sorted(ours, key=lambda layer: layer.impl.index)]
 
     def forward(
         self,

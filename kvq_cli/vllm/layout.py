@@ -1,8 +1,9 @@
-"""The layout of a page: where the packed parts of a block of tokens lie, and how many tokens fit.
+"""The layout of pages: where the packed parts of a block of tokens lie, and how many tokens fit.
 
-A page is the memory of one vLLM block in one layer. It holds the parts of the codec's `Packed` for `block_size` tokens,
-keys first, each part contiguous `[heads, block_size // unit, ...]`: a page viewed part by part is what `Codec.decode`
-takes, with the pages as rows of a batch.
+A page is the memory of one vLLM block in one layer's tensor. It holds parts of the codecs' `Packed` for `block_size`
+tokens, each part contiguous `[heads, block_size // unit, ...]`: pages viewed part by part are what `Codec.decode`
+takes, with the pages as rows of a batch. All pages have the same bytes; where layers need more or fewer, parts lie in
+pages of other layers (`placing.py`), at the same number of the block.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from kvq_cli.codecs.layout import ITEMSIZE, PartSpec
 from kvq_cli.codecs.outliers import OutlierCodec
 from kvq_cli.codecs.per_head import PerHeadCodec
 from kvq_cli.codecs.per_token import PerTokenCodec
+from kvq_cli.codecs.transform import TransformCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.lazy import torch
 from kvq_cli.methods.base import LayerPlan, ModelShape, StreamPlan
+from kvq_cli.vllm.placing import least_page
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,19 +37,24 @@ MAX_BLOCK, MIN_EXACT, FEW_UNUSED = 1024, 8, 0.25
 
 @dataclass(frozen=True)
 class PagePart(PartSpec):
-    """One packed tensor in a page: `[heads, tokens // unit, *entry]` of `dtype` from byte `offset` on."""
+    """One packed tensor in pages: `[heads, tokens // unit, *entry]` of `dtype` from byte `offset` on of the pages in
+    the tensor of layer `layer`."""
 
+    layer: int
     offset: int
 
-    def view(self, pages: Tensor, tokens: int) -> Tensor:
-        """The part in all `pages`, uint8 `[pages, bytes]`: `[pages, heads, tokens // unit, *entry]`, without a copy."""
-        numbers = pages[:, self.offset : self.offset + self.nbytes(tokens)].view(getattr(torch, self.dtype))
-        return numbers.unflatten(1, (self.heads, tokens // self.unit, *self.entry))
+    def view(self, pages: Sequence[Tensor], tokens: int) -> Tensor:
+        """The part in all pages, `[pages, heads, tokens // unit, *entry]`, without a copy.
+
+        pages: those of all layers, uint8 `[pages, bytes]` each.
+        """
+        own = pages[self.layer][:, self.offset : self.offset + self.nbytes(tokens)]
+        return own.view(getattr(torch, self.dtype)).unflatten(1, (self.heads, tokens // self.unit, *self.entry))
 
 
 @dataclass(frozen=True)
 class PageLayout:
-    """The parts of a layer's keys and values in a page of `block_size` tokens, and the bytes that they take."""
+    """The parts of a layer's keys and values for a block of `block_size` tokens, and the bytes that they take."""
 
     block_size: int
     keys: dict[str, PagePart]
@@ -54,17 +62,32 @@ class PageLayout:
     nbytes: int
 
 
-def page_layout(plan: LayerPlan, shape: ModelShape, block_size: int) -> PageLayout:
-    """The layout of one layer's pages."""
-    end = 0
-    sides = []
-    for stream in plan.kept:
-        parts = {}
-        for name, part in codec_of(stream).layout(shape.kv_heads, shape.head_dim, shape.dtype).parts.items():
-            parts[name] = PagePart(part.heads, part.unit, part.entry, part.dtype, end)
-            end += -(-part.nbytes(block_size) // ALIGNMENT) * ALIGNMENT
-        sides.append(parts)
-    return PageLayout(block_size, sides[0], sides[1], end)
+def page_layouts(plans: Sequence[LayerPlan], shape: ModelShape, block_size: int) -> tuple[int, tuple[PageLayout, ...]]:
+    """(bytes of a page, the parts of each layer). plans: of one rank or of all, `shape.layers` of each."""
+    specs = {id(plan): _parts(plan, shape) for plan in plans}
+    sizes = {key: [_aligned(part.nbytes(block_size)) for _, _, part in parts] for key, parts in specs.items()}
+    ranks = [plans[first : first + shape.layers] for first in range(0, len(plans), shape.layers)]
+    page, placed = least_page([[sizes[id(plan)] for plan in rank] for rank in ranks], ALIGNMENT)
+    layouts = []
+    for rank, numbers in zip(ranks, placed, strict=True):
+        used = [0] * len(rank)
+        for plan, own in zip(rank, numbers, strict=True):
+            sides: tuple[dict[str, PagePart], dict[str, PagePart]] = ({}, {})
+            for (side, name, part), layer, size in zip(specs[id(plan)], own, sizes[id(plan)], strict=True):
+                sides[side][name] = PagePart(part.heads, part.unit, part.entry, part.dtype, layer, used[layer])
+                used[layer] += size
+            layouts.append(PageLayout(block_size, sides[0], sides[1], sum(sizes[id(plan)])))
+    return page, tuple(layouts)
+
+
+def _parts(plan: LayerPlan, shape: ModelShape) -> list[tuple[int, str, PartSpec]]:
+    """(0 for keys, 1 for values; name; part) of all that a layer packs."""
+    layouts = [codec_of(stream).layout(shape.kv_heads, shape.head_dim, shape.dtype) for stream in plan.kept]
+    return [(side, name, part) for side, layout in enumerate(layouts) for name, part in layout.parts.items()]
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def codec_of(stream: StreamPlan) -> Codec:
@@ -95,7 +118,7 @@ class ExactWindow:
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The pages of all layers. page_bytes: those of the largest layer, which all layers take.
+    """The pages of all layers. page_bytes: of one page, the same in all layers and on all ranks.
 
     layers: of a rank, or of all ranks one after another. exact: None where no token is kept in full precision.
     """
@@ -107,8 +130,12 @@ class CacheLayout:
 
     @property
     def unused(self) -> float:
-        """Share of a page that no layer on average uses."""
+        """Share of the pages of all layers that no part takes."""
         return 1 - sum(layer.nbytes for layer in self.layers) / len(self.layers) / self.page_bytes
+
+    def bits(self, shape: ModelShape) -> float:
+        """Bits of the pages for each number of a rank, whose sizes are `shape`, that is packed in them."""
+        return 8 * self.page_bytes / (self.block_size * 2 * shape.kv_heads * shape.head_dim)
 
     def of_rank(self, rank: int, layers: int) -> CacheLayout:
         """The pages of a rank's `layers` layers; all ranks have pages of the same size."""
@@ -134,9 +161,11 @@ def block_unit(plans: Sequence[LayerPlan]) -> int:
 
 
 def _code_tokens(codec: AnyCodec) -> int:
-    """Tokens of a code."""
+    """Tokens of a code; of a transform's codes a sixteenth of a tile, which has the tokens of four warps."""
     if isinstance(codec, CodebookCodec):
         return codec.block[0]
+    if isinstance(codec, TransformCodec):
+        return 4
     if isinstance(codec, PerHeadCodec):
         return max(_code_tokens(member) for member, _ in codec.members.values())
     return _code_tokens(codec.base) if isinstance(codec, (OutlierCodec, PerTokenCodec)) else 1
@@ -165,12 +194,15 @@ def cache_layout(plans: Sequence[LayerPlan], shape: ModelShape, block_size: int 
 
 
 def _best(plans: Sequence[LayerPlan], shape: ModelShape, step: int) -> CacheLayout:
-    layouts = [_layout(plans, shape, size) for size in range(step, max(MAX_BLOCK, step) + 1, step)]
-    fitting = [layout for layout in layouts if layout is not None]
+    fitting = []
+    for size in range(step, max(MAX_BLOCK, step) + 1, step):
+        layout = _layout(plans, shape, size)
+        if layout is not None and _suits(layout, shape):
+            return layout
+        fitting += [] if layout is None else [layout]
     if not fitting:
         raise UsageError(f"no block of up to {MAX_BLOCK} tokens has room for a token in full precision")
-    least = next((layout for layout in fitting if _suits(layout, shape)), None)
-    return least or min(fitting, key=lambda layout: _exact_unused(layout, shape))
+    return min(fitting, key=lambda layout: _exact_unused(layout, shape))
 
 
 def _suits(layout: CacheLayout, shape: ModelShape) -> bool:
@@ -181,9 +213,7 @@ def _suits(layout: CacheLayout, shape: ModelShape) -> bool:
 
 
 def _layout(plans: Sequence[LayerPlan], shape: ModelShape, block_size: int) -> CacheLayout | None:
-    different = {id(plan): page_layout(plan, shape, block_size) for plan in plans}
-    layers = tuple(different[id(plan)] for plan in plans)
-    page = max(layer.nbytes for layer in layers)
+    page, layers = page_layouts(plans, shape, block_size)
     windows = tuple(sorted({stream.window for plan in plans for stream in plan.kept}, key=str))
     sinks = max(window.sinks for window in windows)
     recent = max(window.recent + window.flush - 1 for window in windows)

@@ -110,9 +110,13 @@ class PagedLayer(CompressedLayer):
         self.key_stream, self.value_stream, self.summed = keys, values, (values, None)
         self.kv_heads, self._shape, self._exact_size = shape.kv_heads, shape, size
         self.kernels = None if kernels is None or kernels.why_not(self) else kernels
+        self.component_formats = None if self.kernels is None else self.kernels.component_formats(self)
 
-    def bind(self, pages: Tensor, exact_pages: Tensor | None) -> None:
-        """Use these pages, uint8 `[pages, bytes]` each."""
+    def bind(self, pages: list[Tensor], exact_pages: Tensor | None) -> None:
+        """Use these pages, uint8 `[pages, bytes]` each.
+
+        pages: of packed tokens, those of all layers: parts of this one may lie in any of them. exact_pages: its own.
+        """
         shape, exact = self._shape, None
         if exact_pages is not None:
             numbers = 2 * self._exact_size * shape.kv_heads * shape.head_dim

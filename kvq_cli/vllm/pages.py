@@ -9,7 +9,7 @@ packs tokens of a shared block writes the bytes that are there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -62,8 +62,9 @@ class PagedStream(Stream):
         self._views: dict[str, Tensor] = {}
         self._exact_pages = self._blocks = self._exact_blocks = torch.empty(0)
 
-    def bind(self, pages: Tensor, exact_pages: Tensor | None) -> None:
-        """Read and write `pages`, uint8 `[pages, bytes]`, and `exact_pages` `[pages, exact_size, heads, head_dim]`."""
+    def bind(self, pages: Sequence[Tensor], exact_pages: Tensor | None) -> None:
+        """Read and write `pages`, of all layers, uint8 `[pages, bytes]` each, and `exact_pages` `[pages, exact_size,
+        heads, head_dim]`."""
         self._views = {name: part.view(pages, self.block_size) for name, part in self._parts.items()}
         if exact_pages is not None:
             self._exact_pages = exact_pages

@@ -42,6 +42,17 @@ def prepare(
     return serve_plan(ServedMethod.of(attachable), config, shape, source, model, flags)
 
 
+def belongs_to(artifact: Artifact, model: str, trust_remote_code: bool) -> bool:
+    """Whether the artifact was calibrated for this model, as far as `check_weights` can tell."""
+    config = model_config(model, trust_remote_code)
+    try:
+        artifact.check_config(config, model)
+        check_weights(artifact, config, model_source(model), model, trust_remote_code)
+    except UsageError:
+        return False
+    return True
+
+
 def check_weights(
     artifact: Artifact,
     config: PretrainedConfig,

@@ -19,11 +19,12 @@ from kvq_kernels.decode_attention.kernel import TAIL_COST
 from kvq_kernels.decode_attention.launch import TAIL_TILE
 from kvq_kernels.decode_attention.spec import SideSpec, padded_dim
 from kvq_kernels.transform_attention import aot_cases as transform_cases
+from kvq_kernels.transform_attention.configs import Config
 from kvq_kernels.transform_attention.kernel import OUTPUT_CHANNELS
-from kvq_kernels.transform_attention.launch import EXACT_TOKENS, MAX_EXACT_PROGRAMS, Config
+from kvq_kernels.transform_attention.launch import EXACT_TOKENS, MAX_EXACT_PROGRAMS
 
 from kvq_cli.benchmarking.kernels import decode, transform
-from kvq_cli.methods.specs import even_profile
+from kvq_cli.methods.specs import even_widths
 from lab.studies import warp_timing
 from lab.studies.warp_timing import LATENCIES, Code, Instruction
 
@@ -125,7 +126,7 @@ def compiled(name: str) -> Kernel:
         shape = transform.STORES.get(name)
         if shape is None:
             keys, values = map(int, name.split("-")[1:])
-            shape = transform_cases.Shape(key_profile(keys), even_profile(values, DIM, gain=True).widths)
+            shape = transform_cases.Shape(key_profile(keys), even_widths(values, DIM))
         windows = transform.SINKS, transform.RECENT, transform.SINKS + transform.RING
         waves = Config.of(TARGET, DIM).programs
         return _read(name, "transform_attention", shape.launch(TARGET), waves, windows)

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from kvq_cli.calibration.allocation import RATE, Allocation, Floats, Profiles
+from kvq_cli.calibration.allocation import MENU_OF_LAYER, Allocation
 from kvq_cli.calibration.captured import CapturedStream
+from kvq_cli.calibration.profiles import RATE, Floats, Profiles
 from kvq_cli.calibration.transforms import TransformSettings, effective_tokens, fit_transform
 from kvq_cli.calibration.work_folder import WorkFolder
 
@@ -43,9 +45,8 @@ def read_stream(folder: Path, name: str, options: argparse.Namespace) -> Capture
 
 def losses_of_heads(captured: CapturedStream) -> list[Floats]:
     """The losses `[fields, 9]` of each head, which has a transform of its own."""
-    heads = range(captured.x.shape[2])
-    parts = (CapturedStream(captured.x[:, :, [head]], captured.g[:, :, [head]], 0) for head in heads)
-    return [fit_transform(part, SETTINGS).losses.numpy() for part in parts]
+    settings = replace(SETTINGS, groups=captured.x.shape[2])
+    return list(fit_transform(captured, settings).losses.numpy())
 
 
 def free_fields(heads: Sequence[Floats], nbytes: float) -> float:
@@ -61,15 +62,20 @@ def free_fields(heads: Sequence[Floats], nbytes: float) -> float:
     return float(losses[np.arange(len(losses)), widths(high)].sum())
 
 
-def allocated(layers: Sequence[tuple[Floats, Floats]], heads: int, nbytes: float, menu: int) -> tuple[float, int]:
-    """(loss, pairs of profiles) of layers, or of heads as layers of one head."""
-    pairs = Allocation(layers, (heads, heads), int(nbytes / RATE), menu).solve()
-    losses = [
+def allocated(
+    units: Sequence[tuple[Floats, Floats]],
+    groups: int,
+    nbytes: float,
+    menu: int,
+    layers: Sequence[int] | None = None,
+) -> float:
+    """The loss of layers, or of heads in `layers`."""
+    pairs = Allocation(units, (groups, groups), int(nbytes / RATE), menu, layers=layers).solve()
+    return sum(
         Profiles(side).loss(widths)
-        for layer, pair in zip(layers, pairs, strict=True)
-        for side, widths in zip(layer, pair, strict=True)
-    ]
-    return sum(losses), len(set(pairs))
+        for unit, pair in zip(units, pairs, strict=True)
+        for side, widths in zip(unit, pair, strict=True)
+    )
 
 
 def restrictions(heads: dict[str, list[Floats]], nbytes: float) -> Iterator[tuple[str, float]]:
@@ -78,13 +84,16 @@ def restrictions(heads: dict[str, list[Floats]], nbytes: float) -> Iterator[tupl
     layers = range(len(heads) // 2)
     count = len(heads["0.k"])
     units = [(heads[f"{layer}.k"][head], heads[f"{layer}.v"][head]) for layer in layers for head in range(count)]
-    yield "whole bytes a lane, a profile of each head", allocated(units, 1, nbytes, len(units))[0]
+    of_unit = [layer for layer in layers for _ in range(count)]
+    yield "whole bytes a lane, a profile of each head", allocated(units, 1, nbytes, len(units))
     for menu in MENUS[:2]:
-        yield f"each head one of {menu} pairs of profiles", allocated(units, 1, nbytes, menu)[0]
+        yield f"each head one of {menu} pairs of profiles", allocated(units, 1, nbytes, menu)
+    shared = f"each head one of 8 pairs, {MENU_OF_LAYER} in a layer"
+    yield shared, allocated(units, 1, nbytes, MENUS[0], of_unit)
     summed = [(np.sum(heads[f"{layer}.k"], axis=0), np.sum(heads[f"{layer}.v"], axis=0)) for layer in layers]
-    yield "whole bytes a lane, a profile of all heads of a layer", allocated(summed, count, nbytes, len(summed))[0]
+    yield "whole bytes a lane, a profile of all heads of a layer", allocated(summed, count, nbytes, len(summed))
     for menu in MENUS:
-        yield f"each layer one of {menu} pairs of profiles", allocated(summed, count, nbytes, menu)[0]
+        yield f"each layer one of {menu} pairs of profiles", allocated(summed, count, nbytes, menu)
 
 
 def main() -> None:

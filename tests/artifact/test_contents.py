@@ -128,7 +128,7 @@ def test_statistics_out_of_range_are_refused(parts_of, refused, method):
         ("widths", lambda t: t * 0, "widths must be bits of 1 to 1 fields"),
         ("widths", lambda t: torch.cat([t, t]), "widths must be bits"),
         ("widths", lambda t: t[:0], "widths must be bits"),
-        ("widths", lambda t: t.view(1, 1), "widths must be bits"),
+        ("widths", lambda t: t[:1], "widths must be bits"),
         ("widths", lambda t: t.float(), "widths .*float32 instead of .*uint8"),
         ("widths", lambda t: t - 1, "k.center has numbers that are not between the codes"),
         ("center", lambda t: -t, "k.center has numbers that are not between the codes"),

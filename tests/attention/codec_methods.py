@@ -72,6 +72,16 @@ def transform(values: bool, widths=None, joined=False, gain=True) -> Callable[..
     return make
 
 
+def transforms(values: bool, *members: tuple[tuple[int, ...], tuple[int, ...]]) -> Callable[..., Codec]:
+    """Makes codecs of transforms per head with different widths: (widths, kv heads) of each member."""
+
+    def make(heads: int, dim: int) -> Codec:
+        made = {"".join(map(str, widths)): (transform(values, widths)(len(own), dim), own) for widths, own in members}
+        return PerHeadCodec(made, DEVICE)
+
+    return make
+
+
 def per_head(heads: int, dim: int) -> Codec:
     members = {
         name: (codebook(block)(1, dim), [head]) for head, (name, block) in enumerate([("t", (4, 1)), ("c", (1, 4))])

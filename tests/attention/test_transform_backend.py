@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from codec_methods import DEVICE, CodecMethod, codebook, transform
+from codec_methods import DEVICE, CodecMethod, codebook, transform, transforms
 from test_triton_backend import YARN, same
 from tiers import slow, slow_cases
 
@@ -32,6 +32,29 @@ def method(keys=None, values=None, window=None) -> CodecMethod:
 )
 def test_transforms_per_head_and_of_all_heads(one_layer, prompt, keys, values):
     same(one_layer(), method(transform(False, **keys), transform(True, **values)), prompt)
+
+
+KEYS = [((3, 2, 2), (2, 0)), ((4, 2, 1, 1), (1,))]
+VALUES = [((2, 2, 1), (2, 0)), ((3, 3), (1,))]
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "dtype"),
+    [
+        (transforms(False, *KEYS), transforms(True, *VALUES), torch.float16),
+        *slow_cases(
+            (transforms(False, *KEYS), transforms(True, *VALUES), torch.float32),
+            (transforms(False, *KEYS), transforms(True, ((2, 1), (1, 2)), ((4, 4), (0,))), torch.float16),
+            (transforms(False, *KEYS), transform(True), torch.bfloat16),
+            (transform(False), transforms(True, *VALUES), torch.float16),
+        ),
+    ],
+)
+def test_heads_with_different_widths(one_layer, prompt, keys, values, dtype):
+    """In float16 the kernel reads the codes, in float32 they are unpacked. Keys and values may have other lists of
+    heads."""
+    model = one_layer((6, 3), hidden_size=96).to(dtype)
+    same(model, method(keys, values), prompt, max(2e-4, 8 * torch.finfo(dtype).eps))
 
 
 @pytest.mark.parametrize("window", [Window(0, 0, 16), *slow(Window(5, 20, 16), Window(30, 0, 16))])
@@ -68,12 +91,19 @@ def test_decoding_from_the_first_token(one_layer):
     torch.testing.assert_close(actual[1], actual[0], atol=1e-3, rtol=1e-3)
 
 
-def test_layers_of_other_kinds_use_their_own_kernels(tiny, prompt):
-    """Layer 0 keeps components, layer 1 codes of vectors, layer 2 neither: PyTorch."""
+@pytest.mark.parametrize(
+    ("keys", "values"),
+    [
+        (transform(False), transform(True)),
+        (transforms(False, ((2,), (1,)), ((3, 2), (0,))), transforms(True, ((2,), (0, 1)))),
+    ],
+)
+def test_layers_of_other_kinds_use_their_own_kernels(tiny, keys, values):
+    """Layer 0 keeps components, layer 1 codes of vectors, layer 2 neither: PyTorch. Likewise with lists of heads."""
 
     class Mixed(CodecMethod):
         def plan(self, layer, shape, tensors):
-            pairs = [(transform(False), transform(True)), (codebook(), codebook()), (transform(False), codebook())]
+            pairs = [(keys, values), (codebook(), codebook()), (keys, codebook())]
             return method(*pairs[layer]).plan(layer, shape, tensors)
 
     model = tiny("llama", head_dim=32).to(DEVICE)
@@ -82,14 +112,16 @@ def test_layers_of_other_kinds_use_their_own_kernels(tiny, prompt):
     chosen = choose_backend("auto", torch.device("cuda"), layers)
     assert [chosen.by_kernels(layer) for layer in range(3)] == [True, True, False]
     assert type(chosen.of(0)).__name__ == "TransformBackend" and type(chosen.of(1)).__name__ == "TritonBackend"
+    assert "layer 2: of the keys codes stand for components of a transform" in chosen.summary
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("join_keys", [False, True])
 def test_built_in_model_generates_the_same_tokens(join_keys, tmp_path, kvq):
     out = tmp_path / "klt"
-    options = ["--set", "join_keys=on"] if join_keys else []
-    result = kvq("calibrate", "--method", "klt", "--samples", 4, "--seqlen", 256, "--out", out, *options)
+    options = {"recent": 0, "join_keys": "on" if join_keys else "off"}
+    chosen = [word for name, value in options.items() for word in ("--set", f"{name}={value}")]
+    result = kvq("calibrate", "--method", "klt", "--samples", 4, "--seqlen", 256, "--out", out, *chosen)
     assert result.exit_code == 0, result.output
     loaded, said = load_model("reference", device=DEVICE.type, dtype="float32"), []
     text = " The history of the town begins in the year in which the first of its houses were built beside the river"

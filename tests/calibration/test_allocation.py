@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from kvq_kernels.fields import fits, rate
 
-from kvq_cli.calibration.allocation import Allocation, Profiles, model_profiles
+from kvq_cli.calibration.allocation import MENU, MENU_OF_LAYER, Allocation, model_profiles
+from kvq_cli.calibration.profiles import Profiles
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.methods.klt import KLT
 
@@ -95,7 +96,7 @@ def test_a_menu_of_two_serves_two_kinds_of_layers_without_loss():
 
 def test_a_budget_below_one_byte_a_lane_is_refused():
     layers = [(np.ones((1, 9)), np.ones((1, 9)))]
-    with pytest.raises(ValueError, match="budget of 2 is too small for 1 layers of 3 groups"):
+    with pytest.raises(ValueError, match="budget of 2 is too small for 1 units of 3 groups"):
         Allocation(layers, (1, 2), 2)
 
 
@@ -108,12 +109,48 @@ def test_profiles_of_a_model_are_within_its_bits(options, bits):
     spec = KLT(bits=bits, **options).calibration(SHAPE)
     draw = np.random.default_rng(0)
     streams = [(layer, kind) for layer in range(3) for kind in "kv"]
-    losses = {stream: random_losses(draw, spec.groups(stream[1], SHAPE)[1] // 8) for stream in streams}
+    losses = {
+        (layer, kind): np.stack([random_losses(draw, width // 8) for _ in range(groups)])
+        for layer, kind in streams
+        for groups, width in [spec.groups(kind, SHAPE)]
+    }
     losses[0, "k"] *= 100
     profiles = model_profiles(losses, spec, SHAPE)
-    used = {stream: spec.groups(stream[1], SHAPE)[0] * profiles[stream].nbytes for stream in streams}
+    used = {stream: profiles[stream].nbytes for stream in streams}
     assert sum(used.values()) <= spec.byte_budget(SHAPE) and all(profile.gain for profile in profiles.values())
+    assert all(len(profiles[stream].widths) == len(losses[stream]) for stream in streams)
     if options.get("allocate") == "stream":
         assert all(used[stream] <= spec.stream_bytes(stream[1], SHAPE) for stream in streams)
     else:
         assert used[0, "k"] > spec.stream_bytes("k", SHAPE)
+    if options.get("join_values"):
+        assert all(len({*profile.widths}) == 1 for profile in profiles.values())
+
+
+@pytest.mark.parametrize("layers", [1, 5])
+def test_heads_choose_from_a_menu_no_more_pairs_in_a_layer_than_it_may_have(layers):
+    draw, heads = np.random.default_rng(layers), 6
+    units = [(random_losses(draw, 3), random_losses(draw, 2)) for _ in range(layers * heads)]
+    layer_of, budget = [unit // heads for unit in range(len(units))], 5 * len(units)
+    pairs = Allocation(units, (1, 1), budget, layers=layer_of).solve()
+    assert sum(rate(keys) + rate(values) for keys, values in pairs) <= budget
+    assert len(set(pairs)) <= MENU
+    for layer in range(layers):
+        assert len(set(pairs[layer * heads : (layer + 1) * heads])) <= MENU_OF_LAYER
+    own = [units[layer * heads : (layer + 1) * heads] for layer in range(layers)]
+    summed = [(sum(keys for keys, _ in each), sum(values for _, values in each)) for each in own]
+    losses = sum(total(k, a) + total(v, b) for (k, v), (a, b) in zip(units, pairs, strict=True))
+    assert losses < solved(summed, (heads, heads), budget, layers)[0]
+    assert solved(units, (1, 1), budget, MENU)[0] <= losses + 1e-12
+
+
+def test_a_head_has_bits_for_a_share_of_its_layers_mean_loss():
+    """Its loss on the calibration text may be that of a few tokens."""
+    spec, falling = KLT(bits=6.0).calibration(SHAPE), 4.0 ** -np.arange(9)
+    losses = {(layer, kind): np.tile(falling, (2, 2, 1)) for layer in range(3) for kind in "kv"}
+    for x in losses.values():
+        x[1] = 0
+    profiles = model_profiles(losses, spec, SHAPE)
+    for profile in profiles.values():
+        most, least = map(sum, profile.widths)
+        assert most >= least >= 0.5 * most

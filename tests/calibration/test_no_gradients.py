@@ -10,6 +10,8 @@ import torch
 from calibrations import run
 from torch import nn
 
+from kvq_cli.attention.capture_points import attention_layers
+from kvq_cli.calibration import captures, samples
 from kvq_cli.errors import KvqError
 from kvq_cli.methods.registry import build
 
@@ -88,3 +90,21 @@ def test_without_weights_all_numbers_count_the_same(tiny, quick, tmp_path, metho
     if method != "klt":  # its codes are allocated by the gradients' size
         expected = run(tiny, quick, tmp_path / "b", built)
         assert all(torch.equal(artifact.tensors[name], each) for name, each in expected.tensors.items())
+
+
+def test_gradients_are_checked_without_running_the_model_that_other_threads_capture(tiny, quick, tmp_path, monkeypatch):
+    """A probe of the model during a capture would record what other threads compute."""
+    probed, begun, capture = [], [], samples.SampleCapture.run
+
+    def probe(model):
+        probed.append(list(begun))
+        return attention_layers(model)
+
+    def counted(self, loaded, layers, sample, *rest, **options):
+        begun.append(sample)
+        return capture(self, loaded, layers, sample, *rest, **options)
+
+    monkeypatch.setattr(captures, "attention_layers", probe)
+    monkeypatch.setattr(samples.SampleCapture, "run", counted)
+    run(tiny, quick, tmp_path / "a")
+    assert probed == [[]] and sorted(begun) == list(range(quick.samples))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from kvq_cli.calibration.allocation import Profiles
 from kvq_cli.calibration.captured import CapturedStream
+from kvq_cli.calibration.profiles import Profiles
 from kvq_cli.calibration.transforms import (
     SHRINKAGE,
     TransformSettings,
@@ -130,7 +130,7 @@ def test_expected_losses_are_those_of_stored_codes(settings):
     stream = captured()
     fitted = fit_transform(stream, settings)
     widths = (5, 3)
-    tensors, measured = calibrate_transform(stream, fitted, Profile(widths, settings.gain), "k", settings)
+    tensors, measured = calibrate_transform(stream, fitted, Profile((widths,) * HEADS, settings.gain), "k", settings)
     codec = TransformCodec(HEADS, tensors, values=False)
     x = stream.x[:-1].float().transpose(1, 2)
     error = (codec.decode(codec.encode(x), torch.float32) - x).transpose(0, 1).flatten(1, 2).double()  # [H, N, D]
@@ -138,8 +138,8 @@ def test_expected_losses_are_those_of_stored_codes(settings):
     if settings.fisher:
         g = stream.g[:-1].double().permute(2, 0, 1, 3).flatten(1, 2)
         error *= g @ fitted.synthesis
-    expected = Profiles(fitted.losses.numpy()).loss(widths)
-    kept = Profile(widths, settings.gain).components
+    expected = Profiles(fitted.losses.sum(0).numpy()).loss(widths)
+    kept = 8 * len(widths)
     if not settings.gain or kept == half_of(DIM):
         assert error.square().sum().item() / error.shape[1] == pytest.approx(expected, rel=1e-3)
     assert measured["bytes"] == 2 * (8 + settings.gain)
@@ -150,7 +150,9 @@ def test_a_head_that_is_always_zero_is_stored_exactly():
     stream.x[:, :, 1], stream.g[:, :, 1] = 0, 0
     for settings in (PLAIN, WITH_GAIN):
         fitted = fit_transform(stream, settings)
-        tensors, measured = calibrate_transform(stream, fitted, Profile((4, 4), settings.gain), "v", settings)
+        tensors, measured = calibrate_transform(
+            stream, fitted, Profile(((4, 4),) * HEADS, settings.gain), "v", settings
+        )
         assert all(tensor.isfinite().all() for tensor in tensors.values())
         codec = TransformCodec(HEADS, tensors, values=True)
         x = stream.x.float().transpose(1, 2)
@@ -169,8 +171,8 @@ def test_a_head_without_gradients_costs_nothing():
     settings = replace(WITH_GAIN, groups=3)
     alone = CapturedStream(stream.x[:, :, [0, 2]], stream.g[:, :, [0, 2]], held_out=1)
     fitted, without = fit_transform(stream, settings), fit_transform(alone, WITH_GAIN)
-    assert torch.allclose(fitted.losses, without.losses)
-    tensors, measured = calibrate_transform(stream, fitted, Profile((2, 2), True), "k", settings)
+    assert torch.allclose(fitted.losses[[0, 2]], without.losses) and fitted.losses[1].max() < without.losses[0].min()
+    tensors, measured = calibrate_transform(stream, fitted, Profile(((2, 2),) * 3, True), "k", settings)
     assert all(tensor.isfinite().all() for tensor in tensors.values()) and measured["chosen"]["loss"] < 0.5
 
 
@@ -179,7 +181,7 @@ def test_a_stream_without_gradients_is_calibrated():
     stream.g.zero_()
     fitted = fit_transform(stream, WITH_GAIN)
     assert not fitted.losses.any()
-    profile = Profile(Profiles(fitted.losses.numpy()).best(1), True)
+    profile = Profile((Profiles(fitted.losses.sum(0).numpy()).best(1),) * HEADS, True)
     tensors, measured = calibrate_transform(stream, fitted, profile, "k", WITH_GAIN)
     assert all(tensor.isfinite().all() for tensor in tensors.values())
     assert measured["effective_tokens"] == 0 and measured["chosen"]["plain"] < 1
@@ -200,7 +202,22 @@ def test_held_out_error_falls_with_bits(groups):
     stream, settings = captured(), replace(WITH_GAIN, groups=groups)
     fitted, errors = fit_transform(stream, settings), []
     for bits in (1, 2, 4, 8):
-        profile = Profile((bits,) * (HEADS * DIM // groups // 8), True)
+        profile = Profile(((bits,) * (HEADS * DIM // groups // 8),) * groups, True)
         _, measured = calibrate_transform(stream, fitted, profile, "k", settings)
         errors.append(measured["chosen"]["loss"])
     assert errors[0] > 2 * errors[1] > 10 * errors[2] > 200 * errors[3] > 0
+
+
+def test_heads_of_different_widths_have_the_steps_of_each_alone():
+    stream = captured()
+    fitted, widths = fit_transform(stream, WITH_GAIN), ((5, 3), (2,))
+    tensors, _ = calibrate_transform(stream, fitted, Profile(widths, True), "k", WITH_GAIN)
+    assert tensors["widths"].tolist() == [[5, 3], [2, 0]]
+    for head, own in enumerate(widths):
+        same, _ = calibrate_transform(stream, fitted, Profile((own,) * HEADS, True), "k", WITH_GAIN)
+        for name, x in same.items():
+            if name != "widths":
+                stored = tensors[name][head][tuple(map(slice, x.shape[1:]))]
+                torch.testing.assert_close(stored, x[head], rtol=1e-5, atol=1e-8)
+    assert not any(tensors[name][1, 8:].any() for name in ("analysis", "center", "deviation"))
+    assert not tensors["synthesis"][1, :, 8:].any()

@@ -7,6 +7,7 @@ from random_artifacts import random_parts, tiny_model
 
 from kvq_cli.artifact import save_artifact
 from kvq_cli.cli.best_artifact import best_artifact, calibration_error
+from kvq_cli.cli.text_generator import has_weights_of
 from kvq_cli.methods.registry import build
 
 MODEL = tiny_model()
@@ -28,8 +29,9 @@ def save(tmp_path, monkeypatch):
     return run
 
 
-def best(bits=2, model=MODEL):
-    artifact, passed_over = best_artifact(SimpleNamespace(name="some/mine", model=model), bits)
+def best(bits=2, model=MODEL, only=None):
+    loaded = SimpleNamespace(name="some/mine", model=model)
+    artifact, passed_over = best_artifact("some/mine", bits, has_weights_of(loaded), only)
     return artifact and str(artifact.path), passed_over
 
 
@@ -47,7 +49,8 @@ def test_klt_comes_first_whatever_its_error(save):
     model = tiny_model(head_dim=32)
     save("a", 0.1, model=model)
     save("klt", 0.9, method="klt", model=model)
-    assert best(model=model) == ("artifacts/mine/klt", [])
+    assert best(model=model) == best(model=model, only="klt") == ("artifacts/mine/klt", [])
+    assert best(3, model=model) == best(model=model, only="palu") == (None, [])
 
 
 def test_artifacts_that_do_not_fit_are_passed_over_with_a_line(save, tmp_path):

@@ -78,6 +78,7 @@ def test_requests_that_fit_into_blocks_of_vllm(name, options):
 
     assert left(found.batch, 3000) >= 0 > left(found.batch + 1, 3000)
     assert left(2, found.context) >= 0 > left(2, int(found.context * 1.01) + layout.block_size)
+    assert found.bits == layout.bits(shape)
 
 
 def test_each_rank_has_its_share_of_weights_heads_and_blocks(kvq):
@@ -97,6 +98,15 @@ def test_each_rank_has_its_share_of_weights_heads_and_blocks(kvq):
     assert own.exit_code == 2 and "add --engine vllm" in own.stderr
     joined = kvq(*words, "--memory", "40GB", "--compare", "klt:join_values=on", "--tensor-parallel-size", "2")
     assert joined.exit_code == 2 and "calibrate with join_values=off" in joined.stderr
+
+
+def test_blocks_have_the_bits_of_klt(kvq):
+    """Of layers with one byte more or less in four lanes: the mean over the model, not the largest layer's."""
+    words = ("plan", "--engine", "vllm", "--shapes", "llama-3.1-8b", "--memory", "40GB", "--json")
+    found = json.loads(kvq(*words, "--compare", "fp16,kivi-2bit,klt-2bit,klt-2.25bit").stdout)["methods"]
+    assert [one["bits"] for one in found[:2]] == [16, 3]
+    for one, bits in zip(found[2:], (2, 2.25), strict=True):
+        assert 0.99 * bits < one["bits"] < 1.02 * bits
 
 
 def test_methods_that_cannot_be_served_have_no_plan(kvq):
@@ -121,6 +131,7 @@ def test_the_command(tmp_path):
     ]
     result = CliRunner().invoke(app, [*words, "--json"])
     fp16, kivi = json.loads(result.stdout)["methods"]
+    assert "bits" not in fp16
     assert fp16["weights"] == 2 * SHAPES["llama-3.1-8b"].parameters
     assert kivi["context"] > 4 * fp16["context"] and kivi["batch"] > 4 * fp16["batch"] > 0
     small = CliRunner().invoke(app, [*words[:3], "--memory", "12GB"])

@@ -13,7 +13,7 @@ from random_transforms import random_transform
 
 from kvq_cli.codecs.base import Packed, Part
 from kvq_cli.codecs.transform import TransformCodec
-from kvq_cli.methods.specs import even_profile
+from kvq_cli.methods.specs import even_widths
 
 HEADS, DIM = 3, 40
 PROFILES = {"one field": (4,), "per head": (8, 5, 2, 1), "joined": (7, 6, 5, 4, 3, 3, 2, 2, 1, 1, 1, 1)}
@@ -43,12 +43,13 @@ def by_hand(x: np.ndarray, tensors: dict) -> tuple[np.ndarray, list[int], np.nda
     """One token `[HEADS, DIM]`: its codes `[groups, components]`, gains' indices, and decoded numbers."""
     held = {key: tensor.double().numpy() for key, tensor in tensors.items()}
     codes, gains, out = [], [], []
-    largest = 2.0 ** np.repeat(held["widths"], 8) - 1
+    largest = 2.0 ** np.repeat(held["widths"][0], 8) - 1
     for group, channels in enumerate(x.reshape(len(held["mean"]), -1)):
         u = held["analysis"][group] @ (channels - held["mean"][group])
         gain = 1.0
         if "deviation" in held:
-            size = math.sqrt(np.mean((u / held["deviation"][group]) ** 2))
+            z = np.abs(u / held["deviation"][group])
+            size = max(math.sqrt(np.mean(z**2)), z[: len(z) // 2].max() / 4)
             gains.append(int(np.clip(round(16 * math.log2(size)) + 128, 0, 255)))
             gain = float(np.float16(2 ** ((gains[-1] - 128) / 16)))
         code = np.clip(np.round(u / gain + held["center"][group]), 0, largest)
@@ -139,7 +140,7 @@ def test_any_codes_of_any_profile_decode_to_what_their_bits_say(lane_bytes, valu
     """Random bits, also where no field is, of even profiles of rates 1 to 20 and of any other that fits."""
     profile = tuple(sorted(widths, reverse=True))
     if not fits(profile):
-        profile = even_profile(lane_bytes, 80, gain).widths
+        profile = even_widths(lane_bytes, 80)
     noise = torch.Generator().manual_seed(lane_bytes)
     tensors = random_transform(profile, 2, 80, noise, gain)
     codec, tokens = TransformCodec(2, tensors, values), 16
@@ -162,7 +163,7 @@ def test_any_codes_of_any_profile_decode_to_what_their_bits_say(lane_bytes, valu
 def test_each_code_of_a_field_is_reached_and_read_back():
     """Components are codes of 0 to 255: each code decodes to itself."""
     codec, tensors = made("per head", values=True, gain=False)
-    largest = 2 ** tensors["widths"].int().repeat_interleave(8) - 1
+    largest = 2 ** tensors["widths"][0].int().repeat_interleave(8) - 1
     code = torch.arange(256).view(-1, 1).clamp(max=largest).expand(HEADS, 256, len(largest))
     x = (code - tensors["center"].unsqueeze(1)) @ tensors["synthesis"].mT + tensors["mean"].unsqueeze(1)
     packed = codec.encode(x.unsqueeze(0))
@@ -179,6 +180,20 @@ def test_gain_is_the_size_of_a_token():
     assert (gain[..., 0] == 0).all() and (gain[..., 1] == 0).all()
     assert (gain[..., 3:7].diff(dim=-1) == 16).all() and ((gain[..., 4] - gain[..., 2]) == 48).all()
     assert (gain[..., 7] > gain[..., 6]).all()
+
+
+@pytest.mark.parametrize(("component", "octaves"), [(0, math.log2(40 / 4)), (-1, None)])
+def test_gain_reaches_the_largest_number_of_the_first_half(component, octaves):
+    """A component of 40 deviations is not cut off where there are most bits; elsewhere it counts as one of many."""
+    codec, tensors = made("per head")
+    kept = tensors["deviation"].shape[1]
+    z = torch.zeros(1, HEADS, 16, kept)
+    z[..., 0, component] = 40
+    u = z * tensors["deviation"].unsqueeze(1)
+    x = tensors["mean"].unsqueeze(1) + u @ tensors["synthesis"].mT
+    gain = codec.encode(x).parts["gain"].tensor[0, :, 0].float()
+    expected = 16 * (math.log2(40 / kept**0.5) if octaves is None else max(octaves, math.log2(40 / kept**0.5))) + 128
+    assert (gain - expected).abs().max() <= 1
 
 
 def test_a_head_that_is_always_zero_stays_zero():

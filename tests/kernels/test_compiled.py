@@ -23,7 +23,7 @@ from checks import (
     transform_attention,
 )
 from kernel_cases import DEVICE, Case, codebook, dense, random_outliers, uniform
-from kvq_kernels import static, tuning
+from kvq_kernels import fields, static, tuning
 from kvq_kernels.aot_cases import Launch, launches, operations
 from kvq_kernels.assign_centroids.kernel import assign_kernel
 from kvq_kernels.decode_attention import Codebook, Dense, Outliers, Side, Uniform
@@ -255,10 +255,11 @@ def test_transform_attention(name, launch_names, recorder):
     shape = transforms.SHAPES[name]
     case = transform_attention.Case(
         [170],
-        shape.keys,
-        shape.values,
+        (shape.keys, shape.keys) if shape.listed else shape.keys,
+        (shape.values, shape.values) if shape.listed else shape.values,
         dim=shape.dim,
-        heads=1,
+        heads=1 + shape.listed,
+        members=((1,), (0,)) if shape.listed else None,
         group=shape.group,
         dtype=shape.dtype,
         sinks=transforms.SINKS,
@@ -266,6 +267,8 @@ def test_transform_attention(name, launch_names, recorder):
         rope=shape.style,
         gain=(shape.gain, shape.gain),
     )
+    if shape.page:
+        case = case.in_pages(shape.page, fields.BLOCK)[1]
     values = {"half_sums": 1} if shape.half_sums else {}
     with tuning.trying("transform_attention", values):
         case.check(floor=1.5e-3)

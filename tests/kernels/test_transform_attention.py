@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from checks.transform_attention import Case
+from kvq_kernels.decode_attention import PerHead, Uniform, decode_attention
 from kvq_kernels.transform_attention import transform_attention
 from kvq_kernels.transform_attention.launch import fused
 from kvq_kernels.tuning import trying
@@ -109,7 +112,8 @@ def test_constant_head_is_finite():
     """A head whose transform is zero keeps its mean."""
     case = Case([60])
     for side in (case.keys, case.values):
-        for x in (side.transform.synthesis, side.transform.operands.synthesis):
+        transform = side.packed.transform
+        for x in (transform.synthesis, transform.operands.synthesis):
             x[0] = 0
     case.check()
 
@@ -132,11 +136,69 @@ def test_workspace_is_optional():
     torch.testing.assert_close(out, case.run(), atol=0, rtol=0)
 
 
+KEY_MEMBERS = ((4, 3, 2, 2), (2, 2), (5, 4, 3, 2, 1))
+VALUE_MEMBERS = ((3, 2, 2, 1), (2, 1, 1), (4, 4, 2))
+
+
+@pytest.mark.parametrize(
+    ("members", "group", "options"),
+    [
+        (((2, 0), (1,)), 4, {"lengths": [90, 34], "offset": 3}),
+        *slow_cases(
+            (((2, 0), (1,), (3, 4)), 1, {"window": 40}),
+            (((1, 3), (2,), (0,)), 7, {"lengths": [150, 7]}),
+            (((1,), (2,), (0,)), 1, {"dtype": torch.bfloat16, "gain": (True, False)}),
+            (((0, 1), (2,)), 4, {"rope": None, "sinks": 0}),
+            (((1, 0), (2,)), 2, {"dtype": torch.float32}),
+            (((1, 0), (2,)), 2, {"joined": True}),
+            (((1, 0), (2,)), 2, {"lengths": [9, 4], "recent": 8}),
+        ),
+    ],
+)
+def test_heads_with_different_widths(members, group, options):
+    count = len(members)
+    options = {"lengths": [150], "heads": sum(map(len, members)), "group": group, "members": members} | options
+    Case(options.pop("lengths"), KEY_MEMBERS[:count], VALUE_MEMBERS[:count], **options).check()
+
+
+def test_keys_and_values_with_different_members():
+    """Heads are at different places of both: four launches."""
+    heads = {"members": ((2, 0), (1, 3)), "value_members": ((3, 0), (2, 1)), "heads": 4}
+    Case([90, 34], KEY_MEMBERS[:2], VALUE_MEMBERS[:2], **heads).check()
+
+
+def alone(case: Case, number: int) -> Case:
+    """The heads of member `number` of a case with the same members of keys and values."""
+    heads = case.keys.packed.heads[number]
+
+    def of_member(side):
+        return replace(side, packed=side.members[number], sinks=side.sinks[:, heads], ring=side.ring[:, heads])
+
+    mine = copy(case)
+    mine.sides = [of_member(side) for side in case.sides]
+    mine.query = case.query.unflatten(1, (-1, case.query.shape[1] // 3))[:, heads].flatten(1, 2)
+    return mine
+
+
+@pytest.mark.parametrize("packed_programs", [3, *slow(1, 6)])
+def test_a_list_of_heads_is_the_same_as_these_heads_alone(packed_programs, monkeypatch):
+    """Bit for bit, in as many splits."""
+    monkeypatch.setattr("kvq_kernels.transform_attention.launch.programs", lambda *_: (packed_programs, 1))
+    case = Case([300, 130], KEY_MEMBERS[:2], VALUE_MEMBERS[:2], heads=3, members=((2, 0), (1,)))
+    out = case.run().unflatten(1, (3, -1))
+    for number, heads in enumerate(case.keys.packed.heads):
+        assert torch.equal(out[:, heads].flatten(1, 2), alone(case, number).run())
+
+
 def test_arguments_that_do_not_fit_are_refused():
     case, other = Case([40]), Case([40], sinks=4)
+    keys, values = case.keys, case.values
 
-    def attend(query=case.query, keys=case.keys, values=case.values, lengths=case.lengths, rope=case.rope):
+    def attend(query=case.query, keys=keys, values=values, lengths=case.lengths, rope=case.rope):
         transform_attention(query, keys, values, lengths, case.scaling, rope=rope)
+
+    def packed(side, **changes):
+        return replace(side, packed=replace(side.packed, **changes))
 
     with pytest.raises(ValueError, match="lengths"):
         attend(lengths=case.lengths[:0])
@@ -147,8 +209,32 @@ def test_arguments_that_do_not_fit_are_refused():
     with pytest.raises(ValueError, match="made for the rotation"):
         attend(rope=None)
     with pytest.raises(ValueError, match="codes of keys must be"):
-        attend(keys=replace(case.keys, codes=case.values.codes))
+        attend(keys=packed(keys, codes=values.packed.codes))
     with pytest.raises(ValueError, match="gain of values must be uint8"):
-        attend(values=replace(case.values, gain=case.values.gain.int()))
+        attend(values=packed(values, gain=values.packed.gain.int()))
     with pytest.raises(ValueError, match="synthesis of keys"):
-        attend(keys=replace(case.keys, transform=replace(case.keys.transform, widths=(4, 3, 2))))
+        attend(keys=packed(keys, transform=replace(keys.packed.transform, widths=(4, 3, 2))))
+    with pytest.raises(ValueError, match="which transform_attention does not read"):
+        attend(keys=replace(keys, norm=torch.ones(1, 2, 32)))
+    with pytest.raises(ValueError, match="packed as Uniform"):
+        attend(keys=replace(keys, packed=Uniform(values.packed.codes[0], case.query, 2, "token", 32)))
+    with pytest.raises(ValueError, match="read by transform_attention alone"):
+        decode_attention(case.query, keys, values, case.lengths, case.scaling, backend="triton")
+
+
+def test_members_that_do_not_fit_are_refused():
+    case = Case([40], KEY_MEMBERS[:2], VALUE_MEMBERS[:2], heads=3, members=((2, 0), (1,)))
+    (first, second), heads = case.keys.members, case.keys.packed.heads
+    attend = partial(transform_attention, values=case.values, lengths=case.lengths, scaling=1.0, rope=case.rope)
+
+    def refused(match, *given):
+        with pytest.raises(ValueError, match=match):
+            attend(case.query, replace(case.keys, packed=PerHead(*given)))
+
+    refused("must be in one member", (first, second), ((2, 0), (0,)))
+    refused("must be in one member", (first,), heads)
+    refused("over 1 kv heads and 2 transforms", (first, second), ((1,), (2, 0)))
+    unrotated = replace(second.transform, operands=replace(second.transform.operands, rotation=None))
+    refused("made for the rotation None", (first, replace(second, transform=unrotated)), heads)
+    short = Case([90], KEY_MEMBERS[:2], VALUE_MEMBERS[:2], heads=3, members=((2, 0), (1,))).keys.members[1]
+    refused("codes of keys must be", (first, short), heads)

@@ -14,6 +14,7 @@ from kvq_kernels.decode_attention import aot_cases, plan_splits
 from kvq_kernels.decode_attention.configs import choose_tile
 from kvq_kernels.decode_attention.spec import SideSpec
 from kvq_kernels.transform_attention import launch as transform_launch
+from kvq_kernels.transform_attention.configs import Config
 
 from kvq_cli.benchmarking.gpus import GPUS
 from kvq_cli.benchmarking.kernels.decode import DecodeShape
@@ -79,11 +80,11 @@ SHAPES = [(1, 4096), (1, 32768), (1, 131072), (8, 4096), (8, 131072)]
 def test_plans_have_as_many_programs_as_the_launches(batch, context):
     shape = DecodeShape(batch, aot_cases.HEADS, context, torch.device("meta"))
     query = torch.empty(batch, aot_cases.HEADS * aot_cases.GROUP, DIM, dtype=torch.float16, device="meta")
-    keys, _ = _empty_sides("klt-2bit", shape)
-    config = transform_launch.Config.of("cpu", DIM)
+    keys, values = _empty_sides("klt-2bit", shape)
+    config = Config.of("cpu", DIM)
     kernel = unread("transform_attention", config.tokens, config.warps, config.programs, (8, 8, 32))
     plan = Plan.of(kernel, batch, context)
-    assert (plan.splits, plan.exact_programs) == transform_launch.programs(query, keys)
+    assert (plan.splits, plan.exact_programs) == transform_launch.programs(query, keys, values)
     check_tokens(plan, kernel, context)
 
 

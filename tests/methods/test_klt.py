@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from kvq_kernels.fields import fits
+from kvq_kernels.fields import fits, rate
+from random_transforms import random_transform
 
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.registry import build, parse
-from kvq_cli.methods.specs import Profile, even_profile
+from kvq_cli.methods.specs import Profile, even_widths
 from kvq_cli.methods.window import Window
 from kvq_cli.paths import artifact_folder
 
@@ -24,7 +25,7 @@ def test_sources_windows_and_cost(bits, joined, shape, tensors_for):
     for kind, stream in (("k", plan.keys), ("v", plan.values)):
         packed = stream.codec.encode(x)
         assert 8 * packed.nbytes / x.numel() == stream.codec.nominal_bits <= bits
-        assert packed.nbytes == 2 * 32 * spec.groups(kind, shape)[0] * spec.first_choice(kind, shape).nbytes
+        assert packed.nbytes == 2 * 32 * spec.first_choice(kind, shape).nbytes
         assert stream.codec.encode(x[..., :16, :]).parts["gain"].tensor.shape[1] == spec.groups(kind, shape)[0]
     assert method.nominal_bits == bits
 
@@ -38,22 +39,56 @@ def test_even_widths_stay_within_the_budget_and_waste_less_than_a_byte_a_lane_pe
     used = {"k": 0, "v": 0}
     for layer in range(shape.layers):
         for kind, profile in spec.first_choices(shape, layer).items():
-            assert fits(profile.widths) and profile.components <= spec.groups(kind, shape)[1]
-            used[kind] += spec.groups(kind, shape)[0] * profile.nbytes
+            assert all(map(fits, profile.widths)) and profile.components <= spec.groups(kind, shape)[1]
+            used[kind] += profile.nbytes
     for kind, nbytes in used.items():
         assert spec.byte_budget(shape) / 2 - 4 * spec.groups(kind, shape)[0] < nbytes <= spec.byte_budget(shape) / 2
     assert spec.byte_budget(shape) == int(bits * 3 * 2 * 2 * head_dim / 8)
 
 
 def test_bytes_of_profiles():
-    assert Profile((4, 4, 3, 3, 3, 2, 2, 2, 2, 2, 2, 1), gain=True).nbytes == 33
-    assert Profile((1,), gain=False).nbytes == 4
-    assert even_profile(4, 64, gain=True) == Profile((2,) * 8, True)
+    assert Profile(((4, 4, 3, 3, 3, 2, 2, 2, 2, 2, 2, 1),), gain=True).nbytes == 33
+    profile = Profile(((1,), (4, 3, 2)), gain=False)
+    assert (profile.nbytes, profile.components, profile.rows) == (4 + 12, 24, [[1, 0, 0], [4, 3, 2]])
+    assert even_widths(4, 64) == (2,) * 8
     for width in (8, 40, 96, 192):
         for lane_bytes in range(1, width // 4 + 1):
-            profile = even_profile(lane_bytes, width, gain=False)
-            assert fits(profile.widths) and profile.nbytes == 4 * lane_bytes and profile.components <= width
-        assert even_profile(width, width, gain=False).widths == (8,) * (width // 8)
+            widths = even_widths(lane_bytes, width)
+            assert fits(widths) and rate(widths) == lane_bytes and 8 * len(widths) <= width
+        assert even_widths(width, width) == (8,) * (width // 8)
+
+
+def test_heads_have_a_codec_for_each_pair_of_widths(shape_of):
+    """Keys and values have the same lists of heads, since a kernel is launched for each; a common transform has one."""
+    shape, noise = shape_of(1, 4, 16), torch.Generator().manual_seed(0)
+    rows = {"k": ((4, 2), (3,), (4, 2), (3,)), "v": ((2, 2), (2, 2), (2, 2), (5, 1))}
+    streams = {kind: random_transform(widths, 4, 16, noise) for kind, widths in rows.items()}
+    tensors = {f"{kind}.{name}": x for kind, stream in streams.items() for name, x in stream.items()}
+    plan = build("klt").plan(0, shape, tensors)
+    for kind, stream in (("k", plan.keys), ("v", plan.values)):
+        members = stream.codec.members.values()
+        assert [heads for _, heads in members] == [(0, 2), (1,), (3,)]
+        assert [codec.widths for codec, _ in members] == [rows[kind][heads[0]] for _, heads in members]
+    alone = build("klt").stream_plan("v", 0, shape, tensors).codec
+    assert [heads for _, heads in alone.members.values()] == [(0, 1, 2), (3,)]
+    x = torch.randn(2, 4, 48, 16, generator=noise)
+    for codec in (plan.keys.codec, alone):
+        packed = codec.encode(x)
+        assert 8 * packed.nbytes / x.numel() == pytest.approx(codec.nominal_bits)
+        decoded = codec.decode(packed, torch.float64)
+        for index, (member, heads) in enumerate(codec.members.values()):
+            own = member.encode(x[:, list(heads)])
+            assert all(torch.equal(packed.parts[f"{index}.{name}"].tensor, y.tensor) for name, y in own.parts.items())
+            assert torch.equal(decoded[:, list(heads)], member.decode(own, torch.float64))
+        q, weights = torch.randn(2, 4, 3, 16, generator=noise), torch.rand(2, 4, 3, 48, generator=noise)
+        close = {"rtol": 1e-4, "atol": 1e-4}
+        torch.testing.assert_close(codec.products(q, packed).double(), q.double() @ decoded.mT, **close)
+        torch.testing.assert_close(codec.weighted_sum(weights, packed).double(), weights.double() @ decoded, **close)
+        torch.testing.assert_close(codec.decode_by_channel(packed).double(), decoded.mT, **close)
+    common = random_transform((4, 2), 1, 64, noise)
+    tensors |= {f"k.{name}": x for name, x in common.items()}
+    plan = build("klt", join_keys=True).plan(0, shape, tensors)
+    assert plan.keys.codec.joined and len(plan.values.codec.members) == 2
 
 
 def test_heads_and_bits_that_are_too_small_are_refused(shape_of):

@@ -50,8 +50,8 @@ METHODS = [
     *(("squat", {"bits": bits, "group": 16, "sinks": 3, "recent": 5}) for bits in (1, 2, 3, 4, 8)),
     ("squat", {"residual": 16, "group": 16, "pre_rope": True}),
     *(("klt", {"bits": bits, "recent": 3}) for bits in (1, 1.5, 4)),
-    ("klt", {"bits": 3, "buffer": 32, "join_keys": True}),
-    ("klt", {"join_values": True}),
+    ("klt", {"bits": 3, "buffer": 32, "join_keys": True, "recent": 0}),
+    ("klt", {"join_values": True, "recent": 0}),
     ("mixed", {"bits": 3, "keys": "klt-1.5bit", "values": "temporalkv-4bit", "recent": 3}),
 ]
 HEADS = {"MHA": (4, 4), "GQA": (4, 2), "MQA": (4, 1)}

@@ -29,44 +29,63 @@ KERNEL_METHODS = (
     "kvquant",
     "kvquant:outliers=0",
     "temporalkv",
+    "klt:sinks=8:recent=24",
 )
 
 
 class Pages:
-    """A layer and pages for sequences of up to `longest` tokens, in shuffled blocks, but for page 0. Pages that are not
-    in use have bits of NaN."""
+    """Layers of a model and pages for sequences of up to `longest` tokens, in shuffled blocks, but for page 0. Pages
+    that are not in use have bits of NaN.
+
+    layers: how many; all have the artifact tensors of the first. layer, plan, pool: of the first. block_size: tokens;
+    None: as a server chooses it.
+    """
 
     def __init__(
-        self, model, method: str, kernels: PagedKernels | None, rows: int, longest: int, shard: Shard = WHOLE
+        self,
+        model,
+        method: str,
+        kernels: PagedKernels | None,
+        rows: int,
+        longest: int,
+        shard: Shard = WHOLE,
+        layers: int = 1,
+        block_size: int | None = None,
     ) -> None:
-        whole, built = model_shape(model), build_parsed(method, bits=2)
+        whole, built = replace(model_shape(model), layers=layers), build_parsed(method, bits=2)
         self.shape = shape = shard.shape(whole)
         tensors = {}
         if built.calibrates:
             _, drawn = random_parts(built, model)
             tensors = {name.removeprefix("layers.0."): x for name, x in drawn.items()}
         # As in `kvq_cli.vllm.engine`: the layout of tensors on the CPU, then the plan of those on the device.
-        self.layout = cache_layout([shard.plan(built, 0, whole, tensors)], shape)
-        self.plan = shard.plan(built, 0, whole, {name: x.to(DEVICE) for name, x in tensors.items()})
+        self.layout = cache_layout([shard.plan(built, i, whole, tensors) for i in range(layers)], shape, block_size)
+        held = {name: x.to(DEVICE) for name, x in tensors.items()}
+        plans = [shard.plan(built, i, whole, held) for i in range(layers)]
+        self.plan = plans[0]
         rotation = rope.unrotated(DIM)
         if self.plan.keys.source == "pre_rope":
             rotation = rope.layer_rotations(model.config, DIM)[0]
             rotation = replace(rotation, frequencies=rotation.frequencies.to(DEVICE))
         assert isinstance(rotation, Rotation)
-        self.layer = PagedLayer(0, self.plan, shape, self.layout, rotation, kernels)
+        self.layers = [PagedLayer(i, plan, shape, self.layout, rotation, kernels) for i, plan in enumerate(plans)]
+        self.layer = self.layers[0]
         size = self.layout.exact.block_size if self.layout.exact else 0
         noise = torch.Generator().manual_seed(0)
         blocks = -(-longest // self.layout.block_size) + 1
         exact = -(-longest // size) + 1 if size else 0
         count = rows * (blocks + exact)
-        self.pool = pool = torch.full((1 + count, self.layout.page_bytes), 255, dtype=torch.uint8, device=DEVICE)
+        sizes = 1 + count, self.layout.page_bytes
+        pools = [torch.full(sizes, 255, dtype=torch.uint8, device=DEVICE) for _ in range(layers)]
+        self.pool = pools[0]
         order = torch.randperm(count, generator=noise).to(DEVICE) + 1
         self.blocks, self.exact_blocks = order[: rows * blocks].view(rows, -1), order[rows * blocks :].view(rows, -1)
-        self.layer.bind(pool, pool if size else None)
+        for layer, pool in zip(self.layers, pools, strict=True):
+            layer.bind(pools, pool if size else None)
         self.size = size
 
-    def attend(self, begin: int, end: int, pasts, query, key, value, form=PLAIN):
-        """A step in which row i of begin..end has the next tokens of `query[i]`."""
+    def attend(self, begin: int, end: int, pasts, query, key, value, form=PLAIN, layer: int = 0):
+        """A step in which row i of begin..end has the next tokens of `query[i]`, in one layer."""
         sequences, at = [], 0
         for row in range(begin, end):
             new = len(query[row])
@@ -74,4 +93,4 @@ class Pages:
             sequences.append(Sequence(at, at + new, pasts[row], self.blocks[row], exact))
             at += new
         q, k, v = (torch.cat(x[begin:end]) for x in (query, key, value))
-        return self.layer.attend(q, k, v, Batch(sequences), DIM**-0.5, form)
+        return self.layers[layer].attend(q, k, v, Batch(sequences), DIM**-0.5, form)

@@ -134,7 +134,7 @@ def _errors(spec: Spec, shape: ModelShape, layer: int, tensors: Mapping[str, Ten
         if isinstance(one, Uncalibrated):
             errors[kind] = {"chosen": {**entry, "loss": 0.25}}
         elif isinstance(one, TransformSpec):
-            nbytes = one.groups(kind, shape)[0] * one.first_choice(kind, shape).nbytes
+            nbytes = one.first_choice(kind, shape).nbytes
             errors[kind] = {"bytes": nbytes, "effective_tokens": 9.5, "chosen": {**entry, "loss": 0.25}}
         else:
             stream = one.stream(kind)

@@ -20,24 +20,31 @@ def random_tensors(layout: Tensors, generator: torch.Generator) -> dict[str, Ten
 
 
 def random_transform(
-    widths: Sequence[int], groups: int, width: int, generator: torch.Generator, gain: bool = True
+    widths: Sequence[int] | Sequence[Sequence[int]],
+    groups: int,
+    width: int,
+    generator: torch.Generator,
+    gain: bool = True,
 ) -> dict[str, Tensor]:
-    """The tensors of one stream: a random orthogonal matrix per group, stretched, and steps that cover 4 deviations."""
-    profile = Profile(tuple(widths), gain)
-    tensors = random_tensors(transform_layout(profile, groups, width), generator)
-    tensors["widths"] = torch.tensor(profile.widths, dtype=torch.uint8)
+    """The tensors of one stream: a random orthogonal matrix per group, stretched, and steps that cover 4 deviations.
+    widths: of all groups, or of each."""
+    rows = [widths] * groups if isinstance(widths[0], int) else widths
+    profile = Profile(tuple(map(tuple, rows)), gain)
+    tensors = random_tensors(transform_layout(profile, width), generator)
+    tensors["widths"] = torch.tensor(profile.rows, dtype=torch.uint8)
     tensors["std"] = tensors["std"].abs() + 0.5
-    bits = tensors["widths"].repeat_interleave(8).double()
-    kept = len(bits)
+    bits = tensors["widths"].repeat_interleave(8, dim=1).double()
+    kept = bits.shape[1]
     stretch = torch.linspace(2, 0.5, width).double()
-    step = 4 / stretch[:kept] * 2.0**-bits
+    step = (bits > 0) * 4 / stretch[:kept] * 2.0**-bits
+    coded = torch.where(step > 0, 1 / step, 0)
     for group in range(groups):
         basis = torch.linalg.qr(torch.randn(width, width, generator=generator).double()).Q
-        tensors["analysis"][group] = ((basis.T * stretch[:, None])[:kept] / step[:, None]).float()
-        tensors["synthesis"][group] = ((basis / stretch)[:, :kept] * step).float()
-    tensors["center"][:] = (2**bits - 1) / 2 + 0.1 * tensors["center"].sign()
+        tensors["analysis"][group] = ((basis.T * stretch[:, None])[:kept] * coded[group, :, None]).float()
+        tensors["synthesis"][group] = ((basis / stretch)[:, :kept] * step[group]).float()
+    tensors["center"][:] = ((2**bits - 1) / 2 + 0.1 * tensors["center"].sign()) * (bits > 0)
     if gain:
-        tensors["deviation"][:] = stretch[:kept] / step
+        tensors["deviation"][:] = stretch[:kept] * coded
     return tensors
 
 

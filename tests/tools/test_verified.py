@@ -31,5 +31,7 @@ def test_a_suite_runs_again_after_a_change_of_its_sources(tmp_path, monkeypatch)
     assert main("needs", "one") == needed
     main("record", "one")
     assert main("needs", "one") != needed
+    source.write_text("# Reads results.\nimport  json  # of one run\n")
+    assert main("needs", "one") != needed  # comments and layout do not count
     source.write_text("import json, sys\n")
     assert main("needs", "one") == needed

@@ -38,7 +38,7 @@ def test_the_choice_is_the_best_of_all_within_the_budget(budget):
 def test_losses_of_a_stream_are_those_of_the_best_widths_of_each_rate():
     """A rate of R has 4 R bits of width; two fields of at most 8 bits, descending."""
     by_bits = np.sort(DRAW.random((2, 9)), axis=1)[:, ::-1]
-    losses = klt_losses(by_bits)
+    losses = klt_losses(by_bits[None])
     assert len(losses) == 5 and np.isinf(losses[0])
     for rate in range(1, 5):
         widths = [(a, b) for a in range(9) for b in range(a + 1) if a + b <= 4 * rate]

@@ -31,7 +31,7 @@ def pair(method, block_size):
     paged = PagedStream(plan.keys, SHAPE, layout.layers[0].keys, layout.block_size, size, shift)
     pages = torch.randint(0, 256, (12, layout.page_bytes), dtype=torch.uint8)
     exact = torch.full((400, size, 2, 32), torch.nan) if size else None
-    paged.bind(pages, exact)
+    paged.bind([pages], exact)
     table, exact_table = torch.randperm(12), torch.randperm(400)
     return Stream(plan.keys), paged, lambda tokens: paged.open(tokens, table, exact_table if size else None)
 
@@ -57,7 +57,7 @@ def test_parts_of_a_page_do_not_overlap():
     layout = cache_layout([build_parsed("kivi", bits=3).plan(0, SHAPE, {})], SHAPE).layers[0]
     taken = torch.zeros(1, layout.nbytes, dtype=torch.uint8)
     for part in (*layout.keys.values(), *layout.values.values()):
-        view = part.view(taken, layout.block_size)
+        view = part.view([taken], layout.block_size)
         assert not view.any()
         view.view(torch.uint8).fill_(1)
     assert taken.sum() == sum(

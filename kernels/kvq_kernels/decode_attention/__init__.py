@@ -19,6 +19,7 @@ No argument is read on the host: both launches can be captured in a CUDA graph, 
     spec.py, configs.py compile-time format, tuned tiles   launch.py     splits, workspace; arguments.py, checks.py
     kernel.py           split pass, tail, combination      main_loop.py  online softmax over whole tiles
     uniform*.py, vector_codebook.py, scalar_codebook.py with byte_permute.py, dequantize.py: four ways to read a tile
+    transformed.py      codes of components, which `transform_attention` reads
     outliers.py, one_hot_mma.py, outlier_corrections.py, rope.py, layout_hints.py: shared by these
 """
 
@@ -31,6 +32,7 @@ from kvq_kernels.decode_attention.launch import Workspace, plan_splits, run_kern
 from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, Pages, PerHead, Rope, Side, Uniform
 from kvq_kernels.decode_attention.reference import decode_attention_reference
 from kvq_kernels.decode_attention.spec import Tile
+from kvq_kernels.decode_attention.transformed import Transform, Transformed
 from kvq_kernels.launch_device import Backend, uses_triton
 
 __all__ = [
@@ -42,6 +44,8 @@ __all__ = [
     "Rope",
     "Side",
     "Tile",
+    "Transform",
+    "Transformed",
     "Uniform",
     "Workspace",
     "decode_attention",

@@ -19,6 +19,7 @@ from kvq_kernels.decode_attention.outliers import CHUNK
 from kvq_kernels.decode_attention.pages import cell_views, changed, stored_tensors
 from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, Packed, Pages, PerHead, Rope, Side, Uniform
 from kvq_kernels.decode_attention.spec import SideSpec
+from kvq_kernels.decode_attention.transformed import Transformed
 from kvq_kernels.planar import high_words, low_words
 
 ROWS, HEADS, GROUP, DIM, TOKENS = 8, 8, 4, 128, 4096
@@ -205,7 +206,7 @@ def _chunks(side: Side, tokens: int) -> int:
 def _bits(side: Side) -> float:
     """Bits read per packed number: codes, scales, zero-points and outliers; codebooks stay in caches."""
     packed = side.packed
-    assert not isinstance(packed, PerHead)
+    assert not isinstance(packed, (PerHead, Transformed))
     parts: list[Tensor | None] = [packed.numbers if isinstance(packed, Dense) else packed.codes]
     if isinstance(packed, Uniform):
         parts += [packed.scale, packed.zero, packed.sign]

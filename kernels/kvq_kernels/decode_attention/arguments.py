@@ -6,17 +6,23 @@ from torch import Tensor
 
 from kvq_kernels.decode_attention.pages import page_strides, stored_tensors
 from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, Packed, PerHead, Side, Uniform
+from kvq_kernels.decode_attention.transformed import Transformed
 
 
 def kv_heads(side: Side) -> int:
     """Number of kv heads."""
     if isinstance(side.packed, PerHead):
         return sum(map(len, side.packed.heads))
+    if isinstance(side.packed, Transformed):  # one transform may be of several heads
+        window = side.sinks if side.ring is None else side.ring
+        assert window is not None
+        return window.shape[1]
     return codes_of(side.packed).shape[1]
 
 
 def codes_of(packed: Packed) -> Tensor:
     """Codes, or dense numbers."""
+    assert not isinstance(packed, Transformed)
     return packed.numbers if isinstance(packed, Dense) else packed.codes
 
 
@@ -31,6 +37,7 @@ def pointers(side: Side) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
     elif isinstance(packed, Codebook):
         stored = (codes, packed.centroids, packed.mean, packed.std, packed.token_scale, packed.token_zero)
     else:
+        assert isinstance(packed, Uniform)
         stored = (codes, packed.scale, packed.zero, packed.sign, None, None)
     lists = side.outliers
     outliers = (None, None, None) if lists is None else (lists.index, lists.value, lists.start)

@@ -8,7 +8,7 @@ from torch import Tensor
 from kvq_kernels.decode_attention.arguments import kv_heads
 from kvq_kernels.decode_attention.launch import Workspace
 from kvq_kernels.decode_attention.pages import check_pages
-from kvq_kernels.decode_attention.parts import Codebook, PerHead, Rope, Side
+from kvq_kernels.decode_attention.parts import Codebook, Rope, Side
 
 
 def check_arguments(
@@ -59,7 +59,7 @@ def check_offset_and_out(rope: Rope | None, out: Tensor | None, query: Tensor) -
 
 def _check_codebooks(name: str, side: Side) -> None:
     """The kernels read both numbers of a pair or none."""
-    for packed in side.packed.members if isinstance(side.packed, PerHead) else (side.packed,):
+    for packed in side.members:
         if not isinstance(packed, Codebook):
             continue
         for first, second in (("mean", "std"), ("token_scale", "token_zero")):

@@ -21,6 +21,7 @@ from kvq_kernels.decode_attention.configs import MIN_TOKENS, choose_splits, choo
 from kvq_kernels.decode_attention.kernel import TAIL_COST, combine_kernel, split_kernel
 from kvq_kernels.decode_attention.parts import Codebook, Dense, Packed, PerHead, Rope, Side
 from kvq_kernels.decode_attention.spec import SideSpec, Tile, block_tokens, padded_dim
+from kvq_kernels.decode_attention.transformed import Transformed
 from kvq_kernels.launch_device import on_its_device
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -178,7 +179,9 @@ def capacity(side: Side) -> int:
     """Tokens per row that the packed store has room for."""
     if side.pages is not None:
         return side.pages.block_table.shape[1] * side.pages.block_size - side.pages.first
-    packed = side.packed.members[0] if isinstance(side.packed, PerHead) else side.packed
+    packed = side.members[0]
+    if isinstance(packed, Transformed):
+        return packed.room
     return codes_of(packed).shape[2] * (packed.block[0] if isinstance(packed, Codebook) else 1)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvq_kernels.decode_attention.parts import Dense, Outliers, Packed, Pages, PerHead, Side, Uniform
+from kvq_kernels.decode_attention.transformed import Transformed
 
 #: Bytes at whose multiples pages, cells and the tensors in a cell begin: the widest load of a thread.
 ALIGNMENT = 16
@@ -61,8 +62,7 @@ def _ceil(size: int) -> int:
 
 def stored_tensors(side: Side) -> Iterator[tuple[str, Tensor, int]]:
     """(name, tensor `[pages, H, (cells,) T, W]`, tokens of one of the T) of what a side keeps in pages."""
-    members = side.packed.members if isinstance(side.packed, PerHead) else (side.packed,)
-    for packed in members:
+    for packed in side.members:
         for name, tensor, tokens in _of_format(packed):
             if tensor is not None:
                 yield name, tensor, tokens
@@ -81,6 +81,9 @@ def _of_format(packed: Packed) -> list[tuple[str, Tensor | None, int]]:
         tokens = packed.group if packed.axis == "channel" else 1
         groups = (("scale", packed.scale), ("zero", packed.zero), ("sign", packed.sign))
         return [("codes", packed.codes, 1), *((name, tensor, tokens) for name, tensor in groups)]
+    if isinstance(packed, Transformed):
+        codes = [(f"codes{number}", x.flatten(packed.entry), packed.block) for number, x in enumerate(packed.codes)]
+        return [*codes, ("gain", None if packed.gain is None else packed.gain.unsqueeze(-1), 1)]
     per_token = (("token_scale", packed.token_scale), ("token_zero", packed.token_zero))
     return [
         ("codes", packed.codes, packed.block[0]),
@@ -212,9 +215,13 @@ def _changed(packed: Packed, change: Callable[[Tensor], Tensor]) -> Packed:
 
     if isinstance(packed, Dense):
         return Dense(change(packed.numbers))
-    codes = change(packed.codes)
+    if isinstance(packed, Transformed):
+        entry = packed.entry
+        codes = tuple(change(x.flatten(entry)).unflatten(-1, x.shape[entry:]) for x in packed.codes)
+        return replace(packed, codes=codes, gain=per_token(packed.gain))
+    words = change(packed.codes)
     if isinstance(packed, Uniform):
         scale = change(packed.scale)
-        return replace(packed, codes=codes, scale=scale, zero=optional(packed.zero), sign=optional(packed.sign))
+        return replace(packed, codes=words, scale=scale, zero=optional(packed.zero), sign=optional(packed.sign))
     scales, zeros = per_token(packed.token_scale), per_token(packed.token_zero)
-    return replace(packed, codes=codes, token_scale=scales, token_zero=zeros)
+    return replace(packed, codes=words, token_scale=scales, token_zero=zeros)

@@ -1,7 +1,7 @@
 """Inputs of decode attention: tensors of one layer's cache and their storage formats.
 
-`Side` is the keys or the values, `Dense`, `Uniform`, `Codebook` and `PerHead` are formats of its packed tokens.
-`spec.py` describes them to the compiler, `reference.py` unpacks them.
+`Side` is the keys or the values, `Dense`, `Uniform`, `Codebook`, `Transformed` and `PerHead` are formats of its packed
+tokens. `spec.py` describes them to the compiler, `reference.py` unpacks them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from typing import ClassVar, Literal, TypeAlias
 
 import torch
 from torch import Tensor
+
+from kvq_kernels.decode_attention.transformed import Transformed
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class Codebook:
 
 
 #: Storage formats of heads that are stored alike.
-Packed: TypeAlias = Dense | Uniform | Codebook
+Packed: TypeAlias = Dense | Uniform | Codebook | Transformed
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,11 @@ class Side:
     outliers: Outliers | None = None
     norm: Tensor | None = None
     pages: Pages | None = None
+
+    @property
+    def members(self) -> tuple[Packed, ...]:
+        """Storage of the packed tokens of all heads, in parts that are stored alike."""
+        return self.packed.members if isinstance(self.packed, PerHead) else (self.packed,)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from kvq_kernels.decode_attention.pages import gathered
 from kvq_kernels.decode_attention.parts import Codebook, Dense, Packed, PerHead, Rope, Side, Uniform
+from kvq_kernels.decode_attention.transformed import Transformed, restore
 
 
 def decode_attention_reference(
@@ -84,8 +86,9 @@ def unpack_side(side: Side, dtype: torch.dtype, dim: int) -> Tensor:
     """All packed tokens with their outliers, `[B, H, T, dim]` in `dtype`."""
     if isinstance(side.packed, PerHead):
         parts = [unpack(member, dtype, dim) for member in side.packed.members]
-        order = torch.tensor([head for heads in side.packed.heads for head in heads]).argsort().to(parts[0].device)
-        x = torch.cat(parts, dim=1)[:, order]
+        x = parts[0].new_empty(len(parts[0]), sum(map(len, side.packed.heads)), *parts[0].shape[2:])
+        for part, heads in zip(parts, side.packed.heads, strict=True):
+            x.index_copy_(1, _index(heads, x.device), part)
     else:
         x = unpack(side.packed, dtype, dim)
     if side.outliers is None:
@@ -103,10 +106,20 @@ def unpack_side(side: Side, dtype: torch.dtype, dim: int) -> Tensor:
     return pooled.unflatten(2, (-1, numbers)).transpose(1, 2).reshape(x.shape)
 
 
+@cache
+def _index(heads: tuple[int, ...], device: torch.device) -> Tensor:
+    """The heads as a tensor that is sent to the device once."""
+    return torch.tensor(heads, device=device)
+
+
 def unpack(packed: Packed, dtype: torch.dtype, dim: int | None = None) -> Tensor:
-    """Dequantized numbers `[B, H, T, D]` in `dtype`. dim: D where codes do not fill their words; None: they do."""
+    """Dequantized numbers `[B, H, T, D]` in `dtype`. dim: D, of `Transformed` or codes that do not fill
+    their words."""
     if isinstance(packed, Dense):
         return packed.numbers.to(dtype)
+    if isinstance(packed, Transformed):
+        assert dim is not None
+        return restore(packed, dtype, dim)
     return unpack_uniform(packed, dtype) if isinstance(packed, Uniform) else unpack_codebook(packed, dtype, dim)
 
 

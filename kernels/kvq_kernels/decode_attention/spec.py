@@ -15,6 +15,7 @@ import triton
 
 from kvq_kernels.decode_attention.pages import cells
 from kvq_kernels.decode_attention.parts import Dense, Packed, PerHead, Side, Uniform
+from kvq_kernels.decode_attention.transformed import Transformed
 from kvq_kernels.planar import high_words, low_bits, low_words
 
 
@@ -87,6 +88,8 @@ class SideSpec:
                 hybrid=packed.hybrid,
                 has_zero=packed.zero is not None,
             )
+        if isinstance(packed, Transformed):
+            raise ValueError("codes of a transform's components are read by transform_attention alone")
         (tokens, channels), (heads, books, entries, _) = packed.block, packed.centroids.shape
         bits = int(math.log2(entries))
         words = 0 if bits == 8 else low_words(bits, dim // channels)

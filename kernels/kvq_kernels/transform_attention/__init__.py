@@ -7,15 +7,17 @@ stored; values are transformed once, as sums: sum p g S (c - center) = S (sum p 
 tokens are exact; all are one pass:
 
     transform = Transform.of_keys(widths, synthesis, mean, center, dim, ("half", dim))
-    keys = Transformed(codes, gain, transform, Side(Dense(ring), count, sinks, ring))
+    keys = Side(Transformed(codes, gain, transform), count, sinks, ring)
     out = transform_attention(query[:, :, 0], keys, values, lengths, scaling, rope=rope)[:, :, None]
 
-No argument is read on the host. A transform of all heads, and float32 queries, take a simple path: one layer's tokens
-are unpacked to numbers of the query's type, for `decode_attention`.
+Heads may have different widths: `PerHead((Transformed, ...), heads)`, with one launch for the heads that are stored
+alike. Packed tokens may be in pages, `Side.pages`, best of whole tiles (64 tokens). No argument is read on the host. A
+transform of all heads, and float32 queries, take a simple path: one layer's tokens are unpacked to numbers of the
+query's type, for `decode_attention`.
 
-    parts.py, checks.py  tensors, their shapes     kernel.py     the pass over packed and exact tokens
-    codes.py             words to float16 numbers  launch.py     splits, arguments
-    rotated_keys.py      a tile's keys             reference.py  the same in PyTorch
+    launch.py, configs.py      splits, tuned tiles    kernel.py, addresses.py  the pass over packed and exact tokens
+    arguments.py, checks.py    tensors as arguments   codes.py                 words to float16 numbers
+    decode_attention/transformed.py  the format       rotated_keys.py          a tile's keys, turned queries
 """
 
 from __future__ import annotations
@@ -23,20 +25,20 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvq_kernels.decode_attention.launch import Workspace
-from kvq_kernels.decode_attention.parts import Rope
+from kvq_kernels.decode_attention.parts import Rope, Side
+from kvq_kernels.decode_attention.reference import decode_attention_reference
+from kvq_kernels.decode_attention.transformed import Transform, Transformed
 from kvq_kernels.launch_device import Backend, uses_triton
 from kvq_kernels.transform_attention.checks import check_arguments
 from kvq_kernels.transform_attention.launch import new_workspace, plan_splits, run_kernels
-from kvq_kernels.transform_attention.parts import Transform, Transformed
-from kvq_kernels.transform_attention.reference import transform_attention_reference
 
 __all__ = ["Transform", "Transformed", "Workspace", "new_workspace", "plan_splits", "transform_attention"]
 
 
 def transform_attention(
     query: Tensor,
-    keys: Transformed,
-    values: Transformed,
+    keys: Side,
+    values: Side,
     lengths: Tensor,
     scaling: float,
     *,
@@ -49,7 +51,8 @@ def transform_attention(
     """softmax(scaling q K^T) V over each row's first lengths[b] tokens: sinks, packed and recent ones.
 
     query:   `[B, Q, D]` float16, bfloat16 or float32, after RoPE, D even; query heads of a kv head are neighbours.
-    keys, values: `Transformed` with the same windows; the keys' transform is of `Transform.of_keys` with `rope`.
+    keys, values: `Side`s with the same windows, packed as `Transformed` or `PerHead` of such; the keys' transforms are
+             of `Transform.of_keys` with `rope`. Before anything is packed: `Dense` with any numbers.
     lengths: int32 `[B]`, tokens of each row, the new one included; 0 gives zeros.
     scaling: factor on the scores, usually 1 / sqrt(D).
     rope:    rotary embedding of the keys; None: none.
@@ -62,6 +65,6 @@ def transform_attention(
     """
     check_arguments(query, keys, values, lengths, rope, workspace, out)
     if not uses_triton(query, backend):
-        result = transform_attention_reference(query, keys, values, lengths, scaling, rope, window).to(query.dtype)
+        result = decode_attention_reference(query, keys, values, lengths, scaling, rope, window=window).to(query.dtype)
         return result if out is None else out.copy_(result)
     return run_kernels(query, keys, values, lengths, scaling, rope, window, workspace, out)

@@ -15,11 +15,7 @@ import triton.language as tl
 
 from kvq_kernels import fields
 from kvq_kernels.decode_attention.spec import get
-
-
-def operand_components(widths: tuple[int, ...]) -> int:
-    """Kept components and at least one field that is 1, in whole products: the inner size of one is 16."""
-    return 16 * (len(widths) // 2 + 1)
+from kvq_kernels.decode_attention.transformed import operand_components
 
 
 @dataclass(frozen=True)
@@ -116,7 +112,7 @@ def load_codes(
     parts, shifts, tile, remaining, F: tl.constexpr, ROWS: tl.constexpr, TOKENS: tl.constexpr, LANES: tl.constexpr
 ):
     """Words [ROWS, LANES] of all parts, as a tuple. parts: pointers at the first packed token; a row has TOKENS tokens.
-    Rows from token `remaining` of the tile on are not read. shifts: `parts.lane_shifts`."""
+    Rows from token `remaining` of the tile on are not read. shifts: `transformed.lane_shifts`."""
     row = tl.arange(0, ROWS)
     mask = row * TOKENS < remaining
     PARTS: tl.constexpr = get(F, "parts")

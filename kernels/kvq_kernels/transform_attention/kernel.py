@@ -2,8 +2,9 @@
 
 A program of `split_kernel` is for one kv head, and either some tiles of packed tokens or some exact ones. Of a tile it
 computes keys from the codes in registers, and adds codes times weights to its sums; the values' transform is applied to
-the sums, once. Warp w has tokens 16 w to 16 w + 15 of every tile from their codes to its own sums (a softmax of its
-own), so that nothing but S' of the keys and the queries passes through shared memory.
+the sums, once. A launch is for the heads with the same widths. Warp w has tokens 16 w to 16 w + 15 of every tile from
+their codes to its own sums (a softmax of its own), so that nothing but S' of the keys and the queries passes through
+shared memory.
 """
 
 from __future__ import annotations
@@ -14,10 +15,16 @@ import triton.language as tl
 from kvq_kernels.decode_attention.dequantize import at_head
 from kvq_kernels.decode_attention.kernel import attend_tail
 from kvq_kernels.decode_attention.main_loop import split_output
-from kvq_kernels.decode_attention.rope import load_cos_sin, pair_channels, position_cos_sin, unrotate
 from kvq_kernels.decode_attention.spec import get
+from kvq_kernels.transform_attention.addresses import at_paged_head, at_row, at_tile, slot_of
 from kvq_kernels.transform_attention.codes import chunks, load_codes, load_gains, value_codes
-from kvq_kernels.transform_attention.rotated_keys import key_constants, key_weights, rotated_keys
+from kvq_kernels.transform_attention.rotated_keys import (
+    key_constants,
+    key_weights,
+    rotated_keys,
+    turned,
+    turning_queries,
+)
 
 #: Factor on p: small p would fall below 2^-14, where float16 loses bits.
 P_FACTOR = tl.constexpr(16.0)
@@ -25,7 +32,8 @@ P_FACTOR = tl.constexpr(16.0)
 OUTPUT_CHANNELS = tl.constexpr(32)
 
 
-@triton.jit(do_not_specialize=["window", "splits", "room"])  # a kernel is compiled once as contexts grow
+# A kernel is compiled once as contexts grow, and for lists of heads of any length.
+@triton.jit(do_not_specialize=["window", "splits", "room", "layer_heads", "key_heads", "value_heads"])
 def split_kernel(
     query,  # [B, Q, D]
     partial,  # float32 [B, Q, programs, D]
@@ -34,14 +42,19 @@ def split_kernel(
     counts,  # int32 [B], packed tokens
     window,  # newest tokens that the query sees, its own included
     splits,  # programs for packed tokens; those after them are for exact ones
-    room,  # tokens of a row of gains
+    heads,  # int32 [heads of this launch] x 3: kv head, its index in the keys' codes and in the values'; or None
+    layer_heads,  # kv heads
+    key_heads,
+    value_heads,  # heads that the keys' and the values' codes hold
+    room,  # tokens of a row and head of gains
+    pages,  # (block table, its stride, bytes of a page, stride of heads of gains, slots) x 2; or None
     keys,  # int32 pointers at the codes of all parts, and at the gains; see `fields`
     key_strides,  # (row, head) of the codes, in words
     values,
     value_strides,
-    key_operands,  # synthesis, mean, unit of `parts.Operands`
+    key_operands,  # synthesis, mean, unit of `Operands`
     value_operands,  # synthesis, mean
-    shifts,  # of `parts.lane_shifts`
+    shifts,  # of `lane_shifts`
     exact_keys,
     exact_values,  # tuples of pointers, see `decode_attention.dequantize`
     exact_key_strides,
@@ -59,6 +72,8 @@ def split_kernel(
     GROUP: tl.constexpr,  # query heads of a kv head
     M: tl.constexpr,  # GROUP, padded
     SINKS: tl.constexpr,
+    PAGE: tl.constexpr,  # tokens of a page; 0: a row is one run of memory
+    FIRST: tl.constexpr,  # place of packed token 0 in pages
     N: tl.constexpr,  # tokens of a tile: 16 for each warp
     E: tl.constexpr,  # pairs of channels of a column tile
     RELOAD: tl.constexpr,  # S' of the keys is loaded for each tile
@@ -69,22 +84,38 @@ def split_kernel(
     TAIL_TILE: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    stored_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if heads is None:
+        head, key_head, value_head = stored_head, stored_head, stored_head
+    else:
+        head, key_head = tl.load(heads[0] + stored_head), tl.load(heads[1] + stored_head)
+        value_head = tl.load(heads[2] + stored_head)
     length, count = tl.load(lengths + row), tl.load(counts + row)
-    first_query = (row * tl.num_programs(0) + head) * GROUP
+    first_query = (row * layer_heads + head) * GROUP
     q = query + first_query.to(tl.int64) * D
     start = 0 if rope[3] is None else tl.load(rope[3] + row)
     oldest = tl.maximum(length - window, 0)
     if split < splits:
-        begin, end = tl.maximum(oldest - SINKS, 0) // N, tl.cdiv(count, N)
+        begin, end = (tl.maximum(oldest - SINKS, 0) + FIRST) // N, tl.cdiv(count + FIRST, N)
+        if FIRST > 0:
+            end = tl.where(count > 0, end, 0)
         each = tl.cdiv(tl.maximum(end - begin, 0), splits)
         first = tl.minimum(begin + split * each, end)
+        key_pages, value_pages = None, None
+        if PAGE > 0:
+            packed_keys = at_paged_head(keys, key_strides, pages[3], key_head)
+            packed_values = at_paged_head(values, value_strides, pages[8], value_head)
+            key_pages = (pages[0] + row.to(tl.int64) * pages[1], pages[2])
+            value_pages = (pages[5] + row.to(tl.int64) * pages[6], pages[7])
+        else:
+            packed_keys = at_row(keys, key_strides, key_heads, room, row, key_head)
+            packed_values = at_row(values, value_strides, value_heads, room, row, value_head)
         attend_packed(
             q, partial, logsum, first_query,
-            at_row(keys, key_strides, room, row, head), at_row(values, value_strides, room, row, head),
-            key_operands, value_operands, shifts, head,
+            packed_keys, packed_values, key_pages, value_pages,
+            key_operands, value_operands, shifts, key_head, value_head,
             first, tl.minimum(first + each, end), count, oldest - SINKS, rope, start + SINKS, scale,
-            KF, VF, STYLE, WIDTH, D, GROUP, M, N, E, RELOAD, HALF_SUMS, ASSEMBLY, PRECISION, STAGES,
+            KF, VF, STYLE, WIDTH, D, GROUP, M, PAGE, FIRST, N, E, RELOAD, HALF_SUMS, ASSEMBLY, PRECISION, STAGES,
         )  # fmt: skip
     else:
         early = tl.maximum(tl.minimum(length, SINKS) - oldest, 0)
@@ -92,8 +123,11 @@ def split_kernel(
         tail = early + tl.maximum(length - late, 0)
         each = tl.cdiv(tl.cdiv(tail, TAIL_TILE), tl.num_programs(1) - splits) * TAIL_TILE
         first = tl.minimum((split - splits) * each, tail)
-        k = at_head(exact_keys, exact_key_strides, SK, row, head)
-        v = at_head(exact_values, exact_value_strides, SV, row, head)
+        key_slot, value_slot = row, row
+        if PAGE > 0:
+            key_slot, value_slot = slot_of(pages[4], row), slot_of(pages[9], row)
+        k = at_head(exact_keys, exact_key_strides, SK, key_slot, head)
+        v = at_head(exact_values, exact_value_strides, SV, value_slot, head)
         attend_tail(
             q, partial, logsum, first_query, k, v, first, tl.minimum(first + each, tail), oldest, early, late,
             count, count, ring_size, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, TAIL_E, PRECISION,
@@ -102,32 +136,24 @@ def split_kernel(
 
 
 @triton.jit
-def at_row(pointers, strides, room, row, head):
-    """Pointers at one row and head; the last one is of gains, without gaps between rows."""
-    moved = ()
-    for i in tl.static_range(len(pointers) - 1):
-        moved = moved + (pointers[i] + (row.to(tl.int64) * strides[2 * i] + head.to(tl.int64) * strides[2 * i + 1]),)
-    first = (row * tl.num_programs(0) + head).to(tl.int64) * (room // 4)
-    return moved + (pointers[len(pointers) - 1] + first,)
-
-
-@triton.jit
 def attend_packed(
-    q, partial, logsum, first_query, keys, values, key_operands, value_operands, shifts, head,
-    first, last, count, oldest, rope, start, scale,
+    q, partial, logsum, first_query, keys, values, key_pages, value_pages,
+    key_operands, value_operands, shifts, key_head, value_head, first, last, count, oldest, rope, start, scale,
     KF: tl.constexpr, VF: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, RELOAD: tl.constexpr, HALF_SUMS: tl.constexpr,
-    ASSEMBLY: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    M: tl.constexpr, PAGE: tl.constexpr, FIRST: tl.constexpr, N: tl.constexpr, E: tl.constexpr, RELOAD: tl.constexpr,
+    HALF_SUMS: tl.constexpr, ASSEMBLY: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Attend to tiles [first, last) of N packed tokens; start: position of packed token 0, oldest: the first token
-    that the query sees."""
+    that the query sees. Places in pages are counted instead of packed tokens."""
+    if FIRST > 0:
+        count, oldest, start = count + FIRST, tl.maximum(oldest, 0) + FIRST, start - FIRST
     B: tl.constexpr = N // 16
     VC: tl.constexpr = chunks(VF)
-    constants = key_constants(key_operands, head, rope, KF, STYLE, WIDTH, D, N, E)
+    constants = key_constants(key_operands, key_head, rope, KF, STYLE, WIDTH, D, N, E)
     position = tl.where(last > first, start + first * N, 0)  # tables of cosines may end at the last token
     queries, query_scale, steps = turning_queries(
-        q, key_operands[2] + head * D, rope, position, scale, STYLE, WIDTH, D, GROUP, M, N, E
-    )
+        q, key_operands[2] + key_head * D, rope, position, scale, STYLE, WIDTH, D, GROUP, M, N, E, FIRST > 0,
+    )  # fmt: skip
     sums = ()
     for i in tl.static_range(len(VC)):
         sums = sums + (tl.zeros([B, 8 * VC[i][1], M], tl.float32),)
@@ -137,15 +163,17 @@ def attend_packed(
     seen = tl.maximum(count - oldest, 0).to(tl.uint32, bitcast=True)  # packed tokens that the query sees
     for tile in tl.range(first, last, num_stages=STAGES):
         remaining = count - tile * N
-        key_words = load_codes(keys, shifts, tile, remaining, KF, N, 1, 4)
-        value_words = load_codes(values, shifts, tile, remaining, VF, N // 2, 2, 8)
-        key_gain = load_gains(keys, tile, remaining, KF, N)
-        value_gain = load_gains(values, tile, remaining, VF, N)
+        k, key_tile = at_tile(keys, key_pages, tile, PAGE, N)
+        v, value_tile = at_tile(values, value_pages, tile, PAGE, N)
+        key_words = load_codes(k, shifts, key_tile, remaining, KF, N, 1, 4)
+        value_words = load_codes(v, shifts, value_tile, remaining, VF, N // 2, 2, 8)
+        key_gain = load_gains(k, key_tile, remaining, KF, N)
+        value_gain = load_gains(v, value_tile, remaining, VF, N)
         qk = tl.zeros([N, M], tl.float32)
         for j in tl.static_range(len(constants)):
             weights, means, turns = constants[j]
             if RELOAD:
-                weights = key_weights(key_operands[0], head, j, KF, STYLE, WIDTH, D, E, VOLATILE=True)
+                weights = key_weights(key_operands[0], key_head, j, KF, STYLE, WIDTH, D, E, VOLATILE=True)
             r1, r2 = rotated_keys(key_words, key_gain, weights, means, turns, KF, STYLE, N, E, HALF_SUMS, ASSEMBLY)
             qk = tl.dot(r1, queries[2 * j].to(tl.float16), qk)
             qk = tl.dot(r2, queries[2 * j + 1].to(tl.float16), qk)
@@ -178,54 +206,9 @@ def attend_packed(
         merged = merged + (tl.trans(x),)
     if last > first:
         out = split_output(partial, first_query, D, M)
-        store_values(merged, out, value_operands, head, VF, D, GROUP, M, PRECISION)
+        store_values(merged, out, value_operands, value_head, VF, D, GROUP, M, PRECISION)
     member = tl.arange(0, M)
     tl.store(split_output(logsum, first_query, 1, M), m + tl.log2(total), mask=member < GROUP)
-
-
-@triton.jit
-def turning_queries(
-    q, unit, rope, position, scale, STYLE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
-    M: tl.constexpr, N: tl.constexpr, E: tl.constexpr,
-):  # fmt: skip
-    """(queries, scale [M], steps): both channels of each column tile of pairs, float32 [E, M], in units of the keys,
-    turned back by the rotation of `position` and divided so that they are at most 1024; what scores are then multiplied
-    by; (cos, sin) [E, 1] of N positions."""
-    PAIRS: tl.constexpr = "half" if STYLE == "none" else STYLE
-    member = tl.arange(0, M)[None, :]
-    queries, steps = (), ()
-    largest = tl.full([M], 1e-30, tl.float32)
-    for j in tl.static_range((D // 2 + E - 1) // E):
-        pair = j * E + tl.arange(0, E)
-        c1, c2 = pair_channels(pair, PAIRS, WIDTH, D)
-        mask = (pair < D // 2)[:, None] & (member < GROUP)
-        u1 = tl.load(unit + c1, pair < D // 2, 0.0)[:, None]
-        u2 = tl.load(unit + c2, pair < D // 2, 0.0)[:, None]
-        q1 = tl.load(q + member * D + c1[:, None], mask, 0.0).to(tl.float32) * u1
-        q2 = tl.load(q + member * D + c2[:, None], mask, 0.0).to(tl.float32) * u2
-        if STYLE != "none":
-            cos, sin = position_cos_sin(rope, position + tl.zeros([1], tl.int32), pair, WIDTH, D)
-            q1, q2 = unrotate(q1, q2, tl.trans(cos), tl.trans(sin))
-            cos, sin = load_cos_sin(rope[1], tl.full([1, 1], N // 2, tl.int32), pair[None, :], WIDTH, D)
-            steps = steps + (tl.trans(cos * cos - sin * sin), tl.trans(2.0 * cos * sin))
-        largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(q1), tl.abs(q2)), axis=0))
-        queries = queries + (q1, q2)
-    divided = ()
-    for j in tl.static_range(len(queries)):
-        divided = divided + (queries[j] * (1024.0 / largest)[None, :],)
-    return divided, largest * (scale / 1024.0), steps
-
-
-@triton.jit
-def turned(queries, steps, STYLE: tl.constexpr):
-    """The queries for the next tile."""
-    if STYLE == "none":
-        return queries
-    else:
-        new = ()
-        for j in tl.static_range(len(queries) // 2):
-            new = new + unrotate(queries[2 * j], queries[2 * j + 1], steps[2 * j], steps[2 * j + 1])
-        return new
 
 
 @triton.jit

@@ -1,11 +1,11 @@
-"""Keys of a tile from their codes: S' c, gain, mean, RoPE, in registers."""
+"""Keys of a tile from their codes: S' c, gain, mean, RoPE, in registers; queries that turn from tile to tile."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from kvq_kernels.decode_attention.rope import load_cos_sin, pair_channels
+from kvq_kernels.decode_attention.rope import load_cos_sin, pair_channels, position_cos_sin, unrotate
 from kvq_kernels.decode_attention.spec import get
 from kvq_kernels.transform_attention.codes import chunks, key_codes
 
@@ -127,3 +127,52 @@ def _finished_ptx(k1, k2, gain, means, cos_sin, F: tl.constexpr, STYLE: tl.const
     REGISTERS: tl.constexpr = _registers(GAIN, STYLE != "none", HALF_SUMS)
     r1, r2 = tl.inline_asm_elementwise(PTX, REGISTERS, operands, dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
     return r1, r2
+
+
+@triton.jit
+def turning_queries(
+    q, unit, rope, position, scale, STYLE: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr,
+    M: tl.constexpr, N: tl.constexpr, E: tl.constexpr, SIGNED: tl.constexpr,
+):  # fmt: skip
+    """(queries, scale [M], steps): both channels of each column tile of pairs, float32 [E, M], in units of the keys,
+    turned back by the rotation of `position` and divided so that they are at most 1024; what scores are then multiplied
+    by; (cos, sin) [E, 1] of N positions. SIGNED: `position` may be below 0."""
+    PAIRS: tl.constexpr = "half" if STYLE == "none" else STYLE
+    member = tl.arange(0, M)[None, :]
+    queries, steps = (), ()
+    largest = tl.full([M], 1e-30, tl.float32)
+    for j in tl.static_range((D // 2 + E - 1) // E):
+        pair = j * E + tl.arange(0, E)
+        c1, c2 = pair_channels(pair, PAIRS, WIDTH, D)
+        mask = (pair < D // 2)[:, None] & (member < GROUP)
+        u1 = tl.load(unit + c1, pair < D // 2, 0.0)[:, None]
+        u2 = tl.load(unit + c2, pair < D // 2, 0.0)[:, None]
+        q1 = tl.load(q + member * D + c1[:, None], mask, 0.0).to(tl.float32) * u1
+        q2 = tl.load(q + member * D + c2[:, None], mask, 0.0).to(tl.float32) * u2
+        if STYLE != "none":
+            if SIGNED:
+                cos, sin = position_cos_sin(rope, tl.abs(position) + tl.zeros([1], tl.int32), pair, WIDTH, D)
+                sin = tl.where(position < 0, -sin, sin)
+            else:
+                cos, sin = position_cos_sin(rope, position + tl.zeros([1], tl.int32), pair, WIDTH, D)
+            q1, q2 = unrotate(q1, q2, tl.trans(cos), tl.trans(sin))
+            cos, sin = load_cos_sin(rope[1], tl.full([1, 1], N // 2, tl.int32), pair[None, :], WIDTH, D)
+            steps = steps + (tl.trans(cos * cos - sin * sin), tl.trans(2.0 * cos * sin))
+        largest = tl.maximum(largest, tl.max(tl.maximum(tl.abs(q1), tl.abs(q2)), axis=0))
+        queries = queries + (q1, q2)
+    divided = ()
+    for j in tl.static_range(len(queries)):
+        divided = divided + (queries[j] * (1024.0 / largest)[None, :],)
+    return divided, largest * (scale / 1024.0), steps
+
+
+@triton.jit
+def turned(queries, steps, STYLE: tl.constexpr):
+    """The queries for the next tile."""
+    if STYLE == "none":
+        return queries
+    else:
+        new = ()
+        for j in tl.static_range(len(queries) // 2):
+            new = new + unrotate(queries[2 * j], queries[2 * j + 1], steps[2 * j], steps[2 * j + 1])
+        return new

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from kvq_kernels.aot_cases import stored_bytes
-from kvq_kernels.decode_attention import Dense, Rope, Side
+from kvq_kernels.decode_attention import Rope, Side
 from kvq_kernels.decode_attention import aot_cases as decode_cases
+from kvq_kernels.decode_attention.reference import decode_attention_reference
 from kvq_kernels.transform_attention import Transform, Transformed, aot_cases, transform_attention
-from kvq_kernels.transform_attention.reference import transform_attention_reference
 from torch import Tensor
 
 from kvq_cli.benchmarking.kernels.decode import (
@@ -50,13 +50,13 @@ class TransformStep:
     """The operands of `transform_attention` for one decode step."""
 
     query: Tensor
-    keys: Transformed
-    values: Transformed
+    keys: Side
+    values: Side
     lengths: Tensor
     rope: Rope
 
     @property
-    def arguments(self) -> tuple[Tensor, Transformed, Transformed, Tensor, float]:
+    def arguments(self) -> tuple[Tensor, Side, Side, Tensor, float]:
         """query, keys, values, lengths and the factor of q . k: 1 / sqrt(head_dim)."""
         return self.query, self.keys, self.values, self.lengths, self.query.shape[2] ** -0.5
 
@@ -66,7 +66,7 @@ class TransformStep:
 
     def reference(self, dtype: torch.dtype, round_to: torch.dtype | None = None) -> Tensor:
         """Compute attention with PyTorch in `dtype`; keys and values rounded to `round_to`."""
-        return transform_attention_reference(*self.arguments, rope=self.rope, dtype=dtype, round_to=round_to)
+        return decode_attention_reference(*self.arguments, rope=self.rope, dtype=dtype, round_to=round_to)
 
 
 def _case(name: str, shape: DecodeShape) -> Case:
@@ -91,21 +91,16 @@ def _error(name: str, shape: DecodeShape) -> tuple[float, float]:
 def random_transform_step(name: str, shape: DecodeShape, seed: int) -> TransformStep:
     """Return a decode step over random codes, gains, transforms, sinks and recent tokens."""
     random, dim = generator(shape.device, seed), decode_cases.DIM
-    keys, values = (_random_side(side, shape, random) for side in _empty_sides(name, shape))
+    keys, values = map(_packed_of, _empty_sides(name, shape))
+    key_side = _random_side(keys, partial(Transform.of_keys, rotation=("half", dim)), shape, random)
+    value_side = _random_side(values, Transform.of_values, shape, random)
     query = random_tensor((shape.batch, shape.heads * decode_cases.GROUP, dim), torch.float16, random)
     lengths = torch.full((shape.batch,), shape.context, dtype=torch.int32, device=shape.device)
     rope = rope_tables("half", dim // 2, shape)
-    keys, values = (
-        replace(side, transform=make(*_random_transform(side, random), dim, *rotation))
-        for side, make, rotation in (
-            (keys, Transform.of_keys, [("half", dim)]),
-            (values, Transform.of_values, list[Any]()),
-        )
-    )
-    return TransformStep(query, keys, values, lengths, rope)
+    return TransformStep(query, key_side, value_side, lengths, rope)
 
 
-def _empty_sides(name: str, shape: DecodeShape) -> tuple[Transformed, Transformed]:
+def _empty_sides(name: str, shape: DecodeShape) -> tuple[Side, Side]:
     """Return keys and values of a store without memory."""
     store, size = STORES[name], (shape.batch, shape.heads, _packed(shape), decode_cases.DIM)
     make = partial(aot_cases.empty_side, dtype=torch.float16, gain=store.gain)
@@ -117,28 +112,38 @@ def _packed(shape: DecodeShape) -> int:
     return (shape.context - SINKS - RECENT) // 16 * 16
 
 
-def _nbytes(side: Transformed) -> int:
+def _packed_of(side: Side) -> Transformed:
+    assert isinstance(side.packed, Transformed)
+    return side.packed
+
+
+def _nbytes(side: Side) -> int:
     """Return the bytes that a step reads of one side; its transform counts once."""
-    transform = side.transform
-    assert transform.operands is not None
-    return stored_bytes(*side.codes, side.gain, transform.operands.synthesis, transform.operands.mean)
+    packed = _packed_of(side)
+    assert packed.transform.operands is not None
+    operands = packed.transform.operands
+    return stored_bytes(*packed.codes, packed.gain, operands.synthesis, operands.mean)
 
 
-def _random_side(side: Transformed, shape: DecodeShape, random: torch.Generator) -> Transformed:
-    codes = tuple(random_tensor(tuple(x.shape), x.dtype, random) for x in side.codes)
-    gain = None if side.gain is None else random_tensor(tuple(side.gain.shape), torch.uint8, random) // 8 + 112
+def _random_side(
+    packed: Transformed, make: Callable[..., Transform], shape: DecodeShape, random: torch.Generator
+) -> Side:
+    """Return random codes like `packed`, a transform that `make` makes, and exact tokens."""
+    codes = tuple(random_tensor(tuple(x.shape), x.dtype, random) for x in packed.codes)
+    gain = None if packed.gain is None else random_tensor(tuple(packed.gain.shape), torch.uint8, random) // 8 + 112
     sinks, ring = (
         random_tensor((shape.batch, shape.heads, tokens, decode_cases.DIM), torch.float16, random)
         for tokens in (SINKS, RING)
     )
     count = torch.full((shape.batch,), _packed(shape), dtype=torch.int32, device=shape.device)
-    return replace(side, codes=codes, gain=gain, exact=Side(Dense(ring), count, sinks, ring))
+    transform = make(*_random_transform(packed.transform, random), dim=decode_cases.DIM)
+    return Side(Transformed(codes, gain, transform), count, sinks, ring)
 
 
-def _random_transform(side: Transformed, random: torch.Generator) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor]:
+def _random_transform(transform: Transform, random: torch.Generator) -> tuple[tuple[int, ...], Tensor, Tensor, Tensor]:
     """Return (widths, synthesis, mean, center) of numbers with a variance of about 2: a sum over components, and the
     mean."""
-    widths, (heads, dim, kept) = side.transform.widths, side.transform.synthesis.shape
+    widths, (heads, dim, kept) = transform.widths, transform.synthesis.shape
     levels = 2.0 ** torch.tensor([float(width) for width in widths for _ in range(8)], device=random.device)
     synthesis, mean = (random_tensor(size, torch.float32, random) for size in ((heads, dim, kept), (heads, dim)))
     # A uniform code has a deviation of levels / sqrt(12).

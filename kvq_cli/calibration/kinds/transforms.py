@@ -39,7 +39,7 @@ class TransformPlan(CapturePlan):
         shape = self.loaded.shape
         sizes = (self.spec.groups(kind, shape) for kind in "kv")
         # Float64: analysis and synthesis, mean, std and variances, and 9 losses of each field.
-        numbers = (groups * width * (2 * width + 3) + 9 * (width // FIELD) for groups, width in sizes)
+        numbers = (groups * (width * (2 * width + 3) + 9 * (width // FIELD)) for groups, width in sizes)
         return 8 * shape.layers * sum(numbers)
 
     def functions(

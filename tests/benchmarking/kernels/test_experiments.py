@@ -81,13 +81,14 @@ def test_bytes_of_transform_codes_are_those_of_the_operands():
     _, cases = next(iter(EXPERIMENTS["transform_attention"].shapes(Sizes(dry=False), CPU)))
     for case in (case for case in cases if not case.baseline):
         step = transform.random_transform_step(case.extra["store"], shape, 0)
-        stored = [x for side in (step.keys, step.values) for x in (*side.codes, side.gain)]
-        operands = [side.transform.operands for side in (step.keys, step.values)]
+        sides = step.keys.packed, step.values.packed
+        stored = [x for packed in sides for x in (*packed.codes, packed.gain)]
+        operands = [packed.transform.operands for packed in sides]
         assert case.nbytes == sum(
             x.nbytes for x in [*stored, *(x for one in operands for x in (one.synthesis, one.mean))]
         )
         if case.extra["store"] == "klt-2bit":  # and a byte per token and head
-            packed = int(step.keys.exact.count[0])
+            packed = int(step.keys.count[0])
             assert sum(x.nbytes for x in stored) == 2 * 8 * packed * (2 * 128 // 8 + 1)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from kernel_cases import assert_error_at_most_twice
 from kvq_kernels import fields
-from kvq_kernels.decode_attention import Dense, Rope, Side
+from kvq_kernels.decode_attention import Dense, PerHead, Rope, Side
+from kvq_kernels.decode_attention.pages import changed
+from kvq_kernels.decode_attention.reference import decode_attention_reference
 from kvq_kernels.transform_attention import Transform, Transformed, new_workspace, transform_attention
-from kvq_kernels.transform_attention.reference import transform_attention_reference
+from paged_cases import paged
 
 TYPES = {32: torch.int32, 16: torch.int16, 8: torch.uint8}
 
@@ -35,12 +37,13 @@ def pack(codes, widths, keys):
 class Case:
     """Random cache with rows of `lengths` tokens: sinks, packed tokens in blocks of 16, at least `recent` others.
 
-    keys, values: widths of the fields. joined: one transform of all heads. gain: whether keys and values have one.
+    keys, values: widths of the fields, or of each of `members`, tuples of kv heads; of the keys and of the values where
+    they differ. joined: one transform of all heads. gain: whether keys and values have one.
     """
 
     def __init__(self, lengths, keys=(4, 3, 2, 2), values=(3, 2, 2, 1), dim=32, heads=2, group=2, dtype=torch.float16,
                  sinks=3, recent=2, rope="half", rotated=None, scale=1.1, offset=0, window=None, gain=(True, True),
-                 joined=False, packed=True, mean=1.0, seed=0):  # fmt: skip
+                 joined=False, packed=True, mean=1.0, seed=0, members=None, value_members=None):  # fmt: skip
         g = torch.Generator().manual_seed(seed)
         rows, self.dtype, self.window = len(lengths), dtype, window
         self.lengths = torch.tensor(lengths, dtype=torch.int32)
@@ -56,7 +59,7 @@ class Case:
         def random(*shape):
             return torch.randn(*shape, generator=g)
 
-        def side(widths, keys, gains):
+        def stored(widths, heads, keys, gains):
             groups, width = (1, heads * dim) if joined else (heads, dim)
             bits = torch.tensor([float(w) for w in widths for _ in range(8)])
             none = torch.zeros(rows, groups, room, 0, dtype=torch.int64)
@@ -68,28 +71,48 @@ class Case:
             rotation = None if rope is None else (rope, rotated or dim)
             make = (Transform.of_keys, (dim, rotation)) if keys else (Transform.of_values, (dim,))
             gain = torch.randint(100, 150, (rows, groups, room), generator=g).byte() if gains else None
+            return Transformed(pack(codes, tuple(widths), keys), gain, make[0](*numbers, *make[1]))
+
+        def side(widths, members, keys, gains):
+            if members is None:
+                held = stored(widths, heads, keys, gains)
+            else:
+                each = (stored(x, len(own), keys, gains) for x, own in zip(widths, members, strict=True))
+                held = PerHead(tuple(each), members)
             sinks_tensor = random(rows, heads, sinks, dim).to(dtype) if sinks else None
             ring = random(rows, heads, ring_size, dim).to(dtype)
-            exact = Side(Dense(ring), count, sinks_tensor, ring)
-            parts = pack(codes, tuple(widths), keys) if packed else ()
-            return Transformed(parts, gain if packed else None, make[0](*numbers, *make[1]), exact)
+            return Side(held if packed else Dense(ring), count, sinks_tensor, ring)
 
-        self.keys, self.values = side(keys, True, gain[0]), side(values, False, gain[1])
+        self.sides = [side(keys, members, True, gain[0]), side(values, value_members or members, False, gain[1])]
         self.scaling = dim**-0.5
+
+    @property
+    def keys(self):
+        return self.sides[0]
+
+    @property
+    def values(self):
+        return self.sides[1]
+
+    def in_pages(self, block_size, first=0):
+        """(case, the same in shuffled pages); see `paged_cases.paged`."""
+        plain, new = paged(self, block_size, first=first)
+        new.sides = [changed(side, lambda x: x.squeeze(2)) for side in new.sides]
+        return plain, new
 
     def run(self, poisoned=True):
         """Output of the kernels; their buffers are filled with NaN before."""
         out = torch.full_like(self.query, torch.nan)
-        workspace = new_workspace(self.query, self.keys)
+        workspace = new_workspace(self.query, *self.sides)
         workspace.partial.fill_(torch.nan)
         workspace.logsum.fill_(torch.nan)
-        args = (self.query, self.keys, self.values, self.lengths, self.scaling)
+        args = (self.query, *self.sides, self.lengths, self.scaling)
         options = {"rope": self.rope, "window": self.window}
         return transform_attention(*args, **options, workspace=workspace, out=out, backend="triton")
 
     def reference(self, dtype, round_to=None):
-        args = (self.query, self.keys, self.values, self.lengths, self.scaling, self.rope, self.window)
-        return transform_attention_reference(*args, dtype, round_to)
+        args = (self.query, *self.sides, self.lengths, self.scaling, self.rope)
+        return decode_attention_reference(*args, dtype, round_to, self.window)
 
     def check(self, floor=5e-4):
         """Assert at most twice PyTorch's error, or 2 `floor` of 16-bit queries: a key is rounded five times to float16,

@@ -15,13 +15,16 @@ from typing import Any
 import pytest
 import torch
 from random_artifacts import random_parts, tiny_model
+from random_transforms import random_transform
 from vllm_engines import LENGTHS, NEW, generated, running
 
 from kvq_cli import load_artifact
 from kvq_cli.artifact import save_artifact
+from kvq_cli.artifact.contents import tensor_sizes
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.methods.registry import build_parsed
+from kvq_cli.methods.specs import Profile, even_widths
 from kvq_cli.models import model_shape
 from kvq_cli.vllm.layout import CacheLayout, cache_layout
 from kvq_cli.vllm.served import ServedMethod
@@ -77,6 +80,22 @@ class Case:
         raise ValueError("no block size fits")
 
 
+#: Bytes that four lanes have of klt's codes, of the keys and values of each layer.
+RATES = ((1, 1), (6, 5))
+
+
+def give_layers_other_bits(config: dict[str, Any], tensors: dict[str, torch.Tensor], shape: ModelShape) -> None:
+    """Replace klt's transforms by some of `RATES`: parts of the second layer then lie in pages of the first."""
+    for layer, rates in enumerate(RATES):
+        for kind, rate in zip("kv", rates, strict=True):
+            profile = Profile((even_widths(rate, shape.head_dim),) * shape.kv_heads, True)
+            noise = torch.Generator().manual_seed(layer)
+            drawn = random_transform(profile.widths, shape.kv_heads, shape.head_dim, noise)
+            tensors |= {f"layers.{layer}.{kind}.{name}": tensor for name, tensor in drawn.items()}
+            config["errors"]["layers"][layer][kind]["bytes"] = profile.nbytes
+    config["sizes"] = tensor_sizes(tensors)
+
+
 @pytest.fixture(scope="session")
 def case(model, prompts, tmp_path_factory) -> Callable[[str], Case]:
     """`case("kivi:sinks=32")`, 2 bits, with a random artifact where the method needs one."""
@@ -87,6 +106,8 @@ def case(model, prompts, tmp_path_factory) -> Callable[[str], Case]:
             method: Any = build_parsed(text, bits=2)
             if method.calibrates:
                 config, tensors = random_parts(method, model)
+                if method.name == "klt":
+                    give_layers_other_bits(config, tensors, model_shape(model))
                 path = tmp_path_factory.mktemp("artifact") / "it"
                 save_artifact(path, config, tensors, "card")
                 method = load_artifact(path)

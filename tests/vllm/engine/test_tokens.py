@@ -44,6 +44,16 @@ def test_concurrent_requests_prefix_hits_and_samples_equal_generate(method, case
         assert engine.free_blocks == engine.all_blocks
 
 
+def test_pages_of_layers_with_different_bits(case):
+    """The cases above have them."""
+    for method in (METHODS[-2], METHODS[-1]):
+        layout = case(method).layout
+        parts = [(number, part) for number, layer in enumerate(layout.layers) for part in layer.keys.values()]
+        parts += [(number, part) for number, layer in enumerate(layout.layers) for part in layer.values.values()]
+        assert any(part.layer != number for number, part in parts)
+        assert layout.page_bytes < max(layer.nbytes for layer in layout.layers)
+
+
 @each_method
 def test_chunked_prefill_and_preemption_in_a_new_engine_equal_generate(method, case, start, prompts, monkeypatch):
     from vllm.v1.core.sched.scheduler import Scheduler

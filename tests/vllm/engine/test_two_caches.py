@@ -17,7 +17,7 @@ def layers_of(runner):
     return [layer for layer in runner.compilation_config.static_forward_context.values() if hasattr(layer, "kv_cache")]
 
 
-@pytest.mark.parametrize("method", ["kivi:sinks=32:recent=96", "turboquant"])
+@pytest.mark.parametrize("method", ["kivi:sinks=32:recent=96", "turboquant", "klt"])
 def test_the_real_cache_is_used_after_a_thrown_away_one(method, case, start, prompts, monkeypatch):
     """As `profile_cudagraph_memory` on a GPU: a cache of four blocks, steps in it, then the real cache, which is read
     and written. The memory of the first is free before the second is made."""

@@ -1,4 +1,7 @@
-"""Inputs of `transform_attention`: packed codes of a transform's components, and the transform."""
+"""Keys or values that are packed as codes of a transform's components: tensors, and unpacking in PyTorch.
+
+`transform_attention` reads this format, `fields.py` has the layout.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ import torch
 from torch import Tensor
 
 from kvq_kernels import fields
-from kvq_kernels.decode_attention.parts import Side
-from kvq_kernels.transform_attention.codes import operand_components
 
 #: Factors on float16 operands: a code is the number code * 2^(offset - 24), and S' of float16 at most 2^15.
 CODE, OPERAND = 2.0**24, 2.0**15
+
+
+def operand_components(widths: tuple[int, ...]) -> int:
+    """Kept components and at least one field that is 1, in whole products: the inner size of one is 16."""
+    return 16 * (len(widths) // 2 + 1)
 
 
 @dataclass(frozen=True)
@@ -122,38 +128,52 @@ class Transformed:
     """Keys (before RoPE) or values, packed as codes of a transform's components.
 
     codes: tensors of the parts that `fields` has for the widths, in order, each contiguous from the token axis on:
-           keys `[B, G, T, 4, words]`, values `[B, G, T / 16, 8, 8, words]`; T is a multiple of 16. Empty where nothing
-           was packed yet.
+           keys `[B, G, T, 4, words]`, values `[B, G, T / 16, 8, 8, words]`; T is a multiple of 16.
     gain:  uint8 n `[B, G, T]`: g = 2^((n - 128) / 16), rounded to float16; None: g = 1.
-    exact: count, a multiple of 16, sinks and ring as in any `Side`; its `packed` is not read.
     """
 
     codes: tuple[Tensor, ...]
     gain: Tensor | None
     transform: Transform
-    exact: Side
 
     @property
-    def heads(self) -> int:
-        """Number of kv heads."""
-        exact = self.exact.sinks if self.exact.ring is None else self.exact.ring
-        assert exact is not None
-        return exact.shape[1]
+    def block(self) -> int:
+        """Tokens of an entry of the codes' token axis."""
+        return 1 if self.codes[0].shape[-2] == fields.KEY_LANES else fields.BLOCK
+
+    @property
+    def entry(self) -> int:
+        """First axis behind the codes' token axis."""
+        return -2 if self.block == 1 else -3
 
     @property
     def room(self) -> int:
-        """Packed tokens per row that there is room for: how many there are is known on the device alone."""
-        if not self.codes:
-            return 0
-        codes = self.codes[0]
-        return codes.shape[2] * (1 if codes.shape[3] == fields.KEY_LANES else fields.BLOCK)
+        """Tokens per row that there is room for."""
+        return self.codes[0].shape[2] * self.block
 
-    @property
-    def sinks(self) -> int:
-        """Number of sinks."""
-        return 0 if self.exact.sinks is None else self.exact.sinks.shape[2]
 
-    @property
-    def recent(self) -> int:
-        """Tokens that the ring buffer holds."""
-        return 0 if self.exact.ring is None else self.exact.ring.shape[2]
+def restore(packed: Transformed, dtype: torch.dtype, dim: int) -> Tensor:
+    """Tokens g S (c - center) + mean, `[B, H, T, dim]` in `dtype`, computed in it, but at least in float32."""
+    wide, transform = torch.promote_types(dtype, torch.float32), packed.transform
+    z = unpack_fields(packed.codes, transform.widths).to(wide) - transform.center.to(wide)[:, None]
+    if packed.gain is not None:
+        z = z * torch.exp2((packed.gain.float() - 128) / 16).half().to(wide)[..., None]
+    x = z @ transform.synthesis.to(wide).mT + transform.mean.to(wide)[:, None]  # [B, G, T, W]
+    return x.unflatten(3, (-1, dim)).transpose(2, 3).flatten(1, 2).to(dtype)
+
+
+def unpack_fields(codes: tuple[Tensor, ...], widths: tuple[int, ...]) -> Tensor:
+    """Codes `[B, G, T, K]`, int32, of the tensors of all parts, of keys or values."""
+    parts, read = fields.parts(fields.rate(widths)), []
+    for place, width in zip(fields.places(widths), widths, strict=True):
+        words, at = codes[place.part][..., place.word].int(), place.shift + place.offset
+        halves = torch.stack([words >> at, words >> (at + parts[place.part].room)], dim=-1) & (2**width - 1)
+        if codes[0].shape[3] == fields.KEY_LANES:  # [B, G, T, 4, 2]
+            read.append(halves.flatten(3))
+        else:  # [B, G, T / 16, 8, 8, 2]
+            read.append(halves.transpose(4, 5).flatten(2, 4))
+    if not read:
+        rows, groups = codes[0].shape[:2]
+        tokens = codes[0].shape[2] * (1 if codes[0].shape[3] == fields.KEY_LANES else fields.BLOCK)
+        return codes[0].new_empty(rows, groups, tokens, 0, dtype=torch.int32)
+    return torch.cat(read, dim=3)
