@@ -21,7 +21,7 @@ from kvq_kernels.decode_attention.spec import SideSpec, padded_dim
 from kvq_kernels.transform_attention import aot_cases as transform_cases
 from kvq_kernels.transform_attention.configs import Config
 from kvq_kernels.transform_attention.kernel import OUTPUT_CHANNELS
-from kvq_kernels.transform_attention.launch import EXACT_TOKENS, MAX_EXACT_PROGRAMS
+from kvq_kernels.transform_attention.launch import EXACT_TOKENS, MAX_EXACT_PROGRAMS, WAVE_EFFICIENCY
 
 from kvq_cli.benchmarking.kernels import decode, transform
 from kvq_cli.methods.specs import even_widths
@@ -200,7 +200,7 @@ class Plan:
         if kernel.operation == "transform_attention":
             packed = (context - sinks - recent) // fields.BLOCK * fields.BLOCK
             tiles, exact = math.ceil(packed / kernel.tokens), context - packed
-            splits = choose_splits(batch * HEADS, tiles, MULTIPROCESSORS, kernel.waves)
+            splits = choose_splits(batch * HEADS, tiles, MULTIPROCESSORS, kernel.waves, WAVE_EFFICIENCY)
             exact_programs = min(MAX_EXACT_PROGRAMS, math.ceil(room / EXACT_TOKENS))
         else:
             tiles = (context - sinks - recent) // kernel.tokens

@@ -24,6 +24,8 @@ from kvq_kernels.tuning import family
 
 #: Exact tokens of a program, about, and programs for them at most.
 EXACT_TOKENS, MAX_EXACT_PROGRAMS = 2 * TAIL_TILE, 8
+#: Share of the best wave efficiency: a tile takes about a microsecond, as long as many more splits to combine.
+WAVE_EFFICIENCY = 0.95
 
 
 def fused(query: Tensor, *sides: Side) -> bool:
@@ -49,7 +51,7 @@ def programs(query: Tensor, keys: Side, values: Side) -> tuple[int, int]:
     )
     pairs = triton.cdiv(query.shape[0] * kv_heads(keys), launches)
     tiles = triton.cdiv(capacity(keys), config.tokens)
-    return choose_splits(pairs, tiles, sm_count(query.device), config.programs), exact
+    return choose_splits(pairs, tiles, sm_count(query.device), config.programs, WAVE_EFFICIENCY), exact
 
 
 def plan_splits(query: Tensor, keys: Side, values: Side) -> int:
