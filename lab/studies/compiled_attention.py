@@ -19,11 +19,12 @@ from kvq_kernels.decode_attention.kernel import TAIL_COST
 from kvq_kernels.decode_attention.launch import TAIL_TILE
 from kvq_kernels.decode_attention.spec import SideSpec, padded_dim
 from kvq_kernels.transform_attention import aot_cases as transform_cases
-from kvq_kernels.transform_attention.configs import Config
+from kvq_kernels.transform_attention import configs as transform_configs
 from kvq_kernels.transform_attention.kernel import OUTPUT_CHANNELS
-from kvq_kernels.transform_attention.launch import EXACT_TOKENS, MAX_EXACT_PROGRAMS, WAVE_EFFICIENCY
+from kvq_kernels.transform_attention.launch import EXACT_TOKENS, MAX_EXACT_PROGRAMS
 
 from kvq_cli.benchmarking.kernels import decode, transform
+from kvq_cli.calibration.allocation import MENU_OF_LAYER
 from kvq_cli.methods.specs import even_widths
 from lab.studies import warp_timing
 from lab.studies.warp_timing import LATENCIES, Code, Instruction
@@ -41,7 +42,7 @@ class Kernel:
     """A compiled launch.
 
     bits: of a packed number. tokens: of a tile. waves: programs of a multiprocessor that splits are planned for.
-    windows: sinks, recent tokens, room for both. Instructions: of the main `loop` over packed tokens, of its `edges`
+    windows: sinks, recent tokens, room for both. lists: of heads with the same profiles, a launch each. Instructions: of the main `loop` over packed tokens, of its `edges`
     before and after it, of a tile of the `tail` (exact tokens).
     """
 
@@ -57,6 +58,11 @@ class Kernel:
     loop: tuple[Instruction, ...]
     edges: tuple[Instruction, ...]
     tail: tuple[Instruction, ...]
+    lists: int = 1
+
+    def pairs(self, batch: int) -> int:
+        """Count the pairs of row and head of a launch."""
+        return math.ceil(batch * HEADS / self.lists)
 
     @property
     def occupancy(self) -> int:
@@ -106,14 +112,22 @@ def stores() -> list[str]:
 
 def launch_of(text: str) -> str:
     """Check the name of a launch."""
-    if text not in stores() and not re.fullmatch(r"klt-\d+-\d+", text):
-        raise argparse.ArgumentTypeError(f"{text!r}: give klt-K-V (bytes of a lane) or one of {', '.join(stores())}")
+    name, lists = _divided(text)
+    if (name not in stores() and not re.fullmatch(r"klt-\d+-\d+", name)) or not 1 <= lists <= MENU_OF_LAYER:
+        known = f"klt-K-V (bytes of a lane) or one of {', '.join(stores())}"
+        raise argparse.ArgumentTypeError(f"{text!r}: give {known}; klt's may end in -x2 or -x3 (lists of heads)")
     return text
+
+
+def _divided(name: str) -> tuple[str, int]:
+    """Divide the name of a launch: (store, lists of heads)."""
+    store, _, lists = name.rpartition("-x")
+    return (store, int(lists)) if store.startswith("klt") and lists.isdecimal() else (name, 1)
 
 
 def trial_of(text: str) -> dict[str, int]:
     """Parse values of klt's tuning: `half_sums=1,programs=3`."""
-    names = [field.name for field in dataclasses.fields(Config)]
+    names = [field.name for field in dataclasses.fields(transform_configs.Config)]
     pairs = [pair.partition("=") for pair in text.split(",") if pair]
     if not all(name in names and value.isdecimal() for name, _, value in pairs):
         raise argparse.ArgumentTypeError(f"{text!r}: give NAME=N, separated by commas; names: {', '.join(names)}")
@@ -121,15 +135,17 @@ def trial_of(text: str) -> dict[str, int]:
 
 
 def compiled(name: str) -> Kernel:
-    """Compile one of `stores`, or `klt-K-V`: klt with K bytes for a lane of keys, V of values."""
+    """Compile one of `stores`, or `klt-K-V`: klt with K bytes for a lane of keys, V of values; `-x3`: 3 lists."""
     if name.startswith("klt"):
-        shape = transform.STORES.get(name)
+        store, lists = _divided(name)
+        shape = transform.STORES.get(store)
         if shape is None:
-            keys, values = map(int, name.split("-")[1:])
+            keys, values = map(int, store.split("-")[1:])
             shape = transform_cases.Shape(key_profile(keys), even_widths(values, DIM))
         windows = transform.SINKS, transform.RECENT, transform.SINKS + transform.RING
-        waves = Config.of(TARGET, DIM).programs
-        return _read(name, "transform_attention", shape.launch(TARGET), waves, windows)
+        waves = transform_configs.Config.of(TARGET, DIM).programs
+        launch = dataclasses.replace(shape, listed=lists > 1).launch(TARGET)
+        return dataclasses.replace(_read(name, "transform_attention", launch, waves, windows), lists=lists)
     sides = decode_cases.storage_cases()[name][:2]
     waves = choose_tile(TARGET, *(SideSpec.of(side, DIM) for side in sides)).waves
     sinks, ring = (x.shape[2] for x in (sides[0].sinks, sides[0].ring) if x is not None)
@@ -200,8 +216,9 @@ class Plan:
         if kernel.operation == "transform_attention":
             packed = (context - sinks - recent) // fields.BLOCK * fields.BLOCK
             tiles, exact = math.ceil(packed / kernel.tokens), context - packed
-            splits = choose_splits(batch * HEADS, tiles, MULTIPROCESSORS, kernel.waves, WAVE_EFFICIENCY)
             exact_programs = min(MAX_EXACT_PROGRAMS, math.ceil(room / EXACT_TOKENS))
+            slots = MULTIPROCESSORS * kernel.waves
+            splits = transform_configs.choose_splits(kernel.pairs(batch), tiles, exact_programs, slots)
         else:
             tiles = (context - sinks - recent) // kernel.tokens
             packed = tiles * kernel.tokens

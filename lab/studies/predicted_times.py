@@ -6,10 +6,11 @@ Compiles shipped launches for sm_90: klt's (`transform_attention`), KIVI's and t
 Predicts one layer of Llama-3.1-8B's shape (32 query heads, 8 kv heads, head_dim 128), with the windows of `kvq bench
 kernels`:
 
-    time   = launches + combination + max(rounds (start and end + tiles x interval), tail, bytes / rate)
+    time   = launches + combination + lists x max(rounds (start and end + tiles x interval), tail, bytes / rate)
     rounds = programs / (multiprocessors x programs that one holds, by registers and shared memory), rounded up
     tiles  = tiles of a row and head / splits, rounded up, with as many splits as the launch plans
 
+- lists: of heads that have the same profiles; they are launched one after another.
 - interval: cycles of a program from a tile to the next, while the multiprocessor is full. At most as `warp_timing`
   follows all of its warps through the machine code; at least as long as one program alone takes, or the busiest unit.
 - tail: sinks and recent tokens, in programs of their own; if there is no room beside the others, these run after them.
@@ -57,7 +58,7 @@ HERTZ, SUB_CORES = 1.98e9, 4
 LAUNCH = 1.5
 SHAPES = ((1, 32768), (1, 131072), (8, 131072))
 FEWEST = 512  # tokens of a context: its windows, and some tiles
-LAUNCHES = ("fp16", "kivi-2bit-g32", "klt-2bit", "klt-9-8", "klt-12-11")
+LAUNCHES = ("fp16", "kivi-2bit-g32", "klt-2bit", "klt-2bit-x3", "klt-9-8", "klt-12-11")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 #: Goals of klt: (batch, context) -> microseconds on an H100; on an H200, times as fast as 16 bits.
 GOALS = {(1, 131072): (46.0, 74.0), (8, 131072): (307.0, 530.0)}
@@ -100,7 +101,7 @@ class Prediction:
 
 def predict(kernel: Kernel, gpu: str, batch: int, context: int) -> Prediction:
     """Predict the time of one layer's decode step; `batch` rows of `context` tokens."""
-    plan, pairs, micro = Plan.of(kernel, batch, context), batch * HEADS, 1e6 / HERTZ
+    plan, pairs, micro = Plan.of(kernel, batch, context), kernel.pairs(batch), 1e6 / HERTZ
     slots, programs = MULTIPROCESSORS * kernel.occupancy, pairs * plan.splits
     rounds, resident = math.ceil(programs / slots), min(kernel.occupancy, math.ceil(programs / MULTIPROCESSORS))
     warps = math.ceil(resident * kernel.warps / SUB_CORES)
@@ -111,12 +112,14 @@ def predict(kernel: Kernel, gpu: str, batch: int, context: int) -> Prediction:
     nbytes = 2 * pairs * DIM * (plan.packed * kernel.bits / 8 + plan.exact * 2)
     memory = 1e6 * nbytes / (COPY_EFFICIENCY * GPUS[DATA_SHEETS[gpu]].bandwidth)
     units = warp_timing.busy(kernel.loop)
-    share = pairs * plan.packed / kernel.tokens * kernel.warps / SUB_CORES / MULTIPROCESSORS * micro
-    between = 2 * LAUNCH + combination(plan.splits + plan.exact_programs) * micro
-    fastest, slowest = (between + max(edges + loop + tail * late, tail, memory) for loop in (least, most))
+    lists = kernel.lists
+    share = lists * pairs * plan.packed / kernel.tokens * kernel.warps / SUB_CORES / MULTIPROCESSORS * micro
+    between = (lists + 1) * LAUNCH + combination(plan.splits + plan.exact_programs) * micro
+    fastest, slowest = (between + lists * max(edges + loop + tail * late, tail, memory) for loop in (least, most))
     return Prediction(
-        gpu, kernel.name, kernel.bits, batch, context, plan.splits, plan.tiles, memory,
-        share * units["issue"], share * units["tensor"], (least, most), tail, edges + between, (fastest, slowest),
+        gpu, kernel.name, kernel.bits, batch, context, plan.splits, plan.tiles, lists * memory,
+        share * units["issue"], share * units["tensor"], (lists * least, lists * most), lists * tail,
+        lists * edges + between, (fastest, slowest),
     )  # fmt: skip
 
 
@@ -218,7 +221,7 @@ def main() -> None:
         type=launch_of,
         default=LAUNCHES,
         metavar="NAME",
-        help="stores of `kvq bench kernels`, or klt-K-V: keys of K bytes a lane, values of V",
+        help="stores of `kvq bench kernels`, or klt-K-V: keys of K bytes a lane, values of V; -x3: heads in 3 lists",
     )
     parser.add_argument(
         "--try",

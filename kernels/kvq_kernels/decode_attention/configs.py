@@ -49,8 +49,8 @@ def shape_class(keys: SideSpec, values: SideSpec) -> str:
 
 
 @lru_cache(maxsize=4096)  # asked for by each layer at each step
-def choose_splits(programs: int, tiles: int, sm_count: int, waves: int, share: float = 0.85) -> int:
-    """Splits for each of `programs` (row, kv head) pairs: the fewest with this share of the best wave efficiency.
+def choose_splits(programs: int, tiles: int, sm_count: int, waves: int) -> int:
+    """Splits for each of `programs` (row, kv head) pairs: the fewest within 85% of the best wave efficiency.
 
     sm_count: multiprocessors, each with room for `waves` programs. A split has at least one tile.
     """
@@ -64,4 +64,4 @@ def choose_splits(programs: int, tiles: int, sm_count: int, waves: int, share: f
         return programs * tiles / (rounds * room * per_split)
 
     best = max(efficiency(splits) for splits in range(1, limit + 1))
-    return next(splits for splits in range(1, limit + 1) if efficiency(splits) >= share * best)
+    return next(splits for splits in range(1, limit + 1) if efficiency(splits) >= 0.85 * best)

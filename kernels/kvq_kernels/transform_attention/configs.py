@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -11,6 +12,8 @@ from kvq_kernels.decode_attention.parts import Pages
 from kvq_kernels.tuning import configuration
 
 OPERATION = "transform_attention"
+#: Tiles that take as long as the start and end of a program, or as its exact tokens.
+EDGE_COST, EXACT_COST = 7, 7
 
 
 @dataclass(frozen=True)
@@ -45,3 +48,18 @@ class Config:
         """Launch options for Triton. AMD's compiler takes no limit of registers."""
         options = {"num_warps": self.warps, "num_stages": self.stages}
         return options | ({"maxnreg": self.registers} if self.registers and torch.version.hip is None else {})
+
+
+@lru_cache(maxsize=4096)  # asked for by each layer at each step
+def choose_splits(pairs: int, tiles: int, exact: int, room: int) -> int:
+    """Splits for each of `pairs` (row, kv head) of a launch: those with which its last program ends first.
+
+    exact: programs of a pair for exact tokens, which start behind the others. room: programs that run at a time.
+    """
+
+    def tiles_in_turn(splits: int) -> int:
+        rounds = -(-pairs * splits // room)
+        late = pairs * (splits + exact) > rounds * room
+        return rounds * (-(-tiles // splits) + EDGE_COST) + EXACT_COST * late
+
+    return min(range(1, max(1, min(tiles, -(-2 * room // pairs))) + 1), key=tiles_in_turn)

@@ -9,7 +9,6 @@ import triton
 from torch import Tensor
 
 from kvq_kernels.decode_attention.arguments import kv_heads
-from kvq_kernels.decode_attention.configs import choose_splits
 from kvq_kernels.decode_attention.launch import TAIL_TILE, Workspace, capacity, combine, head_groups, sm_count
 from kvq_kernels.decode_attention.launch import run_kernels as attend_dense
 from kvq_kernels.decode_attention.pages import gathered
@@ -18,14 +17,12 @@ from kvq_kernels.decode_attention.reference import unpack_side
 from kvq_kernels.decode_attention.transformed import Transformed
 from kvq_kernels.launch_device import on_its_device
 from kvq_kernels.transform_attention.arguments import arguments, constants, window_sizes
-from kvq_kernels.transform_attention.configs import Config
+from kvq_kernels.transform_attention.configs import Config, choose_splits
 from kvq_kernels.transform_attention.kernel import split_kernel
 from kvq_kernels.tuning import family
 
 #: Exact tokens of a program, about, and programs for them at most.
 EXACT_TOKENS, MAX_EXACT_PROGRAMS = 2 * TAIL_TILE, 8
-#: Share of the best wave efficiency: a tile takes about a microsecond, as long as many more splits to combine.
-WAVE_EFFICIENCY = 0.95
 
 
 def fused(query: Tensor, *sides: Side) -> bool:
@@ -51,7 +48,7 @@ def programs(query: Tensor, keys: Side, values: Side) -> tuple[int, int]:
     )
     pairs = triton.cdiv(query.shape[0] * kv_heads(keys), launches)
     tiles = triton.cdiv(capacity(keys), config.tokens)
-    return choose_splits(pairs, tiles, sm_count(query.device), config.programs, WAVE_EFFICIENCY), exact
+    return choose_splits(pairs, tiles, exact, sm_count(query.device) * config.programs), exact
 
 
 def plan_splits(query: Tensor, keys: Side, values: Side) -> int:
