@@ -42,8 +42,8 @@ class Kernel:
     """A compiled launch.
 
     bits: of a packed number. tokens: of a tile. waves: programs of a multiprocessor that splits are planned for.
-    windows: sinks, recent tokens, room for both. lists: of heads with the same profiles, a launch each. Instructions: of the main `loop` over packed tokens, of its `edges`
-    before and after it, of a tile of the `tail` (exact tokens).
+    windows: sinks, recent tokens, room for both. lists: of heads with the same profiles, a launch each. Instructions:
+    of the main `loop` over packed tokens, of its `edges` before and after it, of a tile of the `tail` (exact tokens).
     """
 
     name: str

@@ -40,7 +40,6 @@ from kvq_cli.evaluation.formats import markdown
 from lab.studies import warp_timing
 from lab.studies.compiled_attention import (
     DIM,
-    HEADS,
     MULTIPROCESSORS,
     Kernel,
     Plan,
