@@ -6,7 +6,7 @@ Compiles shipped launches for sm_90: klt's (`transform_attention`), KIVI's and t
 Predicts one layer of Llama-3.1-8B's shape (32 query heads, 8 kv heads, head_dim 128), with the windows of `kvq bench
 kernels`:
 
-    time   = launches + combination + lists x max(rounds (start and end + tiles x interval), tail, bytes / rate)
+    time   = launches + combination + max(lists x max(rounds (start and end + tiles x interval), tail), bytes / rate)
     rounds = programs / (multiprocessors x programs that one holds, by registers and shared memory), rounded up
     tiles  = tiles of a row and head / splits, rounded up, with as many splits as the launch plans
 
@@ -40,6 +40,7 @@ from kvq_cli.evaluation.formats import markdown
 from lab.studies import warp_timing
 from lab.studies.compiled_attention import (
     DIM,
+    HEADS,
     MULTIPROCESSORS,
     Kernel,
     Plan,
@@ -108,15 +109,17 @@ def predict(kernel: Kernel, gpu: str, batch: int, context: int) -> Prediction:
     least, most = (rounds * plan.tiles * interval * micro for interval in kernel.intervals(warps))
     tail = plan.exact_tiles * kernel.tail_cycles() * micro
     late = programs + pairs * plan.exact_programs > rounds * slots
-    nbytes = 2 * pairs * DIM * (plan.packed * kernel.bits / 8 + plan.exact * 2)
+    nbytes = 2 * batch * HEADS * DIM * (plan.packed * kernel.bits / 8 + plan.exact * 2)
     memory = 1e6 * nbytes / (COPY_EFFICIENCY * GPUS[DATA_SHEETS[gpu]].bandwidth)
     units = warp_timing.busy(kernel.loop)
     lists = kernel.lists
-    share = lists * pairs * plan.packed / kernel.tokens * kernel.warps / SUB_CORES / MULTIPROCESSORS * micro
+    share = batch * HEADS * plan.packed / kernel.tokens * kernel.warps / SUB_CORES / MULTIPROCESSORS * micro
     between = (lists + 1) * LAUNCH + combination(plan.splits + plan.exact_programs) * micro
-    fastest, slowest = (between + lists * max(edges + loop + tail * late, tail, memory) for loop in (least, most))
+    fastest, slowest = (
+        between + max(lists * (edges + loop + tail * late), lists * tail, memory) for loop in (least, most)
+    )
     return Prediction(
-        gpu, kernel.name, kernel.bits, batch, context, plan.splits, plan.tiles, lists * memory,
+        gpu, kernel.name, kernel.bits, batch, context, plan.splits, plan.tiles, memory,
         share * units["issue"], share * units["tensor"], (lists * least, lists * most), lists * tail,
         lists * edges + between, (fastest, slowest),
     )  # fmt: skip
