@@ -115,7 +115,9 @@ def launch_of(text: str) -> str:
     name, lists = _divided(text)
     if (name not in stores() and not re.fullmatch(r"klt-\d+-\d+", name)) or not 1 <= lists <= MENU_OF_LAYER:
         known = f"klt-K-V (bytes of a lane) or one of {', '.join(stores())}"
-        raise argparse.ArgumentTypeError(f"{text!r}: give {known}; klt's may end in -x2 or -x3 (lists of heads)")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give {known}; klt's may end in -x2 to -x{MENU_OF_LAYER} (lists of heads)"
+        )
     return text
 
 

@@ -1,5 +1,6 @@
 """Compare predicted times with closed forms, the launches' own plans, and measured times."""
 
+import heapq
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from kvq_kernels import fields, machine_code
 from kvq_kernels.decode_attention import aot_cases, plan_splits
 from kvq_kernels.decode_attention.configs import choose_tile
 from kvq_kernels.decode_attention.spec import SideSpec
+from kvq_kernels.transform_attention import configs
 from kvq_kernels.transform_attention import launch as transform_launch
 from kvq_kernels.transform_attention.configs import Config
 
@@ -101,6 +103,21 @@ def test_plans_of_decode_attention_have_as_many_programs_as_its_launches(name, b
     check_tokens(Plan.of(kernel, batch, context), kernel, context)
 
 
+@pytest.mark.parametrize(("pairs", "tiles"), [(3, 512), (8, 16), (8, 64), (8, 512), (8, 2048), (64, 2048), (120, 300)])
+def test_no_other_splits_of_klt_end_much_earlier(pairs, tiles):
+    """Programs are given out in order, each to the first place that is free."""
+    room, exact, edge, tail = 264, 2, configs.EDGE_COST, configs.EXACT_COST
+
+    def end(splits):
+        places = [0] * room
+        for cost in [edge + ceil(tiles / splits)] * (pairs * splits) + [tail] * (pairs * exact):
+            heapq.heappush(places, heapq.heappop(places) + cost)
+        return max(places)
+
+    chosen = configs.choose_splits(pairs, tiles, exact, room)
+    assert end(chosen) <= 1.05 * min(map(end, range(1, min(tiles, ceil(2 * room / pairs)) + 1)))
+
+
 def check_tokens(plan, kernel, context):
     """Each token is in one program."""
     assert plan.packed + plan.exact == context and plan.exact >= sum(kernel.windows[:2])
@@ -150,6 +167,8 @@ def test_kivi_takes_nearly_as_long_as_measured():
         (["--shapes", "8,131072"], "'8,131072': give BATCHxCONTEXT, a context above 512 tokens"),
         (["--shapes", "1x100"], "'1x100': give BATCHxCONTEXT"),
         (["--launches", "kivi"], "'kivi': give klt-K-V (bytes of a lane) or one of fp16"),
+        (["--launches", "klt-2bit-x4"], "klt's may end in -x2 to -x3 (lists of heads)"),
+        (["--launches", "fp16-x2"], "'fp16-x2': give klt-K-V"),
         (["--try", "half=1"], "'half=1': give NAME=N, separated by commas; names: warps"),
     ],
 )
