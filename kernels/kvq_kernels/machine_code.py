@@ -28,6 +28,7 @@ _READS = re.compile(r"LD(?!C)|UBLKCP|UTMALDG|global_load|buffer_load|flat_load|d
 _FROM_INTEGER = re.compile(r"I2F|I2HF|UI2F|v_cvt_(f32|f16|f64)_([iu]\d+|ubyte)")
 #: Stores of 16 bits or less to shared memory.
 NARROW_STORES = ("STS.U16", "STS.U8", "STS.S16", "STS.S8")
+_JUMPS = ("BRA", "s_cbranch", "s_branch")
 #: Instructions without an issue slot of a lane: padding, and AMD's scalar unit.
 _FREE = re.compile(r"NOP|s_")
 
@@ -96,9 +97,10 @@ def main_loop(code: list[str], inner_iterations: int = 1) -> dict[str, int] | No
     """Count of each opcode in an iteration of the main loop, which reads cached numbers; None for no code.
 
     It is the smallest loop with 16-bit matrix products; without any, the largest innermost loop that reads memory;
-    without loops, the whole kernel. Most frequent opcodes first. inner_iterations: how often inner loops with matrix
+    without loops, the whole kernel. Loops of exact tokens are left out: they are behind the first end of the kernel. Most frequent opcodes first. inner_iterations: how often inner loops with matrix
     products run (1: there are none, and the main loop is the smallest); other inner loops are counted once.
     """
+    code = _first_part(code)
     loops = _loops(code)
     multiplying = ([body for body in loops if any(kind.match(line) for line in body)] for kind in _PACKED_PRODUCTS)
     if candidates := next(filter(None, multiplying), None):
@@ -117,6 +119,20 @@ def main_loop(code: list[str], inner_iterations: int = 1) -> dict[str, int] | No
     return {op: count for op, count in opcodes.most_common() if not _FREE.match(op)} or None
 
 
+def _first_part(code: list[str]) -> list[str]:
+    """Code up to the first end of the kernel behind a loop."""
+    labels: set[str] = set()
+    looped = False
+    for at, line in enumerate(code):
+        if line.endswith(":"):
+            labels.add(line[:-1])
+        elif line.startswith(_JUMPS):
+            looped |= _target(line) in labels
+        elif looped and line.startswith(("EXIT", "s_endpgm")):
+            return code[: at + 1]
+    return code
+
+
 def _opcodes(code: list[str]) -> Counter[str]:
     """Count of each opcode, without its suffixes except those of `NARROW_STORES`."""
     names = (line.split()[0].rstrip(";") for line in code if not line.endswith(":"))
@@ -129,11 +145,15 @@ def _loops(code: list[str]) -> list[list[str]]:
     for at, line in enumerate(code):
         if line.endswith(":"):
             labels[line[:-1]] = at
-        elif line.startswith(("BRA", "s_cbranch", "s_branch")):
-            target = re.search(r"\.L(?:_x_|BB)[\d_]+", line)
-            if target and target[0] in labels:
-                loops.append(code[labels[target[0]] : at + 1])
+        elif line.startswith(_JUMPS) and _target(line) in labels:
+            loops.append(code[labels[_target(line)] : at + 1])
     return loops
+
+
+def _target(line: str) -> str:
+    """Label that a jump goes to; empty without one."""
+    found = re.search(r"\.L(?:_x_|BB)[\d_]+", line)
+    return found[0] if found else ""
 
 
 def _inside(inner: list[str], outer: list[str]) -> bool:

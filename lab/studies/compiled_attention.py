@@ -9,19 +9,21 @@ import re
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import chain
+from typing import Any
 
 import triton
 from kvq_kernels import fields, static
 from kvq_kernels.aot_cases import Launch
 from kvq_kernels.decode_attention import aot_cases as decode_cases
 from kvq_kernels.decode_attention.configs import choose_splits, choose_tile
-from kvq_kernels.decode_attention.kernel import TAIL_COST
+from kvq_kernels.decode_attention.kernel import MIXED_COST
 from kvq_kernels.decode_attention.launch import TAIL_TILE
-from kvq_kernels.decode_attention.spec import SideSpec, padded_dim
+from kvq_kernels.decode_attention.spec import SideSpec, exact_cost, padded_dim
 from kvq_kernels.transform_attention import aot_cases as transform_cases
 from kvq_kernels.transform_attention import configs as transform_configs
+from kvq_kernels.transform_attention.arguments import EXACT_TILE
 from kvq_kernels.transform_attention.kernel import OUTPUT_CHANNELS
-from kvq_kernels.transform_attention.launch import EXACT_TOKENS, MAX_EXACT_PROGRAMS
+from kvq_kernels.transform_attention.launch import MAX_EXACT_PROGRAMS
 
 from kvq_cli.benchmarking.kernels import decode, transform
 from kvq_cli.calibration.allocation import MENU_OF_LAYER
@@ -43,7 +45,8 @@ class Kernel:
 
     bits: of a packed number. tokens: of a tile. waves: programs of a multiprocessor that splits are planned for.
     windows: sinks, recent tokens, room for both. lists: of heads with the same profiles, a launch each. Instructions:
-    of the main `loop` over packed tokens, of its `edges` before and after it, of a tile of the `tail` (exact tokens).
+    of the main `loop` over packed tokens, of its `edges` before and after it, of a tile of `exact` tokens, of a tile of
+    `mixed` ones (packed in part of a tile; none: they are read as exact ones).
     """
 
     name: str
@@ -57,7 +60,10 @@ class Kernel:
     windows: tuple[int, int, int]
     loop: tuple[Instruction, ...]
     edges: tuple[Instruction, ...]
-    tail: tuple[Instruction, ...]
+    exact: tuple[Instruction, ...]
+    mixed: tuple[Instruction, ...] = ()
+    style: str = "none"
+    exact_tile: int = TAIL_TILE
     lists: int = 1
 
     def pairs(self, batch: int) -> int:
@@ -83,9 +89,10 @@ class Kernel:
         return max(warp_timing.cycles(self.edges, warps, LATENCIES["level 2"]))
 
     @lru_cache  # noqa: B019
-    def tail_cycles(self) -> float:
-        """Count the cycles of a tile of exact tokens."""
-        return max(warp_timing.cycles(self.tail))
+    def tail_cycles(self, plan: Plan) -> float:
+        """Count the cycles of the longest program for exact tokens, or for mixed ones."""
+        exact, mixed = (max(warp_timing.cycles(tile)) if tile else 0.0 for tile in (self.exact, self.mixed))
+        return max(plan.exact_tiles * exact, plan.mixed_tiles * mixed)
 
 
 def _next_field(widths: list[int], slope: float) -> int:
@@ -165,23 +172,32 @@ def machine_code_of(launch: Launch) -> tuple[Code, int, int]:
 
 def _read(name: str, operation: str, launch: Launch, waves: int, windows: tuple[int, int, int]) -> Kernel:
     code, registers, shared = machine_code_of(launch)
-    (first, last), (tail_first, tail_last) = code.regions()[:2]  # packed tokens, exact ones
-    loops = sorted(loop for loop in code.loops if tail_last >= loop[1] > loop[0])
+    regions, fixed = code.regions(), launch.constants
+    first, last = regions[0]
+    loops = sorted(loop for loop in code.loops if loop[1] > loop[0])
     products = [loop for loop in loops if loop[1] <= last and any(_of_packed(one) for one in code.body(loop))]
     main = min(products, key=lambda loop: loop[1] - loop[0])
-    tail = next(loop for loop in loops if loop[0] >= tail_first)
-    inner = [loop for loop in loops if tail[0] < loop[0] and loop[1] < tail[1]]  # keys', then values' column tiles
-    fixed = launch.constants
-    columns = padded_dim(DIM) // fixed.get("TAIL_E", fixed["E"])
-    trips = dict(zip(inner, (columns if fixed["STYLE"] == "none" else columns // 2, columns), strict=False))
+    exact = next(loop for loop in loops if loop[0] >= regions[1][0])
     edges = (
         code.trace(first, main[0] - 1, lambda _: 1),
         code.trace(main[1] + 1, last, lambda _: DIM // OUTPUT_CHANNELS.value),
     )
+    mixed: tuple[Instruction, ...] = ()
+    if operation == "decode_attention" and not fixed["PACKED_EXACT"]:
+        mixed = _mixed(code, next(loop for loop in loops if loop[0] >= regions[2][0]), fixed)
     return Kernel(
         name, operation, launch.bits, launch.options["num_warps"], fixed["N"], registers, shared, waves, windows,
-        tuple(code.body(main)), tuple(chain(*edges)), tuple(code.trace(*tail, lambda loop: trips.get(loop, 1))),
+        tuple(code.body(main)), tuple(chain(*edges)), tuple(code.trace(*exact, lambda _: 1)), mixed, fixed["STYLE"],
+        fixed["EXACT_TILE"],
     )  # fmt: skip
+
+
+def _mixed(code: Code, tile: tuple[int, int], fixed: dict[str, Any]) -> tuple[Instruction, ...]:
+    """Instructions of a tile of mixed tokens; its inner loops are over column tiles of the keys, then of the values."""
+    inner = sorted(loop for loop in code.loops if tile[0] < loop[0] < loop[1] < tile[1])
+    columns = padded_dim(DIM) // fixed["E"]
+    trips = dict(zip(inner, (columns if fixed["STYLE"] == "none" else columns // 2, columns), strict=False))
+    return tuple(code.trace(*tile, lambda loop: trips.get(loop, 1)))
 
 
 def _of_packed(one: Instruction) -> bool:
@@ -201,15 +217,22 @@ def combination(results: int) -> float:
 
 @dataclass(frozen=True)
 class Plan:
-    """Division of a row and head: packed tokens, exact ones, programs for the former (`splits`), tiles of each, the
-    same for exact tokens."""
+    """Division of a row and head: packed tokens in whole tiles, exact tokens, mixed ones; for each of these the number
+    of programs, and tiles of a program."""
 
     packed: int
     exact: int
+    mixed: int
     splits: int
     tiles: int
     exact_programs: int
     exact_tiles: int
+    mixed_programs: int = 0
+    mixed_tiles: int = 0
+
+    @property
+    def programs(self) -> int:
+        return self.splits + self.exact_programs + self.mixed_programs
 
     @classmethod
     def of(cls, kernel: Kernel, batch: int, context: int) -> Plan:
@@ -218,17 +241,36 @@ class Plan:
         if kernel.operation == "transform_attention":
             packed = (context - sinks - recent) // fields.BLOCK * fields.BLOCK
             tiles, exact = math.ceil(packed / kernel.tokens), context - packed
-            exact_programs = min(MAX_EXACT_PROGRAMS, math.ceil(room / EXACT_TOKENS))
+            exact_programs = min(MAX_EXACT_PROGRAMS, math.ceil(room / EXACT_TILE))
             slots = MULTIPROCESSORS * kernel.waves
             splits = transform_configs.choose_splits(kernel.pairs(batch), tiles, exact_programs, slots)
-        else:
-            tiles = (context - sinks - recent) // kernel.tokens
-            packed = tiles * kernel.tokens
-            exact = context - packed
-            planned = math.ceil((context + TAIL_COST.value * room) / kernel.tokens)
-            programs = max(2, choose_splits(batch * HEADS, planned, MULTIPROCESSORS, kernel.waves))
-            cost = math.ceil(exact / TAIL_TILE) * TAIL_TILE * TAIL_COST.value
-            exact_programs = max(1, int(programs * cost / (cost + packed) + 0.5))
-            splits = programs - exact_programs
-        exact_tiles = math.ceil(math.ceil(exact / TAIL_TILE) / exact_programs)
-        return cls(packed, exact, splits, math.ceil(tiles / splits), exact_programs, exact_tiles)
+            exact_tiles = math.ceil(math.ceil(exact / EXACT_TILE) / exact_programs)
+            return cls(packed, exact, 0, splits, math.ceil(tiles / splits), exact_programs, exact_tiles)
+        tiles = (context - sinks - recent) // kernel.tokens
+        others = context - tiles * kernel.tokens
+        exact = sinks + recent if kernel.mixed else others
+        cost = exact_cost(kernel.style)
+        planned = math.ceil((context + cost * room) / kernel.tokens)
+        programs = max(3, choose_splits(batch * HEADS, planned, MULTIPROCESSORS, kernel.waves))
+        times = _tiles(exact, kernel.exact_tile, cost), _tiles(others - exact, TAIL_TILE, MIXED_COST.value)
+        whole = sum(time for _, time in times) + tiles * kernel.tokens
+        mixed_programs, mixed_tiles = _programs(*times[1], programs, whole, programs - 2)
+        exact_programs, exact_tiles = _programs(*times[0], programs, whole, programs - 1 - mixed_programs)
+        splits = programs - exact_programs - mixed_programs
+        return cls(
+            tiles * kernel.tokens, exact, others - exact, splits, math.ceil(tiles / splits), exact_programs,
+            exact_tiles, mixed_programs, mixed_tiles,
+        )  # fmt: skip
+
+
+def _tiles(tokens: int, tile: int, cost: int) -> tuple[int, int]:
+    """Tiles of so many tokens, and their time in tokens of whole tiles."""
+    return math.ceil(tokens / tile), math.ceil(tokens / tile) * tile * cost
+
+
+def _programs(tiles: int, time: int, programs: int, whole: int, limit: int) -> tuple[int, int]:
+    """(programs, tiles of each) as `divide_programs` gives them to a part that takes `time` of `whole`."""
+    if tiles == 0:
+        return 0, 0
+    each = math.ceil(tiles / min(max(int(programs * time / whole + 0.5), 1), limit, tiles))
+    return math.ceil(tiles / each), each

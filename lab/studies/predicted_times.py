@@ -13,7 +13,8 @@ kernels`:
 - lists: of heads that have the same profiles; they are launched one after another.
 - interval: cycles of a program from a tile to the next, while the multiprocessor is full. At most as `warp_timing`
   follows all of its warps through the machine code; at least as long as one program alone takes, or the busiest unit.
-- tail: sinks and recent tokens, in programs of their own; if there is no room beside the others, these run after them.
+- tail: exact tokens (sinks and recent ones) and those in part of a tile, in programs of their own; if there is no room
+  beside the others, these run after them.
 - rate: of a copy. ends: start and end of programs, launches and combination.
 - memory, issue, tensor: the least time that bytes, issue slots and tensor cores of the whole GPU allow.
 
@@ -107,14 +108,14 @@ def predict(kernel: Kernel, gpu: str, batch: int, context: int) -> Prediction:
     warps = math.ceil(resident * kernel.warps / SUB_CORES)
     edges = rounds * kernel.edge_cycles(warps) * micro
     least, most = (rounds * plan.tiles * interval * micro for interval in kernel.intervals(warps))
-    tail = plan.exact_tiles * kernel.tail_cycles() * micro
-    late = programs + pairs * plan.exact_programs > rounds * slots
-    nbytes = 2 * batch * HEADS * DIM * (plan.packed * kernel.bits / 8 + plan.exact * 2)
+    tail = kernel.tail_cycles(plan) * micro
+    late = pairs * plan.programs > rounds * slots
+    nbytes = 2 * batch * HEADS * DIM * (plan.packed * kernel.bits / 8 + (plan.exact + plan.mixed) * 2)
     memory = 1e6 * nbytes / (COPY_EFFICIENCY * GPUS[DATA_SHEETS[gpu]].bandwidth)
     units = warp_timing.busy(kernel.loop)
     lists = kernel.lists
     share = batch * HEADS * plan.packed / kernel.tokens * kernel.warps / SUB_CORES / MULTIPROCESSORS * micro
-    between = (lists + 1) * LAUNCH + combination(plan.splits + plan.exact_programs) * micro
+    between = (lists + 1) * LAUNCH + combination(plan.programs) * micro
     fastest, slowest = (
         between + max(lists * (edges + loop + tail * late), lists * tail, memory) for loop in (least, most)
     )

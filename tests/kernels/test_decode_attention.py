@@ -264,11 +264,13 @@ def test_empty_row_is_zero():
 
 
 @pytest.mark.parametrize(
-    ("splits", "busy"), [(1, [2, 2, 1]), *slow_cases((2, [3, 3, 1]), (7, [4 + 4, 5, 1]), (30, [4 + 8, 5, 1]))]
+    ("splits", "busy"), [(1, [3, 2, 1]), *slow_cases((7, [4 + 1 + 4, 0 + 2 + 1, 1]), (30, [4 + 3 + 4, 0 + 4 + 1, 1]))]
 )
-def test_programs_share_the_tail(splits, busy):
-    """The tail takes longer than whole tiles. Row 0 has 4 tiles of 32 tokens and 8 tail tiles of 16; the others have 5
-    and 1 tail tiles."""
+def test_programs_share_the_tokens(splits, busy):
+    """By how long they take: a mixed token 16 times as long as one of a whole tile, an exact one twice.
+
+    Row 0 has 4 tiles of 32 tokens, 5 exact and 4 mixed tiles of 16; row 1 0, 4 and 1; row 2 one of exact tokens.
+    """
     case = Case(*KIVI, [250, 70, 3], unpacked=(40, 100), sinks=20)
     case.check(splits)
     assert case.workspace.logsum[:, 0].isfinite().sum(1).tolist() == busy

@@ -16,6 +16,7 @@ from kvq_kernels.decode_attention.configs import choose_tile
 from kvq_kernels.decode_attention.spec import SideSpec
 from kvq_kernels.transform_attention import configs
 from kvq_kernels.transform_attention import launch as transform_launch
+from kvq_kernels.transform_attention.arguments import EXACT_TILE
 from kvq_kernels.transform_attention.configs import Config
 
 from kvq_cli.benchmarking.gpus import GPUS
@@ -71,8 +72,8 @@ def test_profiles_of_keys_fill_their_lanes(rate):
     assert fields.rate(widths) == rate and sum(widths) == 4 * rate and fields.fits(widths)
 
 
-def unread(operation, tokens, warps, waves, windows):
-    return Kernel("", operation, 2.0, warps, tokens, 128, 0, waves, windows, (), (), ())
+def unread(operation, tokens, warps, waves, windows, exact_tile, mixed=()):
+    return Kernel("", operation, 2.0, warps, tokens, 128, 0, waves, windows, (), (), (), mixed, "none", exact_tile)
 
 
 SHAPES = [(1, 4096), (1, 32768), (1, 131072), (8, 4096), (8, 131072)]
@@ -84,7 +85,7 @@ def test_plans_have_as_many_programs_as_the_launches(batch, context):
     query = torch.empty(batch, aot_cases.HEADS * aot_cases.GROUP, DIM, dtype=torch.float16, device="meta")
     keys, values = _empty_sides("klt-2bit", shape)
     config = Config.of("cpu", DIM)
-    kernel = unread("transform_attention", config.tokens, config.warps, config.programs, (8, 8, 32))
+    kernel = unread("transform_attention", config.tokens, config.warps, config.programs, (8, 8, 32), EXACT_TILE)
     plan = Plan.of(kernel, batch, context)
     assert (plan.splits, plan.exact_programs) == transform_launch.programs(query, keys, values)
     check_tokens(plan, kernel, context)
@@ -97,9 +98,10 @@ def test_plans_of_decode_attention_have_as_many_programs_as_its_launches(name, b
     tile = choose_tile(TARGET, *(SideSpec.of(side, DIM) for side in (keys, values)))
     query = torch.empty(batch, aot_cases.HEADS * aot_cases.GROUP, DIM, dtype=torch.float16, device="meta")
     tokens = min(32, tile.tokens) if name.startswith("kivi") else tile.tokens
-    kernel = unread("decode_attention", tokens, tile.warps, tile.waves, (32, 96, 160))
+    mixed = () if name == "fp16" else ("an instruction",)
+    kernel = unread("decode_attention", tokens, tile.warps, tile.waves, (32, 96, 160), 16 * tile.warps, mixed)
     plan = Plan.of(kernel, batch, aot_cases.TOKENS)
-    assert plan.splits + plan.exact_programs == plan_splits(query, keys, values, None, tile) + 1
+    assert plan.programs == plan_splits(query, keys, values, None, tile) + 2
     check_tokens(Plan.of(kernel, batch, context), kernel, context)
 
 
@@ -120,10 +122,11 @@ def test_no_other_splits_of_klt_end_much_earlier(pairs, tiles):
 
 def check_tokens(plan, kernel, context):
     """Each token is in one program."""
-    assert plan.packed + plan.exact == context and plan.exact >= sum(kernel.windows[:2])
+    assert plan.packed + plan.exact + plan.mixed == context and plan.exact >= sum(kernel.windows[:2])
     tiles = ceil(plan.packed / kernel.tokens)
     assert plan.splits * (plan.tiles - 1) < tiles <= plan.splits * plan.tiles
-    assert plan.exact_programs * plan.exact_tiles >= ceil(plan.exact / 16)
+    assert plan.exact_programs * plan.exact_tiles * kernel.exact_tile >= plan.exact
+    assert plan.mixed_programs * plan.mixed_tiles * 16 >= plan.mixed
 
 
 def command_output(launch, *shapes):

@@ -192,8 +192,8 @@ def launches(gpu: str) -> dict[str, Launch]:
 def _combination(splits: int) -> Launch:
     query = _empty(ROWS, HEADS * GROUP, DIM)
     workspace = Workspace.like(query, splits)
-    given = (workspace.partial, workspace.logsum, query, splits + 1)
-    return Launch(combine_kernel, given, combine_constants(DIM, splits + 1), COMBINE_OPTIONS)
+    given = (workspace.partial, workspace.logsum, query, workspace.programs)
+    return Launch(combine_kernel, given, combine_constants(DIM, workspace.programs), COMBINE_OPTIONS)
 
 
 def _chunks(side: Side, tokens: int) -> int:

@@ -72,7 +72,7 @@ def check_workspace(workspace: Workspace, query: Tensor) -> None:
     """The kernels compute addresses from the query's shape and the number of splits."""
     (rows, heads, dim), (partial, logsum) = query.shape, (workspace.partial, workspace.logsum)
     fits = partial.shape[0] >= rows and partial.shape[1] == heads and partial.shape[3] == dim
-    fits &= logsum.shape == partial.shape[:3] and partial.shape[2] > 1
+    fits &= logsum.shape == partial.shape[:3] and partial.shape[2] > 2
     if not fits or partial.device != query.device or not (partial.is_contiguous() and logsum.is_contiguous()):
         raise ValueError(
             f"a workspace {list(partial.shape)} on {partial.device} does not fit a query {list(query.shape)} on "

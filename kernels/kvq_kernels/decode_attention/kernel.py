@@ -2,8 +2,9 @@
 
 A program of `split_kernel` attends to some tokens of one row for all query heads of one kv head and leaves
 softmax(q K^T) V of these and their log-sum-exp. The first programs share the whole tiles that both sides hold packed
-(`main_loop.py`), the last ones the tail: sinks, recent tokens, and tokens packed on one side only. `combine_kernel`
-merges them. `launch.py` passes the arguments. Variables are named as in Triton's tutorial, see `main_loop.py`.
+(`main_loop.py`), the next ones the exact tokens, sinks and recent ones (`exact_tokens.py`), the last ones the mixed
+tokens: packed on one side only, or in part of a tile. `combine_kernel` merges them. `launch.py` passes the arguments.
+Variables are named as in Triton's tutorial, see `main_loop.py`.
 """
 
 from __future__ import annotations
@@ -12,20 +13,21 @@ import triton
 import triton.language as tl
 
 from kvq_kernels.decode_attention.dequantize import at_stored_head, load_cached
+from kvq_kernels.decode_attention.exact_tokens import attend_exact
 from kvq_kernels.decode_attention.main_loop import attend_tiles, split_output
 from kvq_kernels.decode_attention.paging import at_paged_head
 from kvq_kernels.decode_attention.rope import pair_channels, position_cos_sin
-from kvq_kernels.decode_attention.spec import column_tiles, get, tail_out_of_line
+from kvq_kernels.decode_attention.spec import column_tiles, exact_cost, get, mixed_out_of_line
 
-#: Cost of a tail token, in full-tile tokens: about the ratio of their instructions.
-TAIL_COST = tl.constexpr(8)
+#: Cost of a mixed token, in tokens of whole tiles: about the ratio of their times in compiled code.
+MIXED_COST = tl.constexpr(16)
 
 
 @triton.jit
 def split_kernel(
     query,  # [B, Q, D]
-    partial,  # float32 [B, Q, splits + 1, D]
-    logsum,  # float32 [B, Q, splits + 1], base 2; -inf: no tokens, `partial` is then not written
+    partial,  # float32 [B, Q, programs, D]
+    logsum,  # float32 [B, Q, programs], base 2; -inf: no tokens, `partial` is then not written
     lengths,  # int32 [B]
     counts,  # int32 [B] x 2: packed tokens of the keys, of the values
     window,  # newest tokens that the query sees, its own included
@@ -51,7 +53,10 @@ def split_kernel(
     KD: tl.constexpr,  # types that keys and values are multiplied in
     VD: tl.constexpr,
     PRECISION: tl.constexpr,  # of float32 products
-    TAIL_TILE: tl.constexpr,  # tokens of a tile of the tail
+    MIXED_TILE: tl.constexpr,  # tokens of a tile of mixed ones
+    EXACT_TILE: tl.constexpr,  # of exact ones
+    XD: tl.constexpr,  # type that exact tokens are multiplied in; None: in float32, as mixed ones
+    PACKED_EXACT: tl.constexpr,  # packed tokens are read as exact ones
     STAGES: tl.constexpr,
 ):
     # Heads first: programs are spread over the multiprocessors in this order, so that those of one multiprocessor read
@@ -82,10 +87,24 @@ def split_kernel(
     tiles = (tl.minimum(key_count, value_count) + FIRST) // N
     oldest = tl.maximum(length - window, 0)
     begin = tl.minimum(tl.cdiv(tl.maximum(oldest - SINKS, 0) + FIRST, N), tiles)
-    early = tl.maximum(tl.minimum(length, BASE + begin * N) - oldest, 0)
-    late = tl.maximum(BASE + tiles * N, oldest)
-    tail = early + tl.maximum(length - late, 0)
-    splits = programs - _tail_programs(programs, (tiles - begin) * N, tl.cdiv(tail, TAIL_TILE), TAIL_TILE)
+    # Of the tokens outside of whole tiles, those before and those behind these tiles.
+    early_end, late = tl.minimum(length, BASE + begin * N), tl.maximum(BASE + tiles * N, oldest)
+    if XD is None or PACKED_EXACT:
+        early = tl.maximum(early_end - oldest, 0)
+        others = early + tl.maximum(length - late, 0)
+        exact = others if PACKED_EXACT else others * 0
+        mixed = others - exact
+        mixed_from, mixed_early, mixed_late = oldest, early, late
+    else:
+        packed_end = tl.minimum(length, SINKS + tl.maximum(key_count, value_count))
+        mixed_from, mixed_late = tl.maximum(oldest, SINKS), tl.maximum(late, SINKS)
+        mixed_early = tl.maximum(tl.minimum(early_end, packed_end) - mixed_from, 0)
+        mixed = mixed_early + tl.maximum(packed_end - mixed_late, 0)
+        early, late = tl.maximum(tl.minimum(length, SINKS) - oldest, 0), tl.maximum(packed_end, oldest)
+        exact = early + tl.maximum(length - late, 0)
+    splits, mixed_programs = divide_programs(
+        programs, (tiles - begin) * N, exact, mixed, exact_cost(STYLE), EXACT_TILE, MIXED_TILE
+    )
     if split < splits:
         each = tl.cdiv(tiles - begin, splits)
         first = tl.minimum(begin + split * each, tiles)
@@ -94,38 +113,62 @@ def split_kernel(
             q, partial, logsum, first_query, k, v, first, last, rope, start + BASE, scale,
             SK, SV, STYLE, WIDTH, GROUP, M, N, E, KD, VD, PRECISION, STAGES,
         )  # fmt: skip
-    else:
-        each = tl.cdiv(tl.cdiv(tail, TAIL_TILE), programs - splits) * TAIL_TILE
-        first = (split - splits) * each
-        last = tl.minimum(first + each, tail)
-        (attend_tail_noinline if tail_out_of_line(SK, SV) else attend_tail)(
-            q, partial, logsum, first_query, k, v, first, last, oldest, early, late, key_count, value_count,
-            ring_size, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, E, PRECISION, TAIL_TILE,
+    elif split < programs - mixed_programs:
+        if XD is not None:
+            first, last = share(split - splits, programs - mixed_programs - splits, exact, EXACT_TILE)
+            attend_exact(
+                q, partial, logsum, first_query, k, v, first, last, oldest, early, late, key_count, value_count,
+                ring_size, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, PACKED_EXACT, EXACT_TILE, XD,
+            )  # fmt: skip
+    elif not PACKED_EXACT:
+        first, last = share(split + mixed_programs - programs, mixed_programs, mixed, MIXED_TILE)
+        (attend_mixed_noinline if mixed_out_of_line(SK, SV) else attend_mixed)(
+            q, partial, logsum, first_query, k, v, first, last, mixed_from, mixed_early, mixed_late, key_count,
+            value_count, ring_size, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, E, PRECISION, MIXED_TILE,
         )  # fmt: skip
 
 
 @triton.jit
-def _tail_programs(programs, tile_tokens, tiles, N: tl.constexpr):
-    """Number of programs for a tail of `tiles` tiles of N tokens while the others read `tile_tokens` tokens.
+def divide_programs(
+    programs, tile_tokens, exact, mixed, EXACT_COST: tl.constexpr, EXACT_TILE: tl.constexpr, MIXED_TILE: tl.constexpr
+):
+    """(programs for whole tiles, programs for mixed tokens) of so many; the others are for exact tokens.
 
     So many that all take equally long; at least one for each part that is not empty.
     """
-    cost = (tiles * (N * TAIL_COST)).to(tl.float32)
-    share = (programs * (cost / tl.maximum(cost + tile_tokens, 1.0)) + 0.5).to(tl.int32)
-    limit = tl.minimum(tl.maximum(tiles, 1), programs - (tile_tokens > 0))
-    each = tl.cdiv(tiles, tl.minimum(tl.maximum(share, 1), limit))
+    exact_tiles, mixed_tiles = tl.cdiv(exact, EXACT_TILE), tl.cdiv(mixed, MIXED_TILE)
+    exact_time, mixed_time = exact_tiles * (EXACT_TILE * EXACT_COST), mixed_tiles * (MIXED_TILE * MIXED_COST)
+    whole = tl.maximum(exact_time + mixed_time + tile_tokens, 1).to(tl.float32)
+    limit = programs - (tile_tokens > 0)
+    for_mixed = _proportional(programs, mixed_time / whole, mixed_tiles, limit - (exact > 0))
+    for_exact = _proportional(programs, exact_time / whole, exact_tiles, limit - for_mixed)
+    return programs - for_exact - for_mixed, for_mixed
+
+
+@triton.jit
+def _proportional(programs, part, tiles, limit):
+    """Programs for `tiles` tiles that take `part` of the time: at least one, at most `limit`, none without tiles."""
+    wanted = tl.maximum((programs * part + 0.5).to(tl.int32), 1)
+    each = tl.cdiv(tiles, tl.minimum(tl.minimum(wanted, limit), tl.maximum(tiles, 1)))
     return tl.cdiv(tiles, tl.maximum(each, 1))
 
 
 @triton.jit
-def attend_tail(
+def share(program, programs, tokens, N: tl.constexpr):
+    """(first, end) of the tokens of one of `programs` programs: equally many tiles of N tokens for each."""
+    each = tl.cdiv(tl.cdiv(tokens, N), programs) * N
+    first = tl.minimum(program * each, tokens)
+    return first, tl.minimum(first + each, tokens)
+
+
+@triton.jit
+def attend_mixed(
     q, partial, logsum, first_query, k, v, first, last, oldest, early, late, key_count, value_count,
     ring_size, rope, start, scale, SK: tl.constexpr, SV: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, M: tl.constexpr, SINKS: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
     N: tl.constexpr,
 ):  # fmt: skip
-    """Attend to tail tokens [first, last) in float32; the tail is `early` tokens from `oldest` on, then all from `late`
-    on."""
+    """Attend to mixed tokens [first, last) in float32: `early` tokens from `oldest` on, then all from `late` on."""
     D: tl.constexpr = get(SK, "dim")
     P: tl.constexpr = column_tiles(SK, E)
     member, column, within = tl.arange(0, M), tl.arange(0, E), tl.arange(0, N)
@@ -178,8 +221,8 @@ def attend_tail(
     tl.store(split_output(logsum, first_query, 1, M), m_i + tl.log2(l_i), mask=member < GROUP)
 
 
-#: `attend_tail` as a function that is called: a pass of the compiler is quadratic in the length of a function.
-attend_tail_noinline = triton.jit(attend_tail.fn, noinline=True)
+#: `attend_mixed` as a function that is called: a pass of the compiler is quadratic in the length of a function.
+attend_mixed_noinline = triton.jit(attend_mixed.fn, noinline=True)
 
 
 @triton.jit

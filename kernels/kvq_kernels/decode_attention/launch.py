@@ -18,9 +18,9 @@ from triton import knobs
 
 from kvq_kernels.decode_attention.arguments import codes_of, kv_heads, page_arguments, pointers
 from kvq_kernels.decode_attention.configs import MIN_TOKENS, choose_splits, choose_tile
-from kvq_kernels.decode_attention.kernel import TAIL_COST, combine_kernel, split_kernel
+from kvq_kernels.decode_attention.kernel import MIXED_COST, combine_kernel, split_kernel
 from kvq_kernels.decode_attention.parts import Codebook, Dense, Packed, PerHead, Rope, Side
-from kvq_kernels.decode_attention.spec import SideSpec, Tile, block_tokens, padded_dim
+from kvq_kernels.decode_attention.spec import SideSpec, Tile, block_tokens, exact_cost, padded_dim
 from kvq_kernels.decode_attention.transformed import Transformed
 from kvq_kernels.launch_device import on_its_device
 
@@ -29,7 +29,7 @@ TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: 
 DEFAULT_SM_COUNT = 132
 #: Window without a limit: more tokens than any text has.
 NO_WINDOW = 1 << 30
-#: Tokens of a tile of the tail.
+#: Tokens of a tile of mixed tokens, and of exact ones for each warp.
 TAIL_TILE = 16
 #: Numbers of splits that a program of the combination holds at once: 64 per thread.
 COMBINED_NUMBERS = 8192
@@ -38,27 +38,29 @@ COMBINE_OPTIONS = {"num_warps": 4}
 
 @dataclass
 class Workspace:
-    """Results of the splits, which the combination reads: partial float32 `[B, Q, splits + 1, D]`, logsum float32
-    `[B, Q, splits + 1]`. Its size does not depend on the context: keep it between steps (and in a captured graph)."""
+    """Results of the splits, which the combination reads: partial float32 `[B, Q, splits + 2, D]`, logsum float32
+    `[B, Q, splits + 2]`. Its size does not depend on the context: keep it between steps (and in a captured graph)."""
 
     partial: Tensor
     logsum: Tensor
 
     @classmethod
     def like(cls, query: Tensor, splits: int) -> Workspace:
-        """An empty workspace for `query` `[B, Q, D]`. splits: of whole tiles, at least 1; the tail has one more."""
+        """An empty workspace for `query` `[B, Q, D]`. splits: of whole tiles, at least 1; exact and mixed
+        tokens have one more each."""
         if splits < 1:
             raise ValueError(f"a workspace for {splits} splits: at least 1, see plan_splits")
         rows, heads, dim = query.shape
-        shape = (rows, heads, splits + 1)
+        shape = (rows, heads, splits + 2)
         return cls(
             torch.empty(*shape, dim, dtype=torch.float32, device=query.device),
             torch.empty(shape, dtype=torch.float32, device=query.device),
         )
 
     @property
-    def splits(self) -> int:
-        return self.logsum.shape[2] - 1
+    def programs(self) -> int:
+        """Programs of each row and kv head."""
+        return self.logsum.shape[2]
 
 
 def constants(
@@ -105,7 +107,10 @@ def constants(
         "KD": product_type(keys, query_type),
         "VD": product_type(values, query_type),
         "PRECISION": float32_products(query_type, nvidia),
-        "TAIL_TILE": TAIL_TILE,
+        "MIXED_TILE": TAIL_TILE,
+        "EXACT_TILE": TAIL_TILE * tile.warps,
+        "XD": exact_type(query_type),
+        "PACKED_EXACT": packed_exact(query_type, keys, values),
         "STAGES": tile.stages,
     }
 
@@ -175,6 +180,25 @@ def product_type(side: Side, query_type: torch.dtype) -> tl.dtype:
     return tl.float32 if knobs.runtime.interpret and dtype == tl.bfloat16 else dtype
 
 
+def exact_type(query_type: torch.dtype) -> tl.dtype | None:
+    """Type that exact tokens are multiplied in; None: float32, as mixed tokens."""
+    if query_type == torch.float32:
+        return None
+    return tl.float32 if knobs.runtime.interpret and query_type == torch.bfloat16 else TYPES[query_type]
+
+
+def packed_exact(query_type: torch.dtype, *sides: Side) -> bool:
+    """Whether packed tokens can be read as exact ones: dense on both sides, in rows, in the windows' type."""
+    return query_type != torch.float32 and all(
+        isinstance(side.packed, Dense)
+        and side.pages is None
+        and side.outliers is None
+        and side.norm is None
+        and all(x is None or x.dtype == side.packed.numbers.dtype for x in (side.sinks, side.ring))
+        for side in sides
+    )
+
+
 def capacity(side: Side) -> int:
     """Tokens per row that the packed store has room for."""
     if side.pages is not None:
@@ -200,10 +224,11 @@ def plan_splits(query: Tensor, keys: Side, values: Side, rope: Rope | None = Non
     part, dim = head_groups(keys, values, query.device)[0], query.shape[2]
     tile = tile or choose_tile(query.device, SideSpec.of(part.keys, dim), SideSpec.of(part.values, dim))
     fixed = constants(query.dtype, part.keys, part.values, rope, 1, dim, tile)
-    tail = fixed["SINKS"] + max(0 if side.ring is None else side.ring.shape[2] for side in (keys, values))
-    tokens = min(capacity(keys), capacity(values)) + TAIL_COST.value * tail
+    rings = [0 if side.ring is None else side.ring.shape[2] for side in (keys, values)]
+    exact, mixed = fixed["SINKS"] + max(rings), abs(rings[0] - rings[1])
+    tokens = min(capacity(keys), capacity(values)) + exact_cost(fixed["STYLE"]) * exact + MIXED_COST.value * mixed
     tiles = max(2, -(-tokens // fixed["N"]))
-    return max(2, choose_splits(query.shape[0] * kv_heads(keys), tiles, sm_count(query.device), tile.waves)) - 1
+    return max(3, choose_splits(query.shape[0] * kv_heads(keys), tiles, sm_count(query.device), tile.waves)) - 2
 
 
 @dataclass(frozen=True)
@@ -273,7 +298,7 @@ def run_kernels(
     for part in head_groups(keys, values, query.device):
         chosen = tile or choose_tile(query.device, SideSpec.of(part.keys, dim), SideSpec.of(part.values, dim))
         fixed = constants(query.dtype, part.keys, part.values, rope, group, dim, chosen, heads // group)
-        split_kernel[(part.count, workspace.splits + 1, rows)](
+        split_kernel[(part.count, workspace.programs, rows)](
             *arguments(query, part.keys, part.values, lengths, rope, scaling, workspace, window, part.heads),
             **fixed,
             **chosen.options(),
@@ -284,7 +309,7 @@ def run_kernels(
 
 def combine(workspace: Workspace, out: Tensor) -> None:
     """Merge the splits of a workspace into `out` `[B, Q, D]`."""
-    count, (rows, heads, dim) = workspace.splits + 1, out.shape
+    count, (rows, heads, dim) = workspace.programs, out.shape
     fixed = combine_constants(dim, count)
     combine_kernel[(rows * heads,)](workspace.partial, workspace.logsum, out, count, **fixed, **COMBINE_OPTIONS)
 

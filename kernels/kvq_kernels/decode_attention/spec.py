@@ -18,6 +18,11 @@ from kvq_kernels.decode_attention.parts import Dense, Packed, PerHead, Side, Uni
 from kvq_kernels.decode_attention.transformed import Transformed
 from kvq_kernels.planar import high_words, low_bits, low_words
 
+#: Channels of a column tile of exact tokens, and pairs of them with RoPE.
+EXACT_COLUMNS, EXACT_PAIRS = 64, 32
+#: Cost of an exact token, see `exact_cost`.
+EXACT_COST, EXACT_COST_OF_ROTATED = 2, 6
+
 
 @dataclass(frozen=True)
 class SideSpec:
@@ -172,8 +177,8 @@ def block_tokens(keys: SideSpec, values: SideSpec) -> int:
 
 
 @triton.constexpr_function
-def tail_out_of_line(keys: SideSpec, values: SideSpec) -> bool:
-    """Whether the tail is compiled as a function that is called: the main loop of codebooks is long, and a pass of the
+def mixed_out_of_line(keys: SideSpec, values: SideSpec) -> bool:
+    """Whether attention to mixed tokens is compiled as a function that is called: the main loop of codebooks is long, and a pass of the
     compiler is quadratic in a function's length. On AMD's GPUs a call needs a stack."""
     return "codebook" in (keys.kind, values.kind) and keys.nvidia
 
@@ -188,6 +193,24 @@ def padded_dim(dim: int) -> int:
 def column_tiles(spec: SideSpec, columns: int) -> int:
     """Number of column tiles of `columns` channels in a head, padded to a power of two."""
     return padded_dim(spec.dim) // columns
+
+
+@triton.constexpr_function
+def exact_cost(style: str) -> int:
+    """Cost of an exact token, in tokens of whole tiles: about the ratio of their times in compiled code."""
+    return EXACT_COST if style == "none" else EXACT_COST_OF_ROTATED
+
+
+@triton.constexpr_function
+def exact_columns(spec: SideSpec, style: str) -> int:
+    """Channels of a column tile of exact tokens; with RoPE pairs of channels."""
+    return min(EXACT_COLUMNS, padded_dim(spec.dim)) if style == "none" else min(EXACT_PAIRS, padded_dim(spec.dim) // 2)
+
+
+@triton.constexpr_function
+def exact_queries(spec: SideSpec, queries: int) -> int:
+    """Columns of a product with exact tokens: as many as a matrix unit takes, at least."""
+    return max(queries, 8 if spec.nvidia else 16)
 
 
 @triton.constexpr_function

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton import knobs
 
 from kvq_kernels.decode_attention.arguments import kv_heads, pointers
-from kvq_kernels.decode_attention.launch import NO_WINDOW, TAIL_TILE, HeadGroup, Workspace, float32_products
+from kvq_kernels.decode_attention.launch import NO_WINDOW, HeadGroup, Workspace, exact_type, float32_products
 from kvq_kernels.decode_attention.pages import page_strides
 from kvq_kernels.decode_attention.parts import Dense, Rope, Side
 from kvq_kernels.decode_attention.spec import SideSpec
@@ -20,8 +20,10 @@ from kvq_kernels.decode_attention.transformed import Operands, Transformed, lane
 from kvq_kernels.transform_attention.codes import FieldSpec
 from kvq_kernels.transform_attention.configs import Config
 
-#: Pairs of channels in a product, at least; channels of exact tokens that are multiplied at once.
-MIN_PAIRS, EXACT_CHANNELS = 16, 16
+#: Pairs of channels in a product, at least.
+MIN_PAIRS = 16
+#: Tokens of a tile of exact ones.
+EXACT_TILE = 32
 #: Least number of query heads in a product, by the maker of the GPU.
 MIN_QUERIES = {"nvidia": 8, "amd": 16}
 
@@ -86,7 +88,7 @@ def arguments(
         lengths,
         keys.count,
         NO_WINDOW if window is None else window,
-        workspace.logsum.shape[2] - exact_programs,
+        workspace.programs - exact_programs,
         group.heads,
         kv_heads(keys),
         len(key_operands.mean),
@@ -131,10 +133,10 @@ def constants(query: Tensor, group: HeadGroup, rope: Rope | None, config: Config
         "N": config.tokens,
         "E": min(config.pairs, max(MIN_PAIRS, triton.next_power_of_2(dim // 2))),
         "RELOAD": bool(config.reload),
-        "TAIL_E": EXACT_CHANNELS,
         "HALF_SUMS": bool(config.half_sums),
         "ASSEMBLY": nvidia and not knobs.runtime.interpret,
         "PRECISION": float32_products(query.dtype, nvidia),
-        "TAIL_TILE": TAIL_TILE,
+        "EXACT_TILE": EXACT_TILE,
+        "XD": exact_type(query.dtype),
         "STAGES": config.stages,
     }

@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from kvq_kernels.decode_attention.dequantize import at_head
-from kvq_kernels.decode_attention.kernel import attend_tail
+from kvq_kernels.decode_attention.exact_tokens import attend_exact
+from kvq_kernels.decode_attention.kernel import share
 from kvq_kernels.decode_attention.main_loop import split_output
 from kvq_kernels.decode_attention.spec import get
 from kvq_kernels.transform_attention.addresses import at_paged_head, at_row, at_tile, slot_of
@@ -77,11 +78,11 @@ def split_kernel(
     N: tl.constexpr,  # tokens of a tile: 16 for each warp
     E: tl.constexpr,  # pairs of channels of a column tile
     RELOAD: tl.constexpr,  # S' of the keys is loaded for each tile
-    TAIL_E: tl.constexpr,  # channels of a column tile of exact tokens
     HALF_SUMS: tl.constexpr,  # keys are summed in float16
     ASSEMBLY: tl.constexpr,  # PTX may be used
     PRECISION: tl.constexpr,  # of float32 products
-    TAIL_TILE: tl.constexpr,
+    EXACT_TILE: tl.constexpr,  # tokens of a tile of exact ones
+    XD: tl.constexpr,  # type that these are multiplied in
     STAGES: tl.constexpr,
 ):
     stored_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -120,18 +121,16 @@ def split_kernel(
     else:
         early = tl.maximum(tl.minimum(length, SINKS) - oldest, 0)
         late = tl.maximum(SINKS + count, oldest)
-        tail = early + tl.maximum(length - late, 0)
-        each = tl.cdiv(tl.cdiv(tail, TAIL_TILE), tl.num_programs(1) - splits) * TAIL_TILE
-        first = tl.minimum((split - splits) * each, tail)
+        exact = early + tl.maximum(length - late, 0)
+        first, last = share(split - splits, tl.num_programs(1) - splits, exact, EXACT_TILE)
         key_slot, value_slot = row, row
         if PAGE > 0:
             key_slot, value_slot = slot_of(pages[4], row), slot_of(pages[9], row)
         k = at_head(exact_keys, exact_key_strides, SK, key_slot, head)
         v = at_head(exact_values, exact_value_strides, SV, value_slot, head)
-        attend_tail(
-            q, partial, logsum, first_query, k, v, first, tl.minimum(first + each, tail), oldest, early, late,
-            count, count, ring_size, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, TAIL_E, PRECISION,
-            TAIL_TILE,
+        attend_exact(
+            q, partial, logsum, first_query, k, v, first, last, oldest, early, late, count, count, ring_size, rope,
+            start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, False, EXACT_TILE, XD,
         )  # fmt: skip
 
 

@@ -9,20 +9,20 @@ import triton
 from torch import Tensor
 
 from kvq_kernels.decode_attention.arguments import kv_heads
-from kvq_kernels.decode_attention.launch import TAIL_TILE, Workspace, capacity, combine, head_groups, sm_count
+from kvq_kernels.decode_attention.launch import Workspace, capacity, combine, head_groups, sm_count
 from kvq_kernels.decode_attention.launch import run_kernels as attend_dense
 from kvq_kernels.decode_attention.pages import gathered
 from kvq_kernels.decode_attention.parts import Dense, Rope, Side
 from kvq_kernels.decode_attention.reference import unpack_side
 from kvq_kernels.decode_attention.transformed import Transformed
 from kvq_kernels.launch_device import on_its_device
-from kvq_kernels.transform_attention.arguments import arguments, constants, window_sizes
+from kvq_kernels.transform_attention.arguments import EXACT_TILE, arguments, constants, window_sizes
 from kvq_kernels.transform_attention.configs import Config, choose_splits
 from kvq_kernels.transform_attention.kernel import split_kernel
 from kvq_kernels.tuning import family
 
-#: Exact tokens of a program, about, and programs for them at most.
-EXACT_TOKENS, MAX_EXACT_PROGRAMS = 2 * TAIL_TILE, 8
+#: Programs for exact tokens at most.
+MAX_EXACT_PROGRAMS = 8
 
 
 def fused(query: Tensor, *sides: Side) -> bool:
@@ -39,7 +39,7 @@ def fused(query: Tensor, *sides: Side) -> bool:
 def programs(query: Tensor, keys: Side, values: Side) -> tuple[int, int]:
     """(programs for packed tokens, programs for exact ones) of a row and head; they depend on what there is room for,
     not on how many tokens there are. Launches run one after another, so that each should fill the GPU."""
-    exact = max(1, min(MAX_EXACT_PROGRAMS, triton.cdiv(sum(window_sizes(keys)), EXACT_TOKENS)))
+    exact = max(1, min(MAX_EXACT_PROGRAMS, triton.cdiv(sum(window_sizes(keys)), EXACT_TILE)))
     if not fused(query, keys, values) or capacity(keys) == 0:
         return 0, exact
     config, launches = (
@@ -58,7 +58,7 @@ def plan_splits(query: Tensor, keys: Side, values: Side) -> int:
 
 def new_workspace(query: Tensor, keys: Side, values: Side) -> Workspace:
     """Workspace for all tokens that there is room for."""
-    return Workspace.like(query, max(1, plan_splits(query, keys, values) - 1))
+    return Workspace.like(query, max(1, plan_splits(query, keys, values) - 2))
 
 
 def _dense_side(side: Side, query: Tensor) -> Side:
@@ -90,7 +90,7 @@ def run_kernels(
     gpu = family(query.device)
     config = Config.of(gpu, query.shape[2], keys.pages)
     for group in head_groups(keys, values, query.device):
-        split_kernel[(group.count, workspace.logsum.shape[2], len(query))](
+        split_kernel[(group.count, workspace.programs, len(query))](
             *arguments(query, group, lengths, scaling, rope, window, workspace, exact),
             **constants(query, group, rope, config, gpu),
             **config.options(),

@@ -134,7 +134,7 @@ def _quantize_and_assign(timed: dict[CaseKey, Row]) -> Iterator[Row]:
 
 
 def _tail_cost(kernels: list[Row]) -> Iterator[Row]:
-    """Time of a token of the unpacked tail in packed tokens, beside the kernel's `TAIL_COST`."""
+    """Time of an exact token in packed tokens, beside the kernel's `exact_cost`."""
     without_tail = {_store_key(row): row for row in kernels if "store" in row and "tail" not in row and "us" in row}
     for row in kernels:
         if "tail" not in row or "us" not in row or _store_key(row) not in without_tail:
@@ -142,7 +142,7 @@ def _tail_cost(kernels: list[Row]) -> Iterator[Row]:
         base = without_tail[_store_key(row)]["us"]["p50"]
         cost = 1 + (row["us"]["p50"] - base) / row["tail"]["added"] / (base / row["context"])
         yield {
-            "target": "a tail token's time, in packed tokens",
+            "target": "an exact token's time, in packed tokens",
             "where": f"{row['store']}, {row['batch']} x {row['context']}",
             "measured": round(cost, 2),
             "wanted": f"{row['tail']['assumed']} is assumed",

@@ -1,0 +1,185 @@
+"""Attention to exact tokens: sinks and recent tokens, which keys and values both hold as numbers.
+
+Tokens, not the few queries of a kv head, are the rows of products: scores are [tokens, queries], outputs [channels,
+queries]. Each number is loaded once. float32 factors, such as rotated keys and softmax weights, are multiplied as two
+16-bit parts each.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvq_kernels.decode_attention.main_loop import LOG2_P_FACTOR, split_output
+from kvq_kernels.decode_attention.rope import pair_channels, position_cos_sin
+from kvq_kernels.decode_attention.spec import exact_columns, exact_queries, get, padded_dim
+
+
+@triton.jit
+def attend_exact(
+    q, partial, logsum, first_query, k, v, first, last, oldest, early, late, key_count, value_count, ring_size,
+    rope, start, scale, SK: tl.constexpr, SV: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP: tl.constexpr, M: tl.constexpr, SINKS: tl.constexpr, PACKED: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """Attend to exact tokens [first, last): `early` tokens from `oldest` on, then all from `late` on.
+
+    N: tokens of a tile. T: type of products. PACKED: packed tokens are dense, and among these.
+    """
+    D: tl.constexpr = get(SK, "dim")
+    W: tl.constexpr = exact_queries(SK, M)
+    E: tl.constexpr = exact_columns(SK, "none")
+    within, column, member = tl.arange(0, N), tl.arange(0, E), tl.arange(0, W)
+    queries = exact_query_columns(q, SK, STYLE, WIDTH, GROUP, W, T)
+    m_i = tl.full([W], float("-inf"), tl.float32)
+    l_i = tl.zeros([W], tl.float32)
+    acc = ()
+    for _ in tl.static_range(padded_dim(D) // E):
+        acc = acc + (tl.zeros([E, W], tl.float32),)
+    for at in tl.range(first, last, N, num_stages=1):
+        index = tl.minimum(at + within, last - 1)  # repeated, and masked in the scores
+        token = tl.where(index < early, oldest + index, index - early + late)
+        rows = exact_rows(k, SK, SINKS, ring_size[0], key_count, token, PACKED)
+        qk = exact_scores(queries, rows, k, SK, rope, start + token, STYLE, WIDTH, N, W, T)
+        qk = tl.where((at + within < last)[:, None], qk * scale, float("-inf"))
+        m_ij = tl.maximum(m_i, tl.max(qk, axis=0))
+        p = tl.exp2(qk - (m_ij - LOG2_P_FACTOR)[None, :])
+        alpha = tl.exp2(m_i - m_ij)
+        l_i = l_i * alpha + tl.sum(p, axis=0)
+        high, low = _halves(p, T)
+        rows = exact_rows(v, SV, SINKS, ring_size[1], value_count, token, PACKED)
+        new = ()
+        for j in tl.static_range(padded_dim(D) // E):
+            x = _load(rows, v, SV, (j * E + column)[None, :])
+            new = new + (_dot_with_halves(tl.trans(x), high, low, acc[j] * alpha[None, :], T),)
+        acc = new
+        m_i = m_ij
+    out = split_output(partial, first_query, D, W)
+    inside = (member < GROUP)[None, :]
+    if last > first:
+        for j in tl.static_range(padded_dim(D) // E):
+            channel = (j * E + column)[:, None]
+            tl.store(out[None, :] + channel, acc[j] / l_i[None, :], mask=inside & (channel < D))
+    tl.store(split_output(logsum, first_query, 1, W), m_i + tl.log2(l_i) - LOG2_P_FACTOR, mask=member < GROUP)
+
+
+@triton.jit
+def exact_rows(
+    side, S: tl.constexpr, SINKS: tl.constexpr, ring_size, count, token, PACKED: tl.constexpr
+):  # fmt: skip
+    """Pointers [tokens, 1] at tokens that are sinks, in the ring buffer or, if PACKED, among the dense packed ones."""
+    D: tl.constexpr = get(S, "dim")
+    index = token - SINKS
+    rows = side[7] + (index % ring_size) * D if get(S, "ring") else side[6] + token * D
+    if PACKED:
+        if get(S, "ring"):
+            rows = tl.where(index < count, side[0] + index * D, rows)
+        else:
+            rows = side[0] + index * D
+    if SINKS > 0:
+        rows = tl.where(index < 0, side[6] + token * D, rows)
+    return rows[:, None]
+
+
+@triton.jit
+def _load(rows, side, S: tl.constexpr, channel):
+    """Numbers [tokens, channels] of tokens at `rows`; divided by their norm, if they have one, in float32."""
+    D: tl.constexpr = get(S, "dim")
+    if padded_dim(D) == D:
+        x = tl.load(rows + channel)
+    else:
+        x = tl.load(rows + channel, mask=channel < D, other=0.0)
+    if get(S, "normed"):
+        x = x.to(tl.float32) / tl.load(side[8] + channel, mask=channel < D, other=1.0)
+    return x
+
+
+@triton.jit
+def exact_query_columns(
+    q, S: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr, T: tl.constexpr
+):
+    """Column tiles [channels, W] of the queries, in type T; with RoPE both halves of each tile of pairs."""
+    D: tl.constexpr = get(S, "dim")
+    E: tl.constexpr = exact_columns(S, STYLE)
+    member, column = tl.arange(0, W)[None, :], tl.arange(0, E)[:, None]
+    planes = ()
+    if STYLE == "none":
+        for j in tl.static_range(padded_dim(D) // E):
+            channel = j * E + column
+            mask = (member < GROUP) & (channel < D)
+            planes = planes + (tl.load(q + member * D + channel, mask=mask, other=0.0).to(T),)
+    else:
+        for j in tl.static_range(padded_dim(D) // 2 // E):
+            pair = j * E + column
+            c1, c2 = pair_channels(pair, STYLE, WIDTH, D)
+            mask = (member < GROUP) & (pair < D // 2)
+            planes = planes + (
+                tl.load(q + member * D + c1, mask=mask, other=0.0).to(T),
+                tl.load(q + member * D + c2, mask=mask, other=0.0).to(T),
+            )
+    return planes
+
+
+@triton.jit
+def exact_scores(
+    queries, rows, k, S: tl.constexpr, rope, position, STYLE: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
+    W: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """k . q, float32 [N, W], of the tokens at `rows` [N, 1] and positions [N]."""
+    D: tl.constexpr = get(S, "dim")
+    E: tl.constexpr = exact_columns(S, STYLE)
+    column = tl.arange(0, E)
+    qk = tl.zeros([N, W], tl.float32)
+    if STYLE == "none":
+        for j in tl.static_range(padded_dim(D) // E):
+            x = _load(rows, k, S, (j * E + column)[None, :])
+            qk = _dot_of_halves(x, queries[j], qk, T)
+    else:
+        for j in tl.static_range(padded_dim(D) // 2 // E):
+            pair = j * E + column
+            c1, c2 = pair_channels(pair, STYLE, WIDTH, D)
+            mask = (pair < D // 2)[None, :]
+            cos, sin = position_cos_sin(rope, position, pair, WIDTH, D)
+            x1, x2 = _load_pairs(rows, k, S, c1[None, :], c2[None, :], mask)
+            qk = _dot_of_halves(x1 * cos - x2 * sin, queries[2 * j], qk, T)
+            qk = _dot_of_halves(x2 * cos + x1 * sin, queries[2 * j + 1], qk, T)
+    return qk
+
+
+@triton.jit
+def _load_pairs(rows, side, S: tl.constexpr, c1, c2, mask):
+    """float32 numbers [tokens, pairs] of both channels of each pair."""
+    x1 = tl.load(rows + c1, mask=mask, other=0.0).to(tl.float32)
+    x2 = tl.load(rows + c2, mask=mask, other=0.0).to(tl.float32)
+    if get(S, "normed"):
+        x1 /= tl.load(side[8] + c1, mask=mask, other=1.0)
+        x2 /= tl.load(side[8] + c2, mask=mask, other=1.0)
+    return x1, x2
+
+
+@triton.jit
+def _halves(x, T: tl.constexpr):
+    """(high, low) of type T, whose sum is float32 `x` to about twice T's bits."""
+    high = x.to(T)
+    return high, (x - high.to(tl.float32)).to(T)
+
+
+@triton.jit
+def _dot_of_halves(x, y, acc, T: tl.constexpr):
+    """acc + x y; x of another type than T in two parts."""
+    if x.dtype == T or T == tl.float32:
+        return tl.dot(x.to(T), y, acc, input_precision="ieee")
+    else:
+        high, low = _halves(x.to(tl.float32), T)
+        return tl.dot(low, y, tl.dot(high, y, acc))
+
+
+@triton.jit
+def _dot_with_halves(x, high, low, acc, T: tl.constexpr):
+    """acc + x (high + low); x of another type than T in two parts."""
+    if T == tl.float32:
+        return tl.dot(x.to(T), high, acc, input_precision="ieee")
+    elif x.dtype == T:
+        return tl.dot(x, low, tl.dot(x, high, acc))
+    else:
+        rounded, rest = _halves(x.to(tl.float32), T)
+        return tl.dot(rest, high, tl.dot(rounded, low, tl.dot(rounded, high, acc)))
