@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from kvq_kernels.decode_attention.main_loop import LOG2_P_FACTOR, split_output
+from kvq_kernels.decode_attention.paging import at_tokens
 from kvq_kernels.decode_attention.rope import pair_channels, position_cos_sin
 from kvq_kernels.decode_attention.spec import exact_columns, exact_queries, get, padded_dim
 
@@ -63,18 +64,15 @@ def attend_exact(
 
 
 @triton.jit
-def exact_rows(
-    side, S: tl.constexpr, SINKS: tl.constexpr, ring_size, count, token, PACKED: tl.constexpr
-):  # fmt: skip
+def exact_rows(side, S: tl.constexpr, SINKS: tl.constexpr, ring_size, count, token, PACKED: tl.constexpr):
     """Pointers [tokens, 1] at tokens that are sinks, in the ring buffer or, if PACKED, among the dense packed ones."""
     D: tl.constexpr = get(S, "dim")
     index = token - SINKS
     rows = side[7] + (index % ring_size) * D if get(S, "ring") else side[6] + token * D
     if PACKED:
-        if get(S, "ring"):
-            rows = tl.where(index < count, side[0] + index * D, rows)
-        else:
-            rows = side[0] + index * D
+        packed = (index >= 0) & (index < count)
+        stored, within = at_tokens(side, S, index, packed)
+        rows = tl.where(packed, stored[0] + within * D, rows)
     if SINKS > 0:
         rows = tl.where(index < 0, side[6] + token * D, rows)
     return rows[:, None]

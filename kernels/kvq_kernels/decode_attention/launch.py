@@ -188,10 +188,9 @@ def exact_type(query_type: torch.dtype) -> tl.dtype | None:
 
 
 def packed_exact(query_type: torch.dtype, *sides: Side) -> bool:
-    """Whether packed tokens can be read as exact ones: dense on both sides, in rows, in the windows' type."""
+    """Whether packed tokens can be read as exact ones: dense on both sides, in the windows' type."""
     return query_type != torch.float32 and all(
         isinstance(side.packed, Dense)
-        and side.pages is None
         and side.outliers is None
         and side.norm is None
         and all(x is None or x.dtype == side.packed.numbers.dtype for x in (side.sinks, side.ring))
