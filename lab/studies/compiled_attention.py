@@ -16,9 +16,9 @@ from kvq_kernels import fields, static
 from kvq_kernels.aot_cases import Launch
 from kvq_kernels.decode_attention import aot_cases as decode_cases
 from kvq_kernels.decode_attention.configs import choose_splits, choose_tile
-from kvq_kernels.decode_attention.kernel import MIXED_COST
+from kvq_kernels.decode_attention.kernel import EXACT_COST, MIXED_COST
 from kvq_kernels.decode_attention.launch import TAIL_TILE
-from kvq_kernels.decode_attention.spec import SideSpec, exact_cost, padded_dim
+from kvq_kernels.decode_attention.spec import SideSpec, padded_dim
 from kvq_kernels.transform_attention import aot_cases as transform_cases
 from kvq_kernels.transform_attention import configs as transform_configs
 from kvq_kernels.transform_attention.arguments import EXACT_TILE
@@ -62,7 +62,6 @@ class Kernel:
     edges: tuple[Instruction, ...]
     exact: tuple[Instruction, ...]
     mixed: tuple[Instruction, ...] = ()
-    style: str = "none"
     exact_tile: int = TAIL_TILE
     lists: int = 1
 
@@ -187,7 +186,7 @@ def _read(name: str, operation: str, launch: Launch, waves: int, windows: tuple[
         mixed = _mixed(code, next(loop for loop in loops if loop[0] >= regions[2][0]), fixed)
     return Kernel(
         name, operation, launch.bits, launch.options["num_warps"], fixed["N"], registers, shared, waves, windows,
-        tuple(code.body(main)), tuple(chain(*edges)), tuple(code.trace(*exact, lambda _: 1)), mixed, fixed["STYLE"],
+        tuple(code.body(main)), tuple(chain(*edges)), tuple(code.trace(*exact, lambda _: 1)), mixed,
         fixed["EXACT_TILE"],
     )  # fmt: skip
 
@@ -249,10 +248,9 @@ class Plan:
         tiles = (context - sinks - recent) // kernel.tokens
         others = context - tiles * kernel.tokens
         exact = sinks + recent if kernel.mixed else others
-        cost = exact_cost(kernel.style)
-        planned = math.ceil((context + cost * room) / kernel.tokens)
+        planned = math.ceil((context + EXACT_COST.value * room) / kernel.tokens)
         programs = max(3, choose_splits(batch * HEADS, planned, MULTIPROCESSORS, kernel.waves))
-        times = _tiles(exact, kernel.exact_tile, cost), _tiles(others - exact, TAIL_TILE, MIXED_COST.value)
+        times = _tiles(exact, kernel.exact_tile, EXACT_COST.value), _tiles(others - exact, TAIL_TILE, MIXED_COST.value)
         whole = sum(time for _, time in times) + tiles * kernel.tokens
         mixed_programs, mixed_tiles = _programs(*times[1], programs, whole, programs - 2)
         exact_programs, exact_tiles = _programs(*times[0], programs, whole, programs - 1 - mixed_programs)
@@ -272,5 +270,5 @@ def _programs(tiles: int, time: int, programs: int, whole: int, limit: int) -> t
     """(programs, tiles of each) as `divide_programs` gives them to a part that takes `time` of `whole`."""
     if tiles == 0:
         return 0, 0
-    each = math.ceil(tiles / min(max(int(programs * time / whole + 0.5), 1), limit, tiles))
+    each = math.ceil(tiles / min(math.ceil(programs * time / whole), limit, tiles))
     return math.ceil(tiles / each), each

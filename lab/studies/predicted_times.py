@@ -109,7 +109,8 @@ def predict(kernel: Kernel, gpu: str, batch: int, context: int) -> Prediction:
     edges = rounds * kernel.edge_cycles(warps) * micro
     least, most = (rounds * plan.tiles * interval * micro for interval in kernel.intervals(warps))
     tail = kernel.tail_cycles(plan) * micro
-    late = pairs * plan.programs > rounds * slots
+    turns = max(1, int((edges + least) / rounds // tail))  # tails that a place has time for in a round
+    late = pairs * (plan.programs - plan.splits) > turns * (rounds * slots - programs)
     nbytes = 2 * batch * HEADS * DIM * (plan.packed * kernel.bits / 8 + (plan.exact + plan.mixed) * 2)
     memory = 1e6 * nbytes / (COPY_EFFICIENCY * GPUS[DATA_SHEETS[gpu]].bandwidth)
     units = warp_timing.busy(kernel.loop)

@@ -264,10 +264,10 @@ def test_empty_row_is_zero():
 
 
 @pytest.mark.parametrize(
-    ("splits", "busy"), [(1, [3, 2, 1]), *slow_cases((7, [4 + 1 + 4, 0 + 2 + 1, 1]), (30, [4 + 3 + 4, 0 + 4 + 1, 1]))]
+    ("splits", "busy"), [(1, [3, 3, 1]), *slow_cases((7, [2 + 2 + 4, 0 + 4 + 1, 1]), (30, [4 + 5 + 4, 0 + 4 + 1, 1]))]
 )
 def test_programs_share_the_tokens(splits, busy):
-    """By how long they take: a mixed token 16 times as long as one of a whole tile, an exact one twice.
+    """By how long they take: a mixed token 16 times as long as one of a whole tile, an exact one three times.
 
     Row 0 has 4 tiles of 32 tokens, 5 exact and 4 mixed tiles of 16; row 1 0, 4 and 1; row 2 one of exact tokens.
     """

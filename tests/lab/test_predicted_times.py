@@ -73,7 +73,7 @@ def test_profiles_of_keys_fill_their_lanes(rate):
 
 
 def unread(operation, tokens, warps, waves, windows, exact_tile, mixed=()):
-    return Kernel("", operation, 2.0, warps, tokens, 128, 0, waves, windows, (), (), (), mixed, "none", exact_tile)
+    return Kernel("", operation, 2.0, warps, tokens, 128, 0, waves, windows, (), (), (), mixed, exact_tile)
 
 
 SHAPES = [(1, 4096), (1, 32768), (1, 131072), (8, 4096), (8, 131072)]

@@ -20,17 +20,19 @@ from kvq_kernels.decode_attention.spec import exact_columns, exact_queries, get,
 def attend_exact(
     q, partial, logsum, first_query, k, v, first, last, oldest, early, late, key_count, value_count, ring_size,
     rope, start, scale, SK: tl.constexpr, SV: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr,
-    GROUP: tl.constexpr, M: tl.constexpr, SINKS: tl.constexpr, PACKED: tl.constexpr, N: tl.constexpr, T: tl.constexpr,
+    GROUP: tl.constexpr, M: tl.constexpr, SINKS: tl.constexpr, PACKED: tl.constexpr, N: tl.constexpr,
+    PAIRS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """Attend to exact tokens [first, last): `early` tokens from `oldest` on, then all from `late` on.
 
-    N: tokens of a tile. T: type of products. PACKED: packed tokens are dense, and among these.
+    N: tokens of a tile. PAIRS: of channels of a column tile with RoPE. T: type of products. PACKED: packed tokens are
+    dense, and among these.
     """
     D: tl.constexpr = get(SK, "dim")
     W: tl.constexpr = exact_queries(SK, M)
-    E: tl.constexpr = exact_columns(SK, "none")
+    E: tl.constexpr = exact_columns(SK, "none", PAIRS)
     within, column, member = tl.arange(0, N), tl.arange(0, E), tl.arange(0, W)
-    queries = exact_query_columns(q, SK, STYLE, WIDTH, GROUP, W, T)
+    queries = exact_query_columns(q, SK, STYLE, WIDTH, GROUP, W, PAIRS, T)
     m_i = tl.full([W], float("-inf"), tl.float32)
     l_i = tl.zeros([W], tl.float32)
     acc = ()
@@ -40,7 +42,7 @@ def attend_exact(
         index = tl.minimum(at + within, last - 1)  # repeated, and masked in the scores
         token = tl.where(index < early, oldest + index, index - early + late)
         rows = exact_rows(k, SK, SINKS, ring_size[0], key_count, token, PACKED)
-        qk = exact_scores(queries, rows, k, SK, rope, start + token, STYLE, WIDTH, N, W, T)
+        qk = exact_scores(queries, rows, k, SK, rope, start + token, STYLE, WIDTH, N, W, PAIRS, T)
         qk = tl.where((at + within < last)[:, None], qk * scale, float("-inf"))
         m_ij = tl.maximum(m_i, tl.max(qk, axis=0))
         p = tl.exp2(qk - (m_ij - LOG2_P_FACTOR)[None, :])
@@ -93,11 +95,12 @@ def _load(rows, side, S: tl.constexpr, channel):
 
 @triton.jit
 def exact_query_columns(
-    q, S: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr, T: tl.constexpr
-):
+    q, S: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr,
+    PAIRS: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
     """Column tiles [channels, W] of the queries, in type T; with RoPE both halves of each tile of pairs."""
     D: tl.constexpr = get(S, "dim")
-    E: tl.constexpr = exact_columns(S, STYLE)
+    E: tl.constexpr = exact_columns(S, STYLE, PAIRS)
     member, column = tl.arange(0, W)[None, :], tl.arange(0, E)[:, None]
     planes = ()
     if STYLE == "none":
@@ -120,11 +123,11 @@ def exact_query_columns(
 @triton.jit
 def exact_scores(
     queries, rows, k, S: tl.constexpr, rope, position, STYLE: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
-    W: tl.constexpr, T: tl.constexpr,
+    W: tl.constexpr, PAIRS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """k . q, float32 [N, W], of the tokens at `rows` [N, 1] and positions [N]."""
     D: tl.constexpr = get(S, "dim")
-    E: tl.constexpr = exact_columns(S, STYLE)
+    E: tl.constexpr = exact_columns(S, STYLE, PAIRS)
     column = tl.arange(0, E)
     qk = tl.zeros([N, W], tl.float32)
     if STYLE == "none":

@@ -17,10 +17,10 @@ from kvq_kernels.decode_attention.exact_tokens import attend_exact
 from kvq_kernels.decode_attention.main_loop import attend_tiles, split_output
 from kvq_kernels.decode_attention.paging import at_paged_head
 from kvq_kernels.decode_attention.rope import pair_channels, position_cos_sin
-from kvq_kernels.decode_attention.spec import column_tiles, exact_cost, get, mixed_out_of_line
+from kvq_kernels.decode_attention.spec import column_tiles, get, mixed_out_of_line
 
-#: Cost of a mixed token, in tokens of whole tiles: about the ratio of their times in compiled code.
-MIXED_COST = tl.constexpr(16)
+#: Cost of an exact token and of a mixed one, in tokens of whole tiles: about the ratio of their times in compiled code.
+EXACT_COST, MIXED_COST = tl.constexpr(3), tl.constexpr(16)
 
 
 @triton.jit
@@ -55,6 +55,7 @@ def split_kernel(
     PRECISION: tl.constexpr,  # of float32 products
     MIXED_TILE: tl.constexpr,  # tokens of a tile of mixed ones
     EXACT_TILE: tl.constexpr,  # of exact ones
+    EXACT_PAIRS: tl.constexpr,  # of channels of a column tile of exact tokens with RoPE
     XD: tl.constexpr,  # type that exact tokens are multiplied in; None: in float32, as mixed ones
     PACKED_EXACT: tl.constexpr,  # packed tokens are read as exact ones
     STAGES: tl.constexpr,
@@ -102,9 +103,7 @@ def split_kernel(
         mixed = mixed_early + tl.maximum(packed_end - mixed_late, 0)
         early, late = tl.maximum(tl.minimum(length, SINKS) - oldest, 0), tl.maximum(packed_end, oldest)
         exact = early + tl.maximum(length - late, 0)
-    splits, mixed_programs = divide_programs(
-        programs, (tiles - begin) * N, exact, mixed, exact_cost(STYLE), EXACT_TILE, MIXED_TILE
-    )
+    splits, mixed_programs = divide_programs(programs, (tiles - begin) * N, exact, mixed, EXACT_TILE, MIXED_TILE)
     if split < splits:
         each = tl.cdiv(tiles - begin, splits)
         first = tl.minimum(begin + split * each, tiles)
@@ -118,7 +117,8 @@ def split_kernel(
             first, last = share(split - splits, programs - mixed_programs - splits, exact, EXACT_TILE)
             attend_exact(
                 q, partial, logsum, first_query, k, v, first, last, oldest, early, late, key_count, value_count,
-                ring_size, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, PACKED_EXACT, EXACT_TILE, XD,
+                ring_size, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, PACKED_EXACT, EXACT_TILE,
+                EXACT_PAIRS, XD,
             )  # fmt: skip
     elif not PACKED_EXACT:
         first, last = share(split + mixed_programs - programs, mixed_programs, mixed, MIXED_TILE)
@@ -129,9 +129,7 @@ def split_kernel(
 
 
 @triton.jit
-def divide_programs(
-    programs, tile_tokens, exact, mixed, EXACT_COST: tl.constexpr, EXACT_TILE: tl.constexpr, MIXED_TILE: tl.constexpr
-):
+def divide_programs(programs, tile_tokens, exact, mixed, EXACT_TILE: tl.constexpr, MIXED_TILE: tl.constexpr):
     """(programs for whole tiles, programs for mixed tokens) of so many; the others are for exact tokens.
 
     So many that all take equally long; at least one for each part that is not empty.
@@ -148,8 +146,8 @@ def divide_programs(
 @triton.jit
 def _proportional(programs, part, tiles, limit):
     """Programs for `tiles` tiles that take `part` of the time: at least one, at most `limit`, none without tiles."""
-    wanted = tl.maximum((programs * part + 0.5).to(tl.int32), 1)
-    each = tl.cdiv(tiles, tl.minimum(tl.minimum(wanted, limit), tl.maximum(tiles, 1)))
+    wanted = tl.minimum(tl.ceil(programs * part).to(tl.int32), limit)
+    each = tl.cdiv(tiles, tl.maximum(tl.minimum(wanted, tiles), 1))
     return tl.cdiv(tiles, tl.maximum(each, 1))
 
 

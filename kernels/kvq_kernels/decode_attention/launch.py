@@ -18,9 +18,9 @@ from triton import knobs
 
 from kvq_kernels.decode_attention.arguments import codes_of, kv_heads, page_arguments, pointers
 from kvq_kernels.decode_attention.configs import MIN_TOKENS, choose_splits, choose_tile
-from kvq_kernels.decode_attention.kernel import MIXED_COST, combine_kernel, split_kernel
+from kvq_kernels.decode_attention.kernel import EXACT_COST, MIXED_COST, combine_kernel, split_kernel
 from kvq_kernels.decode_attention.parts import Codebook, Dense, Packed, PerHead, Rope, Side
-from kvq_kernels.decode_attention.spec import SideSpec, Tile, block_tokens, exact_cost, padded_dim
+from kvq_kernels.decode_attention.spec import SideSpec, Tile, block_tokens, padded_dim
 from kvq_kernels.decode_attention.transformed import Transformed
 from kvq_kernels.launch_device import on_its_device
 
@@ -31,6 +31,8 @@ DEFAULT_SM_COUNT = 132
 NO_WINDOW = 1 << 30
 #: Tokens of a tile of mixed tokens, and of exact ones for each warp.
 TAIL_TILE = 16
+#: Pairs of channels of a column tile of exact tokens with RoPE.
+EXACT_PAIRS = 32
 #: Numbers of splits that a program of the combination holds at once: 64 per thread.
 COMBINED_NUMBERS = 8192
 COMBINE_OPTIONS = {"num_warps": 4}
@@ -109,6 +111,7 @@ def constants(
         "PRECISION": float32_products(query_type, nvidia),
         "MIXED_TILE": TAIL_TILE,
         "EXACT_TILE": TAIL_TILE * tile.warps,
+        "EXACT_PAIRS": EXACT_PAIRS,
         "XD": exact_type(query_type),
         "PACKED_EXACT": packed_exact(query_type, keys, values),
         "STAGES": tile.stages,
@@ -225,7 +228,7 @@ def plan_splits(query: Tensor, keys: Side, values: Side, rope: Rope | None = Non
     fixed = constants(query.dtype, part.keys, part.values, rope, 1, dim, tile)
     rings = [0 if side.ring is None else side.ring.shape[2] for side in (keys, values)]
     exact, mixed = fixed["SINKS"] + max(rings), abs(rings[0] - rings[1])
-    tokens = min(capacity(keys), capacity(values)) + exact_cost(fixed["STYLE"]) * exact + MIXED_COST.value * mixed
+    tokens = min(capacity(keys), capacity(values)) + EXACT_COST.value * exact + MIXED_COST.value * mixed
     tiles = max(2, -(-tokens // fixed["N"]))
     return max(3, choose_splits(query.shape[0] * kv_heads(keys), tiles, sm_count(query.device), tile.waves)) - 2
 

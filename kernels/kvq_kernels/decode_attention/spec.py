@@ -18,10 +18,8 @@ from kvq_kernels.decode_attention.parts import Dense, Packed, PerHead, Side, Uni
 from kvq_kernels.decode_attention.transformed import Transformed
 from kvq_kernels.planar import high_words, low_bits, low_words
 
-#: Channels of a column tile of exact tokens, and pairs of them with RoPE.
-EXACT_COLUMNS, EXACT_PAIRS = 64, 32
-#: Cost of an exact token, see `exact_cost`.
-EXACT_COST, EXACT_COST_OF_ROTATED = 2, 6
+#: Channels of a column tile of exact tokens without RoPE.
+EXACT_COLUMNS = 64
 
 
 @dataclass(frozen=True)
@@ -196,15 +194,9 @@ def column_tiles(spec: SideSpec, columns: int) -> int:
 
 
 @triton.constexpr_function
-def exact_cost(style: str) -> int:
-    """Cost of an exact token, in tokens of whole tiles: about the ratio of their times in compiled code."""
-    return EXACT_COST if style == "none" else EXACT_COST_OF_ROTATED
-
-
-@triton.constexpr_function
-def exact_columns(spec: SideSpec, style: str) -> int:
-    """Channels of a column tile of exact tokens; with RoPE pairs of channels."""
-    return min(EXACT_COLUMNS, padded_dim(spec.dim)) if style == "none" else min(EXACT_PAIRS, padded_dim(spec.dim) // 2)
+def exact_columns(spec: SideSpec, style: str, pairs: int) -> int:
+    """Channels of a column tile of exact tokens; with RoPE pairs of channels, at most `pairs`."""
+    return min(EXACT_COLUMNS, padded_dim(spec.dim)) if style == "none" else min(pairs, padded_dim(spec.dim) // 2)
 
 
 @triton.constexpr_function

@@ -22,8 +22,8 @@ from kvq_kernels.transform_attention.configs import Config
 
 #: Pairs of channels in a product, at least.
 MIN_PAIRS = 16
-#: Tokens of a tile of exact ones.
-EXACT_TILE = 32
+#: Tokens of a tile of exact ones; pairs of channels of a column tile of these with RoPE.
+EXACT_TILE, EXACT_PAIRS = 32, 64
 #: Least number of query heads in a product, by the maker of the GPU.
 MIN_QUERIES = {"nvidia": 8, "amd": 16}
 
@@ -137,6 +137,7 @@ def constants(query: Tensor, group: HeadGroup, rope: Rope | None, config: Config
         "ASSEMBLY": nvidia and not knobs.runtime.interpret,
         "PRECISION": float32_products(query.dtype, nvidia),
         "EXACT_TILE": EXACT_TILE,
+        "EXACT_PAIRS": EXACT_PAIRS,
         "XD": exact_type(query.dtype),
         "STAGES": config.stages,
     }

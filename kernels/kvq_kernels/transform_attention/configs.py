@@ -13,7 +13,7 @@ from kvq_kernels.tuning import configuration
 
 OPERATION = "transform_attention"
 #: Tiles that take as long as the start and end of a program, or as its exact tokens.
-EDGE_COST, EXACT_COST = 7, 7
+EDGE_COST, EXACT_COST = 7, 4
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ def choose_splits(pairs: int, tiles: int, exact: int, room: int) -> int:
 
     def tiles_in_turn(splits: int) -> int:
         rounds = -(-pairs * splits // room)
-        late = pairs * (splits + exact) > rounds * room
-        return rounds * (-(-tiles // splits) + EDGE_COST) + EXACT_COST * late
+        each = -(-tiles // splits) + EDGE_COST
+        left = (rounds * room - pairs * splits) * (each // EXACT_COST)  # exact programs that the last round has room for
+        return rounds * each + EXACT_COST * (pairs * exact > left)
 
     return min(range(1, max(1, min(tiles, -(-2 * room // pairs))) + 1), key=tiles_in_turn)

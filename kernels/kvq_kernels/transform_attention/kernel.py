@@ -82,6 +82,7 @@ def split_kernel(
     ASSEMBLY: tl.constexpr,  # PTX may be used
     PRECISION: tl.constexpr,  # of float32 products
     EXACT_TILE: tl.constexpr,  # tokens of a tile of exact ones
+    EXACT_PAIRS: tl.constexpr,  # of channels of a column tile of these with RoPE
     XD: tl.constexpr,  # type that these are multiplied in
     STAGES: tl.constexpr,
 ):
@@ -130,7 +131,8 @@ def split_kernel(
         v = at_head(exact_values, exact_value_strides, SV, value_slot, head)
         attend_exact(
             q, partial, logsum, first_query, k, v, first, last, oldest, early, late, count, count, ring_size, rope,
-            start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, False, EXACT_TILE, XD,
+            start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, False, EXACT_TILE,
+            EXACT_PAIRS, XD,
         )  # fmt: skip
 
 

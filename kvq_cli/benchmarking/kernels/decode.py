@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import torch
 from kvq_kernels.decode_attention import PerHead, Rope, Side, Workspace, aot_cases, decode_attention
+from kvq_kernels.decode_attention.kernel import EXACT_COST
 from kvq_kernels.decode_attention.reference import decode_attention_reference
-from kvq_kernels.decode_attention.spec import exact_cost
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -25,7 +25,7 @@ CHECKED_SHAPES = [(1, 512)]
 DRY_STORES = ("fp16", "kivi-2bit-g32", "temporal-2bit")
 #: Unpacked tokens of the residual window; all older ones but the sinks are packed.
 RECENT = 96
-#: Where many exact tokens are timed, to measure the kernel's `exact_cost`: the time of one.
+#: Where many exact tokens are timed, to measure the kernel's `EXACT_COST`: the time of one.
 TAIL_SHAPE, TAIL = (1, 32768), 1120
 TAIL_STORES = ("kivi-2bit-g32", "innerq-2bit", "temporal-2bit", "kvquant-2bit")
 #: Tensors of a store with an entry per sequence and token (or group of tokens); the others are constants.
@@ -120,7 +120,7 @@ def _case(name: str, shape: DecodeShape) -> Case:
 
 def _tail_case(name: str, shape: DecodeShape) -> Case:
     """A store whose newest `TAIL` tokens are not packed; timed only."""
-    tail = {"added": TAIL - RECENT, "assumed": exact_cost("none")}
+    tail = {"added": TAIL - RECENT, "assumed": EXACT_COST.value}
     make = _maker(name, shape, TAIL)
     return Case(f"kvq {name}, tail of {TAIL}", make, _nbytes(name, shape), extra={"store": name, "tail": tail})
 

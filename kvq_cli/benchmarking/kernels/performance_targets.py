@@ -134,7 +134,7 @@ def _quantize_and_assign(timed: dict[CaseKey, Row]) -> Iterator[Row]:
 
 
 def _tail_cost(kernels: list[Row]) -> Iterator[Row]:
-    """Time of an exact token in packed tokens, beside the kernel's `exact_cost`."""
+    """Time of an exact token in packed tokens, beside the kernel's `EXACT_COST`."""
     without_tail = {_store_key(row): row for row in kernels if "store" in row and "tail" not in row and "us" in row}
     for row in kernels:
         if "tail" not in row or "us" not in row or _store_key(row) not in without_tail:
