@@ -14,6 +14,8 @@ from kvq_kernels.tuning import configuration
 OPERATION = "transform_attention"
 #: Tiles that take as long as the start and end of a program, or as its exact tokens.
 EDGE_COST, EXACT_COST = 7, 7
+#: Splits that are tried even where pairs alone fill the GPU: the last round of smaller programs leaves less of it idle.
+MAX_SPLITS_OF_MANY = 16
 
 
 @dataclass(frozen=True)
@@ -62,4 +64,5 @@ def choose_splits(pairs: int, tiles: int, exact: int, room: int) -> int:
         late = pairs * (splits + exact) > rounds * room
         return rounds * (-(-tiles // splits) + EDGE_COST) + EXACT_COST * late
 
-    return min(range(1, max(1, min(tiles, -(-2 * room // pairs))) + 1), key=tiles_in_turn)
+    most = min(tiles, max(MAX_SPLITS_OF_MANY, -(-2 * room // pairs)))
+    return min(range(1, max(1, most) + 1), key=tiles_in_turn)
