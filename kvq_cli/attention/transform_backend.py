@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from kvq_kernels.transform_attention import new_workspace, plan_splits
 from kvq_kernels.transform_attention import transform_attention as attend
 from torch import Tensor
@@ -34,6 +35,16 @@ def unsupported(plan: LayerPlan, rotation: Rotation) -> str | None:
         return f"head_dim={dim} is below {MIN_HEAD_DIM}, or odd"
     if plan.keys.window != plan.values.window:
         return "keys and values have different windows"
+    return None
+
+
+def unfused(plan: LayerPlan, dtype: torch.dtype) -> str | None:
+    """Why the kernel does not read the codes of such a layer, but unpacks the room that there is for them, to numbers
+    of `dtype`; None: it reads them."""
+    if dtype == torch.float32:
+        return "the kernel of klt computes in 16 bits, not in float32"
+    if any(codec.joined for stream in plan.kept for codec in stream.codec.transforms):
+        return "a transform serves several kv heads"
     return None
 
 

@@ -96,8 +96,8 @@ class TransformCodec(Codec):
 
     @property
     def joined(self) -> bool:
-        """Whether all kv heads share one transform."""
-        return self._groups == 1
+        """Whether a transform serves more than one kv head."""
+        return self._per_group > 1
 
     def _part_layout(self) -> dict[str, PartSpec]:
         gain = {"gain": PartSpec(self._groups, 1, (), "uint8")} if self.has_gain else {}

@@ -31,11 +31,12 @@ class PagedKernels:
 
     @staticmethod
     def why_not(layer: PagedLayer) -> str | None:
-        """Why the kernels cannot read a layer; None: they can."""
+        """Why the kernels do not read a layer; None: they do."""
         if layer.key_shift != layer.value_shift:
             return "packed keys and values begin at different places of their pages"
-        if stores_components(layer.plan):
-            return transform_backend.unsupported(layer.plan, layer.rotation)
+        if stores_components(layer.plan):  # unfused, each step would unpack room for the longest sequence in every row
+            why = transform_backend.unsupported(layer.plan, layer.rotation)
+            return why or transform_backend.unfused(layer.plan, layer.paged[0].ring.dtype)
         return unsupported(layer.plan, layer.rotation)
 
     @staticmethod
