@@ -6,7 +6,7 @@ from weakref import ref
 
 import pytest
 import torch
-from kvq_kernels.decode_attention import Workspace
+from kvq_kernels.decode_attention import Workspace, transformed
 from paged_layers import DEVICE, DIM, KERNEL_METHODS, Pages
 from random_artifacts import tiny_model
 from random_transforms import random_transform
@@ -110,6 +110,18 @@ def test_kernels_read_codes_of_components(model, dtype, shard):
     given = copy.deepcopy(model).to(dtype)
     layer = compare(given, "klt", shard=shard, tolerance=max(2e-4, 8 * torch.finfo(dtype).eps))
     assert layer.kernels is not None and layer.key_shift == 16 and layer.paged[0].block_size % 64 == 0
+
+
+def test_operands_of_a_transform_are_made_once(model, monkeypatch):
+    """vLLM makes a layer twice: to ask whether a CUDA graph can hold it, and to use it."""
+    operands, made = transformed.Operands, []
+    monkeypatch.setattr(transformed, "Operands", lambda *args: made.append(1) or operands(*args))
+    pages = paged(copy.deepcopy(model).half(), "klt", PagedKernels(1024))
+    assert len(made) == 2
+    layer = pages.layer
+    PagedLayer(0, pages.plan, pages.shape, pages.layout, layer.rotation, layer.kernels)
+    steps(pages)
+    assert len(made) == 2
 
 
 @pytest.mark.parametrize(
