@@ -16,7 +16,8 @@ from kvq_cli.artifact.stored import StoredTensor, check_tensor
 from kvq_cli.codecs.layout import TensorSpec
 from kvq_cli.errors import KvqError
 from kvq_cli.methods.base import ModelShape
-from kvq_cli.methods.specs import CalibrationSpec, Profile, StreamSpec, TransformSpec, Uncalibrated
+from kvq_cli.methods.specs import CalibrationSpec, StreamSpec, Uncalibrated
+from kvq_cli.methods.transform_specs import Profile, TransformSpec
 
 #: Stored rotations are orthogonal to this much: they are rounded to 32 bits.
 _INVERSE_TOLERANCE = 1e-3

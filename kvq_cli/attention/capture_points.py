@@ -9,6 +9,7 @@ checked: a short forward pass compares the outputs of these points with what the
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -237,30 +238,27 @@ def _probe(model: PreTrainedModel, tokens: int) -> list[Probe]:
     decoder, modules = decoder_of(model), [module for _, module in attention_modules(model)]
     probes = [Probe(tokens) for _ in modules]
     cache = _ProbeCache(probes)
-    handles = []
-    for module, probe in zip(modules, probes, strict=True):
-        handles.append(module.register_forward_pre_hook(_input_recorder(probe), with_kwargs=True))
-        for name in {*_KEY_NAMES, *_VALUE_NAMES}:
-            if isinstance(child := getattr(module, name, None), nn.Module):
-                handles.append(child.register_forward_hook(_output_recorder(probe)))
     weight: Any = model.get_input_embeddings().weight
     noise = torch.Generator().manual_seed(0)
     embeds = torch.randn(1, tokens, weight.shape[1], generator=noise, dtype=torch.float32)
     embeds = embeds.to(compute_devices(decoder)[0], weight.dtype)
     # In training mode, transformers takes the cache from layers with gradient checkpointing.
     checkpointed = checkpointed_modules(decoder)
-    try:
+    with ExitStack() as undo:
+        for module, probe in zip(modules, probes, strict=True):
+            undo.callback(module.register_forward_pre_hook(_input_recorder(probe), with_kwargs=True).remove)
+            for name in {*_KEY_NAMES, *_VALUE_NAMES}:
+                if isinstance(child := getattr(module, name, None), nn.Module):
+                    undo.callback(child.register_forward_hook(_output_recorder(probe)).remove)
         for each in checkpointed:
+            undo.callback(setattr, each, "gradient_checkpointing", True)
             each.gradient_checkpointing = False
-        decoder(inputs_embeds=embeds, past_key_values=cache, use_cache=True)
-    except (ValueError, TypeError, AttributeError, KeyError) as error:  # a cache of its own, layers without one, ...
-        why = reason(error)
-        raise UsageError(f"{type(model).__name__} does not run with a key-value cache from outside: {why}") from error
-    finally:
-        for each in checkpointed:
-            each.gradient_checkpointing = True
-        for handle in handles:
-            handle.remove()
+        try:
+            decoder(inputs_embeds=embeds, past_key_values=cache, use_cache=True)
+        except (ValueError, TypeError, AttributeError, KeyError) as error:  # as of a layer without a cache
+            why = reason(error)
+            message = f"{type(model).__name__} does not run with a key-value cache from outside: {why}"
+            raise UsageError(message) from error
     missing = [index for index in range(len(modules)) if index not in cache.updated]
     if missing:
         raise UsageError(f"{type(model).__name__}: layer {missing[0]} does not use a key-value cache of its own")

@@ -9,19 +9,16 @@ from collections.abc import Sequence
 
 import torch
 from kvq_kernels import rematerialize
-from kvq_kernels.decode_attention import Dense, Uniform
 from kvq_kernels.rematerialize import Latents, Norm
 from torch import Tensor
 
 from kvq_cli.attention.capture_points import AttentionLayer
 from kvq_cli.attention.forward_context import ForwardContext
+from kvq_cli.attention.kernel_sides import side
 from kvq_cli.attention.projections import Projection, projections
-from kvq_cli.attention.span_backend import SpanBackend, side_of_stream
+from kvq_cli.attention.span_backend import SpanBackend
 from kvq_cli.attention.triton_backend import TritonBackend
 from kvq_cli.cache.stream import Stream
-from kvq_cli.codecs.base import AnyCodec
-from kvq_cli.codecs.first_channel import FirstChannelCodec
-from kvq_cli.codecs.identity import IdentityCodec
 from kvq_cli.codecs.uniform import UniformCodec
 from kvq_cli.methods.base import LayerPlan
 
@@ -39,17 +36,10 @@ def unsupported(layer: AttentionLayer, plan: LayerPlan) -> str | None:
         return norm
     if not plan.shared and isinstance(plan.keys.codec, UniformCodec) and plan.keys.codec.axis == "token":
         return "latents of keys are in groups of a token's channels"
-    for codec in (plan.keys.codec, plan.values.codec):
-        if not _is_read(codec, codec is plan.keys.codec):
-            return f"the storage of {type(codec).__name__} is not read by a kernel"
+    for kind, stream in zip("kv", plan.kept, strict=False):
+        if kind not in stream.codec.read_as_latents:
+            return f"the storage of {type(stream.codec).__name__} is not read by a kernel"
     return None
-
-
-def _is_read(codec: AnyCodec, keys: bool) -> bool:
-    """Whether the kernel reads what `codec` packs of latents of keys, or of values."""
-    if keys and isinstance(codec, FirstChannelCodec):
-        codec = codec.base
-    return type(codec) in (IdentityCodec, UniformCodec)
 
 
 def key_norm(keys: Projection) -> Norm | str | None:
@@ -120,19 +110,6 @@ def _latents(
     stream: Stream, projection: Projection, up: Tensor | None, count: Tensor, norm: Norm | None = None
 ) -> Latents:
     """The layer inputs or latents of a stream as the kernel takes them; `count`: packed tokens of each row."""
-    packed, codec, first = stream.store.whole(), stream.codec, None
-    if packed is None:
-        tensors: Dense | Uniform = Dense(stream.ring)  # not read: `count` is 0
-    else:
-        parts = {name: part.tensor for name, part in packed.parts.items()}
-        if isinstance(codec, FirstChannelCodec):
-            first, codec = parts["first"], codec.base
-        tensors = Dense(parts["raw"]) if isinstance(codec, IdentityCodec) else _uniform(codec, parts)
-    side = side_of_stream(stream, tensors, count)
-    return Latents(side, projection.weight.T if up is None else up, projection.bias, norm, first)
-
-
-def _uniform(codec: AnyCodec, parts: dict[str, Tensor]) -> Uniform:
-    if not isinstance(codec, UniformCodec):
-        raise TypeError(f"the storage of {type(codec).__name__} is not read by a kernel")
-    return Uniform(parts["codes"], parts["scale"], codec.bits, codec.axis, codec.group, parts["zero"])
+    packed, weight = stream.store.whole(), projection.weight.T if up is None else up
+    first = None if packed is None else packed.parts.get("first")
+    return Latents(side(stream, count), weight, projection.bias, norm, None if first is None else first.tensor)

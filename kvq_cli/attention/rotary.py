@@ -15,6 +15,8 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from kvq_cli.codecs.base import KeyRotation
+
 #: Which channels form the rotated pairs: see above.
 Style = Literal["half", "interleaved", "none"]
 STYLES: tuple[Style, ...] = ("half", "interleaved")
@@ -36,6 +38,11 @@ class Rotation:
     def width(self) -> int:
         """How many of the head's first channels are rotated."""
         return 2 * self.frequencies.numel()
+
+    @property
+    def of_keys(self) -> KeyRotation:
+        """How keys are rotated, as codecs take it."""
+        return None if self.style == "none" else (self.style, self.width)
 
     def tables(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos `[*positions.shape, head_dim]`, 1 for channels that are not rotated, sin `[*positions.shape, width / 2]`,

@@ -6,14 +6,12 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from kvq_kernels.decode_attention import Rope, Side
-from kvq_kernels.decode_attention.parts import Packed, PerHead
+from kvq_kernels.decode_attention import Rope
 from torch import Tensor
 
 from kvq_cli.attention import torch_backend
 from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.triton_backend import TritonBackend
-from kvq_cli.cache.stream import Stream
 
 
 class SpanBackend:
@@ -49,8 +47,3 @@ class _Workspaces(threading.local):
 
     def __init__(self) -> None:
         self.by_shape: dict[tuple, Any] = {}
-
-
-def side_of_stream(stream: Stream, packed: Packed | PerHead, count: Tensor) -> Side:
-    """The windows of a stream beside its packed tokens. count: packed tokens of each row."""
-    return Side(packed, count, stream.sinks if stream.window.sinks else None, stream.ring)

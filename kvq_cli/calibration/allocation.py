@@ -15,7 +15,7 @@ from kvq_kernels.fields import rate
 
 from kvq_cli.calibration.profiles import RATE, Floats, Profiles, Widths
 from kvq_cli.methods.base import ModelShape
-from kvq_cli.methods.specs import Profile, TransformSpec
+from kvq_cli.methods.transform_specs import Profile, TransformSpec
 
 #: Pairs of profiles in a model, at most, and among the heads of a layer: one kernel is compiled for each pair, and one
 #: launched for each in a layer.

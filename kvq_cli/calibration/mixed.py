@@ -21,7 +21,8 @@ from kvq_cli.calibration.transforms import (
 from kvq_cli.codecs.base import Codec
 from kvq_cli.methods.base import Method, ModelShape
 from kvq_cli.methods.mixed import part_spec
-from kvq_cli.methods.specs import CalibrationSpec, Profile, StreamSpec, TransformSpec, Uncalibrated
+from kvq_cli.methods.specs import CalibrationSpec, StreamSpec, Uncalibrated
+from kvq_cli.methods.transform_specs import Profile, TransformSpec
 
 ERROR_MEASURE = (
     "on held-out samples, relative to the spread around each channel's mean; fisher: squared errors weighted with "

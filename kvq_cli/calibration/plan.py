@@ -9,7 +9,8 @@ from kvq_cli.calibration.kinds.mixed import MixedPlan
 from kvq_cli.calibration.kinds.transforms import TransformPlan
 from kvq_cli.calibration.settings import CalibrationOptions
 from kvq_cli.methods.base import Method
-from kvq_cli.methods.specs import CalibrationSpec, FactorSpec, LowRankSpec, MixedSpec, Spec, TransformSpec
+from kvq_cli.methods.specs import CalibrationSpec, FactorSpec, LowRankSpec, Spec
+from kvq_cli.methods.transform_specs import MixedSpec, TransformSpec
 from kvq_cli.models import LoadedModel
 
 KINDS: dict[type[Spec], type[CalibrationPlan]] = {

@@ -14,7 +14,7 @@ from kvq_cli.calibration.parallel import run_parallel
 from kvq_cli.calibration.work_folder import WorkFolder
 from kvq_cli.distributed import Workers
 from kvq_cli.methods.base import Method
-from kvq_cli.methods.specs import TransformSpec
+from kvq_cli.methods.transform_specs import TransformSpec
 
 if TYPE_CHECKING:
     from kvq_cli.calibration.kinds.capture import CapturePlan

@@ -17,7 +17,7 @@ from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.gain import Gain, gain_of
 from kvq_cli.codecs.transform import same_widths, transform_codec
 from kvq_cli.methods.base import ModelShape
-from kvq_cli.methods.specs import Profile, TransformSpec, transform_layout
+from kvq_cli.methods.transform_specs import Profile, TransformSpec, transform_layout
 
 ERROR_MEASURE = (
     "on held-out samples, relative to the spread around each channel's mean; fisher: squared errors weighted with "

@@ -17,7 +17,11 @@ from kvq_cli.errors import KvqError
 from kvq_cli.lazy import torch
 
 if TYPE_CHECKING:
+    from kvq_kernels.decode_attention import PerHead
+    from kvq_kernels.decode_attention.parts import Packed as StoredAlike
     from torch import Tensor
+
+    from kvq_cli.codecs.transform import TransformCodec
 
 
 @dataclass(frozen=True)
@@ -90,6 +94,11 @@ def to_side(x: Tensor, dtype: str) -> Tensor:
 #: Names of `constants` that a codec computes from the others, to encode and decode fast: no part of its format.
 TABLES = frozenset({"scale", "gain", "offset", "ranked", "decoded"})
 
+#: How RoPE rotates keys that are cached before it: (style, rotated channels). None: it does not.
+KeyRotation: TypeAlias = "tuple[str, int] | None"
+#: Packed parts as the kernels of kvq_kernels take them.
+KernelStorage: TypeAlias = "StoredAlike | PerHead"
+
 
 class BlockFormat:
     """Block length, bits and constants: common to both kinds of codec."""
@@ -98,6 +107,28 @@ class BlockFormat:
     block_tokens: int = 1
     #: Bits of the codes per number, as the papers count them: without scales and outliers.
     nominal_bits: float
+    #: The codec that describes the packed parts to kernels: its parts are the same, but for outliers. None: this one.
+    stored_as: Codec | None = None
+    #: Whether packed numbers were divided by the `norm` of the state.
+    has_norm: bool = False
+    #: Tokens of a tile of the kernels that read the parts.
+    kernel_tile: int = 16
+    #: Streams, keys ("k") and values ("v"), of whose latents `rematerialize` reads the parts.
+    read_as_latents: str = ""
+
+    @property
+    def unread_by_kernels(self) -> str | None:
+        """Why `decode_attention` cannot read the parts; None: it can."""
+        return f"the storage of {type(self).__name__} is not read by a kernel"
+
+    @property
+    def transforms(self) -> tuple[TransformCodec, ...]:
+        """The transforms of all heads, of whose components the parts are codes; empty: they are others."""
+        return ()
+
+    def kernel_storage(self, parts: Mapping[str, Part], rotation: KeyRotation = None) -> StoredAlike | PerHead:
+        """The parts as kernels take them, without a copy. rotation: of keys. Imports Triton."""
+        raise TypeError(self.unread_by_kernels)
 
     def constants(self) -> Mapping[str, Tensor]:
         """Tensors held for all sequences (centroids, mean, std, thresholds, `TABLES`): counted once, not per token."""
@@ -187,8 +218,6 @@ class PromptCodec(BlockFormat, ABC):
     shares_state: bool = False
     #: Whether `with_state` needs the attention that later tokens receive, to encode them.
     needs_saliency: bool = False
-    #: The plain codec with the same stored parts, for kernels that read these without decoding; None: there is none.
-    stored_as: Codec | None = None
 
     def fit(self, prompt: Prompt) -> State:
         """The state of rows with this prompt, as far as it does not depend on which tokens are packed.

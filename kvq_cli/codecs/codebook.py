@@ -7,11 +7,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, cast
 
 from kvq_cli.codecs import bits as bitpack
-from kvq_cli.codecs.base import Codec, Packed, Part
+from kvq_cli.codecs.base import Codec, KernelStorage, KeyRotation, Packed, Part
 from kvq_cli.codecs.layout import Layout, PartSpec, TensorLike, TensorSpec, spec_of
 from kvq_cli.codecs.nearest import (
     KEEPS_TABLES,
     LARGE_ENTRIES,
+    MAX_ENTRIES,
     code_type,
     grid_max,
     grid_scale,
@@ -25,6 +26,10 @@ from kvq_cli.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+#: Tokens of a block that kernels read: a tile is at most as long as the tables of cosines, 16 codes of 8 tokens.
+MAX_KERNEL_TOKENS = 8
 
 
 class CodebookCodec(Codec):
@@ -61,7 +66,7 @@ class CodebookCodec(Codec):
             raise UsageError(f"codebooks of {entries} entries: use one of {', '.join(map(str, packed))}")
         self._code_bits = int(math.log2(entries))
         self.block, self.head_dim = block, head_dim
-        self.block_tokens, self.nominal_bits = tokens, self._code_bits / size
+        self.block_tokens, self.nominal_bits, self.kernel_tile = tokens, self._code_bits / size, 16 * tokens
         self._book = spec_of(centroids)
         #: Heads of the statistics that there are.
         self._statistic_heads = {name: x.shape[0] for name, x in (("mean", mean), ("std", std)) if x is not None}
@@ -118,6 +123,21 @@ class CodebookCodec(Codec):
         derived |= {"ranked": self._ranked, "decoded": self._decoded}
         named: dict[str, Tensor | None] = {"centroids": self.centroids, "mean": self._mean, "std": self._std, **derived}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    @property
+    def unread_by_kernels(self) -> str | None:
+        tokens = self.block_tokens
+        if self._book.shape[2] > MAX_ENTRIES:
+            return "codes have 16 bits"
+        if tokens & (tokens - 1) or tokens > MAX_KERNEL_TOKENS:
+            return f"codes are of {tokens} tokens, not 1, 2, 4 or {MAX_KERNEL_TOKENS}"
+        return "a mean is kept without a deviation" if len(self._statistic_heads) == 1 else None
+
+    def kernel_storage(self, parts: Mapping[str, Part], rotation: KeyRotation = None) -> KernelStorage:
+        from kvq_kernels.decode_attention import Codebook
+
+        mean, std = (None if x is None else x.squeeze(1) for x in (self._mean, self._std))
+        return Codebook(parts["codes"].tensor, self.centroids, self.block, mean, std)
 
     def _encode(self, x: Tensor) -> Packed:
         return self._pack(x, nearest(self._book_blocks(self._on_grid(x)), self._table()))

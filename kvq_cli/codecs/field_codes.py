@@ -28,13 +28,13 @@ class FieldCodes:
 
     def __init__(self, widths: Sequence[int], values: bool, device: torch.device | None) -> None:
         places = fields.places(tuple(widths))
-        self._parts = fields.parts(fields.rate(widths))
+        self.parts = fields.parts(fields.rate(widths))
         self._values = values
         self.components = fields.FIELD * len(widths)
         #: Tokens that share a number of the parts.
         self.unit = fields.BLOCK if values else 1
         if device is not None:
-            firsts = list(accumulate((part.words for part in self._parts), initial=0))
+            firsts = list(accumulate((part.words for part in self.parts), initial=0))
             self._words = firsts[-1]
 
             def table(numbers: list[int], dtype: torch.dtype) -> Tensor:
@@ -50,7 +50,7 @@ class FieldCodes:
     def layout(self, groups: int) -> dict[str, PartSpec]:
         """The parts of so many groups of channels."""
         lanes = (8, fields.VALUE_LANES) if self._values else (fields.KEY_LANES,)
-        return {part.name: PartSpec(groups, self.unit, (*lanes, part.words), _WORDS[part.bits]) for part in self._parts}
+        return {part.name: PartSpec(groups, self.unit, (*lanes, part.words), _WORDS[part.bits]) for part in self.parts}
 
     def tables(self) -> Mapping[str, Tensor]:
         """Tensors held, by names of `base.TABLES`."""
@@ -80,15 +80,15 @@ class FieldCodes:
             low, high = rooms.unflatten(2, (-1, 8, 2)).transpose(5, 6).unbind(4)
         else:
             low, high = rooms.unflatten(4, (-1, 2)).transpose(3, 4).unbind(5)
-        sizes, packed = [part.words for part in self._parts], {}
-        for part, *halves in zip(self._parts, low.split(sizes, dim=-1), high.split(sizes, dim=-1), strict=True):
+        sizes, packed = [part.words for part in self.parts], {}
+        for part, *halves in zip(self.parts, low.split(sizes, dim=-1), high.split(sizes, dim=-1), strict=True):
             words = torch.empty(halves[0].shape, dtype=getattr(torch, _WORDS[part.bits]), device=numbers.device)
             packed[part.name] = Part(words.copy_(halves[0] | halves[1] << part.room), self.unit)
         return packed
 
     def unpack(self, parts: Mapping[str, Part]) -> Tensor:
         """Codes where they stand in half a word, times 2^`first_bits`: uint16 `[B, G, components, T]`."""
-        planes = [self._planes(part, parts[part.name].tensor) for part in self._parts]
+        planes = [self._planes(part, parts[part.name].tensor) for part in self.parts]
         words = planes[0] if len(planes) == 1 else torch.cat(planes, dim=2)
         return words.index_select(2, self._word).bitwise_and_(self._mask).flatten(2, 3).view(torch.uint16)
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvq_cli.codecs.base import Codec, Packed, Part, side_dtype, to_side
+from kvq_cli.codecs.base import Codec, KernelStorage, KeyRotation, Packed, Part, side_dtype, to_side
 from kvq_cli.codecs.layout import Layout, PartSpec
 from kvq_cli.lazy import torch
 
@@ -20,6 +20,7 @@ class FirstChannelCodec(Codec):
     def __init__(self, base: Codec, dtype: torch.dtype | str) -> None:
         self.base, self._dtype = base, side_dtype(dtype)
         self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits
+        self.read_as_latents = base.read_as_latents.replace("v", "")
 
     def constants(self) -> Mapping[str, Tensor]:
         return self.base.constants()
@@ -27,6 +28,9 @@ class FirstChannelCodec(Codec):
     def layout(self, heads: int, dim: int, dtype: str) -> Layout:
         others = self.base.layout(heads, dim - 1, dtype)
         return replace(others, parts={**others.parts, "first": PartSpec(heads, 1, (1,), self._dtype)})
+
+    def kernel_storage(self, parts: Mapping[str, Part], rotation: KeyRotation = None) -> KernelStorage:
+        return self.base.kernel_storage(parts, rotation)  # `rematerialize` takes the first channel beside it
 
     def _encode(self, x: Tensor) -> Packed:
         packed = self.base.encode(x[..., 1:])

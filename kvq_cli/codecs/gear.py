@@ -33,6 +33,7 @@ class GearCodec(PromptCodec):
     """
 
     stores_prompt_apart = True
+    unread_by_kernels = "a low-rank approximation and outliers are kept beside the codes"
 
     def __init__(
         self,

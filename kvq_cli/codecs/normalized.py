@@ -23,6 +23,8 @@ class NormalizedCodec(PromptCodec):
     later: encodes tokens after the prompt, into the same parts; None: `base`.
     """
 
+    has_norm = True
+
     def __init__(self, base: Codec, later: Codec | None = None) -> None:
         self.stored_as = self.base = base
         self._later = later or base

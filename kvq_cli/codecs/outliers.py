@@ -35,9 +35,10 @@ class OutlierCodec(Codec):
     def __init__(
         self, base: Codec, lower: TensorLike, upper: TensorLike, fraction: float, dtype: torch.dtype | str
     ) -> None:
-        self.base, self.dtype = base, side_dtype(dtype)
+        self.stored_as = self.base = base  # kernels take outliers beside it
+        self.dtype = side_dtype(dtype)
         self.block_tokens = math.lcm(BLOCK_TOKENS, base.block_tokens)
-        self.nominal_bits = base.nominal_bits
+        self.nominal_bits, self.kernel_tile = base.nominal_bits, base.kernel_tile
         if not isinstance(lower, TensorSpec) and not isinstance(upper, TensorSpec):
             self._lower, self._upper = lower.float().unsqueeze(1), upper.float().unsqueeze(1)  # [H, 1, D]
         self._numbers = self.block_tokens * lower.shape[1]

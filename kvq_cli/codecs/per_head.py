@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvq_cli.codecs.base import Codec, Packed, Part
+from kvq_cli.codecs.base import Codec, KernelStorage, KeyRotation, Packed, Part
 from kvq_cli.codecs.layout import Layout, PartSpec, TensorSpec
 from kvq_cli.lazy import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from kvq_cli.codecs.transform import TransformCodec
 
 
 class PerHeadCodec(Codec):
@@ -31,6 +33,7 @@ class PerHeadCodec(Codec):
             index = {name: torch.tensor(heads, device=device) for name, (_, heads) in members.items()}
             self._members = {name: (codec, index[name]) for name, (codec, _) in members.items()}
         self.block_tokens = math.lcm(*(codec.block_tokens for codec, _ in members.values()))
+        self.kernel_tile = max(codec.kernel_tile for codec, _ in members.values())
         self.nominal_bits = sum(c.nominal_bits * len(heads) for c, heads in members.values()) / self._heads
 
     def constants(self) -> Mapping[str, Tensor]:
@@ -44,6 +47,23 @@ class PerHeadCodec(Codec):
             parts |= {f"{name}.{key}": part for key, part in layout.parts.items()}
             constants |= {f"{name}.{key}": spec for key, spec in layout.constants.items()}
         return Layout(parts, constants)
+
+    @property
+    def unread_by_kernels(self) -> str | None:
+        return next(filter(None, (codec.unread_by_kernels for codec, _ in self.members.values())), None)
+
+    @property
+    def transforms(self) -> tuple[TransformCodec, ...]:
+        found = [codec.transforms for codec, _ in self.members.values()]
+        return sum(found, ()) if all(found) else ()
+
+    def kernel_storage(self, parts: Mapping[str, Part], rotation: KeyRotation = None) -> KernelStorage:
+        from kvq_kernels.decode_attention import PerHead
+
+        members: Any = (
+            codec.kernel_storage(_parts_of(parts, name), rotation) for name, (codec, _) in self.members.items()
+        )
+        return PerHead(tuple(members), tuple(heads for _, heads in self.members.values()))
 
     @property
     def capturable(self) -> bool:
@@ -93,8 +113,11 @@ class PerHeadCodec(Codec):
         return out
 
 
-def _of_member(packed: Packed, name: str) -> Packed:
+def _parts_of(parts: Mapping[str, Part], name: str) -> dict[str, Part]:
     """The parts of one member, under its own names."""
     prefix = f"{name}."
-    parts = {k.removeprefix(prefix): part for k, part in packed.parts.items() if k.startswith(prefix)}
-    return Packed(packed.tokens, parts)
+    return {k.removeprefix(prefix): part for k, part in parts.items() if k.startswith(prefix)}
+
+
+def _of_member(packed: Packed, name: str) -> Packed:
+    return Packed(packed.tokens, _parts_of(packed.parts, name))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from kvq_cli.codecs.base import Codec, Packed, Part, refuse_unless, side_dtype, to_side
+from kvq_cli.codecs.base import Codec, KernelStorage, KeyRotation, Packed, Part, refuse_unless, side_dtype, to_side
 from kvq_cli.codecs.layout import Layout, PartSpec
 from kvq_cli.codecs.outliers import BLOCK_TOKENS, block_capacity, check_index, furthest
 from kvq_cli.lazy import torch
@@ -35,6 +36,7 @@ class PerTokenCodec(Codec):
     def __init__(self, base: Codec, kv_heads: int, head_dim: int, outliers: float, dtype: torch.dtype | str) -> None:
         self.base, self.dtype, self.outliers, self.head_dim = base, side_dtype(dtype), outliers, head_dim
         self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits
+        self.kernel_tile = base.kernel_tile
         if outliers:
             self.block_tokens = math.lcm(BLOCK_TOKENS, base.block_tokens)
             block_capacity(outliers, head_dim, self.block_tokens)
@@ -48,6 +50,18 @@ class PerTokenCodec(Codec):
             parts["outlier_value"] = PartSpec(1, unit, (slots,), self.dtype)
             parts["outlier_start"] = PartSpec(1, unit, (heads + 1,), "int32")
         return Layout(parts, base.constants)
+
+    @property
+    def unread_by_kernels(self) -> str | None:
+        return self.base.unread_by_kernels
+
+    def kernel_storage(self, parts: Mapping[str, Part], rotation: KeyRotation = None) -> KernelStorage:
+        from kvq_kernels.decode_attention import Codebook
+
+        stored = self.base.kernel_storage(parts, rotation)
+        assert isinstance(stored, Codebook)
+        scale, zero = (parts[name].tensor.squeeze(3) for name in ("scale", "zero"))
+        return replace(stored, token_scale=scale, token_zero=zero)
 
     def _listed_heads(self, heads: int) -> int:
         """How many heads the lists of outliers of a codec for `heads` heads have."""

@@ -96,6 +96,8 @@ class RotatedCodec(Codec):
     A weighted sum of values is rotated back once, instead of each value. Parts are those of `base`.
     """
 
+    unread_by_kernels = "channels are rotated before they are packed"
+
     def __init__(self, base: Codec, rotation: ChannelRotation) -> None:
         self.base, self.rotation = base, rotation
         self.block_tokens, self.nominal_bits = base.block_tokens, base.nominal_bits

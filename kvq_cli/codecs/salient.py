@@ -50,6 +50,7 @@ class SalientCodec(PromptCodec):
     """
 
     stores_prompt_apart = needs_saliency = True
+    unread_by_kernels = "tokens of the prompt have different numbers of bits"
 
     def __init__(
         self,

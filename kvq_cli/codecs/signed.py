@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from kvq_cli.codecs import kernels
-from kvq_cli.codecs.base import Packed, refuse_unless, side_dtype, to_side
+from kvq_cli.codecs.base import KernelStorage, KeyRotation, Packed, Part, refuse_unless, side_dtype, to_side
 from kvq_cli.codecs.uniform import Axis, UniformCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.lazy import torch
@@ -44,6 +44,8 @@ class SignedCodec(UniformCodec):
     `sign_or_zero`, the same words with the zero-points of asymmetric groups in place.
     """
 
+    read_as_latents = ""
+
     def __init__(
         self,
         bits: int,
@@ -61,6 +63,8 @@ class SignedCodec(UniformCodec):
         self.sign, self.hybrid = sign, hybrid
         super().__init__(bits, axis, group, head_dim, dtype, zero_type(group, dtype) if sign == "extra" else None)
         self._largest = 2**bits - 1 if sign == "extra" else 2 ** (bits - 1) - 1
+        if hybrid != "no" and group != 32:
+            self.unread_by_kernels = f"zero-points are in words of {group} bits, not 32 (use group=32)"
 
     @property
     def sides(self) -> dict[str, str]:
@@ -68,6 +72,13 @@ class SignedCodec(UniformCodec):
             {"sign" if self.hybrid == "no" else "sign_or_zero": WORDS[self.group][0]} if self.sign == "extra" else {}
         )
         return {"scale": self.dtype} | words
+
+    def kernel_storage(self, parts: Mapping[str, Part], rotation: KeyRotation = None) -> KernelStorage:
+        from kvq_kernels.decode_attention import Uniform
+
+        codes, scale, *signs = (parts[name].tensor for name in ("codes", *self.sides))
+        level, layout = 0 if signs else self._largest, (self.bits, self.axis, self.group)
+        return Uniform(codes, scale, *layout, None, level, signs[0] if signs else None, self.hybrid != "no")
 
     def check(self, packed: Packed) -> None:
         if self.hybrid == "no":

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from kvq_kernels import fields
 
-from kvq_cli.codecs.base import Codec, Packed, Part
+from kvq_cli.codecs.base import Codec, KernelStorage, KeyRotation, Packed, Part
 from kvq_cli.codecs.exact_product import ExactProduct, product_layout
 from kvq_cli.codecs.field_codes import FieldCodes
 from kvq_cli.codecs.gain import Gain, gain_of
@@ -16,6 +16,7 @@ from kvq_cli.codecs.per_head import PerHeadCodec
 from kvq_cli.lazy import torch
 
 if TYPE_CHECKING:
+    from kvq_kernels.decode_attention import Transform
     from torch import Tensor
 
 
@@ -37,6 +38,9 @@ class TransformCodec(Codec):
     Parts: those of `FieldCodes`, and `gain` uint8 `[B, G, T]`.
     """
 
+    unread_by_kernels = "codes stand for components of a transform"
+    kernel_tile = 64  # of four warps
+
     def __init__(self, heads: int, tensors: Mapping[str, TensorLike], values: bool) -> None:
         groups, width = tensors["mean"].shape
         (self.widths,) = {tuple(filter(None, row)) for row in tensors["widths"].tolist()}
@@ -45,7 +49,7 @@ class TransformCodec(Codec):
         self.has_gain = "deviation" in tensors
         planned = isinstance(tensors["mean"], TensorSpec)
         device = None if planned else cast("Tensor", tensors["mean"]).device
-        self._fields = FieldCodes(self.widths, values, device)
+        self._fields, self._values = FieldCodes(self.widths, values, device), values
         self.block_tokens = fields.BLOCK  # kernels read the tokens of both streams in blocks
         nbytes = sum(part.nbytes(self.block_tokens) for part in self._part_layout().values())
         self.nominal_bits = 8 * nbytes / (self.block_tokens * groups * width)
@@ -63,6 +67,7 @@ class TransformCodec(Codec):
         self._affine = torch.cat(columns, dim=2)
         self._product = ExactProduct(tensors["std"].float(), tensors["analysis"][:, kept].float())
         self._gain = Gain(tensors["deviation"][:, kept].float()) if self.has_gain else None
+        self._kernel_transforms: dict[KeyRotation, Transform] = {}
 
     @property
     def synthesis(self) -> Tensor:
@@ -70,9 +75,29 @@ class TransformCodec(Codec):
         return torch.ldexp(self._affine[:, :, : self._fields.components], self._fields.first_bits)
 
     @property
+    def transforms(self) -> tuple[TransformCodec, ...]:
+        return (self,)
+
+    def kernel_transform(self, rotation: KeyRotation) -> Transform:
+        """The constants as `transform_attention` takes them, made once. rotation: of keys."""
+        from kvq_kernels.decode_attention import Transform
+
+        if rotation not in self._kernel_transforms:
+            constants = self.widths, self.synthesis, self._mean, self._center, self.head_dim
+            made = Transform.of_values(*constants) if self._values else Transform.of_keys(*constants, rotation)
+            self._kernel_transforms[rotation] = made
+        return self._kernel_transforms[rotation]
+
+    def kernel_storage(self, parts: Mapping[str, Part], rotation: KeyRotation = None) -> KernelStorage:
+        from kvq_kernels.decode_attention import Transformed
+
+        codes, gain = tuple(parts[part.name].tensor for part in self._fields.parts), parts.get("gain")
+        return Transformed(codes, None if gain is None else gain.tensor, self.kernel_transform(rotation))
+
+    @property
     def joined(self) -> bool:
-        """Whether all kv heads share one transform."""
-        return self._groups == 1
+        """Whether a transform serves more than one kv head."""
+        return self._per_group > 1
 
     def _part_layout(self) -> dict[str, PartSpec]:
         gain = {"gain": PartSpec(self._groups, 1, (), "uint8")} if self.has_gain else {}

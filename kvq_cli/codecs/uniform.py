@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvq_cli.codecs import bits as bitpack
 from kvq_cli.codecs import kernels
-from kvq_cli.codecs.base import Codec, Packed, Part, refuse_unless, side_dtype, to_side
+from kvq_cli.codecs.base import Codec, KernelStorage, KeyRotation, Packed, Part, refuse_unless, side_dtype, to_side
 from kvq_cli.codecs.layout import Layout, PartSpec
 from kvq_cli.errors import UsageError
 from kvq_cli.lazy import torch
@@ -31,6 +31,9 @@ class UniformCodec(Codec):
     Parts: `codes` int32 `[B, H, T, words]`, planar (see `bits`), unit 1; `scale` and `zero` `[B, H, T / group, D]` with
     unit `group` (axis "channel") or `[B, H, T, D / group]` with unit 1 (axis "token").
     """
+
+    unread_by_kernels: str | None = None
+    read_as_latents = "kv"
 
     def __init__(
         self,
@@ -62,6 +65,12 @@ class UniformCodec(Codec):
     def sides(self) -> dict[str, str]:
         """Names and dtypes of the parts that groups have."""
         return {"scale": self.dtype, "zero": self.zero_dtype}
+
+    def kernel_storage(self, parts: Mapping[str, Part], rotation: KeyRotation = None) -> KernelStorage:
+        from kvq_kernels.decode_attention import Uniform
+
+        codes, scale, zero = (parts[name].tensor for name in ("codes", "scale", "zero"))
+        return Uniform(codes, scale, self.bits, self.axis, self.group, zero)
 
     def _side_spec(self, heads: int, dim: int, dtype: str) -> PartSpec:
         return PartSpec(heads, self._unit, (dim if self.axis == "channel" else dim // self.group,), dtype)

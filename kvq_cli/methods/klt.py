@@ -10,7 +10,7 @@ from kvq_cli.codecs.transform import same_widths, transform_codec
 from kvq_cli.errors import KvqError
 from kvq_cli.methods.base import SOURCES, LayerPlan, Method, ModelShape, StreamPlan, of_stream, option
 from kvq_cli.methods.registry import register
-from kvq_cli.methods.specs import TransformSpec
+from kvq_cli.methods.transform_specs import TransformSpec
 from kvq_cli.methods.window import Window
 
 

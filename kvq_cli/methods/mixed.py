@@ -11,7 +11,8 @@ from kvq_cli.codecs.layout import TensorLike
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, Method, ModelShape, option
 from kvq_cli.methods.registry import build, has_option, parse, register
-from kvq_cli.methods.specs import MixedSpec, StreamSpec, Uncalibrated
+from kvq_cli.methods.specs import StreamSpec, Uncalibrated
+from kvq_cli.methods.transform_specs import MixedSpec
 
 #: Methods that pack the keys of a layer without its values, token blocks alone, without a state of each prompt.
 PARTS = ("fp16", "kivi", "kvquant", "channelkv", "temporalkv", "klt")

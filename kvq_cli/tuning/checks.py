@@ -9,7 +9,7 @@ from kvq_cli.calibration.kinds.mixed import MixedPlan
 from kvq_cli.calibration.settings import CalibrationOptions
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.mixed import Mixed, part_spec
-from kvq_cli.methods.specs import TransformSpec
+from kvq_cli.methods.transform_specs import TransformSpec
 from kvq_cli.tuning.menus import check_budget, klt_name
 from kvq_cli.tuning.settings import TuneOptions, windows_names
 

@@ -20,7 +20,7 @@ from typing import cast
 from kvq_cli.calibration.allocation import RATE
 from kvq_cli.calibration.kinds.base import Progress
 from kvq_cli.methods.registry import build, parse
-from kvq_cli.methods.specs import TransformSpec
+from kvq_cli.methods.transform_specs import TransformSpec
 from kvq_cli.tuning.menus import Anchor, Floats, Item, Stream, choose, klt_name, scaled
 from kvq_cli.tuning.settings import TuneOptions
 from kvq_cli.tuning.steps import UNCOMPRESSED, Steps

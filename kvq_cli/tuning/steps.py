@@ -25,7 +25,7 @@ from kvq_cli.codecs.base import Codec
 from kvq_cli.methods.base import Method
 from kvq_cli.methods.mixed import Mixed
 from kvq_cli.methods.registry import to_config
-from kvq_cli.methods.specs import TransformSpec
+from kvq_cli.methods.transform_specs import TransformSpec
 from kvq_cli.tuning.measure import Meter
 from kvq_cli.tuning.menus import Floats, Stream, klt_losses
 from kvq_cli.tuning.settings import windows_names

@@ -13,13 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from kvq_cli.codecs.base import AnyCodec, Codec
-from kvq_cli.codecs.codebook import CodebookCodec
+from kvq_cli.codecs.base import Codec
 from kvq_cli.codecs.layout import ITEMSIZE, PartSpec
-from kvq_cli.codecs.outliers import OutlierCodec
-from kvq_cli.codecs.per_head import PerHeadCodec
-from kvq_cli.codecs.per_token import PerTokenCodec
-from kvq_cli.codecs.transform import TransformCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.lazy import torch
 from kvq_cli.methods.base import LayerPlan, ModelShape, StreamPlan
@@ -154,21 +149,10 @@ class CacheLayout:
 
 
 def block_unit(plans: Sequence[LayerPlan]) -> int:
-    """Tokens of which every block must hold a whole number: the codecs' blocks, and the kernels' tiles of 16 codes."""
+    """Tokens of which every block must hold a whole number: the codecs' blocks, and the kernels' tiles."""
     streams = [stream for plan in plans for stream in plan.kept]
-    tile = 16 * max(_code_tokens(stream.codec) for stream in streams)
+    tile = max(stream.codec.kernel_tile for stream in streams)
     return math.lcm(tile, *(stream.codec.block_tokens for stream in streams))
-
-
-def _code_tokens(codec: AnyCodec) -> int:
-    """Tokens of a code; of a transform's codes a sixteenth of a tile, which has the tokens of four warps."""
-    if isinstance(codec, CodebookCodec):
-        return codec.block[0]
-    if isinstance(codec, TransformCodec):
-        return 4
-    if isinstance(codec, PerHeadCodec):
-        return max(_code_tokens(member) for member, _ in codec.members.values())
-    return _code_tokens(codec.base) if isinstance(codec, (OutlierCodec, PerTokenCodec)) else 1
 
 
 def cache_layout(plans: Sequence[LayerPlan], shape: ModelShape, block_size: int | None = None) -> CacheLayout:

@@ -15,7 +15,8 @@ from torch import Tensor
 from kvq_cli.attention import transform_backend
 from kvq_cli.attention.kernel_sides import side_of, unsupported
 from kvq_cli.attention.kernel_tables import KernelTables
-from kvq_cli.attention.transform_backend import ComponentFormat, stores_components
+from kvq_cli.attention.transform_backend import stores_components
+from kvq_cli.codecs.base import KeyRotation
 from kvq_cli.vllm.pages import PagedStream
 
 if TYPE_CHECKING:
@@ -30,40 +31,38 @@ class PagedKernels:
 
     @staticmethod
     def why_not(layer: PagedLayer) -> str | None:
-        """Why the kernels cannot read a layer; None: they can."""
+        """Why the kernels do not read a layer; None: they do."""
         if layer.key_shift != layer.value_shift:
             return "packed keys and values begin at different places of their pages"
-        if stores_components(layer.plan):
-            return transform_backend.unsupported(layer.plan, layer.rotation)
+        if stores_components(layer.plan):  # unfused, each step would unpack room for the longest sequence in every row
+            why = transform_backend.unsupported(layer.plan, layer.rotation)
+            return why or transform_backend.unfused(layer.plan, layer.paged[0].ring.dtype)
         return unsupported(layer.plan, layer.rotation)
 
     @staticmethod
-    def component_formats(layer: PagedLayer) -> tuple[ComponentFormat, ComponentFormat] | None:
-        """How the keys and values of a layer are kept, if as codes of a transform's components."""
-        return transform_backend.formats(layer.rotation, layer.plan) if stores_components(layer.plan) else None
+    def prepare(layer: PagedLayer) -> None:
+        """Make what kernels of a layer take beside its pages."""
+        transform_backend.prepare(layer.plan, layer.rotation)
 
     def attend(self, query: Tensor, layer: PagedLayer, step: Step, scaling: float) -> Tensor:
         """softmax(q K^T) V over what the layer holds of the sequences, the newest token included.
 
         query: `[rows, query_heads, head_dim]`, one per sequence of `step`.
         """
-        formats = layer.component_formats
-        keys, values = map(_side, layer.paged, formats or (None, None), (step, step))
+        keys, values = map(_side, layer.paged, (layer.rotation.of_keys, None), (step, step))
         rope = None
         if layer.plan.keys.source == "pre_rope" and layer.rotation.style != "none":
             rope = self._tables.rope(layer.rotation, self._max_tokens - 1, query.device)
         # No workspace is kept: there would be one for each batch size, up to GiB together. torch's caching allocator
         # gives all layers the same memory; while a CUDA graph is captured, that of the graph's pool.
-        compute = attend if formats is None else attend_components
+        compute = attend_components if stores_components(layer.plan) else attend
         return compute(query, keys, values, step.lengths, scaling, rope=rope, backend="triton")
 
 
-def _side(stream: PagedStream, stored_as: ComponentFormat | None, step: Step) -> Side:
+def _side(stream: PagedStream, rotation: KeyRotation, step: Step) -> Side:
     count = stream.packed_of(step.lengths)
     sinks = ring = None
     if step.exact_blocks is not None:
         sinks, ring = stream.exact_of(step.lengths, step.exact_blocks)
     pages = Pages(step.blocks, stream.block_size, first=stream.shift)
-    if stored_as is not None:
-        return Side(stored_as.packed(stream.parts), count, sinks, ring, pages=pages)
-    return side_of(stream.codec, stream.parts, count, sinks, ring, pages=pages)
+    return side_of(stream.codec, stream.parts, count, sinks, ring, pages=pages, rotation=rotation)

@@ -110,7 +110,8 @@ class PagedLayer(CompressedLayer):
         self.key_stream, self.value_stream, self.summed = keys, values, (values, None)
         self.kv_heads, self._shape, self._exact_size = shape.kv_heads, shape, size
         self.kernels = None if kernels is None or kernels.why_not(self) else kernels
-        self.component_formats = None if self.kernels is None else self.kernels.component_formats(self)
+        if self.kernels is not None:
+            self.kernels.prepare(self)
 
     def bind(self, pages: list[Tensor], exact_pages: Tensor | None) -> None:
         """Use these pages, uint8 `[pages, bytes]` each.

@@ -27,7 +27,7 @@ from kvq_kernels.transform_attention.launch import MAX_EXACT_PROGRAMS
 
 from kvq_cli.benchmarking.kernels import decode, transform
 from kvq_cli.calibration.allocation import MENU_OF_LAYER
-from kvq_cli.methods.specs import even_widths
+from kvq_cli.methods.transform_specs import even_widths
 from lab.studies import warp_timing
 from lab.studies.warp_timing import LATENCIES, Code, Instruction
 

@@ -149,6 +149,29 @@ def test_hooks_and_functions_are_restored_after_the_block(tiny, probe, prompt):
     assert torch.equal(model(ids).logits, own)
 
 
+@pytest.mark.parametrize("kind", ["forward", "forward_pre"])
+def test_no_hook_stays_where_one_cannot_be_registered(tiny, probe, kind, monkeypatch):
+    """Each of the hooks fails once: those of the probing pass, then those of the block."""
+    model, register, left = tiny("llama"), getattr(torch.nn.Module, f"register_{kind}_hook"), 0
+
+    def failing(*args, **kwargs):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise RuntimeError("no more hooks")
+        return register(*args, **kwargs)
+
+    monkeypatch.setattr(torch.nn.Module, f"register_{kind}_hook", failing)
+    for allowed in range(100):
+        left = allowed
+        try:
+            with attach(model, probe()):
+                break
+        except RuntimeError:
+            assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()), allowed
+    assert 3 < allowed < 99  # more than the one of each layer that probing registers
+
+
 def test_without_a_compressed_cache_logits_are_unchanged(tiny, probe, prompt):
     model, (ids, mask) = tiny("llama"), prompt(20, pads=(0, 4))
     own = model(ids, attention_mask=mask).logits

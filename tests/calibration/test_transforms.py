@@ -21,7 +21,7 @@ from kvq_cli.calibration.transforms import (
 )
 from kvq_cli.calibration.uniform_steps import squared_losses
 from kvq_cli.codecs.transform import TransformCodec
-from kvq_cli.methods.specs import Profile
+from kvq_cli.methods.transform_specs import Profile
 
 HEADS, DIM = 2, 16
 PLAIN = TransformSettings(groups=2, metric="full", gain=False, fisher=True, damping=0.0)

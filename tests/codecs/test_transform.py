@@ -13,7 +13,7 @@ from random_transforms import random_transform
 
 from kvq_cli.codecs.base import Packed, Part
 from kvq_cli.codecs.transform import TransformCodec
-from kvq_cli.methods.specs import even_widths
+from kvq_cli.methods.transform_specs import even_widths
 
 HEADS, DIM = 3, 40
 PROFILES = {"one field": (4,), "per head": (8, 5, 2, 1), "joined": (7, 6, 5, 4, 3, 3, 2, 2, 1, 1, 1, 1)}

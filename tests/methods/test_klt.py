@@ -7,7 +7,7 @@ from random_transforms import random_transform
 
 from kvq_cli.errors import KvqError, UsageError
 from kvq_cli.methods.registry import build, parse
-from kvq_cli.methods.specs import Profile, even_widths
+from kvq_cli.methods.transform_specs import Profile, even_widths
 from kvq_cli.methods.window import Window
 from kvq_cli.paths import artifact_folder
 

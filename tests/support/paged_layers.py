@@ -19,7 +19,7 @@ from kvq_cli.vllm.shard import WHOLE, Shard
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, DIM = 2, 32
-#: Methods of which kernels read all layers, beside the first that each test runs.
+#: Methods of which kernels read all layers in float32, beside the first that each test runs.
 KERNEL_METHODS = (
     "fp16",
     "kivi:sinks=5:recent=31",
@@ -29,7 +29,6 @@ KERNEL_METHODS = (
     "kvquant",
     "kvquant:outliers=0",
     "temporalkv",
-    "klt:sinks=8:recent=24",
 )
 
 

@@ -18,7 +18,8 @@ from kvq_cli.calibration.settings import CalibrationSettings
 from kvq_cli.methods.base import Method, ModelShape
 from kvq_cli.methods.mixed import Mixed
 from kvq_cli.methods.registry import to_config
-from kvq_cli.methods.specs import CalibrationSpec, CodebookSpec, FactorSpec, Spec, TransformSpec, Uncalibrated
+from kvq_cli.methods.specs import CalibrationSpec, CodebookSpec, FactorSpec, Spec, Uncalibrated
+from kvq_cli.methods.transform_specs import TransformSpec
 from kvq_cli.models import model_shape
 from kvq_cli.tuning.settings import TuneOptions
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from kvq_cli.methods.base import ModelShape
-from kvq_cli.methods.specs import Profile, Tensors, TransformSpec, transform_layout
+from kvq_cli.methods.specs import Tensors
+from kvq_cli.methods.transform_specs import Profile, TransformSpec, transform_layout
 
 
 def random_tensors(layout: Tensors, generator: torch.Generator) -> dict[str, Tensor]:

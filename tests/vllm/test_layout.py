@@ -12,7 +12,7 @@ from kvq_cli.codecs.transform import TransformCodec
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import LayerPlan, ModelShape, StreamPlan
 from kvq_cli.methods.registry import build_parsed
-from kvq_cli.methods.specs import Profile, transform_layout
+from kvq_cli.methods.transform_specs import Profile, transform_layout
 from kvq_cli.methods.window import Window
 from kvq_cli.vllm.layout import cache_layout
 from kvq_cli.vllm.placing import least_page

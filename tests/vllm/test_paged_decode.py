@@ -6,7 +6,7 @@ from weakref import ref
 
 import pytest
 import torch
-from kvq_kernels.decode_attention import Workspace
+from kvq_kernels.decode_attention import Workspace, transformed
 from paged_layers import DEVICE, DIM, KERNEL_METHODS, Pages
 from random_artifacts import tiny_model
 from random_transforms import random_transform
@@ -104,12 +104,34 @@ class ByHead(Shard):
 
 
 @pytest.mark.parametrize("shard", [WHOLE, ByHead(0, 1)], ids=["alike", "by_head"])
-@pytest.mark.parametrize("dtype", [torch.float16, *slow(torch.float32)])
+@pytest.mark.parametrize("dtype", [torch.float16, *slow(torch.bfloat16)])
 def test_kernels_read_codes_of_components(model, dtype, shard):
     """In pages of whole tiles. Codes of token 8, the first behind the sinks, are at place 16."""
     given = copy.deepcopy(model).to(dtype)
     layer = compare(given, "klt", shard=shard, tolerance=max(2e-4, 8 * torch.finfo(dtype).eps))
     assert layer.kernels is not None and layer.key_shift == 16 and layer.paged[0].block_size % 64 == 0
+
+
+def test_operands_of_a_transform_are_made_once(model, monkeypatch):
+    """vLLM makes a layer twice: to ask whether a CUDA graph can hold it, and to use it."""
+    operands, made = transformed.Operands, []
+    monkeypatch.setattr(transformed, "Operands", lambda *args: made.append(1) or operands(*args))
+    pages = paged(copy.deepcopy(model).half(), "klt", PagedKernels(1024))
+    assert len(made) == 2
+    layer = pages.layer
+    PagedLayer(0, pages.plan, pages.shape, pages.layout, layer.rotation, layer.kernels)
+    steps(pages)
+    assert len(made) == 2
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [("klt:join_keys=on", torch.float16), ("klt:join_values=on", torch.bfloat16), ("klt", torch.float32)],
+)
+def test_the_reference_reads_codes_that_the_kernel_would_unpack(model, method, dtype):
+    """It reads the tokens that there are; the kernels' way is to unpack room for the longest sequence in every row."""
+    layer = compare(copy.deepcopy(model).to(dtype), method, tolerance=max(2e-4, 8 * torch.finfo(dtype).eps))
+    assert layer.kernels is None and not layer.capturable
 
 
 @dataclass(frozen=True)
@@ -138,7 +160,9 @@ def _plan_of(widths, device) -> LayerPlan:
 @pytest.mark.parametrize("kernels", [None, *slow(PagedKernels(1024))], ids=lambda kernels: "kernels" if kernels else "")
 def test_parts_in_pages_of_other_layers(model, kernels):
     """All layers are written, then read: as each of them alone, with pages of its own."""
+    model = copy.deepcopy(model).half()
     pages, count = paged(model, "klt", kernels, ByLayer(), layers=len(WIDTHS), block_size=64), len(WIDTHS)
+    assert all(layer.kernels is kernels for layer in pages.layers)
     elsewhere = [part for i, one in enumerate(pages.layout.layers) for part in one.keys.values() if part.layer != i]
     assert elsewhere and pages.layout.page_bytes < pages.layout.layers[0].nbytes
     for layer, out in enumerate(steps_of_layers(pages, range(count))):

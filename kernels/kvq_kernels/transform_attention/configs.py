@@ -14,6 +14,8 @@ from kvq_kernels.tuning import configuration
 OPERATION = "transform_attention"
 #: Tiles that take as long as the start and end of a program, or as its exact tokens.
 EDGE_COST, EXACT_COST = 7, 4
+#: Splits that are tried even where pairs alone fill the GPU: the last round of smaller programs leaves less of it idle.
+MAX_SPLITS_OF_MANY = 16
 
 
 @dataclass(frozen=True)
@@ -63,4 +65,5 @@ def choose_splits(pairs: int, tiles: int, exact: int, room: int) -> int:
         left = (rounds * room - pairs * splits) * (each // EXACT_COST)  # exact programs that the last round has room for
         return rounds * each + EXACT_COST * (pairs * exact > left)
 
-    return min(range(1, max(1, min(tiles, -(-2 * room // pairs))) + 1), key=tiles_in_turn)
+    most = min(tiles, max(MAX_SPLITS_OF_MANY, -(-2 * room // pairs)))
+    return min(range(1, max(1, most) + 1), key=tiles_in_turn)

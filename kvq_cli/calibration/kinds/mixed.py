@@ -17,7 +17,7 @@ from kvq_cli.distributed import Workers
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import Method
 from kvq_cli.methods.mixed import Mixed
-from kvq_cli.methods.specs import MixedSpec
+from kvq_cli.methods.transform_specs import MixedSpec
 from kvq_cli.models import LoadedModel
 
 

@@ -24,7 +24,7 @@ from kvq_cli.calibration.streams import (
 from kvq_cli.calibration.transforms import ERROR_MEASURE, Transform, calibrate_transform, fit_transform
 from kvq_cli.calibration.work_folder import WorkFolder
 from kvq_cli.distributed import Workers
-from kvq_cli.methods.specs import TransformSpec
+from kvq_cli.methods.transform_specs import TransformSpec
 
 
 @dataclass(frozen=True)

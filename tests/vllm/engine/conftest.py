@@ -24,7 +24,7 @@ from kvq_cli.artifact.contents import tensor_sizes
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.methods.registry import build_parsed
-from kvq_cli.methods.specs import Profile, even_widths
+from kvq_cli.methods.transform_specs import Profile, even_widths
 from kvq_cli.models import model_shape
 from kvq_cli.vllm.layout import CacheLayout, cache_layout
 from kvq_cli.vllm.served import ServedMethod
