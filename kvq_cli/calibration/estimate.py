@@ -31,25 +31,33 @@ _FITTED_MATRICES = 13
 
 def checkpointed_layers(loaded: LoadedModel, seqlen: int) -> int:
     """How many layers' activations are computed again in the backward pass over `seqlen` tokens, so that activations
-    take at most half of the free memory, on a CPU also at most 384 MiB."""
+    and logits take at most half of the free memory, on a CPU activations also at most 384 MiB."""
     device, layers = loaded.model.device, loaded.shape.layers
-    limit = free_bytes(device) // 2
+    limit = free_bytes(device) // 2 - _logit_bytes(loaded, seqlen)
     if device.type == "cpu":
         limit = min(limit, _MAX_CPU_ACTIVATIONS)
-    return next((n for n in range(layers) if activation_bytes(loaded, seqlen, n) <= limit), layers)
+    return next((n for n in range(layers) if _kept_bytes(loaded, seqlen, n) <= limit), layers)
 
 
 def activation_bytes(loaded: LoadedModel, seqlen: int, checkpointed: int) -> int:
-    """Rough bytes of a forward and backward pass over one sample of `seqlen` tokens, without the weights.
+    """Rough bytes of a forward and backward pass over one sample of `seqlen` tokens, without the weights."""
+    return _kept_bytes(loaded, seqlen, checkpointed) + _logit_bytes(loaded, seqlen)
+
+
+def _kept_bytes(loaded: LoadedModel, seqlen: int, checkpointed: int) -> int:
+    """Rough bytes that layers keep for the backward pass.
 
     Per token, a layer keeps about 8 tensors of the hidden size and 3 of the MLP's size. Of the `checkpointed` layers
-    each keeps two, its input and the output of attention, and one layer at a time is recomputed. Logits of
-    `loss.TOKENS` tokens exist at a time, three times in 32 bits.
+    each keeps two, its input and the output of attention, and one layer at a time is recomputed.
     """
     config, itemsize = text_config(loaded.model.config), ITEMSIZE[loaded.shape.dtype]
     plain = loaded.shape.layers - checkpointed
-    kept = (checkpointed * 2 * config.hidden_size + max(plain, 1) * _layer_numbers(loaded)) * itemsize
-    return seqlen * kept + min(seqlen, loss.TOKENS) * config.vocab_size * 3 * 4
+    return seqlen * (checkpointed * 2 * config.hidden_size + max(plain, 1) * _layer_numbers(loaded)) * itemsize
+
+
+def _logit_bytes(loaded: LoadedModel, seqlen: int) -> int:
+    """Bytes of the logits of `loss.TOKENS` tokens, which exist at a time, three times in 32 bits."""
+    return min(seqlen, loss.TOKENS) * text_config(loaded.model.config).vocab_size * 3 * 4
 
 
 def _layer_numbers(loaded: LoadedModel) -> int:

@@ -1,10 +1,13 @@
 """Captured keys, values and gradients against finite differences and against the model's own cache."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import transformers
 
 from kvq_cli.attention.capture_points import attention_layers
+from kvq_cli.calibration import estimate
 from kvq_cli.calibration.capture import blocked_attention_on_cpu, capture, gradient_checkpointing
 from kvq_cli.errors import KvqError
 from kvq_cli.upcast import upcast_forward_passes
@@ -283,3 +286,20 @@ def test_non_finite_numbers_are_refused_naming_the_layer(bad):
     model.lm_head.register_full_backward_pre_hook(lambda module, gradient: (gradient[0] * bad,))
     with pytest.raises(KvqError, match=r"the gradients of the (keys|values) of layer 2 are not all finite"):
         capture(model, layers, TOKENS, lambda *_: None, gradients=True)
+
+
+def test_logits_of_large_vocabularies_do_not_make_layers_run_twice(monkeypatch):
+    """Recomputing layers makes logits no smaller: those of 128 tokens of Gemma take 384 MiB, the limit of activations
+    on a CPU."""
+    config = transformers.Gemma3TextConfig(
+        vocab_size=262144, hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=32,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.Gemma3ForCausalLM(config)
+    loaded = SimpleNamespace(model=model, shape=SimpleNamespace(layers=4, dtype="float32"))
+    monkeypatch.setattr(type(model), "device", torch.device("cpu"))
+    monkeypatch.setattr(estimate, "free_bytes", lambda device: 8 << 30)
+    assert estimate.checkpointed_layers(loaded, 1024) == 0
+    monkeypatch.setattr(estimate, "free_bytes", lambda device: 2 * 128 * 262144 * 12)  # room for logits alone
+    assert estimate.checkpointed_layers(loaded, 1024) == 4

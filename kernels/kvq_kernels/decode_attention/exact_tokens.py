@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvq_kernels.decode_attention.layout_hints import load
 from kvq_kernels.decode_attention.main_loop import LOG2_P_FACTOR, split_output
 from kvq_kernels.decode_attention.paging import at_tokens
 from kvq_kernels.decode_attention.rope import pair_channels, position_cos_sin
@@ -84,10 +85,7 @@ def exact_rows(side, S: tl.constexpr, SINKS: tl.constexpr, ring_size, count, tok
 def _load(rows, side, S: tl.constexpr, channel):
     """Numbers [tokens, channels] of tokens at `rows`; divided by their norm, if they have one, in float32."""
     D: tl.constexpr = get(S, "dim")
-    if padded_dim(D) == D:
-        x = tl.load(rows + channel)
-    else:
-        x = tl.load(rows + channel, mask=channel < D, other=0.0)
+    x = load(rows, channel, None if padded_dim(D) == D else channel < D, 0.0)
     if get(S, "normed"):
         x = x.to(tl.float32) / tl.load(side[8] + channel, mask=channel < D, other=1.0)
     return x
@@ -167,7 +165,7 @@ def _halves(x, T: tl.constexpr):
 @triton.jit
 def _dot_of_halves(x, y, acc, T: tl.constexpr):
     """acc + x y; x of another type than T in two parts."""
-    if x.dtype == T or T == tl.float32:
+    if x.dtype == T or T.is_fp32():
         return tl.dot(x.to(T), y, acc, input_precision="ieee")
     else:
         high, low = _halves(x.to(tl.float32), T)
@@ -177,7 +175,7 @@ def _dot_of_halves(x, y, acc, T: tl.constexpr):
 @triton.jit
 def _dot_with_halves(x, high, low, acc, T: tl.constexpr):
     """acc + x (high + low); x of another type than T in two parts."""
-    if T == tl.float32:
+    if T.is_fp32():
         return tl.dot(x.to(T), high, acc, input_precision="ieee")
     elif x.dtype == T:
         return tl.dot(x, low, tl.dot(x, high, acc))

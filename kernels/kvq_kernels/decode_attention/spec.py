@@ -176,8 +176,8 @@ def block_tokens(keys: SideSpec, values: SideSpec) -> int:
 
 @triton.constexpr_function
 def mixed_out_of_line(keys: SideSpec, values: SideSpec) -> bool:
-    """Whether attention to mixed tokens is compiled as a function that is called: the main loop of codebooks is long, and a pass of the
-    compiler is quadratic in a function's length. On AMD's GPUs a call needs a stack."""
+    """Whether attention to mixed tokens is compiled as a function that is called: the main loop of codebooks is long,
+    and a pass of the compiler is quadratic in a function's length. On AMD's GPUs a call needs a stack."""
     return "codebook" in (keys.kind, values.kind) and keys.nvidia
 
 

@@ -62,7 +62,9 @@ def choose_splits(pairs: int, tiles: int, exact: int, room: int) -> int:
     def tiles_in_turn(splits: int) -> int:
         rounds = -(-pairs * splits // room)
         each = -(-tiles // splits) + EDGE_COST
-        left = (rounds * room - pairs * splits) * (each // EXACT_COST)  # exact programs that the last round has room for
+        left = (rounds * room - pairs * splits) * (
+            each // EXACT_COST
+        )  # exact programs that the last round has room for
         return rounds * each + EXACT_COST * (pairs * exact > left)
 
     most = min(tiles, max(MAX_SPLITS_OF_MANY, -(-2 * room // pairs)))
