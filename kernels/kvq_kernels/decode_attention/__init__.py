@@ -17,7 +17,8 @@ No argument is read on the host: both launches can be captured in a CUDA graph, 
     parts.py            tensors and storage formats        reference.py  the same in PyTorch
     pages.py, paging.py packed tokens in pages: on the host, in kernels
     spec.py, configs.py compile-time format, tuned tiles   launch.py     splits, workspace; arguments.py, checks.py
-    kernel.py           split pass, tail, combination      main_loop.py  online softmax over whole tiles
+    kernel.py           split pass, combination            main_loop.py  online softmax over whole tiles
+    exact_tokens.py     sinks and recent tokens
     uniform*.py, vector_codebook.py, scalar_codebook.py with byte_permute.py, dequantize.py: four ways to read a tile
     transformed.py      codes of components, which `transform_attention` reads
     outliers.py, one_hot_mma.py, outlier_corrections.py, rope.py, layout_hints.py: shared by these
