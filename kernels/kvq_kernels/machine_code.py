@@ -97,14 +97,16 @@ def main_loop(code: list[str], inner_iterations: int = 1) -> dict[str, int] | No
     """Count of each opcode in an iteration of the main loop, which reads cached numbers; None for no code.
 
     It is the smallest loop with 16-bit matrix products; without any, the largest innermost loop that reads memory;
-    without loops, the whole kernel. Loops of exact tokens are left out: they are behind the first end of the kernel.
-    Most frequent opcodes first. inner_iterations: how often inner loops with matrix products run (1: there are none,
-    and the main loop is the smallest); other inner loops are counted once.
+    without loops, the whole kernel. Loops of exact tokens, which are behind it, are left out. Most frequent opcodes
+    first. inner_iterations: how often inner loops with matrix products run (1: there are none, and the main loop is the
+    smallest); other inner loops are counted once.
     """
     code = _first_part(code)
     loops = _loops(code)
     multiplying = ([body for body in loops if any(kind.match(line) for line in body)] for kind in _PACKED_PRODUCTS)
     if candidates := next(filter(None, multiplying), None):
+        first = min(candidates, key=lambda body: (code.index(body[0]), -len(body)))
+        candidates = [body for body in candidates if body is first or _inside(body, first)]
         if inner_iterations > 1:
             candidates = [body for body in candidates if not any(_inside(body, other) for other in candidates)]
         body = min(candidates, key=len)

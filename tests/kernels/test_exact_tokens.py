@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from kernel_cases import Case, dense, uniform
-from kvq_kernels.decode_attention import decode_attention
+from kvq_kernels.decode_attention import Tile, decode_attention
 from tiers import slow
 
 pytestmark = pytest.mark.gpu
@@ -15,11 +15,11 @@ pytestmark = pytest.mark.gpu
 KIVI = (partial(uniform, axis="channel"), partial(uniform, axis="token"))
 
 
-def error_of_float32_output(case: Case) -> float:
+def error_of_float32_output(case: Case, tile: Tile | None = None) -> float:
     """Relative error of the kernels, without the rounding of the output."""
     out = torch.empty(case.query.shape, dtype=torch.float32)
     args = (case.query, *case.sides, case.lengths, case.scaling)
-    decode_attention(*args, rope=case.rope, window=case.window, out=out, backend="triton")
+    decode_attention(*args, rope=case.rope, window=case.window, out=out, backend="triton", tile=tile)
     exact = case.reference(torch.float64)
     return float((out - exact).norm() / exact.norm())
 
@@ -30,6 +30,13 @@ def test_factors_are_not_rounded_to_16_bits(rope, norm):
     """Weights, rotated keys and keys divided by norms are float32: rounded to float16 the error would be 2^-12."""
     case = Case(*KIVI, [90], unpacked=(100, 100), sinks=8, rope=rope, norm=norm)
     assert error_of_float32_output(case) < 2**-18
+
+
+@pytest.mark.parametrize("sides", [KIVI, (dense, dense)], ids=["kivi", "dense"])
+def test_amd_loads_each_place_by_itself(sides):
+    """Its compiler cannot select between pointers into several tensors."""
+    case = Case(*sides, [5, 60, 90], unpacked=(100, 100), sinks=8)
+    assert error_of_float32_output(case, Tile(nvidia=0)) < 2**-18
 
 
 @pytest.mark.parametrize(

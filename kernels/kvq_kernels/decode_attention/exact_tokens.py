@@ -42,18 +42,19 @@ def attend_exact(
     for at in tl.range(first, last, N, num_stages=1):
         index = tl.minimum(at + within, last - 1)  # repeated, and masked in the scores
         token = tl.where(index < early, oldest + index, index - early + late)
-        rows = exact_rows(k, SK, SINKS, ring_size[0], key_count, token, PACKED)
-        qk = exact_scores(queries, rows, k, SK, rope, start + token, STYLE, WIDTH, N, W, PAIRS, T)
+        places = exact_places(k, SK, STYLE, SINKS, ring_size[0], key_count, token, PACKED)
+        qk = exact_scores(queries, places, k, SK, rope, start + token, STYLE, WIDTH, N, W, PAIRS, T)
         qk = tl.where((at + within < last)[:, None], qk * scale, float("-inf"))
         m_ij = tl.maximum(m_i, tl.max(qk, axis=0))
         p = tl.exp2(qk - (m_ij - LOG2_P_FACTOR)[None, :])
         alpha = tl.exp2(m_i - m_ij)
         l_i = l_i * alpha + tl.sum(p, axis=0)
         high, low = _halves(p, T)
-        rows = exact_rows(v, SV, SINKS, ring_size[1], value_count, token, PACKED)
+        places = exact_places(v, SV, "none", SINKS, ring_size[1], value_count, token, PACKED)
         new = ()
         for j in tl.static_range(padded_dim(D) // E):
-            x = _load(rows, v, SV, (j * E + column)[None, :])
+            channel = (j * E + column)[None, :]
+            x = _load(places, v, SV, channel, None if padded_dim(D) == D else channel < D)
             new = new + (_dot_with_halves(tl.trans(x), high, low, acc[j] * alpha[None, :], T),)
         acc = new
         m_i = m_ij
@@ -67,27 +68,61 @@ def attend_exact(
 
 
 @triton.jit
-def exact_rows(side, S: tl.constexpr, SINKS: tl.constexpr, ring_size, count, token, PACKED: tl.constexpr):
-    """Pointers [tokens, 1] at tokens that are sinks, in the ring buffer or, if PACKED, among the dense packed ones."""
+def exact_places(
+    side, S: tl.constexpr, STYLE: tl.constexpr, SINKS: tl.constexpr, ring_size, count, token, PACKED: tl.constexpr
+):
+    """Pairs (pointers, mask), both [tokens, 1]: for each place where the side keeps exact tokens, where each would be,
+    and whether it is there. With PACKED, dense packed tokens are one of these places.
+
+    On NVIDIA's GPUs one place, of pointers selected by token: fewer instructions. Not where numbers are rotated, since
+    Triton then sends what is loaded through shared memory to the layout of the cosines, nor for AMD's GPUs, whose
+    compiler has no pointers into several tensors.
+    """
     D: tl.constexpr = get(S, "dim")
     index = token - SINKS
-    rows = side[7] + (index % ring_size) * D if get(S, "ring") else side[6] + token * D
+    places = ()
+    recent = index >= 0
+    if get(S, "ring"):
+        places = places + (((side[7] + (index % ring_size) * D)[:, None], recent[:, None]),)
     if PACKED:
-        packed = (index >= 0) & (index < count)
+        packed = recent & (index < count)
         stored, within = at_tokens(side, S, index, packed)
-        rows = tl.where(packed, stored[0] + within * D, rows)
+        places = places + (((stored[0] + within * D)[:, None], packed[:, None]),)
     if SINKS > 0:
-        rows = tl.where(index < 0, side[6] + token * D, rows)
-    return rows[:, None]
+        places = places + (((side[6] + token * D)[:, None], (index < 0)[:, None]),)
+    if get(S, "nvidia") and STYLE == "none":
+        rows = places[0][0]
+        for i in tl.static_range(1, len(places)):
+            rows = tl.where(places[i][1], places[i][0], rows)
+        return ((rows, None),)
+    else:
+        return places
 
 
 @triton.jit
-def _load(rows, side, S: tl.constexpr, channel):
-    """Numbers [tokens, channels] of tokens at `rows`; divided by their norm, if they have one, in float32."""
-    D: tl.constexpr = get(S, "dim")
-    x = load(rows, channel, None if padded_dim(D) == D else channel < D, 0.0)
+def _load(places, side, S: tl.constexpr, channel, mask):
+    """Numbers [tokens, channels] at the `places` of tokens; divided by their norm, if they have one, in float32.
+
+    mask: channels that exist; None: all.
+    """
+    x = _load_at(places[0], channel, mask)
+    for i in tl.static_range(1, len(places)):
+        x = tl.where(places[i][1], _load_at(places[i], channel, mask), x)
     if get(S, "normed"):
-        x = x.to(tl.float32) / tl.load(side[8] + channel, mask=channel < D, other=1.0)
+        x = x.to(tl.float32) / load(side[8], channel, mask, 1.0)
+    return x
+
+
+@triton.jit
+def _load_at(place, channel, mask):
+    """Numbers at one place, of the tokens that are there."""
+    rows, there = place
+    if there is None:
+        x = load(rows, channel, mask, 0.0)
+    elif mask is None:
+        x = load(rows, channel, there, 0.0)
+    else:
+        x = load(rows, channel, there & mask, 0.0)
     return x
 
 
@@ -120,39 +155,30 @@ def exact_query_columns(
 
 @triton.jit
 def exact_scores(
-    queries, rows, k, S: tl.constexpr, rope, position, STYLE: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
+    queries, places, k, S: tl.constexpr, rope, position, STYLE: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
     W: tl.constexpr, PAIRS: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """k . q, float32 [N, W], of the tokens at `rows` [N, 1] and positions [N]."""
+    """k . q, float32 [N, W], of the tokens at `places` and positions [N]."""
     D: tl.constexpr = get(S, "dim")
     E: tl.constexpr = exact_columns(S, STYLE, PAIRS)
     column = tl.arange(0, E)
     qk = tl.zeros([N, W], tl.float32)
     if STYLE == "none":
         for j in tl.static_range(padded_dim(D) // E):
-            x = _load(rows, k, S, (j * E + column)[None, :])
+            channel = (j * E + column)[None, :]
+            x = _load(places, k, S, channel, None if padded_dim(D) == D else channel < D)
             qk = _dot_of_halves(x, queries[j], qk, T)
     else:
         for j in tl.static_range(padded_dim(D) // 2 // E):
             pair = j * E + column
             c1, c2 = pair_channels(pair, STYLE, WIDTH, D)
-            mask = (pair < D // 2)[None, :]
+            mask = None if padded_dim(D) == D else (pair < D // 2)[None, :]
             cos, sin = position_cos_sin(rope, position, pair, WIDTH, D)
-            x1, x2 = _load_pairs(rows, k, S, c1[None, :], c2[None, :], mask)
+            x1 = _load(places, k, S, c1[None, :], mask).to(tl.float32)
+            x2 = _load(places, k, S, c2[None, :], mask).to(tl.float32)
             qk = _dot_of_halves(x1 * cos - x2 * sin, queries[2 * j], qk, T)
             qk = _dot_of_halves(x2 * cos + x1 * sin, queries[2 * j + 1], qk, T)
     return qk
-
-
-@triton.jit
-def _load_pairs(rows, side, S: tl.constexpr, c1, c2, mask):
-    """float32 numbers [tokens, pairs] of both channels of each pair."""
-    x1 = tl.load(rows + c1, mask=mask, other=0.0).to(tl.float32)
-    x2 = tl.load(rows + c2, mask=mask, other=0.0).to(tl.float32)
-    if get(S, "normed"):
-        x1 /= tl.load(side[8] + c1, mask=mask, other=1.0)
-        x2 /= tl.load(side[8] + c2, mask=mask, other=1.0)
-    return x1, x2
 
 
 @triton.jit

@@ -112,7 +112,7 @@ def constants(
         "MIXED_TILE": TAIL_TILE,
         "EXACT_TILE": TAIL_TILE * tile.warps,
         "EXACT_PAIRS": EXACT_PAIRS,
-        "XD": exact_type(query_type),
+        "XD": exact_type(query_type) if has_exact(keys, values) else None,
         "PACKED_EXACT": packed_exact(query_type, keys, values),
         "STAGES": tile.stages,
     }
@@ -188,6 +188,18 @@ def exact_type(query_type: torch.dtype) -> tl.dtype | None:
     if query_type == torch.float32:
         return None
     return tl.float32 if knobs.runtime.interpret and query_type == torch.bfloat16 else TYPES[query_type]
+
+
+def has_exact(*sides: Side) -> bool:
+    """Whether there may be exact tokens: sinks, tokens in both rings, or dense ones."""
+    return any(
+        all(has(side) for side in sides)
+        for has in (
+            lambda side: side.sinks is not None,
+            lambda side: side.ring is not None,
+            lambda side: isinstance(side.packed, Dense),
+        )
+    )
 
 
 def packed_exact(query_type: torch.dtype, *sides: Side) -> bool:

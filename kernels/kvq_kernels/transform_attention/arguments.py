@@ -23,7 +23,7 @@ from kvq_kernels.transform_attention.configs import Config
 #: Pairs of channels in a product, at least.
 MIN_PAIRS = 16
 #: Tokens of a tile of exact ones; pairs of channels of a column tile of these with RoPE.
-EXACT_TILE, EXACT_PAIRS = 32, 64
+EXACT_TILE, EXACT_PAIRS = 32, 32
 #: Least number of query heads in a product, by the maker of the GPU.
 MIN_QUERIES = {"nvidia": 8, "amd": 16}
 
@@ -120,8 +120,8 @@ def constants(query: Tensor, group: HeadGroup, rope: Rope | None, config: Config
     return {
         "KF": FieldSpec.of(packed_keys.transform.widths, packed_keys.gain is not None, config.chunks),
         "VF": FieldSpec.of(packed_values.transform.widths, packed_values.gain is not None),
-        "SK": SideSpec.of(_exact_side(keys), dim),
-        "SV": SideSpec.of(_exact_side(values), dim),
+        "SK": replace(SideSpec.of(_exact_side(keys), dim), nvidia=nvidia),
+        "SV": replace(SideSpec.of(_exact_side(values), dim), nvidia=nvidia),
         "STYLE": "none" if rope is None else rope.style,
         "WIDTH": 0 if rope is None else 2 * rope.frequencies.numel(),
         "D": dim,

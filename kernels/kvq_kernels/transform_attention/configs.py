@@ -13,7 +13,7 @@ from kvq_kernels.tuning import configuration
 
 OPERATION = "transform_attention"
 #: Tiles that take as long as the start and end of a program, or as its exact tokens.
-EDGE_COST, EXACT_COST = 7, 4
+EDGE_COST, EXACT_COST = 7, 3
 #: Splits that are tried even where pairs alone fill the GPU: the last round of smaller programs leaves less of it idle.
 MAX_SPLITS_OF_MANY = 16
 
