@@ -71,10 +71,10 @@ def attend_exact(
 def exact_places(
     side, S: tl.constexpr, STYLE: tl.constexpr, SINKS: tl.constexpr, ring_size, count, token, PACKED: tl.constexpr
 ):
-    """Pairs (pointers, mask), both [tokens, 1]: for each place where the side keeps exact tokens, where each would be,
-    and whether it is there. With PACKED, dense packed tokens are one of these places.
+    """(pointers, mask, pointers, mask, ...), all [tokens, 1]: for each place where the side keeps exact tokens, where
+    each would be, and whether it is there. With PACKED, dense packed tokens are one of these places.
 
-    On NVIDIA's GPUs one place, of pointers selected by token: fewer instructions. Not where numbers are rotated, since
+    On NVIDIA's GPUs only (pointers,), selected by token: fewer instructions. Not where numbers are rotated, since
     Triton then sends what is loaded through shared memory to the layout of the cosines, nor for AMD's GPUs, whose
     compiler has no pointers into several tensors.
     """
@@ -83,18 +83,18 @@ def exact_places(
     places = ()
     recent = index >= 0
     if get(S, "ring"):
-        places = places + (((side[7] + (index % ring_size) * D)[:, None], recent[:, None]),)
+        places = places + ((side[7] + (index % ring_size) * D)[:, None], recent[:, None])
     if PACKED:
         packed = recent & (index < count)
         stored, within = at_tokens(side, S, index, packed)
-        places = places + (((stored[0] + within * D)[:, None], packed[:, None]),)
+        places = places + ((stored[0] + within * D)[:, None], packed[:, None])
     if SINKS > 0:
-        places = places + (((side[6] + token * D)[:, None], (index < 0)[:, None]),)
+        places = places + ((side[6] + token * D)[:, None], (index < 0)[:, None])
     if get(S, "nvidia") and STYLE == "none":
-        rows = places[0][0]
-        for i in tl.static_range(1, len(places)):
-            rows = tl.where(places[i][1], places[i][0], rows)
-        return ((rows, None),)
+        rows = places[0]
+        for i in tl.static_range(2, len(places), 2):
+            rows = tl.where(places[i + 1], places[i], rows)
+        return (rows,)
     else:
         return places
 
@@ -105,24 +105,15 @@ def _load(places, side, S: tl.constexpr, channel, mask):
 
     mask: channels that exist; None: all.
     """
-    x = _load_at(places[0], channel, mask)
-    for i in tl.static_range(1, len(places)):
-        x = tl.where(places[i][1], _load_at(places[i], channel, mask), x)
+    if len(places) == 1:
+        x = load(places[0], channel, mask, 0.0)
+    else:
+        x = load(places[0], channel, places[1] if mask is None else places[1] & mask, 0.0)
+        for i in tl.static_range(2, len(places), 2):
+            there = places[i + 1]
+            x = tl.where(there, load(places[i], channel, there if mask is None else there & mask, 0.0), x)
     if get(S, "normed"):
         x = x.to(tl.float32) / load(side[8], channel, mask, 1.0)
-    return x
-
-
-@triton.jit
-def _load_at(place, channel, mask):
-    """Numbers at one place, of the tokens that are there."""
-    rows, there = place
-    if there is None:
-        x = load(rows, channel, mask, 0.0)
-    elif mask is None:
-        x = load(rows, channel, there, 0.0)
-    else:
-        x = load(rows, channel, there & mask, 0.0)
     return x
 
 
