@@ -161,8 +161,8 @@ def test_16_bits_take_as_long_as_measured(predicted):
 
 @pytest.mark.slow
 def test_kivi_takes_nearly_as_long_as_measured():
-    """Its loop is the machine code's: nothing is fitted to measured times. At this shape it takes nearly all of the time;
-    at others exact tokens did, which other code read when these were measured."""
+    """Its loop is the machine code's: nothing is fitted to measured times. At this shape it takes nearly all of the
+    time; at others exact tokens did, which other code read when these were measured."""
     predicted = command_output("kivi-2bit-g32", "8x131072")
     one = predicted["h100", "kivi-2bit-g32", 8, 131072]
     assert 0.75 < one["time"][1] / one["measured"] < 1.07
