@@ -27,6 +27,8 @@ TILE = 2048
 #: Queries of a block, where they see all tokens of a tile alike, and where some need a mask. Runs of fewer tokens than
 #: `MASKED_QUERIES` are computed with the mask, too.
 QUERIES, MASKED_QUERIES = 256, 128
+#: Devices that compute scores, softmax and sum in one operation.
+FUSED_DEVICES = ("cpu",)
 #: Added to scores of hidden tokens: finite, so that a query that sees no token of a tile gives no NaN but a result that
 #: merging ignores.
 HIDDEN = -1e30
@@ -213,7 +215,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention to these tokens alone, `[rows, query_heads, queries, head_dim]`, and ln(sum of exp(score))
     `[rows, query_heads, queries]`."""
-    if q.device.type == "cpu" and form is PLAIN and q.shape[3] == v.shape[3]:
+    if q.device.type in FUSED_DEVICES and form is PLAIN and q.shape[3] == v.shape[3]:
         # The function behind scaled_dot_product_attention on a CPU, which returns the sums, too.
         # It reads wrong numbers where the channels of a token are not adjacent, without an error.
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))
