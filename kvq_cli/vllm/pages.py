@@ -84,16 +84,12 @@ class PagedStream(Stream):
     # -- packed tokens -------------------------------------------------------------------------------------------
 
     def _write(self, span: RowSpan, packed: Packed, reserve: int) -> None:
-        start = self.window.packed(span.past) + self.shift
-        size, done = self.block_size, 0
-        while done < packed.tokens:
-            page, slot = divmod(start + done, size)
-            count = min(packed.tokens - done, size - slot)
-            block = self._blocks[page]
-            for name, part in packed.parts.items():
-                cut = part.tensor[0, :, done // part.unit : (done + count) // part.unit]
-                self._views[name][block, :, slot // part.unit : (slot + count) // part.unit] = cut
-            done += count
+        first = self.window.packed(span.past) + self.shift
+        for name, part in packed.parts.items():
+            # The ids of blocks stay on the device: an index that is read on the host would wait for it.
+            at = torch.arange(first // part.unit, (first + packed.tokens) // part.unit, device=part.tensor.device)
+            units = self.block_size // part.unit
+            self._views[name].transpose(0, 1)[:, self._blocks[at // units], at % units] = part.tensor[0]
 
     def _tiles(self, rows: slice, start: int, stop: int, size: int) -> Iterator[tuple[int, int, Packed]]:
         for first in range(start, stop, size):

@@ -12,15 +12,10 @@ from kvq_cli.attention.score_form import PLAIN
 from kvq_cli.vllm.paged_decode import PagedKernels
 from kvq_cli.vllm.paged_layer import Batch, Sequence, Step
 
-#: Most operations and launches, and most waits, of a layer.
-PREFILL = {"kivi": (1225, 442), "kvquant": (2389, 520), "temporalkv": (1531, 368), "klt": (1879, 388)}
+#: Most operations and launches of a layer; it never waits.
+PREFILL = {"kivi": 817, "kvquant": 1861, "temporalkv": 1015, "klt": 1391}
 #: In a mixed step of 8 rows, and for each further row.
-MIXED = {
-    "kivi": ((308, 49), (19, 3)),
-    "kvquant": ((745, 31), (38, 0)),
-    "temporalkv": ((667, 28), (56, 1)),
-    "klt": ((652, 32), (38, 0)),
-}
+MIXED = {"kivi": (389, 31), "kvquant": (748, 38), "temporalkv": (658, 59), "klt": (631, 38)}
 DECODE = {"kivi": 183, "kvquant": 419, "temporalkv": 223, "klt": 282}
 PROMPT, CHUNK = 2048, 512
 
@@ -63,7 +58,7 @@ def test_prefill_in_chunks(model, method, most):
         counts = step(pages, [past], [CHUNK])
         total, waits = total + counts.total, waits + counts.waits
     print(f"{method}: prefill of {PROMPT} tokens in chunks of {CHUNK}: {total} operations and launches, {waits} waits")
-    assert (total <= most[0]) and (waits <= most[1])
+    assert total <= most and not waits
 
 
 @pytest.mark.parametrize(("method", "most"), MIXED.items())
@@ -74,10 +69,9 @@ def test_mixed_step(model, method, most):
         pages = Pages(model, method, PagedKernels(1024), rows + 1, 400, layers=2)
         step(pages, [0] * (rows + 1), [200 + row for row in range(rows)] + [128])
         found.append(step(pages, [200 + row for row in range(rows)] + [128], [1] * rows + [64]))
-    more, waits = (found[1].total - found[0].total) / 6, (found[1].waits - found[0].waits) / 6
-    print(f"{method}: mixed step of 8 rows: {found[1]}; for each further row: {more:.1f} and {waits:.1f} waits")
-    assert found[1].total <= most[0][0] and found[1].waits <= most[0][1]
-    assert more <= most[1][0] and waits <= most[1][1]
+    more = (found[1].total - found[0].total) / 6
+    print(f"{method}: mixed step of 8 rows: {found[1]}; for each further row: {more:.1f}")
+    assert found[1].total <= most[0] and more <= most[1] and not found[1].waits
 
 
 @pytest.mark.parametrize(("method", "most"), DECODE.items())
