@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from kvq_cli.attention.rotary import Rotation
+from kvq_cli.cache.shared import Shared
 from kvq_cli.vllm.rope import inverse_tables
-from kvq_cli.vllm.step import Places, Shared, Step, sent
+from kvq_cli.vllm.step import Places, Step, sent
 
 
 class BlockTable(Shared):

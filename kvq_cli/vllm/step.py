@@ -1,35 +1,20 @@
 """A step in which each sequence decodes one token: where the tokens lie in pages.
 
-Indices and tables that layers need alike are made for the first layer that asks, and kept for the others: see `Shared`.
+Indices and tables that layers need alike are made once; see `Shared`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable, Hashable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvq_cli.attention.rotary import Rotation
+from kvq_cli.cache.shared import Shared
 from kvq_cli.methods.window import Window
 from kvq_cli.vllm.rope import inverse_tables
 
 #: (pages, slots): places in pages, int64 tensors of one shape.
 Places = tuple[Tensor, Tensor]
-
-
-class Shared:
-    """What the layers of a step share."""
-
-    def __init__(self) -> None:
-        self._made: dict[Hashable, Any] = {}
-
-    def kept(self, key: Hashable, make: Callable[[], Any]) -> Any:
-        """The result of `make` when `key` was first asked for."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]
 
 
 class Step(Shared):
