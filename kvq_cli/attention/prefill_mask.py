@@ -122,7 +122,8 @@ def block_mask(sight: Sight, begin: int, end: int, parts: list[Part], device: to
     start = max(sight.keys.start, sight.values.start)
     period = math.lcm(sight.keys.period, sight.values.period)
     back = max(0, begin - start) // period * period
-    moved = Sight(*(edge.moved(back, lowest, highest) for edge in sight[:2]), sight.sliding)
+    keys, values = (edge.moved(back, lowest, highest) for edge in (sight.keys, sight.values))
+    moved = Sight(keys, values, sight.sliding)
     places = tuple((part.run, part.start - back, part.stop - back) for part in parts)
     return _mask(moved, begin - back, end - back, places, device)
 
