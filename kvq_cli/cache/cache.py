@@ -16,6 +16,7 @@ from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.report import CacheReport, report
 from kvq_cli.cache.rows import Forward, Rows
 from kvq_cli.cache.saved_cache import Origin, SavedPrompt, save
+from kvq_cli.cache.shared import CachePosition
 from kvq_cli.errors import KvqError, UsageError
 
 
@@ -46,7 +47,7 @@ class CompressedCache(Cache):
         self.rows = Rows()
         #: The adapters with which the model computed it; see `AdapterWatch`.
         self.adapters: Applied = {}
-        #: While a decode step is captured or replayed: see `Forward.cache_position`.
+        #: While a decode step is captured or replayed: the tokens of every row before it, int64 `[1]` on the device.
         self.cache_position: Tensor | None = None
 
     @property
@@ -60,7 +61,8 @@ class CompressedCache(Cache):
         if len(lengths) > 1 or any(layer.absorbing for layer in self.layers):
             raise KvqError("an interrupted forward pass left the cache half updated: start with a new cache")
         forward = self.rows.begin(lengths.pop(), columns, batch, mask, positions)
-        return forward if self.cache_position is None else replace(forward, cache_position=self.cache_position)
+        position = self.cache_position
+        return forward if position is None else replace(forward, cache_position=CachePosition(position))
 
     def can_capture(self) -> bool:
         """Whether the next step, one token more in every row, can be captured in a CUDA graph: all rows have as many

@@ -12,6 +12,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from kvq_cli.cache.shared import CachePosition
 from kvq_cli.errors import UsageError
 
 
@@ -52,9 +53,9 @@ class Forward:
     row_spans: tuple[RowSpan, ...]
     #: Leading pads of each row, out of all columns so far.
     row_pads: tuple[int, ...]
-    #: Tokens of every row before the pass, int64 `[1]` on the device, in a decode step that is captured once and then
-    #: replayed: the work must be the same at every position.
-    cache_position: Tensor | None = field(default=None, compare=False)
+    #: Where the new token goes in a decode step that is captured once and then replayed: the work must be the same at
+    #: every position.
+    cache_position: CachePosition | None = field(default=None, compare=False)
     #: ids of the masks that were compared with this description: all layers of a kind share one mask.
     checked: set[int] = field(default_factory=set, compare=False)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -69,12 +69,12 @@ class PackedStore:
                     cut = part.tensor[:, :, (first - start) // part.unit : (last - start) // part.unit]
                     target.parts[name].tensor.copy_(cut)
 
-    def write_at(self, start: Tensor, packed: Packed) -> None:
-        """`write` of all rows at a token that only the device knows, int64 `[1]`, into one segment with room."""
+    def write_at(self, entries: Callable[[int, int], Tensor], packed: Packed) -> None:
+        """`write` of all rows at a place that only the device knows, into one segment with room. entries: (unit, count)
+        -> places of the packed entries, int64 `[count]`."""
         (segment,) = self.segments
         for name, part in packed.parts.items():
-            count = packed.tokens // part.unit
-            index = start // part.unit + torch.arange(count, device=start.device)
+            index = entries(part.unit, packed.tokens // part.unit)
             segment.parts[name].tensor.index_copy_(2, index, part.tensor)
 
     def read(self, rows: slice, start: int, stop: int) -> Packed:

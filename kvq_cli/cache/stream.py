@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvq_cli.cache.rows import RowSpan
+from kvq_cli.cache.shared import CachePosition
 from kvq_cli.cache.snapshot import Snapshot
 from kvq_cli.cache.store import PackedStore
 from kvq_cli.codecs.base import Codec, Packed, PromptCodec
@@ -120,7 +122,7 @@ class Stream:
 
     # -- append --------------------------------------------------------------------------------------------------
 
-    def append(self, x: Tensor, spans: tuple[RowSpan, ...], cache_position: Tensor | None = None) -> None:
+    def append(self, x: Tensor, spans: tuple[RowSpan, ...], cache_position: CachePosition | None = None) -> None:
         """Add `x` `[batch, kv_heads, columns, head_dim]` to the rows as `spans` say; pads are dropped.
 
         cache_position: see `Forward`; only where the stream `can_capture`.
@@ -197,15 +199,13 @@ class Stream:
         else:
             self._write(span, packed, reserve)
 
-    def _append_at(self, span: RowSpan, x: Tensor, cache_position: Tensor) -> None:
+    def _append_at(self, span: RowSpan, x: Tensor, cache_position: CachePosition) -> None:
         """`_append` of one token to all rows: the host decides whether tokens are packed, the device where."""
         window = self.window
-        self.ring.index_copy_(2, (cache_position - window.sinks) % self.ring_size, x)
+        self.ring.index_copy_(2, cache_position.ring_place(window), x)
         if window.packed(span.tokens) > window.packed(span.past):
-            first = cache_position + 1 - window.sinks - window.recent - window.flush
-            index = (first + torch.arange(window.flush, device=cache_position.device)) % self.ring_size
-            packed = self.coder(span.rows).encode(self.ring.index_select(2, index))
-            self.store.write_at(first, packed)
+            run = self.ring.index_select(2, cache_position.flush_places(window))
+            self.store.write_at(partial(cache_position.entries, window), self.coder(span.rows).encode(run))
 
     def _pack(self, span: RowSpan, x: Tensor | None, reserve: int) -> None:
         """Encode and store `x`, the tokens of `span` that are packed, if any; `reserve` as in `PackedStore.write`."""

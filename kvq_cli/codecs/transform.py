@@ -165,7 +165,7 @@ class TransformCodec(Codec):
         batch, groups, components, tokens = codes.shape
         numbers = self._mean.new_empty(batch, groups, self._affine.shape[2], tokens)
         numbers[:, :, :components] = codes
-        numbers[:, :, components:] = 1
+        numbers[:, :, components:].fill_(1)
         if self.has_gain:
             numbers[:, :, :-1].mul_(self._gains(packed))
         return numbers
