@@ -235,6 +235,21 @@ def test_tile_size_does_not_change_the_result(exact, codec, monkeypatch):
     torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-4)
 
 
+def test_a_gpu_decodes_larger_tiles(monkeypatch):
+    """A tile takes as many launches whatever its size."""
+    monkeypatch.setattr(torch_backend, "DECODE_NUMBERS", 16 * HEADS * DIM)
+    monkeypatch.setattr(torch_backend, "DECODE_NUMBERS_GPU", 64 * HEADS * DIM)
+    layer, turn = make("pre_rope", Window(3, 10, 4), Window(2, 5, 1))
+    q, k, v = (numbers(1, h, 150, DIM, seed=i) for i, h in enumerate((HEADS * GROUP, HEADS, HEADS)))
+    run(layer, turn, q, k, v, [0, 149], True)
+    spans, stream = layer.forward.row_spans, layer.value_stream
+    on_a_cpu = torch_backend._pieces(stream, spans, 0)
+    stream.ring = stream.ring.to("meta")
+    on_a_gpu = torch_backend._pieces(stream, spans, 0)
+    assert max(piece.last - piece.first for piece in on_a_cpu) == 16
+    assert max(piece.last - piece.first for piece in on_a_gpu) == 64
+
+
 @pytest.mark.parametrize(
     ("codec", "source"), [("identity", "pre_rope"), ("rotated", "pre_rope"), ("rotated", "post_rope")]
 )
