@@ -22,8 +22,8 @@ from kvq_cli.cache.rows import RowSpan
 from kvq_cli.cache.stream import StreamReader
 from kvq_cli.codecs.base import Codec, Packed
 
-#: Numbers decoded at a time for one query per row: on a CPU about a core's cache; on a GPU, where a piece of any size is
-#: some tens of launches, 128 MB.
+#: Numbers decoded at a time for one query per row: on a CPU about a core's cache; on a GPU 128 MB, since a piece of any
+#: size takes some tens of launches.
 DECODE_NUMBERS, DECODE_NUMBERS_GPU = 1 << 19, 1 << 25
 #: Tokens that rows are read further than their own packed tokens, for pieces of all rows.
 JOINED_MORE = 128

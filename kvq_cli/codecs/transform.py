@@ -138,7 +138,9 @@ class TransformCodec(Codec):
     def _encode(self, x: Tensor) -> Packed:
         if (packed := kernels.transform_pack(self._grouped(x), self.pack_tables)) is not None:
             codes, gains = packed
-            found = {part.name: Part(own, self._fields.unit) for part, own in zip(self._fields.parts, codes, strict=True)}
+            found = {
+                part.name: Part(own, self._fields.unit) for part, own in zip(self._fields.parts, codes, strict=True)
+            }
             return Packed(x.shape[2], found if gains is None else found | {"gain": Part(gains, 1)})
         u, parts = self.components(x), dict[str, Part]()
         if self._gain is not None:

@@ -1,4 +1,4 @@
-"""Ahead-of-time cases of encoding and packing: head_dims and profiles of models, both streams, with gain and without."""
+"""Ahead-of-time cases of encoding and packing: head_dims and profiles of models, both streams, gains."""
 
 from __future__ import annotations
 
@@ -36,7 +36,12 @@ class Shape:
         gain = GainTables(empty(heads, kept), limits, empty(256), 2.0**30, 3.0, 5.0, kept // 2) if self.gain else None
         kinds = torch.int16, torch.int32, torch.int16, torch.int32
         by_field = (empty(len(self.widths), dtype=kind) for kind in kinds)
-        by_channel = empty(heads, dim), empty(heads, dim), empty(heads, dim, kept), empty(heads, kept, dtype=torch.float64)
+        by_channel = (
+            empty(heads, dim),
+            empty(heads, dim),
+            empty(heads, dim, kept),
+            empty(heads, kept, dtype=torch.float64),
+        )
         rate = fields.rate(self.widths)
         tables = PackTables(*by_channel, empty(heads, kept), *by_field, 2.0**23, self.values, rate, gain)
         _, given, fixed, options = launch(empty(ROWS, heads, TOKENS, dim, dtype=self.dtype), tables, gpu)

@@ -32,10 +32,11 @@ class PackTables(NamedTuple):
     """With G groups of W channels and K components, in fields of 8:
 
     mean, to_grid: float32 `[G, W]`; the grid of x is round((x - mean) to_grid), clamped to +-limit.
-    integers:      A, whole numbers, float32 or float64 `[G, W, K]`. step: float64 `[G, K]`, powers of two: u = step A x.
+    integers:      A, whole numbers, float32 or float64 `[G, W, K]`. step: float64 `[G, K]`, powers of two.
+                   u = step A x.
     center:        float32 `[G, K]`.
-    largest, word, shift: `[K / 8]` of each field, its largest code, its word among those of all parts, the first bit of
-                   its codes in half a word; int16, int32, int16. high: int32 `[K / 8]`, the first bit in the other half.
+    largest, word: `[K / 8]` of each field, its largest code, int16, and its word among those of all parts, int32.
+    shift, high:   `[K / 8]`, the first bit of its codes in the lower half of a word, int16, and in the upper, int32.
     values:        the form of values, else that of keys. rate: bytes of a lane.
     """
 

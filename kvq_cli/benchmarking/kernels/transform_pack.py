@@ -31,7 +31,9 @@ class TransformPack:
     def shapes(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
         heads = sizes.pick(SHAPES[MODEL].kv_heads, 1)
         for length in sizes.pick(LENGTHS, (32,), LENGTHS[:2]):
-            cases = [Case("uniform keys", partial(_uniform, heads, length, device), _nbytes("keys-2bit", heads, length))]
+            cases = [
+                Case("uniform keys", partial(_uniform, heads, length, device), _nbytes("keys-2bit", heads, length))
+            ]
             for side in ("keys", "values"):
                 name = f"{side}-{BITS}bit"
                 make, error = (partial(run, name, heads, length, device) for run in (_pack, _differing_share))
@@ -50,7 +52,9 @@ def _operands(name: str, heads: int, length: int, device: torch.device, seed: in
     random, profile = generator(device, seed), PROFILES[name]
     dim, kept = profile.dim, fields.FIELD * len(profile.widths)
     levels = 2.0 ** torch.tensor([float(width) for width in profile.widths for _ in range(8)], device=device)
-    analysis = torch.linalg.qr(random_tensor((heads, dim, dim), torch.float32, random)).Q[:, :kept] * levels[:, None] / 4
+    analysis = (
+        torch.linalg.qr(random_tensor((heads, dim, dim), torch.float32, random)).Q[:, :kept] * levels[:, None] / 4
+    )
     one = torch.ones(heads, dim, device=device)
     tensors = {
         "widths": torch.tensor([profile.widths] * heads, dtype=torch.uint8, device=device),
