@@ -34,16 +34,25 @@ class Shape:
         heads, dim, kept = self.heads, self.dim, fields.FIELD * len(self.widths)
         limits = empty(255, dtype=torch.float64)
         gain = GainTables(empty(heads, kept), limits, empty(256), 2.0**30, 3.0, 5.0, kept // 2) if self.gain else None
-        kinds = torch.int16, torch.int32, torch.int16, torch.int32
-        by_field = (empty(len(self.widths), dtype=kind) for kind in kinds)
-        by_channel = (
-            empty(heads, dim),
-            empty(heads, dim),
-            empty(heads, dim, kept),
-            empty(heads, kept, dtype=torch.float64),
+
+        def by_field(dtype: torch.dtype) -> torch.Tensor:
+            return empty(len(self.widths), dtype=dtype)
+
+        tables = PackTables(
+            mean=empty(heads, dim),
+            to_grid=empty(heads, dim),
+            integers=empty(heads, dim, kept),
+            step=empty(heads, kept, dtype=torch.float64),
+            center=empty(heads, kept),
+            largest=by_field(torch.int16),
+            word=by_field(torch.int32),
+            shift=by_field(torch.int16),
+            high=by_field(torch.int32),
+            limit=2.0**23,
+            values=self.values,
+            rate=fields.rate(self.widths),
+            gain=gain,
         )
-        rate = fields.rate(self.widths)
-        tables = PackTables(*by_channel, empty(heads, kept), *by_field, 2.0**23, self.values, rate, gain)
         _, given, fixed, options = launch(empty(ROWS, heads, TOKENS, dim, dtype=self.dtype), tables, gpu)
         return Launch(pack_kernel, given, fixed, options)
 

@@ -36,7 +36,8 @@ class TransformPack:
             ]
             for side in ("keys", "values"):
                 name = f"{side}-{BITS}bit"
-                make, error = (partial(run, name, heads, length, device) for run in (_pack, _differing_share))
+                make = partial(_pack, name, heads, length, device)
+                error = partial(_differing_share, name, heads, length, device)
                 cases.append(Case(f"klt {side}", make, _nbytes(name, heads, length), error=error))
             yield {"model": MODEL, "context": length}, cases
 
@@ -52,9 +53,8 @@ def _operands(name: str, heads: int, length: int, device: torch.device, seed: in
     random, profile = generator(device, seed), PROFILES[name]
     dim, kept = profile.dim, fields.FIELD * len(profile.widths)
     levels = 2.0 ** torch.tensor([float(width) for width in profile.widths for _ in range(8)], device=device)
-    analysis = (
-        torch.linalg.qr(random_tensor((heads, dim, dim), torch.float32, random)).Q[:, :kept] * levels[:, None] / 4
-    )
+    rotation = torch.linalg.qr(random_tensor((heads, dim, dim), torch.float32, random)).Q
+    analysis = rotation[:, :kept] * levels[:, None] / 4
     one = torch.ones(heads, dim, device=device)
     tensors = {
         "widths": torch.tensor([profile.widths] * heads, dtype=torch.uint8, device=device),
