@@ -54,9 +54,9 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, context: Forwar
     stored = layer.rematerialized() if context.compressed else None
     for number, span in enumerate(context.forward.row_spans):
         if span.tokens > span.past:
-            q, k, v = (x[span.rows, :, span.pads :].float() for x in (query, *(stored or (key, value))))
+            q, k, v = (x[span.rows, :, span.pads :] for x in (query, *(stored or (key, value))))
             if stored is not None:
-                k = layer.rotation.at(k, span.past + span.offset)
+                k = layer.rotation.at(k.float(), span.past + span.offset)
             tails = layer.tails[number] if layer.tails else (None, None)
             out[span.rows, :, span.pads :] = span_attention(q, k, v, context, span, tails).to(out.dtype)
     return out

@@ -141,7 +141,7 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(kernels, "transform_pack", transform_pack)
     patch.setattr(kernels, "assign_centroids", assign_centroids)
     patch.setattr(codebook, "KEEPS_TABLES", ())
-    patch.setattr(torch_prefill, "FUSED_DEVICES", ())
+    patch.setattr(torch_prefill, "TILED_DEVICES", ())
     for module in (attention_hooks, layer, rows):
         patch.setattr(module, "would_sync", lambda _, columns: columns == 1)
     patch.setattr("kvq_kernels.decode_attention.pages._check_ids", lambda *_: None)
