@@ -131,11 +131,18 @@ def block_mask(sight: Sight, begin: int, end: int, parts: list[Part], device: to
 @lru_cache(maxsize=64)
 @changes_stored_tensors
 def _mask(sight: Sight, begin: int, end: int, parts: tuple[tuple[int, int, int], ...], device: torch.device) -> Tensor:
-    """0 where queries [begin, end) see a token of the parts (number of a run, start, stop), else `HIDDEN`: float32
+    """0 where queries [begin, end) see a token of the parts, else `HIDDEN`: float32 `[queries, tokens]`."""
+    hidden = hidden_tokens(sight, begin, end, parts, device)
+    return torch.zeros(hidden.shape, dtype=torch.float32, device=device).masked_fill_(hidden, HIDDEN)
+
+
+def hidden_tokens(
+    sight: Sight, begin: int, end: int, parts: tuple[tuple[int, int, int], ...], device: torch.device
+) -> Tensor:
+    """Whether each of the queries [begin, end) does not see a token of the parts (number of a run, start, stop): bool
     `[queries, tokens]`."""
     runs, hidden = sight.runs_of(torch.arange(begin, end, device=device)), []
     for number, start, stop in parts:
         run, tokens = runs[number], torch.arange(start, stop, device=device)
         hidden.append((tokens < run.start.unsqueeze(1)) | (tokens >= run.stop.unsqueeze(1)))
-    together = torch.cat(hidden, dim=1)
-    return torch.zeros(together.shape, dtype=torch.float32, device=device).masked_fill_(together, HIDDEN)
+    return torch.cat(hidden, dim=1)

@@ -1,6 +1,7 @@
-"""Causal attention of several queries per row over a compressed layer in PyTorch, in float32.
+"""Causal attention of several queries per row over a compressed layer in PyTorch.
 
-Tokens are decoded a tile at a time. Tokens that all queries of a block see alike need no mask; the other tokens of a
+On a GPU, where PyTorch's fused attention computes what the model asks for, see `whole_prefill`. Else, in float32,
+tokens are decoded a tile at a time. Tokens that all queries of a block see alike need no mask; the other tokens of a
 tile, those near the diagonal, are computed together, with a mask. Results over different tokens are merged by the
 logarithms of their softmax sums.
 """
@@ -8,16 +9,18 @@ logarithms of their softmax sums.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from kvq_cli.attention import whole_prefill
 from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.prefill_mask import UNLIMITED, Edge, Part, Sight, block_mask
 from kvq_cli.attention.rotary import Rotation
 from kvq_cli.attention.score_form import PLAIN, ScoreForm
+from kvq_cli.attention.whole_prefill import whole_attention
 from kvq_cli.cache.rows import RowSpan
 from kvq_cli.cache.stream import StreamReader
 
@@ -26,8 +29,8 @@ TILE = 2048
 #: Queries of a block, where they see all tokens of a tile alike, and where some need a mask. Runs of fewer tokens than
 #: `MASKED_QUERIES` are computed with the mask, too.
 QUERIES, MASKED_QUERIES = 256, 128
-#: Devices that compute scores, softmax and sum in one operation.
-FUSED_DEVICES = ("cpu",)
+#: Devices that compute scores, softmax and sum of a tile in one operation. On others tiles are for what is not plain.
+TILED_DEVICES = ("cpu",)
 
 
 def span_attention(
@@ -38,23 +41,39 @@ def span_attention(
     span: RowSpan,
     tails: tuple[Tensor | None, Tensor | None],
 ) -> Tensor:
-    """Attention of the queries of one span, pads cut off: float32 `[rows, query_heads, columns, head_dim]` -> the same
-    shape.
+    """Attention of the queries of one span, pads cut off: `[rows, query_heads, columns, head_dim]` -> the same shape,
+    in their dtype or float32.
 
     key, value: those of the pass, `[rows, kv_heads, columns, head_dim]`, keys after RoPE. tails: those before it that
     were not packed yet, as the streams hold them.
     """
     layer, form = context.layer, context.score_form
+    rows = _rows_at_once(query, key, value, span, form)
+    if 0 < rows < len(query):
+        return torch.cat(
+            [
+                span_attention(
+                    *(x[part] for x in (query, key, value)), context, own, tuple(_of(x, part) for x in tails)
+                )
+                for part, own in _row_parts(span, rows)
+            ]
+        )
+    if not rows:
+        query, key, value = query.float(), key.float(), value.float()
     turn = None if layer.plan.keys.source == "post_rope" else layer.rotation
     keys = _side(layer.key_stream, key, tails[0], span, turn, context.compressed)
     values = _side(layer.value_stream, value, tails[1], span, None, context.compressed)
     sight = Sight(keys.edge, values.edge, layer.sliding_window or UNLIMITED)
+    start = max(0, sight.first(span.past))
+    if rows:
+        tiles = (side.tile(start, span.tokens) for side in (keys, values))
+        return whole_attention(query, *tiles, sight, start, span.past, context.scaling)
     out = query.new_zeros(*query.shape[:3], value.shape[3])
     sums = query.new_full(query.shape[:3], -torch.inf)
     if form.sinks is not None:  # a logit without a value, which came before all tokens
         grouped = sums.unflatten(1, (key.shape[1], -1)).unsqueeze(-1)
         sums = form.sink_logits(grouped).reshape(sums.shape).clone()
-    for first in range(max(0, sight.first(span.past)), span.tokens, TILE):
+    for first in range(start, span.tokens, TILE):
         last = min(first + TILE, span.tokens)
         key_tile, value_tile = (side.tile(first, last) for side in (keys, values))
         for begin, end in _blocks(max(first, span.past), span.tokens, first, last, sight):
@@ -63,6 +82,25 @@ def span_attention(
                 new, new_sums = _attend(query[:, :, part], k, v, context.scaling, form, mask)
                 _merge(out[:, :, part], sums[:, :, part], new, new_sums)
     return out
+
+
+def _rows_at_once(query: Tensor, key: Tensor, value: Tensor, span: RowSpan, form: ScoreForm) -> int:
+    """How many rows of a span `whole_attention` computes; 0: it computes none."""
+    if query.device.type in TILED_DEVICES or form is not PLAIN or query.shape[3] != value.shape[3]:
+        return 0
+    return whole_prefill.NUMBERS // (span.tokens * key.shape[1] * key.shape[3])
+
+
+def _row_parts(span: RowSpan, rows: int) -> Iterator[tuple[slice, RowSpan]]:
+    """The span in parts of `rows` rows: their places in it, and their own span."""
+    first, stop = span.rows.start, span.rows.stop
+    for begin in range(first, stop, rows):
+        end = min(begin + rows, stop)
+        yield slice(begin - first, end - first), replace(span, rows=slice(begin, end))
+
+
+def _of(tail: Tensor | None, rows: slice) -> Tensor | None:
+    return None if tail is None else tail[rows]
 
 
 # -- tiles of tokens and blocks of queries ----------------------------------------------------------------------------
@@ -172,7 +210,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention to these tokens alone, `[rows, query_heads, queries, head_dim]`, and ln(sum of exp(score))
     `[rows, query_heads, queries]`."""
-    if q.device.type in FUSED_DEVICES and form is PLAIN and q.shape[3] == v.shape[3]:
+    if q.device.type in TILED_DEVICES and form is PLAIN and q.shape[3] == v.shape[3]:
         # The function behind scaled_dot_product_attention on a CPU, which returns the sums, too.
         # It reads wrong numbers where the channels of a token are not adjacent, without an error.
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import weakref
 
 import pytest
@@ -28,6 +29,15 @@ def step(model, cache, ids):
 @pytest.fixture(scope="module")
 def model(tiny):
     return tiny("llama")
+
+
+@pytest.fixture
+def without_garbage_collection():
+    """On a GPU a cache that waits for Python to look for cycles keeps its memory from others."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.mark.parametrize("layer", [0, -1])
@@ -150,6 +160,21 @@ def test_caches_of_finished_methods_are_freed(model):
             other = second.new_cache()
             assert model(IDS, past_key_values=other).past_key_values is other
             assert alive() is None
+
+
+@torch.no_grad()
+def test_a_new_cache_and_the_blocks_end_free_a_dropped_one(model, without_garbage_collection):
+    def used():
+        cache = kv.new_cache()
+        model(IDS, past_key_values=cache)
+        return weakref.ref(cache)
+
+    with attach(model, build("kivi", **KIVI)) as kv:
+        first = used()
+        assert first() is not None and kv.report().compressed > 0
+        second = used()
+        assert first() is None
+    assert second() is None
 
 
 def test_bytes_in_16_bits_are_those_of_transformers_cache(tiny):

@@ -21,6 +21,7 @@ from checks import (
     rematerialize,
     squat_quantize,
     transform_attention,
+    transform_pack,
 )
 from kernel_cases import DEVICE, Case, codebook, dense, random_outliers, uniform
 from kvq_kernels import fields, static, tuning
@@ -34,6 +35,7 @@ from kvq_kernels.quantized_matvec.aot_cases import cases
 from kvq_kernels.rematerialize.aot_cases import SPAN, SPLITS, calls
 from kvq_kernels.squat_quantize.aot_cases import RANK
 from kvq_kernels.transform_attention import aot_cases as transforms
+from kvq_kernels.transform_pack.aot_cases import SHAPES as PACKED
 from paged_cases import paged
 from triton.runtime.jit import JITFunction
 
@@ -283,6 +285,14 @@ def test_squat_quantize(name, launch_names, recorder):
     codec = SubspaceCodec(fixed["BITS"], fixed["GROUP"], fixed["D"], rank=RANK, strength=0.05, block=block)
     squat_quantize.assert_same_bits(codec, *squat_quantize.random_keys(codec, tokens=128), block)
     recorder.assert_ran(tuned, launch_names)
+
+
+@each_case("transform_pack", families=("keys-2bit",))
+def test_transform_pack(name, launch_names, recorder):
+    shape = PACKED[name]
+    tensors = transform_pack.random_tensors(shape.widths, shape.dim, 1, shape.gain)
+    transform_pack.assert_same_bits(tensors, shape.values, transform_pack.random_tokens(tensors, 1, dtype=shape.dtype))
+    recorder.assert_ran(tuned_launches("transform_pack"), launch_names)
 
 
 def test_every_operation_has_a_test_here():

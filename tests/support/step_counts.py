@@ -6,12 +6,13 @@ On a CPU, codecs compute with the operations that they run on a GPU, and their k
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import kvq_kernels.assign_centroids
 import kvq_kernels.quantize_pack
+import kvq_kernels.transform_pack
 import pytest
 import torch
 from torch import Tensor
@@ -124,6 +125,11 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
         with _disable_current_modes():
             return kvq_kernels.quantize_pack.quantize_pack(x, asked, backend="torch")
 
+    def transform_pack(x: Tensor, tables: Callable[[], Any]) -> Any:
+        launched()
+        with _disable_current_modes():
+            return kvq_kernels.transform_pack.transform_pack(x, tables(), backend="torch")
+
     def assign_centroids(points: Tensor, centroids: Tensor) -> Any:
         launched()
         with _disable_current_modes():
@@ -132,9 +138,10 @@ def as_on_a_gpu(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(kernels, "on_gpu", lambda _: True)
     patch.setattr(kernels, "quantize_pack", quantize_pack)
+    patch.setattr(kernels, "transform_pack", transform_pack)
     patch.setattr(kernels, "assign_centroids", assign_centroids)
     patch.setattr(codebook, "KEEPS_TABLES", ())
-    patch.setattr(torch_prefill, "FUSED_DEVICES", ())
+    patch.setattr(torch_prefill, "TILED_DEVICES", ())
     for module in (attention_hooks, layer, rows):
         patch.setattr(module, "would_sync", lambda _, columns: columns == 1)
     patch.setattr("kvq_kernels.decode_attention.pages._check_ids", lambda *_: None)

@@ -14,10 +14,10 @@ from kvq_cli.vllm.paged_decode import PagedKernels
 from kvq_cli.vllm.step import Step
 
 #: Most operations and launches of a layer; it never waits.
-PREFILL = {"kivi": 640, "kvquant": 1350, "temporalkv": 760, "klt": 1105}
+PREFILL = {"kivi": 200, "kvquant": 910, "temporalkv": 310, "klt": 375}
 #: In a mixed step of 8 rows; and for each further row, of which some pack tokens and others do not.
-MIXED, FURTHER_ROW = {"kivi": 76, "kvquant": 265, "temporalkv": 150, "klt": 205}, 1
-DECODE = {"kivi": 16, "kvquant": 142, "temporalkv": 42, "klt": 96}
+MIXED, FURTHER_ROW = {"kivi": 58, "kvquant": 250, "temporalkv": 120, "klt": 115}, 1
+DECODE = {"kivi": 16, "kvquant": 142, "temporalkv": 42, "klt": 22}
 PROMPT, CHUNK = 2048, 512
 
 
