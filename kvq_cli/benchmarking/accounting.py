@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import Any
 
 from kvq_cli.cache.growth import grown
-from kvq_cli.cache.report import CacheReport
+from kvq_cli.cache.report import CacheReport, seen_tokens
 from kvq_cli.codecs.base import TABLES, PromptCodec
 from kvq_cli.codecs.layout import ITEMSIZE, Layout, TensorLike, TensorSpec
 from kvq_cli.methods.base import CrossLayer, LayerPlan, Method, ModelShape, StreamPlan
@@ -28,7 +28,7 @@ def account(method: Method, shape: ModelShape, context: int, batch: int = 1) -> 
     constants: Counter[str] = Counter()
     tables: Counter[str] = Counter()
     working: dict[str, int] = {}
-    packed = 0.0
+    packed, per_token, numbers = 0.0, 2 * shape.kv_heads * shape.head_dim, seen_numbers(shape, context, batch)
     for plan, count in _plans(method, shape):
         held: dict[int, tuple[str, TensorSpec]] = {}
         for stream in plan.kept:
@@ -53,12 +53,21 @@ def account(method: Method, shape: ModelShape, context: int, batch: int = 1) -> 
         method.nominal_bits,
         dict(parts),
         dict(constants),
-        numbers=shape.layers * batch * context * 2 * shape.kv_heads * shape.head_dim,
+        numbers=numbers,
         tokens=batch * context,
         compressed=packed / shape.layers,
         tables=dict(tables),
         working=working,
+        beyond_window=shape.layers * batch * context * per_token - numbers,
+        packed_numbers=packed * per_token,
     )
+
+
+def seen_numbers(shape: ModelShape, context: int, batch: int = 1) -> int:
+    """The numbers that transformers' own cache holds of `batch` sequences of `context` tokens: layers with a sliding
+    window drop the tokens before it."""
+    tokens = sum(seen_tokens(context, shape.window(layer)) for layer in range(shape.layers))
+    return batch * tokens * 2 * shape.kv_heads * shape.head_dim
 
 
 @lru_cache(maxsize=32)
