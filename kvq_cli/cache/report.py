@@ -25,8 +25,8 @@ class CacheReport:
     constants:       bytes by name of the tensors that all sequences share (codebooks, channel statistics); apart.
     tables:          bytes by name of the tensors that codecs computed from these and hold while they run: no part of
                      the format. A CPU keeps `ranked` and `decoded`, several times as large as the codebooks; a GPU not.
-    numbers:         cached numbers (tokens x kv heads x head_dim, keys and values of all layers) that a later query sees:
-                     those within the sliding windows of their layers, as transformers' own cache holds them.
+    numbers:         cached numbers (tokens x kv heads x head_dim, keys and values of all layers) that later queries
+                     see: those within the sliding windows of their layers, as transformers' own cache holds them.
     packed_numbers:  the numbers of packed tokens, seen or not.
     tokens:          tokens cached, all rows together.
     compressed:      how many of them are packed, averaged over layers, keys and values.
@@ -154,12 +154,12 @@ def report(layers: Sequence[CompressedLayer], nominal_bits: float, backend: str 
             constants |= {_identity(x): (name, x) for name, x in factors.items() if x is not None}
         for reader in (layer.key_stream, layer.value_stream):  # the same one twice, where one serves both
             if reader.lengths:
-                tokens = sum(reader.lengths)
+                tokens = sum(reader.lengths) + len(reader.lengths) * layer.dropped
                 packed += reader.packed_tokens
                 packed_numbers += reader.packed_tokens * layer.numbers_per_token / 2
             streams += 1
         lengths = layer.key_stream.lengths
-        seen = sum(seen_tokens(length, layer.sliding_window) for length in lengths)
+        seen = sum(seen_tokens(length + layer.dropped, layer.sliding_window) for length in lengths)
         numbers += seen * layer.numbers_per_token
         beyond += (sum(lengths) - seen) * layer.numbers_per_token
         if layer.cross_layer is not None and layer.cross_layer.peak:
