@@ -27,6 +27,9 @@ from kvq_cli.methods.window import Window
 
 __all__ = ["TritonBackend", "interpreted", "unsupported"]
 
+#: Numbers of dropped tokens for which rows are counted at a time: layers of a cache have few, which grow.
+MAX_COUNTS = 8
+
 
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, on a CPU's tensors too; decided when kvq_kernels is imported."""
@@ -37,7 +40,7 @@ class _Shared(threading.local):
     """Tensors that the layers of a pass share, at fixed device addresses. Each thread has its own."""
 
     def __init__(self) -> None:
-        self.counts, self.tables = _Counts(), KernelTables()
+        self.counts, self.tables = dict[int, _Counts](), KernelTables()
 
 
 class TritonBackend:
@@ -53,8 +56,17 @@ class TritonBackend:
         self._shared = _Shared()
 
     @property
-    def _counts(self) -> _Counts:
+    def _counts(self) -> dict[int, _Counts]:
+        """Counts of tokens behind those that layers have dropped, by how many these are."""
         return self._shared.counts
+
+    def _counts_behind(self, dropped: int) -> _Counts:
+        counts = self._counts
+        if dropped not in counts:
+            for other in sorted({*counts} - {0})[: len(counts) + 1 - MAX_COUNTS]:  # layers are behind them by now
+                del counts[other]
+            counts[dropped] = _Counts()
+        return counts[dropped]
 
     @property
     def _tables(self) -> KernelTables:
@@ -92,40 +104,49 @@ class TritonBackend:
             backend="triton",
         ).unsqueeze(2)
 
-    def can_capture(self, tokens: int, offsets: list[int]) -> bool:
+    def can_capture(self, tokens: int, offsets: list[int], dropped: list[int]) -> bool:
         """Whether the next step of rows of `tokens` tokens each can be captured: all its tensors are on the device and
-        hold the numbers of these rows. offsets: see `RowSpan`."""
-        return self._counts.known(tokens, offsets) and self._tables.have(tokens + max(offsets))
+        hold the numbers of these rows. offsets: see `RowSpan`. dropped: see `CompressedCache.dropped`."""
+        known = all(
+            self._counts_behind(number).known(tokens - number, [offset + number for offset in offsets])
+            for number in dropped
+        )
+        return known and self._tables.have(tokens + max(offsets))
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the backend that a decode step reads or writes."""
-        return [*self._counts.tensors(), *self._tables.tensors()]
+        counts = [tensor for _, counts in sorted(self._counts.items()) for tensor in counts.tensors()]
+        return [*counts, *self._tables.tensors()]
 
-    def advance(self, forward: Forward) -> None:
-        """Count a replayed step."""
-        self._counts.advance(forward)
+    def advance(self, forward: Forward, dropped: list[int]) -> None:
+        """Count a replayed step, of layers that dropped so many tokens."""
+        for number in dropped:
+            self._counts_behind(number).advance(forward.behind(number))
 
     def forget(self) -> None:
         """Invalidate the counts, which may differ from the device's: the next step sends them again."""
-        self._counts.forget()
+        for counts in self._counts.values():
+            counts.forget()
 
     def lengths(self, forward: Forward, device: torch.device) -> Tensor:
         """int32 `[rows]`: tokens of each row."""
-        self._counts.follow(forward, device)
-        return self._counts.tokens
+        return self._followed(forward, device).tokens
 
     def packed_lengths(self, forward: Forward, window: Window, device: torch.device) -> Tensor:
         """int32 `[rows]`: tokens of each row that `window` packs."""
-        self._counts.follow(forward, device)
-        return self._counts.packed(window)
+        return self._followed(forward, device).packed(window)
 
     def rope(self, rotation: Rotation, forward: Forward, device: torch.device) -> Rope:
         """The rotation's tables of cosines, long enough for all rows, with the position of each row's first token."""
         rope = self._tables.rope(rotation, max(span.last_position for span in forward.row_spans), device)
         if not any(span.offset for span in forward.row_spans):
             return rope
-        self._counts.follow(forward, device)
-        return replace(rope, offset=self._counts.offsets)
+        return replace(rope, offset=self._followed(forward, device).offsets)
+
+    def _followed(self, forward: Forward, device: torch.device) -> _Counts:
+        counts = self._counts_behind(forward.dropped)
+        counts.follow(forward, device)
+        return counts
 
 
 class _Counts:

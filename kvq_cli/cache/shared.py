@@ -34,6 +34,10 @@ class CachePosition(Shared):
         super().__init__()
         self.past = past
 
+    def behind(self, dropped: int) -> CachePosition:
+        """The place behind the first `dropped` tokens of every row."""
+        return CachePosition(self.past - dropped)
+
     def ring_place(self, window: Window) -> Tensor:
         """The token's place in the ring, `[1]`."""
         return self.kept(("ring", window), lambda: (self.past - window.sinks) % window.ring)

@@ -106,6 +106,16 @@ class PackedStore:
         for segment in self.segments:
             segment.parts = {n: Part(p.tensor.index_select(0, index), p.unit) for n, p in segment.parts.items()}
 
+    def drop(self, tokens: int, used: int, batch: int, room: int) -> None:
+        """Forget the first `tokens` tokens of every row: the others move to the front of a new segment, with room for
+        `room` tokens at least. used: tokens of the longest row. batch: rows of the whole batch."""
+        rows = slice(0, batch)
+        kept = self.read(rows, tokens, used) if used > tokens else None
+        self.segments, self.room = [], room
+        if kept is not None:
+            self._grow(kept.tokens, batch, kept)
+            self.write(rows, batch, 0, kept)
+
     def bytes_used(self, tokens: int) -> Mapping[str, int]:
         """Bytes by part of `tokens` tokens (all rows together)."""
         if not self.segments:

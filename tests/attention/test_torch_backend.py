@@ -46,7 +46,7 @@ def turned(turn: Rotation, x: torch.Tensor, position: int) -> torch.Tensor:
 
 def seen(stream, x: torch.Tensor, known: int) -> torch.Tensor:
     """Tokens [0, known) of `x` `[heads, tokens, dim]` as decoded when the row holds `known` tokens."""
-    window, out = stream.window, x[:, :known].clone()
+    window, out = stream.plan.window, x[:, :known].clone()
     count = window.packed(known)
     if count:
         part = slice(window.sinks, window.sinks + count)
@@ -97,11 +97,12 @@ def run(layer, turn, q, k, v, starts, exact, mask=None) -> torch.Tensor:
         layer.update(post if pre else key, value)
         query = rotate(query, begin)
         layer.absorb(query)
-        context = ForwardContext(layer, forward, torch_backend, compressed=not exact, scaling=SCALING)
+        context = ForwardContext(layer, layer.forward, torch_backend, compressed=not exact, scaling=SCALING)
         if forward.columns == 1 and not (exact and begin == 0):
             outs.append(torch_backend.decode_attention(query, context))
         else:
             outs.append(torch_backend.prefill_attention(query, post if pre else key, value, context))
+        layer.release()
     return torch.cat(outs, dim=2)
 
 

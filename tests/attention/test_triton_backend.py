@@ -240,7 +240,7 @@ def test_step_has_constant_allocations_and_no_host_reads(one_layer, prompt, monk
                 asked.clear()
         assert len(places) == 8 and all(one == places[0] for one in places)
         assert asked == []
-        assert engine._counts.tokens.tolist() == [ids.shape[1]]
+        assert engine._counts[0].tokens.tolist() == [ids.shape[1]]
         assert cache.report().working == {}
 
 
