@@ -27,6 +27,7 @@ from kvq_cli.attention.projections import projections
 from kvq_cli.attention.rotary import shared
 from kvq_cli.attention.score_form import PLAIN
 from kvq_cli.attention.weight_factors import check_factors
+from kvq_cli.attention.whole_prefill import forget_masks
 from kvq_cli.cache.cache import CompressedCache
 from kvq_cli.cache.cross_layer import CrossLayerSum
 from kvq_cli.cache.layer import CompressedLayer
@@ -198,6 +199,7 @@ def attach(
         attached = Attached(model, method, plans, layers, prefill, chosen, digest)
         # Caches refer to `attached`: without this, one would be freed only when Python looks for cycles.
         undo.callback(attached.forget_cache)
+        undo.callback(forget_masks)
         attached.hooks.install(undo)
         undo.callback(model.register_forward_hook(attached.hooks.check_logits, with_kwargs=True).remove)
         if graphs and model.device.type == "cuda" and chosen.engine is not None:

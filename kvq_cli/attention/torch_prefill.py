@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -32,6 +33,9 @@ QUERIES, MASKED_QUERIES = 256, 128
 #: Devices that compute scores, softmax and sum of a tile in one operation. On others tiles are for what is not plain.
 TILED_DEVICES = ("cpu",)
 
+#: Keys and values of a span before the pass that were not packed yet.
+_Tails: TypeAlias = tuple[Tensor | None, Tensor | None]
+
 
 def span_attention(
     query: Tensor,
@@ -39,7 +43,7 @@ def span_attention(
     value: Tensor,
     context: ForwardContext,
     span: RowSpan,
-    tails: tuple[Tensor | None, Tensor | None],
+    tails: _Tails,
 ) -> Tensor:
     """Attention of the queries of one span, pads cut off: `[rows, query_heads, columns, head_dim]` -> the same shape,
     in their dtype or float32.
@@ -47,27 +51,33 @@ def span_attention(
     key, value: those of the pass, `[rows, kv_heads, columns, head_dim]`, keys after RoPE. tails: those before it that
     were not packed yet, as the streams hold them.
     """
-    layer, form = context.layer, context.score_form
-    rows = _rows_at_once(query, key, value, span, form)
-    if 0 < rows < len(query):
-        return torch.cat(
-            [
-                span_attention(
-                    *(x[part] for x in (query, key, value)), context, own, tuple(_of(x, part) for x in tails)
-                )
-                for part, own in _row_parts(span, rows)
-            ]
-        )
-    if not rows:
-        query, key, value = query.float(), key.float(), value.float()
-    turn = None if layer.plan.keys.source == "post_rope" else layer.rotation
-    keys = _side(layer.key_stream, key, tails[0], span, turn, context.compressed)
-    values = _side(layer.value_stream, value, tails[1], span, None, context.compressed)
-    sight = Sight(keys.edge, values.edge, layer.sliding_window or UNLIMITED)
-    start = max(0, sight.first(span.past))
-    if rows:
-        tiles = (side.tile(start, span.tokens) for side in (keys, values))
-        return whole_attention(query, *tiles, sight, start, span.past, context.scaling)
+    window = context.layer.sliding_window
+    start = 0 if window is None else max(0, span.past + 1 - window)
+    rows = _rows_at_once(query, key, value, span.tokens - start, context.score_form)
+    if rows == 0:
+        return _in_tiles(query.float(), key.float(), value.float(), context, span, tails, start)
+    outs = [
+        _whole(*(x[part] for x in (query, key, value)), context, own, _of(tails, part), start)
+        for part, own in _row_parts(span, rows)
+    ]
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _whole(
+    query: Tensor, key: Tensor, value: Tensor, context: ForwardContext, span: RowSpan, tails: _Tails, start: int
+) -> Tensor:
+    """The same by `whole_attention`. start: the first token that a query sees."""
+    keys, values, sight = _sides(key, value, context, span, tails)
+    decoded = (partial(side.tile, start, span.tokens) for side in (keys, values))
+    return whole_attention(query, *decoded, sight, start, span.past, context.scaling)
+
+
+def _in_tiles(
+    query: Tensor, key: Tensor, value: Tensor, context: ForwardContext, span: RowSpan, tails: _Tails, start: int
+) -> Tensor:
+    """The same in float32, a tile of tokens at a time."""
+    form = context.score_form
+    keys, values, sight = _sides(key, value, context, span, tails)
     out = query.new_zeros(*query.shape[:3], value.shape[3])
     sums = query.new_full(query.shape[:3], -torch.inf)
     if form.sinks is not None:  # a logit without a value, which came before all tokens
@@ -84,11 +94,26 @@ def span_attention(
     return out
 
 
-def _rows_at_once(query: Tensor, key: Tensor, value: Tensor, span: RowSpan, form: ScoreForm) -> int:
-    """How many rows of a span `whole_attention` computes; 0: it computes none."""
-    if query.device.type in TILED_DEVICES or form is not PLAIN or query.shape[3] != value.shape[3]:
+def _sides(
+    key: Tensor, value: Tensor, context: ForwardContext, span: RowSpan, tails: _Tails
+) -> tuple[_Side, _Side, Sight]:
+    """Keys and values of a span, and what its queries see."""
+    layer = context.layer
+    turn = None if layer.plan.keys.source == "post_rope" else layer.rotation
+    keys = _side(layer.key_stream, key, tails[0], span, turn, context.compressed)
+    values = _side(layer.value_stream, value, tails[1], span, None, context.compressed)
+    return keys, values, Sight(keys.edge, values.edge, layer.sliding_window or UNLIMITED)
+
+
+def _rows_at_once(query: Tensor, key: Tensor, value: Tensor, tokens: int, form: ScoreForm) -> int:
+    """How many rows of so many tokens `whole_attention` computes; 0: it computes none.
+
+    Fused attention needs a head_dim of whole 16 bytes: without it PyTorch would hold all scores.
+    """
+    fused = form is PLAIN and query.shape[3] == value.shape[3] and query.shape[3] % 8 == 0
+    if query.device.type in TILED_DEVICES or not fused:
         return 0
-    return whole_prefill.NUMBERS // (span.tokens * key.shape[1] * key.shape[3])
+    return whole_prefill.NUMBERS // (tokens * key.shape[1] * key.shape[3])
 
 
 def _row_parts(span: RowSpan, rows: int) -> Iterator[tuple[slice, RowSpan]]:
@@ -99,8 +124,9 @@ def _row_parts(span: RowSpan, rows: int) -> Iterator[tuple[slice, RowSpan]]:
         yield slice(begin - first, end - first), replace(span, rows=slice(begin, end))
 
 
-def _of(tail: Tensor | None, rows: slice) -> Tensor | None:
-    return None if tail is None else tail[rows]
+def _of(tails: _Tails, rows: slice) -> _Tails:
+    keys, values = tails
+    return None if keys is None else keys[rows], None if values is None else values[rows]
 
 
 # -- tiles of tokens and blocks of queries ----------------------------------------------------------------------------

@@ -6,9 +6,10 @@ A launch costs as much for a token as for a thousand: tiles that suit a core's c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import lru_cache
-from typing import Protocol
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,9 +19,11 @@ from kvq_cli.attention.prefill_mask import Part, Sight, hidden_tokens
 from kvq_cli.cache.modes import changes_stored_tensors
 
 #: Keys or values that are decompressed at once; a row with more is computed in tiles.
-NUMBERS = 1 << 28
-#: Numbers of a mask.
-MASK_NUMBERS = 1 << 27
+NUMBERS = 1 << 27
+#: Numbers of a mask, and of those that are kept for the next layers.
+MASK_NUMBERS, KEPT_NUMBERS = 1 << 26, 1 << 27
+#: Masks have room for a multiple of so many tokens: else fused attention would copy them.
+_ALIGNED = 16
 
 
 class Tokens(Protocol):
@@ -31,20 +34,21 @@ class Tokens(Protocol):
 
 
 def whole_attention(
-    query: Tensor, keys: Tokens, values: Tokens, sight: Sight, first: int, past: int, scaling: float
+    query: Tensor,
+    keys: Callable[[], Tokens],
+    values: Callable[[], Tokens],
+    sight: Sight,
+    first: int,
+    past: int,
+    scaling: float,
 ) -> Tensor:
     """Attention of the queries past, past + 1, ... to the tokens from `first` on that they see.
 
-    query: `[rows, query_heads, queries, head_dim]`; the result has its shape and dtype.
+    query: `[rows, query_heads, queries, head_dim]`; the result has its shape and dtype. keys, values: decompress them.
     """
     parts = _parts(sight, first, past, past + query.shape[2])
-    k, v = (
-        torch.cat([side.numbers(stored, part.start, part.stop) for part, stored in each], dim=2).to(query.dtype)
-        for side, each in (
-            (keys, [(part, part.key_stored) for part in parts]),
-            (values, [(part, part.value_stored) for part in parts]),
-        )
-    )
+    k = _joined(keys(), [(part.key_stored, part.start, part.stop) for part in parts], query.dtype)
+    v = _joined(values(), [(part.value_stored, part.start, part.stop) for part in parts], query.dtype)
     group = query.shape[1] // k.shape[1]
     grouped, outs = query.unflatten(1, (k.shape[1], group)), []
     for begin, end in _blocks(query.shape[2], group * k.shape[2]):
@@ -53,6 +57,12 @@ def whole_attention(
         out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
         outs.append(out.unflatten(2, (group, end - begin)))
     return (outs[0] if len(outs) == 1 else torch.cat(outs, dim=3)).flatten(1, 2)
+
+
+def _joined(tokens: Tokens, parts: list[tuple[bool, int, int]], dtype: torch.dtype) -> Tensor:
+    """The parts one after another, `[rows, kv_heads, tokens, head_dim]`; what they were decompressed to is freed."""
+    numbers = [tokens.numbers(*part) for part in parts]
+    return (numbers[0] if len(numbers) == 1 else torch.cat(numbers, dim=2)).to(dtype)
 
 
 def _parts(sight: Sight, first: int, past: int, tokens: int) -> list[Part]:
@@ -72,19 +82,38 @@ def _blocks(queries: int, columns: int) -> Iterator[tuple[int, int]]:
         yield begin, min(begin + size, queries)
 
 
-@lru_cache(maxsize=2)  # of two kinds of layers; a mask is large
-@changes_stored_tensors
-def _bias(
-    sight: Sight,
-    begin: int,
-    end: int,
-    parts: tuple[Part, ...],
-    group: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
+#: The newest masks; threads add to them.
+_kept: OrderedDict[Hashable, Tensor] = OrderedDict()
+_keeping = threading.Lock()
+
+
+def forget_masks() -> None:
+    """Free the masks that are kept."""
+    with _keeping:
+        _kept.clear()
+
+
+def _bias(sight: Sight, begin: int, end: int, parts: tuple[Part, ...], group: int, *kind: Any) -> Tensor:
     """What is added to scores of the queries [begin, end), for each query head of a group: `[group * queries, tokens]`,
-    0 or -inf. Every query sees a token, itself."""
+    0 or -inf. kind: dtype and device. All layers that see alike have the same."""
+    key = sight, begin, end, parts, group, *kind
+    mask = _kept.get(key)
+    if mask is None:
+        mask = _made(*key)
+        with _keeping:
+            _kept[key] = mask
+            while sum(map(Tensor.numel, _kept.values())) > KEPT_NUMBERS:
+                _kept.popitem(last=False)
+    return mask
+
+
+@changes_stored_tensors
+def _made(
+    sight: Sight, begin: int, end: int, parts: tuple[Part, ...], group: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Every query sees a token, itself."""
     hidden = hidden_tokens(sight, begin, end, tuple((part.run, part.start, part.stop) for part in parts), device)
-    bias = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, -torch.inf)
-    return bias.repeat(group, 1)
+    queries, tokens = hidden.shape
+    bias = torch.zeros(group, queries, -(-tokens // _ALIGNED) * _ALIGNED, dtype=dtype, device=device)
+    bias[:, :, :tokens].masked_fill_(hidden, -torch.inf)
+    return bias.flatten(0, 1)[:, :tokens]

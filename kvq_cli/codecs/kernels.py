@@ -29,7 +29,7 @@ def quantize_pack(x: Tensor, **layout: Any) -> Uniform | None:
 
 
 def transform_pack(x: Tensor, tables: Callable[[], PackTables]) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
-    """Codes and gains of `x` `[B, G, T, W]` by the kernel, to the same bits as by the codec; see
+    """Codes and gains of finite `x` `[B, G, T, W]` by the kernel, to the same bits as by the codec; see
     `kvq_kernels.transform_pack`. None: not on a GPU, or more channels than the kernel knows."""
     if not on_gpu(x):
         return None

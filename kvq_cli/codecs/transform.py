@@ -60,7 +60,7 @@ class TransformCodec(Codec):
 
     def _make_tables(self, tensors: Mapping[str, Tensor]) -> None:
         kept = slice(self._fields.components)
-        self._mean, self._center = tensors["mean"].float(), tensors["center"][:, kept].float()
+        self._mean, self._center = tensors["mean"].float(), tensors["center"][:, kept].float().contiguous()
         mean, synthesis = self._mean.unsqueeze(2), tensors["synthesis"][:, :, kept].float()
         origin = synthesis @ self._center.unsqueeze(2)
         synthesis = torch.ldexp(synthesis, -self._fields.first_bits)
@@ -127,16 +127,11 @@ class TransformCodec(Codec):
 
     def components(self, x: Tensor) -> Tensor:
         """u of `x` `[B, H, T, D]`: `[B, G, T, K]` float32, the same for a token alone and among others."""
-        return self._product(self._grouped(x).float() - self._mean.unsqueeze(1))
-
-    def _grouped(self, x: Tensor) -> Tensor:
-        """`[B, H, T, D]` -> `[B, G, T, W]`."""
-        if not self.joined:
-            return x
-        return x.unflatten(1, (self._groups, self._per_group)).transpose(2, 3).flatten(3)
+        x = x.float().unflatten(1, (self._groups, self._per_group)).transpose(2, 3).flatten(3)  # [B, G, T, W]
+        return self._product(x - self._mean.unsqueeze(1))
 
     def _encode(self, x: Tensor) -> Packed:
-        if (packed := kernels.transform_pack(self._grouped(x), self.pack_tables)) is not None:
+        if not self.joined and (packed := kernels.transform_pack(x, self.pack_tables)) is not None:
             codes, gains = packed
             found = {
                 part.name: Part(own, self._fields.unit) for part, own in zip(self._fields.parts, codes, strict=True)

@@ -11,6 +11,7 @@ from random_transforms import random_transform
 from kvq_cli.attention import torch_backend, torch_prefill, whole_prefill
 from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.rotary import Rotation
+from kvq_cli.attention.score_form import PLAIN, ScoreForm
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.rows import Rows
 from kvq_cli.codecs.identity import IdentityCodec
@@ -75,7 +76,7 @@ def simulate(layer, turn, q, k, v, starts: list[int], exact: bool) -> torch.Tens
     return out
 
 
-def run(layer, turn, q, k, v, starts, exact, mask=None) -> torch.Tensor:
+def run(layer, turn, q, k, v, starts, exact, mask=None, form=PLAIN) -> torch.Tensor:
     """The same by the backend, for a batch `[batch, heads, columns, dim]`."""
     rows, outs, columns = Rows(), [], k.shape[2]
     pre = layer.plan.keys.source == "pre_rope"
@@ -97,7 +98,9 @@ def run(layer, turn, q, k, v, starts, exact, mask=None) -> torch.Tensor:
         layer.update(post if pre else key, value)
         query = rotate(query, begin)
         layer.absorb(query)
-        context = ForwardContext(layer, layer.forward, torch_backend, compressed=not exact, scaling=SCALING)
+        context = ForwardContext(
+            layer, layer.forward, torch_backend, compressed=not exact, scaling=SCALING, score_form=form
+        )
         if forward.columns == 1 and not (exact and begin == 0):
             outs.append(torch_backend.decode_attention(query, context))
         else:
@@ -203,6 +206,22 @@ def test_whole_prefixes_take_bounded_memory(limit, calls, monkeypatch):
         layer, turn = make("pre_rope", Window(3, 10, 4), Window(2, 5, 1))
         outs.append(run(layer, turn, q, k, v, [0, 40], exact=True))
     assert len(made) == sum(calls)
+    torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "form", [ScoreForm(softcap=5.0), ScoreForm(sinks=torch.zeros(HEADS * GROUP)), PLAIN], ids=["cap", "sinks", "plain"]
+)
+def test_only_plain_attention_of_whole_prefixes_is_fused(form, monkeypatch):
+    made, whole = [], torch_prefill.whole_attention
+    monkeypatch.setattr(torch_prefill, "whole_attention", lambda *given: made.append(1) or whole(*given))
+    q, k, v = (numbers(1, h, 60, DIM, seed=i) for i, h in enumerate((HEADS * GROUP, HEADS, HEADS)))
+    outs = []
+    for devices in (("cpu",), ()):
+        monkeypatch.setattr(torch_prefill, "TILED_DEVICES", devices)
+        layer, turn = make("post_rope", Window(3, 10, 4), Window(2, 5, 1))
+        outs.append(run(layer, turn, q, k, v, [0, 40], exact=False, form=form))
+    assert len(made) == 2 * (form is PLAIN)
     torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-4)
 
 

@@ -21,7 +21,7 @@ __all__ = ["GainTables", "PackTables", "transform_pack", "unsupported"]
 def transform_pack(
     x: Tensor, tables: PackTables, *, backend: Backend = "auto"
 ) -> tuple[tuple[Tensor, ...], Tensor | None]:
-    """(codes, gains) of `x` `[B, G, T, W]` (float16, bfloat16 or float32), T a multiple of `fields.BLOCK`.
+    """(codes, gains) of finite `x` `[B, G, T, W]` (float16, bfloat16 or float32), T a multiple of `fields.BLOCK`.
 
     codes: one tensor for each of `fields.parts` of the profile, as that module says. gains: uint8 `[B, G, T]`, n of the
     gain 2^((n - 128) / 16); None where `tables` has none.

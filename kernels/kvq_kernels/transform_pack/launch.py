@@ -33,6 +33,8 @@ def launch(
     """(grid, arguments, constants, options) of `pack_kernel`; arguments 5 and 6 are its outputs."""
     rows, groups, tokens, width = x.shape
     components, gain = tables.integers.shape[2], tables.gain
+    if not all(table.is_contiguous() for table in (*tables[:9], *(() if gain is None else gain[:3]))):
+        raise ValueError("the kernel reads contiguous tables")
     codes, index = tables.outputs(x)
     by_size = {part.size: out for part, out in zip(tables.parts, codes, strict=True)}
     # Missing tensors are never read or written; a pointer that is None cannot be advanced.

@@ -29,7 +29,7 @@ class GainTables(NamedTuple):
 
 
 class PackTables(NamedTuple):
-    """With G groups of W channels and K components, in fields of 8:
+    """Contiguous tensors. With G groups of W channels and K components, in fields of 8:
 
     mean, to_grid: float32 `[G, W]`; the grid of x is round((x - mean) to_grid), clamped to +-limit.
     integers:      A, whole numbers, float32 or float64 `[G, W, K]`. step: float64 `[G, K]`, powers of two.

@@ -29,7 +29,7 @@ class TransformPack:
     tuned_at = LENGTHS.index(16384)
 
     def shapes(self, sizes: Sizes, device: torch.device) -> Iterator[tuple[dict[str, Any], list[Case]]]:
-        heads = sizes.pick(SHAPES[MODEL].kv_heads, 1)
+        heads = sizes.pick(SHAPES[MODEL].kv_heads, 2)
         for length in sizes.pick(LENGTHS, (32,), LENGTHS[:2]):
             cases = [
                 Case("uniform keys", partial(_uniform, heads, length, device), _nbytes("keys-2bit", heads, length))
@@ -62,8 +62,8 @@ def _operands(name: str, heads: int, length: int, device: torch.device, seed: in
         "std": one,
         "analysis": analysis,
         "synthesis": analysis.mT,
-        "center": ((levels - 1) / 2).expand(heads, kept),
-        "deviation": (levels / 4).expand(heads, kept),
+        "center": ((levels - 1) / 2).repeat(heads, 1),
+        "deviation": (levels / 4).repeat(heads, 1),
     }
     x = random_tensor((1, heads, length, dim), torch.float16, random)
     return x, TransformCodec(heads, tensors, profile.values).pack_tables()
