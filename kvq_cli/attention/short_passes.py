@@ -2,9 +2,9 @@
 same tokens packed. Which ones these are is known on the host.
 
 The cache packs before attention reads it. Where queries see the tokens of the pass in full precision (prefill="exact"),
-packed are those that were packed before the pass; if it packed more, the kernel reads a copy of the tokens that were not
-in a ring buffer of its own. Where queries see what they would see decoded one by one (prefill="compressed"), the kernel
-reads the cache itself, if all queries see the same packed tokens, and PyTorch computes the pass otherwise.
+they see packed what was packed before the pass; if it packed more, the kernel reads a copy of all unpacked tokens as
+the ring buffer. Where queries see what they would see decoded one by one (prefill="compressed"), the kernel reads the
+cache itself if all of them see the same packed tokens; PyTorch computes the pass otherwise.
 """
 
 from __future__ import annotations

@@ -82,8 +82,8 @@ class TritonBackend:
         same_dim = keys.ring.shape[3] == values.ring.shape[3] == query.shape[3]
         if query.requires_grad or not same_dim or not short_passes.by_kernel(context):
             return torch_backend.prefill_attention(query, key, value, context)
-        sides = [self._side_of_pass(number, stream, context) for number, stream in enumerate((keys, values))]
-        return self._attend(query, *sides, context)
+        key_side, value_side = (self._side_of_pass(i, stream, context) for i, stream in enumerate((keys, values)))
+        return self._attend(query, key_side, value_side, context)
 
     def _side_of_pass(self, number: int, stream: StreamReader, context: ForwardContext) -> Side:
         """Keys (0) or values (1) as the queries of a short pass see them."""

@@ -14,6 +14,7 @@ from kvq_cli.methods.window import Window
 
 #: Tokens of each pass: a prompt, then short passes and decode steps.
 PASSES = (41, 3, 1, 16, 1, 5)
+BEHIND = len(PASSES) - 1
 KIVI = {"bits": 2, "group": 16, "residual": 32}
 
 
@@ -55,7 +56,7 @@ class Launches:
         monkeypatch.setattr(triton_backend.torch_backend, "prefill_attention", counted)
 
 
-def same(model, method, prompt, monkeypatch, tolerance=2e-4, launches=len(PASSES) - 1, **options) -> None:
+def same(model, method, prompt, monkeypatch, tolerance=2e-4, launches=BEHIND, **options) -> None:
     """Float32 models: the kernels' float32 products and PyTorch's differ in the order of their sums."""
     expected = logits(model, method, prompt, "torch", **options)
     counted = Launches(monkeypatch)

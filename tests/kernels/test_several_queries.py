@@ -49,7 +49,9 @@ def test_codebooks_of_keys_before_rope(sides, queries):
     several(Case(*sides, [150, 30], **HALF, unpacked=(8, 8), sinks=8), queries).check(3)
 
 
-@pytest.mark.parametrize(("group", "queries"), [(4, 5), *slow_cases((1, 16), (3, 8), (4, 16), (8, 3), (8, 16), (20, 4))])
+@pytest.mark.parametrize(
+    ("group", "queries"), [(4, 5), *slow_cases((1, 16), (3, 8), (4, 16), (8, 3), (8, 16), (20, 4))]
+)
 def test_query_heads(group, queries):
     """Some of these are more rows than a program has."""
     several(Case(*KIVI, [150], heads=2, group=group, **WINDOWS), queries).check(2)
@@ -140,8 +142,8 @@ def test_output_and_workspace():
     """Given ones have the query's shape; a workspace fits as many queries as the next power of two."""
     case = several(Case(*KIVI, [100]), 3)
     args = (case.query, *case.sides, case.lengths, case.scaling)
-    out = torch.empty_like(case.query)
-    returned = decode_attention(*args, backend="triton", out=out, workspace=Workspace.like(case.query[:, :, [0] * 4], 2))
+    out, workspace = torch.empty_like(case.query), Workspace.like(case.query[:, :, [0] * 4], 2)
+    returned = decode_attention(*args, backend="triton", out=out, workspace=workspace)
     assert returned is out and out.shape == case.query.shape
     torch.testing.assert_close(decode_attention(*args, backend="triton"), out, rtol=2e-3, atol=2e-4)
     torch.testing.assert_close(decode_attention(*args, backend="torch"), out, rtol=5e-3, atol=2e-3)

@@ -71,7 +71,7 @@ def decode_attention(
     """softmax(scaling q K^T) V over each row's first lengths[b] tokens: sinks, packed and recent ones.
 
     query:   `[B, Q, D]` float16, bfloat16 or float32, after RoPE; query heads of a kv head are neighbours. Or
-             `[B, Q, k, D]`, queries of each row's newest k tokens, k = 1 to 16: each sees its own token and earlier ones.
+             `[B, Q, k, D]`, of each row's newest k tokens, k = 1 to 16: a query sees its own token and earlier ones.
     keys, values: `Side`s with the same number of sinks.
     lengths: int32 `[B]`, tokens of each row, the new ones included. Queries before a row's first token (a row of fewer
              than k tokens) give zeros.

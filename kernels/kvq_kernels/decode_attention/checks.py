@@ -24,7 +24,7 @@ def check_arguments(
     """ValueError for arguments that do not fit."""
     if query.ndim not in (3, 4) or not 1 <= query_count(query) <= MAX_QUERIES:
         raise ValueError(
-            f"a query {list(query.shape)}: it must be [B, Q, D] or [B, Q, k, D] with 1 to {MAX_QUERIES} queries k per row"
+            f"a query {list(query.shape)}: it must be [B, Q, D] or [B, Q, k, D], 1 to {MAX_QUERIES} queries k per row"
         )
     rows, heads = query.shape[:2]
     check_pages("keys", keys, rows)

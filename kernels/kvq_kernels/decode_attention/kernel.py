@@ -1,9 +1,10 @@
 """Split-KV pass and its combination (flash decoding): the two kernels of decode attention.
 
-A program of `split_kernel` attends to some tokens of one row for all query heads of one kv head, or with several queries
-per head for some of them, and leaves softmax(q K^T) V of these tokens and their log-sum-exp. The first programs share the whole tiles that both sides hold packed
-(`main_loop.py`), the next ones the exact tokens, sinks and recent ones (`exact_tokens.py`), the last ones the mixed
-tokens: packed on one side only, or in part of a tile. `combine_kernel` merges them. `launch.py` passes the arguments.
+A program of `split_kernel` attends to some tokens of one row for all query heads of one kv head (of several queries per
+row, for some of them) and leaves softmax(q K^T) V of these tokens and their log-sum-exp. The first programs share the
+whole tiles that both sides hold packed (`main_loop.py`), the next ones the exact tokens, sinks and recent ones
+(`exact_tokens.py`), the last ones the mixed tokens: packed on one side only, or in part of a tile. `combine_kernel`
+merges them. `launch.py` passes the arguments.
 Variables are named as in Triton's tutorial, see `main_loop.py`.
 """
 

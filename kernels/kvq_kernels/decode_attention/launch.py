@@ -55,7 +55,7 @@ class Workspace:
 
     @classmethod
     def like(cls, query: Tensor, splits: int) -> Workspace:
-        """An empty workspace for `query` `[B, Q, D]` or `[B, Q, k, D]`, which has as many heads as `query_rows`. splits:
+        """An empty workspace for `query` `[B, Q, D]` or `[B, Q, k, D]`; it has as many heads as `query_rows`. splits:
         of whole tiles, at least 1; exact and mixed tokens have one more each."""
         if splits < 1:
             raise ValueError(f"a workspace for {splits} splits: at least 1, see plan_splits")

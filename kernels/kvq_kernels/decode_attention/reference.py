@@ -26,7 +26,8 @@ def decode_attention_reference(
 ) -> Tensor:
     """out = softmax(scaling q K^T) V of each row's first lengths[b] tokens, in `dtype`.
 
-    query:    `[B, Q, D]`, or `[B, Q, k, D]` of each row's newest k tokens, which see no later ones. lengths: int32 `[B]`.
+    query:    `[B, Q, D]`, or `[B, Q, k, D]` of each row's newest k tokens, which see no later ones. lengths: int32
+              `[B]`.
     round_to: type that keys (after RoPE) and values are rounded to once they are dequantized; None: not rounded.
     window:   number of newest tokens to attend to, of each query; None: all.
 
