@@ -123,10 +123,10 @@ def test_pages(queries):
 @pytest.mark.slow
 @pytest.mark.parametrize("sides", [scalars(2), TEMPORAL], ids=["kvquant", "temporal"])
 def test_pages_of_codebooks(sides):
+    """Their first packed token is not at the beginning of a tile."""
     case = several(Case(*sides, [140, 40], **HALF, unpacked=(8, 8), sinks=8), 5)
-    plain, pages = paged(case, 64, first=16)
-    plain.check(2)
-    assert torch.equal(plain.run(2), pages.run(2))
+    for stored in paged(case, 128, first=16):
+        stored.check(2)
 
 
 def test_rows_of_a_program_do_not_change_the_result():
