@@ -19,18 +19,10 @@ INNERQ = (partial(uniform, axis="token"), partial(uniform, axis="channel"))
 WINDOWS = {"unpacked": (12, 20), "sinks": 4}
 
 
-def several(case: Case, queries: int) -> Case:
-    """The case with so many queries per row."""
-    rows, heads, dim = case.query.shape
-    noise = torch.Generator().manual_seed(1)
-    case.query = torch.randn(rows, heads, queries, dim, generator=noise).to(case.dtype)
-    return case
-
-
 @pytest.mark.parametrize("queries", [1, 2, 3, *slow(5, 8), 16])
 def test_uniform(queries):
     """Rows that are shorter than their queries have some that see no token."""
-    case = several(Case(*KIVI, [150, 3, 40], heads=2, **WINDOWS), queries)
+    case = Case(*KIVI, [150, 3, 40], heads=2, **WINDOWS).several(queries)
     case.check(3)
     out = case.run(1)
     for row, length in enumerate(case.lengths.tolist()):
@@ -40,13 +32,13 @@ def test_uniform(queries):
 @pytest.mark.parametrize("queries", [2, *slow(1, 3, 5, 8), 16])
 @pytest.mark.parametrize("unpacked", [(0, 0), (40, 40)])
 def test_dense(queries, unpacked):
-    several(Case(dense, dense, [150, 9], unpacked=unpacked), queries).check(3)
+    Case(dense, dense, [150, 9], unpacked=unpacked).several(queries).check(3)
 
 
 @pytest.mark.parametrize("queries", [3, *slow(2, 5, 8, 16)])
 @pytest.mark.parametrize("sides", [scalars(2), *slow(TEMPORAL, CHANNEL)], ids=["kvquant", "temporal", "channel"])
 def test_codebooks_of_keys_before_rope(sides, queries):
-    several(Case(*sides, [150, 30], **HALF, unpacked=(8, 8), sinks=8), queries).check(3)
+    Case(*sides, [150, 30], **HALF, unpacked=(8, 8), sinks=8).several(queries).check(3)
 
 
 @pytest.mark.parametrize(
@@ -54,13 +46,13 @@ def test_codebooks_of_keys_before_rope(sides, queries):
 )
 def test_query_heads(group, queries):
     """Some of these are more rows than a program has."""
-    several(Case(*KIVI, [150], heads=2, group=group, **WINDOWS), queries).check(2)
+    Case(*KIVI, [150], heads=2, group=group, **WINDOWS).several(queries).check(2)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("group", "queries"), [(1, 16), (4, 5), (8, 8)])
 def test_query_heads_of_codebooks(group, queries):
-    several(Case(*scalars(2), [100], heads=2, group=group, **HALF, unpacked=(8, 8)), queries).check(2)
+    Case(*scalars(2), [100], heads=2, group=group, **HALF, unpacked=(8, 8)).several(queries).check(2)
 
 
 def test_blocks_of_query_rows():
@@ -76,19 +68,19 @@ def test_blocks_of_query_rows():
 @pytest.mark.parametrize("sides", [KIVI, *slow((dense, dense))], ids=["kivi", "dense"])
 def test_sliding_windows(sides, window):
     """Each query has its own first token, in a whole tile or not."""
-    several(Case(*sides, [300, 50, 2], **WINDOWS, window=window), 5).check(3)
+    Case(*sides, [300, 50, 2], **WINDOWS, window=window).several(5).check(3)
 
 
 def test_packed_tokens_that_only_later_queries_see():
     """All tokens are packed, the queries' own, too; whole tiles are those that all queries see."""
     for length in (128, 130):
-        several(Case(*KIVI, [length]), 16).check(3)
-        several(Case(*KIVI, [length], sinks=4), 16).check(3)
+        Case(*KIVI, [length]).several(16).check(3)
+        Case(*KIVI, [length], sinks=4).several(16).check(3)
 
 
 def test_no_token_beyond_a_query_is_seen():
     """Of 16 queries, query j gives what it gives as the only query of a row that ends at its token."""
-    case = several(Case(*INNERQ, [200, 90], **WINDOWS, norm=True), 16)
+    case = Case(*INNERQ, [200, 90], **WINDOWS, norm=True).several(16)
     together, query, lengths = case.run(2), case.query, case.lengths
     for number in (0, 6, 15):
         case.query, case.lengths = query[:, :, number].contiguous(), lengths - 15 + number
@@ -97,25 +89,25 @@ def test_no_token_beyond_a_query_is_seen():
 
 @pytest.mark.parametrize("dtype", [torch.float32, *slow(torch.bfloat16)])
 def test_types(dtype):
-    several(Case(*KIVI, [150, 3], **WINDOWS, dtype=dtype), 5).check(2)
+    Case(*KIVI, [150, 3], **WINDOWS, dtype=dtype).several(5).check(2)
 
 
 def test_rotations():
-    several(Case(*KIVI, [150, 40], rope=("interleaved", 32), rope_scale=1.1, offset=2, **WINDOWS), 3).check(2)
+    Case(*KIVI, [150, 40], rope=("interleaved", 32), rope_scale=1.1, offset=2, **WINDOWS).several(3).check(2)
 
 
 @pytest.mark.slow
 def test_outliers_and_storage_per_head():
     lists = (random_outliers, random_outliers)
-    several(Case(*TEMPORAL, [140], **HALF, group=1, outliers=lists, unpacked=(8, 8)), 3).check(2)
+    Case(*TEMPORAL, [140], **HALF, group=1, outliers=lists, unpacked=(8, 8)).several(3).check(2)
     keys = partial(per_head, makers=TEMPORAL[:1] + CHANNEL[:1], heads=((0, 2), (1,)))
-    several(Case(keys, dense, [150], heads=3, group=4, **HALF), 5).check(2)
+    Case(keys, dense, [150], heads=3, group=4, **HALF).several(5).check(2)
 
 
 @pytest.mark.parametrize("queries", [3, *slow(16)])
 def test_pages(queries):
     """Bit for bit what they are from a row's one run of memory."""
-    plain, pages = paged(several(Case(*KIVI, [150, 40], heads=2, **WINDOWS), queries), 32)
+    plain, pages = paged(Case(*KIVI, [150, 40], heads=2, **WINDOWS).several(queries), 32)
     plain.check(2)
     assert torch.equal(plain.run(2), pages.run(2))
 
@@ -124,13 +116,13 @@ def test_pages(queries):
 @pytest.mark.parametrize("sides", [scalars(2), TEMPORAL], ids=["kvquant", "temporal"])
 def test_pages_of_codebooks(sides):
     """Their first packed token is not at the beginning of a tile."""
-    case = several(Case(*sides, [140, 40], **HALF, unpacked=(8, 8), sinks=8), 5)
+    case = Case(*sides, [140, 40], **HALF, unpacked=(8, 8), sinks=8).several(5)
     for stored in paged(case, 128, first=16):
         stored.check(2)
 
 
 def test_rows_of_a_program_do_not_change_the_result():
-    case = several(Case(*KIVI, [150], heads=2, group=4, **WINDOWS), 8)
+    case = Case(*KIVI, [150], heads=2, group=4, **WINDOWS).several(8)
     args = {"scaling": case.scaling, "backend": "triton", "workspace": Workspace.like(case.query, 1)}
     inputs, tiles = (case.query, *case.sides, case.lengths), [Tile(tokens=32, rows=rows) for rows in (4, 8, 32)]
     outs = [decode_attention(*inputs, tile=tile, **args) for tile in tiles]
@@ -140,7 +132,7 @@ def test_rows_of_a_program_do_not_change_the_result():
 
 def test_output_and_workspace():
     """Given ones have the query's shape; a workspace fits as many queries as the next power of two."""
-    case = several(Case(*KIVI, [100]), 3)
+    case = Case(*KIVI, [100]).several(3)
     args = (case.query, *case.sides, case.lengths, case.scaling)
     out, workspace = torch.empty_like(case.query), Workspace.like(case.query[:, :, [0] * 4], 2)
     returned = decode_attention(*args, backend="triton", out=out, workspace=workspace)

@@ -38,13 +38,11 @@ PAGED = {
     "channel-2bit": 128,
     "kvquant-2bit": 128,
 }
-#: Cases that are compiled for several queries per row, too -> how many.
+#: Launches of several queries per row: name -> (case, queries).
 SEVERAL_QUERIES = {
-    "fp16": (4, 16),
-    "kivi-2bit-g32": (4, 16),
-    "kivi-2bit-g32-paged": (4,),
-    "kvquant-2bit": (4, 16),
-    "temporal-2bit": (4, 16),
+    f"{case}-{queries}-queries": (case, queries)
+    for case in ("fp16", "kivi-2bit-g32", "kivi-2bit-g32-paged", "kvquant-2bit", "temporal-2bit")
+    for queries in (4, 16)
 }
 #: Splits of the combinations; their count is one more.
 COMBINED = {"combine": 8, "combine-1024": 1024}
@@ -178,12 +176,10 @@ def family(keys: Side, values: Side) -> str:
 
 
 def launches(gpu: str) -> dict[str, Launch]:
-    """The split pass of every case, of `SEVERAL_QUERIES` for so many, too, and the combination."""
-    cases = {}
-    for name, sides in launch_cases().items():
-        cases[name] = _split_pass(gpu, *sides, 1)
-        for queries in SEVERAL_QUERIES.get(name, ()):
-            cases[f"{name}-{queries}-queries"] = _split_pass(gpu, *sides, queries)
+    """The split pass of every case and of `SEVERAL_QUERIES`, and the combination."""
+    sides = launch_cases()
+    cases = {name: _split_pass(gpu, *sides[name], 1) for name in sides}
+    cases |= {name: _split_pass(gpu, *sides[case], queries) for name, (case, queries) in SEVERAL_QUERIES.items()}
     return cases | {name: _combination(splits) for name, splits in COMBINED.items()}
 
 
