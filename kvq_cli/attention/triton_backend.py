@@ -1,6 +1,7 @@
-"""Attention of one query per row by the kernels of kvq_kernels, which read packed tensors directly.
+"""Attention of one query per row, or a few, by the kernels of kvq_kernels, which read packed tensors directly.
 
-`torch_backend` computes several queries per row. Importing this imports Triton: `backend` does so only where needed.
+`torch_backend` computes more queries per row, and passes that `short_passes` leaves to it. Importing this imports
+Triton: `backend` does so only where needed.
 """
 
 from __future__ import annotations
@@ -10,18 +11,19 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from kvq_kernels.decode_attention import Rope
+from kvq_kernels.decode_attention import Rope, Side
 from kvq_kernels.decode_attention import decode_attention as attend
 from torch import Tensor
 from triton import knobs
 
-from kvq_cli.attention import torch_backend
+from kvq_cli.attention import short_passes, torch_backend
 from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.kernel_sides import norm_of, side, unsupported
 from kvq_cli.attention.kernel_tables import KernelTables
 from kvq_cli.attention.rotary import Rotation
 from kvq_cli.cache.modes import changes_stored_tensors
 from kvq_cli.cache.rows import Forward, RowSpan
+from kvq_cli.cache.stream import StreamReader
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.window import Window
 
@@ -49,8 +51,6 @@ class TritonBackend:
     Holds the tensors that layers share: tokens of each row, tables of cosines that grow with the longest text,
     workspaces.
     """
-
-    prefill_attention = staticmethod(torch_backend.prefill_attention)
 
     def __init__(self) -> None:
         self._shared = _Shared()
@@ -81,28 +81,56 @@ class TritonBackend:
         keys, values = layer.key_stream, layer.value_stream
         if not keys.ring.shape[3] == values.ring.shape[3] == query.shape[3]:
             raise UsageError(f"layer {layer.index}: keys and values of different head_dim need --backend torch")
-        lengths = self.lengths(forward, query.device)
         key_side, value_side = (
             side(stream, self.packed_lengths(forward, stream.window, query.device)) for stream in (keys, values)
         )
-        rope = None
+        return self._attend(query[:, :, 0], key_side, value_side, context).unsqueeze(2)
+
+    def prefill_attention(self, query: Tensor, key: Tensor, value: Tensor, context: ForwardContext) -> Tensor:
+        """Causal attention of several queries per row; see `Backend`. By one launch of the kernel where
+        `short_passes.by_kernel`, else by PyTorch."""
+        layer = context.layer
+        keys, values = layer.key_stream, layer.value_stream
+        same_dim = keys.ring.shape[3] == values.ring.shape[3] == query.shape[3]
+        if query.requires_grad or not same_dim or not short_passes.by_kernel(context):
+            return torch_backend.prefill_attention(query, key, value, context)
+        key_side, value_side = (self._side_of_pass(i, stream, context) for i, stream in enumerate((keys, values)))
+        return self._attend(query, key_side, value_side, context)
+
+    def _side_of_pass(self, number: int, stream: StreamReader, context: ForwardContext) -> Side:
+        """Keys (0) or values (1) as the queries of a short pass see them."""
+        forward, window, device = context.forward, stream.window, stream.ring.device
+        if context.compressed or not short_passes.packs(window, forward):
+            return side(stream, self.packed_lengths(forward, window, device))
+        self._counts.follow(forward, device)
+        tails = [tail[number] for tail in context.layer.tails]
+        ring = short_passes.recent_before_packing(stream, context.layer.arrived[number], tails, forward)
+        return replace(side(stream, self._counts.packed_before(window)), ring=ring)
+
+    def _attend(self, query: Tensor, keys: Side, values: Side, context: ForwardContext) -> Tensor:
+        """softmax(q K^T) V by one launch. query: `[rows, query_heads, head_dim]`, or of several queries
+        `[rows, query_heads, queries, head_dim]`; the result has its shape."""
+        layer, forward = context.layer, context.forward
+        lengths, rope = self.lengths(forward, query.device), None
         if layer.plan.keys.source == "pre_rope" and layer.rotation.style != "none":
             rope = self.rope(layer.rotation, forward, query.device)
-        q, norm = query[:, :, 0], norm_of(keys)
+        norm = norm_of(layer.key_stream)
         if norm is not None:  # q . (norm k') = (q norm) . k'
-            q = (q.unflatten(1, (norm.shape[1], -1)) * norm.unsqueeze(2)).flatten(1, 2).to(query.dtype)
-        workspace = self._tables.workspace(q, key_side, value_side, rope)
+            norm = norm.unsqueeze(2) if query.ndim == 3 else norm[:, :, None, None]
+            query = (query.unflatten(1, (norm.shape[1], -1)) * norm).flatten(1, 2).to(query.dtype)
+        # Workspaces are kept for captured steps, which are of one query.
+        workspace = self._tables.workspace(query, keys, values, rope) if query.ndim == 3 else None
         return attend(
-            q,
-            key_side,
-            value_side,
+            query,
+            keys,
+            values,
             lengths,
             context.scaling,
             rope=rope,
             window=layer.sliding_window,
             workspace=workspace,
             backend="triton",
-        ).unsqueeze(2)
+        )
 
     def can_capture(self, tokens: int, offsets: list[int], dropped: list[int]) -> bool:
         """Whether the next step of rows of `tokens` tokens each can be captured: all its tensors are on the device and
@@ -157,6 +185,7 @@ class _Counts:
         self._known: tuple[list[int], list[int]] = ([], [])
         self.tokens = self.offsets = torch.empty(0, dtype=torch.int32)
         self._packed: dict[Window, Tensor] = {}
+        self._packed_before: dict[Window, Tensor] = {}
         self._current: set[Window] = set()
 
     @changes_stored_tensors
@@ -174,6 +203,7 @@ class _Counts:
             )
         self._forward, self._known = forward, (tokens, offsets)
         self._current.clear()
+        self._packed_before.clear()
 
     def known(self, tokens: int, offsets: list[int]) -> bool:
         """Whether the last step was followed and left rows of these offsets with `tokens` tokens each: it may have been
@@ -192,6 +222,14 @@ class _Counts:
     def forget(self) -> None:
         """See `TritonBackend.forget`."""
         self._forward, self._known = None, ([], [])
+
+    def packed_before(self, window: Window) -> Tensor:
+        """`window.packed` of the rows' tokens before the pass that was followed last, int32 `[rows]`."""
+        if window not in self._packed_before:
+            assert self._forward is not None
+            counts = _per_row(self._forward, lambda span: window.packed(span.past))
+            self._packed_before[window] = torch.tensor(counts, dtype=torch.int32).to(self.tokens.device)
+        return self._packed_before[window]
 
     @changes_stored_tensors
     def packed(self, window: Window) -> Tensor:

@@ -80,7 +80,8 @@ class CompressedLayer(CacheLayerMixin):
         self.expected: Forward | None = None
         self._key: Tensor | None = None
         self._input: Tensor | None = None
-        #: The numbers of the pass for each stream, until `absorb`; layer inputs and latents until `release`.
+        #: The numbers of the pass for each stream, until `absorb`; layer inputs, latents and short passes until
+        #: `release`.
         self._arrived: tuple[Tensor, ...] = ()
 
     def reserve(self, tokens: int) -> None:
@@ -145,7 +146,7 @@ class CompressedLayer(CacheLayerMixin):
         self.absorbing = True
         arrived, self._arrived = self._arrived, ()
         self._keep_tails(forward)
-        if self.plan.keys.source == "input":
+        if self.plan.keys.source == "input" or forward.is_short:
             self._arrived = arrived
         if self._prompt_streams:
             self._announce_prompts(forward, arrived[0], arrived[1], query.detach())
@@ -156,6 +157,11 @@ class CompressedLayer(CacheLayerMixin):
                 stream.append(x, forward.row_spans, forward.cache_position)
         self.columns += forward.columns
         self.absorbing = False
+
+    @property
+    def arrived(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of a short pass as the streams cache them, `[batch, kv_heads, columns, head_dim]`."""
+        return self._arrived[0], self._arrived[-1]
 
     def rematerialized(self) -> tuple[Tensor, Tensor] | None:
         """Keys before RoPE and values of the pass as later passes read them in full precision, `[batch, kv_heads,

@@ -15,6 +15,9 @@ from torch import Tensor
 from kvq_cli.cache.shared import CachePosition
 from kvq_cli.errors import UsageError
 
+#: Most columns of a short pass.
+SHORT_COLUMNS = 16
+
 
 def would_sync(device: torch.device, columns: int) -> bool:
     """Whether a host read in a pass of `columns` columns would synchronize with the device at every new token. Checks
@@ -80,6 +83,11 @@ class Forward:
             position = None if self.cache_position is None else self.cache_position.behind(dropped)
             self._behind[dropped] = replace(self, row_spans=spans, cache_position=position, dropped=dropped)
         return self._behind[dropped]
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the pass has few tokens, but several: a kernel may compute its attention as a decode step's."""
+        return 1 < self.columns <= SHORT_COLUMNS
 
     def check_mask(self, mask: Tensor | None, window: int | None) -> None:
         """UsageError where the model's own mask `[batch, 1, columns, all columns]` (bool, True: seen) is not the one

@@ -28,7 +28,7 @@ from kvq_kernels import fields, static, tuning
 from kvq_kernels.aot_cases import Launch, launches, operations
 from kvq_kernels.assign_centroids.kernel import assign_kernel
 from kvq_kernels.decode_attention import Codebook, Dense, Outliers, Side, Uniform
-from kvq_kernels.decode_attention.aot_cases import COMBINED, DIM, GROUP, HEADS, launch_cases
+from kvq_kernels.decode_attention.aot_cases import COMBINED, DIM, GROUP, HEADS, SEVERAL_QUERIES, launch_cases
 from kvq_kernels.decode_attention.pages import cells
 from kvq_kernels.quantize_pack.aot_cases import layouts
 from kvq_kernels.quantized_matvec.aot_cases import cases
@@ -173,7 +173,7 @@ def attention_case(name: str, lengths: list[int]) -> Case:
 
 @each_case(
     "decode_attention",
-    launch_cases(),
+    [*launch_cases(), *SEVERAL_QUERIES],
     default="fp16",
     families=(
         "fp16",
@@ -188,7 +188,10 @@ def attention_case(name: str, lengths: list[int]) -> Case:
 )
 def test_decode_attention(name, launch_names, recorder):
     # A store for 512 tokens: strides are multiples of 16, as in the case.
-    tuned, case = tuned_launches("decode_attention"), attention_case(name, [390])
+    stored, queries = SEVERAL_QUERIES.get(name, (name, 1))
+    tuned, case = tuned_launches("decode_attention"), attention_case(stored, [390])
+    if queries > 1:
+        case.several(queries)
     case.check(splits=1)
     for launch in {*COMBINED} & {*launch_names}:
         combine.check(tuned[launch].arguments[3])
