@@ -102,10 +102,9 @@ class TritonBackend:
         forward, window, device = context.forward, stream.window, stream.ring.device
         if context.compressed or not short_passes.packs(window, forward):
             return side(stream, self.packed_lengths(forward, window, device))
-        self._counts.follow(forward, device)
         tails = [tail[number] for tail in context.layer.tails]
         ring = short_passes.recent_before_packing(stream, context.layer.arrived[number], tails, forward)
-        return replace(side(stream, self._counts.packed_before(window)), ring=ring)
+        return replace(side(stream, self._followed(forward, device).packed_before(window)), ring=ring)
 
     def _attend(self, query: Tensor, keys: Side, values: Side, context: ForwardContext) -> Tensor:
         """softmax(q K^T) V by one launch. query: `[rows, query_heads, head_dim]`, or of several queries

@@ -9,6 +9,7 @@ from tiers import slow, slow_cases
 
 from kvq_cli.attention import torch_backend, triton_backend
 from kvq_cli.attention.attach import attach
+from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.methods.registry import build
 from kvq_cli.methods.window import Window
 
@@ -116,6 +117,27 @@ def test_sliding_windows(tiny, prompt, monkeypatch):
     """Each query has its own first token."""
     model = tiny("mistral", num_hidden_layers=1, sliding_window=17).to(DEVICE)
     same(model, build("kivi", **KIVI), prompt, monkeypatch)
+
+
+@pytest.mark.parametrize("prefill", ["exact", "compressed"])
+def test_sliding_windows_behind_dropped_tokens(tiny, prompt, monkeypatch, prefill):
+    """Tokens are counted from behind the dropped ones, and keep their positions."""
+    model, dropped, release = (
+        tiny("mistral", num_hidden_layers=1, sliding_window=17).to(DEVICE),
+        [],
+        CompressedLayer.release,
+    )
+
+    def released(self):
+        dropped.append(self.dropped)
+        release(self)
+
+    monkeypatch.setattr(CompressedLayer, "release", released)
+    passes = (60, 3, *(1,) * 20, 16, 5, 9, 1)
+    method = CodecMethod(codebook(), codebook(), window=Window(3, 5, 4))
+    behind = {"exact": len(passes) - 1, "compressed": 21}[prefill]
+    same(model, method, prompt, monkeypatch, launches=behind, passes=passes, pads=(2, 0), prefill=prefill)
+    assert len(set(dropped)) > 3
 
 
 def test_compressed_prefill(one_layer, prompt, monkeypatch):
