@@ -184,8 +184,10 @@ def _pieces_of(
     """Tokens up to `stop` of `rows`, as `span` holds them: those in full precision, and packed ones, from `starts` on,
     each in order."""
     token = (rows.stop - rows.start) * stream.ring.shape[1] * stream.ring.shape[3]
-    size = -(-(DECODE_NUMBERS if stream.ring.device.type == "cpu" else DECODE_NUMBERS_GPU) // token)
-    size, coder, offset = min(size, ROTATION_TILE) if by_position else size, stream.coder(rows), span.offset
+    cpu = stream.ring.device.type == "cpu"
+    size, coder, offset = -(-(DECODE_NUMBERS if cpu else DECODE_NUMBERS_GPU) // token), stream.coder(rows), span.offset
+    if cpu or by_position:
+        size = min(size, ROTATION_TILE)
     exact = stream.exact(rows, span.tokens, starts[0], stop, size)
     pieces = [_Piece(rows, first + offset, first, last, x, coder) for first, last, x in exact]
     for first, last, packed in stream.packed(rows, span.tokens, starts[1], stop, size):

@@ -55,7 +55,7 @@ def _operands(name: str, heads: int, length: int, device: torch.device, seed: in
     levels = 2.0 ** torch.tensor([float(width) for width in profile.widths for _ in range(8)], device=device)
     rotation = torch.linalg.qr(random_tensor((heads, dim, dim), torch.float32, random)).Q
     analysis = rotation[:, :kept] * levels[:, None] / 4
-    one = torch.ones(heads, dim, device=device)
+    one = torch.ones_like(rotation[:, 0])
     tensors = {
         "widths": torch.tensor([profile.widths] * heads, dtype=torch.uint8, device=device),
         "mean": 0 * one,
