@@ -55,7 +55,7 @@ class RunningEngine:
         self.llm = llm
         core = llm.llm_engine.engine_core.engine_core
         runner = type(core.model_executor.driver_worker.worker.model_runner).__mro__
-        assert V2 == any(each.__module__ == "vllm.v1.worker.gpu.model_runner" for each in runner)
+        assert any(each.__module__ == "vllm.v1.worker.gpu.model_runner" for each in runner) == V2
         self.scheduler = core.scheduler
         self.kv_cache_config = core.scheduler.kv_cache_config
 
