@@ -57,7 +57,7 @@ def span_attention(
     if rows == 0:
         return _in_tiles(query.float(), key.float(), value.float(), context, span, tails, start)
     outs = [
-        _whole(*(x[part] for x in (query, key, value)), context, own, _of(tails, part), start)
+        _whole(query[part], key[part], value[part], context, own, _of(tails, part), start)
         for part, own in _row_parts(span, rows)
     ]
     return outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -68,8 +68,8 @@ def _whole(
 ) -> Tensor:
     """The same by `whole_attention`. start: the first token that a query sees."""
     keys, values, sight = _sides(key, value, context, span, tails)
-    decoded = (partial(side.tile, start, span.tokens) for side in (keys, values))
-    return whole_attention(query, *decoded, sight, start, span.past, context.scaling)
+    decoded_keys, decoded_values = (partial(side.tile, start, span.tokens) for side in (keys, values))
+    return whole_attention(query, decoded_keys, decoded_values, sight, start, span.past, context.scaling)
 
 
 def _in_tiles(

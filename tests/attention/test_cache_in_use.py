@@ -163,7 +163,8 @@ def test_caches_of_finished_methods_are_freed(model):
 
 
 @torch.no_grad()
-def test_a_new_cache_and_the_blocks_end_free_a_dropped_one(model, without_garbage_collection):
+@pytest.mark.usefixtures("without_garbage_collection")
+def test_a_new_cache_and_the_blocks_end_free_a_dropped_one(model):
     def used():
         cache = kv.new_cache()
         model(IDS, past_key_values=cache)
