@@ -62,10 +62,9 @@ class TritonBackend:
 
     def _counts_behind(self, dropped: int) -> _Counts:
         counts = self._counts
-        if dropped not in counts:
-            for other in sorted({*counts} - {0})[: len(counts) + 1 - MAX_COUNTS]:  # layers are behind them by now
-                del counts[other]
-            counts[dropped] = _Counts()
+        counts[dropped] = counts.pop(dropped, None) or _Counts()  # the last one is the newest in use
+        if len(counts) > MAX_COUNTS:
+            del counts[next(iter(counts))]
         return counts[dropped]
 
     @property

@@ -255,3 +255,12 @@ def test_commands_report_the_backend(kvq):
     assert result.exit_code == 0 and result.stderr.strip().endswith("attention by torch")
     result = kvq("generate", "a", "-n", 3, "--method", "fp16", "--backend", "triton", "--json")
     assert json.loads(result.stdout)["cache"]["backend"].startswith("triton")
+
+
+def test_counts_behind_dropped_tokens_are_kept_as_long_as_they_are_used():
+    backend = triton_backend.TritonBackend()
+    kept = [backend._counts_behind(number) for number in range(triton_backend.MAX_COUNTS)]
+    assert all(backend._counts_behind(number) is counts for number, counts in enumerate(kept))
+    assert backend._counts_behind(0) is kept[0]
+    backend._counts_behind(100)
+    assert backend._counts_behind(0) is kept[0] and 1 not in backend._counts
