@@ -57,7 +57,7 @@ def _operands(name: str, heads: int, length: int, device: torch.device, seed: in
     analysis = rotation[:, :kept] * levels[:, None] / 4
     one = torch.ones_like(rotation[:, 0])
     tensors = {
-        "widths": torch.tensor([profile.widths] * heads, dtype=torch.uint8, device=device),
+        "widths": torch.tensor([profile.widths] * heads, dtype=torch.uint8),
         "mean": 0 * one,
         "std": one,
         "analysis": analysis,
