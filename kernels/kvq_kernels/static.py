@@ -146,8 +146,7 @@ def widest_formats(target: str) -> list[Key]:
     for operation in operations():
         for name, launch in launches(operation, target).items():
             if not launch.slow:
-                several = launch.constants.get("QUERIES", 1) > 1
-                key = operation, launch.kernel.__name__, launch.kind, *launch.options.items(), launch.numbers, several
+                key = operation, launch.kernel.__name__, launch.kind, *launch.options.items(), launch.numbers
                 same_kernel.setdefault(key, []).append((launch.bits, name))
     return sorted((key[0], max(formats)[1], target) for key, formats in same_kernel.items())
 

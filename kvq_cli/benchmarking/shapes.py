@@ -20,8 +20,7 @@ CONTEXT = 131072
 class LlamaShape:
     """Sizes of a Llama model, or of one that differs from it in norms alone. context: the longest that the model is
     made for, in tokens. tied: input and output embeddings share their weights. head_size: where it is not
-    hidden_size / heads. more_norms: weights of a layer's norms beyond Llama's. local: (tokens, period): queries see the
-    newest tokens alone, but in every `period`-th layer."""
+    hidden_size / heads. more_norms: weights of a layer's norms beyond Llama's."""
 
     layers: int
     hidden_size: int
@@ -33,7 +32,6 @@ class LlamaShape:
     tied: bool = False
     head_size: int | None = None
     more_norms: int = 0
-    local: tuple[int, int] | None = None
 
     @property
     def head_dim(self) -> int:
@@ -53,11 +51,7 @@ class LlamaShape:
 
     def model_shape(self, dtype: str = "float16") -> ModelShape:
         """Return the shape as `Method.plan` takes it."""
-        windows: tuple[int | None, ...] = ()
-        if self.local is not None:
-            window, period = self.local
-            windows = tuple(None if (layer + 1) % period == 0 else window for layer in range(self.layers))
-        return ModelShape(self.layers, self.heads, self.kv_heads, self.head_dim, self.hidden_size, dtype, windows)
+        return ModelShape(self.layers, self.heads, self.kv_heads, self.head_dim, self.hidden_size, dtype)
 
 
 SHAPES = {
@@ -70,9 +64,7 @@ SHAPES = {
     "llama-3.2-3b": LlamaShape(28, 3072, 8192, 24, 8, 128256, 131072, tied=True),
     "mistral-7b": LlamaShape(32, 4096, 14336, 32, 8, 32000, 32768),
     # Behind attention and MLP are norms, too, and of queries and keys.
-    "gemma3-270m": LlamaShape(
-        18, 640, 2048, 4, 1, 262144, 32768, True, head_size=256, more_norms=2 * (640 + 256), local=(512, 6)
-    ),
+    "gemma3-270m": LlamaShape(18, 640, 2048, 4, 1, 262144, 32768, True, head_size=256, more_norms=2 * (640 + 256)),
 }
 
 

@@ -44,12 +44,10 @@ class SecondMoments:
         self._hooks = ExitStack()
 
     def __enter__(self) -> SecondMoments:
-        with ExitStack() as undo:
-            for layer, points in self._points.items():
-                for kind, point in points.items():
-                    hook = point.linear.register_forward_hook(self._hook(layer, kind, point))
-                    undo.callback(hook.remove)
-            self._hooks = undo.pop_all()
+        for layer, points in self._points.items():
+            for kind, point in points.items():
+                hook = point.linear.register_forward_hook(self._hook(layer, kind, point))
+                self._hooks.callback(hook.remove)
         return self
 
     def __exit__(self, *_: object) -> None:

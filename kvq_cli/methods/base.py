@@ -23,10 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The architecture sizes of a model, and the dtype of its activations, by name: `bfloat16`.
-
-    windows: per layer, the newest tokens that a query sees, itself included; None: all. Empty: all layers see all.
-    """
+    """The architecture sizes of a model, and the dtype of its activations, by name: `bfloat16`."""
 
     layers: int
     query_heads: int
@@ -34,11 +31,6 @@ class ModelShape:
     head_dim: int
     hidden_size: int
     dtype: str
-    windows: tuple[int | None, ...] = ()
-
-    def window(self, layer: int) -> int | None:
-        """The sliding window of a layer, in tokens; None: its queries see all tokens."""
-        return self.windows[layer] if self.windows else None
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -20,8 +20,7 @@ from kvq_cli.codecs.base import KeyRotation
 from kvq_cli.vllm.pages import PagedStream
 
 if TYPE_CHECKING:
-    from kvq_cli.vllm.paged_layer import PagedLayer
-    from kvq_cli.vllm.step import Step
+    from kvq_cli.vllm.paged_layer import PagedLayer, Step
 
 
 class PagedKernels:
@@ -61,7 +60,9 @@ class PagedKernels:
 
 
 def _side(stream: PagedStream, rotation: KeyRotation, step: Step) -> Side:
-    count = step.packed(stream.window)
-    sinks, ring = (None, None) if step.exact_blocks is None else stream.exact_of(step)
+    count = stream.packed_of(step.lengths)
+    sinks = ring = None
+    if step.exact_blocks is not None:
+        sinks, ring = stream.exact_of(step.lengths, step.exact_blocks)
     pages = Pages(step.blocks, stream.block_size, first=stream.shift)
     return side_of(stream.codec, stream.parts, count, sinks, ring, pages=pages, rotation=rotation)
