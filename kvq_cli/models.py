@@ -237,7 +237,28 @@ def _shape_of(config: PretrainedConfig, dtype: str) -> ModelShape:
         head_dim=head_dim,
         hidden_size=config.hidden_size,
         dtype=dtype,
+        windows=_windows(config),
     )
+
+
+def layer_kinds(config: PretrainedConfig) -> list[str]:
+    """The kind of attention of each layer, as transformers names them: "full_attention", "sliding_attention", ...."""
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None:
+        return list(kinds)
+    kind = "full_attention" if getattr(config, "sliding_window", None) is None else "sliding_attention"
+    if getattr(config, "attention_chunk_size", None) is not None:
+        kind = "chunked_attention"
+    return [kind] * config.num_hidden_layers
+
+
+def _windows(config: PretrainedConfig) -> tuple[int | None, ...]:
+    """`ModelShape.windows`: empty where no layer has a sliding window, so that shapes of such models are equal."""
+    window = getattr(config, "sliding_window", None)
+    if not window or window < 1:
+        return ()
+    windows = tuple(window if kind == "sliding_attention" else None for kind in layer_kinds(config))
+    return windows if any(windows) else ()
 
 
 def _has_alibi(config: PretrainedConfig) -> bool:

@@ -4,10 +4,11 @@ An operation is a folder: its `__init__.py` documents one function that dispatch
 same in short PyTorch, `kernel.py` (or several files) the Triton implementation, `launch.py` its arguments,
 `aot_cases.py` the launches that are compiled without a GPU, `tuning.json` the tuned configurations.
 
-    decode_attention     one query per row over a packed cache  quantize_pack     group quantization and packing
+    decode_attention     few queries per row, packed cache      quantize_pack     group quantization and packing
     quantized_matvec     q K^T and p V as separate products     squat_quantize    the same with SQuat's error correction
     rematerialize        attention over cached layer inputs     assign_centroids  the steps of k-means
-    transform_attention  attention over codes of a transform's components
+    transform_attention  attention over codes of a transform's  transform_pack    encoding and packing of such codes
+                         components
 
 `tuning` reads the tables, `static` compiles the launches of `aot_cases` and reports registers, spills and instructions
 (`machine_code` reads these), `planar` and `fields` place codes in words, `key_scores`, `spans` and `span_softmax` serve

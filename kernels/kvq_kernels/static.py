@@ -146,7 +146,8 @@ def widest_formats(target: str) -> list[Key]:
     for operation in operations():
         for name, launch in launches(operation, target).items():
             if not launch.slow:
-                key = operation, launch.kernel.__name__, launch.kind, *launch.options.items(), launch.numbers
+                several = launch.constants.get("QUERIES", 1) > 1
+                key = operation, launch.kernel.__name__, launch.kind, *launch.options.items(), launch.numbers, several
                 same_kernel.setdefault(key, []).append((launch.bits, name))
     return sorted((key[0], max(formats)[1], target) for key, formats in same_kernel.items())
 

@@ -27,6 +27,7 @@ from kvq_cli.attention.projections import projections
 from kvq_cli.attention.rotary import shared
 from kvq_cli.attention.score_form import PLAIN
 from kvq_cli.attention.weight_factors import check_factors
+from kvq_cli.attention.whole_prefill import forget_masks
 from kvq_cli.cache.cache import CompressedCache
 from kvq_cli.cache.cross_layer import CrossLayerSum
 from kvq_cli.cache.layer import CompressedLayer
@@ -72,6 +73,7 @@ class Attached:
         tokens: final length of each row, where known: layers read by kernels then allocate it at once, so that no
         later step allocates or moves tensors.
         """
+        self.forget_cache()  # its memory may be what the new one needs
         cross_layer = CrossLayerSum()
         caches = [
             CompressedLayer(layer.index, plan, layer.rotation, layer.sliding_window, rematerializers, cross_layer)
@@ -86,7 +88,7 @@ class Attached:
         return made
 
     def forget_cache(self) -> None:
-        """Let the newest cache be freed: `report` then needs it."""
+        """Let the newest cache be freed: `report` then needs it. A new cache and the block's end do the same."""
         self.hooks.newest = None
 
     def load_cache(self, path: str | os.PathLike, room: int = 0) -> CompressedCache:
@@ -195,6 +197,9 @@ def attach(
         ]
         chosen = choose_backend(backend, device, list(zip(layers, plans, strict=True)))
         attached = Attached(model, method, plans, layers, prefill, chosen, digest)
+        # Caches refer to `attached`: without this, one would be freed only when Python looks for cycles.
+        undo.callback(attached.forget_cache)
+        undo.callback(forget_masks)
         attached.hooks.install(undo)
         undo.callback(model.register_forward_hook(attached.hooks.check_logits, with_kwargs=True).remove)
         if graphs and model.device.type == "cuda" and chosen.engine is not None:

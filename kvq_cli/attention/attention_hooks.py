@@ -388,8 +388,10 @@ def attention(
     _refuse_unknown(module, {**kwargs, "dropout": dropout})
     if context.computed:
         raise UsageError(f"{type(module).__name__} calls attention twice per forward: unsupported")
-    context = contexts[module] = replace(context, scaling=scaling, score_form=form, computed=True)
-    layer, forward = context.layer, context.forward
+    layer = context.layer
+    forward = context.forward if layer.forward is None else layer.forward  # counted from behind dropped tokens
+    context = replace(context, forward=forward, scaling=scaling, score_form=form, computed=True)
+    contexts[module] = context
     if kwargs.get("sliding_window") != layer.sliding_window:
         raise UsageError(f"layer {layer.index}: its sliding window is not the one that the model's config announces")
     forward.check_mask(attention_mask, layer.sliding_window)

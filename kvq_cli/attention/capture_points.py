@@ -22,7 +22,7 @@ from kvq_cli.attention.rotary import Rotation, find_rotation
 from kvq_cli.attention.score_form import PLAIN, ScoreForm
 from kvq_cli.errors import KvqError, UsageError, reason
 from kvq_cli.methods.base import ModelShape
-from kvq_cli.models import model_shape, text_config
+from kvq_cli.models import layer_kinds, model_shape, text_config
 from kvq_cli.offload import compute_devices
 
 #: Names of the list of layers in models, and of the attention in a layer.
@@ -176,13 +176,7 @@ def layer_input(args: tuple, kwargs: dict) -> Tensor:
 
 def sliding_windows(config: Any) -> list[int | None]:
     """Per layer, the sliding window (None: all tokens are seen). UsageError for attention of another kind."""
-    layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is None:
-        if getattr(config, "attention_chunk_size", None) is not None:
-            kinds = ["chunked_attention"] * layers
-        else:
-            kinds = ["full_attention" if window is None else "sliding_attention"] * layers
+    kinds, window = layer_kinds(config), getattr(config, "sliding_window", None)
     other = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if other:
         raise UsageError(f"{config.model_type}: layers of kind {', '.join(other)} are not supported")

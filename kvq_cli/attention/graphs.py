@@ -180,7 +180,7 @@ class _Steps:
         """Logits `[batch, 1, vocabulary]` of one more token in every row; None: this step must run as it is."""
         engine, past = self._engine, cache.get_seq_length()
         position = past + cache.rows.offsets[0]
-        if not engine.can_capture(past, cache.rows.offsets):
+        if not engine.can_capture(past, cache.rows.offsets, cache.dropped()):
             return None
         self.ids.copy_(ids)
         self._cache_position.fill_(past)
@@ -190,7 +190,7 @@ class _Steps:
             graph, logits = self._graphs[pattern]
             graph.replay()
             self._hooks.check_context(past + 1)
-            engine.advance(cache.advance(self._positions))
+            engine.advance(cache.advance(self._positions), cache.dropped())
         elif pattern not in self._warm or len(self._graphs) == MAX_GRAPHS:
             self._warm.add(pattern)
             logits = self._run(cache)
@@ -206,6 +206,7 @@ class _Steps:
                 raise _NotCaptured(reason(error)) from error
             graph.replay()
             self._graphs[pattern] = graph, logits
+        cache.drop_unseen()  # not in the step: it would at every replay
         return logits.clone()
 
     def _run(self, cache: CompressedCache) -> Tensor:

@@ -53,6 +53,10 @@ class Rotation:
             cos[..., channels] = angles.cos() * self.scale
         return cos, angles.sin().mul_(self.scale)
 
+    def _counted(self, start: int, tokens: int) -> Tensor:
+        """Positions start, start + 1, ..., made where the tables are: a copy to a GPU would wait for it."""
+        return torch.arange(start, start + tokens, device=self.frequencies.device)
+
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """R x of `x` `[..., tokens, head_dim]` float32 with the `tables` of its positions."""
         if self.style == "none":
@@ -65,13 +69,13 @@ class Rotation:
 
     def at(self, x: Tensor, start: int) -> Tensor:
         """`x` `[..., tokens, head_dim]` float32 rotated to positions start, start + 1, ...."""
-        return self.rotate(x, *self.tables(torch.arange(start, start + x.shape[-2])))
+        return self.rotate(x, *self.tables(self._counted(start, x.shape[-2])))
 
     def undo(self, x: Tensor, start: int) -> Tensor:
         """`x` before `at` rotated it."""
         if self.style == "none":
             return x
-        cos, sin = self.tables(torch.arange(start, start + x.shape[-2]))
+        cos, sin = self.tables(self._counted(start, x.shape[-2]))
         for channels in self._pair:
             cos[..., channels] /= self.scale**2
         return self.rotate(x, cos, -sin / self.scale**2)

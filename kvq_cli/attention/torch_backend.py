@@ -22,8 +22,9 @@ from kvq_cli.cache.rows import RowSpan
 from kvq_cli.cache.stream import StreamReader
 from kvq_cli.codecs.base import Codec, Packed
 
-#: Numbers decoded at a time for one query per row: about a core's cache.
-DECODE_NUMBERS = 1 << 19
+#: Numbers decoded at a time for one query per row: on a CPU about a core's cache; on a GPU 128 MB, since a piece of any
+#: size takes some tens of launches.
+DECODE_NUMBERS, DECODE_NUMBERS_GPU = 1 << 19, 1 << 25
 #: Tokens that rows are read further than their own packed tokens, for pieces of all rows.
 JOINED_MORE = 128
 
@@ -53,9 +54,9 @@ def prefill_attention(query: Tensor, key: Tensor, value: Tensor, context: Forwar
     stored = layer.rematerialized() if context.compressed else None
     for number, span in enumerate(context.forward.row_spans):
         if span.tokens > span.past:
-            q, k, v = (x[span.rows, :, span.pads :].float() for x in (query, *(stored or (key, value))))
+            q, k, v = (x[span.rows, :, span.pads :] for x in (query, *(stored or (key, value))))
             if stored is not None:
-                k = layer.rotation.at(k, span.past + span.offset)
+                k = layer.rotation.at(k.float(), span.past + span.offset)
             tails = layer.tails[number] if layer.tails else (None, None)
             out[span.rows, :, span.pads :] = span_attention(q, k, v, context, span, tails).to(out.dtype)
     return out
@@ -149,7 +150,7 @@ class _Piece(NamedTuple):
 
 
 def _pieces(stream: StreamReader, spans: Sequence[RowSpan], start: int, by_position: bool = False) -> list[_Piece]:
-    """All tokens of all rows from `start` on, tiles of at most `DECODE_NUMBERS`; nothing is decoded yet.
+    """All tokens of all rows from `start` on, tiles of about `DECODE_NUMBERS`; nothing is decoded yet.
 
     Of spans of about the same length, sinks and packed tokens come first, in pieces of all rows: one operation for all
     takes as long as for one. by_position: only where tokens have the same positions in all rows.
@@ -163,10 +164,11 @@ def _pieces(stream: StreamReader, spans: Sequence[RowSpan], start: int, by_posit
             joined, longest = max((each for each in ends if each[0] <= shortest + JOINED_MORE), key=itemgetter(0))
             sinks, rows = stream.window.sinks, slice(0, spans[-1].rows.stop)
             shorter = tuple((span.rows, end) for end, span in ends if end < joined)
-            pieces = _pieces_of(stream, rows, longest, (start, start), joined, shorter)
+            pieces = _pieces_of(stream, rows, longest, (start, start), joined, by_position, shorter)
     for span in spans:
         if span.pads == 0:
-            pieces += _pieces_of(stream, span.rows, span, (max(start, sinks), max(start, joined)), span.tokens)
+            starts = max(start, sinks), max(start, joined)
+            pieces += _pieces_of(stream, span.rows, span, starts, span.tokens, by_position)
     return pieces
 
 
@@ -176,12 +178,16 @@ def _pieces_of(
     span: RowSpan,
     starts: tuple[int, int],
     stop: int,
+    by_position: bool,
     shorter: tuple[tuple[slice, int], ...] = (),
 ) -> list[_Piece]:
     """Tokens up to `stop` of `rows`, as `span` holds them: those in full precision, and packed ones, from `starts` on,
     each in order."""
     token = (rows.stop - rows.start) * stream.ring.shape[1] * stream.ring.shape[3]
-    size, coder, offset = min(ROTATION_TILE, -(-DECODE_NUMBERS // token)), stream.coder(rows), span.offset
+    cpu = stream.ring.device.type == "cpu"
+    size, coder, offset = -(-(DECODE_NUMBERS if cpu else DECODE_NUMBERS_GPU) // token), stream.coder(rows), span.offset
+    if cpu or by_position:
+        size = min(size, ROTATION_TILE)
     exact = stream.exact(rows, span.tokens, starts[0], stop, size)
     pieces = [_Piece(rows, first + offset, first, last, x, coder) for first, last, x in exact]
     for first, last, packed in stream.packed(rows, span.tokens, starts[1], stop, size):

@@ -1,6 +1,7 @@
-"""Causal attention of several queries per row over a compressed layer in PyTorch, in float32.
+"""Causal attention of several queries per row over a compressed layer in PyTorch.
 
-Tokens are decoded a tile at a time. Tokens that all queries of a block see alike need no mask; the other tokens of a
+On a GPU, where PyTorch's fused attention computes what the model asks for, see `whole_prefill`. Else, in float32,
+tokens are decoded a tile at a time. Tokens that all queries of a block see alike need no mask; the other tokens of a
 tile, those near the diagonal, are computed together, with a mask. Results over different tokens are merged by the
 logarithms of their softmax sums.
 """
@@ -8,28 +9,32 @@ logarithms of their softmax sums.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from kvq_cli.attention import whole_prefill
 from kvq_cli.attention.forward_context import ForwardContext
+from kvq_cli.attention.prefill_mask import UNLIMITED, Edge, Part, Sight, block_mask
 from kvq_cli.attention.rotary import Rotation
 from kvq_cli.attention.score_form import PLAIN, ScoreForm
+from kvq_cli.attention.whole_prefill import whole_attention
 from kvq_cli.cache.rows import RowSpan
 from kvq_cli.cache.stream import StreamReader
-from kvq_cli.methods.window import Window
 
 #: Tokens that are decoded at a time.
 TILE = 2048
 #: Queries of a block, where they see all tokens of a tile alike, and where some need a mask. Runs of fewer tokens than
 #: `MASKED_QUERIES` are computed with the mask, too.
 QUERIES, MASKED_QUERIES = 256, 128
-#: Added to scores of hidden tokens: finite, so that a query that sees no token of a tile gives no NaN but a result that
-#: merging ignores.
-HIDDEN = -1e30
+#: Devices that compute scores, softmax and sum of a tile in one operation. On others tiles are for what is not plain.
+TILED_DEVICES = ("cpu",)
+
+#: Keys and values of a span before the pass that were not packed yet.
+_Tails: TypeAlias = tuple[Tensor | None, Tensor | None]
 
 
 def span_attention(
@@ -38,57 +43,112 @@ def span_attention(
     value: Tensor,
     context: ForwardContext,
     span: RowSpan,
-    tails: tuple[Tensor | None, Tensor | None],
+    tails: _Tails,
 ) -> Tensor:
-    """Attention of the queries of one span, pads cut off: float32 `[rows, query_heads, columns, head_dim]` -> the same
-    shape.
+    """Attention of the queries of one span, pads cut off: `[rows, query_heads, columns, head_dim]` -> the same shape,
+    in their dtype or float32.
 
     key, value: those of the pass, `[rows, kv_heads, columns, head_dim]`, keys after RoPE. tails: those before it that
     were not packed yet, as the streams hold them.
     """
-    layer, form = context.layer, context.score_form
-    turn = None if layer.plan.keys.source == "post_rope" else layer.rotation
-    keys = _side(layer.key_stream, key, tails[0], span, turn, context.compressed)
-    values = _side(layer.value_stream, value, tails[1], span, None, context.compressed)
-    ends = torch.arange(span.past, span.tokens) + 1
-    low = torch.zeros_like(ends) if layer.sliding_window is None else (ends - layer.sliding_window).clamp_(min=0)
+    window = context.layer.sliding_window
+    start = 0 if window is None else max(0, span.past + 1 - window)
+    rows = _rows_at_once(query, key, value, span.tokens - start, context.score_form)
+    if rows == 0:
+        return _in_tiles(query.float(), key.float(), value.float(), context, span, tails, start)
+    outs = [
+        _whole(query[part], key[part], value[part], context, own, _of(tails, part), start)
+        for part, own in _row_parts(span, rows)
+    ]
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _whole(
+    query: Tensor, key: Tensor, value: Tensor, context: ForwardContext, span: RowSpan, tails: _Tails, start: int
+) -> Tensor:
+    """The same by `whole_attention`. start: the first token that a query sees."""
+    keys, values, sight = _sides(key, value, context, span, tails)
+    decoded_keys, decoded_values = (partial(side.tile, start, span.tokens) for side in (keys, values))
+    return whole_attention(query, decoded_keys, decoded_values, sight, start, span.past, context.scaling)
+
+
+def _in_tiles(
+    query: Tensor, key: Tensor, value: Tensor, context: ForwardContext, span: RowSpan, tails: _Tails, start: int
+) -> Tensor:
+    """The same in float32, a tile of tokens at a time."""
+    form = context.score_form
+    keys, values, sight = _sides(key, value, context, span, tails)
     out = query.new_zeros(*query.shape[:3], value.shape[3])
     sums = query.new_full(query.shape[:3], -torch.inf)
     if form.sinks is not None:  # a logit without a value, which came before all tokens
         grouped = sums.unflatten(1, (key.shape[1], -1)).unsqueeze(-1)
         sums = form.sink_logits(grouped).reshape(sums.shape).clone()
-    for first in range(int(low[0]), span.tokens, TILE):
+    for first in range(start, span.tokens, TILE):
         last = min(first + TILE, span.tokens)
         key_tile, value_tile = (side.tile(first, last) for side in (keys, values))
-        for part in _blocks(max(first, span.past) - span.past, last, keys.edges, values.edges, int(low[-1]) <= first):
-            runs = _runs(low[part], keys.edges[part], values.edges[part], ends[part])
-            for k, v, mask in _pieces(runs, first, last, key_tile, value_tile):
+        for begin, end in _blocks(max(first, span.past), span.tokens, first, last, sight):
+            part = slice(begin - span.past, end - span.past)
+            for k, v, mask in _pieces(sight, begin, end, first, last, key_tile, value_tile):
                 new, new_sums = _attend(query[:, :, part], k, v, context.scaling, form, mask)
                 _merge(out[:, :, part], sums[:, :, part], new, new_sums)
     return out
 
 
-# -- what queries see --------------------------------------------------------------------------------------------------
+def _sides(
+    key: Tensor, value: Tensor, context: ForwardContext, span: RowSpan, tails: _Tails
+) -> tuple[_Side, _Side, Sight]:
+    """Keys and values of a span, and what its queries see."""
+    layer = context.layer
+    turn = None if layer.plan.keys.source == "post_rope" else layer.rotation
+    keys = _side(layer.key_stream, key, tails[0], span, turn, context.compressed)
+    values = _side(layer.value_stream, value, tails[1], span, None, context.compressed)
+    return keys, values, Sight(keys.edge, values.edge, layer.sliding_window or UNLIMITED)
+
+
+def _rows_at_once(query: Tensor, key: Tensor, value: Tensor, tokens: int, form: ScoreForm) -> int:
+    """How many rows of so many tokens `whole_attention` computes; 0: it computes none.
+
+    Fused attention needs a head_dim of whole 16 bytes: without it PyTorch would hold all scores.
+    """
+    fused = form is PLAIN and query.shape[3] == value.shape[3] and query.shape[3] % 8 == 0
+    if query.device.type in TILED_DEVICES or not fused:
+        return 0
+    return whole_prefill.NUMBERS // (tokens * key.shape[1] * key.shape[3])
+
+
+def _row_parts(span: RowSpan, rows: int) -> Iterator[tuple[slice, RowSpan]]:
+    """The span in parts of `rows` rows: their places in it, and their own span."""
+    first, stop = span.rows.start, span.rows.stop
+    for begin in range(first, stop, rows):
+        end = min(begin + rows, stop)
+        yield slice(begin - first, end - first), replace(span, rows=slice(begin, end))
+
+
+def _of(tails: _Tails, rows: slice) -> _Tails:
+    keys, values = tails
+    return None if keys is None else keys[rows], None if values is None else values[rows]
+
+
+# -- tiles of tokens and blocks of queries ----------------------------------------------------------------------------
 
 
 @dataclass
 class _Side:
     """Keys or values during a prefill.
 
-    edges: of each query, the first token that it sees as `new`; earlier ones it sees as stored. int64, on the CPU.
-    new:   tokens [new_start, end) in full precision: those that were not packed before this pass.
+    new: tokens [new_start, end) in full precision: those that were not packed before this pass.
     """
 
     stream: StreamReader
     span: RowSpan
-    edges: Tensor
+    edge: Edge
     new: Tensor
     new_start: int
     turn: Rotation | None
 
     def tile(self, first: int, last: int) -> _Tile:
         """Tokens [first, last), decoded as far as a query sees them so."""
-        stop = min(last, int(self.edges[-1]))
+        stop = min(last, self.edge.at(self.span.tokens - 1))
         stored = self._stored(first, stop) if first < stop else None
         return _Tile(first, stored, self.new_start, self.new)
 
@@ -131,78 +191,41 @@ def _side(
         if turn is not None:
             tail = turn.at(tail, start + span.offset)
         new = torch.cat([tail, new], dim=2)
-    return _Side(stream, span, _edges(window, span.past, span.tokens, compressed), new, start, turn)
+    fixed = None if compressed else window.sinks + window.packed(span.past)
+    return _Side(stream, span, Edge(window, fixed), new, start, turn)
 
 
-@lru_cache(maxsize=8)
-def _edges(window: Window, past: int, tokens: int, compressed: bool) -> Tensor:
-    """`_Side.edges` of the queries [past, tokens): int64. Cached, since other layers need the same."""
-    packed = [window.packed(end if compressed else past) for end in range(past + 1, tokens + 1)]
-    return torch.minimum(torch.tensor(packed) + window.sinks, torch.arange(past, tokens) + 1)
-
-
-def _blocks(begin: int, last: int, key_edges: Tensor, value_edges: Tensor, unlimited: bool) -> Iterator[slice]:
-    """Blocks of queries, counted from the first of the pass, for a tile of tokens up to `last`. unlimited: no sliding
-    window ends in the tile."""
-    while begin < len(key_edges):
-        alike = unlimited and min(int(key_edges[begin]), int(value_edges[begin])) >= last
-        end = min(begin + (QUERIES if alike else MASKED_QUERIES), len(key_edges))
-        yield slice(begin, end)
+def _blocks(begin: int, stop: int, first: int, last: int, sight: Sight) -> Iterator[tuple[int, int]]:
+    """Blocks of the queries [begin, stop) for the tile of tokens [first, last)."""
+    unlimited = sight.first(stop - 1) <= first  # no sliding window ends in the tile
+    while begin < stop:
+        alike = unlimited and min(sight.keys.at(begin), sight.values.at(begin)) >= last
+        end = min(begin + (QUERIES if alike else MASKED_QUERIES), stop)
+        yield begin, end
         begin = end
 
 
-class _Run(NamedTuple):
-    """Tokens whose key and value queries see as stored or new: query i those of [start[i], stop[i]). Neither start nor
-    stop decreases from query to query."""
-
-    key_stored: bool
-    value_stored: bool
-    start: Tensor
-    stop: Tensor
-
-
-def _runs(low: Tensor, key_edges: Tensor, value_edges: Tensor, ends: Tensor) -> list[_Run]:
-    """All tokens that a block of queries sees; low, ends: the first, and the one after the last, for each query."""
-    lower, upper = torch.minimum(key_edges, value_edges), torch.maximum(key_edges, value_edges)
-    return [
-        _Run(True, True, low, lower),
-        _Run(True, False, torch.maximum(low, value_edges), key_edges),
-        _Run(False, True, torch.maximum(low, key_edges), value_edges),
-        _Run(False, False, torch.maximum(low, upper), ends),
-    ]
-
-
 def _pieces(
-    runs: list[_Run], first: int, last: int, keys: _Tile, values: _Tile
+    sight: Sight, begin: int, end: int, first: int, last: int, keys: _Tile, values: _Tile
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """Keys, values and mask `[queries, tokens]` of the parts of a tile that are computed separately. mask: added to
-    scores; None: all queries see all tokens."""
-    masked: list[tuple[_Run, int, int]] = []
-    for run in runs:
+    """Keys, values and mask `[queries, tokens]` of the parts of the tile [first, last) that queries [begin, end) see,
+    and that are computed separately. mask: added to scores; None: all queries see all tokens."""
+    masked: list[Part] = []
+    for number, (oldest, newest) in enumerate(zip(sight.runs(begin), sight.runs(end - 1), strict=True)):
         start, all_start, all_stop, stop = (
-            min(max(int(edge), first), last) for edge in (run.start[0], run.start[-1], run.stop[0], run.stop[-1])
+            min(max(edge, first), last) for edge in (oldest.start, newest.start, oldest.stop, newest.stop)
         )
+        stored = oldest.key_stored, oldest.value_stored
         if all_stop - all_start >= MASKED_QUERIES:
-            yield (
-                keys.numbers(run.key_stored, all_start, all_stop),
-                values.numbers(run.value_stored, all_start, all_stop),
-                None,
-            )
-            masked += [(run, start, all_start), (run, all_stop, stop)]
+            yield keys.numbers(stored[0], all_start, all_stop), values.numbers(stored[1], all_start, all_stop), None
+            masked += [Part(number, *stored, start, all_start), Part(number, *stored, all_stop, stop)]
         else:
-            masked.append((run, start, stop))
-    masked = [(run, start, stop) for run, start, stop in masked if start < stop]
+            masked.append(Part(number, *stored, start, stop))
+    masked = [part for part in masked if part.start < part.stop]
     if masked:
-        k = torch.cat([keys.numbers(run.key_stored, start, stop) for run, start, stop in masked], dim=2)
-        v = torch.cat([values.numbers(run.value_stored, start, stop) for run, start, stop in masked], dim=2)
-        yield k, v, torch.cat([_mask(*part) for part in masked], dim=1).to(k.device)
-
-
-def _mask(run: _Run, start: int, stop: int) -> Tensor:
-    """0 where a query sees a token of [start, stop), else `HIDDEN`: float32 `[queries, stop - start]`."""
-    tokens = torch.arange(start, stop)
-    hidden = (tokens < run.start.unsqueeze(1)) | (tokens >= run.stop.unsqueeze(1))
-    return torch.zeros(hidden.shape, dtype=torch.float32).masked_fill_(hidden, HIDDEN)
+        k = torch.cat([keys.numbers(part.key_stored, part.start, part.stop) for part in masked], dim=2)
+        v = torch.cat([values.numbers(part.value_stored, part.start, part.stop) for part in masked], dim=2)
+        yield k, v, block_mask(sight, begin, end, masked, k.device)
 
 
 # -- attention over a part of the tokens -------------------------------------------------------------------------------
@@ -213,7 +236,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Attention to these tokens alone, `[rows, query_heads, queries, head_dim]`, and ln(sum of exp(score))
     `[rows, query_heads, queries]`."""
-    if q.device.type == "cpu" and form is PLAIN and q.shape[3] == v.shape[3]:
+    if q.device.type in TILED_DEVICES and form is PLAIN and q.shape[3] == v.shape[3]:
         # The function behind scaled_dot_product_attention on a CPU, which returns the sums, too.
         # It reads wrong numbers where the channels of a token are not adjacent, without an error.
         q, k, v = (x if x.stride(3) == 1 else x.contiguous() for x in (q, k, v))

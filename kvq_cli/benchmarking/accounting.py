@@ -11,7 +11,8 @@ from functools import lru_cache
 from typing import Any
 
 from kvq_cli.cache.growth import grown
-from kvq_cli.cache.report import CacheReport
+from kvq_cli.cache.report import CacheReport, seen_tokens
+from kvq_cli.cache.sliding import Sliding
 from kvq_cli.codecs.base import TABLES, PromptCodec
 from kvq_cli.codecs.layout import ITEMSIZE, Layout, TensorLike, TensorSpec
 from kvq_cli.methods.base import CrossLayer, LayerPlan, Method, ModelShape, StreamPlan
@@ -28,19 +29,24 @@ def account(method: Method, shape: ModelShape, context: int, batch: int = 1) -> 
     constants: Counter[str] = Counter()
     tables: Counter[str] = Counter()
     working: dict[str, int] = {}
-    packed = 0.0
-    for plan, count in _plans(method, shape):
+    packed, per_token, numbers = 0.0, 2 * shape.kv_heads * shape.head_dim, seen_numbers(shape, context, batch)
+    held_tokens = 0
+    for plan, window, count in _plans(method, shape):
+        sliding = Sliding.of(plan, window)
+        dropped = 0 if sliding is None else sliding.dropped([context])
+        held_tokens += count * batch * (context - dropped)
         held: dict[int, tuple[str, TensorSpec]] = {}
         for stream in plan.kept:
             layout = _layout(stream, shape, stream.window.packed(context))
-            sizes = _stream_bytes(stream, layout, shape, context, batch)
+            room = sliding.room(stream.window) if sliding is not None and dropped else 0
+            sizes = _stream_bytes(stream, layout, shape, context, batch, dropped, room)
             parts.update({name: count * size for name, size in sizes.items()})
             held |= {id(spec): (name, spec) for name, spec in layout.constants.items()}
         for stream in (plan.keys, plan.values):
             for name, factor in (("down", stream.down), ("up", stream.up)):
                 if isinstance(factor, TensorSpec):
                     held[id(factor)] = (name, factor)
-            packed += count * batch * stream.window.packed(context) / 2
+            packed += count * batch * stream.window.behind(dropped).packed(context - dropped) / 2
         for name, spec in held.values():
             kind = tables if name.rpartition(".")[2] in TABLES else constants
             kind[name] += count * spec.nbytes
@@ -53,26 +59,40 @@ def account(method: Method, shape: ModelShape, context: int, batch: int = 1) -> 
         method.nominal_bits,
         dict(parts),
         dict(constants),
-        numbers=shape.layers * batch * context * 2 * shape.kv_heads * shape.head_dim,
+        numbers=numbers,
         tokens=batch * context,
         compressed=packed / shape.layers,
         tables=dict(tables),
         working=working,
+        beyond_window=held_tokens * per_token - numbers,
+        packed_numbers=packed * per_token,
     )
 
 
+def seen_numbers(shape: ModelShape, context: int, batch: int = 1) -> int:
+    """The numbers that transformers' own cache holds of `batch` sequences of `context` tokens: layers with a sliding
+    window drop the tokens before it."""
+    tokens = sum(seen_tokens(context, shape.window(layer)) for layer in range(shape.layers))
+    return batch * tokens * 2 * shape.kv_heads * shape.head_dim
+
+
 @lru_cache(maxsize=32)
-def _plans(method: Method, shape: ModelShape) -> tuple[tuple[LayerPlan, int], ...]:
-    return tuple(distinct_plans(shape, lambda layer: method.plan(layer, shape, artifact_specs(method, shape, layer))))
+def _plans(method: Method, shape: ModelShape) -> tuple[tuple[LayerPlan, int | None, int], ...]:
+    """The plans and sliding windows that differ, and how many layers have each."""
+    return tuple(_distinct(shape, lambda layer: method.plan(layer, shape, artifact_specs(method, shape, layer))))
 
 
 def distinct_plans(shape: ModelShape, plan: Callable[[int], LayerPlan]) -> list[tuple[LayerPlan, int]]:
     """The plans that differ in what they store, and how many layers have each. plan: of a layer."""
-    distinct: dict[Any, list[LayerPlan]] = {}
+    return [(planned, count) for planned, _, count in _distinct(shape, plan)]
+
+
+def _distinct(shape: ModelShape, plan: Callable[[int], LayerPlan]) -> list[tuple[LayerPlan, int | None, int]]:
+    distinct: dict[Any, list[tuple[LayerPlan, int | None]]] = {}
     for layer in range(shape.layers):
-        planned = plan(layer)
-        distinct.setdefault(_structure(planned), []).append(planned)
-    return [(plans[0], len(plans)) for plans in distinct.values()]
+        planned, window = plan(layer), shape.window(layer)
+        distinct.setdefault((_structure(planned), window), []).append((planned, window))
+    return [(*alike[0], len(alike)) for alike in distinct.values()]
 
 
 def _heads_and_dim(plan: StreamPlan, shape: ModelShape) -> tuple[int, int]:
@@ -89,22 +109,26 @@ def _layout(plan: StreamPlan, shape: ModelShape, packed: int) -> Layout:
     return plan.codec.layout(heads, dim, shape.dtype)
 
 
-def _stream_bytes(plan: StreamPlan, layout: Layout, shape: ModelShape, context: int, batch: int) -> dict[str, int]:
-    """As `Stream.bytes_by_part`, of `batch` rows of `context` tokens that came at once."""
-    (heads, dim), window = _heads_and_dim(plan, shape), plan.window
+def _stream_bytes(
+    plan: StreamPlan, layout: Layout, shape: ModelShape, context: int, batch: int, dropped: int, reserved: int
+) -> dict[str, int]:
+    """As `Stream.bytes_by_part`, of `batch` rows of `context` tokens that came at once, of which the first are dropped.
+    reserved: packed tokens of a row for which there is room then."""
+    (heads, dim), has_state = _heads_and_dim(plan, shape), plan.window.packed(context) > 0
+    context, window = context - dropped, plan.window.behind(dropped)
     token, packed, sinks = heads * dim * ITEMSIZE[shape.dtype], window.packed(context), min(context, window.sinks)
-    room = grown(packed, 0, 0, plan.codec.block_tokens) if packed else 0
+    room = grown(packed, 0, reserved, plan.codec.block_tokens) if packed else 0
     sizes = {name: batch * part.nbytes(packed) for name, part in layout.parts.items()}
     parts = {name: size for name, size in sizes.items() if size}
     parts["sinks"] = batch * token * sinks
     parts["recent"] = batch * token * (context - sinks - packed)
     allocated = batch * (
-        token * (window.sinks + window.ring) + sum(part.nbytes(room) for part in layout.parts.values())
+        token * (window.sinks + plan.window.ring) + sum(part.nbytes(room) for part in layout.parts.values())
     )
     parts["unused"] = allocated - sum(parts.values())
     rows = 1 if isinstance(plan.codec, PromptCodec) and plan.codec.shares_state else batch
     for name, spec in layout.state.items():
-        if packed or name in layout.fitted:
+        if has_state or name in layout.fitted:
             parts[name] = parts.get(name, 0) + rows * spec.nbytes
     return parts
 

@@ -111,7 +111,10 @@ class KvqCache(BenchmarkedCache):
     def on(self, model: PreTrainedModel) -> Iterator[Callable[[int], Cache]]:
         with attach(model, self._method, prefill=self._prefill, backend=self._wanted_backend) as attached:
             self._attached, self.backend = attached, attached.backend.summary
-            yield attached.new_cache
+            try:
+                yield attached.new_cache
+            finally:
+                del self._attached  # a batch that failed must leave its memory to the next
             self.backend = attached.backend.summary  # names the decode steps that were not captured in CUDA graphs
 
     def step_kinds(self, context: int, limit: int) -> list[StepKind]:

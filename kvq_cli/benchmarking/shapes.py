@@ -20,7 +20,8 @@ CONTEXT = 131072
 class LlamaShape:
     """Sizes of a Llama model, or of one that differs from it in norms alone. context: the longest that the model is
     made for, in tokens. tied: input and output embeddings share their weights. head_size: where it is not
-    hidden_size / heads. more_norms: weights of a layer's norms beyond Llama's."""
+    hidden_size / heads. more_norms: weights of a layer's norms beyond Llama's. local: (tokens, period): queries see the
+    newest tokens alone, but in every `period`-th layer."""
 
     layers: int
     hidden_size: int
@@ -32,6 +33,7 @@ class LlamaShape:
     tied: bool = False
     head_size: int | None = None
     more_norms: int = 0
+    local: tuple[int, int] | None = None
 
     @property
     def head_dim(self) -> int:
@@ -51,7 +53,11 @@ class LlamaShape:
 
     def model_shape(self, dtype: str = "float16") -> ModelShape:
         """Return the shape as `Method.plan` takes it."""
-        return ModelShape(self.layers, self.heads, self.kv_heads, self.head_dim, self.hidden_size, dtype)
+        windows: tuple[int | None, ...] = ()
+        if self.local is not None:
+            window, period = self.local
+            windows = tuple(None if (layer + 1) % period == 0 else window for layer in range(self.layers))
+        return ModelShape(self.layers, self.heads, self.kv_heads, self.head_dim, self.hidden_size, dtype, windows)
 
 
 SHAPES = {
@@ -64,7 +70,9 @@ SHAPES = {
     "llama-3.2-3b": LlamaShape(28, 3072, 8192, 24, 8, 128256, 131072, tied=True),
     "mistral-7b": LlamaShape(32, 4096, 14336, 32, 8, 32000, 32768),
     # Behind attention and MLP are norms, too, and of queries and keys.
-    "gemma3-270m": LlamaShape(18, 640, 2048, 4, 1, 262144, 32768, True, head_size=256, more_norms=2 * (640 + 256)),
+    "gemma3-270m": LlamaShape(
+        18, 640, 2048, 4, 1, 262144, 32768, True, head_size=256, more_norms=2 * (640 + 256), local=(512, 6)
+    ),
 }
 
 

@@ -16,6 +16,7 @@ from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.report import CacheReport, report
 from kvq_cli.cache.rows import Forward, Rows
 from kvq_cli.cache.saved_cache import Origin, SavedPrompt, save
+from kvq_cli.cache.shared import CachePosition
 from kvq_cli.errors import KvqError, UsageError
 
 
@@ -46,7 +47,7 @@ class CompressedCache(Cache):
         self.rows = Rows()
         #: The adapters with which the model computed it; see `AdapterWatch`.
         self.adapters: Applied = {}
-        #: While a decode step is captured or replayed: see `Forward.cache_position`.
+        #: While a decode step is captured or replayed: the tokens of every row before it, int64 `[1]` on the device.
         self.cache_position: Tensor | None = None
 
     @property
@@ -60,14 +61,17 @@ class CompressedCache(Cache):
         if len(lengths) > 1 or any(layer.absorbing for layer in self.layers):
             raise KvqError("an interrupted forward pass left the cache half updated: start with a new cache")
         forward = self.rows.begin(lengths.pop(), columns, batch, mask, positions)
-        return forward if self.cache_position is None else replace(forward, cache_position=self.cache_position)
+        position = self.cache_position
+        return forward if position is None else replace(forward, cache_position=CachePosition(position))
 
     def can_capture(self) -> bool:
         """Whether the next step, one token more in every row, can be captured in a CUDA graph: all rows have as many
         tokens, and there are no pads."""
         past = self.get_seq_length()
         alike = past > 0 and not any(self.rows.pads) and len(set(self.rows.offsets)) == 1
-        return alike and all(stream.can_capture(past) for layer in self.layers for stream in layer.streams)
+        return alike and all(
+            stream.can_capture(past - layer.dropped) for layer in self.layers for stream in layer.streams
+        )
 
     def tensors(self) -> list[Tensor]:
         """All tensors of the layers; see `Stream.tensors`."""
@@ -75,9 +79,20 @@ class CompressedCache(Cache):
 
     def packing_pattern(self) -> tuple[bool, ...]:
         """Which windows pack tokens when one is added to every row: steps of one pattern are the same work."""
-        past = self.get_seq_length()
-        windows = dict.fromkeys(stream.window for layer in self.layers for stream in layer.streams)
-        return tuple(window.packed(past + 1) > window.packed(past) for window in windows)
+        lengths = dict.fromkeys(
+            (stream.window, layer.columns - layer.dropped) for layer in self.layers for stream in layer.streams
+        )
+        return tuple(window.packed(past + 1) > window.packed(past) for window, past in lengths)
+
+    def dropped(self) -> list[int]:
+        """How many tokens of every row layers have dropped, each number once; 0 for layers that keep all."""
+        return sorted({layer.dropped for layer in self.layers})
+
+    def drop_unseen(self) -> None:
+        """Drop what no later query sees; see `CompressedLayer.drop_unseen`."""
+        for layer in self.layers:
+            if not layer.keeps_unseen:
+                layer.drop_unseen()
 
     def advance(self, positions: Tensor) -> Forward:
         """Count a replayed step: one token more in every row."""
@@ -91,7 +106,7 @@ class CompressedCache(Cache):
         for layer in self.layers:
             layer.columns = tokens
             for stream in layer.streams:
-                stream.lengths = [tokens] * len(stream.lengths)
+                stream.lengths = [tokens - layer.dropped] * len(stream.lengths)
 
     def report(self) -> CacheReport:
         """Bytes by part and bits per number, from the tensors that exist."""
@@ -154,22 +169,27 @@ class CompressedCache(Cache):
         self.rows.select(wanted)
 
     def activate_past_recording(self) -> None:
-        """Raise UsageError where tokens cannot be taken back: `generate` calls this before decoding that does so."""
+        """Drop no more tokens but in `crop`: `generate` calls this before decoding that takes tokens back. UsageError
+        where it cannot."""
         if not all(stream.keeps_numbers for layer in self.layers for stream in layer.streams):
             raise UsageError(
                 "generate(assistant_model=...) and generate(prompt_lookup_num_tokens=...) take tokens back, which a "
                 "cache that packs tokens cannot: generate without them, or with the method fp16"
             )
+        for layer in self.layers:
+            layer.keeps_unseen = True
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens of all rows (a negative number, as in transformers).
 
-        UsageError where one of them is packed with others: its neighbours in full precision are gone.
+        UsageError where one of them is packed with others: its neighbours in full precision are gone; and where a layer
+        with a sliding window has dropped tokens that the next query would see.
         """
         if tokens_to_remove > 0:
             raise UsageError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number")
         count = min(-int(tokens_to_remove), self.get_seq_length())  # transformers 5.17 passes a tensor
         if count == 0:
+            self._drop_at_crop()
             return
         if count == self.get_seq_length():
             self.reset()  # the next tokens are a prompt of their own, of as many rows as they bring
@@ -179,8 +199,20 @@ class CompressedCache(Cache):
                 f"crop({-count}): some of these tokens are packed already and cannot be taken back; assisted and "
                 "prompt-lookup decoding take tokens back: generate without them, or keep more tokens in full precision"
             )
+        if not all(layer.sees_its_window(count) for layer in self.layers):
+            raise UsageError(
+                f"crop({-count}): layers with a sliding window have dropped tokens that the next one would see: read "
+                "the text anew, or call activate_past_recording() before the tokens that will be taken back"
+            )
         for layer in self.layers:
             layer.crop(count)
+        self._drop_at_crop()
         left = self.get_seq_length()
         self.rows.pads = [min(pads, left) for pads in self.rows.pads]
         self.rows.prompts = [n if pads < left else 0 for n, pads in zip(self.rows.prompts, self.rows.pads, strict=True)]
+
+    def _drop_at_crop(self) -> None:
+        """Drop what no later query sees, and what was kept so that it could be taken back."""
+        for layer in self.layers:
+            if layer.keeps_unseen:
+                layer.drop_unseen()

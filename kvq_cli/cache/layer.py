@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from kvq_cli.cache.modes import changes_stored_tensors
 from kvq_cli.cache.prompt_stream import PromptStream, new_stream
 from kvq_cli.cache.rematerialize import Rematerialize, RematerializedStream
 from kvq_cli.cache.rows import Forward, RowSpan, would_sync
+from kvq_cli.cache.sliding import Sliding
 from kvq_cli.cache.snapshot import Snapshot
 from kvq_cli.cache.stream import Stream, StreamReader
 from kvq_cli.codecs.base import Prompt, side_dtype
@@ -30,6 +31,9 @@ class CompressedLayer(CacheLayerMixin):
     the plan caches that) or `capture_input` (the layer input, likewise), `update` (transformers, with the key after
     RoPE), `absorb` (with the query), then attention, which reads the streams, and `release`.
 
+    With a sliding window, `release` drops tokens that no later query sees, some time after: see `Sliding`. The streams
+    and `forward` then count the tokens of each row from behind them.
+
     rotation: how keys before RoPE are rotated when they are read. sliding_window: tokens that a query sees.
     rematerialize: where the plan caches the layer input, how keys before RoPE and values are computed from it.
     cross_layer: the sum that the layers share, where the plan says so.
@@ -39,7 +43,7 @@ class CompressedLayer(CacheLayerMixin):
     tails: of each row spans, the keys and values in full precision that were not yet packed when the pass began.
     """
 
-    is_sliding = False  # tokens outside a sliding window are kept, and masked by the attention
+    is_sliding = False  # masks are of all tokens, also of those that were dropped
     is_compileable = False
     is_croppable = False  # only as far as `crop` says
     supports_early_init = False
@@ -55,6 +59,9 @@ class CompressedLayer(CacheLayerMixin):
     ) -> None:
         super().__init__()
         self.index, self.plan, self.rotation, self.sliding_window = index, plan, rotation, sliding_window
+        self._sliding = Sliding.of(plan, sliding_window)
+        #: Whether `release` drops nothing, since tokens will be taken back; `drop_unseen` still does.
+        self.keeps_unseen = False
         self.cross_layer, self._rematerialize = cross_layer if plan.cross_layer else None, rematerialize
         new = DifferenceStream if self.cross_layer else new_stream
         self.streams: tuple[Stream, ...] = tuple(new(stream) for stream in plan.kept)
@@ -73,11 +80,14 @@ class CompressedLayer(CacheLayerMixin):
         self.expected: Forward | None = None
         self._key: Tensor | None = None
         self._input: Tensor | None = None
-        #: The numbers of the pass for each stream, until `absorb`; layer inputs and latents until `release`.
+        #: The numbers of the pass for each stream, until `absorb`; layer inputs, latents and short passes until
+        #: `release`.
         self._arrived: tuple[Tensor, ...] = ()
 
     def reserve(self, tokens: int) -> None:
         """Make room for rows of `tokens` tokens at once, when the first of them come."""
+        if self._sliding is not None:
+            tokens = min(tokens, self._sliding.longest)
         for stream in self.streams:
             stream.reserve(tokens)
 
@@ -109,7 +119,7 @@ class CompressedLayer(CacheLayerMixin):
         self._check_finite(forward)
         self.kv_heads = key_states.shape[1]
         self.numbers_per_token = self.kv_heads * (key_states.shape[3] + value_states.shape[3])
-        self.forward, self.is_initialized = forward, True
+        self.forward, self.is_initialized = forward.behind(self.dropped), True
         return key_states, value_states
 
     def _to_cache(self, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
@@ -136,7 +146,7 @@ class CompressedLayer(CacheLayerMixin):
         self.absorbing = True
         arrived, self._arrived = self._arrived, ()
         self._keep_tails(forward)
-        if self.plan.keys.source == "input":
+        if self.plan.keys.source == "input" or forward.is_short:
             self._arrived = arrived
         if self._prompt_streams:
             self._announce_prompts(forward, arrived[0], arrived[1], query.detach())
@@ -147,6 +157,11 @@ class CompressedLayer(CacheLayerMixin):
                 stream.append(x, forward.row_spans, forward.cache_position)
         self.columns += forward.columns
         self.absorbing = False
+
+    @property
+    def arrived(self) -> tuple[Tensor, Tensor]:
+        """Keys and values of a short pass as the streams cache them, `[batch, kv_heads, columns, head_dim]`."""
+        return self._arrived[0], self._arrived[-1]
 
     def rematerialized(self) -> tuple[Tensor, Tensor] | None:
         """Keys before RoPE and values of the pass as later passes read them in full precision, `[batch, kv_heads,
@@ -167,17 +182,42 @@ class CompressedLayer(CacheLayerMixin):
 
     def advance(self, forward: Forward) -> None:
         """Count a replayed pass, whose numbers are stored already."""
-        self.forward = forward
+        self.forward = forward.behind(self.dropped)
         self.columns += forward.columns
         for stream in self.streams:
-            stream.advance(forward.row_spans)
+            stream.advance(self.forward.row_spans)
 
     def release(self) -> None:
-        """After the attention of the pass: free tensors that only the attention needed."""
+        """After the attention of the pass: free tensors that only the attention needed, and drop unseen tokens. A step
+        that is captured drops none: it would at every replay."""
         self.tails, self._arrived = [], ()
         for stream in self.streams:
             if isinstance(stream, DifferenceStream):
                 stream.close()
+        if not self.keeps_unseen and (self.forward is None or self.forward.cache_position is None):
+            self.drop_unseen()
+
+    @property
+    def dropped(self) -> int:
+        """Tokens of every row that the layer no longer holds."""
+        return self.streams[0].dropped
+
+    @changes_stored_tensors
+    def drop_unseen(self, all_of_them: bool = False) -> None:
+        """Drop the tokens that no later query sees, once there are enough of them. all_of_them: also few."""
+        if self._sliding is None or not self.key_stream.lengths:
+            return
+        lengths = [length + self.dropped for length in self.key_stream.lengths]
+        start = self.saved_from(lengths) if all_of_them else self._sliding.dropped(lengths, self.dropped)
+        if start > self.dropped:
+            self.absorbing = True  # until all streams have dropped them
+            for stream in self.streams:
+                stream.drop(start, self._sliding.room(stream.window))
+            self.absorbing = False
+
+    def saved_from(self, lengths: Sequence[int]) -> int:
+        """How many tokens are left out of each row when rows of `lengths` tokens are written to a file."""
+        return 0 if self._sliding is None else self._sliding.start(min(lengths))
 
     def _announce_prompts(self, forward: Forward, keys: Tensor, values: Tensor, queries: Tensor) -> None:
         """Pass prompts and saliency to the streams whose codecs are fit to prompts."""
@@ -185,7 +225,7 @@ class CompressedLayer(CacheLayerMixin):
         saliency: dict[int, Tensor] = {}
         needs_saliency = any(stream.needs_saliency for stream in self._prompt_streams)
         for span in forward.row_spans:
-            is_prompt = span.past == 0 and span.tokens > 0
+            is_prompt = span.past == 0 and span.tokens > 0 and not self.dropped
             if not (is_prompt or needs_saliency):
                 continue
             key, value, query = (x[span.rows, :, span.pads :] for x in (keys, values, queries))
@@ -251,7 +291,7 @@ class CompressedLayer(CacheLayerMixin):
         for stream in self.streams:
             stream.reset()
         self.columns, self.is_initialized, self.forward, self.tails = 0, False, None, []
-        self.absorbing = False
+        self.absorbing = self.keeps_unseen = False
 
     # -- copies --------------------------------------------------------------------------------------------------
 
@@ -259,6 +299,7 @@ class CompressedLayer(CacheLayerMixin):
         """A copy that shares no tensor of the sequences; `cross_layer` is the sum of the copy's layers."""
         settings = (self.plan, self.rotation, self.sliding_window, self._rematerialize, cross_layer)
         copy = CompressedLayer(self.index, *settings)
+        copy.keeps_unseen = self.keeps_unseen
         for stream, own in zip(copy.streams, self.streams, strict=True):
             stream.reserve_like(own)
         if self.columns:
@@ -285,6 +326,10 @@ class CompressedLayer(CacheLayerMixin):
     def croppable(self, tokens: int) -> bool:
         """Whether the last `tokens` tokens of all rows can be removed: see `Stream.croppable`."""
         return all(stream.croppable(tokens) for stream in self.streams)
+
+    def sees_its_window(self, tokens: int) -> bool:
+        """Whether the next query sees no dropped token once the last `tokens` tokens of all rows are removed."""
+        return not self.dropped or min(self.key_stream.lengths) - tokens + 1 >= (self.sliding_window or 0)
 
     def crop(self, tokens: int) -> None:
         """Remove the last `tokens` tokens (a count, checked by the cache)."""

@@ -25,7 +25,9 @@ class CacheReport:
     constants:       bytes by name of the tensors that all sequences share (codebooks, channel statistics); apart.
     tables:          bytes by name of the tensors that codecs computed from these and hold while they run: no part of
                      the format. A CPU keeps `ranked` and `decoded`, several times as large as the codebooks; a GPU not.
-    numbers:         cached numbers (tokens x kv heads x head_dim, keys and values of all layers).
+    numbers:         cached numbers (tokens x kv heads x head_dim, keys and values of all layers) that later queries
+                     see: those within the sliding windows of their layers, as transformers' own cache holds them.
+    packed_numbers:  the numbers of packed tokens, seen or not.
     tokens:          tokens cached, all rows together.
     compressed:      how many of them are packed, averaged over layers, keys and values.
     working:         most bytes by name that passes held beside the cache, and freed again ("accumulator": xquant-cl's
@@ -33,8 +35,7 @@ class CacheReport:
                      tensor).
     backend:         who computed the attention of single queries; None: nobody.
     reserved:        those of the "unused" bytes that are room for tokens behind the longest row.
-    beyond_window:   those of the numbers whose tokens are beyond the sliding window of their layer: transformers' own
-                     cache drops them, this one keeps them.
+    beyond_window:   numbers that are held, too, though their tokens are beyond the sliding window of their layer.
     """
 
     nominal_bits: float
@@ -48,6 +49,7 @@ class CacheReport:
     backend: str | None = None
     reserved: int = 0
     beyond_window: int = 0
+    packed_numbers: float = 0
 
     def __add__(self, other: CacheReport) -> CacheReport:
         """The report of this cache's rows and `other`'s, both of the same method."""
@@ -62,6 +64,7 @@ class CacheReport:
             working={name: max(self.working.get(name, 0), other.working.get(name, 0)) for name in peaks},
             reserved=self.reserved + other.reserved,
             beyond_window=self.beyond_window + other.beyond_window,
+            packed_numbers=self.packed_numbers + other.packed_numbers,
         )
 
     @property
@@ -79,8 +82,8 @@ class CacheReport:
 
     @property
     def fp16_bytes(self) -> int:
-        """Bytes of the same numbers, without those beyond sliding windows, in 16 bits."""
-        return (self.numbers - self.beyond_window) * FULL_PRECISION_BITS // 8
+        """Bytes of the same numbers in 16 bits: what transformers' own cache holds."""
+        return self.numbers * FULL_PRECISION_BITS // 8
 
     @property
     def measured_bits(self) -> float:
@@ -97,8 +100,7 @@ class CacheReport:
         """Bits per packed number: codes with their scales, zero-points and outliers, no windows, no unused room."""
         windows = ("sinks", "recent", "unused")
         size = sum(count for name, count in self.parts.items() if name not in windows)
-        packed = self.numbers * self.compressed / self.tokens if self.tokens else 0.0
-        return 8 * size / packed if packed else 0.0
+        return 8 * size / self.packed_numbers if self.packed_numbers else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values."""
@@ -126,7 +128,7 @@ class CacheReport:
         working = "".join(f"; {name} during a pass {size:,} bytes" for name, size in self.working.items())
         tables = f", tables made from them {self.table_bytes:,} bytes" if self.tables else ""
         backend = "" if self.backend is None else f"; attention by {self.backend}"
-        beyond = f" without {self.beyond_window:,} numbers beyond sliding windows" if self.beyond_window else ""
+        beyond = f", {self.beyond_window:,} numbers beyond sliding windows not counted" if self.beyond_window else ""
         return (
             f"{self.tokens:,} tokens, {self.compressed:,.0f} compressed; {self.bytes:,} bytes ({parts}) "
             f"against {self.fp16_bytes:,} in 16 bits{beyond}; {self.measured_bits:.2f} bits per number "
@@ -139,7 +141,7 @@ def report(layers: Sequence[CompressedLayer], nominal_bits: float, backend: str 
     parts: Counter[str] = Counter()
     constants: dict[int, tuple[str, Tensor]] = {}
     working: dict[str, int] = {}
-    numbers, packed, tokens, streams, reserved, beyond = 0, 0, 0, 0, 0, 0
+    numbers, packed, tokens, streams, reserved, beyond, packed_numbers = 0, 0, 0, 0, 0, 0, 0.0
     for layer in layers:
         for stream in layer.streams:
             parts.update(stream.bytes_by_part())
@@ -152,13 +154,14 @@ def report(layers: Sequence[CompressedLayer], nominal_bits: float, backend: str 
             constants |= {_identity(x): (name, x) for name, x in factors.items() if x is not None}
         for reader in (layer.key_stream, layer.value_stream):  # the same one twice, where one serves both
             if reader.lengths:
-                tokens = sum(reader.lengths)
+                tokens = sum(reader.lengths) + len(reader.lengths) * layer.dropped
                 packed += reader.packed_tokens
+                packed_numbers += reader.packed_tokens * layer.numbers_per_token / 2
             streams += 1
-        numbers += tokens * layer.numbers_per_token
-        if layer.sliding_window is not None:  # transformers keeps what the next token sees, itself not included
-            lengths = layer.key_stream.lengths
-            beyond += sum(max(0, each + 1 - layer.sliding_window) for each in lengths) * layer.numbers_per_token
+        lengths = layer.key_stream.lengths
+        seen = sum(seen_tokens(length + layer.dropped, layer.sliding_window) for length in lengths)
+        numbers += seen * layer.numbers_per_token
+        beyond += (sum(lengths) - seen) * layer.numbers_per_token
         if layer.cross_layer is not None and layer.cross_layer.peak:
             working["accumulator"] = layer.cross_layer.peak
     named: Counter[str] = Counter()
@@ -179,7 +182,14 @@ def report(layers: Sequence[CompressedLayer], nominal_bits: float, backend: str 
         backend=backend,
         reserved=reserved,
         beyond_window=beyond,
+        packed_numbers=packed_numbers,
     )
+
+
+def seen_tokens(tokens: int, window: int | None) -> int:
+    """How many tokens of a row of `tokens` tokens the next query of a layer sees, itself not included; transformers'
+    own cache holds as many. window: the layer's sliding window, the query included; None: it has none."""
+    return tokens if window is None else min(tokens, window - 1)
 
 
 def _identity(tensor: Tensor) -> int:

@@ -6,13 +6,17 @@ each row's tokens are counted 0, 1, ... from its first real one, so that a row i
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
+from kvq_cli.cache.shared import CachePosition
 from kvq_cli.errors import UsageError
+
+#: Most columns of a short pass.
+SHORT_COLUMNS = 16
 
 
 def would_sync(device: torch.device, columns: int) -> bool:
@@ -52,16 +56,38 @@ class Forward:
     row_spans: tuple[RowSpan, ...]
     #: Leading pads of each row, out of all columns so far.
     row_pads: tuple[int, ...]
-    #: Tokens of every row before the pass, int64 `[1]` on the device, in a decode step that is captured once and then
-    #: replayed: the work must be the same at every position.
-    cache_position: Tensor | None = field(default=None, compare=False)
+    #: Where the new token goes in a decode step that is captured once and then replayed: the work must be the same at
+    #: every position.
+    cache_position: CachePosition | None = field(default=None, compare=False)
     #: ids of the masks that were compared with this description: all layers of a kind share one mask.
     checked: set[int] = field(default_factory=set, compare=False)
+    #: Tokens of every row that `row_spans` leave out.
+    dropped: int = 0
+    _behind: dict[int, Forward] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def is_first(self) -> bool:
         """Whether the cache is empty before the pass."""
         return self.past_columns == 0
+
+    def behind(self, dropped: int) -> Forward:
+        """The pass for layers that dropped the first `dropped` tokens of every row: tokens are counted from behind them
+        on, and keep their positions. All these layers get the same object."""
+        if not dropped:
+            return self
+        if dropped not in self._behind:
+            spans = tuple(
+                replace(span, past=span.past - dropped, tokens=span.tokens - dropped, offset=span.offset + dropped)
+                for span in self.row_spans
+            )
+            position = None if self.cache_position is None else self.cache_position.behind(dropped)
+            self._behind[dropped] = replace(self, row_spans=spans, cache_position=position, dropped=dropped)
+        return self._behind[dropped]
+
+    @property
+    def is_short(self) -> bool:
+        """Whether the pass has few tokens, but several: a kernel may compute its attention as a decode step's."""
+        return 1 < self.columns <= SHORT_COLUMNS
 
     def check_mask(self, mask: Tensor | None, window: int | None) -> None:
         """UsageError where the model's own mask `[batch, 1, columns, all columns]` (bool, True: seen) is not the one

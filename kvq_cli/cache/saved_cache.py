@@ -3,7 +3,7 @@
 The file's metadata has one entry, `kvq`, a JSON document of the form `FORM`. A file that was truncated or altered is
 refused, and so is one for another model, method, option, artifact or format. Its tensors must have the names, shapes
 and dtypes that the method stores for as many tokens, and numbers that its codecs can have written: a file may come from
-anyone.
+anyone. Tokens that no later query sees are left out: of layers with a sliding window, since format 3.
 """
 
 from __future__ import annotations
@@ -37,9 +37,11 @@ if TYPE_CHECKING:
     from kvq_cli.cache.layer import CompressedLayer
     from kvq_cli.cache.stream import Stream
 
-FORMAT = 2
+FORMAT = 3
+#: Of a file of format 2, layers with a sliding window hold all tokens.
+FORMATS = (2, FORMAT)
 FORM: Form = {
-    "format": OneOf((FORMAT,)),
+    "format": OneOf(FORMATS),
     "kvq": str,
     "model": FINGERPRINT,
     "weights": str,
@@ -123,6 +125,8 @@ def save(cache: CompressedCache, path: str | os.PathLike, prompt: SavedPrompt, o
     tensors = {_IDS: prompt.ids.to("cpu", torch.int64).contiguous()}
     if prompt.text:
         tensors[_TEXT] = torch.frombuffer(bytearray(prompt.text.encode()), dtype=torch.uint8)
+    for layer in cache.layers:
+        layer.drop_unseen(all_of_them=True)
     tensors |= _tensors(cache)
     about = {
         "format": FORMAT,
@@ -162,7 +166,9 @@ def _streams(index: int, layer: CompressedLayer) -> Iterator[tuple[str, Stream]]
 def _tensors(cache: CompressedCache) -> Iterator[tuple[str, Tensor]]:
     """The tensors of all streams, on the CPU."""
     for name, stream in (pair for index, layer in enumerate(cache.layers) for pair in _streams(index, layer)):
-        wanted = expected(stream.codec, stream.window, stream.ring, stream.lengths, cache.rows.prompts).tensors()
+        lengths = [length + stream.dropped for length in stream.lengths]
+        settings = (stream.codec, stream.plan.window, stream.ring, lengths, cache.rows.prompts, stream.dropped)
+        wanted = expected(*settings).tensors()
         for part, tensor in stream.snapshot().tensors().items():
             # The state of rows that were removed may have been larger.
             kept = tensor[tuple(slice(0, size) for size in wanted[part].shape)]
@@ -217,9 +223,10 @@ class SavedCache:
             raise KvqError(f"{self.path} was altered (its metadata is not valid JSON): save it again") from error
         if not isinstance(about, dict) or type(about.get("format")) is not int:
             raise KvqError(f"{self.path} is not a saved cache of kvq: it has no format number")
-        if about["format"] != FORMAT:
+        if about["format"] not in FORMATS:
+            readable = " and ".join(map(str, FORMATS))
             raise KvqError(
-                f"{self.path} has format {about['format']}, this kvq reads format {FORMAT}: save it again with this "
+                f"{self.path} has format {about['format']}, this kvq reads formats {readable}: save it again with this "
                 "version"
             )
         if about.get("checksum") != _checksum(about):
@@ -317,8 +324,9 @@ class SavedCache:
         with self.refusing():
             for index, (layer, shape) in enumerate(zip(cache.layers, layers, strict=True)):
                 streams = list(_streams(index, layer))
+                dropped = layer.saved_from(lengths) if self.about["format"] == FORMAT else 0
                 wanted = {
-                    name: _expected(stream, like, lengths, rows.prompts)
+                    name: _expected(stream, like, lengths, rows.prompts, dropped)
                     for (name, stream), like in zip(streams, shape.streams, strict=True)
                 }
                 known |= {f"{name}.{part}" for name, snapshot in wanted.items() for part in snapshot.tensors()}
@@ -335,11 +343,11 @@ class SavedCache:
         return wanted.map(lambda part, like: self.checked(f"{name}.{part}", spec_of(like)).to(device))
 
 
-def _expected(stream: Stream, like: Tensor, lengths: Sequence[int], prompts: Sequence[int]) -> Snapshot:
-    packed = stream.window.packed
+def _expected(stream: Stream, like: Tensor, lengths: Sequence[int], prompts: Sequence[int], dropped: int) -> Snapshot:
+    packed = stream.plan.window.packed
     if any(packed(prompt) > packed(length) for prompt, length in zip(prompts, lengths, strict=True)):
         raise KvqError("rows.prompts exceed the tokens of the rows")
-    return expected(stream.codec, stream.window, like, lengths, prompts)
+    return expected(stream.codec, stream.plan.window, like, lengths, prompts, dropped)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ class Snapshot:
     prompt:         of a codec that stores prompts apart, their packed tokens, likewise.
     prompt_lengths: how many of them each row has; empty for other codecs.
     state:          of a `PromptCodec`, the state of the rows by name.
+    dropped:        tokens of every row that are not held, and that `lengths` leave out.
     """
 
     lengths: tuple[int, ...]
@@ -35,6 +36,7 @@ class Snapshot:
     prompt: Packed | None = None
     prompt_lengths: tuple[int, ...] = ()
     state: Mapping[str, Tensor] = field(default_factory=dict)
+    dropped: int = 0
 
     def tensors(self) -> dict[str, Tensor]:
         """`sinks`, `recent`, `packed.<part>`, `prompt.<part>` and `state.<name>`."""
@@ -61,14 +63,21 @@ class Snapshot:
         )
 
 
-def expected(codec: AnyCodec, window: Window, like: Tensor, lengths: Sequence[int], prompts: Sequence[int]) -> Snapshot:
-    """The snapshot of a stream that holds rows of `lengths` tokens, as tensors without memory.
+def expected(
+    codec: AnyCodec,
+    window: Window,
+    like: Tensor,
+    lengths: Sequence[int],
+    prompts: Sequence[int],
+    dropped: int = 0,
+) -> Snapshot:
+    """The snapshot of a stream that was given rows of `lengths` tokens and dropped the first ones, as tensors without
+    memory.
 
     like: numbers of the stream, `[..., kv_heads, ..., head_dim]` in its dtype. prompts: how many tokens each row had
     after its first pass.
     """
-    heads, dim, dtype = like.shape[1], like.shape[3], dtype_name(like.dtype)
-    batch, packed = len(lengths), [window.packed(tokens) for tokens in lengths]
+    heads, dim, dtype, batch = like.shape[1], like.shape[3], dtype_name(like.dtype), len(lengths)
     apart: tuple[int, ...] = ()
     prompt: Packed | None = None
     state: dict[str, Tensor] = {}
@@ -80,6 +89,8 @@ def expected(codec: AnyCodec, window: Window, like: Tensor, lengths: Sequence[in
             apart = tuple(window.packed(tokens) for tokens in prompts)
             prompt = _without_memory(layouts[max(apart)].parts, batch, max(apart)) if any(apart) else None
         codec = codec.with_state(state, torch.empty(0, device=_META))
+    window, lengths = window.behind(dropped), [tokens - dropped for tokens in lengths]
+    packed = [window.packed(tokens) for tokens in lengths]
     recent = [n - min(n, window.sinks) - held for n, held in zip(lengths, packed, strict=True)]
     later = [held - before for held, before in zip(packed, apart or [0] * batch, strict=True)]
     parts = codec.layout(heads, dim, dtype).parts if any(later) else {}
@@ -91,6 +102,7 @@ def expected(codec: AnyCodec, window: Window, like: Tensor, lengths: Sequence[in
         prompt,
         apart,
         state,
+        dropped,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -69,12 +69,12 @@ class PackedStore:
                     cut = part.tensor[:, :, (first - start) // part.unit : (last - start) // part.unit]
                     target.parts[name].tensor.copy_(cut)
 
-    def write_at(self, start: Tensor, packed: Packed) -> None:
-        """`write` of all rows at a token that only the device knows, int64 `[1]`, into one segment with room."""
+    def write_at(self, entries: Callable[[int, int], Tensor], packed: Packed) -> None:
+        """`write` of all rows at a place that only the device knows, into one segment with room. entries: (unit, count)
+        -> places of the packed entries, int64 `[count]`."""
         (segment,) = self.segments
         for name, part in packed.parts.items():
-            count = packed.tokens // part.unit
-            index = start // part.unit + torch.arange(count, device=start.device)
+            index = entries(part.unit, packed.tokens // part.unit)
             segment.parts[name].tensor.index_copy_(2, index, part.tensor)
 
     def read(self, rows: slice, start: int, stop: int) -> Packed:
@@ -105,6 +105,16 @@ class PackedStore:
         """Keep the rows `index` (int64, on the parts' device), in that order."""
         for segment in self.segments:
             segment.parts = {n: Part(p.tensor.index_select(0, index), p.unit) for n, p in segment.parts.items()}
+
+    def drop(self, tokens: int, used: int, batch: int, room: int) -> None:
+        """Forget the first `tokens` tokens of every row: the others move to the front of a new segment, with room for
+        `room` tokens at least. used: tokens of the longest row. batch: rows of the whole batch."""
+        rows = slice(0, batch)
+        kept = self.read(rows, tokens, used) if used > tokens else None
+        self.segments, self.room = [], room
+        if kept is not None:
+            self._grow(kept.tokens, batch, kept)
+            self.write(rows, batch, 0, kept)
 
     def bytes_used(self, tokens: int) -> Mapping[str, int]:
         """Bytes by part of `tokens` tokens (all rows together)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from kvq_cli.cache.rows import RowSpan
+from kvq_cli.cache.shared import CachePosition
 from kvq_cli.cache.snapshot import Snapshot
 from kvq_cli.cache.store import PackedStore
 from kvq_cli.codecs.base import Codec, Packed, PromptCodec
@@ -65,17 +67,18 @@ class Stream:
     The stored bits of a row depend on its tokens only: not on how many are added at once, not on other rows. Tokens
     [0, sinks) are in `sinks`, the next `window.packed(tokens)` in `store`, the newest in `ring`, token i at
     (i - sinks) % ring_size. `PromptStream` is for codecs that are fit to the prompt.
+
+    A stream that `dropped` tokens of every row counts all others from 0 on, as if they were all, and has no sinks.
     """
 
     def __init__(self, plan: StreamPlan) -> None:
-        self.plan, self.codec, self.window = plan, plan.codec, plan.window
-        self.ring_size = self.window.ring
+        self.plan, self.codec, self.ring_size = plan, plan.codec, plan.window.ring
         self._room = 0
         self.reset()
 
     def reserve(self, tokens: int) -> None:
         """Make room for rows of `tokens` tokens at once, when the first of them are packed."""
-        self._room = self.store.room = self.window.packed(tokens)
+        self._room = self.store.room = self.plan.window.packed(tokens)
 
     def reserve_like(self, other: Stream) -> None:
         """Make as much room as was reserved in another stream of this plan."""
@@ -83,10 +86,16 @@ class Stream:
 
     def reset(self) -> None:
         """Forget all rows and free their memory."""
+        self._behind(0)
         self.lengths: list[int] = []
         #: Empty until the first tokens come.
         self.sinks = self.ring = torch.empty(0)
         self.store = PackedStore(self.codec.block_tokens, self._room)
+
+    def _behind(self, dropped: int) -> None:
+        """Count tokens from behind the first `dropped` on."""
+        #: Tokens of every row that are held no more.
+        self.dropped, self.window = dropped, self.plan.window.behind(dropped)
 
     def coder(self, rows: slice) -> Codec:
         """The codec that encodes and decodes `rows`."""
@@ -120,7 +129,7 @@ class Stream:
 
     # -- append --------------------------------------------------------------------------------------------------
 
-    def append(self, x: Tensor, spans: tuple[RowSpan, ...], cache_position: Tensor | None = None) -> None:
+    def append(self, x: Tensor, spans: tuple[RowSpan, ...], cache_position: CachePosition | None = None) -> None:
         """Add `x` `[batch, kv_heads, columns, head_dim]` to the rows as `spans` say; pads are dropped.
 
         cache_position: see `Forward`; only where the stream `can_capture`.
@@ -197,15 +206,13 @@ class Stream:
         else:
             self._write(span, packed, reserve)
 
-    def _append_at(self, span: RowSpan, x: Tensor, cache_position: Tensor) -> None:
+    def _append_at(self, span: RowSpan, x: Tensor, cache_position: CachePosition) -> None:
         """`_append` of one token to all rows: the host decides whether tokens are packed, the device where."""
         window = self.window
-        self.ring.index_copy_(2, (cache_position - window.sinks) % self.ring_size, x)
+        self.ring.index_copy_(2, cache_position.ring_place(window), x)
         if window.packed(span.tokens) > window.packed(span.past):
-            first = cache_position + 1 - window.sinks - window.recent - window.flush
-            index = (first + torch.arange(window.flush, device=cache_position.device)) % self.ring_size
-            packed = self.coder(span.rows).encode(self.ring.index_select(2, index))
-            self.store.write_at(first, packed)
+            run = self.ring.index_select(2, cache_position.flush_places(window))
+            self.store.write_at(partial(cache_position.entries, window), self.coder(span.rows).encode(run))
 
     def _pack(self, span: RowSpan, x: Tensor | None, reserve: int) -> None:
         """Encode and store `x`, the tokens of `span` that are packed, if any; `reserve` as in `PackedStore.write`."""
@@ -278,7 +285,7 @@ class Stream:
         return self.store.tiles(rows, start, stop, size)
 
     def read(self, row: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """All tokens of one row, `[1, kv_heads, tokens, head_dim]`: packed tokens decoded."""
+        """All tokens of one row that are held, `[1, kv_heads, tokens, head_dim]`: packed tokens decoded."""
         rows, tokens = slice(row, row + 1), self.lengths[row]
         pieces = [(first, x.to(dtype)) for first, _, x in self.exact(rows, tokens, 0, tokens)]
         coder = self.coder(rows)
@@ -300,11 +307,13 @@ class Stream:
             sinks.masked_fill(places >= lengths, 0),
             pad_sequence([x.transpose(0, 1) for x in recent], batch_first=True).transpose(1, 2),
             self._used(self.store, [self._stored(slice(row, row + 1), n) for row, n in enumerate(self.lengths)]),
+            dropped=self.dropped,
         )
 
     def restore(self, snapshot: Snapshot) -> None:
         """Hold the tokens of `snapshot` instead; its packed tensors may become the stream's own."""
         self.reset()
+        self._behind(snapshot.dropped)
         self._allocate(snapshot.sinks)
         self.lengths = list(snapshot.lengths)
         self.sinks[:, :, : snapshot.sinks.shape[2]] = snapshot.sinks
@@ -331,7 +340,17 @@ class Stream:
         """The packed tokens of a store whose rows hold so many; None where there are none."""
         return store.read(slice(0, len(stored)), 0, max(stored)) if any(stored) else None
 
-    # -- crop and select -----------------------------------------------------------------------------------------
+    # -- drop, crop and select -----------------------------------------------------------------------------------
+
+    def drop(self, dropped: int, room: int) -> None:
+        """Forget the first `dropped` tokens of every row, those forgotten before included: all sinks, and packed tokens
+        in whole flushes. room: of `PackedStore.drop`. Tensors are replaced, so that captured steps are made anew."""
+        packed = dropped - self.dropped - self.window.sinks
+        used = max(self.window.packed(length) for length in self.lengths)
+        self.store.drop(packed, used, len(self.lengths), room)
+        self.lengths = [length - (dropped - self.dropped) for length in self.lengths]
+        self.ring, self.sinks = self.ring.roll(-packed, dims=2), self.sinks[:, :, :0].clone()
+        self._behind(dropped)
 
     def crop(self, tokens: int) -> None:
         """Remove each row's last `tokens` tokens; see `croppable`."""

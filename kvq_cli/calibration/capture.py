@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -73,20 +74,21 @@ def capture(
 @contextmanager
 def _recording(recorder: _Recorder, layers: Sequence[AttentionLayer]) -> Iterator[None]:
     """With the recorder's hooks on the capture points of all layers."""
-    handles = []
-    with _HOOKS:
+
+    def remove(handle: RemovableHandle) -> None:
+        with _HOOKS:
+            handle.remove()
+
+    with ExitStack() as undo:
         for layer in layers:
             for kind, point in (("k", layer.key), ("v", layer.value)):
                 if point is None:
                     raise ValueError(f"{layer.name}: its capture points were not requested")
-                handles.append(point.module.register_forward_hook(recorder.keep(layer.index, kind)))
-                handles.append(layer.module.register_forward_hook(recorder.record(layer.index, kind, point)))
-    try:
+                kept, recorded = recorder.keep(layer.index, kind), recorder.record(layer.index, kind, point)
+                for module, hook in ((point.module, kept), (layer.module, recorded)):
+                    with _HOOKS:
+                        undo.callback(remove, module.register_forward_hook(hook))
         yield
-    finally:
-        with _HOOKS:
-            for handle in handles:
-                handle.remove()
 
 
 def forward(model: PreTrainedModel, tokens: Tensor) -> None:

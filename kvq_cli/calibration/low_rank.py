@@ -44,10 +44,12 @@ class SecondMoments:
         self._hooks = ExitStack()
 
     def __enter__(self) -> SecondMoments:
-        for layer, points in self._points.items():
-            for kind, point in points.items():
-                hook = point.linear.register_forward_hook(self._hook(layer, kind, point))
-                self._hooks.callback(hook.remove)
+        with ExitStack() as undo:
+            for layer, points in self._points.items():
+                for kind, point in points.items():
+                    hook = point.linear.register_forward_hook(self._hook(layer, kind, point))
+                    undo.callback(hook.remove)
+            self._hooks = undo.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:

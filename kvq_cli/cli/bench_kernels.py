@@ -34,7 +34,7 @@ Operations = Annotated[
         "--operation",
         metavar="NAMES",
         help="Operations, separated by commas: decode_attention, quantized_matvec, quantize_pack, squat_quantize, "
-        "assign_centroids, transform_attention (default: all); with --static also rematerialize.",
+        "assign_centroids, transform_attention, transform_pack (default: all); with --static also rematerialize.",
     ),
 ]
 Seconds = Annotated[

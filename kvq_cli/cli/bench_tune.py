@@ -18,7 +18,7 @@ Operations = Annotated[
         "--operation",
         metavar="NAMES",
         help="Operations to tune, separated by commas: decode_attention, quantized_matvec, quantize_pack, "
-        "squat_quantize, assign_centroids, transform_attention (default: all).",
+        "squat_quantize, assign_centroids, transform_attention, transform_pack (default: all).",
     ),
 ]
 Seconds = Annotated[int, bench_option("--seconds", min=1, help="Duration of the search.")]

@@ -48,9 +48,9 @@ def bits(
     """Count the bytes of a compressed cache by part, from its tensors' shapes; nothing is allocated.
 
     Bits are per cached number (tokens x kv heads x head_dim, keys and values): `nominal` counts codes alone, `packed`
-    adds scales and outliers, `measured` adds full-precision windows and unused room. Constants (codebooks) are
-    shared by all sequences; so are the tables that a CPU makes from them and holds while it runs, which are no part
-    of the format.
+    adds scales and outliers, `measured` adds full-precision windows and unused room. Of a layer with a sliding window,
+    the tokens within it count, which transformers' own cache holds. Constants (codebooks) are shared by all sequences;
+    so are the tables that a CPU makes from them and holds while it runs, which are no part of the format.
     """
     out = Output(as_json=as_json)
     if papers:

@@ -29,7 +29,7 @@ def cache_line(report: dict[str, Any], longer: str = "") -> str:
         f"{bits:.2f} bits per number (nominal {report['nominal_bits']:g})"
         + longer
         + (f"; room for more tokens: {human_bytes(unused)}" if unused else "")
-        + ("; tokens beyond sliding windows are kept, not in 16 bit" if report.get("beyond_window") else "")
+        + (f"; beyond sliding windows: {report['beyond_window']:,} numbers" if report.get("beyond_window") else "")
         + (f"; shared by all sequences: {human_bytes(shared)}" if shared else "")
         + (f"; attention by {report['backend']}" if report.get("backend") else "")
     )
@@ -59,7 +59,7 @@ def longer_text(report: dict[str, Any], method: Method, loaded: LoadedModel) -> 
     if report["tokens"] >= tokens:
         return ""
     is_short = report["compressed_tokens"] <= report["tokens"] / 2 or held_bytes(report) >= report["fp16_bytes"]
-    if method.nominal_bits == 16 or not is_short or report["beyond_window"]:
+    if method.nominal_bits == 16 or not is_short:
         return ""
     from kvq_cli.benchmarking.accounting import account
     from kvq_cli.benchmarking.capacity import largest

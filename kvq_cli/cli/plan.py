@@ -96,7 +96,9 @@ def plan(
         raise UsageError(f"--tensor-parallel-size {ranks}: `kvq generate` runs on one GPU; add --engine vllm")
     total, held_back = _memory_bytes(memory, gpu), parse_bytes(reserve, "--reserve")
     chosen = chosen_methods(compare, bits, set_, out)
+    from kvq_cli.benchmarking.accounting import seen_numbers
     from kvq_cli.benchmarking.capacity import capacity, serving_capacity
+    from kvq_cli.cache.report import FULL_PRECISION_BITS
 
     size = model_size(shapes, model, trust_remote_code)
     room, device = total - held_back, f"--memory {memory}" if gpu is None else f"--gpu {gpu}"
@@ -129,9 +131,11 @@ def plan(
     where = memory or f"{human_bytes(total)} of {gpu}"
     where += f" on each of {ranks} ranks" if ranks > 1 else ""
     title = f"{shapes or model} in {where}, {reserve} of it reserved: weights {human_bytes(weights)}"
-    out.table(columns, rows, title=f"{title}, {batch} x {context:,} tokens")
+    plain = seen_numbers(size.shape, context, batch) * FULL_PRECISION_BITS // 8
+    title += f", {batch} x {context:,} tokens ({human_bytes(plain)} in 16 bits)"
+    out.table(columns, rows, title=title)
     document = {"shape": shapes or model, "memory": total, "reserve": held_back, "context": context, "batch": batch}
-    document |= {"engine": engine.value, "tensor_parallel_size": ranks}
+    document |= {"engine": engine.value, "tensor_parallel_size": ranks, "fp16_bytes": plain}
     out.result({**document, "methods": found})
 
 

@@ -16,8 +16,8 @@ from kvq_cli.codecs.nearest import (
     code_type,
     grid_max,
     grid_scale,
-    nearest,
     nearest_ignoring,
+    nearest_of,
     ranked,
     ranked_layout,
 )
@@ -140,19 +140,22 @@ class CodebookCodec(Codec):
         return Codebook(parts["codes"].tensor, self.centroids, self.block, mean, std)
 
     def _encode(self, x: Tensor) -> Packed:
-        return self._pack(x, nearest(self._book_blocks(self._on_grid(x)), self._table()))
+        return self._pack(x, self._codes(self._book_blocks(self._on_grid(x))))
+
+    def _codes(self, blocks: Tensor) -> Tensor:
+        return nearest_of(blocks, self.centroids.flatten(0, 1), self._scale.flatten(), self._table)
 
     @property
     def ignoring_capturable(self) -> bool:
         return self.block == (1, 1)  # else blocks with ignored numbers are looked for
 
     def encode_ignoring(self, x: Tensor, ignored: Tensor) -> Packed:
-        blocks, table = self._book_blocks(self._on_grid(x)), self._table()
-        codes = nearest(blocks, table)
+        blocks = self._book_blocks(self._on_grid(x))
+        codes = self._codes(blocks)
         if blocks.shape[2] > 1:  # a block of one ignored number has nothing to choose by
             mask = self._book_blocks(ignored)
             books, places = mask.any(dim=2).nonzero(as_tuple=True)
-            codes[books, places] = nearest_ignoring(blocks[books, places], mask[books, places], books, table)
+            codes[books, places] = nearest_ignoring(blocks[books, places], mask[books, places], books, self._table())
         return self._pack(x, codes)
 
     def _pack(self, x: Tensor, codes: Tensor) -> Packed:

@@ -29,30 +29,32 @@ class ExactProduct:
     def __init__(self, std: Tensor, matrix: Tensor) -> None:
         bits = grid_bits(std.shape[1])
         safe = std.masked_fill(std <= 0, 1)
-        self._limit = 2.0**bits
-        self._to_grid = ((2.0**bits / _MAX_DEVIATIONS) / safe).unsqueeze(1)  # [G, 1, W]
+        self.limit = 2.0**bits
+        #: Of each number, what it is multiplied by before it is rounded: float32 `[G, 1, W]`.
+        self.to_grid = ((2.0**bits / _MAX_DEVIATIONS) / safe).unsqueeze(1)
         scaled = matrix.double() * safe.double().unsqueeze(1)
         exponent = torch.frexp(scaled.abs().amax(dim=2)).exponent  # the largest of a row is below 2^exponent
         one = torch.ones_like(scaled[:, :, 0])
         integers = (scaled * torch.ldexp(one, bits - exponent).unsqueeze(2)).round()
-        #: A in integers, `[G, K, W]` float32, which holds those of 24 bits exactly, or float64.
-        self.integers = integers.float() if bits <= _FLOAT_BITS else integers
-        self._step = torch.ldexp(one, exponent - bits) * (_MAX_DEVIATIONS / 2.0**bits)  # [G, K], powers of two
+        #: A^T in integers, `[G, W, K]` float32, which holds those of 24 bits exactly, or float64.
+        self.integers = (integers.float() if bits <= _FLOAT_BITS else integers).mT.contiguous()
+        #: What sums of integers are multiplied by: powers of two, float64 `[G, K]`.
+        self.step = torch.ldexp(one, exponent - bits) * (_MAX_DEVIATIONS / 2.0**bits)
 
     def tables(self) -> Mapping[str, Tensor]:
         """Tensors held beside `integers`."""
-        return {"gain": self._to_grid, "scale": self._step}
+        return {"gain": self.to_grid, "scale": self.step}
 
     def __call__(self, x: Tensor) -> Tensor:
         """`[B, G, T, W]` -> `[B, G, T, K]`, float32."""
-        grid = (x * self._to_grid).round_().clamp_(-self._limit, self._limit).double()
-        return (grid @ self.integers.double().transpose(1, 2)).mul_(self._step.unsqueeze(1)).float()
+        grid = (x * self.to_grid).round_().clamp_(-self.limit, self.limit).double()
+        return (grid @ self.integers.double()).mul_(self.step.unsqueeze(1)).float()
 
 
 def product_layout(std: tuple[int, ...], matrix: tuple[int, ...]) -> tuple[TensorSpec, dict[str, TensorSpec]]:
     """Shapes and dtypes of `ExactProduct.integers`, and of its `tables`, for arguments of these shapes."""
     groups, width = std
-    integers = TensorSpec(matrix, "float32" if grid_bits(width) <= _FLOAT_BITS else "float64")
+    integers = TensorSpec((groups, width, matrix[1]), "float32" if grid_bits(width) <= _FLOAT_BITS else "float64")
     return integers, {"gain": TensorSpec((groups, 1, width), "float32"), "scale": TensorSpec(matrix[:2], "float64")}
 
 

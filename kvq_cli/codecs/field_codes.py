@@ -28,7 +28,9 @@ class FieldCodes:
 
     def __init__(self, widths: Sequence[int], values: bool, device: torch.device | None) -> None:
         places = fields.places(tuple(widths))
-        self.parts = fields.parts(fields.rate(widths))
+        #: Bytes of a lane.
+        self.rate = fields.rate(widths)
+        self.parts = fields.parts(self.rate)
         self._values = values
         self.components = fields.FIELD * len(widths)
         #: Tokens that share a number of the parts.
@@ -41,11 +43,13 @@ class FieldCodes:
                 return torch.tensor(numbers, dtype=dtype, device=device)
 
             first_bits = [place.shift + place.offset for place in places]
-            # Of each field: its word among those of all parts, the largest code, first bit, and bits.
-            self._word = table([firsts[place.part] + place.word for place in places], torch.int32)
-            self._largest = table([2**width - 1 for width in widths], torch.int16).view(-1, 1)
-            self._shift = table(first_bits, torch.int16).view(-1, 1)
-            self._mask = (self._largest << self._shift).unsqueeze(2)
+            # Of each field: its word among those of all parts, the largest code, first bits in both halves, and bits.
+            self.word = table([firsts[place.part] + place.word for place in places], torch.int32)
+            self.largest = table([2**width - 1 for width in widths], torch.int16).view(-1, 1)
+            self.shift = table(first_bits, torch.int16).view(-1, 1)
+            rooms = [self.parts[place.part].room for place in places]
+            self.high = table([bit + room for bit, room in zip(first_bits, rooms, strict=True)], torch.int32)
+            self._mask = (self.largest << self.shift).unsqueeze(2)
 
     def layout(self, groups: int) -> dict[str, PartSpec]:
         """The parts of so many groups of channels."""
@@ -54,27 +58,27 @@ class FieldCodes:
 
     def tables(self) -> Mapping[str, Tensor]:
         """Tensors held, by names of `base.TABLES`."""
-        named = {"word": self._word, "largest": self._largest, "shift": self._shift, "mask": self._mask}
+        named = {"word": self.word, "largest": self.largest, "shift": self.shift, "high": self.high, "mask": self._mask}
         return {f"{name}.offset": table for name, table in named.items()}
 
     def table_layout(self) -> dict[str, TensorSpec]:
         """Shapes and dtypes of `tables`."""
         count = self.components // fields.FIELD
-        shapes = {"word": (count,), "largest": (count, 1), "shift": (count, 1), "mask": (count, 1, 1)}
-        kinds = {"word": "int32"}
+        shapes = {"word": (count,), "largest": (count, 1), "shift": (count, 1), "high": (count,), "mask": (count, 1, 1)}
+        kinds = {"word": "int32", "high": "int32"}
         return {f"{name}.offset": TensorSpec(shape, kinds.get(name, "int16")) for name, shape in shapes.items()}
 
     @property
     def first_bits(self) -> Tensor:
         """Of each component, the bit at which its codes begin in half a word, int16 `[components]`."""
-        return self._shift.repeat_interleave(fields.FIELD)
+        return self.shift.repeat_interleave(fields.FIELD)
 
     def pack(self, numbers: Tensor) -> dict[str, Part]:
         """Numbers `[B, G, T, components]`, changed to the nearest codes of their fields, as parts."""
         codes = numbers.round_().clamp_(0, 2**fields.MAX_WIDTH - 1).short().unflatten(3, (-1, fields.FIELD))
-        shifted = torch.minimum(codes, self._largest).int() << self._shift
+        shifted = torch.minimum(codes, self.largest).int() << self.shift
         rooms = shifted.new_zeros(*codes.shape[:3], self._words, fields.FIELD)
-        rooms.index_add_(3, self._word, shifted)  # bits are disjoint: their sum is their union
+        rooms.index_add_(3, self.word, shifted)  # bits are disjoint: their sum is their union
         # Both halves of each word, and the words of a lane side by side.
         if self._values:
             low, high = rooms.unflatten(2, (-1, 8, 2)).transpose(5, 6).unbind(4)
@@ -90,7 +94,7 @@ class FieldCodes:
         """Codes where they stand in half a word, times 2^`first_bits`: uint16 `[B, G, components, T]`."""
         planes = [self._planes(part, parts[part.name].tensor) for part in self.parts]
         words = planes[0] if len(planes) == 1 else torch.cat(planes, dim=2)
-        return words.index_select(2, self._word).bitwise_and_(self._mask).flatten(2, 3).view(torch.uint16)
+        return words.index_select(2, self.word).bitwise_and_(self._mask).flatten(2, 3).view(torch.uint16)
 
     def _planes(self, part: fields.Part, words: Tensor) -> Tensor:
         """The halves of a part's words, int16 `[B, G, words, 8 components, T]`."""

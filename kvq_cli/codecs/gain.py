@@ -9,6 +9,7 @@ from kvq_cli.codecs.exact_product import grid_bits
 from kvq_cli.lazy import torch
 
 if TYPE_CHECKING:
+    from kvq_kernels.transform_pack import GainTables
     from torch import Tensor
 
 #: Gains per factor of two.
@@ -43,6 +44,14 @@ class Gain:
         # The sum of squares, and the largest square, of a token of gain 1.
         self._sum, self._largest = components / unit**2, (_REACH / unit) ** 2
         gains(deviation.device)  # a CUDA graph cannot hold their copy to the GPU
+
+    def tables(self) -> GainTables:
+        """What kernels find gains by."""
+        from kvq_kernels.transform_pack import GainTables
+
+        device = self.scale.device
+        constants = self._limit, self._sum, self._largest, self._first
+        return GainTables(self.scale.squeeze(1), _limits(device), gains(device), *constants)
 
     def index(self, u: Tensor) -> Tensor:
         """n of `u` `[B, G, T, K]`: uint8 `[B, G, T]`."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvq_kernels.quantize_pack import Uniform
+    from kvq_kernels.transform_pack import PackTables
     from torch import Tensor
 
 
@@ -23,6 +26,16 @@ def quantize_pack(x: Tensor, **layout: Any) -> Uniform | None:
 
     asked = Layout(**layout)
     return None if unsupported(asked) else quantize_pack(x, asked, backend="triton")
+
+
+def transform_pack(x: Tensor, tables: Callable[[], PackTables]) -> tuple[tuple[Tensor, ...], Tensor | None] | None:
+    """Codes and gains of finite `x` `[B, G, T, W]` by the kernel, to the same bits as by the codec; see
+    `kvq_kernels.transform_pack`. None: not on a GPU, or more channels than the kernel knows."""
+    if not on_gpu(x):
+        return None
+    from kvq_kernels.transform_pack import transform_pack, unsupported
+
+    return None if unsupported(x.shape[3]) else transform_pack(x, tables(), backend="triton")
 
 
 def assign_centroids(points: Tensor, centroids: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -9,6 +9,7 @@ their codebook's extent, it may take the other.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kvq_cli.codecs import kernels
@@ -72,9 +73,9 @@ def nearest(blocks: Tensor, table: Tensor) -> Tensor:
     entries = table.shape[2]
     dtype = getattr(torch, code_type(entries))
     if entries <= MAX_ENTRIES and kernels.on_gpu(blocks):
-        assigned = kernels.assign_centroids(blocks, (table[:, :size] / (-2 * MAX_ENTRIES)).mT.float())
-        if assigned is not None:
-            return assigned[0].to(dtype)
+        codes = _nearest_by_kernel(blocks, (table[:, :size] / (-2 * MAX_ENTRIES)).mT.float())
+        if codes is not None:
+            return codes
     if size == 1:
         return _nearest_scalar(blocks.squeeze(2), table)
     points = blocks.new_ones(books, count, size + 1, dtype=torch.float64)
@@ -93,6 +94,23 @@ def nearest(blocks: Tensor, table: Tensor) -> Tensor:
             torch.bmm(points[b : b + together, r : r + rows], table[b : b + together], out=scores)
             torch.amin(scores, dim=2, out=tile)
     return ranks.to(torch.int64).to(dtype)  # the lowest bits: the index
+
+
+def nearest_of(blocks: Tensor, centroids: Tensor, scale: Tensor, table: Callable[[], Tensor]) -> Tensor:
+    """As `nearest`, of centroids `[books, entries, size]` with their `grid_scale`. table: gives them as `ranked` does,
+    which a GPU's kernel does not need."""
+    if centroids.shape[1] <= MAX_ENTRIES and kernels.on_gpu(blocks):
+        # As in `ranked`: products with powers of two are exact in float32, too.
+        codes = _nearest_by_kernel(blocks, (centroids.float() * scale.view(-1, 1, 1)).round_())
+        if codes is not None:
+            return codes
+    return nearest(blocks, table())
+
+
+def _nearest_by_kernel(blocks: Tensor, centroids: Tensor) -> Tensor | None:
+    """centroids: on the grid, float32. None: the kernel does not take them."""
+    assigned = kernels.assign_centroids(blocks, centroids)
+    return None if assigned is None else assigned[0].to(getattr(torch, code_type(centroids.shape[1])))
 
 
 def nearest_ignoring(blocks: Tensor, ignored: Tensor, books: Tensor, table: Tensor) -> Tensor:

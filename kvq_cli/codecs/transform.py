@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from kvq_kernels import fields
 
+from kvq_cli.codecs import kernels
 from kvq_cli.codecs.base import Codec, KernelStorage, KeyRotation, Packed, Part
 from kvq_cli.codecs.exact_product import ExactProduct, product_layout
 from kvq_cli.codecs.field_codes import FieldCodes
@@ -17,6 +18,7 @@ from kvq_cli.lazy import torch
 
 if TYPE_CHECKING:
     from kvq_kernels.decode_attention import Transform
+    from kvq_kernels.transform_pack import PackTables
     from torch import Tensor
 
 
@@ -58,7 +60,7 @@ class TransformCodec(Codec):
 
     def _make_tables(self, tensors: Mapping[str, Tensor]) -> None:
         kept = slice(self._fields.components)
-        self._mean, self._center = tensors["mean"].float(), tensors["center"][:, kept].float()
+        self._mean, self._center = tensors["mean"].float(), tensors["center"][:, kept].float().contiguous()
         mean, synthesis = self._mean.unsqueeze(2), tensors["synthesis"][:, :, kept].float()
         origin = synthesis @ self._center.unsqueeze(2)
         synthesis = torch.ldexp(synthesis, -self._fields.first_bits)
@@ -68,6 +70,7 @@ class TransformCodec(Codec):
         self._product = ExactProduct(tensors["std"].float(), tensors["analysis"][:, kept].float())
         self._gain = Gain(tensors["deviation"][:, kept].float()) if self.has_gain else None
         self._kernel_transforms: dict[KeyRotation, Transform] = {}
+        self._pack_tables: PackTables | None = None
 
     @property
     def synthesis(self) -> Tensor:
@@ -128,12 +131,41 @@ class TransformCodec(Codec):
         return self._product(x - self._mean.unsqueeze(1))
 
     def _encode(self, x: Tensor) -> Packed:
+        if not self.joined and (packed := kernels.transform_pack(x, self.pack_tables)) is not None:
+            codes, gains = packed
+            found = {
+                part.name: Part(own, self._fields.unit) for part, own in zip(self._fields.parts, codes, strict=True)
+            }
+            return Packed(x.shape[2], found if gains is None else found | {"gain": Part(gains, 1)})
         u, parts = self.components(x), dict[str, Part]()
         if self._gain is not None:
             index = self._gain.index(u)
             u /= gain_of(index).unsqueeze(3)
             parts["gain"] = Part(index, 1)
         return Packed(x.shape[2], parts | self._fields.pack(u.add_(self._center.unsqueeze(1))))
+
+    def pack_tables(self) -> PackTables:
+        """The constants as `transform_pack` takes them, made once."""
+        from kvq_kernels.transform_pack import PackTables
+
+        if self._pack_tables is None:
+            own, product, gain = self._fields, self._product, self._gain
+            self._pack_tables = PackTables(
+                self._mean,
+                product.to_grid.squeeze(1),
+                product.integers,
+                product.step,
+                self._center,
+                own.largest.squeeze(1),
+                own.word,
+                own.shift.squeeze(1),
+                own.high,
+                product.limit,
+                self._values,
+                own.rate,
+                None if gain is None else gain.tables(),
+            )
+        return self._pack_tables
 
     def decode(self, packed: Packed, dtype: torch.dtype) -> Tensor:
         x = self._numbers(packed).mT @ self._affine.mT  # [B, G, T, W]
@@ -165,7 +197,7 @@ class TransformCodec(Codec):
         batch, groups, components, tokens = codes.shape
         numbers = self._mean.new_empty(batch, groups, self._affine.shape[2], tokens)
         numbers[:, :, :components] = codes
-        numbers[:, :, components:] = 1
+        numbers[:, :, components:].fill_(1)
         if self.has_gain:
             numbers[:, :, :-1].mul_(self._gains(packed))
         return numbers

@@ -23,7 +23,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The architecture sizes of a model, and the dtype of its activations, by name: `bfloat16`."""
+    """The architecture sizes of a model, and the dtype of its activations, by name: `bfloat16`.
+
+    windows: per layer, the newest tokens that a query sees, itself included; None: all. Empty: all layers see all.
+    """
 
     layers: int
     query_heads: int
@@ -31,6 +34,11 @@ class ModelShape:
     head_dim: int
     hidden_size: int
     dtype: str
+    windows: tuple[int | None, ...] = ()
+
+    def window(self, layer: int) -> int | None:
+        """The sliding window of a layer, in tokens; None: its queries see all tokens."""
+        return self.windows[layer] if self.windows else None
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -33,6 +33,10 @@ class Window:
         """Places for recent tokens: a whole number of flushes, so that the tokens of a flush are one slice of them."""
         return (-(-self.recent // self.flush) + 1) * self.flush
 
+    def behind(self, tokens: int) -> Window:
+        """The window of the tokens behind the first `tokens`: 0, or all sinks and whole flushes."""
+        return Window(0, self.recent, self.flush) if tokens else self
+
     def packed(self, tokens: int) -> int:
         """How many tokens of a sequence of `tokens` are packed: those at [sinks, sinks + packed)."""
         return max(0, tokens - self.sinks - self.recent) // self.flush * self.flush

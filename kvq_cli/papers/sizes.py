@@ -41,5 +41,5 @@ def _figure(figure: str, report: CacheReport, method: Method, shape: ModelShape)
         return artifact_bytes(method, shape)["centroids"] / 1e6
     if figure == "outlier bits":
         outliers = sum(size for name, size in report.parts.items() if name.startswith("outlier"))
-        return 8 * outliers / (report.numbers * report.compressed / report.tokens)
+        return 8 * outliers / report.packed_numbers
     raise ValueError(f"unknown figure {figure!r}")

@@ -4,6 +4,7 @@
     placing.py       which layer's page holds which of them
     pages.py         a stream of the cache over pages
     paged_layer.py   attention of a batch of sequences over pages
+    batch.py         the sequences of a step        step.py      those that decode one token each
     exact_blocks.py  vLLM's blocks of tokens in full precision
     backend.py       vLLM's attention backend     metadata.py  what vLLM tells a layer of a step
     engine.py        what the layers of an engine share

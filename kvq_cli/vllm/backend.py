@@ -55,7 +55,12 @@ class KvqBuilder(AttentionMetadataBuilder[KvqMetadata]):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> KvqMetadata:
         m = common_attn_metadata
-        return KvqMetadata(m.query_start_loc_cpu, m.seq_lens, m.block_table_tensor, m.max_query_len == 1)
+        # Bounds on the lengths, which are exact without speculative decoding; kvq refuses that.
+        bounds = m.seq_lens_cpu_upper_bound
+        known = None if bounds is None or len(bounds) != len(m.seq_lens) else bounds.tolist()
+        graphs = self.vllm_config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        lengths = m.seq_lens, m.block_table_tensor
+        return KvqMetadata(m.query_start_loc_cpu, *lengths, m.max_query_len == 1, known, graphs)
 
 
 class KvqBackend(AttentionBackend):

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvq_cli.vllm.paged_layer import Batch, Sequence, Step
+from kvq_cli.vllm.batch import Batch, Sequence
+from kvq_cli.vllm.step import Step
 
 
 @dataclass
@@ -15,25 +16,32 @@ class KvqMetadata:
     own tensors, int32, which it fills anew for each step: a captured step reads them where they are.
 
     starts: `[requests + 1]` on the CPU. lengths: `[requests]`. blocks: `[requests, blocks]`. single: whether every
-    request has one query.
+    request has one query. known: the lengths on the host, where vLLM has them there. captured: whether CUDA graphs hold
+    steps: those that run before a graph is captured must be the same work.
     """
 
     starts: Tensor
     lengths: Tensor
     blocks: Tensor
     single: bool
+    known: list[int] | None = None
+    captured: bool = True
     _batch: Batch | None = None
+    _step: Step | None = None
 
     def step(self, exact: Tensor | None) -> Step:
-        """The batch where every request has one query; exact: the blocks of exact tokens."""
-        return Step(self.lengths, self.blocks, exact)
+        """The batch where every request has one query; made once for all layers. exact: the blocks of exact tokens."""
+        if self._step is None:
+            self._step = Step(self.lengths, self.blocks, exact, None if self.captured else self.known)
+        return self._step
 
     def batch(self, exact: Tensor | None) -> Batch:
-        """The sequences; made once for all layers. Waits for the device."""
+        """The sequences; made once for all layers. Waits for the device where the lengths are not `known`."""
         if self._batch is None:
             starts, blocks = self.starts.tolist(), self.blocks.long()
+            lengths = self.lengths.tolist() if self.known is None else self.known
             exact = None if exact is None else exact.long()
-            runs = zip(starts[:-1], starts[1:], self.lengths.tolist(), strict=False)
+            runs = zip(starts[:-1], starts[1:], lengths, strict=False)
             self._batch = Batch(
                 [
                     Sequence(start, stop, length - (stop - start), blocks[i], None if exact is None else exact[i])

@@ -20,7 +20,8 @@ from kvq_cli.codecs.base import KeyRotation
 from kvq_cli.vllm.pages import PagedStream
 
 if TYPE_CHECKING:
-    from kvq_cli.vllm.paged_layer import PagedLayer, Step
+    from kvq_cli.vllm.paged_layer import PagedLayer
+    from kvq_cli.vllm.step import Step
 
 
 class PagedKernels:
@@ -60,9 +61,7 @@ class PagedKernels:
 
 
 def _side(stream: PagedStream, rotation: KeyRotation, step: Step) -> Side:
-    count = stream.packed_of(step.lengths)
-    sinks = ring = None
-    if step.exact_blocks is not None:
-        sinks, ring = stream.exact_of(step.lengths, step.exact_blocks)
+    count = step.packed(stream.window)
+    sinks, ring = (None, None) if step.exact_blocks is None else stream.exact_of(step)
     pages = Pages(step.blocks, stream.block_size, first=stream.shift)
     return side_of(stream.codec, stream.parts, count, sinks, ring, pages=pages, rotation=rotation)

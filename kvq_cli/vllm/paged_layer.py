@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -17,73 +15,14 @@ from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.rows import Forward, RowSpan
 from kvq_cli.codecs.base import Codec
 from kvq_cli.methods.base import LayerPlan, ModelShape
+from kvq_cli.vllm.batch import Batch, Rows, Sequence
 from kvq_cli.vllm.layout import CacheLayout
 from kvq_cli.vllm.pages import PagedStream, shifts
-from kvq_cli.vllm.rope import unrotate
+from kvq_cli.vllm.rope import unrotated_by
+from kvq_cli.vllm.step import Step
 
 if TYPE_CHECKING:
     from kvq_cli.vllm.paged_decode import PagedKernels
-
-
-class Sequence(NamedTuple):
-    """New tokens [start, stop) of a batch that belong to one sequence, which has `past` tokens before them.
-
-    blocks, exact_blocks: the pages of the sequence, int64.
-    """
-
-    start: int
-    stop: int
-    past: int
-    blocks: Tensor
-    exact_blocks: Tensor | None
-
-
-@dataclass(frozen=True)
-class Step:
-    """Sequences with one new token each, as kernels take them.
-
-    lengths: int32 `[rows]`, their tokens with the new one; 0: no sequence. blocks: int32 `[rows, blocks]`.
-    exact_blocks: integers `[rows, blocks]`, or None.
-    """
-
-    lengths: Tensor
-    blocks: Tensor
-    exact_blocks: Tensor | None
-
-    @staticmethod
-    def of(sequences: list[Sequence]) -> Step:
-        """The step of these sequences."""
-        device = sequences[0].blocks.device
-        lengths = torch.tensor([sequence.past + 1 for sequence in sequences], dtype=torch.int32, device=device)
-        exact = [sequence.exact_blocks for sequence in sequences if sequence.exact_blocks is not None]
-        blocks = torch.stack([sequence.blocks for sequence in sequences]).int()
-        return Step(lengths, blocks, torch.stack(exact) if exact else None)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The sequences of a step of vLLM; one object for all layers."""
-
-    sequences: list[Sequence]
-
-    @cached_property
-    def writers_first(self) -> list[Sequence]:
-        """The sequences in the order in which a layer appends and attends them: by the tokens before their new ones.
-
-        vLLM publishes a block when it schedules the tokens in it, so a sequence can have a prefix hit on a block that
-        another one computes in this step. The writer of such a block has fewer tokens before its new ones, but may come
-        later in the batch. The order is the same on all ranks of tensor parallelism, whose codecs exchange tokens.
-        """
-        return sorted(self.sequences, key=lambda sequence: sequence.past)
-
-    @cached_property
-    def decoded(self) -> tuple[Tensor, Step] | None:
-        """The sequences with one new token, and where these tokens are in the batch, int64 `[rows]`; None where there
-        are none."""
-        single = [sequence for sequence in self.sequences if sequence.stop - sequence.start == 1]
-        if not single:
-            return None
-        return torch.tensor([sequence.start for sequence in single], device=single[0].blocks.device), Step.of(single)
 
 
 class PagedLayer(CompressedLayer):
@@ -137,20 +76,22 @@ class PagedLayer(CompressedLayer):
         """Append the new tokens of all sequences and compute their attention, every token as if it were decoded alone.
 
         query: `[tokens, query_heads, head_dim]`, key, value: `[tokens, kv_heads, head_dim]`, after RoPE. Returns
-        `[tokens, query_heads, head_dim]`. Sequences with several new tokens, and all without kernels, are computed by
-        the reference in PyTorch, one after another.
+        `[tokens, query_heads, head_dim]`. Sequences with one new token go together to the kernels. Those with several,
+        and all without kernels, are computed by the reference in PyTorch, one after another.
         """
         out = torch.empty_like(query)
-        decoded = None if self.kernels is None or form.unusual else batch.decoded
-        for sequence in batch.writers_first:
-            rows = slice(sequence.start, sequence.stop)
+        kernels = None if form.unusual else self.kernels
+        for each in batch.writers_first if kernels is None else batch.together:
+            if isinstance(each, Rows):
+                self._append_each(key[each.places], value[each.places], each.step)
+                continue
+            rows = slice(each.start, each.stop)
             q, k, v = (x[rows].transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-            context = self._append(k, v, sequence, scaling, form)
-            if decoded is None or sequence.stop - sequence.start > 1:
-                out[rows] = _reference(q, k, v, context)[0].transpose(0, 1)
-        if decoded is not None and self.kernels is not None:
-            places, step = decoded
-            out[places] = self.kernels.attend(query[places], self, step, scaling)
+            context = self._append(k, v, each, scaling, form)
+            out[rows] = _reference(q, k, v, context)[0].transpose(0, 1)
+        if kernels is not None and batch.decoded is not None:
+            places, step = batch.decoded.places, batch.decoded.step
+            out[places] = kernels.attend(query[places], self, step, scaling)
         return out
 
     @property
@@ -164,12 +105,17 @@ class PagedLayer(CompressedLayer):
         read back, so that a CUDA graph can hold it, and replay it when the tensors of `step` have changed."""
         if self.kernels is None:
             raise ValueError("only kernels decode the sequences of a step together")
+        step.enter(self.index)
+        self._append_each(key, value, step)
+        return self.kernels.attend(query, self, step, scaling)
+
+    def _append_each(self, key: Tensor, value: Tensor, step: Step) -> None:
+        """Store a new token of each row, `[rows, kv_heads, head_dim]`."""
         cached = key
         if self.plan.keys.source == "pre_rope":
-            cached = unrotate(self.rotation, key, (step.lengths.long() - 1).clamp_(min=0)[:, None])
+            cached = unrotated_by(step.inverse_tables(self.rotation), self.rotation, key)
         for stream, x in zip(self.paged, (cached, value), strict=True):
-            stream.append_each(x, step.lengths, step.blocks, step.exact_blocks)
-        return self.kernels.attend(query, self, step, scaling)
+            stream.append_each(x, step)
 
     def _append(
         self, key: Tensor, value: Tensor, sequence: Sequence, scaling: float, form: ScoreForm
@@ -179,11 +125,11 @@ class PagedLayer(CompressedLayer):
         span = RowSpan(slice(0, 1), 0, past, past + columns, 0)
         forward = Forward(columns, past, (span,), (0,))
         for paged in self.paged:
-            paged.open(past, sequence.blocks, sequence.exact_blocks)
+            paged.open(past, sequence.table, sequence.exact_table)
         self._keep_tails(forward)
         cached = key
         if self.plan.keys.source == "pre_rope":
-            cached = unrotate(self.rotation, key, torch.arange(past, past + columns, device=key.device))
+            cached = unrotated_by(sequence.inverse_tables(self.rotation), self.rotation, key)
         for stream, x in zip(self.streams, (cached, value), strict=True):
             stream.append(x, forward.row_spans)
         return ForwardContext(self, forward, torch_backend, True, scaling=scaling, score_form=form)

@@ -18,7 +18,9 @@ from kvq_cli.cache.rows import RowSpan
 from kvq_cli.cache.stream import Stream
 from kvq_cli.codecs.base import Packed, Part
 from kvq_cli.methods.base import ModelShape, StreamPlan
+from kvq_cli.vllm.batch import BlockTable
 from kvq_cli.vllm.layout import PagePart, codec_of
+from kvq_cli.vllm.step import Places, Step
 
 
 def shifts(keys: StreamPlan, values: StreamPlan) -> tuple[int, int]:
@@ -60,7 +62,8 @@ class PagedStream(Stream):
         #: Gives attention the heads, channels and dtype; no token is in it.
         self.ring = torch.empty(1, shape.kv_heads, 0, shape.head_dim, dtype=shape.torch_dtype)
         self._views: dict[str, Tensor] = {}
-        self._exact_pages = self._blocks = self._exact_blocks = torch.empty(0)
+        self._exact_pages = torch.empty(0)
+        self._table = self._exact_table = BlockTable(torch.empty(0))
 
     def bind(self, pages: Sequence[Tensor], exact_pages: Tensor | None) -> None:
         """Read and write `pages`, of all layers, uint8 `[pages, bytes]` each, and `exact_pages` `[pages, exact_size,
@@ -69,12 +72,11 @@ class PagedStream(Stream):
         if exact_pages is not None:
             self._exact_pages = exact_pages
 
-    def open(self, tokens: int, blocks: Tensor, exact_blocks: Tensor | None) -> None:
-        """Continue the sequence of `tokens` tokens whose pages are `blocks` and `exact_blocks`, int64, in order; blocks
-        of exact tokens that were freed may be anything."""
-        self.lengths, self._blocks = [tokens], blocks
-        if exact_blocks is not None:
-            self._exact_blocks = exact_blocks
+    def open(self, tokens: int, table: BlockTable, exact_table: BlockTable | None) -> None:
+        """Continue the sequence of `tokens` tokens with these pages."""
+        self.lengths, self._table = [tokens], table
+        if exact_table is not None:
+            self._exact_table = exact_table
 
     @property
     def parts(self) -> dict[str, Part]:
@@ -84,16 +86,17 @@ class PagedStream(Stream):
     # -- packed tokens -------------------------------------------------------------------------------------------
 
     def _write(self, span: RowSpan, packed: Packed, reserve: int) -> None:
-        start = self.window.packed(span.past) + self.shift
-        size, done = self.block_size, 0
-        while done < packed.tokens:
-            page, slot = divmod(start + done, size)
-            count = min(packed.tokens - done, size - slot)
-            block = self._blocks[page]
-            for name, part in packed.parts.items():
-                cut = part.tensor[0, :, done // part.unit : (done + count) // part.unit]
-                self._views[name][block, :, slot // part.unit : (slot + count) // part.unit] = cut
-            done += count
+        first = self.window.packed(span.past) + self.shift
+        for name, part in packed.parts.items():
+            self._by_head(name)[:, *self._places(first, first + packed.tokens, part.unit)] = part.tensor[0]
+
+    def _by_head(self, name: str) -> Tensor:
+        """The part in all pages, `[heads, pages, block_size // unit, ...]`."""
+        return self._views[name].transpose(0, 1)
+
+    def _places(self, first: int, last: int, unit: int) -> Places:
+        """Of the entries of tokens [first, last) of the sequence."""
+        return self._table.places(first // unit, last // unit, self.block_size // unit)
 
     def _tiles(self, rows: slice, start: int, stop: int, size: int) -> Iterator[tuple[int, int, Packed]]:
         for first in range(start, stop, size):
@@ -102,44 +105,31 @@ class PagedStream(Stream):
 
     def _packed(self, first: int, last: int) -> Packed:
         """The places [first, last) of the sequence."""
-        start = first // self.block_size
-        blocks = self._blocks[start : -(-last // self.block_size)]
-        first, last = first - start * self.block_size, last - start * self.block_size
         parts = {}
         for name, part in self._parts.items():
-            pages = self._views[name].index_select(0, blocks).transpose(0, 1).flatten(1, 2)
-            parts[name] = Part(pages[:, first // part.unit : last // part.unit].unsqueeze(0), part.unit)
+            entries = self._by_head(name)[:, *self._places(first, last, part.unit)]
+            parts[name] = Part(entries.unsqueeze(0), part.unit)
         return Packed(last - first, parts)
 
-    def append_each(self, x: Tensor, lengths: Tensor, blocks: Tensor, exact_blocks: Tensor | None) -> None:
+    def append_each(self, x: Tensor, step: Step) -> None:
         """Add a token to each of several sequences without reading anything back, as a CUDA graph needs it.
 
-        x: `[rows, heads, head_dim]`. lengths: int32 `[rows]`, tokens with the new one; 0: no sequence. blocks,
-        exact_blocks: `[rows, blocks]` integers. Every row encodes the tokens that it would pack next; those that are
-        not due, and rows without a sequence, go to page 0, which vLLM leaves to no sequence.
+        x: `[rows, heads, head_dim]`. Rows that pack nothing encode nothing, where the host knows which these are.
         """
-        window, lengths = self.window, lengths.long()
-        before, after = self.packed_of(lengths - 1), self.packed_of(lengths)
-        if exact_blocks is None:
-            packed = self.coder(slice(0, len(x))).encode(x.unsqueeze(2))
+        if step.exact_blocks is not None:
+            self._exact_pages[step.new_places(self._exact_size)] = x
+        window, packing = self.window, step.packing(self.window)
+        if packing is None:
+            return
+        if step.exact_blocks is None:
+            run = (x if packing.chosen is None else x[packing.chosen]).unsqueeze(2)
         else:
-            at = (lengths - 1).clamp_(min=0)
-            page = exact_blocks.gather(1, (at // self._exact_size)[:, None]).squeeze(1).long()
-            self._exact_pages[page, at % self._exact_size] = x
-            run = window.sinks + before[:, None] + torch.arange(window.flush, device=x.device)
-            packed = self.coder(slice(0, len(x))).encode(self._gathered(run, exact_blocks))
-        due = (after > before)[:, None]
+            run = self._read(packing, packing.flush_places(window, self._exact_size, len(self._exact_pages)))
+        packed = self.coder(slice(0, len(run))).encode(run)
         for name, part in packed.parts.items():
-            units = self.block_size // part.unit
-            place = ((before + self.shift) // part.unit)[:, None] + torch.arange(part.tensor.shape[2], device=x.device)
-            page = blocks.gather(1, (place // units).clamp_(max=blocks.shape[1] - 1)).masked_fill_(~due, 0)
-            self._views[name][page.long(), :, place % units] = part.tensor.transpose(1, 2)
-
-    def packed_of(self, lengths: Tensor) -> Tensor:
-        """`Window.packed` of each length."""
-        window = self.window
-        count = (lengths - window.sinks - window.recent).clamp(min=0)
-        return count.div_(window.flush, rounding_mode="floor").mul_(window.flush)
+            units, count = self.block_size // part.unit, part.tensor.shape[2]
+            page, slot = packing.packed_places(window, self.shift, units, part.unit, count)
+            self._views[name][page, :, slot] = part.tensor.transpose(1, 2)
 
     # -- exact tokens --------------------------------------------------------------------------------------------
 
@@ -147,8 +137,7 @@ class PagedStream(Stream):
         # Other sequences with this prefix may start where these tokens are still exact: all of them are kept, until
         # vLLM frees their blocks.
         if self._exact_size:
-            at = torch.arange(span.past, span.tokens, device=x.device)
-            self._exact_pages[self._exact_blocks[at // self._exact_size], at % self._exact_size] = x[0].transpose(0, 1)
+            self._exact_pages[self._exact_table.places(span.past, span.tokens, self._exact_size)] = x[0].transpose(0, 1)
         self._put(span, x, reserve, packed)
 
     def _recent(self, rows: slice, start: int, stop: int) -> list[Tensor]:
@@ -156,27 +145,20 @@ class PagedStream(Stream):
 
     def _exact(self, start: int, stop: int) -> Tensor:
         """Tokens [start, stop) in full precision, `[1, heads, stop - start, head_dim]`."""
-        at = torch.arange(start, stop, device=self._exact_pages.device)
-        numbers = self._exact_pages[self._exact_blocks[at // self._exact_size], at % self._exact_size]
+        numbers = self._exact_pages[self._exact_table.places(start, stop, self._exact_size)]
         return numbers.transpose(0, 1).unsqueeze(0)
 
-    def exact_of(self, lengths: Tensor, blocks: Tensor) -> tuple[Tensor | None, Tensor]:
-        """(sinks, ring) of sequences of `lengths` tokens, int32 `[rows]`, as `Stream` holds them: `[rows, heads,
-        tokens, head_dim]`. blocks: of exact tokens, integers `[rows, blocks]`. Places of tokens that are packed, or not
-        there, are any numbers."""
-        sinks, room = self.window.sinks, max(self.ring_size, 1)
-        newest = lengths.long()[:, None] - 1
-        places = torch.arange(room, device=lengths.device)
-        recent = newest - (newest - sinks - places) % room
-        first = torch.arange(sinks, device=lengths.device).expand(len(lengths), -1)
-        return self._gathered(first, blocks) if sinks else None, self._gathered(recent, blocks)
+    def exact_of(self, step: Step) -> tuple[Tensor | None, Tensor]:
+        """(sinks, ring) of the rows as `Stream` holds them, `[rows, heads, tokens, head_dim]`. Tokens that are packed,
+        or not there, are any numbers."""
+        sinks, pages = self.window.sinks, (self._exact_size, len(self._exact_pages))
+        first = self._read(step, step.sink_places(sinks, *pages)) if sinks else None
+        return first, self._read(step, step.ring_places(sinks, max(self.ring_size, 1), *pages))
 
-    def _gathered(self, tokens: Tensor, blocks: Tensor) -> Tensor:
-        """Exact tokens `[rows, n]` of the sequences, `[rows, heads, n, head_dim]`."""
-        tokens = tokens.clamp(min=0)
-        pages = blocks.gather(1, (tokens // self._exact_size).clamp(max=blocks.shape[1] - 1))
-        numbers = self._exact_pages[pages.clamp(0, len(self._exact_pages) - 1).long(), tokens % self._exact_size]
-        return numbers.transpose(1, 2).contiguous()
+    def _read(self, step: Step, places: Places) -> Tensor:
+        """Exact tokens at `[rows, 1, n]`: `[rows, heads, n, head_dim]`."""
+        page, slot = places
+        return self._exact_pages[page, slot, step.heads(self._exact_pages.shape[2])]
 
     def exact(
         self, rows: slice, tokens: int, start: int, stop: int, size: int = 1 << 30

@@ -44,13 +44,18 @@ def layer_rotations(config: PretrainedConfig, head_dim: int) -> list[Rotation]:
 
 
 def unrotate(rotation: Rotation, keys: Tensor, positions: Tensor) -> Tensor:
-    """Keys `[..., tokens, head_dim]` of `positions` `[..., tokens]`, integers, before RoPE, in their dtype.
+    """Keys `[..., tokens, head_dim]` of `positions` `[..., tokens]`, integers, before RoPE, in their dtype."""
+    return unrotated_by(inverse_tables(rotation, positions), rotation, keys)
 
-    In float64, and by the inverse of the rounded tables: what is left is the error with which vLLM rounded the rotated
+
+def inverse_tables(rotation: Rotation, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """The cosines and sines that undo the rotation of keys of `positions`, for `unrotated_by`.
+
+    In float64, and the inverse of the rounded tables: what is left is the error with which vLLM rounded the rotated
     keys, which flips a code now and then.
     """
     if rotation.style == "none":
-        return keys
+        return rotation.frequencies, rotation.frequencies
     cos, sin = (table.double() for table in rotation.tables(positions))
     half = rotation.width // 2
     first, second = (slice(0, half), slice(half, 2 * half))
@@ -59,7 +64,12 @@ def unrotate(rotation: Rotation, keys: Tensor, positions: Tensor) -> Tensor:
     norm = cos[..., first] ** 2 + sin**2
     for channels in (first, second):
         cos[..., channels] /= norm
-    return rotation.rotate(keys.double(), cos, -sin / norm).to(keys.dtype)
+    return cos, -sin / norm
+
+
+def unrotated_by(tables: tuple[Tensor, Tensor], rotation: Rotation, keys: Tensor) -> Tensor:
+    """Keys `[..., tokens, head_dim]` before RoPE, in their dtype. tables: `inverse_tables` of their positions."""
+    return keys if rotation.style == "none" else rotation.rotate(keys.double(), *tables).to(keys.dtype)
 
 
 def check_tables(rotations: list[Rotation], positions: int) -> None:

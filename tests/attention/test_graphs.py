@@ -10,7 +10,7 @@ import pytest
 import torch
 from codec_methods import DEVICE, WINDOWS, CodecMethod, codebook, outliers, per_head, per_token, transform
 from counted_graphs import RecordedGraph, counted_graphs
-from tiers import slow_cases
+from tiers import slow, slow_cases
 
 from kvq_cli.attention.attach import Attached, attach
 from kvq_cli.attention.graphs import captured_steps, cuda_graphs
@@ -111,6 +111,17 @@ def test_store_growth_discards_graphs(small, monkeypatch):
     monkeypatch.setattr("kvq_cli.cache.store.MIN_GROWTH", 8)
     same(small(), build("kivi", group=4, recent=4), tokens(1), 4, room=0)
     assert len(RecordedGraph.made) == 2
+
+
+@pytest.mark.parametrize("name", ["fp16", *slow("kivi")])
+def test_dropped_tokens_discard_graphs(tiny, name):
+    """Of a layer with a sliding window; the other one keeps all tokens."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32, "num_hidden_layers": 2}
+    kinds = ["sliding_attention", "full_attention"]
+    model, dropped = tiny("gemma3", **heads, sliding_window=12, layer_types=kinds).to(DEVICE), set()
+    options = {"group": 4, "sinks": 2, "recent": 3} if name == "kivi" else {}
+    same(model, build(name, **options), tokens(1), 4, between=lambda _, cache: dropped.update(cache.dropped()))
+    assert len(dropped) > 2
 
 
 @pytest.mark.slow

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_transforms import random_transform
 
-from kvq_cli.attention import torch_backend, torch_prefill
+from kvq_cli.attention import torch_backend, torch_prefill, whole_prefill
 from kvq_cli.attention.forward_context import ForwardContext
 from kvq_cli.attention.rotary import Rotation
+from kvq_cli.attention.score_form import PLAIN, ScoreForm
 from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.cache.rows import Rows
 from kvq_cli.codecs.identity import IdentityCodec
@@ -46,7 +47,7 @@ def turned(turn: Rotation, x: torch.Tensor, position: int) -> torch.Tensor:
 
 def seen(stream, x: torch.Tensor, known: int) -> torch.Tensor:
     """Tokens [0, known) of `x` `[heads, tokens, dim]` as decoded when the row holds `known` tokens."""
-    window, out = stream.window, x[:, :known].clone()
+    window, out = stream.plan.window, x[:, :known].clone()
     count = window.packed(known)
     if count:
         part = slice(window.sinks, window.sinks + count)
@@ -75,7 +76,7 @@ def simulate(layer, turn, q, k, v, starts: list[int], exact: bool) -> torch.Tens
     return out
 
 
-def run(layer, turn, q, k, v, starts, exact, mask=None) -> torch.Tensor:
+def run(layer, turn, q, k, v, starts, exact, mask=None, form=PLAIN) -> torch.Tensor:
     """The same by the backend, for a batch `[batch, heads, columns, dim]`."""
     rows, outs, columns = Rows(), [], k.shape[2]
     pre = layer.plan.keys.source == "pre_rope"
@@ -97,11 +98,14 @@ def run(layer, turn, q, k, v, starts, exact, mask=None) -> torch.Tensor:
         layer.update(post if pre else key, value)
         query = rotate(query, begin)
         layer.absorb(query)
-        context = ForwardContext(layer, forward, torch_backend, compressed=not exact, scaling=SCALING)
+        context = ForwardContext(
+            layer, layer.forward, torch_backend, compressed=not exact, scaling=SCALING, score_form=form
+        )
         if forward.columns == 1 and not (exact and begin == 0):
             outs.append(torch_backend.decode_attention(query, context))
         else:
             outs.append(torch_backend.prefill_attention(query, post if pre else key, value, context))
+        layer.release()
     return torch.cat(outs, dim=2)
 
 
@@ -158,6 +162,80 @@ def test_backend_equals_the_definition(exact, source, keys, values, chunks, slid
         patch.setattr(torch_prefill, "MASKED_QUERIES", queries[1])
         actual = run(layer, turn, q, k, v, starts, exact)
     torch.testing.assert_close(actual[0].double(), expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("source", ["post_rope", "pre_rope"])
+@settings(max_examples=10)
+@given(
+    keys=windows,
+    values=windows,
+    chunks=st.lists(st.integers(1, 25), min_size=1, max_size=4),
+    sliding=st.sampled_from([None, 1, 6]),
+    mask_numbers=st.sampled_from([1, 200, 1 << 20]),
+)
+def test_whole_prefixes_equal_the_definition(exact, source, keys, values, chunks, sliding, mask_numbers):
+    """As on a GPU: one fused attention for a block of queries."""
+    windows = Window(keys[0], keys[1], 4 * keys[2]), Window(*values)
+    layer, turn = make(source, *windows, sliding)
+    tokens, starts = sum(chunks), [sum(chunks[:i]) for i in range(len(chunks))]
+    q, k, v = (numbers(1, h, tokens, DIM, seed=i) for i, h in enumerate((HEADS * GROUP, HEADS, HEADS)))
+    expected = simulate(layer, turn, q[0], k[0], v[0], starts, exact)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_prefill, "TILED_DEVICES", ())
+        patch.setattr(torch_prefill, "_attend", None)
+        patch.setattr(whole_prefill, "MASK_NUMBERS", mask_numbers)
+        actual = run(layer, turn, q, k, v, starts, exact)
+    torch.testing.assert_close(actual[0].double(), expected, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("limit", "calls"), [(1 << 20, (1, 1)), (2 * 60 * HEADS * DIM, (1, 2)), (60 * HEADS * DIM - 1, (3, 0))]
+)
+def test_whole_prefixes_take_bounded_memory(limit, calls, monkeypatch):
+    """Rows that are too many are computed one part after another, a row that is too long in tiles. calls: in passes
+    that lead to 40 and to 60 tokens."""
+    made, whole = [], torch_prefill.whole_attention
+    monkeypatch.setattr(torch_prefill, "TILED_DEVICES", ())
+    monkeypatch.setattr(torch_prefill, "whole_attention", lambda *given: made.append(1) or whole(*given))
+    q, k, v = (numbers(3, h, 60, DIM, seed=i) for i, h in enumerate((HEADS * GROUP, HEADS, HEADS)))
+    outs = []
+    for numbers_at_once in (1 << 20, limit):
+        made.clear()
+        monkeypatch.setattr(whole_prefill, "NUMBERS", numbers_at_once)
+        layer, turn = make("pre_rope", Window(3, 10, 4), Window(2, 5, 1))
+        outs.append(run(layer, turn, q, k, v, [0, 40], exact=True))
+    assert len(made) == sum(calls)
+    torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "form", [ScoreForm(softcap=5.0), ScoreForm(sinks=torch.zeros(HEADS * GROUP)), PLAIN], ids=["cap", "sinks", "plain"]
+)
+def test_only_plain_attention_of_whole_prefixes_is_fused(form, monkeypatch):
+    made, whole = [], torch_prefill.whole_attention
+    monkeypatch.setattr(torch_prefill, "whole_attention", lambda *given: made.append(1) or whole(*given))
+    q, k, v = (numbers(1, h, 60, DIM, seed=i) for i, h in enumerate((HEADS * GROUP, HEADS, HEADS)))
+    outs = []
+    for devices in (("cpu",), ()):
+        monkeypatch.setattr(torch_prefill, "TILED_DEVICES", devices)
+        layer, turn = make("post_rope", Window(3, 10, 4), Window(2, 5, 1))
+        outs.append(run(layer, turn, q, k, v, [0, 40], exact=False, form=form))
+    assert len(made) == 2 * (form is PLAIN)
+    torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-4)
+
+
+def test_whole_prefixes_in_16_bits():
+    """Within the rounding of keys, values and weights."""
+    q, k, v = (numbers(2, h, 90, DIM, seed=i) for i, h in enumerate((HEADS * GROUP, HEADS, HEADS)))
+    outs = []
+    for dtype, devices in ((torch.float32, ("cpu",)), (torch.bfloat16, ())):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch_prefill, "TILED_DEVICES", devices)
+            layer, turn = make("post_rope", Window(3, 10, 4), Window(2, 5, 1), codec="identity")
+            outs.append(run(layer, turn, *(x.bfloat16().to(dtype) for x in (q, k, v)), [0, 30, 60], exact=False))
+    assert outs[1].dtype == torch.bfloat16
+    torch.testing.assert_close(outs[1].float(), outs[0], atol=0.03, rtol=0.03)
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -233,6 +311,21 @@ def test_tile_size_does_not_change_the_result(exact, codec, monkeypatch):
         layer, turn = make("pre_rope", Window(3, 10, 2 * keys), Window(5, 21, values), codec=codec)
         outs.append(run(layer, turn, q, k, v, [0, 60, 130, *range(140, 150)], exact))
     torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-4)
+
+
+def test_a_gpu_decodes_larger_tiles(monkeypatch):
+    """A tile takes as many launches whatever its size."""
+    monkeypatch.setattr(torch_backend, "DECODE_NUMBERS", 16 * HEADS * DIM)
+    monkeypatch.setattr(torch_backend, "DECODE_NUMBERS_GPU", 64 * HEADS * DIM)
+    layer, turn = make("pre_rope", Window(3, 10, 4), Window(2, 5, 1))
+    q, k, v = (numbers(1, h, 150, DIM, seed=i) for i, h in enumerate((HEADS * GROUP, HEADS, HEADS)))
+    run(layer, turn, q, k, v, [0, 149], True)
+    spans, stream = layer.forward.row_spans, layer.value_stream
+    on_a_cpu = torch_backend._pieces(stream, spans, 0)
+    stream.ring = stream.ring.to("meta")
+    on_a_gpu = torch_backend._pieces(stream, spans, 0)
+    assert max(piece.last - piece.first for piece in on_a_cpu) == 16
+    assert max(piece.last - piece.first for piece in on_a_gpu) == 64
 
 
 @pytest.mark.parametrize(

@@ -240,7 +240,7 @@ def test_step_has_constant_allocations_and_no_host_reads(one_layer, prompt, monk
                 asked.clear()
         assert len(places) == 8 and all(one == places[0] for one in places)
         assert asked == []
-        assert engine._counts.tokens.tolist() == [ids.shape[1]]
+        assert engine._counts[0].tokens.tolist() == [ids.shape[1]]
         assert cache.report().working == {}
 
 
@@ -255,3 +255,12 @@ def test_commands_report_the_backend(kvq):
     assert result.exit_code == 0 and result.stderr.strip().endswith("attention by torch")
     result = kvq("generate", "a", "-n", 3, "--method", "fp16", "--backend", "triton", "--json")
     assert json.loads(result.stdout)["cache"]["backend"].startswith("triton")
+
+
+def test_counts_behind_dropped_tokens_are_kept_as_long_as_they_are_used():
+    backend = triton_backend.TritonBackend()
+    kept = [backend._counts_behind(number) for number in range(triton_backend.MAX_COUNTS)]
+    assert all(backend._counts_behind(number) is counts for number, counts in enumerate(kept))
+    assert backend._counts_behind(0) is kept[0]
+    backend._counts_behind(100)
+    assert backend._counts_behind(0) is kept[0] and 1 not in backend._counts

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from pairwise import parametrize_pairwise
-from transformers import Gemma3ForCausalLM, Gemma3TextConfig
+from transformers import DynamicCache, Gemma3ForCausalLM, Gemma3TextConfig
 
 from kvq_cli.attention.rotary import Rotation
 from kvq_cli.benchmarking.accounting import account, artifact_bytes
@@ -25,6 +25,7 @@ from kvq_cli.models import model_shape
 
 GQA = ModelShape(4, 4, 2, 64, 512, "float16")
 MHA = ModelShape(4, 4, 4, 64, 256, "float16")
+LOCAL = ModelShape(4, 4, 2, 64, 512, "float16", (None, 40, 40, 200))
 SPECS = [*method_names(), "temporalkv:outliers=0.01", "kivi-3bit:sinks=8:recent=32", "innerq:sign=inside", "gear-4bit"]
 SPECS += [
     "zipcache:ratio=0.002:sinks=5",
@@ -39,7 +40,7 @@ SPECS += [
 ]
 
 
-@parametrize_pairwise({"spec": SPECS, "shape": [GQA, MHA], "context": [1, 120, 333]})
+@parametrize_pairwise({"spec": SPECS, "shape": [GQA, MHA, LOCAL], "context": [1, 120, 333]})
 def test_counted_bytes_equal_those_of_a_real_cache(spec, shape, context):
     method, batch = build_parsed(spec), 2
     real = report(filled_layers(method, shape, context, batch), method.nominal_bits)
@@ -47,7 +48,8 @@ def test_counted_bytes_equal_those_of_a_real_cache(spec, shape, context):
     assert counted.parts == real.parts
     assert (counted.constants, counted.working) == (real.constants, real.working)
     assert counted.tables == real.tables or not real.compressed  # a cache makes some when it first packs a token
-    assert (counted.numbers, counted.tokens, counted.compressed) == (real.numbers, real.tokens, real.compressed)
+    for name in ("numbers", "tokens", "compressed", "beyond_window", "packed_numbers"):
+        assert getattr(counted, name) == getattr(real, name)
 
 
 @pytest.mark.parametrize("spec", ["kvquant", "channelkv", "channelkv:outliers=0.01", "temporalkv", "temporalkv-1bit"])
@@ -86,7 +88,8 @@ def filled_layers(method: Method, shape: ModelShape, context: int, batch: int) -
     for index in range(shape.layers):
         tensors = {name: x.clone() for name, x in artifact_tensors(method, shape, index).items()}
         plan = method.plan(index, shape, tensors)
-        layers.append(CompressedLayer(index, plan, Rotation("none", torch.empty(0), 64), cross_layer=sums))
+        rotation = Rotation("none", torch.empty(0), 64)
+        layers.append(CompressedLayer(index, plan, rotation, shape.window(index), cross_layer=sums))
     forward = Rows().begin(0, context, batch)
     for layer in layers:
         keys, values = (numbers(batch, shape.kv_heads, context, 64) for _ in range(2))
@@ -119,7 +122,7 @@ def test_shapes_count_the_parameters_of_their_models():
 def test_gemma_3_270m_has_the_sizes_of_its_model():
     config = Gemma3TextConfig(
         hidden_size=640, intermediate_size=2048, num_hidden_layers=18, num_attention_heads=4, num_key_value_heads=1,
-        head_dim=256, vocab_size=262144,
+        head_dim=256, vocab_size=262144, sliding_window=512,
     )  # fmt: skip
     with torch.device("meta"):
         model = Gemma3ForCausalLM(config)
@@ -129,6 +132,30 @@ def test_gemma_3_270m_has_the_sizes_of_its_model():
     random = random_model("gemma3-270m", torch.device("meta"), torch.float32, 0, layers=1)
     keys = random.model.layers[0].self_attn.k_proj.weight
     assert keys.shape == model.model.layers[0].self_attn.k_proj.weight.shape == (256, 640)
+
+
+@pytest.mark.parametrize("context", [1, 511, 512, 1500])
+def test_16_bits_are_what_transformers_cache_holds(context):
+    """Counted for the shape, with the layers of Gemma 3 that see a window alone."""
+    shape = SHAPES["gemma3-270m"].model_shape("bfloat16")
+    config = Gemma3TextConfig(
+        hidden_size=640, num_hidden_layers=18, num_attention_heads=4, num_key_value_heads=1, head_dim=256,
+        vocab_size=64, sliding_window=512,
+    )  # fmt: skip
+    cache = DynamicCache(config=config)
+    for layer in range(18):
+        keys, values = torch.empty(2, 2, 1, context, 256, dtype=torch.bfloat16)
+        cache.update(keys, values, layer)
+    held = sum(x.nbytes for layer in cache.layers for x in (layer.keys, layer.values))
+    assert account(build_parsed("kivi"), shape, context, 2).fp16_bytes == held
+
+
+def test_a_long_text_takes_less_than_in_transformers_cache():
+    """Where most layers see a window alone, and transformers' cache holds no more: of Gemma 3 270M, 103.5 MiB."""
+    shape = SHAPES["gemma3-270m"].model_shape()
+    counted = account(build_parsed("kivi-2bit"), shape, 32768)
+    assert counted.fp16_bytes == (3 * 32768 + 15 * 511) * 2 * 256 * 2
+    assert counted.bytes < counted.fp16_bytes / 4.5
 
 
 def test_bits_command(kvq):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import defaultdict
 from contextlib import contextmanager
+from weakref import ref
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from kvq_cli.benchmarking.baselines import DynamicCacheBaseline, KvqCache, StepK
 from kvq_cli.benchmarking.batch_sweep import WARM_UP, BatchSweep, sweep_batches
 from kvq_cli.benchmarking.shapes import SHAPES, random_model
 from kvq_cli.benchmarking.synthetic import RandomTokens, random_artifact
+from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.errors import UsageError
 from kvq_cli.methods.registry import build_parsed
 from kvq_cli.models import model_shape
@@ -48,6 +51,29 @@ def test_batches_grow_fourfold_then_bisect_to_the_largest(monkeypatch, tiny):
     assert swept_batches(monkeypatch, tiny, 2) == ([1, 4, 2, 3], [4, 3])
     assert swept_batches(monkeypatch, tiny, 0) == ([1], [1])
     assert swept_batches(monkeypatch, tiny, 100, seconds=0) == ([1], [])
+
+
+@pytest.mark.parametrize("layer", [0, -1])
+def test_a_batch_that_fails_leaves_its_memory_to_the_next(monkeypatch, layer):
+    """Its cache is held by nothing, without a search for cycles."""
+    made, select = [], CompressedLayer.select
+
+    def limited(self, index):
+        if self.index == range(model.config.num_hidden_layers)[layer] and len(index) > 8:
+            raise torch.OutOfMemoryError
+        made.append(ref(self))
+        return select(self, index)
+
+    model = random_model("tiny", torch.device("cpu"), torch.float32, 0)
+    monkeypatch.setattr(CompressedLayer, "select", limited)
+    monkeypatch.setattr(gc, "collect", lambda: None)
+    benchmarked, sweep = KvqCache(build_parsed("kivi:residual=64"), "kivi", 2.0, "exact"), BatchSweep(70, 1, 16, 0)
+    gc.disable()
+    try:
+        failed = ["failed" in batch_sweep._measure_batch(model, benchmarked, batch, sweep) for batch in (8, 16)]
+    finally:
+        gc.enable()
+    assert failed == [False, True] and made and all(cached() is None for cached in made)
 
 
 def recorded_steps(monkeypatch, benchmarked, model, sweep, seconds):

@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvq_cli.codecs.nearest import grid_max, grid_scale, nearest, ranked
+from kvq_cli.codecs import kernels
+from kvq_cli.codecs.nearest import grid_max, grid_scale, nearest, nearest_of, ranked
 
 
 def grid_case(seed: int, books: int, count: int, entries: int, size: int, reach: float):
@@ -82,3 +83,18 @@ def test_distances_equal_the_minimum_in_float64(size):
     distance = torch.cdist(points.double(), centroids.double())
     chosen = distance.gather(2, actual.unsqueeze(2)).squeeze(2)
     assert (chosen - distance.amin(2)).max() < 1e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [1, 4])
+def test_kernels_get_the_centroids_of_the_table(dtype, size, monkeypatch):
+    """Those of many magnitudes."""
+    given, noise = [], torch.Generator().manual_seed(0)
+    exponents = torch.randint(-40, 15, (3, 16, size), generator=noise)
+    centroids = torch.ldexp(torch.randn(3, 16, size, generator=noise), exponents).to(dtype)
+    blocks, scale = torch.zeros(3, 5, size), grid_scale(centroids)
+    monkeypatch.setattr(kernels, "on_gpu", lambda _: True)
+    monkeypatch.setattr(kernels, "assign_centroids", lambda _, grid: given.append(grid))
+    nearest_of(blocks, centroids, scale, lambda: ranked(centroids, scale))
+    of_centroids, of_table = given
+    assert of_centroids.dtype == torch.float32 and torch.equal(of_centroids, of_table)

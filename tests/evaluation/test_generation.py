@@ -84,7 +84,7 @@ def test_reports_count_rows_as_they_leave(loaded, prompts, monkeypatch):
         alone = [generate_answers(loaded, attached, [prompt], 24)[1] for prompt in same]
     for field in dataclasses.fields(report):
         values = [getattr(one, field.name) for one in alone]
-        if field.name in ("numbers", "tokens", "compressed", "reserved"):
+        if field.name in ("numbers", "packed_numbers", "tokens", "compressed", "reserved"):
             assert getattr(report, field.name) == sum(values)
         elif field.name == "parts":
             assert report.parts == {name: sum(one.parts[name] for one in alone) for name in report.parts}

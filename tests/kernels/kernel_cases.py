@@ -152,6 +152,13 @@ class Case:
             self.rope = Rope.tables(style, frequencies, room + 256, scale=rope_scale, offset=offsets)
         self.scaling = dim**-0.5
 
+    def several(self, queries: int) -> Case:
+        """The case with so many random queries per row."""
+        rows, heads, dim = self.query.shape
+        noise = torch.Generator().manual_seed(1)
+        self.query = torch.randn(rows, heads, queries, dim, generator=noise).to(self.dtype)
+        return self
+
     def run(self, splits: int = 2) -> torch.Tensor:
         """Output of the kernels; their buffers are filled with NaN before."""
         workspace = self.workspace = Workspace.like(self.query, splits)

@@ -21,19 +21,21 @@ from checks import (
     rematerialize,
     squat_quantize,
     transform_attention,
+    transform_pack,
 )
 from kernel_cases import DEVICE, Case, codebook, dense, random_outliers, uniform
 from kvq_kernels import fields, static, tuning
 from kvq_kernels.aot_cases import Launch, launches, operations
 from kvq_kernels.assign_centroids.kernel import assign_kernel
 from kvq_kernels.decode_attention import Codebook, Dense, Outliers, Side, Uniform
-from kvq_kernels.decode_attention.aot_cases import COMBINED, DIM, GROUP, HEADS, launch_cases
+from kvq_kernels.decode_attention.aot_cases import COMBINED, DIM, GROUP, HEADS, SEVERAL_QUERIES, launch_cases
 from kvq_kernels.decode_attention.pages import cells
 from kvq_kernels.quantize_pack.aot_cases import layouts
 from kvq_kernels.quantized_matvec.aot_cases import cases
 from kvq_kernels.rematerialize.aot_cases import SPAN, SPLITS, calls
 from kvq_kernels.squat_quantize.aot_cases import RANK
 from kvq_kernels.transform_attention import aot_cases as transforms
+from kvq_kernels.transform_pack.aot_cases import SHAPES as PACKED
 from paged_cases import paged
 from triton.runtime.jit import JITFunction
 
@@ -171,7 +173,7 @@ def attention_case(name: str, lengths: list[int]) -> Case:
 
 @each_case(
     "decode_attention",
-    launch_cases(),
+    [*launch_cases(), *SEVERAL_QUERIES],
     default="fp16",
     families=(
         "fp16",
@@ -186,7 +188,10 @@ def attention_case(name: str, lengths: list[int]) -> Case:
 )
 def test_decode_attention(name, launch_names, recorder):
     # A store for 512 tokens: strides are multiples of 16, as in the case.
-    tuned, case = tuned_launches("decode_attention"), attention_case(name, [390])
+    stored, queries = SEVERAL_QUERIES.get(name, (name, 1))
+    tuned, case = tuned_launches("decode_attention"), attention_case(stored, [390])
+    if queries > 1:
+        case.several(queries)
     case.check(splits=1)
     for launch in {*COMBINED} & {*launch_names}:
         combine.check(tuned[launch].arguments[3])
@@ -283,6 +288,14 @@ def test_squat_quantize(name, launch_names, recorder):
     codec = SubspaceCodec(fixed["BITS"], fixed["GROUP"], fixed["D"], rank=RANK, strength=0.05, block=block)
     squat_quantize.assert_same_bits(codec, *squat_quantize.random_keys(codec, tokens=128), block)
     recorder.assert_ran(tuned, launch_names)
+
+
+@each_case("transform_pack", families=("keys-2bit",))
+def test_transform_pack(name, launch_names, recorder):
+    shape = PACKED[name]
+    tensors = transform_pack.random_tensors(shape.widths, shape.dim, 1, shape.gain)
+    transform_pack.assert_same_bits(tensors, shape.values, transform_pack.random_tokens(tensors, 1, dtype=shape.dtype))
+    recorder.assert_ran(tuned_launches("transform_pack"), launch_names)
 
 
 def test_every_operation_has_a_test_here():

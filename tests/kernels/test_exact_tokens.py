@@ -62,3 +62,8 @@ def test_short_rows_read_no_packed_token():
     for side in case.sides:
         side.packed.scale.fill_(torch.nan)
     case.check()
+
+
+def test_dense_tokens_with_a_norm():
+    """They are packed ones, not exact ones; without sinks and rings, there are no exact tokens."""
+    Case(dense, dense, [150, 9], norm=True).check()

@@ -16,7 +16,14 @@ OLDEST = Path(__file__).parents[2] / ".venv/device/bin/python"
 NAMES = ["fp16", "kivi-2bit-g32", "kivi-3bit-g32", "innerq-2bit-hybrid", "channel-2bit", "temporal-2bit"]
 NAMES += ["keys-inner-2bit-hybrid", "keys-outer-2bit-symmetric", "values-inner-3bit-asymmetric"]
 NAMES += ["values-outer-2bit-inside"]
-OPERATIONS = ["assign_centroids", "quantize_pack", "rematerialize", "squat_quantize", "transform_attention"]
+OPERATIONS = [
+    "assign_centroids",
+    "quantize_pack",
+    "rematerialize",
+    "squat_quantize",
+    "transform_attention",
+    "transform_pack",
+]
 
 oldest = pytest.mark.skipif(not OLDEST.exists(), reason="not installed: make test-all installs it")
 

@@ -231,7 +231,8 @@ def _decoded(model: PreTrainedModel, method: Method) -> Tensor:
     with attach(model, ready_method(model, method), prefill="compressed") as kv:
         cache = kv.new_cache()
         parts = [model(ids[:, a:b], past_key_values=cache).logits for a, b in zip(starts, starts[1:], strict=False)]
-        assert cache.report().compressed > 0 or method.nominal_bits == 16
+        # Windows that are shorter than what is recent drop all that is packed.
+        assert cache.report().compressed > 0 or any(cache.dropped()) or method.nominal_bits == 16
     return torch.cat(parts, dim=1)
 
 

@@ -12,9 +12,10 @@ from kvq_cli.attention.score_form import PLAIN
 from kvq_cli.methods.registry import build_parsed
 from kvq_cli.models import model_shape
 from kvq_cli.vllm import rope
+from kvq_cli.vllm.batch import Batch, Sequence
 from kvq_cli.vllm.layout import cache_layout
 from kvq_cli.vllm.paged_decode import PagedKernels
-from kvq_cli.vllm.paged_layer import Batch, PagedLayer, Sequence
+from kvq_cli.vllm.paged_layer import PagedLayer
 from kvq_cli.vllm.shard import WHOLE, Shard
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

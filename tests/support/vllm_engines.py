@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,10 @@ from kvq_cli.cache.layer import CompressedLayer
 from kvq_cli.vllm.rope import unrotate
 from kvq_cli.vllm.served import ServedMethod
 
+#: Whether engines have vLLM's V2 runner: see `test_v2_runner.py`.
+V2 = os.environ.get("KVQ_TEST_V2") == "1"
+#: Options of requests with several samples, alike: V2's kernel of top-k does not run in Triton's interpreter.
+SAMPLED = {"n": 4, "temperature": 1} | ({"min_p": 1.0} if V2 else {"top_k": 1})
 #: Prompt lengths and new tokens of eight requests.
 LENGTHS, NEW = (5, 77, 31, 32, 200, 333, 128, 700), (40, 24, 70, 33, 50, 40, 30, 20)
 
@@ -49,6 +54,8 @@ class RunningEngine:
     def __init__(self, llm: Any) -> None:
         self.llm = llm
         core = llm.llm_engine.engine_core.engine_core
+        runner = type(core.model_executor.driver_worker.worker.model_runner).__mro__
+        assert any(each.__module__ == "vllm.v1.worker.gpu.model_runner" for each in runner) == V2
         self.scheduler = core.scheduler
         self.kv_cache_config = core.scheduler.kv_cache_config
 
@@ -85,6 +92,7 @@ def running(folder: Any, served: ServedMethod, block_size: int, **options: Any) 
         disable_log_stats=True,
         **{
             "skip_tokenizer_init": True,
+            **({"kernel_config": {"enable_jit_warmup": False}} if V2 else {}),
             "dtype": "float32",
             "kv_cache_memory_bytes": 64 << 20,
             "max_model_len": 1024,

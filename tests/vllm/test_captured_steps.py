@@ -9,10 +9,10 @@ import torch
 from counted_graphs import RecordedGraph, counted_graphs
 from paged_layers import DEVICE, DIM, KERNEL_METHODS, Pages
 from random_artifacts import tiny_model
-from tiers import slow_cases
+from tiers import slow, slow_cases
 
 from kvq_cli.vllm.paged_decode import PagedKernels
-from kvq_cli.vllm.paged_layer import Step
+from kvq_cli.vllm.step import Step
 
 pytestmark = pytest.mark.gpu
 
@@ -104,3 +104,34 @@ def test_replayed_steps_equal_the_reference(model, method, dtype):
 def test_what_a_graph_cannot_hold(model, method):
     """No kernels; an encoder that looks for the blocks with outliers; keys and values at different places."""
     assert not Pages(model, method, PagedKernels(1024), 1, 40).layer.capturable
+
+
+@pytest.mark.parametrize("method", ["kivi:residual=32", *slow("kvquant", "temporalkv", "kivi:sinks=5:recent=31")])
+def test_rows_that_pack_nothing_encode_nothing(model, method, monkeypatch):
+    """Where the host knows the lengths: the same outputs and bytes of all pages but page 0."""
+    before, encoded = lengths_of(model, method), [0, 0]
+    known, unknown = (filled(model, method, PagedKernels(1024), before) for _ in range(2))
+    for side, stream in enumerate(known.layer.paged):
+        encode = stream.codec.encode
+        monkeypatch.setattr(
+            stream.codec, "encode", lambda x, side=side, encode=encode: (count(encoded, side, x), encode(x))[1]
+        )
+    noise, due = torch.Generator().manual_seed(2), [0, 0]
+    for number in range(STEPS):
+        tokens, outs = drawn(known, len(before), noise), []
+        after = [length + number + 1 for length in before]
+        for pages, told in ((known, after), (unknown, None)):
+            lengths = torch.tensor(after, dtype=torch.int32, device=DEVICE)
+            step = Step(lengths, pages.blocks.int(), pages.exact_blocks.int() if pages.size else None, told)
+            outs.append(pages.layer.attend_each(*tokens, step, DIM**-0.5))
+        assert torch.equal(*outs)
+        for side, stream in enumerate(known.layer.paged):
+            packed = stream.window.packed
+            due[side] += sum((packed(n) - packed(n - 1)) // stream.window.flush for n in after)
+    assert torch.equal(known.pool[1:], unknown.pool[1:])
+    assert encoded == due and due[0] > 0
+
+
+def count(encoded: list[int], side: int, x: torch.Tensor) -> None:
+    """Count the rows of `x`."""
+    encoded[side] += len(x)

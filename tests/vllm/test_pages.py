@@ -9,6 +9,7 @@ from kvq_cli.cache.rows import RowSpan
 from kvq_cli.cache.stream import Stream
 from kvq_cli.methods.base import ModelShape
 from kvq_cli.methods.registry import build_parsed
+from kvq_cli.vllm.batch import BlockTable
 from kvq_cli.vllm.layout import cache_layout
 from kvq_cli.vllm.pages import PagedStream, shifts
 
@@ -32,8 +33,12 @@ def pair(method, block_size):
     pages = torch.randint(0, 256, (12, layout.page_bytes), dtype=torch.uint8)
     exact = torch.full((400, size, 2, 32), torch.nan) if size else None
     paged.bind([pages], exact)
-    table, exact_table = torch.randperm(12), torch.randperm(400)
-    return Stream(plan.keys), paged, lambda tokens: paged.open(tokens, table, exact_table if size else None)
+    table, exact_table = BlockTable(torch.randperm(12)), BlockTable(torch.randperm(400)) if size else None
+    return (
+        Stream(plan.keys),
+        paged,
+        lambda tokens: paged.open(tokens, table, exact_table),
+    )
 
 
 @pytest.mark.parametrize("method", METHODS)

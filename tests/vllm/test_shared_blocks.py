@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 import torch
 from paged_layers import DEVICE, DIM, Pages
@@ -9,8 +11,8 @@ from random_artifacts import tiny_model
 from tiers import slow
 
 from kvq_cli.attention.score_form import PLAIN
+from kvq_cli.vllm.batch import Batch, Sequence
 from kvq_cli.vllm.paged_decode import PagedKernels
-from kvq_cli.vllm.paged_layer import Batch, Sequence
 
 pytestmark = pytest.mark.gpu
 
@@ -61,6 +63,34 @@ def test_prefix_hit_on_a_block_of_the_same_step(model, method, kernels, new):
     assert torch.isfinite(torch.cat(actual)).all()
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
     assert torch.equal(other.pool, pages.pool)
+
+
+@pytest.mark.parametrize("method", ["kivi:residual=32", *slow("temporalkv")])
+def test_decoded_and_prompt_tokens_of_one_step_share_blocks(model, method):
+    """A decoded token completes a block, on which a prompt and a last prompt token have prefix hits."""
+    found = []
+    for order in permutations(range(3)):
+        pages = Pages(model, method, PagedKernels(1024), 3, 300)
+        hit = pages.layout.block_size
+        counts, pasts, blocks, exact = (1, 150, 1), (hit - 1, hit, hit), pages.blocks, pages.exact_blocks
+        blocks[1:, 0] = blocks[0, 0]
+        exact[1:, : hit // pages.size] = exact[0, : hit // pages.size]
+        noise, heads = torch.Generator().manual_seed(1), (pages.shape.query_heads, *[pages.shape.kv_heads] * 2)
+        before, *new = [
+            [torch.randn(n, count, DIM, generator=noise).to(DEVICE) for count in heads] for n in (hit - 1, *counts)
+        ]
+        pages.attend(0, 1, [0], *([x] for x in before))
+        sequences, start = [], 0
+        for row in order:
+            sequences.append(Sequence(start, start + counts[row], pasts[row], blocks[row], exact[row]))
+            start += counts[row]
+        tokens = (torch.cat([new[row][side] for row in order]) for side in range(3))
+        out = pages.layer.attend(*tokens, Batch(sequences), DIM**-0.5, PLAIN)
+        parts = dict(zip(order, out.split([counts[row] for row in order]), strict=True))
+        found.append((torch.cat([parts[row] for row in range(3)]), pages.pool))
+    for out, pool in found:
+        assert torch.isfinite(out).all()
+        assert torch.equal(out, found[0][0]) and torch.equal(pool, found[0][1])
 
 
 def test_ranks_append_in_one_order():

@@ -1,4 +1,4 @@
-"""Decode attention over a packed cache (flash decoding): out = softmax(scaling q K^T) V, one query per row.
+"""Decode attention over a packed cache (flash decoding): out = softmax(scaling q K^T) V, 1 to 16 queries per row.
 
 Keys and values are one `Side` each: a store of packed tokens (`Uniform`, `Codebook`, `Dense` or `PerHead`), sinks, a
 ring buffer of recent tokens, and `count`, the packed tokens of each row, int32 on the device. A store is one block of
@@ -18,7 +18,7 @@ No argument is read on the host: both launches can be captured in a CUDA graph, 
     pages.py, paging.py packed tokens in pages: on the host, in kernels
     spec.py, configs.py compile-time format, tuned tiles   launch.py     splits, workspace; arguments.py, checks.py
     kernel.py           split pass, combination            main_loop.py  online softmax over whole tiles
-    exact_tokens.py     sinks and recent tokens
+    exact_tokens.py     sinks and recent tokens        several_queries.py  which tokens each query sees
     uniform*.py, vector_codebook.py, scalar_codebook.py with byte_permute.py, dequantize.py: four ways to read a tile
     transformed.py      codes of components, which `transform_attention` reads
     outliers.py, one_hot_mma.py, outlier_corrections.py, rope.py, layout_hints.py: shared by these
@@ -70,16 +70,18 @@ def decode_attention(
 ) -> Tensor:
     """softmax(scaling q K^T) V over each row's first lengths[b] tokens: sinks, packed and recent ones.
 
-    query:   `[B, Q, D]` float16, bfloat16 or float32, after RoPE; query heads of a kv head are neighbours.
+    query:   `[B, Q, D]` float16, bfloat16 or float32, after RoPE; query heads of a kv head are neighbours. Or
+             `[B, Q, k, D]`, of each row's newest k tokens, k = 1 to 16: a query sees its own token and earlier ones.
     keys, values: `Side`s with the same number of sinks.
-    lengths: int32 `[B]`, tokens of each row, the new one included; 0 gives zeros.
+    lengths: int32 `[B]`, tokens of each row, the new ones included. Queries before a row's first token (a row of fewer
+             than k tokens) give zeros.
     scaling: factor on the scores, usually 1 / sqrt(D).
-    window:  newest tokens that a query sees; None: all.
-    workspace, out `[B, Q, D]`: contiguous; allocated if not given.
+    window:  newest tokens that a query sees, counted from its own; None: all.
+    workspace, out (shape of the query): contiguous; allocated if not given.
     backend: "auto" is "triton" on a GPU and under TRITON_INTERPRET=1, else "torch".
     tile:    replaces the tuned one.
 
-    Returns `[B, Q, D]` in the query's type. ValueError for arguments that do not fit. Products with packed numbers have
+    Returns the query's shape and type. ValueError for arguments that do not fit. Products with packed numbers have
     float16 operands and float32 sums: |q s| of a channel and |v| must be below 65504.
     """
     check_arguments(query, keys, values, lengths, rope, workspace, out)

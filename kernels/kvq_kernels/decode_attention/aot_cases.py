@@ -18,6 +18,7 @@ from kvq_kernels.decode_attention.launch import COMBINE_OPTIONS, Workspace, argu
 from kvq_kernels.decode_attention.outliers import CHUNK
 from kvq_kernels.decode_attention.pages import cell_views, changed, stored_tensors
 from kvq_kernels.decode_attention.parts import Codebook, Dense, Outliers, Packed, Pages, PerHead, Rope, Side, Uniform
+from kvq_kernels.decode_attention.several_queries import query_rows
 from kvq_kernels.decode_attention.spec import SideSpec
 from kvq_kernels.decode_attention.transformed import Transformed
 from kvq_kernels.planar import high_words, low_words
@@ -37,6 +38,14 @@ PAGED = {
     "channel-2bit": 128,
     "kvquant-2bit": 128,
 }
+#: Launches of several queries per row: name -> (case, queries).
+SEVERAL_QUERIES = {
+    f"{case}-{queries}-queries": (case, queries)
+    for case in ("fp16", "kivi-2bit-g32", "kivi-2bit-g32-paged", "kvquant-2bit", "temporal-2bit")
+    for queries in (4, 16)
+}
+#: Bytes per thread that ptxas spills where several queries read codebooks, though registers are left (168 of 255).
+SPILLS = {"sm_100": 16}
 #: Splits of the combinations; their count is one more.
 COMBINED = {"combine": 8, "combine-1024": 1024}
 
@@ -169,24 +178,29 @@ def family(keys: Side, values: Side) -> str:
 
 
 def launches(gpu: str) -> dict[str, Launch]:
-    """The split pass of every case, and the combination."""
-    cases = {}
-    for name, (keys, values, rotation) in launch_cases().items():
-        assert keys.ring is not None
-        dim = keys.ring.shape[3]
-        query = _empty(ROWS, HEADS * GROUP, dim, dtype=keys.ring.dtype)
-        workspace = Workspace.like(query, 8)
-        tile = choose_tile(gpu, SideSpec.of(keys, dim), SideSpec.of(values, dim))
-        fixed = constants(query.dtype, keys, values, rotation, GROUP, dim, tile)
-        given = arguments(query, keys, values, keys.count, rotation, dim**-0.5, workspace)
-        numbers = 2 * fixed["N"] * dim
-        bits = (_bits(keys) + _bits(values)) / 2
-        chunks = max(_chunks(side, fixed["N"]) for side in (keys, values))
-        options = tile.options()
-        cases[name] = Launch(
-            split_kernel, given, fixed, options, family(keys, values), numbers, bits, max(1, chunks), slow=chunks > 0
-        )
+    """The split pass of every case and of `SEVERAL_QUERIES`, and the combination."""
+    sides = launch_cases()
+    cases = {name: _split_pass(gpu, *sides[name], 1) for name in sides}
+    cases |= {name: _split_pass(gpu, *sides[case], queries) for name, (case, queries) in SEVERAL_QUERIES.items()}
     return cases | {name: _combination(splits) for name, splits in COMBINED.items()}
+
+
+def _split_pass(gpu: str, keys: Side, values: Side, rotation: Rope | None, queries: int) -> Launch:
+    assert keys.ring is not None
+    dim = keys.ring.shape[3]
+    query = _empty(ROWS, HEADS * GROUP, queries, dim, dtype=keys.ring.dtype)
+    tile = choose_tile(gpu, SideSpec.of(keys, dim), SideSpec.of(values, dim))
+    fixed = constants(query.dtype, keys, values, rotation, GROUP, dim, tile, queries=queries)
+    workspace, scaling = Workspace.like(query, 8), dim**-0.5
+    q = query_rows(query)
+    given = arguments(q, keys, values, keys.count, rotation, scaling, workspace, queries=queries)
+    numbers = 2 * fixed["N"] * dim
+    bits = (_bits(keys) + _bits(values)) / 2
+    chunks = max(_chunks(side, fixed["N"]) for side in (keys, values))
+    kind, options = family(keys, values), tile.options(queries)
+    spills = SPILLS.get(gpu, 0) if kind == "codebook" and queries > 1 else 0
+    inner = max(1, chunks)
+    return Launch(split_kernel, given, fixed, options, kind, numbers, bits, inner, spills=spills, slow=chunks > 0)
 
 
 def _combination(splits: int) -> Launch:

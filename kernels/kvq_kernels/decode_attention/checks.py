@@ -9,6 +9,7 @@ from kvq_kernels.decode_attention.arguments import kv_heads
 from kvq_kernels.decode_attention.launch import Workspace
 from kvq_kernels.decode_attention.pages import check_pages
 from kvq_kernels.decode_attention.parts import Codebook, Rope, Side
+from kvq_kernels.decode_attention.several_queries import MAX_QUERIES, as_query_rows, padded_count, query_count
 
 
 def check_arguments(
@@ -21,7 +22,11 @@ def check_arguments(
     out: Tensor | None,
 ) -> None:
     """ValueError for arguments that do not fit."""
-    rows, heads, _ = query.shape
+    if query.ndim not in (3, 4) or not 1 <= query_count(query) <= MAX_QUERIES:
+        raise ValueError(
+            f"a query {list(query.shape)}: it must be [B, Q, D] or [B, Q, k, D], 1 to {MAX_QUERIES} queries k per row"
+        )
+    rows, heads = query.shape[:2]
     check_pages("keys", keys, rows)
     check_pages("values", values, rows)
     if heads % kv_heads(keys) or kv_heads(keys) != kv_heads(values):
@@ -70,7 +75,8 @@ def _check_codebooks(name: str, side: Side) -> None:
 
 def check_workspace(workspace: Workspace, query: Tensor) -> None:
     """The kernels compute addresses from the query's shape and the number of splits."""
-    (rows, heads, dim), (partial, logsum) = query.shape, (workspace.partial, workspace.logsum)
+    rows, heads, dim = as_query_rows(query.shape, padded_count(query))
+    partial, logsum = workspace.partial, workspace.logsum
     fits = partial.shape[0] >= rows and partial.shape[1] == heads and partial.shape[3] == dim
     fits &= logsum.shape == partial.shape[:3] and partial.shape[2] > 2
     if not fits or partial.device != query.device or not (partial.is_contiguous() and logsum.is_contiguous()):

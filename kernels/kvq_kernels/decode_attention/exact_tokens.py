@@ -14,6 +14,7 @@ from kvq_kernels.decode_attention.layout_hints import load
 from kvq_kernels.decode_attention.main_loop import LOG2_P_FACTOR, split_output
 from kvq_kernels.decode_attention.paging import at_tokens
 from kvq_kernels.decode_attention.rope import pair_channels, position_cos_sin
+from kvq_kernels.decode_attention.several_queries import finite_max, seen_tokens
 from kvq_kernels.decode_attention.spec import exact_columns, exact_queries, get, padded_dim
 
 
@@ -22,12 +23,12 @@ def attend_exact(
     q, partial, logsum, first_query, k, v, first, last, oldest, early, late, key_count, value_count, ring_size,
     rope, start, scale, SK: tl.constexpr, SV: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, M: tl.constexpr, SINKS: tl.constexpr, PACKED: tl.constexpr, N: tl.constexpr,
-    PAIRS: tl.constexpr, T: tl.constexpr,
+    PAIRS: tl.constexpr, T: tl.constexpr, sight=None, QUERIES: tl.constexpr = 1,
 ):  # fmt: skip
     """Attend to exact tokens [first, last): `early` tokens from `oldest` on, then all from `late` on.
 
     N: tokens of a tile. PAIRS: of channels of a column tile with RoPE. T: type of products. PACKED: packed tokens are
-    dense, and among these.
+    dense, and among these. sight: of `seen_tokens`; None: one query, which sees all of these.
     """
     D: tl.constexpr = get(SK, "dim")
     W: tl.constexpr = exact_queries(SK, M)
@@ -39,15 +40,21 @@ def attend_exact(
     acc = ()
     for _ in tl.static_range(padded_dim(D) // E):
         acc = acc + (tl.zeros([E, W], tl.float32),)
+    if QUERIES > 1:
+        seen_from, seen_end = seen_tokens(sight, W, QUERIES)
     for at in tl.range(first, last, N, num_stages=1):
         index = tl.minimum(at + within, last - 1)  # repeated, and masked in the scores
         token = tl.where(index < early, oldest + index, index - early + late)
         places = exact_places(k, SK, STYLE, SINKS, ring_size[0], key_count, token, PACKED)
         qk = exact_scores(queries, places, k, SK, rope, start + token, STYLE, WIDTH, N, W, PAIRS, T)
         qk = tl.where((at + within < last)[:, None], qk * scale, float("-inf"))
+        if QUERIES > 1:
+            seen = (token[:, None] >= seen_from[None, :]) & (token[:, None] < seen_end[None, :])
+            qk = tl.where(seen, qk, float("-inf"))
         m_ij = tl.maximum(m_i, tl.max(qk, axis=0))
-        p = tl.exp2(qk - (m_ij - LOG2_P_FACTOR)[None, :])
-        alpha = tl.exp2(m_i - m_ij)
+        finite = finite_max(m_ij, QUERIES)
+        p = tl.exp2(qk - (finite - LOG2_P_FACTOR)[None, :])
+        alpha = tl.exp2(m_i - finite)
         l_i = l_i * alpha + tl.sum(p, axis=0)
         high, low = _halves(p, T)
         places = exact_places(v, SV, "none", SINKS, ring_size[1], value_count, token, PACKED)

@@ -1,9 +1,10 @@
 """Split-KV pass and its combination (flash decoding): the two kernels of decode attention.
 
-A program of `split_kernel` attends to some tokens of one row for all query heads of one kv head and leaves
-softmax(q K^T) V of these and their log-sum-exp. The first programs share the whole tiles that both sides hold packed
-(`main_loop.py`), the next ones the exact tokens, sinks and recent ones (`exact_tokens.py`), the last ones the mixed
-tokens: packed on one side only, or in part of a tile. `combine_kernel` merges them. `launch.py` passes the arguments.
+A program of `split_kernel` attends to some tokens of one row for all query heads of one kv head (of several queries per
+row, for some of them) and leaves softmax(q K^T) V of these tokens and their log-sum-exp. The first programs share the
+whole tiles that both sides hold packed (`main_loop.py`), the next ones the exact tokens, sinks and recent ones
+(`exact_tokens.py`), the last ones the mixed tokens: packed on one side only, or in part of a tile. `combine_kernel`
+merges them. `launch.py` passes the arguments.
 Variables are named as in Triton's tutorial, see `main_loop.py`.
 """
 
@@ -17,6 +18,7 @@ from kvq_kernels.decode_attention.exact_tokens import attend_exact
 from kvq_kernels.decode_attention.main_loop import attend_tiles, split_output
 from kvq_kernels.decode_attention.paging import at_paged_head
 from kvq_kernels.decode_attention.rope import pair_channels, position_cos_sin
+from kvq_kernels.decode_attention.several_queries import finite_max, seen_tokens
 from kvq_kernels.decode_attention.spec import column_tiles, get, mixed_out_of_line
 
 #: Cost of an exact token and of a mixed one, in tokens of whole tiles: about the ratio of their times in compiled code.
@@ -30,7 +32,8 @@ def split_kernel(
     logsum,  # float32 [B, Q, programs], base 2; -inf: no tokens, `partial` is then not written
     lengths,  # int32 [B]
     counts,  # int32 [B] x 2: packed tokens of the keys, of the values
-    window,  # newest tokens that the query sees, its own included
+    window,  # newest tokens that a query sees, its own included
+    earlier,  # queries before the newest one; None: there is one query
     heads,  # int32 [heads of this launch] x 3: kv head, its index in the keys' codes and in the values'; or None
     keys,
     values,  # tuples of pointers, see `dequantize.py`
@@ -45,8 +48,10 @@ def split_kernel(
     STYLE: tl.constexpr,  # "none", "half", "interleaved"
     WIDTH: tl.constexpr,  # rotated channels
     HEADS: tl.constexpr,  # kv heads
-    GROUP: tl.constexpr,  # query heads of a kv head
+    GROUP: tl.constexpr,  # query heads of a kv head; of several queries the rows of a program, see `several_queries.py`
     M: tl.constexpr,  # GROUP, padded to a power of two
+    QUERIES: tl.constexpr,  # queries per row, padded to a power of two
+    BLOCKS: tl.constexpr,  # programs that share the query rows of a kv head
     SINKS: tl.constexpr,
     N: tl.constexpr,  # tokens of a tile
     E: tl.constexpr,  # channels of a column tile
@@ -63,6 +68,10 @@ def split_kernel(
     # Heads first: programs are spread over the multiprocessors in this order, so that those of one multiprocessor read
     # the codebooks of few heads, which its L1 cache holds (two of 8 heads on 132 multiprocessors).
     stored_head, split, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first_row = 0  # of the kv head's query rows
+    if BLOCKS > 1:
+        first_row = stored_head % BLOCKS * GROUP
+        stored_head = stored_head // BLOCKS
     programs = tl.num_programs(1)
     length = tl.load(lengths + row)
     key_count, value_count = tl.load(counts[0] + row), tl.load(counts[1] + row)
@@ -80,14 +89,20 @@ def split_kernel(
     else:
         v = at_stored_head(values, value_strides, SV, row, head, value_head)
     D: tl.constexpr = get(SK, "dim")
-    first_query = row * (HEADS * GROUP) + head * GROUP
+    first_query = row * (HEADS * BLOCKS * GROUP) + head * (BLOCKS * GROUP) + first_row
     q = query + first_query.to(tl.int64) * D
     start = 0 if rope[3] is None else tl.load(rope[3] + row)
     FIRST: tl.constexpr = get(SK, "first")  # tiles are counted from place 0, which would be token BASE
     BASE: tl.constexpr = SINKS - FIRST
-    tiles = (tl.minimum(key_count, value_count) + FIRST) // N
+    packed = tl.minimum(key_count, value_count)
+    if QUERIES > 1:  # whole tiles have no mask: all queries see them
+        packed = tl.minimum(packed, tl.maximum(length - earlier - SINKS, 0))
+    tiles = (packed + FIRST) // N
     oldest = tl.maximum(length - window, 0)
     begin = tl.minimum(tl.cdiv(tl.maximum(oldest - SINKS, 0) + FIRST, N), tiles)
+    if QUERIES > 1:
+        oldest = tl.maximum(length - earlier - window, 0)
+    sight = None if QUERIES == 1 else (first_row, length, window, earlier)
     # Of the tokens outside of whole tiles, those before and those behind these tiles.
     early_end, late = tl.minimum(length, BASE + begin * N), tl.maximum(BASE + tiles * N, oldest)
     if XD is None or PACKED_EXACT:
@@ -118,13 +133,14 @@ def split_kernel(
             attend_exact(
                 q, partial, logsum, first_query, k, v, first, last, oldest, early, late, key_count, value_count,
                 ring_size, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, PACKED_EXACT, EXACT_TILE,
-                EXACT_PAIRS, XD,
+                EXACT_PAIRS, XD, sight, QUERIES,
             )  # fmt: skip
     elif not PACKED_EXACT:
         first, last = share(split + mixed_programs - programs, mixed_programs, mixed, MIXED_TILE)
         (attend_mixed_noinline if mixed_out_of_line(SK, SV) else attend_mixed)(
             q, partial, logsum, first_query, k, v, first, last, mixed_from, mixed_early, mixed_late, key_count,
             value_count, ring_size, rope, start, scale, SK, SV, STYLE, WIDTH, GROUP, M, SINKS, E, PRECISION, MIXED_TILE,
+            sight, QUERIES,
         )  # fmt: skip
 
 
@@ -164,9 +180,12 @@ def attend_mixed(
     q, partial, logsum, first_query, k, v, first, last, oldest, early, late, key_count, value_count,
     ring_size, rope, start, scale, SK: tl.constexpr, SV: tl.constexpr, STYLE: tl.constexpr, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, M: tl.constexpr, SINKS: tl.constexpr, E: tl.constexpr, PRECISION: tl.constexpr,
-    N: tl.constexpr,
+    N: tl.constexpr, sight, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """Attend to mixed tokens [first, last) in float32: `early` tokens from `oldest` on, then all from `late` on."""
+    """Attend to mixed tokens [first, last) in float32: `early` tokens from `oldest` on, then all from `late` on.
+
+    sight: of `seen_tokens`; None: one query, which sees all of these.
+    """
     D: tl.constexpr = get(SK, "dim")
     P: tl.constexpr = column_tiles(SK, E)
     member, column, within = tl.arange(0, M), tl.arange(0, E), tl.arange(0, N)
@@ -174,6 +193,8 @@ def attend_mixed(
     l_i = tl.zeros([M], tl.float32)
     tile = tl.arange(0, P)[:, None, None]
     acc = tl.zeros([P, M, E], tl.float32)
+    if QUERIES > 1:
+        seen_from, seen_end = seen_tokens(sight, M, QUERIES)
     for at in tl.range(first, last, N, num_stages=1):
         valid = at + within < last
         index = tl.minimum(at + within, last - 1)  # tables of cosines may end at the last token
@@ -201,9 +222,13 @@ def attend_mixed(
                 qk = tl.dot(a1, tl.trans(x1 * cos - x2 * sin), qk, input_precision=PRECISION)
                 qk = tl.dot(a2, tl.trans(x2 * cos + x1 * sin), qk, input_precision=PRECISION)
         qk = tl.where(valid[None, :], qk * scale, float("-inf"))
+        if QUERIES > 1:
+            seen = (token[None, :] >= seen_from[:, None]) & (token[None, :] < seen_end[:, None])
+            qk = tl.where(seen, qk, float("-inf"))
         m_ij = tl.maximum(m_i, tl.max(qk, axis=1))
-        p = tl.exp2(qk - m_ij[:, None])
-        alpha = tl.exp2(m_i - m_ij)
+        finite = finite_max(m_ij, QUERIES)
+        p = tl.exp2(qk - finite[:, None])
+        alpha = tl.exp2(m_i - finite)
         l_i = l_i * alpha + tl.sum(p, axis=1)
         acc *= alpha[None, :, None]
         for j in tl.range(0, P, num_stages=1):

@@ -20,6 +20,13 @@ from kvq_kernels.decode_attention.arguments import codes_of, kv_heads, page_argu
 from kvq_kernels.decode_attention.configs import MIN_TOKENS, choose_splits, choose_tile
 from kvq_kernels.decode_attention.kernel import EXACT_COST, MIXED_COST, combine_kernel, split_kernel
 from kvq_kernels.decode_attention.parts import Codebook, Dense, Packed, PerHead, Rope, Side
+from kvq_kernels.decode_attention.several_queries import (
+    as_query_rows,
+    padded_count,
+    query_blocks,
+    query_count,
+    query_rows,
+)
 from kvq_kernels.decode_attention.spec import SideSpec, Tile, block_tokens, padded_dim
 from kvq_kernels.decode_attention.transformed import Transformed
 from kvq_kernels.launch_device import on_its_device
@@ -48,11 +55,11 @@ class Workspace:
 
     @classmethod
     def like(cls, query: Tensor, splits: int) -> Workspace:
-        """An empty workspace for `query` `[B, Q, D]`. splits: of whole tiles, at least 1; exact and mixed
-        tokens have one more each."""
+        """An empty workspace for `query` `[B, Q, D]` or `[B, Q, k, D]`; it has as many heads as `query_rows`. splits:
+        of whole tiles, at least 1; exact and mixed tokens have one more each."""
         if splits < 1:
             raise ValueError(f"a workspace for {splits} splits: at least 1, see plan_splits")
-        rows, heads, dim = query.shape
+        rows, heads, dim = as_query_rows(query.shape, padded_count(query))
         shape = (rows, heads, splits + 2)
         return cls(
             torch.empty(*shape, dim, dtype=torch.float32, device=query.device),
@@ -74,8 +81,10 @@ def constants(
     dim: int,
     tile: Tile,
     heads: int | None = None,
+    queries: int = 1,
 ) -> dict[str, Any]:
-    """Compile-time arguments of `split_kernel`. heads: all kv heads, where the sides have only some of them."""
+    """Compile-time arguments of `split_kernel`. group: query heads of a kv head. heads: all kv heads, where the sides
+    have only some of them. queries: `padded_count`."""
     nvidia = bool(tile.nvidia) and torch.version.hip is None
     sk, sv = (replace(SideSpec.of(side, dim), fenced=bool(tile.fences), nvidia=nvidia) for side in (keys, values))
     tokens = max(tile.tokens, MIN_TOKENS)
@@ -95,6 +104,8 @@ def constants(
             f"a tile of {tokens} tokens is longer than the fine table of cosines: with RoPE, outliers must be in "
             f"blocks of at most {Rope.STEP} tokens, codes of at most {Rope.STEP // MIN_TOKENS}"
         )
+    blocks = query_blocks(group, queries, tile.rows)
+    group = group * queries // blocks
     return {
         "SK": sk,
         "SV": sv,
@@ -103,6 +114,8 @@ def constants(
         "HEADS": kv_heads(keys) if heads is None else heads,
         "GROUP": group,
         "M": max(triton.next_power_of_2(group), tile.queries if {"codebook", "uniform"} & {sk.kind, sv.kind} else 1),
+        "QUERIES": queries,
+        "BLOCKS": blocks,
         "SINKS": 0 if keys.sinks is None else keys.sinks.shape[2],
         "N": tokens,
         "E": max(16, min(tile.columns, padded_dim(dim) // 2)),
@@ -112,7 +125,7 @@ def constants(
         "MIXED_TILE": TAIL_TILE,
         "EXACT_TILE": TAIL_TILE * tile.warps,
         "EXACT_PAIRS": EXACT_PAIRS,
-        "XD": exact_type(query_type) if has_exact(keys, values) else None,
+        "XD": exact_type(query_type) if has_exact(query_type, keys, values) else None,
         "PACKED_EXACT": packed_exact(query_type, keys, values),
         "STAGES": tile.stages,
     }
@@ -142,8 +155,9 @@ def arguments(
     workspace: Workspace,
     window: int | None = None,
     heads: tuple[Tensor, Tensor, Tensor] | None = None,
+    queries: int = 1,
 ) -> tuple[Any, ...]:
-    """Run-time arguments of `split_kernel`."""
+    """Run-time arguments of `split_kernel`. query: of `query_rows`. queries: `query_count`."""
     (key_tensors, key_strides), (value_tensors, value_strides) = pointers(keys), pointers(values)
     return (
         query,
@@ -152,6 +166,7 @@ def arguments(
         lengths,
         (keys.count, values.count),
         NO_WINDOW if window is None else window,
+        None if queries == 1 else queries - 1,
         heads,
         key_tensors,
         value_tensors,
@@ -190,16 +205,10 @@ def exact_type(query_type: torch.dtype) -> tl.dtype | None:
     return tl.float32 if knobs.runtime.interpret and query_type == torch.bfloat16 else TYPES[query_type]
 
 
-def has_exact(*sides: Side) -> bool:
-    """Whether there may be exact tokens: sinks, tokens in both rings, or dense ones."""
-    return any(
-        all(has(side) for side in sides)
-        for has in (
-            lambda side: side.sinks is not None,
-            lambda side: side.ring is not None,
-            lambda side: isinstance(side.packed, Dense),
-        )
-    )
+def has_exact(query_type: torch.dtype, *sides: Side) -> bool:
+    """Whether there may be exact tokens: sinks, tokens in both rings, or packed ones that are read so."""
+    windows = (lambda side: side.sinks is not None, lambda side: side.ring is not None)
+    return packed_exact(query_type, *sides) or any(all(has(side) for side in sides) for has in windows)
 
 
 def packed_exact(query_type: torch.dtype, *sides: Side) -> bool:
@@ -235,14 +244,16 @@ def plan_splits(query: Tensor, keys: Side, values: Side, rope: Rope | None = Non
 
     They depend on how many tokens the stores and windows have room for, not on how many there are.
     """
-    part, dim = head_groups(keys, values, query.device)[0], query.shape[2]
+    part, dim = head_groups(keys, values, query.device)[0], query.shape[-1]
+    group = query.shape[1] // kv_heads(keys)
     tile = tile or choose_tile(query.device, SideSpec.of(part.keys, dim), SideSpec.of(part.values, dim))
-    fixed = constants(query.dtype, part.keys, part.values, rope, 1, dim, tile)
+    fixed = constants(query.dtype, part.keys, part.values, rope, group, dim, tile, queries=padded_count(query))
     rings = [0 if side.ring is None else side.ring.shape[2] for side in (keys, values)]
     exact, mixed = fixed["SINKS"] + max(rings), abs(rings[0] - rings[1])
     tokens = min(capacity(keys), capacity(values)) + EXACT_COST.value * exact + MIXED_COST.value * mixed
     tiles = max(2, -(-tokens // fixed["N"]))
-    return max(3, choose_splits(query.shape[0] * kv_heads(keys), tiles, sm_count(query.device), tile.waves)) - 2
+    programs = query.shape[0] * kv_heads(keys) * fixed["BLOCKS"]
+    return max(3, choose_splits(programs, tiles, sm_count(query.device), tile.waves)) - 2
 
 
 @dataclass(frozen=True)
@@ -303,26 +314,29 @@ def run_kernels(
     tile: Tile | None,
 ) -> Tensor:
     """`decode_attention` by the kernels: a split pass for each `HeadGroup`, and the combination."""
-    rows, heads, dim = query.shape
-    group = heads // kv_heads(keys)
-    query = query.contiguous()
-    out = torch.empty_like(query) if out is None else out
+    rows, heads, dim = query.shape[0], query.shape[1], query.shape[-1]
+    group, queries, padded = heads // kv_heads(keys), query_count(query), padded_count(query)
     if workspace is None:
         workspace = Workspace.like(query, plan_splits(query, keys, values, rope, tile))
+    q = query_rows(query)
+    result = torch.empty_like(q) if out is None or queries < padded else out.view(q.shape)
     for part in head_groups(keys, values, query.device):
         chosen = tile or choose_tile(query.device, SideSpec.of(part.keys, dim), SideSpec.of(part.values, dim))
-        fixed = constants(query.dtype, part.keys, part.values, rope, group, dim, chosen, heads // group)
-        split_kernel[(part.count, workspace.programs, rows)](
-            *arguments(query, part.keys, part.values, lengths, rope, scaling, workspace, window, part.heads),
+        fixed = constants(query.dtype, part.keys, part.values, rope, group, dim, chosen, heads // group, padded)
+        split_kernel[(part.count * fixed["BLOCKS"], workspace.programs, rows)](
+            *arguments(q, part.keys, part.values, lengths, rope, scaling, workspace, window, part.heads, queries),
             **fixed,
-            **chosen.options(),
+            **chosen.options(padded),
         )
-    combine(workspace, out)
-    return out
+    combine(workspace, result)
+    if query.ndim == 3:
+        return result
+    result = result.view(rows, heads, padded, dim)[:, :, padded - queries :]
+    return result if out is None or queries == padded else out.copy_(result)
 
 
 def combine(workspace: Workspace, out: Tensor) -> None:
-    """Merge the splits of a workspace into `out` `[B, Q, D]`."""
+    """Merge the splits of a workspace into `out` `[B, Q, D]`, laid out as `query_rows`."""
     count, (rows, heads, dim) = workspace.programs, out.shape
     fixed = combine_constants(dim, count)
     combine_kernel[(rows * heads,)](workspace.partial, workspace.logsum, out, count, **fixed, **COMBINE_OPTIONS)

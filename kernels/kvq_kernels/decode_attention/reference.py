@@ -26,16 +26,18 @@ def decode_attention_reference(
 ) -> Tensor:
     """out = softmax(scaling q K^T) V of each row's first lengths[b] tokens, in `dtype`.
 
-    query:    `[B, Q, D]`. lengths: int32 `[B]`.
+    query:    `[B, Q, D]`, or `[B, Q, k, D]` of each row's newest k tokens, which see no later ones. lengths: int32
+              `[B]`.
     round_to: type that keys (after RoPE) and values are rounded to once they are dequantized; None: not rounded.
-    window:   number of newest tokens to attend to; None: all.
+    window:   number of newest tokens to attend to, of each query; None: all.
 
-    Returns `[B, Q, D]` in `dtype`; zeros for rows without tokens.
+    Returns the query's shape in `dtype`; zeros for queries without tokens.
     """
-    out = torch.zeros(query.shape, dtype=dtype, device=query.device)
+    queries = query if query.ndim == 4 else query.unsqueeze(2)
+    out = torch.zeros(queries.shape, dtype=dtype, device=query.device)
     keys, values = gathered(keys), gathered(values)
-    packed_keys, packed_values = (unpack_side(side, dtype, query.shape[2]) for side in (keys, values))
-    heads = packed_keys.shape[1]
+    packed_keys, packed_values = (unpack_side(side, dtype, query.shape[-1]) for side in (keys, values))
+    heads, count = packed_keys.shape[1], queries.shape[2]
     for row, length in enumerate(lengths.tolist()):
         if length == 0:
             continue
@@ -44,12 +46,15 @@ def decode_attention_reference(
             k = rotate(k, rope, 0 if rope.offset is None else int(rope.offset[row]))
         if round_to is not None:
             k, v = k.to(round_to).to(dtype), v.to(round_to).to(dtype)
-        if window is not None:
-            k, v = k[:, -window:], v[:, -window:]
-        q = query[row].to(dtype).view(heads, -1, query.shape[2])
-        weights = (q @ k.transpose(1, 2) * scaling).softmax(dim=-1)
-        out[row] = (weights @ v).flatten(0, 1)
-    return out
+        for number in range(count):
+            stop = length - count + 1 + number  # behind the query's own token
+            if stop <= 0:
+                continue
+            seen = slice(0 if window is None else max(0, stop - window), stop)
+            q = queries[row, :, number].to(dtype).unflatten(0, (heads, -1))
+            weights = (q @ k[:, seen].transpose(1, 2) * scaling).softmax(dim=-1)
+            out[row, :, number] = (weights @ v[:, seen]).flatten(0, 1)
+    return out.view(query.shape)
 
 
 def row_tokens(side: Side, packed: Tensor, row: int, length: int) -> Tensor:

@@ -137,6 +137,7 @@ class Tile:
     fences:    1: scheduling fences between loads of codebook entries, which ptxas needs; 0: none.
     queries:   at least so many columns in a product with packed numbers: as many as a matrix unit takes.
     registers: at most so many per thread, which spills a few where that lets more programs run at once; 0: no limit.
+    rows:      of several queries per row, at most so many rows of a kv head in a program, if one query's are not more.
     nvidia:    0: no PTX assembly, also where the kernel is compiled on a machine without a GPU.
     """
 
@@ -149,11 +150,13 @@ class Tile:
     queries: int = 8
     registers: int = 0
     nvidia: int = 1
+    rows: int = 8
 
-    def options(self) -> dict[str, int]:
-        """Launch options for Triton. AMD's compiler takes no limit of registers."""
+    def options(self, queries: int = 1) -> dict[str, int]:
+        """Launch options for Triton. AMD's compiler takes no limit of registers; several queries need more of them."""
         options = {"num_warps": self.warps, "num_stages": max(1, self.stages)}
-        return options | ({"maxnreg": self.registers} if self.registers and torch.version.hip is None else {})
+        limited = self.registers and queries == 1 and torch.version.hip is None
+        return options | ({"maxnreg": self.registers} if limited else {})
 
 
 @triton.constexpr_function

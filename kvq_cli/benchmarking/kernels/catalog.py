@@ -9,6 +9,7 @@ from kvq_cli.benchmarking.kernels.matvec import QuantizedMatvec
 from kvq_cli.benchmarking.kernels.quantize import QuantizePack
 from kvq_cli.benchmarking.kernels.squat import SquatQuantize
 from kvq_cli.benchmarking.kernels.transform import TransformAttention
+from kvq_cli.benchmarking.kernels.transform_pack import TransformPack
 from kvq_cli.errors import UsageError
 
 EXPERIMENTS: dict[str, Experiment] = {
@@ -20,6 +21,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         SquatQuantize(),
         AssignCentroids(),
         TransformAttention(),
+        TransformPack(),
     )
 }
 

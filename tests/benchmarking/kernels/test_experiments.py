@@ -17,7 +17,9 @@ from kvq_cli.errors import UsageError
 CPU, DRY = torch.device("cpu"), Sizes(dry=True)
 
 
-@pytest.mark.parametrize("name", ["quantize_pack", "squat_quantize", "assign_centroids", "transform_attention"])
+@pytest.mark.parametrize(
+    "name", ["quantize_pack", "squat_quantize", "assign_centroids", "transform_attention", "transform_pack"]
+)
 def test_cases_are_correct(name):
     rows = list(run.check(select_experiments([name]), DRY, CPU))
     assert rows and all(row["right"] for row in rows)

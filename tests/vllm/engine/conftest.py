@@ -16,7 +16,7 @@ import pytest
 import torch
 from random_artifacts import random_parts, tiny_model
 from random_transforms import random_transform
-from vllm_engines import LENGTHS, NEW, generated, running
+from vllm_engines import LENGTHS, NEW, V2, generated, running
 
 from kvq_cli import load_artifact
 from kvq_cli.artifact import save_artifact
@@ -32,6 +32,8 @@ from kvq_cli.vllm.served import ServedMethod
 # Read when vLLM is imported: one process, no network.
 os.environ.update(KVQ_VLLM_CPU="1", VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1")
 os.environ.update(VLLM_LOGGING_LEVEL="ERROR", OMP_NUM_THREADS="1")
+if V2:  # which vLLM takes where Triton runs, as on a GPU
+    os.environ.update(TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
 
 if "vllm" not in packages_distributions():  # find_spec would find this folder's parent
     collect_ignore_glob = ["test_*.py"]

@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from vllm_engines import SAMPLED
 
 METHODS = (
     "fp16",
@@ -39,7 +40,7 @@ def test_concurrent_requests_prefix_hits_and_samples_equal_generate(method, case
         assert [output.num_cached_tokens for output in again] == [(len(p) - 1) // size * size for p in prompts]
         assert token_ids(again) == expected
 
-        (output,) = engine.tokens(prompts[4:5], (50,), n=4, temperature=1, top_k=1)
+        (output,) = engine.tokens(prompts[4:5], (50,), **SAMPLED)
         assert [list(sample.token_ids) for sample in output.outputs] == [expected[4]] * 4
         assert engine.free_blocks == engine.all_blocks
 
