@@ -209,7 +209,7 @@ class CompressedCache(Cache):
         self._drop_at_crop()
         left = self.get_seq_length()
         self.rows.pads = [min(pads, left) for pads in self.rows.pads]
-        self.rows.prompts = [n if pads < left else 0 for n, pads in zip(self.rows.prompts, self.rows.pads, strict=True)]
+        self.rows.prompts = [min(n, left - pads) for n, pads in zip(self.rows.prompts, self.rows.pads, strict=True)]
 
     def _drop_at_crop(self) -> None:
         """Drop what no later query sees, and what was kept so that it could be taken back."""

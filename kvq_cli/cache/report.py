@@ -29,7 +29,7 @@ class CacheReport:
                      see: those within the sliding windows of their layers, as transformers' own cache holds them.
     packed_numbers:  the numbers of packed tokens, seen or not.
     tokens:          tokens cached, all rows together.
-    compressed:      how many of them are packed, averaged over layers, keys and values.
+    compressed:      how many are held packed, averaged over layers, keys and values.
     working:         most bytes by name that passes held beside the cache, and freed again ("accumulator": xquant-cl's
                      X^ and latents, see `CrossLayerSum.peak`; "joined": copies that let kernels read a store as one
                      tensor).

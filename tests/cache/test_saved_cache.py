@@ -148,6 +148,18 @@ def test_loaded_and_cloned_caches_continue_bit_for_bit(name, options, tmp_path):
 
 
 @torch.no_grad()
+def test_a_cache_that_was_cropped_into_its_prompt_is_saved_and_loaded(tmp_path):
+    model = tiny_model(hidden_size=64)
+    run, file = Run(model), tmp_path / "cropped.safetensors"
+    with attach(model, build("fp16")) as kv:
+        cache = kv.new_cache()
+        run.feed(cache, 0, DOCUMENT)
+        cache.crop(-(DOCUMENT - 12))
+        cache.save(file, run.ids[:, :12])
+        assert torch.equal(run.continued(cache, 12), run.continued(kv.load_cache(file), 12))
+
+
+@torch.no_grad()
 def test_cache_of_a_model_with_other_weights_is_refused(tmp_path):
     """Also if its keys and values are computed by the same weights, as after training of the others."""
     model, file = tiny_model(hidden_size=64), tmp_path / "document.safetensors"

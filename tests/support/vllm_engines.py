@@ -54,8 +54,9 @@ class RunningEngine:
     def __init__(self, llm: Any) -> None:
         self.llm = llm
         core = llm.llm_engine.engine_core.engine_core
-        runner = type(core.model_executor.driver_worker.worker.model_runner).__mro__
-        assert any(each.__module__ == "vllm.v1.worker.gpu.model_runner" for each in runner) == V2
+        if worker := getattr(core.model_executor, "driver_worker", None):  # of one process
+            runner = type(worker.worker.model_runner).__mro__
+            assert any(each.__module__ == "vllm.v1.worker.gpu.model_runner" for each in runner) == V2
         self.scheduler = core.scheduler
         self.kv_cache_config = core.scheduler.kv_cache_config
 
