@@ -214,12 +214,11 @@ comparison: .venv/.installed pages  # docs/COMPARISON.md from the tracked result
 	done; } > docs/COMPARISON.md
 	echo "written: docs/COMPARISON.md"
 
-pages: .venv/.installed  ## Write the HTML pages of SmolLM2's comparisons, the README's picture and table, from tracked results.
+pages: .venv/.installed  ## Write the HTML pages of SmolLM2's comparisons, and COMPARISON.md's picture, from tracked results.
 	@for results in $(PAGES); do
 	$(KVQ) report $$results --no-errors --out docs/comparison-smollm2-$${results##*compare-}.html
 	done
 	$(BIN)/python -m lab.pages.picture results/reproduction/smollm2/compare-2bit docs/quality.svg
-	$(BIN)/python -m lab.pages.first_table results/reproduction/smollm2/compare-{2bit,fair} README.md
 
 session: .venv/.installed  ## Record docs/session.svg: a terminal in which SmolLM2 continues a text from a cache of 2 bits.
 	@PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/python -m lab.pages.session

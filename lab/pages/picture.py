@@ -1,4 +1,4 @@
-"""Draw the README's picture: KL divergence of compared methods over their measured bits.
+"""Draw docs/COMPARISON.md's picture: KL divergence of compared methods over their measured bits.
 
 python -m lab.pages.picture RESULTS FILE.svg    RESULTS: folder of a comparison
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -18,9 +19,14 @@ from kvq_cli.methods.registry import build, method_names
 from kvq_cli.vllm.checks import check_plans
 from kvq_cli.vllm.served import served_options
 
-HEADER = "| method | calibration | Triton kernels | `kvq serve` | `kvq tune` |"
+HEADER = "| method | calibration | Triton kernels | timed on a GPU | `kvq serve` | `kvq tune` |"
 #: What a cell that begins with "yes" or "with" leaves out or asks for, in --compare's form.
 EXCEPTIONS = {"without `rotation`": {"rotation": "hadamard"}, "without `entries=65536`": {"entries": 65536}}
+
+#: Prefixes of benchmarks' stores that are not the method's name.
+STORES = {"temporalkv": "temporal-", "channelkv": "channel-"}
+#: Methods whose results are of an earlier format: klt's are of vector codes.
+REPLACED = {"klt"}
 
 
 def table() -> dict[str, list[str]]:
@@ -64,19 +70,27 @@ def is_served(model, name: str, **options) -> bool:
     return True
 
 
+def is_timed(name: str) -> bool:
+    """Whether a result of a GPU has attention over the method's present format."""
+    results = [json.loads(file.read_text(encoding="utf-8")) for file in ROOT.glob("benchmarks/*/kernels.json")]
+    stores = {row.get("store", "") for result in results for row in result["rows"]}
+    return name not in REPLACED and any(store.startswith(STORES.get(name, name)) for store in stores)
+
+
 def test_every_method_has_a_row():
     assert {*ROWS, "mixed"} == set(method_names())
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_cells_say_what_the_code_does(model, name):
-    calibration, kernels, serve, tune = ROWS[name]
+    calibration, kernels, timed, serve, tune = ROWS[name]
     method = build(name)
     assert calibration == ("yes" if method.calibrates else "no")
     assert kernels.startswith("yes") == by_kernels(model, method)
     for words, options in EXCEPTIONS.items():
         if words in kernels:
             assert not by_kernels(model, build(name, **options))
+    assert timed == ("yes" if is_timed(name) else "no")
     assert (serve != "no") == is_served(model, name, **served_options(name, {}))
     assert (serve == "with `norm=off`") == bool(served_options(name, {}))
     assert tune == ("yes" if name in PARTS else "no")
