@@ -22,7 +22,7 @@ CASES = (
 def test_tokens_equal_generate():
     """`RunningEngine` asserts that the runner is V2's."""
     here = Path(__file__).parent
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist"]
     command += [f"{here}/{case}" for case in CASES]
     done = subprocess.run(command, env=os.environ | {"KVQ_TEST_V2": "1"}, capture_output=True, text=True)
     assert done.returncode == 0 and f"{len(CASES)} passed" in done.stdout, done.stdout[-5000:]
