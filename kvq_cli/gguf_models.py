@@ -207,7 +207,6 @@ def _read(source: Path, dtype: str, reader: GGUFReader | None) -> Pair:
 
     location: dict[str, Any] = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     location["trust_remote_code"] = False
-    tokenizer = AutoTokenizer.from_pretrained(**location)
     pair: Any = AutoModelForCausalLM.from_pretrained(
         **location,
         dtype=torch.float32,  # some weights are transformed, and rounded once, below
@@ -229,7 +228,7 @@ def _read(source: Path, dtype: str, reader: GGUFReader | None) -> Pair:
         model = type(loaded)(type(loaded.config)(**settings))
     model.load_state_dict(loaded.state_dict(), assign=True)
     model.tie_weights()
-    return model, tokenizer
+    return model, AutoTokenizer.from_pretrained(**location)
 
 
 def _check_all_are_read(model: PreTrainedModel, reader: GGUFReader) -> None:
@@ -277,9 +276,9 @@ def _divide_rope(config: PretrainedConfig, divisors: Any) -> None:
     stored = torch.tensor(divisors)
     if (stored == 1).all():
         return
-    plain = config.rope_parameters
+    plain = getattr(config, "rope_parameters", None) or {}
     scaled = {"rope_type": "llama3", "factor": stored.max().item(), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-    config.rope_parameters = {**plain, **scaled, "original_max_position_embeddings": 8192}
+    config.update({"rope_parameters": {**plain, **scaled, "original_max_position_embeddings": 8192}})
     frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
     dims = 2 * len(stored)
     unscaled = plain["rope_theta"] ** (-torch.arange(0, dims, 2) / dims)

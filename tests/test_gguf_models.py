@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from kvq_cli import gguf_models
-from kvq_cli.errors import KvqError, UsageError
+from kvq_cli.errors import KvqError
 from kvq_cli.models import load_model
 
 F32, F16, BF16, Q8_0 = (getattr(GGMLQuantizationType, name) for name in ("F32", "F16", "BF16", "Q8_0"))
@@ -34,15 +34,15 @@ LLAMA_3["original_max_position_embeddings"] = 8192
 
 
 def llama(**options) -> PreTrainedModel:
-    return LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=False, **options))
+    return LlamaForCausalLM(LlamaConfig(**SIZES | options, tie_word_embeddings=False))
 
 
 def qwen2(**options) -> PreTrainedModel:
-    return Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True, **options))
+    return Qwen2ForCausalLM(Qwen2Config(**SIZES | options, tie_word_embeddings=True))
 
 
 def gemma3(**options) -> PreTrainedModel:
-    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, head_dim=16, sliding_window=8, **options))
+    return Gemma3ForCausalLM(Gemma3TextConfig(**SIZES | options, head_dim=16, sliding_window=8))
 
 
 FAMILIES = {MODEL_ARCH.LLAMA: llama, MODEL_ARCH.QWEN2: qwen2, MODEL_ARCH.GEMMA3: gemma3}
@@ -68,8 +68,8 @@ def logits(model: PreTrainedModel) -> torch.Tensor:
 def assert_tokenizer_of(tokenizer: PreTrainedTokenizerBase, path: Path) -> None:
     """It is the one that transformers reads from the file."""
     read = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
-    assert tokenizer("ab a<eos>b")["input_ids"] == read("ab a<eos>b")["input_ids"]
-    assert tokenizer.backend_tokenizer.to_str() == read.backend_tokenizer.to_str()
+    for text in ("ab a<eos>b", " a  abc<bos>"):
+        assert tokenizer(text)["input_ids"] == read(text)["input_ids"]
     assert tokenizer.bos_token_id == 2 and tokenizer.decode([8, 9, 1], skip_special_tokens=True) == "ab a"
 
 
@@ -85,7 +85,7 @@ def folders(tmp_path, monkeypatch):
 def test_a_file_is_the_model_that_was_written(tmp_path, architecture, kind):
     """In float32, exactly; in the file's own dtype, its weights rounded once."""
     model = random_model(architecture)
-    write_gguf(tmp_path / "m.gguf", model, architecture, kind)
+    write_gguf(tmp_path / "m.gguf", model, architecture, kind, byte_level=architecture == MODEL_ARCH.QWEN2)
     expected = quantized(model, kind)
     loaded = load_model(str(tmp_path / "m.gguf"), "cpu", "float32")
     assert torch.equal(logits(loaded.model), logits(expected))
@@ -146,8 +146,7 @@ def test_a_scaled_rope_is_read(tmp_path, architecture, written, read):
     rope = {"rope_theta": 1e6, **read}
     if architecture == MODEL_ARCH.GEMMA3:
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
-    kinds = {"layer_types": ["sliding_attention", "full_attention"]} if architecture == MODEL_ARCH.GEMMA3 else {}
-    model = random_model(architecture, rope_parameters=rope, **kinds)
+    model = random_model(architecture, rope_parameters=rope, num_hidden_layers=6)  # of Gemma's, the last is global
     write_gguf(tmp_path / "m.gguf", model, architecture, rope=written)
     assert torch.equal(logits(load_model(str(tmp_path / "m.gguf"), "cpu").model), logits(model))
 
@@ -256,7 +255,7 @@ def test_commands_take_a_file(tmp_path, monkeypatch, kvq):
     result = kvq("bits", "--model", "m.gguf", "--compare", "fp16", "--json")
     assert result.exit_code == 0 and json.loads(result.stdout)
     result = kvq(
-        "calibrate", "--model", "m.gguf", "--method", "kvquant", "--bits", "2", "--samples", "1", "--seqlen", "64"
+        "calibrate", "--model", "m.gguf", "--method", "kvquant", "--bits", "2", "--samples", "2", "--seqlen", "64"
     )
     assert result.exit_code == 0, result.stderr
     made = next((tmp_path / "artifacts" / "m.gguf").iterdir())
@@ -264,5 +263,5 @@ def test_commands_take_a_file(tmp_path, monkeypatch, kvq):
     result = kvq("generate", "ab a", "--model", "m.gguf", *options)
     assert result.exit_code == 0, result.stderr
     assert "--trust-remote-code has no effect" in result.stderr
-    assert kvq("generate", "ab a", "--model", "m.gguf", "--dtype", "float16", "-n", "1").exit_code == 0
-    assert UsageError.exit_code == kvq("generate", "a", "--model", "m.gguf", "--dtype", "int8").exit_code
+    result = kvq("generate", "ab a", "--model", "m.gguf", "--dtype", "float16", "-n", "1", "--method", "fp16")
+    assert result.exit_code == 0, result.stderr
