@@ -22,7 +22,7 @@ def parse_options(cls: type, owner: str, options: Mapping[str, Any]) -> dict[str
     owner: for messages, such as "method kivi". Raises UsageError naming the valid options, or the expected type.
     """
     types_ = typing.get_type_hints(cls)
-    valid = [field.name for field in dataclasses.fields(cls)]
+    valid = [field.name for field in sorted(dataclasses.fields(cls), key=lambda field: field.kw_only)]
     for key in options:
         if key not in valid:
             listed = f"its options are: {', '.join(valid)}" if valid else "it has no options"

@@ -94,9 +94,8 @@ def _sizes(name: str) -> dict[str, float]:
 
 def _options(cls: type[Method]) -> list[dict[str, Any]]:
     keys = ("help", "choices", "at_least", "at_most")
-    return [
-        {"name": f.name, "default": f.default, **{k: f.metadata.get(k) for k in keys}} for f in dataclasses.fields(cls)
-    ]
+    own_first = sorted(dataclasses.fields(cls), key=lambda field: field.kw_only)
+    return [{"name": f.name, "default": f.default, **{k: f.metadata.get(k) for k in keys}} for f in own_first]
 
 
 def _valid_values(option: dict[str, Any]) -> str:

@@ -74,12 +74,12 @@ class TuneOptions:
 
 
 def windows_names() -> list[str]:
-    """The options of the windows, which all streams share."""
+    """Options that all streams share: of the windows, and of layers with a sliding window."""
     return [field.name for field in dataclasses.fields(method_class("mixed")) if field.metadata.get("runtime")]
 
 
 def windows_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of `--set`, which can be those of the windows only; UsageError names them."""
+    """The options of `--set`, which can be those of `windows_names` only; UsageError names them."""
     valid = windows_names()
     for key in options:
         if key not in valid:

@@ -37,6 +37,8 @@ SPECS += [
     "xquant-cl:accumulator_bits=4",
     "xquant:first_channel=on:base_layers=2",
     "innerq:mode=hybrid_prefill:norm=off",
+    "kivi:local=16bit:sinks=4:recent=8",
+    "xquant:local=16bit",
 ]
 
 
@@ -87,7 +89,7 @@ def filled_layers(method: Method, shape: ModelShape, context: int, batch: int) -
     sums, layers = CrossLayerSum(), []
     for index in range(shape.layers):
         tensors = {name: x.clone() for name, x in artifact_tensors(method, shape, index).items()}
-        plan = method.plan(index, shape, tensors)
+        plan = method.layer_plan(index, shape, tensors)
         rotation = Rotation("none", torch.empty(0), 64)
         layers.append(CompressedLayer(index, plan, rotation, shape.window(index), cross_layer=sums))
     forward = Rows().begin(0, context, batch)
