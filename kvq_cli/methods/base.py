@@ -204,8 +204,8 @@ class Method(ABC):
     def keeps_local(self, shape: ModelShape) -> bool:
         """Whether layers with a sliding window are kept in 16 bits.
 
-        With `local=auto`: where no window is longer than 1,024 tokens, and packing them saves less than 5 % of the
-        packed cache of a text as long as the model's context, counted in nominal bits of the tokens that queries see.
+        With `local=auto`: where no window is longer than 1,024 tokens, and packing them saves memory, but less than 5 %
+        of the packed cache of a text as long as the model's context, in nominal bits of the tokens that queries see.
         UsageError where `local=16bit` leaves no layer to compress.
         """
         if self.local == "16bit" and shape.windows and None not in shape.windows:
@@ -216,7 +216,7 @@ class Method(ABC):
             return False
         seen = [min(window or shape.context, shape.context) for window in shape.windows]
         local = sum(tokens for tokens, window in zip(seen, shape.windows, strict=True) if window is not None)
-        return local * (16 - self.nominal_bits) < MIN_LOCAL_SAVING * sum(seen) * self.nominal_bits
+        return 0 < local * (16 - self.nominal_bits) < MIN_LOCAL_SAVING * sum(seen) * self.nominal_bits
 
     def stream_plan(self, kind: str, layer: int, shape: ModelShape, tensors: Mapping[str, TensorLike]) -> StreamPlan:
         """The plan of a layer's keys ("k") or values ("v") alone.

@@ -124,7 +124,7 @@ def test_shapes_count_the_parameters_of_their_models():
 def test_gemma_3_270m_has_the_sizes_of_its_model():
     config = Gemma3TextConfig(
         hidden_size=640, intermediate_size=2048, num_hidden_layers=18, num_attention_heads=4, num_key_value_heads=1,
-        head_dim=256, vocab_size=262144, sliding_window=512,
+        head_dim=256, vocab_size=262144, sliding_window=512, max_position_embeddings=32768,
     )  # fmt: skip
     with torch.device("meta"):
         model = Gemma3ForCausalLM(config)

@@ -41,6 +41,7 @@ def test_auto_at_its_limits():
     assert build("kivi").keeps_local(replace(longer, windows=(1024, None) * 2))
     assert not build("kivi").keeps_local(replace(longer, windows=(1025, None) * 2))
     assert not build("kivi").keeps_local(replace(OSS, context=0))  # of a shape without its context
+    assert not build("xquant", bits=16).keeps_local(OSS)  # there is nothing to save
 
 
 def test_counted_bytes_are_those_of_both_kinds_of_layers():
