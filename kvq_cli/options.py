@@ -32,7 +32,7 @@ def parse_options(cls: type, owner: str, options: Mapping[str, Any]) -> dict[str
 
 def option_fields(cls: type) -> list[dataclasses.Field[Any]]:
     """The fields of a dataclass of options: its own, then those that all classes of its kind have."""
-    return sorted(dataclasses.fields(cls), key=lambda field: field.kw_only)
+    return sorted(dataclasses.fields(cls), key=lambda field: bool(field.kw_only))
 
 
 def option_text(value: object) -> str:

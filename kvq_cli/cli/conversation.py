@@ -32,7 +32,7 @@ class Conversation:
     cache: CompressedCache | None = None
     turn_start: int = 0
     attempt: int = 0
-    note: Callable[[str], None] = print
+    note: Callable[[str], None] = lambda line: None
 
     def ask(
         self,

@@ -222,7 +222,7 @@ class TextGenerator:
         try:
             while not answer.is_done:
                 if drops and len(answer.held) >= context:
-                    answer.drop(self._newest(answer.held, first), self.attached)
+                    answer.drop(self._newest(answer.held, first), self.new_cache)
                 room = min(self.decoding.max_new_tokens - len(answer.ids), context - len(answer.held))
                 settings = self.decoding.arguments(room, defaults) | ends
                 prompt = torch.tensor([answer.held], device=model.device)
@@ -273,10 +273,10 @@ class _Answer:
     def add(self, ids: list[int]) -> None:
         self.held, self.ids = self.held + ids, self.ids + ids
 
-    def drop(self, kept: list[int], attached: Attached) -> None:
+    def drop(self, kept: list[int], new_cache: Callable[[int], CompressedCache]) -> None:
         """Keep these tokens of the text alone, which are to be read into a new cache."""
         self.dropped += len(self.held) - len(kept)
-        self.held, self.cache = kept, None if self.cache is None else attached.new_cache()
+        self.held, self.cache = kept, None if self.cache is None else new_cache(len(kept))
 
 
 @contextmanager

@@ -27,7 +27,7 @@ TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-STORY = " The river flows through the old town." * 7
+STORY = " The river flows through the old town." * 9
 KIVI = "kivi:group=16:residual=16:sinks=8"
 COMPRESSED = ("--method", "kivi", "--set", "group=16", "--set", "residual=16", "--set", "sinks=8")
 
@@ -71,7 +71,7 @@ def test_dropping_goes_on_as_a_text_of_the_kept_tokens(kvq, plain, method, first
     """The first tokens and the newest, half a context together, read as a prompt of their own; twice."""
     loaded = load_model(plain, dtype="float32")
     ids = encode_prompt(loaded.tokenizer, STORY)
-    assert CONTEXT - 30 < len(ids) < CONTEXT
+    assert CONTEXT // 2 < len(ids) < CONTEXT
     wanted, text, dropped = [], ids, 0
     with attach(loaded.model, build_parsed(method)) as kv:
         while len(wanted) < 120:
